@@ -1,0 +1,203 @@
+"""Every error the service raises.
+
+VisionEncoderError
+├── InvalidInput                 the caller's item is wrong; sending it again gives the same answer
+│   ├── InvalidRequest           a field of the request has no meaning here
+│   ├── InvalidOption            a preprocessing option the family lacks, or out of bounds
+│   ├── InvalidDigest            a digest or key of the wrong length
+│   ├── UndecodableImage         the bytes are not an image that can be read
+│   ├── ImageTooLarge            over the byte, pixel or patch limit
+│   ├── AspectRatioExceeded      longer side over the family's multiple of the shorter
+│   ├── GridMismatch             the grid disagrees with the rows, the merge size or the family
+│   ├── PixelTensorMismatch      wrong dtype, rank, width or byte count of a pixel tensor
+│   ├── NonFinitePixels          NaN or infinity in a pixel tensor
+│   └── UnsupportedContent       a kind of content this server does not take
+├── NotFound
+│   ├── UnknownModel
+│   ├── UnknownKey               neither held nor in flight
+│   └── UnknownLease
+├── StaleLease                   the slot has another tenant by now
+├── Overloaded                   retry later
+│   ├── QueueFull
+│   └── StoreFull
+├── Unavailable                  retry elsewhere
+│   ├── NotReady
+│   └── Draining
+├── TransportUnavailable         this delivery is not possible between these hosts
+├── DeadlineExceeded             dropped before the device
+├── Cancelled                    every caller left
+├── DeviceFault                  the device failed; the process leaves service
+├── InternalError                a defect; the item failed alone
+└── StartupError                 the service cannot start; never travels over the wire
+    ├── ConfigurationError
+    └── CheckpointError
+        ├── UnsupportedCheckpoint
+        ├── MissingTensors
+        ├── UnexpectedTensors
+        ├── MismatchedTensors
+        └── UninitialisedTensors
+
+Each class has a stable ``reason`` (it travels, dashboards and clients match on it) and ``retryable``.
+``details`` holds the figures of the message, both the one found and the one allowed.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class VisionEncoderError(Exception):
+    """Base of every error here. ``str(error)`` is a full sentence fit for the caller."""
+
+    reason: ClassVar[str] = "INTERNAL"
+    retryable: ClassVar[bool] = False
+
+    def __init__(self, message: str, /, *, retry_after_ms: int = 0, **details: object) -> None:
+        super().__init__(message)
+        self.message = message
+        self.retry_after_ms = retry_after_ms
+        self.details: dict[str, str] = {name: str(value) for name, value in details.items()}
+
+
+class InvalidInput(VisionEncoderError):
+    reason = "INVALID_INPUT"
+
+
+class InvalidRequest(InvalidInput):
+    reason = "INVALID_REQUEST"
+
+
+class InvalidOption(InvalidInput):
+    reason = "INVALID_OPTION"
+
+
+class InvalidDigest(InvalidInput):
+    reason = "INVALID_DIGEST"
+
+
+class UndecodableImage(InvalidInput):
+    reason = "UNDECODABLE_IMAGE"
+
+
+class ImageTooLarge(InvalidInput):
+    reason = "IMAGE_TOO_LARGE"
+
+
+class AspectRatioExceeded(InvalidInput):
+    reason = "ASPECT_RATIO_EXCEEDED"
+
+
+class GridMismatch(InvalidInput):
+    reason = "GRID_MISMATCH"
+
+
+class PixelTensorMismatch(InvalidInput):
+    reason = "PIXEL_TENSOR_MISMATCH"
+
+
+class NonFinitePixels(InvalidInput):
+    reason = "NON_FINITE_PIXELS"
+
+
+class UnsupportedContent(InvalidInput):
+    reason = "UNSUPPORTED_CONTENT"
+
+
+class NotFound(VisionEncoderError):
+    reason = "NOT_FOUND"
+
+
+class UnknownModel(NotFound):
+    reason = "UNKNOWN_MODEL"
+
+
+class UnknownKey(NotFound):
+    reason = "UNKNOWN_KEY"
+
+
+class UnknownLease(NotFound):
+    reason = "UNKNOWN_LEASE"
+
+
+class StaleLease(VisionEncoderError):
+    reason = "STALE_LEASE"
+    retryable = True
+
+
+class Overloaded(VisionEncoderError):
+    reason = "OVERLOADED"
+    retryable = True
+
+
+class QueueFull(Overloaded):
+    reason = "QUEUE_FULL"
+
+
+class StoreFull(Overloaded):
+    reason = "STORE_FULL"
+
+
+class Unavailable(VisionEncoderError):
+    reason = "UNAVAILABLE"
+    retryable = True
+
+
+class NotReady(Unavailable):
+    reason = "NOT_READY"
+
+
+class Draining(Unavailable):
+    reason = "DRAINING"
+
+
+class TransportUnavailable(VisionEncoderError):
+    reason = "TRANSPORT_UNAVAILABLE"
+
+
+class DeadlineExceeded(VisionEncoderError):
+    reason = "DEADLINE_EXCEEDED"
+
+
+class Cancelled(VisionEncoderError):
+    reason = "CANCELLED"
+
+
+class DeviceFault(VisionEncoderError):
+    reason = "DEVICE_FAULT"
+    retryable = True
+
+
+class InternalError(VisionEncoderError):
+    reason = "INTERNAL"
+
+
+class StartupError(VisionEncoderError):
+    reason = "STARTUP"
+
+
+class ConfigurationError(StartupError):
+    reason = "CONFIGURATION"
+
+
+class CheckpointError(StartupError):
+    reason = "CHECKPOINT"
+
+
+class UnsupportedCheckpoint(CheckpointError):
+    reason = "UNSUPPORTED_CHECKPOINT"
+
+
+class MissingTensors(CheckpointError):
+    reason = "MISSING_TENSORS"
+
+
+class UnexpectedTensors(CheckpointError):
+    reason = "UNEXPECTED_TENSORS"
+
+
+class MismatchedTensors(CheckpointError):
+    reason = "MISMATCHED_TENSORS"
+
+
+class UninitialisedTensors(CheckpointError):
+    reason = "UNINITIALISED_TENSORS"

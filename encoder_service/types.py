@@ -1,0 +1,163 @@
+"""The records that pass between packages.
+
+Owns: grids, items, per-item options, ingested pixels, encoded rows, timings. Knows nothing of gRPC, files
+or devices. Shape legend: P patches, R rows (visual tokens), D language-model width, L deepstack levels.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple, TypeAlias
+
+import torch
+
+DIGEST_BYTES = 32
+
+
+class Modality(enum.Enum):
+    IMAGE = "image"
+    VIDEO = "video"
+
+
+class Grid(NamedTuple):
+    """One item's extent in patches: frames after temporal patching, height, width."""
+
+    t: int
+    h: int
+    w: int
+
+    @property
+    def num_patches(self) -> int:
+        return self.t * self.h * self.w
+
+
+@dataclass(frozen=True)
+class PreprocessOptions:
+    """Per-item overrides of the checkpoint's processor settings; ``None`` keeps the checkpoint's value."""
+
+    min_pixels: int | None = None
+    max_pixels: int | None = None
+    max_patches: int | None = None
+    max_patches_per_side: int | None = None
+    fps: float | None = None
+    min_frames: int | None = None
+    max_frames: int | None = None
+
+    def given(self) -> dict[str, int | float]:
+        """The overrides that were given, by field name, in field order."""
+        return {name: value for name, value in vars(self).items() if value is not None}
+
+
+@dataclass(frozen=True)
+class EncodedFile:
+    """An image or clip as file bytes."""
+
+    data: bytes
+
+
+@dataclass(frozen=True)
+class PixelValues:
+    """Pixels that the caller preprocessed.
+
+    pixel_values: [P, ...] float tensor on the host; grid: the extent it claims to have.
+    """
+
+    pixel_values: torch.Tensor
+    grid: Grid
+
+
+@dataclass(frozen=True)
+class DigestOnly:
+    """No content: serve from the store or fail."""
+
+
+Content: TypeAlias = EncodedFile | PixelValues | DigestOnly
+
+
+@dataclass(frozen=True)
+class Item:
+    """One image or clip of a request, as the pipeline sees it."""
+
+    modality: Modality
+    content: Content
+    content_digest: bytes | None = None
+    options: PreprocessOptions = field(default_factory=PreprocessOptions)
+
+
+@dataclass(frozen=True)
+class FrameItem:
+    """Decoded, resized, padded pixels, not yet normalised or cut into patches.
+
+    frames_THWC: uint8 [T, H, W, 3]; T counts frames (1 for an image), H and W are multiples of the
+    patch size times the merge size. grid: what the patches of these frames will be.
+    """
+
+    frames_THWC: torch.Tensor
+    grid: Grid
+
+
+@dataclass(frozen=True)
+class PatchItem:
+    """Patches ready for the tower. pixel_values: float32 [P, patch_dim]."""
+
+    pixel_values: torch.Tensor
+    grid: Grid
+
+
+TowerItem: TypeAlias = FrameItem | PatchItem
+
+
+@dataclass
+class StageTimings:
+    """Milliseconds spent by one item in each stage; see the wire contract for what each covers."""
+
+    identify_ms: float = 0.0
+    admit_ms: float = 0.0
+    decode_ms: float = 0.0
+    resize_ms: float = 0.0
+    queue_ms: float = 0.0
+    tower_ms: float = 0.0
+    store_ms: float = 0.0
+    total_ms: float = 0.0
+
+    def as_mapping(self) -> Mapping[str, float]:
+        return vars(self)
+
+
+class CacheTier(enum.Enum):
+    MISS = "miss"
+    IN_FLIGHT = "in_flight"
+    DEVICE = "device"
+    HOST = "host"
+    SHARED = "shared"
+
+
+@dataclass(frozen=True)
+class RowsSpec:
+    """What one item's rows look like: R rows of D * (1 + L) elements."""
+
+    num_rows: int
+    width: int
+    dtype: torch.dtype
+    num_deepstack_levels: int
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_rows * self.width * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class EncodedItem:
+    """One item's visual tokens. rows: [R, D * (1 + L)], contiguous, owning its storage."""
+
+    key: bytes
+    grid: Grid
+    rows: torch.Tensor
+    num_deepstack_levels: int
+
+    @property
+    def spec(self) -> RowsSpec:
+        num_rows, width = self.rows.shape
+        return RowsSpec(num_rows, width, self.rows.dtype, self.num_deepstack_levels)

@@ -1,0 +1,1 @@
+"""vision_encoder.v1: generated from encoder.proto by ``make proto``."""
