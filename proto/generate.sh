@@ -1,7 +1,7 @@
 #!/bin/sh
 # Writes encoder_pb2.py, encoder_pb2_grpc.py and their type stubs beside encoder.proto.
-# The generator's versions are pinned here, apart from the run-time's: code generated for protobuf 6.33
-# runs with protobuf 6.33 and every 7.x.
+# The generator's versions are pinned here, apart from the run-time's: code generated for protobuf 6.31
+# runs with protobuf 6.31 and later, every 7.x included.
 set -eu
 cd "$(dirname "$0")"
 venv="../.venv-proto"

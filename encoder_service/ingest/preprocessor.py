@@ -1,0 +1,53 @@
+"""What every family's preprocessor is: file bytes to uint8 frames on the host, frames to patches anywhere.
+
+Owns the seam between ingest and the pipeline. The host half (decode, resize, pad) runs on worker threads
+and yields uint8; the device half (normalise, cut into patches) runs where the tower runs, so that an
+eighth of the bytes travels. Both halves together equal the reference processors bit for bit.
+"""
+
+from __future__ import annotations
+
+import abc
+
+import torch
+
+from encoder_service.types import FrameItem, Grid, Modality, PatchItem, PixelValues, PreprocessOptions
+
+
+class Preprocessor(abc.ABC):
+    """One family's preprocessing with one checkpoint's settings. Stateless and thread-safe.
+
+    fingerprint: 32 bytes over every setting that changes pixels, and over the version of the code's rules.
+    patch_dim: elements of one flattened patch.
+    """
+
+    fingerprint: bytes
+    patch_dim: int
+
+    @abc.abstractmethod
+    def check_options(self, modality: Modality, options: PreprocessOptions) -> None:
+        """Raises InvalidOption for an override the family lacks or whose value is out of bounds."""
+
+    @abc.abstractmethod
+    def target_grid(self, height: int, width: int, options: PreprocessOptions) -> Grid:
+        """The grid that an image of this size will have. height, width in pixels, after EXIF rotation
+        where the family applies it. Raises AspectRatioExceeded, InvalidOption."""
+
+    @abc.abstractmethod
+    def probe_image(self, data: bytes, options: PreprocessOptions) -> Grid:
+        """The grid of an encoded image, from its header alone: no pixel is decoded.
+        Raises UndecodableImage, ImageTooLarge, AspectRatioExceeded."""
+
+    @abc.abstractmethod
+    def load_image(self, data: bytes, options: PreprocessOptions) -> tuple[FrameItem, float, float]:
+        """Decoded, converted to RGB, resized and padded frames, with the milliseconds spent in decoding
+        and in resizing. Raises UndecodableImage, ImageTooLarge, AspectRatioExceeded."""
+
+    @abc.abstractmethod
+    def check_pixels(self, pixels: PixelValues) -> PatchItem:
+        """A caller's own pixel tensor as float32 [P, patch_dim].
+        Raises PixelTensorMismatch (dtype, rank, width), GridMismatch (rows), NonFinitePixels."""
+
+    @abc.abstractmethod
+    def patchify(self, frames_THWC: torch.Tensor) -> torch.Tensor:
+        """uint8 [T, H, W, 3] frames to normalised float32 [P, patch_dim], on the frames' device."""

@@ -1,0 +1,116 @@
+"""What every vision tower is: host tables per grid, then a forward pass of tensors only.
+
+Owns the seam between a tower and the engine. A tower splits its work in two:
+
+* ``prepare(grids)`` runs on the host, once per batch, from tables cached per grid: gather indices and
+  weights for the position table, rotary angles, sequence bounds, merge indices.
+* ``forward(inputs)`` reads tensors only, never synchronises with the host, and does the same work for the
+  same shapes, so that it can be captured in a CUDA graph.
+
+Shape legend: P patches of the batch, S attention sequences, R rows (visual tokens), K position taps,
+E tower width, D language-model width, L deepstack levels, F frames averaged into one row.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from encoder_service.types import Grid, Modality
+
+
+@dataclasses.dataclass(frozen=True)
+class TowerInputs:
+    """One packed batch.
+
+    pixel_values: [P, patch_dim], or None until ``with_pixels``.
+    position_index: int64 [P, K] rows of the learned position table; position_weight: float32 [P, K].
+    frame_index: int64 [P] row of the temporal table, or None where the family has none.
+    rope_cos, rope_sin: float32 [P, head_dim] per-patch rotary tables.
+    cu_seqlens: int32 [S + 1]; seqlens: the same lengths on the host; max_seqlen: their maximum.
+    merge_index: int64 [R * merge^2, F] patches averaged into each merger input, or None where patches
+    already stand in merge order; merge_weight: float32 [R * merge^2, F], zero in unused places.
+    """
+
+    position_index: torch.Tensor
+    position_weight: torch.Tensor
+    rope_cos: torch.Tensor
+    rope_sin: torch.Tensor
+    cu_seqlens: torch.Tensor
+    seqlens: tuple[int, ...]
+    max_seqlen: int
+    frame_index: torch.Tensor | None = None
+    merge_index: torch.Tensor | None = None
+    merge_weight: torch.Tensor | None = None
+    pixel_values: torch.Tensor | None = None
+
+    @property
+    def num_patches(self) -> int:
+        return self.position_index.shape[0]
+
+    def with_pixels(self, pixel_values: torch.Tensor) -> TowerInputs:
+        """The same batch with its pixels [P, patch_dim]."""
+        return dataclasses.replace(self, pixel_values=pixel_values)
+
+    def to(self, device: torch.device, *, non_blocking: bool = False) -> TowerInputs:
+        """The same batch with every tensor on ``device``."""
+        moved = {
+            name: value.to(device, non_blocking=non_blocking)
+            for name, value in vars(self).items()
+            if isinstance(value, torch.Tensor)
+        }
+        return dataclasses.replace(self, **moved)
+
+
+class Tower(nn.Module, abc.ABC):
+    """A vision tower with its merger or projector: patches in, rows out.
+
+    Attributes a subclass sets: family; patch_size and merge_size in pixels and patches; temporal_patch_size
+    in frames; patch_dim, the elements of one flattened patch; out_width (D); num_deepstack_levels (L);
+    merges_time, whether an item's frames are averaged into one set of rows.
+    """
+
+    family: str
+    patch_size: int
+    merge_size: int
+    temporal_patch_size: int
+    patch_dim: int
+    out_width: int
+    num_deepstack_levels: int
+    merges_time: bool
+    modalities: tuple[Modality, ...] = (Modality.IMAGE, Modality.VIDEO)
+
+    @property
+    def width(self) -> int:
+        """Elements of one row: D * (1 + L)."""
+        return self.out_width * (1 + self.num_deepstack_levels)
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.parameters()).device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return next(self.parameters()).dtype
+
+    def num_rows(self, grid: Grid) -> int:
+        """Visual tokens of one item."""
+        frames = 1 if self.merges_time else grid.t
+        return frames * grid.h * grid.w // self.merge_size**2
+
+    @abc.abstractmethod
+    def check_grid(self, grid: Grid) -> None:
+        """Raises GridMismatch when the tower cannot take this grid: zero sides, sides that are no
+        multiple of the merge size, more frames than the temporal table has."""
+
+    @abc.abstractmethod
+    def prepare(self, grids: Sequence[Grid]) -> TowerInputs:
+        """Host tables of a packed batch, items in the order given. Raises GridMismatch."""
+
+    @abc.abstractmethod
+    def forward(self, inputs: TowerInputs) -> torch.Tensor:
+        """Rows of the whole batch, [R, D * (1 + L)] in the tower's dtype, items in ``prepare``'s order."""
