@@ -1,0 +1,129 @@
+"""Content digests and embedding keys: what an item is, and what its rows are called.
+
+Owns the one hash authority of the service. A caller's digest is authoritative inside its namespace; without
+one, the content is hashed with BLAKE3. There is no other way to get a digest: nothing random, no fallback.
+
+The key is SHA-256 over a tagged, length-prefixed list of everything that decides the rows, so that an
+adapter can derive it with the standard library alone (``lm_adapter.keys`` does; a contract test holds the
+two equal).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+
+import torch
+from blake3 import blake3
+
+from encoder_service.errors import InvalidDigest
+from encoder_service.types import (
+    DIGEST_BYTES,
+    Content,
+    DigestOnly,
+    EncodedFile,
+    Grid,
+    Item,
+    PixelValues,
+    PreprocessOptions,
+)
+
+KEY_TAG = b"vision_encoder.key.v1"
+PIXELS_TAG = b"vision_encoder.pixels.v1"
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """``float32``, ``bfloat16``, ...: the name that enters keys and file metadata."""
+    return str(dtype).removeprefix("torch.")
+
+
+def length_prefixed(fields: list[bytes]) -> bytes:
+    """Each field behind its length as a little-endian uint32: no two lists give the same bytes."""
+    return b"".join(struct.pack("<I", len(field)) + field for field in fields)
+
+
+def check_digest(digest: bytes, what: str = "content_digest") -> bytes:
+    """The digest itself. Raises InvalidDigest unless it has exactly 32 bytes."""
+    if len(digest) != DIGEST_BYTES:
+        raise InvalidDigest(
+            f"{what} has {len(digest)} bytes, needs {DIGEST_BYTES}", found=len(digest), needed=DIGEST_BYTES
+        )
+    return digest
+
+
+def digest_pixels(pixels: PixelValues) -> bytes:
+    """BLAKE3 of a pixel tensor with its dtype, shape and grid: equal bytes in another shape differ."""
+    tensor = pixels.pixel_values.contiguous()
+    header = length_prefixed(
+        [
+            PIXELS_TAG,
+            dtype_name(tensor.dtype).encode(),
+            struct.pack(f"<{tensor.dim()}Q", *tensor.shape),
+            struct.pack("<3Q", *pixels.grid),
+        ]
+    )
+    hasher = blake3(header)
+    hasher.update(memoryview(tensor.reshape(-1).view(torch.uint8).numpy()))
+    return hasher.digest()
+
+
+def content_digest(item: Item) -> bytes:
+    """32 bytes that stand for the item's content: the caller's, checked, or BLAKE3 of the content.
+
+    Raises InvalidDigest for a given digest of another length, or for a digest-only item without one.
+    """
+    if item.content_digest is not None:
+        return check_digest(item.content_digest)
+    match item.content:
+        case EncodedFile(data):
+            return blake3(data).digest()
+        case PixelValues():
+            return digest_pixels(item.content)
+        case DigestOnly():
+            raise InvalidDigest("a digest-only item needs a content_digest, found 0 bytes", found=0, needed=32)
+
+
+def options_text(options: PreprocessOptions) -> str:
+    """Canonical text of the given options: ``name=value`` sorted by name, joined by ``;``. Integers in
+    decimal, floats as the hexadecimal of their eight little-endian IEEE bytes."""
+
+    def value_text(value: int | float) -> str:
+        return struct.pack("<d", value).hex() if isinstance(value, float) else str(value)
+
+    return ";".join(f"{name}={value_text(value)}" for name, value in sorted(options.given().items()))
+
+
+def source_text(content: Content) -> str:
+    """``encoded`` for files and digests, ``pixels:t,h,w`` for pixel tensors: a caller's own pixels never
+    stand for the pixels that the service would have made."""
+    if isinstance(content, PixelValues):
+        grid: Grid = content.grid
+        return f"pixels:{grid.t},{grid.h},{grid.w}"
+    return "encoded"
+
+
+def embedding_key(
+    item: Item,
+    digest: bytes,
+    *,
+    namespace: str,
+    model_fingerprint: bytes,
+    preprocess_fingerprint: bytes,
+    dtype: torch.dtype,
+) -> bytes:
+    """The 32-byte key of an item's rows, from everything that decides them."""
+    return hashlib.sha256(
+        length_prefixed(
+            [
+                KEY_TAG,
+                namespace.encode(),
+                digest,
+                item.modality.value.encode(),
+                model_fingerprint,
+                preprocess_fingerprint,
+                options_text(item.options).encode(),
+                source_text(item.content).encode(),
+                dtype_name(dtype).encode(),
+            ]
+        )
+    ).digest()
