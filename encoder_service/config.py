@@ -1,0 +1,106 @@
+"""The service's settings: parsed once, frozen, no I/O.
+
+Owns every knob with its unit, bound and meaning. The environment (prefix ``VE_``) is read here and nowhere
+else. What the device or the checkpoint tells goes into run-time records, never in here.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field, ValidationError, field_validator
+from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
+
+from encoder_service.errors import ConfigurationError
+
+MIB = 1 << 20
+GIB = 1 << 30
+
+
+class Settings(BaseSettings):
+    """Settings of one service process. Sizes in bytes, times in the unit of the name."""
+
+    model_config = SettingsConfigDict(
+        env_prefix="VE_", extra="forbid", frozen=True, validate_default=True, protected_namespaces=()
+    )
+
+    model: Path = Field(description="Checkpoint directory in the hub's layout.")
+    model_name: str = Field("", description="Name that requests use; empty: the directory's name.")
+    device: str = Field("cpu", pattern=r"^(cpu|cuda(:\d+)?)$", description="torch device of the tower.")
+    dtype: Literal["float32", "bfloat16"] | None = Field(
+        None, description="Type of weights and rows; default bfloat16 on a GPU, float32 on the CPU."
+    )
+    listen: Annotated[tuple[str, ...], NoDecode] = Field(
+        ("127.0.0.1:50051",), min_length=1, description="gRPC addresses: host:port or unix:/path."
+    )
+    admin_listen: str = Field("127.0.0.1:8080", description="host:port of the admin plane; empty: none.")
+
+    max_items_per_request: int = Field(256, ge=1, le=65536, description="Items in one Encode or Prefetch.")
+    max_message_bytes: int = Field(256 * MIB, ge=MIB, le=2 * GIB - 1, description="Largest gRPC message.")
+    max_encoded_bytes: int = Field(64 * MIB, ge=1024, description="Largest image file.")
+    max_image_pixels: int = Field(64_000_000, ge=1, description="Largest decoded image, width times height.")
+    max_patches_per_item: int = Field(65_536, ge=4, description="Largest item the tower is given.")
+    max_patches_per_batch: int = Field(
+        16_384, ge=4, description="Patches in one forward; a larger item runs alone."
+    )
+    max_items_per_batch: int = Field(64, ge=1, description="Items in one forward.")
+    max_queued_patches: int = Field(524_288, ge=4, description="Admitted and not yet encoded; over it: full.")
+    max_queued_bytes: int = Field(2 * GIB, ge=1024, description="Content bytes held for admitted items.")
+    ingest_threads: int = Field(2, ge=1, le=256, description="Worker threads that decode and resize.")
+    store_bytes: int = Field(2 * GIB, ge=0, description="Rows kept for later requests.")
+    chunk_bytes: int = Field(MIB, ge=4096, le=16 * MIB, description="Rows in one message of a stream.")
+    drain_grace_s: float = Field(20.0, ge=0, le=3600, description="In-flight work may take this long at stop.")
+    torch_threads: int = Field(0, ge=0, le=1024, description="CPU threads of the tower; 0: torch's choice.")
+    log_format: Literal["text", "json"] = Field("text", description="One line per event either way.")
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least level logged.")
+
+    @field_validator("listen", mode="before")
+    @classmethod
+    def split_listen(cls, value: object) -> object:
+        """A comma list is accepted from the environment."""
+        return tuple(part.strip() for part in value.split(",")) if isinstance(value, str) else value
+
+    @field_validator("listen")
+    @classmethod
+    def check_listen(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for address in value:
+            check_address(address)
+        return value
+
+    @field_validator("admin_listen")
+    @classmethod
+    def check_admin_listen(cls, value: str) -> str:
+        if value:
+            check_address(value)
+            if value.startswith("unix:"):
+                raise ValueError("the admin plane listens on host:port only")
+        return value
+
+
+def check_address(address: str) -> None:
+    """Raises ValueError unless the address is ``host:port`` or ``unix:/path``."""
+    if address.startswith("unix:"):
+        if len(address.encode()) - len("unix:") > 107:
+            raise ValueError(f"{address!r}: a unix socket's path has at most 107 bytes")
+        if address == "unix:":
+            raise ValueError("'unix:' needs a path")
+        return
+    host, separator, port = address.rpartition(":")
+    if not separator or not host or not port.isdigit() or not 0 <= int(port) <= 65535:
+        raise ValueError(f"{address!r} is neither host:port nor unix:/path")
+
+
+def parse_settings(**given: object) -> Settings:
+    """Settings from keyword arguments over the environment over defaults; ``None`` means not given.
+
+    Raises ConfigurationError with one sentence that names every wrong setting.
+    """
+    try:
+        return Settings(**{name: value for name, value in given.items() if value is not None})  # type: ignore[arg-type]
+    except ValidationError as error:
+        problems = "; ".join(
+            f"{'.'.join(str(part) for part in entry['loc']) or 'settings'}: {entry['msg']}"
+            for entry in error.errors()
+        )
+        raise ConfigurationError(f"invalid settings: {problems}") from None
