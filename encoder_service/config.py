@@ -6,6 +6,7 @@ else. What the device or the checkpoint tells goes into run-time records, never 
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -16,13 +17,14 @@ from encoder_service.errors import ConfigurationError
 
 MIB = 1 << 20
 GIB = 1 << 30
+ENV_PREFIX = "VE_"
 
 
 class Settings(BaseSettings):
     """Settings of one service process. Sizes in bytes, times in the unit of the name."""
 
     model_config = SettingsConfigDict(
-        env_prefix="VE_", extra="forbid", frozen=True, validate_default=True, protected_namespaces=()
+        env_prefix=ENV_PREFIX, extra="forbid", frozen=True, validate_default=True, protected_namespaces=()
     )
 
     model: Path = Field(description="Checkpoint directory in the hub's layout.")
@@ -94,8 +96,13 @@ def check_address(address: str) -> None:
 def parse_settings(**given: object) -> Settings:
     """Settings from keyword arguments over the environment over defaults; ``None`` means not given.
 
-    Raises ConfigurationError with one sentence that names every wrong setting.
+    Raises ConfigurationError with one sentence that names every wrong setting, among them environment
+    variables with our prefix that name no setting.
     """
+    known = {ENV_PREFIX + name.upper() for name in Settings.model_fields}
+    unknown = sorted(name for name in os.environ if name.startswith(ENV_PREFIX) and name not in known)
+    if unknown:
+        raise ConfigurationError(f"invalid settings: unknown environment variable {', '.join(unknown)}")
     try:
         return Settings(**{name: value for name, value in given.items() if value is not None})  # type: ignore[arg-type]
     except ValidationError as error:
