@@ -1,14 +1,19 @@
 #!/bin/sh
-# Writes encoder_pb2.py, encoder_pb2_grpc.py and their type stubs beside encoder.proto.
+# Writes encoder_pb2.py, encoder_pb2_grpc.py and their type stubs beside encoder.proto, or under the folder
+# that the first argument names.
 # The generator's versions are pinned here, apart from the run-time's: code generated for protobuf 6.31
 # runs with protobuf 6.31 and later, every 7.x included.
 set -eu
+out=$(cd "${1:-"$(dirname "$0")"}" && pwd)
 cd "$(dirname "$0")"
+pins="grpcio-tools==1.76.0 protobuf==6.33.6 mypy-protobuf==3.7.0 setuptools==80.9.0"
 venv="../.venv-proto"
-if [ ! -x "$venv/bin/protoc-gen-mypy" ]; then
-    "${PYTHON:-python3}" -m venv "$venv"
-    "$venv/bin/pip" install --quiet --disable-pip-version-check \
-        grpcio-tools==1.76.0 protobuf==6.33.6 mypy-protobuf==3.7.0 setuptools==80.9.0
+if [ "$(cat "$venv/pins" 2>/dev/null)" != "$pins" ]; then
+    "${PYTHON:-python3}" -m venv --clear "$venv"
+    # shellcheck disable=SC2086  # one argument for each pin
+    "$venv/bin/pip" install --quiet --disable-pip-version-check $pins
+    echo "$pins" > "$venv/pins"
 fi
-PATH="$venv/bin:$PATH" "$venv/bin/python" -m grpc_tools.protoc -I . \
-    --python_out=. --grpc_python_out=. --mypy_out=. --mypy_grpc_out=. vision_encoder/v1/encoder.proto
+PATH="$PWD/$venv/bin:$PATH" "$venv/bin/python" -W ignore -m grpc_tools.protoc -I . \
+    --python_out="$out" --grpc_python_out="$out" --mypy_out="quiet:$out" --mypy_grpc_out="quiet:$out" \
+    vision_encoder/v1/encoder.proto

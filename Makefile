@@ -1,0 +1,77 @@
+# Every task of the project. CI calls the same targets.
+
+PYTHON ?= python3
+# The interpreter of `make test-gpu`: any that has torch with CUDA; nothing is installed into it.
+PY ?= python3
+PYTEST_WORKERS ?= 2
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.setup-done
+CHECKPOINT := build/checkpoints/qwen3_vl-small
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help setup test test-gpu lint proto proto-check bench demo serve clean
+
+help: ## Show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+setup: $(STAMP) ## Create .venv with torch and everything the other targets need
+
+# Runs again when the dependencies change. Each step keeps what is already right.
+$(STAMP): pyproject.toml deploy/install_torch.py
+	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; ok = (3, 11) <= v < (3, 14); \
+	    sys.exit(0 if ok else f"{sys.executable} is Python {v[0]}.{v[1]}, needs 3.11 to 3.13: make setup PYTHON=python3.12")'
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python deploy/install_torch.py --with-torchvision
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
+	@touch $@
+
+# One compute thread for each worker: two workers with two threads each only fight over two cores.
+test: $(STAMP) ## Run every test that needs no GPU
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu" -n $(PYTEST_WORKERS) --dist loadfile
+
+# Both selections always run; the target fails when either does.
+test-gpu: ## Run the GPU tests and the parity tests on cuda:0 (PY=... has torch with CUDA)
+	@status=0; \
+	PYTHONPATH=.:proto:$$PYTHONPATH $(PY) -m pytest -m gpu --device cuda:0 || status=$$?; \
+	PYTHONPATH=.:proto:$$PYTHONPATH $(PY) -m pytest -m "not gpu" --device cuda:0 tests/parity || status=$$?; \
+	exit $$status
+
+lint: $(STAMP) proto-check ## Ruff, strict mypy, import direction, generated code up to date
+	$(BIN)/python -m ruff check
+	$(BIN)/python -m ruff format --check
+	$(BIN)/python -m mypy
+	PYTHONPATH=proto $(BIN)/lint-imports
+
+proto: ## Regenerate the code of encoder.proto
+	PYTHON=$(PYTHON) proto/generate.sh
+
+proto-check: ## Fail when the committed generated code is not what encoder.proto gives
+	PYTHON=$(PYTHON) proto/check.sh
+
+# Without a GPU: the smallest tower, to see that the benchmark runs. With one: the recorded measurement.
+bench: $(STAMP) ## Measure the towers
+	@if [ -e /dev/nvidiactl ]; then \
+	    set -x; $(BIN)/python bench/tower.py; \
+	else \
+	    set -x; $(BIN)/python bench/tower.py --quick --size tiny --device cpu; \
+	fi
+
+demo: $(STAMP) ## Start the service, send photographs, run a language model on the rows, compare
+	$(BIN)/python bench/demo.py
+
+serve: $(STAMP) $(CHECKPOINT)/config.json ## Serve a small random-weight checkpoint on the CPU
+	$(BIN)/vision-encoder serve --model $(CHECKPOINT) --device cpu
+
+# Made beside its final place and moved, so that an interrupted run leaves no half checkpoint.
+$(CHECKPOINT)/config.json: | $(STAMP)
+	rm -rf $(CHECKPOINT) $(CHECKPOINT).partial
+	mkdir -p $(dir $(CHECKPOINT))
+	$(BIN)/vision-encoder make-checkpoint --family qwen3_vl --size small --seed 0 $(CHECKPOINT).partial
+	mv $(CHECKPOINT).partial $(CHECKPOINT)
+
+clean: ## Remove what the targets made, the environments included
+	rm -rf build dist demo-output $(VENV) .venv-proto .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
