@@ -18,8 +18,9 @@ from dataclasses import dataclass, field
 import structlog
 import torch
 
-from encoder_service.errors import Cancelled, DeadlineExceeded, DeviceFault, InternalError
+from encoder_service.errors import Cancelled, DeadlineExceeded, DeviceFault, Draining, InternalError
 from encoder_service.ingest.preprocessor import Preprocessor
+from encoder_service.metrics import Metrics
 from encoder_service.scheduler.planner import Plan, Planner, Ticket
 from encoder_service.towers.tower import Tower
 from encoder_service.types import FrameItem, Grid, TowerItem
@@ -29,13 +30,12 @@ log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True)
 class TowerResult:
-    """One item's rows on the host, owning their storage, and what its batch cost."""
+    """One item's rows on the host, owning their storage, and what its batch cost: when it started, in the
+    engine's clock, and how long it took."""
 
     rows: torch.Tensor
     started_s: float
     tower_ms: float
-    batch_items: int
-    batch_patches: int
 
 
 @dataclass(eq=False)
@@ -70,6 +70,7 @@ class DeviceEngine:
         tower: Tower,
         preprocessor: Preprocessor,
         planner: Planner,
+        metrics: Metrics,
         *,
         clock: Callable[[], float],
         on_fault: Callable[[DeviceFault], None],
@@ -78,6 +79,7 @@ class DeviceEngine:
         self._tower = tower
         self._preprocessor = preprocessor
         self._planner = planner
+        self._metrics = metrics
         self._clock = clock
         self._on_fault = on_fault
         self._num_threads = num_threads
@@ -123,7 +125,8 @@ class DeviceEngine:
             if self._fault is not None:
                 raise self._fault
             if self._stopping:
-                raise Cancelled("the engine is stopping")
+                raise Draining("the engine is stopping and takes no new work")
+            job.future.set_running_or_notify_cancel()  # from here on only the engine completes it
             self._jobs[ticket] = job
             self._planner.add(ticket)
             self._wake.notify()
@@ -137,6 +140,13 @@ class DeviceEngine:
                 self._forward([grid], [pixels])
 
     def _run(self) -> None:
+        try:
+            self._loop()
+        except Exception as error:  # a defect of the loop itself: nobody would serve the queue any more
+            log.exception("the engine's thread failed")
+            self._fail(DeviceFault(f"the engine's thread failed: {first_line(error)}"))
+
+    def _loop(self) -> None:
         if self._num_threads:
             torch.set_num_threads(self._num_threads)
         with torch.inference_mode():
@@ -199,8 +209,9 @@ class DeviceEngine:
         self.counters.items += len(batch)
         self.counters.patches += num_patches
         self.counters.busy_s += tower_s
+        self._metrics.batch_patches.observe(num_patches)
         for job, item_rows in zip(batch, rows, strict=True):
-            job.future.set_result(TowerResult(item_rows, started_s, tower_s * 1e3, len(batch), num_patches))
+            job.future.set_result(TowerResult(item_rows, started_s, tower_s * 1e3))
 
     def _pixels(self, item: TowerItem) -> torch.Tensor:
         """An item's patches on the device, [P, patch_dim]: uint8 frames travel, patches are cut there."""

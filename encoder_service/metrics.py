@@ -1,0 +1,69 @@
+"""Prometheus metrics of one service process.
+
+Owns names, labels and buckets. Each process (and each test) has a registry of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+
+STAGE_BUCKETS_S = (
+    0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0
+)  # fmt: skip
+CONTENT_TYPE = CONTENT_TYPE_LATEST
+
+
+class Metrics:
+    """All instruments; attributes are the instruments themselves."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self.requests = Counter(
+            "ve_requests_total", "RPCs by method and status.", ["method", "status"], registry=self.registry
+        )
+        self.items = Counter(
+            "ve_items_total", "Delivered items by cache tier.", ["tier"], registry=self.registry
+        )
+        self.failures = Counter(
+            "ve_item_failures_total", "Failed items by reason.", ["reason"], registry=self.registry
+        )
+        self.rows_bytes = Counter("ve_rows_bytes_total", "Bytes of rows delivered.", registry=self.registry)
+        self.stage_seconds = Histogram(
+            "ve_stage_seconds",
+            "Seconds of one item in one stage.",
+            ["stage"],
+            buckets=STAGE_BUCKETS_S,
+            registry=self.registry,
+        )
+        self.batch_patches = Histogram(
+            "ve_batch_patches",
+            "Patches in one forward.",
+            buckets=(64, 256, 1024, 4096, 8192, 16384, 32768, 65536),
+            registry=self.registry,
+        )
+        self.ready = Gauge("ve_ready", "1 while the service takes work.", registry=self.registry)
+
+    def gauge(self, name: str, text: str, read: Callable[[], float]) -> None:
+        """Registers a gauge that is read at scrape time."""
+        Gauge(name, text, registry=self.registry).set_function(read)
+
+    def counter_view(self, name: str, text: str, read: Callable[[], float]) -> None:
+        """Registers a monotonic figure that another object counts, read at scrape time."""
+        self.registry.register(_CounterView(name, text, read))
+
+    def exposition(self) -> bytes:
+        """The text format that Prometheus scrapes."""
+        return generate_latest(self.registry)
+
+
+class _CounterView:
+    def __init__(self, name: str, text: str, read: Callable[[], float]) -> None:
+        self._name, self._text, self._read = name, text, read
+
+    def collect(self):  # type: ignore[no-untyped-def]
+        from prometheus_client.core import CounterMetricFamily
+
+        yield CounterMetricFamily(self._name, self._text, value=self._read())

@@ -1,0 +1,196 @@
+"""Between protobuf messages and the service's records.
+
+Owns the meaning of every field on the wire. Raises InvalidInput errors that name the field; knows nothing
+of calls or status codes. Large rows never pass through a protobuf object: ``chunk_event`` writes the wire
+form of an ItemEvent around the rows' own bytes, which costs one copy.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+from google.protobuf.message import Message
+
+from encoder_service.errors import (
+    InvalidRequest,
+    PixelTensorMismatch,
+    TransportUnavailable,
+    UnsupportedContent,
+)
+from encoder_service.ingest.identity import check_digest
+from encoder_service.pipeline import Delivered
+from encoder_service.types import (
+    CacheTier,
+    Content,
+    DigestOnly,
+    EncodedFile,
+    Grid,
+    Item,
+    Modality,
+    PixelValues,
+    PreprocessOptions,
+)
+from vision_encoder.v1 import encoder_pb2 as pb
+
+PROTOCOL_VERSION = 1
+MIN_PROTOCOL_VERSION = 1
+
+MODALITIES: dict[int, Modality] = {pb.MODALITY_IMAGE: Modality.IMAGE, pb.MODALITY_VIDEO: Modality.VIDEO}
+DTYPES: dict[int, torch.dtype] = {
+    pb.DTYPE_FLOAT32: torch.float32,
+    pb.DTYPE_BFLOAT16: torch.bfloat16,
+    pb.DTYPE_FLOAT16: torch.float16,
+    pb.DTYPE_UINT8: torch.uint8,
+}
+TIERS: dict[CacheTier, pb.CacheTier] = {
+    CacheTier.MISS: pb.CACHE_TIER_MISS,
+    CacheTier.IN_FLIGHT: pb.CACHE_TIER_IN_FLIGHT,
+    CacheTier.DEVICE: pb.CACHE_TIER_DEVICE,
+    CacheTier.HOST: pb.CACHE_TIER_HOST,
+    CacheTier.SHARED: pb.CACHE_TIER_SHARED,
+}
+
+
+def dtype_to_proto(dtype: torch.dtype) -> pb.DType:
+    """The wire's name of a dtype."""
+    return next(pb.DType.ValueType(value) for value, known in DTYPES.items() if known is dtype)
+
+
+def grid_to_proto(grid: Grid) -> pb.GridTHW:
+    return pb.GridTHW(t=grid.t, h=grid.h, w=grid.w)
+
+
+def grid_from_proto(grid: pb.GridTHW) -> Grid:
+    return Grid(grid.t, grid.h, grid.w)
+
+
+def check_delivery(delivery: int) -> None:
+    """Raises TransportUnavailable for deliveries this server does not offer, InvalidRequest for unknown."""
+    if delivery in (pb.DELIVERY_UNSPECIFIED, pb.DELIVERY_INLINE):
+        return
+    if delivery in pb.Delivery.values():
+        name = pb.Delivery.Name(pb.Delivery.ValueType(delivery))
+        raise TransportUnavailable(f"{name} is not offered here; this server delivers inline", delivery=name)
+    raise InvalidRequest(f"delivery {delivery} is unknown, the largest known is {max(pb.Delivery.values())}")
+
+
+def item_from_proto(message: pb.Item) -> Item:
+    """An item with its content. May copy a pixel tensor: not for the event loop when that is large.
+
+    Raises InvalidRequest (modality, missing content), InvalidDigest, InvalidOption, UnsupportedContent
+    (URL), TransportUnavailable (shared memory), PixelTensorMismatch.
+    """
+    modality = MODALITIES.get(message.modality)
+    if modality is None:
+        known = ", ".join(str(value) for value in MODALITIES)
+        raise InvalidRequest(f"modality {message.modality} is unknown, known are {known}")
+    digest = message.content_digest or None
+    if digest is not None:
+        check_digest(digest)
+    return Item(modality, content_from_proto(message), digest, options_from_proto(message.options))
+
+
+def content_from_proto(message: pb.Item) -> Content:
+    """The item's content. Raises as ``item_from_proto``."""
+    match message.WhichOneof("content"):
+        case "encoded":
+            return EncodedFile(message.encoded)
+        case "pixels":
+            return pixels_from_proto(message.pixels)
+        case "digest_only":
+            return DigestOnly()
+        case "url":
+            raise UnsupportedContent("this server takes no URLs; send the bytes")
+        case _:
+            raise InvalidRequest("the item has no content: set encoded, pixels or digest_only")
+
+
+def options_from_proto(message: pb.PreprocessOptions) -> PreprocessOptions:
+    """The options that were set, the others None."""
+    given = {field.name: value for field, value in message.ListFields()}
+    return PreprocessOptions(**given)
+
+
+def pixels_from_proto(message: pb.PixelTensor) -> PixelValues:
+    """A pixel tensor of its own memory. Raises PixelTensorMismatch, TransportUnavailable."""
+    source = message.WhichOneof("source")
+    if source == "shm":
+        raise TransportUnavailable("pixel tensors in shared memory are not taken here; send them inline")
+    if source is None:
+        raise InvalidRequest("the pixel tensor has no source: set inline or shm")
+    tensor = message.inline
+    dtype = DTYPES.get(tensor.dtype)
+    if dtype is None:
+        raise PixelTensorMismatch(f"pixel tensor dtype {tensor.dtype} is unknown", dtype=tensor.dtype)
+    shape = tuple(tensor.shape)
+    data = tensor.data  # read once: every access copies
+    needed = math.prod(shape) * dtype.itemsize
+    if len(data) != needed:
+        raise PixelTensorMismatch(
+            f"pixel tensor has {len(data)} bytes, shape {shape} of {dtype} needs {needed}",
+            found_bytes=len(data),
+            needed_bytes=needed,
+        )
+    if not data:
+        raise PixelTensorMismatch(f"pixel tensor of shape {shape} is empty")
+    values = torch.frombuffer(bytearray(data), dtype=dtype).reshape(shape)
+    return PixelValues(values, grid_from_proto(message.grid_thw))
+
+
+def result_event(index: int, delivered: Delivered, chunk_bytes: int) -> pb.ItemEvent:
+    """Everything about an item's rows but the rows, for inline delivery in chunks of ``chunk_bytes``."""
+    spec = delivered.encoded.spec
+    return pb.ItemEvent(
+        item_index=index,
+        result=pb.ItemResult(
+            key=delivered.encoded.key,
+            content_digest=delivered.content_digest,
+            grid_thw=grid_to_proto(delivered.encoded.grid),
+            num_rows=spec.num_rows,
+            width=spec.width,
+            dtype=dtype_to_proto(spec.dtype),
+            num_deepstack_levels=spec.num_deepstack_levels,
+            tier=TIERS[delivered.tier],
+            timings=pb.StageTimings(**delivered.timings.as_mapping()),
+            rows_bytes=spec.num_bytes,
+            inline=pb.InlineRows(num_chunks=math.ceil(spec.num_bytes / chunk_bytes)),
+        ),
+    )
+
+
+def chunk_events(index: int, rows: torch.Tensor, chunk_bytes: int) -> Iterator[bytes]:
+    """The rows [R, W] of item ``index`` as serialised ItemEvents, in order of offset."""
+    payload = memoryview(rows.reshape(-1).view(torch.uint8).numpy())
+    for offset in range(0, len(payload), chunk_bytes):
+        yield chunk_event(index, offset, payload[offset : offset + chunk_bytes])
+
+
+def chunk_event(index: int, offset_bytes: int, data: memoryview) -> bytes:
+    """The wire form of ``ItemEvent{item_index, chunk{offset_bytes, data}}``: field tags and lengths as the
+    protobuf encoding defines them (protobuf.dev/programming-guides/encoding), then the bytes themselves.
+    Zero-valued scalars are left out, as proto3 does."""
+    inner = b"" if offset_bytes == 0 else tag(1, 0) + varint(offset_bytes)
+    inner += tag(2, 2) + varint(len(data))
+    head = b"" if index == 0 else tag(1, 0) + varint(index)
+    head += tag(3, 2) + varint(len(inner) + len(data))
+    return b"".join((head, inner, data))
+
+
+def tag(field: int, wire_type: int) -> bytes:
+    return varint(field << 3 | wire_type)
+
+
+def varint(value: int) -> bytes:
+    out = bytearray()
+    while value > 0x7F:
+        out.append(value & 0x7F | 0x80)
+        value >>= 7
+    out.append(value)
+    return bytes(out)
+
+
+def serialize_event(event: Message | bytes) -> bytes:
+    """The stream's serializer: chunks are written already."""
+    return event if isinstance(event, bytes) else event.SerializeToString()
