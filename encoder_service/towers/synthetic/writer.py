@@ -1,0 +1,115 @@
+"""Writing a synthetic checkpoint: shards, index, small files, all or nothing.
+
+Owns how tensors are spread over safetensors files. The vision tensors always span at least two files, and
+with a language model they share one of these with it: a loader has to pick them out through the index.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from encoder_service.errors import ConfigurationError
+from encoder_service.towers.synthetic.configs import config_for
+from encoder_service.towers.synthetic.files import small_files
+from encoder_service.towers.synthetic.language_layout import language_layout
+from encoder_service.towers.synthetic.tensors import TensorSpec, draw
+from encoder_service.towers.synthetic.vision_layout import vision_layout
+
+MAX_SHARD_BYTES = 512 * 2**20
+
+
+def make_checkpoint(out: Path, family: str, size: str, seed: int, with_lm: bool = False) -> None:
+    """Writes a random-weight checkpoint directory in the published layout.
+
+    family: one of FAMILIES; size: one of SIZES. The same seed gives the same weights, and the vision
+    weights do not depend on ``with_lm``. Without a language model the directory serves a tower; with one,
+    the reference package loads all of it. The directory appears complete or not at all.
+
+    Raises ConfigurationError for an unknown family or size, or when ``out`` is anything but absent or an
+    empty directory.
+    """
+    config = config_for(family, size)
+    _check_vacant(out)
+    vision = list(vision_layout(config))
+    language = list(language_layout(config)) if with_lm else []
+    out.parent.mkdir(parents=True, exist_ok=True)
+    partial = Path(tempfile.mkdtemp(prefix=f".{out.name}.", suffix=".partial", dir=out.parent))
+    try:
+        for name, text in small_files(family, size).items():
+            (partial / name).write_text(text, encoding="utf-8")
+        _write_shards(partial, _shards(vision, language), seed)
+        # mkdtemp and safetensors make files for their owner alone; a checkpoint is read by others too.
+        for path in partial.iterdir():
+            path.chmod(0o644)
+        partial.chmod(0o755)
+        try:
+            partial.replace(out)
+        except OSError as error:
+            raise ConfigurationError(f"cannot move the checkpoint to {out}: {error.strerror}") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def vision_tensors(family: str, size: str, seed: int) -> Iterator[tuple[str, torch.Tensor]]:
+    """The vision tensors that ``make_checkpoint`` would write, one by one, by published name.
+    Raises ConfigurationError for an unknown family or size."""
+    for spec in vision_layout(config_for(family, size)):
+        yield spec.name, draw(spec, seed)
+
+
+def _check_vacant(out: Path) -> None:
+    if not out.exists() and not out.is_symlink():
+        return
+    if not out.is_dir():
+        raise ConfigurationError(f"{out} exists and is not a directory")
+    num_entries = sum(1 for _ in out.iterdir())
+    if num_entries:
+        raise ConfigurationError(
+            f"{out} exists with {num_entries} entries, needs to be absent or empty",
+            found=num_entries,
+            allowed=0,
+        )
+
+
+def _shards(vision: list[TensorSpec], language: list[TensorSpec]) -> list[list[TensorSpec]]:
+    """Language model first, as published; its last file also takes the first of the tower's."""
+    vision_shards = _split(vision, at_least=2)
+    if not language:
+        return vision_shards
+    language_shards = _split(language, at_least=1)
+    return [*language_shards[:-1], language_shards[-1] + vision_shards[0], *vision_shards[1:]]
+
+
+def _split(specs: list[TensorSpec], at_least: int) -> list[list[TensorSpec]]:
+    """Runs of about equal bytes, in order, as few as MAX_SHARD_BYTES allows."""
+    total_bytes = sum(spec.num_bytes for spec in specs)
+    num_shards = max(at_least, -(-total_bytes // MAX_SHARD_BYTES))
+    shards: list[list[TensorSpec]] = [[] for _ in range(num_shards)]
+    written_bytes = 0
+    for spec in specs:
+        shards[written_bytes * num_shards // total_bytes].append(spec)
+        written_bytes += spec.num_bytes
+    return [shard for shard in shards if shard]
+
+
+def _write_shards(folder: Path, shards: list[list[TensorSpec]], seed: int) -> None:
+    """Files ``model-0000X-of-0000Y.safetensors`` and their index; one shard is in memory at a time."""
+    weight_map: dict[str, str] = {}
+    for number, shard in enumerate(shards, start=1):
+        file_name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        save_file(
+            {spec.name: draw(spec, seed) for spec in shard}, folder / file_name, metadata={"format": "pt"}
+        )
+        weight_map |= {spec.name: file_name for spec in shard}
+    index = {
+        "metadata": {"total_size": sum(spec.num_bytes for shard in shards for spec in shard)},
+        "weight_map": dict(sorted(weight_map.items())),
+    }
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
