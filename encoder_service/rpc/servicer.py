@@ -160,17 +160,16 @@ class VisionEncoderServicer:
         except VisionEncoderError as error:
             await self._abort(method, context, error)
         finished: asyncio.Queue[int] = asyncio.Queue()
-        tasks: list[asyncio.Task[Delivered]] = []
+        tasks: dict[int, asyncio.Task[Delivered]] = {}
         for index, request in enumerate(requests):
-            task = asyncio.ensure_future(one(request))
-            task.add_done_callback(lambda _, index=index: finished.put_nowait(index))  # type: ignore[misc]
-            tasks.append(task)
+            tasks[index] = asyncio.ensure_future(one(request))
+            tasks[index].add_done_callback(lambda _, index=index: finished.put_nowait(index))  # type: ignore[misc]
         status = "CANCELLED"
         try:
-            for _ in range(len(tasks)):
+            while tasks:
                 index = await finished.get()
                 try:
-                    delivered = tasks[index].result()
+                    delivered = tasks.pop(index).result()
                 except (Exception, asyncio.CancelledError) as error:
                     failure = failure_of(error)
                     if failure.reason == "INTERNAL":
@@ -178,17 +177,14 @@ class VisionEncoderServicer:
                     self._pipeline.metrics.failures.labels(failure.reason).inc()
                     yield pb.ItemEvent(item_index=index, failure=failure)
                     continue
-                finally:
-                    tasks[index] = DONE  # lets go of the rows once they are sent
                 yield convert.result_event(index, delivered, self._chunk_bytes)
                 for chunk in convert.chunk_events(index, delivered.encoded.rows, self._chunk_bytes):
                     yield chunk
-                del delivered
+                del delivered  # sent: the rows are the store's alone again
             status = "OK"
         finally:
-            for task in tasks:
-                if task is not DONE:
-                    task.cancel()
+            for task in tasks.values():
+                task.cancel()
             self._pipeline.metrics.requests.labels(method, status).inc()
 
     # -- shared --------------------------------------------------------------------------------------------------
@@ -247,9 +243,6 @@ class VisionEncoderServicer:
             ((FAILURE_METADATA_KEY, failure_of(error).SerializeToString()),),
         )
         raise AssertionError("abort returned")
-
-
-DONE: asyncio.Task[Delivered] = object()  # type: ignore[assignment]
 
 
 def deadline_of(context: Context, clock: Callable[[], float] = time.monotonic) -> float | None:

@@ -1,0 +1,313 @@
+"""Composition root: builds the service, starts it, drains it. The only file that knows everything.
+
+Life: settings -> bind addresses -> load tower and preprocessor -> warm up -> serve -> (signal) readiness
+drops -> in-flight work finishes within the grace -> stop. A device fault leaves service at once: health
+says not serving, what waits fails with a retryable error, the process exits non-zero for its supervisor.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import time
+import uuid
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import structlog
+import torch
+
+from encoder_service import __version__
+from encoder_service.admin.app import AdminServer, create_admin_app
+from encoder_service.config import Settings
+from encoder_service.engine.device import DeviceEngine
+from encoder_service.errors import ConfigurationError, DeviceFault, StartupError
+from encoder_service.ingest.decode import DecodeLimits
+from encoder_service.ingest.registry import load_preprocessor
+from encoder_service.metrics import Metrics
+from encoder_service.pipeline import Pipeline, ServedModel
+from encoder_service.rpc import convert
+from encoder_service.rpc.server import GrpcServer
+from encoder_service.rpc.servicer import VisionEncoderServicer
+from encoder_service.scheduler.admission import Admission
+from encoder_service.scheduler.planner import Planner
+from encoder_service.store.embedding_store import EmbeddingStore
+from encoder_service.towers.registry import load_tower
+from encoder_service.types import Grid, Modality
+from vision_encoder.v1 import encoder_pb2 as pb
+
+log = structlog.get_logger(__name__)
+
+MODALITY_TO_PROTO = {Modality.IMAGE: pb.MODALITY_IMAGE, Modality.VIDEO: pb.MODALITY_VIDEO}
+ENGINE_STOP_S = 30.0
+
+
+class Service:
+    """One service process: ``start``, then ``wait`` until asked to stop or a fault, then ``stop``."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.metrics = Metrics()
+        self.addresses: tuple[str, ...] = ()
+        self.admin_address = ""
+        self.pipeline: Pipeline | None = None
+        self._info: pb.GetServerInfoResponse | None = None
+        self._engine: DeviceEngine | None = None
+        self._workers = ThreadPoolExecutor(settings.ingest_threads, thread_name_prefix="ingest")
+        self._grpc = GrpcServer(max_message_bytes=settings.max_message_bytes)
+        self._admin: AdminServer | None = None
+        self._not_ready: str | None = "starting"
+        self._fault: DeviceFault | None = None
+        self._ended = asyncio.Event()
+
+    # -- what the admin plane asks ---------------------------------------------------------------------------
+
+    def is_alive(self) -> bool:
+        return self._fault is None
+
+    def not_ready_because(self) -> str | None:
+        return self._not_ready
+
+    def info(self) -> pb.GetServerInfoResponse | None:
+        return self._info
+
+    # -- life --------------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Everything up to readiness. Raises StartupError; nothing is left running then."""
+        settings = self.settings
+        try:
+            self.addresses = self._grpc.bind(settings.listen)
+            if settings.admin_listen:
+                self._admin = AdminServer(create_admin_app(self, self.metrics), settings.admin_listen)
+                self.admin_address = self._admin.address
+                self._admin.start()
+            started_s = time.monotonic()
+            model = await asyncio.get_running_loop().run_in_executor(None, load_model, settings)
+            self._engine = self._build_engine(model)
+            self.pipeline = self._build_pipeline(model, self._engine)
+            await asyncio.get_running_loop().run_in_executor(
+                None, self._engine.warm_up, warm_up_grids(model, settings)
+            )
+            self._engine.start()
+            self._info = server_info(settings, model)
+            self._register_gauges(self.pipeline, self._engine)
+            servicer = VisionEncoderServicer(
+                self.pipeline,
+                self._info,
+                max_items=settings.max_items_per_request,
+                chunk_bytes=settings.chunk_bytes,
+            )
+            await self._grpc.start(servicer)
+        except BaseException:
+            await self._release()
+            raise
+        self._not_ready = None
+        self.metrics.ready.set(1)
+        log.info(
+            "ready",
+            model=model.name,
+            family=model.family,
+            device=str(model.tower.device),
+            dtype=str(model.tower.dtype).removeprefix("torch."),
+            listen=",".join(self.addresses),
+            admin=self.admin_address,
+            load_s=round(time.monotonic() - started_s, 2),
+        )
+
+    async def wait(self) -> DeviceFault | None:
+        """Returns when ``request_stop`` was called (None) or the device failed (its fault)."""
+        await self._ended.wait()
+        return self._fault
+
+    def request_stop(self) -> None:
+        self._ended.set()
+
+    async def stop(self) -> bool:
+        """Drains and stops. False when work outlived the grace and was cut off."""
+        grace_s = 0.0 if self._fault is not None else self.settings.drain_grace_s
+        ends_s = time.monotonic() + grace_s
+        self._not_ready = "draining" if self._fault is None else "device fault"
+        self.metrics.ready.set(0)
+        await self._grpc.set_serving(False)
+        in_time = await self.pipeline.drain(grace_s) if self.pipeline is not None else True
+        await self._grpc.stop(max(0.0, ends_s - time.monotonic()))
+        await self._release()
+        log.info("stopped", in_time=in_time)
+        return in_time
+
+    async def _release(self) -> None:
+        """Lets go of everything that ``start`` took."""
+        await self._grpc.stop(0)
+        if self._engine is not None:
+            self._engine.stop(ENGINE_STOP_S)
+        if self._admin is not None:
+            await self._admin.stop()
+        self._workers.shutdown(wait=False, cancel_futures=True)
+
+    # -- building ------------------------------------------------------------------------------------------------
+
+    def _build_engine(self, model: ServedModel) -> DeviceEngine:
+        loop = asyncio.get_running_loop()
+
+        def on_fault(fault: DeviceFault) -> None:
+            loop.call_soon_threadsafe(self._leave_service, fault)
+
+        return DeviceEngine(
+            model.tower,
+            model.preprocessor,
+            Planner(self.settings.max_patches_per_batch, self.settings.max_items_per_batch),
+            self.metrics,
+            clock=time.monotonic,
+            on_fault=on_fault,
+            num_threads=self.settings.torch_threads,
+        )
+
+    def _build_pipeline(self, model: ServedModel, engine: DeviceEngine) -> Pipeline:
+        return Pipeline(
+            model=model,
+            store=EmbeddingStore(self.settings.store_bytes),
+            admission=Admission(self.settings.max_queued_patches, self.settings.max_queued_bytes),
+            engine=engine,
+            workers=self._workers,
+            metrics=self.metrics,
+            max_patches_per_item=self.settings.max_patches_per_item,
+        )
+
+    def _leave_service(self, fault: DeviceFault) -> None:
+        self._fault = fault
+        self._not_ready = "device fault"
+        self.metrics.ready.set(0)
+        self._ended.set()
+
+    def _register_gauges(self, pipeline: Pipeline, engine: DeviceEngine) -> None:
+        gauge, counter = self.metrics.gauge, self.metrics.counter_view
+        gauge("ve_queued_patches", "Patches admitted and not yet encoded.", lambda: pipeline.admission.num_patches)
+        gauge("ve_queued_bytes", "Content bytes of admitted items.", lambda: pipeline.admission.num_bytes)
+        gauge("ve_flights", "Encodes in progress.", lambda: pipeline.num_flights)
+        gauge("ve_store_bytes", "Bytes of rows held.", lambda: pipeline.store.num_bytes)
+        gauge("ve_store_items", "Items held.", lambda: len(pipeline.store))
+        counter("ve_store_hits", "Lookups that found rows.", lambda: pipeline.store.counters.hits)
+        counter("ve_store_misses", "Lookups that found none.", lambda: pipeline.store.counters.misses)
+        counter("ve_store_evictions", "Items evicted.", lambda: pipeline.store.counters.evictions)
+        counter("ve_flights_joined", "Callers that joined an encode under way.", lambda: pipeline.counters.joined)
+        counter("ve_batches", "Forward passes.", lambda: engine.counters.batches)
+        counter("ve_encoded_items", "Items through the tower.", lambda: engine.counters.items)
+        counter("ve_encoded_patches", "Patches through the tower.", lambda: engine.counters.patches)
+        counter("ve_dropped_items", "Items dropped before the device.", lambda: engine.counters.dropped_items)
+        counter("ve_device_busy_seconds", "Seconds in forward passes.", lambda: engine.counters.busy_s)
+
+
+def load_model(settings: Settings) -> ServedModel:
+    """The checkpoint's tower and preprocessor. Raises StartupError; runs on a worker thread."""
+    device = torch.device(settings.device)
+    if device.type == "cuda":
+        if not torch.cuda.is_available():
+            raise ConfigurationError(f"device {settings.device} was asked for, but torch sees no CUDA device")
+        if (device.index or 0) >= torch.cuda.device_count():
+            raise ConfigurationError(
+                f"device {settings.device} was asked for, but torch sees {torch.cuda.device_count()} device(s)"
+            )
+    default = torch.bfloat16 if device.type == "cuda" else torch.float32
+    dtype = default if settings.dtype is None else getattr(torch, settings.dtype)
+    loaded = load_tower(settings.model, device=device, dtype=dtype)
+    limits = DecodeLimits(settings.max_encoded_bytes, settings.max_image_pixels)
+    preprocessor = load_preprocessor(settings.model, loaded.family, limits)
+    if preprocessor.patch_dim != loaded.tower.patch_dim:
+        raise ConfigurationError(
+            f"{settings.model}: the processor makes patches of {preprocessor.patch_dim} elements, the tower "
+            f"takes {loaded.tower.patch_dim}"
+        )
+    name = settings.model_name or settings.model.resolve().name
+    return ServedModel(name, loaded.family, loaded.fingerprint, loaded.tower, preprocessor)
+
+
+def warm_up_grids(model: ServedModel, settings: Settings) -> list[Grid]:
+    """Grids to run before readiness: the smallest, and on a GPU one near the batch's budget, so that
+    libraries choose their kernels and the allocator its blocks before the first caller waits for it."""
+    merge = model.tower.merge_size
+    grids = [Grid(1, merge, merge)]
+    if model.tower.device.type == "cuda":
+        side = int(min(settings.max_patches_per_batch, settings.max_patches_per_item) ** 0.5)
+        side = max(merge, side // merge * merge)
+        grids.append(Grid(1, side, side))
+    return grids
+
+
+def server_info(settings: Settings, model: ServedModel) -> pb.GetServerInfoResponse:
+    """What GetServerInfo answers for the life of the process."""
+    tower = model.tower
+    return pb.GetServerInfoResponse(
+        protocol_version=convert.PROTOCOL_VERSION,
+        min_protocol_version=convert.MIN_PROTOCOL_VERSION,
+        server_version=__version__,
+        instance_id=uuid.uuid4().hex,
+        device=torch.cuda.get_device_name(tower.device) if tower.device.type == "cuda" else "cpu",
+        models=[
+            pb.ModelInfo(
+                name=model.name,
+                family=model.family,
+                model_fingerprint=model.fingerprint,
+                preprocess_fingerprint=model.preprocessor.fingerprint,
+                dtype=convert.dtype_to_proto(tower.dtype),
+                out_width=tower.out_width,
+                num_deepstack_levels=tower.num_deepstack_levels,
+                width=tower.width,
+                patch_size=tower.patch_size,
+                spatial_merge_size=tower.merge_size,
+                temporal_patch_size=tower.temporal_patch_size,
+                patch_dim=tower.patch_dim,
+                merges_time=tower.merges_time,
+                modalities=[MODALITY_TO_PROTO[modality] for modality in tower.modalities],
+            )
+        ],
+        limits=pb.Limits(
+            max_items_per_request=settings.max_items_per_request,
+            max_message_bytes=settings.max_message_bytes,
+            max_encoded_bytes=settings.max_encoded_bytes,
+            max_image_pixels=settings.max_image_pixels,
+            max_patches_per_item=settings.max_patches_per_item,
+            max_queued_patches=settings.max_queued_patches,
+            max_queued_bytes=settings.max_queued_bytes,
+            store_bytes=settings.store_bytes,
+            chunk_bytes=settings.chunk_bytes,
+        ),
+        transports=[pb.TransportInfo(delivery=pb.DELIVERY_INLINE)],
+    )
+
+
+async def serve(settings: Settings, announce: Callable[[Service], None]) -> int:
+    """Runs the service until a signal or a fault; the process's exit code. ``announce`` is called once
+    when it is ready. Raises StartupError when it cannot start. A second signal cuts the grace short."""
+    service = Service(settings)
+    loop = asyncio.get_running_loop()
+    main = asyncio.current_task()
+    assert main is not None
+
+    def on_signal() -> None:
+        if service._ended.is_set():
+            main.cancel()
+        service.request_stop()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, on_signal)
+    starting = asyncio.ensure_future(service.start())
+    stopping = asyncio.ensure_future(service.wait())
+    try:
+        await asyncio.wait([starting, stopping], return_when=asyncio.FIRST_COMPLETED)
+        if not starting.done():  # stopped while loading
+            starting.cancel()
+            with contextlib.suppress(asyncio.CancelledError, StartupError):
+                await starting
+            stopping.cancel()
+            return 0
+        starting.result()
+        announce(service)
+        fault = await stopping
+        in_time = await service.stop()
+        return 1 if fault is not None or not in_time else 0
+    except asyncio.CancelledError:
+        return 1
+    finally:
+        stopping.cancel()
