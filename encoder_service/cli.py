@@ -1,0 +1,289 @@
+"""The command line: serve, encode, info, health, make-checkpoint.
+
+Owns arguments, exit codes and what a person sees. ``serve`` runs the service; ``encode``, ``info`` and
+``health`` are clients of one. Imports what a command needs when it runs, so that a client starts quickly.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, Optional
+
+import typer
+
+if TYPE_CHECKING:
+    from encoder_service.app import Service
+    from lm_adapter import ModelInfo, ServerInfo
+
+app = typer.Typer(
+    name="vision-encoder",
+    help="A vision encoder as its own service: image in, visual tokens out, addressed by content.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+EXIT_FAILED = 1
+EXIT_CANNOT_START = 2
+ROWS_FORMAT = "vision_encoder.rows.v1"
+
+ServerOption = Annotated[str, typer.Option(help="host:port or unix:/path of a running service.")]
+
+
+class Family(str, enum.Enum):
+    QWEN3_VL = "qwen3_vl"
+    QWEN3_5 = "qwen3_5"
+    KIMI_K25 = "kimi_k25"
+
+
+class Size(str, enum.Enum):
+    TINY = "tiny"
+    SMALL = "small"
+    FULL = "full"
+
+
+class DType(str, enum.Enum):
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+
+
+def fail(message: str, code: int = EXIT_FAILED) -> NoReturn:
+    """One clear line on standard error, then the exit code."""
+    print(f"vision-encoder: {message}", file=sys.stderr)
+    raise typer.Exit(code)
+
+
+@app.command()
+def serve(
+    model: Annotated[
+        Optional[Path], typer.Option(help="Checkpoint directory in the hub's layout (VE_MODEL).")
+    ] = None,
+    device: Annotated[Optional[str], typer.Option(help="cpu or cuda:N (VE_DEVICE).")] = None,
+    dtype: Annotated[
+        Optional[DType], typer.Option(help="Of weights and rows; bfloat16 on a GPU, float32 on the CPU.")
+    ] = None,
+    listen: Annotated[
+        Optional[list[str]], typer.Option(help="host:port or unix:/path; may be repeated (VE_LISTEN).")
+    ] = None,
+    admin_listen: Annotated[
+        Optional[str], typer.Option(help="host:port of the admin plane, '' for none (VE_ADMIN_LISTEN).")
+    ] = None,
+    model_name: Annotated[Optional[str], typer.Option(help="Name that requests use.")] = None,
+    store_bytes: Annotated[Optional[int], typer.Option(help="Rows kept for later requests.")] = None,
+    drain_grace_s: Annotated[Optional[float], typer.Option(help="Time for in-flight work at stop.")] = None,
+    log_format: Annotated[Optional[str], typer.Option(help="text or json.")] = None,
+    log_level: Annotated[Optional[str], typer.Option(help="debug, info, warning or error.")] = None,
+) -> None:
+    """Serves one checkpoint until SIGTERM. Every setting can also come from the environment as VE_NAME."""
+    from encoder_service.app import serve as run
+    from encoder_service.config import parse_settings
+    from encoder_service.errors import StartupError
+    from encoder_service.logs import configure_logs
+
+    try:
+        settings = parse_settings(
+            model=model,
+            device=device,
+            dtype=None if dtype is None else dtype.value,
+            listen=tuple(listen) if listen else None,
+            admin_listen=admin_listen,
+            model_name=model_name,
+            store_bytes=store_bytes,
+            drain_grace_s=drain_grace_s,
+            log_format=log_format,
+            log_level=log_level,
+        )
+        configure_logs(settings.log_format, settings.log_level)
+        code = asyncio.run(run(settings, announce))
+    except StartupError as error:
+        fail(f"cannot start: {error.message}", EXIT_CANNOT_START)
+    raise typer.Exit(code)
+
+
+def announce(service: Service) -> None:
+    """The one line on standard output that says the service takes work."""
+    info = service.info()
+    assert info is not None
+    model = info.models[0]
+    admin = f", admin http://{service.admin_address}" if service.admin_address else ""
+    print(
+        f"ready: {model.name} ({model.family}) on {service.settings.device} at {' '.join(service.addresses)}{admin}",
+        flush=True,
+    )
+
+
+@app.command()
+def encode(
+    images: Annotated[list[Path], typer.Argument(help="Image files.")],
+    server: ServerOption = "127.0.0.1:50051",
+    out: Annotated[
+        Optional[Path], typer.Option(help="Writes rows.<i> and grid_thw.<i> as safetensors.")
+    ] = None,
+    namespace: Annotated[str, typer.Option(help="Namespace of the keys.")] = "",
+    min_pixels: Annotated[Optional[int], typer.Option(help="Qwen: smallest target area.")] = None,
+    max_pixels: Annotated[Optional[int], typer.Option(help="Qwen: largest target area.")] = None,
+    timeout_s: Annotated[float, typer.Option(help="Seconds for the whole call.")] = 300.0,
+) -> None:
+    """Encodes image files and shows what came back; exits with 1 when any failed."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.table import Table
+
+    from lm_adapter import (
+        EncodedRows,
+        EncoderError,
+        ImageItem,
+        ItemFailed,
+        PreprocessOptions,
+        VisionEncoderClient,
+    )
+
+    options = PreprocessOptions(min_pixels=min_pixels, max_pixels=max_pixels)
+    items = []
+    for path in images:
+        try:
+            items.append(ImageItem(path.read_bytes(), options=options))
+        except OSError as error:
+            fail(f"cannot read {path}: {error.strerror or error}")
+
+    outcomes: dict[int, EncodedRows | ItemFailed] = {}
+    progress = Progress(
+        TextColumn("encoding"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=Console(stderr=True)
+    )
+    try:
+        with VisionEncoderClient(server, namespace=namespace, timeout_s=timeout_s) as client, progress:
+            bar = progress.add_task("encode", total=len(items))
+            for index, outcome in client.encode_iter(items):
+                outcomes[index] = outcome
+                progress.advance(bar)
+    except EncoderError as error:
+        fail(f"{server}: {error}")
+
+    table = Table("image", "grid", "rows", "width", "dtype", "tier", "ms", "key")
+    for index, path in enumerate(images):
+        match outcomes[index]:
+            case EncodedRows() as rows:
+                grid = "x".join(str(side) for side in rows.grid_thw)
+                table.add_row(
+                    path.name,
+                    grid,
+                    str(rows.num_rows),
+                    str(rows.width),
+                    rows.dtype,
+                    rows.tier.value,
+                    f"{rows.timings.total_ms:.1f}",
+                    rows.key.hex()[:12],
+                )
+            case failure:
+                table.add_row(path.name, "-", "-", "-", "-", "[red]failed[/red]", "-", str(failure))
+    Console().print(table)
+    encoded = {index: rows for index, rows in sorted(outcomes.items()) if isinstance(rows, EncodedRows)}
+    if out is not None and encoded:
+        write_rows(out, encoded, images)
+    if len(encoded) < len(images):
+        fail(f"{len(images) - len(encoded)} of {len(images)} images failed")
+
+
+def write_rows(out: Path, encoded: dict[int, Any], images: list[Path]) -> None:
+    """Writes ``rows.<i>`` [rows, width] and ``grid_thw.<i>`` int64 [3] in input order, with the file
+    metadata ``key.<i>``, ``content_digest.<i>`` (hexadecimal), ``image.<i>`` and, for the whole file,
+    ``format``, ``dtype``, ``num_deepstack_levels``, ``num_items``."""
+    import torch
+    from safetensors.torch import save_file
+
+    tensors: dict[str, torch.Tensor] = {}
+    metadata = {"format": ROWS_FORMAT, "num_items": str(len(images))}
+    for index, rows in encoded.items():
+        tensors[f"rows.{index}"] = rows.torch()
+        tensors[f"grid_thw.{index}"] = torch.tensor(rows.grid_thw, dtype=torch.int64)
+        metadata[f"key.{index}"] = rows.key.hex()
+        metadata[f"content_digest.{index}"] = rows.content_digest.hex()
+        metadata[f"image.{index}"] = images[index].name
+        metadata["dtype"] = rows.dtype
+        metadata["num_deepstack_levels"] = str(rows.num_deepstack_levels)
+    try:
+        save_file(tensors, out, metadata)
+    except OSError as error:
+        fail(f"cannot write {out}: {error.strerror or error}")
+
+
+@app.command()
+def info(server: ServerOption = "127.0.0.1:50051") -> None:
+    """Shows what a running service serves, its limits and its transports."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from lm_adapter import EncoderError, VisionEncoderClient
+
+    try:
+        with VisionEncoderClient(server) as client:
+            answer: ServerInfo = client.info()
+    except EncoderError as error:
+        fail(f"{server}: {error}")
+
+    table = Table(show_header=False, title=f"{server}")
+    table.add_row("server", f"{answer.server_version} on {answer.device}, instance {answer.instance_id[:12]}")
+    table.add_row("protocol", f"{answer.min_protocol_version} to {answer.protocol_version}")
+    for model in answer.models:
+        for name, value in model_rows(model):
+            table.add_row(name, value)
+    for name, value in vars(answer.limits).items():
+        table.add_row(name, f"{value:,}")
+    for transport in answer.transports:
+        table.add_row("transport", str(getattr(transport.delivery, "value", transport.delivery)))
+    Console().print(table)
+
+
+def model_rows(model: ModelInfo) -> list[tuple[str, str]]:
+    """A model's lines of the ``info`` table."""
+    return [
+        ("model", f"{model.name} ({model.family}), {model.dtype}"),
+        (
+            "rows",
+            f"width {model.width} = {model.out_width} x (1 + {model.num_deepstack_levels} deepstack), "
+            f"{'h*w' if model.merges_time else 't*h*w'}/{model.spatial_merge_size**2} per item",
+        ),
+        ("patches", f"{model.patch_size} pixels, {model.temporal_patch_size} frame(s), {model.patch_dim} elements"),
+        ("model fingerprint", model.model_fingerprint.hex()),
+        ("preprocess fingerprint", model.preprocess_fingerprint.hex()),
+    ]
+
+
+@app.command()
+def health(
+    server: ServerOption = "127.0.0.1:50051",
+    timeout_s: Annotated[float, typer.Option(help="Seconds to wait for the answer.")] = 3.0,
+) -> None:
+    """Exits with 0 when the service says SERVING, with 1 otherwise: for container probes."""
+    from encoder_service.rpc.server import check_health
+
+    serving = asyncio.run(check_health(server, timeout_s))
+    print("SERVING" if serving else "NOT SERVING")
+    raise typer.Exit(0 if serving else EXIT_FAILED)
+
+
+@app.command("make-checkpoint")
+def make_checkpoint(
+    out: Annotated[Path, typer.Argument(help="Directory to write; must not exist or be empty.")],
+    family: Annotated[Family, typer.Option(help="Which model family.")],
+    size: Annotated[Size, typer.Option(help="full has the real tower's dimensions.")] = Size.TINY,
+    seed: Annotated[int, typer.Option(help="The same seed gives the same weights.")] = 0,
+    with_lm: Annotated[bool, typer.Option("--with-lm", help="A small language model too.")] = False,
+) -> None:
+    """Writes a random-weight checkpoint in the hub's layout: for tests, demos and benchmarks."""
+    from encoder_service.errors import StartupError
+    from encoder_service.towers.synthetic import make_checkpoint as write
+
+    try:
+        write(out, family.value, size.value, seed, with_lm=with_lm)
+    except StartupError as error:
+        fail(error.message)
+    print(f"wrote {out}")
+
+
+def main() -> None:
+    """The console script."""
+    app()
