@@ -9,6 +9,7 @@ near one, biases small, and the layers that write into the residual stream share
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import math
 from collections.abc import Iterator
@@ -22,7 +23,10 @@ BIAS_STD = 0.05
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """A tensor's name, shape and distribution. Rows from ``num_rows`` on are zero, where that is given."""
+    """A tensor's name, shape and distribution.
+
+    num_rows: rows from this one on are zero, where it is given. centred: each row sums to zero.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -30,6 +34,7 @@ class TensorSpec:
     std: float
     dtype: torch.dtype = torch.bfloat16
     num_rows: int | None = None
+    centred: bool = False
 
     @property
     def num_bytes(self) -> int:
@@ -41,6 +46,8 @@ def draw(spec: TensorSpec, seed: int) -> torch.Tensor:
     digest = hashlib.sha256(f"{seed}:{spec.name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
     values = torch.randn(spec.shape, generator=generator).mul_(spec.std).add_(spec.mean)
+    if spec.centred:
+        values -= values.mean(dim=1, keepdim=True)
     if spec.num_rows is not None:
         values[spec.num_rows :] = 0
     return values.to(spec.dtype)
@@ -54,6 +61,13 @@ def weight(name: str, *shape: int, gain: float = 1.0) -> TensorSpec:
 def linear(name: str, out_width: int, in_width: int, gain: float = 1.0) -> Iterator[TensorSpec]:
     """Weight [out, in] and bias [out]."""
     yield weight(f"{name}.weight", out_width, in_width, gain=gain)
+    yield TensorSpec(f"{name}.bias", (out_width,), 0.0, BIAS_STD)
+
+
+def linear_after_gelu(name: str, out_width: int, in_width: int, gain: float = 1.0) -> Iterator[TensorSpec]:
+    """Weight [out, in] with rows that sum to zero, and bias [out]. GELU leaves a positive mean in every
+    unit, which random rows would turn into one large vector common to all patches of all images."""
+    yield dataclasses.replace(weight(f"{name}.weight", out_width, in_width, gain=gain), centred=True)
     yield TensorSpec(f"{name}.bias", (out_width,), 0.0, BIAS_STD)
 
 
