@@ -16,6 +16,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -58,7 +59,7 @@ class TowerInputs:
 
     def to(self, device: torch.device, *, non_blocking: bool = False) -> TowerInputs:
         """The same batch with every tensor on ``device``."""
-        moved = {
+        moved: dict[str, Any] = {
             name: value.to(device, non_blocking=non_blocking)
             for name, value in vars(self).items()
             if isinstance(value, torch.Tensor)

@@ -1,0 +1,44 @@
+"""Attention through torch's scaled_dot_product_attention: every device, every dtype.
+
+Owns the plain backend. Sequences are laid out by their lengths on the host, so that a captured graph holds
+the lengths it was captured with.
+
+Shape legend: P patches of the batch, B sequences of one run, H heads, d head_dim.
+"""
+
+from __future__ import annotations
+
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+if TYPE_CHECKING:
+    from encoder_service.towers.attention import SequenceBounds
+
+
+class SdpaAttention:
+    """One call for each run of neighbouring sequences of equal length."""
+
+    name = "sdpa"
+
+    def attend(
+        self, q_PHd: torch.Tensor, k_PHd: torch.Tensor, v_PHd: torch.Tensor, bounds: SequenceBounds
+    ) -> torch.Tensor:
+        """See AttentionBackend. The output of padding is zero."""
+        outputs = []
+        start = 0
+        for length, run in groupby(bounds.seqlens):
+            count = len(list(run))
+            stop = start + count * length
+            # [B, H, length, d]; a view, also of the strided parts of one packed projection.
+            q, k, v = (
+                x_PHd[start:stop].view(count, length, *x_PHd.shape[1:]).transpose(1, 2)
+                for x_PHd in (q_PHd, k_PHd, v_PHd)
+            )
+            outputs.append(scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(0, 1))
+            start = stop
+        if start < q_PHd.shape[0]:
+            outputs.append(q_PHd.new_zeros(q_PHd.shape[0] - start, *q_PHd.shape[1:]))
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)

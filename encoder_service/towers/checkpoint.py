@@ -1,0 +1,252 @@
+"""Published checkpoints: files, vision tensors, fingerprint.
+
+Owns the reading of a hub directory (config.json, and model.safetensors or shards behind
+model.safetensors.index.json), the refusal of anything that does not fit, and the fingerprint. Only vision
+tensors are read: of the shards that hold none, not even the header. Sizes are config.py's, names are
+published.py's, the tower itself is registry.py's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import struct
+from collections.abc import Iterator, Mapping, Sequence, Set
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from blake3 import blake3
+from safetensors import SafetensorError, safe_open
+from torch import nn
+
+from encoder_service.errors import (
+    CheckpointError,
+    MismatchedTensors,
+    MissingTensors,
+    UnexpectedTensors,
+    UninitialisedTensors,
+)
+from encoder_service.towers.config import VisionConfig
+from encoder_service.towers.published import PublishedTensor, published_tensors, vision_prefixes
+
+CONFIG_FILE = "config.json"
+WEIGHTS_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+
+FINGERPRINT_TAG = b"vision_encoder.model.v1"
+# safetensors' names of the dtypes that tower weights are published in.
+STORED_DTYPES = ("F32", "BF16", "F16")
+# Error texts name this many tensors and count the rest.
+MAX_NAMED = 8
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """The checkpoint's config.json. Raises CheckpointError."""
+    if not path.is_dir():
+        raise CheckpointError(f"checkpoint {path} is not a directory", path=path)
+    return read_json(path / CONFIG_FILE)
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(file.read_bytes())
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be read: {error.strerror}", path=file) from error
+    except ValueError as error:
+        raise CheckpointError(f"{file} is not JSON: {error}", path=file) from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{file} holds a JSON {type(value).__name__}, needs an object", path=file)
+    return value
+
+
+def tensor_files(path: Path) -> dict[str, Path]:
+    """Every tensor name of the checkpoint and the file that holds it. Raises CheckpointError."""
+    if (path / WEIGHTS_FILE).is_file():
+        file = path / WEIGHTS_FILE
+        with ExitStack() as stack:
+            return dict.fromkeys(open_file(file, stack).keys(), file)
+    if not (path / INDEX_FILE).is_file():
+        raise CheckpointError(f"checkpoint {path} has neither {WEIGHTS_FILE} nor {INDEX_FILE}", path=path)
+    weight_map = read_json(path / INDEX_FILE).get("weight_map")
+    if not isinstance(weight_map, Mapping):
+        raise CheckpointError(f"{path / INDEX_FILE} has no weight_map object", path=path / INDEX_FILE)
+    files = {}
+    for name, file_name in weight_map.items():
+        # A shard lies beside its index: a name that leads elsewhere is not followed.
+        if not isinstance(file_name, str) or Path(file_name).name != file_name:
+            raise CheckpointError(f"{path / INDEX_FILE} names {file_name!r} for {name}, needs a file name")
+        files[name] = path / file_name
+    return files
+
+
+def open_file(file: Path, stack: ExitStack) -> Any:
+    """An open safetensors file that closes with ``stack``. Raises CheckpointError for an absent, truncated
+    or corrupt one."""
+    if not file.is_file():
+        raise CheckpointError(f"{file} is missing", path=file)
+    try:
+        return stack.enter_context(safe_open(file, framework="pt", device="cpu"))
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{file} is not a whole safetensors file: {error}", path=file) from error
+
+
+class VisionTensors:
+    """The vision tensors of one checkpoint, checked against its sizes, read one at a time.
+
+    ``with VisionTensors(path, config) as tensors``. Entering raises CheckpointError (files),
+    MissingTensors, UnexpectedTensors, MismatchedTensors, all by header alone.
+    """
+
+    def __init__(self, path: Path, config: VisionConfig) -> None:
+        self.path = path
+        self.config = config
+        self._stack = ExitStack()
+        self._handles: dict[Path, Any] = {}
+        self._files: dict[str, tuple[str, Path]] = {}
+        self._published = sorted(published_tensors(config), key=lambda published: published.name)
+
+    def __enter__(self) -> VisionTensors:
+        try:
+            self._files = locate(tensor_files(self.path), vision_prefixes(self.config))
+            needed = {published.name for published in self._published}
+            check_names(needed, self._files.keys(), self.path)
+            for file in sorted({file for _, file in self._files.values()}):
+                self._handles[file] = open_file(file, self._stack)
+            self._check_shards()
+            self._check_shapes()
+        except BaseException:
+            self._stack.close()
+            raise
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._stack.close()
+
+    def __iter__(self) -> Iterator[tuple[PublishedTensor, torch.Tensor]]:
+        """Each published tensor with its values as stored, on the host, in the order of names."""
+        for published in self._published:
+            stored_name, file = self._files[published.name]
+            yield published, self._handles[file].get_tensor(stored_name)
+
+    def _check_shards(self) -> None:
+        """An index may promise tensors that its shards do not hold."""
+        held = {file: set(handle.keys()) for file, handle in self._handles.items()}
+        absent = [
+            f"{stored_name} (in {file.name})"
+            for stored_name, file in self._files.values()
+            if stored_name not in held[file]
+        ]
+        if absent:
+            raise MissingTensors(
+                f"checkpoint {self.path}: the index names {len(absent)} vision tensors that their files lack:"
+                f" {listing(absent)}",
+                count=len(absent),
+            )
+
+    def _check_shapes(self) -> None:
+        wrong = []
+        for published in self._published:
+            stored_name, file = self._files[published.name]
+            stored = self._handles[file].get_slice(stored_name)
+            shape, dtype = tuple(stored.get_shape()), stored.get_dtype()
+            if shape != published.shape:
+                wrong.append(f"{stored_name} has shape {list(shape)}, needs {list(published.shape)}")
+            elif dtype not in STORED_DTYPES:
+                wrong.append(f"{stored_name} has dtype {dtype}, needs one of {', '.join(STORED_DTYPES)}")
+        if wrong:
+            raise MismatchedTensors(
+                f"checkpoint {self.path}: {len(wrong)} vision tensors do not fit config.json:"
+                f" {listing(wrong)}",
+                count=len(wrong),
+            )
+
+
+def locate(files: Mapping[str, Path], prefixes: Sequence[tuple[str, ...]]) -> dict[str, tuple[str, Path]]:
+    """Name without a varying prefix to (name as stored, file), for the vision tensors among ``files``.
+
+    Raises UnexpectedTensors when tensors stand under two spellings of the prefix at once.
+    """
+    located: dict[str, tuple[str, Path]] = {}
+    spellings = []
+    for alternative in prefixes:
+        names = [name for name in files if name.startswith(alternative)]
+        if names:
+            spellings.append(names)
+        strip = len(alternative[0]) if len(alternative) == 1 else 0
+        located |= {name[strip:]: (name, files[name]) for name in names}
+    if len(spellings) > 1:
+        raise UnexpectedTensors(
+            f"vision tensors stand under {len(spellings)} prefixes, needs 1:"
+            f" {listing([names[0] for names in spellings])}",
+            found=len(spellings),
+            needed=1,
+        )
+    return located
+
+
+def check_names(needed: Set[str], found: Set[str], path: Path) -> None:
+    """Raises MissingTensors or UnexpectedTensors, by name and count."""
+    if missing := sorted(needed - found):
+        raise MissingTensors(
+            f"checkpoint {path} lacks {len(missing)} of {len(needed)} vision tensors: {listing(missing)}",
+            count=len(missing),
+            needed=len(needed),
+        )
+    if extra := sorted(found - needed):
+        raise UnexpectedTensors(
+            f"checkpoint {path} has {len(extra)} vision tensors beyond the {len(needed)} that config.json"
+            f" calls for: {listing(extra)}",
+            count=len(extra),
+            needed=len(needed),
+        )
+
+
+def listing(names: Sequence[str]) -> str:
+    """The first names in full, the others counted."""
+    shown = ", ".join(names[:MAX_NAMED])
+    return shown if len(names) <= MAX_NAMED else f"{shown} and {len(names) - MAX_NAMED} more"
+
+
+class Fingerprint:
+    """BLAKE3 over a tower's sizes and its tensors as stored, in the order of names, so that sharding and
+    prefix do not matter and every value does."""
+
+    def __init__(self, family: str, config: VisionConfig) -> None:
+        self._hasher = blake3(max_threads=blake3.AUTO)
+        sizes = json.dumps(dataclasses.asdict(config), sort_keys=True)
+        self._add_fields(FINGERPRINT_TAG, family.encode(), sizes.encode())
+
+    def add(self, published: PublishedTensor, tensor: torch.Tensor) -> None:
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        shape = struct.pack(f"<{tensor.dim()}Q", *tensor.shape)
+        self._add_fields(published.name.encode(), dtype.encode(), shape)
+        self._hasher.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+
+    def digest(self) -> bytes:
+        """32 bytes."""
+        digest: bytes = self._hasher.digest()
+        return digest
+
+    def _add_fields(self, *fields: bytes) -> None:
+        for field in fields:
+            self._hasher.update(struct.pack("<I", len(field)) + field)
+
+
+def check_initialised(tower: nn.Module) -> None:
+    """Raises UninitialisedTensors, by name, for parameters or buffers without values (on the meta device)
+    or with values that are not finite."""
+    tensors = dict(tower.named_parameters()) | dict(tower.named_buffers())
+    bad = [f"{name} has no values" for name, tensor in tensors.items() if tensor.is_meta]
+    bad += [
+        f"{name} has {int((~tensor.isfinite()).sum())} of {tensor.numel()} values that are not finite"
+        for name, tensor in tensors.items()
+        if not tensor.is_meta and not bool(tensor.isfinite().all())
+    ]
+    if bad:
+        raise UninitialisedTensors(
+            f"{len(bad)} of {len(tensors)} tensors of the tower cannot serve: {listing(bad)}",
+            count=len(bad),
+            needed=len(tensors),
+        )

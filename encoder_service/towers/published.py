@@ -1,0 +1,136 @@
+"""How checkpoints on the hub name and lay out the towers' tensors.
+
+Owns the table from published name and shape to the tower's parameter, one function per family, and the
+conversions on the way: patch convolutions become products, MoonViT's q and k rows move from adjacent pairs
+to half-split order. Reading files is left to checkpoint.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeAlias
+
+import torch
+
+from encoder_service.towers.config import MoonViTConfig, QwenVisionConfig, VisionConfig
+from encoder_service.towers.rope import permute_pairs
+
+Conversion: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class PublishedTensor:
+    """One vision tensor of a checkpoint. name: as published, without a prefix that varies; shape: as
+    published; parameter: where its values go in the tower; convert: what is done to them first."""
+
+    name: str
+    shape: tuple[int, ...]
+    parameter: str
+    convert: Conversion | None = None
+
+    def to_parameter(self, tensor: torch.Tensor) -> torch.Tensor:
+        return self.convert(tensor) if self.convert else tensor
+
+
+def published_tensors(config: VisionConfig) -> list[PublishedTensor]:
+    """Every vision tensor that a checkpoint of these sizes holds."""
+    if isinstance(config, MoonViTConfig):
+        return list(moonvit_tensors(config))
+    return list(qwen_tensors(config))
+
+
+def vision_prefixes(config: VisionConfig) -> Sequence[tuple[str, ...]]:
+    """Alternatives of the prefixes that mark vision tensors. A single prefix is stripped from names; where
+    a family has two, they tell its parts apart and stay."""
+    if isinstance(config, MoonViTConfig):
+        return [("vision_tower.", "mm_projector.")]
+    return [("model.visual.",), ("visual.",)]
+
+
+def flatten_patch(weight: torch.Tensor) -> torch.Tensor:
+    """A convolution whose stride is its kernel is a product over flattened patches."""
+    return weight.flatten(1)
+
+
+def flatten_table(weight: torch.Tensor) -> torch.Tensor:
+    """[height, width, E] to [height * width, E]."""
+    return weight.flatten(0, 1)
+
+
+def half_split_qk(tensor: torch.Tensor, num_heads: int) -> torch.Tensor:
+    """wqkv [3 * E, ...] with q and k permuted for half-split rotation; v stays."""
+    q, k, v = tensor.chunk(3)
+    return torch.cat([permute_pairs(q, num_heads), permute_pairs(k, num_heads), v])
+
+
+def linear(name: str, parameter: str, out_size: int, in_size: int) -> Iterator[PublishedTensor]:
+    yield PublishedTensor(f"{name}.weight", (out_size, in_size), f"{parameter}.weight")
+    yield PublishedTensor(f"{name}.bias", (out_size,), f"{parameter}.bias")
+
+
+def norm(name: str, parameter: str, size: int) -> Iterator[PublishedTensor]:
+    yield PublishedTensor(f"{name}.weight", (size,), f"{parameter}.weight")
+    yield PublishedTensor(f"{name}.bias", (size,), f"{parameter}.bias")
+
+
+def qwen_tensors(config: QwenVisionConfig) -> Iterator[PublishedTensor]:
+    """Qwen3-VL and Qwen3.5, below ``model.visual.`` or ``visual.``."""
+    width, mlp_width, patch = config.hidden_size, config.intermediate_size, config.patch_size
+    merged_width = width * config.merge_size**2
+    yield PublishedTensor(
+        "patch_embed.proj.weight",
+        (width, config.in_channels, config.temporal_patch_size, patch, patch),
+        "patch_embed.weight",
+        flatten_patch,
+    )
+    yield PublishedTensor("patch_embed.proj.bias", (width,), "patch_embed.bias")
+    yield PublishedTensor("pos_embed.weight", (config.position_side**2, width), "pos_embed")
+    for index in range(config.depth):
+        block = f"blocks.{index}"
+        yield from norm(f"{block}.norm1", f"{block}.norm1", width)
+        yield from linear(f"{block}.attn.qkv", f"{block}.qkv", 3 * width, width)
+        yield from linear(f"{block}.attn.proj", f"{block}.proj", width, width)
+        yield from norm(f"{block}.norm2", f"{block}.norm2", width)
+        yield from linear(f"{block}.mlp.linear_fc1", f"{block}.fc1", mlp_width, width)
+        yield from linear(f"{block}.mlp.linear_fc2", f"{block}.fc2", width, mlp_width)
+    mergers = [("merger", "merger", width)] + [
+        (f"deepstack_merger_list.{level}", f"deepstack_mergers.{level}", merged_width)
+        for level in range(len(config.deepstack_visual_indexes))
+    ]
+    for name, parameter, norm_width in mergers:
+        yield from norm(f"{name}.norm", f"{parameter}.norm", norm_width)
+        yield from linear(f"{name}.linear_fc1", f"{parameter}.fc1", merged_width, merged_width)
+        yield from linear(f"{name}.linear_fc2", f"{parameter}.fc2", config.out_width, merged_width)
+
+
+def moonvit_tensors(config: MoonViTConfig) -> Iterator[PublishedTensor]:
+    """Kimi-K2.5, ``vision_tower.`` and ``mm_projector.``."""
+    width, mlp_width, patch = config.hidden_size, config.intermediate_size, config.patch_size
+    merged_width = width * config.merge_size**2
+    half_split = partial(half_split_qk, num_heads=config.num_heads)
+    embed = "vision_tower.patch_embed"
+    yield PublishedTensor(
+        f"{embed}.proj.weight", (width, config.in_channels, patch, patch), "patch_embed.weight", flatten_patch
+    )
+    yield PublishedTensor(f"{embed}.proj.bias", (width,), "patch_embed.bias")
+    yield PublishedTensor(
+        f"{embed}.pos_emb.weight",
+        (config.position_height, config.position_width, width),
+        "pos_embed",
+        flatten_table,
+    )
+    for index in range(config.depth):
+        name, block = f"vision_tower.encoder.blocks.{index}", f"blocks.{index}"
+        yield from norm(f"{name}.norm0", f"{block}.norm1", width)
+        yield PublishedTensor(f"{name}.wqkv.weight", (3 * width, width), f"{block}.qkv.weight", half_split)
+        yield PublishedTensor(f"{name}.wqkv.bias", (3 * width,), f"{block}.qkv.bias", half_split)
+        yield from linear(f"{name}.wo", f"{block}.proj", width, width)
+        yield from norm(f"{name}.norm1", f"{block}.norm2", width)
+        yield from linear(f"{name}.mlp.fc0", f"{block}.fc1", mlp_width, width)
+        yield from linear(f"{name}.mlp.fc1", f"{block}.fc2", width, mlp_width)
+    yield from norm("vision_tower.encoder.final_layernorm", "final_norm", width)
+    yield from norm("mm_projector.pre_norm", "projector.norm", width)
+    yield from linear("mm_projector.proj.0", "projector.fc1", merged_width, merged_width)
+    yield from linear("mm_projector.proj.2", "projector.fc2", config.out_width, merged_width)

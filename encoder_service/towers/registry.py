@@ -1,0 +1,71 @@
+"""From a checkpoint directory to a tower that serves.
+
+Owns which class each family has and the order of loading: sizes, headers, values, device, checks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from encoder_service.errors import UnsupportedCheckpoint
+from encoder_service.towers.checkpoint import Fingerprint, VisionTensors, check_initialised, read_config
+from encoder_service.towers.config import MoonViTConfig, VisionConfig, parse_config
+from encoder_service.towers.moonvit import MoonViTTower
+from encoder_service.towers.qwen3_vl import Qwen3VLTower
+from encoder_service.towers.tower import Tower
+
+TOWER_DTYPES = (torch.float32, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class LoadedTower:
+    """A tower in evaluation mode on its device, with what identifies it.
+
+    model_name: the checkpoint directory's name; fingerprint: 32 bytes over the vision weights as stored and
+    the sizes.
+    """
+
+    tower: Tower
+    family: str
+    model_name: str
+    fingerprint: bytes
+
+
+def build_tower(family: str, config: VisionConfig) -> Tower:
+    """A tower of these sizes with parameters that hold no meaningful values yet."""
+    if isinstance(config, MoonViTConfig):
+        return MoonViTTower(config)
+    return Qwen3VLTower(config, family=family)
+
+
+def load_tower(path: Path, *, device: torch.device, dtype: torch.dtype) -> LoadedTower:
+    """The tower of a published checkpoint, ready to serve.
+
+    Tensors are read one at a time, converted and put on the device in ``dtype``. Raises CheckpointError or
+    one of its kinds: UnsupportedCheckpoint, MissingTensors, UnexpectedTensors, MismatchedTensors,
+    UninitialisedTensors.
+    """
+    if dtype not in TOWER_DTYPES:
+        raise UnsupportedCheckpoint(
+            f"dtype {dtype} is not one that towers run in, needs one of {', '.join(map(str, TOWER_DTYPES))}",
+            found=dtype,
+        )
+    path = Path(path)
+    family, config = parse_config(read_config(path))
+    with torch.device("meta"):
+        tower = build_tower(family, config)
+    fingerprint = Fingerprint(family, config)
+    values: dict[str, torch.Tensor] = {}
+    with VisionTensors(path, config) as tensors:
+        for published, tensor in tensors:
+            fingerprint.add(published, tensor)
+            # A copy: what was read may be mapped from a file that changes under a running service.
+            values[published.parameter] = published.to_parameter(tensor).to(device, dtype, copy=True)
+    tower.load_state_dict(values, assign=True)
+    # The values are there already; tables that no checkpoint holds follow.
+    tower.to(device).requires_grad_(False).eval()
+    check_initialised(tower)
+    return LoadedTower(tower, family, path.resolve().name, fingerprint.digest())

@@ -1,0 +1,64 @@
+"""Two-axis rotary positions of the towers: angles on the host, rotation on the device.
+
+Owns the order in which each family spreads row and column frequencies over a head, and the half-split
+rotation that both use. MoonViT's published weights rotate adjacent pairs; they are permuted once at load
+(published.py), so that one rotation serves both families.
+
+Shape legend: N patches of one frame, P patches of the batch, H heads, d head_dim.
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+def inverse_frequencies(head_dim: int, theta: float) -> torch.Tensor:
+    """float32 [d / 4]: one frequency per pair and axis (Su et al., RoFormer, over half a head)."""
+    axis_dim = head_dim // 2
+    return 1.0 / theta ** (torch.arange(0, axis_dim, 2, dtype=torch.float32) / axis_dim)
+
+
+def blocked_tables(
+    rows: torch.Tensor, columns: torch.Tensor, head_dim: int, theta: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Qwen's tables: the row's frequencies, then the column's. rows, columns: int64 [N].
+
+    Returns cosines and sines, float32 [N, d], for ``rotate``.
+    """
+    frequencies = inverse_frequencies(head_dim, theta)
+    return half_split_tables(torch.cat([rows[:, None] * frequencies, columns[:, None] * frequencies], dim=-1))
+
+
+def interleaved_tables(
+    rows: torch.Tensor, columns: torch.Tensor, head_dim: int, theta: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """MoonViT's tables: column and row alternate, frequency by frequency. rows, columns: int64 [N].
+
+    Returns cosines and sines, float32 [N, d], for ``rotate``.
+    """
+    frequencies = inverse_frequencies(head_dim, theta)
+    angles = torch.stack([columns[:, None] * frequencies, rows[:, None] * frequencies], dim=-1)
+    return half_split_tables(angles.flatten(1))
+
+
+def half_split_tables(angles: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosines and sines [N, d] of angles [N, d / 2]: both halves of a head share the angle."""
+    return angles.cos().repeat(1, 2), angles.sin().repeat(1, 2)
+
+
+def rotate(x_PHd: torch.Tensor, cos_Pd: torch.Tensor, sin_Pd: torch.Tensor) -> torch.Tensor:
+    """Rotates element i of every head against element i + d/2, in float32; the result has x's dtype."""
+    x = x_PHd.float()
+    first, second = x.chunk(2, dim=-1)
+    partner = torch.cat([-second, first], dim=-1)
+    return (x * cos_Pd[:, None] + partner * sin_Pd[:, None]).to(x_PHd.dtype)
+
+
+def permute_pairs(weight: torch.Tensor, num_heads: int) -> torch.Tensor:
+    """Output rows of a q or k projection from adjacent pairs to half-split order.
+
+    weight: [H * d, ...]. Row 2i of a head goes to place i, row 2i + 1 to place i + d/2. q.k is a sum over a
+    head's elements, so that the same permutation of both leaves attention as it was.
+    """
+    by_pair = weight.reshape(num_heads, -1, 2, *weight.shape[1:])
+    return by_pair.transpose(1, 2).flatten(0, 2)
