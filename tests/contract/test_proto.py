@@ -13,18 +13,20 @@ from pathlib import Path
 import pytest
 from google.protobuf.descriptor_pb2 import FileDescriptorProto
 from google.protobuf.message import Message
-
-from tests.contract import wire_fields
 from vision_encoder.v1 import encoder_pb2 as pb
 from vision_encoder.v1 import encoder_pb2_grpc
+
+from tests.contract import wire_fields
 
 ROOT = Path(__file__).parents[2]
 PROTO = ROOT / "proto" / "vision_encoder" / "v1" / "encoder.proto"
 GOLDEN_MESSAGES = Path(__file__).parent / "golden" / "encoder_v1_messages.json"
 SCALARS = {"double", "uint32", "uint64", "int64", "bool", "string", "bytes"}
 
-BLOCK = re.compile(r"^message\s+(\w+)\s*\{\}|^(message|enum|service)\s+(\w+)\s*\{(.*?)^\}", re.M | re.S)
-ONEOF = re.compile(r"oneof\s+(\w+)\s*\{(.*?)\}", re.S)
+BLOCK = re.compile(
+    r"^message\s+(\w+)\s*\{\}|^(message|enum|service)\s+(\w+)\s*\{(.*?)^\}", re.MULTILINE | re.DOTALL
+)
+ONEOF = re.compile(r"oneof\s+(\w+)\s*\{(.*?)\}", re.DOTALL)
 FIELD = re.compile(r"(optional |repeated )?(map<\w+, \w+>|[\w.]+) (\w+) = (\d+);")
 ENUM_VALUE = re.compile(r"(\w+) = (\d+);")
 METHOD = re.compile(r"rpc (\w+)\((\w+)\) returns \((stream )?(\w+)\)")
@@ -33,7 +35,7 @@ METHOD = re.compile(r"rpc (\w+)\((\w+)\) returns \((stream )?(\w+)\)")
 def declared_contract(text: str) -> wire_fields.Contract:
     """What a proto file of this repository declares, read without the generator."""
     text = re.sub(r"//.*", "", text)
-    package = re.search(r"^package ([\w.]+);", text, re.M)
+    package = re.search(r"^package ([\w.]+);", text, re.MULTILINE)
     assert package is not None
     prefix = package.group(1) + "."
 
