@@ -80,7 +80,9 @@ def content_digest(item: Item) -> bytes:
         case PixelValues():
             return digest_pixels(item.content)
         case DigestOnly():
-            raise InvalidDigest("a digest-only item needs a content_digest, found 0 bytes", found=0, needed=32)
+            raise InvalidDigest(
+                "a digest-only item needs a content_digest, found 0 bytes", found=0, needed=32
+            )
 
 
 def options_text(options: PreprocessOptions) -> str:

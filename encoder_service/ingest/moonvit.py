@@ -1,0 +1,112 @@
+"""Preprocessing of Kimi-K2.5 (MoonViT): images keep their size up to a patch budget and are padded.
+
+Owns the target size, the padding, the per-request patch limits and the patch order. The reference is
+``Kimi_K25ImageProcessor`` (``transformers.models.kimi_k25``).
+Shape suffixes: T frames, H height, W width, C channels, P patches.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+
+from encoder_service.ingest.decode import DecodeLimits
+from encoder_service.ingest.frames import ImagePreprocessor, normalise, resize_bicubic, settings_fingerprint
+from encoder_service.ingest.settings import MoonViTSettings
+from encoder_service.types import Grid, PreprocessOptions
+
+RULES = "moonvit.1"  # raise when the same settings give other pixels
+
+
+class PatchLimits(NamedTuple):
+    """Patches of one image before padding, and of one of its sides."""
+
+    max_patches: int
+    max_patches_per_side: int
+
+
+def limited_size(height: int, width: int, patch_size: int, limits: PatchLimits) -> tuple[int, int]:
+    """Target (height, width) before padding: scaled down to the limits, never up, sides floored.
+
+    ``navit_resize`` of the reference, step for step in float64. The budget counts whole patches of the
+    original image, so that after padding an image may hold slightly more patches than the budget.
+    """
+    num_patches = max(1.0, height // patch_size) * max(1.0, width // patch_size)
+    max_side = limits.max_patches_per_side * patch_size
+    scale = min(1.0, math.sqrt(limits.max_patches / num_patches), max_side / height, max_side / width)
+    return min(max(1, int(height * scale)), max_side), min(max(1, int(width * scale)), max_side)
+
+
+class MoonViTPreprocessor(ImagePreprocessor):
+    """Kimi-K2.5 and K2.6. No aspect is refused: the limit of a side bounds every strip."""
+
+    family = "kimi_k25"
+    taken_options = ("max_patches", "max_patches_per_side")
+
+    def __init__(self, settings: MoonViTSettings, limits: DecodeLimits) -> None:
+        self.settings = settings
+        self.limits = limits
+        self.merge_size = settings.merge_size
+        self.patch_dim = 3 * settings.patch_size**2
+        self.fingerprint = settings_fingerprint(RULES, settings)
+
+    @property
+    def patch_shapes(self) -> tuple[tuple[int, ...], ...]:
+        patch_size = self.settings.patch_size
+        return ((self.patch_dim,), (3, patch_size, patch_size))
+
+    def check_values(self, options: PreprocessOptions) -> None:
+        # The side's ceiling is the checkpoint's: the tower's rotary table ends there.
+        ceilings = {
+            "max_patches": max(
+                self.limits.max_image_pixels // self.settings.patch_size**2, self.settings.max_patches
+            ),
+            "max_patches_per_side": self.settings.max_patches_per_side,
+        }
+        for name, ceiling in ceilings.items():
+            if (value := options.given().get(name)) is not None:
+                self.check_range(name, value, ceiling)
+
+    def patch_limits(self, options: PreprocessOptions) -> PatchLimits:
+        """The checkpoint's limits with the request's in their place where given."""
+        max_patches, per_side = options.max_patches, options.max_patches_per_side
+        return PatchLimits(
+            self.settings.max_patches if max_patches is None else max_patches,
+            self.settings.max_patches_per_side if per_side is None else per_side,
+        )
+
+    def target_size(self, height: int, width: int, options: PreprocessOptions) -> tuple[int, int]:
+        """Pixels of the resized image, before padding. Raises InvalidOption."""
+        self.check_values(options)
+        return limited_size(height, width, self.settings.patch_size, self.patch_limits(options))
+
+    def target_grid(self, height: int, width: int, options: PreprocessOptions) -> Grid:
+        block = self.settings.patch_size * self.merge_size
+        grid_h, grid_w = (
+            -(-side // block) * self.merge_size for side in self.target_size(height, width, options)
+        )
+        return Grid(1, grid_h, grid_w)
+
+    def fit(self, image_HWC: torch.Tensor, options: PreprocessOptions) -> torch.Tensor:
+        height, width, _ = image_HWC.shape
+        target_height, target_width = self.target_size(height, width, options)
+        grid = self.target_grid(height, width, options)
+        patch_size = self.settings.patch_size
+        resized_HWC = resize_bicubic(image_HWC, target_height, target_width)
+        padded_height, padded_width = grid.h * patch_size, grid.w * patch_size
+        if (padded_height, padded_width) == (target_height, target_width):
+            return resized_HWC
+        # Black to the right and below, before normalising: padding is -mean / std in the patches.
+        padded_HWC = resized_HWC.new_zeros(padded_height, padded_width, 3)
+        padded_HWC[:target_height, :target_width] = resized_HWC
+        return padded_HWC
+
+    def patchify(self, frames_THWC: torch.Tensor) -> torch.Tensor:
+        """Row by row within a frame, frames one after the other: [t, h, w, C, ph, pw]."""
+        num_frames, height, width, _ = frames_THWC.shape
+        patch = self.settings.patch_size
+        blocks_ThwC = frames_THWC.reshape(num_frames, height // patch, patch, width // patch, patch, 3)
+        patches_PCpp = blocks_ThwC.permute(0, 1, 3, 5, 2, 4).reshape(-1, 3, patch, patch)
+        return normalise(patches_PCpp, self.settings.normalisation).reshape(-1, self.patch_dim)
