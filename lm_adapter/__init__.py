@@ -1,0 +1,89 @@
+"""Client side of the vision encoder service: from images to validated rows, for any language-model engine.
+
+Imports grpcio, protobuf and numpy only; torch where a tensor is asked for. ``keys`` derives embedding keys,
+``testing`` has a server for users' own tests, ``engines`` one module per engine.
+"""
+
+from lm_adapter.async_client import AsyncVisionEncoderClient
+from lm_adapter.checks import check_rows
+from lm_adapter.client import VisionEncoderClient
+from lm_adapter.errors import (
+    CallCancelled,
+    CallFailed,
+    DeadlineExceeded,
+    EncoderError,
+    EncoderFault,
+    EncoderOverloaded,
+    EncoderUnavailable,
+    InvalidRequest,
+    InvalidRows,
+    ItemFailed,
+    MissingDependency,
+    ProtocolMismatch,
+    RequestRefused,
+    StreamViolation,
+    TruncatedStream,
+)
+from lm_adapter.types import (
+    CacheTier,
+    DigestItem,
+    EncodedRows,
+    Grid,
+    ImageItem,
+    Item,
+    KeyState,
+    KeyStatus,
+    LeaseStatus,
+    Limits,
+    Modality,
+    ModelInfo,
+    Outcome,
+    PixelItem,
+    PrefetchStatus,
+    PreprocessOptions,
+    ServerInfo,
+    StageTimings,
+    TransportInfo,
+)
+
+__all__ = [
+    "AsyncVisionEncoderClient",
+    "CacheTier",
+    "CallCancelled",
+    "CallFailed",
+    "DeadlineExceeded",
+    "DigestItem",
+    "EncodedRows",
+    "EncoderError",
+    "EncoderFault",
+    "EncoderOverloaded",
+    "EncoderUnavailable",
+    "Grid",
+    "ImageItem",
+    "InvalidRequest",
+    "InvalidRows",
+    "Item",
+    "ItemFailed",
+    "KeyState",
+    "KeyStatus",
+    "LeaseStatus",
+    "Limits",
+    "MissingDependency",
+    "Modality",
+    "ModelInfo",
+    "Outcome",
+    "PixelItem",
+    "PrefetchStatus",
+    "PreprocessOptions",
+    "ProtocolMismatch",
+    "RequestRefused",
+    "ServerInfo",
+    "StageTimings",
+    "StreamViolation",
+    "TransportInfo",
+    "TruncatedStream",
+    "VisionEncoderClient",
+    "check_rows",
+]
+
+__version__ = "0.1.0"

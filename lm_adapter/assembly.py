@@ -1,0 +1,255 @@
+"""From items to a request, and from a stream of raw events to validated rows. No I/O.
+
+Owns what an Encode or Fetch call is apart from its transport: which items go out in which message, and the
+assembly of the answer. Both clients feed it; so can a test, or an engine with a channel of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from google.protobuf.message import DecodeError
+from vision_encoder.v1 import encoder_pb2 as pb
+
+from lm_adapter import convert
+from lm_adapter.checks import RowsHeader, check_digest, check_header, check_model
+from lm_adapter.errors import InvalidRequest, InvalidRows, ItemFailed, StreamViolation, TruncatedStream
+from lm_adapter.transport.inline import InlineRowsBuffer
+from lm_adapter.transport.wire import find_chunk
+from lm_adapter.types import EncodedRows, Item, ModelInfo, Outcome
+
+__all__ = ["Assembler", "Expected", "PreparedItems", "prepare_items"]
+
+DEFAULT_MAX_ROWS_BYTES = 4 * 1024**3
+_INVALID_ARGUMENT, _RESOURCE_EXHAUSTED = 3, 8
+# A request's own fields around its items; names are short, this is generous.
+_REQUEST_OVERHEAD_BYTES = 1024
+
+
+@dataclass(frozen=True)
+class PreparedItems:
+    """Items as messages. ``indices[i]`` is the caller's index of ``messages[i]``; ``refused`` maps the
+    caller's index of an item that cannot be sent to its failure."""
+
+    messages: list[pb.Item] = field(default_factory=list)
+    indices: list[int] = field(default_factory=list)
+    refused: dict[int, ItemFailed] = field(default_factory=dict)
+
+
+def prepare_items(items: Sequence[Item], *, max_message_bytes: int = 0, max_items: int = 0) -> PreparedItems:
+    """Items as messages. An item that does not fit the wire, or is over the message limit all by itself,
+    fails alone. Raises InvalidRequest when the rest together is over a limit (0 means none)."""
+    prepared = PreparedItems()
+    total_bytes = _REQUEST_OVERHEAD_BYTES
+    for index, item in enumerate(items):
+        try:
+            message = convert.item_message(item)
+        except InvalidRequest as error:
+            prepared.refused[index] = ItemFailed(error.message, reason=error.reason, status=_INVALID_ARGUMENT)
+            continue
+        num_bytes = message.ByteSize() + 8
+        if max_message_bytes and num_bytes + _REQUEST_OVERHEAD_BYTES > max_message_bytes:
+            prepared.refused[index] = ItemFailed(
+                f"the item has {num_bytes} bytes on the wire, the server takes messages of "
+                f"{max_message_bytes}",
+                reason="MESSAGE_TOO_LARGE",
+                status=_RESOURCE_EXHAUSTED,
+                details={"found": num_bytes, "allowed": max_message_bytes},
+            )
+            continue
+        prepared.messages.append(message)
+        prepared.indices.append(index)
+        total_bytes += num_bytes
+    if max_items and len(prepared.messages) > max_items:
+        raise InvalidRequest(
+            f"{len(prepared.messages)} items in one call, the server takes {max_items}; send fewer per call"
+        )
+    if max_message_bytes and total_bytes > max_message_bytes:
+        raise InvalidRequest(
+            f"{len(prepared.messages)} items have {total_bytes} bytes together, the server takes messages of "
+            f"{max_message_bytes}; send fewer per call"
+        )
+    return prepared
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What is known of one item's answer before it comes; None where nothing is."""
+
+    key: bytes | None = None
+    content_digest: bytes | None = None
+
+
+@dataclass
+class _Arriving:
+    """An item between its result and its last chunk."""
+
+    result: pb.ItemResult
+    header: RowsHeader
+    buffer: InlineRowsBuffer
+
+
+class Assembler:
+    """Puts items together from the raw ItemEvents of one call.
+
+    Whatever breaks a rule fails its own item with InvalidRows and its neighbours go on; a message that
+    belongs to no item, or that comes for an item already handed out, raises StreamViolation.
+    """
+
+    def __init__(
+        self,
+        expected: Sequence[Expected],
+        *,
+        models: Sequence[ModelInfo] = (),
+        max_rows_bytes: int = DEFAULT_MAX_ROWS_BYTES,
+    ) -> None:
+        """expected: one per item of the call, in its order. models: the geometries that rows may have; none
+        means that results are held to their own figures alone. max_rows_bytes: bound of one item."""
+        self._expected = expected
+        self._models = models
+        self._max_rows_bytes = max_rows_bytes
+        self._arriving: dict[int, _Arriving] = {}
+        # True: handed out whole. False: failed here, the rest of its events are let pass.
+        self._finished: dict[int, bool] = {}
+
+    @property
+    def num_items(self) -> int:
+        return len(self._expected)
+
+    @property
+    def num_finished(self) -> int:
+        return len(self._finished)
+
+    def missing(self) -> list[int]:
+        """Indices of the items without an outcome."""
+        return [index for index in range(self.num_items) if index not in self._finished]
+
+    def feed(self, message: bytes) -> tuple[int, Outcome] | None:
+        """Takes one serialised ItemEvent; returns the index and outcome of the item it finished, if any.
+
+        Raises StreamViolation.
+        """
+        chunk = find_chunk(message)
+        if chunk is not None:
+            return self._guarded(chunk.item_index, lambda: self._on_chunk(*chunk))
+        try:
+            event = pb.ItemEvent.FromString(message)
+        except DecodeError as error:
+            raise StreamViolation(f"a message of {len(message)} bytes is no ItemEvent: {error}") from error
+        return self.feed_event(event)
+
+    def feed_event(self, event: pb.ItemEvent) -> tuple[int, Outcome] | None:
+        """``feed`` for an event that is parsed already."""
+        index = event.item_index
+        match event.WhichOneof("event"):
+            case "result":
+                return self._guarded(index, lambda: self._on_result(index, event.result))
+            case "chunk":
+                view = memoryview(event.chunk.data)
+                return self._guarded(index, lambda: self._on_chunk(index, event.chunk.offset_bytes, view))
+            case "failure":
+                return self._guarded(index, lambda: convert.item_failed(event.failure))
+            case _:
+                return None  # an event newer than this adapter
+
+    def finish(self) -> None:
+        """The stream ended OK. Raises TruncatedStream when items are without an outcome."""
+        missing = self.missing()
+        if missing:
+            raise TruncatedStream(
+                f"the stream ended with {self.num_finished} of {self.num_items} items; missing: "
+                f"{', '.join(map(str, missing[:16]))}{', ...' if len(missing) > 16 else ''}",
+                details={"num_items": self.num_items, "num_arrived": self.num_finished},
+            )
+
+    def _guarded(self, index: int, step: Callable[[], Outcome | None]) -> tuple[int, Outcome] | None:
+        if index >= self.num_items:
+            raise StreamViolation(f"an event is for item {index}, the call has {self.num_items} items")
+        if index in self._finished:
+            if self._finished[index]:
+                raise StreamViolation(f"an event came for item {index}, which had been answered in full")
+            return None
+        try:
+            outcome = step()
+        except InvalidRows as error:
+            outcome = error
+        if outcome is None:
+            return None
+        self._arriving.pop(index, None)
+        self._finished[index] = not isinstance(outcome, InvalidRows)
+        return index, outcome
+
+    def _on_result(self, index: int, result: pb.ItemResult) -> None:
+        if index in self._arriving:
+            raise InvalidRows("result", "a second result came for one item", found=2, expected=1)
+        header = RowsHeader(
+            convert.grid(result.grid_thw),
+            result.num_rows,
+            result.width,
+            convert.dtype_name(result.dtype),
+            result.num_deepstack_levels,
+            result.rows_bytes,
+        )
+        expected = self._expected[index]
+        check_digest("key", result.key, expected.key)
+        check_digest("content_digest", result.content_digest, expected.content_digest)
+        self._check_models(header)
+        check_header(header)
+        delivery = result.WhichOneof("rows")
+        if delivery != "inline":
+            raise InvalidRows(
+                "delivery", f"rows come as {delivery}, expected inline", found=delivery, expected="inline"
+            )
+        if header.rows_bytes > self._max_rows_bytes:
+            raise InvalidRows(
+                "rows_bytes",
+                f"rows have {header.rows_bytes} bytes, this client takes {self._max_rows_bytes}",
+                found=header.rows_bytes,
+                expected=self._max_rows_bytes,
+            )
+        num_chunks = result.inline.num_chunks
+        if num_chunks < 1:
+            raise InvalidRows(
+                "num_chunks", "0 rows chunks announced, expected at least 1", found=0, expected=1
+            )
+        self._arriving[index] = _Arriving(result, header, InlineRowsBuffer(header.rows_bytes, num_chunks))
+
+    def _check_models(self, header: RowsHeader) -> None:
+        """Holds to one model's geometry, whichever; complains of the first model's."""
+        complaint: InvalidRows | None = None
+        for model in self._models:
+            try:
+                check_model(header, model)
+            except InvalidRows as error:
+                complaint = complaint or error
+            else:
+                return
+        if complaint is not None:
+            raise complaint
+
+    def _on_chunk(self, index: int, offset_bytes: int, data: memoryview) -> Outcome | None:
+        arriving = self._arriving.get(index)
+        if arriving is None:
+            raise InvalidRows(
+                "result", "a rows chunk came before its result", found="chunk", expected="result"
+            )
+        arriving.buffer.write(offset_bytes, data)
+        return _encoded_rows(arriving) if arriving.buffer.complete else None
+
+
+def _encoded_rows(arriving: _Arriving) -> EncodedRows:
+    result, header = arriving.result, arriving.header
+    return EncodedRows(
+        key=result.key,
+        content_digest=result.content_digest,
+        grid_thw=header.grid_thw,
+        num_rows=header.num_rows,
+        width=header.width,
+        dtype=header.dtype,
+        num_deepstack_levels=header.num_deepstack_levels,
+        payload=arriving.buffer.payload,
+        tier=convert.tier(result.tier),
+        timings=convert.timings(result.timings),
+        timestamps_s=tuple(result.timestamps_s),
+    )

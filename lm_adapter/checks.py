@@ -1,0 +1,166 @@
+"""Are these the rows that were asked for? Everything is compared before an engine sees a byte.
+
+Owns the rules that rows must obey: against the model's geometry as the server announces it, and against
+what a prompt expects. Shape legend: R rows, D language-model width, L deepstack levels.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from lm_adapter.errors import InvalidRows
+from lm_adapter.types import DIGEST_BYTES, ITEMSIZE_BYTES, ROW_DTYPES, EncodedRows, Grid, ModelInfo
+
+__all__ = ["RowsHeader", "check_digest", "check_header", "check_model", "check_rows"]
+
+
+class RowsHeader(NamedTuple):
+    """What a result says of its rows before they come."""
+
+    grid_thw: Grid
+    num_rows: int
+    width: int
+    dtype: str
+    num_deepstack_levels: int
+    rows_bytes: int
+
+
+def check_rows(
+    rows: EncodedRows,
+    *,
+    grid: Grid | tuple[int, int, int],
+    width: int,
+    dtype: str,
+    num_deepstack_levels: int,
+    spatial_merge_size: int,
+    merges_time: bool,
+    finite: bool = False,
+) -> None:
+    """Compares rows with what a prompt expects of them. Raises InvalidRows naming both figures.
+
+    grid: [t, h, w] in patches; width: D * (1 + L); dtype: ``float32``, ``bfloat16`` or ``float16``;
+    finite: also look at every element for NaN and infinity, which reads the whole payload.
+    """
+    _expect("grid_thw", tuple(rows.grid_thw), tuple(grid))
+    header = RowsHeader(
+        rows.grid_thw, rows.num_rows, rows.width, rows.dtype, rows.num_deepstack_levels, rows.num_bytes
+    )
+    _check_geometry(header, width, dtype, num_deepstack_levels, spatial_merge_size, merges_time)
+    check_header(header)
+    if finite:
+        _check_finite(rows)
+
+
+def check_model(header: RowsHeader, model: ModelInfo) -> None:
+    """Compares a result with the model's announced geometry. Raises InvalidRows."""
+    _check_geometry(
+        header,
+        model.width,
+        model.dtype,
+        model.num_deepstack_levels,
+        model.spatial_merge_size,
+        model.merges_time,
+    )
+
+
+def check_header(header: RowsHeader) -> None:
+    """Checks a result against itself: dtype of rows, positive sizes, levels dividing the width, byte count.
+    Raises InvalidRows."""
+    if header.dtype not in ROW_DTYPES:
+        raise InvalidRows(
+            "dtype",
+            f"rows have {header.dtype}, expected one of {', '.join(ROW_DTYPES)}",
+            found=header.dtype,
+            expected=", ".join(ROW_DTYPES),
+        )
+    for name, value in (("num_rows", header.num_rows), ("width", header.width)):
+        if value < 1:
+            raise InvalidRows(name, f"{name} is {value}, expected at least 1", found=value, expected=1)
+    levels = 1 + header.num_deepstack_levels
+    if header.width % levels:
+        raise InvalidRows(
+            "width",
+            f"width {header.width} is no multiple of {levels}, 1 + {header.num_deepstack_levels} deepstack "
+            "levels",
+            found=header.width,
+            expected=f"a multiple of {levels}",
+        )
+    needed = header.num_rows * header.width * ITEMSIZE_BYTES[header.dtype]
+    if header.rows_bytes != needed:
+        raise InvalidRows(
+            "rows_bytes",
+            f"rows have {header.rows_bytes} bytes, {header.num_rows} x {header.width} {header.dtype} "
+            f"needs {needed}",
+            found=header.rows_bytes,
+            expected=needed,
+        )
+
+
+def check_digest(field: str, found: bytes, expected: bytes | None) -> None:
+    """A key or digest of 32 bytes, equal to the expected one where there is one. Raises InvalidRows."""
+    if len(found) != DIGEST_BYTES:
+        raise InvalidRows(
+            field,
+            f"{field} has {len(found)} bytes, expected {DIGEST_BYTES}",
+            found=len(found),
+            expected=DIGEST_BYTES,
+        )
+    if expected is not None and found != expected:
+        raise InvalidRows(
+            field,
+            f"{field} is {found.hex()}, expected {expected.hex()}",
+            found=found.hex(),
+            expected=expected.hex(),
+        )
+
+
+def _check_geometry(
+    header: RowsHeader,
+    width: int,
+    dtype: str,
+    num_deepstack_levels: int,
+    spatial_merge_size: int,
+    merges_time: bool,
+) -> None:
+    grid = header.grid_thw
+    if min(grid) < 1 or grid.h % spatial_merge_size or grid.w % spatial_merge_size:
+        raise InvalidRows(
+            "grid_thw",
+            f"grid_thw is {list(grid)}, expected positive sides, h and w multiples of {spatial_merge_size}",
+            found=list(grid),
+            expected=f"multiples of {spatial_merge_size}",
+        )
+    frames = 1 if merges_time else grid.t
+    needed = frames * grid.h * grid.w // spatial_merge_size**2
+    if header.num_rows != needed:
+        raise InvalidRows(
+            "num_rows",
+            f"the result has {header.num_rows} rows, grid_thw {list(grid)} needs {needed}",
+            found=header.num_rows,
+            expected=needed,
+        )
+    _expect("num_deepstack_levels", header.num_deepstack_levels, num_deepstack_levels)
+    _expect("width", header.width, width)
+    _expect("dtype", header.dtype, dtype)
+
+
+def _expect(field: str, found: object, expected: object) -> None:
+    if found != expected:
+        raise InvalidRows(field, f"{field} is {found}, expected {expected}", found=found, expected=expected)
+
+
+def _check_finite(rows: EncodedRows) -> None:
+    raw = rows.raw()
+    # bfloat16: all eight exponent bits set means NaN or infinity.
+    bad = (raw & 0x7F80) == 0x7F80 if rows.dtype == "bfloat16" else ~np.isfinite(raw)
+    num_bad = int(np.count_nonzero(bad))
+    if num_bad:
+        first_row = int(np.argwhere(bad)[0][0])
+        raise InvalidRows(
+            "finite",
+            f"{num_bad} of {raw.size} elements are NaN or infinite, the first in row {first_row}; expected 0",
+            found=num_bad,
+            expected=0,
+        )

@@ -1,0 +1,275 @@
+"""The synchronous client. Its twin on asyncio is ``async_client``; what they share is ``session``."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from types import TracebackType
+from typing import Self, TypeVar, cast
+
+import grpc
+from google.protobuf.message import Message
+from vision_encoder.v1 import encoder_pb2 as pb
+
+from lm_adapter.assembly import DEFAULT_MAX_ROWS_BYTES
+from lm_adapter.errors import CallFailed, DeadlineExceeded, EncoderOverloaded, EncoderUnavailable, ItemFailed
+from lm_adapter.session import Deadline, Metadata, RowsCall, Session, in_order, rows_or_raise
+from lm_adapter.transport.channel import HEALTH_CHECK, channel_options, health_is_serving, method_path
+from lm_adapter.types import (
+    EncodedRows,
+    Item,
+    KeyStatus,
+    LeaseStatus,
+    Outcome,
+    PrefetchStatus,
+    ServerInfo,
+)
+
+__all__ = ["VisionEncoderClient"]
+
+DEFAULT_TIMEOUT_S = 60.0
+READY_POLL_S = 0.05
+
+ResponseT = TypeVar("ResponseT", bound=Message)
+
+
+class VisionEncoderClient:
+    """A client of one service address. Thread-safe; a context manager.
+
+    Every call has a deadline (``timeout_s``, of the call or else of the client). Nothing is retried: a
+    failed item or call is the caller's to send again where ``retryable`` says that this can help, after
+    ``retry_after_ms``. The one thing done again unasked is the protocol check, once per channel, after a
+    server went away, and after rows that did not fit the geometry announced.
+
+    Calls raise the errors of ``lm_adapter.errors`` only. An item that fails is returned as ItemFailed, in
+    its place; the call itself raises CallFailed.
+    """
+
+    def __init__(
+        self,
+        target: str,
+        *,
+        credentials: grpc.ChannelCredentials | None = None,
+        namespace: str = "",
+        model: str = "",
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        max_rows_bytes: int = DEFAULT_MAX_ROWS_BYTES,
+        options: Mapping[str, int | str] | None = None,
+    ) -> None:
+        """target: ``host:port``, ``unix:/path`` or any gRPC target. namespace: whose cache to use; model:
+        empty for the server's only one. max_rows_bytes: bound of one item's rows. options: gRPC channel
+        arguments on top of ours. Connects lazily.
+        """
+        self._session = Session(target, namespace=namespace, model=model, max_rows_bytes=max_rows_bytes)
+        self._timeout_s = timeout_s
+        self._closed = False
+        self._info_lock = threading.Lock()
+        arguments = channel_options(options)
+        self._channel = (
+            grpc.insecure_channel(target, options=arguments)
+            if credentials is None
+            else grpc.secure_channel(target, credentials, options=arguments)
+        )
+
+    @property
+    def target(self) -> str:
+        return self._session.target
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Closes the channel; calls in progress end with CallCancelled. Harmless when done twice."""
+        self._closed = True
+        self._channel.close()
+
+    def info(self, *, timeout_s: float | None = None) -> ServerInfo:
+        """Asks the server for its models, limits and transports. Raises ProtocolMismatch."""
+        return self._ask_info(self._deadline(timeout_s))
+
+    def wait_ready(self, timeout_s: float) -> ServerInfo:
+        """Waits until the server answers and its health check says SERVING; connects on the way.
+
+        Raises DeadlineExceeded after ``timeout_s``, with what was wrong last, and ProtocolMismatch at once.
+        """
+        deadline = Deadline(timeout_s)
+        last = "nothing answered"
+        while deadline.left_s > 0:
+            try:
+                info = self._ask_info(deadline, wait_for_ready=True)
+                if self._is_serving(deadline):
+                    return info
+                last = "its health check says NOT_SERVING"
+            except (EncoderUnavailable, EncoderOverloaded, DeadlineExceeded) as error:
+                last = error.message
+            time.sleep(min(READY_POLL_S, deadline.left_s))
+        raise DeadlineExceeded(f"the server at {self.target} was not ready within {timeout_s} s: {last}")
+
+    def lookup(self, keys: Sequence[bytes], *, timeout_s: float | None = None) -> list[KeyStatus]:
+        """Says of each key whether its rows are held, being encoded, or absent; in the order of ``keys``."""
+        deadline = self._deadline(timeout_s)
+        self._known_info(deadline)
+        request = self._session.lookup_request(keys)
+        return self._session.read_lookup(keys, self._unary("Lookup", request, pb.LookupResponse, deadline))
+
+    def encode(self, items: Sequence[Item], *, timeout_s: float | None = None) -> list[Outcome]:
+        """Rows or failure of each item, in input order.
+
+        Raises CallFailed when the call failed before every item had its outcome; ``completed`` of the error
+        maps the indices of those that had one.
+        """
+        return _collect(self.encode_iter(items, timeout_s=timeout_s))
+
+    def encode_iter(
+        self, items: Sequence[Item], *, timeout_s: float | None = None
+    ) -> Generator[tuple[int, Outcome], None, None]:
+        """Each item's index and outcome as it finishes. Nothing is sent before the first step; closing the
+        generator cancels the call. Raises CallFailed after the outcomes that had arrived."""
+        deadline = self._deadline(timeout_s)
+        info = self._known_info(deadline)
+        yield from self._stream(self._session.encode_call(info, items), deadline)
+
+    def encode_one(self, item: Item, *, timeout_s: float | None = None) -> EncodedRows:
+        """The rows of one item. Raises ItemFailed, CallFailed."""
+        return rows_or_raise(self.encode([item], timeout_s=timeout_s)[0])
+
+    def fetch(self, keys: Sequence[bytes], *, timeout_s: float | None = None) -> list[Outcome]:
+        """Rows by key, in the order of ``keys``; waits for those in flight. An absent key is an ItemFailed
+        with reason UNKNOWN_KEY. Raises CallFailed as ``encode``."""
+        return _collect(self.fetch_iter(keys, timeout_s=timeout_s))
+
+    def fetch_iter(
+        self, keys: Sequence[bytes], *, timeout_s: float | None = None
+    ) -> Generator[tuple[int, Outcome], None, None]:
+        """As ``encode_iter``, by key."""
+        deadline = self._deadline(timeout_s)
+        info = self._known_info(deadline)
+        yield from self._stream(self._session.fetch_call(info, keys), deadline)
+
+    def prefetch(
+        self, items: Sequence[Item], *, timeout_s: float | None = None
+    ) -> list[PrefetchStatus | ItemFailed]:
+        """Starts encoding and keeps the rows in the service. Answers once every item is admitted: its key,
+        and its grid where the file's header tells it. The encode goes on without this client."""
+        deadline = self._deadline(timeout_s)
+        call = self._session.prefetch_call(self._known_info(deadline), items)
+        if not call.indices:
+            return call.read(None)
+        response = self._unary("Prefetch", call.request, pb.PrefetchResponse, deadline, call.metadata)
+        return call.read(response)
+
+    def release(self, lease_ids: Sequence[bytes], *, timeout_s: float | None = None) -> list[bytes]:
+        """Gives leases back; returns those that the server does not know."""
+        deadline = self._deadline(timeout_s)
+        self._known_info(deadline)
+        request = pb.ReleaseRequest(lease_ids=lease_ids)
+        return list(self._unary("Release", request, pb.ReleaseResponse, deadline).unknown_lease_ids)
+
+    def renew(
+        self, lease_ids: Sequence[bytes], extend_ms: int, *, timeout_s: float | None = None
+    ) -> list[LeaseStatus | ItemFailed]:
+        """Extends leases; a stale one is an ItemFailed with reason STALE_LEASE, in its place."""
+        deadline = self._deadline(timeout_s)
+        self._known_info(deadline)
+        request = pb.RenewRequest(lease_ids=lease_ids, extend_ms=extend_ms)
+        return self._session.read_renew(lease_ids, self._unary("Renew", request, pb.RenewResponse, deadline))
+
+    def _deadline(self, timeout_s: float | None) -> Deadline:
+        return Deadline(self._timeout_s if timeout_s is None else timeout_s)
+
+    def _known_info(self, deadline: Deadline) -> ServerInfo:
+        """What is known of the server; asks once when nothing is."""
+        info = self._session.info
+        if info is not None:
+            return info
+        if not self._info_lock.acquire(timeout=deadline.left_s):
+            raise DeadlineExceeded(f"the server at {self.target} did not say what it is in time")
+        try:
+            return self._session.info or self._ask_info(deadline)
+        finally:
+            self._info_lock.release()
+
+    def _ask_info(self, deadline: Deadline, *, wait_for_ready: bool = False) -> ServerInfo:
+        response = self._unary(
+            "GetServerInfo",
+            self._session.info_request(),
+            pb.GetServerInfoResponse,
+            deadline,
+            wait_for_ready=wait_for_ready,
+        )
+        return self._session.accept_info(response)
+
+    def _is_serving(self, deadline: Deadline) -> bool:
+        """What grpc.health.v1 says; a server without it serves when it answers at all."""
+        check: grpc.UnaryUnaryMultiCallable[bytes, bytes] = self._channel.unary_unary(HEALTH_CHECK)
+        try:
+            return health_is_serving(check(b"", timeout=deadline.left_s))
+        except grpc.RpcError as error:
+            if cast("grpc.Call", error).code() is grpc.StatusCode.UNIMPLEMENTED:
+                return True
+            raise self._session.failed(error, "Health.Check", closed=self._closed) from error
+
+    def _unary(
+        self,
+        method: str,
+        request: Message,
+        response_type: type[ResponseT],
+        deadline: Deadline,
+        metadata: Metadata = (),
+        *,
+        wait_for_ready: bool = False,
+    ) -> ResponseT:
+        self._check_open(method)
+        call = self._channel.unary_unary(
+            method_path(method),
+            request_serializer=type(request).SerializeToString,
+            response_deserializer=response_type.FromString,
+        )
+        try:
+            return call(request, timeout=deadline.left_s, metadata=metadata, wait_for_ready=wait_for_ready)
+        except grpc.RpcError as error:
+            raise self._session.failed(error, method, closed=self._closed) from error
+
+    def _stream(self, call: RowsCall, deadline: Deadline) -> Generator[tuple[int, Outcome], None, None]:
+        yield from call.early()
+        if call.is_empty:
+            return
+        self._check_open(call.method)
+        # Without a deserialiser, messages arrive as bytes and chunks are never copied by protobuf.
+        start: grpc.UnaryStreamMultiCallable[bytes, bytes] = self._channel.unary_stream(
+            method_path(call.method)
+        )
+        stream = start(call.request.SerializeToString(), timeout=deadline.left_s, metadata=call.metadata)
+        try:
+            for message in stream:
+                finished = call.feed(message)
+                if finished is not None:
+                    yield finished
+            call.finish()
+        except grpc.RpcError as error:
+            raise call.failed(error, closed=self._closed) from error
+        finally:
+            stream.cancel()
+
+    def _check_open(self, method: str) -> None:
+        if self._closed:
+            raise self._session.closed_under(method)
+
+
+def _collect(stream: Iterable[tuple[int, Outcome]]) -> list[Outcome]:
+    outcomes: dict[int, Outcome] = {}
+    try:
+        outcomes.update(stream)
+    except CallFailed as error:
+        error.completed = outcomes
+        raise
+    return in_order(outcomes)

@@ -1,0 +1,215 @@
+"""The adapter's records to and from the wire's messages.
+
+Owns the spelling of enums and the packing of pixel tensors. Judges nothing: ``assembly`` validates.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, cast
+
+import numpy as np
+from vision_encoder.v1 import encoder_pb2 as pb
+
+from lm_adapter.errors import InvalidRequest, ItemFailed
+from lm_adapter.types import (
+    CacheTier,
+    DigestItem,
+    Grid,
+    ImageItem,
+    Item,
+    KeyState,
+    KeyStatus,
+    LeaseStatus,
+    Limits,
+    Modality,
+    ModelInfo,
+    PixelItem,
+    PrefetchStatus,
+    PreprocessOptions,
+    ServerInfo,
+    StageTimings,
+    TransportInfo,
+)
+
+_MODALITIES = {Modality.IMAGE: pb.MODALITY_IMAGE, Modality.VIDEO: pb.MODALITY_VIDEO}
+_MODALITY_OF = {number: modality for modality, number in _MODALITIES.items()}
+_DTYPES = {
+    "float32": pb.DTYPE_FLOAT32,
+    "bfloat16": pb.DTYPE_BFLOAT16,
+    "float16": pb.DTYPE_FLOAT16,
+    "uint8": pb.DTYPE_UINT8,
+}
+_DTYPE_OF = {number: name for name, number in _DTYPES.items()}
+_TIERS = {
+    pb.CACHE_TIER_MISS: CacheTier.MISS,
+    pb.CACHE_TIER_IN_FLIGHT: CacheTier.IN_FLIGHT,
+    pb.CACHE_TIER_DEVICE: CacheTier.DEVICE,
+    pb.CACHE_TIER_HOST: CacheTier.HOST,
+    pb.CACHE_TIER_SHARED: CacheTier.SHARED,
+}
+_KEY_STATES = {
+    pb.KEY_STATE_ABSENT: KeyState.ABSENT,
+    pb.KEY_STATE_IN_FLIGHT: KeyState.IN_FLIGHT,
+    pb.KEY_STATE_RESIDENT: KeyState.RESIDENT,
+}
+
+
+def dtype_number(name: str) -> pb.DType.ValueType:
+    """Raises InvalidRequest for a dtype that the wire has no number for."""
+    if name not in _DTYPES:
+        raise InvalidRequest(f"dtype {name} does not travel; the wire has {', '.join(_DTYPES)}")
+    return _DTYPES[name]
+
+
+def dtype_name(number: int) -> str:
+    """``float32``, ...; ``dtype <n>`` for a number this adapter does not know."""
+    return _DTYPE_OF.get(cast("pb.DType.ValueType", number), f"dtype {number}")
+
+
+def tier(number: int) -> CacheTier:
+    return _TIERS.get(cast("pb.CacheTier.ValueType", number), CacheTier.UNKNOWN)
+
+
+def grid(message: pb.GridTHW) -> Grid:
+    return Grid(message.t, message.h, message.w)
+
+
+def timings(message: pb.StageTimings) -> StageTimings:
+    return StageTimings(**{name: getattr(message, name) for name in StageTimings.__dataclass_fields__})
+
+
+def item_message(item: Item) -> pb.Item:
+    """Raises InvalidRequest for values that the wire cannot carry, TypeError for what is no item."""
+    try:
+        return _item_message(item)
+    except ValueError as error:
+        if isinstance(error, InvalidRequest):
+            raise
+        raise InvalidRequest(f"an item does not fit the wire: {error}") from error
+
+
+def _item_message(item: Item) -> pb.Item:
+    if not isinstance(item, ImageItem | PixelItem | DigestItem):
+        raise TypeError(f"an item is an ImageItem, PixelItem or DigestItem, found {type(item).__name__}")
+    message = pb.Item(modality=_MODALITIES[item.modality], content_digest=item.digest or b"")
+    match item:
+        case ImageItem():
+            message.encoded = item.data
+            _set_options(message, item.options)
+        case PixelItem():
+            dtype, shape, data = _pixel_bytes(item.pixel_values)
+            message.pixels.grid_thw.CopyFrom(pb.GridTHW(t=item.grid[0], h=item.grid[1], w=item.grid[2]))
+            message.pixels.inline.CopyFrom(pb.InlineTensor(dtype=dtype_number(dtype), shape=shape, data=data))
+        case DigestItem():
+            message.digest_only.SetInParent()
+            _set_options(message, item.options)
+    return message
+
+
+def _set_options(message: pb.Item, options: PreprocessOptions) -> None:
+    for name, value in options.given().items():
+        setattr(message.options, name, value)
+
+
+def _pixel_bytes(pixel_values: Any) -> tuple[str, tuple[int, ...], bytes]:
+    """dtype name, shape and row-major little-endian bytes of a numpy array or a torch tensor."""
+    if isinstance(pixel_values, np.ndarray):
+        array = np.ascontiguousarray(pixel_values)
+        if array.dtype.byteorder == ">" or (array.dtype.byteorder == "=" and sys.byteorder == "big"):
+            array = array.astype(array.dtype.newbyteorder("<"))
+        return array.dtype.name, tuple(pixel_values.shape), array.tobytes()
+    # Whoever holds a tensor has imported torch already.
+    torch = sys.modules.get("torch")
+    if torch is None or not isinstance(pixel_values, torch.Tensor):
+        raise TypeError(
+            f"pixel_values is a numpy array or a torch tensor, found {type(pixel_values).__name__}"
+        )
+    tensor = pixel_values.detach().cpu().contiguous()
+    name = str(tensor.dtype).removeprefix("torch.")
+    return name, tuple(tensor.shape), tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def item_failed(message: pb.ItemFailure) -> ItemFailed:
+    return ItemFailed(
+        message.message or message.reason or "the item failed without a message",
+        reason=message.reason or "INTERNAL",
+        status=message.status,
+        retryable=message.retryable,
+        retry_after_ms=message.retry_after_ms,
+        details=message.details,
+    )
+
+
+def server_info(message: pb.GetServerInfoResponse) -> ServerInfo:
+    return ServerInfo(
+        protocol_version=message.protocol_version,
+        min_protocol_version=message.min_protocol_version,
+        server_version=message.server_version,
+        instance_id=message.instance_id,
+        device=message.device,
+        models=tuple(_model_info(model) for model in message.models),
+        limits=Limits(**{name: getattr(message.limits, name) for name in Limits.__dataclass_fields__}),
+        transports=tuple(
+            TransportInfo(
+                delivery=pb.Delivery.Name(transport.delivery).removeprefix("DELIVERY_").lower()
+                if transport.delivery in pb.Delivery.values()
+                else f"delivery {transport.delivery}",
+                broker_path=transport.broker_path,
+                host_id=transport.host_id,
+                device_uuid=transport.device_uuid,
+            )
+            for transport in message.transports
+        ),
+    )
+
+
+def _model_info(message: pb.ModelInfo) -> ModelInfo:
+    return ModelInfo(
+        name=message.name,
+        family=message.family,
+        model_fingerprint=message.model_fingerprint,
+        preprocess_fingerprint=message.preprocess_fingerprint,
+        dtype=dtype_name(message.dtype),
+        out_width=message.out_width,
+        num_deepstack_levels=message.num_deepstack_levels,
+        width=message.width,
+        patch_size=message.patch_size,
+        spatial_merge_size=message.spatial_merge_size,
+        temporal_patch_size=message.temporal_patch_size,
+        patch_dim=message.patch_dim,
+        merges_time=message.merges_time,
+        modalities=tuple(_MODALITY_OF[number] for number in message.modalities if number in _MODALITY_OF),
+    )
+
+
+def key_state(number: int) -> KeyState:
+    return _KEY_STATES.get(cast("pb.KeyState.ValueType", number), KeyState.UNKNOWN)
+
+
+def key_status(message: pb.KeyStatus) -> KeyStatus:
+    return KeyStatus(
+        key=message.key,
+        state=key_state(message.state),
+        grid_thw=grid(message.grid_thw) if message.HasField("grid_thw") else None,
+        num_rows=message.num_rows,
+        tier=tier(message.tier),
+    )
+
+
+def prefetch_status(message: pb.PrefetchStatus) -> PrefetchStatus | ItemFailed:
+    if message.HasField("failure"):
+        return item_failed(message.failure)
+    return PrefetchStatus(
+        key=message.key,
+        content_digest=message.content_digest,
+        state=key_state(message.state),
+        grid_thw=grid(message.grid_thw) if message.HasField("grid_thw") else None,
+        num_rows=message.num_rows,
+    )
+
+
+def lease_status(message: pb.LeaseStatus) -> LeaseStatus | ItemFailed:
+    if message.HasField("failure"):
+        return item_failed(message.failure)
+    return LeaseStatus(message.lease_id, message.expires_at_unix_ms)

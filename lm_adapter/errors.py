@@ -1,0 +1,251 @@
+"""Every error the adapter raises, and the one place where gRPC's errors become ours.
+
+EncoderError
+├── ItemFailed               one item failed and its neighbours did not: returned by ``encode``, raised by
+│   │                        ``encode_one``; ``reason`` is the service's stable code
+│   └── InvalidRows          rows that break what the result, the model or the prompt says; never handed out
+├── CallFailed               the whole call failed; ``completed`` holds what had arrived
+│   ├── RequestRefused       sending the same call again gives the same answer, unless ``retryable``
+│   ├── EncoderOverloaded    retry after ``retry_after_ms``
+│   ├── EncoderUnavailable   no server was reached, or it went away in mid-call
+│   ├── EncoderFault         the server failed inside
+│   ├── DeadlineExceeded     the call's time ran out on either side
+│   ├── CallCancelled        the client was closed under the call
+│   ├── ProtocolMismatch     the two sides share no protocol version
+│   ├── StreamViolation      a message that no correct server sends
+│   └── TruncatedStream      the stream ended OK with items unanswered
+├── InvalidRequest           the caller's arguments, found before anything was sent (also a ValueError)
+└── MissingDependency        an optional package is needed for this (also an ImportError)
+
+Each has a ``reason``, ``retryable`` and ``retry_after_ms``; ``details`` holds the figures of the message.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import grpc
+
+if TYPE_CHECKING:
+    from lm_adapter.types import EncodedRows
+
+__all__ = [
+    "CallCancelled",
+    "CallFailed",
+    "DeadlineExceeded",
+    "EncoderError",
+    "EncoderFault",
+    "EncoderOverloaded",
+    "EncoderUnavailable",
+    "InvalidRequest",
+    "InvalidRows",
+    "ItemFailed",
+    "MissingDependency",
+    "ProtocolMismatch",
+    "RequestRefused",
+    "StreamViolation",
+    "TruncatedStream",
+    "from_rpc_error",
+]
+
+DATA_LOSS = 15
+"""gRPC's status number of rows that arrived damaged."""
+
+
+class EncoderError(Exception):
+    """Base of every error here. ``str(error)`` is a full sentence."""
+
+    default_reason: ClassVar[str] = "ENCODER_ERROR"
+    default_retryable: ClassVar[bool] = False
+
+    def __init__(
+        self,
+        message: str,
+        /,
+        *,
+        reason: str | None = None,
+        retryable: bool | None = None,
+        retry_after_ms: int = 0,
+        details: Mapping[str, object] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.reason = self.default_reason if reason is None else reason
+        self.retryable = self.default_retryable if retryable is None else retryable
+        self.retry_after_ms = retry_after_ms
+        self.details = {name: str(value) for name, value in (details or {}).items()}
+
+
+class ItemFailed(EncoderError):
+    """One item's failure. ``status`` is the gRPC status number of this class of error."""
+
+    default_reason = "INTERNAL"
+
+    def __init__(
+        self,
+        message: str,
+        /,
+        *,
+        reason: str | None = None,
+        status: int = 13,
+        retryable: bool | None = None,
+        retry_after_ms: int = 0,
+        details: Mapping[str, object] | None = None,
+    ) -> None:
+        super().__init__(
+            message, reason=reason, retryable=retryable, retry_after_ms=retry_after_ms, details=details
+        )
+        self.status = status
+
+
+class InvalidRows(ItemFailed):
+    """Rows that must not reach an engine. ``field`` names what is wrong; found and expected are in
+    ``details`` and in the message."""
+
+    default_reason = "INVALID_ROWS"
+
+    def __init__(self, field: str, message: str, /, *, found: object, expected: object) -> None:
+        super().__init__(
+            message, status=DATA_LOSS, details={"field": field, "found": found, "expected": expected}
+        )
+        self.field = field
+
+
+class CallFailed(EncoderError):
+    """A whole call failed. ``completed`` maps the index of each item that had finished to its outcome; the
+    calls that return a list fill it, ``encode_iter`` and ``fetch_iter`` have handed them out already."""
+
+    completed: Mapping[int, EncodedRows | ItemFailed] = {}
+
+
+class RequestRefused(CallFailed):
+    default_reason = "REQUEST_REFUSED"
+
+
+class EncoderOverloaded(CallFailed):
+    default_reason = "OVERLOADED"
+    default_retryable = True
+
+
+class EncoderUnavailable(CallFailed):
+    default_reason = "UNAVAILABLE"
+    default_retryable = True
+
+
+class EncoderFault(CallFailed):
+    default_reason = "INTERNAL"
+
+
+class DeadlineExceeded(CallFailed):
+    default_reason = "DEADLINE_EXCEEDED"
+
+
+class CallCancelled(CallFailed):
+    default_reason = "CANCELLED"
+
+
+class ProtocolMismatch(CallFailed):
+    default_reason = "PROTOCOL_MISMATCH"
+
+
+class StreamViolation(CallFailed):
+    default_reason = "STREAM_VIOLATION"
+
+
+class TruncatedStream(CallFailed):
+    default_reason = "TRUNCATED_STREAM"
+    default_retryable = True
+
+
+class InvalidRequest(EncoderError, ValueError):
+    default_reason = "INVALID_REQUEST"
+
+
+class MissingDependency(EncoderError, ImportError):
+    default_reason = "MISSING_DEPENDENCY"
+
+    def __init__(self, package: str, purpose: str) -> None:
+        super().__init__(
+            f"{purpose} needs the package {package}, which is not installed", details={"package": package}
+        )
+
+
+_REFUSED = frozenset(
+    {
+        grpc.StatusCode.INVALID_ARGUMENT,
+        grpc.StatusCode.NOT_FOUND,
+        grpc.StatusCode.ALREADY_EXISTS,
+        grpc.StatusCode.PERMISSION_DENIED,
+        grpc.StatusCode.FAILED_PRECONDITION,
+        grpc.StatusCode.ABORTED,
+        grpc.StatusCode.OUT_OF_RANGE,
+        grpc.StatusCode.UNAUTHENTICATED,
+    }
+)
+# A connection cut in mid-stream reaches gRPC's clients under these codes too, told apart by their text only.
+_CUT_TEXTS = ("rst_stream", "stream removed", "socket closed", "connection reset", "goaway")
+
+
+def from_rpc_error(
+    error: grpc.RpcError, *, target: str, method: str, num_items: int = 0, num_arrived: int = 0
+) -> CallFailed:
+    """The adapter's error for a call that gRPC failed.
+
+    num_items, num_arrived: items asked for and items that had a result or a failure, for calls that stream.
+    """
+    code, text, trailers = _read_rpc_error(error)
+    retry_after_ms = _retry_after_ms(trailers)
+    progress = f" after {num_arrived} of {num_items} items had arrived" if num_items else ""
+    where = f"{method} at {target}{progress}"
+    details = {"status": code.name, "target": target, "num_items": num_items, "num_arrived": num_arrived}
+    lowered = text.lower()
+    cut = code in (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN) and any(
+        mark in lowered for mark in _CUT_TEXTS
+    )
+    kind: type[CallFailed]
+    reason: str | None = None
+    retryable: bool | None = None
+    if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED) or cut:
+        # Our own cancellations never get here: the clients know when they closed or were cancelled.
+        kind, message = EncoderUnavailable, f"the encoder went away in {where}: {text}"
+    elif code is grpc.StatusCode.DEADLINE_EXCEEDED:
+        kind, message = DeadlineExceeded, f"the deadline passed in {where}: {text}"
+    elif code is grpc.StatusCode.UNIMPLEMENTED:
+        kind, message = ProtocolMismatch, f"the server does not speak vision_encoder.v1, {where}: {text}"
+    elif code is grpc.StatusCode.RESOURCE_EXHAUSTED and "larger than max" in lowered:
+        kind, message = RequestRefused, f"a message of {where} is over the size limit: {text}"
+        reason = "MESSAGE_TOO_LARGE"
+    elif code is grpc.StatusCode.RESOURCE_EXHAUSTED:
+        kind, message = EncoderOverloaded, f"the encoder is overloaded, {where}: {text}"
+    elif code in _REFUSED:
+        kind, message = RequestRefused, f"the encoder refused {where}: {text}"
+        reason = code.name
+        retryable = code is grpc.StatusCode.ABORTED
+    else:
+        kind, message = EncoderFault, f"the encoder failed in {where}: {code.name}: {text}"
+    return kind(
+        message,
+        reason=trailers.get("x-reason") or reason,
+        retryable=retryable,
+        retry_after_ms=retry_after_ms,
+        details=details,
+    )
+
+
+def _read_rpc_error(error: grpc.RpcError) -> tuple[grpc.StatusCode, str, dict[str, str]]:
+    """Status, text and textual trailers; grpc.RpcError itself promises none of the three."""
+    code = error.code() if hasattr(error, "code") else grpc.StatusCode.UNKNOWN
+    text = error.details() if hasattr(error, "details") else str(error)
+    metadata = error.trailing_metadata() if hasattr(error, "trailing_metadata") else None
+    return code or grpc.StatusCode.UNKNOWN, text or "no details", _textual(metadata or ())
+
+
+def _textual(metadata: Iterable[Any]) -> dict[str, str]:
+    return {name: value for name, value in metadata if isinstance(value, str)}
+
+
+def _retry_after_ms(trailers: Mapping[str, str]) -> int:
+    """gRPC's own push-back trailer, or 0. A negative value means never; it is no time to wait."""
+    text = trailers.get("grpc-retry-pushback-ms", "")
+    return int(text) if text.isdecimal() else 0

@@ -1,0 +1,335 @@
+"""The records of the adapter's interface: items going out, rows and server facts coming back.
+
+Owns what callers hold in their hands, and the views of a payload as numpy and torch arrays. Knows nothing
+of the wire; ``convert`` does. torch is imported only where a tensor is asked for.
+
+Shape legend: P patches, R rows (visual tokens), D language-model width, L deepstack levels.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from lm_adapter.errors import InvalidRequest, ItemFailed, MissingDependency
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = [
+    "CacheTier",
+    "DigestItem",
+    "EncodedRows",
+    "Grid",
+    "ImageItem",
+    "Item",
+    "KeyState",
+    "KeyStatus",
+    "LeaseStatus",
+    "Limits",
+    "Modality",
+    "ModelInfo",
+    "Outcome",
+    "PixelItem",
+    "PrefetchStatus",
+    "PreprocessOptions",
+    "ServerInfo",
+    "StageTimings",
+    "TransportInfo",
+    "upcast_bfloat16",
+]
+
+DIGEST_BYTES = 32
+ITEMSIZE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "uint8": 1}
+ROW_DTYPES = ("float32", "bfloat16", "float16")
+
+
+class Modality(enum.Enum):
+    IMAGE = "image"
+    VIDEO = "video"
+
+
+class CacheTier(enum.Enum):
+    """Where an item's rows came from; UNKNOWN is a tier newer than this adapter."""
+
+    UNKNOWN = "unknown"
+    MISS = "miss"
+    IN_FLIGHT = "in_flight"
+    DEVICE = "device"
+    HOST = "host"
+    SHARED = "shared"
+
+
+class KeyState(enum.Enum):
+    UNKNOWN = "unknown"
+    ABSENT = "absent"
+    IN_FLIGHT = "in_flight"
+    RESIDENT = "resident"
+
+
+class Grid(NamedTuple):
+    """One item's extent in patches, before the spatial merge."""
+
+    t: int
+    h: int
+    w: int
+
+    @property
+    def num_patches(self) -> int:
+        return self.t * self.h * self.w
+
+
+@dataclass(frozen=True)
+class PreprocessOptions:
+    """Per-item overrides of the checkpoint's processor settings; ``None`` keeps the checkpoint's value."""
+
+    min_pixels: int | None = None
+    max_pixels: int | None = None
+    max_patches: int | None = None
+    max_patches_per_side: int | None = None
+    fps: float | None = None
+    min_frames: int | None = None
+    max_frames: int | None = None
+
+    def given(self) -> dict[str, int | float]:
+        """The overrides that were given, by field name, in field order; fps always as a float, as the wire
+        carries it."""
+        values: dict[str, int | float] = {
+            name: value for name, value in vars(self).items() if value is not None
+        }
+        if "fps" in values:
+            values["fps"] = float(values["fps"])
+        return values
+
+
+@dataclass(frozen=True)
+class ImageItem:
+    """An encoded file (JPEG, PNG, WebP, ...). digest: 32 bytes that stand for the content inside the
+    client's namespace, or None: then the service hashes the bytes with BLAKE3."""
+
+    data: bytes = field(repr=False)
+    digest: bytes | None = None
+    options: PreprocessOptions = field(default_factory=PreprocessOptions)
+    modality: Modality = Modality.IMAGE
+
+
+@dataclass(frozen=True, eq=False)
+class PixelItem:
+    """Pixels that the caller preprocessed. pixel_values: [P, patch_dim] or [P, C, ph, pw], a numpy array or
+    a torch tensor on any device, float32, float16 or (torch) bfloat16; grid: P == t * h * w."""
+
+    pixel_values: npt.NDArray[Any] | torch.Tensor = field(repr=False)
+    grid: Grid
+    digest: bytes | None = None
+    modality: Modality = Modality.IMAGE
+
+
+@dataclass(frozen=True)
+class DigestItem:
+    """The content is not sent: served from the service's store, or failed with UNKNOWN_KEY."""
+
+    digest: bytes
+    options: PreprocessOptions = field(default_factory=PreprocessOptions)
+    modality: Modality = Modality.IMAGE
+
+
+Item: TypeAlias = ImageItem | PixelItem | DigestItem
+
+
+@dataclass(frozen=True)
+class StageTimings:
+    """Milliseconds spent by one item in each of the service's stages; see the wire contract."""
+
+    identify_ms: float = 0.0
+    admit_ms: float = 0.0
+    decode_ms: float = 0.0
+    resize_ms: float = 0.0
+    queue_ms: float = 0.0
+    tower_ms: float = 0.0
+    store_ms: float = 0.0
+    total_ms: float = 0.0
+
+
+def upcast_bfloat16(bits: npt.NDArray[np.uint16]) -> npt.NDArray[np.float32]:
+    """The float32 values of bfloat16 bit patterns, exactly: a bfloat16 is the upper half of a float32."""
+    return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
+
+
+@dataclass(frozen=True, eq=False)
+class EncodedRows:
+    """One item's visual tokens, validated. Layout [num_rows, width], width = D * (1 + L), main level first,
+    then the deepstack levels in order.
+
+    payload: uint8 [num_rows * width * itemsize], contiguous, a buffer owned by this record alone.
+    timestamps_s: of the frames really sampled, for videos.
+    """
+
+    key: bytes
+    content_digest: bytes
+    grid_thw: Grid
+    num_rows: int
+    width: int
+    dtype: str
+    num_deepstack_levels: int
+    payload: npt.NDArray[np.uint8] = field(repr=False)
+    tier: CacheTier = CacheTier.UNKNOWN
+    timings: StageTimings = field(default_factory=StageTimings)
+    timestamps_s: tuple[float, ...] = ()
+
+    @property
+    def out_width(self) -> int:
+        """D: elements of one row in one level."""
+        return self.width // (1 + self.num_deepstack_levels)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.payload.nbytes
+
+    def raw(self) -> npt.NDArray[Any]:
+        """[num_rows, width] without a copy, in the wire's dtype; bfloat16 shows as its uint16 bits."""
+        numpy_dtype = {"float32": "<f4", "float16": "<f2", "bfloat16": "<u2"}[self.dtype]
+        return self.payload.view(numpy_dtype).reshape(self.num_rows, self.width)
+
+    def numpy(self) -> npt.NDArray[np.float32]:
+        """float32 [num_rows, width]: a view of float32 rows, an exact widening of the others."""
+        raw = self.raw()
+        if self.dtype == "bfloat16":
+            return upcast_bfloat16(raw)
+        return raw.astype(np.float32, copy=False)
+
+    def torch(self) -> torch.Tensor:
+        """[num_rows, width] in the rows' own dtype, on the host, sharing the payload's memory.
+
+        Raises MissingDependency without torch.
+        """
+        try:
+            import torch
+        except ImportError as error:
+            raise MissingDependency("torch", "EncodedRows.torch()") from error
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        return torch.from_numpy(self.payload).view(dtype).reshape(self.num_rows, self.width)
+
+    def columns(self, level: int | None = None) -> slice:
+        """The columns of the main level (None) or of a deepstack level, to index any [R, width] array.
+
+        Raises InvalidRequest for a level that these rows do not have.
+        """
+        if level is not None and not 0 <= level < self.num_deepstack_levels:
+            raise InvalidRequest(
+                f"deepstack level {level} asked of rows with {self.num_deepstack_levels} levels"
+            )
+        start = 0 if level is None else (1 + level) * self.out_width
+        return slice(start, start + self.out_width)
+
+    def main(self) -> npt.NDArray[np.float32]:
+        """float32 [num_rows, D] of the main level, a view of ``numpy()``."""
+        return self.numpy()[:, self.columns()]
+
+    def deepstack(self, level: int) -> npt.NDArray[np.float32]:
+        """float32 [num_rows, D] of one deepstack level, 0 first, a view of ``numpy()``."""
+        return self.numpy()[:, self.columns(level)]
+
+
+Outcome: TypeAlias = EncodedRows | ItemFailed
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    """A served model: its name, its fingerprints and the geometry of its rows."""
+
+    name: str
+    family: str
+    model_fingerprint: bytes
+    preprocess_fingerprint: bytes
+    dtype: str
+    out_width: int
+    num_deepstack_levels: int
+    width: int
+    patch_size: int
+    spatial_merge_size: int
+    temporal_patch_size: int
+    patch_dim: int
+    merges_time: bool
+    modalities: tuple[Modality, ...] = (Modality.IMAGE,)
+
+    def num_rows(self, grid: Grid) -> int:
+        """Visual tokens of one item of this grid."""
+        frames = 1 if self.merges_time else grid.t
+        return frames * grid.h * grid.w // self.spatial_merge_size**2
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The server's bounds; 0 where it announces none."""
+
+    max_items_per_request: int = 0
+    max_message_bytes: int = 0
+    max_encoded_bytes: int = 0
+    max_image_pixels: int = 0
+    max_patches_per_item: int = 0
+    max_queued_patches: int = 0
+    max_queued_bytes: int = 0
+    store_bytes: int = 0
+    chunk_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class TransportInfo:
+    delivery: str
+    broker_path: str
+    host_id: str
+    device_uuid: str
+
+
+@dataclass(frozen=True)
+class ServerInfo:
+    """What a server says of itself. instance_id is new at every start."""
+
+    protocol_version: int
+    min_protocol_version: int
+    server_version: str
+    instance_id: str
+    device: str
+    models: tuple[ModelInfo, ...]
+    limits: Limits
+    transports: tuple[TransportInfo, ...]
+
+    def model(self, name: str = "") -> ModelInfo:
+        """The model of this name; with an empty name the server's only one. Raises InvalidRequest."""
+        found = [model for model in self.models if not name or model.name == name]
+        if len(found) != 1:
+            served = ", ".join(model.name for model in self.models) or "none"
+            raise InvalidRequest(f"model {name!r} names {len(found)} models, needs 1; served: {served}")
+        return found[0]
+
+
+@dataclass(frozen=True)
+class KeyStatus:
+    """grid_thw and num_rows are set when the rows are resident."""
+
+    key: bytes
+    state: KeyState
+    grid_thw: Grid | None = None
+    num_rows: int = 0
+    tier: CacheTier = CacheTier.UNKNOWN
+
+
+@dataclass(frozen=True)
+class PrefetchStatus:
+    """An item that is resident, or being encoded. grid_thw is known from the file's header already."""
+
+    key: bytes
+    content_digest: bytes
+    state: KeyState
+    grid_thw: Grid | None = None
+    num_rows: int = 0
+
+
+@dataclass(frozen=True)
+class LeaseStatus:
+    lease_id: bytes
+    expires_at_unix_ms: int
