@@ -1,0 +1,153 @@
+"""The engine's thread: batching, split and retry, drops, faults, stop."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future
+
+import pytest
+import torch
+
+from encoder_service.engine.device import DeviceEngine, TowerResult
+from encoder_service.errors import Cancelled, DeadlineExceeded, DeviceFault, Draining, InternalError
+from encoder_service.metrics import Metrics
+from encoder_service.scheduler.planner import Planner, Ticket
+from encoder_service.types import FrameItem, Grid, PatchItem
+from tests.fakes import FakePreprocessor, FakeTower
+
+
+class Rig:
+    def __init__(self, max_patches: int = 1000) -> None:
+        self.tower = FakeTower()
+        self.faults: list[DeviceFault] = []
+        self.now_s = 0.0
+        self.engine = DeviceEngine(
+            self.tower,
+            FakePreprocessor(),
+            Planner(max_patches, 64),
+            Metrics(),
+            clock=lambda: self.now_s,
+            on_fault=self.faults.append,
+        )
+
+    def submit(self, value: float, side: int = 4, **ticket: object) -> Future[TowerResult]:
+        grid = Grid(1, side, side)
+        pixels = torch.full((grid.num_patches, 4), value)
+        return self.engine.submit(PatchItem(pixels, grid), Ticket(grid.num_patches, **ticket))  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def rig() -> Iterator[Rig]:
+    rig = Rig()
+    yield rig
+    rig.tower.gate.set()
+    assert rig.engine.stop(10)
+
+
+def test_items_queued_together_share_one_forward_and_get_their_own_rows(rig: Rig) -> None:
+    futures = [rig.submit(float(value), side=side) for value, side in ((1, 4), (2, 6), (3, 2))]
+    rig.engine.start()
+    results = [future.result(10) for future in futures]
+    assert [len(batch) for batch in rig.tower.batches] == [3]
+    for value, side, result in zip((1, 2, 3), (4, 6, 2), results, strict=True):
+        assert result.rows.shape == (side * side // 4, 16)
+        assert (result.rows[:, :8] == value).all()
+        assert (result.rows[:, 8:] == value + 1).all()
+
+
+def test_p14_rows_own_their_storage(rig: Rig) -> None:
+    futures = [rig.submit(1.0), rig.submit(2.0)]
+    rig.engine.start()
+    for future in futures:
+        rows = future.result(10).rows
+        assert rows.untyped_storage().nbytes() == rows.nbytes
+
+
+def test_frames_are_cut_into_patches_on_the_device(rig: Rig) -> None:
+    frames = torch.full((1, 4, 4, 3), 9, dtype=torch.uint8)
+    future = rig.engine.submit(FrameItem(frames, Grid(1, 4, 4)), Ticket(16))
+    rig.engine.start()
+    assert (future.result(10).rows[:, :8] == 9).all()
+
+
+def test_p33_a_poisoned_item_fails_alone(rig: Rig) -> None:
+    futures = [rig.submit(-1.0 if index == 3 else float(index)) for index in range(7)]
+    rig.engine.start()
+    for index, future in enumerate(futures):
+        if index == 3:
+            with pytest.raises(InternalError, match="poisoned"):
+                future.result(10)
+        else:
+            assert (future.result(10).rows[:, :8] == index).all()
+    assert rig.engine.counters.failed_items == 1
+    assert rig.engine.counters.retried_batches >= 1
+
+
+def test_cancelled_and_expired_items_never_reach_the_tower(rig: Rig) -> None:
+    rig.now_s = 10.0
+    gone, late, fine = rig.submit(1.0, cancelled=True), rig.submit(1.0, deadline_s=9.0), rig.submit(1.0)
+    rig.engine.start()
+    fine.result(10)
+    with pytest.raises(Cancelled):
+        gone.result(10)
+    with pytest.raises(DeadlineExceeded):
+        late.result(10)
+    assert [len(batch) for batch in rig.tower.batches] == [1]
+
+
+def test_p36_a_device_fault_fails_everything_once_and_is_reported() -> None:
+    rig = Rig(max_patches=16)
+    rig.tower.fails_with = torch.AcceleratorError("CUDA error: unspecified launch failure")
+    futures = [rig.submit(1.0), rig.submit(2.0)]
+    rig.engine.start()
+    for future in futures:
+        with pytest.raises(DeviceFault, match="unspecified launch failure"):
+            future.result(10)
+    rig.engine.stop(10)
+    assert len(rig.faults) == 1
+    with pytest.raises(DeviceFault):
+        rig.submit(3.0)
+
+
+def test_out_of_memory_is_the_batchs_failure_not_the_devices(rig: Rig) -> None:
+    rig.tower.fails_with = torch.OutOfMemoryError("CUDA out of memory")
+    future = rig.submit(1.0)
+    rig.engine.start()
+    with pytest.raises(InternalError, match="out of memory"):
+        future.result(10)
+    rig.tower.fails_with = None
+    assert (rig.submit(2.0).result(10).rows[:, :8] == 2).all()
+    assert rig.faults == []
+
+
+def test_a_tower_that_gives_the_wrong_rows_fails_the_item(rig: Rig) -> None:
+    rig.tower.num_rows = lambda grid: 3  # type: ignore[method-assign]
+    future = rig.submit(1.0)
+    rig.engine.start()
+    with pytest.raises(InternalError, match=r"gave \(4, 16\) rows, grids need \(3, 16\)"):
+        future.result(10)
+
+
+def test_stop_finishes_the_running_batch_and_cancels_the_rest() -> None:
+    rig = Rig(max_patches=16)
+    rig.tower.gate.clear()
+    running, waiting = rig.submit(1.0), rig.submit(2.0)
+    rig.engine.start()
+    while rig.engine.queued_items == 2:
+        time.sleep(0.001)
+    assert not rig.engine.stop(0.05)
+    rig.tower.gate.set()
+    assert rig.engine.stop(10)
+    assert (running.result(0).rows[:, :8] == 1).all()
+    with pytest.raises(Cancelled):
+        waiting.result(0)
+    with pytest.raises(Draining):
+        rig.submit(3.0)
+
+
+def test_a_callers_cancel_does_not_break_the_engine(rig: Rig) -> None:
+    future = rig.submit(1.0)
+    assert not future.cancel()
+    rig.engine.start()
+    assert future.result(10)
