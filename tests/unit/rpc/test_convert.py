@@ -1,0 +1,147 @@
+"""Messages to records and back: what is refused and why, and the hand-written chunks equal protobuf's."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from encoder_service.errors import (
+    InvalidDigest,
+    InvalidRequest,
+    PixelTensorMismatch,
+    TransportUnavailable,
+    UnsupportedContent,
+)
+from encoder_service.pipeline import Delivered
+from encoder_service.rpc import convert
+from encoder_service.types import (
+    CacheTier,
+    DigestOnly,
+    EncodedFile,
+    EncodedItem,
+    Grid,
+    Modality,
+    PixelValues,
+    PreprocessOptions,
+    StageTimings,
+)
+from vision_encoder.v1 import encoder_pb2 as pb
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.integers(0, 2**32 - 1), st.integers(0, 2**40), st.binary(max_size=400))
+def test_a_chunk_is_what_protobuf_would_have_written(index: int, offset: int, data: bytes) -> None:
+    written = convert.chunk_event(index, offset, memoryview(data))
+    event = pb.ItemEvent(item_index=index, chunk=pb.RowsChunk(offset_bytes=offset, data=data))
+    assert pb.ItemEvent.FromString(written) == event
+    if data:
+        assert written == event.SerializeToString(deterministic=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_chunks_cover_the_rows_in_order(dtype: torch.dtype) -> None:
+    rows = torch.randn(7, 48).to(dtype)
+    events = [pb.ItemEvent.FromString(chunk) for chunk in convert.chunk_events(3, rows, 100)]
+    assert [event.chunk.offset_bytes for event in events] == list(range(0, rows.nbytes, 100))
+    data = b"".join(event.chunk.data for event in events)
+    assert torch.equal(torch.frombuffer(bytearray(data), dtype=dtype).reshape(7, 48), rows)
+    delivered = Delivered(
+        EncodedItem(b"k" * 32, Grid(1, 2, 14), rows, 2), b"d" * 32, CacheTier.MISS, StageTimings(tower_ms=2.5)
+    )
+    result = convert.result_event(3, delivered, 100).result
+    assert result.inline.num_chunks == len(events)
+    assert result.rows_bytes == rows.nbytes
+    assert (result.num_rows, result.width, result.num_deepstack_levels) == (7, 48, 2)
+    assert convert.DTYPES[result.dtype] is dtype
+    assert result.timings.tower_ms == 2.5
+    assert result.tier == pb.CACHE_TIER_MISS
+
+
+def test_items_become_records() -> None:
+    message = pb.Item(
+        modality=pb.MODALITY_IMAGE,
+        encoded=b"file",
+        content_digest=bytes(32),
+        options=pb.PreprocessOptions(min_pixels=0, max_pixels=9),
+    )
+    item = convert.item_from_proto(message)
+    assert item.content == EncodedFile(b"file")
+    assert item.modality is Modality.IMAGE
+    assert item.content_digest == bytes(32)
+    assert item.options == PreprocessOptions(min_pixels=0, max_pixels=9)
+    only = convert.item_from_proto(pb.Item(modality=pb.MODALITY_VIDEO, digest_only=pb.DigestOnly()))
+    assert only.content == DigestOnly()
+    assert only.content_digest is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_inline_tensors_keep_dtype_shape_and_values(dtype: torch.dtype) -> None:
+    values = torch.randn(6, 4).to(dtype)
+    message = pb.Item(
+        modality=pb.MODALITY_IMAGE,
+        pixels=pb.PixelTensor(
+            grid_thw=pb.GridTHW(t=1, h=2, w=3),
+            inline=pb.InlineTensor(
+                dtype=convert.dtype_to_proto(dtype),
+                shape=[6, 4],
+                data=values.view(torch.uint8).numpy().tobytes(),
+            ),
+        ),
+    )
+    content = convert.item_from_proto(message).content
+    assert isinstance(content, PixelValues)
+    assert content.grid == Grid(1, 2, 3)
+    assert torch.equal(content.pixel_values, values)
+
+
+def tensor(**fields: object) -> pb.Item:
+    return pb.Item(modality=pb.MODALITY_IMAGE, pixels=pb.PixelTensor(inline=pb.InlineTensor(**fields)))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("message", "error", "text"),
+    [
+        (pb.Item(encoded=b"x"), InvalidRequest, "modality 0 is unknown"),
+        (pb.Item(modality=77, encoded=b"x"), InvalidRequest, "modality 77 is unknown"),  # type: ignore[arg-type]
+        (pb.Item(modality=pb.MODALITY_IMAGE), InvalidRequest, "no content"),
+        (pb.Item(modality=pb.MODALITY_IMAGE, url="http://x"), UnsupportedContent, "takes no URLs"),
+        (
+            pb.Item(modality=pb.MODALITY_IMAGE, encoded=b"x", content_digest=b"123"),
+            InvalidDigest,
+            "has 3 bytes, needs 32",
+        ),
+        (
+            pb.Item(modality=pb.MODALITY_IMAGE, pixels=pb.PixelTensor(shm=pb.ShmTensor(name="/x"))),
+            TransportUnavailable,
+            "shared memory",
+        ),
+        (pb.Item(modality=pb.MODALITY_IMAGE, pixels=pb.PixelTensor()), InvalidRequest, "no source"),
+        (tensor(dtype=99, shape=[1], data=b"1"), PixelTensorMismatch, "dtype 99 is unknown"),
+        (tensor(shape=[1], data=b"1"), PixelTensorMismatch, "dtype 0 is unknown"),
+        (
+            tensor(dtype=pb.DTYPE_FLOAT32, shape=[2, 3], data=b"1"),
+            PixelTensorMismatch,
+            "has 1 bytes, .* needs 24",
+        ),
+        (tensor(dtype=pb.DTYPE_FLOAT32, shape=[0, 3]), PixelTensorMismatch, "is empty"),
+        (
+            tensor(dtype=pb.DTYPE_FLOAT32, shape=[2**40, 2**40], data=b"1"),
+            PixelTensorMismatch,
+            "has 1 bytes",
+        ),
+    ],
+)
+def test_what_has_no_meaning_is_refused_by_name(message: pb.Item, error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        convert.item_from_proto(message)
+
+
+def test_deliveries() -> None:
+    convert.check_delivery(pb.DELIVERY_UNSPECIFIED)
+    convert.check_delivery(pb.DELIVERY_INLINE)
+    with pytest.raises(TransportUnavailable, match="DELIVERY_DEVICE_LEASE"):
+        convert.check_delivery(pb.DELIVERY_DEVICE_LEASE)
+    with pytest.raises(InvalidRequest, match="delivery 42 is unknown"):
+        convert.check_delivery(42)

@@ -1,0 +1,77 @@
+"""Every error class has a status, a reason of its own, and travels whole."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+
+import grpc
+import pytest
+
+from encoder_service import errors
+from encoder_service.rpc.status import as_service_error, failure_of, status_of
+
+
+def all_classes(root: type[errors.VisionEncoderError]) -> list[type[errors.VisionEncoderError]]:
+    return [root, *(found for child in root.__subclasses__() for found in all_classes(child))]
+
+
+CLASSES = all_classes(errors.VisionEncoderError)
+
+EXPECTED = {
+    errors.InvalidInput: grpc.StatusCode.INVALID_ARGUMENT,
+    errors.NotFound: grpc.StatusCode.NOT_FOUND,
+    errors.StaleLease: grpc.StatusCode.ABORTED,
+    errors.Overloaded: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    errors.Unavailable: grpc.StatusCode.UNAVAILABLE,
+    errors.TransportUnavailable: grpc.StatusCode.FAILED_PRECONDITION,
+    errors.DeadlineExceeded: grpc.StatusCode.DEADLINE_EXCEEDED,
+    errors.Cancelled: grpc.StatusCode.CANCELLED,
+    errors.DeviceFault: grpc.StatusCode.INTERNAL,
+    errors.InternalError: grpc.StatusCode.INTERNAL,
+    errors.StartupError: grpc.StatusCode.INTERNAL,
+}
+
+
+@pytest.mark.parametrize("cls", CLASSES[1:], ids=lambda cls: cls.__name__)
+def test_every_class_maps_like_its_branch_of_the_tree(cls: type[errors.VisionEncoderError]) -> None:
+    branch = next(base for base in cls.__mro__ if base in EXPECTED)
+    assert status_of(cls("text")) is EXPECTED[branch]
+
+
+def test_the_drawing_shows_every_class_under_its_parent() -> None:
+    assert errors.__doc__ is not None
+    stack: list[str] = []
+    drawn: dict[str, str] = {}
+    for line in errors.__doc__.splitlines():
+        found = re.match(r"^((?:[│ ]   )*)[├└]── (\w+)", line)
+        if found is None:
+            if line == "VisionEncoderError":
+                stack = [line]
+            continue
+        depth = len(found[1]) // 4 + 1
+        stack = [*stack[:depth], found[2]]
+        drawn[found[2]] = stack[depth - 1]
+    assert drawn == {cls.__name__: cls.__bases__[0].__name__ for cls in CLASSES[1:]}
+
+
+def test_reasons_are_stable_codes_and_leaves_have_their_own() -> None:
+    leaves = [cls for cls in CLASSES if not cls.__subclasses__()]
+    reasons = [cls.reason for cls in leaves]
+    assert len(set(reasons)) == len(reasons)
+    assert all(re.fullmatch(r"[A-Z][A-Z_]*", cls.reason) for cls in CLASSES)
+
+
+def test_a_failure_carries_everything() -> None:
+    failure = failure_of(errors.QueueFull("held 5 of 5", retry_after_ms=200, held=5, limit=5))
+    assert failure.reason == "QUEUE_FULL"
+    assert failure.status == grpc.StatusCode.RESOURCE_EXHAUSTED.value[0]
+    assert failure.message == "held 5 of 5"
+    assert failure.retryable
+    assert failure.retry_after_ms == 200
+    assert dict(failure.details) == {"held": "5", "limit": "5"}
+
+
+def test_foreign_exceptions_become_ours() -> None:
+    assert isinstance(as_service_error(ValueError("x")), errors.InternalError)
+    assert isinstance(as_service_error(asyncio.CancelledError()), errors.Cancelled)

@@ -1,0 +1,353 @@
+"""The pipeline without a wire: identity, lookup, single-flight, cancellation, draining, namespaces."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from encoder_service.engine.device import DeviceEngine
+from encoder_service.errors import (
+    DeadlineExceeded,
+    DeviceFault,
+    Draining,
+    GridMismatch,
+    ImageTooLarge,
+    InvalidDigest,
+    InvalidOption,
+    NonFinitePixels,
+    QueueFull,
+    UndecodableImage,
+    UnknownKey,
+    UnsupportedContent,
+)
+from encoder_service.metrics import Metrics
+from encoder_service.pipeline import Flight, Pipeline, ServedModel
+from encoder_service.scheduler.admission import Admission
+from encoder_service.scheduler.planner import Planner
+from encoder_service.store.embedding_store import EmbeddingStore
+from encoder_service.types import (
+    CacheTier,
+    DigestOnly,
+    EncodedFile,
+    EncodedItem,
+    Grid,
+    Item,
+    Modality,
+    PixelValues,
+    PreprocessOptions,
+)
+from tests.fakes import FakePreprocessor, FakeTower, fake_image
+
+pytestmark = pytest.mark.anyio
+
+
+class Rig:
+    def __init__(self) -> None:
+        self.tower = FakeTower()
+        self.preprocessor = FakePreprocessor()
+        self.metrics = Metrics()
+        self.engine = DeviceEngine(
+            self.tower,
+            self.preprocessor,
+            Planner(256, 64),
+            self.metrics,
+            clock=time.monotonic,
+            on_fault=lambda fault: None,
+        )
+        self.workers = ThreadPoolExecutor(4)
+        self.pipeline = Pipeline(
+            model=ServedModel("fake", "fake", b"m" * 32, self.tower, self.preprocessor),
+            store=EmbeddingStore(1 << 20),
+            admission=Admission(max_patches=1024, max_bytes=4096),
+            engine=self.engine,
+            workers=self.workers,
+            metrics=self.metrics,
+            max_patches_per_item=512,
+        )
+        self.engine.start()
+
+
+@pytest.fixture
+async def rig() -> AsyncIterator[Rig]:
+    rig = Rig()
+    yield rig
+    rig.tower.gate.set()
+    rig.preprocessor.gate.set()
+    await rig.pipeline.drain(10)
+    assert rig.engine.stop(10)
+    rig.workers.shutdown()
+    rig.pipeline.store.check_integrity()
+    assert rig.pipeline.admission.num_patches == 0
+    assert rig.pipeline.admission.num_bytes == 0
+    assert rig.pipeline.num_flights == 0
+
+
+def image(value: int = 7, side: int = 4, **fields: object) -> Item:
+    return Item(Modality.IMAGE, EncodedFile(fake_image(side, side, value)), **fields)  # type: ignore[arg-type]
+
+
+async def until(condition: object) -> None:
+    for _ in range(2000):
+        if condition():  # type: ignore[operator]
+            return
+        await asyncio.sleep(0.001)
+    raise AssertionError("condition never came true")
+
+
+async def test_miss_then_hit_gives_the_same_rows(rig: Rig) -> None:
+    first = await rig.pipeline.encode(image())
+    second = await rig.pipeline.encode(image())
+    assert (first.tier, second.tier) == (CacheTier.MISS, CacheTier.HOST)
+    assert torch.equal(first.encoded.rows, second.encoded.rows)
+    assert first.encoded.key == second.encoded.key
+    assert rig.preprocessor.num_loads == 1
+    assert first.timings.decode_ms == 1.0
+    assert first.timings.resize_ms == 2.0
+    assert first.timings.tower_ms > 0
+    assert second.timings.tower_ms == 0.0
+
+
+async def test_p15_concurrent_callers_share_one_encode(rig: Rig) -> None:
+    rig.preprocessor.gate.clear()
+    callers = [asyncio.ensure_future(rig.pipeline.encode(image())) for _ in range(20)]
+    await until(lambda: rig.pipeline.counters.joined == 19)
+    rig.preprocessor.gate.set()
+    results = await asyncio.gather(*callers)
+    assert rig.preprocessor.num_loads == 1
+    assert sorted(result.tier.value for result in results) == ["in_flight"] * 19 + ["miss"]
+
+
+async def test_p15_the_encode_goes_on_when_the_first_caller_leaves(rig: Rig) -> None:
+    rig.preprocessor.gate.clear()
+    first = asyncio.ensure_future(rig.pipeline.encode(image()))
+    await until(lambda: rig.preprocessor.num_loads == 1)
+    second = asyncio.ensure_future(rig.pipeline.encode(image()))
+    await until(lambda: rig.pipeline.counters.joined == 1)
+    first.cancel()
+    rig.preprocessor.gate.set()
+    assert (await second).tier is CacheTier.IN_FLIGHT
+    assert rig.preprocessor.num_loads == 1
+
+
+async def test_the_last_caller_to_leave_ends_the_encode_and_frees_everything(rig: Rig) -> None:
+    rig.tower.gate.clear()
+    blocker = asyncio.ensure_future(rig.pipeline.encode(image(1)))
+    await until(lambda: rig.engine.queued_items == 0 and rig.preprocessor.num_loads == 1)
+    caller = asyncio.ensure_future(rig.pipeline.encode(image(2)))
+    await until(lambda: rig.engine.queued_items == 1)
+    caller.cancel()
+    await until(lambda: rig.pipeline.num_flights == 1)
+    assert rig.pipeline.admission.num_patches == 16
+    rig.tower.gate.set()
+    await blocker
+    await until(lambda: rig.engine.counters.dropped_items == 1)
+    assert [len(batch) for batch in rig.tower.batches] == [1]
+
+
+async def test_a_caller_who_comes_back_at_once_boards_a_fresh_flight(rig: Rig) -> None:
+    rig.preprocessor.gate.clear()
+    first = asyncio.ensure_future(rig.pipeline.encode(image()))
+    await until(lambda: rig.preprocessor.num_loads == 1)
+    first.cancel()
+    await asyncio.sleep(0)
+    second = asyncio.ensure_future(rig.pipeline.encode(image()))
+    await asyncio.sleep(0.01)
+    rig.preprocessor.gate.set()
+    assert (await second).tier is CacheTier.MISS
+
+
+async def test_p13_a_duplicate_in_the_same_request_is_the_same_rows(rig: Rig) -> None:
+    results = await asyncio.gather(*(rig.pipeline.encode(image()) for _ in range(3)))
+    assert len({result.encoded.rows.data_ptr() for result in results}) == 1
+    assert rig.engine.counters.items == 1
+
+
+async def test_p10_the_callers_digest_is_authoritative_inside_its_namespace(rig: Rig) -> None:
+    digest = bytes(range(32))
+    first = await rig.pipeline.encode(image(1, content_digest=digest))
+    second = await rig.pipeline.encode(image(2, content_digest=digest))
+    other = await rig.pipeline.encode(image(2, content_digest=digest), namespace="other")
+    assert first.content_digest == digest
+    assert second.tier is CacheTier.HOST
+    assert torch.equal(first.encoded.rows, second.encoded.rows)
+    assert other.tier is CacheTier.MISS
+    assert other.encoded.key != first.encoded.key
+
+
+async def test_p11_options_enter_the_key(rig: Rig) -> None:
+    plain = await rig.pipeline.encode(image())
+    other = await rig.pipeline.encode(image(options=PreprocessOptions(max_pixels=100)))
+    assert plain.encoded.key != other.encoded.key
+    assert other.tier is CacheTier.MISS
+
+
+async def test_p18_no_namespace_sees_anothers_keys(rig: Rig) -> None:
+    held = await rig.pipeline.encode(image(), namespace="a")
+    key = held.encoded.key
+    assert isinstance(rig.pipeline.lookup(key, namespace="a"), EncodedItem)
+    assert rig.pipeline.lookup(key, namespace="b") is None
+    with pytest.raises(UnknownKey):
+        await rig.pipeline.fetch(key, namespace="b")
+
+
+async def test_digest_only_is_served_from_the_store_or_fails(rig: Rig) -> None:
+    digest = bytes(32)
+    wanted = Item(Modality.IMAGE, DigestOnly(), digest)
+    with pytest.raises(UnknownKey):
+        await rig.pipeline.encode(wanted)
+    await rig.pipeline.encode(image(content_digest=digest))
+    assert (await rig.pipeline.encode(wanted)).tier is CacheTier.HOST
+    with pytest.raises(InvalidDigest, match="needs a content_digest"):
+        await rig.pipeline.encode(Item(Modality.IMAGE, DigestOnly()))
+
+
+async def test_fetch_waits_for_a_flight_and_serves_what_is_held(rig: Rig) -> None:
+    rig.preprocessor.gate.clear()
+    announced = await rig.pipeline.prefetch(image())
+    assert announced.grid == Grid(1, 4, 4)
+    assert announced.num_rows == 4
+    assert isinstance(rig.pipeline.lookup(announced.key), Flight)
+    fetching = asyncio.ensure_future(rig.pipeline.fetch(announced.key))
+    await asyncio.sleep(0.01)
+    rig.preprocessor.gate.set()
+    assert (await fetching).tier is CacheTier.IN_FLIGHT
+    assert (await rig.pipeline.fetch(announced.key)).tier is CacheTier.HOST
+    assert (await rig.pipeline.prefetch(image())).resident
+    with pytest.raises(UnknownKey):
+        await rig.pipeline.fetch(bytes(32))
+    with pytest.raises(InvalidDigest, match="key has 3 bytes, needs 32"):
+        await rig.pipeline.fetch(b"abc")
+
+
+async def test_a_prefetch_outlives_the_callers_that_joined_it(rig: Rig) -> None:
+    rig.preprocessor.gate.clear()
+    announced = await rig.pipeline.prefetch(image())
+    joined = asyncio.ensure_future(rig.pipeline.encode(image()))
+    await until(lambda: rig.pipeline.counters.joined == 1)
+    joined.cancel()
+    await asyncio.sleep(0)
+    rig.preprocessor.gate.set()
+    await until(lambda: isinstance(rig.pipeline.lookup(announced.key), EncodedItem))
+
+
+async def test_a_prefetch_that_fails_early_says_so_and_later_is_quiet(rig: Rig) -> None:
+    with pytest.raises(UndecodableImage):
+        await rig.pipeline.prefetch(Item(Modality.IMAGE, EncodedFile(b"<html>")))
+    rig.tower.fails_with = RuntimeError("late")
+    await rig.pipeline.prefetch(image())
+    await until(lambda: rig.pipeline.num_flights == 0)
+
+
+async def test_failures_are_told_to_everyone_and_not_remembered(rig: Rig) -> None:
+    bad = Item(Modality.IMAGE, EncodedFile(b"<html>"))
+    results = await asyncio.gather(*(rig.pipeline.encode(bad) for _ in range(3)), return_exceptions=True)
+    assert all(isinstance(result, UndecodableImage) for result in results)
+    with pytest.raises(UndecodableImage):
+        await rig.pipeline.encode(bad)
+    assert rig.preprocessor.num_probes == 2
+
+
+async def test_deadlines_free_the_caller_and_the_item(rig: Rig) -> None:
+    rig.tower.gate.clear()
+    with pytest.raises(DeadlineExceeded):
+        await rig.pipeline.encode(image(), deadline_s=time.monotonic() + 0.05)
+    await until(lambda: rig.pipeline.num_flights == 0)
+
+
+async def test_a_joined_flight_keeps_the_later_deadline(rig: Rig) -> None:
+    rig.preprocessor.gate.clear()
+    soon = asyncio.ensure_future(rig.pipeline.encode(image(), deadline_s=time.monotonic() + 0.05))
+    await until(lambda: rig.pipeline.num_flights == 1)
+    patient = asyncio.ensure_future(rig.pipeline.encode(image()))
+    with pytest.raises(DeadlineExceeded):
+        await soon
+    rig.preprocessor.gate.set()
+    assert (await patient).tier is CacheTier.IN_FLIGHT
+
+
+async def test_full_queues_refuse_at_once(rig: Rig) -> None:
+    rig.tower.gate.clear()
+    waiting = [asyncio.ensure_future(rig.pipeline.encode(image(value, side=16))) for value in range(4)]
+    await until(lambda: rig.pipeline.admission.num_patches == 1024)
+    with pytest.raises(QueueFull, match="holds 1024 patches of 1024, the item needs 16"):
+        await rig.pipeline.encode(image(9))
+    with pytest.raises(QueueFull, match="content bytes"):
+        await rig.pipeline.encode(Item(Modality.IMAGE, EncodedFile(b"FAKE" + bytes(5000))))
+    rig.tower.gate.set()
+    await asyncio.gather(*waiting)
+    assert (await rig.pipeline.encode(image(9))).tier is CacheTier.MISS
+
+
+async def test_limits_and_wrong_items(rig: Rig) -> None:
+    with pytest.raises(ImageTooLarge, match=r"has 1024 patches .* at most 512 are taken"):
+        await rig.pipeline.encode(image(side=32))
+    with pytest.raises(InvalidOption):
+        await rig.pipeline.encode(image(options=PreprocessOptions(max_patches=3)))
+    with pytest.raises(UnsupportedContent):
+        await rig.pipeline.encode(Item(Modality.VIDEO, EncodedFile(fake_image(4, 4))))
+
+
+async def test_pixel_tensors_are_checked_and_used_as_they_are(rig: Rig) -> None:
+    pixels = PixelValues(torch.full((16, 4), 3.0), Grid(1, 4, 4))
+    delivered = await rig.pipeline.encode(Item(Modality.IMAGE, pixels))
+    assert (delivered.encoded.rows[:, :8] == 3.0).all()
+    with pytest.raises(GridMismatch, match="no multiple"):
+        await rig.pipeline.encode(Item(Modality.IMAGE, PixelValues(torch.ones(12, 4), Grid(1, 3, 4))))
+    with pytest.raises(GridMismatch, match="16 rows, grid needs 32"):
+        await rig.pipeline.encode(Item(Modality.IMAGE, PixelValues(torch.ones(16, 4), Grid(2, 4, 4))))
+    poisoned = torch.ones(16, 4)
+    poisoned[3, 1] = float("nan")
+    with pytest.raises(NonFinitePixels):
+        await rig.pipeline.encode(Item(Modality.IMAGE, PixelValues(poisoned, Grid(1, 4, 4))))
+
+
+async def test_p11_pixel_tensors_of_other_shape_or_source_never_share_a_key(rig: Rig) -> None:
+    flat = torch.ones(24, 4)
+    keys = {
+        (await rig.pipeline.encode(Item(Modality.IMAGE, content, digest))).encoded.key
+        for content, digest in (
+            (PixelValues(flat, Grid(1, 4, 6)), None),
+            (PixelValues(flat, Grid(1, 6, 4)), None),
+            (PixelValues(flat, Grid(1, 4, 6)), bytes(32)),
+            (PixelValues(flat, Grid(1, 6, 4)), bytes(32)),
+            (EncodedFile(fake_image(4, 6)), bytes(32)),
+        )
+    }
+    assert len(keys) == 5
+
+
+async def test_p37_draining_refuses_new_work_finishes_old_and_still_serves_what_is_held(rig: Rig) -> None:
+    await rig.pipeline.encode(image(1))
+    rig.preprocessor.gate.clear()
+    running = asyncio.ensure_future(rig.pipeline.encode(image(2)))
+    await until(lambda: rig.pipeline.num_flights == 1)
+    draining = asyncio.ensure_future(rig.pipeline.drain(10))
+    await asyncio.sleep(0)
+    with pytest.raises(Draining):
+        await rig.pipeline.encode(image(3))
+    assert (await rig.pipeline.encode(image(1))).tier is CacheTier.HOST
+    rig.preprocessor.gate.set()
+    assert await draining
+    assert (await running).tier is CacheTier.MISS
+
+
+async def test_draining_cuts_off_what_outlives_the_grace(rig: Rig) -> None:
+    rig.tower.gate.clear()
+    running = asyncio.ensure_future(rig.pipeline.encode(image(2)))
+    await until(lambda: rig.pipeline.num_flights == 1)
+    assert not await rig.pipeline.drain(0.02)
+    with pytest.raises(Exception, match="stopped before"):
+        await running
+
+
+async def test_p32_a_device_fault_reaches_callers_in_flight_and_later_ones(rig: Rig) -> None:
+    rig.tower.fails_with = torch.AcceleratorError("CUDA error: illegal memory access")
+    with pytest.raises(DeviceFault):
+        await rig.pipeline.encode(image(1))
+    with pytest.raises(DeviceFault):
+        await rig.pipeline.encode(image(2))
