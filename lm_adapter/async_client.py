@@ -106,6 +106,8 @@ class AsyncVisionEncoderClient:
 
     async def lookup(self, keys: Sequence[bytes], *, timeout_s: float | None = None) -> list[KeyStatus]:
         """Says of each key whether its rows are held, being encoded, or absent; in the order of ``keys``."""
+        if not keys:
+            return []
         deadline = self._deadline(timeout_s)
         await self._known_info(deadline)
         request = self._session.lookup_request(keys)

@@ -5,10 +5,8 @@ Owns the spelling of enums and the packing of pixel tensors. Judges nothing: ``a
 
 from __future__ import annotations
 
-import sys
-from typing import Any, cast
+from typing import cast
 
-import numpy as np
 from vision_encoder.v1 import encoder_pb2 as pb
 
 from lm_adapter.errors import InvalidRequest, ItemFailed
@@ -98,7 +96,7 @@ def _item_message(item: Item) -> pb.Item:
             message.encoded = item.data
             _set_options(message, item.options)
         case PixelItem():
-            dtype, shape, data = _pixel_bytes(item.pixel_values)
+            dtype, shape, data = item.packed()
             message.pixels.grid_thw.CopyFrom(pb.GridTHW(t=item.grid[0], h=item.grid[1], w=item.grid[2]))
             message.pixels.inline.CopyFrom(pb.InlineTensor(dtype=dtype_number(dtype), shape=shape, data=data))
         case DigestItem():
@@ -110,24 +108,6 @@ def _item_message(item: Item) -> pb.Item:
 def _set_options(message: pb.Item, options: PreprocessOptions) -> None:
     for name, value in options.given().items():
         setattr(message.options, name, value)
-
-
-def _pixel_bytes(pixel_values: Any) -> tuple[str, tuple[int, ...], bytes]:
-    """dtype name, shape and row-major little-endian bytes of a numpy array or a torch tensor."""
-    if isinstance(pixel_values, np.ndarray):
-        array = np.ascontiguousarray(pixel_values)
-        if array.dtype.byteorder == ">" or (array.dtype.byteorder == "=" and sys.byteorder == "big"):
-            array = array.astype(array.dtype.newbyteorder("<"))
-        return array.dtype.name, tuple(pixel_values.shape), array.tobytes()
-    # Whoever holds a tensor has imported torch already.
-    torch = sys.modules.get("torch")
-    if torch is None or not isinstance(pixel_values, torch.Tensor):
-        raise TypeError(
-            f"pixel_values is a numpy array or a torch tensor, found {type(pixel_values).__name__}"
-        )
-    tensor = pixel_values.detach().cpu().contiguous()
-    name = str(tensor.dtype).removeprefix("torch.")
-    return name, tuple(tensor.shape), tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 def item_failed(message: pb.ItemFailure) -> ItemFailed:

@@ -22,10 +22,12 @@ Each has a ``reason``, ``retryable`` and ``retry_after_ms``; ``details`` holds t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import grpc
+from google.protobuf.message import DecodeError
+from vision_encoder.v1 import encoder_pb2 as pb
 
 if TYPE_CHECKING:
     from lm_adapter.types import EncodedRows
@@ -51,6 +53,9 @@ __all__ = [
 
 DATA_LOSS = 15
 """gRPC's status number of rows that arrived damaged."""
+
+FAILURE_METADATA_KEY = "vision-encoder-failure-bin"
+"""Trailing metadata of a failed call: a serialised ItemFailure with the service's reason."""
 
 
 class EncoderError(Exception):
@@ -194,11 +199,16 @@ def from_rpc_error(
 
     num_items, num_arrived: items asked for and items that had a result or a failure, for calls that stream.
     """
-    code, text, trailers = _read_rpc_error(error)
-    retry_after_ms = _retry_after_ms(trailers)
+    code, text, failure = _read_rpc_error(error)
     progress = f" after {num_arrived} of {num_items} items had arrived" if num_items else ""
     where = f"{method} at {target}{progress}"
-    details = {"status": code.name, "target": target, "num_items": num_items, "num_arrived": num_arrived}
+    details: dict[str, object] = {
+        **failure.details,
+        "status": code.name,
+        "target": target,
+        "num_items": num_items,
+        "num_arrived": num_arrived,
+    }
     lowered = text.lower()
     cut = code in (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN) and any(
         mark in lowered for mark in _CUT_TEXTS
@@ -226,26 +236,24 @@ def from_rpc_error(
         kind, message = EncoderFault, f"the encoder failed in {where}: {code.name}: {text}"
     return kind(
         message,
-        reason=trailers.get("x-reason") or reason,
-        retryable=retryable,
-        retry_after_ms=retry_after_ms,
+        reason=failure.reason or reason,
+        retryable=failure.retryable if failure.reason else retryable,
+        retry_after_ms=failure.retry_after_ms,
         details=details,
     )
 
 
-def _read_rpc_error(error: grpc.RpcError) -> tuple[grpc.StatusCode, str, dict[str, str]]:
-    """Status, text and textual trailers; grpc.RpcError itself promises none of the three."""
+def _read_rpc_error(error: grpc.RpcError) -> tuple[grpc.StatusCode, str, pb.ItemFailure]:
+    """Status, text and the service's own account of the failure (empty when it gave none, as when the
+    connection broke); grpc.RpcError itself promises none of the three."""
     code = error.code() if hasattr(error, "code") else grpc.StatusCode.UNKNOWN
     text = error.details() if hasattr(error, "details") else str(error)
-    metadata = error.trailing_metadata() if hasattr(error, "trailing_metadata") else None
-    return code or grpc.StatusCode.UNKNOWN, text or "no details", _textual(metadata or ())
-
-
-def _textual(metadata: Iterable[Any]) -> dict[str, str]:
-    return {name: value for name, value in metadata if isinstance(value, str)}
-
-
-def _retry_after_ms(trailers: Mapping[str, str]) -> int:
-    """gRPC's own push-back trailer, or 0. A negative value means never; it is no time to wait."""
-    text = trailers.get("grpc-retry-pushback-ms", "")
-    return int(text) if text.isdecimal() else 0
+    metadata: Any = error.trailing_metadata() if hasattr(error, "trailing_metadata") else None
+    failure = pb.ItemFailure()
+    for name, value in metadata or ():
+        if name == FAILURE_METADATA_KEY and isinstance(value, bytes):
+            try:
+                failure = pb.ItemFailure.FromString(value)
+            except DecodeError:
+                text = f"{text} (with an unreadable account of the failure)"
+    return code or grpc.StatusCode.UNKNOWN, text or "no details", failure

@@ -9,6 +9,7 @@ Shape legend: P patches, R rows (visual tokens), D language-model width, L deeps
 from __future__ import annotations
 
 import enum
+import sys
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
@@ -126,6 +127,25 @@ class PixelItem:
     grid: Grid
     digest: bytes | None = None
     modality: Modality = Modality.IMAGE
+
+    def packed(self) -> tuple[str, tuple[int, ...], bytes]:
+        """dtype name, shape, and row-major little-endian bytes: what travels and what is hashed.
+
+        Raises TypeError for what is neither a numpy array nor a torch tensor.
+        """
+        if isinstance(self.pixel_values, np.ndarray):
+            little = self.pixel_values.dtype.newbyteorder("<")
+            array = np.ascontiguousarray(self.pixel_values, dtype=little)
+            return little.name, self.pixel_values.shape, array.tobytes()
+        # Whoever holds a tensor has imported torch already.
+        torch = sys.modules.get("torch")
+        if torch is None or not isinstance(self.pixel_values, torch.Tensor):
+            raise TypeError(
+                f"pixel_values is a numpy array or a torch tensor, found {type(self.pixel_values).__name__}"
+            )
+        tensor = self.pixel_values.detach().cpu().contiguous()
+        name = str(tensor.dtype).removeprefix("torch.")
+        return name, tuple(tensor.shape), tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 @dataclass(frozen=True)

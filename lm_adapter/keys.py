@@ -1,0 +1,141 @@
+"""Content digests and embedding keys, as the service derives them.
+
+Owns the adapter's copy of the service's identity rules, with the standard library alone for keys: an engine
+can name rows before it holds a connection. Digests are BLAKE3, through the optional package ``blake3``; there
+is no other hash and no fallback. A contract test holds this module equal to the service's.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+
+from lm_adapter.errors import InvalidRequest, MissingDependency
+from lm_adapter.types import (
+    DIGEST_BYTES,
+    DigestItem,
+    Grid,
+    ImageItem,
+    Item,
+    Modality,
+    ModelInfo,
+    PixelItem,
+    PreprocessOptions,
+)
+
+__all__ = ["content_digest", "embedding_key", "item_key", "pixels_digest"]
+
+KEY_TAG = b"vision_encoder.key.v1"
+PIXELS_TAG = b"vision_encoder.pixels.v1"
+
+
+def content_digest(data: bytes) -> bytes:
+    """BLAKE3 of a file's bytes, 32 bytes. Raises MissingDependency without the package ``blake3``."""
+    return _blake3(data)
+
+
+def pixels_digest(item: PixelItem) -> bytes:
+    """BLAKE3 of a pixel tensor with its dtype, shape and grid: equal bytes in another shape differ.
+
+    Raises MissingDependency as ``content_digest``, TypeError as ``PixelItem.packed``.
+    """
+    dtype, shape, data = item.packed()
+    header = _length_prefixed(
+        [
+            PIXELS_TAG,
+            dtype.encode(),
+            struct.pack(f"<{len(shape)}Q", *shape),
+            struct.pack("<3Q", *item.grid),
+        ]
+    )
+    return _blake3(header, data)
+
+
+def embedding_key(
+    digest: bytes,
+    *,
+    model_fingerprint: bytes,
+    preprocess_fingerprint: bytes,
+    dtype: str,
+    namespace: str = "",
+    modality: Modality = Modality.IMAGE,
+    options: PreprocessOptions | None = None,
+    pixels_grid: Grid | None = None,
+) -> bytes:
+    """The 32-byte key of an item's rows: SHA-256 over a tagged, length-prefixed list of what decides them.
+
+    dtype: of the rows, ``float32``, ``bfloat16`` or ``float16``; pixels_grid: the grid of an item that is
+    sent as pixels, None for files and digests. Raises InvalidRequest for a digest that has not 32 bytes.
+    """
+    if len(digest) != DIGEST_BYTES:
+        raise InvalidRequest(
+            f"a digest has {len(digest)} bytes, needs {DIGEST_BYTES}", reason="INVALID_DIGEST"
+        )
+    source = "encoded" if pixels_grid is None else "pixels:{},{},{}".format(*pixels_grid)
+    fields = [
+        KEY_TAG,
+        namespace.encode(),
+        digest,
+        modality.value.encode(),
+        model_fingerprint,
+        preprocess_fingerprint,
+        _options_text(options or PreprocessOptions()).encode(),
+        source.encode(),
+        dtype.encode(),
+    ]
+    return hashlib.sha256(_length_prefixed(fields)).digest()
+
+
+def item_key(item: Item, model: ModelInfo, *, namespace: str = "") -> bytes:
+    """The key that a service with this model gives to an item. An item without a digest is hashed.
+
+    Raises MissingDependency when hashing is needed and ``blake3`` is absent, InvalidRequest for a digest of
+    another length.
+    """
+    options = None if isinstance(item, PixelItem) else item.options
+    return embedding_key(
+        item.digest or _digest_of(item),
+        model_fingerprint=model.model_fingerprint,
+        preprocess_fingerprint=model.preprocess_fingerprint,
+        dtype=model.dtype,
+        namespace=namespace,
+        modality=item.modality,
+        options=options,
+        pixels_grid=item.grid if isinstance(item, PixelItem) else None,
+    )
+
+
+def _digest_of(item: Item) -> bytes:
+    match item:
+        case ImageItem():
+            return content_digest(item.data)
+        case PixelItem():
+            return pixels_digest(item)
+        case DigestItem():
+            raise InvalidRequest(f"a digest has 0 bytes, needs {DIGEST_BYTES}", reason="INVALID_DIGEST")
+
+
+def _options_text(options: PreprocessOptions) -> str:
+    """``name=value`` sorted by name, joined by ``;``. Integers in decimal, floats as the hexadecimal of
+    their eight little-endian IEEE bytes."""
+
+    def value_text(value: int | float) -> str:
+        return struct.pack("<d", value).hex() if isinstance(value, float) else str(value)
+
+    return ";".join(f"{name}={value_text(value)}" for name, value in sorted(options.given().items()))
+
+
+def _length_prefixed(fields: list[bytes]) -> bytes:
+    return b"".join(struct.pack("<I", len(field)) + field for field in fields)
+
+
+def _blake3(*pieces: bytes) -> bytes:
+    try:
+        from blake3 import blake3
+    except ImportError as error:
+        raise MissingDependency("blake3", "hashing content") from error
+    hasher = blake3()
+    for piece in pieces:
+        hasher.update(piece)
+    digest: bytes = hasher.digest()
+    return digest
