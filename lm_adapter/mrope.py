@@ -1,0 +1,164 @@
+"""M-RoPE: three-axis positions of a prompt, and the one scalar that decoding needs.
+
+Owns positions; how a rotary kernel applies them belongs to the engine. Pure numpy.
+
+Formula (Qwen2-VL, arXiv 2409.12191; Qwen3-VL splits clips by frame): with ``next`` the next free position,
+
+* text advances all axes: position (next, next, next), then next += 1;
+* an item with merged grid (t, h', w') puts (next + i, next + j, next + k) on row (i, j, k), then
+  next += max(t, h', w'). A clip [T, h, w] is T units of (1, h', w') for positions only, with its timestamps
+  as text between them; the encoder's grid stays [T, h, w].
+
+After N tokens delta = next - N, and next is the maximum over all three axes + 1: every unit and every text
+token ends one below the new ``next`` on at least one axis. So token n >= N has position n + delta on all
+axes, also when the prompt ends in vision. Positions come from spans, never from the ids, hence pad ids that
+a prefix cache substitutes later cannot reach them.
+
+Shape legend: N tokens of the prompt, B prompts, S padded length.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from lm_adapter.errors import InvalidRequest
+from lm_adapter.placeholders import ExpandedPrompt, ItemSpan
+
+__all__ = ["MRopePositions", "batch_positions", "mrope_positions", "plain_positions"]
+
+NUM_AXES = 3
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class MRopePositions:
+    """Positions of one prompt. prompt: int64 [3, N], axes t, h, w; delta: position minus index from N on.
+
+    Decoding keeps ``delta`` alone: ``decode(index)`` reads nothing else.
+    """
+
+    prompt: npt.NDArray[np.int64]
+    delta: int
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.prompt[0])
+
+    @property
+    def next_position(self) -> int:
+        """The position of the first token after the prompt: the maximum over the three axes + 1."""
+        return int(self.prompt.max(initial=-1)) + 1
+
+    def chunk(self, start: int, end: int) -> npt.NDArray[np.int64]:
+        """int64 [3, end - start]: positions of tokens [start, end). Tokens past the prompt are generated
+        ones, so that a request that was retracted in mid-decode is prefilled again with what it had.
+
+        Raises InvalidRequest for a range that runs backwards or starts below 0.
+        """
+        if not 0 <= start <= end:
+            raise InvalidRequest(f"a chunk needs 0 <= start <= end, got start {start} and end {end}")
+        inside = self.prompt[:, start : min(end, self.num_tokens)]
+        if end <= self.num_tokens:
+            return inside
+        generated = np.arange(max(start, self.num_tokens), end, dtype=np.int64) + self.delta
+        return np.concatenate([inside, np.broadcast_to(generated, (NUM_AXES, len(generated)))], axis=1)
+
+    def decode(self, index: int) -> int:
+        """The position, equal on all axes, of generated token ``index`` (counted from the prompt's start).
+
+        Raises InvalidRequest for an index inside the prompt.
+        """
+        if index < self.num_tokens:
+            raise InvalidRequest(
+                f"token {index} belongs to the prompt of {self.num_tokens} tokens, not to decoding"
+            )
+        return index + self.delta
+
+
+def mrope_positions(
+    prompt: ExpandedPrompt, grids: Sequence[Sequence[int]], *, merge_size: int
+) -> MRopePositions:
+    """Positions of an expanded prompt.
+
+    grids: [t, h, w] in patches, one per item, images and clips together in prompt order.
+    Raises InvalidRequest when grids and spans disagree in number or in rows.
+    """
+    if len(grids) != len(prompt.spans):
+        raise InvalidRequest(
+            f"prompt has {len(prompt.spans)} items, {len(grids)} grids were given", reason="GRID_MISMATCH"
+        )
+    parts: list[npt.NDArray[np.int64]] = []
+    token = position = 0
+    for span, grid in zip(prompt.spans, grids, strict=True):
+        t, h, w = _unit_grid(span, grid, merge_size)
+        unit = np.indices((t, h, w), dtype=np.int64).reshape(NUM_AXES, -1)
+        for segment in span.segments:
+            num_text = segment.start - token
+            parts += [_text(position, num_text), unit + (position + num_text)]
+            position += num_text + max(t, h, w)
+            token = segment.end
+    num_text = len(prompt) - token
+    parts.append(_text(position, num_text))
+    return MRopePositions(np.concatenate(parts, axis=1), position + num_text - len(prompt))
+
+
+def plain_positions(num_tokens: int) -> MRopePositions:
+    """Positions of families with plain RoPE (Kimi): the token's index on every axis, delta 0."""
+    return MRopePositions(_text(0, num_tokens), 0)
+
+
+def batch_positions(
+    prompts: Sequence[MRopePositions],
+    start: int,
+    end: int,
+    *,
+    padded_length: int,
+    side: Literal["left", "right"],
+) -> npt.NDArray[np.int64]:
+    """int64 [3, B, end - start]: columns [start, end) of the batch padded to S; 0 where there is padding.
+
+    Raises InvalidRequest for a prompt longer than ``padded_length``. Columns past S are generated tokens and
+    need left padding, where every prompt ends in column S - 1.
+    """
+    if side == "right" and end > padded_length:
+        raise InvalidRequest(
+            f"column {end} lies past the padded length {padded_length}, which needs left padding"
+        )
+    positions = np.zeros((NUM_AXES, len(prompts), end - start), dtype=np.int64)
+    for row, prompt in enumerate(prompts):
+        padding = padded_length - prompt.num_tokens
+        if padding < 0:
+            raise InvalidRequest(
+                f"prompt {row} has {prompt.num_tokens} tokens, the padded length is {padded_length}"
+            )
+        offset = padding if side == "left" else 0
+        last = end if side == "left" else min(end, prompt.num_tokens)
+        first_column = max(start, offset)
+        if first_column < last:
+            chunk = prompt.chunk(first_column - offset, last - offset)
+            positions[:, row, first_column - start : last - start] = chunk
+    return positions
+
+
+def _text(position: int, length: int) -> npt.NDArray[np.int64]:
+    return np.broadcast_to(np.arange(position, position + length, dtype=np.int64), (NUM_AXES, length))
+
+
+def _unit_grid(span: ItemSpan, grid: Sequence[int], merge_size: int) -> tuple[int, int, int]:
+    """The merged grid of each unit of an item: (t, h', w'), or (1, h', w') when its frames stand apart."""
+    t, h, w = (int(extent) for extent in grid)
+    num_units = len(span.segments)
+    unit = (1 if num_units == t else t, h // merge_size, w // merge_size)
+    rows = unit[0] * unit[1] * unit[2]
+    if num_units not in (1, t) or any(segment.length != rows for segment in span.segments):
+        raise InvalidRequest(
+            f"item {span.item} has grid {[t, h, w]}, {t * unit[1] * unit[2]} rows after the merge by "
+            f"{merge_size}x{merge_size}, and {num_units} segments with {span.length} placeholders",
+            reason="GRID_MISMATCH",
+            details={"grid": [t, h, w], "segments": num_units, "rows": span.length},
+        )
+    return unit

@@ -1,0 +1,204 @@
+"""Pad ids: placeholder ids replaced by ids that differ by content, for engines whose prefix cache keys on
+ids.
+
+Owns the engines' formulas, the substitution and its inverse, and the check that keeps two contents with
+equal pad ids apart. Digests come from elsewhere. Pure numpy.
+
+With h the little-endian integer of the digest's first 8 bytes:
+
+* TokenSpeed: the ids from 1,000,000 to 2^31 - 1 in three bands of S = (2^31 - 1 - 1000000 + 1) // 3;
+  id = 1000000 + tag * S + h mod S, tag 0 for images and 1 for clips.
+* SGLang, and TokenSpeed before the bands: id = 1000000 + h mod 2^30, the modality not told.
+
+Thirty bits meet by chance at some 30 thousand items, so an equal pad id never proves equal content:
+``PadIdLedger`` compares whole digests when an id is claimed, ``shared_prefix_length`` when two prompts are
+matched. A digest here is 32 bytes that cover everything the rows depend on: the embedding key, or the
+content's digest where settings and model are fixed. Pad ids lie outside the vocabulary; draft models and
+detokenisers get ``restore_placeholders``.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from lm_adapter.errors import InvalidRequest
+from lm_adapter.placeholders import ExpandedPrompt, Ids
+from lm_adapter.types import DIGEST_BYTES, Modality
+
+__all__ = [
+    "FIRST_PAD_ID",
+    "PadClaim",
+    "PadIdLedger",
+    "PadScheme",
+    "pad_id",
+    "restore_placeholders",
+    "shared_prefix_length",
+    "substitute_pad_ids",
+]
+
+FIRST_PAD_ID = 1_000_000
+_TOKENSPEED_BAND = (2**31 - 1 - FIRST_PAD_ID + 1) // 3
+_SGLANG_IDS = 2**30
+_TAGS = {Modality.IMAGE: 0, Modality.VIDEO: 1}
+
+
+class PadScheme(enum.Enum):
+    TOKENSPEED = "tokenspeed"
+    SGLANG = "sglang"
+
+
+def pad_id(digest: bytes, modality: Modality, scheme: PadScheme) -> int:
+    """The engine's pad id of a content. Raises InvalidRequest for a digest that is not 32 bytes."""
+    if len(digest) != DIGEST_BYTES:
+        raise InvalidRequest(f"a content digest has {DIGEST_BYTES} bytes, got {len(digest)}")
+    content_hash = int.from_bytes(digest[:8], "little")
+    if scheme is PadScheme.SGLANG:
+        return FIRST_PAD_ID + content_hash % _SGLANG_IDS
+    return FIRST_PAD_ID + _TAGS[modality] * _TOKENSPEED_BAND + content_hash % _TOKENSPEED_BAND
+
+
+def substitute_pad_ids(prompt: ExpandedPrompt, pad_ids: Sequence[int]) -> Ids:
+    """int64 [N]: the prompt's ids with every placeholder of item i replaced by pad_ids[i]; the prompt stays.
+
+    Raises InvalidRequest when the numbers of items and pad ids differ.
+    """
+    if len(pad_ids) != len(prompt.spans):
+        raise InvalidRequest(f"prompt has {len(prompt.spans)} items, {len(pad_ids)} pad ids were given")
+    ids = prompt.ids.copy()
+    for span, item_pad_id in zip(prompt.spans, pad_ids, strict=True):
+        for segment in span.segments:
+            ids[segment.start : segment.end] = item_pad_id
+    return ids
+
+
+def restore_placeholders(
+    ids: Sequence[int] | npt.NDArray[np.integer],
+    *,
+    scheme: PadScheme,
+    image_placeholder_id: int,
+    video_placeholder_id: int,
+    vocab_size: int,
+) -> Ids:
+    """int64 [N] of ids inside the vocabulary, for draft models and detokenisers: pad ids become placeholders.
+
+    SGLang's ids do not tell the modality and become the image placeholder. A placeholder id that is itself
+    outside the vocabulary, as Kimi's nominal video id 163840 is, becomes the other one.
+    Raises InvalidRequest when no placeholder, or an id that is no pad id, is in the vocabulary.
+    """
+    inside = [p for p in (image_placeholder_id, video_placeholder_id) if 0 <= p < vocab_size]
+    if not inside:
+        raise InvalidRequest(
+            f"placeholders {image_placeholder_id} and {video_placeholder_id} both lie outside the vocabulary "
+            f"of {vocab_size} ids"
+        )
+    image = image_placeholder_id if image_placeholder_id in inside else inside[0]
+    video = video_placeholder_id if video_placeholder_id in inside else inside[0]
+    restored = np.array(ids, dtype=np.int64)
+    if scheme is PadScheme.TOKENSPEED:
+        is_video = (restored - FIRST_PAD_ID) // _TOKENSPEED_BAND == _TAGS[Modality.VIDEO]
+    else:
+        is_video = np.zeros(restored.shape, dtype=np.bool_)
+    is_pad = restored >= max(FIRST_PAD_ID, vocab_size)
+    restored[is_pad & ~is_video] = image
+    restored[is_pad & is_video] = video
+    restored[restored == video_placeholder_id] = video
+    restored[restored == image_placeholder_id] = image
+    outside = restored[(restored < 0) | (restored >= vocab_size)]
+    if len(outside):
+        raise InvalidRequest(
+            f"{len(outside)} of {len(restored)} are neither pad ids nor in the vocabulary of {vocab_size}; "
+            f"the first is {int(outside[0])}"
+        )
+    return restored
+
+
+def shared_prefix_length(
+    first: ExpandedPrompt,
+    first_digests: Sequence[bytes],
+    second: ExpandedPrompt,
+    second_digests: Sequence[bytes],
+) -> int:
+    """Tokens that two prompts may share KV for: equal ids, and equal whole digests under every shared row.
+
+    A clip whose frames stand apart is compared by its digest at each frame, and the n-th run of one content
+    matches the n-th run of the other only. Digests: one per item, in prompt order.
+    Raises InvalidRequest when a prompt's items and digests differ in number.
+    """
+    owners = [_row_owners(first, first_digests), _row_owners(second, second_digests)]
+    length = min(len(first), len(second))
+    equal = first.ids[:length] == second.ids[:length]
+    codes: dict[tuple[bytes, int], int] = {}
+    per_prompt = []
+    for prompt_length, marks in zip((len(first), len(second)), owners, strict=True):
+        owner = np.zeros(prompt_length, dtype=np.int64)
+        for start, end, mark in marks:
+            owner[start:end] = codes.setdefault(mark, len(codes) + 1)
+            owner[start:end] = owner[start:end] + (np.arange(end - start) << 32)
+        per_prompt.append(owner[:length])
+    equal &= per_prompt[0] == per_prompt[1]
+    return int(np.argmin(equal)) if not equal.all() else length
+
+
+def _row_owners(prompt: ExpandedPrompt, digests: Sequence[bytes]) -> list[tuple[int, int, tuple[bytes, int]]]:
+    """(start, end, (digest, segment index)) of every run of rows."""
+    if len(digests) != len(prompt.spans):
+        raise InvalidRequest(f"prompt has {len(prompt.spans)} items, {len(digests)} digests were given")
+    return [
+        (segment.start, segment.end, (digest, index))
+        for span, digest in zip(prompt.spans, digests, strict=True)
+        for index, segment in enumerate(span.segments)
+    ]
+
+
+@dataclass(frozen=True)
+class PadClaim:
+    """A pad id for one content. shareable: False when another content holds the id, or when the ledger is
+    full: then the request must stay out of the prefix cache, reading and writing (a salt, an extra key, a
+    flag)."""
+
+    pad_id: int
+    shareable: bool
+
+
+class PadIdLedger:
+    """Which content each pad id stands for, for as long as the engine may hold KV under it.
+
+    An id, once granted, is never given to another content until ``forget`` or ``clear``, which follow the
+    engine's own eviction and flush: forgetting on our own would let a later content read the KV of an
+    earlier one. Bounded by ``max_entries`` of some 200 bytes each. Not thread safe; one per engine.
+    """
+
+    def __init__(self, scheme: PadScheme, *, max_entries: int = 1_000_000) -> None:
+        if max_entries < 1:
+            raise InvalidRequest(f"a ledger holds 1 entry or more, got max_entries {max_entries}")
+        self._scheme = scheme
+        self._max_entries = max_entries
+        self._holders: dict[int, tuple[bytes, Modality]] = {}
+
+    def __len__(self) -> int:
+        return len(self._holders)
+
+    def claim(self, digest: bytes, modality: Modality) -> PadClaim:
+        """The content's pad id, and whether KV under it may be shared. Raises InvalidRequest as
+        ``pad_id``."""
+        item_pad_id = pad_id(digest, modality, self._scheme)
+        content = (digest, modality)
+        holder = self._holders.get(item_pad_id)
+        if holder is None and len(self._holders) < self._max_entries:
+            holder = self._holders[item_pad_id] = content
+        return PadClaim(item_pad_id, shareable=holder == content)
+
+    def forget(self, digest: bytes, modality: Modality) -> None:
+        """The engine dropped all KV of this content."""
+        item_pad_id = pad_id(digest, modality, self._scheme)
+        if self._holders.get(item_pad_id) == (digest, modality):
+            del self._holders[item_pad_id]
+
+    def clear(self) -> None:
+        """The engine flushed its prefix cache."""
+        self._holders.clear()

@@ -1,0 +1,138 @@
+"""M-RoPE positions against figures worked out by hand; parity with the reference is in tests/parity."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lm_adapter.errors import InvalidRequest
+from lm_adapter.mrope import MRopePositions, batch_positions, mrope_positions, plain_positions
+from lm_adapter.placeholders import ExpandedPrompt, PromptItem, expand_placeholders
+from lm_adapter.prefix_cache import substitute_pad_ids
+
+IMAGE, VIDEO = 900, 901
+
+
+def image_prompt(ids: list[int], grids: list[tuple[int, int, int]]) -> tuple[ExpandedPrompt, MRopePositions]:
+    items = [PromptItem(IMAGE, (t * h * w // 4,)) for t, h, w in grids]
+    prompt = expand_placeholders(ids, items)
+    return prompt, mrope_positions(prompt, grids, merge_size=2)
+
+
+def test_one_image_between_text() -> None:
+    _, positions = image_prompt([1, 2, IMAGE, 3], [(1, 4, 6)])
+    assert positions.prompt.tolist() == [
+        [0, 1, 2, 2, 2, 2, 2, 2, 5],
+        [0, 1, 2, 2, 2, 3, 3, 3, 5],
+        [0, 1, 2, 3, 4, 2, 3, 4, 5],
+    ]
+    assert positions.delta == 6 - 9
+    assert positions.decode(9) == 6
+
+
+def test_p01_three_images_of_different_grids() -> None:
+    _, positions = image_prompt([IMAGE, 1, IMAGE, IMAGE, 2], [(1, 2, 4), (1, 6, 2), (1, 2, 2)])
+    assert positions.prompt.tolist() == [
+        [0, 0, 2, 3, 3, 3, 6, 7],
+        [0, 0, 2, 3, 4, 5, 6, 7],
+        [0, 1, 2, 3, 3, 3, 6, 7],
+    ]
+    assert positions.delta == 0
+
+
+def test_a_clip_is_one_image_per_frame_for_positions_only() -> None:
+    prompt = expand_placeholders([7, VIDEO, 8, VIDEO], [PromptItem(VIDEO, (2, 2))])
+    positions = mrope_positions(prompt, [(2, 2, 4)], merge_size=2)
+    assert positions.prompt.tolist() == [[0, 1, 1, 3, 4, 4], [0, 1, 1, 3, 4, 4], [0, 1, 2, 3, 4, 5]]
+
+
+def test_a_clip_in_one_run_keeps_its_time_axis() -> None:
+    """An item of one run with t > 1 advances by its longest axis, t among them."""
+    prompt = expand_placeholders([VIDEO, 5], [PromptItem(VIDEO, (3,))])
+    positions = mrope_positions(prompt, [(3, 2, 2)], merge_size=2)
+    assert positions.prompt.tolist() == [[0, 1, 2, 3], [0, 0, 0, 3], [0, 0, 0, 3]]
+    assert positions.delta == 0
+
+
+@pytest.mark.parametrize("grid", [(1, 2, 10), (1, 10, 2), (1, 4, 4)])
+def test_p03_a_prompt_that_ends_in_vision_resumes_from_the_maximum(grid: tuple[int, int, int]) -> None:
+    prompt, positions = image_prompt([1, IMAGE], [grid])
+    longest = max(grid[1:]) // 2
+    assert positions.next_position == 1 + longest
+    assert positions.decode(len(prompt)) == 1 + longest
+    # Retracted after three generated tokens, then prefilled again with them.
+    resumed = positions.chunk(0, len(prompt) + 3)
+    assert resumed.max() + 1 == positions.decode(len(prompt) + 3)
+    assert resumed[:, len(prompt) :].tolist() == [[1 + longest + i for i in range(3)]] * 3
+
+
+def test_p04_positions_do_not_depend_on_pad_ids_and_decode_needs_only_the_delta() -> None:
+    prompt, positions = image_prompt([1, IMAGE, 2], [(1, 4, 4)])
+    padded = ExpandedPrompt(substitute_pad_ids(prompt, [1_234_567]), prompt.spans)
+    assert 1_234_567 in padded.ids
+    np.testing.assert_array_equal(mrope_positions(padded, [(1, 4, 4)], merge_size=2).prompt, positions.prompt)
+    # Ids after substitution no longer say where the items are, and that is found out.
+    with pytest.raises(InvalidRequest, match="0 placeholders found"):
+        expand_placeholders(padded.ids, [PromptItem(IMAGE, (4,))])
+    assert [positions.decode(n) for n in (6, 7, 8)] == [n + positions.delta for n in (6, 7, 8)]
+
+
+def test_plain_positions() -> None:
+    positions = plain_positions(4)
+    assert positions.prompt.tolist() == [[0, 1, 2, 3]] * 3
+    assert (positions.delta, positions.next_position, positions.decode(9)) == (0, 4, 9)
+    assert plain_positions(0).next_position == 0
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 3), st.integers(1, 4), st.integers(1, 4)), max_size=4),
+    st.integers(0, 3),
+    st.data(),
+)
+def test_chunks_of_any_size_are_the_whole(
+    items: list[tuple[int, int, int]], tail: int, data: st.DataObject
+) -> None:
+    ids = [token for text, _, _ in items for token in [*range(1, 1 + text), IMAGE]] + [1] * tail
+    prompt, positions = image_prompt(ids, [(1, 2 * h, 2 * w) for _, h, w in items])
+    total = len(prompt) + 4
+    cuts = sorted(data.draw(st.sets(st.integers(0, total), max_size=6)) | {0, total})
+    pieces = [positions.chunk(start, end) for start, end in itertools.pairwise(cuts)]
+    whole = np.concatenate(pieces, axis=1) if pieces else positions.chunk(0, total)
+    np.testing.assert_array_equal(whole, positions.chunk(0, total))
+    np.testing.assert_array_equal(whole[:, : len(prompt)], positions.prompt)
+    assert positions.next_position == len(prompt) + positions.delta
+
+
+def test_batches_pad_on_either_side() -> None:
+    _, long = image_prompt([1, IMAGE, 2], [(1, 4, 4)])
+    _, short = image_prompt([1, 2], [])
+    left = batch_positions([long, short], 0, 8, padded_length=6, side="left")
+    assert left[:, 0].tolist() == long.chunk(0, 8).tolist()
+    assert left[:, 1].tolist() == [[0, 0, 0, 0, 0, 1, 2, 3]] * 3
+    right = batch_positions([long, short], 1, 6, padded_length=6, side="right")
+    assert right[:, 1].tolist() == [[1, 0, 0, 0, 0]] * 3
+    np.testing.assert_array_equal(
+        left[:, :, 3:5], batch_positions([long, short], 3, 5, padded_length=6, side="left")
+    )
+    with pytest.raises(InvalidRequest, match=r"6 tokens.*is 5"):
+        batch_positions([long], 0, 5, padded_length=5, side="left")
+    with pytest.raises(InvalidRequest, match=r"column 7 .* 6"):
+        batch_positions([long], 0, 7, padded_length=6, side="right")
+
+
+def test_errors_give_both_figures() -> None:
+    prompt, positions = image_prompt([1, IMAGE], [(1, 4, 4)])
+    with pytest.raises(InvalidRequest, match="1 items, 0 grids"):
+        mrope_positions(prompt, [], merge_size=2)
+    with pytest.raises(InvalidRequest, match=r"6 rows.*4 placeholders") as caught:
+        mrope_positions(prompt, [(1, 4, 6)], merge_size=2)
+    assert caught.value.reason == "GRID_MISMATCH"
+    with pytest.raises(InvalidRequest, match=r"token 3 .* 5 tokens"):
+        positions.decode(3)
+    with pytest.raises(InvalidRequest, match="start 3 and end 2"):
+        positions.chunk(3, 2)

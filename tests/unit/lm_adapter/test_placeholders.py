@@ -1,0 +1,273 @@
+"""Placeholder alignment and expansion."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+
+import numpy as np
+import pytest
+from hypothesis import event, given, settings
+from hypothesis import strategies as st
+
+from lm_adapter.errors import InvalidRequest
+from lm_adapter.placeholders import (
+    ExpandedPrompt,
+    PromptItem,
+    Segment,
+    expand_batch,
+    expand_placeholders,
+    interleave_timestamps,
+    prompt_item,
+    unit_rows,
+)
+from lm_adapter.types import Modality
+
+IMAGE, VIDEO, START, END = 900, 901, 902, 903
+
+
+def image(rows: int) -> PromptItem:
+    return PromptItem(IMAGE, (rows,))
+
+
+def clip(*rows: int) -> PromptItem:
+    return PromptItem(VIDEO, rows)
+
+
+def segments(prompt: ExpandedPrompt) -> list[list[tuple[int, int]]]:
+    return [[tuple(segment) for segment in span.segments] for span in prompt.spans]
+
+
+def test_unit_rows_of_the_families() -> None:
+    qwen = {"merge_size": 2, "merges_time": False}
+    assert unit_rows((1, 4, 6), modality=Modality.IMAGE, **qwen) == (6,)
+    assert unit_rows((3, 4, 6), modality=Modality.VIDEO, **qwen) == (6, 6, 6)
+    assert unit_rows((3, 4, 6), modality=Modality.VIDEO, merge_size=2, merges_time=True) == (6,)
+
+
+@pytest.mark.parametrize("grid", [(0, 4, 4), (1, 3, 4), (1, 4, 3), (1, 0, 4), (1, 4)])
+def test_unit_rows_refuses_a_grid(grid: tuple[int, ...]) -> None:
+    with pytest.raises(InvalidRequest, match=str(list(grid)).replace("[", r"\[")):
+        unit_rows(grid, merge_size=2, modality=Modality.IMAGE, merges_time=False)
+
+
+def test_p05_single_placeholders_expand() -> None:
+    prompt = expand_placeholders([1, IMAGE, 2, IMAGE, 3], [image(2), image(3)])
+    assert prompt.ids.tolist() == [1, IMAGE, IMAGE, 2, IMAGE, IMAGE, IMAGE, 3]
+    assert segments(prompt) == [[(1, 2)], [(4, 3)]]
+    assert prompt.visual_mask.tolist() == [False, True, True, False, True, True, True, False]
+
+
+def test_p05_an_expanded_run_is_one_item() -> None:
+    ids = [1, *[IMAGE] * 5, 2]
+    prompt = expand_placeholders(ids, [image(5)])
+    assert prompt.ids.tolist() == ids
+    assert segments(prompt) == [[(1, 5)]]
+    with pytest.raises(InvalidRequest) as caught:
+        expand_placeholders(ids, [image(7)])
+    assert caught.value.reason == "PLACEHOLDER_MISMATCH"
+    assert "5 placeholders found" in str(caught.value)
+    assert "7 rows" in str(caught.value)
+
+
+@pytest.mark.parametrize("ids", [[IMAGE] * 2, [IMAGE] * 5])
+def test_p05_adjacent_items_without_a_separator(ids: list[int]) -> None:
+    prompt = expand_placeholders(ids, [image(2), image(3)])
+    assert prompt.ids.tolist() == [IMAGE] * 5
+    assert segments(prompt) == [[(0, 2)], [(2, 3)]]
+
+
+def test_p05_adjacent_items_in_mixed_forms() -> None:
+    prompt = expand_placeholders([1, *[IMAGE] * 4, 2], [image(3), image(4)])
+    assert segments(prompt) == [[(1, 3)], [(4, 4)]]
+
+
+def test_p05_items_in_mixed_forms_apart() -> None:
+    prompt = expand_placeholders([IMAGE, IMAGE, 1, IMAGE], [image(2), image(9)])
+    assert segments(prompt) == [[(0, 2)], [(3, 9)]]
+
+
+def test_image_and_clip_adjacent() -> None:
+    prompt = expand_placeholders([IMAGE, VIDEO, IMAGE], [image(2), clip(3), image(1)])
+    assert prompt.ids.tolist() == [IMAGE, IMAGE, VIDEO, VIDEO, VIDEO, IMAGE]
+
+
+@pytest.mark.parametrize(
+    "ids",
+    [
+        [7, VIDEO, 8, VIDEO, 9],
+        [7, VIDEO, VIDEO, 8, VIDEO, VIDEO, 9],
+        [7, VIDEO, 8, VIDEO, VIDEO, 9],
+    ],
+)
+def test_clip_with_text_between_its_frames(ids: list[int]) -> None:
+    prompt = expand_placeholders(ids, [clip(2, 2)])
+    assert prompt.ids.tolist() == [7, VIDEO, VIDEO, 8, VIDEO, VIDEO, 9]
+    assert segments(prompt) == [[(1, 2), (4, 2)]]
+    (span,) = prompt.spans
+    assert (span.start, span.end, span.length) == (1, 6, 4)
+
+
+def test_clip_with_one_placeholder_keeps_its_frames_apart_in_the_span() -> None:
+    prompt = expand_placeholders([VIDEO, 1], [clip(2, 2)])
+    assert prompt.ids.tolist() == [VIDEO] * 4 + [1]
+    assert prompt.spans[0].segments == (Segment(0, 2), Segment(2, 2))
+
+
+def test_ambiguity_is_an_error_not_a_guess() -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        expand_placeholders([IMAGE, IMAGE, 1, IMAGE, IMAGE], [image(2), image(2), image(2)])
+    assert caught.value.reason == "PLACEHOLDER_AMBIGUOUS"
+
+
+def test_uniform_forms_win_over_mixed_ones() -> None:
+    """Runs of 2 and 2 are two expanded items; that a third reading exists for three items does not matter."""
+    prompt = expand_placeholders([IMAGE, IMAGE, 1, IMAGE, IMAGE], [image(2), image(2)])
+    assert segments(prompt) == [[(0, 2)], [(3, 2)]]
+    # Four single placeholders, although [2 expanded, 1 single, ...] would also use four ids.
+    prompt = expand_placeholders([IMAGE, IMAGE, 1, IMAGE, IMAGE], [image(2), image(3), image(2), image(3)])
+    assert segments(prompt) == [[(0, 2)], [(2, 3)], [(6, 2)], [(8, 3)]]
+
+
+@pytest.mark.parametrize(
+    ("ids", "items", "found", "needed"),
+    [
+        ([1, 2], [image(7)], "0 placeholders", "7 rows"),
+        ([IMAGE], [], "1 placeholders", "0 rows"),
+        ([IMAGE, 1, IMAGE], [image(4)], "2 placeholders", "4 rows"),
+        ([VIDEO, IMAGE], [image(2), clip(2)], "1 placeholders", "2 rows"),
+        ([IMAGE] * 3, [image(2), image(4), image(4), image(4)], "3 placeholders", "14 rows"),
+    ],
+)
+def test_mismatch_gives_both_numbers(
+    ids: list[int], items: list[PromptItem], found: str, needed: str
+) -> None:
+    with pytest.raises(InvalidRequest, match=f"{found}.*{needed}") as caught:
+        expand_placeholders(ids, items, [IMAGE, VIDEO])
+    assert caught.value.reason == "PLACEHOLDER_MISMATCH"
+
+
+def test_text_alone() -> None:
+    assert expand_placeholders([1, 2, 3], [], [IMAGE]).ids.tolist() == [1, 2, 3]
+    assert len(expand_placeholders([], [], [IMAGE])) == 0
+
+
+def test_units_without_rows_are_refused() -> None:
+    with pytest.raises(InvalidRequest, match="item 1"):
+        expand_placeholders([IMAGE, IMAGE], [image(1), PromptItem(IMAGE, ())])
+
+
+def test_p02_a_batch_keeps_items_with_their_own_prompt() -> None:
+    batch = expand_batch([[IMAGE, 1], [2], [IMAGE, IMAGE]], [[image(2)], [], [image(1), image(3)]])
+    assert [prompt.ids.tolist() for prompt in batch] == [[IMAGE, IMAGE, 1], [2], [IMAGE] * 4]
+    assert segments(batch[2]) == [[(0, 1)], [(1, 3)]]
+
+
+def test_p02_a_neighbours_items_do_not_help() -> None:
+    """Two placeholders and two items in the batch as a whole, and still prompt 1 is wrong."""
+    with pytest.raises(InvalidRequest, match="prompt 0 of 2") as caught:
+        expand_batch([[IMAGE, 1, IMAGE], [2]], [[image(4)], [image(4)]])
+    assert caught.value.details["prompt"] == "0"
+    with pytest.raises(InvalidRequest, match="2 prompts came with items for 1"):
+        expand_batch([[1], [2]], [[]])
+
+
+def test_interleaved_timestamps() -> None:
+    ids = interleave_timestamps(
+        [1, VIDEO, 2],
+        placeholder_id=VIDEO,
+        frame_texts=[[[11], [12, 13]]],
+        vision_start_id=START,
+        vision_end_id=END,
+    )
+    assert ids.tolist() == [1, 11, START, VIDEO, END, 12, 13, START, VIDEO, END, 2]
+    prompt = expand_placeholders(
+        ids,
+        [
+            prompt_item(
+                (2, 4, 4), placeholder_id=VIDEO, merge_size=2, modality=Modality.VIDEO, merges_time=False
+            )
+        ],
+    )
+    assert [segment.length for segment in prompt.spans[0].segments] == [4, 4]
+    with pytest.raises(InvalidRequest, match=r"1 placeholders.*needs 2"):
+        interleave_timestamps(
+            [VIDEO], placeholder_id=VIDEO, frame_texts=[[], []], vision_start_id=1, vision_end_id=2
+        )
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> tuple[list[PromptItem], list[list[int]], list[list[tuple[int, int]]]]:
+    """Items, prompts that mean them (expanded, one id per frame, one id per item), the expanded segments."""
+    items: list[PromptItem] = []
+    expanded: list[int] = []
+    per_frame: list[int] = []
+    per_item: list[int] = []
+    expected: list[list[tuple[int, int]]] = []
+    text_between_frames = draw(st.booleans())
+    for _ in range(draw(st.integers(0, 6))):
+        is_clip = draw(st.booleans())
+        rows = draw(st.lists(st.integers(1, 6), min_size=1, max_size=3 if is_clip else 1))
+        item = PromptItem(VIDEO if is_clip else IMAGE, tuple(rows))
+        items.append(item)
+        expected.append([])
+        for index, num_rows in enumerate(rows):
+            may_have_text = index == 0 or text_between_frames
+            text = [5] * draw(st.integers(0, 2)) if may_have_text else []
+            expected[-1].append((len(expanded) + len(text), num_rows))
+            expanded += text + [item.placeholder_id] * num_rows
+            per_frame += text + [item.placeholder_id]
+            per_item += text + ([item.placeholder_id] if index == 0 else [])
+    prompts = [expanded, per_frame] if text_between_frames else [expanded, per_frame, per_item]
+    return items, [[*prompt, 6] for prompt in prompts], expected
+
+
+@settings(max_examples=300, deadline=None)
+@given(layouts())
+def test_p05_every_form_means_the_same_prompt(
+    layout: tuple[list[PromptItem], list[list[int]], list[list[tuple[int, int]]]],
+) -> None:
+    items, prompts, expected = layout
+    for prompt_ids in prompts:
+        prompt = expand_placeholders(np.array(prompt_ids), items, [IMAGE, VIDEO])
+        assert prompt.ids.tolist() == prompts[0]
+        assert segments(prompt) == expected
+
+
+Forms = Iterable[tuple[bool, ...]]
+
+
+def readings(lengths: list[int], rows: list[int], forms: Forms) -> set[tuple[int, ...]]:
+    """By brute force: the numbers of items per run for each choice of which items are expanded that fits."""
+    found = set()
+    for expanded in forms:
+        used = [num_rows if is_expanded else 1 for num_rows, is_expanded in zip(rows, expanded, strict=True)]
+        item_ends = [0, *itertools.accumulate(used)]
+        run_ends = [0, *itertools.accumulate(lengths)]
+        if set(run_ends) <= set(item_ends) and run_ends[-1] == item_ends[-1]:
+            at = [item_ends.index(end) for end in run_ends]
+            found.add(tuple(after - before for before, after in itertools.pairwise(at)))
+    return found
+
+
+@settings(max_examples=500, deadline=None)
+@given(st.lists(st.integers(1, 5), max_size=4), st.lists(st.integers(1, 4), max_size=5))
+def test_mixed_forms_agree_with_brute_force(lengths: list[int], rows: list[int]) -> None:
+    ids = [token for length in lengths for token in [5, *[IMAGE] * length]]
+    items = [image(num_rows) for num_rows in rows]
+    uniform = readings(lengths, rows, [(True,) * len(rows), (False,) * len(rows)])
+    mixed = readings(lengths, rows, itertools.product((False, True), repeat=len(rows)))
+    allowed = uniform or mixed
+    event(f"{min(len(allowed), 2)} readings, uniform {bool(uniform)}")
+    if len(allowed) != 1:
+        with pytest.raises(InvalidRequest) as caught:
+            expand_placeholders(ids, items, [IMAGE])
+        assert caught.value.reason == ("PLACEHOLDER_AMBIGUOUS" if allowed else "PLACEHOLDER_MISMATCH")
+        return
+    prompt = expand_placeholders(ids, items, [IMAGE])
+    text_at = [index for index, token in enumerate(prompt.ids.tolist()) if token == 5]
+    counts = tuple(
+        sum(start < span.start < end for span in prompt.spans)
+        for start, end in itertools.pairwise([*text_at, len(prompt)])
+    )
+    assert {counts} == allowed

@@ -1,0 +1,186 @@
+"""Pad ids against figures worked out here from the engines' formulas."""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+import pytest
+
+from lm_adapter.errors import InvalidRequest
+from lm_adapter.placeholders import ExpandedPrompt, PromptItem, expand_placeholders
+from lm_adapter.prefix_cache import (
+    PadIdLedger,
+    PadScheme,
+    pad_id,
+    restore_placeholders,
+    shared_prefix_length,
+    substitute_pad_ids,
+)
+from lm_adapter.types import Modality
+
+IMAGE, VIDEO, VOCAB = 900, 901, 1000
+BAND = 715_494_549  # (2147483647 - 1000000 + 1) // 3, by hand: 2146483648 / 3 = 715494549.33
+
+
+def digest(seed: int) -> bytes:
+    return hashlib.sha256(seed.to_bytes(4, "big")).digest()
+
+
+def with_hash(value: int, tail: int = 0) -> bytes:
+    return value.to_bytes(8, "little") + bytes([tail]) * 24
+
+
+def test_golden_pad_ids() -> None:
+    # SHA-256 of 00000001 starts b40711a88c703975..., little-endian 0x7539708ca81107b4.
+    assert digest(1)[:8].hex() == "b40711a88c703975"
+    content_hash = 0x7539708CA81107B4
+    assert pad_id(digest(1), Modality.IMAGE, PadScheme.SGLANG) == 1_000_000 + (content_hash & 0x3FFFFFFF)
+    assert pad_id(digest(1), Modality.IMAGE, PadScheme.TOKENSPEED) == 1_000_000 + content_hash % BAND
+    assert pad_id(digest(1), Modality.VIDEO, PadScheme.TOKENSPEED) == 1_000_000 + BAND + content_hash % BAND
+    assert pad_id(digest(1), Modality.VIDEO, PadScheme.SGLANG) == pad_id(
+        digest(1), Modality.IMAGE, PadScheme.SGLANG
+    )
+
+
+@pytest.mark.parametrize(
+    ("content_hash", "sglang", "image", "video"),
+    [
+        (0, 1_000_000, 1_000_000, 716_494_549),
+        (1, 1_000_001, 1_000_001, 716_494_550),
+        (715_494_548, 716_494_548, 716_494_548, 1_431_989_097),
+        (715_494_549, 716_494_549, 1_000_000, 716_494_549),
+        (1 << 30, 1_000_000, 1_000_000 + (1 << 30) - 715_494_549, 716_494_549 + (1 << 30) - 715_494_549),
+    ],
+)
+def test_golden_pad_ids_at_the_edges(content_hash: int, sglang: int, image: int, video: int) -> None:
+    content = with_hash(content_hash)
+    assert pad_id(content, Modality.IMAGE, PadScheme.SGLANG) == sglang
+    assert pad_id(content, Modality.IMAGE, PadScheme.TOKENSPEED) == image
+    assert pad_id(content, Modality.VIDEO, PadScheme.TOKENSPEED) == video
+
+
+def test_pad_ids_fit_a_signed_32_bit_id() -> None:
+    for content_hash in (2**64 - 1, BAND - 1, (1 << 30) - 1):
+        for scheme in PadScheme:
+            for modality in Modality:
+                assert 1_000_000 <= pad_id(with_hash(content_hash), modality, scheme) < 2**31
+
+
+def test_a_digest_has_32_bytes() -> None:
+    with pytest.raises(InvalidRequest, match="32 bytes, got 8"):
+        pad_id(bytes(8), Modality.IMAGE, PadScheme.SGLANG)
+
+
+def two_item_prompt() -> ExpandedPrompt:
+    return expand_placeholders(
+        [1, IMAGE, 2, VIDEO, 3, VIDEO], [PromptItem(IMAGE, (2,)), PromptItem(VIDEO, (1, 1))]
+    )
+
+
+def test_p06_substitution_and_its_inverse() -> None:
+    prompt = two_item_prompt()
+    before = prompt.ids.tolist()
+    image = pad_id(digest(1), Modality.IMAGE, PadScheme.TOKENSPEED)
+    video = pad_id(digest(2), Modality.VIDEO, PadScheme.TOKENSPEED)
+    padded = substitute_pad_ids(prompt, [image, video])
+    assert padded.tolist() == [1, image, image, 2, video, 3, video]
+    assert prompt.ids.tolist() == before
+    restored = restore_placeholders(
+        padded,
+        scheme=PadScheme.TOKENSPEED,
+        image_placeholder_id=IMAGE,
+        video_placeholder_id=VIDEO,
+        vocab_size=VOCAB,
+    )
+    assert restored.tolist() == before
+    assert restored.max() < VOCAB
+    with pytest.raises(InvalidRequest, match="2 items, 1 pad ids"):
+        substitute_pad_ids(prompt, [image])
+
+
+def test_p06_sglang_ids_become_the_image_placeholder() -> None:
+    ids = [5, pad_id(digest(1), Modality.VIDEO, PadScheme.SGLANG), 6]
+    restored = restore_placeholders(
+        ids, scheme=PadScheme.SGLANG, image_placeholder_id=IMAGE, video_placeholder_id=VIDEO, vocab_size=VOCAB
+    )
+    assert restored.tolist() == [5, IMAGE, 6]
+
+
+def test_p06_a_placeholder_outside_the_vocabulary_never_leaves() -> None:
+    """Kimi's nominal video id is 163840 with a vocabulary of 163840 ids."""
+    ids = [5, 163_840, pad_id(digest(1), Modality.VIDEO, PadScheme.TOKENSPEED)]
+    restored = restore_placeholders(
+        ids,
+        scheme=PadScheme.TOKENSPEED,
+        image_placeholder_id=163_605,
+        video_placeholder_id=163_840,
+        vocab_size=163_840,
+    )
+    assert restored.tolist() == [5, 163_605, 163_605]
+
+
+def test_p06_unknown_ids_are_refused() -> None:
+    kwargs = {"scheme": PadScheme.SGLANG, "image_placeholder_id": IMAGE, "vocab_size": VOCAB}
+    with pytest.raises(InvalidRequest, match=r"1 of 2 are neither .* 1000; the first is 5000"):
+        restore_placeholders([1, 5000], video_placeholder_id=VIDEO, **kwargs)
+    kwargs["image_placeholder_id"] = 2000
+    with pytest.raises(InvalidRequest, match="2000 and 3000 both"):
+        restore_placeholders([1], video_placeholder_id=3000, **kwargs)
+
+
+def test_p12_equal_pad_ids_of_different_content_are_not_shareable() -> None:
+    ledger = PadIdLedger(PadScheme.SGLANG)
+    first, second = with_hash(77, tail=1), with_hash(77 + (1 << 30), tail=2)
+    granted, refused = ledger.claim(first, Modality.IMAGE), ledger.claim(second, Modality.IMAGE)
+    assert granted.pad_id == refused.pad_id
+    assert (granted.shareable, refused.shareable) == (True, False)
+    assert ledger.claim(first, Modality.IMAGE).shareable
+    # Equal first eight bytes are not enough either.
+    assert not ledger.claim(with_hash(77, tail=3), Modality.IMAGE).shareable
+    # One content read as an image and as a clip has different rows.
+    assert not ledger.claim(first, Modality.VIDEO).shareable
+
+
+def test_p12_an_id_passes_on_only_after_the_engine_dropped_its_kv() -> None:
+    ledger = PadIdLedger(PadScheme.TOKENSPEED)
+    first, second = with_hash(5, tail=1), with_hash(5, tail=2)
+    assert ledger.claim(first, Modality.IMAGE).shareable
+    ledger.forget(second, Modality.IMAGE)
+    assert not ledger.claim(second, Modality.IMAGE).shareable
+    ledger.forget(first, Modality.IMAGE)
+    assert ledger.claim(second, Modality.IMAGE).shareable
+    ledger.clear()
+    assert len(ledger) == 0
+    assert ledger.claim(first, Modality.IMAGE).shareable
+
+
+def test_p17_a_full_ledger_grants_nothing_new_and_forgets_nothing() -> None:
+    ledger = PadIdLedger(PadScheme.SGLANG, max_entries=2)
+    claims = [ledger.claim(with_hash(n), Modality.IMAGE) for n in (1, 2, 3, 1)]
+    assert [claim.shareable for claim in claims] == [True, True, False, True]
+    assert len(ledger) == 2
+    with pytest.raises(InvalidRequest, match="got max_entries 0"):
+        PadIdLedger(PadScheme.SGLANG, max_entries=0)
+
+
+def test_p12_shared_prefix_stops_at_different_content() -> None:
+    first = two_item_prompt()
+    same = [digest(1), digest(2)]
+    assert shared_prefix_length(first, same, first, same) == len(first)
+    assert shared_prefix_length(first, same, first, [digest(1), digest(3)]) == 4
+    assert shared_prefix_length(first, same, first, [digest(9), digest(2)]) == 1
+    # Equal pad ids, different digests: ids alone would share all seven tokens.
+    collided = ExpandedPrompt(substitute_pad_ids(first, [1_000_077, 1_000_078]), first.spans)
+    np.testing.assert_array_equal(collided.ids, substitute_pad_ids(first, [1_000_077, 1_000_078]))
+    assert shared_prefix_length(collided, same, collided, [with_hash(77), digest(2)]) == 1
+
+
+def test_p12_shared_prefix_of_different_lengths_and_rows() -> None:
+    one = expand_placeholders([1, IMAGE, 2], [PromptItem(IMAGE, (3,))])
+    two = expand_placeholders([1, IMAGE, IMAGE], [PromptItem(IMAGE, (2,)), PromptItem(IMAGE, (2,))])
+    assert shared_prefix_length(one, [digest(1)], two, [digest(1), digest(1)]) == 3
+    text = expand_placeholders([1], [])
+    assert shared_prefix_length(one, [digest(1)], text, []) == 1
+    with pytest.raises(InvalidRequest, match="1 items, 2 digests"):
+        shared_prefix_length(one, same := [digest(1), digest(2)], two, same)

@@ -1,0 +1,198 @@
+"""Splicing rows into chunks of a prefill."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lm_adapter.errors import InvalidRequest, InvalidRows
+from lm_adapter.placeholders import ExpandedPrompt, PromptItem, expand_placeholders
+from lm_adapter.splice import RowsLayout, Splicer, check_item_rows
+
+IMAGE, VIDEO, D, L = 900, 901, 4, 2
+LAYOUT = RowsLayout(out_width=D, num_deepstack_levels=L)
+
+
+def make_rows(num_rows: int, item: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Row r of item i holds i * 1000 + r * 10 + level in every column of that level."""
+    levels = torch.arange(1 + L).repeat_interleave(D)
+    return (item * 1000 + torch.arange(num_rows)[:, None] * 10 + levels[None]).to(dtype)
+
+
+def make_splicer(
+    prompt: ExpandedPrompt, dtype: torch.dtype = torch.float32
+) -> tuple[Splicer, list[torch.Tensor]]:
+    rows = [make_rows(span.length, span.item + 1) for span in prompt.spans]
+    return Splicer(prompt.spans, rows, LAYOUT, inputs_embeds_dtype=dtype), rows
+
+
+def test_main_rows_replace_and_text_stays() -> None:
+    prompt = expand_placeholders([1, IMAGE, 2, IMAGE], [PromptItem(IMAGE, (2,)), PromptItem(IMAGE, (1,))])
+    splicer, _ = make_splicer(prompt)
+    embeds = torch.full((len(prompt), D), -1.0)
+    spliced = splicer.splice(embeds, 0)
+    assert embeds[:, 0].tolist() == [-1, 1000, 1010, -1, 2000]
+    assert spliced.visual_mask.tolist() == [False, True, True, False, True]
+    assert [level[:, 0].tolist() for level in spliced.deepstack] == [[1001, 1011, 2001], [1002, 1012, 2002]]
+    assert spliced.num_visual == 3
+
+
+def test_a_view_of_a_batch_is_written_and_its_neighbours_are_not() -> None:
+    prompt = expand_placeholders([IMAGE, 1], [PromptItem(IMAGE, (2,))])
+    splicer, _ = make_splicer(prompt)
+    batch = torch.full((3, 5, D), -1.0)
+    splicer.splice(batch[1, 2:], 0)
+    assert (batch[1, 2:4] != -1).all()
+    batch[1, 2:4] = -1
+    assert (batch == -1).all()
+
+
+def test_chunk_without_visual_tokens_has_empty_levels() -> None:
+    prompt = expand_placeholders([1, 2, IMAGE], [PromptItem(IMAGE, (2,))])
+    splicer, _ = make_splicer(prompt)
+    spliced = splicer.splice(torch.zeros(2, D), 0)
+    assert [tuple(level.shape) for level in spliced.deepstack] == [(0, D)] * L
+    assert spliced.num_visual == 0
+    without = Splicer([], [], RowsLayout(D), inputs_embeds_dtype=torch.float32).splice(torch.zeros(2, D), 0)
+    assert (without.deepstack, without.num_visual) == ((), 0)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 3), st.lists(st.integers(1, 5), min_size=1, max_size=3), st.integers(0, 2)),
+        max_size=4,
+    ),
+    st.data(),
+)
+def test_p16_any_chunking_equals_the_whole(
+    items: list[tuple[int, list[int], int]], data: st.DataObject
+) -> None:
+    """Main and deepstack levels of every token come from one row, whatever the chunks."""
+    ids: list[int] = []
+    for text, units, gap in items:
+        ids += [1] * text
+        for num_rows in units:
+            ids += [VIDEO] * num_rows + [2] * gap
+    prompt = expand_placeholders(ids, [PromptItem(VIDEO, tuple(units)) for _, units, _ in items])
+    splicer, rows = make_splicer(prompt)
+    cuts = sorted(data.draw(st.sets(st.integers(0, len(prompt)))) | {0, len(prompt)})
+    embeds = torch.full((len(prompt), D), -1.0)
+    masks, levels = [], []
+    for start, end in itertools.pairwise(cuts):
+        spliced = splicer.splice(embeds[start:end], start)
+        masks.append(spliced.visual_mask)
+        levels.append(torch.stack(spliced.deepstack))
+        splicer.drop_before(end)
+    if not masks:
+        return
+    all_rows = torch.cat(rows) if rows else torch.zeros(0, LAYOUT.width)
+    mask = torch.cat(masks)
+    np.testing.assert_array_equal(mask.numpy(), prompt.visual_mask)
+    assert (embeds[~mask] == -1).all()
+    torch.testing.assert_close(embeds[mask], all_rows[:, :D], rtol=0, atol=0)
+    deepstack = torch.cat(levels, dim=1)
+    for level in range(L):
+        torch.testing.assert_close(
+            deepstack[level], all_rows[:, (level + 1) * D : (level + 2) * D], rtol=0, atol=0
+        )
+    torch.testing.assert_close(deepstack[0], embeds[mask] + 1, rtol=0, atol=0)
+
+
+def test_p24_rows_are_let_go_as_the_prefill_passes_them() -> None:
+    prompt = expand_placeholders([IMAGE, 1, IMAGE], [PromptItem(IMAGE, (2,)), PromptItem(IMAGE, (3,))])
+    splicer, _ = make_splicer(prompt)
+    assert splicer.num_rows_held == 5
+    splicer.drop_before(1)
+    assert splicer.num_rows_held == 5
+    splicer.drop_before(2)
+    assert splicer.num_rows_held == 3
+    splicer.drop_before(len(prompt))
+    assert splicer.num_rows_held == 0
+    embeds = torch.full((len(prompt), D), -1.0)
+    with pytest.raises(InvalidRequest) as caught:
+        splicer.splice(embeds, 0)
+    assert caught.value.reason == "ROWS_DROPPED"
+    assert (embeds == -1).all()
+
+
+@pytest.mark.parametrize(
+    ("rows", "field", "figures"),
+    [
+        (torch.zeros(2, 3 * D), "num_rows", "num_rows 2.*3"),
+        (torch.zeros(4, 3 * D), "num_rows", "num_rows 4.*3"),
+        (torch.zeros(3, D), "width", "width 4.*12"),
+        (torch.zeros(3, 4 * D), "width", "width 16.*12"),
+        (torch.zeros(3, 3, D), "rank", "rank 3.*2"),
+        (torch.zeros(3, 3 * D, dtype=torch.float64), "dtype", "float64.*float32"),
+        (torch.zeros(3, 3 * D, dtype=torch.int32), "dtype", "int32.*float32"),
+    ],
+)
+def test_p22_rows_are_validated_before_anything_is_written(
+    rows: torch.Tensor, field: str, figures: str
+) -> None:
+    prompt = expand_placeholders([IMAGE, 1, IMAGE], [PromptItem(IMAGE, (1,)), PromptItem(IMAGE, (3,))])
+    with pytest.raises(InvalidRows, match=f"item 1.*{figures}") as caught:
+        Splicer(prompt.spans, [make_rows(1, 1), rows], LAYOUT, inputs_embeds_dtype=torch.float32)
+    assert caught.value.field == field
+
+
+def test_p22_levels_that_only_the_sender_can_tell() -> None:
+    """A width of 4 * (1 + 2) is also 6 * (1 + 1): the announced level count decides."""
+    prompt = expand_placeholders([IMAGE], [PromptItem(IMAGE, (2,))])
+    rows = [make_rows(2, 1)]
+    Splicer(prompt.spans, rows, LAYOUT, inputs_embeds_dtype=torch.float32, announced_levels=[2])
+    with pytest.raises(InvalidRows, match=r"deepstack levels 1.*2"):
+        Splicer(prompt.spans, rows, LAYOUT, inputs_embeds_dtype=torch.float32, announced_levels=[1])
+    with pytest.raises(InvalidRows, match=r"float32.*bfloat16"):
+        Splicer(prompt.spans, rows, RowsLayout(D, L, "bfloat16"), inputs_embeds_dtype=torch.float32)
+    with pytest.raises(InvalidRequest, match="1 items, rows came for 0"):
+        Splicer(prompt.spans, [], LAYOUT, inputs_embeds_dtype=torch.float32)
+
+
+def test_p22_a_wrong_chunk_is_refused_untouched() -> None:
+    prompt = expand_placeholders([IMAGE], [PromptItem(IMAGE, (2,))])
+    splicer, _ = make_splicer(prompt)
+    for embeds, start in [
+        (torch.zeros(2, D + 1), 0),
+        (torch.zeros(1, 2, D), 0),
+        (torch.zeros(2, D, dtype=torch.bfloat16), 0),
+        (torch.zeros(2, D), -1),
+    ]:
+        with pytest.raises(InvalidRequest):
+            splicer.splice(embeds, start)
+        assert (embeds == 0).all()
+
+
+CASTS = [
+    (torch.float32, torch.float32, True),
+    (torch.float32, torch.bfloat16, True),
+    (torch.float32, torch.float16, True),
+    (torch.bfloat16, torch.float32, True),
+    (torch.float16, torch.float32, True),
+    (torch.bfloat16, torch.bfloat16, True),
+    (torch.bfloat16, torch.float16, False),
+    (torch.float16, torch.bfloat16, False),
+    (torch.float64, torch.float32, False),
+    (torch.int8, torch.float32, False),
+]
+
+
+@pytest.mark.parametrize(("source", "target", "allowed"), CASTS)
+def test_dtype_rules(source: torch.dtype, target: torch.dtype, allowed: bool) -> None:
+    prompt = expand_placeholders([IMAGE], [PromptItem(IMAGE, (2,))])
+    rows = (torch.randn(2, LAYOUT.width, generator=torch.Generator().manual_seed(0)) * 8).to(source)
+    if not allowed:
+        with pytest.raises(InvalidRows, match="may not be cast"):
+            check_item_rows(0, rows, num_rows=2, layout=LAYOUT, inputs_embeds_dtype=target)
+        return
+    embeds = torch.zeros(2, D, dtype=target)
+    spliced = Splicer(prompt.spans, [rows], LAYOUT, inputs_embeds_dtype=target).splice(embeds, 0)
+    assert torch.equal(embeds, rows[:, :D].to(target))
+    assert all(level.dtype == target for level in spliced.deepstack)
+    assert torch.equal(torch.cat(spliced.deepstack, dim=1), rows[:, D:].to(target))
