@@ -61,7 +61,7 @@ class Service:
         self._fault: DeviceFault | None = None
         self._ended = asyncio.Event()
 
-    # -- what the admin plane asks ---------------------------------------------------------------------------
+    # -- what the admin plane asks ---------------------------------------------------------------------
 
     def is_alive(self) -> bool:
         return self._fault is None
@@ -72,7 +72,7 @@ class Service:
     def info(self) -> pb.GetServerInfoResponse | None:
         return self._info
 
-    # -- life --------------------------------------------------------------------------------------------------
+    # -- life ------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
         """Everything up to readiness. Raises StartupError; nothing is left running then."""
@@ -146,7 +146,7 @@ class Service:
             await self._admin.stop()
         self._workers.shutdown(wait=False, cancel_futures=True)
 
-    # -- building ------------------------------------------------------------------------------------------------
+    # -- building --------------------------------------------------------------------------------------
 
     def _build_engine(self, model: ServedModel) -> DeviceEngine:
         loop = asyncio.get_running_loop()
@@ -183,7 +183,11 @@ class Service:
 
     def _register_gauges(self, pipeline: Pipeline, engine: DeviceEngine) -> None:
         gauge, counter = self.metrics.gauge, self.metrics.counter_view
-        gauge("ve_queued_patches", "Patches admitted and not yet encoded.", lambda: pipeline.admission.num_patches)
+        gauge(
+            "ve_queued_patches",
+            "Patches admitted and not yet encoded.",
+            lambda: pipeline.admission.num_patches,
+        )
         gauge("ve_queued_bytes", "Content bytes of admitted items.", lambda: pipeline.admission.num_bytes)
         gauge("ve_flights", "Encodes in progress.", lambda: pipeline.num_flights)
         gauge("ve_store_bytes", "Bytes of rows held.", lambda: pipeline.store.num_bytes)
@@ -191,7 +195,9 @@ class Service:
         counter("ve_store_hits", "Lookups that found rows.", lambda: pipeline.store.counters.hits)
         counter("ve_store_misses", "Lookups that found none.", lambda: pipeline.store.counters.misses)
         counter("ve_store_evictions", "Items evicted.", lambda: pipeline.store.counters.evictions)
-        counter("ve_flights_joined", "Callers that joined an encode under way.", lambda: pipeline.counters.joined)
+        counter(
+            "ve_flights_joined", "Callers that joined an encode under way.", lambda: pipeline.counters.joined
+        )
         counter("ve_batches", "Forward passes.", lambda: engine.counters.batches)
         counter("ve_encoded_items", "Items through the tower.", lambda: engine.counters.items)
         counter("ve_encoded_patches", "Patches through the tower.", lambda: engine.counters.patches)
@@ -207,7 +213,8 @@ def load_model(settings: Settings) -> ServedModel:
             raise ConfigurationError(f"device {settings.device} was asked for, but torch sees no CUDA device")
         if (device.index or 0) >= torch.cuda.device_count():
             raise ConfigurationError(
-                f"device {settings.device} was asked for, but torch sees {torch.cuda.device_count()} device(s)"
+                f"device {settings.device} was asked for, but torch sees "
+                f"{torch.cuda.device_count()} device(s)"
             )
     default = torch.bfloat16 if device.type == "cuda" else torch.float32
     dtype = default if settings.dtype is None else getattr(torch, settings.dtype)

@@ -10,7 +10,7 @@ import asyncio
 import enum
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn, Optional
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
@@ -33,19 +33,19 @@ ROWS_FORMAT = "vision_encoder.rows.v1"
 ServerOption = Annotated[str, typer.Option(help="host:port or unix:/path of a running service.")]
 
 
-class Family(str, enum.Enum):
+class Family(enum.StrEnum):
     QWEN3_VL = "qwen3_vl"
     QWEN3_5 = "qwen3_5"
     KIMI_K25 = "kimi_k25"
 
 
-class Size(str, enum.Enum):
+class Size(enum.StrEnum):
     TINY = "tiny"
     SMALL = "small"
     FULL = "full"
 
 
-class DType(str, enum.Enum):
+class DType(enum.StrEnum):
     FLOAT32 = "float32"
     BFLOAT16 = "bfloat16"
 
@@ -59,23 +59,23 @@ def fail(message: str, code: int = EXIT_FAILED) -> NoReturn:
 @app.command()
 def serve(
     model: Annotated[
-        Optional[Path], typer.Option(help="Checkpoint directory in the hub's layout (VE_MODEL).")
+        Path | None, typer.Option(help="Checkpoint directory in the hub's layout (VE_MODEL).")
     ] = None,
-    device: Annotated[Optional[str], typer.Option(help="cpu or cuda:N (VE_DEVICE).")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda:N (VE_DEVICE).")] = None,
     dtype: Annotated[
-        Optional[DType], typer.Option(help="Of weights and rows; bfloat16 on a GPU, float32 on the CPU.")
+        DType | None, typer.Option(help="Of weights and rows; bfloat16 on a GPU, float32 on the CPU.")
     ] = None,
     listen: Annotated[
-        Optional[list[str]], typer.Option(help="host:port or unix:/path; may be repeated (VE_LISTEN).")
+        list[str] | None, typer.Option(help="host:port or unix:/path; may be repeated (VE_LISTEN).")
     ] = None,
     admin_listen: Annotated[
-        Optional[str], typer.Option(help="host:port of the admin plane, '' for none (VE_ADMIN_LISTEN).")
+        str | None, typer.Option(help="host:port of the admin plane, '' for none (VE_ADMIN_LISTEN).")
     ] = None,
-    model_name: Annotated[Optional[str], typer.Option(help="Name that requests use.")] = None,
-    store_bytes: Annotated[Optional[int], typer.Option(help="Rows kept for later requests.")] = None,
-    drain_grace_s: Annotated[Optional[float], typer.Option(help="Time for in-flight work at stop.")] = None,
-    log_format: Annotated[Optional[str], typer.Option(help="text or json.")] = None,
-    log_level: Annotated[Optional[str], typer.Option(help="debug, info, warning or error.")] = None,
+    model_name: Annotated[str | None, typer.Option(help="Name that requests use.")] = None,
+    store_bytes: Annotated[int | None, typer.Option(help="Rows kept for later requests.")] = None,
+    drain_grace_s: Annotated[float | None, typer.Option(help="Time for in-flight work at stop.")] = None,
+    log_format: Annotated[str | None, typer.Option(help="text or json.")] = None,
+    log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error.")] = None,
 ) -> None:
     """Serves one checkpoint until SIGTERM. Every setting can also come from the environment as VE_NAME."""
     from encoder_service.app import serve as run
@@ -110,7 +110,8 @@ def announce(service: Service) -> None:
     model = info.models[0]
     admin = f", admin http://{service.admin_address}" if service.admin_address else ""
     print(
-        f"ready: {model.name} ({model.family}) on {service.settings.device} at {' '.join(service.addresses)}{admin}",
+        f"ready: {model.name} ({model.family}) on {service.settings.device} "
+        f"at {' '.join(service.addresses)}{admin}",
         flush=True,
     )
 
@@ -119,12 +120,10 @@ def announce(service: Service) -> None:
 def encode(
     images: Annotated[list[Path], typer.Argument(help="Image files.")],
     server: ServerOption = "127.0.0.1:50051",
-    out: Annotated[
-        Optional[Path], typer.Option(help="Writes rows.<i> and grid_thw.<i> as safetensors.")
-    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Writes rows.<i> and grid_thw.<i> as safetensors.")] = None,
     namespace: Annotated[str, typer.Option(help="Namespace of the keys.")] = "",
-    min_pixels: Annotated[Optional[int], typer.Option(help="Qwen: smallest target area.")] = None,
-    max_pixels: Annotated[Optional[int], typer.Option(help="Qwen: largest target area.")] = None,
+    min_pixels: Annotated[int | None, typer.Option(help="Qwen: smallest target area.")] = None,
+    max_pixels: Annotated[int | None, typer.Option(help="Qwen: largest target area.")] = None,
     timeout_s: Annotated[float, typer.Option(help="Seconds for the whole call.")] = 300.0,
 ) -> None:
     """Encodes image files and shows what came back; exits with 1 when any failed."""
@@ -151,7 +150,11 @@ def encode(
 
     outcomes: dict[int, EncodedRows | ItemFailed] = {}
     progress = Progress(
-        TextColumn("encoding"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=Console(stderr=True)
+        TextColumn("encoding"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=Console(stderr=True),
     )
     try:
         with VisionEncoderClient(server, namespace=namespace, timeout_s=timeout_s) as client, progress:
@@ -163,23 +166,25 @@ def encode(
         fail(f"{server}: {error}")
 
     table = Table("image", "grid", "rows", "width", "dtype", "tier", "ms", "key")
-    for index, path in enumerate(images):
-        match outcomes[index]:
-            case EncodedRows() as rows:
-                grid = "x".join(str(side) for side in rows.grid_thw)
-                table.add_row(
-                    path.name,
-                    grid,
-                    str(rows.num_rows),
-                    str(rows.width),
-                    rows.dtype,
-                    rows.tier.value,
-                    f"{rows.timings.total_ms:.1f}",
-                    rows.key.hex()[:12],
-                )
-            case failure:
-                table.add_row(path.name, "-", "-", "-", "-", "[red]failed[/red]", "-", str(failure))
+    failures: list[str] = []
+    for path, outcome in zip(images, (outcomes[index] for index in range(len(images))), strict=True):
+        if not isinstance(outcome, EncodedRows):
+            table.add_row(path.name, "-", "-", "-", "-", "[red]failed[/red]", "-", "-")
+            failures.append(f"{path}: {outcome.reason}: {outcome.message}")
+            continue
+        table.add_row(
+            path.name,
+            "x".join(str(side) for side in outcome.grid_thw),
+            str(outcome.num_rows),
+            str(outcome.width),
+            outcome.dtype,
+            outcome.tier.value,
+            f"{outcome.timings.total_ms:.1f}",
+            outcome.key.hex()[:12],
+        )
     Console().print(table)
+    for failure in failures:
+        print(f"vision-encoder: {failure}", file=sys.stderr)
     encoded = {index: rows for index, rows in sorted(outcomes.items()) if isinstance(rows, EncodedRows)}
     if out is not None and encoded:
         write_rows(out, encoded, images)
@@ -246,7 +251,10 @@ def model_rows(model: ModelInfo) -> list[tuple[str, str]]:
             f"width {model.width} = {model.out_width} x (1 + {model.num_deepstack_levels} deepstack), "
             f"{'h*w' if model.merges_time else 't*h*w'}/{model.spatial_merge_size**2} per item",
         ),
-        ("patches", f"{model.patch_size} pixels, {model.temporal_patch_size} frame(s), {model.patch_dim} elements"),
+        (
+            "patches",
+            f"{model.patch_size} pixels, {model.temporal_patch_size} frame(s), {model.patch_dim} elements",
+        ),
         ("model fingerprint", model.model_fingerprint.hex()),
         ("preprocess fingerprint", model.preprocess_fingerprint.hex()),
     ]

@@ -52,7 +52,9 @@ class Settings(BaseSettings):
     ingest_threads: int = Field(2, ge=1, le=256, description="Worker threads that decode and resize.")
     store_bytes: int = Field(2 * GIB, ge=0, description="Rows kept for later requests.")
     chunk_bytes: int = Field(MIB, ge=4096, le=16 * MIB, description="Rows in one message of a stream.")
-    drain_grace_s: float = Field(20.0, ge=0, le=3600, description="In-flight work may take this long at stop.")
+    drain_grace_s: float = Field(
+        20.0, ge=0, le=3600, description="In-flight work may take this long at stop."
+    )
     torch_threads: int = Field(0, ge=0, le=1024, description="CPU threads of the tower; 0: torch's choice.")
     log_format: Literal["text", "json"] = Field("text", description="One line per event either way.")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least level logged.")

@@ -150,7 +150,9 @@ class Pipeline:
 
         flight, tier = self._board(item, key, namespace, priority, deadline_s)
         encoded = await self._wait(flight, deadline_s)
-        return self._delivered(encoded, digest, tier, replace(flight.timings, identify_ms=identify_ms), started_s)
+        return self._delivered(
+            encoded, digest, tier, replace(flight.timings, identify_ms=identify_ms), started_s
+        )
 
     async def prefetch(self, item: Item, *, namespace: str = "", priority: int = 0) -> Announced:
         """Starts an encode that no caller has to wait for. Returns once the item is identified, its grid
@@ -201,7 +203,7 @@ class Pipeline:
             await asyncio.wait(pending)
         return not pending
 
-    # -- identity ----------------------------------------------------------------------------------------
+    # -- identity --------------------------------------------------------------------------------------
 
     async def _identify(self, item: Item, namespace: str) -> tuple[bytes, bytes]:
         """The item's content digest and embedding key."""
@@ -221,7 +223,7 @@ class Pipeline:
         )
         return digest, key
 
-    # -- single-flight -------------------------------------------------------------------------------------
+    # -- single-flight ---------------------------------------------------------------------------------
 
     def _board(
         self, item: Item, key: bytes, namespace: str, priority: int, deadline_s: float | None
@@ -287,7 +289,7 @@ class Pipeline:
                 # A caller that arrives before the task has ended must not board a flight that is over.
                 self._flights.pop((flight.namespace, flight.key), None)
 
-    # -- a flight ------------------------------------------------------------------------------------------
+    # -- a flight --------------------------------------------------------------------------------------
 
     async def _fly(self, flight: Flight, item: Item) -> EncodedItem:
         """Admission, ingest, device, store."""
@@ -362,7 +364,7 @@ class Pipeline:
         flight.timings.tower_ms = result.tower_ms
         return EncodedItem(flight.key, tower_item.grid, result.rows, self.model.tower.num_deepstack_levels)
 
-    # -- small things --------------------------------------------------------------------------------------
+    # -- small things ----------------------------------------------------------------------------------
 
     def _delivered(
         self, encoded: EncodedItem, digest: bytes, tier: CacheTier, timings: StageTimings, started_s: float
@@ -371,6 +373,8 @@ class Pipeline:
         self.metrics.items.labels(tier.value).inc()
         self.metrics.rows_bytes.inc(encoded.spec.num_bytes)
         for name, milliseconds in timings.as_mapping().items():
+            if milliseconds == 0.0:
+                continue  # a stage that this item did not pass
             self.metrics.stage_seconds.labels(name.removesuffix("_ms")).observe(milliseconds / 1e3)
         return Delivered(encoded, digest, tier, timings)
 

@@ -85,7 +85,9 @@ class AdminServer:
         host, port = self._socket.getsockname()[:2]
         self.address = f"{host}:{port}"
         self._server = _Uvicorn(
-            uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=2)
+            uvicorn.Config(
+                app, log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=2
+            )
         )
         self._task: asyncio.Task[None] | None = None
 
@@ -118,5 +120,3 @@ def bind_tcp(address: str) -> socket.socket:
         bound.close()
         raise ConfigurationError(f"cannot listen on {address}: {error.strerror or error}") from None
     return bound
-
-

@@ -44,7 +44,7 @@ DTYPES: dict[int, torch.dtype] = {
     pb.DTYPE_FLOAT16: torch.float16,
     pb.DTYPE_UINT8: torch.uint8,
 }
-TIERS: dict[CacheTier, pb.CacheTier] = {
+TIERS: dict[CacheTier, pb.CacheTier.ValueType] = {
     CacheTier.MISS: pb.CACHE_TIER_MISS,
     CacheTier.IN_FLIGHT: pb.CACHE_TIER_IN_FLIGHT,
     CacheTier.DEVICE: pb.CACHE_TIER_DEVICE,
@@ -53,7 +53,7 @@ TIERS: dict[CacheTier, pb.CacheTier] = {
 }
 
 
-def dtype_to_proto(dtype: torch.dtype) -> pb.DType:
+def dtype_to_proto(dtype: torch.dtype) -> pb.DType.ValueType:
     """The wire's name of a dtype."""
     return next(pb.DType.ValueType(value) for value, known in DTYPES.items() if known is dtype)
 
@@ -162,7 +162,7 @@ def result_event(index: int, delivered: Delivered, chunk_bytes: int) -> pb.ItemE
 
 def chunk_events(index: int, rows: torch.Tensor, chunk_bytes: int) -> Iterator[bytes]:
     """The rows [R, W] of item ``index`` as serialised ItemEvents, in order of offset."""
-    payload = memoryview(rows.reshape(-1).view(torch.uint8).numpy())
+    payload = rows.reshape(-1).view(torch.uint8).numpy().data
     for offset in range(0, len(payload), chunk_bytes):
         yield chunk_event(index, offset, payload[offset : offset + chunk_bytes])
 

@@ -6,7 +6,6 @@ fails at once.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import os
 import socket
@@ -70,7 +69,9 @@ class GrpcServer:
             (grpc.method_handlers_generic_handler(SERVICE, method_handlers(servicer)),)
         )
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
-        reflection.enable_server_reflection((SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server)
+        reflection.enable_server_reflection(
+            (SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server
+        )
         await self.set_serving(True)
         await self._server.start()
 
@@ -91,7 +92,7 @@ def method_handlers(servicer: VisionEncoderServicer) -> dict[str, grpc.RpcMethod
     """Handlers by method name. Streams serialise their own chunks; all else is plain protobuf."""
     unary = grpc.unary_unary_rpc_method_handler
     stream = grpc.unary_stream_rpc_method_handler
-    handlers = {
+    return {  # type: ignore[return-value]
         "GetServerInfo": unary(
             servicer.get_server_info,
             pb.GetServerInfoRequest.FromString,
@@ -101,12 +102,13 @@ def method_handlers(servicer: VisionEncoderServicer) -> dict[str, grpc.RpcMethod
         "Prefetch": unary(
             servicer.prefetch, pb.PrefetchRequest.FromString, pb.PrefetchResponse.SerializeToString
         ),
-        "Release": unary(servicer.release, pb.ReleaseRequest.FromString, pb.ReleaseResponse.SerializeToString),
+        "Release": unary(
+            servicer.release, pb.ReleaseRequest.FromString, pb.ReleaseResponse.SerializeToString
+        ),
         "Renew": unary(servicer.renew, pb.RenewRequest.FromString, pb.RenewResponse.SerializeToString),
         "Encode": stream(servicer.encode, pb.EncodeRequest.FromString, serialize_event),
         "Fetch": stream(servicer.fetch, pb.FetchRequest.FromString, serialize_event),
     }
-    return handlers  # type: ignore[return-value]
 
 
 def remove_dead_socket(path: Path) -> None:
@@ -132,7 +134,9 @@ async def check_health(target: str, timeout_s: float) -> bool:
     async with grpc.aio.insecure_channel(target) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
         try:
-            answer = await stub.Check(health_pb2.HealthCheckRequest(service=SERVICE), timeout=timeout_s)
-        except (grpc.aio.AioRpcError, asyncio.TimeoutError):
+            answer = await stub.Check(  # type: ignore[attr-defined]
+                health_pb2.HealthCheckRequest(service=SERVICE), timeout=timeout_s
+            )
+        except (TimeoutError, grpc.aio.AioRpcError):
             return False
         return bool(answer.status == SERVING)

@@ -47,7 +47,7 @@ class VisionEncoderServicer:
         self._max_items = max_items
         self._chunk_bytes = chunk_bytes
 
-    # -- unary calls -----------------------------------------------------------------------------------------
+    # -- unary calls -----------------------------------------------------------------------------------
 
     async def get_server_info(
         self, request: pb.GetServerInfoRequest, context: Context
@@ -66,7 +66,9 @@ class VisionEncoderServicer:
     async def lookup(self, request: pb.LookupRequest, context: Context) -> pb.LookupResponse:
         async def answer() -> pb.LookupResponse:
             self._check_call(request.namespace, "", len(request.keys))
-            return pb.LookupResponse(statuses=[self._key_status(key, request.namespace) for key in request.keys])
+            return pb.LookupResponse(
+                statuses=[self._key_status(key, request.namespace) for key in request.keys]
+            )
 
         return await self._unary("Lookup", context, answer)
 
@@ -114,9 +116,11 @@ class VisionEncoderServicer:
 
         return await self._unary("Renew", context, answer)
 
-    # -- streams -----------------------------------------------------------------------------------------------
+    # -- streams ---------------------------------------------------------------------------------------
 
-    async def encode(self, request: pb.EncodeRequest, context: Context) -> AsyncIterator[pb.ItemEvent | bytes]:
+    async def encode(
+        self, request: pb.EncodeRequest, context: Context
+    ) -> AsyncIterator[pb.ItemEvent | bytes]:
         deadline_s = deadline_of(context, self._pipeline.clock)
 
         async def one(message: pb.Item) -> Delivered:
@@ -187,7 +191,7 @@ class VisionEncoderServicer:
                 task.cancel()
             self._pipeline.metrics.requests.labels(method, status).inc()
 
-    # -- shared --------------------------------------------------------------------------------------------------
+    # -- shared ----------------------------------------------------------------------------------------
 
     def _check_call(self, namespace: str, model: str, num_items: int) -> None:
         """Raises what concerns the call as a whole: InvalidRequest, UnknownModel."""
