@@ -25,7 +25,7 @@ $(STAMP): pyproject.toml deploy/install_torch.py
 	    sys.exit(0 if ok else f"{sys.executable} is Python {v[0]}.{v[1]}, needs 3.11 to 3.13: make setup PYTHON=python3.12")'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python deploy/install_torch.py --with-torchvision
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
+	$(BIN)/python -m pip install -qq --disable-pip-version-check -e '.[dev]'
 	@touch $@
 
 # One compute thread for each worker: two workers with two threads each only fight over two cores.

@@ -68,7 +68,7 @@ def candidates(system: str, gpu_visible: bool) -> list[list[str]]:
 
 def pip_install(arguments: list[str], *, show_errors: bool) -> bool:
     """Whether ``pip install`` of these arguments worked."""
-    command = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *arguments]
+    command = [sys.executable, "-m", "pip", "install", "-qq", "--disable-pip-version-check", *arguments]
     completed = subprocess.run(command, check=False, stderr=None if show_errors else subprocess.DEVNULL)
     return completed.returncode == 0
 

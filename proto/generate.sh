@@ -11,7 +11,7 @@ venv="../.venv-proto"
 if [ "$(cat "$venv/pins" 2>/dev/null)" != "$pins" ]; then
     "${PYTHON:-python3}" -m venv --clear "$venv"
     # shellcheck disable=SC2086  # one argument for each pin
-    "$venv/bin/pip" install --quiet --disable-pip-version-check $pins
+    "$venv/bin/pip" install -qq --disable-pip-version-check $pins
     echo "$pins" > "$venv/pins"
 fi
 PATH="$PWD/$venv/bin:$PATH" "$venv/bin/python" -W ignore -m grpc_tools.protoc -I . \
