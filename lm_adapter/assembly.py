@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from google.protobuf.message import DecodeError
-from vision_encoder.v1 import encoder_pb2 as pb
 
 from lm_adapter import convert
 from lm_adapter.checks import RowsHeader, check_digest, check_header, check_model
@@ -18,6 +17,7 @@ from lm_adapter.errors import InvalidRequest, InvalidRows, ItemFailed, StreamVio
 from lm_adapter.transport.inline import InlineRowsBuffer
 from lm_adapter.transport.wire import find_chunk
 from lm_adapter.types import EncodedRows, Item, ModelInfo, Outcome
+from vision_encoder.v1 import encoder_pb2 as pb
 
 __all__ = ["Assembler", "Expected", "PreparedItems", "prepare_items"]
 

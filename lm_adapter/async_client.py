@@ -11,7 +11,6 @@ from typing import Self, TypeVar
 import grpc
 import grpc.aio
 from google.protobuf.message import Message
-from vision_encoder.v1 import encoder_pb2 as pb
 
 from lm_adapter.assembly import DEFAULT_MAX_ROWS_BYTES
 from lm_adapter.client import DEFAULT_TIMEOUT_S, READY_POLL_S
@@ -27,6 +26,7 @@ from lm_adapter.types import (
     PrefetchStatus,
     ServerInfo,
 )
+from vision_encoder.v1 import encoder_pb2 as pb
 
 __all__ = ["AsyncVisionEncoderClient"]
 

@@ -10,7 +10,6 @@ from typing import Self, TypeVar, cast
 
 import grpc
 from google.protobuf.message import Message
-from vision_encoder.v1 import encoder_pb2 as pb
 
 from lm_adapter.assembly import DEFAULT_MAX_ROWS_BYTES
 from lm_adapter.errors import CallFailed, DeadlineExceeded, EncoderOverloaded, EncoderUnavailable, ItemFailed
@@ -25,6 +24,7 @@ from lm_adapter.types import (
     PrefetchStatus,
     ServerInfo,
 )
+from vision_encoder.v1 import encoder_pb2 as pb
 
 __all__ = ["VisionEncoderClient"]
 

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from typing import cast
 
-from vision_encoder.v1 import encoder_pb2 as pb
-
 from lm_adapter.errors import InvalidRequest, ItemFailed
 from lm_adapter.types import (
     CacheTier,
@@ -29,6 +27,7 @@ from lm_adapter.types import (
     StageTimings,
     TransportInfo,
 )
+from vision_encoder.v1 import encoder_pb2 as pb
 
 _MODALITIES = {Modality.IMAGE: pb.MODALITY_IMAGE, Modality.VIDEO: pb.MODALITY_VIDEO}
 _MODALITY_OF = {number: modality for modality, number in _MODALITIES.items()}

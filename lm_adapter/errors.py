@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import grpc
 from google.protobuf.message import DecodeError
+
 from vision_encoder.v1 import encoder_pb2 as pb
 
 if TYPE_CHECKING:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
+from collections.abc import Sequence
 
 from lm_adapter.errors import InvalidRequest, MissingDependency
 from lm_adapter.types import (
@@ -39,13 +40,17 @@ def pixels_digest(item: PixelItem) -> bytes:
 
     Raises MissingDependency as ``content_digest``, TypeError as ``PixelItem.packed``.
     """
-    dtype, shape, data = item.packed()
+    return packed_digest(*item.packed(), item.grid)
+
+
+def packed_digest(dtype: str, shape: Sequence[int], data: bytes, grid: Grid) -> bytes:
+    """``pixels_digest`` of a tensor that is packed already. shape: in elements; data: little-endian."""
     header = _length_prefixed(
         [
             PIXELS_TAG,
             dtype.encode(),
             struct.pack(f"<{len(shape)}Q", *shape),
-            struct.pack("<3Q", *item.grid),
+            struct.pack("<3Q", *grid),
         ]
     )
     return _blake3(header, data)

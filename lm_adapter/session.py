@@ -11,7 +11,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import grpc
-from vision_encoder.v1 import encoder_pb2 as pb
 
 from lm_adapter import convert
 from lm_adapter.assembly import DEFAULT_MAX_ROWS_BYTES, Assembler, Expected, prepare_items
@@ -37,6 +36,7 @@ from lm_adapter.types import (
     PrefetchStatus,
     ServerInfo,
 )
+from vision_encoder.v1 import encoder_pb2 as pb
 
 PROTOCOL_VERSION = 1
 """The newest protocol version that this adapter speaks."""
