@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 from google.protobuf.descriptor_pb2 import FileDescriptorProto
 from google.protobuf.message import Message
-from vision_encoder.v1 import encoder_pb2 as pb
-from vision_encoder.v1 import encoder_pb2_grpc
 
 from tests.contract import wire_fields
+from vision_encoder.v1 import encoder_pb2 as pb
+from vision_encoder.v1 import encoder_pb2_grpc
 
 ROOT = Path(__file__).parents[2]
 PROTO = ROOT / "proto" / "vision_encoder" / "v1" / "encoder.proto"
