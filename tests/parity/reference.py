@@ -1,15 +1,23 @@
 """The reference implementation, importable on a machine without torchvision's compiled operators.
 
-Owns the one import of the ``transformers`` package in tests. Leaves what to compare to each test.
+Owns the one import of the ``transformers`` package in tests, and its vision towers loaded from published
+checkpoints. Leaves what to compare to each test.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import torch
+from safetensors.torch import load_file
+
+from encoder_service.types import Grid
 
 _LIBRARIES: list[torch.library.Library] = []
 
@@ -26,3 +34,129 @@ def import_reference() -> ModuleType:
             library.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
         _LIBRARIES.append(library)
     return importlib.import_module("transformers")
+
+
+class ReferenceTower:
+    """The reference's vision tower of one checkpoint, in the published layout, with its own projector.
+
+    Qwen's tower takes the published names as they are; Kimi's goes through the reference's own conversion
+    of published weights. A tiny language model stands in where the reference insists on one.
+    """
+
+    def __init__(self, checkpoint: Path, *, device: torch.device, dtype: torch.dtype) -> None:
+        config = json.loads((checkpoint / "config.json").read_text())
+        self._device = device
+        self._dtype = dtype
+        self._is_kimi = config["model_type"] == "kimi_k25"
+        self._model = (
+            _load_kimi(checkpoint, config, dtype) if self._is_kimi else _load_qwen(checkpoint, config, dtype)
+        )
+        self._model = self._model.to(device).eval().requires_grad_(False)
+
+    def rows(self, pixel_values: torch.Tensor, grids: Sequence[Grid]) -> torch.Tensor:
+        """[R, D * (1 + L)] of a batch. pixel_values: [P, patch_dim]. The reference's Kimi tower cannot mix
+        numbers of frames in one call, so that such batches go item by item."""
+        pixels = pixel_values.to(self._device, self._dtype)
+        # Convolutions default to TF32 on CUDA, which would hide errors of a thousand times the target.
+        with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
+            if self._is_kimi and len({grid.t for grid in grids}) > 1:
+                parts = pixels.split([grid.num_patches for grid in grids])
+                return torch.cat([self._rows(part, [grid]) for part, grid in zip(parts, grids, strict=True)])
+            return self._rows(pixels, grids)
+
+    def _rows(self, pixels: torch.Tensor, grids: Sequence[Grid]) -> torch.Tensor:
+        grid_thw = torch.tensor([list(grid) for grid in grids], device=self._device)
+        rows: torch.Tensor
+        if self._is_kimi:
+            side = int((pixels.shape[1] // 3) ** 0.5)
+            pooled = self._model.vision_tower(pixels.view(-1, 3, side, side), grid_thw=grid_thw).pooler_output
+            rows = self._model.mm_projector(pooled).squeeze(1)
+            return rows
+        output = self._model(pixels, grid_thw=grid_thw)
+        levels = getattr(output, "deepstack_features", None) or []
+        rows = torch.cat([output.pooler_output, *levels], dim=-1)
+        return rows
+
+
+QWEN_CLASSES = {
+    "qwen3_vl": "Qwen3VLVisionModel",
+    "qwen3_vl_moe": "Qwen3VLMoeVisionModel",
+    "qwen3_5": "Qwen3_5VisionModel",
+    "qwen3_5_moe": "Qwen3_5MoeVisionModel",
+}
+
+
+def _load_qwen(checkpoint: Path, config: dict[str, Any], dtype: torch.dtype) -> Any:
+    """The tower alone, every published tensor under its own name, none left over."""
+    import_reference()
+    model_type = config["model_type"]
+    modeling = importlib.import_module(f"transformers.models.{model_type}.modeling_{model_type}")
+    tower_class = getattr(modeling, QWEN_CLASSES[model_type])
+    vision = dict(config["vision_config"])
+    vision.pop("model_type", None)
+    model = tower_class._from_config(tower_class.config_class(**vision), attn_implementation="sdpa")
+    tensors: dict[str, torch.Tensor] = {}
+    for file in sorted(checkpoint.glob("*.safetensors")):
+        tensors |= load_file(file)
+    prefix = "model.visual." if any(name.startswith("model.visual.") for name in tensors) else "visual."
+    visual = {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
+    model.load_state_dict(visual, strict=True)
+    return model.to(dtype)
+
+
+# Published names of Kimi's vision settings and the reference package's own.
+KIMI_VISION_NAMES = {
+    "vt_hidden_size": "hidden_size",
+    "vt_num_hidden_layers": "num_hidden_layers",
+    "vt_num_attention_heads": "num_attention_heads",
+    "vt_intermediate_size": "intermediate_size",
+    "init_pos_emb_height": "pos_emb_height",
+    "init_pos_emb_width": "pos_emb_width",
+    "init_pos_emb_time": "pos_emb_time",
+    "patch_size": "patch_size",
+    "merge_kernel_size": "merge_kernel_size",
+}
+
+
+def _load_kimi(checkpoint: Path, config: dict[str, Any], dtype: torch.dtype) -> Any:
+    """Through from_pretrained, whose conversion renames, splits wqkv and permutes q and k."""
+    transformers = import_reference()
+    modeling = importlib.import_module("transformers.models.kimi_k25.modeling_kimi_k25")
+    configuration = importlib.import_module("transformers.models.kimi_k25.configuration_kimi_k25")
+    # The stand-in language model has no weights to load, which is reported at length.
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    published = config["vision_config"]
+    vision = {own: published.get(name, published.get(own)) for name, own in KIMI_VISION_NAMES.items()}
+    width = vision["hidden_size"]
+    text = transformers.DeepseekV3Config(
+        vocab_size=32,
+        hidden_size=config["text_config"]["hidden_size"],
+        intermediate_size=16,
+        moe_intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        num_key_value_heads=1,
+        q_lora_rank=8,
+        kv_lora_rank=8,
+        qk_rope_head_dim=8,
+        qk_nope_head_dim=8,
+        v_head_dim=8,
+        first_k_dense_replace=1,
+        pad_token_id=0,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+    reference_config = configuration.Kimi_K25Config(
+        text_config=text,
+        vision_config=configuration.Kimi_K25VisionConfig(**vision),
+        projection_hidden_size=width,
+        projection_layer_norm_eps=published.get("projector_ln_eps", 1e-5),
+        tie_word_embeddings=False,
+    )
+    model, info = modeling.Kimi_K25ForConditionalGeneration.from_pretrained(
+        checkpoint, config=reference_config, dtype=dtype, attn_implementation="sdpa", output_loading_info=True
+    )
+    untouched = [name for name in info["missing_keys"] if "vision_tower" in name or "mm_projector" in name]
+    assert not untouched, f"the reference found no published tensor for {untouched}"
+    return model.model

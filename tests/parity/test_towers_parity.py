@@ -1,0 +1,261 @@
+"""Rows of every family's tower equal the reference implementation's, in float32 and, looser, bfloat16."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from encoder_service.towers import Tower, load_tower
+from encoder_service.types import Grid
+from tests.parity.reference import ReferenceTower
+from tests.parity.tower_cases import (
+    BFLOAT16_RELATIVE,
+    FLOAT32_RELATIVE,
+    config_with,
+    errors,
+    fresh_seed,
+    random_pixels,
+    report,
+    run_tower,
+    vision_weights,
+    write_published,
+)
+
+# Published towers in miniature: the head size, the ratios and the deepstack pattern stay.
+VARIANTS: dict[str, Callable[[], dict[str, Any]]] = {
+    "qwen3_vl-tiny": lambda: config_with("qwen3_vl", "tiny", {}),
+    # Qwen3-VL-2B and 4B: 1024 wide, 16 heads of 64, 24 deep, levels 5, 11, 17.
+    "qwen3_vl-2b": lambda: config_with(
+        "qwen3_vl",
+        "small",
+        {
+            "hidden_size": 128,
+            "num_heads": 2,
+            "intermediate_size": 512,
+            "depth": 8,
+            "deepstack_visual_indexes": [1, 3, 5],
+            "out_hidden_size": 256,
+        },
+    ),
+    # Qwen3-VL-8B and up: 1152 wide, 16 heads of 72, 27 deep, levels 8, 16, 24; here two levels, the last
+    # one after the last block.
+    "qwen3_vl_moe-235b": lambda: config_with(
+        "qwen3_vl",
+        "small",
+        {
+            "hidden_size": 144,
+            "num_heads": 2,
+            "intermediate_size": 538,
+            "depth": 5,
+            "deepstack_visual_indexes": [0, 4],
+            "out_hidden_size": 320,
+        },
+        model_type="qwen3_vl_moe",
+    ),
+    "qwen3_5-tiny": lambda: config_with("qwen3_5", "tiny", {}),
+    "qwen3_5_moe-35b": lambda: config_with(
+        "qwen3_5",
+        "small",
+        {"hidden_size": 144, "num_heads": 2, "intermediate_size": 538, "depth": 6, "out_hidden_size": 192},
+        model_type="qwen3_5_moe",
+    ),
+    "kimi_k25-tiny": lambda: config_with("kimi_k25", "tiny", {}),
+    "kimi_k25-72": lambda: config_with(
+        "kimi_k25",
+        "small",
+        {
+            "vt_hidden_size": 144,
+            "mm_hidden_size": 144,
+            "vt_num_attention_heads": 2,
+            "vt_intermediate_size": 538,
+            "vt_num_hidden_layers": 5,
+            "text_hidden_size": 448,
+            "projector_ln_eps": 1e-4,
+        },
+    ),
+}
+
+BATCHES: dict[str, list[Grid]] = {
+    "single": [Grid(1, 14, 18)],
+    "table_16": [Grid(1, 16, 16)],
+    "table_48": [Grid(1, 48, 48)],
+    "table_64": [Grid(1, 64, 64)],
+    "larger_than_16": [Grid(1, 38, 26)],
+    "larger_than_64": [Grid(1, 70, 66)],
+    "smallest": [Grid(1, 2, 2)],
+    "wide": [Grid(1, 2, 128)],
+    "tall": [Grid(1, 200, 2)],
+    "mixed": [Grid(1, 4, 6), Grid(1, 20, 10), Grid(1, 2, 2), Grid(1, 20, 10), Grid(1, 6, 4)],
+    "clip": [Grid(3, 8, 6)],
+    "clips": [Grid(4, 6, 8), Grid(4, 2, 10)],
+    "mixed_frames": [Grid(1, 8, 8), Grid(4, 6, 4), Grid(2, 10, 2), Grid(1, 2, 2), Grid(3, 4, 4)],
+}
+
+# Every kind of grid on the tiny towers, whose tables are 16 by 16; the published table sizes, which cost
+# the most, where a variant has them.
+SMALL_BATCHES = [name for name in BATCHES if name not in ("table_48", "table_64", "larger_than_64")]
+CASES = [
+    *((variant, batch) for variant in VARIANTS if variant.endswith("-tiny") for batch in SMALL_BATCHES),
+    *(
+        (variant, batch)
+        for variant in VARIANTS
+        if not variant.endswith("-tiny")
+        for batch in ("single", "smallest", "wide", "mixed", "mixed_frames")
+    ),
+    ("qwen3_vl-2b", "table_48"),
+    ("kimi_k25-72", "table_64"),
+    ("kimi_k25-72", "larger_than_64"),
+]
+
+
+class Pair:
+    """Our tower and the reference's, from one published checkpoint."""
+
+    def __init__(self, path: Path, device: torch.device, dtype: torch.dtype, seed: int = 0) -> None:
+        self.path = path
+        self.seed = seed
+        self.tower: Tower = load_tower(path, device=device, dtype=dtype).tower
+        self.reference = ReferenceTower(path, device=device, dtype=dtype)
+
+    def rows(self, grids: Sequence[Grid], seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+        print(f"weights of seed {self.seed}")
+        pixels = random_pixels(self.tower, grids, seed)
+        with torch.inference_mode():
+            expected = self.reference.rows(pixels, grids).cpu()
+        return run_tower(self.tower, pixels, grids), expected
+
+
+@pytest.fixture(scope="module")
+def pair_of(tmp_path_factory: pytest.TempPathFactory, device: torch.device) -> Callable[[str], Pair]:
+    """The float32 pair of a variant, with weights drawn once per run."""
+
+    @cache
+    def build(variant: str) -> Pair:
+        config = VARIANTS[variant]()
+        tensors = vision_weights(config, fresh_seed())
+        return Pair(write_published(tmp_path_factory.mktemp(variant), config, tensors), device, torch.float32)
+
+    return build
+
+
+@pytest.mark.parametrize(("variant", "batch"), CASES)
+def test_p01_rows_equal_the_reference(pair_of: Callable[[str], Pair], variant: str, batch: str) -> None:
+    grids = BATCHES[batch]
+    pair = pair_of(variant)
+    found, expected = pair.rows(grids, fresh_seed())
+
+    assert found.shape == (sum(pair.tower.num_rows(grid) for grid in grids), pair.tower.width)
+    figures = errors(found, expected)
+    report(f"{variant} {batch} float32", figures)
+    assert figures.relative < FLOAT32_RELATIVE
+    assert figures.max_abs < 1e-4 * float(expected.abs().max())
+    # A small level must not hide behind a large one.
+    for level, (part, expected_part) in enumerate(
+        zip(
+            found.split(pair.tower.out_width, dim=1),
+            expected.split(pair.tower.out_width, dim=1),
+            strict=True,
+        )
+    ):
+        assert errors(part, expected_part).relative < FLOAT32_RELATIVE, f"level {level}"
+
+
+@pytest.mark.parametrize("variant", ["qwen3_vl-2b", "qwen3_5_moe-35b", "kimi_k25-72"])
+def test_bfloat16_stays_near_float32(
+    pair_of: Callable[[str], Pair], device: torch.device, variant: str
+) -> None:
+    exact = pair_of(variant)
+    rounded = Pair(exact.path, device, torch.bfloat16, exact.seed)
+    grids, seed = BATCHES["mixed_frames"], fresh_seed()
+    ours_float32, _ = exact.rows(grids, seed)
+    ours, reference = rounded.rows(grids, seed)
+
+    assert ours.dtype == torch.bfloat16
+    figures, reference_figures = errors(ours, ours_float32), errors(reference, ours_float32)
+    report(f"{variant} bfloat16 against float32", figures)
+    report(f"{variant} reference's bfloat16 against float32", reference_figures)
+    assert figures.relative < BFLOAT16_RELATIVE
+    # Sums kept in float32 leave us no further from the truth than the reference is.
+    assert figures.relative < 1.2 * reference_figures.relative
+
+
+@pytest.mark.parametrize("variant", ["qwen3_vl-2b", "qwen3_5-tiny", "kimi_k25-72"])
+def test_p31_an_item_has_the_same_rows_alone_and_in_any_batch(
+    pair_of: Callable[[str], Pair], variant: str
+) -> None:
+    tower = pair_of(variant).tower
+    grids, seed = BATCHES["mixed_frames"], fresh_seed()
+    items = random_pixels(tower, grids, seed).split([grid.num_patches for grid in grids])
+    alone = [run_tower(tower, pixels, [grid]) for pixels, grid in zip(items, grids, strict=True)]
+
+    for order in ([0, 1, 2, 3, 4], [4, 2, 0, 3, 1], [1, 1, 3]):
+        batch = run_tower(
+            tower, torch.cat([items[index] for index in order]), [grids[index] for index in order]
+        )
+        for index, rows in zip(order, batch.split([len(alone[index]) for index in order]), strict=True):
+            figures = errors(rows, alone[index])
+            assert figures.relative < 2e-6, f"item {index} in order {order}: {figures}"
+
+
+FULL_VISION: dict[str, dict[str, Any]] = {
+    "qwen3_vl": {"depth": 1, "deepstack_visual_indexes": [0]},
+    "qwen3_5": {"depth": 1},
+    "kimi_k25": {"vt_num_hidden_layers": 1},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FULL_VISION)
+def test_one_block_of_full_width_equals_the_reference(
+    tmp_path: Path, device: torch.device, family: str
+) -> None:
+    config = config_with(family, "full", FULL_VISION[family])
+    path = write_published(tmp_path, config, vision_weights(config, fresh_seed(), torch.bfloat16))
+    found, expected = Pair(path, device, torch.float32).rows([Grid(1, 28, 28), Grid(2, 4, 6)], fresh_seed())
+    figures = errors(found, expected)
+    report(f"{family} full width float32", figures)
+    assert figures.relative < FLOAT32_RELATIVE
+
+
+@pytest.mark.parametrize("num_shards", [1, 3])
+@pytest.mark.parametrize("prefix", ["model.visual.", "visual."])
+def test_both_qwen_prefixes_and_any_sharding_load(
+    tmp_path: Path, device: torch.device, prefix: str, num_shards: int
+) -> None:
+    config = config_with("qwen3_vl", "tiny", {})
+    tensors = {
+        prefix + name.removeprefix("model.visual."): tensor
+        for name, tensor in vision_weights(config, fresh_seed()).items()
+    }
+    pair = Pair(write_published(tmp_path, config, tensors, num_shards), device, torch.float32)
+    found, expected = pair.rows([Grid(1, 8, 6)], fresh_seed())
+    assert errors(found, expected).relative < FLOAT32_RELATIVE
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("variant", ["qwen3_vl-2b", "qwen3_5-tiny", "kimi_k25-72"])
+def test_a_captured_forward_replays_on_new_pixels(
+    pair_of: Callable[[str], Pair], tmp_path: Path, variant: str
+) -> None:
+    """Needs ``forward`` free of host synchronisation: capture fails otherwise."""
+    device = torch.device("cuda:0")
+    tower = load_tower(pair_of(variant).path, device=device, dtype=torch.bfloat16).tower
+    grids = BATCHES["mixed_frames"]
+    pixels = [random_pixels(tower, grids, seed).to(device) for seed in (1, 2)]
+    inputs = tower.prepare(grids).with_pixels(pixels[0].clone()).to(device)
+    assert inputs.pixel_values is not None
+    with torch.inference_mode():
+        eager = [tower(inputs.with_pixels(values)) for values in pixels]
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = tower(inputs)
+        for values, expected in zip(pixels, eager, strict=True):
+            inputs.pixel_values.copy_(values)
+            graph.replay()
+            torch.testing.assert_close(captured, expected, rtol=2e-2, atol=2e-2)
+    assert not torch.equal(eager[0], eager[1])
