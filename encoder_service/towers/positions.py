@@ -66,11 +66,12 @@ class FrameTableCache:
         tables = self._build(height, width)
         with self._lock:
             if size not in self._entries and tables.num_bytes <= self.capacity_bytes:
-                self._entries[size] = tables
-                self.num_bytes += tables.num_bytes
-                while self.num_bytes > self.capacity_bytes:
+                # Room first: the bound holds at every moment, also for a reader without the lock.
+                while self.num_bytes + tables.num_bytes > self.capacity_bytes:
                     _, evicted = self._entries.popitem(last=False)
                     self.num_bytes -= evicted.num_bytes
+                self._entries[size] = tables
+                self.num_bytes += tables.num_bytes
         return tables
 
 

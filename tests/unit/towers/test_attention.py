@@ -1,0 +1,75 @@
+"""The plain attention backend against masked softmax, sequence by sequence."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import accumulate
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from encoder_service.towers.attention import SdpaAttention, sdpa
+
+
+@dataclass(frozen=True)
+class Bounds:
+    seqlens: tuple[int, ...]
+
+    @property
+    def cu_seqlens(self) -> torch.Tensor:
+        return torch.tensor([0, *accumulate(self.seqlens)], dtype=torch.int32)
+
+    @property
+    def max_seqlen(self) -> int:
+        return max(self.seqlens)
+
+
+def masked_softmax(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seqlens: tuple[int, ...]
+) -> torch.Tensor:
+    """[P, H, d] through one P by P matrix in which other sequences are masked."""
+    sequence = torch.repeat_interleave(torch.arange(len(seqlens)), torch.tensor(seqlens))
+    scores = torch.einsum("phd,qhd->hpq", q, k) / q.shape[-1] ** 0.5
+    scores = scores.masked_fill(sequence[:, None] != sequence[None, :], -torch.inf)
+    return torch.einsum("hpq,qhd->phd", scores.softmax(-1), v)
+
+
+def packed(num_patches: int) -> tuple[torch.Tensor, ...]:
+    """q, k, v [P, 2, 8] as strided parts of one projection."""
+    generator = torch.Generator().manual_seed(num_patches)
+    return torch.randn(num_patches, 3, 2, 8, generator=generator).unbind(1)
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.lists(st.sampled_from([1, 4, 4, 6, 30]), min_size=1, max_size=8))
+def test_sequences_attend_within_themselves_only(lengths: list[int]) -> None:
+    q, k, v = packed(sum(lengths))
+    found = SdpaAttention().attend(q, k, v, Bounds(tuple(lengths)))
+    torch.testing.assert_close(found, masked_softmax(q, k, v, tuple(lengths)), atol=1e-5, rtol=1e-5)
+
+
+def test_a_run_of_equal_lengths_is_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    shapes: list[tuple[int, ...]] = []
+    original = sdpa.scaled_dot_product_attention
+
+    def counted(q: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
+        shapes.append(tuple(q.shape))
+        return original(q, *rest)
+
+    monkeypatch.setattr(sdpa, "scaled_dot_product_attention", counted)
+    SdpaAttention().attend(*packed(30), Bounds((8, 8, 8, 6)))
+    assert shapes == [(3, 2, 8, 8), (1, 2, 6, 8)]
+
+
+def test_p29_padding_is_attended_by_none_and_stays_finite() -> None:
+    q, k, v = packed(16)
+    alone = SdpaAttention().attend(q[:10], k[:10], v[:10], Bounds((6, 4)))
+    poisoned = [x.clone() for x in (q, k, v)]
+    for x in poisoned:
+        x[10:] = torch.nan
+    found = SdpaAttention().attend(*poisoned, Bounds((6, 4)))
+    assert found.shape == q.shape
+    torch.testing.assert_close(found[:10], alone)
+    assert torch.equal(found[10:], torch.zeros_like(found[10:]))

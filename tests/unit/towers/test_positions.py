@@ -1,0 +1,147 @@
+"""Position taps against torch's own interpolation, merge order, the byte-bounded cache of frame tables."""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn.functional import interpolate
+
+from encoder_service.towers.positions import (
+    FrameTableCache,
+    FrameTables,
+    cubic_taps,
+    grid_taps,
+    linear_taps,
+    merge_order,
+    raster_coordinates,
+)
+
+SIDES = st.integers(1, 40)
+TABLE_SIDES = st.integers(1, 24)
+
+
+def gather(table_HWE: torch.Tensor, index: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return (table_HWE.flatten(0, 1)[index] * weight[:, :, None]).sum(1)
+
+
+def interpolated(table_HWE: torch.Tensor, height: int, width: int, **mode: object) -> torch.Tensor:
+    resized = interpolate(table_HWE.permute(2, 0, 1)[None], size=(height, width), **mode)  # type: ignore[arg-type]
+    return resized[0].flatten(1).T
+
+
+@settings(deadline=None, max_examples=60)
+@given(SIDES, SIDES, TABLE_SIDES, TABLE_SIDES)
+def test_cubic_taps_equal_torchs_bicubic_on_any_sides(
+    height: int, width: int, table_height: int, table_width: int
+) -> None:
+    table = torch.randn(table_height, table_width, 3, generator=torch.Generator().manual_seed(0))
+    index, weight = grid_taps(cubic_taps(height, table_height), cubic_taps(width, table_width), table_width)
+    expected = interpolated(table, height, width, mode="bicubic", align_corners=False)
+    torch.testing.assert_close(gather(table, index, weight), expected, atol=2e-5, rtol=1e-5)
+
+
+@settings(deadline=None, max_examples=60)
+@given(SIDES, SIDES, TABLE_SIDES, TABLE_SIDES)
+def test_linear_taps_equal_torchs_bilinear_on_any_sides(
+    height: int, width: int, table_height: int, table_width: int
+) -> None:
+    table = torch.randn(table_height, table_width, 3, generator=torch.Generator().manual_seed(0))
+    index, weight = grid_taps(linear_taps(height, table_height), linear_taps(width, table_width), table_width)
+    expected = interpolated(table, height, width, mode="bilinear", align_corners=True)
+    torch.testing.assert_close(gather(table, index, weight), expected, atol=2e-5, rtol=1e-5)
+
+
+def test_a_grid_of_the_tables_size_takes_the_table_as_it_is() -> None:
+    table = torch.randn(64, 64, 3, generator=torch.Generator().manual_seed(0))
+    for taps in (cubic_taps(64, 64), linear_taps(64, 64)):
+        index, weight = grid_taps(taps, taps, 64)
+        assert torch.equal(gather(table, index, weight), table.flatten(0, 1))
+
+
+@given(SIDES, TABLE_SIDES)
+def test_weights_of_a_place_sum_to_one_and_taps_stay_inside(size: int, table_size: int) -> None:
+    for taps in (linear_taps, cubic_taps):
+        index, weight = taps(size, table_size)
+        torch.testing.assert_close(weight.sum(1), torch.ones(size), atol=1e-5, rtol=0)
+        assert int(index.min()) >= 0
+        assert int(index.max()) < table_size
+
+
+def test_merge_order_takes_blocks_of_neighbours() -> None:
+    # 0 1 2 3 / 4 5 6 7: the left block, then the right one.
+    assert merge_order(2, 4, 2).tolist() == [0, 1, 4, 5, 2, 3, 6, 7]
+    assert merge_order(3, 2, 1).tolist() == list(range(6))
+
+
+@given(st.integers(1, 12), st.integers(1, 12), st.integers(1, 4))
+def test_merge_order_holds_each_patch_once_and_blocks_together(rows: int, columns: int, merge: int) -> None:
+    height, width = rows * merge, columns * merge
+    order = merge_order(height, width, merge)
+    assert sorted(order.tolist()) == list(range(height * width))
+    row, column = raster_coordinates(height, width)
+    block = (row // merge * columns + column // merge)[order].view(-1, merge * merge)
+    assert torch.equal(block, torch.arange(rows * columns)[:, None].expand_as(block))
+
+
+def tables_of(num_patches: int) -> FrameTables:
+    """16 bytes a patch: one index and two rotary values."""
+    flat = torch.zeros(num_patches, 1)
+    return FrameTables(flat.long(), flat[:, :0], flat, flat)
+
+
+def build_by_area(height: int, width: int) -> FrameTables:
+    return tables_of(height * width)
+
+
+def test_p17_the_cache_never_holds_more_than_its_bytes() -> None:
+    cache = FrameTableCache(build_by_area, capacity_bytes=1600)
+    for height in range(1, 30):
+        cache.get(height, 3)
+        assert cache.num_bytes <= 1600
+    assert cache.num_bytes > 0
+
+
+def test_the_cache_drops_what_was_used_longest_ago() -> None:
+    built: list[tuple[int, int]] = []
+
+    def build(height: int, width: int) -> FrameTables:
+        built.append((height, width))
+        return tables_of(10)
+
+    cache = FrameTableCache(build, capacity_bytes=320)
+    first = cache.get(1, 1)
+    cache.get(2, 2)
+    assert cache.get(1, 1) is first
+    cache.get(3, 3)
+    assert cache.get(1, 1) is first
+    cache.get(2, 2)
+    assert built == [(1, 1), (2, 2), (3, 3), (2, 2)]
+    assert len(cache) == 2
+
+
+def test_tables_above_the_bound_are_handed_out_and_not_kept() -> None:
+    cache = FrameTableCache(build_by_area, capacity_bytes=100)
+    assert cache.get(10, 10).position_index.shape == (100, 1)
+    assert (len(cache), cache.num_bytes) == (0, 0)
+
+
+def test_many_threads_share_the_cache_and_its_bound_holds() -> None:
+    cache = FrameTableCache(build_by_area, capacity_bytes=2000)
+    wrong: list[tuple[int, int]] = []
+
+    def use(offset: int) -> None:
+        for step in range(200):
+            height = (step + offset) % 9 + 1
+            if cache.get(height, 5).position_index.shape[0] != height * 5 or cache.num_bytes > 2000:
+                wrong.append((offset, step))
+
+    threads = [threading.Thread(target=use, args=(offset,)) for offset in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+    assert cache.num_bytes == sum(tables.num_bytes for tables in cache._entries.values())

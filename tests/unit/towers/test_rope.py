@@ -1,0 +1,71 @@
+"""Rotary tables and the half-split permutation against rotation of adjacent pairs as complex numbers."""
+
+from __future__ import annotations
+
+import torch
+
+from encoder_service.towers.rope import (
+    blocked_tables,
+    interleaved_tables,
+    inverse_frequencies,
+    permute_pairs,
+    rotate,
+)
+
+NUM_HEADS, HEAD_DIM = 3, 24
+ROWS = torch.tensor([0, 0, 1, 5, 511])
+COLUMNS = torch.tensor([0, 3, 1, 2, 300])
+
+
+def randn(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(1))
+
+
+def test_blocked_angles_are_the_rows_then_the_columns() -> None:
+    cos, sin = blocked_tables(ROWS, COLUMNS, HEAD_DIM, 10_000.0)
+    frequencies = inverse_frequencies(HEAD_DIM, 10_000.0)
+    assert cos.shape == sin.shape == (5, HEAD_DIM)
+    quarter, half = HEAD_DIM // 4, HEAD_DIM // 2
+    torch.testing.assert_close(cos[3, :quarter], (5 * frequencies).cos())
+    torch.testing.assert_close(sin[3, quarter:half], (2 * frequencies).sin())
+    assert torch.equal(cos[:, :half], cos[:, half:])
+
+
+def test_half_split_rotation_of_permuted_rows_equals_complex_rotation_of_adjacent_pairs() -> None:
+    """MoonViT as published: pair 2j turns by the column's j-th frequency, pair 2j + 1 by the row's."""
+    frequencies = inverse_frequencies(HEAD_DIM, 10_000.0)
+    angles = torch.stack([COLUMNS[:, None] * frequencies, ROWS[:, None] * frequencies], dim=-1).flatten(1)
+    turns = torch.polar(torch.ones_like(angles), angles)
+
+    width = NUM_HEADS * HEAD_DIM
+    q_weight, k_weight, x = randn(width, width), randn(2, width, width)[1], randn(5, width)
+    q, k = (
+        torch.view_as_real(
+            torch.view_as_complex((x @ weight.T).view(5, NUM_HEADS, -1, 2)) * turns[:, None]
+        ).flatten(2)
+        for weight in (q_weight, k_weight)
+    )
+    expected = torch.einsum("phd,qhd->hpq", q, k)
+
+    cos, sin = interleaved_tables(ROWS, COLUMNS, HEAD_DIM, 10_000.0)
+    q, k = (
+        rotate((x @ permute_pairs(weight, NUM_HEADS).T).view(5, NUM_HEADS, HEAD_DIM), cos, sin)
+        for weight in (q_weight, k_weight)
+    )
+    found = torch.einsum("phd,qhd->hpq", q, k)
+    assert float((found - expected).norm() / expected.norm()) < 1e-5
+
+
+def test_permuting_a_bias_follows_its_weight() -> None:
+    bias = torch.arange(8.0)
+    assert permute_pairs(bias, 2).tolist() == [0, 2, 1, 3, 4, 6, 5, 7]
+    weight = bias[:, None].expand(-1, 5)
+    assert torch.equal(permute_pairs(weight, 2)[:, 0], permute_pairs(bias, 2))
+
+
+def test_rotation_in_bfloat16_rounds_once() -> None:
+    x = randn(5, NUM_HEADS, HEAD_DIM).bfloat16()
+    tables = blocked_tables(ROWS, COLUMNS, HEAD_DIM, 10_000.0)
+    found = rotate(x, *tables)
+    assert found.dtype == torch.bfloat16
+    assert torch.equal(found, rotate(x.float(), *tables).bfloat16())
