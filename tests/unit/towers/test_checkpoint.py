@@ -1,0 +1,326 @@
+"""Loading of published checkpoints: what is read, what is refused and how it is named, the fingerprint."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from encoder_service.errors import (
+    CheckpointError,
+    MismatchedTensors,
+    MissingTensors,
+    UnexpectedTensors,
+    UninitialisedTensors,
+    UnsupportedCheckpoint,
+)
+from encoder_service.towers import LoadedTower, checkpoint, load_tower
+from encoder_service.towers.checkpoint import check_initialised
+from encoder_service.towers.config import parse_config
+from encoder_service.towers.registry import build_tower
+from encoder_service.towers.synthetic import FAMILIES, config_for, make_checkpoint
+from encoder_service.types import Grid
+from tests.parity.tower_cases import random_pixels, run_tower, vision_weights, write_published
+
+CPU = torch.device("cpu")
+Tensors = dict[str, torch.Tensor]
+QKV = {
+    "qwen3_vl": "model.visual.blocks.1.attn.qkv.weight",
+    "qwen3_5": "model.visual.blocks.1.attn.qkv.weight",
+    "kimi_k25": "vision_tower.encoder.blocks.1.wqkv.weight",
+}
+every_family = pytest.mark.parametrize("family", FAMILIES)
+
+
+def load(path: Path, dtype: torch.dtype = torch.float32) -> LoadedTower:
+    return load_tower(path, device=CPU, dtype=dtype)
+
+
+def write(
+    path: Path, family: str, change: Callable[[Tensors], object] = lambda tensors: None, num_shards: int = 2
+) -> Path:
+    """A tiny published checkpoint after ``change`` has been at its tensors."""
+    config = config_for(family, "tiny")
+    tensors = vision_weights(config, seed=7, dtype=torch.bfloat16)
+    change(tensors)
+    return write_published(path, config, tensors, num_shards)
+
+
+@every_family
+def test_a_loaded_tower_is_ready_to_serve(tmp_path: Path, family: str) -> None:
+    loaded = load(write(tmp_path / "My-Model", family), torch.bfloat16)
+    assert (loaded.family, loaded.tower.family, loaded.model_name) == (family, family, "My-Model")
+    assert len(loaded.fingerprint) == 32
+    assert not loaded.tower.training
+    parameters = list(loaded.tower.parameters())
+    assert all(parameter.dtype == torch.bfloat16 for parameter in parameters)
+    assert not any(parameter.requires_grad for parameter in parameters)
+
+
+@every_family
+def test_values_survive_a_change_of_the_file(tmp_path: Path, family: str) -> None:
+    """A file that is overwritten in place under a running service must not change its weights."""
+    path = write(tmp_path, family, num_shards=1)
+    tower = load(path).tower
+    before = [parameter.clone() for parameter in tower.parameters()]
+    file = path / "model.safetensors"
+    with file.open("r+b") as opened:
+        opened.seek(file.stat().st_size // 2)
+        opened.write(b"\xff" * (file.stat().st_size // 2))
+    assert all(torch.equal(old, new) for old, new in zip(before, tower.parameters(), strict=True))
+
+
+@every_family
+def test_only_vision_tensors_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str) -> None:
+    make_checkpoint(tmp_path / "full", family, "tiny", 3, with_lm=True)
+    make_checkpoint(tmp_path / "tower", family, "tiny", 3)
+    opened: list[str] = []
+    read: list[str] = []
+    original = checkpoint.safe_open
+
+    class Recorder:
+        def __init__(self, file: Path, **options: Any) -> None:
+            opened.append(file.name)
+            self._inner = original(file, **options)
+
+        def __enter__(self) -> Recorder:
+            self._handle = self._inner.__enter__()
+            return self
+
+        def __exit__(self, *exception: object) -> None:
+            self._inner.__exit__(*exception)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._handle, name)
+
+        def get_tensor(self, name: str) -> torch.Tensor:
+            read.append(name)
+            tensor: torch.Tensor = self._handle.get_tensor(name)
+            return tensor
+
+    monkeypatch.setattr(checkpoint, "safe_open", Recorder)
+    with_lm = load(tmp_path / "full")
+    prefixes = ("vision_tower.", "mm_projector.") if family == "kimi_k25" else ("model.visual.",)
+    assert read
+    assert all(name.startswith(prefixes) for name in read)
+    assert len(read) == len(set(read))
+    weight_map = json.loads((tmp_path / "full" / "model.safetensors.index.json").read_text())["weight_map"]
+    assert set(opened) == {file for name, file in weight_map.items() if name.startswith(prefixes)}
+    assert with_lm.fingerprint == load(tmp_path / "tower").fingerprint
+
+
+@every_family
+def test_shards_without_vision_tensors_may_be_absent(tmp_path: Path, family: str) -> None:
+    path = write(tmp_path, family)
+    index_file = path / "model.safetensors.index.json"
+    index = json.loads(index_file.read_text())
+    index["weight_map"]["language_model.lm_head.weight"] = "model-00009-of-00009.safetensors"
+    index_file.write_text(json.dumps(index))
+    load(path)
+
+
+@every_family
+def test_missing_tensors_are_named(tmp_path: Path, family: str) -> None:
+    with pytest.raises(MissingTensors, match=r"lacks 1 of \d+ vision tensors: .*qkv.weight"):
+        load(write(tmp_path, family, lambda tensors: tensors.pop(QKV[family])))
+
+
+@every_family
+def test_a_checkpoint_without_a_tower_names_some_and_counts_the_rest(tmp_path: Path, family: str) -> None:
+    def only_language(tensors: Tensors) -> None:
+        tensors.clear()
+        tensors["lm_head.weight"] = torch.zeros(2, 2)
+
+    with pytest.raises(MissingTensors, match=r"and \d+ more"):
+        load(write(tmp_path, family, only_language, num_shards=1))
+
+
+@every_family
+def test_extra_vision_tensors_are_named(tmp_path: Path, family: str) -> None:
+    extra = QKV[family].replace(".1.", ".9.")
+    with pytest.raises(UnexpectedTensors, match=r"has 1 vision tensors beyond .*\.9\."):
+        load(write(tmp_path, family, lambda tensors: tensors.update({extra: torch.zeros(2)})))
+
+
+def test_two_prefixes_at_once_are_refused(tmp_path: Path) -> None:
+    def both(tensors: Tensors) -> None:
+        tensors["visual.pos_embed.weight"] = tensors["model.visual.pos_embed.weight"].clone()
+
+    with pytest.raises(UnexpectedTensors, match=r"under 2 prefixes, needs 1: model\.visual\..*, visual\."):
+        load(write(tmp_path, "qwen3_vl", both))
+
+
+@every_family
+def test_misshaped_tensors_are_named_with_both_shapes(tmp_path: Path, family: str) -> None:
+    def cut(tensors: Tensors) -> None:
+        tensors[QKV[family]] = tensors[QKV[family]][:-1].clone()
+
+    with pytest.raises(MismatchedTensors, match=r"qkv\.weight has shape \[191, 64\], needs \[192, 64\]"):
+        load(write(tmp_path, family, cut))
+
+
+def test_a_transposed_patch_convolution_is_no_match_though_its_size_is(tmp_path: Path) -> None:
+    name = "model.visual.patch_embed.proj.weight"
+
+    def swap(tensors: Tensors) -> None:
+        tensors[name] = tensors[name].transpose(1, 2).contiguous()
+
+    with pytest.raises(MismatchedTensors, match=r"\[64, 2, 3, 16, 16\], needs \[64, 3, 2, 16, 16\]"):
+        load(write(tmp_path, "qwen3_vl", swap))
+
+
+@every_family
+def test_quantised_tensors_are_refused_by_dtype(tmp_path: Path, family: str) -> None:
+    def quantise(tensors: Tensors) -> None:
+        tensors[QKV[family]] = tensors[QKV[family]].to(torch.int8)
+
+    with pytest.raises(MismatchedTensors, match=r"has dtype I8, needs one of F32, BF16, F16"):
+        load(write(tmp_path, family, quantise))
+
+
+@every_family
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_p38_values_that_are_not_finite_never_serve(tmp_path: Path, family: str, value: float) -> None:
+    def poison(tensors: Tensors) -> None:
+        tensors[QKV[family]][3, 5] = value
+
+    with pytest.raises(UninitialisedTensors, match=r"blocks\.1\.qkv\.weight has 1 of 12288 values"):
+        load(write(tmp_path, family, poison))
+
+
+@every_family
+def test_p38_a_tower_without_values_never_serves(family: str) -> None:
+    with torch.device("meta"):
+        tower = build_tower(*parse_config(config_for(family, "tiny")))
+    with pytest.raises(UninitialisedTensors, match=r"tensors of the tower cannot serve: .* has no values"):
+        check_initialised(tower)
+
+
+def test_p38_values_beyond_the_serving_dtype_never_serve(tmp_path: Path) -> None:
+    def large(tensors: Tensors) -> None:
+        tensors[QKV["qwen3_vl"]] = tensors[QKV["qwen3_vl"]].float().fill_(3.4e38)
+
+    path = write(tmp_path, "qwen3_vl", large)
+    load(path, torch.float32)
+    with pytest.raises(UninitialisedTensors, match="are not finite"):
+        load(path, torch.bfloat16)
+
+
+def test_dtypes_that_towers_do_not_run_in_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(
+        UnsupportedCheckpoint, match=r"float16 .* needs one of torch\.float32, torch\.bfloat16"
+    ):
+        load(write(tmp_path, "qwen3_vl"), torch.float16)
+
+
+def break_index(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    file = path / "model.safetensors.index.json"
+    index = json.loads(file.read_text())
+    change(index)
+    file.write_text(json.dumps(index))
+
+
+SHARD = "model-00001-of-00002.safetensors"
+OTHER_SHARD = "model-00002-of-00002.safetensors"
+DEFECTS: dict[str, tuple[Callable[[Path], object], str]] = {
+    "no_config": (lambda path: (path / "config.json").unlink(), r"config\.json cannot be read: No such file"),
+    "config_no_json": (lambda path: (path / "config.json").write_text("{"), r"config\.json is not JSON"),
+    "config_binary": (lambda path: (path / "config.json").write_bytes(b"\xff\x00"), r"is not JSON"),
+    "config_list": (lambda path: (path / "config.json").write_text("[]"), r"JSON list, needs an object"),
+    "no_weights": (
+        lambda path: (path / "model.safetensors.index.json").unlink(),
+        r"neither model\.safetensors nor model\.safetensors\.index\.json",
+    ),
+    "no_shard": (lambda path: (path / SHARD).unlink(), r"00001-of-00002\.safetensors is missing"),
+    "truncated": (
+        lambda path: (path / SHARD).write_bytes((path / SHARD).read_bytes()[:-100]),
+        r"00001-of-00002\.safetensors is not a whole safetensors file",
+    ),
+    "empty_shard": (lambda path: (path / SHARD).write_bytes(b""), r"is not a whole safetensors file"),
+    "no_safetensors": (
+        lambda path: (path / SHARD).write_bytes(b"<html>not found</html>" * 40),
+        r"is not a whole safetensors file",
+    ),
+    "index_no_map": (lambda path: break_index(path, lambda index: index.clear()), r"has no weight_map"),
+    "index_elsewhere": (
+        lambda path: break_index(path, lambda index: index["weight_map"].update({"a": "../secret"})),
+        r"'\.\./secret' for a, needs a file name",
+    ),
+    "index_promises": (
+        lambda path: save_file(dict(list(load_file(path / SHARD).items())[1:]), path / SHARD),
+        r"the index names 1 vision tensors that their files lack: .* \(in model-00001",
+    ),
+}
+
+
+@pytest.mark.parametrize("defect", DEFECTS)
+def test_broken_files_are_refused_by_name(tmp_path: Path, defect: str) -> None:
+    path = write(tmp_path, "qwen3_vl")
+    spoil, text = DEFECTS[defect]
+    spoil(path)
+    with pytest.raises(CheckpointError, match=text):
+        load(path)
+
+
+def test_a_path_that_is_no_directory_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="is not a directory"):
+        load(tmp_path / "absent")
+
+
+@every_family
+def test_the_fingerprint_does_not_depend_on_sharding_or_prefix(tmp_path: Path, family: str) -> None:
+    def rename(tensors: Tensors) -> None:
+        for name in list(tensors):
+            tensors[name.removeprefix("model.")] = tensors.pop(name)
+
+    fingerprints = {
+        load(write(tmp_path / f"{number}", family, num_shards=number)).fingerprint for number in (1, 2, 5)
+    }
+    fingerprints.add(load(write(tmp_path / "renamed", family, rename)).fingerprint)
+    assert len(fingerprints) == 1
+    assert load(tmp_path / "1", torch.bfloat16).fingerprint in fingerprints
+
+
+@every_family
+def test_the_fingerprint_depends_on_every_tensor_and_on_its_dtype(tmp_path: Path, family: str) -> None:
+    def nudge(name: str) -> Callable[[Tensors], None]:
+        def change(tensors: Tensors) -> None:
+            tensors[name].view(-1)[-1] += 1
+
+        return change
+
+    def widen(tensors: Tensors) -> None:
+        tensors[QKV[family]] = tensors[QKV[family]].float()
+
+    names = list(vision_weights(config_for(family, "tiny"), 7))[::9]
+    changes = [lambda tensors: None, widen, *(nudge(name) for name in names)]
+    fingerprints = {
+        load(write(tmp_path / str(number), family, change)).fingerprint
+        for number, change in enumerate(changes)
+    }
+    assert len(fingerprints) == len(changes)
+
+
+def test_the_fingerprint_depends_on_settings_that_no_shape_shows(tmp_path: Path) -> None:
+    tensors = vision_weights(config_for("qwen3_vl", "tiny"), 7)
+    fingerprints = set()
+    for heads in (2, 4):
+        config = config_for("qwen3_vl", "tiny")
+        config["vision_config"]["num_heads"] = heads
+        fingerprints.add(load(write_published(tmp_path / str(heads), config, tensors)).fingerprint)
+    assert len(fingerprints) == 2
+
+
+@every_family
+def test_synthetic_checkpoints_load_and_encode(tmp_path: Path, family: str) -> None:
+    make_checkpoint(tmp_path / "model", family, "tiny", 1)
+    tower = load(tmp_path / "model").tower
+    grids = [Grid(1, 4, 4), Grid(2, 2, 6)]
+    rows = run_tower(tower, random_pixels(tower, grids, 0), grids)
+    assert rows.shape == (sum(tower.num_rows(grid) for grid in grids), tower.width)
+    assert bool(rows.isfinite().all())

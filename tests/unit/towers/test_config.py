@@ -1,0 +1,155 @@
+"""Tower sizes from config.json: every spelling that is met, and the refusal of everything else."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+
+from encoder_service.errors import UnsupportedCheckpoint
+from encoder_service.towers.config import FAMILIES, MoonViTConfig, QwenVisionConfig, parse_config
+from encoder_service.towers.synthetic import config_for
+
+# Kimi's vision settings as the reference package saves them; the projector's stand beside vision_config.
+REFERENCE_SPELLING = {
+    "vt_hidden_size": "hidden_size",
+    "vt_num_hidden_layers": "num_hidden_layers",
+    "vt_num_attention_heads": "num_attention_heads",
+    "vt_intermediate_size": "intermediate_size",
+    "init_pos_emb_height": "pos_emb_height",
+    "init_pos_emb_width": "pos_emb_width",
+    "init_pos_emb_time": "pos_emb_time",
+}
+
+
+def kimi_in_reference_spelling(size: str) -> dict[str, Any]:
+    published = config_for("kimi_k25", size)
+    vision = published["vision_config"]
+    return {
+        "model_type": "kimi_k25",
+        "image_token_id": published["media_placeholder_token_id"],
+        "projection_hidden_size": vision["mm_hidden_size"],
+        "projection_layer_norm_eps": vision["projector_ln_eps"],
+        "text_config": {"model_type": "deepseek_v3", "hidden_size": vision["text_hidden_size"]},
+        "vision_config": {
+            "model_type": "kimi_k25_vision",
+            "hidden_act": "gelu_pytorch_tanh",
+            "merge_kernel_size": vision["merge_kernel_size"],
+            "patch_size": vision["patch_size"],
+            "rope_parameters": {"rope_theta": 10000.0, "rope_type": "axial"},
+            **{own: vision[name] for name, own in REFERENCE_SPELLING.items()},
+        },
+    }
+
+
+def changed(family: str, path: str, value: object) -> dict[str, Any]:
+    """A tiny config with one value, named by its dotted path, replaced."""
+    config = copy.deepcopy(config_for(family, "tiny"))
+    *parents, name = path.split(".")
+    target = config
+    for parent in parents:
+        target = target[parent]
+    target[name] = value
+    return config
+
+
+def test_full_sizes_of_the_published_towers() -> None:
+    family, config = parse_config(config_for("qwen3_vl", "full"))
+    assert family == "qwen3_vl"
+    assert config == QwenVisionConfig(
+        depth=27,
+        hidden_size=1152,
+        num_heads=16,
+        intermediate_size=4304,
+        patch_size=16,
+        temporal_patch_size=2,
+        in_channels=3,
+        merge_size=2,
+        position_side=48,
+        out_width=4096,
+        deepstack_visual_indexes=(8, 16, 24),
+    )
+    assert config.patch_dim == 1536
+
+    family, config = parse_config(config_for("kimi_k25", "full"))
+    assert family == "kimi_k25"
+    assert config == MoonViTConfig(
+        depth=27,
+        hidden_size=1152,
+        num_heads=16,
+        intermediate_size=4304,
+        patch_size=14,
+        merge_size=2,
+        position_height=64,
+        position_width=64,
+        max_frames=4,
+        out_width=7168,
+    )
+    assert config.patch_dim == 588
+
+
+@pytest.mark.parametrize("size", ["tiny", "full"])
+def test_both_spellings_of_kimis_sizes_mean_the_same(size: str) -> None:
+    assert parse_config(kimi_in_reference_spelling(size)) == parse_config(config_for("kimi_k25", size))
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_every_model_type_has_a_family(model_type: str) -> None:
+    family = FAMILIES[model_type]
+    parsed_family, _ = parse_config(config_for(family, "tiny") | {"model_type": model_type})
+    assert parsed_family == family
+
+
+def test_qwen3_5_has_no_deepstack_whatever_its_config_says() -> None:
+    _, config = parse_config(changed("qwen3_5", "vision_config.deepstack_visual_indexes", [1, 2]))
+    assert isinstance(config, QwenVisionConfig)
+    assert config.deepstack_visual_indexes == ()
+
+
+def test_rope_theta_and_projector_eps_come_from_the_file() -> None:
+    _, config = parse_config(
+        changed("qwen3_vl", "vision_config.rope_parameters", {"rope_theta": 500.0, "rope_type": "axial"})
+    )
+    assert config.rope_theta == 500.0
+    _, config = parse_config(changed("kimi_k25", "vision_config.projector_ln_eps", 1e-3))
+    assert isinstance(config, MoonViTConfig)
+    assert config.projector_eps == 1e-3
+
+
+@pytest.mark.parametrize(
+    ("family", "path", "value", "text"),
+    [
+        ("qwen3_vl", "model_type", "llava", "'llava', needs one of qwen3_vl"),
+        ("qwen3_vl", "model_type", None, "None, needs one of qwen3_vl"),
+        ("qwen3_vl", "model_type", ["qwen3_vl"], "needs one of qwen3_vl"),
+        ("qwen3_vl", "vision_config", None, "NoneType for vision_config, needs an object"),
+        ("qwen3_vl", "vision_config", [1], "list for vision_config, needs an object"),
+        ("qwen3_vl", "vision_config.depth", None, "None for depth or num_hidden_layers"),
+        ("qwen3_vl", "vision_config.depth", 0, "0 for depth"),
+        ("qwen3_vl", "vision_config.depth", True, "True for depth"),
+        ("qwen3_vl", "vision_config.hidden_size", "1152", "'1152' for hidden_size"),
+        ("qwen3_vl", "vision_config.hidden_act", "silu", "'silu' for hidden_act, needs 'gelu_pytorch_tanh'"),
+        ("qwen3_vl", "vision_config.num_position_embeddings", 255, "255, needs a square number"),
+        ("qwen3_vl", "vision_config.out_hidden_size", 96, "is 96, text_config.hidden_size is 64"),
+        ("qwen3_vl", "vision_config.num_heads", 5, "5 heads over hidden_size 64"),
+        ("qwen3_vl", "vision_config.num_heads", 32, "32 heads over hidden_size 64"),
+        ("qwen3_vl", "vision_config.deepstack_visual_indexes", [2, 1], "needs ascending block numbers"),
+        ("qwen3_vl", "vision_config.deepstack_visual_indexes", [1, 4], "below depth 4"),
+        ("qwen3_vl", "vision_config.deepstack_visual_indexes", None, "None for deepstack_visual_indexes"),
+        ("qwen3_vl", "vision_config.rope_parameters", {"rope_type": "yarn"}, "'yarn' for rope_type"),
+        ("kimi_k25", "vision_config.vt_hidden_size", None, "None for vt_hidden_size or hidden_size"),
+        ("kimi_k25", "vision_config.merge_type", "sd2", "'sd2' for merge_type, needs 'sd2_tpool'"),
+        ("kimi_k25", "vision_config.video_attn_type", "spatial", "'spatial' for video_attn_type"),
+        ("kimi_k25", "vision_config.merge_kernel_size", [2, 1], "needs two equal sides"),
+        ("kimi_k25", "vision_config.mm_hidden_size", 32, "input width is 32, needs the tower's 64"),
+        ("kimi_k25", "vision_config.text_hidden_size", 32, "is 32, text_config.hidden_size is 64"),
+        ("kimi_k25", "vision_config.projector_ln_eps", 0, "0 for projector_ln_eps"),
+    ],
+)
+def test_what_no_tower_implements_is_refused_by_name(
+    family: str, path: str, value: object, text: str
+) -> None:
+    with pytest.raises(UnsupportedCheckpoint) as refusal:
+        parse_config(changed(family, path, value))
+    assert text in refusal.value.message
