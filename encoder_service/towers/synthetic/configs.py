@@ -8,6 +8,7 @@ language models are always small, but as wide as the tower's rows.
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -90,13 +91,9 @@ def config_for(family: str, size: str) -> dict[str, Any]:
     """The content of ``config.json``. Raises ConfigurationError for an unknown family or size."""
     check_choice("family", family, FAMILIES)
     check_choice("size", size, SIZES)
-    match family:
-        case "qwen3_vl":
-            return _qwen3_vl(size)
-        case "qwen3_5":
-            return _qwen3_5(size)
-        case _:
-            return _kimi_k25(size)
+    build = {"qwen3_vl": _qwen3_vl, "qwen3_5": _qwen3_5, "kimi_k25": _kimi_k25}[family]
+    # The tables' lists stay the tables': a caller may edit what it gets.
+    return copy.deepcopy(build(size))
 
 
 def _qwen_top_level() -> dict[str, Any]:

@@ -1,0 +1,166 @@
+"""The reference package loads synthetic checkpoints whole, and its answers depend on the picture."""
+
+from __future__ import annotations
+
+import json
+import math
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from encoder_service.towers.synthetic import FAMILIES, config_for, make_checkpoint
+from tests.parity.reference import KIMI_VISION_NAMES, import_reference
+
+MODEL_CLASSES = {
+    "qwen3_vl": "Qwen3VLForConditionalGeneration",
+    "qwen3_5": "Qwen3_5ForConditionalGeneration",
+    "kimi_k25": "Kimi_K25ForConditionalGeneration",
+}
+TOWER_PREFIXES = ("model.visual.", "model.vision_tower.", "model.mm_projector.")
+
+
+def reference_config(checkpoint: Path) -> Any:
+    """The reference's config. Its Kimi class knows its own spelling only and keeps its defaults where it
+    meets the published one, so that Kimi's is respelled here."""
+    transformers = import_reference()
+    raw = json.loads((checkpoint / "config.json").read_text())
+    if raw["model_type"] != "kimi_k25":
+        return transformers.AutoConfig.from_pretrained(checkpoint)
+    vision = raw["vision_config"]
+    return transformers.Kimi_K25Config(
+        text_config=raw["text_config"],
+        vision_config={own: vision[published] for published, own in KIMI_VISION_NAMES.items()},
+        projection_hidden_size=vision["mm_hidden_size"],
+        projection_layer_norm_eps=vision["projector_ln_eps"],
+        image_token_id=raw["media_placeholder_token_id"],
+        tie_word_embeddings=raw["tie_word_embeddings"],
+    )
+
+
+@pytest.fixture(scope="module", params=[(family, size) for family in FAMILIES for size in ("tiny", "small")])
+def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """(family, checkpoint, model, loading info) with the model in float32."""
+    transformers = import_reference()
+    family, size = request.param
+    checkpoint = tmp_path_factory.mktemp("synthetic") / f"{family}-{size}"
+    make_checkpoint(checkpoint, family, size, seed=5, with_lm=True)
+    model, info = getattr(transformers, MODEL_CLASSES[family]).from_pretrained(
+        checkpoint, config=reference_config(checkpoint), dtype=torch.float32, output_loading_info=True
+    )
+    return family, checkpoint, model.eval(), info
+
+
+@cache
+def picture(which: int) -> Image.Image:
+    """Waves of their own length, direction and colour: 200 x 260 pixels, RGB."""
+    rows, columns = np.mgrid[0:200, 0:260]
+    planes = [
+        127 + 120 * np.sin(columns / (9 + 5 * which) + channel + which) * np.cos(rows / (21 - 4 * which))
+        for channel in range(3)
+    ]
+    return Image.fromarray(np.stack(planes, axis=-1).astype(np.uint8))
+
+
+def inputs_for(checkpoint: Path, which: int) -> Any:
+    processor = import_reference().AutoProcessor.from_pretrained(checkpoint)
+    content = [{"type": "image"}, {"type": "text", "text": "Describe the image."}]
+    prompt = processor.apply_chat_template(
+        [{"role": "user", "content": content}], add_generation_prompt=True, tokenize=False
+    )
+    return processor(text=[prompt], images=[picture(which)], return_tensors="pt")
+
+
+def test_the_reference_finds_every_tensor_and_no_other(loaded: Any) -> None:
+    _, _, model, info = loaded
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    assert not info["mismatched_keys"]
+    assert not info["error_msgs"]
+    assert any(name.startswith(TOWER_PREFIXES) for name in model.state_dict())
+
+
+def test_the_reference_reads_the_dimensions_of_the_published_config(loaded: Any) -> None:
+    _, checkpoint, model, _ = loaded
+    raw = json.loads((checkpoint / "config.json").read_text())
+    vision = raw["vision_config"]
+    assert model.config.vision_config.hidden_size == vision.get("vt_hidden_size", vision.get("hidden_size"))
+    assert model.config.image_token_id == raw.get("media_placeholder_token_id", raw.get("image_token_id"))
+    text = model.config.text_config
+    rope = raw["text_config"].get("rope_parameters") or raw["text_config"]["rope_scaling"]
+    for name in {"mrope_section", "mrope_interleaved", "factor", "partial_rotary_factor"} & set(rope):
+        assert text.rope_parameters[name] == rope[name]
+    theta = raw["text_config"].get("rope_theta", rope.get("rope_theta"))
+    assert text.rope_parameters["rope_theta"] == theta
+
+
+@torch.inference_mode()
+def test_the_answer_depends_on_the_picture(loaded: Any) -> None:
+    """Rows, logits and greedy tokens of two pictures differ by much more than rounding."""
+    _, checkpoint, model, _ = loaded
+    rows, logits, tokens = [], [], []
+    for which in (0, 1):
+        inputs = inputs_for(checkpoint, which)
+        features = model.get_image_features(inputs["pixel_values"], inputs["image_grid_thw"])
+        rows.append(torch.cat(list(features.pooler_output)))
+        logits.append(model(**inputs).logits[0, -1])
+        generated = model.generate(**inputs, max_new_tokens=8, do_sample=False)
+        tokens.append(generated[0, inputs["input_ids"].shape[1] :].tolist())
+    for tensor in (*rows, *logits):
+        assert tensor.isfinite().all()
+    assert 0.3 < rows[0].std() < 1.0
+    assert (rows[0] - rows[1]).norm() > 0.5 * rows[0].norm()
+    assert (logits[0] - logits[1]).abs().max() > 1.0
+    assert tokens[0] != tokens[1]
+    # Only ordinary tokens are ever generated: none ends the text or stands for a picture.
+    assert max(max(tokens)) < 512
+
+
+@torch.inference_mode()
+def test_every_deepstack_level_reaches_the_logits(loaded: Any) -> None:
+    family, checkpoint, model, _ = loaded
+    num_levels = len(config_for(family, "tiny")["vision_config"].get("deepstack_visual_indexes", []))
+    inputs = inputs_for(checkpoint, 0)
+    before = model(**inputs).logits[0, -1]
+    mergers = model.model.visual.deepstack_merger_list if num_levels else []
+    for merger in mergers:
+        kept = {name: value.clone() for name, value in merger.linear_fc2.state_dict().items()}
+        for parameter in merger.linear_fc2.parameters():
+            parameter.zero_()
+        assert (model(**inputs).logits[0, -1] - before).abs().max() > 0.1
+        merger.linear_fc2.load_state_dict(kept)
+    assert torch.equal(model(**inputs).logits[0, -1], before)
+
+
+def test_the_tokenizer_loads_and_knows_the_placeholders(loaded: Any) -> None:
+    family, checkpoint, model, _ = loaded
+    tokenizer = import_reference().AutoTokenizer.from_pretrained(checkpoint)
+    assert tokenizer.decode(tokenizer("Two cats, 2 déjà vus.").input_ids) == "Two cats, 2 déjà vus."
+    placeholder = "<|media_pad|>" if family == "kimi_k25" else "<|image_pad|>"
+    assert tokenizer.convert_tokens_to_ids(placeholder) == model.config.image_token_id
+    assert tokenizer(placeholder).input_ids == [model.config.image_token_id]
+
+
+def test_the_processor_expands_one_placeholder_per_row(loaded: Any) -> None:
+    _, checkpoint, model, _ = loaded
+    inputs = inputs_for(checkpoint, 0)
+    num_rows = math.prod(inputs["image_grid_thw"][0].tolist()) // 4
+    assert (inputs["input_ids"] == model.config.image_token_id).sum() == num_rows
+
+
+def test_the_reference_takes_the_published_kimi_config_of_full_size_as_it_is(tmp_path: Path) -> None:
+    """It ignores the published names, and its defaults are the published tower's dimensions."""
+    (tmp_path / "config.json").write_text(json.dumps(config_for("kimi_k25", "full")))
+    config = import_reference().AutoConfig.from_pretrained(tmp_path)
+    published = config_for("kimi_k25", "full")["vision_config"]
+    for name, own in KIMI_VISION_NAMES.items():
+        found, expected = getattr(config.vision_config, own), published[name]
+        assert (list(found) if isinstance(expected, list) else found) == expected
+    assert config.projection_hidden_size == published["mm_hidden_size"]
+    assert config.text_config.hidden_size == published["text_hidden_size"]
+    assert config.text_config.model_type == "deepseek_v3"
+    assert config.tie_word_embeddings is False
