@@ -49,6 +49,6 @@ WORKDIR /tmp
 VOLUME ["/models"]
 EXPOSE 50051 8080
 STOPSIGNAL SIGTERM
-HEALTHCHECK --interval=10s --timeout=5s --start-period=300s --retries=3 \
+HEALTHCHECK --interval=15s --timeout=10s --start-period=300s --retries=3 \
     CMD ["vision-encoder", "health", "--server", "127.0.0.1:50051"]
 ENTRYPOINT ["vision-encoder", "serve"]
