@@ -10,8 +10,10 @@ The rules, and the reference behaviour that each follows (``transformers.image_u
   upright, where the reference raises: the pixels are intact.
 * Every mode goes through Pillow's plain ``convert("RGB")``: palettes are looked up, grey and 1-bit
   replicated, CMYK and YCbCr converted without colour profile, 16-bit and float clipped or scaled as the
-  installed Pillow does. Alpha and transparent palette entries are dropped, never composited. (From 5.2x on,
-  the reference's processors composite an RGBA *Pillow object* onto white; a file never reaches them so.)
+  installed Pillow does.
+* Alpha and transparent colours are dropped, never composited, as in the reference's two file loaders
+  (``load_image``, ``load_image_as_tensor``) in every release. Its processors differ by release only for a
+  caller who hands them a Pillow object with alpha: plain conversion up to 5.17, white below by 5.23.
 * Of an animation or a multi-page file the first frame counts.
 * A file that ends early fails, as long as nobody sets Pillow's LOAD_TRUNCATED_IMAGES; nothing here does.
 
@@ -34,7 +36,14 @@ import torch
 from PIL import ExifTags, Image, UnidentifiedImageError
 
 from encoder_service.errors import ImageTooLarge, UndecodableImage, VisionEncoderError
-from encoder_service.ingest.headers import Canvas, format_name, ico_canvas, png_metadata_first, webp_canvas
+from encoder_service.ingest.headers import (
+    UNKNOWN_FORMAT,
+    Canvas,
+    format_name,
+    ico_canvas,
+    png_metadata_first,
+    webp_canvas,
+)
 
 # Raster formats with a signature or a strict header. Left out on purpose: formats that start another
 # program (EPS), that are containers of anything (PSD, PDF, FITS, HDF5, GRIB, WMF), and rarities.
@@ -113,11 +122,11 @@ def _check_canvas(canvas: Canvas, limits: DecodeLimits) -> None:
 
 
 @contextlib.contextmanager
-def _pillow_errors(data: bytes, limits: DecodeLimits) -> Iterator[None]:
+def _pillow_errors(data: bytes, limits: DecodeLimits, name: str) -> Iterator[None]:
     """The one place where what Pillow raises becomes an error of ours. Decoders that are fed hostile bytes
     raise almost anything (OSError, SyntaxError, ValueError, struct.error, EOFError, zlib.error, TypeError,
-    IndexError, ...): inside, all of it is the file's fault, so keep the block to Pillow's calls."""
-    name = format_name(data)
+    IndexError, ...): inside, all of it is the file's fault, so keep the block to Pillow's calls.
+    name: the format, for error texts."""
     try:
         yield
     except VisionEncoderError:
@@ -139,8 +148,8 @@ def _pillow_errors(data: bytes, limits: DecodeLimits) -> Iterator[None]:
         ) from error
     except UnidentifiedImageError as error:
         start = (
-            f"the {name} file of {len(data)} bytes has a damaged header or is of an unsupported kind"
-            if name != "unknown"
+            f"the {name} file of {len(data)} bytes is truncated, damaged or of an unsupported kind"
+            if name != UNKNOWN_FORMAT
             else f"the {len(data)} bytes start with {bytes(data[:8]).hex(' ')}, which no image format does"
         )
         raise UndecodableImage(
@@ -161,10 +170,14 @@ def _check_before_opening(data: bytes, limits: DecodeLimits) -> None:
         _check_canvas(canvas, limits)
 
 
-def _open(data: bytes, limits: DecodeLimits) -> Image.Image:
-    image = Image.open(io.BytesIO(data), formats=_OPENABLE)
-    _check_canvas(Canvas(*image.size), limits)
-    return image
+@contextlib.contextmanager
+def _opened(data: bytes, limits: DecodeLimits) -> Iterator[Image.Image]:
+    """The opened image, its header within the limits; what Pillow raises in the block is translated."""
+    with _pillow_errors(data, limits, format_name(data)):
+        image = Image.open(io.BytesIO(data), formats=_OPENABLE)
+    with image, _pillow_errors(data, limits, image.format or format_name(data)):
+        _check_canvas(Canvas(*image.size), limits)
+        yield image
 
 
 def _orientation(image: Image.Image) -> object:
@@ -184,7 +197,7 @@ def read_size(data: bytes, limits: DecodeLimits) -> ImageSize:
     _check_before_opening(data, limits)
     if canvas := ico_canvas(data):
         return ImageSize(canvas.height, canvas.width)
-    with _pillow_errors(data, limits), _open(png_metadata_first(data), limits) as image:
+    with _opened(png_metadata_first(data), limits) as image:
         width, height = image.size
         tags = getattr(image, "tag_v2", None)
         if tags is not None:
@@ -201,7 +214,7 @@ def decode_rgb(data: bytes, limits: DecodeLimits) -> torch.Tensor:
     Raises UndecodableImage, and ImageTooLarge before a pixel is decoded.
     """
     _check_before_opening(data, limits)
-    with _pillow_errors(data, limits), _open(data, limits) as image:
+    with _opened(data, limits) as image:
         image.load()
         upright = image
         if (method := _ORIENTATIONS.get(_orientation(image))) is not None:

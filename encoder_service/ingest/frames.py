@@ -54,20 +54,22 @@ def _scaled_statistics(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     scale = 1.0 / normalisation.rescale_factor
     mean_C, std_C = (
-        (torch.tensor(values) * scale).view(3, 1, 1).to(device)
+        (torch.tensor(values, dtype=torch.float32) * scale).to(device)
         for values in (normalisation.image_mean, normalisation.image_std)
     )
     return mean_C, std_C
 
 
-def normalise(patches: torch.Tensor, normalisation: Normalisation) -> torch.Tensor:
-    """uint8 [..., 3, h, w] to float32 of that shape: (x - mean / f) / (std / f), f the rescale factor.
+def normalise_into(out: torch.Tensor, patches: torch.Tensor, normalisation: Normalisation) -> None:
+    """uint8 [P, 3, ...] into float32 of that shape: (x - mean / f) / (std / f), f the rescale factor.
 
     The reference fuses rescaling into mean and std in this way, in float32, subtracting before dividing
     (``TorchvisionBackend.rescale_and_normalize``); any other order differs in the last bit.
     """
-    mean_C, std_C = _scaled_statistics(normalisation, patches.device)
-    return patches.to(torch.float32).sub_(mean_C).div_(std_C)
+    per_channel = (3, *(1,) * (patches.dim() - 2))
+    mean, std = (values.view(per_channel) for values in _scaled_statistics(normalisation, patches.device))
+    torch.sub(patches, mean, out=out)  # uint8 is promoted exactly, without a float copy of the patches
+    out.div_(std)
 
 
 def settings_fingerprint(rules: str, settings: QwenVLSettings | MoonViTSettings) -> bytes:

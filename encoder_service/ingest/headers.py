@@ -13,6 +13,7 @@ import struct
 from collections.abc import Iterator
 from typing import NamedTuple
 
+UNKNOWN_FORMAT = "unknown"
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 # Chunks that can hold an orientation: EXIF itself, or text with an EXIF profile or XMP.
 _PNG_METADATA = frozenset({b"eXIf", b"tEXt", b"zTXt", b"iTXt"})
@@ -28,7 +29,6 @@ _SIGNATURES: tuple[tuple[bytes, str], ...] = (
     (b"II+\x00", "TIFF"),
     (b"MM\x00+", "TIFF"),
     (b"\x00\x00\x01\x00", "ICO"),
-    (b"\x00\x00\x02\x00", "CUR"),
     (b"\x00\x00\x00\x0cjP  \r\n\x87\n", "JPEG 2000"),
     (b"\xff\x4f\xff\x51", "JPEG 2000"),
     (b"qoif", "QOI"),
@@ -57,7 +57,7 @@ _BRANDS = {
 
 
 def format_name(data: bytes) -> str:
-    """The format that the first bytes announce, for a person to read; ``unknown`` if they announce none."""
+    """The format that the first bytes announce, for a person to read; UNKNOWN_FORMAT for none."""
     head = bytes(data[:512])
     for signature, name in _SIGNATURES:
         if head.startswith(signature):
@@ -75,7 +75,7 @@ def format_name(data: bytes) -> str:
         return "SVG" if b"<svg" in text else "XML"
     if text.startswith((b'{"', b"[{", b"{\n", b"{ ")):
         return "JSON"
-    return "unknown"
+    return UNKNOWN_FORMAT
 
 
 class Canvas(NamedTuple):
@@ -121,15 +121,20 @@ def ico_canvas(data: bytes) -> Canvas | None:
     (start,) = struct.unpack_from("<I", min(entries, key=rank), 12)
     icon = data[start : start + 24]
     if icon.startswith(PNG_SIGNATURE):
-        return Canvas(*struct.unpack_from(">II", icon, 16)) if len(icon) == 24 else None
+        return _sound(*struct.unpack_from(">II", icon, 16)) if len(icon) == 24 else None
     if len(icon) < 12:
         return None
-    # A bitmap icon's height covers the colour and the mask rows.
     if struct.unpack_from("<I", icon)[0] == 12:
         width, height = struct.unpack_from("<HH", icon, 4)
     else:
-        width, height = struct.unpack_from("<Ii", icon, 4)
-    return Canvas(width, abs(height) // 2)
+        width, height = struct.unpack_from("<II", icon, 4)
+        if height >> 24 == 0xFF:  # negative: rows stand top down
+            height = (1 << 32) - height
+    return _sound(width, height // 2)  # the height covers the colour and the mask rows
+
+
+def _sound(width: int, height: int) -> Canvas | None:
+    return Canvas(width, height) if width > 0 and height > 0 else None
 
 
 def _png_chunks(data: bytes) -> Iterator[tuple[bytes, int, int]]:

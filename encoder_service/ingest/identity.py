@@ -63,7 +63,7 @@ def digest_pixels(pixels: PixelValues) -> bytes:
         ]
     )
     hasher = blake3(header)
-    hasher.update(memoryview(tensor.reshape(-1).view(torch.uint8).numpy()))
+    hasher.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
     return hasher.digest()
 
 

@@ -13,7 +13,12 @@ from typing import NamedTuple
 import torch
 
 from encoder_service.ingest.decode import DecodeLimits
-from encoder_service.ingest.frames import ImagePreprocessor, normalise, resize_bicubic, settings_fingerprint
+from encoder_service.ingest.frames import (
+    ImagePreprocessor,
+    normalise_into,
+    resize_bicubic,
+    settings_fingerprint,
+)
 from encoder_service.ingest.settings import MoonViTSettings
 from encoder_service.types import Grid, PreprocessOptions
 
@@ -95,13 +100,9 @@ class MoonViTPreprocessor(ImagePreprocessor):
         grid = self.target_grid(height, width, options)
         patch_size = self.settings.patch_size
         resized_HWC = resize_bicubic(image_HWC, target_height, target_width)
-        padded_height, padded_width = grid.h * patch_size, grid.w * patch_size
-        if (padded_height, padded_width) == (target_height, target_width):
-            return resized_HWC
         # Black to the right and below, before normalising: padding is -mean / std in the patches.
-        padded_HWC = resized_HWC.new_zeros(padded_height, padded_width, 3)
-        padded_HWC[:target_height, :target_width] = resized_HWC
-        return padded_HWC
+        right, below = grid.w * patch_size - target_width, grid.h * patch_size - target_height
+        return torch.nn.functional.pad(resized_HWC, (0, 0, 0, right, 0, below))
 
     def patchify(self, frames_THWC: torch.Tensor) -> torch.Tensor:
         """Row by row within a frame, frames one after the other: [t, h, w, C, ph, pw]."""
@@ -109,4 +110,6 @@ class MoonViTPreprocessor(ImagePreprocessor):
         patch = self.settings.patch_size
         blocks_ThwC = frames_THWC.reshape(num_frames, height // patch, patch, width // patch, patch, 3)
         patches_PCpp = blocks_ThwC.permute(0, 1, 3, 5, 2, 4).reshape(-1, 3, patch, patch)
-        return normalise(patches_PCpp, self.settings.normalisation).reshape(-1, self.patch_dim)
+        values_PCpp = torch.empty(patches_PCpp.shape, dtype=torch.float32, device=frames_THWC.device)
+        normalise_into(values_PCpp, patches_PCpp, self.settings.normalisation)
+        return values_PCpp.view(-1, self.patch_dim)

@@ -14,7 +14,12 @@ import torch
 
 from encoder_service.errors import AspectRatioExceeded, InvalidOption
 from encoder_service.ingest.decode import DecodeLimits
-from encoder_service.ingest.frames import ImagePreprocessor, normalise, resize_bicubic, settings_fingerprint
+from encoder_service.ingest.frames import (
+    ImagePreprocessor,
+    normalise_into,
+    resize_bicubic,
+    settings_fingerprint,
+)
 from encoder_service.ingest.settings import QwenVLSettings
 from encoder_service.types import Grid, PreprocessOptions
 
@@ -118,17 +123,22 @@ class QwenVLPreprocessor(ImagePreprocessor):
         patch, merge, temporal = self.settings.patch_size, self.merge_size, self.settings.temporal_patch_size
         block = patch * merge
         if num_frames == 1:
-            blocks_hwC = frames_THWC.view(height // block, merge, patch, width // block, merge, patch, 3)
-            patches_PCpp = blocks_hwC.permute(0, 3, 1, 4, 6, 2, 5).reshape(-1, 3, patch, patch)
-            values_PCpp = normalise(patches_PCpp, self.settings.normalisation)
-            repeated = values_PCpp.unsqueeze(2).expand(-1, -1, temporal, -1, -1)
-            return repeated.reshape(-1, self.patch_dim)
-        missing = -num_frames % temporal
-        if missing:
+            num_distinct = 1  # normalised once, then copied
+        else:
+            num_distinct = temporal
+            missing = -num_frames % temporal
             frames_THWC = torch.cat([frames_THWC, frames_THWC[-1:].expand(missing, -1, -1, -1)])
         blocks_ThwC = frames_THWC.reshape(
-            -1, temporal, height // block, merge, patch, width // block, merge, patch, 3
+            -1, num_distinct, height // block, merge, patch, width // block, merge, patch, 3
         )
-        patches_PCtpp = blocks_ThwC.permute(0, 2, 5, 3, 6, 8, 1, 4, 7).reshape(-1, 3, temporal, patch, patch)
-        values_PtCpp = normalise(patches_PCtpp.transpose(1, 2), self.settings.normalisation)
-        return values_PtCpp.transpose(1, 2).reshape(-1, self.patch_dim)
+        patches_PCtpp = blocks_ThwC.permute(0, 2, 5, 3, 6, 8, 1, 4, 7).reshape(
+            -1, 3, num_distinct, patch, patch
+        )
+        values_PCtpp = torch.empty(
+            (patches_PCtpp.shape[0], 3, temporal, patch, patch),
+            dtype=torch.float32,
+            device=frames_THWC.device,
+        )
+        normalise_into(values_PCtpp[:, :, :num_distinct], patches_PCtpp, self.settings.normalisation)
+        values_PCtpp[:, :, num_distinct:] = values_PCtpp[:, :, num_distinct - 1 : num_distinct]
+        return values_PCtpp.view(-1, self.patch_dim)

@@ -1,0 +1,325 @@
+"""Resized uint8 pixels and float32 pixel_values equal the reference's default processors, bit for bit."""
+
+from __future__ import annotations
+
+import base64
+import random
+import warnings
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from encoder_service.errors import AspectRatioExceeded
+from encoder_service.ingest.decode import DecodeLimits, decode_rgb
+from encoder_service.ingest.frames import ImagePreprocessor
+from encoder_service.ingest.registry import load_preprocessor
+from encoder_service.types import PreprocessOptions
+from tests.parity.reference import import_reference
+from tests.unit.ingest import image_files
+
+LIMITS = DecodeLimits(max_encoded_bytes=1 << 28, max_image_pixels=1 << 26)
+PLAIN = PreprocessOptions()
+CLIP = {"image_mean": [0.48145466, 0.4578275, 0.40821073], "image_std": [0.26862954, 0.26130258, 0.27577711]}
+HALF = {"image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5]}
+NUM_RANDOM = 240
+
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
+
+
+@cache
+def qwen_reference(low: int = 65536, high: int = 16777216, clip: bool = False) -> Any:
+    return import_reference().Qwen2VLImageProcessor(
+        size={"shortest_edge": low, "longest_edge": high}, patch_size=16, **(CLIP if clip else HALF)
+    )
+
+
+@cache
+def kimi_reference(clip: bool = False) -> Any:
+    import_reference()
+    from transformers.models.kimi_k25.image_processing_kimi_k25 import Kimi_K25ImageProcessor
+
+    return Kimi_K25ImageProcessor(**(CLIP if clip else HALF))
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Callable[[Any, str], ImagePreprocessor]:
+    """Our preprocessor of a reference processor, from the file that it saves."""
+
+    def save(reference: Any, family: str) -> ImagePreprocessor:
+        reference.save_pretrained(tmp_path)
+        preprocessor = load_preprocessor(tmp_path, family, LIMITS)
+        assert isinstance(preprocessor, ImagePreprocessor)
+        return preprocessor
+
+    return save
+
+
+def picture(height: int, width: int) -> np.ndarray:
+    """uint8 [H, W, 3]: noise over a gradient, with flat black and white parts where the kernel overshoots."""
+    rng = np.random.default_rng(height * 100003 + width)
+    array = rng.integers(0, 256, (height, width, 3), dtype=np.uint8)
+    array[: height // 3] = (array[: height // 3] > 127) * 255
+    array[height // 2 :, : width // 2] //= 8
+    return array
+
+
+def reference_pixels(reference: Any, array: np.ndarray, **overrides: Any) -> tuple[torch.Tensor, list[int]]:
+    """(pixel_values [P, patch_dim], grid) by the reference, from a channels-first tensor."""
+    image_CHW = torch.from_numpy(array).permute(2, 0, 1)
+    batch = reference(
+        images=[image_CHW], return_tensors="pt", input_data_format="channels_first", **overrides
+    )
+    values = batch["pixel_values"]
+    return values.reshape(values.shape[0], -1), batch["image_grid_thw"][0].tolist()
+
+
+def check(
+    preprocessor: ImagePreprocessor,
+    reference: Any,
+    array: np.ndarray,
+    options: PreprocessOptions = PLAIN,
+    **overrides: Any,
+) -> None:
+    expected, grid = reference_pixels(reference, array, **overrides)
+    item, _, _ = preprocessor.load_image(image_files.ppm(array), options)
+    where = (array.shape, options)
+    assert list(item.grid) == grid, where
+    values = preprocessor.patchify(item.frames_THWC)
+    assert values.dtype == torch.float32
+    assert torch.equal(values, expected), (where, (values - expected).abs().max())
+
+
+def random_sides(family: str, count: int) -> list[tuple[int, int]]:
+    """Sizes of all kinds: plain, around multiples of a block, strips, tiny."""
+    rng = random.Random(family)
+    block = 28 if family == "kimi_k25" else 32
+    sizes = []
+    for _ in range(count):
+        match rng.randrange(5):
+            case 0:
+                size = rng.randint(3, 450), rng.randint(3, 450)
+            case 1:
+                size = tuple(max(1, block * rng.randint(1, 13) + rng.choice((-1, 0, 1))) for _ in range(2))
+            case 2:  # halfway between two multiples, where rounding goes to the even one
+                size = tuple(block * rng.randint(1, 13) + block // 2 for _ in range(2))
+            case 3:
+                thin = rng.randint(1, 9)
+                size = rng.sample((thin, thin * rng.randint(20, 199)), 2)
+            case _:
+                size = rng.randint(1, 40), rng.randint(1, 40)
+        sizes.append((size[0], size[1]))
+    return sizes
+
+
+SPECIAL = [
+    (1, 1),
+    (1, 2),
+    (2, 1),
+    (1, 200),
+    (200, 1),
+    (16, 16),
+    (14, 14),
+    (28, 28),
+    (32, 32),
+    (31, 33),
+    (48, 80),
+    (700, 900),
+]
+
+
+@pytest.mark.parametrize("part", range(3))
+def test_qwen_on_random_sizes(part: int, saved: Callable[[Any, str], ImagePreprocessor]) -> None:
+    reference = qwen_reference(4096, 100_000)
+    preprocessor = saved(reference, "qwen3_vl")
+    for height, width in (random_sides("qwen3_vl", NUM_RANDOM) + SPECIAL)[part::3]:
+        check(preprocessor, reference, picture(height, width))
+
+
+@pytest.mark.parametrize("part", range(3))
+def test_kimi_on_random_sizes(part: int, saved: Callable[[Any, str], ImagePreprocessor]) -> None:
+    reference = kimi_reference()
+    preprocessor = saved(reference, "kimi_k25")
+    for height, width in (random_sides("kimi_k25", NUM_RANDOM) + SPECIAL)[part::3]:
+        # Images below the budget are only padded: limits of the request make most of these shrink.
+        patches, side = 40 + (height * 7 + width) % 500, 8 + (height + width) % 40
+        options = PreprocessOptions(max_patches=patches, max_patches_per_side=side)
+        size = {"max_height": side, "max_width": side}
+        check(preprocessor, reference, picture(height, width), options, max_patches=patches, size=size)
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_5"])
+def test_qwen_at_published_settings(family: str, saved: Callable[[Any, str], ImagePreprocessor]) -> None:
+    reference = qwen_reference()
+    preprocessor = saved(reference, family)
+    for height, width in [(1080, 1920), (1, 1), (255, 257), (256, 256), (5, 900), (1000, 5), (37, 2049)]:
+        check(preprocessor, reference, picture(height, width))
+
+
+def test_kimi_at_published_settings(saved: Callable[[Any, str], ImagePreprocessor]) -> None:
+    reference = kimi_reference()
+    preprocessor = saved(reference, "kimi_k25")
+    for height, width in [(1080, 1920), (1, 1), (7168, 3), (3, 7169), (1, 65535), (65535, 1), (900, 3999)]:
+        check(preprocessor, reference, picture(height, width))
+
+
+def test_a_size_above_the_area_limit(saved: Callable[[Any, str], ImagePreprocessor]) -> None:
+    reference = qwen_reference(65536, 1 << 20)
+    preprocessor = saved(reference, "qwen3_vl")
+    for height, width in [(1024, 1024), (1025, 1024), (1023, 1025), (1039, 1040), (1041, 1041), (900, 1700)]:
+        check(preprocessor, reference, picture(height, width))
+
+
+def test_qwen_limits_per_request(saved: Callable[[Any, str], ImagePreprocessor]) -> None:
+    reference = qwen_reference(4096, 1 << 20)
+    preprocessor = saved(reference, "qwen3_vl")
+    rng = random.Random(5)
+    for height, width in random_sides("limits", 60):
+        low = rng.choice((1, 1024, 5000, 60_000))
+        high = low + rng.choice((0, 1, 1023, 70_000))
+        size = {"shortest_edge": low, "longest_edge": high}
+        options = PreprocessOptions(min_pixels=low, max_pixels=high)
+        check(preprocessor, reference, picture(height, width), options, size=size)
+    for height, width in [(300, 500), (40, 40)]:
+        size = {"shortest_edge": 4096, "longest_edge": 20_000}
+        check(
+            preprocessor, reference, picture(height, width), PreprocessOptions(max_pixels=20_000), size=size
+        )
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl", "kimi_k25"])
+def test_any_mean_and_std(family: str, saved: Callable[[Any, str], ImagePreprocessor]) -> None:
+    reference = kimi_reference(clip=True) if family == "kimi_k25" else qwen_reference(4096, 90_000, clip=True)
+    preprocessor = saved(reference, family)
+    ramp = np.arange(256, dtype=np.uint8).repeat(3).reshape(8, 32, 3)
+    for array in (picture(123, 234), picture(224, 224), np.ascontiguousarray(np.tile(ramp, (8, 2, 1)))):
+        check(preprocessor, reference, array)
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl", "kimi_k25"])
+def test_resized_uint8_equals_the_references_resize(
+    family: str, saved: Callable[[Any, str], ImagePreprocessor]
+) -> None:
+    """The step itself, on integers: no normalisation between."""
+    reference = kimi_reference() if family == "kimi_k25" else qwen_reference(4096, 200_000)
+    preprocessor = saved(reference, family)
+    from transformers.image_utils import SizeDict
+
+    for height, width in random_sides(f"{family} uint8", 60):
+        array = picture(height, width)
+        planes = torch.from_numpy(array).permute(2, 0, 1).contiguous().unsqueeze(0)
+        if family == "kimi_k25":
+            options = PreprocessOptions(max_patches=200, max_patches_per_side=30)
+            target = preprocessor.target_size(height, width, options)
+            grid = preprocessor.target_grid(height, width, options)
+            resized = reference.resize(planes, size=SizeDict(height=target[0], width=target[1]), resample=3)
+            padded = SizeDict(height=grid.h * 14, width=grid.w * 14)
+            expected = reference.pad(resized, pad_size=padded)[0]
+        else:
+            options, size = PLAIN, SizeDict(shortest_edge=4096, longest_edge=200_000)
+            expected = reference.resize(images=planes, size=size, resample=3, factor=32)[0]
+        assert expected.dtype == torch.uint8
+        frame_HWC = preprocessor.fit(torch.from_numpy(array), options)
+        assert torch.equal(frame_HWC.permute(2, 0, 1), expected), (height, width)
+
+
+@pytest.mark.parametrize(("height", "width"), [(1, 201), (402, 1), (3, 601), (65535, 1)])
+def test_the_reference_refuses_the_same_aspects(
+    height: int, width: int, saved: Callable[[Any, str], ImagePreprocessor]
+) -> None:
+    reference = qwen_reference(4096, 100_000)
+    preprocessor = saved(reference, "qwen3_vl")
+    array = picture(height, width)
+    with pytest.raises(ValueError, match="aspect ratio"):
+        reference_pixels(reference, array)
+    with pytest.raises(AspectRatioExceeded):
+        preprocessor.load_image(image_files.ppm(array), PLAIN)
+    # One step less is fine for both.
+    side = min(height, width)
+    check(preprocessor, reference, picture(side, 200 * side))
+
+
+FILES = image_files.every_file() | image_files.every_orientation()
+
+
+def test_every_file_as_the_references_loader() -> None:
+    """Formats, modes, alpha and orientation, from the same bytes."""
+    import_reference()
+    from transformers.image_utils import load_image
+
+    for name, data in FILES.items():
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            expected = np.array(load_image(base64.b64encode(data).decode()))
+        np.testing.assert_array_equal(decode_rgb(data, LIMITS).numpy(), expected, err_msg=name)
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl", "kimi_k25"])
+def test_from_file_bytes_to_pixel_values(family: str, saved: Callable[[Any, str], ImagePreprocessor]) -> None:
+    """The whole route. The reference gets the loader's pixels as an array: with a Pillow object, releases
+    from 5.2x on composite what a palette's or PNG's transparent colour left in its ``info``."""
+    import_reference()
+    from transformers.image_utils import load_image
+
+    reference = kimi_reference() if family == "kimi_k25" else qwen_reference(4096, 90_000)
+    preprocessor = saved(reference, family)
+    for name, data in FILES.items():
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            array = np.array(load_image(base64.b64encode(data).decode()))
+        expected, grid = reference_pixels(reference, array)
+        item, _, _ = preprocessor.load_image(data, PLAIN)
+        assert list(item.grid) == grid, name
+        assert torch.equal(preprocessor.patchify(item.frames_THWC), expected), name
+
+
+@pytest.mark.parametrize("num_frames", [1, 2, 3, 4])
+def test_qwen_frames_in_temporal_patches(
+    num_frames: int, saved: Callable[[Any, str], ImagePreprocessor]
+) -> None:
+    preprocessor = saved(qwen_reference(), "qwen3_vl")
+    video_processor = import_reference().Qwen3VLVideoProcessor(**HALF)
+    frames = torch.from_numpy(np.stack([picture(64, 96 + i)[:, :96] for i in range(num_frames)]))
+    normalised = video_processor.rescale_and_normalize(
+        frames.permute(0, 3, 1, 2).unsqueeze(0), True, 1 / 255, True, (0.5, 0.5, 0.5), (0.5, 0.5, 0.5)
+    )
+    expected, *grid = video_processor.patchify(normalised, patch_size=16, merge_size=2, temporal_patch_size=2)
+    assert grid == [-(-num_frames // 2), 4, 6]
+    assert torch.equal(preprocessor.patchify(frames), expected[0])
+
+
+@pytest.mark.parametrize("num_frames", [1, 3, 4])
+def test_kimi_frames_one_after_the_other(
+    num_frames: int, saved: Callable[[Any, str], ImagePreprocessor]
+) -> None:
+    preprocessor = saved(kimi_reference(), "kimi_k25")
+    from transformers.models.kimi_k25.video_processing_kimi_k25 import Kimi_K25VideoProcessor
+
+    video_processor = Kimi_K25VideoProcessor()
+    frames = torch.from_numpy(np.stack([picture(56, 84 + i)[:, :84] for i in range(num_frames)]))
+    normalised = video_processor.rescale_and_normalize(
+        frames.permute(0, 3, 1, 2).unsqueeze(0), True, 1 / 255, True, (0.5, 0.5, 0.5), (0.5, 0.5, 0.5)
+    )
+    expected, *grid = video_processor.patchify(normalised, patch_size=14)
+    assert grid == [num_frames, 4, 6]
+    assert torch.equal(preprocessor.patchify(frames), expected.reshape(-1, 588))
+
+
+def test_patchify_on_the_device_under_test(
+    device: torch.device, saved: Callable[[Any, str], ImagePreprocessor]
+) -> None:
+    """uint8 travels: the device's normalisation gives the host's bits."""
+    for reference, family in (
+        (qwen_reference(clip=True), "qwen3_vl"),
+        (kimi_reference(clip=True), "kimi_k25"),
+    ):
+        preprocessor = saved(reference, family)
+        frames = torch.from_numpy(np.stack([picture(448, 448 + i)[:, :448] for i in range(3)]))
+        for count in (1, 3):
+            on_device = preprocessor.patchify(frames[:count].to(device))
+            assert on_device.device.type == device.type
+            assert torch.equal(on_device.cpu(), preprocessor.patchify(frames[:count]))

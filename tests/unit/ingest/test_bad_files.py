@@ -1,0 +1,110 @@
+"""Truncated and corrupt files of every format answer with one of our errors, or decode; nothing else."""
+
+from __future__ import annotations
+
+import random
+import struct
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from encoder_service.errors import ImageTooLarge, InvalidInput, UndecodableImage
+from encoder_service.ingest.decode import DecodeLimits, decode_rgb, read_size
+from encoder_service.ingest.headers import ico_canvas, png_metadata_first, webp_canvas
+from tests.unit.ingest import image_files
+
+LIMITS = DecodeLimits(max_encoded_bytes=1 << 20, max_image_pixels=1 << 20)
+FILES = image_files.every_file()
+NUM_CUTS, NUM_FLIPS = 40, 60
+
+
+def answer(read: Callable[[bytes, DecodeLimits], Any], data: bytes) -> Any:
+    """What a reader gives, or the error it refuses with; any other exception fails the calling test."""
+    try:
+        return read(data, LIMITS)
+    except (UndecodableImage, ImageTooLarge) as error:
+        return error
+
+
+def attempt(data: bytes) -> None:
+    """Both readers answer within the limits, or refuse with a text."""
+    size, image = answer(read_size, data), answer(decode_rgb, data)
+    if isinstance(size, InvalidInput):
+        assert str(size)
+    else:
+        assert 1 <= size.height * size.width <= LIMITS.max_image_pixels
+    if isinstance(image, InvalidInput):
+        assert str(image)
+    else:
+        assert image.dtype == torch.uint8
+        assert 3 <= image.numel() <= 3 * LIMITS.max_image_pixels
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_truncated_anywhere(name: str) -> None:
+    data = FILES[name]
+    cuts = {*range(min(30, len(data))), *(len(data) * i // NUM_CUTS for i in range(NUM_CUTS)), len(data) - 1}
+    for cut in sorted(cuts):
+        attempt(data[:cut])
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_half_an_image_never_decodes(name: str) -> None:
+    num_frames = 2 if name.endswith(("-pages", "-animated")) or name == "mpo" else 1
+    data = FILES[name][: len(FILES[name]) // 2 // num_frames]
+    with pytest.raises(UndecodableImage) as caught:
+        decode_rgb(data, LIMITS)
+    assert caught.value.details["found_bytes"] == str(len(data))
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_corrupt_anywhere(name: str) -> None:
+    rng = random.Random(name)
+    for _ in range(NUM_FLIPS):
+        data = bytearray(FILES[name])
+        for _ in range(rng.choice((1, 1, 2, 8, 40))):
+            # Headers decide most, so that half of the damage goes there.
+            end = len(data) if rng.random() < 0.5 else min(96, len(data))
+            data[rng.randrange(end)] = rng.choice((0, 1, 0x7F, 0x80, 0xFF, rng.randrange(256)))
+        attempt(bytes(data))
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_format_behind_anothers_signature(name: str) -> None:
+    for other in ("png-RGB", "jpeg-rgb", "gif-palette", "webp-lossy", "tiff-lzw", "ico-png", "bmp-rgb"):
+        attempt(FILES[other][:16] + FILES[name][16:])
+        attempt(FILES[other][: len(FILES[other]) // 2] + FILES[name])
+
+
+@settings(deadline=None, max_examples=300)
+@given(st.binary(max_size=200), st.sampled_from([data[:8] for data in FILES.values()] + [b""]))
+def test_random_bytes(tail: bytes, head: bytes) -> None:
+    attempt(head + tail)
+
+
+@settings(deadline=None, max_examples=300)
+@given(
+    st.binary(max_size=80),
+    st.sampled_from([b"", b"\0\0\1\0\1\0", b"RIFF\0\0\0\0WEBPVP8L", b"\x89PNG\r\n\x1a\n"]),
+)
+def test_header_readers_are_total(tail: bytes, head: bytes) -> None:
+    for reader in (ico_canvas, webp_canvas, png_metadata_first):
+        reader(head + tail)
+
+
+@pytest.mark.parametrize("body", ["RGB", "P", "LA"])
+def test_late_png_metadata_that_is_damaged(body: str) -> None:
+    chunk = image_files.png_chunk(b"eXIf", image_files.exif(6))
+    for damage in (chunk[:-1] + b"\0", chunk[:9], struct.pack(">I", 1 << 30) + chunk[4:]):
+        attempt(image_files.png_with_late_chunk(FILES[f"png-{body}"], damage))
+
+
+def test_a_truncated_file_names_its_format() -> None:
+    with pytest.raises(UndecodableImage, match="JPEG file of 500 bytes is truncated or damaged"):
+        decode_rgb(FILES["jpeg-rgb"][:500], LIMITS)
+    with pytest.raises(UndecodableImage, match="TGA file of 900 bytes is truncated or damaged"):
+        decode_rgb(FILES["tga"][:900], LIMITS)

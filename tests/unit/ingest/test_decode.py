@@ -1,0 +1,199 @@
+"""Decoded pixels equal what the reference package's loader gives, and limits hold before decoding."""
+
+from __future__ import annotations
+
+import io
+import resource
+import sys
+import threading
+import time
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image, ImageOps
+
+from encoder_service.errors import ImageTooLarge, UndecodableImage
+from encoder_service.ingest.decode import ALLOWED_FORMATS, DecodeLimits, decode_rgb, read_size
+from tests.unit.ingest import image_files
+
+LIMITS = DecodeLimits(max_encoded_bytes=1 << 24, max_image_pixels=1 << 24)
+FILES = image_files.every_file()
+ORIENTED = image_files.every_orientation()
+
+
+def loaded(data: bytes) -> np.ndarray:
+    """uint8 [H, W, 3] by the two calls of ``transformers.image_utils.load_image``; ``tests/parity`` holds
+    the two equal."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return np.array(ImageOps.exif_transpose(Image.open(io.BytesIO(data))).convert("RGB"))
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_every_format_and_mode(name: str) -> None:
+    pixels = decode_rgb(FILES[name], LIMITS)
+    expected = loaded(FILES[name])
+    assert pixels.dtype == torch.uint8
+    assert pixels.is_contiguous()
+    np.testing.assert_array_equal(pixels.numpy(), expected)
+    assert read_size(FILES[name], LIMITS) == expected.shape[:2]
+
+
+def test_every_allowed_format_is_covered() -> None:
+    met = {Image.open(io.BytesIO(data)).format for data in FILES.values()}
+    writable = {name for name in ALLOWED_FORMATS if name in Image.SAVE and name in Image.OPEN}
+    assert met >= writable - {"DIB"}  # a bare bitmap body; its plugin is the one behind BMP and ICO
+
+
+@pytest.mark.parametrize("name", ORIENTED)
+def test_orientation_as_the_reference(name: str) -> None:
+    expected = loaded(ORIENTED[name])
+    np.testing.assert_array_equal(decode_rgb(ORIENTED[name], LIMITS).numpy(), expected)
+    assert read_size(ORIENTED[name], LIMITS) == expected.shape[:2]
+
+
+def test_orientation_turns_sides() -> None:
+    upright, turned = ORIENTED["png-1"], ORIENTED["png-6"]
+    assert read_size(upright, LIMITS) == (image_files.HEIGHT, image_files.WIDTH)
+    assert read_size(turned, LIMITS) == (image_files.WIDTH, image_files.HEIGHT)
+    torch.testing.assert_close(
+        decode_rgb(turned, LIMITS), torch.rot90(decode_rgb(upright, LIMITS), -1, (0, 1)), rtol=0, atol=0
+    )
+
+
+@pytest.mark.parametrize("block", [b"\xff" * 40, b"MM\0*\0\0\0\x08\0\x09", b"II*\0\xff\xff\xff\x7f", b""])
+def test_damaged_exif_counts_as_upright(block: bytes) -> None:
+    plain = image_files.encode(image_files.image("RGB"), "PNG")
+    data = image_files.png_with_late_chunk(plain, image_files.png_chunk(b"eXIf", block))
+    np.testing.assert_array_equal(decode_rgb(data, LIMITS).numpy(), loaded(plain))
+    assert read_size(data, LIMITS) == loaded(plain).shape[:2]
+
+
+def test_p09_alpha_is_dropped_not_composited() -> None:
+    rgba = image_files.pixels(channels=4)
+    rgba[:, :, 3] = 0
+    pixels = decode_rgb(image_files.encode(Image.fromarray(rgba), "PNG"), LIMITS)
+    np.testing.assert_array_equal(pixels.numpy(), rgba[:, :, :3])
+
+
+def test_the_first_frame_of_an_animation() -> None:
+    first = decode_rgb(FILES["webp-lossless"], LIMITS)
+    frames = [image_files.image("RGB"), image_files.image("RGB", seed=1)]
+    animated = image_files.encode(frames[0], "WEBP", save_all=True, append_images=frames[1:], lossless=True)
+    torch.testing.assert_close(decode_rgb(animated, LIMITS), first, rtol=0, atol=0)
+
+
+def test_encoded_bytes_are_limited() -> None:
+    data = FILES["png-RGB"]
+    limits = DecodeLimits(max_encoded_bytes=len(data) - 1, max_image_pixels=1 << 20)
+    for read in (read_size, decode_rgb):
+        with pytest.raises(ImageTooLarge, match=f"{len(data)} bytes, the limit is {len(data) - 1}"):
+            read(data, limits)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_pixels_are_limited_at_the_exact_number(name: str) -> None:
+    height, width = read_size(FILES[name], LIMITS)
+    decode_rgb(FILES[name], DecodeLimits(1 << 24, height * width))
+    for read in (read_size, decode_rgb):
+        with pytest.raises(ImageTooLarge) as caught:
+            read(FILES[name], DecodeLimits(1 << 24, height * width - 1))
+        assert caught.value.details["found_pixels"] == str(height * width)
+        assert caught.value.details["max_image_pixels"] == str(height * width - 1)
+
+
+@pytest.mark.parametrize("name", image_files.bombs(12000, 9000))
+def test_bombs_are_refused_before_anything_is_allocated(name: str) -> None:
+    data = image_files.bombs(12000, 9000)[name]
+    assert len(data) < 8192
+    for read in (read_size, decode_rgb):
+        before, started = _peak_rss_bytes(), time.perf_counter()
+        with pytest.raises(ImageTooLarge) as caught:
+            read(data, DecodeLimits(1 << 20, 100_000_000))
+        assert time.perf_counter() - started < 1
+        assert _peak_rss_bytes() - before < 50 << 20  # the pixels alone would take 309 MiB
+        assert caught.value.details == {"found_pixels": "108000000", "max_image_pixels": "100000000"}
+
+
+def _peak_rss_bytes() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def test_pillows_own_bomb_error_carries_both_numbers() -> None:
+    # 256 million pixels are over Pillow's 178,956,970, which it checks itself while opening.
+    for name, data in image_files.bombs(16000, 16000).items():
+        with pytest.raises(ImageTooLarge) as caught:
+            decode_rgb(data, DecodeLimits(1 << 20, 1 << 40))
+        assert caught.value.details["found_pixels"] == "256000000", name
+        assert int(caught.value.details["max_image_pixels"]) < 256_000_000
+    assert Image.MAX_IMAGE_PIXELS == 89_478_485
+
+
+@pytest.mark.parametrize(
+    ("data", "text"),
+    [
+        (b"", "0 bytes"),
+        (b"<!DOCTYPE html><html><body>404 not found</body></html>", "HTML"),
+        (b"\xef\xbb\xbf\n <html lang='en'>" + b" " * 2000, "HTML"),
+        (b'{"error": "not found"}', "JSON"),
+        (b"<?xml version='1.0'?><svg xmlns='http://www.w3.org/2000/svg'/>", "SVG"),
+        (b"%PDF-1.7\n" + b"0" * 100, "PDF"),
+        (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "PostScript"),
+        (b"8BPS\0\1" + b"\0" * 100, "Photoshop"),
+        (b"\0\0\0\x18ftypheic" + b"\0" * 100, "HEIC"),
+        (b"\0\0\0\x18ftypmp42" + b"\0" * 100, "MP4"),
+        (b"PK\x03\x04" + b"\0" * 100, "ZIP"),
+        (b"\xff\xd8\xff", "JPEG"),
+        (b"\0" * 64, "00 00 00 00"),
+        (b"plain words", "70 6c 61 69 6e"),
+        (b"x", "78"),
+    ],
+)
+def test_what_is_no_image_is_named(data: bytes, text: str) -> None:
+    for read in (read_size, decode_rgb):
+        with pytest.raises(UndecodableImage, match=text):
+            read(data, LIMITS)
+
+
+@pytest.mark.parametrize("kind", ["EPS", "PDF", "PSD", "FITS", "ICNS", "XPM"])
+def test_formats_off_the_list_are_not_opened(kind: str) -> None:
+    Image.init()
+    if kind in Image.SAVE:
+        data = image_files.encode(image_files.image("RGB"), kind)
+    else:
+        data = {"PSD": b"8BPS\0\1" + b"\0" * 60, "FITS": b"SIMPLE  =" + b" " * 80, "XPM": b"/* XPM */"}[kind]
+    with pytest.raises(UndecodableImage):
+        decode_rgb(data, LIMITS)
+
+
+def test_no_warning_leaves_the_decoder() -> None:
+    # This file makes Pillow warn; warnings are errors here.
+    with pytest.warns(UserWarning, match="Transparency"):
+        Image.open(io.BytesIO(FILES["png-palette-alphas"])).convert("RGB")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        decode_rgb(FILES["png-palette-alphas"], LIMITS)
+    assert not caught
+
+
+def test_decoding_in_many_threads() -> None:
+    barrier = threading.Barrier(8)
+
+    def decode_all(_: int) -> dict[str, torch.Tensor]:
+        barrier.wait()
+        return {name: decode_rgb(data, LIMITS) for name, data in FILES.items()}
+
+    with ThreadPoolExecutor(8) as pool:
+        first, *others = pool.map(decode_all, range(8))
+    for other in others:
+        for name, pixels in first.items():
+            assert torch.equal(pixels, other[name]), name
+
+
+@pytest.mark.parametrize("limits", [(0, 1), (1, 0), (-5, 1)])
+def test_limits_below_one_are_refused(limits: tuple[int, int]) -> None:
+    with pytest.raises(ValueError, match="at least 1"):
+        DecodeLimits(*limits)

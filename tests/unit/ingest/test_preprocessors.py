@@ -1,0 +1,344 @@
+"""Options, grids, caller tensors, patch order and loading of both families, without the reference."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from encoder_service.errors import (
+    AspectRatioExceeded,
+    GridMismatch,
+    ImageTooLarge,
+    InvalidInput,
+    InvalidOption,
+    NonFinitePixels,
+    PixelTensorMismatch,
+    UndecodableImage,
+)
+from encoder_service.ingest.decode import DecodeLimits
+from encoder_service.ingest.frames import ImagePreprocessor
+from encoder_service.ingest.moonvit import MoonViTPreprocessor
+from encoder_service.ingest.qwen_vl import QwenVLPreprocessor
+from encoder_service.ingest.settings import MoonViTSettings, Normalisation, QwenVLSettings
+from encoder_service.types import Grid, Modality, PixelValues, PreprocessOptions
+from tests.unit.ingest import image_files
+
+LIMITS = DecodeLimits(max_encoded_bytes=1 << 26, max_image_pixels=1 << 24)
+HALF = Normalisation((0.5, 0.5, 0.5), (0.5, 0.5, 0.5), 1 / 255)
+QWEN = QwenVLPreprocessor(QwenVLSettings(16, 2, 2, 4096, 1 << 20, HALF), LIMITS)
+KIMI = MoonViTPreprocessor(MoonViTSettings(14, 2, 1024, 64, HALF), LIMITS)
+BOTH: list[ImagePreprocessor] = [QWEN, KIMI]
+PLAIN = PreprocessOptions()
+FILES = image_files.every_file()
+ORIENTED = image_files.every_orientation()
+
+
+def solid(height: int, width: int, level: int = 128) -> bytes:
+    return image_files.ppm(np.full((height, width, 3), level, np.uint8))
+
+
+# Options
+
+
+@pytest.mark.parametrize(
+    ("preprocessor", "given", "text"),
+    [
+        (QWEN, {"min_pixels": 0}, "min_pixels is 0, allowed are 1 to 16777216"),
+        (QWEN, {"max_pixels": 0}, "max_pixels is 0, allowed are 1 to 16777216"),
+        (QWEN, {"max_pixels": -4}, "max_pixels is -4"),
+        (QWEN, {"max_pixels": 1 << 25}, "max_pixels is 33554432, allowed are 1 to 16777216"),
+        (QWEN, {"min_pixels": 1 << 40, "max_pixels": 1 << 41}, "min_pixels is 1099511627776"),
+        (QWEN, {"min_pixels": 9000, "max_pixels": 8000}, "min_pixels 9000 is above max_pixels 8000"),
+        (QWEN, {"max_pixels": 4095}, "min_pixels 4096 is above max_pixels 4095"),
+        (QWEN, {"min_pixels": (1 << 20) + 1}, "min_pixels 1048577 is above max_pixels 1048576"),
+        (
+            QWEN,
+            {"max_patches": 5},
+            "max_patches = 5 does not apply to image items of qwen_vl.*min_pixels, max_pixels",
+        ),
+        (QWEN, {"fps": 2.0}, "fps = 2.0 does not apply to image items"),
+        (KIMI, {"max_patches": 0}, "max_patches is 0, allowed are 1 to 85598"),
+        (KIMI, {"max_patches": 85599}, "max_patches is 85599, allowed are 1 to 85598"),
+        (KIMI, {"max_patches_per_side": 0}, "max_patches_per_side is 0, allowed are 1 to 64"),
+        (KIMI, {"max_patches_per_side": 65}, "max_patches_per_side is 65, allowed are 1 to 64"),
+        (KIMI, {"min_pixels": 5}, "min_pixels = 5 does not apply to image items of kimi_k25"),
+        (KIMI, {"max_frames": 5}, "max_frames = 5 does not apply to image items"),
+    ],
+)
+def test_options_out_of_bounds(preprocessor: ImagePreprocessor, given: dict[str, Any], text: str) -> None:
+    options = PreprocessOptions(**given)
+    data = solid(64, 64)
+    for refuse in (
+        lambda: preprocessor.check_options(Modality.IMAGE, options),
+        lambda: preprocessor.probe_image(data, options),
+        lambda: preprocessor.load_image(data, options),
+    ):
+        with pytest.raises(InvalidOption, match=text):
+            refuse()
+
+
+@pytest.mark.parametrize("preprocessor", BOTH)
+def test_clips_take_no_options(preprocessor: ImagePreprocessor) -> None:
+    preprocessor.check_options(Modality.VIDEO, PLAIN)
+    for options in (
+        PreprocessOptions(fps=2.0),
+        PreprocessOptions(min_pixels=9000),
+        PreprocessOptions(max_patches=9),
+    ):
+        with pytest.raises(InvalidOption, match="video items"):
+            preprocessor.check_options(Modality.VIDEO, options)
+
+
+def test_options_at_their_bounds() -> None:
+    areas = [(1, 1), (None, 1 << 24), (1 << 20, None)]
+    for low, high in areas:
+        QWEN.check_options(Modality.IMAGE, PreprocessOptions(min_pixels=low, max_pixels=high))
+    for patches, side in [(1, None), (None, 1), (None, 64), (85598, 64)]:
+        KIMI.check_options(Modality.IMAGE, PreprocessOptions(max_patches=patches, max_patches_per_side=side))
+
+
+# Grids
+
+sides = st.integers(1, 5000)
+
+
+@given(sides, sides, st.integers(1, 1 << 22), st.integers(0, 1 << 22))
+def test_qwen_grids_are_whole_blocks_near_the_area(height: int, width: int, low: int, more: int) -> None:
+    options = PreprocessOptions(min_pixels=low, max_pixels=low + more)
+    if max(height, width) > 200 * min(height, width):
+        with pytest.raises(AspectRatioExceeded):
+            QWEN.target_grid(height, width, options)
+        return
+    grid = QWEN.target_grid(height, width, options)
+    assert grid.t == 1
+    assert grid.h % 2 == grid.w % 2 == 0
+    assert min(grid) >= 1
+    area = grid.num_patches * 256
+    # A strip is at least one block wide, and blocks are whole: a block more on each side at the most.
+    assert area >= min(low, 1024)
+    bound = (math.sqrt(max(low, 1) * 200) + 32) * (math.sqrt(max(low, 1)) + 32)
+    assert area <= max(low + more, bound)
+
+
+@given(st.integers(1, 70000), st.integers(1, 70000), st.integers(1, 2000), st.integers(1, 64))
+def test_p09_kimi_grids_never_grow_and_stay_in_their_limits(
+    height: int, width: int, patches: int, side: int
+) -> None:
+    options = PreprocessOptions(max_patches=patches, max_patches_per_side=side)
+    grid = KIMI.target_grid(height, width, options)
+    target_height, target_width = KIMI.target_size(height, width, options)
+    assert 1 <= target_height <= min(height, side * 14)
+    assert 1 <= target_width <= min(width, side * 14)
+    assert (grid.h, grid.w) == (math.ceil(target_height / 28) * 2, math.ceil(target_width / 28) * 2)
+    whole_patches = max(1, target_height // 14) * max(1, target_width // 14)
+    # The budget divides whole patches of the original, whose remainders can add one patch on each side.
+    assert whole_patches <= (math.sqrt(patches * height / width) + 2) * (
+        math.sqrt(patches * width / height) + 2
+    )
+
+
+def test_kimi_counts_its_budget_before_padding() -> None:
+    published = MoonViTPreprocessor(MoonViTSettings(14, 2, 16384, 512, HALF), LIMITS)
+    assert published.target_grid(2160, 3840, PLAIN) == Grid(1, 98, 172)
+
+
+def test_strips() -> None:
+    strip = solid(1, 65535)
+    for read in (QWEN.probe_image, QWEN.load_image):
+        with pytest.raises(AspectRatioExceeded, match=r"65535x1.*65535\.0 times.*limit is 200") as caught:
+            read(strip, PLAIN)
+        assert caught.value.details["max_aspect_ratio"] == "200"
+    frames, _, _ = KIMI.load_image(strip, PLAIN)
+    assert frames.grid == KIMI.probe_image(strip, PLAIN) == Grid(1, 2, 64)
+    frames, _, _ = KIMI.load_image(solid(65535, 1), PLAIN)
+    assert frames.grid == Grid(1, 64, 2)
+    assert QWEN.target_grid(1, 200, PLAIN).num_patches > 0
+    with pytest.raises(AspectRatioExceeded):
+        QWEN.target_grid(1, 201, PLAIN)
+
+
+@pytest.mark.parametrize("preprocessor", BOTH)
+def test_one_pixel(preprocessor: ImagePreprocessor) -> None:
+    item, _, _ = preprocessor.load_image(solid(1, 1, 200), PLAIN)
+    assert item.grid == (Grid(1, 4, 4) if preprocessor is QWEN else Grid(1, 2, 2))
+    assert item.frames_THWC[0, 0, 0].tolist() == [200, 200, 200]
+
+
+# Loading
+
+
+@pytest.mark.parametrize("preprocessor", BOTH)
+def test_loading_every_format_agrees_with_the_probe(preprocessor: ImagePreprocessor) -> None:
+    for name, data in (FILES | ORIENTED).items():
+        item, decode_ms, resize_ms = preprocessor.load_image(data, PLAIN)
+        patch = preprocessor.patch_shapes[-1][-1] if preprocessor is KIMI else 16
+        assert preprocessor.probe_image(data, PLAIN) == item.grid, name
+        assert item.frames_THWC.shape == (1, item.grid.h * patch, item.grid.w * patch, 3), name
+        assert item.frames_THWC.dtype == torch.uint8
+        assert decode_ms > 0
+        assert resize_ms >= 0
+        patches = preprocessor.patchify(item.frames_THWC)
+        assert patches.shape == (item.grid.num_patches, preprocessor.patch_dim)
+
+
+@pytest.mark.parametrize("preprocessor", BOTH)
+@pytest.mark.parametrize("data", [b"", b"<html></html>", FILES["jpeg-rgb"][:300], FILES["png-RGB"][:60]])
+def test_bad_files_are_refused(preprocessor: ImagePreprocessor, data: bytes) -> None:
+    with pytest.raises(UndecodableImage):
+        preprocessor.load_image(data, PLAIN)
+
+
+@pytest.mark.parametrize("preprocessor", BOTH)
+def test_a_bomb_is_refused_by_probe_and_load(preprocessor: ImagePreprocessor) -> None:
+    for data in image_files.bombs(10000, 10000).values():
+        for read in (preprocessor.probe_image, preprocessor.load_image):
+            with pytest.raises(ImageTooLarge, match="100000000 pixels, the limit is 16777216"):
+                read(data, PLAIN)
+
+
+def test_p09_kimi_pads_and_does_not_stretch() -> None:
+    array = image_files.pixels(30, 45)
+    item, _, _ = KIMI.load_image(image_files.ppm(array), PLAIN)
+    frame = item.frames_THWC[0].numpy()
+    assert frame.shape == (56, 56, 3)
+    np.testing.assert_array_equal(frame[:30, :45], array)
+    assert not frame[30:].any()
+    assert not frame[:, 45:].any()
+    # Padding is black before normalising: -1 here, not 0.
+    assert KIMI.patchify(item.frames_THWC)[-1].unique().tolist() == [-1.0]
+
+
+@pytest.mark.parametrize("preprocessor", BOTH)
+def test_p09_alpha_is_dropped_before_the_resize(preprocessor: ImagePreprocessor) -> None:
+    rgba = image_files.pixels(70, 900, channels=4)
+    rgba[:, ::2, 3] = 0  # premultiplying or compositing would darken or lighten every second column
+    options = (
+        PreprocessOptions(max_patches=100) if preprocessor is KIMI else PreprocessOptions(max_pixels=9000)
+    )
+    with_alpha, _, _ = preprocessor.load_image(image_files.encode(Image.fromarray(rgba), "PNG"), options)
+    without, _, _ = preprocessor.load_image(image_files.ppm(rgba[:, :, :3]), options)
+    assert with_alpha.frames_THWC.shape[2] < 900
+    assert torch.equal(with_alpha.frames_THWC, without.frames_THWC)
+
+
+# Patch order, element by element, against an index written out in loops
+
+
+def test_qwen_patch_order() -> None:
+    frames = torch.from_numpy(np.stack([image_files.pixels(64, 96, seed=seed) for seed in range(3)]))
+    patches = QWEN.patchify(frames).view(2, 2, 3, 2, 2, 3, 2, 16, 16)
+    rng = np.random.default_rng(0)
+    for _ in range(500):
+        t, bh, bw, mh, mw, c, tp, ph, pw = (int(rng.integers(size)) for size in patches.shape)
+        frame = min(2 * t + tp, 2)  # the third frame repeats to fill the second temporal patch
+        pixel = frames[frame, (2 * bh + mh) * 16 + ph, (2 * bw + mw) * 16 + pw, c]
+        assert patches[t, bh, bw, mh, mw, c, tp, ph, pw] == (pixel.float() - 127.5) / 127.5
+
+
+def test_qwen_repeats_an_images_frame() -> None:
+    frame = torch.from_numpy(image_files.pixels(64, 96)).unsqueeze(0)
+    assert torch.equal(QWEN.patchify(frame), QWEN.patchify(frame.expand(2, -1, -1, -1)))
+    assert QWEN.patchify(frame.expand(4, -1, -1, -1)).shape == (2 * 4 * 6, 1536)
+
+
+def test_kimi_patch_order() -> None:
+    frames = torch.from_numpy(np.stack([image_files.pixels(56, 84, seed=seed) for seed in range(3)]))
+    patches = KIMI.patchify(frames).view(3, 4, 6, 3, 14, 14)
+    rng = np.random.default_rng(0)
+    for _ in range(500):
+        t, h, w, c, ph, pw = (int(rng.integers(size)) for size in patches.shape)
+        pixel = frames[t, h * 14 + ph, w * 14 + pw, c]
+        assert patches[t, h, w, c, ph, pw] == (pixel.float() - 127.5) / 127.5
+
+
+# A caller's own pixels
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("preprocessor", "shape"), [(QWEN, (24, 1536)), (KIMI, (24, 588)), (KIMI, (24, 3, 14, 14))]
+)
+def test_pixel_tensors_are_taken_as_they_are(
+    preprocessor: ImagePreprocessor, shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    values = torch.randn(shape).to(dtype)
+    item = preprocessor.check_pixels(PixelValues(values, Grid(1, 4, 6)))
+    assert item.grid == Grid(1, 4, 6)
+    assert item.pixel_values.dtype == torch.float32
+    assert item.pixel_values.is_contiguous()
+    assert torch.equal(item.pixel_values, values.float().reshape(24, -1))
+    assert preprocessor.check_pixels(PixelValues(values, Grid(3, 4, 2))).grid == Grid(3, 4, 2)
+
+
+def test_strided_pixel_tensors_are_read_by_value() -> None:
+    values = torch.randn(1536, 24).t()
+    item = QWEN.check_pixels(PixelValues(values, Grid(1, 4, 6)))
+    assert torch.equal(item.pixel_values, values)
+    assert item.pixel_values.is_contiguous()
+
+
+@pytest.mark.parametrize(
+    ("preprocessor", "values", "grid", "error", "text"),
+    [
+        (QWEN, torch.zeros(23, 1536), (1, 4, 6), GridMismatch, r"23 rows, grid_thw \[1, 4, 6\] needs 24"),
+        (QWEN, torch.zeros(0, 1536), (1, 2, 2), GridMismatch, r"0 rows, grid_thw \[1, 2, 2\] needs 4"),
+        (QWEN, torch.zeros(15, 1536), (1, 3, 5), GridMismatch, r"\[1, 3, 5\].*merge size 2"),
+        (KIMI, torch.zeros(10, 588), (1, 2, 5), GridMismatch, r"\[1, 2, 5\].*merge size 2"),
+        (QWEN, torch.zeros(0, 1536), (1, 0, 4), GridMismatch, r"\[1, 0, 4\], every side needs at least 1"),
+        (QWEN, torch.zeros(8, 1536), (0, 4, 4), GridMismatch, r"\[0, 4, 4\]"),
+        (QWEN, torch.zeros(8, 1536), (1, -2, -4), GridMismatch, r"\[1, -2, -4\]"),
+        (QWEN, torch.zeros(24, 1535), (1, 4, 6), PixelTensorMismatch, r"\[24, 1535\].*\[P, 1536\]"),
+        (QWEN, torch.zeros(24, 3, 512), (1, 4, 6), PixelTensorMismatch, r"\[24, 3, 512\]"),
+        (QWEN, torch.zeros(24 * 1536), (1, 4, 6), PixelTensorMismatch, r"\[36864\]"),
+        (QWEN, torch.zeros(()), (1, 4, 6), PixelTensorMismatch, r"\[\]"),
+        (KIMI, torch.zeros(24, 3, 14, 15), (1, 4, 6), PixelTensorMismatch, r"\[P, 588\] or \[P, 3, 14, 14\]"),
+        (
+            QWEN,
+            torch.zeros(24, 1536, dtype=torch.uint8),
+            (1, 4, 6),
+            PixelTensorMismatch,
+            "is uint8, needs one of float32",
+        ),
+        (QWEN, torch.zeros(24, 1536, dtype=torch.float64), (1, 4, 6), PixelTensorMismatch, "is float64"),
+    ],
+)
+def test_pixel_tensors_that_are_refused(
+    preprocessor: ImagePreprocessor,
+    values: torch.Tensor,
+    grid: tuple[int, int, int],
+    error: type[InvalidInput],
+    text: str,
+) -> None:
+    with pytest.raises(error, match=text):
+        preprocessor.check_pixels(PixelValues(values, Grid(*grid)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_p33_non_finite_pixels_are_counted(bad: float, dtype: torch.dtype) -> None:
+    values = torch.zeros(24, 1536, dtype=dtype)
+    values[3, 5] = values[23, 1535] = bad
+    with pytest.raises(NonFinitePixels, match="2 NaN or infinite elements among 36864") as caught:
+        QWEN.check_pixels(PixelValues(values, Grid(1, 4, 6)))
+    assert caught.value.details == {"found": "2", "num_elements": "36864"}
+
+
+@settings(deadline=None)
+@given(st.integers(-3, 9), st.integers(-3, 9), st.integers(-3, 9), st.integers(0, 40), st.sampled_from(BOTH))
+def test_rows_and_grid_always_agree(
+    t: int, h: int, w: int, rows: int, preprocessor: ImagePreprocessor
+) -> None:
+    pixels = PixelValues(torch.zeros(rows, preprocessor.patch_dim), Grid(t, h, w))
+    sound = min(t, h, w) >= 1 and h % 2 == w % 2 == 0 and t * h * w == rows
+    if sound:
+        assert preprocessor.check_pixels(pixels).pixel_values.shape[0] == rows
+    else:
+        with pytest.raises(GridMismatch):
+            preprocessor.check_pixels(pixels)

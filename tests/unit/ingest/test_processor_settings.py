@@ -1,0 +1,239 @@
+"""Processor settings are read from the checkpoint's files, in every spelling, or refused by name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from encoder_service.errors import CheckpointError, UnsupportedCheckpoint
+from encoder_service.ingest.decode import DecodeLimits
+from encoder_service.ingest.moonvit import MoonViTPreprocessor
+from encoder_service.ingest.qwen_vl import QwenVLPreprocessor
+from encoder_service.ingest.registry import PREPROCESSORS, load_preprocessor
+from encoder_service.ingest.settings import MoonViTSettings, Normalisation, QwenVLSettings
+
+LIMITS = DecodeLimits(max_encoded_bytes=1 << 20, max_image_pixels=1 << 20)
+HALF = [0.5, 0.5, 0.5]
+QWEN: dict[str, Any] = {
+    "size": {"longest_edge": 16777216, "shortest_edge": 65536},
+    "patch_size": 16,
+    "temporal_patch_size": 2,
+    "merge_size": 2,
+    "image_mean": HALF,
+    "image_std": [0.25, 0.5, 0.75],
+    "processor_class": "Qwen3VLProcessor",
+    "image_processor_type": "Qwen2VLImageProcessorFast",
+}
+KIMI_PUBLISHED: dict[str, Any] = {
+    "in_patch_limit": 1024,
+    "patch_size": 14,
+    "image_mean": HALF,
+    "image_std": [0.25, 0.5, 0.75],
+    "merge_kernel_size": 2,
+    "fixed_output_tokens": None,
+    "patch_limit_on_one_side": 64,
+    "in_patch_limit_each_frame": 4096,
+    "in_patch_limit_video": None,
+    "sample_fps": 2.0,
+    "max_num_frames_each_video": None,
+    "temporal_merge_kernel_size": 4,
+    "timestamp_mode": "hh:mm:ss.fff",
+    "config_type": "media_proc.processors.moonvit.MoonViTMediaProcessorConfig",
+}
+KIMI_NESTED: dict[str, Any] = {
+    "auto_map": {"AutoProcessor": "kimi_k25_processor.KimiK25Processor"},
+    "media_proc_cfg": KIMI_PUBLISHED,
+}
+KIMI_REFERENCE: dict[str, Any] = {
+    "do_convert_rgb": True,
+    "do_normalize": True,
+    "do_rescale": True,
+    "do_resize": True,
+    "image_mean": HALF,
+    "image_processor_type": "Kimi_K25ImageProcessor",
+    "image_std": [0.25, 0.5, 0.75],
+    "max_patches": 1024,
+    "merge_size": 2,
+    "patch_size": 14,
+    "resample": 3,
+    "rescale_factor": 1 / 255,
+    "size": {"max_height": 64, "max_width": 64},
+}
+NORMALISATION = Normalisation((0.5, 0.5, 0.5), (0.25, 0.5, 0.75), 1 / 255)
+
+
+def write(folder: Path, values: object, name: str = "preprocessor_config.json") -> Path:
+    (folder / name).write_text(json.dumps(values))
+    return folder
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_5"])
+@pytest.mark.parametrize(
+    "values",
+    [
+        QWEN,
+        QWEN | {"size": None, "min_pixels": 65536, "max_pixels": 16777216},
+        QWEN | {"size": {"longest_edge": 9, "shortest_edge": 9}, "min_pixels": 65536, "max_pixels": 16777216},
+        QWEN | {"do_resize": True, "resample": 3, "do_center_crop": None, "crop_size": None, "device": None},
+    ],
+)
+def test_qwen_spellings(tmp_path: Path, family: str, values: dict[str, Any]) -> None:
+    preprocessor = load_preprocessor(write(tmp_path, values), family, LIMITS)
+    assert isinstance(preprocessor, QwenVLPreprocessor)
+    assert preprocessor.settings == QwenVLSettings(16, 2, 2, 65536, 16777216, NORMALISATION)
+    assert preprocessor.patch_dim == 1536
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        KIMI_NESTED,
+        KIMI_PUBLISHED,
+        KIMI_REFERENCE,
+        KIMI_NESTED | {"media_proc_cfg": KIMI_PUBLISHED | {"merge_kernel_size": [2, 2]}},
+    ],
+)
+def test_p09_kimi_spellings_nested_ones_included(tmp_path: Path, values: dict[str, Any]) -> None:
+    preprocessor = load_preprocessor(write(tmp_path, values), "kimi_k25", LIMITS)
+    assert isinstance(preprocessor, MoonViTPreprocessor)
+    assert preprocessor.settings == MoonViTSettings(14, 2, 1024, 64, NORMALISATION)
+    assert preprocessor.patch_dim == 588
+
+
+def test_the_combined_processor_file(tmp_path: Path) -> None:
+    write(tmp_path, {"processor_class": "Qwen3VLProcessor", "image_processor": QWEN}, "processor_config.json")
+    preprocessor = load_preprocessor(tmp_path, "qwen3_vl", LIMITS)
+    assert isinstance(preprocessor, QwenVLPreprocessor)
+    assert preprocessor.settings.max_pixels == 16777216
+
+
+def test_the_preprocessor_file_wins_over_the_combined_one(tmp_path: Path) -> None:
+    write(tmp_path, {"image_processor": QWEN | {"patch_size": 14}}, "processor_config.json")
+    assert load_preprocessor(write(tmp_path, QWEN), "qwen3_vl", LIMITS).patch_dim == 1536
+
+
+@pytest.mark.parametrize("family", PREPROCESSORS)
+def test_no_file_is_an_error_not_class_defaults(tmp_path: Path, family: str) -> None:
+    with pytest.raises(CheckpointError, match=r"no preprocessor_config\.json"):
+        load_preprocessor(tmp_path, family, LIMITS)
+    write(tmp_path, {"video_processor": {}}, "processor_config.json")
+    with pytest.raises(CheckpointError, match="image_processor"):
+        load_preprocessor(tmp_path, family, LIMITS)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[1, 2]", "null", "\ufeff{}"])
+def test_a_file_that_is_no_object(tmp_path: Path, text: str) -> None:
+    (tmp_path / "preprocessor_config.json").write_text(text, encoding="utf-8")
+    with pytest.raises(UnsupportedCheckpoint, match=r"preprocessor_config\.json"):
+        load_preprocessor(tmp_path, "qwen3_vl", LIMITS)
+
+
+def test_a_folder_in_the_files_place(tmp_path: Path) -> None:
+    (tmp_path / "preprocessor_config.json").mkdir()
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        load_preprocessor(tmp_path, "qwen3_vl", LIMITS)
+
+
+def test_an_unknown_family(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedCheckpoint, match=r"llava.*qwen3_vl, qwen3_5, kimi_k25"):
+        load_preprocessor(write(tmp_path, QWEN), "llava", LIMITS)
+
+
+@pytest.mark.parametrize(
+    "key", ["size", "patch_size", "temporal_patch_size", "merge_size", "image_mean", "image_std"]
+)
+def test_qwen_missing_settings_are_named(tmp_path: Path, key: str) -> None:
+    write(tmp_path, {name: value for name, value in QWEN.items() if name != key})
+    with pytest.raises(UnsupportedCheckpoint, match=f"lacks {key}"):
+        load_preprocessor(tmp_path, "qwen3_vl", LIMITS)
+
+
+@pytest.mark.parametrize("key", ["patch_limit_on_one_side", "patch_size", "merge_kernel_size", "image_mean"])
+def test_kimi_missing_settings_are_named(tmp_path: Path, key: str) -> None:
+    nested = {name: value for name, value in KIMI_PUBLISHED.items() if name != key}
+    with pytest.raises(UnsupportedCheckpoint, match=f"media_proc_cfg, lacks {key}"):
+        load_preprocessor(write(tmp_path, {"media_proc_cfg": nested}), "kimi_k25", LIMITS)
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"patch_size": 0}, r"patch_size = 0, needs an integer"),
+        ({"patch_size": "16"}, r"patch_size = '16'"),
+        ({"patch_size": True}, r"patch_size = True"),
+        ({"merge_size": 2.0}, r"merge_size = 2.0"),
+        ({"size": 4096}, r"size = 4096, needs an object"),
+        ({"size": {"longest_edge": 4096}}, r"size, lacks shortest_edge"),
+        ({"size": {"longest_edge": 4096, "shortest_edge": 8192}}, r"min_pixels = 8192.*max_pixels = 4096"),
+        ({"size": {"longest_edge": 4096, "shortest_edge": 1, "height": 5}}, r"does not know: height"),
+        ({"image_mean": [0.5, 0.5]}, r"image_mean = \[0.5, 0.5\], needs three finite numbers"),
+        ({"image_mean": [0.5, 0.5, "x"]}, r"image_mean"),
+        ({"image_mean": 0.5}, r"image_mean = 0.5"),
+        ({"image_std": [0.5, 0.5, 0.0]}, r"image_std.*above 0"),
+        ({"image_std": [0.5, 0.5, float("nan")]}, r"image_std"),
+        ({"rescale_factor": 0}, r"rescale_factor = 0"),
+        ({"rescale_factor": "1/255"}, r"rescale_factor"),
+        ({"resample": 2}, r"resample = 2, needs 3"),
+        ({"do_resize": False}, r"do_resize = False, needs True"),
+        ({"do_normalize": False}, r"do_normalize = False"),
+        ({"do_center_crop": True}, r"do_center_crop = True, needs False"),
+        ({"crop_size": 5, "sharpen": 1}, r"does not know: crop_size, sharpen"),
+    ],
+)
+def test_qwen_settings_that_are_refused(tmp_path: Path, changes: dict[str, Any], text: str) -> None:
+    with pytest.raises(UnsupportedCheckpoint, match=text):
+        load_preprocessor(write(tmp_path, QWEN | changes), "qwen3_vl", LIMITS)
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"fixed_output_tokens": 64}, r"does not know: fixed_output_tokens"),
+        ({"in_patch_limit": -1}, r"in_patch_limit = -1"),
+        ({"merge_kernel_size": [2, 4]}, r"merge_kernel_size = \[2, 4\]"),
+        ({"patch_limit_on_one_side": 63}, r"63, needs a multiple of the merge size 2"),
+        ({"max_patches": 5}, r"does not know: max_patches"),
+    ],
+)
+def test_kimi_settings_that_are_refused(tmp_path: Path, changes: dict[str, Any], text: str) -> None:
+    with pytest.raises(UnsupportedCheckpoint, match=text):
+        load_preprocessor(write(tmp_path, {"media_proc_cfg": KIMI_PUBLISHED | changes}), "kimi_k25", LIMITS)
+
+
+def test_kimi_sides_that_differ_are_refused(tmp_path: Path) -> None:
+    write(tmp_path, KIMI_REFERENCE | {"size": {"max_height": 64, "max_width": 32}})
+    with pytest.raises(UnsupportedCheckpoint, match="max_width = 32, needs max_height = 64"):
+        load_preprocessor(tmp_path, "kimi_k25", LIMITS)
+
+
+def test_fingerprints_cover_every_setting_and_nothing_else(tmp_path: Path) -> None:
+    def fingerprint(values: dict[str, Any], family: str) -> bytes:
+        return load_preprocessor(write(tmp_path, values), family, LIMITS).fingerprint
+
+    changes: list[dict[str, Any]] = [
+        {"patch_size": 14},
+        {"temporal_patch_size": 1},
+        {"merge_size": 4},
+        {"size": {"longest_edge": 16777216, "shortest_edge": 65537}},
+        {"size": {"longest_edge": 16777217, "shortest_edge": 65536}},
+        {"image_mean": [0.5, 0.5, 0.5000000001]},
+        {"image_std": [0.5, 0.25, 0.75]},
+        {"rescale_factor": 1 / 256},
+    ]
+    prints = [fingerprint(QWEN, "qwen3_vl"), *(fingerprint(QWEN | change, "qwen3_vl") for change in changes)]
+    kimi = [
+        KIMI_NESTED,
+        KIMI_REFERENCE | {"max_patches": 1023},
+        KIMI_REFERENCE | {"size": {"max_height": 62, "max_width": 62}},
+    ]
+    prints += [fingerprint(values, "kimi_k25") for values in kimi]
+    assert len(set(prints)) == len(prints)
+    assert all(len(value) == 32 for value in prints)
+    # The same settings in another spelling and order give the same fingerprint.
+    assert fingerprint(dict(reversed(QWEN.items())) | {"processor_class": "Other"}, "qwen3_5") == prints[0]
+    assert fingerprint(KIMI_REFERENCE, "kimi_k25") == fingerprint(KIMI_NESTED, "kimi_k25")
+    # Stays put across versions and machines: keys derived from it outlive a process.
+    assert prints[0].hex() == "6b314eaad64bb2f4ac3ddf2e3c22773f92854e9c5a89847f13c7612ba05ffcb9"
