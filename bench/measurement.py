@@ -1,0 +1,165 @@
+"""How the benches measure: interleaved medians by device events, ceilings of the device, result files.
+
+Owns timing, the description of machine and software, and the rule that no result file is overwritten.
+What is measured is each bench's own.
+"""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import json
+import platform
+import re
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "bench" / "results"
+PACKAGES = ("torch", "transformers", "safetensors", "triton", "fa3-fwd", "flash-attn", "numpy")
+
+
+def time_once(run: Callable[[], object], device: torch.device) -> float:
+    """Milliseconds of one run: device events on CUDA, the wall clock elsewhere."""
+    if device.type == "cuda":
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        run()
+        end.record()
+        end.synchronize()
+        return float(start.elapsed_time(end))
+    begun = time.perf_counter()
+    run()
+    return (time.perf_counter() - begun) * 1e3
+
+
+def interleaved_medians(
+    variants: Mapping[str, Callable[[], object]],
+    device: torch.device,
+    *,
+    warm_up: int,
+    repeats: int,
+    budget_s: float,
+) -> dict[str, tuple[float, int]]:
+    """Median milliseconds of each variant and the number of runs behind it.
+
+    The variants take turns, so that a change of clocks or of a neighbour's load meets all of them. Stops
+    before ``repeats`` rounds once ``budget_s`` is spent, but not before three.
+    """
+    for run in variants.values():
+        for _ in range(warm_up):
+            run()
+    synchronise(device)
+    samples: dict[str, list[float]] = {name: [] for name in variants}
+    begun = time.perf_counter()
+    for done in range(repeats):
+        if done >= 3 and time.perf_counter() - begun > budget_s:
+            break
+        for name, run in variants.items():
+            samples[name].append(time_once(run, device))
+    return {name: (statistics.median(values), len(values)) for name, values in samples.items()}
+
+
+def synchronise(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def ceilings(device: torch.device, *, quick: bool) -> dict[str, float]:
+    """What the device reaches on plain work: TFLOP/s of a large square product of random bfloat16 values
+    (float32 on a CPU), GB/s of a large copy counted as bytes read plus bytes written."""
+    on_gpu = device.type == "cuda"
+    side = 8192 if on_gpu else 1024
+    dtype = torch.bfloat16 if on_gpu else torch.float32
+    num_bytes = (4 << 30) if on_gpu else (64 << 20)
+    left, right = (torch.randn(side, side, device=device, dtype=dtype) for _ in range(2))
+    product = torch.empty_like(left)
+    source = torch.randint(0, 255, (num_bytes,), dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    medians = interleaved_medians(
+        {
+            "matmul": lambda: torch.mm(left, right, out=product),
+            "copy": lambda: target.copy_(source),
+        },
+        device,
+        warm_up=3,
+        repeats=5 if quick else 20,
+        budget_s=20,
+    )
+    return {
+        "matmul_side": float(side),
+        "matmul_tflops": 2 * side**3 / medians["matmul"][0] / 1e9,
+        "copy_gb_per_s": 2 * num_bytes / medians["copy"][0] / 1e6,
+    }
+
+
+def describe_environment(device: torch.device, commit: str | None) -> dict[str, Any]:
+    """Device, driver, versions and commit: what a figure means nothing without."""
+    versions = {"python": platform.python_version(), "cuda": torch.version.cuda}
+    if device.type == "cuda":
+        versions["cudnn"] = str(torch.backends.cudnn.version())
+    for package in PACKAGES:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            versions[package] = None
+    return {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "device": device_name(device),
+        "driver": driver_version() if device.type == "cuda" else None,
+        "versions": versions,
+        "commit": commit or read_commit(),
+        "command": sys.argv,
+        "num_threads": torch.get_num_threads(),
+    }
+
+
+def device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu {platform.machine()}"
+
+
+def driver_version() -> str | None:
+    lines = output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").splitlines()
+    return lines[0].strip() if lines else None
+
+
+def read_commit() -> str | None:
+    """The checked-out commit, marked where tracked files differ from it."""
+    commit = output_of("git", "-C", str(ROOT), "rev-parse", "HEAD")
+    if not commit:
+        return None
+    changed = output_of("git", "-C", str(ROOT), "status", "--porcelain", "--untracked-files=no")
+    return f"{commit} with local changes" if changed else commit
+
+
+def output_of(*command: str) -> str:
+    """What a command prints, or nothing where it is absent or fails."""
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return ""
+
+
+def write_result(folder: Path, bench: str, result: Mapping[str, Any]) -> Path:
+    """Writes ``<bench>-<device>-<date>.json``; a second result of a day gets a number, none is replaced."""
+    folder.mkdir(parents=True, exist_ok=True)
+    device = re.sub(r"[^a-z0-9]+", "-", str(result["device"]).lower()).strip("-")
+    stem = f"{bench}-{device}-{str(result['date'])[:10]}"
+    number = 1
+    while True:
+        file = folder / (f"{stem}.json" if number == 1 else f"{stem}-{number}.json")
+        try:
+            with file.open("x", encoding="utf-8") as opened:
+                json.dump(result, opened, indent=2)
+                opened.write("\n")
+        except FileExistsError:
+            number += 1
+        else:
+            return file

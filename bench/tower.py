@@ -1,0 +1,262 @@
+"""Times one forward of every family's tower and checks it against the reference implementation.
+
+    python bench/tower.py                                  # full-size towers in bfloat16 on cuda:0
+    python bench/tower.py --quick --size tiny --device cpu # does it run at all
+
+Owns the cases, the count of useful work and the table. How time is taken is measurement.py's; bench/README.md
+states the method.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import importlib.util
+import secrets
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from measurement import (
+    RESULTS,
+    ceilings,
+    describe_environment,
+    interleaved_medians,
+    synchronise,
+    write_result,
+)
+from rich.console import Console
+from rich.table import Table
+
+from encoder_service.towers import Tower, TowerInputs, load_tower
+from encoder_service.towers.config import MoonViTConfig, QwenVisionConfig
+from encoder_service.towers.synthetic import FAMILIES, SIZES, make_checkpoint
+from encoder_service.types import Grid
+
+# Patches a side of 448 and 1024 pixel images at 16 pixels a patch; Kimi's tower gets the same grids, so
+# that the families compare.
+SIDES = {448: 28, 1024: 64}
+CASES = {"1x448": (1, 448), "1x1024": (1, 1024), "8x1024": (8, 1024), "32x448": (32, 448)}
+QUICK_CASES = ("1x448", "1x1024")
+CHECK_CASE = "1x448"
+CHECK_LIMIT = 1e-5
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    console = Console()
+    device, dtype = arguments.device, arguments.dtype
+    has_reference = importlib.util.find_spec("transformers") is not None
+    warm_up, repeats = (1, 3) if arguments.quick else (5, 50)
+    result: dict[str, Any] = describe_environment(device, arguments.commit) | {
+        "settings": {
+            "size": arguments.size,
+            "dtype": str(dtype).removeprefix("torch."),
+            "seed": arguments.seed,
+            "warm_up": warm_up,
+            "repeats": repeats,
+            "quick": arguments.quick,
+        },
+        "ceilings": ceilings(device, quick=arguments.quick),
+        "checks": [],
+        "records": [],
+    }
+    for family in arguments.families:
+        with tempfile.TemporaryDirectory() as folder, console.status(f"{family}: making the checkpoint"):
+            path = Path(folder) / family
+            make_checkpoint(path, family, arguments.size, arguments.seed)
+            if has_reference:
+                result["checks"].append(check_float32(path, family, device))
+                console.print(check_line(result["checks"][-1]))
+            tower = load_tower(path, device=device, dtype=dtype).tower
+            reference = load_reference(path, device, dtype) if has_reference else None
+        for case in QUICK_CASES if arguments.quick else CASES:
+            with console.status(f"{family} {case}"):
+                result["records"] += time_case(tower, reference, family, case, warm_up, repeats)
+        del tower, reference
+        release(device)
+    console.print(table_of(result))
+    console.print(f"written to {write_result(arguments.out, 'tower', result)}")
+    if any(check["relative_error"] >= CHECK_LIMIT for check in result["checks"]):
+        sys.exit(f"a tower differs from the reference by {CHECK_LIMIT} or more: see the checks")
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--device", type=torch.device, default=torch.device("cuda:0"))
+    parser.add_argument(
+        "--dtype", choices=("float32", "bfloat16"), help="default: bfloat16, float32 on a CPU"
+    )
+    parser.add_argument("--size", choices=SIZES, default="full")
+    parser.add_argument("--families", nargs="+", choices=FAMILIES, default=FAMILIES)
+    parser.add_argument("--quick", action="store_true", help="two cases, three runs each")
+    parser.add_argument("--seed", type=int, default=0, help="of the weights and pixels")
+    parser.add_argument("--commit", help="the commit measured, where git cannot tell")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the result file")
+    arguments = parser.parse_args()
+    if arguments.device.type == "cuda":
+        if not torch.cuda.is_available():
+            parser.error("no CUDA device here; --device cpu --size tiny --quick shows that the bench runs")
+        torch.cuda.set_device(arguments.device)
+    default_dtype = "float32" if arguments.device.type == "cpu" else "bfloat16"
+    arguments.dtype = getattr(torch, arguments.dtype or default_dtype)
+    return arguments
+
+
+def load_reference(path: Path, device: torch.device, dtype: torch.dtype) -> Any:
+    """The reference implementation's tower, attention through SDPA."""
+    from tests.parity.reference import ReferenceTower
+
+    return ReferenceTower(path, device=device, dtype=dtype)
+
+
+def grids_of(case: str) -> list[Grid]:
+    count, pixels = CASES[case]
+    return [Grid(1, SIDES[pixels], SIDES[pixels])] * count
+
+
+def random_inputs(tower: Tower, grids: list[Grid], seed: int) -> TowerInputs:
+    """A prepared batch on the tower's device with random float32 pixels."""
+    generator = torch.Generator().manual_seed(seed)
+    num_patches = sum(grid.num_patches for grid in grids)
+    pixels = torch.randn(num_patches, tower.patch_dim, generator=generator) * 0.5
+    return tower.prepare(grids).with_pixels(pixels).to(tower.device)
+
+
+@torch.inference_mode()
+def check_float32(path: Path, family: str, device: torch.device) -> dict[str, Any]:
+    """Largest absolute and relative error of the tower in float32 against the reference in float32."""
+    tower = load_tower(path, device=device, dtype=torch.float32).tower
+    reference = load_reference(path, device, torch.float32)
+    grids = grids_of(CHECK_CASE)
+    # Fresh values each time: a fast path has to be right on any input, not on one.
+    seed = secrets.randbelow(2**31)
+    inputs = random_inputs(tower, grids, seed)
+    found, expected = tower(inputs).double(), reference.rows(inputs.pixel_values, grids).double()
+    difference = found - expected
+    check = {
+        "family": family,
+        "case": CHECK_CASE,
+        "pixel_seed": seed,
+        "against": "reference in float32",
+        "max_abs_error": float(difference.abs().max()),
+        "relative_error": float(difference.norm() / expected.norm()),
+    }
+    del tower, reference
+    release(device)
+    return check
+
+
+@torch.inference_mode()
+def time_case(
+    tower: Tower, reference: Any, family: str, case: str, warm_up: int, repeats: int
+) -> list[dict[str, Any]]:
+    """One record for each variant: ``plain`` is this repository's eager tower, ``plain_graph`` the same in
+    a CUDA graph of the exact shape, ``ref_sdpa`` the reference's eager tower with SDPA."""
+    grids, device = grids_of(case), tower.device
+    inputs = random_inputs(tower, grids, seed=1)
+    pixels = inputs.pixel_values
+    assert pixels is not None
+    variants: dict[str, Callable[[], object]] = {"plain": lambda: tower(inputs)}
+    if device.type == "cuda":
+        variants["plain_graph"] = captured(tower, inputs)
+    if reference is not None:
+        variants["ref_sdpa"] = lambda: reference.rows(pixels, grids)
+    medians = interleaved_medians(variants, device, warm_up=warm_up, repeats=repeats, budget_s=20)
+    flops = useful_flops(tower, inputs)
+    return [
+        {
+            "family": family,
+            "case": case,
+            "variant": variant,
+            "median_ms": median_ms,
+            "useful_tflops": flops / median_ms / 1e9,
+            # Exact shapes: no row of the batch is padding.
+            "padding_share": 0.0,
+            "num_runs": num_runs,
+        }
+        for variant, (median_ms, num_runs) in medians.items()
+    ]
+
+
+def captured(tower: Tower, inputs: TowerInputs) -> Callable[[], object]:
+    """A replay of the tower's whole forward."""
+    side_stream = torch.cuda.Stream(tower.device)
+    side_stream.wait_stream(torch.cuda.current_stream(tower.device))
+    with torch.cuda.stream(side_stream):
+        for _ in range(2):
+            tower(inputs)
+    torch.cuda.current_stream(tower.device).wait_stream(side_stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        tower(inputs)
+    return graph.replay
+
+
+def useful_flops(tower: Tower, inputs: TowerInputs) -> int:
+    """Multiplications and additions of the products and of attention; norms, activations and rotations are
+    left out."""
+    config: QwenVisionConfig | MoonViTConfig = tower.config  # type: ignore[assignment]
+    width, num_patches = config.hidden_size, inputs.num_patches
+    num_rows = (
+        inputs.merge_index.shape[0] if inputs.merge_index is not None else num_patches
+    ) // config.merge_size**2
+    merged_width = width * config.merge_size**2
+    products = num_patches * width * (4 * width + 2 * config.intermediate_size)
+    attention = 2 * width * sum(length**2 for length in inputs.seqlens)
+    merger = num_rows * merged_width * (merged_width + config.out_width)
+    return 2 * (
+        num_patches * tower.patch_dim * width
+        + config.depth * (products + attention)
+        + (1 + tower.num_deepstack_levels) * merger
+    )
+
+
+def release(device: torch.device) -> None:
+    """Gives back what the last tower held before the next one is made."""
+    gc.collect()
+    if device.type == "cuda":
+        synchronise(device)
+        torch.cuda.empty_cache()
+
+
+def check_line(check: dict[str, Any]) -> str:
+    return (
+        f"{check['family']} {check['case']} float32 against the reference: max abs"
+        f" {check['max_abs_error']:.1e}, relative {check['relative_error']:.1e}"
+    )
+
+
+def table_of(result: dict[str, Any]) -> Table:
+    limits = result["ceilings"]
+    table = Table(
+        title=f"Tower forward on {result['device']}, {result['settings']['size']} size,"
+        f" {result['settings']['dtype']}",
+        caption=f"ceilings: product {limits['matmul_tflops']:.2f} TFLOP/s, copy"
+        f" {limits['copy_gb_per_s']:.1f} GB/s",
+    )
+    for name in ("family", "case", "variant"):
+        table.add_column(name)
+    for name in ("median ms", "useful TFLOP/s", "of ceiling", "runs"):
+        table.add_column(name, justify="right")
+    for record in result["records"]:
+        table.add_row(
+            record["family"],
+            record["case"],
+            record["variant"],
+            f"{record['median_ms']:.2f}",
+            f"{record['useful_tflops']:.2f}",
+            f"{record['useful_tflops'] / limits['matmul_tflops']:.0%}",
+            str(record["num_runs"]),
+        )
+    return table
+
+
+if __name__ == "__main__":
+    main()
