@@ -108,7 +108,7 @@ def announce(service: Service) -> None:
     info = service.info()
     assert info is not None
     model = info.models[0]
-    admin = f", admin http://{service.admin_address}" if service.admin_address else ""
+    admin = f" (admin http://{service.admin_address})" if service.admin_address else ""
     print(
         f"ready: {model.name} ({model.family}) on {service.settings.device} "
         f"at {' '.join(service.addresses)}{admin}",

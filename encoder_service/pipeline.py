@@ -74,7 +74,6 @@ class Delivered:
     """One item's rows as a caller gets them."""
 
     encoded: EncodedItem
-    content_digest: bytes
     tier: CacheTier
     timings: StageTimings
 
@@ -95,6 +94,7 @@ class Flight:
     """One encode in progress and who waits for it."""
 
     key: bytes
+    content_digest: bytes
     namespace: str
     ticket: Ticket
     timings: StageTimings
@@ -146,13 +146,11 @@ class Pipeline:
         resident = self.store.get(namespace, key)
         if resident is not None:
             timings = StageTimings(identify_ms=identify_ms)
-            return self._delivered(resident, digest, CacheTier.HOST, timings, started_s)
+            return self._delivered(resident, CacheTier.HOST, timings, started_s)
 
-        flight, tier = self._board(item, key, namespace, priority, deadline_s)
+        flight, tier = self._board(item, digest, key, namespace, priority, deadline_s)
         encoded = await self._wait(flight, deadline_s)
-        return self._delivered(
-            encoded, digest, tier, replace(flight.timings, identify_ms=identify_ms), started_s
-        )
+        return self._delivered(encoded, tier, replace(flight.timings, identify_ms=identify_ms), started_s)
 
     async def prefetch(self, item: Item, *, namespace: str = "", priority: int = 0) -> Announced:
         """Starts an encode that no caller has to wait for. Returns once the item is identified, its grid
@@ -161,25 +159,25 @@ class Pipeline:
         resident = self.store.get(namespace, key)
         if resident is not None:
             return Announced(key, digest, resident.grid, resident.spec.num_rows, True)
-        flight, _ = self._board(item, key, namespace, priority, None)
+        flight, _ = self._board(item, digest, key, namespace, priority, None)
         flight.held = True
         grid = await asyncio.shield(flight.announced)
         return Announced(key, digest, grid, self.model.tower.num_rows(grid), False)
 
     async def fetch(self, key: bytes, *, namespace: str = "", deadline_s: float | None = None) -> Delivered:
-        """Rows by key; waits for a flight. The result's content digest is empty: a key does not tell it.
+        """Rows by key; waits for a flight.
         Raises InvalidDigest, UnknownKey, or the flight's failure."""
         started_s = self.clock()
         identity.check_digest(key, "key")
         resident = self.store.get(namespace, key)
         if resident is not None:
-            return self._delivered(resident, b"", CacheTier.HOST, StageTimings(), started_s)
+            return self._delivered(resident, CacheTier.HOST, StageTimings(), started_s)
         flight = self._flights.get((namespace, key))
         if flight is None:
             raise UnknownKey(f"key {key.hex()} is neither held nor being encoded", key=key.hex())
         self.counters.joined += 1
         encoded = await self._wait(flight, deadline_s)
-        return self._delivered(encoded, b"", CacheTier.IN_FLIGHT, flight.timings, started_s)
+        return self._delivered(encoded, CacheTier.IN_FLIGHT, flight.timings, started_s)
 
     def lookup(self, key: bytes, *, namespace: str = "") -> EncodedItem | Flight | None:
         """What is held or under way for a key. Raises InvalidDigest."""
@@ -226,7 +224,7 @@ class Pipeline:
     # -- single-flight ---------------------------------------------------------------------------------
 
     def _board(
-        self, item: Item, key: bytes, namespace: str, priority: int, deadline_s: float | None
+        self, item: Item, digest: bytes, key: bytes, namespace: str, priority: int, deadline_s: float | None
     ) -> tuple[Flight, CacheTier]:
         """The flight for a key: the one under way, or a new one. No await between the look and the start,
         so that one key never flies twice."""
@@ -244,7 +242,9 @@ class Pipeline:
             raise DeviceFault(self.engine.fault.message)
 
         loop = asyncio.get_running_loop()
-        flight = Flight(key, namespace, Ticket(0, priority, deadline_s), StageTimings(), loop.create_future())
+        flight = Flight(
+            key, digest, namespace, Ticket(0, priority, deadline_s), StageTimings(), loop.create_future()
+        )
         flight.task = loop.create_task(self._fly(flight, item))
         self._flights[namespace, key] = flight
         self.counters.flights += 1
@@ -362,12 +362,18 @@ class Pipeline:
             raise
         flight.timings.queue_ms = (result.started_s - queued_s) * 1e3
         flight.timings.tower_ms = result.tower_ms
-        return EncodedItem(flight.key, tower_item.grid, result.rows, self.model.tower.num_deepstack_levels)
+        return EncodedItem(
+            flight.key,
+            flight.content_digest,
+            tower_item.grid,
+            result.rows,
+            self.model.tower.num_deepstack_levels,
+        )
 
     # -- small things ----------------------------------------------------------------------------------
 
     def _delivered(
-        self, encoded: EncodedItem, digest: bytes, tier: CacheTier, timings: StageTimings, started_s: float
+        self, encoded: EncodedItem, tier: CacheTier, timings: StageTimings, started_s: float
     ) -> Delivered:
         timings = replace(timings, total_ms=(self.clock() - started_s) * 1e3)
         self.metrics.items.labels(tier.value).inc()
@@ -376,7 +382,7 @@ class Pipeline:
             if milliseconds == 0.0:
                 continue  # a stage that this item did not pass
             self.metrics.stage_seconds.labels(name.removesuffix("_ms")).observe(milliseconds / 1e3)
-        return Delivered(encoded, digest, tier, timings)
+        return Delivered(encoded, tier, timings)
 
     async def _on_worker(self, function: Callable[..., Result], *arguments: object) -> Result:
         return await asyncio.get_running_loop().run_in_executor(self.workers, function, *arguments)

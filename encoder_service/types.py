@@ -153,6 +153,7 @@ class EncodedItem:
     """One item's visual tokens. rows: [R, D * (1 + L)], contiguous, owning its storage."""
 
     key: bytes
+    content_digest: bytes
     grid: Grid
     rows: torch.Tensor
     num_deepstack_levels: int

@@ -146,7 +146,7 @@ def result_event(index: int, delivered: Delivered, chunk_bytes: int) -> pb.ItemE
         item_index=index,
         result=pb.ItemResult(
             key=delivered.encoded.key,
-            content_digest=delivered.content_digest,
+            content_digest=delivered.encoded.content_digest,
             grid_thw=grid_to_proto(delivered.encoded.grid),
             num_rows=spec.num_rows,
             width=spec.width,

@@ -10,7 +10,9 @@ import contextlib
 import os
 import socket
 import stat
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -88,11 +90,11 @@ class GrpcServer:
                 path.unlink()
 
 
-def method_handlers(servicer: VisionEncoderServicer) -> dict[str, grpc.RpcMethodHandler[object, object]]:
+def method_handlers(servicer: VisionEncoderServicer) -> dict[str, grpc.RpcMethodHandler[Any, Any]]:
     """Handlers by method name. Streams serialise their own chunks; all else is plain protobuf."""
-    unary = grpc.unary_unary_rpc_method_handler
-    stream = grpc.unary_stream_rpc_method_handler
-    return {  # type: ignore[return-value]
+    unary: Callable[..., grpc.RpcMethodHandler[Any, Any]] = grpc.unary_unary_rpc_method_handler
+    stream: Callable[..., grpc.RpcMethodHandler[Any, Any]] = grpc.unary_stream_rpc_method_handler
+    return {
         "GetServerInfo": unary(
             servicer.get_server_info,
             pb.GetServerInfoRequest.FromString,

@@ -56,9 +56,8 @@ class VisionEncoderServicer:
             # Zero is a caller that does not say; it is shown the versions and decides for itself.
             version = request.protocol_version
             if version and version < convert.MIN_PROTOCOL_VERSION:
-                raise InvalidRequest(
-                    f"protocol version {version} is too old, at least {convert.MIN_PROTOCOL_VERSION} is needed"
-                )
+                least = convert.MIN_PROTOCOL_VERSION
+                raise InvalidRequest(f"protocol version {version} is too old, at least {least} is needed")
             return self._info
 
         return await self._unary("GetServerInfo", context, answer)

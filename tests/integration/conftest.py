@@ -1,0 +1,99 @@
+"""A running service per family, in this process, over real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from encoder_service.app import Service
+from encoder_service.config import parse_settings
+from encoder_service.towers.synthetic import make_checkpoint
+
+FAMILIES = ("qwen3_vl", "qwen3_5", "kimi_k25")
+
+
+class RunningService:
+    """A service on an event loop of its own thread. ``call`` runs a function on that loop."""
+
+    def __init__(self, **settings: object) -> None:
+        self._settings = parse_settings(**settings)
+        self._ready = threading.Event()
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._main()), daemon=True)
+        self.service: Service
+        self.loop: asyncio.AbstractEventLoop
+
+    async def _main(self) -> None:
+        self.loop = asyncio.get_running_loop()
+        self.service = Service(self._settings)
+        try:
+            await self.service.start()
+        except BaseException as error:
+            self._error = error
+            self._ready.set()
+            return
+        self._ready.set()
+        await self.service.wait()
+        await self.service.stop()
+
+    def start(self) -> RunningService:
+        self._thread.start()
+        assert self._ready.wait(120)
+        if self._error is not None:
+            raise self._error
+        return self
+
+    def stop(self) -> None:
+        self.loop.call_soon_threadsafe(self.service.request_stop)
+        self._thread.join(60)
+        assert not self._thread.is_alive()
+
+    @property
+    def target(self) -> str:
+        return self.service.addresses[0]
+
+    def on_loop(self, function: object) -> object:
+        async def call() -> object:
+            return function()  # type: ignore[operator]
+
+        return asyncio.run_coroutine_threadsafe(call(), self.loop).result(30)
+
+
+@contextmanager
+def running(model: Path, device: torch.device, **settings: object) -> Iterator[RunningService]:
+    given: dict[str, object] = {
+        "model": model,
+        "device": str(device),
+        "dtype": "float32",
+        "listen": ("127.0.0.1:0",),
+        "admin_listen": "127.0.0.1:0",
+        "drain_grace_s": 10,
+        **settings,
+    }
+    service = RunningService(**given).start()
+    try:
+        yield service
+    finally:
+        service.stop()
+
+
+@pytest.fixture(scope="session")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A tiny checkpoint with its language model, per family."""
+    root = tmp_path_factory.mktemp("checkpoints")
+    for family in FAMILIES:
+        make_checkpoint(root / family, family, "tiny", 5, with_lm=True)
+    return {family: root / family for family in FAMILIES}
+
+
+@pytest.fixture(scope="session")
+def service(checkpoints: dict[str, Path], device: torch.device) -> Iterator[RunningService]:
+    """A Qwen3-VL service that tests share; each test uses content of its own."""
+    with running(checkpoints["qwen3_vl"], device) as found:
+        yield found

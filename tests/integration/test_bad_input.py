@@ -1,0 +1,281 @@
+"""Bad input: each item answers with its reason, its neighbours succeed, the service goes on."""
+
+from __future__ import annotations
+
+import struct
+import time
+import zlib
+from pathlib import Path
+
+import grpc
+import numpy as np
+import pytest
+import torch
+
+from lm_adapter import (
+    DigestItem,
+    EncodedRows,
+    Grid,
+    ImageItem,
+    ItemFailed,
+    PixelItem,
+    PreprocessOptions,
+    RequestRefused,
+    VisionEncoderClient,
+)
+from tests.integration.conftest import RunningService, running
+from tests.integration.images import photo
+from vision_encoder.v1 import encoder_pb2 as pb
+from vision_encoder.v1 import encoder_pb2_grpc
+
+FORMATS = ["JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM"]
+PATCH_DIM = 1536
+
+
+@pytest.fixture
+def client(service: RunningService):  # type: ignore[no-untyped-def]
+    with VisionEncoderClient(service.target, timeout_s=60) as client:
+        yield client
+
+
+def bomb(width: int, height: int) -> bytes:
+    """A PNG of a few bytes whose header promises width x height pixels."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    return (
+        b"\x89PNG\r\n\x1a\n"
+        + chunk(b"IHDR", header)
+        + chunk(b"IDAT", zlib.compress(b""))
+        + chunk(b"IEND", b"")
+    )
+
+
+def assert_fails_alone(client: VisionEncoderClient, bad: object, reason: str) -> ItemFailed:
+    """The bad item between two good ones."""
+    first, failed, last = client.encode([ImageItem(photo()), bad, ImageItem(photo())])  # type: ignore[list-item]
+    assert isinstance(first, EncodedRows)
+    assert isinstance(last, EncodedRows)
+    assert isinstance(failed, ItemFailed), failed
+    assert failed.reason == reason, failed
+    assert len(failed.message) > 10
+    assert isinstance(client.encode_one(ImageItem(photo())), EncodedRows)
+    return failed
+
+
+@pytest.mark.parametrize("image_format", FORMATS)
+def test_p33_truncated_files(client: VisionEncoderClient, image_format: str) -> None:
+    whole = photo(160, 120, image_format)
+    for keep in (0.3, 0.7):
+        failed = assert_fails_alone(client, ImageItem(whole[: int(len(whole) * keep)]), "UNDECODABLE_IMAGE")
+        assert not failed.retryable
+
+
+@pytest.mark.parametrize("image_format", FORMATS)
+def test_p33_corrupt_files_fail_or_decode_but_never_break_the_service(
+    client: VisionEncoderClient, image_format: str
+) -> None:
+    rng = np.random.default_rng(3)
+    items = []
+    for _ in range(12):
+        data = bytearray(photo(80, 60, image_format))
+        for _ in range(12):
+            data[rng.integers(len(data))] = rng.integers(256)
+        items += [ImageItem(bytes(data)), ImageItem(photo())]
+    outcomes = client.encode(items)
+    for bad, good in zip(outcomes[::2], outcomes[1::2], strict=True):
+        assert isinstance(good, EncodedRows)
+        assert isinstance(bad, EncodedRows) or bad.reason in (
+            "UNDECODABLE_IMAGE",
+            "IMAGE_TOO_LARGE",
+            "ASPECT_RATIO_EXCEEDED",
+        )
+
+
+@pytest.mark.parametrize("data", [b"", b"<!DOCTYPE html><html><body>404</body></html>", b"\0" * 4096])
+def test_what_is_no_image(client: VisionEncoderClient, data: bytes) -> None:
+    assert_fails_alone(client, ImageItem(data), "UNDECODABLE_IMAGE")
+
+
+def test_absurd_aspect(client: VisionEncoderClient) -> None:
+    failed = assert_fails_alone(client, ImageItem(photo(65535, 1)), "ASPECT_RATIO_EXCEEDED")
+    assert "65535" in failed.message
+    assert "200" in failed.message
+
+
+def test_one_pixel_is_fine(client: VisionEncoderClient) -> None:
+    assert client.encode_one(ImageItem(photo(1, 1))).num_rows > 0
+
+
+def test_a_bomb_is_refused_before_a_pixel_is_decoded(client: VisionEncoderClient) -> None:
+    started = time.monotonic()
+    failed = assert_fails_alone(client, ImageItem(bomb(10_000, 10_000)), "IMAGE_TOO_LARGE")
+    assert time.monotonic() - started < 5
+    assert "100000000" in failed.message.replace(",", "").replace("_", "")
+
+
+def pixels(rows: int, width: int = PATCH_DIM) -> np.ndarray:
+    return np.random.default_rng().standard_normal((rows, width), dtype=np.float32)
+
+
+def test_pixel_tensors(client: VisionEncoderClient) -> None:
+    good = client.encode_one(PixelItem(pixels(24), Grid(1, 4, 6)))
+    assert good.num_rows == 6
+    poisoned = pixels(24)
+    poisoned[5, 7] = np.nan
+    assert_fails_alone(client, PixelItem(poisoned, Grid(1, 4, 6)), "NON_FINITE_PIXELS")
+    assert_fails_alone(client, PixelItem(pixels(24, 100), Grid(1, 4, 6)), "PIXEL_TENSOR_MISMATCH")
+
+
+def test_grids_on_the_wire(service: RunningService, client: VisionEncoderClient) -> None:
+    """Messages that the adapter would not send."""
+
+    def item(rows: int, t: int, h: int, w: int) -> pb.Item:
+        inline = pb.InlineTensor(dtype=pb.DTYPE_FLOAT32, shape=[rows, PATCH_DIM], data=pixels(rows).tobytes())
+        return pb.Item(
+            modality=pb.MODALITY_IMAGE,
+            pixels=pb.PixelTensor(grid_thw=pb.GridTHW(t=t, h=h, w=w), inline=inline),
+        )
+
+    failures = raw_failures(
+        service,
+        [item(24, 1, 4, 7), item(15, 1, 3, 5), item(24, 0, 4, 6), item(24, 1, 4, 6), item(24, 1, 4, 0)],
+    )
+    assert {index: failure.reason for index, failure in failures.items()} == {
+        0: "GRID_MISMATCH",
+        1: "GRID_MISMATCH",
+        2: "GRID_MISMATCH",
+        4: "GRID_MISMATCH",
+    }
+
+
+def raw_failures(service: RunningService, items: list[pb.Item]) -> dict[int, pb.ItemFailure]:
+    """Failures by item index, straight from the generated stub; checks that every item was answered."""
+    with grpc.insecure_channel(service.target) as channel:
+        stub = encoder_pb2_grpc.VisionEncoderStub(channel)
+        events = list(stub.Encode(pb.EncodeRequest(items=items), timeout=30))
+    answered = [event.item_index for event in events if event.WhichOneof("event") != "chunk"]
+    assert sorted(answered) == list(range(len(items)))
+    return {event.item_index: event.failure for event in events if event.WhichOneof("event") == "failure"}
+
+
+def test_messages_without_meaning(service: RunningService) -> None:
+    good = pb.Item(modality=pb.MODALITY_IMAGE, encoded=photo())
+    failures = raw_failures(
+        service,
+        [
+            good,
+            pb.Item(modality=77, encoded=photo()),  # type: ignore[arg-type]
+            pb.Item(encoded=photo()),
+            pb.Item(modality=pb.MODALITY_IMAGE),
+            pb.Item(modality=pb.MODALITY_IMAGE, encoded=photo(), content_digest=b"short"),
+            pb.Item(modality=pb.MODALITY_IMAGE, digest_only=pb.DigestOnly()),
+            pb.Item(modality=pb.MODALITY_IMAGE, url="http://169.254.169.254/"),
+            pb.Item(modality=pb.MODALITY_VIDEO, encoded=photo()),
+            pb.Item(
+                modality=pb.MODALITY_IMAGE,
+                encoded=photo(),
+                options=pb.PreprocessOptions(min_pixels=10_000, max_pixels=5_000),
+            ),
+            pb.Item(
+                modality=pb.MODALITY_IMAGE, encoded=photo(), options=pb.PreprocessOptions(max_patches=100)
+            ),
+            good,
+        ],
+    )
+    assert {index: failure.reason for index, failure in failures.items()} == {
+        1: "INVALID_REQUEST",
+        2: "INVALID_REQUEST",
+        3: "INVALID_REQUEST",
+        4: "INVALID_DIGEST",
+        5: "INVALID_DIGEST",
+        6: "UNSUPPORTED_CONTENT",
+        7: "UNSUPPORTED_CONTENT",
+        8: "INVALID_OPTION",
+        9: "INVALID_OPTION",
+    }
+    assert all(failure.status == grpc.StatusCode.INVALID_ARGUMENT.value[0] for failure in failures.values())
+
+
+def test_unknown_keys_and_digests(client: VisionEncoderClient) -> None:
+    held = client.encode_one(ImageItem(photo()))
+    missing, found = client.fetch([bytes(32), held.key])
+    assert isinstance(missing, ItemFailed)
+    assert missing.reason == "UNKNOWN_KEY"
+    assert isinstance(found, EncodedRows)
+    assert found.payload.tobytes() == held.payload.tobytes()
+    assert_fails_alone(client, DigestItem(b"\x01" * 32), "UNKNOWN_KEY")
+
+
+def test_whole_calls_that_cannot_be_read(service: RunningService) -> None:
+    with (
+        VisionEncoderClient(service.target, model="no-such-model", timeout_s=30) as client,
+        pytest.raises(RequestRefused, match="no-such-model"),
+    ):
+        client.encode([ImageItem(photo())])
+    with grpc.insecure_channel(service.target) as channel:
+        stub = encoder_pb2_grpc.VisionEncoderStub(channel)
+        good = pb.Item(modality=pb.MODALITY_IMAGE, encoded=photo())
+        for request, status in (
+            (pb.EncodeRequest(), grpc.StatusCode.INVALID_ARGUMENT),
+            (pb.EncodeRequest(items=[good], model="other"), grpc.StatusCode.NOT_FOUND),
+            (pb.EncodeRequest(items=[good], namespace="n" * 300), grpc.StatusCode.INVALID_ARGUMENT),
+            (
+                pb.EncodeRequest(items=[good], delivery=pb.DELIVERY_DEVICE_LEASE),
+                grpc.StatusCode.FAILED_PRECONDITION,
+            ),
+            (pb.EncodeRequest(items=[good], delivery=99), grpc.StatusCode.INVALID_ARGUMENT),  # type: ignore[arg-type]
+            (pb.EncodeRequest(items=[good] * 300), grpc.StatusCode.INVALID_ARGUMENT),
+        ):
+            with pytest.raises(grpc.RpcError) as caught:
+                list(stub.Encode(request, timeout=30))
+            assert caught.value.code() is status
+            trailing = dict(caught.value.trailing_metadata())
+            failure = pb.ItemFailure.FromString(trailing["vision-encoder-failure-bin"])
+            assert caught.value.details() == f"{failure.reason}: {failure.message}"
+        with pytest.raises(grpc.RpcError) as caught:
+            stub.Lookup(pb.LookupRequest(keys=[b"short"]), timeout=30)
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert list(stub.Encode(pb.EncodeRequest(items=[good]), timeout=30))
+
+
+def test_p33_bytes_that_are_no_message(service: RunningService) -> None:
+    with grpc.insecure_channel(service.target) as channel:
+        encode = channel.unary_stream("/vision_encoder.v1.VisionEncoder/Encode")
+        for garbage in (b"\xff" * 100, b"\x0a\xff\xff\xff\xff\x0f", bytes(range(256))):
+            with pytest.raises(grpc.RpcError):
+                list(encode(garbage, timeout=30))
+        good = pb.EncodeRequest(items=[pb.Item(modality=pb.MODALITY_IMAGE, encoded=photo())])
+        assert list(encode(good.SerializeToString(), timeout=30))
+
+
+def test_oversize_messages(checkpoints: dict[str, Path], device: torch.device) -> None:
+    settings = {"max_message_bytes": 1 << 20, "max_encoded_bytes": 32768}
+    with running(checkpoints["qwen3_vl"], device, **settings) as found:
+        with VisionEncoderClient(found.target, timeout_s=30) as client:
+            too_long, good = client.encode([ImageItem(bytes(3 << 20)), ImageItem(photo(40, 40))])
+            assert isinstance(too_long, ItemFailed)
+            assert "1048576" in too_long.message
+            assert isinstance(good, EncodedRows)
+            assert_fails_alone(client, ImageItem(photo(256, 256, "BMP")), "IMAGE_TOO_LARGE")
+        with grpc.insecure_channel(found.target) as channel:
+            stub = encoder_pb2_grpc.VisionEncoderStub(channel)
+            huge = pb.Item(modality=pb.MODALITY_IMAGE, encoded=bytes(3 << 20))
+            with pytest.raises(grpc.RpcError) as caught:
+                list(stub.Encode(pb.EncodeRequest(items=[huge]), timeout=30))
+            assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+            good_item = pb.Item(modality=pb.MODALITY_IMAGE, encoded=photo(40, 40))
+            assert list(stub.Encode(pb.EncodeRequest(items=[good_item]), timeout=30))
+
+
+def test_options_per_request_change_the_grid_and_the_key(client: VisionEncoderClient) -> None:
+    data = photo(512, 512)
+    plain = client.encode_one(ImageItem(data))
+    smaller = client.encode_one(
+        ImageItem(data, options=PreprocessOptions(min_pixels=1024, max_pixels=128 * 128))
+    )
+    assert plain.grid_thw == (1, 32, 32)
+    assert smaller.grid_thw == (1, 8, 8)
+    assert plain.key != smaller.key

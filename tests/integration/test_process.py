@@ -1,0 +1,221 @@
+"""The service as its own process: the ready line, signals, kills, and the command-line clients."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from encoder_service.ingest.identity import content_digest
+from encoder_service.types import EncodedFile, Item, Modality
+from lm_adapter import EncodedRows, EncoderUnavailable, ImageItem, VisionEncoderClient
+from tests.integration.images import photo
+
+ROOT = Path(__file__).resolve().parents[2]
+ENV = {
+    **{name: value for name, value in os.environ.items() if not name.startswith("VE_")},
+    "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'proto'}",
+    "COLUMNS": "200",
+    "OMP_NUM_THREADS": "2",
+}
+
+
+def command(*arguments: object, timeout: float = 120) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "encoder_service", *map(str, arguments)],
+        env=ENV,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
+
+
+class ServiceProcess:
+    def __init__(self, *arguments: object) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "encoder_service", "serve", *map(str, arguments)],
+            env=ENV,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        assert self.process.stdout is not None
+        self.ready_line = self.process.stdout.readline()
+        found = re.search(r" at (\S+)", self.ready_line)
+        assert found, self.process.communicate(timeout=30)
+        self.target = found[1]
+
+    def end(self, number: signal.Signals, timeout_s: float = 30) -> int:
+        """Sends the signal and waits; harmless for a process that has ended."""
+        self.process.send_signal(number)
+        self.process.communicate(timeout=timeout_s)
+        return self.process.returncode
+
+
+def start(checkpoint: Path, device: torch.device) -> ServiceProcess:
+    return ServiceProcess(
+        "--model", checkpoint, "--device", device, "--dtype", "float32",
+        "--listen", "127.0.0.1:0", "--admin-listen", "127.0.0.1:0",
+    )  # fmt: skip
+
+
+@pytest.fixture
+def process(checkpoints: dict[str, Path], device: torch.device) -> Iterator[ServiceProcess]:
+    """A service of the test's own, to be killed."""
+    found = start(checkpoints["qwen3_vl"], device)
+    yield found
+    found.end(signal.SIGKILL)
+
+
+@pytest.fixture(scope="module")
+def shared(checkpoints: dict[str, Path], device: torch.device) -> Iterator[ServiceProcess]:
+    """A service that the command-line tests share."""
+    found = start(checkpoints["qwen3_vl"], device)
+    yield found
+    assert found.end(signal.SIGTERM) == 0
+
+
+def test_one_ready_line_then_sigterm_ends_with_zero(process: ServiceProcess) -> None:
+    assert re.fullmatch(
+        r"ready: qwen3_vl \(qwen3_vl\) on \S+ at 127\.0\.0\.1:\d+ \(admin http://127\.0\.0\.1:\d+\)\n",
+        process.ready_line,
+    )
+    with VisionEncoderClient(process.target, timeout_s=30) as client:
+        assert client.encode_one(ImageItem(photo()))
+    started = time.monotonic()
+    assert process.end(signal.SIGTERM) == 0
+    assert time.monotonic() - started < 10
+
+
+def test_a_server_killed_in_mid_stream_is_told_as_such(process: ServiceProcess) -> None:
+    """Results that arrived before the kill are kept."""
+    arrived: dict[int, EncodedRows] = {}
+    items = [ImageItem(photo(900, 900)) for _ in range(24)]
+
+    def read_until_the_kill(client: VisionEncoderClient) -> None:
+        for index, outcome in client.encode_iter(items):
+            assert isinstance(outcome, EncodedRows)
+            arrived[index] = outcome
+            if len(arrived) == 1:
+                process.process.kill()
+
+    with (
+        VisionEncoderClient(process.target, timeout_s=60) as client,
+        pytest.raises(EncoderUnavailable) as caught,
+    ):
+        read_until_the_kill(client)
+    assert 1 <= len(arrived) < 24
+    assert caught.value.retryable
+    assert "24" in str(caught.value)
+
+
+def test_a_killed_server_leaves_a_socket_that_the_next_one_takes(
+    checkpoints: dict[str, Path], device: torch.device, tmp_path: Path
+) -> None:
+    arguments = ("--model", checkpoints["kimi_k25"], "--device", device,
+                 "--listen", f"unix:{tmp_path}/encoder.sock", "--admin-listen", "")  # fmt: skip
+    first = ServiceProcess(*arguments)
+    assert first.end(signal.SIGKILL) == -signal.SIGKILL
+    assert (tmp_path / "encoder.sock").exists()
+    second = ServiceProcess(*arguments)
+    with VisionEncoderClient(f"unix:{tmp_path}/encoder.sock", timeout_s=30) as client:
+        assert client.encode_one(ImageItem(photo()))
+    assert command("health", "--server", f"unix:{tmp_path}/encoder.sock").returncode == 0
+    assert second.end(signal.SIGTERM) == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (("--model", "/no/such/checkpoint"), "/no/such/checkpoint"),
+        ((), "model"),
+        (("--model", ".", "--listen", "nonsense"), "nonsense"),
+        (("--model", ".", "--device", "tpu"), "device"),
+        (("--model", ".", "--log-level", "loud"), "log_level"),
+    ],
+)
+def test_p38_what_cannot_start_says_so_in_one_line(arguments: tuple[str, ...], text: str) -> None:
+    ended = command("serve", "--admin-listen", "", "--listen", "127.0.0.1:0", *arguments)
+    assert ended.returncode != 0
+    assert ended.stdout == ""
+    assert len(ended.stderr.strip().splitlines()) == 1, ended.stderr
+    assert ended.stderr.startswith("vision-encoder: cannot start: ")
+    assert text in ended.stderr
+
+
+def test_p38_a_checkpoint_with_a_missing_tensor_never_serves(
+    checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    for path in checkpoints["qwen3_vl"].iterdir():
+        (broken / path.name).write_bytes(path.read_bytes())
+    index = json.loads((broken / "model.safetensors.index.json").read_text())
+    del index["weight_map"]["model.visual.merger.linear_fc1.weight"]
+    (broken / "model.safetensors.index.json").write_text(json.dumps(index))
+    ended = command("serve", "--model", broken, "--listen", "127.0.0.1:0", "--admin-listen", "")
+    assert ended.returncode != 0
+    assert "merger.linear_fc1.weight" in ended.stderr
+    assert len(ended.stderr.strip().splitlines()) == 1
+
+
+def test_encode_writes_rows_in_input_order(shared: ServiceProcess, tmp_path: Path) -> None:
+    files = [tmp_path / f"{name}.png" for name in "abc"]
+    for index, path in enumerate(files):
+        path.write_bytes(photo(64 + 64 * index, 64))
+    out = tmp_path / "rows.safetensors"
+    ended = command("encode", "--server", shared.target, *files, "--out", out)
+    assert ended.returncode == 0, ended.stderr
+    assert all(path.name in ended.stdout for path in files)
+    with VisionEncoderClient(shared.target, timeout_s=30) as client:
+        expected = [client.encode_one(ImageItem(path.read_bytes())) for path in files]
+    with safe_open(out, "pt") as found:
+        metadata = found.metadata()
+        assert sorted(found.keys()) == sorted(
+            f"{kind}.{index}" for kind in ("rows", "grid_thw") for index in range(3)
+        )
+        for index, rows in enumerate(expected):
+            assert torch.equal(found.get_tensor(f"rows.{index}"), rows.torch())
+            grid = found.get_tensor(f"grid_thw.{index}")
+            assert grid.dtype is torch.int64
+            assert tuple(grid.tolist()) == rows.grid_thw
+            assert metadata[f"key.{index}"] == rows.key.hex()
+            digest = content_digest(Item(Modality.IMAGE, EncodedFile(files[index].read_bytes())))
+            assert metadata[f"content_digest.{index}"] == digest.hex()
+    assert metadata["dtype"] == "float32"
+    assert metadata["num_deepstack_levels"] == "2"
+
+
+def test_encode_reports_each_failure_and_keeps_the_rest(shared: ServiceProcess, tmp_path: Path) -> None:
+    good, bad, out = tmp_path / "good.png", tmp_path / "bad.png", tmp_path / "rows.safetensors"
+    good.write_bytes(photo())
+    bad.write_bytes(b"<html>")
+    ended = command("encode", "--server", shared.target, bad, good, "--out", out)
+    assert ended.returncode == 1
+    assert "UNDECODABLE_IMAGE" in ended.stderr
+    assert "1 of 2 images failed" in ended.stderr
+    with safe_open(out, "pt") as found:
+        assert sorted(found.keys()) == ["grid_thw.1", "rows.1"]
+    assert "cannot read" in command("encode", "--server", shared.target, tmp_path / "none.png").stderr
+
+
+def test_info_and_health_for_a_person(shared: ServiceProcess) -> None:
+    shown = command("info", "--server", shared.target)
+    assert shown.returncode == 0
+    for text in ("qwen3_vl", "float32", "deepstack", "max_items_per_request", "inline"):
+        assert text in shown.stdout
+    assert command("health", "--server", shared.target).stdout == "SERVING\n"
+    gone = command("health", "--server", "127.0.0.1:9", "--timeout-s", "1")
+    assert gone.returncode == 1
+    assert command("info", "--server", "127.0.0.1:9").returncode == 1

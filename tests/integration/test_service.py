@@ -1,0 +1,317 @@
+"""The service over real sockets: calls, streams, health, reflection, admin plane, concurrency."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import grpc
+import httpx
+import numpy as np
+import pytest
+import torch
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
+
+from encoder_service.engine.device import DeviceEngine
+from encoder_service.errors import ConfigurationError
+from lm_adapter import (
+    AsyncVisionEncoderClient,
+    CacheTier,
+    EncodedRows,
+    EncoderUnavailable,
+    ImageItem,
+    ItemFailed,
+    KeyState,
+    PrefetchStatus,
+    VisionEncoderClient,
+)
+from tests.integration.conftest import FAMILIES, RunningService, running
+from tests.integration.images import photo
+from vision_encoder.v1 import encoder_pb2 as pb
+from vision_encoder.v1 import encoder_pb2_grpc
+
+
+@pytest.fixture
+def client(service: RunningService):  # type: ignore[no-untyped-def]
+    with VisionEncoderClient(service.target, timeout_s=60) as client:
+        yield client
+
+
+def figures(service: RunningService) -> dict[str, float]:
+    text = httpx.get(f"http://{service.service.admin_address}/metrics").text
+    lines = [line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#")]
+    return {name: float(value) for name, value in lines}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_miss_hit_lookup_fetch_prefetch(
+    family: str, checkpoints: dict[str, Path], device: torch.device, tmp_path: Path
+) -> None:
+    sockets = ("127.0.0.1:0", f"unix:{tmp_path}/encoder.sock")
+    with running(checkpoints[family], device, listen=sockets) as found:
+        for target in found.service.addresses:
+            with VisionEncoderClient(target, timeout_s=60) as client:
+                data = photo(160, 90)
+                first, again = client.encode([ImageItem(data), ImageItem(data)])
+                assert isinstance(first, EncodedRows)
+                assert isinstance(again, EncodedRows)
+                assert {first.tier, again.tier} == {CacheTier.MISS, CacheTier.IN_FLIGHT}
+                third = client.encode_one(ImageItem(data))
+                assert third.tier is CacheTier.HOST
+                assert first.payload.tobytes() == again.payload.tobytes() == third.payload.tobytes()
+                assert np.isfinite(first.numpy()).all()
+                info = client.info()
+                assert info.models[0].family == family
+                assert first.width == info.models[0].width
+
+                (announced,) = client.prefetch([ImageItem(photo(90, 160))])
+                assert isinstance(announced, PrefetchStatus)
+                (fetched,) = client.fetch([announced.key])
+                assert isinstance(fetched, EncodedRows)
+                assert fetched.grid_thw == announced.grid_thw
+                assert fetched.num_rows == announced.num_rows
+                states = client.lookup([first.key, announced.key, bytes(32)])
+                assert [status.state for status in states] == [
+                    KeyState.RESIDENT,
+                    KeyState.RESIDENT,
+                    KeyState.ABSENT,
+                ]
+    assert not (tmp_path / "encoder.sock").exists()
+
+
+def test_p31_rows_are_the_same_alone_and_in_any_batch(client: VisionEncoderClient) -> None:
+    files = [photo(64 + 32 * index, 96) for index in range(6)]
+    alone = [
+        client.encode_one(ImageItem(data, digest=bytes([index]) * 32)) for index, data in enumerate(files)
+    ]
+    together = client.encode([ImageItem(data) for data in files])
+    for one, other in zip(alone, together, strict=True):
+        assert isinstance(other, EncodedRows)
+        assert other.tier is CacheTier.MISS
+        difference = np.linalg.norm(one.numpy() - other.numpy()) / np.linalg.norm(one.numpy())
+        assert difference < 1e-5
+
+
+def test_results_come_as_they_finish_in_chunks(checkpoints: dict[str, Path], device: torch.device) -> None:
+    with running(checkpoints["qwen3_vl"], device, chunk_bytes=4096) as found:
+        data = photo(320, 320)
+        request = pb.EncodeRequest(items=[pb.Item(modality=pb.MODALITY_IMAGE, encoded=data)])
+        with grpc.insecure_channel(found.target) as channel:
+            events = list(encoder_pb2_grpc.VisionEncoderStub(channel).Encode(request, timeout=30))
+        result = events[0].result
+        assert result.inline.num_chunks == len(events) - 1 > 1
+        assert sum(len(event.chunk.data) for event in events[1:]) == result.rows_bytes
+        with VisionEncoderClient(found.target) as client:
+            rows = client.encode_one(ImageItem(data))
+        assert rows.payload.tobytes() == b"".join(event.chunk.data for event in events[1:])
+
+
+def test_p15_p25_many_clients_one_encode_each(service: RunningService) -> None:
+    files = [photo(128, 128) for _ in range(8)]
+    before = figures(service)["ve_encoded_items_total"]
+
+    def ask(index: int) -> bytes:
+        with VisionEncoderClient(service.target, timeout_s=60) as client:
+            return client.encode_one(ImageItem(files[index % 8])).key
+
+    with ThreadPoolExecutor(32) as pool:
+        keys = list(pool.map(ask, range(64)))
+    assert len(set(keys)) == 8
+    assert figures(service)["ve_encoded_items_total"] - before == 8
+
+
+@pytest.mark.anyio
+async def test_the_async_client(service: RunningService) -> None:
+    async with AsyncVisionEncoderClient(service.target, timeout_s=60) as client:
+        items = [ImageItem(photo()) for _ in range(8)] + [ImageItem(b"no image")]
+        batches = await asyncio.gather(*(client.encode(items) for _ in range(4)))
+    for outcomes in batches:
+        assert [type(outcome) for outcome in outcomes] == [EncodedRows] * 8 + [ItemFailed]
+
+
+def slow_tower(service: RunningService, gate: threading.Event) -> DeviceEngine:
+    """Makes the service's engine wait for ``gate`` before every forward."""
+    engine = service.service._engine
+    assert engine is not None
+    original = engine._forward
+
+    def wait_then_run(*arguments: object) -> object:
+        assert gate.wait(60)
+        return original(*arguments)  # type: ignore[arg-type]
+
+    engine._forward = wait_then_run  # type: ignore[method-assign, assignment]
+    return engine
+
+
+def test_a_client_that_vanishes_frees_everything(checkpoints: dict[str, Path], device: torch.device) -> None:
+    gate = threading.Event()
+    with running(checkpoints["qwen3_vl"], device) as found:
+        engine = slow_tower(found, gate)
+        channel = grpc.insecure_channel(found.target)
+        stub = encoder_pb2_grpc.VisionEncoderStub(channel)
+        items = [pb.Item(modality=pb.MODALITY_IMAGE, encoded=photo(256, 256)) for _ in range(12)]
+        blocker = stub.Encode(pb.EncodeRequest(items=items[:1]), timeout=60)
+        until(lambda: engine._running)
+        call = stub.Encode(pb.EncodeRequest(items=items), timeout=60)
+        until(lambda: engine.queued_items == 11)
+        call.cancel()
+        pipeline = found.service.pipeline
+        assert pipeline is not None
+        until(lambda: pipeline.num_flights == 1)
+        gate.set()
+        assert list(blocker)
+        until(lambda: engine.counters.dropped_items == 11)
+        channel.close()
+        assert pipeline.admission.num_patches == 0
+        assert pipeline.admission.num_bytes == 0
+        with VisionEncoderClient(found.target, timeout_s=30) as client:
+            assert client.encode_one(ImageItem(photo()))
+
+
+def test_a_client_that_stops_reading_in_mid_stream_holds_nobody_up(
+    checkpoints: dict[str, Path], device: torch.device
+) -> None:
+    with running(checkpoints["qwen3_vl"], device, chunk_bytes=4096) as found:
+        channel = grpc.insecure_channel(found.target)
+        stub = encoder_pb2_grpc.VisionEncoderStub(channel)
+        items = [pb.Item(modality=pb.MODALITY_IMAGE, encoded=photo(640, 640)) for _ in range(8)]
+        stalled = stub.Encode(pb.EncodeRequest(items=items), timeout=60)
+        next(stalled)
+        with VisionEncoderClient(found.target, timeout_s=30) as client:
+            for _ in range(5):
+                assert client.encode_one(ImageItem(photo()))
+        stalled.cancel()
+        channel.close()
+
+
+def until(condition) -> None:  # type: ignore[no-untyped-def]
+    ends = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < ends, "condition never came true"
+        time.sleep(0.002)
+
+
+def test_health_and_reflection(service: RunningService) -> None:
+    with grpc.insecure_channel(service.target) as channel:
+        health = health_pb2_grpc.HealthStub(channel)
+        for name in ("", "vision_encoder.v1.VisionEncoder"):
+            answer = health.Check(health_pb2.HealthCheckRequest(service=name), timeout=10)
+            assert answer.status == health_pb2.HealthCheckResponse.SERVING
+        names = ProtoReflectionDescriptorDatabase(channel).get_services()
+        assert {"vision_encoder.v1.VisionEncoder", "grpc.health.v1.Health"} <= set(names)
+
+
+def test_admin_plane(service: RunningService, client: VisionEncoderClient) -> None:
+    client.encode([ImageItem(photo()), ImageItem(b"no image")])
+    base = f"http://{service.service.admin_address}"
+    assert httpx.get(f"{base}/healthz").json() == {"status": "alive"}
+    assert httpx.get(f"{base}/readyz").json() == {"status": "ready"}
+    info = httpx.get(f"{base}/v1/info").json()
+    assert bytes.fromhex(info["models"][0]["model_fingerprint"]) == client.info().models[0].model_fingerprint
+    assert info["limits"]["max_items_per_request"] == 256
+    found = figures(service)
+    assert found["ve_ready"] == 1
+    assert found['ve_item_failures_total{reason="UNDECODABLE_IMAGE"}'] >= 1
+    assert found['ve_stage_seconds_count{stage="tower"}'] >= 1
+    assert found["ve_queued_patches"] == 0
+
+
+def test_p27_p36_not_ready_before_the_warm_up_is_done_and_never_behind_a_busy_device(
+    checkpoints: dict[str, Path], device: torch.device
+) -> None:
+    gate = threading.Event()
+    with running(checkpoints["qwen3_vl"], device) as found:
+        slow_tower(found, gate)
+        base = f"http://{found.service.admin_address}"
+        with VisionEncoderClient(found.target, timeout_s=60) as client, ThreadPoolExecutor(1) as pool:
+            pending = pool.submit(client.encode_one, ImageItem(photo()))
+            started = time.monotonic()
+            for path in ("healthz", "readyz", "metrics", "v1/info"):
+                assert httpx.get(f"{base}/{path}").status_code == 200
+            with grpc.insecure_channel(found.target) as channel:
+                health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=5)
+            assert time.monotonic() - started < 5
+            assert not pending.done()
+            gate.set()
+            assert pending.result(30)
+
+
+def test_p37_draining_finishes_what_runs_and_refuses_the_rest(
+    checkpoints: dict[str, Path], device: torch.device
+) -> None:
+    gate = threading.Event()
+    with running(checkpoints["qwen3_vl"], device) as found:
+        engine = slow_tower(found, gate)
+        with VisionEncoderClient(found.target, timeout_s=60) as client, ThreadPoolExecutor(1) as pool:
+            pending = pool.submit(client.encode_one, ImageItem(photo()))
+            until(lambda: engine._running)
+            found.on_loop(found.service.request_stop)
+            base = f"http://{found.service.admin_address}"
+            until(lambda: httpx.get(f"{base}/readyz").status_code == 503)
+            assert httpx.get(f"{base}/readyz").json()["reason"] == "draining"
+            assert httpx.get(f"{base}/healthz").status_code == 200
+            (refused,) = client.encode([ImageItem(photo())])
+            assert isinstance(refused, ItemFailed)
+            assert refused.reason == "DRAINING"
+            assert refused.retryable
+            gate.set()
+            assert pending.result(30)
+
+
+def test_p32_p36_a_device_fault_tells_callers_at_once_and_leaves_service(
+    checkpoints: dict[str, Path], device: torch.device
+) -> None:
+    with running(checkpoints["qwen3_vl"], device) as found:
+        engine = found.service._engine
+        assert engine is not None
+
+        def broken(*arguments: object) -> object:
+            raise torch.AcceleratorError("CUDA error: unspecified launch failure")
+
+        engine._forward = broken  # type: ignore[method-assign, assignment]
+        with VisionEncoderClient(found.target, timeout_s=30) as client:
+            (failed,) = client.encode([ImageItem(photo())])
+        assert isinstance(failed, ItemFailed)
+        assert failed.reason == "DEVICE_FAULT"
+        assert failed.retryable
+        until(lambda: not found.service.is_alive())
+        assert found.service.not_ready_because() == "device fault"
+
+
+def test_p18_namespaces_share_nothing(service: RunningService) -> None:
+    data = photo()
+    with (
+        VisionEncoderClient(service.target, namespace="a") as first,
+        VisionEncoderClient(service.target, namespace="b") as second,
+    ):
+        rows = first.encode_one(ImageItem(data))
+        assert second.lookup([rows.key])[0].state is KeyState.ABSENT
+        other = second.encode_one(ImageItem(data))
+        assert other.tier is CacheTier.MISS
+        assert other.key != rows.key
+
+
+def test_addresses_that_cannot_be_bound(
+    service: RunningService, checkpoints: dict[str, Path], device: torch.device, tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("")
+    for settings in (
+        {"listen": (service.target,)},
+        {"admin_listen": service.service.admin_address},
+        {"listen": (f"unix:{tmp_path}/file",)},
+        {"listen": (f"unix:{tmp_path}/missing/x.sock",)},
+    ):
+        with (
+            pytest.raises(ConfigurationError, match="cannot listen on"),
+            running(checkpoints["qwen3_vl"], device, **settings),
+        ):
+            pass
+
+
+def test_a_server_that_is_not_there() -> None:
+    with VisionEncoderClient("127.0.0.1:9", timeout_s=2) as client, pytest.raises(EncoderUnavailable):
+        client.encode([ImageItem(photo())])
