@@ -48,7 +48,7 @@ def test_chunks_cover_the_rows_in_order(dtype: torch.dtype) -> None:
     data = b"".join(event.chunk.data for event in events)
     assert torch.equal(torch.frombuffer(bytearray(data), dtype=dtype).reshape(7, 48), rows)
     delivered = Delivered(
-        EncodedItem(b"k" * 32, Grid(1, 2, 14), rows, 2), b"d" * 32, CacheTier.MISS, StageTimings(tower_ms=2.5)
+        EncodedItem(b"k" * 32, b"d" * 32, Grid(1, 2, 14), rows, 2), CacheTier.MISS, StageTimings(tower_ms=2.5)
     )
     result = convert.result_event(3, delivered, 100).result
     assert result.inline.num_chunks == len(events)

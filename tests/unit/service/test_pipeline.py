@@ -172,7 +172,7 @@ async def test_p10_the_callers_digest_is_authoritative_inside_its_namespace(rig:
     first = await rig.pipeline.encode(image(1, content_digest=digest))
     second = await rig.pipeline.encode(image(2, content_digest=digest))
     other = await rig.pipeline.encode(image(2, content_digest=digest), namespace="other")
-    assert first.content_digest == digest
+    assert first.encoded.content_digest == digest
     assert second.tier is CacheTier.HOST
     assert torch.equal(first.encoded.rows, second.encoded.rows)
     assert other.tier is CacheTier.MISS

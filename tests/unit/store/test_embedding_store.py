@@ -14,7 +14,9 @@ from encoder_service.types import EncodedItem, Grid
 
 
 def item(name: int, num_rows: int = 4) -> EncodedItem:
-    return EncodedItem(bytes([name]) * 32, Grid(1, 4, 4), torch.full((num_rows, 8), float(name)), 1)
+    return EncodedItem(
+        bytes([name]) * 32, bytes(32), Grid(1, 4, 4), torch.full((num_rows, 8), float(name)), 1
+    )
 
 
 def test_least_recently_used_goes_first() -> None:
