@@ -1,0 +1,97 @@
+"""The reference language models without their towers: loading.
+
+Owns building the language model of a Qwen3-VL, Qwen3.5 or Kimi-K2.5 checkpoint with ``transformers`` 5.17 or
+later: the text model is built without memory, given the checkpoint's language tensors, and driven by
+``RemoteVisionLM`` with rows from the service. The tower is never built, none of its tensors is read, and the
+reference's vision code is not called.
+
+    language_model = load_language_model("Qwen3-VL-8B-Instruct", dtype=torch.bfloat16, device="cuda:0")
+    items = [RemoteItem.from_encoded(rows) for rows in client.encode(images)]
+    language_model.generate([prompt_ids], [items], max_new_tokens=64)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lm_adapter.engines.hf_checkpoint import LanguageCheckpoint, read_config, vision_interface
+from lm_adapter.engines.hf_driver import Prefilled, RemoteItem, RemoteVisionLM
+from lm_adapter.errors import InvalidRequest, MissingDependency
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Prefilled", "RemoteItem", "RemoteVisionLM", "load_language_model"]
+
+
+def load_language_model(
+    path: str | Path, *, dtype: torch.dtype | None = None, device: str | torch.device = "cpu"
+) -> RemoteVisionLM:
+    """The language model of a checkpoint directory in the hub's layout; its tower stays on the disk.
+
+    dtype: of the weights, float32 when not given.
+    Raises InvalidRequest for other families and for missing, mis-shaped or left-over language tensors, by
+    name; MissingDependency without torch or transformers.
+    """
+    try:
+        import torch
+        import transformers
+    except ImportError as error:
+        raise MissingDependency(error.name or "transformers", "lm_adapter.engines.hf") from error
+    path = Path(path)
+    dtype = torch.float32 if dtype is None else dtype
+    device = torch.device(device)
+    interface = vision_interface(read_config(path))
+    config = transformers.AutoConfig.from_pretrained(path, local_files_only=True)
+    text_config = config.get_text_config()
+    with torch.device("meta"):
+        language_model = transformers.AutoModel.from_config(text_config, dtype=dtype).eval()
+    checkpoint = LanguageCheckpoint(path, interface.model_type)
+    expected = dict(language_model.state_dict())
+    embedding = expected["embed_tokens.weight"]
+    if checkpoint.head_name is not None or not config.tie_word_embeddings:
+        expected["lm_head.weight"] = embedding
+    keeps_float32 = _keeps_float32(language_model, dtype)
+    tensors = checkpoint.read(
+        {name: tuple(tensor.shape) for name, tensor in expected.items()},
+        num_layers=text_config.num_hidden_layers,
+        device=device,
+        dtypes={name: torch.float32 if keeps_float32(name) else dtype for name in expected},
+    )
+    head_VD = tensors.pop("lm_head.weight", None)
+    language_model.load_state_dict(tensors, assign=True)
+    language_model.requires_grad_(requires_grad=False)
+    _rebuild_buffers(language_model, text_config, device)
+    if head_VD is None or (
+        config.tie_word_embeddings and torch.equal(head_VD, tensors["embed_tokens.weight"])
+    ):
+        head_VD = tensors["embed_tokens.weight"]
+    return RemoteVisionLM(
+        language_model, head_VD, interface, lambda: transformers.DynamicCache(config=text_config)
+    )
+
+
+def _keeps_float32(language_model: Any, dtype: torch.dtype) -> Callable[[str], bool]:
+    """Which parameters the reference keeps in float32 in a model of a 16-bit dtype (Kimi's router bias)."""
+    marks = set(getattr(language_model, "_keep_in_fp32_modules_strict", None) or ())
+    if str(dtype) == "torch.float16":
+        marks |= set(getattr(language_model, "_keep_in_fp32_modules", None) or ())
+    return lambda name: any(mark in name for mark in marks)
+
+
+def _rebuild_buffers(language_model: Any, text_config: Any, device: torch.device) -> None:
+    """Makes anew, on the device, the modules whose buffers are computed and not stored: rotary
+    frequencies."""
+    for name, module in list(language_model.named_modules()):
+        if any(buffer.is_meta for buffer in module.buffers(recurse=False)):
+            parent, _, child = name.rpartition(".")
+            setattr(language_model.get_submodule(parent), child, type(module)(config=text_config).to(device))
+    tensors = [*language_model.named_parameters(), *language_model.named_buffers()]
+    unset = [name for name, tensor in tensors if tensor.is_meta]
+    if unset:
+        raise InvalidRequest(
+            f"{len(unset)} of {len(tensors)} tensors have no values after loading: {', '.join(unset[:8])}",
+            reason="CHECKPOINT_UNINITIALISED_TENSORS",
+        )

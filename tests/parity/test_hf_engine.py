@@ -1,0 +1,246 @@
+"""The language model fed with rows answers as the full model does with pixels: logits and greedy tokens."""
+
+from __future__ import annotations
+
+import gc
+import random
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from encoder_service.towers.synthetic import FAMILIES, make_checkpoint
+from lm_adapter.engines.hf import RemoteItem, RemoteVisionLM, load_language_model
+from lm_adapter.errors import InvalidRequest, InvalidRows
+from lm_adapter.types import Modality
+from tests.parity.full_model import VISION_END, VISION_START, FullModel, Picture
+
+RELATIVE = 1e-5
+"""Norm of the difference over norm of the full model's logits, in float32."""
+
+
+class Pair:
+    """One family's full model and remote-row engine over the same checkpoint."""
+
+    def __init__(self, family: str, full: FullModel, remote: RemoteVisionLM) -> None:
+        self.family, self.full, self.remote = family, full, remote
+
+    def prompt(self, seed: int, pictures: Sequence[Picture], *, ends_in_vision: bool = False) -> list[int]:
+        """An expanded prompt with text of random length before, between and after the items."""
+        rng = random.Random(seed)
+        ids = [rng.randrange(10, 500) for _ in range(rng.randrange(1, 9))]
+        for index, picture in enumerate(pictures):
+            is_clip = picture.modality is Modality.VIDEO
+            placeholder = self.full.video_id if is_clip else self.full.image_id
+            rows = self.full.num_rows(picture.grid)
+            frames = picture.grid[0] if is_clip and not self.full.is_kimi else 1
+            for _ in range(frames):
+                ids += [rng.randrange(10, 500), VISION_START, *[placeholder] * (rows // frames)]
+                ids += [] if ends_in_vision and index == len(pictures) - 1 else [VISION_END]
+        return ids + ([] if ends_in_vision else [rng.randrange(10, 500) for _ in range(rng.randrange(1, 9))])
+
+    def collapsed(self, ids: Sequence[int]) -> list[int]:
+        """The prompt with one placeholder for each run."""
+        placeholders = {self.full.image_id, self.full.video_id}
+        return [
+            token
+            for index, token in enumerate(ids)
+            if token not in placeholders or index == 0 or ids[index - 1] != token
+        ]
+
+    def items(self, pictures: Sequence[Picture]) -> list[RemoteItem]:
+        return [self.full.item(picture) for picture in pictures]
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    family = request.param
+    checkpoint = tmp_path_factory.mktemp("hf") / family
+    make_checkpoint(checkpoint, family, "tiny", seed=11, with_lm=True)
+    return Pair(family, FullModel(family, checkpoint), load_language_model(checkpoint))
+
+
+def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    assert found.shape == expected.shape
+    assert found.isfinite().all()
+    return float((found.double() - expected.double()).norm() / expected.double().norm())
+
+
+def assert_close(what: str, found: torch.Tensor, expected: torch.Tensor) -> None:
+    relative = relative_error(found, expected)
+    print(f"parity {what}: max abs {float((found - expected).abs().max()):.2e}, relative {relative:.2e}")
+    assert relative < RELATIVE
+
+
+def pictures_for(pair: Pair, name: str) -> list[Picture]:
+    image, video = Modality.IMAGE, Modality.VIDEO
+    cases: dict[str, list[tuple[tuple[int, int, int], Modality]]] = {
+        "text": [],
+        "one": [((1, 4, 6), image)],
+        "several": [((1, 4, 6), image), ((1, 10, 2), image), ((1, 2, 2), image)],
+        "clip": [((3, 4, 6), video)],
+        "both": [((1, 6, 4), image), ((2, 4, 8), video), ((1, 2, 8), image)],
+    }
+    return [pair.full.picture(seed, grid, modality) for seed, (grid, modality) in enumerate(cases[name])]
+
+
+def remote_prompt(pair: Pair, ids: Sequence[int]) -> list[int]:
+    """Kimi's published files know one placeholder for images and clips; the reference's second one is an id
+    outside the vocabulary that nothing else means."""
+    if not pair.full.is_kimi:
+        return list(ids)
+    return [pair.full.image_id if token == pair.full.video_id else token for token in ids]
+
+
+@pytest.mark.parametrize("ends_in_vision", [False, True])
+@pytest.mark.parametrize("case", ["text", "one", "several", "clip", "both"])
+def test_logits_and_greedy_tokens_equal_the_full_models(pair: Pair, case: str, ends_in_vision: bool) -> None:
+    """p01 (several grids), p03 (ends in vision), p04 (decoding knows the delta only)."""
+    pictures = pictures_for(pair, case)
+    ids = pair.prompt(3, pictures, ends_in_vision=ends_in_vision)
+    expected = pair.full.logits(ids, pictures)
+    items = pair.items(pictures)
+    prompt = remote_prompt(pair, ids)
+    found = pair.remote.prefill([prompt], [items], all_logits=True)
+    assert found.prompt_logits_NV is not None
+    assert_close(f"{pair.family} {case}", found.prompt_logits_NV[0], expected)
+    assert_close(f"{pair.family} {case} last", found.logits_BV[0], expected[-1])
+    (tokens,) = pair.remote.generate([prompt], [items], max_new_tokens=5)
+    assert tokens == pair.full.greedy(ids, pictures, 5)
+    if not ends_in_vision or pair.full.is_kimi:
+        assert tokens == pair.full.generate(ids, pictures, 5)
+
+
+def test_p05_one_placeholder_per_run_is_the_same_prompt(pair: Pair) -> None:
+    pictures = pictures_for(pair, "both")
+    ids = remote_prompt(pair, pair.prompt(4, pictures))
+    items = pair.items(pictures)
+    expanded = pair.remote.prefill([ids], [items]).logits_BV
+    assert torch.equal(pair.remote.prefill([pair.collapsed(ids)], [items]).logits_BV, expanded)
+
+
+def test_p02_a_batch_of_different_prompts_equals_each_alone(pair: Pair) -> None:
+    """Each prompt keeps its own items; one comes twice, as when two samples share it. In chunks as well: a
+    chunk may hold the end of one prompt's padding, another's first image and a third's text."""
+    cases = ["several", "text", "one", "both", "one"]
+    batch = [pictures_for(pair, case) for case in cases]
+    prompts = [pair.prompt(20 + len(case), pictures) for case, pictures in zip(cases, batch, strict=True)]
+    items = [pair.items(pictures) for pictures in batch]
+    ids = [remote_prompt(pair, prompt) for prompt in prompts]
+    expected = [pair.full.logits(prompt, pictures) for prompt, pictures in zip(prompts, batch, strict=True)]
+    greedy = [pair.full.greedy(prompt, pictures, 4) for prompt, pictures in zip(prompts, batch, strict=True)]
+    for chunk_size in (None, 1, 2, 5, 16):
+        found = pair.remote.prefill(ids, items, chunk_size=chunk_size, all_logits=True)
+        assert found.prompt_logits_NV is not None
+        for case, logits, whole in zip(cases, found.prompt_logits_NV, expected, strict=True):
+            assert_close(f"{pair.family} batch {case} chunk {chunk_size}", logits, whole)
+        assert pair.remote.generate(ids, items, max_new_tokens=4, chunk_size=chunk_size) == greedy
+
+
+def test_prefill_in_chunks_of_every_size_equals_prefill_in_one(pair: Pair) -> None:
+    pictures = [pair.full.picture(1, (1, 4, 4)), pair.full.picture(2, (1, 2, 6))]
+    ids = pair.prompt(5, pictures)
+    items = pair.items(pictures)
+    whole = pair.remote.prefill([ids], [items], all_logits=True)
+    assert whole.prompt_logits_NV is not None
+    token = int(whole.logits_BV.argmax())
+    after = pair.full.logits([*ids, token], pictures)[-1]
+    worst = 0.0
+    for chunk_size in range(1, len(ids) + 1):
+        found = pair.remote.prefill([ids], [items], chunk_size=chunk_size, all_logits=True)
+        assert found.prompt_logits_NV is not None
+        worst = max(worst, relative_error(found.prompt_logits_NV[0], whole.prompt_logits_NV[0]))
+        assert found.deltas == whole.deltas
+        worst = max(worst, relative_error(pair.remote.decode(found, [token])[0], after))
+    print(f"parity {pair.family} chunks of 1..{len(ids)}: relative {worst:.2e}")
+    assert worst < RELATIVE
+
+
+def test_p04_decoding_reads_the_delta_and_no_positions(pair: Pair) -> None:
+    pictures = pictures_for(pair, "several")
+    ids = pair.prompt(6, pictures)
+    state = pair.remote.prefill([ids], [pair.items(pictures)])
+    first = int(state.logits_BV.argmax())
+    assert (state.deltas == (0,)) == pair.full.is_kimi
+    expected = pair.full.logits([*ids, first], pictures)[-1]
+    assert_close(f"{pair.family} decode", pair.remote.decode(state, [first])[0], expected)
+
+
+def test_p24_rows_are_not_held_after_the_prefill(pair: Pair) -> None:
+    pictures = pictures_for(pair, "one")
+    items = pair.items(pictures)
+    alive = [weakref.ref(item.rows) for item in items]
+    state = pair.remote.prefill([pair.prompt(7, pictures)], [items], chunk_size=4)
+    del items
+    gc.collect()
+    assert [ref() for ref in alive] == [None]
+    assert pair.remote.decode(state, [20]).isfinite().all()
+
+
+def test_no_vision_parameter_is_in_memory(pair: Pair) -> None:
+    """Every parameter is one of the full model's language parameters, and together they are all of these."""
+    full = dict(pair.full.model.named_parameters())
+    vision = [name for name in full if "visual" in name or "vision_tower" in name or "mm_projector" in name]
+    language = {
+        name.removeprefix("model.language_model."): value
+        for name, value in full.items()
+        if name not in vision
+    }
+    remote = dict(pair.remote.language_model.named_parameters()) | {"lm_head.weight": pair.remote.head_VD}
+    assert len(vision) > 20
+    assert remote.keys() == language.keys()
+    for name, value in remote.items():
+        assert torch.equal(value, language[name]), name
+    count = sum(parameter.numel() for parameter in remote.values())
+    assert count == sum(value.numel() for value in full.values()) - sum(full[name].numel() for name in vision)
+
+
+def test_p22_wrong_items_are_refused_before_anything_runs(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pictures = pictures_for(pair, "one")
+    ids = pair.prompt(8, pictures)
+    (item,) = pair.items(pictures)
+
+    def never(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("the language model ran")
+
+    monkeypatch.setattr(pair.remote, "_forward", never)
+    good = item.rows
+    wrong: list[tuple[RemoteItem, type[Exception]]] = [
+        (RemoteItem(item.grid_thw, good[:-1]), InvalidRows),
+        (RemoteItem(item.grid_thw, good[:, :-1]), InvalidRows),
+        (RemoteItem(item.grid_thw, good.double()), InvalidRows),
+        (RemoteItem(item.grid_thw, good, num_deepstack_levels=7), InvalidRows),
+        (RemoteItem((1, 4, 8), good), InvalidRequest),
+        (RemoteItem((1, 4, 5), good), InvalidRequest),
+    ]
+    for bad, error in wrong:
+        with pytest.raises(error):
+            pair.remote.prefill([ids, ids], [[item], [bad]])
+    for prompts, items in [
+        ([], []),
+        ([ids], []),
+        ([[]], [[]]),
+        ([[1, 99_999]], [[]]),
+        ([ids], [[item, item]]),
+    ]:
+        with pytest.raises(InvalidRequest):
+            pair.remote.prefill(prompts, items)
+    with pytest.raises(InvalidRequest, match="got 1 and 0"):
+        pair.remote.prefill([ids], [[item]], chunk_size=0)
+
+
+def test_generation_stops_at_a_stop_id_and_the_rest_goes_on(pair: Pair) -> None:
+    prompts = [pair.prompt(30, []), pair.prompt(31, [])]
+    free = pair.remote.generate(prompts, [[], []], max_new_tokens=8)
+    stop = free[0][2]
+    stopped = pair.remote.generate(prompts, [[], []], max_new_tokens=8, stop_ids={stop})
+    for without, with_stop in zip(free, stopped, strict=True):
+        cut = without.index(stop) + 1 if stop in without else len(without)
+        assert with_stop == without[:cut]
+    assert pair.remote.generate(prompts, [[], []], max_new_tokens=0) == [[], []]
+    with pytest.raises(InvalidRequest, match="2 prompts was given 1"):
+        pair.remote.decode(pair.remote.prefill(prompts, [[], []]), [1])
