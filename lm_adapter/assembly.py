@@ -19,36 +19,48 @@ from lm_adapter.transport.wire import find_chunk
 from lm_adapter.types import EncodedRows, Item, ModelInfo, Outcome
 from vision_encoder.v1 import encoder_pb2 as pb
 
-__all__ = ["Assembler", "Expected", "PreparedItems", "prepare_items"]
+__all__ = ["Assembler", "Expected", "ItemBatch", "PreparedItems", "prepare_items"]
 
 DEFAULT_MAX_ROWS_BYTES = 4 * 1024**3
 _INVALID_ARGUMENT, _RESOURCE_EXHAUSTED = 3, 8
 # A request's own fields around its items; names are short, this is generous.
 _REQUEST_OVERHEAD_BYTES = 1024
+# An item's tag and length inside its request.
+_ITEM_OVERHEAD_BYTES = 8
+
+
+@dataclass
+class ItemBatch:
+    """Items of one message. ``indices[i]`` is the caller's index of ``messages[i]``."""
+
+    messages: list[pb.Item] = field(default_factory=list)
+    indices: list[int] = field(default_factory=list)
+    num_bytes: int = _REQUEST_OVERHEAD_BYTES
 
 
 @dataclass(frozen=True)
 class PreparedItems:
-    """Items as messages. ``indices[i]`` is the caller's index of ``messages[i]``; ``refused`` maps the
-    caller's index of an item that cannot be sent to its failure."""
+    """Items as messages, in as many batches as the server's limits need. ``refused`` maps the caller's index
+    of an item that cannot be sent to its failure."""
 
-    messages: list[pb.Item] = field(default_factory=list)
-    indices: list[int] = field(default_factory=list)
+    batches: list[ItemBatch] = field(default_factory=list)
     refused: dict[int, ItemFailed] = field(default_factory=dict)
 
 
 def prepare_items(items: Sequence[Item], *, max_message_bytes: int = 0, max_items: int = 0) -> PreparedItems:
-    """Items as messages. An item that does not fit the wire, or is over the message limit all by itself,
-    fails alone. Raises InvalidRequest when the rest together is over a limit (0 means none)."""
+    """Items as messages, in order. An item that does not fit the wire, or is over the message limit all by
+    itself, fails alone.
+
+    max_message_bytes, max_items: the server's limits of one call; 0 means none.
+    """
     prepared = PreparedItems()
-    total_bytes = _REQUEST_OVERHEAD_BYTES
     for index, item in enumerate(items):
         try:
             message = convert.item_message(item)
         except InvalidRequest as error:
             prepared.refused[index] = ItemFailed(error.message, reason=error.reason, status=_INVALID_ARGUMENT)
             continue
-        num_bytes = message.ByteSize() + 8
+        num_bytes = message.ByteSize() + _ITEM_OVERHEAD_BYTES
         if max_message_bytes and num_bytes + _REQUEST_OVERHEAD_BYTES > max_message_bytes:
             prepared.refused[index] = ItemFailed(
                 f"the item has {num_bytes} bytes on the wire, the server takes messages of "
@@ -58,18 +70,17 @@ def prepare_items(items: Sequence[Item], *, max_message_bytes: int = 0, max_item
                 details={"found": num_bytes, "allowed": max_message_bytes},
             )
             continue
-        prepared.messages.append(message)
-        prepared.indices.append(index)
-        total_bytes += num_bytes
-    if max_items and len(prepared.messages) > max_items:
-        raise InvalidRequest(
-            f"{len(prepared.messages)} items in one call, the server takes {max_items}; send fewer per call"
-        )
-    if max_message_bytes and total_bytes > max_message_bytes:
-        raise InvalidRequest(
-            f"{len(prepared.messages)} items have {total_bytes} bytes together, the server takes messages of "
-            f"{max_message_bytes}; send fewer per call"
-        )
+        batch = prepared.batches[-1] if prepared.batches else None
+        if (
+            batch is None
+            or (max_items and len(batch.messages) >= max_items)
+            or (max_message_bytes and batch.num_bytes + num_bytes > max_message_bytes)
+        ):
+            batch = ItemBatch()
+            prepared.batches.append(batch)
+        batch.messages.append(message)
+        batch.indices.append(index)
+        batch.num_bytes += num_bytes
     return prepared
 
 

@@ -115,7 +115,8 @@ class AsyncVisionEncoderClient:
         return self._session.read_lookup(keys, response)
 
     async def encode(self, items: Sequence[Item], *, timeout_s: float | None = None) -> list[Outcome]:
-        """Rows or failure of each item, in input order.
+        """Rows or failure of each item, in input order. What is over the server's limits of one call goes
+        in several, one after another.
 
         Raises CallFailed when the call failed before every item had its outcome; ``completed`` of the error
         maps the indices of those that had one.
@@ -129,10 +130,13 @@ class AsyncVisionEncoderClient:
         generator (``contextlib.aclosing``) cancels the call. Raises CallFailed after the outcomes that had
         arrived."""
         deadline = self._deadline(timeout_s)
-        info = await self._known_info(deadline)
-        async with aclosing(self._stream(self._session.encode_call(info, items), deadline)) as stream:
-            async for finished in stream:
-                yield finished
+        plan = self._session.encode_plan(await self._known_info(deadline), items)
+        for refused in plan.refused.items():
+            yield refused
+        for call in plan.calls:
+            async with aclosing(self._stream(call, deadline)) as stream:
+                async for finished in stream:
+                    yield finished
 
     async def encode_one(self, item: Item, *, timeout_s: float | None = None) -> EncodedRows:
         """The rows of one item. Raises ItemFailed, CallFailed."""
@@ -148,8 +152,10 @@ class AsyncVisionEncoderClient:
     ) -> AsyncGenerator[tuple[int, Outcome], None]:
         """As ``encode_iter``, by key."""
         deadline = self._deadline(timeout_s)
-        info = await self._known_info(deadline)
-        async with aclosing(self._stream(self._session.fetch_call(info, keys), deadline)) as stream:
+        if not keys:
+            return
+        call = self._session.fetch_call(await self._known_info(deadline), keys)
+        async with aclosing(self._stream(call, deadline)) as stream:
             async for finished in stream:
                 yield finished
 
@@ -159,12 +165,14 @@ class AsyncVisionEncoderClient:
         """Starts encoding and keeps the rows in the service. Answers once every item is admitted: its key,
         and its grid where the file's header tells it. The encode goes on without this client."""
         deadline = self._deadline(timeout_s)
-        call = self._session.prefetch_call(await self._known_info(deadline), items)
-        if not call.indices:
-            return call.read(None)
-        return call.read(
-            await self._unary("Prefetch", call.request, pb.PrefetchResponse, deadline, call.metadata)
-        )
+        plan = self._session.prefetch_plan(await self._known_info(deadline), items)
+        statuses: dict[int, PrefetchStatus | ItemFailed] = dict(plan.refused)
+        for call in plan.calls:
+            response = await self._unary(
+                "Prefetch", call.request, pb.PrefetchResponse, deadline, call.metadata
+            )
+            statuses.update(call.read(response))
+        return in_order(statuses)
 
     async def release(self, lease_ids: Sequence[bytes], *, timeout_s: float | None = None) -> list[bytes]:
         """Gives leases back; returns those that the server does not know."""
@@ -245,10 +253,6 @@ class AsyncVisionEncoderClient:
             raise
 
     async def _stream(self, call: RowsCall, deadline: Deadline) -> AsyncGenerator[tuple[int, Outcome], None]:
-        for refused in call.early():
-            yield refused
-        if call.is_empty:
-            return
         self._check_open(call.method)
         # Without a deserialiser, messages arrive as bytes and chunks are never copied by protobuf.
         start: grpc.aio.UnaryStreamMultiCallable[bytes, bytes] = self._channel.unary_stream(

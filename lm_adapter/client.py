@@ -124,7 +124,8 @@ class VisionEncoderClient:
         return self._session.read_lookup(keys, self._unary("Lookup", request, pb.LookupResponse, deadline))
 
     def encode(self, items: Sequence[Item], *, timeout_s: float | None = None) -> list[Outcome]:
-        """Rows or failure of each item, in input order.
+        """Rows or failure of each item, in input order. What is over the server's limits of one call goes
+        in several, one after another.
 
         Raises CallFailed when the call failed before every item had its outcome; ``completed`` of the error
         maps the indices of those that had one.
@@ -137,8 +138,10 @@ class VisionEncoderClient:
         """Each item's index and outcome as it finishes. Nothing is sent before the first step; closing the
         generator cancels the call. Raises CallFailed after the outcomes that had arrived."""
         deadline = self._deadline(timeout_s)
-        info = self._known_info(deadline)
-        yield from self._stream(self._session.encode_call(info, items), deadline)
+        plan = self._session.encode_plan(self._known_info(deadline), items)
+        yield from plan.refused.items()
+        for call in plan.calls:
+            yield from self._stream(call, deadline)
 
     def encode_one(self, item: Item, *, timeout_s: float | None = None) -> EncodedRows:
         """The rows of one item. Raises ItemFailed, CallFailed."""
@@ -154,8 +157,9 @@ class VisionEncoderClient:
     ) -> Generator[tuple[int, Outcome], None, None]:
         """As ``encode_iter``, by key."""
         deadline = self._deadline(timeout_s)
-        info = self._known_info(deadline)
-        yield from self._stream(self._session.fetch_call(info, keys), deadline)
+        if keys:
+            call = self._session.fetch_call(self._known_info(deadline), keys)
+            yield from self._stream(call, deadline)
 
     def prefetch(
         self, items: Sequence[Item], *, timeout_s: float | None = None
@@ -163,11 +167,13 @@ class VisionEncoderClient:
         """Starts encoding and keeps the rows in the service. Answers once every item is admitted: its key,
         and its grid where the file's header tells it. The encode goes on without this client."""
         deadline = self._deadline(timeout_s)
-        call = self._session.prefetch_call(self._known_info(deadline), items)
-        if not call.indices:
-            return call.read(None)
-        response = self._unary("Prefetch", call.request, pb.PrefetchResponse, deadline, call.metadata)
-        return call.read(response)
+        plan = self._session.prefetch_plan(self._known_info(deadline), items)
+        statuses: dict[int, PrefetchStatus | ItemFailed] = dict(plan.refused)
+        for call in plan.calls:
+            statuses.update(
+                call.read(self._unary("Prefetch", call.request, pb.PrefetchResponse, deadline, call.metadata))
+            )
+        return in_order(statuses)
 
     def release(self, lease_ids: Sequence[bytes], *, timeout_s: float | None = None) -> list[bytes]:
         """Gives leases back; returns those that the server does not know."""
@@ -240,17 +246,22 @@ class VisionEncoderClient:
             return call(request, timeout=deadline.left_s, metadata=metadata, wait_for_ready=wait_for_ready)
         except grpc.RpcError as error:
             raise self._session.failed(error, method, closed=self._closed) from error
+        except ValueError as error:
+            self._raise_if_closed_meanwhile(method, error)
+            raise
 
     def _stream(self, call: RowsCall, deadline: Deadline) -> Generator[tuple[int, Outcome], None, None]:
-        yield from call.early()
-        if call.is_empty:
-            return
         self._check_open(call.method)
         # Without a deserialiser, messages arrive as bytes and chunks are never copied by protobuf.
         start: grpc.UnaryStreamMultiCallable[bytes, bytes] = self._channel.unary_stream(
             method_path(call.method)
         )
-        stream = start(call.request.SerializeToString(), timeout=deadline.left_s, metadata=call.metadata)
+        request = call.request.SerializeToString()
+        try:
+            stream = start(request, timeout=deadline.left_s, metadata=call.metadata)
+        except ValueError as error:
+            self._raise_if_closed_meanwhile(call.method, error)
+            raise
         try:
             for message in stream:
                 finished = call.feed(message)
@@ -265,6 +276,11 @@ class VisionEncoderClient:
     def _check_open(self, method: str) -> None:
         if self._closed:
             raise self._session.closed_under(method)
+
+    def _raise_if_closed_meanwhile(self, method: str, error: ValueError) -> None:
+        """gRPC says ValueError when another thread closed the channel since ``_check_open``."""
+        if self._closed:
+            raise self._session.closed_under(method) from error
 
 
 def _collect(stream: Iterable[tuple[int, Outcome]]) -> list[Outcome]:

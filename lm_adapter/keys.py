@@ -24,7 +24,7 @@ from lm_adapter.types import (
     PreprocessOptions,
 )
 
-__all__ = ["content_digest", "embedding_key", "item_key", "pixels_digest"]
+__all__ = ["content_digest", "embedding_key", "item_key", "packed_digest", "pixels_digest"]
 
 KEY_TAG = b"vision_encoder.key.v1"
 PIXELS_TAG = b"vision_encoder.pixels.v1"

@@ -7,13 +7,14 @@ a channel has learnt of its server; forgets it when the server may have been rep
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple, TypeAlias, TypeVar
 
 import grpc
 
 from lm_adapter import convert
-from lm_adapter.assembly import DEFAULT_MAX_ROWS_BYTES, Assembler, Expected, prepare_items
+from lm_adapter.assembly import DEFAULT_MAX_ROWS_BYTES, Assembler, Expected, PreparedItems, prepare_items
 from lm_adapter.errors import (
     CallCancelled,
     CallFailed,
@@ -44,7 +45,8 @@ MIN_PROTOCOL_VERSION = 1
 DIGEST_HEADER = "x-content-digest"
 """Hex digest of a call's only item, for ring-hash load balancing."""
 
-Metadata = tuple[tuple[str, str], ...]
+OutcomeT = TypeVar("OutcomeT")
+Metadata: TypeAlias = tuple[tuple[str, str], ...]
 
 
 class Deadline:
@@ -99,29 +101,34 @@ class Session:
         """The server may be another one by now: the next call asks again."""
         self.info = None
 
-    def encode_call(self, info: ServerInfo, items: Sequence[Item]) -> RowsCall:
-        """Raises InvalidRequest when the items together are over the server's limits."""
-        prepared = prepare_items(
-            items,
-            max_message_bytes=info.limits.max_message_bytes,
-            max_items=info.limits.max_items_per_request,
-        )
-        request = pb.EncodeRequest(
-            items=prepared.messages,
-            namespace=self.namespace,
-            model=self.model,
-            delivery=pb.DELIVERY_INLINE,
-        )
-        expected = [Expected(content_digest=items[index].digest or None) for index in prepared.indices]
-        return RowsCall(
-            session=self,
-            method="Encode",
-            request=request,
-            metadata=digest_metadata(items),
-            indices=prepared.indices,
-            refused=prepared.refused,
-            assembler=Assembler(expected, models=self._models(info), max_rows_bytes=self.max_rows_bytes),
-        )
+    def encode_plan(self, info: ServerInfo, items: Sequence[Item]) -> EncodePlan:
+        """The calls that these items need: one, or several where the server's limits say so."""
+        prepared = self._prepare(info, items)
+        calls: list[RowsCall] = []
+        num_before = len(prepared.refused)
+        for batch in prepared.batches:
+            request = pb.EncodeRequest(
+                items=batch.messages,
+                namespace=self.namespace,
+                model=self.model,
+                delivery=pb.DELIVERY_INLINE,
+            )
+            expected = [Expected(content_digest=items[index].digest or None) for index in batch.indices]
+            assembler = Assembler(expected, models=self._models(info), max_rows_bytes=self.max_rows_bytes)
+            calls.append(
+                RowsCall(
+                    session=self,
+                    method="Encode",
+                    request=request,
+                    metadata=digest_metadata([items[index] for index in batch.indices]),
+                    indices=batch.indices,
+                    assembler=assembler,
+                    num_before=num_before,
+                    num_items=len(items),
+                )
+            )
+            num_before += len(batch.indices)
+        return EncodePlan(prepared.refused, calls)
 
     def fetch_call(self, info: ServerInfo, keys: Sequence[bytes]) -> RowsCall:
         """Raises InvalidRequest for a key that has not 32 bytes."""
@@ -134,22 +141,26 @@ class Session:
             request=request,
             metadata=(),
             indices=list(range(len(keys))),
-            refused={},
             # A key may be of any of the server's models.
             assembler=Assembler(
                 [Expected(key=key) for key in keys], models=info.models, max_rows_bytes=self.max_rows_bytes
             ),
+            num_before=0,
+            num_items=len(keys),
         )
 
-    def prefetch_call(self, info: ServerInfo, items: Sequence[Item]) -> PrefetchCall:
-        """Raises InvalidRequest when the items together are over the server's limits."""
-        prepared = prepare_items(
-            items,
-            max_message_bytes=info.limits.max_message_bytes,
-            max_items=info.limits.max_items_per_request,
-        )
-        request = pb.PrefetchRequest(items=prepared.messages, namespace=self.namespace, model=self.model)
-        return PrefetchCall(request, digest_metadata(items), prepared.indices, prepared.refused)
+    def prefetch_plan(self, info: ServerInfo, items: Sequence[Item]) -> PrefetchPlan:
+        """As ``encode_plan``."""
+        prepared = self._prepare(info, items)
+        calls = [
+            PrefetchCall(
+                pb.PrefetchRequest(items=batch.messages, namespace=self.namespace, model=self.model),
+                digest_metadata([items[index] for index in batch.indices]),
+                batch.indices,
+            )
+            for batch in prepared.batches
+        ]
+        return PrefetchPlan(prepared.refused, calls)
 
     def lookup_request(self, keys: Sequence[bytes]) -> pb.LookupRequest:
         return pb.LookupRequest(keys=check_keys(keys), namespace=self.namespace)
@@ -188,6 +199,13 @@ class Session:
     def closed_under(self, method: str) -> CallCancelled:
         return CallCancelled(f"{method} at {self.target} was cancelled: the client is closed")
 
+    def _prepare(self, info: ServerInfo, items: Sequence[Item]) -> PreparedItems:
+        return prepare_items(
+            items,
+            max_message_bytes=info.limits.max_message_bytes,
+            max_items=info.limits.max_items_per_request,
+        )
+
     def _models(self, info: ServerInfo) -> Sequence[ModelInfo]:
         """The geometry that rows must have; all of the server's when the model's name does not settle it,
         in which case the server refuses the call or knows a default."""
@@ -195,26 +213,26 @@ class Session:
         return named or info.models
 
 
+class EncodePlan(NamedTuple):
+    """``refused`` holds the items that are never sent; the calls follow one another."""
+
+    refused: dict[int, ItemFailed]
+    calls: list[RowsCall]
+
+
 @dataclass
 class RowsCall:
-    """One Encode or Fetch. ``indices`` maps the wire's item index to the caller's."""
+    """One Encode or Fetch. ``indices`` maps the wire's item index to the caller's; num_before of the
+    caller's num_items have their outcome when it starts."""
 
     session: Session
     method: str
     request: pb.EncodeRequest | pb.FetchRequest
     metadata: Metadata
     indices: list[int]
-    refused: dict[int, ItemFailed]
     assembler: Assembler
-
-    @property
-    def is_empty(self) -> bool:
-        """Nothing is left to send."""
-        return not self.indices
-
-    def early(self) -> Iterator[tuple[int, Outcome]]:
-        """The items that were never sent."""
-        yield from self.refused.items()
+    num_before: int
+    num_items: int
 
     def feed(self, message: bytes) -> tuple[int, Outcome] | None:
         """The caller's index and outcome of the item that this raw event finished. Raises StreamViolation."""
@@ -236,29 +254,37 @@ class RowsCall:
             error,
             self.method,
             closed=closed,
-            num_items=self.assembler.num_items,
-            num_arrived=self.assembler.num_finished,
+            num_items=self.num_items,
+            num_arrived=self.num_before + self.assembler.num_finished,
         )
 
 
 @dataclass
 class PrefetchCall:
+    """One Prefetch of the caller's items ``indices``."""
+
     request: pb.PrefetchRequest
     metadata: Metadata
     indices: list[int]
-    refused: dict[int, ItemFailed]
 
-    def read(self, response: pb.PrefetchResponse | None) -> list[PrefetchStatus | ItemFailed]:
-        """One status per item, in the caller's order; None when nothing was sent. Raises StreamViolation."""
-        statuses = response.statuses if response is not None else []
+    def read(self, response: pb.PrefetchResponse) -> dict[int, PrefetchStatus | ItemFailed]:
+        """Statuses by the caller's index. Raises StreamViolation."""
+        statuses = response.statuses
         if len(statuses) != len(self.indices):
             raise StreamViolation(
                 f"Prefetch answered for {len(statuses)} items, {len(self.indices)} were sent"
             )
-        outcomes: dict[int, PrefetchStatus | ItemFailed] = dict(self.refused)
-        for index, status in zip(self.indices, statuses, strict=True):
-            outcomes[index] = convert.prefetch_status(status)
-        return [outcomes[index] for index in range(len(outcomes))]
+        return {
+            index: convert.prefetch_status(status)
+            for index, status in zip(self.indices, statuses, strict=True)
+        }
+
+
+class PrefetchPlan(NamedTuple):
+    """As ``EncodePlan``."""
+
+    refused: dict[int, ItemFailed]
+    calls: list[PrefetchCall]
 
 
 def digest_metadata(items: Sequence[Item]) -> Metadata:
@@ -276,7 +302,7 @@ def check_keys(keys: Sequence[bytes]) -> list[bytes]:
     return list(keys)
 
 
-def in_order(outcomes: dict[int, Outcome]) -> list[Outcome]:
+def in_order(outcomes: Mapping[int, OutcomeT]) -> list[OutcomeT]:
     """Outcomes of every item, by index."""
     return [outcomes[index] for index in range(len(outcomes))]
 

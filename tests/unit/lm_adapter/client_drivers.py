@@ -1,0 +1,97 @@
+"""One face for both clients, so that every test of one is a test of the other."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Generator, Sequence
+from typing import Any, Protocol
+
+from lm_adapter import AsyncVisionEncoderClient, VisionEncoderClient
+from lm_adapter.types import Item, Outcome
+
+
+class Driver(Protocol):
+    def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """The result of ``client.<method>(...)``."""
+
+    def iterate(
+        self, items: Sequence[Item], **kwargs: Any
+    ) -> Generator[tuple[int, Outcome], None, None]:
+        """``client.encode_iter``."""
+
+    def fan_out(self, num_calls: int, call: Callable[[int], tuple[str, tuple[Any, ...]]]) -> list[Any]:
+        """The results of ``call(i) -> (method, args)``, all at once."""
+
+    def close(self) -> None: ...
+
+
+class SyncDriver:
+    def __init__(self, target: str, **settings: Any) -> None:
+        self.client = VisionEncoderClient(target, **settings)
+
+    def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self.client, method)(*args, **kwargs)
+
+    def iterate(self, items: Sequence[Item], **kwargs: Any) -> Generator[tuple[int, Outcome], None, None]:
+        return self.client.encode_iter(items, **kwargs)
+
+    def fan_out(self, num_calls: int, call: Callable[[int], tuple[str, tuple[Any, ...]]]) -> list[Any]:
+        from concurrent.futures import ThreadPoolExecutor
+
+        def one(index: int) -> Any:
+            method, args = call(index)
+            return self.call(method, *args)
+
+        with ThreadPoolExecutor(num_calls) as pool:
+            return list(pool.map(one, range(num_calls)))
+
+    def close(self) -> None:
+        self.client.close()
+
+
+class AsyncDriver:
+    def __init__(self, target: str, **settings: Any) -> None:
+        self._runner = asyncio.Runner()
+
+        async def open_client() -> AsyncVisionEncoderClient:
+            return AsyncVisionEncoderClient(target, **settings)
+
+        self.client = self._runner.run(open_client())
+
+    def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        return self._runner.run(getattr(self.client, method)(*args, **kwargs))
+
+    def iterate(self, items: Sequence[Item], **kwargs: Any) -> Generator[tuple[int, Outcome], None, None]:
+        stream = self.client.encode_iter(items, **kwargs)
+
+        async def step() -> tuple[int, Outcome]:
+            return await anext(stream)
+
+        async def close() -> None:
+            await stream.aclose()
+            # The cancellation leaves with the loop's next turns.
+            await asyncio.sleep(0.05)
+
+        try:
+            while True:
+                with contextlib.suppress(StopAsyncIteration):
+                    yield self._runner.run(step())
+                    continue
+                return
+        finally:
+            self._runner.run(close())
+
+    def fan_out(self, num_calls: int, call: Callable[[int], tuple[str, tuple[Any, ...]]]) -> list[Any]:
+        async def all_of_them() -> list[Any]:
+            calls = [call(index) for index in range(num_calls)]
+            return await asyncio.gather(*(getattr(self.client, method)(*args) for method, args in calls))
+
+        return self._runner.run(all_of_them())
+
+    def close(self) -> None:
+        self._runner.run(self.client.close())
+        self._runner.close()
+
+
+DRIVERS: dict[str, Callable[..., Driver]] = {"sync": SyncDriver, "async": AsyncDriver}

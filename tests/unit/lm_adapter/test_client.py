@@ -1,0 +1,239 @@
+"""Both clients against the fake service, over real sockets: what goes right."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lm_adapter import (
+    CacheTier,
+    DigestItem,
+    EncodedRows,
+    Grid,
+    ImageItem,
+    InvalidRequest,
+    ItemFailed,
+    KeyState,
+    PixelItem,
+    PrefetchStatus,
+    PreprocessOptions,
+)
+from lm_adapter.keys import item_key
+from lm_adapter.testing import FakeEncoder, fake_model, fake_rows
+from lm_adapter.types import Limits
+from tests.unit.lm_adapter.client_drivers import DRIVERS, Driver
+
+Open = Callable[..., Driver]
+
+
+def digest_of(index: int) -> bytes:
+    return hashlib.sha256(f"image {index}".encode()).digest()
+
+
+def image(index: int) -> ImageItem:
+    return ImageItem(f"image {index}".encode(), digest=digest_of(index))
+
+
+def assert_rows_of(outcome: object, digest: bytes) -> None:
+    assert isinstance(outcome, EncodedRows), outcome
+    assert outcome.content_digest == digest
+    np.testing.assert_array_equal(outcome.numpy(), fake_rows(digest, outcome.num_rows, outcome.width))
+
+
+@pytest.fixture
+def fake() -> Iterator[FakeEncoder]:
+    with FakeEncoder() as running:
+        yield running
+
+
+@pytest.fixture(params=sorted(DRIVERS))
+def open_client(request: pytest.FixtureRequest, fake: FakeEncoder) -> Iterator[Open]:
+    drivers: list[Driver] = []
+
+    def opener(target: str | None = None, **settings: Any) -> Driver:
+        drivers.append(DRIVERS[request.param](target or fake.target, **{"timeout_s": 20.0, **settings}))
+        return drivers[-1]
+
+    yield opener
+    for driver in drivers:
+        driver.close()
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_5", "kimi_k25"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_rows_come_in_input_order_in_every_geometry(
+    fake: FakeEncoder, open_client: Open, family: str, dtype: str
+) -> None:
+    fake.script.model = fake_model(family, dtype=dtype)
+    fake.script.order = "reverse"
+    fake.script.grids[digest_of(0)] = Grid(3, 4, 6)
+    outcomes = open_client().call("encode", [image(index) for index in range(6)])
+    for index, outcome in enumerate(outcomes):
+        assert_rows_of(outcome, digest_of(index))
+        assert outcome.dtype == dtype
+        assert outcome.key == item_key(image(index), fake.script.model)
+    assert outcomes[0].num_rows == (6 if family == "kimi_k25" else 18)
+
+
+@pytest.mark.parametrize("order", ["forward", "reverse", "interleaved"])
+@pytest.mark.parametrize("chunk_bytes", [1, 100, 1 << 20])
+def test_chunks_of_any_size_and_order_of_items(
+    fake: FakeEncoder, open_client: Open, order: str, chunk_bytes: int
+) -> None:
+    fake.script.order = order
+    fake.script.limits = Limits(chunk_bytes=chunk_bytes)
+    fake.script.model = fake_model(out_width=4)
+    arrived = list(open_client().iterate([image(index) for index in range(4)]))
+    assert sorted(index for index, _ in arrived) == [0, 1, 2, 3]
+    if order == "reverse":
+        assert [index for index, _ in arrived] == [3, 2, 1, 0]
+    for index, outcome in arrived:
+        assert_rows_of(outcome, digest_of(index))
+
+
+def test_items_over_the_limits_of_one_call_go_in_several(fake: FakeEncoder, open_client: Open) -> None:
+    fake.script.limits = Limits(max_items_per_request=3, max_message_bytes=1 << 20, chunk_bytes=1 << 20)
+    fake.restart()
+    items = [image(index) for index in range(8)]
+    items[5] = ImageItem(bytes(2 << 20), digest=digest_of(5))
+    client = open_client()
+    outcomes = client.call("encode", items)
+    assert [isinstance(outcome, EncodedRows) for outcome in outcomes] == [index != 5 for index in range(8)]
+    assert outcomes[5].reason == "MESSAGE_TOO_LARGE"
+    assert [call.num_items for call in fake.calls if call.method == "Encode"] == [3, 3, 1]
+    statuses = client.call("prefetch", items)
+    assert [isinstance(status, PrefetchStatus) for status in statuses] == [index != 5 for index in range(8)]
+    assert [status.content_digest for index, status in enumerate(statuses) if index != 5] == [
+        digest_of(index) for index in range(8) if index != 5
+    ]
+
+
+def test_miss_then_hit_lookup_prefetch_and_fetch(fake: FakeEncoder, open_client: Open) -> None:
+    client = open_client()
+    model = client.call("info").model()
+    keys = [item_key(image(index), model) for index in range(3)]
+    first = client.call("encode_one", image(0))
+    second = client.call("encode_one", DigestItem(digest_of(0)))
+    assert (first.tier, second.tier) == (CacheTier.MISS, CacheTier.HOST)
+    assert second.key == keys[0]
+    (prefetched,) = client.call("prefetch", [image(1)])
+    assert (prefetched.key, prefetched.state) == (keys[1], KeyState.RESIDENT)
+    assert [status.state for status in client.call("lookup", keys)] == [
+        KeyState.RESIDENT,
+        KeyState.RESIDENT,
+        KeyState.ABSENT,
+    ]
+    fetched = client.call("fetch", keys)
+    assert_rows_of(fetched[0], digest_of(0))
+    assert_rows_of(fetched[1], digest_of(1))
+    assert isinstance(fetched[2], ItemFailed)
+    assert fetched[2].reason == "UNKNOWN_KEY"
+    assert fake.num_calls["Encode"] == 2
+
+
+def test_p18_a_namespace_does_not_see_anothers_rows(fake: FakeEncoder, open_client: Open) -> None:
+    rows = open_client(namespace="a").call("encode_one", image(0))
+    other = open_client(namespace="b")
+    assert other.call("lookup", [rows.key])[0].state is KeyState.ABSENT
+    assert other.call("fetch", [rows.key])[0].reason == "UNKNOWN_KEY"
+    assert other.call("encode_one", image(0)).tier is CacheTier.MISS
+
+
+def test_pixels_are_items_of_their_own(fake: FakeEncoder, open_client: Open) -> None:
+    pixels = np.zeros((8, fake.script.model.patch_dim), np.float32)
+    item = PixelItem(pixels, Grid(1, 2, 4))
+    rows = open_client().call("encode_one", item)
+    assert rows.grid_thw == (1, 2, 4)
+    assert rows.key == item_key(item, fake.script.model)
+
+
+def test_options_change_the_key(fake: FakeEncoder, open_client: Open) -> None:
+    client = open_client()
+    item = ImageItem(b"x", digest=digest_of(0), options=PreprocessOptions(max_pixels=4096, fps=2))
+    rows = client.call("encode_one", item)
+    assert rows.key == item_key(item, fake.script.model) != item_key(image(0), fake.script.model)
+
+
+def test_a_single_item_with_a_digest_carries_it_for_routing(fake: FakeEncoder, open_client: Open) -> None:
+    client = open_client()
+    client.call("encode_one", image(0))
+    client.call("prefetch", [image(1)])
+    client.call("encode", [image(0), image(1)])
+    client.call("encode_one", ImageItem(b"no digest given"))
+    headers = [call.metadata.get("x-content-digest") for call in fake.calls if call.num_items]
+    assert headers == [digest_of(0).hex(), digest_of(1).hex(), None, None]
+
+
+def test_leases_are_released_and_renewed(fake: FakeEncoder, open_client: Open) -> None:
+    client = open_client()
+    fake.script.leases[b"mine"] = 1000
+    renewed, stale = client.call("renew", [b"mine", b"gone"], 500)
+    assert (renewed.lease_id, renewed.expires_at_unix_ms) == (b"mine", 1500)
+    assert stale.reason == "UNKNOWN_LEASE"
+    assert client.call("release", [b"mine", b"gone"]) == [b"gone"]
+
+
+def test_no_items_is_no_call(fake: FakeEncoder, open_client: Open) -> None:
+    client = open_client()
+    assert client.call("encode", []) == []
+    assert client.call("fetch", []) == []
+    assert client.call("lookup", []) == []
+    assert client.call("prefetch", []) == []
+    assert set(fake.num_calls) <= {"GetServerInfo"}
+
+
+def test_unix_sockets(tmp_path: Path, open_client: Open) -> None:
+    with FakeEncoder(f"unix:{tmp_path}/encoder.sock") as fake:
+        assert fake.target == f"unix:{tmp_path}/encoder.sock"
+        assert_rows_of(open_client(fake.target).call("encode_one", image(0)), digest_of(0))
+
+
+def test_p25_thirty_two_calls_at_once_on_one_channel(fake: FakeEncoder, open_client: Open) -> None:
+    fake.script.latency_s = 0.02
+    client = open_client()
+    answers = client.fan_out(32, lambda index: ("encode", ([image(index), image(index + 100)],)))
+    for index, (first, second) in enumerate(answers):
+        assert_rows_of(first, digest_of(index))
+        assert_rows_of(second, digest_of(index + 100))
+    assert fake.num_calls["Encode"] == 32
+    assert not fake.num_cancelled
+
+
+def test_p35_the_protocol_is_checked_once_per_channel(fake: FakeEncoder, open_client: Open) -> None:
+    client = open_client()
+    client.fan_out(16, lambda index: ("encode", ([image(index)],)))
+    client.call("lookup", [digest_of(0)])
+    assert fake.num_calls["GetServerInfo"] == 1
+
+
+def test_info_tells_what_the_server_announces(fake: FakeEncoder, open_client: Open) -> None:
+    info = open_client().call("info")
+    assert info.models == (fake.script.model,)
+    assert info.limits == fake.script.limits
+    assert info.instance_id == fake.instance_id
+    assert [transport.delivery for transport in info.transports] == ["inline"]
+
+
+def test_each_item_owns_its_payload(fake: FakeEncoder, open_client: Open) -> None:
+    first, second = open_client().call("encode", [image(0), image(0)])
+    first.payload[:] = 0
+    assert_rows_of(second, digest_of(0))
+    assert second.payload.flags.owndata
+
+
+@pytest.mark.parametrize("timeout_s", [0.0, -1.0, float("nan")])
+def test_a_timeout_is_positive(open_client: Open, timeout_s: float) -> None:
+    with pytest.raises(InvalidRequest, match="timeout_s"):
+        open_client().call("info", timeout_s=timeout_s)
+
+
+def test_keys_have_thirty_two_bytes(open_client: Open) -> None:
+    client = open_client()
+    for method in ("lookup", "fetch"):
+        with pytest.raises(InvalidRequest, match="key 1 has 3 bytes, needs 32"):
+            client.call(method, [digest_of(0), b"abc"])

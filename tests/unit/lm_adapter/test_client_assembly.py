@@ -1,0 +1,329 @@
+"""Assembly without a network: any interleaving gives the rows, any broken rule fails its own item."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lm_adapter import checks
+from lm_adapter.assembly import Assembler, Expected, prepare_items
+from lm_adapter.convert import dtype_number
+from lm_adapter.errors import InvalidRows, ItemFailed, StreamViolation, TruncatedStream
+from lm_adapter.testing import fake_model, fake_rows
+from lm_adapter.types import (
+    DigestItem,
+    EncodedRows,
+    Grid,
+    ImageItem,
+    Item,
+    ModelInfo,
+    PixelItem,
+    PreprocessOptions,
+)
+from vision_encoder.v1 import encoder_pb2 as pb
+
+MODEL = fake_model("qwen3_vl", out_width=4)
+
+
+def digest_of(index: int) -> bytes:
+    return hashlib.sha256(f"item {index}".encode()).digest()
+
+
+def item_events(
+    index: int, grid: Grid, *, model: ModelInfo = MODEL, chunk_bytes: int = 64
+) -> list[pb.ItemEvent]:
+    num_rows = model.num_rows(grid)
+    payload = fake_rows(digest_of(index), num_rows, model.width).tobytes()
+    offsets = range(0, len(payload), chunk_bytes)
+    result = pb.ItemResult(
+        key=hashlib.sha256(digest_of(index)).digest(),
+        content_digest=digest_of(index),
+        grid_thw=pb.GridTHW(t=grid.t, h=grid.h, w=grid.w),
+        num_rows=num_rows,
+        width=model.width,
+        dtype=dtype_number(model.dtype),
+        num_deepstack_levels=model.num_deepstack_levels,
+        rows_bytes=len(payload),
+        inline=pb.InlineRows(num_chunks=len(offsets)),
+    )
+    return [
+        pb.ItemEvent(item_index=index, result=result),
+        *(
+            pb.ItemEvent(
+                item_index=index, chunk=pb.RowsChunk(offset_bytes=at, data=payload[at : at + chunk_bytes])
+            )
+            for at in offsets
+        ),
+    ]
+
+
+def assembler(num_items: int, *models: ModelInfo, max_rows_bytes: int = 1 << 20) -> Assembler:
+    return Assembler([Expected()] * num_items, models=models or (MODEL,), max_rows_bytes=max_rows_bytes)
+
+
+@settings(deadline=None, max_examples=80)
+@given(st.data())
+def test_any_interleaving_of_any_items_gives_their_rows(data: st.DataObject) -> None:
+    num_items = data.draw(st.integers(1, 5))
+    queues: list[list[pb.ItemEvent]] = []
+    for index in range(num_items):
+        if data.draw(st.integers(0, 4)) == 0:
+            queues.append([pb.ItemEvent(item_index=index, failure=pb.ItemFailure(reason="QUEUE_FULL"))])
+        else:
+            sides = st.integers(1, 3)
+            grid = Grid(data.draw(sides), 2 * data.draw(sides), 2 * data.draw(sides))
+            queues.append(item_events(index, grid, chunk_bytes=data.draw(st.integers(1, 200))))
+    sizes = [len(queue) for queue in queues]
+    assembly = assembler(num_items)
+    finished: dict[int, EncodedRows | ItemFailed] = {}
+    while any(queues):
+        index = data.draw(st.sampled_from([i for i, queue in enumerate(queues) if queue]))
+        event = queues[index].pop(0)
+        done = (
+            assembly.feed(event.SerializeToString())
+            if data.draw(st.booleans())
+            else assembly.feed_event(event)
+        )
+        assert (done is not None) == (not queues[index])
+        if done is not None:
+            finished[done[0]] = done[1]
+    assembly.finish()
+    assert sorted(finished) == list(range(num_items))
+    for index, outcome in finished.items():
+        if sizes[index] == 1:
+            assert isinstance(outcome, ItemFailed)
+            assert outcome.reason == "QUEUE_FULL"
+        else:
+            assert isinstance(outcome, EncodedRows)
+            expected = fake_rows(digest_of(index), outcome.num_rows, outcome.width)
+            np.testing.assert_array_equal(outcome.numpy(), expected)
+
+
+def edited(**changes: object) -> list[pb.ItemEvent]:
+    """Item 0's events, with fields of its result changed."""
+    events = item_events(0, Grid(1, 4, 4))
+    events[0].result.MergeFrom(pb.ItemResult(**changes))  # type: ignore[arg-type]
+    return events
+
+
+@pytest.mark.parametrize(
+    ("events", "field_name", "figures"),
+    [
+        (edited(num_rows=5), "num_rows", ("5", "4")),
+        (edited(width=20), "width", ("20", "16")),
+        (edited(num_deepstack_levels=1), "num_deepstack_levels", ("1", "3")),
+        (edited(dtype=pb.DTYPE_FLOAT16), "dtype", ("float16", "float32")),
+        (edited(dtype=77), "dtype", ("dtype 77", "float32")),
+        (edited(rows_bytes=9), "rows_bytes", ("9", "256")),
+        (edited(grid_thw=pb.GridTHW(h=5)), "grid_thw", ("[1, 5, 4]", "multiples of 2")),
+        (edited(key=b"k" * 31), "key", ("31", "32")),
+        (edited(content_digest=b"d" * 33), "content_digest", ("33", "32")),
+        (edited(host=pb.HostRows(segment="s")), "delivery", ("host", "inline")),
+        (edited(lease=pb.DeviceLease(generation=1)), "delivery", ("lease", "inline")),
+    ],
+)
+def test_p22_results_that_break_a_rule_fail_their_own_item(
+    events: list[pb.ItemEvent], field_name: str, figures: tuple[str, str]
+) -> None:
+    assembly = assembler(2)
+    outcomes = [assembly.feed(event.SerializeToString()) for event in events]
+    assert outcomes[0] is not None
+    index, outcome = outcomes[0]
+    assert (index, outcomes[1:]) == (0, [None] * (len(events) - 1))
+    assert isinstance(outcome, InvalidRows)
+    assert outcome.field == field_name
+    assert (outcome.details["found"], outcome.details["expected"]) == figures
+    assert outcome.reason == "INVALID_ROWS"
+    for figure in figures:
+        assert figure.strip("[]") in str(outcome)
+    last = [assembly.feed(event.SerializeToString()) for event in item_events(1, Grid(1, 2, 2))][-1]
+    assert last is not None
+    assert isinstance(last[1], EncodedRows)
+    assembly.finish()
+
+
+def test_p22_rows_of_another_key_or_digest_are_refused() -> None:
+    for expected, field_name in (
+        (Expected(key=b"k" * 32), "key"),
+        (Expected(content_digest=b"d" * 32), "content_digest"),
+    ):
+        done = Assembler([expected]).feed_event(item_events(0, Grid(1, 2, 2))[0])
+        assert done is not None
+        assert isinstance(done[1], InvalidRows)
+        assert done[1].field == field_name
+
+
+def test_p22_a_huge_announcement_is_refused_before_any_memory_is_taken() -> None:
+    side = 2**20
+    event = item_events(0, Grid(1, 2, 2))[0]
+    event.result.grid_thw.h = event.result.grid_thw.w = side
+    event.result.num_rows = 2**30
+    event.result.width = 2**30
+    event.result.rows_bytes = 2**62
+    event.result.num_deepstack_levels = 0
+    done = Assembler([Expected()], max_rows_bytes=1 << 30).feed_event(event)
+    assert done is not None
+    assert isinstance(done[1], InvalidRows)
+    assert done[1].details == {
+        "field": "rows_bytes",
+        "found": str(2**62),
+        "expected": str(2**30),
+    }
+
+
+def test_several_models_each_allow_their_own_geometry() -> None:
+    other = fake_model("kimi_k25", out_width=8)
+    assembly = assembler(3, MODEL, other)
+    for event in item_events(0, Grid(3, 2, 2)):
+        first = assembly.feed_event(event)
+    for event in item_events(1, Grid(3, 2, 2), model=other):
+        second = assembly.feed_event(event)
+    third = assembly.feed_event(item_events(2, Grid(1, 2, 2), model=replace(MODEL, width=32, out_width=8))[0])
+    assert first is not None
+    assert isinstance(first[1], EncodedRows)
+    assert first[1].num_rows == 3
+    assert second is not None
+    assert isinstance(second[1], EncodedRows)
+    assert second[1].num_rows == 1
+    assert third is not None
+    assert isinstance(third[1], InvalidRows)
+
+
+def test_items_without_an_outcome_are_named_when_the_stream_ends() -> None:
+    assembly = assembler(4)
+    for event in item_events(2, Grid(1, 2, 2)):
+        assembly.feed_event(event)
+    assembly.feed_event(item_events(1, Grid(1, 2, 2))[0])
+    with pytest.raises(TruncatedStream, match=r"1 of 4 items; missing: 0, 1, 3") as caught:
+        assembly.finish()
+    assert caught.value.retryable
+
+
+@pytest.mark.parametrize("kind", ["result", "chunk", "failure"])
+def test_events_for_no_item_or_for_a_finished_one_break_the_call(kind: str) -> None:
+    late = {
+        "result": item_events(0, Grid(1, 2, 2))[0],
+        "chunk": item_events(0, Grid(1, 2, 2))[1],
+        "failure": pb.ItemEvent(failure=pb.ItemFailure(reason="INTERNAL")),
+    }[kind]
+    assembly = assembler(1)
+    for event in item_events(0, Grid(1, 2, 2)):
+        assembly.feed_event(event)
+    with pytest.raises(StreamViolation, match="item 0"):
+        assembly.feed(late.SerializeToString())
+    late.item_index = 1
+    with pytest.raises(StreamViolation, match="item 1, the call has 1"):
+        assembly.feed(late.SerializeToString())
+
+
+def test_p33_bytes_that_are_no_message_break_the_call() -> None:
+    with pytest.raises(StreamViolation, match="3 bytes"):
+        assembler(1).feed(b"\xff\xff\xff")
+
+
+def test_an_unknown_event_is_let_pass() -> None:
+    assert assembler(1).feed(b"\x7a\x01x") is None
+    assert assembler(1).feed(b"") is None
+
+
+@settings(deadline=None, max_examples=300)
+@given(
+    st.lists(st.binary(max_size=40) | st.sampled_from([e.SerializeToString() for e in edited()]), max_size=6)
+)
+def test_p33_no_bytes_raise_anything_but_the_adapters_errors(messages: list[bytes]) -> None:
+    assembly = assembler(1)
+    for message in messages:
+        try:
+            assembly.feed(message)
+        except StreamViolation:
+            return
+
+
+# Requests -------------------------------------------------------------------------------------------------
+
+
+def test_items_become_messages() -> None:
+    pixels = np.arange(24, dtype=np.float32).reshape(4, 6)
+    items: list[Item] = [
+        ImageItem(b"jpeg", digest=b"d" * 32, options=PreprocessOptions(min_pixels=9, fps=2)),
+        PixelItem(pixels, Grid(1, 2, 2)),
+        DigestItem(b"e" * 32),
+    ]
+    prepared = prepare_items(items)
+    assert prepared.refused == {}
+    (batch,) = prepared.batches
+    image, tensor, digest = batch.messages
+    assert (image.encoded, image.content_digest, image.modality) == (b"jpeg", b"d" * 32, pb.MODALITY_IMAGE)
+    assert image.options == pb.PreprocessOptions(min_pixels=9, fps=2.0)
+    assert tensor.pixels.inline.data == pixels.tobytes()
+    assert list(tensor.pixels.inline.shape) == [4, 6]
+    assert tensor.pixels.inline.dtype == pb.DTYPE_FLOAT32
+    assert tensor.content_digest == b""
+    assert digest.WhichOneof("content") == "digest_only"
+
+
+def test_pixels_travel_row_major_and_little_endian_whatever_their_memory() -> None:
+    plain = np.arange(24, dtype=np.float32).reshape(4, 6)
+    for array in (plain, np.asfortranarray(plain), plain.astype(">f4"), np.repeat(plain, 2, axis=1)[:, ::2]):
+        assert PixelItem(array, Grid(1, 2, 2)).packed() == ("float32", (4, 6), plain.tobytes())
+
+
+def test_torch_pixels_travel_in_their_dtype() -> None:
+    torch = pytest.importorskip("torch")
+    plain = torch.arange(24, dtype=torch.float32).reshape(4, 6)
+    dtype, shape, data = PixelItem(plain.to(torch.bfloat16).t().contiguous().t(), Grid(1, 2, 2)).packed()
+    assert (dtype, shape) == ("bfloat16", (4, 6))
+    assert data == plain.to(torch.bfloat16).view(torch.int16).numpy().tobytes()
+
+
+def test_p33_an_item_that_cannot_be_sent_fails_alone() -> None:
+    items: list[Item] = [
+        ImageItem(b"small"),
+        ImageItem(b"x" * 5000),
+        ImageItem(b"", options=PreprocessOptions(min_pixels=-1)),
+        PixelItem(np.zeros((4, 6), np.complex64), Grid(1, 2, 2)),
+        ImageItem(b"fine"),
+    ]
+    prepared = prepare_items(items, max_message_bytes=4096)
+    assert [batch.indices for batch in prepared.batches] == [[0, 4]]
+    assert {index: failure.reason for index, failure in prepared.refused.items()} == {
+        1: "MESSAGE_TOO_LARGE",
+        2: "INVALID_REQUEST",
+        3: "INVALID_REQUEST",
+    }
+    assert prepared.refused[1].details["allowed"] == "4096"
+    assert "complex64" in str(prepared.refused[3])
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(0, 3000), max_size=20), st.integers(1, 6))
+def test_batches_hold_every_item_in_order_and_stay_within_the_limits(
+    sizes: list[int], max_items: int
+) -> None:
+    items = [ImageItem(b"x" * size) for size in sizes]
+    prepared = prepare_items(items, max_message_bytes=8192, max_items=max_items)
+    sent = [index for batch in prepared.batches for index in batch.indices]
+    assert sent == list(range(len(items)))
+    for batch in prepared.batches:
+        assert 1 <= len(batch.messages) <= max_items
+        request = pb.EncodeRequest(items=batch.messages, namespace="n" * 256, model="m" * 256)
+        assert request.ByteSize() <= 8192
+
+
+def test_what_is_no_item_is_a_type_error() -> None:
+    with pytest.raises(TypeError, match="found bytes"):
+        prepare_items([b"jpeg"])  # type: ignore[list-item]
+    with pytest.raises(TypeError, match="found list"):
+        prepare_items([PixelItem([[1.0]], Grid(1, 2, 2))])  # type: ignore[arg-type]
+
+
+def test_every_geometry_rule_is_the_models() -> None:
+    header = checks.RowsHeader(Grid(1, 4, 4), 4, 16, "float32", 3, 256)
+    checks.check_model(header, MODEL)
+    with pytest.raises(InvalidRows, match="16, expected 64"):
+        checks.check_model(header, replace(MODEL, width=64))

@@ -1,0 +1,528 @@
+"""Both clients against a service that fails, misbehaves, stops or vanishes."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from lm_adapter import (
+    AsyncVisionEncoderClient,
+    CallCancelled,
+    CallFailed,
+    DeadlineExceeded,
+    EncodedRows,
+    EncoderFault,
+    EncoderOverloaded,
+    EncoderUnavailable,
+    ImageItem,
+    InvalidRows,
+    ItemFailed,
+    ProtocolMismatch,
+    RequestRefused,
+    StreamViolation,
+    TruncatedStream,
+    VisionEncoderClient,
+    check_rows,
+)
+from lm_adapter.testing import FakeEncoder, Fault, fake_model
+from lm_adapter.types import Limits, Outcome
+from tests.unit.lm_adapter.client_drivers import DRIVERS, Driver
+from tests.unit.lm_adapter.test_client import assert_rows_of, digest_of, image
+
+ROOT = Path(__file__).parents[3]
+Open = Callable[..., Driver]
+
+# What a fault does to its item: an outcome of its own, nothing at all, or the end of the call.
+ITEM_FAULTS = {
+    Fault.WRONG_WIDTH: "width",
+    Fault.WRONG_DTYPE: "dtype",
+    Fault.WRONG_LEVELS: "num_deepstack_levels",
+    Fault.WRONG_NUM_ROWS: "num_rows",
+    Fault.WRONG_GRID: "grid_thw",
+    Fault.SHORT_KEY: "key",
+    Fault.WRONG_DIGEST: "content_digest",
+    Fault.WRONG_ROWS_BYTES: "rows_bytes",
+    Fault.OTHER_DELIVERY: "delivery",
+    Fault.ZERO_CHUNKS: "num_chunks",
+    Fault.CHUNK_BEFORE_RESULT: "result",
+    Fault.SECOND_RESULT: "result",
+    Fault.MISORDERED_CHUNKS: "chunk_offset",
+    Fault.SHORT_CHUNK: "rows_bytes",
+    Fault.LONG_CHUNK: "chunk_range",
+}
+HARMLESS_FAULTS = {Fault.NON_FINITE, Fault.UNKNOWN_EVENT}
+CALL_FAULTS: dict[Fault, type[CallFailed]] = {
+    Fault.MISSING_ITEM: TruncatedStream,
+    Fault.MISSING_CHUNK: TruncatedStream,
+    Fault.EXTRA_CHUNK: StreamViolation,
+    Fault.UNKNOWN_INDEX: StreamViolation,
+    Fault.GARBAGE: StreamViolation,
+    Fault.ABORT: EncoderFault,
+}
+
+
+@pytest.fixture
+def fake() -> Iterator[FakeEncoder]:
+    encoder = FakeEncoder()
+    # Small chunks: every item has several.
+    encoder.script.limits = Limits(chunk_bytes=200)
+    with encoder:
+        yield encoder
+
+
+@pytest.fixture(params=sorted(DRIVERS))
+def open_client(request: pytest.FixtureRequest, fake: FakeEncoder) -> Iterator[Open]:
+    drivers: list[Driver] = []
+
+    def opener(target: str | None = None, **settings: Any) -> Driver:
+        drivers.append(DRIVERS[request.param](target or fake.target, **{"timeout_s": 20.0, **settings}))
+        return drivers[-1]
+
+    yield opener
+    for driver in drivers:
+        driver.close()
+
+
+def after(delay_s: float, action: Callable[[], object]) -> threading.Timer:
+    timer = threading.Timer(delay_s, action)
+    timer.start()
+    return timer
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "the condition did not come true"
+        time.sleep(0.01)
+
+
+def test_every_fault_has_its_place() -> None:
+    assert {*ITEM_FAULTS, *HARMLESS_FAULTS, *CALL_FAULTS, Fault.HANG} == set(Fault)
+
+
+@pytest.mark.parametrize("fault", ITEM_FAULTS)
+def test_p22_bad_rows_fail_their_item_and_no_other(
+    fake: FakeEncoder, open_client: Open, fault: Fault
+) -> None:
+    fake.script.faults[digest_of(1)] = fault
+    outcomes = open_client().call("encode", [image(index) for index in range(3)])
+    assert isinstance(outcomes[1], InvalidRows)
+    assert outcomes[1].field == ITEM_FAULTS[fault]
+    assert_rows_of(outcomes[0], digest_of(0))
+    assert_rows_of(outcomes[2], digest_of(2))
+
+
+@pytest.mark.parametrize("fault", CALL_FAULTS)
+def test_p33_a_broken_stream_keeps_what_had_arrived(
+    fake: FakeEncoder, open_client: Open, fault: Fault
+) -> None:
+    fake.script.faults[digest_of(2)] = fault
+    client = open_client()
+    items = [image(index) for index in range(3)]
+    with pytest.raises(CALL_FAULTS[fault]) as caught:
+        client.call("encode", items)
+    assert type(caught.value) is CALL_FAULTS[fault]
+    assert_rows_of(caught.value.completed[0], digest_of(0))
+    assert_rows_of(caught.value.completed[1], digest_of(1))
+    seen: dict[int, Outcome] = {}
+    with pytest.raises(CALL_FAULTS[fault]):
+        seen.update(client.iterate(items))
+    assert_rows_of(seen[0], digest_of(0))
+    assert_rows_of(seen[1], digest_of(1))
+    fake.script.faults.clear()
+    assert_rows_of(client.call("encode_one", image(2)), digest_of(2))
+
+
+def test_p33_non_finite_rows_are_found_by_the_check(fake: FakeEncoder, open_client: Open) -> None:
+    fake.script.faults[digest_of(0)] = Fault.NON_FINITE
+    rows = open_client().call("encode_one", image(0))
+    model = fake.script.model
+    expected = {
+        "grid": rows.grid_thw,
+        "width": model.width,
+        "dtype": model.dtype,
+        "num_deepstack_levels": 3,
+        "spatial_merge_size": 2,
+        "merges_time": False,
+    }
+    check_rows(rows, **expected)
+    with pytest.raises(InvalidRows, match="2 of"):
+        check_rows(rows, **expected, finite=True)
+
+
+def test_an_event_of_a_newer_protocol_is_let_pass(fake: FakeEncoder, open_client: Open) -> None:
+    fake.script.faults[digest_of(0)] = Fault.UNKNOWN_EVENT
+    assert_rows_of(open_client().call("encode_one", image(0)), digest_of(0))
+
+
+def test_p32_a_failed_item_brings_its_reason_at_once(fake: FakeEncoder, open_client: Open) -> None:
+    fake.script.failures[digest_of(1)] = ItemFailed(
+        "the queue holds 9 patches, at most 8 are taken",
+        reason="QUEUE_FULL",
+        status=8,
+        retryable=True,
+        retry_after_ms=120,
+        details={"queued": 9, "allowed": 8},
+    )
+    client = open_client()
+    started = time.monotonic()
+    outcomes = client.call("encode", [image(0), image(1), image(2)])
+    assert time.monotonic() - started < 2
+    failure = outcomes[1]
+    assert isinstance(failure, ItemFailed)
+    assert (failure.reason, failure.status, failure.retryable, failure.retry_after_ms) == (
+        "QUEUE_FULL",
+        8,
+        True,
+        120,
+    )
+    assert failure.details == {"queued": "9", "allowed": "8"}
+    assert "9 patches" in str(failure)
+    assert_rows_of(outcomes[0], digest_of(0))
+    assert_rows_of(outcomes[2], digest_of(2))
+    with pytest.raises(ItemFailed, match="9 patches"):
+        client.call("encode_one", image(1))
+    (status,) = client.call("prefetch", [image(1)])
+    assert status.reason == "QUEUE_FULL"
+
+
+@pytest.mark.parametrize(
+    ("status", "kind"),
+    [
+        (grpc.StatusCode.RESOURCE_EXHAUSTED, EncoderOverloaded),
+        (grpc.StatusCode.UNAVAILABLE, EncoderUnavailable),
+        (grpc.StatusCode.INVALID_ARGUMENT, RequestRefused),
+    ],
+)
+@pytest.mark.parametrize("method", ["Encode", "Prefetch", "Lookup", "Fetch"])
+def test_p32_a_refused_call_brings_the_services_reason(
+    fake: FakeEncoder, open_client: Open, status: grpc.StatusCode, kind: type[CallFailed], method: str
+) -> None:
+    account = ItemFailed("why", reason="SOME_REASON", status=1, retryable=True, retry_after_ms=75)
+    fake.script.call_failures[method] = (status, account)
+    argument = [digest_of(0)] if method in ("Lookup", "Fetch") else [image(0)]
+    with pytest.raises(kind, match="why") as caught:
+        open_client().call(method.lower(), argument)
+    assert (caught.value.reason, caught.value.retryable, caught.value.retry_after_ms) == (
+        "SOME_REASON",
+        True,
+        75,
+    )
+
+
+def test_an_unknown_model_is_refused(open_client: Open) -> None:
+    with pytest.raises(RequestRefused, match="'other'") as caught:
+        open_client(model="other").call("encode_one", image(0))
+    assert caught.value.reason == "UNKNOWN_MODEL"
+
+
+@pytest.mark.parametrize(("low", "high"), [(2, 3), (0, 0)])
+def test_p35_no_common_protocol_version_is_a_mismatch(
+    fake: FakeEncoder, open_client: Open, low: int, high: int
+) -> None:
+    fake.script.min_protocol_version, fake.script.protocol_version = low, high
+    client = open_client()
+    for method, argument in (("encode", [image(0)]), ("lookup", [digest_of(0)]), ("wait_ready", 5.0)):
+        with pytest.raises(ProtocolMismatch, match=f"versions {low} to {high}, this adapter 1 to 1"):
+            client.call(method, argument)
+    assert fake.num_calls["Encode"] == 0
+    fake.script.min_protocol_version, fake.script.protocol_version = 1, 9
+    assert_rows_of(client.call("encode_one", image(0)), digest_of(0))
+
+
+def test_p35_another_kind_of_server_is_a_mismatch(open_client: Open) -> None:
+    from concurrent.futures import ThreadPoolExecutor
+
+    server = grpc.server(ThreadPoolExecutor(1))
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    try:
+        with pytest.raises(ProtocolMismatch, match=r"does not speak vision_encoder\.v1"):
+            open_client(f"127.0.0.1:{port}").call("info")
+    finally:
+        server.stop(None).wait()
+
+
+def test_p32_a_server_stopped_in_mid_stream_is_unavailable(fake: FakeEncoder, open_client: Open) -> None:
+    fake.script.faults[digest_of(2)] = Fault.HANG
+    client = open_client()
+    client.call("wait_ready", 10.0)
+    timer = after(0.3, fake.stop)
+    seen: dict[int, Outcome] = {}
+    with pytest.raises(EncoderUnavailable, match="2 of 4 items") as caught:
+        seen.update(client.iterate([image(index) for index in range(4)]))
+    timer.join()
+    assert sorted(seen) == [0, 1]
+    for index, outcome in seen.items():
+        assert_rows_of(outcome, digest_of(index))
+    assert caught.value.retryable
+    fake.script.faults.clear()
+    fake.start()
+    client.call("wait_ready", 10.0)
+    assert_rows_of(client.call("encode_one", image(2)), digest_of(2))
+
+
+KILLED_SERVER = """
+from lm_adapter.testing import FakeEncoder, Fault
+from tests.unit.lm_adapter.test_client import digest_of
+import time
+fake = FakeEncoder()
+fake.script.faults[digest_of(1)] = Fault.HANG
+fake.start()
+print(fake.target, flush=True)
+time.sleep(60)
+"""
+
+
+def test_p32_a_server_killed_in_mid_stream_is_unavailable_within_seconds(open_client: Open) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", KILLED_SERVER],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'proto'}"},
+    )
+    try:
+        assert process.stdout is not None
+        client = open_client(process.stdout.readline().strip())
+        client.call("wait_ready", 10.0)
+        killed_at: list[float] = []
+
+        def kill() -> None:
+            killed_at.append(time.monotonic())
+            process.send_signal(signal.SIGKILL)
+
+        after(0.3, kill)
+        with pytest.raises(EncoderUnavailable, match="1 of 3 items") as caught:
+            client.call("encode", [image(0), image(1), image(2)])
+        assert time.monotonic() - killed_at[0] < 3
+        assert_rows_of(caught.value.completed[0], digest_of(0))
+    finally:
+        process.kill()
+        process.wait()
+        if process.stdout is not None:
+            process.stdout.close()
+
+
+def test_p32_a_connection_cut_by_the_network_is_unavailable(fake: FakeEncoder, open_client: Open) -> None:
+    """A relay between the two sides drops the connection in the middle of a chunk."""
+    fake.script.limits = Limits(chunk_bytes=1 << 20)
+    fake.script.model = fake_model(out_width=64)
+    host, port = fake.target.split(":")
+    listener = socket.create_server(("127.0.0.1", 0))
+    cut_after_bytes = 4000
+
+    def relay() -> None:
+        inbound, _ = listener.accept()
+        outbound = socket.create_connection((host, int(port)))
+
+        def upstream() -> None:
+            try:
+                while data := inbound.recv(65536):
+                    outbound.sendall(data)
+            except OSError:
+                return
+
+        threading.Thread(target=upstream, daemon=True).start()
+        sent = 0
+        while sent < cut_after_bytes and (data := outbound.recv(1000)):
+            inbound.sendall(data)
+            sent += len(data)
+        for end in (inbound, outbound):
+            end.shutdown(socket.SHUT_RDWR)
+            end.close()
+
+    thread = threading.Thread(target=relay, daemon=True)
+    thread.start()
+    items = [image(index) for index in range(20)]
+    client = open_client(f"127.0.0.1:{listener.getsockname()[1]}")
+    with pytest.raises(EncoderUnavailable, match=r"of 20 items"):
+        client.call("encode", items)
+    thread.join(5)
+    listener.close()
+
+
+def test_nobody_there_is_unavailable_at_once(open_client: Open) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    started = time.monotonic()
+    with pytest.raises(EncoderUnavailable, match=f"127.0.0.1:{port}"):
+        open_client(f"127.0.0.1:{port}").call("encode_one", image(0))
+    assert time.monotonic() - started < 5
+
+
+def test_a_deadline_passes_in_mid_stream(fake: FakeEncoder, open_client: Open) -> None:
+    fake.script.faults[digest_of(1)] = Fault.HANG
+    started = time.monotonic()
+    with pytest.raises(DeadlineExceeded, match="1 of 2 items") as caught:
+        open_client().call("encode", [image(0), image(1)], timeout_s=0.5)
+    assert time.monotonic() - started < 3
+    assert_rows_of(caught.value.completed[0], digest_of(0))
+    wait_until(lambda: fake.num_cancelled["Encode"] == 1)
+
+
+def test_a_caller_that_stops_reading_cancels_the_call(fake: FakeEncoder, open_client: Open) -> None:
+    fake.script.faults[digest_of(1)] = Fault.HANG
+    stream = open_client().iterate([image(0), image(1)])
+    assert next(stream)[0] == 0
+    stream.close()
+    wait_until(lambda: fake.num_cancelled["Encode"] == 1)
+
+
+def test_p33_oversize_messages_fail_alone_when_known_and_as_a_call_when_not(
+    fake: FakeEncoder, open_client: Open
+) -> None:
+    fake.script.limits = Limits(max_message_bytes=100_000, chunk_bytes=200)
+    fake.restart()
+    large = ImageItem(bytes(200_000), digest=digest_of(1))
+    client = open_client()
+    outcomes = client.call("encode", [image(0), large])
+    assert_rows_of(outcomes[0], digest_of(0))
+    assert outcomes[1].reason == "MESSAGE_TOO_LARGE"
+    # A server that announces no limit, and has one.
+    fake.script.limits = Limits(chunk_bytes=200)
+    unaware = open_client()
+    with pytest.raises(RequestRefused) as caught:
+        unaware.call("encode", [image(0), large])
+    assert caught.value.reason == "MESSAGE_TOO_LARGE"
+    assert_rows_of(unaware.call("encode_one", image(0)), digest_of(0))
+
+
+def test_an_answer_over_the_clients_limit_is_refused(fake: FakeEncoder, open_client: Open) -> None:
+    fake.script.limits = Limits(chunk_bytes=1 << 20)
+    fake.script.model = fake_model(out_width=512)
+    client = open_client(options={"grpc.max_receive_message_length": 1000})
+    with pytest.raises(RequestRefused, match="over the size limit"):
+        client.call("encode_one", image(0))
+    small = open_client(max_rows_bytes=1000)
+    with pytest.raises(InvalidRows, match="this client takes 1000"):
+        small.call("encode_one", image(0))
+
+
+def test_a_replaced_model_is_noticed_after_one_refusal(fake: FakeEncoder, open_client: Open) -> None:
+    client = open_client()
+    client.call("encode_one", image(0))
+    fake.script.model = fake_model("qwen3_5")
+    with pytest.raises(InvalidRows):
+        client.call("encode_one", image(0))
+    assert_rows_of(client.call("encode_one", image(0)), digest_of(0))
+
+
+def test_wait_ready_waits_for_the_server_and_for_its_health(open_client: Open) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    encoder = FakeEncoder(f"127.0.0.1:{port}")
+    encoder.script.serving = False
+    client = open_client(encoder.target)
+    with pytest.raises(DeadlineExceeded, match=r"not ready within 0\.3 s"):
+        client.call("wait_ready", 0.3)
+    try:
+        after(0.2, encoder.start)
+
+        def serve() -> None:
+            encoder.script.serving = True
+
+        after(0.8, serve)
+        started = time.monotonic()
+        assert client.call("wait_ready", 15.0).server_version == "fake"
+        assert time.monotonic() - started > 0.7
+        encoder.script.serving = False
+        with pytest.raises(DeadlineExceeded, match="NOT_SERVING"):
+            client.call("wait_ready", 0.3)
+    finally:
+        encoder.stop()
+
+
+def test_a_closed_client_says_so(open_client: Open) -> None:
+    client = open_client()
+    client.call("encode_one", image(0))
+    client.call("close")
+    for method, argument in (("encode", [image(0)]), ("lookup", [digest_of(0)])):
+        with pytest.raises(CallCancelled, match="the client is closed"):
+            client.call(method, argument)
+    client.call("close")
+
+
+def test_closing_under_a_call_cancels_it(fake: FakeEncoder) -> None:
+    fake.script.faults[digest_of(1)] = Fault.HANG
+    client = VisionEncoderClient(fake.target)
+    timer = after(0.3, client.close)
+    with pytest.raises(CallCancelled) as caught:
+        client.encode([image(0), image(1)])
+    timer.join()
+    assert_rows_of(caught.value.completed[0], digest_of(0))
+
+
+@pytest.mark.parametrize(("method", "argument"), [("lookup", [b"k" * 32]), ("encode", [image(0)])])
+def test_closing_between_check_and_call_cancels_too(
+    fake: FakeEncoder, monkeypatch: pytest.MonkeyPatch, method: str, argument: list[Any]
+) -> None:
+    client = VisionEncoderClient(fake.target)
+    client.info()
+    client.close()
+    monkeypatch.setattr(client, "_check_open", lambda method: None)
+    with pytest.raises(CallCancelled):
+        getattr(client, method)(argument)
+
+
+def test_closing_under_an_async_call_cancels_it(fake: FakeEncoder) -> None:
+    fake.script.faults[digest_of(1)] = Fault.HANG
+
+    async def scenario() -> None:
+        client = AsyncVisionEncoderClient(fake.target)
+        call = asyncio.ensure_future(client.encode([image(0), image(1)]))
+        await asyncio.sleep(0.3)
+        await client.close()
+        with pytest.raises(CallCancelled) as caught:
+            await call
+        assert_rows_of(caught.value.completed[0], digest_of(0))
+
+    asyncio.run(scenario())
+
+
+def test_a_cancelled_task_cancels_its_call_and_stays_cancelled(fake: FakeEncoder) -> None:
+    fake.script.faults[digest_of(1)] = Fault.HANG
+
+    async def scenario() -> None:
+        async with AsyncVisionEncoderClient(fake.target) as client:
+            call = asyncio.ensure_future(client.encode([image(0), image(1)]))
+            await asyncio.sleep(0.3)
+            call.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await call
+            await asyncio.to_thread(wait_until, lambda: fake.num_cancelled["Encode"] == 1)
+            # The channel serves its other callers still.
+            assert_rows_of(await client.encode_one(image(2)), digest_of(2))
+
+    asyncio.run(scenario())
+
+
+def test_p34_the_loop_stays_free_while_a_call_waits(fake: FakeEncoder) -> None:
+    fake.script.latency_s = 0.3
+
+    async def scenario() -> int:
+        turns = 0
+        async with (
+            AsyncVisionEncoderClient(fake.target) as client,
+            aclosing(client.encode_iter([image(0), image(1)])) as stream,
+        ):
+            call = asyncio.ensure_future(anext(stream))
+            while not call.done():
+                await asyncio.sleep(0.005)
+                turns += 1
+            assert isinstance((await call)[1], EncodedRows)
+        return turns
+
+    assert asyncio.run(scenario()) > 10

@@ -1,0 +1,181 @@
+"""Rows in a caller's hands: views, dtypes, and the check against what a prompt expects."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lm_adapter import (
+    EncodedRows,
+    Grid,
+    InvalidRequest,
+    InvalidRows,
+    MissingDependency,
+    ServerInfo,
+    check_rows,
+)
+from lm_adapter.testing import fake_model, fake_rows
+from lm_adapter.types import Limits, upcast_bfloat16
+
+ROOT = Path(__file__).parents[3]
+VALUES = fake_rows(b"digest", 6, 8)
+
+
+def payload_of(values: npt.NDArray[np.float32], dtype: str) -> npt.NDArray[np.uint8]:
+    if dtype == "bfloat16":
+        return np.ascontiguousarray((values.view(np.uint32) >> 16).astype("<u2")).reshape(-1).view(np.uint8)
+    return np.ascontiguousarray(values.astype(dtype)).reshape(-1).view(np.uint8)
+
+
+def make_rows(dtype: str = "float32", num_deepstack_levels: int = 3) -> EncodedRows:
+    return EncodedRows(
+        key=b"k" * 32,
+        content_digest=b"d" * 32,
+        grid_thw=Grid(1, 4, 6),
+        num_rows=6,
+        width=8,
+        dtype=dtype,
+        num_deepstack_levels=num_deepstack_levels,
+        payload=payload_of(VALUES, dtype),
+    )
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_views_show_the_same_values_in_every_dtype(dtype: str) -> None:
+    torch = pytest.importorskip("torch")
+    rows = make_rows(dtype)
+    assert rows.numpy().dtype == np.float32
+    np.testing.assert_array_equal(rows.numpy(), VALUES)
+    assert rows.torch().dtype == getattr(torch, dtype)
+    assert rows.torch().shape == (6, 8)
+    np.testing.assert_array_equal(rows.torch().float().numpy(), VALUES)
+    np.testing.assert_array_equal(rows.main(), VALUES[:, :2])
+    for level in range(3):
+        np.testing.assert_array_equal(rows.deepstack(level), VALUES[:, 2 + 2 * level : 4 + 2 * level])
+    assert rows.out_width == 2
+
+
+def test_torch_and_float32_numpy_share_the_payloads_memory() -> None:
+    pytest.importorskip("torch")
+    rows = make_rows()
+    rows.payload[:4] = np.frombuffer(np.float32(42.0).tobytes(), np.uint8)
+    assert rows.torch()[0, 0] == 42.0
+    assert rows.numpy()[0, 0] == 42.0
+    assert rows.main()[0, 0] == 42.0
+    assert make_rows("bfloat16").torch().data_ptr() != rows.torch().data_ptr()
+    assert rows.torch().data_ptr() == rows.payload.ctypes.data
+
+
+@pytest.mark.parametrize("level", [-1, 3])
+def test_a_level_that_is_not_there_is_refused(level: int) -> None:
+    with pytest.raises(InvalidRequest, match=f"level {level} asked of rows with 3"):
+        make_rows().deepstack(level)
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(0, 2**16 - 1), min_size=1, max_size=50))
+def test_bfloat16_widens_as_torch_does(bits: list[int]) -> None:
+    torch = pytest.importorskip("torch")
+    array = np.array(bits, dtype=np.uint16)
+    expected = torch.from_numpy(array.view(np.int16)).view(torch.bfloat16).float().numpy()
+    np.testing.assert_array_equal(upcast_bfloat16(array), expected)
+
+
+def check(rows: EncodedRows, **changes: object) -> None:
+    expected: dict[str, object] = {
+        "grid": (1, 4, 6),
+        "width": 8,
+        "dtype": "float32",
+        "num_deepstack_levels": 3,
+        "spatial_merge_size": 2,
+        "merges_time": False,
+    }
+    check_rows(rows, **{**expected, **changes})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("rows_changes", "expected", "field_name"),
+    [
+        ({}, {"grid": (1, 6, 4)}, "grid_thw"),
+        ({}, {"width": 16}, "width"),
+        ({}, {"dtype": "bfloat16"}, "dtype"),
+        ({}, {"num_deepstack_levels": 1}, "num_deepstack_levels"),
+        ({}, {"spatial_merge_size": 1}, "num_rows"),
+        ({"grid_thw": Grid(2, 4, 6)}, {"grid": (2, 4, 6)}, "num_rows"),
+        ({"num_rows": 5}, {}, "num_rows"),
+        ({"grid_thw": Grid(0, 4, 6)}, {"grid": (0, 4, 6)}, "grid_thw"),
+        ({"payload": payload_of(VALUES, "float32")[:-4]}, {}, "rows_bytes"),
+        ({"payload": payload_of(VALUES, "float32").repeat(2)}, {}, "rows_bytes"),
+    ],
+)
+def test_p22_rows_that_a_prompt_does_not_expect_are_refused(
+    rows_changes: dict[str, object], expected: dict[str, object], field_name: str
+) -> None:
+    rows = replace(make_rows(), **rows_changes)  # type: ignore[arg-type]
+    with pytest.raises(InvalidRows) as caught:
+        check(rows, **expected)
+    assert caught.value.field == field_name
+    assert caught.value.details["found"] in str(caught.value)
+
+
+def test_rows_that_fit_pass() -> None:
+    check(make_rows(), finite=True)
+    check(make_rows("bfloat16"), dtype="bfloat16", finite=True)
+    check(replace(make_rows(), grid_thw=Grid(3, 4, 6)), grid=(3, 4, 6), merges_time=True)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_p22_non_finite_elements_are_found_when_asked_for(dtype: str, bad: float) -> None:
+    values = VALUES.copy()
+    values[4, 7] = bad
+    rows = replace(make_rows(dtype), payload=payload_of(values, dtype))
+    check(rows, dtype=dtype)
+    with pytest.raises(InvalidRows, match=r"1 of 48 elements .* row 4"):
+        check(rows, dtype=dtype, finite=True)
+
+
+def test_a_servers_model_is_found_by_name_or_alone() -> None:
+    def info(*names: str) -> ServerInfo:
+        models = tuple(replace(fake_model(), name=name) for name in names)
+        return ServerInfo(1, 1, "1", "i", "cpu", models, Limits(), ())
+
+    assert info("a", "b").model("b").name == "b"
+    assert info("a").model().name == "a"
+    with pytest.raises(InvalidRequest, match="2 models, needs 1; served: a, b"):
+        info("a", "b").model()
+    with pytest.raises(InvalidRequest, match="0 models"):
+        info("a").model("c")
+
+
+def test_asking_for_a_tensor_without_torch_says_what_is_missing() -> None:
+    code = """
+import sys
+sys.modules["torch"] = None
+import numpy as np
+from lm_adapter import EncodedRows, Grid, MissingDependency
+rows = EncodedRows(b"", b"", Grid(1, 2, 2), 1, 1, "float32", 0, np.zeros(4, np.uint8))
+assert rows.numpy()[0, 0] == 0
+try:
+    rows.torch()
+except MissingDependency as error:
+    print(error)
+"""
+    completed = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+        env={"PYTHONPATH": f"{ROOT}:{ROOT / 'proto'}"},
+    )
+    assert completed.stdout.strip() == "EncodedRows.torch() needs the package torch, which is not installed"
+    assert issubclass(MissingDependency, ImportError)

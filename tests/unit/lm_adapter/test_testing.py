@@ -1,0 +1,173 @@
+"""The fake service itself: what users' tests may rely on, seen through plain gRPC."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+
+import grpc
+import numpy as np
+import pytest
+
+from lm_adapter import Grid, ImageItem, ItemFailed, VisionEncoderClient
+from lm_adapter.testing import FakeEncoder, FakeScript, Fault, fake_model, fake_rows
+from vision_encoder.v1 import encoder_pb2 as pb
+from vision_encoder.v1 import encoder_pb2_grpc
+
+DIGEST = bytes(range(32))
+
+
+def test_it_speaks_to_the_generated_stubs() -> None:
+    with FakeEncoder() as fake, grpc.insecure_channel(fake.target) as channel:
+        stub = encoder_pb2_grpc.VisionEncoderStub(channel)
+        info = stub.GetServerInfo(pb.GetServerInfoRequest(), timeout=5)
+        assert info.models[0].width == fake.script.model.width
+        item = pb.Item(modality=pb.MODALITY_IMAGE, content_digest=DIGEST, encoded=b"x")
+        events = list(stub.Encode(pb.EncodeRequest(items=[item]), timeout=5))
+        result = events[0].result
+        payload = b"".join(event.chunk.data for event in events[1:])
+        assert payload == fake_rows(DIGEST, result.num_rows, result.width).tobytes()
+        assert result.rows_bytes == len(payload)
+        assert result.inline.num_chunks == len(events) - 1
+        statuses = stub.Lookup(pb.LookupRequest(keys=[result.key, DIGEST]), timeout=5).statuses
+        assert [status.state for status in statuses] == [pb.KEY_STATE_RESIDENT, pb.KEY_STATE_ABSENT]
+        fetched = list(stub.Fetch(pb.FetchRequest(keys=[result.key]), timeout=5))
+        assert fetched[1:] == events[1:]
+        assert stub.Renew(pb.RenewRequest(lease_ids=[b"l"]), timeout=5).statuses[0].failure.reason
+        assert stub.Release(pb.ReleaseRequest(lease_ids=[b"l"]), timeout=5).unknown_lease_ids == [b"l"]
+
+
+@pytest.mark.parametrize(
+    ("item", "reason"),
+    [
+        (pb.Item(content_digest=DIGEST, encoded=b"x"), "INVALID_REQUEST"),
+        (pb.Item(modality=pb.MODALITY_IMAGE, content_digest=b"short", encoded=b"x"), "INVALID_DIGEST"),
+        (pb.Item(modality=pb.MODALITY_IMAGE, digest_only=pb.DigestOnly()), "INVALID_DIGEST"),
+        (
+            pb.Item(modality=pb.MODALITY_IMAGE, content_digest=DIGEST, digest_only=pb.DigestOnly()),
+            "UNKNOWN_KEY",
+        ),
+        (pb.Item(modality=pb.MODALITY_IMAGE, content_digest=DIGEST, url="http://x"), "UNSUPPORTED_CONTENT"),
+        (pb.Item(modality=pb.MODALITY_IMAGE, content_digest=DIGEST), "UNSUPPORTED_CONTENT"),
+        (
+            pb.Item(
+                modality=99,  # type: ignore[arg-type]
+                content_digest=DIGEST,
+                encoded=b"x",
+            ),
+            "INVALID_REQUEST",
+        ),
+    ],
+)
+def test_items_are_refused_with_the_services_reasons(item: pb.Item, reason: str) -> None:
+    with FakeEncoder() as fake, grpc.insecure_channel(fake.target) as channel:
+        stub = encoder_pb2_grpc.VisionEncoderStub(channel)
+        (event,) = stub.Encode(pb.EncodeRequest(items=[item]), timeout=5)
+        assert event.failure.reason == reason
+        (status,) = stub.Prefetch(pb.PrefetchRequest(items=[item]), timeout=5).statuses
+        assert status.failure.reason == reason
+
+
+def test_the_health_packages_client_understands_it() -> None:
+    health_pb2 = pytest.importorskip("grpc_health.v1.health_pb2")
+    health_pb2_grpc = pytest.importorskip("grpc_health.v1.health_pb2_grpc")
+    with FakeEncoder() as fake, grpc.insecure_channel(fake.target) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        request = health_pb2.HealthCheckRequest(service="vision_encoder.v1.VisionEncoder")
+        assert stub.Check(request, timeout=5).status == health_pb2.HealthCheckResponse.SERVING
+        fake.script.serving = False
+        assert stub.Check(request, timeout=5).status == health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+def test_rows_are_exact_in_half_the_bits() -> None:
+    rows = fake_rows(DIGEST, 50, 64)
+    np.testing.assert_array_equal(rows, fake_rows(DIGEST, 50, 64))
+    np.testing.assert_array_equal(rows.astype(np.float16).astype(np.float32), rows)
+    assert not (rows.view(np.uint32) & 0xFFFF).any()
+    assert rows.min() >= -1
+    assert rows.max() < 1
+    assert len(np.unique(rows)) == 256
+    assert (rows != fake_rows(bytes(32), 50, 64)).any()
+
+
+@pytest.mark.parametrize(
+    ("family", "levels", "merges_time", "patch_dim"),
+    [("qwen3_vl", 3, False, 1536), ("qwen3_5", 0, False, 1536), ("kimi_k25", 0, True, 588)],
+)
+def test_models_have_their_familys_geometry(
+    family: str, levels: int, merges_time: bool, patch_dim: int
+) -> None:
+    model = fake_model(family, out_width=8)
+    assert (model.num_deepstack_levels, model.merges_time, model.patch_dim) == (
+        levels,
+        merges_time,
+        patch_dim,
+    )
+    assert model.width == 8 * (1 + levels)
+    assert model.num_rows(Grid(3, 4, 6)) == (6 if merges_time else 18)
+
+
+def test_grids_follow_from_the_digest_unless_they_are_told() -> None:
+    other = Grid(1, 6, 10)
+    with (
+        FakeEncoder(script=FakeScript(grids={DIGEST: other})) as fake,
+        VisionEncoderClient(fake.target) as client,
+    ):
+        assert client.encode_one(ImageItem(b"", digest=DIGEST)).grid_thw == other
+        assert client.encode_one(ImageItem(b"", digest=b"\x05\x02" + DIGEST[2:])).grid_thw == (1, 4, 6)
+
+
+def test_a_restart_keeps_the_address_and_nothing_else() -> None:
+    with FakeEncoder() as fake:
+        target, instance = fake.target, fake.instance_id
+        with VisionEncoderClient(target) as client:
+            key = client.encode_one(ImageItem(b"", digest=DIGEST)).key
+            fake.restart()
+            client.wait_ready(10)
+            (outcome,) = client.fetch([key])
+            assert isinstance(outcome, ItemFailed)
+            assert outcome.reason == "UNKNOWN_KEY"
+        assert fake.target == target
+        assert fake.instance_id != instance
+        assert fake.num_calls["Encode"] == 0
+
+
+def test_it_starts_once_and_stops_twice() -> None:
+    fake = FakeEncoder()
+    fake.stop()
+    fake.start()
+    with pytest.raises(RuntimeError, match="runs already"):
+        fake.start()
+    with pytest.raises(RuntimeError):
+        FakeEncoder(fake.target).start()
+    fake.stop()
+    fake.stop()
+
+
+def test_a_stop_with_grace_lets_calls_finish() -> None:
+    fake = FakeEncoder(model=fake_model("qwen3_5"))
+    fake.script.latency_s = 0.3
+    fake.start()
+    with VisionEncoderClient(fake.target) as client:
+        client.info()
+        timer = threading.Timer(0.1, lambda: fake.stop(5.0))
+        timer.start()
+        assert client.encode_one(ImageItem(b"", digest=DIGEST)).num_rows > 0
+        timer.join()
+
+
+def test_a_hanging_stream_goes_on_when_told() -> None:
+    with FakeEncoder() as fake, VisionEncoderClient(fake.target, timeout_s=10) as client:
+        fake.script.faults[DIGEST] = Fault.HANG
+        timer = threading.Timer(0.3, fake.resume)
+        started = time.monotonic()
+        timer.start()
+        assert client.encode_one(ImageItem(b"", digest=DIGEST)).num_rows > 0
+        assert time.monotonic() - started > 0.25
+
+
+def test_it_takes_a_unix_socket_anew(tmp_path: Path) -> None:
+    for _ in range(2):
+        with FakeEncoder(f"unix:{tmp_path}/s") as fake, VisionEncoderClient(fake.target) as client:
+            assert client.encode_one(ImageItem(b"", digest=DIGEST)).num_rows > 0
