@@ -1,0 +1,149 @@
+"""Files over gRPC, rows spliced into a language model without a tower: what the full model says with pixels.
+
+Decode, resize, patchify, tower, wire, splice, positions and decoding are all ours here; the reference does
+every one of those steps itself, from the same files.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+
+from lm_adapter import EncodedRows, ImageItem, VisionEncoderClient
+from lm_adapter.engines.hf import RemoteItem, RemoteVisionLM, load_language_model
+from tests.integration.conftest import FAMILIES, running
+from tests.parity.reference import import_reference
+from tests.parity.test_synthetic_reference import MODEL_CLASSES, reference_config
+
+PHOTOS = Path(__file__).resolve().parents[1] / "data" / "photos"
+NEW_TOKENS = 8
+
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
+
+
+def photographs() -> list[bytes]:
+    """The shipped photographs as files of other sizes: JPEG, PNG with alpha, EXIF-rotated JPEG."""
+    files = []
+    for path, side in (("astronaut.jpg", 300), ("coffee.jpg", 260), ("chelsea_exif_rotated.jpg", None)):
+        if side is None:
+            files.append((PHOTOS / path).read_bytes())
+            continue
+        out = io.BytesIO()
+        image = Image.open(PHOTOS / path)
+        image.resize((side, side * image.height // image.width)).save(out, "JPEG", quality=90)
+        files.append(out.getvalue())
+    return [*files, (PHOTOS / "rocket_alpha.png").read_bytes()]
+
+
+class Reference:
+    """The full model and its processor."""
+
+    def __init__(self, family: str, checkpoint: Path) -> None:
+        transformers = import_reference()
+        transformers.logging.set_verbosity_error()
+        transformers.logging.disable_progress_bar()
+        self.processor = transformers.AutoProcessor.from_pretrained(checkpoint)
+        self.model = (
+            getattr(transformers, MODEL_CLASSES[family])
+            .from_pretrained(checkpoint, config=reference_config(checkpoint), dtype=torch.float32)
+            .eval()
+        )
+
+    def prompt(self, num_images: int, text: str) -> str:
+        content = [{"type": "image"}] * num_images + [{"type": "text", "text": text}]
+        found: str = self.processor.apply_chat_template(
+            [{"role": "user", "content": content}], add_generation_prompt=True, tokenize=False
+        )
+        return found
+
+    def inputs(self, prompt: str, files: list[bytes]) -> Any:
+        from transformers.image_utils import load_image
+
+        images = [load_image(Image.open(io.BytesIO(data))) for data in files]
+        return self.processor(text=[prompt], images=images, return_tensors="pt")
+
+    @torch.no_grad()
+    def logits(self, inputs: Any) -> torch.Tensor:
+        self.model.model.rope_deltas = None
+        found: torch.Tensor = self.model(**inputs).logits[0]
+        return found
+
+    def generate(self, inputs: Any) -> list[int]:
+        self.model.model.rope_deltas = None
+        output = self.model.generate(
+            **inputs, max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS, do_sample=False
+        )
+        return list(output[0, inputs["input_ids"].shape[1] :].tolist())
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def rig(
+    request: pytest.FixtureRequest, checkpoints: dict[str, Path], device: torch.device
+) -> Iterator[tuple[Reference, RemoteVisionLM, VisionEncoderClient]]:
+    family = request.param
+    with (
+        running(checkpoints[family], device) as service,
+        VisionEncoderClient(service.target, timeout_s=120) as client,
+    ):
+        yield Reference(family, checkpoints[family]), load_language_model(checkpoints[family]), client
+
+
+def remote_items(client: VisionEncoderClient, files: list[bytes]) -> list[RemoteItem]:
+    outcomes = client.encode([ImageItem(data) for data in files])
+    assert all(isinstance(outcome, EncodedRows) for outcome in outcomes)
+    return [RemoteItem.from_encoded(rows) for rows in outcomes if isinstance(rows, EncodedRows)]
+
+
+def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float(torch.linalg.norm(found - expected) / torch.linalg.norm(expected))
+
+
+def test_p01_logits_and_tokens_of_a_prompt_with_several_images(
+    rig: tuple[Reference, RemoteVisionLM, VisionEncoderClient],
+) -> None:
+    reference, language_model, client = rig
+    files = photographs()
+    prompt = reference.prompt(len(files), "What differs between these?")
+    single = reference.processor.tokenizer(prompt)["input_ids"]
+    inputs = reference.inputs(prompt, files)
+    expanded = inputs["input_ids"][0].tolist()
+    assert len(single) < len(expanded)
+    items = remote_items(client, files)
+
+    expected = reference.logits(inputs)
+    for ids in (single, expanded):
+        state = language_model.prefill([ids], [items], all_logits=True)
+        assert state.prompt_logits_NV is not None
+        error = relative_error(state.prompt_logits_NV[0], expected)
+        print(f"relative error of logits: {error:.2e}")
+        assert error < 2e-5
+    assert language_model.generate([single], [items], max_new_tokens=NEW_TOKENS) == [
+        reference.generate(inputs)
+    ]
+
+
+def test_p02_prompts_of_one_batch_keep_their_own_images_in_chunks_of_any_size(
+    rig: tuple[Reference, RemoteVisionLM, VisionEncoderClient],
+) -> None:
+    reference, language_model, client = rig
+    a, b, c, _ = photographs()
+    batch = [[b], [a, c], []]
+    prompts = [reference.prompt(len(files), text) for files, text in zip(batch, "xyz", strict=True)]
+    expected = []
+    for prompt, files in zip(prompts, batch, strict=True):
+        if files:
+            inputs = reference.inputs(prompt, files)
+        else:
+            inputs = reference.processor.tokenizer([prompt], return_tensors="pt")
+        expected.append(reference.generate(inputs))
+    ids = [reference.processor.tokenizer(prompt)["input_ids"] for prompt in prompts]
+    items = [remote_items(client, files) if files else [] for files in batch]
+    for chunk_size in (None, 100, 37):
+        found = language_model.generate(ids, items, max_new_tokens=NEW_TOKENS, chunk_size=chunk_size)
+        assert found == expected
