@@ -11,7 +11,7 @@ import zlib
 from typing import Any
 
 import numpy as np
-from PIL import Image, PngImagePlugin, features
+from PIL import Image, PngImagePlugin
 
 WIDTH, HEIGHT = 29, 22
 
@@ -97,6 +97,7 @@ def _variants() -> dict[str, tuple[Image.Image, str, dict[str, Any]]]:
         "tiff-pages": (image("RGB"), "TIFF", {"save_all": True, "append_images": [image("RGB", seed=1)]}),
         "tiff-lzw": (image("RGB"), "TIFF", {"compression": "tiff_lzw"}),
         "tiff-deflate": (image("RGBA"), "TIFF", {"compression": "tiff_adobe_deflate"}),
+        "tiff-ycbcr": (image("YCbCr"), "TIFF", {"compression": "tiff_lzw"}),
         "tiff-jpeg": (image("RGB"), "TIFF", {"compression": "jpeg"}),
         "tiff-group4": (image("1"), "TIFF", {"compression": "group4"}),
         "ppm-1": (image("1"), "PPM", {}),
@@ -117,9 +118,9 @@ def _variants() -> dict[str, tuple[Image.Image, str, dict[str, Any]]]:
     }
     for mode in ("1", "L", "LA", "P", "RGB", "RGBA", "I;16"):
         variants[f"png-{mode}"] = (image(mode), "PNG", {})
-    for mode in ("1", "L", "LA", "P", "RGB", "RGBA", "CMYK", "YCbCr", "I;16", "I", "F"):
+    for mode in ("1", "L", "LA", "P", "RGB", "RGBA", "CMYK", "I;16", "I", "F"):
         variants[f"tiff-{mode}"] = (image(mode), "TIFF", {})
-    if features.check("avif"):
+    if "AVIF" in Image.SAVE:
         variants["avif"] = (image("RGB"), "AVIF", {"quality": 80})
         variants["avif-alpha"] = (image("RGBA"), "AVIF", {"quality": 80})
         variants["avif-animated"] = (
@@ -180,7 +181,7 @@ def _oriented(orientation: int) -> dict[str, bytes]:
     }
     if 1 <= orientation <= 8:  # libtiff writes no other value
         files["tiff-lzw"] = encode(picture, "TIFF", tiffinfo={0x0112: orientation}, compression="tiff_lzw")
-    if features.check("avif"):
+    if "AVIF" in Image.SAVE:
         files["avif"] = encode(picture, "AVIF", exif=block)
     return files
 

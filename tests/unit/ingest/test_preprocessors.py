@@ -121,10 +121,10 @@ def test_qwen_grids_are_whole_blocks_near_the_area(height: int, width: int, low:
     assert grid.h % 2 == grid.w % 2 == 0
     assert min(grid) >= 1
     area = grid.num_patches * 256
-    # A strip is at least one block wide, and blocks are whole: a block more on each side at the most.
     assert area >= min(low, 1024)
-    bound = (math.sqrt(max(low, 1) * 200) + 32) * (math.sqrt(max(low, 1)) + 32)
-    assert area <= max(low + more, bound)
+    # Blocks are whole, and a side is at least one block: a block more on each side of the ideal at the most.
+    ratio, ideal = height / width, low + more
+    assert area <= (math.sqrt(ideal * ratio) + 32) * (math.sqrt(ideal / ratio) + 32)
 
 
 @given(st.integers(1, 70000), st.integers(1, 70000), st.integers(1, 2000), st.integers(1, 64))
