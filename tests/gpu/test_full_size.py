@@ -1,0 +1,118 @@
+"""Real tower dimensions in bfloat16 on a GPU, through the whole service, held against float32."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from encoder_service.ingest.decode import DecodeLimits
+from encoder_service.ingest.registry import load_preprocessor
+from encoder_service.towers.registry import load_tower
+from encoder_service.towers.synthetic import make_checkpoint
+from encoder_service.types import PreprocessOptions
+from lm_adapter import CacheTier, EncodedRows, ImageItem, VisionEncoderClient
+from tests.integration.conftest import FAMILIES, running
+from tests.parity.reference import ReferenceTower
+
+pytestmark = pytest.mark.gpu
+
+PHOTOS = Path(__file__).resolve().parents[1] / "data" / "photos"
+CUDA = torch.device("cuda:0")
+LIMITS = DecodeLimits(1 << 26, 1 << 26)
+# Rounding of 27 blocks in bfloat16: the reference's own bfloat16 stands as far from float32.
+BFLOAT16_RELATIVE = 3e-2
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    path = tmp_path_factory.mktemp("full") / request.param
+    make_checkpoint(path, request.param, "full", 11)
+    yield path
+    for file in path.iterdir():  # a gigabyte each
+        file.unlink()
+    torch.cuda.empty_cache()
+
+
+def files() -> list[bytes]:
+    """Photographs and sizes that make no round numbers: one pixel, one patch row, two megapixels."""
+    made = [path.read_bytes() for path in sorted(PHOTOS.iterdir()) if path.suffix in (".jpg", ".png")]
+    source = Image.open(PHOTOS / "coffee.jpg")
+    for size in ((1, 1), (1900, 17), (449, 447), (1920, 1080)):
+        out = io.BytesIO()
+        source.resize(size).save(out, "PNG")
+        made.append(out.getvalue())
+    return made
+
+
+def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    found, expected = found.double().cpu(), expected.double().cpu()
+    return float(torch.linalg.norm(found - expected) / torch.linalg.norm(expected))
+
+
+def test_rows_of_the_service_equal_the_float32_tower_and_the_reference(checkpoint: Path) -> None:
+    family = checkpoint.name
+    data = files()
+    with (
+        running(checkpoint, CUDA, dtype="bfloat16") as service,
+        VisionEncoderClient(service.target, timeout_s=120) as client,
+    ):
+        assert client.info().device.startswith("NVIDIA")
+        together = client.encode([ImageItem(one) for one in data])
+        alone = [
+            client.encode_one(ImageItem(one, digest=bytes([index]) * 32)) for index, one in enumerate(data)
+        ]
+        again = client.encode([ImageItem(one) for one in data])
+
+    exact = load_tower(checkpoint, device=CUDA, dtype=torch.float32).tower
+    reference = ReferenceTower(checkpoint, device=CUDA, dtype=torch.float32)
+    preprocessor = load_preprocessor(checkpoint, family, LIMITS)
+    for one, batched, single, cached in zip(data, together, alone, again, strict=True):
+        assert isinstance(batched, EncodedRows)
+        assert isinstance(cached, EncodedRows)
+        assert batched.dtype == "bfloat16"
+        assert cached.tier is CacheTier.HOST
+        assert cached.payload.tobytes() == batched.payload.tobytes()
+        item, _, _ = preprocessor.load_image(one, PreprocessOptions())
+        pixels = preprocessor.patchify(item.frames_THWC.to(CUDA))
+        inputs = exact.prepare([item.grid]).to(CUDA).with_pixels(pixels)
+        with torch.inference_mode():
+            expected = exact(inputs)
+            oracle = reference.rows(pixels, [item.grid])
+        assert relative_error(expected, oracle) < 1e-5
+        figures = (
+            relative_error(batched.torch(), expected),
+            relative_error(single.torch(), expected),
+            relative_error(single.torch(), batched.torch()),
+        )
+        print(f"{family} {tuple(item.grid)}: bf16 batched, alone, against each other: {figures}")
+        assert max(figures[:2]) < BFLOAT16_RELATIVE
+        assert figures[2] < BFLOAT16_RELATIVE
+
+
+def test_p14_device_memory_is_flat_over_many_requests(checkpoint: Path) -> None:
+    rng = np.random.default_rng()
+
+    def image() -> bytes:
+        out = io.BytesIO()
+        height, width = rng.integers(64, 900, 2)
+        Image.fromarray(rng.integers(0, 256, (height, width, 3), dtype=np.uint8)).save(out, "BMP")
+        return out.getvalue()
+
+    with (
+        running(checkpoint, CUDA, dtype="bfloat16", store_bytes=64 << 20) as service,
+        VisionEncoderClient(service.target, timeout_s=120) as client,
+    ):
+        held = []
+        for _ in range(12):
+            outcomes = client.encode([ImageItem(image()) for _ in range(8)])
+            assert all(isinstance(outcome, EncodedRows) for outcome in outcomes)
+            held.append(torch.cuda.memory_allocated(CUDA))
+        assert max(held) - held[0] < 1 << 20
+        assert service.service.pipeline is not None
+        service.on_loop(service.service.pipeline.store.check_integrity)
