@@ -1,30 +1,22 @@
 """Where the visual tokens of a prompt go: placeholder ids aligned with items, then expanded.
 
-Owns the alignment and the spans; positions belong to ``mrope``, rows to ``splice``. Pure numpy.
+Owns expansion and spans; positions belong to ``mrope``, rows to ``splice``. Pure numpy.
 
 A prompt names its items by placeholder ids. Each item may stand there unexpanded (one id for the whole item,
 or one id for each frame of a clip) or expanded (as many ids as it has rows), and items may touch without a
-separator. The alignment reads *runs* of equal placeholder ids, never single ids, so that an expanded run is
-not taken for many items:
-
-1. One form for the whole prompt: all expanded, else one id per item, else one id per frame. The three need
-   different numbers of ids unless they mean the same, so at most one of them fits.
-2. Forms mixed item by item: dynamic programming over (run, next frame). Readings that put the same items
-   into the same runs expand to the same prompt and count as one; two that differ are an error.
-
-Terms: a *unit* is what one run of rows belongs to: an image, a clip whose frames share one run (Kimi), or one
-frame of a clip whose frames stand apart (Qwen3-VL, with timestamps between them).
+separator; ``alignment`` says how they are told apart.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from lm_adapter.alignment import Ids, PromptItem, Run, align, placeholder_runs
 from lm_adapter.errors import InvalidRequest
 from lm_adapter.types import Modality
 
@@ -40,8 +32,6 @@ __all__ = [
     "unit_rows",
 ]
 
-Ids: TypeAlias = npt.NDArray[np.int64]
-
 
 class Segment(NamedTuple):
     """A run of placeholder ids of one unit: tokens [start, start + length) of the expanded prompt."""
@@ -52,18 +42,6 @@ class Segment(NamedTuple):
     @property
     def end(self) -> int:
         return self.start + self.length
-
-
-@dataclass(frozen=True)
-class PromptItem:
-    """What one item asks of the prompt: its placeholder id, and the rows of each of its units in order."""
-
-    placeholder_id: int
-    unit_rows: tuple[int, ...]
-
-    @property
-    def num_rows(self) -> int:
-        return sum(self.unit_rows)
 
 
 @dataclass(frozen=True)
@@ -143,12 +121,6 @@ def prompt_item(
     return PromptItem(placeholder_id, rows)
 
 
-class _Run(NamedTuple):
-    start: int
-    length: int
-    placeholder_id: int
-
-
 def expand_placeholders(
     ids: Sequence[int] | npt.NDArray[np.integer],
     items: Sequence[PromptItem],
@@ -166,8 +138,8 @@ def expand_placeholders(
     if prompt_ids.ndim != 1:
         raise InvalidRequest(f"a prompt's ids have 1 dimension, got {prompt_ids.ndim}")
     known = {*placeholder_ids, *(item.placeholder_id for item in items)}
-    runs = _placeholder_runs(prompt_ids, known)
-    boundaries = _align(runs, items)
+    runs = placeholder_runs(prompt_ids, known)
+    boundaries = align(runs, items)
     return _assemble(prompt_ids, runs, items, boundaries)
 
 
@@ -230,164 +202,8 @@ def interleave_timestamps(
     return np.concatenate([*pieces, prompt_ids[text_start:]])
 
 
-def _placeholder_runs(ids: Ids, known: set[int]) -> list[_Run]:
-    """Maximal runs of one placeholder id."""
-    if not known or not len(ids):
-        return []
-    change = np.flatnonzero(np.diff(ids)) + 1
-    starts = np.concatenate([[0], change])
-    ends = np.concatenate([change, [len(ids)]])
-    is_placeholder = np.isin(ids[starts], list(known))
-    return [
-        _Run(int(start), int(end - start), int(ids[start]))
-        for start, end in zip(starts[is_placeholder], ends[is_placeholder], strict=True)
-    ]
-
-
-@dataclass(frozen=True)
-class _Units:
-    """The items' units in one row: rows and placeholder id of each, and per item the index after its last."""
-
-    rows: tuple[int, ...]
-    placeholder_ids: tuple[int, ...]
-    item_ends: dict[int, int]  # first unit of an item -> unit after its last
-
-    @classmethod
-    def of(cls, items: Sequence[PromptItem]) -> _Units:
-        rows: list[int] = []
-        placeholder_ids: list[int] = []
-        item_ends: dict[int, int] = {}
-        for index, item in enumerate(items):
-            if not item.unit_rows or min(item.unit_rows) < 1:
-                raise InvalidRequest(
-                    f"item {index} has units of {list(item.unit_rows)} rows, each needs 1 or more"
-                )
-            item_ends[len(rows)] = len(rows) + len(item.unit_rows)
-            rows += item.unit_rows
-            placeholder_ids += [item.placeholder_id] * len(item.unit_rows)
-        return cls(tuple(rows), tuple(placeholder_ids), item_ends)
-
-
-def _align(runs: Sequence[_Run], items: Sequence[PromptItem]) -> list[int]:
-    """For each run the unit after its last one."""
-    units = _Units.of(items)
-    expanded = [(rows, unit + 1) for unit, rows in enumerate(units.rows)]
-    per_item = [(1, end) for end in units.item_ends.values()]
-    per_frame = [(1, unit + 1) for unit in range(len(units.rows))]
-    for pieces in (expanded, per_item, per_frame):
-        boundaries = _align_uniform(runs, pieces, units)
-        if boundaries is not None:
-            return boundaries
-    return _align_mixed(runs, items, units)
-
-
-def _align_uniform(
-    runs: Sequence[_Run], pieces: Sequence[tuple[int, int]], units: _Units
-) -> list[int] | None:
-    """Boundaries when the pieces (ids used, unit after) fill the runs exactly, one after the other."""
-    if sum(ids for ids, _ in pieces) != sum(run.length for run in runs):
-        return None
-    boundaries: list[int] = []
-    piece = unit = 0
-    for run in runs:
-        left = run.length
-        while left > 0:
-            num_ids, after = pieces[piece]
-            if num_ids > left or units.placeholder_ids[unit] != run.placeholder_id:
-                return None
-            left -= num_ids
-            piece, unit = piece + 1, after
-        boundaries.append(unit)
-    return boundaries
-
-
-def _align_mixed(runs: Sequence[_Run], items: Sequence[PromptItem], units: _Units) -> list[int]:
-    """Boundaries when each item takes the form it needs; a reading is the boundaries it puts after the
-    runs."""
-    num_units = len(units.rows)
-    most = [0] * (num_units + 1)  # ids that the units from here can use at most, and at least
-    least = [0] * (num_units + 1)
-    for unit in reversed(range(num_units)):
-        most[unit] = most[unit + 1] + units.rows[unit]
-        least[unit] = 1 + least[units.item_ends.get(unit, unit + 1)]
-    ids_left = sum(run.length for run in runs)
-    readings = {0: 1}  # boundary -> number of readings that lead there, as far as two
-    came_from: list[dict[int, int]] = []
-    for run in runs:
-        ids_left -= run.length
-        reached: dict[int, int] = {}
-        origin: dict[int, int] = {}
-        for boundary, count in readings.items():
-            for after in _reach(run, boundary, units):
-                if least[after] <= ids_left <= most[after]:
-                    reached[after] = min(2, reached.get(after, 0) + count)
-                    origin[after] = boundary
-        readings = reached
-        came_from.append(origin)
-    count = readings.get(num_units, 0)
-    if count == 0:
-        raise _mismatch(runs, items)
-    if count > 1:
-        raise InvalidRequest(
-            f"{len(runs)} runs of placeholders with lengths {[run.length for run in runs][:16]} fit "
-            f"{len(items)} items of {[item.num_rows for item in items][:16]} rows in more than one way; "
-            "expand all items or none",
-            reason="PLACEHOLDER_AMBIGUOUS",
-            details={"runs": len(runs), "items": len(items)},
-        )
-    boundaries = [num_units]
-    for origin in reversed(came_from):
-        boundaries.append(origin[boundaries[-1]])
-    return boundaries[-2::-1]
-
-
-def _reach(run: _Run, first: int, units: _Units) -> list[int]:
-    """The units that can come next after ``run`` when unit ``first`` opens it.
-
-    uses[u] is a bit set: bit n says that the units first..u-1 can use exactly n ids.
-    """
-    full = (1 << (run.length + 1)) - 1
-    uses = {first: 1}
-    reached = []
-    for unit in range(first, len(units.rows) + 1):
-        ways = uses.pop(unit, 0)
-        if ways >> run.length & 1:
-            reached.append(unit)
-        if unit == len(units.rows) or units.placeholder_ids[unit] != run.placeholder_id:
-            break
-        if ways:
-            uses[unit + 1] = uses.get(unit + 1, 0) | (ways << 1 | ways << units.rows[unit]) & full
-            item_end = units.item_ends.get(unit, unit + 1)
-            uses[item_end] = uses.get(item_end, 0) | ways << 1 & full
-        if not any(uses.values()):
-            break
-    return reached
-
-
-def _mismatch(runs: Sequence[_Run], items: Sequence[PromptItem]) -> InvalidRequest:
-    known = sorted({run.placeholder_id for run in runs} | {item.placeholder_id for item in items})
-    texts = []
-    for placeholder_id in known:
-        lengths = [run.length for run in runs if run.placeholder_id == placeholder_id]
-        own = [item for item in items if item.placeholder_id == placeholder_id]
-        texts.append(
-            f"id {placeholder_id}: {sum(lengths)} placeholders found in {len(lengths)} runs, {len(own)} "
-            f"items need {sum(item.num_rows for item in own)} rows (or {len(own)} placeholders, one each)"
-        )
-    return InvalidRequest(
-        "placeholders do not match the items; " + "; ".join(texts),
-        reason="PLACEHOLDER_MISMATCH",
-        details={
-            "found": sum(run.length for run in runs),
-            "runs": len(runs),
-            "needed": sum(item.num_rows for item in items),
-            "items": len(items),
-        },
-    )
-
-
 def _assemble(
-    ids: Ids, runs: Sequence[_Run], items: Sequence[PromptItem], boundaries: Sequence[int]
+    ids: Ids, runs: Sequence[Run], items: Sequence[PromptItem], boundaries: Sequence[int]
 ) -> ExpandedPrompt:
     owners = [(index, rows) for index, item in enumerate(items) for rows in item.unit_rows]
     segments: list[list[Segment]] = [[] for _ in items]

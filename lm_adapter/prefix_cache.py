@@ -26,8 +26,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from lm_adapter.alignment import Ids
 from lm_adapter.errors import InvalidRequest
-from lm_adapter.placeholders import ExpandedPrompt, Ids
+from lm_adapter.placeholders import ExpandedPrompt
 from lm_adapter.types import DIGEST_BYTES, Modality
 
 __all__ = [

@@ -1,0 +1,274 @@
+"""Loading a language model: only its tensors, all of them, and the variants that checkpoints come in."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from encoder_service.towers.synthetic import FAMILIES, config_for, make_checkpoint
+from lm_adapter.engines.hf import RemoteVisionLM, load_language_model
+from lm_adapter.engines.hf_checkpoint import vision_interface
+from lm_adapter.errors import InvalidRequest
+from tests.parity.reference import import_reference
+
+VISION_MARKS = ("visual.", "vision_tower.", "mm_projector.")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def reference() -> Any:
+    return import_reference()
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def published(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("checkpoint") / request.param
+    make_checkpoint(path, request.param, "tiny", seed=3, with_lm=True)
+    return path
+
+
+def tensors_of(path: Path) -> dict[str, torch.Tensor]:
+    return {
+        name: value for file in sorted(path.glob("*.safetensors")) for name, value in load_file(file).items()
+    }
+
+
+def copy_with(
+    source: Path, target: Path, change: Callable[[dict[str, torch.Tensor], dict[str, Any]], None]
+) -> Path:
+    """The checkpoint as one file without an index, after ``change(tensors, config)``."""
+    target.mkdir()
+    tensors, config = tensors_of(source), json.loads((source / "config.json").read_text())
+    change(tensors, config)
+    save_file({name: value.contiguous() for name, value in tensors.items()}, target / "model.safetensors")
+    (target / "config.json").write_text(json.dumps(config))
+    return target
+
+
+def logits(model: RemoteVisionLM) -> torch.Tensor:
+    return model.prefill([list(range(10, 30))], [[]]).logits_BV
+
+
+def test_loads_with_every_vision_tensor_gone_from_the_disk(published: Path, tmp_path: Path) -> None:
+    """Vision tensors moved into shards of their own and deleted: whoever read one would fail."""
+    index: dict[str, str] = {}
+    for part, keep_vision in (("vision", True), ("language", False)):
+        chosen = {
+            name: value
+            for name, value in tensors_of(published).items()
+            if any(mark in name for mark in VISION_MARKS) == keep_vision
+        }
+        assert chosen
+        index |= dict.fromkeys(chosen, f"model-{part}.safetensors")
+        if not keep_vision:
+            save_file(chosen, tmp_path / f"model-{part}.safetensors")
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
+    shutil.copy(published / "config.json", tmp_path)
+    assert torch.equal(logits(load_language_model(tmp_path)), logits(load_language_model(published)))
+
+
+def test_only_language_tensors_are_asked_for(published: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    class Spy:
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            self.file = safe_open(*args, **kwargs)
+
+        def __enter__(self) -> Spy:
+            self.file.__enter__()
+            return self
+
+        def __exit__(self, *args: Any) -> None:
+            self.file.__exit__(*args)
+
+        def get_tensor(self, name: str) -> torch.Tensor:
+            asked.append(name)
+            return self.file.get_tensor(name)
+
+    monkeypatch.setattr("safetensors.safe_open", Spy)
+    load_language_model(published)
+    language = {name for name in tensors_of(published) if not any(mark in name for mark in VISION_MARKS)}
+    assert sorted(asked) == sorted(language)
+
+
+def test_missing_language_tensors_are_named(published: Path, tmp_path: Path) -> None:
+    def drop(tensors: dict[str, torch.Tensor], _: dict[str, Any]) -> None:
+        for name in [name for name in tensors if ".layers.1." in name and name.endswith("layernorm.weight")]:
+            if "visual" not in name:
+                del tensors[name]
+
+    with pytest.raises(InvalidRequest, match=r"lacks \d of \d+ .*layers\.1\..*layernorm") as caught:
+        load_language_model(copy_with(published, tmp_path / "copy", drop))
+    assert caught.value.reason == "CHECKPOINT_MISSING_TENSORS"
+
+
+def test_a_missing_head_is_refused_unless_it_is_tied(published: Path, tmp_path: Path) -> None:
+    def drop_head(tensors: dict[str, torch.Tensor], config: dict[str, Any]) -> None:
+        del tensors[next(name for name in tensors if name.endswith("lm_head.weight"))]
+
+    def tie(tensors: dict[str, torch.Tensor], config: dict[str, Any]) -> None:
+        drop_head(tensors, config)
+        config["tie_word_embeddings"] = config["text_config"]["tie_word_embeddings"] = True
+
+    with pytest.raises(InvalidRequest, match="lm_head"):
+        load_language_model(copy_with(published, tmp_path / "untied", drop_head))
+    tied = load_language_model(copy_with(published, tmp_path / "tied", tie))
+    assert tied.head_VD.data_ptr() == tied.language_model.embed_tokens.weight.data_ptr()
+
+
+def test_misshaped_and_left_over_tensors_are_named(published: Path, tmp_path: Path) -> None:
+    prefix = "language_model.model." if "kimi" in published.name else "model.language_model."
+
+    def widen(tensors: dict[str, torch.Tensor], _: dict[str, Any]) -> None:
+        tensors[f"{prefix}norm.weight"] = torch.ones(65)
+
+    def add(tensors: dict[str, torch.Tensor], _: dict[str, Any]) -> None:
+        tensors[f"{prefix}layers.0.extra.weight"] = torch.ones(1)
+
+    def add_elsewhere(tensors: dict[str, torch.Tensor], config: dict[str, Any]) -> None:
+        after = config["text_config"]["num_hidden_layers"]
+        tensors[f"{prefix}layers.{after}.enorm.weight"] = torch.ones(1)
+        tensors["mtp.fc.weight"] = torch.ones(1)
+        tensors[f"{prefix}layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(1)
+
+    with pytest.raises(InvalidRequest, match=r"norm\.weight has shape \[65\], needs \[64\]"):
+        load_language_model(copy_with(published, tmp_path / "widened", widen))
+    with pytest.raises(InvalidRequest, match=r"1 language tensors .*layers\.0\.extra\.weight"):
+        load_language_model(copy_with(published, tmp_path / "added", add))
+    # Multi-token prediction and old rotary buffers are no part of the model.
+    load_language_model(copy_with(published, tmp_path / "predicting", add_elsewhere))
+
+
+def test_unusable_directories_are_refused(published: Path, tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequest, match=r"cannot read .*config\.json"):
+        load_language_model(tmp_path)
+    (tmp_path / "config.json").write_text("[1]")
+    with pytest.raises(InvalidRequest, match="holds a list"):
+        load_language_model(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
+    with pytest.raises(InvalidRequest, match="'gpt2' is not driven here"):
+        load_language_model(tmp_path)
+    shutil.copy(published / "config.json", tmp_path)
+    with pytest.raises(InvalidRequest, match=r"neither model\.safetensors"):
+        load_language_model(tmp_path)
+    save_file({"lm_head.weight": torch.ones(1)}, tmp_path / "model.safetensors")
+    with pytest.raises(InvalidRequest, match="0 language models among 1 tensors, needs 1"):
+        load_language_model(tmp_path)
+
+
+def test_a_checkpoint_without_a_language_model_is_refused(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "tower", "qwen3_vl", "tiny", seed=0, with_lm=False)
+    with pytest.raises(InvalidRequest, match="0 language models"):
+        load_language_model(tmp_path / "tower")
+
+
+def test_bfloat16(published: Path) -> None:
+    """Weights in bfloat16, but what the reference keeps in float32; rotary frequencies stay float32."""
+    model = load_language_model(published, dtype=torch.bfloat16)
+    dtypes = {name: value.dtype for name, value in model.language_model.state_dict().items()}
+    in_float32 = {name for name, dtype in dtypes.items() if dtype == torch.float32}
+    assert all(name.endswith("e_score_correction_bias") for name in in_float32)
+    assert bool(in_float32) == ("kimi" in published.name)
+    assert model.dtype == model.head_VD.dtype == torch.bfloat16
+    assert model.language_model.rotary_emb.inv_freq.dtype == torch.float32
+    expected = logits(load_language_model(published))
+    relative = (logits(model).float() - expected).norm() / expected.norm()
+    print(f"{published.name} bfloat16 against float32: relative {float(relative):.2e}")
+    assert relative < 0.1
+
+
+def test_kimi_placeholders_in_both_spellings() -> None:
+    config = config_for("kimi_k25", "tiny")
+    interface = vision_interface(config)
+    assert (
+        interface.image_placeholder_id
+        == interface.video_placeholder_id
+        == config["media_placeholder_token_id"]
+    )
+    spelled = vision_interface(
+        {"model_type": "kimi_k25", "image_token_id": 5, "video_token_id": 6, "vision_config": {}}
+    )
+    assert (spelled.image_placeholder_id, spelled.video_placeholder_id, spelled.merge_size) == (5, 6, 2)
+    with pytest.raises(InvalidRequest, match="neither image_token_id nor media_placeholder_token_id"):
+        vision_interface({"model_type": "kimi_k25"})
+
+
+MOE_TEXT = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "shared_expert_intermediate_size": 32,
+}
+
+
+def transpose_experts(tensors: dict[str, torch.Tensor], _: dict[str, Any]) -> None:
+    """Qwen3-VL-MoE is published with [experts, in, out]; the reference saves [experts, out, in]."""
+    names = [name for name in tensors if ".mlp.experts." in name]
+    assert names
+    for name in names:
+        tensors[name] = tensors[name].transpose(1, 2)
+
+
+def split_experts(tensors: dict[str, torch.Tensor], _: dict[str, Any]) -> None:
+    """One tensor per expert and projection, as Kimi and earlier mixtures are published."""
+    for name in [name for name in tensors if name.endswith(".mlp.experts.gate_up_proj")]:
+        stem = name.removesuffix(".gate_up_proj")
+        gates_ups, downs = tensors.pop(name), tensors.pop(f"{stem}.down_proj")
+        for expert, (gate_up, down) in enumerate(zip(gates_ups, downs, strict=True)):
+            gate, up = gate_up.chunk(2)
+            parts = {"gate_proj": gate, "up_proj": up, "down_proj": down}
+            tensors |= {f"{stem}.{expert}.{part}.weight": value for part, value in parts.items()}
+
+
+@pytest.mark.parametrize(
+    ("family", "change"),
+    [("qwen3_vl", None), ("qwen3_vl", transpose_experts), ("qwen3_5", None), ("qwen3_5", split_experts)],
+)
+def test_mixtures_of_experts_in_every_layout(
+    family: str, change: Any, tmp_path: Path, reference: Any
+) -> None:
+    config = config_for(family, "tiny")
+    config["model_type"] = f"{family}_moe"
+    config["text_config"] |= MOE_TEXT | {"model_type": f"{family}_moe_text"}
+    saved = tmp_path / "saved"
+    saved.mkdir()
+    (saved / "config.json").write_text(json.dumps(config))
+    class_name = {"qwen3_vl": "Qwen3VLMoe", "qwen3_5": "Qwen3_5Moe"}[family] + "ForConditionalGeneration"
+    torch.manual_seed(0)
+    full = getattr(reference, class_name)(reference.AutoConfig.from_pretrained(saved)).float().eval()
+    full.save_pretrained(saved)
+    checkpoint = copy_with(saved, tmp_path / "changed", change) if change else saved
+    model = load_language_model(checkpoint)
+    if change:
+        full = getattr(reference, class_name).from_pretrained(checkpoint, dtype=torch.float32).eval()
+    ids = list(range(10, 30))
+    found = model.prefill([ids], [[]], all_logits=True).prompt_logits_NV
+    assert found is not None
+    with torch.no_grad():
+        expected = full(input_ids=torch.tensor([ids])).logits[0]
+    assert (found[0] - expected).norm() / expected.norm() < 1e-5
+
+
+def test_a_mixture_with_an_incomplete_expert_is_refused(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "kimi", "kimi_k25", "tiny", seed=3, with_lm=True)
+
+    def drop(tensors: dict[str, torch.Tensor], _: dict[str, Any]) -> None:
+        del tensors["language_model.model.layers.1.mlp.experts.2.up_proj.weight"]
+
+    def drop_last(tensors: dict[str, torch.Tensor], _: dict[str, Any]) -> None:
+        for projection in ("gate_proj", "up_proj", "down_proj"):
+            del tensors[f"language_model.model.layers.1.mlp.experts.3.{projection}.weight"]
+
+    with pytest.raises(InvalidRequest, match=r"lacks 1 of .*layers\.1\.mlp\.experts\.gate_up_proj"):
+        load_language_model(copy_with(tmp_path / "kimi", tmp_path / "incomplete", drop))
+    with pytest.raises(InvalidRequest, match=r"experts\.\w+ has shape \[3, .*needs \[4, "):
+        load_language_model(copy_with(tmp_path / "kimi", tmp_path / "short", drop_last))
