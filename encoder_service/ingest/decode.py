@@ -171,10 +171,11 @@ def _check_before_opening(data: bytes, limits: DecodeLimits) -> None:
 
 
 @contextlib.contextmanager
-def _opened(data: bytes, limits: DecodeLimits) -> Iterator[Image.Image]:
-    """The opened image, its header within the limits; what Pillow raises in the block is translated."""
+def _opened(data: bytes, limits: DecodeLimits, header: bytes | None = None) -> Iterator[Image.Image]:
+    """The opened image, its header within the limits; what Pillow raises in the block is translated.
+    header: bytes to open in the file's place, when no pixel is wanted."""
     with _pillow_errors(data, limits, format_name(data)):
-        image = Image.open(io.BytesIO(data), formats=_OPENABLE)
+        image = Image.open(io.BytesIO(data if header is None else header), formats=_OPENABLE)
     with image, _pillow_errors(data, limits, image.format or format_name(data)):
         _check_canvas(Canvas(*image.size), limits)
         yield image
@@ -197,7 +198,7 @@ def read_size(data: bytes, limits: DecodeLimits) -> ImageSize:
     _check_before_opening(data, limits)
     if canvas := ico_canvas(data):
         return ImageSize(canvas.height, canvas.width)
-    with _opened(png_metadata_first(data), limits) as image:
+    with _opened(data, limits, header=png_metadata_first(data)) as image:
         width, height = image.size
         tags = getattr(image, "tag_v2", None)
         if tags is not None:

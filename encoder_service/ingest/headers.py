@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import struct
+import zlib
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -160,7 +161,9 @@ def png_metadata_first(data: bytes) -> bytes:
         if kind == b"IDAT" and first_pixels is None:
             first_pixels = start
         elif kind in _PNG_METADATA and first_pixels is not None:
-            late.append(data[start:end])
+            # Pillow does not check the sums of chunks behind the pixels, but those of chunks before them.
+            checksum = struct.pack(">I", zlib.crc32(data[start + 4 : end - 4]))
+            late.append(data[start : end - 4] + checksum)
     if first_pixels is None or not late:
         return data
     return data[:first_pixels] + b"".join(late) + data[first_pixels : first_pixels + 12]

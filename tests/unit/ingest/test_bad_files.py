@@ -31,7 +31,7 @@ def answer(read: Callable[[bytes, DecodeLimits], Any], data: bytes) -> Any:
 
 
 def attempt(data: bytes) -> None:
-    """Both readers answer within the limits, or refuse with a text."""
+    """Both readers answer within the limits, or refuse with a text; what decodes has the header's size."""
     size, image = answer(read_size, data), answer(decode_rgb, data)
     if isinstance(size, InvalidInput):
         assert str(size)
@@ -42,6 +42,7 @@ def attempt(data: bytes) -> None:
     else:
         assert image.dtype == torch.uint8
         assert 3 <= image.numel() <= 3 * LIMITS.max_image_pixels
+        assert size == tuple(image.shape[:2])
 
 
 @pytest.mark.parametrize("name", FILES)
