@@ -14,7 +14,7 @@ import torch
 from encoder_service.towers.synthetic import FAMILIES, make_checkpoint
 from lm_adapter.engines.hf import RemoteItem, RemoteVisionLM, load_language_model
 from lm_adapter.errors import InvalidRequest, InvalidRows
-from lm_adapter.types import Modality
+from lm_adapter.types import EncodedRows, Grid, Modality
 from tests.parity.full_model import VISION_END, VISION_START, FullModel, Picture
 
 RELATIVE = 1e-5
@@ -166,6 +166,29 @@ def test_p04_decoding_reads_the_delta_and_no_positions(pair: Pair) -> None:
     assert (state.deltas == (0,)) == pair.full.is_kimi
     expected = pair.full.logits([*ids, first], pictures)[-1]
     assert_close(f"{pair.family} decode", pair.remote.decode(state, [first])[0], expected)
+
+
+def test_results_of_the_client_are_items(pair: Pair) -> None:
+    """float32 results give the very logits of the tensor they came from; bfloat16 ones widen exactly."""
+    (picture,) = pictures_for(pair, "one")
+    ids = pair.prompt(9, [picture])
+    item = pair.full.item(picture)
+    assert item.num_deepstack_levels is not None
+    for dtype in ("float32", "bfloat16"):
+        rows = item.rows.to(getattr(torch, dtype)).contiguous()
+        encoded = EncodedRows(
+            key=bytes(32),
+            content_digest=bytes(32),
+            grid_thw=Grid(*picture.grid),
+            num_rows=rows.shape[0],
+            width=rows.shape[1],
+            dtype=dtype,
+            num_deepstack_levels=item.num_deepstack_levels,
+            payload=rows.view(torch.uint8).flatten().numpy(),
+        )
+        direct = RemoteItem(picture.grid, rows.float())
+        found = pair.remote.prefill([ids], [[RemoteItem.from_encoded(encoded)]]).logits_BV
+        assert torch.equal(found, pair.remote.prefill([ids], [[direct]]).logits_BV)
 
 
 def test_p24_rows_are_not_held_after_the_prefill(pair: Pair) -> None:
