@@ -35,7 +35,7 @@ test: $(STAMP) ## Run every test that needs no GPU
 # Both selections always run; the target fails when either does.
 test-gpu: ## Run the GPU tests, and the parity and integration tests on cuda:0 (PY=... has torch with CUDA)
 	@status=0; export PYTHONPATH=.:proto:$$PYTHONPATH; \
-	$(PY) -m pytest -m gpu --device cuda:0 || status=$$?; \
+	$(PY) -m pytest -m gpu --device cuda:0 tests/gpu tests/parity || status=$$?; \
 	$(PY) -m pytest -m "not gpu" --device cuda:0 -n 4 --dist loadfile tests/parity tests/integration || status=$$?; \
 	exit $$status
 

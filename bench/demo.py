@@ -34,6 +34,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "proto")]
 from encoder_service.towers.synthetic import make_checkpoint  # noqa: E402
 from lm_adapter import EncodedRows, ImageItem, PrefetchStatus, VisionEncoderClient  # noqa: E402
 from lm_adapter.engines.hf import RemoteItem, load_language_model  # noqa: E402
+from tests.parity.reference import import_reference  # noqa: E402
 
 PHOTOS = ROOT / "tests" / "data" / "photos"
 STAGES = ("identify_ms", "admit_ms", "decode_ms", "resize_ms", "queue_ms", "tower_ms", "store_ms", "total_ms")
@@ -161,7 +162,7 @@ def show_cache(client: VisionEncoderClient, paths: list[Path]) -> list[Seen]:
 
 def compare(checkpoint: Path, seen: list[Seen]) -> tuple[float, list[int], list[int]]:
     """Relative error of the prompt's logits, and both sides' greedy tokens."""
-    reference = import_reference()
+    reference = quiet_reference()
     from transformers.image_utils import load_image
 
     processor = reference.AutoProcessor.from_pretrained(checkpoint)
@@ -189,18 +190,10 @@ def compare(checkpoint: Path, seen: list[Seen]) -> tuple[float, list[int], list[
     return float(difference / torch.linalg.norm(expected)), ours, theirs
 
 
-def import_reference() -> Any:
-    """The transformers package, quiet, also where torchvision lacks its compiled operators."""
-    try:
-        torch.ops.torchvision.nms  # noqa: B018
-    except AttributeError:
-        library = torch.library.Library("torchvision", "FRAGMENT")
-        for operator in ("nms", "qnms"):
-            library.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-        globals()["_torchvision_operators"] = library  # they last as long as the library object
+def quiet_reference() -> Any:
+    """The transformers package, offline and without its progress bars."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    import transformers
-
+    transformers = import_reference()
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     return transformers

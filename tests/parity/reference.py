@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import importlib
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
@@ -24,11 +25,13 @@ _LIBRARIES: list[torch.library.Library] = []
 
 @functools.cache
 def import_reference() -> ModuleType:
-    """The ``transformers`` module, after declaring the two operators that torchvision's Python code
-    registers meta kernels for. Where torchvision comes with its operators, nothing is declared."""
+    """The ``transformers`` module. Where torchvision comes without its compiled operators (a CUDA build of it
+    beside a CPU build of torch), the two that its Python code registers meta kernels for are declared."""
     try:
-        torch.ops.torchvision.nms  # noqa: B018
-    except AttributeError:
+        importlib.import_module("torchvision")
+    except RuntimeError:
+        for name in [name for name in sys.modules if name.partition(".")[0] == "torchvision"]:
+            del sys.modules[name]
         library = torch.library.Library("torchvision", "FRAGMENT")
         for operator in ("nms", "qnms"):
             library.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
