@@ -1,1 +1,1 @@
-"""Content to pixels: digests and keys, image files to uint8 frames, frames to patches, caller tensors checked."""
+"""Content to pixels: digests and keys, image files to uint8 frames, frames to patches, callers' tensors."""

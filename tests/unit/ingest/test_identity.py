@@ -72,12 +72,10 @@ def test_p10_a_given_digest_is_authoritative(digest: bytes, data: bytes) -> None
 
 @given(st.binary(max_size=80).filter(lambda digest: len(digest) != 32))
 def test_a_digest_of_another_length_is_refused_with_both_numbers(digest: bytes) -> None:
-    for refuse in (
-        lambda: check_digest(digest),
-        lambda: content_digest(image_item(b"x", content_digest=digest)),
-    ):
-        with pytest.raises(InvalidDigest, match=f"{len(digest)} bytes, needs 32"):
-            refuse()
+    with pytest.raises(InvalidDigest, match=f"{len(digest)} bytes, needs 32"):
+        check_digest(digest)
+    with pytest.raises(InvalidDigest, match=f"{len(digest)} bytes, needs 32"):
+        content_digest(image_item(b"x", content_digest=digest))
 
 
 def test_p10_a_digest_only_item_without_one_is_refused() -> None:
