@@ -189,14 +189,16 @@ class Service:
             lambda: pipeline.admission.num_patches,
         )
         gauge("ve_queued_bytes", "Content bytes of admitted items.", lambda: pipeline.admission.num_bytes)
-        gauge("ve_flights", "Encodes in progress.", lambda: pipeline.num_flights)
+        gauge("ve_flights", "Encodes in progress.", lambda: len(pipeline.flights))
         gauge("ve_store_bytes", "Bytes of rows held.", lambda: pipeline.store.num_bytes)
         gauge("ve_store_items", "Items held.", lambda: len(pipeline.store))
         counter("ve_store_hits", "Lookups that found rows.", lambda: pipeline.store.counters.hits)
         counter("ve_store_misses", "Lookups that found none.", lambda: pipeline.store.counters.misses)
         counter("ve_store_evictions", "Items evicted.", lambda: pipeline.store.counters.evictions)
         counter(
-            "ve_flights_joined", "Callers that joined an encode under way.", lambda: pipeline.counters.joined
+            "ve_flights_joined",
+            "Callers that joined an encode under way.",
+            lambda: pipeline.flights.counters.joined,
         )
         counter("ve_batches", "Forward passes.", lambda: engine.counters.batches)
         counter("ve_encoded_items", "Items through the tower.", lambda: engine.counters.items)

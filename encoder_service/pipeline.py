@@ -4,8 +4,7 @@ Owns the order of things: identity, lookup before decode, single-flight, admissi
 the store. Knows nothing of gRPC. Runs on one event loop; hashing of large contents, decoding and resizing
 run on worker threads; the device has a thread of its own.
 
-An encode in progress is a *flight*. Callers join it; it is cancelled when the last has left, unless a
-prefetch holds it. Its failure is told to everyone on board and is not remembered.
+An encode in progress is a *flight* (``flights.py``): callers who ask for its key meanwhile join it.
 """
 
 from __future__ import annotations
@@ -14,15 +13,13 @@ import asyncio
 import time
 from collections.abc import Callable
 from concurrent.futures import Executor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import structlog
 
 from encoder_service.engine.device import DeviceEngine
 from encoder_service.errors import (
-    Cancelled,
-    DeadlineExceeded,
     DeviceFault,
     Draining,
     ImageTooLarge,
@@ -31,11 +28,11 @@ from encoder_service.errors import (
     UnsupportedContent,
     VisionEncoderError,
 )
+from encoder_service.flights import Flight, Flights
 from encoder_service.ingest import identity
 from encoder_service.ingest.preprocessor import Preprocessor
 from encoder_service.metrics import Metrics
 from encoder_service.scheduler.admission import Admission, Permit
-from encoder_service.scheduler.planner import Ticket
 from encoder_service.store.embedding_store import EmbeddingStore
 from encoder_service.towers.tower import Tower
 from encoder_service.types import (
@@ -89,28 +86,6 @@ class Announced:
     resident: bool
 
 
-@dataclass(eq=False)
-class Flight:
-    """One encode in progress and who waits for it."""
-
-    key: bytes
-    content_digest: bytes
-    namespace: str
-    ticket: Ticket
-    timings: StageTimings
-    announced: asyncio.Future[Grid]
-    task: asyncio.Task[EncodedItem] | None = None
-    num_waiting: int = 0
-    held: bool = False
-
-
-@dataclass
-class PipelineCounters:
-    flights: int = 0
-    joined: int = 0
-    abandoned: int = 0
-
-
 @dataclass
 class Pipeline:
     """The service without its wire. All methods run on the event loop that made it.
@@ -126,9 +101,10 @@ class Pipeline:
     metrics: Metrics
     max_patches_per_item: int
     clock: Callable[[], float] = time.monotonic
-    counters: PipelineCounters = field(default_factory=PipelineCounters)
-    _flights: dict[tuple[str, bytes], Flight] = field(default_factory=dict)
     _draining: bool = False
+
+    def __post_init__(self) -> None:
+        self.flights = Flights(self.clock)
 
     # -- what the wire calls ---------------------------------------------------------------------------
 
@@ -149,7 +125,7 @@ class Pipeline:
             return self._delivered(resident, CacheTier.HOST, timings, started_s)
 
         flight, tier = self._board(item, digest, key, namespace, priority, deadline_s)
-        encoded = await self._wait(flight, deadline_s)
+        encoded = await self.flights.wait(flight, deadline_s)
         return self._delivered(encoded, tier, replace(flight.timings, identify_ms=identify_ms), started_s)
 
     async def prefetch(self, item: Item, *, namespace: str = "", priority: int = 0) -> Announced:
@@ -172,34 +148,21 @@ class Pipeline:
         resident = self.store.get(namespace, key)
         if resident is not None:
             return self._delivered(resident, CacheTier.HOST, StageTimings(), started_s)
-        flight = self._flights.get((namespace, key))
+        flight = self.flights.join(namespace, key, 0, deadline_s)
         if flight is None:
             raise UnknownKey(f"key {key.hex()} is neither held nor being encoded", key=key.hex())
-        self.counters.joined += 1
-        encoded = await self._wait(flight, deadline_s)
+        encoded = await self.flights.wait(flight, deadline_s)
         return self._delivered(encoded, CacheTier.IN_FLIGHT, flight.timings, started_s)
 
     def lookup(self, key: bytes, *, namespace: str = "") -> EncodedItem | Flight | None:
         """What is held or under way for a key. Raises InvalidDigest."""
         identity.check_digest(key, "key")
-        return self.store.peek(namespace, key) or self._flights.get((namespace, key))
-
-    @property
-    def num_flights(self) -> int:
-        return len(self._flights)
+        return self.store.peek(namespace, key) or self.flights.get(namespace, key)
 
     async def drain(self, grace_s: float) -> bool:
         """Refuses new encodes and waits for those under way. False when some outlived the grace."""
         self._draining = True
-        tasks = [flight.task for flight in self._flights.values() if flight.task is not None]
-        if not tasks:
-            return True
-        _, pending = await asyncio.wait(tasks, timeout=grace_s)
-        for task in pending:
-            task.cancel()
-        if pending:
-            await asyncio.wait(pending)
-        return not pending
+        return await self.flights.drain(grace_s)
 
     # -- identity --------------------------------------------------------------------------------------
 
@@ -221,18 +184,13 @@ class Pipeline:
         )
         return digest, key
 
-    # -- single-flight ---------------------------------------------------------------------------------
-
     def _board(
         self, item: Item, digest: bytes, key: bytes, namespace: str, priority: int, deadline_s: float | None
     ) -> tuple[Flight, CacheTier]:
         """The flight for a key: the one under way, or a new one. No await between the look and the start,
         so that one key never flies twice."""
-        flight = self._flights.get((namespace, key))
+        flight = self.flights.join(namespace, key, priority, deadline_s)
         if flight is not None:
-            self.counters.joined += 1
-            flight.ticket.priority = max(flight.ticket.priority, priority)
-            flight.ticket.deadline_s = later(flight.ticket.deadline_s, deadline_s)
             return flight, CacheTier.IN_FLIGHT
         if isinstance(item.content, DigestOnly):
             raise UnknownKey(f"no content was sent and key {key.hex()} is not held", key=key.hex())
@@ -240,54 +198,10 @@ class Pipeline:
             raise Draining("the service is stopping and takes no new work")
         if self.engine.fault is not None:
             raise DeviceFault(self.engine.fault.message)
-
-        loop = asyncio.get_running_loop()
-        flight = Flight(
-            key, digest, namespace, Ticket(0, priority, deadline_s), StageTimings(), loop.create_future()
+        flight = self.flights.start(
+            namespace, key, digest, priority, deadline_s, lambda flight: self._fly(flight, item)
         )
-        flight.task = loop.create_task(self._fly(flight, item))
-        self._flights[namespace, key] = flight
-        self.counters.flights += 1
-        flight.task.add_done_callback(lambda task: self._land(flight, task))
         return flight, CacheTier.MISS
-
-    def _land(self, flight: Flight, task: asyncio.Task[EncodedItem]) -> None:
-        """A flight's last act: it leaves the table, and whoever waits for its grid learns why it failed."""
-        if self._flights.get((flight.namespace, flight.key)) is flight:
-            del self._flights[flight.namespace, flight.key]
-        error: BaseException | None
-        if task.cancelled():
-            self.counters.abandoned += 1
-            error = Cancelled("every caller left before the item was encoded")
-        else:
-            error = task.exception()
-        if not flight.announced.done():
-            assert error is not None
-            flight.announced.set_exception(error)
-        # Read once, so that a flight nobody waits for does not end in an "exception was never retrieved".
-        if not flight.announced.cancelled():
-            flight.announced.exception()
-
-    async def _wait(self, flight: Flight, deadline_s: float | None) -> EncodedItem:
-        """The flight's item. A caller that leaves (cancellation, deadline) leaves the flight to the others,
-        and ends it when it was the last and nobody holds it."""
-        assert flight.task is not None
-        flight.num_waiting += 1
-        try:
-            timeout_s = None if deadline_s is None else max(0.0, deadline_s - self.clock())
-            done, _ = await asyncio.wait([flight.task], timeout=timeout_s)
-            if not done:
-                raise DeadlineExceeded("the deadline passed before the item was encoded")
-            if flight.task.cancelled():
-                raise Cancelled("the service stopped before the item was encoded")
-            return flight.task.result()
-        finally:
-            flight.num_waiting -= 1
-            if flight.num_waiting == 0 and not flight.held and not flight.task.done():
-                flight.ticket.cancelled = True
-                flight.task.cancel()
-                # A caller that arrives before the task has ended must not board a flight that is over.
-                self._flights.pop((flight.namespace, flight.key), None)
 
     # -- a flight --------------------------------------------------------------------------------------
 
@@ -397,8 +311,3 @@ def content_bytes(item: Item) -> int:
             return pixel_values.nbytes
         case DigestOnly():
             return 0
-
-
-def later(first_s: float | None, second_s: float | None) -> float | None:
-    """The later of two deadlines, where None never comes."""
-    return None if first_s is None or second_s is None else max(first_s, second_s)

@@ -15,7 +15,8 @@ import grpc
 import structlog
 
 from encoder_service.errors import InvalidRequest, UnknownLease, UnknownModel, VisionEncoderError
-from encoder_service.pipeline import Delivered, Flight, Pipeline
+from encoder_service.flights import Flight
+from encoder_service.pipeline import Delivered, Pipeline
 from encoder_service.rpc import convert
 from encoder_service.rpc.status import FAILURE_METADATA_KEY, failure_of, status_of
 from encoder_service.types import EncodedItem, Item

@@ -161,7 +161,7 @@ def test_a_client_that_vanishes_frees_everything(checkpoints: dict[str, Path], d
         call.cancel()
         pipeline = found.service.pipeline
         assert pipeline is not None
-        until(lambda: pipeline.num_flights == 1)
+        until(lambda: len(pipeline.flights) == 1)
         gate.set()
         assert list(blocker)
         until(lambda: engine.counters.dropped_items == 11)

@@ -25,8 +25,9 @@ from encoder_service.errors import (
     UnknownKey,
     UnsupportedContent,
 )
+from encoder_service.flights import Flight
 from encoder_service.metrics import Metrics
-from encoder_service.pipeline import Flight, Pipeline, ServedModel
+from encoder_service.pipeline import Pipeline, ServedModel
 from encoder_service.scheduler.admission import Admission
 from encoder_service.scheduler.planner import Planner
 from encoder_service.store.embedding_store import EmbeddingStore
@@ -84,7 +85,7 @@ async def rig() -> AsyncIterator[Rig]:
     rig.pipeline.store.check_integrity()
     assert rig.pipeline.admission.num_patches == 0
     assert rig.pipeline.admission.num_bytes == 0
-    assert rig.pipeline.num_flights == 0
+    assert len(rig.pipeline.flights) == 0
 
 
 def image(value: int = 7, side: int = 4, **fields: object) -> Item:
@@ -115,7 +116,7 @@ async def test_miss_then_hit_gives_the_same_rows(rig: Rig) -> None:
 async def test_p15_concurrent_callers_share_one_encode(rig: Rig) -> None:
     rig.preprocessor.gate.clear()
     callers = [asyncio.ensure_future(rig.pipeline.encode(image())) for _ in range(20)]
-    await until(lambda: rig.pipeline.counters.joined == 19)
+    await until(lambda: rig.pipeline.flights.counters.joined == 19)
     rig.preprocessor.gate.set()
     results = await asyncio.gather(*callers)
     assert rig.preprocessor.num_loads == 1
@@ -127,7 +128,7 @@ async def test_p15_the_encode_goes_on_when_the_first_caller_leaves(rig: Rig) -> 
     first = asyncio.ensure_future(rig.pipeline.encode(image()))
     await until(lambda: rig.preprocessor.num_loads == 1)
     second = asyncio.ensure_future(rig.pipeline.encode(image()))
-    await until(lambda: rig.pipeline.counters.joined == 1)
+    await until(lambda: rig.pipeline.flights.counters.joined == 1)
     first.cancel()
     rig.preprocessor.gate.set()
     assert (await second).tier is CacheTier.IN_FLIGHT
@@ -141,7 +142,7 @@ async def test_the_last_caller_to_leave_ends_the_encode_and_frees_everything(rig
     caller = asyncio.ensure_future(rig.pipeline.encode(image(2)))
     await until(lambda: rig.engine.queued_items == 1)
     caller.cancel()
-    await until(lambda: rig.pipeline.num_flights == 1)
+    await until(lambda: len(rig.pipeline.flights) == 1)
     assert rig.pipeline.admission.num_patches == 16
     rig.tower.gate.set()
     await blocker
@@ -228,7 +229,7 @@ async def test_a_prefetch_outlives_the_callers_that_joined_it(rig: Rig) -> None:
     rig.preprocessor.gate.clear()
     announced = await rig.pipeline.prefetch(image())
     joined = asyncio.ensure_future(rig.pipeline.encode(image()))
-    await until(lambda: rig.pipeline.counters.joined == 1)
+    await until(lambda: rig.pipeline.flights.counters.joined == 1)
     joined.cancel()
     await asyncio.sleep(0)
     rig.preprocessor.gate.set()
@@ -240,7 +241,7 @@ async def test_a_prefetch_that_fails_early_says_so_and_later_is_quiet(rig: Rig) 
         await rig.pipeline.prefetch(Item(Modality.IMAGE, EncodedFile(b"<html>")))
     rig.tower.fails_with = RuntimeError("late")
     await rig.pipeline.prefetch(image())
-    await until(lambda: rig.pipeline.num_flights == 0)
+    await until(lambda: len(rig.pipeline.flights) == 0)
 
 
 async def test_failures_are_told_to_everyone_and_not_remembered(rig: Rig) -> None:
@@ -256,18 +257,35 @@ async def test_deadlines_free_the_caller_and_the_item(rig: Rig) -> None:
     rig.tower.gate.clear()
     with pytest.raises(DeadlineExceeded):
         await rig.pipeline.encode(image(), deadline_s=time.monotonic() + 0.05)
-    await until(lambda: rig.pipeline.num_flights == 0)
+    await until(lambda: len(rig.pipeline.flights) == 0)
 
 
 async def test_a_joined_flight_keeps_the_later_deadline(rig: Rig) -> None:
     rig.preprocessor.gate.clear()
     soon = asyncio.ensure_future(rig.pipeline.encode(image(), deadline_s=time.monotonic() + 0.05))
-    await until(lambda: rig.pipeline.num_flights == 1)
+    await until(lambda: len(rig.pipeline.flights) == 1)
     patient = asyncio.ensure_future(rig.pipeline.encode(image()))
     with pytest.raises(DeadlineExceeded):
         await soon
     rig.preprocessor.gate.set()
     assert (await patient).tier is CacheTier.IN_FLIGHT
+
+
+async def test_a_fetch_that_joins_keeps_the_flight_past_the_first_callers_deadline(rig: Rig) -> None:
+    rig.tower.gate.clear()
+    blocker = asyncio.ensure_future(rig.pipeline.encode(image(1)))
+    await until(lambda: rig.engine.queued_items == 0 and rig.preprocessor.num_loads == 1)
+    announced = asyncio.ensure_future(rig.pipeline.encode(image(2), deadline_s=time.monotonic() + 0.05))
+    await until(lambda: rig.engine.queued_items == 1)
+    (key,) = {key for _, key in rig.pipeline.flights._flights} - {
+        next(flight.key for flight in rig.pipeline.flights._flights.values())
+    }
+    fetching = asyncio.ensure_future(rig.pipeline.fetch(key))
+    with pytest.raises(DeadlineExceeded):
+        await announced
+    rig.tower.gate.set()
+    await blocker
+    assert (await fetching).tier is CacheTier.IN_FLIGHT
 
 
 async def test_full_queues_refuse_at_once(rig: Rig) -> None:
@@ -325,7 +343,7 @@ async def test_p37_draining_refuses_new_work_finishes_old_and_still_serves_what_
     await rig.pipeline.encode(image(1))
     rig.preprocessor.gate.clear()
     running = asyncio.ensure_future(rig.pipeline.encode(image(2)))
-    await until(lambda: rig.pipeline.num_flights == 1)
+    await until(lambda: len(rig.pipeline.flights) == 1)
     draining = asyncio.ensure_future(rig.pipeline.drain(10))
     await asyncio.sleep(0)
     with pytest.raises(Draining):
@@ -339,7 +357,7 @@ async def test_p37_draining_refuses_new_work_finishes_old_and_still_serves_what_
 async def test_draining_cuts_off_what_outlives_the_grace(rig: Rig) -> None:
     rig.tower.gate.clear()
     running = asyncio.ensure_future(rig.pipeline.encode(image(2)))
-    await until(lambda: rig.pipeline.num_flights == 1)
+    await until(lambda: len(rig.pipeline.flights) == 1)
     assert not await rig.pipeline.drain(0.02)
     with pytest.raises(Exception, match="stopped before"):
         await running

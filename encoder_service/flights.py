@@ -1,0 +1,152 @@
+"""Single-flight: one encode per key at a time, joined by every caller that asks meanwhile.
+
+Owns the table of encodes under way, who waits for each, and when one ends because nobody does. Leaves what
+an encode is made of to the pipeline. Runs on one event loop.
+
+A flight is cancelled when its last caller has left, unless a prefetch holds it. Its failure is told to
+everyone on board and is not remembered.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+
+from encoder_service.errors import Cancelled, DeadlineExceeded
+from encoder_service.scheduler.planner import Ticket
+from encoder_service.types import EncodedItem, Grid, StageTimings
+
+
+@dataclass(eq=False)
+class Flight:
+    """One encode in progress. announced: its grid, once known and admitted. held: a prefetch wants its rows,
+    whoever else leaves."""
+
+    key: bytes
+    content_digest: bytes
+    namespace: str
+    ticket: Ticket
+    announced: asyncio.Future[Grid]
+    timings: StageTimings = field(default_factory=StageTimings)
+    task: asyncio.Task[EncodedItem] | None = None
+    num_waiting: int = 0
+    held: bool = False
+
+
+@dataclass
+class FlightCounters:
+    started: int = 0
+    joined: int = 0
+    abandoned: int = 0
+
+
+class Flights:
+    """Flights by (namespace, key). clock: monotonic seconds, the one deadlines are in."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._flights: dict[tuple[str, bytes], Flight] = {}
+        self.counters = FlightCounters()
+
+    def __len__(self) -> int:
+        return len(self._flights)
+
+    def get(self, namespace: str, key: bytes) -> Flight | None:
+        """The flight under way for a key, without joining it."""
+        return self._flights.get((namespace, key))
+
+    def join(self, namespace: str, key: bytes, priority: int, deadline_s: float | None) -> Flight | None:
+        """The flight under way, which from now on hurries for this caller and lasts until its deadline."""
+        flight = self._flights.get((namespace, key))
+        if flight is not None:
+            self.counters.joined += 1
+            flight.ticket.priority = max(flight.ticket.priority, priority)
+            flight.ticket.deadline_s = later(flight.ticket.deadline_s, deadline_s)
+        return flight
+
+    def start(
+        self,
+        namespace: str,
+        key: bytes,
+        content_digest: bytes,
+        priority: int,
+        deadline_s: float | None,
+        fly: Callable[[Flight], Awaitable[EncodedItem]],
+    ) -> Flight:
+        """A new flight that runs ``fly``. The caller has just seen that there is none (no await since)."""
+        assert (namespace, key) not in self._flights
+        loop = asyncio.get_running_loop()
+        ticket = Ticket(0, priority, deadline_s)
+        flight = Flight(key, content_digest, namespace, ticket, loop.create_future())
+
+        async def run() -> EncodedItem:
+            return await fly(flight)
+
+        flight.task = loop.create_task(run())
+        flight.task.add_done_callback(lambda task: self._land(flight, task))
+        self._flights[namespace, key] = flight
+        self.counters.started += 1
+        return flight
+
+    async def wait(self, flight: Flight, deadline_s: float | None) -> EncodedItem:
+        """The flight's item. A caller that leaves (cancellation, deadline) leaves the flight to the others,
+        and ends it when it was the last and nobody holds it. Call in the same step as ``join`` or ``start``.
+
+        Raises the flight's failure; DeadlineExceeded; Cancelled when the service stops.
+        """
+        assert flight.task is not None
+        flight.num_waiting += 1
+        try:
+            timeout_s = None if deadline_s is None else max(0.0, deadline_s - self._clock())
+            done, _ = await asyncio.wait([flight.task], timeout=timeout_s)
+            if not done:
+                raise DeadlineExceeded("the deadline passed before the item was encoded")
+            if flight.task.cancelled():
+                raise Cancelled("the service stopped before the item was encoded")
+            return flight.task.result()
+        finally:
+            flight.num_waiting -= 1
+            if flight.num_waiting == 0 and not flight.held and not flight.task.done():
+                flight.ticket.cancelled = True
+                flight.task.cancel()
+                # A caller that arrives before the task has ended must not board a flight that is over.
+                self._remove(flight)
+
+    async def drain(self, grace_s: float) -> bool:
+        """Waits for every flight; cuts off and returns False for those that outlive the grace."""
+        tasks = [flight.task for flight in self._flights.values() if flight.task is not None]
+        if not tasks:
+            return True
+        _, pending = await asyncio.wait(tasks, timeout=grace_s)
+        for task in pending:
+            task.cancel()
+        if pending:
+            await asyncio.wait(pending)
+        return not pending
+
+    def _land(self, flight: Flight, task: asyncio.Task[EncodedItem]) -> None:
+        """A flight's last act: it leaves the table, and whoever waits for its grid learns why it failed."""
+        self._remove(flight)
+        error: BaseException | None
+        if task.cancelled():
+            self.counters.abandoned += 1
+            error = Cancelled("the item was given up before it was encoded")
+        else:
+            error = task.exception()  # read, so that a failure nobody waits for is not reported as lost
+        if flight.announced.done():
+            return
+        if error is None:
+            flight.announced.cancel()
+        else:
+            flight.announced.set_exception(error)
+            flight.announced.exception()
+
+    def _remove(self, flight: Flight) -> None:
+        if self._flights.get((flight.namespace, flight.key)) is flight:
+            del self._flights[flight.namespace, flight.key]
+
+
+def later(first_s: float | None, second_s: float | None) -> float | None:
+    """The later of two deadlines, where None never comes."""
+    return None if first_s is None or second_s is None else max(first_s, second_s)
