@@ -275,6 +275,26 @@ def test_p32_a_server_stopped_in_mid_stream_is_unavailable(fake: FakeEncoder, op
     assert_rows_of(client.call("encode_one", image(2)), digest_of(2))
 
 
+def test_a_server_that_came_back_is_asked_anew_who_it_is(fake: FakeEncoder, open_client: Open) -> None:
+    client = open_client()
+    client.call("encode_one", image(0))
+    fake.stop()
+    with pytest.raises(EncoderUnavailable):
+        client.call("encode_one", image(0))
+    fake.script.model = fake_model("kimi_k25")
+    fake.start()
+
+    def answered() -> bool:
+        try:
+            assert_rows_of(client.call("encode_one", image(0)), digest_of(0))
+        except EncoderUnavailable:
+            return False
+        return True
+
+    wait_until(answered)
+    assert fake.num_calls["GetServerInfo"] == 1
+
+
 KILLED_SERVER = """
 from lm_adapter.testing import FakeEncoder, Fault
 from tests.unit.lm_adapter.test_client import digest_of
@@ -505,6 +525,21 @@ def test_a_cancelled_task_cancels_its_call_and_stays_cancelled(fake: FakeEncoder
             await asyncio.to_thread(wait_until, lambda: fake.num_cancelled["Encode"] == 1)
             # The channel serves its other callers still.
             assert_rows_of(await client.encode_one(image(2)), digest_of(2))
+
+    asyncio.run(scenario())
+
+
+def test_a_task_cancelled_while_its_client_closes_stays_cancelled(fake: FakeEncoder) -> None:
+    fake.script.faults[digest_of(0)] = Fault.HANG
+
+    async def scenario() -> None:
+        client = AsyncVisionEncoderClient(fake.target)
+        call = asyncio.ensure_future(client.encode_one(image(0)))
+        await asyncio.sleep(0.3)
+        call.cancel()
+        await client.close()
+        with pytest.raises(asyncio.CancelledError):
+            await call
 
     asyncio.run(scenario())
 

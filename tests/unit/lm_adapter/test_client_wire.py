@@ -72,12 +72,23 @@ def fields(payload: st.SearchStrategy[bytes] | None = None) -> st.SearchStrategy
     return st.lists(field(payload), max_size=5).map(b"".join)
 
 
+@st.composite
+def around_a_chunk(draw: st.DrawFn) -> bytes:
+    """A well-formed chunk with other fields before, inside and behind it."""
+    inside = draw(fields()) + b"\x08\x05" * draw(st.integers(0, 1)) + b"\x12\x03abc" + draw(fields())
+    return draw(fields()) + b"\x1a" + varint(len(inside)) + inside + draw(fields())
+
+
 @settings(deadline=None, max_examples=1500)
-@given(fields(fields()))
+@given(fields(fields()) | around_a_chunk())
 @example(b"")
 @example(b"\x1a\x00")
-@example(b"\x1a\x02\x12\x00\x1a\x02\x08\x01")  # two chunks merge
+@example(b"\x1a\x03\x12\x01a\x1a\x02\x08\x01")  # two chunks merge
 @example(b"\x1a\x00\x22\x00")  # the failure wins
+@example(b"\x08\xff\xff\xff\xff\x7f\x1a\x00")  # an index of 35 bits loses its upper ones
+@example(b"\x1a\x0b\x08" + b"\xff" * 9 + b"\x7f")  # an offset of 70 bits
+@example(b"\x1a\x0c\x08" + b"\x80" * 10 + b"\x00")  # an offset of eleven bytes
+@example(b"\x1a\x08\x12\x81\x80\x80\x80\x80\x00a")  # a length of six bytes
 def test_p33_random_field_sequences_agree_with_protobuf(message: bytes) -> None:
     assert_agrees(message)
 

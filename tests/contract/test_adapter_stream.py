@@ -1,0 +1,85 @@
+"""The stream as the service writes it is the stream that the adapter reads."""
+
+from __future__ import annotations
+
+import grpc
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from encoder_service import errors as service_errors
+from encoder_service.rpc import convert as service_convert
+from encoder_service.rpc.status import failure_of, status_of
+from lm_adapter.convert import item_failed
+from lm_adapter.errors import EncoderFault, EncoderUnavailable, from_rpc_error
+from lm_adapter.transport.inline import InlineRowsBuffer
+from lm_adapter.transport.wire import find_chunk
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.integers(0, 300), st.integers(0, 2**40), st.binary(min_size=1, max_size=300))
+def test_every_chunk_that_the_service_writes_is_found_without_the_parser(
+    index: int, offset_bytes: int, data: bytes
+) -> None:
+    found = find_chunk(service_convert.chunk_event(index, offset_bytes, memoryview(data)))
+    assert found is not None
+    assert (found.item_index, found.offset_bytes, bytes(found.data)) == (index, offset_bytes, data)
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.integers(1, 9), st.integers(1, 9), st.integers(1, 80))
+def test_rows_come_back_whole(num_rows: int, width: int, chunk_bytes: int) -> None:
+    rows = torch.arange(num_rows * width, dtype=torch.float32).reshape(num_rows, width)
+    messages = list(service_convert.chunk_events(3, rows, chunk_bytes))
+    buffer = InlineRowsBuffer(rows.nbytes, len(messages))
+    for message in messages:
+        chunk = find_chunk(message)
+        assert chunk is not None
+        buffer.write(chunk.offset_bytes, chunk.data)
+    assert buffer.complete
+    np.testing.assert_array_equal(buffer.payload.view(np.float32), rows.reshape(-1).numpy())
+
+
+def every_error() -> list[type[service_errors.VisionEncoderError]]:
+    found = [service_errors.VisionEncoderError]
+    for cls in found:
+        found.extend(cls.__subclasses__())
+    return [cls for cls in found if not issubclass(cls, service_errors.StartupError)]
+
+
+class Aborted(grpc.RpcError):
+    """What ``context.abort`` with this status and no account looks like to a caller."""
+
+    def __init__(self, status: grpc.StatusCode) -> None:
+        super().__init__(status.name)
+        self._status = status
+
+    def code(self) -> grpc.StatusCode:
+        return self._status
+
+
+@pytest.mark.parametrize("cls", every_error())
+def test_p32_every_error_of_the_service_keeps_its_account(
+    cls: type[service_errors.VisionEncoderError],
+) -> None:
+    error = cls("what happened", retry_after_ms=30, found=4, allowed=3)
+    failed = item_failed(failure_of(error))
+    assert (failed.reason, failed.message, failed.retryable) == (cls.reason, "what happened", cls.retryable)
+    assert (failed.retry_after_ms, failed.status) == (30, status_of(error).value[0])
+    assert failed.details == {"found": "4", "allowed": "3"}
+
+
+@pytest.mark.parametrize("cls", every_error())
+def test_p32_retryable_agrees_with_the_status_alone(cls: type[service_errors.VisionEncoderError]) -> None:
+    """Where the account is lost on the way, the status still says whether to try again. A device fault is
+    told from a defect by its account only, and a service that cancels is one that stops."""
+    status = status_of(cls("x"))
+    call_failed = from_rpc_error(Aborted(status), target="t", method="Encode")
+    if cls is service_errors.DeviceFault:
+        assert isinstance(call_failed, EncoderFault)
+    elif cls is service_errors.Cancelled:
+        assert isinstance(call_failed, EncoderUnavailable)
+    else:
+        assert call_failed.retryable is cls.retryable
