@@ -33,8 +33,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "proto")]
 
 from encoder_service.towers.synthetic import make_checkpoint  # noqa: E402
 from lm_adapter import EncodedRows, ImageItem, PrefetchStatus, VisionEncoderClient  # noqa: E402
-from lm_adapter.engines.hf import RemoteItem, load_language_model  # noqa: E402
-from tests.parity.reference import import_reference  # noqa: E402
+from lm_adapter.engines.hf import RemoteItem, import_transformers, load_language_model  # noqa: E402
 
 PHOTOS = ROOT / "tests" / "data" / "photos"
 STAGES = ("identify_ms", "admit_ms", "decode_ms", "resize_ms", "queue_ms", "tower_ms", "store_ms", "total_ms")
@@ -93,8 +92,9 @@ def running_service(checkpoint: Path) -> Iterator[str]:
         **{name: value for name, value in os.environ.items() if not name.startswith("VE_")},
         "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'proto'}",
     }
-    command = [sys.executable, "-m", "encoder_service", "serve", "--model", str(checkpoint), "--device", "cpu",
-               "--listen", "127.0.0.1:0", "--admin-listen", "127.0.0.1:0", "--log-level", "warning"]  # fmt: skip
+    options = ["--device", "cpu", "--listen", "127.0.0.1:0", "--admin-listen", "127.0.0.1:0"]
+    command = [sys.executable, "-m", "encoder_service", "serve", "--model", str(checkpoint), *options]
+    command += ["--log-level", "warning"]
     process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None
@@ -193,7 +193,7 @@ def compare(checkpoint: Path, seen: list[Seen]) -> tuple[float, list[int], list[
 def quiet_reference() -> Any:
     """The transformers package, offline and without its progress bars."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    transformers = import_reference()
+    transformers = import_transformers()
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     return transformers

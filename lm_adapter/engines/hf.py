@@ -12,6 +12,10 @@ reference's vision code is not called.
 
 from __future__ import annotations
 
+import functools
+import importlib
+import importlib.util
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,7 +27,7 @@ from lm_adapter.errors import InvalidRequest, MissingDependency
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Prefilled", "RemoteItem", "RemoteVisionLM", "load_language_model"]
+__all__ = ["Prefilled", "RemoteItem", "RemoteVisionLM", "import_transformers", "load_language_model"]
 
 
 def load_language_model(
@@ -35,11 +39,9 @@ def load_language_model(
     Raises InvalidRequest for other families and for missing, mis-shaped or left-over language tensors, by
     name; MissingDependency without torch or transformers.
     """
-    try:
-        import torch
-        import transformers
-    except ImportError as error:
-        raise MissingDependency(error.name or "transformers", "lm_adapter.engines.hf") from error
+    transformers = import_transformers()
+    import torch
+
     path = Path(path)
     dtype = torch.float32 if dtype is None else dtype
     device = torch.device(device)
@@ -71,6 +73,38 @@ def load_language_model(
     return RemoteVisionLM(
         language_model, head_VD, interface, lambda: transformers.DynamicCache(config=text_config)
     )
+
+
+@functools.cache
+def import_transformers() -> Any:
+    """The ``transformers`` module, also beside a torchvision whose compiled operators cannot be loaded (a
+    CUDA build of it next to a CPU build of torch): its model files import torchvision where one is installed,
+    and that import needs the names of two operators, which are declared then. Nothing here calls them.
+
+    Raises MissingDependency without torch or transformers.
+    """
+    try:
+        import torch
+
+        transformers = importlib.import_module("transformers")
+    except ImportError as error:
+        raise MissingDependency(error.name or "transformers", "lm_adapter.engines.hf") from error
+    if importlib.util.find_spec("torchvision") is None:
+        return transformers
+    try:
+        importlib.import_module("torchvision")
+    except RuntimeError:
+        for name in [name for name in sys.modules if name.partition(".")[0] == "torchvision"]:
+            del sys.modules[name]
+        library: Any = torch.library.Library("torchvision", "FRAGMENT")  # type: ignore[no-untyped-call]
+        for operator in ("nms", "qnms"):
+            library.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+        _DECLARED.append(library)
+    return transformers
+
+
+# A declaration lasts as long as its library object.
+_DECLARED: list[Any] = []
 
 
 def _keeps_float32(language_model: Any, dtype: torch.dtype) -> Callable[[str], bool]:

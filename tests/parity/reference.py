@@ -6,10 +6,8 @@ checkpoints. Leaves what to compare to each test.
 
 from __future__ import annotations
 
-import functools
 import importlib
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
@@ -19,24 +17,13 @@ import torch
 from safetensors.torch import load_file
 
 from encoder_service.types import Grid
+from lm_adapter.engines.hf import import_transformers
 
-_LIBRARIES: list[torch.library.Library] = []
 
-
-@functools.cache
 def import_reference() -> ModuleType:
-    """The ``transformers`` module. Where torchvision comes without its compiled operators (a CUDA build of it
-    beside a CPU build of torch), the two that its Python code registers meta kernels for are declared."""
-    try:
-        importlib.import_module("torchvision")
-    except RuntimeError:
-        for name in [name for name in sys.modules if name.partition(".")[0] == "torchvision"]:
-            del sys.modules[name]
-        library = torch.library.Library("torchvision", "FRAGMENT")
-        for operator in ("nms", "qnms"):
-            library.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-        _LIBRARIES.append(library)
-    return importlib.import_module("transformers")
+    """The ``transformers`` module, beside whatever torchvision is installed."""
+    transformers: ModuleType = import_transformers()
+    return transformers
 
 
 class ReferenceTower:
