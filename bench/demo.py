@@ -39,7 +39,7 @@ PHOTOS = ROOT / "tests" / "data" / "photos"
 STAGES = ("identify_ms", "admit_ms", "decode_ms", "resize_ms", "queue_ms", "tower_ms", "store_ms", "total_ms")
 NEW_TOKENS = 12
 MAX_LOGIT_ERROR = 2e-5
-console = Console(width=120)
+console = Console(width=140)
 
 
 @dataclass(frozen=True)
@@ -110,52 +110,50 @@ def running_service(checkpoint: Path) -> Iterator[str]:
 
 
 def show_cache(client: VisionEncoderClient, paths: list[Path]) -> list[Seen]:
-    """Encodes every photograph, some twice, and prints each one's stages. The last is prefetched first."""
+    """Encodes every photograph and prints each one's stages: two by plain calls, and again to see the store
+    answer; two by prefetch, fetched at once (the fetch joins the encode) and a second later."""
     files = {path: path.read_bytes() for path in paths}
-    *first, last = paths
+    *plain, joined, kept = paths
     table = Table(title="milliseconds by stage, in the service; the last column as the client saw it")
     for name in ("", "image", "grid", "rows", *(stage.removesuffix("_ms") for stage in STAGES), "client"):
         table.add_column(name, no_wrap=True)
     seen: dict[Path, Seen] = {}
 
-    def show(label: str, path: Path, rows: EncodedRows, client_ms: float) -> None:
+    def show(label: str, path: Path, rows: EncodedRows, begun: float) -> None:
         seen[path] = Seen(path, files[path], rows)
         spent = [f"{getattr(rows.timings, stage):.1f}" for stage in STAGES]
-        table.add_row(
-            label,
-            path.stem.partition("_")[0],
-            grid_text(rows),
-            str(rows.num_rows),
-            *spent,
-            f"{client_ms:.1f}",
-        )
+        client_ms = f"{(time.perf_counter() - begun) * 1e3:.1f}"
+        name = path.stem.partition("_")[0]
+        table.add_row(label, name, grid_text(rows), str(rows.num_rows), *spent, client_ms)
 
-    def encode(path: Path) -> tuple[EncodedRows, float]:
+    def encode(label: str, path: Path) -> None:
         begun = time.perf_counter()
-        rows = client.encode_one(ImageItem(files[path]))
-        return rows, (time.perf_counter() - begun) * 1e3
+        show(label, path, client.encode_one(ImageItem(files[path])), begun)
+
+    def prefetch_then_fetch(label: str, path: Path, pause_s: float) -> float:
+        begun = time.perf_counter()
+        (announced,) = client.prefetch([ImageItem(files[path])])
+        answered_ms = (time.perf_counter() - begun) * 1e3
+        assert isinstance(announced, PrefetchStatus), announced
+        time.sleep(pause_s)
+        begun = time.perf_counter()
+        (rows,) = client.fetch([announced.key])
+        assert isinstance(rows, EncodedRows), rows
+        show(label, path, rows, begun)
+        return answered_ms
 
     client.info()  # the connection and the protocol check are not the first image's cost
-    for path in first:
-        rows, spent = encode(path)
-        show(rows.tier.value, path, rows, spent)
-    for path in first:
-        rows, spent = encode(path)
-        show("hit", path, rows, spent)
-
-    begun = time.perf_counter()
-    (announced,) = client.prefetch([ImageItem(files[last])])
-    prefetch_ms = (time.perf_counter() - begun) * 1e3
-    assert isinstance(announced, PrefetchStatus), announced
-    time.sleep(1.0)  # the language model's server tokenises, queues, prefills others
-    begun = time.perf_counter()
-    (fetched,) = client.fetch([announced.key])
-    assert isinstance(fetched, EncodedRows), fetched
-    show("prefetched", last, fetched, (time.perf_counter() - begun) * 1e3)
+    for path in plain:
+        encode("miss", path)
+    for path in plain:
+        encode("hit", path)
+    answered_ms = [
+        prefetch_then_fetch("prefetch, fetched at once", joined, 0.0),
+        prefetch_then_fetch("prefetch, a second later", kept, 1.0),
+    ]
     console.print(table)
     console.print(
-        f"the prefetch answered in {prefetch_ms:.1f} ms with the key and the grid {grid_text(fetched)}; "
-        "a second later the rows were there to be fetched by key"
+        f"each prefetch answered with key and grid in {max(answered_ms):.1f} ms or less, while the tower ran on"
     )
     return [seen[path] for path in paths]
 
