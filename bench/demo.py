@@ -153,7 +153,7 @@ def show_cache(client: VisionEncoderClient, paths: list[Path]) -> list[Seen]:
     ]
     console.print(table)
     console.print(
-        f"each prefetch answered with key and grid in {max(answered_ms):.1f} ms or less, while the tower ran on"
+        f"each prefetch answered with key and grid within {max(answered_ms):.1f} ms; the tower ran on"
     )
     return [seen[path] for path in paths]
 
