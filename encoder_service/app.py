@@ -41,6 +41,8 @@ log = structlog.get_logger(__name__)
 
 MODALITY_TO_PROTO = {Modality.IMAGE: pb.MODALITY_IMAGE, Modality.VIDEO: pb.MODALITY_VIDEO}
 ENGINE_STOP_S = 30.0
+# After a device fault: long enough for the streams in flight to carry the failure to their callers.
+FAULT_GRACE_S = 2.0
 
 
 class Service:
@@ -126,7 +128,7 @@ class Service:
 
     async def stop(self) -> bool:
         """Drains and stops. False when work outlived the grace and was cut off."""
-        grace_s = 0.0 if self._fault is not None else self.settings.drain_grace_s
+        grace_s = FAULT_GRACE_S if self._fault is not None else self.settings.drain_grace_s
         ends_s = time.monotonic() + grace_s
         self._not_ready = "draining" if self._fault is None else "device fault"
         self.metrics.ready.set(0)
