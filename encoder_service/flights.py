@@ -13,7 +13,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
-from encoder_service.errors import Cancelled, DeadlineExceeded
+from encoder_service.errors import DeadlineExceeded, Draining
 from encoder_service.scheduler.planner import Ticket
 from encoder_service.types import EncodedItem, Grid, StageTimings
 
@@ -93,7 +93,7 @@ class Flights:
         """The flight's item. A caller that leaves (cancellation, deadline) leaves the flight to the others,
         and ends it when it was the last and nobody holds it. Call in the same step as ``join`` or ``start``.
 
-        Raises the flight's failure; DeadlineExceeded; Cancelled when the service stops.
+        Raises the flight's failure; DeadlineExceeded; Draining when the service stops first.
         """
         assert flight.task is not None
         flight.num_waiting += 1
@@ -103,7 +103,7 @@ class Flights:
             if not done:
                 raise DeadlineExceeded("the deadline passed before the item was encoded")
             if flight.task.cancelled():
-                raise Cancelled("the service stopped before the item was encoded")
+                raise Draining("the service stopped before the item was encoded")
             return flight.task.result()
         finally:
             flight.num_waiting -= 1
@@ -131,7 +131,7 @@ class Flights:
         error: BaseException | None
         if task.cancelled():
             self.counters.abandoned += 1
-            error = Cancelled("the item was given up before it was encoded")
+            error = Draining("the service stopped before the item was encoded")
         else:
             error = task.exception()  # read, so that a failure nobody waits for is not reported as lost
         if flight.announced.done():

@@ -24,6 +24,7 @@ from encoder_service.errors import (
     Draining,
     ImageTooLarge,
     InternalError,
+    UndecodableImage,
     UnknownKey,
     UnsupportedContent,
     VisionEncoderError,
@@ -239,6 +240,10 @@ class Pipeline:
                 )
                 flight.timings.decode_ms = decode_ms
                 flight.timings.resize_ms = resize_ms
+                if frames.grid != grid:
+                    raise UndecodableImage(
+                        f"the file's header promises grid {tuple(grid)}, its pixels give {tuple(frames.grid)}"
+                    )
                 return frames
             case PixelValues():
                 self.model.tower.check_grid(item.content.grid)
@@ -272,7 +277,7 @@ class Pipeline:
         try:
             result = await asyncio.wrap_future(future)
         except asyncio.CancelledError:
-            flight.ticket.cancelled = True
+            self.engine.discard(flight.ticket)
             raise
         flight.timings.queue_ms = (result.started_s - queued_s) * 1e3
         flight.timings.tower_ms = result.tower_ms

@@ -27,6 +27,10 @@ from encoder_service.types import FrameItem, Grid, TowerItem
 
 log = structlog.get_logger(__name__)
 
+# cudaErrorInvalidValue, cudaErrorMemoryAllocation (pinned memory too), cudaErrorInvalidConfiguration: the
+# call was refused, the context lives on. A lost context answers the next call with its own code.
+CUDA_CODES_OF_ONE_CALL = frozenset({1, 2, 9})
+
 
 @dataclass(frozen=True)
 class TowerResult:
@@ -96,10 +100,14 @@ class DeviceEngine:
         self._thread.start()
 
     def stop(self, timeout_s: float) -> bool:
-        """Finishes the running batch, cancels what waits, joins the thread. False if it did not end."""
+        """Finishes the running batch, refuses what waits, joins the thread. False if it did not end within
+        ``timeout_s``. Blocks; also right for an engine that never started."""
         with self._wake:
             self._stopping = True
             self._wake.notify()
+        if self._thread.ident is None:
+            self._abandon(Draining("the service stopped before the item ran"))
+            return True
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
@@ -118,8 +126,9 @@ class DeviceEngine:
             return len(self._planner)
 
     def submit(self, item: TowerItem, ticket: Ticket) -> Future[TowerResult]:
-        """Queues an item. The future ends with its rows, or Cancelled, DeadlineExceeded, DeviceFault or
-        InternalError. Raises DeviceFault when the device has failed already."""
+        """Queues an item. The future ends with its rows, or Cancelled, DeadlineExceeded, Draining,
+        DeviceFault or InternalError. Raises DeviceFault when the device has failed already, Draining when
+        the engine is stopping."""
         job = Job(item, ticket)
         with self._wake:
             if self._fault is not None:
@@ -132,8 +141,20 @@ class DeviceEngine:
             self._wake.notify()
         return job.future
 
+    def discard(self, ticket: Ticket) -> None:
+        """Drops an item that nobody waits for, at once, so that its pixels do not outlive its permit behind
+        a long batch. Does nothing for an item that runs already or has ended."""
+        with self._wake:
+            job = self._jobs.pop(ticket, None)
+            if job is None:
+                return
+            self._planner.remove(ticket)
+            self.counters.dropped_items += 1
+        job.future.set_exception(Cancelled("every caller left before the item ran"))
+
     def warm_up(self, grids: Sequence[Grid]) -> None:
         """Runs zeros of the given grids once, on the caller's thread, before ``start``."""
+        self._choose_device()
         for grid in grids:
             pixels = torch.zeros(grid.num_patches, self._tower.patch_dim)
             with torch.inference_mode():
@@ -146,7 +167,14 @@ class DeviceEngine:
             log.exception("the engine's thread failed")
             self._fail(DeviceFault(f"the engine's thread failed: {first_line(error)}"))
 
+    def _choose_device(self) -> None:
+        """Makes the tower's GPU this thread's current one: streams, pinned memory and kernels that are
+        launched by hand would otherwise go to the first."""
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
+
     def _loop(self) -> None:
+        self._choose_device()
         if self._num_threads:
             torch.set_num_threads(self._num_threads)
         with torch.inference_mode():
@@ -158,19 +186,19 @@ class DeviceEngine:
                     plan = self._planner.next_batch(self._clock())
                     batch = [self._jobs.pop(ticket) for ticket in plan.batch]
                     dropped = self._take_dropped(plan)
+                    self.counters.dropped_items += len(dropped)
                     self._running = batch
                 for job, error in dropped:
                     job.future.set_exception(error)
-                self.counters.dropped_items += len(dropped)
                 try:
                     self._run_batch(batch)
                 except DeviceFault as fault:
                     self._fail(fault)
                     return
-                finally:
-                    del batch, plan, dropped
-                    self._running = []
-        self._abandon(Cancelled("the service stopped before the item ran"))
+                # Not in a finally: after a defect, what ran is still to be told.
+                self._running = []
+                del batch, plan, dropped
+        self._abandon(Draining("the service stopped before the item ran"))
 
     def _take_dropped(self, plan: Plan) -> list[tuple[Job, Exception]]:
         return [
@@ -187,21 +215,26 @@ class DeviceEngine:
             return
         started_s = self._clock()
         grids = [job.item.grid for job in batch]
+        failure = ""
         try:
             rows = self._forward(grids, [self._pixels(job.item) for job in batch])
         except Exception as error:
             if is_device_fault(error):
                 raise DeviceFault(f"the device failed: {first_line(error)}") from error
-            if len(batch) > 1:
-                self.counters.retried_batches += 1
-                log.warning("batch failed, retrying its halves", items=len(batch), error=first_line(error))
-                middle = len(batch) // 2
-                self._run_batch(batch[:middle])
-                self._run_batch(batch[middle:])
-                return
+            failure = first_line(error)
+        # Outside the handler: the exception's traceback holds the failed batch's tensors, and halves that
+        # should fit after running out of memory would not.
+        if failure and len(batch) > 1:
+            self.counters.retried_batches += 1
+            log.warning("batch failed, retrying its halves", items=len(batch), error=failure)
+            middle = len(batch) // 2
+            self._run_batch(batch[:middle])
+            self._run_batch(batch[middle:])
+            return
+        if failure:
             self.counters.failed_items += 1
-            log.error("item failed in the tower", grid=tuple(grids[0]), error=first_line(error))
-            batch[0].future.set_exception(InternalError(f"the tower failed: {first_line(error)}"))
+            log.error("item failed in the tower", grid=tuple(grids[0]), error=failure)
+            batch[0].future.set_exception(InternalError(f"the tower failed: {failure}"))
             return
         tower_s = self._clock() - started_s
         num_patches = sum(grid.num_patches for grid in grids)
@@ -260,6 +293,8 @@ def is_device_fault(error: BaseException) -> bool:
     """Whether an error says that the device itself is lost, not that one batch was too much for it.
     Running out of device memory is the batch's failure: its halves may fit."""
     if isinstance(error, torch.OutOfMemoryError):
+        return False
+    if getattr(error, "error_code", None) in CUDA_CODES_OF_ONE_CALL:
         return False
     return isinstance(error, torch.AcceleratorError)
 

@@ -44,7 +44,7 @@ def as_service_error(error: BaseException) -> errors.VisionEncoderError:
     if isinstance(error, errors.VisionEncoderError):
         return error
     if isinstance(error, asyncio.CancelledError):
-        return errors.Cancelled("the service stopped before the item was encoded")
+        return errors.Draining("the service stopped before the item was encoded")
     return errors.InternalError(f"{type(error).__name__}: {error}")
 
 

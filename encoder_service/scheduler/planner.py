@@ -59,6 +59,10 @@ class Planner:
         """Queues a ticket behind those of its priority."""
         self._waiting.append(ticket)
 
+    def remove(self, ticket: Ticket) -> None:
+        """Takes one waiting ticket out of the queue. Raises ValueError when it does not wait."""
+        self._waiting.remove(ticket)
+
     def next_batch(self, now_s: float) -> Plan:
         """Takes the next batch out of the queue, together with every ticket that is not worth running."""
         plan = Plan()

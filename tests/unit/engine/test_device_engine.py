@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import Future
 
 import pytest
 import torch
 
-from encoder_service.engine.device import DeviceEngine, TowerResult
+from encoder_service.engine.device import DeviceEngine, TowerResult, is_device_fault
 from encoder_service.errors import Cancelled, DeadlineExceeded, DeviceFault, Draining, InternalError
 from encoder_service.metrics import Metrics
 from encoder_service.scheduler.planner import Planner, Ticket
+from encoder_service.towers.tower import TowerInputs
 from encoder_service.types import FrameItem, Grid, PatchItem
 from tests.fakes import FakePreprocessor, FakeTower
 
@@ -121,6 +123,77 @@ def test_out_of_memory_is_the_batchs_failure_not_the_devices(rig: Rig) -> None:
     assert rig.faults == []
 
 
+def test_halves_are_retried_without_the_failed_batchs_tensors(rig: Rig) -> None:
+    """After running out of memory, the halves would not fit beside what the traceback still holds."""
+    seen: list[weakref.ref[torch.Tensor]] = []
+    alive: list[int] = []
+    forward = rig.tower.forward
+
+    def recording(inputs: TowerInputs) -> torch.Tensor:
+        alive.append(sum(ref() is not None for ref in seen))
+        assert inputs.pixel_values is not None
+        seen.append(weakref.ref(inputs.pixel_values))
+        return forward(inputs)
+
+    rig.tower.forward = recording  # type: ignore[method-assign]
+    futures = [rig.submit(1.0), rig.submit(-1.0)]
+    rig.engine.start()
+    assert futures[0].result(10)
+    with pytest.raises(InternalError, match="poisoned"):
+        futures[1].result(10)
+    assert alive == [0, 0, 0]
+
+
+def test_a_defect_of_the_loop_is_told_to_the_running_items_too() -> None:
+    rig = Rig()
+
+    def fail(num_patches: float) -> None:
+        raise ValueError("a defect beside the forward")
+
+    rig.engine._metrics.batch_patches.observe = fail  # type: ignore[method-assign]
+    future = rig.submit(1.0)
+    rig.engine.start()
+    with pytest.raises(DeviceFault, match="a defect beside the forward"):
+        future.result(10)
+    assert len(rig.faults) == 1
+
+
+def test_p17_a_discarded_item_leaves_the_queue_while_the_device_is_busy(rig: Rig) -> None:
+    rig.tower.gate.clear()
+    running = rig.submit(1.0)
+    rig.engine.start()
+    while rig.engine.queued_items:
+        time.sleep(0.001)
+    ticket = Ticket(16)
+    waiting = rig.engine.submit(PatchItem(torch.ones(16, 4), Grid(1, 4, 4)), ticket)
+    pixels = weakref.ref(rig.engine._jobs[ticket].item.pixel_values)  # type: ignore[union-attr]
+    rig.engine.discard(ticket)
+    rig.engine.discard(ticket)
+    with pytest.raises(Cancelled):
+        waiting.result(0)
+    assert pixels() is None
+    assert rig.engine.queued_items == 0
+    assert rig.engine.counters.dropped_items == 1
+    rig.tower.gate.set()
+    assert running.result(10)
+
+
+def test_an_engine_that_never_started_stops(rig: Rig) -> None:
+    waiting = rig.submit(1.0)
+    assert rig.engine.stop(0)
+    with pytest.raises(Draining):
+        waiting.result(0)
+
+
+def test_a_refused_call_is_no_device_fault() -> None:
+    refused = torch.AcceleratorError("CUDA error: invalid configuration argument")
+    assert is_device_fault(refused)
+    refused.error_code = 9  # type: ignore[attr-defined]
+    assert not is_device_fault(refused)
+    refused.error_code = 700  # type: ignore[attr-defined]
+    assert is_device_fault(refused)
+
+
 def test_a_tower_that_gives_the_wrong_rows_fails_the_item(rig: Rig) -> None:
     rig.tower.num_rows = lambda grid: 3  # type: ignore[method-assign]
     future = rig.submit(1.0)
@@ -140,7 +213,7 @@ def test_stop_finishes_the_running_batch_and_cancels_the_rest() -> None:
     rig.tower.gate.set()
     assert rig.engine.stop(10)
     assert (running.result(0).rows[:, :8] == 1).all()
-    with pytest.raises(Cancelled):
+    with pytest.raises(Draining):
         waiting.result(0)
     with pytest.raises(Draining):
         rig.submit(3.0)

@@ -74,4 +74,4 @@ def test_a_failure_carries_everything() -> None:
 
 def test_foreign_exceptions_become_ours() -> None:
     assert isinstance(as_service_error(ValueError("x")), errors.InternalError)
-    assert isinstance(as_service_error(asyncio.CancelledError()), errors.Cancelled)
+    assert isinstance(as_service_error(asyncio.CancelledError()), errors.Draining)

@@ -36,6 +36,7 @@ from encoder_service.types import (
     DigestOnly,
     EncodedFile,
     EncodedItem,
+    FrameItem,
     Grid,
     Item,
     Modality,
@@ -148,6 +149,28 @@ async def test_the_last_caller_to_leave_ends_the_encode_and_frees_everything(rig
     await blocker
     await until(lambda: rig.engine.counters.dropped_items == 1)
     assert [len(batch) for batch in rig.tower.batches] == [1]
+
+
+async def test_p17_cancelled_items_never_pile_up_behind_a_long_batch(rig: Rig) -> None:
+    rig.tower.gate.clear()
+    blocker = asyncio.ensure_future(rig.pipeline.encode(image(1)))
+    await until(lambda: rig.engine.queued_items == 0 and rig.preprocessor.num_loads == 1)
+    for value in range(2, 5):
+        caller = asyncio.ensure_future(rig.pipeline.encode(image(value)))
+        await until(lambda: rig.engine.queued_items == 1)
+        caller.cancel()
+        await until(lambda: rig.pipeline.admission.num_patches == 16)
+        assert rig.engine.queued_items == 0
+    rig.tower.gate.set()
+    await blocker
+
+
+async def test_pixels_that_disagree_with_the_header_fail_the_item(rig: Rig) -> None:
+    rig.preprocessor.load_image = lambda data, options: (  # type: ignore[method-assign]
+        FrameItem(torch.zeros(1, 40, 40, 3, dtype=torch.uint8), Grid(1, 40, 40)), 0.0, 0.0,
+    )  # fmt: skip
+    with pytest.raises(UndecodableImage, match=r"promises grid \(1, 4, 4\), its pixels give \(1, 40, 40\)"):
+        await rig.pipeline.encode(image())
 
 
 async def test_a_caller_who_comes_back_at_once_boards_a_fresh_flight(rig: Rig) -> None:
@@ -359,8 +382,9 @@ async def test_draining_cuts_off_what_outlives_the_grace(rig: Rig) -> None:
     running = asyncio.ensure_future(rig.pipeline.encode(image(2)))
     await until(lambda: len(rig.pipeline.flights) == 1)
     assert not await rig.pipeline.drain(0.02)
-    with pytest.raises(Exception, match="stopped before"):
+    with pytest.raises(Draining, match="stopped before") as caught:
         await running
+    assert caught.value.retryable
 
 
 async def test_p32_a_device_fault_reaches_callers_in_flight_and_later_ones(rig: Rig) -> None:
