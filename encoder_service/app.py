@@ -10,10 +10,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
+import threading
 import time
 import uuid
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TypeVar
 
 import structlog
 import torch
@@ -21,7 +23,7 @@ import torch
 from encoder_service import __version__
 from encoder_service.admin.app import AdminServer, create_admin_app
 from encoder_service.config import Settings
-from encoder_service.engine.device import DeviceEngine
+from encoder_service.engine.device import DeviceEngine, first_line
 from encoder_service.errors import ConfigurationError, DeviceFault, StartupError
 from encoder_service.ingest.decode import DecodeLimits
 from encoder_service.ingest.registry import load_preprocessor
@@ -40,7 +42,10 @@ from vision_encoder.v1 import encoder_pb2 as pb
 log = structlog.get_logger(__name__)
 
 MODALITY_TO_PROTO = {Modality.IMAGE: pb.MODALITY_IMAGE, Modality.VIDEO: pb.MODALITY_VIDEO}
-ENGINE_STOP_S = 30.0
+Result = TypeVar("Result")
+
+# A batch that outlives the grace gets this long to end before the process leaves it.
+ENGINE_STOP_S = 5.0
 # After a device fault: long enough for the streams in flight to carry the failure to their callers.
 FAULT_GRACE_S = 2.0
 
@@ -86,12 +91,10 @@ class Service:
                 self.admin_address = self._admin.address
                 self._admin.start()
             started_s = time.monotonic()
-            model = await asyncio.get_running_loop().run_in_executor(None, load_model, settings)
+            model = await on_own_thread(load_model, settings)
             self._engine = self._build_engine(model)
             self.pipeline = self._build_pipeline(model, self._engine)
-            await asyncio.get_running_loop().run_in_executor(
-                None, self._engine.warm_up, warm_up_grids(model, settings)
-            )
+            await on_own_thread(self._engine.warm_up, warm_up_grids(model, settings))
             self._engine.start()
             self._info = server_info(settings, model)
             self._register_gauges(self.pipeline, self._engine)
@@ -102,8 +105,12 @@ class Service:
                 chunk_bytes=settings.chunk_bytes,
             )
             await self._grpc.start(servicer)
-        except BaseException:
+        except BaseException as error:
             await self._release()
+            if isinstance(error, Exception) and not isinstance(error, StartupError):
+                # Out of device memory, unreadable files, a kernel that the device refuses.
+                log.debug("start failed", exc_info=error)
+                raise StartupError(first_line(error)) from error
             raise
         self._not_ready = None
         self.metrics.ready.set(1)
@@ -142,8 +149,9 @@ class Service:
     async def _release(self) -> None:
         """Lets go of everything that ``start`` took."""
         await self._grpc.stop(0)
-        if self._engine is not None:
-            self._engine.stop(ENGINE_STOP_S)
+        # Not on the loop, which a second signal and the admin plane still need.
+        if self._engine is not None and not await on_own_thread(self._engine.stop, ENGINE_STOP_S):
+            log.error("a batch is still running and is left behind", waited_s=ENGINE_STOP_S)
         if self._admin is not None:
             await self._admin.stop()
         self._workers.shutdown(wait=False, cancel_futures=True)
@@ -207,6 +215,25 @@ class Service:
         counter("ve_encoded_patches", "Patches through the tower.", lambda: engine.counters.patches)
         counter("ve_dropped_items", "Items dropped before the device.", lambda: engine.counters.dropped_items)
         counter("ve_device_busy_seconds", "Seconds in forward passes.", lambda: engine.counters.busy_s)
+
+
+async def on_own_thread(function: Callable[..., Result], *arguments: object) -> Result:
+    """Runs a long function beside the loop. The thread is a daemon: when the caller is cancelled (a signal
+    while loading), neither the loop nor the interpreter waits for it at the end, as they would for an
+    executor's."""
+    future: Future[Result] = Future()
+    future.set_running_or_notify_cancel()
+
+    def run() -> None:
+        try:
+            result = function(*arguments)
+        except BaseException as error:
+            future.set_exception(error)
+        else:
+            future.set_result(result)
+
+    threading.Thread(target=run, name=f"service-{function.__name__}", daemon=True).start()
+    return await asyncio.wrap_future(future)
 
 
 def load_model(settings: Settings) -> ServedModel:
@@ -315,9 +342,9 @@ async def serve(settings: Settings, announce: Callable[[Service], None]) -> int:
             return 0
         starting.result()
         announce(service)
-        fault = await stopping
+        await stopping
         in_time = await service.stop()
-        return 1 if fault is not None or not in_time else 0
+        return 0 if in_time and service.is_alive() else 1
     except asyncio.CancelledError:
         return 1
     finally:

@@ -7,8 +7,11 @@ Owns arguments, exit codes and what a person sees. ``serve`` runs the service; `
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import enum
+import os
 import sys
+import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
@@ -100,6 +103,17 @@ def serve(
         code = asyncio.run(run(settings, announce))
     except StartupError as error:
         fail(f"cannot start: {error.message}", EXIT_CANNOT_START)
+    leave(code)
+
+
+def leave(code: int) -> NoReturn:
+    """Ends the process. A load, a decode or a forward that a signal or the grace cut off is not waited for,
+    and its thread is not left to run native code while the interpreter is torn down."""
+    if threading.active_count() > 1:
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError):
+                stream.flush()
+        os._exit(code)
     raise typer.Exit(code)
 
 
@@ -109,11 +123,12 @@ def announce(service: Service) -> None:
     assert info is not None
     model = info.models[0]
     admin = f" (admin http://{service.admin_address})" if service.admin_address else ""
-    print(
-        f"ready: {model.name} ({model.family}) on {service.settings.device} "
-        f"at {' '.join(service.addresses)}{admin}",
-        flush=True,
-    )
+    with contextlib.suppress(BrokenPipeError):  # whoever started the service may not listen
+        print(
+            f"ready: {model.name} ({model.family}) on {service.settings.device} "
+            f"at {' '.join(service.addresses)}{admin}",
+            flush=True,
+        )
 
 
 @app.command()
@@ -197,6 +212,7 @@ def write_rows(out: Path, encoded: dict[int, Any], images: list[Path]) -> None:
     metadata ``key.<i>``, ``content_digest.<i>`` (hexadecimal), ``image.<i>`` and, for the whole file,
     ``format``, ``dtype``, ``num_deepstack_levels``, ``num_items``."""
     import torch
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     tensors: dict[str, torch.Tensor] = {}
@@ -213,6 +229,8 @@ def write_rows(out: Path, encoded: dict[int, Any], images: list[Path]) -> None:
         save_file(tensors, out, metadata)
     except OSError as error:
         fail(f"cannot write {out}: {error.strerror or error}")
+    except SafetensorError as error:  # how the library tells of a missing folder or a full disk
+        fail(f"cannot write {out}: {error}")
 
 
 @app.command()
@@ -289,6 +307,8 @@ def make_checkpoint(
         write(out, family.value, size.value, seed, with_lm=with_lm)
     except StartupError as error:
         fail(error.message)
+    except OSError as error:
+        fail(f"cannot write {out}: {error.strerror or error}")
     print(f"wrote {out}")
 
 

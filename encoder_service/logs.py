@@ -14,7 +14,11 @@ def configure_logs(format: Literal["text", "json"], level: str) -> None:  # noqa
     renderer: structlog.typing.Processor = (
         structlog.processors.JSONRenderer()
         if format == "json"
-        else structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())
+        else structlog.dev.ConsoleRenderer(
+            colors=sys.stderr.isatty(),
+            # The default shows the locals of every frame: a caller's image bytes among them.
+            exception_formatter=structlog.dev.plain_traceback,
+        )
     )
     processors: list[structlog.typing.Processor] = [
         structlog.contextvars.merge_contextvars,

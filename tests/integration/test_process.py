@@ -197,6 +197,78 @@ def test_encode_writes_rows_in_input_order(shared: ServiceProcess, tmp_path: Pat
     assert metadata["num_deepstack_levels"] == "2"
 
 
+def test_what_cannot_be_written_says_so_in_one_line(shared: ServiceProcess, tmp_path: Path) -> None:
+    path = tmp_path / "a.png"
+    path.write_bytes(photo())
+    missing = tmp_path / "missing" / "rows.safetensors"
+    encoded = command("encode", "--server", shared.target, path, "--out", missing)
+    made = command("make-checkpoint", path / "checkpoint", "--family", "qwen3_vl")
+    for ended, out in ((encoded, missing), (made, path / "checkpoint")):
+        assert ended.returncode == 1
+        assert "Traceback" not in ended.stderr
+        assert f"vision-encoder: cannot write {out}" in ended.stderr
+
+
+# A service whose load or whose forwards take a minute, told on standard output once they run.
+SLOW_LOAD = """
+import time
+import encoder_service.app as app
+def load_model(settings):
+    print("loading", flush=True)
+    time.sleep(60)
+app.load_model = load_model
+"""
+SLOW_FORWARD = """
+import time
+import encoder_service.app as app
+forward, ready = app.DeviceEngine._forward, []
+def slow(engine, grids, pixels):
+    if engine._thread.ident is None:
+        return forward(engine, grids, pixels)
+    print("running", flush=True)
+    time.sleep(60)
+app.DeviceEngine._forward = slow
+"""
+
+
+def slow_service(code: str, checkpoint: Path, device: torch.device) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", f"{code}\nfrom encoder_service.cli import main\nmain()", "serve",
+         "--model", str(checkpoint), "--device", str(device), "--listen", "127.0.0.1:0", "--admin-listen", ""],
+        env=ENV, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+
+
+def test_p37_sigterm_while_loading_ends_without_waiting_for_the_load(
+    checkpoints: dict[str, Path], device: torch.device
+) -> None:
+    with slow_service(SLOW_LOAD, checkpoints["qwen3_vl"], device) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "loading\n"
+        process.send_signal(signal.SIGTERM)
+        _, errors = process.communicate(timeout=15)
+        assert process.returncode == 0
+        assert "Traceback" not in errors
+
+
+def test_p37_a_second_signal_leaves_a_batch_that_does_not_end(
+    checkpoints: dict[str, Path], device: torch.device
+) -> None:
+    with slow_service(SLOW_FORWARD, checkpoints["qwen3_vl"], device) as process:
+        assert process.stdout is not None
+        target = process.stdout.readline().split(" at ")[1].strip()
+        with VisionEncoderClient(target, timeout_s=30) as client:
+            client.prefetch([ImageItem(photo())])
+            assert process.stdout.readline() == "running\n"
+        process.send_signal(signal.SIGTERM)
+        time.sleep(0.3)
+        assert process.poll() is None
+        process.send_signal(signal.SIGTERM)
+        _, errors = process.communicate(timeout=15)
+        assert process.returncode == 1
+        assert "Traceback" not in errors
+
+
 def test_encode_reports_each_failure_and_keeps_the_rest(shared: ServiceProcess, tmp_path: Path) -> None:
     good, bad, out = tmp_path / "good.png", tmp_path / "bad.png", tmp_path / "rows.safetensors"
     good.write_bytes(photo())

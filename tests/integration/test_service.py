@@ -17,7 +17,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
 from encoder_service.engine.device import DeviceEngine
-from encoder_service.errors import ConfigurationError
+from encoder_service.errors import ConfigurationError, StartupError
 from lm_adapter import (
     AsyncVisionEncoderClient,
     CacheTier,
@@ -203,6 +203,20 @@ def test_health_and_reflection(service: RunningService) -> None:
             assert answer.status == health_pb2.HealthCheckResponse.SERVING
         names = ProtoReflectionDescriptorDatabase(channel).get_services()
         assert {"vision_encoder.v1.VisionEncoder", "grpc.health.v1.Health"} <= set(names)
+
+
+def test_a_warm_up_that_fails_is_a_start_that_fails(
+    checkpoints: dict[str, Path], device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def warm_up(engine: DeviceEngine, grids: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(DeviceEngine, "warm_up", warm_up)
+    with (
+        pytest.raises(StartupError, match="OutOfMemoryError: CUDA out of memory"),
+        running(checkpoints["qwen3_vl"], device),
+    ):
+        pass
 
 
 def test_admin_plane(service: RunningService, client: VisionEncoderClient) -> None:
