@@ -1,0 +1,256 @@
+"""Buckets: the batch shapes that have a captured graph.
+
+Owns which shapes there are, which one a batch takes, and what padding costs. Capturing and replaying is
+the engine's; proposing a ladder from traffic is tuning.py's.
+
+A bucket fixes four numbers: patches, sequence slots, the bound of a sequence's length, frames per row. The
+bound matters because varlen kernels launch tiles for each slot up to it, so each size comes with few
+bounds, and with fewer slots where the bound is high.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+
+from encoder_service.errors import ConfigurationError
+from encoder_service.scheduler.cost import H200_COST, CostModel, Launch
+
+# Bounds of sequence length that sizes above them offer beside the size itself: 512 and 1024 pixels square
+# at 16 pixels a patch.
+SEQLEN_BOUNDS = (1024, 4096)
+MIN_SLOTS = 8
+# Common image sizes in patches, which batches of one kind of image multiply: 448, 512 and 768 pixels square.
+COMMON_SIZES = (784, 1024, 2304)
+SMALLEST_SIZE = 64
+# Rows of one tile of a matrix product, where sizes between tiles save nothing.
+SMALL_STEP = 64
+LARGE_STEP = 128
+LARGE_SIZE = 4096
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """The static shapes of one graph.
+
+    num_patches: rows of the patch tensors. num_sequences: sequence slots, bounds minus one. max_seqlen: the
+    longest sequence it takes. num_frames: the most frames averaged into one row.
+    """
+
+    num_patches: int
+    num_sequences: int
+    max_seqlen: int
+    num_frames: int = 1
+
+    def fits(self, num_patches: int, num_sequences: int, max_seqlen: int, num_frames: int = 1) -> bool:
+        """Whether a batch of this shape can be padded to the bucket."""
+        return (
+            num_patches <= self.num_patches
+            and num_sequences <= self.num_sequences
+            and max_seqlen <= self.max_seqlen
+            and num_frames <= self.num_frames
+        )
+
+
+@dataclass(frozen=True)
+class Waste:
+    """What padding costs over a histogram of launches, by the cost model. Launches that no bucket takes
+    run eager, without padding, and are left out of the times."""
+
+    padded_us: float = 0.0
+    exact_us: float = 0.0
+    launches: float = 0.0
+    eager_launches: float = 0.0
+
+    @property
+    def share(self) -> float:
+        """Part of the time spent on padding, 0 to 1."""
+        return 1.0 - self.exact_us / self.padded_us if self.padded_us else 0.0
+
+
+class BucketLadder:
+    """All buckets of one tower. Immutable."""
+
+    def __init__(self, buckets: Iterable[Bucket], cost: CostModel = H200_COST) -> None:
+        """Raises ConfigurationError for no buckets, for a repeated one, or for numbers below one."""
+        given = tuple(buckets)
+        if not given:
+            raise ConfigurationError("the bucket ladder has 0 buckets, needs at least 1", found=0)
+        if len(set(given)) != len(given):
+            raise ConfigurationError(
+                f"the bucket ladder has {len(given)} buckets, only {len(set(given))} differ"
+            )
+        for bucket in given:
+            check_bucket(bucket)
+        self.cost = cost
+        self.buckets = tuple(sorted(given, key=self._order))
+        self.sizes = tuple(sorted({bucket.num_patches for bucket in given}))
+        # By smallest size that may be chosen, what to try, cheapest first: a choice then costs a bisection
+        # and mostly one comparison.
+        self._candidates = [
+            tuple(bucket for bucket in self.buckets if bucket.num_patches >= size) for size in self.sizes
+        ]
+
+    def __len__(self) -> int:
+        return len(self.buckets)
+
+    @property
+    def max_patches(self) -> int:
+        return self.sizes[-1]
+
+    @property
+    def largest_first(self) -> tuple[Bucket, ...]:
+        """The order of capture: later graphs find the shared pool large enough."""
+        return tuple(
+            sorted(self.buckets, key=lambda b: (b.num_patches, b.num_sequences * b.max_seqlen), reverse=True)
+        )
+
+    def choose(
+        self, num_patches: int, num_sequences: int, max_seqlen: int, num_frames: int = 1
+    ) -> Bucket | None:
+        """The cheapest bucket that takes a batch of this shape; None: run it eager."""
+        first = bisect_left(self.sizes, num_patches)
+        if first == len(self.sizes):
+            return None
+        for bucket in self._candidates[first]:
+            if (
+                num_sequences <= bucket.num_sequences
+                and max_seqlen <= bucket.max_seqlen
+                and num_frames <= bucket.num_frames
+            ):
+                return bucket
+        return None
+
+    def choose_for(self, launch: Launch) -> Bucket | None:
+        """``choose`` for a launch."""
+        return self.choose(launch.num_patches, launch.num_sequences, launch.max_seqlen, launch.num_frames)
+
+    def waste(self, histogram: Mapping[Launch, float], cost: CostModel | None = None) -> Waste:
+        """What padding costs over launches and their weights, by ``cost``, else the ladder's own."""
+        cost = cost or self.cost
+        padded_us = exact_us = launches = eager = 0.0
+        for launch, weight in histogram.items():
+            bucket = self.choose_for(launch)
+            if bucket is None:
+                eager += weight
+                continue
+            launches += weight
+            padded_us += weight * cost.padded_us(
+                launch, bucket.num_patches, bucket.num_sequences, bucket.max_seqlen
+            )
+            exact_us += weight * cost.exact_us(launch)
+        return Waste(padded_us, exact_us, launches, eager)
+
+    def _order(self, bucket: Bucket) -> tuple[float, int, int, int, int]:
+        """By cost; among equals the smallest."""
+        return (
+            self.cost.shape_us(bucket.num_patches, bucket.num_sequences, bucket.max_seqlen),
+            bucket.num_patches,
+            bucket.num_sequences,
+            bucket.max_seqlen,
+            bucket.num_frames,
+        )
+
+
+def check_bucket(bucket: Bucket) -> None:
+    """Raises ConfigurationError for a number below one or a sequence bound above the patches."""
+    for name, value in vars(bucket).items():
+        if value < 1:
+            raise ConfigurationError(f"{bucket}: {name} is {value}, needs at least 1", found=value)
+    if bucket.max_seqlen > bucket.num_patches:
+        raise ConfigurationError(
+            f"{bucket}: max_seqlen {bucket.max_seqlen} is above its {bucket.num_patches} patches",
+            max_seqlen=bucket.max_seqlen,
+            num_patches=bucket.num_patches,
+        )
+
+
+def seqlen_bounds(num_patches: int) -> tuple[int, ...]:
+    """The sequence bounds that a size offers, shortest first."""
+    return (*(bound for bound in SEQLEN_BOUNDS if bound < num_patches), num_patches)
+
+
+def sequence_slots(num_patches: int, max_seqlen: int) -> int:
+    """Slots of a bucket: one for each 128 patches of short sequences, each 256 of longer ones, at least
+    MIN_SLOTS. Slots times bound grow with the size, and at one size with the bound, which is what makes the
+    smallest size and the shortest bound that fit the cheapest."""
+    if max_seqlen <= 1024:
+        return max(MIN_SLOTS, min(num_patches // 128, 256))
+    return max(MIN_SLOTS, min(num_patches // 256, 128 if max_seqlen <= 4096 else 64))
+
+
+def ladder_of_sizes(
+    sizes: Iterable[int], *, cost: CostModel = H200_COST, max_frames: int = 1
+) -> BucketLadder:
+    """The ladder that has these sizes, in patches, each with its bounds and slots."""
+    return BucketLadder(
+        (
+            Bucket(size, sequence_slots(size, bound), bound, max_frames)
+            for size in sorted(set(sizes))
+            for bound in seqlen_bounds(size)
+        ),
+        cost,
+    )
+
+
+def default_ladder(
+    max_patches: int,
+    *,
+    cost: CostModel = H200_COST,
+    max_frames: int = 1,
+    merge_size: int = 2,
+    max_step_share: float = 0.06,
+) -> BucketLadder:
+    """A ladder up to ``max_patches`` for unknown traffic.
+
+    Common image sizes and their multiples by powers of two have buckets of their own. Between them sizes
+    stand so close that one step adds about ``max_step_share`` of the next size's time on the cost curve
+    without attention, rounded to whole steps of 64 patches (128 from 4096 on).
+    Sizes are multiples of merge_size squared. Raises ConfigurationError when max_patches is not, or when
+    max_step_share is not between 0 and 1.
+    """
+    unit = merge_size * merge_size
+    if max_patches < unit or max_patches % unit:
+        raise ConfigurationError(
+            f"max_patches is {max_patches}, needs a positive multiple of {unit}",
+            max_patches=max_patches,
+            unit=unit,
+        )
+    if not 0 < max_step_share < 1:
+        raise ConfigurationError(f"max_step_share is {max_step_share}, needs more than 0 and less than 1")
+    anchors = sorted(
+        {size for size in anchor_sizes(max_patches) if size % unit == 0 and size < max_patches}
+        | {max_patches}
+    )
+    sizes = {anchors[0]}
+    for low, high in pairwise(anchors):
+        sizes |= set(between(low, high, cost, max_step_share, unit))
+        sizes.add(high)
+    return ladder_of_sizes(sizes, cost=cost, max_frames=max_frames)
+
+
+def anchor_sizes(max_patches: int) -> list[int]:
+    """Sizes that deserve a bucket of their own: the smallest, and common images times powers of two."""
+    doublings = range(max(1, max_patches).bit_length())
+    return [SMALLEST_SIZE, *(size << doubling for size in COMMON_SIZES for doubling in doublings)]
+
+
+def between(low: int, high: int, cost: CostModel, max_step_share: float, unit: int) -> list[int]:
+    """Sizes strictly between two, in equal ratios of time, rounded to whole tiles."""
+    low_us = cost.fixed_us + cost.us_per_patch * low
+    high_us = cost.fixed_us + cost.us_per_patch * high
+    if high_us <= low_us:  # a curve that does not rise with patches: padding is free
+        return []
+    steps = math.ceil(math.log(high_us / low_us) / -math.log1p(-max_step_share)) if low_us else high - low
+    grain = math.lcm(SMALL_STEP if high <= LARGE_SIZE else LARGE_STEP, unit)
+    steps = min(steps, max(1, (high - low) // grain))
+    sizes = []
+    for step in range(1, steps):
+        us = low_us * (high_us / low_us) ** (step / steps) if low_us else high_us * step / steps
+        size = round((us - cost.fixed_us) / cost.us_per_patch / grain) * grain
+        if low < size < high:
+            sizes.append(size)
+    return sizes
