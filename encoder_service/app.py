@@ -32,7 +32,7 @@ from encoder_service.pipeline import Pipeline, ServedModel
 from encoder_service.rpc import convert
 from encoder_service.rpc.server import GrpcServer
 from encoder_service.rpc.servicer import VisionEncoderServicer
-from encoder_service.scheduler.admission import Admission
+from encoder_service.scheduler.admission import Admission, Undelivered
 from encoder_service.scheduler.planner import Planner
 from encoder_service.store.embedding_store import EmbeddingStore
 from encoder_service.towers.registry import load_tower
@@ -103,6 +103,7 @@ class Service:
                 self._info,
                 max_items=settings.max_items_per_request,
                 chunk_bytes=settings.chunk_bytes,
+                max_request_bytes=settings.max_queued_bytes,
             )
             await self._grpc.start(servicer)
         except BaseException as error:
@@ -183,6 +184,7 @@ class Service:
             workers=self._workers,
             metrics=self.metrics,
             max_patches_per_item=self.settings.max_patches_per_item,
+            undelivered=Undelivered(self.settings.max_undelivered_bytes),
         )
 
     def _leave_service(self, fault: DeviceFault) -> None:
@@ -199,6 +201,11 @@ class Service:
             lambda: pipeline.admission.num_patches,
         )
         gauge("ve_queued_bytes", "Content bytes of admitted items.", lambda: pipeline.admission.num_bytes)
+        gauge(
+            "ve_undelivered_bytes",
+            "Rows encoded and not yet read by their callers.",
+            lambda: pipeline.undelivered.num_bytes,
+        )
         gauge("ve_flights", "Encodes in progress.", lambda: len(pipeline.flights))
         gauge("ve_store_bytes", "Bytes of rows held.", lambda: pipeline.store.num_bytes)
         gauge("ve_store_items", "Items held.", lambda: len(pipeline.store))

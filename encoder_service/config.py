@@ -10,7 +10,7 @@ import os
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, ValidationError, field_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from encoder_service.errors import ConfigurationError
@@ -18,6 +18,8 @@ from encoder_service.errors import ConfigurationError
 MIB = 1 << 20
 GIB = 1 << 30
 ENV_PREFIX = "VE_"
+# What a message around one chunk of rows may take, rounded up.
+CHUNK_OVERHEAD_BYTES = 64
 
 
 class Settings(BaseSettings):
@@ -49,6 +51,9 @@ class Settings(BaseSettings):
     max_items_per_batch: int = Field(64, ge=1, description="Items in one forward.")
     max_queued_patches: int = Field(524_288, ge=4, description="Admitted and not yet encoded; over it: full.")
     max_queued_bytes: int = Field(2 * GIB, ge=1024, description="Content bytes held for admitted items.")
+    max_undelivered_bytes: int = Field(
+        GIB, ge=MIB, description="Rows encoded and not yet read by their callers; over it: full."
+    )
     ingest_threads: int = Field(2, ge=1, le=256, description="Worker threads that decode and resize.")
     store_bytes: int = Field(2 * GIB, ge=0, description="Rows kept for later requests.")
     chunk_bytes: int = Field(MIB, ge=4096, le=16 * MIB, description="Rows in one message of a stream.")
@@ -58,6 +63,26 @@ class Settings(BaseSettings):
     torch_threads: int = Field(0, ge=0, le=1024, description="CPU threads of the tower; 0: torch's choice.")
     log_format: Literal["text", "json"] = Field("text", description="One line per event either way.")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least level logged.")
+
+    @model_validator(mode="after")
+    def check_limits_agree(self) -> Settings:
+        """An item that one limit lets in must not be one that another can never admit: its callers would be
+        told to retry forever."""
+        for small, large in (
+            ("max_patches_per_item", "max_queued_patches"),
+            ("max_message_bytes", "max_queued_bytes"),
+        ):
+            if getattr(self, small) > getattr(self, large):
+                raise ValueError(
+                    f"{small} {getattr(self, small)} is above {large} {getattr(self, large)}, "
+                    "which could then never admit it"
+                )
+        if self.chunk_bytes + CHUNK_OVERHEAD_BYTES > self.max_message_bytes:
+            raise ValueError(
+                f"chunk_bytes {self.chunk_bytes} and its {CHUNK_OVERHEAD_BYTES} bytes of frame do not fit "
+                f"into max_message_bytes {self.max_message_bytes}"
+            )
+        return self
 
     @field_validator("listen", mode="before")
     @classmethod

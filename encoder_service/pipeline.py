@@ -13,7 +13,7 @@ import asyncio
 import time
 from collections.abc import Callable
 from concurrent.futures import Executor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 import structlog
@@ -33,7 +33,7 @@ from encoder_service.flights import Flight, Flights
 from encoder_service.ingest import identity
 from encoder_service.ingest.preprocessor import Preprocessor
 from encoder_service.metrics import Metrics
-from encoder_service.scheduler.admission import Admission, Permit
+from encoder_service.scheduler.admission import Admission, Permit, Undelivered
 from encoder_service.store.embedding_store import EmbeddingStore
 from encoder_service.towers.tower import Tower
 from encoder_service.types import (
@@ -101,6 +101,7 @@ class Pipeline:
     workers: Executor
     metrics: Metrics
     max_patches_per_item: int
+    undelivered: Undelivered = field(default_factory=lambda: Undelivered(1 << 30))
     clock: Callable[[], float] = time.monotonic
     _draining: bool = False
 
@@ -199,6 +200,7 @@ class Pipeline:
             raise Draining("the service is stopping and takes no new work")
         if self.engine.fault is not None:
             raise DeviceFault(self.engine.fault.message)
+        self.undelivered.check_room()
         flight = self.flights.start(
             namespace, key, digest, priority, deadline_s, lambda flight: self._fly(flight, item)
         )
@@ -215,6 +217,7 @@ class Pipeline:
             stored_s = self.clock()
             self.store.put(flight.namespace, encoded)
             flight.timings.store_ms = (self.clock() - stored_s) * 1e3
+            self._observe(flight.timings)
             return encoded
         except VisionEncoderError:
             raise
@@ -297,11 +300,15 @@ class Pipeline:
         timings = replace(timings, total_ms=(self.clock() - started_s) * 1e3)
         self.metrics.items.labels(tier.value).inc()
         self.metrics.rows_bytes.inc(encoded.spec.num_bytes)
+        # The stages of the flight are observed once, by the flight: those who joined it did not pass them.
+        self._observe(StageTimings(identify_ms=timings.identify_ms, total_ms=timings.total_ms))
+        return Delivered(encoded, tier, timings)
+
+    def _observe(self, timings: StageTimings) -> None:
         for name, milliseconds in timings.as_mapping().items():
             if milliseconds == 0.0:
                 continue  # a stage that this item did not pass
             self.metrics.stage_seconds.labels(name.removesuffix("_ms")).observe(milliseconds / 1e3)
-        return Delivered(encoded, tier, timings)
 
     async def _on_worker(self, function: Callable[..., Result], *arguments: object) -> Result:
         return await asyncio.get_running_loop().run_in_executor(self.workers, function, *arguments)

@@ -18,7 +18,8 @@ from encoder_service.errors import InvalidRequest, UnknownLease, UnknownModel, V
 from encoder_service.flights import Flight
 from encoder_service.pipeline import Delivered, Pipeline
 from encoder_service.rpc import convert
-from encoder_service.rpc.status import FAILURE_METADATA_KEY, failure_of, status_of
+from encoder_service.rpc.status import FAILURE_METADATA_KEY, as_service_error, failure_of, status_of
+from encoder_service.scheduler.admission import Admission, Undelivered
 from encoder_service.types import EncodedItem, Item
 from vision_encoder.v1 import encoder_pb2 as pb
 
@@ -30,6 +31,9 @@ Context = grpc.aio.ServicerContext[Any, Any]
 MAX_NAMESPACE_BYTES = 256
 # A converted tensor below this is copied on the event loop.
 CONVERT_INLINE_BYTES = 1 << 20
+# A call whose caller has this much to read starts no further item until some of it is read.
+UNREAD_BYTES_PER_CALL = 64 << 20
+MAX_MODEL_NAME_BYTES = 256
 
 
 class VisionEncoderServicer:
@@ -42,11 +46,15 @@ class VisionEncoderServicer:
         *,
         max_items: int,
         chunk_bytes: int,
+        max_request_bytes: int,
     ) -> None:
         self._pipeline = pipeline
         self._info = info
         self._max_items = max_items
         self._chunk_bytes = chunk_bytes
+        # Messages of the calls in progress: content is held from here on, also by callers that join a
+        # flight or whose content still waits to be hashed, whom no item's permit counts.
+        self._requests = Admission(0, max_request_bytes)
 
     # -- unary calls -----------------------------------------------------------------------------------
 
@@ -79,9 +87,10 @@ class VisionEncoderServicer:
                 announced = await self._pipeline.prefetch(
                     item, namespace=request.namespace, priority=request.priority
                 )
-            except VisionEncoderError as error:
-                self._pipeline.metrics.failures.labels(error.reason).inc()
-                return pb.PrefetchStatus(failure=failure_of(error))
+            except Exception as error:
+                failure = failure_of(error)
+                self._pipeline.metrics.failures.labels(failure.reason).inc()
+                return pb.PrefetchStatus(failure=failure)
             return pb.PrefetchStatus(
                 key=announced.key,
                 content_digest=announced.content_digest,
@@ -92,18 +101,24 @@ class VisionEncoderServicer:
 
         async def answer() -> pb.PrefetchResponse:
             self._check_call(request.namespace, request.model, len(request.items))
-            return pb.PrefetchResponse(statuses=await asyncio.gather(*map(one, request.items)))
+            permit = self._requests.acquire(request.ByteSize())
+            try:
+                return pb.PrefetchResponse(statuses=await asyncio.gather(*map(one, request.items)))
+            finally:
+                permit.release()
 
         return await self._unary("Prefetch", context, answer)
 
     async def release(self, request: pb.ReleaseRequest, context: Context) -> pb.ReleaseResponse:
         async def answer() -> pb.ReleaseResponse:
+            self._check_call("", "", len(request.lease_ids))
             return pb.ReleaseResponse(num_released=0, unknown_lease_ids=request.lease_ids)
 
         return await self._unary("Release", context, answer)
 
     async def renew(self, request: pb.RenewRequest, context: Context) -> pb.RenewResponse:
         async def answer() -> pb.RenewResponse:
+            self._check_call("", "", len(request.lease_ids))
             return pb.RenewResponse(
                 statuses=[
                     pb.LeaseStatus(
@@ -133,7 +148,8 @@ class VisionEncoderServicer:
             self._check_call(request.namespace, request.model, len(request.items))
             convert.check_delivery(request.delivery)
 
-        async for event in self._stream("Encode", context, check, one, request.items):
+        num_bytes = request.ByteSize()
+        async for event in self._stream("Encode", context, check, one, request.items, num_bytes):
             yield event
 
     async def fetch(self, request: pb.FetchRequest, context: Context) -> AsyncIterator[pb.ItemEvent | bytes]:
@@ -146,7 +162,8 @@ class VisionEncoderServicer:
             self._check_call(request.namespace, "", len(request.keys))
             convert.check_delivery(request.delivery)
 
-        async for event in self._stream("Fetch", context, check, one, request.keys):
+        num_bytes = request.ByteSize()
+        async for event in self._stream("Fetch", context, check, one, request.keys, num_bytes):
             yield event
 
     async def _stream(
@@ -156,17 +173,28 @@ class VisionEncoderServicer:
         check: Callable[[], Awaitable[None]],
         one: Callable[[Any], Awaitable[Delivered]],
         requests: Sequence[Any],
+        num_request_bytes: int,
     ) -> AsyncIterator[pb.ItemEvent | bytes]:
-        """Runs ``one`` for every request at once and yields each outcome as it comes. When the caller
-        leaves, the tasks of what it still waits for are cancelled."""
+        """Runs ``one`` for every request at once and yields each outcome as it comes; while the caller leaves
+        much unread, items that have not begun wait. When the caller leaves, the tasks of what it still waits
+        for are cancelled. num_request_bytes: what the call's message holds while it lasts."""
         try:
             await check()
+            permit = self._requests.acquire(num_request_bytes)
         except VisionEncoderError as error:
             await self._abort(method, context, error)
         finished: asyncio.Queue[int] = asyncio.Queue()
         tasks: dict[int, asyncio.Task[Delivered]] = {}
+        unread = Unread(self._pipeline.undelivered)
+
+        async def one_when_read(request: Any) -> Delivered:
+            await unread.wait_for_room()
+            delivered = await one(request)
+            unread.add(delivered.encoded)
+            return delivered
+
         for index, request in enumerate(requests):
-            tasks[index] = asyncio.ensure_future(one(request))
+            tasks[index] = asyncio.ensure_future(one_when_read(request))
             tasks[index].add_done_callback(lambda _, index=index: finished.put_nowait(index))  # type: ignore[misc]
         status = "CANCELLED"
         try:
@@ -184,11 +212,15 @@ class VisionEncoderServicer:
                 yield convert.result_event(index, delivered, self._chunk_bytes)
                 for chunk in convert.chunk_events(index, delivered.encoded.rows, self._chunk_bytes):
                     yield chunk
+                unread.remove(delivered.encoded)
                 del delivered  # sent: the rows are the store's alone again
             status = "OK"
         finally:
             for task in tasks.values():
-                task.cancel()
+                if not task.cancel() and not task.cancelled():
+                    task.exception()  # read, so that a failure its caller left behind is not reported as lost
+            unread.clear()
+            permit.release()
             self._pipeline.metrics.requests.labels(method, status).inc()
 
     # -- shared ----------------------------------------------------------------------------------------
@@ -198,6 +230,10 @@ class VisionEncoderServicer:
         if len(namespace.encode()) > MAX_NAMESPACE_BYTES:
             raise InvalidRequest(
                 f"namespace has {len(namespace.encode())} bytes, at most {MAX_NAMESPACE_BYTES} are taken"
+            )
+        if len(model.encode()) > MAX_MODEL_NAME_BYTES:  # an answer that repeats it must fit into the trailers
+            raise UnknownModel(
+                f"the model name has {len(model.encode())} bytes, at most {MAX_MODEL_NAME_BYTES} are taken"
             )
         if model not in ("", self._pipeline.model.name):
             raise UnknownModel(
@@ -233,8 +269,8 @@ class VisionEncoderServicer:
     ) -> Response:
         try:
             response = await answer()
-        except VisionEncoderError as error:
-            await self._abort(method, context, error)
+        except Exception as error:
+            await self._abort(method, context, as_service_error(error))
         self._pipeline.metrics.requests.labels(method, "OK").inc()
         return response
 
@@ -247,6 +283,45 @@ class VisionEncoderServicer:
             ((FAILURE_METADATA_KEY, failure_of(error).SerializeToString()),),
         )
         raise AssertionError("abort returned")
+
+
+class Unread:
+    """The rows of one call that its caller has not read yet, as a part of what all callers have not."""
+
+    def __init__(self, undelivered: Undelivered) -> None:
+        self._undelivered = undelivered
+        self._items: list[EncodedItem] = []
+        self._num_bytes = 0
+        self._room = asyncio.Event()
+        self._room.set()
+
+    async def wait_for_room(self) -> None:
+        """Returns while the call has less than UNREAD_BYTES_PER_CALL to read."""
+        while not self._room.is_set():
+            await self._room.wait()
+
+    def add(self, encoded: EncodedItem) -> None:
+        self._items.append(encoded)
+        self._undelivered.add(encoded, encoded.spec.num_bytes)
+        self._count(encoded.spec.num_bytes)
+
+    def remove(self, encoded: EncodedItem) -> None:
+        index = next(index for index, item in enumerate(self._items) if item is encoded)
+        del self._items[index]
+        self._undelivered.remove(encoded, encoded.spec.num_bytes)
+        self._count(-encoded.spec.num_bytes)
+
+    def clear(self) -> None:
+        """The call is over: whatever its caller did not read is nobody's."""
+        for encoded in list(self._items):
+            self.remove(encoded)
+
+    def _count(self, num_bytes: int) -> None:
+        self._num_bytes += num_bytes
+        if self._num_bytes < UNREAD_BYTES_PER_CALL:
+            self._room.set()
+        else:
+            self._room.clear()
 
 
 def deadline_of(context: Context, clock: Callable[[], float] = time.monotonic) -> float | None:

@@ -1,7 +1,7 @@
 """Admission: what may wait for the device, by patches and by bytes.
 
-Owns the two counters that bound the queue. Fails fast instead of letting callers pile up. Not thread-safe:
-used from the event loop only.
+Owns the counters that bound the queue, and the one of rows that callers have not read yet. Fails fast
+instead of letting callers pile up. Not thread-safe: used from the event loop only.
 """
 
 from __future__ import annotations
@@ -30,6 +30,43 @@ class Permit:
         if not self._released:
             self._released = True
             self._admission._give_back(self.num_patches, self.num_bytes)
+
+
+class Undelivered:
+    """Rows that are encoded and that some caller has not read yet: what slow readers keep in memory beside
+    the store. However many callers wait for the same rows, they count once.
+
+    max_bytes: from here on no new encode starts. What was admitted before still ends.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
+        self.num_bytes = 0
+        self._num_readers: dict[int, int] = {}
+
+    def add(self, rows: object, num_bytes: int) -> None:
+        """One more caller waits to read ``rows``; it holds them until ``remove``."""
+        readers = self._num_readers.get(id(rows), 0)
+        self._num_readers[id(rows)] = readers + 1
+        if not readers:
+            self.num_bytes += num_bytes
+
+    def remove(self, rows: object, num_bytes: int) -> None:
+        """A caller has read ``rows``, or has left."""
+        self._num_readers[id(rows)] -= 1
+        if not self._num_readers[id(rows)]:
+            del self._num_readers[id(rows)]
+            self.num_bytes -= num_bytes
+
+    def check_room(self) -> None:
+        """Raises QueueFull with both numbers while callers leave too much unread."""
+        if self.num_bytes >= self.max_bytes:
+            raise QueueFull(
+                f"{self.num_bytes} bytes of rows wait to be read, at most {self.max_bytes} may",
+                retry_after_ms=RETRY_AFTER_MS,
+                undelivered_bytes=self.num_bytes,
+                max_bytes=self.max_bytes,
+            )
 
 
 class Admission:

@@ -221,6 +221,7 @@ def test_whole_calls_that_cannot_be_read(service: RunningService) -> None:
         for request, status in (
             (pb.EncodeRequest(), grpc.StatusCode.INVALID_ARGUMENT),
             (pb.EncodeRequest(items=[good], model="other"), grpc.StatusCode.NOT_FOUND),
+            (pb.EncodeRequest(items=[good], model="other" * 10_000), grpc.StatusCode.NOT_FOUND),
             (pb.EncodeRequest(items=[good], namespace="n" * 300), grpc.StatusCode.INVALID_ARGUMENT),
             (
                 pb.EncodeRequest(items=[good], delivery=pb.DELIVERY_DEVICE_LEASE),
@@ -238,6 +239,13 @@ def test_whole_calls_that_cannot_be_read(service: RunningService) -> None:
         with pytest.raises(grpc.RpcError) as caught:
             stub.Lookup(pb.LookupRequest(keys=[b"short"]), timeout=30)
         assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        for call, leases in (
+            (stub.Release, pb.ReleaseRequest(lease_ids=[b""] * 300)),
+            (stub.Renew, pb.RenewRequest(lease_ids=[b""] * 300)),
+        ):
+            with pytest.raises(grpc.RpcError, match="300 items, 1 to 256") as caught:
+                call(leases, timeout=30)
+            assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
         assert list(stub.Encode(pb.EncodeRequest(items=[good]), timeout=30))
 
 
@@ -252,7 +260,7 @@ def test_p33_bytes_that_are_no_message(service: RunningService) -> None:
 
 
 def test_oversize_messages(checkpoints: dict[str, Path], device: torch.device) -> None:
-    settings = {"max_message_bytes": 1 << 20, "max_encoded_bytes": 32768}
+    settings = {"max_message_bytes": 1 << 20, "chunk_bytes": 65536, "max_encoded_bytes": 32768}
     with running(checkpoints["qwen3_vl"], device, **settings) as found:
         with VisionEncoderClient(found.target, timeout_s=30) as client:
             too_long, good = client.encode([ImageItem(bytes(3 << 20)), ImageItem(photo(40, 40))])

@@ -234,7 +234,8 @@ app.DeviceEngine._forward = slow
 def slow_service(code: str, checkpoint: Path, device: torch.device) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-c", f"{code}\nfrom encoder_service.cli import main\nmain()", "serve",
-         "--model", str(checkpoint), "--device", str(device), "--listen", "127.0.0.1:0", "--admin-listen", ""],
+         "--model", str(checkpoint), "--device", str(device),
+         "--listen", "127.0.0.1:0", "--admin-listen", ""],
         env=ENV, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
 

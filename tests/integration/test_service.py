@@ -7,6 +7,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import grpc
 import httpx
@@ -18,6 +19,9 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoRe
 
 from encoder_service.engine.device import DeviceEngine
 from encoder_service.errors import ConfigurationError, StartupError
+from encoder_service.pipeline import Announced
+from encoder_service.rpc import servicer
+from encoder_service.types import Item
 from lm_adapter import (
     AsyncVisionEncoderClient,
     CacheTier,
@@ -186,6 +190,66 @@ def test_a_client_that_stops_reading_in_mid_stream_holds_nobody_up(
                 assert client.encode_one(ImageItem(photo()))
         stalled.cancel()
         channel.close()
+
+
+def test_p17_a_slow_reader_holds_a_bounded_amount_of_rows(
+    checkpoints: dict[str, Path], device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its call starts no more than it reads; new encodes are refused once all callers leave too much unread;
+    everything is given back when it leaves."""
+    monkeypatch.setattr(servicer, "UNREAD_BYTES_PER_CALL", 64 << 10)
+    big = [pb.Item(modality=pb.MODALITY_IMAGE, encoded=photo(640, 640)) for _ in range(4)]
+    with running(checkpoints["qwen3_vl"], device, chunk_bytes=4096, max_undelivered_bytes=1 << 20) as found:
+        pipeline = found.service.pipeline
+        assert pipeline is not None
+        channel = grpc.insecure_channel(found.target)
+        stub = encoder_pb2_grpc.VisionEncoderStub(channel)
+        events = list(stub.Encode(pb.EncodeRequest(items=big), timeout=30))
+        keys = [event.result.key for event in events if event.WhichOneof("event") == "result"]
+        until(lambda: pipeline.undelivered.num_bytes == 0)
+
+        calls = [stub.Fetch(pb.FetchRequest(keys=keys * 60), timeout=60) for _ in range(3)]
+        for call in calls:
+            next(call)
+        until(lambda: pipeline.undelivered.num_bytes > 0)
+        time.sleep(0.2)
+        assert pipeline.undelivered.num_bytes <= pipeline.store.num_bytes
+        assert pipeline.metrics.items.labels("host")._value.get() < 3 * 60
+
+        pipeline.undelivered.max_bytes = pipeline.undelivered.num_bytes
+        with VisionEncoderClient(found.target, timeout_s=30) as client:
+            (refused,) = client.encode([ImageItem(photo(64, 64))])
+        assert isinstance(refused, ItemFailed)
+        assert (refused.reason, refused.retryable) == ("QUEUE_FULL", True)
+        for call in calls:
+            call.cancel()
+        until(lambda: pipeline.undelivered.num_bytes == 0)
+        channel.close()
+
+
+def test_a_defect_in_one_prefetched_item_is_that_items(
+    service: RunningService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pipeline = service.service.pipeline
+    assert pipeline is not None
+    prefetch = pipeline.prefetch
+
+    async def defective(item: Item, **fields: Any) -> Announced:
+        if item.content_digest is not None:
+            raise RuntimeError("a defect")
+        return await prefetch(item, **fields)
+
+    monkeypatch.setattr(pipeline, "prefetch", defective)
+    data = photo()
+    items = [
+        pb.Item(modality=pb.MODALITY_IMAGE, encoded=data),
+        pb.Item(modality=pb.MODALITY_IMAGE, encoded=data, content_digest=bytes(32)),
+    ]
+    with grpc.insecure_channel(service.target) as channel:
+        stub = encoder_pb2_grpc.VisionEncoderStub(channel)
+        good, bad = stub.Prefetch(pb.PrefetchRequest(items=items), timeout=30).statuses
+    assert len(good.key) == 32
+    assert bad.failure.reason == "INTERNAL"
 
 
 def until(condition) -> None:  # type: ignore[no-untyped-def]

@@ -36,6 +36,9 @@ def test_every_setting_says_what_it_is() -> None:
         ({"store_bytes": -1}, "store_bytes"),
         ({"chunk_bytes": 1}, "chunk_bytes"),
         ({"no_such": 1}, "no_such"),
+        ({"max_queued_patches": 65_535}, "max_patches_per_item 65536 is above max_queued_patches 65535"),
+        ({"max_queued_bytes": 1 << 20}, "max_message_bytes 268435456 is above max_queued_bytes 1048576"),
+        ({"max_message_bytes": 1 << 20}, "chunk_bytes 1048576 and its 64 bytes of frame do not fit"),
     ],
 )
 def test_wrong_settings_are_refused_by_name(given: dict[str, object], text: str) -> None:

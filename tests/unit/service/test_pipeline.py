@@ -124,6 +124,35 @@ async def test_p15_concurrent_callers_share_one_encode(rig: Rig) -> None:
     assert sorted(result.tier.value for result in results) == ["in_flight"] * 19 + ["miss"]
 
 
+async def test_stages_of_a_shared_encode_are_observed_once(rig: Rig) -> None:
+    rig.preprocessor.gate.clear()
+    callers = [asyncio.ensure_future(rig.pipeline.encode(image())) for _ in range(5)]
+    await until(lambda: rig.pipeline.flights.counters.joined == 4)
+    rig.preprocessor.gate.set()
+    await asyncio.gather(*callers)
+    figures = {
+        stage: rig.metrics.registry.get_sample_value("ve_stage_seconds_count", {"stage": stage})
+        for stage in ("decode", "tower", "total")
+    }
+    assert figures == {"decode": 1.0, "tower": 1.0, "total": 5.0}
+
+
+async def test_p17_no_new_encode_while_callers_leave_too_much_unread(rig: Rig) -> None:
+    held = (await rig.pipeline.encode(image(1))).encoded
+    undelivered = rig.pipeline.undelivered
+    undelivered.max_bytes = held.spec.num_bytes
+    for _ in range(2):
+        undelivered.add(held, held.spec.num_bytes)
+    assert undelivered.num_bytes == held.spec.num_bytes
+    with pytest.raises(QueueFull, match=f"{held.spec.num_bytes} bytes of rows wait to be read"):
+        await rig.pipeline.encode(image(2))
+    assert (await rig.pipeline.encode(image(1))).tier is CacheTier.HOST
+    undelivered.remove(held, held.spec.num_bytes)
+    assert undelivered.num_bytes == held.spec.num_bytes
+    undelivered.remove(held, held.spec.num_bytes)
+    assert (await rig.pipeline.encode(image(2))).tier is CacheTier.MISS
+
+
 async def test_p15_the_encode_goes_on_when_the_first_caller_leaves(rig: Rig) -> None:
     rig.preprocessor.gate.clear()
     first = asyncio.ensure_future(rig.pipeline.encode(image()))
