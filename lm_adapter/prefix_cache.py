@@ -101,10 +101,12 @@ def restore_placeholders(
     video = video_placeholder_id if video_placeholder_id in inside else inside[0]
     restored = np.array(ids, dtype=np.int64)
     if scheme is PadScheme.TOKENSPEED:
+        num_pad_ids = len(_TAGS) * _TOKENSPEED_BAND
         is_video = (restored - FIRST_PAD_ID) // _TOKENSPEED_BAND == _TAGS[Modality.VIDEO]
     else:
+        num_pad_ids = _SGLANG_IDS
         is_video = np.zeros(restored.shape, dtype=np.bool_)
-    is_pad = restored >= max(FIRST_PAD_ID, vocab_size)
+    is_pad = (restored >= max(FIRST_PAD_ID, vocab_size)) & (restored < FIRST_PAD_ID + num_pad_ids)
     restored[is_pad & ~is_video] = image
     restored[is_pad & is_video] = video
     restored[restored == video_placeholder_id] = video

@@ -173,18 +173,19 @@ def _read_object(path: Path) -> Mapping[str, object]:
 
 
 def read_settings_file(checkpoint: Path) -> SettingsReader:
-    """The image settings of a checkpoint folder: its preprocessor_config.json, or where that is absent the
-    image_processor section of its processor_config.json.
+    """The image settings of a checkpoint folder: the image_processor section of its processor_config.json,
+    or where there is none its preprocessor_config.json. Of a folder with both, the section is the later
+    save, and the one that the reference reads (``get_image_processor_dict``).
 
     Raises CheckpointError when neither is there, UnsupportedCheckpoint when one is malformed.
     """
     preprocessor, processor = checkpoint / PREPROCESSOR_FILE, checkpoint / PROCESSOR_FILE
-    if preprocessor.exists():
-        return SettingsReader(_read_object(preprocessor), str(preprocessor))
     if processor.exists():
         combined = SettingsReader(_read_object(processor), str(processor))
         if combined.has("image_processor"):
             return combined.section("image_processor")
+    if preprocessor.exists():
+        return SettingsReader(_read_object(preprocessor), str(preprocessor))
     raise CheckpointError(
         f"{checkpoint} has no {PREPROCESSOR_FILE}, and no {PROCESSOR_FILE} with an image_processor",
         path=checkpoint,

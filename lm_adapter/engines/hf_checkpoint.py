@@ -62,7 +62,7 @@ def read_config(path: Path) -> dict[str, Any]:
     """config.json of a checkpoint directory. Raises InvalidRequest where there is none."""
     file = path / "config.json"
     try:
-        config = json.loads(file.read_text())
+        config = json.loads(file.read_bytes())
     except (OSError, ValueError) as error:
         raise InvalidRequest(f"cannot read {file}: {error}", reason="CHECKPOINT") from error
     if not isinstance(config, dict):
@@ -228,34 +228,42 @@ class LanguageCheckpoint:
 
     def _tensor(self, name: str, files: dict[str, Any], stack: contextlib.ExitStack) -> torch.Tensor:
         try:
-            from safetensors import safe_open
+            from safetensors import SafetensorError, safe_open
         except ImportError as error:
             raise MissingDependency("safetensors", "reading a checkpoint") from error
         shard = self._shards[name]
-        if shard not in files:
-            try:
+        try:
+            if shard not in files:
                 files[shard] = stack.enter_context(safe_open(self._path / shard, framework="pt"))
-            except OSError as error:
-                raise InvalidRequest(
-                    f"cannot read {self._path / shard}: {error}", reason="CHECKPOINT"
-                ) from error
-        tensor: torch.Tensor = files[shard].get_tensor(name)
+            tensor: torch.Tensor = files[shard].get_tensor(name)
+        except (OSError, SafetensorError) as error:
+            raise InvalidRequest(
+                f"cannot read {name} from {self._path / shard}: {error}", reason="CHECKPOINT"
+            ) from error
         return tensor
 
 
 def _weight_map(path: Path) -> dict[str, str]:
-    """Tensor name -> shard file name, from the index or from the only file's header."""
-    index = path / _INDEX_NAME
-    if index.exists():
-        weight_map: dict[str, str] = json.loads(index.read_text())["weight_map"]
-        return weight_map
-    single = path / _SINGLE_NAME
-    if not single.exists():
-        raise InvalidRequest(f"{path} has neither {_INDEX_NAME} nor {_SINGLE_NAME}", reason="CHECKPOINT")
-    # A safetensors file opens with its header's length, 8 bytes little-endian, and the header as JSON.
-    with single.open("rb") as file:
-        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-    return {name: _SINGLE_NAME for name in header if name != "__metadata__"}
+    """Tensor name -> shard file name, from the only file's header or from the index. Of a directory with
+    both, the file counts, as for the service's tower and for the reference. Raises InvalidRequest."""
+    index, single = path / _INDEX_NAME, path / _SINGLE_NAME
+    try:
+        if single.exists():
+            # A safetensors file opens with its header's length, 8 bytes little-endian, and it as JSON.
+            with single.open("rb") as file:
+                num_bytes = int.from_bytes(file.read(8), "little")
+                if num_bytes > single.stat().st_size:
+                    raise ValueError(f"it promises a header of {num_bytes} bytes")
+                header = json.loads(file.read(num_bytes))
+            return {name: _SINGLE_NAME for name in header if name != "__metadata__"}
+        if index.exists():
+            weight_map: dict[str, str] = json.loads(index.read_bytes())["weight_map"]
+            return dict(weight_map)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise InvalidRequest(
+            f"the weights of {path} cannot be listed: {type(error).__name__} {error}", reason="CHECKPOINT"
+        ) from error
+    raise InvalidRequest(f"{path} has neither {_INDEX_NAME} nor {_SINGLE_NAME}", reason="CHECKPOINT")
 
 
 def _listed(names: list[str]) -> str:

@@ -163,6 +163,55 @@ def test_unusable_directories_are_refused(published: Path, tmp_path: Path) -> No
         load_language_model(tmp_path)
 
 
+def cut_in_half(path: Path) -> None:
+    file = path / "model.safetensors"
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+
+
+def index_without_map(path: Path) -> None:
+    (path / "model.safetensors").unlink()
+    (path / "model.safetensors.index.json").write_text('{"metadata": {}}')
+
+
+def index_of_names_that_no_file_holds(path: Path) -> None:
+    file = path / "model.safetensors"
+    tensors = load_file(file)
+    file.unlink()
+    index = {"weight_map": dict.fromkeys(tensors, "model-00001-of-00001.safetensors")}
+    (path / "model.safetensors.index.json").write_text(json.dumps(index))
+    name = next(name for name in tensors if name.endswith("layers.1.input_layernorm.weight"))
+    del tensors[name]
+    save_file(tensors, path / "model-00001-of-00001.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("damage", "text"),
+    [
+        (lambda path: (path / "model.safetensors").write_bytes(b""), "JSONDecodeError"),
+        (lambda path: (path / "model.safetensors").write_bytes(b"<html>" * 9), "a header of"),
+        (cut_in_half, r"cannot read .* from .*model\.safetensors"),
+        (index_without_map, "KeyError 'weight_map'"),
+        (index_of_names_that_no_file_holds, r"cannot read .*input_layernorm\.weight from .*00001"),
+    ],
+)
+def test_damaged_weights_are_refused_by_file(
+    published: Path, tmp_path: Path, damage: Callable[[Path], object], text: str
+) -> None:
+    path = copy_with(published, tmp_path / "damaged", lambda tensors, config: None)
+    damage(path)
+    with pytest.raises(InvalidRequest, match=text) as caught:
+        load_language_model(path)
+    assert caught.value.reason == "CHECKPOINT"
+
+
+def test_one_file_wins_over_an_index_as_in_the_reference(published: Path, tmp_path: Path) -> None:
+    """The service's tower reads it in the same order: both halves come from one save."""
+    path = copy_with(published, tmp_path / "both", lambda tensors, config: None)
+    index = {"weight_map": dict.fromkeys(tensors_of(path), "model-00001-of-00001.safetensors")}
+    (path / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert torch.equal(logits(load_language_model(path)), logits(load_language_model(published)))
+
+
 def test_a_checkpoint_without_a_language_model_is_refused(tmp_path: Path) -> None:
     make_checkpoint(tmp_path / "tower", "qwen3_vl", "tiny", seed=0, with_lm=False)
     with pytest.raises(InvalidRequest, match="0 language models"):

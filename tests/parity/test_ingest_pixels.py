@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import json
 import random
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -176,6 +177,17 @@ def test_kimi_at_published_settings(saved: Callable[[Any, str], ImagePreprocesso
     preprocessor = saved(reference, "kimi_k25")
     for height, width in [(1080, 1920), (1, 1), (7168, 3), (3, 7169), (1, 65535), (65535, 1), (900, 3999)]:
         check(preprocessor, reference, picture(height, width))
+
+
+def test_settings_of_a_folder_with_both_files_are_the_references(tmp_path: Path) -> None:
+    reference = import_reference()
+    qwen_reference(4096, 1 << 20).save_pretrained(tmp_path)
+    section = json.loads((tmp_path / "preprocessor_config.json").read_text()) | CLIP
+    section["size"] = {"shortest_edge": 1024, "longest_edge": 65536}
+    (tmp_path / "processor_config.json").write_text(json.dumps({"image_processor": section}))
+    preprocessor = load_preprocessor(tmp_path, "qwen3_vl", LIMITS)
+    assert isinstance(preprocessor, ImagePreprocessor)
+    check(preprocessor, reference.AutoImageProcessor.from_pretrained(tmp_path), picture(400, 300))
 
 
 def test_a_size_above_the_area_limit(saved: Callable[[Any, str], ImagePreprocessor]) -> None:

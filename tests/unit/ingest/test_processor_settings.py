@@ -110,9 +110,14 @@ def test_the_combined_processor_file(tmp_path: Path) -> None:
     assert preprocessor.settings.max_pixels == 16777216
 
 
-def test_the_preprocessor_file_wins_over_the_combined_one(tmp_path: Path) -> None:
-    write(tmp_path, {"image_processor": QWEN | {"patch_size": 14}}, "processor_config.json")
-    assert load_preprocessor(write(tmp_path, QWEN), "qwen3_vl", LIMITS).patch_dim == 1536
+def test_the_combined_file_wins_over_the_preprocessor_file_as_in_the_reference(tmp_path: Path) -> None:
+    write(tmp_path, QWEN | {"patch_size": 14})
+    write(tmp_path, {"image_processor": QWEN}, "processor_config.json")
+    assert load_preprocessor(tmp_path, "qwen3_vl", LIMITS).patch_dim == 1536
+    # Older checkpoints have a combined file without settings of images.
+    for combined in ({"processor_class": "Qwen3VLProcessor"}, {"image_processor": None}):
+        write(tmp_path, combined, "processor_config.json")
+        assert load_preprocessor(tmp_path, "qwen3_vl", LIMITS).patch_dim == 3 * 2 * 14**2
 
 
 @pytest.mark.parametrize("family", PREPROCESSORS)

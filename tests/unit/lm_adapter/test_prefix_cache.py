@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from typing import Any
 
 import numpy as np
 import pytest
@@ -127,6 +128,22 @@ def test_p06_unknown_ids_are_refused() -> None:
     kwargs["image_placeholder_id"] = 2000
     with pytest.raises(InvalidRequest, match="2000 and 3000 both"):
         restore_placeholders([1], video_placeholder_id=3000, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "last"),
+    [(PadScheme.SGLANG, 1_000_000 + (1 << 30) - 1), (PadScheme.TOKENSPEED, 1_000_000 + 2 * BAND - 1)],
+)
+def test_p06_an_id_past_the_schemes_last_is_no_pad_id(scheme: PadScheme, last: int) -> None:
+    kwargs: dict[str, Any] = {
+        "scheme": scheme,
+        "image_placeholder_id": IMAGE,
+        "video_placeholder_id": VIDEO,
+        "vocab_size": VOCAB,
+    }
+    assert restore_placeholders([last], **kwargs).tolist() == [IMAGE if scheme is PadScheme.SGLANG else VIDEO]
+    with pytest.raises(InvalidRequest, match=f"the first is {last + 1}"):
+        restore_placeholders([last + 1], **kwargs)
 
 
 def test_p12_equal_pad_ids_of_different_content_are_not_shareable() -> None:
