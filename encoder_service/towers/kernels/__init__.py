@@ -1,0 +1,22 @@
+"""Triton kernels of the fused CUDA path; importing this package imports triton.
+
+Owns the passes between the matrix products: norms with the residual's addition, rotary positions on packed
+projections, position interpolation, GELU, the average over frames, patches from uint8 frames, and fp8
+quantisation where a row is written anyway. Which of them follow one another is the fused tower's.
+
+Every wrapper launches on the current CUDA device and stream, never waits for the device, allocates nothing
+but what it returns, and so can be captured in a CUDA graph. Shapes are internal invariants: asserted.
+"""
+
+from encoder_service.towers.kernels.embedding import embed_norm
+from encoder_service.towers.kernels.norm import add_norm, add_norm_quantize, layer_norm, layer_norm_quantize
+from encoder_service.towers.kernels.rotary import rotate_qkv_
+
+__all__ = [
+    "add_norm",
+    "add_norm_quantize",
+    "embed_norm",
+    "layer_norm",
+    "layer_norm_quantize",
+    "rotate_qkv_",
+]

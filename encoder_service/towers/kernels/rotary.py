@@ -1,0 +1,106 @@
+"""Two-axis rotary positions, in place on the packed projection of q, k and v.
+
+Owns the gather of each patch's angles from tables per coordinate, in both families' orders (rope.py says
+which), and the half-split rotation. Angles are float32 and the rotation is too; nothing but the projection
+itself passes through memory.
+
+Shape legend: P patches, H heads, d head_dim.
+"""
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+import triton
+import triton.language as tl
+
+NUM_WARPS = 4
+
+
+def rotate_qkv_(
+    qkv: torch.Tensor,
+    coords_P4: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    layout: Literal["blocked", "interleaved"],
+    num_heads: int,
+) -> torch.Tensor:
+    """Rotates q and k of qkv [P, 3 * H * d] in place and returns qkv; v stays as it is.
+
+    Element i of a head turns against element i + d/2 (rope.rotate). coords: int32 [P, 4], whose first two
+    columns are row and column. cos, sin: float32 [max_side, d/4], by coordinate and frequency; every
+    coordinate has to lie below max_side, which the device does not check. layout: "blocked" (Qwen), pair
+    j < d/4 turns by the row's frequency j, the others by the column's j - d/4; "interleaved" (MoonViT), even
+    j by the column's and odd j by the row's frequency j // 2. Rows of qkv and coords may lie apart.
+    """
+    num_patches, packed_width = qkv.shape
+    head_dim = packed_width // (3 * num_heads)
+    assert packed_width == 3 * num_heads * head_dim, f"qkv is {packed_width} wide, with {num_heads} heads"
+    assert head_dim % 4 == 0, f"head_dim is {head_dim}, needs a multiple of 4"
+    assert qkv.stride(1) == 1
+    assert coords_P4.shape == (num_patches, 4), f"coords is {list(coords_P4.shape)}, needs {[num_patches, 4]}"
+    assert coords_P4.stride(1) == 1
+    for table in (cos, sin):
+        assert table.shape[1] == head_dim // 4, f"a table is {table.shape[1]} wide, needs {head_dim // 4}"
+        assert table.is_contiguous()
+        assert table.dtype == torch.float32
+    if num_patches == 0:
+        return qkv
+    half = head_dim // 2
+    _rotate_kernel[(num_patches,)](
+        qkv,
+        coords_P4,
+        cos,
+        sin,
+        qkv.stride(0),
+        coords_P4.stride(0),
+        HEADS=2 * num_heads,
+        HEADS_TILE=triton.next_power_of_2(2 * num_heads),
+        HALF=half,
+        HALF_TILE=triton.next_power_of_2(half),
+        INTERLEAVED=layout == "interleaved",
+        num_warps=NUM_WARPS,
+    )
+    return qkv
+
+
+@triton.jit
+def _rotate_kernel(
+    qkv_ptr,
+    coords_ptr,
+    cos_ptr,
+    sin_ptr,
+    qkv_stride,
+    coords_stride,
+    HEADS: tl.constexpr,  # of q and k together, which lie side by side
+    HEADS_TILE: tl.constexpr,
+    HALF: tl.constexpr,
+    HALF_TILE: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+):
+    patch = tl.program_id(0).to(tl.int64)
+    row = tl.load(coords_ptr + patch * coords_stride)
+    column = tl.load(coords_ptr + patch * coords_stride + 1)
+
+    pair = tl.arange(0, HALF_TILE)
+    if INTERLEAVED:
+        position = tl.where(pair % 2 == 0, column, row)
+        frequency = pair // 2
+    else:
+        of_row = pair < HALF // 2
+        position = tl.where(of_row, row, column)
+        frequency = tl.where(of_row, pair, pair - HALF // 2)
+    angle = position * (HALF // 2) + frequency
+    cos = tl.load(cos_ptr + angle, mask=pair < HALF, other=0.0)[None, :]
+    sin = tl.load(sin_ptr + angle, mask=pair < HALF, other=0.0)[None, :]
+
+    head = tl.arange(0, HEADS_TILE)[:, None]
+    first_ptr = qkv_ptr + patch * qkv_stride + head * (2 * HALF) + pair[None, :]
+    used = (head < HEADS) & (pair[None, :] < HALF)
+    first = tl.load(first_ptr, mask=used, other=0.0).to(tl.float32)
+    second = tl.load(first_ptr + HALF, mask=used, other=0.0).to(tl.float32)
+    dtype = qkv_ptr.dtype.element_ty
+    tl.store(first_ptr, (first * cos - second * sin).to(dtype), mask=used)
+    tl.store(first_ptr + HALF, (second * cos + first * sin).to(dtype), mask=used)

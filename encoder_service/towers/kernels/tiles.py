@@ -1,0 +1,103 @@
+"""One row of a matrix as one program holds it: two register tiles, a LayerNorm over them, an fp8 scale.
+
+Owns how a row of a width that is no power of two is split, and the arithmetic that several kernels share.
+Which rows are read and written is each kernel's own.
+
+A row of ``width`` elements is a main tile, the largest power of two below it, and a tail tile that is
+masked: 1024 + 128 for 1152, 4096 + 256 for 4304, 4096 + 512 for 4608. One tile of the next power of two
+would leave almost half of the lanes of these widths idle, which counts where a row is more than copied.
+"""
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+# Elements of the main tile per warp: eight per lane, one 16-byte access of a two-byte type.
+ELEMENTS_PER_WARP = 256
+MAX_WARPS = 8
+
+FP8_DTYPE = torch.float8_e4m3fn
+FP8_MAX = tl.constexpr(448.0)  # largest finite e4m3 value
+# A row of zeros takes this scale; dividing by it stays finite.
+MIN_SCALE = tl.constexpr(1e-12)
+
+
+def split_width(width: int) -> tuple[int, int]:
+    """Elements of the main and of the tail tile of a row; width at least 2."""
+    main: int = triton.next_power_of_2(width) // 2
+    tail: int = triton.next_power_of_2(width - main)
+    return main, tail
+
+
+def row_warps(width: int) -> int:
+    """Warps of a program that holds one row."""
+    main, _ = split_width(width)
+    return min(MAX_WARPS, max(1, main // ELEMENTS_PER_WARP))
+
+
+def check_rows(name: str, x: torch.Tensor, shape: tuple[int, int]) -> None:
+    """Asserts that x is a matrix of ``shape`` whose rows are contiguous; rows may lie apart."""
+    assert tuple(x.shape) == shape, f"{name} has shape {list(x.shape)}, needs {list(shape)}"
+    assert x.stride(1) == 1, f"{name}'s rows have stride {x.stride(1)}, need 1"
+
+
+def check_vector(name: str, x: torch.Tensor, size: int) -> None:
+    """Asserts that x is a contiguous vector of ``size`` elements."""
+    assert tuple(x.shape) == (size,), f"{name} has shape {list(x.shape)}, needs [{size}]"
+    assert x.is_contiguous(), f"{name} is not contiguous"
+
+
+@triton.jit
+def load_row(row_ptr, WIDTH: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr):
+    """Main and tail tile in float32; zeros beyond the row."""
+    tail = MAIN + tl.arange(0, TAIL)
+    main_part = tl.load(row_ptr + tl.arange(0, MAIN)).to(tl.float32)
+    tail_part = tl.load(row_ptr + tail, mask=tail < WIDTH, other=0.0).to(tl.float32)
+    return main_part, tail_part
+
+
+@triton.jit
+def store_row(row_ptr, main_part, tail_part, WIDTH: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr):
+    """Writes both tiles in the row's own type."""
+    tail = MAIN + tl.arange(0, TAIL)
+    tl.store(row_ptr + tl.arange(0, MAIN), main_part.to(row_ptr.dtype.element_ty))
+    tl.store(row_ptr + tail, tail_part.to(row_ptr.dtype.element_ty), mask=tail < WIDTH)
+
+
+@triton.jit
+def norm_row(
+    main_part,
+    tail_part,
+    weight_ptr,
+    bias_ptr,
+    eps,
+    WIDTH: tl.constexpr,
+    MAIN: tl.constexpr,
+    TAIL: tl.constexpr,
+):
+    """LayerNorm of a row held in two tiles, variance from the centred values; zeros beyond the row."""
+    # Before the sums, whose barriers no load is moved across.
+    main_weight, tail_weight = load_row(weight_ptr, WIDTH, MAIN, TAIL)
+    main_bias, tail_bias = load_row(bias_ptr, WIDTH, MAIN, TAIL)
+    in_row = MAIN + tl.arange(0, TAIL) < WIDTH
+    mean = (tl.sum(main_part, 0) + tl.sum(tail_part, 0)) / WIDTH
+    main_part = main_part - mean
+    tail_part = tl.where(in_row, tail_part - mean, 0.0)
+    variance = (tl.sum(main_part * main_part, 0) + tl.sum(tail_part * tail_part, 0)) / WIDTH
+    scale = tl.rsqrt(variance + eps)
+    return main_part * scale * main_weight + main_bias, tail_part * scale * tail_weight + tail_bias
+
+
+@triton.jit
+def scale_row(main_part, tail_part):
+    """The row divided by its scale, within +-448, and the scale: largest magnitude / 448, never zero."""
+    largest = tl.maximum(tl.max(tl.abs(main_part), 0), tl.max(tl.abs(tail_part), 0))
+    scale = tl.maximum(tl.div_rn(largest, FP8_MAX), MIN_SCALE)
+    # Rounding may carry the largest element a hair past 448, where some conversions give NaN.
+    inverse = tl.div_rn(1.0, scale)
+    main_part = tl.minimum(tl.maximum(main_part * inverse, -FP8_MAX), FP8_MAX)
+    tail_part = tl.minimum(tl.maximum(tail_part * inverse, -FP8_MAX), FP8_MAX)
+    return main_part, tail_part, scale

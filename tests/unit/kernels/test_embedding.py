@@ -1,0 +1,133 @@
+"""Interpolated positions against the plain path's taps, and the norm after them."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import pytest
+import torch
+
+from encoder_service.towers.kernels import embed_norm
+from encoder_service.towers.layers import interpolate_positions
+from encoder_service.towers.positions import cubic_taps, grid_taps, linear_taps, raster_coordinates
+from tests.unit.kernels.references import DTYPES, EPS, assert_near, norm_float32, padded_rows, randn
+
+Mode = Literal["linear", "cubic"]
+TAPS = {"linear": linear_taps, "cubic": cubic_taps}
+TABLE_HEIGHT, TABLE_WIDTH = 9, 7
+# Below, at, above the table's sides; one patch; a strip.
+FRAMES = [(2, 4), (3, 7), (1, 1), (11, 1), (1, 13)]
+
+
+def frame_coords(height: int, width: int) -> torch.Tensor:
+    rows, columns = raster_coordinates(height, width)
+    sizes = torch.tensor([height, width]).expand(height * width, 2)
+    return torch.cat([rows[:, None], columns[:, None], sizes], dim=1).int()
+
+
+def plain_positions(table: torch.Tensor, height: int, width: int, mode: Mode) -> torch.Tensor:
+    taps = TAPS[mode]
+    index, weight = grid_taps(taps(height, TABLE_HEIGHT), taps(width, TABLE_WIDTH), TABLE_WIDTH)
+    return interpolate_positions(table, index, weight)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("mode", ["linear", "cubic"])
+@pytest.mark.parametrize("width", [64, 1152])
+def test_positions_equal_the_plain_path(
+    width: int, mode: Mode, dtype: torch.dtype, device: torch.device, generator: torch.Generator
+) -> None:
+    frames = FRAMES if width == 64 else FRAMES[:1]
+    coords = torch.cat([frame_coords(*frame) for frame in frames])
+    table = randn(generator, TABLE_HEIGHT * TABLE_WIDTH, width).to(dtype)
+    x = randn(generator, coords.shape[0], width).to(dtype)
+    weight, bias = (randn(generator, width).to(dtype) for _ in range(2))
+    held = padded_rows(x, device)
+    h = embed_norm(
+        held,
+        table.to(device),
+        coords.to(device),
+        weight.to(device),
+        bias.to(device),
+        EPS,
+        mode=mode,
+        table_height=TABLE_HEIGHT,
+        table_width=TABLE_WIDTH,
+    )
+    positions = torch.cat([plain_positions(table, *frame, mode) for frame in frames])
+    assert_near(held, x.float() + positions)
+    assert_near(h, norm_float32(held.cpu(), weight, bias, EPS))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_temporal_rows_are_added(
+    dtype: torch.dtype, device: torch.device, generator: torch.Generator
+) -> None:
+    coords = torch.cat([frame_coords(3, 4)] * 3)
+    frame_index = torch.arange(3, dtype=torch.int32).repeat_interleave(12)
+    table, frame_table = randn(generator, TABLE_HEIGHT * TABLE_WIDTH, 144).to(dtype), randn(generator, 5, 144)
+    x = randn(generator, 36, 144).to(dtype)
+    weight, bias = randn(generator, 144).to(dtype), randn(generator, 144).to(dtype)
+    held = x.to(device, copy=True)
+    h = embed_norm(
+        held,
+        table.to(device),
+        coords.to(device),
+        weight.to(device),
+        bias.to(device),
+        EPS,
+        mode="cubic",
+        table_height=TABLE_HEIGHT,
+        table_width=TABLE_WIDTH,
+        frame_table=frame_table.to(device),
+        frame_index=frame_index.to(device),
+    )
+    positions = plain_positions(table, 3, 4, "cubic").repeat(3, 1) + frame_table[frame_index.long()]
+    assert_near(held, x.float() + positions)
+    assert_near(h, norm_float32(held.cpu(), weight, bias, EPS))
+
+
+@pytest.mark.parametrize("mode", ["linear", "cubic"])
+def test_padding_rows_stay_finite(mode: Mode, device: torch.device, generator: torch.Generator) -> None:
+    coords = torch.tensor([[0, 0, 1, 1]] * 3, dtype=torch.int32, device=device)
+    ones = torch.ones(64, device=device)
+    x = torch.zeros(3, 64, device=device)
+    h = embed_norm(
+        x,
+        randn(generator, TABLE_HEIGHT * TABLE_WIDTH, 64).to(device),
+        coords,
+        ones,
+        ones,
+        EPS,
+        mode=mode,
+        table_height=TABLE_HEIGHT,
+        table_width=TABLE_WIDTH,
+    )
+    assert torch.isfinite(h).all()
+    assert torch.isfinite(x).all()
+
+
+@pytest.mark.parametrize("table_size", [48, 64])
+@pytest.mark.parametrize("mode", ["linear", "cubic"])
+def test_every_side_has_the_plain_taps(mode: Mode, table_size: int, device: torch.device) -> None:
+    """Short sides and a few places of long ones, against the same float32 steps. A table of one-hot rows
+    shows each tap's entry and weight: a place on a whole entry must not move to its neighbour."""
+    places = [(side, place) for side in (1, 2, 3, 5, 7) for place in range(side)]
+    places += [(side, place) for side in (48, 64, 95, 127) for place in (1, side // 3, side // 2, side - 1)]
+    coords = torch.tensor([[0, place, 1, side] for side, place in places], dtype=torch.int32)
+    x, ones = torch.zeros(len(places), table_size, device=device), torch.ones(table_size, device=device)
+    embed_norm(
+        x,
+        torch.eye(table_size, device=device),
+        coords.to(device),
+        ones,
+        ones,
+        EPS,
+        mode=mode,
+        table_height=1,
+        table_width=table_size,
+    )
+    for found, (side, place) in zip(x.cpu(), places, strict=True):
+        index, weight = TAPS[mode](side, table_size)
+        expected = torch.zeros(table_size).index_add_(0, index[place], weight[place])
+        assert (found - expected).abs().max() < 3e-7, (side, place)

@@ -1,0 +1,72 @@
+"""LayerNorm kernels against float64, the residual bit for bit, rows that lie apart."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from encoder_service.towers.kernels import add_norm, layer_norm
+from tests.unit.kernels.references import DTYPES, EPS, assert_near, norm_float32, padded_rows, randn
+
+SHAPES = [(1, 64), (7, 144), (5, 1152), (40, 36), (3, 1024), (2, 4608)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_layer_norm_equals_float64(
+    shape: tuple[int, int], dtype: torch.dtype, device: torch.device, generator: torch.Generator
+) -> None:
+    # An offset far from zero: a variance from mean squares would lose the digits.
+    x = (randn(generator, *shape) * 3 + 20).to(dtype)
+    weight, bias = (randn(generator, shape[1]).to(dtype) for _ in range(2))
+    held = x.to(device, copy=True)
+    h = layer_norm(held, weight.to(device), bias.to(device), EPS)
+    assert h.dtype == dtype
+    assert_near(h, norm_float32(x, weight, bias, EPS))
+    assert torch.equal(held.cpu(), x)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_add_norm_adds_in_place_and_norms_the_rounded_sum(
+    shape: tuple[int, int], dtype: torch.dtype, device: torch.device, generator: torch.Generator
+) -> None:
+    x, delta = (randn(generator, *shape).to(dtype) for _ in range(2))
+    weight, bias = (randn(generator, shape[1]).to(dtype) for _ in range(2))
+    held = x.to(device, copy=True)
+    h = add_norm(held, delta.to(device), weight.to(device), bias.to(device), EPS)
+    assert torch.equal(held.cpu(), x + delta)
+    assert_near(h, norm_float32(x + delta, weight, bias, EPS))
+
+
+def test_rows_that_lie_apart_leave_what_is_between(device: torch.device, generator: torch.Generator) -> None:
+    x, delta = randn(generator, 6, 144), randn(generator, 6, 144)
+    weight, bias = randn(generator, 144), randn(generator, 144)
+    held = padded_rows(x, device)
+    h = add_norm(held, padded_rows(delta, device), weight.to(device), bias.to(device), EPS)
+    assert torch.equal(held.cpu(), x + delta)
+    assert held._base is not None
+    assert held._base.isnan().sum() == 6 * 24
+    assert_near(h, norm_float32(x + delta, weight, bias, EPS))
+
+
+def test_parameters_may_have_another_dtype(device: torch.device, generator: torch.Generator) -> None:
+    x, weight, bias = randn(generator, 3, 64).bfloat16(), randn(generator, 64), randn(generator, 64)
+    h = layer_norm(x.to(device), weight.to(device), bias.to(device), EPS)
+    assert h.dtype == torch.bfloat16
+    assert_near(h, norm_float32(x, weight, bias, EPS))
+
+
+def test_no_rows(device: torch.device) -> None:
+    weight = torch.ones(64, device=device)
+    assert layer_norm(torch.empty(0, 64, device=device), weight, weight, EPS).shape == (0, 64)
+
+
+def test_shapes_are_asserted(device: torch.device) -> None:
+    x, weight = torch.zeros(4, 64, device=device), torch.ones(64, device=device)
+    with pytest.raises(AssertionError, match=r"delta has shape \[3, 64\], needs \[4, 64\]"):
+        add_norm(x, x[:3], weight, weight, EPS)
+    with pytest.raises(AssertionError, match=r"weight has shape \[32\], needs \[64\]"):
+        layer_norm(x, weight[:32], weight, EPS)
+    with pytest.raises(AssertionError, match="stride"):
+        layer_norm(x.t(), torch.ones(4, device=device), torch.ones(4, device=device), EPS)

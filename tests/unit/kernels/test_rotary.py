@@ -1,0 +1,92 @@
+"""In-place rotation of packed projections against rope.py, in both families' orders."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import pytest
+import torch
+
+from encoder_service.towers.kernels import rotate_qkv_
+from encoder_service.towers.rope import (
+    blocked_tables,
+    interleaved_tables,
+    inverse_frequencies,
+    rotate,
+)
+from tests.unit.kernels.references import DTYPES, assert_near, padded_rows, randn
+
+THETA = 10_000.0
+MAX_SIDE = 50
+Layout = Literal["blocked", "interleaved"]
+TABLES = {"blocked": blocked_tables, "interleaved": interleaved_tables}
+
+
+def coordinate_tables(head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """cos and sin by coordinate and frequency, float32 [MAX_SIDE, d/4]."""
+    angles = torch.arange(MAX_SIDE)[:, None] * inverse_frequencies(head_dim, THETA)
+    return angles.cos(), angles.sin()
+
+
+def random_coords(generator: torch.Generator, num_patches: int) -> torch.Tensor:
+    place = torch.randint(MAX_SIDE, (num_patches, 2), generator=generator, dtype=torch.int32)
+    return torch.cat([place, place + 1], dim=1)
+
+
+def rotated(
+    qkv: torch.Tensor, coords: torch.Tensor, layout: Layout, num_heads: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """q, k, v [P, H, d]; q and k rotated, float32."""
+    q, k, v = qkv.view(qkv.shape[0], 3, num_heads, -1).unbind(1)
+    cos, sin = TABLES[layout](coords[:, 0].long(), coords[:, 1].long(), q.shape[-1], THETA)
+    return rotate(q.float(), cos, sin), rotate(k.float(), cos, sin), v
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("layout", ["blocked", "interleaved"])
+@pytest.mark.parametrize(("num_heads", "head_dim"), [(16, 72), (3, 64), (2, 80), (1, 128), (5, 8)])
+def test_rotation_equals_the_plain_path(
+    num_heads: int,
+    head_dim: int,
+    layout: Layout,
+    dtype: torch.dtype,
+    device: torch.device,
+    generator: torch.Generator,
+) -> None:
+    num_patches = 9
+    qkv = randn(generator, num_patches, 3 * num_heads * head_dim).to(dtype)
+    coords = random_coords(generator, num_patches)
+    cos, sin = (table.to(device) for table in coordinate_tables(head_dim))
+    held = qkv.to(device, copy=True)
+    result = rotate_qkv_(held, coords.to(device), cos, sin, layout, num_heads)
+    assert result is held
+    q, k, v = held.cpu().view(num_patches, 3, num_heads, head_dim).unbind(1)
+    expected_q, expected_k, expected_v = rotated(qkv, coords, layout, num_heads)
+    assert_near(q, expected_q)
+    assert_near(k, expected_k)
+    assert torch.equal(v, expected_v)
+
+
+def test_rows_that_lie_apart_and_padding(device: torch.device, generator: torch.Generator) -> None:
+    """A padding row stands at (0, 0), where nothing turns."""
+    qkv = randn(generator, 4, 3 * 2 * 72)
+    coords = random_coords(generator, 4)
+    coords[2:] = torch.tensor([0, 0, 1, 1])
+    held = padded_rows(qkv, device)
+    cos, sin = (table.to(device) for table in coordinate_tables(72))
+    wide_coords = torch.cat([coords, coords], dim=1).to(device)
+    rotate_qkv_(held, wide_coords[:, :4], cos, sin, "blocked", 2)
+    q, k, _ = held.cpu().reshape(4, 3, 2, 72).unbind(1)
+    expected_q, expected_k, _ = rotated(qkv, coords, "blocked", 2)
+    assert_near(q, expected_q)
+    assert_near(k, expected_k)
+    assert torch.equal(held[2:].cpu(), qkv[2:])
+
+
+def test_shapes_are_asserted(device: torch.device) -> None:
+    cos, sin = (table.to(device) for table in coordinate_tables(72))
+    coords = torch.zeros(2, 4, dtype=torch.int32, device=device)
+    with pytest.raises(AssertionError, match="a table is 18 wide, needs 16"):
+        rotate_qkv_(torch.zeros(2, 3 * 64, device=device), coords, cos, sin, "blocked", 1)
+    with pytest.raises(AssertionError, match=r"coords is \[2, 4\], needs \[3, 4\]"):
+        rotate_qkv_(torch.zeros(3, 3 * 72, device=device), coords, cos, sin, "blocked", 1)
