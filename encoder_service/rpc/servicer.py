@@ -217,8 +217,7 @@ class VisionEncoderServicer:
             status = "OK"
         finally:
             for task in tasks.values():
-                if not task.cancel() and not task.cancelled():
-                    task.exception()  # read, so that a failure its caller left behind is not reported as lost
+                task.cancel()
             unread.clear()
             permit.release()
             self._pipeline.metrics.requests.labels(method, status).inc()

@@ -150,7 +150,7 @@ def test_a_defect_of_the_loop_is_told_to_the_running_items_too() -> None:
     def fail(num_patches: float) -> None:
         raise ValueError("a defect beside the forward")
 
-    rig.engine._metrics.batch_patches.observe = fail  # type: ignore[method-assign]
+    rig.engine._metrics.batch_patches.observe = fail  # type: ignore[method-assign, assignment]
     future = rig.submit(1.0)
     rig.engine.start()
     with pytest.raises(DeviceFault, match="a defect beside the forward"):
