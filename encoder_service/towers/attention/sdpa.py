@@ -8,20 +8,29 @@ Shape legend: P patches of the batch, B sequences of one run, H heads, d head_di
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from encoder_service.towers.attention.plan import Unplanned
+
 if TYPE_CHECKING:
     from encoder_service.towers.attention import SequenceBounds
 
 
-class SdpaAttention:
-    """One call for each run of neighbouring sequences of equal length."""
+class SdpaAttention(Unplanned):
+    """One call for each run of neighbouring sequences of equal length, or, when one_by_one, for each
+    sequence: slower, and then a sequence's rows depend on its own length alone, whereas the library may
+    choose its kernel and split its work by the number of sequences in a call."""
 
     name = "sdpa"
+    static_lengths = True
+
+    def __init__(self, *, one_by_one: bool = False) -> None:
+        self.batch_invariant = one_by_one
 
     def attend(
         self, q_PHd: torch.Tensor, k_PHd: torch.Tensor, v_PHd: torch.Tensor, bounds: SequenceBounds
@@ -29,8 +38,7 @@ class SdpaAttention:
         """See AttentionBackend. The output of padding is zero."""
         outputs = []
         start = 0
-        for length, run in groupby(bounds.seqlens):
-            count = len(list(run))
+        for length, count in self._runs(bounds.seqlens):
             stop = start + count * length
             # [B, H, length, d]; a view, also of the strided parts of one packed projection.
             q, k, v = (
@@ -42,3 +50,14 @@ class SdpaAttention:
         if start < q_PHd.shape[0]:
             outputs.append(q_PHd.new_zeros(q_PHd.shape[0] - start, *q_PHd.shape[1:]))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+    def _runs(self, seqlens: Sequence[int]) -> Iterator[tuple[int, int]]:
+        """Length and number of the sequences of each call; empty sequences have no rows to serve."""
+        for length, run in groupby(seqlens):
+            if length == 0:
+                continue
+            count = len(list(run))
+            if self.batch_invariant:
+                yield from [(length, 1)] * count
+            else:
+                yield length, count

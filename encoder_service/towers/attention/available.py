@@ -1,0 +1,123 @@
+"""Which attention backends are installed and fit a device, by name and in order of preference.
+
+Owns the list of names and what each needs. Which of them is fastest is select.py's to measure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import structlog
+import torch
+
+from encoder_service.errors import ConfigurationError
+from encoder_service.towers.attention.sdpa import SdpaAttention
+
+if TYPE_CHECKING:
+    from encoder_service.towers.attention import AttentionBackend
+
+log = structlog.get_logger(__name__)
+
+AUTO = "auto"
+
+
+def available_backends(device: torch.device, *, deterministic: bool = False) -> list[AttentionBackend]:
+    """Every backend that imports and fits the device, most preferred first; the last always serves.
+
+    deterministic: only backends whose rows for a sequence depend on that sequence alone. All kernels here
+    are: none splits the keys, and their tiles do not follow the batch. The plain one is, called sequence by
+    sequence.
+    """
+    found: list[AttentionBackend] = []
+    for name, build in BUILDERS.items():
+        try:
+            found.extend(build(device))
+        except Exception as error:  # an extension built for another torch fails in ways of its own
+            log.debug("attention_backend_absent", backend=name, reason=f"{type(error).__name__}: {error}")
+    found.append(SdpaAttention(one_by_one=deterministic))
+    return [backend for backend in found if backend.batch_invariant or not deterministic]
+
+
+def parse_attention(
+    choice: str, device: torch.device, *, deterministic: bool = False
+) -> list[AttentionBackend]:
+    """The candidates behind a setting: all of them for "auto", the one named otherwise.
+
+    Raises ConfigurationError, which says what is installed, for a name that is unknown, that is not
+    installed or does not fit the device.
+    """
+    backends = available_backends(device, deterministic=deterministic)
+    if choice == AUTO:
+        return backends
+    installed = [backend.name for backend in backends]
+    if choice in installed:
+        return [backends[installed.index(choice)]]
+    known = choice in NAMES
+    raise ConfigurationError(
+        f'attention "{choice}" is '
+        + (f"not installed or does not run on {device}" if known else "unknown")
+        + f"; usable here: {', '.join([AUTO, *installed])}"
+        + ("" if known else f"; all names: {', '.join(NAMES)}"),
+        found=choice,
+        usable=", ".join(installed),
+    )
+
+
+def build_fa4(device: torch.device) -> list[AttentionBackend]:
+    need_capability(device, 9, 10, 11)
+    from encoder_service.towers.attention.fa4 import Fa4Attention
+
+    tuned = Fa4Attention()
+    # Where the library's tile is not the tuned one, each is faster at some shapes.
+    return [tuned, Fa4Attention(library_tile=True)] if tuned.tiles_matter else [tuned]
+
+
+def build_fa3(device: torch.device) -> list[AttentionBackend]:
+    need_capability(device, 9)
+    from encoder_service.towers.attention.fa3 import Fa3Attention
+
+    return [Fa3Attention()]
+
+
+def build_triton(device: torch.device) -> list[AttentionBackend]:
+    need_capability(device, 8, 9, 10, 11, 12)
+    from encoder_service.towers.attention.triton_varlen import TritonVarlenAttention
+
+    return [TritonVarlenAttention()]
+
+
+def build_fa2(device: torch.device) -> list[AttentionBackend]:
+    need_capability(device, 8, 9, 10, 11, 12)
+    from encoder_service.towers.attention.fa2 import Fa2Attention
+
+    return [Fa2Attention()]
+
+
+def build_varlen(device: torch.device) -> list[AttentionBackend]:
+    need_capability(device, 8, 9, 10, 11, 12)
+    from encoder_service.towers.attention.varlen import TorchVarlenAttention
+
+    return [TorchVarlenAttention()]
+
+
+BUILDERS: dict[str, Callable[[torch.device], list[AttentionBackend]]] = {
+    "fa4": build_fa4,
+    "fa3": build_fa3,
+    "triton": build_triton,
+    "fa2": build_fa2,
+    "varlen": build_varlen,
+}
+NAMES = ("fa4", "fa4-library", "fa3", "triton", "fa2", "varlen", "sdpa")
+
+
+def need_capability(device: torch.device, *majors: int) -> None:
+    """Raises ConfigurationError unless the device is CUDA of one of these compute capabilities."""
+    if device.type != "cuda":
+        raise ConfigurationError(f"needs a CUDA device, this is {device.type}", found=device.type)
+    major, minor = torch.cuda.get_device_capability(device)
+    if major not in majors:
+        raise ConfigurationError(
+            f"needs compute capability {' or '.join(map(str, majors))}.x, the device has {major}.{minor}",
+            found=f"{major}.{minor}",
+        )

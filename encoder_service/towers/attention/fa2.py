@@ -1,0 +1,52 @@
+"""FlashAttention-2 of the flash-attn package.
+
+Owns the call. The varlen forward never splits the keys unless one query row meets grouped heads, which a
+tower never has, so results are batch invariant.
+
+Source: Dao-AILab/flash-attention, flash_attn/flash_attn_interface.py and csrc/flash_attn/flash_api.cpp.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+import torch
+
+from encoder_service.towers.attention.plan import Unplanned, zero_padding
+
+if TYPE_CHECKING:
+    from encoder_service.towers.attention import SequenceBounds
+
+
+class Fa2Attention(Unplanned):
+    """FA2's varlen forward. Raises ImportError where flash-attn 2 is not installed: flash-attn 4 alone
+    provides a package of that name without the function."""
+
+    name = "fa2"
+    static_lengths = False
+    batch_invariant = True
+
+    def __init__(self) -> None:
+        module = importlib.import_module("flash_attn")
+        if not hasattr(module, "flash_attn_varlen_func"):
+            raise ImportError("the installed flash_attn package has no flash_attn_varlen_func")
+        self._varlen = module.flash_attn_varlen_func
+
+    def attend(
+        self, q_PHd: torch.Tensor, k_PHd: torch.Tensor, v_PHd: torch.Tensor, bounds: SequenceBounds
+    ) -> torch.Tensor:
+        """See AttentionBackend. float16 or bfloat16. The output of padding is zero."""
+        result: torch.Tensor = self._varlen(
+            q_PHd,
+            k_PHd,
+            v_PHd,
+            cu_seqlens_q=bounds.cu_seqlens,
+            cu_seqlens_k=bounds.cu_seqlens,
+            max_seqlen_q=bounds.max_seqlen,
+            max_seqlen_k=bounds.max_seqlen,
+            dropout_p=0.0,
+            softmax_scale=q_PHd.shape[-1] ** -0.5,
+            causal=False,
+        )
+        return zero_padding(result, bounds.cu_seqlens)

@@ -1,0 +1,179 @@
+"""flash-attn 4 (CuTe DSL, Hopper and Blackwell): package flash-attn-4, module flash_attn.cute.
+
+Owns the call, the tile and the import. The library compiles a kernel per head dim and tile in its first call,
+about a second, which therefore has to come before a capture. Its table of Hopper tiles (192 x 144 from head
+dim 65 to 96) was tuned at 96; at 72, which it pads to 80, 192 keys' worth of shared memory is left over and
+192 x 160 with the probabilities in shared memory was fastest of eleven on long sequences. The private forward
+takes the tile, and an output buffer too; where a release's forward lacks an argument that is needed, the
+public function serves with the library's own tile.
+
+No split of the keys (num_splits=1) and one tile for all lengths, so results are batch invariant.
+
+Source: Dao-AILab/flash-attention, flash_attn/cute/interface.py (_flash_attn_fwd, _tile_size_fwd_sm90),
+4.0.0b36.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from encoder_service.towers.attention.plan import output_of, plan_output, zero_padding
+
+if TYPE_CHECKING:
+    from encoder_service.towers.attention import SequenceBounds
+
+FORWARD_ARGUMENTS = frozenset(
+    {
+        "q",
+        "k",
+        "v",
+        "out",
+        "cu_seqlens_q",
+        "cu_seqlens_k",
+        "max_seqlen_q",
+        "max_seqlen_k",
+        "softmax_scale",
+        "causal",
+        "num_splits",
+        "tile_mn",
+        "mma_pv_is_rs",
+        "intra_wg_overlap",
+    }
+)
+
+
+@dataclass(frozen=True)
+class Fa4Tile:
+    """Queries and keys of a tile; whether the probabilities stay in registers for the second product; whether
+    a warp group overlaps its softmax with the next product."""
+
+    queries: int
+    keys: int
+    probabilities_in_registers: bool = False
+    overlap: bool = True
+
+    @property
+    def label(self) -> str:
+        register = "r" if self.probabilities_in_registers else ""
+        return f"{self.queries}x{self.keys}{register}{'' if self.overlap else 's'}"
+
+    def arguments(self) -> dict[str, Any]:
+        return {
+            "tile_mn": (self.queries, self.keys),
+            "mma_pv_is_rs": self.probabilities_in_registers,
+            "intra_wg_overlap": self.overlap,
+        }
+
+
+# Compute capability (major) and head dim padded to 16, to a tile that beat the library's choice.
+TILES = {(9, 80): Fa4Tile(192, 160)}
+
+
+class Fa4Attention:
+    """flash-attn 4's varlen forward.
+
+    tile: the tile to use on every device; None takes TILES where it has one, library_tile the library's own
+    choice. Raises ImportError where flash-attn 4 or a part of it is missing, ValueError if a tile is given
+    and the installed release's forward cannot take it.
+    """
+
+    static_lengths = False
+    batch_invariant = True
+
+    def __init__(self, *, tile: Fa4Tile | None = None, library_tile: bool = False) -> None:
+        self._interface = import_interface()
+        self._forward = find_forward(self._interface)
+        if tile is not None and (library_tile or self._forward is None):
+            raise ValueError(
+                f"tile {tile.label} cannot be set: "
+                + ("library_tile excludes it" if library_tile else "this flash-attn 4 takes none")
+            )
+        self._tile = tile
+        self._library_tile = library_tile
+        self.name = f"fa4-{tile.label}" if tile else "fa4-library" if library_tile else "fa4"
+
+    @property
+    def tiles_matter(self) -> bool:
+        """Whether the installed release takes a tile: without, library_tile makes no difference."""
+        return self._forward is not None
+
+    def plan(self, bounds: SequenceBounds, shape: Sequence[int], dtype: torch.dtype) -> SequenceBounds:
+        """The bounds with the output buffer that all blocks write."""
+        return plan_output(bounds, shape, dtype) if self._forward is not None else bounds
+
+    def attend(
+        self, q_PHd: torch.Tensor, k_PHd: torch.Tensor, v_PHd: torch.Tensor, bounds: SequenceBounds
+    ) -> torch.Tensor:
+        """See AttentionBackend. float16 or bfloat16, head_dim a multiple of 8. The output of padding is
+        zero."""
+        shared: dict[str, Any] = {
+            "cu_seqlens_q": bounds.cu_seqlens,
+            "cu_seqlens_k": bounds.cu_seqlens,
+            "max_seqlen_q": bounds.max_seqlen,
+            "max_seqlen_k": bounds.max_seqlen,
+            "softmax_scale": q_PHd.shape[-1] ** -0.5,
+            "causal": False,
+            "num_splits": 1,
+        }
+        if self._forward is not None:
+            out_PHd = output_of(q_PHd, bounds)
+            tile = self._tile_for(q_PHd)
+            self._forward(
+                q_PHd, k_PHd, v_PHd, out=out_PHd, **shared, **({} if tile is None else tile.arguments())
+            )
+            return out_PHd
+        result = self._interface.flash_attn_varlen_func(q_PHd, k_PHd, v_PHd, **shared)
+        result = result[0] if isinstance(result, tuple) else result
+        return zero_padding(result, bounds.cu_seqlens)
+
+    def _tile_for(self, q_PHd: torch.Tensor) -> Fa4Tile | None:
+        if self._tile is not None or self._library_tile:
+            return self._tile
+        major, _ = torch.cuda.get_device_capability(q_PHd.device)
+        return TILES.get((major, -(-q_PHd.shape[-1] // 16) * 16))
+
+
+def import_interface() -> ModuleType:
+    """flash_attn.cute.interface, with the DSL's packages found. Raises ImportError.
+
+    The DSL's wheel puts its packages in a folder of its own and finds it by a .pth file, which only a
+    site-packages folder honours; installed with --target it has to be put on the path.
+    """
+    try:
+        importlib.import_module("cutlass.cute")
+    except ModuleNotFoundError:
+        folder = dsl_folder()
+        if folder is None:
+            raise
+        sys.path.append(str(folder))
+        importlib.invalidate_caches()
+        importlib.import_module("cutlass.cute")
+    return importlib.import_module("flash_attn.cute.interface")
+
+
+def dsl_folder() -> Path | None:
+    """nvidia_cutlass_dsl/dsl_packages of the installed DSL if it is there and not yet on the path."""
+    spec = importlib.util.find_spec("nvidia_cutlass_dsl")
+    for location in (spec.submodule_search_locations or ()) if spec is not None else ():
+        folder = Path(location) / "dsl_packages"
+        if folder.is_dir() and str(folder) not in sys.path:
+            return folder
+    return None
+
+
+def find_forward(interface: ModuleType) -> Any | None:
+    """The private forward if it takes every argument that is passed, or None."""
+    forward = getattr(interface, "_flash_attn_fwd", None)
+    if forward is None or not set(inspect.signature(forward).parameters) >= FORWARD_ARGUMENTS:
+        return None
+    return forward

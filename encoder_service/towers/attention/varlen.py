@@ -1,0 +1,52 @@
+"""torch's own varlen attention (torch.nn.attention.varlen, since torch 2.10): FlashAttention-2 inside.
+
+Owns the call across the versions of its signature: 2.10 has no ``scale`` (it is 1 / sqrt(d), what is wanted);
+later versions have it, and from 2.12 on ``num_splits``, which is set to one: the choice left to the library
+depends on the longest sequence of the batch. Earlier versions never split. So results are batch invariant.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from encoder_service.towers.attention.plan import Unplanned, zero_padding
+
+if TYPE_CHECKING:
+    from encoder_service.towers.attention import SequenceBounds
+
+
+class TorchVarlenAttention(Unplanned):
+    """varlen_attn. Raises ImportError in a torch that lacks it."""
+
+    name = "varlen"
+    static_lengths = False
+    batch_invariant = True
+
+    def __init__(self) -> None:
+        self._varlen = importlib.import_module("torch.nn.attention.varlen").varlen_attn
+        parameters = inspect.signature(self._varlen).parameters
+        self._takes_scale = "scale" in parameters
+        self._fixed: dict[str, Any] = {"num_splits": 1} if "num_splits" in parameters else {}
+
+    def attend(
+        self, q_PHd: torch.Tensor, k_PHd: torch.Tensor, v_PHd: torch.Tensor, bounds: SequenceBounds
+    ) -> torch.Tensor:
+        """See AttentionBackend. float16 or bfloat16. The output of padding is zero."""
+        options = dict(self._fixed)
+        if self._takes_scale:
+            options["scale"] = q_PHd.shape[-1] ** -0.5
+        result: torch.Tensor = self._varlen(
+            q_PHd,
+            k_PHd,
+            v_PHd,
+            bounds.cu_seqlens,
+            bounds.cu_seqlens,
+            bounds.max_seqlen,
+            bounds.max_seqlen,
+            **options,
+        )
+        return zero_padding(result, bounds.cu_seqlens)
