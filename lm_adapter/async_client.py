@@ -15,7 +15,7 @@ from google.protobuf.message import Message
 from lm_adapter.assembly import DEFAULT_MAX_ROWS_BYTES
 from lm_adapter.client import DEFAULT_TIMEOUT_S, READY_POLL_S
 from lm_adapter.errors import CallFailed, DeadlineExceeded, EncoderOverloaded, EncoderUnavailable, ItemFailed
-from lm_adapter.session import Deadline, Metadata, RowsCall, Session, in_order, rows_or_raise
+from lm_adapter.session import Deadline, Metadata, RowsCall, Session, in_order, portions, rows_or_raise
 from lm_adapter.transport.channel import HEALTH_CHECK, channel_options, health_is_serving, method_path
 from lm_adapter.types import (
     EncodedRows,
@@ -109,10 +109,11 @@ class AsyncVisionEncoderClient:
         if not keys:
             return []
         deadline = self._deadline(timeout_s)
-        await self._known_info(deadline)
-        request = self._session.lookup_request(keys)
-        response = await self._unary("Lookup", request, pb.LookupResponse, deadline)
-        return self._session.read_lookup(keys, response)
+        statuses: list[KeyStatus] = []
+        for request in self._session.lookup_requests(await self._known_info(deadline), keys):
+            response = await self._unary("Lookup", request, pb.LookupResponse, deadline)
+            statuses += self._session.read_lookup(request.keys, response)
+        return statuses
 
     async def encode(self, items: Sequence[Item], *, timeout_s: float | None = None) -> list[Outcome]:
         """Rows or failure of each item, in input order. What is over the server's limits of one call goes
@@ -154,10 +155,10 @@ class AsyncVisionEncoderClient:
         deadline = self._deadline(timeout_s)
         if not keys:
             return
-        call = self._session.fetch_call(await self._known_info(deadline), keys)
-        async with aclosing(self._stream(call, deadline)) as stream:
-            async for finished in stream:
-                yield finished
+        for call in self._session.fetch_calls(await self._known_info(deadline), keys):
+            async with aclosing(self._stream(call, deadline)) as stream:
+                async for finished in stream:
+                    yield finished
 
     async def prefetch(
         self, items: Sequence[Item], *, timeout_s: float | None = None
@@ -177,20 +178,24 @@ class AsyncVisionEncoderClient:
     async def release(self, lease_ids: Sequence[bytes], *, timeout_s: float | None = None) -> list[bytes]:
         """Gives leases back; returns those that the server does not know."""
         deadline = self._deadline(timeout_s)
-        await self._known_info(deadline)
-        request = pb.ReleaseRequest(lease_ids=lease_ids)
-        response = await self._unary("Release", request, pb.ReleaseResponse, deadline)
-        return list(response.unknown_lease_ids)
+        unknown: list[bytes] = []
+        for portion in portions(await self._known_info(deadline), lease_ids) if lease_ids else ():
+            request = pb.ReleaseRequest(lease_ids=portion)
+            response = await self._unary("Release", request, pb.ReleaseResponse, deadline)
+            unknown += response.unknown_lease_ids
+        return unknown
 
     async def renew(
         self, lease_ids: Sequence[bytes], extend_ms: int, *, timeout_s: float | None = None
     ) -> list[LeaseStatus | ItemFailed]:
         """Extends leases; a stale one is an ItemFailed with reason STALE_LEASE, in its place."""
         deadline = self._deadline(timeout_s)
-        await self._known_info(deadline)
-        request = pb.RenewRequest(lease_ids=lease_ids, extend_ms=extend_ms)
-        response = await self._unary("Renew", request, pb.RenewResponse, deadline)
-        return self._session.read_renew(lease_ids, response)
+        statuses: list[LeaseStatus | ItemFailed] = []
+        for portion in portions(await self._known_info(deadline), lease_ids) if lease_ids else ():
+            request = pb.RenewRequest(lease_ids=portion, extend_ms=extend_ms)
+            response = await self._unary("Renew", request, pb.RenewResponse, deadline)
+            statuses += self._session.read_renew(portion, response)
+        return statuses
 
     def _deadline(self, timeout_s: float | None) -> Deadline:
         return Deadline(self._timeout_s if timeout_s is None else timeout_s)

@@ -13,7 +13,7 @@ from google.protobuf.message import Message
 
 from lm_adapter.assembly import DEFAULT_MAX_ROWS_BYTES
 from lm_adapter.errors import CallFailed, DeadlineExceeded, EncoderOverloaded, EncoderUnavailable, ItemFailed
-from lm_adapter.session import Deadline, Metadata, RowsCall, Session, in_order, rows_or_raise
+from lm_adapter.session import Deadline, Metadata, RowsCall, Session, in_order, portions, rows_or_raise
 from lm_adapter.transport.channel import HEALTH_CHECK, channel_options, health_is_serving, method_path
 from lm_adapter.types import (
     EncodedRows,
@@ -119,9 +119,11 @@ class VisionEncoderClient:
         if not keys:
             return []
         deadline = self._deadline(timeout_s)
-        self._known_info(deadline)
-        request = self._session.lookup_request(keys)
-        return self._session.read_lookup(keys, self._unary("Lookup", request, pb.LookupResponse, deadline))
+        statuses: list[KeyStatus] = []
+        for request in self._session.lookup_requests(self._known_info(deadline), keys):
+            response = self._unary("Lookup", request, pb.LookupResponse, deadline)
+            statuses += self._session.read_lookup(request.keys, response)
+        return statuses
 
     def encode(self, items: Sequence[Item], *, timeout_s: float | None = None) -> list[Outcome]:
         """Rows or failure of each item, in input order. What is over the server's limits of one call goes
@@ -157,8 +159,7 @@ class VisionEncoderClient:
     ) -> Generator[tuple[int, Outcome], None, None]:
         """As ``encode_iter``, by key."""
         deadline = self._deadline(timeout_s)
-        if keys:
-            call = self._session.fetch_call(self._known_info(deadline), keys)
+        for call in self._session.fetch_calls(self._known_info(deadline), keys) if keys else ():
             yield from self._stream(call, deadline)
 
     def prefetch(
@@ -178,18 +179,23 @@ class VisionEncoderClient:
     def release(self, lease_ids: Sequence[bytes], *, timeout_s: float | None = None) -> list[bytes]:
         """Gives leases back; returns those that the server does not know."""
         deadline = self._deadline(timeout_s)
-        self._known_info(deadline)
-        request = pb.ReleaseRequest(lease_ids=lease_ids)
-        return list(self._unary("Release", request, pb.ReleaseResponse, deadline).unknown_lease_ids)
+        unknown: list[bytes] = []
+        for portion in portions(self._known_info(deadline), lease_ids) if lease_ids else ():
+            request = pb.ReleaseRequest(lease_ids=portion)
+            unknown += self._unary("Release", request, pb.ReleaseResponse, deadline).unknown_lease_ids
+        return unknown
 
     def renew(
         self, lease_ids: Sequence[bytes], extend_ms: int, *, timeout_s: float | None = None
     ) -> list[LeaseStatus | ItemFailed]:
         """Extends leases; a stale one is an ItemFailed with reason STALE_LEASE, in its place."""
         deadline = self._deadline(timeout_s)
-        self._known_info(deadline)
-        request = pb.RenewRequest(lease_ids=lease_ids, extend_ms=extend_ms)
-        return self._session.read_renew(lease_ids, self._unary("Renew", request, pb.RenewResponse, deadline))
+        statuses: list[LeaseStatus | ItemFailed] = []
+        for portion in portions(self._known_info(deadline), lease_ids) if lease_ids else ():
+            request = pb.RenewRequest(lease_ids=portion, extend_ms=extend_ms)
+            response = self._unary("Renew", request, pb.RenewResponse, deadline)
+            statuses += self._session.read_renew(portion, response)
+        return statuses
 
     def _deadline(self, timeout_s: float | None) -> Deadline:
         return Deadline(self._timeout_s if timeout_s is None else timeout_s)

@@ -306,6 +306,12 @@ class FakeService:
             code, error = self.script.call_failures[method]
             context.set_trailing_metadata(((FAILURE_METADATA_KEY, _failure(error).SerializeToString()),))
             context.abort(code, f"{error.reason}: {error.message}")
+        limit = self.script.limits.max_items_per_request
+        if method != "GetServerInfo" and not 1 <= num_items <= (limit or num_items):
+            finished.set()
+            error = _refusal("INVALID_REQUEST", f"the call has {num_items} items, 1 to {limit} are taken")
+            context.set_trailing_metadata(((FAILURE_METADATA_KEY, _failure(error).SerializeToString()),))
+            context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"{error.reason}: {error.message}")
         return finished
 
     def _check_model(self, name: str, context: Context) -> None:

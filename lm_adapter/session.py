@@ -130,24 +130,30 @@ class Session:
             num_before += len(batch.indices)
         return EncodePlan(prepared.refused, calls)
 
-    def fetch_call(self, info: ServerInfo, keys: Sequence[bytes]) -> RowsCall:
-        """Raises InvalidRequest for a key that has not 32 bytes."""
-        request = pb.FetchRequest(
-            keys=check_keys(keys), namespace=self.namespace, delivery=pb.DELIVERY_INLINE
-        )
-        return RowsCall(
-            session=self,
-            method="Fetch",
-            request=request,
-            metadata=(),
-            indices=list(range(len(keys))),
+    def fetch_calls(self, info: ServerInfo, keys: Sequence[bytes]) -> list[RowsCall]:
+        """As ``encode_plan``. Raises InvalidRequest for a key that has not 32 bytes."""
+        calls: list[RowsCall] = []
+        start = 0
+        for portion in portions(info, check_keys(keys)):
+            request = pb.FetchRequest(keys=portion, namespace=self.namespace, delivery=pb.DELIVERY_INLINE)
             # A key may be of any of the server's models.
-            assembler=Assembler(
-                [Expected(key=key) for key in keys], models=info.models, max_rows_bytes=self.max_rows_bytes
-            ),
-            num_before=0,
-            num_items=len(keys),
-        )
+            assembler = Assembler(
+                [Expected(key=key) for key in portion], models=info.models, max_rows_bytes=self.max_rows_bytes
+            )
+            calls.append(
+                RowsCall(
+                    session=self,
+                    method="Fetch",
+                    request=request,
+                    metadata=(),
+                    indices=list(range(start, start + len(portion))),
+                    assembler=assembler,
+                    num_before=start,
+                    num_items=len(keys),
+                )
+            )
+            start += len(portion)
+        return calls
 
     def prefetch_plan(self, info: ServerInfo, items: Sequence[Item]) -> PrefetchPlan:
         """As ``encode_plan``."""
@@ -162,8 +168,12 @@ class Session:
         ]
         return PrefetchPlan(prepared.refused, calls)
 
-    def lookup_request(self, keys: Sequence[bytes]) -> pb.LookupRequest:
-        return pb.LookupRequest(keys=check_keys(keys), namespace=self.namespace)
+    def lookup_requests(self, info: ServerInfo, keys: Sequence[bytes]) -> list[pb.LookupRequest]:
+        """As ``fetch_calls``."""
+        return [
+            pb.LookupRequest(keys=portion, namespace=self.namespace)
+            for portion in portions(info, check_keys(keys))
+        ]
 
     def read_lookup(self, keys: Sequence[bytes], response: pb.LookupResponse) -> list[KeyStatus]:
         """One status per key, in order. Raises StreamViolation when they are not the keys asked for."""
@@ -292,6 +302,12 @@ def digest_metadata(items: Sequence[Item]) -> Metadata:
     if len(items) == 1 and items[0].digest:
         return ((DIGEST_HEADER, items[0].digest.hex()),)
     return ()
+
+
+def portions(info: ServerInfo, entries: Sequence[bytes]) -> list[Sequence[bytes]]:
+    """Keys or lease ids in as many calls as the server's limit of one needs; no call for none."""
+    size = info.limits.max_items_per_request or len(entries) or 1
+    return [entries[start : start + size] for start in range(0, len(entries), size)]
 
 
 def check_keys(keys: Sequence[bytes]) -> list[bytes]:

@@ -12,6 +12,7 @@ import pytest
 
 from lm_adapter import (
     CacheTier,
+    CallFailed,
     DigestItem,
     EncodedRows,
     Grid,
@@ -111,6 +112,42 @@ def test_items_over_the_limits_of_one_call_go_in_several(fake: FakeEncoder, open
     assert [status.content_digest for index, status in enumerate(statuses) if index != 5] == [
         digest_of(index) for index in range(8) if index != 5
     ]
+
+
+def test_keys_and_leases_go_in_calls_within_the_servers_limit(fake: FakeEncoder, open_client: Open) -> None:
+    fake.script.limits = Limits(max_items_per_request=3, max_message_bytes=1 << 20, chunk_bytes=1 << 20)
+    fake.script.leases = {digest_of(index): 1000 for index in range(6)}
+    client = open_client()
+    keys = [outcome.key for outcome in client.call("encode", [image(index) for index in range(7)])]
+    for index, outcome in enumerate(client.call("fetch", keys)):
+        assert_rows_of(outcome, digest_of(index))
+    assert [status.key for status in client.call("lookup", keys)] == keys
+    leases = [digest_of(index) for index in range(7)]
+    renewed = client.call("renew", leases, 5)
+    assert [getattr(status, "expires_at_unix_ms", None) for status in renewed] == [1005] * 6 + [None]
+    assert client.call("release", leases) == [digest_of(6)]
+    for method in ("Fetch", "Lookup", "Renew", "Release"):
+        assert [call.num_items for call in fake.calls if call.method == method] == [3, 3, 1]
+
+
+def test_calls_about_nothing_are_not_sent(fake: FakeEncoder, open_client: Open) -> None:
+    """The service refuses a call without items."""
+    client = open_client()
+    for method in ("encode", "prefetch", "fetch", "lookup", "release"):
+        assert client.call(method, []) == []
+    assert client.call("renew", [], 5) == []
+    assert [call.method for call in fake.calls if call.method != "GetServerInfo"] == []
+
+
+def test_the_fake_refuses_a_call_over_its_limit_as_the_service_does(
+    fake: FakeEncoder, open_client: Open
+) -> None:
+    client = open_client()
+    client.call("info")
+    client.call("encode", [image(0)])
+    fake.script.limits = Limits(max_items_per_request=1)
+    with pytest.raises(CallFailed, match="the call has 2 items, 1 to 1 are taken"):
+        client.call("encode", [image(0), image(1)])
 
 
 def test_miss_then_hit_lookup_prefetch_and_fetch(fake: FakeEncoder, open_client: Open) -> None:
