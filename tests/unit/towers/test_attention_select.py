@@ -1,0 +1,302 @@
+"""The choice of a backend per bucket, with fakes whose times and faults are set by the test."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from structlog.testing import capture_logs
+
+from encoder_service.errors import ConfigurationError
+from encoder_service.towers.attention import (
+    SdpaAttention,
+    SequenceBounds,
+    available,
+    available_backends,
+    parse_attention,
+)
+from encoder_service.towers.attention.select import (
+    CHECK_SEQLENS,
+    NUM_BLOCKS,
+    Selection,
+    ShapeCase,
+    bounds_of,
+    measure_backends,
+    wall_time_ms,
+)
+
+CPU = torch.device("cpu")
+SMALL = ShapeCase("small", (20, 5), 32, 4, 32)
+LARGE = ShapeCase("large", (40,), 64, 4, 64)
+
+
+class Clock:
+    """Milliseconds by backend and rows of the batch: the run is made once, as a capture would."""
+
+    def __init__(self) -> None:
+        self.spent = 0.0
+
+    def time_ms(self, run: Callable[[], object]) -> float:
+        self.spent = 0.0
+        run()
+        return self.spent
+
+
+class Fake:
+    """Right attention at a price, until told otherwise."""
+
+    def __init__(
+        self,
+        name: str,
+        clock: Clock,
+        price: float | dict[int, float] = 1.0,
+        *,
+        spoil: Callable[[torch.Tensor, SequenceBounds], torch.Tensor] | None = None,
+        static_lengths: bool = False,
+        batch_invariant: bool = True,
+    ) -> None:
+        self.name = name
+        self.clock = clock
+        self.price = price
+        self.spoil = spoil
+        self.static_lengths = static_lengths
+        self.batch_invariant = batch_invariant
+
+    def plan(self, bounds: SequenceBounds, shape: Sequence[int], dtype: torch.dtype) -> SequenceBounds:
+        return bounds
+
+    def attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bounds: SequenceBounds
+    ) -> torch.Tensor:
+        self.clock.spent += self.price if isinstance(self.price, float) else self.price.get(q.shape[0], 1.0)
+        out = SdpaAttention(one_by_one=True).attend(q, k, v, bounds)
+        return out if self.spoil is None else self.spoil(out, bounds)
+
+
+def select(backends: list[Any], cases: Sequence[ShapeCase] = (SMALL, LARGE), **settings: Any) -> Selection:
+    return measure_backends(
+        backends,
+        cases,
+        num_heads=2,
+        head_dim=8,
+        dtype=torch.float32,
+        device=CPU,
+        time_ms=backends[0].clock.time_ms,
+        **settings,
+    )
+
+
+def names(selection: Selection) -> dict[str, str]:
+    return {case: backend.name for case, backend in selection.choices.items()}
+
+
+def test_the_fastest_of_each_case() -> None:
+    clock = Clock()
+    backends = [Fake("a", clock, {32: 1.0, 64: 9.0}), Fake("b", clock, {32: 3.0, 64: 2.0})]
+    selection = select(backends)
+    assert names(selection) == {"small": "a", "large": "b"}
+    times = {(m.backend, m.case): m.milliseconds for m in selection.measurements}
+    assert times == {
+        ("a", "small"): 1.0,
+        ("a", "large"): 9.0,
+        ("b", "small"): 3.0,
+        ("b", "large"): 2.0,
+    }
+    assert all(m.error is not None and m.error < 1e-5 for m in selection.measurements)
+
+
+@pytest.mark.parametrize(("second", "expected"), [(0.99, "a"), (0.95, "b")])
+def test_a_tie_goes_to_the_preferred(second: float, expected: str) -> None:
+    clock = Clock()
+    assert names(select([Fake("a", clock, 1.0), Fake("b", clock, second)]))["small"] == expected
+
+
+def shifted(out: torch.Tensor, bounds: SequenceBounds) -> torch.Tensor:
+    return out * 1.01
+
+
+def nan_padding(out: torch.Tensor, bounds: SequenceBounds) -> torch.Tensor:
+    out[sum(bounds.seqlens) :] = torch.nan
+    return out
+
+
+def nan_rows(out: torch.Tensor, bounds: SequenceBounds) -> torch.Tensor:
+    return out * torch.nan
+
+
+def leaky(out: torch.Tensor, bounds: SequenceBounds) -> torch.Tensor:
+    return out + 1e-6 * len(bounds.seqlens)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "reason"),
+    [
+        (shifted, r"relative error 1.0e-02 against float32 on check, at most 1e-04"),
+        (nan_rows, "relative error nan"),
+        (nan_padding, "padding is not finite"),
+    ],
+)
+def test_a_wrong_backend_is_excluded_everywhere_however_fast(spoil: Any, reason: str) -> None:
+    clock = Clock()
+    with capture_logs() as logs:
+        selection = select([Fake("wrong", clock, 0.1, spoil=spoil), Fake("right", clock)])
+    assert names(selection) == {"small": "right", "large": "right"}
+    excluded = [entry for entry in logs if entry["event"] == "attention_backend_excluded"]
+    assert [entry["case"] for entry in excluded] == ["small", "large"]
+    assert all(
+        entry["backend"] == "wrong" and reason.split(" against")[0] in entry["reason"] for entry in excluded
+    )
+    selected = {entry["case"]: entry for entry in logs if entry["event"] == "attention_selected"}
+    assert selected["small"]["backend"] == "right"
+    assert selected["small"]["milliseconds"] == {"right": 1.0}
+
+
+def test_wrong_on_one_case_only_is_excluded_from_all() -> None:
+    clock = Clock()
+
+    def wrong_when_large(out: torch.Tensor, bounds: SequenceBounds) -> torch.Tensor:
+        return out * 2 if out.shape[0] == 64 else out
+
+    selection = select([Fake("wrong", clock, 0.1, spoil=wrong_when_large), Fake("right", clock)])
+    assert names(selection) == {"small": "right", "large": "right"}
+
+
+def test_a_backend_that_raises_is_excluded_from_that_case() -> None:
+    clock = Clock()
+
+    def refuse_large(out: torch.Tensor, bounds: SequenceBounds) -> torch.Tensor:
+        if out.shape[0] == 64:
+            raise RuntimeError("head_dim 8 needs\npages of generated code")
+        return out
+
+    selection = select([Fake("picky", clock, 0.1, spoil=refuse_large), Fake("right", clock)])
+    assert names(selection) == {"small": "picky", "large": "right"}
+    (excluded,) = [m for m in selection.measurements if m.excluded]
+    assert excluded.excluded == "RuntimeError: head_dim 8 needs"
+
+
+def test_deterministic_takes_one_backend_for_all_cases() -> None:
+    clock = Clock()
+    backends = [
+        Fake("a", clock, {32: 1.0, 64: 9.0}),
+        Fake("b", clock, {32: 4.0, 64: 4.0}),
+        Fake("varying", clock, 0.1, batch_invariant=False),
+        Fake("liar", clock, 0.1, spoil=leaky),
+    ]
+    selection = select(backends, deterministic=True)
+    assert names(selection) == {"small": "b", "large": "b"}
+    reasons = {m.backend: m.excluded for m in selection.measurements if m.excluded}
+    assert reasons["varying"] == "its rows depend on the batch"
+    assert "depend on the batch around it" in str(reasons["liar"])
+
+
+def test_deterministic_weighs_cases_by_traffic() -> None:
+    clock = Clock()
+    backends = [Fake("a", clock, {32: 1.0, 64: 9.0}), Fake("b", clock, {32: 4.0, 64: 4.0})]
+    often = ShapeCase("often", (20,), 32, 2, 32, weight=10)
+    assert names(select(backends, (often, LARGE), deterministic=True))["large"] == "a"
+
+
+def test_baked_lengths_serve_exact_cases_only() -> None:
+    clock = Clock()
+    backends = [Fake("baked", clock, 0.1, static_lengths=True), Fake("right", clock)]
+    assert names(select(backends))["small"] == "right"
+    assert names(select(backends, fixed_lengths=True))["small"] == "baked"
+
+
+def test_no_backend_left_says_why() -> None:
+    clock = Clock()
+    with pytest.raises(ConfigurationError, match=r"0 of 1 .* case small: baked: bakes lengths"):
+        select([Fake("baked", clock, static_lengths=True)])
+    with pytest.raises(ConfigurationError, match=r"0 of 1 .* all 2 cases"):
+        select([Fake("varying", clock, batch_invariant=False)], deterministic=True)
+
+
+def test_one_plan_serves_the_blocks_of_a_run() -> None:
+    clock = Clock()
+    plans: list[tuple[int, ...]] = []
+
+    class Planning(Fake):
+        def plan(self, bounds: SequenceBounds, shape: Sequence[int], dtype: torch.dtype) -> SequenceBounds:
+            plans.append(tuple(shape))
+            return bounds
+
+    select([Planning("a", clock)], (SMALL,))
+    # For the check, for the case's own check, for the timed run of NUM_BLOCKS calls.
+    assert plans == [(sum(CHECK_SEQLENS) + 27, 2, 8), (32, 2, 8), (32, 2, 8)]
+    assert clock.spent == NUM_BLOCKS
+
+
+@pytest.mark.parametrize(
+    ("bucket", "seqlens"),
+    [
+        ((1024, 8, 1024), (1024,)),
+        ((2048, 8, 784), (784, 784, 480)),
+        ((2048, 2, 784), (784, 784)),
+        ((64, 4, 100), (64,)),
+    ],
+)
+def test_a_bucket_is_filled_with_the_longest_sequences(
+    bucket: tuple[int, int, int], seqlens: tuple[int, ...]
+) -> None:
+    case = ShapeCase.filling("bucket", *bucket)
+    assert case.seqlens == seqlens
+    cu_seqlens = bounds_of(case, CPU).cu_seqlens
+    assert cu_seqlens.shape == (bucket[1] + 1,)
+    assert int(cu_seqlens[-1]) == sum(seqlens)
+
+
+def test_cpu_has_the_plain_backend_and_selects_it() -> None:
+    backends = available_backends(CPU, deterministic=True)
+    assert [backend.name for backend in backends] == ["sdpa"]
+    assert backends[0].batch_invariant
+    selection = measure_backends(
+        backends,
+        [SMALL],
+        num_heads=2,
+        head_dim=8,
+        dtype=torch.float32,
+        device=CPU,
+        time_ms=wall_time_ms,
+        fixed_lengths=True,
+        deterministic=True,
+    )
+    assert names(selection) == {"small": "sdpa"}
+
+
+def test_a_library_that_breaks_on_import_is_absent(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(device: torch.device) -> list[Any]:
+        raise OSError("undefined symbol")
+
+    monkeypatch.setitem(available.BUILDERS, "fa3", broken)
+    monkeypatch.setitem(
+        available.BUILDERS, "fa2", lambda device: [Fake("fa2", Clock(), batch_invariant=False)]
+    )
+    with capture_logs() as logs:
+        assert [backend.name for backend in available_backends(CPU)] == ["fa2", "sdpa"]
+    reasons = {entry["backend"]: entry["reason"] for entry in logs}
+    assert reasons["fa3"] == "OSError: undefined symbol"
+    assert "needs a CUDA device, this is cpu" in reasons["triton"]
+    assert [backend.name for backend in available_backends(CPU, deterministic=True)] == ["sdpa"]
+
+
+def test_parse_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = Fake("fa3", Clock())
+    monkeypatch.setitem(available.BUILDERS, "fa3", lambda device: [fake])
+    assert [backend.name for backend in parse_attention("auto", CPU)] == ["fa3", "sdpa"]
+    assert parse_attention("fa3", CPU) == [fake]
+    with pytest.raises(
+        ConfigurationError,
+        match=r'attention "fa4" is not installed or does not run on cpu; usable here: auto, fa3, sdpa$',
+    ):
+        parse_attention("fa4", CPU)
+    with pytest.raises(ConfigurationError, match=r'"flash" is unknown; usable here: .*; all names: fa4, '):
+        parse_attention("flash", CPU)
+
+
+def test_capability_of_another_generation_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
+    with pytest.raises(ConfigurationError, match=r"needs compute capability 9.x, the device has 8.6"):
+        available.build_fa3(torch.device("cuda:0"))
