@@ -1,0 +1,353 @@
+"""CUDA graphs of the tower, one per bucket: captured before readiness, replayed for every batch that fits.
+
+Owns the static buffers that graphs read, capture, the choice between replay and eager, and the counters that
+prove which it was. Padding a batch is the tower's, the ladder of buckets the scheduler's. Not thread-safe:
+capture first, then run from one thread.
+
+Memory. All graphs read the same static buffers, each a prefix of them, so images and clips of any bucket
+share one set. All graphs allocate from one pool: what a replay leaves there, its rows included, holds only
+until the next replay of any bucket.
+
+Streams. ``run`` works in the caller's current stream and waits, on the device, for the run before it,
+whatever stream that was in. Whoever reads the rows in that same stream needs nothing more; whoever reads
+them in another stream records an event there after the read and passes it to ``hold``.
+
+On a CPU, or with ``capture=False``, the tower runs eagerly on the same padded, static inputs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol, TypeAlias
+
+import torch
+
+from encoder_service.engine.staging import Layout, Staging
+from encoder_service.errors import ConfigurationError, InternalError, NotReady, PixelTensorMismatch
+from encoder_service.scheduler.buckets import Bucket, BucketLadder
+from encoder_service.towers.fused import BucketShape, FusedInputs
+from encoder_service.types import Grid
+
+WARM_UP_RUNS = 2
+
+# Either the patches of each item, [P of the item, patch_dim] on any device, or a function that writes all of
+# them into the [P, patch_dim] tensor it is given, in the current stream.
+Pixels: TypeAlias = Sequence[torch.Tensor] | Callable[[torch.Tensor], None]
+
+
+class BucketedTower(Protocol):
+    """What a tower needs for its forward pass to be captured; ``towers.fused.FusedTower`` is one."""
+
+    patch_dim: int
+    merge_size: int
+
+    @property
+    def width(self) -> int: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
+    def prepare(self, grids: Sequence[Grid]) -> FusedInputs: ...
+    def pad(self, inputs: FusedInputs, bucket: BucketShape) -> FusedInputs: ...
+    def __call__(self, inputs: FusedInputs) -> torch.Tensor: ...
+
+
+@dataclass(frozen=True)
+class CaptureRecord:
+    """One capture: its time with warm-up, and the size of the shared pool after it."""
+
+    bucket: Bucket
+    seconds: float
+    pool_bytes: int
+
+
+@dataclass
+class GraphCounters:
+    """replays: graph replays by bucket. padded_runs: eager runs on a bucket's padded shapes, where nothing
+    is captured. eager_runs: batches that no bucket takes. real_patches, padded_patches: patches of batches
+    and of the padding added to them, over replays and padded runs."""
+
+    replays: Counter[Bucket] = field(default_factory=Counter)
+    padded_runs: Counter[Bucket] = field(default_factory=Counter)
+    eager_runs: int = 0
+    real_patches: int = 0
+    padded_patches: int = 0
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A graph and its rows [R of the bucket, W]: a view that does not own the pool's memory."""
+
+    graph: torch.cuda.CUDAGraph
+    rows: torch.Tensor
+
+
+class GraphRunner:
+    """Runs batches through captured graphs.
+
+    clock: seconds, monotonic. capture: whether to capture at all; needs a CUDA device.
+    """
+
+    def __init__(
+        self,
+        tower: BucketedTower,
+        ladder: BucketLadder,
+        device: torch.device,
+        *,
+        capture: bool,
+        clock: Callable[[], float],
+    ) -> None:
+        """Raises ConfigurationError for capture without a GPU or with attention that bakes lengths into its
+        launches, and for buckets that hold no merge."""
+        if capture and device.type != "cuda":
+            raise ConfigurationError(f"graphs are captured on cuda devices only, not on {device}")
+        attention = getattr(tower, "attention", None)
+        if capture and getattr(attention, "static_lengths", False):
+            raise ConfigurationError(
+                f"attention {getattr(attention, 'name', '')!r} bakes sequence lengths into its launches: a "
+                "graph would serve one batch only"
+            )
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
+        self._tower = tower
+        self._device = device
+        self._capture = capture
+        self._clock = clock
+        self.ladder = ladder
+        self.counters = GraphCounters()
+        self.captured_bytes = 0
+        self._graphs: dict[Bucket, Captured] = {}
+        self._holds: list[torch.cuda.Event] = []
+        # Ordinary tensors even when made in inference mode: they are written in and out of it.
+        with torch.inference_mode(False), torch.no_grad():
+            self._layouts = {bucket: Layout.of(self._filled(bucket)) for bucket in ladder.buckets}
+            most_bytes = max(layout.num_bytes for layout in self._layouts.values())
+            self._metadata = torch.zeros(most_bytes, dtype=torch.uint8, device=device)
+            self._pixels = torch.zeros(ladder.max_patches, tower.patch_dim, dtype=tower.dtype, device=device)
+            self._staging = Staging(most_bytes, device)
+            self._inputs = {bucket: self._static_inputs(bucket) for bucket in ladder.buckets}
+        self._finished: torch.cuda.Event | None = None
+        if device.type == "cuda":
+            self._finished = torch.cuda.Event()  # type: ignore[no-untyped-call]
+
+    @property
+    def ready(self) -> bool:
+        """Whether every bucket that is to be captured has been."""
+        return not self._capture or len(self._graphs) == len(self.ladder)
+
+    @property
+    def copy_stream(self) -> torch.cuda.Stream | None:
+        """The stream of host-to-device transfers, for the pixels' transfer too; None on a CPU."""
+        return self._staging.copy_stream
+
+    def can_use(self, inputs: FusedInputs) -> Bucket | None:
+        """The bucket that this batch, unpadded, would run in; None: eager."""
+        return self.ladder.choose(
+            inputs.num_patches, len(inputs.seqlens), inputs.max_seqlen, inputs.num_frames
+        )
+
+    @torch.inference_mode()
+    def run(self, inputs: FusedInputs, pixels: Pixels) -> torch.Tensor:
+        """Rows [R, W] of an unpadded batch on the host, padding left out, in ``prepare``'s order.
+
+        The rows hold until the next ``run``; see the module's text on streams. Host tensors among
+        ``pixels`` that are pinned must stay unchanged until the current stream has passed this call.
+        Raises NotReady before every bucket is captured, PixelTensorMismatch for another number of patches
+        than ``inputs`` has.
+        """
+        if not self.ready:
+            raise NotReady(f"{len(self._graphs)} of {len(self.ladder)} graphs are captured")
+        self._wait_for_readers()
+        bucket = self.can_use(inputs)
+        if bucket is None:
+            return self._run_eager(inputs, pixels)
+        self._load(bucket, inputs, pixels)
+        captured = self._graphs.get(bucket)
+        if captured is not None:
+            captured.graph.replay()
+            rows = captured.rows
+            self.counters.replays[bucket] += 1
+        else:
+            rows = self._tower(replace(self._inputs[bucket], seqlens=inputs.seqlens))
+            self.counters.padded_runs[bucket] += 1
+        if self._finished is not None:
+            self._finished.record(torch.cuda.current_stream(self._device))
+        self.counters.real_patches += inputs.num_patches
+        self.counters.padded_patches += bucket.num_patches - inputs.num_patches
+        return rows[: self._num_rows(inputs)]
+
+    def hold(self, event: torch.cuda.Event) -> None:
+        """The next run waits, on the device, for ``event``, recorded after a read of rows in another
+        stream; until then the caller keeps the rows."""
+        self._holds.append(event)
+
+    @torch.inference_mode()
+    def capture_all(
+        self, progress: Callable[[CaptureRecord, int], None] | None = None
+    ) -> list[CaptureRecord]:
+        """Captures every bucket, largest first, and returns what each took; nothing without ``capture``.
+        ``progress`` is called after each with its record and the number still to do."""
+        if not self._capture:
+            return []
+        torch.cuda.synchronize(self._device)
+        torch.cuda.empty_cache()
+        free_before, _ = torch.cuda.mem_get_info(self._device)
+        # One stream for all: pools are shared within a stream, and a library's workspace of that stream is
+        # allocated by the first warm-up, outside the pool, and then used by every graph.
+        stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        pool = torch.cuda.graph_pool_handle()
+        records: list[CaptureRecord] = []
+        for bucket in self.ladder.largest_first:
+            started_s = self._clock()
+            self._graphs[bucket] = captured = self._capture_one(bucket, stream, pool)
+            seconds = self._clock() - started_s
+            record = CaptureRecord(bucket, seconds, pool_bytes(captured.graph.pool(), self._device))
+            records.append(record)
+            if progress is not None:
+                progress(record, len(self.ladder) - len(records))
+        torch.cuda.synchronize(self._device)
+        torch.cuda.empty_cache()
+        free_after, _ = torch.cuda.mem_get_info(self._device)
+        self.captured_bytes = max(0, free_before - free_after)
+        return records
+
+    def _capture_one(self, bucket: Bucket, stream: torch.cuda.Stream, pool: Any) -> Captured:
+        """Warm-up and capture on the side stream, with a full batch in the static buffers: kernels that are
+        chosen by measuring see what they will run."""
+        filled = self._filled(bucket)
+        self._staging.load(filled, self._layouts[bucket], self._metadata)
+        self._pixels[: bucket.num_patches].normal_()
+        inputs = replace(self._inputs[bucket], seqlens=filled.seqlens)
+        current = torch.cuda.current_stream(self._device)
+        stream.wait_stream(current)
+        with torch.cuda.stream(stream):
+            for _ in range(WARM_UP_RUNS):
+                self._tower(inputs)
+        stream.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        # Threads of other parts of the process may allocate meanwhile.
+        with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+            rows = self._tower(inputs).contiguous()
+        expected = (bucket.num_patches // self._tower.merge_size**2, self._tower.width)
+        if tuple(rows.shape) != expected:
+            raise InternalError(f"the tower gave {tuple(rows.shape)} rows in {bucket}, needs {expected}")
+        current.wait_stream(stream)
+        # Without the owner, later captures may use the rows' memory too: the pool holds one bucket's rows
+        # at a time, not every bucket's.
+        return Captured(graph, borrowed_view(rows))
+
+    def _run_eager(self, inputs: FusedInputs, pixels: Pixels) -> torch.Tensor:
+        """A batch that no bucket takes, in its own shapes."""
+        pixel_values = torch.empty(
+            inputs.num_patches, self._tower.patch_dim, dtype=self._tower.dtype, device=self._device
+        )
+        write_pixels(pixel_values, pixels)
+        rows = self._tower(inputs.to(self._device, non_blocking=True).with_pixels(pixel_values))
+        self.counters.eager_runs += 1
+        return rows
+
+    def _wait_for_readers(self) -> None:
+        """The static buffers and the pool are free once the run before, and every held read, is over."""
+        if self._finished is None:
+            return
+        current = torch.cuda.current_stream(self._device)
+        current.wait_event(self._finished)
+        for event in self._holds:
+            current.wait_event(event)
+        self._holds.clear()
+
+    def _load(self, bucket: Bucket, inputs: FusedInputs, pixels: Pixels) -> None:
+        """The padded batch into the static buffers. Padding pixels are zeros: what an earlier batch left
+        there could be another caller's, or not finite."""
+        self._staging.load(self._tower.pad(inputs, bucket), self._layouts[bucket], self._metadata)
+        write_pixels(self._pixels[: inputs.num_patches], pixels)
+        self._pixels[inputs.num_patches : bucket.num_patches].zero_()
+
+    def _static_inputs(self, bucket: Bucket) -> FusedInputs:
+        """The views of the static buffers that this bucket's graph reads."""
+        return FusedInputs(
+            **self._layouts[bucket].views(self._metadata),
+            seqlens=(),
+            max_seqlen=bucket.max_seqlen,
+            pixel_values=self._pixels[: bucket.num_patches],
+        )
+
+    def _filled(self, bucket: Bucket) -> FusedInputs:
+        """Metadata of a batch that fills the bucket, padded, on the host."""
+        return self._tower.pad(self._tower.prepare(filling_grids(bucket, self._tower.merge_size)), bucket)
+
+    def _num_rows(self, inputs: FusedInputs) -> int:
+        merged = inputs.num_patches if inputs.merge_index is None else inputs.merge_index.shape[0]
+        return merged // self._tower.merge_size**2
+
+
+def filling_grids(bucket: Bucket, merge_size: int) -> list[Grid]:
+    """Stills that nearly fill the bucket: squares as large as its sequence bound, then a strip.
+
+    Raises ConfigurationError when the bucket's size is no multiple of a merge, or its bound below one.
+    """
+    unit = merge_size**2
+    if bucket.num_patches % unit or bucket.max_seqlen < unit:
+        raise ConfigurationError(
+            f"{bucket}: {bucket.num_patches} patches with sequences of at most {bucket.max_seqlen} hold no "
+            f"whole merges of {unit}",
+            num_patches=bucket.num_patches,
+            max_seqlen=bucket.max_seqlen,
+            unit=unit,
+        )
+    side = math.isqrt(bucket.max_seqlen) // merge_size * merge_size
+    count = min(bucket.num_patches // side**2, bucket.num_sequences)
+    grids = [Grid(1, side, side)] * count
+    rest = min(bucket.num_patches - count * side**2, bucket.max_seqlen) // unit
+    if rest and count < bucket.num_sequences:
+        grids.append(Grid(1, merge_size, rest * merge_size))
+    return grids
+
+
+def write_pixels(target: torch.Tensor, pixels: Pixels) -> None:
+    """Patches into ``target`` [P, patch_dim]. Raises PixelTensorMismatch for another shape."""
+    if callable(pixels):
+        pixels(target)
+        return
+    num_patches, patch_dim = target.shape
+    given = sum(patches.shape[0] for patches in pixels)
+    if given != num_patches or any(patches.shape[1:] != (patch_dim,) for patches in pixels):
+        raise PixelTensorMismatch(
+            f"pixels have shapes {[tuple(patches.shape) for patches in pixels]}, {given} rows together, the "
+            f"batch needs {num_patches} rows of {patch_dim}",
+            found=given,
+            needed=num_patches,
+        )
+    first = 0
+    for patches in pixels:
+        target[first : first + patches.shape[0]].copy_(patches, non_blocking=True)
+        first += patches.shape[0]
+
+
+class BorrowedMemory:
+    """Device memory by address, for ``torch.as_tensor``: the interface of CUDA array libraries."""
+
+    def __init__(self, address: int, num_bytes: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (num_bytes,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "version": 3,
+        }
+
+
+def borrowed_view(rows: torch.Tensor) -> torch.Tensor:
+    """The same device memory, shape and dtype as contiguous ``rows``, without keeping the memory alive."""
+    view = torch.as_tensor(BorrowedMemory(rows.data_ptr(), rows.nbytes))
+    assert view.data_ptr() == rows.data_ptr()
+    return view.view(rows.dtype).view(rows.shape)
+
+
+def pool_bytes(pool: Any, device: torch.device) -> int:
+    """Device memory that an allocation pool holds."""
+    return sum(
+        segment["total_size"]
+        for segment in torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
+        if tuple(segment["segment_pool_id"]) == tuple(pool) and segment["device"] == device.index
+    )

@@ -1,0 +1,78 @@
+"""A small tower with the fused path's seam: rows that depend on every field, in plain tensor operations."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+
+import torch
+
+from encoder_service.towers.fused import FusedInputs, FusedTower
+from encoder_service.towers.moonvit import frame_rows, merge_tables
+from encoder_service.towers.positions import FrameTables, merge_order, raster_coordinates
+from encoder_service.types import Grid
+
+PATCH_DIM = 6
+HIDDEN = 8
+WIDTH = 5
+
+
+class SmallTower:
+    """Two layers in which each patch takes its sequence's mean. Patches of no sequence become NaN, as
+    memory that no kernel writes may be."""
+
+    patch_dim = PATCH_DIM
+    merge_size = 2
+    width = WIDTH
+    dtype = torch.float32
+    pad = FusedTower.pad
+
+    def __init__(self, *, merges_time: bool = False) -> None:
+        generator = torch.Generator().manual_seed(5)
+        self.merges_time = merges_time
+        self.embed = torch.randn(PATCH_DIM, HIDDEN, generator=generator)
+        self.place = torch.randn(4, HIDDEN, generator=generator) / 10
+        self.merge = torch.randn(4 * HIDDEN, WIDTH, generator=generator)
+        self.forwards: list[FusedInputs] = []
+
+    def prepare(self, grids: Sequence[Grid]) -> FusedInputs:
+        coords, tables = [], []
+        for grid in grids:
+            order = merge_order(grid.h, grid.w, 2)
+            rows, columns = raster_coordinates(grid.h, grid.w)
+            sides = torch.tensor([grid.h, grid.w]).expand(len(rows), 2)
+            frame = torch.cat([rows[:, None], columns[:, None], sides], dim=1).to(torch.int32)
+            coords.append((frame if self.merges_time else frame[order]).repeat(grid.t, 1))
+            tables.append(FrameTables(*[torch.empty(0)] * 4, order))
+        if self.merges_time:
+            index, weight = merge_tables(grids, tables)
+            merge = {
+                "frame_index": torch.cat([frame_rows(grid) for grid in grids]).to(torch.int32),
+                "merge_index": index.to(torch.int32),
+                "merge_weight": weight.float(),
+            }
+            seqlens = [grid.num_patches for grid in grids]
+        else:
+            merge = {}
+            seqlens = [grid.h * grid.w for grid in grids for _ in range(grid.t)]
+        bounds = torch.tensor(list(accumulate(seqlens, initial=0)), dtype=torch.int32)
+        return FusedInputs(torch.cat(coords), bounds, tuple(seqlens), max(seqlens), **merge)
+
+    def __call__(self, inputs: FusedInputs) -> torch.Tensor:
+        self.forwards.append(inputs)
+        assert inputs.pixel_values is not None
+        x = inputs.pixel_values @ self.embed + inputs.coords.float() @ self.place
+        if inputs.frame_index is not None:
+            x = x + inputs.frame_index[:, None].float()
+        bounds = inputs.cu_seqlens.tolist()
+        for _ in range(2):
+            mixed = torch.full_like(x, float("nan"))
+            for start, end in pairwise(bounds):
+                if end > start:
+                    assert end - start <= inputs.max_seqlen
+                    mixed[start:end] = (x[start:end] + x[start:end].mean(0)).tanh()
+            x = mixed
+        if inputs.merge_index is not None:
+            assert inputs.merge_weight is not None
+            x = (x[inputs.merge_index.long()] * inputs.merge_weight[..., None]).sum(1)
+        return x.view(-1, 4 * HIDDEN) @ self.merge
