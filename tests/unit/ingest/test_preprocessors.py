@@ -342,3 +342,12 @@ def test_rows_and_grid_always_agree(
     else:
         with pytest.raises(GridMismatch):
             preprocessor.check_pixels(pixels)
+
+
+def test_an_absurd_aspect_is_refused_before_a_pixel_is_decoded() -> None:
+    """The pixels behind this header are cut off: a decoder that was let near them would say so."""
+    whole = solid(1, 400)
+    with pytest.raises(UndecodableImage):
+        KIMI.load_image(whole[:-9], PLAIN)
+    with pytest.raises(AspectRatioExceeded, match="the limit is 200"):
+        QWEN.load_image(whole[:-9], PLAIN)

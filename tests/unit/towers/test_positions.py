@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import interpolate
 
+from encoder_service.towers.layers import interpolate_positions
 from encoder_service.towers.positions import (
     FrameTableCache,
     FrameTables,
@@ -145,3 +146,13 @@ def test_many_threads_share_the_cache_and_its_bound_holds() -> None:
         thread.join()
     assert wrong == []
     assert cache.num_bytes == sum(tables.num_bytes for tables in cache._entries.values())
+
+
+def test_positions_of_a_bfloat16_table_are_summed_in_float32() -> None:
+    """Bicubic weights alternate in sign: rounded to the table's dtype, they would no longer sum to one."""
+    table = torch.randn(64 * 64, 32, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
+    index, weight = grid_taps(cubic_taps(38, 64), cubic_taps(26, 64), 64)
+    found = interpolate_positions(table, index, weight)
+    expected = gather(table.double().view(64, 64, 32), index, weight.double())
+    assert found.dtype == torch.float32
+    assert float((found.double() - expected).norm() / expected.norm()) < 1e-6
