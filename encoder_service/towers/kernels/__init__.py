@@ -8,15 +8,27 @@ Every wrapper launches on the current CUDA device and stream, never waits for th
 but what it returns, and so can be captured in a CUDA graph. Shapes are internal invariants: asserted.
 """
 
+from encoder_service.towers.kernels.activation import gelu_, gelu_quantize
 from encoder_service.towers.kernels.embedding import embed_norm
+from encoder_service.towers.kernels.frames import Norm, merge_frames_norm
 from encoder_service.towers.kernels.norm import add_norm, add_norm_quantize, layer_norm, layer_norm_quantize
+from encoder_service.towers.kernels.patches import patchify_moonvit, patchify_packed, patchify_qwen
+from encoder_service.towers.kernels.quantize import quantize_rows
 from encoder_service.towers.kernels.rotary import rotate_qkv_
 
 __all__ = [
+    "Norm",
     "add_norm",
     "add_norm_quantize",
     "embed_norm",
+    "gelu_",
+    "gelu_quantize",
     "layer_norm",
     "layer_norm_quantize",
+    "merge_frames_norm",
+    "patchify_moonvit",
+    "patchify_packed",
+    "patchify_qwen",
+    "quantize_rows",
     "rotate_qkv_",
 ]

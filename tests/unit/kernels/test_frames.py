@@ -1,0 +1,73 @@
+"""MoonViT's tail against the plain tower's steps, stills and clips mixed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from encoder_service.towers.kernels import Norm, merge_frames_norm
+from tests.unit.kernels.references import DTYPES, assert_near, norm_float32, padded_rows, randn
+
+
+def mixed_merge(num_frames: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """index and weight [7, F]: a clip of F frames of 4 patches, then a still of 3 whose unused places repeat
+    its own patch with weight zero."""
+    clip = torch.arange(4)[:, None] + 4 * torch.arange(num_frames)
+    still = (4 * num_frames + torch.arange(3)[:, None]).expand(3, num_frames)
+    weight = torch.zeros(7, num_frames)
+    weight[:4], weight[4:, 0] = 1 / num_frames, 1
+    return torch.cat([clip.flip(0), still]), weight
+
+
+def plain_merge(
+    x: torch.Tensor, index: torch.Tensor, weight: torch.Tensor, final: Norm, pre: Norm
+) -> torch.Tensor:
+    """MoonViTTower's steps with their roundings, up to the last norm; float32."""
+    normed = norm_float32(x, *final).to(x.dtype)
+    merged = (normed[index].float() * weight[..., None]).sum(1).to(x.dtype)
+    return norm_float32(merged, *pre)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [64, 1152])
+@pytest.mark.parametrize("num_frames", [1, 3, 4])
+def test_merge_equals_the_plain_steps(
+    num_frames: int, width: int, dtype: torch.dtype, device: torch.device, generator: torch.Generator
+) -> None:
+    index, weight = mixed_merge(num_frames)
+    num_patches = 4 * num_frames + 3
+    x, delta = (randn(generator, num_patches, width).to(dtype) for _ in range(2))
+    final = Norm(randn(generator, width).to(dtype), randn(generator, width).to(dtype), 1e-5)
+    pre = Norm(randn(generator, width).to(dtype), randn(generator, width).to(dtype), 1e-6)
+    held, held_delta = padded_rows(x, device), padded_rows(delta, device)
+    merged = merge_frames_norm(
+        held,
+        held_delta,
+        index.int().to(device),
+        weight.to(device),
+        Norm(final.weight.to(device), final.bias.to(device), final.eps),
+        Norm(pre.weight.to(device), pre.bias.to(device), pre.eps),
+    )
+    assert torch.equal(held.cpu(), x)
+    assert torch.equal(held_delta.cpu(), delta)
+    expected = plain_merge(x + delta, index, weight, final, pre)
+    if dtype is torch.float32:
+        assert_near(merged, expected)
+    else:
+        # A last bit of a norm or a mean that rounds the other way moves its own element by a step and its
+        # row by far less: hardly any element may differ by more than one step of the result.
+        merged = merged.cpu()
+        step = torch.finfo(dtype).eps * expected.abs().clamp(min=1)
+        error = (merged.float() - expected).abs()
+        assert (error > step).float().mean() < 0.01
+        assert (error < 8 * step).all()
+
+
+def test_without_a_delta(device: torch.device, generator: torch.Generator) -> None:
+    index, weight = mixed_merge(2)
+    x = randn(generator, 11, 144)
+    ones, zeros = torch.ones(144), torch.zeros(144)
+    on_device = Norm(ones.to(device), zeros.to(device), 1e-5)
+    merged = merge_frames_norm(x.to(device), None, index.to(device), weight.to(device), on_device, on_device)
+    norm = Norm(ones, zeros, 1e-5)
+    assert_near(merged, plain_merge(x, index, weight, norm, norm))
