@@ -90,7 +90,7 @@ def running_service(checkpoint: Path) -> Iterator[str]:
     """The service as its own process on free ports; yields its address."""
     environment = {
         **{name: value for name, value in os.environ.items() if not name.startswith("VE_")},
-        "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'proto'}",
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "proto"), os.environ.get("PYTHONPATH", "")]),
     }
     options = ["--device", "cpu", "--listen", "127.0.0.1:0", "--admin-listen", "127.0.0.1:0"]
     command = [sys.executable, "-m", "encoder_service", "serve", "--model", str(checkpoint), *options]

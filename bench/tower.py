@@ -10,6 +10,7 @@ states the method.
 from __future__ import annotations
 
 import argparse
+import functools
 import gc
 import importlib.util
 import secrets
@@ -35,14 +36,17 @@ from rich.console import Console
 from rich.table import Table
 
 from encoder_service.towers import Tower, TowerInputs, load_tower
+from encoder_service.towers.attention import AttentionBackend, available_backends
 from encoder_service.towers.config import MoonViTConfig, QwenVisionConfig
+from encoder_service.towers.fused import FusedInputs, FusedTower
 from encoder_service.towers.synthetic import FAMILIES, SIZES, make_checkpoint
 from encoder_service.types import Grid
 
 # Patches a side of 448 and 1024 pixel images at 16 pixels a patch; Kimi's tower gets the same grids, so
 # that the families compare.
-SIDES = {448: 28, 1024: 64}
-CASES = {"1x448": (1, 448), "1x1024": (1, 1024), "8x1024": (8, 1024), "32x448": (32, 448)}
+SIDES = {256: 16, 448: 28, 512: 32, 768: 48, 1024: 64}
+SIZES_OF_MIXED = ((8, 448), (2, 1024), (4, 768), (16, 256), (6, 512))
+CASES = ("1x448", "1x1024", "8x1024", "32x448", "mixed", "clip")
 QUICK_CASES = ("1x448", "1x1024")
 CHECK_CASE = "1x448"
 CHECK_LIMIT = 1e-5
@@ -116,9 +120,15 @@ def load_reference(path: Path, device: torch.device, dtype: torch.dtype) -> Any:
     return ReferenceTower(path, device=device, dtype=dtype)
 
 
-def grids_of(case: str) -> list[Grid]:
-    count, pixels = CASES[case]
-    return [Grid(1, SIDES[pixels], SIDES[pixels])] * count
+def grids_of(case: str, tower: Tower) -> list[Grid]:
+    """The items of a case. ``clip`` is 16 times 448 pixels: one item of 16 frame pairs where attention stays
+    within a frame, four items of four frames (the longest that the tower takes) where it spans the clip."""
+    if case == "clip":
+        return [Grid(4, 28, 28)] * 4 if tower.merges_time else [Grid(16, 28, 28)]
+    if case == "mixed":
+        return [Grid(1, SIDES[side], SIDES[side]) for count, side in SIZES_OF_MIXED for _ in range(count)]
+    count, side = (int(part) for part in case.split("x"))
+    return [Grid(1, SIDES[side], SIDES[side])] * count
 
 
 def random_inputs(tower: Tower, grids: list[Grid], seed: int) -> TowerInputs:
@@ -134,7 +144,7 @@ def check_float32(path: Path, family: str, device: torch.device) -> dict[str, An
     """Largest absolute and relative error of the tower in float32 against the reference in float32."""
     tower = load_tower(path, device=device, dtype=torch.float32).tower
     reference = load_reference(path, device, torch.float32)
-    grids = grids_of(CHECK_CASE)
+    grids = grids_of(CHECK_CASE, tower)
     # Fresh values each time: a fast path has to be right on any input, not on one.
     seed = secrets.randbelow(2**31)
     inputs = random_inputs(tower, grids, seed)
@@ -157,19 +167,33 @@ def check_float32(path: Path, family: str, device: torch.device) -> dict[str, An
 def time_case(
     tower: Tower, reference: Any, family: str, case: str, warm_up: int, repeats: int
 ) -> list[dict[str, Any]]:
-    """One record for each variant: ``plain`` is this repository's eager tower, ``plain_graph`` the same in
-    a CUDA graph of the exact shape, ``ref_sdpa`` the reference's eager tower with SDPA."""
-    grids, device = grids_of(case), tower.device
+    """One record for each variant, all interleaved in one run.
+
+    ``ref_sdpa``: the reference's eager tower with SDPA. ``plain``: this repository's readable tower, eager;
+    ``plain_graph``: the same in a CUDA graph of the exact shape. ``fused``: the fused path, eager, with the
+    first of the attention backends; ``fused_<backend>``: in a CUDA graph of the exact shape.
+    """
+    grids, device = grids_of(case, tower), tower.device
     inputs = random_inputs(tower, grids, seed=1)
     pixels = inputs.pixel_values
     assert pixels is not None
+    flops = useful_flops(tower, inputs)
     variants: dict[str, Callable[[], object]] = {"plain": lambda: tower(inputs)}
+    relative_errors: dict[str, float] = {}
     if device.type == "cuda":
         variants["plain_graph"] = captured(tower, inputs)
+        expected = tower(inputs)
+        for number, backend in enumerate(cuda_backends(device)):
+            fused = FusedTower(tower, backend)  # type: ignore[arg-type]
+            fused_inputs = fused.prepare(grids).with_pixels(pixels.to(tower.dtype)).to(device)
+            name = f"fused_{backend.name}"
+            relative_errors[name] = relative_error(fused(fused_inputs), expected)
+            if number == 0:
+                variants["fused"] = functools.partial(fused, fused_inputs)
+            variants[name] = captured(fused, fused_inputs)
     if reference is not None:
         variants["ref_sdpa"] = lambda: reference.rows(pixels, grids)
     medians = interleaved_medians(variants, device, warm_up=warm_up, repeats=repeats, budget_s=20)
-    flops = useful_flops(tower, inputs)
     return [
         {
             "family": family,
@@ -180,12 +204,23 @@ def time_case(
             # Exact shapes: no row of the batch is padding.
             "padding_share": 0.0,
             "num_runs": num_runs,
+            "relative_error_to_plain": relative_errors.get(variant),
         }
         for variant, (median_ms, num_runs) in medians.items()
     ]
 
 
-def captured(tower: Tower, inputs: TowerInputs) -> Callable[[], object]:
+def cuda_backends(device: torch.device) -> list[AttentionBackend]:
+    """The installed backends whose launches do not depend on lengths known to the host."""
+    return [backend for backend in available_backends(device) if not backend.static_lengths]
+
+
+def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """Norm of the difference over norm of ``expected``."""
+    return float((found.double() - expected.double()).norm() / expected.double().norm())
+
+
+def captured(tower: Tower, inputs: TowerInputs | FusedInputs) -> Callable[[], object]:
     """A replay of the tower's whole forward."""
     side_stream = torch.cuda.Stream(tower.device)
     side_stream.wait_stream(torch.cuda.current_stream(tower.device))
@@ -196,7 +231,12 @@ def captured(tower: Tower, inputs: TowerInputs) -> Callable[[], object]:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         tower(inputs)
-    return graph.replay
+
+    def replay() -> object:
+        graph.replay()
+        return tower, inputs  # whose memory the graph reads
+
+    return replay
 
 
 def useful_flops(tower: Tower, inputs: TowerInputs) -> int:

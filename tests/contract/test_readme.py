@@ -20,7 +20,7 @@ README = (ROOT / "README.md").read_text()
 ADDRESS = "127.0.0.1:50051"
 ENV = {
     **{name: value for name, value in os.environ.items() if not name.startswith("VE_")},
-    "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'proto'}",
+    "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "proto"), os.environ.get("PYTHONPATH", "")]),
     "OMP_NUM_THREADS": "2",
     "HF_HUB_OFFLINE": "1",
 }

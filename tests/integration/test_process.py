@@ -24,7 +24,7 @@ from tests.integration.images import photo
 ROOT = Path(__file__).resolve().parents[2]
 ENV = {
     **{name: value for name, value in os.environ.items() if not name.startswith("VE_")},
-    "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'proto'}",
+    "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "proto"), os.environ.get("PYTHONPATH", "")]),
     "COLUMNS": "200",
     "OMP_NUM_THREADS": "2",
 }
