@@ -22,6 +22,7 @@ from lm_adapter import (
     ServerInfo,
     check_rows,
 )
+from lm_adapter.checks import RowsHeader, check_header
 from lm_adapter.testing import fake_model, fake_rows
 from lm_adapter.types import Limits, upcast_bfloat16
 
@@ -179,3 +180,11 @@ except MissingDependency as error:
     )
     assert completed.stdout.strip() == "EncodedRows.torch() needs the package torch, which is not installed"
     assert issubclass(MissingDependency, ImportError)
+
+
+def test_p22_a_width_that_its_levels_do_not_divide_is_refused() -> None:
+    """Also where no model is known that the width could be compared with."""
+    sound = RowsHeader(Grid(1, 4, 4), 4, 96, "float32", 2, 4 * 96 * 4)
+    check_header(sound)
+    with pytest.raises(InvalidRows, match="width 98 is no multiple of 3"):
+        check_header(sound._replace(width=98, rows_bytes=4 * 98 * 4))
