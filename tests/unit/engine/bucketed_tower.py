@@ -7,7 +7,7 @@ from itertools import accumulate, pairwise
 
 import torch
 
-from encoder_service.towers.fused import FusedInputs, FusedTower
+from encoder_service.towers.fused import BucketShape, FusedInputs, FusedTower
 from encoder_service.towers.moonvit import frame_rows, merge_tables
 from encoder_service.towers.positions import FrameTables, merge_order, raster_coordinates
 from encoder_service.types import Grid
@@ -25,7 +25,6 @@ class SmallTower:
     merge_size = 2
     width = WIDTH
     dtype = torch.float32
-    pad = FusedTower.pad
 
     def __init__(self, *, merges_time: bool = False) -> None:
         generator = torch.Generator().manual_seed(5)
@@ -36,6 +35,7 @@ class SmallTower:
         self.forwards: list[FusedInputs] = []
 
     def prepare(self, grids: Sequence[Grid]) -> FusedInputs:
+        none = torch.empty(0)
         coords, tables = [], []
         for grid in grids:
             order = merge_order(grid.h, grid.w, 2)
@@ -43,7 +43,7 @@ class SmallTower:
             sides = torch.tensor([grid.h, grid.w]).expand(len(rows), 2)
             frame = torch.cat([rows[:, None], columns[:, None], sides], dim=1).to(torch.int32)
             coords.append((frame if self.merges_time else frame[order]).repeat(grid.t, 1))
-            tables.append(FrameTables(*[torch.empty(0)] * 4, order))
+            tables.append(FrameTables(coords[-1], none, none, none, order))
         if self.merges_time:
             index, weight = merge_tables(grids, tables)
             merge = {
@@ -57,6 +57,9 @@ class SmallTower:
             seqlens = [grid.h * grid.w for grid in grids for _ in range(grid.t)]
         bounds = torch.tensor(list(accumulate(seqlens, initial=0)), dtype=torch.int32)
         return FusedInputs(torch.cat(coords), bounds, tuple(seqlens), max(seqlens), **merge)
+
+    def pad(self, inputs: FusedInputs, bucket: BucketShape) -> FusedInputs:
+        return FusedTower.pad(self, inputs, bucket)  # type: ignore[arg-type]
 
     def __call__(self, inputs: FusedInputs) -> torch.Tensor:
         self.forwards.append(inputs)
