@@ -11,7 +11,7 @@ import torch
 
 from encoder_service.engine.graphs import CaptureRecord, GraphRunner, filling_grids
 from encoder_service.errors import ConfigurationError, NotReady
-from encoder_service.scheduler.buckets import MIN_SLOTS, BucketLadder, default_ladder
+from encoder_service.scheduler.buckets import MIN_SLOTS, Bucket, BucketLadder, default_ladder
 from encoder_service.towers.attention import AttentionBackend, SdpaAttention, available_backends
 from encoder_service.towers.config import parse_config
 from encoder_service.towers.fused import FusedTower
@@ -66,7 +66,7 @@ def captured_runner(tower: FusedTower, ladder: BucketLadder) -> GraphRunner:
 @pytest.fixture(scope="module", params=FAMILIES)
 def runner(request: pytest.FixtureRequest) -> Iterator[GraphRunner]:
     tower = fused_tower(request.param, "small", backends()[0])
-    yield captured_runner(tower, default_ladder(MAX_PATCHES, max_frames=MAX_FRAMES, max_step_share=0.15))
+    yield captured_runner(tower, default_ladder(MAX_PATCHES, max_frames=MAX_FRAMES, max_step_share=0.08))
     torch.cuda.empty_cache()
 
 
@@ -110,28 +110,30 @@ def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float(torch.linalg.norm(found - expected) / torch.linalg.norm(expected))
 
 
+def replay_against_eager(runner: GraphRunner, generator: random.Random) -> Bucket:
+    """One random batch, checked; the bucket it ran in. Nothing of it stays."""
+    tower = tower_of(runner)
+    grids = random_batch(generator, tower)
+    pixels = random_pixels(grids, tower)
+    expected = eager_rows(tower, grids, pixels)
+    inputs = tower.prepare(grids)
+    bucket = runner.can_use(inputs)
+    assert bucket is not None, grids
+    rows = runner.run(inputs, pixels)
+    assert torch.isfinite(rows).all(), (bucket, grids)
+    assert relative_error(rows, expected) < RELATIVE, (bucket, grids)
+    return bucket
+
+
 def test_p26_p28_p29_p30_two_thousand_alternating_replays_equal_eager(runner: GraphRunner) -> None:
-    tower, counters = tower_of(runner), runner.counters
+    counters = runner.counters
     generator = random.Random(fresh_seed())
     replays_before, eager_before = counters.replays.total(), counters.eager_runs
-    allocated = 0
-    used = set()
-    for step in range(2200):
-        if step == 200:  # what is allocated once, at first use, has been
-            del grids, pixels, expected, inputs, rows
-            torch.cuda.synchronize()
-            allocated = torch.cuda.memory_allocated(CUDA)
-        grids = random_batch(generator, tower)
-        pixels = random_pixels(grids, tower)
-        expected = eager_rows(tower, grids, pixels)
-        inputs = tower.prepare(grids)
-        bucket = runner.can_use(inputs)
-        assert bucket is not None, grids
-        used.add(bucket)
-        rows = runner.run(inputs, pixels)
-        assert torch.isfinite(rows).all(), (step, bucket, grids)
-        assert relative_error(rows, expected) < RELATIVE, (step, bucket, grids)
-    del grids, pixels, expected, inputs, rows
+    # What is allocated once, at first use, is so in the first steps.
+    used = {replay_against_eager(runner, generator) for _ in range(200)}
+    torch.cuda.synchronize()
+    allocated = torch.cuda.memory_allocated(CUDA)
+    used |= {replay_against_eager(runner, generator) for _ in range(2000)}
     torch.cuda.synchronize()
     assert counters.replays.total() - replays_before == 2200
     assert counters.eager_runs == eager_before
