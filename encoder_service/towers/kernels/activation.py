@@ -92,7 +92,7 @@ def _gelu(x, TANH: tl.constexpr):
     return y
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["blocks_per_row"])
 def _gelu_kernel(x_ptr, x_stride, width, blocks_per_row, TANH: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0) // blocks_per_row
     block = tl.program_id(0) % blocks_per_row

@@ -164,7 +164,11 @@ def _store_channel(out_ptr, value, PATCH: tl.constexpr, PIXELS_TILE: tl.constexp
     tl.store(out_ptr + pixel, value.to(out_ptr.dtype.element_ty), mask=pixel < PATCH * PATCH)
 
 
-@triton.jit
+# Sizes of an image must not compile anything while the service runs.
+@triton.jit(
+    do_not_specialize=["frame_stride", "line_stride", "num_frames", "blocks_high", "blocks_wide"],
+    do_not_specialize_on_alignment=["frames_ptr"],
+)
 def _patchify_kernel(
     frames_ptr,
     out_ptr,

@@ -10,13 +10,13 @@ import torch
 from encoder_service.towers.kernels import embed_norm
 from encoder_service.towers.layers import interpolate_positions
 from encoder_service.towers.positions import cubic_taps, grid_taps, linear_taps, raster_coordinates
-from tests.unit.kernels.references import DTYPES, EPS, assert_near, norm_float32, padded_rows, randn
+from tests.unit.kernels.references import EPS, assert_near, norm_float32, padded_rows, randn
 
 Mode = Literal["linear", "cubic"]
 TAPS = {"linear": linear_taps, "cubic": cubic_taps}
 TABLE_HEIGHT, TABLE_WIDTH = 9, 7
-# Below, at, above the table's sides; one patch; a strip.
-FRAMES = [(2, 4), (3, 7), (1, 1), (11, 1), (1, 13)]
+# Below, at, above the table's sides; one patch.
+FRAMES = [(2, 4), (3, 7), (1, 1), (11, 1)]
 
 
 def frame_coords(height: int, width: int) -> torch.Tensor:
@@ -31,7 +31,7 @@ def plain_positions(table: torch.Tensor, height: int, width: int, mode: Mode) ->
     return interpolate_positions(table, index, weight)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("mode", ["linear", "cubic"])
 @pytest.mark.parametrize("width", [64, 1152])
 def test_positions_equal_the_plain_path(
@@ -59,7 +59,7 @@ def test_positions_equal_the_plain_path(
     assert_near(h, norm_float32(held.cpu(), weight, bias, EPS))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_temporal_rows_are_added(
     dtype: torch.dtype, device: torch.device, generator: torch.Generator
 ) -> None:

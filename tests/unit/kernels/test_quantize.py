@@ -54,6 +54,16 @@ def test_a_row_of_zeros_has_a_scale(device: torch.device) -> None:
     assert (scale > 0).all()
 
 
+def test_a_nan_stays_a_nan(device: torch.device, generator: torch.Generator) -> None:
+    """A finite value in its place would pass for a result."""
+    x = randn(generator, 3, 144).bfloat16()
+    x[1, 7] = torch.nan
+    values, scale = (result.cpu() for result in quantize_rows(x.to(device)))
+    rows = values.float() * scale
+    assert rows[1, 7].isnan()
+    assert torch.isfinite(rows[[0, 2]]).all()
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(7, 144), (3, 1152)])
 def test_norms_quantize(
