@@ -17,7 +17,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch.nn.functional import gelu, linear
@@ -240,7 +240,13 @@ class FusedTower(Tower):
         if isinstance(plain, Qwen3VLTower):
             side = plain.config.position_side
             return self._kernels.embed_norm(
-                x_PE, plain.pos_embed, inputs.coords, *norm, mode="linear", table_height=side, table_width=side
+                x_PE,
+                plain.pos_embed,
+                inputs.coords,
+                *norm,
+                mode="linear",
+                table_height=side,
+                table_width=side,
             )
         return self._kernels.embed_norm(
             x_PE,
@@ -258,7 +264,7 @@ class FusedTower(Tower):
         self, h_PE: torch.Tensor, block: Block, coords: torch.Tensor, bounds: SequenceBounds
     ) -> torch.Tensor:
         qkv = linear(h_PE, block.qkv.weight, block.qkv.bias)
-        layout = "interleaved" if self.merges_time else "blocked"
+        layout: Literal["blocked", "interleaved"] = "interleaved" if self.merges_time else "blocked"
         self._kernels.rotate_qkv_(qkv, coords, self.rope_cos, self.rope_sin, layout, self.num_heads)
         q_PHd, k_PHd, v_PHd = qkv.view(qkv.shape[0], 3, self.num_heads, -1).unbind(1)
         out_PHd = self.attention.attend(q_PHd, k_PHd, v_PHd, bounds)
@@ -269,19 +275,21 @@ class FusedTower(Tower):
         plain = self.plain
         if isinstance(plain, Qwen3VLTower):
             return self._kernels.add_norm(x_PE, delta_PE, *norm_of(plain.merger.norm))
+        assert inputs.merge_index is not None
+        assert inputs.merge_weight is not None
         return self._kernels.merge_frames_norm(
             x_PE,
             delta_PE,
             inputs.merge_index,
             inputs.merge_weight,
-            norm_of(plain.final_norm),
-            norm_of(plain.projector.norm),
+            self._kernels.Norm(*norm_of(plain.final_norm)),
+            self._kernels.Norm(*norm_of(plain.projector.norm)),
         )
 
     def _merge(self, h_PE: torch.Tensor, merger: Merger) -> torch.Tensor:
         """Rows [R, D] of normed patches in merge order."""
         u_RM = linear(h_PE.view(-1, merger.merged_width), merger.fc1.weight, merger.fc1.bias)
-        return linear(gelu(u_RM), merger.fc2.weight, merger.fc2.bias)
+        return linear(self._kernels.gelu_(u_RM, "none"), merger.fc2.weight, merger.fc2.bias)
 
     def _merge_level(self, x_PE: torch.Tensor, merger: Merger) -> torch.Tensor:
         """Rows [R, D] of one deepstack level; its norm spans the merged patches."""
