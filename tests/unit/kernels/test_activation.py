@@ -13,7 +13,7 @@ from tests.unit.kernels.references import DTYPES, assert_near, padded_rows, rand
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("approximate", ["none", "tanh"])
-@pytest.mark.parametrize("shape", [(1, 3), (7, 4304), (3, 1024)])
+@pytest.mark.parametrize("shape", [(1, 77), (7, 4304), (3, 1024)])
 def test_gelu_equals_float64(
     shape: tuple[int, int],
     approximate: Literal["none", "tanh"],
