@@ -35,8 +35,11 @@ from measurement import (
 from rich.console import Console
 from rich.table import Table
 
+from encoder_service.engine.fast_path import build_graph_runner
+from encoder_service.engine.graphs import GraphRunner
 from encoder_service.towers import Tower, TowerInputs, load_tower
 from encoder_service.towers.attention import AttentionBackend, available_backends
+from encoder_service.towers.attention.per_shape import PerShapeAttention
 from encoder_service.towers.config import MoonViTConfig, QwenVisionConfig
 from encoder_service.towers.fused import FusedInputs, FusedTower
 from encoder_service.towers.synthetic import FAMILIES, SIZES, make_checkpoint
@@ -49,6 +52,8 @@ SIZES_OF_MIXED = ((8, 448), (2, 1024), (4, 768), (16, 256), (6, 512))
 CASES = ("1x448", "1x1024", "8x1024", "32x448", "mixed", "clip")
 QUICK_CASES = ("1x448", "1x1024")
 CHECK_CASE = "1x448"
+# Of the largest bucket: ``mixed`` has 33,920.
+MAX_PATCHES = 36_864
 CHECK_LIMIT = 1e-5
 
 
@@ -69,6 +74,7 @@ def main() -> None:
         },
         "ceilings": ceilings(device, quick=arguments.quick),
         "checks": [],
+        "captures": [],
         "records": [],
     }
     for family in arguments.families:
@@ -80,10 +86,16 @@ def main() -> None:
                 console.print(check_line(result["checks"][-1]))
             tower = load_tower(path, device=device, dtype=dtype).tower
             reference = load_reference(path, device, dtype) if has_reference else None
+            runner = None
+            if device.type == "cuda":
+                runner = build_graph_runner(
+                    tower, attention="auto", deterministic=False, max_patches=MAX_PATCHES
+                )
+                result["captures"].append(describe_runner(family, runner))
         for case in QUICK_CASES if arguments.quick else CASES:
             with console.status(f"{family} {case}"):
-                result["records"] += time_case(tower, reference, family, case, warm_up, repeats)
-        del tower, reference
+                result["records"] += time_case(tower, reference, runner, family, case, warm_up, repeats)
+        del tower, reference, runner
         release(device)
     console.print(table_of(result))
     console.print(f"written to {write_result(arguments.out, 'tower', result)}")
@@ -165,13 +177,20 @@ def check_float32(path: Path, family: str, device: torch.device) -> dict[str, An
 
 @torch.inference_mode()
 def time_case(
-    tower: Tower, reference: Any, family: str, case: str, warm_up: int, repeats: int
+    tower: Tower,
+    reference: Any,
+    runner: GraphRunner | None,
+    family: str,
+    case: str,
+    warm_up: int,
+    repeats: int,
 ) -> list[dict[str, Any]]:
     """One record for each variant, all interleaved in one run.
 
     ``ref_sdpa``: the reference's eager tower with SDPA. ``plain``: this repository's readable tower, eager;
     ``plain_graph``: the same in a CUDA graph of the exact shape. ``fused``: the fused path, eager, with the
-    first of the attention backends; ``fused_<backend>``: in a CUDA graph of the exact shape.
+    first of the attention backends; ``fused_<backend>``: in a CUDA graph of the exact shape. ``graph``: what
+    the service runs, bucketed graphs with attention chosen by measuring, host metadata and padding included.
     """
     grids, device = grids_of(case, tower), tower.device
     inputs = random_inputs(tower, grids, seed=1)
@@ -191,6 +210,15 @@ def time_case(
             if number == 0:
                 variants["fused"] = functools.partial(fused, fused_inputs)
             variants[name] = captured(fused, fused_inputs)
+    padding_share = 0.0
+    if runner is not None:
+        host_inputs = runner.prepare(grids)
+        on_device = [pixels.to(tower.dtype)]
+        relative_errors["graph"] = relative_error(runner.run(host_inputs, on_device), expected)
+        variants["graph"] = lambda: runner.run(runner.prepare(grids), on_device)
+        bucket = runner.can_use(host_inputs)
+        if bucket is not None:
+            padding_share = 1 - host_inputs.num_patches / bucket.num_patches
     if reference is not None:
         variants["ref_sdpa"] = lambda: reference.rows(pixels, grids)
     medians = interleaved_medians(variants, device, warm_up=warm_up, repeats=repeats, budget_s=20)
@@ -201,13 +229,26 @@ def time_case(
             "variant": variant,
             "median_ms": median_ms,
             "useful_tflops": flops / median_ms / 1e9,
-            # Exact shapes: no row of the batch is padding.
-            "padding_share": 0.0,
+            # Of the bucket's patches; the other variants run exact shapes.
+            "padding_share": padding_share if variant == "graph" else 0.0,
             "num_runs": num_runs,
             "relative_error_to_plain": relative_errors.get(variant),
         }
         for variant, (median_ms, num_runs) in medians.items()
     ]
+
+
+def describe_runner(family: str, runner: GraphRunner | None) -> dict[str, Any]:
+    """How many graphs, what they cost, and the attention of each measured shape."""
+    if runner is None:
+        return {"family": family, "graphs": 0}
+    attention: PerShapeAttention = runner._tower.attention  # type: ignore[attr-defined]
+    return {
+        "family": family,
+        "graphs": len(runner.ladder),
+        "captured_bytes": runner.captured_bytes,
+        "attention": {f"{shape[0]}x{shape[1]}": backend.name for shape, backend in attention.choices.items()},
+    }
 
 
 def cuda_backends(device: torch.device) -> list[AttentionBackend]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
+import sys
 import threading
 import time
 import uuid
@@ -19,11 +20,15 @@ from typing import TypeVar
 
 import structlog
 import torch
+from rich.console import Console
+from rich.progress import Progress
 
 from encoder_service import __version__
 from encoder_service.admin.app import AdminServer, create_admin_app
 from encoder_service.config import Settings
 from encoder_service.engine.device import DeviceEngine, first_line
+from encoder_service.engine.fast_path import build_graph_runner
+from encoder_service.engine.graphs import CaptureRecord, GraphRunner
 from encoder_service.errors import ConfigurationError, DeviceFault, StartupError
 from encoder_service.ingest.decode import DecodeLimits
 from encoder_service.ingest.registry import load_preprocessor
@@ -92,7 +97,8 @@ class Service:
                 self._admin.start()
             started_s = time.monotonic()
             model = await on_own_thread(load_model, settings)
-            self._engine = self._build_engine(model)
+            graphs = await on_own_thread(capture_graphs, model, settings)
+            self._engine = self._build_engine(model, graphs)
             self.pipeline = self._build_pipeline(model, self._engine)
             await on_own_thread(self._engine.warm_up, warm_up_grids(model, settings))
             self._engine.start()
@@ -159,7 +165,7 @@ class Service:
 
     # -- building --------------------------------------------------------------------------------------
 
-    def _build_engine(self, model: ServedModel) -> DeviceEngine:
+    def _build_engine(self, model: ServedModel, graphs: GraphRunner | None) -> DeviceEngine:
         loop = asyncio.get_running_loop()
 
         def on_fault(fault: DeviceFault) -> None:
@@ -173,6 +179,7 @@ class Service:
             clock=time.monotonic,
             on_fault=on_fault,
             num_threads=self.settings.torch_threads,
+            graphs=graphs,
         )
 
     def _build_pipeline(self, model: ServedModel, engine: DeviceEngine) -> Pipeline:
@@ -221,6 +228,12 @@ class Service:
         counter("ve_encoded_items", "Items through the tower.", lambda: engine.counters.items)
         counter("ve_encoded_patches", "Patches through the tower.", lambda: engine.counters.patches)
         counter("ve_dropped_items", "Items dropped before the device.", lambda: engine.counters.dropped_items)
+        if (graphs := engine.graphs) is not None:
+            figures = graphs.counters
+            counter("ve_graph_replays", "Batches run as a CUDA graph.", lambda: figures.replays.total())
+            counter("ve_eager_runs", "Batches that no bucket took.", lambda: figures.eager_runs)
+            counter("ve_padded_patches", "Padding added to buckets.", lambda: figures.padded_patches)
+            gauge("ve_graph_bytes", "Device memory of captured graphs.", lambda: graphs.captured_bytes)
         counter("ve_device_busy_seconds", "Seconds in forward passes.", lambda: engine.counters.busy_s)
 
 
@@ -266,6 +279,30 @@ def load_model(settings: Settings) -> ServedModel:
         )
     name = settings.model_name or settings.model.resolve().name
     return ServedModel(name, loaded.family, loaded.fingerprint, loaded.tower, preprocessor)
+
+
+def capture_graphs(model: ServedModel, settings: Settings) -> GraphRunner | None:
+    """The fast path, every graph captured, or None where the plain tower serves. Runs on a thread of its
+    own; shows its progress on a terminal. Raises ConfigurationError."""
+    device = model.tower.device
+    if device.type != "cuda" or settings.tower == "plain":
+        return None
+    torch.cuda.set_device(device)
+    with Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as progress:
+        bar = progress.add_task("capturing graphs", total=None)
+
+        def show(_: CaptureRecord, left: int) -> None:
+            done = int(progress.tasks[bar].completed) + 1
+            progress.update(bar, completed=done, total=done + left)
+
+        return build_graph_runner(
+            model.tower,
+            attention=settings.attention,
+            deterministic=settings.deterministic,
+            max_patches=settings.max_patches_per_batch,
+            bucket_sizes=settings.bucket_sizes,
+            progress=show,
+        )
 
 
 def warm_up_grids(model: ServedModel, settings: Settings) -> list[Grid]:

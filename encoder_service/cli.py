@@ -75,6 +75,16 @@ def serve(
         str | None, typer.Option(help="host:port of the admin plane, '' for none (VE_ADMIN_LISTEN).")
     ] = None,
     model_name: Annotated[str | None, typer.Option(help="Name that requests use.")] = None,
+    tower: Annotated[str | None, typer.Option(help="auto, or plain: no fused kernels, no graphs.")] = None,
+    attention: Annotated[
+        str | None, typer.Option(help="Attention backend on a GPU; auto measures what is installed.")
+    ] = None,
+    deterministic: Annotated[
+        bool, typer.Option("--deterministic", help="An item's rows never depend on the rest of its batch.")
+    ] = False,
+    bucket_sizes: Annotated[
+        str | None, typer.Option(help="Patches of each graph, comma separated, as tune proposes them.")
+    ] = None,
     store_bytes: Annotated[int | None, typer.Option(help="Rows kept for later requests.")] = None,
     drain_grace_s: Annotated[float | None, typer.Option(help="Time for in-flight work at stop.")] = None,
     log_format: Annotated[str | None, typer.Option(help="text or json.")] = None,
@@ -94,6 +104,10 @@ def serve(
             listen=tuple(listen) if listen else None,
             admin_listen=admin_listen,
             model_name=model_name,
+            tower=tower,
+            attention=attention,
+            deterministic=deterministic or None,
+            bucket_sizes=bucket_sizes,
             store_bytes=store_bytes,
             drain_grace_s=drain_grace_s,
             log_format=log_format,
@@ -129,6 +143,43 @@ def announce(service: Service) -> None:
             f"at {' '.join(service.addresses)}{admin}",
             flush=True,
         )
+
+
+@app.command()
+def tune(
+    traffic: Annotated[Path, typer.Option(help="CSV with the columns width, height in pixels [, count].")],
+    model: Annotated[Path, typer.Option(help="Checkpoint whose processor settings decide the grids.")],
+    max_patches: Annotated[int, typer.Option(help="Patches of the largest bucket.")] = 16_384,
+    max_items: Annotated[int, typer.Option(help="Items in one batch.")] = 64,
+    num_sizes: Annotated[
+        int | None, typer.Option(help="Sizes to propose; as many as the default ladder when not given.")
+    ] = None,
+) -> None:
+    """Proposes bucket sizes for the image sizes that a service sees, with the waste they would leave."""
+    from rich.console import Console
+
+    from encoder_service.errors import StartupError
+    from encoder_service.ingest.decode import DecodeLimits
+    from encoder_service.ingest.registry import load_preprocessor
+    from encoder_service.towers.checkpoint import read_config
+    from encoder_service.towers.config import parse_config
+    from encoder_service.tune import tune as propose
+    from encoder_service.types import PreprocessOptions
+
+    try:
+        family, config = parse_config(read_config(model))
+        preprocessor = load_preprocessor(model, family, DecodeLimits(1 << 30, 1 << 30))
+        propose(
+            traffic,
+            lambda height, width: preprocessor.target_grid(height, width, PreprocessOptions()),
+            max_patches=max_patches,
+            max_items=max_items,
+            num_sizes=num_sizes,
+            merge_size=config.merge_size,
+            console=Console(),
+        )
+    except StartupError as error:
+        fail(error.message)
 
 
 @app.command()

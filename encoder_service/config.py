@@ -35,6 +35,18 @@ class Settings(BaseSettings):
     dtype: Literal["float32", "bfloat16"] | None = Field(
         None, description="Type of weights and rows; default bfloat16 on a GPU, float32 on the CPU."
     )
+    tower: Literal["auto", "plain"] = Field(
+        "auto", description="auto: fused kernels and CUDA graphs where the device can; plain: never."
+    )
+    attention: str = Field(
+        "auto", description="Attention backend by name; auto: the fastest of those installed, by measuring."
+    )
+    deterministic: bool = Field(
+        False, description="Only attention whose rows for an item do not depend on the rest of its batch."
+    )
+    bucket_sizes: Annotated[tuple[int, ...], NoDecode] = Field(
+        (), description="Patches of each graph, as tune proposes them; empty: the default ladder."
+    )
     listen: Annotated[tuple[str, ...], NoDecode] = Field(
         ("127.0.0.1:50051",), min_length=1, description="gRPC addresses: host:port or unix:/path."
     )
@@ -83,6 +95,12 @@ class Settings(BaseSettings):
                 f"into max_message_bytes {self.max_message_bytes}"
             )
         return self
+
+    @field_validator("bucket_sizes", mode="before")
+    @classmethod
+    def split_bucket_sizes(cls, value: object) -> object:
+        """A comma list is accepted from the environment and the command line."""
+        return tuple(part.strip() for part in value.split(",")) if isinstance(value, str) else value
 
     @field_validator("listen", mode="before")
     @classmethod

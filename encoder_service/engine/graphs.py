@@ -147,6 +147,10 @@ class GraphRunner:
             inputs.num_patches, len(inputs.seqlens), inputs.max_seqlen, inputs.num_frames
         )
 
+    def prepare(self, grids: Sequence[Grid]) -> FusedInputs:
+        """Host metadata of a packed batch, for ``run``. Raises GridMismatch."""
+        return self._tower.prepare(grids)
+
     @torch.inference_mode()
     def run(self, inputs: FusedInputs, pixels: Pixels) -> torch.Tensor:
         """Rows [R, W] of an unpadded batch on the host, padding left out, in ``prepare``'s order.

@@ -59,7 +59,7 @@ def test_rows_of_the_service_equal_the_float32_tower_and_the_reference(checkpoin
     family = checkpoint.name
     data = files()
     with (
-        running(checkpoint, CUDA, dtype="bfloat16") as service,
+        running(checkpoint, CUDA, dtype="bfloat16", max_patches_per_batch=8192) as service,
         VisionEncoderClient(service.target, timeout_s=120) as client,
     ):
         assert client.info().device.startswith("NVIDIA")
@@ -68,6 +68,13 @@ def test_rows_of_the_service_equal_the_float32_tower_and_the_reference(checkpoin
             client.encode_one(ImageItem(one, digest=bytes([index]) * 32)) for index, one in enumerate(data)
         ]
         again = client.encode([ImageItem(one) for one in data])
+        engine = service.service._engine
+        assert engine is not None
+        assert engine.graphs is not None
+        assert engine.graphs.ready
+        # P26: graphs replay in service; the largest item is above every bucket and runs eager, and right.
+        assert engine.graphs.counters.replays.total() >= len(data)
+        assert engine.graphs.captured_bytes < 2 << 30
 
     exact = load_tower(checkpoint, device=CUDA, dtype=torch.float32).tower
     reference = ReferenceTower(checkpoint, device=CUDA, dtype=torch.float32)
@@ -105,7 +112,9 @@ def test_p14_device_memory_is_flat_over_many_requests(checkpoint: Path) -> None:
         return out.getvalue()
 
     with (
-        running(checkpoint, CUDA, dtype="bfloat16", store_bytes=64 << 20) as service,
+        running(
+            checkpoint, CUDA, dtype="bfloat16", store_bytes=64 << 20, bucket_sizes="1024,4096,16384"
+        ) as service,
         VisionEncoderClient(service.target, timeout_s=120) as client,
     ):
         held = []

@@ -15,9 +15,7 @@ class Driver(Protocol):
     def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """The result of ``client.<method>(...)``."""
 
-    def iterate(
-        self, items: Sequence[Item], **kwargs: Any
-    ) -> Generator[tuple[int, Outcome], None, None]:
+    def iterate(self, items: Sequence[Item], **kwargs: Any) -> Generator[tuple[int, Outcome], None, None]:
         """``client.encode_iter``."""
 
     def fan_out(self, num_calls: int, call: Callable[[int], tuple[str, tuple[Any, ...]]]) -> list[Any]:

@@ -9,9 +9,13 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
+from typer.testing import CliRunner
 
+from encoder_service.cli import app
+from encoder_service.config import parse_settings
 from encoder_service.errors import AspectRatioExceeded, ConfigurationError
 from encoder_service.scheduler.buckets import default_ladder
+from encoder_service.towers.synthetic import make_checkpoint
 from encoder_service.tune import read_traffic, tune
 from encoder_service.types import Grid
 
@@ -113,3 +117,19 @@ def test_wrong_traffic_is_refused_with_its_line(tmp_path: Path, text: str, messa
 def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="cannot be read as CSV"):
         read_traffic(tmp_path / "none.csv")
+
+
+def test_the_command_prints_sizes_that_serve_takes(tmp_path: Path) -> None:
+    checkpoint, traffic = tmp_path / "checkpoint", tmp_path / "sizes.csv"
+    make_checkpoint(checkpoint, "kimi_k25", "tiny", 1)
+    traffic.write_text("width,height,count\n448,448,50\n1024,768,10\n")
+    options = ["--traffic", str(traffic), "--model", str(checkpoint), "--num-sizes", "6"]
+    ended = CliRunner().invoke(app, ["tune", *options, "--max-patches", "8192"])
+    assert ended.exit_code == 0, ended.output
+    found = re.search(r"proposed sizes in patches: ([\d,]+)", ended.output)
+    assert found
+    sizes = parse_settings(model=checkpoint, bucket_sizes=found[1]).bucket_sizes
+    assert len(sizes) == 6
+    assert max(sizes) == 8192
+    traffic.write_text("width,height\n1,nonsense\n")
+    assert CliRunner().invoke(app, ["tune", *options]).exit_code == 1

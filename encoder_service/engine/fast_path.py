@@ -1,0 +1,144 @@
+"""The fast path of a GPU: fused tower, attention chosen by measurement, one CUDA graph per bucket.
+
+Owns putting the parts together before readiness: which attention backends are tried on which shapes, the
+ladder of buckets, the captures and what is said about them. Where the fast path is not possible the plain
+tower serves, and the log says why.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import time
+from collections.abc import Callable, Sequence
+
+import structlog
+import torch
+
+from encoder_service.engine.graphs import CaptureRecord, GraphRunner
+from encoder_service.errors import ConfigurationError
+from encoder_service.scheduler.buckets import Bucket, BucketLadder, default_ladder, ladder_of_sizes
+from encoder_service.towers.attention import AttentionBackend, parse_attention
+from encoder_service.towers.attention.per_shape import PerShapeAttention
+from encoder_service.towers.attention.select import ShapeCase, graph_time_ms, measure_backends
+from encoder_service.towers.moonvit import MoonViTTower
+from encoder_service.towers.qwen3_vl import Qwen3VLTower
+from encoder_service.towers.tower import Tower
+
+log = structlog.get_logger(__name__)
+
+# Attention is measured on buckets of about these sizes, under each bound that they have.
+MEASURED_SIZES = (1024, 4096, 16_384)
+
+
+def build_graph_runner(
+    tower: Tower,
+    *,
+    attention: str,
+    deterministic: bool,
+    max_patches: int,
+    bucket_sizes: Sequence[int] = (),
+    clock: Callable[[], float] = time.monotonic,
+    progress: Callable[[CaptureRecord, int], None] | None = None,
+) -> GraphRunner | None:
+    """Every graph captured, ready to run; None where the plain tower has to serve.
+
+    attention: "auto" or a backend's name. deterministic: one backend for all shapes whose rows for an item
+    do not depend on its batch. max_patches: of the largest bucket; bucket_sizes: the ladder, in patches,
+    instead of the default one. Raises ConfigurationError for an attention or sizes that cannot be had.
+    """
+    candidates = [
+        backend
+        for backend in parse_attention(attention, tower.device, deterministic=deterministic)
+        if not backend.static_lengths
+    ]
+    reason = why_plain(tower, candidates)
+    if reason is not None:
+        log.warning("fast path is off, the plain tower serves", reason=reason)
+        return None
+    from encoder_service.towers.fused import FusedTower  # triton, which only a GPU needs
+
+    ladder = ladder_of(tower, max_patches, bucket_sizes)
+    started_s = clock()
+    chosen = choose_attention(tower, candidates, ladder, deterministic=deterministic)
+    measured_s = clock()
+    runner = GraphRunner(
+        FusedTower(tower, chosen),  # type: ignore[arg-type]
+        ladder,
+        tower.device,
+        capture=True,
+        clock=clock,
+    )
+    runner.capture_all(progress)
+    log.info(
+        "graphs captured",
+        graphs=len(ladder),
+        sizes=len(ladder.sizes),
+        max_patches=ladder.max_patches,
+        attention=sorted({backend.name for backend in chosen.choices.values()}),
+        measure_s=round(measured_s - started_s, 1),
+        capture_s=round(clock() - measured_s, 1),
+        captured_mib=runner.captured_bytes >> 20,
+    )
+    return runner
+
+
+def why_plain(tower: Tower, candidates: Sequence[AttentionBackend]) -> str | None:
+    """What stands in the fast path's way, or None."""
+    if not isinstance(tower, Qwen3VLTower | MoonViTTower):
+        return f"no fused form of {type(tower).__name__}"
+    if tower.device.type != "cuda":
+        return f"graphs need a CUDA device, the tower is on {tower.device}"
+    if tower.dtype not in (torch.bfloat16, torch.float16):
+        return f"its kernels serve 16-bit weights, these are {tower.dtype}"
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed"
+    if not candidates:
+        return "every attention backend that is installed bakes sequence lengths into its launches"
+    return None
+
+
+def ladder_of(tower: Tower, max_patches: int, bucket_sizes: Sequence[int]) -> BucketLadder:
+    """The configured sizes, or the default ladder up to ``max_patches``. Raises ConfigurationError."""
+    max_frames = tower.config.max_frames if isinstance(tower, MoonViTTower) else 1
+    unit = tower.merge_size**2
+    if not bucket_sizes:
+        return default_ladder(max_patches // unit * unit, max_frames=max_frames, merge_size=tower.merge_size)
+    wrong = [size for size in bucket_sizes if size < unit or size % unit]
+    if wrong:
+        raise ConfigurationError(f"bucket sizes {wrong} are no positive multiples of {unit} patches")
+    return ladder_of_sizes(bucket_sizes, max_frames=max_frames)
+
+
+def choose_attention(
+    tower: Tower, candidates: Sequence[AttentionBackend], ladder: BucketLadder, *, deterministic: bool
+) -> PerShapeAttention:
+    """The fastest backend by shape, measured on buckets of the ladder filled with the longest sequences
+    that they take; without measuring where there is one candidate."""
+    if len(candidates) == 1:
+        return PerShapeAttention({(ladder.max_patches, ladder.max_patches): candidates[0]})
+    assert isinstance(tower, Qwen3VLTower | MoonViTTower)
+    num_heads = tower.config.num_heads
+    shapes = {(bucket.num_patches, bucket.max_seqlen): bucket for bucket in measured_buckets(ladder)}
+    cases = [
+        ShapeCase.filling(f"{patches}x{seqlen}", patches, bucket.num_sequences, seqlen)
+        for (patches, seqlen), bucket in shapes.items()
+    ]
+    selection = measure_backends(
+        candidates,
+        cases,
+        num_heads=num_heads,
+        head_dim=tower.config.hidden_size // num_heads,
+        dtype=tower.dtype,
+        device=tower.device,
+        time_ms=graph_time_ms,
+        deterministic=deterministic,
+    )
+    return PerShapeAttention(
+        {shape: selection.choices[case.name] for shape, case in zip(shapes, cases, strict=True)}
+    )
+
+
+def measured_buckets(ladder: BucketLadder) -> list[Bucket]:
+    """The buckets nearest to MEASURED_SIZES, under each of their bounds."""
+    sizes = {min(ladder.sizes, key=lambda size: abs(size - wanted)) for wanted in MEASURED_SIZES}
+    return [bucket for bucket in ladder.buckets if bucket.num_patches in sizes]
