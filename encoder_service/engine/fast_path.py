@@ -113,9 +113,8 @@ def choose_attention(
     tower: Tower, candidates: Sequence[AttentionBackend], ladder: BucketLadder, *, deterministic: bool
 ) -> PerShapeAttention:
     """The fastest backend by shape, measured on buckets of the ladder filled with the longest sequences
-    that they take; without measuring where there is one candidate."""
-    if len(candidates) == 1:
-        return PerShapeAttention({(ladder.max_patches, ladder.max_patches): candidates[0]})
+    that they take. A backend that was asked for by name is checked against float32 on the way as well, and
+    refused with ConfigurationError when it is wrong on this device."""
     assert isinstance(tower, Qwen3VLTower | MoonViTTower)
     num_heads = tower.config.num_heads
     shapes = {(bucket.num_patches, bucket.max_seqlen): bucket for bucket in measured_buckets(ladder)}

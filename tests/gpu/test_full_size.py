@@ -72,7 +72,7 @@ def test_rows_of_the_service_equal_the_float32_tower_and_the_reference(checkpoin
         assert engine is not None
         assert engine.graphs is not None
         assert engine.graphs.ready
-        # P26: graphs replay in service; the largest item is above every bucket and runs eager, and right.
+        # P26: graphs replay in service; items above every bucket run eager, and right.
         assert engine.graphs.counters.replays.total() >= len(data)
         assert engine.graphs.captured_bytes < 2 << 30
 
