@@ -94,7 +94,16 @@ def main() -> None:
                 result["captures"].append(describe_runner(family, runner))
         for case in QUICK_CASES if arguments.quick else CASES:
             with console.status(f"{family} {case}"):
-                result["records"] += time_case(tower, reference, runner, family, case, warm_up, repeats)
+                result["records"] += time_case(
+                    tower,
+                    reference,
+                    runner,
+                    family,
+                    case,
+                    warm_up,
+                    repeats,
+                    every_backend=arguments.every_backend,
+                )
         del tower, reference, runner
         release(device)
     console.print(table_of(result))
@@ -112,6 +121,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--size", choices=SIZES, default="full")
     parser.add_argument("--families", nargs="+", choices=FAMILIES, default=FAMILIES)
     parser.add_argument("--quick", action="store_true", help="two cases, three runs each")
+    parser.add_argument("--every-backend", action="store_true", help="each attention backend in a graph too")
     parser.add_argument("--seed", type=int, default=0, help="of the weights and pixels")
     parser.add_argument("--commit", help="the commit measured, where git cannot tell")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the result file")
@@ -184,13 +194,15 @@ def time_case(
     case: str,
     warm_up: int,
     repeats: int,
+    *,
+    every_backend: bool,
 ) -> list[dict[str, Any]]:
     """One record for each variant, all interleaved in one run.
 
-    ``ref_sdpa``: the reference's eager tower with SDPA. ``plain``: this repository's readable tower, eager;
-    ``plain_graph``: the same in a CUDA graph of the exact shape. ``fused``: the fused path, eager, with the
-    first of the attention backends; ``fused_<backend>``: in a CUDA graph of the exact shape. ``graph``: what
-    the service runs, bucketed graphs with attention chosen by measuring, host metadata and padding included.
+    ``ref_sdpa``: the reference's eager tower with SDPA. ``plain``: this repository's readable tower, eager.
+    ``fused``: the fused path, eager, with the first of the attention backends. ``graph``: what the service
+    runs, bucketed graphs with attention chosen by measuring, host metadata and padding included. With
+    every_backend also ``fused_<backend>`` and ``plain_graph``: CUDA graphs of the exact shape.
     """
     grids, device = grids_of(case, tower), tower.device
     inputs = random_inputs(tower, grids, seed=1)
@@ -200,16 +212,20 @@ def time_case(
     variants: dict[str, Callable[[], object]] = {"plain": lambda: tower(inputs)}
     relative_errors: dict[str, float] = {}
     if device.type == "cuda":
-        variants["plain_graph"] = captured(tower, inputs)
         expected = tower(inputs)
-        for number, backend in enumerate(cuda_backends(device)):
+        backends = cuda_backends(device)
+        for number, backend in enumerate(backends if every_backend else backends[:1]):
             fused = FusedTower(tower, backend)  # type: ignore[arg-type]
             fused_inputs = fused.prepare(grids).with_pixels(pixels.to(tower.dtype)).to(device)
-            name = f"fused_{backend.name}"
-            relative_errors[name] = relative_error(fused(fused_inputs), expected)
             if number == 0:
+                relative_errors["fused"] = relative_error(fused(fused_inputs), expected)
                 variants["fused"] = functools.partial(fused, fused_inputs)
-            variants[name] = captured(fused, fused_inputs)
+            if every_backend:
+                name = f"fused_{backend.name}"
+                relative_errors[name] = relative_error(fused(fused_inputs), expected)
+                variants[name] = captured(fused, fused_inputs)
+        if every_backend:
+            variants["plain_graph"] = captured(tower, inputs)
     padding_share = 0.0
     if runner is not None:
         host_inputs = runner.prepare(grids)
@@ -221,7 +237,7 @@ def time_case(
             padding_share = 1 - host_inputs.num_patches / bucket.num_patches
     if reference is not None:
         variants["ref_sdpa"] = lambda: reference.rows(pixels, grids)
-    medians = interleaved_medians(variants, device, warm_up=warm_up, repeats=repeats, budget_s=20)
+    medians = interleaved_medians(variants, device, warm_up=warm_up, repeats=repeats, budget_s=10)
     return [
         {
             "family": family,
