@@ -10,6 +10,7 @@ import datetime
 import importlib.metadata
 import json
 import platform
+import random
 import re
 import statistics
 import subprocess
@@ -50,7 +51,9 @@ def interleaved_medians(
 ) -> dict[str, tuple[float, int]]:
     """Median milliseconds of each variant and the number of runs behind it.
 
-    The variants take turns, so that a change of clocks or of a neighbour's load meets all of them. Stops
+    The variants take turns in a new order each round: a change of clocks or of a neighbour's load meets all
+    of them, and so does what the variant before left behind (a GPU at its power limit runs several percent
+    slower after heavy work than after light). Stops
     before ``repeats`` rounds once ``budget_s`` is spent, but not before three.
     """
     for run in variants.values():
@@ -62,8 +65,10 @@ def interleaved_medians(
     for done in range(repeats):
         if done >= 3 and time.perf_counter() - begun > budget_s:
             break
-        for name, run in variants.items():
-            samples[name].append(time_once(run, device))
+        order = list(variants)
+        random.Random(done).shuffle(order)
+        for name in order:
+            samples[name].append(time_once(variants[name], device))
     return {name: (statistics.median(values), len(values)) for name, values in samples.items()}
 
 

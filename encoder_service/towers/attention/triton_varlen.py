@@ -1,11 +1,14 @@
 """Our own attention kernel: head dims such as 72 and 80, an explicit list of tiles, no padding of the work.
 
-Owns the launches and the tile table; triton_kernels.py has the device code. A head dim is served as a power
-of two and a remainder of at least 16 (72 and 80 are 64 + 16), so a product runs over 80 columns where padding
-to the next power of two would run over 128. The list has one entry for each tile of queries there is, longest
-sequences first, written on the device: a large baked max_seqlen or many empty slots launch nothing but
-programs that leave at once, and the last tiles to finish are short ones. Within a sequence the programs of
-one head are neighbours: its keys and values stay in cache.
+Owns the launches and the tile table; triton_kernels.py has the device code. The list of tiles has one entry
+for each tile of queries there is, longest sequences first, written on the device: a large baked max_seqlen or
+many empty slots launch nothing but programs that leave at once, and the last tiles to finish are short ones.
+Within a sequence the programs of one head are neighbours: its keys and values stay in cache.
+
+A head dim is served as one power of two, its upper columns masked (72 and 80 run as 128). The device code
+also knows a split into two parts, 64 + 16 for 72 and 80, which does less work and is right in the
+interpreter; compiled by Triton 3.6 for sm_90 its second part came out wrong (relative error 0.1 in columns 64
+to 72, NaN in other tilings), at 275 TFLOP/s against 251, so that it is not used.
 
 A tile walks all keys of its sequence in order, whole tiles without a row mask and one masked tail, in float32
 with the scale folded into exp2. Nothing is split and tiles do not follow the batch: results are batch
@@ -141,15 +144,11 @@ def list_tiles(cu_seqlens: torch.Tensor, num_patches: int, queries: int) -> torc
 
 
 def split_head_dim(head_dim: int) -> tuple[int, int]:
-    """The two widths whose sum serves a head dim, each a power of two of at least 16; the second may be zero.
+    """The widths of a head's two parts: a power of two of at least 16 that holds it, and nothing.
 
-    72 -> (64, 16), 80 -> (64, 16), 64 -> (64, 0), 96 -> (64, 32), 8 -> (16, 0).
+    72 -> (128, 0), 64 -> (64, 0), 8 -> (16, 0).
     """
-    if head_dim <= 16:
-        return 16, 0
-    main = next_power_of_two(head_dim + 1) // 2
-    rest = head_dim - main
-    return main, 0 if rest == 0 else max(16, next_power_of_two(rest))
+    return max(16, next_power_of_two(head_dim)), 0
 
 
 def next_power_of_two(number: int) -> int:

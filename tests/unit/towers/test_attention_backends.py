@@ -227,8 +227,8 @@ def test_tiles_of_a_full_list_fit(device: torch.device) -> None:
 
 @pytest.mark.parametrize(
     ("head_dim", "widths"),
-    [(8, (16, 0)), (16, (16, 0)), (24, (16, 16)), (64, (64, 0)), (72, (64, 16)), (80, (64, 16)),
-     (96, (64, 32)), (128, (128, 0)), (176, (128, 64))],
+    [(8, (16, 0)), (16, (16, 0)), (24, (32, 0)), (64, (64, 0)), (72, (128, 0)), (80, (128, 0)),
+     (96, (128, 0)), (128, (128, 0)), (176, (256, 0))],
 )  # fmt: skip
 def test_head_dim_splits(head_dim: int, widths: tuple[int, int]) -> None:
     assert triton_varlen.split_head_dim(head_dim) == widths
