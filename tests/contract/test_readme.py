@@ -18,6 +18,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
 ADDRESS = "127.0.0.1:50051"
+CASES = ("1x448", "1x1024", "8x1024", "32x448", "mixed", "clip")
 ENV = {
     **{name: value for name, value in os.environ.items() if not name.startswith("VE_")},
     "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "proto"), os.environ.get("PYTHONPATH", "")]),
@@ -135,9 +136,9 @@ def test_the_figures_are_those_of_the_result_file() -> None:
     records = json.loads((ROOT / name).read_text())["records"]
     medians = {(one["family"], one["case"], one["variant"]): one["median_ms"] for one in records}
     families = {"Qwen3-VL": "qwen3_vl", "Qwen3.5": "qwen3_5", "Kimi-K2.5": "kimi_k25"}
-    variants = {"plain": "plain", "reference": "ref_sdpa"}
+    variants = {"service": "graph", "plain": "plain", "reference": "ref_sdpa"}
     rows = re.findall(r"^\| ([\w.-]+), (\w+) \| (.+) \|$", README, re.MULTILINE)
-    assert len(rows) == 6
+    assert len(rows) == 9
     for family, variant, cells in rows:
-        for case, cell in zip(("1x448", "1x1024", "8x1024", "32x448"), cells.split(" | "), strict=True):
+        for case, cell in zip(CASES, cells.split(" | "), strict=True):
             assert float(cell) == round(medians[families[family], case, variants[variant]], 2)
