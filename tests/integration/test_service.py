@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -212,11 +213,12 @@ def test_p17_a_slow_reader_holds_a_bounded_amount_of_rows(
         for call in calls:
             next(call)
         until(lambda: pipeline.undelivered.num_bytes > 0)
-        time.sleep(0.2)
+        until(lambda: is_steady(lambda: pipeline.metrics.items.labels("host")._value.get()))
         assert pipeline.undelivered.num_bytes <= pipeline.store.num_bytes
         assert pipeline.metrics.items.labels("host")._value.get() < 3 * 60
 
-        pipeline.undelivered.max_bytes = pipeline.undelivered.num_bytes
+        assert pipeline.undelivered.num_bytes > 0
+        pipeline.undelivered.max_bytes = 1
         with VisionEncoderClient(found.target, timeout_s=30) as client:
             (refused,) = client.encode([ImageItem(photo(64, 64))])
         assert isinstance(refused, ItemFailed)
@@ -225,6 +227,17 @@ def test_p17_a_slow_reader_holds_a_bounded_amount_of_rows(
             call.cancel()
         until(lambda: pipeline.undelivered.num_bytes == 0)
         channel.close()
+
+
+def is_steady(read: Callable[[], float]) -> bool:
+    """Whether a figure stays as it is for half a second: buffers on the way are full."""
+    first = read()
+    ends = time.monotonic() + 0.5
+    while time.monotonic() < ends:
+        if read() != first:
+            return False
+        time.sleep(0.01)
+    return True
 
 
 def test_a_defect_in_one_prefetched_item_is_that_items(
