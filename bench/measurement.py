@@ -52,7 +52,7 @@ def interleaved_medians(
     """Median milliseconds of each variant and the number of runs behind it.
 
     The variants take turns in a new order each round: a change of clocks or of a neighbour's load meets all
-    of them, and so does what the variant before left behind (a GPU at its power limit runs several percent
+    of them, and so does what the variant before left behind (on an H200 the same variant ran several percent
     slower after heavy work than after light). Stops
     before ``repeats`` rounds once ``budget_s`` is spent, but not before three.
     """

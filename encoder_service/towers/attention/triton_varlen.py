@@ -8,7 +8,7 @@ Within a sequence the programs of one head are neighbours: its keys and values s
 A head dim is served as one power of two, its upper columns masked (72 and 80 run as 128). The device code
 also knows a split into two parts, 64 + 16 for 72 and 80, which does less work and is right in the
 interpreter; compiled by Triton 3.6 for sm_90 its second part came out wrong (relative error 0.1 in columns 64
-to 72, NaN in other tilings), at 275 TFLOP/s against 251, so that it is not used.
+to 72, NaN in other tilings; cause not found), so that it is not used.
 
 A tile walks all keys of its sequence in order, whole tiles without a row mask and one masked tail, in float32
 with the scale folded into exp2. Nothing is split and tiles do not follow the batch: results are batch
