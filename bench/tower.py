@@ -41,7 +41,8 @@ from encoder_service.towers import Tower, TowerInputs, load_tower
 from encoder_service.towers.attention import AttentionBackend, available_backends
 from encoder_service.towers.attention.per_shape import PerShapeAttention
 from encoder_service.towers.config import MoonViTConfig, QwenVisionConfig
-from encoder_service.towers.fused import FusedInputs, FusedTower
+from encoder_service.towers.fused import FusedTower
+from encoder_service.towers.fused_inputs import FusedInputs
 from encoder_service.towers.synthetic import FAMILIES, SIZES, make_checkpoint
 from encoder_service.types import Grid
 

@@ -28,7 +28,7 @@ import torch
 from encoder_service.engine.staging import Layout, Staging
 from encoder_service.errors import ConfigurationError, InternalError, NotReady, PixelTensorMismatch
 from encoder_service.scheduler.buckets import Bucket, BucketLadder
-from encoder_service.towers.fused import BucketShape, FusedInputs
+from encoder_service.towers.fused_inputs import BucketShape, FusedInputs
 from encoder_service.types import Grid
 
 WARM_UP_RUNS = 2

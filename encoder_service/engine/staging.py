@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from encoder_service.towers.fused import FusedInputs
+from encoder_service.towers.fused_inputs import FusedInputs
 
 ALIGNMENT_BYTES = 256
 NUM_SLOTS = 2

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate, pairwise
+from itertools import pairwise
 
 import torch
 
-from encoder_service.towers.fused import BucketShape, FusedInputs, FusedTower
-from encoder_service.towers.moonvit import frame_rows, merge_tables
-from encoder_service.towers.positions import FrameTables, merge_order, raster_coordinates
+from encoder_service.towers.fused_inputs import BucketShape, FusedInputBuilder, FusedInputs
 from encoder_service.types import Grid
 
 PATCH_DIM = 6
@@ -33,33 +31,13 @@ class SmallTower:
         self.place = torch.randn(4, HIDDEN, generator=generator) / 10
         self.merge = torch.randn(4 * HIDDEN, WIDTH, generator=generator)
         self.forwards: list[FusedInputs] = []
+        self.inputs = FusedInputBuilder(lambda grid: None, merge_size=2, merges_time=merges_time)
 
     def prepare(self, grids: Sequence[Grid]) -> FusedInputs:
-        none = torch.empty(0)
-        coords, tables = [], []
-        for grid in grids:
-            order = merge_order(grid.h, grid.w, 2)
-            rows, columns = raster_coordinates(grid.h, grid.w)
-            sides = torch.tensor([grid.h, grid.w]).expand(len(rows), 2)
-            frame = torch.cat([rows[:, None], columns[:, None], sides], dim=1).to(torch.int32)
-            coords.append((frame if self.merges_time else frame[order]).repeat(grid.t, 1))
-            tables.append(FrameTables(coords[-1], none, none, none, order))
-        if self.merges_time:
-            index, weight = merge_tables(grids, tables)
-            merge = {
-                "frame_index": torch.cat([frame_rows(grid) for grid in grids]).to(torch.int32),
-                "merge_index": index.to(torch.int32),
-                "merge_weight": weight.float(),
-            }
-            seqlens = [grid.num_patches for grid in grids]
-        else:
-            merge = {}
-            seqlens = [grid.h * grid.w for grid in grids for _ in range(grid.t)]
-        bounds = torch.tensor(list(accumulate(seqlens, initial=0)), dtype=torch.int32)
-        return FusedInputs(torch.cat(coords), bounds, tuple(seqlens), max(seqlens), **merge)
+        return self.inputs.prepare(grids)
 
     def pad(self, inputs: FusedInputs, bucket: BucketShape) -> FusedInputs:
-        return FusedTower.pad(self, inputs, bucket)  # type: ignore[arg-type]
+        return self.inputs.pad(inputs, bucket)
 
     def __call__(self, inputs: FusedInputs) -> torch.Tensor:
         self.forwards.append(inputs)
