@@ -1,19 +1,22 @@
 """What a launch costs on the device, as far as shapes tell.
 
-Owns the launch's shape and the cost curve fitted to measurements. Which shapes get a graph is buckets.py's.
+Owns the launch's shape and the cost curve fitted to measurements. Which shapes get a graph is buckets.py's,
+measuring them the engine's (calibrate.py).
 """
 
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 from encoder_service.errors import ConfigurationError
 
 
-@dataclass(frozen=True)
-class Launch:
+class Launch(NamedTuple):
     """The shape of one batch: patches, attention sequences, the longest of them, the sum of their squared
     lengths, and the most frames that are averaged into one row (1 where the family has no such thing)."""
 
@@ -35,23 +38,70 @@ class Launch:
             num_frames,
         )
 
+    def joined(self, other: Launch) -> Launch:
+        """Both in one batch."""
+        return Launch(
+            self.num_patches + other.num_patches,
+            self.num_sequences + other.num_sequences,
+            max(self.max_seqlen, other.max_seqlen),
+            self.sum_squares + other.sum_squares,
+            max(self.num_frames, other.num_frames),
+        )
+
+
+@dataclass(frozen=True)
+class Timing:
+    """One measurement: the launch, the padded shape that it ran in, and its microseconds."""
+
+    launch: Launch
+    num_patches: int
+    num_sequences: int
+    max_seqlen: int
+    us: float
+
+    @classmethod
+    def exact(cls, launch: Launch, us: float) -> Timing:
+        """A launch in a graph of its own shape."""
+        return cls(launch, launch.num_patches, launch.num_sequences, launch.max_seqlen, us)
+
+    @property
+    def features(self) -> tuple[float, float, float, float]:
+        """What the coefficients of a CostModel multiply."""
+        return (
+            1.0,
+            float(self.num_patches),
+            float(self.launch.sum_squares),
+            float(self.num_sequences * self.max_seqlen),
+        )
+
 
 @dataclass(frozen=True)
 class CostModel:
     """Microseconds of one forward: fixed_us, plus us_per_patch for products and norms, plus us_per_square
     for attention over each sequence's squared length, plus us_per_slot_patch times sequence slots times the
     baked max_seqlen: kernels that launch tiles for every slot up to the bound pay for the empty ones.
+
+    curve: (patches, us), ascending in both, which replaces fixed_us + us_per_patch * patches between its
+    ends, for a device on which no straight line is near enough; above its end it rises by us_per_patch.
     """
 
     fixed_us: float
     us_per_patch: float
     us_per_square: float
     us_per_slot_patch: float = 0.0
+    curve: tuple[tuple[int, float], ...] = ()
 
     def __post_init__(self) -> None:
-        for name, value in vars(self).items():
+        for name in ("fixed_us", "us_per_patch", "us_per_square", "us_per_slot_patch"):
+            value = getattr(self, name)
             if not (math.isfinite(value) and value >= 0):
                 raise ConfigurationError(f"cost model: {name} is {value}, needs at least 0", found=value)
+        for (low, low_us), (high, high_us) in pairwise(self.curve):
+            if not (low < high and 0 <= low_us <= high_us < math.inf):
+                raise ConfigurationError(
+                    f"cost model: the curve goes from {low_us} us at {low} patches to {high_us} us at "
+                    f"{high}, needs to ascend"
+                )
 
     def padded_us(self, launch: Launch, num_patches: int, num_sequences: int, max_seqlen: int) -> float:
         """Time of the launch in padded shapes. Padding patches are not attended."""
@@ -63,47 +113,92 @@ class CostModel:
 
     def shape_us(self, num_patches: int, num_sequences: int, max_seqlen: int) -> float:
         """The part of the time that the shapes decide, whatever is in them."""
-        return (
-            self.fixed_us
-            + self.us_per_patch * num_patches
-            + self.us_per_slot_patch * num_sequences * max_seqlen
+        return self.patches_us(num_patches) + self.us_per_slot_patch * num_sequences * max_seqlen
+
+    def patches_us(self, num_patches: int) -> float:
+        """The part of the time that the number of patches decides; never falls with it."""
+        if not self.curve:
+            return self.fixed_us + self.us_per_patch * num_patches
+        after = bisect_right(self.curve, num_patches, key=lambda point: point[0])
+        if after == 0:
+            return self.curve[0][1]
+        low, low_us = self.curve[after - 1]
+        if after == len(self.curve):
+            return low_us + self.us_per_patch * (num_patches - low)
+        high, high_us = self.curve[after]
+        return low_us + (high_us - low_us) * (num_patches - low) / (high - low)
+
+    def added_us(self, launch: Launch) -> float:
+        """What the launch's patches and squares add to a batch that runs anyway."""
+        return self.us_per_patch * launch.num_patches + self.us_per_square * launch.sum_squares
+
+    def relative_error(self, timing: Timing) -> float:
+        """Prediction over measurement, minus one."""
+        predicted_us = self.padded_us(
+            timing.launch, timing.num_patches, timing.num_sequences, timing.max_seqlen
         )
+        return predicted_us / timing.us - 1.0
 
     @classmethod
-    def fit(cls, samples: Sequence[tuple[int, int, float]], *, us_per_slot_patch: float = 0.0) -> CostModel:
-        """Least squares of the relative error over (patches, sum of squared sequence lengths, measured us);
-        coefficients that would come out negative are zero. Measure with exact shapes.
+    def fit(cls, timings: Sequence[Timing]) -> CostModel:
+        """Least squares of the relative error over all four coefficients; those that would come out negative
+        are zero, and so is us_per_slot_patch where the timings do not tell it from the rest.
 
-        Raises ConfigurationError for fewer than three samples that tell the three unknowns apart, or for a
-        time that is not positive.
+        Raises ConfigurationError for fewer than three timings that tell the other three unknowns apart, or
+        for a time that is not positive.
         """
-        if len(set(samples)) < 3:
+        if len(set(timings)) < 3:
             raise ConfigurationError(
-                f"the cost model has 3 unknowns, {len(set(samples))} different samples are given",
+                f"the cost model has 3 unknowns, {len(set(timings))} different timings are given",
                 needed=3,
-                found=len(set(samples)),
+                found=len(set(timings)),
             )
-        if min(us for _, _, us in samples) <= 0:
+        if min(timing.us for timing in timings) <= 0:
             raise ConfigurationError(
-                f"a measured time is {min(us for _, _, us in samples)} us, needs more than 0"
+                f"a measured time is {min(timing.us for timing in timings)} us, needs more than 0"
             )
-        # Columns are scaled to their largest entry: squares are a million times the constant.
-        scales = (1.0, float(max(p for p, _, _ in samples)), float(max(s for _, s, _ in samples)))
-        rows = [
-            tuple(value / scale / us for value, scale in zip((1.0, p, s), scales, strict=True))
-            for p, s, us in samples
-        ]
-        used = [0, 1, 2]
-        while used:
+        fixed, patch, square, slot_patch = solve_relative([one.features for one in timings], timings)
+        return cls(fixed, patch, square, slot_patch)
+
+    def with_curve(self, timings: Sequence[Timing]) -> CostModel:
+        """The same line with a curve through the timings' sizes, fitted together with attention and slots,
+        at no size below a smaller one. Raises ConfigurationError where ``fit`` does."""
+        sizes = sorted({one.num_patches for one in timings})
+        *levels, square, slot_patch = solve_relative(
+            [(*(float(one.num_patches == size) for size in sizes), *one.features[2:]) for one in timings],
+            timings,
+        )
+        curve = tuple(zip(sizes, accumulate(levels, max), strict=True))
+        return CostModel(self.fixed_us, self.us_per_patch, square, slot_patch, curve)
+
+
+def solve_relative(features: Sequence[Sequence[float]], timings: Sequence[Timing]) -> list[float]:
+    """Coefficients of the columns, none negative, with the least sum of squared relative errors; the last
+    is zero where its column depends on the others. Raises ConfigurationError where another one does."""
+    # Columns are scaled to their largest entry: squares are a million times the constant.
+    scales = [max(column) or 1.0 for column in zip(*features, strict=True)]
+    rows = [
+        tuple(value / scale / timing.us for value, scale in zip(row, scales, strict=True))
+        for row, timing in zip(features, timings, strict=True)
+    ]
+    found = [0.0] * len(scales)
+    last = len(scales) - 1
+    used = list(range(len(scales) if any(row[last] for row in rows) else last))
+    while used:
+        try:
             solution = solve_normal(rows, used)
-            lowest = min(range(len(used)), key=solution.__getitem__)
-            if solution[lowest] >= 0:
-                break
-            del used[lowest]
-        found = [0.0, 0.0, 0.0]
-        for column, value in zip(used, solution, strict=True):
-            found[column] = value / scales[column]
-        return cls(found[0], found[1], found[2], us_per_slot_patch)
+        except ConfigurationError:
+            if used[-1] != last:
+                raise
+            del used[-1]
+            continue
+        lowest = min(range(len(used)), key=solution.__getitem__)
+        if solution[lowest] >= 0:
+            for column, value in zip(used, solution, strict=True):
+                found[column] = value / scales[column]
+            break
+        del used[lowest]
+    return found
 
 
 def solve_normal(rows: Sequence[tuple[float, ...]], used: Sequence[int]) -> list[float]:
@@ -131,7 +226,8 @@ def solve_normal(rows: Sequence[tuple[float, ...]], used: Sequence[int]) -> list
     return [matrix[index][size] / matrix[index][index] for index in range(size)]
 
 
-# Fitted to five exact-shape timings of the half-fused 27-block tower of width 1152 on an H200 in bfloat16
-# (2.57 ms at 1 x 784 patches, 12.7 at 1 x 4096, 96.4 at 8 x 4096, 52.6 at 32 x 784, 79.7 at 36 mixed
-# images), within 1.2 % of each; the last from 14.8 ms for 1 x 4096 in 64 slots of 5120.
+# Where nothing was measured: fitted to five exact-shape timings of the half-fused 27-block tower of width
+# 1152 on an H200 in bfloat16 (2.57 ms at 1 x 784 patches, 12.7 at 1 x 4096, 96.4 at 8 x 4096, 52.6 at
+# 32 x 784, 79.7 at 36 mixed images), within 1.2 % of each; the last coefficient from 14.8 ms for 1 x 4096 in
+# 64 slots of 5120.
 H200_COST = CostModel(963.0, 1.848, 2.525e-4, 6.7e-4)

@@ -23,14 +23,6 @@ from encoder_service.scheduler.buckets import (
 from encoder_service.scheduler.cost import H200_COST, CostModel, Launch
 from encoder_service.scheduler.tuning import cut_batches, launch_histogram, smallest_size, tune_ladder
 
-# (patches, sum of squared lengths, us) of exact-shape runs on an H200.
-MEASURED = [
-    (784, 784**2, 2570.0),
-    (4096, 4096**2, 12700.0),
-    (32768, 8 * 4096**2, 96400.0),
-    (25088, 32 * 784**2, 52600.0),
-    (33920, 8 * 784**2 + 2 * 4096**2 + 4 * 2304**2 + 16 * 256**2 + 6 * 1024**2, 79700.0),
-]
 MIXED = [784] * 8 + [4096] * 2 + [2304] * 4 + [256] * 16 + [1024] * 6
 
 buckets = st.builds(
@@ -221,63 +213,6 @@ def test_capture_order_is_largest_first() -> None:
 def test_wrong_ladders_are_refused_with_both_numbers(given_buckets: list[Bucket], message: str) -> None:
     with pytest.raises(ConfigurationError, match=re.escape(message)):
         BucketLadder(given_buckets)
-
-
-# -- cost ----------------------------------------------------------------------------------------------
-
-
-def test_the_default_cost_model_is_the_fit_of_the_measurements() -> None:
-    fitted = CostModel.fit(MEASURED)
-    assert fitted.fixed_us == pytest.approx(H200_COST.fixed_us, rel=0.01)
-    assert fitted.us_per_patch == pytest.approx(H200_COST.us_per_patch, rel=0.01)
-    assert fitted.us_per_square == pytest.approx(H200_COST.us_per_square, rel=0.01)
-    for patches, squares, us in MEASURED:
-        launch = Launch(patches, 1, 1, squares)
-        assert H200_COST.exact_us(launch) == pytest.approx(us, rel=0.02)
-    padded = H200_COST.padded_us(Launch.of([4096]), 5120, 64, 5120)
-    assert padded == pytest.approx(14_800, rel=0.02)
-
-
-@settings(deadline=None)
-@given(
-    st.tuples(st.floats(10, 2000), st.floats(0.1, 5), st.floats(1e-5, 1e-3)),
-    st.lists(st.integers(1, 32_768), min_size=3, max_size=8, unique=True),
-)
-def test_a_fit_finds_the_curve_that_made_the_samples(
-    curve: tuple[float, float, float], sizes: list[int]
-) -> None:
-    fixed, linear, square = curve
-    samples = [
-        (p, s, fixed + linear * p + square * s) for p in sizes for s in (p * p, p * p // 4, p * p // 16)
-    ]
-    fitted = CostModel.fit(samples)
-    for p, s, us in samples:
-        assert fitted.exact_us(Launch(p, 1, 1, s)) == pytest.approx(us, rel=1e-3)
-
-
-def test_a_fit_is_never_negative() -> None:
-    fitted = CostModel.fit([(100, 10, 50.0), (200, 5000, 150.0), (400, 20, 350.0), (300, 100, 250.0)])
-    assert min(vars(fitted).values()) == 0.0
-    assert fitted.us_per_patch > 0
-
-
-@pytest.mark.parametrize(
-    ("samples", "message"),
-    [
-        ([(1, 1, 5.0), (2, 4, 6.0)], "3 unknowns, 2 different samples"),
-        ([(1, 1, 5.0)] * 4, "3 unknowns, 1 different samples"),
-        ([(1, 1, 0.0), (2, 4, 6.0), (3, 9, 7.0)], "0.0 us, needs more than 0"),
-        ([(8, 64, 5.0), (8, 64, 6.0), (8, 64, 7.0)], "3 samples do not tell 3 unknowns"),
-    ],
-)
-def test_samples_that_fit_no_curve_are_refused(samples: list[tuple[int, int, float]], message: str) -> None:
-    with pytest.raises(ConfigurationError, match=re.escape(message)):
-        CostModel.fit(samples)
-
-
-def test_negative_costs_are_refused() -> None:
-    with pytest.raises(ConfigurationError, match=r"us_per_patch is -1\.0, needs at least 0"):
-        CostModel(1.0, -1.0, 0.0)
 
 
 # -- tuning --------------------------------------------------------------------------------------------

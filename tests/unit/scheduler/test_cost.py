@@ -1,0 +1,150 @@
+"""Cost: the fit finds what made the timings and is never negative; the curve takes over where lines fail."""
+
+from __future__ import annotations
+
+import random
+import re
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from encoder_service.errors import ConfigurationError
+from encoder_service.scheduler.cost import H200_COST, CostModel, Launch, Timing
+
+# Exact-shape runs on an H200.
+MIXED = [784] * 8 + [4096] * 2 + [2304] * 4 + [256] * 16 + [1024] * 6
+MEASURED = [
+    ([784], 2570.0),
+    ([4096], 12700.0),
+    ([4096] * 8, 96400.0),
+    ([784] * 32, 52600.0),
+    (MIXED, 79700.0),
+]
+
+seqlens = st.lists(st.integers(1, 4096), min_size=1, max_size=12)
+
+
+def timing(patches: int, squares: int, us: float) -> Timing:
+    return Timing(Launch(patches, 1, 0, squares), patches, 1, 0, us)
+
+
+def bucket_timings(cost: CostModel) -> list[Timing]:
+    """What calibration measures: long sequences under a high bound, short ones under it and a low one."""
+    timings = []
+    for size in (256, 1024, 4096, 16384):
+        for lengths, slots, bound in (
+            ([size], 8, size),
+            ([size // 8] * 8, 8, size),
+            ([size // 32] * 32, 64, max(1, size // 4)),
+        ):
+            launch = Launch.of(lengths)
+            timings.append(Timing(launch, size, slots, bound, cost.padded_us(launch, size, slots, bound)))
+    return timings
+
+
+def test_the_default_cost_model_is_near_its_measurements() -> None:
+    for lengths, us in MEASURED:
+        assert H200_COST.exact_us(Launch.of(lengths)) == pytest.approx(us, rel=0.02)
+    padded = H200_COST.padded_us(Launch.of([4096]), 5120, 64, 5120)
+    assert padded == pytest.approx(14_800, rel=0.02)
+    fitted = CostModel.fit([timing(sum(n), sum(s * s for s in n), us) for n, us in MEASURED])
+    assert fitted.fixed_us == pytest.approx(H200_COST.fixed_us, rel=0.01)
+    assert fitted.us_per_patch == pytest.approx(H200_COST.us_per_patch, rel=0.01)
+    assert fitted.us_per_square == pytest.approx(H200_COST.us_per_square, rel=0.01)
+    assert fitted.us_per_slot_patch == 0.0
+
+
+@settings(deadline=None)
+@given(
+    st.builds(CostModel, st.floats(10, 2000), st.floats(0.1, 5), st.floats(1e-5, 1e-3), st.floats(1e-5, 1e-2))
+)
+def test_a_fit_finds_all_four_coefficients_that_made_the_timings(cost: CostModel) -> None:
+    fitted = CostModel.fit(bucket_timings(cost))
+    for field in ("fixed_us", "us_per_patch", "us_per_square", "us_per_slot_patch"):
+        assert getattr(fitted, field) == pytest.approx(getattr(cost, field), rel=1e-3), field
+
+
+@settings(deadline=None)
+@given(
+    st.tuples(st.floats(10, 2000), st.floats(0.1, 5), st.floats(1e-5, 1e-3)),
+    st.lists(st.integers(1, 32_768), min_size=3, max_size=8, unique=True),
+)
+def test_a_fit_needs_no_slots_to_predict(curve: tuple[float, float, float], sizes: list[int]) -> None:
+    fixed, linear, square = curve
+    timings = [
+        timing(p, s, fixed + linear * p + square * s) for p in sizes for s in (p * p, p * p // 4, p * p // 16)
+    ]
+    fitted = CostModel.fit(timings)
+    assert fitted.us_per_slot_patch == 0.0
+    assert max(abs(fitted.relative_error(one)) for one in timings) < 1e-3
+
+
+def test_a_fit_is_never_negative() -> None:
+    samples = [(100, 10, 50.0), (200, 5000, 150.0), (400, 20, 350.0), (300, 100, 250.0)]
+    fitted = CostModel.fit([timing(*sample) for sample in samples])
+    assert min(fitted.fixed_us, fitted.us_per_patch, fitted.us_per_square) == 0.0
+    assert fitted.us_per_patch > 0
+
+
+def test_relative_error_is_prediction_over_measurement() -> None:
+    cost = CostModel(100.0, 1.0, 0.01, 0.001)
+    one = Timing(Launch.of([50]), 64, 8, 64, 200.0)
+    assert cost.relative_error(one) == pytest.approx((100 + 64 + 25 + 0.512) / 200 - 1)
+
+
+@pytest.mark.parametrize(
+    ("samples", "message"),
+    [
+        ([(1, 1, 5.0), (2, 4, 6.0)], "3 unknowns, 2 different timings"),
+        ([(1, 1, 5.0)] * 4, "3 unknowns, 1 different timings"),
+        ([(1, 1, 0.0), (2, 4, 6.0), (3, 9, 7.0)], "0.0 us, needs more than 0"),
+        ([(8, 64, 5.0), (8, 64, 6.0), (8, 64, 7.0)], "3 samples do not tell 3 unknowns"),
+    ],
+)
+def test_timings_that_fit_no_curve_are_refused(samples: list[tuple[int, int, float]], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=re.escape(message)):
+        CostModel.fit([timing(*sample) for sample in samples])
+
+
+def test_negative_costs_and_falling_curves_are_refused() -> None:
+    with pytest.raises(ConfigurationError, match=r"us_per_patch is -1\.0, needs at least 0"):
+        CostModel(1.0, -1.0, 0.0)
+    with pytest.raises(ConfigurationError, match=r"from 5\.0 us at 64 patches to 4\.0 us at 128"):
+        CostModel(1.0, 1.0, 0.0, curve=((64, 5.0), (128, 4.0)))
+
+
+def test_a_curve_follows_steps_that_a_line_cannot() -> None:
+    """Waves of tiles: time rises in steps, as a device's does at small sizes."""
+    true = CostModel(
+        0.0, 1.5, 2e-4, 1e-3, curve=((256, 1000.0), (1024, 1010.0), (4096, 8000.0), (16384, 25000.0))
+    )
+    timings = bucket_timings(true)
+    line = CostModel.fit(timings)
+    curve = line.with_curve(timings)
+    worst = [max(abs(model.relative_error(one)) for one in timings) for model in (line, curve)]
+    assert worst[0] > 0.15
+    assert worst[1] < worst[0] / 2
+
+
+@settings(deadline=None)
+@given(st.integers(0, 1000), st.integers(1, 40_000), st.integers(1, 40_000))
+def test_time_of_a_curve_never_falls_with_the_size(seed: int, one: int, other: int) -> None:
+    noise = random.Random(seed)
+    timings = [
+        Timing(t.launch, t.num_patches, t.num_sequences, t.max_seqlen, t.us * noise.uniform(0.5, 1.5))
+        for t in bucket_timings(H200_COST)
+    ]
+    model = CostModel.fit(timings).with_curve(timings)
+    low, high = sorted((one, other))
+    assert 0 <= model.patches_us(low) <= model.patches_us(high)
+
+
+def test_a_curve_is_interpolated_and_goes_on_with_the_line() -> None:
+    cost = CostModel(7.0, 2.0, 0.0, curve=((100, 500.0), (200, 600.0)))
+    assert [cost.patches_us(p) for p in (1, 100, 150, 200, 300)] == [500.0, 500.0, 550.0, 600.0, 800.0]
+
+
+@given(seqlens, seqlens)
+def test_launches_join_as_their_sequences_do(one: list[int], other: list[int]) -> None:
+    assert Launch.of(one, 2).joined(Launch.of(other, 3)) == Launch.of([*one, *other], 3)
