@@ -1,7 +1,8 @@
 """The fused CUDA path of both towers: the plain tower's weights and numbers, in fewer passes over memory.
 
 Owns the order of fused operations and the per-patch metadata they read. The plain towers
-(qwen3_vl.py, moonvit.py) are the readable form of the same computation, and tests hold the two equal.
+(qwen3_vl.py, moonvit.py) are the readable form of the same computation, and tests hold the two equal. Leaves
+the blocks' matrix products, in the weights' type or in fp8, to ``products``.
 
 What is fused: bias and tanh-GELU into the products, residual addition with the next LayerNorm, rotary
 positions into the packed projection in place, position interpolation with the first LayerNorm. Positions are
@@ -15,15 +16,17 @@ E tower width, M = E * merge^2, D language-model width, L deepstack levels.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import torch
-from torch.nn.functional import gelu, linear
+from torch.nn.functional import linear
 
 from encoder_service.towers.attention import AttentionBackend, SequenceBounds
 from encoder_service.towers.fused_inputs import MAX_SIDE, BucketShape, FusedInputBuilder, FusedInputs
-from encoder_service.towers.layers import Block, Merger
+from encoder_service.towers.layers import Merger
 from encoder_service.towers.moonvit import MoonViTTower
+from encoder_service.towers.precision import AS_DTYPE, Precision, check_fp8_sizes
+from encoder_service.towers.products import BlockProducts, NormParameters, norm_of, pack_blocks, packed_bytes
 from encoder_service.towers.qwen3_vl import Qwen3VLTower
 from encoder_service.towers.rope import inverse_frequencies
 from encoder_service.towers.tower import Tower
@@ -31,15 +34,28 @@ from encoder_service.types import Grid
 
 
 class FusedTower(Tower):
-    """A plain tower's weights behind the fused forward pass. The plain tower stays usable beside it."""
+    """A plain tower's weights behind the fused forward pass. The plain tower stays usable beside it.
 
-    def __init__(self, plain: Qwen3VLTower | MoonViTTower, attention: AttentionBackend) -> None:
+    precision: which products of the blocks run in fp8. Raises ConfigurationError when the tower's sizes do
+    not allow it.
+    """
+
+    def __init__(
+        self,
+        plain: Qwen3VLTower | MoonViTTower,
+        attention: AttentionBackend,
+        precision: Precision = AS_DTYPE,
+    ) -> None:
         super().__init__()
+        config = plain.config
+        check_fp8_sizes(precision, config.hidden_size, config.intermediate_size, config.depth)
         from encoder_service.towers import kernels  # triton, which only this path needs
 
         self._kernels = kernels
         self.plain = plain
         self.attention = attention
+        self.precision = precision
+        self._blocks = pack_blocks(plain.blocks, precision)  # type: ignore[arg-type]
         self.family = plain.family
         self.patch_size = plain.patch_size
         self.merge_size = plain.merge_size
@@ -59,6 +75,11 @@ class FusedTower(Tower):
             plain.check_grid, merge_size=self.merge_size, merges_time=self.merges_time
         )
 
+    @property
+    def packed_bytes(self) -> int:
+        """Device memory of fp8 weights, which the plain tower does not share."""
+        return packed_bytes(self._blocks)
+
     # -- host ------------------------------------------------------------------------------------------
 
     def check_grid(self, grid: Grid) -> None:
@@ -76,19 +97,19 @@ class FusedTower(Tower):
 
     def forward(self, inputs: FusedInputs) -> torch.Tensor:  # type: ignore[override]
         assert inputs.pixel_values is not None
-        plain, kernels = self.plain, self._kernels
-        blocks: list[Block] = list(plain.blocks)  # type: ignore[arg-type]
+        plain, blocks = self.plain, self._blocks
         x_PE = linear(inputs.pixel_values.to(self.dtype), plain.patch_embed.weight, plain.patch_embed.bias)
-        h_PE = self._embed(x_PE, inputs, blocks[0])
+        rows = blocks[0].qkv.input_of_rows(self._embed(x_PE, inputs, blocks[0].norm1))
         head_dim = x_PE.shape[1] // self.num_heads
         bounds = self.attention.plan(inputs, (x_PE.shape[0], self.num_heads, head_dim), x_PE.dtype)
         levels_RD: list[torch.Tensor] = []
         for index, block in enumerate(blocks):
-            delta_PE = self._attend(h_PE, block, inputs.coords, bounds)
-            h_PE = kernels.add_norm(x_PE, delta_PE, *norm_of(block.norm2))
-            delta_PE = linear(linear_gelu(h_PE, block.fc1), block.fc2.weight, block.fc2.bias)
+            delta_PE = self._attend(rows, block, inputs.coords, bounds)
+            rows = block.fc1.input_of_norm(x_PE, delta_PE, block.norm2)
+            delta_PE = block.fc2(block.fc2.input_of_gelu(block.fc1, rows))
             if index + 1 < len(blocks):
-                h_PE = kernels.add_norm(x_PE, delta_PE, *norm_of(blocks[index + 1].norm1))
+                following = blocks[index + 1]
+                rows = following.qkv.input_of_norm(x_PE, delta_PE, following.norm1)
             else:
                 h_PE = self._last_norm(x_PE, delta_PE, inputs)
             # From here on x_PE holds the block's output.
@@ -99,10 +120,9 @@ class FusedTower(Tower):
         main_RD = self._merge(h_PE, merger)
         return main_RD if not levels_RD else torch.cat([main_RD, *levels_RD], dim=-1)
 
-    def _embed(self, x_PE: torch.Tensor, inputs: FusedInputs, first: Block) -> torch.Tensor:
+    def _embed(self, x_PE: torch.Tensor, inputs: FusedInputs, norm: NormParameters) -> torch.Tensor:
         """Adds the learned positions to x in place; the first block's normed input."""
         plain = self.plain
-        norm = norm_of(first.norm1)
         if isinstance(plain, Qwen3VLTower):
             side = plain.config.position_side
             return self._kernels.embed_norm(
@@ -127,14 +147,16 @@ class FusedTower(Tower):
         )
 
     def _attend(
-        self, h_PE: torch.Tensor, block: Block, coords: torch.Tensor, bounds: SequenceBounds
+        self, rows: Any, block: BlockProducts, coords: torch.Tensor, bounds: SequenceBounds
     ) -> torch.Tensor:
-        qkv = linear(h_PE, block.qkv.weight, block.qkv.bias)
+        """What the attention adds to the residual; rows: the input of the block's qkv."""
+        qkv: torch.Tensor = block.qkv(rows)
         layout: Literal["blocked", "interleaved"] = "interleaved" if self.merges_time else "blocked"
         self._kernels.rotate_qkv_(qkv, coords, self.rope_cos, self.rope_sin, layout, self.num_heads)
         q_PHd, k_PHd, v_PHd = qkv.view(qkv.shape[0], 3, self.num_heads, -1).unbind(1)
         out_PHd = self.attention.attend(q_PHd, k_PHd, v_PHd, bounds)
-        return linear(out_PHd.flatten(1), block.proj.weight, block.proj.bias)
+        delta_PE: torch.Tensor = block.proj(block.proj.input_of_rows(out_PHd.flatten(1)))
+        return delta_PE
 
     def _last_norm(self, x_PE: torch.Tensor, delta_PE: torch.Tensor, inputs: FusedInputs) -> torch.Tensor:
         """The merger's normed input [R * merge^2, E], after adding the last block's delta."""
@@ -161,15 +183,3 @@ class FusedTower(Tower):
         """Rows [R, D] of one deepstack level; its norm spans the merged patches."""
         x_RM = x_PE.view(-1, merger.merged_width)
         return self._merge(self._kernels.layer_norm(x_RM, *norm_of(merger.norm)), merger)
-
-
-def norm_of(norm: torch.nn.LayerNorm) -> tuple[torch.Tensor, torch.Tensor, float]:
-    """Weight, bias and epsilon."""
-    return norm.weight, norm.bias, norm.eps
-
-
-def linear_gelu(x: torch.Tensor, layer: torch.nn.Linear) -> torch.Tensor:
-    """tanh-GELU of a linear layer: on a GPU in the product's epilogue (cuBLASLt's GELU is the tanh form)."""
-    if x.is_cuda:
-        return torch._addmm_activation(layer.bias, x, layer.weight.t(), use_gelu=True)
-    return gelu(linear(x, layer.weight, layer.bias), approximate="tanh")
