@@ -13,6 +13,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 STAGE_BUCKETS_S = (
     0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0
 )  # fmt: skip
+STEP_BUCKETS_S = (0.00005, 0.0001, 0.00015, 0.0002, 0.0003, 0.0005, 0.001, 0.003, 0.01, 0.1, 1.0, 10.0)
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 
 
@@ -42,6 +43,12 @@ class Metrics:
             "ve_batch_patches",
             "Patches in one forward.",
             buckets=(64, 256, 1024, 4096, 8192, 16384, 32768, 65536),
+            registry=self.registry,
+        )
+        self.step_host_seconds = Histogram(
+            "ve_step_host_seconds",
+            "Host time of handing one batch to the device; on a CPU the forward pass is part of it.",
+            buckets=STEP_BUCKETS_S,
             registry=self.registry,
         )
         self.ready = Gauge("ve_ready", "1 while the service takes work.", registry=self.registry)

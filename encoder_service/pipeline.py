@@ -31,20 +31,25 @@ from encoder_service.errors import (
 )
 from encoder_service.flights import Flight, Flights
 from encoder_service.ingest import identity
+from encoder_service.ingest.pinned import pinned
 from encoder_service.ingest.preprocessor import Preprocessor
 from encoder_service.metrics import Metrics
 from encoder_service.scheduler.admission import Admission, Permit, Undelivered
 from encoder_service.store.embedding_store import EmbeddingStore
+from encoder_service.towers.precision import AS_DTYPE, Precision
 from encoder_service.towers.tower import Tower
 from encoder_service.types import (
     CacheTier,
     DigestOnly,
     EncodedFile,
     EncodedItem,
+    FrameItem,
     Grid,
     Item,
     Modality,
+    PatchItem,
     PixelValues,
+    PreprocessOptions,
     StageTimings,
     TowerItem,
 )
@@ -58,13 +63,14 @@ HASH_INLINE_BYTES = 256 * 1024
 
 @dataclass(frozen=True)
 class ServedModel:
-    """The one model of this process."""
+    """The one model of this process. fingerprint: of the weights under the precision that serves them."""
 
     name: str
     family: str
     fingerprint: bytes
     tower: Tower
     preprocessor: Preprocessor
+    precision: Precision = AS_DTYPE
 
 
 @dataclass(frozen=True)
@@ -238,9 +244,7 @@ class Pipeline:
                 grid = await self._on_worker(preprocessor.probe_image, data, item.options)
                 self._admit(flight, grid, permit)
                 flight.timings.admit_ms = (self.clock() - started_s) * 1e3
-                frames, decode_ms, resize_ms = await self._on_worker(
-                    preprocessor.load_image, data, item.options
-                )
+                frames, decode_ms, resize_ms = await self._on_worker(self._load_image, data, item.options)
                 flight.timings.decode_ms = decode_ms
                 flight.timings.resize_ms = resize_ms
                 if frames.grid != grid:
@@ -253,11 +257,25 @@ class Pipeline:
                 self._admit(flight, item.content.grid, permit)
                 flight.timings.admit_ms = (self.clock() - started_s) * 1e3
                 checked_s = self.clock()
-                patches = await self._on_worker(preprocessor.check_pixels, item.content)
+                patches = await self._on_worker(self._check_pixels, item.content)
                 flight.timings.decode_ms = (self.clock() - checked_s) * 1e3
                 return patches
             case DigestOnly():
                 raise UnknownKey(f"no content was sent and key {flight.key.hex()} is not held")
+
+    def _load_image(self, data: bytes, options: PreprocessOptions) -> tuple[FrameItem, float, float]:
+        """On a worker: frames where the device can read them; pinning counts as resizing."""
+        frames, decode_ms, resize_ms = self.model.preprocessor.load_image(data, options)
+        started_s = self.clock()
+        ready = pinned(frames, self.model.tower.device, self.model.tower.dtype)
+        if ready is not frames:
+            resize_ms += (self.clock() - started_s) * 1e3
+        return ready, decode_ms, resize_ms
+
+    def _check_pixels(self, pixels: PixelValues) -> PatchItem:
+        """On a worker: checked patches where the device can read them."""
+        patches = self.model.preprocessor.check_pixels(pixels)
+        return pinned(patches, self.model.tower.device, self.model.tower.dtype)
 
     def _admit(self, flight: Flight, grid: Grid, permit: Permit) -> None:
         """Takes room for the item's patches and tells its grid. Raises ImageTooLarge, QueueFull."""

@@ -100,7 +100,7 @@ class FrameItem:
 
 @dataclass(frozen=True)
 class PatchItem:
-    """Patches ready for the tower. pixel_values: float32 [P, patch_dim]."""
+    """Patches ready for the tower. pixel_values: [P, patch_dim], float32 or the tower's dtype."""
 
     pixel_values: torch.Tensor
     grid: Grid

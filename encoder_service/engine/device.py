@@ -1,73 +1,51 @@
-"""The device engine: one thread that owns the device and runs one batch after another.
+"""The device engine: keeps up to two batches on the device, so that it never idles while the host works.
 
-Owns the tower's forward passes, the transfers around them and what happens when one fails. Leaves the
-choice of batches to the planner and everything about requests to the pipeline.
+Owns which thread does what and what happens when a batch fails. Leaves the choice of batches to the
+planner, the work on the device to the launcher and everything about requests to the pipeline.
 
-A batch that fails is split and retried, so that one poisoned item fails alone. A fault of the device
-itself fails everything that waits, once, with a retryable error, and is reported to the owner, which takes
-the process out of service.
+One thread hands batches over as soon as there are items and fewer than two batches are in flight; a second
+waits for the oldest and gives its rows out. With one thread, either an item that comes while the device is
+busy would wait for the batch to end before its own transfer starts, or the rows of a batch would wait for
+the next one; neither thread holds the interpreter's lock while it waits or copies.
+
+A batch that cannot be handed over is split and retried, so that one poisoned item fails alone. A fault of
+the device itself, told late by the wait for a batch, fails everything in flight and waiting, once, with a
+retryable error, and is reported to the owner, which takes the process out of service.
 """
 
 from __future__ import annotations
 
 import threading
+import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 
 import structlog
 import torch
 
+from encoder_service.engine.faults import first_line, is_device_fault
 from encoder_service.engine.graphs import GraphRunner
+from encoder_service.engine.jobs import Batch, EngineCounters, Job, TowerResult
+from encoder_service.engine.launch import Launcher, TowerLauncher
 from encoder_service.errors import Cancelled, DeadlineExceeded, DeviceFault, Draining, InternalError
 from encoder_service.ingest.preprocessor import Preprocessor
 from encoder_service.metrics import Metrics
 from encoder_service.scheduler.planner import Plan, Planner, Ticket
 from encoder_service.towers.tower import Tower
-from encoder_service.types import FrameItem, Grid, TowerItem
+from encoder_service.types import FrameItem, Grid, PatchItem, TowerItem
 
 log = structlog.get_logger(__name__)
 
-# cudaErrorInvalidValue, cudaErrorMemoryAllocation (pinned memory too), cudaErrorInvalidConfiguration: the
-# call was refused, the context lives on. A lost context answers the next call with its own code.
-CUDA_CODES_OF_ONE_CALL = frozenset({1, 2, 9})
-
-
-@dataclass(frozen=True)
-class TowerResult:
-    """One item's rows on the host, owning their storage, and what its batch cost: when it started, in the
-    engine's clock, and how long it took."""
-
-    rows: torch.Tensor
-    started_s: float
-    tower_ms: float
-
-
-@dataclass(eq=False)
-class Job:
-    """One item on its way through the device; ``future`` is completed on the engine's thread."""
-
-    item: TowerItem
-    ticket: Ticket
-    future: Future[TowerResult] = field(default_factory=Future)
-
-
-@dataclass
-class EngineCounters:
-    batches: int = 0
-    items: int = 0
-    patches: int = 0
-    retried_batches: int = 0
-    failed_items: int = 0
-    dropped_items: int = 0
-    busy_s: float = 0.0
+MAX_IN_FLIGHT = 2
 
 
 class DeviceEngine:
-    """The one thread that touches the device.
+    """The threads that touch the device.
 
-    clock: seconds, monotonic, the one that deadlines are in. on_fault: called once, on the engine's
-    thread, when the device failed. graphs: runs batches on the fast path; without it the tower does, plain.
+    clock: seconds, monotonic, the one that deadlines are in. on_fault: called once, on an engine's thread,
+    when the device failed. graphs: runs batches on the fast path; without it the tower does, plain.
+    launcher: in place of the one that these make.
     """
 
     def __init__(
@@ -81,38 +59,47 @@ class DeviceEngine:
         on_fault: Callable[[DeviceFault], None],
         num_threads: int = 0,
         graphs: GraphRunner | None = None,
+        launcher: Launcher | None = None,
     ) -> None:
         self._tower = tower
-        self._preprocessor = preprocessor
         self._planner = planner
         self._metrics = metrics
         self._clock = clock
         self._on_fault = on_fault
         self._num_threads = num_threads
         self.graphs = graphs
+        self._launcher = launcher or TowerLauncher(tower, preprocessor, graphs, clock=clock)
         self._device = tower.device
-        self._jobs: dict[Ticket, Job] = {}
-        self._wake = threading.Condition()
+        self._wake = threading.Condition()  # guards everything below
+        self._jobs: dict[Ticket, Job] = {}  # those that wait
+        self._taken: dict[Job, None] = {}  # those whose batch was planned and who have no answer yet
+        self._in_flight: deque[Batch] = deque()  # oldest first
         self._stopping = False
+        self._launching_is_over = False
         self._fault: DeviceFault | None = None
-        self._running: list[Job] = []
-        self._thread = threading.Thread(target=self._run, name="device-engine", daemon=True)
+        self._threads = [
+            threading.Thread(target=self._run, args=(loop,), name=name, daemon=True)
+            for loop, name in ((self._launch_loop, "device-engine"), (self._finish_loop, "device-rows"))
+        ]
         self.counters = EngineCounters()
 
     def start(self) -> None:
-        self._thread.start()
+        for thread in self._threads:
+            thread.start()
 
     def stop(self, timeout_s: float) -> bool:
-        """Finishes the running batch, refuses what waits, joins the thread. False if it did not end within
-        ``timeout_s``. Blocks; also right for an engine that never started."""
+        """Finishes the batches in flight, refuses what waits, joins the threads. False if they did not end
+        within ``timeout_s``. Blocks; also right for an engine that never started."""
         with self._wake:
             self._stopping = True
-            self._wake.notify()
-        if self._thread.ident is None:
+            self._wake.notify_all()
+        if self._threads[0].ident is None:
             self._abandon(Draining("the service stopped before the item ran"))
             return True
-        self._thread.join(timeout_s)
-        return not self._thread.is_alive()
+        ends_s = time.monotonic() + timeout_s
+        for thread in self._threads:
+            thread.join(max(0.0, ends_s - time.monotonic()))
+        return not any(thread.is_alive() for thread in self._threads)
 
     @property
     def fault(self) -> DeviceFault | None:
@@ -141,7 +128,7 @@ class DeviceEngine:
             job.future.set_running_or_notify_cancel()  # from here on only the engine completes it
             self._jobs[ticket] = job
             self._planner.add(ticket)
-            self._wake.notify()
+            self._wake.notify_all()
         return job.future
 
     def discard(self, ticket: Ticket) -> None:
@@ -155,19 +142,40 @@ class DeviceEngine:
             self.counters.dropped_items += 1
         job.future.set_exception(Cancelled("every caller left before the item ran"))
 
-    def warm_up(self, grids: Sequence[Grid]) -> None:
-        """Runs zeros of the given grids once, on the caller's thread, before ``start``."""
-        self._choose_device()
-        for grid in grids:
-            pixels = torch.zeros(grid.num_patches, self._tower.patch_dim)
-            with torch.inference_mode():
-                self._forward([grid], [pixels])
+    @property
+    def num_in_flight(self) -> int:
+        with self._wake:
+            return len(self._in_flight)
 
-    def _run(self) -> None:
+    def warm_up(self, grids: Sequence[Grid]) -> None:
+        """Runs patches and frames of the given grids once, on the caller's thread, before ``start``."""
+        self._choose_device()
+        tower = self._tower
+        for grid in grids:
+            frames_THWC = torch.zeros(
+                grid.t * tower.temporal_patch_size,
+                grid.h * tower.patch_size,
+                grid.w * tower.patch_size,
+                3,
+                dtype=torch.uint8,
+            )
+            patches = torch.zeros(grid.num_patches, tower.patch_dim)
+            for item in (PatchItem(patches, grid), FrameItem(frames_THWC, grid)):
+                launched = self._launcher.launch([item])
+                launched.wait()
+                list(launched.collect())
+
+    def _run(self, loop: Callable[[], None]) -> None:
         try:
-            self._loop()
+            self._choose_device()
+            if self._num_threads:
+                torch.set_num_threads(self._num_threads)
+            with torch.inference_mode():
+                loop()
+        except DeviceFault as fault:
+            self._fail(fault)
         except Exception as error:  # a defect of the loop itself: nobody would serve the queue any more
-            log.exception("the engine's thread failed")
+            log.exception("an engine's thread failed")
             self._fail(DeviceFault(f"the engine's thread failed: {first_line(error)}"))
 
     def _choose_device(self) -> None:
@@ -176,32 +184,30 @@ class DeviceEngine:
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
 
-    def _loop(self) -> None:
-        self._choose_device()
-        if self._num_threads:
-            torch.set_num_threads(self._num_threads)
-        with torch.inference_mode():
-            while True:
-                with self._wake:
-                    self._wake.wait_for(lambda: self._stopping or len(self._planner))
-                    if self._stopping:
-                        break
-                    plan = self._planner.next_batch(self._clock())
-                    batch = [self._jobs.pop(ticket) for ticket in plan.batch]
-                    dropped = self._take_dropped(plan)
-                    self.counters.dropped_items += len(dropped)
-                    self._running = batch
-                for job, error in dropped:
-                    job.future.set_exception(error)
-                try:
-                    self._run_batch(batch)
-                except DeviceFault as fault:
-                    self._fail(fault)
-                    return
-                # Not in a finally: after a defect, what ran is still to be told.
-                self._running = []
-                del batch, plan, dropped
+    # -- the thread that launches ----------------------------------------------------------------------
+
+    def _launch_loop(self) -> None:
+        while True:
+            with self._wake:
+                self._wake.wait_for(lambda: self._stopping or (len(self._planner) and self._has_room()))
+                if self._stopping:
+                    break
+                plan = self._planner.next_batch(self._clock())
+                batch = [self._jobs.pop(ticket) for ticket in plan.batch]
+                self._taken.update(dict.fromkeys(batch))
+                dropped = self._take_dropped(plan)
+                self.counters.dropped_items += len(dropped)
+            for job, error in dropped:
+                job.future.set_exception(error)
+            self._launch(batch)
+            del batch, plan, dropped
         self._abandon(Draining("the service stopped before the item ran"))
+        with self._wake:
+            self._launching_is_over = True
+            self._wake.notify_all()
+
+    def _has_room(self) -> bool:
+        return len(self._in_flight) < MAX_IN_FLIGHT
 
     def _take_dropped(self, plan: Plan) -> list[tuple[Job, Exception]]:
         return [
@@ -212,101 +218,130 @@ class DeviceEngine:
             for ticket in plan.expired
         ]
 
-    def _run_batch(self, batch: list[Job]) -> None:
-        """Runs a batch; on failure its halves; a single item's failure is its own."""
-        if not batch:
+    def _launch(self, jobs: list[Job]) -> None:
+        """Hands a batch to the device; on failure its halves; a single item's failure is its own. Waits
+        while two batches are in flight, as the first half of a batch that failed may be."""
+        if not jobs:
             return
+        with self._wake:
+            self._wake.wait_for(lambda: self._fault is not None or self._has_room())
+            if self._fault is not None:
+                return
         started_s = self._clock()
-        grids = [job.item.grid for job in batch]
         failure = ""
         try:
-            rows = self._forward(grids, [self._pixels(job.item) for job in batch])
+            launched = self._launcher.launch([job.item for job in jobs])
         except Exception as error:
-            if is_device_fault(error):
-                raise DeviceFault(f"the device failed: {first_line(error)}") from error
-            failure = first_line(error)
+            failure = self._check_failure(error)
         # Outside the handler: the exception's traceback holds the failed batch's tensors, and halves that
         # should fit after running out of memory would not.
-        if failure and len(batch) > 1:
+        if failure and len(jobs) > 1:
             self.counters.retried_batches += 1
-            log.warning("batch failed, retrying its halves", items=len(batch), error=failure)
-            middle = len(batch) // 2
-            self._run_batch(batch[:middle])
-            self._run_batch(batch[middle:])
+            log.warning("batch failed, retrying its halves", items=len(jobs), error=failure)
+            middle = len(jobs) // 2
+            self._launch(jobs[:middle])
+            self._launch(jobs[middle:])
             return
         if failure:
-            self.counters.failed_items += 1
-            log.error("item failed in the tower", grid=tuple(grids[0]), error=failure)
-            batch[0].future.set_exception(InternalError(f"the tower failed: {failure}"))
+            self._fail_items(jobs, failure)
             return
-        tower_s = self._clock() - started_s
-        num_patches = sum(grid.num_patches for grid in grids)
+        self._metrics.step_host_seconds.observe(self._clock() - started_s)
+        with self._wake:
+            self._in_flight.append(Batch(jobs, launched))
+            self._wake.notify_all()
+
+    def _check_failure(self, error: Exception) -> str:
+        """What to say of a failed batch. Raises DeviceFault when the device has failed: an earlier batch's
+        fault may show first in a later one's launch, and under another name."""
+        try:
+            if is_device_fault(error):
+                raise error
+            self._launcher.probe()
+        except Exception as found:
+            raise DeviceFault(f"the device failed: {first_line(found)}") from found
+        return first_line(error)
+
+    # -- the thread that finishes ----------------------------------------------------------------------
+
+    def _finish_loop(self) -> None:
+        while True:
+            with self._wake:
+                self._wake.wait_for(
+                    lambda: self._in_flight or self._launching_is_over or self._fault is not None
+                )
+                if self._fault is not None or not self._in_flight:
+                    return
+                batch = self._in_flight[0]
+            self._finish(batch)
+            del batch
+
+    def _finish(self, batch: Batch) -> None:
+        """Waits for the oldest batch, makes room for the next and hands every item its rows."""
+        failure, tower_s = "", 0.0
+        try:
+            tower_s = batch.launched.wait()
+        except Exception as error:
+            failure = self._check_failure(error)
+        ended_s = self._clock()
+        with self._wake:
+            self._in_flight.popleft()
+            self._wake.notify_all()
+        if failure:
+            self._fail_items(batch.jobs, failure)
+            return
+        num_patches = sum(job.item.grid.num_patches for job in batch.jobs)
         self.counters.batches += 1
-        self.counters.items += len(batch)
+        self.counters.items += len(batch.jobs)
         self.counters.patches += num_patches
         self.counters.busy_s += tower_s
         self._metrics.batch_patches.observe(num_patches)
-        for job, item_rows in zip(batch, rows, strict=True):
-            job.future.set_result(TowerResult(item_rows, started_s, tower_s * 1e3))
+        try:
+            for job, rows in zip(batch.jobs, batch.launched.collect(), strict=True):
+                if self._claim(job):
+                    job.future.set_result(TowerResult(rows, ended_s - tower_s, tower_s * 1e3))
+        except Exception as error:  # host memory ran out: items that have their rows keep them
+            failure = self._check_failure(error)
+        if failure:
+            self._fail_items(batch.jobs, failure)
 
-    def _pixels(self, item: TowerItem) -> torch.Tensor:
-        """An item's patches on the device, [P, patch_dim]: uint8 frames travel, patches are cut there."""
-        if isinstance(item, FrameItem):
-            return self._preprocessor.patchify(item.frames_THWC.to(self._device))
-        return item.pixel_values
+    # -- failures --------------------------------------------------------------------------------------
 
-    def _forward(self, grids: list[Grid], pixels: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Rows of each item, on the host, each owning its storage."""
-        tower = self._tower
-        rows: torch.Tensor
-        if self.graphs is not None:
-            rows = self.graphs.run(self.graphs.prepare(grids), pixels)
-        else:
-            pixel_values = torch.cat([patches.to(self._device, tower.dtype) for patches in pixels])
-            inputs = tower.prepare(grids).to(self._device).with_pixels(pixel_values)
-            rows = tower(inputs)
-        counts = [tower.num_rows(grid) for grid in grids]
-        if rows.shape != (sum(counts), tower.width):
-            raise InternalError(
-                f"the tower gave {tuple(rows.shape)} rows, grids need {(sum(counts), tower.width)}"
-            )
-        if rows.is_cuda:
-            staged = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=True)
-            staged.copy_(rows, non_blocking=True)
-            torch.cuda.current_stream(self._device).synchronize()
-            rows = staged
-        return [item_rows.clone() for item_rows in rows.split(counts)]  # type: ignore[no-untyped-call]
+    def _claim(self, job: Job) -> bool:
+        """Whether the caller is the one to answer a planned job: either thread may be failing everything."""
+        with self._wake:
+            return self._taken.pop(job, job) is None
+
+    def _fail_items(self, jobs: list[Job], failure: str) -> None:
+        """Ends those of ``jobs`` that have no answer yet."""
+        for job in jobs:
+            if not self._claim(job):
+                continue
+            with self._wake:
+                self.counters.failed_items += 1
+            log.error("item failed in the tower", grid=tuple(job.item.grid), error=failure)
+            job.future.set_exception(InternalError(f"the tower failed: {failure}"))
 
     def _fail(self, fault: DeviceFault) -> None:
+        """Ends everything, planned or waiting, with the fault. The second thread to notice does nothing."""
+        with self._wake:
+            if self._fault is not None:
+                return
+            self._fault = fault
         log.critical("device fault", error=fault.message)
         self._abandon(fault)
         self._on_fault(fault)
 
     def _abandon(self, error: Exception) -> None:
-        """Ends every waiting and running job with ``error``; no later job is accepted."""
+        """Ends every waiting job with ``error``, after a fault the planned ones too; no later job is
+        accepted."""
         with self._wake:
             self._stopping = True
-            if isinstance(error, DeviceFault):
-                self._fault = error
             self._planner.drain()
-            jobs = [*self._running, *self._jobs.values()]
+            jobs = list(self._jobs.values())
             self._jobs.clear()
+            if self._fault is not None:
+                jobs = [*self._taken, *jobs]
+                self._taken.clear()
+            self._wake.notify_all()
         for job in jobs:
-            if not job.future.done():
-                job.future.set_exception(error)
-
-
-def is_device_fault(error: BaseException) -> bool:
-    """Whether an error says that the device itself is lost, not that one batch was too much for it.
-    Running out of device memory is the batch's failure: its halves may fit."""
-    if isinstance(error, torch.OutOfMemoryError):
-        return False
-    if getattr(error, "error_code", None) in CUDA_CODES_OF_ONE_CALL:
-        return False
-    return isinstance(error, torch.AcceleratorError)
-
-
-def first_line(error: BaseException) -> str:
-    """The error's type and the first line of its text."""
-    text = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
+            job.future.set_exception(error)

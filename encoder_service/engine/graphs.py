@@ -8,9 +8,11 @@ Memory. All graphs read the same static buffers, each a prefix of them, so image
 share one set. All graphs allocate from one pool: what a replay leaves there, its rows included, holds only
 until the next replay of any bucket.
 
-Streams. ``run`` works in the caller's current stream and waits, on the device, for the run before it,
-whatever stream that was in. Whoever reads the rows in that same stream needs nothing more; whoever reads
-them in another stream records an event there after the read and passes it to ``hold``.
+Streams. Everything that a graph reads is written in the compute stream, and so are its rows; on a GPU that
+is the caller's current stream. A launch waits, on the device, for the one before it, whatever stream that
+was in. ``launch`` hands the rows to a function that reads them in the compute stream's order, and needs
+nothing more. Whoever reads what ``run`` gives in another stream records an event there after the read and
+passes it to ``hold``.
 
 On a CPU, or with ``capture=False``, the tower runs eagerly on the same padded, static inputs.
 """
@@ -26,6 +28,7 @@ from typing import Any, Protocol, TypeAlias
 import torch
 
 from encoder_service.engine.staging import Layout, Staging
+from encoder_service.engine.streams import Event, Streams, streams_of
 from encoder_service.errors import ConfigurationError, InternalError, NotReady, PixelTensorMismatch
 from encoder_service.scheduler.buckets import Bucket, BucketLadder
 from encoder_service.towers.fused_inputs import BucketShape, FusedInputs
@@ -86,7 +89,8 @@ class Captured:
 class GraphRunner:
     """Runs batches through captured graphs.
 
-    clock: seconds, monotonic. capture: whether to capture at all; needs a CUDA device.
+    clock: seconds, monotonic. capture: whether to capture at all; needs a CUDA device. streams: in place of
+    the device's own.
     """
 
     def __init__(
@@ -97,6 +101,7 @@ class GraphRunner:
         *,
         capture: bool,
         clock: Callable[[], float],
+        streams: Streams | None = None,
     ) -> None:
         """Raises ConfigurationError for capture without a GPU or with attention that bakes lengths into its
         launches, and for buckets that hold no merge."""
@@ -115,21 +120,20 @@ class GraphRunner:
         self._capture = capture
         self._clock = clock
         self.ladder = ladder
+        self.streams = streams or streams_of(device, clock)
         self.counters = GraphCounters()
         self.captured_bytes = 0
         self._graphs: dict[Bucket, Captured] = {}
-        self._holds: list[torch.cuda.Event] = []
+        self._holds: list[Event] = []
         # Ordinary tensors even when made in inference mode: they are written in and out of it.
         with torch.inference_mode(False), torch.no_grad():
             self._layouts = {bucket: Layout.of(self._filled(bucket)) for bucket in ladder.buckets}
             most_bytes = max(layout.num_bytes for layout in self._layouts.values())
             self._metadata = torch.zeros(most_bytes, dtype=torch.uint8, device=device)
             self._pixels = torch.zeros(ladder.max_patches, tower.patch_dim, dtype=tower.dtype, device=device)
-            self._staging = Staging(most_bytes, device)
+            self._staging = Staging(most_bytes, device, self.streams)
             self._inputs = {bucket: self._static_inputs(bucket) for bucket in ladder.buckets}
-        self._finished: torch.cuda.Event | None = None
-        if device.type == "cuda":
-            self._finished = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._finished = self.streams.make_event()
 
     @property
     def ready(self) -> bool:
@@ -137,9 +141,15 @@ class GraphRunner:
         return not self._capture or len(self._graphs) == len(self.ladder)
 
     @property
-    def copy_stream(self) -> torch.cuda.Stream | None:
-        """The stream of host-to-device transfers, for the pixels' transfer too; None on a CPU."""
-        return self._staging.copy_stream
+    def max_rows(self) -> int:
+        """Rows of the largest bucket."""
+        return self.ladder.max_patches // self._tower.merge_size**2
+
+    @property
+    def pixel_bytes(self) -> int:
+        """Bytes that the pixels of a batch in the largest bucket take at most, as uint8 or in the tower's
+        dtype: the size of the buffer that graphs read."""
+        return self._pixels.nbytes
 
     def can_use(self, inputs: FusedInputs) -> Bucket | None:
         """The bucket that this batch, unpadded, would run in; None: eager."""
@@ -155,34 +165,36 @@ class GraphRunner:
     def run(self, inputs: FusedInputs, pixels: Pixels) -> torch.Tensor:
         """Rows [R, W] of an unpadded batch on the host, padding left out, in ``prepare``'s order.
 
-        The rows hold until the next ``run``; see the module's text on streams. Host tensors among
-        ``pixels`` that are pinned must stay unchanged until the current stream has passed this call.
+        The rows hold until the next launch; see the module's text on streams. Host tensors among ``pixels``
+        that are pinned must stay unchanged until the current stream has passed this call. Raises as
+        ``launch`` does.
+        """
+        found: list[torch.Tensor] = []
+        self.launch(inputs, pixels, found.append)
+        return found[0]
+
+    @torch.inference_mode()
+    def launch(self, inputs: FusedInputs, pixels: Pixels, consume: Callable[[torch.Tensor], None]) -> None:
+        """Hands a batch to the device: ``consume`` gets its rows [R, W] in the compute stream's order, and
+        what it enqueues there comes before anything of the next launch.
+
         Raises NotReady before every bucket is captured, PixelTensorMismatch for another number of patches
-        than ``inputs`` has.
+        than ``inputs`` has, and whatever ``pixels`` and ``consume`` raise.
         """
         if not self.ready:
             raise NotReady(f"{len(self._graphs)} of {len(self.ladder)} graphs are captured")
         self._wait_for_readers()
         bucket = self.can_use(inputs)
+        compute = self.streams.compute
         if bucket is None:
-            return self._run_eager(inputs, pixels)
-        self._load(bucket, inputs, pixels)
-        captured = self._graphs.get(bucket)
-        if captured is not None:
-            captured.graph.replay()
-            rows = captured.rows
-            self.counters.replays[bucket] += 1
+            compute.run(lambda: consume(self._run_eager(inputs, pixels)))
         else:
-            rows = self._tower(replace(self._inputs[bucket], seqlens=inputs.seqlens))
-            self.counters.padded_runs[bucket] += 1
-        if self._finished is not None:
-            self._finished.record(torch.cuda.current_stream(self._device))
-        self.counters.real_patches += inputs.num_patches
-        self.counters.padded_patches += bucket.num_patches - inputs.num_patches
-        return rows[: self._num_rows(inputs)]
+            self._staging.load(self._tower.pad(inputs, bucket), self._layouts[bucket], self._metadata)
+            compute.run(lambda: consume(self._run_bucket(bucket, inputs, pixels)))
+        compute.record(self._finished)
 
     def hold(self, event: torch.cuda.Event) -> None:
-        """The next run waits, on the device, for ``event``, recorded after a read of rows in another
+        """The next launch waits, on the device, for ``event``, recorded after a read of rows in another
         stream; until then the caller keeps the rows."""
         self._holds.append(event)
 
@@ -251,22 +263,29 @@ class GraphRunner:
         self.counters.eager_runs += 1
         return rows
 
-    def _wait_for_readers(self) -> None:
-        """The static buffers and the pool are free once the run before, and every held read, is over."""
-        if self._finished is None:
-            return
-        current = torch.cuda.current_stream(self._device)
-        current.wait_event(self._finished)
-        for event in self._holds:
-            current.wait_event(event)
-        self._holds.clear()
-
-    def _load(self, bucket: Bucket, inputs: FusedInputs, pixels: Pixels) -> None:
-        """The padded batch into the static buffers. Padding pixels are zeros: what an earlier batch left
+    def _run_bucket(self, bucket: Bucket, inputs: FusedInputs, pixels: Pixels) -> torch.Tensor:
+        """A batch whose padded metadata is in place. Padding pixels are zeros: what an earlier batch left
         there could be another caller's, or not finite."""
-        self._staging.load(self._tower.pad(inputs, bucket), self._layouts[bucket], self._metadata)
         write_pixels(self._pixels[: inputs.num_patches], pixels)
         self._pixels[inputs.num_patches : bucket.num_patches].zero_()
+        captured = self._graphs.get(bucket)
+        if captured is not None:
+            captured.graph.replay()
+            rows = captured.rows
+            self.counters.replays[bucket] += 1
+        else:
+            rows = self._tower(replace(self._inputs[bucket], seqlens=inputs.seqlens))
+            self.counters.padded_runs[bucket] += 1
+        self.counters.real_patches += inputs.num_patches
+        self.counters.padded_patches += bucket.num_patches - inputs.num_patches
+        return rows[: inputs.num_rows]
+
+    def _wait_for_readers(self) -> None:
+        """The static buffers and the pool are free once the launch before, and every held read, is over."""
+        self.streams.compute.wait(self._finished)
+        for event in self._holds:
+            self.streams.compute.wait(event)
+        self._holds.clear()
 
     def _static_inputs(self, bucket: Bucket) -> FusedInputs:
         """The views of the static buffers that this bucket's graph reads."""
@@ -274,16 +293,16 @@ class GraphRunner:
             **self._layouts[bucket].views(self._metadata),
             seqlens=(),
             max_seqlen=bucket.max_seqlen,
+            num_slots=bucket.num_sequences,
+            num_patches=bucket.num_patches,
+            num_rows=bucket.num_patches // self._tower.merge_size**2,
+            num_frames=bucket.num_frames,
             pixel_values=self._pixels[: bucket.num_patches],
         )
 
     def _filled(self, bucket: Bucket) -> FusedInputs:
         """Metadata of a batch that fills the bucket, padded, on the host."""
         return self._tower.pad(self._tower.prepare(filling_grids(bucket, self._tower.merge_size)), bucket)
-
-    def _num_rows(self, inputs: FusedInputs) -> int:
-        merged = inputs.num_patches if inputs.merge_index is None else inputs.merge_index.shape[0]
-        return merged // self._tower.merge_size**2
 
 
 def filling_grids(bucket: Bucket, merge_size: int) -> list[Grid]:

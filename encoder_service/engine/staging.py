@@ -1,16 +1,23 @@
-"""Staging: a padded batch's metadata from host tensors to fixed device memory, in one transfer.
+"""Staging: what a batch needs, on its way from host memory to the device.
 
-Owns where each field of a bucket's metadata lies, and the pinned double buffer in front of the device. All
-buckets share one piece of device memory: each lays its fields out from the start of it.
+Owns where each field of a bucket's metadata lies, the pinned double buffer in front of the device, and the
+two device slots that pixels travel into. All buckets share one piece of device memory for metadata: each
+lays its fields out from the start of it.
+
+Transfers run in the upload stream, so that they hide behind the forward pass of the batch before. What a
+forward pass reads is written only in the compute stream, from a slot whose transfer is over; a slot is
+written again only after that.
 """
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
+from encoder_service.engine.streams import Streams
 from encoder_service.towers.fused_inputs import FusedInputs
 
 ALIGNMENT_BYTES = 256
@@ -57,19 +64,17 @@ class Layout:
         }
 
 
-class Slot:
-    """One of the buffers that batches take in turn: pinned host memory and, on a GPU, its device twin.
-
-    copied: the transfer out of the host memory is done. consumed: so is the copy out of the device twin.
+class MetadataSlot:
+    """One of the buffers that batches take in turn: host memory, pinned in front of a GPU, and its device
+    twin. copied: the transfer out of the host memory is done. consumed: so is the copy out of the twin.
     """
 
-    def __init__(self, num_bytes: int, device: torch.device) -> None:
+    def __init__(self, num_bytes: int, device: torch.device, streams: Streams) -> None:
         self.views: dict[Layout, dict[str, torch.Tensor]] = {}
         self.host = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
-        if device.type == "cuda":
-            self.device = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-            self.copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self.consumed = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self.device = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        self.copied = streams.make_blocking_event()
+        self.consumed = streams.make_event()
 
     def write(self, padded: FusedInputs, layout: Layout) -> None:
         """The batch's metadata into the host memory."""
@@ -81,34 +86,79 @@ class Slot:
 
 
 class Staging:
-    """Double-buffered transfer of metadata.
+    """Double-buffered transfer of metadata."""
 
-    The transfer runs on a stream of its own, so that it hides behind the forward pass of the batch before;
-    what the forward pass reads is written only by a copy on the device, in the compute stream's order.
-    """
-
-    def __init__(self, num_bytes: int, device: torch.device) -> None:
-        self._slots = itertools.cycle([Slot(num_bytes, device) for _ in range(NUM_SLOTS)])
-        self.copy_stream: torch.cuda.Stream | None = None
-        if device.type == "cuda":
-            self.copy_stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    def __init__(self, num_bytes: int, device: torch.device, streams: Streams) -> None:
+        self._slots = itertools.cycle([MetadataSlot(num_bytes, device, streams) for _ in range(NUM_SLOTS)])
+        self._streams = streams
 
     def load(self, padded: FusedInputs, layout: Layout, static: torch.Tensor) -> None:
-        """``padded`` into the device memory ``static`` [bytes], uint8, in the current stream's order. The
+        """``padded`` into the device memory ``static`` [bytes], uint8, in the compute stream's order. The
         host does not wait, except for the transfer of the batch before the last."""
-        slot = next(self._slots)
-        size = layout.num_bytes
-        if self.copy_stream is None:
-            slot.write(padded, layout)
-            static[:size].copy_(slot.host[:size])
-            return
+        slot, streams, size = next(self._slots), self._streams, layout.num_bytes
         slot.copied.synchronize()
         slot.write(padded, layout)
-        compute = torch.cuda.current_stream(static.device)
-        self.copy_stream.wait_event(slot.consumed)
-        with torch.cuda.stream(self.copy_stream):
-            slot.device[:size].copy_(slot.host[:size], non_blocking=True)
-            slot.copied.record()
-        compute.wait_event(slot.copied)
-        static[:size].copy_(slot.device[:size], non_blocking=True)
-        slot.consumed.record(compute)
+        streams.upload.wait(slot.consumed)
+        streams.upload.run(lambda: slot.device[:size].copy_(slot.host[:size], non_blocking=True))
+        streams.upload.record(slot.copied)
+        streams.compute.wait(slot.copied)
+        streams.compute.run(lambda: static[:size].copy_(slot.device[:size], non_blocking=True))
+        streams.compute.record(slot.consumed)
+
+
+class PixelSlot:
+    """Device memory for one batch's pixels. copied: their transfer is done. consumed: so is every read."""
+
+    def __init__(self, num_bytes: int, device: torch.device, streams: Streams) -> None:
+        self.memory = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        self.copied = streams.make_event()
+        self.consumed = streams.make_event()
+        self._streams = streams
+
+    def read(self, offset_bytes: int, like: torch.Tensor) -> torch.Tensor:
+        """What was transferred from ``like``, in its dtype and shape."""
+        piece = self.memory[offset_bytes : offset_bytes + like.nbytes]
+        return piece.view(like.dtype).view(like.shape)
+
+    def open(self) -> None:
+        """From here on the compute stream may read the slot."""
+        self._streams.compute.wait(self.copied)
+
+    def close(self) -> None:
+        """The compute stream's reads end here."""
+        self._streams.compute.record(self.consumed)
+
+
+class PixelStaging:
+    """Double-buffered transfer of pixels: uint8 frames, or patches in the tower's dtype, as they lie in host
+    memory. num_bytes: of one slot."""
+
+    def __init__(self, num_bytes: int, device: torch.device, streams: Streams) -> None:
+        self.num_bytes = num_bytes
+        self._slots = itertools.cycle([PixelSlot(num_bytes, device, streams) for _ in range(NUM_SLOTS)])
+        self._streams = streams
+
+    def upload(self, sources: Sequence[torch.Tensor]) -> tuple[PixelSlot, list[int]] | None:
+        """Starts the transfer of contiguous host tensors into one slot; the slot and the byte at which each
+        begins, or None when they do not fit. The host waits only for tensors that are not pinned; pinned
+        ones have to live until the slot's ``copied`` has passed."""
+        sizes = [-(-source.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for source in sources]
+        *offsets, total = itertools.accumulate(sizes, initial=0)
+        if total > self.num_bytes:
+            return None
+        slot = next(self._slots)
+
+        def copy() -> None:
+            places = [
+                slot.memory[offset : offset + source.nbytes]
+                for offset, source in zip(offsets, sources, strict=True)
+            ]
+            # One call for the whole batch: each copy of its own costs the host as much again.
+            torch._foreach_copy_(
+                places, [source.view(torch.uint8).view(-1) for source in sources], non_blocking=True
+            )
+
+        self._streams.upload.wait(slot.consumed)
+        self._streams.upload.run(copy)
+        self._streams.upload.record(slot.copied)
+        return slot, offsets

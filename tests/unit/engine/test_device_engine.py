@@ -10,7 +10,9 @@ from concurrent.futures import Future
 import pytest
 import torch
 
-from encoder_service.engine.device import DeviceEngine, TowerResult, is_device_fault
+from encoder_service.engine.device import DeviceEngine
+from encoder_service.engine.faults import is_device_fault
+from encoder_service.engine.jobs import TowerResult
 from encoder_service.errors import Cancelled, DeadlineExceeded, DeviceFault, Draining, InternalError
 from encoder_service.metrics import Metrics
 from encoder_service.scheduler.planner import Planner, Ticket

@@ -1,0 +1,25 @@
+"""Whether a failure is a batch's own or the device's."""
+
+from __future__ import annotations
+
+import torch
+
+# cudaErrorInvalidValue, cudaErrorMemoryAllocation (pinned memory too), cudaErrorInvalidConfiguration: the
+# call was refused, the context lives on. A lost context answers the next call with its own code.
+CUDA_CODES_OF_ONE_CALL = frozenset({1, 2, 9})
+
+
+def is_device_fault(error: BaseException) -> bool:
+    """Whether an error says that the device itself is lost, not that one batch was too much for it.
+    Running out of device memory is the batch's failure: its halves may fit."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return False
+    if getattr(error, "error_code", None) in CUDA_CODES_OF_ONE_CALL:
+        return False
+    return isinstance(error, torch.AcceleratorError)
+
+
+def first_line(error: BaseException) -> str:
+    """The error's type and the first line of its text."""
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__

@@ -1,0 +1,161 @@
+"""Where finished rows go: out of the memory that the next batch overwrites, to each item's own storage.
+
+Owns the seam between a forward pass and the destination of its rows (``RowSink``), and the destination that
+is host memory. The engine opens one target per batch, writes the batch's rows in the compute stream, closes
+it with ``send``, and later, from any thread, waits for the target and collects from it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+import torch
+
+from encoder_service.engine.streams import Event, Streams
+from encoder_service.errors import InternalError
+
+# Batches in flight, and so device slots; one more on the host, whose rows are being handed out meanwhile.
+NUM_DEVICE_SLOTS = 2
+NUM_HOST_SLOTS = 3
+
+
+class RowTarget(Protocol):
+    """One batch's rows on their way. Calls come in the order below, ``abandon`` instead of ``send`` when the
+    batch failed before it was all handed to the device."""
+
+    def write(self, rows: torch.Tensor) -> None:
+        """Takes rows [R, W] on the device, in the compute stream's order; after it they may be overwritten.
+        Raises InternalError for another shape."""
+
+    def send(self, written: Event) -> None:
+        """Starts what remains to be done once ``written``, an event behind ``write``, has passed."""
+
+    def abandon(self) -> None:
+        """Gives everything back: the batch will not run."""
+
+    def wait(self) -> None:
+        """Blocks until the rows have arrived; raises what the device failed with."""
+
+    def collect(self) -> Iterator[torch.Tensor]:
+        """Each item's rows in turn, owning their storage. After ``wait``; to be read to its end."""
+
+
+class RowSink(Protocol):
+    def open(self, counts: Sequence[int]) -> RowTarget:
+        """A target for a batch whose items have these numbers of rows. Never waits."""
+
+
+class HostRows:
+    """The sink that is host memory: a device slot, from which the download stream fills pinned memory while
+    the next batch computes, and a copy of each item's part of it.
+
+    max_rows: of a slot. Larger batches, and all of them where it is 0, bring memory of their own.
+    """
+
+    def __init__(
+        self, width: int, dtype: torch.dtype, device: torch.device, streams: Streams, max_rows: int
+    ) -> None:
+        self.width = width
+        self.dtype = dtype
+        self.max_rows = max_rows
+        self.streams = streams
+        self.pinned = device.type == "cuda"
+        self.device_slots: deque[torch.Tensor] = deque()
+        self.host_slots: deque[torch.Tensor] = deque()
+        if max_rows:
+            shape = (max_rows, width)
+            self.device_slots.extend(
+                torch.empty(shape, dtype=dtype, device=device) for _ in range(NUM_DEVICE_SLOTS)
+            )
+            self.host_slots.extend(self.host_memory(max_rows) for _ in range(NUM_HOST_SLOTS))
+
+    def open(self, counts: Sequence[int]) -> HostTarget:
+        fits = sum(counts) <= self.max_rows and self.device_slots and self.host_slots
+        if fits:
+            return HostTarget(self, counts, self.device_slots.popleft(), self.host_slots.popleft())
+        return HostTarget(self, counts, None, None)
+
+    def host_memory(self, num_rows: int) -> torch.Tensor:
+        return torch.empty(num_rows, self.width, dtype=self.dtype, pin_memory=self.pinned)
+
+
+class HostTarget:
+    """One batch's way to the host. Without slots it keeps the rows it was given, which then have to be
+    memory of their own, until they have been transferred."""
+
+    def __init__(
+        self,
+        sink: HostRows,
+        counts: Sequence[int],
+        device_slot: torch.Tensor | None,
+        host_slot: torch.Tensor | None,
+    ) -> None:
+        self._sink = sink
+        self._counts = list(counts)
+        self._num_rows = sum(counts)
+        self._device_slot = device_slot
+        self._host_slot = host_slot
+        self._rows: torch.Tensor | None = None
+        self._arrived: torch.Tensor | None = None
+        self._done = sink.streams.make_blocking_event()
+        self._sending = False
+
+    def write(self, rows: torch.Tensor) -> None:
+        needed = (self._num_rows, self._sink.width)
+        if rows.shape != needed:
+            raise InternalError(f"the tower gave {tuple(rows.shape)} rows, grids need {needed}")
+        if self._device_slot is not None:
+            self._rows = self._device_slot[: self._num_rows]
+            self._rows.copy_(rows)
+        else:
+            self._rows = rows
+
+    def send(self, written: Event) -> None:
+        download = self._sink.streams.download
+        self._sending = True
+        download.wait(written)
+        download.run(self._download)
+        download.record(self._done)
+
+    def abandon(self) -> None:
+        # What a transfer under way may touch is lost to the pool; later batches bring their own.
+        if not self._sending:
+            self._give_back_device()
+            if self._host_slot is not None:
+                self._sink.host_slots.append(self._host_slot)
+        self._host_slot = self._rows = self._arrived = None
+
+    def wait(self) -> None:
+        self._done.synchronize()
+        self._rows = None
+        self._give_back_device()
+
+    def collect(self) -> Iterator[torch.Tensor]:
+        assert self._arrived is not None
+        try:
+            for item_rows in self._arrived.split(self._counts):  # type: ignore[no-untyped-call]
+                yield item_rows.clone()
+        finally:
+            self._arrived = None
+            if self._host_slot is not None:
+                self._sink.host_slots.append(self._host_slot)
+                self._host_slot = None
+
+    def _download(self) -> None:
+        rows = self._rows
+        assert rows is not None
+        if self._host_slot is not None:
+            self._arrived = self._host_slot[: self._num_rows]
+        elif rows.is_cuda:
+            self._arrived = self._sink.host_memory(self._num_rows)
+        else:
+            self._arrived = rows
+            return
+        self._arrived.copy_(rows, non_blocking=True)
+
+    def _give_back_device(self) -> None:
+        if self._device_slot is not None:
+            self._sink.device_slots.append(self._device_slot)
+            self._device_slot = None
