@@ -1,13 +1,13 @@
 """The fused CUDA path of both towers: the plain tower's weights and numbers, in fewer passes over memory.
 
-Owns the order of fused operations and the per-patch metadata they read. The plain towers
+Owns the order of fused operations. The plain towers
 (qwen3_vl.py, moonvit.py) are the readable form of the same computation, and tests hold the two equal. Leaves
 the blocks' matrix products, in the weights' type or in fp8, to ``products``.
 
 What is fused: bias and tanh-GELU into the products, residual addition with the next LayerNorm, rotary
 positions into the packed projection in place, position interpolation with the first LayerNorm. Positions are
-computed on the device from each patch's coordinates, so that a batch needs a few bytes per patch from the
-host instead of tables of angles and weights.
+computed on the device from each patch's coordinates, and those from one row per item, so that a batch needs a
+few bytes per item from the host instead of tables of angles and weights.
 
 Shape legend: P patches, S attention sequences, R rows, F frames averaged into one row, H heads, d head_dim,
 E tower width, M = E * merge^2, D language-model width, L deepstack levels.
@@ -16,7 +16,7 @@ E tower width, M = E * merge^2, D language-model width, L deepstack levels.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch.nn.functional import linear
@@ -31,6 +31,9 @@ from encoder_service.towers.qwen3_vl import Qwen3VLTower
 from encoder_service.towers.rope import inverse_frequencies
 from encoder_service.towers.tower import Tower
 from encoder_service.types import Grid
+
+if TYPE_CHECKING:
+    from encoder_service.towers.kernels import PatchPlaces
 
 
 class FusedTower(Tower):
@@ -86,7 +89,7 @@ class FusedTower(Tower):
         self._inputs.check_grid(grid)
 
     def prepare(self, grids: Sequence[Grid]) -> FusedInputs:  # type: ignore[override]
-        """Coordinates and bounds of a packed batch, items in the order given. Raises GridMismatch."""
+        """Item table and bounds of a packed batch, items in the order given. Raises GridMismatch."""
         return self._inputs.prepare(grids)
 
     def pad(self, inputs: FusedInputs, bucket: BucketShape) -> FusedInputs:
@@ -98,20 +101,28 @@ class FusedTower(Tower):
     def forward(self, inputs: FusedInputs) -> torch.Tensor:  # type: ignore[override]
         assert inputs.pixel_values is not None
         plain, blocks = self.plain, self._blocks
+        places = self._kernels.expand_items(
+            inputs.items,
+            inputs.num_patches,
+            merge_size=self.merge_size,
+            merges_time=self.merges_time,
+            num_places=inputs.num_rows * self.merge_size**2,
+            num_frames=inputs.num_frames,
+        )
         x_PE = linear(inputs.pixel_values.to(self.dtype), plain.patch_embed.weight, plain.patch_embed.bias)
-        rows = blocks[0].qkv.input_of_rows(self._embed(x_PE, inputs, blocks[0].norm1))
+        rows = blocks[0].qkv.input_of_rows(self._embed(x_PE, places, blocks[0].norm1))
         head_dim = x_PE.shape[1] // self.num_heads
         bounds = self.attention.plan(inputs, (x_PE.shape[0], self.num_heads, head_dim), x_PE.dtype)
         levels_RD: list[torch.Tensor] = []
         for index, block in enumerate(blocks):
-            delta_PE = self._attend(rows, block, inputs.coords, bounds)
+            delta_PE = self._attend(rows, block, places.coords, bounds)
             rows = block.fc1.input_of_norm(x_PE, delta_PE, block.norm2)
             delta_PE = block.fc2(block.fc2.input_of_gelu(block.fc1, rows))
             if index + 1 < len(blocks):
                 following = blocks[index + 1]
                 rows = following.qkv.input_of_norm(x_PE, delta_PE, following.norm1)
             else:
-                h_PE = self._last_norm(x_PE, delta_PE, inputs)
+                h_PE = self._last_norm(x_PE, delta_PE, places)
             # From here on x_PE holds the block's output.
             if isinstance(plain, Qwen3VLTower) and index in plain.config.deepstack_visual_indexes:
                 level = plain.config.deepstack_visual_indexes.index(index)
@@ -120,7 +131,7 @@ class FusedTower(Tower):
         main_RD = self._merge(h_PE, merger)
         return main_RD if not levels_RD else torch.cat([main_RD, *levels_RD], dim=-1)
 
-    def _embed(self, x_PE: torch.Tensor, inputs: FusedInputs, norm: NormParameters) -> torch.Tensor:
+    def _embed(self, x_PE: torch.Tensor, places: PatchPlaces, norm: NormParameters) -> torch.Tensor:
         """Adds the learned positions to x in place; the first block's normed input."""
         plain = self.plain
         if isinstance(plain, Qwen3VLTower):
@@ -128,7 +139,7 @@ class FusedTower(Tower):
             return self._kernels.embed_norm(
                 x_PE,
                 plain.pos_embed,
-                inputs.coords,
+                places.coords,
                 *norm,
                 mode="linear",
                 table_height=side,
@@ -137,13 +148,13 @@ class FusedTower(Tower):
         return self._kernels.embed_norm(
             x_PE,
             plain.pos_embed,
-            inputs.coords,
+            places.coords,
             *norm,
             mode="cubic",
             table_height=plain.config.position_height,
             table_width=plain.config.position_width,
             frame_table=plain.frame_embed,
-            frame_index=inputs.frame_index,
+            frame_index=places.frame_index,
         )
 
     def _attend(
@@ -158,18 +169,18 @@ class FusedTower(Tower):
         delta_PE: torch.Tensor = block.proj(block.proj.input_of_rows(out_PHd.flatten(1)))
         return delta_PE
 
-    def _last_norm(self, x_PE: torch.Tensor, delta_PE: torch.Tensor, inputs: FusedInputs) -> torch.Tensor:
+    def _last_norm(self, x_PE: torch.Tensor, delta_PE: torch.Tensor, places: PatchPlaces) -> torch.Tensor:
         """The merger's normed input [R * merge^2, E], after adding the last block's delta."""
         plain = self.plain
         if isinstance(plain, Qwen3VLTower):
             return self._kernels.add_norm(x_PE, delta_PE, *norm_of(plain.merger.norm))
-        assert inputs.merge_index is not None
-        assert inputs.merge_weight is not None
+        assert places.merge_index is not None
+        assert places.merge_weight is not None
         return self._kernels.merge_frames_norm(
             x_PE,
             delta_PE,
-            inputs.merge_index,
-            inputs.merge_weight,
+            places.merge_index,
+            places.merge_weight,
             self._kernels.Norm(*norm_of(plain.final_norm)),
             self._kernels.Norm(*norm_of(plain.projector.norm)),
         )

@@ -1,29 +1,38 @@
 """Metadata of a packed batch for the fused path: what the host says so that the device can do the rest.
 
-Owns the record, how it is built from grids, and how it is padded to a bucket. The device computes positions
-and angles from it (fused.py and its kernels).
+Owns the record, how it is built from grids, and how it is padded to a bucket. It is one row of five numbers
+per item; what every patch needs is expanded from them on the device (kernels/expand.py), so that a step's
+host work and transfer grow with items and not with patches.
 
-Shape legend: P patches, S attention sequences, R rows, F frames averaged into one row.
+Shape legend: I items, S attention sequences, P patches, R rows, F frames averaged into one row.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from array import array
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from itertools import accumulate
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
+import numpy as np
 import torch
 
 from encoder_service.errors import GridMismatch
-from encoder_service.towers.moonvit import frame_rows, merge_tables
-from encoder_service.towers.positions import FrameTableCache, FrameTables, merge_order, raster_coordinates
 from encoder_service.types import Grid
 
 # Longest side, in patches, that the rotary table covers.
 MAX_SIDE = 32_768
-COORDINATE_CACHE_BYTES = 64 << 20
-PADDING_COORDINATES = (0, 0, 1, 1)
+# Patches are numbered in int32.
+MAX_BATCH_PATCHES = 2**31 - 1
+# Grids whose check and sequence lengths are remembered.
+MAX_KNOWN_GRIDS = 4096
+# Columns of the item table: first patch, first merged place, then the grid.
+ITEM_COLUMNS = ("first_patch", "first_place", "t", "h", "w")
+NUM_COLUMNS = len(ITEM_COLUMNS)
+# int32 entries of 16 bytes, the alignment that kernels are compiled for.
+ALIGNED_ENTRIES = 4
 
 
 class BucketShape(Protocol):
@@ -43,30 +52,36 @@ class BucketShape(Protocol):
 class FusedInputs:
     """Metadata of one packed batch; the device computes everything else from it.
 
-    coords: int32 [P, 4], row, column, height and width of each patch's frame; padding is (0, 0, 1, 1).
-    cu_seqlens: int32 [S + 1]; padded slots repeat the last real bound. seqlens: the real lengths on the host.
-    max_seqlen: their maximum, or the bucket's bound. frame_index: int32 [P], merge_index: int32
-    [R * merge^2, F], merge_weight: float32 of the same shape (MoonViT only, otherwise None).
+    table: int32, everything that the device reads beside the pixels, so that it travels in one piece: the
+    bounds (``cu_seqlens``), then the items (``items``). num_slots: S. seqlens: the real lengths on the host.
+    max_seqlen: their maximum, or the bucket's bound. num_patches, num_rows, num_frames: P, R and F of the
+    batch, or of the bucket when padded; F is 1 where rows do not average over frames.
     pixel_values: [P, patch_dim], or None until ``with_pixels``.
     """
 
-    coords: torch.Tensor
-    cu_seqlens: torch.Tensor
+    table: torch.Tensor
+    num_slots: int
     seqlens: tuple[int, ...]
     max_seqlen: int
-    frame_index: torch.Tensor | None = None
-    merge_index: torch.Tensor | None = None
-    merge_weight: torch.Tensor | None = None
+    num_patches: int
+    num_rows: int
+    num_frames: int
     pixel_values: torch.Tensor | None = None
 
     @property
-    def num_patches(self) -> int:
-        return self.coords.shape[0]
+    def cu_seqlens(self) -> torch.Tensor:
+        """int32 [S + 1], a view of the table; padded slots repeat the last real bound."""
+        return self.table[: self.num_slots + 1]
 
     @property
-    def num_frames(self) -> int:
-        """F, 1 where frames are not averaged."""
-        return 1 if self.merge_index is None else self.merge_index.shape[1]
+    def items(self) -> torch.Tensor:
+        """int32 [I, 5], a view of the table: ITEM_COLUMNS of each item in the batch's order.
+
+        An item's patches begin at first_patch. Where rows average over frames, its h * w places in the
+        merged order, merge^2 to a row, begin at first_place. Padded slots name the batch's end and have no
+        frames: (patches, places, 0, 1, 1).
+        """
+        return self.table[items_start(self.num_slots) :].view(-1, NUM_COLUMNS)
 
     def with_pixels(self, pixel_values: torch.Tensor) -> FusedInputs:
         """The same batch with its pixels [P, patch_dim]."""
@@ -82,17 +97,28 @@ class FusedInputs:
         return dataclasses.replace(self, **moved)  # type: ignore[arg-type]
 
 
-class FusedInputBuilder:
-    """Builds and pads FusedInputs for one tower.
+class ItemShape(NamedTuple):
+    """What one grid adds to a batch. num_places: its patches after merging over frames."""
 
-    check_grid: the tower's own check, raises GridMismatch. merges_time: rows average over an item's frames.
+    grid: Grid
+    num_patches: int
+    num_places: int
+    seqlens: tuple[int, ...]
+
+
+class FusedInputBuilder:
+    """Builds and pads FusedInputs for one tower. Thread-safe.
+
+    check_grid: the tower's own check, raises GridMismatch; its answer depends on the grid alone.
+    merges_time: rows average over an item's frames, and attention spans them.
     """
 
     def __init__(self, check_grid: Callable[[Grid], None], *, merge_size: int, merges_time: bool) -> None:
         self._check_grid = check_grid
         self.merge_size = merge_size
         self.merges_time = merges_time
-        self._coordinates = FrameTableCache(self._build_coordinates, COORDINATE_CACHE_BYTES)
+        # A grid that is refused raises, and is not remembered.
+        self._shape = lru_cache(MAX_KNOWN_GRIDS)(self._describe)
 
     def check_grid(self, grid: Grid) -> None:
         self._check_grid(grid)
@@ -104,75 +130,76 @@ class FusedInputBuilder:
             )
 
     def prepare(self, grids: Sequence[Grid]) -> FusedInputs:
-        """Coordinates and bounds of a packed batch, items in the order given. Raises GridMismatch."""
+        """Item table and bounds of a packed batch, items in the order given. Raises GridMismatch."""
         if not grids:
             raise GridMismatch("the batch has 0 items, needs at least 1", found=0)
-        for grid in grids:
-            self.check_grid(grid)
-        tables = [self._coordinates.get(grid.h, grid.w) for grid in grids]
-        coords = torch.cat(
-            [table.position_index.repeat(grid.t, 1) for grid, table in zip(grids, tables, strict=True)]
-        )
-        if self.merges_time:
-            seqlens = [grid.num_patches for grid in grids]
-            index, weight = merge_tables(grids, tables)
-            merge = {
-                "frame_index": torch.cat([frame_rows(grid) for grid in grids]).to(torch.int32),
-                "merge_index": index.to(torch.int32),
-                "merge_weight": weight.float(),
-            }
-        else:
-            seqlens = [grid.h * grid.w for grid in grids for _ in range(grid.t)]
-            merge = {}
+        items: list[int] = []
+        seqlens: list[int] = []
+        num_patches = num_places = 0
+        num_frames = 1
+        for grid, patches, places, lengths in map(self._shape, grids):
+            items += (num_patches, num_places, *grid)
+            seqlens += lengths
+            num_patches += patches
+            num_places += places
+            if grid.t > num_frames:
+                num_frames = grid.t
+        if num_patches > MAX_BATCH_PATCHES:
+            raise GridMismatch(
+                f"the batch has {num_patches} patches, at most {MAX_BATCH_PATCHES} can be numbered",
+                found=num_patches,
+                limit=MAX_BATCH_PATCHES,
+            )
+        bounds = list(accumulate(seqlens, initial=0))
+        bounds += [num_patches] * (items_start(len(seqlens)) - len(bounds))
         return FusedInputs(
-            coords=coords,
-            cu_seqlens=torch.tensor(list(accumulate(seqlens, initial=0)), dtype=torch.int32),
+            # Several times faster than torch.tensor, which looks at every element's type.
+            table=torch.frombuffer(array("i", bounds + items), dtype=torch.int32),
+            num_slots=len(seqlens),
             seqlens=tuple(seqlens),
             max_seqlen=max(seqlens),
-            **merge,
+            num_patches=num_patches,
+            num_rows=num_places // self.merge_size**2,
+            num_frames=num_frames if self.merges_time else 1,
         )
 
     def pad(self, inputs: FusedInputs, bucket: BucketShape) -> FusedInputs:
         """The batch in a bucket's static shapes, still on the host. Padding patches belong to no sequence
-        and to no row that is returned. The batch must fit the bucket."""
+        and to no row that is returned. The bucket has a merged place for every patch, which is what stills
+        need; clips leave some unused. The batch must fit the bucket."""
         num_patches, num_sequences = inputs.num_patches, len(inputs.seqlens)
         assert num_patches <= bucket.num_patches
         assert num_sequences <= bucket.num_sequences
         assert inputs.max_seqlen <= bucket.max_seqlen
-        extra = bucket.num_patches - num_patches
-        padding = torch.tensor(PADDING_COORDINATES, dtype=torch.int32).expand(extra, 4)
-        tail = inputs.cu_seqlens[-1:].expand(bucket.num_sequences - num_sequences)
-        padded = dataclasses.replace(
-            inputs,
-            coords=torch.cat([inputs.coords, padding]),
-            cu_seqlens=torch.cat([inputs.cu_seqlens, tail]),
-            max_seqlen=bucket.max_seqlen,
-        )
-        if inputs.merge_index is None or inputs.merge_weight is None or inputs.frame_index is None:
-            return padded
         assert inputs.num_frames <= bucket.num_frames
-        # A merge reads its own first patch wherever it has no frame, and so does all padding: row zero.
-        # The bucket has a place for every patch, which is what stills need; clips leave some unused.
-        index = torch.zeros(bucket.num_patches, bucket.num_frames, dtype=torch.int32)
-        weight = torch.zeros(bucket.num_patches, bucket.num_frames)
-        used, frames = inputs.merge_index.shape
-        index[:used] = inputs.merge_index[:, :1]
-        index[:used, :frames] = inputs.merge_index
-        weight[:used, :frames] = inputs.merge_weight
-        return dataclasses.replace(
-            padded,
-            frame_index=torch.nn.functional.pad(inputs.frame_index, (0, extra)),
-            merge_index=index,
-            merge_weight=weight,
+        given = inputs.table.numpy()
+        given_items = given[items_start(inputs.num_slots) :]
+        start = items_start(bucket.num_sequences)
+        # Items never outnumber sequences.
+        table = np.empty(start + bucket.num_sequences * NUM_COLUMNS, np.int32)
+        table[: num_sequences + 1] = given[: num_sequences + 1]
+        table[num_sequences + 1 : start] = num_patches
+        table[start : start + len(given_items)] = given_items
+        unused = table[start + len(given_items) :].reshape(-1, NUM_COLUMNS)
+        unused[:] = (num_patches, inputs.num_rows * self.merge_size**2, 0, 1, 1)
+        return FusedInputs(
+            table=torch.from_numpy(table),
+            num_slots=bucket.num_sequences,
+            seqlens=inputs.seqlens,
+            max_seqlen=bucket.max_seqlen,
+            num_patches=bucket.num_patches,
+            num_rows=bucket.num_patches // self.merge_size**2,
+            num_frames=bucket.num_frames,
         )
 
-    def _build_coordinates(self, height: int, width: int) -> FrameTables:
-        """int32 [N, 4] in the order patches arrive; MoonViT's merge order beside it."""
-        rows, columns = raster_coordinates(height, width)
-        order = merge_order(height, width, self.merge_size)
-        if not self.merges_time:
-            rows, columns = rows[order], columns[order]
-        sides = torch.tensor([height, width]).expand(height * width, 2)
-        coords = torch.cat([rows[:, None], columns[:, None], sides], dim=1).to(torch.int32)
-        empty = torch.empty(0)
-        return FrameTables(coords, empty, empty, empty, order if self.merges_time else None)
+    def _describe(self, grid: Grid) -> ItemShape:
+        self.check_grid(grid)
+        frame = grid.h * grid.w
+        if self.merges_time:
+            return ItemShape(grid, grid.num_patches, frame, (grid.num_patches,))
+        return ItemShape(grid, grid.num_patches, grid.num_patches, (frame,) * grid.t)
+
+
+def items_start(num_slots: int) -> int:
+    """Where the items begin in a table with this many sequence slots: after the bounds, aligned."""
+    return -(-(num_slots + 1) // ALIGNED_ENTRIES) * ALIGNED_ENTRIES

@@ -10,6 +10,7 @@ but what it returns, and so can be captured in a CUDA graph. Shapes are internal
 
 from encoder_service.towers.kernels.activation import gelu_, gelu_quantize
 from encoder_service.towers.kernels.embedding import embed_norm
+from encoder_service.towers.kernels.expand import PatchPlaces, expand_items
 from encoder_service.towers.kernels.frames import Norm, merge_frames_norm
 from encoder_service.towers.kernels.norm import add_norm, add_norm_quantize, layer_norm, layer_norm_quantize
 from encoder_service.towers.kernels.patches import patchify_moonvit, patchify_packed, patchify_qwen
@@ -18,9 +19,11 @@ from encoder_service.towers.kernels.rotary import rotate_qkv_
 
 __all__ = [
     "Norm",
+    "PatchPlaces",
     "add_norm",
     "add_norm_quantize",
     "embed_norm",
+    "expand_items",
     "gelu_",
     "gelu_quantize",
     "layer_norm",

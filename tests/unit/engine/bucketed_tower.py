@@ -9,6 +9,7 @@ import torch
 
 from encoder_service.towers.fused_inputs import BucketShape, FusedInputBuilder, FusedInputs
 from encoder_service.types import Grid
+from tests.unit.towers.host_tables import grids_of, host_coords, host_frame_index, host_merge
 
 PATCH_DIM = 6
 HIDDEN = 8
@@ -42,9 +43,11 @@ class SmallTower:
     def __call__(self, inputs: FusedInputs) -> torch.Tensor:
         self.forwards.append(inputs)
         assert inputs.pixel_values is not None
-        x = inputs.pixel_values @ self.embed + inputs.coords.float() @ self.place
-        if inputs.frame_index is not None:
-            x = x + inputs.frame_index[:, None].float()
+        grids = grids_of(inputs.items)
+        coords = host_coords(grids, inputs.num_patches, self.merge_size, self.merges_time)
+        x = inputs.pixel_values @ self.embed + coords.float() @ self.place
+        if self.merges_time:
+            x = x + host_frame_index(grids, inputs.num_patches)[:, None].float()
         bounds = inputs.cu_seqlens.tolist()
         for _ in range(2):
             mixed = torch.full_like(x, float("nan"))
@@ -53,7 +56,8 @@ class SmallTower:
                     assert end - start <= inputs.max_seqlen
                     mixed[start:end] = (x[start:end] + x[start:end].mean(0)).tanh()
             x = mixed
-        if inputs.merge_index is not None:
-            assert inputs.merge_weight is not None
-            x = (x[inputs.merge_index.long()] * inputs.merge_weight[..., None]).sum(1)
+        if self.merges_time:
+            num_places = inputs.num_rows * self.merge_size**2
+            index, weight = host_merge(grids, num_places, inputs.num_frames, self.merge_size)
+            x = (x[index.long()] * weight[..., None]).sum(1)
         return x.view(-1, 4 * HIDDEN) @ self.merge

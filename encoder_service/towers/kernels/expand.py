@@ -1,0 +1,189 @@
+"""What each patch of a batch needs to know, expanded from the batch's item table.
+
+Owns coordinates, frame rows and the merge of frames, element for element the host tables of the plain towers
+(positions.py, moonvit.merge_tables), made at the start of the forward pass and inside its graph. The table
+itself is fused_inputs.py's.
+
+Shape legend: I items, P patches, G merged places (R * merge^2), F frames averaged into one row.
+"""
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from encoder_service.towers.kernels.tiles import check_rows
+
+PATCHES_PER_PROGRAM = 128
+NUM_WARPS = 4
+
+# The item table's columns, fused_inputs.ITEM_COLUMNS.
+NUM_COLUMNS = 5
+FIRST_PATCH = tl.constexpr(0)
+FIRST_PLACE = tl.constexpr(1)
+FRAMES = tl.constexpr(2)
+HEIGHT = tl.constexpr(3)
+WIDTH = tl.constexpr(4)
+
+
+class PatchPlaces(NamedTuple):
+    """Where every patch stands.
+
+    coords: int32 [P, 4], row, column, height and width of each patch's frame; padding is (0, 0, 1, 1).
+    Where rows average over frames also frame_index: int32 [P], 0 for a still and padding, f + 1 in frame f
+    of a clip; merge_index: int32 [G, F], the patches averaged at each place; merge_weight: float32 [G, F].
+    Places beyond an item's own frames repeat its first frame, and padding names patch 0, all with weight
+    zero: a patch of another item would carry that item's NaN over.
+    """
+
+    coords: torch.Tensor
+    frame_index: torch.Tensor | None = None
+    merge_index: torch.Tensor | None = None
+    merge_weight: torch.Tensor | None = None
+
+
+def expand_items(
+    items_I5: torch.Tensor,
+    num_patches: int,
+    *,
+    merge_size: int,
+    merges_time: bool,
+    num_places: int = 0,
+    num_frames: int = 1,
+) -> PatchPlaces:
+    """New PatchPlaces of a batch of ``num_patches``, padding included, in one launch.
+
+    items: int32 [I, 5], fused_inputs.FusedInputs.items, at least one; num_places: G, at most num_patches,
+    and num_frames: F, both read only where rows average over frames. Patches stand in merge order, or frame
+    by frame in raster order where ``merges_time``.
+    """
+    num_items = items_I5.shape[0]
+    check_rows("items", items_I5, (num_items, NUM_COLUMNS))
+    assert items_I5.dtype == torch.int32
+    assert items_I5.is_contiguous()
+    assert num_items > 0
+    assert num_places <= num_patches, f"{num_places} merged places of {num_patches} patches"
+    device = items_I5.device
+    coords = torch.empty((num_patches, 4), dtype=torch.int32, device=device)
+    frame_index = merge_index = merge_weight = None
+    if merges_time:
+        frame_index = torch.empty(num_patches, dtype=torch.int32, device=device)
+        merge_index = torch.empty((num_places, num_frames), dtype=torch.int32, device=device)
+        merge_weight = torch.empty((num_places, num_frames), dtype=torch.float32, device=device)
+    if num_patches:
+        _expand_kernel[(triton.cdiv(num_patches, PATCHES_PER_PROGRAM),)](
+            items_I5,
+            coords,
+            frame_index,
+            merge_index,
+            merge_weight,
+            num_items,
+            search_steps(num_items),
+            num_patches,
+            num_places,
+            num_frames,
+            MERGE=merge_size,
+            MERGES_TIME=merges_time,
+            COLUMNS=NUM_COLUMNS,
+            BLOCK=PATCHES_PER_PROGRAM,
+            num_warps=NUM_WARPS,
+        )
+    return PatchPlaces(coords, frame_index, merge_index, merge_weight)
+
+
+def search_steps(num_items: int) -> int:
+    """Halvings after which ``find_item`` has one of ``num_items`` left."""
+    return (num_items - 1).bit_length()
+
+
+@triton.jit
+def find_item(items_ptr, place, num_items, num_steps, COLUMN: tl.constexpr, COLUMNS: tl.constexpr):
+    """The last item whose ``COLUMN``, which never falls from item to item, is at most ``place``; the first
+    item's is 0. place: a scalar or a block."""
+    low = place * 0
+    high = low + num_items
+    for _ in range(num_steps):
+        # Once one is left, low and middle agree and nothing moves.
+        middle = (low + high) // 2
+        at_most = tl.load(items_ptr + middle * COLUMNS + COLUMN) <= place
+        low = tl.where(at_most, middle, low)
+        high = tl.where(at_most, high, middle)
+    return low
+
+
+@triton.jit
+def place_in_merge_order(place, width, MERGE: tl.constexpr):
+    """Row and column of a place in merge order: blocks of MERGE squared patches row by row, patches within a
+    block likewise. The width of padding may be below MERGE."""
+    block = place // (MERGE * MERGE)
+    inside = place % (MERGE * MERGE)
+    blocks_wide = tl.maximum(width // MERGE, 1)
+    row = block // blocks_wide * MERGE + inside // MERGE
+    column = block % blocks_wide * MERGE + inside % MERGE
+    return row, column
+
+
+# Sizes of a batch must not compile anything while the service runs.
+@triton.jit(do_not_specialize=["num_items", "num_steps", "num_patches", "num_places", "num_frames"])
+def _expand_kernel(
+    items_ptr,
+    coords_ptr,
+    frame_index_ptr,
+    merge_index_ptr,
+    merge_weight_ptr,
+    num_items,
+    num_steps,
+    num_patches,
+    num_places,
+    num_frames,
+    MERGE: tl.constexpr,
+    MERGES_TIME: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    exists = index < num_patches
+    item_ptr = items_ptr + find_item(items_ptr, index, num_items, num_steps, FIRST_PATCH, COLUMNS) * COLUMNS
+    frames = tl.load(item_ptr + FRAMES)
+    height = tl.load(item_ptr + HEIGHT)
+    width = tl.load(item_ptr + WIDTH)
+    patch = index - tl.load(item_ptr + FIRST_PATCH)
+    frame = patch // (height * width)
+    place = patch % (height * width)
+    if MERGES_TIME:
+        row = place // width
+        column = place % width
+    else:
+        row, column = place_in_merge_order(place, width, MERGE)
+    real = frame < frames
+    coord_ptr = coords_ptr + index.to(tl.int64) * 4
+    tl.store(coord_ptr, tl.where(real, row, 0), mask=exists)
+    tl.store(coord_ptr + 1, tl.where(real, column, 0), mask=exists)
+    tl.store(coord_ptr + 2, tl.where(real, height, 1), mask=exists)
+    tl.store(coord_ptr + 3, tl.where(real, width, 1), mask=exists)
+
+    if MERGES_TIME:
+        tl.store(frame_index_ptr + index, tl.where(real & (frames > 1), frame + 1, 0), mask=exists)
+
+        # The same numbers again, as merged places.
+        exists = index < num_places
+        item = find_item(items_ptr, index, num_items, num_steps, FIRST_PLACE, COLUMNS)
+        item_ptr = items_ptr + item * COLUMNS
+        frames = tl.load(item_ptr + FRAMES)
+        width = tl.load(item_ptr + WIDTH)
+        frame_size = tl.load(item_ptr + HEIGHT) * width
+        place = index - tl.load(item_ptr + FIRST_PLACE)
+        real = (place < frame_size) & (frames > 0)
+        row, column = place_in_merge_order(place, width, MERGE)
+        first = tl.where(real, tl.load(item_ptr + FIRST_PATCH) + row * width + column, 0)
+        weight = tl.where(real, tl.div_rn(1.0, tl.maximum(frames, 1).to(tl.float32)), 0.0)
+        entry = index.to(tl.int64) * num_frames
+        for step in range(num_frames):
+            used = step < frames
+            patch = first + tl.where(used & real, step * frame_size, 0)
+            tl.store(merge_index_ptr + entry + step, patch, mask=exists)
+            tl.store(merge_weight_ptr + entry + step, tl.where(used, weight, 0.0), mask=exists)

@@ -1,0 +1,121 @@
+"""The expansion of items equals the plain towers' host tables bit for bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from encoder_service.scheduler.buckets import Bucket
+from encoder_service.towers.fused_inputs import FusedInputBuilder, FusedInputs
+from encoder_service.towers.kernels import expand_items
+from encoder_service.towers.kernels.expand import PATCHES_PER_PROGRAM, PatchPlaces, search_steps
+from encoder_service.types import Grid
+from tests.unit.towers.host_tables import host_coords, host_frame_index, host_merge
+
+MAX_FRAMES = 5
+
+
+def batches(merge_size: int) -> st.SearchStrategy[list[Grid]]:
+    side = st.integers(1, 14 // merge_size).map(lambda n: merge_size * n)
+    still = st.builds(Grid, st.just(1), side, side)
+    clip = st.builds(Grid, st.integers(2, MAX_FRAMES), side, side)
+    return st.lists(still | clip, min_size=1, max_size=7)
+
+
+def expanded(inputs: FusedInputs, device: torch.device, *, merge_size: int, merges_time: bool) -> PatchPlaces:
+    places = expand_items(
+        inputs.items.to(device),
+        inputs.num_patches,
+        merge_size=merge_size,
+        merges_time=merges_time,
+        num_places=inputs.num_rows * merge_size**2,
+        num_frames=inputs.num_frames,
+    )
+    return PatchPlaces(*(None if table is None else table.cpu() for table in places))
+
+
+def assert_equal_tables(
+    places: PatchPlaces, inputs: FusedInputs, grids: list[Grid], *, merge_size: int, merges_time: bool
+) -> None:
+    coords = host_coords(grids, inputs.num_patches, merge_size, merges_time)
+    assert places.coords.dtype == coords.dtype
+    assert torch.equal(places.coords, coords)
+    if not merges_time:
+        assert places[1:] == (None, None, None)
+        return
+    num_places = inputs.num_rows * merge_size**2
+    index, weight = host_merge(grids, num_places, inputs.num_frames, merge_size)
+    expected = (host_frame_index(grids, inputs.num_patches), index, weight)
+    for found, table in zip(places[1:], expected, strict=True):
+        assert found is not None
+        assert found.dtype == table.dtype
+        assert torch.equal(found, table)
+
+
+@pytest.mark.parametrize(("merge_size", "merges_time"), [(2, False), (2, True), (1, False), (4, True)])
+@settings(
+    deadline=None, max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture], database=None
+)
+@given(data=st.data())
+def test_p29_tables_of_random_mixes_are_the_hosts(
+    merge_size: int, merges_time: bool, device: torch.device, data: st.DataObject
+) -> None:
+    grids = data.draw(batches(merge_size), label="grids")
+    builder = FusedInputBuilder(lambda grid: None, merge_size=merge_size, merges_time=merges_time)
+    inputs = builder.prepare(grids)
+    sizes = {"merge_size": merge_size, "merges_time": merges_time}
+    assert_equal_tables(expanded(inputs, device, **sizes), inputs, grids, **sizes)
+    # The same in a bucket: full, or with room for patches, sequences and frames.
+    extra = data.draw(st.sampled_from([0, 1, 40]), label="extra") * merge_size**2
+    slots = data.draw(st.sampled_from([0, 1, 23]), label="slots")
+    total = inputs.num_patches + extra
+    padded = builder.pad(inputs, Bucket(total, len(inputs.seqlens) + slots, total, MAX_FRAMES))
+    assert_equal_tables(expanded(padded, device, **sizes), padded, grids, **sizes)
+
+
+@pytest.mark.parametrize("merges_time", [False, True])
+@pytest.mark.parametrize(
+    "grids",
+    [
+        [Grid(1, 2, 2)],
+        [Grid(1, 2, 2)] * 33,
+        [Grid(1, 2, 2 * PATCHES_PER_PROGRAM)],
+        [Grid(1, 2, 400), Grid(1, 400, 2)],
+        [Grid(3, 22, 18), Grid(1, 2, 2), Grid(1, 22, 18), Grid(5, 2, 2)],
+        [Grid(1, 8, 8)] * 8,
+    ],
+    ids=["smallest", "many-items", "one-row-of-merges", "strips", "clips-and-stills", "whole-programs"],
+)
+def test_tables_beyond_one_program(grids: list[Grid], merges_time: bool, device: torch.device) -> None:
+    builder = FusedInputBuilder(lambda grid: None, merge_size=2, merges_time=merges_time)
+    inputs = builder.prepare(grids)
+    padded = builder.pad(inputs, Bucket(inputs.num_patches + 300, 64, inputs.num_patches, MAX_FRAMES))
+    for given_inputs in (inputs, padded):
+        places = expanded(given_inputs, device, merge_size=2, merges_time=merges_time)
+        assert_equal_tables(places, given_inputs, grids, merge_size=2, merges_time=merges_time)
+
+
+def test_no_place_reads_a_patch_of_another_item(device: torch.device) -> None:
+    """What weighs nothing is read nevertheless, and 0 * NaN is NaN."""
+    grids = [Grid(1, 2, 4), Grid(4, 2, 2), Grid(2, 4, 2)]
+    builder = FusedInputBuilder(lambda grid: None, merge_size=2, merges_time=True)
+    padded = builder.pad(builder.prepare(grids), Bucket(60, 5, 32, MAX_FRAMES))
+    places = expanded(padded, device, merge_size=2, merges_time=True)
+    assert places.merge_index is not None
+    first_patch = first_place = 0
+    for grid in grids:
+        read = places.merge_index[first_place : first_place + grid.h * grid.w]
+        assert ((read >= first_patch) & (read < first_patch + grid.num_patches)).all()
+        first_patch += grid.num_patches
+        first_place += grid.h * grid.w
+    assert not places.merge_index[first_place:].any()
+
+
+def test_the_search_halves_until_one_item_is_left() -> None:
+    for num_items in range(1, 300):
+        left = num_items
+        for _ in range(search_steps(num_items)):
+            left = left - left // 2
+        assert left == 1, num_items
