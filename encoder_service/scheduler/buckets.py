@@ -17,11 +17,11 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from encoder_service.errors import ConfigurationError
-from encoder_service.scheduler.cost import H200_COST, CostModel, Launch
+from encoder_service.scheduler.cost import H200_COST, Calibration, CostModel, Launch
 
-# Bounds of sequence length that sizes above them offer beside the size itself: 512 and 1024 pixels square
-# at 16 pixels a patch.
-SEQLEN_BOUNDS = (1024, 4096)
+# Bounds of sequence length that sizes above them offer beside the size itself: 512 and 1024 pixels square,
+# and 1920 x 1080, at 16 pixels a patch.
+SEQLEN_BOUNDS = (1024, 4096, 8192)
 MIN_SLOTS = 8
 # Common image sizes in patches, which batches of one kind of image multiply: 448, 512 and 768 pixels square.
 COMMON_SIZES = (784, 1024, 2304)
@@ -81,8 +81,14 @@ class Waste:
 class BucketLadder:
     """All buckets of one tower. Immutable."""
 
-    def __init__(self, buckets: Iterable[Bucket], cost: CostModel = H200_COST) -> None:
-        """Raises ConfigurationError for no buckets, for a repeated one, or for numbers below one."""
+    def __init__(
+        self,
+        buckets: Iterable[Bucket],
+        cost: CostModel = H200_COST,
+        calibration: Calibration | None = None,
+    ) -> None:
+        """calibration: where ``cost`` was measured. Raises ConfigurationError for no buckets, for a repeated
+        one, or for numbers below one."""
         given = tuple(buckets)
         if not given:
             raise ConfigurationError("the bucket ladder has 0 buckets, needs at least 1", found=0)
@@ -93,6 +99,7 @@ class BucketLadder:
         for bucket in given:
             check_bucket(bucket)
         self.cost = cost
+        self.calibration = calibration
         self.buckets = tuple(sorted(given, key=self._order))
         self.sizes = tuple(sorted({bucket.num_patches for bucket in given}))
         # By smallest size that may be chosen, what to try, cheapest first: a choice then costs a bisection
@@ -142,9 +149,9 @@ class BucketLadder:
             return max(EAGER_US, self.cost.exact_us(launch))
         return self.cost.padded_us(launch, bucket.num_patches, bucket.num_sequences, bucket.max_seqlen)
 
-    def with_cost(self, cost: CostModel) -> BucketLadder:
-        """The same buckets, chosen by another cost."""
-        return BucketLadder(self.buckets, cost)
+    def calibrated(self, calibration: Calibration) -> BucketLadder:
+        """The same buckets, chosen by the cost that was measured."""
+        return BucketLadder(self.buckets, calibration.cost, calibration)
 
     def waste(self, histogram: Mapping[Launch, float], cost: CostModel | None = None) -> Waste:
         """What padding costs over launches and their weights, by ``cost``, else the ladder's own."""
@@ -162,12 +169,13 @@ class BucketLadder:
             exact_us += weight * cost.exact_us(launch)
         return Waste(padded_us, exact_us, launches, eager)
 
-    def _order(self, bucket: Bucket) -> tuple[float, int, int, int, int]:
-        """By cost; among equals the smallest."""
+    def _order(self, bucket: Bucket) -> tuple[float, ...]:
+        """By cost; among equals the smallest, and the fewest tiles that kernels could launch: what is too
+        small to be measured is there all the same."""
         return (
             self.cost.shape_us(bucket.num_patches, bucket.num_sequences, bucket.max_seqlen),
             bucket.num_patches,
-            bucket.num_sequences,
+            bucket.num_sequences * bucket.max_seqlen,
             bucket.max_seqlen,
             bucket.num_frames,
         )

@@ -15,6 +15,9 @@ from typing import NamedTuple
 
 from encoder_service.errors import ConfigurationError
 
+# A straight line over the number of patches serves up to this relative error.
+LINE_ERROR = 0.08
+
 
 class Launch(NamedTuple):
     """The shape of one batch: patches, attention sequences, the longest of them, the sum of their squared
@@ -170,6 +173,34 @@ class CostModel:
         )
         curve = tuple(zip(sizes, accumulate(levels, max), strict=True))
         return CostModel(self.fixed_us, self.us_per_patch, square, slot_patch, curve)
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """A cost model fitted on the device that serves, and how well it tells the timings behind it: the largest
+    and the mean relative error. seconds: what measuring took."""
+
+    cost: CostModel
+    max_error: float
+    mean_error: float
+    num_timings: int
+    seconds: float = 0.0
+
+    @classmethod
+    def fit(cls, timings: Sequence[Timing], seconds: float = 0.0) -> Calibration:
+        """A line, or a curve where the line is off by more than LINE_ERROR somewhere and the curve is nearer.
+        Raises ConfigurationError as CostModel.fit does."""
+        line = CostModel.fit(timings)
+        found = cls._of(line, timings, seconds)
+        if found.max_error <= LINE_ERROR:
+            return found
+        curve = cls._of(line.with_curve(timings), timings, seconds)
+        return curve if curve.mean_error < found.mean_error else found
+
+    @classmethod
+    def _of(cls, cost: CostModel, timings: Sequence[Timing], seconds: float) -> Calibration:
+        errors = [abs(cost.relative_error(timing)) for timing in timings]
+        return cls(cost, max(errors), math.fsum(errors) / len(errors), len(timings), seconds)
 
 
 def solve_relative(features: Sequence[Sequence[float]], timings: Sequence[Timing]) -> list[float]:

@@ -1,0 +1,177 @@
+"""The cost of a batch, measured on the device that will run it.
+
+Owns which batches are timed after capture, and timing them; the fit is scheduler.cost's. What is timed is
+what serves: the bucket that the ladder chooses, its padding, one replay, between device events.
+
+The batches tell the parts of the cost apart. Each of several sizes is filled with sequences as long as most
+that come (much attention), with as many short ones as there are slots (little), and with short ones beside
+one that needs a high bound (as little, but empty slots under that bound).
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import statistics
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Protocol
+
+import structlog
+import torch
+
+from encoder_service.engine.streams import Streams
+from encoder_service.errors import ConfigurationError
+from encoder_service.scheduler.buckets import Bucket, BucketLadder
+from encoder_service.scheduler.cost import Calibration, Launch, Timing
+from encoder_service.towers.fused_inputs import FusedInputs
+from encoder_service.types import Grid
+
+log = structlog.get_logger(__name__)
+
+# The ladder's sizes nearest to these are timed, and its largest.
+SIZES = (64, 256, 784, 1568, 2304, 4096, 8192, 16_384)
+# The longest sequences that fill a batch; 1024 pixels square at 16 pixels a patch.
+LONG_SEQUENCE = 4096
+SHORTEST_SEQUENCE = 64
+# All batches are timed in turns. The first turn warms up; as many follow as the time allows.
+MIN_TURNS, MAX_TURNS = 2, 5
+BUDGET_S = 1.2
+
+
+class TimedRunner(Protocol):
+    """What calibration needs of a graph runner."""
+
+    @property
+    def ladder(self) -> BucketLadder: ...
+    @property
+    def streams(self) -> Streams: ...
+    def prepare(self, grids: Sequence[Grid]) -> FusedInputs: ...
+    def can_use(self, inputs: FusedInputs) -> Bucket | None: ...
+    def launch(
+        self,
+        inputs: FusedInputs,
+        pixels: Callable[[torch.Tensor], None],
+        consume: Callable[[torch.Tensor], None],
+    ) -> None: ...
+
+
+def calibrate(
+    runner: TimedRunner, merge_size: int, *, clock: Callable[[], float], budget_s: float = BUDGET_S
+) -> Calibration | None:
+    """The cost model of this device; None, with a warning, where the ladder's buckets do not tell it.
+
+    Runs batches through the runner, so its counters move. clock: seconds. budget_s: no further turn is
+    begun after it; MIN_TURNS are, however long they take.
+    """
+    started_s = clock()
+    batches: list[tuple[FusedInputs, Bucket]] = []
+    for seqlens in calibration_batches(runner.ladder, merge_size):
+        inputs = runner.prepare([grid_of(seqlen, merge_size) for seqlen in seqlens])
+        if (bucket := runner.can_use(inputs)) is not None:
+            batches.append((inputs, bucket))
+    samples_us: list[list[float]] = [[] for _ in batches]
+    order = list(range(len(batches)))
+    shuffle = random.Random(0).shuffle  # noqa: S311 - an order, no secret
+    for turn in range(MAX_TURNS + 1):
+        if turn > MIN_TURNS and clock() - started_s >= budget_s:
+            break
+        # A batch is slower after a heavy one than after a light one: each meets several.
+        shuffle(order)
+        for index in order:
+            us = replay_us(runner, batches[index][0])
+            if turn:
+                samples_us[index].append(us)
+    timings = [
+        Timing(
+            Launch.of(inputs.seqlens),
+            bucket.num_patches,
+            bucket.num_sequences,
+            bucket.max_seqlen,
+            statistics.median(samples),
+        )
+        for (inputs, bucket), samples in zip(batches, samples_us, strict=True)
+    ]
+    try:
+        calibration = Calibration.fit(timings, clock() - started_s)
+    except ConfigurationError as error:
+        log.warning("cost model is not calibrated", reason=error.message, timings=len(timings))
+        return None
+    cost = calibration.cost
+    log.info(
+        "cost model calibrated",
+        fixed_us=round(cost.fixed_us),
+        us_per_patch=round(cost.us_per_patch, 4),
+        us_per_square=float(f"{cost.us_per_square:.4g}"),
+        us_per_slot_patch=float(f"{cost.us_per_slot_patch:.4g}"),
+        curve=bool(cost.curve),
+        max_error=round(calibration.max_error, 3),
+        mean_error=round(calibration.mean_error, 3),
+        timings=len(timings),
+        seconds=round(calibration.seconds, 2),
+    )
+    return calibration
+
+
+def replay_us(runner: TimedRunner, inputs: FusedInputs) -> float:
+    """Microseconds of one batch of random pixels on the device, from pixels in place to rows."""
+    streams = runner.streams
+    started, ended = streams.make_timed_event(), streams.make_timed_event()
+
+    def pixels(out: torch.Tensor) -> None:
+        out.normal_()
+        streams.compute.record(started)
+
+    runner.launch(inputs, pixels, lambda _: streams.compute.record(ended))
+    ended.synchronize()
+    return started.elapsed_time(ended) * 1e3
+
+
+def calibration_batches(ladder: BucketLadder, merge_size: int) -> list[list[int]]:
+    """Sequence lengths of each batch to time, whole merges, each batch taken by some bucket."""
+    unit = merge_size**2
+    sizes = {min(ladder.sizes, key=lambda size: abs(size - wanted)) for wanted in SIZES}
+    batches: list[list[int]] = []
+    for size in sorted(sizes | {ladder.max_patches}):
+        at_size = sorted(
+            (bucket for bucket in ladder.buckets if bucket.num_patches == size),
+            key=lambda bucket: (bucket.max_seqlen, bucket.num_sequences),
+        )
+        long = max(
+            (bucket.max_seqlen for bucket in at_size if bucket.max_seqlen <= LONG_SEQUENCE),
+            default=at_size[0].max_seqlen,
+        )
+        candidates = [equal(size, long, unit), shortest(size, at_size[0].num_sequences, unit)]
+        for lower, bucket in pairwise(at_size if size <= SIZES[-1] else []):
+            head = lower.max_seqlen // unit * unit + unit
+            if bucket.max_seqlen >= head:
+                candidates.append([head, *shortest(size - head, bucket.num_sequences - 1, unit)])
+        batches += [
+            batch
+            for index, batch in enumerate(candidates)
+            if batch not in candidates[:index] and ladder.choose_for(Launch.of(batch)) is not None
+        ]
+    return batches
+
+
+def equal(size: int, seqlen: int, unit: int) -> list[int]:
+    """Sequences of one length, and the rest of the size."""
+    seqlen = max(unit, seqlen // unit * unit)
+    rest = size % seqlen // unit * unit
+    return [seqlen] * (size // seqlen) + [rest] * (rest > 0)
+
+
+def shortest(size: int, max_sequences: int, unit: int) -> list[int]:
+    """At most so many sequences, as short as fill the size, but not below SHORTEST_SEQUENCE."""
+    if size < unit or max_sequences < 1:
+        return []
+    count = max(1, min(max_sequences, size // SHORTEST_SEQUENCE))
+    whole, more = divmod(size // unit, count)
+    return [(whole + (index < more)) * unit for index in range(count)]
+
+
+def grid_of(seqlen: int, merge_size: int) -> Grid:
+    """A still of ``seqlen`` patches, as near to a square as whole merges allow."""
+    merges = seqlen // merge_size**2
+    height = next(side for side in range(math.isqrt(merges), 0, -1) if merges % side == 0)
+    return Grid(1, height * merge_size, merges // height * merge_size)

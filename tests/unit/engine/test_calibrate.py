@@ -1,0 +1,220 @@
+"""Calibration: finds the device's cost from timed replays, in its time; what it times is what runs."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from encoder_service.engine.calibrate import (
+    MAX_TURNS,
+    MIN_TURNS,
+    SIZES,
+    calibrate,
+    calibration_batches,
+    grid_of,
+)
+from encoder_service.engine.graphs import GraphRunner
+from encoder_service.engine.streams import InlineEvent, InlineStream, Streams
+from encoder_service.scheduler.buckets import Bucket, BucketLadder, default_ladder, ladder_of_sizes
+from encoder_service.scheduler.cost import CostModel, Launch
+from encoder_service.towers.fused_inputs import FusedInputBuilder, FusedInputs
+from encoder_service.types import Grid
+from tests.unit.engine.bucketed_tower import SmallTower
+
+MERGE = 2
+
+
+class Clock:
+    """Virtual seconds."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+class FakeRunner:
+    """Chooses buckets as the graph runner does; a launch takes what ``us_of`` says, in virtual time."""
+
+    def __init__(self, ladder: BucketLadder, us_of: Callable[[Launch, Bucket], float]) -> None:
+        self.ladder = ladder
+        self.clock = Clock()
+        stream = InlineStream()
+
+        def make() -> InlineEvent:
+            return InlineEvent(self.clock)
+
+        self.streams = Streams(stream, stream, stream, make, make, make)
+        self.launched: list[tuple[Launch, Bucket]] = []
+        self._us_of = us_of
+        self._inputs = FusedInputBuilder(lambda grid: None, merge_size=MERGE, merges_time=False)
+
+    def prepare(self, grids: Sequence[Grid]) -> FusedInputs:
+        return self._inputs.prepare(grids)
+
+    def can_use(self, inputs: FusedInputs) -> Bucket | None:
+        return self.ladder.choose_for(Launch.of(inputs.seqlens))
+
+    def launch(
+        self,
+        inputs: FusedInputs,
+        pixels: Callable[[torch.Tensor], None],
+        consume: Callable[[torch.Tensor], None],
+    ) -> None:
+        bucket = self.can_use(inputs)
+        assert bucket is not None
+        launch = Launch.of(inputs.seqlens)
+        self.clock.now_s += 0.5e-3  # host work, which must not be measured
+        pixels(torch.zeros(4, 2))
+        self.clock.now_s += self._us_of(launch, bucket) / 1e6
+        consume(torch.zeros(1, 2))
+        self.launched.append((launch, bucket))
+
+
+def us_of(cost: CostModel, noise: float = 0.0, seed: int = 0) -> Callable[[Launch, Bucket], float]:
+    generator = random.Random(seed)
+
+    def us(launch: Launch, bucket: Bucket) -> float:
+        exact = cost.padded_us(launch, bucket.num_patches, bucket.num_sequences, bucket.max_seqlen)
+        return exact * generator.gauss(1.0, noise)
+
+    return us
+
+
+@pytest.mark.parametrize(
+    "true",
+    [CostModel(700.0, 1.5, 1.9e-4, 2e-3), CostModel(2500.0, 0.9, 4e-4, 0.0), CostModel(0.0, 3.0, 5e-5, 1e-2)],
+)
+def test_the_devices_cost_is_found_whatever_the_ladder_assumed(true: CostModel) -> None:
+    runner = FakeRunner(default_ladder(16384), us_of(true))
+    found = calibrate(runner, MERGE, clock=runner.clock)
+    assert found is not None
+    for field in ("fixed_us", "us_per_patch", "us_per_square", "us_per_slot_patch"):
+        assert getattr(found.cost, field) == pytest.approx(getattr(true, field), rel=1e-3, abs=1e-9), field
+    assert found.max_error < 1e-3
+    assert not found.cost.curve
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_noisy_device_is_predicted_within_five_percent_where_it_was_not_measured(seed: int) -> None:
+    true = CostModel(900.0, 1.7, 2.3e-4, 1e-3)
+    ladder = default_ladder(16384)
+    runner = FakeRunner(ladder, us_of(true, 0.03, seed))
+    found = calibrate(runner, MERGE, clock=runner.clock)
+    assert found is not None
+    generator = random.Random(seed)
+    for _ in range(200):
+        launch = Launch.of([4 * generator.randint(16, 300) for _ in range(generator.randint(1, 12))])
+        bucket = ladder.choose_for(launch)
+        assert bucket is not None
+        shape = bucket.num_patches, bucket.num_sequences, bucket.max_seqlen
+        assert found.cost.padded_us(launch, *shape) == pytest.approx(true.padded_us(launch, *shape), rel=0.05)
+
+
+def test_a_device_that_steps_gets_a_curve_and_its_error_is_told() -> None:
+    steps = ((64, 900.0), (784, 1000.0), (1568, 3900.0), (4096, 4100.0), (8192, 14000.0), (16384, 22000.0))
+    runner = FakeRunner(default_ladder(16384), us_of(CostModel(0.0, 1.5, 2e-4, 1e-3, curve=steps)))
+    found = calibrate(runner, MERGE, clock=runner.clock)
+    assert found is not None
+    assert found.cost.curve
+    assert found.mean_error <= found.max_error < 0.01
+    fastest = BucketLadder(runner.ladder.buckets).calibrated(found)
+    assert fastest.cost is found.cost
+    assert fastest.calibration is found
+    assert set(fastest.buckets) == set(runner.ladder.buckets)
+
+
+def test_turns_end_with_the_time_but_not_before_two() -> None:
+    slow = FakeRunner(default_ladder(4096), us_of(CostModel(1e5, 10.0, 1e-3)))
+    assert calibrate(slow, MERGE, clock=slow.clock, budget_s=0.0) is not None
+    fast = FakeRunner(default_ladder(4096), us_of(CostModel(10.0, 0.1, 1e-6)))
+    assert calibrate(fast, MERGE, clock=fast.clock) is not None
+    batches = len(calibration_batches(slow.ladder, MERGE))
+    assert len(slow.launched) == batches * (1 + MIN_TURNS)
+    assert len(fast.launched) == batches * (1 + MAX_TURNS)
+
+
+def test_the_first_turn_which_warms_up_does_not_count() -> None:
+    true = us_of(CostModel(900.0, 1.7, 2.3e-4, 1e-3))
+    batches = len(calibration_batches(default_ladder(4096), MERGE))
+
+    def cold(launch: Launch, bucket: Bucket) -> float:
+        return true(launch, bucket) * (10.0 if len(runner.launched) < batches else 1.0)
+
+    runner = FakeRunner(default_ladder(4096), cold)
+    found = calibrate(runner, MERGE, clock=runner.clock, budget_s=0.0)
+    assert found is not None
+    assert found.max_error < 1e-3
+
+
+def test_the_default_ladder_takes_about_a_second_of_an_h200() -> None:
+    for max_patches, most_s in ((16384, 1.5), (34816, 2.0)):
+        runner = FakeRunner(default_ladder(max_patches), us_of(default_ladder(4).cost))
+        found = calibrate(runner, MERGE, clock=runner.clock)
+        assert found is not None
+        assert found.seconds < most_s
+        assert 15 <= found.num_timings <= 30
+
+
+def test_one_bucket_tells_nothing_and_keeps_the_default() -> None:
+    runner = FakeRunner(BucketLadder([Bucket(64, 1, 64)]), us_of(default_ladder(4).cost))
+    assert calibrate(runner, MERGE, clock=runner.clock) is None
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.lists(st.integers(1, 3000).map(lambda n: 16 * n), min_size=1, max_size=12), st.sampled_from([2, 4]))
+def test_every_batch_is_whole_merges_in_some_bucket(sizes: list[int], merge_size: int) -> None:
+    ladder = ladder_of_sizes(sizes)
+    for batch in calibration_batches(ladder, merge_size):
+        assert batch
+        for seqlen in batch:
+            assert seqlen > 0
+            assert seqlen % merge_size**2 == 0
+            grid = grid_of(seqlen, merge_size)
+            assert grid.num_patches == seqlen
+            assert grid.h % merge_size == grid.w % merge_size == 0
+        assert ladder.choose_for(Launch.of(batch)) is not None
+
+
+def test_timed_batches_fill_sizes_over_the_whole_ladder_under_each_bound() -> None:
+    ladder = default_ladder(16384)
+    taken = {ladder.choose_for(Launch.of(batch)) for batch in calibration_batches(ladder, MERGE)}
+    sizes = {bucket.num_patches for bucket in taken if bucket is not None}
+    assert sizes == {min(ladder.sizes, key=lambda size: abs(size - wanted)) for wanted in SIZES}
+    at_largest = {bucket.max_seqlen for bucket in taken if bucket and bucket.num_patches == 16384}
+    assert at_largest == {1024, 4096, 8192, 16384}
+
+
+def test_the_graph_runner_is_timed_through_its_own_launch() -> None:
+    tower, clock = SmallTower(), Clock()
+    runner = GraphRunner(tower, default_ladder(784), torch.device("cpu"), capture=False, clock=clock)
+
+    def forward(inputs: FusedInputs) -> torch.Tensor:
+        clock.now_s += 1e-3 + 1e-6 * inputs.num_patches
+        return torch.zeros(inputs.num_patches // 4, tower.width)
+
+    runner._tower = Timed(tower, forward)  # type: ignore[assignment]
+    found = calibrate(runner, MERGE, clock=clock)
+    assert found is not None
+    assert found.cost.fixed_us == pytest.approx(1000, rel=0.01)
+    assert found.cost.us_per_patch == pytest.approx(1.0, rel=0.01)
+    assert runner.counters.eager_runs == 0
+
+
+class Timed:
+    """The tower with another forward pass."""
+
+    def __init__(self, tower: SmallTower, forward: Callable[[FusedInputs], torch.Tensor]) -> None:
+        self._tower, self._forward = tower, forward
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._tower, name)
+
+    def __call__(self, inputs: FusedInputs) -> torch.Tensor:
+        return self._forward(inputs)
