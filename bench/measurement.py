@@ -49,17 +49,33 @@ def interleaved_medians(
     repeats: int,
     budget_s: float,
 ) -> dict[str, tuple[float, int]]:
-    """Median milliseconds of each variant and the number of runs behind it.
+    """Median milliseconds of each variant and the number of runs behind it. See interleaved_samples."""
+    samples = interleaved_samples(variants, device, warm_up=warm_up, repeats=repeats, budget_s=budget_s)
+    return {name: (statistics.median(values), len(values)) for name, values in samples.items()}
+
+
+def interleaved_samples(
+    variants: Mapping[str, Callable[[], object]],
+    device: torch.device,
+    *,
+    warm_up: int,
+    repeats: int,
+    budget_s: float,
+) -> dict[str, list[float]]:
+    """Milliseconds of every run of each variant.
 
     The variants take turns in a new order each round: a change of clocks or of a neighbour's load meets all
     of them, and so does what the variant before left behind (on an H200 the same variant ran several percent
-    slower after heavy work than after light). Stops
-    before ``repeats`` rounds once ``budget_s`` is spent, but not before three.
+    slower after heavy work than after light). Stops before ``repeats`` rounds once ``budget_s`` is spent,
+    but not before three; a variant's warm-up stops after a tenth of the budget, but not before one run.
     """
     for run in variants.values():
-        for _ in range(warm_up):
+        begun = time.perf_counter()
+        for done in range(warm_up):
+            if done and time.perf_counter() - begun > budget_s / 10:
+                break
             run()
-    synchronise(device)
+            synchronise(device)
     samples: dict[str, list[float]] = {name: [] for name in variants}
     begun = time.perf_counter()
     for done in range(repeats):
@@ -69,7 +85,20 @@ def interleaved_medians(
         random.Random(done).shuffle(order)
         for name in order:
             samples[name].append(time_once(variants[name], device))
-    return {name: (statistics.median(values), len(values)) for name, values in samples.items()}
+    return samples
+
+
+def host_time_us(run: Callable[[], object], device: torch.device, *, repeats: int) -> float:
+    """Median microseconds until ``run`` returns, with the device idle before each: what a step costs the
+    host when it waits for nothing."""
+    samples = []
+    for _ in range(repeats):
+        synchronise(device)
+        begun = time.perf_counter()
+        run()
+        samples.append((time.perf_counter() - begun) * 1e6)
+    synchronise(device)
+    return statistics.median(samples)
 
 
 def synchronise(device: torch.device) -> None:
@@ -154,17 +183,33 @@ def output_of(*command: str) -> str:
 
 def write_result(folder: Path, bench: str, result: Mapping[str, Any]) -> Path:
     """Writes ``<bench>-<device>-<date>.json``; a second result of a day gets a number, none is replaced."""
-    folder.mkdir(parents=True, exist_ok=True)
-    device = re.sub(r"[^a-z0-9]+", "-", str(result["device"]).lower()).strip("-")
-    stem = f"{bench}-{device}-{str(result['date'])[:10]}"
-    number = 1
-    while True:
-        file = folder / (f"{stem}.json" if number == 1 else f"{stem}-{number}.json")
-        try:
-            with file.open("x", encoding="utf-8") as opened:
-                json.dump(result, opened, indent=2)
-                opened.write("\n")
-        except FileExistsError:
-            number += 1
-        else:
-            return file
+    return ResultFile(folder, bench, result).path
+
+
+class ResultFile:
+    """A result's file, there from the start of the run, so that a run that is cut short leaves what it had.
+
+    Named ``<bench>-<device>-<date>.json``; a second result of a day gets a number, none is replaced.
+    """
+
+    def __init__(self, folder: Path, bench: str, result: Mapping[str, Any]) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        device = re.sub(r"[^a-z0-9]+", "-", str(result["device"]).lower()).strip("-")
+        stem = f"{bench}-{device}-{str(result['date'])[:10]}"
+        self._result = result
+        number = 1
+        while True:
+            self.path = folder / (f"{stem}.json" if number == 1 else f"{stem}-{number}.json")
+            try:
+                self.path.open("x").close()
+            except FileExistsError:
+                number += 1
+            else:
+                break
+        self.write()
+
+    def write(self) -> None:
+        """What the result holds now; a reader sees the old file or the new one, never half of one."""
+        partial = self.path.with_suffix(".partial")
+        partial.write_text(json.dumps(self._result, indent=2) + "\n", encoding="utf-8")
+        partial.replace(self.path)

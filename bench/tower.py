@@ -1,114 +1,282 @@
-"""Times one forward of every family's tower and checks it against the reference implementation.
+"""Times one forward of every family's tower, ours and the baselines, in one run on one device.
 
     python bench/tower.py                                  # full-size towers in bfloat16 on cuda:0
+    python bench/tower.py --quick                          # two cases, no compiling, under two minutes
+    python bench/tower.py --profile --families qwen3_vl    # with a table of kernels for each case
     python bench/tower.py --quick --size tiny --device cpu # does it run at all
 
-Owns the cases, the count of useful work and the table. How time is taken is measurement.py's; bench/README.md
-states the method.
+Owns the run: its order, its budgets, the result file and the table. What is timed is variants.py's and
+baselines.py's, on the batches of cases.py; how time is taken is measurement.py's; bench/README.md states the
+method.
 """
 
 from __future__ import annotations
 
 import argparse
-import functools
 import gc
 import importlib.util
+import logging
 import secrets
+import statistics
 import sys
-import tempfile
-from collections.abc import Callable
+import time
 from pathlib import Path
 from typing import Any
 
+import structlog
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+import baselines
+import chart
+from cases import CASES, QUICK_CASES, RUN_ORDER, SATURATED_CASES, grids_of, random_inputs
+from checkpoints import random_checkpoint
+from kernel_profile import profile_runs, profile_table
 from measurement import (
     RESULTS,
+    ResultFile,
     ceilings,
     describe_environment,
-    interleaved_medians,
+    host_time_us,
+    interleaved_samples,
     synchronise,
-    write_result,
 )
+from padding_load import padding_under_load
+from power import ManagedDevice, NoPowerReading, managed_device, sustained
 from rich.console import Console
 from rich.table import Table
+from variants import VARIANTS, Case, CompileBudget, Family, accuracies, accuracy
 
-from encoder_service.engine.fast_path import build_graph_runner
-from encoder_service.engine.graphs import GraphRunner
-from encoder_service.towers import Tower, TowerInputs, load_tower
-from encoder_service.towers.attention import AttentionBackend, available_backends
-from encoder_service.towers.attention.per_shape import PerShapeAttention
-from encoder_service.towers.config import MoonViTConfig, QwenVisionConfig
-from encoder_service.towers.fused import FusedTower
-from encoder_service.towers.fused_inputs import FusedInputs
-from encoder_service.towers.synthetic import FAMILIES, SIZES, make_checkpoint
-from encoder_service.types import Grid
+from encoder_service.config import Settings
+from encoder_service.towers import Tower, load_tower
+from encoder_service.towers.synthetic import FAMILIES, SIZES
 
-# Patches a side of 448 and 1024 pixel images at 16 pixels a patch; Kimi's tower gets the same grids, so
-# that the families compare.
-SIDES = {256: 16, 448: 28, 512: 32, 768: 48, 1024: 64}
-SIZES_OF_MIXED = ((8, 448), (2, 1024), (4, 768), (16, 256), (6, 512))
-CASES = ("1x448", "1x1024", "8x1024", "32x448", "mixed", "clip")
-QUICK_CASES = ("1x448", "1x1024")
 CHECK_CASE = "1x448"
-# Of the largest bucket: ``mixed`` has 33,920.
-MAX_PATCHES = 36_864
 CHECK_LIMIT = 1e-5
+SETTLE_S = 0.4
+
+
+class Run:
+    """One run of the bench: what was asked for, and the result as it grows. Each case is written at once, so
+    that a run that is cut short leaves a valid file, marked by ``complete`` being false."""
+
+    def __init__(self, arguments: argparse.Namespace, console: Console) -> None:
+        self.arguments = arguments
+        self.console = console
+        self.device: torch.device = arguments.device
+        self.begun_s = time.perf_counter()
+        self.has_reference = importlib.util.find_spec("transformers") is not None
+        self.no_fa3 = self._register_fa3()
+        self.compile_left_s: float = arguments.compile_budget_s
+        environment = describe_environment(self.device, arguments.commit)
+        settings = {
+            name: value
+            for name, value in vars(arguments).items()
+            if name not in ("device", "out", "commit", "dtype", "profile")
+        }
+        settings |= {
+            "dtype": str(arguments.dtype).removeprefix("torch."),
+            # Fresh values each time: a fast path has to be right on any input, not on one.
+            "pixel_seed": secrets.randbelow(2**31),
+        }
+        self.result: dict[str, Any] = environment | {
+            "complete": False,
+            "settings": settings,
+            "ceilings": ceilings(self.device, quick=arguments.quick),
+            "checks": [],
+            "captures": [],
+            "records": [],
+            "accuracy": [],
+            "compiled": [],
+            "power": {"reason": None, "limit_w": None, "records": []},
+            "padding": None,
+            "left_out": [],
+        }
+        self.managed = self._managed_device()
+        self.file = ResultFile(arguments.out, "tower", self.result)
+        self.profile: dict[str, Any] | None = None
+        self.profile_file: ResultFile | None = None
+        if arguments.profile:
+            self.profile = environment | {"settings": settings, "records": []}
+            self.profile_file = ResultFile(arguments.out, "profile", self.profile)
+            self.result["profile"] = self.profile_file.path.name
+
+    def main(self) -> None:
+        for number, family in enumerate(self.arguments.families):
+            self._run_family(family, is_first=number == 0)
+        self.result["complete"] = not any(one["cut_short"] for one in self.result["left_out"])
+        self.result["seconds"] = time.perf_counter() - self.begun_s
+        self.file.write()
+
+    def _run_family(self, name: str, *, is_first: bool) -> None:
+        arguments = self.arguments
+        pending = [case for case in RUN_ORDER if case in arguments.cases]
+        if self._out_of_time(name, pending):
+            return
+        with self.console.status(f"{name}: loading, checking, capturing"):
+            families_left = len(arguments.families) - arguments.families.index(name)
+            with random_checkpoint(name, arguments.size, arguments.seed, self.device) as path:
+                exact = load_tower(path, device=self.device, dtype=torch.float32).tower
+                reference = None
+                if self.has_reference:
+                    self._check(path, name, exact)
+                    reference = load_reference(path, self.device, arguments.dtype)
+                family = Family(
+                    name,
+                    path,
+                    self.device,
+                    arguments.dtype,
+                    variants=arguments.variants,
+                    cases=pending,
+                    reference=reference,
+                    no_fa3=self.no_fa3,
+                    full_ladder=arguments.ladder == "all" or (arguments.ladder == "first" and is_first),
+                    compile_budget=CompileBudget(self.compile_left_s / families_left),
+                )
+        given_s = family.compile_budget.left_s
+        self.result["captures"] += family.captures
+        if self.result["padding"] is None:
+            self.result["padding"] = self._padding(family)
+        while pending and not self._out_of_time(name, pending):
+            case_name = pending.pop(0)
+            with self.console.status(f"{name} {case_name}"):
+                self._run_case(family, case_name, exact)
+            release(self.device)
+        self.compile_left_s -= given_s - family.compile_budget.left_s
+        del family, reference, exact
+        release(self.device)
+
+    @torch.inference_mode()
+    def _run_case(self, family: Family, name: str, exact: Tower) -> None:
+        arguments, result = self.arguments, self.result
+        case = family.case(name, result["settings"]["pixel_seed"], every_backend=arguments.every_backend)
+        result["left_out"] += [
+            {"family": family.name, "case": name, "variant": variant, "reason": reason, "cut_short": False}
+            for variant, reason in case.left_out.items()
+        ]
+        result["accuracy"] += [{"family": family.name} | one for one in accuracies(case, exact)]
+        samples = interleaved_samples(
+            case.runs,
+            self.device,
+            warm_up=arguments.warm_up,
+            repeats=arguments.repeats,
+            budget_s=arguments.variant_budget_s * len(case.runs),
+        )
+        host_us = {
+            variant: host_time_us(case.runs[variant], self.device, repeats=arguments.repeats)
+            for variant in family.runners
+        }
+        result["records"] += records_of(family.name, case, samples, host_us)
+        result["compiled"] += [
+            {"family": family.name, "case": name, "seconds": seconds} for seconds in case.compile_s.values()
+        ]
+        self.file.write()
+        if self.managed is not None and name in SATURATED_CASES and arguments.power_s > 0:
+            result["power"]["records"] += [
+                {"family": family.name, "case": name, "variant": variant}
+                | sustained(run, self.device, self.managed, settle_s=SETTLE_S, measure_s=arguments.power_s)
+                for variant, run in case.runs.items()
+            ]
+        if self.profile is not None and self.profile_file is not None:
+            for variant in family.runners:
+                profile = profile_runs(case.runs[variant], self.device)
+                self.profile["records"].append(
+                    {"family": family.name, "case": name, "variant": variant} | profile
+                )
+                self.console.print(profile_table(f"{family.name} {name} {variant}", profile))
+            self.profile_file.write()
+        self.file.write()
+
+    @torch.inference_mode()
+    def _check(self, path: Path, family: str, exact: Tower) -> None:
+        """Largest absolute and relative error of the float32 tower against the reference in float32."""
+        reference = load_reference(path, self.device, torch.float32)
+        grids = grids_of(CHECK_CASE, merges_time=exact.merges_time)
+        inputs = random_inputs(exact, grids, self.result["settings"]["pixel_seed"])
+        found, expected = exact(inputs), reference.rows(inputs.pixel_values, grids)
+        check = {
+            "family": family,
+            "case": CHECK_CASE,
+            "against": "reference in float32",
+            "max_abs_error": float((found - expected).abs().max()),
+            "relative_error": accuracy(found, expected)["relative_error"],
+        }
+        self.result["checks"].append(check)
+        self.console.print(
+            f"{family} {CHECK_CASE} float32 against the reference: max abs"
+            f" {check['max_abs_error']:.1e}, relative {check['relative_error']:.1e}"
+        )
+        del reference
+        release(self.device)
+
+    def _padding(self, family: Family) -> dict[str, Any]:
+        """Of a service with the default limits, by the cost model that the graphs were given."""
+        fields = Settings.model_fields
+        runner = family.runners.get("graph")
+        costs = {} if runner is None else {"cost": runner.ladder.cost}
+        return padding_under_load(
+            max_patches=int(fields["max_patches_per_batch"].default),
+            max_items=int(fields["max_items_per_batch"].default),
+            seed=self.arguments.seed,
+            **costs,
+        )
+
+    def _out_of_time(self, family: str, pending: list[str]) -> bool:
+        """Whether the time limit is over; what is left of the family is then recorded as left out."""
+        spent_s, limit_s = time.perf_counter() - self.begun_s, self.arguments.time_limit_s
+        if spent_s < limit_s:
+            return False
+        self.result["left_out"] += [
+            {
+                "family": family,
+                "case": case,
+                "variant": None,
+                "reason": f"{spent_s:.0f} s had passed of {limit_s:.0f}",
+                "cut_short": True,
+            }
+            for case in pending
+        ]
+        self.file.write()
+        return True
+
+    def _register_fa3(self) -> str | None:
+        """Why the reference runs without FlashAttention-3, or None."""
+        if not self.has_reference:
+            return "the reference package is not installed"
+        if self.device.type != "cuda":
+            return f"FlashAttention-3 needs a CUDA device, this is {self.device}"
+        try:
+            baselines.register_fa3(baselines.fa3_kernel())
+        except baselines.LeftOut as error:
+            return str(error)
+        return None
+
+    def _managed_device(self) -> ManagedDevice | None:
+        try:
+            managed = managed_device(self.device)
+            self.result["power"]["limit_w"] = managed.power_limit_w()
+        except NoPowerReading as error:
+            self.result["power"]["reason"] = str(error)
+            return None
+        return managed
 
 
 def main() -> None:
     arguments = parse_arguments()
     console = Console()
-    device, dtype = arguments.device, arguments.dtype
-    has_reference = importlib.util.find_spec("transformers") is not None
-    warm_up, repeats = (1, 3) if arguments.quick else (5, 50)
-    result: dict[str, Any] = describe_environment(device, arguments.commit) | {
-        "settings": {
-            "size": arguments.size,
-            "dtype": str(dtype).removeprefix("torch."),
-            "seed": arguments.seed,
-            "warm_up": warm_up,
-            "repeats": repeats,
-            "quick": arguments.quick,
-        },
-        "ceilings": ceilings(device, quick=arguments.quick),
-        "checks": [],
-        "captures": [],
-        "records": [],
-    }
-    for family in arguments.families:
-        with tempfile.TemporaryDirectory() as folder, console.status(f"{family}: making the checkpoint"):
-            path = Path(folder) / family
-            make_checkpoint(path, family, arguments.size, arguments.seed)
-            if has_reference:
-                result["checks"].append(check_float32(path, family, device))
-                console.print(check_line(result["checks"][-1]))
-            tower = load_tower(path, device=device, dtype=dtype).tower
-            reference = load_reference(path, device, dtype) if has_reference else None
-            runner = None
-            if device.type == "cuda":
-                runner = build_graph_runner(
-                    tower, attention="auto", deterministic=False, max_patches=MAX_PATCHES
-                )
-                result["captures"].append(describe_runner(family, runner))
-        for case in QUICK_CASES if arguments.quick else CASES:
-            with console.status(f"{family} {case}"):
-                result["records"] += time_case(
-                    tower,
-                    reference,
-                    runner,
-                    family,
-                    case,
-                    warm_up,
-                    repeats,
-                    every_backend=arguments.every_backend,
-                )
-        del tower, reference, runner
-        release(device)
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.INFO))
+    run = Run(arguments, console)
+    run.main()
+    result = run.result
     console.print(table_of(result))
-    console.print(f"written to {write_result(arguments.out, 'tower', result)}")
+    for line in left_out_lines(result["left_out"]):
+        console.print(line)
+    try:
+        console.print(f"chart: {chart.draw(result, run.file.path.with_suffix('.png'))}")
+    except chart.NoMatplotlib as error:
+        console.print(f"no chart: {error}")
+    console.print(f"written to {run.file.path} after {result['seconds']:.0f} s")
     if any(check["relative_error"] >= CHECK_LIMIT for check in result["checks"]):
         sys.exit(f"a tower differs from the reference by {CHECK_LIMIT} or more: see the checks")
 
@@ -120,230 +288,112 @@ def parse_arguments() -> argparse.Namespace:
         "--dtype", choices=("float32", "bfloat16"), help="default: bfloat16, float32 on a CPU"
     )
     parser.add_argument("--size", choices=SIZES, default="full")
-    parser.add_argument("--families", nargs="+", choices=FAMILIES, default=FAMILIES)
-    parser.add_argument("--quick", action="store_true", help="two cases, three runs each")
+    parser.add_argument("--families", nargs="+", choices=FAMILIES, default=list(FAMILIES))
+    parser.add_argument(
+        "--cases", nargs="+", choices=CASES, help="default: all, with --quick two, on a CPU one"
+    )
+    parser.add_argument(
+        "--variants", nargs="+", choices=VARIANTS, help="default: all, with --quick not compiled"
+    )
+    parser.add_argument("--quick", action="store_true", help="two cases, ten runs each, nothing compiled")
     parser.add_argument("--every-backend", action="store_true", help="each attention backend in a graph too")
-    parser.add_argument("--seed", type=int, default=0, help="of the weights and pixels")
+    parser.add_argument("--profile", action="store_true", help="kernels of each case's replay, in a file too")
+    parser.add_argument(
+        "--ladder",
+        choices=("first", "all", "cases"),
+        help="for which families every bucket of the default ladder is captured, instead of the cases' own;"
+        " default: first, with --quick cases",
+    )
+    parser.add_argument("--variant-budget-s", type=float, default=0.7, help="timing of a case, a variant")
+    parser.add_argument("--compile-budget-s", type=float, default=120.0, help="of the whole run")
+    parser.add_argument("--power-s", type=float, default=1.0, help="each variant alone, saturated; 0: none")
+    parser.add_argument("--time-limit-s", type=float, help="no case begins later; default 440, --quick 100")
+    parser.add_argument("--seed", type=int, default=0, help="of the weights")
     parser.add_argument("--commit", help="the commit measured, where git cannot tell")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the result file")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the result files")
     arguments = parser.parse_args()
     if arguments.device.type == "cuda":
         if not torch.cuda.is_available():
             parser.error("no CUDA device here; --device cpu --size tiny --quick shows that the bench runs")
         torch.cuda.set_device(arguments.device)
+    elif arguments.profile:
+        parser.error("--profile reads the kernels of a CUDA device")
     default_dtype = "float32" if arguments.device.type == "cpu" else "bfloat16"
     arguments.dtype = getattr(torch, arguments.dtype or default_dtype)
+    quick = arguments.quick
+    is_small = quick and arguments.device.type == "cpu"
+    arguments.cases = arguments.cases or list(
+        QUICK_CASES[:1] if is_small else QUICK_CASES if quick else CASES
+    )
+    arguments.variants = arguments.variants or [
+        variant for variant in VARIANTS if not (quick and variant == "ref_compiled")
+    ]
+    arguments.ladder = arguments.ladder or ("cases" if quick else "first")
+    arguments.time_limit_s = arguments.time_limit_s or (100.0 if quick else 440.0)
+    arguments.warm_up, arguments.repeats = (1, 10) if quick else (3, 50)
+    if is_small:
+        arguments.repeats = 3
     return arguments
 
 
 def load_reference(path: Path, device: torch.device, dtype: torch.dtype) -> Any:
-    """The reference implementation's tower, attention through SDPA."""
+    """The reference implementation's tower with its projector."""
     from tests.parity.reference import ReferenceTower
 
     return ReferenceTower(path, device=device, dtype=dtype)
 
 
-def grids_of(case: str, tower: Tower) -> list[Grid]:
-    """The items of a case. ``clip`` is 16 times 448 pixels: one item of 16 frame pairs where attention stays
-    within a frame, four items of four frames (the longest that the tower takes) where it spans the clip."""
-    if case == "clip":
-        return [Grid(4, 28, 28)] * 4 if tower.merges_time else [Grid(16, 28, 28)]
-    if case == "mixed":
-        return [Grid(1, SIDES[side], SIDES[side]) for count, side in SIZES_OF_MIXED for _ in range(count)]
-    count, side = (int(part) for part in case.split("x"))
-    return [Grid(1, SIDES[side], SIDES[side])] * count
-
-
-def random_inputs(tower: Tower, grids: list[Grid], seed: int) -> TowerInputs:
-    """A prepared batch on the tower's device with random float32 pixels."""
-    generator = torch.Generator().manual_seed(seed)
-    num_patches = sum(grid.num_patches for grid in grids)
-    pixels = torch.randn(num_patches, tower.patch_dim, generator=generator) * 0.5
-    return tower.prepare(grids).with_pixels(pixels).to(tower.device)
-
-
-@torch.inference_mode()
-def check_float32(path: Path, family: str, device: torch.device) -> dict[str, Any]:
-    """Largest absolute and relative error of the tower in float32 against the reference in float32."""
-    tower = load_tower(path, device=device, dtype=torch.float32).tower
-    reference = load_reference(path, device, torch.float32)
-    grids = grids_of(CHECK_CASE, tower)
-    # Fresh values each time: a fast path has to be right on any input, not on one.
-    seed = secrets.randbelow(2**31)
-    inputs = random_inputs(tower, grids, seed)
-    found, expected = tower(inputs).double(), reference.rows(inputs.pixel_values, grids).double()
-    difference = found - expected
-    check = {
-        "family": family,
-        "case": CHECK_CASE,
-        "pixel_seed": seed,
-        "against": "reference in float32",
-        "max_abs_error": float(difference.abs().max()),
-        "relative_error": float(difference.norm() / expected.norm()),
-    }
-    del tower, reference
-    release(device)
-    return check
-
-
-@torch.inference_mode()
-def time_case(
-    tower: Tower,
-    reference: Any,
-    runner: GraphRunner | None,
-    family: str,
-    case: str,
-    warm_up: int,
-    repeats: int,
-    *,
-    every_backend: bool,
+def records_of(
+    family: str, case: Case, samples: dict[str, list[float]], host_us: dict[str, float]
 ) -> list[dict[str, Any]]:
-    """One record for each variant, all interleaved in one run.
-
-    ``ref_sdpa``: the reference's eager tower with SDPA. ``plain``: this repository's readable tower, eager.
-    ``fused``: the fused path, eager, with the first of the attention backends. ``graph``: what the service
-    runs, bucketed graphs with attention chosen by measuring, host metadata and padding included. With
-    every_backend also ``fused_<backend>`` and ``plain_graph``: CUDA graphs of the exact shape.
-    """
-    grids, device = grids_of(case, tower), tower.device
-    inputs = random_inputs(tower, grids, seed=1)
-    pixels = inputs.pixel_values
-    assert pixels is not None
-    flops = useful_flops(tower, inputs)
-    variants: dict[str, Callable[[], object]] = {"plain": lambda: tower(inputs)}
-    relative_errors: dict[str, float] = {}
-    if device.type == "cuda":
-        expected = tower(inputs)
-        backends = cuda_backends(device)
-        for number, backend in enumerate(backends if every_backend else backends[:1]):
-            fused = FusedTower(tower, backend)  # type: ignore[arg-type]
-            fused_inputs = fused.prepare(grids).with_pixels(pixels.to(tower.dtype)).to(device)
-            if number == 0:
-                relative_errors["fused"] = relative_error(fused(fused_inputs), expected)
-                variants["fused"] = functools.partial(fused, fused_inputs)
-            if every_backend:
-                name = f"fused_{backend.name}"
-                relative_errors[name] = relative_error(fused(fused_inputs), expected)
-                variants[name] = captured(fused, fused_inputs)
-        if every_backend:
-            variants["plain_graph"] = captured(tower, inputs)
-    padding_share = 0.0
-    if runner is not None:
-        host_inputs = runner.prepare(grids)
-        on_device = [pixels.to(tower.dtype)]
-        relative_errors["graph"] = relative_error(runner.run(host_inputs, on_device), expected)
-        variants["graph"] = lambda: runner.run(runner.prepare(grids), on_device)
-        bucket = runner.can_use(host_inputs)
-        if bucket is not None:
-            padding_share = 1 - host_inputs.num_patches / bucket.num_patches
-    if reference is not None:
-        variants["ref_sdpa"] = lambda: reference.rows(pixels, grids)
-    medians = interleaved_medians(variants, device, warm_up=warm_up, repeats=repeats, budget_s=10)
-    return [
-        {
+    """One record for each variant of a case. padding_share: of the bucket's patches; variants other than
+    ``graph`` and ``fp8`` run exact shapes. host_us: only of those two."""
+    records = []
+    for variant, values in samples.items():
+        median_ms = statistics.median(values)
+        ordered = sorted(values)
+        record = {
             "family": family,
-            "case": case,
+            "case": case.name,
             "variant": variant,
             "median_ms": median_ms,
-            "useful_tflops": flops / median_ms / 1e9,
-            # Of the bucket's patches; the other variants run exact shapes.
-            "padding_share": padding_share if variant == "graph" else 0.0,
-            "num_runs": num_runs,
-            "relative_error_to_plain": relative_errors.get(variant),
+            "useful_tflops": case.flops / median_ms / 1e9,
+            "padding_share": case.padding_shares.get(variant, 0.0),
+            "num_runs": len(values),
+            "min_ms": ordered[0],
+            "max_ms": ordered[-1],
+            "num_patches": case.inputs.num_patches,
         }
-        for variant, (median_ms, num_runs) in medians.items()
-    ]
-
-
-def describe_runner(family: str, runner: GraphRunner | None) -> dict[str, Any]:
-    """How many graphs, what they cost, and the attention of each measured shape."""
-    if runner is None:
-        return {"family": family, "graphs": 0}
-    attention: PerShapeAttention = runner._tower.attention  # type: ignore[attr-defined]
-    return {
-        "family": family,
-        "graphs": len(runner.ladder),
-        "captured_bytes": runner.captured_bytes,
-        "attention": {f"{shape[0]}x{shape[1]}": backend.name for shape, backend in attention.choices.items()},
-    }
-
-
-def cuda_backends(device: torch.device) -> list[AttentionBackend]:
-    """The installed backends whose launches do not depend on lengths known to the host."""
-    return [backend for backend in available_backends(device) if not backend.static_lengths]
-
-
-def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """Norm of the difference over norm of ``expected``."""
-    return float((found.double() - expected.double()).norm() / expected.double().norm())
-
-
-def captured(tower: Tower, inputs: TowerInputs | FusedInputs) -> Callable[[], object]:
-    """A replay of the tower's whole forward."""
-    side_stream = torch.cuda.Stream(tower.device)
-    side_stream.wait_stream(torch.cuda.current_stream(tower.device))
-    with torch.cuda.stream(side_stream):
-        for _ in range(2):
-            tower(inputs)
-    torch.cuda.current_stream(tower.device).wait_stream(side_stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        tower(inputs)
-
-    def replay() -> object:
-        graph.replay()
-        return tower, inputs  # whose memory the graph reads
-
-    return replay
-
-
-def useful_flops(tower: Tower, inputs: TowerInputs) -> int:
-    """Multiplications and additions of the products and of attention; norms, activations and rotations are
-    left out."""
-    config: QwenVisionConfig | MoonViTConfig = tower.config  # type: ignore[assignment]
-    width, num_patches = config.hidden_size, inputs.num_patches
-    num_rows = (
-        inputs.merge_index.shape[0] if inputs.merge_index is not None else num_patches
-    ) // config.merge_size**2
-    merged_width = width * config.merge_size**2
-    products = num_patches * width * (4 * width + 2 * config.intermediate_size)
-    attention = 2 * width * sum(length**2 for length in inputs.seqlens)
-    merger = num_rows * merged_width * (merged_width + config.out_width)
-    return 2 * (
-        num_patches * tower.patch_dim * width
-        + config.depth * (products + attention)
-        + (1 + tower.num_deepstack_levels) * merger
-    )
+        if variant in host_us:
+            record["host_us"] = host_us[variant]
+        if variant in case.notes:
+            record["note"] = case.notes[variant]
+        records.append(record)
+    return records
 
 
 def release(device: torch.device) -> None:
-    """Gives back what the last tower held before the next one is made."""
+    """Gives back what the last tower or case held before the next one is made."""
     gc.collect()
     if device.type == "cuda":
         synchronise(device)
         torch.cuda.empty_cache()
 
 
-def check_line(check: dict[str, Any]) -> str:
-    return (
-        f"{check['family']} {check['case']} float32 against the reference: max abs"
-        f" {check['max_abs_error']:.1e}, relative {check['relative_error']:.1e}"
-    )
-
-
 def table_of(result: dict[str, Any]) -> Table:
     limits = result["ceilings"]
     table = Table(
         title=f"Tower forward on {result['device']}, {result['settings']['size']} size,"
-        f" {result['settings']['dtype']}",
+        f" {result['settings']['dtype']}" + ("" if result["complete"] else " (cut short)"),
         caption=f"ceilings: product {limits['matmul_tflops']:.2f} TFLOP/s, copy"
         f" {limits['copy_gb_per_s']:.1f} GB/s",
     )
     for name in ("family", "case", "variant"):
         table.add_column(name)
-    for name in ("median ms", "useful TFLOP/s", "of ceiling", "runs"):
+    for name in ("median ms", "useful TFLOP/s", "of ceiling", "padding", "host us", "runs"):
         table.add_column(name, justify="right")
-    for record in result["records"]:
+    places = {(family, case): (f, c) for f, family in enumerate(FAMILIES) for c, case in enumerate(CASES)}
+    for record in sorted(result["records"], key=lambda one: places[one["family"], one["case"]]):
         table.add_row(
             record["family"],
             record["case"],
@@ -351,9 +401,24 @@ def table_of(result: dict[str, Any]) -> Table:
             f"{record['median_ms']:.2f}",
             f"{record['useful_tflops']:.2f}",
             f"{record['useful_tflops'] / limits['matmul_tflops']:.0%}",
+            f"{record['padding_share']:.1%}" if record["padding_share"] else "",
+            f"{record['host_us']:.0f}" if "host_us" in record else "",
             str(record["num_runs"]),
         )
     return table
+
+
+def left_out_lines(left_out: list[dict[str, Any]]) -> list[str]:
+    """One line for each variant and reason, with the cases it is missing from."""
+    cases: dict[tuple[str, str], list[str]] = {}
+    for one in left_out:
+        cases.setdefault((one["variant"] or "everything", one["reason"]), []).append(
+            f"{one['family']} {one['case']}"
+        )
+    return [
+        f"left out: {variant}, {len(names)} cases ({names[0]}{', ...' if len(names) > 1 else ''}): {reason}"
+        for (variant, reason), names in cases.items()
+    ]
 
 
 if __name__ == "__main__":

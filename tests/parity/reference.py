@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import importlib
 import json
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from safetensors.torch import load_file
@@ -19,11 +20,47 @@ from safetensors.torch import load_file
 from encoder_service.types import Grid
 from lm_adapter.engines.hf import import_transformers
 
+# Attention of packed sequences: queries, keys and values [P, H, d], cu_seqlens int32 [S + 1], the longest
+# sequence, the scale of the logits; returns [P, H, d].
+VarlenKernel: TypeAlias = Callable[
+    [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int, float], torch.Tensor
+]
+
 
 def import_reference() -> ModuleType:
     """The ``transformers`` module, beside whatever torchvision is installed."""
     transformers: ModuleType = import_transformers()
     return transformers
+
+
+def register_varlen_attention(name: str, kernel: VarlenKernel) -> None:
+    """Makes ``kernel`` an attention of the reference, for ``ReferenceTower.use_attention``.
+
+    The name has to contain "flash": that is how the reference's towers tell an attention that takes
+    cu_seqlens from one that is called once for each sequence. Raises ValueError otherwise.
+    """
+    if "flash" not in name:
+        raise ValueError(
+            f"the reference hands cu_seqlens only to names with 'flash' in them, not to {name!r}"
+        )
+
+    def attend(
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        *,
+        scaling: float,
+        cu_seq_lens_q: torch.Tensor,
+        max_length_q: int,
+        **_others: Any,
+    ) -> tuple[torch.Tensor, None]:
+        """query, key, value: [1, H, P, d]; returns [1, P, H, d]."""
+        q_PHd, k_PHd, v_PHd = (states[0].transpose(0, 1) for states in (query, key, value))
+        return kernel(q_PHd, k_PHd, v_PHd, cu_seq_lens_q, max_length_q, scaling)[None], None
+
+    import_reference().AttentionInterface.register(name, attend)
 
 
 class ReferenceTower:
@@ -51,21 +88,72 @@ class ReferenceTower:
         with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
             if self._is_kimi and len({grid.t for grid in grids}) > 1:
                 parts = pixels.split([grid.num_patches for grid in grids])
-                return torch.cat([self._rows(part, [grid]) for part, grid in zip(parts, grids, strict=True)])
-            return self._rows(pixels, grids)
+                return torch.cat(
+                    [
+                        self.forward(part, grid_thw=self._grid_thw([grid]))
+                        for part, grid in zip(parts, grids, strict=True)
+                    ]
+                )
+            return self.forward(pixels, grid_thw=self._grid_thw(grids))
 
-    def _rows(self, pixels: torch.Tensor, grids: Sequence[Grid]) -> torch.Tensor:
-        grid_thw = torch.tensor([list(grid) for grid in grids], device=self._device)
+    def use_attention(self, name: str) -> None:
+        """The attention of the calls that follow: "sdpa", or what ``register_varlen_attention`` was given."""
+        self._tower.config._attn_implementation = name
+
+    def tables(self, grids: Sequence[Grid]) -> dict[str, Any]:
+        """What the reference's forward makes of the grids, with reads of device values by the host, made
+        beforehand by its own functions: keyword arguments of ``forward``, on the device."""
+        vision = importlib.import_module("transformers.vision_utils")
+        tower, grid_thw = self._tower, self._grid_thw(grids)
+        interpolation = tower.patch_embed.pos_emb if self._is_kimi else tower
+        merge_size = 1 if self._is_kimi else tower.config.spatial_merge_size
+        indices, weights = vision.get_vision_interpolation_indices_and_weights(
+            grid_thw,
+            interpolation.num_grid_per_side,
+            mode=interpolation.interpolation_mode,
+            align_corners=interpolation.interpolation_align_corners,
+            spatial_merge_size=merge_size,
+        )
+        cu_seqlens = vision.get_vision_cu_seqlens(grid_thw, merge_temporal=self._is_kimi)
+        tables = {
+            "grid_thw": grid_thw,
+            "interp_indices": indices,
+            "interp_weights": weights,
+            "position_ids": vision.get_vision_position_ids(grid_thw, merge_size),
+            "cu_seqlens": cu_seqlens,
+            "max_seqlen": int(cu_seqlens.diff().max()),
+        }
+        if self._is_kimi:
+            modeling = sys.modules[type(tower).__module__]
+            tables["frame_index"] = modeling.get_vision_frame_index(grid_thw)
+            tables["temporal_merge_index"] = modeling.get_vision_temporal_merge_index(
+                grid_thw, *tower.merge_kernel_size
+            )
+        return tables
+
+    def forward(
+        self, pixels: torch.Tensor, *, grid_thw: torch.Tensor, **tables: torch.Tensor | int
+    ) -> torch.Tensor:
+        """[R, D * (1 + L)] of pixels [P, patch_dim] in the model's dtype, on its device. With all of
+        ``tables`` and an attention that takes cu_seqlens, the host reads no value of the device."""
         rows: torch.Tensor
         if self._is_kimi:
             side = int((pixels.shape[1] // 3) ** 0.5)
-            pooled = self._model.vision_tower(pixels.view(-1, 3, side, side), grid_thw=grid_thw).pooler_output
+            frames = pixels.view(-1, 3, side, side)
+            pooled = self._model.vision_tower(frames, grid_thw=grid_thw, **tables).pooler_output
             rows = self._model.mm_projector(pooled).squeeze(1)
             return rows
-        output = self._model(pixels, grid_thw=grid_thw)
+        output = self._model(pixels, grid_thw=grid_thw, **tables)
         levels = getattr(output, "deepstack_features", None) or []
         rows = torch.cat([output.pooler_output, *levels], dim=-1)
         return rows
+
+    @property
+    def _tower(self) -> Any:
+        return self._model.vision_tower if self._is_kimi else self._model
+
+    def _grid_thw(self, grids: Sequence[Grid]) -> torch.Tensor:
+        return torch.tensor([list(grid) for grid in grids], device=self._device)
 
 
 QWEN_CLASSES = {

@@ -1,0 +1,185 @@
+"""The baselines of the tower bench: the reference package's tower, as it comes and as fast as a user could
+make it without writing a kernel.
+
+Owns how the reference is given FlashAttention-3, captured and compiled. ``tests/parity/reference.py`` owns
+loading it.
+
+* ``ref_sdpa``: eager, torch's attention, one call for each sequence.
+* ``ref_fa3``: eager, FlashAttention-3 over the packed sequences (num_splits=1).
+* ``ref_fa3_graph``: the same forward in a CUDA graph of exactly the case's shapes. The reference reads grids
+  on the host to make its tables (interpolation indices and weights, coordinates, cu_seqlens and their
+  maximum; for Kimi also frame indices and the merge's gather), which no graph can hold: they are made before
+  the timing, by the reference's own functions, and left out of it. Applying them stays inside. The eager
+  variants make them in every run.
+* ``ref_compiled``: the same forward through torch.compile with static shapes, then in a graph.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from encoder_service.towers.attention.fa3 import import_interface
+from encoder_service.types import Grid
+from tests.parity.reference import ReferenceTower, VarlenKernel, register_varlen_attention
+
+SDPA = "sdpa"
+FA3 = "flash_fa3_varlen"
+# FlashAttention-3 behind an operator that a compiler takes as it is.
+FA3_OPERATOR = "flash_fa3_operator"
+WARM_UP_RUNS = 2
+OPERATOR_SCHEMA = "(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens, int max_seqlen, float scale) -> Tensor"
+
+
+class LeftOut(Exception):
+    """A variant that cannot run here; the text is the reason that goes into the result."""
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A compiled variant. note: why it is not in a graph, or None."""
+
+    run: Callable[[], object]
+    compile_s: float
+    note: str | None
+
+
+def fa3_kernel() -> VarlenKernel:
+    """FlashAttention-3's public function, from the fa3-fwd wheel or flash_attn_interface. Raises LeftOut."""
+    try:
+        module: Any = import_interface()
+    except ImportError as error:
+        raise LeftOut(f"FlashAttention-3 is not installed: {error}") from error
+
+    def attend(
+        q_PHd: torch.Tensor,
+        k_PHd: torch.Tensor,
+        v_PHd: torch.Tensor,
+        cu_seqlens: torch.Tensor,
+        max_seqlen: int,
+        scale: float,
+    ) -> torch.Tensor:
+        out = module.flash_attn_varlen_func(
+            q_PHd,
+            k_PHd,
+            v_PHd,
+            cu_seqlens_q=cu_seqlens,
+            cu_seqlens_k=cu_seqlens,
+            max_seqlen_q=max_seqlen,
+            max_seqlen_k=max_seqlen,
+            softmax_scale=scale,
+            causal=False,
+            num_splits=1,
+        )
+        # Builds before 2025-07 return the log-sum-exp as well.
+        return out[0] if isinstance(out, tuple) else out
+
+    return attend
+
+
+def operator_of(kernel: VarlenKernel, name: str) -> VarlenKernel:
+    """The kernel as a registered operator ``bench::name``, which torch.compile does not look into."""
+
+    def contiguous_rows(*arguments: Any) -> torch.Tensor:
+        return kernel(*arguments).contiguous()
+
+    operator: Any = torch.library.custom_op(
+        f"bench::{name}", contiguous_rows, mutates_args=(), schema=OPERATOR_SCHEMA
+    )
+    operator.register_fake(lambda q, *_others: q.new_empty(q.shape))
+    return operator  # type: ignore[no-any-return]
+
+
+def register_fa3(kernel: VarlenKernel) -> None:
+    """Makes the kernel known to the reference, as it is and as an operator. Once in a process."""
+    register_varlen_attention(FA3, kernel)
+    register_varlen_attention(FA3_OPERATOR, operator_of(kernel, "varlen_attention"))
+
+
+def eager(
+    reference: ReferenceTower, pixels: torch.Tensor, grids: Sequence[Grid], attention: str
+) -> Callable[[], torch.Tensor]:
+    """The reference as it comes, tables and host synchronisation included."""
+
+    def run() -> torch.Tensor:
+        reference.use_attention(attention)
+        return reference.rows(pixels, grids)
+
+    return run
+
+
+def with_tables(
+    reference: ReferenceTower, pixels: torch.Tensor, grids: Sequence[Grid], attention: str
+) -> Callable[[], torch.Tensor]:
+    """The reference's forward with its tables made beforehand: no host synchronisation, exact shapes."""
+    tables = reference.tables(grids)
+
+    def run() -> torch.Tensor:
+        reference.use_attention(attention)
+        return reference.forward(pixels, **tables)
+
+    return run
+
+
+def captured(run: Callable[[], torch.Tensor], device: torch.device) -> Callable[[], torch.Tensor]:
+    """A replay of ``run`` from a CUDA graph; returns the graph's own rows, which the next replay replaces."""
+    side_stream = torch.cuda.Stream(device)
+    side_stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(side_stream):
+        for _ in range(WARM_UP_RUNS):
+            run()
+    torch.cuda.current_stream(device).wait_stream(side_stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        rows = run()
+
+    def replay(_kept: object = run) -> torch.Tensor:
+        """The graph reads memory that only ``run`` holds on to."""
+        graph.replay()
+        return rows
+
+    return replay
+
+
+def compiled(
+    reference: ReferenceTower,
+    pixels: torch.Tensor,
+    grids: Sequence[Grid],
+    attention: str,
+    *,
+    backend: str = "inductor",
+) -> Compiled:
+    """The reference's forward compiled for exactly these shapes, in a graph on a GPU where that is possible.
+    Raises whatever the compiler raises."""
+    # Each case is a compilation of its own: no shape becomes dynamic because an earlier one differed.
+    torch.compiler.reset()
+    begun = time.perf_counter()
+    tables = reference.tables(grids)
+    reference.use_attention(attention)
+    forward = torch.compile(reference.forward, dynamic=False, backend=backend)
+
+    def run() -> torch.Tensor:
+        rows: torch.Tensor = forward(pixels, **tables)
+        return rows
+
+    run()
+    if pixels.is_cuda:
+        torch.cuda.synchronize(pixels.device)
+    compile_s = time.perf_counter() - begun
+    if not pixels.is_cuda:
+        return Compiled(run, compile_s, "no CUDA device, so no graph")
+    try:
+        return Compiled(captured(run, pixels.device), compile_s, None)
+    except Exception as error:
+        torch.cuda.synchronize(pixels.device)
+        return Compiled(run, compile_s, f"not in a graph: {reason_of(error)}")
+
+
+def reason_of(error: BaseException) -> str:
+    """One line for the result."""
+    text = str(error).strip()
+    return f"{type(error).__name__}: {text.splitlines()[0] if text else 'no message'}"

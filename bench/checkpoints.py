@@ -1,0 +1,58 @@
+"""Random checkpoints for the bench, drawn on the device and kept in memory where there is room.
+
+Owns speed only: names, shapes and distributions are those of ``make-checkpoint``. The values differ from its
+values, which come from one generator for each tensor on the host and take ten times as long.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from encoder_service.towers.synthetic import config_for
+from encoder_service.towers.synthetic.files import small_files
+from encoder_service.towers.synthetic.tensors import TensorSpec
+from encoder_service.towers.synthetic.vision_layout import vision_layout
+
+MEMORY_FOLDER = Path("/dev/shm")
+MEMORY_NEEDED_BYTES = 8 << 30
+
+
+@contextmanager
+def random_checkpoint(family: str, size: str, seed: int, device: torch.device) -> Iterator[Path]:
+    """A checkpoint's folder in the published layout, there until the end of the block. The same seed gives
+    the same weights on the same kind of device."""
+    has_room = MEMORY_FOLDER.is_dir() and shutil.disk_usage(MEMORY_FOLDER).free >= MEMORY_NEEDED_BYTES
+    with tempfile.TemporaryDirectory(dir=MEMORY_FOLDER if has_room else None) as folder:
+        path = Path(folder) / family
+        path.mkdir()
+        for name, text in small_files(family, size).items():
+            (path / name).write_text(text, encoding="utf-8")
+        generator = torch.Generator(device).manual_seed(seed)
+        tensors = {spec.name: drawn(spec, generator) for spec in vision_layout(config_for(family, size))}
+        file = "model-00001-of-00001.safetensors"
+        save_file(tensors, path / file, metadata={"format": "pt"})
+        index = {
+            "metadata": {"total_size": sum(tensor.nbytes for tensor in tensors.values())},
+            "weight_map": dict.fromkeys(sorted(tensors), file),
+        }
+        (path / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
+        yield path
+
+
+def drawn(spec: TensorSpec, generator: torch.Generator) -> torch.Tensor:
+    """A tensor of the given distribution, on the host."""
+    values = torch.randn(spec.shape, generator=generator, device=generator.device)
+    values = values.mul_(spec.std).add_(spec.mean)
+    if spec.centred:
+        values -= values.mean(dim=1, keepdim=True)
+    if spec.num_rows is not None:
+        values[spec.num_rows :] = 0
+    return values.to(spec.dtype).cpu()

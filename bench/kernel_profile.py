@@ -1,0 +1,169 @@
+"""Which kernels a run spends the device's time in, from the profiler's trace of a few runs.
+
+Owns the trace, the kernels' groups and the table. Times are the device's own; what the host does meanwhile
+does not show, except as the idle share between kernels.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from measurement import synchronise
+from rich.table import Table
+
+# First match wins; names as the libraries and this repository give them, in lower case.
+GROUPS = (
+    ("attention", ("flash", "fmha", "attend", "attention", "sdpa", "list_tiles", "varlen")),
+    ("products", ("gemm", "nvjet", "xmma", "gemv", "splitk", "scaled_mm", "cublas", "_product", "matmul")),
+    ("rope", ("rotate", "rotary", "rope")),
+    ("norms", ("norm",)),
+    ("gelu", ("gelu",)),
+    ("quantize", ("quantize", "quantise")),
+    ("copies", ("memcpy", "memset", "copy", "fill", "catarray")),
+)
+OTHER = "other"
+NAME_LENGTH = 72
+PAUSE_S = 0.005
+DEVICE_CATEGORIES = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
+
+
+@dataclass(frozen=True)
+class DeviceSpan:
+    """One kernel or copy on the device."""
+
+    name: str
+    start_us: float
+    duration_us: float
+
+    @property
+    def end_us(self) -> float:
+        return self.start_us + self.duration_us
+
+
+def profile_runs(run: Callable[[], object], device: torch.device, *, repeats: int = 5) -> dict[str, Any]:
+    """The table of one run, averaged over ``repeats``; see ``summary``."""
+    run()
+    synchronise(device)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        for _ in range(repeats):
+            run()
+            synchronise(device)
+            time.sleep(PAUSE_S)  # tells one run's kernels from the next one's
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(file))
+        return summary(device_spans(json.loads(file.read_text(encoding="utf-8"))), repeats)
+
+
+def device_spans(trace: dict[str, Any]) -> list[DeviceSpan]:
+    """Kernels, copies and fills of a trace, by start."""
+    spans = [
+        DeviceSpan(str(event["name"]), float(event["ts"]), float(event["dur"]))
+        for event in trace["traceEvents"]
+        if event.get("cat") in DEVICE_CATEGORIES and event.get("ph") == "X"
+    ]
+    return sorted(spans, key=lambda span: span.start_us)
+
+
+def summary(spans: Sequence[DeviceSpan], repeats: int) -> dict[str, Any]:
+    """Of one run: span_us from the first kernel to the end of the last, busy_us with at least one of them
+    under way, idle_share; groups and kernels, each with calls, total_us and its share of all kernels' time.
+    Raises ValueError for fewer kernels than runs."""
+    if len(spans) < repeats:
+        raise ValueError(f"the trace has {len(spans)} kernels of {repeats} runs, needs at least one each")
+    runs = split_runs(spans, repeats)
+    span_us = sum(max(span.end_us for span in one) - one[0].start_us for one in runs) / repeats
+    busy = sum(busy_us(one) for one in runs) / repeats
+    total_us = sum(span.duration_us for span in spans)
+
+    def rows(key: Callable[[DeviceSpan], str]) -> list[dict[str, Any]]:
+        sums: dict[str, tuple[int, float]] = {}
+        for span in spans:
+            calls, spent_us = sums.get(key(span), (0, 0.0))
+            sums[key(span)] = calls + 1, spent_us + span.duration_us
+        ordered = sorted(sums.items(), key=lambda item: -item[1][1])
+        return [
+            {
+                "name": name,
+                "calls": calls / repeats,
+                "total_us": spent_us / repeats,
+                "share": spent_us / total_us,
+            }
+            for name, (calls, spent_us) in ordered
+        ]
+
+    groups = rows(lambda span: group_of(span.name))
+    by_group = {span_name: group_of(span_name) for span_name in {span.name for span in spans}}
+    short = {short_name(name): group for name, group in by_group.items()}
+    kernels = [row | {"group": short[row["name"]]} for row in rows(lambda span: short_name(span.name))]
+    return {
+        "repeats": repeats,
+        "span_us": span_us,
+        "busy_us": busy,
+        "idle_share": 1 - busy / span_us if span_us else 0.0,
+        "groups": groups,
+        "kernels": kernels,
+    }
+
+
+def split_runs(spans: Sequence[DeviceSpan], repeats: int) -> list[Sequence[DeviceSpan]]:
+    """The runs, told apart by the pauses between them, the longest there are."""
+    ends = [spans[0].end_us]
+    for span in spans[1:]:
+        ends.append(max(ends[-1], span.end_us))
+    pauses = [(spans[index].start_us - ends[index - 1], index) for index in range(1, len(spans))]
+    cuts = sorted(index for _, index in sorted(pauses, reverse=True)[: repeats - 1])
+    return [spans[first:last] for first, last in zip([0, *cuts], [*cuts, len(spans)], strict=True)]
+
+
+def busy_us(spans: Iterable[DeviceSpan]) -> float:
+    """Time with at least one span under way."""
+    busy, reached_us = 0.0, float("-inf")
+    for span in spans:
+        busy += max(0.0, span.end_us - max(span.start_us, reached_us))
+        reached_us = max(reached_us, span.end_us)
+    return busy
+
+
+def group_of(name: str) -> str:
+    lowered = name.lower()
+    for group, marks in GROUPS:
+        if any(mark in lowered for mark in marks):
+            return group
+    return OTHER
+
+
+def short_name(name: str) -> str:
+    """Enough of a kernel's name to tell it from others: no return type, no argument list, few template
+    arguments."""
+    short = re.sub(r"^void ", "", name)
+    short = re.sub(r"\(anonymous namespace\)::|at::native::|cutlass::", "", short)
+    short = re.sub(r"\((?!.*>).*\)$", "", short)
+    return short if len(short) <= NAME_LENGTH else short[: NAME_LENGTH - 1] + "…"
+
+
+def profile_table(title: str, profile: dict[str, Any], *, num_kernels: int = 14) -> Table:
+    """Groups, then the kernels that take longest."""
+    table = Table(
+        title=f"{title}: {profile['span_us']:.0f} us, idle {profile['idle_share']:.1%}",
+        title_justify="left",
+    )
+    table.add_column("kernel", no_wrap=True)
+    for column in ("group", "calls", "us", "share"):
+        table.add_column(column, justify="right" if column != "group" else "left")
+    for row in profile["groups"]:
+        table.add_row("", row["name"], f"{row['calls']:g}", f"{row['total_us']:.1f}", f"{row['share']:.1%}")
+    table.add_section()
+    for row in profile["kernels"][:num_kernels]:
+        table.add_row(
+            row["name"], row["group"], f"{row['calls']:g}", f"{row['total_us']:.1f}", f"{row['share']:.1%}"
+        )
+    return table
