@@ -15,8 +15,9 @@ Policy, in this order:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
 from itertools import accumulate
 
 from encoder_service.scheduler.buckets import Bucket, BucketLadder
@@ -69,6 +70,11 @@ class Plan:
     @property
     def num_patches(self) -> int:
         return sum(ticket.num_patches for ticket in self.batch)
+
+
+def launch_of(tickets: Iterable[Ticket]) -> Launch:
+    """The tickets as one batch."""
+    return reduce(Launch.joined, (ticket.launch for ticket in tickets), Launch.of(()))
 
 
 class Planner:

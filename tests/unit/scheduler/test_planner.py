@@ -1,11 +1,16 @@
-"""The planner's policy, as properties: budget, order, no starvation, nothing lost."""
+"""The planner's policy, as properties: budget, order, no starvation, nothing lost, time saved."""
 
 from __future__ import annotations
 
+import random
+
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from encoder_service.scheduler.planner import Planner, Ticket
+from encoder_service.scheduler.buckets import Bucket, BucketLadder, default_ladder, ladder_of_sizes
+from encoder_service.scheduler.cost import CostModel, Launch
+from encoder_service.scheduler.planner import MAX_PASSES, Planner, Ticket, launch_of
 
 
 def test_first_come_within_budget_and_later_small_items_fill_up() -> None:
@@ -50,15 +55,26 @@ tickets = st.builds(
     priority=st.integers(0, 2),
     deadline_s=st.none() | st.floats(0, 20),
     cancelled=st.booleans(),
+    num_sequences=st.integers(1, 3),
+    num_frames=st.integers(1, 2),
+)
+# Coarse, so that cutting pays; some batches have no bucket.
+ladders = st.none() | st.builds(
+    lambda sizes, fixed, slots: BucketLadder(
+        (Bucket(size, slots, size) for size in sizes), CostModel(fixed, 1.0, 1e-3)
+    ),
+    st.sets(st.integers(1, 40), min_size=1, max_size=5),
+    st.floats(0, 20),
+    st.integers(1, 8),
 )
 
 
 @settings(deadline=None)
-@given(st.lists(tickets, max_size=30), st.integers(1, 30), st.integers(1, 5))
+@given(st.lists(tickets, max_size=30), st.integers(1, 30), st.integers(1, 5), ladders)
 def test_every_ticket_comes_out_once_and_batches_keep_the_budget(
-    queued: list[Ticket], max_patches: int, max_items: int
+    queued: list[Ticket], max_patches: int, max_items: int, ladder: BucketLadder | None
 ) -> None:
-    planner = Planner(max_patches, max_items)
+    planner = Planner(max_patches, max_items, ladder)
     for ticket in queued:
         planner.add(ticket)
     out: list[Ticket] = []
@@ -78,3 +94,162 @@ def test_every_ticket_comes_out_once_and_batches_keep_the_budget(
             break
     assert sorted(map(id, out)) == sorted(map(id, queued))
     assert planner.num_patches == 0
+
+
+@settings(deadline=None)
+@given(
+    st.integers(0, 10_000),
+    st.integers(10, 60),
+    st.integers(1, 6),
+    ladders,
+)
+def test_nobody_starves_while_others_keep_coming(
+    seed: int, max_patches: int, max_items: int, ladder: BucketLadder | None
+) -> None:
+    """More arrives than is served; each ticket still goes within as many batches as there were tickets
+    before it, and later ones go before it at most MAX_PASSES times."""
+    generator = random.Random(seed)
+    planner = Planner(max_patches, max_items, ladder)
+    arrived: list[Ticket] = []
+    ahead: dict[Ticket, int] = {}
+    passed: dict[Ticket, int] = {}
+    for turn in range(60):
+        for _ in range(generator.randint(0, 4) if turn < 40 else 0):
+            ticket = Ticket(generator.randint(1, 40))
+            ahead[ticket], passed[ticket] = len(planner), 0
+            arrived.append(ticket)
+            planner.add(ticket)
+        batch = planner.next_batch(0.0).batch
+        assert bool(batch) == bool(arrived)
+        waiting = [ticket for ticket in arrived if ticket not in batch]
+        for ticket in waiting:
+            passed[ticket] += any(arrived.index(other) > arrived.index(ticket) for other in batch)
+            ahead[ticket] -= 1
+            assert ahead[ticket] >= 0
+            assert ticket.passes == passed[ticket] <= MAX_PASSES
+        arrived = waiting
+
+
+@given(st.lists(tickets, max_size=20), ladders)
+def test_what_runs_is_in_order_of_priority_then_arrival(
+    queued: list[Ticket], ladder: BucketLadder | None
+) -> None:
+    planner = Planner(40, 8, ladder)
+    for ticket in queued:
+        planner.add(ticket)
+    batch = planner.next_batch(0.0).batch
+    assert batch == sorted(batch, key=lambda ticket: (-ticket.priority, queued.index(ticket)))
+
+
+def test_an_item_that_was_passed_often_lets_nothing_past_it() -> None:
+    planner = Planner(max_patches=10, max_items=8)
+    heads = [Ticket(6) for _ in range(MAX_PASSES + 1)]
+    large = Ticket(5)
+    for ticket in (*heads, large):
+        planner.add(ticket)
+    for turn in range(MAX_PASSES):
+        small = Ticket(4)
+        planner.add(small)
+        assert planner.next_batch(0.0).batch == [heads[turn], small]
+    late = Ticket(4)
+    planner.add(late)
+    assert large.passes == MAX_PASSES
+    assert planner.next_batch(0.0).batch == [heads[-1]]
+    assert planner.next_batch(0.0).batch == [large, late]
+
+
+# -- with a ladder -------------------------------------------------------------------------------------
+
+COARSE = BucketLadder([Bucket(8, 4, 8), Bucket(16, 8, 16), Bucket(32, 16, 32)], CostModel(1.0, 10.0, 0.0))
+
+
+def test_a_batch_ends_where_its_bucket_does_and_the_rest_heads_the_next() -> None:
+    planner = Planner(32, 8, COARSE)
+    queue = [Ticket(8), Ticket(8), Ticket(4)]
+    for ticket in queue:
+        planner.add(ticket)
+    # 20 patches in a bucket of 32 take 321 us; 16 and 4 take 161 and 81.
+    assert planner.next_batch(0.0).batch == queue[:2]
+    assert planner.next_batch(0.0).batch == queue[2:]
+
+
+def test_a_batch_is_not_cut_where_one_more_launch_costs_more() -> None:
+    slow_start = BucketLadder(COARSE.buckets, CostModel(500.0, 10.0, 0.0))
+    planner = Planner(32, 8, slow_start)
+    queue = [Ticket(8), Ticket(8), Ticket(4)]
+    for ticket in queue:
+        planner.add(ticket)
+    assert planner.next_batch(0.0).batch == queue
+
+
+def test_room_that_a_cut_leaves_is_filled_from_further_behind() -> None:
+    planner = Planner(32, 8, COARSE)
+    a, b, c, d, e = Ticket(7), Ticket(7), Ticket(8), Ticket(20), Ticket(2)
+    for ticket in (a, b, c, d, e):
+        planner.add(ticket)
+    # First come: a, b, c, e are 24 patches in 32. In 16: a and b, and e beside them.
+    assert planner.next_batch(0.0).batch == [a, b, e]
+    assert (c.passes, d.passes) == (1, 1)
+    assert planner.next_batch(0.0).batch[0] is c
+
+
+def test_what_no_bucket_takes_is_left_out_of_a_batch_that_one_takes() -> None:
+    """An eager batch costs the host's launches; a clip of many frames would send all its fellows there."""
+    planner = Planner(32, 8, COARSE)
+    stills = [Ticket(4) for _ in range(4)]
+    clip = Ticket(4, num_frames=4)
+    for ticket in (*stills, clip):
+        planner.add(ticket)
+    planner.ladder = BucketLadder(COARSE.buckets, CostModel(1.0, 10.0, 0.0))
+    assert planner.next_batch(0.0).batch == [*stills, clip]  # two launches would be slower still
+    for ticket in (*stills, clip):
+        planner.add(ticket)
+    planner.add(Ticket(32))
+    assert planner.next_batch(0.0).batch == stills
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.lists(st.integers(4, 400).map(lambda n: 4 * n), min_size=1, max_size=24))
+def test_a_queue_that_fits_one_batch_takes_no_longer_than_in_one(sizes: list[int]) -> None:
+    ladder = ladder_of_sizes([256, 1024, 4096, 16384])
+    planner = Planner(16384, 64, ladder)
+    for size in sizes:
+        planner.add(Ticket(size))
+    whole_us = ladder.predicted_us(Launch.of(sizes))
+    us = 0.0
+    while len(planner):
+        us += ladder.predicted_us(launch_of(planner.next_batch(0.0).batch))
+    assert us <= whole_us * 1.001
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_coarse_ladder_wastes_less_than_by_first_come_fill(seed: int) -> None:
+    ladder = ladder_of_sizes(1 << power for power in range(6, 15))
+    generator = random.Random(seed)
+    sizes = [4 * generator.randint(32, 700) for _ in range(600)]
+    spent_us = []
+    for planned in (ladder, None):
+        planner = Planner(16384, 64, planned)
+        us, coming = 0.0, list(sizes)
+        while coming or len(planner):
+            for _ in range(generator.randint(1, 8)):
+                if coming:
+                    planner.add(Ticket(coming.pop(0)))
+            us += ladder.predicted_us(launch_of(planner.next_batch(0.0).batch))
+        spent_us.append(us)
+    assert spent_us[0] < 0.99 * spent_us[1]
+
+
+def test_a_ticket_is_the_launch_of_its_sequences() -> None:
+    assert Ticket(12).launch == Launch.of([12])
+    assert Ticket(12, num_sequences=3).launch == Launch.of([4, 4, 4])
+    assert Ticket(12, num_frames=3).launch == Launch.of([12], num_frames=3)
+    assert launch_of([Ticket(12), Ticket(8, num_sequences=2)]) == Launch.of([12, 4, 4])
+    assert launch_of([]) == Launch.of([])
+
+
+def test_with_the_default_ladder_a_full_queue_is_not_cut_to_pieces() -> None:
+    planner = Planner(16384, 64, default_ladder(16384))
+    for _ in range(64):
+        planner.add(Ticket(1024))
+    assert [len(planner.next_batch(0.0).batch) for _ in range(4)] == [16] * 4
