@@ -51,6 +51,12 @@ class Metrics:
             buckets=STEP_BUCKETS_S,
             registry=self.registry,
         )
+        self.batch_time_ratio = Histogram(
+            "ve_batch_time_ratio",
+            "Device time of a batch over its prediction.",
+            buckets=(0.5, 0.7, 0.8, 0.9, 0.95, 1.0, 1.05, 1.1, 1.2, 1.5, 2.0, 4.0),
+            registry=self.registry,
+        )
         self.ready = Gauge("ve_ready", "1 while the service takes work.", registry=self.registry)
 
     def gauge(self, name: str, text: str, read: Callable[[], float]) -> None:

@@ -289,6 +289,10 @@ class Pipeline:
             )
         permit.add_patches(num_patches)
         flight.ticket.num_patches = num_patches
+        if self.model.tower.merges_time:
+            flight.ticket.num_frames = grid.t
+        else:
+            flight.ticket.num_sequences = grid.t
         flight.announced.set_result(grid)
 
     async def _run_tower(self, flight: Flight, tower_item: TowerItem) -> EncodedItem:

@@ -31,7 +31,7 @@ from encoder_service.engine.launch import Launcher, TowerLauncher
 from encoder_service.errors import Cancelled, DeadlineExceeded, DeviceFault, Draining, InternalError
 from encoder_service.ingest.preprocessor import Preprocessor
 from encoder_service.metrics import Metrics
-from encoder_service.scheduler.planner import Plan, Planner, Ticket
+from encoder_service.scheduler.planner import Plan, Planner, Ticket, launch_of
 from encoder_service.towers.tower import Tower
 from encoder_service.types import FrameItem, Grid, PatchItem, TowerItem
 
@@ -295,6 +295,9 @@ class DeviceEngine:
         self.counters.patches += num_patches
         self.counters.busy_s += tower_s
         self._metrics.batch_patches.observe(num_patches)
+        if self.graphs is not None:
+            predicted_us = self.graphs.ladder.predicted_us(launch_of(job.ticket for job in batch.jobs))
+            self._metrics.batch_time_ratio.observe(tower_s * 1e6 / predicted_us)
         try:
             for job, rows in zip(batch.jobs, batch.launched.collect(), strict=True):
                 if self._claim(job):
