@@ -19,12 +19,15 @@ SIDES = {256: 16, 448: 28, 512: 32, 768: 48, 1024: 64}
 SIZES_OF_MIXED = ((8, 448), (2, 1024), (4, 768), (16, 256), (6, 512))
 CASES = ("1x448", "1x1024", "8x1024", "32x448", "mixed", "clip")
 QUICK_CASES = ("1x448", "1x1024")
+# To see on a CPU that the bench runs.
+SMALL_CASE = "1x256"
+KNOWN_CASES = (SMALL_CASE, *CASES)
 # Where the device is busy throughout, so that its power and clocks tell something.
 SATURATED_CASES = ("8x1024", "32x448")
 # Compiling takes tens of seconds a case.
 COMPILED_CASES = ("1x448", "1x1024", "8x1024")
 # The most telling first: a run that is cut short has these.
-RUN_ORDER = ("1x1024", "8x1024", "1x448", "32x448", "mixed", "clip")
+RUN_ORDER = (SMALL_CASE, "1x1024", "8x1024", "1x448", "32x448", "mixed", "clip")
 
 
 def grids_of(case: str, *, merges_time: bool) -> list[Grid]:

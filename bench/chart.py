@@ -16,7 +16,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from cases import CASES, num_patches_of
+from cases import KNOWN_CASES, num_patches_of
 
 # Families, cases and variants in the order of the picture. Baselines are cool and grey, ours warm.
 FAMILIES = {"qwen3_vl": "Qwen3-VL", "qwen3_5": "Qwen3.5", "kimi_k25": "Kimi-K2.5"}
@@ -105,7 +105,7 @@ def over_floor(
     axes: Any, records: list[dict[str, Any]], variants: list[str], result: dict[str, Any], family: str
 ) -> None:
     """Bars by case and variant; those above the picture carry their value. Ours carry milliseconds."""
-    cases = [case for case in CASES if any(one["case"] == case for one in records)]
+    cases = [case for case in KNOWN_CASES if any(one["case"] == case for one in records)]
     by_place = {(one["case"], one["variant"]): one for one in records}
     width = 0.86 / len(variants)
     ratios = [one["median_ms"] / floor_ms(one, result) for one in records]

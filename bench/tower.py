@@ -17,7 +17,6 @@ import gc
 import importlib.util
 import logging
 import secrets
-import statistics
 import sys
 import time
 from pathlib import Path
@@ -30,11 +29,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import baselines
 import chart
-from cases import CASES, QUICK_CASES, RUN_ORDER, SATURATED_CASES, grids_of, random_inputs
+from cases import RUN_ORDER, SATURATED_CASES, grids_of, num_patches_of, random_inputs
 from checkpoints import random_checkpoint
 from kernel_profile import profile_runs, profile_table
 from measurement import (
-    RESULTS,
     ResultFile,
     ceilings,
     describe_environment,
@@ -42,17 +40,16 @@ from measurement import (
     interleaved_samples,
     synchronise,
 )
+from options import parse_arguments
 from padding_load import padding_under_load
 from power import ManagedDevice, NoPowerReading, managed_device, sustained
+from report import left_out_lines, records_of, table_of
 from rich.console import Console
-from rich.table import Table
-from variants import VARIANTS, Case, CompileBudget, Family, accuracies, accuracy
+from variants import CompileBudget, Family, accuracies, accuracy
 
 from encoder_service.config import Settings
 from encoder_service.towers import Tower, load_tower
-from encoder_service.towers.synthetic import FAMILIES, SIZES
 
-CHECK_CASE = "1x448"
 CHECK_LIMIT = 1e-5
 SETTLE_S = 0.4
 
@@ -192,19 +189,20 @@ class Run:
     def _check(self, path: Path, family: str, exact: Tower) -> None:
         """Largest absolute and relative error of the float32 tower against the reference in float32."""
         reference = load_reference(path, self.device, torch.float32)
-        grids = grids_of(CHECK_CASE, merges_time=exact.merges_time)
+        case = min(self.arguments.cases, key=num_patches_of)
+        grids = grids_of(case, merges_time=exact.merges_time)
         inputs = random_inputs(exact, grids, self.result["settings"]["pixel_seed"])
         found, expected = exact(inputs), reference.rows(inputs.pixel_values, grids)
         check = {
             "family": family,
-            "case": CHECK_CASE,
+            "case": case,
             "against": "reference in float32",
             "max_abs_error": float((found - expected).abs().max()),
             "relative_error": accuracy(found, expected)["relative_error"],
         }
         self.result["checks"].append(check)
         self.console.print(
-            f"{family} {CHECK_CASE} float32 against the reference: max abs"
+            f"{family} {case} float32 against the reference: max abs"
             f" {check['max_abs_error']:.1e}, relative {check['relative_error']:.1e}"
         )
         del reference
@@ -263,8 +261,8 @@ class Run:
 
 
 def main() -> None:
-    arguments = parse_arguments()
-    console = Console()
+    arguments = parse_arguments((__doc__ or "").splitlines()[0])
+    console = Console(width=None if sys.stdout.isatty() else 132)
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.INFO))
     run = Run(arguments, console)
     run.main()
@@ -281,95 +279,11 @@ def main() -> None:
         sys.exit(f"a tower differs from the reference by {CHECK_LIMIT} or more: see the checks")
 
 
-def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--device", type=torch.device, default=torch.device("cuda:0"))
-    parser.add_argument(
-        "--dtype", choices=("float32", "bfloat16"), help="default: bfloat16, float32 on a CPU"
-    )
-    parser.add_argument("--size", choices=SIZES, default="full")
-    parser.add_argument("--families", nargs="+", choices=FAMILIES, default=list(FAMILIES))
-    parser.add_argument(
-        "--cases", nargs="+", choices=CASES, help="default: all, with --quick two, on a CPU one"
-    )
-    parser.add_argument(
-        "--variants", nargs="+", choices=VARIANTS, help="default: all, with --quick not compiled"
-    )
-    parser.add_argument("--quick", action="store_true", help="two cases, ten runs each, nothing compiled")
-    parser.add_argument("--every-backend", action="store_true", help="each attention backend in a graph too")
-    parser.add_argument("--profile", action="store_true", help="kernels of each case's replay, in a file too")
-    parser.add_argument(
-        "--ladder",
-        choices=("first", "all", "cases"),
-        help="for which families every bucket of the default ladder is captured, instead of the cases' own;"
-        " default: first, with --quick cases",
-    )
-    parser.add_argument("--variant-budget-s", type=float, default=0.7, help="timing of a case, a variant")
-    parser.add_argument("--compile-budget-s", type=float, default=120.0, help="of the whole run")
-    parser.add_argument("--power-s", type=float, default=1.0, help="each variant alone, saturated; 0: none")
-    parser.add_argument("--time-limit-s", type=float, help="no case begins later; default 440, --quick 100")
-    parser.add_argument("--seed", type=int, default=0, help="of the weights")
-    parser.add_argument("--commit", help="the commit measured, where git cannot tell")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the result files")
-    arguments = parser.parse_args()
-    if arguments.device.type == "cuda":
-        if not torch.cuda.is_available():
-            parser.error("no CUDA device here; --device cpu --size tiny --quick shows that the bench runs")
-        torch.cuda.set_device(arguments.device)
-    elif arguments.profile:
-        parser.error("--profile reads the kernels of a CUDA device")
-    default_dtype = "float32" if arguments.device.type == "cpu" else "bfloat16"
-    arguments.dtype = getattr(torch, arguments.dtype or default_dtype)
-    quick = arguments.quick
-    is_small = quick and arguments.device.type == "cpu"
-    arguments.cases = arguments.cases or list(
-        QUICK_CASES[:1] if is_small else QUICK_CASES if quick else CASES
-    )
-    arguments.variants = arguments.variants or [
-        variant for variant in VARIANTS if not (quick and variant == "ref_compiled")
-    ]
-    arguments.ladder = arguments.ladder or ("cases" if quick else "first")
-    arguments.time_limit_s = arguments.time_limit_s or (100.0 if quick else 440.0)
-    arguments.warm_up, arguments.repeats = (1, 10) if quick else (3, 50)
-    if is_small:
-        arguments.repeats = 3
-    return arguments
-
-
 def load_reference(path: Path, device: torch.device, dtype: torch.dtype) -> Any:
     """The reference implementation's tower with its projector."""
     from tests.parity.reference import ReferenceTower
 
     return ReferenceTower(path, device=device, dtype=dtype)
-
-
-def records_of(
-    family: str, case: Case, samples: dict[str, list[float]], host_us: dict[str, float]
-) -> list[dict[str, Any]]:
-    """One record for each variant of a case. padding_share: of the bucket's patches; variants other than
-    ``graph`` and ``fp8`` run exact shapes. host_us: only of those two."""
-    records = []
-    for variant, values in samples.items():
-        median_ms = statistics.median(values)
-        ordered = sorted(values)
-        record = {
-            "family": family,
-            "case": case.name,
-            "variant": variant,
-            "median_ms": median_ms,
-            "useful_tflops": case.flops / median_ms / 1e9,
-            "padding_share": case.padding_shares.get(variant, 0.0),
-            "num_runs": len(values),
-            "min_ms": ordered[0],
-            "max_ms": ordered[-1],
-            "num_patches": case.inputs.num_patches,
-        }
-        if variant in host_us:
-            record["host_us"] = host_us[variant]
-        if variant in case.notes:
-            record["note"] = case.notes[variant]
-        records.append(record)
-    return records
 
 
 def release(device: torch.device) -> None:
@@ -378,47 +292,6 @@ def release(device: torch.device) -> None:
     if device.type == "cuda":
         synchronise(device)
         torch.cuda.empty_cache()
-
-
-def table_of(result: dict[str, Any]) -> Table:
-    limits = result["ceilings"]
-    table = Table(
-        title=f"Tower forward on {result['device']}, {result['settings']['size']} size,"
-        f" {result['settings']['dtype']}" + ("" if result["complete"] else " (cut short)"),
-        caption=f"ceilings: product {limits['matmul_tflops']:.2f} TFLOP/s, copy"
-        f" {limits['copy_gb_per_s']:.1f} GB/s",
-    )
-    for name in ("family", "case", "variant"):
-        table.add_column(name)
-    for name in ("median ms", "useful TFLOP/s", "of ceiling", "padding", "host us", "runs"):
-        table.add_column(name, justify="right")
-    places = {(family, case): (f, c) for f, family in enumerate(FAMILIES) for c, case in enumerate(CASES)}
-    for record in sorted(result["records"], key=lambda one: places[one["family"], one["case"]]):
-        table.add_row(
-            record["family"],
-            record["case"],
-            record["variant"],
-            f"{record['median_ms']:.2f}",
-            f"{record['useful_tflops']:.2f}",
-            f"{record['useful_tflops'] / limits['matmul_tflops']:.0%}",
-            f"{record['padding_share']:.1%}" if record["padding_share"] else "",
-            f"{record['host_us']:.0f}" if "host_us" in record else "",
-            str(record["num_runs"]),
-        )
-    return table
-
-
-def left_out_lines(left_out: list[dict[str, Any]]) -> list[str]:
-    """One line for each variant and reason, with the cases it is missing from."""
-    cases: dict[tuple[str, str], list[str]] = {}
-    for one in left_out:
-        cases.setdefault((one["variant"] or "everything", one["reason"]), []).append(
-            f"{one['family']} {one['case']}"
-        )
-    return [
-        f"left out: {variant}, {len(names)} cases ({names[0]}{', ...' if len(names) > 1 else ''}): {reason}"
-        for (variant, reason), names in cases.items()
-    ]
 
 
 if __name__ == "__main__":
