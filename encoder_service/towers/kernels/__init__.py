@@ -13,7 +13,7 @@ from encoder_service.towers.kernels.embedding import embed_norm
 from encoder_service.towers.kernels.expand import PatchPlaces, expand_items
 from encoder_service.towers.kernels.frames import Norm, merge_frames_norm
 from encoder_service.towers.kernels.norm import add_norm, add_norm_quantize, layer_norm, layer_norm_quantize
-from encoder_service.towers.kernels.patches import patchify_moonvit, patchify_packed, patchify_qwen
+from encoder_service.towers.kernels.patches import patchify_items, patchify_moonvit, patchify_qwen
 from encoder_service.towers.kernels.quantize import quantize_rows
 from encoder_service.towers.kernels.rotary import rotate_qkv_
 
@@ -29,8 +29,8 @@ __all__ = [
     "layer_norm",
     "layer_norm_quantize",
     "merge_frames_norm",
+    "patchify_items",
     "patchify_moonvit",
-    "patchify_packed",
     "patchify_qwen",
     "quantize_rows",
     "rotate_qkv_",

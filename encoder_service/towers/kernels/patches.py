@@ -3,32 +3,32 @@
 Owns the cut and the normalisation on the device, bit for bit what the preprocessors' ``patchify`` gives
 after rounding to the output's dtype. Sizes, padding and settings are the preprocessors'.
 
-Shape legend: T frames, H height and W width in pixels, P patches, tp frames per patch, B bytes.
+One program cuts a merge's worth of patches, which never spans two items or frames; how is cut.py's.
+
+Shape legend: T frames, H height and W width in pixels, I items, P patches, tp frames per patch, B bytes.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 
 from __future__ import annotations
 
-import functools
-
 import torch
 import triton
 import triton.language as tl
 
+from encoder_service.towers.kernels.cut import Triple, cut_patches, normalisation
+from encoder_service.towers.kernels.expand import (
+    FIRST_PATCH,
+    FRAMES,
+    HEIGHT,
+    NUM_COLUMNS,
+    WIDTH,
+    find_item,
+    place_in_merge_order,
+    search_steps,
+)
 from encoder_service.towers.kernels.tiles import check_rows
 
 NUM_WARPS = 4
-
-Triple = tuple[float, float, float]
-
-
-@functools.lru_cache(maxsize=64)
-def scaled_statistics(values: Triple, rescale_factor: float) -> Triple:
-    """Per-channel mean or std over the rescale factor, as float32 values: what uint8 pixels are compared
-    with. Multiplied in float32, as the preprocessors do."""
-    scaled = torch.tensor(values, dtype=torch.float32, device="cpu") * (1.0 / rescale_factor)
-    first, second, third = scaled.tolist()
-    return first, second, third
 
 
 def patchify_qwen(
@@ -44,40 +44,37 @@ def patchify_qwen(
 ) -> torch.Tensor:
     """One item's patches into out [P, 3 * tp * patch_size^2], in place; returns out.
 
-    frames: uint8 [T, H, W, 3], pixels side by side, frames and lines possibly apart; H and W are multiples
-    of patch_size * merge_size. out: any float dtype, rows possibly apart, such as a slice of a static
-    buffer. Order and values are QwenVLPreprocessor.patchify's: the last frame repeats to fill a temporal
-    patch. mean, std: per channel, for values times rescale_factor.
+    frames: uint8 [T, H, W, 3], pixels side by side, frames and lines possibly apart by an even number of
+    bytes; H and W are multiples of patch_size * merge_size, patch_size is even. out: any float dtype, rows
+    possibly apart, such as a slice of a static buffer. Order and values are QwenVLPreprocessor.patchify's:
+    the last frame repeats to fill a temporal patch. mean, std: per channel, for values times rescale_factor.
     """
     num_frames, height, width, num_channels = frames_THWC.shape
     block = patch_size * merge_size
+    frame_stride, line_stride = frames_THWC.stride()[:2]
     assert frames_THWC.dtype == torch.uint8
     assert num_channels == 3
     assert frames_THWC.stride()[2:] == (3, 1), f"pixels lie apart: strides {frames_THWC.stride()}"
+    assert frame_stride % 2 == line_stride % 2 == frames_THWC.data_ptr() % 2 == 0, "frames begin at odd bytes"
     assert height % block == 0, f"height is {height}, needs a multiple of {block}"
     assert width % block == 0, f"width is {width}, needs a multiple of {block}"
     num_slots = -(-num_frames // temporal_patch_size)
     num_patches = num_slots * (height // patch_size) * (width // patch_size)
     check_rows("out", out, (num_patches, 3 * temporal_patch_size * patch_size**2))
-    if num_patches == 0:
-        return out
-    _patchify_kernel[(num_patches,)](
-        frames_THWC,
-        out,
-        frames_THWC.stride(0),
-        frames_THWC.stride(1),
-        out.stride(0),
-        num_frames,
-        height // block,
-        width // block,
-        *scaled_statistics(mean, rescale_factor),
-        *scaled_statistics(std, rescale_factor),
-        PATCH=patch_size,
-        MERGE=merge_size,
-        TEMPORAL=temporal_patch_size,
-        PIXELS_TILE=triton.next_power_of_2(patch_size**2),
-        num_warps=NUM_WARPS,
-    )
+    if num_patches:
+        _patchify_kernel[(num_patches // merge_size**2,)](
+            frames_THWC,
+            out,
+            frame_stride // 2,
+            line_stride // 2,
+            num_frames,
+            height // patch_size,
+            width // patch_size,
+            OUT_STRIDE=out.stride(0),
+            MERGE=merge_size,
+            **normalisation(mean, std, rescale_factor, out.dtype),
+            **patch_shape(patch_size, temporal_patch_size),
+        )
     return out
 
 
@@ -104,69 +101,73 @@ def patchify_moonvit(
     )
 
 
-def patchify_packed(
+def patchify_items(
     pixels_B: torch.Tensor,
-    start_PT: torch.Tensor,
-    coords_P4: torch.Tensor,
+    items_I5: torch.Tensor,
+    sources_I2: torch.Tensor,
     out: torch.Tensor,
     mean: Triple,
     std: Triple,
     rescale_factor: float,
     *,
     patch_size: int,
+    merge_size: int,
+    temporal_patch_size: int,
+    merges_time: bool,
 ) -> torch.Tensor:
     """A whole batch's patches of either family into out [P, 3 * tp * patch_size^2], in one launch and in
     place; returns out. All that differs between batches is in tensors, so that it replays in a graph.
 
-    pixels: uint8 [B], the frames one after the other, each [H, W, 3] without gaps. start: int64 [P, tp], the
-    byte at which each frame of a patch begins; a row that begins with a negative number becomes zeros, and
-    its coords have to be (0, 0, 1, 1) and pixels as long as one patch. coords: int32 [P, 4], row, column,
-    height and width of each patch's frame, in patches.
+    pixels: uint8 [B]. items: int32 [I, 5], FusedInputs.items; P may be more than the items', and rows past
+    them become zeros. sources: int64 [I, 2], the even byte at which an item's frames begin, one after the
+    other, each [H, W, 3] without gaps, and how many there are, more than tp * (t - 1) and at most tp * t;
+    the rows of an item whose byte is negative are left as they are. What padded slots say is not read.
+    Patches stand in merge order, or frame by frame in raster order where ``merges_time``.
     """
-    num_patches, temporal = start_PT.shape
-    assert pixels_B.dtype == torch.uint8
+    num_patches, num_items = out.shape[0], items_I5.shape[0]
+    group = merge_size**2
+    check_rows("items", items_I5, (num_items, NUM_COLUMNS))
+    check_rows("sources", sources_I2, (num_items, 2))
+    check_rows("out", out, (num_patches, 3 * temporal_patch_size * patch_size**2))
+    assert (pixels_B.dtype, items_I5.dtype, sources_I2.dtype) == (torch.uint8, torch.int32, torch.int64)
     assert pixels_B.is_contiguous()
-    check_rows("start", start_PT, (num_patches, temporal))
-    check_rows("coords", coords_P4, (num_patches, 4))
-    check_rows("out", out, (num_patches, 3 * temporal * patch_size**2))
-    if num_patches == 0:
-        return out
-    _patchify_packed_kernel[(num_patches,)](
-        pixels_B,
-        start_PT,
-        coords_P4,
-        out,
-        start_PT.stride(0),
-        coords_P4.stride(0),
-        out.stride(0),
-        *scaled_statistics(mean, rescale_factor),
-        *scaled_statistics(std, rescale_factor),
-        PATCH=patch_size,
-        TEMPORAL=temporal,
-        PIXELS_TILE=triton.next_power_of_2(patch_size**2),
-        num_warps=NUM_WARPS,
-    )
+    assert pixels_B.data_ptr() % 2 == 0, "pixels begin at an odd byte"
+    assert items_I5.is_contiguous()
+    assert sources_I2.is_contiguous()
+    assert num_items > 0
+    assert num_patches % group == 0, f"{num_patches} patches are no multiple of {group}"
+    if num_patches:
+        _patchify_items_kernel[(num_patches // group,)](
+            pixels_B,
+            items_I5,
+            sources_I2,
+            out,
+            num_items,
+            search_steps(num_items),
+            OUT_STRIDE=out.stride(0),
+            MERGE=merge_size,
+            MERGES_TIME=merges_time,
+            COLUMNS=NUM_COLUMNS,
+            **normalisation(mean, std, rescale_factor, out.dtype),
+            **patch_shape(patch_size, temporal_patch_size),
+        )
     return out
 
 
-@triton.jit
-def _channel(corner_ptr, line_stride, mean, std, PATCH: tl.constexpr, PIXELS_TILE: tl.constexpr):
-    """One channel of one frame of a patch: (x - mean) / std, both rounded to nearest as torch does."""
-    pixel = tl.arange(0, PIXELS_TILE)
-    offset = (pixel // PATCH) * line_stride + (pixel % PATCH) * 3
-    x = tl.load(corner_ptr + offset, mask=pixel < PATCH * PATCH, other=0).to(tl.float32)
-    return tl.div_rn(x - mean, std)
-
-
-@triton.jit
-def _store_channel(out_ptr, value, PATCH: tl.constexpr, PIXELS_TILE: tl.constexpr):
-    pixel = tl.arange(0, PIXELS_TILE)
-    tl.store(out_ptr + pixel, value.to(out_ptr.dtype.element_ty), mask=pixel < PATCH * PATCH)
+def patch_shape(patch_size: int, temporal_patch_size: int) -> dict[str, int]:
+    """What both kernels are compiled for."""
+    assert patch_size % 2 == 0, f"patch_size is {patch_size}, needs an even number"
+    return {
+        "PATCH": patch_size,
+        "TEMPORAL": temporal_patch_size,
+        "PAIRS_TILE": triton.next_power_of_2(patch_size**2 // 2),
+        "num_warps": NUM_WARPS,
+    }
 
 
 # Sizes of an image must not compile anything while the service runs.
 @triton.jit(
-    do_not_specialize=["frame_stride", "line_stride", "num_frames", "blocks_high", "blocks_wide"],
+    do_not_specialize=["frame_stride", "line_stride", "num_frames", "rows", "columns"],
     do_not_specialize_on_alignment=["frames_ptr"],
 )
 def _patchify_kernel(
@@ -174,82 +175,113 @@ def _patchify_kernel(
     out_ptr,
     frame_stride,
     line_stride,
-    out_stride,
     num_frames,
-    blocks_high,
-    blocks_wide,
+    rows,
+    columns,
     mean_0,
     mean_1,
     mean_2,
-    std_0,
-    std_1,
-    std_2,
+    scale_0,
+    scale_1,
+    scale_2,
+    OUT_STRIDE: tl.constexpr,
     PATCH: tl.constexpr,
     MERGE: tl.constexpr,
     TEMPORAL: tl.constexpr,
-    PIXELS_TILE: tl.constexpr,
+    PAIRS_TILE: tl.constexpr,
+    DIVIDES: tl.constexpr,
 ):
-    patch = tl.program_id(0)
-    in_block = patch % (MERGE * MERGE)
-    block = patch // (MERGE * MERGE)
-    row = block // blocks_wide % blocks_high * MERGE + in_block // MERGE
-    column = block % blocks_wide * MERGE + in_block % MERGE
-    slot = block // (blocks_wide * blocks_high)
-    out_row_ptr = out_ptr + patch.to(tl.int64) * out_stride
-    for step in tl.static_range(TEMPORAL):
-        frame = tl.minimum(slot * TEMPORAL + step, num_frames - 1)
-        corner = row * PATCH * line_stride + column * (PATCH * 3)
-        corner_ptr = frames_ptr + frame.to(tl.int64) * frame_stride + corner
-        for channel in tl.static_range(3):
-            value = _channel(
-                corner_ptr + channel,
-                line_stride,
-                mean_0 if channel == 0 else (mean_1 if channel == 1 else mean_2),
-                std_0 if channel == 0 else (std_1 if channel == 1 else std_2),
-                PATCH,
-                PIXELS_TILE,
-            )
-            place = (channel * TEMPORAL + step) * (PATCH * PATCH)
-            _store_channel(out_row_ptr + place, value, PATCH, PIXELS_TILE)
+    group = tl.program_id(0)
+    groups = rows * columns // (MERGE * MERGE)
+    member = tl.arange(0, MERGE * MERGE)
+    row, column = place_in_merge_order(group % groups * (MERGE * MERGE) + member, columns, MERGE)
+    patch = (group * (MERGE * MERGE) + member).to(tl.int64)
+    cut_patches(
+        frames_ptr.to(tl.pointer_type(tl.int16)),
+        frame_stride,
+        line_stride,
+        num_frames,
+        group // groups,
+        row,
+        column,
+        out_ptr + patch * OUT_STRIDE,
+        mean_0,
+        mean_1,
+        mean_2,
+        scale_0,
+        scale_1,
+        scale_2,
+        PATCH,
+        TEMPORAL,
+        PAIRS_TILE,
+        DIVIDES,
+    )
 
 
-@triton.jit
-def _patchify_packed_kernel(
+@triton.jit(do_not_specialize=["num_items", "num_steps"])
+def _patchify_items_kernel(
     pixels_ptr,
-    start_ptr,
-    coords_ptr,
+    items_ptr,
+    sources_ptr,
     out_ptr,
-    start_stride,
-    coords_stride,
-    out_stride,
+    num_items,
+    num_steps,
     mean_0,
     mean_1,
     mean_2,
-    std_0,
-    std_1,
-    std_2,
+    scale_0,
+    scale_1,
+    scale_2,
+    OUT_STRIDE: tl.constexpr,
     PATCH: tl.constexpr,
+    MERGE: tl.constexpr,
     TEMPORAL: tl.constexpr,
-    PIXELS_TILE: tl.constexpr,
+    MERGES_TIME: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    PAIRS_TILE: tl.constexpr,
+    DIVIDES: tl.constexpr,
 ):
-    patch = tl.program_id(0).to(tl.int64)
-    row = tl.load(coords_ptr + patch * coords_stride)
-    column = tl.load(coords_ptr + patch * coords_stride + 1)
-    line_stride = tl.load(coords_ptr + patch * coords_stride + 3) * (PATCH * 3)
-    used = tl.load(start_ptr + patch * start_stride) >= 0
-    out_row_ptr = out_ptr + patch * out_stride
-    for step in tl.static_range(TEMPORAL):
-        start = tl.maximum(tl.load(start_ptr + patch * start_stride + step), 0)
-        corner_ptr = pixels_ptr + start + row * PATCH * line_stride + column * (PATCH * 3)
-        for channel in tl.static_range(3):
-            value = _channel(
-                corner_ptr + channel,
-                line_stride,
-                mean_0 if channel == 0 else (mean_1 if channel == 1 else mean_2),
-                std_0 if channel == 0 else (std_1 if channel == 1 else std_2),
+    first = tl.program_id(0) * (MERGE * MERGE)
+    item = find_item(items_ptr, first, num_items, num_steps, FIRST_PATCH, COLUMNS)
+    item_ptr = items_ptr + item * COLUMNS
+    width = tl.load(item_ptr + WIDTH)
+    frame_size = tl.load(item_ptr + HEIGHT) * width
+    in_item = first - tl.load(item_ptr + FIRST_PATCH)
+    slot = in_item // frame_size
+    member = tl.arange(0, MERGE * MERGE)
+    out_row_ptr = out_ptr + (first + member).to(tl.int64) * OUT_STRIDE
+    if slot < tl.load(item_ptr + FRAMES):
+        start = tl.load(sources_ptr + item * 2)
+        if start >= 0:
+            place = in_item % frame_size + member
+            if MERGES_TIME:
+                row = place // width
+                column = place % width
+            else:
+                row, column = place_in_merge_order(place, width, MERGE)
+            cut_patches(
+                (pixels_ptr + start).to(tl.pointer_type(tl.int16)),
+                frame_size.to(tl.int64) * (PATCH * PATCH * 3 // 2),
+                width * (PATCH * 3 // 2),
+                tl.load(sources_ptr + item * 2 + 1).to(tl.int32),
+                slot,
+                row,
+                column,
+                out_row_ptr,
+                mean_0,
+                mean_1,
+                mean_2,
+                scale_0,
+                scale_1,
+                scale_2,
                 PATCH,
-                PIXELS_TILE,
+                TEMPORAL,
+                PAIRS_TILE,
+                DIVIDES,
             )
-            value = tl.where(used, value, 0.0)
-            place = (channel * TEMPORAL + step) * (PATCH * PATCH)
-            _store_channel(out_row_ptr + place, value, PATCH, PIXELS_TILE)
+    else:
+        value = tl.arange(0, 2 * PAIRS_TILE)
+        zeros = tl.zeros((MERGE * MERGE, 2 * PAIRS_TILE), dtype=out_ptr.dtype.element_ty)
+        for plane in tl.static_range(3 * TEMPORAL):
+            plane_ptr = out_row_ptr[:, None] + (plane * (PATCH * PATCH) + value[None, :])
+            tl.store(plane_ptr, zeros, mask=(value < PATCH * PATCH)[None, :])

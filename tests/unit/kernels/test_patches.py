@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import pytest
 import torch
 
@@ -9,7 +11,11 @@ from encoder_service.ingest.decode import DecodeLimits
 from encoder_service.ingest.moonvit import MoonViTPreprocessor
 from encoder_service.ingest.qwen_vl import QwenVLPreprocessor
 from encoder_service.ingest.settings import MoonViTSettings, Normalisation, QwenVLSettings
-from encoder_service.towers.kernels import patchify_moonvit, patchify_packed, patchify_qwen
+from encoder_service.scheduler.buckets import Bucket
+from encoder_service.towers.fused_inputs import FusedInputBuilder
+from encoder_service.towers.kernels import patchify_items, patchify_moonvit, patchify_qwen
+from encoder_service.towers.kernels.cut import normalisation
+from encoder_service.types import Grid
 
 # Means and deviations that float32 does not hold exactly, different in every channel.
 NORMALISATION = Normalisation(
@@ -95,11 +101,12 @@ def test_moonvit_patches_are_the_preprocessors(
     assert torch.equal(out.cpu(), expected)
 
 
-def test_every_pixel_value_in_every_channel(device: torch.device) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_every_pixel_value_in_every_channel(dtype: torch.dtype, device: torch.device) -> None:
     """All 256 values, so that no rounding of a division hides."""
     frames = torch.arange(256, dtype=torch.uint8).view(1, 16, 16, 1).repeat(1, 2, 2, 3)
-    expected = qwen(NORMALISATION).patchify(frames)
-    out = torch.empty(expected.shape, device=device)
+    expected = qwen(NORMALISATION).patchify(frames).to(dtype)
+    out = torch.empty(expected.shape, dtype=dtype, device=device)
     patchify_qwen(
         frames.to(device),
         out,
@@ -113,33 +120,122 @@ def test_every_pixel_value_in_every_channel(device: torch.device) -> None:
     assert torch.equal(out.cpu(), expected)
 
 
-def test_a_batch_in_one_launch(device: torch.device, generator: torch.Generator) -> None:
-    """A still and a clip of three frames, then padding: the preprocessor's patches, and zeros."""
-    patch, preprocessor = 8, qwen(NORMALISATION, 8)
-    still, clip = random_frames(generator, 1, 32, 16), random_frames(generator, 3, 16, 48)
-    expected = torch.cat([preprocessor.patchify(still), preprocessor.patchify(clip), torch.zeros(3, 384)])
+class Item(NamedTuple):
+    """Frames of one item; without them its patches were given ready-made."""
 
-    def block_order(high: int, wide: int) -> torch.Tensor:
-        places = torch.cartesian_prod(*(torch.arange(n) for n in (high // 2, wide // 2, 2, 2)))
-        block_row, block_column, row, column = places.unbind(1)
-        sizes = torch.tensor([high, wide]).expand(high * wide, 2)
-        return torch.cat([torch.stack([block_row * 2 + row, block_column * 2 + column], 1), sizes], 1)
+    num_frames: int
+    h: int
+    w: int
+    has_frames: bool = True
 
-    frame_bytes = 16 * 48 * 3
-    starts = [[0, 0]] * 8 + [[still.numel(), still.numel() + frame_bytes]] * 12
-    starts += [[still.numel() + 2 * frame_bytes] * 2] * 12 + [[-1, -1]] * 3
-    coords = torch.cat(
-        [block_order(4, 2), block_order(2, 6), block_order(2, 6), torch.tensor([[0, 0, 1, 1]] * 3)]
-    )
-    out = rows_of_a_buffer(expected.shape, torch.bfloat16, device)
-    patchify_packed(
-        torch.cat([still.flatten(), clip.flatten()]).to(device),
-        torch.tensor(starts, device=device),
-        coords.int().to(device),
+
+def launch_items(
+    preprocessor: QwenVLPreprocessor | MoonViTPreprocessor,
+    patch_size: int,
+    items: list[Item],
+    extra: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    generator: torch.Generator,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows that the launch writes over a buffer full of sevens, and those that it should."""
+    merges_time = isinstance(preprocessor, MoonViTPreprocessor)
+    temporal = 1 if merges_time else 2
+    grids = [Grid(-(-item.num_frames // temporal), item.h, item.w) for item in items]
+    build = FusedInputBuilder(lambda grid: None, merge_size=2, merges_time=merges_time)
+    inputs = build.prepare(grids)
+    if extra:
+        total = inputs.num_patches + extra
+        inputs = build.pad(inputs, Bucket(total, len(inputs.seqlens) + 3, total, 8))
+    # Items lie anywhere in the memory, at even bytes and in any order.
+    sources = torch.full((len(inputs.items), 2), 2**40)
+    memory, end, expected = [], 0, []
+    for index in reversed(range(len(items))):
+        item, grid = items[index], grids[index]
+        frames = random_frames(generator, item.num_frames, item.h * patch_size, item.w * patch_size)
+        patches = preprocessor.patchify(frames).to(dtype)
+        expected.insert(0, patches if item.has_frames else torch.full_like(patches, 7))
+        assert len(patches) == grid.num_patches
+        sources[index] = torch.tensor([end + 6 if item.has_frames else -1, item.num_frames])
+        if item.has_frames:
+            memory += [torch.zeros(6, dtype=torch.uint8), frames.flatten()]
+            end += 6 + frames.numel()
+    padding = torch.zeros(extra, preprocessor.patch_dim, dtype=dtype)
+    out = torch.full((inputs.num_patches, preprocessor.patch_dim), 7, dtype=dtype, device=device)
+    patchify_items(
+        torch.cat([*memory, torch.zeros(0, dtype=torch.uint8)]).to(device),
+        inputs.items.to(device),
+        sources.to(device),
         out,
         NORMALISATION.image_mean,
         NORMALISATION.image_std,
         NORMALISATION.rescale_factor,
-        patch_size=patch,
+        patch_size=patch_size,
+        merge_size=2,
+        temporal_patch_size=temporal,
+        merges_time=merges_time,
     )
-    assert torch.equal(out.cpu(), expected.bfloat16())
+    return out.cpu(), torch.cat([*expected, padding])
+
+
+MIXES = {
+    "still": [Item(1, 2, 2)],
+    "stills": [Item(1, 4, 2), Item(1, 2, 6), Item(1, 2, 2)],
+    "clips": [Item(3, 2, 4), Item(1, 4, 2), Item(4, 2, 2), Item(2, 2, 2)],
+    "some-ready-made": [Item(2, 2, 2, False), Item(1, 2, 4), Item(5, 2, 2, False), Item(3, 2, 2)],
+    "all-ready-made": [Item(1, 2, 2, False), Item(2, 2, 4, False)],
+}
+
+
+@pytest.mark.parametrize("extra", [0, 12])
+@pytest.mark.parametrize("mix", MIXES)
+@pytest.mark.parametrize("family", ["qwen", "qwen-14", "moonvit"])
+def test_a_batch_in_one_launch(
+    family: str, mix: str, extra: int, device: torch.device, generator: torch.Generator
+) -> None:
+    """The preprocessor's patches, zeros in the padding, and ready-made patches as they were."""
+    patch_size = {"qwen": 16, "qwen-14": 14, "moonvit": 14}[family]
+    preprocessor = moonvit(NORMALISATION) if family == "moonvit" else qwen(NORMALISATION, patch_size)
+    found, expected = launch_items(
+        preprocessor, patch_size, MIXES[mix], extra, torch.bfloat16, device, generator
+    )
+    assert torch.equal(found, expected)
+
+
+def test_a_batch_in_float32(device: torch.device, generator: torch.Generator) -> None:
+    items = [Item(1, 6, 2), Item(3, 4, 4)]
+    found, expected = launch_items(qwen(NORMALISATION), 16, items, 4, torch.float32, device, generator)
+    assert torch.equal(found, expected)
+
+
+def test_patches_that_begin_at_odd_bytes_are_refused(device: torch.device) -> None:
+    out = torch.empty(4, 3 * 36, device=device)
+    memory = torch.zeros(12 * 12 * 3 + 1, dtype=torch.uint8, device=device)
+    with pytest.raises(AssertionError, match="odd bytes"):
+        patchify_moonvit(memory[1:].view(1, 12, 12, 3), out, (0.0,) * 3, (1.0,) * 3, 1 / 255, patch_size=6)
+    with pytest.raises(AssertionError, match="patch_size is 3"):
+        patchify_moonvit(
+            memory[:-1].view(1, 12, 12, 3),
+            out.new_empty(16, 27),
+            (0.0,) * 3,
+            (1.0,) * 3,
+            1 / 255,
+            patch_size=3,
+        )
+
+
+def test_a_product_stands_for_the_quotient_only_where_every_value_rounds_alike() -> None:
+    mean, std, factor = NORMALISATION.image_mean, NORMALISATION.image_std, NORMALISATION.rescale_factor
+    assert normalisation(mean, std, factor, torch.float32)["DIVIDES"]
+    assert not normalisation(mean, std, factor, torch.bfloat16)["DIVIDES"]
+    pixel = torch.arange(256, dtype=torch.float32)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        given = normalisation(mean, std, factor, dtype)
+        for channel in range(3):
+            quotient = (pixel - torch.tensor(mean[channel]) * (1 / factor)) / (
+                torch.tensor(std[channel]) * (1 / factor)
+            )
+            centred = pixel - given[f"mean_{channel}"]
+            scale = given[f"scale_{channel}"]
+            found = centred / scale if given["DIVIDES"] else centred * scale
+            assert torch.equal(found.to(dtype), quotient.to(dtype))
