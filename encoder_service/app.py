@@ -13,7 +13,6 @@ import signal
 import sys
 import threading
 import time
-import uuid
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
@@ -23,7 +22,6 @@ import torch
 from rich.console import Console
 from rich.progress import Progress
 
-from encoder_service import __version__
 from encoder_service.admin.app import AdminServer, create_admin_app
 from encoder_service.config import Settings
 from encoder_service.engine.device import DeviceEngine, first_line
@@ -34,19 +32,19 @@ from encoder_service.ingest.decode import DecodeLimits
 from encoder_service.ingest.registry import load_preprocessor
 from encoder_service.metrics import Metrics
 from encoder_service.pipeline import Pipeline, ServedModel
-from encoder_service.rpc import convert
 from encoder_service.rpc.server import GrpcServer
+from encoder_service.rpc.server_info import server_info
 from encoder_service.rpc.servicer import VisionEncoderServicer
 from encoder_service.scheduler.admission import Admission, Undelivered
 from encoder_service.scheduler.planner import Planner
 from encoder_service.store.embedding_store import EmbeddingStore
+from encoder_service.towers.precision import check_fp8_device, parse_precision
 from encoder_service.towers.registry import load_tower
-from encoder_service.types import Grid, Modality
+from encoder_service.types import Grid
 from vision_encoder.v1 import encoder_pb2 as pb
 
 log = structlog.get_logger(__name__)
 
-MODALITY_TO_PROTO = {Modality.IMAGE: pb.MODALITY_IMAGE, Modality.VIDEO: pb.MODALITY_VIDEO}
 Result = TypeVar("Result")
 
 # A batch that outlives the grace gets this long to end before the process leaves it.
@@ -127,6 +125,7 @@ class Service:
             family=model.family,
             device=str(model.tower.device),
             dtype=str(model.tower.dtype).removeprefix("torch."),
+            precision=model.precision.name,
             listen=",".join(self.addresses),
             admin=self.admin_address,
             load_s=round(time.monotonic() - started_s, 2),
@@ -267,6 +266,9 @@ def load_model(settings: Settings) -> ServedModel:
                 f"device {settings.device} was asked for, but torch sees "
                 f"{torch.cuda.device_count()} device(s)"
             )
+    precision = parse_precision(settings.precision)
+    if precision.fp8_products:
+        check_fp8_device(device)
     default = torch.bfloat16 if device.type == "cuda" else torch.float32
     dtype = default if settings.dtype is None else getattr(torch, settings.dtype)
     loaded = load_tower(settings.model, device=device, dtype=dtype)
@@ -278,7 +280,14 @@ def load_model(settings: Settings) -> ServedModel:
             f"takes {loaded.tower.patch_dim}"
         )
     name = settings.model_name or settings.model.resolve().name
-    return ServedModel(name, loaded.family, loaded.fingerprint, loaded.tower, preprocessor)
+    return ServedModel(
+        name,
+        loaded.family,
+        precision.fingerprint(loaded.fingerprint),
+        loaded.tower,
+        preprocessor,
+        precision,
+    )
 
 
 def capture_graphs(model: ServedModel, settings: Settings) -> GraphRunner | None:
@@ -297,6 +306,7 @@ def capture_graphs(model: ServedModel, settings: Settings) -> GraphRunner | None
 
         return build_graph_runner(
             model.tower,
+            precision=model.precision,
             attention=settings.attention,
             deterministic=settings.deterministic,
             max_patches=settings.max_patches_per_batch,
@@ -315,48 +325,6 @@ def warm_up_grids(model: ServedModel, settings: Settings) -> list[Grid]:
         side = max(merge, side // merge * merge)
         grids.append(Grid(1, side, side))
     return grids
-
-
-def server_info(settings: Settings, model: ServedModel) -> pb.GetServerInfoResponse:
-    """What GetServerInfo answers for the life of the process."""
-    tower = model.tower
-    return pb.GetServerInfoResponse(
-        protocol_version=convert.PROTOCOL_VERSION,
-        min_protocol_version=convert.MIN_PROTOCOL_VERSION,
-        server_version=__version__,
-        instance_id=uuid.uuid4().hex,
-        device=torch.cuda.get_device_name(tower.device) if tower.device.type == "cuda" else "cpu",
-        models=[
-            pb.ModelInfo(
-                name=model.name,
-                family=model.family,
-                model_fingerprint=model.fingerprint,
-                preprocess_fingerprint=model.preprocessor.fingerprint,
-                dtype=convert.dtype_to_proto(tower.dtype),
-                out_width=tower.out_width,
-                num_deepstack_levels=tower.num_deepstack_levels,
-                width=tower.width,
-                patch_size=tower.patch_size,
-                spatial_merge_size=tower.merge_size,
-                temporal_patch_size=tower.temporal_patch_size,
-                patch_dim=tower.patch_dim,
-                merges_time=tower.merges_time,
-                modalities=[MODALITY_TO_PROTO[modality] for modality in tower.modalities],
-            )
-        ],
-        limits=pb.Limits(
-            max_items_per_request=settings.max_items_per_request,
-            max_message_bytes=settings.max_message_bytes,
-            max_encoded_bytes=settings.max_encoded_bytes,
-            max_image_pixels=settings.max_image_pixels,
-            max_patches_per_item=settings.max_patches_per_item,
-            max_queued_patches=settings.max_queued_patches,
-            max_queued_bytes=settings.max_queued_bytes,
-            store_bytes=settings.store_bytes,
-            chunk_bytes=settings.chunk_bytes,
-        ),
-        transports=[pb.TransportInfo(delivery=pb.DELIVERY_INLINE)],
-    )
 
 
 async def serve(settings: Settings, announce: Callable[[Service], None]) -> int:

@@ -75,6 +75,9 @@ def serve(
         str | None, typer.Option(help="host:port of the admin plane, '' for none (VE_ADMIN_LISTEN).")
     ] = None,
     model_name: Annotated[str | None, typer.Option(help="Name that requests use.")] = None,
+    precision: Annotated[
+        str | None, typer.Option(help="Of the matrix products: dtype, or fp8 on a GPU that has it.")
+    ] = None,
     tower: Annotated[str | None, typer.Option(help="auto, or plain: no fused kernels, no graphs.")] = None,
     attention: Annotated[
         str | None, typer.Option(help="Attention backend on a GPU; auto measures what is installed.")
@@ -104,6 +107,7 @@ def serve(
             listen=tuple(listen) if listen else None,
             admin_listen=admin_listen,
             model_name=model_name,
+            precision=precision,
             tower=tower,
             attention=attention,
             deterministic=deterministic or None,
@@ -314,7 +318,7 @@ def info(server: ServerOption = "127.0.0.1:50051") -> None:
 def model_rows(model: ModelInfo) -> list[tuple[str, str]]:
     """A model's lines of the ``info`` table."""
     return [
-        ("model", f"{model.name} ({model.family}), {model.dtype}"),
+        ("model", f"{model.name} ({model.family}), {model.dtype}, precision {model.precision}"),
         (
             "rows",
             f"width {model.width} = {model.out_width} x (1 + {model.num_deepstack_levels} deepstack), "

@@ -35,6 +35,9 @@ class Settings(BaseSettings):
     dtype: Literal["float32", "bfloat16"] | None = Field(
         None, description="Type of weights and rows; default bfloat16 on a GPU, float32 on the CPU."
     )
+    precision: Literal["dtype", "fp8"] = Field(
+        "dtype", description="Of the blocks' matrix products: as dtype says, or fp8 on a GPU that has it."
+    )
     tower: Literal["auto", "plain"] = Field(
         "auto", description="auto: fused kernels and CUDA graphs where the device can; plain: never."
     )
@@ -94,6 +97,19 @@ class Settings(BaseSettings):
                 f"chunk_bytes {self.chunk_bytes} and its {CHUNK_OVERHEAD_BYTES} bytes of frame do not fit "
                 f"into max_message_bytes {self.max_message_bytes}"
             )
+        return self
+
+    @model_validator(mode="after")
+    def check_fp8_has_its_path(self) -> Settings:
+        """fp8 runs in the fused tower on a GPU with bfloat16 rows, and nowhere else."""
+        if self.precision == "fp8":
+            for name, needed, found in (
+                ("device", "cuda", self.device.partition(":")[0]),
+                ("tower", "auto", self.tower),
+                ("dtype", "bfloat16", self.dtype or "bfloat16"),
+            ):
+                if found != needed:
+                    raise ValueError(f"precision fp8 needs {name} {needed}, found {name} {found}")
         return self
 
     @field_validator("bucket_sizes", mode="before")

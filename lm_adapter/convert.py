@@ -159,6 +159,7 @@ def _model_info(message: pb.ModelInfo) -> ModelInfo:
         patch_dim=message.patch_dim,
         merges_time=message.merges_time,
         modalities=tuple(_MODALITY_OF[number] for number in message.modalities if number in _MODALITY_OF),
+        precision=message.precision or "dtype",
     )
 
 

@@ -259,7 +259,8 @@ Outcome: TypeAlias = EncodedRows | ItemFailed
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """A served model: its name, its fingerprints and the geometry of its rows."""
+    """A served model: its name, its fingerprints and the geometry of its rows. precision: of the matrix
+    products, ``dtype`` or ``fp8``; the model's fingerprint tells them apart."""
 
     name: str
     family: str
@@ -275,6 +276,7 @@ class ModelInfo:
     patch_dim: int
     merges_time: bool
     modalities: tuple[Modality, ...] = (Modality.IMAGE,)
+    precision: str = "dtype"
 
     def num_rows(self, grid: Grid) -> int:
         """Visual tokens of one item of this grid."""

@@ -21,6 +21,7 @@ from encoder_service.towers.attention import AttentionBackend, parse_attention
 from encoder_service.towers.attention.per_shape import PerShapeAttention
 from encoder_service.towers.attention.select import ShapeCase, graph_time_ms, measure_backends
 from encoder_service.towers.moonvit import MoonViTTower
+from encoder_service.towers.precision import AS_DTYPE, Precision, check_fp8_device, check_fp8_sizes
 from encoder_service.towers.qwen3_vl import Qwen3VLTower
 from encoder_service.towers.tower import Tower
 
@@ -37,6 +38,7 @@ def build_graph_runner(
     deterministic: bool,
     max_patches: int,
     bucket_sizes: Sequence[int] = (),
+    precision: Precision = AS_DTYPE,
     clock: Callable[[], float] = time.monotonic,
     progress: Callable[[CaptureRecord, int], None] | None = None,
 ) -> GraphRunner | None:
@@ -44,7 +46,9 @@ def build_graph_runner(
 
     attention: "auto" or a backend's name. deterministic: one backend for all shapes whose rows for an item
     do not depend on its batch. max_patches: of the largest bucket; bucket_sizes: the ladder, in patches,
-    instead of the default one. Raises ConfigurationError for an attention or sizes that cannot be had.
+    instead of the default one. precision: of the blocks' matrix products; fp8 never falls back to the plain
+    tower, whose rows are not those of its keys. Raises ConfigurationError for an attention, sizes or a
+    precision that cannot be had.
     """
     candidates = [
         backend
@@ -52,6 +56,8 @@ def build_graph_runner(
         if not backend.static_lengths
     ]
     reason = why_plain(tower, candidates)
+    if precision.fp8_products:
+        check_fp8(precision, tower, reason)
     if reason is not None:
         log.warning("fast path is off, the plain tower serves", reason=reason)
         return None
@@ -61,8 +67,9 @@ def build_graph_runner(
     started_s = clock()
     chosen = choose_attention(tower, candidates, ladder, deterministic=deterministic)
     measured_s = clock()
+    fused = FusedTower(tower, chosen, precision)  # type: ignore[arg-type]
     runner = GraphRunner(
-        FusedTower(tower, chosen),  # type: ignore[arg-type]
+        fused,
         ladder,
         tower.device,
         capture=True,
@@ -78,6 +85,8 @@ def build_graph_runner(
         measure_s=round(measured_s - started_s, 1),
         capture_s=round(clock() - measured_s, 1),
         captured_mib=runner.captured_bytes >> 20,
+        precision=precision.name,
+        packed_mib=fused.packed_bytes >> 20,
     )
     return runner
 
@@ -95,6 +104,18 @@ def why_plain(tower: Tower, candidates: Sequence[AttentionBackend]) -> str | Non
     if not candidates:
         return "every attention backend that is installed bakes sequence lengths into its launches"
     return None
+
+
+def check_fp8(precision: Precision, tower: Tower, reason: str | None) -> None:
+    """Raises ConfigurationError unless this tower can run in fp8. reason: what bars the fast path, or None."""
+    if reason is not None:
+        raise ConfigurationError(f"precision fp8 needs the fast path, which is not possible: {reason}")
+    assert isinstance(tower, Qwen3VLTower | MoonViTTower)
+    check_fp8_device(tower.device)
+    if tower.dtype != torch.bfloat16:
+        raise ConfigurationError(f"precision fp8 gives bfloat16 rows, the tower's are {tower.dtype}")
+    config = tower.config
+    check_fp8_sizes(precision, config.hidden_size, config.intermediate_size, config.depth)
 
 
 def ladder_of(tower: Tower, max_patches: int, bucket_sizes: Sequence[int]) -> BucketLadder:

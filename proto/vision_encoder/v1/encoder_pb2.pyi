@@ -390,6 +390,7 @@ class ModelInfo(google.protobuf.message.Message):
     PATCH_DIM_FIELD_NUMBER: builtins.int
     MERGES_TIME_FIELD_NUMBER: builtins.int
     MODALITIES_FIELD_NUMBER: builtins.int
+    PRECISION_FIELD_NUMBER: builtins.int
     name: builtins.str
     family: builtins.str
     """qwen3_vl, qwen3_5, kimi_k25"""
@@ -411,6 +412,8 @@ class ModelInfo(google.protobuf.message.Message):
     """elements of one flattened patch"""
     merges_time: builtins.bool
     """rows are h*w/merge^2 (true) or t*h*w/merge^2 (false)"""
+    precision: builtins.str
+    """of the blocks' matrix products: dtype, fp8; empty: dtype"""
     @property
     def modalities(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[Global___Modality.ValueType]: ...
     def __init__(
@@ -430,8 +433,9 @@ class ModelInfo(google.protobuf.message.Message):
         patch_dim: builtins.int = ...,
         merges_time: builtins.bool = ...,
         modalities: collections.abc.Iterable[Global___Modality.ValueType] | None = ...,
+        precision: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["dtype", b"dtype", "family", b"family", "merges_time", b"merges_time", "modalities", b"modalities", "model_fingerprint", b"model_fingerprint", "name", b"name", "num_deepstack_levels", b"num_deepstack_levels", "out_width", b"out_width", "patch_dim", b"patch_dim", "patch_size", b"patch_size", "preprocess_fingerprint", b"preprocess_fingerprint", "spatial_merge_size", b"spatial_merge_size", "temporal_patch_size", b"temporal_patch_size", "width", b"width"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["dtype", b"dtype", "family", b"family", "merges_time", b"merges_time", "modalities", b"modalities", "model_fingerprint", b"model_fingerprint", "name", b"name", "num_deepstack_levels", b"num_deepstack_levels", "out_width", b"out_width", "patch_dim", b"patch_dim", "patch_size", b"patch_size", "precision", b"precision", "preprocess_fingerprint", b"preprocess_fingerprint", "spatial_merge_size", b"spatial_merge_size", "temporal_patch_size", b"temporal_patch_size", "width", b"width"]) -> None: ...
 
 Global___ModelInfo: typing_extensions.TypeAlias = ModelInfo
 
