@@ -11,7 +11,9 @@ from typing import Any
 
 import torch
 
+from encoder_service.scheduler.buckets import Bucket
 from encoder_service.towers import kernels
+from encoder_service.towers.fused_inputs import FusedInputBuilder
 from encoder_service.towers.layers import interpolate_positions
 from encoder_service.towers.positions import (
     cubic_taps,
@@ -21,9 +23,11 @@ from encoder_service.towers.positions import (
     raster_coordinates,
 )
 from encoder_service.towers.rope import blocked_tables, inverse_frequencies, rotate
+from encoder_service.types import Grid
 
 WIDTH, HEADS, HEAD_DIM, MLP_WIDTH = 1152, 16, 72, 4304
 EPS = 1e-6
+NUM_SLOTS = 64
 STATISTICS = ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5), 1 / 255)
 
 
@@ -155,6 +159,7 @@ def cases(num_patches: int, device: torch.device) -> Iterator[Case]:
         3 * plane,
     )
     yield from patch_cases(height, width, device)
+    yield from expand_cases(height, width, device)
 
 
 def patch_cases(height: int, width: int, device: torch.device) -> Iterator[Case]:
@@ -185,6 +190,57 @@ def patch_cases(height: int, width: int, device: torch.device) -> Iterator[Case]
 
     yield Case("patchify_qwen", still(16), qwen, qwen_plain, num_patches * (768 + 3072))
     yield Case("patchify_moonvit", still(14), moonvit, moonvit_plain, num_patches * (588 + 1176))
+
+    # The same frame as the first item of a bucket's slots.
+    sources = torch.tensor([[0, 1]] + [[-1, 0]] * (NUM_SLOTS - 1), device=device)
+
+    def batch(merges_time: bool, patch: int) -> Callable[[torch.Tensor], torch.Tensor]:
+        items = item_table(height, width, device, merges_time=merges_time)
+        temporal = 1 if merges_time else 2
+        sizes: dict[str, Any] = {"patch_size": patch, "merge_size": 2, "temporal_patch_size": temporal}
+
+        def run(frames: torch.Tensor) -> torch.Tensor:
+            out = torch.empty(num_patches, 3 * temporal * patch**2, dtype=torch.bfloat16, device=device)
+            pixels = frames.flatten()
+            return kernels.patchify_items(
+                pixels, items, sources, out, *STATISTICS, **sizes, merges_time=merges_time
+            )
+
+        return run
+
+    yield Case("patchify_items qwen", still(16), batch(False, 16), qwen_plain, num_patches * (768 + 3072))
+    yield Case(
+        "patchify_items moonvit", still(14), batch(True, 14), moonvit_plain, num_patches * (588 + 1176)
+    )
+
+
+def expand_cases(height: int, width: int, device: torch.device) -> Iterator[Case]:
+    """Coordinates of one frame of height by width patches, and with MoonViT's merge over four frames."""
+    num_patches = height * width
+    rows, columns = raster_coordinates(height, width)
+    order = merge_order(height, width, 2)
+    sizes = torch.tensor([height, width]).expand(num_patches, 2)
+    for merges_time, place in ((False, order), (True, torch.arange(num_patches))):
+        coords = torch.cat([rows[place, None], columns[place, None], sizes], 1).float().to(device)
+        items = item_table(height, width, device, merges_time=merges_time)
+        arguments: dict[str, Any] = {"merge_size": 2, "merges_time": merges_time}
+        if merges_time:
+            arguments |= {"num_places": num_patches, "num_frames": 4}
+        yield Case(
+            f"expand_items {'moonvit' if merges_time else 'qwen'}",
+            lambda items=items: (items,),
+            lambda items, arguments=arguments: kernels.expand_items(items, num_patches, **arguments).coords,
+            lambda _, coords=coords: coords,
+            num_patches * (16 + (4 + 4 * 8 if merges_time else 0)),
+        )
+
+
+def item_table(height: int, width: int, device: torch.device, *, merges_time: bool) -> torch.Tensor:
+    """One frame of height by width patches, in a bucket of NUM_SLOTS slots that it fills."""
+    builder = FusedInputBuilder(lambda _: None, merge_size=2, merges_time=merges_time)
+    num_patches = height * width
+    bucket = Bucket(num_patches, NUM_SLOTS, num_patches, 4)
+    return builder.pad(builder.prepare([Grid(1, height, width)]), bucket).items.contiguous().to(device)
 
 
 def unscaled_later(

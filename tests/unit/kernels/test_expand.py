@@ -18,10 +18,10 @@ MAX_FRAMES = 5
 
 
 def batches(merge_size: int) -> st.SearchStrategy[list[Grid]]:
-    side = st.integers(1, 14 // merge_size).map(lambda n: merge_size * n)
+    side = st.integers(1, 10 // merge_size).map(lambda n: merge_size * n)
     still = st.builds(Grid, st.just(1), side, side)
     clip = st.builds(Grid, st.integers(2, MAX_FRAMES), side, side)
-    return st.lists(still | clip, min_size=1, max_size=7)
+    return st.lists(still | clip, min_size=1, max_size=6)
 
 
 def expanded(inputs: FusedInputs, device: torch.device, *, merge_size: int, merges_time: bool) -> PatchPlaces:
