@@ -9,7 +9,8 @@ for each bucket, which the planner does not know. Waste is the share of the devi
 exactly the batches' shapes would not have taken.
 
 Load 1 is the arrival rate at which useful work alone would fill the device. ``backlog``: all images wait
-from the start.
+from the start. Policies: the planner with what batches cost, or by first-come fill alone; each on the default
+ladder and on a coarse one of powers of two.
 """
 
 from __future__ import annotations
@@ -191,7 +192,7 @@ def simulate(
 
 
 def powers_of_two(max_patches: int) -> BucketLadder:
-    """What other engines' graphs are captured for."""
+    """A coarse ladder: a few sizes, each twice the one before."""
     return ladder_of_sizes({*(1 << power for power in range(6, max_patches.bit_length())), max_patches})
 
 
@@ -231,7 +232,7 @@ def run(arguments: argparse.Namespace, console: Console) -> dict[str, object]:
     console.print(table)
     console.print(
         f"seed {arguments.seed}; {len(sizes)} images of {min(sizes)} to {max(sizes)} patches, median "
-        f"{statistics.median(sizes):g}; ladder of {len(ladder)} buckets, powers of two {len(doubling)}"
+        f"{statistics.median(sizes):g}; default ladder of {len(ladder)} buckets, coarse of {len(doubling)}"
     )
     settings = {name: value for name, value in vars(arguments).items() if name != "out"}
     return {
@@ -243,7 +244,7 @@ def run(arguments: argparse.Namespace, console: Console) -> dict[str, object]:
             for part, value in zip(range(10, 100, 10), statistics.quantiles(sizes, n=10), strict=True)
         },
         "cost": asdict(H200_COST),
-        "num_buckets": {"ladder": len(ladder), "powers of two": len(doubling)},
+        "num_buckets": {"default": len(ladder), "coarse": len(doubling)},
         "records": records,
     }
 
