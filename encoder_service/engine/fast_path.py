@@ -1,8 +1,8 @@
 """The fast path of a GPU: fused tower, attention chosen by measurement, one CUDA graph per bucket.
 
 Owns putting the parts together before readiness: which attention backends are tried on which shapes, the
-ladder of buckets, the captures and what is said about them. Where the fast path is not possible the plain
-tower serves, and the log says why.
+ladder of buckets and its cost on this device, the captures and what is said about them. Where the fast path
+is not possible the plain tower serves, and the log says why.
 """
 
 from __future__ import annotations
@@ -14,12 +14,15 @@ from collections.abc import Callable, Sequence
 import structlog
 import torch
 
-from encoder_service.engine.graphs import CaptureRecord, GraphRunner
+from encoder_service.engine.calibrate import calibrate
+from encoder_service.engine.graphs import CaptureRecord, GraphCounters, GraphRunner
 from encoder_service.errors import ConfigurationError
 from encoder_service.scheduler.buckets import Bucket, BucketLadder, default_ladder, ladder_of_sizes
 from encoder_service.towers.attention import AttentionBackend, parse_attention
 from encoder_service.towers.attention.per_shape import PerShapeAttention
 from encoder_service.towers.attention.select import ShapeCase, graph_time_ms, measure_backends
+from encoder_service.towers.gemm.per_rows import TORCH_CHOICES, GemmChoices
+from encoder_service.towers.gemm.select import BlockShape, choose_gemms, find_gemms
 from encoder_service.towers.moonvit import MoonViTTower
 from encoder_service.towers.precision import AS_DTYPE, Precision, check_fp8_device, check_fp8_sizes
 from encoder_service.towers.qwen3_vl import Qwen3VLTower
@@ -66,8 +69,9 @@ def build_graph_runner(
     ladder = ladder_of(tower, max_patches, bucket_sizes)
     started_s = clock()
     chosen = choose_attention(tower, candidates, ladder, deterministic=deterministic)
+    gemms = choose_tower_gemms(tower, ladder, deterministic=deterministic)
     measured_s = clock()
-    fused = FusedTower(tower, chosen, precision)  # type: ignore[arg-type]
+    fused = FusedTower(tower, chosen, precision, gemms)  # type: ignore[arg-type]
     runner = GraphRunner(
         fused,
         ladder,
@@ -76,18 +80,23 @@ def build_graph_runner(
         clock=clock,
     )
     runner.capture_all(progress)
+    captured_s = clock()
     log.info(
         "graphs captured",
         graphs=len(ladder),
         sizes=len(ladder.sizes),
         max_patches=ladder.max_patches,
         attention=sorted({backend.name for backend in chosen.choices.values()}),
+        gemms=sorted({name for by_rows in gemms.names.values() for name in by_rows.values()}),
         measure_s=round(measured_s - started_s, 1),
-        capture_s=round(clock() - measured_s, 1),
+        capture_s=round(captured_s - measured_s, 1),
         captured_mib=runner.captured_bytes >> 20,
         precision=precision.name,
         packed_mib=fused.packed_bytes >> 20,
     )
+    if (calibration := calibrate(runner, tower.merge_size, clock=clock)) is not None:
+        runner.ladder = ladder.calibrated(calibration)
+    runner.counters = GraphCounters()  # from here on they count what is served
     return runner
 
 
@@ -155,6 +164,30 @@ def choose_attention(
     )
     return PerShapeAttention(
         {shape: selection.choices[case.name] for shape, case in zip(shapes, cases, strict=True)}
+    )
+
+
+def choose_tower_gemms(tower: Tower, ladder: BucketLadder, *, deterministic: bool) -> GemmChoices:
+    """The fastest gemm of each product by number of rows. deterministic: torch's for all, since two gemms
+    round differently."""
+    assert isinstance(tower, Qwen3VLTower | MoonViTTower)
+    candidates = find_gemms(tower.device)
+    if deterministic or len(candidates) == 1:
+        return TORCH_CHOICES
+    config = tower.config
+    return choose_gemms(
+        candidates,
+        BlockShape(
+            config.hidden_size,
+            config.intermediate_size,
+            config.num_heads,
+            config.rope_theta,
+            "interleaved" if tower.merges_time else "blocked",
+        ),
+        sorted({bucket.num_patches for bucket in measured_buckets(ladder)}),
+        dtype=tower.dtype,
+        device=tower.device,
+        time_ms=graph_time_ms,
     )
 
 

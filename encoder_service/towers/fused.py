@@ -15,14 +15,17 @@ E tower width, M = E * merge^2, D language-model width, L deepstack levels.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal
+import functools
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.functional import linear
 
 from encoder_service.towers.attention import AttentionBackend, SequenceBounds
 from encoder_service.towers.fused_inputs import MAX_SIDE, BucketShape, FusedInputBuilder, FusedInputs
+from encoder_service.towers.gemm import Rotary, RotaryLayout, turns_of
+from encoder_service.towers.gemm.per_rows import TORCH_CHOICES, GemmChoices
 from encoder_service.towers.layers import Merger
 from encoder_service.towers.moonvit import MoonViTTower
 from encoder_service.towers.precision import AS_DTYPE, Precision, check_fp8_sizes
@@ -36,11 +39,15 @@ if TYPE_CHECKING:
     from encoder_service.towers.kernels import PatchPlaces
 
 
+# Up to here a batch leaves part of the device idle, and mergers beside the blocks cost nothing.
+SIDE_STREAM_PATCHES = 8192
+
+
 class FusedTower(Tower):
     """A plain tower's weights behind the fused forward pass. The plain tower stays usable beside it.
 
-    precision: which products of the blocks run in fp8. Raises ConfigurationError when the tower's sizes do
-    not allow it.
+    precision: which products of the blocks run in fp8; gemms: what runs the others. Raises ConfigurationError
+    when the tower's sizes do not allow the precision.
     """
 
     def __init__(
@@ -48,6 +55,7 @@ class FusedTower(Tower):
         plain: Qwen3VLTower | MoonViTTower,
         attention: AttentionBackend,
         precision: Precision = AS_DTYPE,
+        gemms: GemmChoices = TORCH_CHOICES,
     ) -> None:
         super().__init__()
         config = plain.config
@@ -58,7 +66,7 @@ class FusedTower(Tower):
         self.plain = plain
         self.attention = attention
         self.precision = precision
-        self._blocks = pack_blocks(plain.blocks, precision)  # type: ignore[arg-type]
+        self.gemms = gemms
         self.family = plain.family
         self.patch_size = plain.patch_size
         self.merge_size = plain.merge_size
@@ -68,12 +76,20 @@ class FusedTower(Tower):
         self.num_deepstack_levels = plain.num_deepstack_levels
         self.merges_time = plain.merges_time
         self.num_heads = plain.config.num_heads
+        self._blocks = pack_blocks(plain.blocks, precision, gemms, num_heads=self.num_heads)  # type: ignore[arg-type]
+        self._layout: RotaryLayout = "interleaved" if self.merges_time else "blocked"
         frequencies = inverse_frequencies(plain.config.hidden_size // self.num_heads, plain.config.rope_theta)
         angles = torch.arange(MAX_SIDE, dtype=torch.float32)[:, None] * frequencies
         self.rope_cos: torch.Tensor
         self.rope_sin: torch.Tensor
         self.register_buffer("rope_cos", angles.cos().to(plain.device), persistent=False)
         self.register_buffer("rope_sin", angles.sin().to(plain.device), persistent=False)
+        self._turns: torch.Tensor | None = None
+        if gemms.wants_pairs:
+            self._turns = turns_of(frequencies, self._layout, self.num_heads).to(plain.device)
+        self._side_stream: torch.cuda.Stream | None = None
+        if plain.device.type == "cuda":
+            self._side_stream = torch.cuda.Stream(plain.device)  # type: ignore[no-untyped-call]
         self._inputs = FusedInputBuilder(
             plain.check_grid, merge_size=self.merge_size, merges_time=self.merges_time
         )
@@ -113,11 +129,14 @@ class FusedTower(Tower):
         rows = blocks[0].qkv.input_of_rows(self._embed(x_PE, places, blocks[0].norm1))
         head_dim = x_PE.shape[1] // self.num_heads
         bounds = self.attention.plan(inputs, (x_PE.shape[0], self.num_heads, head_dim), x_PE.dtype)
-        levels_RD: list[torch.Tensor] = []
+        rotary = Rotary(
+            places.coords, self.rope_cos, self.rope_sin, self._layout, self.num_heads, self._turns
+        )
+        levels = Levels(self._side_stream if x_PE.shape[0] <= SIDE_STREAM_PATCHES else None)
         for index, block in enumerate(blocks):
-            delta_PE = self._attend(rows, block, places.coords, bounds)
+            delta_PE = self._attend(x_PE, rows, block, rotary, bounds)
             rows = block.fc1.input_of_norm(x_PE, delta_PE, block.norm2)
-            delta_PE = block.fc2(block.fc2.input_of_gelu(block.fc1, rows))
+            delta_PE = block.fc2.add_to(x_PE, block.fc2.input_of_gelu(block.fc1, rows))
             if index + 1 < len(blocks):
                 following = blocks[index + 1]
                 rows = following.qkv.input_of_norm(x_PE, delta_PE, following.norm1)
@@ -126,9 +145,11 @@ class FusedTower(Tower):
             # From here on x_PE holds the block's output.
             if isinstance(plain, Qwen3VLTower) and index in plain.config.deepstack_visual_indexes:
                 level = plain.config.deepstack_visual_indexes.index(index)
-                levels_RD.append(self._merge_level(x_PE, plain.deepstack_mergers[level]))  # type: ignore[arg-type]
-        merger = plain.merger if isinstance(plain, Qwen3VLTower) else plain.projector
-        main_RD = self._merge(h_PE, merger)
+                merger: Merger = plain.deepstack_mergers[level]  # type: ignore[assignment]
+                h_RM = self._kernels.layer_norm(x_PE.view(-1, merger.merged_width), *norm_of(merger.norm))
+                levels.start(h_RM, functools.partial(self._merge, h_RM, merger))
+        main_RD = self._merge(h_PE, plain.merger if isinstance(plain, Qwen3VLTower) else plain.projector)
+        levels_RD = levels.finish()
         return main_RD if not levels_RD else torch.cat([main_RD, *levels_RD], dim=-1)
 
     def _embed(self, x_PE: torch.Tensor, places: PatchPlaces, norm: NormParameters) -> torch.Tensor:
@@ -158,18 +179,18 @@ class FusedTower(Tower):
         )
 
     def _attend(
-        self, rows: Any, block: BlockProducts, coords: torch.Tensor, bounds: SequenceBounds
-    ) -> torch.Tensor:
-        """What the attention adds to the residual; rows: the input of the block's qkv."""
-        qkv: torch.Tensor = block.qkv(rows)
-        layout: Literal["blocked", "interleaved"] = "interleaved" if self.merges_time else "blocked"
-        self._kernels.rotate_qkv_(qkv, coords, self.rope_cos, self.rope_sin, layout, self.num_heads)
+        self, x_PE: torch.Tensor, rows: Any, block: BlockProducts, rotary: Rotary, bounds: SequenceBounds
+    ) -> torch.Tensor | None:
+        """Adds the attention to the residual x, or returns what is still to be added; rows: the input of the
+        block's qkv."""
+        qkv: torch.Tensor = block.qkv.rotated(rows, rotary)
         q_PHd, k_PHd, v_PHd = qkv.view(qkv.shape[0], 3, self.num_heads, -1).unbind(1)
         out_PHd = self.attention.attend(q_PHd, k_PHd, v_PHd, bounds)
-        delta_PE: torch.Tensor = block.proj(block.proj.input_of_rows(out_PHd.flatten(1)))
-        return delta_PE
+        return block.proj.add_to(x_PE, block.proj.input_of_rows(out_PHd.flatten(1)))
 
-    def _last_norm(self, x_PE: torch.Tensor, delta_PE: torch.Tensor, places: PatchPlaces) -> torch.Tensor:
+    def _last_norm(
+        self, x_PE: torch.Tensor, delta_PE: torch.Tensor | None, places: PatchPlaces
+    ) -> torch.Tensor:
         """The merger's normed input [R * merge^2, E], after adding the last block's delta."""
         plain = self.plain
         if isinstance(plain, Qwen3VLTower):
@@ -190,7 +211,30 @@ class FusedTower(Tower):
         u_RM = linear(h_PE.view(-1, merger.merged_width), merger.fc1.weight, merger.fc1.bias)
         return linear(self._kernels.gelu_(u_RM, "none"), merger.fc2.weight, merger.fc2.bias)
 
-    def _merge_level(self, x_PE: torch.Tensor, merger: Merger) -> torch.Tensor:
-        """Rows [R, D] of one deepstack level; its norm spans the merged patches."""
-        x_RM = x_PE.view(-1, merger.merged_width)
-        return self._merge(self._kernels.layer_norm(x_RM, *norm_of(merger.norm)), merger)
+
+class Levels:
+    """The deepstack levels' mergers, which nothing in the blocks waits for: on a stream of their own they
+    fill a device that small batches leave half empty. side_stream None: in the blocks' order."""
+
+    def __init__(self, side_stream: torch.cuda.Stream | None) -> None:
+        self._side_stream = side_stream
+        self._rows_RD: list[torch.Tensor] = []
+        # Memory of the main stream that the side stream reads: not to be used again before it has.
+        self._inputs: list[torch.Tensor] = []
+
+    def start(self, input_RM: torch.Tensor, merge: Callable[[], torch.Tensor]) -> None:
+        """``merge``, which reads ``input_RM`` as the current stream leaves it."""
+        if self._side_stream is None:
+            self._rows_RD.append(merge())
+            return
+        self._inputs.append(input_RM)
+        self._side_stream.wait_stream(torch.cuda.current_stream(input_RM.device))
+        with torch.cuda.stream(self._side_stream):
+            self._rows_RD.append(merge())
+
+    def finish(self) -> list[torch.Tensor]:
+        """Every level's rows [R, D], ready in the current stream's order."""
+        if self._side_stream is not None and self._inputs:
+            torch.cuda.current_stream(self._inputs[0].device).wait_stream(self._side_stream)
+        self._inputs.clear()
+        return self._rows_RD

@@ -8,6 +8,8 @@ scale per row of the input and per output of the weight. Which block uses which 
 A product's result is what is still to be added to the residual; None would say that the product has added it
 itself, and every kernel that takes a delta takes None.
 
+The kernels are imported where they are called: they import triton, which only the fused path needs.
+
 Shape legend: P patches, K input width, N output width.
 """
 
@@ -19,8 +21,10 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import torch
-from torch.nn.functional import gelu, linear
+from torch.nn.functional import linear
 
+from encoder_service.towers.gemm import Rotary, Weights, pair_rows
+from encoder_service.towers.gemm.per_rows import GemmChoices, PerRows
 from encoder_service.towers.layers import Block
 from encoder_service.towers.precision import Precision, ProductName
 
@@ -34,10 +38,10 @@ QuantizedRows = tuple[torch.Tensor, torch.Tensor]
 class Product(abc.ABC, Generic[Rows]):
     """One linear layer: ways to make its input, and the product itself with its bias."""
 
-    def __init__(self) -> None:
-        from encoder_service.towers import kernels  # triton, which only the fused path needs
-
-        self._kernels = kernels
+    @property
+    @abc.abstractmethod
+    def num_bytes(self) -> int:
+        """Device memory of what is packed beside the plain tower's weights."""
 
     @abc.abstractmethod
     def input_of_rows(self, x_PK: torch.Tensor) -> Rows:
@@ -55,18 +59,41 @@ class Product(abc.ABC, Generic[Rows]):
     def gelu(self, rows: Rows) -> torch.Tensor:
         """tanh-GELU of this product, [P, N] in the tower's type."""
 
+    def rotated(self, rows: Rows, rotary: Rotary) -> torch.Tensor:
+        """q, k and v [P, 3 * H * d], q and k turned by their positions; see ``gemm.Gemm.rotated``."""
+        from encoder_service.towers import kernels
+
+        return kernels.rotate_qkv_(
+            self(rows), rotary.coords, rotary.cos, rotary.sin, rotary.layout, rotary.num_heads
+        )
+
+    def add_to(self, residual_PN: torch.Tensor, rows: Rows) -> torch.Tensor | None:  # noqa: ARG002
+        """What is still to be added to the residual; None: the product has been added in place."""
+        return self(rows)
+
     @abc.abstractmethod
     def __call__(self, rows: Rows) -> torch.Tensor:
         """[P, N] in the tower's type, bias added."""
 
 
 class WideProduct(Product[torch.Tensor]):
-    """In the weights' own type, on the layer's own tensors."""
+    """In the weights' own type, on the layer's own tensors.
 
-    def __init__(self, layer: torch.nn.Linear) -> None:
-        super().__init__()
-        self._weight_NK = layer.weight
-        self._bias_N = layer.bias
+    gemms: by number of rows, what multiplies. num_heads: of a packed q, k, v projection; its weight is then
+    kept a second time, in pairs, when one of the gemms reads it.
+    """
+
+    def __init__(self, layer: torch.nn.Linear, gemms: PerRows, *, num_heads: int | None = None) -> None:
+        self._gemms = gemms
+        paired = None
+        if num_heads is not None and any(gemm.wants_pairs for gemm in gemms.choices.values()):
+            paired = pair_rows(layer.weight, num_heads), pair_rows(layer.bias, num_heads)
+        self._weights = Weights(layer.weight, layer.bias, paired)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of what the plain tower does not have: the weight in pairs."""
+        return sum(tensor.nbytes for tensor in self._weights.paired or ())
 
     def input_of_rows(self, x_PK: torch.Tensor) -> torch.Tensor:
         return x_PK
@@ -74,19 +101,24 @@ class WideProduct(Product[torch.Tensor]):
     def input_of_norm(
         self, x_PK: torch.Tensor, delta_PK: torch.Tensor | None, norm: NormParameters
     ) -> torch.Tensor:
-        return self._kernels.add_norm(x_PK, delta_PK, *norm)
+        from encoder_service.towers import kernels
+
+        return kernels.add_norm(x_PK, delta_PK, *norm)
 
     def input_of_gelu(self, before: Product[Any], rows: Any) -> torch.Tensor:
         return before.gelu(rows)
 
+    def rotated(self, rows: torch.Tensor, rotary: Rotary) -> torch.Tensor:
+        return self._gemms.choose(rows.shape[0]).rotated(rows, self._weights, rotary)
+
     def gelu(self, rows: torch.Tensor) -> torch.Tensor:
-        """On a GPU in the product's epilogue: cuBLASLt's GELU is the tanh form."""
-        if rows.is_cuda:
-            return torch._addmm_activation(self._bias_N, rows, self._weight_NK.t(), use_gelu=True)
-        return gelu(self(rows), approximate="tanh")
+        return self._gemms.choose(rows.shape[0]).gelu(rows, self._weights)
+
+    def add_to(self, residual_PN: torch.Tensor, rows: torch.Tensor) -> torch.Tensor | None:
+        return self._gemms.choose(rows.shape[0]).add_to(residual_PN, rows, self._weights)
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
-        return linear(rows, self._weight_NK, self._bias_N)
+        return linear(rows, self._weights.weight, self._weights.bias)
 
 
 class Fp8Product(Product[QuantizedRows]):
@@ -97,8 +129,9 @@ class Fp8Product(Product[QuantizedRows]):
     """
 
     def __init__(self, layer: torch.nn.Linear, *, fast_accumulation: bool) -> None:
-        super().__init__()
-        values_NK, scale_N1 = self._kernels.quantize_rows(layer.weight)
+        from encoder_service.towers import kernels
+
+        values_NK, scale_N1 = kernels.quantize_rows(layer.weight)
         # Column-major [K, N], which is what the product takes, is the packed weight seen from the other side.
         self._weight_KN = values_NK.t()
         self._scale_1N = scale_N1.t()
@@ -111,18 +144,26 @@ class Fp8Product(Product[QuantizedRows]):
         return self._weight_KN.nbytes + self._scale_1N.nbytes
 
     def input_of_rows(self, x_PK: torch.Tensor) -> QuantizedRows:
-        return self._kernels.quantize_rows(x_PK)
+        from encoder_service.towers import kernels
+
+        return kernels.quantize_rows(x_PK)
 
     def input_of_norm(
         self, x_PK: torch.Tensor, delta_PK: torch.Tensor | None, norm: NormParameters
     ) -> QuantizedRows:
-        return self._kernels.add_norm_quantize(x_PK, delta_PK, *norm)
+        from encoder_service.towers import kernels
+
+        return kernels.add_norm_quantize(x_PK, delta_PK, *norm)
 
     def input_of_gelu(self, before: Product[Any], rows: Any) -> QuantizedRows:
-        return self._kernels.gelu_quantize(before(rows), "tanh")
+        from encoder_service.towers import kernels
+
+        return kernels.gelu_quantize(before(rows), "tanh")
 
     def gelu(self, rows: QuantizedRows) -> torch.Tensor:
-        return self._kernels.gelu_(self(rows), "tanh")
+        from encoder_service.towers import kernels
+
+        return kernels.gelu_(self(rows), "tanh")
 
     def __call__(self, rows: QuantizedRows) -> torch.Tensor:
         values_PK, scale_P1 = rows
@@ -152,14 +193,20 @@ class BlockProducts:
         return self.qkv, self.proj, self.fc1, self.fc2
 
 
-def pack_blocks(blocks: Iterable[Block], precision: Precision) -> list[BlockProducts]:
+def pack_blocks(
+    blocks: Iterable[Block], precision: Precision, gemms: GemmChoices, *, num_heads: int
+) -> list[BlockProducts]:
     """Every block's products under the policy; fp8 weights are packed here, beside the blocks' own."""
     given = list(blocks)
 
     def pack(name: ProductName, layer: torch.nn.Linear, index: int) -> Product[Any]:
         if precision.is_fp8(name, index, len(given)):
             return Fp8Product(layer, fast_accumulation=precision.fast_accumulation)
-        return WideProduct(layer)
+        if name == "qkv":
+            return WideProduct(layer, gemms.rotate, num_heads=num_heads)
+        return WideProduct(
+            layer, {"proj": gemms.add_attention, "fc1": gemms.gelu, "fc2": gemms.add_mlp}[name]
+        )
 
     return [
         BlockProducts(
@@ -175,13 +222,8 @@ def pack_blocks(blocks: Iterable[Block], precision: Precision) -> list[BlockProd
 
 
 def packed_bytes(blocks: Iterable[BlockProducts]) -> int:
-    """Device memory of fp8 weights, which stand beside the plain tower's."""
-    return sum(
-        product.num_bytes
-        for block in blocks
-        for product in block.products()
-        if isinstance(product, Fp8Product)
-    )
+    """Device memory of packed weights, which stand beside the plain tower's."""
+    return sum(product.num_bytes for block in blocks for product in block.products())
 
 
 def norm_of(norm: torch.nn.LayerNorm) -> NormParameters:

@@ -1,0 +1,49 @@
+"""Which gemm serves a product: looked up by the number of rows, which a graph fixes.
+
+Owns the lookup. The choice itself is measured by select.py.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from encoder_service.towers.gemm import TORCH_GEMM, Gemm
+
+
+@dataclass(frozen=True)
+class PerRows:
+    """The gemm measured best by number of rows; other numbers take the nearest one's, by ratio."""
+
+    choices: Mapping[int, Gemm]
+
+    def choose(self, num_rows: int) -> Gemm:
+        if not num_rows:
+            return TORCH_GEMM
+        return self.choices[min(self.choices, key=lambda rows: abs(math.log(num_rows / rows)))]
+
+
+@dataclass(frozen=True)
+class GemmChoices:
+    """The gemms of a block: rotate serves qkv, gelu fc1, add_attention proj, add_mlp fc2."""
+
+    rotate: PerRows
+    gelu: PerRows
+    add_attention: PerRows
+    add_mlp: PerRows
+
+    @property
+    def wants_pairs(self) -> bool:
+        return any(gemm.wants_pairs for gemm in self.rotate.choices.values())
+
+    @property
+    def names(self) -> dict[str, dict[int, str]]:
+        """By step and number of rows, for logs and results."""
+        return {
+            step: {rows: gemm.name for rows, gemm in per_rows.choices.items()}
+            for step, per_rows in vars(self).items()
+        }
+
+
+TORCH_CHOICES = GemmChoices(*(PerRows({1: TORCH_GEMM}) for _ in range(4)))

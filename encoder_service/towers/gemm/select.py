@@ -1,0 +1,209 @@
+"""Which gemm serves which product at how many rows: checked against float32, then timed on the device itself.
+
+Owns the candidates, the measurement and the choice. A product is timed together with the pass that its
+epilogue may save, as the blocks run them: the rotation after qkv, the norm after proj and fc2.
+
+Shape legend: P patches, K input width, N output width, H heads, d head_dim.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import structlog
+import torch
+from torch.nn.functional import gelu, linear
+
+from encoder_service.towers.gemm import TORCH_GEMM, Gemm, Rotary, RotaryLayout, Weights, pair_rows, turns_of
+from encoder_service.towers.gemm.per_rows import GemmChoices, PerRows
+from encoder_service.towers.rope import inverse_frequencies
+
+log = structlog.get_logger(__name__)
+
+TimeMs = Callable[[Callable[[], object]], float]
+
+# Largest relative Frobenius error against float32, on normal random values: rounding makes 2e-3 to 4e-3.
+TOLERANCE = 1e-2
+# A library has to be faster than torch by this share to be worth its place.
+TIE_SHARE = 0.01
+# Calls in what is timed, each with weights of its own: in a tower no weight is in the cache at its turn.
+NUM_CALLS = 8
+SIDE = 64
+STEPS = ("rotate", "gelu", "add_attention", "add_mlp")
+
+
+@dataclass(frozen=True)
+class BlockShape:
+    """What the products of a block depend on."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    rope_theta: float
+    layout: RotaryLayout
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One step at one number of rows: ``run(gemm)`` calls it NUM_CALLS times as a block does, ``error(gemm)``
+    is its relative error against float32."""
+
+    step: str
+    num_rows: int
+    run: Callable[[Gemm], None]
+    error: Callable[[Gemm], float]
+
+
+def find_gemms(device: torch.device) -> list[Gemm]:
+    """Every gemm that works with this device, torch's first. quack's need Hopper."""
+    found: list[Gemm] = [TORCH_GEMM]
+    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
+        return found
+    try:
+        from encoder_service.towers.attention.fa4 import import_interface
+
+        import_interface()  # puts the DSL's packages on the path
+        from encoder_service.towers.gemm.quack_gemm import TILES, QuackGemm
+
+        found += [QuackGemm(tile) for tile in TILES]
+    except Exception as error:  # an optional library may fail to import in any way of its own
+        text = str(error).strip().splitlines()
+        log.debug("gemm_library_absent", library="quack", reason=f"{type(error).__name__}: {text[:1]}")
+    return found
+
+
+def choose_gemms(
+    candidates: Sequence[Gemm],
+    shape: BlockShape,
+    sizes: Sequence[int],
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    time_ms: TimeMs,
+) -> GemmChoices:
+    """The fastest of the candidates for each step and number of rows, among those that are right; torch's,
+    which has to be the first, within TIE_SHARE. A candidate that raises or is wrong is left out of the step,
+    with a warning."""
+    chosen: dict[str, dict[int, Gemm]] = {step: {} for step in STEPS}
+    excluded: set[tuple[str, str]] = set()
+    for num_rows, step in itertools.product(sizes, STEPS):
+        trial = make_trial(step, shape, num_rows, dtype, device)
+        times: dict[str, float] = {}
+        for gemm in candidates:
+            if (gemm.name, step) in excluded:
+                continue
+            try:
+                times[gemm.name] = checked_time_ms(trial, gemm, time_ms)
+            except Exception as error:  # a library's own errors are of any kind
+                excluded.add((gemm.name, step))
+                reason = str(error).strip().splitlines()[:1]
+                log.warning("gemm_excluded", gemm=gemm.name, step=step, num_rows=num_rows, reason=reason)
+        chosen[step][num_rows] = fastest(candidates, times)
+        log.info(
+            "gemm_selected",
+            step=step,
+            num_rows=num_rows,
+            gemm=chosen[step][num_rows].name,
+            microseconds={name: round(ms * 1e3, 1) for name, ms in times.items()},
+        )
+    return GemmChoices(**{step: PerRows(choices) for step, choices in chosen.items()})
+
+
+def checked_time_ms(trial: Trial, gemm: Gemm, time_ms: TimeMs) -> float:
+    """Milliseconds of one call. Raises ValueError for an error above TOLERANCE."""
+    error = trial.error(gemm)
+    if not error <= TOLERANCE:
+        raise ValueError(f"relative error {error:.1e} against float32, at most {TOLERANCE:.0e} passes")
+    return time_ms(lambda: trial.run(gemm)) / NUM_CALLS
+
+
+def fastest(candidates: Sequence[Gemm], times: dict[str, float]) -> Gemm:
+    """The first candidate stays unless another is faster by more than TIE_SHARE."""
+    first = candidates[0]
+    best = min(candidates, key=lambda gemm: times.get(gemm.name, float("inf")))
+    limit = times.get(first.name, float("inf")) * (1 - TIE_SHARE)
+    return best if times.get(best.name, float("inf")) < limit else first
+
+
+def make_trial(
+    step: str, shape: BlockShape, num_rows: int, dtype: torch.dtype, device: torch.device
+) -> Trial:
+    """Random weights and rows of the product that ``step`` is part of."""
+    from encoder_service.towers import kernels  # triton, which only the fused path needs
+
+    hidden, intermediate = shape.hidden_size, shape.intermediate_size
+    width_in, width_out = {
+        "rotate": (hidden, 3 * hidden),
+        "gelu": (hidden, intermediate),
+        "add_attention": (hidden, hidden),
+        "add_mlp": (intermediate, hidden),
+    }[step]
+
+    def random(*sizes: int, scale: float = 1.0) -> torch.Tensor:
+        return (torch.randn(*sizes, device=device) * scale).to(dtype)
+
+    x_PK = random(num_rows, width_in)
+    layers = [
+        layer_of(random(width_out, width_in, scale=width_in**-0.5), random(width_out), step, shape)
+        for _ in range(NUM_CALLS)
+    ]
+    residual_PN = random(num_rows, width_out)
+    ones = torch.ones(width_out, dtype=dtype, device=device)
+    rotary = rotary_of(shape, num_rows, device) if step == "rotate" else None
+    wide = linear(x_PK.float(), layers[0].weight.float(), layers[0].bias.float())
+
+    def call(gemm: Gemm, layer: Weights, residual: torch.Tensor) -> torch.Tensor | None:
+        if rotary is not None:
+            return gemm.rotated(x_PK, layer, rotary)
+        return gemm.gelu(x_PK, layer) if step == "gelu" else gemm.add_to(residual, x_PK, layer)
+
+    def run(gemm: Gemm) -> None:
+        residual = residual_PN.clone()
+        for layer in layers:
+            delta = call(gemm, layer, residual)
+            if step.startswith("add"):
+                kernels.add_norm(residual, delta, ones, ones, 1e-6)
+
+    def error(gemm: Gemm) -> float:
+        residual = residual_PN.clone()
+        found = call(gemm, layers[0], residual)
+        if rotary is not None:
+            expected = kernels.rotate_qkv_(
+                wide.clone(), rotary.coords, rotary.cos, rotary.sin, rotary.layout, rotary.num_heads
+            )
+            if gemm.wants_pairs:
+                expected = pair_rows(expected.t(), shape.num_heads).t()
+        elif step == "gelu":
+            expected = gelu(wide, approximate="tanh")
+        else:
+            expected = residual_PN.float() + wide
+            found = residual if found is None else residual + found
+        assert found is not None
+        return float((found.float() - expected).norm() / expected.norm())
+
+    return Trial(step, num_rows, run, error)
+
+
+def layer_of(weight: torch.Tensor, bias: torch.Tensor, step: str, shape: BlockShape) -> Weights:
+    if step != "rotate":
+        return Weights(weight, bias)
+    return Weights(weight, bias, (pair_rows(weight, shape.num_heads), pair_rows(bias, shape.num_heads)))
+
+
+def rotary_of(shape: BlockShape, num_rows: int, device: torch.device) -> Rotary:
+    """Positions of square frames, one after the other."""
+    place = torch.arange(num_rows, device=device) % SIDE**2
+    sides = torch.full_like(place, SIDE)
+    coords = torch.stack([place // SIDE, place % SIDE, sides, sides], dim=1).to(torch.int32)
+    frequencies = inverse_frequencies(shape.hidden_size // shape.num_heads, shape.rope_theta)
+    angles = torch.arange(SIDE, dtype=torch.float32)[:, None] * frequencies
+    return Rotary(
+        coords,
+        angles.cos().to(device),
+        angles.sin().to(device),
+        shape.layout,
+        shape.num_heads,
+        turns_of(frequencies, shape.layout, shape.num_heads).to(device),
+    )

@@ -1,0 +1,228 @@
+"""Gemms with a step in their epilogue: the tower's rows stay the same, and only what is right and faster
+is chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from encoder_service.towers import load_tower
+from encoder_service.towers.attention import SdpaAttention
+from encoder_service.towers.fused import FusedTower
+from encoder_service.towers.gemm import TORCH_GEMM, Gemm, Rotary, Weights, pair_rows, turns_of
+from encoder_service.towers.gemm.per_rows import GemmChoices, PerRows
+from encoder_service.towers.gemm.select import BlockShape, choose_gemms, find_gemms, make_trial
+from encoder_service.towers.products import packed_bytes
+from encoder_service.towers.rope import inverse_frequencies
+from encoder_service.towers.synthetic import make_checkpoint
+from encoder_service.types import Grid
+from tests.parity.tower_cases import errors, fresh_seed, report
+from tests.unit.kernels.pair_gemm import PairGemm
+
+pytest.importorskip("triton")
+
+GRIDS = [Grid(1, 2, 8), Grid(1, 6, 4), Grid(2, 2, 2)]
+# Two calls instead of eight: the interpreter takes its time.
+FEW_CALLS = 2
+SHAPE = BlockShape(hidden_size=32, intermediate_size=48, num_heads=2, rope_theta=100.0, layout="blocked")
+
+
+@pytest.fixture(autouse=True)
+def few_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("encoder_service.towers.gemm.select.NUM_CALLS", FEW_CALLS)
+
+
+def choices_of(gemm: Gemm) -> GemmChoices:
+    return GemmChoices(*(PerRows({64: gemm}) for _ in range(4)))
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_5", "kimi_k25"])
+def test_rows_equal_the_plain_tower_through_a_gemm_of_pairs(
+    family: str, tmp_path_factory: pytest.TempPathFactory, device: torch.device
+) -> None:
+    path = tmp_path_factory.mktemp("pairs") / family
+    make_checkpoint(path, family, "tiny", 3)
+    plain = load_tower(path, device=device, dtype=torch.float32).tower
+    gemm = PairGemm()
+    fused = FusedTower(plain, SdpaAttention(), gemms=choices_of(gemm))  # type: ignore[arg-type]
+    generator = torch.Generator().manual_seed(fresh_seed())
+    num_patches = sum(grid.num_patches for grid in GRIDS)
+    pixels = torch.randn(num_patches, plain.patch_dim, generator=generator).to(device)
+    with torch.inference_mode():
+        found = fused(fused.prepare(GRIDS).to(device).with_pixels(pixels))
+        expected = plain(plain.prepare(GRIDS).to(device).with_pixels(pixels))
+    figures = errors(found, expected)
+    report(f"pairs {family}", figures)
+    assert figures.relative < 1e-5
+    assert {name: gemm.calls.count(name) for name in ("rotated", "gelu", "add_to")} == {
+        "rotated": plain.config.depth,  # type: ignore[attr-defined]
+        "gelu": plain.config.depth,  # type: ignore[attr-defined]
+        "add_to": 2 * plain.config.depth,  # type: ignore[attr-defined]
+    }
+
+
+def test_weights_in_pairs_are_kept_only_for_a_gemm_that_reads_them(
+    tmp_path_factory: pytest.TempPathFactory, device: torch.device
+) -> None:
+    path = tmp_path_factory.mktemp("packed") / "qwen"
+    make_checkpoint(path, "qwen3_vl", "tiny", 3)
+    plain = load_tower(path, device=device, dtype=torch.float32).tower
+    assert FusedTower(plain, SdpaAttention()).packed_bytes == 0  # type: ignore[arg-type]
+    fused = FusedTower(plain, SdpaAttention(), gemms=choices_of(PairGemm()))  # type: ignore[arg-type]
+    layers = [block.qkv for block in plain.blocks]  # type: ignore[union-attr]
+    assert fused.packed_bytes == packed_bytes(fused._blocks)
+    assert fused.packed_bytes == sum(layer.weight.nbytes + layer.bias.nbytes for layer in layers)  # type: ignore[union-attr]
+
+
+def test_pairs_stand_side_by_side_and_v_stays() -> None:
+    # 2 heads of 4: elements 0 1 | 2 3 of a head, where 0 turns with 2 and 1 with 3.
+    rows = torch.arange(24)
+    assert pair_rows(rows, 2).tolist() == [
+        0,
+        2,
+        1,
+        3,
+        4,
+        6,
+        5,
+        7,
+        8,
+        10,
+        9,
+        11,
+        12,
+        14,
+        13,
+        15,
+        *range(16, 24),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("layout", "of_row", "of_column"),
+    [
+        ("blocked", [1.0, 0.1, 0.0, 0.0], [0.0, 0.0, 1.0, 0.1]),
+        ("interleaved", [0.0, 1.0, 0.0, 0.1], [1.0, 0.0, 0.1, 0.0]),
+    ],
+)
+def test_turns_follow_the_layout(layout: str, of_row: list[float], of_column: list[float]) -> None:
+    turns = turns_of(torch.tensor([1.0, 0.1]), layout, num_heads=1) * (2 * torch.pi)  # type: ignore[arg-type]
+    expected = torch.tensor([of_row, of_column]).repeat_interleave(2, dim=1).repeat(1, 2)
+    assert turns.shape == (2, 24)
+    assert torch.allclose(turns[:, :16], expected)
+    assert not turns[:, 16:].any()
+
+
+@pytest.mark.parametrize("step", ["rotate", "gelu", "add_attention", "add_mlp"])
+@pytest.mark.parametrize("layout", ["blocked", "interleaved"])
+def test_a_right_gemm_passes_the_check_and_a_wrong_one_does_not(step: str, layout: str) -> None:
+    shape = BlockShape(32, 48, 2, 100.0, layout)  # type: ignore[arg-type]
+    trial = make_trial(step, shape, 24, torch.float32, torch.device("cpu"))
+    assert trial.error(TORCH_GEMM) < 1e-6
+    assert trial.error(PairGemm()) < 1e-5
+    assert trial.error(WrongGemm()) > 1e-2
+
+
+class WrongGemm(PairGemm):
+    """Forgets the bias."""
+
+    name = "wrong"
+
+    def rotated(self, x_PK: torch.Tensor, layer: Weights, rotary: Rotary) -> torch.Tensor:
+        assert layer.paired is not None
+        weight, bias = layer.paired
+        return super().rotated(x_PK, Weights(weight, bias, (weight, torch.zeros_like(bias))), rotary)
+
+    def gelu(self, x_PK: torch.Tensor, layer: Weights) -> torch.Tensor:
+        return super().gelu(x_PK, Weights(layer.weight, torch.zeros_like(layer.bias)))
+
+    def add_to(self, residual_PN: torch.Tensor, x_PK: torch.Tensor, layer: Weights) -> torch.Tensor | None:
+        return super().add_to(residual_PN, x_PK, Weights(layer.weight, torch.zeros_like(layer.bias)))
+
+
+class RaisingGemm(PairGemm):
+    name = "raises"
+
+    def gelu(self, x_PK: torch.Tensor, layer: Weights) -> torch.Tensor:
+        raise RuntimeError(f"no tile for {list(x_PK.shape)}")
+
+
+def timed_by(milliseconds: dict[str, float]) -> tuple[Callable[[Callable[[], object]], float], list[Gemm]]:
+    """A clock that recognises a gemm by what it calls."""
+    gemms: list[Gemm] = [TORCH_GEMM, *(kind() for kind in (PairGemm, WrongGemm, RaisingGemm))]
+    pairs = gemms[1]
+    assert isinstance(pairs, PairGemm)
+
+    def time_ms(run: Callable[[], object]) -> float:
+        before = len(pairs.calls)
+        run()
+        return milliseconds["pairs" if len(pairs.calls) > before else "torch"]
+
+    return time_ms, gemms
+
+
+@pytest.mark.parametrize(("pairs_ms", "expected"), [(0.5, "pairs"), (0.995, "torch"), (2.0, "torch")])
+def test_the_fastest_right_gemm_is_chosen_and_ties_stay_with_torch(pairs_ms: float, expected: str) -> None:
+    time_ms, gemms = timed_by({"pairs": pairs_ms, "torch": 1.0})
+    choices = choose_gemms(
+        gemms, SHAPE, [4, 8], dtype=torch.float32, device=torch.device("cpu"), time_ms=time_ms
+    )
+    assert choices.names["rotate"] == {4: expected, 8: expected}
+    assert choices.names["add_mlp"] == {4: expected, 8: expected}
+    assert "wrong" not in str(choices.names)
+    assert choices.wants_pairs == (expected == "pairs")
+
+
+def test_a_gemm_that_raises_is_left_out_of_that_step_only() -> None:
+    raising = RaisingGemm()
+    choices = choose_gemms(
+        [TORCH_GEMM, raising],
+        SHAPE,
+        [8],
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        time_ms=counting_down(),
+    )
+    assert choices.names == {
+        "rotate": {8: "raises"},
+        "gelu": {8: "torch"},
+        "add_attention": {8: "raises"},
+        "add_mlp": {8: "raises"},
+    }
+
+
+def counting_down() -> Callable[[Callable[[], object]], float]:
+    """Every later candidate is faster."""
+    left = [1024.0]
+
+    def time_ms(run: Callable[[], object]) -> float:
+        run()
+        left[0] /= 2
+        return left[0]
+
+    return time_ms
+
+
+def test_numbers_of_rows_take_the_nearest_choice_by_ratio() -> None:
+    pairs = PairGemm()
+    choices = PerRows({1024: TORCH_GEMM, 16384: pairs})
+    assert [choices.choose(rows).name for rows in (1, 1024, 4000, 4200, 100_000)] == [
+        "torch",
+        "torch",
+        "torch",
+        "pairs",
+        "pairs",
+    ]
+
+
+def test_a_cpu_has_torch_only() -> None:
+    assert find_gemms(torch.device("cpu")) == [TORCH_GEMM]
+
+
+def test_rotation_frequencies_are_those_of_the_tower() -> None:
+    frequencies = inverse_frequencies(72, 10_000.0)
+    turns = turns_of(frequencies, "blocked", 16)
+    assert turns.shape == (2, 3 * 16 * 72)
+    assert torch.allclose(turns[0, 0] * 2 * torch.pi, torch.tensor(1.0))
