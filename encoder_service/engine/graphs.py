@@ -133,6 +133,7 @@ class GraphRunner:
             self._pixels = torch.zeros(ladder.max_patches, tower.patch_dim, dtype=tower.dtype, device=device)
             self._staging = Staging(most_bytes, device, self.streams)
             self._inputs = {bucket: self._static_inputs(bucket) for bucket in ladder.buckets}
+            self._items = {bucket: inputs.items for bucket, inputs in self._inputs.items()}
         self._finished = self.streams.make_event()
 
     @property
@@ -150,6 +151,16 @@ class GraphRunner:
         """Bytes that the pixels of a batch in the largest bucket take at most, as uint8 or in the tower's
         dtype: the size of the buffer that graphs read."""
         return self._pixels.nbytes
+
+    @property
+    def max_items(self) -> int:
+        """The most items that a bucket's table has room for."""
+        return max(bucket.num_sequences for bucket in self.ladder.buckets)
+
+    def items(self, bucket: Bucket) -> torch.Tensor:
+        """The item table on the device that this bucket's graph reads: FusedInputs.items of the batch that
+        is being launched, for what ``pixels`` enqueues."""
+        return self._items[bucket]
 
     def can_use(self, inputs: FusedInputs) -> Bucket | None:
         """The bucket that this batch, unpadded, would run in; None: eager."""

@@ -14,17 +14,13 @@ from typing import Protocol
 import torch
 
 from encoder_service.engine.graphs import GraphRunner
-from encoder_service.engine.patches import cutter_for, host_pixels, write_patches
+from encoder_service.engine.patches import StagedBatch, cutter_for, host_pixels
 from encoder_service.engine.rows import HostRows, RowSink, RowTarget
 from encoder_service.engine.staging import ALIGNMENT_BYTES, PixelStaging
 from encoder_service.engine.streams import Event, streams_of
-from encoder_service.errors import PixelTensorMismatch
 from encoder_service.ingest.preprocessor import Preprocessor
 from encoder_service.towers.tower import Tower
-from encoder_service.types import TowerItem
-
-# Room for the gaps between the items of a pixel slot.
-MAX_STAGED_ITEMS = 1024
+from encoder_service.types import FrameItem, PatchItem, TowerItem
 
 
 class Launched(Protocol):
@@ -65,7 +61,7 @@ class TowerLauncher:
         self._tower = tower
         self._device = device = tower.device
         self._graphs = graphs
-        self._cut = cutter_for(preprocessor, device)
+        self._cutter = cutter_for(preprocessor, device)
         self._pixels: PixelStaging | None = None
         # Ordinary tensors, as those of the graph runner are.
         with torch.inference_mode(False), torch.no_grad():
@@ -75,15 +71,14 @@ class TowerLauncher:
             else:
                 self._streams = graphs.streams
                 max_rows = graphs.max_rows
-                gaps = MAX_STAGED_ITEMS * ALIGNMENT_BYTES
-                self._pixels = PixelStaging(graphs.pixel_bytes + gaps, device, self._streams)
+                num_bytes = graphs.pixel_bytes + graphs.max_items * ALIGNMENT_BYTES
+                self._pixels = PixelStaging(num_bytes, graphs.max_items, device, self._streams)
             self._sink = sink or HostRows(tower.width, tower.dtype, device, self._streams, max_rows)
 
     @torch.inference_mode()
     def launch(self, items: Sequence[TowerItem]) -> LaunchedBatch:
         tower, compute = self._tower, self._streams.compute
-        sources = [host_pixels(item, tower.dtype) for item in items]
-        check_sources(items, sources, tower.patch_dim)
+        sources = [host_pixels(item, tower) for item in items]
         target = self._sink.open([tower.num_rows(item.grid) for item in items])
         started, ended = self._streams.make_timed_event(), self._streams.make_timed_event()
         try:
@@ -113,16 +108,22 @@ class TowerLauncher:
     ) -> None:
         inputs = graphs.prepare([item.grid for item in items])
         assert self._pixels is not None
-        staged = self._pixels.upload(sources)
-        if staged is None:  # larger than any bucket: eager, and in the compute stream from start to end
+        bucket = graphs.can_use(inputs)
+        staged = self._pixels.upload(sources) if bucket is not None else None
+        if bucket is None or staged is None:  # eager, and in the compute stream from start to end
             self._streams.compute.record(started)
             graphs.launch(inputs, lambda out: self._write_unstaged(out, items, sources), target.write)
             return
         slot, offsets = staged
 
         def write(out: torch.Tensor) -> None:
-            pixels = [slot.read(offset, source) for offset, source in zip(offsets, sources, strict=True)]
-            write_patches(out, items, pixels, self._cut)
+            self._cutter.cut_staged(StagedBatch(items, slot, offsets, graphs.items(bucket)), out)
+            first = 0
+            for item, offset, source in zip(items, offsets, sources, strict=True):
+                if isinstance(item, PatchItem):
+                    rows = out[first : first + item.grid.num_patches]
+                    rows.copy_(slot.read(offset, source), non_blocking=True)
+                first += item.grid.num_patches
 
         self._streams.compute.wait(slot.copied)
         self._streams.compute.record(started)
@@ -134,8 +135,14 @@ class TowerLauncher:
     def _write_unstaged(
         self, out: torch.Tensor, items: Sequence[TowerItem], sources: Sequence[torch.Tensor]
     ) -> None:
-        pixels = [source.to(self._device, non_blocking=True) for source in sources]
-        write_patches(out, items, pixels, self._cut)
+        first = 0
+        for item, source in zip(items, sources, strict=True):
+            rows = out[first : first + item.grid.num_patches]
+            if isinstance(item, FrameItem):
+                self._cutter.cut(source.to(self._device, non_blocking=True), rows)
+            else:
+                rows.copy_(source, non_blocking=True)
+            first += item.grid.num_patches
 
     def _run_plain(self, items: Sequence[TowerItem], sources: Sequence[torch.Tensor]) -> torch.Tensor:
         tower = self._tower
@@ -166,18 +173,6 @@ class LaunchedBatch:
 
     def collect(self) -> Iterator[torch.Tensor]:
         return self._target.collect()
-
-
-def check_sources(items: Sequence[TowerItem], sources: Sequence[torch.Tensor], patch_dim: int) -> None:
-    """Raises PixelTensorMismatch for patches that are not [P, patch_dim]; frames fail where they are cut."""
-    for item, source in zip(items, sources, strict=True):
-        needed = (item.grid.num_patches, patch_dim)
-        if source.is_floating_point() and source.shape != needed:
-            raise PixelTensorMismatch(
-                f"pixels have shape {tuple(source.shape)}, grid {tuple(item.grid)} needs {needed}",
-                found=list(source.shape),
-                needed=list(needed),
-            )
 
 
 def host_seconds(

@@ -107,55 +107,63 @@ class Staging:
 
 
 class PixelSlot:
-    """Device memory for one batch's pixels. copied: their transfer is done. consumed: so is every read."""
+    """Device memory for one batch's pixels, and the table that says where they lie. copied: their transfer is
+    done. consumed: so is every read.
 
-    def __init__(self, num_bytes: int, device: torch.device, streams: Streams) -> None:
+    memory: uint8 [B]. sources: int64 [I, 2], for each item the byte at which its frames begin and how many
+    they are, or -1 for patches.
+    """
+
+    def __init__(self, num_bytes: int, max_items: int, device: torch.device, streams: Streams) -> None:
         self.memory = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-        self.copied = streams.make_event()
+        self.sources = torch.zeros(max_items, 2, dtype=torch.int64, device=device)
+        self.host_sources = torch.zeros(max_items, 2, dtype=torch.int64, pin_memory=device.type == "cuda")
+        self.copied = streams.make_blocking_event()
         self.consumed = streams.make_event()
-        self._streams = streams
 
     def read(self, offset_bytes: int, like: torch.Tensor) -> torch.Tensor:
         """What was transferred from ``like``, in its dtype and shape."""
         piece = self.memory[offset_bytes : offset_bytes + like.nbytes]
         return piece.view(like.dtype).view(like.shape)
 
-    def open(self) -> None:
-        """From here on the compute stream may read the slot."""
-        self._streams.compute.wait(self.copied)
-
-    def close(self) -> None:
-        """The compute stream's reads end here."""
-        self._streams.compute.record(self.consumed)
-
 
 class PixelStaging:
     """Double-buffered transfer of pixels: uint8 frames, or patches in the tower's dtype, as they lie in host
-    memory. num_bytes: of one slot."""
+    memory. num_bytes, max_items: of one slot."""
 
-    def __init__(self, num_bytes: int, device: torch.device, streams: Streams) -> None:
+    def __init__(self, num_bytes: int, max_items: int, device: torch.device, streams: Streams) -> None:
         self.num_bytes = num_bytes
-        self._slots = itertools.cycle([PixelSlot(num_bytes, device, streams) for _ in range(NUM_SLOTS)])
+        self.max_items = max_items
+        self._slots = itertools.cycle(
+            [PixelSlot(num_bytes, max_items, device, streams) for _ in range(NUM_SLOTS)]
+        )
         self._streams = streams
 
     def upload(self, sources: Sequence[torch.Tensor]) -> tuple[PixelSlot, list[int]] | None:
         """Starts the transfer of contiguous host tensors into one slot; the slot and the byte at which each
-        begins, or None when they do not fit. The host waits only for tensors that are not pinned; pinned
-        ones have to live until the slot's ``copied`` has passed."""
+        begins, or None when they do not fit. uint8 tensors are frames. The host waits only for tensors that
+        are not pinned, and for the transfer of the batch before the last; pinned ones have to live until
+        the slot's ``copied`` has passed."""
         sizes = [-(-source.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for source in sources]
         *offsets, total = itertools.accumulate(sizes, initial=0)
-        if total > self.num_bytes:
+        if total > self.num_bytes or len(sources) > self.max_items:
             return None
-        slot = next(self._slots)
+        slot, count = next(self._slots), len(sources)
+        slot.copied.synchronize()
+        slot.host_sources.numpy()[:count] = [
+            (offset, len(source)) if source.dtype == torch.uint8 else (-1, 0)
+            for offset, source in zip(offsets, sources, strict=True)
+        ]
 
         def copy() -> None:
             places = [
                 slot.memory[offset : offset + source.nbytes]
                 for offset, source in zip(offsets, sources, strict=True)
             ]
+            given = [source.view(torch.uint8).view(-1) for source in sources]
             # One call for the whole batch: each copy of its own costs the host as much again.
             torch._foreach_copy_(
-                places, [source.view(torch.uint8).view(-1) for source in sources], non_blocking=True
+                [*places, slot.sources[:count]], [*given, slot.host_sources[:count]], non_blocking=True
             )
 
         self._streams.upload.wait(slot.consumed)

@@ -1,0 +1,325 @@
+"""Two batches in flight: order, failures, faults, stop, and no deadlock in any order of events."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from encoder_service.engine.device import DeviceEngine
+from encoder_service.engine.jobs import TowerResult
+from encoder_service.errors import Cancelled, DeviceFault, Draining, InternalError
+from encoder_service.metrics import Metrics
+from encoder_service.scheduler.planner import Planner, Ticket
+from encoder_service.types import Grid, PatchItem
+from tests.fakes import FakePreprocessor, FakeTower
+from tests.unit.engine.held_launcher import POISON, HeldBatch, HeldLauncher
+
+PATCHES = 16
+LOST = torch.AcceleratorError("CUDA error: unspecified launch failure")
+
+
+class Rig:
+    """items_per_batch: of a full batch."""
+
+    def __init__(self, items_per_batch: int = 1) -> None:
+        self.launcher = HeldLauncher()
+        self.faults: list[DeviceFault] = []
+        self.metrics = Metrics()
+        self.now_s = 0.0
+        self.engine = DeviceEngine(
+            FakeTower(),
+            FakePreprocessor(),
+            Planner(PATCHES * items_per_batch, 64),
+            self.metrics,
+            clock=lambda: self.now_s,
+            on_fault=self.faults.append,
+            launcher=self.launcher,
+        )
+
+    def submit(self, value: float, ticket: Ticket | None = None) -> Future[TowerResult]:
+        item = PatchItem(torch.full((PATCHES, 4), value), Grid(1, 4, 4))
+        return self.engine.submit(item, ticket or Ticket(PATCHES))
+
+    def batch(self, index: int) -> HeldBatch:
+        until(lambda: len(self.launcher.launched) > index)
+        return self.launcher.launched[index]
+
+
+@pytest.fixture
+def rig() -> Iterator[Rig]:
+    rig = Rig()
+    yield rig
+    rig.launcher.end_all()
+    assert rig.engine.stop(10)
+
+
+def until(condition: Callable[[], object]) -> None:
+    for _ in range(5000):
+        if condition():
+            return
+        time.sleep(0.001)
+    raise AssertionError("the condition never came true")
+
+
+def rows_value(future: Future[TowerResult]) -> float:
+    rows = future.result(10).rows
+    assert (rows == rows[0, 0]).all()
+    return float(rows[0, 0])
+
+
+def test_two_batches_are_in_flight_and_no_third(rig: Rig) -> None:
+    futures = [rig.submit(float(value)) for value in range(5)]
+    rig.engine.start()
+    for index in range(5):
+        rig.batch(min(index + 1, 4))
+        assert rig.engine.queued_items == max(0, 3 - index)
+        rig.batch(index).end()
+        assert rows_value(futures[index]) == index
+    assert rig.launcher.most_in_flight == 2
+
+
+def test_a_batch_alone_is_answered_without_a_next_one(rig: Rig) -> None:
+    rig.engine.start()
+    future = rig.submit(3.0)
+    rig.batch(0).end()
+    assert rows_value(future) == 3
+
+
+def test_an_item_that_comes_while_the_device_is_busy_is_handed_over_at_once(rig: Rig) -> None:
+    rig.engine.start()
+    first = rig.submit(1.0)
+    rig.batch(0)
+    second = rig.submit(2.0)
+    rig.batch(1)
+    assert not first.done()
+    rig.launcher.end_all()
+    assert [rows_value(first), rows_value(second)] == [1, 2]
+
+
+def test_batches_are_answered_in_the_order_they_were_launched(rig: Rig) -> None:
+    order: list[int] = []
+    futures = [rig.submit(float(value)) for value in range(2)]
+    for value, future in enumerate(futures):
+        future.add_done_callback(lambda _, value=value: order.append(value))  # type: ignore[misc]
+    rig.engine.start()
+    rig.batch(1).end()
+    assert not futures[1].done()
+    rig.batch(0).end()
+    assert [rows_value(future) for future in futures] == [0, 1]
+    until(lambda: len(order) == 2)
+    assert order == [0, 1]
+
+
+def test_p33_a_poisoned_batch_is_split_while_another_is_in_flight() -> None:
+    rig = Rig(items_per_batch=4)
+    rig.engine.start()
+    before = rig.submit(9.0)
+    rig.batch(0)
+    with rig.engine._wake:  # all four are planned together
+        futures = [rig.submit(value) for value in (1.0, POISON, 3.0, 4.0)]
+    # The first half fails again and its first item runs beside ``before``; the rest waits for room.
+    until(lambda: len(rig.launcher.launched) == 2)
+    assert rig.launcher.launched[1].values == [1.0]
+    rig.launcher.end_all()
+    assert rows_value(before) == 9
+    assert [rows_value(futures[index]) for index in (0, 2, 3)] == [1, 3, 4]
+    with pytest.raises(InternalError, match="poisoned"):
+        futures[1].result(10)
+    assert [batch.values for batch in rig.launcher.launched] == [[9], [1], [3, 4]]
+    assert rig.engine.counters.retried_batches == 2
+    assert rig.engine.counters.failed_items == 1
+    assert rig.engine.stop(10)
+
+
+def test_a_failure_in_the_wait_that_is_not_the_devices_is_its_batchs_alone(rig: Rig) -> None:
+    futures = [rig.submit(float(value)) for value in range(2)]
+    rig.engine.start()
+    rig.batch(0).end(RuntimeError("no memory for rows"))
+    rig.batch(1).end()
+    with pytest.raises(InternalError, match="no memory for rows"):
+        futures[0].result(10)
+    assert rows_value(futures[1]) == 1
+    assert rig.faults == []
+
+
+def test_items_that_have_their_rows_keep_them_when_host_memory_runs_out() -> None:
+    rig = Rig(items_per_batch=2)
+    futures = [rig.submit(float(value)) for value in range(2)]
+    rig.engine.start()
+    rig.batch(0).error_at_collect = MemoryError("host")
+    rig.batch(0).end()
+    assert rows_value(futures[0]) == 0
+    with pytest.raises(InternalError, match="MemoryError"):
+        futures[1].result(10)
+    assert rig.engine.stop(10)
+
+
+def test_p32_p36_a_fault_told_by_the_wait_fails_everything_once(rig: Rig) -> None:
+    futures = [rig.submit(float(value)) for value in range(4)]
+    rig.engine.start()
+    rig.batch(1)
+    rig.batch(0).end(LOST)
+    for future in futures:
+        with pytest.raises(DeviceFault, match="unspecified launch failure") as caught:
+            future.result(10)
+        assert caught.value.retryable
+    until(lambda: rig.faults)
+    with pytest.raises(DeviceFault):
+        rig.submit(5.0)
+    rig.batch(1).end(LOST)
+    assert rig.engine.stop(10)
+    assert len(rig.faults) == 1
+
+
+def test_p32_a_fault_in_a_launch_fails_what_is_in_flight_without_waiting_for_it(rig: Rig) -> None:
+    rig.engine.start()
+    running = rig.submit(1.0)
+    rig.batch(0)
+    rig.launcher.fails_with = LOST
+    failing = rig.submit(2.0)
+    for future in (running, failing):
+        with pytest.raises(DeviceFault):
+            future.result(10)
+    rig.batch(0).end()  # its rows come too late, and nobody is answered twice
+    assert rig.engine.stop(10)
+    assert len(rig.faults) == 1
+
+
+def test_p36_a_fault_that_shows_under_another_name_is_recognised(rig: Rig) -> None:
+    """A kernel launcher of its own tells an earlier batch's fault as its own error."""
+    rig.launcher.fails_with = RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered")
+    rig.launcher.lost_with = LOST
+    future = rig.submit(1.0)
+    rig.engine.start()
+    with pytest.raises(DeviceFault, match="unspecified launch failure"):
+        future.result(10)
+    assert rig.engine.counters.failed_items == 0
+
+
+def test_p37_stop_finishes_what_is_in_flight_and_refuses_the_rest() -> None:
+    rig = Rig()
+    futures = [rig.submit(float(value)) for value in range(3)]
+    rig.engine.start()
+    rig.batch(1)
+    assert not rig.engine.stop(0.02)
+    with pytest.raises(Draining):
+        futures[2].result(10)
+    with pytest.raises(Draining):
+        rig.submit(4.0)
+    assert not futures[0].done()
+    rig.launcher.end_all()
+    assert rig.engine.stop(10)
+    assert [rows_value(future) for future in futures[:2]] == [0, 1]
+
+
+def test_stop_finishes_the_halves_of_a_batch_that_failed() -> None:
+    rig = Rig(items_per_batch=2)
+    rig.engine.start()
+    blocker = rig.submit(9.0)
+    rig.batch(0)
+    other = rig.submit(8.0)
+    rig.batch(1)
+    futures = [rig.submit(value) for value in (1.0, POISON)]
+    rig.batch(0).end()
+    until(lambda: rig.launcher.num_failures)
+    assert not rig.engine.stop(0.02)
+    rig.launcher.end_all()
+    assert rig.engine.stop(10)
+    assert [rows_value(future) for future in (blocker, other, futures[0])] == [9, 8, 1]
+    with pytest.raises(InternalError):
+        futures[1].result(10)
+
+
+def test_a_running_item_is_not_discarded_and_a_waiting_one_is(rig: Rig) -> None:
+    tickets = [Ticket(PATCHES) for _ in range(3)]
+    futures = [rig.submit(float(value), ticket) for value, ticket in enumerate(tickets)]
+    rig.engine.start()
+    rig.batch(1)
+    for ticket in tickets:
+        rig.engine.discard(ticket)
+    with pytest.raises(Cancelled):
+        futures[2].result(0)
+    rig.launcher.end_all()
+    assert [rows_value(future) for future in futures[:2]] == [0, 1]
+
+
+def test_times_are_the_devices_own_and_never_counted_twice(rig: Rig) -> None:
+    rig.now_s = 100.0
+    futures = [rig.submit(float(value)) for value in range(2)]
+    rig.engine.start()
+    rig.batch(1).device_s = 0.5
+    rig.now_s = 101.0
+    rig.launcher.end_all()
+    results = [future.result(10) for future in futures]
+    assert [result.tower_ms for result in results] == [250, 500]
+    assert [result.started_s for result in results] == [100.75, 100.5]
+    counters = rig.engine.counters
+    assert (counters.batches, counters.items, counters.patches, counters.busy_s) == (2, 2, 32, 0.75)
+    assert rig.metrics.registry.get_sample_value("ve_step_host_seconds_count") == 2
+
+
+ACTIONS = st.lists(
+    st.one_of(
+        st.sampled_from(["submit", "submit", "submit", "poison", "discard", "end", "end newest"]),
+        st.sampled_from(["fail", "stop"]),
+    ),
+    max_size=30,
+)
+
+
+@settings(deadline=None, max_examples=60)
+@given(items_per_batch=st.integers(1, 4), actions=ACTIONS, lost=st.booleans())
+def test_every_item_is_answered_whatever_happens_in_whatever_order(
+    items_per_batch: int, actions: list[str], lost: bool
+) -> None:
+    rig = Rig(items_per_batch)
+    rig.engine.start()
+    values = itertools.count(1)
+    tickets: list[Ticket] = []
+    futures: list[tuple[float, Future[TowerResult]]] = []
+    for action in actions:
+        open_batches = [batch for batch in list(rig.launcher.launched) if not batch.ended.is_set()]
+        if action in ("submit", "poison"):
+            value = POISON if action == "poison" else float(next(values))
+            tickets.append(Ticket(PATCHES))
+            try:
+                futures.append((value, rig.submit(value, tickets[-1])))
+            except (Draining, DeviceFault):
+                tickets.pop()
+        elif action == "discard" and tickets:
+            rig.engine.discard(tickets[-1])
+        elif action == "end" and open_batches:
+            open_batches[0].end()
+        elif action == "end newest" and open_batches:
+            open_batches[-1].end()
+        elif action == "fail" and open_batches:
+            open_batches[0].end(LOST if lost else RuntimeError("one batch"))
+        elif action == "stop" and len(futures) > 5:
+            rig.engine.stop(0)
+    if "stop" not in actions:
+        rig.launcher.end_all()
+        for _, future in futures:
+            future.exception(10)
+    rig.launcher.end_all()
+    assert rig.engine.stop(10)
+    for value, future in futures:
+        assert future.done()
+        error = future.exception(0)
+        if error is None:
+            assert rows_value(future) == value != POISON
+        else:
+            assert isinstance(error, InternalError | DeviceFault | Draining | Cancelled)
+            if isinstance(error, InternalError):
+                assert value == POISON or "one batch" in error.message
+    assert len(rig.faults) <= 1
+    assert not rig.engine._taken
+    assert not rig.engine._jobs
+    if not rig.faults:
+        assert rig.launcher.num_in_flight == rig.engine.num_in_flight == 0

@@ -1,0 +1,255 @@
+"""A step's order on a device that runs when told: no slot is reused early, whatever the device's order."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import time
+from collections import deque
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from encoder_service.engine.graphs import GraphRunner
+from encoder_service.engine.launch import LaunchedBatch, TowerLauncher, host_seconds
+from encoder_service.engine.rows import NUM_HOST_SLOTS, HostRows
+from encoder_service.engine.streams import streams_of
+from encoder_service.errors import InternalError, PixelTensorMismatch
+from encoder_service.scheduler.buckets import Bucket, BucketLadder
+from encoder_service.towers.fused_inputs import FusedInputs
+from encoder_service.types import FrameItem, Grid, PatchItem, TowerItem
+from tests.fakes import FakePreprocessor
+from tests.unit.engine.bucketed_tower import PATCH_DIM, WIDTH, SmallTower
+from tests.unit.engine.stepped_device import SteppedDevice
+
+CPU = torch.device("cpu")
+FRAMES = 2
+LADDER = BucketLadder([Bucket(16, 4, 16, FRAMES), Bucket(32, 4, 16, FRAMES), Bucket(48, 6, 48, FRAMES)])
+MAX_ROWS = 48 // 4
+
+
+class PoolTower(SmallTower):
+    """Leaves its rows in memory that its next forward overwrites, as captured graphs do."""
+
+    device = CPU
+    patch_size = 1
+    temporal_patch_size = 1
+
+    def __init__(self, *, merges_time: bool = False) -> None:
+        super().__init__(merges_time=merges_time)
+        self.pool = torch.empty(MAX_ROWS, WIDTH)
+
+    def num_rows(self, grid: Grid) -> int:
+        return (1 if self.merges_time else grid.t) * grid.h * grid.w // 4
+
+    def __call__(self, inputs: FusedInputs) -> torch.Tensor:
+        rows = super().__call__(inputs)
+        if len(rows) > MAX_ROWS:
+            return rows
+        self.pool[: len(rows)] = rows
+        return self.pool[: len(rows)]
+
+
+class PixelPatches(FakePreprocessor):
+    """A patch is one pixel, twice."""
+
+    patch_dim = PATCH_DIM
+
+    def patchify(self, frames_THWC: torch.Tensor) -> torch.Tensor:
+        return frames_THWC.reshape(-1, 3).repeat(1, 2).float() / 64
+
+
+class Rig:
+    def __init__(self, device: SteppedDevice, *, merges_time: bool = False) -> None:
+        self.tower = PoolTower(merges_time=merges_time)
+        self.preprocessor = PixelPatches()
+        self.runner = GraphRunner(
+            self.tower,
+            LADDER,
+            CPU,
+            capture=False,
+            clock=itertools.count().__next__,
+            streams=device.streams,
+        )
+        self.launcher = TowerLauncher(
+            self.tower,  # type: ignore[arg-type]
+            self.preprocessor,
+            self.runner,
+            clock=itertools.count().__next__,
+        )
+
+    def expected(self, items: list[TowerItem]) -> list[torch.Tensor]:
+        """Each item's rows from a forward of its own."""
+        found = []
+        for item in items:
+            pixels = (
+                self.preprocessor.patchify(item.frames_THWC)
+                if isinstance(item, FrameItem)
+                else item.pixel_values
+            )
+            rows = SmallTower.__call__(self.tower, self.tower.prepare([item.grid]).with_pixels(pixels))
+            found.append(rows)
+        return found
+
+
+def random_item(generator: random.Random) -> TowerItem:
+    grid = Grid(generator.randint(1, FRAMES), 2 * generator.randint(1, 3), 2 * generator.randint(1, 2))
+    torch.manual_seed(generator.randrange(1 << 30))
+    if generator.random() < 0.5:
+        return FrameItem(torch.randint(0, 256, (grid.t, grid.h, grid.w, 3), dtype=torch.uint8), grid)
+    return PatchItem(torch.randn(grid.num_patches, PATCH_DIM), grid)
+
+
+def overwrite(item: TowerItem) -> None:
+    """What the allocator may do to an item's pixels once nobody needs them."""
+    (item.frames_THWC if isinstance(item, FrameItem) else item.pixel_values).fill_(99)
+
+
+class Favouring:
+    """Lets one stream run ahead of the others for a while, then another."""
+
+    def __init__(self, generator: random.Random) -> None:
+        self.generator = generator
+        self.first = True
+
+    def __call__(self, count: int) -> int:
+        if self.generator.random() < 0.04:
+            self.first = not self.first
+        if self.generator.random() < 0.1:
+            return self.generator.randrange(count)
+        return 0 if self.first else count - 1
+
+
+class Checker:
+    """Batches in flight and what their rows have to be."""
+
+    def __init__(self, rig: Rig) -> None:
+        self.rig = rig
+        self.in_flight: deque[tuple[LaunchedBatch, list[TowerItem], list[torch.Tensor]]] = deque()
+
+    def launch(self, items: list[TowerItem]) -> None:
+        expected = self.rig.expected(items)
+        self.in_flight.append((self.rig.launcher.launch(items), items, expected))
+
+    def finish(self, meanwhile: list[TowerItem] | None = None) -> None:
+        """Waits for the oldest batch; ``meanwhile`` is launched before its rows are given out."""
+        launched, items, expected = self.in_flight.popleft()
+        launched.wait()
+        for item in items:
+            overwrite(item)
+        if meanwhile is not None:
+            self.launch(meanwhile)
+        found = list(launched.collect())
+        assert len(found) == len(expected)
+        for rows, right in zip(found, expected, strict=True):
+            torch.testing.assert_close(rows, right, rtol=1e-5, atol=1e-5)
+            assert rows.untyped_storage().nbytes() == rows.nbytes
+
+
+@pytest.mark.parametrize("merges_time", [False, True])
+@settings(deadline=None, max_examples=40)
+@given(seed=st.integers(0, 1 << 30), actions=st.lists(st.sampled_from("llfss"), max_size=30))
+def test_p14_p20_p30_rows_are_right_in_any_order_of_the_device(
+    merges_time: bool, seed: int, actions: list[str]
+) -> None:
+    generator = random.Random(seed)
+    device = SteppedDevice(Favouring(generator))
+    rig = Rig(device, merges_time=merges_time)
+    checker = Checker(rig)
+    for action in actions:
+        if action == "s":
+            for _ in range(generator.randint(1, 8)):
+                device.step()
+        elif action == "f" or len(checker.in_flight) == 2:
+            if checker.in_flight:
+                checker.finish([random_item(generator)] if generator.random() < 0.3 else None)
+        elif generator.random() < 0.1:
+            with pytest.raises(PixelTensorMismatch, match=r"needs \(4, 6\)"):
+                rig.launcher.launch([PatchItem(torch.zeros(3, PATCH_DIM), Grid(1, 2, 2))])
+        else:
+            checker.launch([random_item(generator) for _ in range(generator.randint(1, 5))])
+    while checker.in_flight:
+        checker.finish()
+    sink = rig.launcher._sink
+    assert isinstance(sink, HostRows)
+    assert (len(sink.device_slots), len(sink.host_slots)) == (2, NUM_HOST_SLOTS)
+
+
+def test_pixels_travel_while_the_batches_before_have_not_run_and_never_into_a_slot_in_use() -> None:
+    device = SteppedDevice(lambda count: 0)
+    rig = Rig(device)
+    items = [PatchItem(torch.full((4, PATCH_DIM), float(value)), Grid(1, 2, 2)) for value in (1, 2, 3)]
+    batches = [rig.launcher.launch([item]) for item in items[:2]]
+    device.upload.run_on()
+    assert not device.upload.queue
+    assert not rig.tower.forwards
+    staging = rig.launcher._pixels
+    assert staging is not None
+    slots = [next(staging._slots) for _ in range(2)]
+    assert [slot.read(0, items[0].pixel_values)[0, 0] for slot in slots] == [1, 2]
+    batches.append(rig.launcher.launch([items[2]]))  # two before it: this waits on the host for none
+    device.upload.run_on()
+    assert device.upload.queue
+    assert [slot.read(0, items[0].pixel_values)[0, 0] for slot in slots] == [1, 2]
+    device.compute.run_on()
+    device.upload.run_on()
+    assert [slot.read(0, items[0].pixel_values)[0, 0] for slot in slots] == [3, 2]
+    assert len(rig.tower.forwards) == 2
+
+
+def test_the_host_does_not_wait_while_two_batches_are_handed_over() -> None:
+    device = SteppedDevice(lambda count: 0)
+    rig = Rig(device)
+    for _ in range(2):
+        rig.launcher.launch([PatchItem(torch.randn(4, PATCH_DIM), Grid(1, 2, 2))])
+    assert device.steps == 0
+
+
+def test_a_tower_that_gives_the_wrong_rows_loses_no_slot() -> None:
+    tower = PoolTower()
+    runner = GraphRunner(tower, LADDER, CPU, capture=False, clock=itertools.count().__next__)
+    launcher = TowerLauncher(tower, PixelPatches(), runner, clock=time.monotonic)  # type: ignore[arg-type]
+    tower.num_rows = lambda grid: 3  # type: ignore[method-assign]
+    for _ in range(4):
+        with pytest.raises(InternalError, match=r"gave \(4, 5\) rows, grids need \(3, 5\)"):
+            launcher.launch([PatchItem(torch.zeros(16, PATCH_DIM), Grid(1, 4, 4))])
+    sink = launcher._sink
+    assert isinstance(sink, HostRows)
+    assert (len(sink.device_slots), len(sink.host_slots)) == (2, NUM_HOST_SLOTS)
+
+
+def test_rows_beyond_the_slots_bring_their_own_memory() -> None:
+    sink = HostRows(WIDTH, torch.float32, CPU, streams_of(CPU, time.monotonic), max_rows=4)
+    for counts in ([3, 2], [1, 1], [4], [0, 1]):
+        rows = torch.randn(sum(counts), WIDTH)
+        target = sink.open(counts)
+        target.write(rows)
+        event = sink.streams.make_event()
+        sink.streams.compute.record(event)
+        target.send(event)
+        target.wait()
+        assert torch.equal(torch.cat(list(target.collect())), rows)
+    assert (len(sink.device_slots), len(sink.host_slots)) == (2, NUM_HOST_SLOTS)
+
+
+def test_a_fault_of_the_device_shows_in_the_wait_and_the_probe() -> None:
+    device = SteppedDevice(lambda count: 0)
+    rig = Rig(device)
+    launched = rig.launcher.launch([PatchItem(torch.zeros(4, PATCH_DIM), Grid(1, 2, 2))])
+    device.failure = torch.AcceleratorError("CUDA error: unspecified launch failure")
+    with pytest.raises(torch.AcceleratorError, match="unspecified"):
+        launched.wait()
+    with pytest.raises(torch.AcceleratorError, match="unspecified"):
+        rig.launcher.probe()
+
+
+def test_the_cost_of_a_step_on_the_host_is_measured_launch_by_launch() -> None:
+    tower = PoolTower()
+    runner = GraphRunner(tower, LADDER, CPU, capture=False, clock=itertools.count().__next__)
+    launcher = TowerLauncher(tower, PixelPatches(), runner, clock=time.monotonic)  # type: ignore[arg-type]
+    clock = itertools.count(0.0, 0.5).__next__
+    items: list[TowerItem] = [PatchItem(torch.zeros(4, PATCH_DIM), Grid(1, 2, 2))]
+    assert host_seconds(launcher, items, clock, 3) == [0.5, 0.5, 0.5]
+    assert len(tower.forwards) == 3
