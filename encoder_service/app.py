@@ -24,8 +24,10 @@ from rich.progress import Progress
 
 from encoder_service.admin.app import AdminServer, create_admin_app
 from encoder_service.config import Settings
-from encoder_service.engine.device import DeviceEngine, first_line
+from encoder_service.engine.calibrate import export_cost
+from encoder_service.engine.device import DeviceEngine
 from encoder_service.engine.fast_path import build_graph_runner
+from encoder_service.engine.faults import first_line
 from encoder_service.engine.graphs import CaptureRecord, GraphRunner
 from encoder_service.errors import ConfigurationError, DeviceFault, StartupError
 from encoder_service.ingest.decode import DecodeLimits
@@ -173,7 +175,11 @@ class Service:
         return DeviceEngine(
             model.tower,
             model.preprocessor,
-            Planner(self.settings.max_patches_per_batch, self.settings.max_items_per_batch),
+            Planner(
+                self.settings.max_patches_per_batch,
+                self.settings.max_items_per_batch,
+                None if graphs is None else graphs.ladder,
+            ),
             self.metrics,
             clock=time.monotonic,
             on_fault=on_fault,
@@ -233,6 +239,7 @@ class Service:
             counter("ve_eager_runs", "Batches that no bucket took.", lambda: figures.eager_runs)
             counter("ve_padded_patches", "Padding added to buckets.", lambda: figures.padded_patches)
             gauge("ve_graph_bytes", "Device memory of captured graphs.", lambda: graphs.captured_bytes)
+            export_cost(self.metrics, graphs.ladder)
         counter("ve_device_busy_seconds", "Seconds in forward passes.", lambda: engine.counters.busy_s)
 
 
