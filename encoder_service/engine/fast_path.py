@@ -116,7 +116,7 @@ def why_plain(tower: Tower, candidates: Sequence[AttentionBackend]) -> str | Non
 
 
 def check_fp8(precision: Precision, tower: Tower, reason: str | None) -> None:
-    """Raises ConfigurationError unless this tower can run in fp8. reason: what bars the fast path, or None."""
+    """Raises ConfigurationError unless this tower can run in fp8. reason: what bars the fast path."""
     if reason is not None:
         raise ConfigurationError(f"precision fp8 needs the fast path, which is not possible: {reason}")
     assert isinstance(tower, Qwen3VLTower | MoonViTTower)
@@ -142,14 +142,14 @@ def ladder_of(tower: Tower, max_patches: int, bucket_sizes: Sequence[int]) -> Bu
 def choose_attention(
     tower: Tower, candidates: Sequence[AttentionBackend], ladder: BucketLadder, *, deterministic: bool
 ) -> PerShapeAttention:
-    """The fastest backend by shape, measured on buckets of the ladder filled with the longest sequences
-    that they take. A backend that was asked for by name is checked against float32 on the way as well, and
+    """The fastest backend by shape, measured on buckets of the ladder with sequences as long as they take and
+    shorter ones. A backend that was asked for by name is checked against float32 on the way as well, and
     refused with ConfigurationError when it is wrong on this device."""
     assert isinstance(tower, Qwen3VLTower | MoonViTTower)
     num_heads = tower.config.num_heads
     shapes = {(bucket.num_patches, bucket.max_seqlen): bucket for bucket in measured_buckets(ladder)}
     cases = [
-        ShapeCase.filling(f"{patches}x{seqlen}", patches, bucket.num_sequences, seqlen)
+        ShapeCase.mixed(f"{patches}x{seqlen}", patches, bucket.num_sequences, seqlen)
         for (patches, seqlen), bucket in shapes.items()
     ]
     selection = measure_backends(

@@ -66,11 +66,19 @@ def parse_attention(
 
 def build_fa4(device: torch.device) -> list[AttentionBackend]:
     need_capability(device, 9, 10, 11)
-    from encoder_service.towers.attention.fa4 import Fa4Attention
+    from encoder_service.towers.attention.fa4 import TILES, Fa4Attention
 
     tuned = Fa4Attention()
-    # Where the library's tile is not the tuned one, each is faster at some shapes.
-    return [tuned, Fa4Attention(library_tile=True)] if tuned.tiles_matter else [tuned]
+    if not tuned.tiles_matter:
+        return [tuned]
+    # Each of the tiles is faster at some shapes.
+    major, _ = torch.cuda.get_device_capability(device)
+    others = [tile for (of_major, _), tiles in TILES.items() if of_major == major for tile in tiles[1:]]
+    return [
+        tuned,
+        *(Fa4Attention(tile=tile, tuned_only=True) for tile in others),
+        Fa4Attention(library_tile=True),
+    ]
 
 
 def build_fa3(device: torch.device) -> list[AttentionBackend]:
@@ -108,7 +116,8 @@ BUILDERS: dict[str, Callable[[torch.device], list[AttentionBackend]]] = {
     "fa2": build_fa2,
     "varlen": build_varlen,
 }
-NAMES = ("fa4", "fa4-library", "fa3", "triton", "fa2", "varlen", "sdpa")
+FA4_TILES = ("fa4-192x128", "fa4-192x112r", "fa4-128x160r")
+NAMES = ("fa4", *FA4_TILES, "fa4-library", "fa3", "triton", "fa2", "varlen", "sdpa")
 
 
 def need_capability(device: torch.device, *majors: int) -> None:

@@ -75,22 +75,33 @@ class Fa4Tile:
         }
 
 
-# Compute capability (major) and head dim padded to 16, to a tile that beat the library's choice.
-TILES = {(9, 80): Fa4Tile(192, 160)}
+# Compute capability (major) and head dim padded to 16, to tiles that beat the library's choice; the first is
+# the one without a name. On an H200, in turn: long sequences, mixed lengths, 8 x 4096, one short sequence.
+TILES = {
+    (9, 80): (
+        Fa4Tile(192, 160),
+        Fa4Tile(192, 128),
+        Fa4Tile(192, 112, probabilities_in_registers=True),
+        Fa4Tile(128, 160, probabilities_in_registers=True),
+    )
+}
 
 
 class Fa4Attention:
     """flash-attn 4's varlen forward.
 
-    tile: the tile to use on every device; None takes TILES where it has one, library_tile the library's own
-    choice. Raises ImportError where flash-attn 4 or a part of it is missing, ValueError if a tile is given
-    and the installed release's forward cannot take it.
+    tile: the tile to use on every device, with tuned_only just where TILES has it; None takes TILES' first,
+    library_tile the library's own choice, as does every case that TILES does not name. Raises ImportError
+    where flash-attn 4 or a part of it is missing, ValueError if a tile is given and the installed release's
+    forward cannot take it.
     """
 
     static_lengths = False
     batch_invariant = True
 
-    def __init__(self, *, tile: Fa4Tile | None = None, library_tile: bool = False) -> None:
+    def __init__(
+        self, *, tile: Fa4Tile | None = None, library_tile: bool = False, tuned_only: bool = False
+    ) -> None:
         self._interface = import_interface()
         self._forward = find_forward(self._interface)
         if tile is not None and (library_tile or self._forward is None):
@@ -99,6 +110,7 @@ class Fa4Attention:
                 + ("library_tile excludes it" if library_tile else "this flash-attn 4 takes none")
             )
         self._tile = tile
+        self._tuned_only = tuned_only
         self._library_tile = library_tile
         self.name = f"fa4-{tile.label}" if tile else "fa4-library" if library_tile else "fa4"
 
@@ -137,10 +149,13 @@ class Fa4Attention:
         return zero_padding(result, bounds.cu_seqlens)
 
     def _tile_for(self, q_PHd: torch.Tensor) -> Fa4Tile | None:
-        if self._tile is not None or self._library_tile:
+        if self._library_tile or (self._tile is not None and not self._tuned_only):
             return self._tile
         major, _ = torch.cuda.get_device_capability(q_PHd.device)
-        return TILES.get((major, -(-q_PHd.shape[-1] // 16) * 16))
+        tiles = TILES.get((major, -(-q_PHd.shape[-1] // 16) * 16), ())
+        if self._tile is not None:
+            return self._tile if self._tile in tiles else None
+        return tiles[0] if tiles else None
 
 
 def import_interface() -> ModuleType:

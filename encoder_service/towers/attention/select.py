@@ -62,6 +62,18 @@ class ShapeCase:
             seqlens.append(num_patches % max_seqlen)
         return cls(name, tuple(seqlens), num_patches, num_sequences, max_seqlen)
 
+    @classmethod
+    def mixed(cls, name: str, num_patches: int, num_sequences: int, max_seqlen: int) -> ShapeCase:
+        """A bucket of which half is filled with the longest sequences that it takes, the rest with ones of a
+        quarter of that; ``filling`` where it does not hold two of the longest."""
+        whole = num_patches // 2 // max_seqlen
+        if not whole or max_seqlen < 4 or whole >= num_sequences:
+            return cls.filling(name, num_patches, num_sequences, max_seqlen)
+        short = max_seqlen // 4
+        count = min((num_patches - whole * max_seqlen) // short, num_sequences - whole)
+        seqlens = (max_seqlen,) * whole + (short,) * count
+        return cls(name, seqlens, num_patches, num_sequences, max_seqlen)
+
 
 @dataclass(frozen=True)
 class CaseBounds:

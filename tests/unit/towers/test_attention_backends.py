@@ -12,13 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from encoder_service.towers.attention import AttentionBackend, SdpaAttention, available_backends
+from encoder_service.towers.attention.available import FA4_TILES
 from tests.unit.towers.attention_cases import bounds_of, exact, packed, relative_error
 
 triton_varlen = pytest.importorskip("encoder_service.towers.attention.triton_varlen")
 
 SMALL_TILE = triton_varlen.TileConfig(16, 32, 4, 2)
 MIXED = (70, 1, 16, 33, 1, 64)
-NAMES = ("fa4", "fa4-library", "fa3", "triton", "fa2", "varlen", "sdpa")
+NAMES = ("fa4", *FA4_TILES, "fa4-library", "fa3", "triton", "fa2", "varlen", "sdpa")
 # Relative Frobenius error. bfloat16 rounds probabilities and output to 8 bits: 2e-3 to 4e-3 on random data.
 LIMITS = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from encoder_service.towers.attention import SequenceBounds
+from encoder_service.towers.attention.available import FA4_TILES, NAMES, build_fa4
 from encoder_service.towers.attention.fa2 import Fa2Attention
 from encoder_service.towers.attention.fa3 import OPERATOR_ARGUMENTS, Fa3Attention
 from encoder_service.towers.attention.fa4 import Fa4Attention, Fa4Tile, dsl_folder
@@ -244,9 +245,25 @@ def test_fa4_other_head_dims_take_the_librarys_tile(monkeypatch: pytest.MonkeyPa
     recorder = Recorder()
     install_fa4(monkeypatch, recorder, takes_tile=True)
     backend = Fa4Attention()
+    other = Fa4Attention(tile=Fa4Tile(192, 128), tuned_only=True)
     for head_dim, expected in [(64, None), (80, (192, 160)), (96, None)]:
         backend.attend(*packed(NUM_PATCHES, 2, head_dim), bounds_of(SEQLENS))
         assert recorder.calls[-1]["tile_mn"] == expected
+        other.attend(*packed(NUM_PATCHES, 2, head_dim), bounds_of(SEQLENS))
+        assert recorder.calls[-1]["tile_mn"] == (expected and (192, 128))
+
+
+def test_fa4_offers_every_tuned_tile_by_a_name_that_settings_know(monkeypatch: pytest.MonkeyPatch) -> None:
+    install_fa4(monkeypatch, Recorder(), takes_tile=True)
+    names = [backend.name for backend in build_fa4(torch.device("cuda"))]
+    assert names == ["fa4", *FA4_TILES, "fa4-library"]
+    assert set(names) <= set(NAMES)
+
+
+def test_fa4_of_another_generation_has_no_tuned_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    install_fa4(monkeypatch, Recorder(), takes_tile=True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
+    assert [backend.name for backend in build_fa4(torch.device("cuda"))] == ["fa4", "fa4-library"]
 
 
 def test_fa4_release_without_a_tile(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -248,6 +248,24 @@ def test_a_bucket_is_filled_with_the_longest_sequences(
     assert int(cu_seqlens[-1]) == sum(seqlens)
 
 
+@pytest.mark.parametrize(
+    ("bucket", "seqlens"),
+    [
+        ((1024, 8, 1024), (1024,)),
+        ((2048, 8, 512), (512, 512, 128, 128, 128, 128, 128, 128)),
+        ((4096, 9, 512), (512,) * 4 + (128,) * 5),
+        ((4096, 4, 512), (512,) * 4),
+    ],
+)
+def test_a_mixed_case_is_half_long_and_half_short(
+    bucket: tuple[int, int, int], seqlens: tuple[int, ...]
+) -> None:
+    case = ShapeCase.mixed("bucket", *bucket)
+    assert case.seqlens[: len(seqlens)] == seqlens
+    assert sum(case.seqlens) <= bucket[0]
+    assert len(case.seqlens) <= bucket[1]
+
+
 def test_cpu_has_the_plain_backend_and_selects_it() -> None:
     backends = available_backends(CPU, deterministic=True)
     assert [backend.name for backend in backends] == ["sdpa"]
