@@ -33,7 +33,7 @@ from encoder_service.ingest.preprocessor import Preprocessor
 from encoder_service.metrics import Metrics
 from encoder_service.scheduler.planner import Plan, Planner, Ticket, launch_of
 from encoder_service.towers.tower import Tower
-from encoder_service.types import FrameItem, Grid, PatchItem, TowerItem
+from encoder_service.types import Grid, TowerItem
 
 log = structlog.get_logger(__name__)
 
@@ -148,22 +148,9 @@ class DeviceEngine:
             return len(self._in_flight)
 
     def warm_up(self, grids: Sequence[Grid]) -> None:
-        """Runs patches and frames of the given grids once, on the caller's thread, before ``start``."""
+        """Runs items of the given grids once, on the caller's thread, before ``start``."""
         self._choose_device()
-        tower = self._tower
-        for grid in grids:
-            frames_THWC = torch.zeros(
-                grid.t * tower.temporal_patch_size,
-                grid.h * tower.patch_size,
-                grid.w * tower.patch_size,
-                3,
-                dtype=torch.uint8,
-            )
-            patches = torch.zeros(grid.num_patches, tower.patch_dim)
-            for item in (PatchItem(patches, grid), FrameItem(frames_THWC, grid)):
-                launched = self._launcher.launch([item])
-                launched.wait()
-                list(launched.collect())
+        self._launcher.warm_up(grids)
 
     def _run(self, loop: Callable[[], None]) -> None:
         try:

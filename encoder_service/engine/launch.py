@@ -9,6 +9,7 @@ fails, is the engine's.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from typing import Protocol
 
 import torch
@@ -20,7 +21,7 @@ from encoder_service.engine.staging import ALIGNMENT_BYTES, PixelStaging
 from encoder_service.engine.streams import Event, streams_of
 from encoder_service.ingest.preprocessor import Preprocessor
 from encoder_service.towers.tower import Tower
-from encoder_service.types import FrameItem, PatchItem, TowerItem
+from encoder_service.types import FrameItem, Grid, PatchItem, TowerItem
 
 
 class Launched(Protocol):
@@ -40,6 +41,9 @@ class Launcher(Protocol):
 
     def probe(self) -> None:
         """Raises what the device failed with, if it has; does not wait."""
+
+    def warm_up(self, grids: Sequence[Grid]) -> None:
+        """Runs each grid as patches and as frames, so that no caller waits for a library's first use."""
 
 
 class TowerLauncher:
@@ -63,8 +67,9 @@ class TowerLauncher:
         self._graphs = graphs
         self._cutter = cutter_for(preprocessor, device)
         self._pixels: PixelStaging | None = None
-        # Ordinary tensors, as those of the graph runner are.
-        with torch.inference_mode(False), torch.no_grad():
+        # Ordinary tensors, as those of the graph runner are; pinned ones belong to the current device.
+        current = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+        with torch.inference_mode(False), torch.no_grad(), current:
             if graphs is None:
                 self._streams = streams_of(device, clock)
                 max_rows = 0
@@ -97,6 +102,26 @@ class TowerLauncher:
 
     def probe(self) -> None:
         self._streams.compute.probe()
+
+    def warm_up(self, grids: Sequence[Grid]) -> None:
+        tower = self._tower
+        for grid in grids:
+            shape = (
+                grid.t * tower.temporal_patch_size,
+                grid.h * tower.patch_size,
+                grid.w * tower.patch_size,
+                3,
+            )
+            frames_THWC = torch.zeros(shape, dtype=torch.uint8)
+            patches = torch.zeros(grid.num_patches, tower.patch_dim)
+            items: tuple[TowerItem, ...] = (PatchItem(patches, grid), FrameItem(frames_THWC, grid))
+            for item in items:
+                launched = self.launch([item])
+                launched.wait()
+                list(launched.collect())
+        if grids:  # how frames are cut in a batch that no bucket takes
+            out = torch.empty(grids[-1].num_patches, tower.patch_dim, dtype=tower.dtype, device=self._device)
+            self._cutter.cut(frames_THWC.to(self._device), out)
 
     def _launch_fast(
         self,

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from encoder_service.engine.device import MAX_IN_FLIGHT
-from encoder_service.types import PatchItem, TowerItem
+from encoder_service.types import Grid, PatchItem, TowerItem
 
 POISON = -1.0
 
@@ -80,6 +80,9 @@ class HeldLauncher:
     def leave(self) -> None:
         with self.lock:
             self.num_in_flight -= 1
+
+    def warm_up(self, grids: Sequence[Grid]) -> None:
+        pass
 
     def probe(self) -> None:
         if self.lost_with is not None:

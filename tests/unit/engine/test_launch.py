@@ -63,6 +63,7 @@ class PixelPatches(FakePreprocessor):
 
 class Rig:
     def __init__(self, device: SteppedDevice, *, merges_time: bool = False) -> None:
+        self.device = device
         self.tower = PoolTower(merges_time=merges_time)
         self.preprocessor = PixelPatches()
         self.runner = GraphRunner(
@@ -199,6 +200,24 @@ def test_pixels_travel_while_the_batches_before_have_not_run_and_never_into_a_sl
     assert len(rig.tower.forwards) == 2
 
 
+@settings(deadline=None, max_examples=20)
+@given(seed=st.integers(0, 1 << 30))
+def test_p30_launches_in_a_row_without_any_wait_keep_their_own_metadata(seed: int) -> None:
+    """Without the limit of two in flight: the staging waits by itself before it overwrites."""
+    generator = random.Random(seed)
+    rig = Rig(SteppedDevice(Favouring(generator)))
+    expected, found = [], []
+    for _ in range(6):
+        item = random_item(generator)
+        pixels = item.pixel_values if isinstance(item, PatchItem) else torch.ones(item.grid.num_patches, 6)
+        expected += rig.expected([PatchItem(pixels, item.grid)])
+        rig.runner.launch(rig.runner.prepare([item.grid]), [pixels], lambda rows: found.append(rows.clone()))
+    while rig.device.step():
+        pass
+    for rows, right in zip(found, expected, strict=True):
+        torch.testing.assert_close(rows, right, rtol=1e-5, atol=1e-5)
+
+
 def test_the_host_does_not_wait_while_two_batches_are_handed_over() -> None:
     device = SteppedDevice(lambda count: 0)
     rig = Rig(device)
@@ -232,6 +251,15 @@ def test_rows_beyond_the_slots_bring_their_own_memory() -> None:
         target.wait()
         assert torch.equal(torch.cat(list(target.collect())), rows)
     assert (len(sink.device_slots), len(sink.host_slots)) == (2, NUM_HOST_SLOTS)
+
+
+def test_p27_warming_up_runs_patches_and_frames_of_each_grid() -> None:
+    tower = PoolTower()
+    runner = GraphRunner(tower, LADDER, CPU, capture=False, clock=itertools.count().__next__)
+    launcher = TowerLauncher(tower, PixelPatches(), runner, clock=time.monotonic)  # type: ignore[arg-type]
+    launcher.warm_up([Grid(1, 2, 2), Grid(1, 4, 4)])
+    assert [inputs.num_patches for inputs in tower.forwards] == [16, 16, 16, 16]
+    assert runner.counters.real_patches == 2 * 4 + 2 * 16
 
 
 def test_a_fault_of_the_device_shows_in_the_wait_and_the_probe() -> None:
