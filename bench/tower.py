@@ -272,7 +272,7 @@ def main() -> None:
         console.print(line)
     try:
         console.print(f"chart: {chart.draw(result, run.file.path.with_suffix('.png'))}")
-    except chart.NoMatplotlib as error:
+    except (chart.NoMatplotlib, ValueError) as error:
         console.print(f"no chart: {error}")
     console.print(f"written to {run.file.path} after {result['seconds']:.0f} s")
     if any(check["relative_error"] >= CHECK_LIMIT for check in result["checks"]):

@@ -1,0 +1,164 @@
+"""The reference's baselines: packed attention, tables made beforehand and compiling change no rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import baselines
+import pytest
+import torch
+from baselines import Compiled, LeftOut, eager, operator_of, with_tables
+from checkpoints import random_checkpoint
+
+from encoder_service.towers import Tower, load_tower
+from encoder_service.towers.synthetic import FAMILIES
+from encoder_service.types import Grid
+from tests.parity.reference import ReferenceTower, register_varlen_attention
+
+CPU = torch.device("cpu")
+PACKED, OPERATOR = "flash_test_packed", "flash_test_operator"
+BATCHES = {"stills": [Grid(1, 8, 6), Grid(1, 4, 4), Grid(1, 2, 2)], "clips": [Grid(2, 4, 6)] * 2}
+calls: list[tuple[int, int]] = []
+
+
+def packed_attention(
+    q_PHd: torch.Tensor,
+    k_PHd: torch.Tensor,
+    v_PHd: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    max_seqlen: int,
+    scale: float,
+) -> torch.Tensor:
+    """What FlashAttention-3 computes, sequence by sequence."""
+    lengths = cu_seqlens.diff().tolist()
+    assert max(lengths) == max_seqlen
+    assert sum(lengths) == q_PHd.shape[0]
+    calls.append((len(lengths), max_seqlen))
+    parts = zip(*(states.split(lengths) for states in (q_PHd, k_PHd, v_PHd)), strict=True)
+    out = [
+        torch.nn.functional.scaled_dot_product_attention(
+            *(states.transpose(0, 1)[None] for states in part), scale=scale
+        )[0].transpose(0, 1)
+        for part in parts
+    ]
+    return torch.cat(out)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def registered() -> None:
+    register_varlen_attention(PACKED, packed_attention)
+    register_varlen_attention(OPERATOR, operator_of(packed_attention, "test_attention"))
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def towers(request: pytest.FixtureRequest) -> Iterator[tuple[Tower, ReferenceTower]]:
+    with random_checkpoint(request.param, "tiny", 3, CPU) as path:
+        yield (
+            load_tower(path, device=CPU, dtype=torch.float32).tower,
+            ReferenceTower(path, device=CPU, dtype=torch.float32),
+        )
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("batch", BATCHES)
+def test_every_form_of_the_reference_gives_the_towers_rows(
+    towers: tuple[Tower, ReferenceTower], batch: str
+) -> None:
+    tower, reference = towers
+    grids = BATCHES[batch]
+    pixels = torch.randn(sum(grid.num_patches for grid in grids), tower.patch_dim)
+    expected = tower(tower.prepare(grids).with_pixels(pixels))
+    calls.clear()
+    runs = {
+        "sdpa": eager(reference, pixels, grids, "sdpa"),
+        "packed": eager(reference, pixels, grids, PACKED),
+        "tables": with_tables(reference, pixels, grids, PACKED),
+        "operator": with_tables(reference, pixels, grids, OPERATOR),
+    }
+    assert not calls
+    # Each selects its own attention, in whatever order they take turns.
+    for name in ("packed", "sdpa", "tables", "operator", "sdpa"):
+        before = len(calls)
+        error = (runs[name]() - expected).norm() / expected.norm()
+        assert error < 1e-5, name
+        assert (len(calls) > before) == (name != "sdpa")
+    sequences = len(grids) if tower.merges_time else sum(grid.t for grid in grids)
+    assert {count for count, _ in calls} == {sequences}
+
+
+@torch.inference_mode()
+def test_tables_leave_nothing_for_the_host_to_read(
+    towers: tuple[Tower, ReferenceTower], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a graph could not hold: values of grids or bounds read within the forward."""
+    tower, reference = towers
+    grids = BATCHES["stills"]
+    pixels = torch.randn(sum(grid.num_patches for grid in grids), tower.patch_dim)
+    register_varlen_attention("flash_test_blind", lambda q, k, v, cu_seqlens, longest, scale: v.clone())
+    run = with_tables(reference, pixels, grids, "flash_test_blind")
+    eager_run = eager(reference, pixels, grids, "flash_test_blind")
+
+    def refused(self: torch.Tensor, *_arguments: object) -> None:
+        raise AssertionError("a value of the device is read by the host")
+
+    for name in ("tolist", "item", "__bool__", "__int__", "cpu", "nonzero"):
+        monkeypatch.setattr(torch.Tensor, name, refused)
+    run()
+    with pytest.raises(AssertionError, match="read by the host"):
+        eager_run()
+
+
+@torch.inference_mode()
+def test_compiling_takes_the_whole_forward_and_changes_no_rows(tmp_path: Path) -> None:
+    grids = BATCHES["stills"]
+    with random_checkpoint("kimi_k25", "tiny", 3, CPU) as path:
+        reference = ReferenceTower(path, device=CPU, dtype=torch.float32)
+    pixels = torch.randn(sum(grid.num_patches for grid in grids), 3 * 14 * 14)
+    expected = with_tables(reference, pixels, grids, PACKED)()
+    torch._dynamo.utils.counters.clear()
+    compiled = baselines.compiled(reference, pixels, grids, OPERATOR, backend="aot_eager")
+    rows = compiled.run()
+    assert isinstance(compiled, Compiled)
+    assert compiled.note == "no CUDA device, so no graph"
+    assert compiled.compile_s > 0
+    assert isinstance(rows, torch.Tensor)
+    torch.testing.assert_close(rows, expected)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    assert not torch._dynamo.utils.counters["graph_break"]
+
+
+def test_a_name_that_the_reference_would_not_give_bounds_to_is_refused() -> None:
+    with pytest.raises(ValueError, match="fa3"):
+        register_varlen_attention("fa3", packed_attention)
+
+
+def test_without_fa3_the_reason_names_both_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent() -> None:
+        raise ImportError("no FlashAttention-3: fa3_fwd_interface: absent; flash_attn_interface: absent")
+
+    monkeypatch.setattr(baselines, "import_interface", absent)
+    with pytest.raises(LeftOut, match=r"fa3_fwd_interface.*flash_attn_interface"):
+        baselines.fa3_kernel()
+
+
+def test_fa3_is_called_packed_and_without_split_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: dict[str, object] = {}
+
+    class Interface:
+        @staticmethod
+        def flash_attn_varlen_func(q: torch.Tensor, k: object, v: object, **options: object) -> object:
+            seen.update(options)
+            return q + 1, "log-sum-exp"
+
+    monkeypatch.setattr(baselines, "import_interface", lambda: Interface)
+    q, bounds = torch.zeros(4, 2, 8), torch.tensor([0, 4])
+    assert torch.equal(baselines.fa3_kernel()(q, q, q, bounds, 4, 0.5), q + 1)
+    assert seen.pop("cu_seqlens_q") is seen.pop("cu_seqlens_k") is bounds
+    assert seen == {
+        "max_seqlen_q": 4,
+        "max_seqlen_k": 4,
+        "softmax_scale": 0.5,
+        "causal": False,
+        "num_splits": 1,
+    }
