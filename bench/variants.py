@@ -164,12 +164,12 @@ class Family:
         """Raises LeftOut, or what the reference raises."""
         if self.reference is None:
             raise LeftOut("the reference package is not installed")
+        pixels = pixels.to(self.tower.dtype)
         if variant == "ref_sdpa":
             case.runs[variant] = baselines.eager(self.reference, pixels, grids, SDPA)
             return
         if self.no_fa3 is not None:
             raise LeftOut(self.no_fa3)
-        pixels = pixels.to(self.tower.dtype)
         if variant == "ref_fa3":
             run = baselines.eager(self.reference, pixels, grids, FA3)
             run()
