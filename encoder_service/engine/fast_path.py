@@ -31,7 +31,9 @@ from encoder_service.towers.tower import Tower
 log = structlog.get_logger(__name__)
 
 # Attention is measured on buckets of about these sizes, under each bound that they have.
-MEASURED_SIZES = (1024, 4096, 16_384)
+MEASURED_SIZES = (784, 1024, 4096, 16_384)
+# Products are cheaper to measure, and waves of tiles make their times uneven.
+GEMM_SIZES = (256, 784, 1024, 2048, 4096, 8192, 16_384, 32_768)
 
 
 def build_graph_runner(
@@ -184,7 +186,7 @@ def choose_tower_gemms(tower: Tower, ladder: BucketLadder, *, deterministic: boo
             config.rope_theta,
             "interleaved" if tower.merges_time else "blocked",
         ),
-        sorted({bucket.num_patches for bucket in measured_buckets(ladder)}),
+        sorted(nearest_sizes(ladder, GEMM_SIZES)),
         dtype=tower.dtype,
         device=tower.device,
         time_ms=graph_time_ms,
@@ -193,5 +195,10 @@ def choose_tower_gemms(tower: Tower, ladder: BucketLadder, *, deterministic: boo
 
 def measured_buckets(ladder: BucketLadder) -> list[Bucket]:
     """The buckets nearest to MEASURED_SIZES, under each of their bounds."""
-    sizes = {min(ladder.sizes, key=lambda size: abs(size - wanted)) for wanted in MEASURED_SIZES}
+    sizes = nearest_sizes(ladder, MEASURED_SIZES)
     return [bucket for bucket in ladder.buckets if bucket.num_patches in sizes]
+
+
+def nearest_sizes(ladder: BucketLadder, wanted: Sequence[int]) -> set[int]:
+    """The ladder's sizes nearest to these."""
+    return {min(ladder.sizes, key=lambda size: abs(size - one)) for one in wanted}

@@ -64,15 +64,13 @@ class ShapeCase:
 
     @classmethod
     def mixed(cls, name: str, num_patches: int, num_sequences: int, max_seqlen: int) -> ShapeCase:
-        """A bucket of which half is filled with the longest sequences that it takes, the rest with ones of a
-        quarter of that; ``filling`` where it does not hold two of the longest."""
-        whole = num_patches // 2 // max_seqlen
-        if not whole or max_seqlen < 4 or whole >= num_sequences:
+        """A bucket filled in equal parts with the longest sequences that it takes, with ones of three
+        quarters and of a quarter of that; ``filling`` where a third of it does not hold one of the longest."""
+        lengths = [max_seqlen * quarters // 4 for quarters in (4, 3, 1)]
+        if num_patches // len(lengths) < max_seqlen or min(lengths) < 1:
             return cls.filling(name, num_patches, num_sequences, max_seqlen)
-        short = max_seqlen // 4
-        count = min((num_patches - whole * max_seqlen) // short, num_sequences - whole)
-        seqlens = (max_seqlen,) * whole + (short,) * count
-        return cls(name, seqlens, num_patches, num_sequences, max_seqlen)
+        seqlens = [length for length in lengths for _ in range(num_patches // len(lengths) // length)]
+        return cls(name, tuple(seqlens[:num_sequences]), num_patches, num_sequences, max_seqlen)
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Set
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -18,6 +19,9 @@ import torch
 from torch.nn.functional import gelu, linear
 
 RotaryLayout = Literal["blocked", "interleaved"]
+# What follows the four products of a block: qkv, fc1, proj, fc2.
+Step = Literal["rotate", "gelu", "add_attention", "add_mlp"]
+STEPS: tuple[Step, ...] = ("rotate", "gelu", "add_attention", "add_mlp")
 
 
 class Rotary:
@@ -72,6 +76,11 @@ class Gemm(Protocol):
     def name(self) -> str: ...
 
     @property
+    def steps(self) -> Set[Step]:
+        """The steps it is worth trying for."""
+        ...
+
+    @property
     def wants_pairs(self) -> bool:
         """Whether ``rotated`` reads Weights.paired and Rotary.turns."""
         ...
@@ -94,6 +103,7 @@ class TorchGemm:
     """torch's own: bias and GELU in cuBLAS's epilogue; rotation and addition are passes of their own."""
 
     name = "torch"
+    steps: Set[Step] = frozenset(STEPS)
     wants_pairs = False
 
     def rotated(self, x_PK: torch.Tensor, layer: Weights, rotary: Rotary) -> torch.Tensor:

@@ -26,7 +26,8 @@ class PerRows:
 
 @dataclass(frozen=True)
 class GemmChoices:
-    """The gemms of a block: rotate serves qkv, gelu fc1, add_attention proj, add_mlp fc2."""
+    """The gemms of a block, in the order of STEPS: rotate serves qkv, gelu fc1, add_attention proj, add_mlp
+    fc2."""
 
     rotate: PerRows
     gelu: PerRows

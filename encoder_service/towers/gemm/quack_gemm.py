@@ -13,6 +13,7 @@ is reduced to a fraction of a turn before the fast sine, as in its rotary epilog
 
 from __future__ import annotations
 
+from collections.abc import Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +25,7 @@ from quack.epilogue.math import pack, unpack
 from quack.epilogue.ops import ColVecLoad, RowVecLoad
 from quack.gemm_config import GemmConfig
 
-from encoder_service.towers.gemm import Rotary, Weights
+from encoder_service.towers.gemm import Rotary, Step, Weights
 
 # Added and taken away again, it rounds a float32 below 2^22 to the nearest integer.
 ROUNDING = 12582912.0
@@ -89,12 +90,13 @@ class QuackTile:
         )
 
 
-# Among sixteen tiles, for the towers' products from 4096 rows up on an H200, these were the fastest.
-TILES = (
-    QuackTile(128, 192, (1, 2)),
-    QuackTile(192, 128, (1, 2)),
-    QuackTile(128, 160, (2, 1)),
-)
+# Among sixteen tiles, for the towers' products from 4096 rows up on an H200, these were the fastest; each is
+# compiled once for a step that it is tried for.
+TILES: dict[QuackTile, frozenset[Step]] = {
+    QuackTile(128, 192, (1, 2)): frozenset({"rotate", "add_attention", "add_mlp"}),
+    QuackTile(128, 160, (2, 1)): frozenset({"rotate", "gelu"}),
+    QuackTile(192, 128, (1, 2)): frozenset({"gelu"}),
+}
 
 
 class QuackGemm:
@@ -102,7 +104,8 @@ class QuackGemm:
 
     wants_pairs = True
 
-    def __init__(self, tile: QuackTile) -> None:
+    def __init__(self, tile: QuackTile, steps: Set[Step]) -> None:
+        self.steps = steps
         self.name = f"quack-{tile.label}"
         # quack recognises a configuration by identity.
         self._config: Any = tile.config()

@@ -16,7 +16,17 @@ import structlog
 import torch
 from torch.nn.functional import gelu, linear
 
-from encoder_service.towers.gemm import TORCH_GEMM, Gemm, Rotary, RotaryLayout, Weights, pair_rows, turns_of
+from encoder_service.towers.gemm import (
+    STEPS,
+    TORCH_GEMM,
+    Gemm,
+    Rotary,
+    RotaryLayout,
+    Step,
+    Weights,
+    pair_rows,
+    turns_of,
+)
 from encoder_service.towers.gemm.per_rows import GemmChoices, PerRows
 from encoder_service.towers.rope import inverse_frequencies
 
@@ -31,7 +41,6 @@ TIE_SHARE = 0.01
 # Calls in what is timed, each with weights of its own: in a tower no weight is in the cache at its turn.
 NUM_CALLS = 8
 SIDE = 64
-STEPS = ("rotate", "gelu", "add_attention", "add_mlp")
 
 
 @dataclass(frozen=True)
@@ -50,7 +59,7 @@ class Trial:
     """One step at one number of rows: ``run(gemm)`` calls it NUM_CALLS times as a block does, ``error(gemm)``
     is its relative error against float32."""
 
-    step: str
+    step: Step
     num_rows: int
     run: Callable[[Gemm], None]
     error: Callable[[Gemm], float]
@@ -67,7 +76,7 @@ def find_gemms(device: torch.device) -> list[Gemm]:
         import_interface()  # puts the DSL's packages on the path
         from encoder_service.towers.gemm.quack_gemm import TILES, QuackGemm
 
-        found += [QuackGemm(tile) for tile in TILES]
+        found += [QuackGemm(tile, steps) for tile, steps in TILES.items()]
     except Exception as error:  # an optional library may fail to import in any way of its own
         text = str(error).strip().splitlines()
         log.debug("gemm_library_absent", library="quack", reason=f"{type(error).__name__}: {text[:1]}")
@@ -86,13 +95,13 @@ def choose_gemms(
     """The fastest of the candidates for each step and number of rows, among those that are right; torch's,
     which has to be the first, within TIE_SHARE. A candidate that raises or is wrong is left out of the step,
     with a warning."""
-    chosen: dict[str, dict[int, Gemm]] = {step: {} for step in STEPS}
+    chosen: dict[Step, dict[int, Gemm]] = {step: {} for step in STEPS}
     excluded: set[tuple[str, str]] = set()
     for num_rows, step in itertools.product(sizes, STEPS):
         trial = make_trial(step, shape, num_rows, dtype, device)
         times: dict[str, float] = {}
         for gemm in candidates:
-            if (gemm.name, step) in excluded:
+            if step not in gemm.steps or (gemm.name, step) in excluded:
                 continue
             try:
                 times[gemm.name] = checked_time_ms(trial, gemm, time_ms)
@@ -108,7 +117,7 @@ def choose_gemms(
             gemm=chosen[step][num_rows].name,
             microseconds={name: round(ms * 1e3, 1) for name, ms in times.items()},
         )
-    return GemmChoices(**{step: PerRows(choices) for step, choices in chosen.items()})
+    return GemmChoices(*(PerRows(chosen[step]) for step in STEPS))
 
 
 def checked_time_ms(trial: Trial, gemm: Gemm, time_ms: TimeMs) -> float:
@@ -128,7 +137,7 @@ def fastest(candidates: Sequence[Gemm], times: dict[str, float]) -> Gemm:
 
 
 def make_trial(
-    step: str, shape: BlockShape, num_rows: int, dtype: torch.dtype, device: torch.device
+    step: Step, shape: BlockShape, num_rows: int, dtype: torch.dtype, device: torch.device
 ) -> Trial:
     """Random weights and rows of the product that ``step`` is part of."""
     from encoder_service.towers import kernels  # triton, which only the fused path needs
@@ -186,7 +195,7 @@ def make_trial(
     return Trial(step, num_rows, run, error)
 
 
-def layer_of(weight: torch.Tensor, bias: torch.Tensor, step: str, shape: BlockShape) -> Weights:
+def layer_of(weight: torch.Tensor, bias: torch.Tensor, step: Step, shape: BlockShape) -> Weights:
     if step != "rotate":
         return Weights(weight, bias)
     return Weights(weight, bias, (pair_rows(weight, shape.num_heads), pair_rows(bias, shape.num_heads)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.nn.functional import gelu, linear
 
-from encoder_service.towers.gemm import Rotary, Weights
+from encoder_service.towers.gemm import STEPS, Rotary, Weights
 
 TURN = 2 * torch.pi
 
@@ -14,6 +14,7 @@ class PairGemm:
     """Formulas of quack_gemm's epilogues, in float32."""
 
     name = "pairs"
+    steps = frozenset(STEPS)
     wants_pairs = True
 
     def __init__(self) -> None:

@@ -252,12 +252,12 @@ def test_a_bucket_is_filled_with_the_longest_sequences(
     ("bucket", "seqlens"),
     [
         ((1024, 8, 1024), (1024,)),
-        ((2048, 8, 512), (512, 512, 128, 128, 128, 128, 128, 128)),
-        ((4096, 9, 512), (512,) * 4 + (128,) * 5),
-        ((4096, 4, 512), (512,) * 4),
+        ((2048, 8, 512), (512, 384, 128, 128, 128, 128, 128)),
+        ((4096, 9, 512), (512, 512, 384, 384, 384, 128, 128, 128, 128)),
+        ((12, 12, 3), (3, 3, 3, 3)),
     ],
 )
-def test_a_mixed_case_is_half_long_and_half_short(
+def test_a_mixed_case_has_long_middling_and_short_sequences(
     bucket: tuple[int, int, int], seqlens: tuple[int, ...]
 ) -> None:
     case = ShapeCase.mixed("bucket", *bucket)
