@@ -27,6 +27,7 @@ from typing import Any, Protocol, TypeAlias
 
 import torch
 
+from encoder_service.engine.pool import borrowed_view, pool_bytes
 from encoder_service.engine.staging import Layout, Staging
 from encoder_service.engine.streams import Event, Streams, streams_of
 from encoder_service.errors import ConfigurationError, InternalError, NotReady, PixelTensorMismatch
@@ -357,31 +358,3 @@ def write_pixels(target: torch.Tensor, pixels: Pixels) -> None:
     for patches in pixels:
         target[first : first + patches.shape[0]].copy_(patches, non_blocking=True)
         first += patches.shape[0]
-
-
-class BorrowedMemory:
-    """Device memory by address, for ``torch.as_tensor``: the interface of CUDA array libraries."""
-
-    def __init__(self, address: int, num_bytes: int) -> None:
-        self.__cuda_array_interface__ = {
-            "shape": (num_bytes,),
-            "typestr": "|u1",
-            "data": (address, False),
-            "version": 3,
-        }
-
-
-def borrowed_view(rows: torch.Tensor) -> torch.Tensor:
-    """The same device memory, shape and dtype as contiguous ``rows``, without keeping the memory alive."""
-    view = torch.as_tensor(BorrowedMemory(rows.data_ptr(), rows.nbytes))
-    assert view.data_ptr() == rows.data_ptr()
-    return view.view(rows.dtype).view(rows.shape)
-
-
-def pool_bytes(pool: Any, device: torch.device) -> int:
-    """Device memory that an allocation pool holds."""
-    return sum(
-        segment["total_size"]
-        for segment in torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
-        if tuple(segment["segment_pool_id"]) == tuple(pool) and segment["device"] == device.index
-    )

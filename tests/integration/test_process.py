@@ -221,13 +221,10 @@ app.load_model = load_model
 SLOW_FORWARD = """
 import time
 import encoder_service.app as app
-forward, ready = app.DeviceEngine._forward, []
-def slow(engine, grids, pixels):
-    if engine._thread.ident is None:
-        return forward(engine, grids, pixels)
+def slow(engine, jobs):
     print("running", flush=True)
     time.sleep(60)
-app.DeviceEngine._forward = slow
+app.DeviceEngine._launch = slow
 """
 
 

@@ -142,13 +142,13 @@ def slow_tower(service: RunningService, gate: threading.Event) -> DeviceEngine:
     """Makes the service's engine wait for ``gate`` before every forward."""
     engine = service.service._engine
     assert engine is not None
-    original = engine._forward
+    original = engine._launcher.launch
 
     def wait_then_run(*arguments: object) -> object:
         assert gate.wait(60)
         return original(*arguments)  # type: ignore[arg-type]
 
-    engine._forward = wait_then_run  # type: ignore[method-assign, assignment]
+    engine._launcher.launch = wait_then_run  # type: ignore[method-assign, assignment]
     return engine
 
 
@@ -160,7 +160,7 @@ def test_a_client_that_vanishes_frees_everything(checkpoints: dict[str, Path], d
         stub = encoder_pb2_grpc.VisionEncoderStub(channel)
         items = [pb.Item(modality=pb.MODALITY_IMAGE, encoded=photo(256, 256)) for _ in range(12)]
         blocker = stub.Encode(pb.EncodeRequest(items=items[:1]), timeout=60)
-        until(lambda: engine._running)
+        until(lambda: engine._taken)
         call = stub.Encode(pb.EncodeRequest(items=items), timeout=60)
         until(lambda: engine.queued_items == 11)
         call.cancel()
@@ -339,7 +339,7 @@ def test_p37_draining_finishes_what_runs_and_refuses_the_rest(
         engine = slow_tower(found, gate)
         with VisionEncoderClient(found.target, timeout_s=60) as client, ThreadPoolExecutor(1) as pool:
             pending = pool.submit(client.encode_one, ImageItem(photo()))
-            until(lambda: engine._running)
+            until(lambda: engine._taken)
             found.on_loop(found.service.request_stop)
             base = f"http://{found.service.admin_address}"
             until(lambda: httpx.get(f"{base}/readyz").status_code == 503)
@@ -363,7 +363,7 @@ def test_p32_p36_a_device_fault_tells_callers_at_once_and_leaves_service(
         def broken(*arguments: object) -> object:
             raise torch.AcceleratorError("CUDA error: unspecified launch failure")
 
-        engine._forward = broken  # type: ignore[method-assign, assignment]
+        engine._launcher.launch = broken  # type: ignore[method-assign, assignment]
         with VisionEncoderClient(found.target, timeout_s=30) as client:
             (failed,) = client.encode([ImageItem(photo())])
         assert isinstance(failed, ItemFailed)

@@ -192,6 +192,20 @@ def test_p32_a_fault_in_a_launch_fails_what_is_in_flight_without_waiting_for_it(
     assert len(rig.faults) == 1
 
 
+def test_p36_a_fault_that_both_threads_notice_is_reported_once(rig: Rig) -> None:
+    rig.engine.start()
+    running = rig.submit(1.0)
+    rig.batch(0)
+    rig.launcher.fails_with = LOST
+    with pytest.raises(DeviceFault):
+        rig.submit(2.0).result(10)
+    rig.batch(0).end(LOST)
+    with pytest.raises(DeviceFault):
+        running.result(10)
+    assert rig.engine.stop(10)
+    assert len(rig.faults) == 1
+
+
 def test_p36_a_fault_that_shows_under_another_name_is_recognised(rig: Rig) -> None:
     """A kernel launcher of its own tells an earlier batch's fault as its own error."""
     rig.launcher.fails_with = RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered")
