@@ -64,8 +64,8 @@ class ShapeCase:
 
     @classmethod
     def mixed(cls, name: str, num_patches: int, num_sequences: int, max_seqlen: int) -> ShapeCase:
-        """A bucket filled in equal parts with the longest sequences that it takes, with ones of three
-        quarters and of a quarter of that; ``filling`` where a third of it does not hold one of the longest."""
+        """A bucket filled in equal parts with the longest sequences that it takes and with ones of three
+        quarters and a quarter of that; ``filling`` where a third of it holds none of the longest."""
         lengths = [max_seqlen * quarters // 4 for quarters in (4, 3, 1)]
         if num_patches // len(lengths) < max_seqlen or min(lengths) < 1:
             return cls.filling(name, num_patches, num_sequences, max_seqlen)
