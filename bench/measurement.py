@@ -25,20 +25,25 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
 PACKAGES = ("torch", "transformers", "safetensors", "triton", "fa3-fwd", "flash-attn", "numpy")
+# Of one sample, and the most runs in it.
+SAMPLE_MS = 20.0
+MAX_IN_A_ROW = 8
 
 
-def time_once(run: Callable[[], object], device: torch.device) -> float:
-    """Milliseconds of one run: device events on CUDA, the wall clock elsewhere."""
+def time_once(run: Callable[[], object], device: torch.device, *, in_a_row: int = 1) -> float:
+    """Milliseconds of one run, the mean of ``in_a_row``: device events on CUDA, the wall clock elsewhere."""
     if device.type == "cuda":
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
-        run()
+        for _ in range(in_a_row):
+            run()
         end.record()
         end.synchronize()
-        return float(start.elapsed_time(end))
+        return float(start.elapsed_time(end)) / in_a_row
     begun = time.perf_counter()
-    run()
-    return (time.perf_counter() - begun) * 1e3
+    for _ in range(in_a_row):
+        run()
+    return (time.perf_counter() - begun) * 1e3 / in_a_row
 
 
 def interleaved_medians(
@@ -62,20 +67,25 @@ def interleaved_samples(
     repeats: int,
     budget_s: float,
 ) -> dict[str, list[float]]:
-    """Milliseconds of every run of each variant.
+    """Milliseconds of a run, sample by sample, of each variant.
 
+    A sample is one run, or several in a row where a run is short: about SAMPLE_MS, at most MAX_IN_A_ROW. So
+    the host's part shows where it is longer than the device's, and not where it hides behind the run before.
     The variants take turns in a new order each round: a change of clocks or of a neighbour's load meets all
     of them, and so does what the variant before left behind (on an H200 the same variant ran several percent
     slower after heavy work than after light). Stops before ``repeats`` rounds once ``budget_s`` is spent,
     but not before three; a variant's warm-up stops after a tenth of the budget, but not before one run.
     """
-    for run in variants.values():
+    in_a_row: dict[str, int] = {}
+    for name, run in variants.items():
         begun = time.perf_counter()
+        milliseconds = SAMPLE_MS
         for done in range(warm_up):
             if done and time.perf_counter() - begun > budget_s / 10:
                 break
-            run()
             synchronise(device)
+            milliseconds = time_once(run, device)
+        in_a_row[name] = max(1, min(MAX_IN_A_ROW, round(SAMPLE_MS / max(milliseconds, 1e-3))))
     samples: dict[str, list[float]] = {name: [] for name in variants}
     begun = time.perf_counter()
     for done in range(repeats):
@@ -84,7 +94,7 @@ def interleaved_samples(
         order = list(variants)
         random.Random(done).shuffle(order)
         for name in order:
-            samples[name].append(time_once(variants[name], device))
+            samples[name].append(time_once(variants[name], device, in_a_row=in_a_row[name]))
     return samples
 
 

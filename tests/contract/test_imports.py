@@ -16,7 +16,11 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("encoder_service", "lm_adapter")
 MODULES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
-NEEDS_TRITON = ("encoder_service.towers.attention.triton_", "encoder_service.towers.kernels")
+DEVICE_CODE = (
+    "encoder_service.towers.attention.triton_",
+    "encoder_service.towers.gemm.quack_gemm",
+    "encoder_service.towers.kernels",
+)
 MAX_LINES = 400
 VAGUE_NAMES = {
     "utils",
@@ -117,9 +121,10 @@ def test_the_service_imports_without_a_gpu_package_or_the_reference() -> None:
     wanted = [module_name(path) for path in MODULES if path.is_relative_to(ROOT / "encoder_service")]
     wanted.remove("encoder_service.__main__")
     # Device code: imported by what runs on CUDA, when it is built.
-    wanted = [name for name in wanted if not name.startswith(NEEDS_TRITON)]
+    wanted = [name for name in wanted if not name.startswith(DEVICE_CODE)]
     completed = import_without(
-        ["transformers", "torchvision", "triton", "flash_attn", "fa3_fwd_interface"], wanted
+        ["transformers", "torchvision", "triton", "flash_attn", "fa3_fwd_interface", "quack", "cutlass"],
+        wanted,
     )
     assert completed.returncode == 0, completed.stderr
 
@@ -165,7 +170,7 @@ def test_every_third_party_import_is_a_declared_dependency(package: str) -> None
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     if package == "encoder_service":
-        declared = project["dependencies"] + extras["fa3"] + extras["flash-attn"]
+        declared = project["dependencies"] + extras["fa3"] + extras["fa4"] + extras["flash-attn"]
     else:
         adapter = tomllib.loads((ROOT / "lm_adapter" / "pyproject.toml").read_text())["project"]
         assert sorted(adapter["dependencies"]) == sorted(extras["adapter"])
@@ -194,6 +199,8 @@ DISTRIBUTION_OF = {
     "pydantic_settings": "pydantic-settings",
     "fa3_fwd_interface": "fa3-fwd",
     "flash_attn": "flash-attn",
+    "quack": "quack-kernels",
+    "cutlass": "nvidia-cutlass-dsl",
     "triton": "torch",
     "starlette": "fastapi",
     "click": "typer",

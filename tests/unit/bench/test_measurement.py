@@ -47,7 +47,8 @@ def test_a_result_that_cannot_be_written_leaves_the_last_one(tmp_path: Path) -> 
     assert json.loads(file.path.read_text())["records"] == [1]
 
 
-def test_variants_take_turns_and_every_round_has_all_of_them() -> None:
+def test_variants_take_turns_and_every_round_has_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measurement, "MAX_IN_A_ROW", 1)
     calls: list[str] = []
     variants = {name: lambda name=name: calls.append(name) for name in "abc"}
     samples = interleaved_samples(variants, CPU, warm_up=2, repeats=8, budget_s=10)
@@ -70,6 +71,22 @@ def test_a_spent_budget_ends_warm_up_and_rounds_but_not_before_three(monkeypatch
     medians = interleaved_medians({"slow": slow}, CPU, warm_up=5, repeats=50, budget_s=1.0)
     assert medians == {"slow": (2000.0, 3)}
     assert counts["slow"] == 1 + 3
+
+
+def test_short_runs_go_several_in_a_row_and_count_as_one_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(measurement.time, "perf_counter", lambda: now[0])
+    calls = {"short": 0, "long": 0}
+
+    def run(name: str, seconds: float) -> None:
+        calls[name] += 1
+        now[0] += seconds
+
+    variants = {"short": lambda: run("short", 5e-3), "long": lambda: run("long", 50e-3)}
+    medians = interleaved_medians(variants, CPU, warm_up=1, repeats=3, budget_s=100.0)
+    assert medians["short"] == (pytest.approx(5.0), 3)
+    assert medians["long"] == (pytest.approx(50.0), 3)
+    assert calls == {"short": 1 + 3 * 4, "long": 1 + 3}
 
 
 def test_host_time_is_the_median_of_single_runs(monkeypatch: pytest.MonkeyPatch) -> None:
