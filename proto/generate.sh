@@ -1,6 +1,6 @@
 #!/bin/sh
-# Writes encoder_pb2.py, encoder_pb2_grpc.py and their type stubs beside encoder.proto, or under the folder
-# that the first argument names.
+# Writes encoder_pb2.py, encoder_pb2_grpc.py, broker_pb2.py and their type stubs beside the proto files, or
+# under the folder that the first argument names.
 # The generator's versions are pinned here, apart from the run-time's: code generated for protobuf 6.31
 # runs with protobuf 6.31 and later, every 7.x included.
 set -eu
@@ -17,3 +17,6 @@ fi
 PATH="$PWD/$venv/bin:$PATH" "$venv/bin/python" -W ignore -m grpc_tools.protoc -I . \
     --python_out="$out" --grpc_python_out="$out" --mypy_out="quiet:$out" --mypy_grpc_out="quiet:$out" \
     vision_encoder/v1/encoder.proto
+# No service in it, so nothing of gRPC's.
+PATH="$PWD/$venv/bin:$PATH" "$venv/bin/python" -W ignore -m grpc_tools.protoc -I . \
+    --python_out="$out" --mypy_out="quiet:$out" vision_encoder/v1/broker.proto
