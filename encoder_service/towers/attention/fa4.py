@@ -19,6 +19,7 @@ import importlib
 import importlib.util
 import inspect
 import sys
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -162,18 +163,21 @@ def import_interface() -> ModuleType:
     """flash_attn.cute.interface, with the DSL's packages found. Raises ImportError.
 
     The DSL's wheel puts its packages in a folder of its own and finds it by a .pth file, which only a
-    site-packages folder honours; installed with --target it has to be put on the path.
+    site-packages folder honours; installed with --target it has to be put on the path. Warnings that the
+    libraries raise against each other's releases are theirs, not a reason to do without them.
     """
-    try:
-        importlib.import_module("cutlass.cute")
-    except ModuleNotFoundError:
-        folder = dsl_folder()
-        if folder is None:
-            raise
-        sys.path.append(str(folder))
-        importlib.invalidate_caches()
-        importlib.import_module("cutlass.cute")
-    return importlib.import_module("flash_attn.cute.interface")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            importlib.import_module("cutlass.cute")
+        except ModuleNotFoundError:
+            folder = dsl_folder()
+            if folder is None:
+                raise
+            sys.path.append(str(folder))
+            importlib.invalidate_caches()
+            importlib.import_module("cutlass.cute")
+        return importlib.import_module("flash_attn.cute.interface")
 
 
 def dsl_folder() -> Path | None:

@@ -9,6 +9,8 @@ Shape legend: P patches, K input width, N output width, H heads, d head_dim.
 from __future__ import annotations
 
 import itertools
+import statistics
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -40,6 +42,7 @@ TOLERANCE = 1e-2
 TIE_SHARE = 0.01
 # Calls in what is timed, each with weights of its own: in a tower no weight is in the cache at its turn.
 NUM_CALLS = 8
+NUM_ROUNDS = 3
 SIDE = 64
 
 
@@ -74,7 +77,9 @@ def find_gemms(device: torch.device) -> list[Gemm]:
         from encoder_service.towers.attention.fa4 import import_interface
 
         import_interface()  # puts the DSL's packages on the path
-        from encoder_service.towers.gemm.quack_gemm import TILES, QuackGemm
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # as import_interface does
+            from encoder_service.towers.gemm.quack_gemm import TILES, QuackGemm
 
         found += [QuackGemm(tile, steps) for tile, steps in TILES.items()]
     except Exception as error:  # an optional library may fail to import in any way of its own
@@ -99,16 +104,22 @@ def choose_gemms(
     excluded: set[tuple[str, str]] = set()
     for num_rows, step in itertools.product(sizes, STEPS):
         trial = make_trial(step, shape, num_rows, dtype, device)
-        times: dict[str, float] = {}
-        for gemm in candidates:
-            if step not in gemm.steps or (gemm.name, step) in excluded:
+        samples: dict[str, list[float]] = {}
+        # In turns: what comes later finds the device warmer, and slower.
+        for gemm in [gemm for gemm in candidates if step in gemm.steps] * NUM_ROUNDS:
+            if (gemm.name, step) in excluded:
                 continue
             try:
-                times[gemm.name] = checked_time_ms(trial, gemm, time_ms)
+                samples.setdefault(gemm.name, []).append(checked_time_ms(trial, gemm, time_ms))
             except Exception as error:  # a library's own errors are of any kind
                 excluded.add((gemm.name, step))
                 reason = str(error).strip().splitlines()[:1]
                 log.warning("gemm_excluded", gemm=gemm.name, step=step, num_rows=num_rows, reason=reason)
+        times = {
+            name: statistics.median(values)
+            for name, values in samples.items()
+            if (name, step) not in excluded
+        }
         chosen[step][num_rows] = fastest(candidates, times)
         log.info(
             "gemm_selected",
