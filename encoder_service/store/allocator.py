@@ -1,0 +1,142 @@
+"""Which bytes of an arena are taken: best fit over coalesced holes, in units of 256 bytes.
+
+Owns the bookkeeping of offsets only: it never touches memory, and what lies in a range is others' business.
+Pure Python, no torch, no clock. A search and a coalescing step are O(log n) in the number of holes; keeping
+the holes sorted moves a few machine words per change. Not thread-safe.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+
+from encoder_service.errors import InternalError
+
+ALIGNMENT_BYTES = 256
+
+# A hole's sort key: its units above, its first unit below. Equal sizes are taken from the lowest address up.
+_FIRST_BITS = 48
+_FIRST_MASK = (1 << _FIRST_BITS) - 1
+
+
+class RangeAllocator:
+    """Hands out ranges of [0, size_bytes), aligned to ALIGNMENT_BYTES at both ends."""
+
+    def __init__(self, size_bytes: int) -> None:
+        """size_bytes is rounded down to the alignment. Raises InternalError when nothing remains."""
+        num_units = size_bytes // ALIGNMENT_BYTES
+        if num_units < 1:
+            raise InternalError(
+                f"an arena of {size_bytes} bytes is smaller than the alignment of {ALIGNMENT_BYTES} bytes",
+                found=size_bytes,
+                needed=ALIGNMENT_BYTES,
+            )
+        self.size_bytes = num_units * ALIGNMENT_BYTES
+        self._free_units = num_units
+        self._holes: list[int] = []
+        self._hole_units: dict[int, int] = {}  # first unit -> units
+        self._hole_before: dict[int, int] = {}  # the unit behind a hole -> its first unit
+        self._taken: dict[int, int] = {}  # first unit -> units
+        self._add_hole(0, num_units)
+
+    def __len__(self) -> int:
+        """Ranges handed out."""
+        return len(self._taken)
+
+    @property
+    def free_bytes(self) -> int:
+        return self._free_units * ALIGNMENT_BYTES
+
+    @property
+    def taken_bytes(self) -> int:
+        """Of the ranges handed out, with their rounding."""
+        return self.size_bytes - self.free_bytes
+
+    @property
+    def num_holes(self) -> int:
+        return len(self._holes)
+
+    @property
+    def largest_hole_bytes(self) -> int:
+        """The largest allocation that would succeed now."""
+        return (self._holes[-1] >> _FIRST_BITS) * ALIGNMENT_BYTES if self._holes else 0
+
+    @property
+    def fragmentation(self) -> float:
+        """The share of the free bytes that lies outside the largest hole: 0.0 when all of it is one hole or
+        nothing is free, towards 1.0 when it is crumbs."""
+        return 1.0 - self.largest_hole_bytes / self.free_bytes if self._free_units else 0.0
+
+    def capacity_bytes(self, offset: int) -> int:
+        """Bytes of the range handed out at ``offset``; 0 when none starts there."""
+        units, remainder = divmod(offset, ALIGNMENT_BYTES)
+        return 0 if remainder else self._taken.get(units, 0) * ALIGNMENT_BYTES
+
+    def allocate(self, num_bytes: int) -> int | None:
+        """The offset of a range of at least num_bytes, or None when no hole is large enough."""
+        if num_bytes < 1:
+            raise InternalError(
+                f"a range of {num_bytes} bytes was asked for, the least is 1", found=num_bytes
+            )
+        num_units = -(-num_bytes // ALIGNMENT_BYTES)
+        position = bisect_left(self._holes, num_units << _FIRST_BITS)
+        if position == len(self._holes):
+            return None
+        first = self._holes[position] & _FIRST_MASK
+        hole_units = self._remove_hole(first)
+        if hole_units > num_units:
+            self._add_hole(first + num_units, hole_units - num_units)
+        self._taken[first] = num_units
+        self._free_units -= num_units
+        return first * ALIGNMENT_BYTES
+
+    def free(self, offset: int) -> None:
+        """Takes a range back. Raises InternalError when no range starts at ``offset``."""
+        if not self.capacity_bytes(offset):
+            raise InternalError(
+                f"no range starts at offset {offset}; {len(self._taken)} are handed out", offset=offset
+            )
+        first = offset // ALIGNMENT_BYTES
+        num_units = self._taken.pop(first)
+        self._free_units += num_units
+        behind = first + num_units
+        if behind in self._hole_units:
+            num_units += self._remove_hole(behind)
+        before = self._hole_before.get(first)
+        if before is not None:
+            num_units += self._remove_hole(before)
+            first = before
+        self._add_hole(first, num_units)
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError unless ranges and holes tile the arena, no two holes touch, and the counts
+        and indexes agree."""
+        tiles = sorted(
+            [(first, units, False) for first, units in self._taken.items()]
+            + [(first, units, True) for first, units in self._hole_units.items()]
+        )
+        end, after_hole = 0, False
+        for first, units, is_hole in tiles:
+            assert first == end, f"a tile starts at unit {first}, the one before ends at {end}"
+            assert units > 0
+            assert not (is_hole and after_hole), f"two holes touch at unit {first}"
+            end, after_hole = first + units, is_hole
+        assert end * ALIGNMENT_BYTES == self.size_bytes
+        assert self._free_units == sum(self._hole_units.values())
+        assert self._holes == sorted(_key(first, units) for first, units in self._hole_units.items())
+        assert self._hole_before == {first + units: first for first, units in self._hole_units.items()}
+
+    def _add_hole(self, first: int, num_units: int) -> None:
+        insort(self._holes, _key(first, num_units))
+        self._hole_units[first] = num_units
+        self._hole_before[first + num_units] = first
+
+    def _remove_hole(self, first: int) -> int:
+        """Forgets the hole that starts at unit ``first``; its units."""
+        num_units = self._hole_units.pop(first)
+        del self._hole_before[first + num_units]
+        del self._holes[bisect_left(self._holes, _key(first, num_units))]
+        return num_units
+
+
+def _key(first: int, num_units: int) -> int:
+    return num_units << _FIRST_BITS | first

@@ -1,0 +1,165 @@
+"""Ranges of an arena: never overlapping, coalesced, every byte accounted for."""
+
+from __future__ import annotations
+
+import random
+import time
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
+
+from encoder_service.errors import InternalError
+from encoder_service.store.allocator import ALIGNMENT_BYTES, RangeAllocator
+
+SIZE = 64 * ALIGNMENT_BYTES
+
+
+def test_ranges_are_aligned_and_disjoint() -> None:
+    allocator = RangeAllocator(SIZE)
+    offsets = [allocator.allocate(num_bytes) for num_bytes in (1, 256, 257, 1000)]
+    assert offsets == [0, 256, 512, 1024]
+    assert [allocator.capacity_bytes(offset) for offset in offsets if offset is not None] == [
+        256,
+        256,
+        512,
+        1024,
+    ]
+    assert allocator.taken_bytes == 2048
+    allocator.check_integrity()
+
+
+def test_the_smallest_hole_that_fits_is_taken() -> None:
+    allocator = RangeAllocator(SIZE)
+    offsets = [allocator.allocate(units * ALIGNMENT_BYTES) for units in (8, 1, 3, 1, 5, 1)]
+    for index in (0, 2, 4):
+        offset = offsets[index]
+        assert offset is not None
+        allocator.free(offset)
+    assert allocator.allocate(3 * ALIGNMENT_BYTES) == offsets[2]
+    assert allocator.allocate(4 * ALIGNMENT_BYTES) == offsets[4]
+    assert allocator.allocate(8 * ALIGNMENT_BYTES) == offsets[0]
+    allocator.check_integrity()
+
+
+def test_neighbouring_holes_become_one() -> None:
+    allocator = RangeAllocator(4 * ALIGNMENT_BYTES)
+    offsets = [allocator.allocate(ALIGNMENT_BYTES) for _ in range(4)]
+    assert allocator.free_bytes == 0
+    assert allocator.fragmentation == 0.0
+    for index in (0, 2):
+        allocator.free(offsets[index] or 0)
+    assert (allocator.num_holes, allocator.largest_hole_bytes) == (2, ALIGNMENT_BYTES)
+    assert allocator.fragmentation == 0.5
+    assert allocator.allocate(2 * ALIGNMENT_BYTES) is None
+    allocator.free(offsets[1] or 0)
+    assert (allocator.num_holes, allocator.largest_hole_bytes) == (1, 3 * ALIGNMENT_BYTES)
+    allocator.free(offsets[3] or 0)
+    assert allocator.largest_hole_bytes == allocator.size_bytes
+    allocator.check_integrity()
+
+
+def test_exhaustion_and_recovery() -> None:
+    allocator = RangeAllocator(SIZE)
+    offsets = []
+    while (offset := allocator.allocate(ALIGNMENT_BYTES)) is not None:
+        offsets.append(offset)
+    assert len(offsets) == SIZE // ALIGNMENT_BYTES
+    random.Random(7).shuffle(offsets)
+    for offset in offsets:
+        allocator.free(offset)
+        allocator.check_integrity()
+    assert allocator.allocate(SIZE) == 0
+    assert allocator.allocate(1) is None
+
+
+def test_a_size_off_the_alignment_is_rounded_down() -> None:
+    allocator = RangeAllocator(2 * ALIGNMENT_BYTES + 255)
+    assert allocator.size_bytes == 2 * ALIGNMENT_BYTES
+    assert allocator.allocate(2 * ALIGNMENT_BYTES + 1) is None
+
+
+def test_mistakes_are_refused_with_numbers() -> None:
+    allocator = RangeAllocator(SIZE)
+    with pytest.raises(InternalError, match="0 bytes was asked for, the least is 1"):
+        allocator.allocate(0)
+    offset = allocator.allocate(600)
+    assert offset == 0
+    for wrong in (256, 100, -256, SIZE):
+        with pytest.raises(InternalError, match=f"offset {wrong}; 1 are"):
+            allocator.free(wrong)
+    allocator.free(0)
+    with pytest.raises(InternalError, match="offset 0; 0 are"):
+        allocator.free(0)
+    with pytest.raises(InternalError, match="255 bytes is smaller than the alignment of 256"):
+        RangeAllocator(255)
+
+
+def test_thousands_of_holes_stay_cheap() -> None:
+    """20000 ranges, every second one freed, then 20000 changes among 10000 holes."""
+    allocator = RangeAllocator(20_000 * 4096)
+    offsets = [allocator.allocate(4096) for _ in range(20_000)]
+    for offset in offsets[::2]:
+        allocator.free(offset or 0)
+    assert allocator.num_holes == 10_000
+    started = time.process_time()
+    for _ in range(10_000):
+        offset = allocator.allocate(4096)
+        assert offset is not None
+        allocator.free(offset)
+    assert time.process_time() - started < 2.0
+    allocator.check_integrity()
+
+
+class AllocatorMachine(RuleBasedStateMachine):
+    """Against the plainest model: the set of units that are taken."""
+
+    ranges = Bundle("ranges")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.allocator = RangeAllocator(SIZE)
+        self.taken: set[int] = set()
+        self.units_of: dict[int, range] = {}
+
+    def largest_hole_units(self) -> int:
+        largest = current = 0
+        for unit in range(SIZE // ALIGNMENT_BYTES):
+            current = 0 if unit in self.taken else current + 1
+            largest = max(largest, current)
+        return largest
+
+    @rule(target=ranges, num_bytes=st.integers(1, SIZE // 3))
+    def allocate(self, num_bytes: int) -> object:
+        num_units = -(-num_bytes // ALIGNMENT_BYTES)
+        fits = self.largest_hole_units() >= num_units
+        offset = self.allocator.allocate(num_bytes)
+        assert (offset is not None) == fits
+        if offset is None:
+            return multiple()
+        assert offset % ALIGNMENT_BYTES == 0
+        first = offset // ALIGNMENT_BYTES
+        units = range(first, first + num_units)
+        assert self.taken.isdisjoint(units)
+        assert units.stop * ALIGNMENT_BYTES <= SIZE
+        self.taken.update(units)
+        self.units_of[offset] = units
+        return offset
+
+    @rule(offset=consumes(ranges))
+    def free(self, offset: int) -> None:
+        self.allocator.free(offset)
+        self.taken.difference_update(self.units_of.pop(offset))
+
+    @invariant()
+    def counts_agree(self) -> None:
+        self.allocator.check_integrity()
+        assert self.allocator.taken_bytes == len(self.taken) * ALIGNMENT_BYTES
+        assert self.allocator.free_bytes + self.allocator.taken_bytes == SIZE
+        assert self.allocator.largest_hole_bytes == self.largest_hole_units() * ALIGNMENT_BYTES
+        assert len(self.allocator) == len(self.units_of)
+
+
+TestAllocatorMachine = AllocatorMachine.TestCase
+TestAllocatorMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
