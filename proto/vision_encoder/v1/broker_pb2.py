@@ -24,15 +24,15 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1evision_encoder/v1/broker.proto\x12\x11vision_encoder.v1\"\xa7\x02\n\rBrokerRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\x04\x12/\n\x05hello\x18\x02 \x01(\x0b\x32\x1e.vision_encoder.v1.BrokerHelloH\x00\x12\x33\n\x04list\x18\x03 \x01(\x0b\x32#.vision_encoder.v1.BrokerListArenasH\x00\x12\x31\n\x06\x61ttach\x18\x04 \x01(\x0b\x32\x1f.vision_encoder.v1.BrokerAttachH\x00\x12/\n\x05probe\x18\x05 \x01(\x0b\x32\x1e.vision_encoder.v1.BrokerProbeH\x00\x12-\n\x04ping\x18\x06 \x01(\x0b\x32\x1d.vision_encoder.v1.BrokerPingH\x00\x42\t\n\x07request\"\xaa\x04\n\x0b\x42rokerReply\x12\x12\n\nrequest_id\x18\x01 \x01(\x04\x12\x17\n\x0fnum_descriptors\x18\x02 \x01(\r\x12\x33\n\x07welcome\x18\x03 \x01(\x0b\x32 .vision_encoder.v1.BrokerWelcomeH\x00\x12\x33\n\x07refused\x18\x04 \x01(\x0b\x32 .vision_encoder.v1.BrokerRefusedH\x00\x12\x31\n\x06\x61renas\x18\x05 \x01(\x0b\x32\x1f.vision_encoder.v1.BrokerArenasH\x00\x12\x35\n\x08\x61ttached\x18\x06 \x01(\x0b\x32!.vision_encoder.v1.BrokerAttachedH\x00\x12\x38\n\nprobe_slot\x18\x07 \x01(\x0b\x32\".vision_encoder.v1.BrokerProbeSlotH\x00\x12-\n\x04pong\x18\x08 \x01(\x0b\x32\x1d.vision_encoder.v1.BrokerPongH\x00\x12\x33\n\x07\x66\x61ilure\x18\t \x01(\x0b\x32 .vision_encoder.v1.BrokerFailureH\x00\x12<\n\x0c\x61rena_closed\x18\n \x01(\x0b\x32$.vision_encoder.v1.BrokerArenaClosedH\x00\x12\x35\n\x08stopping\x18\x0b \x01(\x0b\x32!.vision_encoder.v1.BrokerStoppingH\x00\x42\x07\n\x05reply\"\x89\x01\n\x0b\x42rokerHello\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x1c\n\x14min_protocol_version\x18\x02 \x01(\r\x12\x11\n\tnamespace\x18\x03 \x01(\t\x12\r\n\x05token\x18\x04 \x01(\t\x12\x13\n\x0b\x63lient_name\x18\x05 \x01(\t\x12\x0b\n\x03pid\x18\x06 \x01(\r\"\xc2\x01\n\rBrokerWelcome\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x13\n\x0binstance_id\x18\x02 \x01(\t\x12\x0f\n\x07host_id\x18\x03 \x01(\t\x12\x10\n\x08owner_id\x18\x04 \x01(\t\x12\x14\n\x0cheartbeat_ms\x18\x05 \x01(\r\x12\x17\n\x0fidle_timeout_ms\x18\x06 \x01(\r\x12\x30\n\x06\x61renas\x18\x07 \x03(\x0b\x32 .vision_encoder.v1.ArenaGeometry\"\xc1\x01\n\rBrokerRefused\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x11\n\tretryable\x18\x03 \x01(\x08\x12\x18\n\x10protocol_version\x18\x04 \x01(\r\x12\x1c\n\x14min_protocol_version\x18\x05 \x01(\r\x12\x1f\n\x17\x63lient_protocol_version\x18\x06 \x01(\r\x12#\n\x1b\x63lient_min_protocol_version\x18\x07 \x01(\r\"C\n\rBrokerFailure\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x11\n\tretryable\x18\x03 \x01(\x08\"\x8d\x01\n\rArenaGeometry\x12\x10\n\x08\x61rena_id\x18\x01 \x01(\x0c\x12*\n\x04kind\x18\x02 \x01(\x0e\x32\x1c.vision_encoder.v1.ArenaKind\x12\x12\n\nsize_bytes\x18\x03 \x01(\x04\x12\x15\n\rcontrol_bytes\x18\x04 \x01(\x04\x12\x13\n\x0b\x64\x65vice_uuid\x18\x05 \x01(\t\"\x12\n\x10\x42rokerListArenas\"@\n\x0c\x42rokerArenas\x12\x30\n\x06\x61renas\x18\x01 \x03(\x0b\x32 .vision_encoder.v1.ArenaGeometry\" \n\x0c\x42rokerAttach\x12\x10\n\x08\x61rena_id\x18\x01 \x01(\x0c\"D\n\x0e\x42rokerAttached\x12\x32\n\x08geometry\x18\x01 \x01(\x0b\x32 .vision_encoder.v1.ArenaGeometry\"\x1f\n\x0b\x42rokerProbe\x12\x10\n\x08\x61rena_id\x18\x01 \x01(\x0c\"\\\n\x0f\x42rokerProbeSlot\x12\x10\n\x08\x61rena_id\x18\x01 \x01(\x0c\x12\x14\n\x0coffset_bytes\x18\x02 \x01(\x04\x12\x11\n\tnum_bytes\x18\x03 \x01(\x04\x12\x0e\n\x06sha256\x18\x04 \x01(\x0c\"\x0c\n\nBrokerPing\"\x0c\n\nBrokerPong\":\n\x11\x42rokerArenaClosed\x12\x10\n\x08\x61rena_id\x18\x01 \x01(\x0c\x12\x13\n\x0breplaced_by\x18\x02 \x01(\x0c\"\x10\n\x0e\x42rokerStopping*S\n\tArenaKind\x12\x1a\n\x16\x41RENA_KIND_UNSPECIFIED\x10\x00\x12\x13\n\x0f\x41RENA_KIND_HOST\x10\x01\x12\x15\n\x11\x41RENA_KIND_DEVICE\x10\x02\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1evision_encoder/v1/broker.proto\x12\x11vision_encoder.v1\"\xa7\x02\n\rBrokerRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\x04\x12/\n\x05hello\x18\x02 \x01(\x0b\x32\x1e.vision_encoder.v1.BrokerHelloH\x00\x12\x33\n\x04list\x18\x03 \x01(\x0b\x32#.vision_encoder.v1.BrokerListArenasH\x00\x12\x31\n\x06\x61ttach\x18\x04 \x01(\x0b\x32\x1f.vision_encoder.v1.BrokerAttachH\x00\x12/\n\x05probe\x18\x05 \x01(\x0b\x32\x1e.vision_encoder.v1.BrokerProbeH\x00\x12-\n\x04ping\x18\x06 \x01(\x0b\x32\x1d.vision_encoder.v1.BrokerPingH\x00\x42\t\n\x07request\"\xaa\x04\n\x0b\x42rokerReply\x12\x12\n\nrequest_id\x18\x01 \x01(\x04\x12\x17\n\x0fnum_descriptors\x18\x02 \x01(\r\x12\x33\n\x07welcome\x18\x03 \x01(\x0b\x32 .vision_encoder.v1.BrokerWelcomeH\x00\x12\x33\n\x07refused\x18\x04 \x01(\x0b\x32 .vision_encoder.v1.BrokerRefusedH\x00\x12\x31\n\x06\x61renas\x18\x05 \x01(\x0b\x32\x1f.vision_encoder.v1.BrokerArenasH\x00\x12\x35\n\x08\x61ttached\x18\x06 \x01(\x0b\x32!.vision_encoder.v1.BrokerAttachedH\x00\x12\x38\n\nprobe_slot\x18\x07 \x01(\x0b\x32\".vision_encoder.v1.BrokerProbeSlotH\x00\x12-\n\x04pong\x18\x08 \x01(\x0b\x32\x1d.vision_encoder.v1.BrokerPongH\x00\x12\x33\n\x07\x66\x61ilure\x18\t \x01(\x0b\x32 .vision_encoder.v1.BrokerFailureH\x00\x12<\n\x0c\x61rena_closed\x18\n \x01(\x0b\x32$.vision_encoder.v1.BrokerArenaClosedH\x00\x12\x35\n\x08stopping\x18\x0b \x01(\x0b\x32!.vision_encoder.v1.BrokerStoppingH\x00\x42\x07\n\x05reply\"\x89\x01\n\x0b\x42rokerHello\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x1c\n\x14min_protocol_version\x18\x02 \x01(\r\x12\x11\n\tnamespace\x18\x03 \x01(\t\x12\r\n\x05token\x18\x04 \x01(\t\x12\x13\n\x0b\x63lient_name\x18\x05 \x01(\t\x12\x0b\n\x03pid\x18\x06 \x01(\r\"\xc2\x01\n\rBrokerWelcome\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x13\n\x0binstance_id\x18\x02 \x01(\t\x12\x0f\n\x07host_id\x18\x03 \x01(\t\x12\x10\n\x08owner_id\x18\x04 \x01(\t\x12\x14\n\x0cheartbeat_ms\x18\x05 \x01(\r\x12\x17\n\x0fidle_timeout_ms\x18\x06 \x01(\r\x12\x30\n\x06\x61renas\x18\x07 \x03(\x0b\x32 .vision_encoder.v1.ArenaGeometry\"\xc1\x01\n\rBrokerRefused\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x11\n\tretryable\x18\x03 \x01(\x08\x12\x18\n\x10protocol_version\x18\x04 \x01(\r\x12\x1c\n\x14min_protocol_version\x18\x05 \x01(\r\x12\x1f\n\x17\x63lient_protocol_version\x18\x06 \x01(\r\x12#\n\x1b\x63lient_min_protocol_version\x18\x07 \x01(\r\"C\n\rBrokerFailure\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x11\n\tretryable\x18\x03 \x01(\x08\"\x8a\x01\n\rArenaGeometry\x12\x10\n\x08\x61rena_id\x18\x01 \x01(\x0c\x12*\n\x04kind\x18\x02 \x01(\x0e\x32\x1c.vision_encoder.v1.ArenaKind\x12\x12\n\nsize_bytes\x18\x03 \x01(\x04\x12\x12\n\npage_bytes\x18\x04 \x01(\x04\x12\x13\n\x0b\x64\x65vice_uuid\x18\x05 \x01(\t\"\x12\n\x10\x42rokerListArenas\"@\n\x0c\x42rokerArenas\x12\x30\n\x06\x61renas\x18\x01 \x03(\x0b\x32 .vision_encoder.v1.ArenaGeometry\" \n\x0c\x42rokerAttach\x12\x10\n\x08\x61rena_id\x18\x01 \x01(\x0c\"D\n\x0e\x42rokerAttached\x12\x32\n\x08geometry\x18\x01 \x01(\x0b\x32 .vision_encoder.v1.ArenaGeometry\"\x1f\n\x0b\x42rokerProbe\x12\x10\n\x08\x61rena_id\x18\x01 \x01(\x0c\"\\\n\x0f\x42rokerProbeSlot\x12\x10\n\x08\x61rena_id\x18\x01 \x01(\x0c\x12\x14\n\x0coffset_bytes\x18\x02 \x01(\x04\x12\x11\n\tnum_bytes\x18\x03 \x01(\x04\x12\x0e\n\x06sha256\x18\x04 \x01(\x0c\"\x0c\n\nBrokerPing\"\x0c\n\nBrokerPong\":\n\x11\x42rokerArenaClosed\x12\x10\n\x08\x61rena_id\x18\x01 \x01(\x0c\x12\x13\n\x0breplaced_by\x18\x02 \x01(\x0c\"\x10\n\x0e\x42rokerStopping*S\n\tArenaKind\x12\x1a\n\x16\x41RENA_KIND_UNSPECIFIED\x10\x00\x12\x13\n\x0f\x41RENA_KIND_HOST\x10\x01\x12\x15\n\x11\x41RENA_KIND_DEVICE\x10\x02\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'vision_encoder.v1.broker_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_ARENAKIND']._serialized_start=2077
-  _globals['_ARENAKIND']._serialized_end=2160
+  _globals['_ARENAKIND']._serialized_start=2074
+  _globals['_ARENAKIND']._serialized_end=2157
   _globals['_BROKERREQUEST']._serialized_start=54
   _globals['_BROKERREQUEST']._serialized_end=349
   _globals['_BROKERREPLY']._serialized_start=352
@@ -46,25 +46,25 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_BROKERFAILURE']._serialized_start=1441
   _globals['_BROKERFAILURE']._serialized_end=1508
   _globals['_ARENAGEOMETRY']._serialized_start=1511
-  _globals['_ARENAGEOMETRY']._serialized_end=1652
-  _globals['_BROKERLISTARENAS']._serialized_start=1654
-  _globals['_BROKERLISTARENAS']._serialized_end=1672
-  _globals['_BROKERARENAS']._serialized_start=1674
-  _globals['_BROKERARENAS']._serialized_end=1738
-  _globals['_BROKERATTACH']._serialized_start=1740
-  _globals['_BROKERATTACH']._serialized_end=1772
-  _globals['_BROKERATTACHED']._serialized_start=1774
-  _globals['_BROKERATTACHED']._serialized_end=1842
-  _globals['_BROKERPROBE']._serialized_start=1844
-  _globals['_BROKERPROBE']._serialized_end=1875
-  _globals['_BROKERPROBESLOT']._serialized_start=1877
-  _globals['_BROKERPROBESLOT']._serialized_end=1969
-  _globals['_BROKERPING']._serialized_start=1971
-  _globals['_BROKERPING']._serialized_end=1983
-  _globals['_BROKERPONG']._serialized_start=1985
-  _globals['_BROKERPONG']._serialized_end=1997
-  _globals['_BROKERARENACLOSED']._serialized_start=1999
-  _globals['_BROKERARENACLOSED']._serialized_end=2057
-  _globals['_BROKERSTOPPING']._serialized_start=2059
-  _globals['_BROKERSTOPPING']._serialized_end=2075
+  _globals['_ARENAGEOMETRY']._serialized_end=1649
+  _globals['_BROKERLISTARENAS']._serialized_start=1651
+  _globals['_BROKERLISTARENAS']._serialized_end=1669
+  _globals['_BROKERARENAS']._serialized_start=1671
+  _globals['_BROKERARENAS']._serialized_end=1735
+  _globals['_BROKERATTACH']._serialized_start=1737
+  _globals['_BROKERATTACH']._serialized_end=1769
+  _globals['_BROKERATTACHED']._serialized_start=1771
+  _globals['_BROKERATTACHED']._serialized_end=1839
+  _globals['_BROKERPROBE']._serialized_start=1841
+  _globals['_BROKERPROBE']._serialized_end=1872
+  _globals['_BROKERPROBESLOT']._serialized_start=1874
+  _globals['_BROKERPROBESLOT']._serialized_end=1966
+  _globals['_BROKERPING']._serialized_start=1968
+  _globals['_BROKERPING']._serialized_end=1980
+  _globals['_BROKERPONG']._serialized_start=1982
+  _globals['_BROKERPONG']._serialized_end=1994
+  _globals['_BROKERARENACLOSED']._serialized_start=1996
+  _globals['_BROKERARENACLOSED']._serialized_end=2054
+  _globals['_BROKERSTOPPING']._serialized_start=2056
+  _globals['_BROKERSTOPPING']._serialized_end=2072
 # @@protoc_insertion_point(module_scope)

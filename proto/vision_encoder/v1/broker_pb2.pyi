@@ -286,14 +286,14 @@ class ArenaGeometry(google.protobuf.message.Message):
     ARENA_ID_FIELD_NUMBER: builtins.int
     KIND_FIELD_NUMBER: builtins.int
     SIZE_BYTES_FIELD_NUMBER: builtins.int
-    CONTROL_BYTES_FIELD_NUMBER: builtins.int
+    PAGE_BYTES_FIELD_NUMBER: builtins.int
     DEVICE_UUID_FIELD_NUMBER: builtins.int
     arena_id: builtins.bytes
     """16 bytes"""
     kind: Global___ArenaKind.ValueType
     size_bytes: builtins.int
     """of the data descriptor's memory"""
-    control_bytes: builtins.int
+    page_bytes: builtins.int
     """of the control page, a memfd"""
     device_uuid: builtins.str
     """empty for host memory"""
@@ -303,10 +303,10 @@ class ArenaGeometry(google.protobuf.message.Message):
         arena_id: builtins.bytes = ...,
         kind: Global___ArenaKind.ValueType = ...,
         size_bytes: builtins.int = ...,
-        control_bytes: builtins.int = ...,
+        page_bytes: builtins.int = ...,
         device_uuid: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["arena_id", b"arena_id", "control_bytes", b"control_bytes", "device_uuid", b"device_uuid", "kind", b"kind", "size_bytes", b"size_bytes"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["arena_id", b"arena_id", "device_uuid", b"device_uuid", "kind", b"kind", "page_bytes", b"page_bytes", "size_bytes", b"size_bytes"]) -> None: ...
 
 Global___ArenaGeometry: typing_extensions.TypeAlias = ArenaGeometry
 

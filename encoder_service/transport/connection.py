@@ -1,0 +1,225 @@
+"""One client's connection: bytes in, frames out with descriptors, and when to give up on it.
+
+Owns what a client can make the broker hold or do: unread bytes, unsent frames, descriptors in flight,
+requests a second, and how long anything may stay half done. What a request means belongs to the broker.
+The socket never blocks; only the broker's thread calls in here.
+"""
+
+from __future__ import annotations
+
+import array
+import errno
+import fcntl
+import socket
+import struct
+import termios
+from collections import deque
+from dataclasses import dataclass, field
+
+from encoder_service.transport.access import PeerCredentials
+from encoder_service.transport.broker_options import BrokerCounters, ConnectionLimits
+from encoder_service.transport.framing import FrameReader, encode_frame
+from encoder_service.transport.offers import close_all
+from vision_encoder.v1 import broker_pb2 as pb
+
+RECEIVE_BYTES = 16 * 1024
+
+
+class ClientFailed(Exception):
+    """The connection ends; ``cause`` is a stable word for metrics and logs."""
+
+    def __init__(self, cause: str, message: str) -> None:
+        super().__init__(message)
+        self.cause = cause
+
+
+@dataclass(slots=True)
+class _Unsent:
+    data: memoryview
+    descriptors: tuple[int, ...] = ()
+    instead: memoryview | None = None
+    """What to send when the kernel refuses to carry the descriptors."""
+
+
+@dataclass(eq=False)
+class Connection:
+    """State of one client. owner_id is empty until it is welcomed."""
+
+    socket: socket.socket
+    peer: PeerCredentials
+    limits: ConnectionLimits
+    counters: BrokerCounters
+    since_s: float
+    owner_id: str = ""
+    namespace: str = ""
+    name: str = ""
+    paused: bool = False
+    """Over its rate: nothing is read until ``take`` finds it within again."""
+    _reader: FrameReader = field(default_factory=FrameReader)
+    _outbox: deque[_Unsent] = field(default_factory=deque)
+    _unsent_bytes: int = 0
+    _unread_descriptors: int = 0
+    _heard_s: float = 0.0
+    _frame_since_s: float | None = None
+    _stuck_since_s: float | None = None
+    _allowance: float = 0.0
+    _allowance_at_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.socket.setblocking(False)
+        self._heard_s = self._allowance_at_s = self.since_s
+        self._allowance = float(self.limits.request_burst)
+
+    @property
+    def wants_to_send(self) -> bool:
+        return bool(self._outbox)
+
+    # -- in --------------------------------------------------------------------------------------------
+
+    def receive(self, now_s: float) -> bool:
+        """Reads once. False when the client has closed its end. Descriptors that a client sends are closed
+        by the kernel, since no room is given for them."""
+        try:
+            data = self.socket.recv(RECEIVE_BYTES)
+        except (BlockingIOError, InterruptedError):
+            return True
+        except ConnectionError:
+            return False
+        if not data:
+            return False
+        self._heard_s = now_s
+        if not len(self._reader):
+            self._frame_since_s = now_s
+        self._reader.feed(data)
+        return True
+
+    def take(self, now_s: float) -> bytes | None:
+        """The next request's bytes; None when there is none, or none is allowed yet (``paused`` then).
+        Raises FrameError."""
+        limits = self.limits
+        self._allowance = min(
+            float(limits.request_burst),
+            self._allowance + (now_s - self._allowance_at_s) * limits.requests_per_s,
+        )
+        self._allowance_at_s = now_s
+        was_paused, self.paused = self.paused, self._allowance < 1.0
+        if self.paused:
+            return None
+        if was_paused:
+            self._frame_since_s = now_s
+        payload = self._reader.next_payload()
+        if payload is not None:
+            self._allowance -= 1.0
+            self._frame_since_s = now_s
+        if not len(self._reader):
+            self._frame_since_s = None
+        return payload
+
+    # -- out -------------------------------------------------------------------------------------------
+
+    def may_send_descriptors(self, num_descriptors: int) -> bool:
+        """Whether so many more may be in flight. What the client has read is not in flight any more."""
+        if self._unread_descriptors + num_descriptors <= self.limits.unread_descriptors:
+            return True
+        if not self._outbox and _unread_bytes(self.socket) == 0:
+            self._unread_descriptors = 0
+        return self._unread_descriptors + num_descriptors <= self.limits.unread_descriptors
+
+    def send(
+        self,
+        reply: pb.BrokerReply,
+        now_s: float,
+        descriptors: tuple[int, ...] = (),
+        instead: pb.BrokerReply | None = None,
+    ) -> None:
+        """Sends, or keeps for later what the kernel does not take now. The descriptors are this connection's
+        from here on; ``instead`` is the reply when the kernel refuses to carry them. Raises ClientFailed."""
+        try:
+            frame = _frame(reply)
+            if self._unsent_bytes + len(frame) > self.limits.unsent_bytes:
+                raise ClientFailed(
+                    "not_reading",
+                    f"{self._unsent_bytes} bytes wait for it and {len(frame)} more are to, at most "
+                    f"{self.limits.unsent_bytes} are allowed",
+                )
+            self._outbox.append(_Unsent(frame, descriptors, None if instead is None else _frame(instead)))
+        except BaseException:
+            close_all(descriptors)
+            raise
+        self._unsent_bytes += len(frame)
+        self._unread_descriptors += len(descriptors)
+        self.flush(now_s)
+
+    def flush(self, now_s: float) -> None:
+        """Hands the kernel what it takes. Raises ClientFailed when the client is gone."""
+        while self._outbox:
+            unsent = self._outbox[0]
+            try:
+                num_sent = self._send_some(unsent)
+            except (BlockingIOError, InterruptedError):
+                if self._stuck_since_s is None:
+                    self._stuck_since_s = now_s
+                return
+            except ConnectionError as error:
+                raise ClientFailed("left", f"gone while a reply was sent: {error.strerror}") from error
+            except OSError as error:
+                if error.errno == errno.ETOOMANYREFS and unsent.instead is not None:
+                    self._give_up_descriptors(unsent, unsent.instead)
+                    continue
+                raise ClientFailed("kernel_refused", f"nothing can be sent: {error.strerror}") from error
+            self._stuck_since_s = None
+            self._unsent_bytes -= num_sent
+            # The descriptors went with the first byte.
+            self.counters.descriptors_sent += len(unsent.descriptors)
+            close_all(unsent.descriptors)
+            unsent.descriptors = ()
+            unsent.data = unsent.data[num_sent:]
+            if not unsent.data:
+                self._outbox.popleft()
+
+    def _give_up_descriptors(self, unsent: _Unsent, instead: memoryview) -> None:
+        """Too many are in flight to clients that do not read theirs."""
+        close_all(unsent.descriptors)
+        self._unread_descriptors -= len(unsent.descriptors)
+        self._unsent_bytes += len(instead) - len(unsent.data)
+        self._outbox[0] = _Unsent(instead)
+
+    def _send_some(self, unsent: _Unsent) -> int:
+        rights = array.array("i", unsent.descriptors).tobytes()
+        ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)] if rights else []
+        return self.socket.sendmsg([unsent.data], ancillary, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+
+    # -- time and end ----------------------------------------------------------------------------------
+
+    def check_time(self, now_s: float) -> None:
+        """Raises ClientFailed when something has taken longer than it may."""
+        limits = self.limits
+        if not self.owner_id and now_s - self.since_s > limits.handshake_s:
+            raise ClientFailed("handshake_timeout", f"no Hello within {limits.handshake_s:g} s")
+        if self._stuck_since_s is not None and now_s - self._stuck_since_s > limits.send_s:
+            raise ClientFailed("not_reading", f"it has taken nothing for {limits.send_s:g} s")
+        if self.paused:
+            return
+        if self._frame_since_s is not None and now_s - self._frame_since_s > limits.frame_s:
+            raise ClientFailed(
+                "frame_timeout", f"{len(self._reader)} bytes of a frame, unfinished for {limits.frame_s:g} s"
+            )
+        if now_s - self._heard_s > limits.idle_s:
+            raise ClientFailed("idle", f"silent for {limits.idle_s:g} s")
+
+    def close(self) -> None:
+        """Closes the socket and every descriptor that was not sent."""
+        for unsent in self._outbox:
+            close_all(unsent.descriptors)
+        self._outbox.clear()
+        self.socket.close()
+
+
+def _frame(reply: pb.BrokerReply) -> memoryview:
+    return memoryview(encode_frame(reply.SerializeToString()))
+
+
+def _unread_bytes(connection: socket.socket) -> int:
+    """Memory of what was sent and the peer has not read (SIOCOUTQ, which is TIOCOUTQ by another name)."""
+    found: int = struct.unpack("i", fcntl.ioctl(connection, termios.TIOCOUTQ, bytes(4)))[0]
+    return found
