@@ -10,6 +10,7 @@ but for views, which are plain tensors.
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -20,7 +21,7 @@ import torch
 
 from encoder_service.errors import InternalError
 from encoder_service.store.allocator import ALIGNMENT_BYTES, RangeAllocator
-from encoder_service.store.control_page import ControlPage, Probe, probe_digest
+from encoder_service.store.control_page import ControlPage, Probe
 
 PROBE_BYTES = 4096
 
@@ -50,8 +51,8 @@ class ArenaMemory(Protocol):
 
 @dataclass(frozen=True)
 class ArenaGeometry:
-    """What an importer needs besides the two descriptors. instance: new with every arena ever made, so
-    that a descriptor of one can never be taken for another's."""
+    """What an importer needs besides the two descriptors. arena_id, instance: random, new with every arena
+    ever made, so that a descriptor of one is never taken for another's. device_uuid: empty for the host."""
 
     arena_id: bytes
     instance: int
@@ -60,6 +61,7 @@ class ArenaGeometry:
     device_uuid: str
     num_slots: int
     page_bytes: int
+    probe: Probe
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -99,6 +101,7 @@ class Arena:
             device_uuid=memory.device_uuid,
             num_slots=max_slots,
             page_bytes=self.page.size_bytes,
+            probe=probe,
         )
 
     def __len__(self) -> int:
@@ -263,4 +266,4 @@ class Arena:
         rows = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         self._memory.tensor[offset : offset + PROBE_BYTES].copy_(rows)
         self._memory.synchronize()
-        return Probe(offset, PROBE_BYTES, probe_digest(data))
+        return Probe(offset, PROBE_BYTES, hashlib.sha256(data).digest())

@@ -5,9 +5,9 @@ Owns the page's layout and the order of its stores. It is a sealed memfd that im
 
 Layout, 64-bit little-endian words:
   0      magic        1      version     2..3  arena_id     4  instance    5  num_slots
-  6..8   probe: offset_bytes, num_bytes, digest of these bytes of the arena
-  9      checksum of words 0..8          10    closed (0 or 1)             11 heartbeat
-  12..15 zero         16...  one generation per slot
+  6..11  probe: offset_bytes, num_bytes, SHA-256 of these bytes of the arena
+  12     BLAKE2b of words 0..11          13    closed (0 or 1)             14 heartbeat
+  15     zero         16...  one generation per slot
 
 Generations. Even: nobody may read the slot. Odd: its rows are complete and readable. A generation only
 grows, by one when rows are published or retired, by two when the leases on rows that stay are revoked, and
@@ -40,8 +40,8 @@ from encoder_service.store.host_memory import SealedFile
 
 MAGIC = int.from_bytes(b"VEARENA\0", "little")
 VERSION = 1
-HEADER = struct.Struct("<QQ16sQQQQQ")
-CHECKSUM_WORD, CLOSED_WORD, HEARTBEAT_WORD, FIRST_GENERATION_WORD = 9, 10, 11, 16
+HEADER = struct.Struct("<QQ16sQQQQ32s")
+CHECKSUM_WORD, CLOSED_WORD, HEARTBEAT_WORD, FIRST_GENERATION_WORD = 12, 13, 14, 16
 WORD_BYTES = 8
 # Generations start below this and are 64 bits wide, so none overflows in the life of a process.
 _FIRST_GENERATIONS = 1 << 56
@@ -55,12 +55,12 @@ class Probe:
 
     offset_bytes: int
     num_bytes: int
-    digest: int
+    sha256: bytes
 
 
-def probe_digest(data: bytes) -> int:
+def header_checksum(header: bytes) -> int:
     """BLAKE2b in 64 bits, little-endian."""
-    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
+    return int.from_bytes(hashlib.blake2b(header, digest_size=8).digest(), "little")
 
 
 def full_fence() -> None:
@@ -91,10 +91,10 @@ class ControlPage:
             num_slots,
             probe.offset_bytes,
             probe.num_bytes,
-            probe.digest,
+            probe.sha256,
         )
         self._file.mapping[: len(header)] = header
-        self._words[CHECKSUM_WORD] = probe_digest(header)
+        self._words[CHECKSUM_WORD] = header_checksum(header)
         for index in range(num_slots):
             start = int.from_bytes(os.urandom(7), "little") % _FIRST_GENERATIONS
             self._words[FIRST_GENERATION_WORD + index] = start & ~1

@@ -16,12 +16,12 @@ from dataclasses import dataclass
 
 from lm_adapter.transport.mapping import MappingFailed, check_sealed
 
-__all__ = ["ControlPageReader", "Probe", "probe_digest"]
+__all__ = ["ControlPageReader", "Probe"]
 
 _MAGIC = int.from_bytes(b"VEARENA\0", "little")
 _VERSION = 1
-_HEADER = struct.Struct("<QQ16sQQQQQ")
-_CHECKSUM_WORD, _CLOSED_WORD, _HEARTBEAT_WORD, _FIRST_GENERATION_WORD = 9, 10, 11, 16
+_HEADER = struct.Struct("<QQ16sQQQQ32s")
+_CHECKSUM_WORD, _CLOSED_WORD, _HEARTBEAT_WORD, _FIRST_GENERATION_WORD = 12, 13, 14, 16
 _WORD_BYTES = 8
 
 _fence = threading.Lock()
@@ -33,22 +33,17 @@ class Probe:
 
     offset_bytes: int
     num_bytes: int
-    digest: int
+    sha256: bytes
 
     def matches(self, data: bytes) -> bool:
         """Whether ``data``, read through a mapping at offset_bytes, is what the encoder wrote there."""
-        return len(data) == self.num_bytes and probe_digest(data) == self.digest
-
-
-def probe_digest(data: bytes) -> int:
-    """BLAKE2b in 64 bits, little-endian."""
-    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
+        return len(data) == self.num_bytes and hashlib.sha256(data).digest() == self.sha256
 
 
 class ControlPageReader:
     """A read-only view of one arena's control page."""
 
-    def __init__(self, fd: int, size_bytes: int, *, arena_id: bytes, instance: int) -> None:
+    def __init__(self, fd: int, size_bytes: int, *, arena_id: bytes) -> None:
         """The descriptor stays the caller's. Raises MappingFailed for a page that is damaged, of another
         version, or another arena's."""
         check_sealed(fd, size_bytes)
@@ -57,16 +52,15 @@ class ControlPageReader:
         self._mapping = mmap.mmap(fd, size_bytes, prot=mmap.PROT_READ)
         self._words = memoryview(self._mapping).cast("Q")
         header = bytes(self._mapping[: _HEADER.size])
-        magic, version, found_id, found_instance, self.num_slots, *probe = _HEADER.unpack(header)
+        magic, version, found_id, self.instance, self.num_slots, *probe = _HEADER.unpack(header)
         self.probe = Probe(*probe)
-        expected = probe_digest(header)
+        expected = int.from_bytes(hashlib.blake2b(header, digest_size=8).digest(), "little")
         words = (size_bytes // _WORD_BYTES) - _FIRST_GENERATION_WORD
         for what, found, wanted in (
             ("magic number", magic, _MAGIC),
             ("version", version, _VERSION),
             ("checksum", self._words[_CHECKSUM_WORD], expected),
             ("arena", found_id.hex(), arena_id.hex()),
-            ("instance", found_instance, instance),
             ("number of slots", self.num_slots, words),
         ):
             if found != wanted:

@@ -170,7 +170,9 @@ def test_every_third_party_import_is_a_declared_dependency(package: str) -> None
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     if package == "encoder_service":
-        declared = project["dependencies"] + extras["fa3"] + extras["fa4"] + extras["flash-attn"]
+        declared = (
+            project["dependencies"] + extras["fa3"] + extras["fa4"] + extras["flash-attn"] + extras["cuda"]
+        )
     else:
         adapter = tomllib.loads((ROOT / "lm_adapter" / "pyproject.toml").read_text())["project"]
         assert sorted(adapter["dependencies"]) == sorted(extras["adapter"])
@@ -197,6 +199,7 @@ DISTRIBUTION_OF = {
     "prometheus_client": "prometheus-client",
     "pydantic": "pydantic-settings",
     "pydantic_settings": "pydantic-settings",
+    "cuda": "cuda-bindings",
     "fa3_fwd_interface": "fa3-fwd",
     "flash_attn": "flash-attn",
     "quack": "quack-kernels",
