@@ -4,9 +4,9 @@ Owns where each field of a bucket's metadata lies, the pinned double buffer in f
 two device slots that pixels travel into. All buckets share one piece of device memory for metadata: each
 lays its fields out from the start of it.
 
-Transfers run in the upload stream, so that they hide behind the forward pass of the batch before. What a
-forward pass reads is written only in the compute stream, from a slot whose transfer is over; a slot is
-written again only after that.
+Pixels are transferred in the upload stream, so that they hide behind the forward pass of the batch before.
+What a forward pass reads is written only in the compute stream: pixels from a slot whose transfer is over,
+metadata, which is a few kilobytes, straight from the host. A slot is written again only after that.
 """
 
 from __future__ import annotations
@@ -65,16 +65,13 @@ class Layout:
 
 
 class MetadataSlot:
-    """One of the buffers that batches take in turn: host memory, pinned in front of a GPU, and its device
-    twin. copied: the transfer out of the host memory is done. consumed: so is the copy out of the twin.
-    """
+    """One of the buffers that batches take in turn: host memory, pinned in front of a GPU. copied: the
+    transfer out of it is done."""
 
     def __init__(self, num_bytes: int, device: torch.device, streams: Streams) -> None:
         self.views: dict[Layout, dict[str, torch.Tensor]] = {}
         self.host = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
-        self.device = torch.empty(num_bytes, dtype=torch.uint8, device=device)
         self.copied = streams.make_blocking_event()
-        self.consumed = streams.make_event()
 
     def write(self, padded: FusedInputs, layout: Layout) -> None:
         """The batch's metadata into the host memory."""
@@ -98,12 +95,8 @@ class Staging:
         slot, streams, size = next(self._slots), self._streams, layout.num_bytes
         slot.copied.synchronize()
         slot.write(padded, layout)
-        streams.upload.wait(slot.consumed)
-        streams.upload.run(lambda: slot.device[:size].copy_(slot.host[:size], non_blocking=True))
-        streams.upload.record(slot.copied)
-        streams.compute.wait(slot.copied)
-        streams.compute.run(lambda: static[:size].copy_(slot.device[:size], non_blocking=True))
-        streams.compute.record(slot.consumed)
+        streams.compute.run(lambda: static[:size].copy_(slot.host[:size], non_blocking=True))
+        streams.compute.record(slot.copied)
 
 
 class PixelSlot:

@@ -28,7 +28,7 @@ def test_every_variant_runs_and_is_profiled(family: str, tmp_path: Path) -> None
         [sys.executable, "bench/tower.py", "--quick", "--size", "small", "--cases", "1x448", "--profile",
          "--families", family, "--variants", *sorted(expected), "--out", str(tmp_path)],
         cwd=ROOT, capture_output=True, text=True, timeout=200, check=False,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "proto")])},
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "proto"), *sys.path])},
     )  # fmt: skip
     assert ended.returncode == 0, ended.stdout + ended.stderr
     (path,) = tmp_path.glob("tower-*.json")

@@ -178,7 +178,7 @@ def test_packed_weights_are_counted(towers: tuple[Tower, Tower]) -> None:
     elements = 4 * config.hidden_size**2 + 2 * config.hidden_size * config.intermediate_size
     assert tower.packed_bytes >= config.depth * elements
     # Beside them: rotary tables of a few MiB, and the allocator's rounding.
-    assert 0 <= added - tower.packed_bytes < 16 << 20
+    assert 0 <= added - tower.packed_bytes < 32 << 20
 
 
 def test_fp8_runs_where_it_is_asked_for(towers: tuple[Tower, Tower]) -> None:

@@ -166,6 +166,8 @@ def import_interface() -> ModuleType:
     site-packages folder honours; installed with --target it has to be put on the path. Warnings that the
     libraries raise against each other's releases are theirs, not a reason to do without them.
     """
+    # Comes with every compilation, and is of no use to who runs the service.
+    warnings.filterwarnings("ignore", message="Argument aux_data", category=UserWarning)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
