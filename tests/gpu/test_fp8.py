@@ -39,7 +39,7 @@ BATCHES = {
 MIN_COSINE = 0.999
 # Rounding of 27 blocks in bfloat16 by itself stands at up to 2 % of float32.
 MAX_RELATIVE = {"bfloat16": 0.045, "float32": 0.05}
-# The largest of thousands of columns, each of whose values is rounded to bfloat16; sums in the tensor cores' own
+# The largest of thousands of columns, each rounded to bfloat16; sums in the tensor cores' own
 # register keep 14 bits or so. A scale in the wrong place is off by a factor.
 PRODUCT_RELATIVE = 2e-2
 
