@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from cases import CASES, KNOWN_CASES, QUICK_CASES, SMALL_CASE
 from measurement import RESULTS
-from variants import VARIANTS
+from variants import EVERYWHERE, VARIANTS
 
 from encoder_service.towers.synthetic import FAMILIES, SIZES
 
@@ -28,7 +28,10 @@ def parse_arguments(description: str) -> argparse.Namespace:
         "--cases", nargs="+", choices=KNOWN_CASES, help="default: all, with --quick two, on a CPU one"
     )
     parser.add_argument(
-        "--variants", nargs="+", choices=VARIANTS, help="default: all, with --quick not compiled"
+        "--variants",
+        nargs="+",
+        choices=(*VARIANTS, EVERYWHERE),
+        help=f"default: all but {EVERYWHERE}, with --quick not compiled",
     )
     parser.add_argument("--quick", action="store_true", help="two cases, ten runs each, nothing compiled")
     parser.add_argument("--every-backend", action="store_true", help="each attention backend in a graph too")

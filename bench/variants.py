@@ -26,11 +26,13 @@ from encoder_service.towers import Tower, TowerInputs, load_tower
 from encoder_service.towers.attention import AttentionBackend, available_backends
 from encoder_service.towers.attention.per_shape import PerShapeAttention
 from encoder_service.towers.fused import FusedTower
-from encoder_service.towers.precision import AS_DTYPE, FP8, Precision
+from encoder_service.towers.precision import AS_DTYPE, FP8, FP8_EVERYWHERE, Precision
 
 REFERENCES = ("ref_sdpa", "ref_fa3", "ref_fa3_graph", "ref_compiled")
 OURS = ("plain", "fused", "graph", "fp8")
 VARIANTS = (*REFERENCES, *OURS)
+# Only when asked for: every product of every block in fp8, which the default policy does not trust.
+EVERYWHERE = "fp8_everywhere"
 # With --every-backend, beside these one fused_<backend> for each attention backend.
 PLAIN_GRAPH = "plain_graph"
 # Of the largest bucket: ``mixed`` has 33,920.
@@ -108,6 +110,7 @@ class Family:
         for variant, precision, chosen in (
             ("graph", AS_DTYPE, () if full_ladder else sizes),
             ("fp8", FP8, sizes),
+            (EVERYWHERE, FP8_EVERYWHERE, sizes),
         ):
             if variant in self.variants:
                 self._build_runner(variant, precision, chosen)
@@ -267,7 +270,9 @@ def accuracy(found: torch.Tensor, expected: torch.Tensor) -> dict[str, float]:
 def accuracies(case: Case, exact: Tower) -> list[dict[str, Any]]:
     """Of our own variants against this repository's float32 tower on the same pixels, and of fp8 against the
     rows of the 16-bit graph. A variant whose rows are not finite raises ValueError."""
-    rows_of = {variant: case.runs[variant]().clone() for variant in OURS if variant in case.runs}
+    rows_of = {
+        variant: case.runs[variant]().clone() for variant in (*OURS, EVERYWHERE) if variant in case.runs
+    }
     if not rows_of:
         return []
     references = {"float32": exact(case.inputs)}
@@ -276,7 +281,7 @@ def accuracies(case: Case, exact: Tower) -> list[dict[str, Any]]:
         if not bool(rows.isfinite().all()):
             raise ValueError(f"{case.name} {variant}: {int((~rows.isfinite()).sum())} values are not finite")
         against = references | (
-            {"graph": rows_of["graph"]} if variant == "fp8" and "graph" in rows_of else {}
+            {"graph": rows_of["graph"]} if variant.startswith("fp8") and "graph" in rows_of else {}
         )
         found += [
             {"case": case.name, "variant": variant, "against": name} | accuracy(rows, expected)
