@@ -240,6 +240,8 @@ class Service:
             counter("ve_padded_patches", "Padding added to buckets.", lambda: figures.padded_patches)
             gauge("ve_graph_bytes", "Device memory of captured graphs.", lambda: graphs.captured_bytes)
             export_cost(self.metrics, graphs.ladder)
+            for step, shape, name in graphs.choices:
+                self.metrics.kernel_choice.labels(step, shape, name).set(1)
         counter("ve_device_busy_seconds", "Seconds in forward passes.", lambda: engine.counters.busy_s)
 
 

@@ -57,6 +57,12 @@ class Metrics:
             buckets=(0.5, 0.7, 0.8, 0.9, 0.95, 1.0, 1.05, 1.1, 1.2, 1.5, 2.0, 4.0),
             registry=self.registry,
         )
+        self.kernel_choice = Gauge(
+            "ve_kernel_choice",
+            "1 for the library chosen by measuring: attention by patches x longest sequence, products by rows.",
+            ["step", "shape", "library"],
+            registry=self.registry,
+        )
         self.ready = Gauge("ve_ready", "1 while the service takes work.", registry=self.registry)
 
     def gauge(self, name: str, text: str, read: Callable[[], float]) -> None:

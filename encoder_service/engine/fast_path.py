@@ -98,6 +98,10 @@ def build_graph_runner(
     )
     if (calibration := calibrate(runner, tower.merge_size, clock=clock)) is not None:
         runner.ladder = ladder.calibrated(calibration)
+    runner.choices = [
+        *(("attention", f"{size}x{bound}", one.name) for (size, bound), one in chosen.choices.items()),
+        *((step, str(rows), name) for step, by_rows in gemms.names.items() for rows, name in by_rows.items()),
+    ]
     runner.counters = GraphCounters()  # from here on they count what is served
     return runner
 

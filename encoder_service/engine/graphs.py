@@ -124,6 +124,8 @@ class GraphRunner:
         self.streams = streams or streams_of(device, clock)
         self.counters = GraphCounters()
         self.captured_bytes = 0
+        # What was chosen by measuring, as (what for, shape, name): for metrics.
+        self.choices: Sequence[tuple[str, str, str]] = ()
         self._graphs: dict[Bucket, Captured] = {}
         self._holds: list[Event] = []
         # Ordinary tensors even when made in inference mode: they are written in and out of it.

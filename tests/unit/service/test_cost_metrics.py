@@ -79,6 +79,8 @@ def run(engine: DeviceEngine, grid: Grid) -> None:
 
 def test_padding_replays_and_eager_runs_are_exported(engine: DeviceEngine, tmp_path: Path) -> None:
     service = Service(parse_settings(model=tmp_path))
+    assert engine.graphs is not None
+    engine.graphs.choices = [("attention", "4096x1024", "fa4"), ("gelu", "784", "torch")]
     service._register_gauges(MagicMock(), engine)
     run(engine, Grid(1, 2, 6))
     run(engine, Grid(1, 10, 10))
@@ -89,6 +91,8 @@ def test_padding_replays_and_eager_runs_are_exported(engine: DeviceEngine, tmp_p
         "ve_graph_replays_total 0.0",
         "ve_graph_bytes 0.0",
         "ve_cost_us_per_patch 2.0",
+        've_kernel_choice{library="fa4",shape="4096x1024",step="attention"} 1.0',
+        've_kernel_choice{library="torch",shape="784",step="gelu"} 1.0',
     ):
         assert sample in lines
 
