@@ -59,7 +59,7 @@ class Metrics:
         )
         self.kernel_choice = Gauge(
             "ve_kernel_choice",
-            "1 for the library chosen by measuring: attention by patches x longest sequence, products by rows.",
+            "1 for what measuring chose: attention by patches x longest sequence, products by rows.",
             ["step", "shape", "library"],
             registry=self.registry,
         )
