@@ -13,7 +13,9 @@ import errno
 import fcntl
 import mmap
 import os
+import sys
 import weakref
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -33,6 +35,14 @@ class SealedFile:
     def __init__(self, name: str, size_bytes: int) -> None:
         """All pages are there afterwards, zeroed. Raises ConfigurationError when the host lacks them."""
         self.size_bytes = size_bytes
+        # A memfd has no limit of its own: asked for too much, the kernel would kill processes, not refuse.
+        available = available_bytes()
+        if size_bytes > available:
+            raise ConfigurationError(
+                f"{size_bytes} bytes of shared host memory are more than the {available} available",
+                size_bytes=size_bytes,
+                available_bytes=available,
+            )
         descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             # Where sealing against writers is unknown, the file's mode still keeps out all but its owner.
@@ -111,6 +121,25 @@ class HostMemory:
         """No more tensors nor descriptors; unmaps with the last tensor. Twice is once."""
         self._tensor = None
         self._file.close()
+
+
+def available_bytes() -> int:
+    """Host memory that this process could still take: what the kernel has left, or less where the control
+    group it runs in is bounded."""
+    limits = [_fields("/proc/meminfo").get("MemAvailable:", sys.maxsize >> 10) << 10]
+    # What a container sees as its own group, version 2; "max" is no bound. Cached files make room.
+    group = Path("/sys/fs/cgroup")
+    with contextlib.suppress(OSError, ValueError):
+        bound = int((group / "memory.max").read_text())
+        used = int((group / "memory.current").read_text())
+        limits.append(bound - used + _fields(group / "memory.stat").get("inactive_file", 0))
+    return max(0, min(limits))
+
+
+def _fields(path: str | Path) -> dict[str, int]:
+    """Name and number of each line."""
+    lines = (line.split() for line in Path(path).read_text().splitlines())
+    return {words[0]: int(words[1]) for words in lines if len(words) > 1}
 
 
 def duplicate(descriptor: int) -> int:
