@@ -1,7 +1,7 @@
 """The wire contract as data: fields by number, enum values by number, methods.
 
-Owns the record that the golden file holds. Run as a program, it adds what is new in encoder.proto to
-the golden file; it refuses to change or drop what is recorded.
+Owns the records that the golden files hold. Run as a program, it adds what is new in the proto files to
+them; it refuses to change or drop what is recorded.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import TypeAlias
 from google.protobuf.descriptor import Descriptor, FieldDescriptor, FileDescriptor
 
 GOLDEN = Path(__file__).parent / "golden" / "encoder_v1_fields.json"
+BROKER_GOLDEN = GOLDEN.with_name("broker_v1_fields.json")
 
 # Full name of a message, enum or service -> number (or method name) -> what stands there.
 Contract: TypeAlias = dict[str, dict[str, str]]
@@ -117,22 +118,28 @@ def reserved_numbers(file: FileDescriptor) -> dict[str, set[str]]:
     return reserved
 
 
-def read_golden() -> Contract:
-    contract: Contract = json.loads(GOLDEN.read_text())
+def read_golden(golden: Path = GOLDEN) -> Contract:
+    contract: Contract = json.loads(golden.read_text())
     return contract
 
 
-def main() -> None:
-    from vision_encoder.v1 import encoder_pb2
-
-    current = contract_of(encoder_pb2.DESCRIPTOR)
-    recorded = read_golden() if GOLDEN.exists() else {}
-    if problems := broken_entries(recorded, current, reserved_numbers(encoder_pb2.DESCRIPTOR)):
+def record(file: FileDescriptor, golden: Path) -> None:
+    """Adds what is new in the file to its record. Exits when something recorded changed."""
+    current = contract_of(file)
+    recorded = read_golden(golden) if golden.exists() else {}
+    if problems := broken_entries(recorded, current, reserved_numbers(file)):
         sys.exit("refused, the wire contract only grows:\n" + "\n".join(problems))
     for owner, entries in current.items():
         recorded.setdefault(owner, {}).update(entries)
-    GOLDEN.parent.mkdir(exist_ok=True)
-    GOLDEN.write_text(json.dumps(recorded, indent=2, sort_keys=True) + "\n")
+    golden.parent.mkdir(exist_ok=True)
+    golden.write_text(json.dumps(recorded, indent=2, sort_keys=True) + "\n")
+
+
+def main() -> None:
+    from vision_encoder.v1 import broker_pb2, encoder_pb2
+
+    record(encoder_pb2.DESCRIPTOR, GOLDEN)
+    record(broker_pb2.DESCRIPTOR, BROKER_GOLDEN)
 
 
 if __name__ == "__main__":
