@@ -184,7 +184,10 @@ def _location(driver: Any, index: int) -> Any:
 
 def _call(name: str, *arguments: Any, doing: str = "") -> Any:
     """Calls a driver function; its result. Raises ConfigurationError with the driver's name of the error."""
-    status, *results = getattr(load_driver(), name)(*arguments)
+    try:
+        status, *results = getattr(load_driver(), name)(*arguments)
+    except RuntimeError as error:  # the package is there, the driver's library is not
+        raise ConfigurationError(f"{name} cannot be called: {error}", call=name) from error
     if int(status):
         text = f"{name} failed with {getattr(status, 'name', status)}{f': {doing}' if doing else ''}"
         raise ConfigurationError(text, call=name, status=int(status))

@@ -215,7 +215,10 @@ def _load_driver() -> Any:
 
 def _call(driver: Any, name: str, *arguments: Any) -> Any:
     """Calls a driver function; its result. Raises MappingFailed with the driver's name of the error."""
-    status, *results = getattr(driver, name)(*arguments)
+    try:
+        status, *results = getattr(driver, name)(*arguments)
+    except RuntimeError as error:  # the package is there, the driver's library is not
+        raise MappingFailed(f"{name} cannot be called: {error}", details={"call": name}) from error
     if int(status):
         raise MappingFailed(
             f"{name} failed with {getattr(status, 'name', status)}",

@@ -5,6 +5,9 @@ from __future__ import annotations
 import gc
 import os
 import random
+import subprocess
+import sys
+import time
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -506,3 +509,69 @@ def test_a_million_operations_leave_nothing() -> None:
     run.run(1_000_000, check_every=20_000)
     assert run.table.counters.granted > 100_000
     run.finish()
+
+
+READ_WHILE_WRITTEN = """
+import sys, torch
+from lm_adapter.transport.control_page import ControlPageReader
+from lm_adapter.transport.mapping import map_host
+fd, size, page_fd, page_size, offset, num_bytes = map(int, sys.argv[1:7])
+torch.set_num_threads(1)
+mapping = map_host(fd, size)
+page = ControlPageReader(page_fd, page_size, arena_id=bytes.fromhex(sys.argv[7]))
+print("reading", flush=True)
+whole = stale = mixed = 0
+rows = mapping.tensor[offset : offset + num_bytes]
+while not page.closed:
+    generation = page._words[16]
+    copied = rows.clone()
+    is_whole = bool((copied == copied[0]).all())
+    if page.unchanged(0, generation):
+        whole += 1
+        assert is_whole, "a copy of mixed tenants was taken for good"
+    else:
+        stale += 1
+    mixed += not is_whole
+print(whole, stale, mixed)
+"""
+
+
+def test_p21_a_reader_in_another_process_never_takes_a_torn_copy() -> None:
+    """The slot is rewritten as fast as it goes while the reader copies it, with no word between them."""
+    num_bytes = 1 << 20
+    arena = Arena(HostMemory(1 << 21), max_slots=1)
+    geometry = arena.geometry
+    fd, page_fd = arena.export_fd(), arena.export_page_fd()
+    slot = arena.allocate(num_bytes)
+    assert slot is not None
+    numbers = [fd, geometry.size_bytes, page_fd, geometry.page_bytes, slot.offset_bytes, num_bytes]
+    with subprocess.Popen(
+        [sys.executable, "-c", READ_WHILE_WRITTEN, *map(str, numbers), geometry.arena_id.hex()],
+        env={"PYTHONPATH": ":".join(sys.path), "OMP_NUM_THREADS": "1"},
+        pass_fds=[fd, page_fd],
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as reader:
+        assert reader.stdout is not None
+        assert reader.stdout.readline() == "reading\n"
+        deadline = time.monotonic() + 1.5
+        content = 0
+        while time.monotonic() < deadline:
+            content += 1
+            for quarter in arena.view(slot, (4, num_bytes // 4), torch.uint8):
+                quarter.fill_(content % 256)
+                time.sleep(0.0001)
+            arena.publish(slot)
+            time.sleep(0.002 * (content % 2))
+            arena.drop(slot)
+            slot = arena.allocate(num_bytes)
+            assert slot is not None
+        arena.close()
+        whole, stale, mixed = map(int, reader.stdout.read().split())
+    assert reader.returncode == 0
+    os.close(fd)
+    os.close(page_fd)
+    assert whole > 0
+    assert stale > 0
+    assert mixed > 0, "the run has to tear copies"
+    assert content > 50
