@@ -51,7 +51,9 @@ class HostRows:
     """The sink that is host memory: a device slot, from which the download stream fills pinned memory while
     the next batch computes, and a copy of each item's part of it.
 
-    max_rows: of a slot. Larger batches, and all of them where it is 0, bring memory of their own.
+    max_rows: of a slot, the most that come from memory which the next batch overwrites. Larger batches, and
+    all of them where it is 0, are kept where they are until they have been transferred. A batch that finds
+    every slot taken gets a new one, which stays.
     """
 
     def __init__(
@@ -61,29 +63,34 @@ class HostRows:
         self.dtype = dtype
         self.max_rows = max_rows
         self.streams = streams
+        self.device = device
         self.pinned = device.type == "cuda"
         self.device_slots: deque[torch.Tensor] = deque()
         self.host_slots: deque[torch.Tensor] = deque()
         if max_rows:
-            shape = (max_rows, width)
-            self.device_slots.extend(
-                torch.empty(shape, dtype=dtype, device=device) for _ in range(NUM_DEVICE_SLOTS)
-            )
+            self.device_slots.extend(self.device_memory() for _ in range(NUM_DEVICE_SLOTS))
             self.host_slots.extend(self.host_memory(max_rows) for _ in range(NUM_HOST_SLOTS))
 
     def open(self, counts: Sequence[int]) -> HostTarget:
-        fits = sum(counts) <= self.max_rows and self.device_slots and self.host_slots
-        if fits:
-            return HostTarget(self, counts, self.device_slots.popleft(), self.host_slots.popleft())
-        return HostTarget(self, counts, None, None)
+        if sum(counts) > self.max_rows:
+            return HostTarget(self, counts, None, None)
+        # Only ``open`` takes slots: what is there stays there until it is taken.
+        host_slot = self.host_slots.popleft() if self.host_slots else self.host_memory(self.max_rows)
+        device_slot = self.device_slots.popleft() if self.device_slots else self.device_memory()
+        return HostTarget(self, counts, device_slot, host_slot)
+
+    def device_memory(self) -> torch.Tensor:
+        with torch.inference_mode(False):  # an ordinary tensor, written in and out of it
+            return torch.empty(self.max_rows, self.width, dtype=self.dtype, device=self.device)
 
     def host_memory(self, num_rows: int) -> torch.Tensor:
-        return torch.empty(num_rows, self.width, dtype=self.dtype, pin_memory=self.pinned)
+        with torch.inference_mode(False):
+            return torch.empty(num_rows, self.width, dtype=self.dtype, pin_memory=self.pinned)
 
 
 class HostTarget:
-    """One batch's way to the host. Without slots it keeps the rows it was given, which then have to be
-    memory of their own, until they have been transferred."""
+    """One batch's way to the host. Without slots it keeps the rows it was given, which nothing else may
+    overwrite until they have been transferred."""
 
     def __init__(
         self,

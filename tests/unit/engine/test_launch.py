@@ -218,6 +218,21 @@ def test_p30_launches_in_a_row_without_any_wait_keep_their_own_metadata(seed: in
         torch.testing.assert_close(rows, right, rtol=1e-5, atol=1e-5)
 
 
+@settings(deadline=None, max_examples=20)
+@given(seed=st.integers(0, 1 << 30), num_batches=st.integers(3, 6))
+def test_p14_p30_more_batches_in_flight_than_slots_keep_their_own_rows(seed: int, num_batches: int) -> None:
+    """Rows lie in memory that the next batch overwrites, whether or not a slot is free."""
+    generator = random.Random(seed)
+    checker = Checker(Rig(SteppedDevice(Favouring(generator))))
+    for _ in range(num_batches):
+        checker.launch([random_item(generator) for _ in range(generator.randint(1, 3))])
+    while checker.in_flight:
+        checker.finish()
+    sink = checker.rig.launcher._sink
+    assert isinstance(sink, HostRows)
+    assert 2 <= len(sink.device_slots) <= num_batches
+
+
 def test_the_host_does_not_wait_while_two_batches_are_handed_over() -> None:
     device = SteppedDevice(lambda count: 0)
     rig = Rig(device)
