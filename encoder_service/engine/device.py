@@ -322,9 +322,11 @@ class DeviceEngine:
         self._on_fault(fault)
 
     def _abandon(self, error: Exception) -> None:
-        """Ends every waiting job with ``error``, after a fault the planned ones too; no later job is
-        accepted."""
+        """Ends every waiting job with ``error``; after a fault with the fault, and the planned ones too. No
+        later job is accepted."""
         with self._wake:
+            # While stopping, one thread may come here before the other that has just noticed a fault.
+            error = self._fault or error
             self._stopping = True
             self._planner.drain()
             jobs = list(self._jobs.values())

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 
 import pytest
@@ -12,12 +13,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from encoder_service.engine import device
 from encoder_service.engine.device import DeviceEngine
 from encoder_service.engine.jobs import TowerResult
 from encoder_service.errors import Cancelled, DeviceFault, Draining, InternalError
 from encoder_service.metrics import Metrics
 from encoder_service.scheduler.planner import Planner, Ticket
-from encoder_service.types import Grid, PatchItem
+from encoder_service.types import Grid, PatchItem, TowerItem
 from tests.fakes import FakePreprocessor, FakeTower
 from tests.unit.engine.held_launcher import POISON, HeldBatch, HeldLauncher
 
@@ -215,6 +217,44 @@ def test_p36_a_fault_that_shows_under_another_name_is_recognised(rig: Rig) -> No
     with pytest.raises(DeviceFault, match="unspecified launch failure"):
         future.result(10)
     assert rig.engine.counters.failed_items == 0
+
+
+def test_p36_a_fault_while_stopping_is_told_as_one_whichever_thread_ends_the_items(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launch, launching, may_go_on, abandoned = (
+        rig.launcher.launch,
+        threading.Event(),
+        threading.Event(),
+        threading.Event(),
+    )
+
+    def held_launch(items: Sequence[TowerItem]) -> HeldBatch:
+        if len(rig.launcher.launched) == 1:
+            launching.set()
+            assert may_go_on.wait(10)
+        return launch(items)
+
+    class HeldLog:
+        """What the thread with the fault does between noticing it and telling it."""
+
+        def critical(self, *_: object, **__: object) -> None:
+            may_go_on.set()
+            assert abandoned.wait(10)
+
+    monkeypatch.setattr(rig.launcher, "launch", held_launch)
+    monkeypatch.setattr(device, "log", HeldLog())
+    futures = [rig.submit(float(value)) for value in range(2)]
+    futures[1].add_done_callback(lambda _: abandoned.set())
+    rig.engine.start()
+    assert launching.wait(10)
+    assert not rig.engine.stop(0)
+    rig.batch(0).end(LOST)
+    for future in futures:
+        with pytest.raises(DeviceFault, match="unspecified launch failure"):
+            future.result(10)
+    assert rig.engine.stop(10)
+    assert len(rig.faults) == 1
 
 
 def test_p37_stop_finishes_what_is_in_flight_and_refuses_the_rest() -> None:
