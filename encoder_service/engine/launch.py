@@ -142,6 +142,8 @@ class TowerLauncher:
         slot, offsets = staged
 
         def write(out: torch.Tensor) -> None:
+            # Not before the metadata: a device that has nothing to do would count the host's work as its own.
+            self._streams.compute.record(started)
             self._cutter.cut_staged(StagedBatch(items, slot, offsets, graphs.items(bucket)), out)
             first = 0
             for item, offset, source in zip(items, offsets, sources, strict=True):
@@ -151,7 +153,6 @@ class TowerLauncher:
                 first += item.grid.num_patches
 
         self._streams.compute.wait(slot.copied)
-        self._streams.compute.record(started)
         try:
             graphs.launch(inputs, write, target.write)
         finally:  # also when it failed half way: what was enqueued may read the slot

@@ -113,6 +113,8 @@ class PixelSlot:
         self.host_sources = torch.zeros(max_items, 2, dtype=torch.int64, pin_memory=device.type == "cuda")
         self.copied = streams.make_blocking_event()
         self.consumed = streams.make_event()
+        # Memory comes in the compute stream's order: zeros, or what had it before, may yet be written to it.
+        streams.compute.record(self.consumed)
 
     def read(self, offset_bytes: int, like: torch.Tensor) -> torch.Tensor:
         """What was transferred from ``like``, in its dtype and shape."""

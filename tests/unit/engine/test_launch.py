@@ -18,7 +18,7 @@ from encoder_service.engine.rows import NUM_HOST_SLOTS, HostRows
 from encoder_service.engine.streams import streams_of
 from encoder_service.errors import InternalError, PixelTensorMismatch
 from encoder_service.scheduler.buckets import Bucket, BucketLadder
-from encoder_service.towers.fused_inputs import FusedInputs
+from encoder_service.towers.fused_inputs import BucketShape, FusedInputs
 from encoder_service.types import FrameItem, Grid, PatchItem, TowerItem
 from tests.fakes import FakePreprocessor
 from tests.unit.engine.bucketed_tower import PATCH_DIM, WIDTH, SmallTower
@@ -181,6 +181,7 @@ def test_p14_p20_p30_rows_are_right_in_any_order_of_the_device(
 def test_pixels_travel_while_the_batches_before_have_not_run_and_never_into_a_slot_in_use() -> None:
     device = SteppedDevice(lambda count: 0)
     rig = Rig(device)
+    device.compute.run_on()
     items = [PatchItem(torch.full((4, PATCH_DIM), float(value)), Grid(1, 2, 2)) for value in (1, 2, 3)]
     batches = [rig.launcher.launch([item]) for item in items[:2]]
     device.upload.run_on()
@@ -198,6 +199,39 @@ def test_pixels_travel_while_the_batches_before_have_not_run_and_never_into_a_sl
     device.upload.run_on()
     assert [slot.read(0, items[0].pixel_values)[0, 0] for slot in slots] == [3, 2]
     assert len(rig.tower.forwards) == 2
+
+
+def test_no_pixels_travel_before_the_compute_stream_has_given_the_slot_its_first_zeros() -> None:
+    device = SteppedDevice(lambda count: 0)
+    rig = Rig(device)
+    rig.launcher.launch([PatchItem(torch.zeros(4, PATCH_DIM), Grid(1, 2, 2))])
+    device.upload.run_on()
+    copied = len(device.upload.queue)
+    device.compute.run_on()
+    device.upload.run_on()
+    assert (copied, len(device.upload.queue)) == (3, 0)  # the wait, the copies, their event
+
+
+def test_the_hosts_own_work_does_not_count_as_the_devices() -> None:
+    now_s = 0.0
+
+    class SlowlyPadded(PoolTower):
+        def pad(self, inputs: FusedInputs, bucket: BucketShape) -> FusedInputs:
+            nonlocal now_s
+            now_s += 1.0
+            return super().pad(inputs, bucket)
+
+        def __call__(self, inputs: FusedInputs) -> torch.Tensor:
+            nonlocal now_s
+            now_s += 4.0
+            return super().__call__(inputs)
+
+    tower = SlowlyPadded()
+    runner = GraphRunner(tower, LADDER, CPU, capture=False, clock=lambda: now_s)
+    launcher = TowerLauncher(tower, PixelPatches(), runner, clock=lambda: now_s)  # type: ignore[arg-type]
+    for grid in (Grid(1, 4, 4), Grid(1, 8, 8)):
+        item = PatchItem(torch.zeros(grid.num_patches, PATCH_DIM), grid)
+        assert launcher.launch([item]).wait() == 4.0
 
 
 @settings(deadline=None, max_examples=20)
