@@ -160,7 +160,7 @@ def test_device_memory_is_beside_torchs_own() -> None:
     assert memory.size_bytes % (2 << 20) == 0
     assert memory.device_uuid == device_uuid(0)
     assert memory.device_uuid.startswith(("GPU-", "MIG-"))
-    assert not bool(memory.tensor.any())
+    assert not bool(memory.tensor.cpu().any())
     assert free_bytes - torch.cuda.mem_get_info(CUDA)[0] >= SIZE
     view = memory.tensor[256:512]
     memory.close()
