@@ -15,6 +15,7 @@ from bisect import bisect_left
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 from encoder_service.errors import ConfigurationError
 from encoder_service.scheduler.cost import H200_COST, Calibration, CostModel, Launch
@@ -57,9 +58,12 @@ class Bucket:
             and num_frames <= self.num_frames
         )
 
-    def takes(self, launch: Launch) -> bool:
-        """``fits`` for a launch."""
-        return self.fits(launch.num_patches, launch.num_sequences, launch.max_seqlen, launch.num_frames)
+
+class Priced(NamedTuple):
+    """A bucket and its CostModel.shape_us."""
+
+    bucket: Bucket
+    shape_us: float
 
 
 @dataclass(frozen=True)
@@ -103,9 +107,10 @@ class BucketLadder:
         self.buckets = tuple(sorted(given, key=self._order))
         self.sizes = tuple(sorted({bucket.num_patches for bucket in given}))
         # By smallest size that may be chosen, what to try, cheapest first: a choice then costs a bisection
-        # and mostly one comparison.
+        # and mostly one comparison. The planner makes hundreds for a batch.
+        priced = [Priced(bucket, self._order(bucket)[0]) for bucket in self.buckets]
         self._candidates = [
-            tuple(bucket for bucket in self.buckets if bucket.num_patches >= size) for size in self.sizes
+            tuple(one for one in priced if one.bucket.num_patches >= size) for size in self.sizes
         ]
 
     def __len__(self) -> int:
@@ -126,16 +131,24 @@ class BucketLadder:
         self, num_patches: int, num_sequences: int, max_seqlen: int, num_frames: int = 1
     ) -> Bucket | None:
         """The cheapest bucket that takes a batch of this shape; None: run it eager."""
+        found = self.price(num_patches, num_sequences, max_seqlen, num_frames)
+        return None if found is None else found.bucket
+
+    def price(
+        self, num_patches: int, num_sequences: int, max_seqlen: int, num_frames: int = 1
+    ) -> Priced | None:
+        """``choose`` with what the bucket costs."""
         first = bisect_left(self.sizes, num_patches)
         if first == len(self.sizes):
             return None
-        for bucket in self._candidates[first]:
+        for priced in self._candidates[first]:
+            bucket = priced.bucket
             if (
                 num_sequences <= bucket.num_sequences
                 and max_seqlen <= bucket.max_seqlen
                 and num_frames <= bucket.num_frames
             ):
-                return bucket
+                return priced
         return None
 
     def choose_for(self, launch: Launch) -> Bucket | None:
@@ -144,10 +157,11 @@ class BucketLadder:
 
     def predicted_us(self, launch: Launch) -> float:
         """Device time of the launch as it would run: in its bucket, else eager."""
-        bucket = self.choose_for(launch)
-        if bucket is None:
+        num_patches, num_sequences, max_seqlen, sum_squares, num_frames = launch
+        priced = self.price(num_patches, num_sequences, max_seqlen, num_frames)
+        if priced is None:
             return max(EAGER_US, self.cost.exact_us(launch))
-        return self.cost.padded_us(launch, bucket.num_patches, bucket.num_sequences, bucket.max_seqlen)
+        return priced.shape_us + self.cost.us_per_square * sum_squares
 
     def calibrated(self, calibration: Calibration) -> BucketLadder:
         """The same buckets, chosen by the cost that was measured."""

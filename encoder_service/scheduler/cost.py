@@ -41,16 +41,6 @@ class Launch(NamedTuple):
             num_frames,
         )
 
-    def joined(self, other: Launch) -> Launch:
-        """Both in one batch."""
-        return Launch(
-            self.num_patches + other.num_patches,
-            self.num_sequences + other.num_sequences,
-            max(self.max_seqlen, other.max_seqlen),
-            self.sum_squares + other.sum_squares,
-            max(self.num_frames, other.num_frames),
-        )
-
 
 @dataclass(frozen=True)
 class Timing:

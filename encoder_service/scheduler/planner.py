@@ -17,8 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import reduce
-from itertools import accumulate
+from operator import attrgetter
 
 from encoder_service.scheduler.buckets import Bucket, BucketLadder
 from encoder_service.scheduler.cost import Launch
@@ -51,12 +50,9 @@ class Ticket:
     passes: int = 0
 
     @property
-    def launch(self) -> Launch:
-        """The item as a batch of its own."""
-        seqlen = -(-self.num_patches // self.num_sequences)
-        return Launch(
-            self.num_patches, self.num_sequences, seqlen, self.num_patches * seqlen, self.num_frames
-        )
+    def seqlen(self) -> int:
+        """Patches of each of its sequences."""
+        return -(-self.num_patches // self.num_sequences)
 
 
 @dataclass(frozen=True)
@@ -72,9 +68,28 @@ class Plan:
         return sum(ticket.num_patches for ticket in self.batch)
 
 
+def launches_of(tickets: Iterable[Ticket]) -> list[Launch]:
+    """The first ticket as a batch, the first two, and so on to all of them."""
+    launches = []
+    num_patches = num_sequences = max_seqlen = sum_squares = 0
+    num_frames = 1
+    for ticket in tickets:  # plain numbers: this is most of a plan's time
+        seqlen = ticket.seqlen
+        num_patches += ticket.num_patches
+        num_sequences += ticket.num_sequences
+        sum_squares += ticket.num_patches * seqlen
+        if seqlen > max_seqlen:
+            max_seqlen = seqlen
+        if ticket.num_frames > num_frames:
+            num_frames = ticket.num_frames
+        launches.append(Launch(num_patches, num_sequences, max_seqlen, sum_squares, num_frames))
+    return launches
+
+
 def launch_of(tickets: Iterable[Ticket]) -> Launch:
     """The tickets as one batch."""
-    return reduce(Launch.joined, (ticket.launch for ticket in tickets), Launch.of(()))
+    launches = launches_of(tickets)
+    return launches[-1] if launches else Launch.of(())
 
 
 class Planner:
@@ -109,25 +124,24 @@ class Planner:
         plan = Plan()
         alive: list[Ticket] = []
         for ticket in self._waiting:
+            deadline_s = ticket.deadline_s  # read once: a caller who joins may change it meanwhile
             if ticket.cancelled:
                 plan.cancelled.append(ticket)
-            elif ticket.deadline_s is not None and ticket.deadline_s <= now_s:
+            elif deadline_s is not None and deadline_s <= now_s:
                 plan.expired.append(ticket)
             else:
                 alive.append(ticket)
-        alive.sort(key=lambda ticket: -ticket.priority)  # stable: first come within a priority
+        alive.sort(key=attrgetter("priority"), reverse=True)  # stable: first come within a priority
 
         taken = self._first_come(alive)
         if self.ladder is not None and len(taken) > 1:
             taken = self._fit_bucket(self.ladder, alive, taken)
         plan.batch.extend(alive[index] for index in taken)
-        chosen = set(taken)
-        left = []
-        for index, ticket in enumerate(alive):
-            if index not in chosen:
-                ticket.passes += index < taken[-1]
-                left.append(ticket)
-        self._waiting = left
+        end, chosen = taken[-1] + 1 if taken else 0, set(taken)
+        passed = [alive[index] for index in range(end) if index not in chosen]
+        for ticket in passed:
+            ticket.passes += 1
+        self._waiting = passed + alive[end:]
         return plan
 
     def drain(self) -> list[Ticket]:
@@ -155,20 +169,22 @@ class Planner:
         """``taken``, or its beginning and later items in the room that its bucket has left, if the time of
         everything in ``taken`` together is less that way. What is dropped joins a batch that runs anyway
         when more waits, and is a batch of its own otherwise."""
-        launches = list(accumulate((alive[index].launch for index in taken), Launch.joined))
+        launches = launches_of([alive[index] for index in taken])
         whole, more_waits = launches[-1], len(alive) > len(taken)
         best_us, kept = ladder.predicted_us(whole) * (1.0 - LEAST_GAIN), len(taken)
-        rest = Launch.of(())
+        rests = [] if more_waits else launches_of([alive[index] for index in reversed(taken)])
+        cost = ladder.cost
+        patch_us = cost.us_per_patch + cost.fixed_us / whole.num_patches
         for count in range(len(taken) - 1, 0, -1):
-            rest = rest.joined(alive[taken[count]].launch)
-            if launches[count - 1].num_patches < LEAST_CUT * whole.num_patches:
+            launch = launches[count - 1]
+            if launch.num_patches < LEAST_CUT * whole.num_patches:
                 break
             if more_waits:
-                share = rest.num_patches / whole.num_patches
-                rest_us = ladder.cost.added_us(rest) + ladder.cost.fixed_us * share
+                rest_us = patch_us * (whole.num_patches - launch.num_patches)
+                rest_us += cost.us_per_square * (whole.sum_squares - launch.sum_squares)
             else:
-                rest_us = ladder.predicted_us(rest)
-            us = ladder.predicted_us(launches[count - 1]) + rest_us
+                rest_us = ladder.predicted_us(rests[len(taken) - count - 1])
+            us = ladder.predicted_us(launch) + rest_us
             if us < best_us:
                 best_us, kept = us, count
         bucket = ladder.choose_for(launches[kept - 1])
@@ -182,13 +198,21 @@ class Planner:
         """Indices, from the first dropped one on, of items that the bucket takes beside ``launch``, which
         has ``count`` items."""
         riders: list[int] = []
+        room = min(self.max_patches, bucket.num_patches) - launch.num_patches
+        slots = bucket.num_sequences - launch.num_sequences
         for index in range(dropped[0], min(len(alive), dropped[0] + LOOK_AHEAD)):
-            if count + len(riders) == self.max_items:
+            if room <= 0 or slots <= 0 or count + len(riders) == self.max_items:
                 break
-            joined = launch.joined(alive[index].launch)
-            if joined.num_patches <= self.max_patches and bucket.takes(joined):
+            ticket = alive[index]
+            if (
+                ticket.num_patches <= room
+                and ticket.num_sequences <= slots
+                and ticket.seqlen <= bucket.max_seqlen
+                and ticket.num_frames <= bucket.num_frames
+            ):
                 riders.append(index)
-                launch = joined
-            elif alive[index].passes >= MAX_PASSES:
+                room -= ticket.num_patches
+                slots -= ticket.num_sequences
+            elif ticket.passes >= MAX_PASSES:
                 break
         return riders

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from encoder_service.errors import ConfigurationError
 from encoder_service.scheduler.buckets import (
+    EAGER_US,
     Bucket,
     BucketLadder,
     default_ladder,
@@ -321,3 +322,19 @@ def test_traffic_without_images_is_refused(
 ) -> None:
     with pytest.raises(ConfigurationError, match=re.escape(message)):
         launch_histogram(images, 64, 4, loads=loads)
+
+
+@given(st.lists(st.integers(1, 700), min_size=1, max_size=12), st.sampled_from([0.0, 2e-3]))
+def test_a_launch_is_predicted_to_take_what_its_bucket_does_or_an_eager_forward(
+    seqlens: list[int], us_per_slot_patch: float
+) -> None:
+    cost = CostModel(900.0, 1.5, 2e-4, us_per_slot_patch)
+    ladder = ladder_of_sizes([256, 1024, 4096], cost=cost)
+    launch = Launch.of(seqlens)
+    fitting = [
+        cost.padded_us(launch, bucket.num_patches, bucket.num_sequences, bucket.max_seqlen)
+        for bucket in ladder.buckets
+        if bucket.fits(launch.num_patches, launch.num_sequences, launch.max_seqlen)
+    ]
+    expected = min(fitting) if fitting else max(EAGER_US, cost.exact_us(launch))
+    assert ladder.predicted_us(launch) == pytest.approx(expected)

@@ -22,8 +22,6 @@ MEASURED = [
     (MIXED, 79700.0),
 ]
 
-seqlens = st.lists(st.integers(1, 4096), min_size=1, max_size=12)
-
 
 def timing(patches: int, squares: int, us: float) -> Timing:
     return Timing(Launch(patches, 1, 0, squares), patches, 1, 0, us)
@@ -143,8 +141,3 @@ def test_time_of_a_curve_never_falls_with_the_size(seed: int, one: int, other: i
 def test_a_curve_is_interpolated_and_goes_on_with_the_line() -> None:
     cost = CostModel(7.0, 2.0, 0.0, curve=((100, 500.0), (200, 600.0)))
     assert [cost.patches_us(p) for p in (1, 100, 150, 200, 300)] == [500.0, 500.0, 550.0, 600.0, 800.0]
-
-
-@given(seqlens, seqlens)
-def test_launches_join_as_their_sequences_do(one: list[int], other: list[int]) -> None:
-    assert Launch.of(one, 2).joined(Launch.of(other, 3)) == Launch.of([*one, *other], 3)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from encoder_service.scheduler.buckets import Bucket, BucketLadder, default_ladder, ladder_of_sizes
 from encoder_service.scheduler.cost import CostModel, Launch
-from encoder_service.scheduler.planner import MAX_PASSES, Planner, Ticket, launch_of
+from encoder_service.scheduler.planner import MAX_PASSES, Planner, Ticket, launch_of, launches_of
 
 
 def test_first_come_within_budget_and_later_small_items_fill_up() -> None:
@@ -47,6 +47,24 @@ def test_cancelled_and_expired_never_run() -> None:
         planner.add(ticket)
     plan = planner.next_batch(5.0)
     assert (plan.batch, plan.cancelled, plan.expired) == ([fine], [gone], [late])
+
+
+def test_a_deadline_that_is_lifted_while_it_is_looked_at_breaks_nothing() -> None:
+    """A caller without a deadline joins on another thread."""
+
+    class Lifted(Ticket):
+        @property
+        def deadline_s(self) -> float | None:  # type: ignore[override]
+            return next(self.answers, None)
+
+        @deadline_s.setter
+        def deadline_s(self, value: float | None) -> None:
+            self.answers = iter([value])
+
+    planner = Planner(max_patches=10, max_items=8)
+    ticket = Lifted(1, deadline_s=5.0)
+    planner.add(ticket)
+    assert planner.next_batch(4.0).batch == [ticket]
 
 
 tickets = st.builds(
@@ -241,11 +259,27 @@ def test_a_coarse_ladder_wastes_less_than_by_first_come_fill(seed: int) -> None:
 
 
 def test_a_ticket_is_the_launch_of_its_sequences() -> None:
-    assert Ticket(12).launch == Launch.of([12])
-    assert Ticket(12, num_sequences=3).launch == Launch.of([4, 4, 4])
-    assert Ticket(12, num_frames=3).launch == Launch.of([12], num_frames=3)
+    assert launch_of([Ticket(12)]) == Launch.of([12])
+    assert launch_of([Ticket(12, num_sequences=3)]) == Launch.of([4, 4, 4])
+    assert launch_of([Ticket(12, num_frames=3)]) == Launch.of([12], num_frames=3)
     assert launch_of([Ticket(12), Ticket(8, num_sequences=2)]) == Launch.of([12, 4, 4])
     assert launch_of([]) == Launch.of([])
+
+
+@given(st.lists(st.tuples(st.integers(1, 5), st.integers(1, 40), st.integers(1, 3)), max_size=8))
+def test_launches_of_tickets_grow_ticket_by_ticket(shapes: list[tuple[int, int, int]]) -> None:
+    queue = [
+        Ticket(sequences * seqlen, num_sequences=sequences, num_frames=frames)
+        for sequences, seqlen, frames in shapes
+    ]
+    expected = [
+        Launch.of(
+            [seqlen for sequences, seqlen, _ in shapes[:count] for _ in range(sequences)],
+            max(frames for *_, frames in shapes[:count]),
+        )
+        for count in range(1, len(shapes) + 1)
+    ]
+    assert launches_of(queue) == expected
 
 
 def test_with_the_default_ladder_a_full_queue_is_not_cut_to_pieces() -> None:
