@@ -622,6 +622,7 @@ class EncodeRequest(google.protobuf.message.Message):
     MODEL_FIELD_NUMBER: builtins.int
     DELIVERY_FIELD_NUMBER: builtins.int
     PRIORITY_FIELD_NUMBER: builtins.int
+    LEASE_FIELD_NUMBER: builtins.int
     namespace: builtins.str
     """empty: the default namespace"""
     model: builtins.str
@@ -631,6 +632,10 @@ class EncodeRequest(google.protobuf.message.Message):
     """larger goes first; 0 by default"""
     @property
     def items(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Item]: ...
+    @property
+    def lease(self) -> Global___LeaseOptions:
+        """for host_shm and device_lease"""
+
     def __init__(
         self,
         *,
@@ -639,10 +644,38 @@ class EncodeRequest(google.protobuf.message.Message):
         model: builtins.str = ...,
         delivery: Global___Delivery.ValueType = ...,
         priority: builtins.int = ...,
+        lease: Global___LeaseOptions | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["delivery", b"delivery", "items", b"items", "model", b"model", "namespace", b"namespace", "priority", b"priority"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["lease", b"lease"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["delivery", b"delivery", "items", b"items", "lease", b"lease", "model", b"model", "namespace", b"namespace", "priority", b"priority"]) -> None: ...
 
 Global___EncodeRequest: typing_extensions.TypeAlias = EncodeRequest
+
+@typing.final
+class LeaseOptions(google.protobuf.message.Message):
+    """Whom a lease belongs to, and for how long."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    OWNER_ID_FIELD_NUMBER: builtins.int
+    NUM_READERS_FIELD_NUMBER: builtins.int
+    LEASE_MS_FIELD_NUMBER: builtins.int
+    owner_id: builtins.bytes
+    """the caller's connection to the broker: its leases end with it"""
+    num_readers: builtins.int
+    """processes that each release it once; 0 means 1"""
+    lease_ms: builtins.int
+    """0: the server's default; never above its limit"""
+    def __init__(
+        self,
+        *,
+        owner_id: builtins.bytes = ...,
+        num_readers: builtins.int = ...,
+        lease_ms: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["lease_ms", b"lease_ms", "num_readers", b"num_readers", "owner_id", b"owner_id"]) -> None: ...
+
+Global___LeaseOptions: typing_extensions.TypeAlias = LeaseOptions
 
 @typing.final
 class PrefetchRequest(google.protobuf.message.Message):
@@ -732,18 +765,25 @@ class FetchRequest(google.protobuf.message.Message):
     KEYS_FIELD_NUMBER: builtins.int
     NAMESPACE_FIELD_NUMBER: builtins.int
     DELIVERY_FIELD_NUMBER: builtins.int
+    LEASE_FIELD_NUMBER: builtins.int
     namespace: builtins.str
     delivery: Global___Delivery.ValueType
     @property
     def keys(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]: ...
+    @property
+    def lease(self) -> Global___LeaseOptions:
+        """for host_shm and device_lease"""
+
     def __init__(
         self,
         *,
         keys: collections.abc.Iterable[builtins.bytes] | None = ...,
         namespace: builtins.str = ...,
         delivery: Global___Delivery.ValueType = ...,
+        lease: Global___LeaseOptions | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["delivery", b"delivery", "keys", b"keys", "namespace", b"namespace"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["lease", b"lease"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["delivery", b"delivery", "keys", b"keys", "lease", b"lease", "namespace", b"namespace"]) -> None: ...
 
 Global___FetchRequest: typing_extensions.TypeAlias = FetchRequest
 
@@ -876,6 +916,8 @@ Global___InlineRows: typing_extensions.TypeAlias = InlineRows
 
 @typing.final
 class HostRows(google.protobuf.message.Message):
+    """Rows in host memory that the broker hands out: a slot of the arena with this id, under a lease."""
+
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     SEGMENT_FIELD_NUMBER: builtins.int
@@ -883,11 +925,17 @@ class HostRows(google.protobuf.message.Message):
     GENERATION_FIELD_NUMBER: builtins.int
     LEASE_ID_FIELD_NUMBER: builtins.int
     EXPIRES_AT_UNIX_MS_FIELD_NUMBER: builtins.int
+    ARENA_ID_FIELD_NUMBER: builtins.int
+    SLOT_INDEX_FIELD_NUMBER: builtins.int
     segment: builtins.str
+    """unused: the arena is named by its id"""
     offset_bytes: builtins.int
     generation: builtins.int
     lease_id: builtins.bytes
     expires_at_unix_ms: builtins.int
+    arena_id: builtins.bytes
+    slot_index: builtins.int
+    """of the generation in the arena's control page"""
     def __init__(
         self,
         *,
@@ -896,8 +944,10 @@ class HostRows(google.protobuf.message.Message):
         generation: builtins.int = ...,
         lease_id: builtins.bytes = ...,
         expires_at_unix_ms: builtins.int = ...,
+        arena_id: builtins.bytes = ...,
+        slot_index: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["expires_at_unix_ms", b"expires_at_unix_ms", "generation", b"generation", "lease_id", b"lease_id", "offset_bytes", b"offset_bytes", "segment", b"segment"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["arena_id", b"arena_id", "expires_at_unix_ms", b"expires_at_unix_ms", "generation", b"generation", "lease_id", b"lease_id", "offset_bytes", b"offset_bytes", "segment", b"segment", "slot_index", b"slot_index"]) -> None: ...
 
 Global___HostRows: typing_extensions.TypeAlias = HostRows
 
@@ -913,6 +963,7 @@ class DeviceLease(google.protobuf.message.Message):
     GENERATION_FIELD_NUMBER: builtins.int
     EXPIRES_AT_UNIX_MS_FIELD_NUMBER: builtins.int
     DEVICE_UUID_FIELD_NUMBER: builtins.int
+    SLOT_INDEX_FIELD_NUMBER: builtins.int
     lease_id: builtins.bytes
     arena_id: builtins.bytes
     offset_bytes: builtins.int
@@ -920,6 +971,8 @@ class DeviceLease(google.protobuf.message.Message):
     generation: builtins.int
     expires_at_unix_ms: builtins.int
     device_uuid: builtins.str
+    slot_index: builtins.int
+    """of the generation in the arena's control page"""
     @property
     def shape(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     def __init__(
@@ -933,8 +986,9 @@ class DeviceLease(google.protobuf.message.Message):
         generation: builtins.int = ...,
         expires_at_unix_ms: builtins.int = ...,
         device_uuid: builtins.str = ...,
+        slot_index: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["arena_id", b"arena_id", "device_uuid", b"device_uuid", "dtype", b"dtype", "expires_at_unix_ms", b"expires_at_unix_ms", "generation", b"generation", "lease_id", b"lease_id", "offset_bytes", b"offset_bytes", "shape", b"shape"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["arena_id", b"arena_id", "device_uuid", b"device_uuid", "dtype", b"dtype", "expires_at_unix_ms", b"expires_at_unix_ms", "generation", b"generation", "lease_id", b"lease_id", "offset_bytes", b"offset_bytes", "shape", b"shape", "slot_index", b"slot_index"]) -> None: ...
 
 Global___DeviceLease: typing_extensions.TypeAlias = DeviceLease
 
@@ -1041,14 +1095,20 @@ class ReleaseRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     LEASE_IDS_FIELD_NUMBER: builtins.int
+    READER_FIELD_NUMBER: builtins.int
+    reader: builtins.int
+    """which of the lease's readers; releasing twice as one counts once"""
     @property
     def lease_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]: ...
     def __init__(
         self,
         *,
         lease_ids: collections.abc.Iterable[builtins.bytes] | None = ...,
+        reader: builtins.int | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["lease_ids", b"lease_ids"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_reader", b"_reader", "reader", b"reader"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_reader", b"_reader", "lease_ids", b"lease_ids", "reader", b"reader"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_reader", b"_reader"]) -> typing.Literal["reader"] | None: ...
 
 Global___ReleaseRequest: typing_extensions.TypeAlias = ReleaseRequest
 
