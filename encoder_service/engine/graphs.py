@@ -200,12 +200,14 @@ class GraphRunner:
         self._wait_for_readers()
         bucket = self.can_use(inputs)
         compute = self.streams.compute
-        if bucket is None:
-            compute.run(lambda: consume(self._run_eager(inputs, pixels)))
-        else:
-            self._staging.load(self._tower.pad(inputs, bucket), self._layouts[bucket], self._metadata)
-            compute.run(lambda: consume(self._run_bucket(bucket, inputs, pixels)))
-        compute.record(self._finished)
+        try:
+            if bucket is None:
+                compute.run(lambda: consume(self._run_eager(inputs, pixels)))
+            else:
+                self._staging.load(self._tower.pad(inputs, bucket), self._layouts[bucket], self._metadata)
+                compute.run(lambda: consume(self._run_bucket(bucket, inputs, pixels)))
+        finally:  # also when it failed half way: what was enqueued may use the static buffers
+            compute.record(self._finished)
 
     def hold(self, event: torch.cuda.Event) -> None:
         """The next launch waits, on the device, for ``event``, recorded after a read of rows in another

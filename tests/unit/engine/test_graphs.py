@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from encoder_service.engine.graphs import GraphRunner, filling_grids
 from encoder_service.engine.staging import ALIGNMENT_BYTES, Layout, Staging
-from encoder_service.engine.streams import streams_of
+from encoder_service.engine.streams import InlineEvent, streams_of
 from encoder_service.errors import ConfigurationError, NotReady, PixelTensorMismatch
 from encoder_service.scheduler.buckets import Bucket, BucketLadder, default_ladder
 from encoder_service.types import Grid
@@ -194,6 +194,26 @@ def test_a_writer_that_fails_leaves_the_runner_usable() -> None:
     pixels = pixels_of([Grid(1, 2, 2)])
     rows = runner.run(tower.prepare([Grid(1, 2, 2)]), [pixels])
     assert torch.isfinite(rows).all()
+
+
+def test_p30_a_launch_that_failed_half_way_is_waited_for_as_well() -> None:
+    """It has written to the static buffers in its stream; the next launch may be in another."""
+    streams = streams_of(CPU, itertools.count(1.0).__next__)
+    runner = GraphRunner(SmallTower(), LADDER, CPU, capture=False, clock=time.monotonic, streams=streams)
+    written_s = 0.0
+
+    def write_half(target: torch.Tensor) -> None:
+        nonlocal written_s
+        event = streams.make_event()
+        streams.compute.record(event)
+        assert isinstance(event, InlineEvent)
+        written_s = event.passed_s
+        raise ValueError("no more pixels")
+
+    with pytest.raises(ValueError, match="no more pixels"):
+        runner.run(runner.prepare([Grid(1, 4, 4)]), write_half)
+    assert isinstance(runner._finished, InlineEvent)
+    assert runner._finished.passed_s > written_s > 0
 
 
 def test_p27_capture_needs_a_gpu_and_without_capture_nothing_is_to_be_done() -> None:
