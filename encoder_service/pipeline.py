@@ -2,7 +2,7 @@
 
 Owns the order of things: identity, lookup before decode, single-flight, admission, ingest, the device,
 the store. Knows nothing of gRPC. Runs on one event loop; hashing of large contents, decoding and resizing
-run on worker threads; the device has a thread of its own.
+run on worker threads; the device has threads of its own.
 
 An encode in progress is a *flight* (``flights.py``): callers who ask for its key meanwhile join it.
 """
