@@ -341,22 +341,18 @@ def request_id(end: socket.socket) -> int:
     return pb.BrokerRequest.FromString(end.recv(1 << 16)[8:]).request_id
 
 
+PONG = pb.BrokerReply(request_id=1, pong=pb.BrokerPong())
+LATER = pb.BrokerReply(request_id=1, welcome=pb.BrokerWelcome(protocol_version=9))
+
+
 @pytest.mark.parametrize(
     ("said", "reason"),
     [
         (b"HTTP/1.1 400 Bad Request\r\n\r\n", "PROTOCOL_VIOLATION"),
         (b"VEBR\xff\xff\xff\xff", "PROTOCOL_VIOLATION"),
         (encode_frame(b"\xff" * 9), "PROTOCOL_VIOLATION"),
-        (
-            encode_frame(pb.BrokerReply(request_id=1, pong=pb.BrokerPong()).SerializeToString()),
-            "PROTOCOL_VIOLATION",
-        ),
-        (
-            encode_frame(
-                pb.BrokerReply(request_id=1, welcome=pb.BrokerWelcome(protocol_version=9)).SerializeToString()
-            ),
-            "PROTOCOL_VIOLATION",
-        ),
+        (encode_frame(PONG.SerializeToString()), "PROTOCOL_VIOLATION"),
+        (encode_frame(LATER.SerializeToString()), "PROTOCOL_VIOLATION"),
         (b"", "CONNECTION_LOST"),
         (b"VEBR\0\0", "CONNECTION_LOST"),
     ],
