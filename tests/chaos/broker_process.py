@@ -94,7 +94,7 @@ def read(path: str) -> None:
         }
         page.close()
         mapping.close()
-        say(json.dumps(found))
+        say("found", json.dumps(found))
 
 
 if __name__ == "__main__":

@@ -148,9 +148,8 @@ def test_a_killed_broker_is_replaced_and_its_clients_attach_anew() -> None:
                     assert os.path.exists(path), "a killed broker leaves its file"
                     wait_until(lambda: client.session is None)
             assert mapped is not None
-            assert os.pread(mapped.data_fd, 1 << 20, 0) == content_of("instance 0"), (
-                "memory outlives its maker"
-            )
+            kept = os.pread(mapped.data_fd, 1 << 20, 0)
+            assert kept == content_of("instance 0"), "memory outlives its maker"
             mapped.close()
         assert [error.reason for error in lost] == ["CONNECTION_LOST"] * 4
     wait_until(lambda: num_descriptors() == before)
@@ -188,43 +187,48 @@ def test_a_stalled_broker_is_noticed_and_found_again_when_it_goes_on() -> None:
 
 
 def test_p21_a_stalled_client_loses_its_leases() -> None:
-    with socket_folder() as folder, serving(str(folder / "s")) as broker:
-        with process("hold", str(folder / "s")) as client:
-            owner = client.says("holding")
-            client.popen.send_signal(signal.SIGSTOP)
-            wait_until(lambda: broker.gone == [owner])
+    with (
+        socket_folder() as folder,
+        serving(str(folder / "s")) as broker,
+        process("hold", str(folder / "s")) as client,
+    ):
+        owner = client.says("holding")
+        client.popen.send_signal(signal.SIGSTOP)
+        wait_until(lambda: broker.gone == [owner])
 
 
 def make_trouble(path: str, seed: int, until_s: float) -> None:
     """One kind of abuse after the other, by chance."""
     chance = random.Random(seed)
-    kept: list[RawClient] = []
-    while time.monotonic() < until_s:
-        with contextlib.suppress(OSError, AssertionError):
-            client = RawClient(path, greet=chance.random() < 0.5)
-            frame = client.frame(list=pb.BrokerListArenas())
-            match chance.randrange(5):
-                case 0:
-                    client.socket.sendall(chance.randbytes(chance.randrange(1, 400)))
-                case 1:
-                    client.socket.sendall(frame[: chance.randrange(1, len(frame))])
-                case 2:
-                    client.socket.sendall(frame * chance.randrange(1, 300))
-                case 3:
-                    fd = os.memfd_create("unasked")
-                    socket.send_fds(client.socket, [frame], [fd] * chance.randrange(1, 20))
-                    os.close(fd)
-                case _:
-                    pass
-            if chance.random() < 0.2 and len(kept) < 40:
-                kept.append(client)
-            else:
-                client.socket.close()
-    for client in kept:
-        client.socket.close()
+    with contextlib.ExitStack() as kept:
+        num_kept = 0
+        while time.monotonic() < until_s:
+            with contextlib.suppress(OSError, AssertionError), contextlib.ExitStack() as stack:
+                client = stack.enter_context(RawClient(path, greet=chance.random() < 0.5))
+                abuse(client, chance)
+                if num_kept < 40 and chance.random() < 0.2:
+                    num_kept += 1
+                    kept.push(stack.pop_all())
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def abuse(client: RawClient, chance: random.Random) -> None:
+    """One thing that no good client does, or nothing at all."""
+    frame = client.frame(list=pb.BrokerListArenas())
+    match chance.randrange(5):
+        case 0:
+            client.socket.sendall(chance.randbytes(chance.randrange(1, 400)))
+        case 1:
+            client.socket.sendall(frame[: chance.randrange(1, len(frame))])
+        case 2:
+            client.socket.sendall(frame * chance.randrange(1, 300))
+        case 3:
+            fd = os.memfd_create("unasked")
+            try:
+                socket.send_fds(client.socket, [frame], [fd] * chance.randrange(1, 20))
+            finally:
+                os.close(fd)
+
+
 def test_p33_a_storm_of_bad_clients_does_not_reach_a_good_one() -> None:
     with socket_folder() as folder, serving(str(folder / "s")) as broker:
         path = str(folder / "s")
@@ -294,7 +298,7 @@ def test_a_client_in_namespaces_of_its_own_maps_the_arena(name: str) -> None:
         for descriptor in fds:
             os.close(descriptor)
         with process("read", rig.path, inside=inside) as client:
-            found = json.loads(client.says("{").join(("{", "")))
+            found = json.loads(client.says("found"))
         wait_until(lambda: len(rig.gone) == 1)
     arena.drop(slot)
     arena.close()

@@ -1,4 +1,4 @@
-"""The broker's wire contract: generated code is up to date, numbers and bytes never change, both sides agree."""
+"""The broker's wire contract: generated code, numbers and bytes never change, both sides agree."""
 
 from __future__ import annotations
 

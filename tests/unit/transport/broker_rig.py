@@ -114,12 +114,16 @@ class RawClient:
     def __init__(self, path: str, *, greet: bool = True, namespace: str = "", token: str = "") -> None:
         self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self.socket.settimeout(PATIENCE_S)
-        self.socket.connect(path)
         self.descriptors: list[int] = []
         self._request_id = 0
         self._buffer = b""
-        if greet:
-            self.welcome = self.ask(hello=hello(namespace=namespace, token=token)).welcome
+        try:
+            self.socket.connect(path)
+            if greet:
+                self.welcome = self.ask(hello=hello(namespace=namespace, token=token)).welcome
+        except BaseException:
+            self.socket.close()
+            raise
 
     def __enter__(self) -> RawClient:
         return self

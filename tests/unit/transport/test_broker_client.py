@@ -532,6 +532,36 @@ def test_a_forked_child_does_not_touch_its_parents_session() -> None:
         client.ping()
 
 
+def num_sockets() -> int:
+    """Of this process."""
+    found = 0
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            found += os.readlink(f"/proc/self/fd/{name}").startswith("socket:")
+    return found
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_p21_a_fork_in_the_middle_of_a_handshake_does_not_inherit_the_socket() -> None:
+    greeted, release = threading.Event(), threading.Event()
+
+    def serve(end: socket.socket) -> None:
+        if end.recv(1 << 16):
+            greeted.set()
+            release.wait(20)
+
+    with fake_broker(serve) as path, BrokerClient(path) as client:
+        before = num_sockets()
+        connecting = threading.Thread(target=lambda: failure_of(lambda: client.connect(20)))
+        connecting.start()
+        assert greeted.wait(20)
+        # The client's end and the broker's are both in this process.
+        assert num_sockets() == before + 2
+        assert in_child(lambda: num_sockets() == before + 1)
+        release.set()
+        connecting.join()
+
+
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_p21_a_child_that_outlives_its_parent_does_not_keep_the_parents_leases() -> None:
     with running_broker() as rig:
