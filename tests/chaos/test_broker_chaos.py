@@ -272,6 +272,26 @@ NAMESPACES = {
 }
 
 
+def test_a_read_only_mount_of_the_folder_is_enough_to_connect() -> None:
+    with socket_folder() as folder, serving(str(folder / "s")) as broker:
+        read_only = (
+            "mount --bind $0 $0 && mount -o remount,bind,ro $0 && ! touch $0/file && exec $1 $2 hold $0/s"
+        )
+        command = ["unshare", "--mount", "sh", "-c", read_only, str(folder), sys.executable, str(SCRIPT)]
+        trial = subprocess.run([*command[:4], "mount --bind / /mnt"], capture_output=True, check=False)
+        if trial.returncode:
+            pytest.skip(f"mounts are not allowed here: {trial.stderr.decode().strip()}")
+        client = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=ENVIRONMENT
+        )
+        assert client.stdout is not None
+        with client, client.stdout:
+            word, owner = client.stdout.readline().split()
+            client.kill()
+        assert word == "holding"
+        wait_until(lambda: broker.gone == [owner])
+
+
 @pytest.mark.parametrize("name", NAMESPACES)
 def test_a_client_in_namespaces_of_its_own_maps_the_arena(name: str) -> None:
     import torch
