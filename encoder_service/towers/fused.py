@@ -24,12 +24,12 @@ from torch.nn.functional import linear
 
 from encoder_service.towers.attention import AttentionBackend, SequenceBounds
 from encoder_service.towers.fused_inputs import MAX_SIDE, BucketShape, FusedInputBuilder, FusedInputs
-from encoder_service.towers.gemm import NormParameters, Rotary, RotaryLayout, turns_of
+from encoder_service.towers.gemm import Rotary, RotaryLayout, turns_of
 from encoder_service.towers.gemm.per_rows import TORCH_CHOICES, GemmChoices
 from encoder_service.towers.layers import Merger
 from encoder_service.towers.moonvit import MoonViTTower
 from encoder_service.towers.precision import AS_DTYPE, Precision, check_fp8_sizes
-from encoder_service.towers.products import BlockProducts, norm_of, pack_blocks, packed_bytes
+from encoder_service.towers.products import BlockProducts, NormParameters, norm_of, pack_blocks, packed_bytes
 from encoder_service.towers.qwen3_vl import Qwen3VLTower
 from encoder_service.towers.rope import inverse_frequencies
 from encoder_service.towers.tower import Tower
@@ -85,7 +85,7 @@ class FusedTower(Tower):
         self.register_buffer("rope_cos", angles.cos().to(plain.device), persistent=False)
         self.register_buffer("rope_sin", angles.sin().to(plain.device), persistent=False)
         self._turns: torch.Tensor | None = None
-        if gemms.rotate.folds_norm:
+        if gemms.wants_pairs:
             self._turns = turns_of(frequencies, self._layout, self.num_heads).to(plain.device)
         self._side_stream: torch.cuda.Stream | None = None
         if plain.device.type == "cuda":
@@ -96,7 +96,7 @@ class FusedTower(Tower):
 
     @property
     def packed_bytes(self) -> int:
-        """Device memory of weights in fp8 or with a norm folded in, which the plain tower does not share."""
+        """Device memory of fp8 weights, which the plain tower does not share."""
         return packed_bytes(self._blocks)
 
     # -- host ------------------------------------------------------------------------------------------
@@ -126,8 +126,7 @@ class FusedTower(Tower):
             num_frames=inputs.num_frames,
         )
         x_PE = linear(inputs.pixel_values.to(self.dtype), plain.patch_embed.weight, plain.patch_embed.bias)
-        h_PE = self._embed(x_PE, places, blocks[0].norm1)
-        rows = blocks[0].qkv.input_of_normed(x_PE, h_PE, blocks[0].norm1)
+        rows = blocks[0].qkv.input_of_rows(self._embed(x_PE, places, blocks[0].norm1))
         head_dim = x_PE.shape[1] // self.num_heads
         bounds = self.attention.plan(inputs, (x_PE.shape[0], self.num_heads, head_dim), x_PE.dtype)
         rotary = Rotary(

@@ -23,13 +23,14 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch.nn.functional import linear
 
-from encoder_service.towers.gemm import Gemm, NormParameters, Rotary, Weights, fold_norm, pair_rows
-from encoder_service.towers.gemm.per_rows import TORCH_CHOICES, GemmChoices, PerRows
+from encoder_service.towers.gemm import Rotary, Weights, pair_rows
+from encoder_service.towers.gemm.per_rows import GemmChoices, PerRows
 from encoder_service.towers.layers import Block
 from encoder_service.towers.precision import Precision, ProductName
 
 # What a product reads: its rows [P, K], in the form that only the product itself knows.
 Rows = TypeVar("Rows")
+NormParameters = tuple[torch.Tensor, torch.Tensor, float]
 # e4m3 [P, K] and float32 [P, 1]; row = values * scale.
 QuantizedRows = tuple[torch.Tensor, torch.Tensor]
 
@@ -48,13 +49,7 @@ class Product(abc.ABC, Generic[Rows]):
 
     @abc.abstractmethod
     def input_of_norm(self, x_PK: torch.Tensor, delta_PK: torch.Tensor | None, norm: NormParameters) -> Rows:
-        """x += delta in place, then LayerNorm of x. The input may hold x itself, which has to stay as it is
-        until the product has read it."""
-
-    def input_of_normed(self, x_PK: torch.Tensor, h_PK: torch.Tensor, norm: NormParameters) -> Rows:  # noqa: ARG002
-        """From x whose LayerNorm h is written already, in the tower's type; x stays as ``input_of_norm``
-        says."""
-        return self.input_of_rows(h_PK)
+        """x += delta in place, then LayerNorm of x."""
 
     @abc.abstractmethod
     def input_of_gelu(self, before: Product[Any], rows: Any) -> Rows:
@@ -81,73 +76,49 @@ class Product(abc.ABC, Generic[Rows]):
         """[P, N] in the tower's type, bias added."""
 
 
-@dataclass(frozen=True)
-class WideRows:
-    """What multiplies, and its own form of the rows: a plain tensor unless a norm is folded in."""
-
-    gemm: Gemm
-    rows: Any
-
-
-class WideProduct(Product[WideRows]):
+class WideProduct(Product[torch.Tensor]):
     """In the weights' own type, on the layer's own tensors.
 
-    gemms: by number of rows, what multiplies. norm: before the layer, where its input comes from one; the
-    layer is then kept a second time with the norm folded in, when one of the gemms reads that. num_heads: of
-    a packed q, k, v projection, whose folded form is in pairs.
+    gemms: by number of rows, what multiplies. num_heads: of a packed q, k, v projection; its weight is then
+    kept a second time, in pairs, when one of the gemms reads it.
     """
 
-    def __init__(
-        self,
-        layer: torch.nn.Linear,
-        gemms: PerRows,
-        *,
-        norm: NormParameters | None = None,
-        num_heads: int | None = None,
-    ) -> None:
+    def __init__(self, layer: torch.nn.Linear, gemms: PerRows, *, num_heads: int | None = None) -> None:
         self._gemms = gemms
-        folded = None
-        if norm is not None and gemms.folds_norm:
-            parameters: tuple[torch.Tensor, torch.Tensor] = layer.weight, layer.bias
-            if num_heads is not None:
-                parameters = pair_rows(layer.weight, num_heads), pair_rows(layer.bias, num_heads)
-            folded = fold_norm(*parameters, norm)
-        self._weights = Weights(layer.weight, layer.bias, folded)
+        paired = None
+        if num_heads is not None and any(gemm.wants_pairs for gemm in gemms.choices.values()):
+            paired = pair_rows(layer.weight, num_heads), pair_rows(layer.bias, num_heads)
+        self._weights = Weights(layer.weight, layer.bias, paired)
 
     @property
     def num_bytes(self) -> int:
-        """Of what the plain tower does not have: the layer with its norm folded in."""
-        folded = self._weights.folded
-        return folded.num_bytes if folded is not None else 0
+        """Of what the plain tower does not have: the weight in pairs."""
+        return sum(tensor.nbytes for tensor in self._weights.paired or ())
 
-    def input_of_rows(self, x_PK: torch.Tensor) -> WideRows:
-        return WideRows(self._gemms.choose(x_PK.shape[0]), x_PK)
+    def input_of_rows(self, x_PK: torch.Tensor) -> torch.Tensor:
+        return x_PK
 
     def input_of_norm(
         self, x_PK: torch.Tensor, delta_PK: torch.Tensor | None, norm: NormParameters
-    ) -> WideRows:
-        gemm = self._gemms.choose(x_PK.shape[0])
-        return WideRows(gemm, gemm.normed(x_PK, delta_PK, norm))
+    ) -> torch.Tensor:
+        from encoder_service.towers import kernels
 
-    def input_of_normed(self, x_PK: torch.Tensor, h_PK: torch.Tensor, norm: NormParameters) -> WideRows:
-        gemm = self._gemms.choose(x_PK.shape[0])
-        return WideRows(gemm, gemm.normed(x_PK, None, norm) if gemm.folds_norm else h_PK)
+        return kernels.add_norm(x_PK, delta_PK, *norm)
 
-    def input_of_gelu(self, before: Product[Any], rows: Any) -> WideRows:
-        return self.input_of_rows(before.gelu(rows))
+    def input_of_gelu(self, before: Product[Any], rows: Any) -> torch.Tensor:
+        return before.gelu(rows)
 
-    def rotated(self, rows: WideRows, rotary: Rotary) -> torch.Tensor:
-        return rows.gemm.rotated(rows.rows, self._weights, rotary)
+    def rotated(self, rows: torch.Tensor, rotary: Rotary) -> torch.Tensor:
+        return self._gemms.choose(rows.shape[0]).rotated(rows, self._weights, rotary)
 
-    def gelu(self, rows: WideRows) -> torch.Tensor:
-        return rows.gemm.gelu(rows.rows, self._weights)
+    def gelu(self, rows: torch.Tensor) -> torch.Tensor:
+        return self._gemms.choose(rows.shape[0]).gelu(rows, self._weights)
 
-    def add_to(self, residual_PN: torch.Tensor, rows: WideRows) -> torch.Tensor | None:
-        return rows.gemm.add_to(residual_PN, rows.rows, self._weights)
+    def add_to(self, residual_PN: torch.Tensor, rows: torch.Tensor) -> torch.Tensor | None:
+        return self._gemms.choose(rows.shape[0]).add_to(residual_PN, rows, self._weights)
 
-    def __call__(self, rows: WideRows) -> torch.Tensor:
-        """Of plain rows, by torch: with no step after it, no other gemm gains anything."""
-        return linear(rows.rows, self._weights.weight, self._weights.bias)
+    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+        return linear(rows, self._weights.weight, self._weights.bias)
 
 
 class Fp8Product(Product[QuantizedRows]):
@@ -225,22 +196,17 @@ class BlockProducts:
 def pack_blocks(
     blocks: Iterable[Block], precision: Precision, gemms: GemmChoices, *, num_heads: int
 ) -> list[BlockProducts]:
-    """Every block's products under the policy; weights in fp8 and weights with a norm folded in are packed
-    here, beside the blocks' own."""
+    """Every block's products under the policy; fp8 weights are packed here, beside the blocks' own."""
     given = list(blocks)
 
     def pack(name: ProductName, layer: torch.nn.Linear, index: int) -> Product[Any]:
-        block, depth = given[index], len(given)
-        if precision.is_fp8(name, index, depth):
+        if precision.is_fp8(name, index, len(given)):
             return Fp8Product(layer, fast_accumulation=precision.fast_accumulation)
         if name == "qkv":
-            return WideProduct(layer, gemms.rotate, norm=norm_of(block.norm1), num_heads=num_heads)
-        if name == "fc1":
-            # fc2 in fp8 takes the GELU into its own input: fc1 is then a product with no step after it.
-            is_plain = precision.is_fp8("fc2", index, depth)
-            chosen = TORCH_CHOICES.gelu if is_plain else gemms.gelu
-            return WideProduct(layer, chosen, norm=norm_of(block.norm2))
-        return WideProduct(layer, gemms.add_attention if name == "proj" else gemms.add_mlp)
+            return WideProduct(layer, gemms.rotate, num_heads=num_heads)
+        return WideProduct(
+            layer, {"proj": gemms.add_attention, "fc1": gemms.gelu, "fc2": gemms.add_mlp}[name]
+        )
 
     return [
         BlockProducts(

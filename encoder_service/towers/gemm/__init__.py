@@ -1,8 +1,7 @@
-"""Matrix products with the steps around them: between the blocks' products and the libraries behind.
+"""Matrix products with the step after them: between the blocks' products and the libraries behind.
 
-Owns what such a library is, and the one that is always there. A library that takes the step after a product
-into its epilogue saves a pass over the output; one that takes the norm before it too saves writing the normed
-rows and reading them again. Which library serves which product at which number of
+Owns what such a library is, and the one that is always there. A library that takes the step into the
+product's own epilogue saves a pass over its output. Which library serves which product at which number of
 rows is measured (select.py) and looked up (per_rows.py).
 
 Shape legend: P patches, K input width, N output width, H heads, d head_dim.
@@ -14,7 +13,7 @@ import functools
 import math
 from collections.abc import Set
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch.nn.functional import gelu, linear
@@ -23,8 +22,6 @@ RotaryLayout = Literal["blocked", "interleaved"]
 # What follows the four products of a block: qkv, fc1, proj, fc2.
 Step = Literal["rotate", "gelu", "add_attention", "add_mlp"]
 STEPS: tuple[Step, ...] = ("rotate", "gelu", "add_attention", "add_mlp")
-# Weight [K], bias [K], epsilon.
-NormParameters = tuple[torch.Tensor, torch.Tensor, float]
 
 
 class Rotary:
@@ -58,46 +55,18 @@ class Rotary:
 
 
 @dataclass(frozen=True)
-class FoldedWeights:
-    """A linear layer with the LayerNorm before it, for a product that reads rows which are not normed:
-    layer(norm(x)) = rstd * (x @ weight.T - mean * column_sums) + bias, with each row's mean and rstd.
-
-    weight: [N, K], the layer's times the norm's by input, in the layer's type. column_sums: float32 [N], over
-    K, of the weight as it is rounded, so that a mean leaves no trace. bias: float32 [N], with what the norm's
-    bias adds.
-    """
-
-    weight: torch.Tensor
-    column_sums: torch.Tensor
-    bias: torch.Tensor
-
-    @property
-    def num_bytes(self) -> int:
-        return self.weight.nbytes + self.column_sums.nbytes + self.bias.nbytes
-
-
-@dataclass(frozen=True)
-class UnnormedRows:
-    """Rows [P, K] and what their LayerNorm needs of each, float32 [P]: mean and 1 / standard deviation."""
-
-    x_PK: torch.Tensor
-    mean_P: torch.Tensor
-    rstd_P: torch.Tensor
-
-
-@dataclass(frozen=True)
 class Weights:
-    """A linear layer's weight [N, K] and bias [N]. folded: the same with the norm before it, the outputs of q
-    and k in the order of ``pair_rows``; None where no library asks for it."""
+    """A linear layer's weight [N, K] and bias [N]. paired: the same with the outputs of q and k in the order
+    of ``pair_rows``, None where no library asks for it."""
 
     weight: torch.Tensor
     bias: torch.Tensor
-    folded: FoldedWeights | None = None
+    paired: tuple[torch.Tensor, torch.Tensor] | None = None
 
 
 class Gemm(Protocol):
-    """Rows [P, K] times a layer, behind a norm or not, followed by one of three steps. Sums are float32,
-    rounded to the rows' type after the step, and before it as well where the step is a pass of its own.
+    """x [P, K] times a layer, followed by one of three steps. Sums are float32, rounded to x's type after the
+    step, and before it as well where the step is a pass of its own.
 
     Every method launches on the current stream and can be captured; a library that compiles does so in the
     first call, which must come before a capture.
@@ -112,24 +81,17 @@ class Gemm(Protocol):
         ...
 
     @property
-    def folds_norm(self) -> bool:
-        """Whether the norm before a product is part of it: ``rotated`` and ``gelu`` read Weights.folded, and
-        ``rotated`` Rotary.turns too."""
+    def wants_pairs(self) -> bool:
+        """Whether ``rotated`` reads Weights.paired and Rotary.turns."""
         ...
 
-    def normed(self, x_PK: torch.Tensor, delta_PK: torch.Tensor | None, norm: NormParameters) -> Any:
-        """x += delta in place, then LayerNorm of x in the form that ``rotated`` and ``gelu`` read. The form
-        may hold x itself, which has to stay as it is until they have read it."""
+    def rotated(self, x_PK: torch.Tensor, layer: Weights, rotary: Rotary) -> torch.Tensor:
+        """q, k and v side by side [P, 3 * H * d], q and k turned by their positions. Both have the same order
+        of elements within a head, the layer's own or that of its pairs."""
         ...
 
-    def rotated(self, rows: Any, layer: Weights, rotary: Rotary) -> torch.Tensor:
-        """q, k and v side by side [P, 3 * H * d], q and k turned by their positions; rows: as ``normed``
-        gives them. q and k have the same order of elements within a head, the layer's own or that of its
-        pairs."""
-        ...
-
-    def gelu(self, rows: Any, layer: Weights) -> torch.Tensor:
-        """tanh-GELU of the product [P, N]; rows: as ``normed`` gives them."""
+    def gelu(self, x_PK: torch.Tensor, layer: Weights) -> torch.Tensor:
+        """tanh-GELU of the product [P, N]."""
         ...
 
     def add_to(self, residual_PN: torch.Tensor, x_PK: torch.Tensor, layer: Weights) -> torch.Tensor | None:
@@ -138,30 +100,25 @@ class Gemm(Protocol):
 
 
 class TorchGemm:
-    """torch's own: bias and GELU in cuBLAS's epilogue; norm, rotation and addition are passes themselves."""
+    """torch's own: bias and GELU in cuBLAS's epilogue; rotation and addition are passes of their own."""
 
     name = "torch"
     steps: Set[Step] = frozenset(STEPS)
-    folds_norm = False
+    wants_pairs = False
 
-    def normed(self, x_PK: torch.Tensor, delta_PK: torch.Tensor | None, norm: NormParameters) -> torch.Tensor:
+    def rotated(self, x_PK: torch.Tensor, layer: Weights, rotary: Rotary) -> torch.Tensor:
         from encoder_service.towers import kernels  # triton, which only the fused path needs
 
-        return kernels.add_norm(x_PK, delta_PK, *norm)
-
-    def rotated(self, rows: torch.Tensor, layer: Weights, rotary: Rotary) -> torch.Tensor:
-        from encoder_service.towers import kernels
-
-        qkv = linear(rows, layer.weight, layer.bias)
+        qkv = linear(x_PK, layer.weight, layer.bias)
         return kernels.rotate_qkv_(
             qkv, rotary.coords, rotary.cos, rotary.sin, rotary.layout, rotary.num_heads
         )
 
-    def gelu(self, rows: torch.Tensor, layer: Weights) -> torch.Tensor:
+    def gelu(self, x_PK: torch.Tensor, layer: Weights) -> torch.Tensor:
         """On a GPU in the product's epilogue: cuBLASLt's GELU is the tanh form."""
-        if rows.is_cuda:
-            return torch._addmm_activation(layer.bias, rows, layer.weight.t(), use_gelu=True)
-        return gelu(linear(rows, layer.weight, layer.bias), approximate="tanh")
+        if x_PK.is_cuda:
+            return torch._addmm_activation(layer.bias, x_PK, layer.weight.t(), use_gelu=True)
+        return gelu(linear(x_PK, layer.weight, layer.bias), approximate="tanh")
 
     def add_to(
         self,
@@ -173,18 +130,6 @@ class TorchGemm:
 
 
 TORCH_GEMM: Gemm = TorchGemm()
-
-
-@torch.no_grad()
-def fold_norm(weight: torch.Tensor, bias: torch.Tensor, norm: NormParameters) -> FoldedWeights:
-    """A layer's weight [N, K] and bias [N] behind a LayerNorm. Sums are made in float64."""
-    norm_weight, norm_bias, _ = norm
-    folded = (weight.float() * norm_weight.float()).to(weight.dtype)
-    return FoldedWeights(
-        folded,
-        folded.double().sum(1).float(),
-        (bias.double() + weight.double() @ norm_bias.double()).float(),
-    )
 
 
 def pair_rows(tensor: torch.Tensor, num_heads: int) -> torch.Tensor:

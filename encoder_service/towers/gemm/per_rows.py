@@ -18,11 +18,6 @@ class PerRows:
 
     choices: Mapping[int, Gemm]
 
-    @property
-    def folds_norm(self) -> bool:
-        """Whether any of them reads Weights.folded."""
-        return any(gemm.folds_norm for gemm in self.choices.values())
-
     def choose(self, num_rows: int) -> Gemm:
         if not num_rows:
             return TORCH_GEMM
@@ -38,6 +33,10 @@ class GemmChoices:
     gelu: PerRows
     add_attention: PerRows
     add_mlp: PerRows
+
+    @property
+    def wants_pairs(self) -> bool:
+        return any(gemm.wants_pairs for gemm in self.rotate.choices.values())
 
     @property
     def names(self) -> dict[str, dict[int, str]]:

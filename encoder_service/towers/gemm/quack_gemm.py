@@ -1,17 +1,15 @@
 """Products with our own epilogues in CuTe DSL, through quack (package quack-kernels), on Hopper.
 
-Owns the three epilogues and the tiles. The norm before qkv and fc1 is in their epilogues too: the product
-reads the residual itself, and before it only each row's mean and rstd are computed. quack's warp-specialised
-kernel takes a Python function as its epilogue and compiles it, about a second and a half for each function
-and tile, in the first call; other numbers of rows reuse the kernel. Importing this module imports quack;
-``find_gemms`` tells if that works.
+Owns the three epilogues and the tiles. quack's warp-specialised kernel takes a Python function as its
+epilogue and compiles it, about a second and a half for each function and tile, in the first call; other
+numbers of rows reuse the kernel. Importing this module imports quack; ``find_gemms`` tells if that works.
 
 flash-attn 4 depends on quack, so that one installation brings both.
 
 Source: Dao-AILab/quack, quack/epilogue/frontend.py (the contract of an epilogue function), 0.6.5. The angle
 is reduced to a fraction of a turn before the fast sine, as in its rotary epilogues.
 """
-# mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
+# mypy: allow-untyped-defs, allow-untyped-decorators
 
 from __future__ import annotations
 
@@ -27,25 +25,15 @@ from quack.epilogue.math import pack, unpack
 from quack.epilogue.ops import ColVecLoad, RowVecLoad
 from quack.gemm_config import GemmConfig
 
-from encoder_service.towers.gemm import NormParameters, Rotary, Step, UnnormedRows, Weights
+from encoder_service.towers.gemm import Rotary, Step, Weights
 
 # Added and taken away again, it rounds a float32 below 2^22 to the nearest integer.
 ROUNDING = 12582912.0
 TURN = 6.283185307179586
 
 
-def after_norm(acc, mean, rstd, column_sum, bias):
-    """See ``gemm.FoldedWeights``."""
-    return cute.math.fma(cute.math.fma(-mean, column_sum, acc), rstd, bias)
-
-
-# What quack would tell from the shapes is written down: numbers of rows and of outputs may be equal.
 @gemm_epilogue(
     ops={
-        "mean": ColVecLoad("mean"),
-        "rstd": ColVecLoad("rstd"),
-        "column_sums": RowVecLoad("column_sums"),
-        "bias": RowVecLoad("bias"),
         "row": ColVecLoad("row"),
         "column": ColVecLoad("column"),
         "row_turns": RowVecLoad("row_turns"),
@@ -53,12 +41,8 @@ def after_norm(acc, mean, rstd, column_sum, bias):
     },
     mode="acc_pair",
 )
-def rotate(acc, mean, rstd, column_sums, bias, row, column, row_turns, column_turns):
-    first_acc, second_acc = unpack(acc)
-    first_sum, second_sum = unpack(column_sums)
-    first_bias, second_bias = unpack(bias)
-    first = after_norm(first_acc, mean, rstd, first_sum, first_bias)
-    second = after_norm(second_acc, mean, rstd, second_sum, second_bias)
+def rotate(acc, row, column, row_turns, column_turns, bias):
+    first, second = unpack(acc + bias)
     row_turn, _ = unpack(row_turns)
     column_turn, _ = unpack(column_turns)
     # One of the two is zero: the sum is exact.
@@ -70,19 +54,12 @@ def rotate(acc, mean, rstd, column_sums, bias, row, column, row_turns, column_tu
     return {"D": pack(first * cosine - second * sine, second * cosine + first * sine)}
 
 
-@gemm_epilogue(
-    ops={
-        "mean": ColVecLoad("mean"),
-        "rstd": ColVecLoad("rstd"),
-        "column_sums": RowVecLoad("column_sums"),
-        "bias": RowVecLoad("bias"),
-    }
-)
-def activate(acc, mean, rstd, column_sums, bias):
-    return {"D": gelu_tanh_approx(after_norm(acc, mean, rstd, column_sums, bias))}
+@gemm_epilogue()
+def activate(acc, bias):
+    return {"D": gelu_tanh_approx(acc + bias)}
 
 
-@gemm_epilogue(ops={"bias": RowVecLoad("bias")})
+@gemm_epilogue()
 def add(acc, c, bias):
     return {"D": acc + c + bias}
 
@@ -125,7 +102,7 @@ TILES: dict[QuackTile, frozenset[Step]] = {
 class QuackGemm:
     """See ``gemm.Gemm``. 16-bit types; K and N multiples of 8. Rounds once, after the step."""
 
-    folds_norm = True
+    wants_pairs = True
 
     def __init__(self, tile: QuackTile, steps: Set[Step]) -> None:
         self.steps = steps
@@ -133,49 +110,37 @@ class QuackGemm:
         # quack recognises a configuration by identity.
         self._config: Any = tile.config()
 
-    def normed(self, x_PK: torch.Tensor, delta_PK: torch.Tensor | None, norm: NormParameters) -> UnnormedRows:
-        from encoder_service.towers import kernels
-
-        return UnnormedRows(x_PK, *kernels.row_statistics(x_PK, delta_PK, norm[2]))
-
-    def rotated(self, rows: UnnormedRows, layer: Weights, rotary: Rotary) -> torch.Tensor:
-        assert layer.folded is not None
+    def rotated(self, x_PK: torch.Tensor, layer: Weights, rotary: Rotary) -> torch.Tensor:
+        assert layer.paired is not None
         assert rotary.turns is not None
-        folded, positions, turns = layer.folded, rotary.positions, rotary.turns
-        out = rows.x_PK.new_empty(rows.x_PK.shape[0], folded.weight.shape[0])
+        weight, bias = layer.paired
+        out = x_PK.new_empty(x_PK.shape[0], weight.shape[0])
+        positions, turns = rotary.positions, rotary.turns
         rotate(
-            rows.x_PK,
-            folded.weight.t(),
+            x_PK,
+            weight.t(),
             None,
             out={"D": out},
             config=self._config,
             tuned=False,
-            mean=rows.mean_P[None],
-            rstd=rows.rstd_P[None],
-            column_sums=folded.column_sums[None],
-            bias=folded.bias[None],
             row=positions[0:1],
             column=positions[1:2],
             row_turns=turns[0:1],
             column_turns=turns[1:2],
+            bias=bias[None],
         )
         return out
 
-    def gelu(self, rows: UnnormedRows, layer: Weights) -> torch.Tensor:
-        assert layer.folded is not None
-        folded = layer.folded
-        out = rows.x_PK.new_empty(rows.x_PK.shape[0], folded.weight.shape[0])
+    def gelu(self, x_PK: torch.Tensor, layer: Weights) -> torch.Tensor:
+        out = x_PK.new_empty(x_PK.shape[0], layer.weight.shape[0])
         activate(
-            rows.x_PK,
-            folded.weight.t(),
+            x_PK,
+            layer.weight.t(),
             None,
             out={"D": out},
             config=self._config,
             tuned=False,
-            mean=rows.mean_P[None],
-            rstd=rows.rstd_P[None],
-            column_sums=folded.column_sums[None],
-            bias=folded.bias[None],
+            bias=layer.bias[None],
         )
         return out
 

@@ -12,13 +12,7 @@ from encoder_service.towers.kernels.activation import gelu_, gelu_quantize
 from encoder_service.towers.kernels.embedding import embed_norm
 from encoder_service.towers.kernels.expand import PatchPlaces, expand_items
 from encoder_service.towers.kernels.frames import Norm, merge_frames_norm
-from encoder_service.towers.kernels.norm import (
-    add_norm,
-    add_norm_quantize,
-    layer_norm,
-    layer_norm_quantize,
-    row_statistics,
-)
+from encoder_service.towers.kernels.norm import add_norm, add_norm_quantize, layer_norm, layer_norm_quantize
 from encoder_service.towers.kernels.patches import patchify_items, patchify_moonvit, patchify_qwen
 from encoder_service.towers.kernels.quantize import quantize_rows
 from encoder_service.towers.kernels.rotary import rotate_qkv_
@@ -40,5 +34,4 @@ __all__ = [
     "patchify_qwen",
     "quantize_rows",
     "rotate_qkv_",
-    "row_statistics",
 ]

@@ -1,5 +1,4 @@
-"""LayerNorm, alone or with the residual's addition before it, to the input's type or to fp8, or only the
-numbers per row that a product needs to norm what it reads.
+"""LayerNorm, alone or with the residual's addition before it, to the input's type or to fp8.
 
 Owns one pass over [P, E]: the residual is read and written once, the norm never reads it back. Leaves the
 position table's addition to ``embedding`` and the average over frames to ``frames``.
@@ -16,7 +15,6 @@ import triton.language as tl
 
 from encoder_service.towers.kernels.tiles import (
     FP8_DTYPE,
-    centre_row,
     check_rows,
     check_vector,
     load_row,
@@ -71,35 +69,6 @@ def add_norm_quantize(
     return h_PE, scale_P1
 
 
-def row_statistics(
-    x_PE: torch.Tensor, delta_PE: torch.Tensor | None, eps: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """x += delta in place as ``add_norm`` does it; of each row then the mean and 1 / sqrt(variance + eps),
-    float32 [P] each, from which LayerNorm of x is (x - mean) * rstd * weight + bias."""
-    num_rows, width = x_PE.shape
-    mean_P, rstd_P = (torch.empty(num_rows, dtype=torch.float32, device=x_PE.device) for _ in range(2))
-    check_rows("x", x_PE, (num_rows, width))
-    if delta_PE is not None:
-        check_rows("delta", delta_PE, (num_rows, width))
-    if num_rows == 0:
-        return mean_P, rstd_P
-    main, tail = split_width(width)
-    _statistics_kernel[(num_rows,)](
-        x_PE,
-        delta_PE,
-        mean_P,
-        rstd_P,
-        x_PE.stride(0),
-        delta_PE.stride(0) if delta_PE is not None else 0,
-        eps,
-        WIDTH=width,
-        MAIN=main,
-        TAIL=tail,
-        num_warps=row_warps(width),
-    )
-    return mean_P, rstd_P
-
-
 def _launch(
     x_PE: torch.Tensor,
     delta_PE: torch.Tensor | None,
@@ -136,49 +105,6 @@ def _launch(
 
 
 @triton.jit
-def _add_row(
-    x_ptr,
-    delta_ptr,
-    row,
-    x_stride,
-    delta_stride,
-    WIDTH: tl.constexpr,
-    MAIN: tl.constexpr,
-    TAIL: tl.constexpr,
-):
-    """Row of x in float32, after adding delta's in place where there is one."""
-    x_row_ptr = x_ptr + row * x_stride
-    main_part, tail_part = load_row(x_row_ptr, WIDTH, MAIN, TAIL)
-    if delta_ptr is not None:
-        main_delta, tail_delta = load_row(delta_ptr + row * delta_stride, WIDTH, MAIN, TAIL)
-        dtype = x_ptr.dtype.element_ty
-        main_part = (main_part + main_delta).to(dtype).to(tl.float32)
-        tail_part = (tail_part + tail_delta).to(dtype).to(tl.float32)
-        store_row(x_row_ptr, main_part, tail_part, WIDTH, MAIN, TAIL)
-    return main_part, tail_part
-
-
-@triton.jit
-def _statistics_kernel(
-    x_ptr,
-    delta_ptr,
-    mean_ptr,
-    rstd_ptr,
-    x_stride,
-    delta_stride,
-    eps,
-    WIDTH: tl.constexpr,
-    MAIN: tl.constexpr,
-    TAIL: tl.constexpr,
-):
-    row = tl.program_id(0).to(tl.int64)
-    main_part, tail_part = _add_row(x_ptr, delta_ptr, row, x_stride, delta_stride, WIDTH, MAIN, TAIL)
-    _, _, mean, rstd = centre_row(main_part, tail_part, eps, WIDTH, MAIN, TAIL)
-    tl.store(mean_ptr + row, mean)
-    tl.store(rstd_ptr + row, rstd)
-
-
-@triton.jit
 def _norm_kernel(
     x_ptr,
     delta_ptr,
@@ -194,7 +120,14 @@ def _norm_kernel(
     TAIL: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    main_part, tail_part = _add_row(x_ptr, delta_ptr, row, x_stride, delta_stride, WIDTH, MAIN, TAIL)
+    x_row_ptr = x_ptr + row * x_stride
+    main_part, tail_part = load_row(x_row_ptr, WIDTH, MAIN, TAIL)
+    if delta_ptr is not None:
+        main_delta, tail_delta = load_row(delta_ptr + row * delta_stride, WIDTH, MAIN, TAIL)
+        dtype = x_ptr.dtype.element_ty
+        main_part = (main_part + main_delta).to(dtype).to(tl.float32)
+        tail_part = (tail_part + tail_delta).to(dtype).to(tl.float32)
+        store_row(x_row_ptr, main_part, tail_part, WIDTH, MAIN, TAIL)
     main_part, tail_part = norm_row(main_part, tail_part, weight_ptr, bias_ptr, eps, WIDTH, MAIN, TAIL)
     if scale_ptr is not None:
         main_part, tail_part, scale = scale_row(main_part, tail_part)

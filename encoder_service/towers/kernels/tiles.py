@@ -68,18 +68,6 @@ def store_row(row_ptr, main_part, tail_part, WIDTH: tl.constexpr, MAIN: tl.const
 
 
 @triton.jit
-def centre_row(main_part, tail_part, eps, WIDTH: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr):
-    """A row held in two tiles less its mean, zeros beyond it; the mean, and 1 / sqrt(variance + eps) with the
-    variance from the centred values."""
-    in_row = MAIN + tl.arange(0, TAIL) < WIDTH
-    mean = (tl.sum(main_part, 0) + tl.sum(tail_part, 0)) / WIDTH
-    main_part = main_part - mean
-    tail_part = tl.where(in_row, tail_part - mean, 0.0)
-    variance = (tl.sum(main_part * main_part, 0) + tl.sum(tail_part * tail_part, 0)) / WIDTH
-    return main_part, tail_part, mean, tl.rsqrt(variance + eps)
-
-
-@triton.jit
 def norm_row(
     main_part,
     tail_part,
@@ -90,11 +78,16 @@ def norm_row(
     MAIN: tl.constexpr,
     TAIL: tl.constexpr,
 ):
-    """LayerNorm of a row held in two tiles; zeros beyond the row."""
+    """LayerNorm of a row held in two tiles, variance from the centred values; zeros beyond the row."""
     # Before the sums, whose barriers no load is moved across.
     main_weight, tail_weight = load_row(weight_ptr, WIDTH, MAIN, TAIL)
     main_bias, tail_bias = load_row(bias_ptr, WIDTH, MAIN, TAIL)
-    main_part, tail_part, _, scale = centre_row(main_part, tail_part, eps, WIDTH, MAIN, TAIL)
+    in_row = MAIN + tl.arange(0, TAIL) < WIDTH
+    mean = (tl.sum(main_part, 0) + tl.sum(tail_part, 0)) / WIDTH
+    main_part = main_part - mean
+    tail_part = tl.where(in_row, tail_part - mean, 0.0)
+    variance = (tl.sum(main_part * main_part, 0) + tl.sum(tail_part * tail_part, 0)) / WIDTH
+    scale = tl.rsqrt(variance + eps)
     return main_part * scale * main_weight + main_bias, tail_part * scale * tail_weight + tail_bias
 
 

@@ -1,11 +1,11 @@
-"""LayerNorm kernels and rows' statistics against float64, the residual bit for bit, rows that lie apart."""
+"""LayerNorm kernels against float64, the residual bit for bit, rows that lie apart."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from encoder_service.towers.kernels import add_norm, layer_norm, row_statistics
+from encoder_service.towers.kernels import add_norm, layer_norm
 from tests.unit.kernels.references import DTYPES, EPS, assert_near, norm_float32, padded_rows, randn
 
 SHAPES = [(1, 64), (7, 144), (5, 1152), (40, 36), (3, 1024), (2, 4608)]
@@ -39,41 +39,6 @@ def test_add_norm_adds_in_place_and_norms_the_rounded_sum(
     assert_near(h, norm_float32(x + delta, weight, bias, EPS))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("adds", [False, True])
-def test_statistics_are_those_of_the_rounded_sum(
-    shape: tuple[int, int],
-    dtype: torch.dtype,
-    adds: bool,
-    device: torch.device,
-    generator: torch.Generator,
-) -> None:
-    # Means of about 50, either sign: a variance from mean squares would lose the digits.
-    x = (randn(generator, *shape) + 50 * randn(generator, shape[0], 1)).to(dtype)
-    delta = randn(generator, *shape).to(dtype) if adds else None
-    held = padded_rows(x, device)
-    mean, rstd = row_statistics(held, None if delta is None else padded_rows(delta, device), EPS)
-    summed = x if delta is None else x + delta
-    assert torch.equal(held.cpu(), summed)
-    assert held._base is not None
-    assert held._base.isnan().sum() == shape[0] * 24
-    assert mean.shape == rstd.shape == shape[:1]
-    assert mean.dtype == rstd.dtype == torch.float32
-    exact = summed.double()
-    expected_rstd = (exact.var(1, correction=0) + EPS).rsqrt()
-    assert torch.allclose(mean.cpu().double(), exact.mean(1), rtol=1e-6, atol=1e-6)
-    assert torch.allclose(rstd.cpu().double(), expected_rstd, rtol=1e-5, atol=0)
-
-
-def test_statistics_norm_as_the_norm_does(device: torch.device, generator: torch.Generator) -> None:
-    x = (randn(generator, 6, 1152) + 3).to(device)
-    ones = torch.ones(1152, device=device)
-    mean, rstd = row_statistics(x, None, EPS)
-    by_statistics = (x - mean[:, None]) * rstd[:, None]
-    assert torch.allclose(by_statistics, layer_norm(x, ones, torch.zeros_like(ones), EPS), atol=1e-6)
-
-
 def test_rows_that_lie_apart_leave_what_is_between(device: torch.device, generator: torch.Generator) -> None:
     x, delta = randn(generator, 6, 144), randn(generator, 6, 144)
     weight, bias = randn(generator, 144), randn(generator, 144)
@@ -94,17 +59,13 @@ def test_parameters_may_have_another_dtype(device: torch.device, generator: torc
 
 def test_no_rows(device: torch.device) -> None:
     weight = torch.ones(64, device=device)
-    empty = torch.empty(0, 64, device=device)
-    assert layer_norm(empty, weight, weight, EPS).shape == (0, 64)
-    assert [one.shape for one in row_statistics(empty, None, EPS)] == [(0,), (0,)]
+    assert layer_norm(torch.empty(0, 64, device=device), weight, weight, EPS).shape == (0, 64)
 
 
 def test_shapes_are_asserted(device: torch.device) -> None:
     x, weight = torch.zeros(4, 64, device=device), torch.ones(64, device=device)
     with pytest.raises(AssertionError, match=r"delta has shape \[3, 64\], needs \[4, 64\]"):
         add_norm(x, x[:3], weight, weight, EPS)
-    with pytest.raises(AssertionError, match=r"delta has shape \[3, 64\], needs \[4, 64\]"):
-        row_statistics(x, x[:3], EPS)
     with pytest.raises(AssertionError, match=r"weight has shape \[32\], needs \[64\]"):
         layer_norm(x, weight[:32], weight, EPS)
     with pytest.raises(AssertionError, match="stride"):
