@@ -32,12 +32,17 @@ ROUNDING = 12582912.0
 TURN = 6.283185307179586
 
 
+# Every vector is named as one over rows or over outputs: by its shape quack could not tell where there are as
+# many rows as outputs.
+
+
 @gemm_epilogue(
     ops={
         "row": ColVecLoad("row"),
         "column": ColVecLoad("column"),
         "row_turns": RowVecLoad("row_turns"),
         "column_turns": RowVecLoad("column_turns"),
+        "bias": RowVecLoad("bias"),
     },
     mode="acc_pair",
 )
@@ -54,12 +59,12 @@ def rotate(acc, row, column, row_turns, column_turns, bias):
     return {"D": pack(first * cosine - second * sine, second * cosine + first * sine)}
 
 
-@gemm_epilogue()
+@gemm_epilogue(ops={"bias": RowVecLoad("bias")})
 def activate(acc, bias):
     return {"D": gelu_tanh_approx(acc + bias)}
 
 
-@gemm_epilogue()
+@gemm_epilogue(ops={"bias": RowVecLoad("bias")})
 def add(acc, c, bias):
     return {"D": acc + c + bias}
 
