@@ -33,10 +33,11 @@ test: $(STAMP) ## Run every test that needs no GPU
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu" -n $(PYTEST_WORKERS) --dist loadfile
 
 # Both selections always run; the target fails when either does.
-test-gpu: ## Run the GPU tests, and the parity and integration tests on cuda:0 (PY=... has torch with CUDA)
+test-gpu: ## Run the GPU tests, and kernels, parity and integration on cuda:0 (PY=... has torch with CUDA)
 	@status=0; export PYTHONPATH=.:proto:$$PYTHONPATH; \
-	$(PY) -m pytest -m gpu --device cuda:0 tests/gpu tests/parity || status=$$?; \
-	$(PY) -m pytest -m "not gpu" --device cuda:0 -n 4 --dist loadfile tests/parity tests/integration || status=$$?; \
+	$(PY) -m pytest -m whole_device --device cuda:0 tests/gpu || status=$$?; \
+	$(PY) -m pytest -m "not whole_device" --device cuda:0 -n 6 --dist loadfile tests/gpu tests/parity \
+	    tests/integration tests/unit/kernels tests/unit/towers/test_attention_backends.py || status=$$?; \
 	exit $$status
 
 lint: $(STAMP) proto-check ## Ruff, strict mypy, import direction, generated code up to date

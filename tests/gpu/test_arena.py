@@ -26,7 +26,7 @@ from lm_adapter.transport.control_page import ControlPageReader
 from lm_adapter.transport.mapping import map_device, map_host
 
 pytest.importorskip("cuda.bindings.driver", reason="needs cuda-bindings", exc_type=ImportError)
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.whole_device]
 
 CUDA = torch.device("cuda:0")
 SIZE = 64 << 20

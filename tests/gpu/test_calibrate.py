@@ -15,7 +15,7 @@ from encoder_service.scheduler.cost import Launch
 from tests.gpu.test_graphs import CUDA, backends, fused_tower
 from tests.parity.tower_cases import fresh_seed
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.whole_device]
 
 SIZES = (256, 784, 1568, 2304, 4096, 8192)
 # Of the median batch; single ones meet steps of the products' tiles and changes of clocks.

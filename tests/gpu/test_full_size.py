@@ -20,7 +20,7 @@ from lm_adapter import CacheTier, EncodedRows, ImageItem, VisionEncoderClient
 from tests.integration.conftest import FAMILIES, running
 from tests.parity.reference import ReferenceTower
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.whole_device]
 
 PHOTOS = Path(__file__).resolve().parents[1] / "data" / "photos"
 CUDA = torch.device("cuda:0")

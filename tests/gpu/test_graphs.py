@@ -20,7 +20,7 @@ from encoder_service.towers.synthetic import config_for
 from encoder_service.types import Grid
 from tests.parity.tower_cases import fresh_seed
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.whole_device]
 
 CUDA = torch.device("cuda:0")
 FAMILIES = ("qwen3_vl", "kimi_k25")

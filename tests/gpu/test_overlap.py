@@ -44,7 +44,7 @@ from tests.gpu.test_graphs import (
 )
 from tests.parity.tower_cases import fresh_seed
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.whole_device]
 
 HALVES = Normalisation((0.5, 0.5, 0.5), (0.5, 0.5, 0.5), 1 / 255)
 NUM_BATCHES = 2000
