@@ -51,8 +51,8 @@ class Broker:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """on_disconnect(owner_id) is called on the broker's thread, once for each owner that was welcomed,
-        when ``is_connected`` already says no; it must not wait for anything. The broker closes ``offers`` at
-        its end."""
+        when ``is_connected`` already says no; it must not wait for anything: what belongs to an event loop
+        goes there with ``call_soon_threadsafe``. The broker closes ``offers`` at its end."""
         self.options = options
         self.counters = BrokerCounters()
         self.failure: Exception | None = None
@@ -107,8 +107,9 @@ class Broker:
         return thread is not None and thread.is_alive() and listener is not None and listener.is_in_place()
 
     def is_connected(self, owner_id: str, namespace: str) -> bool:
-        """Whether this owner may hold leases. Ask again after a lease was made: an owner that went in between
-        has had its ``on_disconnect`` already."""
+        """Whether this owner may hold leases. Where ``on_disconnect`` posts to the loop that asks, a lease
+        granted in the same turn is released by it; elsewhere, ask again after granting: an owner that went
+        in between has had its ``on_disconnect`` already."""
         owner = self._desk.owners.get(owner_id)
         return owner is not None and owner.namespace == namespace
 
