@@ -13,6 +13,7 @@ import signal
 import sys
 import threading
 import time
+import uuid
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
@@ -23,8 +24,8 @@ from rich.console import Console
 from rich.progress import Progress
 
 from encoder_service.admin.app import AdminServer, create_admin_app
+from encoder_service.admin.gauges import register_gauges
 from encoder_service.config import Settings
-from encoder_service.engine.calibrate import export_cost
 from encoder_service.engine.device import DeviceEngine
 from encoder_service.engine.fast_path import build_graph_runner
 from encoder_service.engine.faults import first_line
@@ -39,9 +40,11 @@ from encoder_service.rpc.server_info import server_info
 from encoder_service.rpc.servicer import VisionEncoderServicer
 from encoder_service.scheduler.admission import Admission, Undelivered
 from encoder_service.scheduler.planner import Planner
-from encoder_service.store.embedding_store import EmbeddingStore
+from encoder_service.store.embedding_store import EmbeddingStore, RowStore
 from encoder_service.towers.precision import check_fp8_device, parse_precision
 from encoder_service.towers.registry import load_tower
+from encoder_service.transport.shared_memory import SharedMemory, open_shared_store, share
+from encoder_service.transport.shared_metrics import export_shared
 from encoder_service.types import Grid
 from vision_encoder.v1 import encoder_pb2 as pb
 
@@ -64,6 +67,7 @@ class Service:
         self.addresses: tuple[str, ...] = ()
         self.admin_address = ""
         self.pipeline: Pipeline | None = None
+        self.shared: SharedMemory | None = None
         self._info: pb.GetServerInfoResponse | None = None
         self._engine: DeviceEngine | None = None
         self._workers = ThreadPoolExecutor(settings.ingest_threads, thread_name_prefix="ingest")
@@ -96,20 +100,26 @@ class Service:
                 self.admin_address = self._admin.address
                 self._admin.start()
             started_s = time.monotonic()
+            # Before the model, which takes longer: memory that is not there and a taken socket fail at once.
+            store = await self._open_store()
             model = await on_own_thread(load_model, settings)
             graphs = await on_own_thread(capture_graphs, model, settings)
             self._engine = self._build_engine(model, graphs)
-            self.pipeline = self._build_pipeline(model, self._engine)
+            self.pipeline = self._build_pipeline(model, self._engine, store)
             await on_own_thread(self._engine.warm_up, warm_up_grids(model, settings))
             self._engine.start()
-            self._info = server_info(settings, model)
-            self._register_gauges(self.pipeline, self._engine)
+            self._info = server_info(settings, model, self.shared)
+            if self.shared is not None:
+                flights = self.pipeline.flights
+                self.shared.is_idle = lambda: not len(flights)
+            register_gauges(self.metrics, self.pipeline, self._engine)
             servicer = VisionEncoderServicer(
                 self.pipeline,
                 self._info,
                 max_items=settings.max_items_per_request,
                 chunk_bytes=settings.chunk_bytes,
                 max_request_bytes=settings.max_queued_bytes,
+                shared=self.shared,
             )
             await self._grpc.start(servicer)
         except BaseException as error:
@@ -149,6 +159,8 @@ class Service:
         self.metrics.ready.set(0)
         await self._grpc.set_serving(False)
         in_time = await self.pipeline.drain(grace_s) if self.pipeline is not None else True
+        if self.shared is not None:  # while leases can still be given back
+            await self.shared.drain(max(0.0, ends_s - time.monotonic()))
         await self._grpc.stop(max(0.0, ends_s - time.monotonic()))
         await self._release()
         log.info("stopped", in_time=in_time)
@@ -162,6 +174,8 @@ class Service:
             log.error("a batch is still running and is left behind", waited_s=ENGINE_STOP_S)
         if self._admin is not None:
             await self._admin.stop()
+        if self.shared is not None:
+            await self.shared.stop()
         self._workers.shutdown(wait=False, cancel_futures=True)
 
     # -- building --------------------------------------------------------------------------------------
@@ -187,10 +201,21 @@ class Service:
             graphs=graphs,
         )
 
-    def _build_pipeline(self, model: ServedModel, engine: DeviceEngine) -> Pipeline:
+    async def _open_store(self) -> RowStore:
+        """Where rows are kept: in memory that the broker hands out, from here on, or in the process's own."""
+        settings = self.settings
+        if not settings.broker_path:
+            return EmbeddingStore(settings.store_bytes)
+        store = await on_own_thread(open_shared_store, settings)
+        self.shared = share(settings, store, uuid.uuid4().hex)
+        self.shared.start()
+        export_shared(self.metrics, self.shared)
+        return store
+
+    def _build_pipeline(self, model: ServedModel, engine: DeviceEngine, store: RowStore) -> Pipeline:
         return Pipeline(
             model=model,
-            store=EmbeddingStore(self.settings.store_bytes),
+            store=store,
             admission=Admission(self.settings.max_queued_patches, self.settings.max_queued_bytes),
             engine=engine,
             workers=self._workers,
@@ -204,45 +229,6 @@ class Service:
         self._not_ready = "device fault"
         self.metrics.ready.set(0)
         self._ended.set()
-
-    def _register_gauges(self, pipeline: Pipeline, engine: DeviceEngine) -> None:
-        gauge, counter = self.metrics.gauge, self.metrics.counter_view
-        gauge(
-            "ve_queued_patches",
-            "Patches admitted and not yet encoded.",
-            lambda: pipeline.admission.num_patches,
-        )
-        gauge("ve_queued_bytes", "Content bytes of admitted items.", lambda: pipeline.admission.num_bytes)
-        gauge(
-            "ve_undelivered_bytes",
-            "Rows encoded and not yet read by their callers.",
-            lambda: pipeline.undelivered.num_bytes,
-        )
-        gauge("ve_flights", "Encodes in progress.", lambda: len(pipeline.flights))
-        gauge("ve_store_bytes", "Bytes of rows held.", lambda: pipeline.store.num_bytes)
-        gauge("ve_store_items", "Items held.", lambda: len(pipeline.store))
-        counter("ve_store_hits", "Lookups that found rows.", lambda: pipeline.store.counters.hits)
-        counter("ve_store_misses", "Lookups that found none.", lambda: pipeline.store.counters.misses)
-        counter("ve_store_evictions", "Items evicted.", lambda: pipeline.store.counters.evictions)
-        counter(
-            "ve_flights_joined",
-            "Callers that joined an encode under way.",
-            lambda: pipeline.flights.counters.joined,
-        )
-        counter("ve_batches", "Forward passes.", lambda: engine.counters.batches)
-        counter("ve_encoded_items", "Items through the tower.", lambda: engine.counters.items)
-        counter("ve_encoded_patches", "Patches through the tower.", lambda: engine.counters.patches)
-        counter("ve_dropped_items", "Items dropped before the device.", lambda: engine.counters.dropped_items)
-        if (graphs := engine.graphs) is not None:
-            figures = graphs.counters
-            counter("ve_graph_replays", "Batches run as a CUDA graph.", lambda: figures.replays.total())
-            counter("ve_eager_runs", "Batches that no bucket took.", lambda: figures.eager_runs)
-            counter("ve_padded_patches", "Padding added to buckets.", lambda: figures.padded_patches)
-            gauge("ve_graph_bytes", "Device memory of captured graphs.", lambda: graphs.captured_bytes)
-            export_cost(self.metrics, graphs.ladder)
-            for step, shape, name in graphs.choices:
-                self.metrics.kernel_choice.labels(step, shape, name).set(1)
-        counter("ve_device_busy_seconds", "Seconds in forward passes.", lambda: engine.counters.busy_s)
 
 
 async def on_own_thread(function: Callable[..., Result], *arguments: object) -> Result:

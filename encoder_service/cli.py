@@ -89,6 +89,12 @@ def serve(
         str | None, typer.Option(help="Patches of each graph, comma separated, as tune proposes them.")
     ] = None,
     store_bytes: Annotated[int | None, typer.Option(help="Rows kept for later requests.")] = None,
+    broker_path: Annotated[
+        str | None, typer.Option(help="Unix socket that hands out rows in shared memory (VE_BROKER_PATH).")
+    ] = None,
+    arena_bytes: Annotated[
+        int | None, typer.Option(help="With a broker: shared memory for rows, in place of store-bytes.")
+    ] = None,
     drain_grace_s: Annotated[float | None, typer.Option(help="Time for in-flight work at stop.")] = None,
     log_format: Annotated[str | None, typer.Option(help="text or json.")] = None,
     log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error.")] = None,
@@ -113,6 +119,8 @@ def serve(
             deterministic=deterministic or None,
             bucket_sizes=bucket_sizes,
             store_bytes=store_bytes,
+            broker_path=broker_path,
+            arena_bytes=arena_bytes,
             drain_grace_s=drain_grace_s,
             log_format=log_format,
             log_level=log_level,

@@ -10,7 +10,7 @@ import os
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic import Field, SecretStr, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from encoder_service.errors import ConfigurationError
@@ -71,6 +71,38 @@ class Settings(BaseSettings):
     )
     ingest_threads: int = Field(2, ge=1, le=256, description="Worker threads that decode and resize.")
     store_bytes: int = Field(2 * GIB, ge=0, description="Rows kept for later requests.")
+    broker_path: str = Field(
+        "", description="Unix socket that hands out shared memory, an absolute path; empty: inline rows only."
+    )
+    arena_bytes: int = Field(
+        GIB,
+        ge=MIB,
+        description="With a broker: shared host memory for rows, taken at start, in place of store_bytes.",
+    )
+    isolated_namespaces: Annotated[dict[str, int], NoDecode] = Field(
+        {}, description="Namespaces with an arena of their own: name=bytes, comma separated."
+    )
+    broker_tokens: Annotated[dict[str, SecretStr], NoDecode] = Field(
+        {}, description="What opens a namespace at the broker: name=token, comma separated."
+    )
+    broker_open_namespaces: bool = Field(
+        True, description="A namespace without a token is open to everyone who reaches the broker's socket."
+    )
+    broker_allowed_uids: Annotated[tuple[int, ...], NoDecode] = Field(
+        (), description="User ids that may connect to the broker, comma separated; empty: any."
+    )
+    broker_mode: str = Field("660", pattern=r"^[0-7]{3}$", description="Permissions of its socket, octal.")
+    broker_gid: int | None = Field(None, ge=0, description="Group of its socket; default: the process's.")
+    host_id: str = Field(
+        "", max_length=128, description="What tells hosts apart; empty: the running kernel's boot id."
+    )
+    lease_default_ms: int = Field(30_000, ge=1, description="Of a lease whose caller does not say.")
+    lease_limit_ms: int = Field(
+        300_000, ge=1, le=86_400_000, description="The most that one grant or renewal gives."
+    )
+    max_leases_per_client: int = Field(
+        4096, ge=1, le=1_000_000, description="Of one connection to the broker; over it: inline rows."
+    )
     chunk_bytes: int = Field(MIB, ge=4096, le=16 * MIB, description="Rows in one message of a stream.")
     drain_grace_s: float = Field(
         20.0, ge=0, le=3600, description="In-flight work may take this long at stop."
@@ -100,6 +132,24 @@ class Settings(BaseSettings):
         return self
 
     @model_validator(mode="after")
+    def check_sharing(self) -> Settings:
+        """An isolated namespace that everyone may enter is none; a default that the limit cuts is a trap."""
+        if self.broker_path and not self.broker_path.startswith("/"):
+            raise ValueError(f"broker_path {self.broker_path!r} is no absolute path")
+        if self.isolated_namespaces and not self.broker_path:
+            raise ValueError("isolated_namespaces are arenas that a broker hands out: set broker_path")
+        for name, num_bytes in self.isolated_namespaces.items():
+            if num_bytes < MIB:
+                raise ValueError(f"isolated namespace {name!r} has {num_bytes} bytes, the least is {MIB}")
+            if name not in self.broker_tokens:
+                raise ValueError(f"isolated namespace {name!r} needs a token in broker_tokens")
+        if self.lease_default_ms > self.lease_limit_ms:
+            raise ValueError(
+                f"lease_default_ms {self.lease_default_ms} is above lease_limit_ms {self.lease_limit_ms}"
+            )
+        return self
+
+    @model_validator(mode="after")
     def check_fp8_has_its_path(self) -> Settings:
         """fp8 runs in the fused tower on a GPU with bfloat16 rows, and nowhere else."""
         if self.precision == "fp8":
@@ -112,9 +162,24 @@ class Settings(BaseSettings):
                     raise ValueError(f"precision fp8 needs {name} {needed}, found {name} {found}")
         return self
 
-    @field_validator("bucket_sizes", mode="before")
+    @field_validator("isolated_namespaces", "broker_tokens", mode="before")
     @classmethod
-    def split_bucket_sizes(cls, value: object) -> object:
+    def split_by_name(cls, value: object) -> object:
+        """``name=value`` pairs in a comma list; the default namespace's name is empty."""
+        if not isinstance(value, str):
+            return value
+        found: dict[str, str] = {}
+        for part in filter(None, value.split(",")):
+            name, separator, text = part.partition("=")
+            if not separator or not text or name.strip() in found:
+                # The text may be a token: only the name is repeated.
+                raise ValueError(f"{name.strip()!r} is not one name=value of a comma list")
+            found[name.strip()] = text.strip()
+        return found
+
+    @field_validator("bucket_sizes", "broker_allowed_uids", mode="before")
+    @classmethod
+    def split_numbers(cls, value: object) -> object:
         """A comma list is accepted from the environment and the command line."""
         return tuple(part.strip() for part in value.split(",")) if isinstance(value, str) else value
 

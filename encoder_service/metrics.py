@@ -5,7 +5,7 @@ Owns names, labels and buckets. Each process (and each test) has a registry of i
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
@@ -68,6 +68,12 @@ class Metrics:
     def gauge(self, name: str, text: str, read: Callable[[], float]) -> None:
         """Registers a gauge that is read at scrape time."""
         Gauge(name, text, registry=self.registry).set_function(read)
+
+    def gauge_by(self, name: str, text: str, label: str, reads: Mapping[str, Callable[[], float]]) -> None:
+        """Registers a gauge with one value for each value of a label, read at scrape time."""
+        gauge = Gauge(name, text, [label], registry=self.registry)
+        for value, read in reads.items():
+            gauge.labels(value).set_function(read)
 
     def counter_view(self, name: str, text: str, read: Callable[[], float]) -> None:
         """Registers a monotonic figure that another object counts, read at scrape time."""

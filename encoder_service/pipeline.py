@@ -35,7 +35,7 @@ from encoder_service.ingest.pinned import pinned
 from encoder_service.ingest.preprocessor import Preprocessor
 from encoder_service.metrics import Metrics
 from encoder_service.scheduler.admission import Admission, Permit, Undelivered
-from encoder_service.store.embedding_store import EmbeddingStore
+from encoder_service.store.embedding_store import Held, RowStore
 from encoder_service.towers.precision import AS_DTYPE, Precision
 from encoder_service.towers.tower import Tower
 from encoder_service.types import (
@@ -59,6 +59,8 @@ Result = TypeVar("Result")
 
 # Content below this is hashed on the event loop: a thread hop costs more than the hash.
 HASH_INLINE_BYTES = 256 * 1024
+# Rows below this are copied into their slot on the event loop, likewise.
+COPY_INLINE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -75,11 +77,17 @@ class ServedModel:
 
 @dataclass(frozen=True)
 class Delivered:
-    """One item's rows as a caller gets them."""
+    """One item's rows as a caller gets them. held: keeps them in place until ``release``."""
 
     encoded: EncodedItem
     tier: CacheTier
     timings: StageTimings
+    held: Held | None = None
+
+    def release(self) -> None:
+        """The rows were delivered, or will not be. Twice is once."""
+        if self.held is not None:
+            self.held.drop()
 
 
 @dataclass(frozen=True)
@@ -101,7 +109,7 @@ class Pipeline:
     """
 
     model: ServedModel
-    store: EmbeddingStore
+    store: RowStore
     admission: Admission
     engine: DeviceEngine
     workers: Executor
@@ -119,7 +127,8 @@ class Pipeline:
     async def encode(
         self, item: Item, *, namespace: str = "", priority: int = 0, deadline_s: float | None = None
     ) -> Delivered:
-        """An item's rows, from the store, from a flight that is under way, or encoded now.
+        """An item's rows, from the store, from a flight that is under way, or encoded now. The caller
+        releases what it is given.
 
         Raises any VisionEncoderError; a failure concerns this item alone.
         """
@@ -127,14 +136,13 @@ class Pipeline:
         digest, key = await self._identify(item, namespace)
         identify_ms = (self.clock() - started_s) * 1e3
 
-        resident = self.store.get(namespace, key)
-        if resident is not None:
-            timings = StageTimings(identify_ms=identify_ms)
-            return self._delivered(resident, CacheTier.HOST, timings, started_s)
+        held = self.store.hold(namespace, key)
+        if held is not None:
+            return self._delivered(held, CacheTier.HOST, StageTimings(identify_ms=identify_ms), started_s)
 
         flight, tier = self._board(item, digest, key, namespace, priority, deadline_s)
-        encoded = await self.flights.wait(flight, deadline_s)
-        return self._delivered(encoded, tier, replace(flight.timings, identify_ms=identify_ms), started_s)
+        held = await self._land(flight, deadline_s)
+        return self._delivered(held, tier, replace(flight.timings, identify_ms=identify_ms), started_s)
 
     async def prefetch(self, item: Item, *, namespace: str = "", priority: int = 0) -> Announced:
         """Starts an encode that no caller has to wait for. Returns once the item is identified, its grid
@@ -149,18 +157,18 @@ class Pipeline:
         return Announced(key, digest, grid, self.model.tower.num_rows(grid), False)
 
     async def fetch(self, key: bytes, *, namespace: str = "", deadline_s: float | None = None) -> Delivered:
-        """Rows by key; waits for a flight.
+        """Rows by key; waits for a flight. The caller releases what it is given.
         Raises InvalidDigest, UnknownKey, or the flight's failure."""
         started_s = self.clock()
         identity.check_digest(key, "key")
-        resident = self.store.get(namespace, key)
-        if resident is not None:
-            return self._delivered(resident, CacheTier.HOST, StageTimings(), started_s)
+        held = self.store.hold(namespace, key)
+        if held is not None:
+            return self._delivered(held, CacheTier.HOST, StageTimings(), started_s)
         flight = self.flights.join(namespace, key, 0, deadline_s)
         if flight is None:
             raise UnknownKey(f"key {key.hex()} is neither held nor being encoded", key=key.hex())
-        encoded = await self.flights.wait(flight, deadline_s)
-        return self._delivered(encoded, CacheTier.IN_FLIGHT, flight.timings, started_s)
+        held = await self._land(flight, deadline_s)
+        return self._delivered(held, CacheTier.IN_FLIGHT, flight.timings, started_s)
 
     def lookup(self, key: bytes, *, namespace: str = "") -> EncodedItem | Flight | None:
         """What is held or under way for a key. Raises InvalidDigest."""
@@ -221,7 +229,7 @@ class Pipeline:
             tower_item = await self._ingest(flight, item, permit)
             encoded = await self._run_tower(flight, tower_item)
             stored_s = self.clock()
-            self.store.put(flight.namespace, encoded)
+            await self._keep(flight.namespace, encoded)
             flight.timings.store_ms = (self.clock() - stored_s) * 1e3
             self._observe(flight.timings)
             return encoded
@@ -314,17 +322,43 @@ class Pipeline:
             self.model.tower.num_deepstack_levels,
         )
 
+    async def _keep(self, namespace: str, encoded: EncodedItem) -> None:
+        """The item's rows into the store; a large copy is made on a worker, whose slot is not given back
+        while it still writes."""
+        writing = self.store.begin_put(namespace, encoded)
+        if writing is None:
+            return
+        if encoded.spec.num_bytes < COPY_INLINE_BYTES:
+            writing.copy()
+            self.store.finish_put(writing)
+            return
+
+        def end(copying: asyncio.Future[None]) -> None:
+            if copying.cancelled() or copying.exception() is not None:
+                self.store.cancel_put(writing)
+            else:
+                self.store.finish_put(writing)
+
+        # Its end is seen to also when every caller has left by then.
+        copying = asyncio.get_running_loop().run_in_executor(self.workers, writing.copy)
+        copying.add_done_callback(end)
+        await asyncio.shield(copying)
+
     # -- small things ----------------------------------------------------------------------------------
 
-    def _delivered(
-        self, encoded: EncodedItem, tier: CacheTier, timings: StageTimings, started_s: float
-    ) -> Delivered:
+    async def _land(self, flight: Flight, deadline_s: float | None) -> Held:
+        """A flight's rows: where the store keeps them, or as they came when it had no room."""
+        encoded = await self.flights.wait(flight, deadline_s)
+        return self.store.hold(flight.namespace, flight.key, is_lookup=False) or Held(encoded)
+
+    def _delivered(self, held: Held, tier: CacheTier, timings: StageTimings, started_s: float) -> Delivered:
+        encoded = held.item
         timings = replace(timings, total_ms=(self.clock() - started_s) * 1e3)
         self.metrics.items.labels(tier.value).inc()
         self.metrics.rows_bytes.inc(encoded.spec.num_bytes)
         # The stages of the flight are observed once, by the flight: those who joined it did not pass them.
         self._observe(StageTimings(identify_ms=timings.identify_ms, total_ms=timings.total_ms))
-        return Delivered(encoded, tier, timings)
+        return Delivered(encoded, tier, timings, held)
 
     def _observe(self, timings: StageTimings) -> None:
         for name, milliseconds in timings.as_mapping().items():

@@ -8,7 +8,7 @@ form of an ItemEvent around the rows' own bytes, which costs one copy.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 import torch
 from google.protobuf.message import Message
@@ -21,6 +21,8 @@ from encoder_service.errors import (
 )
 from encoder_service.ingest.identity import check_digest
 from encoder_service.pipeline import Delivered
+from encoder_service.store.leases import MAX_READERS
+from encoder_service.transport.shared_memory import LeasedRows, LeaseTerms
 from encoder_service.types import (
     CacheTier,
     Content,
@@ -53,6 +55,13 @@ TIERS: dict[CacheTier, pb.CacheTier.ValueType] = {
 }
 
 
+INLINE = (pb.DELIVERY_UNSPECIFIED, pb.DELIVERY_INLINE)
+DELIVERY_BY_ARENA: dict[str, pb.Delivery.ValueType] = {
+    "host": pb.DELIVERY_HOST_SHM,
+    "device": pb.DELIVERY_DEVICE_LEASE,
+}
+
+
 def dtype_to_proto(dtype: torch.dtype) -> pb.DType.ValueType:
     """The wire's name of a dtype."""
     return next(pb.DType.ValueType(value) for value, known in DTYPES.items() if known is dtype)
@@ -66,14 +75,32 @@ def grid_from_proto(grid: pb.GridTHW) -> Grid:
     return Grid(grid.t, grid.h, grid.w)
 
 
-def check_delivery(delivery: int) -> None:
+def check_delivery(delivery: int, offered: Collection[int] = INLINE) -> None:
     """Raises TransportUnavailable for deliveries this server does not offer, InvalidRequest for unknown."""
-    if delivery in (pb.DELIVERY_UNSPECIFIED, pb.DELIVERY_INLINE):
+    if delivery in INLINE or delivery in offered:
         return
     if delivery in pb.Delivery.values():
         name = pb.Delivery.Name(pb.Delivery.ValueType(delivery))
-        raise TransportUnavailable(f"{name} is not offered here; this server delivers inline", delivery=name)
+        raise TransportUnavailable(f"{name} is not offered here; ask for inline rows", delivery=name)
     raise InvalidRequest(f"delivery {delivery} is unknown, the largest known is {max(pb.Delivery.values())}")
+
+
+def lease_terms(options: pb.LeaseOptions) -> LeaseTerms:
+    """What a lease is asked for; owner_id is the broker's text in UTF-8, not looked up here. Raises
+    InvalidRequest for more readers than a lease can have."""
+    if options.num_readers > MAX_READERS:
+        raise InvalidRequest(
+            f"a lease for {options.num_readers} readers was asked for, at most {MAX_READERS} are possible",
+            found=options.num_readers,
+            allowed=MAX_READERS,
+        )
+    owner_id = options.owner_id.decode(errors="replace")
+    return LeaseTerms(owner_id, options.num_readers or 1, lease_s(options.lease_ms))
+
+
+def lease_s(lease_ms: int) -> float | None:
+    """Seconds of a lease; None for the server's default."""
+    return lease_ms / 1e3 if lease_ms else None
 
 
 def item_from_proto(message: pb.Item) -> Item:
@@ -139,25 +166,44 @@ def pixels_from_proto(message: pb.PixelTensor) -> PixelValues:
     return PixelValues(values, grid_from_proto(message.grid_thw))
 
 
-def result_event(index: int, delivered: Delivered, chunk_bytes: int) -> pb.ItemEvent:
-    """Everything about an item's rows but the rows, for inline delivery in chunks of ``chunk_bytes``."""
+def result_event(
+    index: int, delivered: Delivered, chunk_bytes: int, leased: LeasedRows | None = None
+) -> pb.ItemEvent:
+    """Everything about an item's rows but the rows: those are where the lease says, or follow inline in
+    chunks of ``chunk_bytes``."""
     spec = delivered.encoded.spec
-    return pb.ItemEvent(
-        item_index=index,
-        result=pb.ItemResult(
-            key=delivered.encoded.key,
-            content_digest=delivered.encoded.content_digest,
-            grid_thw=grid_to_proto(delivered.encoded.grid),
-            num_rows=spec.num_rows,
-            width=spec.width,
-            dtype=dtype_to_proto(spec.dtype),
-            num_deepstack_levels=spec.num_deepstack_levels,
-            tier=TIERS[delivered.tier],
-            timings=pb.StageTimings(**delivered.timings.as_mapping()),
-            rows_bytes=spec.num_bytes,
-            inline=pb.InlineRows(num_chunks=math.ceil(spec.num_bytes / chunk_bytes)),
-        ),
+    result = pb.ItemResult(
+        key=delivered.encoded.key,
+        content_digest=delivered.encoded.content_digest,
+        grid_thw=grid_to_proto(delivered.encoded.grid),
+        num_rows=spec.num_rows,
+        width=spec.width,
+        dtype=dtype_to_proto(spec.dtype),
+        num_deepstack_levels=spec.num_deepstack_levels,
+        tier=TIERS[delivered.tier],
+        timings=pb.StageTimings(**delivered.timings.as_mapping()),
+        rows_bytes=spec.num_bytes,
     )
+    if leased is None:
+        result.inline.num_chunks = math.ceil(spec.num_bytes / chunk_bytes)
+    else:
+        place_rows(result, leased)
+    return pb.ItemEvent(item_index=index, result=result)
+
+
+def place_rows(result: pb.ItemResult, leased: LeasedRows) -> None:
+    """Says in the result where its rows lie."""
+    rows = result.lease if leased.arena.kind == "device" else result.host
+    rows.arena_id = leased.arena.arena_id
+    rows.slot_index = leased.slot_index
+    rows.offset_bytes = leased.offset_bytes
+    rows.generation = leased.generation
+    rows.lease_id = leased.lease_id
+    rows.expires_at_unix_ms = leased.expires_at_unix_ms
+    if leased.arena.kind == "device":
+        result.lease.device_uuid = leased.arena.device_uuid
+        result.lease.dtype = result.dtype
+        result.lease.shape.extend((result.num_rows, result.width))
 
 
 def chunk_events(index: int, rows: torch.Tensor, chunk_bytes: int) -> Iterator[bytes]:

@@ -13,20 +13,35 @@ from encoder_service import __version__
 from encoder_service.config import Settings
 from encoder_service.pipeline import ServedModel
 from encoder_service.rpc import convert
+from encoder_service.transport.shared_memory import SharedMemory
 from encoder_service.types import Modality
 from vision_encoder.v1 import encoder_pb2 as pb
 
 MODALITY_TO_PROTO = {Modality.IMAGE: pb.MODALITY_IMAGE, Modality.VIDEO: pb.MODALITY_VIDEO}
 
 
-def server_info(settings: Settings, model: ServedModel) -> pb.GetServerInfoResponse:
-    """What GetServerInfo answers for the life of the process."""
+def server_info(
+    settings: Settings, model: ServedModel, shared: SharedMemory | None = None
+) -> pb.GetServerInfoResponse:
+    """What GetServerInfo answers for the life of the process. The broker tells the same of instance and
+    host."""
     tower = model.tower
+    transports = [pb.TransportInfo(delivery=pb.DELIVERY_INLINE)]
+    if shared is not None:
+        transports += [
+            pb.TransportInfo(
+                delivery=convert.DELIVERY_BY_ARENA[arena.kind],
+                broker_path=shared.options.path,
+                host_id=shared.options.host_id,
+                device_uuid=arena.device_uuid,
+            )
+            for arena in shared.kinds()
+        ]
     return pb.GetServerInfoResponse(
         protocol_version=convert.PROTOCOL_VERSION,
         min_protocol_version=convert.MIN_PROTOCOL_VERSION,
         server_version=__version__,
-        instance_id=uuid.uuid4().hex,
+        instance_id=uuid.uuid4().hex if shared is None else shared.options.instance_id,
         device=torch.cuda.get_device_name(tower.device) if tower.device.type == "cuda" else "cpu",
         models=[
             pb.ModelInfo(
@@ -55,8 +70,8 @@ def server_info(settings: Settings, model: ServedModel) -> pb.GetServerInfoRespo
             max_patches_per_item=settings.max_patches_per_item,
             max_queued_patches=settings.max_queued_patches,
             max_queued_bytes=settings.max_queued_bytes,
-            store_bytes=settings.store_bytes,
+            store_bytes=settings.store_bytes if shared is None else shared.store.max_bytes,
             chunk_bytes=settings.chunk_bytes,
         ),
-        transports=[pb.TransportInfo(delivery=pb.DELIVERY_INLINE)],
+        transports=transports,
     )

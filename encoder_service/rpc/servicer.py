@@ -14,12 +14,19 @@ from typing import Any, NoReturn, TypeVar
 import grpc
 import structlog
 
-from encoder_service.errors import InvalidRequest, UnknownLease, UnknownModel, VisionEncoderError
+from encoder_service.errors import (
+    InvalidRequest,
+    TransportUnavailable,
+    UnknownLease,
+    UnknownModel,
+    VisionEncoderError,
+)
 from encoder_service.flights import Flight
 from encoder_service.pipeline import Delivered, Pipeline
 from encoder_service.rpc import convert
 from encoder_service.rpc.status import FAILURE_METADATA_KEY, as_service_error, failure_of, status_of
 from encoder_service.scheduler.admission import Admission, Undelivered
+from encoder_service.transport.shared_memory import LeasedRows, LeaseTerms, SharedMemory
 from encoder_service.types import EncodedItem, Item
 from vision_encoder.v1 import encoder_pb2 as pb
 
@@ -47,9 +54,13 @@ class VisionEncoderServicer:
         max_items: int,
         chunk_bytes: int,
         max_request_bytes: int,
+        shared: SharedMemory | None = None,
     ) -> None:
+        """shared: delivery by shared memory, where it is on."""
         self._pipeline = pipeline
         self._info = info
+        self._offered = frozenset(transport.delivery for transport in info.transports)
+        self._shared = shared
         self._max_items = max_items
         self._chunk_bytes = chunk_bytes
         # Messages of the calls in progress: content is held from here on, also by callers that join a
@@ -112,7 +123,14 @@ class VisionEncoderServicer:
     async def release(self, request: pb.ReleaseRequest, context: Context) -> pb.ReleaseResponse:
         async def answer() -> pb.ReleaseResponse:
             self._check_call("", "", len(request.lease_ids))
-            return pb.ReleaseResponse(num_released=0, unknown_lease_ids=request.lease_ids)
+            reader = request.reader if request.HasField("reader") else None
+            response = pb.ReleaseResponse()
+            for lease_id in request.lease_ids:
+                try:
+                    response.num_released += self._leases(lease_id).release(lease_id, reader)
+                except UnknownLease:
+                    response.unknown_lease_ids.append(lease_id)
+            return response
 
         return await self._unary("Release", context, answer)
 
@@ -120,16 +138,17 @@ class VisionEncoderServicer:
         async def answer() -> pb.RenewResponse:
             self._check_call("", "", len(request.lease_ids))
             return pb.RenewResponse(
-                statuses=[
-                    pb.LeaseStatus(
-                        lease_id=lease_id,
-                        failure=failure_of(UnknownLease(f"lease {lease_id.hex()} is not held here")),
-                    )
-                    for lease_id in request.lease_ids
-                ]
+                statuses=[self._renewed(lease_id, request.extend_ms) for lease_id in request.lease_ids]
             )
 
         return await self._unary("Renew", context, answer)
+
+    def _renewed(self, lease_id: bytes, extend_ms: int) -> pb.LeaseStatus:
+        try:
+            expires_at_unix_ms = self._leases(lease_id).renew(lease_id, convert.lease_s(extend_ms))
+        except VisionEncoderError as error:
+            return pb.LeaseStatus(lease_id=lease_id, failure=failure_of(error))
+        return pb.LeaseStatus(lease_id=lease_id, expires_at_unix_ms=expires_at_unix_ms)
 
     # -- streams ---------------------------------------------------------------------------------------
 
@@ -146,10 +165,8 @@ class VisionEncoderServicer:
 
         async def check() -> None:
             self._check_call(request.namespace, request.model, len(request.items))
-            convert.check_delivery(request.delivery)
 
-        num_bytes = request.ByteSize()
-        async for event in self._stream("Encode", context, check, one, request.items, num_bytes):
+        async for event in self._stream("Encode", context, request, check, one, request.items):
             yield event
 
     async def fetch(self, request: pb.FetchRequest, context: Context) -> AsyncIterator[pb.ItemEvent | bytes]:
@@ -160,27 +177,26 @@ class VisionEncoderServicer:
 
         async def check() -> None:
             self._check_call(request.namespace, "", len(request.keys))
-            convert.check_delivery(request.delivery)
 
-        num_bytes = request.ByteSize()
-        async for event in self._stream("Fetch", context, check, one, request.keys, num_bytes):
+        async for event in self._stream("Fetch", context, request, check, one, request.keys):
             yield event
 
     async def _stream(
         self,
         method: str,
         context: Context,
+        call: pb.EncodeRequest | pb.FetchRequest,
         check: Callable[[], Awaitable[None]],
         one: Callable[[Any], Awaitable[Delivered]],
         requests: Sequence[Any],
-        num_request_bytes: int,
     ) -> AsyncIterator[pb.ItemEvent | bytes]:
         """Runs ``one`` for every request at once and yields each outcome as it comes; while the caller leaves
         much unread, items that have not begun wait. When the caller leaves, the tasks of what it still waits
-        for are cancelled. num_request_bytes: what the call's message holds while it lasts."""
+        for are cancelled."""
         try:
             await check()
-            permit = self._requests.acquire(num_request_bytes)
+            terms = self._lease_terms(call)
+            permit = self._requests.acquire(call.ByteSize())
         except VisionEncoderError as error:
             await self._abort(method, context, error)
         finished: asyncio.Queue[int] = asyncio.Queue()
@@ -189,8 +205,10 @@ class VisionEncoderServicer:
 
         async def one_when_read(request: Any) -> Delivered:
             await unread.wait_for_room()
+            if terms is not None:  # nothing is encoded for a delivery that cannot be
+                self._shared_memory().check_owner(terms.owner_id, call.namespace)
             delivered = await one(request)
-            unread.add(delivered.encoded)
+            unread.add(delivered)
             return delivered
 
         for index, request in enumerate(requests):
@@ -202,6 +220,7 @@ class VisionEncoderServicer:
                 index = await finished.get()
                 try:
                     delivered = tasks.pop(index).result()
+                    leased = self._lease(delivered, call.namespace, terms)
                 except (Exception, asyncio.CancelledError) as error:
                     failure = failure_of(error)
                     if failure.reason == "INTERNAL":
@@ -209,10 +228,11 @@ class VisionEncoderServicer:
                     self._pipeline.metrics.failures.labels(failure.reason).inc()
                     yield pb.ItemEvent(item_index=index, failure=failure)
                     continue
-                yield convert.result_event(index, delivered, self._chunk_bytes)
-                for chunk in convert.chunk_events(index, delivered.encoded.rows, self._chunk_bytes):
-                    yield chunk
-                unread.remove(delivered.encoded)
+                yield convert.result_event(index, delivered, self._chunk_bytes, leased)
+                if leased is None:
+                    for chunk in convert.chunk_events(index, delivered.encoded.rows, self._chunk_bytes):
+                        yield chunk
+                unread.remove(delivered)
                 del delivered  # sent: the rows are the store's alone again
             status = "OK"
         finally:
@@ -221,6 +241,30 @@ class VisionEncoderServicer:
             unread.clear()
             permit.release()
             self._pipeline.metrics.requests.labels(method, status).inc()
+
+    def _lease_terms(self, call: pb.EncodeRequest | pb.FetchRequest) -> LeaseTerms | None:
+        """How the caller wants its leases, or None when it wants inline rows. Raises TransportUnavailable,
+        InvalidRequest."""
+        convert.check_delivery(call.delivery, self._offered)
+        return None if call.delivery in convert.INLINE else convert.lease_terms(call.lease)
+
+    def _lease(self, delivered: Delivered, namespace: str, terms: LeaseTerms | None) -> LeasedRows | None:
+        """The rows under a lease; None when they go inline. Raises TransportUnavailable."""
+        held = delivered.held
+        if terms is None or held is None:
+            return None
+        return self._shared_memory().lease(held, namespace, terms)
+
+    def _shared_memory(self) -> SharedMemory:
+        if self._shared is None:
+            raise TransportUnavailable("this server shares no memory; ask for inline rows")
+        return self._shared
+
+    def _leases(self, lease_id: bytes) -> SharedMemory:
+        """Where leases are known. Raises UnknownLease on a server that gives none."""
+        if self._shared is None:
+            raise UnknownLease(f"lease {lease_id.hex()} is not held here", lease_id=lease_id.hex())
+        return self._shared
 
     # -- shared ----------------------------------------------------------------------------------------
 
@@ -285,11 +329,12 @@ class VisionEncoderServicer:
 
 
 class Unread:
-    """The rows of one call that its caller has not read yet, as a part of what all callers have not."""
+    """The rows of one call that its caller has not read yet, as a part of what all callers have not. They
+    are released when they were read, or the call is over."""
 
     def __init__(self, undelivered: Undelivered) -> None:
         self._undelivered = undelivered
-        self._items: list[EncodedItem] = []
+        self._items: list[Delivered] = []
         self._num_bytes = 0
         self._room = asyncio.Event()
         self._room.set()
@@ -299,21 +344,24 @@ class Unread:
         while not self._room.is_set():
             await self._room.wait()
 
-    def add(self, encoded: EncodedItem) -> None:
-        self._items.append(encoded)
+    def add(self, delivered: Delivered) -> None:
+        encoded = delivered.encoded
+        self._items.append(delivered)
         self._undelivered.add(encoded, encoded.spec.num_bytes)
         self._count(encoded.spec.num_bytes)
 
-    def remove(self, encoded: EncodedItem) -> None:
-        index = next(index for index, item in enumerate(self._items) if item is encoded)
+    def remove(self, delivered: Delivered) -> None:
+        index = next(index for index, item in enumerate(self._items) if item is delivered)
         del self._items[index]
+        encoded = delivered.encoded
         self._undelivered.remove(encoded, encoded.spec.num_bytes)
         self._count(-encoded.spec.num_bytes)
+        delivered.release()
 
     def clear(self) -> None:
         """The call is over: whatever its caller did not read is nobody's."""
-        for encoded in list(self._items):
-            self.remove(encoded)
+        for delivered in list(self._items):
+            self.remove(delivered)
 
     def _count(self, num_bytes: int) -> None:
         self._num_bytes += num_bytes

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import MagicMock
 
 import pytest
 import torch
 
-from encoder_service.app import Service
-from encoder_service.config import parse_settings
+from encoder_service.admin.gauges import register_gauges
 from encoder_service.engine.calibrate import export_cost
 from encoder_service.engine.device import DeviceEngine
 from encoder_service.engine.graphs import GraphRunner
@@ -77,14 +75,13 @@ def run(engine: DeviceEngine, grid: Grid) -> None:
     engine.submit(item, Ticket(grid.num_patches)).result(timeout=20)
 
 
-def test_padding_replays_and_eager_runs_are_exported(engine: DeviceEngine, tmp_path: Path) -> None:
-    service = Service(parse_settings(model=tmp_path))
+def test_padding_replays_and_eager_runs_are_exported(engine: DeviceEngine, metrics: Metrics) -> None:
     assert engine.graphs is not None
     engine.graphs.choices = [("attention", "4096x1024", "fa4"), ("gelu", "784", "torch")]
-    service._register_gauges(MagicMock(), engine)
+    register_gauges(metrics, MagicMock(), engine)
     run(engine, Grid(1, 2, 6))
     run(engine, Grid(1, 10, 10))
-    lines = service.metrics.exposition().decode().splitlines()
+    lines = metrics.exposition().decode().splitlines()
     for sample in (
         "ve_padded_patches_total 4.0",
         "ve_eager_runs_total 1.0",

@@ -1,0 +1,53 @@
+"""What operators see of the pipeline and its engine, read at scrape time.
+
+Owns names and texts of these metrics; the figures are counted where things happen.
+"""
+
+from __future__ import annotations
+
+from encoder_service.engine.calibrate import export_cost
+from encoder_service.engine.device import DeviceEngine
+from encoder_service.metrics import Metrics
+from encoder_service.pipeline import Pipeline
+
+
+def register_gauges(metrics: Metrics, pipeline: Pipeline, engine: DeviceEngine) -> None:
+    """Registers everything; once per registry."""
+    gauge, counter = metrics.gauge, metrics.counter_view
+    gauge(
+        "ve_queued_patches",
+        "Patches admitted and not yet encoded.",
+        lambda: pipeline.admission.num_patches,
+    )
+    gauge("ve_queued_bytes", "Content bytes of admitted items.", lambda: pipeline.admission.num_bytes)
+    gauge(
+        "ve_undelivered_bytes",
+        "Rows encoded and not yet read by their callers.",
+        lambda: pipeline.undelivered.num_bytes,
+    )
+    gauge("ve_flights", "Encodes in progress.", lambda: len(pipeline.flights))
+    gauge("ve_store_bytes", "Bytes of rows held.", lambda: pipeline.store.num_bytes)
+    gauge("ve_store_items", "Items held.", lambda: len(pipeline.store))
+    counter("ve_store_hits", "Lookups that found rows.", lambda: pipeline.store.counters.hits)
+    counter("ve_store_misses", "Lookups that found none.", lambda: pipeline.store.counters.misses)
+    counter("ve_store_evictions", "Items evicted.", lambda: pipeline.store.counters.evictions)
+    counter("ve_store_refused", "Items that found no room.", lambda: pipeline.store.counters.refused)
+    counter(
+        "ve_flights_joined",
+        "Callers that joined an encode under way.",
+        lambda: pipeline.flights.counters.joined,
+    )
+    counter("ve_batches", "Forward passes.", lambda: engine.counters.batches)
+    counter("ve_encoded_items", "Items through the tower.", lambda: engine.counters.items)
+    counter("ve_encoded_patches", "Patches through the tower.", lambda: engine.counters.patches)
+    counter("ve_dropped_items", "Items dropped before the device.", lambda: engine.counters.dropped_items)
+    if (graphs := engine.graphs) is not None:
+        figures = graphs.counters
+        counter("ve_graph_replays", "Batches run as a CUDA graph.", lambda: figures.replays.total())
+        counter("ve_eager_runs", "Batches that no bucket took.", lambda: figures.eager_runs)
+        counter("ve_padded_patches", "Padding added to buckets.", lambda: figures.padded_patches)
+        gauge("ve_graph_bytes", "Device memory of captured graphs.", lambda: graphs.captured_bytes)
+        export_cost(metrics, graphs.ladder)
+        for step, shape, name in graphs.choices:
+            metrics.kernel_choice.labels(step, shape, name).set(1)
+    counter("ve_device_busy_seconds", "Seconds in forward passes.", lambda: engine.counters.busy_s)

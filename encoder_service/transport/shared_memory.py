@@ -1,0 +1,297 @@
+"""Delivery by shared memory: who may read which slot of which arena, from grant to upkeep.
+
+Owns the lease table, the broker and what keeps both right: times that run out, connections that end, the
+arenas' heartbeats. Which rows are in the arenas is the store's, how a lease is written on the wire is
+``rpc``'s. Used from the event loop that made it; only ``owner_left`` comes from the broker's thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import structlog
+
+from encoder_service.config import Settings
+from encoder_service.errors import Overloaded, TransportUnavailable
+from encoder_service.store.arena import ArenaGeometry
+from encoder_service.store.embedding_store import Held
+from encoder_service.store.leases import LeaseTable
+from encoder_service.store.partitions import PartitionedStore, open_host_partitions
+from encoder_service.transport.access import BrokerAccess
+from encoder_service.transport.broker import Broker
+from encoder_service.transport.broker_options import BrokerOptions
+from encoder_service.transport.offers import ArenaOffer, OfferBook, ProbeSlot, close_all
+
+log = structlog.get_logger(__name__)
+
+BEAT_S = 1.0
+"""How often readers see that the service lives."""
+DRAIN_POLL_S = 0.05
+
+
+@dataclass(frozen=True)
+class LeaseTerms:
+    """What a caller asks a lease for. owner_id: its connection to the broker, as the broker named it. ttl_s:
+    None for the server's default."""
+
+    owner_id: str
+    num_readers: int = 1
+    ttl_s: float | None = None
+
+
+@dataclass(frozen=True)
+class LeasedRows:
+    """Where an item's rows may be read, and until when."""
+
+    lease_id: bytes
+    arena: ArenaGeometry
+    slot_index: int
+    offset_bytes: int
+    generation: int
+    expires_at_unix_ms: int
+
+
+@dataclass
+class DeliveryCounters:
+    """shared: items delivered by lease. not_held: asked for by lease and delivered inline, since the store
+    had no room for their rows. too_many: the same, since their caller had too many leases. no_owner: refused,
+    their caller has no connection to the broker."""
+
+    shared: int = 0
+    not_held: int = 0
+    too_many: int = 0
+    no_owner: int = 0
+
+
+class SharedMemory:
+    """``start``, any number of leases, ``drain`` and ``stop``."""
+
+    def __init__(
+        self,
+        store: PartitionedStore,
+        options: BrokerOptions,
+        *,
+        default_lease_s: float,
+        max_lease_s: float,
+        max_leases_per_client: int,
+        is_idle: Callable[[], bool] = lambda: True,
+        clock: Callable[[], float] = time.monotonic,
+        unix_clock: Callable[[], float] = time.time,
+    ) -> None:
+        """Takes the store over: ``stop`` closes it. is_idle: asked before the store is checked. Needs a
+        running event loop."""
+        self.store = store
+        self.options = options
+        self.counters = DeliveryCounters()
+        self.num_integrity_failures = 0
+        self.is_idle = is_idle
+        self.leases = LeaseTable(clock, max_lease_s, max_leases_per_client)
+        self._default_lease_s = default_lease_s
+        self._clock = clock
+        self._unix_clock = unix_clock
+        self._loop = asyncio.get_running_loop()
+        self._isolated = [name for name, _ in store.named_parts() if name is not None]
+        self.broker = Broker(options, OfferBook(self._isolated), on_disconnect=self._owner_left)
+        self._timer: asyncio.TimerHandle | None = None
+        self._upkeep: asyncio.Task[None] | None = None
+        self._checked: tuple[int, ...] = ()
+
+    # -- life ------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Offers every arena to whoever may see it. Raises ConfigurationError for a socket that cannot be
+        bound."""
+        self.broker.start()
+        for namespace, part in self.store.named_parts():
+            data_fd, page_fd = part.arena.export_fd(), part.arena.export_page_fd()
+            try:
+                self.broker.offer(offer_of(part.arena.geometry), data_fd, page_fd, namespace)
+            finally:
+                close_all((data_fd, page_fd))
+        self._upkeep = self._loop.create_task(self._keep_up())
+
+    async def drain(self, grace_s: float) -> bool:
+        """Waits for the leases that are out. False when some outlived the grace: they end with ``stop``."""
+        ends_s = self._clock() + grace_s
+        while True:
+            self.leases.expire()
+            if not len(self.leases):
+                return True
+            if self._clock() >= ends_s:
+                log.warning("leases are cut off", leases=len(self.leases), waited_s=round(grace_s, 1))
+                return False
+            await asyncio.sleep(DRAIN_POLL_S)
+
+    async def stop(self) -> None:
+        """Tells readers, ends every lease, gives the memory up. Twice is once."""
+        if self._upkeep is not None:
+            self._upkeep.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._upkeep
+            self._upkeep = None
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if not await asyncio.to_thread(self.broker.stop):
+            log.error("the broker did not stop", path=self.options.path)
+        self.store.close()
+
+    def kinds(self) -> list[ArenaGeometry]:
+        """One arena of each kind that there is."""
+        found = {
+            (part.arena.geometry.kind, part.arena.geometry.device_uuid): part for part in self.store.parts()
+        }
+        return [part.arena.geometry for part in found.values()]
+
+    # -- leases ----------------------------------------------------------------------------------------
+
+    def check_owner(self, owner_id: str, namespace: str) -> None:
+        """Raises TransportUnavailable unless this connection lives and is the namespace's."""
+        if not self.broker.is_connected(owner_id, namespace):
+            self.counters.no_owner += 1
+            raise TransportUnavailable(
+                f"no connection to the broker in namespace {namespace!r} has the owner id that was given; "
+                "connect, or ask for inline rows"
+            )
+
+    def lease(self, held: Held, namespace: str, terms: LeaseTerms) -> LeasedRows | None:
+        """A lease on rows that the caller holds, or None when they have to be delivered inline: the store
+        had no room for them, or the owner has too many leases. Raises TransportUnavailable when the owner's
+        connection is gone, InvalidRequest for a time or number of readers out of bounds."""
+        self.check_owner(terms.owner_id, namespace)
+        if held.arena is None or held.slot is None:
+            self.counters.not_held += 1
+            return None
+        ttl_s = self._default_lease_s if terms.ttl_s is None else terms.ttl_s
+        try:
+            lease = self.leases.grant(
+                held.arena, held.slot, terms.owner_id, ttl_s=ttl_s, num_readers=terms.num_readers
+            )
+        except Overloaded:
+            self.counters.too_many += 1
+            return None
+        try:
+            # An owner that left since the first look may have been forgotten before this lease was made.
+            self.check_owner(terms.owner_id, namespace)
+        except TransportUnavailable:
+            self.leases.release_all(terms.owner_id)
+            raise
+        self._arm()
+        self.counters.shared += 1
+        return LeasedRows(
+            lease.lease_id,
+            held.arena.geometry,
+            held.slot.index,
+            held.slot.offset_bytes,
+            lease.generation,
+            self._unix_ms(lease.expires_at_s),
+        )
+
+    def renew(self, lease_id: bytes, ttl_s: float | None) -> int:
+        """When the lease ends now, in milliseconds of Unix time. Raises StaleLease, UnknownLease."""
+        lease = self.leases.renew(lease_id, self._default_lease_s if ttl_s is None else ttl_s)
+        self._arm()
+        return self._unix_ms(lease.expires_at_s)
+
+    def release(self, lease_id: bytes, reader: int | None) -> bool:
+        """Whether this released anything. Raises UnknownLease, InvalidRequest."""
+        return self.leases.release(lease_id, reader)
+
+    # -- upkeep ----------------------------------------------------------------------------------------
+
+    def _owner_left(self, owner_id: str) -> None:
+        """On the broker's thread."""
+        with contextlib.suppress(RuntimeError):  # the loop has ended, and with it every lease
+            self._loop.call_soon_threadsafe(self.leases.release_all, owner_id)
+
+    def _arm(self) -> None:
+        """Sees to it that ``expire`` runs when the next lease ends."""
+        expires_s = self.leases.next_expiry_s()
+        if expires_s is None:
+            return
+        when_s = self._loop.time() + max(0.0, expires_s - self._clock())
+        if self._timer is not None and not self._timer.cancelled() and self._timer.when() <= when_s:
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = self._loop.call_at(when_s, self._expire)
+
+    def _expire(self) -> None:
+        self._timer = None
+        self.leases.expire()
+        self._arm()
+
+    async def _keep_up(self) -> None:
+        while True:
+            for part in self.store.parts():
+                part.arena.page.beat()
+            if self.is_idle():
+                self._check()
+            await asyncio.sleep(BEAT_S)
+
+    def _check(self) -> None:
+        """Once after each time that something was stored or leased."""
+        counts = self.store.counters
+        done = (counts.hits, counts.evictions, len(self.store), *vars(self.leases.counters).values())
+        if done == self._checked:
+            return
+        self._checked = done
+        try:
+            self.store.check_integrity()
+            self.leases.check_integrity()
+        except AssertionError:
+            self.num_integrity_failures += 1
+            log.exception("the arenas' bookkeeping is wrong")
+
+    def _unix_ms(self, at_s: float) -> int:
+        return round((self._unix_clock() + at_s - self._clock()) * 1e3)
+
+
+def open_shared_store(settings: Settings) -> PartitionedStore:
+    """The arenas that the settings ask for. Takes long: not for the event loop. Raises ConfigurationError."""
+    return open_host_partitions(settings.arena_bytes, settings.isolated_namespaces)
+
+
+def share(settings: Settings, store: PartitionedStore, instance_id: str) -> SharedMemory:
+    """Delivery as the settings say; not started."""
+    return SharedMemory(
+        store,
+        BrokerOptions(
+            settings.broker_path,
+            instance_id,
+            settings.host_id or host_id(),
+            access=BrokerAccess(
+                tokens={name: token.get_secret_value() for name, token in settings.broker_tokens.items()},
+                open_namespaces=settings.broker_open_namespaces,
+                allowed_uids=frozenset(settings.broker_allowed_uids) or None,
+            ),
+            mode=int(settings.broker_mode, 8),
+            gid=settings.broker_gid,
+        ),
+        default_lease_s=settings.lease_default_ms / 1e3,
+        max_lease_s=settings.lease_limit_ms / 1e3,
+        max_leases_per_client=settings.max_leases_per_client,
+    )
+
+
+def offer_of(arena: ArenaGeometry) -> ArenaOffer:
+    """What the broker tells of an arena."""
+    assert arena.kind in ("host", "device")
+    return ArenaOffer(
+        arena.arena_id,
+        "device" if arena.kind == "device" else "host",
+        arena.size_bytes,
+        arena.page_bytes,
+        arena.device_uuid,
+        ProbeSlot(arena.probe.offset_bytes, arena.probe.num_bytes, arena.probe.sha256),
+    )
+
+
+def host_id() -> str:
+    """Equal for all processes of one running kernel, in whichever containers, and for no others."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()

@@ -1,0 +1,82 @@
+"""What operators see of shared memory: arenas, leases, the broker, and how often rows went inline instead.
+
+Owns names and texts of these metrics; the figures are counted where things happen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from encoder_service.metrics import Metrics
+from encoder_service.store.arena import Arena
+from encoder_service.transport.shared_memory import SharedMemory
+
+
+def export_shared(metrics: Metrics, shared: SharedMemory) -> None:
+    """Registers everything; once per registry."""
+    _export_arenas(metrics, shared)
+    _export_leases(metrics, shared)
+    _export_broker(metrics, shared)
+
+
+def _export_arenas(metrics: Metrics, shared: SharedMemory) -> None:
+    """By the namespace that an arena is for; empty: all that are not isolated."""
+    arenas = {namespace or "": part.arena for namespace, part in shared.store.named_parts()}
+
+    figures: tuple[tuple[str, str, Callable[[Arena], float]], ...] = (
+        ("ve_arena_bytes", "Size of an arena.", lambda arena: arena.capacity_bytes),
+        ("ve_arena_free_bytes", "Bytes in no slot.", lambda arena: arena.free_bytes),
+        ("ve_arena_largest_hole_bytes", "Largest free range.", lambda arena: arena.largest_hole_bytes),
+        ("ve_arena_fragmentation", "Share of free bytes outside it.", lambda arena: arena.fragmentation),
+        ("ve_arena_slots", "Slots in use.", len),
+    )
+    for name, text, read in figures:
+        metrics.gauge_by(
+            name, text, "namespace", {label: partial(read, arena) for label, arena in arenas.items()}
+        )
+    metrics.counter_view(
+        "ve_arena_integrity_failures",
+        "Checks that found the bookkeeping wrong.",
+        lambda: shared.num_integrity_failures,
+    )
+
+
+def _export_leases(metrics: Metrics, shared: SharedMemory) -> None:
+    leases, counters, delivered = shared.leases, shared.leases.counters, shared.counters
+    counter = metrics.counter_view
+    metrics.gauge("ve_leases", "Leases that are out.", lambda: len(leases))
+    metrics.gauge("ve_leased_bytes", "Bytes of slots under lease, each once.", lambda: leases.leased_bytes)
+    counter("ve_leases_granted", "Leases granted.", lambda: counters.granted)
+    counter("ve_leases_renewed", "Leases renewed.", lambda: counters.renewed)
+    counter("ve_leases_released", "Leases given back by all readers.", lambda: counters.released)
+    counter("ve_leases_expired", "Leases that ran out of time.", lambda: counters.expired)
+    counter("ve_leases_revoked", "Leases whose owner's connection ended.", lambda: counters.revoked)
+    counter("ve_shared_deliveries", "Items delivered by lease.", lambda: delivered.shared)
+    counter(
+        "ve_shared_not_held",
+        "Items wanted by lease and delivered inline: the store had no room.",
+        lambda: delivered.not_held,
+    )
+    counter(
+        "ve_shared_too_many_leases",
+        "Items wanted by lease and delivered inline: their caller has too many.",
+        lambda: delivered.too_many,
+    )
+    counter("ve_shared_no_owner", "Items refused: their caller is not connected.", lambda: delivered.no_owner)
+
+
+def _export_broker(metrics: Metrics, shared: SharedMemory) -> None:
+    broker, counters = shared.broker, shared.broker.counters
+    counter = metrics.counter_view
+    metrics.gauge(
+        "ve_broker_up", "1 while the broker's socket is served.", lambda: float(broker.is_serving())
+    )
+    metrics.gauge("ve_broker_connections", "Clients of the broker.", lambda: broker.num_connections)
+    counter("ve_broker_accepted", "Connections accepted.", lambda: counters.accepted)
+    counter(
+        "ve_broker_accept_failures", "Connections that could not be taken.", lambda: counters.accept_failures
+    )
+    counter("ve_broker_attaches", "Arenas handed out.", lambda: counters.attaches)
+    counter("ve_broker_refused", "Connections refused.", lambda: counters.refused.total())
+    counter("ve_broker_failed", "Requests that failed.", lambda: counters.failed.total())
