@@ -93,9 +93,6 @@ class Settings(BaseSettings):
     )
     broker_mode: str = Field("660", pattern=r"^[0-7]{3}$", description="Permissions of its socket, octal.")
     broker_gid: int | None = Field(None, ge=0, description="Group of its socket; default: the process's.")
-    host_id: str = Field(
-        "", max_length=128, description="What tells hosts apart; empty: the running kernel's boot id."
-    )
     lease_default_ms: int = Field(30_000, ge=1, description="Of a lease whose caller does not say.")
     lease_limit_ms: int = Field(
         300_000, ge=1, le=86_400_000, description="The most that one grant or renewal gives."

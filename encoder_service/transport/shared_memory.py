@@ -264,7 +264,7 @@ def share(settings: Settings, store: PartitionedStore, instance_id: str) -> Shar
         BrokerOptions(
             settings.broker_path,
             instance_id,
-            settings.host_id or host_id(),
+            host_id(),
             access=BrokerAccess(
                 tokens={name: token.get_secret_value() for name, token in settings.broker_tokens.items()},
                 open_namespaces=settings.broker_open_namespaces,

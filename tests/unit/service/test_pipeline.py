@@ -30,7 +30,7 @@ from encoder_service.metrics import Metrics
 from encoder_service.pipeline import Pipeline, ServedModel
 from encoder_service.scheduler.admission import Admission
 from encoder_service.scheduler.planner import Planner
-from encoder_service.store.embedding_store import EmbeddingStore
+from encoder_service.store.embedding_store import EmbeddingStore, RowStore
 from encoder_service.types import (
     CacheTier,
     DigestOnly,
@@ -49,7 +49,7 @@ pytestmark = pytest.mark.anyio
 
 
 class Rig:
-    def __init__(self) -> None:
+    def __init__(self, store: RowStore | None = None) -> None:
         self.tower = FakeTower()
         self.preprocessor = FakePreprocessor()
         self.metrics = Metrics()
@@ -64,7 +64,7 @@ class Rig:
         self.workers = ThreadPoolExecutor(4)
         self.pipeline = Pipeline(
             model=ServedModel("fake", "fake", b"m" * 32, self.tower, self.preprocessor),
-            store=EmbeddingStore(1 << 20),
+            store=EmbeddingStore(1 << 20) if store is None else store,
             admission=Admission(max_patches=1024, max_bytes=4096),
             engine=self.engine,
             workers=self.workers,
