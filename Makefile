@@ -36,7 +36,7 @@ test: $(STAMP) ## Run every test that needs no GPU
 test-gpu: ## Run the GPU tests, and kernels, parity and integration on cuda:0 (PY=... has torch with CUDA)
 	@status=0; export PYTHONPATH=.:proto:$$PYTHONPATH; \
 	$(PY) -m pytest -m whole_device --device cuda:0 tests/gpu || status=$$?; \
-	$(PY) -m pytest -m "not whole_device" --device cuda:0 -n 6 --dist loadfile tests/gpu tests/parity \
+	$(PY) -m pytest -m "not whole_device" --device cuda:0 -n 8 --dist worksteal tests/gpu tests/parity \
 	    tests/integration tests/unit/kernels tests/unit/towers/test_attention_backends.py || status=$$?; \
 	exit $$status
 

@@ -20,7 +20,7 @@ from lm_adapter import CacheTier, EncodedRows, ImageItem, VisionEncoderClient
 from tests.integration.conftest import FAMILIES, running
 from tests.parity.reference import ReferenceTower
 
-pytestmark = [pytest.mark.gpu, pytest.mark.whole_device]
+pytestmark = pytest.mark.gpu
 
 PHOTOS = Path(__file__).resolve().parents[1] / "data" / "photos"
 CUDA = torch.device("cuda:0")
@@ -74,7 +74,6 @@ def test_rows_of_the_service_equal_the_float32_tower_and_the_reference(checkpoin
         assert engine.graphs.ready
         # P26: graphs replay in service; items above every bucket run eager, and right.
         assert engine.graphs.counters.replays.total() >= len(data)
-        assert engine.graphs.captured_bytes < 2 << 30
 
     exact = load_tower(checkpoint, device=CUDA, dtype=torch.float32).tower
     reference = ReferenceTower(checkpoint, device=CUDA, dtype=torch.float32)

@@ -20,7 +20,7 @@ from encoder_service.towers.synthetic import config_for
 from encoder_service.types import Grid
 from tests.parity.tower_cases import fresh_seed
 
-pytestmark = [pytest.mark.gpu, pytest.mark.whole_device]
+pytestmark = pytest.mark.gpu
 
 CUDA = torch.device("cuda:0")
 FAMILIES = ("qwen3_vl", "kimi_k25")
@@ -292,6 +292,7 @@ def test_attention_that_bakes_lengths_is_not_captured() -> None:
         GraphRunner(tower, default_ladder(64), CUDA, capture=True, clock=time.monotonic)
 
 
+@pytest.mark.whole_device
 @pytest.mark.parametrize("family", FAMILIES)
 def test_p27_all_graphs_of_a_full_tower_stay_under_two_gibibytes_and_a_minute(family: str) -> None:
     tower = fused_tower(family, "full", backends()[0])

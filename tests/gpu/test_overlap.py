@@ -44,7 +44,7 @@ from tests.gpu.test_graphs import (
 )
 from tests.parity.tower_cases import fresh_seed
 
-pytestmark = [pytest.mark.gpu, pytest.mark.whole_device]
+pytestmark = pytest.mark.gpu
 
 HALVES = Normalisation((0.5, 0.5, 0.5), (0.5, 0.5, 0.5), 1 / 255)
 NUM_BATCHES = 2000
@@ -248,6 +248,7 @@ def test_frames_are_pinned_and_cut_to_the_preprocessors_bits(rig: Rig) -> None:
         assert torch.equal(out, rig.preprocessor.patchify(frames).to(torch.bfloat16))
 
 
+@pytest.mark.whole_device
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_full_tower_is_kept_busy_and_a_step_costs_the_host_little(family: str) -> None:
     tower = fused_tower(family, "full", backends()[0])
