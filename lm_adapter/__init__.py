@@ -21,9 +21,13 @@ from lm_adapter.errors import (
     MissingDependency,
     ProtocolMismatch,
     RequestRefused,
+    StaleRows,
     StreamViolation,
+    TransportUnavailable,
     TruncatedStream,
 )
+from lm_adapter.leases import LeaseRecord
+from lm_adapter.transport.settings import TransportChoice
 from lm_adapter.types import (
     CacheTier,
     DigestItem,
@@ -66,6 +70,7 @@ __all__ = [
     "ItemFailed",
     "KeyState",
     "KeyStatus",
+    "LeaseRecord",
     "LeaseStatus",
     "Limits",
     "MissingDependency",
@@ -79,8 +84,11 @@ __all__ = [
     "RequestRefused",
     "ServerInfo",
     "StageTimings",
+    "StaleRows",
     "StreamViolation",
+    "TransportChoice",
     "TransportInfo",
+    "TransportUnavailable",
     "TruncatedStream",
     "VisionEncoderClient",
     "check_rows",

@@ -9,12 +9,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 from google.protobuf.message import DecodeError
 
 from lm_adapter import convert
-from lm_adapter.checks import RowsHeader, check_digest, check_header, check_model
+from lm_adapter.checks import RowsHeader, check_digest, check_header, check_models
 from lm_adapter.errors import InvalidRequest, InvalidRows, ItemFailed, StreamViolation, TruncatedStream
+from lm_adapter.transport.buffers import Bytes, RowsHandling
+from lm_adapter.transport.host_shm import host_tensor
 from lm_adapter.transport.inline import InlineRowsBuffer
+from lm_adapter.transport.reading import TRANSPORT_UNAVAILABLE, Reading, Receiver, Unreadable
 from lm_adapter.transport.wire import find_chunk
 from lm_adapter.types import EncodedRows, Item, ModelInfo, Outcome
 from vision_encoder.v1 import encoder_pb2 as pb
@@ -99,6 +103,7 @@ class _Arriving:
     result: pb.ItemResult
     header: RowsHeader
     buffer: InlineRowsBuffer
+    out: Bytes | None
 
 
 class Assembler:
@@ -114,15 +119,20 @@ class Assembler:
         *,
         models: Sequence[ModelInfo] = (),
         max_rows_bytes: int = DEFAULT_MAX_ROWS_BYTES,
+        receiver: Receiver | None = None,
     ) -> None:
         """expected: one per item of the call, in its order. models: the geometries that rows may have; none
-        means that results are held to their own figures alone. max_rows_bytes: bound of one item."""
+        means that results are held to their own figures alone. max_rows_bytes: bound of one item. receiver:
+        how rows are taken; without one, inline and into memory of their own."""
+        self._receiver = receiver or Receiver(RowsHandling(), range(len(expected)))
         self._expected = expected
         self._models = models
         self._max_rows_bytes = max_rows_bytes
         self._arriving: dict[int, _Arriving] = {}
         # True: handed out whole. False: failed here, the rest of its events are let pass.
         self._finished: dict[int, bool] = {}
+        self.again: dict[int, bool] = {}
+        """Items without an outcome that are to be asked for once more: whether only their lease was stale."""
 
     @property
     def num_items(self) -> int:
@@ -130,7 +140,7 @@ class Assembler:
 
     @property
     def num_finished(self) -> int:
-        return len(self._finished)
+        return len(self._finished) - len(self.again)
 
     def missing(self) -> list[int]:
         """Indices of the items without an outcome."""
@@ -160,7 +170,7 @@ class Assembler:
                 view = memoryview(event.chunk.data)
                 return self._guarded(index, lambda: self._on_chunk(index, event.chunk.offset_bytes, view))
             case "failure":
-                return self._guarded(index, lambda: convert.item_failed(event.failure))
+                return self._guarded(index, lambda: self._on_failure(event.failure))
             case _:
                 return None  # an event newer than this adapter
 
@@ -181,17 +191,38 @@ class Assembler:
             if self._finished[index]:
                 raise StreamViolation(f"an event came for item {index}, which had been answered in full")
             return None
+        whole = False
         try:
             outcome = step()
-        except InvalidRows as error:
+            whole = True
+        except ItemFailed as error:
             outcome = error
+        except Unreadable as error:
+            if self._receiver.may_ask_again(stale=error.stale):
+                self.again[index] = error.stale
+                self._finished[index] = False
+                return None
+            outcome = error.as_failure()
         if outcome is None:
             return None
         self._arriving.pop(index, None)
-        self._finished[index] = not isinstance(outcome, InvalidRows)
+        self._finished[index] = whole
         return index, outcome
 
-    def _on_result(self, index: int, result: pb.ItemResult) -> None:
+    def ask_again(self) -> bool:
+        """The call was refused for its way of delivery: whether what is missing is asked for once more."""
+        if not self._receiver.may_ask_again(stale=False):
+            return False
+        for index in self.missing():
+            self.again[index] = self._finished[index] = False
+        return True
+
+    def _on_failure(self, message: pb.ItemFailure) -> ItemFailed:
+        if message.reason == TRANSPORT_UNAVAILABLE and self._receiver.may_ask_again(stale=False):
+            raise Unreadable(message.message, stale=False)
+        return convert.item_failed(message)
+
+    def _on_result(self, index: int, result: pb.ItemResult) -> Outcome | None:
         if index in self._arriving:
             raise InvalidRows("result", "a second result came for one item", found=2, expected=1)
         header = RowsHeader(
@@ -205,10 +236,10 @@ class Assembler:
         expected = self._expected[index]
         check_digest("key", result.key, expected.key)
         check_digest("content_digest", result.content_digest, expected.content_digest)
-        self._check_models(header)
+        check_models(header, self._models)
         check_header(header)
         delivery = result.WhichOneof("rows")
-        if delivery != "inline":
+        if delivery != "inline" and (delivery is None or self._receiver.transport is None):
             raise InvalidRows(
                 "delivery", f"rows come as {delivery}, expected inline", found=delivery, expected="inline"
             )
@@ -219,25 +250,32 @@ class Assembler:
                 found=header.rows_bytes,
                 expected=self._max_rows_bytes,
             )
+        if delivery != "inline":
+            return self._read_shared(index, result, header)
         num_chunks = result.inline.num_chunks
         if num_chunks < 1:
             raise InvalidRows(
                 "num_chunks", "0 rows chunks announced, expected at least 1", found=0, expected=1
             )
-        self._arriving[index] = _Arriving(result, header, InlineRowsBuffer(header.rows_bytes, num_chunks))
+        out = self._receiver.out_of(index, header.rows_bytes)
+        on_host = out if isinstance(out, np.ndarray) else None
+        buffer = InlineRowsBuffer(header.rows_bytes, num_chunks, on_host)
+        self._arriving[index] = _Arriving(result, header, buffer, out)
+        return None
 
-    def _check_models(self, header: RowsHeader) -> None:
-        """Holds to one model's geometry, whichever; complains of the first model's."""
-        complaint: InvalidRows | None = None
-        for model in self._models:
-            try:
-                check_model(header, model)
-            except InvalidRows as error:
-                complaint = complaint or error
-            else:
-                return
-        if complaint is not None:
-            raise complaint
+    def _read_shared(self, index: int, result: pb.ItemResult, header: RowsHeader) -> EncodedRows:
+        """Raises InvalidRows, ItemFailed, Unreadable."""
+        record = convert.lease_record(result, self._receiver.handling.num_readers)
+        lease = result.lease
+        said = (tuple(lease.shape), convert.dtype_name(lease.dtype))
+        expected = ((header.num_rows, header.width), header.dtype)
+        if record.transport == "device" and said != expected:
+            self._receiver.give_back(record)
+            raise InvalidRows(
+                "shape", f"the lease is of {said}, the result of {expected}", found=said, expected=expected
+            )
+        payload, reading = self._receiver.read(index, record)
+        return self._encoded_rows(result, header, payload, reading)
 
     def _on_chunk(self, index: int, offset_bytes: int, data: memoryview) -> Outcome | None:
         arriving = self._arriving.get(index)
@@ -246,21 +284,30 @@ class Assembler:
                 "result", "a rows chunk came before its result", found="chunk", expected="result"
             )
         arriving.buffer.write(offset_bytes, data)
-        return _encoded_rows(arriving) if arriving.buffer.complete else None
+        if not arriving.buffer.complete:
+            return None
+        payload: Bytes = arriving.buffer.payload
+        if arriving.out is not None and not isinstance(arriving.out, np.ndarray):
+            arriving.out.copy_(host_tensor(arriving.buffer.payload))
+            payload = arriving.out
+        return self._encoded_rows(arriving.result, arriving.header, payload, None)
 
-
-def _encoded_rows(arriving: _Arriving) -> EncodedRows:
-    result, header = arriving.result, arriving.header
-    return EncodedRows(
-        key=result.key,
-        content_digest=result.content_digest,
-        grid_thw=header.grid_thw,
-        num_rows=header.num_rows,
-        width=header.width,
-        dtype=header.dtype,
-        num_deepstack_levels=header.num_deepstack_levels,
-        payload=arriving.buffer.payload,
-        tier=convert.tier(result.tier),
-        timings=convert.timings(result.timings),
-        timestamps_s=tuple(result.timestamps_s),
-    )
+    def _encoded_rows(
+        self, result: pb.ItemResult, header: RowsHeader, payload: Bytes, reading: Reading | None
+    ) -> EncodedRows:
+        num_readers = self._receiver.handling.num_readers
+        return EncodedRows(
+            key=result.key,
+            content_digest=result.content_digest,
+            grid_thw=header.grid_thw,
+            num_rows=header.num_rows,
+            width=header.width,
+            dtype=header.dtype,
+            num_deepstack_levels=header.num_deepstack_levels,
+            payload=payload,
+            tier=convert.tier(result.tier),
+            timings=convert.timings(result.timings),
+            timestamps_s=tuple(result.timestamps_s),
+            shared=convert.lease_record(result, num_readers) if num_readers > 1 else None,
+            reading=reading,
+        )

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import aclosing, suppress
 from types import TracebackType
-from typing import Self, TypeVar
+from typing import Self, TypeVar, Unpack
 
 import grpc
 import grpc.aio
 from google.protobuf.message import Message
 
 from lm_adapter.assembly import DEFAULT_MAX_ROWS_BYTES
-from lm_adapter.client import DEFAULT_TIMEOUT_S, READY_POLL_S
+from lm_adapter.calls import Metadata, RowsCall
+from lm_adapter.client import CLOSE_FLUSH_S, DEFAULT_TIMEOUT_S, READY_POLL_S
 from lm_adapter.errors import CallFailed, DeadlineExceeded, EncoderOverloaded, EncoderUnavailable, ItemFailed
-from lm_adapter.session import Deadline, Metadata, RowsCall, Session, in_order, portions, rows_or_raise
+from lm_adapter.leases import LeaseRecord
+from lm_adapter.session import RELEASE_TIMEOUT_S, Deadline, Session, in_order, portions, rows_or_raise
+from lm_adapter.transport.buffers import RowsHandling, RowsOptions
 from lm_adapter.transport.channel import HEALTH_CHECK, channel_options, health_is_serving, method_path
+from lm_adapter.transport.settings import TransportChoice, TransportOptions, TransportSettings
 from lm_adapter.types import (
     EncodedRows,
     Item,
@@ -36,7 +40,8 @@ ResponseT = TypeVar("ResponseT", bound=Message)
 class AsyncVisionEncoderClient:
     """``VisionEncoderClient`` for asyncio: the same arguments, answers, deadlines and errors.
 
-    One per event loop, made inside it; an async context manager. Cancelling a task cancels its call.
+    One per event loop, made inside it; an async context manager. Cancelling a task cancels its call. Rows
+    in shared memory are copied on the loop's thread, on the stream that is current there.
     """
 
     def __init__(
@@ -49,9 +54,19 @@ class AsyncVisionEncoderClient:
         timeout_s: float = DEFAULT_TIMEOUT_S,
         max_rows_bytes: int = DEFAULT_MAX_ROWS_BYTES,
         options: Mapping[str, int | str] | None = None,
+        **transport: Unpack[TransportOptions],
     ) -> None:
         """See ``VisionEncoderClient``."""
-        self._session = Session(target, namespace=namespace, model=model, max_rows_bytes=max_rows_bytes)
+        self._session = Session(
+            target,
+            namespace=namespace,
+            model=model,
+            max_rows_bytes=max_rows_bytes,
+            settings=TransportSettings(**transport),
+            send_release=self._send_release,
+        )
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._releases: set[asyncio.Task[None]] = set()
         self._timeout_s = timeout_s
         self._closed = False
         self._info_lock = asyncio.Lock()
@@ -77,20 +92,34 @@ class AsyncVisionEncoderClient:
     ) -> None:
         await self.close()
 
+    @property
+    def transport(self) -> TransportChoice:
+        """How rows come now, and why."""
+        return self._session.transports.choice
+
     async def close(self) -> None:
-        """Closes the channel; calls in progress end with CallCancelled. Harmless when done twice."""
-        self._closed = True
+        """Closes the channel; calls in progress end with CallCancelled, leases with their session. Harmless
+        when done twice."""
+        was_closed, self._closed = self._closed, True
+        if not was_closed:
+            await asyncio.to_thread(self._session.returns.flush, CLOSE_FLUSH_S)
+        await asyncio.to_thread(self._session.transports.close)
+        for task in list(self._releases):
+            task.cancel()
         await self._channel.close()
 
     async def info(self, *, timeout_s: float | None = None) -> ServerInfo:
-        """Asks the server for its models, limits and transports. Raises ProtocolMismatch."""
+        """See ``VisionEncoderClient``."""
         return await self._ask_info(self._deadline(timeout_s))
 
-    async def wait_ready(self, timeout_s: float) -> ServerInfo:
-        """Waits until the server answers and its health check says SERVING; connects on the way.
+    async def wait_transport(self, timeout_s: float | None = None) -> TransportChoice:
+        """See ``VisionEncoderClient``."""
+        deadline = self._deadline(timeout_s)
+        await self._known_info(deadline)
+        return await asyncio.to_thread(self._session.transports.wait, deadline.left_s)
 
-        Raises DeadlineExceeded after ``timeout_s``, with what was wrong last, and ProtocolMismatch at once.
-        """
+    async def wait_ready(self, timeout_s: float) -> ServerInfo:
+        """See ``VisionEncoderClient``."""
         deadline = Deadline(timeout_s)
         last = "nothing answered"
         while deadline.left_s > 0:
@@ -115,56 +144,83 @@ class AsyncVisionEncoderClient:
             statuses += self._session.read_lookup(request.keys, response)
         return statuses
 
-    async def encode(self, items: Sequence[Item], *, timeout_s: float | None = None) -> list[Outcome]:
-        """Rows or failure of each item, in input order. What is over the server's limits of one call goes
-        in several, one after another.
-
-        Raises CallFailed when the call failed before every item had its outcome; ``completed`` of the error
-        maps the indices of those that had one.
-        """
-        return await _collect(self.encode_iter(items, timeout_s=timeout_s))
+    async def encode(
+        self, items: Sequence[Item], *, timeout_s: float | None = None, **rows: Unpack[RowsOptions]
+    ) -> list[Outcome]:
+        """See ``VisionEncoderClient``."""
+        return await _collect(self.encode_iter(items, timeout_s=timeout_s, **rows))
 
     async def encode_iter(
-        self, items: Sequence[Item], *, timeout_s: float | None = None
+        self, items: Sequence[Item], *, timeout_s: float | None = None, **rows: Unpack[RowsOptions]
     ) -> AsyncGenerator[tuple[int, Outcome], None]:
         """Each item's index and outcome as it finishes. Nothing is sent before the first step; closing the
         generator (``contextlib.aclosing``) cancels the call. Raises CallFailed after the outcomes that had
         arrived."""
         deadline = self._deadline(timeout_s)
-        plan = self._session.encode_plan(await self._known_info(deadline), items)
+        info = await self._known_info(deadline)
+        await self._require_transport(deadline)
+        plan = self._session.encode_plan(info, items, RowsHandling(**rows))
         for refused in plan.refused.items():
             yield refused
-        for call in plan.calls:
-            async with aclosing(self._stream(call, deadline)) as stream:
-                async for finished in stream:
-                    yield finished
+        async with aclosing(self._rows(plan.calls, deadline)) as stream:
+            async for finished in stream:
+                yield finished
 
-    async def encode_one(self, item: Item, *, timeout_s: float | None = None) -> EncodedRows:
+    async def encode_one(
+        self, item: Item, *, timeout_s: float | None = None, **rows: Unpack[RowsOptions]
+    ) -> EncodedRows:
         """The rows of one item. Raises ItemFailed, CallFailed."""
-        return rows_or_raise((await self.encode([item], timeout_s=timeout_s))[0])
+        return rows_or_raise((await self.encode([item], timeout_s=timeout_s, **rows))[0])
 
-    async def fetch(self, keys: Sequence[bytes], *, timeout_s: float | None = None) -> list[Outcome]:
+    async def fetch(
+        self, keys: Sequence[bytes], *, timeout_s: float | None = None, **rows: Unpack[RowsOptions]
+    ) -> list[Outcome]:
         """Rows by key, in the order of ``keys``; waits for those in flight. An absent key is an ItemFailed
         with reason UNKNOWN_KEY. Raises CallFailed as ``encode``."""
-        return await _collect(self.fetch_iter(keys, timeout_s=timeout_s))
+        return await _collect(self.fetch_iter(keys, timeout_s=timeout_s, **rows))
 
     async def fetch_iter(
-        self, keys: Sequence[bytes], *, timeout_s: float | None = None
+        self, keys: Sequence[bytes], *, timeout_s: float | None = None, **rows: Unpack[RowsOptions]
     ) -> AsyncGenerator[tuple[int, Outcome], None]:
         """As ``encode_iter``, by key."""
         deadline = self._deadline(timeout_s)
         if not keys:
             return
-        for call in self._session.fetch_calls(await self._known_info(deadline), keys):
-            async with aclosing(self._stream(call, deadline)) as stream:
-                async for finished in stream:
-                    yield finished
+        info = await self._known_info(deadline)
+        await self._require_transport(deadline)
+        calls = self._session.fetch_calls(info, keys, RowsHandling(**rows))
+        async with aclosing(self._rows(calls, deadline)) as stream:
+            async for finished in stream:
+                yield finished
+
+    async def read_shared(
+        self,
+        record: LeaseRecord,
+        *,
+        reader: int,
+        out: object = None,
+        borrow: bool = False,
+        confirm_later: bool = False,
+        timeout_s: float | None = None,
+    ) -> EncodedRows:
+        """Rows that another process asked for with ``num_readers``; see ``VisionEncoderClient``."""
+        deadline = self._deadline(timeout_s)
+        handling = RowsHandling.of_reader(record.num_readers, reader, out, borrow, confirm_later)
+        info = await self._known_info(deadline)
+        if record.transport != "inline":
+            await asyncio.to_thread(self._session.transports.wait, deadline.left_s)
+        rows = self._session.read_shared(info, record, handling)
+        if rows is None:
+            (outcome,) = await self.fetch(
+                [record.key], timeout_s=max(deadline.left_s, 1e-3), **handling.alone
+            )
+            rows = rows_or_raise(outcome)
+        return rows
 
     async def prefetch(
         self, items: Sequence[Item], *, timeout_s: float | None = None
     ) -> list[PrefetchStatus | ItemFailed]:
-        """Starts encoding and keeps the rows in the service. Answers once every item is admitted: its key,
-        and its grid where the file's header tells it. The encode goes on without this client."""
+        """See ``VisionEncoderClient``."""
         deadline = self._deadline(timeout_s)
         plan = self._session.prefetch_plan(await self._known_info(deadline), items)
         statuses: dict[int, PrefetchStatus | ItemFailed] = dict(plan.refused)
@@ -257,6 +313,43 @@ class AsyncVisionEncoderClient:
             self._raise_if_closed_under(method, error)
             raise
 
+    async def _require_transport(self, deadline: Deadline) -> None:
+        if not self._session.transports.ready():
+            await asyncio.to_thread(self._session.transports.require, deadline.left_s)
+
+    def _send_release(self, request: pb.ReleaseRequest, done: Callable[[], None]) -> None:
+        """From any thread: rows may be confirmed on one that has no loop."""
+        if self._loop is None:
+            raise RuntimeError("no loop has made a call yet")
+
+        def start() -> None:
+            task = asyncio.ensure_future(self._release_quietly(request))
+            self._releases.add(task)
+            task.add_done_callback(self._releases.discard)
+            task.add_done_callback(lambda _: done())
+
+        self._loop.call_soon_threadsafe(start)
+
+    async def _release_quietly(self, request: pb.ReleaseRequest) -> None:
+        start: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = self._channel.unary_unary(
+            method_path("Release")
+        )
+        with suppress(grpc.RpcError, grpc.aio.UsageError):  # what is not given back expires
+            await start(request.SerializeToString(), timeout=RELEASE_TIMEOUT_S)
+
+    async def _rows(
+        self, calls: Sequence[RowsCall], deadline: Deadline
+    ) -> AsyncGenerator[tuple[int, Outcome], None]:
+        """The calls one after another, each with those for what could not be read out of shared memory."""
+        self._loop = asyncio.get_running_loop()
+        for call in calls:
+            following: RowsCall | None = call
+            while following is not None:
+                async with aclosing(self._stream(following, deadline)) as stream:
+                    async for finished in stream:
+                        yield finished
+                following = following.follow_up()
+
     async def _stream(self, call: RowsCall, deadline: Deadline) -> AsyncGenerator[tuple[int, Outcome], None]:
         self._check_open(call.method)
         # Without a deserialiser, messages arrive as bytes and chunks are never copied by protobuf.
@@ -271,7 +364,9 @@ class AsyncVisionEncoderClient:
                     yield finished
             call.finish()
         except grpc.RpcError as error:
-            raise call.failed(error, closed=self._closed) from error
+            failure = call.failed(error, closed=self._closed)
+            if not call.absorbs(failure):
+                raise failure from error
         except asyncio.CancelledError as error:
             self._raise_if_closed_under(call.method, error)
             raise

@@ -6,6 +6,7 @@ what a prompt expects. Shape legend: R rows, D language-model width, L deepstack
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -13,7 +14,7 @@ import numpy as np
 from lm_adapter.errors import InvalidRows
 from lm_adapter.types import DIGEST_BYTES, ITEMSIZE_BYTES, ROW_DTYPES, EncodedRows, Grid, ModelInfo
 
-__all__ = ["RowsHeader", "check_digest", "check_header", "check_model", "check_rows"]
+__all__ = ["RowsHeader", "check_digest", "check_header", "check_model", "check_models", "check_rows"]
 
 
 class RowsHeader(NamedTuple):
@@ -63,6 +64,21 @@ def check_model(header: RowsHeader, model: ModelInfo) -> None:
         model.spatial_merge_size,
         model.merges_time,
     )
+
+
+def check_models(header: RowsHeader, models: Sequence[ModelInfo]) -> None:
+    """Holds a result to one model's geometry, whichever; complains of the first model's. Raises
+    InvalidRows."""
+    complaint: InvalidRows | None = None
+    for model in models:
+        try:
+            check_model(header, model)
+        except InvalidRows as error:
+            complaint = complaint or error
+        else:
+            return
+    if complaint is not None:
+        raise complaint
 
 
 def check_header(header: RowsHeader) -> None:

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from types import TracebackType
-from typing import Self, TypeVar, cast
+from typing import Self, TypeVar, Unpack, cast
 
 import grpc
 from google.protobuf.message import Message
 
 from lm_adapter.assembly import DEFAULT_MAX_ROWS_BYTES
+from lm_adapter.calls import Metadata, RowsCall
 from lm_adapter.errors import CallFailed, DeadlineExceeded, EncoderOverloaded, EncoderUnavailable, ItemFailed
-from lm_adapter.session import Deadline, Metadata, RowsCall, Session, in_order, portions, rows_or_raise
+from lm_adapter.leases import LeaseRecord
+from lm_adapter.session import RELEASE_TIMEOUT_S, Deadline, Session, in_order, portions, rows_or_raise
+from lm_adapter.transport.buffers import RowsHandling, RowsOptions
 from lm_adapter.transport.channel import HEALTH_CHECK, channel_options, health_is_serving, method_path
+from lm_adapter.transport.settings import TransportChoice, TransportOptions, TransportSettings
 from lm_adapter.types import (
     EncodedRows,
     Item,
@@ -30,6 +34,8 @@ __all__ = ["VisionEncoderClient"]
 
 DEFAULT_TIMEOUT_S = 60.0
 READY_POLL_S = 0.05
+CLOSE_FLUSH_S = 0.5
+"""For leases on their way back when the client closes; those that do not make it end with its session."""
 
 ResponseT = TypeVar("ResponseT", bound=Message)
 
@@ -39,8 +45,13 @@ class VisionEncoderClient:
 
     Every call has a deadline (``timeout_s``, of the call or else of the client). Nothing is retried: a
     failed item or call is the caller's to send again where ``retryable`` says that this can help, after
-    ``retry_after_ms``. The one thing done again unasked is the protocol check, once per channel, after a
-    server went away, and after rows that did not fit the geometry announced.
+    ``retry_after_ms``. Two things are done again unasked: the protocol check, once per channel, after a
+    server went away, and after rows that did not fit the geometry announced; and asking for an item whose
+    rows could not be read out of shared memory, which comes inline in the end.
+
+    Rows come in the best of ``transports`` that works between this process and the encoder, found out in
+    the background; ``transport`` says which, and why. Options of a call about its rows (``out``, ``borrow``,
+    ``confirm_later``, ``num_readers``) are ``transport.buffers.RowsOptions``.
 
     Calls raise the errors of ``lm_adapter.errors`` only. An item that fails is returned as ItemFailed, in
     its place; the call itself raises CallFailed.
@@ -56,12 +67,22 @@ class VisionEncoderClient:
         timeout_s: float = DEFAULT_TIMEOUT_S,
         max_rows_bytes: int = DEFAULT_MAX_ROWS_BYTES,
         options: Mapping[str, int | str] | None = None,
+        **transport: Unpack[TransportOptions],
     ) -> None:
         """target: ``host:port``, ``unix:/path`` or any gRPC target. namespace: whose cache to use; model:
         empty for the server's only one. max_rows_bytes: bound of one item's rows. options: gRPC channel
         arguments on top of ours. Connects lazily.
+        transport: ``transport.settings.TransportOptions``; a way of delivery that is forced and not possible
+        makes calls raise TransportUnavailable.
         """
-        self._session = Session(target, namespace=namespace, model=model, max_rows_bytes=max_rows_bytes)
+        self._session = Session(
+            target,
+            namespace=namespace,
+            model=model,
+            max_rows_bytes=max_rows_bytes,
+            settings=TransportSettings(**transport),
+            send_release=self._send_release,
+        )
         self._timeout_s = timeout_s
         self._closed = False
         self._info_lock = threading.Lock()
@@ -87,14 +108,30 @@ class VisionEncoderClient:
     ) -> None:
         self.close()
 
+    @property
+    def transport(self) -> TransportChoice:
+        """How rows come now, and why."""
+        return self._session.transports.choice
+
     def close(self) -> None:
-        """Closes the channel; calls in progress end with CallCancelled. Harmless when done twice."""
-        self._closed = True
+        """Closes the channel; calls in progress end with CallCancelled, leases with their session. Borrowed
+        rows stay readable until they are confirmed. Harmless when done twice."""
+        was_closed, self._closed = self._closed, True
+        if not was_closed:
+            self._session.returns.flush(CLOSE_FLUSH_S)
+        self._session.transports.close()
         self._channel.close()
 
     def info(self, *, timeout_s: float | None = None) -> ServerInfo:
         """Asks the server for its models, limits and transports. Raises ProtocolMismatch."""
         return self._ask_info(self._deadline(timeout_s))
+
+    def wait_transport(self, timeout_s: float | None = None) -> TransportChoice:
+        """Asks the server when nothing is known of it, and waits until it has been found out how rows come:
+        for callers who would rather wait than have their first rows inline."""
+        deadline = self._deadline(timeout_s)
+        self._known_info(deadline)
+        return self._session.transports.wait(deadline.left_s)
 
     def wait_ready(self, timeout_s: float) -> ServerInfo:
         """Waits until the server answers and its health check says SERVING; connects on the way.
@@ -125,42 +162,76 @@ class VisionEncoderClient:
             statuses += self._session.read_lookup(request.keys, response)
         return statuses
 
-    def encode(self, items: Sequence[Item], *, timeout_s: float | None = None) -> list[Outcome]:
+    def encode(
+        self, items: Sequence[Item], *, timeout_s: float | None = None, **rows: Unpack[RowsOptions]
+    ) -> list[Outcome]:
         """Rows or failure of each item, in input order. What is over the server's limits of one call goes
         in several, one after another.
 
         Raises CallFailed when the call failed before every item had its outcome; ``completed`` of the error
         maps the indices of those that had one.
         """
-        return _collect(self.encode_iter(items, timeout_s=timeout_s))
+        return _collect(self.encode_iter(items, timeout_s=timeout_s, **rows))
 
     def encode_iter(
-        self, items: Sequence[Item], *, timeout_s: float | None = None
+        self, items: Sequence[Item], *, timeout_s: float | None = None, **rows: Unpack[RowsOptions]
     ) -> Generator[tuple[int, Outcome], None, None]:
         """Each item's index and outcome as it finishes. Nothing is sent before the first step; closing the
         generator cancels the call. Raises CallFailed after the outcomes that had arrived."""
         deadline = self._deadline(timeout_s)
-        plan = self._session.encode_plan(self._known_info(deadline), items)
+        info = self._known_info(deadline)
+        self._session.transports.require(deadline.left_s)
+        plan = self._session.encode_plan(info, items, RowsHandling(**rows))
         yield from plan.refused.items()
-        for call in plan.calls:
-            yield from self._stream(call, deadline)
+        yield from self._rows(plan.calls, deadline)
 
-    def encode_one(self, item: Item, *, timeout_s: float | None = None) -> EncodedRows:
+    def encode_one(
+        self, item: Item, *, timeout_s: float | None = None, **rows: Unpack[RowsOptions]
+    ) -> EncodedRows:
         """The rows of one item. Raises ItemFailed, CallFailed."""
-        return rows_or_raise(self.encode([item], timeout_s=timeout_s)[0])
+        return rows_or_raise(self.encode([item], timeout_s=timeout_s, **rows)[0])
 
-    def fetch(self, keys: Sequence[bytes], *, timeout_s: float | None = None) -> list[Outcome]:
+    def fetch(
+        self, keys: Sequence[bytes], *, timeout_s: float | None = None, **rows: Unpack[RowsOptions]
+    ) -> list[Outcome]:
         """Rows by key, in the order of ``keys``; waits for those in flight. An absent key is an ItemFailed
         with reason UNKNOWN_KEY. Raises CallFailed as ``encode``."""
-        return _collect(self.fetch_iter(keys, timeout_s=timeout_s))
+        return _collect(self.fetch_iter(keys, timeout_s=timeout_s, **rows))
 
     def fetch_iter(
-        self, keys: Sequence[bytes], *, timeout_s: float | None = None
+        self, keys: Sequence[bytes], *, timeout_s: float | None = None, **rows: Unpack[RowsOptions]
     ) -> Generator[tuple[int, Outcome], None, None]:
         """As ``encode_iter``, by key."""
         deadline = self._deadline(timeout_s)
-        for call in self._session.fetch_calls(self._known_info(deadline), keys) if keys else ():
-            yield from self._stream(call, deadline)
+        if not keys:
+            return
+        info = self._known_info(deadline)
+        self._session.transports.require(deadline.left_s)
+        yield from self._rows(self._session.fetch_calls(info, keys, RowsHandling(**rows)), deadline)
+
+    def read_shared(
+        self,
+        record: LeaseRecord,
+        *,
+        reader: int,
+        out: object = None,
+        borrow: bool = False,
+        confirm_later: bool = False,
+        timeout_s: float | None = None,
+    ) -> EncodedRows:
+        """Rows that another process asked for with ``num_readers``, by its ``rows.shared``: read out of the
+        shared memory as one of the readers, the asking one being 0; fetched by key where that is not
+        possible. Raises ItemFailed, CallFailed."""
+        deadline = self._deadline(timeout_s)
+        handling = RowsHandling.of_reader(record.num_readers, reader, out, borrow, confirm_later)
+        info = self._known_info(deadline)
+        if record.transport != "inline":
+            self._session.transports.wait(deadline.left_s)
+        rows = self._session.read_shared(info, record, handling)
+        if rows is None:
+            (outcome,) = self.fetch([record.key], timeout_s=max(deadline.left_s, 1e-3), **handling.alone)
+            rows = rows_or_raise(outcome)
+        return rows
 
     def prefetch(
         self, items: Sequence[Item], *, timeout_s: float | None = None
@@ -256,6 +327,24 @@ class VisionEncoderClient:
             self._raise_if_closed_meanwhile(method, error)
             raise
 
+    def _send_release(self, request: pb.ReleaseRequest, done: Callable[[], None]) -> None:
+        start = self._channel.unary_unary(
+            method_path("Release"),
+            request_serializer=pb.ReleaseRequest.SerializeToString,
+            response_deserializer=pb.ReleaseResponse.FromString,
+        )
+        start.future(request, timeout=RELEASE_TIMEOUT_S).add_done_callback(lambda _: done())
+
+    def _rows(
+        self, calls: Sequence[RowsCall], deadline: Deadline
+    ) -> Generator[tuple[int, Outcome], None, None]:
+        """The calls one after another, each with those for what could not be read out of shared memory."""
+        for call in calls:
+            following: RowsCall | None = call
+            while following is not None:
+                yield from self._stream(following, deadline)
+                following = following.follow_up()
+
     def _stream(self, call: RowsCall, deadline: Deadline) -> Generator[tuple[int, Outcome], None, None]:
         self._check_open(call.method)
         # Without a deserialiser, messages arrive as bytes and chunks are never copied by protobuf.
@@ -275,7 +364,9 @@ class VisionEncoderClient:
                     yield finished
             call.finish()
         except grpc.RpcError as error:
-            raise call.failed(error, closed=self._closed) from error
+            failure = call.failed(error, closed=self._closed)
+            if not call.absorbs(failure):
+                raise failure from error
         finally:
             stream.cancel()
 

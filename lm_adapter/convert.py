@@ -5,9 +5,11 @@ Owns the spelling of enums and the packing of pixel tensors. Judges nothing: ``a
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import cast
 
 from lm_adapter.errors import InvalidRequest, ItemFailed
+from lm_adapter.leases import LeaseRecord
 from lm_adapter.types import (
     CacheTier,
     DigestItem,
@@ -193,3 +195,33 @@ def lease_status(message: pb.LeaseStatus) -> LeaseStatus | ItemFailed:
     if message.HasField("failure"):
         return item_failed(message.failure)
     return LeaseStatus(message.lease_id, message.expires_at_unix_ms)
+
+
+def lease_record(result: pb.ItemResult, num_readers: int) -> LeaseRecord:
+    """Where a result's rows lie; for rows that come inline, only whose they are."""
+    delivery = result.WhichOneof("rows")
+    record = LeaseRecord(
+        key=result.key,
+        content_digest=result.content_digest,
+        grid_thw=grid(result.grid_thw),
+        num_rows=result.num_rows,
+        width=result.width,
+        dtype=dtype_name(result.dtype),
+        num_deepstack_levels=result.num_deepstack_levels,
+        rows_bytes=result.rows_bytes,
+        timestamps_s=tuple(result.timestamps_s),
+        num_readers=num_readers,
+    )
+    if delivery not in ("host", "lease"):
+        return record
+    shared = result.host if delivery == "host" else result.lease
+    return replace(
+        record,
+        transport="host" if delivery == "host" else "device",
+        lease_id=shared.lease_id,
+        arena_id=shared.arena_id,
+        slot_index=shared.slot_index,
+        generation=shared.generation,
+        offset_bytes=shared.offset_bytes,
+        expires_at_unix_ms=shared.expires_at_unix_ms,
+    )

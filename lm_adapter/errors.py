@@ -3,7 +3,8 @@
 EncoderError
 ├── ItemFailed               one item failed and its neighbours did not: returned by ``encode``, raised by
 │   │                        ``encode_one``; ``reason`` is the service's stable code
-│   └── InvalidRows          rows that break what the result, the model or the prompt says; never handed out
+│   ├── InvalidRows          rows that break what the result, the model or the prompt says; never handed out
+│   └── StaleRows            rows in shared memory that changed while they were read; ask for them again
 ├── CallFailed               the whole call failed; ``completed`` holds what had arrived
 │   ├── RequestRefused       sending the same call again gives the same answer, unless ``retryable``
 │   ├── EncoderOverloaded    retry after ``retry_after_ms``
@@ -13,6 +14,7 @@ EncoderError
 │   ├── CallCancelled        the client was closed under the call
 │   ├── ProtocolMismatch     the two sides share no protocol version
 │   ├── StreamViolation      a message that no correct server sends
+│   ├── TransportUnavailable  rows cannot come in any way that the client allows
 │   └── TruncatedStream      the stream ended OK with items unanswered
 ├── InvalidRequest           the caller's arguments, found before anything was sent (also a ValueError)
 └── MissingDependency        an optional package is needed for this (also an ImportError)
@@ -47,11 +49,15 @@ __all__ = [
     "MissingDependency",
     "ProtocolMismatch",
     "RequestRefused",
+    "StaleRows",
     "StreamViolation",
+    "TransportUnavailable",
     "TruncatedStream",
     "from_rpc_error",
 ]
 
+ABORTED = 10
+"""gRPC's status number of a lease that is over."""
 DATA_LOSS = 15
 """gRPC's status number of rows that arrived damaged."""
 
@@ -118,6 +124,16 @@ class InvalidRows(ItemFailed):
         self.field = field
 
 
+class StaleRows(ItemFailed):
+    """The slot has another tenant, or its lease ended, since the rows began to be read."""
+
+    default_reason = "STALE_LEASE"
+    default_retryable = True
+
+    def __init__(self, message: str, /, *, details: Mapping[str, object] | None = None) -> None:
+        super().__init__(message, status=ABORTED, details=details)
+
+
 class CallFailed(EncoderError):
     """A whole call failed. ``completed`` maps the index of each item that had finished to its outcome; the
     calls that return a list fill it, ``encode_iter`` and ``fetch_iter`` have handed them out already."""
@@ -157,6 +173,11 @@ class ProtocolMismatch(CallFailed):
 
 class StreamViolation(CallFailed):
     default_reason = "STREAM_VIOLATION"
+
+
+class TransportUnavailable(CallFailed):
+    default_reason = "TRANSPORT_UNAVAILABLE"
+    default_retryable = True
 
 
 class TruncatedStream(CallFailed):

@@ -7,34 +7,47 @@ a channel has learnt of its server; forgets it when the server may have been rep
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple, TypeAlias, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeAlias, TypeVar
 
 import grpc
 
 from lm_adapter import convert
-from lm_adapter.assembly import DEFAULT_MAX_ROWS_BYTES, Assembler, Expected, PreparedItems, prepare_items
+from lm_adapter.assembly import DEFAULT_MAX_ROWS_BYTES, Expected, PreparedItems, prepare_items
+from lm_adapter.calls import (
+    EncodePlan,
+    PrefetchCall,
+    PrefetchPlan,
+    RowsCall,
+    digest_metadata,
+    rows_call,
+)
+from lm_adapter.checks import RowsHeader, check_header, check_models
 from lm_adapter.errors import (
     CallCancelled,
     CallFailed,
     EncoderUnavailable,
     InvalidRequest,
-    InvalidRows,
     ItemFailed,
     ProtocolMismatch,
     StreamViolation,
     from_rpc_error,
 )
+from lm_adapter.leases import LeaseRecord, LeaseReturns
+from lm_adapter.transport.buffers import RowsHandling
+from lm_adapter.transport.chooser import TransportChooser
+from lm_adapter.transport.reading import Receiver, Unreadable
+from lm_adapter.transport.settings import TransportSettings
 from lm_adapter.types import (
     DIGEST_BYTES,
+    CacheTier,
     EncodedRows,
+    Grid,
     Item,
     KeyStatus,
     LeaseStatus,
     ModelInfo,
     Outcome,
-    PrefetchStatus,
     ServerInfo,
 )
 from vision_encoder.v1 import encoder_pb2 as pb
@@ -42,11 +55,11 @@ from vision_encoder.v1 import encoder_pb2 as pb
 PROTOCOL_VERSION = 1
 """The newest protocol version that this adapter speaks."""
 MIN_PROTOCOL_VERSION = 1
-DIGEST_HEADER = "x-content-digest"
-"""Hex digest of a call's only item, for ring-hash load balancing."""
+RELEASE_TIMEOUT_S = 5.0
+"""Of one call that gives leases back; what fails expires."""
 
+SendRelease: TypeAlias = Callable[[pb.ReleaseRequest, Callable[[], None]], None]
 OutcomeT = TypeVar("OutcomeT")
-Metadata: TypeAlias = tuple[tuple[str, str], ...]
 
 
 class Deadline:
@@ -64,8 +77,8 @@ class Deadline:
 
 
 class Session:
-    """One client's settings and what it knows of its server. Safe to share between threads: the only state
-    is ``info``, replaced as a whole."""
+    """One client's settings and what it knows of its server. Safe to share between threads: ``info`` is
+    replaced as a whole, ``transports`` guards itself."""
 
     def __init__(
         self,
@@ -74,7 +87,14 @@ class Session:
         namespace: str = "",
         model: str = "",
         max_rows_bytes: int = DEFAULT_MAX_ROWS_BYTES,
+        settings: TransportSettings,
+        send_release: SendRelease,
     ) -> None:
+        """send_release: see ``LeaseReturns``."""
+        self.returns = LeaseReturns(send_release)
+        self.transports = TransportChooser(
+            settings, self.returns, namespace=namespace, on_replaced=self.forget_info
+        )
         self.target = target
         self.namespace = namespace
         self.model = model
@@ -95,34 +115,33 @@ class Session:
                 f"{info.protocol_version}, this adapter {MIN_PROTOCOL_VERSION} to {PROTOCOL_VERSION}"
             )
         self.info = info
+        self.transports.offer(info)
         return info
 
     def forget_info(self) -> None:
         """The server may be another one by now: the next call asks again."""
         self.info = None
 
-    def encode_plan(self, info: ServerInfo, items: Sequence[Item]) -> EncodePlan:
-        """The calls that these items need: one, or several where the server's limits say so."""
+    def encode_plan(self, info: ServerInfo, items: Sequence[Item], handling: RowsHandling) -> EncodePlan:
+        """The calls that these items need: one, or several where the server's limits say so. Raises
+        InvalidRequest for buffers that are not one per item."""
+        handling.check_items(len(items))
         prepared = self._prepare(info, items)
+        transport, inline_allowed = self.transports.current(), self.transports.settings.inline_allowed
         calls: list[RowsCall] = []
         num_before = len(prepared.refused)
         for batch in prepared.batches:
-            request = pb.EncodeRequest(
-                items=batch.messages,
-                namespace=self.namespace,
-                model=self.model,
-                delivery=pb.DELIVERY_INLINE,
-            )
-            expected = [Expected(content_digest=items[index].digest or None) for index in batch.indices]
-            assembler = Assembler(expected, models=self._models(info), max_rows_bytes=self.max_rows_bytes)
             calls.append(
-                RowsCall(
-                    session=self,
-                    method="Encode",
-                    request=request,
+                rows_call(
+                    self,
+                    "Encode",
+                    pb.EncodeRequest(items=batch.messages, namespace=self.namespace, model=self.model),
                     metadata=digest_metadata([items[index] for index in batch.indices]),
-                    indices=batch.indices,
-                    assembler=assembler,
+                    expected=[
+                        Expected(content_digest=items[index].digest or None) for index in batch.indices
+                    ],
+                    models=self._models(info),
+                    receiver=Receiver(handling, batch.indices, transport, inline_allowed),
                     num_before=num_before,
                     num_items=len(items),
                 )
@@ -130,30 +149,66 @@ class Session:
             num_before += len(batch.indices)
         return EncodePlan(prepared.refused, calls)
 
-    def fetch_calls(self, info: ServerInfo, keys: Sequence[bytes]) -> list[RowsCall]:
+    def fetch_calls(self, info: ServerInfo, keys: Sequence[bytes], handling: RowsHandling) -> list[RowsCall]:
         """As ``encode_plan``. Raises InvalidRequest for a key that has not 32 bytes."""
+        handling.check_items(len(keys))
+        transport, inline_allowed = self.transports.current(), self.transports.settings.inline_allowed
         calls: list[RowsCall] = []
         start = 0
         for portion in portions(info, check_keys(keys)):
-            request = pb.FetchRequest(keys=portion, namespace=self.namespace, delivery=pb.DELIVERY_INLINE)
-            # A key may be of any of the server's models.
-            assembler = Assembler(
-                [Expected(key=key) for key in portion], models=info.models, max_rows_bytes=self.max_rows_bytes
-            )
             calls.append(
-                RowsCall(
-                    session=self,
-                    method="Fetch",
-                    request=request,
+                rows_call(
+                    self,
+                    "Fetch",
+                    pb.FetchRequest(keys=portion, namespace=self.namespace),
                     metadata=(),
-                    indices=list(range(start, start + len(portion))),
-                    assembler=assembler,
+                    expected=[Expected(key=key) for key in portion],
+                    models=info.models,  # a key may be of any of the server's models
+                    receiver=Receiver(
+                        handling, range(start, start + len(portion)), transport, inline_allowed
+                    ),
                     num_before=start,
                     num_items=len(keys),
                 )
             )
             start += len(portion)
         return calls
+
+    def read_shared(
+        self, info: ServerInfo, record: LeaseRecord, handling: RowsHandling
+    ) -> EncodedRows | None:
+        """Rows that another reader's call asked for, out of shared memory; None when they are to be fetched
+        by key. Raises InvalidRows, ItemFailed, and TransportUnavailable where only this way is allowed."""
+        header = RowsHeader(
+            Grid(*record.grid_thw),
+            record.num_rows,
+            record.width,
+            record.dtype,
+            record.num_deepstack_levels,
+            record.rows_bytes,
+        )
+        check_models(header, info.models)
+        check_header(header)
+        transport = self.transports.current()
+        if transport is None or record.transport == "inline":
+            return None
+        try:
+            payload, reading = Receiver(handling, (0,), transport).read(0, record)
+        except Unreadable:
+            return None
+        return EncodedRows(
+            key=record.key,
+            content_digest=record.content_digest,
+            grid_thw=header.grid_thw,
+            num_rows=record.num_rows,
+            width=record.width,
+            dtype=record.dtype,
+            num_deepstack_levels=record.num_deepstack_levels,
+            payload=payload,
+            tier=CacheTier.DEVICE if record.transport == "device" else CacheTier.HOST,
+            timestamps_s=record.timestamps_s,
+            reading=reading,
+        )
 
     def prefetch_plan(self, info: ServerInfo, items: Sequence[Item]) -> PrefetchPlan:
         """As ``encode_plan``."""
@@ -221,87 +276,6 @@ class Session:
         in which case the server refuses the call or knows a default."""
         named = [model for model in info.models if model.name == self.model]
         return named or info.models
-
-
-class EncodePlan(NamedTuple):
-    """``refused`` holds the items that are never sent; the calls follow one another."""
-
-    refused: dict[int, ItemFailed]
-    calls: list[RowsCall]
-
-
-@dataclass
-class RowsCall:
-    """One Encode or Fetch. ``indices`` maps the wire's item index to the caller's; num_before of the
-    caller's num_items have their outcome when it starts."""
-
-    session: Session
-    method: str
-    request: pb.EncodeRequest | pb.FetchRequest
-    metadata: Metadata
-    indices: list[int]
-    assembler: Assembler
-    num_before: int
-    num_items: int
-
-    def feed(self, message: bytes) -> tuple[int, Outcome] | None:
-        """The caller's index and outcome of the item that this raw event finished. Raises StreamViolation."""
-        finished = self.assembler.feed(message)
-        if finished is None:
-            return None
-        index, outcome = finished
-        if isinstance(outcome, InvalidRows):
-            # The geometry may be that of a server since replaced.
-            self.session.forget_info()
-        return self.indices[index], outcome
-
-    def finish(self) -> None:
-        """The stream ended OK. Raises TruncatedStream."""
-        self.assembler.finish()
-
-    def failed(self, error: grpc.RpcError, *, closed: bool) -> CallFailed:
-        return self.session.failed(
-            error,
-            self.method,
-            closed=closed,
-            num_items=self.num_items,
-            num_arrived=self.num_before + self.assembler.num_finished,
-        )
-
-
-@dataclass
-class PrefetchCall:
-    """One Prefetch of the caller's items ``indices``."""
-
-    request: pb.PrefetchRequest
-    metadata: Metadata
-    indices: list[int]
-
-    def read(self, response: pb.PrefetchResponse) -> dict[int, PrefetchStatus | ItemFailed]:
-        """Statuses by the caller's index. Raises StreamViolation."""
-        statuses = response.statuses
-        if len(statuses) != len(self.indices):
-            raise StreamViolation(
-                f"Prefetch answered for {len(statuses)} items, {len(self.indices)} were sent"
-            )
-        return {
-            index: convert.prefetch_status(status)
-            for index, status in zip(self.indices, statuses, strict=True)
-        }
-
-
-class PrefetchPlan(NamedTuple):
-    """As ``EncodePlan``."""
-
-    refused: dict[int, ItemFailed]
-    calls: list[PrefetchCall]
-
-
-def digest_metadata(items: Sequence[Item]) -> Metadata:
-    """The routing header of a call with one item whose digest is known; none for any other call."""
-    if len(items) == 1 and items[0].digest:
-        return ((DIGEST_HEADER, items[0].digest.hex()),)
-    return ()
 
 
 def portions(info: ServerInfo, entries: Sequence[bytes]) -> list[Sequence[bytes]]:

@@ -11,7 +11,8 @@ from __future__ import annotations
 import enum
 import sys
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +21,9 @@ from lm_adapter.errors import InvalidRequest, ItemFailed, MissingDependency
 
 if TYPE_CHECKING:
     import torch
+
+    from lm_adapter.leases import LeaseRecord
+    from lm_adapter.transport.reading import Reading
 
 __all__ = [
     "CacheTier",
@@ -184,8 +188,13 @@ class EncodedRows:
     """One item's visual tokens, validated. Layout [num_rows, width], width = D * (1 + L), main level first,
     then the deepstack levels in order.
 
-    payload: uint8 [num_rows * width * itemsize], contiguous, a buffer owned by this record alone.
-    timestamps_s: of the frames really sampled, for videos.
+    payload: uint8 [num_rows * width * itemsize], contiguous. A numpy array owned by this record alone, or
+    over the caller's buffer; a torch tensor where the rows are on a GPU; a read-only view of the encoder's
+    memory where they were borrowed. timestamps_s: of the frames really sampled, for videos. shared: what
+    other readers of the same rows need, where the call asked for several.
+
+    A context manager: leaving it confirms the rows. Only rows that were borrowed, or asked for with
+    confirm_later, have anything to confirm.
     """
 
     key: bytes
@@ -195,10 +204,32 @@ class EncodedRows:
     width: int
     dtype: str
     num_deepstack_levels: int
-    payload: npt.NDArray[np.uint8] = field(repr=False)
+    payload: npt.NDArray[np.uint8] | torch.Tensor = field(repr=False)
     tier: CacheTier = CacheTier.UNKNOWN
     timings: StageTimings = field(default_factory=StageTimings)
     timestamps_s: tuple[float, ...] = ()
+    shared: LeaseRecord | None = field(default=None, repr=False)
+    reading: Reading | None = field(default=None, repr=False)
+
+    def confirm(self) -> None:
+        """Waits until the rows are read and gives their lease back. Raises StaleRows when they changed in
+        the meantime: what was made of them is to be thrown away."""
+        if self.reading is not None:
+            self.reading.confirm()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if exc_type is None:
+            self.confirm()
+        elif self.reading is not None:
+            self.reading.abandon()
 
     @property
     def out_width(self) -> int:
@@ -210,9 +241,11 @@ class EncodedRows:
         return self.payload.nbytes
 
     def raw(self) -> npt.NDArray[Any]:
-        """[num_rows, width] without a copy, in the wire's dtype; bfloat16 shows as its uint16 bits."""
+        """[num_rows, width] in the wire's dtype, without a copy but for rows on a GPU; bfloat16 shows as its
+        uint16 bits."""
         numpy_dtype = {"float32": "<f4", "float16": "<f2", "bfloat16": "<u2"}[self.dtype]
-        return self.payload.view(numpy_dtype).reshape(self.num_rows, self.width)
+        payload = self.payload if isinstance(self.payload, np.ndarray) else self.payload.cpu().numpy()
+        return payload.view(numpy_dtype).reshape(self.num_rows, self.width)
 
     def numpy(self) -> npt.NDArray[np.float32]:
         """float32 [num_rows, width]: a view of float32 rows, an exact widening of the others."""
@@ -222,7 +255,7 @@ class EncodedRows:
         return raw.astype(np.float32, copy=False)
 
     def torch(self) -> torch.Tensor:
-        """[num_rows, width] in the rows' own dtype, on the host, sharing the payload's memory.
+        """[num_rows, width] in the rows' own dtype, where the payload is, sharing its memory.
 
         Raises MissingDependency without torch.
         """
@@ -231,7 +264,12 @@ class EncodedRows:
         except ImportError as error:
             raise MissingDependency("torch", "EncodedRows.torch()") from error
         dtype: torch.dtype = getattr(torch, self.dtype)
-        return torch.from_numpy(self.payload).view(dtype).reshape(self.num_rows, self.width)
+        flat = self.payload
+        if isinstance(flat, np.ndarray):
+            from lm_adapter.transport.host_shm import host_tensor
+
+            flat = host_tensor(flat)
+        return flat.view(dtype).reshape(self.num_rows, self.width)
 
     def columns(self, level: int | None = None) -> slice:
         """The columns of the main level (None) or of a deepstack level, to index any [R, width] array.

@@ -15,9 +15,10 @@ __all__ = ["InlineRowsBuffer"]
 class InlineRowsBuffer:
     """The destination of one item's rows. Chunks come in order of offset, without gaps."""
 
-    def __init__(self, rows_bytes: int, num_chunks: int) -> None:
-        """Allocates uint8 [rows_bytes]; the memory is touched only as chunks arrive."""
-        self._payload = np.empty(rows_bytes, dtype=np.uint8)
+    def __init__(self, rows_bytes: int, num_chunks: int, out: npt.NDArray[Any] | None = None) -> None:
+        """out: uint8 [rows_bytes] of the caller's; without it the memory is allocated, and touched only as
+        chunks arrive."""
+        self._payload = np.empty(rows_bytes, dtype=np.uint8) if out is None else out
         self._view = self._payload.data
         self._num_chunks = num_chunks
         self._num_arrived = 0

@@ -34,7 +34,15 @@ from lm_adapter.transport.borrowed import borrow
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Mapping", "MappingFailed", "check_sealed", "device_uuid", "map_device", "map_host"]
+__all__ = [
+    "Mapping",
+    "MappingFailed",
+    "check_sealed",
+    "device_uuid",
+    "map_device",
+    "map_host",
+    "relaxed_capture",
+]
 
 _REGISTER_PORTABLE_READ_ONLY = 0x01 | 0x08
 _SIZE_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
@@ -110,6 +118,14 @@ def map_device(fd: int, size_bytes: int, device: torch.device) -> Mapping:
         owner, finalizer = _map_allocation(driver, fd, size_bytes, index)
     tensor = borrow(owner.address, size_bytes, device, owner)
     return Mapping(size_bytes, device, False, tensor, finalizer)
+
+
+@contextlib.contextmanager
+def relaxed_capture() -> Iterator[None]:
+    """What this thread does inside neither fails nor spoils a capture that another thread has under way.
+    Raises MissingDependency without cuda-bindings."""
+    with _relaxed_capture(_load_driver()):
+        yield
 
 
 def device_uuid(device: torch.device) -> str:

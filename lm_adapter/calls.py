@@ -1,0 +1,202 @@
+"""One RPC of a caller's call, with what it takes to read its answer and to ask again for what did not come.
+
+Owns requests that ask for rows: their way of delivery, the events of their stream, the call that follows
+where rows could not be read out of shared memory. Which calls a list of items needs is ``session``'s. No I/O.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+
+import grpc
+
+from lm_adapter import convert
+from lm_adapter.assembly import Assembler, Expected
+from lm_adapter.errors import CallFailed, InvalidRows, ItemFailed, StreamViolation
+from lm_adapter.transport.reading import MAX_SHARED_ATTEMPTS, TRANSPORT_UNAVAILABLE, Receiver
+from lm_adapter.types import Item, ModelInfo, Outcome, PrefetchStatus
+from vision_encoder.v1 import encoder_pb2 as pb
+
+if TYPE_CHECKING:
+    from lm_adapter.session import Session
+
+__all__ = [
+    "EncodePlan",
+    "Metadata",
+    "PrefetchCall",
+    "PrefetchPlan",
+    "RowsCall",
+    "digest_metadata",
+    "rows_call",
+]
+
+DIGEST_HEADER = "x-content-digest"
+"""Hex digest of a call's only item, for ring-hash load balancing."""
+Metadata: TypeAlias = tuple[tuple[str, str], ...]
+_DELIVERIES: dict[str, pb.Delivery.ValueType] = {
+    "host": pb.DELIVERY_HOST_SHM,
+    "device": pb.DELIVERY_DEVICE_LEASE,
+}
+
+
+class EncodePlan(NamedTuple):
+    """``refused`` holds the items that are never sent; the calls follow one another."""
+
+    refused: dict[int, ItemFailed]
+    calls: list[RowsCall]
+
+
+@dataclass
+class RowsCall:
+    """One Encode or Fetch. num_before of the caller's num_items have their outcome when it starts."""
+
+    session: Session
+    method: str
+    request: pb.EncodeRequest | pb.FetchRequest
+    metadata: Metadata
+    expected: Sequence[Expected]
+    models: Sequence[ModelInfo]
+    receiver: Receiver
+    assembler: Assembler
+    num_before: int
+    num_items: int
+
+    def feed(self, message: bytes) -> tuple[int, Outcome] | None:
+        """The caller's index and outcome of the item that this raw event finished. Raises StreamViolation."""
+        finished = self.assembler.feed(message)
+        if finished is None:
+            return None
+        index, outcome = finished
+        if isinstance(outcome, InvalidRows):
+            # The geometry may be that of a server since replaced.
+            self.session.forget_info()
+        return self.receiver.indices[index], outcome
+
+    def finish(self) -> None:
+        """The stream ended OK. Raises TruncatedStream."""
+        self.assembler.finish()
+
+    def failed(self, error: grpc.RpcError, *, closed: bool) -> CallFailed:
+        return self.session.failed(
+            error,
+            self.method,
+            closed=closed,
+            num_items=self.num_items,
+            num_arrived=self.num_before + self.assembler.num_finished,
+        )
+
+    def absorbs(self, failure: CallFailed) -> bool:
+        """Whether a failure is of the way of delivery alone, and ``follow_up`` asks again in another."""
+        return failure.reason == TRANSPORT_UNAVAILABLE and self.assembler.ask_again()
+
+    def follow_up(self) -> RowsCall | None:
+        """The call for the items that are to be asked for once more: in the same way while all that was
+        wrong were stale leases and attempts are left, then inline."""
+        again = self.assembler.again
+        if not again:
+            return None
+        last, session = self.receiver, self.session
+        transport = None
+        if all(again.values()) and last.attempt < MAX_SHARED_ATTEMPTS:
+            transport = session.transports.current()
+        if transport is None and not last.inline_allowed:
+            transport = last.transport
+        positions = sorted(again)
+        return rows_call(
+            session,
+            self.method,
+            _only(self.request, positions),
+            metadata=self.metadata,
+            expected=[self.expected[position] for position in positions],
+            models=self.models,
+            receiver=Receiver(
+                last.handling,
+                [last.indices[position] for position in positions],
+                transport,
+                last.inline_allowed,
+                last.attempt + 1,
+            ),
+            num_before=self.num_before + self.assembler.num_finished,
+            num_items=self.num_items,
+        )
+
+
+def rows_call(
+    session: Session,
+    method: str,
+    request: pb.EncodeRequest | pb.FetchRequest,
+    *,
+    metadata: Metadata,
+    expected: Sequence[Expected],
+    models: Sequence[ModelInfo],
+    receiver: Receiver,
+    num_before: int,
+    num_items: int,
+) -> RowsCall:
+    """The call, its way of delivery put into the request."""
+    transport = receiver.transport
+    if transport is None:
+        request.delivery = pb.DELIVERY_INLINE
+        request.ClearField("lease")
+    else:
+        request.delivery = _DELIVERIES[transport.name]
+        request.lease.owner_id = transport.owner_id
+        request.lease.num_readers = receiver.handling.num_readers
+        request.lease.lease_ms = transport.lease_ms
+    assembler = Assembler(expected, models=models, max_rows_bytes=session.max_rows_bytes, receiver=receiver)
+    return RowsCall(
+        session, method, request, metadata, expected, models, receiver, assembler, num_before, num_items
+    )
+
+
+def _only(
+    request: pb.EncodeRequest | pb.FetchRequest, positions: Sequence[int]
+) -> pb.EncodeRequest | pb.FetchRequest:
+    """The same request for some of its items or keys."""
+    if isinstance(request, pb.FetchRequest):
+        return pb.FetchRequest(
+            keys=[request.keys[position] for position in positions], namespace=request.namespace
+        )
+    return pb.EncodeRequest(
+        items=[request.items[position] for position in positions],
+        namespace=request.namespace,
+        model=request.model,
+        priority=request.priority,
+    )
+
+
+@dataclass
+class PrefetchCall:
+    """One Prefetch of the caller's items ``indices``."""
+
+    request: pb.PrefetchRequest
+    metadata: Metadata
+    indices: list[int]
+
+    def read(self, response: pb.PrefetchResponse) -> dict[int, PrefetchStatus | ItemFailed]:
+        """Statuses by the caller's index. Raises StreamViolation."""
+        statuses = response.statuses
+        if len(statuses) != len(self.indices):
+            raise StreamViolation(
+                f"Prefetch answered for {len(statuses)} items, {len(self.indices)} were sent"
+            )
+        return {
+            index: convert.prefetch_status(status)
+            for index, status in zip(self.indices, statuses, strict=True)
+        }
+
+
+class PrefetchPlan(NamedTuple):
+    """As ``EncodePlan``."""
+
+    refused: dict[int, ItemFailed]
+    calls: list[PrefetchCall]
+
+
+def digest_metadata(items: Sequence[Item]) -> Metadata:
+    """The routing header of a call with one item whose digest is known; none for any other call."""
+    if len(items) == 1 and items[0].digest:
+        return ((DIGEST_HEADER, items[0].digest.hex()),)
+    return ()

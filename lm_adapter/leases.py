@@ -1,0 +1,113 @@
+"""Leases on rows: the record that every reader of one result needs, and giving leases back.
+
+Owns what is said of a lease, not how its rows are read: that is ``transport``'s. A lease that is not given
+back expires by itself, so nothing here ever waits, retries or fails a caller.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from lm_adapter.types import Grid
+from vision_encoder.v1 import encoder_pb2 as pb
+
+__all__ = ["LeaseRecord", "LeaseReturns"]
+
+MAX_RETURNS_AT_ONCE = 64
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseRecord:
+    """One item's rows and where they lie, as plain data: an engine sends it to its ranks in any way it likes,
+    and each reads with ``client.read_shared(record, reader=rank)``.
+
+    transport: ``device``, ``host``, or ``inline`` where the rows lie nowhere that others could read: those
+    fetch them by key. num_readers: how many are to read; the slot is kept until the last has, or until
+    expires_at_unix_ms.
+    """
+
+    key: bytes
+    content_digest: bytes
+    grid_thw: Grid
+    num_rows: int
+    width: int
+    dtype: str
+    num_deepstack_levels: int
+    rows_bytes: int
+    timestamps_s: tuple[float, ...] = ()
+    transport: str = "inline"
+    num_readers: int = 1
+    lease_id: bytes = b""
+    arena_id: bytes = b""
+    slot_index: int = 0
+    generation: int = 0
+    offset_bytes: int = 0
+    expires_at_unix_ms: int = 0
+
+
+class LeaseReturns:
+    """Gives leases back in the background, those of a while in one call: while one Release is on its way,
+    others gather for the next. Thread-safe; a forked child gives nothing back."""
+
+    def __init__(self, send: Callable[[pb.ReleaseRequest, Callable[[], None]], None]) -> None:
+        """send(request, done): starts a Release and returns at once; done is called at its end, on any
+        thread, whatever came of it. What it raises is logged."""
+        self._send = send
+        self._pid = os.getpid()
+        self._pending: deque[tuple[bytes, int | None]] = deque()
+        # Held while a Release is on its way, by no thread in particular.
+        self._sending = threading.Lock()
+
+    def give_back(self, lease_id: bytes, reader: int | None = None, *, now: bool = True) -> None:
+        """reader: which of several; None where there is one. now=False: with the next one, for callers that
+        must not make a call, such as a finalizer."""
+        if not lease_id or os.getpid() != self._pid:
+            return
+        self._pending.append((lease_id, reader))
+        if now:
+            self._pump()
+
+    def flush(self, timeout_s: float) -> None:
+        """Waits until what is pending went out, or for this long."""
+        if os.getpid() != self._pid:
+            return
+        self._pump()
+        if self._sending.acquire(timeout=timeout_s):
+            self._sending.release()
+
+    def _pump(self) -> None:
+        while self._pending and self._sending.acquire(blocking=False):
+            request = self._next_request()
+            if not request.lease_ids:
+                self._sending.release()
+                continue
+            try:
+                self._send(request, self._sent)
+            except Exception as error:
+                # The leases expire by themselves, or went with the connection.
+                _log.debug("%d leases were not given back: %s", len(request.lease_ids), error)
+                self._sending.release()
+
+    def _sent(self) -> None:
+        self._sending.release()
+        self._pump()
+
+    def _next_request(self) -> pb.ReleaseRequest:
+        """Leases with one reader number, as many as wait in a row."""
+        request = pb.ReleaseRequest()
+        while self._pending and len(request.lease_ids) < MAX_RETURNS_AT_ONCE:
+            lease_id, reader = self._pending.popleft()
+            if request.lease_ids and reader != (request.reader if request.HasField("reader") else None):
+                self._pending.appendleft((lease_id, reader))
+                break
+            request.lease_ids.append(lease_id)
+            if reader is not None:
+                request.reader = reader
+        return request

@@ -1,0 +1,147 @@
+"""The arenas that this process has mapped: each once per device, however many clients read it.
+
+Owns the count of users of a mapping and its end, also in a forked child, which must not touch what its parent
+mapped on a GPU. Finding arenas and judging them is ``chooser``'s.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from typing import TYPE_CHECKING, Any
+
+from lm_adapter.transport.broker_client import BrokerClient
+from lm_adapter.transport.control_page import ControlPageReader
+from lm_adapter.transport.device_lease import DeviceArena
+from lm_adapter.transport.host_shm import HostArena
+from lm_adapter.transport.mapping import MappingFailed
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["AttachedArena", "attach", "num_attached"]
+
+_Key = tuple[bytes, str]
+
+
+class AttachedArena:
+    """A mapped arena with its control page. Every user drops it once; the last one unmaps it."""
+
+    def __init__(self, key: _Key, memory: HostArena | DeviceArena, page: ControlPageReader) -> None:
+        self.memory = memory
+        self.page = page
+        self._key = key
+        self._num_users = 1
+        self._pid = os.getpid()
+
+    @property
+    def kind(self) -> str:
+        return "host" if isinstance(self.memory, HostArena) else "device"
+
+    @property
+    def size_bytes(self) -> int:
+        return self.memory.size_bytes
+
+    def check_probe(self) -> None:
+        """Reads what the encoder wrote for this through the mapping. Raises MappingFailed for an arena that
+        is closed or whose bytes are not those."""
+        if self.page.closed:
+            raise MappingFailed("the arena is closed", reason="ARENA_CLOSED", retryable=True)
+        probe = self.page.probe
+        end_bytes = probe.offset_bytes + probe.num_bytes
+        if probe.num_bytes < 1 or end_bytes > self.size_bytes:
+            raise MappingFailed(f"the probe ends at byte {end_bytes}, the arena has {self.size_bytes}")
+        if not probe.matches(self.memory.read(probe.offset_bytes, probe.num_bytes)):
+            raise MappingFailed(
+                f"the {probe.num_bytes} bytes of the probe read wrong through the mapping",
+                reason="PROBE_MISMATCH",
+            )
+
+    def use(self) -> bool:
+        """One more user; False when the last one is gone already."""
+        with _state.lock:
+            if not self._num_users:
+                return False
+            self._num_users += 1
+            return True
+
+    def drop(self) -> None:
+        """One user less. In a forked child nothing: the mapping is its parent's."""
+        if os.getpid() != self._pid:
+            return
+        with _state.lock:
+            self._num_users -= 1
+            if self._num_users:
+                return
+            if _state.attached.get(self._key) is self:
+                del _state.attached[self._key]
+        self.memory.close()
+        self.page.close()
+
+
+class _State:
+    """The process's mappings, and those that a forked child inherited and never touches."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.attached: dict[_Key, AttachedArena] = {}
+        self.inherited: list[Any] = []
+
+
+_state = _State()
+
+
+def attach(broker: BrokerClient, arena_id: bytes, device: torch.device | None = None) -> AttachedArena:
+    """The arena, mapped now or before, with one more user. device: the GPU that reads a device arena; host
+    arenas have none. Raises BrokerError, MappingFailed, MissingDependency."""
+    key = (arena_id, "" if device is None else str(device))
+    with _state.lock:
+        found = _state.attached.get(key)
+        if found is not None and found.use():
+            return found
+    made = _map(broker, key, device)
+    with _state.lock:
+        found = _state.attached.get(key)
+        if found is None or not found.use():
+            _state.attached[key] = made
+            return made
+    made.drop()  # another thread was faster
+    return found
+
+
+def num_attached() -> int:
+    """Arenas that are mapped by this process."""
+    with _state.lock:
+        return len(_state.attached)
+
+
+def _map(broker: BrokerClient, key: _Key, device: torch.device | None) -> AttachedArena:
+    arena_id, _ = key
+    with broker.attach(arena_id) as attachment:
+        geometry = attachment.geometry
+        if (geometry.kind == "device") != (device is not None):
+            raise MappingFailed(f"arena {arena_id.hex()} is of the kind {geometry.kind}")
+        page = ControlPageReader(attachment.page_fd, geometry.page_bytes, arena_id=arena_id)
+        try:
+            if device is None:
+                return AttachedArena(key, HostArena(attachment.data_fd, geometry.size_bytes), page)
+            return AttachedArena(key, DeviceArena(attachment.data_fd, geometry.size_bytes, device), page)
+        except BaseException:
+            page.close()
+            raise
+
+
+def _forget_in_child() -> None:
+    """Device mappings end with calls to a driver that a forked child cannot make: kept, not ended."""
+    global _state
+    inherited, _state = _state, _State()
+    _state.inherited = [inherited.inherited]
+    for arena in inherited.attached.values():
+        if arena.kind == "device":
+            _state.inherited.append(arena)
+        else:
+            arena.memory.close()
+            arena.page.close()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)

@@ -1,0 +1,78 @@
+"""What a client wishes of the ways in which rows come, and what it is told of the one in use."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, TypedDict
+
+from lm_adapter.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["TRANSPORTS", "TransportChoice", "TransportOptions", "TransportSettings"]
+
+TRANSPORTS = ("device", "host", "inline")
+"""Every way there is, in the order in which they are preferred."""
+
+
+class TransportOptions(TypedDict, total=False):
+    """Arguments of a client.
+
+    transports: the ways in which rows may come, the best first; by default all: by lease on device memory,
+    through shared host memory, inline. Without ``inline`` there is no fallback, and calls raise
+    TransportUnavailable where nothing else is possible. broker_path: of the broker's socket as this process
+    sees it, when it is not as the server announces. token: opens the namespace at the broker. device: the GPU
+    that rows go to by lease; by default the caller's current one, once the process uses CUDA. lease_ms: how
+    long leases are asked for; 0 for the server's default.
+    """
+
+    transports: Sequence[str]
+    broker_path: str
+    token: str
+    device: str | int | torch.device | None
+    lease_ms: int
+
+
+@dataclass(frozen=True)
+class TransportSettings:
+    """``TransportOptions``, checked."""
+
+    transports: Sequence[str] = TRANSPORTS
+    broker_path: str = ""
+    token: str = field(default="", repr=False)
+    device: str | int | torch.device | None = None
+    lease_ms: int = 0
+
+    def __post_init__(self) -> None:
+        """Raises InvalidRequest."""
+        names = self.transports
+        if isinstance(names, str) or not names or len(set(names)) != len(names):
+            raise InvalidRequest(f"transports is a sequence of different names, found {names!r}")
+        for name in names:
+            if name not in TRANSPORTS:
+                raise InvalidRequest(f"transports has {name!r}, possible are {', '.join(TRANSPORTS)}")
+        if self.broker_path and not self.broker_path.startswith("/"):
+            raise InvalidRequest(f"broker_path is an absolute path, found {self.broker_path!r}")
+        if not 0 <= self.lease_ms < 1 << 32:
+            raise InvalidRequest(f"lease_ms is {self.lease_ms}, 0 to {(1 << 32) - 1} are possible")
+
+    @property
+    def inline_allowed(self) -> bool:
+        return "inline" in self.transports
+
+
+@dataclass(frozen=True)
+class TransportChoice:
+    """How rows come to a client now: ``device``, ``host``, ``inline``, or ``none`` where no way that the
+    client allows is possible. rejected: the ways that it would prefer, and why not."""
+
+    name: str
+    reason: str
+    rejected: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether rows come through shared memory."""
+        return self.name in ("device", "host")
