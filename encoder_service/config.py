@@ -178,7 +178,9 @@ class Settings(BaseSettings):
     @classmethod
     def split_numbers(cls, value: object) -> object:
         """A comma list is accepted from the environment and the command line."""
-        return tuple(part.strip() for part in value.split(",")) if isinstance(value, str) else value
+        if not isinstance(value, str):
+            return value
+        return tuple(part.strip() for part in value.split(",")) if value.strip() else ()
 
     @field_validator("listen", mode="before")
     @classmethod

@@ -16,6 +16,9 @@ from encoder_service.errors import (
 )
 from encoder_service.pipeline import Delivered
 from encoder_service.rpc import convert
+from encoder_service.store.arena import ArenaGeometry
+from encoder_service.store.control_page import Probe
+from encoder_service.transport.shared_memory import LeasedRows, LeaseTerms
 from encoder_service.types import (
     CacheTier,
     DigestOnly,
@@ -145,3 +148,35 @@ def test_deliveries() -> None:
         convert.check_delivery(pb.DELIVERY_DEVICE_LEASE)
     with pytest.raises(InvalidRequest, match="delivery 42 is unknown"):
         convert.check_delivery(42)
+    convert.check_delivery(pb.DELIVERY_HOST_SHM, offered={pb.DELIVERY_HOST_SHM})
+    with pytest.raises(TransportUnavailable, match="DELIVERY_DEVICE_LEASE"):
+        convert.check_delivery(pb.DELIVERY_DEVICE_LEASE, offered={pb.DELIVERY_HOST_SHM})
+
+
+def test_what_a_lease_is_asked_for() -> None:
+    assert convert.lease_terms(pb.LeaseOptions()) == LeaseTerms("", 1, None)
+    options = pb.LeaseOptions(owner_id=b"0aff", num_readers=4, lease_ms=1500)
+    assert convert.lease_terms(options) == LeaseTerms("0aff", 4, 1.5)
+    assert convert.lease_terms(pb.LeaseOptions(owner_id=b"\xff")).owner_id == "\N{REPLACEMENT CHARACTER}"
+    with pytest.raises(InvalidRequest, match="257 readers was asked for, at most 256"):
+        convert.lease_terms(pb.LeaseOptions(num_readers=257))
+
+
+@pytest.mark.parametrize(("kind", "uuid"), [("host", ""), ("device", "GPU-1")])
+def test_leased_rows_are_described_and_not_sent(kind: str, uuid: str) -> None:
+    rows = torch.randn(7, 48)
+    item = EncodedItem(b"k" * 32, b"d" * 32, Grid(1, 2, 14), rows, 2)
+    arena = ArenaGeometry(b"a" * 16, 1, kind, 1 << 20, uuid, 64, 4096, Probe(0, 16, bytes(32)))
+    leased = LeasedRows(b"l" * 16, arena, 3, 256, 77, 1_234_567)
+    delivered = Delivered(item, CacheTier.HOST, StageTimings())
+    result = convert.result_event(0, delivered, 100, leased).result
+    assert result.WhichOneof("rows") == ("host" if kind == "host" else "lease")
+    found = result.host if kind == "host" else result.lease
+    assert (found.lease_id, found.arena_id) == (b"l" * 16, b"a" * 16)
+    assert (found.slot_index, found.offset_bytes, found.generation) == (3, 256, 77)
+    assert found.expires_at_unix_ms == 1_234_567
+    assert result.rows_bytes == rows.nbytes
+    if kind == "device":
+        assert result.lease.device_uuid == uuid
+        assert list(result.lease.shape) == [7, 48]
+        assert result.lease.dtype == pb.DTYPE_FLOAT32

@@ -1,4 +1,4 @@
-"""What GetServerInfo says of a precision, and that rows of two precisions never share a key."""
+"""What GetServerInfo says of a precision and of transports; rows of two precisions never share a key."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from encoder_service.config import Settings, parse_settings
 from encoder_service.ingest.identity import embedding_key
 from encoder_service.pipeline import ServedModel
 from encoder_service.rpc.server_info import server_info
+from encoder_service.store.partitions import open_host_partitions
 from encoder_service.towers.synthetic import make_checkpoint
+from encoder_service.transport.shared_memory import share
 from encoder_service.types import EncodedFile, Item, Modality
 from lm_adapter import ImageItem, convert
 from lm_adapter.keys import item_key
@@ -65,3 +67,27 @@ def test_p11_rows_of_two_precisions_never_share_a_key(
 def test_a_server_that_does_not_tell_has_none_but_dtype() -> None:
     answer = pb.GetServerInfoResponse(models=[pb.ModelInfo(name="old")])
     assert convert.server_info(answer).models[0].precision == "dtype"
+
+
+@pytest.mark.anyio
+async def test_shared_memory_is_announced_as_the_broker_tells_it(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = served(settings, "dtype", monkeypatch)
+    assert [each.delivery for each in server_info(settings, model).transports] == [pb.DELIVERY_INLINE]
+    shared = share(
+        settings.model_copy(update={"broker_path": "/run/broker.sock"}),
+        open_host_partitions(1 << 16, {"alone": 1 << 16}),
+        "instance",
+    )
+    answer = server_info(settings, model, shared)
+    assert answer.instance_id == "instance"
+    assert answer.limits.store_bytes == shared.store.max_bytes
+    assert list(answer.transports) == [
+        pb.TransportInfo(delivery=pb.DELIVERY_INLINE),
+        pb.TransportInfo(
+            delivery=pb.DELIVERY_HOST_SHM, broker_path="/run/broker.sock", host_id=shared.options.host_id
+        ),
+    ]
+    assert convert.server_info(answer).transports[1].delivery == "host_shm"
+    await shared.stop()
