@@ -279,6 +279,7 @@ def test_a_full_tower_is_kept_busy_and_a_step_costs_the_host_little(family: str)
         f"{statistics.median(host_s) * 1e6:.0f} us (least {min(host_s) * 1e6:.0f}), the device is busy "
         f"{device_s / whole_s:.1%} of the time"
     )
-    assert statistics.median(host_s) < 1e-3
+    # A step that waited for the device would take tens of milliseconds.
+    assert statistics.median(host_s) < 5e-3
     assert device_s / whole_s > 0.7
     torch.cuda.empty_cache()

@@ -117,9 +117,11 @@ def test_turns_follow_the_layout(layout: str, of_row: list[float], of_column: li
 
 @pytest.mark.parametrize("step", ["rotate", "gelu", "add_attention", "add_mlp"])
 @pytest.mark.parametrize("layout", ["blocked", "interleaved"])
-def test_a_right_gemm_passes_the_check_and_a_wrong_one_does_not(step: str, layout: str) -> None:
+def test_a_right_gemm_passes_the_check_and_a_wrong_one_does_not(
+    step: str, layout: str, device: torch.device
+) -> None:
     shape = BlockShape(32, 48, 2, 100.0, layout)  # type: ignore[arg-type]
-    trial = make_trial(step, shape, 24, torch.float32, torch.device("cpu"))
+    trial = make_trial(step, shape, 24, torch.float32, device)
     assert trial.error(TORCH_GEMM) < 1e-6
     assert trial.error(PairGemm()) < 1e-5
     assert trial.error(WrongGemm()) > 1e-2
@@ -164,25 +166,25 @@ def timed_by(milliseconds: dict[str, float]) -> tuple[Callable[[Callable[[], obj
 
 
 @pytest.mark.parametrize(("pairs_ms", "expected"), [(0.5, "pairs"), (0.995, "torch"), (2.0, "torch")])
-def test_the_fastest_right_gemm_is_chosen_and_ties_stay_with_torch(pairs_ms: float, expected: str) -> None:
+def test_the_fastest_right_gemm_is_chosen_and_ties_stay_with_torch(
+    pairs_ms: float, expected: str, device: torch.device
+) -> None:
     time_ms, gemms = timed_by({"pairs": pairs_ms, "torch": 1.0})
-    choices = choose_gemms(
-        gemms, SHAPE, [4, 8], dtype=torch.float32, device=torch.device("cpu"), time_ms=time_ms
-    )
+    choices = choose_gemms(gemms, SHAPE, [4, 8], dtype=torch.float32, device=device, time_ms=time_ms)
     assert choices.names["rotate"] == {4: expected, 8: expected}
     assert choices.names["add_mlp"] == {4: expected, 8: expected}
     assert "wrong" not in str(choices.names)
     assert choices.wants_pairs == (expected == "pairs")
 
 
-def test_a_gemm_that_raises_is_left_out_of_that_step_only() -> None:
+def test_a_gemm_that_raises_is_left_out_of_that_step_only(device: torch.device) -> None:
     raising = RaisingGemm()
     choices = choose_gemms(
         [TORCH_GEMM, raising],
         SHAPE,
         [8],
         dtype=torch.float32,
-        device=torch.device("cpu"),
+        device=device,
         time_ms=counting_down(),
     )
     assert choices.names == {
