@@ -22,7 +22,7 @@ from lm_adapter.transport.broker_errors import BrokerError
 from tests.integration.conftest import RunningService, running
 from tests.integration.images import photo
 from tests.integration.shared_client import ClientProcess, SharedClient
-from tests.integration.test_process import ServiceProcess
+from tests.integration.test_process import ServiceProcess, command
 from tests.integration.test_service import figures
 from tests.unit.transport.broker_rig import num_descriptors, socket_folder, wait_until
 from vision_encoder.v1 import encoder_pb2 as pb
@@ -351,6 +351,24 @@ def test_clients_leave_no_descriptors_behind(shared: Shared) -> None:
     for _ in range(5):
         once()
     wait_until(lambda: num_descriptors() <= before + 2, "the end of their descriptors")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (("--broker-path", "/no/such/folder/broker.sock"), "the folder /no/such/folder does not exist"),
+        (("--broker-path", "broker.sock"), "'broker.sock' is no absolute path"),
+        (("--broker-path", "/tmp/ve-never.sock", "--arena-bytes", 1 << 60), f"{1 << 60} bytes of shared"),
+    ],
+)
+def test_what_cannot_be_shared_stops_the_start(
+    checkpoints: dict[str, Path], arguments: tuple[object, ...], text: str
+) -> None:
+    model = ("--model", checkpoints["qwen3_vl"], "--listen", "127.0.0.1:0", "--admin-listen", "")
+    ended = command("serve", *model, *arguments)
+    assert ended.returncode == 2
+    assert len(ended.stderr.strip().splitlines()) == 1, ended.stderr
+    assert text in ended.stderr
 
 
 def start(checkpoint: Path, device: torch.device, broker_path: str, listen: str) -> ServiceProcess:

@@ -318,11 +318,11 @@ async def test_wrong_bookkeeping_is_counted_when_idle(rig: Rig) -> None:
     held.drop()
     (part, _) = rig.shared.store.parts()
     part.num_bytes += 1
-    await asyncio.sleep(0.05)
+    await asyncio.sleep(0.1)
     assert rig.shared.num_integrity_failures == 0
     rig.shared.is_idle = lambda: True
     await until(lambda: rig.shared.num_integrity_failures == 1)
-    await asyncio.sleep(0.05)
+    await asyncio.sleep(0.1)
     assert rig.shared.num_integrity_failures == 1, "once for each change"
     part.num_bytes -= 1
     rig.shared.num_integrity_failures = 0
