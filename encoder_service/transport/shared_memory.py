@@ -2,7 +2,7 @@
 
 Owns the lease table, the broker and what keeps both right: times that run out, connections that end, the
 arenas' heartbeats. Which rows are in the arenas is the store's, how a lease is written on the wire is
-``rpc``'s. Used from the event loop that made it; only ``owner_left`` comes from the broker's thread.
+``rpc``'s. Used from the event loop that made it.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class SharedMemory:
         self._unix_clock = unix_clock
         self._loop = asyncio.get_running_loop()
         self._isolated = [name for name, _ in store.named_parts() if name is not None]
-        self.broker = Broker(options, OfferBook(self._isolated), on_disconnect=self._owner_left)
+        self.broker = Broker(options, OfferBook(self._isolated), on_disconnect=self._when_owner_leaves())
         self._timer: asyncio.TimerHandle | None = None
         self._upkeep: asyncio.Task[None] | None = None
         self._done: tuple[int, ...] = ()
@@ -210,10 +210,15 @@ class SharedMemory:
 
     # -- upkeep ----------------------------------------------------------------------------------------
 
-    def _owner_left(self, owner_id: str) -> None:
-        """On the broker's thread."""
-        with contextlib.suppress(RuntimeError):  # the loop has ended, and with it every lease
-            self._loop.call_soon_threadsafe(self.leases.release_all, owner_id)
+    def _when_owner_leaves(self) -> Callable[[str], None]:
+        """For the broker's thread. Does not refer to this object, whose arenas go with its last reference."""
+        loop, release_all = self._loop, self.leases.release_all
+
+        def owner_left(owner_id: str) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop has ended, and with it every lease
+                loop.call_soon_threadsafe(release_all, owner_id)
+
+        return owner_left
 
     def _arm(self) -> None:
         """Sees to it that ``expire`` runs when the next lease ends."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
+import weakref
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +23,7 @@ from encoder_service.errors import (
 )
 from encoder_service.metrics import Metrics
 from encoder_service.store.embedding_store import Held
+from encoder_service.store.host_memory import HostMemory
 from encoder_service.store.partitions import PartitionedStore, open_host_partitions
 from encoder_service.transport import shared_memory
 from encoder_service.transport.broker_options import BrokerOptions
@@ -382,3 +385,37 @@ async def test_a_socket_that_cannot_be_bound_stops_the_start(tmp_path: Path) -> 
     with pytest.raises(ConfigurationError, match="does not exist"):
         shared.start()
     await shared.stop()
+
+
+async def test_p14_the_memory_goes_with_the_last_reference() -> None:
+    """Without waiting for the collector: no cycle keeps gigabytes."""
+
+    async def live(path: str) -> tuple[weakref.ref[SharedMemory], HostMemory]:
+        shared = SharedMemory(
+            open_host_partitions(1 << 16, {}),
+            BrokerOptions(path, "one", "host-1", access=OPEN),
+            default_lease_s=5.0,
+            max_lease_s=60.0,
+            max_leases_per_client=2,
+        )
+        memory = shared.store.part("").arena._memory
+        assert isinstance(memory, HostMemory)
+        shared.start()
+        rig = Rig(shared, Clock())
+        client = await rig.connect()
+        held = rig.keep()
+        lease_of(rig, held, terms_of(client))
+        held.drop()
+        await asyncio.to_thread(rig.clients.close)
+        await until(lambda: len(shared.leases) == 0)
+        await shared.stop()
+        return weakref.ref(shared), memory
+
+    gc.disable()
+    try:
+        with socket_folder() as folder:
+            watch, memory = await live(str(folder / "broker.sock"))
+        assert watch() is None
+        assert not memory.mapped
+    finally:
+        gc.enable()
