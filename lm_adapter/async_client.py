@@ -258,6 +258,7 @@ class AsyncVisionEncoderClient:
 
     async def _known_info(self, deadline: Deadline) -> ServerInfo:
         """What is known of the server; asks once when nothing is."""
+        self._loop = asyncio.get_running_loop()
         info = self._session.info
         if info is not None:
             return info
@@ -341,7 +342,6 @@ class AsyncVisionEncoderClient:
         self, calls: Sequence[RowsCall], deadline: Deadline
     ) -> AsyncGenerator[tuple[int, Outcome], None]:
         """The calls one after another, each with those for what could not be read out of shared memory."""
-        self._loop = asyncio.get_running_loop()
         for call in calls:
             following: RowsCall | None = call
             while following is not None:

@@ -6,8 +6,9 @@ Owns the fake's script, its models and its rows. numpy only.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import grpc
 import numpy as np
@@ -16,8 +17,9 @@ import numpy.typing as npt
 from lm_adapter.errors import ItemFailed
 from lm_adapter.fake_faults import Fault
 from lm_adapter.types import Grid, Limits, Modality, ModelInfo
+from vision_encoder.v1 import encoder_pb2 as pb
 
-__all__ = ["CallRecord", "FakeScript", "fake_model", "fake_rows"]
+__all__ = ["CallRecord", "FakeScript", "FakeSharing", "fake_model", "fake_rows"]
 
 
 def fake_rows(digest: bytes, num_rows: int, width: int) -> npt.NDArray[np.float32]:
@@ -53,6 +55,22 @@ def fake_model(family: str = "qwen3_vl", **changes: Any) -> ModelInfo:
     return replace(model, width=model.out_width * (1 + model.num_deepstack_levels))
 
 
+class FakeSharing(Protocol):
+    """What a fake needs to deliver rows by shared memory: a test's own arenas and broker. Rows come inline
+    where ``place`` leaves the result's place open."""
+
+    def transports(self) -> Sequence[pb.TransportInfo]:
+        """What is announced beside inline."""
+
+    def place(
+        self, delivery: pb.Delivery.ValueType, lease: pb.LeaseOptions, result: pb.ItemResult, rows: bytes
+    ) -> None:
+        """Puts the rows where the reader finds them and says so in the result. Raises ItemFailed."""
+
+    def release(self, lease_id: bytes, reader: int | None) -> bool:
+        """Whether the lease is known."""
+
+
 class CallRecord(NamedTuple):
     """One call as the fake saw it. metadata: the textual headers."""
 
@@ -68,7 +86,8 @@ class FakeScript:
     grids: the grid of a digest, else one of up to 4x4 merged patches that follows from the digest.
     latency_s: wait before each item. order: ``forward``, ``reverse`` or ``interleaved`` events of items.
     failures: digest to failure. faults: digest to misbehaviour. call_failures: method name to the status
-    and the account with which every such call ends. leases: id to expiry, in Unix milliseconds.
+    and the account with which every such call ends. leases: id to expiry, in Unix milliseconds. sharing: for
+    rows in shared memory.
     """
 
     model: ModelInfo = field(default_factory=fake_model)
@@ -87,3 +106,4 @@ class FakeScript:
     faults: dict[bytes, Fault] = field(default_factory=dict)
     call_failures: dict[str, tuple[grpc.StatusCode, ItemFailed]] = field(default_factory=dict)
     leases: dict[bytes, int] = field(default_factory=dict)
+    sharing: FakeSharing | None = None

@@ -99,7 +99,10 @@ class FakeService:
                 )
             ],
             limits=pb.Limits(**vars(script.limits)),
-            transports=[pb.TransportInfo(delivery=pb.DELIVERY_INLINE)],
+            transports=[
+                pb.TransportInfo(delivery=pb.DELIVERY_INLINE),
+                *(script.sharing.transports() if script.sharing is not None else ()),
+            ],
         ).SerializeToString()
 
     def _lookup(self, request: pb.LookupRequest, context: Context) -> bytes:
@@ -114,7 +117,7 @@ class FakeService:
 
         def events(index: int) -> tuple[bytes, list[pb.ItemEvent]]:
             tier, key, held = self._admit(request.items[index], request.namespace)
-            return held.digest, self._item_events(index, tier, key, held)
+            return held.digest, self._item_events(request, index, tier, key, held)
 
         yield from self._stream(len(request.items), events, context)
         finished.set()
@@ -127,7 +130,7 @@ class FakeService:
             held = self._find(key, request.namespace)
             if held is None:
                 raise _refusal("UNKNOWN_KEY", f"key {key.hex()} is neither held nor in flight")
-            return held.digest, self._item_events(index, pb.CACHE_TIER_HOST, key, held)
+            return held.digest, self._item_events(request, index, pb.CACHE_TIER_HOST, key, held)
 
         yield from self._stream(len(request.keys), events, context)
         finished.set()
@@ -154,10 +157,17 @@ class FakeService:
 
     def _release(self, request: pb.ReleaseRequest, context: Context) -> bytes:
         self._begin("Release", context, len(request.lease_ids))
-        unknown = [lease for lease in request.lease_ids if self.script.leases.pop(lease, None) is None]
+        reader = request.reader if request.HasField("reader") else None
+        unknown = [lease for lease in request.lease_ids if not self._release_one(lease, reader)]
         return pb.ReleaseResponse(
             num_released=len(request.lease_ids) - len(unknown), unknown_lease_ids=unknown
         ).SerializeToString()
+
+    def _release_one(self, lease_id: bytes, reader: int | None) -> bool:
+        sharing = self.script.sharing
+        if self.script.leases.pop(lease_id, None) is not None:
+            return True
+        return sharing is not None and sharing.release(lease_id, reader)
 
     def _renew(self, request: pb.RenewRequest, context: Context) -> bytes:
         self._begin("Renew", context, len(request.lease_ids))
@@ -216,7 +226,12 @@ class FakeService:
         )
 
     def _item_events(
-        self, index: int, tier: pb.CacheTier.ValueType, key: bytes, held: _Held
+        self,
+        request: pb.EncodeRequest | pb.FetchRequest,
+        index: int,
+        tier: pb.CacheTier.ValueType,
+        key: bytes,
+        held: _Held,
     ) -> list[pb.ItemEvent]:
         model = self.script.model
         num_rows = model.num_rows(held.grid)
@@ -236,8 +251,12 @@ class FakeService:
                 tower_ms=self.script.latency_s * 1000, total_ms=self.script.latency_s * 1000
             ),
             rows_bytes=len(payload),
-            inline=pb.InlineRows(num_chunks=len(offsets)),
         )
+        if self.script.sharing is not None and request.delivery > pb.DELIVERY_INLINE:
+            self.script.sharing.place(request.delivery, request.lease, result, payload)
+        if result.WhichOneof("rows") is not None:
+            return [pb.ItemEvent(item_index=index, result=result)]
+        result.inline.num_chunks = len(offsets)
         events = [pb.ItemEvent(item_index=index, result=result)]
         for offset in offsets:
             chunk = pb.RowsChunk(offset_bytes=offset, data=payload[offset : offset + chunk_bytes])

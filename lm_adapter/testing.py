@@ -21,11 +21,11 @@ from typing import Self
 import grpc
 
 from lm_adapter.fake_faults import Fault
-from lm_adapter.fake_script import CallRecord, FakeScript, fake_model, fake_rows
+from lm_adapter.fake_script import CallRecord, FakeScript, FakeSharing, fake_model, fake_rows
 from lm_adapter.fake_service import FakeService
 from lm_adapter.types import ModelInfo
 
-__all__ = ["CallRecord", "FakeEncoder", "FakeScript", "Fault", "fake_model", "fake_rows"]
+__all__ = ["CallRecord", "FakeEncoder", "FakeScript", "FakeSharing", "Fault", "fake_model", "fake_rows"]
 
 MAX_CONCURRENT_CALLS = 128
 DEFAULT_MAX_MESSAGE_BYTES = 4 << 20
