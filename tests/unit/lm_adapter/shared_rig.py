@@ -8,12 +8,13 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from encoder_service.errors import UnknownLease
-from encoder_service.store.arena import Arena, Slot
+from encoder_service.store.arena import Arena, ArenaMemory, Slot
 from encoder_service.store.host_memory import HostMemory
 from encoder_service.store.leases import LeaseTable
 from encoder_service.transport.shared_memory import offer_of
@@ -45,9 +46,13 @@ def num_descriptors() -> int:
 class SharingFake:
     """A FakeEncoder whose rows lie in an arena. The arena's own mappings are this process's too."""
 
-    def __init__(self, path: str, kind: str = "host") -> None:
+    def __init__(
+        self, path: str, kind: str = "host", new_memory: Callable[[], ArenaMemory] | None = None
+    ) -> None:
+        """kind: what the arena is said to be; over host memory, ``device`` is for readers without a GPU."""
         self.path = path
         self.kind = kind
+        self.new_memory = new_memory or (lambda: HostMemory(ARENA_BYTES))
         self.host_id = host_id()
         self.fake = FakeEncoder()
         self.fake.script.sharing = self
@@ -70,7 +75,7 @@ class SharingFake:
     def start_sharing(self) -> None:
         self._stack = contextlib.ExitStack()
         self.leases = LeaseTable(time.monotonic, 600.0, 1000)
-        self.arena = Arena(HostMemory(ARENA_BYTES), max_slots=64)
+        self.arena = Arena(self.new_memory(), max_slots=64)
         self.slots: dict[bytes, Slot] = {}
         self._stack.callback(self.arena.close)
         self.rig: Rig = self._stack.enter_context(
@@ -80,7 +85,10 @@ class SharingFake:
 
     def offer(self, arena: Arena) -> None:
         fds = [arena.export_fd(), arena.export_page_fd()]
-        self.rig.broker.offer(offer_of(arena.geometry), *fds)
+        uuid = arena.geometry.device_uuid or ("GPU-test" if self.kind == "device" else "")
+        self.device_uuid = uuid
+        geometry = replace(arena.geometry, kind=self.kind, device_uuid=uuid)
+        self.rig.broker.offer(offer_of(geometry), *fds)
         for fd in fds:
             os.close(fd)
 
@@ -93,7 +101,7 @@ class SharingFake:
 
     def replace_arena(self) -> None:
         """The old one is closed in good order and its rows are gone."""
-        old, self.arena = self.arena, Arena(HostMemory(ARENA_BYTES), max_slots=64)
+        old, self.arena = self.arena, Arena(self.new_memory(), max_slots=64)
         self._stack.callback(self.arena.close)
         self.slots.clear()
         self.offer(self.arena)
@@ -104,12 +112,20 @@ class SharingFake:
         """Another tenant takes the slot."""
         self.arena.page.retire(slot.index)
         self.arena.view(slot, (slot.num_bytes,), torch.uint8).fill_(0xEE)
+        self.arena._memory.synchronize()
         self.arena.publish(slot)
 
     # -- FakeSharing -----------------------------------------------------------------------------------
 
     def transports(self) -> list[pb.TransportInfo]:
-        return [pb.TransportInfo(delivery=pb.DELIVERY_HOST_SHM, broker_path=self.path, host_id=self.host_id)]
+        return [
+            pb.TransportInfo(
+                delivery=pb.DELIVERY_DEVICE_LEASE if self.kind == "device" else pb.DELIVERY_HOST_SHM,
+                broker_path=self.path,
+                host_id=self.host_id,
+                device_uuid=self.device_uuid,
+            )
+        ]
 
     def place(self, delivery: int, lease: pb.LeaseOptions, result: pb.ItemResult, rows: bytes) -> None:
         if result.content_digest in self.refuse:
@@ -124,6 +140,7 @@ class SharingFake:
                 assert slot is not None
                 view = self.arena.view(slot, (len(rows),), torch.uint8)
                 view.copy_(torch.frombuffer(bytearray(rows), dtype=torch.uint8))
+                self.arena._memory.synchronize()
                 self.arena.publish(slot)
                 self.slots[result.key] = slot
             granted = self.leases.grant(
@@ -131,10 +148,14 @@ class SharingFake:
             )
             self.num_placed += 1
             arena_id = self.arena.arena_id
-        host = result.host
-        host.arena_id, host.slot_index = arena_id, slot.index
-        host.offset_bytes, host.generation = slot.offset_bytes, granted.generation
-        host.lease_id, host.expires_at_unix_ms = granted.lease_id, int((time.time() + 60) * 1000)
+        place = result.lease if self.kind == "device" else result.host
+        place.arena_id, place.slot_index = arena_id, slot.index
+        place.offset_bytes, place.generation = slot.offset_bytes, granted.generation
+        place.lease_id, place.expires_at_unix_ms = granted.lease_id, int((time.time() + 60) * 1000)
+        if self.kind == "device":
+            result.lease.shape.extend((result.num_rows, result.width))
+            result.lease.dtype = result.dtype
+            result.lease.device_uuid = self.device_uuid
         self.before_answer(slot)
 
     def release(self, lease_id: bytes, reader: int | None) -> bool:
