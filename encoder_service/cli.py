@@ -83,7 +83,12 @@ def serve(
         str | None, typer.Option(help="Attention backend on a GPU; auto measures what is installed.")
     ] = None,
     deterministic: Annotated[
-        bool, typer.Option("--deterministic", help="An item's rows never depend on the rest of its batch.")
+        bool,
+        typer.Option(
+            "--deterministic",
+            help="Attention never depends on the rest of a batch; one attention and one library of products "
+            "serve all shapes.",
+        ),
     ] = False,
     bucket_sizes: Annotated[
         str | None, typer.Option(help="Patches of each graph, comma separated, as tune proposes them.")

@@ -96,7 +96,9 @@ def build_graph_runner(
         precision=precision.name,
         packed_mib=fused.packed_bytes >> 20,
     )
-    if (calibration := calibrate(runner, tower.merge_size, clock=clock)) is not None:
+    # Measured costs differ from start to start, and with them the bucket that a batch takes.
+    calibration = None if deterministic else calibrate(runner, tower.merge_size, clock=clock)
+    if calibration is not None:
         runner.ladder = ladder.calibrated(calibration)
     runner.choices = [
         *(("attention", f"{size}x{bound}", one.name) for (size, bound), one in chosen.choices.items()),

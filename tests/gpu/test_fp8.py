@@ -124,8 +124,8 @@ def test_rows_in_fp8_keep_their_direction(towers: tuple[Tower, Tower], batch: st
 
 @pytest.mark.parametrize("precision", [FP8, FP8_EVERYWHERE], ids=["default", "everywhere"])
 def test_p30_graphs_in_fp8_replay_what_eager_runs(towers: tuple[Tower, Tower], precision: Precision) -> None:
-    # Products of other numbers of rows round otherwise, and a rounding to fp8 in the first blocks turns a last
-    # bit into three percent of a value, which all later blocks pass on.
+    # Products of other numbers of rows round otherwise, and a rounding to fp8 in the first blocks turns a
+    # last bit into three percent of a value, which all later blocks pass on.
     limit = MIN_COSINE if precision is FP8 else 0.99
     tower = fused(towers[0], precision)
     runner = GraphRunner(
