@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -78,9 +79,15 @@ class LeaseReturns:
         """Waits until what is pending went out, or for this long."""
         if os.getpid() != self._pid:
             return
-        self._pump()
-        if self._sending.acquire(timeout=timeout_s):
+        ends_s = time.monotonic() + timeout_s
+        while True:
+            self._pump()
+            if not self._sending.acquire(timeout=max(0.0, ends_s - time.monotonic())):
+                return
             self._sending.release()
+            # What a pump left here while the lock was held above goes out with the next turn.
+            if not self._pending:
+                return
 
     def _pump(self) -> None:
         while self._pending and self._sending.acquire(blocking=False):

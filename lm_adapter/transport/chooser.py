@@ -305,12 +305,15 @@ class TransportChooser:
         if found is None:
             made = arenas.attach(broker, arena_id, self._device() if name == "device" else None)
             with self._changed:
-                found = self._arenas.setdefault((name, arena_id), made)
-                keep = found is made and not self._closed
-                if not keep and found is made:
-                    del self._arenas[name, arena_id]
+                # Another thread may have been faster, with one more use of the very same mapping.
+                found = self._arenas.get((name, arena_id))
+                keep = found is None and not self._closed
+                if keep:
+                    found = self._arenas[name, arena_id] = made
             if not keep:
                 made.drop()
+            if found is None:
+                raise probe.NotPossible("the client is closed")
         if use and not found.use():
             raise probe.NotPossible(f"arena {arena_id.hex()} was given up", retryable=True)
         return found

@@ -415,3 +415,36 @@ def test_thirty_two_readers_at_once_share_one_mapping(encoder: SharingFake, open
     assert isinstance(clients[2].call("encode_one", image(0)), EncodedRows)
     clients[2].call("close")
     assert num_mappings() == before
+
+
+def test_threads_that_find_an_arena_at_once_hold_it_once(
+    encoder: SharingFake, open_client: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both map it, or are handed the same mapping, before either has noted it."""
+    client = open_client()
+    chooser = client.client._session.transports  # type: ignore[attr-defined]
+    chooser._drop_arenas()
+    barrier = threading.Barrier(4)
+    real = arenas.attach
+
+    def attach_together(*args: Any) -> Any:
+        found = real(*args)
+        barrier.wait(20)
+        return found
+
+    monkeypatch.setattr(arenas, "attach", attach_together)
+    found: list[Any] = []
+    threads = [
+        threading.Thread(target=lambda: found.append(chooser.arena("host", encoder.arena.arena_id)))
+        for _ in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert len(set(map(id, found))) == 1
+    for arena in found:
+        arena.drop()
+    assert arenas.num_attached() == 1, "the client's own use"
+    client.call("close")
+    assert arenas.num_attached() == 0
