@@ -96,7 +96,7 @@ class FusedTower(Tower):
 
     @property
     def packed_bytes(self) -> int:
-        """Device memory of fp8 weights, which the plain tower does not share."""
+        """Device memory of fp8 weights and of weights in pairs, which the plain tower does not have."""
         return packed_bytes(self._blocks)
 
     # -- host ------------------------------------------------------------------------------------------

@@ -99,8 +99,9 @@ def choose_gemms(
 ) -> GemmChoices:
     """The fastest of the candidates for each step and number of rows, among those that are right; torch's,
     which has to be the first, within TIE_SHARE. A candidate that raises or is wrong is left out of the step,
-    with a warning."""
-    chosen: dict[Step, dict[int, Gemm]] = {step: {} for step in STEPS}
+    with a warning: at every number of rows, since a choice also serves numbers between those measured.
+    Torch's stays where it could be timed."""
+    measured: dict[tuple[Step, int], dict[str, float]] = {}
     excluded: set[tuple[str, str]] = set()
     for num_rows, step in itertools.product(sizes, STEPS):
         trial = make_trial(step, shape, num_rows, dtype, device)
@@ -115,12 +116,13 @@ def choose_gemms(
                 excluded.add((gemm.name, step))
                 reason = str(error).strip().splitlines()[:1]
                 log.warning("gemm_excluded", gemm=gemm.name, step=step, num_rows=num_rows, reason=reason)
-        times = {
-            name: statistics.median(values)
-            for name, values in samples.items()
-            if (name, step) not in excluded
+        measured[step, num_rows] = {
+            name: statistics.median(values) for name, values in samples.items() if values
         }
-        chosen[step][num_rows] = fastest(candidates, times)
+    chosen: dict[Step, dict[int, Gemm]] = {step: {} for step in STEPS}
+    for (step, num_rows), times in measured.items():
+        others = [gemm for gemm in candidates[1:] if (gemm.name, step) not in excluded]
+        chosen[step][num_rows] = fastest([candidates[0], *others], times)
         log.info(
             "gemm_selected",
             step=step,

@@ -151,6 +151,20 @@ class RaisingGemm(PairGemm):
         raise RuntimeError(f"no tile for {list(x_PK.shape)}")
 
 
+class WrongFromGemm(PairGemm):
+    """Right below ``num_rows``, its GELU forgets the bias from there on."""
+
+    name = "wrong_from"
+
+    def __init__(self, num_rows: int) -> None:
+        super().__init__()
+        self._num_rows = num_rows
+
+    def gelu(self, x_PK: torch.Tensor, layer: Weights) -> torch.Tensor:
+        bias = layer.bias if x_PK.shape[0] < self._num_rows else torch.zeros_like(layer.bias)
+        return super().gelu(x_PK, Weights(layer.weight, bias))
+
+
 def timed_by(milliseconds: dict[str, float]) -> tuple[Callable[[Callable[[], object]], float], list[Gemm]]:
     """A clock that recognises a gemm by what it calls."""
     gemms: list[Gemm] = [TORCH_GEMM, *(kind() for kind in (PairGemm, WrongGemm, RaisingGemm))]
@@ -193,6 +207,19 @@ def test_a_gemm_that_raises_is_left_out_of_that_step_only(device: torch.device) 
         "add_attention": {8: "raises"},
         "add_mlp": {8: "raises"},
     }
+
+
+def test_a_gemm_that_is_wrong_at_one_number_of_rows_serves_none(device: torch.device) -> None:
+    choices = choose_gemms(
+        [TORCH_GEMM, WrongFromGemm(8)],
+        SHAPE,
+        [4, 8],
+        dtype=torch.float32,
+        device=device,
+        time_ms=counting_down(),
+    )
+    assert choices.names["gelu"] == {4: "torch", 8: "torch"}
+    assert choices.names["add_mlp"] == {4: "wrong_from", 8: "wrong_from"}
 
 
 def counting_down() -> Callable[[Callable[[], object]], float]:
