@@ -24,7 +24,18 @@ import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
-PACKAGES = ("torch", "transformers", "safetensors", "triton", "fa3-fwd", "flash-attn", "numpy")
+PACKAGES = (
+    "torch",
+    "transformers",
+    "safetensors",
+    "triton",
+    "fa3-fwd",
+    "flash-attn",
+    "flash-attn-4",
+    "quack-kernels",
+    "nvidia-cutlass-dsl",
+    "numpy",
+)
 # Of one sample, and the most runs in it.
 SAMPLE_MS = 20.0
 MAX_IN_A_ROW = 8

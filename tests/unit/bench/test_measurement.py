@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import statistics
+import tomllib
 from pathlib import Path
 
 import measurement
@@ -16,6 +18,15 @@ CPU = torch.device("cpu")
 
 def result(**more: object) -> dict[str, object]:
     return {"device": "NVIDIA H200 (x)", "date": "2026-11-20T10:00:00", **more}
+
+
+def test_a_result_names_the_version_of_every_gpu_library_that_may_be_chosen() -> None:
+    project = tomllib.loads((measurement.ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    needed = {
+        re.split(r"[\[<>=~! ]", needs)[0] for extra in ("fa3", "fa4", "flash-attn") for needs in extras[extra]
+    }
+    assert needed <= measurement.describe_environment(CPU, "0123abc")["versions"].keys()
 
 
 def test_result_files_are_numbered_and_never_replaced(tmp_path: Path) -> None:
