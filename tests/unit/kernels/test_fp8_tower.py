@@ -127,7 +127,7 @@ def test_the_stand_in_packs_as_the_kernel_does(layer: Any, monkeypatch: pytest.M
     monkeypatch.undo()
     packed = Fp8Product(layer, fast_accumulation=True)
     assert torch.equal(quick._scale_1N, packed._scale_1N)
-    assert (quick._weight_KN.float() == packed._weight_KN.float()).float().mean() > 0.995
+    assert (quick._weight_KN.float() == packed._weight_KN.float()).float().mean() > 0.98
 
 
 @pytest.fixture(scope="module", params=["qwen3_vl", "kimi_k25"])

@@ -31,9 +31,10 @@ def assert_quantized(result: tuple[torch.Tensor, torch.Tensor], expected: torch.
     scaled = expected / scale
     bound = torch.maximum(scaled.abs() * HALF_STEP, torch.tensor(2.0**-10))
     assert ((values.float() - scaled).abs() <= bound + 448e-6).all()
-    # Rounded to nearest, not merely near: only a tie or a last bit before the cast may fall otherwise.
+    # Rounded to nearest, not merely near: what differs from torch's rounding is as near, give or take a last
+    # bit before the cast. A row whose scale is a round number has many ties.
     nearest = scaled.to(torch.float8_e4m3fn).float()
-    assert (values.float() == nearest).float().mean() > 0.995
+    assert ((values.float() - scaled).abs() <= (nearest - scaled).abs() + 1e-6 * scaled.abs()).all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
