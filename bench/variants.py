@@ -26,6 +26,7 @@ from encoder_service.towers import Tower, TowerInputs, load_tower
 from encoder_service.towers.attention import AttentionBackend, available_backends
 from encoder_service.towers.attention.per_shape import PerShapeAttention
 from encoder_service.towers.fused import FusedTower
+from encoder_service.towers.gemm.per_rows import GemmChoices
 from encoder_service.towers.precision import AS_DTYPE, FP8, FP8_EVERYWHERE, Precision
 
 REFERENCES = ("ref_sdpa", "ref_fa3", "ref_fa3_graph", "ref_compiled")
@@ -240,13 +241,16 @@ def run_step(runner: GraphRunner, grids: Sequence[Any], pixels: Sequence[torch.T
 
 
 def describe_runner(runner: GraphRunner) -> dict[str, Any]:
-    """How many graphs, what they hold, and the attention of each measured shape."""
+    """How many graphs, what they hold, the attention of each measured shape and the gemm of each product by
+    number of rows."""
     attention: PerShapeAttention = runner._tower.attention  # type: ignore[attr-defined]
+    gemms: GemmChoices = runner._tower.gemms  # type: ignore[attr-defined]
     return {
         "graphs": len(runner.ladder),
         "sizes": list(runner.ladder.sizes),
         "captured_bytes": runner.captured_bytes,
         "attention": {f"{shape[0]}x{shape[1]}": backend.name for shape, backend in attention.choices.items()},
+        "gemms": gemms.names,
     }
 
 

@@ -7,17 +7,31 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from cases import CASES, RUN_ORDER, grids_of, num_patches_of, random_inputs
 from checkpoints import random_checkpoint
-from variants import MAX_PATCHES, OURS, REFERENCES, Case, CompileBudget, Family, accuracies, accuracy
+from variants import (
+    MAX_PATCHES,
+    OURS,
+    REFERENCES,
+    Case,
+    CompileBudget,
+    Family,
+    accuracies,
+    accuracy,
+    describe_runner,
+)
 
 from encoder_service.engine.fast_path import ladder_of
+from encoder_service.scheduler.buckets import ladder_of_sizes
 from encoder_service.scheduler.cost import Launch
 from encoder_service.towers import load_tower
+from encoder_service.towers.attention import SdpaAttention
+from encoder_service.towers.gemm.per_rows import TORCH_CHOICES
 from encoder_service.towers.synthetic import FAMILIES, config_for
 from encoder_service.towers.synthetic.vision_layout import vision_layout
 
@@ -149,6 +163,16 @@ def test_the_compile_budget_begins_nothing_that_took_longer_than_is_left() -> No
     budget.spend(25)
     with pytest.raises(Exception, match="10 s are left of the compile budget, the last case took 25 s"):
         budget.check()
+
+
+def test_a_capture_says_which_attention_and_which_gemms_were_chosen() -> None:
+    tower = SimpleNamespace(
+        attention=SimpleNamespace(choices={(64, 16): SdpaAttention()}), gemms=TORCH_CHOICES
+    )
+    runner = SimpleNamespace(ladder=ladder_of_sizes([64]), captured_bytes=7, _tower=tower)
+    found = json.loads(json.dumps(describe_runner(runner)))  # type: ignore[arg-type]
+    assert found["attention"] == {"64x16": "sdpa"}
+    assert found["gemms"] == {step: {"1": "torch"} for step in ("rotate", "gelu", "add_attention", "add_mlp")}
 
 
 def test_accuracy_is_by_row_and_over_all() -> None:
