@@ -16,7 +16,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -171,9 +171,19 @@ def describe_environment(device: torch.device, commit: str | None) -> dict[str, 
         "driver": driver_version() if device.type == "cuda" else None,
         "versions": versions,
         "commit": commit or read_commit(),
-        "command": sys.argv,
+        "command": command_line(sys.argv),
         "num_threads": torch.get_num_threads(),
     }
+
+
+def command_line(arguments: Sequence[str]) -> list[str]:
+    """The command without the folder of its results, which says nothing about the run."""
+    kept, skip = [], False
+    for argument in arguments:
+        if not skip and argument != "--out" and not argument.startswith("--out="):
+            kept.append(argument)
+        skip = argument == "--out"
+    return kept
 
 
 def device_name(device: torch.device) -> str:

@@ -100,6 +100,11 @@ def test_short_runs_go_several_in_a_row_and_count_as_one_sample(monkeypatch: pyt
     assert calls == {"short": 1 + 3 * 4, "long": 1 + 3}
 
 
+def test_the_command_is_told_without_its_output_folder() -> None:
+    line = ["bench/tower.py", "--out", "/a/folder", "--quick", "--out=/b", "--seed", "3"]
+    assert measurement.command_line(line) == ["bench/tower.py", "--quick", "--seed", "3"]
+
+
 def test_host_time_is_the_median_of_single_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     monkeypatch.setattr(measurement.time, "perf_counter", lambda: now[0])
