@@ -263,6 +263,17 @@ def test_a_call_that_is_cut_off_holds_nothing(shared: Shared) -> None:
     # ``shared`` checks that no delivery holds a slot.
 
 
+def assert_same_rows(found: bytes | None, expected: bytes, device: torch.device) -> None:
+    """Of one image, in float32. On a GPU an evicted image that comes again in another batch rounds otherwise."""
+    assert found is not None
+    if device.type == "cpu":
+        assert found == expected
+        return
+    rows, right = (torch.frombuffer(bytearray(each), dtype=torch.float32) for each in (found, expected))
+    assert rows.shape == right.shape
+    assert (rows - right).norm() < 1e-5 * right.norm()
+
+
 def test_p25_many_clients_at_once(checkpoints: dict[str, Path], device: torch.device) -> None:
     """The arena holds a part of what they ask for, and they leave some of their leases to run out."""
     images = [photo(256, 256) for _ in range(24)]
@@ -280,7 +291,8 @@ def test_p25_many_clients_at_once(checkpoints: dict[str, Path], device: torch.de
                     encoded = client.encode([images[index] for index in picked], lease_ms=2000)
                     for index, outcome in zip(picked, encoded, strict=True):
                         assert not outcome.failure.reason
-                        assert (outcome.inline or client.read(outcome.result)) == expected[index]
+                        found = outcome.inline or client.read(outcome.result)
+                        assert_same_rows(found, expected[index], device)
                         if outcome.result.WhichOneof("rows") == "host" and (turn + index) % 4:
                             client.release(outcome.result.host.lease_id)
 

@@ -122,7 +122,8 @@ def test_a_right_gemm_passes_the_check_and_a_wrong_one_does_not(
 ) -> None:
     shape = BlockShape(32, 48, 2, 100.0, layout)  # type: ignore[arg-type]
     trial = make_trial(step, shape, 24, torch.float32, device)
-    assert trial.error(TORCH_GEMM) < 1e-6
+    # A GPU's own tanh is good to a few units of the last place.
+    assert trial.error(TORCH_GEMM) < (1e-6 if device.type == "cpu" else 5e-6)
     assert trial.error(PairGemm()) < 1e-5
     assert trial.error(WrongGemm()) > 1e-2
 
