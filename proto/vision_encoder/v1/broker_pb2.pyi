@@ -7,7 +7,7 @@ descriptors to map them with.
 A frame is the four bytes "VEBR", the length of what follows as a big-endian uint32 of at most 65536, and
 one message: BrokerRequest towards the broker, BrokerReply towards the client. This never changes, so that
 two versions can always tell each other which they are. Descriptors travel as SCM_RIGHTS with the first
-byte of their frame. The rules of evolution are those of encoder.proto.
+byte of their frame; towards the broker only one with each BrokerPublish, any other ends the connection. The rules of evolution are those of encoder.proto.
 """
 
 import builtins
@@ -57,6 +57,8 @@ class BrokerRequest(google.protobuf.message.Message):
     ATTACH_FIELD_NUMBER: builtins.int
     PROBE_FIELD_NUMBER: builtins.int
     PING_FIELD_NUMBER: builtins.int
+    PUBLISH_FIELD_NUMBER: builtins.int
+    UNPUBLISH_FIELD_NUMBER: builtins.int
     request_id: builtins.int
     """the client's choice, never 0; the reply repeats it"""
     @property
@@ -71,6 +73,10 @@ class BrokerRequest(google.protobuf.message.Message):
     def probe(self) -> Global___BrokerProbe: ...
     @property
     def ping(self) -> Global___BrokerPing: ...
+    @property
+    def publish(self) -> Global___BrokerPublish: ...
+    @property
+    def unpublish(self) -> Global___BrokerUnpublish: ...
     def __init__(
         self,
         *,
@@ -80,10 +86,12 @@ class BrokerRequest(google.protobuf.message.Message):
         attach: Global___BrokerAttach | None = ...,
         probe: Global___BrokerProbe | None = ...,
         ping: Global___BrokerPing | None = ...,
+        publish: Global___BrokerPublish | None = ...,
+        unpublish: Global___BrokerUnpublish | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["attach", b"attach", "hello", b"hello", "list", b"list", "ping", b"ping", "probe", b"probe", "request", b"request"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["attach", b"attach", "hello", b"hello", "list", b"list", "ping", b"ping", "probe", b"probe", "request", b"request", "request_id", b"request_id"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["request", b"request"]) -> typing.Literal["hello", "list", "attach", "probe", "ping"] | None: ...
+    def HasField(self, field_name: typing.Literal["attach", b"attach", "hello", b"hello", "list", b"list", "ping", b"ping", "probe", b"probe", "publish", b"publish", "request", b"request", "unpublish", b"unpublish"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["attach", b"attach", "hello", b"hello", "list", b"list", "ping", b"ping", "probe", b"probe", "publish", b"publish", "request", b"request", "request_id", b"request_id", "unpublish", b"unpublish"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["request", b"request"]) -> typing.Literal["hello", "list", "attach", "probe", "ping", "publish", "unpublish"] | None: ...
 
 Global___BrokerRequest: typing_extensions.TypeAlias = BrokerRequest
 
@@ -102,6 +110,8 @@ class BrokerReply(google.protobuf.message.Message):
     FAILURE_FIELD_NUMBER: builtins.int
     ARENA_CLOSED_FIELD_NUMBER: builtins.int
     STOPPING_FIELD_NUMBER: builtins.int
+    PUBLISHED_FIELD_NUMBER: builtins.int
+    UNPUBLISHED_FIELD_NUMBER: builtins.int
     request_id: builtins.int
     """0: a notice that nobody asked for"""
     num_descriptors: builtins.int
@@ -128,6 +138,10 @@ class BrokerReply(google.protobuf.message.Message):
     def arena_closed(self) -> Global___BrokerArenaClosed: ...
     @property
     def stopping(self) -> Global___BrokerStopping: ...
+    @property
+    def published(self) -> Global___BrokerPublished: ...
+    @property
+    def unpublished(self) -> Global___BrokerUnpublished: ...
     def __init__(
         self,
         *,
@@ -142,10 +156,12 @@ class BrokerReply(google.protobuf.message.Message):
         failure: Global___BrokerFailure | None = ...,
         arena_closed: Global___BrokerArenaClosed | None = ...,
         stopping: Global___BrokerStopping | None = ...,
+        published: Global___BrokerPublished | None = ...,
+        unpublished: Global___BrokerUnpublished | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["arena_closed", b"arena_closed", "arenas", b"arenas", "attached", b"attached", "failure", b"failure", "pong", b"pong", "probe_slot", b"probe_slot", "refused", b"refused", "reply", b"reply", "stopping", b"stopping", "welcome", b"welcome"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["arena_closed", b"arena_closed", "arenas", b"arenas", "attached", b"attached", "failure", b"failure", "num_descriptors", b"num_descriptors", "pong", b"pong", "probe_slot", b"probe_slot", "refused", b"refused", "reply", b"reply", "request_id", b"request_id", "stopping", b"stopping", "welcome", b"welcome"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["reply", b"reply"]) -> typing.Literal["welcome", "refused", "arenas", "attached", "probe_slot", "pong", "failure", "arena_closed", "stopping"] | None: ...
+    def HasField(self, field_name: typing.Literal["arena_closed", b"arena_closed", "arenas", b"arenas", "attached", b"attached", "failure", b"failure", "pong", b"pong", "probe_slot", b"probe_slot", "published", b"published", "refused", b"refused", "reply", b"reply", "stopping", b"stopping", "unpublished", b"unpublished", "welcome", b"welcome"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["arena_closed", b"arena_closed", "arenas", b"arenas", "attached", b"attached", "failure", b"failure", "num_descriptors", b"num_descriptors", "pong", b"pong", "probe_slot", b"probe_slot", "published", b"published", "refused", b"refused", "reply", b"reply", "request_id", b"request_id", "stopping", b"stopping", "unpublished", b"unpublished", "welcome", b"welcome"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["reply", b"reply"]) -> typing.Literal["welcome", "refused", "arenas", "attached", "probe_slot", "pong", "failure", "arena_closed", "stopping", "published", "unpublished"] | None: ...
 
 Global___BrokerReply: typing_extensions.TypeAlias = BrokerReply
 
@@ -463,3 +479,70 @@ class BrokerStopping(google.protobuf.message.Message):
     ) -> None: ...
 
 Global___BrokerStopping: typing_extensions.TypeAlias = BrokerStopping
+
+@typing.final
+class BrokerPublish(google.protobuf.message.Message):
+    """One descriptor comes with it: a memfd with F_SEAL_SHRINK and F_SEAL_GROW, for pixel tensors."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SIZE_BYTES_FIELD_NUMBER: builtins.int
+    size_bytes: builtins.int
+    """the memfd's"""
+    def __init__(
+        self,
+        *,
+        size_bytes: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["size_bytes", b"size_bytes"]) -> None: ...
+
+Global___BrokerPublish: typing_extensions.TypeAlias = BrokerPublish
+
+@typing.final
+class BrokerPublished(google.protobuf.message.Message):
+    """The broker holds the descriptor until the segment is consumed or unpublished, or the connection ends."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SEGMENT_ID_FIELD_NUMBER: builtins.int
+    segment_id: builtins.bytes
+    """for ShmTensor, together with this connection's owner id"""
+    def __init__(
+        self,
+        *,
+        segment_id: builtins.bytes = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["segment_id", b"segment_id"]) -> None: ...
+
+Global___BrokerPublished: typing_extensions.TypeAlias = BrokerPublished
+
+@typing.final
+class BrokerUnpublish(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SEGMENT_ID_FIELD_NUMBER: builtins.int
+    segment_id: builtins.bytes
+    def __init__(
+        self,
+        *,
+        segment_id: builtins.bytes = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["segment_id", b"segment_id"]) -> None: ...
+
+Global___BrokerUnpublish: typing_extensions.TypeAlias = BrokerUnpublish
+
+@typing.final
+class BrokerUnpublished(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    WAS_HELD_FIELD_NUMBER: builtins.int
+    was_held: builtins.bool
+    """false: consumed by now, or never this connection's"""
+    def __init__(
+        self,
+        *,
+        was_held: builtins.bool = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["was_held", b"was_held"]) -> None: ...
+
+Global___BrokerUnpublished: typing_extensions.TypeAlias = BrokerUnpublished

@@ -242,8 +242,10 @@ Global___InlineTensor: typing_extensions.TypeAlias = InlineTensor
 
 @typing.final
 class ShmTensor(google.protobuf.message.Message):
-    """pixel_values in a named host shared memory segment. The service unlinks it after reading when
-    unlink_after_read is set; otherwise the publisher stays its owner.
+    """pixel_values in host shared memory: a named POSIX segment, or a memfd that the broker was given. Either
+    name or segment_id. With unlink_after_read the service ends the segment once it has read the request: after
+    the copy, and also when the item fails, is refused or is abandoned; it cannot be sent again then. Without,
+    the publisher stays its owner.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -254,14 +256,23 @@ class ShmTensor(google.protobuf.message.Message):
     SHAPE_FIELD_NUMBER: builtins.int
     STRIDE_BYTES_FIELD_NUMBER: builtins.int
     UNLINK_AFTER_READ_FIELD_NUMBER: builtins.int
+    SEGMENT_ID_FIELD_NUMBER: builtins.int
+    OWNER_ID_FIELD_NUMBER: builtins.int
     name: builtins.str
+    """without a slash; its prefix is one of PixelInput.name_prefixes"""
     offset_bytes: builtins.int
     dtype: Global___DType.ValueType
     unlink_after_read: builtins.bool
+    segment_id: builtins.bytes
+    """BrokerPublished.segment_id"""
+    owner_id: builtins.bytes
+    """with segment_id: the connection that published it"""
     @property
     def shape(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     @property
-    def stride_bytes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
+    def stride_bytes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """empty: row-major. Never negative, and no two elements overlap"""
+
     def __init__(
         self,
         *,
@@ -271,8 +282,10 @@ class ShmTensor(google.protobuf.message.Message):
         shape: collections.abc.Iterable[builtins.int] | None = ...,
         stride_bytes: collections.abc.Iterable[builtins.int] | None = ...,
         unlink_after_read: builtins.bool = ...,
+        segment_id: builtins.bytes = ...,
+        owner_id: builtins.bytes = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["dtype", b"dtype", "name", b"name", "offset_bytes", b"offset_bytes", "shape", b"shape", "stride_bytes", b"stride_bytes", "unlink_after_read", b"unlink_after_read"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["dtype", b"dtype", "name", b"name", "offset_bytes", b"offset_bytes", "owner_id", b"owner_id", "segment_id", b"segment_id", "shape", b"shape", "stride_bytes", b"stride_bytes", "unlink_after_read", b"unlink_after_read"]) -> None: ...
 
 Global___ShmTensor: typing_extensions.TypeAlias = ShmTensor
 
@@ -505,6 +518,37 @@ class TransportInfo(google.protobuf.message.Message):
 Global___TransportInfo: typing_extensions.TypeAlias = TransportInfo
 
 @typing.final
+class PixelInput(google.protobuf.message.Message):
+    """What the service takes of pixel tensors in host shared memory."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    HOST_ID_FIELD_NUMBER: builtins.int
+    NAME_PREFIXES_FIELD_NUMBER: builtins.int
+    PUBLISHED_FIELD_NUMBER: builtins.int
+    MAX_TENSOR_BYTES_FIELD_NUMBER: builtins.int
+    host_id: builtins.str
+    """as in TransportInfo"""
+    published: builtins.bool
+    """memfds through the broker are taken"""
+    max_tensor_bytes: builtins.int
+    @property
+    def name_prefixes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """of named segments; none: named segments are not taken"""
+
+    def __init__(
+        self,
+        *,
+        host_id: builtins.str = ...,
+        name_prefixes: collections.abc.Iterable[builtins.str] | None = ...,
+        published: builtins.bool = ...,
+        max_tensor_bytes: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["host_id", b"host_id", "max_tensor_bytes", b"max_tensor_bytes", "name_prefixes", b"name_prefixes", "published", b"published"]) -> None: ...
+
+Global___PixelInput: typing_extensions.TypeAlias = PixelInput
+
+@typing.final
 class GetServerInfoResponse(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -516,6 +560,7 @@ class GetServerInfoResponse(google.protobuf.message.Message):
     MODELS_FIELD_NUMBER: builtins.int
     LIMITS_FIELD_NUMBER: builtins.int
     TRANSPORTS_FIELD_NUMBER: builtins.int
+    PIXEL_INPUT_FIELD_NUMBER: builtins.int
     protocol_version: builtins.int
     min_protocol_version: builtins.int
     server_version: builtins.str
@@ -528,6 +573,10 @@ class GetServerInfoResponse(google.protobuf.message.Message):
     def limits(self) -> Global___Limits: ...
     @property
     def transports(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___TransportInfo]: ...
+    @property
+    def pixel_input(self) -> Global___PixelInput:
+        """absent: pixel tensors come inline"""
+
     def __init__(
         self,
         *,
@@ -539,9 +588,10 @@ class GetServerInfoResponse(google.protobuf.message.Message):
         models: collections.abc.Iterable[Global___ModelInfo] | None = ...,
         limits: Global___Limits | None = ...,
         transports: collections.abc.Iterable[Global___TransportInfo] | None = ...,
+        pixel_input: Global___PixelInput | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["limits", b"limits"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["device", b"device", "instance_id", b"instance_id", "limits", b"limits", "min_protocol_version", b"min_protocol_version", "models", b"models", "protocol_version", b"protocol_version", "server_version", b"server_version", "transports", b"transports"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["limits", b"limits", "pixel_input", b"pixel_input"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["device", b"device", "instance_id", b"instance_id", "limits", b"limits", "min_protocol_version", b"min_protocol_version", "models", b"models", "pixel_input", b"pixel_input", "protocol_version", b"protocol_version", "server_version", b"server_version", "transports", b"transports"]) -> None: ...
 
 Global___GetServerInfoResponse: typing_extensions.TypeAlias = GetServerInfoResponse
 
@@ -1096,8 +1146,11 @@ class ReleaseRequest(google.protobuf.message.Message):
 
     LEASE_IDS_FIELD_NUMBER: builtins.int
     READER_FIELD_NUMBER: builtins.int
+    OWNER_ID_FIELD_NUMBER: builtins.int
     reader: builtins.int
     """which of the lease's readers; releasing twice as one counts once"""
+    owner_id: builtins.bytes
+    """whom the leases were granted to: others' are unknown; empty: not compared"""
     @property
     def lease_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]: ...
     def __init__(
@@ -1105,9 +1158,10 @@ class ReleaseRequest(google.protobuf.message.Message):
         *,
         lease_ids: collections.abc.Iterable[builtins.bytes] | None = ...,
         reader: builtins.int | None = ...,
+        owner_id: builtins.bytes = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_reader", b"_reader", "reader", b"reader"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_reader", b"_reader", "lease_ids", b"lease_ids", "reader", b"reader"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_reader", b"_reader", "lease_ids", b"lease_ids", "owner_id", b"owner_id", "reader", b"reader"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_reader", b"_reader"]) -> typing.Literal["reader"] | None: ...
 
 Global___ReleaseRequest: typing_extensions.TypeAlias = ReleaseRequest
@@ -1137,7 +1191,10 @@ class RenewRequest(google.protobuf.message.Message):
 
     LEASE_IDS_FIELD_NUMBER: builtins.int
     EXTEND_MS_FIELD_NUMBER: builtins.int
+    OWNER_ID_FIELD_NUMBER: builtins.int
     extend_ms: builtins.int
+    owner_id: builtins.bytes
+    """as in ReleaseRequest"""
     @property
     def lease_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]: ...
     def __init__(
@@ -1145,8 +1202,9 @@ class RenewRequest(google.protobuf.message.Message):
         *,
         lease_ids: collections.abc.Iterable[builtins.bytes] | None = ...,
         extend_ms: builtins.int = ...,
+        owner_id: builtins.bytes = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["extend_ms", b"extend_ms", "lease_ids", b"lease_ids"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["extend_ms", b"extend_ms", "lease_ids", b"lease_ids", "owner_id", b"owner_id"]) -> None: ...
 
 Global___RenewRequest: typing_extensions.TypeAlias = RenewRequest
 

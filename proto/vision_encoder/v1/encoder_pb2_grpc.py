@@ -119,7 +119,8 @@ class VisionEncoderServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Renew(self, request, context):
-        """Extends leases. A lease that expired or whose generation passed fails with STALE_LEASE.
+        """Extends leases, up to the server's limits of one renewal and of a lease's whole life: the answer has
+        the time that it got. A lease that expired or whose generation passed fails with STALE_LEASE.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

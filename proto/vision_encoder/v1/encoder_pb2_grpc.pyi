@@ -229,7 +229,9 @@ class VisionEncoderStub(typing.Generic[_VisionEncoderGetServerInfoType, _VisionE
     """Gives leases back before they expire. Unknown leases are reported, not an error of the call."""
 
     Renew: _VisionEncoderRenewType
-    """Extends leases. A lease that expired or whose generation passed fails with STALE_LEASE."""
+    """Extends leases, up to the server's limits of one renewal and of a lease's whole life: the answer has
+    the time that it got. A lease that expired or whose generation passed fails with STALE_LEASE.
+    """
 
 VisionEncoderAsyncStub: typing_extensions.TypeAlias = VisionEncoderStub[
     grpc.aio.UnaryUnaryMultiCallable[
@@ -321,6 +323,8 @@ class VisionEncoderServicer(metaclass=abc.ABCMeta):
         request: vision_encoder.v1.encoder_pb2.RenewRequest,
         context: _ServicerContext,
     ) -> typing.Union[vision_encoder.v1.encoder_pb2.RenewResponse, collections.abc.Awaitable[vision_encoder.v1.encoder_pb2.RenewResponse]]:
-        """Extends leases. A lease that expired or whose generation passed fails with STALE_LEASE."""
+        """Extends leases, up to the server's limits of one renewal and of a lease's whole life: the answer has
+        the time that it got. A lease that expired or whose generation passed fails with STALE_LEASE.
+        """
 
 def add_VisionEncoderServicer_to_server(servicer: VisionEncoderServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...
