@@ -7,6 +7,7 @@ else. What the device or the checkpoint tells goes into run-time records, never 
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -97,8 +98,23 @@ class Settings(BaseSettings):
     lease_limit_ms: int = Field(
         300_000, ge=1, le=86_400_000, description="The most that one grant or renewal gives."
     )
+    lease_max_age_ms: int = Field(
+        600_000, ge=1, le=86_400_000, description="The most that all renewals together make of one lease."
+    )
     max_leases_per_client: int = Field(
         4096, ge=1, le=1_000_000, description="Of one connection to the broker; over it: inline rows."
+    )
+    max_published_bytes: int = Field(
+        4 * GIB,
+        ge=0,
+        description="With a broker: pixels in memory that its clients publish, held at a time; 0: not taken.",
+    )
+    shm_prefixes: Annotated[tuple[str, ...], NoDecode] = Field(
+        (), description="What names of shared memory segments with pixels begin with; empty: not taken."
+    )
+    shm_dir: Path = Field(Path("/dev/shm"), description="Folder of those segments.")  # noqa: S108
+    shm_allowed_uids: Annotated[tuple[int, ...], NoDecode] = Field(
+        (), description="User ids whose segments are taken, comma separated; empty: the service's own."
     )
     chunk_bytes: int = Field(MIB, ge=4096, le=16 * MIB, description="Rows in one message of a stream.")
     drain_grace_s: float = Field(
@@ -130,7 +146,7 @@ class Settings(BaseSettings):
 
     @model_validator(mode="after")
     def check_sharing(self) -> Settings:
-        """An isolated namespace that everyone may enter is none; a default that the limit cuts is a trap."""
+        """An isolated namespace that everyone may enter is none; a time that a limit cuts is a trap."""
         if self.broker_path and not self.broker_path.startswith("/"):
             raise ValueError(f"broker_path {self.broker_path!r} is no absolute path")
         if self.isolated_namespaces and not self.broker_path:
@@ -144,6 +160,22 @@ class Settings(BaseSettings):
             raise ValueError(
                 f"lease_default_ms {self.lease_default_ms} is above lease_limit_ms {self.lease_limit_ms}"
             )
+        if self.lease_limit_ms > self.lease_max_age_ms:
+            raise ValueError(
+                f"lease_limit_ms {self.lease_limit_ms} is above lease_max_age_ms {self.lease_max_age_ms}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def check_segment_names(self) -> Settings:
+        """A prefix that everything begins with lets callers name, and end, what is not theirs."""
+        if not self.shm_dir.is_absolute():
+            raise ValueError(f"shm_dir {str(self.shm_dir)!r} is no absolute path")
+        for prefix in self.shm_prefixes:
+            if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]{2,63}", prefix):
+                raise ValueError(
+                    f"shm_prefixes has {prefix!r}; a prefix has 3 to 64 letters, digits, '.', '_' and '-'"
+                )
         return self
 
     @model_validator(mode="after")
@@ -174,9 +206,11 @@ class Settings(BaseSettings):
             found[name.strip()] = text.strip()
         return found
 
-    @field_validator("bucket_sizes", "broker_allowed_uids", mode="before")
+    @field_validator(
+        "bucket_sizes", "broker_allowed_uids", "shm_allowed_uids", "shm_prefixes", mode="before"
+    )
     @classmethod
-    def split_numbers(cls, value: object) -> object:
+    def split_list(cls, value: object) -> object:
         """A comma list is accepted from the environment and the command line."""
         if not isinstance(value, str):
             return value

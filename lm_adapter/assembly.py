@@ -15,6 +15,7 @@ from google.protobuf.message import DecodeError
 from lm_adapter import convert
 from lm_adapter.checks import RowsHeader, check_digest, check_header, check_models
 from lm_adapter.errors import InvalidRequest, InvalidRows, ItemFailed, StreamViolation, TruncatedStream
+from lm_adapter.leases import LeaseRecord
 from lm_adapter.transport.buffers import Bytes, RowsHandling
 from lm_adapter.transport.host_shm import host_tensor
 from lm_adapter.transport.inline import InlineRowsBuffer
@@ -23,7 +24,7 @@ from lm_adapter.transport.wire import find_chunk
 from lm_adapter.types import EncodedRows, Item, ModelInfo, Outcome
 from vision_encoder.v1 import encoder_pb2 as pb
 
-__all__ = ["Assembler", "Expected", "ItemBatch", "PreparedItems", "prepare_items"]
+__all__ = ["Assembler", "Expected", "ItemBatch", "PreparedItems", "prepare_items", "shared_rows_bytes"]
 
 DEFAULT_MAX_ROWS_BYTES = 4 * 1024**3
 _INVALID_ARGUMENT, _RESOURCE_EXHAUSTED = 3, 8
@@ -88,6 +89,17 @@ def prepare_items(items: Sequence[Item], *, max_message_bytes: int = 0, max_item
     return prepared
 
 
+def shared_rows_bytes(message: bytes) -> int:
+    """Bytes of the rows that a raw ItemEvent says to lie in shared memory; 0 of any other message."""
+    if find_chunk(message) is not None:
+        return 0
+    try:
+        result = pb.ItemEvent.FromString(message).result
+    except DecodeError:
+        return 0  # feeding it says what is wrong
+    return result.rows_bytes if result.WhichOneof("rows") in ("host", "lease") else 0
+
+
 @dataclass(frozen=True)
 class Expected:
     """What is known of one item's answer before it comes; None where nothing is."""
@@ -133,6 +145,11 @@ class Assembler:
         self._finished: dict[int, bool] = {}
         self.again: dict[int, bool] = {}
         """Items without an outcome that are to be asked for once more: whether only their lease was stale."""
+        self.num_shared = 0
+        """Items whose rows were read out of shared memory."""
+        self.refusal = ""
+        """Why the first of the others that have to come inline could not be; empty where none has to."""
+        self._lease_taken = False
 
     @property
     def num_items(self) -> int:
@@ -165,7 +182,7 @@ class Assembler:
         index = event.item_index
         match event.WhichOneof("event"):
             case "result":
-                return self._guarded(index, lambda: self._on_result(index, event.result))
+                return self._on_leased_result(index, event.result)
             case "chunk":
                 view = memoryview(event.chunk.data)
                 return self._guarded(index, lambda: self._on_chunk(index, event.chunk.offset_bytes, view))
@@ -199,6 +216,7 @@ class Assembler:
             outcome = error
         except Unreadable as error:
             if self._receiver.may_ask_again(stale=error.stale):
+                self._note_refusal(error)
                 self.again[index] = error.stale
                 self._finished[index] = False
                 return None
@@ -209,13 +227,27 @@ class Assembler:
         self._finished[index] = whole
         return index, outcome
 
-    def ask_again(self) -> bool:
+    def ask_again(self, why: str) -> bool:
         """The call was refused for its way of delivery: whether what is missing is asked for once more."""
         if not self._receiver.may_ask_again(stale=False):
             return False
+        self._note_refusal(Unreadable(why, stale=False))
         for index in self.missing():
             self.again[index] = self._finished[index] = False
         return True
+
+    def _note_refusal(self, error: Unreadable) -> None:
+        if not error.stale and not self.refusal:
+            self.refusal = error.message
+
+    def _on_leased_result(self, index: int, result: pb.ItemResult) -> tuple[int, Outcome] | None:
+        """A lease that came with a result whose rows are not even looked for goes back at once."""
+        self._lease_taken = False
+        try:
+            return self._guarded(index, lambda: self._on_result(index, result))
+        finally:
+            if not self._lease_taken:
+                self._receiver.give_back_unheard(_lease_id(result), own=True)
 
     def _on_failure(self, message: pb.ItemFailure) -> ItemFailed:
         if message.reason == TRANSPORT_UNAVAILABLE and self._receiver.may_ask_again(stale=False):
@@ -265,16 +297,21 @@ class Assembler:
 
     def _read_shared(self, index: int, result: pb.ItemResult, header: RowsHeader) -> EncodedRows:
         """Raises InvalidRows, ItemFailed, Unreadable."""
-        record = convert.lease_record(result, self._receiver.handling.num_readers)
+        record = self._record(result)
         lease = result.lease
         said = (tuple(lease.shape), convert.dtype_name(lease.dtype))
         expected = ((header.num_rows, header.width), header.dtype)
         if record.transport == "device" and said != expected:
-            self._receiver.give_back(record)
             raise InvalidRows(
                 "shape", f"the lease is of {said}, the result of {expected}", found=said, expected=expected
             )
-        payload, reading = self._receiver.read(index, record)
+        self._lease_taken = True
+        try:
+            payload, reading = self._receiver.read(index, record)
+        except BaseException:
+            self._receiver.give_back_unheard(record.lease_id, own=False)
+            raise
+        self.num_shared += 1
         return self._encoded_rows(result, header, payload, reading)
 
     def _on_chunk(self, index: int, offset_bytes: int, data: memoryview) -> Outcome | None:
@@ -295,7 +332,7 @@ class Assembler:
     def _encoded_rows(
         self, result: pb.ItemResult, header: RowsHeader, payload: Bytes, reading: Reading | None
     ) -> EncodedRows:
-        num_readers = self._receiver.handling.num_readers
+        is_for_others = self._receiver.handling.num_readers > 1
         return EncodedRows(
             key=result.key,
             content_digest=result.content_digest,
@@ -308,6 +345,14 @@ class Assembler:
             tier=convert.tier(result.tier),
             timings=convert.timings(result.timings),
             timestamps_s=tuple(result.timestamps_s),
-            shared=convert.lease_record(result, num_readers) if num_readers > 1 else None,
+            shared=self._record(result) if is_for_others else None,
             reading=reading,
         )
+
+    def _record(self, result: pb.ItemResult) -> LeaseRecord:
+        return self._receiver.owned(convert.lease_record(result, self._receiver.handling.num_readers))
+
+
+def _lease_id(result: pb.ItemResult) -> bytes:
+    """Empty for rows that come inline."""
+    return result.host.lease_id or result.lease.lease_id

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from contextlib import aclosing, suppress
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
+from functools import partial
 from types import TracebackType
 from typing import Self, TypeVar, Unpack
 
@@ -20,6 +21,7 @@ from lm_adapter.leases import LeaseRecord
 from lm_adapter.session import RELEASE_TIMEOUT_S, Deadline, Session, in_order, portions, rows_or_raise
 from lm_adapter.transport.buffers import RowsHandling, RowsOptions
 from lm_adapter.transport.channel import HEALTH_CHECK, channel_options, health_is_serving, method_path
+from lm_adapter.transport.off_loop import CallerStreams, LoopReleases
 from lm_adapter.transport.settings import TransportChoice, TransportOptions, TransportSettings
 from lm_adapter.types import (
     EncodedRows,
@@ -40,8 +42,9 @@ ResponseT = TypeVar("ResponseT", bound=Message)
 class AsyncVisionEncoderClient:
     """``VisionEncoderClient`` for asyncio: the same arguments, answers, deadlines and errors.
 
-    One per event loop, made inside it; an async context manager. Cancelling a task cancels its call. Rows
-    in shared memory are copied on the loop's thread, on the stream that is current there.
+    One per event loop, made inside it; an async context manager. Cancelling a task cancels its call. Large
+    copies of rows in shared memory run on a thread, so that the loop goes on; on whichever thread, a copy on
+    a GPU runs on the stream that was current for the caller when its call began.
     """
 
     def __init__(
@@ -57,16 +60,15 @@ class AsyncVisionEncoderClient:
         **transport: Unpack[TransportOptions],
     ) -> None:
         """See ``VisionEncoderClient``."""
+        self._releases = LoopReleases(lambda: self._channel, RELEASE_TIMEOUT_S)
         self._session = Session(
             target,
             namespace=namespace,
             model=model,
             max_rows_bytes=max_rows_bytes,
             settings=TransportSettings(**transport),
-            send_release=self._send_release,
+            send_release=self._releases.send,
         )
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._releases: set[asyncio.Task[None]] = set()
         self._timeout_s = timeout_s
         self._closed = False
         self._info_lock = asyncio.Lock()
@@ -104,8 +106,7 @@ class AsyncVisionEncoderClient:
         if not was_closed:
             await asyncio.to_thread(self._session.returns.flush, CLOSE_FLUSH_S)
         await asyncio.to_thread(self._session.transports.close)
-        for task in list(self._releases):
-            task.cancel()
+        self._releases.cancel()
         await self._channel.close()
 
     async def info(self, *, timeout_s: float | None = None) -> ServerInfo:
@@ -156,13 +157,13 @@ class AsyncVisionEncoderClient:
         """Each item's index and outcome as it finishes. Nothing is sent before the first step; closing the
         generator (``contextlib.aclosing``) cancels the call. Raises CallFailed after the outcomes that had
         arrived."""
-        deadline = self._deadline(timeout_s)
+        deadline, streams = self._deadline(timeout_s), CallerStreams()
         info = await self._known_info(deadline)
         await self._require_transport(deadline)
         plan = self._session.encode_plan(info, items, RowsHandling(**rows))
         for refused in plan.refused.items():
             yield refused
-        async with aclosing(self._rows(plan.calls, deadline)) as stream:
+        async with aclosing(self._rows(plan.calls, deadline, streams)) as stream:
             async for finished in stream:
                 yield finished
 
@@ -183,13 +184,13 @@ class AsyncVisionEncoderClient:
         self, keys: Sequence[bytes], *, timeout_s: float | None = None, **rows: Unpack[RowsOptions]
     ) -> AsyncGenerator[tuple[int, Outcome], None]:
         """As ``encode_iter``, by key."""
-        deadline = self._deadline(timeout_s)
+        deadline, streams = self._deadline(timeout_s), CallerStreams()
         if not keys:
             return
         info = await self._known_info(deadline)
         await self._require_transport(deadline)
         calls = self._session.fetch_calls(info, keys, RowsHandling(**rows))
-        async with aclosing(self._rows(calls, deadline)) as stream:
+        async with aclosing(self._rows(calls, deadline, streams)) as stream:
             async for finished in stream:
                 yield finished
 
@@ -204,12 +205,15 @@ class AsyncVisionEncoderClient:
         timeout_s: float | None = None,
     ) -> EncodedRows:
         """Rows that another process asked for with ``num_readers``; see ``VisionEncoderClient``."""
-        deadline = self._deadline(timeout_s)
+        deadline, streams = self._deadline(timeout_s), CallerStreams()
         handling = RowsHandling.of_reader(record.num_readers, reader, out, borrow, confirm_later)
         info = await self._known_info(deadline)
         if record.transport != "inline":
             await asyncio.to_thread(self._session.transports.wait, deadline.left_s)
-        rows = self._session.read_shared(info, record, handling)
+        rows = await streams.run(
+            0 if borrow else record.rows_bytes,
+            partial(self._session.read_shared, info, record, handling),
+        )
         if rows is None:
             (outcome,) = await self.fetch(
                 [record.key], timeout_s=max(deadline.left_s, 1e-3), **handling.alone
@@ -258,7 +262,7 @@ class AsyncVisionEncoderClient:
 
     async def _known_info(self, deadline: Deadline) -> ServerInfo:
         """What is known of the server; asks once when nothing is."""
-        self._loop = asyncio.get_running_loop()
+        self._releases.loop = asyncio.get_running_loop()
         info = self._session.info
         if info is not None:
             return info
@@ -318,39 +322,21 @@ class AsyncVisionEncoderClient:
         if not self._session.transports.ready():
             await asyncio.to_thread(self._session.transports.require, deadline.left_s)
 
-    def _send_release(self, request: pb.ReleaseRequest, done: Callable[[], None]) -> None:
-        """From any thread: rows may be confirmed on one that has no loop."""
-        if self._loop is None:
-            raise RuntimeError("no loop has made a call yet")
-
-        def start() -> None:
-            task = asyncio.ensure_future(self._release_quietly(request))
-            self._releases.add(task)
-            task.add_done_callback(self._releases.discard)
-            task.add_done_callback(lambda _: done())
-
-        self._loop.call_soon_threadsafe(start)
-
-    async def _release_quietly(self, request: pb.ReleaseRequest) -> None:
-        start: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = self._channel.unary_unary(
-            method_path("Release")
-        )
-        with suppress(grpc.RpcError, grpc.aio.UsageError):  # what is not given back expires
-            await start(request.SerializeToString(), timeout=RELEASE_TIMEOUT_S)
-
     async def _rows(
-        self, calls: Sequence[RowsCall], deadline: Deadline
+        self, calls: Sequence[RowsCall], deadline: Deadline, streams: CallerStreams
     ) -> AsyncGenerator[tuple[int, Outcome], None]:
         """The calls one after another, each with those for what could not be read out of shared memory."""
         for call in calls:
             following: RowsCall | None = call
             while following is not None:
-                async with aclosing(self._stream(following, deadline)) as stream:
+                async with aclosing(self._stream(following, deadline, streams)) as stream:
                     async for finished in stream:
                         yield finished
                 following = following.follow_up()
 
-    async def _stream(self, call: RowsCall, deadline: Deadline) -> AsyncGenerator[tuple[int, Outcome], None]:
+    async def _stream(
+        self, call: RowsCall, deadline: Deadline, streams: CallerStreams
+    ) -> AsyncGenerator[tuple[int, Outcome], None]:
         self._check_open(call.method)
         # Without a deserialiser, messages arrive as bytes and chunks are never copied by protobuf.
         start: grpc.aio.UnaryStreamMultiCallable[bytes, bytes] = self._channel.unary_stream(
@@ -359,7 +345,7 @@ class AsyncVisionEncoderClient:
         stream = start(call.request.SerializeToString(), timeout=deadline.left_s, metadata=call.metadata)
         try:
             async for message in stream:
-                finished = call.feed(message)
+                finished = await streams.run(call.copied_bytes(message), partial(call.feed, message))
                 if finished is not None:
                     yield finished
             call.finish()

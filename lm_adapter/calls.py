@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 import grpc
 
 from lm_adapter import convert
-from lm_adapter.assembly import Assembler, Expected
+from lm_adapter.assembly import Assembler, Expected, shared_rows_bytes
 from lm_adapter.errors import CallFailed, InvalidRows, ItemFailed, StreamViolation
 from lm_adapter.transport.reading import MAX_SHARED_ATTEMPTS, TRANSPORT_UNAVAILABLE, Receiver
 from lm_adapter.types import Item, ModelInfo, Outcome, PrefetchStatus
@@ -74,6 +74,12 @@ class RowsCall:
             self.session.forget_info()
         return self.receiver.indices[index], outcome
 
+    def copied_bytes(self, message: bytes) -> int:
+        """What feeding this raw event copies out of shared memory; 0 for rows that are borrowed or inline."""
+        if self.receiver.transport is None or self.receiver.handling.borrow:
+            return 0
+        return shared_rows_bytes(message)
+
     def finish(self) -> None:
         """The stream ended OK. Raises TruncatedStream."""
         self.assembler.finish()
@@ -89,15 +95,17 @@ class RowsCall:
 
     def absorbs(self, failure: CallFailed) -> bool:
         """Whether a failure is of the way of delivery alone, and ``follow_up`` asks again in another."""
-        return failure.reason == TRANSPORT_UNAVAILABLE and self.assembler.ask_again()
+        return failure.reason == TRANSPORT_UNAVAILABLE and self.assembler.ask_again(failure.message)
 
     def follow_up(self) -> RowsCall | None:
         """The call for the items that are to be asked for once more: in the same way while all that was
         wrong were stale leases and attempts are left, then inline."""
         again = self.assembler.again
+        last, session = self.receiver, self.session
+        if last.transport is not None:
+            last.transport.note(self.assembler.num_shared, self.assembler.refusal)
         if not again:
             return None
-        last, session = self.receiver, self.session
         transport = None
         if all(again.values()) and last.attempt < MAX_SHARED_ATTEMPTS:
             transport = session.transports.current()

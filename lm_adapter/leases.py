@@ -31,7 +31,8 @@ class LeaseRecord:
 
     transport: ``device``, ``host``, or ``inline`` where the rows lie nowhere that others could read: those
     fetch them by key. num_readers: how many are to read; the slot is kept until the last has, or until
-    expires_at_unix_ms.
+    expires_at_unix_ms. owner_id: whom the lease was granted to; every reader names it when it gives the lease
+    back, since it has a session of its own.
     """
 
     key: bytes
@@ -51,6 +52,7 @@ class LeaseRecord:
     generation: int = 0
     offset_bytes: int = 0
     expires_at_unix_ms: int = 0
+    owner_id: bytes = b""
 
 
 class LeaseReturns:
@@ -62,16 +64,18 @@ class LeaseReturns:
         thread, whatever came of it. What it raises is logged."""
         self._send = send
         self._pid = os.getpid()
-        self._pending: deque[tuple[bytes, int | None]] = deque()
+        self._pending: deque[tuple[bytes, int | None, bytes]] = deque()
         # Held while a Release is on its way, by no thread in particular.
         self._sending = threading.Lock()
 
-    def give_back(self, lease_id: bytes, reader: int | None = None, *, now: bool = True) -> None:
-        """reader: which of several; None where there is one. now=False: with the next one, for callers that
-        must not make a call, such as a finalizer."""
+    def give_back(
+        self, lease_id: bytes, reader: int | None = None, *, owner_id: bytes = b"", now: bool = True
+    ) -> None:
+        """reader: which of several; None where there is one. owner_id: the lease's. now=False: with the
+        next one, for callers that must not make a call, such as a finalizer."""
         if not lease_id or os.getpid() != self._pid:
             return
-        self._pending.append((lease_id, reader))
+        self._pending.append((lease_id, reader, owner_id))
         if now:
             self._pump()
 
@@ -107,14 +111,18 @@ class LeaseReturns:
         self._pump()
 
     def _next_request(self) -> pb.ReleaseRequest:
-        """Leases with one reader number, as many as wait in a row."""
+        """Leases of one owner with one reader number, as many as wait in a row."""
         request = pb.ReleaseRequest()
+        named: tuple[int | None, bytes] | None = None
         while self._pending and len(request.lease_ids) < MAX_RETURNS_AT_ONCE:
-            lease_id, reader = self._pending.popleft()
-            if request.lease_ids and reader != (request.reader if request.HasField("reader") else None):
-                self._pending.appendleft((lease_id, reader))
+            lease_id, reader, owner_id = self._pending.popleft()
+            if named is not None and named != (reader, owner_id):
+                self._pending.appendleft((lease_id, reader, owner_id))
                 break
+            named = (reader, owner_id)
             request.lease_ids.append(lease_id)
+        if named is not None:
+            reader, request.owner_id = named
             if reader is not None:
                 request.reader = reader
         return request

@@ -22,6 +22,8 @@ from encoder_service.errors import (
 from encoder_service.ingest.identity import check_digest
 from encoder_service.pipeline import Delivered
 from encoder_service.store.leases import MAX_READERS
+from encoder_service.transport.pixel_layout import PixelLayout
+from encoder_service.transport.pixel_segments import SegmentRef
 from encoder_service.transport.shared_memory import LeasedRows, LeaseTerms
 from encoder_service.types import (
     CacheTier,
@@ -94,8 +96,12 @@ def lease_terms(options: pb.LeaseOptions) -> LeaseTerms:
             found=options.num_readers,
             allowed=MAX_READERS,
         )
-    owner_id = options.owner_id.decode(errors="replace")
-    return LeaseTerms(owner_id, options.num_readers or 1, lease_s(options.lease_ms))
+    return LeaseTerms(owner_id(options.owner_id), options.num_readers or 1, lease_s(options.lease_ms))
+
+
+def owner_id(named: bytes) -> str:
+    """The broker's text for a connection; not looked up here."""
+    return named.decode(errors="replace")
 
 
 def lease_s(lease_ms: int) -> float | None:
@@ -103,8 +109,9 @@ def lease_s(lease_ms: int) -> float | None:
     return lease_ms / 1e3 if lease_ms else None
 
 
-def item_from_proto(message: pb.Item) -> Item:
+def item_from_proto(message: pb.Item, shared_pixels: torch.Tensor | None = None) -> Item:
     """An item with its content. May copy a pixel tensor: not for the event loop when that is large.
+    shared_pixels: what the segment held that the item names, where it names one.
 
     Raises InvalidRequest (modality, missing content), InvalidDigest, InvalidOption, UnsupportedContent
     (URL), TransportUnavailable (shared memory), PixelTensorMismatch.
@@ -116,16 +123,17 @@ def item_from_proto(message: pb.Item) -> Item:
     digest = message.content_digest or None
     if digest is not None:
         check_digest(digest)
-    return Item(modality, content_from_proto(message), digest, options_from_proto(message.options))
+    content = content_from_proto(message, shared_pixels)
+    return Item(modality, content, digest, options_from_proto(message.options))
 
 
-def content_from_proto(message: pb.Item) -> Content:
+def content_from_proto(message: pb.Item, shared_pixels: torch.Tensor | None = None) -> Content:
     """The item's content. Raises as ``item_from_proto``."""
     match message.WhichOneof("content"):
         case "encoded":
             return EncodedFile(message.encoded)
         case "pixels":
-            return pixels_from_proto(message.pixels)
+            return pixels_from_proto(message.pixels, shared_pixels)
         case "digest_only":
             return DigestOnly()
         case "url":
@@ -140,17 +148,40 @@ def options_from_proto(message: pb.PreprocessOptions) -> PreprocessOptions:
     return PreprocessOptions(**given)
 
 
-def pixels_from_proto(message: pb.PixelTensor) -> PixelValues:
+def segment_from_proto(message: pb.Item) -> SegmentRef | None:
+    """The segment of shared memory that an item names; None for any other content."""
+    if message.WhichOneof("content") != "pixels" or message.pixels.WhichOneof("source") != "shm":
+        return None
+    shm = message.pixels.shm
+    return SegmentRef(shm.name, shm.segment_id, owner_id(shm.owner_id), shm.unlink_after_read)
+
+
+def layout_from_proto(shm: pb.ShmTensor) -> PixelLayout:
+    """Where in its segment a tensor is said to lie; not checked. Raises PixelTensorMismatch."""
+    return PixelLayout(
+        pixel_dtype(shm.dtype), tuple(shm.shape), shm.offset_bytes, tuple(shm.stride_bytes)
+    )
+
+
+def pixel_dtype(number: int) -> torch.dtype:
+    """Raises PixelTensorMismatch."""
+    dtype = DTYPES.get(number)
+    if dtype is None:
+        raise PixelTensorMismatch(f"pixel tensor dtype {number} is unknown", dtype=number)
+    return dtype
+
+
+def pixels_from_proto(message: pb.PixelTensor, shared: torch.Tensor | None = None) -> PixelValues:
     """A pixel tensor of its own memory. Raises PixelTensorMismatch, TransportUnavailable."""
     source = message.WhichOneof("source")
     if source == "shm":
+        if shared is not None:
+            return PixelValues(shared, grid_from_proto(message.grid_thw))
         raise TransportUnavailable("pixel tensors in shared memory are not taken here; send them inline")
     if source is None:
         raise InvalidRequest("the pixel tensor has no source: set inline or shm")
     tensor = message.inline
-    dtype = DTYPES.get(tensor.dtype)
-    if dtype is None:
-        raise PixelTensorMismatch(f"pixel tensor dtype {tensor.dtype} is unknown", dtype=tensor.dtype)
+    dtype = pixel_dtype(tensor.dtype)
     shape = tuple(tensor.shape)
     data = tensor.data  # read once: every access copies
     needed = math.prod(shape) * dtype.itemsize

@@ -124,10 +124,11 @@ class VisionEncoderServicer:
         async def answer() -> pb.ReleaseResponse:
             self._check_call("", "", len(request.lease_ids))
             reader = request.reader if request.HasField("reader") else None
+            owner_id = convert.owner_id(request.owner_id) or None
             response = pb.ReleaseResponse()
             for lease_id in request.lease_ids:
                 try:
-                    response.num_released += self._leases(lease_id).release(lease_id, reader)
+                    response.num_released += self._leases(lease_id).release(lease_id, reader, owner_id)
                 except UnknownLease:
                     response.unknown_lease_ids.append(lease_id)
             return response
@@ -138,14 +139,15 @@ class VisionEncoderServicer:
         async def answer() -> pb.RenewResponse:
             self._check_call("", "", len(request.lease_ids))
             return pb.RenewResponse(
-                statuses=[self._renewed(lease_id, request.extend_ms) for lease_id in request.lease_ids]
+                statuses=[self._renewed(lease_id, request) for lease_id in request.lease_ids]
             )
 
         return await self._unary("Renew", context, answer)
 
-    def _renewed(self, lease_id: bytes, extend_ms: int) -> pb.LeaseStatus:
+    def _renewed(self, lease_id: bytes, request: pb.RenewRequest) -> pb.LeaseStatus:
+        ttl_s, owner_id = convert.lease_s(request.extend_ms), convert.owner_id(request.owner_id) or None
         try:
-            expires_at_unix_ms = self._leases(lease_id).renew(lease_id, convert.lease_s(extend_ms))
+            expires_at_unix_ms = self._leases(lease_id).renew(lease_id, ttl_s, owner_id)
         except VisionEncoderError as error:
             return pb.LeaseStatus(lease_id=lease_id, failure=failure_of(error))
         return pb.LeaseStatus(lease_id=lease_id, expires_at_unix_ms=expires_at_unix_ms)

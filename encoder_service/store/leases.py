@@ -14,6 +14,7 @@ late copy is whole and right until then.
 from __future__ import annotations
 
 import heapq
+import math
 import secrets
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
@@ -44,7 +45,8 @@ class LeasedArena(Protocol):
 
 @dataclass(frozen=True)
 class Lease:
-    """num_readers: how many are to release it. expires_at_s: on the table's clock."""
+    """num_readers: how many are to release it. expires_at_s, last_s: on the table's clock; no renewal goes
+    beyond the latter."""
 
     lease_id: bytes
     arena: LeasedArena
@@ -53,6 +55,7 @@ class Lease:
     owner: Hashable
     num_readers: int
     expires_at_s: float
+    last_s: float
 
 
 @dataclass
@@ -88,14 +91,16 @@ class _SlotLeases:
 class LeaseTable:
     """Every live lease, over all arenas.
 
-    clock: seconds, monotonic. max_ttl_s bounds what a grant or renewal may ask for; max_per_owner the leases
-    of one connection. new_id: LEASE_ID_BYTES that nobody can guess.
+    clock: seconds, monotonic. max_ttl_s bounds what a grant or renewal may ask for; max_age_s a lease's whole
+    life, so that nobody pins a slot for ever by renewing; max_per_owner the leases of one connection. new_id:
+    LEASE_ID_BYTES that nobody can guess.
     """
 
     clock: Callable[[], float]
     max_ttl_s: float
     max_per_owner: int
     new_id: Callable[[], bytes] = lambda: secrets.token_bytes(LEASE_ID_BYTES)
+    max_age_s: float = math.inf
     counters: LeaseCounters = field(default_factory=LeaseCounters)
     _grants: dict[bytes, _Grant] = field(default_factory=dict)
     _owners: dict[Hashable, set[bytes]] = field(default_factory=dict)
@@ -129,7 +134,7 @@ class LeaseTable:
     def grant(
         self, arena: LeasedArena, slot: Slot, owner: Hashable, *, ttl_s: float, num_readers: int = 1
     ) -> Lease:
-        """A lease on published rows; ttl_s beyond max_ttl_s is cut to it.
+        """A lease on published rows; ttl_s beyond max_ttl_s or max_age_s is cut to it.
 
         Raises InvalidRequest for a time or number of readers out of bounds, Overloaded when the owner has
         max_per_owner leases, InternalError for rows that are not readable.
@@ -156,7 +161,10 @@ class LeaseTable:
         while lease_id in self._grants or lease_id in self._ended:
             lease_id = self.new_id()
         arena.hold(slot)
-        lease = Lease(lease_id, arena, slot, arena.generation(slot), owner, num_readers, self.clock() + ttl_s)
+        now_s = self.clock()
+        last_s = now_s + self.max_age_s
+        expires_at_s = min(now_s + ttl_s, last_s)
+        lease = Lease(lease_id, arena, slot, arena.generation(slot), owner, num_readers, expires_at_s, last_s)
         self._grants[lease_id] = _Grant(lease, set(range(num_readers)))
         self._owners.setdefault(owner, set()).add(lease_id)
         self._slots.setdefault(slot, _SlotLeases()).num_live += 1
@@ -169,25 +177,28 @@ class LeaseTable:
         self.expire()
         return self._find(lease_id).lease
 
-    def renew(self, lease_id: bytes, ttl_s: float) -> Lease:
-        """The lease with at least ttl_s from now; never less time than it had. Raises InvalidRequest,
-        StaleLease when it ended, UnknownLease when it never was."""
+    def renew(self, lease_id: bytes, ttl_s: float, owner: Hashable | None = None) -> Lease:
+        """The lease with at least ttl_s from now, or as much as its age leaves; never less time than it had.
+        owner: see ``release``. Raises InvalidRequest, StaleLease when it ended, UnknownLease when it never
+        was."""
         self.expire()
         ttl_s = self._checked_ttl(ttl_s)
         grant = self._find(lease_id)
-        expires_at_s = self.clock() + ttl_s
+        _check_owner(grant.lease, owner)
+        expires_at_s = min(self.clock() + ttl_s, grant.lease.last_s)
         self.counters.renewed += 1
         if expires_at_s > grant.lease.expires_at_s:
             grant.lease = replace(grant.lease, expires_at_s=expires_at_s)
             self._schedule(grant.lease)
         return grant.lease
 
-    def release(self, lease_id: bytes, reader: int | None = None) -> bool:
+    def release(self, lease_id: bytes, reader: int | None = None, owner: Hashable | None = None) -> bool:
         """One reader is done; the last one ends the lease. Whether this released anything: again for the
         same reader, or for a lease that ended, it does not.
 
         reader: which of the lease's readers, so that a repeated release counts once; None is any that has
-        not released. Raises UnknownLease, and InvalidRequest for a reader that the lease does not have.
+        not released. owner: whose lease the caller takes it for; None is whoever's it is. Raises
+        UnknownLease, for another owner's lease too, and InvalidRequest for a reader that it does not have.
         """
         self.expire()
         grant = self._grants.get(lease_id)
@@ -195,6 +206,7 @@ class LeaseTable:
             if lease_id in self._ended:
                 return False
             raise _unknown(lease_id)
+        _check_owner(grant.lease, owner)
         if reader is None:
             grant.waiting.pop()
         elif not 0 <= reader < grant.lease.num_readers:
@@ -242,6 +254,7 @@ class LeaseTable:
             assert lease.lease_id == lease_id
             assert grant.waiting, "a lease that every reader released is alive"
             assert lease_id in self._owners[lease.owner]
+            assert lease.expires_at_s <= lease.last_s
             assert lease_id not in self._ended
             assert lease.arena.closed or lease.arena.generation(lease.slot) == lease.generation
             assert lease.arena.num_holders(lease.slot) >= by_slot[lease.slot]
@@ -298,6 +311,12 @@ class LeaseTable:
         if not ttl_s > 0:
             raise InvalidRequest(f"a lease of {ttl_s} s was asked for, more than 0 is needed", found=ttl_s)
         return min(ttl_s, self.max_ttl_s)
+
+
+def _check_owner(lease: Lease, owner: Hashable | None) -> None:
+    """Another's lease looks exactly like one that never was."""
+    if owner is not None and owner != lease.owner:
+        raise _unknown(lease.lease_id)
 
 
 def _unknown(lease_id: bytes) -> UnknownLease:

@@ -84,6 +84,7 @@ class SharedMemory:
         default_lease_s: float,
         max_lease_s: float,
         max_leases_per_client: int,
+        max_lease_age_s: float = math.inf,
         is_idle: Callable[[], bool] = lambda: True,
         clock: Callable[[], float] = time.monotonic,
         unix_clock: Callable[[], float] = time.time,
@@ -95,7 +96,7 @@ class SharedMemory:
         self.counters = DeliveryCounters()
         self.num_integrity_failures = 0
         self.is_idle = is_idle
-        self.leases = LeaseTable(clock, max_lease_s, max_leases_per_client)
+        self.leases = LeaseTable(clock, max_lease_s, max_leases_per_client, max_age_s=max_lease_age_s)
         self._default_lease_s = default_lease_s
         self._clock = clock
         self._unix_clock = unix_clock
@@ -198,15 +199,17 @@ class SharedMemory:
             self._unix_ms(lease.expires_at_s),
         )
 
-    def renew(self, lease_id: bytes, ttl_s: float | None) -> int:
-        """When the lease ends now, in milliseconds of Unix time. Raises StaleLease, UnknownLease."""
-        lease = self.leases.renew(lease_id, self._default_lease_s if ttl_s is None else ttl_s)
+    def renew(self, lease_id: bytes, ttl_s: float | None, owner_id: str | None = None) -> int:
+        """When the lease ends now, in milliseconds of Unix time. owner_id: see ``release``. Raises
+        StaleLease, UnknownLease."""
+        lease = self.leases.renew(lease_id, self._default_lease_s if ttl_s is None else ttl_s, owner_id)
         self._arm()
         return self._unix_ms(lease.expires_at_s)
 
-    def release(self, lease_id: bytes, reader: int | None) -> bool:
-        """Whether this released anything. Raises UnknownLease, InvalidRequest."""
-        return self.leases.release(lease_id, reader)
+    def release(self, lease_id: bytes, reader: int | None, owner_id: str | None = None) -> bool:
+        """Whether this released anything. owner_id: whom the lease was granted to, where the caller says.
+        Raises UnknownLease, for another owner's lease too, and InvalidRequest."""
+        return self.leases.release(lease_id, reader, owner_id)
 
     # -- upkeep ----------------------------------------------------------------------------------------
 
@@ -288,6 +291,7 @@ def share(settings: Settings, store: PartitionedStore, instance_id: str) -> Shar
         default_lease_s=settings.lease_default_ms / 1e3,
         max_lease_s=settings.lease_limit_ms / 1e3,
         max_leases_per_client=settings.max_leases_per_client,
+        max_lease_age_s=settings.lease_max_age_ms / 1e3,
     )
 
 

@@ -2,7 +2,8 @@
 
 Owns the choice, from the first probe to the client's end: probes run on a thread of their own, never under a
 call; until one has succeeded, and whenever the broker is away, rows come inline, so that nothing here ever
-fails a client that allows inline. What a probe looks at is ``probe``'s, how rows are read ``reading``'s.
+fails a client that allows inline. What a probe looks at is ``probe``'s, how rows are read ``reading``'s, how
+long the choice is inline because the server refuses anything else ``backoff``'s.
 """
 
 from __future__ import annotations
@@ -13,56 +14,32 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from lm_adapter.errors import EncoderError, TransportUnavailable
-from lm_adapter.leases import LeaseRecord, LeaseReturns
+from lm_adapter.leases import LeaseReturns
 from lm_adapter.transport import arenas, probe
 from lm_adapter.transport.arenas import AttachedArena
+from lm_adapter.transport.backoff import RefusalBackoff
 from lm_adapter.transport.broker_client import BrokerClient
 from lm_adapter.transport.broker_errors import BrokerError
 from lm_adapter.transport.broker_records import BrokerSession
-from lm_adapter.transport.buffers import Bytes, RowsHandling
 from lm_adapter.transport.device_lease import device_in_use, resolve_device
 from lm_adapter.transport.mapping import device_uuid
-from lm_adapter.transport.reading import Reading, Unreadable, read_rows
 from lm_adapter.transport.settings import TransportChoice, TransportSettings
+from lm_adapter.transport.shared import SharedTransport
 from lm_adapter.types import ServerInfo
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["SharedTransport", "TransportChooser"]
+__all__ = ["TransportChooser"]
 
 CONNECT_TIMEOUT_S = 2.0
 RETRY_S = 5.0
 """Between probes that failed for a reason that may pass."""
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class SharedTransport:
-    """A way of delivery that was chosen, for one call. owner_id: of the session that its leases end with."""
-
-    name: str
-    owner_id: bytes
-    lease_ms: int
-    returns: LeaseReturns
-    chooser: TransportChooser
-
-    def read(
-        self, record: LeaseRecord, handling: RowsHandling, out: Bytes | None
-    ) -> tuple[Bytes, Reading | None]:
-        """See ``reading.read_rows``. Raises Unreadable, InvalidRows."""
-        try:
-            arena = self.chooser.arena(record.transport, record.arena_id)
-        except EncoderError as error:
-            reader = handling.reader if record.num_readers > 1 else None
-            self.returns.give_back(record.lease_id, reader)
-            raise Unreadable(f"rows by {record.transport}: {error.message}", stale=False) from error
-        return read_rows(arena, record, self.returns, handling, out)
 
 
 class TransportChooser:
@@ -75,10 +52,12 @@ class TransportChooser:
         *,
         namespace: str = "",
         on_replaced: Callable[[], None] = lambda: None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """on_replaced: what is known of the server is of an instance that is gone."""
         self.settings = settings
         self.returns = returns
+        self.clock = clock
         self._namespace = namespace
         self._on_replaced = on_replaced
         self._broker: BrokerClient | None = None
@@ -94,6 +73,7 @@ class TransportChooser:
         self._probe_again = False
         self._retry_at_s: float | None = 0.0
         self._device_index: int | None = None
+        self._backoff = RefusalBackoff()
         self._choice = self._without_shared(reason)
 
     def __del__(self) -> None:
@@ -112,7 +92,9 @@ class TransportChooser:
             if self._closed:
                 return
             known, self._info = self._info, info
-            if known is not None and _same_server(known, info) and self._choice.is_shared:
+            if known is None or not _same_server(known, info):
+                self._backoff.forget()
+            elif self._choice.is_shared or self._backoff.paused(self.clock()):
                 return
             self._find_device()
             self._start_probe()
@@ -125,8 +107,26 @@ class TransportChooser:
             if self._closed or session is None or not self._choice.is_shared:
                 return None
             return SharedTransport(
-                self._choice.name, session.owner_id.encode(), self.settings.lease_ms, self.returns, self
+                self._choice.name,
+                session.owner_id.encode(),
+                self.settings.lease_ms,
+                self.returns,
+                self,
+                self._backoff.turn,
             )
+
+    def note(self, name: str, turn: int, num_shared: int, refusal: str) -> None:
+        """What became of a call in a way that ``current`` gave: items read, and why others were refused. What
+        keeps being refused is not asked for, until a probe after a pause succeeds; pauses grow."""
+        with self._changed:
+            if num_shared:
+                self._backoff.worked(turn)
+            elif refusal and self.settings.inline_allowed:
+                pause_s = self._backoff.refused(turn, self.clock())
+                if pause_s is not None:
+                    self._retry_at_s = self.clock() + pause_s
+                    reason = self._backoff.why(name, refusal)
+                    self._decide(self._without_shared(reason, {name: refusal}))
 
     def ready(self) -> bool:
         """Whether a call may go now: always where inline is allowed."""
@@ -181,7 +181,10 @@ class TransportChooser:
         """With the lock held. Also takes note that the process has begun to use a GPU."""
         if self._closed or self._info is None or self._thread is not None:
             return
-        due = self._retry_at_s is not None and time.monotonic() >= self._retry_at_s
+        now_s = self.clock()
+        if self._backoff.paused(now_s):
+            return
+        due = self._retry_at_s is not None and now_s >= self._retry_at_s
         if due or (self._device_index is None and self._find_device()):
             self._start_probe()
 
@@ -215,7 +218,9 @@ class TransportChooser:
                 self._probe_again, info = False, self._info
             choice, may_pass = self._probe_all(info)
             with self._changed:
-                self._retry_at_s = time.monotonic() + RETRY_S if may_pass else None
+                if self._backoff.paused(self.clock()):
+                    continue  # begun before the pause
+                self._retry_at_s = self.clock() + RETRY_S if may_pass else None
                 if not self._probe_again:
                     self._decide(choice)
 
@@ -325,6 +330,7 @@ class TransportChooser:
         if session.restarted:
             self._drop_arenas()
         with self._changed:
+            self._backoff.forget()
             self._start_probe()
 
     def _on_lost(self, _session: BrokerSession, error: BrokerError) -> None:
@@ -334,6 +340,7 @@ class TransportChooser:
     def _on_arena_closed(self, arena_id: bytes, _replaced_by: bytes) -> None:
         self._drop_arenas(arena_id)
         with self._changed:
+            self._backoff.forget()
             self._start_probe()
 
     def _drop_arenas(self, arena_id: bytes | None = None) -> None:

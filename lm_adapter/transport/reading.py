@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from lm_adapter.errors import EncoderError, InvalidRows, ItemFailed, StaleRows
@@ -20,7 +20,7 @@ from lm_adapter.transport.buffers import Bytes, RowsHandling
 from lm_adapter.transport.device_lease import Event
 
 if TYPE_CHECKING:
-    from lm_adapter.transport.chooser import SharedTransport
+    from lm_adapter.transport.shared import SharedTransport
 
 __all__ = ["MAX_SHARED_ATTEMPTS", "TRANSPORT_UNAVAILABLE", "Reading", "Receiver", "Unreadable", "read_rows"]
 
@@ -107,7 +107,8 @@ class Reading:
         self._open = False
         if os.getpid() == self._pid:
             self._arena.drop()
-            self._returns.give_back(self._record.lease_id, self._reader, now=now)
+            record = self._record
+            self._returns.give_back(record.lease_id, self._reader, owner_id=record.owner_id, now=now)
 
 
 def read_rows(
@@ -188,8 +189,24 @@ class Receiver:
             raise
         return self.transport.read(record, self.handling, out)
 
+    def owned(self, record: LeaseRecord) -> LeaseRecord:
+        """The record of a lease that this call's owner was given."""
+        if self.transport is None or not record.lease_id:
+            return record
+        return replace(record, owner_id=self.transport.owner_id)
+
     def give_back(self, record: LeaseRecord) -> None:
-        """A lease whose rows are not read."""
+        """A lease whose rows this reader does not read."""
         if self.transport is not None:
-            reader = self.handling.reader if record.num_readers > 1 else None
-            self.transport.returns.give_back(record.lease_id, reader)
+            self.transport.give_back(record, self.handling)
+
+    def give_back_unheard(self, lease_id: bytes, *, own: bool) -> None:
+        """A lease of this call that the other readers will never hear of, for each of them. own: and for this
+        one."""
+        if self.transport is None or not lease_id:
+            return
+        owner_id, num_readers = self.transport.owner_id, self.handling.num_readers
+        for reader in range(num_readers):
+            if own or reader != self.handling.reader:
+                named = reader if num_readers > 1 else None
+                self.transport.returns.give_back(lease_id, named, owner_id=owner_id)
