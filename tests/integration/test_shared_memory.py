@@ -264,7 +264,7 @@ def test_a_call_that_is_cut_off_holds_nothing(shared: Shared) -> None:
 
 
 def assert_same_rows(found: bytes | None, expected: bytes, device: torch.device) -> None:
-    """Of one image, in float32. On a GPU an evicted image that comes again in another batch rounds otherwise."""
+    """Of one image, in float32. On a GPU one that was evicted and comes again may round otherwise."""
     assert found is not None
     if device.type == "cpu":
         assert found == expected
