@@ -12,10 +12,10 @@ CHECKPOINT := build/checkpoints/qwen3_vl-small
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup test test-gpu lint proto proto-check bench demo serve clean
+.PHONY: help setup test test-gpu lint proto proto-check bench bench-transport demo serve clean
 
 help: ## Show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: $(STAMP) ## Create .venv with torch and everything the other targets need
 
@@ -58,6 +58,14 @@ bench: $(STAMP) ## Measure the towers
 	    set -x; $(BIN)/python bench/tower.py; \
 	else \
 	    set -x; $(BIN)/python bench/tower.py --quick --size tiny --device cpu; \
+	fi
+
+# Without a GPU host memory and streams alone; with two the recorded measurement.
+bench-transport: $(STAMP) ## Measure the delivery of rows over every transport
+	@if [ -e /dev/nvidiactl ]; then \
+	    set -x; $(BIN)/python bench/transport.py; \
+	else \
+	    set -x; $(BIN)/python bench/transport.py --quick --device cpu; \
 	fi
 
 demo: $(STAMP) ## Start the service, send photographs, run a language model on the rows, compare
