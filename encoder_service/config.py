@@ -72,6 +72,13 @@ class Settings(BaseSettings):
     )
     ingest_threads: int = Field(2, ge=1, le=256, description="Worker threads that decode and resize.")
     store_bytes: int = Field(2 * GIB, ge=0, description="Rows kept for later requests.")
+    namespace_shares: Annotated[
+        dict[str, Annotated[float, Field(ge=0.001, le=1000.0, allow_inf_nan=False)]], NoDecode
+    ] = Field(
+        {},
+        description="Weights of namespaces' shares of the rows kept, to a thousandth: name=weight, comma "
+        "separated; 1 for the others. Room that nobody claims is anybody's.",
+    )
     broker_path: str = Field(
         "", description="Unix socket that hands out shared memory, an absolute path; empty: inline rows only."
     )
@@ -156,6 +163,8 @@ class Settings(BaseSettings):
                 raise ValueError(f"isolated namespace {name!r} has {num_bytes} bytes, the least is {MIB}")
             if name not in self.broker_tokens:
                 raise ValueError(f"isolated namespace {name!r} needs a token in broker_tokens")
+            if name in self.namespace_shares:
+                raise ValueError(f"isolated namespace {name!r} has all of its arena and no share in another")
         if self.lease_default_ms > self.lease_limit_ms:
             raise ValueError(
                 f"lease_default_ms {self.lease_default_ms} is above lease_limit_ms {self.lease_limit_ms}"
@@ -191,7 +200,7 @@ class Settings(BaseSettings):
                     raise ValueError(f"precision fp8 needs {name} {needed}, found {name} {found}")
         return self
 
-    @field_validator("isolated_namespaces", "broker_tokens", mode="before")
+    @field_validator("isolated_namespaces", "broker_tokens", "namespace_shares", mode="before")
     @classmethod
     def split_by_name(cls, value: object) -> object:
         """``name=value`` pairs in a comma list; the default namespace's name is empty."""
@@ -206,9 +215,7 @@ class Settings(BaseSettings):
             found[name.strip()] = text.strip()
         return found
 
-    @field_validator(
-        "bucket_sizes", "broker_allowed_uids", "shm_allowed_uids", "shm_prefixes", mode="before"
-    )
+    @field_validator("bucket_sizes", "broker_allowed_uids", "shm_allowed_uids", "shm_prefixes", mode="before")
     @classmethod
     def split_list(cls, value: object) -> object:
         """A comma list is accepted from the environment and the command line."""

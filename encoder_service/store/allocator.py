@@ -8,6 +8,7 @@ the holes sorted moves a few machine words per change. Not thread-safe.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections.abc import Mapping
 
 from encoder_service.errors import InternalError
 
@@ -107,6 +108,10 @@ class RangeAllocator:
             first = before
         self._add_hole(first, num_units)
 
+    def plan(self) -> FreeingPlan:
+        """For looking ahead at what freeing ranges would give."""
+        return FreeingPlan(self._taken, self._hole_units, self._hole_before)
+
     def check_integrity(self) -> None:
         """Raises AssertionError unless ranges and holes tile the arena, no two holes touch, and the counts
         and indexes agree."""
@@ -136,6 +141,36 @@ class RangeAllocator:
         del self._hole_before[first + num_units]
         del self._holes[bisect_left(self._holes, _key(first, num_units))]
         return num_units
+
+
+class FreeingPlan:
+    """Holes as they would be without some of the ranges. Changes nothing; void when the allocator changes."""
+
+    def __init__(
+        self, taken: Mapping[int, int], hole_units: Mapping[int, int], hole_before: Mapping[int, int]
+    ) -> None:
+        self._taken, self._real_units, self._real_before = taken, hole_units, hole_before
+        # Those that would be new. They take in the holes beside them, which are therefore looked at second.
+        self._units: dict[int, int] = {}
+        self._before: dict[int, int] = {}
+
+    def free(self, offset: int) -> int:
+        """As if the range that starts at ``offset`` were free, and all those before: the bytes of the hole
+        that it would lie in. O(1)."""
+        first = offset // ALIGNMENT_BYTES
+        num_units = self._taken[first]
+        behind = first + num_units
+        num_units += self._units.pop(behind, 0) or self._real_units.get(behind, 0)
+        before = self._before.pop(first, None)
+        if before is not None:
+            num_units += self._units.pop(before)
+            first = before
+        elif (before := self._real_before.get(first)) is not None:
+            num_units += self._real_units[before]
+            first = before
+        self._units[first] = num_units
+        self._before[first + num_units] = first
+        return num_units * ALIGNMENT_BYTES
 
 
 def _key(first: int, num_units: int) -> int:

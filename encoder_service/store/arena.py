@@ -20,7 +20,7 @@ from typing import Protocol
 import torch
 
 from encoder_service.errors import InternalError
-from encoder_service.store.allocator import ALIGNMENT_BYTES, RangeAllocator
+from encoder_service.store.allocator import ALIGNMENT_BYTES, FreeingPlan, RangeAllocator
 from encoder_service.store.control_page import ControlPage, Probe
 
 PROBE_BYTES = 4096
@@ -128,6 +128,10 @@ class Arena:
     @property
     def largest_hole_bytes(self) -> int:
         return self._allocator.largest_hole_bytes
+
+    def freeing_plan(self) -> FreeingPlan:
+        """For looking ahead at the holes that slots would leave, by their offset."""
+        return self._allocator.plan()
 
     @property
     def fragmentation(self) -> float:

@@ -1,19 +1,20 @@
 """The embedding store in shared memory: each item's rows in a slot of an arena that other processes map.
 
-Owns which rows are worth their slot: least recently used out first, but never rows that a delivery or a
-lease still holds, since that would free nothing. When those fill the arena, new rows are refused and
-nothing is evicted for them in vain. Which namespaces share an arena is ``partitions``'. Not thread-safe:
-used from the event loop only.
+Owns which rows are worth their slot: least recently used out first, each namespace with its fair share, but
+never rows that a delivery or a lease still holds, since that would free nothing. When those fill the arena,
+new rows are refused and nothing is evicted for them in vain. Whose rows go for whom is ``shares``', which
+namespaces share an arena ``partitions``'. Not thread-safe: used from the event loop only.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from encoder_service.store.allocator import ALIGNMENT_BYTES
 from encoder_service.store.arena import Arena, Slot
 from encoder_service.store.embedding_store import Held, StoreCounters, Writing
+from encoder_service.store.shares import FairShares, Name
 from encoder_service.types import EncodedItem
 
 
@@ -26,13 +27,18 @@ class _Entry:
 
 
 class ArenaStore:
-    """See ``embedding_store.RowStore``. Takes the arena over: ``close`` closes it."""
+    """See ``embedding_store.RowStore``. Takes the arena over: ``close`` closes it. weights: see
+    ``shares.FairShares``."""
 
-    def __init__(self, arena: Arena) -> None:
+    def __init__(self, arena: Arena, *, weights: Mapping[str, float] | None = None) -> None:
         self.arena = arena
+        self.shares = FairShares(arena.capacity_bytes, weights)
         self.num_bytes = 0
         self.counters = StoreCounters()
-        self._entries: OrderedDict[tuple[str, bytes], _Entry] = OrderedDict()
+        self._entries: dict[Name, _Entry] = {}
+        # A place in the control page is worth this much of the arena, so that many small rows are no way
+        # around a share.
+        self._place_bytes = arena.capacity_bytes // arena.geometry.num_slots
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -43,7 +49,7 @@ class ArenaStore:
 
     def namespaces(self) -> set[str]:
         """Those that have rows here."""
-        return {namespace for namespace, _ in self._entries}
+        return self.shares.namespaces()
 
     def get(self, namespace: str, key: bytes) -> EncodedItem | None:
         """The item, now the most recently used, or None. Its rows may be read while somebody holds them."""
@@ -51,7 +57,7 @@ class ArenaStore:
         if entry is None:
             self.counters.misses += 1
             return None
-        self._entries.move_to_end((namespace, key))
+        self.shares.use(namespace, key)
         self.counters.hits += 1
         return entry.item
 
@@ -79,9 +85,9 @@ class ArenaStore:
         return True
 
     def begin_put(self, namespace: str, item: EncodedItem) -> Writing | None:
-        """A slot for the item's rows, evicting the least recently used that nobody reads. None when it is
-        larger than the arena, or than what readers leave of it."""
-        slot = self._make_room(item.spec.num_bytes)
+        """A slot for the item's rows, evicting what ``shares`` says and nobody reads. None when it is larger
+        than the arena, or than what readers and other namespaces' shares leave of it."""
+        slot = self._make_room(namespace, item.spec.num_bytes)
         if slot is None:
             self.counters.refused += 1
             return None
@@ -94,15 +100,29 @@ class ArenaStore:
             self.cancel_put(writing)
             return
         name = (writing.namespace, writing.item.key)
+        cost_bytes = self._cost_bytes(writing.slot.num_bytes)
+        self.shares.unreserve(writing.namespace, cost_bytes)
         self.arena.publish(writing.slot)
         if name in self._entries:
             self._remove(name)
         self._entries[name] = _Entry(replace(writing.item, rows=writing.target), writing.slot)
+        self.shares.keep(*name, cost_bytes)
         self.num_bytes += writing.slot.num_bytes
 
     def cancel_put(self, writing: Writing) -> None:
         """Gives the slot back."""
+        self.shares.unreserve(writing.namespace, self._cost_bytes(writing.slot.num_bytes))
         self.arena.drop(writing.slot)
+
+    def next_victims(self, namespace: str, num_bytes: int) -> list[Name]:
+        """What would go, first to last, for num_bytes more of the namespace's, if nobody read any of it."""
+        names: list[Name] = []
+        for name in self.shares.victims(namespace, num_bytes, lambda _: True):
+            names.append(name)
+            num_bytes -= self._entries[name].slot.num_bytes
+            if num_bytes <= 0:
+                break
+        return names
 
     def close(self) -> None:
         """Forgets every item and closes the arena. Twice is once."""
@@ -114,6 +134,8 @@ class ArenaStore:
         """Raises AssertionError unless the arena is sound and every entry's rows are readable in a slot of
         their own."""
         self.arena.check_integrity()
+        self.shares.check_integrity()
+        assert sum(map(self.shares.num_entries, self.namespaces())) == len(self._entries)
         assert self.num_bytes == sum(entry.slot.num_bytes for entry in self._entries.values())
         assert len({entry.slot for entry in self._entries.values()}) == len(self._entries)
         for (_, key), entry in self._entries.items():
@@ -122,33 +144,51 @@ class ArenaStore:
             view = self.arena.view(entry.slot, entry.item.rows.shape, entry.item.rows.dtype)
             assert view.data_ptr() == entry.item.rows.data_ptr()
 
-    def _make_room(self, num_bytes: int) -> Slot | None:
+    def _make_room(self, namespace: str, num_bytes: int) -> Slot | None:
+        """A slot, whose cost is reserved for the namespace until ``finish_put`` or ``cancel_put``."""
         if num_bytes > self.max_bytes:
             return None
         slot = self.arena.allocate(num_bytes)
-        while slot is None:
-            # Where enough is free and only scattered, or places in the control page lack, one more goes.
-            victims = self._evictable(max(1, num_bytes - self.arena.free_bytes))
+        if slot is None:
+            victims = self._evictable(namespace, num_bytes)
             if victims is None:
                 return None
             for name in victims:
                 self._remove(name)
+                self.counters.evicted_for_others += name[0] != namespace
             self.counters.evictions += len(victims)
             slot = self.arena.allocate(num_bytes)
+            assert slot is not None
+        self.shares.reserve(namespace, self._cost_bytes(num_bytes))
         return slot
 
-    def _evictable(self, num_bytes: int) -> list[tuple[str, bytes]] | None:
-        """The least recently used that free at least num_bytes together; None when no set of them does."""
-        names, found_bytes = [], 0
-        for name, entry in self._entries.items():
-            if self.arena.num_holders(entry.slot) == 1:
-                names.append(name)
-                found_bytes += -(-entry.slot.num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-                if found_bytes >= num_bytes:
-                    return names
+    def _evictable(self, namespace: str, num_bytes: int) -> list[Name] | None:
+        """What goes for num_bytes of the namespace's; None when what may go leaves no hole of that size."""
+        if self.arena.closed:
+            return None
+        names: list[Name] = []
+        plan, largest_bytes = self.arena.freeing_plan(), self.arena.largest_hole_bytes
+        for name in self.shares.victims(namespace, self._cost_bytes(num_bytes), self._is_unread):
+            names.append(name)
+            largest_bytes = max(largest_bytes, plan.free(self._entries[name].slot.offset_bytes))
+            # Also where only places in the control page lacked: a victim leaves one.
+            if largest_bytes >= num_bytes:
+                return names
         return None
 
-    def _remove(self, name: tuple[str, bytes]) -> None:
+    def _is_unread(self, name: Name) -> bool:
+        return self.arena.num_holders(self._entries[name].slot) == 1
+
+    def _cost_bytes(self, num_bytes: int) -> int:
+        """What a slot counts against its namespace's share."""
+        return max(_aligned(num_bytes), self._place_bytes)
+
+    def _remove(self, name: Name) -> None:
         entry = self._entries.pop(name)
+        self.shares.forget(*name)
         self.num_bytes -= entry.slot.num_bytes
         self.arena.drop(entry.slot)
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES

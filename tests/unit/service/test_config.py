@@ -50,6 +50,20 @@ def test_every_setting_says_what_it_is() -> None:
         ({"broker_tokens": "a=x,a=y"}, "'a' is not one name=value"),
         ({"broker_mode": "9"}, "broker_mode"),
         ({"lease_default_ms": 300_001}, "lease_default_ms 300001 is above lease_limit_ms 300000"),
+        ({"lease_limit_ms": 600_001}, "lease_limit_ms 600001 is above lease_max_age_ms 600000"),
+        ({"namespace_shares": "a=0"}, "namespace_shares.a"),
+        ({"namespace_shares": "a=1001"}, "namespace_shares.a"),
+        ({"namespace_shares": "a=nan"}, "namespace_shares.a"),
+        ({"namespace_shares": "a=1,a=2"}, "'a' is not one name=value"),
+        (
+            {
+                "broker_path": "/b",
+                "isolated_namespaces": "a=1048576",
+                "broker_tokens": "a=x",
+                "namespace_shares": "a=2",
+            },
+            "'a' has all of its arena",
+        ),
     ],
 )
 def test_wrong_settings_are_refused_by_name(given: dict[str, object], text: str) -> None:
@@ -63,11 +77,13 @@ def test_names_and_values_come_as_a_comma_list(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("VE_ISOLATED_NAMESPACES", "a=1048576, b=2097152")
     monkeypatch.setenv("VE_BROKER_TOKENS", "a=one,b=t=o,=three")
     monkeypatch.setenv("VE_BROKER_ALLOWED_UIDS", "0, 1000")
+    monkeypatch.setenv("VE_NAMESPACE_SHARES", "=2, c=0.25")
     settings = parse_settings(model=Path("/m"))
     assert settings.isolated_namespaces == {"a": 1 << 20, "b": 2 << 20}
     tokens = {name: token.get_secret_value() for name, token in settings.broker_tokens.items()}
     assert tokens == {"a": "one", "b": "t=o", "": "three"}
     assert settings.broker_allowed_uids == (0, 1000)
+    assert settings.namespace_shares == {"": 2.0, "c": 0.25}
 
 
 def test_a_token_is_in_no_text(capsys: pytest.CaptureFixture[str]) -> None:

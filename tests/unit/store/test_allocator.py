@@ -152,6 +152,19 @@ class AllocatorMachine(RuleBasedStateMachine):
         self.allocator.free(offset)
         self.taken.difference_update(self.units_of.pop(offset))
 
+    @rule(data=st.data())
+    def look_ahead(self, data: st.DataObject) -> None:
+        plan, taken = self.allocator.plan(), set(self.taken)
+        for offset in data.draw(st.permutations(sorted(self.units_of))):
+            units = self.units_of[offset]
+            taken.difference_update(units)
+            start, stop = units.start, units.stop
+            while start > 0 and start - 1 not in taken:
+                start -= 1
+            while stop < SIZE // ALIGNMENT_BYTES and stop not in taken:
+                stop += 1
+            assert plan.free(offset) == (stop - start) * ALIGNMENT_BYTES
+
     @invariant()
     def counts_agree(self) -> None:
         self.allocator.check_integrity()
