@@ -23,23 +23,22 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
+from encoder_service.engine.pixels import Pixels, StaticBuffers, write_pixels
 from encoder_service.engine.pool import borrowed_view, pool_bytes
-from encoder_service.engine.staging import Layout, Staging
+from encoder_service.engine.staging import SOURCES, Layout, Staging
 from encoder_service.engine.streams import Event, Streams, streams_of
-from encoder_service.errors import ConfigurationError, InternalError, NotReady, PixelTensorMismatch
+from encoder_service.errors import ConfigurationError, InternalError, NotReady
 from encoder_service.scheduler.buckets import Bucket, BucketLadder
-from encoder_service.towers.fused_inputs import BucketShape, FusedInputs
+from encoder_service.towers.fused_inputs import BatchShape, BucketShape, FusedInputs, ShapeRows
 from encoder_service.types import Grid
 
 WARM_UP_RUNS = 2
-
-# Either the patches of each item, [P of the item, patch_dim] on any device, or a function that writes all of
-# them into the [P, patch_dim] tensor it is given, in the current stream.
-Pixels: TypeAlias = Sequence[torch.Tensor] | Callable[[torch.Tensor], None]
 
 
 class BucketedTower(Protocol):
@@ -54,6 +53,7 @@ class BucketedTower(Protocol):
     def dtype(self) -> torch.dtype: ...
     def prepare(self, grids: Sequence[Grid]) -> FusedInputs: ...
     def pad(self, inputs: FusedInputs, bucket: BucketShape) -> FusedInputs: ...
+    def shape_of(self, shapes: ShapeRows) -> BatchShape: ...
     def __call__(self, inputs: FusedInputs) -> torch.Tensor: ...
 
 
@@ -70,13 +70,15 @@ class CaptureRecord:
 class GraphCounters:
     """replays: graph replays by bucket. padded_runs: eager runs on a bucket's padded shapes, where nothing
     is captured. eager_runs: batches that no bucket takes. real_patches, padded_patches: patches of batches
-    and of the padding added to them, over replays and padded runs."""
+    and of the padding added to them, over replays and padded runs. replay_host_s: seconds that the host spent
+    in replays, most of what a step costs it."""
 
     replays: Counter[Bucket] = field(default_factory=Counter)
     padded_runs: Counter[Bucket] = field(default_factory=Counter)
     eager_runs: int = 0
     real_patches: int = 0
     padded_patches: int = 0
+    replay_host_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -134,15 +136,20 @@ class GraphRunner:
             most_bytes = max(layout.num_bytes for layout in self._layouts.values())
             self._metadata = torch.zeros(most_bytes, dtype=torch.uint8, device=device)
             self._pixels = torch.zeros(ladder.max_patches, tower.patch_dim, dtype=tower.dtype, device=device)
-            self._staging = Staging(most_bytes, device, self.streams)
+            self._staging = Staging(self._metadata, self.streams)
             self._inputs = {bucket: self._static_inputs(bucket) for bucket in ladder.buckets}
-            self._items = {bucket: inputs.items for bucket, inputs in self._inputs.items()}
+            self._static = {bucket: self._static_buffers(bucket) for bucket in ladder.buckets}
         self._finished = self.streams.make_event()
 
     @property
     def ready(self) -> bool:
         """Whether every bucket that is to be captured has been."""
         return not self._capture or len(self._graphs) == len(self.ladder)
+
+    @property
+    def captures(self) -> bool:
+        """Whether batches that a bucket takes are replayed."""
+        return self._capture
 
     @property
     def max_rows(self) -> int:
@@ -160,10 +167,17 @@ class GraphRunner:
         """The most items that a bucket's table has room for."""
         return max(bucket.num_sequences for bucket in self.ladder.buckets)
 
-    def items(self, bucket: Bucket) -> torch.Tensor:
-        """The item table on the device that this bucket's graph reads: FusedInputs.items of the batch that
-        is being launched, for what ``pixels`` enqueues."""
-        return self._items[bucket]
+    def static(self, bucket: Bucket) -> StaticBuffers:
+        """What this bucket's graph reads, for what enqueues work between the metadata and the replay."""
+        return self._static[bucket]
+
+    def shape_of(self, shapes: ShapeRows) -> BatchShape:
+        """A batch of which no more is known than rows of shapes, for ``choose`` and ``launch_staged``."""
+        return self._tower.shape_of(shapes)
+
+    def choose(self, batch: BatchShape) -> Bucket | None:
+        """``can_use`` for a batch's shape."""
+        return self.ladder.choose(batch.num_patches, batch.num_sequences, batch.max_seqlen, batch.num_frames)
 
     def can_use(self, inputs: FusedInputs) -> Bucket | None:
         """The bucket that this batch, unpadded, would run in; None: eager."""
@@ -195,8 +209,7 @@ class GraphRunner:
         Raises NotReady before every bucket is captured, PixelTensorMismatch for another number of patches
         than ``inputs`` has, and whatever ``pixels`` and ``consume`` raise.
         """
-        if not self.ready:
-            raise NotReady(f"{len(self._graphs)} of {len(self.ladder)} graphs are captured")
+        self._check_ready()
         self._wait_for_readers()
         bucket = self.can_use(inputs)
         compute = self.streams.compute
@@ -204,9 +217,35 @@ class GraphRunner:
             if bucket is None:
                 compute.run(lambda: consume(self._run_eager(inputs, pixels)))
             else:
-                self._staging.load(self._tower.pad(inputs, bucket), self._layouts[bucket], self._metadata)
+                self._staging.load(self._tower.pad(inputs, bucket), self._layouts[bucket])
                 compute.run(lambda: consume(self._run_bucket(bucket, inputs, pixels)))
         finally:  # also when it failed half way: what was enqueued may use the static buffers
+            compute.record(self._finished)
+
+    def launch_staged(
+        self,
+        batch: BatchShape,
+        bucket: Bucket,
+        sources: npt.NDArray[np.int64],
+        write: Callable[[], None],
+        consume: Callable[[torch.Tensor], None],
+    ) -> None:
+        """``launch`` of a batch that ``bucket`` takes and whose pixels are on the device: its metadata is
+        laid out where it is transferred from, and ``write`` enqueues what fills the bucket's pixels, padding
+        with zeros, from ``static``. sources: int64 [I, 2], what ``static(bucket).sources_I2`` will be.
+        Whoever calls this is in inference mode."""
+        self._check_ready()
+        self._wait_for_readers()
+        compute = self.streams.compute
+
+        def run() -> None:
+            write()
+            consume(self._forward(bucket, batch))
+
+        try:
+            self._staging.load_shape(batch, sources, self._layouts[bucket])
+            compute.run(run)
+        finally:
             compute.record(self._finished)
 
     def hold(self, event: torch.cuda.Event) -> None:
@@ -248,7 +287,7 @@ class GraphRunner:
         """Warm-up and capture on the side stream, with a full batch in the static buffers: kernels that are
         chosen by measuring see what they will run."""
         filled = self._filled(bucket)
-        self._staging.load(filled, self._layouts[bucket], self._metadata)
+        self._staging.load(filled, self._layouts[bucket])
         self._pixels[: bucket.num_patches].normal_()
         inputs = replace(self._inputs[bucket], seqlens=filled.seqlens)
         current = torch.cuda.current_stream(self._device)
@@ -284,17 +323,28 @@ class GraphRunner:
         there could be another caller's, or not finite."""
         write_pixels(self._pixels[: inputs.num_patches], pixels)
         self._pixels[inputs.num_patches : bucket.num_patches].zero_()
+        return self._forward(bucket, inputs)
+
+    def _forward(self, bucket: Bucket, batch: FusedInputs | BatchShape) -> torch.Tensor:
+        """Rows of a batch whose padded inputs are in place."""
+        counters, num_patches = self.counters, batch.num_patches
         captured = self._graphs.get(bucket)
         if captured is not None:
+            started_s = self._clock()
             captured.graph.replay()
+            counters.replay_host_s += self._clock() - started_s
             rows = captured.rows
-            self.counters.replays[bucket] += 1
+            counters.replays[bucket] += 1
         else:
-            rows = self._tower(replace(self._inputs[bucket], seqlens=inputs.seqlens))
-            self.counters.padded_runs[bucket] += 1
-        self.counters.real_patches += inputs.num_patches
-        self.counters.padded_patches += bucket.num_patches - inputs.num_patches
-        return rows[: inputs.num_rows]
+            rows = self._tower(replace(self._inputs[bucket], seqlens=batch.seqlens))
+            counters.padded_runs[bucket] += 1
+        counters.real_patches += num_patches
+        counters.padded_patches += bucket.num_patches - num_patches
+        return rows[: batch.num_rows]
+
+    def _check_ready(self) -> None:
+        if not self.ready:
+            raise NotReady(f"{len(self._graphs)} of {len(self.ladder)} graphs are captured")
 
     def _wait_for_readers(self) -> None:
         """The static buffers and the pool are free once the launch before, and every held read, is over."""
@@ -305,8 +355,9 @@ class GraphRunner:
 
     def _static_inputs(self, bucket: Bucket) -> FusedInputs:
         """The views of the static buffers that this bucket's graph reads."""
+        views = self._layouts[bucket].views(self._metadata)
         return FusedInputs(
-            **self._layouts[bucket].views(self._metadata),
+            table=views["table"],
             seqlens=(),
             max_seqlen=bucket.max_seqlen,
             num_slots=bucket.num_sequences,
@@ -315,6 +366,10 @@ class GraphRunner:
             num_frames=bucket.num_frames,
             pixel_values=self._pixels[: bucket.num_patches],
         )
+
+    def _static_buffers(self, bucket: Bucket) -> StaticBuffers:
+        sources_I2 = self._layouts[bucket].views(self._metadata)[SOURCES]
+        return StaticBuffers(self._inputs[bucket].items, sources_I2, self._pixels[: bucket.num_patches])
 
     def _filled(self, bucket: Bucket) -> FusedInputs:
         """Metadata of a batch that fills the bucket, padded, on the host."""
@@ -342,23 +397,3 @@ def filling_grids(bucket: Bucket, merge_size: int) -> list[Grid]:
     if rest and count < bucket.num_sequences:
         grids.append(Grid(1, merge_size, rest * merge_size))
     return grids
-
-
-def write_pixels(target: torch.Tensor, pixels: Pixels) -> None:
-    """Patches into ``target`` [P, patch_dim]. Raises PixelTensorMismatch for another shape."""
-    if callable(pixels):
-        pixels(target)
-        return
-    num_patches, patch_dim = target.shape
-    given = sum(patches.shape[0] for patches in pixels)
-    if given != num_patches or any(patches.shape[1:] != (patch_dim,) for patches in pixels):
-        raise PixelTensorMismatch(
-            f"pixels have shapes {[tuple(patches.shape) for patches in pixels]}, {given} rows together, the "
-            f"batch needs {num_patches} rows of {patch_dim}",
-            found=given,
-            needed=num_patches,
-        )
-    first = 0
-    for patches in pixels:
-        target[first : first + patches.shape[0]].copy_(patches, non_blocking=True)
-        first += patches.shape[0]

@@ -4,22 +4,36 @@ Owns the order of a step. Pixels travel into a slot in the upload stream; the co
 cuts patches into the buffer that graphs read, runs the forward pass, and copies the rows out of it; the
 sink takes them from there in the download stream. Which items form the batch, and what happens when it
 fails, is the engine's.
+
+What a step costs the host does not grow with the batch, but for joining what was found out about each item
+beforehand (``patches.Upload``) and for the driver's part of each copy: the number of tensor operations is
+the same for one item and for sixty-four.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from typing import Protocol
 
+import numpy as np
 import torch
 
+from encoder_service.engine.copies import batch_copies_of
+from encoder_service.engine.cuts import StagedCuts
 from encoder_service.engine.graphs import GraphRunner
-from encoder_service.engine.patches import StagedBatch, cutter_for, host_pixels
+from encoder_service.engine.patches import Upload, cutter_for, upload_of
 from encoder_service.engine.rows import HostRows, RowSink, RowTarget
-from encoder_service.engine.staging import ALIGNMENT_BYTES, PixelStaging
+from encoder_service.engine.staging import (
+    ALIGNMENT_BYTES,
+    IS_PINNED,
+    NUM_UPLOAD_COLUMNS,
+    PixelStaging,
+)
 from encoder_service.engine.streams import Event, streams_of
 from encoder_service.ingest.preprocessor import Preprocessor
+from encoder_service.towers.fused_inputs import MAX_SIDE
 from encoder_service.towers.tower import Tower
 from encoder_service.types import FrameItem, Grid, PatchItem, TowerItem
 
@@ -67,6 +81,9 @@ class TowerLauncher:
         self._graphs = graphs
         self._cutter = cutter_for(preprocessor, device)
         self._pixels: PixelStaging | None = None
+        self._cuts: StagedCuts | None = None
+        # Pairs of timed events, given back by the threads that wait: making them costs more than recording.
+        self._events: deque[tuple[Event, Event]] = deque()
         # Ordinary tensors, as those of the graph runner are; pinned ones belong to the current device.
         current = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
         with torch.inference_mode(False), torch.no_grad(), current:
@@ -77,28 +94,33 @@ class TowerLauncher:
                 self._streams = graphs.streams
                 max_rows = graphs.max_rows
                 num_bytes = graphs.pixel_bytes + graphs.max_items * ALIGNMENT_BYTES
-                self._pixels = PixelStaging(num_bytes, graphs.max_items, device, self._streams)
+                self._pixels = PixelStaging(
+                    num_bytes, graphs.max_items, device, self._streams, batch_copies_of(device)
+                )
+                self._cuts = StagedCuts(graphs, self._cutter, self._pixels.memory)
             self._sink = sink or HostRows(tower.width, tower.dtype, device, self._streams, max_rows)
 
     @torch.inference_mode()
     def launch(self, items: Sequence[TowerItem]) -> LaunchedBatch:
         tower, compute = self._tower, self._streams.compute
-        sources = [host_pixels(item, tower) for item in items]
-        target = self._sink.open([tower.num_rows(item.grid) for item in items])
-        started, ended = self._streams.make_timed_event(), self._streams.make_timed_event()
+        uploads = [upload_of(item, tower) for item in items]
+        target = self._sink.open([one.num_rows for one in uploads])
+        started, ended = events = self._take_events()
+        # Kept until the batch was waited for: the device reads pinned pixels in its own time, and torch's
+        # allocator, which a batched copy does not tell, would give the memory of a dropped one to the next.
+        pixels = [one.pixels for one in uploads]
         try:
             if self._graphs is not None:
-                self._launch_fast(self._graphs, items, sources, target, started)
+                self._launch_fast(self._graphs, items, uploads, pixels, target, started)
             else:
                 compute.record(started)
-                compute.run(lambda: target.write(self._run_plain(items, sources)))
+                compute.run(lambda: target.write(self._run_plain(items, pixels)))
             compute.record(ended)
             target.send(ended)
         except BaseException:
             target.abandon()
             raise
-        # Pinned pixels live until the device has read them.
-        return LaunchedBatch(target, started, ended, sources if self._device.type == "cuda" else [])
+        return LaunchedBatch(target, events, pixels, self._events)
 
     def probe(self) -> None:
         self._streams.compute.probe()
@@ -123,40 +145,48 @@ class TowerLauncher:
             out = torch.empty(grids[-1].num_patches, tower.patch_dim, dtype=tower.dtype, device=self._device)
             self._cutter.cut(frames_THWC.to(self._device), out)
 
+    def _take_events(self) -> tuple[Event, Event]:
+        try:
+            return self._events.popleft()
+        except IndexError:
+            return self._streams.make_timed_event(), self._streams.make_timed_event()
+
     def _launch_fast(
         self,
         graphs: GraphRunner,
         items: Sequence[TowerItem],
-        sources: Sequence[torch.Tensor],
+        uploads: Sequence[Upload],
+        pixels: list[torch.Tensor],
         target: RowTarget,
         started: Event,
     ) -> None:
-        inputs = graphs.prepare([item.grid for item in items])
         assert self._pixels is not None
-        bucket = graphs.can_use(inputs)
-        staged = self._pixels.upload(sources) if bucket is not None else None
-        if bucket is None or staged is None:  # eager, and in the compute stream from start to end
-            self._streams.compute.record(started)
-            graphs.launch(inputs, lambda out: self._write_unstaged(out, items, sources), target.write)
+        assert self._cuts is not None
+        compute, cuts = self._streams.compute, self._cuts
+        rows = np.frombuffer(b"".join([one.row for one in uploads]), np.int64)
+        rows = rows.reshape(-1, NUM_UPLOAD_COLUMNS)
+        batch = graphs.shape_of(rows)
+        bucket = graphs.choose(batch)
+        staged = None
+        # A side beyond the tables', which only a longer sequence can have, is refused with the rest below.
+        if bucket is not None and batch.max_seqlen <= MAX_SIDE:
+            staged = self._pixels.upload(rows, pixels, all_pinned=batch.sums[IS_PINNED] == len(items))
+        if bucket is None or staged is None:  # eager or unstaged, and in the compute stream from start to end
+            inputs = graphs.prepare([item.grid for item in items])
+            compute.record(started)
+            graphs.launch(inputs, lambda out: self._write_unstaged(out, items, pixels), target.write)
             return
-        slot, offsets = staged
 
-        def write(out: torch.Tensor) -> None:
+        def write() -> None:
             # Not before the metadata: a device that has nothing to do would count the host's work as its own.
-            self._streams.compute.record(started)
-            self._cutter.cut_staged(StagedBatch(items, slot, offsets, graphs.items(bucket)), out)
-            first = 0
-            for item, offset, source in zip(items, offsets, sources, strict=True):
-                if isinstance(item, PatchItem):
-                    rows = out[first : first + item.grid.num_patches]
-                    rows.copy_(slot.read(offset, source), non_blocking=True)
-                first += item.grid.num_patches
+            compute.record(started)
+            cuts.write(bucket, items, staged)
 
-        self._streams.compute.wait(slot.copied)
+        compute.wait(staged.slot.copied)
         try:
-            graphs.launch(inputs, write, target.write)
+            graphs.launch_staged(batch, bucket, staged.sources, write, target.write)
         finally:  # also when it failed half way: what was enqueued may read the slot
-            self._streams.compute.record(slot.consumed)
+            compute.record(staged.slot.consumed)
 
     def _write_unstaged(
         self, out: torch.Tensor, items: Sequence[TowerItem], sources: Sequence[torch.Tensor]
@@ -182,20 +212,32 @@ class TowerLauncher:
 
 
 class LaunchedBatch:
-    """A batch that the device was handed. sources: host memory that its transfers read."""
+    """A batch that the device was handed. events: around it, given back to ``pool`` when it was waited for.
+    held: host memory that its transfers read; shared with the slot that it travels into, and emptied for
+    both."""
 
     def __init__(
-        self, target: RowTarget, started: Event, ended: Event, sources: Sequence[torch.Tensor]
+        self,
+        target: RowTarget,
+        events: tuple[Event, Event],
+        held: list[torch.Tensor],
+        pool: deque[tuple[Event, Event]],
     ) -> None:
         self._target = target
-        self._started = started
-        self._ended = ended
-        self._sources = sources
+        self._events: tuple[Event, Event] | None = events
+        self._held = held
+        self._pool = pool
+        self._device_s = 0.0
 
     def wait(self) -> float:
         self._target.wait()
-        self._sources = ()
-        return self._started.elapsed_time(self._ended) / 1e3
+        self._held.clear()
+        if self._events is not None:
+            events, self._events = self._events, None
+            started, ended = events
+            self._device_s = started.elapsed_time(ended) / 1e3
+            self._pool.append(events)
+        return self._device_s
 
     def collect(self) -> Iterator[torch.Tensor]:
         return self._target.collect()

@@ -1,36 +1,68 @@
 """Patches of a batch on the device: uint8 frames cut and normalised, or a caller's own patches, into the
 buffer that the forward pass reads.
 
-Owns the choice between the kernels and the preprocessor's own arithmetic, which give the same bits, and the
-check that what is cut is there. Where pixels come from and when they may be read is the launch's.
+Owns what of an item travels, with the check that it is there; the choice between the kernels and the
+preprocessor's own arithmetic, which give the same bits; and the graphs that the kernel's launches are
+captured in. Where pixels come from and when they may be read is the launch's.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, replace
+from typing import Protocol, TypeVar
 
+import numpy as np
 import torch
 
-from encoder_service.engine.staging import PixelSlot
+from encoder_service.engine.staging import StagedPixels
 from encoder_service.errors import PixelTensorMismatch
 from encoder_service.ingest.moonvit import MoonViTPreprocessor
 from encoder_service.ingest.preprocessor import Preprocessor
 from encoder_service.ingest.qwen_vl import QwenVLPreprocessor
+from encoder_service.towers.fused_inputs import shape_row
 from encoder_service.towers.tower import Tower
-from encoder_service.types import FrameItem, TowerItem
+from encoder_service.types import FrameItem, PatchItem, TowerItem
+
+ItemT = TypeVar("ItemT", bound=TowerItem)
 
 
-@dataclass(frozen=True)
-class StagedBatch:
-    """A batch whose pixels lie in a slot, each item's from its byte in ``offsets`` on. table: its
-    FusedInputs.items on the device, perhaps padded to a bucket."""
+@dataclass(frozen=True, slots=True)
+class Upload:
+    """What of an item travels to ``tower``, found out once. pixels: contiguous. row: staging's UPLOAD_COLUMNS
+    as int64, in bytes, so that the rows of a batch are joined and read without a look at each. num_rows: the
+    item's visual tokens."""
 
-    items: Sequence[TowerItem]
-    slot: PixelSlot
-    offsets: Sequence[int]
-    table_I5: torch.Tensor
+    tower: Tower
+    pixels: torch.Tensor
+    row: bytes
+    num_rows: int
+
+
+def upload_of(item: TowerItem, tower: Tower) -> Upload:
+    """What of the item travels. Raises PixelTensorMismatch and GridMismatch."""
+    known = item.upload
+    if type(known) is Upload and known.tower is tower:
+        return known
+    pixels = host_pixels(item, tower)
+    tower.check_grid(item.grid)
+    row = (
+        *shape_row(item.grid, merges_time=tower.merges_time),
+        pixels.data_ptr(),
+        pixels.nbytes,
+        len(pixels) if isinstance(item, FrameItem) else 0,
+        tower.device.type == "cpu" or pixels.is_pinned(),
+    )
+    return Upload(tower, pixels, np.array(row, np.int64).tobytes(), tower.num_rows(item.grid))
+
+
+def looked_through(item: ItemT, tower: Tower) -> ItemT:
+    """The item with its ``upload``, for ingest's worker threads: launches then need not look at it. Raises as
+    ``upload_of`` does."""
+    upload = upload_of(item, tower)
+    if isinstance(item, PatchItem):  # not two copies where they had to be rounded
+        return replace(item, pixel_values=upload.pixels, upload=upload)
+    return replace(item, upload=upload)
 
 
 class Cutter(Protocol):
@@ -38,8 +70,18 @@ class Cutter(Protocol):
         """One item's uint8 frames, on the device, into out [P of the item, patch_dim]."""
 
     def cut_staged(self, batch: StagedBatch, out: torch.Tensor) -> None:
-        """The frames of a whole batch into out [P, patch_dim]; the rows of items that came as patches stay
-        as they are."""
+        """A whole batch into out [P, patch_dim], frames and patches; rows past the batch's become zeros."""
+
+
+@dataclass(frozen=True)
+class StagedBatch:
+    """A batch whose pixels lie in a slot. table, sources: FusedInputs.items of it on the device and, for each
+    item, StagedPixels.sources; both perhaps padded to a bucket."""
+
+    items: Sequence[TowerItem]
+    staged: StagedPixels
+    table_I5: torch.Tensor
+    sources_I2: torch.Tensor
 
 
 def cutter_for(preprocessor: Preprocessor, device: torch.device) -> Cutter:
@@ -59,12 +101,16 @@ class PlainCutter:
         out.copy_(self._preprocessor.patchify(frames_THWC))
 
     def cut_staged(self, batch: StagedBatch, out: torch.Tensor) -> None:
+        slot, offsets, held = batch.staged.slot, batch.staged.offsets, batch.staged.held
         first = 0
-        for item, offset in zip(batch.items, batch.offsets, strict=True):
+        for item, offset, pixels in zip(batch.items, offsets.tolist(), held, strict=True):
             rows = out[first : first + item.grid.num_patches]
             if isinstance(item, FrameItem):
-                self.cut(batch.slot.read(offset, item.frames_THWC), rows)
+                self.cut(slot.read(offset, pixels), rows)
+            else:
+                rows.copy_(slot.read(offset, pixels))
             first += item.grid.num_patches
+        out[first:].zero_()
 
 
 class KernelCutter:
@@ -98,12 +144,16 @@ class KernelCutter:
         )
 
     def cut_staged(self, batch: StagedBatch, out: torch.Tensor) -> None:
-        if not any(isinstance(item, FrameItem) for item in batch.items):
-            return
+        self.cut_table(batch.staged.slot.all_memory, batch.table_I5, batch.sources_I2, out)
+
+    def cut_table(
+        self, memory: torch.Tensor, table_I5: torch.Tensor, sources_I2: torch.Tensor, out: torch.Tensor
+    ) -> None:
+        """``cut_staged`` of what tensors say alone. memory: that of both pixel slots."""
         self._kernels.patchify_items(
-            batch.slot.memory,
-            batch.table_I5,
-            batch.slot.sources[: len(batch.table_I5)],
+            memory,
+            table_I5,
+            sources_I2[: len(table_I5)],
             out,
             *self._normalisation,
             patch_size=self._patch_size,
@@ -140,4 +190,5 @@ def host_pixels(item: TowerItem, tower: Tower) -> torch.Tensor:
             found=list(given),
             needed=list(expected),
         )
-    return item.pixel_values.to(tower.dtype).contiguous()
+    patches = item.pixel_values
+    return (patches if patches.dtype == tower.dtype else patches.to(tower.dtype)).contiguous()

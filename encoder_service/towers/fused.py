@@ -23,7 +23,14 @@ import torch
 from torch.nn.functional import linear
 
 from encoder_service.towers.attention import AttentionBackend, SequenceBounds
-from encoder_service.towers.fused_inputs import MAX_SIDE, BucketShape, FusedInputBuilder, FusedInputs
+from encoder_service.towers.fused_inputs import (
+    MAX_SIDE,
+    BatchShape,
+    BucketShape,
+    FusedInputBuilder,
+    FusedInputs,
+    ShapeRows,
+)
 from encoder_service.towers.gemm import Rotary, RotaryLayout, turns_of
 from encoder_service.towers.gemm.per_rows import TORCH_CHOICES, GemmChoices
 from encoder_service.towers.layers import Merger
@@ -111,6 +118,10 @@ class FusedTower(Tower):
     def pad(self, inputs: FusedInputs, bucket: BucketShape) -> FusedInputs:
         """The batch in a bucket's static shapes, still on the host. See FusedInputBuilder.pad."""
         return self._inputs.pad(inputs, bucket)
+
+    def shape_of(self, shapes: ShapeRows) -> BatchShape:
+        """What a batch adds up to. See FusedInputBuilder.shape_of."""
+        return self._inputs.shape_of(shapes)
 
     # -- device ----------------------------------------------------------------------------------------
 

@@ -120,8 +120,9 @@ def patchify_items(
 
     pixels: uint8 [B]. items: int32 [I, 5], FusedInputs.items; P may be more than the items', and rows past
     them become zeros. sources: int64 [I, 2], the even byte at which an item's frames begin, one after the
-    other, each [H, W, 3] without gaps, and how many there are, more than tp * (t - 1) and at most tp * t;
-    the rows of an item whose byte is negative are left as they are. What padded slots say is not read.
+    other, each [H, W, 3] without gaps, and how many there are, more than tp * (t - 1) and at most tp * t; or
+    0 where the item's patches lie there, as they are to be and in out's dtype, at a multiple of its size.
+    The rows of an item whose byte is negative are left as they are. What padded slots say is not read.
     Patches stand in merge order, or frame by frame in raster order where ``merges_time``.
     """
     num_patches, num_items = out.shape[0], items_I5.shape[0]
@@ -252,7 +253,17 @@ def _patchify_items_kernel(
     out_row_ptr = out_ptr + (first + member).to(tl.int64) * OUT_STRIDE
     if slot < tl.load(item_ptr + FRAMES):
         start = tl.load(sources_ptr + item * 2)
-        if start >= 0:
+        num_frames = tl.load(sources_ptr + item * 2 + 1).to(tl.int32)
+        if (start >= 0) & (num_frames == 0):
+            element = tl.arange(0, 2 * PAIRS_TILE)
+            given_row = (in_item + member).to(tl.int64) * (3 * TEMPORAL * PATCH * PATCH)
+            given_row_ptr = (pixels_ptr + start).to(out_ptr.dtype) + given_row
+            inside = (element < PATCH * PATCH)[None, :]
+            for plane in tl.static_range(3 * TEMPORAL):
+                at = plane * (PATCH * PATCH) + element[None, :]
+                given = tl.load(given_row_ptr[:, None] + at, mask=inside)
+                tl.store(out_row_ptr[:, None] + at, given, mask=inside)
+        elif start >= 0:
             place = in_item % frame_size + member
             if MERGES_TIME:
                 row = place // width
@@ -263,7 +274,7 @@ def _patchify_items_kernel(
                 (pixels_ptr + start).to(tl.pointer_type(tl.int16)),
                 frame_size.to(tl.int64) * (PATCH * PATCH * 3 // 2),
                 width * (PATCH * 3 // 2),
-                tl.load(sources_ptr + item * 2 + 1).to(tl.int32),
+                num_frames,
                 slot,
                 row,
                 column,

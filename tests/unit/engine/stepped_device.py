@@ -57,6 +57,9 @@ class SteppedStream:
     def run(self, work: Callable[[], object]) -> None:
         self.queue.append(Work(work))
 
+    def run_raw(self, work: Callable[[int], object]) -> None:
+        self.queue.append(Work(lambda: work(0)))
+
     def record(self, event: SteppedEvent) -> None:
         event.recorded += 1
         self.queue.append(Record(event, event.recorded))

@@ -6,6 +6,7 @@ import itertools
 import re
 import time
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -16,6 +17,7 @@ from encoder_service.engine.staging import ALIGNMENT_BYTES, Layout, Staging
 from encoder_service.engine.streams import InlineEvent, streams_of
 from encoder_service.errors import ConfigurationError, NotReady, PixelTensorMismatch
 from encoder_service.scheduler.buckets import Bucket, BucketLadder, default_ladder
+from encoder_service.towers.fused_inputs import shape_row
 from encoder_service.types import Grid
 from tests.unit.engine.bucketed_tower import PATCH_DIM, WIDTH, SmallTower
 
@@ -268,17 +270,23 @@ def test_staging_lays_fields_out_apart_and_restores_them() -> None:
     batches = [[Grid(1, 4, 4)], [Grid(3, 4, 6)], [Grid(1, 8, 8), Grid(2, 2, 2)]]
     padded = [tower.pad(tower.prepare(grids), bucket) for grids in batches]
     layout = Layout.of(padded[0])
-    assert {field.name for field in layout.fields} == {"table"}
+    assert [field.name for field in layout.fields] == ["table", "sources"]
     for low, high in itertools.pairwise(layout.fields):
         assert high.offset_bytes % ALIGNMENT_BYTES == 0
         assert low.offset_bytes + low.num_bytes <= high.offset_bytes
-    static = torch.zeros(layout.num_bytes, dtype=torch.uint8)
+    static = torch.zeros(layout.num_bytes + 64, dtype=torch.uint8)
     views = layout.views(static)
-    staging = Staging(layout.num_bytes, CPU, streams_of(CPU, time.monotonic))
-    for inputs in padded:
-        staging.load(inputs, layout, static)
-        for name, view in views.items():
-            assert torch.equal(view, getattr(inputs, name)), name
+    staging = Staging(static, streams_of(CPU, time.monotonic))
+    for grids, inputs in zip(batches, padded, strict=True):
+        staging.load(inputs, layout)
+        assert torch.equal(views["table"], inputs.table)
+        static.fill_(255)
+        rows = np.array([shape_row(grid, merges_time=True) for grid in grids], np.int64)
+        sources = np.arange(2 * len(grids)).reshape(-1, 2)
+        staging.load_shape(tower.shape_of(rows), sources, layout)
+        assert torch.equal(views["table"], inputs.table)
+        assert views["sources"][: len(grids)].tolist() == sources.tolist()
+        assert static[layout.num_bytes :].tolist() == [255] * 64
 
 
 def test_rows_have_the_tower_width() -> None:

@@ -7,6 +7,8 @@ import random
 import time
 from collections import deque
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 from hypothesis import given, settings
@@ -18,7 +20,7 @@ from encoder_service.engine.rows import NUM_HOST_SLOTS, HostRows
 from encoder_service.engine.streams import streams_of
 from encoder_service.errors import InternalError, PixelTensorMismatch
 from encoder_service.scheduler.buckets import Bucket, BucketLadder
-from encoder_service.towers.fused_inputs import BucketShape, FusedInputs
+from encoder_service.towers.fused_inputs import BatchShape, FusedInputs, ShapeRows
 from encoder_service.types import FrameItem, Grid, PatchItem, TowerItem
 from tests.fakes import FakePreprocessor
 from tests.unit.engine.bucketed_tower import PATCH_DIM, WIDTH, SmallTower
@@ -40,6 +42,9 @@ class PoolTower(SmallTower):
     def __init__(self, *, merges_time: bool = False) -> None:
         super().__init__(merges_time=merges_time)
         self.pool = torch.empty(MAX_ROWS, WIDTH)
+
+    def check_grid(self, grid: Grid) -> None:
+        pass
 
     def num_rows(self, grid: Grid) -> int:
         return (1 if self.merges_time else grid.t) * grid.h * grid.w // 4
@@ -93,6 +98,12 @@ class Rig:
             rows = SmallTower.__call__(self.tower, self.tower.prepare([item.grid]).with_pixels(pixels))
             found.append(rows)
         return found
+
+
+def host_rows(launcher: TowerLauncher) -> HostRows:
+    sink = getattr(launcher._sink, "_others", launcher._sink)
+    assert isinstance(sink, HostRows)
+    return sink
 
 
 def random_item(generator: random.Random) -> TowerItem:
@@ -173,8 +184,7 @@ def test_p14_p20_p30_rows_are_right_in_any_order_of_the_device(
             checker.launch([random_item(generator) for _ in range(generator.randint(1, 5))])
     while checker.in_flight:
         checker.finish()
-    sink = rig.launcher._sink
-    assert isinstance(sink, HostRows)
+    sink = host_rows(rig.launcher)
     assert (len(sink.device_slots), len(sink.host_slots)) == (2, NUM_HOST_SLOTS)
 
 
@@ -215,11 +225,17 @@ def test_no_pixels_travel_before_the_compute_stream_has_given_the_slot_its_first
 def test_the_hosts_own_work_does_not_count_as_the_devices() -> None:
     now_s = 0.0
 
-    class SlowlyPadded(PoolTower):
-        def pad(self, inputs: FusedInputs, bucket: BucketShape) -> FusedInputs:
+    class SlowShape(BatchShape):
+        def write(self, table: npt.NDArray[np.int32], num_slots: int) -> None:
             nonlocal now_s
             now_s += 1.0
-            return super().pad(inputs, bucket)
+            super().write(table, num_slots)
+
+    class SlowlyPadded(PoolTower):
+        def shape_of(self, shapes: ShapeRows) -> BatchShape:
+            nonlocal now_s
+            now_s += 1.0
+            return SlowShape(shapes, merge_size=2, merges_time=False)
 
         def __call__(self, inputs: FusedInputs) -> torch.Tensor:
             nonlocal now_s
@@ -262,8 +278,7 @@ def test_p14_p30_more_batches_in_flight_than_slots_keep_their_own_rows(seed: int
         checker.launch([random_item(generator) for _ in range(generator.randint(1, 3))])
     while checker.in_flight:
         checker.finish()
-    sink = checker.rig.launcher._sink
-    assert isinstance(sink, HostRows)
+    sink = host_rows(checker.rig.launcher)
     assert 2 <= len(sink.device_slots) <= num_batches
 
 
@@ -283,8 +298,7 @@ def test_a_tower_that_gives_the_wrong_rows_loses_no_slot() -> None:
     for _ in range(4):
         with pytest.raises(InternalError, match=r"gave \(4, 5\) rows, grids need \(3, 5\)"):
             launcher.launch([PatchItem(torch.zeros(16, PATCH_DIM), Grid(1, 4, 4))])
-    sink = launcher._sink
-    assert isinstance(sink, HostRows)
+    sink = host_rows(launcher)
     assert (len(sink.device_slots), len(sink.host_slots)) == (2, NUM_HOST_SLOTS)
 
 
