@@ -43,8 +43,9 @@ from encoder_service.scheduler.planner import Planner
 from encoder_service.store.embedding_store import EmbeddingStore, RowStore
 from encoder_service.towers.precision import check_fp8_device, parse_precision
 from encoder_service.towers.registry import load_tower
-from encoder_service.transport.shared_memory import SharedMemory, open_shared_store, share
-from encoder_service.transport.shared_metrics import export_shared
+from encoder_service.transport.pixel_input import PixelInput, open_pixel_input
+from encoder_service.transport.shared_memory import SharedMemory, host_id, open_shared_store, share
+from encoder_service.transport.shared_metrics import export_pixels, export_shared
 from encoder_service.types import Grid
 from vision_encoder.v1 import encoder_pb2 as pb
 
@@ -68,6 +69,7 @@ class Service:
         self.admin_address = ""
         self.pipeline: Pipeline | None = None
         self.shared: SharedMemory | None = None
+        self.pixels = PixelInput()
         self._info: pb.GetServerInfoResponse | None = None
         self._engine: DeviceEngine | None = None
         self._workers = ThreadPoolExecutor(settings.ingest_threads, thread_name_prefix="ingest")
@@ -101,6 +103,9 @@ class Service:
                 self._admin.start()
             started_s = time.monotonic()
             # Before the model, which takes longer: memory that is not there and a taken socket fail at once.
+            self.pixels = open_pixel_input(settings)
+            await self.pixels.start()
+            export_pixels(self.metrics, self.pixels)
             store = await self._open_store()
             model = await on_own_thread(load_model, settings)
             graphs = await on_own_thread(capture_graphs, model, settings)
@@ -109,6 +114,7 @@ class Service:
             await on_own_thread(self._engine.warm_up, warm_up_grids(model, settings))
             self._engine.start()
             self._info = server_info(settings, model, self.shared)
+            self._info.MergeFrom(self.pixels.announcement(host_id()))
             if self.shared is not None:
                 flights = self.pipeline.flights
                 self.shared.is_idle = lambda: not len(flights)
@@ -120,6 +126,7 @@ class Service:
                 chunk_bytes=settings.chunk_bytes,
                 max_request_bytes=settings.max_queued_bytes,
                 shared=self.shared,
+                pixels=self.pixels,
             )
             await self._grpc.start(servicer)
         except BaseException as error:
@@ -176,6 +183,7 @@ class Service:
             await self._admin.stop()
         if self.shared is not None:
             await self.shared.stop()
+        await self.pixels.stop()
         self._workers.shutdown(wait=False, cancel_futures=True)
 
     # -- building --------------------------------------------------------------------------------------
@@ -205,9 +213,11 @@ class Service:
         """Where rows are kept: in memory that the broker hands out, from here on, or in the process's own."""
         settings = self.settings
         if not settings.broker_path:
-            return EmbeddingStore(settings.store_bytes)
+            return EmbeddingStore(settings.store_bytes, weights=settings.namespace_shares)
         store = await on_own_thread(open_shared_store, settings)
         self.shared = share(settings, store, uuid.uuid4().hex)
+        if self.pixels.book is not None:
+            self.shared.broker.take_segments(self.pixels.book)
         self.shared.start()
         export_shared(self.metrics, self.shared)
         return store

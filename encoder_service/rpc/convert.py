@@ -21,6 +21,7 @@ from encoder_service.errors import (
 )
 from encoder_service.ingest.identity import check_digest
 from encoder_service.pipeline import Delivered
+from encoder_service.store.embedding_store import Tier
 from encoder_service.store.leases import MAX_READERS
 from encoder_service.transport.pixel_layout import PixelLayout
 from encoder_service.transport.pixel_segments import SegmentRef
@@ -87,7 +88,12 @@ def check_delivery(delivery: int, offered: Collection[int] = INLINE) -> None:
     raise InvalidRequest(f"delivery {delivery} is unknown, the largest known is {max(pb.Delivery.values())}")
 
 
-def lease_terms(options: pb.LeaseOptions) -> LeaseTerms:
+def tier_to_read(delivery: int) -> Tier:
+    """Where rows have to be for a delivery: chunks are cut on the host."""
+    return "device" if delivery == pb.DELIVERY_DEVICE_LEASE else "host"
+
+
+def lease_terms(options: pb.LeaseOptions, delivery: int = pb.DELIVERY_HOST_SHM) -> LeaseTerms:
     """What a lease is asked for; owner_id is the broker's text in UTF-8, not looked up here. Raises
     InvalidRequest for more readers than a lease can have."""
     if options.num_readers > MAX_READERS:
@@ -96,7 +102,12 @@ def lease_terms(options: pb.LeaseOptions) -> LeaseTerms:
             found=options.num_readers,
             allowed=MAX_READERS,
         )
-    return LeaseTerms(owner_id(options.owner_id), options.num_readers or 1, lease_s(options.lease_ms))
+    return LeaseTerms(
+        owner_id(options.owner_id),
+        options.num_readers or 1,
+        lease_s(options.lease_ms),
+        tier_to_read(delivery),
+    )
 
 
 def owner_id(named: bytes) -> str:
@@ -158,9 +169,7 @@ def segment_from_proto(message: pb.Item) -> SegmentRef | None:
 
 def layout_from_proto(shm: pb.ShmTensor) -> PixelLayout:
     """Where in its segment a tensor is said to lie; not checked. Raises PixelTensorMismatch."""
-    return PixelLayout(
-        pixel_dtype(shm.dtype), tuple(shm.shape), shm.offset_bytes, tuple(shm.stride_bytes)
-    )
+    return PixelLayout(pixel_dtype(shm.dtype), tuple(shm.shape), shm.offset_bytes, tuple(shm.stride_bytes))
 
 
 def pixel_dtype(number: int) -> torch.dtype:

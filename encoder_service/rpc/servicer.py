@@ -24,10 +24,12 @@ from encoder_service.errors import (
 from encoder_service.flights import Flight
 from encoder_service.pipeline import Delivered, Pipeline
 from encoder_service.rpc import convert
+from encoder_service.rpc.call_items import CallItem, CallItems
 from encoder_service.rpc.status import FAILURE_METADATA_KEY, as_service_error, failure_of, status_of
 from encoder_service.scheduler.admission import Admission, Undelivered
+from encoder_service.transport.pixel_input import PixelInput
 from encoder_service.transport.shared_memory import LeasedRows, LeaseTerms, SharedMemory
-from encoder_service.types import EncodedItem, Item
+from encoder_service.types import EncodedItem
 from vision_encoder.v1 import encoder_pb2 as pb
 
 log = structlog.get_logger(__name__)
@@ -36,8 +38,6 @@ Response = TypeVar("Response")
 Context = grpc.aio.ServicerContext[Any, Any]
 
 MAX_NAMESPACE_BYTES = 256
-# A converted tensor below this is copied on the event loop.
-CONVERT_INLINE_BYTES = 1 << 20
 # A call whose caller has this much to read starts no further item until some of it is read.
 UNREAD_BYTES_PER_CALL = 64 << 20
 MAX_MODEL_NAME_BYTES = 256
@@ -55,8 +55,10 @@ class VisionEncoderServicer:
         chunk_bytes: int,
         max_request_bytes: int,
         shared: SharedMemory | None = None,
+        pixels: PixelInput | None = None,
     ) -> None:
-        """shared: delivery by shared memory, where it is on."""
+        """shared: delivery by shared memory, where it is on; pixels: pixel tensors that come so."""
+        self._pixels = PixelInput() if pixels is None else pixels
         self._pipeline = pipeline
         self._info = info
         self._offered = frozenset(transport.delivery for transport in info.transports)
@@ -92,12 +94,12 @@ class VisionEncoderServicer:
         return await self._unary("Lookup", context, answer)
 
     async def prefetch(self, request: pb.PrefetchRequest, context: Context) -> pb.PrefetchResponse:
-        async def one(message: pb.Item) -> pb.PrefetchStatus:
+        async def one(each: CallItem) -> pb.PrefetchStatus:
             try:
-                item = await self._read_item(message)
-                announced = await self._pipeline.prefetch(
-                    item, namespace=request.namespace, priority=request.priority
-                )
+                async with each.read() as item:
+                    announced = await self._pipeline.prefetch(
+                        item, namespace=request.namespace, priority=request.priority
+                    )
             except Exception as error:
                 failure = failure_of(error)
                 self._pipeline.metrics.failures.labels(failure.reason).inc()
@@ -114,11 +116,12 @@ class VisionEncoderServicer:
             self._check_call(request.namespace, request.model, len(request.items))
             permit = self._requests.acquire(request.ByteSize())
             try:
-                return pb.PrefetchResponse(statuses=await asyncio.gather(*map(one, request.items)))
+                return pb.PrefetchResponse(statuses=await asyncio.gather(*map(one, items)))
             finally:
                 permit.release()
 
-        return await self._unary("Prefetch", context, answer)
+        with self._items(request) as items:
+            return await self._unary("Prefetch", context, answer)
 
     async def release(self, request: pb.ReleaseRequest, context: Context) -> pb.ReleaseResponse:
         async def answer() -> pb.ReleaseResponse:
@@ -159,17 +162,18 @@ class VisionEncoderServicer:
     ) -> AsyncIterator[pb.ItemEvent | bytes]:
         deadline_s = deadline_of(context, self._pipeline.clock)
 
-        async def one(message: pb.Item) -> Delivered:
-            item = await self._read_item(message)
-            return await self._pipeline.encode(
-                item, namespace=request.namespace, priority=request.priority, deadline_s=deadline_s
-            )
+        async def one(each: CallItem) -> Delivered:
+            async with each.read() as item:
+                return await self._pipeline.encode(
+                    item, namespace=request.namespace, priority=request.priority, deadline_s=deadline_s
+                )
 
         async def check() -> None:
             self._check_call(request.namespace, request.model, len(request.items))
 
-        async for event in self._stream("Encode", context, request, check, one, request.items):
-            yield event
+        with self._items(request) as items:
+            async for event in self._stream("Encode", context, request, check, one, items):
+                yield event
 
     async def fetch(self, request: pb.FetchRequest, context: Context) -> AsyncIterator[pb.ItemEvent | bytes]:
         deadline_s = deadline_of(context, self._pipeline.clock)
@@ -198,6 +202,7 @@ class VisionEncoderServicer:
         try:
             await check()
             terms = self._lease_terms(call)
+            tier = convert.tier_to_read(call.delivery)
             permit = self._requests.acquire(call.ByteSize())
         except VisionEncoderError as error:
             await self._abort(method, context, error)
@@ -210,6 +215,11 @@ class VisionEncoderServicer:
             if terms is not None:  # nothing is encoded for a delivery that cannot be
                 self._shared_memory().check_owner(terms.owner_id, call.namespace)
             delivered = await one(request)
+            try:
+                delivered = await self._pipeline.placed(delivered, call.namespace, tier)
+            except BaseException:
+                delivered.release()
+                raise
             unread.add(delivered)
             return delivered
 
@@ -248,7 +258,7 @@ class VisionEncoderServicer:
         """How the caller wants its leases, or None when it wants inline rows. Raises TransportUnavailable,
         InvalidRequest."""
         convert.check_delivery(call.delivery, self._offered)
-        return None if call.delivery in convert.INLINE else convert.lease_terms(call.lease)
+        return None if call.delivery in convert.INLINE else convert.lease_terms(call.lease, call.delivery)
 
     def _lease(self, delivered: Delivered, namespace: str, terms: LeaseTerms | None) -> LeasedRows | None:
         """The rows under a lease; None when they go inline. Raises TransportUnavailable."""
@@ -287,12 +297,14 @@ class VisionEncoderServicer:
         if not 1 <= num_items <= self._max_items:
             raise InvalidRequest(f"the call has {num_items} items, 1 to {self._max_items} are taken")
 
-    async def _read_item(self, message: pb.Item) -> Item:
-        """The item of a message; a large pixel tensor is copied off the event loop."""
-        if message.ByteSize() > CONVERT_INLINE_BYTES and message.WhichOneof("content") == "pixels":
-            loop = asyncio.get_running_loop()
-            return await loop.run_in_executor(self._pipeline.workers, convert.item_from_proto, message)
-        return convert.item_from_proto(message)
+    def _items(self, request: pb.EncodeRequest | pb.PrefetchRequest) -> CallItems:
+        return CallItems(
+            request.items,
+            request.namespace,
+            source=self._pixels,
+            admission=self._requests,
+            workers=self._pipeline.workers,
+        )
 
     def _key_status(self, key: bytes, namespace: str) -> pb.KeyStatus:
         match self._pipeline.lookup(key, namespace=namespace):
@@ -302,7 +314,7 @@ class VisionEncoderServicer:
                     state=pb.KEY_STATE_RESIDENT,
                     grid_thw=convert.grid_to_proto(encoded.grid),
                     num_rows=encoded.spec.num_rows,
-                    tier=pb.CACHE_TIER_HOST,
+                    tier=pb.CACHE_TIER_DEVICE if encoded.rows.is_cuda else pb.CACHE_TIER_HOST,
                 )
             case Flight():
                 return pb.KeyStatus(key=key, state=pb.KEY_STATE_IN_FLIGHT)

@@ -28,6 +28,7 @@ from encoder_service.transport.broker_requests import OWNER_LOG_CHARS, RequestDe
 from encoder_service.transport.connection import ClientFailed, Connection
 from encoder_service.transport.framing import FrameError
 from encoder_service.transport.offers import ArenaOffer, OfferBook
+from encoder_service.transport.pixel_book import SegmentBook
 from encoder_service.transport.socket_file import ListeningSocket
 from vision_encoder.v1 import broker_pb2 as pb
 
@@ -121,6 +122,10 @@ class Broker:
     def offer(self, offer: ArenaOffer, data_fd: int, page_fd: int, namespace: str | None = None) -> None:
         """From now on clients may attach it; see ``OfferBook.add``."""
         self._offers.add(offer, data_fd, page_fd, namespace)
+
+    def take_segments(self, book: SegmentBook) -> None:
+        """Before ``start``: clients may publish pixels. What a connection published goes with it."""
+        self._desk.segments = book
 
     def withdraw(self, arena_id: bytes, replaced_by: bytes = b"") -> bool:
         """No client attaches it any more, and those that could are told. False when it was not offered."""

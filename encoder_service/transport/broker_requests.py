@@ -17,7 +17,9 @@ from encoder_service.transport import access as access_rules
 from encoder_service.transport.access import Refusal
 from encoder_service.transport.broker_options import BrokerCounters, BrokerOptions
 from encoder_service.transport.connection import ClientFailed, Connection
+from encoder_service.transport.descriptor_inbox import LOST
 from encoder_service.transport.offers import ArenaOffer, OfferBook
+from encoder_service.transport.pixel_book import PublishRefused, SegmentBook
 from vision_encoder.v1 import broker_pb2 as pb
 
 log = structlog.get_logger(__name__)
@@ -47,6 +49,8 @@ class RequestDesk:
         clock: Callable[[], float],
     ) -> None:
         self.owners: dict[str, Owner] = {}
+        self.segments: SegmentBook | None = None
+        """Where published segments go; None: none are taken."""
         self._options = options
         self._offers = offers
         self._counters = counters
@@ -74,6 +78,12 @@ class RequestDesk:
                 reply.arenas.arenas.extend(self._geometries(connection.namespace))
             case "probe":
                 self._describe_probe(connection, reply, request.probe.arena_id)
+            case "publish":
+                self._publish(connection, reply, request.publish.size_bytes)
+            case "unpublish":
+                segments, segment_id = self.segments, request.unpublish.segment_id
+                was_held = segments is not None and segments.remove(connection.owner_id, segment_id)
+                reply.unpublished.was_held = was_held
             case "ping":
                 reply.pong.SetInParent()
             case _:
@@ -113,6 +123,8 @@ class RequestDesk:
 
     def forget(self, connection: Connection) -> None:
         """The owner of this connection is nobody any more."""
+        if self.segments is not None:
+            self.segments.drop_owner(connection.owner_id)
         del self.owners[connection.owner_id]
         self._in_namespace[connection.namespace] -= 1
         if not self._in_namespace[connection.namespace]:
@@ -125,6 +137,7 @@ class RequestDesk:
             self.refuse(connection, refusal, hello, reply.request_id)
         connection.owner_id = secrets.token_hex(OWNER_ID_BYTES)
         connection.namespace, connection.name = hello.namespace, hello.client_name
+        connection.takes_descriptors = self.segments is not None
         self.owners[connection.owner_id] = Owner(hello.namespace, connection)
         self._in_namespace[hello.namespace] += 1
         self._counters.welcomed += 1
@@ -194,6 +207,24 @@ class RequestDesk:
         )
         self._counters.attaches += 1
         connection.send(reply, self._clock(), descriptors, instead=failure)
+
+    def _publish(self, connection: Connection, reply: pb.BrokerReply, size_bytes: int) -> None:
+        if self.segments is None:
+            self._fail(reply, "NOT_OFFERED", "this server takes no pixels in shared memory")
+            return
+        descriptor = connection.inbox.take()
+        if descriptor is None:
+            self._fail(reply, "DESCRIPTOR_MISSING", "no descriptor came with it")
+        elif descriptor == LOST:
+            self._fail(reply, "DESCRIPTORS_EXHAUSTED", "the encoder has none left to take it with", True)
+        else:
+            owner_id, namespace = connection.owner_id, connection.namespace
+            try:
+                segment_id = self.segments.add(owner_id, namespace, descriptor, size_bytes)
+            except PublishRefused as error:
+                self._fail(reply, error.reason, str(error), error.retryable)
+            else:
+                reply.published.segment_id = segment_id
 
     def _describe_probe(self, connection: Connection, reply: pb.BrokerReply, arena_id: bytes) -> None:
         offer = self._offers.find(connection.namespace, arena_id)

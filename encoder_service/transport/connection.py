@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 
 from encoder_service.transport.access import PeerCredentials
 from encoder_service.transport.broker_options import BrokerCounters, ConnectionLimits
+from encoder_service.transport.descriptor_inbox import DescriptorInbox, UnaskedDescriptors
 from encoder_service.transport.framing import FrameReader, encode_frame
 from encoder_service.transport.offers import close_all
 from vision_encoder.v1 import broker_pb2 as pb
@@ -55,6 +56,9 @@ class Connection:
     name: str = ""
     paused: bool = False
     """Over its rate: nothing is read until ``take`` finds it within again."""
+    takes_descriptors: bool = False
+    """Where requests may come with one; elsewhere the kernel closes them, since no room is given for them."""
+    inbox: DescriptorInbox = field(default_factory=DescriptorInbox)
     _reader: FrameReader = field(default_factory=FrameReader)
     _outbox: deque[_Unsent] = field(default_factory=deque)
     _unsent_bytes: int = 0
@@ -77,10 +81,14 @@ class Connection:
     # -- in --------------------------------------------------------------------------------------------
 
     def receive(self, now_s: float) -> bool:
-        """Reads once. False when the client has closed its end. Descriptors that a client sends are closed
-        by the kernel, since no room is given for them."""
+        """Reads once. False when the client has closed its end. Raises ClientFailed."""
         try:
-            data = self.socket.recv(RECEIVE_BYTES)
+            if self.takes_descriptors:
+                data = self.inbox.receive(self.socket, RECEIVE_BYTES)
+            else:
+                data = self.socket.recv(RECEIVE_BYTES)
+        except UnaskedDescriptors as error:
+            raise ClientFailed("protocol_error", str(error)) from error
         except (BlockingIOError, InterruptedError):
             return True
         except ConnectionError:
@@ -95,7 +103,7 @@ class Connection:
 
     def take(self, now_s: float) -> bytes | None:
         """The next request's bytes; None when there is none, or none is allowed yet (``paused`` then).
-        Raises FrameError."""
+        Raises FrameError, and ClientFailed for descriptors that came with no request for them."""
         limits = self.limits
         self._allowance = min(
             float(limits.request_burst),
@@ -113,6 +121,8 @@ class Connection:
             self._frame_since_s = now_s
         if not len(self._reader):
             self._frame_since_s = None
+            if payload is None and len(self.inbox):
+                raise ClientFailed("protocol_error", f"{len(self.inbox)} descriptors came unasked")
         return payload
 
     # -- out -------------------------------------------------------------------------------------------
@@ -208,10 +218,11 @@ class Connection:
             raise ClientFailed("idle", f"silent for {limits.idle_s:g} s")
 
     def close(self) -> None:
-        """Closes the socket and every descriptor that was not sent."""
+        """Closes the socket and every descriptor that was not sent, or that no request has taken."""
         for unsent in self._outbox:
             close_all(unsent.descriptors)
         self._outbox.clear()
+        self.inbox.close()
         self.socket.close()
 
 

@@ -10,6 +10,7 @@ from functools import partial
 
 from encoder_service.metrics import Metrics
 from encoder_service.store.arena import Arena
+from encoder_service.transport.pixel_input import PixelInput
 from encoder_service.transport.shared_memory import SharedMemory
 
 
@@ -18,6 +19,23 @@ def export_shared(metrics: Metrics, shared: SharedMemory) -> None:
     _export_arenas(metrics, shared)
     _export_leases(metrics, shared)
     _export_broker(metrics, shared)
+
+
+def export_pixels(metrics: Metrics, pixels: PixelInput) -> None:
+    """Pixels that came in shared memory; once per registry."""
+    counters, counter = pixels.counters, metrics.counter_view
+    counter("ve_pixels_published", "Segments that clients published.", lambda: counters.published)
+    counter("ve_pixels_consumed", "Tensors copied out of segments.", lambda: counters.consumed)
+    counter("ve_pixels_consumed_bytes", "Their bytes.", lambda: counters.consumed_bytes)
+    counter("ve_pixels_unlinked", "Names of segments removed.", lambda: counters.unlinked)
+    counter("ve_pixels_already_gone", "Names that somebody else had removed.", lambda: counters.already_gone)
+    counter("ve_pixels_not_unlinked", "Names that could not be removed.", lambda: counters.not_unlinked)
+    counter("ve_pixels_swept", "Segments of dead publishers removed.", lambda: counters.swept)
+    counter("ve_pixels_refused", "Segments refused.", lambda: counters.refused.total())
+    book = pixels.book
+    if book is not None:
+        metrics.gauge("ve_pixels_held", "Published segments not consumed yet.", lambda: len(book))
+        metrics.gauge("ve_pixels_held_bytes", "Their bytes.", lambda: book.num_bytes)
 
 
 def _export_arenas(metrics: Metrics, shared: SharedMemory) -> None:

@@ -19,6 +19,7 @@ from encoder_service.transport.broker import Broker
 from encoder_service.transport.broker_options import BrokerOptions, ConnectionLimits
 from encoder_service.transport.framing import encode_frame
 from encoder_service.transport.offers import ArenaOffer, OfferBook, ProbeSlot
+from encoder_service.transport.pixel_book import SegmentBook
 from vision_encoder.v1 import broker_pb2 as pb
 
 OPEN = BrokerAccess(open_namespaces=True)
@@ -80,6 +81,7 @@ def running_broker(
     limits: ConnectionLimits | None = None,
     isolated: tuple[str, ...] = (),
     instance_id: str = "one",
+    segments: SegmentBook | None = None,
     **options: object,
 ) -> Iterator[Rig]:
     """Starts one and stops it; no descriptor of its own may be left afterwards."""
@@ -99,6 +101,8 @@ def running_broker(
             OfferBook(isolated),
             on_disconnect=gone.append,
         )
+        if segments is not None:
+            broker.take_segments(segments)
         broker.start()
         try:
             yield Rig(broker, path, gone)

@@ -1,0 +1,92 @@
+"""The items of one call, from messages to the pipeline's records.
+
+Owns where the reading of an item runs and how long what it read is counted; what messages mean is
+``convert``'s, segments of shared memory are ``transport.pixel_input``'s. Segments that a call names end with
+it at the latest, also where the call is refused, aborted or out of time before they were looked at.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from types import TracebackType
+from typing import overload
+
+from encoder_service.rpc import convert
+from encoder_service.scheduler.admission import Admission
+from encoder_service.transport.pixel_input import ItemPixels, PixelInput
+from encoder_service.types import Item
+from vision_encoder.v1 import encoder_pb2 as pb
+
+# A converted tensor below this is copied on the event loop.
+CONVERT_INLINE_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class CallItem:
+    """One item. admission: of the call's content; what the message itself holds is counted by the call."""
+
+    message: pb.Item
+    pixels: ItemPixels | None
+    admission: Admission
+    workers: Executor
+
+    @contextlib.asynccontextmanager
+    async def read(self) -> AsyncIterator[Item]:
+        """The item, its pixels in memory of our own; those out of shared memory are counted as content for as
+        long as the block lasts. A large tensor is copied off the event loop. Raises as
+        ``convert.item_from_proto``, and QueueFull."""
+        message = self.message
+        if self.pixels is None:
+            if message.ByteSize() > CONVERT_INLINE_BYTES and message.WhichOneof("content") == "pixels":
+                loop = asyncio.get_running_loop()
+                item = await loop.run_in_executor(self.workers, convert.item_from_proto, message)
+            else:
+                item = convert.item_from_proto(message)
+            yield item
+            return
+        with self.pixels:
+            layout = convert.layout_from_proto(message.pixels.shm)
+            async with self.pixels.tensor(layout, self.admission, self.workers) as tensor:
+                yield convert.item_from_proto(message, tensor)
+
+
+class CallItems(Sequence[CallItem]):
+    """All of them; a context manager that lasts as long as the call."""
+
+    def __init__(
+        self,
+        messages: Sequence[pb.Item],
+        namespace: str,
+        *,
+        source: PixelInput,
+        admission: Admission,
+        workers: Executor,
+    ) -> None:
+        self._items = [
+            CallItem(message, source.item(convert.segment_from_proto(message), namespace), admission, workers)
+            for message in messages
+        ]
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    @overload
+    def __getitem__(self, index: int) -> CallItem: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[CallItem]: ...
+    def __getitem__(self, index: int | slice) -> CallItem | Sequence[CallItem]:
+        return self._items[index]
+
+    def __enter__(self) -> CallItems:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for item in self._items:
+            if item.pixels is not None:
+                item.pixels.end()
