@@ -87,6 +87,17 @@ class Settings(BaseSettings):
         ge=MIB,
         description="With a broker: shared host memory for rows, taken at start, in place of store_bytes.",
     )
+    device_arena_bytes: int | None = Field(
+        None,
+        ge=0,
+        description="With a broker: shared device memory for rows, beside arena_bytes; 0: none. Default: "
+        "2 GiB on a GPU where it can be had.",
+    )
+    isolated_device_bytes: Annotated[dict[str, int], NoDecode] = Field(
+        {},
+        description="Device arenas of isolated namespaces: name=bytes, comma separated; those left out have "
+        "their rows on the host only.",
+    )
     isolated_namespaces: Annotated[dict[str, int], NoDecode] = Field(
         {}, description="Namespaces with an arena of their own: name=bytes, comma separated."
     )
@@ -165,6 +176,17 @@ class Settings(BaseSettings):
                 raise ValueError(f"isolated namespace {name!r} needs a token in broker_tokens")
             if name in self.namespace_shares:
                 raise ValueError(f"isolated namespace {name!r} has all of its arena and no share in another")
+        if self.device_arena_bytes and not self.broker_path:
+            raise ValueError("device_arena_bytes is memory that a broker hands out: set broker_path")
+        if self.device_arena_bytes and self.device_arena_bytes < MIB:
+            raise ValueError(f"device_arena_bytes is {self.device_arena_bytes}, the least is 0 or {MIB}")
+        for name, num_bytes in self.isolated_device_bytes.items():
+            if name not in self.isolated_namespaces:
+                raise ValueError(f"namespace {name!r} has a device arena of its own and is not isolated")
+            if num_bytes < MIB:
+                raise ValueError(f"namespace {name!r} has {num_bytes} device bytes, the least is {MIB}")
+            if self.device_arena_bytes == 0:
+                raise ValueError(f"namespace {name!r} has a device arena, device_arena_bytes is 0")
         if self.lease_default_ms > self.lease_limit_ms:
             raise ValueError(
                 f"lease_default_ms {self.lease_default_ms} is above lease_limit_ms {self.lease_limit_ms}"
@@ -200,7 +222,9 @@ class Settings(BaseSettings):
                     raise ValueError(f"precision fp8 needs {name} {needed}, found {name} {found}")
         return self
 
-    @field_validator("isolated_namespaces", "broker_tokens", "namespace_shares", mode="before")
+    @field_validator(
+        "isolated_namespaces", "isolated_device_bytes", "broker_tokens", "namespace_shares", mode="before"
+    )
     @classmethod
     def split_by_name(cls, value: object) -> object:
         """``name=value`` pairs in a comma list; the default namespace's name is empty."""

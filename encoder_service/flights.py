@@ -15,13 +15,14 @@ from dataclasses import dataclass, field
 
 from encoder_service.errors import DeadlineExceeded, Draining
 from encoder_service.scheduler.planner import Ticket
-from encoder_service.types import EncodedItem, Grid, StageTimings
+from encoder_service.store.embedding_store import Held
+from encoder_service.types import Grid, StageTimings
 
 
 @dataclass(eq=False)
 class Flight:
     """One encode in progress. announced: its grid, once known and admitted. held: a prefetch wants its rows,
-    whoever else leaves."""
+    whoever else leaves. task: ends with the rows, held until everyone on board has a hold of their own."""
 
     key: bytes
     content_digest: bytes
@@ -29,7 +30,7 @@ class Flight:
     ticket: Ticket
     announced: asyncio.Future[Grid]
     timings: StageTimings = field(default_factory=StageTimings)
-    task: asyncio.Task[EncodedItem] | None = None
+    task: asyncio.Task[Held] | None = None
     num_waiting: int = 0
     held: bool = False
 
@@ -72,7 +73,7 @@ class Flights:
         content_digest: bytes,
         priority: int,
         deadline_s: float | None,
-        fly: Callable[[Flight], Awaitable[EncodedItem]],
+        fly: Callable[[Flight], Awaitable[Held]],
     ) -> Flight:
         """A new flight that runs ``fly``. The caller has just seen that there is none (no await since)."""
         assert (namespace, key) not in self._flights
@@ -80,7 +81,7 @@ class Flights:
         ticket = Ticket(0, priority, deadline_s)
         flight = Flight(key, content_digest, namespace, ticket, loop.create_future())
 
-        async def run() -> EncodedItem:
+        async def run() -> Held:
             return await fly(flight)
 
         flight.task = loop.create_task(run())
@@ -89,9 +90,10 @@ class Flights:
         self.counters.started += 1
         return flight
 
-    async def wait(self, flight: Flight, deadline_s: float | None) -> EncodedItem:
-        """The flight's item. A caller that leaves (cancellation, deadline) leaves the flight to the others,
-        and ends it when it was the last and nobody holds it. Call in the same step as ``join`` or ``start``.
+    async def wait(self, flight: Flight, deadline_s: float | None) -> Held:
+        """The flight's rows, held for this caller. A caller that leaves (cancellation, deadline) leaves the
+        flight to the others, and ends it when it was the last and nobody holds it. Call in the same step as
+        ``join`` or ``start``.
 
         Raises the flight's failure; DeadlineExceeded; Draining when the service stops first.
         """
@@ -104,10 +106,12 @@ class Flights:
                 raise DeadlineExceeded("the deadline passed before the item was encoded")
             if flight.task.cancelled():
                 raise Draining("the service stopped before the item was encoded")
-            return flight.task.result()
+            return flight.task.result().share()
         finally:
             flight.num_waiting -= 1
-            if flight.num_waiting == 0 and not flight.held and not flight.task.done():
+            if flight.num_waiting == 0 and flight.task.done():
+                _give_up(flight.task)
+            elif flight.num_waiting == 0 and not flight.held:
                 flight.ticket.cancelled = True
                 flight.task.cancel()
                 # A caller that arrives before the task has ended must not board a flight that is over.
@@ -125,7 +129,7 @@ class Flights:
             await asyncio.wait(pending)
         return not pending
 
-    def _land(self, flight: Flight, task: asyncio.Task[EncodedItem]) -> None:
+    def _land(self, flight: Flight, task: asyncio.Task[Held]) -> None:
         """A flight's last act: it leaves the table, and whoever waits for its grid learns why it failed."""
         self._remove(flight)
         error: BaseException | None
@@ -134,6 +138,8 @@ class Flights:
             error = Draining("the service stopped before the item was encoded")
         else:
             error = task.exception()  # read, so that a failure nobody waits for is not reported as lost
+        if flight.num_waiting == 0:
+            _give_up(task)
         if flight.announced.done():
             return
         if error is None:
@@ -145,6 +151,12 @@ class Flights:
     def _remove(self, flight: Flight) -> None:
         if self._flights.get((flight.namespace, flight.key)) is flight:
             del self._flights[flight.namespace, flight.key]
+
+
+def _give_up(task: asyncio.Task[Held]) -> None:
+    """The hold of a flight that has ended and carries nobody any more, if it has one."""
+    if not task.cancelled() and task.exception() is None:
+        task.result().drop()
 
 
 def later(first_s: float | None, second_s: float | None) -> float | None:

@@ -19,6 +19,7 @@ from typing import TypeVar
 import structlog
 
 from encoder_service.engine.device import DeviceEngine
+from encoder_service.engine.patches import looked_through
 from encoder_service.errors import (
     DeviceFault,
     Draining,
@@ -35,7 +36,8 @@ from encoder_service.ingest.pinned import pinned
 from encoder_service.ingest.preprocessor import Preprocessor
 from encoder_service.metrics import Metrics
 from encoder_service.scheduler.admission import Admission, Permit, Undelivered
-from encoder_service.store.embedding_store import Held, RowStore
+from encoder_service.store.embedding_store import Held, RowStore, Tier
+from encoder_service.tower_run import TowerRun
 from encoder_service.towers.precision import AS_DTYPE, Precision
 from encoder_service.towers.tower import Tower
 from encoder_service.types import (
@@ -59,8 +61,6 @@ Result = TypeVar("Result")
 
 # Content below this is hashed on the event loop: a thread hop costs more than the hash.
 HASH_INLINE_BYTES = 256 * 1024
-# Rows below this are copied into their slot on the event loop, likewise.
-COPY_INLINE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -121,6 +121,7 @@ class Pipeline:
 
     def __post_init__(self) -> None:
         self.flights = Flights(self.clock)
+        self._run = TowerRun(self.engine, self.store, self.workers, self.model.tower, self.clock)
 
     # -- what the wire calls ---------------------------------------------------------------------------
 
@@ -138,10 +139,11 @@ class Pipeline:
 
         held = self.store.hold(namespace, key)
         if held is not None:
-            return self._delivered(held, CacheTier.HOST, StageTimings(identify_ms=identify_ms), started_s)
+            timings = StageTimings(identify_ms=identify_ms)
+            return self._delivered(held, cache_tier(held), timings, started_s)
 
         flight, tier = self._board(item, digest, key, namespace, priority, deadline_s)
-        held = await self._land(flight, deadline_s)
+        held = await self.flights.wait(flight, deadline_s)
         return self._delivered(held, tier, replace(flight.timings, identify_ms=identify_ms), started_s)
 
     async def prefetch(self, item: Item, *, namespace: str = "", priority: int = 0) -> Announced:
@@ -163,12 +165,22 @@ class Pipeline:
         identity.check_digest(key, "key")
         held = self.store.hold(namespace, key)
         if held is not None:
-            return self._delivered(held, CacheTier.HOST, StageTimings(), started_s)
+            return self._delivered(held, cache_tier(held), StageTimings(), started_s)
         flight = self.flights.join(namespace, key, 0, deadline_s)
         if flight is None:
             raise UnknownKey(f"key {key.hex()} is neither held nor being encoded", key=key.hex())
-        held = await self._land(flight, deadline_s)
+        held = await self.flights.wait(flight, deadline_s)
         return self._delivered(held, CacheTier.IN_FLIGHT, flight.timings, started_s)
+
+    async def placed(self, delivered: Delivered, namespace: str, tier: Tier) -> Delivered:
+        """The same rows where their reader can read them, as far as there is room: see ``RowStore.placed``.
+        The caller releases what it is given in place of ``delivered``, or ``delivered`` when this raises."""
+        if delivered.held is None:
+            return delivered
+        held = await self.store.placed(delivered.held, namespace, tier)
+        if held is delivered.held:
+            return delivered
+        return replace(delivered, encoded=held.item, held=held)
 
     def lookup(self, key: bytes, *, namespace: str = "") -> EncodedItem | Flight | None:
         """What is held or under way for a key. Raises InvalidDigest."""
@@ -222,17 +234,14 @@ class Pipeline:
 
     # -- a flight --------------------------------------------------------------------------------------
 
-    async def _fly(self, flight: Flight, item: Item) -> EncodedItem:
+    async def _fly(self, flight: Flight, item: Item) -> Held:
         """Admission, ingest, device, store."""
         permit = self.admission.acquire(content_bytes(item))
         try:
             tower_item = await self._ingest(flight, item, permit)
-            encoded = await self._run_tower(flight, tower_item)
-            stored_s = self.clock()
-            await self._keep(flight.namespace, encoded)
-            flight.timings.store_ms = (self.clock() - stored_s) * 1e3
+            held = await self._run.run(flight, tower_item)
             self._observe(flight.timings)
-            return encoded
+            return held
         except VisionEncoderError:
             raise
         except Exception as error:
@@ -275,15 +284,17 @@ class Pipeline:
         """On a worker: frames where the device can read them; pinning counts as resizing."""
         frames, decode_ms, resize_ms = self.model.preprocessor.load_image(data, options)
         started_s = self.clock()
-        ready = pinned(frames, self.model.tower.device, self.model.tower.dtype)
+        tower = self.model.tower
+        ready = pinned(frames, tower.device, tower.dtype)
         if ready is not frames:
             resize_ms += (self.clock() - started_s) * 1e3
-        return ready, decode_ms, resize_ms
+        return looked_through(ready, tower), decode_ms, resize_ms
 
     def _check_pixels(self, pixels: PixelValues) -> PatchItem:
         """On a worker: checked patches where the device can read them."""
         patches = self.model.preprocessor.check_pixels(pixels)
-        return pinned(patches, self.model.tower.device, self.model.tower.dtype)
+        tower = self.model.tower
+        return looked_through(pinned(patches, tower.device, tower.dtype), tower)
 
     def _admit(self, flight: Flight, grid: Grid, permit: Permit) -> None:
         """Takes room for the item's patches and tells its grid. Raises ImageTooLarge, QueueFull."""
@@ -303,53 +314,7 @@ class Pipeline:
             flight.ticket.num_sequences = grid.t
         flight.announced.set_result(grid)
 
-    async def _run_tower(self, flight: Flight, tower_item: TowerItem) -> EncodedItem:
-        """The item's rows, through the device's queue."""
-        queued_s = self.clock()
-        future = self.engine.submit(tower_item, flight.ticket)
-        try:
-            result = await asyncio.wrap_future(future)
-        except asyncio.CancelledError:
-            self.engine.discard(flight.ticket)
-            raise
-        flight.timings.queue_ms = (result.started_s - queued_s) * 1e3
-        flight.timings.tower_ms = result.tower_ms
-        return EncodedItem(
-            flight.key,
-            flight.content_digest,
-            tower_item.grid,
-            result.rows,
-            self.model.tower.num_deepstack_levels,
-        )
-
-    async def _keep(self, namespace: str, encoded: EncodedItem) -> None:
-        """The item's rows into the store; a large copy is made on a worker, whose slot is not given back
-        while it still writes."""
-        writing = self.store.begin_put(namespace, encoded)
-        if writing is None:
-            return
-        if encoded.spec.num_bytes < COPY_INLINE_BYTES:
-            writing.copy()
-            self.store.finish_put(writing)
-            return
-
-        def end(copying: asyncio.Future[None]) -> None:
-            if copying.cancelled() or copying.exception() is not None:
-                self.store.cancel_put(writing)
-            else:
-                self.store.finish_put(writing)
-
-        # Its end is seen to also when every caller has left by then.
-        copying = asyncio.get_running_loop().run_in_executor(self.workers, writing.copy)
-        copying.add_done_callback(end)
-        await asyncio.shield(copying)
-
     # -- small things ----------------------------------------------------------------------------------
-
-    async def _land(self, flight: Flight, deadline_s: float | None) -> Held:
-        """A flight's rows: where the store keeps them, or as they came when it had no room."""
-        encoded = await self.flights.wait(flight, deadline_s)
-        return self.store.hold(flight.namespace, flight.key, is_lookup=False) or Held(encoded)
 
     def _delivered(self, held: Held, tier: CacheTier, timings: StageTimings, started_s: float) -> Delivered:
         encoded = held.item
@@ -368,6 +333,12 @@ class Pipeline:
 
     async def _on_worker(self, function: Callable[..., Result], *arguments: object) -> Result:
         return await asyncio.get_running_loop().run_in_executor(self.workers, function, *arguments)
+
+
+def cache_tier(held: Held) -> CacheTier:
+    """Which tier rows that are held were found in."""
+    on_device = held.arena is not None and held.arena.geometry.kind == "device"
+    return CacheTier.DEVICE if on_device else CacheTier.HOST
 
 
 def content_bytes(item: Item) -> int:

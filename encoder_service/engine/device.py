@@ -28,6 +28,7 @@ from encoder_service.engine.faults import first_line, is_device_fault
 from encoder_service.engine.graphs import GraphRunner
 from encoder_service.engine.jobs import Batch, EngineCounters, Job, TowerResult
 from encoder_service.engine.launch import Launcher, TowerLauncher
+from encoder_service.engine.rows import Destination
 from encoder_service.errors import Cancelled, DeadlineExceeded, DeviceFault, Draining, InternalError
 from encoder_service.ingest.preprocessor import Preprocessor
 from encoder_service.metrics import Metrics
@@ -115,11 +116,12 @@ class DeviceEngine:
         with self._wake:
             return len(self._planner)
 
-    def submit(self, item: TowerItem, ticket: Ticket) -> Future[TowerResult]:
-        """Queues an item. The future ends with its rows, or Cancelled, DeadlineExceeded, Draining,
+    def submit(self, item: TowerItem, ticket: Ticket, destination: Destination = None) -> Future[TowerResult]:
+        """Queues an item. destination: where on the device its rows go, the engine's until the future ends;
+        host memory when left out. The future ends with its rows, or Cancelled, DeadlineExceeded, Draining,
         DeviceFault or InternalError. Raises DeviceFault when the device has failed already, Draining when
         the engine is stopping."""
-        job = Job(item, ticket)
+        job = Job(item, ticket, destination)
         with self._wake:
             if self._fault is not None:
                 raise self._fault
@@ -217,7 +219,7 @@ class DeviceEngine:
         started_s = self._clock()
         failure = ""
         try:
-            launched = self._launcher.launch([job.item for job in jobs])
+            launched = self._launcher.launch([job.item for job in jobs], [job.destination for job in jobs])
         except Exception as error:
             failure = self._check_failure(error)
         # Outside the handler: the exception's traceback holds the failed batch's tensors, and halves that

@@ -8,13 +8,15 @@ from dataclasses import dataclass, field
 import torch
 
 from encoder_service.engine.launch import Launched
+from encoder_service.engine.rows import Destination
 from encoder_service.scheduler.planner import Ticket
 from encoder_service.types import TowerItem
 
 
 @dataclass(frozen=True)
 class TowerResult:
-    """One item's rows on the host, owning their storage, and what its batch cost: tower_ms, its time on the
+    """One item's rows, in the destination it came with or on the host and owning their storage, and what its
+    batch cost: tower_ms, its time on the
     device by the device's own events (a CPU's by the clock), and started_s, when the device turned to it, in
     the engine's clock: the end of the wait for it less that time."""
 
@@ -29,6 +31,7 @@ class Job:
 
     item: TowerItem
     ticket: Ticket
+    destination: Destination = None
     future: Future[TowerResult] = field(default_factory=Future)
 
 

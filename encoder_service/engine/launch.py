@@ -24,7 +24,7 @@ from encoder_service.engine.copies import batch_copies_of
 from encoder_service.engine.cuts import StagedCuts
 from encoder_service.engine.graphs import GraphRunner
 from encoder_service.engine.patches import Upload, cutter_for, upload_of
-from encoder_service.engine.rows import HostRows, RowSink, RowTarget
+from encoder_service.engine.rows import Destination, HostRows, PlacedRows, RowSink, RowTarget
 from encoder_service.engine.staging import (
     ALIGNMENT_BYTES,
     IS_PINNED,
@@ -50,8 +50,9 @@ class Launched(Protocol):
 
 
 class Launcher(Protocol):
-    def launch(self, items: Sequence[TowerItem]) -> Launched:
-        """Hands a batch to the device and returns. Raises what is known to be wrong by then."""
+    def launch(self, items: Sequence[TowerItem], destinations: Sequence[Destination] = ()) -> Launched:
+        """Hands a batch to the device and returns. destinations: where each item's rows go, see ``rows``.
+        Raises what is known to be wrong by then."""
 
     def probe(self) -> None:
         """Raises what the device failed with, if it has; does not wait."""
@@ -63,8 +64,8 @@ class Launcher(Protocol):
 class TowerLauncher:
     """Runs batches on the fast path, or on the plain tower where there is none.
 
-    clock: seconds. sink: where rows go; host memory when left out. Not thread-safe: one thread launches,
-    any thread waits and collects.
+    clock: seconds. sink: where rows go; when left out, where each item says, or host memory. Not thread-safe:
+    one thread launches, any thread waits and collects.
     """
 
     def __init__(
@@ -98,13 +99,15 @@ class TowerLauncher:
                     num_bytes, graphs.max_items, device, self._streams, batch_copies_of(device)
                 )
                 self._cuts = StagedCuts(graphs, self._cutter, self._pixels.memory)
-            self._sink = sink or HostRows(tower.width, tower.dtype, device, self._streams, max_rows)
+            self._sink = sink or PlacedRows(
+                HostRows(tower.width, tower.dtype, device, self._streams, max_rows)
+            )
 
     @torch.inference_mode()
-    def launch(self, items: Sequence[TowerItem]) -> LaunchedBatch:
+    def launch(self, items: Sequence[TowerItem], destinations: Sequence[Destination] = ()) -> LaunchedBatch:
         tower, compute = self._tower, self._streams.compute
         uploads = [upload_of(item, tower) for item in items]
-        target = self._sink.open([one.num_rows for one in uploads])
+        target = self._sink.open([one.num_rows for one in uploads], destinations)
         started, ended = events = self._take_events()
         # Kept until the batch was waited for: the device reads pinned pixels in its own time, and torch's
         # allocator, which a batched copy does not tell, would give the memory of a dropped one to the next.

@@ -93,7 +93,7 @@ def tier_to_read(delivery: int) -> Tier:
     return "device" if delivery == pb.DELIVERY_DEVICE_LEASE else "host"
 
 
-def lease_terms(options: pb.LeaseOptions, delivery: int = pb.DELIVERY_HOST_SHM) -> LeaseTerms:
+def lease_terms(options: pb.LeaseOptions, tier: Tier | None = None) -> LeaseTerms:
     """What a lease is asked for; owner_id is the broker's text in UTF-8, not looked up here. Raises
     InvalidRequest for more readers than a lease can have."""
     if options.num_readers > MAX_READERS:
@@ -106,7 +106,7 @@ def lease_terms(options: pb.LeaseOptions, delivery: int = pb.DELIVERY_HOST_SHM) 
         owner_id(options.owner_id),
         options.num_readers or 1,
         lease_s(options.lease_ms),
-        tier_to_read(delivery),
+        tier,
     )
 
 

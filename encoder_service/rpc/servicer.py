@@ -258,7 +258,9 @@ class VisionEncoderServicer:
         """How the caller wants its leases, or None when it wants inline rows. Raises TransportUnavailable,
         InvalidRequest."""
         convert.check_delivery(call.delivery, self._offered)
-        return None if call.delivery in convert.INLINE else convert.lease_terms(call.lease, call.delivery)
+        if call.delivery in convert.INLINE:
+            return None
+        return convert.lease_terms(call.lease, convert.tier_to_read(call.delivery))
 
     def _lease(self, delivered: Delivered, namespace: str, terms: LeaseTerms | None) -> LeasedRows | None:
         """The rows under a lease; None when they go inline. Raises TransportUnavailable."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from encoder_service.store.allocator import ALIGNMENT_BYTES
 from encoder_service.store.arena import Arena, Slot
-from encoder_service.store.embedding_store import Held, StoreCounters, Writing
+from encoder_service.store.embedding_store import Held, StoreCounters, Tier, Writing
 from encoder_service.store.shares import FairShares, Name
 from encoder_service.types import EncodedItem
 
@@ -83,6 +83,14 @@ class ArenaStore:
         writing.copy()
         self.finish_put(writing)
         return True
+
+    def reserve(self, namespace: str, item: EncodedItem) -> None:
+        """None: which arenas an engine writes to is ``tiers``'."""
+
+    async def placed(self, held: Held, namespace: str, tier: Tier) -> Held:
+        """Where they are: there is one tier."""
+        del namespace, tier
+        return held
 
     def begin_put(self, namespace: str, item: EncodedItem) -> Writing | None:
         """A slot for the item's rows, evicting what ``shares`` says and nobody reads. None when it is larger

@@ -46,6 +46,12 @@ class Held:
     arena: Arena | None = None
     slot: Slot | None = None
 
+    def share(self) -> Held:
+        """The same rows for one holder more."""
+        if self.slot is not None and self.arena is not None:
+            self.arena.hold(self.slot)
+        return Held(self.item, self.arena, self.slot)
+
     def drop(self) -> None:
         """The holder reads no more. Twice is once."""
         slot, self.slot = self.slot, None
@@ -102,8 +108,8 @@ class RowStore(Protocol):
         """The rows will not be there."""
 
     async def placed(self, held: Held, namespace: str, tier: Tier) -> Held:
-        """Rows that are held, where a reader needs them, held in place of ``held``; that itself where there is
-        no room or no such tier, but never on a device for a reader that needs the host."""
+        """Rows that are held, where a reader needs them, held in place of ``held``; that itself where there
+        is no room or no such tier, but never on a device for a reader that needs the host."""
 
     def check_integrity(self) -> None:
         """Raises AssertionError unless bytes and entries agree."""
@@ -190,6 +196,7 @@ class EmbeddingStore:
 
     async def placed(self, held: Held, namespace: str, tier: Tier) -> Held:
         """Where they are: on the host."""
+        del namespace, tier
         return held
 
     def finish_put(self, writing: Writing) -> None:

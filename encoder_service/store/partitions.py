@@ -7,11 +7,15 @@ only.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+
+import torch
 
 from encoder_service.store.arena import Arena
 from encoder_service.store.arena_store import ArenaStore
-from encoder_service.store.embedding_store import Held, StoreCounters, Writing
+from encoder_service.store.cuda_memory import CudaMemory
+from encoder_service.store.embedding_store import Held, StoreCounters, Tier, Writing
 from encoder_service.store.host_memory import HostMemory
 from encoder_service.types import EncodedItem
 
@@ -38,6 +42,11 @@ class PartitionedStore:
         """Each with the only namespace that sees it; None: every one that is not isolated."""
         yield None, self._shared
         yield from self._isolated.items()
+
+    @property
+    def isolated(self) -> frozenset[str]:
+        """The namespaces that have an arena of their own."""
+        return frozenset(self._isolated)
 
     def part(self, namespace: str) -> ArenaStore:
         return self._isolated.get(namespace, self._shared)
@@ -68,6 +77,9 @@ class PartitionedStore:
     def hold(self, namespace: str, key: bytes, *, is_lookup: bool = True) -> Held | None:
         return self.part(namespace).hold(namespace, key, is_lookup=is_lookup)
 
+    def reserve(self, namespace: str, item: EncodedItem) -> None:
+        """None: the engine's rows come through memory of its own."""
+
     def begin_put(self, namespace: str, item: EncodedItem) -> Writing | None:
         return self.part(namespace).begin_put(namespace, item)
 
@@ -76,6 +88,11 @@ class PartitionedStore:
 
     def cancel_put(self, writing: Writing) -> None:
         self.part(writing.namespace).cancel_put(writing)
+
+    async def placed(self, held: Held, namespace: str, tier: Tier) -> Held:
+        """Where they are: there is one tier."""
+        del namespace, tier
+        return held
 
     def close(self) -> None:
         """Closes every arena. Twice is once."""
@@ -90,13 +107,19 @@ class PartitionedStore:
                 assert self.part(found) is part, f"rows of {found!r} lie in the arena of {namespace!r}"
 
 
-def open_host_partitions(shared_bytes: int, isolated: Mapping[str, int]) -> PartitionedStore:
-    """Arenas in host memory: takes and zeroes all of it, which is a matter of seconds for gigabytes. Raises
-    ConfigurationError when the host lacks the memory."""
+def open_partitions(
+    make_arena: Callable[[int], Arena],
+    shared_bytes: int,
+    isolated: Mapping[str, int],
+    weights: Mapping[str, float] | None = None,
+) -> PartitionedStore:
+    """An arena that namespaces share by ``weights`` (``shares.FairShares``), and one for each isolated one of
+    its bytes. Raises what ``make_arena`` does; nothing is left open then."""
     opened: list[ArenaStore] = []
     try:
-        for num_bytes in (shared_bytes, *isolated.values()):
-            opened.append(ArenaStore(host_arena(num_bytes)))  # noqa: PERF401  # known when one fails
+        opened.append(ArenaStore(make_arena(shared_bytes), weights=weights))
+        for num_bytes in isolated.values():
+            opened.append(ArenaStore(make_arena(num_bytes)))  # noqa: PERF401  # known when one fails
     except BaseException:
         for part in opened:
             part.close()
@@ -104,7 +127,40 @@ def open_host_partitions(shared_bytes: int, isolated: Mapping[str, int]) -> Part
     return PartitionedStore(opened[0], dict(zip(isolated, opened[1:], strict=True)))
 
 
-def host_arena(num_bytes: int) -> Arena:
-    """An arena whose control page has places for as many items as its bytes are good for."""
-    num_slots = min(MAX_SLOTS, max(MIN_SLOTS, num_bytes // BYTES_PER_SLOT))
-    return Arena(HostMemory(num_bytes), max_slots=num_slots)
+def open_host_partitions(
+    shared_bytes: int,
+    isolated: Mapping[str, int],
+    weights: Mapping[str, float] | None = None,
+    *,
+    pin: bool = False,
+) -> PartitionedStore:
+    """``open_partitions`` of ``host_arena``s. Raises ConfigurationError."""
+    return open_partitions(
+        partial(host_arena, pin=True) if pin else host_arena, shared_bytes, isolated, weights
+    )
+
+
+def open_device_partitions(
+    device: torch.device,
+    shared_bytes: int,
+    isolated: Mapping[str, int],
+    weights: Mapping[str, float] | None = None,
+) -> PartitionedStore:
+    """``open_partitions`` of ``device_arena``s. Raises ConfigurationError."""
+    return open_partitions(partial(device_arena, device=device), shared_bytes, isolated, weights)
+
+
+def host_arena(num_bytes: int, *, pin: bool = False) -> Arena:
+    """An arena in host memory: takes and zeroes all of it, which is a matter of seconds for gigabytes. pin:
+    for copies by a GPU. Raises ConfigurationError when the host lacks the memory."""
+    return Arena(HostMemory(num_bytes, pin=pin), max_slots=_num_slots(num_bytes))
+
+
+def device_arena(num_bytes: int, device: torch.device) -> Arena:
+    """An arena in a GPU's memory. Raises ConfigurationError where that cannot be had or exported."""
+    return Arena(CudaMemory(num_bytes, device), max_slots=_num_slots(num_bytes))
+
+
+def _num_slots(num_bytes: int) -> int:
+    """Places in the control page for as many items as the bytes are good for."""
+    return min(MAX_SLOTS, max(MIN_SLOTS, num_bytes // BYTES_PER_SLOT))

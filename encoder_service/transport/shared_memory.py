@@ -14,21 +14,33 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeAlias
 
 import structlog
+import torch
 
 from encoder_service.config import Settings
-from encoder_service.errors import Overloaded, TransportUnavailable
+from encoder_service.errors import ConfigurationError, Overloaded, TransportUnavailable
 from encoder_service.store.arena import ArenaGeometry
-from encoder_service.store.embedding_store import Held
+from encoder_service.store.embedding_store import Held, Tier
 from encoder_service.store.leases import LeaseTable
-from encoder_service.store.partitions import PartitionedStore, open_host_partitions
+from encoder_service.store.partitions import (
+    PartitionedStore,
+    open_device_partitions,
+    open_host_partitions,
+)
+from encoder_service.store.tiers import TieredStore
 from encoder_service.transport.access import BrokerAccess
 from encoder_service.transport.broker import Broker
 from encoder_service.transport.broker_options import BrokerOptions
 from encoder_service.transport.offers import ArenaOffer, OfferBook, ProbeSlot, close_all
 
 log = structlog.get_logger(__name__)
+
+SharedStore: TypeAlias = PartitionedStore | TieredStore
+
+DEVICE_ARENA_BYTES = 2 << 30
+"""Of a GPU's memory where the settings say nothing."""
 
 BEAT_S = 1.0
 """How often readers see that the service lives."""
@@ -42,11 +54,12 @@ for the check, about six microseconds for each."""
 @dataclass(frozen=True)
 class LeaseTerms:
     """What a caller asks a lease for. owner_id: its connection to the broker, as the broker named it. ttl_s:
-    None for the server's default."""
+    None for the server's default. kind: of the memory that it can read; None for any."""
 
     owner_id: str
     num_readers: int = 1
     ttl_s: float | None = None
+    kind: Tier | None = None
 
 
 @dataclass(frozen=True)
@@ -78,7 +91,7 @@ class SharedMemory:
 
     def __init__(
         self,
-        store: PartitionedStore,
+        store: SharedStore,
         options: BrokerOptions,
         *,
         default_lease_s: float,
@@ -101,8 +114,8 @@ class SharedMemory:
         self._clock = clock
         self._unix_clock = unix_clock
         self._loop = asyncio.get_running_loop()
-        self._isolated = [name for name, _ in store.named_parts() if name is not None]
-        self.broker = Broker(options, OfferBook(self._isolated), on_disconnect=self._when_owner_leaves())
+        isolated = {name for name, _ in store.named_parts() if name is not None}
+        self.broker = Broker(options, OfferBook(isolated), on_disconnect=self._when_owner_leaves())
         self._timer: asyncio.TimerHandle | None = None
         self._upkeep: asyncio.Task[None] | None = None
         self._done: tuple[int, ...] = ()
@@ -171,7 +184,7 @@ class SharedMemory:
         had no room for them, or the owner has too many leases. Raises TransportUnavailable when the owner's
         connection is gone, InvalidRequest for a time or number of readers out of bounds."""
         self.check_owner(terms.owner_id, namespace)
-        if held.arena is None or held.slot is None:
+        if held.arena is None or held.slot is None or terms.kind not in (None, held.arena.geometry.kind):
             self.counters.not_held += 1
             return None
         ttl_s = self._default_lease_s if terms.ttl_s is None else terms.ttl_s
@@ -267,12 +280,41 @@ class SharedMemory:
         return math.floor((self._unix_clock() + at_s - self._clock()) * 1e3)
 
 
-def open_shared_store(settings: Settings) -> PartitionedStore:
-    """The arenas that the settings ask for. Takes long: not for the event loop. Raises ConfigurationError."""
-    return open_host_partitions(settings.arena_bytes, settings.isolated_namespaces)
+def open_shared_store(settings: Settings) -> SharedStore:
+    """The arenas that the settings ask for: on the host, and in front of them on the device where that can be
+    had. Takes long: not for the event loop. Raises ConfigurationError."""
+    host = settings.arena_bytes, settings.isolated_namespaces, settings.namespace_shares
+    on_device = _open_device_partitions(settings)
+    if on_device is None:
+        return open_host_partitions(*host)
+    try:
+        return TieredStore(open_host_partitions(*host, pin=True), on_device)
+    except BaseException:
+        on_device.close()
+        raise
 
 
-def share(settings: Settings, store: PartitionedStore, instance_id: str) -> SharedMemory:
+def _open_device_partitions(settings: Settings) -> PartitionedStore | None:
+    """None where no device memory is to be shared, or where none can be and nobody insists."""
+    device, wanted_bytes = torch.device(settings.device), settings.device_arena_bytes
+    # A CUDA device that is not there is the model's loader to report.
+    if device.type != "cuda" or wanted_bytes == 0 or not torch.cuda.is_available():
+        return None
+    try:
+        return open_device_partitions(
+            device,
+            DEVICE_ARENA_BYTES if wanted_bytes is None else wanted_bytes,
+            settings.isolated_device_bytes,
+            settings.namespace_shares,
+        )
+    except ConfigurationError as error:
+        if wanted_bytes is not None:
+            raise
+        log.warning("rows are not shared in device memory", reason=error.message)
+        return None
+
+
+def share(settings: Settings, store: SharedStore, instance_id: str) -> SharedMemory:
     """Delivery as the settings say; not started."""
     return SharedMemory(
         store,

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from encoder_service.engine.device import MAX_IN_FLIGHT
+from encoder_service.engine.rows import Destination
 from encoder_service.types import Grid, PatchItem, TowerItem
 
 POISON = -1.0
@@ -60,7 +61,7 @@ class HeldLauncher:
         self.fails_with: Exception | None = None
         self.lost_with: Exception | None = None
 
-    def launch(self, items: Sequence[TowerItem]) -> HeldBatch:
+    def launch(self, items: Sequence[TowerItem], destinations: Sequence[Destination] = ()) -> HeldBatch:
         if self.fails_with is not None:
             raise self.fails_with
         batch = HeldBatch(self, items)

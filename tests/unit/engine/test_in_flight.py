@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from encoder_service.engine import device
 from encoder_service.engine.device import DeviceEngine
 from encoder_service.engine.jobs import TowerResult
+from encoder_service.engine.rows import Destination
 from encoder_service.errors import Cancelled, DeviceFault, Draining, InternalError
 from encoder_service.metrics import Metrics
 from encoder_service.scheduler.planner import Planner, Ticket
@@ -229,7 +230,7 @@ def test_p36_a_fault_while_stopping_is_told_as_one_whichever_thread_ends_the_ite
         threading.Event(),
     )
 
-    def held_launch(items: Sequence[TowerItem]) -> HeldBatch:
+    def held_launch(items: Sequence[TowerItem], destinations: Sequence[Destination] = ()) -> HeldBatch:
         if len(rig.launcher.launched) == 1:
             launching.set()
             assert may_go_on.wait(10)

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable
 import pytest
 import torch
 
-from encoder_service import pipeline as pipeline_module
+from encoder_service import tower_run
 from encoder_service.pipeline import Delivered
 from encoder_service.store.arena import PROBE_BYTES, Arena
 from encoder_service.store.arena_store import ArenaStore
@@ -114,7 +114,7 @@ class SlowCopy:
                 raise RuntimeError("the copy failed")
             original(writing)
 
-        monkeypatch.setattr(pipeline_module, "COPY_INLINE_BYTES", 0)
+        monkeypatch.setattr(tower_run, "COPY_INLINE_BYTES", 0)
         monkeypatch.setattr(Writing, "copy", copy)
 
 

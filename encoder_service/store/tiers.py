@@ -1,0 +1,307 @@
+"""Two tiers of finished rows: the device's memory, where the engine leaves them, over pinned host memory.
+
+Owns which tier an item's rows are in and how they get from one to the other: what the device tier is about
+to evict is copied to the host beforehand, a reader on a GPU gets rows that are only on the host brought back,
+and whoever cannot read device memory gets them from the host. Each tier bounds its bytes and evicts by
+itself; an item in both is evicted from one without a loss. Not thread-safe: used from the event loop only,
+but for the copies, which threads of its own make.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+
+import structlog
+import torch
+
+from encoder_service.store.arena_store import ArenaStore
+from encoder_service.store.embedding_store import Held, StoreCounters, Tier, Writing
+from encoder_service.store.partitions import PartitionedStore
+from encoder_service.types import EncodedItem
+
+log = structlog.get_logger(__name__)
+
+# The part of a device arena that is to be free, or to be on the host as well and so free at once; and how
+# much has to be written before that is looked at again.
+READY_SHARE = 0.25
+LOOK_SHARE = 1 / 32
+# Copies under way at once, one each way; more would share the same link.
+NUM_COPY_THREADS = 2
+
+
+@dataclass
+class TierCounters:
+    """Items copied: spilled ahead of their eviction, promoted for a reader on a GPU, lowered for a reader
+    that needs them on the host. unplaced: items for which the device tier had no room. lowered_unkept:
+    lowered into memory of their own, since the host tier had no room."""
+
+    spilled: int = 0
+    promoted: int = 0
+    lowered: int = 0
+    lowered_unkept: int = 0
+    unplaced: int = 0
+
+
+class TieredStore:
+    """See ``embedding_store.RowStore``. Closes both tiers. device: without the isolated namespaces that have
+    no device memory of their own; their rows are on the host only."""
+
+    def __init__(self, host: PartitionedStore, device: PartitionedStore) -> None:
+        self.host = host
+        self.device = device
+        self.tier_counters = TierCounters()
+        self._host_only = frozenset(host.isolated) - frozenset(device.isolated)
+        self._mover = Mover()
+        self._moves: dict[tuple[str, bytes, Tier], asyncio.Task[bool]] = {}
+        self._spilling: dict[ArenaStore, asyncio.Task[None]] = {}
+        self._written_bytes: dict[ArenaStore, int] = {}
+        self._counters = StoreCounters()
+        self._closed = False
+
+    def __len__(self) -> int:
+        """Entries; an item in both tiers has two."""
+        return len(self.host) + len(self.device)
+
+    @property
+    def max_bytes(self) -> int:
+        return self.host.max_bytes + self.device.max_bytes
+
+    @property
+    def num_bytes(self) -> int:
+        return self.host.num_bytes + self.device.num_bytes
+
+    @property
+    def counters(self) -> StoreCounters:
+        """Hits and misses of the two together; evictions and refusals of each."""
+        tiers = self.host.counters, self.device.counters
+        return replace(
+            self._counters,
+            evictions=sum(each.evictions for each in tiers),
+            refused=sum(each.refused for each in tiers),
+        )
+
+    def named_parts(self) -> Iterator[tuple[str | None, ArenaStore]]:
+        """Those of the device, then those of the host; see ``PartitionedStore.named_parts``."""
+        yield from self.device.named_parts()
+        yield from self.host.named_parts()
+
+    def parts(self) -> Iterator[ArenaStore]:
+        return (part for _, part in self.named_parts())
+
+    def part(self, tier: Tier, namespace: str) -> ArenaStore | None:
+        """Where a tier keeps a namespace's rows; None where it does not."""
+        if tier == "host":
+            return self.host.part(namespace)
+        return None if namespace in self._host_only else self.device.part(namespace)
+
+    # -- what the pipeline asks ------------------------------------------------------------------------
+
+    def get(self, namespace: str, key: bytes) -> EncodedItem | None:
+        found = self._first(namespace, key)
+        self._count(found is not None)
+        return None if found is None else found.get(namespace, key)
+
+    def peek(self, namespace: str, key: bytes) -> EncodedItem | None:
+        found = self._first(namespace, key)
+        return None if found is None else found.peek(namespace, key)
+
+    def hold(self, namespace: str, key: bytes, *, is_lookup: bool = True) -> Held | None:
+        """From the device tier where the rows are in both."""
+        found = self._first(namespace, key)
+        if is_lookup:
+            self._count(found is not None)
+        return None if found is None else found.hold(namespace, key, is_lookup=is_lookup)
+
+    def reserve(self, namespace: str, item: EncodedItem) -> Writing | None:
+        """Room on the device for rows that the engine will write: of item.rows only shape and dtype count.
+        None where there is none; the rows then come through the host and ``begin_put``."""
+        part = self.part("device", namespace)
+        writing = None if part is None else part.begin_put(namespace, item)
+        if writing is None:
+            self.tier_counters.unplaced += 1
+        return writing
+
+    def begin_put(self, namespace: str, item: EncodedItem) -> Writing | None:
+        """Rows that are on the host stay there until somebody wants them on the device."""
+        return self.host.begin_put(namespace, item)
+
+    def finish_put(self, writing: Writing) -> None:
+        part = self._owner(writing)
+        part.finish_put(writing)
+        if part is not self.part("device", writing.namespace) or self._closed:
+            return
+        written_bytes = self._written_bytes.get(part, 0) + writing.slot.num_bytes
+        if written_bytes >= part.max_bytes * LOOK_SHARE and part not in self._spilling:
+            written_bytes = 0
+            spilling = asyncio.get_running_loop().create_task(self._spill(part, writing.namespace))
+            self._spilling[part] = spilling
+            spilling.add_done_callback(lambda _: self._spilling.pop(part))
+        self._written_bytes[part] = written_bytes
+
+    def cancel_put(self, writing: Writing) -> None:
+        self._owner(writing).cancel_put(writing)
+
+    async def placed(self, held: Held, namespace: str, tier: Tier) -> Held:
+        """The same rows in ``tier``, held in place of ``held``, which is given up. A reader that needs the
+        host always gets them there, in memory of their own where the host tier has no room; where the device
+        tier has none, ``held`` itself is the answer. When it is cancelled, ``held`` is still the caller's."""
+        if tier_of(held) == tier or (tier == "host" and held.arena is None):
+            return held
+        part = self.part(tier, namespace)
+        if part is None:
+            return held
+        key = held.item.key
+        if not (part.peek(namespace, key) is not None or await self._moved(namespace, key, tier)):
+            return held if tier == "device" else await self._lowered_unkept(held)
+        found = part.hold(namespace, key, is_lookup=False)
+        if found is None:  # evicted between the copy and now
+            return held if tier == "device" else await self._lowered_unkept(held)
+        held.drop()
+        return found
+
+    # -- upkeep ----------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Waits for the copies under way, forgets every item and closes every arena. Twice is once."""
+        self._closed = True
+        self._mover.close()
+        self.device.close()
+        self.host.close()
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError unless both tiers are sound and no namespace's rows lie in device memory that
+        is not for them."""
+        self.device.check_integrity()
+        self.host.check_integrity()
+        for _, part in self.device.named_parts():
+            assert not part.namespaces() & self._host_only
+
+    def _first(self, namespace: str, key: bytes) -> ArenaStore | None:
+        for tier in ("device", "host"):
+            part = self.part(tier, namespace)
+            if part is not None and part.peek(namespace, key) is not None:
+                return part
+        return None
+
+    def _count(self, hit: bool) -> None:
+        if hit:
+            self._counters.hits += 1
+        else:
+            self._counters.misses += 1
+
+    def _owner(self, writing: Writing) -> ArenaStore:
+        """The part whose memory is written."""
+        for tier in ("device", "host"):
+            part = self.part(tier, writing.namespace)
+            if part is not None and part.arena.num_holders(writing.slot):
+                return part
+        raise AssertionError(f"no arena of namespace {writing.namespace!r} gave this room")
+
+    async def _moved(self, namespace: str, key: bytes, tier: Tier) -> bool:
+        """Copies an item into ``tier``, once for all who ask meanwhile; whether it is there now."""
+        name = (namespace, key, tier)
+        task = self._moves.get(name)
+        if task is None:
+            task = self._moves[name] = asyncio.get_running_loop().create_task(self._move(*name))
+            task.add_done_callback(lambda _: self._moves.pop(name))
+        return await asyncio.shield(task)  # a caller that leaves does not end it for the others
+
+    async def _move(self, namespace: str, key: bytes, tier: Tier) -> bool:
+        target, source = self.part(tier, namespace), self.part(other(tier), namespace)
+        if target is None or source is None or self._closed:
+            return False
+        held = source.hold(namespace, key, is_lookup=False)
+        if held is None:
+            return False
+        try:
+            writing = target.begin_put(namespace, held.item)
+            if writing is None:
+                return False
+            try:
+                await self._mover.copy(writing.target, held.item.rows)
+            except BaseException:
+                target.cancel_put(writing)
+                raise
+            target.finish_put(writing)
+        finally:
+            held.drop()
+        if tier == "device":
+            self.tier_counters.promoted += 1
+        else:
+            self.tier_counters.lowered += 1
+        return True
+
+    async def _lowered_unkept(self, held: Held) -> Held:
+        """A copy in ordinary host memory, which nobody else can read."""
+        item = held.item
+        rows = torch.empty(item.rows.shape, dtype=item.rows.dtype)
+        await self._mover.copy(rows, item.rows)
+        held.drop()
+        self.tier_counters.lowered_unkept += 1
+        return Held(replace(item, rows=rows))
+
+    async def _spill(self, part: ArenaStore, namespace: str) -> None:
+        """Brings to the host what a namespace that goes on writing would evict next."""
+        lacking_bytes = int(part.max_bytes * READY_SHARE) - part.arena.free_bytes
+        if lacking_bytes <= 0:
+            return
+        try:
+            for name in part.next_victims(namespace, lacking_bytes):
+                if self.host.peek(*name) is None and part.peek(*name) is not None:
+                    self.tier_counters.spilled += await self._moved(*name, "host")
+        except Exception:  # the rows are still where they were
+            log.exception("rows could not be copied to the host ahead of their eviction")
+
+
+class Mover:
+    """Copies between device and host memory on threads of its own, each way in a stream of its own."""
+
+    def __init__(self) -> None:
+        self._threads = ThreadPoolExecutor(NUM_COPY_THREADS, thread_name_prefix="tier-copy")
+        self._streams: dict[tuple[torch.device, bool], torch.cuda.Stream] = {}
+
+    async def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Returns when ``target`` has the bytes of ``source``. When it is cancelled, no sooner: until then
+        neither memory may go to anybody else."""
+        copying = asyncio.get_running_loop().run_in_executor(self._threads, self._copy, target, source)
+        try:
+            await asyncio.shield(copying)
+        except asyncio.CancelledError:
+            await asyncio.wait([copying])
+            raise
+
+    def close(self) -> None:
+        """Waits for the copies under way. Twice is once."""
+        self._threads.shutdown(wait=True)
+
+    def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        on_device = target if target.is_cuda else source
+        if not on_device.is_cuda:
+            target.copy_(source)
+            return
+        with torch.cuda.device(on_device.device):
+            with torch.cuda.stream(self._stream(on_device.device, to_device=target.is_cuda)):
+                target.copy_(source, non_blocking=True)
+                done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+                done.record()
+            done.synchronize()
+
+    def _stream(self, device: torch.device, *, to_device: bool) -> torch.cuda.Stream:
+        stream = self._streams.get((device, to_device))
+        if stream is None:  # two threads may both make one: either is right
+            stream = self._streams[device, to_device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        return stream
+
+
+def tier_of(held: Held) -> Tier | None:
+    """The tier that rows are held in; None for memory of their own."""
+    if held.arena is None or held.slot is None:
+        return None
+    return "device" if held.arena.geometry.kind == "device" else "host"
+
+
+def other(tier: Tier) -> Tier:
+    return "host" if tier == "device" else "device"
