@@ -39,7 +39,7 @@ PACKAGES = ("grpcio", "protobuf", "cuda-bindings")
 # Calls and their floor take turns.
 ROUNDS = 3
 FLOOR_SHARE = 0.5
-VIEW_SHARE = 0.25
+COPY_SHARE = 0.25
 DEVICE_EVENTS = 50
 ENCODER_GPU = 0
 
@@ -142,12 +142,18 @@ class Run:
             self.raw.send("start", folder=str(self.folder))
             self.raw_addresses = self.raw.answer(START_S)
         addresses: dict[str, dict[str, Any]] = {}
+        failed: dict[str, ProcessFailed] = {}
+        for kind, encoder in self.encoders.items():
+            try:
+                addresses[kind] = encoder.answer(START_S)
+            except ProcessFailed as error:
+                failed[kind] = error
         working = []
         for path in paths:
             kind = kind_of(path)
             try:
-                if kind not in addresses:
-                    addresses[kind] = self.encoders[kind].answer(START_S)
+                if kind in failed:
+                    raise failed[kind]
                 choice = self.clients[path].ask(
                     "connect",
                     path=path,
@@ -201,7 +207,7 @@ class Run:
         budget_s = self.arguments.budget_s / ROUNDS
         max_calls = max(1, self.arguments.max_calls // ROUNDS)
         before = encoder.ask("counters")
-        calls, floors, views = Samples(), Samples(), Samples()
+        calls, floors = Samples(), Samples()
         for _ in range(ROUNDS):
             calls.add(ask_timed(client, "call", budget_s, max_calls))
             if copies is None:
@@ -212,15 +218,15 @@ class Run:
                         copies.calls(cell.concurrency), budget_s=budget_s * FLOOR_SHARE, max_calls=max_calls
                     )
                 )
-            if TRANSPORTS[cell.path] != "inline" and cell.concurrency == 1:
-                views.add(ask_timed(client, "view", budget_s * VIEW_SHARE, max_calls))
         after = encoder.ask("counters")
-        num_shared = len(calls.calls_ms) + len(views.calls_ms) if TRANSPORTS[cell.path] != "inline" else 0
+        is_shared = TRANSPORTS[cell.path] != "inline"
+        num_shared = len(calls.calls_ms) if is_shared else 0
         if after["shared"] - before["shared"] != num_shared or after["missed"] != before["missed"]:
             raise ProcessFailed(f"{num_shared} items were to come by lease: {before} before, {after} after")
         record = record_of(cell, calls, floors)
-        if views.calls_ms:
-            record["rpc_ms"] = statistics.median(views.calls_ms)
+        if is_shared and cell.concurrency == 1:
+            copied = client.ask("measure_copy", budget_s=budget_s * COPY_SHARE, max_calls=max_calls)
+            record["copy_ms"] = statistics.median(copied["calls_ms"])
         if copies is not None and cell.concurrency == 1:
             record["floor_device_ms"] = statistics.median(copies.device_ms(DEVICE_EVENTS))
         return record

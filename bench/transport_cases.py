@@ -32,7 +32,6 @@ CONCURRENCIES = (1, 8, 32)
 STEP_BYTES = 4096
 MIN_RESIDENT = 3
 MIN_CALLS = 5
-WARM_UP_CALLS = 3
 
 
 def bytes_of(size_mib: float) -> int:

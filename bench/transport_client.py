@@ -16,13 +16,15 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from transport_cases import MIN_CALLS, WARM_UP_CALLS, in_turn, key_of, timed
+from transport_cases import MIN_CALLS, in_turn, key_of, timed
 from transport_floors import RawStreams, memcpy_calls
 from transport_processes import serve_commands
 
 from lm_adapter import EncodedRows, VisionEncoderClient
 
 CONNECT_S = 60.0
+# Of one call: the service takes no more by default.
+MAX_KEYS = 256
 
 
 class Caller:
@@ -46,14 +48,29 @@ class Caller:
         """What is timed: one item by its key, complete and checked in this caller's buffer."""
         return self._on_stream(lambda: self._fetch(out=[self._out]))
 
-    def fetch_view(self) -> None:
-        """All of the same but the copy: the rows are looked at where they lie."""
+    def borrow_all(self, count: int) -> list[EncodedRows]:
+        """Views of every item's rows where they lie."""
+        found: list[EncodedRows] = []
+        for start in range(0, count, MAX_KEYS):
+            keys = [key_of(self._num_bytes, index) for index in range(start, min(start + MAX_KEYS, count))]
+            for outcome in self._client.fetch(keys, borrow=True):
+                if not isinstance(outcome, EncodedRows):
+                    raise outcome
+                found.append(outcome)
+        return found
 
-        def look() -> EncodedRows:
-            with self._fetch(borrow=True) as rows:
-                return rows
+    def copy(self, borrowed: list[EncodedRows]) -> None:
+        """The one part of a call that grows with the rows: out of the mapped memory into the buffer, with
+        the wait for it."""
+        source = borrowed[next(self._places)].payload
+        if isinstance(source, np.ndarray):
+            np.copyto(self._out, source)
+            return
+        import torch
 
-        self._on_stream(look)
+        with torch.cuda.stream(self._stream):
+            self._out.copy_(source, non_blocking=True)
+        self._stream.synchronize()
 
     def check(self) -> None:
         """Raises ValueError unless the bytes are those that the encoder made."""
@@ -85,6 +102,8 @@ class Client:
         self._clients: dict[str, VisionEncoderClient] = {}
         self._raw: dict[str, RawStreams] = {}
         self._calls: dict[str, list[Callable[[], object]]] = {}
+        self._callers: list[Caller] = []
+        self._count = 0
 
     def connect(self, path: str, transport: str, target: str, on_gpu: bool) -> dict[str, Any]:
         """Raises EncoderError where the way of delivery is not possible."""
@@ -119,21 +138,32 @@ class Client:
         for caller in callers:
             caller.check()
         self._calls["call"] = [caller.fetch for caller in callers]
-        self._calls["view"] = [caller.fetch_view for caller in callers]
+        self._callers = callers
+        self._count = count
         if floor is not None and "raw_target" in floor:
             if path not in self._raw:
                 self._raw[path] = RawStreams(floor["raw_target"])
             self._calls["floor"] = self._raw[path].calls(num_bytes, floor["count"], concurrency)
         elif floor is not None:
             self._calls["floor"] = memcpy_calls(num_bytes, floor["resident_bytes"], concurrency)
-        for name, calls in self._calls.items():
-            if name != "view":
-                timed(calls, budget_s=0, max_calls=max(WARM_UP_CALLS, MIN_CALLS))
+        for calls in self._calls.values():
+            timed(calls, budget_s=0, max_calls=MIN_CALLS)
         return {}
 
     def measure(self, what: str, budget_s: float, max_calls: int) -> dict[str, Any]:
-        """what: ``call``, ``view`` or ``floor``."""
+        """what: ``call`` or ``floor``."""
         found = timed(self._calls[what], budget_s=budget_s, max_calls=max_calls)
+        return {"calls_ms": found.calls_ms, "wall_s": found.wall_s}
+
+    def measure_copy(self, budget_s: float, max_calls: int) -> dict[str, Any]:
+        """The first caller's copies alone, under leases on all items."""
+        caller = self._callers[0]
+        borrowed = caller.borrow_all(self._count)
+        try:
+            found = timed([lambda: caller.copy(borrowed)], budget_s=budget_s, max_calls=max_calls)
+        finally:
+            for rows in borrowed:
+                rows.confirm()
         return {"calls_ms": found.calls_ms, "wall_s": found.wall_s}
 
     def close(self) -> None:
@@ -145,7 +175,14 @@ class Client:
 
 def main() -> None:
     client = Client()
-    serve_commands({"connect": client.connect, "prepare": client.prepare, "measure": client.measure})
+    serve_commands(
+        {
+            "connect": client.connect,
+            "prepare": client.prepare,
+            "measure": client.measure,
+            "measure_copy": client.measure_copy,
+        }
+    )
     client.close()
 
 

@@ -28,8 +28,8 @@ IMAGE_MALLOC = {
     "MALLOC_TRIM_THRESHOLD_": "4294967296",
     "MALLOC_TOP_PAD_": "268435456",
 }
-START_S = 90.0
-ANSWER_S = 60.0
+START_S = 60.0
+ANSWER_S = 30.0
 
 
 class ProcessFailed(Exception):
@@ -109,12 +109,15 @@ class Process:
             raise ProcessFailed(f"{self._script} has ended: {self._last_words()}") from error
 
     def answer(self, timeout_s: float = ANSWER_S) -> dict[str, Any]:
-        """Raises ProcessFailed."""
+        """Raises ProcessFailed; a process that does not answer in time is ended, since its late answer would
+        be taken for that to another question."""
         try:
             line = self._answers.get(timeout=timeout_s)
         except queue.Empty:
+            self._process.kill()
             raise ProcessFailed(f"{self._script} did not answer within {timeout_s:g} s") from None
         if not line:
+            self._answers.put("")  # for whoever asks again
             raise ProcessFailed(f"{self._script} has ended: {self._last_words()}")
         answer: dict[str, Any] = json.loads(line)
         if "error" in answer:

@@ -51,7 +51,7 @@ def table_of(result: dict[str, Any]) -> Table:
         caption=f"one call from its start to checked rows in the caller's buffer; processes in {where}",
     )
     table.add_column("path")
-    for name in ("MiB", "at once", "median ms", "p99 ms", "floor ms", "ratio", "GiB/s", "rpc ms", "calls"):
+    for name in ("MiB", "at once", "median ms", "p99 ms", "floor ms", "ratio", "GiB/s", "copy ms", "calls"):
         table.add_column(name, justify="right")
     table.add_column("goal")
     order = {path: number for number, path in enumerate(PATHS)}
@@ -67,7 +67,7 @@ def table_of(result: dict[str, Any]) -> Table:
             f"{record['floor_ms']:.3f}",
             f"{record['ratio']:.2f}",
             f"{record['gib_per_s']:.2f}",
-            f"{record['rpc_ms']:.3f}" if "rpc_ms" in record else "",
+            f"{record['copy_ms']:.3f}" if "copy_ms" in record else "",
             str(record["num_calls"]),
             goal_text(record),
         )

@@ -23,7 +23,7 @@ from transport_processes import Process, ProcessFailed, can_isolate, visible_gpu
 ROOT = Path(__file__).resolve().parents[3]
 NEEDED = {"path", "bytes", "median_ms", "p99_ms", "floor_ms"}
 OPTIONAL = {
-    "concurrency", "ratio", "gib_per_s", "floor_gib_per_s", "floor_p99_ms", "num_calls", "rpc_ms",
+    "concurrency", "ratio", "gib_per_s", "floor_gib_per_s", "floor_p99_ms", "num_calls", "copy_ms",
     "floor_device_ms",
 }  # fmt: skip
 
@@ -158,6 +158,18 @@ def test_a_process_that_fails_or_ends_says_why(tmp_path: Path) -> None:
         assert process.ask("fill", num_bytes=8192, resident_bytes=1, chunk_bytes=4096) == {"count": 3}
     with pytest.raises(ProcessFailed, match="has ended"):
         process.ask("fill", num_bytes=8192, resident_bytes=1, chunk_bytes=4096)
+    for _ in range(2):
+        with pytest.raises(ProcessFailed, match="has ended"):
+            process.answer()
+
+
+def test_a_process_that_is_too_late_is_ended_and_never_heard_again(tmp_path: Path) -> None:
+    with Process("transport_floors.py", tmp_path / "log") as process:
+        process.send("fill", num_bytes=8192, resident_bytes=1, chunk_bytes=4096)
+        with pytest.raises(ProcessFailed, match="did not answer within 0 s"):
+            process.answer(0)
+        with pytest.raises(ProcessFailed, match="has ended"):
+            process.answer()
 
 
 # -- pictures ------------------------------------------------------------------------------------------------
@@ -219,7 +231,7 @@ def test_a_quick_run_delivers_by_every_path_without_a_gpu(tmp_path: Path) -> Non
         assert set(record) <= NEEDED | OPTIONAL
         assert 0 < record["median_ms"] <= record["p99_ms"]
         assert record["floor_ms"] > 0
-        assert ("rpc_ms" in record) == (record["path"] == "host_shm" and record["concurrency"] == 1)
+        assert ("copy_ms" in record) == (record["path"] == "host_shm" and record["concurrency"] == 1)
     assert result["isolated"] == can_isolate()
     assert result["settings"]["chunk_bytes"] == MIB
     assert result["versions"]["grpcio"]
