@@ -57,9 +57,10 @@ class CallerStreams:
             return
         torch: Any = sys.modules["torch"]
         with ExitStack() as stack:
-            stack.enter_context(torch.cuda.device(self._device))
             for stream in self._streams:
                 stack.enter_context(torch.cuda.stream(stream))
+            # Last: a stream that becomes current makes its device the current one.
+            stack.enter_context(torch.cuda.device(self._device))
             yield
 
     async def run(self, num_bytes: int, work: Callable[[], ResultT]) -> ResultT:

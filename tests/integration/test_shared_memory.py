@@ -195,6 +195,24 @@ def test_release_and_renew(shared: Shared) -> None:
         assert client.read(outcome.result) is not None, "what was given back stays readable while it is kept"
 
 
+def test_whoever_names_an_owner_is_held_to_it(shared: Shared) -> None:
+    with shared.client() as client, shared.client() as other:
+        (outcome,) = client.encode([photo()], num_readers=2)
+        lease_id, owners = outcome.result.host.lease_id, (client.lease_options(), other.lease_options())
+        mine, others = (options.owner_id for options in owners)
+        renewal = pb.RenewRequest(lease_ids=[lease_id], extend_ms=1000, owner_id=others)
+        (status,) = other.stub.Renew(renewal, timeout=60).statuses
+        assert status.failure.reason == "UNKNOWN_LEASE"
+        release = pb.ReleaseRequest(lease_ids=[lease_id], reader=1, owner_id=others)
+        assert list(other.stub.Release(release, timeout=60).unknown_lease_ids) == [lease_id]
+        renewal.owner_id = release.owner_id = mine
+        (status,) = other.stub.Renew(renewal, timeout=60).statuses
+        assert not status.failure.reason
+        assert other.stub.Release(release, timeout=60).num_released == 1, "a reader in another session"
+        assert client.release(lease_id, reader=0).num_released == 1
+        assert len(shared.leases) == 0
+
+
 def test_p21_a_lease_that_ran_out_is_stale_to_its_reader(shared: Shared) -> None:
     with shared.client() as client:
         image = photo()

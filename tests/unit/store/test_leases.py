@@ -62,6 +62,54 @@ def published(arena: Arena, num_bytes: int = 1024) -> Slot:
     return slot
 
 
+# Whose lease, and for how long at most
+
+
+def test_who_names_an_owner_is_held_to_it(arena: Arena, table: LeaseTable) -> None:
+    slot = published(arena)
+    lease = table.grant(arena, slot, "a", ttl_s=5, num_readers=2)
+    for call in (
+        lambda: table.release(lease.lease_id, None, "b"),
+        lambda: table.release(lease.lease_id, 1, "b"),
+        lambda: table.renew(lease.lease_id, 20, "b"),
+    ):
+        with pytest.raises(UnknownLease) as refused:
+            call()
+        with pytest.raises(UnknownLease) as unknown:
+            table.release(bytes(16), None, "b")
+        assert type(refused.value) is type(unknown.value)
+        assert refused.value.message.replace(lease.lease_id.hex(), bytes(16).hex()) == unknown.value.message
+    assert table.get(lease.lease_id) == lease
+    assert table.renew(lease.lease_id, 20, "a").expires_at_s == 1020.0
+    assert table.release(lease.lease_id, 0, "a")
+    assert table.release(lease.lease_id), "the id alone is enough for those who have it"
+    assert not table.release(lease.lease_id, None, "b"), "over for everyone"
+    arena.drop(slot)
+
+
+def test_renewals_end_with_the_leases_age(arena: Arena, clock: Clock) -> None:
+    table = LeaseTable(clock, max_ttl_s=MAX_TTL_S, max_per_owner=MAX_PER_OWNER, max_age_s=70.0)
+    slot = published(arena)
+    lease = table.grant(arena, slot, "a", ttl_s=MAX_TTL_S)
+    for now_s, expires_at_s in ((1025.0, 1055.0), (1050.0, 1070.0), (1069.0, 1070.0)):
+        clock.now_s = now_s
+        assert table.renew(lease.lease_id, MAX_TTL_S).expires_at_s == expires_at_s
+        table.check_integrity()
+    clock.now_s = 1070.0
+    with pytest.raises(StaleLease, match="expired"):
+        table.renew(lease.lease_id, MAX_TTL_S)
+    assert table.counters.expired == 1
+    assert arena.drop(slot)
+
+
+def test_a_grant_is_never_longer_than_the_age(arena: Arena, clock: Clock) -> None:
+    table = LeaseTable(clock, max_ttl_s=MAX_TTL_S, max_per_owner=MAX_PER_OWNER, max_age_s=3.0)
+    slot = published(arena)
+    assert table.grant(arena, slot, "a", ttl_s=MAX_TTL_S).expires_at_s == 1003.0
+    table.release_all("a")
+    arena.drop(slot)
+
+
 # One lease
 
 

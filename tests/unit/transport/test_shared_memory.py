@@ -365,6 +365,7 @@ async def test_settings_become_the_broker_s(tmp_path: Path) -> None:
         broker_allowed_uids="0,1000",
         broker_mode="666",
         lease_default_ms=1500,
+        lease_max_age_ms=400_000,
     )
     store = PartitionedStore(next(open_host_partitions(1 << 16, {}).parts()), {})
     shared = share(settings, store, "instance")
@@ -374,6 +375,7 @@ async def test_settings_become_the_broker_s(tmp_path: Path) -> None:
     assert not options.access.open_namespaces
     assert options.access.allowed_uids == {0, 1000}
     assert options.mode == 0o666
+    assert shared.leases.max_age_s == 400.0
     assert "secret" not in repr(settings)
     await shared.stop()
     assert all(part.arena.closed for part in store.parts())
