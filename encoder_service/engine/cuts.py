@@ -7,6 +7,7 @@ serve callers whose patches come from elsewhere too. Without graphs, as on a CPU
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Sequence
 
 import torch
@@ -52,6 +53,7 @@ class StagedCuts:
             for bucket in buckets:
                 cutter.cut_table(memory, table_I5, sources_I2, self._runner.static(bucket).pixels)
             stream.synchronize()
+            gc.collect()  # what it frees on the device would end a capture
             for bucket in buckets:
                 static = self._runner.static(bucket)
                 graph = torch.cuda.CUDAGraph()
