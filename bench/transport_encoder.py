@@ -10,7 +10,6 @@ import asyncio
 import hashlib
 import sys
 import threading
-import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,35 +25,24 @@ from transport_processes import serve_commands
 from encoder_service.app import Service
 from encoder_service.config import Settings, parse_settings
 from encoder_service.logs import configure_logs
-from encoder_service.store.arena import Arena
-from encoder_service.store.arena_store import ArenaStore
-from encoder_service.store.cuda_memory import CudaMemory
-from encoder_service.store.embedding_store import RowStore
-from encoder_service.store.partitions import PartitionedStore
 from encoder_service.towers.synthetic import make_checkpoint
-from encoder_service.transport.shared_memory import share
 from encoder_service.types import EncodedItem, Grid
 
 START_S = 60.0
 FILL_S = 60.0
-MAX_SLOTS = 1 << 14
+HOST_TIER_BYTES = 64 << 20
 GPU = torch.device("cuda:0")
 
 
-class DeviceArenaService(Service):
-    """The service with an arena of device memory in place of the one in host memory."""
-
-    async def _open_store(self) -> RowStore:
-        arena = Arena(CudaMemory(self.settings.arena_bytes, GPU), max_slots=MAX_SLOTS)
-        store = PartitionedStore(ArenaStore(arena), {})
-        self.shared = share(self.settings, store, uuid.uuid4().hex)
-        self.shared.start()
-        return store
-
-
-def new_service(kind: str, settings: Settings) -> Service:
-    """A service whose rows live in memory of this kind, ``host`` or ``device``."""
-    return DeviceArenaService(settings) if kind == "device" else Service(settings)
+def arenas_for(kind: str, num_bytes: int) -> dict[str, int]:
+    """Settings under which a service keeps so many bytes of rows in memory of this kind, ``host`` or
+    ``device``."""
+    # Rounding by the allocator and the probe's slot come on top.
+    arena_bytes = num_bytes + num_bytes // 64 + (16 << 20)
+    if kind == "host":
+        return {"arena_bytes": arena_bytes}
+    # Half as much again: a device tier that is fuller copies rows to the host meanwhile.
+    return {"device_arena_bytes": arena_bytes * 3 // 2, "arena_bytes": HOST_TIER_BYTES}
 
 
 class Encoder:
@@ -64,6 +52,7 @@ class Encoder:
         self._thread: threading.Thread | None = None
         self._started = threading.Event()
         self._error: BaseException | None = None
+        self._kind = ""
         self._service: Service
         self._loop: asyncio.AbstractEventLoop
 
@@ -72,6 +61,8 @@ class Encoder:
         encoder's alone. num_bytes: all rows that it will be given."""
         place = Path(folder)
         make_checkpoint(place / "model", "qwen3_5", "tiny", 0)
+        self._kind = kind
+        configure_logs("text", "warning")
         settings = parse_settings(
             model=place / "model",
             device=str(GPU) if kind == "device" else "cpu",
@@ -80,14 +71,11 @@ class Encoder:
             listen=(f"unix:{place}/grpc.sock", "127.0.0.1:0"),
             admin_listen="",
             broker_path=f"{place}/broker.sock",
-            # Rounding by the allocator and the probe's slot come on top.
-            arena_bytes=num_bytes + num_bytes // 64 + (16 << 20),
             torch_threads=1,
             drain_grace_s=1,
+            **arenas_for(kind, num_bytes),
         )
-        configure_logs("text", "warning")
-
-        self._thread = threading.Thread(target=lambda: asyncio.run(self._main(kind, settings)), daemon=True)
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._main(settings)), daemon=True)
         self._thread.start()
         if not self._started.wait(START_S):
             raise TimeoutError(f"the service did not start within {START_S:g} s")
@@ -118,9 +106,9 @@ class Encoder:
             self._loop.call_soon_threadsafe(self._service.request_stop)
             self._thread.join(10)
 
-    async def _main(self, kind: str, settings: Settings) -> None:
+    async def _main(self, settings: Settings) -> None:
         self._loop = asyncio.get_running_loop()
-        self._service = new_service(kind, settings)
+        self._service = Service(settings)
         try:
             await self._service.start()
         except BaseException as error:
@@ -139,13 +127,15 @@ class Encoder:
         grid = Grid(1, tower.merge_size * len(rows), tower.merge_size)
         digest = hashlib.sha256(data).digest()
         item = EncodedItem(key, digest, grid, rows, tower.num_deepstack_levels)
-        writing = pipeline.store.begin_put("", item)
+        store = pipeline.store
+        # The device's tier is the engine's to write, which asks for the room beforehand.
+        writing = (store.reserve if self._kind == "device" else store.begin_put)("", item)
         if writing is None:
             raise MemoryError(f"the arena has no room for {data.nbytes} bytes more")
         writing.copy()
         if writing.target.device.type == "cuda":
             torch.cuda.synchronize(writing.target.device)
-        pipeline.store.finish_put(writing)
+        store.finish_put(writing)
 
     def _on_loop(self, function: Callable[..., None], *arguments: object) -> None:
         async def call() -> None:
