@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 import structlog
 import torch
 
+from encoder_service.errors import Draining
 from encoder_service.store.arena_store import ArenaStore
 from encoder_service.store.embedding_store import Held, StoreCounters, Tier, Writing
 from encoder_service.store.partitions import PartitionedStore
@@ -235,7 +236,9 @@ class TieredStore:
         return True
 
     async def _lowered_unkept(self, held: Held) -> Held:
-        """A copy in ordinary host memory, which nobody else can read."""
+        """A copy in ordinary host memory, which nobody else can read. Raises Draining after ``close``."""
+        if self._closed:
+            raise Draining("the service stopped before the rows were delivered")
         item = held.item
         rows = torch.empty(item.rows.shape, dtype=item.rows.dtype)
         await self._mover.copy(rows, item.rows)

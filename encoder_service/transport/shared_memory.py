@@ -288,7 +288,8 @@ def open_shared_store(settings: Settings) -> SharedStore:
     if on_device is None:
         return open_host_partitions(*host)
     try:
-        return TieredStore(open_host_partitions(*host, pin=True), on_device)
+        pin = torch.device(settings.device).type == "cuda"
+        return TieredStore(open_host_partitions(*host, pin=pin), on_device)
     except BaseException:
         on_device.close()
         raise

@@ -10,6 +10,7 @@ from functools import partial
 
 from encoder_service.metrics import Metrics
 from encoder_service.store.arena import Arena
+from encoder_service.store.tiers import TierCounters, TieredStore
 from encoder_service.transport.pixel_input import PixelInput
 from encoder_service.transport.shared_memory import SharedMemory
 
@@ -39,24 +40,53 @@ def export_pixels(metrics: Metrics, pixels: PixelInput) -> None:
 
 
 def _export_arenas(metrics: Metrics, shared: SharedMemory) -> None:
-    """By the namespace that an arena is for; empty: all that are not isolated."""
-    arenas = {namespace or "": part.arena for namespace, part in shared.store.named_parts()}
-
+    """By the namespace that an arena is for; empty: all that are not isolated. Device arenas, where there are
+    any, have names of their own."""
     figures: tuple[tuple[str, str, Callable[[Arena], float]], ...] = (
-        ("ve_arena_bytes", "Size of an arena.", lambda arena: arena.capacity_bytes),
-        ("ve_arena_free_bytes", "Bytes in no slot.", lambda arena: arena.free_bytes),
-        ("ve_arena_largest_hole_bytes", "Largest free range.", lambda arena: arena.largest_hole_bytes),
-        ("ve_arena_fragmentation", "Share of free bytes outside it.", lambda arena: arena.fragmentation),
-        ("ve_arena_slots", "Slots in use.", len),
+        ("bytes", "Size of an arena.", lambda arena: arena.capacity_bytes),
+        ("free_bytes", "Bytes in no slot.", lambda arena: arena.free_bytes),
+        ("largest_hole_bytes", "Largest free range.", lambda arena: arena.largest_hole_bytes),
+        ("fragmentation", "Share of free bytes outside it.", lambda arena: arena.fragmentation),
+        ("slots", "Slots in use.", len),
     )
-    for name, text, read in figures:
-        metrics.gauge_by(
-            name, text, "namespace", {label: partial(read, arena) for label, arena in arenas.items()}
-        )
+    for prefix, kind in (("ve_arena", "host"), ("ve_device_arena", "device")):
+        arenas = {
+            namespace or "": part.arena
+            for namespace, part in shared.store.named_parts()
+            if part.arena.geometry.kind == kind
+        }
+        if not arenas:
+            continue
+        for name, text, read in figures:
+            views = {label: partial(read, arena) for label, arena in arenas.items()}
+            metrics.gauge_by(f"{prefix}_{name}", f"{text} In {kind} memory.", "namespace", views)
     metrics.counter_view(
         "ve_arena_integrity_failures",
         "Checks that found the bookkeeping wrong.",
         lambda: shared.num_integrity_failures,
+    )
+    if isinstance(shared.store, TieredStore):
+        _export_tiers(metrics, shared.store.tier_counters)
+
+
+def _export_tiers(metrics: Metrics, counters: TierCounters) -> None:
+    counter = metrics.counter_view
+    counter("ve_tier_spilled", "Items copied to the host ahead of their eviction.", lambda: counters.spilled)
+    counter("ve_tier_promoted", "Items copied back to the device.", lambda: counters.promoted)
+    counter(
+        "ve_tier_lowered",
+        "Items copied to the host, spilled ones included.",
+        lambda: counters.lowered,
+    )
+    counter(
+        "ve_tier_lowered_unkept",
+        "Items copied to the host for one reader: the host arena had no room.",
+        lambda: counters.lowered_unkept,
+    )
+    counter(
+        "ve_tier_unplaced",
+        "Items whose rows came through the host: the device arena had no room.",
+        lambda: counters.unplaced,
     )
 
 

@@ -1,0 +1,148 @@
+"""The pipeline where the engine writes rows into the device arena: who holds the room, and until when."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+import torch
+
+from encoder_service.errors import Cancelled, DeadlineExceeded, InternalError
+from encoder_service.store.tiers import TieredStore, tier_of
+from encoder_service.types import CacheTier
+from tests.unit.service.test_pipeline import Rig, image, until
+from tests.unit.service.test_pipeline_arena import rows_alone
+from tests.unit.store.device_like import tiered
+
+pytestmark = pytest.mark.anyio
+
+# What ``image`` with side 16 gives: 64 rows of 16 float32.
+ITEM_BYTES = 4096
+
+
+@pytest.fixture
+async def rig() -> AsyncIterator[Rig]:
+    """With room for two items on the device and four on the host."""
+    store = tiered(2 * ITEM_BYTES, 4 * ITEM_BYTES)
+    rig = Rig(store)
+    yield rig
+    rig.tower.gate.set()
+    await rig.pipeline.drain(10)
+    assert rig.engine.stop(10)
+    rig.workers.shutdown()
+    for _ in range(3):
+        await asyncio.sleep(0)  # what the engine said last
+    while pending := [*store._spilling.values(), *store._moves.values()]:
+        await asyncio.wait(pending)
+    store.check_integrity()
+    for part in store.parts():
+        assert len(part.arena) == len(part), "somebody kept rows or room"
+        assert all(part.arena.num_holders(slot) == 1 for slot in part.arena._holders)
+    store.close()
+
+
+def store_of(rig: Rig) -> TieredStore:
+    store = rig.pipeline.store
+    assert isinstance(store, TieredStore)
+    return store
+
+
+async def test_the_engine_writes_rows_into_their_slot(rig: Rig) -> None:
+    callers = [asyncio.ensure_future(rig.pipeline.encode(image(1, side=16))) for _ in range(5)]
+    results = [*(await asyncio.gather(*callers)), await rig.pipeline.encode(image(1, side=16))]
+    assert {result.tier for result in results} == {CacheTier.MISS, CacheTier.IN_FLIGHT, CacheTier.DEVICE}
+    assert len({result.held.slot for result in results if result.held is not None}) == 1
+    assert all(result.held is not None and tier_of(result.held) == "device" for result in results)
+    assert torch.equal(results[0].encoded.rows, await rows_alone(1))
+    assert len(store_of(rig).host) == 0
+    for result in results:
+        result.release()
+
+
+async def test_readers_without_a_gpu_get_the_same_rows_on_the_host(rig: Rig) -> None:
+    delivered = await rig.pipeline.encode(image(1, side=16))
+    lowered = await rig.pipeline.placed(delivered, "", "host")
+    assert lowered.held is not None
+    assert tier_of(lowered.held) == "host"
+    assert lowered.encoded.rows.data_ptr() == lowered.held.item.rows.data_ptr()
+    assert torch.equal(lowered.encoded.rows, await rows_alone(1))
+    assert lowered.tier is CacheTier.MISS
+    lowered.release()
+
+
+async def test_rows_are_right_beyond_what_the_device_holds(rig: Rig) -> None:
+    expected = {value: await rows_alone(value) for value in range(1, 9)}
+    held = []
+    for value in range(1, 9):
+        delivered = await rig.pipeline.encode(image(value, side=16))
+        assert torch.equal(delivered.encoded.rows, expected[value])
+        if value <= 2:  # fills the device tier with readers: the others' rows come through the host
+            held.append(delivered)
+        else:
+            delivered.release()
+    assert store_of(rig).tier_counters.unplaced == 6
+    for delivered, value in zip(held, (1, 2), strict=True):
+        assert torch.equal(delivered.encoded.rows, expected[value])
+        delivered.release()
+
+
+@pytest.mark.parametrize("waits_in", ["queue", "device"])
+async def test_room_of_an_item_whose_callers_left_is_the_engines_until_it_ended(
+    rig: Rig, waits_in: str
+) -> None:
+    rig.tower.gate.clear()
+    blocking = []
+    if waits_in == "queue":  # behind a batch that is full
+        blocking = [asyncio.ensure_future(rig.pipeline.encode(image(7, side=16)))]
+        await until(lambda: len(rig.pipeline.flights) == 1 and not rig.engine.queued_items)
+    caller = asyncio.ensure_future(rig.pipeline.encode(image(1, side=16)))
+    device = store_of(rig).device
+    await until(lambda: sum(len(part.arena) for part in device.parts()) == len(blocking) + 1)
+    await until(lambda: rig.engine.queued_items == len(blocking))
+    caller.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await caller
+    rig.tower.gate.set()
+    for each in await asyncio.gather(*blocking):
+        each.release()
+    await until(lambda: all(len(part.arena) == len(part) for part in device.parts()))
+
+
+async def test_a_deadline_while_the_device_works_leaves_no_room_behind(rig: Rig) -> None:
+    rig.tower.gate.clear()
+    with pytest.raises((DeadlineExceeded, Cancelled)):
+        await rig.pipeline.encode(image(1, side=16), deadline_s=rig.pipeline.clock() + 0.05)
+    rig.tower.gate.set()
+
+
+async def test_a_failed_item_gives_its_room_back(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("poisoned")
+
+    monkeypatch.setattr(type(rig.tower), "forward", fail)
+    with pytest.raises(InternalError, match="poisoned"):
+        await rig.pipeline.encode(image(1, side=16))
+    monkeypatch.undo()
+    (await rig.pipeline.encode(image(1, side=16))).release()
+
+
+async def test_an_engine_that_refuses_leaves_no_room_behind(rig: Rig) -> None:
+    assert rig.engine.stop(10)
+    with pytest.raises(Exception, match="stop"):
+        await rig.pipeline.encode(image(1, side=16))
+
+
+async def test_rows_stay_while_the_last_of_several_callers_has_not_landed(rig: Rig) -> None:
+    """Evicted in the very moment in which they are told: each caller holds them by then."""
+    rig.tower.gate.clear()
+    callers = [asyncio.ensure_future(rig.pipeline.encode(image(1, side=16))) for _ in range(4)]
+    await until(lambda: rig.pipeline.flights.counters.joined == 3)
+    others = [asyncio.ensure_future(rig.pipeline.encode(image(value, side=16))) for value in range(2, 5)]
+    rig.tower.gate.set()
+    expected = await rows_alone(1)
+    for delivered in await asyncio.gather(*callers):
+        assert torch.equal(delivered.encoded.rows, expected)
+        delivered.release()
+    for delivered in await asyncio.gather(*others):
+        delivered.release()
