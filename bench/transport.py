@@ -190,11 +190,12 @@ class Run:
     # -- one record ------------------------------------------------------------------------------------
 
     def _cells(self, paths: list[str]) -> list[Cell]:
-        """By size, so that each is made resident once, then by path."""
+        """By size, so that each is made resident once, then by path; the size that goals are about goes first,
+        so that a run out of time has it."""
         several = {bytes_of(size) for size in self.arguments.concurrent_sizes_mib}
         return [
             Cell(path, num_bytes, concurrency)
-            for num_bytes in self.sizes
+            for num_bytes in sorted(self.sizes, key=lambda size: size != transport_report.GOAL_BYTES)
             for path in paths
             for concurrency in self.arguments.concurrency
             if concurrency == 1 or num_bytes in several
