@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from encoder_service.engine.graphs import GraphRunner
 from encoder_service.engine.launch import LaunchedBatch, TowerLauncher, host_seconds
-from encoder_service.engine.rows import NUM_HOST_SLOTS, HostRows
+from encoder_service.engine.rows import NUM_HOST_SLOTS, HostRows, PlacedRows
 from encoder_service.engine.streams import streams_of
 from encoder_service.errors import InternalError, PixelTensorMismatch
 from encoder_service.scheduler.buckets import Bucket, BucketLadder
@@ -135,19 +135,30 @@ class Favouring:
 
 
 class Checker:
-    """Batches in flight and what their rows have to be."""
+    """Batches in flight and what their rows have to be. generator: says which items' rows go to a place that
+    was reserved for them; without it none's do."""
 
-    def __init__(self, rig: Rig) -> None:
+    def __init__(self, rig: Rig, generator: random.Random | None = None) -> None:
         self.rig = rig
-        self.in_flight: deque[tuple[LaunchedBatch, list[TowerItem], list[torch.Tensor]]] = deque()
+        self.generator = generator
+        self.in_flight: deque[
+            tuple[LaunchedBatch, list[TowerItem], list[torch.Tensor], list[torch.Tensor | None]]
+        ] = deque()
 
     def launch(self, items: list[TowerItem]) -> None:
         expected = self.rig.expected(items)
-        self.in_flight.append((self.rig.launcher.launch(items), items, expected))
+        places: list[torch.Tensor | None] = [None] * len(items)
+        if self.generator is not None:
+            share = self.generator.choice((0, 0.5, 1))
+            places = [
+                torch.full_like(rows, torch.nan) if self.generator.random() < share else None
+                for rows in expected
+            ]
+        self.in_flight.append((self.rig.launcher.launch(items, places), items, expected, places))
 
     def finish(self, meanwhile: list[TowerItem] | None = None) -> None:
         """Waits for the oldest batch; ``meanwhile`` is launched before its rows are given out."""
-        launched, items, expected = self.in_flight.popleft()
+        launched, items, expected, places = self.in_flight.popleft()
         launched.wait()
         for item in items:
             overwrite(item)
@@ -155,8 +166,9 @@ class Checker:
             self.launch(meanwhile)
         found = list(launched.collect())
         assert len(found) == len(expected)
-        for rows, right in zip(found, expected, strict=True):
+        for rows, right, place in zip(found, expected, places, strict=True):
             torch.testing.assert_close(rows, right, rtol=1e-5, atol=1e-5)
+            assert place is None or rows is place
             assert rows.untyped_storage().nbytes() == rows.nbytes
 
 
@@ -169,7 +181,7 @@ def test_p14_p20_p30_rows_are_right_in_any_order_of_the_device(
     generator = random.Random(seed)
     device = SteppedDevice(Favouring(generator))
     rig = Rig(device, merges_time=merges_time)
-    checker = Checker(rig)
+    checker = Checker(rig, generator)
     for action in actions:
         if action == "s":
             for _ in range(generator.randint(1, 8)):
@@ -186,6 +198,30 @@ def test_p14_p20_p30_rows_are_right_in_any_order_of_the_device(
         checker.finish()
     sink = host_rows(rig.launcher)
     assert (len(sink.device_slots), len(sink.host_slots)) == (2, NUM_HOST_SLOTS)
+
+
+def test_a_place_that_is_not_the_rows_is_refused_with_both_shapes() -> None:
+    rig = Rig(SteppedDevice(lambda count: 0))
+    item = PatchItem(torch.zeros(4, PATCH_DIM), Grid(1, 2, 2))
+    for place in (torch.empty(2, WIDTH), torch.empty(1, WIDTH, dtype=torch.float16)):
+        launched = rig.launcher.launch([item], [place])
+        with pytest.raises(InternalError, match=r"torch\.float.* was reserved, .* \(1, \d+\)"):
+            launched.wait()
+        rig = Rig(SteppedDevice(lambda count: 0))
+
+
+def test_p21_places_of_an_abandoned_batch_are_still_when_they_are_given_back() -> None:
+    """Whoever gets them next writes in another stream."""
+    device = SteppedDevice(lambda count: 0)
+    sink = PlacedRows(HostRows(WIDTH, torch.float32, CPU, device.streams, MAX_ROWS))
+    place = torch.zeros(2, WIDTH)
+    target = sink.open([2], [place])
+    rows = torch.ones(2, WIDTH)
+    target.write(rows)
+    device.compute.run(lambda: place.fill_(7))  # what the batch would still do
+    target.abandon()
+    assert bool((place == 7).all())
+    assert not device.compute.queue
 
 
 def test_pixels_travel_while_the_batches_before_have_not_run_and_never_into_a_slot_in_use() -> None:
