@@ -27,7 +27,7 @@ from lm_adapter.transport.broker_records import BrokerSession
 from lm_adapter.transport.device_lease import device_in_use, resolve_device
 from lm_adapter.transport.mapping import device_uuid
 from lm_adapter.transport.settings import TransportChoice, TransportSettings
-from lm_adapter.transport.shared import SharedTransport
+from lm_adapter.transport.shared_transport import SharedTransport
 from lm_adapter.types import ServerInfo
 
 if TYPE_CHECKING:
@@ -113,6 +113,7 @@ class TransportChooser:
                 self.returns,
                 self,
                 self._backoff.turn,
+                self._broker,
             )
 
     def note(self, name: str, turn: int, num_shared: int, refusal: str) -> None:

@@ -20,7 +20,7 @@ from lm_adapter.transport.buffers import Bytes, RowsHandling
 from lm_adapter.transport.device_lease import Event
 
 if TYPE_CHECKING:
-    from lm_adapter.transport.shared import SharedTransport
+    from lm_adapter.transport.shared_transport import SharedTransport
 
 __all__ = ["MAX_SHARED_ATTEMPTS", "TRANSPORT_UNAVAILABLE", "Reading", "Receiver", "Unreadable", "read_rows"]
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from lm_adapter.errors import EncoderError
 from lm_adapter.leases import LeaseRecord, LeaseReturns
+from lm_adapter.transport.broker_client import BrokerClient
 from lm_adapter.transport.buffers import Bytes, RowsHandling
 from lm_adapter.transport.reading import Reading, Unreadable, read_rows
 
@@ -23,7 +24,7 @@ __all__ = ["SharedTransport"]
 @dataclass(frozen=True)
 class SharedTransport:
     """A way of delivery that was chosen, for one call. owner_id: of the session that its leases end with.
-    turn: see ``RefusalBackoff``."""
+    turn: see ``RefusalBackoff``. broker: the connection, for pixels on their way in."""
 
     name: str
     owner_id: bytes
@@ -31,6 +32,7 @@ class SharedTransport:
     returns: LeaseReturns
     chooser: TransportChooser
     turn: int = 0
+    broker: BrokerClient | None = None
 
     def read(
         self, record: LeaseRecord, handling: RowsHandling, out: Bytes | None
