@@ -114,7 +114,10 @@ class LowLevelReader(Reader):
         with BrokerClient(self.plan.broker_path, max_pause_s=0.2) as broker:
             broker.start()
             session = broker.wait_for_session(60)
-            arenas.attach(broker, session.arenas[0].arena_id, self._device()).drop()
+            arena = arenas.attach(broker, session.arenas[0].arena_id, self._device())
+            arena.check_probe()
+            on_host(arena.memory.copy(0, LINE_BYTES, None)[0])
+            arena.drop()
 
     def _device(self) -> Any:
         if self.plan.kind == "host":
