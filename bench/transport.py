@@ -190,8 +190,8 @@ class Run:
     # -- one record ------------------------------------------------------------------------------------
 
     def _cells(self, paths: list[str]) -> list[Cell]:
-        """By size, so that each is made resident once, then by path; the size that goals are about goes first,
-        so that a run out of time has it."""
+        """By size, so that each is made resident once, then by path. The size that has goals goes first: a
+        run that is out of time has it."""
         several = {bytes_of(size) for size in self.arguments.concurrent_sizes_mib}
         return [
             Cell(path, num_bytes, concurrency)
