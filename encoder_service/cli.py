@@ -100,6 +100,9 @@ def serve(
     arena_bytes: Annotated[
         int | None, typer.Option(help="With a broker: shared memory for rows, in place of store-bytes.")
     ] = None,
+    device_arena_bytes: Annotated[
+        int | None, typer.Option(help="With a broker, on a GPU: shared device memory for rows; 0 for none.")
+    ] = None,
     drain_grace_s: Annotated[float | None, typer.Option(help="Time for in-flight work at stop.")] = None,
     log_format: Annotated[str | None, typer.Option(help="text or json.")] = None,
     log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error.")] = None,
@@ -126,6 +129,7 @@ def serve(
             store_bytes=store_bytes,
             broker_path=broker_path,
             arena_bytes=arena_bytes,
+            device_arena_bytes=device_arena_bytes,
             drain_grace_s=drain_grace_s,
             log_format=log_format,
             log_level=log_level,

@@ -132,15 +132,8 @@ class TieredStore:
     def finish_put(self, writing: Writing) -> None:
         part = self._owner(writing)
         part.finish_put(writing)
-        if part is not self.part("device", writing.namespace) or self._closed:
-            return
-        written_bytes = self._written_bytes.get(part, 0) + writing.slot.num_bytes
-        if written_bytes >= part.max_bytes * LOOK_SHARE and part not in self._spilling:
-            written_bytes = 0
-            spilling = asyncio.get_running_loop().create_task(self._spill(part, writing.namespace))
-            self._spilling[part] = spilling
-            spilling.add_done_callback(lambda _: self._spilling.pop(part))
-        self._written_bytes[part] = written_bytes
+        if part is self.part("device", writing.namespace):
+            self._see_to_room(part, writing)
 
     def cancel_put(self, writing: Writing) -> None:
         self._owner(writing).cancel_put(writing)
@@ -231,6 +224,7 @@ class TieredStore:
             held.drop()
         if tier == "device":
             self.tier_counters.promoted += 1
+            self._see_to_room(target, writing)
         else:
             self.tier_counters.lowered += 1
         return True
@@ -245,6 +239,16 @@ class TieredStore:
         held.drop()
         self.tier_counters.lowered_unkept += 1
         return Held(replace(item, rows=rows))
+
+    def _see_to_room(self, part: ArenaStore, written: Writing) -> None:
+        """After so much was written to a device arena, has what goes next copied to the host."""
+        written_bytes = self._written_bytes.get(part, 0) + written.slot.num_bytes
+        if written_bytes >= part.max_bytes * LOOK_SHARE and part not in self._spilling and not self._closed:
+            written_bytes = 0
+            spilling = asyncio.get_running_loop().create_task(self._spill(part, written.namespace))
+            self._spilling[part] = spilling
+            spilling.add_done_callback(lambda _: self._spilling.pop(part))
+        self._written_bytes[part] = written_bytes
 
     async def _spill(self, part: ArenaStore, namespace: str) -> None:
         """Brings to the host what a namespace that goes on writing would evict next."""

@@ -81,7 +81,7 @@ class SharedClient:
 
     def read(self, result: pb.ItemResult) -> bytes | None:
         """The rows through the mapping; None when they are stale."""
-        rows = result.host
+        rows = result.lease if result.WhichOneof("rows") == "lease" else result.host
         mapping, page = self.mapped(rows.arena_id)
         data = mapping.tensor[rows.offset_bytes : rows.offset_bytes + result.rows_bytes].numpy().tobytes()
         return data if page.unchanged(rows.slot_index, rows.generation) else None

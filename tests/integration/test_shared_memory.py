@@ -124,7 +124,8 @@ def test_the_server_tells_what_the_broker_tells(shared: Shared) -> None:
         info = client.stub.GetServerInfo(pb.GetServerInfoRequest(), timeout=30)
         session = client.broker.session
         assert session is not None
-        (inline, host) = info.transports
+        (inline, *devices, host) = info.transports
+        assert [each.delivery for each in devices] in ([], [pb.DELIVERY_DEVICE_LEASE])
         assert inline == pb.TransportInfo(delivery=pb.DELIVERY_INLINE)
         assert host.delivery == pb.DELIVERY_HOST_SHM
         assert (host.broker_path, host.host_id) == (shared.broker_path, session.host_id)
