@@ -31,6 +31,9 @@ class ServedTower(SmallTower):
     patch_size = 1
     temporal_patch_size = 1
 
+    def check_grid(self, grid: Grid) -> None:
+        pass
+
     def num_rows(self, grid: Grid) -> int:
         return grid.num_patches // 4
 
