@@ -6,7 +6,7 @@ assembly of the answer. Both clients feed it; so can a test, or an engine with a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -24,7 +24,15 @@ from lm_adapter.transport.wire import find_chunk
 from lm_adapter.types import EncodedRows, Item, ModelInfo, Outcome
 from vision_encoder.v1 import encoder_pb2 as pb
 
-__all__ = ["Assembler", "Expected", "ItemBatch", "PreparedItems", "prepare_items", "shared_rows_bytes"]
+__all__ = [
+    "Assembler",
+    "Expected",
+    "ItemBatch",
+    "PreparedItems",
+    "prepare_items",
+    "shared_rows_bytes",
+    "within",
+]
 
 DEFAULT_MAX_ROWS_BYTES = 4 * 1024**3
 _INVALID_ARGUMENT, _RESOURCE_EXHAUSTED = 3, 8
@@ -52,16 +60,23 @@ class PreparedItems:
     refused: dict[int, ItemFailed] = field(default_factory=dict)
 
 
-def prepare_items(items: Sequence[Item], *, max_message_bytes: int = 0, max_items: int = 0) -> PreparedItems:
+def prepare_items(
+    items: Sequence[Item],
+    *,
+    max_message_bytes: int = 0,
+    max_items: int = 0,
+    shared: Mapping[int, pb.Item] | None = None,
+) -> PreparedItems:
     """Items as messages, in order. An item that does not fit the wire, or is over the message limit all by
     itself, fails alone.
 
-    max_message_bytes, max_items: the server's limits of one call; 0 means none.
+    max_message_bytes, max_items: the server's limits of one call; 0 means none. shared: messages of items
+    whose content is in shared memory, by index.
     """
-    prepared = PreparedItems()
+    prepared, shared = PreparedItems(), shared or {}
     for index, item in enumerate(items):
         try:
-            message = convert.item_message(item)
+            message = shared[index] if index in shared else convert.item_message(item)
         except InvalidRequest as error:
             prepared.refused[index] = ItemFailed(error.message, reason=error.reason, status=_INVALID_ARGUMENT)
             continue
@@ -87,6 +102,20 @@ def prepare_items(items: Sequence[Item], *, max_message_bytes: int = 0, max_item
         batch.indices.append(index)
         batch.num_bytes += num_bytes
     return prepared
+
+
+def within(positions: Sequence[int], sizes: Mapping[int, int], max_message_bytes: int) -> list[Sequence[int]]:
+    """The positions in portions that fit into one message each; 0: all in one."""
+    portions: list[list[int]] = []
+    left = 0
+    for position in positions:
+        needed = sizes[position] + _ITEM_OVERHEAD_BYTES
+        if not portions or (max_message_bytes and needed > left):
+            portions.append([])
+            left = max_message_bytes - _REQUEST_OVERHEAD_BYTES
+        portions[-1].append(position)
+        left -= needed
+    return list(portions)
 
 
 def shared_rows_bytes(message: bytes) -> int:
@@ -236,6 +265,10 @@ class Assembler:
             self.again[index] = self._finished[index] = False
         return True
 
+    def ask_item_again(self, index: int) -> None:
+        """This item's failure was of the way its pixels went alone: it has no outcome yet."""
+        self.again[index] = self._finished[index] = False
+
     def _note_refusal(self, error: Unreadable) -> None:
         if not error.stale and not self.refusal:
             self.refusal = error.message
@@ -250,7 +283,8 @@ class Assembler:
                 self._receiver.give_back_unheard(_lease_id(result), own=True)
 
     def _on_failure(self, message: pb.ItemFailure) -> ItemFailed:
-        if message.reason == TRANSPORT_UNAVAILABLE and self._receiver.may_ask_again(stale=False):
+        is_of_rows = message.reason == TRANSPORT_UNAVAILABLE and "pixels" not in message.details
+        if is_of_rows and self._receiver.may_ask_again(stale=False):
             raise Unreadable(message.message, stale=False)
         return convert.item_failed(message)
 

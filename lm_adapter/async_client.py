@@ -160,12 +160,13 @@ class AsyncVisionEncoderClient:
         deadline, streams = self._deadline(timeout_s), CallerStreams()
         info = await self._known_info(deadline)
         await self._require_transport(deadline)
-        plan = self._session.encode_plan(info, items, RowsHandling(**rows))
-        for refused in plan.refused.items():
-            yield refused
-        async with aclosing(self._rows(plan.calls, deadline, streams)) as stream:
-            async for finished in stream:
-                yield finished
+        with await self._session.pixels(info, items).publish_off_loop() as pixels:
+            plan = self._session.encode_plan(info, items, RowsHandling(**rows), pixels)
+            for refused in plan.refused.items():
+                yield refused
+            async with aclosing(self._rows(plan.calls, deadline, streams)) as stream:
+                async for finished in stream:
+                    yield finished
 
     async def encode_one(
         self, item: Item, *, timeout_s: float | None = None, **rows: Unpack[RowsOptions]
@@ -226,13 +227,16 @@ class AsyncVisionEncoderClient:
     ) -> list[PrefetchStatus | ItemFailed]:
         """See ``VisionEncoderClient``."""
         deadline = self._deadline(timeout_s)
-        plan = self._session.prefetch_plan(await self._known_info(deadline), items)
-        statuses: dict[int, PrefetchStatus | ItemFailed] = dict(plan.refused)
-        for call in plan.calls:
-            response = await self._unary(
-                "Prefetch", call.request, pb.PrefetchResponse, deadline, call.metadata
-            )
-            statuses.update(call.read(response))
+        info = await self._known_info(deadline)
+        with await self._session.pixels(info, items).publish_off_loop() as pixels:
+            plan = self._session.prefetch_plan(info, items, pixels)
+            statuses: dict[int, PrefetchStatus | ItemFailed] = dict(plan.refused)
+            for call in plan.calls:
+                response = await self._unary(
+                    "Prefetch", call.request, pb.PrefetchResponse, deadline, call.metadata
+                )
+                statuses.update(call.read(response))
+                plan.calls.extend(call.follow_ups())
         return in_order(statuses)
 
     async def release(self, lease_ids: Sequence[bytes], *, timeout_s: float | None = None) -> list[bytes]:

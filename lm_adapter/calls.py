@@ -7,14 +7,15 @@ where rows could not be read out of shared memory. Which calls a list of items n
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import grpc
 
 from lm_adapter import convert
-from lm_adapter.assembly import Assembler, Expected, shared_rows_bytes
+from lm_adapter.assembly import Assembler, Expected, shared_rows_bytes, within
 from lm_adapter.errors import CallFailed, InvalidRows, ItemFailed, StreamViolation
+from lm_adapter.transport.pixel_choice import NO_PIXELS, CallPixels
 from lm_adapter.transport.reading import MAX_SHARED_ATTEMPTS, TRANSPORT_UNAVAILABLE, Receiver
 from lm_adapter.types import Item, ModelInfo, Outcome, PrefetchStatus
 from vision_encoder.v1 import encoder_pb2 as pb
@@ -62,6 +63,9 @@ class RowsCall:
     assembler: Assembler
     num_before: int
     num_items: int
+    pixels: CallPixels = NO_PIXELS
+    later: list[RowsCall] = field(default_factory=list)
+    """What follows after the follow-up."""
 
     def feed(self, message: bytes) -> tuple[int, Outcome] | None:
         """The caller's index and outcome of the item that this raw event finished. Raises StreamViolation."""
@@ -69,10 +73,15 @@ class RowsCall:
         if finished is None:
             return None
         index, outcome = finished
+        caller_index = self.receiver.indices[index]
+        if self.pixels.refused(caller_index, outcome):
+            self.assembler.ask_item_again(index)
+            return None
+        self.pixels.done(caller_index, consumed=not isinstance(outcome, ItemFailed))
         if isinstance(outcome, InvalidRows):
             # The geometry may be that of a server since replaced.
             self.session.forget_info()
-        return self.receiver.indices[index], outcome
+        return caller_index, outcome
 
     def copied_bytes(self, message: bytes) -> int:
         """What feeding this raw event copies out of shared memory; 0 for rows that are borrowed or inline."""
@@ -99,36 +108,62 @@ class RowsCall:
 
     def follow_up(self) -> RowsCall | None:
         """The call for the items that are to be asked for once more: in the same way while all that was
-        wrong were stale leases and attempts are left, then inline."""
+        wrong were stale leases and attempts are left, then inline. Their pixels go inline: segments are read
+        once. That may take several messages."""
         again = self.assembler.again
         last, session = self.receiver, self.session
         if last.transport is not None:
             last.transport.note(self.assembler.num_shared, self.assembler.refusal)
         if not again:
-            return None
+            return self._first_of(self.later)
         transport = None
         if all(again.values()) and last.attempt < MAX_SHARED_ATTEMPTS:
             transport = session.transports.current()
         if transport is None and not last.inline_allowed:
             transport = last.transport
-        positions = sorted(again)
-        return rows_call(
-            session,
-            self.method,
-            _only(self.request, positions),
-            metadata=self.metadata,
-            expected=[self.expected[position] for position in positions],
-            models=self.models,
-            receiver=Receiver(
-                last.handling,
-                [last.indices[position] for position in positions],
-                transport,
-                last.inline_allowed,
-                last.attempt + 1,
-            ),
-            num_before=self.num_before + self.assembler.num_finished,
-            num_items=self.num_items,
-        )
+        calls = [
+            rows_call(
+                session,
+                self.method,
+                request,
+                metadata=self.metadata,
+                expected=[self.expected[position] for position in positions],
+                models=self.models,
+                receiver=Receiver(
+                    last.handling,
+                    [last.indices[position] for position in positions],
+                    transport,
+                    last.inline_allowed,
+                    last.attempt + 1,
+                ),
+                num_before=self.num_before + self.assembler.num_finished,
+                num_items=self.num_items,
+            )
+            for positions, request in self._requests_again(sorted(again))
+        ]
+        return self._first_of(calls + self.later)
+
+    def _requests_again(
+        self, positions: Sequence[int]
+    ) -> list[tuple[Sequence[int], pb.EncodeRequest | pb.FetchRequest]]:
+        """Requests for some of the items, and which those are."""
+        if isinstance(self.request, pb.FetchRequest) or not self.pixels.messages:
+            return [(positions, _only(self.request, positions))]
+        indices = self.receiver.indices
+        for position in positions:
+            item = self.request.items[position]
+            item.CopyFrom(self.pixels.inlined(indices[position], item))
+        sizes = {position: self.request.items[position].ByteSize() for position in positions}
+        return [
+            (portion, _only(self.request, portion))
+            for portion in within(positions, sizes, self.pixels.max_message_bytes)
+        ]
+
+    def _first_of(self, calls: list[RowsCall]) -> RowsCall | None:
+        if not calls:
+            return None
+        first, *first.later = calls
+        return first
 
 
 def rows_call(
@@ -142,6 +177,7 @@ def rows_call(
     receiver: Receiver,
     num_before: int,
     num_items: int,
+    pixels: CallPixels = NO_PIXELS,
 ) -> RowsCall:
     """The call, its way of delivery put into the request."""
     transport = receiver.transport
@@ -155,7 +191,17 @@ def rows_call(
         request.lease.lease_ms = transport.lease_ms
     assembler = Assembler(expected, models=models, max_rows_bytes=session.max_rows_bytes, receiver=receiver)
     return RowsCall(
-        session, method, request, metadata, expected, models, receiver, assembler, num_before, num_items
+        session,
+        method,
+        request,
+        metadata,
+        expected,
+        models,
+        receiver,
+        assembler,
+        num_before,
+        num_items,
+        pixels,
     )
 
 
@@ -182,18 +228,48 @@ class PrefetchCall:
     request: pb.PrefetchRequest
     metadata: Metadata
     indices: list[int]
+    pixels: CallPixels = NO_PIXELS
+    refused: list[int] = field(default_factory=list)
+    """Positions of items whose pixels were not taken in the way they went."""
 
     def read(self, response: pb.PrefetchResponse) -> dict[int, PrefetchStatus | ItemFailed]:
-        """Statuses by the caller's index. Raises StreamViolation."""
+        """Statuses by the caller's index, but for those of ``follow_ups``. Raises StreamViolation."""
         statuses = response.statuses
         if len(statuses) != len(self.indices):
             raise StreamViolation(
                 f"Prefetch answered for {len(statuses)} items, {len(self.indices)} were sent"
             )
-        return {
-            index: convert.prefetch_status(status)
-            for index, status in zip(self.indices, statuses, strict=True)
+        read: dict[int, PrefetchStatus | ItemFailed] = {}
+        for position, (index, message) in enumerate(zip(self.indices, statuses, strict=True)):
+            status = convert.prefetch_status(message)
+            if self.pixels.refused(index, status):
+                self.refused.append(position)
+                continue
+            read[index] = status
+            self.pixels.done(index, consumed=not isinstance(status, ItemFailed))
+        return read
+
+    def follow_ups(self) -> list[PrefetchCall]:
+        """The calls for what was refused, inline."""
+        request, indices = self.request, self.indices
+        messages = {
+            position: self.pixels.inlined(indices[position], request.items[position])
+            for position in self.refused
         }
+        sizes = {position: message.ByteSize() for position, message in messages.items()}
+        return [
+            PrefetchCall(
+                pb.PrefetchRequest(
+                    items=[messages[position] for position in portion],
+                    namespace=request.namespace,
+                    model=request.model,
+                    priority=request.priority,
+                ),
+                self.metadata,
+                [indices[position] for position in portion],
+            )
+            for portion in within(self.refused, sizes, self.pixels.max_message_bytes)
+        ]
 
 
 class PrefetchPlan(NamedTuple):

@@ -181,9 +181,10 @@ class VisionEncoderClient:
         deadline = self._deadline(timeout_s)
         info = self._known_info(deadline)
         self._session.transports.require(deadline.left_s)
-        plan = self._session.encode_plan(info, items, RowsHandling(**rows))
-        yield from plan.refused.items()
-        yield from self._rows(plan.calls, deadline)
+        with self._session.pixels(info, items).publish() as pixels:
+            plan = self._session.encode_plan(info, items, RowsHandling(**rows), pixels)
+            yield from plan.refused.items()
+            yield from self._rows(plan.calls, deadline)
 
     def encode_one(
         self, item: Item, *, timeout_s: float | None = None, **rows: Unpack[RowsOptions]
@@ -239,12 +240,14 @@ class VisionEncoderClient:
         """Starts encoding and keeps the rows in the service. Answers once every item is admitted: its key,
         and its grid where the file's header tells it. The encode goes on without this client."""
         deadline = self._deadline(timeout_s)
-        plan = self._session.prefetch_plan(self._known_info(deadline), items)
-        statuses: dict[int, PrefetchStatus | ItemFailed] = dict(plan.refused)
-        for call in plan.calls:
-            statuses.update(
-                call.read(self._unary("Prefetch", call.request, pb.PrefetchResponse, deadline, call.metadata))
-            )
+        info = self._known_info(deadline)
+        with self._session.pixels(info, items).publish() as pixels:
+            plan = self._session.prefetch_plan(info, items, pixels)
+            statuses: dict[int, PrefetchStatus | ItemFailed] = dict(plan.refused)
+            for call in plan.calls:
+                response = self._unary("Prefetch", call.request, pb.PrefetchResponse, deadline, call.metadata)
+                statuses.update(call.read(response))
+                plan.calls.extend(call.follow_ups())
         return in_order(statuses)
 
     def release(self, lease_ids: Sequence[bytes], *, timeout_s: float | None = None) -> list[bytes]:

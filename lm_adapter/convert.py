@@ -10,6 +10,7 @@ from typing import cast
 
 from lm_adapter.errors import InvalidRequest, ItemFailed
 from lm_adapter.leases import LeaseRecord
+from lm_adapter.transport.settings import PixelInput
 from lm_adapter.types import (
     CacheTier,
     DigestItem,
@@ -78,17 +79,18 @@ def timings(message: pb.StageTimings) -> StageTimings:
     return StageTimings(**{name: getattr(message, name) for name in StageTimings.__dataclass_fields__})
 
 
-def item_message(item: Item) -> pb.Item:
-    """Raises InvalidRequest for values that the wire cannot carry, TypeError for what is no item."""
+def item_message(item: Item, shm: pb.ShmTensor | None = None) -> pb.Item:
+    """shm: where the pixels lie, when not in the message. Raises InvalidRequest for values that the wire
+    cannot carry, TypeError for what is no item."""
     try:
-        return _item_message(item)
+        return _item_message(item, shm)
     except ValueError as error:
         if isinstance(error, InvalidRequest):
             raise
         raise InvalidRequest(f"an item does not fit the wire: {error}") from error
 
 
-def _item_message(item: Item) -> pb.Item:
+def _item_message(item: Item, shm: pb.ShmTensor | None) -> pb.Item:
     if not isinstance(item, ImageItem | PixelItem | DigestItem):
         raise TypeError(f"an item is an ImageItem, PixelItem or DigestItem, found {type(item).__name__}")
     message = pb.Item(modality=_MODALITIES[item.modality], content_digest=item.digest or b"")
@@ -97,8 +99,11 @@ def _item_message(item: Item) -> pb.Item:
             message.encoded = item.data
             _set_options(message, item.options)
         case PixelItem():
-            dtype, shape, data = item.packed()
             message.pixels.grid_thw.CopyFrom(pb.GridTHW(t=item.grid[0], h=item.grid[1], w=item.grid[2]))
+            if shm is not None:
+                message.pixels.shm.CopyFrom(shm)
+                return message
+            dtype, shape, data = item.packed()
             message.pixels.inline.CopyFrom(pb.InlineTensor(dtype=dtype_number(dtype), shape=shape, data=data))
         case DigestItem():
             message.digest_only.SetInParent()
@@ -142,6 +147,13 @@ def server_info(message: pb.GetServerInfoResponse) -> ServerInfo:
             )
             for transport in message.transports
         ),
+        pixel_input=_pixel_input(message.pixel_input) if message.HasField("pixel_input") else None,
+    )
+
+
+def _pixel_input(message: pb.PixelInput) -> PixelInput:
+    return PixelInput(
+        message.host_id, tuple(message.name_prefixes), message.published, message.max_tensor_bytes
     )
 
 

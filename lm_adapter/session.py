@@ -36,6 +36,7 @@ from lm_adapter.errors import (
 from lm_adapter.leases import LeaseRecord, LeaseReturns
 from lm_adapter.transport.buffers import RowsHandling
 from lm_adapter.transport.chooser import TransportChooser
+from lm_adapter.transport.pixel_choice import NO_PIXELS, CallPixels, PixelChoice
 from lm_adapter.transport.reading import Receiver, Unreadable
 from lm_adapter.transport.settings import TransportSettings
 from lm_adapter.types import (
@@ -95,6 +96,7 @@ class Session:
         self.transports = TransportChooser(
             settings, self.returns, namespace=namespace, on_replaced=self.forget_info
         )
+        self._pixel_choice = PixelChoice(settings)
         self.target = target
         self.namespace = namespace
         self.model = model
@@ -122,11 +124,21 @@ class Session:
         """The server may be another one by now: the next call asks again."""
         self.info = None
 
-    def encode_plan(self, info: ServerInfo, items: Sequence[Item], handling: RowsHandling) -> EncodePlan:
+    def pixels(self, info: ServerInfo, items: Sequence[Item]) -> CallPixels:
+        """What of these items is to go by shared memory: to be published, and closed after the call."""
+        return self._pixel_choice.call(info, items, self.transports.current)
+
+    def encode_plan(
+        self,
+        info: ServerInfo,
+        items: Sequence[Item],
+        handling: RowsHandling,
+        pixels: CallPixels = NO_PIXELS,
+    ) -> EncodePlan:
         """The calls that these items need: one, or several where the server's limits say so. Raises
         InvalidRequest for buffers that are not one per item."""
         handling.check_items(len(items))
-        prepared = self._prepare(info, items)
+        prepared = self._prepare(info, items, pixels)
         transport, inline_allowed = self.transports.current(), self.transports.settings.inline_allowed
         calls: list[RowsCall] = []
         num_before = len(prepared.refused)
@@ -144,6 +156,7 @@ class Session:
                     receiver=Receiver(handling, batch.indices, transport, inline_allowed),
                     num_before=num_before,
                     num_items=len(items),
+                    pixels=pixels,
                 )
             )
             num_before += len(batch.indices)
@@ -210,14 +223,17 @@ class Session:
             reading=reading,
         )
 
-    def prefetch_plan(self, info: ServerInfo, items: Sequence[Item]) -> PrefetchPlan:
+    def prefetch_plan(
+        self, info: ServerInfo, items: Sequence[Item], pixels: CallPixels = NO_PIXELS
+    ) -> PrefetchPlan:
         """As ``encode_plan``."""
-        prepared = self._prepare(info, items)
+        prepared = self._prepare(info, items, pixels)
         calls = [
             PrefetchCall(
                 pb.PrefetchRequest(items=batch.messages, namespace=self.namespace, model=self.model),
                 digest_metadata([items[index] for index in batch.indices]),
                 batch.indices,
+                pixels,
             )
             for batch in prepared.batches
         ]
@@ -264,11 +280,12 @@ class Session:
     def closed_under(self, method: str) -> CallCancelled:
         return CallCancelled(f"{method} at {self.target} was cancelled: the client is closed")
 
-    def _prepare(self, info: ServerInfo, items: Sequence[Item]) -> PreparedItems:
+    def _prepare(self, info: ServerInfo, items: Sequence[Item], pixels: CallPixels) -> PreparedItems:
         return prepare_items(
             items,
             max_message_bytes=info.limits.max_message_bytes,
             max_items=info.limits.max_items_per_request,
+            shared=pixels.messages,
         )
 
     def _models(self, info: ServerInfo) -> Sequence[ModelInfo]:

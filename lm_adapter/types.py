@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from lm_adapter.leases import LeaseRecord
     from lm_adapter.transport.reading import Reading
+    from lm_adapter.transport.settings import PixelInput
 
 __all__ = [
     "CacheTier",
@@ -357,6 +358,7 @@ class ServerInfo:
     models: tuple[ModelInfo, ...]
     limits: Limits
     transports: tuple[TransportInfo, ...]
+    pixel_input: PixelInput | None = None
 
     def model(self, name: str = "") -> ModelInfo:
         """The model of this name; with an empty name the server's only one. Raises InvalidRequest."""

@@ -11,13 +11,15 @@ connects anew when it is told to.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import random
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import ParamSpec
 
@@ -85,6 +87,7 @@ class BrokerClient:
         self._on_session = on_session
         self._on_lost = on_lost
         self._on_arena_closed = on_arena_closed
+        self._forgotten: deque[bytes] = deque()
         self._num_sessions = 0
         self._instance_id = ""
         self._become_unconnected(BrokerUnavailable("never connected", reason="NOT_CONNECTED"))
@@ -194,11 +197,37 @@ class BrokerClient:
         slot = reply.message.probe_slot
         return ProbeSlot(slot.arena_id, slot.offset_bytes, slot.num_bytes, slot.sha256)
 
+    def publish(self, descriptor: int, size_bytes: int) -> tuple[bytes, bytes]:
+        """Gives the broker a sealed memfd; the caller keeps its own descriptor. The segment's id, and the
+        owner id of the session that it belongs to."""
+        while self._forgotten:
+            self.unpublish(self._forgotten.popleft())
+        session = self._session
+        request = pb.BrokerRequest(publish=pb.BrokerPublish(size_bytes=size_bytes))
+        reply = self._request(request, "published", (descriptor,))
+        if session is None or self._session is not session:
+            raise BrokerUnavailable("the connection was lost, and the segment with it")
+        return reply.message.published.segment_id, session.owner_id.encode()
+
+    def unpublish(self, segment_id: bytes) -> None:
+        """Tells the broker, if it is there, that a segment is not needed any more; waits for no answer."""
+        link = self._link
+        if link is not None:
+            with contextlib.suppress(BrokerError):  # the segment goes with the connection
+                request = pb.BrokerRequest(unpublish=pb.BrokerUnpublish(segment_id=segment_id))
+                link.post(request, self._request_timeout_s)
+
+    def unpublish_later(self, segment_id: bytes) -> None:
+        """The same with the next publish, for finalizers, which must not wait for a lock."""
+        self._forgotten.append(segment_id)
+
     def ping(self) -> None:
         """Returns when the broker has answered."""
         self._request(pb.BrokerRequest(ping=pb.BrokerPing()), "pong")
 
-    def _request(self, request: pb.BrokerRequest, expected: str) -> ReceivedReply:
+    def _request(
+        self, request: pb.BrokerRequest, expected: str, descriptors: Sequence[int] = ()
+    ) -> ReceivedReply:
         with self._changed:
             self._raise_if_closed()
             if self._link is None:
@@ -207,7 +236,7 @@ class BrokerClient:
                     reason="FORKED" if self._error.reason == "FORKED" else "NOT_CONNECTED",
                 )
             link = self._link
-        reply = link.request(request, self._request_timeout_s)
+        reply = link.request(request, self._request_timeout_s, descriptors)
         if reply.message.WhichOneof("reply") != expected:
             close_descriptors(reply.descriptors)
             found = reply.message.WhichOneof("reply")

@@ -11,7 +11,7 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from lm_adapter.transport.broker_errors import (
@@ -110,8 +110,18 @@ class BrokerLink:
 
     # -- any thread ------------------------------------------------------------------------------------
 
-    def request(self, request: pb.BrokerRequest, timeout_s: float) -> ReceivedReply:
-        """Sends and waits for the reply; its descriptors are the caller's. Raises BrokerError."""
+    def post(self, request: pb.BrokerRequest, timeout_s: float) -> None:
+        """Sends; nobody waits for the reply. Raises BrokerError."""
+        with self._lock:
+            request.request_id = self._next_id
+            self._next_id += 1
+        self._send(request, time.monotonic() + timeout_s)
+
+    def request(
+        self, request: pb.BrokerRequest, timeout_s: float, descriptors: Sequence[int] = ()
+    ) -> ReceivedReply:
+        """Sends, descriptors along with it, and waits for the reply, whose descriptors are the caller's.
+        Raises BrokerError."""
         ends_s = time.monotonic() + timeout_s
         waiting = _Waiting()
         with self._lock:
@@ -121,7 +131,7 @@ class BrokerLink:
             self._next_id += 1
             self._waiting[request.request_id] = waiting
         try:
-            self._send(request, ends_s)
+            self._send(request, ends_s, descriptors)
             arrived = waiting.done.wait(max(0.0, ends_s - time.monotonic()))
         except BaseException:
             self._discard(request.request_id, waiting)
@@ -223,14 +233,14 @@ class BrokerLink:
         waiting.reply = reply
         waiting.done.set()
 
-    def _send(self, request: pb.BrokerRequest, ends_s: float) -> None:
+    def _send(self, request: pb.BrokerRequest, ends_s: float, descriptors: Sequence[int] = ()) -> None:
         """Raises BrokerUnavailable; a frame that went out in part ends the link."""
         frame = encode_frame(request.SerializeToString())
         try:
             with self._send_lock:
                 if self._socket.fileno() < 0:
                     raise BrokerUnavailable("the connection to the broker is closed")
-                send_all(self._socket, frame, ends_s)
+                send_all(self._socket, frame, ends_s, descriptors)
                 self._sent_s = time.monotonic()
         except OSError as error:
             lost = BrokerUnavailable(f"the connection to the broker broke: {error.strerror}")

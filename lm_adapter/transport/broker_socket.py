@@ -6,11 +6,13 @@ close. What is said over a socket is ``broker_link``'s.
 
 from __future__ import annotations
 
+import array
 import errno
 import os
 import select
 import socket
 import time
+from collections.abc import Sequence
 
 from lm_adapter.transport.broker_errors import BrokerError, BrokerRefused, BrokerUnavailable
 from lm_adapter.transport.broker_frames import ReceivedReply, ReplyReader
@@ -68,12 +70,16 @@ def _connect_error(path: str, error: OSError) -> BrokerError:
     return BrokerUnavailable(f"{path}: {error.strerror or error}", reason=found)
 
 
-def send_all(connection: socket.socket, frame: bytes, ends_s: float) -> None:
-    """Raises OSError, or BrokerUnavailable when the broker takes nothing until the end of the time."""
+def send_all(connection: socket.socket, frame: bytes, ends_s: float, descriptors: Sequence[int] = ()) -> None:
+    """The descriptors go with the first byte. Raises OSError, or BrokerUnavailable when the broker takes
+    nothing until the end of the time."""
+    flags = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
+    rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors).tobytes())]
     rest = memoryview(frame)
     while rest:
         try:
-            rest = rest[connection.send(rest, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL) :]
+            rest = rest[connection.sendmsg([rest], rights if descriptors else [], flags) :]
+            descriptors = ()
         except BlockingIOError:
             _wait(connection, select.POLLOUT, ends_s, "the broker takes no requests")
 

@@ -11,10 +11,11 @@ from lm_adapter.errors import InvalidRequest
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["TRANSPORTS", "TransportChoice", "TransportOptions", "TransportSettings"]
+__all__ = ["PIXELS", "TRANSPORTS", "PixelInput", "TransportChoice", "TransportOptions", "TransportSettings"]
 
 TRANSPORTS = ("device", "host", "inline")
 """Every way there is, in the order in which they are preferred."""
+PIXELS = ("auto", "memfd", "shm", "inline")
 
 
 class TransportOptions(TypedDict, total=False):
@@ -26,6 +27,9 @@ class TransportOptions(TypedDict, total=False):
     sees it, when it is not as the server announces. token: opens the namespace at the broker. device: the GPU
     that rows go to by lease; by default the caller's current one, once the process uses CUDA. lease_ms: how
     long leases are asked for; 0 for the server's default.
+    pixels: how pixel tensors go to the service, ``inline``, ``shm`` (named segments in shm_dir, a folder that
+    both sides see), ``memfd`` (through the broker), or ``auto``, a memfd for large ones where rows come in
+    shared memory too. What the service does not take in this way goes inline.
     """
 
     transports: Sequence[str]
@@ -33,6 +37,19 @@ class TransportOptions(TypedDict, total=False):
     token: str
     device: str | int | torch.device | None
     lease_ms: int
+    pixels: str
+    shm_dir: str
+
+
+@dataclass(frozen=True)
+class PixelInput:
+    """What a server takes of pixel tensors in shared memory. name_prefixes: of named segments; published:
+    memfds through the broker; max_tensor_bytes: of one tensor."""
+
+    host_id: str
+    name_prefixes: tuple[str, ...]
+    published: bool
+    max_tensor_bytes: int
 
 
 @dataclass(frozen=True)
@@ -44,6 +61,8 @@ class TransportSettings:
     token: str = field(default="", repr=False)
     device: str | int | torch.device | None = None
     lease_ms: int = 0
+    pixels: str = "auto"
+    shm_dir: str = "/dev/shm"  # noqa: S108
 
     def __post_init__(self) -> None:
         """Raises InvalidRequest."""
@@ -55,6 +74,10 @@ class TransportSettings:
                 raise InvalidRequest(f"transports has {name!r}, possible are {', '.join(TRANSPORTS)}")
         if self.broker_path and not self.broker_path.startswith("/"):
             raise InvalidRequest(f"broker_path is an absolute path, found {self.broker_path!r}")
+        if self.pixels not in PIXELS:
+            raise InvalidRequest(f"pixels is {self.pixels!r}, possible are {', '.join(PIXELS)}")
+        if not self.shm_dir.startswith("/"):
+            raise InvalidRequest(f"shm_dir is an absolute path, found {self.shm_dir!r}")
         if not 0 <= self.lease_ms < 1 << 32:
             raise InvalidRequest(f"lease_ms is {self.lease_ms}, 0 to {(1 << 32) - 1} are possible")
 
