@@ -8,7 +8,9 @@ BrokerError (an EncoderError)
 │                            and PATH_TOO_LONG, which the socket's path decides
 ├── BrokerRequestFailed      one request failed, the connection lives: UNKNOWN_ARENA, NO_PROBE_SLOT,
 │                            UNKNOWN_REQUEST, DESCRIPTORS_UNREAD, DESCRIPTORS_EXHAUSTED,
-│                            DESCRIPTORS_IN_FLIGHT, DESCRIPTORS_LOST (this process has none left)
+│                            DESCRIPTORS_IN_FLIGHT, DESCRIPTORS_LOST (this process has none left); of a
+│                            segment: NOT_OFFERED, NOT_SEALED, WRONG_SIZE, TOO_MANY_SEGMENTS,
+│                            DESCRIPTOR_MISSING
 └── BrokerViolation          bytes that no correct broker sends; the connection ends
 """
 
