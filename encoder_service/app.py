@@ -35,6 +35,7 @@ from encoder_service.ingest.decode import DecodeLimits
 from encoder_service.ingest.registry import load_preprocessor
 from encoder_service.metrics import Metrics
 from encoder_service.pipeline import Pipeline, ServedModel
+from encoder_service.rpc.resident_calls import ResidentCalls
 from encoder_service.rpc.server import GrpcServer
 from encoder_service.rpc.server_info import server_info
 from encoder_service.rpc.servicer import VisionEncoderServicer
@@ -128,6 +129,8 @@ class Service:
                 shared=self.shared,
                 pixels=self.pixels,
             )
+            if self.shared is not None:
+                self.shared.fetches.answer = ResidentCalls(self.pipeline, self.shared).answer
             await self._grpc.start(servicer)
         except BaseException as error:
             await self._release()

@@ -172,6 +172,10 @@ class Pipeline:
         held = await self.flights.wait(flight, deadline_s)
         return self._delivered(held, CacheTier.IN_FLIGHT, flight.timings, started_s)
 
+    def found(self, held: Held, started_s: float) -> Delivered:
+        """Rows that their caller has got hold of in the store, which count as delivered by it."""
+        return self._delivered(held, cache_tier(held), StageTimings(), started_s)
+
     async def placed(self, delivered: Delivered, namespace: str, tier: Tier) -> Delivered:
         """The same rows where their reader can read them, as far as there is room: see ``RowStore.placed``.
         The caller releases what it is given in place of ``delivered``, or ``delivered`` when this raises."""

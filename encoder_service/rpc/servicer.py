@@ -25,6 +25,7 @@ from encoder_service.flights import Flight
 from encoder_service.pipeline import Delivered, Pipeline
 from encoder_service.rpc import convert
 from encoder_service.rpc.call_items import CallItem, CallItems
+from encoder_service.rpc.resident_calls import release_all
 from encoder_service.rpc.status import FAILURE_METADATA_KEY, as_service_error, failure_of, status_of
 from encoder_service.scheduler.admission import Admission, Undelivered
 from encoder_service.transport.pixel_input import PixelInput
@@ -126,15 +127,9 @@ class VisionEncoderServicer:
     async def release(self, request: pb.ReleaseRequest, context: Context) -> pb.ReleaseResponse:
         async def answer() -> pb.ReleaseResponse:
             self._check_call("", "", len(request.lease_ids))
-            reader = request.reader if request.HasField("reader") else None
-            owner_id = convert.owner_id(request.owner_id) or None
-            response = pb.ReleaseResponse()
-            for lease_id in request.lease_ids:
-                try:
-                    response.num_released += self._leases(lease_id).release(lease_id, reader, owner_id)
-                except UnknownLease:
-                    response.unknown_lease_ids.append(lease_id)
-            return response
+            if self._shared is None:
+                return pb.ReleaseResponse(unknown_lease_ids=request.lease_ids)
+            return release_all(self._shared, request)
 
         return await self._unary("Release", context, answer)
 

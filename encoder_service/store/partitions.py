@@ -77,6 +77,13 @@ class PartitionedStore:
     def hold(self, namespace: str, key: bytes, *, is_lookup: bool = True) -> Held | None:
         return self.part(namespace).hold(namespace, key, is_lookup=is_lookup)
 
+    def hold_in(self, tier: Tier, namespace: str, key: bytes) -> Held | None:
+        """``hold`` of rows that are in this kind of memory. Not finding them is no miss: whoever asks goes on
+        to ``hold``."""
+        part = self.part(namespace)
+        is_there = part.arena.geometry.kind == tier and part.peek(namespace, key) is not None
+        return part.hold(namespace, key) if is_there else None
+
     def reserve(self, namespace: str, item: EncodedItem) -> None:
         """None: the engine's rows come through memory of its own."""
 

@@ -116,6 +116,14 @@ class TieredStore:
             self._count(found is not None)
         return None if found is None else found.hold(namespace, key, is_lookup=is_lookup)
 
+    def hold_in(self, tier: Tier, namespace: str, key: bytes) -> Held | None:
+        """See ``PartitionedStore.hold_in``."""
+        part = self.part(tier, namespace)
+        if part is None or part.peek(namespace, key) is None:
+            return None
+        self._count(True)
+        return part.hold(namespace, key)
+
     def reserve(self, namespace: str, item: EncodedItem) -> Writing | None:
         """Room on the device for rows that the engine will write: of item.rows only shape and dtype count.
         None where there is none; the rows then come through the host and ``begin_put``."""

@@ -23,6 +23,7 @@ from google.protobuf.message import DecodeError
 from encoder_service.errors import ConfigurationError
 from encoder_service.transport.acceptor import Acceptor
 from encoder_service.transport.access import peer_credentials
+from encoder_service.transport.broker_fetch import FetchDesk
 from encoder_service.transport.broker_options import BrokerCounters, BrokerOptions
 from encoder_service.transport.broker_requests import OWNER_LOG_CHARS, RequestDesk
 from encoder_service.transport.connection import ClientFailed, Connection
@@ -63,6 +64,7 @@ class Broker:
         self._desk = RequestDesk(options, offers, self.counters, clock)
         self._connections: dict[Connection, None] = {}
         self._pending: dict[Connection, None] = {}
+        self._to_see_to: deque[Connection] = deque()
         self._notices: deque[tuple[Callable[[str], bool], pb.BrokerArenaClosed]] = deque()
         self._stopping = threading.Event()
         self._wake_lock = threading.Lock()
@@ -127,6 +129,16 @@ class Broker:
         """Before ``start``: clients may publish pixels. What a connection published goes with it."""
         self._desk.segments = book
 
+    def take_fetches(self, desk: FetchDesk) -> None:
+        """Before ``start``: clients may ask for rows, and give leases back, over their connection."""
+        desk.on_rest = self._see_to_later
+        self._desk.fetches = desk
+
+    def _see_to_later(self, connection: Connection) -> None:
+        """From any thread: a reply could not be sent in full."""
+        self._to_see_to.append(connection)
+        self._wake()
+
     def withdraw(self, arena_id: bytes, replaced_by: bytes = b"") -> bool:
         """No client attaches it any more, and those that could are told. False when it was not offered."""
         could_see = self._offers.remove(arena_id)
@@ -182,6 +194,8 @@ class Broker:
             else:
                 for accepted in self._acceptor.waiting(self._clock()):
                     self._admit(accepted)
+        while self._to_see_to:
+            self._guarded(self._to_see_to.popleft(), lambda each: each.see_to(self._clock()))
         while self._notices:
             could_see, notice = self._notices.popleft()
             for owner in list(self._desk.owners.values()):

@@ -26,6 +26,10 @@ class ConnectionLimits:
     """Sent, and lying in the client's socket still: the kernel bounds these for all connections together."""
     requests_per_s: float = 256.0
     request_burst: int = 64
+    """Of requests a second; those for rows and leases that are taken do not count: what bounds them is how
+    many are under way."""
+    requests_under_way: int = 128
+    """For rows and leases: taken, and not answered by the event loop yet."""
 
 
 @dataclass(frozen=True)
@@ -50,13 +54,17 @@ class BrokerOptions:
 
 @dataclass
 class BrokerCounters:
-    """Read by metrics at any time; written by the broker's thread."""
+    """Read by metrics at any time; written by the broker's thread, fetched and fetch_misses by the loop's."""
 
     accepted: int = 0
     welcomed: int = 0
     attaches: int = 0
     descriptors_sent: int = 0
     accept_failures: int = 0
+    fetched: int = 0
+    """Items delivered by lease over the socket."""
+    fetch_misses: int = 0
+    """Keys asked for that were not to be had there."""
     refused: Counter[str] = field(default_factory=Counter)
     """Connections, by reason."""
     failed: Counter[str] = field(default_factory=Counter)

@@ -15,6 +15,7 @@ import structlog
 
 from encoder_service.transport import access as access_rules
 from encoder_service.transport.access import Refusal
+from encoder_service.transport.broker_fetch import MAX_FETCH_KEYS, FetchDesk, FetchRefused
 from encoder_service.transport.broker_options import BrokerCounters, BrokerOptions
 from encoder_service.transport.connection import ClientFailed, Connection
 from encoder_service.transport.descriptor_inbox import LOST
@@ -51,6 +52,8 @@ class RequestDesk:
         self.owners: dict[str, Owner] = {}
         self.segments: SegmentBook | None = None
         """Where published segments go; None: none are taken."""
+        self.fetches: FetchDesk | None = None
+        """Where rows and leases are dealt with; None: over gRPC alone."""
         self._options = options
         self._offers = offers
         self._counters = counters
@@ -84,6 +87,13 @@ class RequestDesk:
                 segments, segment_id = self.segments, request.unpublish.segment_id
                 was_held = segments is not None and segments.remove(connection.owner_id, segment_id)
                 reply.unpublished.was_held = was_held
+            case "fetch" | "release" if self.fetches is not None:
+                try:
+                    self.fetches.take(connection, request)
+                except FetchRefused as error:
+                    self._fail(reply, error.reason, str(error), error.retryable)
+                else:
+                    return
             case "ping":
                 reply.pong.SetInParent()
             case _:
@@ -160,6 +170,7 @@ class RequestDesk:
             heartbeat_ms=round(options.heartbeat_s * 1000),
             idle_timeout_ms=round(options.limits.idle_s * 1000),
             arenas=self._geometries(hello.namespace),
+            max_fetch_keys=0 if self.fetches is None else MAX_FETCH_KEYS,
         )
         reply.welcome.CopyFrom(welcome)
         connection.send(reply, self._clock())

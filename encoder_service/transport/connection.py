@@ -2,7 +2,9 @@
 
 Owns what a client can make the broker hold or do: unread bytes, unsent frames, descriptors in flight,
 requests a second, and how long anything may stay half done. What a request means belongs to the broker.
-The socket never blocks; only the broker's thread calls in here.
+The socket never blocks. Only the broker's thread calls in here, but for ``post``: what another thread found
+out goes straight into the socket from there, since a hop between threads costs more than all the rest of an
+answer.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import fcntl
 import socket
 import struct
 import termios
+import threading
 from collections import deque
 from dataclasses import dataclass, field
 
@@ -68,6 +71,10 @@ class Connection:
     _stuck_since_s: float | None = None
     _allowance: float = 0.0
     _allowance_at_s: float = 0.0
+    _failure: ClientFailed | None = None
+    _is_closed: bool = False
+    _sending: threading.Lock = field(default_factory=threading.Lock)
+    """Held by whoever touches the outbox, or the socket otherwise than to read."""
 
     def __post_init__(self) -> None:
         self.socket.setblocking(False)
@@ -77,6 +84,11 @@ class Connection:
     @property
     def wants_to_send(self) -> bool:
         return bool(self._outbox)
+
+    @property
+    def room_bytes(self) -> int:
+        """What may still wait for this client."""
+        return self.limits.unsent_bytes - self._unsent_bytes
 
     # -- in --------------------------------------------------------------------------------------------
 
@@ -125,15 +137,20 @@ class Connection:
                 raise ClientFailed("protocol_error", f"{len(self.inbox)} descriptors came unasked")
         return payload
 
+    def refund(self) -> None:
+        """A request that its own bounds hold counts no longer among those of a second."""
+        self._allowance += 1.0
+
     # -- out -------------------------------------------------------------------------------------------
 
     def may_send_descriptors(self, num_descriptors: int) -> bool:
         """Whether so many more may be in flight. What the client has read is not in flight any more."""
-        if self._unread_descriptors + num_descriptors <= self.limits.unread_descriptors:
-            return True
-        if not self._outbox and _unread_bytes(self.socket) == 0:
-            self._unread_descriptors = 0
-        return self._unread_descriptors + num_descriptors <= self.limits.unread_descriptors
+        with self._sending:
+            if self._unread_descriptors + num_descriptors <= self.limits.unread_descriptors:
+                return True
+            if not self._outbox and _unread_bytes(self.socket) == 0:
+                self._unread_descriptors = 0
+            return self._unread_descriptors + num_descriptors <= self.limits.unread_descriptors
 
     def send(
         self,
@@ -144,6 +161,39 @@ class Connection:
     ) -> None:
         """Sends, or keeps for later what the kernel does not take now. The descriptors are this connection's
         from here on; ``instead`` is the reply when the kernel refuses to carry them. Raises ClientFailed."""
+        with self._sending:
+            self._send(reply, now_s, descriptors, instead)
+
+    def post(self, reply: pb.BrokerReply, now_s: float) -> bool:
+        """``send`` from another thread. True when the broker's thread is to call ``see_to``. A reply to a
+        connection that has ended is nobody's."""
+        with self._sending:
+            if self._is_closed or self._failure is not None:
+                return False
+            try:
+                self._send(reply, now_s, (), None)
+            except ClientFailed as error:
+                self._failure = error
+            return self._failure is not None or bool(self._outbox)
+
+    def see_to(self, now_s: float) -> None:
+        """What ``post`` left. Raises ClientFailed."""
+        if self._failure is not None:
+            raise self._failure
+        self.flush(now_s)
+
+    def flush(self, now_s: float) -> None:
+        """Hands the kernel what it takes. Raises ClientFailed when the client is gone."""
+        with self._sending:
+            self._flush(now_s)
+
+    def _send(
+        self,
+        reply: pb.BrokerReply,
+        now_s: float,
+        descriptors: tuple[int, ...],
+        instead: pb.BrokerReply | None,
+    ) -> None:
         try:
             frame = _frame(reply)
             if self._unsent_bytes + len(frame) > self.limits.unsent_bytes:
@@ -158,10 +208,9 @@ class Connection:
             raise
         self._unsent_bytes += len(frame)
         self._unread_descriptors += len(descriptors)
-        self.flush(now_s)
+        self._flush(now_s)
 
-    def flush(self, now_s: float) -> None:
-        """Hands the kernel what it takes. Raises ClientFailed when the client is gone."""
+    def _flush(self, now_s: float) -> None:
         while self._outbox:
             unsent = self._outbox[0]
             try:
@@ -206,7 +255,8 @@ class Connection:
         limits = self.limits
         if not self.owner_id and now_s - self.since_s > limits.handshake_s:
             raise ClientFailed("handshake_timeout", f"no Hello within {limits.handshake_s:g} s")
-        if self._stuck_since_s is not None and now_s - self._stuck_since_s > limits.send_s:
+        stuck_since_s = self._stuck_since_s
+        if stuck_since_s is not None and now_s - stuck_since_s > limits.send_s:
             raise ClientFailed("not_reading", f"it has taken nothing for {limits.send_s:g} s")
         if self.paused:
             return
@@ -219,11 +269,13 @@ class Connection:
 
     def close(self) -> None:
         """Closes the socket and every descriptor that was not sent, or that no request has taken."""
-        for unsent in self._outbox:
-            close_all(unsent.descriptors)
-        self._outbox.clear()
-        self.inbox.close()
-        self.socket.close()
+        with self._sending:
+            self._is_closed = True
+            for unsent in self._outbox:
+                close_all(unsent.descriptors)
+            self._outbox.clear()
+            self.inbox.close()
+            self.socket.close()
 
 
 def _frame(reply: pb.BrokerReply) -> memoryview:

@@ -32,6 +32,7 @@ from encoder_service.store.partitions import (
 from encoder_service.store.tiers import TieredStore
 from encoder_service.transport.access import BrokerAccess
 from encoder_service.transport.broker import Broker
+from encoder_service.transport.broker_fetch import FetchDesk
 from encoder_service.transport.broker_options import BrokerOptions
 from encoder_service.transport.offers import ArenaOffer, OfferBook, ProbeSlot, close_all
 
@@ -116,6 +117,8 @@ class SharedMemory:
         self._loop = asyncio.get_running_loop()
         isolated = {name for name, _ in store.named_parts() if name is not None}
         self.broker = Broker(options, OfferBook(isolated), on_disconnect=self._when_owner_leaves())
+        self.fetches = FetchDesk(self._loop, self.broker.counters)
+        self.broker.take_fetches(self.fetches)
         self._timer: asyncio.TimerHandle | None = None
         self._upkeep: asyncio.Task[None] | None = None
         self._done: tuple[int, ...] = ()
@@ -149,6 +152,7 @@ class SharedMemory:
 
     async def stop(self) -> None:
         """Tells readers, ends every lease, gives the memory up. Twice is once."""
+        self.fetches.answer = None
         if self._upkeep is not None:
             self._upkeep.cancel()
             with contextlib.suppress(asyncio.CancelledError):

@@ -126,5 +126,13 @@ def _export_broker(metrics: Metrics, shared: SharedMemory) -> None:
         "ve_broker_accept_failures", "Connections that could not be taken.", lambda: counters.accept_failures
     )
     counter("ve_broker_attaches", "Arenas handed out.", lambda: counters.attaches)
+    counter(
+        "ve_broker_fetched", "Items delivered by lease over the broker's socket.", lambda: counters.fetched
+    )
+    counter(
+        "ve_broker_fetch_misses",
+        "Keys asked for over the broker's socket that were not resident.",
+        lambda: counters.fetch_misses,
+    )
     counter("ve_broker_refused", "Connections refused.", lambda: counters.refused.total())
     counter("ve_broker_failed", "Requests that failed.", lambda: counters.failed.total())

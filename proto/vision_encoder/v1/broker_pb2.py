@@ -22,57 +22,64 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from vision_encoder.v1 import encoder_pb2 as vision__encoder_dot_v1_dot_encoder__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1evision_encoder/v1/broker.proto\x12\x11vision_encoder.v1\"\x95\x03\n\rBrokerRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\x04\x12/\n\x05hello\x18\x02 \x01(\x0b\x32\x1e.vision_encoder.v1.BrokerHelloH\x00\x12\x33\n\x04list\x18\x03 \x01(\x0b\x32#.vision_encoder.v1.BrokerListArenasH\x00\x12\x31\n\x06\x61ttach\x18\x04 \x01(\x0b\x32\x1f.vision_encoder.v1.BrokerAttachH\x00\x12/\n\x05probe\x18\x05 \x01(\x0b\x32\x1e.vision_encoder.v1.BrokerProbeH\x00\x12-\n\x04ping\x18\x06 \x01(\x0b\x32\x1d.vision_encoder.v1.BrokerPingH\x00\x12\x33\n\x07publish\x18\x07 \x01(\x0b\x32 .vision_encoder.v1.BrokerPublishH\x00\x12\x37\n\tunpublish\x18\x08 \x01(\x0b\x32\".vision_encoder.v1.BrokerUnpublishH\x00\x42\t\n\x07request\"\xa0\x05\n\x0b\x42rokerReply\x12\x12\n\nrequest_id\x18\x01 \x01(\x04\x12\x17\n\x0fnum_descriptors\x18\x02 \x01(\r\x12\x33\n\x07welcome\x18\x03 \x01(\x0b\x32 .vision_encoder.v1.BrokerWelcomeH\x00\x12\x33\n\x07refused\x18\x04 \x01(\x0b\x32 .vision_encoder.v1.BrokerRefusedH\x00\x12\x31\n\x06\x61renas\x18\x05 \x01(\x0b\x32\x1f.vision_encoder.v1.BrokerArenasH\x00\x12\x35\n\x08\x61ttached\x18\x06 \x01(\x0b\x32!.vision_encoder.v1.BrokerAttachedH\x00\x12\x38\n\nprobe_slot\x18\x07 \x01(\x0b\x32\".vision_encoder.v1.BrokerProbeSlotH\x00\x12-\n\x04pong\x18\x08 \x01(\x0b\x32\x1d.vision_encoder.v1.BrokerPongH\x00\x12\x33\n\x07\x66\x61ilure\x18\t \x01(\x0b\x32 .vision_encoder.v1.BrokerFailureH\x00\x12<\n\x0c\x61rena_closed\x18\n \x01(\x0b\x32$.vision_encoder.v1.BrokerArenaClosedH\x00\x12\x35\n\x08stopping\x18\x0b \x01(\x0b\x32!.vision_encoder.v1.BrokerStoppingH\x00\x12\x37\n\tpublished\x18\x0c \x01(\x0b\x32\".vision_encoder.v1.BrokerPublishedH\x00\x12;\n\x0bunpublished\x18\r \x01(\x0b\x32$.vision_encoder.v1.BrokerUnpublishedH\x00\x42\x07\n\x05reply\"\x89\x01\n\x0b\x42rokerHello\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x1c\n\x14min_protocol_version\x18\x02 \x01(\r\x12\x11\n\tnamespace\x18\x03 \x01(\t\x12\r\n\x05token\x18\x04 \x01(\t\x12\x13\n\x0b\x63lient_name\x18\x05 \x01(\t\x12\x0b\n\x03pid\x18\x06 \x01(\r\"\xc2\x01\n\rBrokerWelcome\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x13\n\x0binstance_id\x18\x02 \x01(\t\x12\x0f\n\x07host_id\x18\x03 \x01(\t\x12\x10\n\x08owner_id\x18\x04 \x01(\t\x12\x14\n\x0cheartbeat_ms\x18\x05 \x01(\r\x12\x17\n\x0fidle_timeout_ms\x18\x06 \x01(\r\x12\x30\n\x06\x61renas\x18\x07 \x03(\x0b\x32 .vision_encoder.v1.ArenaGeometry\"\xc1\x01\n\rBrokerRefused\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x11\n\tretryable\x18\x03 \x01(\x08\x12\x18\n\x10protocol_version\x18\x04 \x01(\r\x12\x1c\n\x14min_protocol_version\x18\x05 \x01(\r\x12\x1f\n\x17\x63lient_protocol_version\x18\x06 \x01(\r\x12#\n\x1b\x63lient_min_protocol_version\x18\x07 \x01(\r\"C\n\rBrokerFailure\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x11\n\tretryable\x18\x03 \x01(\x08\"\x8a\x01\n\rArenaGeometry\x12\x10\n\x08\x61rena_id\x18\x01 \x01(\x0c\x12*\n\x04kind\x18\x02 \x01(\x0e\x32\x1c.vision_encoder.v1.ArenaKind\x12\x12\n\nsize_bytes\x18\x03 \x01(\x04\x12\x12\n\npage_bytes\x18\x04 \x01(\x04\x12\x13\n\x0b\x64\x65vice_uuid\x18\x05 \x01(\t\"\x12\n\x10\x42rokerListArenas\"@\n\x0c\x42rokerArenas\x12\x30\n\x06\x61renas\x18\x01 \x03(\x0b\x32 .vision_encoder.v1.ArenaGeometry\" \n\x0c\x42rokerAttach\x12\x10\n\x08\x61rena_id\x18\x01 \x01(\x0c\"D\n\x0e\x42rokerAttached\x12\x32\n\x08geometry\x18\x01 \x01(\x0b\x32 .vision_encoder.v1.ArenaGeometry\"\x1f\n\x0b\x42rokerProbe\x12\x10\n\x08\x61rena_id\x18\x01 \x01(\x0c\"\\\n\x0f\x42rokerProbeSlot\x12\x10\n\x08\x61rena_id\x18\x01 \x01(\x0c\x12\x14\n\x0coffset_bytes\x18\x02 \x01(\x04\x12\x11\n\tnum_bytes\x18\x03 \x01(\x04\x12\x0e\n\x06sha256\x18\x04 \x01(\x0c\"\x0c\n\nBrokerPing\"\x0c\n\nBrokerPong\":\n\x11\x42rokerArenaClosed\x12\x10\n\x08\x61rena_id\x18\x01 \x01(\x0c\x12\x13\n\x0breplaced_by\x18\x02 \x01(\x0c\"\x10\n\x0e\x42rokerStopping\"#\n\rBrokerPublish\x12\x12\n\nsize_bytes\x18\x01 \x01(\x04\"%\n\x0f\x42rokerPublished\x12\x12\n\nsegment_id\x18\x01 \x01(\x0c\"%\n\x0f\x42rokerUnpublish\x12\x12\n\nsegment_id\x18\x01 \x01(\x0c\"%\n\x11\x42rokerUnpublished\x12\x10\n\x08was_held\x18\x01 \x01(\x08*S\n\tArenaKind\x12\x1a\n\x16\x41RENA_KIND_UNSPECIFIED\x10\x00\x12\x13\n\x0f\x41RENA_KIND_HOST\x10\x01\x12\x15\n\x11\x41RENA_KIND_DEVICE\x10\x02\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1evision_encoder/v1/broker.proto\x12\x11vision_encoder.v1\x1a\x1fvision_encoder/v1/encoder.proto\"\xfc\x03\n\rBrokerRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\x04\x12/\n\x05hello\x18\x02 \x01(\x0b\x32\x1e.vision_encoder.v1.BrokerHelloH\x00\x12\x33\n\x04list\x18\x03 \x01(\x0b\x32#.vision_encoder.v1.BrokerListArenasH\x00\x12\x31\n\x06\x61ttach\x18\x04 \x01(\x0b\x32\x1f.vision_encoder.v1.BrokerAttachH\x00\x12/\n\x05probe\x18\x05 \x01(\x0b\x32\x1e.vision_encoder.v1.BrokerProbeH\x00\x12-\n\x04ping\x18\x06 \x01(\x0b\x32\x1d.vision_encoder.v1.BrokerPingH\x00\x12\x33\n\x07publish\x18\x07 \x01(\x0b\x32 .vision_encoder.v1.BrokerPublishH\x00\x12\x37\n\tunpublish\x18\x08 \x01(\x0b\x32\".vision_encoder.v1.BrokerUnpublishH\x00\x12/\n\x05\x66\x65tch\x18\t \x01(\x0b\x32\x1e.vision_encoder.v1.BrokerFetchH\x00\x12\x34\n\x07release\x18\n \x01(\x0b\x32!.vision_encoder.v1.ReleaseRequestH\x00\x42\t\n\x07request\"\xd5\x05\n\x0b\x42rokerReply\x12\x12\n\nrequest_id\x18\x01 \x01(\x04\x12\x17\n\x0fnum_descriptors\x18\x02 \x01(\r\x12\x33\n\x07welcome\x18\x03 \x01(\x0b\x32 .vision_encoder.v1.BrokerWelcomeH\x00\x12\x33\n\x07refused\x18\x04 \x01(\x0b\x32 .vision_encoder.v1.BrokerRefusedH\x00\x12\x31\n\x06\x61renas\x18\x05 \x01(\x0b\x32\x1f.vision_encoder.v1.BrokerArenasH\x00\x12\x35\n\x08\x61ttached\x18\x06 \x01(\x0b\x32!.vision_encoder.v1.BrokerAttachedH\x00\x12\x38\n\nprobe_slot\x18\x07 \x01(\x0b\x32\".vision_encoder.v1.BrokerProbeSlotH\x00\x12-\n\x04pong\x18\x08 \x01(\x0b\x32\x1d.vision_encoder.v1.BrokerPongH\x00\x12\x33\n\x07\x66\x61ilure\x18\t \x01(\x0b\x32 .vision_encoder.v1.BrokerFailureH\x00\x12<\n\x0c\x61rena_closed\x18\n \x01(\x0b\x32$.vision_encoder.v1.BrokerArenaClosedH\x00\x12\x35\n\x08stopping\x18\x0b \x01(\x0b\x32!.vision_encoder.v1.BrokerStoppingH\x00\x12\x37\n\tpublished\x18\x0c \x01(\x0b\x32\".vision_encoder.v1.BrokerPublishedH\x00\x12;\n\x0bunpublished\x18\r \x01(\x0b\x32$.vision_encoder.v1.BrokerUnpublishedH\x00\x12\x33\n\x07\x66\x65tched\x18\x0e \x01(\x0b\x32 .vision_encoder.v1.BrokerFetchedH\x00\x42\x07\n\x05reply\"\x89\x01\n\x0b\x42rokerHello\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x1c\n\x14min_protocol_version\x18\x02 \x01(\r\x12\x11\n\tnamespace\x18\x03 \x01(\t\x12\r\n\x05token\x18\x04 \x01(\t\x12\x13\n\x0b\x63lient_name\x18\x05 \x01(\t\x12\x0b\n\x03pid\x18\x06 \x01(\r\"\xda\x01\n\rBrokerWelcome\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x13\n\x0binstance_id\x18\x02 \x01(\t\x12\x0f\n\x07host_id\x18\x03 \x01(\t\x12\x10\n\x08owner_id\x18\x04 \x01(\t\x12\x14\n\x0cheartbeat_ms\x18\x05 \x01(\r\x12\x17\n\x0fidle_timeout_ms\x18\x06 \x01(\r\x12\x30\n\x06\x61renas\x18\x07 \x03(\x0b\x32 .vision_encoder.v1.ArenaGeometry\x12\x16\n\x0emax_fetch_keys\x18\x08 \x01(\r\"\xc1\x01\n\rBrokerRefused\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x11\n\tretryable\x18\x03 \x01(\x08\x12\x18\n\x10protocol_version\x18\x04 \x01(\r\x12\x1c\n\x14min_protocol_version\x18\x05 \x01(\r\x12\x1f\n\x17\x63lient_protocol_version\x18\x06 \x01(\r\x12#\n\x1b\x63lient_min_protocol_version\x18\x07 \x01(\r\"C\n\rBrokerFailure\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x11\n\tretryable\x18\x03 \x01(\x08\"\x8a\x01\n\rArenaGeometry\x12\x10\n\x08\x61rena_id\x18\x01 \x01(\x0c\x12*\n\x04kind\x18\x02 \x01(\x0e\x32\x1c.vision_encoder.v1.ArenaKind\x12\x12\n\nsize_bytes\x18\x03 \x01(\x04\x12\x12\n\npage_bytes\x18\x04 \x01(\x04\x12\x13\n\x0b\x64\x65vice_uuid\x18\x05 \x01(\t\"\x12\n\x10\x42rokerListArenas\"@\n\x0c\x42rokerArenas\x12\x30\n\x06\x61renas\x18\x01 \x03(\x0b\x32 .vision_encoder.v1.ArenaGeometry\" \n\x0c\x42rokerAttach\x12\x10\n\x08\x61rena_id\x18\x01 \x01(\x0c\"D\n\x0e\x42rokerAttached\x12\x32\n\x08geometry\x18\x01 \x01(\x0b\x32 .vision_encoder.v1.ArenaGeometry\"\x1f\n\x0b\x42rokerProbe\x12\x10\n\x08\x61rena_id\x18\x01 \x01(\x0c\"\\\n\x0f\x42rokerProbeSlot\x12\x10\n\x08\x61rena_id\x18\x01 \x01(\x0c\x12\x14\n\x0coffset_bytes\x18\x02 \x01(\x04\x12\x11\n\tnum_bytes\x18\x03 \x01(\x04\x12\x0e\n\x06sha256\x18\x04 \x01(\x0c\"\x0c\n\nBrokerPing\"\x0c\n\nBrokerPong\":\n\x11\x42rokerArenaClosed\x12\x10\n\x08\x61rena_id\x18\x01 \x01(\x0c\x12\x13\n\x0breplaced_by\x18\x02 \x01(\x0c\"\x10\n\x0e\x42rokerStopping\"#\n\rBrokerPublish\x12\x12\n\nsize_bytes\x18\x01 \x01(\x04\"%\n\x0f\x42rokerPublished\x12\x12\n\nsegment_id\x18\x01 \x01(\x0c\"%\n\x0f\x42rokerUnpublish\x12\x12\n\nsegment_id\x18\x01 \x01(\x0c\"%\n\x11\x42rokerUnpublished\x12\x10\n\x08was_held\x18\x01 \x01(\x08\"n\n\x0b\x42rokerFetch\x12\x0c\n\x04keys\x18\x01 \x03(\x0c\x12*\n\x04kind\x18\x02 \x01(\x0e\x32\x1c.vision_encoder.v1.ArenaKind\x12\x13\n\x0bnum_readers\x18\x03 \x01(\r\x12\x10\n\x08lease_ms\x18\x04 \x01(\r\">\n\rBrokerFetched\x12-\n\x05items\x18\x01 \x03(\x0b\x32\x1e.vision_encoder.v1.BrokerFound\"<\n\x0b\x42rokerFound\x12-\n\x06result\x18\x01 \x01(\x0b\x32\x1d.vision_encoder.v1.ItemResult*S\n\tArenaKind\x12\x1a\n\x16\x41RENA_KIND_UNSPECIFIED\x10\x00\x12\x13\n\x0f\x41RENA_KIND_HOST\x10\x01\x12\x15\n\x11\x41RENA_KIND_DEVICE\x10\x02\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'vision_encoder.v1.broker_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_ARENAKIND']._serialized_start=2456
-  _globals['_ARENAKIND']._serialized_end=2539
-  _globals['_BROKERREQUEST']._serialized_start=54
-  _globals['_BROKERREQUEST']._serialized_end=459
-  _globals['_BROKERREPLY']._serialized_start=462
-  _globals['_BROKERREPLY']._serialized_end=1134
-  _globals['_BROKERHELLO']._serialized_start=1137
-  _globals['_BROKERHELLO']._serialized_end=1274
-  _globals['_BROKERWELCOME']._serialized_start=1277
-  _globals['_BROKERWELCOME']._serialized_end=1471
-  _globals['_BROKERREFUSED']._serialized_start=1474
-  _globals['_BROKERREFUSED']._serialized_end=1667
-  _globals['_BROKERFAILURE']._serialized_start=1669
-  _globals['_BROKERFAILURE']._serialized_end=1736
-  _globals['_ARENAGEOMETRY']._serialized_start=1739
-  _globals['_ARENAGEOMETRY']._serialized_end=1877
-  _globals['_BROKERLISTARENAS']._serialized_start=1879
-  _globals['_BROKERLISTARENAS']._serialized_end=1897
-  _globals['_BROKERARENAS']._serialized_start=1899
-  _globals['_BROKERARENAS']._serialized_end=1963
-  _globals['_BROKERATTACH']._serialized_start=1965
-  _globals['_BROKERATTACH']._serialized_end=1997
-  _globals['_BROKERATTACHED']._serialized_start=1999
-  _globals['_BROKERATTACHED']._serialized_end=2067
-  _globals['_BROKERPROBE']._serialized_start=2069
-  _globals['_BROKERPROBE']._serialized_end=2100
-  _globals['_BROKERPROBESLOT']._serialized_start=2102
-  _globals['_BROKERPROBESLOT']._serialized_end=2194
-  _globals['_BROKERPING']._serialized_start=2196
-  _globals['_BROKERPING']._serialized_end=2208
-  _globals['_BROKERPONG']._serialized_start=2210
-  _globals['_BROKERPONG']._serialized_end=2222
-  _globals['_BROKERARENACLOSED']._serialized_start=2224
-  _globals['_BROKERARENACLOSED']._serialized_end=2282
-  _globals['_BROKERSTOPPING']._serialized_start=2284
-  _globals['_BROKERSTOPPING']._serialized_end=2300
-  _globals['_BROKERPUBLISH']._serialized_start=2302
-  _globals['_BROKERPUBLISH']._serialized_end=2337
-  _globals['_BROKERPUBLISHED']._serialized_start=2339
-  _globals['_BROKERPUBLISHED']._serialized_end=2376
-  _globals['_BROKERUNPUBLISH']._serialized_start=2378
-  _globals['_BROKERUNPUBLISH']._serialized_end=2415
-  _globals['_BROKERUNPUBLISHED']._serialized_start=2417
-  _globals['_BROKERUNPUBLISHED']._serialized_end=2454
+  _globals['_ARENAKIND']._serialized_start=2907
+  _globals['_ARENAKIND']._serialized_end=2990
+  _globals['_BROKERREQUEST']._serialized_start=87
+  _globals['_BROKERREQUEST']._serialized_end=595
+  _globals['_BROKERREPLY']._serialized_start=598
+  _globals['_BROKERREPLY']._serialized_end=1323
+  _globals['_BROKERHELLO']._serialized_start=1326
+  _globals['_BROKERHELLO']._serialized_end=1463
+  _globals['_BROKERWELCOME']._serialized_start=1466
+  _globals['_BROKERWELCOME']._serialized_end=1684
+  _globals['_BROKERREFUSED']._serialized_start=1687
+  _globals['_BROKERREFUSED']._serialized_end=1880
+  _globals['_BROKERFAILURE']._serialized_start=1882
+  _globals['_BROKERFAILURE']._serialized_end=1949
+  _globals['_ARENAGEOMETRY']._serialized_start=1952
+  _globals['_ARENAGEOMETRY']._serialized_end=2090
+  _globals['_BROKERLISTARENAS']._serialized_start=2092
+  _globals['_BROKERLISTARENAS']._serialized_end=2110
+  _globals['_BROKERARENAS']._serialized_start=2112
+  _globals['_BROKERARENAS']._serialized_end=2176
+  _globals['_BROKERATTACH']._serialized_start=2178
+  _globals['_BROKERATTACH']._serialized_end=2210
+  _globals['_BROKERATTACHED']._serialized_start=2212
+  _globals['_BROKERATTACHED']._serialized_end=2280
+  _globals['_BROKERPROBE']._serialized_start=2282
+  _globals['_BROKERPROBE']._serialized_end=2313
+  _globals['_BROKERPROBESLOT']._serialized_start=2315
+  _globals['_BROKERPROBESLOT']._serialized_end=2407
+  _globals['_BROKERPING']._serialized_start=2409
+  _globals['_BROKERPING']._serialized_end=2421
+  _globals['_BROKERPONG']._serialized_start=2423
+  _globals['_BROKERPONG']._serialized_end=2435
+  _globals['_BROKERARENACLOSED']._serialized_start=2437
+  _globals['_BROKERARENACLOSED']._serialized_end=2495
+  _globals['_BROKERSTOPPING']._serialized_start=2497
+  _globals['_BROKERSTOPPING']._serialized_end=2513
+  _globals['_BROKERPUBLISH']._serialized_start=2515
+  _globals['_BROKERPUBLISH']._serialized_end=2550
+  _globals['_BROKERPUBLISHED']._serialized_start=2552
+  _globals['_BROKERPUBLISHED']._serialized_end=2589
+  _globals['_BROKERUNPUBLISH']._serialized_start=2591
+  _globals['_BROKERUNPUBLISH']._serialized_end=2628
+  _globals['_BROKERUNPUBLISHED']._serialized_start=2630
+  _globals['_BROKERUNPUBLISHED']._serialized_end=2667
+  _globals['_BROKERFETCH']._serialized_start=2669
+  _globals['_BROKERFETCH']._serialized_end=2779
+  _globals['_BROKERFETCHED']._serialized_start=2781
+  _globals['_BROKERFETCHED']._serialized_end=2843
+  _globals['_BROKERFOUND']._serialized_start=2845
+  _globals['_BROKERFOUND']._serialized_end=2905
 # @@protoc_insertion_point(module_scope)

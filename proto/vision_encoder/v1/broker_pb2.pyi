@@ -7,7 +7,9 @@ descriptors to map them with.
 A frame is the four bytes "VEBR", the length of what follows as a big-endian uint32 of at most 65536, and
 one message: BrokerRequest towards the broker, BrokerReply towards the client. This never changes, so that
 two versions can always tell each other which they are. Descriptors travel as SCM_RIGHTS with the first
-byte of their frame; towards the broker only one with each BrokerPublish, any other ends the connection. The rules of evolution are those of encoder.proto.
+byte of their frame; towards the broker only one with each BrokerPublish, any other ends the connection.
+The rules of evolution are those of encoder.proto. A request that the broker does not know is answered with a
+BrokerFailure, UNKNOWN_REQUEST, and the connection goes on.
 """
 
 import builtins
@@ -18,6 +20,7 @@ import google.protobuf.internal.enum_type_wrapper
 import google.protobuf.message
 import sys
 import typing
+import vision_encoder.v1.encoder_pb2
 
 if sys.version_info >= (3, 10):
     import typing as typing_extensions
@@ -59,6 +62,8 @@ class BrokerRequest(google.protobuf.message.Message):
     PING_FIELD_NUMBER: builtins.int
     PUBLISH_FIELD_NUMBER: builtins.int
     UNPUBLISH_FIELD_NUMBER: builtins.int
+    FETCH_FIELD_NUMBER: builtins.int
+    RELEASE_FIELD_NUMBER: builtins.int
     request_id: builtins.int
     """the client's choice, never 0; the reply repeats it"""
     @property
@@ -77,6 +82,12 @@ class BrokerRequest(google.protobuf.message.Message):
     def publish(self) -> Global___BrokerPublish: ...
     @property
     def unpublish(self) -> Global___BrokerUnpublish: ...
+    @property
+    def fetch(self) -> Global___BrokerFetch: ...
+    @property
+    def release(self) -> vision_encoder.v1.encoder_pb2.ReleaseRequest:
+        """nothing answers it, unless it could not be taken"""
+
     def __init__(
         self,
         *,
@@ -88,10 +99,12 @@ class BrokerRequest(google.protobuf.message.Message):
         ping: Global___BrokerPing | None = ...,
         publish: Global___BrokerPublish | None = ...,
         unpublish: Global___BrokerUnpublish | None = ...,
+        fetch: Global___BrokerFetch | None = ...,
+        release: vision_encoder.v1.encoder_pb2.ReleaseRequest | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["attach", b"attach", "hello", b"hello", "list", b"list", "ping", b"ping", "probe", b"probe", "publish", b"publish", "request", b"request", "unpublish", b"unpublish"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["attach", b"attach", "hello", b"hello", "list", b"list", "ping", b"ping", "probe", b"probe", "publish", b"publish", "request", b"request", "request_id", b"request_id", "unpublish", b"unpublish"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["request", b"request"]) -> typing.Literal["hello", "list", "attach", "probe", "ping", "publish", "unpublish"] | None: ...
+    def HasField(self, field_name: typing.Literal["attach", b"attach", "fetch", b"fetch", "hello", b"hello", "list", b"list", "ping", b"ping", "probe", b"probe", "publish", b"publish", "release", b"release", "request", b"request", "unpublish", b"unpublish"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["attach", b"attach", "fetch", b"fetch", "hello", b"hello", "list", b"list", "ping", b"ping", "probe", b"probe", "publish", b"publish", "release", b"release", "request", b"request", "request_id", b"request_id", "unpublish", b"unpublish"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["request", b"request"]) -> typing.Literal["hello", "list", "attach", "probe", "ping", "publish", "unpublish", "fetch", "release"] | None: ...
 
 Global___BrokerRequest: typing_extensions.TypeAlias = BrokerRequest
 
@@ -112,6 +125,7 @@ class BrokerReply(google.protobuf.message.Message):
     STOPPING_FIELD_NUMBER: builtins.int
     PUBLISHED_FIELD_NUMBER: builtins.int
     UNPUBLISHED_FIELD_NUMBER: builtins.int
+    FETCHED_FIELD_NUMBER: builtins.int
     request_id: builtins.int
     """0: a notice that nobody asked for"""
     num_descriptors: builtins.int
@@ -142,6 +156,8 @@ class BrokerReply(google.protobuf.message.Message):
     def published(self) -> Global___BrokerPublished: ...
     @property
     def unpublished(self) -> Global___BrokerUnpublished: ...
+    @property
+    def fetched(self) -> Global___BrokerFetched: ...
     def __init__(
         self,
         *,
@@ -158,10 +174,11 @@ class BrokerReply(google.protobuf.message.Message):
         stopping: Global___BrokerStopping | None = ...,
         published: Global___BrokerPublished | None = ...,
         unpublished: Global___BrokerUnpublished | None = ...,
+        fetched: Global___BrokerFetched | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["arena_closed", b"arena_closed", "arenas", b"arenas", "attached", b"attached", "failure", b"failure", "pong", b"pong", "probe_slot", b"probe_slot", "published", b"published", "refused", b"refused", "reply", b"reply", "stopping", b"stopping", "unpublished", b"unpublished", "welcome", b"welcome"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["arena_closed", b"arena_closed", "arenas", b"arenas", "attached", b"attached", "failure", b"failure", "num_descriptors", b"num_descriptors", "pong", b"pong", "probe_slot", b"probe_slot", "published", b"published", "refused", b"refused", "reply", b"reply", "request_id", b"request_id", "stopping", b"stopping", "unpublished", b"unpublished", "welcome", b"welcome"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["reply", b"reply"]) -> typing.Literal["welcome", "refused", "arenas", "attached", "probe_slot", "pong", "failure", "arena_closed", "stopping", "published", "unpublished"] | None: ...
+    def HasField(self, field_name: typing.Literal["arena_closed", b"arena_closed", "arenas", b"arenas", "attached", b"attached", "failure", b"failure", "fetched", b"fetched", "pong", b"pong", "probe_slot", b"probe_slot", "published", b"published", "refused", b"refused", "reply", b"reply", "stopping", b"stopping", "unpublished", b"unpublished", "welcome", b"welcome"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["arena_closed", b"arena_closed", "arenas", b"arenas", "attached", b"attached", "failure", b"failure", "fetched", b"fetched", "num_descriptors", b"num_descriptors", "pong", b"pong", "probe_slot", b"probe_slot", "published", b"published", "refused", b"refused", "reply", b"reply", "request_id", b"request_id", "stopping", b"stopping", "unpublished", b"unpublished", "welcome", b"welcome"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["reply", b"reply"]) -> typing.Literal["welcome", "refused", "arenas", "attached", "probe_slot", "pong", "failure", "arena_closed", "stopping", "published", "unpublished", "fetched"] | None: ...
 
 Global___BrokerReply: typing_extensions.TypeAlias = BrokerReply
 
@@ -210,6 +227,7 @@ class BrokerWelcome(google.protobuf.message.Message):
     HEARTBEAT_MS_FIELD_NUMBER: builtins.int
     IDLE_TIMEOUT_MS_FIELD_NUMBER: builtins.int
     ARENAS_FIELD_NUMBER: builtins.int
+    MAX_FETCH_KEYS_FIELD_NUMBER: builtins.int
     protocol_version: builtins.int
     """the one to speak from here on"""
     instance_id: builtins.str
@@ -221,6 +239,8 @@ class BrokerWelcome(google.protobuf.message.Message):
     """say something at least this often"""
     idle_timeout_ms: builtins.int
     """a client silent for this long is taken for dead"""
+    max_fetch_keys: builtins.int
+    """of one BrokerFetch; 0: neither fetch nor release is taken here, use gRPC"""
     @property
     def arenas(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ArenaGeometry]: ...
     def __init__(
@@ -233,8 +253,9 @@ class BrokerWelcome(google.protobuf.message.Message):
         heartbeat_ms: builtins.int = ...,
         idle_timeout_ms: builtins.int = ...,
         arenas: collections.abc.Iterable[Global___ArenaGeometry] | None = ...,
+        max_fetch_keys: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["arenas", b"arenas", "heartbeat_ms", b"heartbeat_ms", "host_id", b"host_id", "idle_timeout_ms", b"idle_timeout_ms", "instance_id", b"instance_id", "owner_id", b"owner_id", "protocol_version", b"protocol_version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["arenas", b"arenas", "heartbeat_ms", b"heartbeat_ms", "host_id", b"host_id", "idle_timeout_ms", b"idle_timeout_ms", "instance_id", b"instance_id", "max_fetch_keys", b"max_fetch_keys", "owner_id", b"owner_id", "protocol_version", b"protocol_version"]) -> None: ...
 
 Global___BrokerWelcome: typing_extensions.TypeAlias = BrokerWelcome
 
@@ -546,3 +567,73 @@ class BrokerUnpublished(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["was_held", b"was_held"]) -> None: ...
 
 Global___BrokerUnpublished: typing_extensions.TypeAlias = BrokerUnpublished
+
+@typing.final
+class BrokerFetch(google.protobuf.message.Message):
+    """Leases on rows that are resident in one kind of memory, for this connection in its namespace: what a Fetch
+    grants, without waiting for anything. Replies may come in another order than their requests.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    KEYS_FIELD_NUMBER: builtins.int
+    KIND_FIELD_NUMBER: builtins.int
+    NUM_READERS_FIELD_NUMBER: builtins.int
+    LEASE_MS_FIELD_NUMBER: builtins.int
+    kind: Global___ArenaKind.ValueType
+    num_readers: builtins.int
+    """as in LeaseOptions"""
+    lease_ms: builtins.int
+    """as in LeaseOptions"""
+    @property
+    def keys(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]:
+        """1 to max_fetch_keys"""
+
+    def __init__(
+        self,
+        *,
+        keys: collections.abc.Iterable[builtins.bytes] | None = ...,
+        kind: Global___ArenaKind.ValueType = ...,
+        num_readers: builtins.int = ...,
+        lease_ms: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["keys", b"keys", "kind", b"kind", "lease_ms", b"lease_ms", "num_readers", b"num_readers"]) -> None: ...
+
+Global___BrokerFetch: typing_extensions.TypeAlias = BrokerFetch
+
+@typing.final
+class BrokerFetched(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    ITEMS_FIELD_NUMBER: builtins.int
+    @property
+    def items(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___BrokerFound]:
+        """one per key, in the request's order"""
+
+    def __init__(
+        self,
+        *,
+        items: collections.abc.Iterable[Global___BrokerFound] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["items", b"items"]) -> None: ...
+
+Global___BrokerFetched: typing_extensions.TypeAlias = BrokerFetched
+
+@typing.final
+class BrokerFound(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RESULT_FIELD_NUMBER: builtins.int
+    @property
+    def result(self) -> vision_encoder.v1.encoder_pb2.ItemResult:
+        """with host or lease; absent: not to be had here and now, ask over gRPC"""
+
+    def __init__(
+        self,
+        *,
+        result: vision_encoder.v1.encoder_pb2.ItemResult | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["result", b"result"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["result", b"result"]) -> None: ...
+
+Global___BrokerFound: typing_extensions.TypeAlias = BrokerFound

@@ -1,0 +1,141 @@
+"""Rows that are resident already, and leases given back, over the broker's socket: one round trip, no gRPC.
+
+Owns the way of such a request from the broker's thread to the event loop, where store and leases are used,
+and of its answer from there into the socket; and how much of it one connection may have under way. What a
+request is answered with is its ``answer``'s. The broker's thread never waits for the loop: while that is
+stuck, requests for rows wait, and every other one is answered.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable
+from typing import TypeAlias
+
+import structlog
+
+from encoder_service.transport.broker_options import BrokerCounters
+from encoder_service.transport.connection import Connection
+from vision_encoder.v1 import broker_pb2 as pb
+
+log = structlog.get_logger(__name__)
+
+MAX_FETCH_KEYS = 64
+KEY_BYTES = 32
+MAX_RELEASED = 256
+"""Leases of one request."""
+MAX_REQUEST_BYTES = 8192
+"""The loop's queue holds requests: so many bytes of each, at most."""
+FOUND_BYTES = 512
+"""Of one item in a reply, at most: an ItemResult with a lease has about 400."""
+
+Answer: TypeAlias = Callable[[str, str, pb.BrokerRequest, pb.BrokerReply], bool]
+"""(owner_id, namespace, request, reply): fills the reply in, on the event loop; whether it is to be sent. May
+fill in a failure; what it raises is answered as INTERNAL."""
+
+
+class FetchRefused(Exception):
+    """This request is not taken. reason is stable."""
+
+    def __init__(self, reason: str, message: str, *, retryable: bool = False) -> None:
+        super().__init__(message)
+        self.reason = reason
+        self.retryable = retryable
+
+
+class FetchDesk:
+    """``take`` on the broker's thread; everything else on the loop's."""
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        counters: BrokerCounters,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """clock: the broker's."""
+        self.answer: Answer | None = None
+        """None: not yet."""
+        self.on_rest: Callable[[Connection], None] = lambda _: None
+        """Called on the loop's thread when ``Connection.see_to`` is due."""
+        self._loop = loop
+        self._counters = counters
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._under_way: dict[Connection, tuple[int, int]] = {}
+
+    def take(self, connection: Connection, request: pb.BrokerRequest) -> None:
+        """Has the request answered on the loop. Raises FetchRefused."""
+        answer = self.answer
+        if answer is None:
+            raise FetchRefused("NOT_READY", "the service is starting", retryable=True)
+        _check(request)
+        num_bytes = FOUND_BYTES * len(request.fetch.keys)
+        self._begin(connection, num_bytes)
+        try:
+            self._loop.call_soon_threadsafe(self._answer, answer, connection, request, num_bytes)
+        except RuntimeError as error:  # the loop has ended
+            self._end(connection, num_bytes)
+            raise FetchRefused("NOT_READY", "the service is stopping", retryable=True) from error
+        connection.refund()
+
+    def _begin(self, connection: Connection, num_bytes: int) -> None:
+        allowed = connection.limits.requests_under_way
+        with self._lock:
+            num_requests, waiting_bytes = self._under_way.get(connection, (0, 0))
+            # Replies that nobody reads end a connection: those under way have to find room.
+            if num_requests >= allowed or waiting_bytes + num_bytes > connection.room_bytes:
+                raise FetchRefused(
+                    "TOO_MANY_UNDER_WAY",
+                    f"{num_requests} requests with up to {waiting_bytes} bytes of replies are under way, "
+                    f"{allowed} and {connection.room_bytes} are allowed",
+                    retryable=True,
+                )
+            self._under_way[connection] = num_requests + 1, waiting_bytes + num_bytes
+
+    def _end(self, connection: Connection, num_bytes: int) -> None:
+        with self._lock:
+            num_requests, waiting_bytes = self._under_way.pop(connection)
+            if num_requests > 1:
+                self._under_way[connection] = num_requests - 1, waiting_bytes - num_bytes
+
+    def _answer(
+        self, answer: Answer, connection: Connection, request: pb.BrokerRequest, num_bytes: int
+    ) -> None:
+        reply = pb.BrokerReply(request_id=request.request_id)
+        try:
+            is_wanted = answer(connection.owner_id, connection.namespace, request, reply)
+        except Exception as error:
+            log.exception("a request for rows broke", client=connection.name)
+            message = f"{type(error).__name__}: {error}"
+            reply.failure.CopyFrom(pb.BrokerFailure(reason="INTERNAL", message=message))
+            is_wanted = True
+        if reply.HasField("fetched"):
+            num_found = sum(item.HasField("result") for item in reply.fetched.items)
+            self._counters.fetched += num_found
+            self._counters.fetch_misses += len(reply.fetched.items) - num_found
+        try:
+            # A connection that ended meanwhile has its leases released in a later turn of the loop.
+            if is_wanted and connection.post(reply, self._clock()):
+                self.on_rest(connection)
+        finally:
+            self._end(connection, num_bytes)
+
+
+def _check(request: pb.BrokerRequest) -> None:
+    """Raises FetchRefused."""
+    if request.ByteSize() > MAX_REQUEST_BYTES:
+        raise FetchRefused(
+            "INVALID_REQUEST", f"the request has {request.ByteSize()} bytes, {MAX_REQUEST_BYTES} are taken"
+        )
+    if request.WhichOneof("request") == "release":
+        found, allowed, what = len(request.release.lease_ids), MAX_RELEASED, "leases"
+    else:
+        found, allowed, what = len(request.fetch.keys), MAX_FETCH_KEYS, "keys"
+        for key in request.fetch.keys:
+            if len(key) != KEY_BYTES:
+                raise FetchRefused("INVALID_REQUEST", f"a key has {len(key)} bytes, needs {KEY_BYTES}")
+    if not 1 <= found <= allowed:
+        raise FetchRefused("INVALID_REQUEST", f"the request has {found} {what}, 1 to {allowed} are taken")
