@@ -66,7 +66,8 @@ class Shared:
 def sharing(model: Path, device: torch.device, **settings: object) -> Iterator[Shared]:
     with socket_folder() as folder:
         path = str(folder / "broker.sock")
-        with running(model, device, broker_path=path, **{"arena_bytes": ARENA_BYTES, **settings}) as found:
+        given = {"arena_bytes": ARENA_BYTES, "device_arena_bytes": 0, **settings}
+        with running(model, device, broker_path=path, **given) as found:
             yield Shared(found, path)
         assert not Path(path).exists()
 
