@@ -31,6 +31,7 @@ from encoder_service.engine.fast_path import build_graph_runner
 from encoder_service.engine.faults import first_line
 from encoder_service.engine.graphs import CaptureRecord, GraphRunner
 from encoder_service.errors import ConfigurationError, DeviceFault, StartupError
+from encoder_service.ingest.cores import usable_cores
 from encoder_service.ingest.decode import DecodeLimits
 from encoder_service.ingest.registry import load_preprocessor
 from encoder_service.metrics import Metrics
@@ -73,7 +74,9 @@ class Service:
         self.pixels = PixelInput()
         self._info: pb.GetServerInfoResponse | None = None
         self._engine: DeviceEngine | None = None
-        self._workers = ThreadPoolExecutor(settings.ingest_threads, thread_name_prefix="ingest")
+        self._workers = ThreadPoolExecutor(
+            settings.ingest_threads or usable_cores(), thread_name_prefix="ingest"
+        )
         self._grpc = GrpcServer(max_message_bytes=settings.max_message_bytes)
         self._admin: AdminServer | None = None
         self._not_ready: str | None = "starting"

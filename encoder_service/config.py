@@ -70,7 +70,9 @@ class Settings(BaseSettings):
     max_undelivered_bytes: int = Field(
         GIB, ge=MIB, description="Rows encoded and not yet read by their callers; over it: full."
     )
-    ingest_threads: int = Field(2, ge=1, le=256, description="Worker threads that decode and resize.")
+    ingest_threads: int = Field(
+        0, ge=0, le=256, description="Worker threads that decode and resize; 0: one for each usable core."
+    )
     store_bytes: int = Field(2 * GIB, ge=0, description="Rows kept for later requests.")
     namespace_shares: Annotated[
         dict[str, Annotated[float, Field(ge=0.001, le=1000.0, allow_inf_nan=False)]], NoDecode

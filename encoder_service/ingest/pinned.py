@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TypeVar
 
+import numpy as np
 import torch
 
 from encoder_service.types import FrameItem, TowerItem
@@ -25,7 +26,11 @@ def pinned(item: ItemT, device: torch.device, dtype: torch.dtype) -> ItemT:
     # The device must be this thread's current one: pinning makes a context on whatever is.
     with torch.cuda.device(device):
         if isinstance(item, FrameItem):
-            return replace(item, frames_THWC=item.frames_THWC.contiguous().pin_memory())
+            frames = item.frames_THWC
+            ready = torch.empty(frames.shape, dtype=frames.dtype, pin_memory=True)
+            # By numpy: torch would start a team of threads for each worker that copies.
+            np.copyto(ready.numpy(), frames.numpy())
+            return replace(item, frames_THWC=ready)
         given = item.pixel_values
         patches = torch.empty(given.shape, dtype=dtype, pin_memory=True)
         return replace(item, pixel_values=patches.copy_(given))

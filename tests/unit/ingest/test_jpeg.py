@@ -1,0 +1,127 @@
+"""The faster JPEG decoder gives Pillow's pixels, or leaves the file to Pillow, damaged files included."""
+
+from __future__ import annotations
+
+import io
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from encoder_service.errors import VisionEncoderError
+from encoder_service.ingest import jpeg
+from encoder_service.ingest.decode import DecodeLimits, decode_rgb
+from tests.unit.ingest import image_files
+
+LIMITS = DecodeLimits(max_encoded_bytes=1 << 24, max_image_pixels=1 << 24)
+NUM_FILES = 250
+
+pytestmark = pytest.mark.skipif(jpeg.simplejpeg is None, reason="simplejpeg is not installed")
+
+
+def encoded(random_: random.Random, **options: Any) -> bytes:
+    """A photograph-like file with a random size, chroma, quality and, as often as not, an orientation."""
+    height, width = random_.randint(1, 90), random_.randint(1, 90)
+    coarse = np.random.default_rng(random_.getrandbits(32)).integers(
+        0, 256, (max(1, height // 4), max(1, width // 4), 3), dtype=np.uint8
+    )
+    picture = Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC)
+    if random_.random() < 0.5:
+        exif = Image.Exif()
+        exif[0x0112] = random_.randint(0, 9)
+        options["exif"] = exif
+    options = {"quality": random_.randint(1, 100), "subsampling": random_.choice([0, 1, 2])} | options
+    file = io.BytesIO()
+    picture.save(file, "JPEG", restart_marker_blocks=random_.choice([0, 0, 1, 5]), **options)
+    return file.getvalue()
+
+
+def damaged(random_: random.Random, data: bytes) -> bytes:
+    """The file with bytes changed, cut off, put behind it or an end marker put into it."""
+    broken = bytearray(data)
+    match random_.randrange(4):
+        case 0:
+            for _ in range(random_.randint(1, 6)):
+                broken[random_.randrange(len(broken))] = random_.randrange(256)
+        case 1:
+            del broken[random_.randrange(2, len(broken)) :]
+        case 2:
+            broken += random_.randbytes(20)
+        case _:
+            place = random_.randrange(len(broken))
+            broken[place:place] = b"\xff\xd9"
+    return bytes(broken)
+
+
+def outcome(data: bytes) -> tuple[tuple[int, ...], bytes] | str:
+    try:
+        pixels = decode_rgb(data, LIMITS)
+    except VisionEncoderError as error:
+        return f"{error.reason}: {error.message}"
+    assert pixels.is_contiguous()
+    return tuple(pixels.shape), pixels.numpy().tobytes()
+
+
+def test_same_outcome_as_pillow_for_sound_and_damaged_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    seed = random.randrange(1 << 32)
+    random_ = random.Random(seed)
+    files = []
+    for _ in range(NUM_FILES):
+        data = encoded(random_)
+        files.append(damaged(random_, data) if random_.random() < 0.6 else data)
+    ours = [outcome(data) for data in files]
+    monkeypatch.setattr(jpeg, "simplejpeg", None)
+    for number, data in enumerate(files):
+        assert ours[number] == outcome(data), f"file {number} of seed {seed}"
+
+
+@pytest.mark.parametrize("orientation", range(10))
+def test_turned_as_pillow_turns(orientation: int) -> None:
+    pixels = image_files.pixels(channels=3)
+    method = {
+        2: Image.Transpose.FLIP_LEFT_RIGHT,
+        3: Image.Transpose.ROTATE_180,
+        4: Image.Transpose.FLIP_TOP_BOTTOM,
+        5: Image.Transpose.TRANSPOSE,
+        6: Image.Transpose.ROTATE_270,
+        7: Image.Transpose.TRANSVERSE,
+        8: Image.Transpose.ROTATE_90,
+    }.get(orientation)
+    picture = Image.fromarray(pixels)
+    expected = np.array(picture if method is None else picture.transpose(method))
+    turned = jpeg.upright_pixels(pixels, orientation)
+    assert turned.flags.c_contiguous
+    np.testing.assert_array_equal(turned, expected)
+
+
+@pytest.mark.parametrize("subsampling", [0, 1, 2])
+def test_takes_baseline_files(subsampling: int) -> None:
+    data = encoded(random.Random(), subsampling=subsampling)
+    with Image.open(io.BytesIO(data)) as image:
+        found = jpeg.decode_jpeg(data, image.height, image.width)
+        np.testing.assert_array_equal(found, np.array(image))
+
+
+@pytest.mark.parametrize(
+    ("name", "data"),
+    [
+        ("progressive", encoded(random.Random(1), progressive=True)),
+        ("grey", image_files.encode(image_files.image("L"), "JPEG")),
+        ("cmyk", image_files.encode(image_files.image("CMYK"), "JPEG")),
+        ("no frame", b"\xff\xd8\xff\xd9"),
+        ("no end", b"\xff\xd8" + b"\xff" * 40),
+        ("empty", b""),
+    ],
+)
+def test_leaves_the_rest_to_pillow(name: str, data: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jpeg.simplejpeg, "decode_jpeg", lambda *_, **__: pytest.fail(f"{name} was decoded"))
+    size = Image.open(io.BytesIO(data)).size if name in ("progressive", "grey", "cmyk") else (1, 1)
+    assert jpeg.decode_jpeg(data, size[1], size[0]) is None
+
+
+def test_another_size_than_the_caller_knows_is_left_to_pillow() -> None:
+    data = encoded(random.Random())
+    with Image.open(io.BytesIO(data)) as image:
+        assert jpeg.decode_jpeg(data, image.height + 1, image.width) is None
