@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from typing import Any, NoReturn, TypeVar
 
 import grpc
@@ -27,7 +27,9 @@ from encoder_service.rpc import convert
 from encoder_service.rpc.call_items import CallItem, CallItems
 from encoder_service.rpc.resident_calls import release_all
 from encoder_service.rpc.status import FAILURE_METADATA_KEY, as_service_error, failure_of, status_of
-from encoder_service.scheduler.admission import Admission, Undelivered
+from encoder_service.rpc.unread import Unread
+from encoder_service.scheduler.admission import Admission
+from encoder_service.store.tiers import tier_of
 from encoder_service.transport.pixel_input import PixelInput
 from encoder_service.transport.shared_memory import LeasedRows, LeaseTerms, SharedMemory
 from encoder_service.types import EncodedItem
@@ -39,8 +41,6 @@ Response = TypeVar("Response")
 Context = grpc.aio.ServicerContext[Any, Any]
 
 MAX_NAMESPACE_BYTES = 256
-# A call whose caller has this much to read starts no further item until some of it is read.
-UNREAD_BYTES_PER_CALL = 64 << 20
 MAX_MODEL_NAME_BYTES = 256
 
 
@@ -218,22 +218,42 @@ class VisionEncoderServicer:
             unread.add(delivered)
             return delivered
 
+        async def lower(delivered: Delivered) -> Delivered:
+            try:
+                lowered = await self._pipeline.placed(delivered, call.namespace, "host")
+            except BaseException:
+                unread.remove(delivered)
+                raise
+            unread.replace(delivered, lowered)
+            return lowered
+
+        def begin(index: int, work: Coroutine[Any, Any, Delivered]) -> None:
+            tasks[index] = asyncio.ensure_future(work)
+            tasks[index].add_done_callback(lambda _: finished.put_nowait(index))
+
         for index, request in enumerate(requests):
-            tasks[index] = asyncio.ensure_future(one_when_read(request))
-            tasks[index].add_done_callback(lambda _, index=index: finished.put_nowait(index))  # type: ignore[misc]
+            begin(index, one_when_read(request))
+        lowering: set[int] = set()
         status = "CANCELLED"
         try:
             while tasks:
                 index = await finished.get()
+                delivered = None
                 try:
                     delivered = tasks.pop(index).result()
-                    leased = self._lease(delivered, call.namespace, terms)
+                    leased = None if index in lowering else self._lease(delivered, call.namespace, terms)
                 except (Exception, asyncio.CancelledError) as error:
+                    if delivered is not None:  # makes room for those that wait for it
+                        unread.remove(delivered)
                     failure = failure_of(error)
                     if failure.reason == "INTERNAL":
                         log.error("item failed", method=method, item=index, error=failure.message)
                     self._pipeline.metrics.failures.labels(failure.reason).inc()
                     yield pb.ItemEvent(item_index=index, failure=failure)
+                    continue
+                if leased is None and tier_of(delivered.held) == "device":  # chunks are cut on the host
+                    lowering.add(index)
+                    begin(index, lower(delivered))
                     continue
                 yield convert.result_event(index, delivered, self._chunk_bytes, leased)
                 if leased is None:
@@ -337,49 +357,6 @@ class VisionEncoderServicer:
             ((FAILURE_METADATA_KEY, failure_of(error).SerializeToString()),),
         )
         raise AssertionError("abort returned")
-
-
-class Unread:
-    """The rows of one call that its caller has not read yet, as a part of what all callers have not. They
-    are released when they were read, or the call is over."""
-
-    def __init__(self, undelivered: Undelivered) -> None:
-        self._undelivered = undelivered
-        self._items: list[Delivered] = []
-        self._num_bytes = 0
-        self._room = asyncio.Event()
-        self._room.set()
-
-    async def wait_for_room(self) -> None:
-        """Returns while the call has less than UNREAD_BYTES_PER_CALL to read."""
-        while not self._room.is_set():
-            await self._room.wait()
-
-    def add(self, delivered: Delivered) -> None:
-        encoded = delivered.encoded
-        self._items.append(delivered)
-        self._undelivered.add(encoded, encoded.spec.num_bytes)
-        self._count(encoded.spec.num_bytes)
-
-    def remove(self, delivered: Delivered) -> None:
-        index = next(index for index, item in enumerate(self._items) if item is delivered)
-        del self._items[index]
-        encoded = delivered.encoded
-        self._undelivered.remove(encoded, encoded.spec.num_bytes)
-        self._count(-encoded.spec.num_bytes)
-        delivered.release()
-
-    def clear(self) -> None:
-        """The call is over: whatever its caller did not read is nobody's."""
-        for delivered in list(self._items):
-            self.remove(delivered)
-
-    def _count(self, num_bytes: int) -> None:
-        self._num_bytes += num_bytes
-        if self._num_bytes < UNREAD_BYTES_PER_CALL:
-            self._room.set()
-        else:
-            self._room.clear()
 
 
 def deadline_of(context: Context, clock: Callable[[], float] = time.monotonic) -> float | None:

@@ -311,9 +311,9 @@ class Mover:
         return stream
 
 
-def tier_of(held: Held) -> Tier | None:
+def tier_of(held: Held | None) -> Tier | None:
     """The tier that rows are held in; None for memory of their own."""
-    if held.arena is None or held.slot is None:
+    if held is None or held.arena is None or held.slot is None:
         return None
     return "device" if held.arena.geometry.kind == "device" else "host"
 

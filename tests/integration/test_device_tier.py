@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -10,6 +11,8 @@ import pytest
 import torch
 
 from encoder_service.config import Settings
+from encoder_service.errors import TransportUnavailable
+from encoder_service.rpc import convert, unread
 from encoder_service.store.partitions import PartitionedStore, open_partitions
 from encoder_service.store.tiers import TieredStore
 from encoder_service.transport import shared_memory
@@ -24,9 +27,9 @@ from vision_encoder.v1 import encoder_pb2 as pb
 DEVICE_BYTES = 1 << 20
 
 
-@pytest.fixture
-def tiered(
-    checkpoints: dict[str, Path], device: torch.device, monkeypatch: pytest.MonkeyPatch
+@contextlib.contextmanager
+def tiers_of_stand_in(
+    checkpoints: dict[str, Path], device: torch.device, monkeypatch: pytest.MonkeyPatch, **settings: object
 ) -> Iterator[Shared]:
     if device.type != "cpu":
         pytest.skip("the stand-in is for machines without a GPU")
@@ -35,7 +38,15 @@ def tiered(
         return open_partitions(device_like_arena, DEVICE_BYTES, settings.isolated_device_bytes)
 
     monkeypatch.setattr(shared_memory, "_open_device_partitions", open_stand_in)
-    with sharing(checkpoints["qwen3_vl"], device) as found:
+    with sharing(checkpoints["qwen3_vl"], device, **settings) as found:
+        yield found
+
+
+@pytest.fixture
+def tiered(
+    checkpoints: dict[str, Path], device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Shared]:
+    with tiers_of_stand_in(checkpoints, device, monkeypatch) as found:
         yield found
         found.check()
 
@@ -148,3 +159,58 @@ def test_p21_leases_on_the_device_end_with_their_client(tiered: Shared) -> None:
         leaver.encode([photo(), photo()], pb.DELIVERY_DEVICE_LEASE)
         assert len(tiered.leases) == 2
     wait_until(lambda: len(tiered.leases) == 0, "the end of the leaver's leases")
+
+
+def test_rows_beyond_an_owners_leases_come_inline_from_the_host(
+    checkpoints: dict[str, Path], device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chunks are cut on the host: rows of a GPU have to be brought there when no lease is given on them."""
+    with tiers_of_stand_in(checkpoints, device, monkeypatch, max_leases_per_client=1) as found:
+        cut: list[torch.Tensor] = []
+        chunk_events = convert.chunk_events
+
+        def note(index: int, rows: torch.Tensor, chunk_bytes: int) -> Iterator[bytes]:
+            cut.append(rows)
+            return chunk_events(index, rows, chunk_bytes)
+
+        monkeypatch.setattr(convert, "chunk_events", note)
+        images = [photo(96, 64), photo(320, 160), photo(64, 64)]
+        with found.client() as client:
+            outcomes = client.encode(images, pb.DELIVERY_DEVICE_LEASE)
+            assert sorted(str(each.result.WhichOneof("rows")) for each in outcomes) == [
+                "inline",
+                "inline",
+                "lease",
+            ]
+            read = [each.inline or client.read(each.result) for each in outcomes]
+            store = found.memory.store
+            assert isinstance(store, TieredStore)
+            (device_arena,) = (part.arena for part in store.device.parts())
+            memory = device_arena._memory.tensor
+            ends = memory.data_ptr() + memory.nbytes
+            assert len(cut) == 2
+            assert not [rows for rows in cut if memory.data_ptr() <= rows.data_ptr() < ends]
+            assert store.tier_counters.lowered == 2
+        assert read == inline_rows(found, images)
+        found.check()
+
+
+def test_p25_a_connection_that_ends_amid_a_large_call_fails_its_items_and_ends_the_call(
+    tiered: Shared, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows that could not be leased are read by nobody, and make room for the items that still wait."""
+    monkeypatch.setattr(unread, "UNREAD_BYTES_PER_CALL", 1)
+    refused = 0
+
+    def refuse(*_: object) -> None:
+        nonlocal refused
+        refused += 1
+        raise TransportUnavailable("the connection ended")
+
+    images = [photo(64, 64) for _ in range(4)]
+    with tiered.client() as client:
+        client.encode(images, pb.DELIVERY_INLINE)
+        monkeypatch.setattr(tiered.memory, "lease", refuse)
+        outcomes = client.encode(images, pb.DELIVERY_DEVICE_LEASE)
+        assert [each.failure.reason for each in outcomes] == ["TRANSPORT_UNAVAILABLE"] * 4
+    assert refused == 4

@@ -21,7 +21,7 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoRe
 from encoder_service.engine.device import DeviceEngine
 from encoder_service.errors import ConfigurationError, StartupError
 from encoder_service.pipeline import Announced
-from encoder_service.rpc import servicer
+from encoder_service.rpc import unread
 from encoder_service.types import Item
 from lm_adapter import (
     AsyncVisionEncoderClient,
@@ -198,7 +198,7 @@ def test_p17_a_slow_reader_holds_a_bounded_amount_of_rows(
 ) -> None:
     """Its call starts no more than it reads; new encodes are refused once all callers leave too much unread;
     everything is given back when it leaves."""
-    monkeypatch.setattr(servicer, "UNREAD_BYTES_PER_CALL", 64 << 10)
+    monkeypatch.setattr(unread, "UNREAD_BYTES_PER_CALL", 64 << 10)
     big = [pb.Item(modality=pb.MODALITY_IMAGE, encoded=photo(640, 640)) for _ in range(4)]
     with running(checkpoints["qwen3_vl"], device, chunk_bytes=4096, max_undelivered_bytes=1 << 20) as found:
         pipeline = found.service.pipeline
