@@ -142,3 +142,28 @@ def test_the_figures_are_those_of_the_result_file() -> None:
     for family, variant, cells in rows:
         for case, cell in zip(CASES, cells.split(" | "), strict=True):
             assert float(cell) == round(medians[families[family], case, variants[variant]], 2)
+
+
+def test_the_figures_of_deliveries_are_those_of_the_result_file() -> None:
+    text = (ROOT / "docs/transports.md").read_text()
+    (name,) = re.findall(r"<!-- figures: (\S+) -->", text)
+    records = {
+        (one["path"], f"{one['bytes'] / 2**20:.3g} MiB"): one
+        for one in json.loads((ROOT / name).read_text())["records"]
+        if one["concurrency"] == 1
+    }
+    paths = {
+        "device lease, same GPU": "device_same_gpu",
+        "device lease, NVLink": "device_nvlink",
+        "host shared memory": "host_shm",
+        "inline, unix socket": "inline_uds",
+        "inline, TCP": "inline_tcp",
+    }
+    (heading,) = re.findall(r"^\| milliseconds, median \(floor\) \| (.+) \|$", text, re.MULTILINE)
+    sizes = heading.split(" | ")
+    assert len(records) == len(sizes) * len(paths)
+    for label, path in paths.items():
+        (cells,) = re.findall(rf"^\| {label} \| (.+) \|$", text, re.MULTILINE)
+        for size, cell in zip(sizes, cells.split(" | "), strict=True):
+            one = records[path, size]
+            assert cell == f"{one['median_ms']:.2f} ({one['floor_ms']:.2f})"
