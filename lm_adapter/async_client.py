@@ -16,7 +16,8 @@ from google.protobuf.message import Message
 from lm_adapter.assembly import DEFAULT_MAX_ROWS_BYTES
 from lm_adapter.calls import Metadata, RowsCall
 from lm_adapter.client import CLOSE_FLUSH_S, DEFAULT_TIMEOUT_S, READY_POLL_S
-from lm_adapter.errors import CallFailed, DeadlineExceeded, EncoderOverloaded, EncoderUnavailable, ItemFailed
+from lm_adapter.collect import collect_on_loop
+from lm_adapter.errors import DeadlineExceeded, EncoderOverloaded, EncoderUnavailable, ItemFailed
 from lm_adapter.leases import LeaseRecord
 from lm_adapter.session import RELEASE_TIMEOUT_S, Deadline, Session, in_order, portions, rows_or_raise
 from lm_adapter.transport.buffers import RowsHandling, RowsOptions
@@ -149,7 +150,7 @@ class AsyncVisionEncoderClient:
         self, items: Sequence[Item], *, timeout_s: float | None = None, **rows: Unpack[RowsOptions]
     ) -> list[Outcome]:
         """See ``VisionEncoderClient``."""
-        return await _collect(self.encode_iter(items, timeout_s=timeout_s, **rows))
+        return await collect_on_loop(self.encode_iter(items, timeout_s=timeout_s, **rows))
 
     async def encode_iter(
         self, items: Sequence[Item], *, timeout_s: float | None = None, **rows: Unpack[RowsOptions]
@@ -160,8 +161,22 @@ class AsyncVisionEncoderClient:
         deadline, streams = self._deadline(timeout_s), CallerStreams()
         info = await self._known_info(deadline)
         await self._require_transport(deadline)
+        resident = self._session.resident.of_items(info, items, RowsHandling(**rows))
+        ordinary = partial(self._encode, info, deadline, streams)
+        async with aclosing(resident.run_on_loop(deadline, streams, ordinary)) as stream:
+            async for finished in stream:
+                yield finished
+
+    async def _encode(
+        self,
+        info: ServerInfo,
+        deadline: Deadline,
+        streams: CallerStreams,
+        items: Sequence[Item],
+        handling: RowsHandling,
+    ) -> AsyncGenerator[tuple[int, Outcome], None]:
         with await self._session.pixels(info, items).publish_off_loop() as pixels:
-            plan = self._session.encode_plan(info, items, RowsHandling(**rows), pixels)
+            plan = self._session.encode_plan(info, items, handling, pixels)
             for refused in plan.refused.items():
                 yield refused
             async with aclosing(self._rows(plan.calls, deadline, streams)) as stream:
@@ -179,7 +194,7 @@ class AsyncVisionEncoderClient:
     ) -> list[Outcome]:
         """Rows by key, in the order of ``keys``; waits for those in flight. An absent key is an ItemFailed
         with reason UNKNOWN_KEY. Raises CallFailed as ``encode``."""
-        return await _collect(self.fetch_iter(keys, timeout_s=timeout_s, **rows))
+        return await collect_on_loop(self.fetch_iter(keys, timeout_s=timeout_s, **rows))
 
     async def fetch_iter(
         self, keys: Sequence[bytes], *, timeout_s: float | None = None, **rows: Unpack[RowsOptions]
@@ -190,8 +205,10 @@ class AsyncVisionEncoderClient:
             return
         info = await self._known_info(deadline)
         await self._require_transport(deadline)
-        calls = self._session.fetch_calls(info, keys, RowsHandling(**rows))
-        async with aclosing(self._rows(calls, deadline, streams)) as stream:
+        resident = self._session.resident.of_keys(info, keys, RowsHandling(**rows))
+        calls = partial(self._session.fetch_calls, info)
+        ordinary = lambda *rest: self._rows(calls(*rest), deadline, streams)  # noqa: E731
+        async with aclosing(resident.run_on_loop(deadline, streams, ordinary)) as stream:
             async for finished in stream:
                 yield finished
 
@@ -373,15 +390,3 @@ class AsyncVisionEncoderClient:
         task = asyncio.current_task()
         if self._closed and (task is None or not task.cancelling()):
             raise self._session.closed_under(method) from error
-
-
-async def _collect(stream: AsyncGenerator[tuple[int, Outcome], None]) -> list[Outcome]:
-    outcomes: dict[int, Outcome] = {}
-    try:
-        async with aclosing(stream):
-            async for finished in stream:
-                outcomes.update([finished])
-    except CallFailed as error:
-        error.completed = outcomes
-        raise
-    return in_order(outcomes)

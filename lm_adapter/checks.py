@@ -11,10 +11,18 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lm_adapter.errors import InvalidRows
+from lm_adapter.errors import InvalidRequest, InvalidRows
 from lm_adapter.types import DIGEST_BYTES, ITEMSIZE_BYTES, ROW_DTYPES, EncodedRows, Grid, ModelInfo
 
-__all__ = ["RowsHeader", "check_digest", "check_header", "check_model", "check_models", "check_rows"]
+__all__ = [
+    "RowsHeader",
+    "check_digest",
+    "check_header",
+    "check_keys",
+    "check_model",
+    "check_models",
+    "check_rows",
+]
 
 
 class RowsHeader(NamedTuple):
@@ -180,3 +188,11 @@ def _check_finite(rows: EncodedRows) -> None:
             found=num_bad,
             expected=0,
         )
+
+
+def check_keys(keys: Sequence[bytes]) -> list[bytes]:
+    """Raises InvalidRequest for a key that has not 32 bytes."""
+    for position, key in enumerate(keys):
+        if len(key) != DIGEST_BYTES:
+            raise InvalidRequest(f"key {position} has {len(key)} bytes, needs {DIGEST_BYTES}")
+    return list(keys)

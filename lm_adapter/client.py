@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Self, TypeVar, Unpack, cast
 
@@ -13,7 +14,8 @@ from google.protobuf.message import Message
 
 from lm_adapter.assembly import DEFAULT_MAX_ROWS_BYTES
 from lm_adapter.calls import Metadata, RowsCall
-from lm_adapter.errors import CallFailed, DeadlineExceeded, EncoderOverloaded, EncoderUnavailable, ItemFailed
+from lm_adapter.collect import collect
+from lm_adapter.errors import DeadlineExceeded, EncoderOverloaded, EncoderUnavailable, ItemFailed
 from lm_adapter.leases import LeaseRecord
 from lm_adapter.session import RELEASE_TIMEOUT_S, Deadline, Session, in_order, portions, rows_or_raise
 from lm_adapter.transport.buffers import RowsHandling, RowsOptions
@@ -171,7 +173,7 @@ class VisionEncoderClient:
         Raises CallFailed when the call failed before every item had its outcome; ``completed`` of the error
         maps the indices of those that had one.
         """
-        return _collect(self.encode_iter(items, timeout_s=timeout_s, **rows))
+        return collect(self.encode_iter(items, timeout_s=timeout_s, **rows))
 
     def encode_iter(
         self, items: Sequence[Item], *, timeout_s: float | None = None, **rows: Unpack[RowsOptions]
@@ -181,8 +183,14 @@ class VisionEncoderClient:
         deadline = self._deadline(timeout_s)
         info = self._known_info(deadline)
         self._session.transports.require(deadline.left_s)
+        resident = self._session.resident.of_items(info, items, RowsHandling(**rows))
+        yield from resident.run(deadline, partial(self._encode, info, deadline))
+
+    def _encode(
+        self, info: ServerInfo, deadline: Deadline, items: Sequence[Item], handling: RowsHandling
+    ) -> Generator[tuple[int, Outcome], None, None]:
         with self._session.pixels(info, items).publish() as pixels:
-            plan = self._session.encode_plan(info, items, RowsHandling(**rows), pixels)
+            plan = self._session.encode_plan(info, items, handling, pixels)
             yield from plan.refused.items()
             yield from self._rows(plan.calls, deadline)
 
@@ -197,7 +205,7 @@ class VisionEncoderClient:
     ) -> list[Outcome]:
         """Rows by key, in the order of ``keys``; waits for those in flight. An absent key is an ItemFailed
         with reason UNKNOWN_KEY. Raises CallFailed as ``encode``."""
-        return _collect(self.fetch_iter(keys, timeout_s=timeout_s, **rows))
+        return collect(self.fetch_iter(keys, timeout_s=timeout_s, **rows))
 
     def fetch_iter(
         self, keys: Sequence[bytes], *, timeout_s: float | None = None, **rows: Unpack[RowsOptions]
@@ -208,7 +216,9 @@ class VisionEncoderClient:
             return
         info = self._known_info(deadline)
         self._session.transports.require(deadline.left_s)
-        yield from self._rows(self._session.fetch_calls(info, keys, RowsHandling(**rows)), deadline)
+        resident = self._session.resident.of_keys(info, keys, RowsHandling(**rows))
+        calls = partial(self._session.fetch_calls, info)
+        yield from resident.run(deadline, lambda *rest: self._rows(calls(*rest), deadline))
 
     def read_shared(
         self,
@@ -381,13 +391,3 @@ class VisionEncoderClient:
         """gRPC says ValueError when another thread closed the channel since ``_check_open``."""
         if self._closed:
             raise self._session.closed_under(method) from error
-
-
-def _collect(stream: Iterable[tuple[int, Outcome]]) -> list[Outcome]:
-    outcomes: dict[int, Outcome] = {}
-    try:
-        outcomes.update(stream)
-    except CallFailed as error:
-        error.completed = outcomes
-        raise
-    return in_order(outcomes)

@@ -22,7 +22,7 @@ from lm_adapter.calls import (
     digest_metadata,
     rows_call,
 )
-from lm_adapter.checks import RowsHeader, check_header, check_models
+from lm_adapter.checks import RowsHeader, check_header, check_keys, check_models
 from lm_adapter.errors import (
     CallCancelled,
     CallFailed,
@@ -34,13 +34,13 @@ from lm_adapter.errors import (
     from_rpc_error,
 )
 from lm_adapter.leases import LeaseRecord, LeaseReturns
+from lm_adapter.resident import ResidentRows
 from lm_adapter.transport.buffers import RowsHandling
 from lm_adapter.transport.chooser import TransportChooser
 from lm_adapter.transport.pixel_choice import NO_PIXELS, CallPixels, PixelChoice
 from lm_adapter.transport.reading import Receiver, Unreadable
 from lm_adapter.transport.settings import TransportSettings
 from lm_adapter.types import (
-    DIGEST_BYTES,
     CacheTier,
     EncodedRows,
     Grid,
@@ -97,6 +97,7 @@ class Session:
             settings, self.returns, namespace=namespace, on_replaced=self.forget_info
         )
         self._pixel_choice = PixelChoice(settings)
+        self.resident = ResidentRows(self)
         self.target = target
         self.namespace = namespace
         self.model = model
@@ -152,7 +153,7 @@ class Session:
                     expected=[
                         Expected(content_digest=items[index].digest or None) for index in batch.indices
                     ],
-                    models=self._models(info),
+                    models=self.models(info),
                     receiver=Receiver(handling, batch.indices, transport, inline_allowed),
                     num_before=num_before,
                     num_items=len(items),
@@ -288,7 +289,7 @@ class Session:
             shared=pixels.messages,
         )
 
-    def _models(self, info: ServerInfo) -> Sequence[ModelInfo]:
+    def models(self, info: ServerInfo) -> Sequence[ModelInfo]:
         """The geometry that rows must have; all of the server's when the model's name does not settle it,
         in which case the server refuses the call or knows a default."""
         named = [model for model in info.models if model.name == self.model]
@@ -299,14 +300,6 @@ def portions(info: ServerInfo, entries: Sequence[bytes]) -> list[Sequence[bytes]
     """Keys or lease ids in as many calls as the server's limit of one needs; no call for none."""
     size = info.limits.max_items_per_request or len(entries) or 1
     return [entries[start : start + size] for start in range(0, len(entries), size)]
-
-
-def check_keys(keys: Sequence[bytes]) -> list[bytes]:
-    """Raises InvalidRequest for a key that has not 32 bytes."""
-    for position, key in enumerate(keys):
-        if len(key) != DIGEST_BYTES:
-            raise InvalidRequest(f"key {position} has {len(key)} bytes, needs {DIGEST_BYTES}")
-    return list(keys)
 
 
 def in_order(outcomes: Mapping[int, OutcomeT]) -> list[OutcomeT]:

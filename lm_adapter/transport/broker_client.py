@@ -26,7 +26,8 @@ from typing import ParamSpec
 from lm_adapter.errors import InvalidRequest
 from lm_adapter.transport.broker_errors import BrokerError, BrokerUnavailable, BrokerViolation
 from lm_adapter.transport.broker_frames import MAX_PAYLOAD_BYTES, ReceivedReply, close_descriptors
-from lm_adapter.transport.broker_link import MIN_PROTOCOL_VERSION, PROTOCOL_VERSION, BrokerLink
+from lm_adapter.transport.broker_handshake import MIN_PROTOCOL_VERSION, PROTOCOL_VERSION
+from lm_adapter.transport.broker_link import BrokerLink
 from lm_adapter.transport.broker_records import (
     ArenaGeometry,
     Attachment,
@@ -36,6 +37,7 @@ from lm_adapter.transport.broker_records import (
     known_arenas,
 )
 from vision_encoder.v1 import broker_pb2 as pb
+from vision_encoder.v1 import encoder_pb2
 
 __all__ = ["BrokerClient"]
 
@@ -220,6 +222,24 @@ class BrokerClient:
     def unpublish_later(self, segment_id: bytes) -> None:
         """The same with the next publish, for finalizers, which must not wait for a lock."""
         self._forgotten.append(segment_id)
+
+    def fetch_link(self, owner_id: bytes | None = None) -> BrokerLink | None:
+        """The live connection where it takes ``BrokerFetch`` and ``ReleaseRequest``, and is this owner's."""
+        link = self._link
+        if link is None or not link.welcome.max_fetch_keys:
+            return None
+        return link if owner_id in (None, link.welcome.owner_id.encode()) else None
+
+    def release(self, request: encoder_pb2.ReleaseRequest) -> bool:
+        """Gives leases back without waiting for a word; False where that is not possible."""
+        link = self.fetch_link()
+        if link is None:
+            return False
+        try:
+            link.give_back(request, self._request_timeout_s)
+        except BrokerError:
+            return False
+        return True
 
     def ping(self) -> None:
         """Returns when the broker has answered."""

@@ -3,45 +3,42 @@
 Owns the socket. Whoever created the link runs ``pump`` on a thread of its choice until the link is lost;
 what comes after that is ``broker_client``'s. The socket is closed by ``pump``'s end alone, so that no other
 thread is ever left with the number of a descriptor that is someone else's by now.
+
+A thread that waits for its reply may read the socket for itself (``read_until``), which saves the hop from
+one thread to another. While callers do so, the pump stands back and looks in after every STAND_BACK_S; it
+takes over at once where somebody waits who does not read.
 """
 
 from __future__ import annotations
 
+import contextlib
 import select
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 
-from lm_adapter.transport.broker_errors import (
-    BrokerError,
-    BrokerRefused,
-    BrokerRequestFailed,
-    BrokerUnavailable,
-    BrokerViolation,
-)
+from lm_adapter.transport.broker_errors import BrokerError, BrokerUnavailable, BrokerViolation
 from lm_adapter.transport.broker_frames import (
     ReceivedReply,
     ReplyReader,
     close_descriptors,
     encode_frame,
 )
-from lm_adapter.transport.broker_socket import close, connect, receive_reply, send_all
+from lm_adapter.transport.broker_handshake import HELLO_ID, shake_hands
+from lm_adapter.transport.broker_socket import close, send_all
+from lm_adapter.transport.broker_waiting import Waiting, fresh
 from vision_encoder.v1 import broker_pb2 as pb
+from vision_encoder.v1 import encoder_pb2
 
-__all__ = ["MIN_PROTOCOL_VERSION", "PROTOCOL_VERSION", "BrokerLink"]
+__all__ = ["BrokerLink"]
 
-PROTOCOL_VERSION = 1
-MIN_PROTOCOL_VERSION = 1
-_HELLO_ID = 1
-
-
-@dataclass(eq=False)
-class _Waiting:
-    done: threading.Event = field(default_factory=threading.Event)
-    reply: ReceivedReply | None = None
-    error: BrokerError | None = None
+STAND_BACK_S = 0.02
+"""How long after a caller has read for itself the pump leaves that to callers."""
+SEND_LATER_S = 1.0
+_RELEASE_ID = HELLO_ID
+"""A release is not answered, or with a failure that nobody waits for: any id will do."""
 
 
 class BrokerLink:
@@ -53,60 +50,23 @@ class BrokerLink:
         self._reader = reader
         self._lock = threading.Lock()
         self._send_lock = threading.Lock()
-        self._waiting: dict[int, _Waiting] = {}
-        self._next_id = _HELLO_ID + 1
+        self._waiting: dict[int, Waiting] = {}
+        self._next_id = HELLO_ID + 1
         self._sent_s = self._heard_s = time.monotonic()
         self._lost: BrokerError | None = None
+        self._reading = threading.Lock()
+        """Held by whoever reads the socket."""
+        self._take_over = threading.Event()
+        self._stands_back = False
+        self._read_s = float("-inf")
+        """When a caller last read, or wanted to."""
+        self._notices: deque[pb.BrokerReply] = deque()
+        self._later: deque[encoder_pb2.ReleaseRequest] = deque()
 
     @classmethod
     def open(cls, path: str, hello: pb.BrokerHello, timeout_s: float) -> BrokerLink:
         """Connects and shakes hands. Raises BrokerUnavailable, BrokerRefused, BrokerViolation."""
-        ends_s = time.monotonic() + timeout_s
-        connection = connect(path, ends_s)
-        reader = ReplyReader()
-        try:
-            frame = encode_frame(pb.BrokerRequest(request_id=_HELLO_ID, hello=hello).SerializeToString())
-            refused_first = False
-            try:
-                send_all(connection, frame, ends_s)
-            except (BrokenPipeError, ConnectionResetError):
-                refused_first = True  # what it said before it closed can still be read
-            reply = receive_reply(connection, reader, ends_s)
-            if reply is None:
-                when = "before" if refused_first else "after"
-                raise BrokerUnavailable(f"{path}: the broker closed the connection {when} the handshake")
-            close_descriptors(reply.descriptors)
-            message = reply.message
-            if message.HasField("refused"):
-                refused = message.refused
-                raise BrokerRefused(
-                    f"{path}: {refused.message}",
-                    reason=refused.reason or None,
-                    retryable=refused.retryable,
-                    details={
-                        "protocol_version": refused.protocol_version,
-                        "min_protocol_version": refused.min_protocol_version,
-                        "client_protocol_version": PROTOCOL_VERSION,
-                        "client_min_protocol_version": MIN_PROTOCOL_VERSION,
-                    },
-                )
-            if not message.HasField("welcome") or message.request_id != _HELLO_ID:
-                raise BrokerViolation(f"{path}: the answer to Hello is {message.WhichOneof('reply')}")
-            version = message.welcome.protocol_version
-            if not MIN_PROTOCOL_VERSION <= version <= PROTOCOL_VERSION:
-                raise BrokerViolation(
-                    f"{path}: the broker chose version {version}, this side speaks {MIN_PROTOCOL_VERSION} to "
-                    f"{PROTOCOL_VERSION}"
-                )
-            return cls(connection, reader, message.welcome)
-        except OSError as error:
-            reader.close()
-            close(connection)
-            raise BrokerUnavailable(f"{path}: {error.strerror}") from error
-        except BaseException:
-            reader.close()
-            close(connection)
-            raise
+        return cls(*shake_hands(path, hello, timeout_s))
 
     # -- any thread ------------------------------------------------------------------------------------
 
@@ -123,13 +83,14 @@ class BrokerLink:
         """Sends, descriptors along with it, and waits for the reply, whose descriptors are the caller's.
         Raises BrokerError."""
         ends_s = time.monotonic() + timeout_s
-        waiting = _Waiting()
+        waiting = Waiting()
         with self._lock:
             if self._lost is not None:
-                raise _again(self._lost)
+                raise fresh(self._lost)
             request.request_id = self._next_id
             self._next_id += 1
             self._waiting[request.request_id] = waiting
+        self._take_over.set()
         try:
             self._send(request, ends_s, descriptors)
             arrived = waiting.done.wait(max(0.0, ends_s - time.monotonic()))
@@ -142,10 +103,65 @@ class BrokerLink:
             waiting.done.wait()  # the reading thread has it in hand
         elif not arrived:
             raise BrokerUnavailable(f"no reply of the broker within {timeout_s:g} s", reason="TIMEOUT")
+        return waiting.result()
+
+    def ask(
+        self,
+        request: pb.BrokerRequest,
+        timeout_s: float,
+        on_done: Callable[[Waiting], None],
+        *,
+        reads: bool = False,
+    ) -> None:
+        """Sends and returns. on_done is called once, on any thread, when there is what ``Waiting.result``
+        gives; it must not wait. timeout_s: of sending. reads: the caller goes on to ``read_until``."""
+        waiting = Waiting()
+        waiting.on_done = lambda: on_done(waiting)
+        with self._lock:
+            waiting.error = self._lost
+            if self._lost is None:
+                request.request_id = self._next_id
+                self._next_id += 1
+                self._waiting[request.request_id] = waiting
         if waiting.error is not None:
-            raise _again(waiting.error)
-        assert waiting.reply is not None
-        return _checked(waiting.reply)
+            waiting.finish()
+            return
+        if not reads:
+            self._take_over.set()
+        with contextlib.suppress(BrokerError):  # the link is lost, and on_done was told
+            self._send(request, time.monotonic() + timeout_s)
+
+    def read_until(self, done: threading.Event, timeout_s: float) -> bool:
+        """Whether ``done`` was set in this time, by the reply to an ``ask`` of the calling thread. It reads
+        itself, for all who wait, where no other thread does."""
+        ends_s = time.monotonic() + timeout_s
+        self._read_s = ends_s - timeout_s
+        if not self._reading.acquire(blocking=False):
+            return done.wait(timeout_s)
+        try:
+            self._read_for(done, ends_s)
+        except BrokerError as error:
+            self.lose(error)
+        except OSError as error:
+            self.lose(BrokerUnavailable(f"the connection to the broker broke: {error.strerror}"))
+        except Exception as error:
+            self.lose(BrokerViolation(f"the connection was given up: {type(error).__name__}: {error}"))
+        finally:
+            self._read_s = time.monotonic()
+            self._reading.release()
+            if self._waiting or self._notices:
+                self._take_over.set()
+        return done.is_set()
+
+    def give_back(self, request: encoder_pb2.ReleaseRequest, timeout_s: float) -> None:
+        """Sends a release: with the next request where those follow one another, else now. timeout_s: of
+        sending. Raises BrokerError."""
+        if self._stands_back and request.owner_id == self.welcome.owner_id.encode():
+            self._later.append(request)
+            if not self._stands_back:
+                self._send_later()
+            return
+        self.post(pb.BrokerRequest(release=request), timeout_s)
 
     def lose(self, error: BrokerError) -> None:
         """Ends the link: ``pump`` returns, requests fail with this error. The first call counts."""
@@ -153,9 +169,10 @@ class BrokerLink:
             if self._lost is None:
                 self._lost = error
             waiting, self._waiting = self._waiting, {}
+        self._take_over.set()
         for each in waiting.values():
             each.error = self._lost
-            each.done.set()
+            each.finish()
         with self._send_lock:
             try:
                 self._socket.shutdown(socket.SHUT_RDWR)
@@ -183,9 +200,10 @@ class BrokerLink:
         except Exception as found:
             error = BrokerViolation(f"the connection was given up: {type(found).__name__}: {found}")
         self.lose(error)
-        with self._send_lock:
-            close(self._socket)
-        self._reader.close()
+        with self._reading:
+            with self._send_lock:
+                close(self._socket)
+            self._reader.close()
         assert self._lost is not None
         return self._lost
 
@@ -194,6 +212,54 @@ class BrokerLink:
         silence_s = max(self.welcome.idle_timeout_ms / 1000, 2 * heartbeat_s)
         poll = select.poll()
         poll.register(self._socket, select.POLLIN)
+        while True:
+            self._stand_back()
+            while self._notices:
+                on_notice(self._notices.popleft())
+            with self._reading:
+                if not self._read_once(poll, on_notice, heartbeat_s, silence_s):
+                    return
+
+    def _stand_back(self) -> None:
+        """Returns when no caller has read for a while, or somebody waits who does not."""
+        self._take_over.clear()
+        if self._waiting or self._notices or self._lost is not None:
+            return
+        self._stands_back = True
+        while (left_s := self._read_s + STAND_BACK_S - time.monotonic()) > 0:
+            if self._take_over.wait(left_s):
+                break
+            self._send_later()
+        self._stands_back = False
+        self._send_later()
+
+    def _read_for(self, done: threading.Event, ends_s: float) -> None:
+        """With ``_reading`` held. Raises BrokerError, OSError."""
+        while not done.is_set():
+            reply = self._reader.next_reply()
+            if reply is not None:
+                self._deliver(reply, self._notices.append)
+                continue
+            if self._socket.fileno() < 0:
+                return  # lost, and everybody told
+            poll = select.poll()
+            poll.register(self._socket, select.POLLIN)
+            if not poll.poll(max(0.0, ends_s - time.monotonic()) * 1000):
+                return
+            with contextlib.suppress(BlockingIOError):
+                if not self._reader.receive(self._socket):
+                    raise BrokerUnavailable("the broker closed the connection")
+                self._heard_s = time.monotonic()
+
+    def _read_once(
+        self,
+        poll: select.poll,
+        on_notice: Callable[[pb.BrokerReply], None],
+        heartbeat_s: float,
+        silence_s: float,
+    ) -> bool:
+        """With ``_reading`` held: delivers what there is, and waits for more until the next heartbeat is due.
+        False at the end of the stream."""
         while True:
             while (reply := self._reader.next_reply()) is not None:
                 self._deliver(reply, on_notice)
@@ -212,10 +278,13 @@ class BrokerLink:
                 continue
             try:
                 if not self._reader.receive(self._socket):
-                    return
+                    return False
             except BlockingIOError:
                 continue
             self._heard_s = time.monotonic()
+            while (reply := self._reader.next_reply()) is not None:
+                self._deliver(reply, on_notice)
+            return True
 
     def _deliver(self, reply: ReceivedReply, on_notice: Callable[[pb.BrokerReply], None]) -> None:
         message = reply.message
@@ -231,16 +300,19 @@ class BrokerLink:
             close_descriptors(reply.descriptors)  # a pong, or too late for whoever asked
             return
         waiting.reply = reply
-        waiting.done.set()
+        waiting.finish()
 
     def _send(self, request: pb.BrokerRequest, ends_s: float, descriptors: Sequence[int] = ()) -> None:
         """Raises BrokerUnavailable; a frame that went out in part ends the link."""
-        frame = encode_frame(request.SerializeToString())
+        later = b"" if descriptors else self._frames_of_later()
+        self._send_frames(later + encode_frame(request.SerializeToString()), ends_s, descriptors)
+
+    def _send_frames(self, frames: bytes, ends_s: float, descriptors: Sequence[int] = ()) -> None:
         try:
             with self._send_lock:
                 if self._socket.fileno() < 0:
                     raise BrokerUnavailable("the connection to the broker is closed")
-                send_all(self._socket, frame, ends_s, descriptors)
+                send_all(self._socket, frames, ends_s, descriptors)
                 self._sent_s = time.monotonic()
         except OSError as error:
             lost = BrokerUnavailable(f"the connection to the broker broke: {error.strerror}")
@@ -250,35 +322,23 @@ class BrokerLink:
             self.lose(error)
             raise
 
-    def _discard(self, request_id: int, waiting: _Waiting) -> None:
+    def _send_later(self) -> None:
+        frames = self._frames_of_later()
+        if frames:
+            with contextlib.suppress(BrokerError):  # the leases ended with the connection
+                self._send_frames(frames, time.monotonic() + SEND_LATER_S)
+
+    def _frames_of_later(self) -> bytes:
+        frames = b""
+        while self._later:
+            with contextlib.suppress(IndexError):  # another thread was faster
+                request = pb.BrokerRequest(request_id=_RELEASE_ID, release=self._later.popleft())
+                frames += encode_frame(request.SerializeToString())
+        return frames
+
+    def _discard(self, request_id: int, waiting: Waiting) -> None:
         """Nobody takes this reply any more."""
         with self._lock:
             self._waiting.pop(request_id, None)
         if waiting.reply is not None:
             close_descriptors(waiting.reply.descriptors)
-
-
-def _again(error: BrokerError) -> BrokerError:
-    """The same error for another raise: one exception's traceback belongs to one thread."""
-    return type(error)(
-        error.message, reason=error.reason, retryable=error.retryable, details=dict(error.details)
-    )
-
-
-def _checked(reply: ReceivedReply) -> ReceivedReply:
-    message, descriptors = reply.message, reply.descriptors
-    if message.HasField("failure"):
-        close_descriptors(descriptors)
-        failure = message.failure
-        raise BrokerRequestFailed(
-            f"the broker: {failure.message}", reason=failure.reason or None, retryable=failure.retryable
-        )
-    if len(descriptors) != message.num_descriptors:
-        close_descriptors(descriptors)
-        raise BrokerRequestFailed(
-            f"{len(descriptors)} of {message.num_descriptors} descriptors arrived: this process has no room "
-            "for more open files",
-            reason="DESCRIPTORS_LOST",
-            retryable=True,
-        )
-    return reply

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict
 
 import numpy as np
@@ -75,6 +75,10 @@ class RowsHandling:
     def alone(self) -> RowsOptions:
         """For the same rows without the other readers."""
         return RowsOptions(out=self.out, borrow=self.borrow, confirm_later=self.confirm_later)
+
+    def only(self, indices: Sequence[int]) -> RowsHandling:
+        """The same for some of the call's items."""
+        return replace(self, out=[self.out[index] for index in indices] if len(self.out) else ())
 
     def check_items(self, num_items: int) -> None:
         """Raises InvalidRequest when the buffers are not one per item."""

@@ -300,6 +300,7 @@ class TransportChooser:
         with self._changed:
             if not self._closed:
                 self._broker = made
+                self.returns.post = made.release
                 return made
         made.close()
         raise probe.NotPossible("the client is closed")
@@ -356,9 +357,7 @@ class TransportChooser:
 
     def _without_shared(self, reason: str, rejected: dict[str, str] | None = None) -> TransportChoice:
         name = "inline" if self.settings.inline_allowed else "none"
-        if not reason:
-            reason = "as asked for"
-        return TransportChoice(name, reason, rejected or {})
+        return TransportChoice(name, reason or "as asked for", rejected or {})
 
     def _decide(self, choice: TransportChoice) -> None:
         """With the lock held."""
