@@ -182,6 +182,9 @@ class Settings(BaseSettings):
             raise ValueError("device_arena_bytes is memory that a broker hands out: set broker_path")
         if self.device_arena_bytes and self.device_arena_bytes < MIB:
             raise ValueError(f"device_arena_bytes is {self.device_arena_bytes}, the least is 0 or {MIB}")
+        on_device_bytes = (self.device_arena_bytes or 0) + sum(self.isolated_device_bytes.values())
+        if self.device == "cpu" and on_device_bytes:
+            raise ValueError(f"{on_device_bytes} bytes of device arenas are a GPU's memory, device is cpu")
         for name, num_bytes in self.isolated_device_bytes.items():
             if name not in self.isolated_namespaces:
                 raise ValueError(f"namespace {name!r} has a device arena of its own and is not isolated")

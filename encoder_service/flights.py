@@ -110,6 +110,7 @@ class Flights:
         finally:
             flight.num_waiting -= 1
             if flight.num_waiting == 0 and flight.task.done():
+                self._remove(flight)  # nobody boards a flight whose rows were given up
                 _give_up(flight.task)
             elif flight.num_waiting == 0 and not flight.held:
                 flight.ticket.cancelled = True

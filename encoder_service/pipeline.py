@@ -37,6 +37,7 @@ from encoder_service.ingest.preprocessor import Preprocessor
 from encoder_service.metrics import Metrics
 from encoder_service.scheduler.admission import Admission, Permit, Undelivered
 from encoder_service.store.embedding_store import Held, RowStore, Tier
+from encoder_service.store.tiers import TieredStore
 from encoder_service.tower_run import TowerRun
 from encoder_service.towers.precision import AS_DTYPE, Precision
 from encoder_service.towers.tower import Tower
@@ -121,6 +122,8 @@ class Pipeline:
 
     def __post_init__(self) -> None:
         self.flights = Flights(self.clock)
+        if isinstance(self.store, TieredStore):  # its copies may be the first to find a fault
+            self.store.on_copy_error = self.engine.report
         self._run = TowerRun(self.engine, self.store, self.workers, self.model.tower, self.clock)
 
     # -- what the wire calls ---------------------------------------------------------------------------
@@ -181,7 +184,12 @@ class Pipeline:
         The caller releases what it is given in place of ``delivered``, or ``delivered`` when this raises."""
         if delivered.held is None:
             return delivered
-        held = await self.store.placed(delivered.held, namespace, tier)
+        try:
+            held = await self.store.placed(delivered.held, namespace, tier)
+        except Exception as error:
+            if self.engine.fault is not None:
+                raise DeviceFault(self.engine.fault.message) from error
+            raise
         if held is delivered.held:
             return delivered
         return replace(delivered, encoded=held.item, held=held)

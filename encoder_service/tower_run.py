@@ -19,7 +19,7 @@ import torch
 
 from encoder_service.engine.device import DeviceEngine
 from encoder_service.engine.jobs import TowerResult
-from encoder_service.errors import Draining
+from encoder_service.errors import DeviceFault, Draining
 from encoder_service.flights import Flight
 from encoder_service.store.embedding_store import Held, RowStore, Writing
 from encoder_service.towers.tower import Tower
@@ -78,7 +78,9 @@ class TowerRun:
         def end(done: Future[TowerResult]) -> None:
             error = done.exception()
             held = None
-            if error is not None:
+            if isinstance(error, DeviceFault):
+                pass  # the device may still write there: nobody gets that room any more
+            elif error is not None:
                 self.store.cancel_put(reserved)
             else:
                 self.store.finish_put(reserved)

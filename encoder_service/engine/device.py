@@ -106,6 +106,12 @@ class DeviceEngine:
     def fault(self) -> DeviceFault | None:
         return self._fault
 
+    def report(self, error: Exception) -> None:
+        """What somebody else's work on the device failed with, on any thread: where that was the device's
+        fault, everything ends as if a batch had found it."""
+        if is_device_fault(error):
+            self._fail(DeviceFault(f"the device failed: {first_line(error)}"))
+
     @property
     def queued_patches(self) -> int:
         with self._wake:

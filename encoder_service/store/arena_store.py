@@ -123,9 +123,10 @@ class ArenaStore:
         self.arena.drop(writing.slot)
 
     def next_victims(self, namespace: str, num_bytes: int) -> list[Name]:
-        """What would go, first to last, for num_bytes more of the namespace's, if nobody read any of it."""
+        """What would go, first to last, for num_bytes more of the namespace's. What somebody reads now would
+        not, and stands for none of it."""
         names: list[Name] = []
-        for name in self.shares.victims(namespace, num_bytes, lambda _: True):
+        for name in self.shares.victims(namespace, num_bytes, self._is_unread):
             names.append(name)
             num_bytes -= self._entries[name].slot.num_bytes
             if num_bytes <= 0:

@@ -47,8 +47,9 @@ class Held:
     slot: Slot | None = None
 
     def share(self) -> Held:
-        """The same rows for one holder more."""
-        if self.slot is not None and self.arena is not None:
+        """The same rows for one holder more, while this one holds them."""
+        if self.arena is not None:
+            assert self.slot is not None, "rows that were given up may be another's by now"
             self.arena.hold(self.slot)
         return Held(self.item, self.arena, self.slot)
 

@@ -10,16 +10,18 @@ but for the copies, which threads of its own make.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any
+from weakref import WeakValueDictionary
 
 import structlog
 import torch
 
-from encoder_service.errors import Draining
+from encoder_service.errors import Draining, StoreFull
 from encoder_service.store.arena_store import ArenaStore
 from encoder_service.store.embedding_store import Held, StoreCounters, Tier, Writing
+from encoder_service.store.mover import Mover
 from encoder_service.store.partitions import PartitionedStore
 from encoder_service.types import EncodedItem
 
@@ -29,14 +31,16 @@ log = structlog.get_logger(__name__)
 # much has to be written before that is looked at again.
 READY_SHARE = 0.25
 LOOK_SHARE = 1 / 32
-# Copies under way at once, one each way; more would share the same link.
-NUM_COPY_THREADS = 2
+# At most this part of a host arena is for that: in a smaller one, what is copied next would take the place of
+# what was copied just before, every time.
+SPILLED_SHARE = 0.5
+RETRY_AFTER_MS = 200
 
 
 @dataclass
 class TierCounters:
     """Items copied: spilled ahead of their eviction, promoted for a reader on a GPU, lowered for a reader
-    that needs them on the host. unplaced: items for which the device tier had no room. lowered_unkept:
+    that needs them on the host. unplaced: items for which their device arena had no room. lowered_unkept:
     lowered into memory of their own, since the host tier had no room."""
 
     spilled: int = 0
@@ -48,15 +52,23 @@ class TierCounters:
 
 class TieredStore:
     """See ``embedding_store.RowStore``. Closes both tiers. device: without the isolated namespaces that have
-    no device memory of their own; their rows are on the host only."""
+    no device memory of their own; their rows are on the host only. max_unkept_bytes: of copies for readers,
+    for which the host tier has no room, and one copy; one that is read at a time is made once."""
 
-    def __init__(self, host: PartitionedStore, device: PartitionedStore) -> None:
+    def __init__(
+        self, host: PartitionedStore, device: PartitionedStore, *, max_unkept_bytes: int = 1 << 30
+    ) -> None:
         self.host = host
         self.device = device
         self.tier_counters = TierCounters()
+        self.on_copy_error: Callable[[Exception], None] = lambda _: None
+        """Told of every copy that failed, which may be the first that is heard of a device's fault."""
+        self._max_unkept_bytes = max_unkept_bytes
         self._host_only = frozenset(host.isolated) - frozenset(device.isolated)
         self._mover = Mover()
         self._moves: dict[tuple[str, bytes, Tier], asyncio.Task[bool]] = {}
+        self._unkept_copies: dict[tuple[str, bytes], asyncio.Task[EncodedItem]] = {}
+        self._unkept: WeakValueDictionary[tuple[str, bytes], EncodedItem] = WeakValueDictionary()
         self._spilling: dict[ArenaStore, asyncio.Task[None]] = {}
         self._written_bytes: dict[ArenaStore, int] = {}
         self._counters = StoreCounters()
@@ -76,12 +88,12 @@ class TieredStore:
 
     @property
     def counters(self) -> StoreCounters:
-        """Hits and misses of the two together; evictions and refusals of each."""
+        """Hits, misses and refusals of the two together; evictions of each."""
         tiers = self.host.counters, self.device.counters
         return replace(
             self._counters,
             evictions=sum(each.evictions for each in tiers),
-            refused=sum(each.refused for each in tiers),
+            evicted_for_others=sum(each.evicted_for_others for each in tiers),
         )
 
     def named_parts(self) -> Iterator[tuple[str | None, ArenaStore]]:
@@ -128,14 +140,17 @@ class TieredStore:
         """Room on the device for rows that the engine will write: of item.rows only shape and dtype count.
         None where there is none; the rows then come through the host and ``begin_put``."""
         part = self.part("device", namespace)
-        writing = None if part is None else part.begin_put(namespace, item)
-        if writing is None:
-            self.tier_counters.unplaced += 1
+        if part is None:
+            return None
+        writing = part.begin_put(namespace, item)
+        self.tier_counters.unplaced += writing is None
         return writing
 
     def begin_put(self, namespace: str, item: EncodedItem) -> Writing | None:
         """Rows that are on the host stay there until somebody wants them on the device."""
-        return self.host.begin_put(namespace, item)
+        writing = self.host.begin_put(namespace, item)
+        self._counters.refused += writing is None
+        return writing
 
     def finish_put(self, writing: Writing) -> None:
         part = self._owner(writing)
@@ -148,19 +163,27 @@ class TieredStore:
 
     async def placed(self, held: Held, namespace: str, tier: Tier) -> Held:
         """The same rows in ``tier``, held in place of ``held``, which is given up. A reader that needs the
-        host always gets them there, in memory of their own where the host tier has no room; where the device
-        tier has none, ``held`` itself is the answer. When it is cancelled, ``held`` is still the caller's."""
+        host gets them there, in memory of their own where the host tier has no room; where the device tier
+        has none, or they could not be copied to it, ``held`` itself is the answer. When it is cancelled or
+        raises, ``held`` is still the caller's. Raises StoreFull when such copies take too much memory,
+        Draining after ``close``, what copying to the host failed with."""
         if tier_of(held) == tier or (tier == "host" and held.arena is None):
             return held
         part = self.part(tier, namespace)
         if part is None:
             return held
         key = held.item.key
-        if not (part.peek(namespace, key) is not None or await self._moved(namespace, key, tier)):
-            return held if tier == "device" else await self._lowered_unkept(held)
-        found = part.hold(namespace, key, is_lookup=False)
-        if found is None:  # evicted between the copy and now
-            return held if tier == "device" else await self._lowered_unkept(held)
+        try:
+            is_there = part.peek(namespace, key) is not None or await self._moved(namespace, key, tier)
+        except Exception:
+            if tier == "host":
+                raise
+            log.exception("rows could not be copied to the device")
+            return held
+        # None also when they were evicted between the copy and now.
+        found = part.hold(namespace, key) if is_there else None
+        if found is None:
+            return held if tier == "device" else await self._lowered_unkept(held, namespace)
         held.drop()
         return found
 
@@ -209,6 +232,7 @@ class TieredStore:
         if task is None:
             task = self._moves[name] = asyncio.get_running_loop().create_task(self._move(*name))
             task.add_done_callback(lambda _: self._moves.pop(name))
+            task.add_done_callback(read_failure)
         return await asyncio.shield(task)  # a caller that leaves does not end it for the others
 
     async def _move(self, namespace: str, key: bytes, tier: Tier) -> bool:
@@ -223,7 +247,7 @@ class TieredStore:
             if writing is None:
                 return False
             try:
-                await self._mover.copy(writing.target, held.item.rows)
+                await self._copy(writing.target, held.item.rows)
             except BaseException:
                 target.cancel_put(writing)
                 raise
@@ -237,16 +261,58 @@ class TieredStore:
             self.tier_counters.lowered += 1
         return True
 
-    async def _lowered_unkept(self, held: Held) -> Held:
-        """A copy in ordinary host memory, which nobody else can read. Raises Draining after ``close``."""
+    async def _lowered_unkept(self, held: Held, namespace: str) -> Held:
+        """A copy in ordinary host memory, which all share who read these rows at a time. Raises StoreFull;
+        Draining after ``close``."""
+        name = (namespace, held.item.key)
+        copying = self._unkept_copies.get(name)
+        item = self._unkept.get(name) if copying is None else None
+        if item is None:
+            if copying is None:
+                copying = self._begin_unkept(name, held)
+            item = await asyncio.shield(copying)
+        held.drop()
+        return Held(item)
+
+    def _begin_unkept(self, name: tuple[str, bytes], held: Held) -> asyncio.Task[EncodedItem]:
         if self._closed:
             raise Draining("the service stopped before the rows were delivered")
-        item = held.item
-        rows = torch.empty(item.rows.shape, dtype=item.rows.dtype)
-        await self._mover.copy(rows, item.rows)
-        held.drop()
+        num_bytes = held.item.spec.num_bytes
+        unkept_bytes = sum(item.spec.num_bytes for item in self._unkept.values())
+        if unkept_bytes and unkept_bytes + num_bytes > self._max_unkept_bytes:
+            raise StoreFull(
+                f"rows for which the host arena has no room take {unkept_bytes} bytes until they are read, "
+                f"at most {self._max_unkept_bytes} may; these have {num_bytes}",
+                retry_after_ms=RETRY_AFTER_MS,
+                held_bytes=unkept_bytes,
+                needed_bytes=num_bytes,
+                max_bytes=self._max_unkept_bytes,
+            )
+        item = replace(held.item, rows=torch.empty(held.item.rows.shape, dtype=held.item.rows.dtype))
+        self._unkept[name] = item  # counts from now on; nobody takes it before the copy has ended
+        copying = asyncio.get_running_loop().create_task(self._copy_unkept(name, item, held.share()))
+        self._unkept_copies[name] = copying
+        copying.add_done_callback(lambda _: self._unkept_copies.pop(name))
+        copying.add_done_callback(read_failure)
+        return copying
+
+    async def _copy_unkept(self, name: tuple[str, bytes], item: EncodedItem, source: Held) -> EncodedItem:
+        try:
+            await self._copy(item.rows, source.item.rows)
+        except BaseException:
+            self._unkept.pop(name, None)
+            raise
+        finally:
+            source.drop()
         self.tier_counters.lowered_unkept += 1
-        return Held(replace(item, rows=rows))
+        return item
+
+    async def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        try:
+            await self._mover.copy(target, source)
+        except Exception as error:
+            self.on_copy_error(error)
+            raise
 
     def _see_to_room(self, part: ArenaStore, written: Writing) -> None:
         """After so much was written to a device arena, has what goes next copied to the host."""
@@ -260,55 +326,17 @@ class TieredStore:
 
     async def _spill(self, part: ArenaStore, namespace: str) -> None:
         """Brings to the host what a namespace that goes on writing would evict next."""
-        lacking_bytes = int(part.max_bytes * READY_SHARE) - part.arena.free_bytes
+        ready_bytes = min(part.max_bytes * READY_SHARE, self.host.part(namespace).max_bytes * SPILLED_SHARE)
+        lacking_bytes = int(ready_bytes) - part.arena.free_bytes
         if lacking_bytes <= 0:
             return
         try:
             for name in part.next_victims(namespace, lacking_bytes):
                 if self.host.peek(*name) is None and part.peek(*name) is not None:
-                    self.tier_counters.spilled += await self._moved(*name, "host")
+                    is_there = await self._moved(*name, "host")
+                    self.tier_counters.spilled += is_there
         except Exception:  # the rows are still where they were
             log.exception("rows could not be copied to the host ahead of their eviction")
-
-
-class Mover:
-    """Copies between device and host memory on threads of its own, each way in a stream of its own."""
-
-    def __init__(self) -> None:
-        self._threads = ThreadPoolExecutor(NUM_COPY_THREADS, thread_name_prefix="tier-copy")
-        self._streams: dict[tuple[torch.device, bool], torch.cuda.Stream] = {}
-
-    async def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Returns when ``target`` has the bytes of ``source``. When it is cancelled, no sooner: until then
-        neither memory may go to anybody else."""
-        copying = asyncio.get_running_loop().run_in_executor(self._threads, self._copy, target, source)
-        try:
-            await asyncio.shield(copying)
-        except asyncio.CancelledError:
-            await asyncio.wait([copying])
-            raise
-
-    def close(self) -> None:
-        """Waits for the copies under way. Twice is once."""
-        self._threads.shutdown(wait=True)
-
-    def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        on_device = target if target.is_cuda else source
-        if not on_device.is_cuda:
-            target.copy_(source)
-            return
-        with torch.cuda.device(on_device.device):
-            with torch.cuda.stream(self._stream(on_device.device, to_device=target.is_cuda)):
-                target.copy_(source, non_blocking=True)
-                done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-                done.record()
-            done.synchronize()
-
-    def _stream(self, device: torch.device, *, to_device: bool) -> torch.cuda.Stream:
-        stream = self._streams.get((device, to_device))
-        if stream is None:  # two threads may both make one: either is right
-            stream = self._streams[device, to_device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        return stream
 
 
 def tier_of(held: Held | None) -> Tier | None:
@@ -320,3 +348,9 @@ def tier_of(held: Held | None) -> Tier | None:
 
 def other(tier: Tier) -> Tier:
     return "host" if tier == "device" else "device"
+
+
+def read_failure(task: asyncio.Task[Any]) -> None:
+    """A task's failure is told to those who wait for it; one that nobody waits for any more is not lost."""
+    if not task.cancelled():
+        task.exception()

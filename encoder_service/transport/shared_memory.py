@@ -293,7 +293,9 @@ def open_shared_store(settings: Settings) -> SharedStore:
         return open_host_partitions(*host)
     try:
         pin = torch.device(settings.device).type == "cuda"
-        return TieredStore(open_host_partitions(*host, pin=pin), on_device)
+        return TieredStore(
+            open_host_partitions(*host, pin=pin), on_device, max_unkept_bytes=settings.max_undelivered_bytes
+        )
     except BaseException:
         on_device.close()
         raise
@@ -313,7 +315,7 @@ def _open_device_partitions(settings: Settings) -> PartitionedStore | None:
             settings.namespace_shares,
         )
     except ConfigurationError as error:
-        if wanted_bytes is not None:
+        if wanted_bytes is not None or settings.isolated_device_bytes:
             raise
         log.warning("rows are not shared in device memory", reason=error.message)
         return None

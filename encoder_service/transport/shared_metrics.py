@@ -80,7 +80,7 @@ def _export_tiers(metrics: Metrics, counters: TierCounters) -> None:
     )
     counter(
         "ve_tier_lowered_unkept",
-        "Items copied to the host for one reader: the host arena had no room.",
+        "Items copied to the host for those who read them just then: the host arena had no room.",
         lambda: counters.lowered_unkept,
     )
     counter(

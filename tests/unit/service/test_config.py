@@ -64,6 +64,10 @@ def test_every_setting_says_what_it_is() -> None:
             },
             "'a' has all of its arena",
         ),
+        (
+            {"broker_path": "/b", "device_arena_bytes": 2_097_152},
+            "2097152 bytes of device arenas are a GPU's memory, device is cpu",
+        ),
     ],
 )
 def test_wrong_settings_are_refused_by_name(given: dict[str, object], text: str) -> None:

@@ -8,7 +8,8 @@ from collections.abc import AsyncIterator
 import pytest
 import torch
 
-from encoder_service.errors import Cancelled, DeadlineExceeded, InternalError
+from encoder_service.errors import Cancelled, DeadlineExceeded, DeviceFault, InternalError
+from encoder_service.store.mover import Mover
 from encoder_service.store.tiers import TieredStore, tier_of
 from encoder_service.types import CacheTier
 from tests.unit.service.test_pipeline import Rig, image, until
@@ -146,3 +147,56 @@ async def test_rows_stay_while_the_last_of_several_callers_has_not_landed(rig: R
         delivered.release()
     for delivered in await asyncio.gather(*others):
         delivered.release()
+
+
+async def test_p21_room_that_a_failed_device_may_still_write_to_goes_to_nobody() -> None:
+    """Also where the fault was found elsewhere while a batch runs on: what is copied to the device from then
+    on lies somewhere else."""
+    store = tiered(2 * ITEM_BYTES, 4 * ITEM_BYTES)
+    rig = Rig(store)
+    rig.tower.gate.clear()
+    caller = asyncio.ensure_future(rig.pipeline.encode(image(1, side=16)))
+    (part,) = store.device.parts()
+    await until(lambda: len(part.arena) == 1 and not rig.engine.queued_items)
+    (slot,) = part.arena._holders
+    rig.engine.report(torch.AcceleratorError("CUDA error: unspecified launch failure"))
+    with pytest.raises(DeviceFault):
+        await caller
+    assert part.arena.num_holders(slot) == 1
+    assert not part.arena.published(slot)
+    rig.tower.gate.set()
+    assert rig.engine.stop(10)
+    rig.workers.shutdown()
+    store.close()
+
+
+async def test_p36_a_fault_that_a_copy_finds_first_ends_service(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that is asked for may be resident, and no batch come to find out."""
+
+    def fail(self: Mover, target: torch.Tensor, source: torch.Tensor) -> None:
+        raise torch.AcceleratorError("CUDA error: unspecified launch failure")
+
+    store = tiered(2 * ITEM_BYTES, 4 * ITEM_BYTES)
+    rig = Rig(store)
+    delivered = await rig.pipeline.encode(image(1, side=16))
+    monkeypatch.setattr(Mover, "_copy", fail)
+    with pytest.raises(DeviceFault, match="unspecified launch failure"):
+        await rig.pipeline.placed(delivered, "", "host")
+    assert rig.engine.fault is not None
+    delivered.release()
+    assert rig.engine.stop(10)
+    rig.workers.shutdown()
+    store.close()
+
+
+async def test_a_copy_that_fails_by_itself_ends_nothing(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(self: Mover, target: torch.Tensor, source: torch.Tensor) -> None:
+        raise MemoryError("no room for it")
+
+    delivered = await rig.pipeline.encode(image(1, side=16))
+    monkeypatch.setattr(Mover, "_copy", fail)
+    with pytest.raises(MemoryError):
+        await rig.pipeline.placed(delivered, "", "host")
+    monkeypatch.undo()
+    assert rig.engine.fault is None
+    (await rig.pipeline.placed(delivered, "", "host")).release()

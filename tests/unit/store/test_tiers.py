@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import random
 import threading
 from collections.abc import AsyncIterator
@@ -11,10 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-from encoder_service.errors import Draining
+from encoder_service.errors import Draining, StoreFull
 from encoder_service.store import tiers
 from encoder_service.store.embedding_store import Held
-from encoder_service.store.tiers import Mover, TieredStore, tier_of
+from encoder_service.store.mover import Mover
+from encoder_service.store.tiers import TieredStore, tier_of
 from encoder_service.types import EncodedItem, Grid
 from tests.unit.store.device_like import tiered
 
@@ -56,7 +58,7 @@ def held_of(store: TieredStore, name: int, namespace: str = "") -> Held:
 
 async def settle(store: TieredStore) -> None:
     """Until nothing is spilled or moved any more."""
-    while pending := [*store._spilling.values(), *store._moves.values()]:
+    while pending := [*store._spilling.values(), *store._moves.values(), *store._unkept_copies.values()]:
         await asyncio.wait(pending)
         await asyncio.sleep(0)
 
@@ -312,3 +314,208 @@ async def test_close_waits_for_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     held.drop()
     store.close()
     later.join()
+
+
+async def test_rows_that_a_reader_keeps_do_not_stand_for_what_goes_next() -> None:
+    """What is held is not evicted: what goes in its place is on the host by then."""
+    store = tiered(8 * ITEM_BYTES, 32 * ITEM_BYTES)
+    for name in range(3):
+        land(store, name)
+    kept = [held_of(store, name) for name in range(3)]
+    for name in range(3, 20):
+        assert land(store, name)
+        await settle(store)
+    assert store.device.counters.evictions > 0
+    for name in range(20):
+        assert store.peek("", key_of(name)) is not None, f"{name} is lost"
+    for held in kept:
+        held.drop()
+    store.close()
+
+
+async def test_a_small_host_tier_is_not_copied_to_over_and_over() -> None:
+    store = tiered(16 * ITEM_BYTES, 2 * ITEM_BYTES)
+    num_items = 64
+    for name in range(num_items):
+        assert land(store, name)
+        await settle(store)
+    assert 0 < store.tier_counters.spilled <= num_items
+    store.check_integrity()
+    store.close()
+
+
+async def test_rows_read_on_the_host_again_and_again_stay_there() -> None:
+    store = tiered(4 * ITEM_BYTES, 2 * ITEM_BYTES)
+    for name in range(3):
+        land(store, name)
+    for name in (0, 1, 0, 2):
+        (await store.placed(held_of(store, name), "", "host")).drop()
+    assert store.host.peek("", key_of(0)) is not None
+    assert store.host.peek("", key_of(1)) is None, "the least recently used one makes room"
+    store.close()
+
+
+async def test_p17_readers_share_a_copy_that_no_tier_keeps() -> None:
+    store = tiered(4 * ITEM_BYTES, ITEM_BYTES)
+    for name in range(2):
+        land(store, name)
+    blocker = await store.placed(held_of(store, 0), "", "host")
+    readers = await asyncio.gather(*(store.placed(held_of(store, 1), "", "host") for _ in range(8)))
+    readers.append(await store.placed(held_of(store, 1), "", "host"))
+    assert len({held.item.rows.data_ptr() for held in readers}) == 1
+    assert tier_of(readers[0]) is None
+    assert torch.equal(readers[0].item.rows, rows_of(1))
+    assert store.tier_counters.lowered_unkept == 1
+    for held in (*readers, blocker):
+        held.drop()
+    store.check_integrity()
+    store.close()
+
+
+async def test_p17_copies_that_no_tier_keeps_are_bounded() -> None:
+    store = tiered(6 * ITEM_BYTES, ITEM_BYTES, max_unkept_bytes=2 * ITEM_BYTES)
+    for name in range(5):
+        land(store, name)
+    blocker = await store.placed(held_of(store, 0), "", "host")
+    held = [held_of(store, name) for name in range(1, 5)]
+    found = await asyncio.gather(*(store.placed(each, "", "host") for each in held), return_exceptions=True)
+    refused = [each for each in found if isinstance(each, StoreFull)]
+    assert len(refused) == 2
+    for error in refused:
+        for number in (2 * ITEM_BYTES, ITEM_BYTES):
+            assert str(number) in str(error)
+    del found
+    again = await store.placed(held[3], "", "host")  # nobody reads the others any more
+    assert torch.equal(again.item.rows, rows_of(4))
+    for each in (*held, blocker):
+        each.drop()
+    store.check_integrity()
+    store.close()
+
+
+async def test_a_copy_that_failed_is_never_taken_for_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(self: Mover, target: torch.Tensor, source: torch.Tensor) -> None:
+        raise RuntimeError("no copy today")
+
+    store = tiered(4 * ITEM_BYTES, ITEM_BYTES)
+    for name in range(2):
+        land(store, name)
+    blocker = await store.placed(held_of(store, 0), "", "host")
+    held = held_of(store, 1)
+    monkeypatch.setattr(Mover, "_copy", fail)
+    with pytest.raises(RuntimeError, match="no copy today"):
+        await store.placed(held, "", "host")
+    monkeypatch.undo()
+    found = await store.placed(held, "", "host")
+    assert torch.equal(found.item.rows, rows_of(1))
+    found.drop()
+    blocker.drop()
+    store.close()
+
+
+async def test_rows_that_cannot_be_promoted_are_read_where_they_are(
+    store: TieredStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(self: Mover, target: torch.Tensor, source: torch.Tensor) -> None:
+        raise RuntimeError("no copy today")
+
+    for name in range(8):
+        land(store, name)
+        await settle(store)
+    told: list[Exception] = []
+    store.on_copy_error = told.append
+    monkeypatch.setattr(Mover, "_copy", fail)
+    held = held_of(store, 0)
+    assert await store.placed(held, "", "device") is held
+    assert torch.equal(held.item.rows, rows_of(0))
+    assert [str(error) for error in told] == ["no copy today"]
+    held.drop()
+    monkeypatch.undo()
+
+
+async def test_a_failure_whose_readers_left_is_not_reported_as_lost(
+    store: TieredStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_copy, lost = threading.Event(), []
+
+    def fail(self: Mover, target: torch.Tensor, source: torch.Tensor) -> None:
+        assert may_copy.wait(10)
+        raise RuntimeError("no copy today")
+
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: lost.append(context))
+    monkeypatch.setattr(Mover, "_copy", fail)
+    land(store, 1)
+    held = held_of(store, 1)
+    reader = asyncio.ensure_future(store.placed(held, "", "host"))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    reader.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await reader
+    may_copy.set()
+    await settle(store)
+    held.drop()
+    gc.collect()
+    assert not lost
+    monkeypatch.undo()
+
+
+async def test_a_copy_is_waited_for_however_often_it_is_cancelled() -> None:
+    """Until it has ended, what it writes may not go to anybody else."""
+    mover, started, may_copy, ended = Mover(), threading.Event(), threading.Event(), threading.Event()
+
+    def slow(target: torch.Tensor, source: torch.Tensor) -> None:
+        started.set()
+        assert may_copy.wait(10)
+        target.copy_(source)
+        ended.set()
+
+    mover._copy = slow  # type: ignore[method-assign]
+    copying = asyncio.ensure_future(mover.copy(torch.zeros(4), torch.ones(4)))
+    await asyncio.to_thread(started.wait, 10)
+    for _ in range(3):
+        copying.cancel()
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+    assert not copying.done()
+    may_copy.set()
+    with pytest.raises(asyncio.CancelledError):
+        await copying
+    assert ended.is_set()
+    mover.close()
+
+
+async def test_figures_of_two_tiers_say_what_became_of_items() -> None:
+    store = tiered(2 * ITEM_BYTES, 8 * ITEM_BYTES, isolated=("alone",))
+    assert not land(store, 1, "alone")
+    assert store.tier_counters.unplaced == 0, "there is no device tier for it to lack room"
+    for name in range(2):
+        land(store, name)
+    held = [held_of(store, name) for name in range(2)]
+    assert not land(store, 2)
+    item = EncodedItem(key_of(2), bytes(32), Grid(1, 4, 4), rows_of(2), 1)
+    writing = store.begin_put("", item)
+    assert writing is not None
+    writing.copy()
+    store.finish_put(writing)
+    assert (store.tier_counters.unplaced, store.counters.refused) == (1, 0), "it is kept"
+    large = EncodedItem(key_of(3), bytes(32), Grid(1, 4, 4), rows_of(3, num_rows=64), 1)
+    assert store.reserve("", large) is None
+    assert store.begin_put("", large) is None
+    assert store.counters.refused == 1
+    for each in held:
+        each.drop()
+    store.close()
+
+
+async def test_spills_of_several_arenas_at_once_are_all_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiers, "READY_SHARE", 1.0)
+    store = tiered(4 * ITEM_BYTES, 16 * ITEM_BYTES, isolated=("alone",), isolated_on_device=True)
+    for name in range(4):
+        land(store, name)
+        land(store, name, "alone")
+    await settle(store)
+    assert store.tier_counters.spilled == len(store.host)
+    assert store.tier_counters.spilled >= 4
+    store.check_integrity()
+    store.close()
