@@ -1,12 +1,39 @@
-"""Structured logs: one event per line, on standard error, readable or JSON."""
+"""Structured logs: one event per line, on standard error, readable or JSON.
+
+Owns their form and the id that ties the lines of one request together. It is bound as a context variable,
+so that it is in every line of the task that serves the call and of the tasks that this one starts.
+"""
 
 from __future__ import annotations
 
 import logging
+import re
 import sys
+import uuid
+from collections.abc import Iterable
 from typing import Literal
 
 import structlog
+
+REQUEST_ID_KEY = "x-request-id"
+# What is repeated into logs and trailers is kept short and free of anything that either could stumble over.
+REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
+
+
+def request_id_of(metadata: Iterable[tuple[str, str | bytes]]) -> str:
+    """The caller's request id, or a new one where it gave none that is 1 to 128 letters, digits and
+    ``._:/+=@-``."""
+    for key, value in metadata:
+        if key == REQUEST_ID_KEY and isinstance(value, str) and REQUEST_ID.fullmatch(value):
+            return value
+    return uuid.uuid4().hex
+
+
+def bind_request(request_id: str, trace_id: str = "") -> None:
+    """Puts the id, and the trace's where there is one, into every line of this task from now on."""
+    structlog.contextvars.bind_contextvars(request_id=request_id)
+    if trace_id:
+        structlog.contextvars.bind_contextvars(trace_id=trace_id)
 
 
 def configure_logs(format: Literal["text", "json"], level: str) -> None:  # noqa: A002

@@ -5,9 +5,10 @@ Owns names, labels and buckets. Each process (and each test) has a registry of i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.core import CounterMetricFamily
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
 STAGE_BUCKETS_S = (
@@ -31,10 +32,28 @@ class Metrics:
         self.failures = Counter(
             "ve_item_failures_total", "Failed items by reason.", ["reason"], registry=self.registry
         )
+        self.rejections = Counter(
+            "ve_rejections_total",
+            "Items and calls turned away for want of room or readiness, worth another try, by reason.",
+            ["reason"],
+            registry=self.registry,
+        )
+        self.call_failures = Counter(
+            "ve_call_failures_total",
+            "RPCs that failed as a whole, by reason.",
+            ["reason"],
+            registry=self.registry,
+        )
+        self.deliveries = Counter(
+            "ve_deliveries_total",
+            "Items whose rows left by a transport: inline, or a lease on host or device memory.",
+            ["transport"],
+            registry=self.registry,
+        )
         self.rows_bytes = Counter("ve_rows_bytes_total", "Bytes of rows delivered.", registry=self.registry)
         self.stage_seconds = Histogram(
             "ve_stage_seconds",
-            "Seconds of one item in one stage.",
+            "Seconds of one item in one stage; delivery ends when its caller has taken the rows.",
             ["stage"],
             buckets=STAGE_BUCKETS_S,
             registry=self.registry,
@@ -79,16 +98,47 @@ class Metrics:
         """Registers a monotonic figure that another object counts, read at scrape time."""
         self.registry.register(_CounterView(name, text, read))
 
+    def counter_view_by(
+        self, name: str, text: str, label: str, read: Callable[[], Mapping[str, float]]
+    ) -> None:
+        """A monotonic figure by the values of a label, read at scrape time."""
+        self.registry.register(_CounterView(name, text, read, label))
+
+    def count_failure(self, reason: str, *, turned_away: bool) -> None:
+        """An item failed. turned_away: for want of room or readiness, and worth another try."""
+        self.failures.labels(reason).inc()
+        if turned_away:
+            self.rejections.labels(reason).inc()
+
+    def count_refusal(self, reason: str, *, turned_away: bool) -> None:
+        """A call failed as a whole. turned_away: as above."""
+        self.call_failures.labels(reason).inc()
+        if turned_away:
+            self.rejections.labels(reason).inc()
+
     def exposition(self) -> bytes:
         """The text format that Prometheus scrapes."""
         return generate_latest(self.registry)
 
 
 class _CounterView:
-    def __init__(self, name: str, text: str, read: Callable[[], float]) -> None:
-        self._name, self._text, self._read = name, text, read
+    """One figure, or one for each value of a label."""
 
-    def collect(self):  # type: ignore[no-untyped-def]
-        from prometheus_client.core import CounterMetricFamily
+    def __init__(
+        self,
+        name: str,
+        text: str,
+        read: Callable[[], float] | Callable[[], Mapping[str, float]],
+        label: str = "",
+    ) -> None:
+        self._name, self._text, self._read, self._label = name, text, read, label
 
-        yield CounterMetricFamily(self._name, self._text, value=self._read())
+    def collect(self) -> Iterator[CounterMetricFamily]:
+        figure = self._read()
+        if not isinstance(figure, Mapping):
+            yield CounterMetricFamily(self._name, self._text, value=figure)
+            return
+        family = CounterMetricFamily(self._name, self._text, labels=[self._label])
+        for value, number in figure.items():
+            family.add_metric([value], number)
+        yield family

@@ -18,6 +18,7 @@ from typing import TypeVar
 
 import structlog
 
+from encoder_service import traces
 from encoder_service.engine.device import DeviceEngine
 from encoder_service.engine.patches import looked_through
 from encoder_service.errors import (
@@ -34,6 +35,7 @@ from encoder_service.flights import Flight, Flights
 from encoder_service.ingest import identity
 from encoder_service.ingest.pinned import pinned
 from encoder_service.ingest.preprocessor import Preprocessor
+from encoder_service.load import DeviceLoad
 from encoder_service.metrics import Metrics
 from encoder_service.scheduler.admission import Admission, Permit, Undelivered
 from encoder_service.store.embedding_store import Held, RowStore, Tier
@@ -78,12 +80,14 @@ class ServedModel:
 
 @dataclass(frozen=True)
 class Delivered:
-    """One item's rows as a caller gets them. held: keeps them in place until ``release``."""
+    """One item's rows as a caller gets them. held: keeps them in place until ``release``. ready_s: when they
+    were there, in the pipeline's clock."""
 
     encoded: EncodedItem
     tier: CacheTier
     timings: StageTimings
     held: Held | None = None
+    ready_s: float = 0.0
 
     def release(self) -> None:
         """The rows were delivered, or will not be. Twice is once."""
@@ -122,6 +126,8 @@ class Pipeline:
 
     def __post_init__(self) -> None:
         self.flights = Flights(self.clock)
+        graphs = self.engine.graphs
+        self.load = DeviceLoad(self.engine.counters, None if graphs is None else graphs.ladder)
         if isinstance(self.store, TieredStore):  # its copies may be the first to find a fault
             self.store.on_copy_error = self.engine.report
         self._run = TowerRun(self.engine, self.store, self.workers, self.model.tower, self.clock)
@@ -249,10 +255,13 @@ class Pipeline:
     async def _fly(self, flight: Flight, item: Item) -> Held:
         """Admission, ingest, device, store."""
         permit = self.admission.acquire(content_bytes(item))
+        started_s = self.clock()
         try:
             tower_item = await self._ingest(flight, item, permit)
+            ingested_s = self.clock()
             held = await self._run.run(flight, tower_item)
             self._observe(flight.timings)
+            traces.add_stages(flight.timings, started_s, ingested_s, self.clock())
             return held
         except VisionEncoderError:
             raise
@@ -260,6 +269,7 @@ class Pipeline:
             log.exception("item failed by a defect", key=flight.key.hex())
             raise InternalError(f"{type(error).__name__}: {error}") from error
         finally:
+            self.load.remove(flight.ticket)
             permit.release()
 
     async def _ingest(self, flight: Flight, item: Item, permit: Permit) -> TowerItem:
@@ -320,22 +330,25 @@ class Pipeline:
             )
         permit.add_patches(num_patches)
         flight.ticket.num_patches = num_patches
+        flight.ticket.namespace = flight.namespace
         if self.model.tower.merges_time:
             flight.ticket.num_frames = grid.t
         else:
             flight.ticket.num_sequences = grid.t
+        self.load.add(flight.ticket)
         flight.announced.set_result(grid)
 
     # -- small things ----------------------------------------------------------------------------------
 
     def _delivered(self, held: Held, tier: CacheTier, timings: StageTimings, started_s: float) -> Delivered:
         encoded = held.item
-        timings = replace(timings, total_ms=(self.clock() - started_s) * 1e3)
+        ready_s = self.clock()
+        timings = replace(timings, total_ms=(ready_s - started_s) * 1e3)
         self.metrics.items.labels(tier.value).inc()
         self.metrics.rows_bytes.inc(encoded.spec.num_bytes)
         # The stages of the flight are observed once, by the flight: those who joined it did not pass them.
         self._observe(StageTimings(identify_ms=timings.identify_ms, total_ms=timings.total_ms))
-        return Delivered(encoded, tier, timings, held)
+        return Delivered(encoded, tier, timings, held, ready_s)
 
     def _observe(self, timings: StageTimings) -> None:
         for name, milliseconds in timings.as_mapping().items():

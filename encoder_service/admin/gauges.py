@@ -5,6 +5,7 @@ Owns names and texts of these metrics; the figures are counted where things happ
 
 from __future__ import annotations
 
+from encoder_service.admin.live import runs_by_size
 from encoder_service.engine.calibrate import export_cost
 from encoder_service.engine.device import DeviceEngine
 from encoder_service.metrics import Metrics
@@ -18,6 +19,11 @@ def register_gauges(metrics: Metrics, pipeline: Pipeline, engine: DeviceEngine) 
         "ve_queued_patches",
         "Patches admitted and not yet encoded.",
         lambda: pipeline.admission.num_patches,
+    )
+    gauge(
+        "ve_queued_device_seconds",
+        "Seconds that the device will need for items admitted and not yet encoded.",
+        lambda: pipeline.load.queued_s,
     )
     gauge("ve_queued_bytes", "Content bytes of admitted items.", lambda: pipeline.admission.num_bytes)
     gauge(
@@ -41,11 +47,25 @@ def register_gauges(metrics: Metrics, pipeline: Pipeline, engine: DeviceEngine) 
     counter("ve_encoded_items", "Items through the tower.", lambda: engine.counters.items)
     counter("ve_encoded_patches", "Patches through the tower.", lambda: engine.counters.patches)
     counter("ve_dropped_items", "Items dropped before the device.", lambda: engine.counters.dropped_items)
+    counter(
+        "ve_retried_batches",
+        "Batches that failed and were split, so that innocent items succeed.",
+        lambda: engine.counters.retried_batches,
+    )
     if (graphs := engine.graphs) is not None:
         figures = graphs.counters
         counter("ve_graph_replays", "Batches run as a CUDA graph.", lambda: figures.replays.total())
         counter("ve_eager_runs", "Batches that no bucket took.", lambda: figures.eager_runs)
         counter("ve_padded_patches", "Padding added to buckets.", lambda: figures.padded_patches)
+        counter("ve_bucketed_patches", "Patches of batches that a bucket took.", lambda: figures.real_patches)
+        metrics.counter_view_by(
+            "ve_bucket_runs",
+            "Batches by the patches of the bucket that took them.",
+            "patches",
+            lambda: {
+                str(size): runs for size, runs in runs_by_size(figures.replays, figures.padded_runs).items()
+            },
+        )
         gauge("ve_graph_bytes", "Device memory of captured graphs.", lambda: graphs.captured_bytes)
         export_cost(metrics, graphs.ladder)
         for step, shape, name in graphs.choices:

@@ -1,0 +1,159 @@
+"""One image through the service, explained: for a person at the admin page.
+
+Owns what the page's playground is told. The image goes the way of every item, with its limits, at the least
+priority and in a namespace of its own, so that nobody learns from it what others have cached. Pictures and
+colours are made on worker threads and are bounded in size whatever comes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import io
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from PIL import Image
+
+from encoder_service.errors import ImageTooLarge, NotReady, QueueFull
+from encoder_service.pipeline import Delivered, Pipeline
+from encoder_service.types import EncodedFile, Grid, Item, Modality, PreprocessOptions
+
+NAMESPACE = "admin/playground"
+PRIORITY = -1
+TIMEOUT_S = 30.0
+# Images at a time: each is decoded a second time, for the picture.
+MAX_AT_ONCE = 2
+MAX_PREVIEW_SIDE = 1024
+# The rows that decide the colours; the others are projected.
+MAX_FITTED_ROWS = 512
+MAX_COLOURED_ROWS = 65_536
+
+
+class Playground:
+    """``attach`` when the service is built; NotReady before. max_bytes: the largest file taken."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
+        self._pipeline: Pipeline | None = None
+        self._num_running = 0
+
+    def attach(self, pipeline: Pipeline) -> None:
+        self._pipeline = pipeline
+
+    def check_size(self, num_bytes: int) -> None:
+        """Raises ImageTooLarge with both numbers."""
+        if num_bytes > self.max_bytes:
+            raise ImageTooLarge(
+                f"the file has {num_bytes} bytes or more, at most {self.max_bytes} are taken",
+                found_bytes=num_bytes,
+                max_bytes=self.max_bytes,
+            )
+
+    async def explain(self, data: bytes) -> dict[str, Any]:
+        """What the service makes of a file: grid, rows, timings, the picture that the tower is given and the
+        rows as colours, ready for JSON. Raises as ``Pipeline.encode``; QueueFull for the third at a time."""
+        pipeline = self._pipeline
+        if pipeline is None:
+            raise NotReady("the model is not loaded yet")
+        self.check_size(len(data))
+        if self._num_running == MAX_AT_ONCE:
+            raise QueueFull(
+                f"the playground encodes {MAX_AT_ONCE} images, at most {MAX_AT_ONCE} are taken at a time",
+                retry_after_ms=1000,
+            )
+        self._num_running += 1
+        try:
+            return await self._explain(pipeline, data)
+        finally:
+            self._num_running -= 1
+
+    async def _explain(self, pipeline: Pipeline, data: bytes) -> dict[str, Any]:
+        item = Item(Modality.IMAGE, EncodedFile(data))
+        deadline_s = pipeline.clock() + TIMEOUT_S
+        delivered = await pipeline.encode(item, namespace=NAMESPACE, priority=PRIORITY, deadline_s=deadline_s)
+        permit = None
+        try:
+            permit = pipeline.admission.acquire(len(data))
+            delivered = await pipeline.placed(delivered, NAMESPACE, "host")
+            loop = asyncio.get_running_loop()
+            colours = await loop.run_in_executor(pipeline.workers, self._colours, pipeline, delivered)
+            picture = await loop.run_in_executor(pipeline.workers, preview, pipeline, data)
+        finally:
+            delivered.release()
+            if permit is not None:
+                permit.release()
+        return {**described(pipeline, delivered), "picture": picture, "colours": colours}
+
+    def _colours(self, pipeline: Pipeline, delivered: Delivered) -> dict[str, Any] | None:
+        """On a worker."""
+        grid, merge = delivered.encoded.grid, pipeline.model.tower.merge_size
+        height, width = grid.h // merge, grid.w // merge
+        rows = delivered.encoded.rows
+        if len(rows) != height * width or len(rows) > MAX_COLOURED_ROWS:
+            return None
+        colours = rows_as_colours(rows[:, : pipeline.model.tower.out_width])
+        return {"width": width, "height": height, "rgb": base64.b64encode(colours.tobytes()).decode()}
+
+
+def described(pipeline: Pipeline, delivered: Delivered) -> dict[str, Any]:
+    """The figures of one item."""
+    tower, encoded = pipeline.model.tower, delivered.encoded
+    grid: Grid = encoded.grid
+    return {
+        "key": encoded.key.hex(),
+        "content_digest": encoded.content_digest.hex(),
+        "grid_thw": list(grid),
+        "patch_size": tower.patch_size,
+        "merge_size": tower.merge_size,
+        "target_width": grid.w * tower.patch_size,
+        "target_height": grid.h * tower.patch_size,
+        "num_patches": grid.num_patches,
+        "num_rows": encoded.spec.num_rows,
+        "width": encoded.spec.width,
+        "num_deepstack_levels": encoded.num_deepstack_levels,
+        "dtype": str(encoded.spec.dtype).removeprefix("torch."),
+        "rows_bytes": encoded.spec.num_bytes,
+        "tier": delivered.tier.value,
+        "timings": {name: round(value, 3) for name, value in delivered.timings.as_mapping().items()},
+    }
+
+
+def preview(pipeline: Pipeline, data: bytes) -> str:
+    """On a worker: the pixels that the tower is given, rotated, resized and padded as they are, as a data
+    URL of at most MAX_PREVIEW_SIDE pixels a side."""
+    frames, _, _ = pipeline.model.preprocessor.load_image(data, PreprocessOptions())
+    image = Image.fromarray(frames.frames_THWC[0].cpu().numpy())
+    image.thumbnail((MAX_PREVIEW_SIDE, MAX_PREVIEW_SIDE))
+    out = io.BytesIO()
+    image.save(out, "JPEG", quality=85)
+    return "data:image/jpeg;base64," + base64.b64encode(out.getvalue()).decode()
+
+
+def rows_as_colours(rows_RD: torch.Tensor) -> npt.NDArray[np.uint8]:
+    """[R, 3]: the first three principal components of rows [R, D] as red, green and blue, each from its
+    first to its last percentile. Rows that do not differ are grey.
+
+    The components come from the Gram matrix of at most MAX_FITTED_ROWS rows, so that the work grows with
+    R * D alone.
+    """
+    rows: npt.NDArray[np.float32] = rows_RD.detach().float().cpu().numpy()
+    rows = np.nan_to_num(rows)
+    centred = rows - rows.mean(axis=0)
+    step = -(-len(rows) // MAX_FITTED_ROWS)
+    sample = centred[::step]
+    values, vectors = np.linalg.eigh(sample @ sample.T)
+    out = np.full((len(rows), 3), 127, dtype=np.uint8)
+    for channel in range(min(3, len(values))):
+        value = values[-1 - channel]
+        if value <= 1e-6 * max(float(values[-1]), 1e-12) or values[-1] <= 1e-9 * len(rows):
+            continue
+        component = centred @ (sample.T @ vectors[:, -1 - channel])
+        # The sign of a component means nothing; a fixed one gives the same picture each time.
+        component *= 1.0 if component[np.abs(component).argmax()] >= 0 else -1.0
+        low, high = np.percentile(component, (1, 99))
+        if high > low:
+            out[:, channel] = np.clip((component - low) / (high - low) * 255, 0, 255).astype(np.uint8)
+    return out

@@ -1,0 +1,66 @@
+"""How much work the device has before it, in seconds, and how near it is to its limit.
+
+Owns the sums over items that are admitted and not yet encoded, what they will take on the device, and the
+formula of the saturation that autoscalers follow. Used from the event loop only; reads of other threads'
+counters are of single numbers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from encoder_service.engine.jobs import EngineCounters
+from encoder_service.scheduler.buckets import BucketLadder
+from encoder_service.scheduler.planner import Ticket
+
+
+@dataclass
+class DeviceLoad:
+    """Work on its way to the device.
+
+    counters: the engine's, for what a patch took so far. ladder: with its cost model, where there is one.
+    """
+
+    counters: EngineCounters
+    ladder: BucketLadder | None = None
+    num_patches: int = 0
+    _sum_squares: int = 0
+    _tickets: dict[Ticket, int] = field(default_factory=dict)
+
+    def add(self, ticket: Ticket) -> None:
+        """An item was admitted; its patches and sequences are known."""
+        squares = ticket.num_patches * ticket.seqlen
+        self._tickets[ticket] = squares
+        self.num_patches += ticket.num_patches
+        self._sum_squares += squares
+
+    def remove(self, ticket: Ticket) -> None:
+        """An item was encoded, or never will be. One that was never added counts for nothing."""
+        squares = self._tickets.pop(ticket, None)
+        if squares is not None:
+            self.num_patches -= ticket.num_patches
+            self._sum_squares -= squares
+
+    @property
+    def queued_s(self) -> float:
+        """Seconds that the device will need for it: by the cost model in batches as large as they come, or,
+        without one, at what a patch took on average so far (0 before the first batch)."""
+        if not self.num_patches:
+            return 0.0
+        if self.ladder is None:
+            done = self.counters.patches
+            return self.num_patches * self.counters.busy_s / done if done else 0.0
+        cost = self.ladder.cost
+        full, rest = divmod(self.num_patches, self.ladder.max_patches)
+        us = full * cost.patches_us(self.ladder.max_patches) + cost.us_per_square * self._sum_squares
+        return (us + (cost.patches_us(rest) if rest else 0.0)) / 1e6
+
+
+def saturation(busy_share: float, queued_s: float, full_queue_s: float, filled_share: float) -> float:
+    """From 0, idle, to 1, where more work only waits or is refused: the largest of
+
+    - the share of recent time that the device computed,
+    - the queue in seconds of device work over full_queue_s,
+    - the fuller of the admission limits.
+    """
+    return min(1.0, max(0.0, busy_share, queued_s / full_queue_s, filled_share))

@@ -1,0 +1,181 @@
+"""OpenTelemetry spans of calls, items and stages, joined to the trace of the caller.
+
+Owns whether there are spans and what is in them. Off until ``start_traces``: nothing of OpenTelemetry is
+imported then, and every function here returns at its first line. Where spans go, which are sampled and what
+the service is called there is told by the standard ``OTEL_*`` variables, which the SDK reads.
+
+Spans are made current and never unmade: each call, item and flight runs in a task of its own, whose context
+ends with it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
+
+from encoder_service.errors import ConfigurationError
+from encoder_service.types import StageTimings
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.trace import Span, Tracer
+
+SCOPE = "encoder_service"
+RPC_SERVICE = "vision_encoder.v1.VisionEncoder"
+W3C_KEYS = frozenset(("traceparent", "tracestate"))
+
+_tracer: Tracer | None = None
+
+
+def start_traces(version: str, provider: TracerProvider | None = None) -> Callable[[], None]:
+    """Turns spans on for the process and returns what turns them off, which blocks until those that wait
+    are sent or the exporter gives up. provider: in place of one that exports by OTLP over gRPC.
+
+    Raises ConfigurationError where the packages of the extra ``otel`` are missing.
+    """
+    global _tracer
+    found = provider or _otlp_provider(version)
+    _tracer = found.get_tracer(SCOPE, version)
+    return lambda: _stop(found)
+
+
+def _stop(provider: TracerProvider) -> None:
+    global _tracer
+    _tracer = None
+    provider.shutdown()
+
+
+def _otlp_provider(version: str) -> TracerProvider:
+    try:
+        from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
+        from opentelemetry.sdk.resources import SERVICE_NAME, SERVICE_VERSION, Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+    except ImportError as error:
+        raise ConfigurationError(
+            f"traces need the extra otel (pip install 'vision-encoder[otel]'): {error}"
+        ) from None
+    resource = Resource.create({SERVICE_VERSION: version})
+    if str(resource.attributes.get(SERVICE_NAME, "")).startswith("unknown_service"):
+        # Only where no variable names the service: attributes given in code would go before those.
+        resource = resource.merge(Resource({SERVICE_NAME: "vision-encoder"}))
+    provider = TracerProvider(resource=resource, shutdown_on_exit=False)
+    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
+    return provider
+
+
+def is_on() -> bool:
+    return _tracer is not None
+
+
+def open_call(method: str, metadata: Iterable[tuple[str, str | bytes]], request_id: str) -> Span | None:
+    """The span of one RPC, current from now on; its parent is the caller's, where ``traceparent`` names one.
+    A header that is malformed begins a trace of its own, as the W3C recommendation says."""
+    if _tracer is None:
+        return None
+    from opentelemetry.trace import SpanKind
+    from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+    carrier = {key: value for key, value in metadata if key in W3C_KEYS and isinstance(value, str)}
+    span = _tracer.start_span(
+        f"{RPC_SERVICE}/{method}",
+        context=TraceContextTextMapPropagator().extract(carrier),
+        kind=SpanKind.SERVER,
+        attributes={
+            "rpc.system": "grpc",
+            "rpc.service": RPC_SERVICE,
+            "rpc.method": method,
+            "ve.request_id": request_id,
+        },
+    )
+    enter(span)
+    return span
+
+
+def open_item(index: int) -> Span | None:
+    """The span of one item, a child of the current one; ``enter`` makes it current in the item's task."""
+    if _tracer is None:
+        return None
+    return _tracer.start_span("item", attributes={"ve.item.index": index})
+
+
+def enter(span: Span) -> None:
+    """Makes a span current for the rest of this task and for the tasks it starts."""
+    from opentelemetry import context, trace
+
+    context.attach(trace.set_span_in_context(span))
+
+
+def trace_id(span: Span) -> str:
+    """As logs show it: 32 hexadecimal digits."""
+    return f"{span.get_span_context().trace_id:032x}"
+
+
+def add_stages(timings: StageTimings, started_s: float, ingested_s: float, ended_s: float) -> None:
+    """The stages of a flight that has just ended, below the item that started it. Times are the pipeline's,
+    in seconds; stages are laid out from where they are known to begin or end, so that a wait for a worker
+    thread shows as a gap before decoding."""
+    if _tracer is None:
+        return
+    from opentelemetry import trace
+
+    parent = trace.get_current_span()
+    if not parent.is_recording() and not parent.get_span_context().is_valid:
+        return
+    offset_s = time.time() - ended_s
+    decode_s = ingested_s - timings.resize_ms / 1e3
+    towered_s = ingested_s + timings.queue_ms / 1e3
+    for name, begins_s, took_ms in (
+        ("admit", started_s, timings.admit_ms),
+        ("decode", decode_s - timings.decode_ms / 1e3, timings.decode_ms),
+        ("resize", decode_s, timings.resize_ms),
+        ("queue", ingested_s, timings.queue_ms),
+        ("tower", towered_s, timings.tower_ms),
+        ("store", ended_s - timings.store_ms / 1e3, timings.store_ms),
+    ):
+        if took_ms > 0:
+            _add(name, parent, begins_s + offset_s, took_ms / 1e3)
+
+
+def end_item(
+    span: Span, timings: StageTimings, tier: str, grid: tuple[int, int, int], rows: int, delivery_s: float
+) -> None:
+    """An item whose rows its caller has read just now: what became of it, and its first and last stage."""
+    if span.is_recording():
+        now_s = time.time()
+        span.set_attributes({"ve.tier": tier, "ve.grid_thw": grid, "ve.rows": rows})
+        ready_s = now_s - delivery_s
+        _add("identify", span, ready_s - timings.total_ms / 1e3, timings.identify_ms / 1e3)
+        _add("delivery", span, ready_s, delivery_s)
+    span.end()
+
+
+def end_failed(span: Span, reason: str, message: str) -> None:
+    """An item or a call that failed for a stable ``reason``."""
+    from opentelemetry.trace import Status, StatusCode
+
+    span.set_attribute("ve.reason", reason)
+    span.set_status(Status(StatusCode.ERROR, f"{reason}: {message}"))
+    span.end()
+
+
+def end_call(span: Span, status: int) -> None:
+    """status: gRPC's number; 0 is OK."""
+    from opentelemetry.trace import Status, StatusCode
+
+    span.set_attribute("rpc.grpc.status_code", status)
+    if status:
+        span.set_status(Status(StatusCode.ERROR))
+    span.end()
+
+
+def _add(name: str, parent: Span, begins_s: float, took_s: float) -> None:
+    """A span that is over, by Unix seconds."""
+    from opentelemetry import trace
+
+    if _tracer is None or took_s <= 0:
+        return
+    context = trace.set_span_in_context(parent)
+    span = _tracer.start_span(name, context=context, start_time=int(begins_s * 1e9))
+    span.end(int((begins_s + took_s) * 1e9))
