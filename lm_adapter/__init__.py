@@ -27,6 +27,7 @@ from lm_adapter.errors import (
     TruncatedStream,
 )
 from lm_adapter.leases import LeaseRecord
+from lm_adapter.transport.channel import ClientTls
 from lm_adapter.transport.settings import TransportChoice
 from lm_adapter.types import (
     CacheTier,
@@ -55,6 +56,7 @@ __all__ = [
     "CacheTier",
     "CallCancelled",
     "CallFailed",
+    "ClientTls",
     "DeadlineExceeded",
     "DigestItem",
     "EncodedRows",

@@ -21,7 +21,13 @@ from lm_adapter.errors import DeadlineExceeded, EncoderOverloaded, EncoderUnavai
 from lm_adapter.leases import LeaseRecord
 from lm_adapter.session import RELEASE_TIMEOUT_S, Deadline, Session, in_order, portions, rows_or_raise
 from lm_adapter.transport.buffers import RowsHandling, RowsOptions
-from lm_adapter.transport.channel import HEALTH_CHECK, channel_options, health_is_serving, method_path
+from lm_adapter.transport.channel import (
+    HEALTH_CHECK,
+    ClientTls,
+    health_is_serving,
+    method_path,
+    open_aio_channel,
+)
 from lm_adapter.transport.off_loop import CallerStreams, LoopReleases
 from lm_adapter.transport.settings import TransportChoice, TransportOptions, TransportSettings
 from lm_adapter.types import (
@@ -53,6 +59,7 @@ class AsyncVisionEncoderClient:
         target: str,
         *,
         credentials: grpc.ChannelCredentials | None = None,
+        tls: ClientTls | None = None,
         namespace: str = "",
         model: str = "",
         timeout_s: float = DEFAULT_TIMEOUT_S,
@@ -61,7 +68,7 @@ class AsyncVisionEncoderClient:
         **transport: Unpack[TransportOptions],
     ) -> None:
         """See ``VisionEncoderClient``."""
-        self._releases = LoopReleases(lambda: self._channel, RELEASE_TIMEOUT_S)
+        self._releases = LoopReleases(lambda: self._channel, RELEASE_TIMEOUT_S, lambda: self._session.bearer)
         self._session = Session(
             target,
             namespace=namespace,
@@ -73,12 +80,7 @@ class AsyncVisionEncoderClient:
         self._timeout_s = timeout_s
         self._closed = False
         self._info_lock = asyncio.Lock()
-        arguments = channel_options(options)
-        self._channel = (
-            grpc.aio.insecure_channel(target, options=arguments)
-            if credentials is None
-            else grpc.aio.secure_channel(target, credentials, options=arguments)
-        )
+        self._channel = open_aio_channel(target, credentials, tls, options)
 
     @property
     def target(self) -> str:
@@ -331,7 +333,10 @@ class AsyncVisionEncoderClient:
         )
         try:
             return await call(
-                request, timeout=deadline.left_s, metadata=metadata, wait_for_ready=wait_for_ready
+                request,
+                timeout=deadline.left_s,
+                metadata=self._session.bearer + metadata,
+                wait_for_ready=wait_for_ready,
             )
         except grpc.RpcError as error:
             raise self._session.failed(error, method, closed=self._closed) from error
@@ -363,7 +368,8 @@ class AsyncVisionEncoderClient:
         start: grpc.aio.UnaryStreamMultiCallable[bytes, bytes] = self._channel.unary_stream(
             method_path(call.method)
         )
-        stream = start(call.request.SerializeToString(), timeout=deadline.left_s, metadata=call.metadata)
+        metadata = self._session.bearer + call.metadata
+        stream = start(call.request.SerializeToString(), timeout=deadline.left_s, metadata=metadata)
         try:
             async for message in stream:
                 finished = await streams.run(call.copied_bytes(message), partial(call.feed, message))

@@ -19,7 +19,13 @@ from lm_adapter.errors import DeadlineExceeded, EncoderOverloaded, EncoderUnavai
 from lm_adapter.leases import LeaseRecord
 from lm_adapter.session import RELEASE_TIMEOUT_S, Deadline, Session, in_order, portions, rows_or_raise
 from lm_adapter.transport.buffers import RowsHandling, RowsOptions
-from lm_adapter.transport.channel import HEALTH_CHECK, channel_options, health_is_serving, method_path
+from lm_adapter.transport.channel import (
+    HEALTH_CHECK,
+    ClientTls,
+    health_is_serving,
+    method_path,
+    open_channel,
+)
 from lm_adapter.transport.settings import TransportChoice, TransportOptions, TransportSettings
 from lm_adapter.types import (
     EncodedRows,
@@ -64,6 +70,7 @@ class VisionEncoderClient:
         target: str,
         *,
         credentials: grpc.ChannelCredentials | None = None,
+        tls: ClientTls | None = None,
         namespace: str = "",
         model: str = "",
         timeout_s: float = DEFAULT_TIMEOUT_S,
@@ -72,8 +79,8 @@ class VisionEncoderClient:
         **transport: Unpack[TransportOptions],
     ) -> None:
         """target: ``host:port``, ``unix:/path`` or any gRPC target. namespace: whose cache to use; model:
-        empty for the server's only one. max_rows_bytes: bound of one item's rows. options: gRPC channel
-        arguments on top of ours. Connects lazily.
+        empty for the server's only one. max_rows_bytes: bound of one item's rows. tls: how the channel is
+        secured (or ``credentials``, in gRPC's own form). options: gRPC channel arguments on top of ours.
         transport: ``transport.settings.TransportOptions``; a way of delivery that is forced and not possible
         makes calls raise TransportUnavailable.
         """
@@ -88,12 +95,7 @@ class VisionEncoderClient:
         self._timeout_s = timeout_s
         self._closed = False
         self._info_lock = threading.Lock()
-        arguments = channel_options(options)
-        self._channel = (
-            grpc.insecure_channel(target, options=arguments)
-            if credentials is None
-            else grpc.secure_channel(target, credentials, options=arguments)
-        )
+        self._channel = open_channel(target, credentials, tls, options)
 
     @property
     def target(self) -> str:
@@ -327,6 +329,7 @@ class VisionEncoderClient:
         wait_for_ready: bool = False,
     ) -> ResponseT:
         self._check_open(method)
+        metadata = self._session.bearer + metadata
         call = self._channel.unary_unary(
             method_path(method),
             request_serializer=type(request).SerializeToString,
@@ -346,7 +349,8 @@ class VisionEncoderClient:
             request_serializer=pb.ReleaseRequest.SerializeToString,
             response_deserializer=pb.ReleaseResponse.FromString,
         )
-        start.future(request, timeout=RELEASE_TIMEOUT_S).add_done_callback(lambda _: done())
+        call = start.future(request, timeout=RELEASE_TIMEOUT_S, metadata=self._session.bearer)
+        call.add_done_callback(lambda _: done())
 
     def _rows(
         self, calls: Sequence[RowsCall], deadline: Deadline
@@ -366,7 +370,8 @@ class VisionEncoderClient:
         )
         request = call.request.SerializeToString()
         try:
-            stream = start(request, timeout=deadline.left_s, metadata=call.metadata)
+            metadata = self._session.bearer + call.metadata
+            stream = start(request, timeout=deadline.left_s, metadata=metadata)
         except ValueError as error:
             self._raise_if_closed_meanwhile(call.method, error)
             raise

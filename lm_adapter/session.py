@@ -36,6 +36,7 @@ from lm_adapter.errors import (
 from lm_adapter.leases import LeaseRecord, LeaseReturns
 from lm_adapter.resident import ResidentRows
 from lm_adapter.transport.buffers import RowsHandling
+from lm_adapter.transport.channel import bearer
 from lm_adapter.transport.chooser import TransportChooser
 from lm_adapter.transport.pixel_choice import NO_PIXELS, CallPixels, PixelChoice
 from lm_adapter.transport.reading import Receiver, Unreadable
@@ -98,6 +99,7 @@ class Session:
         )
         self._pixel_choice = PixelChoice(settings)
         self.resident = ResidentRows(self)
+        self.bearer = bearer(settings.token)
         self.target = target
         self.namespace = namespace
         self.model = model

@@ -1,15 +1,33 @@
-"""What both clients need to open a channel: settings, method paths, the health check's bytes.
+"""What both clients need to open a channel: settings, TLS, the token's metadata, method paths, the health
+check's bytes.
 
 Owns gRPC's own names. Streams of rows are received as raw bytes (no deserialiser): ``assembly`` reads them.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
 
+import grpc
+import grpc.aio
+
+from lm_adapter.errors import InvalidRequest
 from vision_encoder.v1 import encoder_pb2
 
-__all__ = ["HEALTH_CHECK", "channel_options", "health_is_serving", "method_path"]
+__all__ = [
+    "HEALTH_CHECK",
+    "ClientTls",
+    "bearer",
+    "channel_credentials",
+    "channel_options",
+    "health_is_serving",
+    "method_path",
+    "open_aio_channel",
+    "open_channel",
+]
 
 HEALTH_CHECK = "/grpc.health.v1.Health/Check"
 _SERVICE = encoder_pb2.DESCRIPTOR.services_by_name["VisionEncoder"].full_name
@@ -30,9 +48,86 @@ _DEFAULT_OPTIONS: dict[str, int | str] = {
 }
 
 
-def channel_options(overrides: Mapping[str, int | str] | None = None) -> list[tuple[str, int | str]]:
+@dataclass(frozen=True)
+class ClientTls:
+    """TLS to the service, from PEM files, which are read once, when the client is made.
+
+    ca: authorities of the server's certificate; empty for the public ones. cert, key: the client's own, where
+    the server asks for one. server_name: what the server's certificate is made out to, where that is not the
+    target's host.
+    """
+
+    ca: str | os.PathLike[str] = ""
+    cert: str | os.PathLike[str] = ""
+    key: str | os.PathLike[str] = ""
+    server_name: str = ""
+
+    def __post_init__(self) -> None:
+        """Raises InvalidRequest."""
+        if bool(self.cert) != bool(self.key):
+            raise InvalidRequest("a client certificate and its key are given together or not at all")
+
+
+def channel_credentials(
+    credentials: grpc.ChannelCredentials | None, tls: ClientTls | None
+) -> grpc.ChannelCredentials | None:
+    """What the channel is secured with; None for a channel in clear. Raises InvalidRequest."""
+    if tls is None:
+        return credentials
+    if credentials is not None:
+        raise InvalidRequest("credentials and tls say the same in two ways: give one")
+    return grpc.ssl_channel_credentials(_pem(tls.ca), _pem(tls.key), _pem(tls.cert))
+
+
+def open_channel(
+    target: str,
+    credentials: grpc.ChannelCredentials | None,
+    tls: ClientTls | None,
+    options: Mapping[str, int | str] | None,
+) -> grpc.Channel:
+    """A channel that connects when it is used. Raises InvalidRequest."""
+    secured, arguments = channel_credentials(credentials, tls), channel_options(options, tls)
+    if secured is None:
+        return grpc.insecure_channel(target, options=arguments)
+    return grpc.secure_channel(target, secured, options=arguments)
+
+
+def open_aio_channel(
+    target: str,
+    credentials: grpc.ChannelCredentials | None,
+    tls: ClientTls | None,
+    options: Mapping[str, int | str] | None,
+) -> grpc.aio.Channel:
+    """As ``open_channel``, for the loop that runs."""
+    secured, arguments = channel_credentials(credentials, tls), channel_options(options, tls)
+    if secured is None:
+        return grpc.aio.insecure_channel(target, options=arguments)
+    return grpc.aio.secure_channel(target, secured, options=arguments)
+
+
+def _pem(path: str | os.PathLike[str]) -> bytes | None:
+    try:
+        return Path(path).read_bytes() if path else None
+    except OSError as error:
+        raise InvalidRequest(f"cannot read {os.fspath(path)}: {error.strerror or error}") from error
+
+
+def bearer(token: str) -> tuple[tuple[str, str], ...]:
+    """The metadata that opens a namespace; none without a token. Raises InvalidRequest for a token that no
+    header can carry."""
+    if not token:
+        return ()
+    if not (token.isascii() and token.isprintable()) or " " in token:
+        raise InvalidRequest("a token has printable ASCII characters only, and no space")
+    return (("authorization", f"Bearer {token}"),)
+
+
+def channel_options(
+    overrides: Mapping[str, int | str] | None = None, tls: ClientTls | None = None
+) -> list[tuple[str, int | str]]:
     """gRPC channel arguments: ours, with the caller's on top."""
-    return list({**_DEFAULT_OPTIONS, **(overrides or {})}.items())
+    named = {"grpc.ssl_target_name_override": tls.server_name} if tls and tls.server_name else {}
+    return list({**_DEFAULT_OPTIONS, **named, **(overrides or {})}.items())
 
 
 def method_path(method: str) -> str:

@@ -92,11 +92,16 @@ class CallerStreams:
 class LoopReleases:
     """``Release`` calls as tasks of one loop, started from any thread; for ``LeaseReturns``."""
 
-    def __init__(self, channel: Callable[[], grpc.aio.Channel], timeout_s: float) -> None:
-        """timeout_s: of one call."""
+    def __init__(
+        self,
+        channel: Callable[[], grpc.aio.Channel],
+        timeout_s: float,
+        metadata: Callable[[], tuple[tuple[str, str], ...]] = tuple,
+    ) -> None:
+        """timeout_s: of one call; metadata: what each carries."""
         self.loop: asyncio.AbstractEventLoop | None = None
         """Of the client's calls; set by the first of them."""
-        self._channel, self._timeout_s = channel, timeout_s
+        self._channel, self._timeout_s, self._metadata = channel, timeout_s, metadata
         self._tasks: set[asyncio.Task[None]] = set()
 
     def send(self, request: pb.ReleaseRequest, done: Callable[[], None]) -> None:
@@ -123,4 +128,4 @@ class LoopReleases:
             method_path("Release")
         )
         with suppress(grpc.RpcError, grpc.aio.UsageError):  # what is not given back expires
-            await start(request.SerializeToString(), timeout=self._timeout_s)
+            await start(request.SerializeToString(), timeout=self._timeout_s, metadata=self._metadata())

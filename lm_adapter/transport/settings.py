@@ -24,9 +24,9 @@ class TransportOptions(TypedDict, total=False):
     transports: the ways in which rows may come, the best first; by default all: by lease on device memory,
     through shared host memory, inline. Without ``inline`` there is no fallback, and calls raise
     TransportUnavailable where nothing else is possible. broker_path: of the broker's socket as this process
-    sees it, when it is not as the server announces. token: opens the namespace at the broker. device: the GPU
-    that rows go to by lease; by default the caller's current one, once the process uses CUDA. lease_ms: how
-    long leases are asked for; 0 for the server's default.
+    sees it, when it is not as the server announces. token: opens the namespace, over gRPC and
+    at the broker. device: the GPU that rows go to by lease; by default the caller's current one, once the
+    process uses CUDA. lease_ms: how long leases are asked for; 0 for the server's default.
     pixels: how pixel tensors go to the service, ``inline``, ``shm`` (named segments in shm_dir, a folder that
     both sides see), ``memfd`` (through the broker), or ``auto``, a memfd for large ones where rows come in
     shared memory too. What the service does not take in this way goes inline.
