@@ -17,11 +17,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import structlog
 import torch
 
 from encoder_service.errors import InternalError
 from encoder_service.store.allocator import ALIGNMENT_BYTES, FreeingPlan, RangeAllocator
 from encoder_service.store.control_page import ControlPage, Probe
+
+log = structlog.get_logger(__name__)
 
 PROBE_BYTES = 4096
 
@@ -223,6 +226,10 @@ class Arena:
         """A descriptor of the control page; the caller closes it."""
         return self.page.export_fd()
 
+    def synchronize(self) -> None:
+        """Waits for work in flight on the memory. Blocks; on any thread."""
+        self._memory.synchronize()
+
     def close(self) -> None:
         """Retires every slot, tells importers, and gives the memory up. Holders may still drop theirs, and
         tensors stay valid: the memory goes with the last of them. Twice is once."""
@@ -230,7 +237,10 @@ class Arena:
             return
         self._closed = True
         self.page.close()
-        self._memory.synchronize()
+        try:
+            self._memory.synchronize()
+        except Exception as error:  # a device that failed: nothing runs on it any more
+            log.warning("an arena's device failed before it was closed", error=str(error).partition("\n")[0])
         self._memory.close()
 
     def check_integrity(self) -> None:

@@ -189,6 +189,17 @@ class TieredStore:
 
     # -- upkeep ----------------------------------------------------------------------------------------
 
+    def refuse_copies(self) -> None:
+        """From now on nothing is moved, and rows are delivered where they are or not at all."""
+        self._closed = True
+
+    def wait_for_copies(self) -> None:
+        """For those under way, and for everything else that works on the device. Blocks, for ever where the
+        device hangs; on any thread, after ``refuse_copies``. Raises what the device failed with."""
+        self._mover.close()
+        for part in self.device.parts():
+            part.arena.synchronize()
+
     def close(self) -> None:
         """Waits for the copies under way, forgets every item and closes every arena. Twice is once."""
         self._closed = True

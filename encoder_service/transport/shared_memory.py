@@ -10,8 +10,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
@@ -46,6 +48,8 @@ DEVICE_ARENA_BYTES = 2 << 30
 BEAT_S = 1.0
 """How often readers see that the service lives."""
 DRAIN_POLL_S = 0.05
+DEVICE_STOP_S = 5.0
+"""How long work on the device may take to end before the process leaves it."""
 QUIET_BEATS = 5
 MAX_CHECKED_ITEMS = 4096
 """The store is checked after so many beats without work, and while it has so few items: the event loop waits
@@ -163,6 +167,13 @@ class SharedMemory:
             self._timer = None
         if not await asyncio.to_thread(self.broker.stop):
             log.error("the broker did not stop", path=self.options.path)
+        if isinstance(self.store, TieredStore):
+            self.store.refuse_copies()
+            if not await ends_within(DEVICE_STOP_S, self.store.wait_for_copies):
+                log.error(
+                    "work on the device goes on; its memory goes with the process", waited_s=DEVICE_STOP_S
+                )
+                return
         self.store.close()
 
     def kinds(self) -> list[ArenaGeometry]:
@@ -342,6 +353,24 @@ def share(settings: Settings, store: SharedStore, instance_id: str) -> SharedMem
         max_leases_per_client=settings.max_leases_per_client,
         max_lease_age_s=settings.lease_max_age_ms / 1e3,
     )
+
+
+async def ends_within(timeout_s: float, wait: Callable[[], None]) -> bool:
+    """Whether a wait that blocks has ended in time, in whichever way; else it goes on, on a thread that the
+    interpreter's end does not wait for."""
+    ended: Future[None] = Future()
+
+    def run() -> None:
+        try:
+            wait()
+        except Exception:
+            log.exception("what was waited for at the end failed")
+        ended.set_result(None)
+
+    ended.set_running_or_notify_cancel()
+    threading.Thread(target=run, name="shared-memory-stop", daemon=True).start()
+    done, _ = await asyncio.wait([asyncio.wrap_future(ended)], timeout=timeout_s)
+    return bool(done)
 
 
 def offer_of(arena: ArenaGeometry) -> ArenaOffer:

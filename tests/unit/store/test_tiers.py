@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import torch
 
-from encoder_service.errors import Draining, StoreFull
+from encoder_service.errors import Draining, InternalError, StoreFull
 from encoder_service.store import tiers
 from encoder_service.store.embedding_store import Held
 from encoder_service.store.mover import Mover
 from encoder_service.store.tiers import TieredStore, tier_of
 from encoder_service.types import EncodedItem, Grid
-from tests.unit.store.device_like import tiered
+from tests.unit.store.device_like import DeviceLikeMemory, tiered
 
 pytestmark = pytest.mark.anyio
 
@@ -519,3 +519,18 @@ async def test_spills_of_several_arenas_at_once_are_all_counted(monkeypatch: pyt
     assert store.tier_counters.spilled >= 4
     store.check_integrity()
     store.close()
+
+
+async def test_p36_a_device_that_failed_does_not_keep_the_rest_from_closing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(self: DeviceLikeMemory) -> None:
+        raise RuntimeError("the device failed")
+
+    store = tiered(4 * ITEM_BYTES, 4 * ITEM_BYTES, isolated=("alone",), isolated_on_device=True)
+    monkeypatch.setattr(DeviceLikeMemory, "synchronize", fail)
+    store.close()
+    assert all(part.arena.closed for part in store.parts())
+    for part in store.parts():
+        with pytest.raises(InternalError, match="closed"):
+            part.arena.export_fd()
