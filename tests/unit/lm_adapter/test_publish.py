@@ -56,6 +56,7 @@ def as_bytes(values: Any) -> bytes:
         torch.randn(6, 5, requires_grad=True),
     ],
     ids=str,
+    ids=lambda _: "values",  # of random numbers, each worker would have its own
 )
 def test_p19_tensors_of_any_strides_publish_as_their_contiguous_selves(tmp_path: Path, values: Any) -> None:
     plain = values.detach() if isinstance(values, torch.Tensor) else values

@@ -68,7 +68,11 @@ def test_p19_a_zombie_is_dead() -> None:
     process.communicate(timeout=30)
 
 
-@pytest.mark.parametrize("name", ["", PREFIX, "psm_1234abcd", name_of(1, 1)[:-1], name_of(1, 1) + "0"])
+@pytest.mark.parametrize(
+    "name",
+    ["", PREFIX, "psm_1234abcd", name_of(1, 1)[:-1], name_of(1, 1) + "0"],
+    ids=["empty", "prefix", "another-s", "cut", "longer"],  # of random names, each worker would have its own
+)
 def test_names_that_say_nothing_are_never_judged(name: str) -> None:
     assert publisher_of(name) is None
     assert not is_orphan(name)
