@@ -55,7 +55,6 @@ def as_bytes(values: Any) -> bytes:
         torch.randn(1, 5).expand(4, 5),
         torch.randn(6, 5, requires_grad=True),
     ],
-    ids=str,
     ids=lambda _: "values",  # of random numbers, each worker would have its own
 )
 def test_p19_tensors_of_any_strides_publish_as_their_contiguous_selves(tmp_path: Path, values: Any) -> None:
