@@ -16,13 +16,14 @@ from dataclasses import dataclass, field
 from encoder_service.errors import DeadlineExceeded, Draining
 from encoder_service.scheduler.planner import Ticket
 from encoder_service.store.embedding_store import Held
-from encoder_service.types import Grid, StageTimings
+from encoder_service.types import CacheTier, Grid, StageTimings
 
 
 @dataclass(eq=False)
 class Flight:
     """One encode in progress. announced: its grid, once known and admitted. held: a prefetch wants its rows,
-    whoever else leaves. task: ends with the rows, held until everyone on board has a hold of their own."""
+    whoever else leaves. tier: where its rows come from. task: ends with the rows, held until everyone on
+    board has a hold of their own."""
 
     key: bytes
     content_digest: bytes
@@ -33,6 +34,7 @@ class Flight:
     task: asyncio.Task[Held] | None = None
     num_waiting: int = 0
     held: bool = False
+    tier: CacheTier = CacheTier.MISS
 
 
 @dataclass

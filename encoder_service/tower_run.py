@@ -1,4 +1,4 @@
-"""One item through the device and into the store.
+"""One item through the device and into the store, or there from the tier that replicas share.
 
 Owns what happens between an item's pixels and its rows' being held: room is reserved on the device where
 the store has such room, so that the engine writes rows where readers will find them; else they come through
@@ -22,8 +22,9 @@ from encoder_service.engine.jobs import TowerResult
 from encoder_service.errors import DeviceFault, Draining
 from encoder_service.flights import Flight
 from encoder_service.store.embedding_store import Held, RowStore, Writing
+from encoder_service.store.shared_tier import SharedTier
 from encoder_service.towers.tower import Tower
-from encoder_service.types import EncodedItem, Grid, TowerItem
+from encoder_service.types import CacheTier, EncodedItem, Grid, TowerItem
 
 # Rows below this are copied into their slot on the event loop: a thread hop costs more than the copy.
 COPY_INLINE_BYTES = 1 << 20
@@ -31,13 +32,36 @@ COPY_INLINE_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class TowerRun:
-    """clock: seconds, the engine's. workers: make large copies."""
+    """clock: seconds, the engine's. workers: make large copies. shared: asked before an item is encoded."""
 
     engine: DeviceEngine
     store: RowStore
     workers: Executor
     tower: Tower
     clock: Callable[[], float]
+    shared: SharedTier | None = None
+
+    async def find(self, flight: Flight) -> Held | None:
+        """The flight's rows from the tier that replicas share, kept in the store from now on; None where they
+        have to be made. Takes at most half of the time that the flight has left."""
+        if self.shared is None:
+            return None
+        started_s, deadline_s = self.clock(), flight.ticket.deadline_s
+        within_s = None if deadline_s is None else max(0.0, deadline_s - started_s) / 2
+        encoded = await self.shared.get(flight.namespace, flight.key, within_s=within_s)
+        if encoded is None:
+            return None
+        flight.tier = CacheTier.SHARED
+        if not flight.announced.done():
+            flight.announced.set_result(encoded.grid)
+        held = await self._keep(flight.namespace, encoded)
+        flight.timings.store_ms = (self.clock() - started_s) * 1e3
+        return held
+
+    def share(self, flight: Flight, held: Held) -> None:
+        """Offers rows that were made here to the tier that replicas share; nobody waits for that."""
+        if self.shared is not None:
+            self.shared.put(flight.namespace, held.share())
 
     async def run(self, flight: Flight, tower_item: TowerItem) -> Held:
         """The item's rows, held where the store keeps them, or as they came when it had no room. Fills in the

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "2")
 
 import torch
+
+from tests.valkey_server import ValkeyProcess
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -37,3 +42,12 @@ def device(request: pytest.FixtureRequest) -> torch.device:
 @pytest.fixture
 def anyio_backend() -> str:
     return "asyncio"
+
+
+@pytest.fixture
+def valkey() -> Iterator[ValkeyProcess]:
+    """A server that the test may do anything to. Its folder's name is short: it becomes a socket's."""
+    with tempfile.TemporaryDirectory(prefix="ve-valkey-") as folder:
+        server = ValkeyProcess(Path(folder))
+        yield server
+        server.kill()
