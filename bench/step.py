@@ -1,12 +1,17 @@
-"""What handing over one batch costs the host: TowerLauncher.launch, with the graph's launch apart.
+"""What handing over one batch costs the host: TowerLauncher.launch, in Python and in the driver's calls.
 
     python bench/step.py                                    # full-size tower in bfloat16 on cuda:0
     python bench/step.py --quick                            # thirty launches of each case
     python bench/step.py --device cpu --size tiny --quick   # the Python of it alone
 
-Owns the cases, the two states of the device in which a launch is timed, and the result file. On a CPU a
-stand-in takes the place of tower, patches and transfers, none of which a launch waits for on a GPU: what is
-left is the Python of a step but for its sink's.
+Owns the cases, the two ends of rows (host memory, reserved places on the device), the two states of the
+device in which a launch is timed, and the result file. Each is timed twice: as it is, which gives
+``launch_us``, and with a clock around each call of the driver or its runtime (graph launches, copies, events
+recorded and waited for), whose sum is ``driver_us``. ``python_us`` is the difference of the medians: clocks
+would add to it.
+
+On a CPU stand-ins take the place of the tower, the graphs and the copies, none of which a launch waits for on
+a GPU: what is left is the Python of a step.
 """
 
 from __future__ import annotations
@@ -18,7 +23,7 @@ import statistics
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +36,12 @@ from cases import SIDES
 from checkpoints import random_checkpoint
 from measurement import RESULTS, describe_environment, synchronise, write_result
 
-from encoder_service.engine.copies import BatchCopies, CopyList
+from encoder_service.engine.copies import CopyList, DriverCopies, HostCopies, Memory
 from encoder_service.engine.fast_path import build_graph_runner, ladder_of
-from encoder_service.engine.graphs import GraphRunner
+from encoder_service.engine.graphs import Captured, GraphRunner
 from encoder_service.engine.launch import LaunchedBatch, TowerLauncher
-from encoder_service.engine.patches import StagedBatch, looked_through
-from encoder_service.engine.streams import Event
+from encoder_service.engine.patches import looked_through
+from encoder_service.engine.rows import Destination
 from encoder_service.ingest.decode import DecodeLimits
 from encoder_service.ingest.moonvit import MoonViTPreprocessor
 from encoder_service.ingest.pinned import pinned
@@ -63,6 +68,8 @@ HALVES = Normalisation((0.5, 0.5, 0.5), (0.5, 0.5, 0.5), 1 / 255)
 WARM_UP = 10
 # The device has nothing to do, or has one batch before this one, as in a service under load.
 IDLE, BUSY = "idle", "busy"
+# Rows go to pinned memory, or to places that the caller reserved, as the device arena does.
+ENDS = HOST, PLACES = "host", "places"
 
 
 class StandIn:
@@ -74,7 +81,7 @@ class StandIn:
         self._inputs = FusedInputBuilder(
             tower.check_grid, merge_size=tower.merge_size, merges_time=tower.merges_time
         )
-        self._rows = torch.zeros(MAX_PATCHES // tower.merge_size**2, tower.width, dtype=tower.dtype)
+        self.rows = torch.zeros(MAX_PATCHES // tower.merge_size**2, tower.width, dtype=tower.dtype)
 
     def prepare(self, grids: Sequence[Grid]) -> FusedInputs:
         return self._inputs.prepare(grids)
@@ -86,46 +93,66 @@ class StandIn:
         return self._inputs.shape_of(shapes)
 
     def __call__(self, inputs: FusedInputs) -> torch.Tensor:
-        return self._rows[: inputs.num_rows]
+        return self.rows[: inputs.num_rows]
 
 
-class NoRows:
-    """A sink and its target in one, which takes rows nowhere: on a GPU both copies only start."""
+class NoGraph:
+    """Stands in for a captured graph."""
 
-    def open(self, *_: object) -> NoRows:
-        return self
-
-    def write(self, rows: torch.Tensor) -> None:
+    def replay(self) -> None:
         pass
 
-    def send(self, written: Event) -> None:
-        pass
 
-    def abandon(self) -> None:
-        pass
-
-    def wait(self) -> None:
-        pass
-
-    def collect(self) -> Iterator[torch.Tensor]:
-        return iter(())
-
-
-class NoCopies:
+class NoCopies(HostCopies):
     """Stands in for the driver."""
 
-    def copy(self, copies: CopyList, count: int, stream: int) -> None:
+    def one(self, destination: Memory, source: Memory, num_bytes: int, stream: int) -> None:
+        pass
+
+    def many(self, copies: CopyList, count: int, stream: int) -> None:
         pass
 
 
-class NoCuts:
-    """Stands in for the replay that cuts patches."""
+class DriverClock:
+    """Times what the host spends in calls of the driver and its runtime. Calls within calls count once."""
 
-    def cut(self, frames_THWC: torch.Tensor, out: torch.Tensor) -> None:
-        pass
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._is_running = False
+        self._restored: list[Callable[[], None]] = []
 
-    def cut_staged(self, batch: StagedBatch, out: torch.Tensor) -> None:
-        pass
+    def wrap(self, owner: Any, name: str) -> None:
+        original = getattr(owner, name)
+
+        def timed(*arguments: Any) -> Any:
+            if self._is_running:
+                return original(*arguments)
+            self._is_running = True
+            started_s = time.perf_counter()
+            try:
+                return original(*arguments)
+            finally:
+                self.seconds += time.perf_counter() - started_s
+                self._is_running = False
+
+        setattr(owner, name, timed)
+        self._restored.append(lambda: delattr(owner, name))
+
+    def wrap_launch(self, launcher: TowerLauncher, runner: GraphRunner) -> None:
+        """Everything that a replayed launch asks of the driver: streams' copies and events, and replays."""
+        streams = runner.streams
+        for stream in {streams.compute, streams.upload, streams.download, streams.place}:
+            for name in ("copy", "copy_many", "record", "wait"):
+                self.wrap(stream, name)
+        assert launcher._cuts is not None
+        graphs = [captured.graph for captured in runner._graphs.values()]
+        for graph in [*graphs, *launcher._cuts._graphs.values()]:
+            self.wrap(graph, "replay")
+
+    def unwrap(self) -> None:
+        for restore in self._restored:
+            restore()
+        self._restored.clear()
 
 
 def main() -> None:
@@ -138,24 +165,24 @@ def main() -> None:
         tower = load_tower(path, device=device, dtype=dtype).tower
     runner = runner_of(tower, arguments.cases)
     launcher = launcher_of(tower, runner)
-    assert launcher._pixels is not None
-    batched = launcher._pixels._copies
-    ways: dict[str, BatchCopies | None] = {"each": None}
-    if batched is not None:
-        ways = {"batched": batched} if device.type == "cpu" else {"batched": batched, "each": None}
-    for case, (way, copies) in itertools.product(arguments.cases, ways.items()):
-        launcher._pixels._copies = copies
+    copies = runner.copies
+    way = (
+        "one by one" if isinstance(copies, DriverCopies) and not copies.takes_many else type(copies).__name__
+    )
+    for case, end, state in itertools.product(arguments.cases, ENDS, (IDLE, BUSY)):
         items = items_of(case, tower)
-        for state in (IDLE, BUSY):
-            record = {"case": case, "copies": way, "device_is": state, "num_items": len(items)}
-            records.append(record | measure(launcher, runner, items, arguments.repeats, state))
-            print_record(records[-1])
+        destinations = places_for(items, tower) if end == PLACES else []
+        record = {"case": case, "rows_go_to": end, "device_is": state, "num_items": len(items)}
+        figures = measure(launcher, runner, items, destinations, arguments.repeats, state)
+        records.append(record | figures)
+        print_record(records[-1])
     result = describe_environment(device, arguments.commit) | {
         "settings": {
             "family": arguments.family,
             "size": arguments.size,
             "dtype": str(dtype),
             "repeats": arguments.repeats,
+            "copies": way,
             "stand_in": device.type == "cpu",
         },
         "records": records,
@@ -189,8 +216,16 @@ def runner_of(tower: Tower, cases: Sequence[str]) -> GraphRunner:
     if tower.device.type == "cpu":
         few = BucketLadder([bucket for bucket in ladder.buckets if bucket.num_patches in sizes])
         stand_in = StandIn(tower)
-        return GraphRunner(stand_in, few, tower.device, capture=False, clock=time.perf_counter)
-    runner = build_graph_runner(
+        runner = GraphRunner(
+            stand_in, few, tower.device, capture=False, clock=time.perf_counter, copies=NoCopies()
+        )
+        rows = stand_in.rows
+        runner._graphs = {
+            bucket: Captured(NoGraph(), rows, Memory(rows))  # type: ignore[arg-type]
+            for bucket in few.buckets
+        }
+        return runner
+    captured = build_graph_runner(
         tower,
         attention="auto",
         deterministic=True,
@@ -198,21 +233,16 @@ def runner_of(tower: Tower, cases: Sequence[str]) -> GraphRunner:
         bucket_sizes=sizes,
         clock=time.perf_counter,
     )
-    if runner is None:
+    if captured is None:
         raise SystemExit("the fast path is not possible here")
-    return runner
+    return captured
 
 
 def launcher_of(tower: Tower, runner: GraphRunner) -> TowerLauncher:
-    on_cpu = tower.device.type == "cpu"
-    launcher = TowerLauncher(
-        tower, preprocessor_of(tower), runner, clock=time.perf_counter, sink=NoRows() if on_cpu else None
-    )
-    if on_cpu:
-        assert launcher._pixels is not None
+    launcher = TowerLauncher(tower, preprocessor_of(tower), runner, clock=time.perf_counter)
+    if tower.device.type == "cpu":
         assert launcher._cuts is not None
-        launcher._pixels._copies = NoCopies()
-        launcher._cuts._cutter = NoCuts()
+        launcher._cuts._graphs = {bucket: NoGraph() for bucket in runner.ladder.buckets}  # type: ignore[misc]
     return launcher
 
 
@@ -243,11 +273,47 @@ def items_of(case: str, tower: Tower) -> list[TowerItem]:
     return items
 
 
+def places_for(items: Sequence[TowerItem], tower: Tower) -> list[Destination]:
+    """A place for each item's rows, none next to another: an arena in use has no such runs."""
+    counts = [tower.num_rows(item.grid) for item in items]
+    return [
+        torch.empty(count + 1, tower.width, dtype=tower.dtype, device=tower.device)[:count]
+        for count in counts
+    ]
+
+
 def measure(
-    launcher: TowerLauncher, runner: GraphRunner, items: Sequence[TowerItem], repeats: int, state: str
+    launcher: TowerLauncher,
+    runner: GraphRunner,
+    items: Sequence[TowerItem],
+    destinations: Sequence[Destination],
+    repeats: int,
+    state: str,
 ) -> dict[str, Any]:
-    """Microseconds of ``repeats`` launches, of the graph's launch within each, and of the rest."""
-    launches, replays = [], []
+    """Microseconds of ``repeats`` launches, then of the driver's calls within as many others."""
+    clock = DriverClock()
+    launches = timed_launches(launcher, runner, items, destinations, repeats, state, clock)[0]
+    clock.wrap_launch(launcher, runner)
+    try:
+        _, drivers, replays = timed_launches(launcher, runner, items, destinations, repeats, state, clock)
+    finally:
+        clock.unwrap()
+    found = described(launch_us=launches, driver_us=drivers, graph_launch_us=replays)
+    found["python_us"] = max(0.0, found["launch_us"] - found["driver_us"])
+    return {"launches": repeats} | found
+
+
+def timed_launches(
+    launcher: TowerLauncher,
+    runner: GraphRunner,
+    items: Sequence[TowerItem],
+    destinations: Sequence[Destination],
+    repeats: int,
+    state: str,
+    clock: DriverClock,
+) -> tuple[list[float], list[float], list[float]]:
+    """Microseconds of each launch, of the driver's calls that ``clock`` saw, and of the tower's replay."""
+    launches, drivers, replays = [], [], []
     in_flight: deque[LaunchedBatch] = deque()
     for turn in range(WARM_UP + repeats):
         if state == IDLE:
@@ -256,15 +322,15 @@ def measure(
         else:
             finish_all(in_flight, 1)
         counters = runner.counters
-        before_s, begun_s = counters.replay_host_s, time.perf_counter()
-        in_flight.append(launcher.launch(items))
+        replay_s, driver_s, begun_s = counters.replay_host_s, clock.seconds, time.perf_counter()
+        in_flight.append(launcher.launch(items, destinations))
         took_s = time.perf_counter() - begun_s
         if turn >= WARM_UP:
             launches.append(took_s * 1e6)
-            replays.append((counters.replay_host_s - before_s) * 1e6)
+            drivers.append((clock.seconds - driver_s) * 1e6)
+            replays.append((counters.replay_host_s - replay_s) * 1e6)
     finish_all(in_flight, 0)
-    rest = [launch - replay for launch, replay in zip(launches, replays, strict=True)]
-    return {"launches": repeats} | described(launch_us=launches, graph_launch_us=replays, python_us=rest)
+    return launches, drivers, replays
 
 
 def runner_device(runner: GraphRunner) -> torch.device:
@@ -290,10 +356,10 @@ def described(**samples: Sequence[float]) -> dict[str, float]:
 
 def print_record(record: dict[str, Any], write: Callable[[str], object] = print) -> None:
     write(
-        f"{record['case']:>7} {record['copies']:>8} {record['device_is']:>5}: launch "
-        f"{record['launch_us']:7.1f} us (p99 {record['launch_us_p99']:7.1f}), graph "
-        f"{record['graph_launch_us']:6.1f}, the rest {record['python_us']:6.1f} "
-        f"(p99 {record['python_us_p99']:6.1f})"
+        f"{record['case']:>7} to {record['rows_go_to']:>6}, device {record['device_is']}: launch "
+        f"{record['launch_us']:7.1f} us (p99 {record['launch_us_p99']:7.1f}), driver "
+        f"{record['driver_us']:6.1f} (graph {record['graph_launch_us']:6.1f}), Python "
+        f"{record['python_us']:6.1f}"
     )
 
 

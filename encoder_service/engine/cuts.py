@@ -14,7 +14,7 @@ import torch
 
 from encoder_service.engine.graphs import GraphRunner
 from encoder_service.engine.patches import Cutter, KernelCutter, StagedBatch
-from encoder_service.engine.staging import StagedPixels
+from encoder_service.engine.staging import PixelSlot, StagedPixels, UploadRows
 from encoder_service.scheduler.buckets import Bucket
 from encoder_service.types import TowerItem
 
@@ -30,15 +30,24 @@ class StagedCuts:
         if runner.captures and isinstance(cutter, KernelCutter):
             self._capture(cutter, memory)
 
-    def write(self, bucket: Bucket, items: Sequence[TowerItem], staged: StagedPixels) -> None:
+    def write(
+        self,
+        bucket: Bucket,
+        items: Sequence[TowerItem],
+        slot: PixelSlot,
+        rows: UploadRows,
+        held: list[torch.Tensor],
+    ) -> None:
         """Every patch of the bucket, in the compute stream; padding becomes zeros. The batch's table and
-        sources are in place."""
+        sources are in place. held: what was transferred, item by item."""
         graph = self._graphs.get(bucket)
         if graph is not None:
             graph.replay()
             return
-        static = self._runner.static(bucket)
-        self._cutter.cut_staged(StagedBatch(items, staged, static.table_I5, static.sources_I2), static.pixels)
+        static, cutter = self._runner.static(bucket), self._cutter
+        staged = StagedPixels.of(slot, rows, held)
+        batch = StagedBatch(items, staged, static.table_I5, static.sources_I2)
+        self._runner.streams.compute.run(lambda: cutter.cut_staged(batch, static.pixels))
 
     def _capture(self, cutter: KernelCutter, memory: torch.Tensor) -> None:
         device = memory.device

@@ -9,10 +9,10 @@ share one set. All graphs allocate from one pool: what a replay leaves there, it
 until the next replay of any bucket.
 
 Streams. Everything that a graph reads is written in the compute stream, and so are its rows; on a GPU that
-is the caller's current stream. A launch waits, on the device, for the one before it, whatever stream that
-was in. ``launch`` hands the rows to a function that reads them in the compute stream's order, and needs
-nothing more. Whoever reads what ``run`` gives in another stream records an event there after the read and
-passes it to ``hold``.
+is the caller's current stream. A launch comes, on the device, after the one before it: by the stream's order,
+or, where that was in another stream, by following it. ``launch`` hands the rows to a function that reads them
+in the compute stream's order, and needs nothing more. Whoever reads rows in another stream records an event
+there after the read and passes it to ``hold``.
 
 On a CPU, or with ``capture=False``, the tower runs eagerly on the same padded, static inputs.
 """
@@ -25,14 +25,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
+from encoder_service.engine.copies import Copies, Memory, copies_of
 from encoder_service.engine.pixels import Pixels, StaticBuffers, write_pixels
 from encoder_service.engine.pool import borrowed_view, pool_bytes
-from encoder_service.engine.staging import SOURCES, Layout, Staging
-from encoder_service.engine.streams import Event, Streams, streams_of
+from encoder_service.engine.rows import RowTarget
+from encoder_service.engine.staging import SOURCES, Layout, Staging, UploadRows
+from encoder_service.engine.streams import Event, Passage, Streams, streams_of
 from encoder_service.errors import ConfigurationError, InternalError, NotReady
 from encoder_service.scheduler.buckets import Bucket, BucketLadder
 from encoder_service.towers.fused_inputs import BatchShape, BucketShape, FusedInputs, ShapeRows
@@ -83,17 +83,18 @@ class GraphCounters:
 
 @dataclass(frozen=True)
 class Captured:
-    """A graph and its rows [R of the bucket, W]: a view that does not own the pool's memory."""
+    """A graph, and its rows [R of the bucket, W] with their memory: a view that does not own the pool's."""
 
     graph: torch.cuda.CUDAGraph
     rows: torch.Tensor
+    memory: Memory
 
 
 class GraphRunner:
     """Runs batches through captured graphs.
 
-    clock: seconds, monotonic. capture: whether to capture at all; needs a CUDA device. streams: in place of
-    the device's own.
+    clock: seconds, monotonic. capture: whether to capture at all; needs a CUDA device. streams, copies: in
+    place of the device's own.
     """
 
     def __init__(
@@ -105,6 +106,7 @@ class GraphRunner:
         capture: bool,
         clock: Callable[[], float],
         streams: Streams | None = None,
+        copies: Copies | None = None,
     ) -> None:
         """Raises ConfigurationError for capture without a GPU or with attention that bakes lengths into its
         launches, and for buckets that hold no merge."""
@@ -124,6 +126,7 @@ class GraphRunner:
         self._clock = clock
         self.ladder = ladder
         self.streams = streams or streams_of(device, clock)
+        self.copies = copies or copies_of(device)
         self.counters = GraphCounters()
         self.captured_bytes = 0
         # What was chosen by measuring, as (what for, shape, name): for metrics.
@@ -136,10 +139,10 @@ class GraphRunner:
             most_bytes = max(layout.num_bytes for layout in self._layouts.values())
             self._metadata = torch.zeros(most_bytes, dtype=torch.uint8, device=device)
             self._pixels = torch.zeros(ladder.max_patches, tower.patch_dim, dtype=tower.dtype, device=device)
-            self._staging = Staging(self._metadata, self.streams)
+            self._staging = Staging(self._metadata, self.streams, self.copies)
             self._inputs = {bucket: self._static_inputs(bucket) for bucket in ladder.buckets}
             self._static = {bucket: self._static_buffers(bucket) for bucket in ladder.buckets}
-        self._finished = self.streams.make_event()
+        self.streams.compute.follow()
 
     @property
     def ready(self) -> bool:
@@ -209,46 +212,49 @@ class GraphRunner:
         Raises NotReady before every bucket is captured, PixelTensorMismatch for another number of patches
         than ``inputs`` has, and whatever ``pixels`` and ``consume`` raise.
         """
-        self._check_ready()
-        self._wait_for_readers()
+        self.begin()
         bucket = self.can_use(inputs)
         compute = self.streams.compute
-        try:
-            if bucket is None:
-                compute.run(lambda: consume(self._run_eager(inputs, pixels)))
-            else:
-                self._staging.load(self._tower.pad(inputs, bucket), self._layouts[bucket])
-                compute.run(lambda: consume(self._run_bucket(bucket, inputs, pixels)))
-        finally:  # also when it failed half way: what was enqueued may use the static buffers
-            compute.record(self._finished)
+        if bucket is None:
+            compute.run(lambda: consume(self._run_eager(inputs, pixels)))
+        else:
+            self._staging.load(self._tower.pad(inputs, bucket), self._layouts[bucket])
+            compute.run(lambda: consume(self._run_bucket(bucket, inputs, pixels)))
 
-    def launch_staged(
-        self,
-        batch: BatchShape,
-        bucket: Bucket,
-        sources: npt.NDArray[np.int64],
-        write: Callable[[], None],
-        consume: Callable[[torch.Tensor], None],
+    def stage(
+        self, batch: BatchShape, bucket: Bucket, rows: UploadRows, first_byte: int, passage: Passage
     ) -> None:
-        """``launch`` of a batch that ``bucket`` takes and whose pixels are on the device: its metadata is
-        laid out where it is transferred from, and ``write`` enqueues what fills the bucket's pixels, padding
-        with zeros, from ``static``. sources: int64 [I, 2], what ``static(bucket).sources_I2`` will be.
-        Whoever calls this is in inference mode."""
-        self._check_ready()
-        self._wait_for_readers()
-        compute = self.streams.compute
+        """Lays out the metadata of a batch that ``bucket`` takes and whose pixels are on the device, from
+        ``first_byte`` on in the memory of their slots, where it is transferred from. After ``begin``. Then
+        whoever calls this enqueues what fills the bucket's pixels, padding with zeros, from ``static``, calls
+        ``forward``, and in any case records the passage's end."""
+        self._staging.load_shape(batch, rows, first_byte, self._layouts[bucket], passage)
 
+    def forward(self, batch: BatchShape, bucket: Bucket, target: RowTarget) -> None:
+        """The forward pass of the batch that was staged, and its rows' way to ``target``."""
+        captured, num_patches, num_rows = self._graphs.get(bucket), batch.num_patches, batch.num_rows
+        if captured is not None:
+            self._replay(captured, bucket, num_patches)
+            target.write_memory(captured.memory, num_rows)
+            return
+        seqlens = batch.seqlens
+
+        @torch.inference_mode()
         def run() -> None:
-            write()
-            consume(self._forward(bucket, batch))
+            target.write(self._run_padded(bucket, seqlens, num_patches)[:num_rows])
 
-        try:
-            self._staging.load_shape(batch, sources, self._layouts[bucket])
-            compute.run(run)
-        finally:
-            compute.record(self._finished)
+        self.streams.compute.run(run)
 
-    def hold(self, event: torch.cuda.Event) -> None:
+    def begin(self) -> None:
+        """Before anything else of a launch: the static buffers and the pool are free for what follows, once
+        the launch before, and every held read, is over. Raises NotReady."""
+        if not self.ready:
+            raise NotReady(f"{len(self._graphs)} of {len(self.ladder)} graphs are captured")
+        self.streams.compute.follow()
+        while self._holds:
+            self.streams.compute.wait(self._holds.pop())
+
+    def hold(self, event: Event) -> None:
         """The next launch waits, on the device, for ``event``, recorded after a read of rows in another
         stream; until then the caller keeps the rows."""
         self._holds.append(event)
@@ -306,7 +312,7 @@ class GraphRunner:
         current.wait_stream(stream)
         # Without the owner, later captures may use the rows' memory too: the pool holds one bucket's rows
         # at a time, not every bucket's.
-        return Captured(graph, borrowed_view(rows))
+        return Captured(graph, view := borrowed_view(rows), Memory(view))
 
     def _run_eager(self, inputs: FusedInputs, pixels: Pixels) -> torch.Tensor:
         """A batch that no bucket takes, in its own shapes."""
@@ -323,35 +329,30 @@ class GraphRunner:
         there could be another caller's, or not finite."""
         write_pixels(self._pixels[: inputs.num_patches], pixels)
         self._pixels[inputs.num_patches : bucket.num_patches].zero_()
-        return self._forward(bucket, inputs)
-
-    def _forward(self, bucket: Bucket, batch: FusedInputs | BatchShape) -> torch.Tensor:
-        """Rows of a batch whose padded inputs are in place."""
-        counters, num_patches = self.counters, batch.num_patches
         captured = self._graphs.get(bucket)
-        if captured is not None:
-            started_s = self._clock()
-            captured.graph.replay()
-            counters.replay_host_s += self._clock() - started_s
-            rows = captured.rows
-            counters.replays[bucket] += 1
-        else:
-            rows = self._tower(replace(self._inputs[bucket], seqlens=batch.seqlens))
-            counters.padded_runs[bucket] += 1
-        counters.real_patches += num_patches
-        counters.padded_patches += bucket.num_patches - num_patches
-        return rows[: batch.num_rows]
+        if captured is None:
+            return self._run_padded(bucket, inputs.seqlens, inputs.num_patches)[: inputs.num_rows]
+        self._replay(captured, bucket, inputs.num_patches)
+        return captured.rows[: inputs.num_rows]
 
-    def _check_ready(self) -> None:
-        if not self.ready:
-            raise NotReady(f"{len(self._graphs)} of {len(self.ladder)} graphs are captured")
+    def _run_padded(self, bucket: Bucket, seqlens: tuple[int, ...], num_patches: int) -> torch.Tensor:
+        """Rows of the bucket, without a graph, of a batch whose padded inputs are in place."""
+        rows = self._tower(replace(self._inputs[bucket], seqlens=seqlens))
+        self.counters.padded_runs[bucket] += 1
+        self._count(bucket, num_patches)
+        return rows
 
-    def _wait_for_readers(self) -> None:
-        """The static buffers and the pool are free once the launch before, and every held read, is over."""
-        self.streams.compute.wait(self._finished)
-        for event in self._holds:
-            self.streams.compute.wait(event)
-        self._holds.clear()
+    def _replay(self, captured: Captured, bucket: Bucket, num_patches: int) -> None:
+        counters = self.counters
+        started_s = self._clock()
+        captured.graph.replay()
+        counters.replay_host_s += self._clock() - started_s
+        counters.replays[bucket] += 1
+        self._count(bucket, num_patches)
+
+    def _count(self, bucket: Bucket, num_patches: int) -> None:
+        self.counters.real_patches += num_patches
+        self.counters.padded_patches += bucket.num_patches - num_patches
 
     def _static_inputs(self, bucket: Bucket) -> FusedInputs:
         """The views of the static buffers that this bucket's graph reads."""

@@ -6,8 +6,13 @@ sink takes them from there in the download stream. Which items form the batch, a
 fails, is the engine's.
 
 What a step costs the host does not grow with the batch, but for joining what was found out about each item
-beforehand (``patches.Upload``) and for the driver's part of each copy: the number of tensor operations is
-the same for one item and for sixty-four.
+beforehand (``patches.Upload``) and for the driver's part of each copy. Where a graph is replayed there is no
+tensor operation at all: copies go by address to the driver, sums are made in arrays that are there already.
+
+Six points of a step are recorded or waited for: pixels have arrived (recorded, waited for by the compute
+stream), the batch starts, it ends (recorded, waited for by the stream that takes rows away), rows have
+arrived. One end serves all who wait for the batch: the pixels' slot, the metadata's, the rows' transfer; and
+once some thread has waited for it, none of them asks the device any more (``Passage``).
 """
 
 from __future__ import annotations
@@ -17,21 +22,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from typing import Protocol
 
-import numpy as np
 import torch
 
-from encoder_service.engine.copies import batch_copies_of
 from encoder_service.engine.cuts import StagedCuts
 from encoder_service.engine.graphs import GraphRunner
 from encoder_service.engine.patches import Upload, cutter_for, upload_of
 from encoder_service.engine.rows import Destination, HostRows, PlacedRows, RowSink, RowTarget
-from encoder_service.engine.staging import (
-    ALIGNMENT_BYTES,
-    IS_PINNED,
-    NUM_UPLOAD_COLUMNS,
-    PixelStaging,
-)
-from encoder_service.engine.streams import Event, streams_of
+from encoder_service.engine.staging import ALIGNMENT_BYTES, IS_PINNED, PixelStaging
+from encoder_service.engine.streams import Event, Passage, streams_of
 from encoder_service.ingest.preprocessor import Preprocessor
 from encoder_service.towers.fused_inputs import MAX_SIDE
 from encoder_service.towers.tower import Tower
@@ -83,47 +81,57 @@ class TowerLauncher:
         self._cutter = cutter_for(preprocessor, device)
         self._pixels: PixelStaging | None = None
         self._cuts: StagedCuts | None = None
+        self._index: int | None = None
+        if device.type == "cuda":
+            self._index = torch.cuda.current_device() if device.index is None else device.index
         # Pairs of timed events, given back by the threads that wait: making them costs more than recording.
         self._events: deque[tuple[Event, Event]] = deque()
         # Ordinary tensors, as those of the graph runner are; pinned ones belong to the current device.
         current = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
         with torch.inference_mode(False), torch.no_grad(), current:
+            copies = None
             if graphs is None:
                 self._streams = streams_of(device, clock)
                 max_rows = 0
             else:
                 self._streams = graphs.streams
-                max_rows = graphs.max_rows
+                copies, max_rows = graphs.copies, graphs.max_rows
                 num_bytes = graphs.pixel_bytes + graphs.max_items * ALIGNMENT_BYTES
-                self._pixels = PixelStaging(
-                    num_bytes, graphs.max_items, device, self._streams, batch_copies_of(device)
-                )
+                self._pixels = PixelStaging(num_bytes, graphs.max_items, device, self._streams, copies)
                 self._cuts = StagedCuts(graphs, self._cutter, self._pixels.memory)
             self._sink = sink or PlacedRows(
-                HostRows(tower.width, tower.dtype, device, self._streams, max_rows)
+                HostRows(tower.width, tower.dtype, device, self._streams, max_rows, copies)
             )
 
-    @torch.inference_mode()
     def launch(self, items: Sequence[TowerItem], destinations: Sequence[Destination] = ()) -> LaunchedBatch:
-        tower, compute = self._tower, self._streams.compute
-        uploads = [upload_of(item, tower) for item in items]
-        target = self._sink.open([one.num_rows for one in uploads], destinations)
-        started, ended = events = self._take_events()
+        if self._index is not None and torch._C._cuda_getDevice() != self._index:
+            with torch.cuda.device(self._index):  # the driver's calls go to the thread's current device
+                return self.launch(items, destinations)
+        tower, graphs, compute = self._tower, self._graphs, self._streams.compute
+        uploads = [
+            known if type(known := item.upload) is Upload and known.tower is tower else upload_of(item, tower)
+            for item in items
+        ]
         # Kept until the batch was waited for: the device reads pinned pixels in its own time, and torch's
-        # allocator, which a batched copy does not tell, would give the memory of a dropped one to the next.
+        # allocator, which is told of no copy by address, would give the memory of a dropped one to the next.
         pixels = [one.pixels for one in uploads]
+        target = self._sink.open([one.num_rows for one in uploads], destinations)
         try:
-            if self._graphs is not None:
-                self._launch_fast(self._graphs, items, uploads, pixels, target, started)
-            else:
-                compute.record(started)
-                compute.run(lambda: target.write(self._run_plain(items, pixels)))
-            compute.record(ended)
-            target.send(ended)
+            passage = Passage(*self._take_events())
+            try:
+                if graphs is None:
+                    self._launch_plain(items, pixels, target, passage)
+                else:
+                    self._launch_fast(graphs, items, uploads, pixels, target, passage)
+            finally:  # also when it failed half way: what was enqueued may read slots
+                compute.record(passage.ended)
+            reading = target.send(passage.ended)
+            if reading is not None and graphs is not None:
+                graphs.hold(reading)
         except BaseException:
             target.abandon()
             raise
-        return LaunchedBatch(target, events, pixels, self._events)
+        return LaunchedBatch(target, passage, pixels, self._events)
 
     def probe(self) -> None:
         self._streams.compute.probe()
@@ -161,35 +169,41 @@ class TowerLauncher:
         uploads: Sequence[Upload],
         pixels: list[torch.Tensor],
         target: RowTarget,
-        started: Event,
+        passage: Passage,
     ) -> None:
-        assert self._pixels is not None
-        assert self._cuts is not None
-        compute, cuts = self._streams.compute, self._cuts
-        rows = np.frombuffer(b"".join([one.row for one in uploads]), np.int64)
-        rows = rows.reshape(-1, NUM_UPLOAD_COLUMNS)
+        staging, cuts, compute = self._pixels, self._cuts, self._streams.compute
+        assert staging is not None
+        assert cuts is not None
+        graphs.begin()
+        num_items = len(uploads)
+        rows = staging.rows_of(b"".join([one.row for one in uploads]), num_items)
         batch = graphs.shape_of(rows)
         bucket = graphs.choose(batch)
-        staged = None
         # A side beyond the tables', which only a longer sequence can have, is refused with the rest below.
-        if bucket is not None and batch.max_seqlen <= MAX_SIDE:
-            staged = self._pixels.upload(rows, pixels, all_pinned=batch.sums[IS_PINNED] == len(items))
-        if bucket is None or staged is None:  # eager or unstaged, and in the compute stream from start to end
+        if bucket is None or batch.max_seqlen > MAX_SIDE or not staging.fits(batch.totals, num_items):
+            # Eager or unstaged, and in the compute stream from start to end.
             inputs = graphs.prepare([item.grid for item in items])
-            compute.record(started)
+            compute.record(passage.started)
             graphs.launch(inputs, lambda out: self._write_unstaged(out, items, pixels), target.write)
             return
+        slot = staging.send(rows, pixels, passage, all_pinned=batch.totals[IS_PINNED] == num_items)
+        graphs.stage(batch, bucket, rows, slot.first_byte, passage)
+        # Not before the metadata: a device that has nothing to do would count the host's work as its own.
+        compute.record(passage.started)
+        cuts.write(bucket, items, slot, rows, pixels)
+        graphs.forward(batch, bucket, target)
 
-        def write() -> None:
-            # Not before the metadata: a device that has nothing to do would count the host's work as its own.
-            compute.record(started)
-            cuts.write(bucket, items, staged)
-
-        compute.wait(staged.slot.copied)
-        try:
-            graphs.launch_staged(batch, bucket, staged.sources, write, target.write)
-        finally:  # also when it failed half way: what was enqueued may read the slot
-            compute.record(staged.slot.consumed)
+    @torch.inference_mode()
+    def _launch_plain(
+        self,
+        items: Sequence[TowerItem],
+        pixels: Sequence[torch.Tensor],
+        target: RowTarget,
+        passage: Passage,
+    ) -> None:
+        compute = self._streams.compute
+        compute.record(passage.started)
+        compute.run(lambda: target.write(self._run_plain(items, pixels)))
 
     def _write_unstaged(
         self, out: torch.Tensor, items: Sequence[TowerItem], sources: Sequence[torch.Tensor]
@@ -215,19 +229,21 @@ class TowerLauncher:
 
 
 class LaunchedBatch:
-    """A batch that the device was handed. events: around it, given back to ``pool`` when it was waited for.
-    held: host memory that its transfers read; shared with the slot that it travels into, and emptied for
+    """A batch that the device was handed. passage: its events are given back to ``pool`` when it was waited
+    for. held: host memory that its transfers read; shared with the slot that it travels into, and emptied for
     both."""
+
+    __slots__ = ("_device_s", "_held", "_passage", "_pool", "_target")
 
     def __init__(
         self,
         target: RowTarget,
-        events: tuple[Event, Event],
+        passage: Passage,
         held: list[torch.Tensor],
         pool: deque[tuple[Event, Event]],
     ) -> None:
         self._target = target
-        self._events: tuple[Event, Event] | None = events
+        self._passage = passage
         self._held = held
         self._pool = pool
         self._device_s = 0.0
@@ -235,11 +251,11 @@ class LaunchedBatch:
     def wait(self) -> float:
         self._target.wait()
         self._held.clear()
-        if self._events is not None:
-            events, self._events = self._events, None
-            started, ended = events
-            self._device_s = started.elapsed_time(ended) / 1e3
-            self._pool.append(events)
+        passage = self._passage
+        if not passage.over:
+            self._device_s = passage.started.elapsed_time(passage.ended) / 1e3
+            passage.over = True  # before the events can be taken again
+            self._pool.append((passage.started, passage.ended))
         return self._device_s
 
     def collect(self) -> Iterator[torch.Tensor]:

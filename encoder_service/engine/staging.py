@@ -1,12 +1,16 @@
 """Staging: what a batch needs, on its way from host memory to the device.
 
-Owns where each field of a bucket's metadata lies, the pinned double buffer in front of the device, and the
-two device slots that pixels travel into. All buckets share one piece of device memory for metadata: each
-lays its fields out from the start of it.
+Owns where each field of a bucket's metadata lies, the pinned buffers in front of the device, the two device
+slots that pixels travel into, and the arrays in which a batch's items are added up. All buckets share one
+piece of device memory for metadata: each lays its fields out from the start of it.
 
 Pixels are transferred in the upload stream, so that they hide behind the forward pass of the batch before.
 What a forward pass reads is written only in the compute stream: pixels from a slot whose transfer is over,
 metadata, which is a few kilobytes, straight from the host. A slot is written again only after that.
+
+Everything is copied by address. The metadata's buffers are pinned for good, so that torch's allocator of
+pinned memory, which such copies are not reported to, has nothing to give away; pixels are kept until their
+batch was waited for.
 
 Nothing here looks at items one by one: what a step has to know of them are the rows of one array, and what
 it does to them are operations on its columns.
@@ -16,7 +20,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -24,18 +28,29 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from encoder_service.engine.copies import BatchCopies, CopyList
-from encoder_service.engine.streams import Streams
-from encoder_service.towers.fused_inputs import SHAPE_COLUMNS, BatchShape, FusedInputs
+from encoder_service.engine.copies import Copies, CopyList, Memory
+from encoder_service.engine.streams import Passage, Streams
+from encoder_service.towers.fused_inputs import (
+    SHAPE_COLUMNS,
+    BatchShape,
+    FusedInputs,
+    RowArrays,
+    ShapeRows,
+    TablePlaces,
+)
 
 ALIGNMENT_BYTES = 256
 NUM_SLOTS = 2
+# More than batches in flight: the host never waits for one whose metadata is still to be read.
+NUM_METADATA_SLOTS = 4
 SOURCES = "sources"
 # What a step has to know of an item: its shape, then the address and bytes of its pixels in host memory, how
 # many frames they are, 0 for patches, and whether the device can read them there by itself.
 UPLOAD_COLUMNS = (*SHAPE_COLUMNS, "address", "num_bytes", "num_frames", "is_pinned")
 NUM_UPLOAD_COLUMNS = len(UPLOAD_COLUMNS)
 ADDRESS, NUM_BYTES, NUM_FRAMES, IS_PINNED = range(len(SHAPE_COLUMNS), NUM_UPLOAD_COLUMNS)
+# Beside them, in a batch's arrays: bytes in the slot.
+ALIGNED_BYTES = NUM_UPLOAD_COLUMNS
 
 
 @dataclass(frozen=True)
@@ -85,89 +100,160 @@ class Layout:
         }
 
 
-class Places(NamedTuple):
-    """One layout's part of a metadata slot: the host's whole and its fields, and where it goes."""
+class UploadRows(ShapeRows):
+    """UPLOAD_COLUMNS of each item of a batch, and where in a slot its pixels go."""
 
-    host: torch.Tensor
-    static: torch.Tensor
-    fields: Mapping[str, npt.NDArray[Any]]
+    __slots__ = ("_aligned", "_given", "_sizes", "num_frames", "offsets")
+
+    def __init__(self, values: npt.NDArray[np.int64], sums: npt.NDArray[np.int64], num_items: int) -> None:
+        super().__init__(values, sums, num_items)
+        self._given = self.values[:NUM_UPLOAD_COLUMNS].T
+        self._sizes = self.values[NUM_BYTES]
+        self._aligned = self.values[ALIGNED_BYTES]
+        self.num_frames = self.values[NUM_FRAMES]
+        self.offsets = self.sums[ALIGNED_BYTES, :num_items]
+
+    def fill(self, rows: npt.NDArray[np.int64]) -> None:
+        """rows: [I, UPLOAD_COLUMNS]."""
+        self._given[:] = rows
+        np.add(self._sizes, ALIGNMENT_BYTES - 1, self._aligned)
+        np.bitwise_and(self._aligned, -ALIGNMENT_BYTES, self._aligned)
+
+
+class UploadArrays(RowArrays):
+    """Memory for the upload rows of one batch after another, which the driver reads as a list of copies.
+    Views for each number of items are made once."""
+
+    def __init__(self, capacity: int) -> None:
+        super().__init__(capacity, NUM_UPLOAD_COLUMNS + 1)
+        self.capacity = capacity
+        self.copies = CopyList(
+            np.zeros(capacity, np.int64), self.values[ADDRESS, 1:], self.values[NUM_BYTES, 1:]
+        )
+        self._rows: dict[int, UploadRows] = {}
+
+    def rows(self, num_items: int) -> UploadRows:
+        known = self._rows.get(num_items)
+        if known is None:
+            known = self._rows[num_items] = UploadRows(self.values, self.sums, num_items)
+        return known
+
+
+class TransferPlaces:
+    """Where a batch's metadata is written in pinned memory. offsets, frames: StagedPixels.sources."""
+
+    __slots__ = ("frames", "offsets", "table")
+
+    def __init__(self, table: TablePlaces, sources: npt.NDArray[np.int64]) -> None:
+        self.table = table
+        self.offsets, self.frames = sources[:, 0], sources[:, 1]
+
+
+class Places:
+    """One layout's part of a metadata slot."""
+
+    def __init__(self, memory: torch.Tensor, layout: Layout) -> None:
+        views = layout.views(memory)
+        self.fields: dict[str, npt.NDArray[Any]] = {name: view.numpy() for name, view in views.items()}
+        self._num_slots = layout.num_slots
+        self._stills: dict[int, TransferPlaces] = {}
+
+    def of(self, batch: BatchShape) -> TransferPlaces:
+        """Made once for each number of items, where each is one sequence: slices cost more than what is
+        written through them."""
+        num_items = batch.num_items
+        if batch.num_sequences != num_items:
+            return self._make(num_items, batch.num_sequences)
+        known = self._stills.get(num_items)
+        if known is None:
+            known = self._stills[num_items] = self._make(num_items, num_items)
+        return known
+
+    def _make(self, num_items: int, num_sequences: int) -> TransferPlaces:
+        table = TablePlaces(self.fields["table"], self._num_slots, num_items, num_sequences)
+        return TransferPlaces(table, self.fields[SOURCES][:num_items])
 
 
 class MetadataSlot:
-    """One of the buffers that batches take in turn: host memory, pinned in front of a GPU. copied: the
-    transfer out of it is done."""
+    """One of the buffers that batches take in turn: host memory, pinned in front of a GPU. user: the batch
+    whose metadata it was last."""
 
-    def __init__(self, static: torch.Tensor, streams: Streams) -> None:
-        self._host = torch.zeros(len(static), dtype=torch.uint8, pin_memory=static.device.type == "cuda")
-        self._static = static
+    def __init__(self, num_bytes: int, device: torch.device, streams: Streams) -> None:
+        self._host = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+        self.memory = Memory(self._host)
         self._places: dict[Layout, Places] = {}
-        self.copied = streams.make_blocking_event()
+        event = streams.make_blocking_event()
+        # Of batches that bring no passage: the event is behind the transfer.
+        self.own = Passage(event, event)
+        self.user = self.own
 
     def places(self, layout: Layout) -> Places:
-        """Made once for each layout: slices and views cost more than what is written through them."""
         known = self._places.get(layout)
         if known is None:
-            fields = {name: view.numpy() for name, view in layout.views(self._host).items()}
-            size = layout.num_bytes
-            known = self._places[layout] = Places(self._host[:size], self._static[:size], fields)
+            known = self._places[layout] = Places(self._host, layout)
         return known
 
 
 class Staging:
-    """Double-buffered transfer of metadata into the device memory ``static`` [bytes], uint8, in the compute
-    stream's order. The host does not wait, except for the transfer of the batch before the last."""
+    """Transfer of metadata into the device memory ``static`` [bytes], uint8, in the compute stream's order.
+    The host does not wait, except for the batch that had the slot NUM_METADATA_SLOTS before."""
 
-    def __init__(self, static: torch.Tensor, streams: Streams) -> None:
-        self._slots = itertools.cycle([MetadataSlot(static, streams) for _ in range(NUM_SLOTS)])
-        self._streams = streams
+    def __init__(self, static: torch.Tensor, streams: Streams, copies: Copies) -> None:
+        slots = [MetadataSlot(len(static), static.device, streams) for _ in range(NUM_METADATA_SLOTS)]
+        self._slots = itertools.cycle(slots)
+        self._static = Memory(static)
+        self._compute = streams.compute
+        self._copies = copies
 
     def load(self, padded: FusedInputs, layout: Layout) -> None:
         """A batch that was padded; its sources are whatever was there."""
-        slot, places = self._next(layout)
-        for name, value in padded.tensors().items():
-            if name in places.fields:
-                places.fields[name][...] = value.numpy()
-        self._send(slot, places)
-
-    def load_shape(self, batch: BatchShape, sources: npt.NDArray[np.int64], layout: Layout) -> None:
-        """A batch that is laid out where it is transferred from. sources: [I, 2], StagedPixels.sources."""
-        slot, places = self._next(layout)
-        batch.write(places.fields["table"], layout.num_slots)
-        places.fields[SOURCES][: len(sources)] = sources
-        self._send(slot, places)
-
-    def _next(self, layout: Layout) -> tuple[MetadataSlot, Places]:
         slot = next(self._slots)
-        slot.copied.synchronize()
-        return slot, slot.places(layout)
+        slot.user.wait_on_host()
+        slot.user = slot.own
+        fields = slot.places(layout).fields
+        for name, value in padded.tensors().items():
+            if name in fields:
+                fields[name][...] = value.numpy()
+        self._compute.copy(self._copies, self._static, slot.memory, layout.num_bytes)
+        self._compute.record(slot.own.ended)
 
-    def _send(self, slot: MetadataSlot, places: Places) -> None:
-        compute = self._streams.compute
-        compute.run(lambda: places.static.copy_(places.host, non_blocking=True))
-        compute.record(slot.copied)
+    def load_shape(
+        self, batch: BatchShape, rows: UploadRows, first_byte: int, layout: Layout, passage: Passage
+    ) -> None:
+        """A batch that is laid out where it is transferred from, and whose pixels lie from ``first_byte`` on
+        in the memory of all slots. passage: its own, ended behind everything that follows."""
+        slot = next(self._slots)
+        slot.user.wait_on_host()
+        slot.user = passage
+        places = slot.places(layout).of(batch)
+        batch.write(places.table)
+        np.add(rows.offsets, first_byte, places.offsets)
+        places.frames[:] = rows.num_frames
+        self._compute.copy(self._copies, self._static, slot.memory, layout.num_bytes)
 
 
 class PixelSlot:
-    """Device memory for one batch's pixels. copied: their transfer is done. consumed: so is every read.
+    """Device memory for one batch's pixels. copied: their transfer is done. user: the batch that had the slot
+    last, whose end is behind every read.
 
     all_memory: uint8 of every slot; memory: this one's part, from first_byte on. held: what the transfer
     reads, kept here because the allocator of pinned memory is told of no transfer and would give a piece
     away as soon as it is dropped; whoever has waited for the batch empties the list, and the next batch in
-    the slot, which waits for ``copied`` first, replaces it.
+    the slot, which else waits for ``copied`` first, replaces it.
     """
 
-    def __init__(self, all_memory: torch.Tensor, index: int, max_items: int, streams: Streams) -> None:
+    def __init__(self, all_memory: torch.Tensor, index: int, streams: Streams) -> None:
         num_bytes = len(all_memory) // NUM_SLOTS
         self.all_memory = all_memory
         self.first_byte = index * num_bytes
         self.memory = all_memory[self.first_byte : self.first_byte + num_bytes]
         self.address = self.memory.data_ptr()
-        self.copies = CopyList(max_items)
         self.held: list[torch.Tensor] = []
         self.copied = streams.make_blocking_event()
-        self.consumed = streams.make_event()
+        event = streams.make_event()
+        self.user = Passage(event, event)
         # Memory comes in the compute stream's order: what had it before may yet write to it.
-        streams.compute.record(self.consumed)
+        streams.compute.record(event)
 
     def read(self, offset_bytes: int, like: torch.Tensor) -> torch.Tensor:
         """What was transferred from ``like``, in its dtype and shape."""
@@ -185,11 +271,17 @@ class StagedPixels(NamedTuple):
     sources: npt.NDArray[np.int64]
     held: list[torch.Tensor]
 
+    @classmethod
+    def of(cls, slot: PixelSlot, rows: UploadRows, held: list[torch.Tensor]) -> StagedPixels:
+        """In memory of its own, which the next batch does not change."""
+        sources = np.stack((rows.offsets + slot.first_byte, rows.num_frames), 1)
+        return cls(slot, rows.offsets.copy(), sources, held)
+
 
 class PixelStaging:
     """Double-buffered transfer of pixels: uint8 frames, or patches in the tower's dtype, as they lie in host
-    memory. num_bytes, max_items: of one slot. copies: how a batch's pixels travel in one call; without it
-    they go tensor by tensor."""
+    memory. num_bytes, max_items: of one slot. copies: how a batch's pixels travel in one call; where it takes
+    no addresses, or without it, they go tensor by tensor."""
 
     def __init__(
         self,
@@ -197,48 +289,63 @@ class PixelStaging:
         max_items: int,
         device: torch.device,
         streams: Streams,
-        copies: BatchCopies | None,
+        copies: Copies | None,
     ) -> None:
         self.num_bytes = num_bytes = -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-        self.max_items = max_items
         self.memory = torch.empty(NUM_SLOTS * num_bytes, dtype=torch.uint8, device=device)
-        self._slots = itertools.cycle(
-            [PixelSlot(self.memory, index, max_items, streams) for index in range(NUM_SLOTS)]
-        )
+        self._slots = itertools.cycle([PixelSlot(self.memory, index, streams) for index in range(NUM_SLOTS)])
+        self._arrays = UploadArrays(max_items)
         self._copies = copies
         self._streams = streams
+
+    def rows_of(self, joined: bytes | npt.NDArray[np.int64], num_items: int) -> UploadRows:
+        """A batch's rows, good until the next call, to be added up. joined: int64 [I, UPLOAD_COLUMNS]."""
+        arrays = self._arrays if num_items <= self._arrays.capacity else UploadArrays(num_items)
+        rows = arrays.rows(num_items)
+        rows.fill(np.frombuffer(joined, np.int64).reshape(num_items, NUM_UPLOAD_COLUMNS))
+        return rows
+
+    def fits(self, totals: Sequence[int], num_items: int) -> bool:
+        """Whether a slot takes the batch. totals: of its rows."""
+        return totals[ALIGNED_BYTES] <= self.num_bytes and num_items <= self._arrays.capacity
+
+    def send(
+        self, rows: UploadRows, pixels: list[torch.Tensor], passage: Passage, *, all_pinned: bool
+    ) -> PixelSlot:
+        """Starts the transfer of contiguous host tensors into one slot, and has the compute stream wait for
+        it. rows: of a batch that fits, added up. passage: the batch's own, ended behind the last read of the
+        slot, also when this raised. The host waits only for tensors that are not pinned, and for the transfer
+        of the batch before the last where nobody has waited for that batch."""
+        slot, upload = next(self._slots), self._streams.upload
+        if not slot.user.over:
+            slot.copied.synchronize()
+            upload.wait(slot.user.ended)
+        slot.user, slot.held = passage, pixels
+        try:
+            if self._copies is not None and self._copies.by_address and all_pinned:
+                pieces = self._arrays.copies
+                np.add(rows.offsets, slot.address, pieces.destinations[: len(pixels)])
+                upload.copy_many(self._copies, pieces, len(pixels))
+            else:
+                offsets = rows.offsets.tolist()
+                upload.run(lambda: copy_each(slot, offsets, pixels))
+        finally:
+            upload.record(slot.copied)
+            self._streams.compute.wait(slot.copied)
+        return slot
 
     def upload(
         self, rows: npt.NDArray[np.int64], pixels: list[torch.Tensor], *, all_pinned: bool
     ) -> StagedPixels | None:
-        """Starts the transfer of contiguous host tensors into one slot; None when they do not fit. rows:
-        [I, UPLOAD_COLUMNS]. The host waits only for tensors that are not pinned, and for the transfer of the
-        batch before the last."""
-        sizes = rows[:, NUM_BYTES]
-        aligned = (sizes + (ALIGNMENT_BYTES - 1)) & -ALIGNMENT_BYTES
-        ends = aligned.cumsum()
-        count = len(rows)
-        if ends[-1] > self.num_bytes or count > self.max_items:
+        """``send`` of a batch of which only this is known, for whoever waits for what reads the slot before
+        the call after the next; None when it does not fit."""
+        found = self.rows_of(np.ascontiguousarray(rows), len(rows))
+        if not self.fits(found.add_up(), len(rows)):
             return None
-        slot, upload = next(self._slots), self._streams.upload
-        slot.copied.synchronize()
-        slot.held = pixels
-        offsets = ends - aligned
-        sources = np.empty((count, 2), np.int64)
-        np.add(offsets, slot.first_byte, out=sources[:, 0])
-        sources[:, 1] = rows[:, NUM_FRAMES]
-        upload.wait(slot.consumed)
-        batch_copies = self._copies
-        if batch_copies is not None and all_pinned:
-            copies = slot.copies
-            np.add(offsets, slot.address, out=copies.destinations[:count])
-            copies.sources[:count] = rows[:, ADDRESS]
-            copies.sizes[:count] = sizes
-            upload.run_raw(lambda stream: batch_copies.copy(copies, count, stream))
-        else:
-            upload.run(lambda: copy_each(slot, offsets.tolist(), pixels))
-        upload.record(slot.copied)
-        return StagedPixels(slot, offsets, sources, pixels)
+        event = self._streams.make_event()
+        slot = self.send(found, pixels, Passage(event, event), all_pinned=all_pinned)
+        self._streams.compute.record(event)
+        return StagedPixels.of(slot, found, pixels)
 
 
 def copy_each(slot: PixelSlot, offsets: Sequence[int], pixels: Sequence[torch.Tensor]) -> None:

@@ -37,7 +37,10 @@ NUM_SHAPE_COLUMNS = len(SHAPE_COLUMNS)
 PATCHES, PLACES, FRAMES, SEQUENCES, SEQLEN = (
     SHAPE_COLUMNS.index(name) for name in ("patches", "places", "t", "sequences", "seqlen")
 )
-ShapeRows: TypeAlias = npt.NDArray[np.int64]
+Int64s: TypeAlias = npt.NDArray[np.int64]
+Int32s: TypeAlias = npt.NDArray[np.int32]
+# The grid of an item slot that nothing is in: no frames.
+UNUSED_GRID = np.array((0, 1, 1), np.int32)
 # int32 entries of 16 bytes, the alignment that kernels are compiled for.
 ALIGNED_ENTRIES = 4
 
@@ -104,49 +107,124 @@ class FusedInputs:
         return dataclasses.replace(self, **moved)  # type: ignore[arg-type]
 
 
+class ShapeRows:
+    """SHAPE_COLUMNS of each item of a batch, and perhaps more columns, in memory that ``RowArrays`` gives to
+    the next batch of as many items too: views of it, since making them costs more than what is done to them.
+
+    values: int64 [C, I], by column. sums: [C, I + 1], what the items before each add up to, and all of them,
+    once ``add_up`` was called.
+    """
+
+    __slots__ = ("_extremes", "_summands", "bounds", "ends", "firsts", "grids", "sums", "totals", "values")
+
+    def __init__(self, values: Int64s, sums: Int64s, num_items: int) -> None:
+        self._summands = values[:, : num_items + 1]
+        self.values = values[:, 1 : num_items + 1]
+        self._extremes = self.values[FRAMES : SEQLEN + 1]
+        self.sums = sums[:, : num_items + 1]
+        self.totals = self.sums[:, num_items]
+        self.bounds = self.sums[PATCHES]
+        self.firsts = self.sums[PATCHES:FRAMES, :num_items].T
+        self.ends = self.totals[PATCHES:FRAMES]
+        self.grids = self.values[FRAMES:SEQUENCES].T
+
+    @classmethod
+    def of(cls, rows: Int64s) -> ShapeRows:
+        """rows: int64 [I, 7 or more], in memory of its own."""
+        made = RowArrays(len(rows)).rows(len(rows))
+        made.values[:] = rows[:, :NUM_SHAPE_COLUMNS].T
+        return made
+
+    def add_up(self) -> list[int]:
+        """Fills ``sums`` and returns the last: each column's over the batch."""
+        np.add.accumulate(self._summands, 1, None, self.sums)
+        totals: list[int] = self.totals.tolist()
+        return totals
+
+    def largest(self) -> list[int]:
+        """The largest of each column from FRAMES to SEQLEN."""
+        found: list[int] = np.maximum.reduce(self._extremes, 1).tolist()
+        return found
+
+
+class RowArrays:
+    """Memory for the rows of batches of up to ``capacity`` items, one batch at a time."""
+
+    def __init__(self, capacity: int, num_columns: int = NUM_SHAPE_COLUMNS) -> None:
+        # The first item's sums begin at column 0, which stays zeros.
+        self.values = np.zeros((num_columns, capacity + 1), np.int64)
+        self.sums = np.zeros_like(self.values)
+
+    def rows(self, num_items: int) -> ShapeRows:
+        return ShapeRows(self.values, self.sums, num_items)
+
+
+class TablePlaces:
+    """Where a batch of so many items and sequences writes its part of FusedInputs.table, and the padding."""
+
+    __slots__ = ("bounds", "firsts", "grids", "rest", "unused_firsts", "unused_grids")
+
+    def __init__(self, table: Int32s, num_slots: int, num_items: int, num_sequences: int) -> None:
+        start = items_start(num_slots)
+        items = table[start:].reshape(-1, NUM_COLUMNS)
+        self.bounds = table[: num_sequences + 1]
+        self.rest = table[num_sequences + 1 : start]
+        self.firsts, self.grids = items[:num_items, :2], items[:num_items, 2:]
+        self.unused_firsts, self.unused_grids = items[num_items:, :2], items[num_items:, 2:]
+
+
 class BatchShape:
     """What grids add up to, before anything is laid out: scalars to choose a bucket by, and ``write``, which
     puts the table where it is to be.
 
-    shapes: int64 [I, 7 or more], SHAPE_COLUMNS of each item first. sums: of each column. All work is on
-    columns, so that items cost next to nothing each.
+    rows: of the batch, in whose memory the next batch's may be soon: ``write`` and ``seqlens`` before that.
+    totals: of each column. All work is on columns, so that items cost next to nothing each.
     """
 
-    def __init__(self, shapes: ShapeRows, *, merge_size: int, merges_time: bool) -> None:
-        self._shapes = shapes
-        self.num_items = len(shapes)
-        sums, most = shapes.sum(0).tolist(), shapes.max(0).tolist()
-        self.num_patches: int = sums[PATCHES]
-        self.num_places: int = sums[PLACES]
-        self.num_sequences: int = sums[SEQUENCES]
-        self.max_seqlen: int = most[SEQLEN]
-        self.num_frames: int = most[FRAMES] if merges_time else 1
-        self.num_rows = self.num_places // merge_size**2
-        self.sums: list[int] = sums
+    __slots__ = (
+        "_rows",
+        "max_seqlen",
+        "num_frames",
+        "num_items",
+        "num_patches",
+        "num_places",
+        "num_rows",
+        "num_sequences",
+        "totals",
+    )
+
+    def __init__(self, rows: ShapeRows, *, merge_size: int, merges_time: bool) -> None:
+        self._rows = rows
+        self.totals = totals = rows.add_up()
+        most = rows.largest()
+        self.num_items = len(rows.bounds) - 1
+        self.num_patches = totals[PATCHES]
+        self.num_places = totals[PLACES]
+        self.num_sequences = totals[SEQUENCES]
+        self.max_seqlen = most[SEQLEN - FRAMES]
+        self.num_frames = most[0] if merges_time else 1
+        self.num_rows = self.num_places // (merge_size * merge_size)
 
     @property
     def seqlens(self) -> tuple[int, ...]:
         """The length of each attention sequence."""
-        return tuple(np.repeat(self._shapes[:, SEQLEN], self._shapes[:, SEQUENCES]).tolist())
+        values = self._rows.values
+        return tuple(np.repeat(values[SEQLEN], values[SEQUENCES]).tolist())
 
-    def write(self, table: npt.NDArray[np.int32], num_slots: int) -> None:
-        """FusedInputs.table for ``num_slots`` sequences into int32 ``table``, which has room for at least as
-        many items: what is beyond the batch's own becomes padding."""
-        shapes, num_sequences = self._shapes, self.num_sequences
-        ends = shapes[:, :FRAMES].cumsum(0)
-        if num_sequences == self.num_items:
-            bounds = ends[:, PATCHES]
+    def write(self, places: TablePlaces) -> None:
+        """FusedInputs.table; what is beyond the batch's own becomes padding."""
+        rows = self._rows
+        if self.num_sequences == self.num_items:
+            places.bounds[:] = rows.bounds
         else:
-            bounds = np.repeat(shapes[:, SEQLEN], shapes[:, SEQUENCES]).cumsum()
-        start = items_start(num_slots)
-        table[0] = 0
-        table[1 : num_sequences + 1] = bounds
-        table[num_sequences + 1 : start] = self.num_patches
-        items = table[start:].reshape(-1, NUM_COLUMNS)
-        own, unused = items[: self.num_items], items[self.num_items :]
-        np.subtract(ends, shapes[:, :FRAMES], out=own[:, :2], casting="same_kind")
-        own[:, 2:] = shapes[:, FRAMES:SEQUENCES]
-        unused[:] = (self.num_patches, self.num_places, 0, 1, 1)
+            places.bounds[0] = 0
+            places.bounds[1:] = np.repeat(rows.values[SEQLEN], rows.values[SEQUENCES]).cumsum()
+        places.rest.fill(self.num_patches)
+        places.firsts[:] = rows.firsts
+        places.grids[:] = rows.grids
+        if len(places.unused_grids):
+            places.unused_firsts[:] = rows.ends
+            places.unused_grids[:] = UNUSED_GRID
 
 
 def shape_row(grid: Grid, *, merges_time: bool) -> tuple[int, ...]:
@@ -182,7 +260,7 @@ class FusedInputBuilder:
             )
 
     def shape_of(self, shapes: ShapeRows) -> BatchShape:
-        """A batch of items that ``check_grid`` let pass."""
+        """A batch of items that ``check_grid`` let pass. Adds up its rows."""
         return BatchShape(shapes, merge_size=self.merge_size, merges_time=self.merges_time)
 
     def prepare(self, grids: Sequence[Grid]) -> FusedInputs:
@@ -190,7 +268,7 @@ class FusedInputBuilder:
         if not grids:
             raise GridMismatch("the batch has 0 items, needs at least 1", found=0)
         rows = b"".join([self._shape(grid) for grid in grids])
-        batch = self.shape_of(np.frombuffer(rows, np.int64).reshape(-1, NUM_SHAPE_COLUMNS))
+        batch = self.shape_of(ShapeRows.of(np.frombuffer(rows, np.int64).reshape(-1, NUM_SHAPE_COLUMNS)))
         if batch.num_patches > MAX_BATCH_PATCHES:
             raise GridMismatch(
                 f"the batch has {batch.num_patches} patches, at most {MAX_BATCH_PATCHES} can be numbered",
@@ -199,7 +277,7 @@ class FusedInputBuilder:
             )
         num_slots = batch.num_sequences
         table = np.empty(items_start(num_slots) + batch.num_items * NUM_COLUMNS, np.int32)
-        batch.write(table, num_slots)
+        batch.write(TablePlaces(table, num_slots, batch.num_items, num_slots))
         return FusedInputs(
             table=torch.from_numpy(table),
             num_slots=num_slots,

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from encoder_service.engine.copies import Copies, CopyList, Memory
 from encoder_service.engine.streams import Streams
 
 
@@ -57,8 +58,16 @@ class SteppedStream:
     def run(self, work: Callable[[], object]) -> None:
         self.queue.append(Work(work))
 
-    def run_raw(self, work: Callable[[int], object]) -> None:
-        self.queue.append(Work(lambda: work(0)))
+    def copy(self, copies: Copies, destination: Memory, source: Memory, num_bytes: int) -> None:
+        self.run(lambda: copies.one(destination, source, num_bytes, 0))
+
+    def copy_many(self, copies: Copies, pieces: CopyList, count: int) -> None:
+        """The lists may be written again as soon as the call is over."""
+        kept = CopyList(pieces.destinations.copy(), pieces.sources.copy(), pieces.sizes.copy())
+        self.run(lambda: copies.many(kept, count, 0))
+
+    def follow(self) -> None:
+        pass
 
     def record(self, event: SteppedEvent) -> None:
         event.recorded += 1
@@ -104,14 +113,18 @@ class SteppedDevice:
         self.choose = choose
         self.failure: Exception | None = None
         self.steps = 0
-        self.compute, self.upload, self.download = (SteppedStream(self) for _ in range(3))
+        self.compute, self.upload, self.download, self.place = (SteppedStream(self) for _ in range(4))
+
+    @property
+    def all(self) -> tuple[SteppedStream, SteppedStream, SteppedStream, SteppedStream]:
+        return self.compute, self.upload, self.download, self.place
 
     @property
     def streams(self) -> Streams:
         def make() -> SteppedEvent:
             return SteppedEvent(self)
 
-        return Streams(self.compute, self.upload, self.download, make, make, make)
+        return Streams(*self.all, make, make, make)
 
     def check(self) -> None:
         if self.failure is not None:
@@ -119,7 +132,7 @@ class SteppedDevice:
 
     def step(self) -> bool:
         """Runs one piece of some stream; False when no stream can go on."""
-        runnable = [stream for stream in (self.compute, self.upload, self.download) if stream.is_runnable]
+        runnable = [stream for stream in self.all if stream.is_runnable]
         if runnable:
             runnable[self.choose(len(runnable))].step()
         return bool(runnable)

@@ -50,7 +50,7 @@ class FakeRunner:
         def make() -> InlineEvent:
             return InlineEvent(self.clock)
 
-        self.streams = Streams(stream, stream, stream, make, make, make)
+        self.streams = Streams(stream, stream, stream, stream, make, make, make)
         self.launched: list[tuple[Launch, Bucket]] = []
         self._us_of = us_of
         self._inputs = FusedInputBuilder(lambda grid: None, merge_size=MERGE, merges_time=False)

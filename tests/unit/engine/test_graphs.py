@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import re
 import time
+from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,14 +15,23 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from encoder_service.engine.copies import HostCopies
 from encoder_service.engine.graphs import GraphRunner, filling_grids
-from encoder_service.engine.staging import ALIGNMENT_BYTES, Layout, Staging
-from encoder_service.engine.streams import InlineEvent, streams_of
+from encoder_service.engine.staging import (
+    ALIGNMENT_BYTES,
+    NUM_METADATA_SLOTS,
+    NUM_UPLOAD_COLUMNS,
+    Layout,
+    Staging,
+    UploadArrays,
+)
+from encoder_service.engine.streams import InlineStream, Passage, streams_of
 from encoder_service.errors import ConfigurationError, NotReady, PixelTensorMismatch
 from encoder_service.scheduler.buckets import Bucket, BucketLadder, default_ladder
-from encoder_service.towers.fused_inputs import shape_row
+from encoder_service.towers.fused_inputs import NUM_SHAPE_COLUMNS, shape_row
 from encoder_service.types import Grid
 from tests.unit.engine.bucketed_tower import PATCH_DIM, WIDTH, SmallTower
+from tests.unit.engine.stepped_device import SteppedDevice
 
 CPU = torch.device("cpu")
 FRAMES = 3
@@ -198,24 +210,29 @@ def test_a_writer_that_fails_leaves_the_runner_usable() -> None:
     assert torch.isfinite(rows).all()
 
 
-def test_p30_a_launch_that_failed_half_way_is_waited_for_as_well() -> None:
-    """It has written to the static buffers in its stream; the next launch may be in another."""
-    streams = streams_of(CPU, itertools.count(1.0).__next__)
-    runner = GraphRunner(SmallTower(), LADDER, CPU, capture=False, clock=time.monotonic, streams=streams)
-    written_s = 0.0
+def test_p30_every_launch_follows_the_one_before_also_one_that_failed_half_way() -> None:
+    """That has written to the static buffers in its stream; the next launch may be in another."""
+    order: list[str] = []
 
-    def write_half(target: torch.Tensor) -> None:
-        nonlocal written_s
-        event = streams.make_event()
-        streams.compute.record(event)
-        assert isinstance(event, InlineEvent)
-        written_s = event.passed_s
+    class Followed(InlineStream):
+        def follow(self) -> None:
+            order.append("follow")
+
+        def run(self, work: Callable[[], object]) -> None:
+            order.append("run")
+            super().run(work)
+
+    streams = replace(streams_of(CPU, time.monotonic), compute=Followed())
+    runner = GraphRunner(SmallTower(), LADDER, CPU, capture=False, clock=time.monotonic, streams=streams)
+    assert order == ["follow"]  # what the static buffers were made with
+
+    def fail(target: torch.Tensor) -> None:
         raise ValueError("no more pixels")
 
-    with pytest.raises(ValueError, match="no more pixels"):
-        runner.run(runner.prepare([Grid(1, 4, 4)]), write_half)
-    assert isinstance(runner._finished, InlineEvent)
-    assert runner._finished.passed_s > written_s > 0
+    for pixels in (fail, [pixels_of([Grid(1, 4, 4)])]):
+        with contextlib.suppress(ValueError):
+            runner.run(runner.prepare([Grid(1, 4, 4)]), pixels)
+    assert order == ["follow", *["follow", "run"] * 2]
 
 
 def test_p27_capture_needs_a_gpu_and_without_capture_nothing_is_to_be_done() -> None:
@@ -276,17 +293,48 @@ def test_staging_lays_fields_out_apart_and_restores_them() -> None:
         assert low.offset_bytes + low.num_bytes <= high.offset_bytes
     static = torch.zeros(layout.num_bytes + 64, dtype=torch.uint8)
     views = layout.views(static)
-    staging = Staging(static, streams_of(CPU, time.monotonic))
+    streams = streams_of(CPU, time.monotonic)
+    staging = Staging(static, streams, HostCopies())
+    arrays = UploadArrays(9)
+    passage = Passage(streams.make_event(), streams.make_event())
     for grids, inputs in zip(batches, padded, strict=True):
         staging.load(inputs, layout)
         assert torch.equal(views["table"], inputs.table)
         static.fill_(255)
-        rows = np.array([shape_row(grid, merges_time=True) for grid in grids], np.int64)
-        sources = np.arange(2 * len(grids)).reshape(-1, 2)
-        staging.load_shape(tower.shape_of(rows), sources, layout)
+        sizes = [100 * (index + 3) for index in range(len(grids))]
+        rows = np.zeros((len(grids), NUM_UPLOAD_COLUMNS), np.int64)
+        rows[:, :NUM_SHAPE_COLUMNS] = [shape_row(grid, merges_time=True) for grid in grids]
+        rows[:, NUM_SHAPE_COLUMNS:] = [(0, size, index, 1) for index, size in enumerate(sizes)]
+        upload = arrays.rows(len(grids))
+        upload.fill(rows)
+        staging.load_shape(tower.shape_of(upload), upload, 1000, layout, passage)
         assert torch.equal(views["table"], inputs.table)
-        assert views["sources"][: len(grids)].tolist() == sources.tolist()
+        assert views["sources"][: len(grids)].tolist() == [
+            [1000 + 512 * index, index] for index in range(len(grids))
+        ]
         assert static[layout.num_bytes :].tolist() == [255] * 64
+
+
+def test_p30_metadata_is_not_written_over_before_the_batch_that_had_the_slot_has_ended() -> None:
+    device = SteppedDevice(lambda count: 0)
+    tower = SmallTower()
+    layout = Layout.of(tower.pad(tower.prepare([Grid(1, 4, 4)]), LADDER.buckets[0]))
+    static = torch.zeros(layout.num_bytes, dtype=torch.uint8)
+    staging, arrays = Staging(static, device.streams, HostCopies()), UploadArrays(1)
+    patches, seen = [4 * side for side in range(1, NUM_METADATA_SLOTS + 3)], []
+    table = layout.views(static)["table"]
+    for num_patches in patches:
+        rows = np.zeros((1, NUM_UPLOAD_COLUMNS), np.int64)
+        rows[0, :NUM_SHAPE_COLUMNS] = shape_row(Grid(1, 2, num_patches // 2), merges_time=False)
+        upload = arrays.rows(1)
+        upload.fill(rows)
+        passage = Passage(*(device.streams.make_event() for _ in range(2)))
+        staging.load_shape(tower.shape_of(upload), upload, 0, layout, passage)
+        device.compute.run(lambda: seen.append(int(table[1])))
+        device.compute.record(passage.ended)  # type: ignore[arg-type]
+    while device.step():
+        pass
+    assert seen == patches
 
 
 def test_rows_have_the_tower_width() -> None:

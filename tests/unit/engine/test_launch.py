@@ -6,25 +6,26 @@ import itertools
 import random
 import time
 from collections import deque
+from collections.abc import Callable
 
-import numpy as np
-import numpy.typing as npt
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from encoder_service.engine.graphs import GraphRunner
+from encoder_service.engine.copies import Copies, CopyList, HostCopies, Memory, TorchCopies
+from encoder_service.engine.graphs import Captured, GraphRunner
 from encoder_service.engine.launch import LaunchedBatch, TowerLauncher, host_seconds
 from encoder_service.engine.rows import NUM_HOST_SLOTS, HostRows, PlacedRows
 from encoder_service.engine.streams import streams_of
 from encoder_service.errors import InternalError, PixelTensorMismatch
 from encoder_service.scheduler.buckets import Bucket, BucketLadder
-from encoder_service.towers.fused_inputs import BatchShape, FusedInputs, ShapeRows
+from encoder_service.towers.fused_inputs import BatchShape, FusedInputs, ShapeRows, TablePlaces
 from encoder_service.types import FrameItem, Grid, PatchItem, TowerItem
 from tests.fakes import FakePreprocessor
+from tests.parity.tower_cases import fresh_seed
 from tests.unit.engine.bucketed_tower import PATCH_DIM, WIDTH, SmallTower
-from tests.unit.engine.stepped_device import SteppedDevice
+from tests.unit.engine.stepped_device import Record, SteppedDevice, Wait
 
 CPU = torch.device("cpu")
 FRAMES = 2
@@ -66,8 +67,28 @@ class PixelPatches(FakePreprocessor):
         return frames_THWC.reshape(-1, 3).repeat(1, 2).float() / 64
 
 
+class SteppedGraph:
+    """What a captured graph's replay is to the device: work in the compute stream, in known memory."""
+
+    def __init__(self, device: SteppedDevice, work: Callable[[], object]) -> None:
+        self.device = device
+        self.work = work
+
+    def replay(self) -> None:
+        self.device.compute.run(self.work)
+
+
 class Rig:
-    def __init__(self, device: SteppedDevice, *, merges_time: bool = False) -> None:
+    """replayed: forward passes are replays, which leave their rows in the pool's memory."""
+
+    def __init__(
+        self,
+        device: SteppedDevice,
+        *,
+        merges_time: bool = False,
+        replayed: bool = False,
+        copies: Copies | None = None,
+    ) -> None:
         self.device = device
         self.tower = PoolTower(merges_time=merges_time)
         self.preprocessor = PixelPatches()
@@ -78,6 +99,7 @@ class Rig:
             capture=False,
             clock=itertools.count().__next__,
             streams=device.streams,
+            copies=copies,
         )
         self.launcher = TowerLauncher(
             self.tower,  # type: ignore[arg-type]
@@ -85,6 +107,13 @@ class Rig:
             self.runner,
             clock=itertools.count().__next__,
         )
+        if replayed:
+            self.runner._graphs = {bucket: self.captured(bucket) for bucket in LADDER.buckets}
+
+    def captured(self, bucket: Bucket) -> Captured:
+        inputs, pool = self.runner._inputs[bucket], self.tower.pool
+        graph = SteppedGraph(self.device, lambda: self.tower(inputs))
+        return Captured(graph, pool, Memory(pool))  # type: ignore[arg-type]
 
     def expected(self, items: list[TowerItem]) -> list[torch.Tensor]:
         """Each item's rows from a forward of its own."""
@@ -172,15 +201,16 @@ class Checker:
             assert rows.untyped_storage().nbytes() == rows.nbytes
 
 
+@pytest.mark.parametrize("replayed", [False, True])
 @pytest.mark.parametrize("merges_time", [False, True])
 @settings(deadline=None, max_examples=40)
 @given(seed=st.integers(0, 1 << 30), actions=st.lists(st.sampled_from("llfss"), max_size=30))
 def test_p14_p20_p30_rows_are_right_in_any_order_of_the_device(
-    merges_time: bool, seed: int, actions: list[str]
+    merges_time: bool, replayed: bool, seed: int, actions: list[str]
 ) -> None:
     generator = random.Random(seed)
     device = SteppedDevice(Favouring(generator))
-    rig = Rig(device, merges_time=merges_time)
+    rig = Rig(device, merges_time=merges_time, replayed=replayed)
     checker = Checker(rig, generator)
     for action in actions:
         if action == "s":
@@ -203,11 +233,11 @@ def test_p14_p20_p30_rows_are_right_in_any_order_of_the_device(
 def test_a_place_that_is_not_the_rows_is_refused_with_both_shapes() -> None:
     rig = Rig(SteppedDevice(lambda count: 0))
     item = PatchItem(torch.zeros(4, PATCH_DIM), Grid(1, 2, 2))
-    for place in (torch.empty(2, WIDTH), torch.empty(1, WIDTH, dtype=torch.float16)):
-        launched = rig.launcher.launch([item], [place])
+    strided = torch.empty(WIDTH, 2)[:, :1].T
+    for place in (torch.empty(2, WIDTH), torch.empty(1, WIDTH, dtype=torch.float16), strided):
         with pytest.raises(InternalError, match=r"torch\.float.* was reserved, .* \(1, \d+\)"):
-            launched.wait()
-        rig = Rig(SteppedDevice(lambda count: 0))
+            rig.launcher.launch([item], [place])
+    assert not rig.tower.forwards
 
 
 def test_p21_places_of_an_abandoned_batch_are_still_when_they_are_given_back() -> None:
@@ -262,10 +292,10 @@ def test_the_hosts_own_work_does_not_count_as_the_devices() -> None:
     now_s = 0.0
 
     class SlowShape(BatchShape):
-        def write(self, table: npt.NDArray[np.int32], num_slots: int) -> None:
+        def write(self, places: TablePlaces) -> None:
             nonlocal now_s
             now_s += 1.0
-            super().write(table, num_slots)
+            super().write(places)
 
     class SlowlyPadded(PoolTower):
         def shape_of(self, shapes: ShapeRows) -> BatchShape:
@@ -309,13 +339,87 @@ def test_p30_launches_in_a_row_without_any_wait_keep_their_own_metadata(seed: in
 def test_p14_p30_more_batches_in_flight_than_slots_keep_their_own_rows(seed: int, num_batches: int) -> None:
     """Rows lie in memory that the next batch overwrites, whether or not a slot is free."""
     generator = random.Random(seed)
-    checker = Checker(Rig(SteppedDevice(Favouring(generator))))
+    rig = Rig(SteppedDevice(Favouring(generator)), replayed=generator.random() < 0.5)
+    checker = Checker(rig, generator if generator.random() < 0.5 else None)
     for _ in range(num_batches):
         checker.launch([random_item(generator) for _ in range(generator.randint(1, 3))])
     while checker.in_flight:
         checker.finish()
     sink = host_rows(checker.rig.launcher)
-    assert 2 <= len(sink.device_slots) <= num_batches
+    assert 2 <= len(sink.device_slots) <= max(2, num_batches)
+
+
+def test_p21_places_of_an_abandoned_replay_are_still_when_they_are_given_back() -> None:
+    device = SteppedDevice(lambda count: 0)
+    sink = PlacedRows(HostRows(WIDTH, torch.float32, CPU, device.streams, MAX_ROWS))
+    place, rows = torch.zeros(2, WIDTH), torch.ones(4, WIDTH)
+    target = sink.open([2], [place])
+    target.write_memory(Memory(rows), 2)
+    ended = device.streams.make_event()
+    device.compute.record(ended)  # type: ignore[arg-type]
+    assert target.send(ended) is not None
+    target.abandon()
+    assert bool((place == 1).all())
+    assert not device.place.queue
+    rows.fill_(7)
+    assert bool((place == 1).all())
+
+
+def test_rows_next_to_each_other_on_both_sides_are_one_copy() -> None:
+    device = SteppedDevice(lambda count: 0)
+    sink = PlacedRows(HostRows(WIDTH, torch.float32, CPU, device.streams, MAX_ROWS))
+    arena, rows = torch.zeros(12, WIDTH), torch.randn(9, WIDTH)
+    counts, starts = [2, 1, 3, 1, 2], [0, 2, 4, 7, 10]
+    places = [arena[start : start + count] for start, count in zip(starts, counts, strict=True)]
+    seen: list[list[list[int]]] = []
+
+    class Watched(HostCopies):
+        def many(self, copies: CopyList, count: int, stream: int) -> None:
+            seen.append(copies.first(count))
+            super().many(copies, count, stream)
+
+    sink._others.copies = Watched()
+    target = sink.open(counts, places)
+    target.write_memory(Memory(rows), 9)
+    target.send(device.streams.make_event())
+    target.wait()
+    assert [[size for _, _, size in one] for one in seen] == [[3 * WIDTH * 4, 4 * WIDTH * 4, 2 * WIDTH * 4]]
+    assert torch.equal(torch.cat(list(target.collect())), rows)
+    assert not arena[3].any()
+    assert not arena[8:10].any()
+
+
+def test_who_was_waited_for_is_not_waited_for_on_the_device_again() -> None:
+    """Events of a batch that is over belong to the next; the fourth batch finds its slots free."""
+    device = SteppedDevice(lambda count: 0)
+    rig = Rig(device, replayed=True)
+    item = PatchItem(torch.zeros(4, PATCH_DIM), Grid(1, 2, 2))
+    for _ in range(3):
+        launched = rig.launcher.launch([item])
+        launched.wait()
+        list(launched.collect())
+    rig.launcher.launch([item])
+    waits = {name: sum(isinstance(piece, Wait) for piece in getattr(device, name).queue) for name in
+             ("compute", "upload", "download", "place")}  # fmt: skip
+    records = {name: sum(isinstance(piece, Record) for piece in getattr(device, name).queue) for name in
+               ("compute", "upload", "download", "place")}  # fmt: skip
+    assert waits == {"compute": 1, "upload": 0, "download": 1, "place": 0}
+    assert records == {"compute": 2, "upload": 1, "download": 1, "place": 0}
+
+
+@pytest.mark.parametrize("placed", [False, True])
+def test_rows_through_torch_are_the_rows_by_address(placed: bool) -> None:
+    generator = random.Random(fresh_seed())
+    found: list[list[torch.Tensor]] = []
+    items = [random_item(generator) for _ in range(4)]
+    for copies in (HostCopies(), TorchCopies(CPU)):
+        device = SteppedDevice(lambda count: 0)
+        rig = Rig(device, replayed=True, copies=copies)
+        places = [torch.full_like(one, torch.nan) for one in rig.expected(items)] if placed else []
+        launched = rig.launcher.launch(items, places)
+        launched.wait()
+        found.append(list(launched.collect()))
+    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
 
 
 def test_the_host_does_not_wait_while_two_batches_are_handed_over() -> None:
