@@ -23,6 +23,7 @@ import torch
 from rich.console import Console
 from rich.progress import Progress
 
+from encoder_service.admin.access import open_admin
 from encoder_service.admin.app import AdminServer, create_admin_app
 from encoder_service.admin.gauges import register_gauges
 from encoder_service.config import Settings
@@ -36,8 +37,8 @@ from encoder_service.ingest.decode import DecodeLimits
 from encoder_service.ingest.registry import load_preprocessor
 from encoder_service.metrics import Metrics
 from encoder_service.pipeline import Pipeline, ServedModel
+from encoder_service.rpc.doors import call_gate, open_grpc
 from encoder_service.rpc.resident_calls import ResidentCalls
-from encoder_service.rpc.server import GrpcServer
 from encoder_service.rpc.server_info import server_info
 from encoder_service.rpc.servicer import VisionEncoderServicer
 from encoder_service.scheduler.admission import Admission, Undelivered
@@ -49,6 +50,7 @@ from encoder_service.transport.pixel_input import PixelInput, open_pixel_input
 from encoder_service.transport.shared_memory import SharedMemory, host_id, open_shared_store, share
 from encoder_service.transport.shared_metrics import export_pixels, export_shared
 from encoder_service.types import Grid
+from encoder_service.urls.open import open_urls
 from vision_encoder.v1 import encoder_pb2 as pb
 
 log = structlog.get_logger(__name__)
@@ -77,7 +79,8 @@ class Service:
         self._workers = ThreadPoolExecutor(
             settings.ingest_threads or usable_cores(), thread_name_prefix="ingest"
         )
-        self._grpc = GrpcServer(max_message_bytes=settings.max_message_bytes)
+        self._grpc, self._gate = open_grpc(settings), call_gate(settings, self.metrics)
+        self._urls = open_urls(settings)
         self._admin: AdminServer | None = None
         self._not_ready: str | None = "starting"
         self._fault: DeviceFault | None = None
@@ -102,7 +105,7 @@ class Service:
         try:
             self.addresses = self._grpc.bind(settings.listen)
             if settings.admin_listen:
-                self._admin = AdminServer(create_admin_app(self, self.metrics), settings.admin_listen)
+                self._admin = open_admin(create_admin_app(self, self.metrics), settings)
                 self.admin_address = self._admin.address
                 self._admin.start()
             started_s = time.monotonic()
@@ -131,10 +134,11 @@ class Service:
                 max_request_bytes=settings.max_queued_bytes,
                 shared=self.shared,
                 pixels=self.pixels,
+                urls=self._urls,
             )
             if self.shared is not None:
                 self.shared.fetches.answer = ResidentCalls(self.pipeline, self.shared).answer
-            await self._grpc.start(servicer)
+            await self._grpc.start(servicer, self._gate)
         except BaseException as error:
             await self._release()
             if isinstance(error, Exception) and not isinstance(error, StartupError):
@@ -190,6 +194,8 @@ class Service:
         if self.shared is not None:
             await self.shared.stop()
         await self.pixels.stop()
+        if self._urls is not None:
+            await self._urls.close()
         self._workers.shutdown(wait=False, cancel_futures=True)
 
     # -- building --------------------------------------------------------------------------------------
@@ -229,15 +235,16 @@ class Service:
         return store
 
     def _build_pipeline(self, model: ServedModel, engine: DeviceEngine, store: RowStore) -> Pipeline:
+        settings = self.settings
         return Pipeline(
             model=model,
             store=store,
-            admission=Admission(self.settings.max_queued_patches, self.settings.max_queued_bytes),
+            admission=Admission(settings.max_queued_patches, settings.max_queued_bytes, time.monotonic),
             engine=engine,
             workers=self._workers,
             metrics=self.metrics,
-            max_patches_per_item=self.settings.max_patches_per_item,
-            undelivered=Undelivered(self.settings.max_undelivered_bytes),
+            max_patches_per_item=settings.max_patches_per_item,
+            undelivered=Undelivered(settings.max_undelivered_bytes),
         )
 
     def _leave_service(self, fault: DeviceFault) -> None:

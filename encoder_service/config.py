@@ -11,9 +11,10 @@ import re
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, SecretStr, ValidationError, field_validator, model_validator
-from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
+from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic_settings import NoDecode, SettingsConfigDict
 
+from encoder_service.config_access import AccessSettings, named_values
 from encoder_service.errors import ConfigurationError
 
 MIB = 1 << 20
@@ -23,7 +24,7 @@ ENV_PREFIX = "VE_"
 CHUNK_OVERHEAD_BYTES = 64
 
 
-class Settings(BaseSettings):
+class Settings(AccessSettings):
     """Settings of one service process. Sizes in bytes, times in the unit of the name."""
 
     model_config = SettingsConfigDict(
@@ -103,9 +104,6 @@ class Settings(BaseSettings):
     isolated_namespaces: Annotated[dict[str, int], NoDecode] = Field(
         {}, description="Namespaces with an arena of their own: name=bytes, comma separated."
     )
-    broker_tokens: Annotated[dict[str, SecretStr], NoDecode] = Field(
-        {}, description="What opens a namespace at the broker: name=token, comma separated."
-    )
     broker_open_namespaces: bool = Field(
         True, description="A namespace without a token is open to everyone who reaches the broker's socket."
     )
@@ -174,8 +172,8 @@ class Settings(BaseSettings):
         for name, num_bytes in self.isolated_namespaces.items():
             if num_bytes < MIB:
                 raise ValueError(f"isolated namespace {name!r} has {num_bytes} bytes, the least is {MIB}")
-            if name not in self.broker_tokens:
-                raise ValueError(f"isolated namespace {name!r} needs a token in broker_tokens")
+            if name not in self.namespace_tokens() and self.tokens_file is None:
+                raise ValueError(f"isolated namespace {name!r} needs a token in tokens or tokens_file")
             if name in self.namespace_shares:
                 raise ValueError(f"isolated namespace {name!r} has all of its arena and no share in another")
         if self.device_arena_bytes and not self.broker_path:
@@ -228,21 +226,12 @@ class Settings(BaseSettings):
         return self
 
     @field_validator(
-        "isolated_namespaces", "isolated_device_bytes", "broker_tokens", "namespace_shares", mode="before"
+        "isolated_namespaces", "isolated_device_bytes", "namespace_shares", mode="before"
     )
     @classmethod
     def split_by_name(cls, value: object) -> object:
         """``name=value`` pairs in a comma list; the default namespace's name is empty."""
-        if not isinstance(value, str):
-            return value
-        found: dict[str, str] = {}
-        for part in filter(None, value.split(",")):
-            name, separator, text = part.partition("=")
-            if not separator or not text or name.strip() in found:
-                # The text may be a token: only the name is repeated.
-                raise ValueError(f"{name.strip()!r} is not one name=value of a comma list")
-            found[name.strip()] = text.strip()
-        return found
+        return named_values(value)
 
     @field_validator("bucket_sizes", "broker_allowed_uids", "shm_allowed_uids", "shm_prefixes", mode="before")
     @classmethod

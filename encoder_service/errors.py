@@ -11,7 +11,11 @@ VisionEncoderError
 │   ├── GridMismatch             the grid disagrees with the rows, the merge size or the family
 │   ├── PixelTensorMismatch      wrong dtype, rank, width or byte count of a pixel tensor
 │   ├── NonFinitePixels          NaN or infinity in a pixel tensor
-│   └── UnsupportedContent       a kind of content this server does not take
+│   ├── UnsupportedContent       a kind of content this server does not take
+│   ├── UrlRefused               a URL that the rules for addresses or the allow-list do not let through
+│   └── UrlContent               what lies at a URL is no image that is taken, or nothing lies there
+├── Unauthenticated              no token, or one that opens nothing here
+├── PermissionDenied             a token that opens something else
 ├── NotFound
 │   ├── UnknownModel
 │   ├── UnknownKey               neither held nor in flight
@@ -19,10 +23,12 @@ VisionEncoderError
 ├── StaleLease                   the slot has another tenant by now
 ├── Overloaded                   retry later
 │   ├── QueueFull
-│   └── StoreFull
+│   ├── StoreFull
+│   └── TooManyCalls             calls in progress, in all or from one host
 ├── Unavailable                  retry elsewhere
 │   ├── NotReady
-│   └── Draining
+│   ├── Draining
+│   └── UrlUnreachable           the server of a URL did not answer, or not in time
 ├── TransportUnavailable         this delivery is not possible between these hosts
 ├── DeadlineExceeded             dropped before the device
 ├── Cancelled                    every caller left
@@ -103,6 +109,22 @@ class UnsupportedContent(InvalidInput):
     reason = "UNSUPPORTED_CONTENT"
 
 
+class UrlRefused(InvalidInput):
+    reason = "URL_REFUSED"
+
+
+class UrlContent(InvalidInput):
+    reason = "URL_CONTENT"
+
+
+class Unauthenticated(VisionEncoderError):
+    reason = "UNAUTHENTICATED"
+
+
+class PermissionDenied(VisionEncoderError):
+    reason = "PERMISSION_DENIED"
+
+
 class NotFound(VisionEncoderError):
     reason = "NOT_FOUND"
 
@@ -137,6 +159,10 @@ class StoreFull(Overloaded):
     reason = "STORE_FULL"
 
 
+class TooManyCalls(Overloaded):
+    reason = "TOO_MANY_CALLS"
+
+
 class Unavailable(VisionEncoderError):
     reason = "UNAVAILABLE"
     retryable = True
@@ -148,6 +174,10 @@ class NotReady(Unavailable):
 
 class Draining(Unavailable):
     reason = "DRAINING"
+
+
+class UrlUnreachable(Unavailable):
+    reason = "URL_UNREACHABLE"
 
 
 class TransportUnavailable(VisionEncoderError):

@@ -9,12 +9,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import ssl
 from collections.abc import Iterator
 from typing import Any, Protocol
 
 import uvicorn
 from fastapi import FastAPI, Response
 from google.protobuf.json_format import MessageToDict
+from starlette.types import ASGIApp
 
 from encoder_service.errors import ConfigurationError
 from encoder_service.metrics import CONTENT_TYPE, Metrics
@@ -80,15 +82,17 @@ def info_dict(message: pb.GetServerInfoResponse) -> dict[str, Any]:
 class AdminServer:
     """uvicorn on the service's own event loop, its socket bound at once, signals left to the service."""
 
-    def __init__(self, app: FastAPI, address: str) -> None:
+    def __init__(self, app: ASGIApp, address: str, tls: ssl.SSLContext | None = None) -> None:
         self._socket = bind_tcp(address)
         host, port = self._socket.getsockname()[:2]
         self.address = f"{host}:{port}"
-        self._server = _Uvicorn(
-            uvicorn.Config(
-                app, log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=2
-            )
+        config = uvicorn.Config(
+            app, log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=2
         )
+        if tls is not None:
+            config.load()
+            config.ssl = tls
+        self._server = _Uvicorn(config)
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:

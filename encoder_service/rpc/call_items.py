@@ -1,28 +1,33 @@
 """The items of one call, from messages to the pipeline's records.
 
 Owns where the reading of an item runs and how long what it read is counted; what messages mean is
-``convert``'s, segments of shared memory are ``transport.pixel_input``'s. Segments that a call names end with
-it at the latest, also where the call is refused, aborted or out of time before they were looked at.
+``convert``'s, segments of shared memory are ``transport.pixel_input``'s, URLs are ``urls``'s. Segments that a
+call names end with it at the latest, also where the call is refused, aborted or out of time before they were
+looked at.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import overload
+from typing import TypeVar, overload
 
+from encoder_service.errors import UnknownKey, UnsupportedContent
 from encoder_service.rpc import convert
 from encoder_service.scheduler.admission import Admission
 from encoder_service.transport.pixel_input import ItemPixels, PixelInput
-from encoder_service.types import Item
+from encoder_service.types import DigestOnly, EncodedFile, Item, Modality
+from encoder_service.urls.fetch import UrlFetcher
 from vision_encoder.v1 import encoder_pb2 as pb
 
 # A converted tensor below this is copied on the event loop.
 CONVERT_INLINE_BYTES = 1 << 20
+
+Answer = TypeVar("Answer")
 
 
 @dataclass(frozen=True)
@@ -33,6 +38,23 @@ class CallItem:
     pixels: ItemPixels | None
     admission: Admission
     workers: Executor
+    urls: UrlFetcher | None = None
+
+    async def ask(self, question: Callable[[Item], Awaitable[Answer]]) -> Answer:
+        """What the question has for an answer to the item, which is read for as long as that takes. Raises as
+        ``read``, as the question, and as ``UrlFetcher.content``."""
+        if self.urls is None or self.message.WhichOneof("content") != "url":
+            async with self.read() as item:
+                return await question(item)
+        item = convert.item_from_proto(self.message, fetched=b"")
+        if item.modality is not Modality.IMAGE:
+            raise UnsupportedContent("URLs of clips are not taken; send a clip as pixel tensors")
+        if item.content_digest is not None:
+            # Whoever knows what lies at the URL has it fetched only where it is not held.
+            with contextlib.suppress(UnknownKey):
+                return await question(replace(item, content=DigestOnly()))
+        async with self.urls.content(self.message.url, self.admission) as data:
+            return await question(replace(item, content=EncodedFile(data)))
 
     @contextlib.asynccontextmanager
     async def read(self) -> AsyncIterator[Item]:
@@ -65,9 +87,17 @@ class CallItems(Sequence[CallItem]):
         source: PixelInput,
         admission: Admission,
         workers: Executor,
+        urls: UrlFetcher | None = None,
     ) -> None:
+        """urls: without, items that are URLs are refused."""
         self._items = [
-            CallItem(message, source.item(convert.segment_from_proto(message), namespace), admission, workers)
+            CallItem(
+                message,
+                source.item(convert.segment_from_proto(message), namespace),
+                admission,
+                workers,
+                urls,
+            )
             for message in messages
         ]
 

@@ -120,9 +120,12 @@ def lease_s(lease_ms: int) -> float | None:
     return lease_ms / 1e3 if lease_ms else None
 
 
-def item_from_proto(message: pb.Item, shared_pixels: torch.Tensor | None = None) -> Item:
+def item_from_proto(
+    message: pb.Item, shared_pixels: torch.Tensor | None = None, fetched: bytes | None = None
+) -> Item:
     """An item with its content. May copy a pixel tensor: not for the event loop when that is large.
-    shared_pixels: what the segment held that the item names, where it names one.
+    shared_pixels: what the segment held that the item names, where it names one; fetched: what lay at the
+    item's URL, where it has one.
 
     Raises InvalidRequest (modality, missing content), InvalidDigest, InvalidOption, UnsupportedContent
     (URL), TransportUnavailable (shared memory), PixelTensorMismatch.
@@ -134,11 +137,13 @@ def item_from_proto(message: pb.Item, shared_pixels: torch.Tensor | None = None)
     digest = message.content_digest or None
     if digest is not None:
         check_digest(digest)
-    content = content_from_proto(message, shared_pixels)
+    content = content_from_proto(message, shared_pixels, fetched)
     return Item(modality, content, digest, options_from_proto(message.options))
 
 
-def content_from_proto(message: pb.Item, shared_pixels: torch.Tensor | None = None) -> Content:
+def content_from_proto(
+    message: pb.Item, shared_pixels: torch.Tensor | None = None, fetched: bytes | None = None
+) -> Content:
     """The item's content. Raises as ``item_from_proto``."""
     match message.WhichOneof("content"):
         case "encoded":
@@ -148,6 +153,8 @@ def content_from_proto(message: pb.Item, shared_pixels: torch.Tensor | None = No
         case "digest_only":
             return DigestOnly()
         case "url":
+            if fetched is not None:
+                return EncodedFile(fetched)
             raise UnsupportedContent("this server takes no URLs; send the bytes")
         case _:
             raise InvalidRequest("the item has no content: set encoded, pixels or digest_only")

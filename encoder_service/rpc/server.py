@@ -1,7 +1,8 @@
-"""The gRPC server: handlers, health, reflection, addresses.
+"""The gRPC server: handlers, health, reflection, addresses, TLS, bounds on connections.
 
 Owns how the servicer meets the network. Addresses are bound before the model loads, so that a taken port
-fails at once.
+fails at once. With certificates every ``host:port`` speaks TLS and nothing else; unix sockets never do, the
+permissions of their files are what protects them.
 """
 
 from __future__ import annotations
@@ -10,17 +11,21 @@ import contextlib
 import os
 import socket
 import stat
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from encoder_service.errors import ConfigurationError
+from encoder_service.rpc import observed
 from encoder_service.rpc.convert import serialize_event
+from encoder_service.rpc.gate import CallGate
 from encoder_service.rpc.servicer import VisionEncoderServicer
+from encoder_service.tls import CertificateFiles, Certificates
 from vision_encoder.v1 import encoder_pb2 as pb
 
 SERVICE = "vision_encoder.v1.VisionEncoder"
@@ -28,20 +33,66 @@ SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 
+@dataclass(frozen=True)
+class ConnectionBounds:
+    """What one connection, and all of them, may do. Times in seconds.
+
+    A connection is pinged where nothing has come from it for ping_after_s, and is over when that is not
+    answered within ping_timeout_s. One that pings us more often than every min_ping_interval_s while we send
+    nothing is closed (ENHANCE_YOUR_CALM). idle_s: without a call for so long, it is closed; age_s: so it is
+    at this age, when its calls have ended, 0 for never; handshake_s: HTTP/2 and TLS have to be settled then.
+    """
+
+    max_connections: int = 1024
+    """On each address; others are closed as they come."""
+    max_streams: int = 2112
+    """Calls at a time on one connection; the client holds others back."""
+    min_ping_interval_s: float = 10.0
+    ping_after_s: float = 60.0
+    ping_timeout_s: float = 20.0
+    idle_s: float = 1800.0
+    age_s: float = 0.0
+    handshake_s: float = 20.0
+    max_metadata_bytes: int = 16384
+
+    def channel_arguments(self) -> list[tuple[str, int]]:
+        """In gRPC's names."""
+        arguments = [
+            ("grpc.max_allowed_incoming_connections", self.max_connections),
+            ("grpc.max_concurrent_streams", self.max_streams),
+            ("grpc.http2.min_ping_interval_without_data_ms", int(self.min_ping_interval_s * 1e3)),
+            # A quiet connection may be pinged too: a client that waits between calls finds out that we left.
+            ("grpc.keepalive_permit_without_calls", 1),
+            ("grpc.keepalive_time_ms", int(self.ping_after_s * 1e3)),
+            ("grpc.keepalive_timeout_ms", int(self.ping_timeout_s * 1e3)),
+            ("grpc.max_connection_idle_ms", int(self.idle_s * 1e3)),
+            ("grpc.server_handshake_timeout_ms", int(self.handshake_s * 1e3)),
+            ("grpc.max_metadata_size", self.max_metadata_bytes),
+            ("grpc.absolute_max_metadata_size", self.max_metadata_bytes),
+        ]
+        if self.age_s:
+            arguments.append(("grpc.max_connection_age_ms", int(self.age_s * 1e3)))
+        return arguments
+
+
 class GrpcServer:
     """One grpc.aio server on TCP and unix addresses. ``bind``, ``start``, ``stop`` in that order."""
 
-    def __init__(self, *, max_message_bytes: int) -> None:
+    def __init__(
+        self,
+        *,
+        max_message_bytes: int,
+        bounds: ConnectionBounds | None = None,
+        certificates: CertificateFiles | None = None,
+    ) -> None:
+        """certificates: without, every address speaks in clear."""
+        self._certificates = certificates
         self._server = grpc.aio.server(
             options=[
                 ("grpc.max_receive_message_length", max_message_bytes),
                 ("grpc.max_send_message_length", max_message_bytes),
                 ("grpc.so_reuseport", 0),
-                # A client may ping a quiet or busy connection every ten seconds.
-                ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
-                ("grpc.keepalive_permit_without_calls", 1),
-                ("grpc.keepalive_time_ms", 60_000),
-                ("grpc.keepalive_timeout_ms", 20_000),
+                *(bounds or ConnectionBounds()).channel_arguments(),
             ]
         )
         self._health = health.aio.HealthServicer()
@@ -57,7 +108,10 @@ class GrpcServer:
                 remove_dead_socket(path)
                 self._unix_paths.append(path)
             try:
-                port = self._server.add_insecure_port(address)
+                if self._certificates is None or address.startswith("unix:"):
+                    port = self._server.add_insecure_port(address)
+                else:
+                    port = self._server.add_secure_port(address, server_credentials(self._certificates))
             except RuntimeError as error:
                 raise ConfigurationError(f"cannot listen on {address}: {error}") from None
             if not port:
@@ -65,11 +119,11 @@ class GrpcServer:
             bound.append(address if address.startswith("unix:") else f"{address.rpartition(':')[0]}:{port}")
         return tuple(bound)
 
-    async def start(self, servicer: VisionEncoderServicer) -> None:
-        """Registers everything and answers calls from now on."""
-        self._server.add_generic_rpc_handlers(
-            (grpc.method_handlers_generic_handler(SERVICE, method_handlers(servicer)),)
-        )
+    async def start(self, servicer: VisionEncoderServicer, gate: CallGate | None = None) -> None:
+        """Registers everything and answers calls from now on. gate: what calls pass first; by default one
+        that lets everybody in."""
+        handlers = method_handlers(servicer, CallGate() if gate is None else gate)
+        self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         reflection.enable_server_reflection(
             (SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server
@@ -90,27 +144,58 @@ class GrpcServer:
                 path.unlink()
 
 
-def method_handlers(servicer: VisionEncoderServicer) -> dict[str, grpc.RpcMethodHandler[Any, Any]]:
-    """Handlers by method name. Streams serialise their own chunks; all else is plain protobuf."""
-    unary: Callable[..., grpc.RpcMethodHandler[Any, Any]] = grpc.unary_unary_rpc_method_handler
-    stream: Callable[..., grpc.RpcMethodHandler[Any, Any]] = grpc.unary_stream_rpc_method_handler
+def method_handlers(
+    servicer: VisionEncoderServicer, gate: CallGate
+) -> dict[str, grpc.RpcMethodHandler[Any, Any]]:
+    """Handlers by method name, behind the gate, which takes each call's message: hence the streaming kinds.
+    Streams of rows serialise their own chunks; all else is plain protobuf."""
+
+    def unary(
+        name: str, behaviour: Callable[..., Awaitable[Any]], request: type[Any], response: type[Any]
+    ) -> grpc.RpcMethodHandler[Any, Any]:
+        handle = cast("Any", observed.unary(name, gate.unary(name, behaviour, request)))
+        return grpc.stream_unary_rpc_method_handler(handle, None, response.SerializeToString)
+
+    def stream(
+        name: str, behaviour: Callable[..., AsyncIterator[Any]], request: type[Any]
+    ) -> grpc.RpcMethodHandler[Any, Any]:
+        handle = cast("Any", observed.stream(name, gate.stream(name, behaviour, request)))
+        return grpc.stream_stream_rpc_method_handler(handle, None, serialize_event)
+
     return {
         "GetServerInfo": unary(
-            servicer.get_server_info,
-            pb.GetServerInfoRequest.FromString,
-            pb.GetServerInfoResponse.SerializeToString,
+            "GetServerInfo", servicer.get_server_info, pb.GetServerInfoRequest, pb.GetServerInfoResponse
         ),
-        "Lookup": unary(servicer.lookup, pb.LookupRequest.FromString, pb.LookupResponse.SerializeToString),
-        "Prefetch": unary(
-            servicer.prefetch, pb.PrefetchRequest.FromString, pb.PrefetchResponse.SerializeToString
-        ),
-        "Release": unary(
-            servicer.release, pb.ReleaseRequest.FromString, pb.ReleaseResponse.SerializeToString
-        ),
-        "Renew": unary(servicer.renew, pb.RenewRequest.FromString, pb.RenewResponse.SerializeToString),
-        "Encode": stream(servicer.encode, pb.EncodeRequest.FromString, serialize_event),
-        "Fetch": stream(servicer.fetch, pb.FetchRequest.FromString, serialize_event),
+        "Lookup": unary("Lookup", servicer.lookup, pb.LookupRequest, pb.LookupResponse),
+        "Prefetch": unary("Prefetch", servicer.prefetch, pb.PrefetchRequest, pb.PrefetchResponse),
+        "Release": unary("Release", servicer.release, pb.ReleaseRequest, pb.ReleaseResponse),
+        "Renew": unary("Renew", servicer.renew, pb.RenewRequest, pb.RenewResponse),
+        "Encode": stream("Encode", servicer.encode, pb.EncodeRequest),
+        "Fetch": stream("Fetch", servicer.fetch, pb.FetchRequest),
     }
+
+
+def server_credentials(files: CertificateFiles) -> grpc.ServerCredentials:
+    """Credentials that follow the files: gRPC asks before each handshake, and connections that exist stay as
+    they are. Whether clients need a certificate is settled here, once."""
+    used: Certificates | None = None
+
+    def configuration(found: Certificates) -> grpc.ServerCertificateConfiguration:
+        return grpc.ssl_server_certificate_configuration([(found.key, found.chain)], found.client_ca)
+
+    def changed() -> grpc.ServerCertificateConfiguration | None:
+        nonlocal used
+        found = files.current()
+        if found is used:
+            return None  # gRPC goes on with what it has
+        used = found
+        return configuration(found)
+
+    return grpc.dynamic_ssl_server_credentials(
+        configuration(files.current()),
+        changed,  # type: ignore[arg-type]
+        require_client_authentication=files.needs_client,
+    )
 
 
 def remove_dead_socket(path: Path) -> None:

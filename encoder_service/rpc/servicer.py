@@ -26,13 +26,14 @@ from encoder_service.pipeline import Delivered, Pipeline
 from encoder_service.rpc import convert
 from encoder_service.rpc.call_items import CallItem, CallItems
 from encoder_service.rpc.resident_calls import release_all
-from encoder_service.rpc.status import FAILURE_METADATA_KEY, as_service_error, failure_of, status_of
+from encoder_service.rpc.status import abort, as_service_error, failure_of, status_of
 from encoder_service.rpc.unread import Unread
 from encoder_service.scheduler.admission import Admission
 from encoder_service.store.tiers import tier_of
 from encoder_service.transport.pixel_input import PixelInput
 from encoder_service.transport.shared_memory import LeasedRows, LeaseTerms, SharedMemory
 from encoder_service.types import EncodedItem
+from encoder_service.urls.fetch import UrlFetcher
 from vision_encoder.v1 import encoder_pb2 as pb
 
 log = structlog.get_logger(__name__)
@@ -57,8 +58,11 @@ class VisionEncoderServicer:
         max_request_bytes: int,
         shared: SharedMemory | None = None,
         pixels: PixelInput | None = None,
+        urls: UrlFetcher | None = None,
     ) -> None:
-        """shared: delivery by shared memory, where it is on; pixels: pixel tensors that come so."""
+        """shared: delivery by shared memory, where it is on; pixels: pixel tensors that come so; urls:
+        fetches URL items, where they are taken."""
+        self._urls = urls
         self._pixels = PixelInput() if pixels is None else pixels
         self._pipeline = pipeline
         self._info = info
@@ -97,10 +101,11 @@ class VisionEncoderServicer:
     async def prefetch(self, request: pb.PrefetchRequest, context: Context) -> pb.PrefetchResponse:
         async def one(each: CallItem) -> pb.PrefetchStatus:
             try:
-                async with each.read() as item:
-                    announced = await self._pipeline.prefetch(
+                announced = await each.ask(
+                    lambda item: self._pipeline.prefetch(
                         item, namespace=request.namespace, priority=request.priority
                     )
+                )
             except Exception as error:
                 failure = failure_of(error)
                 self._pipeline.metrics.failures.labels(failure.reason).inc()
@@ -158,10 +163,11 @@ class VisionEncoderServicer:
         deadline_s = deadline_of(context, self._pipeline.clock)
 
         async def one(each: CallItem) -> Delivered:
-            async with each.read() as item:
-                return await self._pipeline.encode(
+            return await each.ask(
+                lambda item: self._pipeline.encode(
                     item, namespace=request.namespace, priority=request.priority, deadline_s=deadline_s
                 )
+            )
 
         async def check() -> None:
             self._check_call(request.namespace, request.model, len(request.items))
@@ -321,6 +327,7 @@ class VisionEncoderServicer:
             source=self._pixels,
             admission=self._requests,
             workers=self._pipeline.workers,
+            urls=self._urls,
         )
 
     def _key_status(self, key: bytes, namespace: str) -> pb.KeyStatus:
@@ -349,14 +356,8 @@ class VisionEncoderServicer:
         return response
 
     async def _abort(self, method: str, context: Context, error: VisionEncoderError) -> NoReturn:
-        status = status_of(error)
-        self._pipeline.metrics.requests.labels(method, status.name).inc()
-        await context.abort(
-            status,
-            f"{error.reason}: {error.message}",
-            ((FAILURE_METADATA_KEY, failure_of(error).SerializeToString()),),
-        )
-        raise AssertionError("abort returned")
+        self._pipeline.metrics.requests.labels(method, status_of(error).name).inc()
+        await abort(context, error)
 
 
 def deadline_of(context: Context, clock: Callable[[], float] = time.monotonic) -> float | None:

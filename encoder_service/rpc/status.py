@@ -3,21 +3,34 @@
 Every class of ``errors.py`` has a status here, by itself or by its nearest ancestor; a test walks the tree.
 A failure of one item travels as an ItemFailure in the stream; a failure of the whole call as the call's
 status, with the same ItemFailure serialised in the trailing metadata under ``FAILURE_METADATA_KEY``.
+
+Where waiting helps, the call's status says how long in two more ways, for clients that are not ours:
+``google.rpc.RetryInfo`` among the status details, and the pushback that gRPC's own retries obey.
 """
 
 from __future__ import annotations
 
 import asyncio
+from typing import Any, NoReturn
 
 import grpc
+from google.protobuf.any_pb2 import Any as PackedMessage
+from google.rpc.error_details_pb2 import ErrorInfo, RetryInfo
+from google.rpc.status_pb2 import Status
 
 from encoder_service import errors
 from vision_encoder.v1 import encoder_pb2 as pb
 
 FAILURE_METADATA_KEY = "vision-encoder-failure-bin"
+# Names that gRPC gives: of a serialised google.rpc.Status, and of milliseconds for its built-in retries.
+STATUS_METADATA_KEY = "grpc-status-details-bin"
+PUSHBACK_METADATA_KEY = "grpc-retry-pushback-ms"
+ERROR_DOMAIN = "vision_encoder.v1"
 
 STATUS_BY_ERROR: dict[type[errors.VisionEncoderError], grpc.StatusCode] = {
     errors.InvalidInput: grpc.StatusCode.INVALID_ARGUMENT,
+    errors.Unauthenticated: grpc.StatusCode.UNAUTHENTICATED,
+    errors.PermissionDenied: grpc.StatusCode.PERMISSION_DENIED,
     errors.NotFound: grpc.StatusCode.NOT_FOUND,
     errors.StaleLease: grpc.StatusCode.ABORTED,
     errors.Overloaded: grpc.StatusCode.RESOURCE_EXHAUSTED,
@@ -60,3 +73,42 @@ def failure_of(error: BaseException) -> pb.ItemFailure:
         retry_after_ms=known.retry_after_ms,
         details=known.details,
     )
+
+
+def status_text(error: errors.VisionEncoderError) -> str:
+    """The call's status message."""
+    return f"{error.reason}: {error.message}"
+
+
+def trailing_metadata(error: errors.VisionEncoderError) -> tuple[tuple[str, str | bytes], ...]:
+    """What goes beside a failed call's status and message."""
+    metadata: list[tuple[str, str | bytes]] = [
+        (FAILURE_METADATA_KEY, failure_of(error).SerializeToString()),
+    ]
+    if error.retryable and error.retry_after_ms:
+        metadata.append((STATUS_METADATA_KEY, retry_status(error).SerializeToString()))
+        metadata.append((PUSHBACK_METADATA_KEY, str(error.retry_after_ms)))
+    return tuple(metadata)
+
+
+def retry_status(error: errors.VisionEncoderError) -> Status:
+    """The error with its advice in the form that google.rpc defines; code and message are the call's."""
+    code: int = status_of(error).value[0]
+    advice = RetryInfo()
+    advice.retry_delay.FromMilliseconds(error.retry_after_ms)
+    status = Status(code=code, message=status_text(error))
+    for detail in (ErrorInfo(reason=error.reason, domain=ERROR_DOMAIN), advice):
+        packed = PackedMessage()
+        packed.Pack(detail)
+        status.details.append(packed)
+    return status
+
+
+async def abort(
+    context: grpc.aio.ServicerContext[Any, Any],
+    error: errors.VisionEncoderError,
+    trailers: tuple[tuple[str, str | bytes], ...] = (),
+) -> NoReturn:
+    """Ends the call with the error's status. trailers: metadata beside the error's own."""
+    await context.abort(status_of(error), status_text(error), (*trailing_metadata(error), *trailers))
+    raise AssertionError("abort returned")

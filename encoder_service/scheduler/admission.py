@@ -1,14 +1,52 @@
 """Admission: what may wait for the device, by patches and by bytes.
 
-Owns the counters that bound the queue, and the one of rows that callers have not read yet. Fails fast
-instead of letting callers pile up. Not thread-safe: used from the event loop only.
+Owns the counters that bound the queue, the one of rows that callers have not read yet, the one of calls in
+progress, and what refused callers are told of when to come again. Fails fast instead of letting callers pile
+up. Not thread-safe: used from the event loop only.
 """
 
 from __future__ import annotations
 
-from encoder_service.errors import QueueFull
+import contextlib
+import math
+from collections.abc import Callable, Iterator
 
+from encoder_service.errors import QueueFull, TooManyCalls
+
+# Advice where nothing has been measured yet, and its bounds: below, callers would only knock; above, an idle
+# service would wait for callers that wait for it.
 RETRY_AFTER_MS = 200
+MIN_RETRY_AFTER_MS = 50
+MAX_RETRY_AFTER_MS = 5_000
+# Over how long the pace is averaged.
+PACE_S = 5.0
+
+
+class Pace:
+    """How fast room becomes free: an average that forgets, each amount fading over ``PACE_S``."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._amount = 0.0
+        self._noted_s: float | None = None
+
+    def note(self, amount: float) -> None:
+        """So much became free just now."""
+        self._amount = self._faded() + amount
+        self._noted_s = self._clock()
+
+    def retry_after_ms(self, needed: float) -> int:
+        """How long until ``needed`` more will have become free, within the bounds of advice."""
+        if self._noted_s is None:
+            return RETRY_AFTER_MS
+        per_s = self._faded() / PACE_S
+        wait_ms = needed / per_s * 1e3 if per_s > 0 else math.inf
+        return int(min(MAX_RETRY_AFTER_MS, max(MIN_RETRY_AFTER_MS, wait_ms)))
+
+    def _faded(self) -> float:
+        if self._noted_s is None:
+            return 0.0
+        return self._amount * math.exp((self._noted_s - self._clock()) / PACE_S)
 
 
 class Permit:
@@ -24,6 +62,11 @@ class Permit:
         """Takes room for the item's patches. Raises QueueFull; the bytes stay held until ``release``."""
         self._admission._take_patches(num_patches)
         self.num_patches += num_patches
+
+    def add_bytes(self, num_bytes: int) -> None:
+        """Takes room for content that is still arriving. Raises QueueFull; what is held stays so."""
+        self._admission._take_bytes(num_bytes)
+        self.num_bytes += num_bytes
 
     def release(self) -> None:
         """Gives everything back; a second call does nothing."""
@@ -72,30 +115,39 @@ class Undelivered:
 class Admission:
     """Bounds on admitted, unfinished work."""
 
-    def __init__(self, max_patches: int, max_bytes: int) -> None:
+    def __init__(self, max_patches: int, max_bytes: int, clock: Callable[[], float] | None = None) -> None:
+        """clock: monotonic seconds; with it, callers are told to come again when there will be room at the
+        pace of the last seconds."""
         self.max_patches = max_patches
         self.max_bytes = max_bytes
         self.num_patches = 0
         self.num_bytes = 0
+        self._patches_pace = None if clock is None else Pace(clock)
+        self._bytes_pace = None if clock is None else Pace(clock)
 
     def acquire(self, num_bytes: int) -> Permit:
         """A permit for an item whose content holds ``num_bytes``. Raises QueueFull with both numbers."""
-        if self.num_bytes + num_bytes > self.max_bytes:
+        self._take_bytes(num_bytes)
+        return Permit(self, num_bytes)
+
+    def _take_bytes(self, num_bytes: int) -> None:
+        excess = self.num_bytes + num_bytes - self.max_bytes
+        if excess > 0:
             raise QueueFull(
                 f"queue holds {self.num_bytes} content bytes of {self.max_bytes}, the item needs {num_bytes}",
-                retry_after_ms=RETRY_AFTER_MS,
+                retry_after_ms=advice_ms(self._bytes_pace, excess),
                 held_bytes=self.num_bytes,
                 needed_bytes=num_bytes,
                 max_bytes=self.max_bytes,
             )
         self.num_bytes += num_bytes
-        return Permit(self, num_bytes)
 
     def _take_patches(self, num_patches: int) -> None:
-        if self.num_patches + num_patches > self.max_patches:
+        excess = self.num_patches + num_patches - self.max_patches
+        if excess > 0:
             raise QueueFull(
                 f"queue holds {self.num_patches} patches of {self.max_patches}, the item needs {num_patches}",
-                retry_after_ms=RETRY_AFTER_MS,
+                retry_after_ms=advice_ms(self._patches_pace, excess),
                 held_patches=self.num_patches,
                 needed_patches=num_patches,
                 max_patches=self.max_patches,
@@ -107,3 +159,55 @@ class Admission:
         self.num_bytes -= num_bytes
         assert self.num_patches >= 0
         assert self.num_bytes >= 0
+        for pace, amount in ((self._patches_pace, num_patches), (self._bytes_pace, num_bytes)):
+            if pace is not None and amount:
+                pace.note(amount)
+
+
+def advice_ms(pace: Pace | None, needed: float) -> int:
+    """When to come again, by a pace or without one."""
+    return RETRY_AFTER_MS if pace is None else pace.retry_after_ms(needed)
+
+
+class CallPermits:
+    """Bounds on calls in progress, in all and from one host. max_calls_per_host: 0 for none of its own."""
+
+    def __init__(
+        self, max_calls: int, max_calls_per_host: int = 0, clock: Callable[[], float] | None = None
+    ) -> None:
+        self.max_calls = max_calls
+        self.max_calls_per_host = max_calls_per_host
+        self.num_calls = 0
+        self.by_host: dict[str, int] = {}
+        self._pace = None if clock is None else Pace(clock)
+
+    @contextlib.contextmanager
+    def call(self, host: str) -> Iterator[None]:
+        """Counts one call for as long as the block lasts. host: empty for callers that have none, whom only
+        the bound of all concerns. Raises TooManyCalls with both numbers."""
+        if self.num_calls >= self.max_calls:
+            raise TooManyCalls(
+                f"{self.num_calls} calls are in progress, at most {self.max_calls} may be",
+                retry_after_ms=advice_ms(self._pace, 1),
+                num_calls=self.num_calls,
+                max_calls=self.max_calls,
+            )
+        of_host = self.by_host.get(host, 0)
+        if host and self.max_calls_per_host and of_host >= self.max_calls_per_host:
+            raise TooManyCalls(
+                f"{of_host} calls from this host are in progress, at most {self.max_calls_per_host} may be",
+                retry_after_ms=advice_ms(self._pace, 1),
+                num_calls=of_host,
+                max_calls=self.max_calls_per_host,
+            )
+        self.num_calls += 1
+        self.by_host[host] = of_host + 1
+        try:
+            yield
+        finally:
+            self.num_calls -= 1
+            self.by_host[host] -= 1
+            if not self.by_host[host]:
+                del self.by_host[host]
+            if self._pace is not None:
+                self._pace.note(1)

@@ -32,6 +32,7 @@ from encoder_service.store.partitions import (
     open_host_partitions,
 )
 from encoder_service.store.tiers import TieredStore
+from encoder_service.tokens import NamespaceTokens
 from encoder_service.transport.access import BrokerAccess
 from encoder_service.transport.broker import Broker
 from encoder_service.transport.broker_fetch import FetchDesk
@@ -341,8 +342,11 @@ def share(settings: Settings, store: SharedStore, instance_id: str) -> SharedMem
             instance_id,
             host_id(),
             access=BrokerAccess(
-                tokens={name: token.get_secret_value() for name, token in settings.broker_tokens.items()},
-                open_namespaces=settings.broker_open_namespaces,
+                opens=NamespaceTokens(
+                    settings.namespace_tokens(),
+                    file=settings.tokens_file,
+                    open_namespaces=settings.open_namespaces and settings.broker_open_namespaces,
+                ).opens,
                 allowed_uids=frozenset(settings.broker_allowed_uids) or None,
             ),
             mode=int(settings.broker_mode, 8),

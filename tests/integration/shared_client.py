@@ -37,6 +37,7 @@ class SharedClient:
         self.namespace = namespace
         self.channel = grpc.insecure_channel(target)
         self.stub = encoder_pb2_grpc.VisionEncoderStub(self.channel)
+        self._bearer = (("authorization", f"Bearer {token}"),) if token else ()
         self.broker = BrokerClient(broker_path, namespace=namespace, token=token)
         self.broker.connect(TIMEOUT_S)
         self._mapped: dict[bytes, tuple[Mapping, ControlPageReader]] = {}
@@ -66,7 +67,7 @@ class SharedClient:
             delivery=delivery,
             lease=self.lease_options(**lease),
         )
-        return gathered(self.stub.Encode(request, timeout=TIMEOUT_S))
+        return gathered(self.stub.Encode(request, timeout=TIMEOUT_S, metadata=self._bearer))
 
     def fetch(
         self, keys: Iterable[bytes], delivery: Any = pb.DELIVERY_HOST_SHM, **lease: Any
@@ -77,7 +78,7 @@ class SharedClient:
             delivery=delivery,
             lease=self.lease_options(**lease),
         )
-        return gathered(self.stub.Fetch(request, timeout=TIMEOUT_S))
+        return gathered(self.stub.Fetch(request, timeout=TIMEOUT_S, metadata=self._bearer))
 
     def read(self, result: pb.ItemResult) -> bytes | None:
         """The rows through the mapping; None when they are stale."""

@@ -7,9 +7,18 @@ import re
 
 import grpc
 import pytest
+from google.rpc.error_details_pb2 import ErrorInfo, RetryInfo
+from google.rpc.status_pb2 import Status
 
 from encoder_service import errors
-from encoder_service.rpc.status import as_service_error, failure_of, status_of
+from encoder_service.rpc.status import (
+    STATUS_METADATA_KEY,
+    as_service_error,
+    failure_of,
+    status_of,
+    status_text,
+    trailing_metadata,
+)
 
 
 def all_classes(root: type[errors.VisionEncoderError]) -> list[type[errors.VisionEncoderError]]:
@@ -20,6 +29,8 @@ CLASSES = all_classes(errors.VisionEncoderError)
 
 EXPECTED = {
     errors.InvalidInput: grpc.StatusCode.INVALID_ARGUMENT,
+    errors.Unauthenticated: grpc.StatusCode.UNAUTHENTICATED,
+    errors.PermissionDenied: grpc.StatusCode.PERMISSION_DENIED,
     errors.NotFound: grpc.StatusCode.NOT_FOUND,
     errors.StaleLease: grpc.StatusCode.ABORTED,
     errors.Overloaded: grpc.StatusCode.RESOURCE_EXHAUSTED,
@@ -75,3 +86,24 @@ def test_a_failure_carries_everything() -> None:
 def test_foreign_exceptions_become_ours() -> None:
     assert isinstance(as_service_error(ValueError("x")), errors.InternalError)
     assert isinstance(as_service_error(asyncio.CancelledError()), errors.Draining)
+
+
+def test_retry_advice_travels_in_the_forms_that_google_rpc_and_grpc_define() -> None:
+    error = errors.TooManyCalls("7 of 7", retry_after_ms=1250)
+    metadata = dict(trailing_metadata(error))
+    packed = metadata[STATUS_METADATA_KEY]
+    assert isinstance(packed, bytes)
+    status = Status.FromString(packed)
+    # grpcio-status refuses details whose code or message are not the call's.
+    assert (status.code, status.message) == (status_of(error).value[0], status_text(error))
+    info, retry = ErrorInfo(), RetryInfo()
+    assert status.details[0].Unpack(info)
+    assert status.details[1].Unpack(retry)
+    assert info.reason == "TOO_MANY_CALLS"
+    assert retry.retry_delay.ToMilliseconds() == 1250
+    assert metadata["grpc-retry-pushback-ms"] == "1250"
+
+
+@pytest.mark.parametrize("error", [errors.QueueFull("full"), errors.InvalidRequest("no", retry_after_ms=5)])
+def test_no_advice_where_waiting_has_no_time_or_no_use(error: errors.VisionEncoderError) -> None:
+    assert [name for name, _ in trailing_metadata(error)] == ["vision-encoder-failure-bin"]

@@ -6,8 +6,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from encoder_service.errors import QueueFull
-from encoder_service.scheduler.admission import Admission
+from encoder_service.errors import QueueFull, TooManyCalls
+from encoder_service.scheduler.admission import (
+    MAX_RETRY_AFTER_MS,
+    MIN_RETRY_AFTER_MS,
+    RETRY_AFTER_MS,
+    Admission,
+    CallPermits,
+    Pace,
+)
 
 
 def test_refusal_names_held_needed_and_limit() -> None:
@@ -59,3 +66,73 @@ def test_p17_counts_never_pass_the_bounds_and_return_to_zero(steps: list[tuple[i
     for permit in held:
         permit.release()
     assert (admission.num_patches, admission.num_bytes) == (0, 0)
+
+
+def test_bytes_that_arrive_later_count_like_those_at_the_start() -> None:
+    admission = Admission(max_patches=10, max_bytes=100)
+    permit = admission.acquire(0)
+    permit.add_bytes(60)
+    with pytest.raises(QueueFull, match="holds 60 content bytes of 100, the item needs 41"):
+        permit.add_bytes(41)
+    assert (permit.num_bytes, admission.num_bytes) == (60, 60)
+    permit.release()
+    assert admission.num_bytes == 0
+
+
+def test_advice_follows_the_pace_at_which_room_becomes_free() -> None:
+    now = [0.0]
+    admission = Admission(max_patches=1000, max_bytes=1 << 30, clock=lambda: now[0])
+    held = [admission.acquire(1) for _ in range(11)]
+    for permit in held[:10]:
+        permit.add_patches(100)
+
+    def advice(needed: int) -> int:
+        with pytest.raises(QueueFull) as caught:
+            held[10].add_patches(needed)
+        return caught.value.retry_after_ms
+
+    assert advice(100) == RETRY_AFTER_MS  # nothing is known yet
+    for permit in held[:9]:  # 100 patches every tenth of a second
+        now[0] += 0.1
+        permit.release()
+        held[10].add_patches(100)
+    little, much = advice(100), advice(900)
+    assert MIN_RETRY_AFTER_MS <= little < much <= MAX_RETRY_AFTER_MS
+    now[0] += 3600  # nothing has become free for an hour
+    assert advice(100) == MAX_RETRY_AFTER_MS
+
+
+@settings(deadline=None)
+@given(st.floats(1, 1e6), st.floats(0.01, 10))
+def test_a_steady_pace_is_found(amount: float, every_s: float) -> None:
+    now = [0.0]
+    pace = Pace(lambda: now[0])
+    for _ in range(int(60 / every_s) + 1):
+        now[0] += every_s
+        pace.note(amount)
+    exact_ms = every_s * 1e3
+    expected = min(MAX_RETRY_AFTER_MS, max(MIN_RETRY_AFTER_MS, exact_ms))
+    # Seen right after an amount, the average is at most one interval too high.
+    assert expected / (1 + every_s / 5) - 1 <= pace.retry_after_ms(amount) <= expected * 1.05 + 1
+
+
+def test_p17_calls_are_bounded_in_all_and_by_host() -> None:
+    permits = CallPermits(max_calls=3, max_calls_per_host=2)
+    with permits.call("a"), permits.call("a"):
+        with pytest.raises(TooManyCalls, match="2 calls from this host are in progress, at most 2") as caught:
+            permits.call("a").__enter__()
+        assert caught.value.retryable
+        assert caught.value.retry_after_ms > 0
+        with permits.call("b"), pytest.raises(TooManyCalls, match="3 calls are in progress, at most 3"):
+            permits.call("").__enter__()
+        with pytest.raises(ValueError, match="x"), permits.call(""):
+            raise ValueError("x")
+        assert permits.num_calls == 2
+    assert permits.num_calls == 0
+    assert permits.by_host == {}
+
+
+def test_callers_without_a_host_share_the_bound_of_all_only() -> None:
+    permits = CallPermits(max_calls=3, max_calls_per_host=1)
+    with permits.call(""), permits.call(""), permits.call(""):
+        assert permits.num_calls == 3

@@ -1,0 +1,146 @@
+"""Which token opens which namespace, for every door of the service.
+
+Owns the list of tokens, where it comes from and how tokens are compared. What a caller is told, and how a
+token travels, is each door's: ``rpc.auth`` and the broker's ``transport.access``.
+
+Tokens come from the settings and from a file that is read again when it changes, so that tokens are added
+and withdrawn without a restart. A namespace may have several, for the time of a change.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import itertools
+import os
+import secrets
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import structlog
+
+from encoder_service.errors import ConfigurationError
+
+log = structlog.get_logger(__name__)
+
+# How long a change of the file may go unnoticed.
+RECHECK_S = 1.0
+MAX_FILE_BYTES = 4 << 20
+
+
+@dataclass(frozen=True)
+class _Table:
+    """Tokens as keyed digests: those of each namespace, and all of them."""
+
+    by_namespace: Mapping[str, tuple[bytes, ...]]
+    known: frozenset[bytes]
+
+
+class NamespaceTokens:
+    """Safe to ask from several threads.
+
+    open_namespaces: a namespace without a token of its own is everyone's.
+    """
+
+    def __init__(
+        self,
+        tokens: Mapping[str, Iterable[str]] | None = None,
+        *,
+        file: Path | None = None,
+        open_namespaces: bool = True,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Raises ConfigurationError for a file that cannot be read."""
+        self.open_namespaces = open_namespaces
+        self._given = {name: tuple(values) for name, values in (tokens or {}).items()}
+        self._file = file
+        self._clock = clock
+        # Digests are keyed anew in each process: how long a lookup takes says nothing about a token.
+        self._secret = secrets.token_bytes(32)
+        self._seen = None if file is None else signature(file)
+        self._checked_s = clock()
+        self._table = self._build()
+
+    def opens(self, namespace: str, token: str) -> bool:
+        """Whether a caller with this token (empty: none) may use the namespace."""
+        table = self._current()
+        expected = table.by_namespace.get(namespace)
+        digest = self._digest(token)
+        # Every token of the namespace is compared, in constant time, and one also where there is none, so
+        # that neither a near miss nor a namespace that is not there shows in the time.
+        found = False
+        for candidate in expected or (self._digest(""),):
+            found |= hmac.compare_digest(digest, candidate)
+        return self.open_namespaces if expected is None else found
+
+    def knows(self, token: str) -> bool:
+        """Whether the token opens any namespace."""
+        return self._digest(token) in self._current().known
+
+    def names(self) -> frozenset[str]:
+        """The namespaces that have tokens."""
+        return frozenset(self._current().by_namespace)
+
+    def _current(self) -> _Table:
+        now_s = self._clock()
+        if self._file is not None and now_s - self._checked_s >= RECHECK_S:
+            self._checked_s = now_s
+            self._reload(self._file)
+        return self._table
+
+    def _reload(self, file: Path) -> None:
+        """Takes the file's new contents; keeps the old ones while the new cannot be read."""
+        try:
+            seen = signature(file)
+            if seen == self._seen:
+                return
+            self._table = self._build()
+            self._seen = seen
+        except ConfigurationError as error:
+            log.warning("tokens are kept as they were", reason=error.message)
+        else:
+            log.info("tokens read again", namespaces=len(self._table.by_namespace))
+
+    def _build(self) -> _Table:
+        found = {name: list(values) for name, values in self._given.items()}
+        if self._file is not None:
+            for name, values in read_tokens(self._file).items():
+                found.setdefault(name, []).extend(values)
+        by_namespace = {name: tuple(map(self._digest, values)) for name, values in found.items()}
+        return _Table(by_namespace, frozenset(itertools.chain(*by_namespace.values())))
+
+    def _digest(self, token: str) -> bytes:
+        return hmac.digest(self._secret, token.encode(errors="surrogatepass"), hashlib.sha256)
+
+
+def signature(file: Path) -> tuple[int, int, int]:
+    """What changes when a file is replaced or rewritten. Raises ConfigurationError."""
+    try:
+        found = os.stat(file)
+    except OSError as error:
+        raise ConfigurationError(f"cannot read {file}: {error.strerror or error}") from None
+    return found.st_mtime_ns, found.st_ino, found.st_size
+
+
+def read_tokens(file: Path) -> dict[str, list[str]]:
+    """Tokens by namespace out of lines ``namespace=token``; empty lines and those that begin with ``#`` are
+    skipped, a namespace may have several lines. Raises ConfigurationError, which never repeats a token."""
+    try:
+        with file.open("rb") as opened:
+            text = opened.read(MAX_FILE_BYTES + 1)
+        lines = text.decode().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigurationError(f"cannot read {file}: {type(error).__name__}") from None
+    if len(text) > MAX_FILE_BYTES:
+        raise ConfigurationError(f"{file} has more than {MAX_FILE_BYTES} bytes")
+    found: dict[str, list[str]] = {}
+    for number, line in enumerate(lines, start=1):
+        if not line.strip() or line.lstrip().startswith("#"):
+            continue
+        name, separator, token = line.partition("=")
+        if not separator or not token.strip():
+            raise ConfigurationError(f"{file}, line {number} is not namespace=token")
+        found.setdefault(name.strip(), []).append(token.strip())
+    return found

@@ -1,0 +1,1 @@
+"""URL items: what may be fetched, and the fetching of it."""

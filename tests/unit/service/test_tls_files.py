@@ -1,0 +1,79 @@
+"""Certificate files: read, checked, followed; half a rotation changes nothing."""
+
+from __future__ import annotations
+
+import shutil
+import ssl
+from pathlib import Path
+
+import pytest
+
+from encoder_service.errors import ConfigurationError
+from encoder_service.tls import CertificateFiles
+from tests.certificates import Authority
+
+
+def test_files_are_followed_and_half_a_rotation_is_not(tmp_path: Path) -> None:
+    now = [0.0]
+    authority = Authority(tmp_path)
+    used, other = authority.issue("used"), authority.issue("other")
+    files = CertificateFiles(used.cert, used.key, authority.ca, clock=lambda: now[0])
+    first = files.current()
+    assert first.chain == used.cert.read_bytes()
+    assert files.needs_client
+    shutil.copy(other.cert, used.cert)
+    assert files.current() is first
+    now[0] += 2
+    assert files.current() is first  # its key is not there yet
+    shutil.copy(other.key, used.key)
+    now[0] += 2
+    second = files.current()
+    assert (second.chain, second.key) == (other.cert.read_bytes(), other.key.read_bytes())
+    used.cert.unlink()
+    now[0] += 2
+    assert files.current() is second
+    assert files.num_reloads == 1
+
+
+def test_what_is_no_certificate_is_refused_at_once(tmp_path: Path) -> None:
+    authority = Authority(tmp_path)
+    one, two = authority.issue("one"), authority.issue("two")
+    with pytest.raises(ConfigurationError, match="no certificate and its key"):
+        CertificateFiles(one.cert, two.key)
+    with pytest.raises(ConfigurationError, match=r"cannot read .*none"):
+        CertificateFiles(tmp_path / "none", one.key)
+    (tmp_path / "junk").write_text("junk")
+    with pytest.raises(ConfigurationError, match="authority is no certificate"):
+        CertificateFiles(one.cert, one.key, tmp_path / "junk")
+
+
+def test_a_context_uses_the_files_as_they_are_at_each_handshake(tmp_path: Path) -> None:
+    now = [0.0]
+    authority = Authority(tmp_path)
+    used, other = authority.issue("used"), authority.issue("other")
+    context = CertificateFiles(used.cert, used.key, clock=lambda: now[0]).server_context()
+
+    def served(server_name: str | None) -> bytes:
+        """The certificate of one handshake in memory."""
+        trusting = ssl.create_default_context(cafile=authority.ca)
+        trusting.check_hostname = server_name is not None
+        to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
+        server = context.wrap_bio(to_server, to_client, server_side=True)
+        client = trusting.wrap_bio(to_client, to_server, server_hostname=server_name)
+        for _ in range(4):
+            for side in (client, server):
+                try:
+                    side.do_handshake()
+                except ssl.SSLWantReadError:
+                    continue
+        found = client.getpeercert(binary_form=True)
+        assert found is not None
+        return found
+
+    for name in ("encoder.test", None):
+        assert served(name) == ssl.PEM_cert_to_DER_cert(used.cert.read_text())
+    shutil.copy(other.cert, used.cert)
+    shutil.copy(other.key, used.key)
+    now[0] += 2
+    for name in ("encoder.test", None):
+        assert served(name) == ssl.PEM_cert_to_DER_cert(other.cert.read_text())

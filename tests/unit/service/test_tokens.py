@@ -1,0 +1,171 @@
+"""Tokens: what opens what, from settings and from a file that changes, and how the doors are built."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from pathlib import Path
+
+import pytest
+
+from encoder_service.config import parse_settings
+from encoder_service.errors import ConfigurationError, PermissionDenied, Unauthenticated
+from encoder_service.metrics import Metrics
+from encoder_service.rpc.auth import Access, bearer_token
+from encoder_service.rpc.doors import call_gate, is_reachable
+from encoder_service.rpc.gate import peer_host
+from encoder_service.tokens import NamespaceTokens, read_tokens
+
+
+class Caller:
+    """What ``bearer_token`` reads of a call."""
+
+    def __init__(self, *values: object) -> None:
+        self._values = values
+
+    def invocation_metadata(self) -> tuple[tuple[str, object], ...]:
+        return (("user-agent", "x"), *(("authorization", value) for value in self._values))
+
+
+def test_a_namespace_with_a_token_is_closed_to_others() -> None:
+    first, second, other = secrets.token_urlsafe(), secrets.token_urlsafe(), secrets.token_urlsafe()
+    tokens = NamespaceTokens({"a": [first, second], "b": [other]})
+    for token in (first, second):
+        assert tokens.opens("a", token)
+    for token in (other, "", first[:-1], first + "x", first.swapcase(), "ä" * 40):
+        assert not tokens.opens("a", token)
+    assert tokens.opens("nobody's", "")
+    assert tokens.opens("nobody's", "anything")
+    assert not NamespaceTokens({"a": ["x"]}, open_namespaces=False).opens("nobody's", "x")
+
+
+def test_p18_a_wrong_token_looks_like_a_namespace_that_is_not_there() -> None:
+    access = Access(NamespaceTokens({"a": ["right-a"], "b": ["right-b"]}, open_namespaces=False))
+
+    def answer(token: str, namespace: str) -> tuple[type[Exception], str]:
+        with pytest.raises((Unauthenticated, PermissionDenied)) as caught:
+            access.check_namespace(token, namespace)
+        return type(caught.value), str(caught.value).replace(repr(namespace), "NAME")
+
+    for token in ("", "wrong", "right-b"):
+        assert answer(token, "a") == answer(token, "there-is-none")
+    assert answer("", "a")[0] is answer("wrong", "a")[0] is Unauthenticated
+    assert answer("right-b", "a")[0] is PermissionDenied
+    access.check_namespace("right-a", "a")
+    access.check_caller("right-b")
+    for token in ("", "wrong"):
+        with pytest.raises(Unauthenticated):
+            access.check_caller(token)
+    Access(NamespaceTokens({"a": ["x"]})).check_caller("")
+
+
+def test_bearer_tokens_are_read_strictly() -> None:
+    assert bearer_token(Caller()) == ""  # type: ignore[arg-type]
+    assert bearer_token(Caller("Bearer abc=")) == "abc="  # type: ignore[arg-type]
+    assert bearer_token(Caller("bearer  abc")) == "abc"  # type: ignore[arg-type]
+    for bad in (
+        ("Basic abc",),
+        ("Bearer",),
+        ("Bearer ",),
+        ("abc",),
+        (b"Bearer x",),
+        ("Bearer a", "Bearer a"),
+    ):
+        with pytest.raises(Unauthenticated):
+            bearer_token(Caller(*bad))  # type: ignore[arg-type]
+    with pytest.raises(Unauthenticated, match="5000 bytes"):
+        bearer_token(Caller("Bearer " + "a" * 5000))  # type: ignore[arg-type]
+
+
+def test_the_file_is_read_again_when_it_changes(tmp_path: Path) -> None:
+    now = [0.0]
+    file = tmp_path / "tokens"
+    file.write_text("# comment\n\na=one\na=two\n =of-the-default\n")
+    tokens = NamespaceTokens({"s": ["kept"]}, file=file, clock=lambda: now[0])
+    assert tokens.opens("a", "one")
+    assert tokens.opens("a", "two")
+    assert tokens.opens("", "of-the-default")
+    assert not tokens.opens("", "")
+    replaced = tmp_path / "new"
+    replaced.write_text("a=three\n")
+    os.replace(replaced, file)
+    assert tokens.opens("a", "one")  # not looked at yet
+    now[0] += 1.5
+    assert tokens.opens("a", "three")
+    assert not tokens.opens("a", "one")
+    assert tokens.opens("s", "kept")
+    assert tokens.names() == {"a", "s"}
+    file.write_text("no equals sign here\n")
+    now[0] += 1.5
+    assert tokens.opens("a", "three")  # a file that is wrong changes nothing
+    file.unlink()
+    now[0] += 1.5
+    assert tokens.opens("a", "three")
+
+
+def test_a_wrong_file_is_told_without_its_tokens(tmp_path: Path) -> None:
+    file = tmp_path / "tokens"
+    for text in ("a=ok\nhush-hush\n", "a=\n", "a=ok\n=\n"):
+        file.write_text(text)
+        with pytest.raises(ConfigurationError, match=r"line [12]") as caught:
+            read_tokens(file)
+        assert "hush" not in str(caught.value)
+    with pytest.raises(ConfigurationError, match="No such file"):
+        NamespaceTokens(file=tmp_path / "none")
+
+
+def test_tokens_of_both_names_open_both_doors(tmp_path: Path) -> None:
+    settings = parse_settings(model=tmp_path, tokens="a=new|next,b=only", broker_tokens="a=old")
+    assert settings.namespace_tokens() == {"a": ("new", "next", "old"), "b": ("only",)}
+    assert "only" not in repr(settings)
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({"tls_cert": "/c"}, "together"),
+        ({"tls_key": "/c"}, "together"),
+        ({"tls_client_ca": "/c"}, "tls_client_ca needs"),
+        ({"admin_tls": True}, "admin_tls needs"),
+        ({"admin_token": ""}, "admin_token is empty"),
+        ({"tokens": "a=|"}, "'a' has an empty token"),
+        ({"url_networks": "10.0.0.1/8"}, "host bits"),
+    ],
+)
+def test_settings_that_protect_nothing_are_refused(
+    tmp_path: Path, given: dict[str, object], text: str
+) -> None:
+    with pytest.raises(ConfigurationError, match=text):
+        parse_settings(model=tmp_path, **given)
+
+
+def test_doors_that_nobody_could_pass_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="nobody could call"):
+        call_gate(parse_settings(model=tmp_path, open_namespaces=False), Metrics())
+    file = tmp_path / "tokens"
+    file.write_text("other=x\n")
+    settings = parse_settings(
+        model=tmp_path, broker_path="/b", isolated_namespaces={"alone": 1 << 20}, tokens_file=file
+    )
+    with pytest.raises(ConfigurationError, match="need a token: alone"):
+        call_gate(settings, Metrics())
+    file.write_text("alone=x\n")
+    call_gate(settings, Metrics())
+
+
+def test_which_hosts_peers_count_as() -> None:
+    assert peer_host("ipv4:1.2.3.4:5") == "1.2.3.4"
+    assert peer_host("ipv6:%5B::ffff:1.2.3.4%5D:5") == "1.2.3.4"
+    assert peer_host("ipv6:[2001:db8:1:2:3:4:5:6]:7") == peer_host("ipv6:%5B2001:db8:1:2::9%5D:8")
+    assert peer_host("ipv6:[2001:db8:1:2::1]:7") != peer_host("ipv6:[2001:db8:1:3::1]:7")
+    for nobody in ("unix:", "unix:/a", "", "ipv4:x:1", "vsock:3:4"):
+        assert peer_host(nobody) == ""
+
+
+def test_which_addresses_others_reach() -> None:
+    assert [is_reachable(address) for address in ("unix:/a", "127.0.0.1:1", "[::1]:1", "localhost:1")] == [
+        False
+    ] * 4
+    assert [is_reachable(address) for address in ("0.0.0.0:1", "[::]:1", "encoder:1", "10.0.0.1:1")] == [
+        True
+    ] * 4

@@ -1,0 +1,367 @@
+"""Fetching against real servers on this machine: bounds of bytes and time, redirects, kinds of answers.
+
+The servers listen on 127.0.0.1, which the rules for addresses let through here and nowhere else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+import os
+import ssl
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from encoder_service.errors import (
+    ImageTooLarge,
+    QueueFull,
+    UrlContent,
+    UrlRefused,
+    UrlUnreachable,
+    VisionEncoderError,
+)
+from encoder_service.scheduler.admission import Admission
+from encoder_service.urls.addresses import AddressRules
+from encoder_service.urls.allow import AllowList
+from encoder_service.urls.fetch import FetchBounds, UrlFetcher
+from tests.certificates import Authority
+
+pytestmark = pytest.mark.anyio
+LOOPBACK = AddressRules([ipaddress.ip_network("127.0.0.1/32")])
+Answer = Callable[[list[str], asyncio.StreamWriter], Awaitable[None]]
+
+
+@contextlib.asynccontextmanager
+async def serving(answer: Answer, tls: ssl.SSLContext | None = None) -> AsyncIterator[int]:
+    """A server that hands each request's lines to ``answer``; its port."""
+    tasks: set[asyncio.Task[None]] = set()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        tasks.add(task)
+        try:
+            with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError, asyncio.CancelledError):
+                while True:
+                    head = await reader.readuntil(b"\r\n\r\n")
+                    await answer(head.decode().split("\r\n"), writer)
+                    await writer.drain()
+                    if writer.is_closing():
+                        return
+        finally:
+            writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0, ssl=tls)
+    try:
+        yield server.sockets[0].getsockname()[1]
+    finally:
+        server.close()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def says(text: str, body: bytes = b"") -> Answer:
+    async def answer(_: list[str], writer: asyncio.StreamWriter) -> None:
+        writer.write(text.replace("\n", "\r\n").encode() + b"\r\n\r\n" + body)
+        if "Connection: close" in text:
+            writer.close()
+
+    return answer
+
+
+def image(body: bytes, kind: str = "image/png") -> Answer:
+    return says(f"HTTP/1.1 200 OK\nContent-Type: {kind}\nContent-Length: {len(body)}", body)
+
+
+async def resolves(host: str, port: int) -> Sequence[str]:
+    return ["127.0.0.1"]
+
+
+@contextlib.asynccontextmanager
+async def fetching(
+    port: int, *more: str, scheme: str = "http://", **bounds: object
+) -> AsyncIterator[UrlFetcher]:
+    tls = bounds.pop("tls", None)
+    fetcher = UrlFetcher(
+        AllowList([f"{scheme}images.test:{port}", *more]),
+        FetchBounds(**{"max_bytes": 10_000, "timeout_s": 5.0, **bounds}),  # type: ignore[arg-type]
+        rules=LOOPBACK,
+        resolve=resolves,
+        tls=tls,  # type: ignore[arg-type]
+    )
+    try:
+        yield fetcher
+    finally:
+        await fetcher.close()
+
+
+async def get(fetcher: UrlFetcher, url: str, admission: Admission | None = None) -> bytes:
+    """The bytes; whatever happens, nothing stays admitted."""
+    admission = Admission(0, 1 << 20) if admission is None else admission
+    try:
+        async with fetcher.content(url, admission) as data:
+            assert admission.num_bytes == len(data)
+            return data
+    finally:
+        assert admission.num_bytes == 0
+
+
+async def fails(
+    answer: Answer, kind: type[VisionEncoderError], text: str | None = None, **bounds: object
+) -> None:
+    async with serving(answer) as port, fetching(port, **bounds) as fetcher:
+        with pytest.raises(kind, match=text):
+            await get(fetcher, f"http://images.test:{port}/a")
+
+
+async def test_bytes_arrive_and_the_host_keeps_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:1")  # nothing of the environment counts
+    monkeypatch.setenv("ALL_PROXY", "http://127.0.0.1:1")
+    body, seen = os.urandom(5000), list[list[str]]()
+
+    async def answer(lines: list[str], writer: asyncio.StreamWriter) -> None:
+        seen.append(lines)
+        await image(body)(lines, writer)
+
+    async with serving(answer) as port, fetching(port) as fetcher:
+        assert await get(fetcher, f"http://images.test:{port}/a/b.png?x=1#y") == body
+        assert fetcher.counters.ended == {"OK": 1}
+    assert seen[0][0] == "GET /a/b.png?x=1 HTTP/1.1"
+    assert f"Host: images.test:{port}" in seen[0]
+    assert "Accept-Encoding: identity" in seen[0]
+    assert not any(line.lower().startswith(("cookie", "authorization", "referer")) for line in seen[0])
+
+
+async def test_tls_is_checked_against_the_name_though_the_address_is_connected_to(tmp_path: Path) -> None:
+    authority = Authority(tmp_path)
+    files, other = authority.issue("images", "images.test"), authority.issue("other", "other.test")
+    trusting = ssl.create_default_context(cafile=authority.ca)
+    for used, good in ((files, True), (other, False)):
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(used.cert, used.key)
+        names: list[str | None] = []
+        context.sni_callback = lambda _, name, __, names=names: names.append(name)  # type: ignore[misc]
+        async with serving(image(b"x" * 10), context) as port:
+            async with fetching(port, scheme="https://", tls=trusting) as fetcher:
+                if good:
+                    assert await get(fetcher, f"https://images.test:{port}/") == b"x" * 10
+                else:
+                    with pytest.raises(UrlUnreachable):
+                        await get(fetcher, f"https://images.test:{port}/")
+            assert names == ["images.test"]
+
+
+async def test_a_url_that_is_not_allowed_is_not_even_resolved() -> None:
+    async def never(host: str, port: int) -> Sequence[str]:
+        raise AssertionError("resolved")
+
+    fetcher = UrlFetcher(AllowList(["images.test"]), FetchBounds(100), resolve=never)
+    with pytest.raises(UrlRefused):
+        await get(fetcher, "https://other.test/")
+    await fetcher.close()
+
+
+async def test_an_address_inside_is_refused_before_a_connection() -> None:
+    """The same server, without the exception for 127.0.0.1."""
+    seen: list[int] = []
+
+    async def answer(lines: list[str], writer: asyncio.StreamWriter) -> None:
+        seen.append(1)
+
+    async with serving(answer) as port:
+        fetcher = UrlFetcher(AllowList([f"http://images.test:{port}"]), FetchBounds(100), resolve=resolves)
+        with pytest.raises(UrlRefused, match="not public"):
+            await get(fetcher, f"http://images.test:{port}/")
+        await fetcher.close()
+    assert seen == []
+
+
+async def test_redirects_are_checked_hop_by_hop_and_bounded() -> None:
+    async def answer(lines: list[str], writer: asyncio.StreamWriter) -> None:
+        path = lines[0].split()[1]
+        where = {
+            "/1": "/2",
+            "/2": f"http://images.test:{port}/end",
+            "/loop": "/loop",
+            "/out": "http://evil.test/",
+            "/metadata": "http://169.254.169.254/latest",
+            "/file": "file:///etc/passwd",
+            "/junk": "http://[",
+            "/none": "",
+            "/dots": "/a/%2e%2e/b",
+        }.get(path)
+        if where is None:
+            await image(b"found")(lines, writer)
+        else:
+            location = f"\nLocation: {where}" if where else ""
+            await says(f"HTTP/1.1 302 Found{location}\nContent-Length: 0")(lines, writer)
+
+    async with serving(answer) as port, fetching(port, max_redirects=2) as fetcher:
+        assert await get(fetcher, f"http://images.test:{port}/1") == b"found"
+        for path in ("loop", "out", "metadata", "file", "junk", "dots", "none"):
+            with pytest.raises(UrlRefused):
+                await get(fetcher, f"http://images.test:{port}/{path}")
+    async with serving(answer) as port, fetching(port, max_redirects=0) as fetcher:
+        with pytest.raises(UrlRefused, match="more than 0 times"):
+            await get(fetcher, f"http://images.test:{port}/1")
+
+
+async def test_a_redirect_that_rebinds_is_refused_at_its_hop() -> None:
+    """The first look at a name leads out, the second inside; each connection has a look of its own."""
+    answers = [["127.0.0.1"], ["127.0.0.2"]]
+
+    async def rebinding(host: str, port: int) -> Sequence[str]:
+        return answers.pop(0)
+
+    close = "HTTP/1.1 302 Found\nLocation: /again\nContent-Length: 0\nConnection: close"
+    async with serving(says(close)) as port:
+        fetcher = UrlFetcher(
+            AllowList([f"http://images.test:{port}"]), FetchBounds(100), rules=LOOPBACK, resolve=rebinding
+        )
+        with pytest.raises(UrlRefused, match="not public"):
+            await get(fetcher, f"http://images.test:{port}/")
+        await fetcher.close()
+    assert answers == []
+
+
+async def test_https_never_leads_to_http(tmp_path: Path) -> None:
+    files = Authority(tmp_path)
+    used = files.issue("images", "images.test")
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(used.cert, used.key)
+    async with serving(image(b"x")) as plain:
+        moved = f"HTTP/1.1 301 Moved\nLocation: http://images.test:{plain}/\nContent-Length: 0"
+        trusting = ssl.create_default_context(cafile=files.ca)
+        async with (
+            serving(says(moved), context) as port,
+            fetching(port, f"http://images.test:{plain}", scheme="https://", tls=trusting) as fetcher,
+        ):
+            with pytest.raises(UrlRefused, match="from https to http"):
+                await get(fetcher, f"https://images.test:{port}/")
+
+
+async def test_too_many_bytes_are_refused_when_said_and_cut_when_not() -> None:
+    await fails(image(bytes(10_001)), ImageTooLarge, "10001 bytes")
+    sent = 0
+
+    async def endless(_: list[str], writer: asyncio.StreamWriter) -> None:
+        nonlocal sent
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: image/png\r\nTransfer-Encoding: chunked\r\n\r\n")
+        while True:
+            writer.write(b"400\r\n" + bytes(0x400) + b"\r\n")
+            sent += 0x400
+            await writer.drain()
+
+    await fails(endless, ImageTooLarge)
+    assert sent < 64 << 20
+
+
+async def test_a_body_shorter_than_said_and_one_that_is_longer() -> None:
+    short = "HTTP/1.1 200 OK\nContent-Type: image/png\nContent-Length: 100\nConnection: close"
+    await fails(says(short, b"only this"), UrlUnreachable)
+    longer = "HTTP/1.1 200 OK\nContent-Type: image/png\nContent-Length: 4\nConnection: close"
+    async with serving(says(longer, b"this and more")) as port, fetching(port) as fetcher:
+        assert await get(fetcher, f"http://images.test:{port}/") == b"this"
+    two = "HTTP/1.1 200 OK\nContent-Length: 4\nContent-Length: 5\nConnection: close"
+    await fails(says(two, b"12345"), UrlUnreachable)
+
+
+async def test_slow_servers_are_left_in_time() -> None:
+    async def loris(_: list[str], writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: image/png\r\nContent-Length: 1000\r\n\r\n")
+        for _ in range(1000):
+            writer.write(b"x")
+            await writer.drain()
+            await asyncio.sleep(0.02)
+
+    async def silent(_: list[str], writer: asyncio.StreamWriter) -> None:
+        await asyncio.sleep(60)
+
+    for answer in (loris, silent):
+        started = asyncio.get_running_loop().time()
+        await fails(answer, UrlUnreachable, timeout_s=0.3)
+        assert asyncio.get_running_loop().time() - started < 5
+
+
+@pytest.mark.parametrize(
+    ("answer", "kind"),
+    [
+        (image(b"<html>", "text/html"), UrlContent),
+        (image(b"x", "application/json; charset=utf-8"), UrlContent),
+        (image(b""), UrlContent),
+        (says("HTTP/1.1 404 Not Found\nContent-Length: 0"), UrlContent),
+        (says("HTTP/1.1 403 Forbidden\nContent-Length: 0"), UrlContent),
+        (says("HTTP/1.1 206 Partial Content\nContent-Type: image/png\nContent-Length: 1", b"x"), UrlContent),
+        (says("HTTP/1.1 503 Busy\nContent-Length: 0"), UrlUnreachable),
+        (says("HTTP/1.1 429 Slow\nContent-Length: 0"), UrlUnreachable),
+        (says("HTTP/1.1 200 OK\nContent-Encoding: gzip\nContent-Length: 1", b"x"), UrlContent),
+        (says("SSH-2.0-OpenSSH_9.6\nConnection: close"), UrlUnreachable),
+        (says("HTTP/1.1 200 OK\nX: " + "y" * 200_000), UrlUnreachable),
+    ],
+)
+async def test_answers_that_are_no_image(answer: Answer, kind: type[VisionEncoderError]) -> None:
+    await fails(answer, kind)
+
+
+@pytest.mark.parametrize(
+    "kind", ["image/jpeg", "IMAGE/PNG", "application/octet-stream", "binary/octet-stream"]
+)
+async def test_kinds_that_are_taken(kind: str) -> None:
+    async with serving(image(b"x", kind)) as port, fetching(port) as fetcher:
+        assert await get(fetcher, f"http://images.test:{port}/") == b"x"
+
+
+async def test_nobody_answers_and_nobody_resolves() -> None:
+    async with serving(image(b"x")) as port:
+        pass
+    async with fetching(port) as fetcher:
+        with pytest.raises(UrlUnreachable) as caught:
+            await get(fetcher, f"http://images.test:{port}/")
+        assert caught.value.retryable
+
+    async def lost(host: str, port: int) -> Sequence[str]:
+        raise OSError("no such name")
+
+    fetcher = UrlFetcher(AllowList(["images.test"]), FetchBounds(10), resolve=lost)
+    with pytest.raises(UrlUnreachable):
+        await get(fetcher, "https://images.test/")
+    await fetcher.close()
+
+
+async def test_p17_what_arrives_counts_as_content_and_is_refused_when_full() -> None:
+    async with serving(image(bytes(5000))) as port, fetching(port) as fetcher:
+        admission = Admission(0, 4000)
+        with pytest.raises(QueueFull):
+            await get(fetcher, f"http://images.test:{port}/", admission)
+        assert fetcher.counters.ended == {"QUEUE_FULL": 1}
+
+
+async def test_p17_fetches_at_a_time_are_bounded_and_the_cancelled_ones_free_their_turn() -> None:
+    now = most = 0
+    two, go_on = asyncio.Event(), asyncio.Event()
+
+    async def answer(lines: list[str], writer: asyncio.StreamWriter) -> None:
+        nonlocal now, most
+        now += 1
+        most = max(most, now)
+        if now == 2:
+            two.set()
+        await go_on.wait()
+        now -= 1
+        await image(b"x")(lines, writer)
+
+    async with serving(answer) as port, fetching(port, max_fetches=2) as fetcher:
+        url = f"http://images.test:{port}/"
+        tasks = [asyncio.ensure_future(get(fetcher, url)) for _ in range(6)]
+        await two.wait()
+        tasks[0].cancel()
+        tasks[5].cancel()
+        await asyncio.wait([tasks[0], tasks[5]])
+        go_on.set()
+        assert await asyncio.gather(*tasks[1:5]) == [b"x"] * 4
+        assert most <= 3  # the server may see the cancelled one for a moment longer
+        assert await get(fetcher, url) == b"x"
