@@ -12,7 +12,7 @@ CHECKPOINT := build/checkpoints/qwen3_vl-small
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup test test-gpu lint proto proto-check bench bench-transport demo serve clean
+.PHONY: help setup test test-gpu lint proto proto-check bench bench-transport bench-serve demo serve clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -66,6 +66,14 @@ bench-transport: $(STAMP) ## Measure the delivery of rows over every transport
 	    set -x; $(BIN)/python bench/transport.py; \
 	else \
 	    set -x; $(BIN)/python bench/transport.py --quick --device cpu; \
+	fi
+
+# Without a GPU: the smallest tower, to see that the benchmark runs.
+bench-serve: $(STAMP) ## Measure the service under load, beside its tower and a plain loop
+	@if [ -e /dev/nvidiactl ]; then \
+	    set -x; $(BIN)/python bench/serve.py; \
+	else \
+	    set -x; $(BIN)/python bench/serve.py --quick --size tiny --device cpu; \
 	fi
 
 demo: $(STAMP) ## Start the service, send photographs, run a language model on the rows, compare

@@ -16,8 +16,8 @@ from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[2]
 TARGETS = {
-    "help", "setup", "test", "test-gpu", "lint", "proto", "proto-check", "bench", "bench-transport", "demo",
-    "serve", "clean",
+    "help", "setup", "test", "test-gpu", "lint", "proto", "proto-check", "bench", "bench-transport",
+    "bench-serve", "demo", "serve", "clean",
 }  # fmt: skip
 
 
