@@ -213,6 +213,7 @@ class Service:
                 self.settings.max_patches_per_batch,
                 self.settings.max_items_per_batch,
                 None if graphs is None else graphs.ladder,
+                {**self.settings.namespace_shares, **self.settings.device_shares},
             ),
             self.metrics,
             clock=time.monotonic,

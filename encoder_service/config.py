@@ -82,6 +82,13 @@ class Settings(AccessSettings):
         description="Weights of namespaces' shares of the rows kept, to a thousandth: name=weight, comma "
         "separated; 1 for the others. Room that nobody claims is anybody's.",
     )
+    device_shares: Annotated[
+        dict[str, Annotated[float, Field(ge=0.001, le=1000.0, allow_inf_nan=False)]], NoDecode
+    ] = Field(
+        {},
+        description="Weights of namespaces' shares of the device's time: name=weight, comma separated; those "
+        "left out have their weight of namespace_shares, else 1. Time that nobody claims is anybody's.",
+    )
     broker_path: str = Field(
         "", description="Unix socket that hands out shared memory, an absolute path; empty: inline rows only."
     )
@@ -226,7 +233,7 @@ class Settings(AccessSettings):
         return self
 
     @field_validator(
-        "isolated_namespaces", "isolated_device_bytes", "namespace_shares", mode="before"
+        "isolated_namespaces", "isolated_device_bytes", "namespace_shares", "device_shares", mode="before"
     )
     @classmethod
     def split_by_name(cls, value: object) -> object:

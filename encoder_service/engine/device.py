@@ -32,7 +32,8 @@ from encoder_service.engine.rows import Destination
 from encoder_service.errors import Cancelled, DeadlineExceeded, DeviceFault, Draining, InternalError
 from encoder_service.ingest.preprocessor import Preprocessor
 from encoder_service.metrics import Metrics
-from encoder_service.scheduler.planner import Plan, Planner, Ticket, launch_of
+from encoder_service.scheduler.outlook import Outlook
+from encoder_service.scheduler.planner import Late, Plan, Planner, Ticket, launch_of
 from encoder_service.towers.tower import Tower
 from encoder_service.types import Grid, TowerItem
 
@@ -75,6 +76,7 @@ class DeviceEngine:
         self._jobs: dict[Ticket, Job] = {}  # those that wait
         self._taken: dict[Job, None] = {}  # those whose batch was planned and who have no answer yet
         self._in_flight: deque[Batch] = deque()  # oldest first
+        self._outlook = Outlook()
         self._stopping = False
         self._launching_is_over = False
         self._fault: DeviceFault | None = None
@@ -187,7 +189,8 @@ class DeviceEngine:
                 self._wake.wait_for(lambda: self._stopping or (len(self._planner) and self._has_room()))
                 if self._stopping:
                     break
-                plan = self._planner.next_batch(self._clock())
+                now_s = self._clock()
+                plan = self._planner.next_batch(now_s, self._outlook.busy_s(now_s))
                 batch = [self._jobs.pop(ticket) for ticket in plan.batch]
                 self._taken.update(dict.fromkeys(batch))
                 dropped = self._take_dropped(plan)
@@ -205,13 +208,14 @@ class DeviceEngine:
         return len(self._in_flight) < MAX_IN_FLIGHT
 
     def _take_dropped(self, plan: Plan) -> list[tuple[Job, Exception]]:
-        return [
-            (self._jobs.pop(ticket), Cancelled("every caller left before the item ran"))
-            for ticket in plan.cancelled
-        ] + [
-            (self._jobs.pop(ticket), DeadlineExceeded("the deadline passed before the item ran"))
-            for ticket in plan.expired
+        errors: list[tuple[Ticket, Exception]] = [
+            (ticket, Cancelled("every caller left before the item ran")) for ticket in plan.cancelled
         ]
+        errors += [
+            (ticket, DeadlineExceeded("the deadline passed before the item ran")) for ticket in plan.expired
+        ]
+        errors += [(late.ticket, too_late(late)) for late in plan.late]
+        return [(self._jobs.pop(ticket), error) for ticket, error in errors]
 
     def _launch(self, jobs: list[Job]) -> None:
         """Hands a batch to the device; on failure its halves; a single item's failure is its own. Waits
@@ -241,8 +245,10 @@ class DeviceEngine:
             self._fail_items(jobs, failure)
             return
         self._metrics.step_host_seconds.observe(self._clock() - started_s)
+        predicted_us = self._planner.predicted_us(job.ticket for job in jobs)
         with self._wake:
             self._in_flight.append(Batch(jobs, launched))
+            self._outlook.launched(started_s, predicted_us)
             self._wake.notify_all()
 
     def _check_failure(self, error: Exception) -> str:
@@ -280,6 +286,7 @@ class DeviceEngine:
         ended_s = self._clock()
         with self._wake:
             self._in_flight.popleft()
+            self._outlook.finished(ended_s)
             self._wake.notify_all()
         if failure:
             self._fail_items(batch.jobs, failure)
@@ -345,3 +352,13 @@ class DeviceEngine:
             self._wake.notify_all()
         for job in jobs:
             job.future.set_exception(error)
+
+
+def too_late(late: Late) -> DeadlineExceeded:
+    """Of an item that was dropped before its deadline."""
+    needed_ms, left_ms = round(late.needed_s * 1e3, 1), round(late.left_s * 1e3, 1)
+    return DeadlineExceeded(
+        f"the deadline is in {left_ms} ms, the item's rows are at least {needed_ms} ms away",
+        needed_ms=needed_ms,
+        left_ms=left_ms,
+    )

@@ -15,6 +15,9 @@ from encoder_service.engine.faults import is_device_fault
 from encoder_service.engine.jobs import TowerResult
 from encoder_service.errors import Cancelled, DeadlineExceeded, DeviceFault, Draining, InternalError
 from encoder_service.metrics import Metrics
+from encoder_service.scheduler.buckets import Bucket, BucketLadder
+from encoder_service.scheduler.cost import CostModel
+from encoder_service.scheduler.outlook import Outlook
 from encoder_service.scheduler.planner import Planner, Ticket
 from encoder_service.towers.tower import TowerInputs
 from encoder_service.types import FrameItem, Grid, PatchItem
@@ -22,14 +25,14 @@ from tests.fakes import FakePreprocessor, FakeTower
 
 
 class Rig:
-    def __init__(self, max_patches: int = 1000) -> None:
+    def __init__(self, max_patches: int = 1000, ladder: BucketLadder | None = None) -> None:
         self.tower = FakeTower()
         self.faults: list[DeviceFault] = []
         self.now_s = 0.0
         self.engine = DeviceEngine(
             self.tower,
             FakePreprocessor(),
-            Planner(max_patches, 64),
+            Planner(max_patches, 64, ladder),
             Metrics(),
             clock=lambda: self.now_s,
             on_fault=self.faults.append,
@@ -98,6 +101,51 @@ def test_cancelled_and_expired_items_never_reach_the_tower(rig: Rig) -> None:
     with pytest.raises(DeadlineExceeded):
         late.result(10)
     assert [len(batch) for batch in rig.tower.batches] == [1]
+
+
+# A second a patch: nothing that is predicted passes while a test runs.
+SLOW = BucketLadder([Bucket(64, 4, 64)], CostModel(0.0, 1e6, 0.0))
+
+
+def test_what_cannot_be_in_time_never_reaches_the_tower_and_says_by_how_much() -> None:
+    rig = Rig(max_patches=16, ladder=SLOW)
+    first, late, fine = rig.submit(1.0), rig.submit(2.0, deadline_s=20.0), rig.submit(3.0, deadline_s=1000.0)
+    rig.engine.start()
+    with pytest.raises(DeadlineExceeded, match=r"is in 20000\.0 ms, .* at least 24000\.0 ms") as caught:
+        late.result(10)
+    assert caught.value.details == {"needed_ms": "24000.0", "left_ms": "20000.0"}
+    first.result(10)
+    fine.result(10)
+    assert [len(batch) for batch in rig.tower.batches] == [1, 1]
+    assert rig.engine.counters.dropped_items == 1
+    assert rig.engine.stop(10)
+
+
+def test_the_planner_is_told_how_long_the_device_is_surely_busy() -> None:
+    told: list[tuple[str, float]] = []
+
+    class Heard(Outlook):
+        def launched(self, now_s: float, predicted_us: float) -> None:
+            told.append(("launched", predicted_us))
+            super().launched(now_s, predicted_us)
+
+        def finished(self, now_s: float) -> None:
+            told.append(("finished", now_s))
+            super().finished(now_s)
+
+        def busy_s(self, now_s: float) -> float:
+            return 100.0 if told else 0.0
+
+    rig = Rig(max_patches=16, ladder=SLOW)
+    rig.now_s = 7.0
+    rig.engine._outlook = Heard()
+    first, late = rig.submit(1.0), rig.submit(2.0, deadline_s=106.0)
+    rig.engine.start()
+    first.result(10)
+    with pytest.raises(DeadlineExceeded, match=r"at least 112000\.0 ms"):
+        late.result(10)
+    assert rig.engine.stop(10)
+    assert told == [("launched", 64e6), ("finished", 7.0)]
 
 
 def test_p36_a_device_fault_fails_everything_once_and_is_reported() -> None:

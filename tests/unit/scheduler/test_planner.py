@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from encoder_service.scheduler.buckets import Bucket, BucketLadder, default_ladder, ladder_of_sizes
 from encoder_service.scheduler.cost import CostModel, Launch
+from encoder_service.scheduler.fair_queue import AGING_BATCHES
 from encoder_service.scheduler.planner import MAX_PASSES, Planner, Ticket, launch_of, launches_of
 
 
@@ -71,7 +72,7 @@ tickets = st.builds(
     Ticket,
     num_patches=st.integers(1, 30),
     priority=st.integers(0, 2),
-    deadline_s=st.none() | st.floats(0, 20),
+    deadline_s=st.none() | st.floats(0, 20) | st.integers(0, 20).map(lambda whole: whole + 1e-5),
     cancelled=st.booleans(),
     num_sequences=st.integers(1, 3),
     num_frames=st.integers(1, 2),
@@ -97,17 +98,21 @@ def test_every_ticket_comes_out_once_and_batches_keep_the_budget(
         planner.add(ticket)
     out: list[Ticket] = []
     for now_s in range(100):
-        oldest = min(
-            (t for t in queued if t not in out and not t.cancelled and (t.deadline_s or 1e9) > now_s),
-            key=lambda t: (-t.priority, queued.index(t)),
-            default=None,
-        )
+        waiting = [t for t in queued if t not in out]
         plan = planner.next_batch(float(now_s))
         assert plan.num_patches <= max_patches or len(plan.batch) == 1
         assert len(plan.batch) <= max_items
-        if oldest is not None and oldest.deadline_s != 0.0:
-            assert plan.batch[0] is oldest
-        out += [*plan.batch, *plan.cancelled, *plan.expired]
+        dropped = [*plan.cancelled, *plan.expired, *(late.ticket for late in plan.late)]
+        assert not [t for t in plan.batch if t.cancelled or (t.deadline_s or 1e9) <= now_s]
+        heads: dict[int, Ticket] = {}
+        for ticket in waiting:
+            if ticket not in dropped:
+                heads.setdefault(ticket.priority, ticket)
+        assert bool(plan.batch) == bool(heads)
+        if plan.batch:
+            assert heads[plan.batch[0].priority] is plan.batch[0]
+            assert now_s >= AGING_BATCHES or plan.batch[0].priority == max(heads)
+        out += [*plan.batch, *dropped]
         if not len(planner):
             break
     assert sorted(map(id, out)) == sorted(map(id, queued))

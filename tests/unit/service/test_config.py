@@ -54,6 +54,7 @@ def test_every_setting_says_what_it_is() -> None:
         ({"namespace_shares": "a=0"}, "namespace_shares.a"),
         ({"namespace_shares": "a=1001"}, "namespace_shares.a"),
         ({"namespace_shares": "a=nan"}, "namespace_shares.a"),
+        ({"device_shares": "a=0"}, "device_shares.a"),
         ({"namespace_shares": "a=1,a=2"}, "'a' is not one name=value"),
         (
             {

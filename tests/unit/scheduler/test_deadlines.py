@@ -1,0 +1,151 @@
+"""What is dropped because it cannot be in time, and what is not; how busy the device surely is."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from encoder_service.scheduler.buckets import Bucket, BucketLadder
+from encoder_service.scheduler.cost import CostModel
+from encoder_service.scheduler.outlook import Outlook
+from encoder_service.scheduler.planner import SURE, Planner, Ticket
+
+# One millisecond a patch and nothing else.
+LADDER = BucketLadder([Bucket(size, size, size) for size in range(1, 17)], CostModel(0.0, 1000.0, 0.0))
+
+
+def planner_of(*tickets: Ticket, max_patches: int = 16) -> Planner:
+    planner = Planner(max_patches, 16, LADDER)
+    for ticket in tickets:
+        planner.add(ticket)
+    return planner
+
+
+def test_what_ends_too_late_even_alone_is_dropped_with_both_numbers() -> None:
+    late = Ticket(16, deadline_s=10.0 + SURE * 0.016 - 1e-4)
+    plan = planner_of(late).next_batch(10.0)
+    assert plan.batch == []
+    ((ticket, needed_s, left_s),) = plan.late
+    assert ticket is late
+    assert (needed_s, left_s) == (pytest.approx(0.012), pytest.approx(0.0119))
+
+
+def test_what_may_just_be_in_time_runs() -> None:
+    tight = Ticket(16, deadline_s=10.0 + SURE * 0.016 + 1e-4)
+    assert planner_of(tight).next_batch(10.0).batch == [tight]
+
+
+def test_what_is_on_the_device_counts() -> None:
+    tight = Ticket(16, deadline_s=10.0 + SURE * 0.016 + 1e-4)
+    plan = planner_of(tight).next_batch(10.0, busy_s=2e-4)
+    assert [late.ticket for late in plan.late] == [tight]
+    assert plan.late[0].needed_s == pytest.approx(0.0122)
+
+
+def test_what_is_ahead_in_its_own_batch_counts_and_what_is_behind_does_not() -> None:
+    first, tight, last = Ticket(8), Ticket(4, deadline_s=0.75 * 0.012 - 1e-4), Ticket(4)
+    plan = planner_of(first, tight, last).next_batch(0.0)
+    assert plan.batch == [first, last]
+    assert [late.ticket for late in plan.late] == [tight]
+    fine = Ticket(4, deadline_s=0.75 * 0.012 + 1e-4)
+    assert planner_of(Ticket(8), fine, Ticket(4)).next_batch(0.0).late == []
+
+
+def test_what_waits_behind_a_batch_learns_at_once_that_it_is_late() -> None:
+    """Its caller may go elsewhere; it need not wait for the deadline to pass."""
+    head, tight, fine = Ticket(16), Ticket(8, deadline_s=0.017), Ticket(8, deadline_s=0.019)
+    plan = planner_of(head, tight, fine).next_batch(0.0)
+    assert plan.batch == [head]
+    assert [late.ticket for late in plan.late] == [tight]
+    assert plan.late[0].needed_s == pytest.approx(0.018)
+
+
+def test_a_batch_that_all_would_be_late_in_makes_way_for_one_that_is_not() -> None:
+    head, late, fine = Ticket(16, deadline_s=0.011), Ticket(16, deadline_s=0.010), Ticket(16)
+    plan = planner_of(head, late, fine).next_batch(0.0)
+    assert plan.batch == [fine]
+    assert {one.ticket for one in plan.late} == {head, late}
+
+
+def test_a_deadline_that_moves_back_while_its_item_waits_counts() -> None:
+    planner = planner_of(Ticket(16), ticket := Ticket(16, deadline_s=0.03))
+    planner.next_batch(0.0)
+    ticket.deadline_s = 1.0
+    assert planner.next_batch(0.5).batch == [ticket]
+    planner = planner_of(Ticket(16), ticket := Ticket(16, deadline_s=0.03))
+    planner.next_batch(0.0)
+    ticket.deadline_s = None
+    assert planner.next_batch(0.5).batch == [ticket]
+
+
+def test_without_a_ladder_only_the_clock_counts() -> None:
+    planner = Planner(16, 16)
+    soon, past = Ticket(16, deadline_s=1.001), Ticket(16, deadline_s=1.0)
+    planner.add(soon)
+    planner.add(past)
+    plan = planner.next_batch(1.0, busy_s=0.0)
+    assert (plan.batch, plan.late, plan.expired) == ([soon], [], [past])
+
+
+@pytest.mark.parametrize("seed", [random.randrange(2**31) for _ in range(3)])
+def test_nothing_is_dropped_that_a_device_as_fast_as_surely_could_have_ended(seed: int) -> None:
+    """The device takes SURE of what is predicted, the fastest that is reckoned with. What was dropped as late
+    would not have ended in time had it been taken instead of whatever else goes at that moment, behind the
+    batch on the device; what is deep in the queue is not given up for what waits before it."""
+    generator = random.Random(seed)
+    planner = Planner(16, 16, LADDER)
+    outlook = Outlook()
+    ends: list[float] = []
+    now_s, num_late = 0.0, 0
+    for _ in range(300):
+        for _ in range(generator.randint(0, 4)):
+            size = generator.randint(1, 16)
+            planner.add(Ticket(size, deadline_s=now_s + generator.uniform(0.0, 0.08)))
+        busy_s = outlook.busy_s(now_s)
+        free_s = max([now_s, *ends])
+        assert busy_s <= free_s - now_s + 1e-9
+        plan = planner.next_batch(now_s, busy_s)
+        batch_s = SURE * planner.predicted_us(plan.batch) / 1e6
+        for ticket, needed_s, left_s in plan.late:
+            num_late += 1
+            assert needed_s > left_s
+            own_s = SURE * ticket.num_patches / 1e3
+            assert busy_s + own_s - 1e-9 <= needed_s <= busy_s + SURE * 16 / 1e3 + own_s + 1e-9
+            assert ticket.deadline_s is not None
+            assert ticket.deadline_s < free_s + batch_s + own_s + SURE * 16 / 1e3
+        if plan.batch:
+            ends.append(free_s + batch_s)
+            outlook.launched(now_s, planner.predicted_us(plan.batch))
+        while len(ends) > 1 or (ends and not plan.batch):
+            now_s = ends.pop(0)
+            outlook.finished(now_s)
+        now_s += generator.choice([0.0, 0.001])
+        now_s = min([now_s, *ends])
+    assert num_late > 10
+
+
+def test_images_and_clips_share_batches_and_both_are_dropped_when_late() -> None:
+    still, clip = Ticket(6), Ticket(8, num_sequences=4)
+    late_clip = Ticket(8, num_sequences=4, deadline_s=1e-3)
+    plan = planner_of(still, clip, late_clip).next_batch(0.0)
+    assert plan.batch == [still, clip]
+    assert [late.ticket for late in plan.late] == [late_clip]
+
+
+# -- the device ----------------------------------------------------------------------------------------
+
+
+def test_the_device_is_busy_for_what_it_was_given_less_what_passed() -> None:
+    outlook = Outlook()
+    assert outlook.busy_s(5.0) == 0.0
+    outlook.launched(5.0, 40_000.0)
+    outlook.launched(5.01, 20_000.0)
+    assert outlook.busy_s(5.01) == pytest.approx(SURE * 0.06 - 0.01)
+    assert outlook.busy_s(6.0) == pytest.approx(SURE * 0.02)  # the first takes longer than predicted
+    outlook.finished(6.0)
+    assert outlook.busy_s(6.005) == pytest.approx(SURE * 0.02 - 0.005)
+    outlook.finished(6.1)
+    assert outlook.busy_s(6.1) == 0.0
+    outlook.launched(9.0, 10_000.0)
+    assert outlook.busy_s(9.0) == pytest.approx(SURE * 0.01)
