@@ -34,7 +34,7 @@ from serve_figures import client_figures, goals_of, requests_of, service_figures
 from serve_options import BASELINE_LOADS, OTHER_LOADS, parse_arguments
 from serve_service import NotStarted, ServiceProcess, Sight
 from serve_traffic import MAX_PIXELS, kinds_of, load_of, write_photos
-from transport_processes import IMAGE_MALLOC, Process, ProcessFailed
+from transport_processes import IMAGE_MALLOC, Process, ProcessFailed, visible_gpu
 
 PACKAGES = ("grpcio", "protobuf", "pillow", "simplejpeg", "torchvision", "cuda-bindings")
 GIB = 1 << 30
@@ -176,7 +176,8 @@ class Run:
         arguments = self.arguments
         settings = {
             "model": str(checkpoint),
-            "device": str(arguments.device),
+            # Every process sees one GPU at most.
+            "device": "cuda:0" if self.on_gpu else "cpu",
             "precision": arguments.precision,
             "log_level": "warning",
         }
@@ -215,7 +216,12 @@ class Run:
             ServiceProcess(
                 settings,
                 self.folder / "service.log",
-                environment=IMAGE_MALLOC | ({} if self.on_gpu else {"OMP_NUM_THREADS": "1"}),
+                environment=IMAGE_MALLOC
+                | (
+                    {"CUDA_VISIBLE_DEVICES": visible_gpu(arguments.device.index or 0)}
+                    if self.on_gpu
+                    else {"OMP_NUM_THREADS": "1"}
+                ),
                 start_s=arguments.start_limit_s,
                 profile=self.folder / "profile" if arguments.profile else None,
             )
