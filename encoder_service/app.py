@@ -44,6 +44,7 @@ from encoder_service.rpc.servicer import VisionEncoderServicer
 from encoder_service.scheduler.admission import Admission, Undelivered
 from encoder_service.scheduler.planner import Planner
 from encoder_service.store.embedding_store import EmbeddingStore, RowStore
+from encoder_service.store.shared_tier_start import open_shared_tier
 from encoder_service.towers.precision import check_fp8_device, parse_precision
 from encoder_service.towers.registry import load_tower
 from encoder_service.transport.pixel_input import PixelInput, open_pixel_input
@@ -191,6 +192,8 @@ class Service:
             log.error("a batch is still running and is left behind", waited_s=ENGINE_STOP_S)
         if self._admin is not None:
             await self._admin.stop()
+        if self.pipeline is not None and self.pipeline.shared_tier is not None:
+            await self.pipeline.shared_tier.stop()
         if self.shared is not None:
             await self.shared.stop()
         await self.pixels.stop()
@@ -246,6 +249,7 @@ class Service:
             metrics=self.metrics,
             max_patches_per_item=settings.max_patches_per_item,
             undelivered=Undelivered(settings.max_undelivered_bytes),
+            shared_tier=open_shared_tier(settings, model.tower, store, self._workers, self.metrics),
         )
 
     def _leave_service(self, fault: DeviceFault) -> None:

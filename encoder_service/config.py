@@ -15,6 +15,7 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 from pydantic_settings import NoDecode, SettingsConfigDict
 
 from encoder_service.config_access import AccessSettings, named_values
+from encoder_service.config_shared_tier import SharedTierSettings
 from encoder_service.errors import ConfigurationError
 
 MIB = 1 << 20
@@ -24,7 +25,7 @@ ENV_PREFIX = "VE_"
 CHUNK_OVERHEAD_BYTES = 64
 
 
-class Settings(AccessSettings):
+class Settings(AccessSettings, SharedTierSettings):
     """Settings of one service process. Sizes in bytes, times in the unit of the name."""
 
     model_config = SettingsConfigDict(

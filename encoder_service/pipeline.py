@@ -39,6 +39,7 @@ from encoder_service.load import DeviceLoad
 from encoder_service.metrics import Metrics
 from encoder_service.scheduler.admission import Admission, Permit, Undelivered
 from encoder_service.store.embedding_store import Held, RowStore, Tier
+from encoder_service.store.shared_tier import SharedTier
 from encoder_service.store.tiers import TieredStore
 from encoder_service.tower_run import TowerRun
 from encoder_service.towers.precision import AS_DTYPE, Precision
@@ -110,7 +111,8 @@ class Announced:
 class Pipeline:
     """The service without its wire. All methods run on the event loop that made it.
 
-    clock: monotonic seconds; deadlines are in it. max_patches_per_item: the largest item taken.
+    clock: monotonic seconds; deadlines are in it. max_patches_per_item: the largest item taken. shared_tier:
+    where other replicas' rows are looked for before an encode.
     """
 
     model: ServedModel
@@ -121,6 +123,7 @@ class Pipeline:
     metrics: Metrics
     max_patches_per_item: int
     undelivered: Undelivered = field(default_factory=lambda: Undelivered(1 << 30))
+    shared_tier: SharedTier | None = None
     clock: Callable[[], float] = time.monotonic
     _draining: bool = False
 
@@ -130,7 +133,9 @@ class Pipeline:
         self.load = DeviceLoad(self.engine.counters, None if graphs is None else graphs.ladder)
         if isinstance(self.store, TieredStore):  # its copies may be the first to find a fault
             self.store.on_copy_error = self.engine.report
-        self._run = TowerRun(self.engine, self.store, self.workers, self.model.tower, self.clock)
+        self._run = TowerRun(
+            self.engine, self.store, self.workers, self.model.tower, self.clock, self.shared_tier
+        )
 
     # -- what the wire calls ---------------------------------------------------------------------------
 
@@ -151,8 +156,9 @@ class Pipeline:
             timings = StageTimings(identify_ms=identify_ms)
             return self._delivered(held, cache_tier(held), timings, started_s)
 
-        flight, tier = self._board(item, digest, key, namespace, priority, deadline_s)
+        flight, joined = self._board(item, digest, key, namespace, priority, deadline_s)
         held = await self.flights.wait(flight, deadline_s)
+        tier = CacheTier.IN_FLIGHT if joined else flight.tier
         return self._delivered(held, tier, replace(flight.timings, identify_ms=identify_ms), started_s)
 
     async def prefetch(self, item: Item, *, namespace: str = "", priority: int = 0) -> Announced:
@@ -232,12 +238,12 @@ class Pipeline:
 
     def _board(
         self, item: Item, digest: bytes, key: bytes, namespace: str, priority: int, deadline_s: float | None
-    ) -> tuple[Flight, CacheTier]:
-        """The flight for a key: the one under way, or a new one. No await between the look and the start,
-        so that one key never flies twice."""
+    ) -> tuple[Flight, bool]:
+        """The flight for a key, and whether it was under way. No await between look and start, so that one
+        key never flies twice."""
         flight = self.flights.join(namespace, key, priority, deadline_s)
         if flight is not None:
-            return flight, CacheTier.IN_FLIGHT
+            return flight, True
         if isinstance(item.content, DigestOnly):
             raise UnknownKey(f"no content was sent and key {key.hex()} is not held", key=key.hex())
         if self._draining:
@@ -248,18 +254,22 @@ class Pipeline:
         flight = self.flights.start(
             namespace, key, digest, priority, deadline_s, lambda flight: self._fly(flight, item)
         )
-        return flight, CacheTier.MISS
+        return flight, False
 
     # -- a flight --------------------------------------------------------------------------------------
 
     async def _fly(self, flight: Flight, item: Item) -> Held:
-        """Admission, ingest, device, store."""
+        """Admission, ingest, device, store; after the first the store at once for rows of another replica."""
         permit = self.admission.acquire(content_bytes(item))
         started_s = self.clock()
         try:
+            if (found := await self._run.find(flight)) is not None:
+                self._observe(flight.timings)
+                return found
             tower_item = await self._ingest(flight, item, permit)
             ingested_s = self.clock()
             held = await self._run.run(flight, tower_item)
+            self._run.share(flight, held)
             self._observe(flight.timings)
             traces.add_stages(flight.timings, started_s, ingested_s, self.clock())
             return held
