@@ -193,10 +193,15 @@ class DriverCopies:
 
 
 def copies_of(device: torch.device) -> Copies:
-    """How ``device`` is copied to, from and on. A GPU has to be the thread's current one; its way is tried
-    out first, and the log says where it is not the best one."""
+    """How ``device`` is copied to, from and on. A GPU's way is tried out first, and the log says where it is
+    not the best one."""
     if device.type != "cuda":
         return HostCopies()
+    with torch.cuda.device(device):
+        return _copies_of_gpu(device)
+
+
+def _copies_of_gpu(device: torch.device) -> Copies:
     try:
         driver = load_driver("libcuda.so.1")
         single = address_of(driver.cuMemcpyAsync)
