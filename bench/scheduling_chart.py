@@ -44,6 +44,7 @@ def draw_latency(result: dict[str, Any], path: Path) -> None:
             label=policy,
         )
     axes.set_yscale("log")
+    axes.set_ylim(bottom=20)
     axes.set_ylabel("latency, ms: median to 99th percentile")
     axes.set_xticks(range(len(scenarios)), [name.replace(", ", "\n") for name in scenarios], fontsize=8)
     axes.legend(frameon=False, fontsize=8)
@@ -63,6 +64,7 @@ def draw_sharing(result: dict[str, Any], path: Path) -> None:
         )
         right.bar([offset], [found["deadlines"]["streams"]["all"]["in_time_share"]], 0.8, color=colour)
     left.set_yscale("log")
+    left.set_ylim(bottom=50)
     left.set_ylabel("99th percentile, ms")
     labels = [
         "the small tenant\nbeside a flood",
