@@ -23,9 +23,8 @@ import torch
 from rich.console import Console
 from rich.progress import Progress
 
-from encoder_service.admin.access import open_admin
-from encoder_service.admin.app import AdminServer, create_admin_app
-from encoder_service.admin.gauges import register_gauges
+from encoder_service import __version__
+from encoder_service.admin.plane import AdminPlane
 from encoder_service.config import Settings
 from encoder_service.engine.device import DeviceEngine
 from encoder_service.engine.fast_path import build_graph_runner
@@ -47,6 +46,7 @@ from encoder_service.store.embedding_store import EmbeddingStore, RowStore
 from encoder_service.store.shared_tier_start import open_shared_tier
 from encoder_service.towers.precision import check_fp8_device, parse_precision
 from encoder_service.towers.registry import load_tower
+from encoder_service.traces import start_traces
 from encoder_service.transport.pixel_input import PixelInput, open_pixel_input
 from encoder_service.transport.shared_memory import SharedMemory, host_id, open_shared_store, share
 from encoder_service.transport.shared_metrics import export_pixels, export_shared
@@ -62,6 +62,8 @@ Result = TypeVar("Result")
 ENGINE_STOP_S = 5.0
 # After a device fault: long enough for the streams in flight to carry the failure to their callers.
 FAULT_GRACE_S = 2.0
+# At the end, for spans that are not sent yet; the collector may be gone.
+LAST_SPANS_S = 3.0
 
 
 class Service:
@@ -71,7 +73,6 @@ class Service:
         self.settings = settings
         self.metrics = Metrics()
         self.addresses: tuple[str, ...] = ()
-        self.admin_address = ""
         self.pipeline: Pipeline | None = None
         self.shared: SharedMemory | None = None
         self.pixels = PixelInput()
@@ -82,10 +83,16 @@ class Service:
         )
         self._grpc, self._gate = open_grpc(settings), call_gate(settings, self.metrics)
         self._urls = open_urls(settings)
-        self._admin: AdminServer | None = None
+        self._admin = AdminPlane(settings, self.metrics)
+        self._stop_traces: Callable[[], None] | None = None
         self._not_ready: str | None = "starting"
         self._fault: DeviceFault | None = None
         self._ended = asyncio.Event()
+
+    @property
+    def admin_address(self) -> str:
+        """host:port; empty where there is no admin plane."""
+        return self._admin.address
 
     # -- what the admin plane asks ---------------------------------------------------------------------
 
@@ -105,11 +112,10 @@ class Service:
         settings = self.settings
         try:
             self.addresses = self._grpc.bind(settings.listen)
-            if settings.admin_listen:
-                self._admin = open_admin(create_admin_app(self, self.metrics), settings)
-                self.admin_address = self._admin.address
-                self._admin.start()
+            self._admin.open(self)
             started_s = time.monotonic()
+            if settings.traces != "off":
+                self._stop_traces = start_traces(__version__)
             # Before the model, which takes longer: memory that is not there and a taken socket fail at once.
             self.pixels = open_pixel_input(settings)
             await self.pixels.start()
@@ -126,7 +132,7 @@ class Service:
             if self.shared is not None:
                 flights = self.pipeline.flights
                 self.shared.is_idle = lambda: not len(flights)
-            register_gauges(self.metrics, self.pipeline, self._engine)
+            self._admin.attach(self.pipeline, self._engine, self.shared)
             servicer = VisionEncoderServicer(
                 self.pipeline,
                 self._info,
@@ -190,8 +196,7 @@ class Service:
         # Not on the loop, which a second signal and the admin plane still need.
         if self._engine is not None and not await on_own_thread(self._engine.stop, ENGINE_STOP_S):
             log.error("a batch is still running and is left behind", waited_s=ENGINE_STOP_S)
-        if self._admin is not None:
-            await self._admin.stop()
+        await self._admin.stop()
         if self.pipeline is not None and self.pipeline.shared_tier is not None:
             await self.pipeline.shared_tier.stop()
         if self.shared is not None:
@@ -200,6 +205,9 @@ class Service:
         if self._urls is not None:
             await self._urls.close()
         self._workers.shutdown(wait=False, cancel_futures=True)
+        if self._stop_traces is not None:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(on_own_thread(self._stop_traces), LAST_SPANS_S)
 
     # -- building --------------------------------------------------------------------------------------
 

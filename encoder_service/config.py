@@ -149,6 +149,13 @@ class Settings(AccessSettings, SharedTierSettings):
     torch_threads: int = Field(0, ge=0, le=1024, description="CPU threads of the tower; 0: torch's choice.")
     log_format: Literal["text", "json"] = Field("text", description="One line per event either way.")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least level logged.")
+    traces: Literal["off", "otlp"] = Field(
+        "off", description="otlp: spans by OTLP over gRPC as the OTEL_* variables say; needs the extra otel."
+    )
+    saturation_queue_s: float = Field(
+        1.0, gt=0, le=3600, description="Queued device work that counts as saturated."
+    )
+    playground: bool = Field(True, description="The admin page encodes an image that is dropped on it.")
 
     @model_validator(mode="after")
     def check_limits_agree(self) -> Settings:

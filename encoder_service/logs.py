@@ -6,6 +6,7 @@ so that it is in every line of the task that serves the call and of the tasks th
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import re
 import sys
@@ -36,6 +37,17 @@ def bind_request(request_id: str, trace_id: str = "") -> None:
         structlog.contextvars.bind_contextvars(trace_id=trace_id)
 
 
+class StandardError(structlog.PrintLogger):
+    """Lines that cannot be written, for a full disk or a pipe that nobody reads any more, are lost: no call
+    fails for its log."""
+
+    def msg(self, message: str) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            super().msg(message)
+
+    log = debug = info = warning = error = critical = exception = fatal = failure = warn = err = msg
+
+
 def configure_logs(format: Literal["text", "json"], level: str) -> None:  # noqa: A002
     """Sets up structlog for the process. level: debug, info, warning or error."""
     renderer: structlog.typing.Processor = (
@@ -57,6 +69,6 @@ def configure_logs(format: Literal["text", "json"], level: str) -> None:  # noqa
     structlog.configure(
         processors=[*processors, renderer],
         wrapper_class=structlog.make_filtering_bound_logger(getattr(logging, level.upper())),
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        logger_factory=lambda *_: StandardError(sys.stderr),
         cache_logger_on_first_use=True,
     )

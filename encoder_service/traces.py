@@ -121,7 +121,8 @@ def add_stages(timings: StageTimings, started_s: float, ingested_s: float, ended
     from opentelemetry import trace
 
     parent = trace.get_current_span()
-    if not parent.is_recording() and not parent.get_span_context().is_valid:
+    # Not whether it is recording: a prefetch's call has ended by then.
+    if not parent.get_span_context().trace_flags.sampled:
         return
     offset_s = time.time() - ended_s
     decode_s = ingested_s - timings.resize_ms / 1e3

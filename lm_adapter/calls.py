@@ -15,6 +15,7 @@ import grpc
 from lm_adapter import convert
 from lm_adapter.assembly import Assembler, Expected, shared_rows_bytes, within
 from lm_adapter.errors import CallFailed, InvalidRows, ItemFailed, StreamViolation
+from lm_adapter.trace_context import with_trace
 from lm_adapter.transport.pixel_choice import NO_PIXELS, CallPixels
 from lm_adapter.transport.reading import MAX_SHARED_ATTEMPTS, TRANSPORT_UNAVAILABLE, Receiver
 from lm_adapter.types import Item, ModelInfo, Outcome, PrefetchStatus
@@ -194,7 +195,7 @@ def rows_call(
         session,
         method,
         request,
-        metadata,
+        with_trace(metadata),
         expected,
         models,
         receiver,
@@ -231,6 +232,9 @@ class PrefetchCall:
     pixels: CallPixels = NO_PIXELS
     refused: list[int] = field(default_factory=list)
     """Positions of items whose pixels were not taken in the way they went."""
+
+    def __post_init__(self) -> None:
+        self.metadata = with_trace(self.metadata)
 
     def read(self, response: pb.PrefetchResponse) -> dict[int, PrefetchStatus | ItemFailed]:
         """Statuses by the caller's index, but for those of ``follow_ups``. Raises StreamViolation."""

@@ -1,4 +1,4 @@
-"""The admin plane: liveness, readiness, metrics, server info, over HTTP on a port of its own.
+"""The admin plane: liveness, readiness, metrics, server info, a page; HTTP on a port of its own.
 
 Owns the HTTP surface for operators. Never waits for the device: every answer comes from counters and
 flags that are already in memory.
@@ -18,6 +18,9 @@ from fastapi import FastAPI, Response
 from google.protobuf.json_format import MessageToDict
 from starlette.types import ASGIApp
 
+from encoder_service.admin.live import LiveView
+from encoder_service.admin.pages import pages
+from encoder_service.admin.playground import Playground
 from encoder_service.errors import ConfigurationError
 from encoder_service.metrics import CONTENT_TYPE, Metrics
 from vision_encoder.v1 import encoder_pb2 as pb
@@ -36,8 +39,13 @@ class Readiness(Protocol):
         """What GetServerInfo answers, or None before the model is loaded."""
 
 
-def create_admin_app(readiness: Readiness, metrics: Metrics) -> FastAPI:
-    """The HTTP application. Fingerprints and other bytes are hexadecimal in JSON."""
+def create_admin_app(
+    readiness: Readiness,
+    metrics: Metrics,
+    live: LiveView | None = None,
+    playground: Playground | None = None,
+) -> FastAPI:
+    """The HTTP application, with a page for ``live``. Bytes are hexadecimal in JSON."""
     app = FastAPI(title="vision-encoder admin", docs_url=None, redoc_url=None)
 
     @app.get("/healthz")
@@ -64,6 +72,8 @@ def create_admin_app(readiness: Readiness, metrics: Metrics) -> FastAPI:
             return {"status": "not ready", "reason": readiness.not_ready_because()}
         return info_dict(message)
 
+    if live is not None:
+        app.include_router(pages(live, playground))
     return app
 
 

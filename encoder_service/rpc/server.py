@@ -7,10 +7,12 @@ permissions of their files are what protects them.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import socket
 import stat
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +31,10 @@ from encoder_service.tls import CertificateFiles, Certificates
 from vision_encoder.v1 import encoder_pb2 as pb
 
 SERVICE = "vision_encoder.v1.VisionEncoder"
+# gRPC can lose a call that comes in the moment of the stop, and then waits for its end until the grace is up.
+# Once no call has been in progress for this long, long enough for last bytes to leave, it is cut short.
+LINGER_S = 3.0
+STOP_POLL_S = 0.1
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
@@ -87,6 +93,7 @@ class GrpcServer:
     ) -> None:
         """certificates: without, every address speaks in clear."""
         self._certificates = certificates
+        self._gate = CallGate()
         self._server = grpc.aio.server(
             options=[
                 ("grpc.max_receive_message_length", max_message_bytes),
@@ -95,6 +102,8 @@ class GrpcServer:
                 *(bounds or ConnectionBounds()).channel_arguments(),
             ]
         )
+        self.servicer: VisionEncoderServicer | None = None
+        """From ``start`` on."""
         self._health = health.aio.HealthServicer()
         self._unix_paths: list[Path] = []
 
@@ -122,7 +131,9 @@ class GrpcServer:
     async def start(self, servicer: VisionEncoderServicer, gate: CallGate | None = None) -> None:
         """Registers everything and answers calls from now on. gate: what calls pass first; by default one
         that lets everybody in."""
-        handlers = method_handlers(servicer, CallGate() if gate is None else gate)
+        self.servicer = servicer
+        self._gate = self._gate if gate is None else gate
+        handlers = method_handlers(servicer, self._gate)
         self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         reflection.enable_server_reflection(
@@ -138,7 +149,16 @@ class GrpcServer:
 
     async def stop(self, grace_s: float) -> None:
         """No new calls; those in flight may take ``grace_s``."""
-        await self._server.stop(grace_s)
+        stopping = asyncio.ensure_future(self._server.stop(grace_s))
+        ends_s = time.monotonic() + grace_s
+        quiet_s = None
+        while not stopping.done():
+            now_s = time.monotonic()
+            quiet_s = None if self._gate.permits.num_calls else quiet_s or now_s
+            if quiet_s is not None and now_s - quiet_s >= LINGER_S:
+                await self._server.stop(0)
+            await asyncio.wait([stopping], timeout=min(STOP_POLL_S, max(0.01, ends_s - now_s)))
+        await stopping
         for path in self._unix_paths:
             with contextlib.suppress(FileNotFoundError):
                 path.unlink()

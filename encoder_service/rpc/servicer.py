@@ -12,7 +12,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Seque
 from typing import Any, NoReturn, TypeVar
 
 import grpc
-import structlog
 
 from encoder_service.errors import (
     InvalidRequest,
@@ -23,7 +22,7 @@ from encoder_service.errors import (
 )
 from encoder_service.flights import Flight
 from encoder_service.pipeline import Delivered, Pipeline
-from encoder_service.rpc import convert
+from encoder_service.rpc import convert, observed
 from encoder_service.rpc.call_items import CallItem, CallItems
 from encoder_service.rpc.resident_calls import release_all
 from encoder_service.rpc.status import abort, as_service_error, failure_of, status_of
@@ -36,7 +35,6 @@ from encoder_service.types import EncodedItem
 from encoder_service.urls.fetch import UrlFetcher
 from vision_encoder.v1 import encoder_pb2 as pb
 
-log = structlog.get_logger(__name__)
 Request = TypeVar("Request")
 Response = TypeVar("Response")
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -72,7 +70,7 @@ class VisionEncoderServicer:
         self._chunk_bytes = chunk_bytes
         # Messages of the calls in progress: content is held from here on, also by callers that join a
         # flight or whose content still waits to be hashed, whom no item's permit counts.
-        self._requests = Admission(0, max_request_bytes)
+        self.requests = Admission(0, max_request_bytes)
 
     # -- unary calls -----------------------------------------------------------------------------------
 
@@ -108,7 +106,7 @@ class VisionEncoderServicer:
                 )
             except Exception as error:
                 failure = failure_of(error)
-                self._pipeline.metrics.failures.labels(failure.reason).inc()
+                observed.this_call("Prefetch").failed(self._pipeline.metrics, failure)
                 return pb.PrefetchStatus(failure=failure)
             return pb.PrefetchStatus(
                 key=announced.key,
@@ -120,7 +118,7 @@ class VisionEncoderServicer:
 
         async def answer() -> pb.PrefetchResponse:
             self._check_call(request.namespace, request.model, len(request.items))
-            permit = self._requests.acquire(request.ByteSize())
+            permit = self.requests.acquire(request.ByteSize())
             try:
                 return pb.PrefetchResponse(statuses=await asyncio.gather(*map(one, items)))
             finally:
@@ -204,12 +202,13 @@ class VisionEncoderServicer:
             await check()
             terms = self._lease_terms(call)
             tier = convert.tier_to_read(call.delivery)
-            permit = self._requests.acquire(call.ByteSize())
+            permit = self.requests.acquire(call.ByteSize())
         except VisionEncoderError as error:
             await self._abort(method, context, error)
         finished: asyncio.Queue[int] = asyncio.Queue()
         tasks: dict[int, asyncio.Task[Delivered]] = {}
         unread = Unread(self._pipeline.undelivered)
+        watched, metrics = observed.this_call(method), self._pipeline.metrics
 
         async def one_when_read(request: Any) -> Delivered:
             await unread.wait_for_room()
@@ -238,7 +237,7 @@ class VisionEncoderServicer:
             tasks[index].add_done_callback(lambda _: finished.put_nowait(index))
 
         for index, request in enumerate(requests):
-            begin(index, one_when_read(request))
+            begin(index, watched.item(index, one_when_read(request)))
         lowering: set[int] = set()
         status = "CANCELLED"
         try:
@@ -252,9 +251,7 @@ class VisionEncoderServicer:
                     if delivered is not None:  # makes room for those that wait for it
                         unread.remove(delivered)
                     failure = failure_of(error)
-                    if failure.reason == "INTERNAL":
-                        log.error("item failed", method=method, item=index, error=failure.message)
-                    self._pipeline.metrics.failures.labels(failure.reason).inc()
+                    watched.failed(metrics, failure, index)
                     yield pb.ItemEvent(item_index=index, failure=failure)
                     continue
                 if leased is None and tier_of(delivered.held) == "device":  # chunks are cut on the host
@@ -265,6 +262,8 @@ class VisionEncoderServicer:
                 if leased is None:
                     for chunk in convert.chunk_events(index, delivered.encoded.rows, self._chunk_bytes):
                         yield chunk
+                transport = "inline" if leased is None else leased.arena.kind
+                watched.delivered(metrics, delivered, index, transport, self._pipeline.clock())
                 unread.remove(delivered)
                 del delivered  # sent: the rows are the store's alone again
             status = "OK"
@@ -325,7 +324,7 @@ class VisionEncoderServicer:
             request.items,
             request.namespace,
             source=self._pixels,
-            admission=self._requests,
+            admission=self.requests,
             workers=self._pipeline.workers,
             urls=self._urls,
         )
@@ -356,8 +355,11 @@ class VisionEncoderServicer:
         return response
 
     async def _abort(self, method: str, context: Context, error: VisionEncoderError) -> NoReturn:
-        self._pipeline.metrics.requests.labels(method, status_of(error).name).inc()
-        await abort(context, error)
+        status, failure = status_of(error), failure_of(error)
+        call = observed.this_call(method)
+        call.refused(self._pipeline.metrics, failure, status.name)
+        self._pipeline.metrics.requests.labels(method, status.name).inc()
+        await abort(context, error, call.trailers())
 
 
 def deadline_of(context: Context, clock: Callable[[], float] = time.monotonic) -> float | None:

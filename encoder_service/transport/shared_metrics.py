@@ -27,7 +27,11 @@ def export_pixels(metrics: Metrics, pixels: PixelInput) -> None:
     counters, counter = pixels.counters, metrics.counter_view
     counter("ve_pixels_published", "Segments that clients published.", lambda: counters.published)
     counter("ve_pixels_consumed", "Tensors copied out of segments.", lambda: counters.consumed)
-    counter("ve_pixels_consumed_bytes", "Their bytes.", lambda: counters.consumed_bytes)
+    counter(
+        "ve_pixels_consumed_bytes",
+        "Bytes of tensors copied out of segments.",
+        lambda: counters.consumed_bytes,
+    )
     counter("ve_pixels_unlinked", "Names of segments removed.", lambda: counters.unlinked)
     counter("ve_pixels_already_gone", "Names that somebody else had removed.", lambda: counters.already_gone)
     counter("ve_pixels_not_unlinked", "Names that could not be removed.", lambda: counters.not_unlinked)
@@ -36,7 +40,9 @@ def export_pixels(metrics: Metrics, pixels: PixelInput) -> None:
     book = pixels.book
     if book is not None:
         metrics.gauge("ve_pixels_held", "Published segments not consumed yet.", lambda: len(book))
-        metrics.gauge("ve_pixels_held_bytes", "Their bytes.", lambda: book.num_bytes)
+        metrics.gauge(
+            "ve_pixels_held_bytes", "Bytes of published segments not consumed yet.", lambda: book.num_bytes
+        )
 
 
 def _export_arenas(metrics: Metrics, shared: SharedMemory) -> None:
@@ -46,7 +52,11 @@ def _export_arenas(metrics: Metrics, shared: SharedMemory) -> None:
         ("bytes", "Size of an arena.", lambda arena: arena.capacity_bytes),
         ("free_bytes", "Bytes in no slot.", lambda arena: arena.free_bytes),
         ("largest_hole_bytes", "Largest free range.", lambda arena: arena.largest_hole_bytes),
-        ("fragmentation", "Share of free bytes outside it.", lambda arena: arena.fragmentation),
+        (
+            "fragmentation",
+            "Share of free bytes outside the largest free range.",
+            lambda arena: arena.fragmentation,
+        ),
         ("slots", "Slots in use.", len),
     )
     for prefix, kind in (("ve_arena", "host"), ("ve_device_arena", "device")):

@@ -170,9 +170,8 @@ def test_every_third_party_import_is_a_declared_dependency(package: str) -> None
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     if package == "encoder_service":
-        declared = (
-            project["dependencies"] + extras["fa3"] + extras["fa4"] + extras["flash-attn"] + extras["cuda"]
-        )
+        optional = ("fa3", "fa4", "flash-attn", "cuda", "otel", "shared")
+        declared = project["dependencies"] + [text for name in optional for text in extras[name]]
     else:
         adapter = tomllib.loads((ROOT / "lm_adapter" / "pyproject.toml").read_text())["project"]
         assert sorted(adapter["dependencies"]) == sorted(extras["adapter"])
@@ -197,6 +196,7 @@ DISTRIBUTION_OF = {
     "grpc_health": "grpcio-health-checking",
     "grpc_reflection": "grpcio-reflection",
     "prometheus_client": "prometheus-client",
+    "opentelemetry": "opentelemetry-api",
     "pydantic": "pydantic-settings",
     "pydantic_settings": "pydantic-settings",
     "cuda": "cuda-bindings",

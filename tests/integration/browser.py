@@ -12,6 +12,7 @@ import json
 import os
 import select
 import shutil
+import signal
 import subprocess
 import tempfile
 import time
@@ -56,6 +57,7 @@ class Page:
 
     def go(self, url: str) -> None:
         self._call("Page.navigate", url=url)
+        self.until(f"location.href === {json.dumps(url)} && document.readyState === 'complete'")
 
     def run(self, script: str) -> Any:
         """The value of an expression; promises are waited for."""
@@ -132,7 +134,7 @@ def browsing(executable: str) -> Iterator[Page]:
     """A page of a browser with a profile of its own."""
     to_browser, from_us = high_pipe()
     from_browser, to_us = high_pipe()
-    with tempfile.TemporaryDirectory() as profile:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
         # The browser reads descriptor 3 and writes 4; the shell puts them there.
         command = (
             f'exec "$0" --headless --no-sandbox --disable-gpu --disable-dev-shm-usage --no-first-run '
@@ -145,13 +147,14 @@ def browsing(executable: str) -> Iterator[Page]:
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             env={**os.environ, "HOME": profile},
+            start_new_session=True,
         )
         os.close(to_browser)
         os.close(to_us)
         try:
             yield Page(from_us, from_browser)
         finally:
-            process.kill()
+            os.killpg(process.pid, signal.SIGKILL)  # the browser is several processes
             process.wait()
             os.close(from_us)
             os.close(from_browser)

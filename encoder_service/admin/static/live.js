@@ -72,11 +72,12 @@ function tiles(live) {
   const total = live.stages.find((row) => row.stage === "total");
   const level = (share) => (share >= 0.95 ? "bad" : share >= 0.8 ? "warn" : "");
   const shown = [
-    ["delivered", count(now.items_per_s), "items/s"],
-    ["encoded", count(now.encoded_per_s), "items/s"],
+    ["delivered", count(now.items_per_s), "/s"],
+    ["encoded", count(now.encoded_per_s), "/s"],
     ["latency p50", ms(total.p50_ms), ""],
     ["latency p99", ms(total.p99_ms), ""],
-    [`queue, ${count(now.queued_patches)} patches`, ms(now.queued_s * 1e3), ""],
+    ["queue", ms(now.queued_s * 1e3), ""],
+    ["patches queued", count(now.queued_patches), ""],
     ["device busy", percent(now.busy_share), ""],
     ["saturation", percent(now.saturation), "", level(now.saturation)],
     ["found in cache", percent(now.hit_share), ""],

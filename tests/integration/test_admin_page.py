@@ -1,0 +1,135 @@
+"""The admin page in a real browser; skipped where there is none.
+
+With ``ADMIN_PAGE_PICTURE`` set to a path, a picture of the page is left there.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from lm_adapter import ImageItem, VisionEncoderClient
+from tests.integration.browser import Page, browsing, find_browser
+from tests.integration.conftest import RunningService, running
+from tests.integration.images import photo
+
+BROWSER = find_browser()
+needs_browser = pytest.mark.skipif(BROWSER is None, reason="needs a Chromium")
+PHOTO = Path(__file__).parents[1] / "data" / "photos" / "coffee.jpg"
+MAX_BYTES = PHOTO.stat().st_size + 1000
+
+
+@pytest.fixture(scope="module")
+def served(checkpoints: dict[str, Path], device) -> Iterator[RunningService]:  # type: ignore[no-untyped-def]
+    with running(checkpoints["qwen3_vl"], device, max_encoded_bytes=MAX_BYTES) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def page(served: RunningService) -> Iterator[Page]:
+    assert BROWSER is not None
+    with browsing(BROWSER) as page:
+        page.size(1280, 1500)
+        page.go(address(served))
+        page.until("document.querySelector('#state').textContent === 'ready'")
+        yield page
+
+
+def address(served: RunningService) -> str:
+    return f"http://{served.service.admin_address}/"
+
+
+def text(page: Page, selector: str) -> str:
+    return str(page.run(f"document.querySelector({selector!r}).innerText"))
+
+
+@needs_browser
+def test_live_figures_move_with_the_calls(served: RunningService, page: Page) -> None:
+    data = photo()
+    with VisionEncoderClient(served.target, timeout_s=60) as client:
+        client.encode([ImageItem(data), ImageItem(photo()), ImageItem(b"bad")])
+        client.encode([ImageItem(data)])
+    for selector, shown in (
+        ("#failures", "UNDECODABLE_IMAGE"),
+        ("#stages", "total"),
+        ("#cache", "found, host tier\\t1"),
+        ("#leases", "delivered inline\\t3"),
+    ):
+        page.until(f"document.querySelector('{selector}').innerText.includes('{shown}')")
+    assert "qwen3_vl" in text(page, "#model")
+    page.until("document.querySelectorAll('#chart-items path').length === 3")
+
+
+@needs_browser
+def test_an_image_is_shown_with_its_grid_tokens_and_colours(page: Page) -> None:
+    page.choose_file("#file", PHOTO)
+    page.until("!document.getElementById('result').hidden")
+    facts = text(page, "#facts")
+    assert "miss: encoded now" in facts
+    assert "608 × 384 px" in facts
+    assert "1 × 24 × 38 of 16 px = 912 patches" in facts
+    assert "228 (2 × 2 patches each)" in facts
+    assert "tower" in text(page, "#timings")
+    assert page.run("[picture.width, picture.height]") == [608, 384]
+    # Neither canvas is one flat colour, and the grid changes the picture.
+    distinct = "new Set(new Uint32Array({}.getContext('2d').getImageData(0, 0, 608, 384).data.buffer)).size"
+    assert page.run(distinct.format("picture")) > 1000
+    assert page.run(distinct.format("colours")) > 50
+    with_grid = page.run("picture.toDataURL()")
+    page.run("document.getElementById('show-grid').click()")
+    assert page.run("picture.toDataURL()") != with_grid
+    page.run("document.getElementById('show-grid').click()")
+    page.choose_file("#file", PHOTO)
+    page.until("document.getElementById('facts').innerText.includes('hit, host tier')")
+
+
+@needs_browser
+def test_a_dropped_file_is_sent_and_a_refusal_shown(page: Page) -> None:
+    drop = (
+        "(() => {{ const data = new DataTransfer();"
+        "data.items.add(new File([{}], 'dropped.png'));"
+        "document.getElementById('drop').dispatchEvent("
+        "new DragEvent('drop', {{dataTransfer: data, bubbles: true, cancelable: true}})); }})()"
+    )
+    page.run(drop.format("'no image'"))
+    page.until("document.getElementById('play-error').innerText.includes('UNDECODABLE_IMAGE')")
+    page.run(drop.format(f"new Uint8Array({MAX_BYTES + 1})"))
+    page.until("document.getElementById('play-error').innerText.includes('IMAGE_TOO_LARGE')")
+
+
+@needs_browser
+@pytest.mark.parametrize(("width", "dark"), [(1280, False), (1280, True), (420, False)])
+def test_nothing_is_cut_off_or_wider_than_the_window(page: Page, width: int, dark: bool) -> None:
+    page.size(width, 1500, dark=dark)
+    assert page.run("document.documentElement.scrollWidth") <= width
+    cut = (
+        "[...document.querySelectorAll('.tile b, .tile span, h1, h2, th, td')]"
+        ".filter((one) => one.scrollWidth > one.clientWidth + 1).map((one) => one.textContent)"
+    )
+    assert page.run(cut) == []
+    if width == 1280 and not dark and (path := os.environ.get("ADMIN_PAGE_PICTURE")):
+        Path(path).write_bytes(page.screenshot(whole=True))
+
+
+@needs_browser
+def test_no_other_host_was_asked_and_nothing_was_complained_about(served: RunningService, page: Page) -> None:
+    allowed = (address(served), "data:", "blob:", "about:")
+    assert [url for url in page.requests if not url.startswith(allowed)] == []
+    # A refused upload is an answer of 400 or 413, which the browser notes.
+    assert [problem for problem in page.problems if "v1/playground" not in problem] == []
+
+
+def test_the_playground_can_be_turned_off(checkpoints: dict[str, Path], device) -> None:  # type: ignore[no-untyped-def]
+    with running(checkpoints["qwen3_vl"], device, playground=False) as found:
+        base = address(found)
+        assert httpx.get(base + "v1/live").json()["playground_max_bytes"] == 0
+        answer = httpx.post(
+            base + "v1/playground",
+            content=PHOTO.read_bytes(),
+            headers={"content-type": "application/octet-stream"},
+        )
+        assert answer.status_code in (404, 405)

@@ -1,0 +1,204 @@
+"""What an operator sees of real calls: ids, log lines, traces that go through, timings, counts."""
+
+from __future__ import annotations
+
+import json
+import re
+import uuid
+from collections.abc import Iterator
+
+import grpc
+import httpx
+import pytest
+import structlog
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+from encoder_service import traces
+from encoder_service.logs import configure_logs
+from lm_adapter import EncodedRows, ImageItem, ItemFailed, VisionEncoderClient
+from tests.contract.metric_table import full_registry, names_with_series, rows_of
+from tests.integration.conftest import RunningService
+from tests.integration.images import photo
+from vision_encoder.v1 import encoder_pb2 as pb
+from vision_encoder.v1 import encoder_pb2_grpc
+
+
+@pytest.fixture
+def stub(service: RunningService) -> Iterator[encoder_pb2_grpc.VisionEncoderStub]:
+    with grpc.insecure_channel(service.target) as channel:
+        yield encoder_pb2_grpc.VisionEncoderStub(channel)
+
+
+@pytest.fixture
+def lines(capsys: pytest.CaptureFixture[str]) -> Iterator[list[dict[str, object]]]:
+    """The log of the service, which runs in this process; filled when the test asks ``read``."""
+    configure_logs("json", "info")
+    structlog.configure(cache_logger_on_first_use=False)
+    found: list[dict[str, object]] = []
+    yield found
+    structlog.reset_defaults()
+
+
+def read_lines(capsys: pytest.CaptureFixture[str]) -> list[dict[str, object]]:
+    return [json.loads(line) for line in capsys.readouterr().err.splitlines() if line.startswith("{")]
+
+
+def encode_request(*contents: bytes) -> pb.EncodeRequest:
+    return pb.EncodeRequest(
+        items=[pb.Item(modality=pb.MODALITY_IMAGE, encoded=content) for content in contents]
+    )
+
+
+def test_a_callers_request_id_comes_back_with_the_times(stub: encoder_pb2_grpc.VisionEncoderStub) -> None:
+    call = stub.Encode(encode_request(photo()), metadata=(("x-request-id", "abc-1"),), timeout=30)
+    list(call)
+    trailers = dict(call.trailing_metadata())
+    assert trailers["x-request-id"] == "abc-1"
+    assert re.fullmatch(r"call;dur=\d+\.\d{3}, delivery;dur=\d+\.\d{3}", trailers["server-timing"])
+    _, unary = stub.GetServerInfo.with_call(pb.GetServerInfoRequest(), timeout=30)
+    assert re.fullmatch(r"[0-9a-f]{32}", dict(unary.trailing_metadata())["x-request-id"])
+
+
+def test_a_refused_call_has_its_id_too(stub: encoder_pb2_grpc.VisionEncoderStub) -> None:
+    with pytest.raises(grpc.RpcError) as raised:
+        list(stub.Encode(pb.EncodeRequest(model="none"), metadata=(("x-request-id", "abc-2"),), timeout=30))
+    trailers = dict(raised.value.trailing_metadata())
+    assert trailers["x-request-id"] == "abc-2"
+    assert "vision-encoder-failure-bin" in trailers
+
+
+def test_each_failed_item_has_one_line_with_its_reason_and_the_calls_id(
+    stub: encoder_pb2_grpc.VisionEncoderStub,
+    lines: list[dict[str, object]],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    request_id = uuid.uuid4().hex
+    contents = (photo(), b"no image", photo(), b"neither")
+    list(stub.Encode(encode_request(*contents), metadata=(("x-request-id", request_id),), timeout=30))
+    found = [line for line in read_lines(capsys) if line.get("request_id") == request_id]
+    assert sorted((line["item"], line["reason"], line["event"]) for line in found) == [  # type: ignore[type-var]
+        (1, "UNDECODABLE_IMAGE", "item failed"),
+        (3, "UNDECODABLE_IMAGE", "item failed"),
+    ]
+    assert {(line["method"], line["level"]) for line in found} == {("Encode", "warning")}
+
+
+def test_one_calls_id_is_not_in_anothers_lines(
+    stub: encoder_pb2_grpc.VisionEncoderStub,
+    lines: list[dict[str, object]],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    calls = [
+        stub.Encode(encode_request(b"bad"), metadata=(("x-request-id", f"id-{index}"),), timeout=30)
+        for index in range(16)
+    ]
+    for call in calls:
+        list(call)
+    list(stub.Encode(encode_request(b"bad"), timeout=30))
+    found = [str(line["request_id"]) for line in read_lines(capsys) if line["event"] == "item failed"]
+    assert sorted(found[:16]) == sorted(f"id-{index}" for index in range(16))
+    assert re.fullmatch(r"[0-9a-f]{32}", found[16])
+
+
+def test_every_stage_that_an_encode_passes_has_its_time(service: RunningService) -> None:
+    with VisionEncoderClient(service.target, timeout_s=60) as client:
+        data = photo(256, 192)
+        first, again = client.encode_one(ImageItem(data)), client.encode_one(ImageItem(data))
+    passed = {name: value for name, value in vars(first.timings).items() if value > 0}
+    assert passed.keys() == vars(first.timings).keys()
+    parts = sum(value for name, value in passed.items() if name != "total_ms")
+    assert parts <= first.timings.total_ms * 1.05
+    assert {name for name, value in vars(again.timings).items() if value > 0} == {"identify_ms", "total_ms"}
+    metrics = service.service.metrics.registry
+    for stage in ("delivery", *(name.removesuffix("_ms") for name in passed)):
+        assert metrics.get_sample_value("ve_stage_seconds_count", {"stage": stage}), stage
+
+
+def test_every_metric_of_a_running_service_is_documented(service: RunningService) -> None:
+    with VisionEncoderClient(service.target, timeout_s=60) as client:
+        client.encode([ImageItem(photo()), ImageItem(b"bad")])
+    known = names_with_series(rows_of(full_registry()))
+    text = httpx.get(f"http://{service.service.admin_address}/metrics").text
+    names = {re.split(r"[{ ]", line)[0] for line in text.splitlines() if not line.startswith("#")}
+    assert len(names) > 40
+    assert {name for name in names if name not in known and not name.endswith("_created")} == set()
+
+
+# -- traces --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def exporter() -> Iterator[InMemorySpanExporter]:
+    found = InMemorySpanExporter()
+    provider = TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(found))
+    stop = traces.start_traces("0", provider)
+    yield found
+    stop()
+
+
+def span_id(span: ReadableSpan) -> int:
+    return span.get_span_context().span_id
+
+
+def parent_of(span: ReadableSpan) -> int | None:
+    return None if span.parent is None else span.parent.span_id
+
+
+def test_the_adapters_trace_goes_through_calls_items_and_stages(
+    service: RunningService, exporter: InMemorySpanExporter
+) -> None:
+    tracer = TracerProvider().get_tracer("engine")
+    with VisionEncoderClient(service.target, timeout_s=60) as client:
+        client.info()
+        exporter.clear()
+        with tracer.start_as_current_span("prefill") as prefill:
+            good, bad = client.encode([ImageItem(photo()), ImageItem(b"bad")])
+            assert isinstance(good, EncodedRows)
+            assert isinstance(bad, ItemFailed)
+            (fetched,) = client.fetch([good.key])
+            assert isinstance(fetched, EncodedRows)
+    service.on_loop(lambda: None)  # the call's span ends after its last message
+    spans = exporter.get_finished_spans()
+    assert {span.get_span_context().trace_id for span in spans} == {prefill.get_span_context().trace_id}
+    calls = {span.name.rpartition("/")[2]: span for span in spans if "/" in span.name}
+    assert calls.keys() == {"Encode", "Fetch"}
+    assert {parent_of(call) for call in calls.values()} == {span_id(prefill)}  # type: ignore[arg-type]
+    items = [span for span in spans if span.name == "item" and parent_of(span) == span_id(calls["Encode"])]
+    by_index = {(span.attributes or {})["ve.item.index"]: span for span in items}
+    assert (by_index[0].attributes or {})["ve.tier"] == "miss"
+    assert (by_index[1].attributes or {})["ve.reason"] == "UNDECODABLE_IMAGE"
+    assert not by_index[1].status.is_ok
+    stages = {span.name for span in spans if parent_of(span) == span_id(by_index[0])}
+    assert stages >= {"identify", "admit", "decode", "queue", "tower", "store", "delivery"}
+    (found,) = (span for span in spans if span.name == "item" and parent_of(span) == span_id(calls["Fetch"]))
+    assert (found.attributes or {})["ve.tier"] == "host"
+
+
+@pytest.mark.parametrize("header", ["", "garbage", "00-" + "0" * 32 + "-" + "1" * 16 + "-01"])
+def test_a_trace_that_cannot_be_joined_begins_anew(
+    header: str,
+    stub: encoder_pb2_grpc.VisionEncoderStub,
+    exporter: InMemorySpanExporter,
+    service: RunningService,
+) -> None:
+    list(
+        stub.Encode(
+            encode_request(photo()), metadata=(("traceparent", header),) if header else (), timeout=30
+        )
+    )
+    service.on_loop(lambda: None)
+    (call,) = (span for span in exporter.get_finished_spans() if "/" in span.name)
+    assert call.parent is None
+    assert (call.attributes or {})["rpc.grpc.status_code"] == 0
+
+
+def test_a_callers_choice_not_to_sample_is_kept(
+    stub: encoder_pb2_grpc.VisionEncoderStub, exporter: InMemorySpanExporter, service: RunningService
+) -> None:
+    header = "00-" + "a" * 32 + "-" + "b" * 16 + "-00"
+    list(stub.Encode(encode_request(photo()), metadata=(("traceparent", header),), timeout=30))
+    service.on_loop(lambda: None)
+    assert exporter.get_finished_spans() == ()

@@ -1,0 +1,138 @@
+"""Spans: off they cost next to nothing and load nothing; on they are laid out as the stages went."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+from encoder_service import traces
+from encoder_service.errors import ConfigurationError
+from encoder_service.types import StageTimings
+
+ROOT = Path(__file__).parents[3]
+TIMINGS = StageTimings(
+    identify_ms=1, admit_ms=2, decode_ms=10, resize_ms=5, queue_ms=3, tower_ms=20, store_ms=1, total_ms=60
+)
+
+
+@pytest.fixture
+def exporter() -> Iterator[InMemorySpanExporter]:
+    found = InMemorySpanExporter()
+    provider = TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(found))
+    stop = traces.start_traces("0", provider)
+    yield found
+    stop()
+    assert not traces.is_on()
+
+
+def test_off_nothing_happens() -> None:
+    assert traces.open_call("Encode", [("traceparent", "x")], "id") is None
+    assert traces.open_item(0) is None
+    traces.add_stages(TIMINGS, 0.0, 0.1, 0.2)
+
+
+def test_off_it_costs_an_item_less_than_ten_microseconds() -> None:
+    """Of an item's own milliseconds; the least of several rounds, since the machine does other things too."""
+    rounds = []
+    for _ in range(5):
+        started_s = time.perf_counter()
+        for index in range(2000):
+            traces.open_item(index)
+            traces.add_stages(TIMINGS, 0.0, 0.1, 0.2)
+        rounds.append((time.perf_counter() - started_s) / 2000)
+    assert min(rounds) < 10e-6
+
+
+def test_off_the_service_loads_no_sdk() -> None:
+    code = (
+        "import sys; import encoder_service.app; "
+        "print([name for name in sys.modules if name.startswith(('opentelemetry.sdk', 'opentelemetry.exp'))])"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", code],
+        env={"PYTHONPATH": f"{ROOT}:{ROOT / 'proto'}"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    assert ended.stdout.strip() == "[]"
+
+
+def test_without_the_packages_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.grpc.trace_exporter", None)
+    with pytest.raises(ConfigurationError, match=r"vision-encoder\[otel\]"):
+        traces.start_traces("0")
+
+
+def test_stages_are_children_in_the_order_and_time_that_they_went(exporter: InMemorySpanExporter) -> None:
+    from opentelemetry import context
+
+    before = context.get_current()
+    item = traces.open_item(3)
+    assert item is not None
+    traces.enter(item)
+    # Started at 100, waited for a worker, decoded until 100.05, encoded until 100.08.
+    traces.add_stages(TIMINGS, 100.0, 100.05, 100.08)
+    traces.end_item(item, TIMINGS, "miss", (1, 2, 4), 2, 0.004)
+    context.attach(before)
+    spans = {span.name: span for span in exporter.get_finished_spans()}
+    assert spans.keys() == {
+        "item", "admit", "decode", "resize", "queue", "tower", "store", "identify", "delivery"
+    }  # fmt: skip
+    for name, took_ms in (("decode", 10), ("tower", 20), ("delivery", 4)):
+        span = spans[name]
+        assert span.parent is not None
+        assert span.parent.span_id == item.get_span_context().span_id
+        assert span.start_time is not None
+        assert span.end_time is not None
+        assert (span.end_time - span.start_time) / 1e6 == pytest.approx(took_ms, abs=0.01)
+    begins = {name: span.start_time or 0 for name, span in spans.items()}
+    since_ms = {name: (at - begins["admit"]) / 1e6 for name, at in begins.items()}
+    assert since_ms["decode"] == pytest.approx(35, abs=0.1)
+    assert since_ms["resize"] == pytest.approx(45, abs=0.1)
+    assert since_ms["queue"] == pytest.approx(50, abs=0.1)
+    assert since_ms["tower"] == pytest.approx(53, abs=0.1)
+    assert since_ms["store"] == pytest.approx(79, abs=0.1)
+    assert dict(spans["item"].attributes or {}) == {
+        "ve.item.index": 3, "ve.tier": "miss", "ve.grid_thw": (1, 2, 4), "ve.rows": 2
+    }  # fmt: skip
+
+
+def test_stages_of_a_trace_that_is_not_sampled_are_not_made() -> None:
+    from opentelemetry import context
+    from opentelemetry.sdk.trace.sampling import ALWAYS_OFF
+
+    made: list[str] = []
+    provider = TracerProvider(sampler=ALWAYS_OFF)
+    stop = traces.start_traces("0", provider)
+    before = context.get_current()
+    try:
+        item = traces.open_item(0)
+        assert item is not None
+        traces.enter(item)
+        assert traces._tracer is not None
+        plain = traces._tracer.start_span
+        traces._tracer.start_span = lambda name, **given: (made.append(name), plain(name, **given))[1]  # type: ignore[method-assign]
+        traces.add_stages(TIMINGS, 0.0, 0.1, 0.2)
+        traces.end_item(item, TIMINGS, "miss", (1, 2, 4), 2, 0.004)
+    finally:
+        context.attach(before)
+        stop()
+    assert made == []
+
+
+def test_a_stage_that_was_not_passed_is_no_span(exporter: InMemorySpanExporter) -> None:
+    item = traces.open_item(0)
+    assert item is not None
+    traces.end_item(item, StageTimings(total_ms=1), "host", (1, 2, 2), 1, 0.0)
+    assert [span.name for span in exporter.get_finished_spans()] == ["item"]
