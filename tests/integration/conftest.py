@@ -50,7 +50,8 @@ class RunningService:
         return self
 
     def stop(self) -> None:
-        self.loop.call_soon_threadsafe(self.service.request_stop)
+        if self._thread.is_alive():
+            self.loop.call_soon_threadsafe(self.service.request_stop)
         self._thread.join(60)
         assert not self._thread.is_alive()
 

@@ -1,0 +1,339 @@
+"""Ten thousand bad inputs against the service, over gRPC and straight at its handlers.
+
+Owns the judgement: every call ends in time with an answer that the contract knows, no answer says that the
+service is at fault, good images keep getting the same rows in between, and in the end nothing is held: bytes,
+permits, flights, descriptors, threads, objects, memory. Run it by itself:
+
+    python -m tests.chaos.fuzz_run --inputs 10000 [--seed N] [--json FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import gc
+import io
+import json
+import logging
+import os
+import random
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import grpc
+import structlog
+from PIL import Image
+
+from encoder_service.rpc.server import method_handlers
+from encoder_service.towers.synthetic import make_checkpoint
+from tests.chaos.fuzz_messages import Call, make_call
+from tests.integration.conftest import RunningService
+from tests.integration.held import held, wait_until_free
+from vision_encoder.v1 import encoder_pb2 as pb
+
+SETTINGS: dict[str, object] = {
+    "device": "cpu",
+    "dtype": "float32",
+    "listen": ("127.0.0.1:0",),
+    "admin_listen": "",
+    "max_image_pixels": 1_000_000,
+    "max_patches_per_item": 2048,
+    "max_message_bytes": 16 << 20,
+    "max_encoded_bytes": 4 << 20,
+    "max_queued_bytes": 256 << 20,
+    "store_bytes": 8 << 20,
+    "ingest_threads": 2,
+    "drain_grace_s": 10,
+    "shm_prefixes": "ve-pixels-",
+}
+# What a caller's own mistake may be answered with; all else is ours.
+CALLERS_FAULT = frozenset(
+    (
+        grpc.StatusCode.OK,
+        grpc.StatusCode.INVALID_ARGUMENT,
+        grpc.StatusCode.NOT_FOUND,
+        grpc.StatusCode.FAILED_PRECONDITION,
+        grpc.StatusCode.RESOURCE_EXHAUSTED,
+        grpc.StatusCode.ABORTED,
+    )
+)
+OUR_FAULT = frozenset(("INTERNAL", "DEVICE_FAULT", ""))
+STREAMS = ("Encode", "Fetch")
+TIMEOUT_S = 60.0
+NUM_CALLERS = 4
+# A good image goes between so many inputs.
+CANARY_EVERY = 50
+# Of the figures at the end over those after the first tenth: what allocators and caches may still take.
+MAX_NEW_BYTES = 96 << 20
+MAX_NEW_OBJECTS = 0.10
+MAX_NEW_DESCRIPTORS = 4
+MAX_NEW_THREADS = 4
+
+
+@dataclass
+class Report:
+    """What came of a run. complaints: what must not have happened."""
+
+    seed: int
+    num_inputs: int = 0
+    answers: Counter[str] = field(default_factory=Counter)
+    kinds: Counter[str] = field(default_factory=Counter)
+    complaints: list[str] = field(default_factory=list)
+    figures: dict[str, list[int]] = field(default_factory=dict)
+    seconds: float = 0.0
+    slowest_ms: float = 0.0
+
+
+class Aborted(Exception):
+    """What a context raises where gRPC's would end the call."""
+
+
+class DirectContext:
+    """The side of a call that handlers see, without a network."""
+
+    def __init__(self, request: bytes) -> None:
+        self._request: bytes | None = request
+        self.status = grpc.StatusCode.OK
+
+    def peer(self) -> str:
+        return "ipv4:127.0.0.1:1"
+
+    def invocation_metadata(self) -> tuple[tuple[str, str], ...]:
+        return ()
+
+    def set_trailing_metadata(self, metadata: object) -> None:
+        pass
+
+    def time_remaining(self) -> float | None:
+        return TIMEOUT_S
+
+    def code(self) -> grpc.StatusCode:
+        return self.status
+
+    async def read(self) -> object:
+        request, self._request = self._request, None
+        return grpc.aio.EOF if request is None else request
+
+    async def abort(self, status: grpc.StatusCode, details: str, metadata: object = ()) -> None:
+        self.status = status
+        raise Aborted(details)
+
+
+class Fuzz:
+    """One run against one service."""
+
+    def __init__(self, service: RunningService, seed: int) -> None:
+        self._service = service
+        self.report = Report(seed)
+        servicer = service.service._grpc.servicer
+        assert servicer is not None
+        self._handlers = method_handlers(servicer, service.service._gate)
+        self._lock = threading.Lock()
+        self._canary: bytes | None = None
+
+    def run(self, num_inputs: int) -> Report:
+        started_s = time.monotonic()
+        warm = num_inputs // 10
+        with (
+            grpc.insecure_channel(self._service.target) as channel,
+            ThreadPoolExecutor(NUM_CALLERS) as callers,
+        ):
+            self._channel = channel
+            self._many(callers, range(warm))
+            wait_until_free(self._service, 60)
+            before = self._figures()
+            self._many(callers, range(warm, num_inputs))
+            with contextlib.suppress(AssertionError):
+                wait_until_free(self._service, 60)
+            self._judge(before, self._figures())
+        self.report.seconds = time.monotonic() - started_s
+        return self.report
+
+    def _many(self, callers: ThreadPoolExecutor, indices: range) -> None:
+        for _ in callers.map(self._one, indices):
+            pass
+
+    def _one(self, index: int) -> None:
+        """One input; which it is follows from seed and index alone."""
+        call = make_call(random.Random(f"{self.report.seed} {index}"))
+        started_s = time.monotonic()
+        try:
+            answers = self._directly(call) if index % 3 == 0 else self._over_grpc(call)
+        except Exception as error:  # what must not happen is what is looked for
+            answers = [f"raised {type(error).__name__}: {error}"]
+        took_ms = (time.monotonic() - started_s) * 1e3
+        bad = [answer for answer in answers if answer.startswith(("raised", "fault"))]
+        with self._lock:
+            self.report.num_inputs += 1
+            self.report.kinds[call.kind] += 1
+            self.report.answers.update(answers)
+            self.report.slowest_ms = max(self.report.slowest_ms, took_ms)
+            self.report.complaints += [
+                f"input {index} ({call.kind}, {call.method}): {answer}" for answer in bad
+            ]
+        if index % CANARY_EVERY == 0:
+            self._check_canary(index)
+
+    def _over_grpc(self, call: Call) -> list[str]:
+        path = f"/vision_encoder.v1.VisionEncoder/{call.method}"
+        try:
+            if call.method in STREAMS:
+                found = list(self._channel.unary_stream(path)(call.request, timeout=TIMEOUT_S))
+                return judge_events(call, [pb.ItemEvent.FromString(event) for event in found])
+            self._channel.unary_unary(path)(call.request, timeout=TIMEOUT_S)
+        except grpc.RpcError as error:
+            return [judge_status(error.code(), error.details())]  # type: ignore[attr-defined]
+        return ["answered"]
+
+    def _directly(self, call: Call) -> list[str]:
+        async def drive() -> list[str]:
+            context, handler = DirectContext(call.request), self._handlers[call.method]
+            try:
+                async with asyncio.timeout(TIMEOUT_S):
+                    if call.method not in STREAMS:
+                        await handler.stream_unary(None, context)  # type: ignore[misc]
+                        return ["answered"]
+                    events: AsyncIterator[object] = handler.stream_stream(None, context)  # type: ignore[misc,assignment]
+                    return judge_events(call, [as_event(event) async for event in events])
+            except Aborted as error:
+                return [judge_status(context.status, str(error))]
+
+        return asyncio.run_coroutine_threadsafe(drive(), self._service.loop).result(2 * TIMEOUT_S)
+
+    def _check_canary(self, index: int) -> None:
+        """A good image, encoded anew, has the rows that it always had."""
+        item = pb.Item(modality=pb.MODALITY_IMAGE, encoded=canary(), content_digest=index.to_bytes(32, "big"))
+        request = pb.EncodeRequest(items=[item], namespace="canary").SerializeToString()
+        path = "/vision_encoder.v1.VisionEncoder/Encode"
+        try:
+            events = [
+                pb.ItemEvent.FromString(event)
+                for event in self._channel.unary_stream(path)(request, timeout=TIMEOUT_S)
+            ]
+        except grpc.RpcError as error:
+            rows = str(error).encode()
+        else:
+            rows = b"".join(event.chunk.data for event in events)
+        with self._lock:
+            self._canary = rows if self._canary is None else self._canary
+            if len(rows) != len(self._canary) or not close(rows, self._canary):
+                self.report.complaints.append(
+                    f"after input {index} a good image has other rows: {rows[:200]!r}"
+                )
+
+    def _figures(self) -> dict[str, int]:
+        gc.collect()
+        with open("/proc/self/statm") as statm:
+            resident = int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        return {
+            "resident_bytes": resident,
+            "objects": len(gc.get_objects()),
+            "descriptors": len(os.listdir("/proc/self/fd")),
+            "threads": threading.active_count(),
+            **held(self._service),
+        }
+
+    def _judge(self, before: dict[str, int], after: dict[str, int]) -> None:
+        report = self.report
+        report.figures = {name: [before[name], after[name]] for name in before}
+        for name, most in (
+            ("resident_bytes", before["resident_bytes"] + MAX_NEW_BYTES),
+            ("objects", int(before["objects"] * (1 + MAX_NEW_OBJECTS))),
+            ("descriptors", before["descriptors"] + MAX_NEW_DESCRIPTORS),
+            ("threads", before["threads"] + MAX_NEW_THREADS),
+        ):
+            if after[name] > most:
+                report.complaints.append(f"{name} went from {before[name]} to {after[name]}, at most {most}")
+        report.complaints += [
+            f"{name} is {number} with nobody calling"
+            for name, number in held(self._service).items()
+            if number
+        ]
+        engine = self._service.service._engine
+        if engine is None or engine.fault is not None:
+            report.complaints.append("the engine has a fault")
+
+
+def as_event(event: object) -> pb.ItemEvent:
+    return pb.ItemEvent.FromString(event) if isinstance(event, bytes) else event  # type: ignore[return-value]
+
+
+def judge_status(status: grpc.StatusCode, details: str | None) -> str:
+    name = (details or "").partition(":")[0]
+    return f"{status.name} {name}" if status in CALLERS_FAULT else f"fault {status.name}: {details}"
+
+
+def judge_events(call: Call, events: list[pb.ItemEvent]) -> list[str]:
+    """The answers by item, and whether each item has just one."""
+    answers, answered = [], Counter[int]()
+    for event in events:
+        match event.WhichOneof("event"):
+            case "result":
+                answers.append("rows")
+            case "failure":
+                reason = event.failure.reason
+                answers.append(
+                    reason if reason not in OUR_FAULT else f"fault {reason}: {event.failure.message}"
+                )
+            case _:
+                continue
+        answered[event.item_index] += 1
+    request = pb.EncodeRequest if call.method == "Encode" else pb.FetchRequest
+    asked = request.FromString(call.request)
+    number = len(asked.items) if isinstance(asked, pb.EncodeRequest) else len(asked.keys)
+    if answered != Counter(range(number)):
+        answers.append(f"fault: {number} items were asked for, answered were {dict(answered)}")
+    return answers
+
+
+def canary() -> bytes:
+    out = io.BytesIO()
+    Image.linear_gradient("L").resize((96, 64)).convert("RGB").save(out, "PNG")
+    return out.getvalue()
+
+
+def close(rows: bytes, others: bytes) -> bool:
+    """Rows of float32 as equal as those of different batches are."""
+    import numpy as np
+
+    found, expected = np.frombuffer(rows, np.float32), np.frombuffer(others, np.float32)
+    return bool(np.linalg.norm(found - expected) <= 1e-4 * np.linalg.norm(expected))
+
+
+def fuzz(num_inputs: int, seed: int, folder: Path) -> Report:
+    """A run against a service of its own."""
+    make_checkpoint(folder / "model", "qwen3_vl", "tiny", 5)
+    service = RunningService(model=folder / "model", **SETTINGS).start()
+    try:
+        return Fuzz(service, seed).run(num_inputs)
+    finally:
+        service.stop()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--inputs", type=int, default=10_000)
+    parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1 << 30))
+    parser.add_argument("--json", type=Path, help="Writes the report here.")
+    options = parser.parse_args()
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
+    with tempfile.TemporaryDirectory() as folder:
+        report = fuzz(options.inputs, options.seed, Path(folder))
+    found = {**vars(report), "answers": dict(report.answers.most_common()), "kinds": dict(report.kinds)}
+    text = json.dumps(found, indent=2)
+    if options.json is not None:
+        options.json.write_text(text + "\n")
+    print(text)
+    return 1 if report.complaints else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

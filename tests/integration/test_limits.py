@@ -1,0 +1,254 @@
+"""Bounds on calls and connections, keepalive, deadlines, cancellation: nothing is left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import random
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import grpc
+import httpx
+import pytest
+import torch
+from google.rpc.error_details_pb2 import RetryInfo
+from google.rpc.status_pb2 import Status
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from encoder_service.pipeline import Delivered, Pipeline
+from encoder_service.rpc import doors
+from encoder_service.rpc.server import ConnectionBounds
+from encoder_service.types import Item
+from lm_adapter import EncodedRows, EncoderOverloaded, ImageItem, VisionEncoderClient
+from lm_adapter.transport.channel import channel_options
+from tests.integration.conftest import RunningService, running
+from tests.integration.held import held, wait_until_free
+from tests.integration.images import photo
+from vision_encoder.v1 import encoder_pb2 as pb
+from vision_encoder.v1 import encoder_pb2_grpc
+
+OWN_CONNECTION = [("grpc.use_local_subchannel_pool", 1)]
+
+
+def request(data: bytes) -> pb.EncodeRequest:
+    return pb.EncodeRequest(items=[pb.Item(modality=pb.MODALITY_IMAGE, encoded=data)])
+
+
+@contextlib.contextmanager
+def stuck(found: RunningService) -> Iterator[threading.Event]:
+    """Encodes wait until the block ends or the event is set."""
+    pipeline = found.service.pipeline
+    assert pipeline is not None
+    go_on, inner = threading.Event(), Pipeline.encode
+
+    async def encode(item: Item, **rest: object) -> Delivered:
+        await asyncio.to_thread(go_on.wait)
+        return await inner(pipeline, item, **rest)  # type: ignore[arg-type]
+
+    pipeline.encode = encode  # type: ignore[method-assign]
+    try:
+        yield go_on
+    finally:
+        go_on.set()
+        del pipeline.encode  # type: ignore[method-assign]
+
+
+def wait_for_calls(found: RunningService, number: int) -> None:
+    ends_s = time.monotonic() + 20
+    while held(found)["calls"] != number:
+        assert time.monotonic() < ends_s, held(found)
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize(("bound", "text"), [("max_calls", "at most 3"), ("max_calls_per_host", "this host")])
+def test_p17_calls_over_the_bound_are_told_when_to_come_again(
+    checkpoints: dict[str, Path], device: torch.device, bound: str, text: str
+) -> None:
+    with running(checkpoints["qwen3_vl"], device, **{bound: 3}) as found:
+        with stuck(found) as go_on, grpc.insecure_channel(found.target) as channel:
+            stub = encoder_pb2_grpc.VisionEncoderStub(channel)
+            calls = [stub.Encode(request(photo()), timeout=60) for _ in range(3)]
+            wait_for_calls(found, 3)
+            with VisionEncoderClient(found.target, timeout_s=20) as client:
+                with pytest.raises(EncoderOverloaded, match=text) as caught:
+                    client.info()
+                assert caught.value.reason == "TOO_MANY_CALLS"
+                assert caught.value.retryable
+                assert caught.value.retry_after_ms > 0
+            with pytest.raises(grpc.RpcError) as raw:
+                stub.Lookup(pb.LookupRequest(keys=[bytes(32)]), timeout=20)
+            packed = dict(raw.value.trailing_metadata())["grpc-status-details-bin"]
+            advice = RetryInfo()
+            assert Status.FromString(packed).details[1].Unpack(advice)
+            assert advice.retry_delay.ToMilliseconds() == caught.value.retry_after_ms
+            # p36: health answers beside full house
+            assert (
+                health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=10).status
+                == 1
+            )
+            calls[0].cancel()
+            wait_for_calls(found, 2)
+            assert stub.GetServerInfo(pb.GetServerInfoRequest(), timeout=20).models
+            go_on.set()
+            assert all(list(call) for call in calls[1:])
+        wait_until_free(found)
+        assert 've_requests_total{method="GetServerInfo",status="RESOURCE_EXHAUSTED"}' in (
+            httpx.get(f"http://{found.service.admin_address}/metrics").text
+        )
+
+
+def test_connections_over_the_bound_are_closed(checkpoints: dict[str, Path], device: torch.device) -> None:
+    with contextlib.ExitStack() as open_:
+        found = open_.enter_context(running(checkpoints["qwen3_vl"], device, max_connections=2))
+        channels = [
+            open_.enter_context(grpc.insecure_channel(found.target, options=OWN_CONNECTION)) for _ in range(3)
+        ]
+        stubs = [encoder_pb2_grpc.VisionEncoderStub(channel) for channel in channels]
+        for stub in stubs[:2]:
+            assert stub.GetServerInfo(pb.GetServerInfoRequest(), timeout=20).models
+        with pytest.raises(grpc.RpcError) as caught:
+            stubs[2].GetServerInfo(pb.GetServerInfoRequest(), timeout=20)
+        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+        channels[0].close()
+        ends_s = time.monotonic() + 20
+        while True:
+            with contextlib.suppress(grpc.RpcError):
+                assert stubs[2].GetServerInfo(pb.GetServerInfoRequest(), timeout=5).models
+                break
+            assert time.monotonic() < ends_s
+
+
+def test_connections_that_say_nothing_do_not_stay(
+    checkpoints: dict[str, Path], device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doors, "ConnectionBounds", functools.partial(ConnectionBounds, handshake_s=0.5))
+    with running(checkpoints["qwen3_vl"], device) as found:
+        host, _, port = found.target.rpartition(":")
+        with socket.create_connection((host, int(port)), timeout=15) as silent:
+            while silent.recv(4096):  # the server's settings, then its end
+                pass
+
+
+def test_a_message_that_does_not_come_is_not_waited_for(
+    checkpoints: dict[str, Path], device: torch.device
+) -> None:
+    with running(checkpoints["qwen3_vl"], device, receive_timeout_s=0.3) as found:
+        with grpc.insecure_channel(found.target) as channel:
+            call = channel.stream_stream("/vision_encoder.v1.VisionEncoder/Encode")(
+                iter(lambda: time.sleep(30), 0), timeout=20
+            )
+            with pytest.raises(grpc.RpcError, match=r"within 0\.3 s"):
+                next(call)
+            assert call.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+            empty = channel.stream_stream("/vision_encoder.v1.VisionEncoder/Encode")(iter(()), timeout=20)
+            with pytest.raises(grpc.RpcError, match="ended before its request"):
+                next(empty)
+        wait_until_free(found)
+
+
+PINGING = [
+    *OWN_CONNECTION,
+    ("grpc.keepalive_time_ms", 100),
+    ("grpc.keepalive_timeout_ms", 1000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+]
+
+
+def test_p34_pings_are_answered_while_the_loop_is_busy(
+    checkpoints: dict[str, Path], device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A client that pings often loses its connection when a ping is not answered within a second; the event
+    loop stands still for three."""
+    monkeypatch.setattr(
+        doors, "ConnectionBounds", functools.partial(ConnectionBounds, min_ping_interval_s=0.02)
+    )
+    with (
+        running(checkpoints["qwen3_vl"], device) as found,
+        stuck(found) as go_on,
+        grpc.insecure_channel(found.target, options=PINGING) as channel,
+    ):
+        call = encoder_pb2_grpc.VisionEncoderStub(channel).Encode(request(photo()), timeout=60)
+        wait_for_calls(found, 1)
+        found.loop.call_soon_threadsafe(time.sleep, 3)
+        time.sleep(0.1)
+        go_on.set()
+        assert list(call)
+
+
+def test_p34_a_client_that_floods_with_pings_is_cut_off(
+    checkpoints: dict[str, Path], device: torch.device
+) -> None:
+    with running(checkpoints["qwen3_vl"], device) as found:
+        with stuck(found), grpc.insecure_channel(found.target, options=PINGING) as channel:
+            call = encoder_pb2_grpc.VisionEncoderStub(channel).Encode(request(photo()), timeout=30)
+            with pytest.raises(grpc.RpcError) as caught:
+                list(call)
+            assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+            assert "ping" in caught.value.details().lower()
+        wait_until_free(found)
+
+
+def test_p34_the_adapter_pings_no_more_often_than_the_server_allows() -> None:
+    ours = dict(channel_options())
+    assert int(ours["grpc.keepalive_time_ms"]) >= 2000 * ConnectionBounds().min_ping_interval_s
+
+
+def test_p15_cancelled_and_late_callers_leave_nothing_behind(
+    checkpoints: dict[str, Path], device: torch.device
+) -> None:
+    """Calls that end at any moment of their life, by cancellation or deadline, some of them for the same
+    content, beside one that does not."""
+    seed = random.randrange(1 << 30)
+    print("seed", seed)
+    chance = random.Random(seed)
+    with running(checkpoints["qwen3_vl"], device, ingest_threads=2) as found:
+        files = [photo(chance.randrange(40, 700), chance.randrange(40, 500)) for _ in range(12)]
+        with grpc.insecure_channel(found.target) as channel:
+            stub = encoder_pb2_grpc.VisionEncoderStub(channel)
+
+            def one(wait_s: float, by_deadline: bool, chosen: list[bytes]) -> None:
+                items = [pb.Item(modality=pb.MODALITY_IMAGE, encoded=data) for data in chosen]
+                call = stub.Encode(
+                    pb.EncodeRequest(items=items, namespace=str(wait_s)),
+                    timeout=max(wait_s, 0.001) if by_deadline else 60,
+                )
+                if not by_deadline:
+                    time.sleep(wait_s)
+                    call.cancel()
+                with contextlib.suppress(grpc.RpcError):
+                    list(call)
+
+            with ThreadPoolExecutor(8) as pool:
+                futures = [
+                    pool.submit(
+                        one, chance.uniform(0, 0.15), chance.random() < 0.5, chance.choices(files, k=3)
+                    )
+                    for _ in range(60)
+                ]
+                with VisionEncoderClient(found.target, timeout_s=60) as client:
+                    for data in files[:4]:
+                        assert isinstance(client.encode([ImageItem(data)])[0], EncodedRows)
+                for future in futures:
+                    future.result(60)
+        wait_until_free(found)
+        engine = found.service._engine
+        assert engine is not None
+        assert engine.fault is None
+
+
+def test_an_old_connection_is_replaced_unnoticed(checkpoints: dict[str, Path], device: torch.device) -> None:
+    """Ends of connections meet no call."""
+    with (
+        running(checkpoints["qwen3_vl"], device, connection_age_s=0.3) as found,
+        VisionEncoderClient(found.target, timeout_s=20) as client,
+    ):
+        ends_s = time.monotonic() + 2
+        while time.monotonic() < ends_s:
+            assert isinstance(client.encode([ImageItem(photo(40, 40))])[0], EncodedRows)

@@ -1,0 +1,253 @@
+"""TLS, client certificates, tokens: over real sockets, with certificates made here."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+import shutil
+import ssl
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import grpc
+import httpx
+import pytest
+import torch
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
+
+from encoder_service import tls as service_tls
+from encoder_service import tokens as service_tokens
+from lm_adapter import (
+    AsyncVisionEncoderClient,
+    CallFailed,
+    ClientTls,
+    EncoderError,
+    EncoderUnavailable,
+    ImageItem,
+    RequestRefused,
+    VisionEncoderClient,
+)
+from tests.certificates import Authority
+from tests.integration.conftest import RunningService, running
+from tests.integration.images import photo
+from vision_encoder.v1 import encoder_pb2 as pb
+from vision_encoder.v1 import encoder_pb2_grpc
+
+
+@pytest.fixture
+def prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files are looked at for every handshake and call."""
+    monkeypatch.setattr(service_tls, "RECHECK_S", 0.0)
+    monkeypatch.setattr(service_tokens, "RECHECK_S", 0.0)
+
+
+@contextmanager
+def secured(
+    checkpoints: dict[str, Path], device: torch.device, authority: Authority, **settings: object
+) -> Iterator[RunningService]:
+    files = authority.issue("encoder")
+    given = {"tls_cert": files.cert, "tls_key": files.key, **settings}
+    with running(checkpoints["qwen3_vl"], device, **given) as found:
+        yield found
+
+
+def encodes(target: str, tls: ClientTls | None) -> None:
+    """Raises what the client raises."""
+    options = {"grpc.use_local_subchannel_pool": 1}
+    with VisionEncoderClient(target, tls=tls, timeout_s=20, options=options) as client:
+        assert client.encode_one(ImageItem(photo(40, 40))).num_rows > 0
+
+
+def test_tls_on_tcp_clear_on_unix(checkpoints: dict[str, Path], device: torch.device, tmp_path: Path) -> None:
+    authority, stranger = Authority(tmp_path / "a"), Authority(tmp_path / "b")
+    listen = ("127.0.0.1:0", f"unix:{tmp_path}/e.sock")
+    with secured(checkpoints, device, authority, listen=listen) as found:
+        tcp, unix = found.service.addresses
+        encodes(tcp, ClientTls(ca=authority.ca))
+        encodes(tcp, ClientTls(ca=authority.ca, server_name="encoder.test"))
+        encodes(unix, None)
+        for wrong in (
+            None,
+            ClientTls(ca=stranger.ca),
+            ClientTls(),
+            ClientTls(ca=authority.ca, server_name="x.y"),
+        ):
+            with pytest.raises(EncoderUnavailable):
+                encodes(tcp, wrong)
+        encodes(tcp, ClientTls(ca=authority.ca))
+
+        async def on_loop() -> None:
+            async with AsyncVisionEncoderClient(tcp, tls=ClientTls(ca=authority.ca)) as client:
+                assert (await client.encode_one(ImageItem(photo(40, 40)))).num_rows > 0
+
+        asyncio.run(on_loop())
+
+
+def test_clients_need_a_certificate_of_the_authority(
+    checkpoints: dict[str, Path], device: torch.device, tmp_path: Path
+) -> None:
+    authority, clients, stranger = (Authority(tmp_path / name) for name in "abc")
+    with secured(checkpoints, device, authority, tls_client_ca=clients.ca) as found:
+        good, bad = clients.issue("reader"), stranger.issue("reader")
+        encodes(found.target, ClientTls(ca=authority.ca, cert=good.cert, key=good.key))
+        for wrong in (
+            ClientTls(ca=authority.ca),
+            ClientTls(ca=authority.ca, cert=bad.cert, key=bad.key),
+        ):
+            with pytest.raises(EncoderUnavailable):
+                encodes(found.target, wrong)
+
+
+def test_rotated_files_serve_new_connections_and_old_ones_go_on(
+    checkpoints: dict[str, Path], device: torch.device, tmp_path: Path, prompt: None
+) -> None:
+    first, second = Authority(tmp_path / "a"), Authority(tmp_path / "b")
+    with secured(checkpoints, device, first, admin_tls=True) as found:
+        with VisionEncoderClient(found.target, tls=ClientTls(ca=first.ca), timeout_s=20) as old:
+            assert old.encode_one(ImageItem(photo(40, 40))).num_rows > 0
+            renewed = second.issue("encoder")
+            shutil.copy(renewed.cert, tmp_path / "a" / "encoder.pem")
+            encodes(found.target, ClientTls(ca=first.ca))  # half a rotation changes nothing
+            shutil.copy(renewed.key, tmp_path / "a" / "encoder.key")
+            encodes(found.target, ClientTls(ca=second.ca))
+            with pytest.raises(EncoderUnavailable):
+                encodes(found.target, ClientTls(ca=first.ca))
+            assert old.encode_one(ImageItem(photo(40, 40))).num_rows > 0
+        admin = f"https://{found.service.admin_address}/readyz"
+        assert httpx.get(admin, verify=ssl.create_default_context(cafile=second.ca)).status_code == 200
+        with pytest.raises(httpx.ConnectError):
+            httpx.get(admin, verify=ssl.create_default_context(cafile=first.ca))
+
+
+def test_the_admin_plane_speaks_tls_without_client_certificates(
+    checkpoints: dict[str, Path], device: torch.device, tmp_path: Path
+) -> None:
+    authority = Authority(tmp_path)
+    with secured(checkpoints, device, authority, admin_tls=True, tls_client_ca=authority.ca) as found:
+        address = found.service.admin_address
+        trusting = ssl.create_default_context(cafile=authority.ca)
+        assert httpx.get(f"https://{address}/healthz", verify=trusting).json() == {"status": "alive"}
+        with pytest.raises(httpx.HTTPError):
+            httpx.get(f"http://{address}/healthz")
+
+
+def test_the_admin_plane_s_token(checkpoints: dict[str, Path], device: torch.device) -> None:
+    token = secrets.token_urlsafe()
+    with running(checkpoints["qwen3_vl"], device, admin_token=token) as found:
+        url = f"http://{found.service.admin_address}"
+        for path in ("/healthz", "/readyz"):
+            assert httpx.get(url + path).status_code == 200
+        for path in ("/metrics", "/v1/info", "/", "/nowhere", "/healthz/../metrics", "//healthz"):
+            refused = httpx.get(url + path)
+            assert refused.status_code == 401, path
+            assert "Basic" in refused.headers["www-authenticate"]
+        for headers in (
+            {"authorization": "Bearer wrong"},
+            {"authorization": token},
+            {"authorization": "Basic !!!"},
+            {"authorization": f"Bearer {token}x"},
+        ):
+            assert httpx.get(f"{url}/metrics", headers=headers).status_code == 401
+        assert httpx.get(f"{url}/metrics", headers={"authorization": f"Bearer {token}"}).status_code == 200
+        assert httpx.get(f"{url}/metrics", auth=("anyone", token)).status_code == 200
+        foreign = {"authorization": f"Bearer {token}", "origin": "https://evil.test"}
+        assert httpx.post(f"{url}/v1/info", headers=foreign).status_code == 403
+        own = {**foreign, "origin": url}
+        assert httpx.post(f"{url}/v1/info", headers=own).status_code != 403
+
+
+def status_of(target: str, request: pb.EncodeRequest, *metadata: tuple[str, str]) -> grpc.StatusCode:
+    with grpc.insecure_channel(target) as channel:
+        call = encoder_pb2_grpc.VisionEncoderStub(channel).Encode(request, timeout=20, metadata=metadata)
+        with contextlib.suppress(grpc.RpcError):
+            list(call)
+        return call.code()
+
+
+def test_p18_tokens_of_namespaces(
+    checkpoints: dict[str, Path], device: torch.device, tmp_path: Path, prompt: None
+) -> None:
+    token, other = secrets.token_urlsafe(), secrets.token_urlsafe()
+    file = tmp_path / "tokens"
+    file.write_text(f"b={other}\n")
+    image = photo(40, 40)
+    with running(checkpoints["qwen3_vl"], device, tokens=f"a={token}", tokens_file=file) as found:
+
+        def answer(namespace: str, bearer: str = "") -> grpc.StatusCode:
+            request = pb.EncodeRequest(
+                items=[pb.Item(modality=pb.MODALITY_IMAGE, encoded=image)], namespace=namespace
+            )
+            metadata = (("authorization", f"Bearer {bearer}"),) if bearer else ()
+            return status_of(found.target, request, *metadata)
+
+        assert answer("a", token) is grpc.StatusCode.OK
+        assert answer("b", other) is grpc.StatusCode.OK
+        assert answer("open") is answer("") is answer("open", "whatever") is grpc.StatusCode.OK
+        assert answer("a") is answer("a", "wrong") is grpc.StatusCode.UNAUTHENTICATED
+        assert answer("a", other) is answer("b", token) is grpc.StatusCode.PERMISSION_DENIED
+        with VisionEncoderClient(found.target, namespace="a", token=token, timeout_s=20) as client:
+            key = client.encode_one(ImageItem(image)).key
+            assert client.lookup([key])[0].num_rows > 0
+            assert client.fetch([key])[0].num_rows > 0  # type: ignore[union-attr]
+            client.prefetch([ImageItem(photo(48, 40))])
+            client.release([b"x" * 16])
+        for bad in ("", "wrong"):
+            with VisionEncoderClient(found.target, namespace="a", token=bad, timeout_s=20) as client:
+                for call in (
+                    lambda: client.encode([ImageItem(image)]),
+                    lambda: client.fetch([key]),
+                    lambda: client.lookup([key]),
+                    lambda: client.prefetch([ImageItem(image)]),
+                ):
+                    with pytest.raises(RequestRefused) as caught:
+                        call()
+                    assert caught.value.reason == "UNAUTHENTICATED"
+                    assert token not in str(caught.value)
+        renewed = secrets.token_urlsafe()
+        file.write_text(f"b={renewed}\n")
+        assert answer("b", renewed) is grpc.StatusCode.OK
+        assert answer("b", other) is grpc.StatusCode.UNAUTHENTICATED
+
+
+def test_closed_namespaces_leave_health_and_reflection_open(
+    checkpoints: dict[str, Path], device: torch.device
+) -> None:
+    token = secrets.token_urlsafe()
+    with running(checkpoints["qwen3_vl"], device, tokens=f"a={token}", open_namespaces=False) as found:
+        with grpc.insecure_channel(found.target) as channel:
+            check = health_pb2.HealthCheckRequest()
+            assert health_pb2_grpc.HealthStub(channel).Check(check, timeout=10).status == 1
+            assert (
+                "vision_encoder.v1.VisionEncoder" in ProtoReflectionDescriptorDatabase(channel).get_services()
+            )
+        for client_token, kind in (("", "UNAUTHENTICATED"), ("wrong", "UNAUTHENTICATED")):
+            with (
+                VisionEncoderClient(found.target, token=client_token, timeout_s=20) as client,
+                pytest.raises(CallFailed) as caught,
+            ):
+                client.info()
+            assert caught.value.reason == kind
+        with VisionEncoderClient(found.target, namespace="b", token=token, timeout_s=20) as client:
+            assert client.info().models
+            with pytest.raises(EncoderError) as refused:
+                client.encode([ImageItem(photo(40, 40))])
+            assert refused.value.reason == "PERMISSION_DENIED"
+
+
+def test_a_caller_without_a_token_is_turned_away_before_its_message(
+    checkpoints: dict[str, Path], device: torch.device
+) -> None:
+    """The answer comes although the request never does."""
+    with (
+        running(checkpoints["qwen3_vl"], device, tokens="a=x", open_namespaces=False) as found,
+        grpc.insecure_channel(found.target) as channel,
+    ):
+        waiting = iter(threading.Event().wait, True)
+        call = channel.stream_stream("/vision_encoder.v1.VisionEncoder/Encode")(waiting, timeout=20)
+        with pytest.raises(grpc.RpcError):
+            next(call)
+        assert call.code() is grpc.StatusCode.UNAUTHENTICATED
