@@ -47,12 +47,12 @@ class History:
 
     def last(self, window_s: float) -> Window:
         """The newest sample and those before it, as far back as the first that is window_s older or more."""
-        start = self._num_added % self.capacity if self._num_added > self.capacity else 0
-        rows = np.roll(self._ring, -start, axis=0)[: len(self)]
-        if len(rows):
-            first = int(np.searchsorted(rows[:, 0], rows[-1, 0] - window_s, side="right")) - 1
-            rows = rows[max(first, 0) :]
-        return Window(rows, self._index)
+        places = np.arange(self._num_added - len(self), self._num_added) % self.capacity
+        if len(places):
+            times_s = self._ring[places, 0]
+            first = int(np.searchsorted(times_s, times_s[-1] - window_s, side="right")) - 1
+            places = places[max(first, 0) :]
+        return Window(self._ring[places], self._index)
 
 
 class Window:
@@ -82,6 +82,14 @@ class Window:
         values = self.values(name)
         return float(values[-1] - values[0]) if len(self) > 1 else 0.0
 
+    def gained_by(self, names: Sequence[str]) -> Numbers:
+        """[len(names)]: ``gained`` of each."""
+        columns = [1 + self._index[name] for name in names]
+        if len(self) < 2:
+            return np.zeros(len(columns))
+        gained: Numbers = self._rows[-1, columns] - self._rows[0, columns]
+        return gained
+
     def rate(self, name: str) -> float:
         """``gained`` a second."""
         return self.gained(name) / self.seconds if self.seconds else 0.0
@@ -92,22 +100,22 @@ class Window:
 
     def rates(self, name: str) -> Numbers:
         """[N - 1]: a monotonic column's growth a second from each sample to the next."""
-        return np.diff(self.values(name)) / np.diff(self.times_s)
+        return np.diff(self.values(name)) / np.maximum(np.diff(self.times_s), 1e-9)
 
 
-def percentile(bounds: Sequence[float], counts: Numbers, share: float) -> float | None:
+def percentile(bounds: Sequence[float], counts: Sequence[float], share: float) -> float | None:
     """The value below which ``share`` of the observations lie, linear within its bucket; None without any.
 
     bounds: upper ends of the buckets, ascending, without the last, open one; counts: of each bucket, the open
     one included, whose values are told as its lower end.
     """
-    total = float(counts.sum())
+    total = sum(counts)
     if total <= 0:
         return None
     rank, below = share * total, 0.0
     for index, upper in enumerate(bounds):
         lower = bounds[index - 1] if index else 0.0
-        count = float(counts[index])
+        count = counts[index]
         if count and below + count >= rank:
             return lower + (upper - lower) * (rank - below) / count
         below += count

@@ -269,8 +269,8 @@ def runs_by_size(*counters: Mapping[Any, int]) -> Counter[int]:
 
 def stage_row(window: Window, stage: str) -> dict[str, Any]:
     """A stage's count and percentiles over a window, in milliseconds; None where it was not passed."""
-    counts = np.array([window.gained(f"{stage}_{index}") for index in range(NUM_BUCKETS)])
-    row: dict[str, Any] = {"stage": stage, "count": int(counts.sum())}
+    counts = window.gained_by([f"{stage}_{index}" for index in range(NUM_BUCKETS)]).tolist()
+    row: dict[str, Any] = {"stage": stage, "count": int(sum(counts))}
     for name, share in (("p50_ms", 0.5), ("p90_ms", 0.9), ("p99_ms", 0.99)):
         found_s = percentile(STAGE_BUCKETS_S, counts, share)
         row[name] = None if found_s is None else round(found_s * 1e3, 3)
@@ -282,7 +282,7 @@ def series(window: Window) -> dict[str, list[float | None]]:
     if len(window) < 2:
         return {"t_s": []}
     names = [f"total_{index}" for index in range(NUM_BUCKETS)]
-    totals = np.stack([np.diff(window.values(name)) for name in names], axis=1)
+    totals = np.stack([np.diff(window.values(name)) for name in names], axis=1).tolist()
     points: dict[str, list[float | None]] = {
         "t_s": rounded(window.times_s[1:] - window.times_s[-1]),
         "items_per_s": rounded(sum(window.rates(f"tier_{tier.value}") for tier in CacheTier)),
@@ -298,7 +298,8 @@ def series(window: Window) -> dict[str, list[float | None]]:
 
 
 def rounded(values: Any) -> list[float | None]:
-    return [round(float(value), 4) for value in values]
+    found: list[float | None] = np.round(values, 4).tolist()
+    return found
 
 
 def arena_row(namespace: str | None, arena: Arena) -> dict[str, Any]:

@@ -13,7 +13,6 @@ import os
 import select
 import shutil
 import signal
-import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
@@ -121,7 +120,7 @@ class Page:
 
 
 def high_pipe() -> tuple[int, int]:
-    """A pipe whose descriptors are none of those that the shell is to fill."""
+    """A pipe whose descriptors are none of those that the browser is to find."""
     ends = os.pipe()
     high = [fcntl.fcntl(end, fcntl.F_DUPFD_CLOEXEC, 32) for end in ends]
     for end in ends:
@@ -135,26 +134,29 @@ def browsing(executable: str) -> Iterator[Page]:
     to_browser, from_us = high_pipe()
     from_browser, to_us = high_pipe()
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
-        # The browser reads descriptor 3 and writes 4; the shell puts them there.
-        command = (
-            f'exec "$0" --headless --no-sandbox --disable-gpu --disable-dev-shm-usage --no-first-run '
-            f'--remote-debugging-pipe --user-data-dir="$1" about:blank '
-            f"3<&{to_browser} 4>&{to_us}"
-        )
-        process = subprocess.Popen(
-            ["bash", "-c", command, executable, profile],
-            pass_fds=(to_browser, to_us),
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            env={**os.environ, "HOME": profile},
-            start_new_session=True,
-        )
+        # Not by subprocess: where that forks, gRPC's handlers of forks stop a server in this process for
+        # seconds. The browser reads descriptor 3 and writes 4.
+        pid = os.posix_spawn(
+            executable,
+            [
+                executable, "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage",
+                "--no-first-run", "--remote-debugging-pipe", f"--user-data-dir={profile}", "about:blank",
+            ],
+            {**os.environ, "HOME": profile},
+            file_actions=[
+                (os.POSIX_SPAWN_OPEN, 1, os.devnull, os.O_WRONLY, 0),
+                (os.POSIX_SPAWN_OPEN, 2, os.devnull, os.O_WRONLY, 0),
+                (os.POSIX_SPAWN_DUP2, to_browser, 3),
+                (os.POSIX_SPAWN_DUP2, to_us, 4),
+            ],
+            setpgroup=0,
+        )  # fmt: skip
         os.close(to_browser)
         os.close(to_us)
         try:
             yield Page(from_us, from_browser)
         finally:
-            os.killpg(process.pid, signal.SIGKILL)  # the browser is several processes
-            process.wait()
+            os.killpg(pid, signal.SIGKILL)  # the browser is several processes
+            os.waitpid(pid, 0)
             os.close(from_us)
             os.close(from_browser)

@@ -6,9 +6,15 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import grpc
 import pytest
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
+    ExportTraceServiceRequest,
+    ExportTraceServiceResponse,
+)
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
@@ -136,3 +142,58 @@ def test_a_stage_that_was_not_passed_is_no_span(exporter: InMemorySpanExporter) 
     assert item is not None
     traces.end_item(item, StageTimings(total_ms=1), "host", (1, 2, 2), 1, 0.0)
     assert [span.name for span in exporter.get_finished_spans()] == ["item"]
+
+
+@pytest.mark.parametrize(("name", "expected"), [(None, "vision-encoder"), ("encoders-eu", "encoders-eu")])
+def test_spans_go_where_the_standard_variables_say(
+    name: str | None, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    received: list[ExportTraceServiceRequest] = []
+
+    def export(request: ExportTraceServiceRequest, context: object) -> ExportTraceServiceResponse:
+        received.append(request)
+        return ExportTraceServiceResponse()
+
+    server = grpc.server(ThreadPoolExecutor(1))
+    handler = grpc.unary_unary_rpc_method_handler(
+        export, ExportTraceServiceRequest.FromString, ExportTraceServiceResponse.SerializeToString
+    )
+    server.add_generic_rpc_handlers(
+        (
+            grpc.method_handlers_generic_handler(
+                "opentelemetry.proto.collector.trace.v1.TraceService", {"Export": handler}
+            ),
+        )
+    )
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{port}")
+    if name is not None:
+        monkeypatch.setenv("OTEL_SERVICE_NAME", name)
+    stop = traces.start_traces("1.2.3")
+    item = traces.open_item(7)
+    assert item is not None
+    traces.end_failed(item, "QUEUE_FULL", "no room")
+    stop()
+    server.stop(0)
+    (spans,) = received
+    (resource,) = spans.resource_spans
+    attributes = {entry.key: entry.value.string_value for entry in resource.resource.attributes}
+    assert attributes["service.name"] == expected
+    assert attributes["service.version"] == "1.2.3"
+    (span,) = resource.scope_spans[0].spans
+    assert (span.name, span.status.message) == ("item", "QUEUE_FULL: no room")
+
+
+def test_a_collector_that_is_gone_keeps_no_item_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:1")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "1")
+    stop = traces.start_traces("0")
+    started_s = time.monotonic()
+    for index in range(100):
+        item = traces.open_item(index)
+        assert item is not None
+        traces.end_item(item, TIMINGS, "miss", (1, 2, 4), 2, 0.004)
+    took_s = time.monotonic() - started_s
+    stop()
+    assert took_s < 1.0
