@@ -18,6 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def storm(*arguments: object, timeout_s: float = 100) -> tuple[int, dict[str, Any]]:
     """The exit code and the report."""
+    paths = [str(ROOT), str(ROOT / "proto"), *filter(None, [os.environ.get("PYTHONPATH")])]
     done = subprocess.run(
         [
             sys.executable,
@@ -28,7 +29,7 @@ def storm(*arguments: object, timeout_s: float = 100) -> tuple[int, dict[str, An
             *map(str, arguments),
         ],
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'proto'}", "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=timeout_s,

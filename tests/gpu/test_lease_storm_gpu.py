@@ -13,7 +13,7 @@ from tests.chaos.lease_storm_processes import can_isolate
 from tests.chaos.test_lease_storm import storm
 
 pytest.importorskip("cuda.bindings.driver", reason="needs cuda-bindings", exc_type=ImportError)
-pytestmark = [pytest.mark.gpu, pytest.mark.whole_device]
+pytestmark = pytest.mark.gpu
 
 
 def visible_devices() -> list[str]:
