@@ -1,6 +1,6 @@
 """The embedding store in shared memory: each item's rows in a slot of an arena that other processes map.
 
-Owns which rows are worth their slot: least recently used out first, each namespace with its fair share, but
+Owns which rows are worth their slot: in the order of ``use_order``, each namespace with its fair share, but
 never rows that a delivery or a lease still holds, since that would free nothing. When those fill the arena,
 new rows are refused and nothing is evicted for them in vain. Whose rows go for whom is ``shares``', which
 namespaces share an arena ``partitions``'. Not thread-safe: used from the event loop only.

@@ -1,5 +1,5 @@
-"""The embedding store: finished rows by namespace and key, bounded in bytes, least recently used out first,
-each namespace with its fair share (``shares``).
+"""The embedding store: finished rows by namespace and key, bounded in bytes, each namespace with its fair
+share (``shares``), in which a scan does not push out what is asked for again (``use_order``).
 
 Owns the rows it holds: each entry has its own storage, so that eviction returns memory and no view keeps a
 batch alive. Main and deepstack rows are one tensor and come and go together. ``arena_store`` is the same for

@@ -1,7 +1,7 @@
-"""Which entries make room for whom, where namespaces share one store: fair shares, least recently used first.
+"""Which entries make room for whom, where namespaces share one store: fair shares.
 
-Owns each namespace's entries in order of use and their bytes. What an entry is, whether somebody reads it,
-and what becomes of a victim are the store's. Pure Python, no torch, no clock.
+Owns how much is whose, and which namespace gives. Which of its entries goes is ``use_order``'s; what an entry
+is, whether somebody reads it, and what becomes of a victim are the store's. Pure Python, no torch, no clock.
 
 Every namespace that has something here has a share of the capacity by its weight, and so has the one that
 asks for room. Nobody is held to it while there is room: a namespace may use whatever is free, and whatever
@@ -15,10 +15,11 @@ that is itself above its share, so that the noisy push nobody below.
 from __future__ import annotations
 
 import heapq
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias
+
+from encoder_service.store.use_order import UseOrder
 
 # Weights are counted in thousandths, so that sums of them are exact however often namespaces come and go.
 WEIGHT_UNITS = 1000
@@ -30,13 +31,16 @@ Name: TypeAlias = tuple[str, bytes]
 
 @dataclass
 class _Member:
-    """A namespace with something in the store. entries: by key, the least recently used first: when it was
-    used last, and its bytes. num_bytes: of the entries and of what is reserved."""
+    """A namespace with something in the store."""
 
     weight: int
-    num_bytes: int = 0
     reserved_bytes: int = 0
-    entries: OrderedDict[bytes, tuple[int, int]] = field(default_factory=OrderedDict)
+    entries: UseOrder = field(default_factory=UseOrder)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the entries and of what is reserved."""
+        return self.entries.num_bytes + self.reserved_bytes
 
 
 class FairShares:
@@ -81,31 +85,26 @@ class FairShares:
         """A new entry, the most recently used."""
         member = self._join(namespace)
         assert key not in member.entries
-        member.entries[key] = (self._next_use(), num_bytes)
-        member.num_bytes += num_bytes
+        member.entries.add(key, self._next_use(), num_bytes)
 
     def use(self, namespace: str, key: bytes) -> None:
         """The entry is the most recently used now."""
-        entries = self._members[namespace].entries
-        entries[key] = (self._next_use(), entries[key][1])
-        entries.move_to_end(key)
+        self._members[namespace].entries.use(key, self._next_use())
 
     def forget(self, namespace: str, key: bytes) -> None:
         """The entry is gone."""
         member = self._members[namespace]
-        member.num_bytes -= member.entries.pop(key)[1]
+        member.entries.remove(key)
         self._leave_if_empty(namespace, member)
 
     def reserve(self, namespace: str, num_bytes: int) -> None:
         """Room that was made and has no entry yet counts like one, and is no victim."""
         member = self._join(namespace)
-        member.num_bytes += num_bytes
         member.reserved_bytes += num_bytes
 
     def unreserve(self, namespace: str, num_bytes: int) -> None:
         """The entry is about to be kept, or will never be."""
         member = self._members[namespace]
-        member.num_bytes -= num_bytes
         member.reserved_bytes -= num_bytes
         self._leave_if_empty(namespace, member)
 
@@ -113,10 +112,10 @@ class FairShares:
         """What may go for num_bytes of the requester's, in the order in which it should, each as if those
         before it were gone. To be used up before anything changes here.
 
-        First whatever is above its namespace's share, the least recently used of all first; then the
-        requester's own; at last, where the requester has come within its share by that, the entries that
-        reach over their namespace's. Costs a look at each namespace, a logarithm of their number for each
-        victim, and one step for each entry on the way that is not evictable.
+        First whatever is above its namespace's share, the least recently used first among those that are next
+        in their namespaces; then the requester's own; at last, where the requester has come within its share
+        by that, the entries that reach over their namespace's. Costs a look at each namespace, a logarithm of
+        their number for each victim, and one step for each entry on the way that is not evictable.
         """
         total = self._total_with(requester)
         own = _Heads(requester, self._members.get(requester, _Member(self._weight(requester))), is_evictable)
@@ -152,10 +151,7 @@ class FairShares:
             assert member.entries or member.reserved_bytes, f"{namespace!r} has nothing and counts"
             assert member.weight == self._weight(namespace)
             assert member.reserved_bytes >= 0
-            entry_bytes = sum(num_bytes for _, num_bytes in member.entries.values())
-            assert member.num_bytes == entry_bytes + member.reserved_bytes
-            uses = [used for used, _ in member.entries.values()]
-            assert uses == sorted(set(uses))
+            member.entries.check_integrity()
 
     def _weight(self, namespace: str) -> int:
         return self._weights.get(namespace, WEIGHT_UNITS)
@@ -186,11 +182,7 @@ class _Heads:
     def __init__(self, namespace: str, member: _Member, is_evictable: Callable[[Name], bool]) -> None:
         self.weight, self.left_bytes = member.weight, member.num_bytes
         self.namespace = namespace
-        self._entries = (
-            (key, used, num_bytes)
-            for key, (used, num_bytes) in member.entries.items()
-            if is_evictable((namespace, key))
-        )
+        self._entries = member.entries.going(lambda key: is_evictable((namespace, key)))
         self._advance()
 
     def take(self) -> Name:

@@ -1,4 +1,4 @@
-"""The store: byte bound, LRU, ownership, namespaces."""
+"""The store: byte bound, order, ownership, namespaces."""
 
 from __future__ import annotations
 
