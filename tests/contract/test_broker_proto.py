@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from encoder_service.transport import access, framing, socket_file
-from lm_adapter.transport import broker_frames, broker_link, broker_socket
+from lm_adapter.transport import broker_frames, broker_handshake, broker_socket
 from tests.contract import wire_fields
 from tests.contract.test_proto import declared_contract
 from vision_encoder.v1 import broker_pb2 as pb
@@ -85,8 +85,8 @@ def test_p35_both_sides_have_the_same_frames_versions_and_bounds() -> None:
     assert framing.MAGIC == broker_frames.MAGIC == b"VEBR"
     assert framing.MAX_PAYLOAD_BYTES == broker_frames.MAX_PAYLOAD_BYTES == 65536
     assert socket_file.MAX_PATH_BYTES == broker_socket.MAX_PATH_BYTES
-    assert access.MIN_PROTOCOL_VERSION <= broker_link.PROTOCOL_VERSION
-    assert broker_link.MIN_PROTOCOL_VERSION <= access.PROTOCOL_VERSION
+    assert access.MIN_PROTOCOL_VERSION <= broker_handshake.PROTOCOL_VERSION
+    assert broker_handshake.MIN_PROTOCOL_VERSION <= access.PROTOCOL_VERSION
     head = re.search(r'"VEBR".*at most (\d+)', PROTO.read_text())
     assert head is not None
     assert int(head.group(1)) == framing.MAX_PAYLOAD_BYTES

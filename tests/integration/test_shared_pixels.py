@@ -65,7 +65,7 @@ class Rig:
             for each in gc.get_objects()
             if type(each) is VisionEncoderServicer and each._pixels is self.pixels
         ]
-        return servicer._requests.num_bytes
+        return servicer.requests.num_bytes
 
     def publish(self, kind: str, values: Any, broker: BrokerClient) -> pb.ShmTensor:
         """A segment that the service is to end, and whose publisher does nothing more about it."""
