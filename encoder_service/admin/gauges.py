@@ -10,6 +10,8 @@ from encoder_service.engine.calibrate import export_cost
 from encoder_service.engine.device import DeviceEngine
 from encoder_service.metrics import Metrics
 from encoder_service.pipeline import Pipeline
+from encoder_service.store.shared_tier import ServerTier
+from encoder_service.store.tiers import TieredStore
 
 
 def register_gauges(metrics: Metrics, pipeline: Pipeline, engine: DeviceEngine) -> None:
@@ -38,6 +40,9 @@ def register_gauges(metrics: Metrics, pipeline: Pipeline, engine: DeviceEngine) 
     counter("ve_store_misses", "Lookups that found none.", lambda: pipeline.store.counters.misses)
     counter("ve_store_evictions", "Items evicted.", lambda: pipeline.store.counters.evictions)
     counter("ve_store_refused", "Items that found no room.", lambda: pipeline.store.counters.refused)
+    by = metrics.counter_view_by
+    by("ve_tier_lookups", "Lookups that came to a tier.", "tier", lambda: _tier_figures(pipeline)[0])
+    by("ve_tier_hits", "Lookups that a tier answered.", "tier", lambda: _tier_figures(pipeline)[1])
     counter(
         "ve_flights_joined",
         "Callers that joined an encode under way.",
@@ -71,3 +76,17 @@ def register_gauges(metrics: Metrics, pipeline: Pipeline, engine: DeviceEngine) 
         for step, shape, name in graphs.choices:
             metrics.kernel_choice.labels(step, shape, name).set(1)
     counter("ve_device_busy_seconds", "Seconds in forward passes.", lambda: engine.counters.busy_s)
+
+
+def _tier_figures(pipeline: Pipeline) -> tuple[dict[str, float], dict[str, float]]:
+    """Lookups and hits by tier, the fastest first: what one tier does not answer comes to the next."""
+    store, shared = pipeline.store, pipeline.shared_tier
+    asked = float(store.counters.hits) + float(store.counters.misses)
+    hits = {"host": float(store.counters.hits)}
+    if isinstance(store, TieredStore):
+        hits = {"device": float(store.device.counters.hits), "host": float(store.host.counters.hits)}
+    lookups = {"device": asked, "host": asked - hits.get("device", 0.0)}
+    if isinstance(shared, ServerTier):
+        hits["shared"] = shared.counters.looks["hit"]
+        lookups["shared"] = sum(shared.counters.looks.values())
+    return {tier: lookups[tier] for tier in hits}, hits

@@ -46,6 +46,8 @@ log = structlog.get_logger(__name__)
 MAX_LOOKS = 64
 # Of a value being written, which nobody waits for.
 WRITE_TIMEOUT_S = 5.0
+# Of the pace of transfers: what a new figure counts, and how it rises while nothing is measured.
+PACE_WEIGHT, PACE_RISE = 0.3, 1.02
 
 
 class SharedTier(Protocol):
@@ -78,14 +80,44 @@ class SharedTierLimits:
 
 @dataclass
 class SharedTierCounters:
-    """looks: by how they ended: hit, miss, corrupt, foreign, oversized, timeout, late (its caller had less
-    time), failed, left (its caller did), refused (by the breaker), busy, excluded. writes: stored, full,
+    """looks: by how they ended: hit, miss, corrupt, foreign, oversized, timeout (no answer), slow (too many
+    bytes for the time), late (its caller had less time), failed, left (its caller did), refused (by the
+    breaker), busy, excluded. writes: stored, full,
     timeout, failed, and given up before they began: refused, queue, oversized, excluded, stopped."""
 
     looks: Counter[str] = field(default_factory=Counter)
     writes: Counter[str] = field(default_factory=Counter)
     read_bytes: int = 0
     written_bytes: int = 0
+
+
+class TransferPace:
+    """How fast rows come from the server, lately: what would not come in time is not begun, and says nothing
+    of how well the server is. Each that was not begun makes the next a little more likely, since a pace that
+    is never measured would stay what it was."""
+
+    def __init__(self) -> None:
+        self.bytes_per_s: float | None = None
+
+    def allows(self, num_bytes: int, within_s: float) -> bool:
+        if self.bytes_per_s is None or num_bytes <= self.bytes_per_s * within_s:
+            return True
+        self.bytes_per_s *= PACE_RISE
+        return False
+
+    def took(self, num_bytes: int, seconds: float) -> None:
+        """As many bytes came so fast, or did not come any faster."""
+        found = num_bytes / max(seconds, 1e-6)
+        known = self.bytes_per_s
+        self.bytes_per_s = found if known is None else known + PACE_WEIGHT * (found - known)
+
+
+@dataclass
+class _Look:
+    """One that is under way. transfer: bytes that are coming and since when, once the server has answered."""
+
+    ends_s: float
+    transfer: tuple[int, float] | None = None
 
 
 class ServerTier:
@@ -109,6 +141,7 @@ class ServerTier:
         self.counters = SharedTierCounters()
         # Apart, since a server that is full or read-only still answers looks.
         self.looks, self.writes = CircuitBreaker(clock), CircuitBreaker(clock)
+        self.pace = TransferPace()
         self.queued_bytes = 0
         self.reading_bytes = 0
         self._server, self._seal, self._layout = server, seal, layout
@@ -138,18 +171,25 @@ class ServerTier:
         started_s = self._clock()
         outcome, item = "left", None
         is_cut = within_s is not None and within_s < limits.timeout_s
+        timeout_s = within_s if within_s is not None and is_cut else limits.timeout_s
+        look = _Look(started_s + timeout_s)
         try:
-            async with asyncio.timeout(within_s if is_cut else limits.timeout_s):
-                item = await self._look(self._seal.name(namespace, key), key)
+            async with asyncio.timeout(timeout_s):
+                item = await self._look(look, self._seal.name(namespace, key), key)
             call.succeeded()
             outcome = "miss" if item is None else "hit"
         except UnusableEntry as found:
             call.succeeded()
             outcome = found.outcome
-            log.warning("an entry of the shared tier is not used", outcome=outcome, reason=str(found))
+            note = log.warning if outcome in ("corrupt", "foreign") else log.debug
+            note("an entry of the shared tier is not used", outcome=outcome, reason=str(found))
         except TimeoutError:
             outcome = "late" if is_cut else "timeout"
-            if not is_cut:
+            if look.transfer is not None:
+                outcome = "slow"
+                call.succeeded()
+                self.pace.took(look.transfer[0], self._clock() - look.transfer[1])
+            elif not is_cut:
                 self._note_failure(call.failed, self.looks, outcome)
         except ServerFailed as failure:
             outcome = "failed"
@@ -165,7 +205,7 @@ class ServerTier:
                 self._look_ended(self._clock() - started_s, outcome)
         return item
 
-    async def _look(self, name: bytes, key: bytes) -> EncodedItem | None:
+    async def _look(self, look: _Look, name: bytes, key: bytes) -> EncodedItem | None:
         """Raises UnusableEntry, ServerFailed."""
         first = (await self._server.read(name, 0, PIECE_BYTES))[0]
         if not first:
@@ -177,6 +217,10 @@ class ServerTier:
                 raise UnusableEntry("oversized", f"{header.num_bytes} bytes of rows", is_ours=False)
             if self.reading_bytes + header.num_bytes > self.limits.max_read_bytes:
                 raise UnusableEntry("busy", f"{self.reading_bytes} bytes are under way", is_ours=False)
+            now_s = self._clock()
+            if not self.pace.allows(header.num_bytes, look.ends_s - now_s):
+                raise UnusableEntry("slow", f"{header.num_bytes} bytes of rows", is_ours=False)
+            look.transfer = header.num_bytes, now_s
             self.reading_bytes += header.num_bytes
             try:
                 pieces = [memoryview(first)[HEADER_BYTES:]]
@@ -194,6 +238,7 @@ class ServerTier:
             if found.is_ours:
                 await self._server.delete(name)
             raise
+        self.pace.took(header.num_bytes, self._clock() - now_s)
         self.counters.read_bytes += header.num_bytes
         return item
 

@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,6 +20,9 @@ from encoder_service.store.shared_tier import ServerTier, SharedTierLimits
 from encoder_service.store.shared_tier_entry import HEADER_BYTES, Seal, rows_view
 from encoder_service.store.shared_tier_server import PIECE_BYTES, ServerFailed, ValkeyServer
 from encoder_service.types import EncodedItem, Grid
+from lm_adapter import CacheTier, EncodedRows, ImageItem, VisionEncoderClient
+from tests.integration.conftest import RunningService, running
+from tests.integration.images import photo
 from tests.valkey_server import ValkeyProcess
 
 pytestmark = pytest.mark.anyio
@@ -200,3 +204,52 @@ async def test_a_writer_that_dies_leaves_nothing_that_stays(
         found = await tier.get("a", item.key)
         assert found is None or torch.equal(found.rows, item.rows)
     assert rows_view(item.rows).nbytes == item.spec.num_bytes
+
+
+def figure(service: RunningService, name: str, **labels: str) -> float | None:
+    return service.service.metrics.registry.get_sample_value(name, labels)
+
+
+def test_a_replica_serves_what_another_made(
+    valkey: ValkeyProcess, checkpoints: dict[str, Path], device: torch.device
+) -> None:
+    """Whole services over their wire: the same rows, no encode, and figures that say so."""
+    settings = {"shared_url": valkey.url, "shared_secret": SECRET.hex(), "shared_timeout_ms": 10_000}
+    items = [ImageItem(photo()) for _ in range(3)]
+    model = checkpoints["qwen3_vl"]
+    with running(model, device, **settings) as first, running(model, device, **settings) as second:
+        with VisionEncoderClient(first.target) as client:
+            made = client.encode(items)
+        ends_s = time.monotonic() + 30
+        while figure(first, "ve_shared_tier_writes_total", outcome="stored") != 3:
+            assert time.monotonic() < ends_s
+            time.sleep(0.01)
+        with VisionEncoderClient(second.target) as client:
+            found, again = client.encode(items), client.encode(items)
+        for one, other, last in zip(made, found, again, strict=True):
+            assert isinstance(one, EncodedRows)
+            assert isinstance(other, EncodedRows)
+            assert isinstance(last, EncodedRows)
+            assert (one.tier, other.tier) == (CacheTier.MISS, CacheTier.SHARED)
+            assert last.tier not in (CacheTier.MISS, CacheTier.SHARED)
+            assert one.key == other.key
+            assert torch.equal(torch.as_tensor(one.payload), torch.as_tensor(other.payload))
+        assert figure(second, "ve_encoded_items_total") == 0
+        assert figure(second, "ve_tier_hits_total", tier="shared") == 3
+        assert figure(second, "ve_tier_hits_total", tier="host") == 3
+        assert figure(second, "ve_tier_lookups_total", tier="host") == 6
+        assert figure(second, "ve_tier_lookups_total", tier="shared") == 3
+        assert figure(second, "ve_shared_tier_breaker", calls="looks") == 0
+        assert figure(second, "ve_shared_tier_look_seconds_count", outcome="hit") == 3
+
+
+def test_a_service_starts_and_serves_without_its_server(
+    tmp_path: Path, checkpoints: dict[str, Path], device: torch.device
+) -> None:
+    settings = {"shared_url": f"unix://{tmp_path}/none.sock", "shared_secret": SECRET.hex()}
+    with running(checkpoints["qwen3_vl"], device, **settings) as service:
+        with VisionEncoderClient(service.target) as client:
+            (result,) = client.encode([ImageItem(photo())])
+        assert isinstance(result, EncodedRows)
+        assert result.tier is CacheTier.MISS
+        assert figure(service, "ve_shared_tier_looks_total", outcome="failed") == 1

@@ -236,6 +236,56 @@ async def test_a_stalled_server_costs_one_timeout_each_until_it_is_left_alone() 
     rig.workers.shutdown()
 
 
+async def test_rows_that_would_not_come_in_time_are_not_begun_and_open_nothing(rig: Rig) -> None:
+    """A slow link is no reason to leave the server alone: smaller rows still come."""
+    small, large = make_item(1), make_item(200)
+    for item in (small, large):
+        rig.tier.put("a", Held(item))
+    await rig.written()
+    rig.tier.pace.took(small.spec.num_bytes, 20.0)  # of the 30 seconds that a look may take
+    for _ in range(10):
+        assert await rig.tier.get("a", small.key) is not None
+        rig.tier.pace.bytes_per_s = small.spec.num_bytes / 20.0
+        assert await rig.tier.get("a", large.key) is None
+    assert rig.tier.counters.looks == {"hit": 10, "slow": 10}
+    assert rig.tier.looks.state is BreakerState.CLOSED
+    assert len(rig.server.values) == 2
+    # It is tried again in the end.
+    for _ in range(1000):
+        if await rig.tier.get("a", large.key) is not None:
+            break
+    assert rig.tier.counters.looks["hit"] == 11
+
+
+async def test_a_transfer_that_is_cut_off_is_slow_and_sets_the_pace(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_tier, "PIECE_BYTES", 512)
+    rig = Rig(timeout_s=0.05)
+    item = make_item(200)
+    rig.tier.put("a", Held(item))
+    await rig.written()
+    read, calls = rig.server.read, 0
+
+    async def stalls_after_the_first(name: bytes, offset: int, num_bytes: int) -> list[bytes]:
+        nonlocal calls
+        calls += 1
+        if offset:
+            rig.now_s += 0.05
+            await asyncio.Event().wait()
+        return await read(name, offset, num_bytes)
+
+    rig.server.read = stalls_after_the_first  # type: ignore[method-assign]
+    assert await rig.tier.get("a", item.key) is None
+    assert rig.tier.looks.state is BreakerState.CLOSED
+    assert rig.tier.pace.bytes_per_s == item.spec.num_bytes / 0.05
+    rig.tier.pace.bytes_per_s /= 2
+    assert await rig.tier.get("a", item.key) is None
+    assert rig.tier.counters.looks == {"slow": 2}
+    assert calls == 3, "the second look asked for the header alone"
+    assert rig.tier.reading_bytes == 0
+    await rig.tier.stop()
+    rig.workers.shutdown()
+
+
 async def test_a_caller_that_leaves_leaves_nothing_behind(rig: Rig) -> None:
     rig.server.gate.clear()
     looks = [asyncio.ensure_future(rig.tier.get("a", bytes(32))) for _ in range(8)]
