@@ -141,7 +141,7 @@ def prefetched(generator: random.Random) -> Iterator[int]:
 
 
 def day(generator: random.Random) -> Iterator[int]:
-    """All of the others in turn, 3,000 requests at a time, each with items of its own."""
+    """All but ``prefetched`` in turn, 3,000 requests at a time, each with items of its own."""
     parts = [pattern(generator) for pattern in (zipf, one_offs, scans, loop, shifting, chat, bursts)]
     numbers: dict[tuple[int, int], int] = {}
     while True:
