@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -233,7 +234,13 @@ def waste(axes: Any, padding: dict[str, Any] | None) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    draw_from_command_line(draw, __doc__)
+
+
+def draw_from_command_line(draw: Callable[[dict[str, Any], Path], Path], description: str | None) -> None:
+    """Draws a result file named on the command line: ``draw`` gets the result and where its picture goes, and
+    says where it went. Ends the process with a message when nothing can be drawn."""
+    parser = argparse.ArgumentParser(description=(description or "").splitlines()[0])
     parser.add_argument("result", type=Path)
     parser.add_argument("--out", type=Path, help="default: beside the result, as .png")
     arguments = parser.parse_args()

@@ -155,12 +155,15 @@ def ceilings(device: torch.device, *, quick: bool) -> dict[str, float]:
     }
 
 
-def describe_environment(device: torch.device, commit: str | None) -> dict[str, Any]:
-    """Device, driver, versions and commit: what a figure means nothing without."""
+def describe_environment(
+    device: torch.device, commit: str | None, packages: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Device, driver, versions and commit: what a figure means nothing without.
+    packages: besides PACKAGES."""
     versions = {"python": platform.python_version(), "cuda": torch.version.cuda}
     if device.type == "cuda":
         versions["cudnn"] = str(torch.backends.cudnn.version())
-    for package in PACKAGES:
+    for package in (*PACKAGES, *packages):
         try:
             versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:

@@ -12,7 +12,6 @@ serve_figures.py's. bench/README.md states the method.
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import json
 import pstats
 import secrets
@@ -68,8 +67,7 @@ class Run:
         self.begun_s = time.perf_counter()
         self.on_gpu = arguments.device.type == "cuda"
         self.seed = secrets.randbelow(2**31) if arguments.seed is None else arguments.seed
-        environment = describe_environment(arguments.device, arguments.commit)
-        environment["versions"] |= {name: version_of(name) for name in PACKAGES}
+        environment = describe_environment(arguments.device, arguments.commit, PACKAGES)
         environment["command"][0] = "bench/serve.py"
         settings = {
             name: value for name, value in vars(arguments).items() if name not in ("device", "out", "commit")
@@ -362,13 +360,6 @@ def profile_lines(path: Path, records: list[dict[str, Any]]) -> list[dict[str, A
         }
         for (file, line, name), (_, calls, own_s, total_s, _) in ordered
     ]
-
-
-def version_of(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def main() -> None:

@@ -12,7 +12,6 @@ bench/README.md states the method.
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import math
 import statistics
 import sys
@@ -78,8 +77,7 @@ class Run:
         self.sizes = [bytes_of(size) for size in arguments.sizes_mib]
         self.resident_bytes = int(arguments.resident_mib * MIB)
         self.malloc = {} if arguments.default_malloc else IMAGE_MALLOC
-        environment = describe_environment(arguments.device, arguments.commit)
-        environment["versions"] |= {name: version_of(name) for name in PACKAGES}
+        environment = describe_environment(arguments.device, arguments.commit, PACKAGES)
         environment["command"][0] = "bench/transport.py"
         settings = {
             name: value for name, value in vars(arguments).items() if name not in ("device", "out", "commit")
@@ -344,13 +342,6 @@ def reader_gpu(path: str) -> int | None:
 
 def size_text(cell: Cell) -> str:
     return f"{cell.num_bytes / MIB:.3g} MiB, {cell.concurrency} at once"
-
-
-def version_of(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def main() -> None:

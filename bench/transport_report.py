@@ -8,15 +8,13 @@ transport.py's.
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from chart import INK, NoMatplotlib, tidy
+from chart import INK, NoMatplotlib, draw_from_command_line, tidy
 from rich.table import Table
 from transport_cases import MIB, PATHS
 
@@ -247,15 +245,7 @@ def logarithmic(axes: Any) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("result", type=Path)
-    parser.add_argument("--out", type=Path, help="default: beside the result, as .png")
-    arguments = parser.parse_args()
-    result = json.loads(arguments.result.read_text(encoding="utf-8"))
-    try:
-        print(draw(result, arguments.out or arguments.result.with_suffix(".png")))
-    except (NoMatplotlib, ValueError) as error:
-        sys.exit(f"no chart: {error}")
+    draw_from_command_line(draw, __doc__)
 
 
 if __name__ == "__main__":

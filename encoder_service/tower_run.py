@@ -100,23 +100,16 @@ class TowerRun:
         landed: asyncio.Future[tuple[TowerResult, Held]] = loop.create_future()
 
         def end(done: Future[TowerResult]) -> None:
-            error = done.exception()
-            held = None
-            if isinstance(error, DeviceFault):
-                pass  # the device may still write there: nobody gets that room any more
-            elif error is not None:
-                self.store.cancel_put(reserved)
-            else:
-                self.store.finish_put(reserved)
-                # In the same step, so that nothing evicts it before it is held.
-                held = self.store.hold(flight.namespace, flight.key, is_lookup=False)
+            try:
+                found = self._landed(flight, reserved, done)
+            except BaseException as error:  # a defect of the store's would else leave everybody waiting
+                if not landed.cancelled():
+                    landed.set_exception(error)
+                return
             if landed.cancelled():
-                if held is not None:
-                    held.drop()
-            elif held is not None:
-                landed.set_result((done.result(), held))
+                found[1].drop()
             else:
-                landed.set_exception(error or Draining("the service stopped before the item was delivered"))
+                landed.set_result(found)
 
         def tell(done: Future[TowerResult]) -> None:
             with contextlib.suppress(RuntimeError):  # the loop has ended, and the store with it
@@ -138,6 +131,23 @@ class TowerRun:
             raise
         _note_times(flight, result, queued_s)
         return held
+
+    def _landed(
+        self, flight: Flight, reserved: Writing, done: Future[TowerResult]
+    ) -> tuple[TowerResult, Held]:
+        """What the engine's future ended with, and the rows held. Raises its error, Draining after the store
+        was closed; the room is given back then, or kept from everybody where the device may still write."""
+        error = done.exception()
+        if error is not None:
+            if not isinstance(error, DeviceFault):
+                self.store.cancel_put(reserved)
+            raise error
+        self.store.finish_put(reserved)
+        # In the same step, so that nothing evicts it before it is held.
+        held = self.store.hold(flight.namespace, flight.key, is_lookup=False)
+        if held is None:
+            raise Draining("the service stopped before the item was delivered")
+        return done.result(), held
 
     async def _keep(self, namespace: str, encoded: EncodedItem) -> Held:
         """The item's rows into the store; a large copy is made on a worker, whose slot is not given back

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from encoder_service.errors import Cancelled, DeadlineExceeded, DeviceFault, InternalError
+from encoder_service.store.embedding_store import Writing
 from encoder_service.store.mover import Mover
 from encoder_service.store.tiers import TieredStore, tier_of
 from encoder_service.types import CacheTier
@@ -200,3 +201,18 @@ async def test_a_copy_that_fails_by_itself_ends_nothing(rig: Rig, monkeypatch: p
     monkeypatch.undo()
     assert rig.engine.fault is None
     (await rig.pipeline.placed(delivered, "", "host")).release()
+
+
+async def test_a_store_that_fails_at_the_end_fails_its_item_and_leaves_nobody_waiting(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, finish = store_of(rig), TieredStore.finish_put
+
+    def fail(_: TieredStore, writing: Writing) -> None:
+        finish(store, writing)
+        raise RuntimeError("the store has a defect")
+
+    monkeypatch.setattr(TieredStore, "finish_put", fail)
+    with pytest.raises(InternalError, match="the store has a defect"):
+        await asyncio.wait_for(rig.pipeline.encode(image(1, side=16)), 10)
+    monkeypatch.undo()
