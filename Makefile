@@ -8,11 +8,14 @@ PYTEST_WORKERS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.setup-done
+# vLLM beside its own versions of what the project needs too.
+ENGINES_VENV := .venv-engines
+ENGINES_STAMP := $(ENGINES_VENV)/.setup-done
 CHECKPOINT := build/checkpoints/qwen3_vl-small
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup test test-gpu lint proto proto-check bench bench-transport bench-serve demo serve clean
+.PHONY: help setup test test-engines test-gpu lint proto proto-check bench bench-transport bench-serve demo serve clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -32,11 +35,27 @@ $(STAMP): pyproject.toml deploy/install_torch.py
 test: $(STAMP) ## Run every test that needs no GPU
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu" -n $(PYTEST_WORKERS) --dist loadfile
 
+$(ENGINES_STAMP): pyproject.toml deploy/install_engines.py deploy/install_torch.py
+	@test -x $(ENGINES_VENV)/bin/python || $(PYTHON) -m venv $(ENGINES_VENV)
+	$(ENGINES_VENV)/bin/python deploy/install_engines.py
+	@touch $@
+
+# One vLLM server at a time: each takes two cores and two gigabytes while it starts.
+test-engines: $(ENGINES_STAMP) ## Run vLLM on the CPU with image rows from the service
+	OMP_NUM_THREADS=1 $(ENGINES_VENV)/bin/python -m pytest --durations=5 tests/engines
+
+# What is the same with and without a GPU: doors, keys to them, other stores, pixels before any device.
+NO_DEVICE := $(addprefix --ignore=tests/,parity/test_mrope.py parity/test_mrope_properties.py \
+    parity/test_synthetic_reference.py parity/test_video_pixels.py integration/test_admin_page.py \
+    integration/test_cli_access.py integration/test_door_metrics.py integration/test_security.py \
+    integration/test_shared_tier.py integration/test_shared_tier_tls.py integration/test_sight.py \
+    integration/test_url_items.py integration/test_vllm_fetch.py)
+
 # Both selections always run; the target fails when either does.
 test-gpu: ## Run the GPU tests, and kernels, parity and integration on cuda:0 (PY=... has torch with CUDA)
 	@status=0; export PYTHONPATH=.:proto:$$PYTHONPATH; \
 	$(PY) -m pytest -m whole_device --device cuda:0 tests/gpu || status=$$?; \
-	$(PY) -m pytest -m "not whole_device" --device cuda:0 -n 8 --dist worksteal tests/gpu tests/parity \
+	$(PY) -m pytest -m "not whole_device" --device cuda:0 -n 8 --dist worksteal $(NO_DEVICE) tests/gpu tests/parity \
 	    tests/integration tests/unit/kernels tests/unit/towers/test_attention_backends.py || status=$$?; \
 	exit $$status
 
@@ -90,5 +109,5 @@ $(CHECKPOINT)/config.json: | $(STAMP)
 	mv $(CHECKPOINT).partial $(CHECKPOINT)
 
 clean: ## Remove what the targets made, the environments included
-	rm -rf build dist demo-output $(VENV) .venv-proto .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf build dist demo-output $(VENV) $(ENGINES_VENV) .venv-proto .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

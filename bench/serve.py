@@ -29,8 +29,8 @@ import serve_report
 from checkpoints import random_checkpoint
 from measurement import ResultFile, describe_environment
 from rich.console import Console
-from serve_figures import client_figures, goals_of, requests_of, service_figures
-from serve_options import BASELINE_LOADS, OTHER_LOADS, parse_arguments
+from serve_figures import client_figures, goals_of, requests_of, service_figures, summary_of
+from serve_options import BASELINE_LOAD, NUM_MAIN_MIXES, OTHER_LOADS, parse_arguments
 from serve_service import NotStarted, ServiceProcess, Sight
 from serve_traffic import MAX_PIXELS, kinds_of, load_of, write_photos
 from transport_processes import IMAGE_MALLOC, Process, ProcessFailed, visible_gpu
@@ -81,6 +81,7 @@ class Run:
             "tower": {},
             "service": {},
             "records": [],
+            "summary": [],
             "goals": [],
             "left_out": [],
         }
@@ -127,6 +128,7 @@ class Run:
                     except ProcessFailed as error:
                         self._leave_out(cell, str(error))
                 self.result["goals"] = goals_of(self.result["records"], self.result["tower"])
+                self.result["summary"] = summary_of(self.result["records"], self.result["tower"])
                 self._mark(f"{cell.server} {cell.mix} {cell.load:g}" + (" bursty" if cell.bursty else ""))
                 self.file.write()
             if self.service is not None:
@@ -252,14 +254,16 @@ class Run:
     def _cells(self) -> list[Cell]:
         """The most telling first: a run that is out of time has them."""
         arguments = self.arguments
-        first, *others = arguments.mixes
-        cells = [Cell(SERVICE, first, load) for load in arguments.loads]
-        if arguments.bursty:
-            cells.append(Cell(SERVICE, first, arguments.bursty, bursty=True))
+        main, others = arguments.mixes[:NUM_MAIN_MIXES], arguments.mixes[NUM_MAIN_MIXES:]
+        most, fewer = arguments.loads[: len(OTHER_LOADS)], arguments.loads[len(OTHER_LOADS) :]
+        cells = [Cell(SERVICE, mix, load) for load in most for mix in main]
+        cells += [Cell(SERVICE, mix, OTHER_LOADS[0]) for mix in others]
         if arguments.baseline_batch:
-            loads = BASELINE_LOADS[:1] if arguments.quick else BASELINE_LOADS
-            cells += [Cell(BASELINE, first, load) for load in loads]
-        return cells + [Cell(SERVICE, mix, load) for mix in others for load in OTHER_LOADS]
+            cells += [Cell(BASELINE, mix, BASELINE_LOAD) for mix in main]
+        cells += [Cell(SERVICE, mix, load) for load in fewer for mix in main]
+        if arguments.bursty:
+            cells.append(Cell(SERVICE, main[0], arguments.bursty, bursty=True))
+        return cells + [Cell(SERVICE, mix, load) for load in OTHER_LOADS[1:] for mix in others]
 
     def _measured(self, cell: Cell) -> dict[str, Any]:
         """The record of a cell. Raises ProcessFailed."""

@@ -12,7 +12,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 PERCENTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
-STAGES = ("identify_ms", "admit_ms", "decode_ms", "resize_ms", "queue_ms", "tower_ms", "store_ms", "total_ms")
+STAGES = (
+    "identify_ms", "admit_ms", "decode_ms", "resize_ms", "queue_ms", "tower_ms", "store_ms", "total_ms",
+    "delivery_ms",
+)  # fmt: skip
 # What the project set itself.
 GOAL_TOWER_SHARE = 0.9
 GOAL_OVERHEAD_MS = 1.5
@@ -79,6 +82,7 @@ def client_figures(
         # Of each request its own, and then the percentile: not a difference of percentiles.
         "overhead_ms": percentiles([overhead_ms(one) for one in misses]),
         "overhead_unqueued_ms": percentiles([overhead_ms(one) - one["queue_ms"] for one in misses]),
+        "service_overhead_ms": percentiles([service_overhead_ms(one) for one in misses]),
     }
 
 
@@ -86,6 +90,12 @@ def overhead_ms(request: Mapping[str, Any]) -> float:
     """From when a request was due to its rows, beyond making pixels of the file and the tower's forward."""
     spent = request["decode_ms"] + request["resize_ms"] + request["tower_ms"]
     return float(request["latency_ms"] - spent)
+
+
+def service_overhead_ms(request: Mapping[str, Any]) -> float:
+    """The same of the service alone, by its own clock: without the caller's process and the way between."""
+    spent = request["decode_ms"] + request["resize_ms"] + request["tower_ms"]
+    return float(request["total_ms"] + request["delivery_ms"] - spent)
 
 
 def service_figures(
@@ -159,3 +169,47 @@ def goals_of(
                 }
             )
     return goals
+
+
+def summary_of(
+    records: Sequence[Mapping[str, Any]], towers: Mapping[str, Mapping[str, Any]]
+) -> list[dict[str, Any]]:
+    """What a mix comes to, in a line: the service's throughput over the tower's own and the plain loop's,
+    each at its best, and what an image takes beyond decode and tower at the lightest load. None: not
+    measured."""
+    lines = []
+    for mix, tower in towers.items():
+        best = {
+            server: max(
+                (
+                    one["encoded_patches_per_s"]
+                    for one in records
+                    if one["mix"] == mix and one["server"] == server
+                ),
+                default=None,
+            )
+            for server in ("service", "baseline")
+        }
+        steady = [
+            one for one in records if one["mix"] == mix and one["server"] == "service" and not one["bursty"]
+        ]
+        if best["service"] is None or not steady:
+            continue
+        lightest = min(steady, key=lambda one: one["load"])
+        lines.append(
+            {
+                "mix": mix,
+                "tower_images_per_s": tower["images_per_s"],
+                "service_over_tower": best["service"] / tower["patches_per_s"],
+                "service_over_baseline": best["service"] / best["baseline"] if best["baseline"] else None,
+                "baseline_over_tower": (
+                    best["baseline"] / tower["patches_per_s"] if best["baseline"] is not None else None
+                ),
+                "overhead_load": lightest["load"],
+                **{
+                    f"{name}_p50_ms": lightest[f"{name}_ms"] and lightest[f"{name}_ms"]["p50"]
+                    for name in ("overhead", "overhead_unqueued", "service_overhead")
+                },
+            }
+        )
+    return lines

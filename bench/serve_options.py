@@ -10,15 +10,17 @@ from pathlib import Path
 
 import torch
 from measurement import RESULTS
-from serve_traffic import CHAT, MIXES
+from serve_traffic import CHAT, HEAVY, MIXES
 
 from encoder_service.ingest.cores import usable_cores
 from encoder_service.towers.synthetic import FAMILIES, SIZES
 
-LOADS = (1.1, 0.1, 0.95, 0.8, 0.6, 0.3)
+LOADS = (1.1, 0.1, 0.8, 0.5)
 QUICK_LOADS = (1.1, 0.3)
 OTHER_LOADS = (1.1, 0.1)
-BASELINE_LOADS = (0.6, 0.1)
+# Of the mixes, those that have every load and the plain loop.
+NUM_MAIN_MIXES = 2
+BASELINE_LOAD = 0.6
 BURSTY_LOAD = 0.6
 TRANSPORTS = ("device", "host", "inline")
 
@@ -33,7 +35,7 @@ def parse_arguments(description: str, line: list[str] | None = None) -> argparse
         "--mixes",
         nargs="+",
         choices=MIXES,
-        help="the first with all loads, the others with two; one if quick",
+        help="the first two with all loads and the plain loop, the others with two; one if quick",
     )
     parser.add_argument(
         "--loads", nargs="+", type=float, help="new images a second, over what the tower alone does"
@@ -42,7 +44,7 @@ def parse_arguments(description: str, line: list[str] | None = None) -> argparse
         "--bursty", type=float, help=f"load of the bursty cell, 0: none; default {BURSTY_LOAD}"
     )
     parser.add_argument("--transport", choices=TRANSPORTS, help="default: device, on a CPU host")
-    parser.add_argument("--clients", type=int, help="processes that send; default: a quarter of the cores")
+    parser.add_argument("--clients", type=int, help="processes that send; default: half of the cores")
     parser.add_argument("--ingest-threads", type=int, help="default: the cores without the clients'")
     parser.add_argument("--repeat-share", type=float, default=0.3, help="of the requests, by Zipf")
     parser.add_argument("--zipf", type=float, default=1.1, help="exponent of the popularity")
@@ -72,16 +74,16 @@ def parse_arguments(description: str, line: list[str] | None = None) -> argparse
     cores = usable_cores()
     small = quick and not on_gpu
     defaults = {
-        "mixes": [CHAT] if quick else [CHAT, "448", "1024"],
+        "mixes": ["448-heavy"] if quick else [*HEAVY, "448", CHAT],
         "loads": list(QUICK_LOADS if quick else LOADS),
         "transport": "device" if on_gpu else "host",
-        "clients": max(1, cores // 4),
+        "clients": max(1, cores // 2),
         "bound_ms": 300.0 if on_gpu else 1500.0,
         "photos": 20 if quick else 100,
         "scale": 0.25 if small else 1.0,
         "host_arena_gib": 4.0 if on_gpu else 0.5,
-        "cell_s": 2.5 if quick else 7.0,
-        "tower_s": 1.2 if quick else 4.0,
+        "cell_s": 2.5 if quick else 6.0,
+        "tower_s": 1.2 if quick else 3.0,
         "time_limit_s": 32.0 if quick else 215.0,
     }
     for name, value in defaults.items():

@@ -23,7 +23,8 @@ __all__ = ["NoMatplotlib", "draw", "lines_of", "tables_of"]
 
 SERVICE, BASELINE = "service", "baseline"
 OURS, THEIRS, LIMIT = "#d1570d", "#64788f", "#7d2181"
-STAGE_COLOURS = ("#33485f", "#64788f", "#98a4b3", "#c3c9d1", "#f2cf9b", "#d1570d", "#7d2181")
+STAGE_COLOURS = ("#33485f", "#64788f", "#98a4b3", "#c3c9d1", "#f2cf9b", "#d1570d", "#7d2181", "#4a7a3f")
+STACKED = tuple(stage for stage in STAGES if stage != "total_ms")
 
 
 def tables_of(result: dict[str, Any]) -> list[Table]:
@@ -56,7 +57,28 @@ def tables_of(result: dict[str, Any]) -> list[Table]:
                 load_text(record),
                 *(f"{one['p50']:.3g} / {one['p99']:.3g}" for one in spent),
             )
-    return [loads, stages]
+    return [loads, stages, summary_table(result)]
+
+
+def summary_table(result: dict[str, Any]) -> Table:
+    table = Table(
+        title="Service, tower and plain loop",
+        caption="best patches a second of one over the other's; beyond: p50 of a miss beyond decode and\n"
+        "tower at the lightest load, as its caller sees it, without the queue, and by the service's clock",
+    )
+    shares = ("service / tower", "service / loop", "loop / tower")
+    for name in ("mix", "tower img/s", *shares, "beyond ms", "unqueued", "service's"):
+        table.add_column(name, justify="right")
+    for one in result.get("summary", []):
+        found = (one["service_over_tower"], one["service_over_baseline"], one["baseline_over_tower"])
+        spent = [one[f"{name}_p50_ms"] for name in ("overhead", "overhead_unqueued", "service_overhead")]
+        table.add_row(
+            one["mix"],
+            f"{one['tower_images_per_s']:.1f}",
+            *("" if share is None else f"{share:.2f}" for share in found),
+            *("" if value is None else f"{value:.2f}" for value in spent),
+        )
+    return table
 
 
 def cells_of(record: dict[str, Any]) -> list[str]:
@@ -233,7 +255,7 @@ def stages(axes: Any, records: list[dict[str, Any]]) -> None:
     drawn = [one for one in records if one["stages"]]
     bottoms = [0.0] * len(drawn)
     places = range(len(drawn))
-    for stage, colour in zip(STAGES, STAGE_COLOURS, strict=False):
+    for stage, colour in zip(STACKED, STAGE_COLOURS, strict=True):
         values = [one["stages"][stage]["p50"] for one in drawn]
         axes.bar(places, values, 0.7, bottom=bottoms, color=colour, label=stage.removesuffix("_ms"))
         bottoms = [bottom + value for bottom, value in zip(bottoms, values, strict=True)]

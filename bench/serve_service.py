@@ -162,7 +162,7 @@ def main() -> None:
     import cProfile
 
     from encoder_service.app import serve
-    from encoder_service.cli import announce
+    from encoder_service.cli.serving import announce, loop_factory
     from encoder_service.config import parse_settings
     from encoder_service.logs import configure_logs
 
@@ -171,7 +171,8 @@ def main() -> None:
     configure_logs(settings.log_format, settings.log_level)
     # By the thread's own CPU time: waits, for the interpreter's lock too, are nobody's work.
     profile = cProfile.Profile(time.thread_time)
-    code = profile.runcall(asyncio.run, serve(settings, announce))
+    with asyncio.Runner(loop_factory=loop_factory(settings.event_loop)) as runner:
+        code = profile.runcall(runner.run, serve(settings, announce))
     profile.dump_stats(path)
     os._exit(code)
 

@@ -25,7 +25,12 @@ SOURCES = ("astronaut.jpg", "coffee.jpg", "chelsea_exif_rotated.jpg")
 CHAT = "chat"
 # Mixes of one size throughout: pixels a side.
 UNIFORM = {"1024": 1024, "448": 448, "224": 224}
-MIXES = (CHAT, *UNIFORM)
+# Mostly of one size: its share and those of others, by pixels a side.
+HEAVY = {
+    "448-heavy": ((448, 0.9), (224, 0.05), (1024, 0.05)),
+    "1024-heavy": ((1024, 0.8), (448, 0.15), (1536, 0.05)),
+}
+MIXES = (CHAT, *HEAVY, *UNIFORM)
 # What a server of a chat service would set, and what padding.py takes: an image's area after resizing.
 MAX_PIXELS = 2_097_152
 ORIENTATION = 0x0112
@@ -144,6 +149,15 @@ def kinds_of(mix: str, count: int, *, scale: float, seed: int) -> list[Kind]:
     if mix in UNIFORM:
         side = max(16, round(UNIFORM[mix] * scale))
         return [Kind(mix, side, side, False, False, generator.randint(80, 92)) for _ in range(count)]
+    if mix in HEAVY:
+        return shuffled(
+            [
+                Kind(f"{side}", scaled, scaled, False, False, generator.randint(80, 92))
+                for side, number in shared_out(HEAVY[mix], count)
+                for scaled in [max(16, round(side * scale))] * number
+            ],
+            generator,
+        )
     from padding import MIX
 
     found = []
@@ -158,6 +172,17 @@ def kinds_of(mix: str, count: int, *, scale: float, seed: int) -> list[Kind]:
         progressive = name == "web image" and generator.random() < PROGRESSIVE_SHARE
         found.append(Kind(name, width, height, turned, progressive, generator.randint(75, 92)))
     return found
+
+
+def shuffled(kinds: list[Kind], generator: random.Random) -> list[Kind]:
+    generator.shuffle(kinds)
+    return kinds
+
+
+def shared_out(shares: Sequence[tuple[int, float]], count: int) -> list[tuple[int, int]]:
+    """So many of each, the first with what rounding leaves."""
+    others = [(side, round(share * count)) for side, share in shares[1:]]
+    return [(shares[0][0], count - sum(number for _, number in others)), *others]
 
 
 def write_photos(folder: Path, kinds: Sequence[Kind], *, seed: int, threads: int) -> int:

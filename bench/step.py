@@ -1,7 +1,7 @@
 """What handing over one batch costs the host: TowerLauncher.launch, in Python and in the driver's calls.
 
     python bench/step.py                                    # full-size tower in bfloat16 on cuda:0
-    python bench/step.py --quick                            # thirty launches of each case
+    python bench/step.py --quick                            # twelve launches of each case
     python bench/step.py --device cpu --size tiny --quick   # the Python of it alone
 
 Owns the cases, the two ends of rows (host memory, reserved places on the device), the two states of the
@@ -66,7 +66,7 @@ MAX_PATCHES = 32_768
 CASES = ("1x448", "8x1024", "32x448", "64x224")
 SIDE_OF = SIDES | {224: 14}
 HALVES = Normalisation((0.5, 0.5, 0.5), (0.5, 0.5, 0.5), 1 / 255)
-WARM_UP = 10
+WARM_UP = 5
 # The device has nothing to do, or has one batch before this one, as in a service under load.
 IDLE, BUSY = "idle", "busy"
 # Rows go to pinned memory, or to places that the caller reserved, as the device arena does.
@@ -155,7 +155,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--family", choices=FAMILIES, default=FAMILIES[0])
     parser.add_argument("--size", choices=SIZES, default="full")
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
-    parser.add_argument("--quick", action="store_true", help="thirty launches of each case")
+    parser.add_argument("--quick", action="store_true", help="twelve launches of each case")
     parser.add_argument("--commit", help="the commit measured, where git cannot tell")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the result file")
     arguments = parser.parse_args()
@@ -163,7 +163,7 @@ def parse_arguments() -> argparse.Namespace:
         if not torch.cuda.is_available():
             parser.error("no CUDA device here; --device cpu --size tiny shows that the bench runs")
         torch.cuda.set_device(arguments.device)
-    arguments.repeats = 30 if arguments.quick else 300
+    arguments.repeats = 12 if arguments.quick else 100
     return arguments
 
 

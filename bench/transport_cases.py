@@ -25,13 +25,15 @@ TRANSPORTS = {
     "inline_uds": "inline",
     "inline_tcp": "inline",
 }
+# Of rows that are resident, besides the client's own choice: leased over the broker's socket, over gRPC.
+OTHER_WAYS = ("socket", "grpc")
 SIZES_MIB = (0.4, 3.0, 12.0, 32.0, 128.0)
 CONCURRENT_SIZES_MIB = (3.0, 12.0)
 CONCURRENCIES = (1, 8, 32)
 # Rows of the checkpoint that is served take 256 bytes; whole pages are as good for every width.
 STEP_BYTES = 4096
 MIN_RESIDENT = 3
-MIN_CALLS = 5
+MIN_CALLS = 3
 
 
 def bytes_of(size_mib: float) -> int:

@@ -1,12 +1,14 @@
 """The language model's side of the transport bench: fetches rows into buffers of its own, and times it.
 
-Owns one call from its start to rows that are complete in the caller's buffer and checked. The floors over
+Owns one call from its start to rows that are complete in the caller's buffer and checked, and the other ways
+in which rows that are resident could come: leased over the broker's socket, or over gRPC. The floors over
 host memory and gRPC are timed here too, so that they meet the same process.
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +18,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from transport_cases import MIN_CALLS, in_turn, key_of, timed
+from transport_cases import MIN_CALLS, OTHER_WAYS, in_turn, key_of, timed
 from transport_floors import RawStreams, memcpy_calls
 from transport_processes import serve_commands
 
@@ -100,6 +102,8 @@ class Client:
 
     def __init__(self) -> None:
         self._clients: dict[str, VisionEncoderClient] = {}
+        self._others: dict[tuple[str, str], VisionEncoderClient] = {}
+        self._opened: list[VisionEncoderClient] = []
         self._raw: dict[str, RawStreams] = {}
         self._calls: dict[str, list[Callable[[], object]]] = {}
         self._callers: list[Caller] = []
@@ -111,14 +115,26 @@ class Client:
             import torch
 
             torch.zeros(1, device="cuda")
-        client = VisionEncoderClient(
-            target, timeout_s=CONNECT_S, transports=(transport,), device="cuda:0" if on_gpu else None
-        )
-        self._clients[path] = client
-        choice = client.wait_transport()
-        if choice.name != transport:
-            raise ValueError(f"rows come by {choice.name}: {dict(choice.rejected) or choice.reason}")
-        return {"reason": choice.reason}
+        device = "cuda:0" if on_gpu else None
+
+        def connected(**more: Any) -> VisionEncoderClient:
+            client = VisionEncoderClient(
+                target, timeout_s=CONNECT_S, transports=(transport,), device=device, **more
+            )
+            self._opened.append(client)
+            choice = client.wait_transport()
+            if choice.name != transport:
+                raise ValueError(f"rows come by {choice.name}: {dict(choice.rejected) or choice.reason}")
+            return client
+
+        self._clients[path] = connected()
+        if transport != "inline":
+            for way in OTHER_WAYS:
+                client = self._others[path, way] = connected(directory=False)
+                if way == "grpc":  # as after a round trip of the socket that failed, for ever
+                    client._session.resident._not_before_s = math.inf
+        choice = self._clients[path].transport
+        return {"reason": choice.reason, "resident": choice.resident}
 
     def prepare(
         self,
@@ -138,6 +154,11 @@ class Client:
         for caller in callers:
             caller.check()
         self._calls["call"] = [caller.fetch for caller in callers]
+        for way in OTHER_WAYS if concurrency == 1 else ():
+            if (path, way) in self._others:
+                other = Caller(self._others[path, way], num_bytes, count, 0, on_gpu)
+                other.check()
+                self._calls[way] = [other.fetch]
         self._callers = callers
         self._count = count
         if floor is not None and "raw_target" in floor:
@@ -151,7 +172,7 @@ class Client:
         return {}
 
     def measure(self, what: str, budget_s: float, max_calls: int) -> dict[str, Any]:
-        """what: ``call`` or ``floor``."""
+        """what: ``call``, ``floor``, or one of OTHER_WAYS."""
         found = timed(self._calls[what], budget_s=budget_s, max_calls=max_calls)
         return {"calls_ms": found.calls_ms, "wall_s": found.wall_s}
 
@@ -167,7 +188,7 @@ class Client:
         return {"calls_ms": found.calls_ms, "wall_s": found.wall_s}
 
     def close(self) -> None:
-        for client in self._clients.values():
+        for client in self._opened:
             client.close()
         for streams in self._raw.values():
             streams.close()

@@ -95,11 +95,16 @@ class Encoder:
         return {"count": count}
 
     def counters(self) -> dict[str, Any]:
-        """How many items went out by lease so far, and how many were to and did not."""
+        """How many items went out by lease so far, how many were to and did not, and how many were read
+        without one, as far as their readers have told."""
         shared = self._service.shared
         assert shared is not None
-        counts = shared.counters
-        return {"shared": counts.shared, "missed": counts.not_held + counts.too_many + counts.no_owner}
+        counts, told = shared.counters, shared.broker.counters
+        return {
+            "shared": counts.shared,
+            "missed": counts.not_held + counts.too_many + counts.no_owner + told.read_stale,
+            "read": told.read_unasked,
+        }
 
     def stop(self) -> None:
         if self._thread is not None and self._error is None:

@@ -33,7 +33,7 @@ def parse_arguments(description: str, line: list[str] | None = None) -> argparse
         action="store_true",
         help="leave the allocator as it is; without it every process has the settings of the images",
     )
-    parser.add_argument("--time-limit-s", type=float, help="no record begins later; default 135, --quick 22")
+    parser.add_argument("--time-limit-s", type=float, help="no record begins later; default 110, --quick 22")
     parser.add_argument("--commit", help="the commit measured, where git cannot tell")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the result files")
     arguments = parser.parse_args(line)
@@ -49,7 +49,7 @@ def parse_arguments(description: str, line: list[str] | None = None) -> argparse
     arguments.concurrent_sizes_mib = arguments.concurrent_sizes_mib or list(
         CONCURRENT_SIZES_MIB[:1] if quick else CONCURRENT_SIZES_MIB
     )
-    arguments.budget_s = arguments.budget_s or (0.25 if quick else 1.0)
+    arguments.budget_s = arguments.budget_s or (0.25 if quick else 0.8)
     arguments.resident_mib = arguments.resident_mib or (96.0 if quick else 384.0)
-    arguments.time_limit_s = arguments.time_limit_s or (22.0 if quick else 135.0)
+    arguments.time_limit_s = arguments.time_limit_s or (22.0 if quick else 110.0)
     return arguments

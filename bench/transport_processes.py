@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -30,6 +31,7 @@ IMAGE_MALLOC = {
 }
 START_S = 60.0
 ANSWER_S = 30.0
+SETTLE_S = 0.03
 
 
 class ProcessFailed(Exception):
@@ -145,6 +147,16 @@ class Process:
     def _last_words(self) -> str:
         lines = self.log.read_text(errors="replace").strip().splitlines()
         return lines[-1] if lines else f"it said nothing, exit status {self._process.poll()}"
+
+
+def settled(encoder: Process) -> dict[str, Any]:
+    """The encoder's counts, once readers have told what they read without asking. Raises ProcessFailed."""
+    counts = encoder.ask("counters")
+    while True:
+        time.sleep(SETTLE_S)
+        before, counts = counts, encoder.ask("counters")
+        if counts == before:
+            return counts
 
 
 def serve_commands(handlers: Mapping[str, Callable[..., dict[str, Any] | None]]) -> None:

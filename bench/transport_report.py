@@ -49,7 +49,8 @@ def table_of(result: dict[str, Any]) -> Table:
         caption=f"one call from its start to checked rows in the caller's buffer; processes in {where}",
     )
     table.add_column("path")
-    for name in ("MiB", "at once", "median ms", "p99 ms", "floor ms", "ratio", "GiB/s", "copy ms", "calls"):
+    numbers = ("MiB", "at once", "median ms", "p99 ms", "floor ms", "ratio", "GiB/s", "copy ms")
+    for name in (*numbers, "socket ms", "gRPC ms", "calls"):
         table.add_column(name, justify="right")
     table.add_column("goal")
     order = {path: number for number, path in enumerate(PATHS)}
@@ -65,7 +66,10 @@ def table_of(result: dict[str, Any]) -> Table:
             f"{record['floor_ms']:.3f}",
             f"{record['ratio']:.2f}",
             f"{record['gib_per_s']:.2f}",
-            f"{record['copy_ms']:.3f}" if "copy_ms" in record else "",
+            *(
+                f"{record[name]:.3f}" if name in record else ""
+                for name in ("copy_ms", "socket_ms", "grpc_ms")
+            ),
             str(record["num_calls"]),
             goal_text(record),
         )

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import signal
 import sys
 import threading
 import time
 import uuid
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import TypeVar
 
 import structlog
@@ -34,6 +35,8 @@ from encoder_service.errors import ConfigurationError, DeviceFault, StartupError
 from encoder_service.ingest.cores import usable_cores
 from encoder_service.ingest.decode import DecodeLimits
 from encoder_service.ingest.registry import load_preprocessor
+from encoder_service.ingest.video_settings import clip_limits
+from encoder_service.ingest.workers import WorkerThreads
 from encoder_service.metrics import Metrics
 from encoder_service.pipeline import Pipeline, ServedModel
 from encoder_service.rpc.doors import call_gate, open_grpc
@@ -78,11 +81,9 @@ class Service:
         self.pixels = PixelInput()
         self._info: pb.GetServerInfoResponse | None = None
         self._engine: DeviceEngine | None = None
-        self._workers = ThreadPoolExecutor(
-            settings.ingest_threads or usable_cores(), thread_name_prefix="ingest"
-        )
+        self._workers = WorkerThreads(settings.ingest_threads or usable_cores(), "ingest")
         self._grpc, self._gate = open_grpc(settings), call_gate(settings, self.metrics)
-        self._urls = open_urls(settings)
+        self._urls = open_urls(settings, self.metrics)
         self._admin = AdminPlane(settings, self.metrics)
         self._stop_traces: Callable[[], None] | None = None
         self._not_ready: str | None = "starting"
@@ -257,6 +258,8 @@ class Service:
             metrics=self.metrics,
             max_patches_per_item=settings.max_patches_per_item,
             undelivered=Undelivered(settings.max_undelivered_bytes),
+            max_clip_patches=settings.max_clip_patches,
+            clip_piece_patches=min(settings.clip_piece_patches, settings.max_patches_per_batch),
             shared_tier=open_shared_tier(settings, model.tower, store, self._workers, self.metrics),
         )
 
@@ -304,7 +307,8 @@ def load_model(settings: Settings) -> ServedModel:
     dtype = default if settings.dtype is None else getattr(torch, settings.dtype)
     loaded = load_tower(settings.model, device=device, dtype=dtype)
     limits = DecodeLimits(settings.max_encoded_bytes, settings.max_image_pixels)
-    preprocessor = load_preprocessor(settings.model, loaded.family, limits)
+    clips = clip_limits(settings, settings.max_image_pixels)
+    preprocessor = load_preprocessor(settings.model, loaded.family, limits, clips)
     if preprocessor.patch_dim != loaded.tower.patch_dim:
         raise ConfigurationError(
             f"{settings.model}: the processor makes patches of {preprocessor.patch_dim} elements, the tower "
@@ -384,6 +388,7 @@ async def serve(settings: Settings, announce: Callable[[Service], None]) -> int:
             stopping.cancel()
             return 0
         starting.result()
+        gc.freeze()  # what is there now stays: no collection has to walk through torch and the model again
         announce(service)
         await stopping
         in_time = await service.stop()

@@ -15,6 +15,7 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 from pydantic_settings import NoDecode, SettingsConfigDict
 
 from encoder_service.config_access import AccessSettings, named_values
+from encoder_service.config_clips import ClipSettings
 from encoder_service.config_shared_tier import SharedTierSettings
 from encoder_service.errors import ConfigurationError
 
@@ -25,7 +26,7 @@ ENV_PREFIX = "VE_"
 CHUNK_OVERHEAD_BYTES = 64
 
 
-class Settings(AccessSettings, SharedTierSettings):
+class Settings(AccessSettings, ClipSettings, SharedTierSettings):
     """Settings of one service process. Sizes in bytes, times in the unit of the name."""
 
     model_config = SettingsConfigDict(
@@ -146,6 +147,9 @@ class Settings(AccessSettings, SharedTierSettings):
     drain_grace_s: float = Field(
         20.0, ge=0, le=3600, description="In-flight work may take this long at stop."
     )
+    event_loop: Literal["auto", "asyncio"] = Field(
+        "asyncio", description="asyncio: the library's own; auto: uvloop's where it is installed."
+    )
     torch_threads: int = Field(0, ge=0, le=1024, description="CPU threads of the tower; 0: torch's choice.")
     log_format: Literal["text", "json"] = Field("text", description="One line per event either way.")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least level logged.")
@@ -155,7 +159,7 @@ class Settings(AccessSettings, SharedTierSettings):
     saturation_queue_s: float = Field(
         1.0, gt=0, le=3600, description="Queued device work that counts as saturated."
     )
-    playground: bool = Field(True, description="The admin page encodes an image that is dropped on it.")
+    playground: bool = Field(False, description="The admin page encodes an image that is dropped on it.")
 
     @model_validator(mode="after")
     def check_limits_agree(self) -> Settings:
@@ -163,6 +167,7 @@ class Settings(AccessSettings, SharedTierSettings):
         told to retry forever."""
         for small, large in (
             ("max_patches_per_item", "max_queued_patches"),
+            ("max_clip_patches", "max_queued_patches"),
             ("max_message_bytes", "max_queued_bytes"),
         ):
             if getattr(self, small) > getattr(self, large):

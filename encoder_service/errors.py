@@ -6,7 +6,9 @@ VisionEncoderError
 │   ├── InvalidOption            a preprocessing option the family lacks, or out of bounds
 │   ├── InvalidDigest            a digest or key of the wrong length
 │   ├── UndecodableImage         the bytes are not an image that can be read
+│   ├── UndecodableClip          the bytes are not a clip that can be read, or not all of it
 │   ├── ImageTooLarge            over the byte, pixel or patch limit
+│   ├── ClipTooLarge             over the byte, pixel, frame, duration or patch limit of clips
 │   ├── AspectRatioExceeded      longer side over the family's multiple of the shorter
 │   ├── GridMismatch             the grid disagrees with the rows, the merge size or the family
 │   ├── PixelTensorMismatch      wrong dtype, rank, width or byte count of a pixel tensor
@@ -85,8 +87,16 @@ class UndecodableImage(InvalidInput):
     reason = "UNDECODABLE_IMAGE"
 
 
+class UndecodableClip(InvalidInput):
+    reason = "UNDECODABLE_CLIP"
+
+
 class ImageTooLarge(InvalidInput):
     reason = "IMAGE_TOO_LARGE"
+
+
+class ClipTooLarge(InvalidInput):
+    reason = "CLIP_TOO_LARGE"
 
 
 class AspectRatioExceeded(InvalidInput):

@@ -10,12 +10,14 @@ everyone on board and is not remembered.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
+from typing import Any
 
 from encoder_service.errors import DeadlineExceeded, Draining
 from encoder_service.scheduler.planner import Ticket
 from encoder_service.store.embedding_store import Held
+from encoder_service.store.rows_prefix import RowsPrefix
 from encoder_service.types import CacheTier, Grid, StageTimings
 
 
@@ -23,7 +25,8 @@ from encoder_service.types import CacheTier, Grid, StageTimings
 class Flight:
     """One encode in progress. announced: its grid, once known and admitted. held: a prefetch wants its rows,
     whoever else leaves. tier: where its rows come from. task: ends with the rows, held until everyone on
-    board has a hold of their own."""
+    board have a hold of their own. num_rows: of a clip, told with announced. wants_rows_ahead: a caller reads
+    rows as they come; rows_ahead: those of a clip, where they come to the host."""
 
     key: bytes
     content_digest: bytes
@@ -35,6 +38,9 @@ class Flight:
     num_waiting: int = 0
     held: bool = False
     tier: CacheTier = CacheTier.MISS
+    num_rows: int | None = None
+    wants_rows_ahead: bool = False
+    rows_ahead: RowsPrefix | None = None
 
 
 @dataclass
@@ -75,7 +81,7 @@ class Flights:
         content_digest: bytes,
         priority: int,
         deadline_s: float | None,
-        fly: Callable[[Flight], Awaitable[Held]],
+        fly: Callable[[Flight], Coroutine[Any, Any, Held]],
     ) -> Flight:
         """A new flight that runs ``fly``. The caller has just seen that there is none (no await since)."""
         assert (namespace, key) not in self._flights
@@ -83,10 +89,7 @@ class Flights:
         ticket = Ticket(0, priority, deadline_s)
         flight = Flight(key, content_digest, namespace, ticket, loop.create_future())
 
-        async def run() -> Held:
-            return await fly(flight)
-
-        flight.task = loop.create_task(run())
+        flight.task = loop.create_task(fly(flight))
         flight.task.add_done_callback(lambda task: self._land(flight, task))
         self._flights[namespace, key] = flight
         self.counters.started += 1
@@ -103,8 +106,7 @@ class Flights:
         flight.num_waiting += 1
         try:
             timeout_s = None if deadline_s is None else max(0.0, deadline_s - self._clock())
-            done, _ = await asyncio.wait([flight.task], timeout=timeout_s)
-            if not done:
+            if not await ended(flight.task, timeout_s):
                 raise DeadlineExceeded("the deadline passed before the item was encoded")
             if flight.task.cancelled():
                 raise Draining("the service stopped before the item was encoded")
@@ -160,6 +162,29 @@ def _give_up(task: asyncio.Task[Held]) -> None:
     """The hold of a flight that has ended and carries nobody any more, if it has one."""
     if not task.cancelled() and task.exception() is None:
         task.result().drop()
+
+
+async def ended(task: asyncio.Task[Any], timeout_s: float | None) -> bool:
+    """Whether a task ends within that time; it goes on where it does not, or where this is cancelled.
+    ``asyncio.wait`` for one, without its sets."""
+    if task.done():
+        return True
+    loop = asyncio.get_running_loop()
+    waiter: asyncio.Future[None] = loop.create_future()
+
+    def wake(_: object = None) -> None:
+        if not waiter.done():
+            waiter.set_result(None)
+
+    task.add_done_callback(wake)
+    timer = None if timeout_s is None else loop.call_later(timeout_s, wake)
+    try:
+        await waiter
+    finally:
+        task.remove_done_callback(wake)
+        if timer is not None:
+            timer.cancel()
+    return task.done()
 
 
 def later(first_s: float | None, second_s: float | None) -> float | None:

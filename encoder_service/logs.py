@@ -1,24 +1,40 @@
-"""Structured logs: one event per line, on standard error, readable or JSON.
+"""Structured logs: one event per line, on standard error, readable or JSON. Writing them is ``log_lines``'s.
 
-Owns their form and the id that ties the lines of one request together. It is bound as a context variable,
-so that it is in every line of the task that serves the call and of the tasks that this one starts.
+Owns their form and the id that ties the lines of one request together. It is a context variable, so that it
+is in every line of the task that serves the call and of the tasks that this one starts; a line looks for it,
+since there are many calls and few lines.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import logging
 import re
 import sys
 import uuid
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from contextvars import ContextVar
+from itertools import count
 from typing import Literal
 
 import structlog
 
+from encoder_service.log_lines import LineWriter
+
 REQUEST_ID_KEY = "x-request-id"
 # What is repeated into logs and trailers is kept short and free of anything that either could stumble over.
 REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
+
+# Ids that callers did not give: the process's own half, then a number. They are told apart and not secret.
+_PROCESS_ID = uuid.uuid4().hex[:16]
+_numbers = count()
+_request: ContextVar[tuple[str, str]] = ContextVar("request", default=("", ""))
+
+# At the end of the process, for lines that are not written yet.
+FLUSH_S = 1.0
+_writer: LineWriter | None = None
 
 
 def request_id_of(metadata: Iterable[tuple[str, str | bytes]]) -> str:
@@ -27,19 +43,39 @@ def request_id_of(metadata: Iterable[tuple[str, str | bytes]]) -> str:
     for key, value in metadata:
         if key == REQUEST_ID_KEY and isinstance(value, str) and REQUEST_ID.fullmatch(value):
             return value
-    return uuid.uuid4().hex
+    return f"{_PROCESS_ID}{next(_numbers):016x}"
 
 
 def bind_request(request_id: str, trace_id: str = "") -> None:
     """Puts the id, and the trace's where there is one, into every line of this task from now on."""
-    structlog.contextvars.bind_contextvars(request_id=request_id)
-    if trace_id:
-        structlog.contextvars.bind_contextvars(trace_id=trace_id)
+    _request.set((request_id, trace_id))
+
+
+def add_request(
+    _logger: object, _method: str, line: structlog.typing.EventDict
+) -> structlog.typing.EventDict:
+    """A processor: what ``bind_request`` put into this task."""
+    for name, value in zip(("request_id", "trace_id"), _request.get(), strict=True):
+        if value:
+            line.setdefault(name, value)
+    return line
+
+
+class QueuedLines:
+    """structlog's logger: lines go to a writer, and nobody waits for them."""
+
+    def __init__(self, writer: LineWriter) -> None:
+        self._writer = writer
+
+    def msg(self, message: str) -> None:
+        self._writer.put(message)
+
+    log = debug = info = warning = error = critical = exception = fatal = failure = warn = err = msg
 
 
 class StandardError(structlog.PrintLogger):
-    """Lines that cannot be written, for a full disk or a pipe that nobody reads any more, are lost: no call
-    fails for its log."""
+    """Where standard error is no file of the system: lines that cannot be written are lost, no call fails for
+    its log."""
 
     def msg(self, message: str) -> None:
         with contextlib.suppress(OSError, ValueError):
@@ -60,7 +96,7 @@ def configure_logs(format: Literal["text", "json"], level: str) -> None:  # noqa
         )
     )
     processors: list[structlog.typing.Processor] = [
-        structlog.contextvars.merge_contextvars,
+        add_request,
         structlog.processors.add_log_level,
         structlog.processors.TimeStamper(fmt="iso", utc=True),
     ]
@@ -69,6 +105,34 @@ def configure_logs(format: Literal["text", "json"], level: str) -> None:  # noqa
     structlog.configure(
         processors=[*processors, renderer],
         wrapper_class=structlog.make_filtering_bound_logger(getattr(logging, level.upper())),
-        logger_factory=lambda *_: StandardError(sys.stderr),
+        logger_factory=logger_factory(),
         cache_logger_on_first_use=True,
     )
+
+
+def logger_factory() -> Callable[..., QueuedLines | StandardError]:
+    """Loggers on standard error, by way of a thread where it has a descriptor."""
+    global _writer
+    stop_logs(FLUSH_S)
+    try:
+        descriptor = sys.stderr.fileno()
+    except (OSError, ValueError, AttributeError):
+        return lambda *_: StandardError(sys.stderr)
+    log = structlog.get_logger(__name__)
+    writer = _writer = LineWriter(
+        descriptor, on_lost=lambda lost: log.warning("log lines were lost", lost=lost)
+    )
+    return lambda *_: QueuedLines(writer)
+
+
+@atexit.register
+def stop_logs(timeout_s: float = FLUSH_S) -> None:
+    """Writes what waits and ends the writer, within the time. Lines after it are lost."""
+    if _writer is not None:
+        _writer.close(timeout_s)
+
+
+def lost_lines() -> Mapping[str, int]:
+    """Lines lost so far, by reason: ``full`` (nobody takes them), ``failed`` (could not be written)."""
+    lost = Counter() if _writer is None else _writer.lost
+    return {reason: lost[reason] for reason in ("full", "failed")}

@@ -5,10 +5,11 @@ Owns names, labels and buckets. Each process (and each test) has a registry of i
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
-from prometheus_client.core import CounterMetricFamily
+from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
 STAGE_BUCKETS_S = (
@@ -51,13 +52,12 @@ class Metrics:
             registry=self.registry,
         )
         self.rows_bytes = Counter("ve_rows_bytes_total", "Bytes of rows delivered.", registry=self.registry)
-        self.stage_seconds = Histogram(
+        self.stage_seconds = StageTimes(
             "ve_stage_seconds",
             "Seconds of one item in one stage; delivery ends when its caller has taken the rows.",
-            ["stage"],
-            buckets=STAGE_BUCKETS_S,
-            registry=self.registry,
+            STAGE_BUCKETS_S,
         )
+        self.registry.register(self.stage_seconds)
         self.batch_patches = Histogram(
             "ve_batch_patches",
             "Patches in one forward.",
@@ -83,6 +83,15 @@ class Metrics:
             registry=self.registry,
         )
         self.ready = Gauge("ve_ready", "1 while the service takes work.", registry=self.registry)
+        self._series: dict[tuple[Counter, tuple[str, ...]], Counter] = {}
+
+    def count(self, counter: Counter, *labels: str, amount: float = 1) -> None:
+        """Adds to the series of a counter that has these labels, which the library looks up with checks and a
+        lock: here it is looked up once. Only for labels of which there are few."""
+        series = self._series.get((counter, labels))
+        if series is None:
+            series = self._series[counter, labels] = counter.labels(*labels)
+        series.inc(amount)
 
     def gauge(self, name: str, text: str, read: Callable[[], float]) -> None:
         """Registers a gauge that is read at scrape time."""
@@ -119,6 +128,44 @@ class Metrics:
     def exposition(self) -> bytes:
         """The text format that Prometheus scrapes."""
         return generate_latest(self.registry)
+
+
+class StageTimes:
+    """A histogram by stage for one thread that observes and any that reads: no lock, since several
+    observations are made for every item. A reader may miss what is being observed.
+
+    bounds_s: upper ends of the buckets, rising.
+    """
+
+    _labelnames = ("stage",)  # as the library's own instruments tell them
+
+    def __init__(self, name: str, text: str, bounds_s: tuple[float, ...]) -> None:
+        self._name, self._text, self._bounds_s = name, text, bounds_s
+        self._counts: dict[str, list[int]] = {}
+        self._sums_s: dict[str, float] = {}
+
+    def observe(self, stage: str, seconds: float) -> None:
+        counts = self._counts.get(stage)
+        if counts is None:
+            self._sums_s[stage] = 0.0
+            counts = self._counts[stage] = [0] * (len(self._bounds_s) + 1)
+        counts[bisect_left(self._bounds_s, seconds)] += 1
+        self._sums_s[stage] += seconds
+
+    def counts(self, stage: str) -> list[int]:
+        """Observations so far in each bucket, the last without an end; not summed up."""
+        return list(self._counts.get(stage, [0] * (len(self._bounds_s) + 1)))
+
+    def collect(self) -> Iterator[HistogramMetricFamily]:
+        family = HistogramMetricFamily(self._name, self._text, labels=self._labelnames)
+        for stage in list(self._counts):
+            total, buckets = 0, []
+            ends = (*(str(bound_s) for bound_s in self._bounds_s), "+Inf")
+            for end, count in zip(ends, self.counts(stage), strict=True):
+                total += count
+                buckets.append((end, total))
+            family.add_metric([stage], buckets, self._sums_s[stage])
+        yield family
 
 
 class _CounterView:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
@@ -19,28 +19,26 @@ from typing import TypeVar
 import structlog
 
 from encoder_service import traces
+from encoder_service.clip_run import ClipRun, RowsAhead
 from encoder_service.engine.device import DeviceEngine
-from encoder_service.engine.patches import looked_through
+from encoder_service.engine.returns import Returns
 from encoder_service.errors import (
     DeviceFault,
     Draining,
-    ImageTooLarge,
     InternalError,
-    UndecodableImage,
     UnknownKey,
-    UnsupportedContent,
     VisionEncoderError,
 )
 from encoder_service.flights import Flight, Flights
 from encoder_service.ingest import identity
-from encoder_service.ingest.pinned import pinned
 from encoder_service.ingest.preprocessor import Preprocessor
+from encoder_service.ingest_run import IngestRun
 from encoder_service.load import DeviceLoad
 from encoder_service.metrics import Metrics
-from encoder_service.scheduler.admission import Admission, Permit, Undelivered
+from encoder_service.scheduler.admission import Admission, Undelivered
 from encoder_service.store.embedding_store import Held, RowStore, Tier
 from encoder_service.store.shared_tier import SharedTier
-from encoder_service.store.tiers import TieredStore
+from encoder_service.store.tiers import TieredStore, cache_tier
 from encoder_service.tower_run import TowerRun
 from encoder_service.towers.precision import AS_DTYPE, Precision
 from encoder_service.towers.tower import Tower
@@ -49,15 +47,11 @@ from encoder_service.types import (
     DigestOnly,
     EncodedFile,
     EncodedItem,
-    FrameItem,
+    FrameArray,
     Grid,
     Item,
     Modality,
-    PatchItem,
-    PixelValues,
-    PreprocessOptions,
     StageTimings,
-    TowerItem,
 )
 
 log = structlog.get_logger(__name__)
@@ -82,18 +76,21 @@ class ServedModel:
 @dataclass(frozen=True)
 class Delivered:
     """One item's rows as a caller gets them. held: keeps them in place until ``release``. ready_s: when they
-    were there, in the pipeline's clock."""
+    were there, in the pipeline's clock. ahead: of a clip, how its rows come into encoded's."""
 
     encoded: EncodedItem
     tier: CacheTier
     timings: StageTimings
     held: Held | None = None
     ready_s: float = 0.0
+    ahead: RowsAhead | None = None
 
     def release(self) -> None:
         """The rows were delivered, or will not be. Twice is once."""
         if self.held is not None:
             self.held.drop()
+        if self.ahead is not None:
+            self.ahead.release()
 
 
 @dataclass(frozen=True)
@@ -112,7 +109,8 @@ class Pipeline:
     """The service without its wire. All methods run on the event loop that made it.
 
     clock: monotonic seconds; deadlines are in it. max_patches_per_item: the largest item taken. shared_tier:
-    where other replicas' rows are looked for before an encode.
+    where other replicas' rows are looked for before an encode. max_clip_patches, clip_piece_patches: see
+    ``ClipRun``.
     """
 
     model: ServedModel
@@ -124,6 +122,8 @@ class Pipeline:
     max_patches_per_item: int
     undelivered: Undelivered = field(default_factory=lambda: Undelivered(1 << 30))
     shared_tier: SharedTier | None = None
+    max_clip_patches: int = 262_144
+    clip_piece_patches: int = 8192
     clock: Callable[[], float] = time.monotonic
     _draining: bool = False
 
@@ -133,17 +133,38 @@ class Pipeline:
         self.load = DeviceLoad(self.engine.counters, None if graphs is None else graphs.ladder)
         if isinstance(self.store, TieredStore):  # its copies may be the first to find a fault
             self.store.on_copy_error = self.engine.report
+        self._returns = self.engine.returns = Returns(asyncio.get_running_loop())
+        tower, preprocessor = self.model.tower, self.model.preprocessor
+        self._dtype = tower.dtype  # a tower looks for it in its parameters
         self._run = TowerRun(
-            self.engine, self.store, self.workers, self.model.tower, self.clock, self.shared_tier
+            self.engine, self.store, self.workers, tower, self.clock, self._returns, self.shared_tier
+        )
+        self._ingest = IngestRun(
+            preprocessor,
+            tower,
+            self.load,
+            self.workers,
+            self._returns,
+            self.max_patches_per_item,
+            self.clock,
+        )
+        self._clips = ClipRun(
+            self._run, preprocessor, self.load, self.max_clip_patches, self.clip_piece_patches
         )
 
     # -- what the wire calls ---------------------------------------------------------------------------
 
     async def encode(
-        self, item: Item, *, namespace: str = "", priority: int = 0, deadline_s: float | None = None
+        self,
+        item: Item,
+        *,
+        namespace: str = "",
+        priority: int = 0,
+        deadline_s: float | None = None,
+        rows_ahead: bool = False,
     ) -> Delivered:
         """An item's rows, from the store, from a flight that is under way, or encoded now. The caller
-        releases what it is given.
+        releases what it is given. rows_ahead: it reads the item, a clip, as its rows come.
 
         Raises any VisionEncoderError; a failure concerns this item alone.
         """
@@ -156,10 +177,19 @@ class Pipeline:
             timings = StageTimings(identify_ms=identify_ms)
             return self._delivered(held, cache_tier(held), timings, started_s)
 
-        flight, joined = self._board(item, digest, key, namespace, priority, deadline_s)
-        held = await self.flights.wait(flight, deadline_s)
+        while True:
+            flight, joined = self._board(item, digest, key, namespace, priority, deadline_s)
+            waiting = self.flights.wait(flight, deadline_s)
+            flight.wants_rows_ahead |= rows_ahead
+            try:
+                found: Held | RowsAhead = await (RowsAhead.of(flight, waiting) if rows_ahead else waiting)
+                break
+            except UnknownKey:
+                if not joined or isinstance(item.content, DigestOnly):
+                    raise
+                await asyncio.sleep(0)  # it was another's, who had no content; till all of them know
         tier = CacheTier.IN_FLIGHT if joined else flight.tier
-        return self._delivered(held, tier, replace(flight.timings, identify_ms=identify_ms), started_s)
+        return self._delivered(found, tier, replace(flight.timings, identify_ms=identify_ms), started_s)
 
     async def prefetch(self, item: Item, *, namespace: str = "", priority: int = 0) -> Announced:
         """Starts an encode that no caller has to wait for. Returns once the item is identified, its grid
@@ -168,10 +198,17 @@ class Pipeline:
         resident = self.store.get(namespace, key)
         if resident is not None:
             return Announced(key, digest, resident.grid, resident.spec.num_rows, True)
-        flight, _ = self._board(item, digest, key, namespace, priority, None)
-        flight.held = True
-        grid = await asyncio.shield(flight.announced)
-        return Announced(key, digest, grid, self.model.tower.num_rows(grid), False)
+        while True:
+            flight, joined = self._board(item, digest, key, namespace, priority, None)
+            flight.held = True
+            try:
+                grid = await asyncio.shield(flight.announced)
+                break
+            except UnknownKey:
+                if not joined or isinstance(item.content, DigestOnly):
+                    raise
+                await asyncio.sleep(0)
+        return Announced(key, digest, grid, flight.num_rows or self.model.tower.num_rows(grid), False)
 
     async def fetch(self, key: bytes, *, namespace: str = "", deadline_s: float | None = None) -> Delivered:
         """Rows by key; waits for a flight. The caller releases what it is given.
@@ -182,10 +219,12 @@ class Pipeline:
         if held is not None:
             return self._delivered(held, cache_tier(held), StageTimings(), started_s)
         flight = self.flights.join(namespace, key, 0, deadline_s)
+        joined = flight is not None
         if flight is None:
-            raise UnknownKey(f"key {key.hex()} is neither held nor being encoded", key=key.hex())
+            flight = self._seek(namespace, key, b"", 0, deadline_s)
         held = await self.flights.wait(flight, deadline_s)
-        return self._delivered(held, CacheTier.IN_FLIGHT, flight.timings, started_s)
+        tier = CacheTier.IN_FLIGHT if joined else flight.tier
+        return self._delivered(held, tier, replace(flight.timings), started_s)
 
     def found(self, held: Held, started_s: float) -> Delivered:
         """Rows that their caller has got hold of in the store, which count as delivered by it."""
@@ -211,6 +250,13 @@ class Pipeline:
         identity.check_digest(key, "key")
         return self.store.peek(namespace, key) or self.flights.get(namespace, key)
 
+    async def lookup_shared(
+        self, keys: Sequence[bytes], *, namespace: str = "", deadline_s: float | None = None
+    ) -> Mapping[bytes, Grid]:
+        """Those of the keys that lie in the tier that replicas share, where there is one that answers, with
+        the grids that are told there. One look for all of them; takes half of the time at most."""
+        return await self._run.grids(namespace, keys, deadline_s)
+
     async def drain(self, grace_s: float) -> bool:
         """Refuses new encodes and waits for those under way. False when some outlived the grace."""
         self._draining = True
@@ -221,7 +267,7 @@ class Pipeline:
     async def _identify(self, item: Item, namespace: str) -> tuple[bytes, bytes]:
         """The item's content digest and embedding key."""
         self.model.preprocessor.check_options(item.modality, item.options)
-        size = content_bytes(item)
+        size = identity.content_bytes(item)
         if item.content_digest is None and size > HASH_INLINE_BYTES:
             digest = await self._on_worker(identity.content_digest, item)
         else:
@@ -232,7 +278,7 @@ class Pipeline:
             namespace=namespace,
             model_fingerprint=self.model.fingerprint,
             preprocess_fingerprint=self.model.preprocessor.fingerprint,
-            dtype=self.model.tower.dtype,
+            dtype=self._dtype,
         )
         return digest, key
 
@@ -245,7 +291,7 @@ class Pipeline:
         if flight is not None:
             return flight, True
         if isinstance(item.content, DigestOnly):
-            raise UnknownKey(f"no content was sent and key {key.hex()} is not held", key=key.hex())
+            return self._seek(namespace, key, digest, priority, deadline_s), False
         if self._draining:
             raise Draining("the service is stopping and takes no new work")
         if self.engine.fault is not None:
@@ -256,17 +302,31 @@ class Pipeline:
         )
         return flight, False
 
+    def _seek(
+        self, namespace: str, key: bytes, digest: bytes, priority: int, deadline_s: float | None
+    ) -> Flight:
+        """The flight of a key whose content nobody has sent, which looks into the tier that replicas share.
+        Raises UnknownKey where there is none to look into, or the service is leaving."""
+        if self.shared_tier is None or self._draining or self.engine.fault is not None:
+            raise unknown(key)
+        self.undelivered.check_room()
+        return self.flights.start(namespace, key, digest, priority, deadline_s, self._fly_unsent)
+
     # -- a flight --------------------------------------------------------------------------------------
 
     async def _fly(self, flight: Flight, item: Item) -> Held:
         """Admission, ingest, device, store; after the first the store at once for rows of another replica."""
-        permit = self.admission.acquire(content_bytes(item))
+        permit = self.admission.acquire(identity.content_bytes(item))
         started_s = self.clock()
         try:
             if (found := await self._run.find(flight)) is not None:
                 self._observe(flight.timings)
                 return found
-            tower_item = await self._ingest(flight, item, permit)
+            if item.modality is Modality.VIDEO and isinstance(item.content, EncodedFile | FrameArray):
+                held = await self._clips.run(flight, item.content, item.options, permit)
+                self._observe(flight.timings)
+                return held
+            tower_item = await self._ingest.pixels(flight, item, permit)
             ingested_s = self.clock()
             held = await self._run.run(flight, tower_item)
             self._run.share(flight, held)
@@ -282,106 +342,42 @@ class Pipeline:
             self.load.remove(flight.ticket)
             permit.release()
 
-    async def _ingest(self, flight: Flight, item: Item, permit: Permit) -> TowerItem:
-        """The item's pixels, admitted by their patches before any is decoded."""
-        preprocessor = self.model.preprocessor
-        started_s = self.clock()
-        match item.content:
-            case EncodedFile(data):
-                if item.modality is not Modality.IMAGE:
-                    raise UnsupportedContent("encoded clips are not taken; send a clip as pixel tensors")
-                grid = await self._on_worker(preprocessor.probe_image, data, item.options)
-                self._admit(flight, grid, permit)
-                flight.timings.admit_ms = (self.clock() - started_s) * 1e3
-                frames, decode_ms, resize_ms = await self._on_worker(self._load_image, data, item.options)
-                flight.timings.decode_ms = decode_ms
-                flight.timings.resize_ms = resize_ms
-                if frames.grid != grid:
-                    raise UndecodableImage(
-                        f"the file's header promises grid {tuple(grid)}, its pixels give {tuple(frames.grid)}"
-                    )
-                return frames
-            case PixelValues():
-                self.model.tower.check_grid(item.content.grid)
-                self._admit(flight, item.content.grid, permit)
-                flight.timings.admit_ms = (self.clock() - started_s) * 1e3
-                checked_s = self.clock()
-                patches = await self._on_worker(self._check_pixels, item.content)
-                flight.timings.decode_ms = (self.clock() - checked_s) * 1e3
-                return patches
-            case DigestOnly():
-                raise UnknownKey(f"no content was sent and key {flight.key.hex()} is not held")
-
-    def _load_image(self, data: bytes, options: PreprocessOptions) -> tuple[FrameItem, float, float]:
-        """On a worker: frames where the device can read them; pinning counts as resizing."""
-        frames, decode_ms, resize_ms = self.model.preprocessor.load_image(data, options)
-        started_s = self.clock()
-        tower = self.model.tower
-        ready = pinned(frames, tower.device, tower.dtype)
-        if ready is not frames:
-            resize_ms += (self.clock() - started_s) * 1e3
-        return looked_through(ready, tower), decode_ms, resize_ms
-
-    def _check_pixels(self, pixels: PixelValues) -> PatchItem:
-        """On a worker: checked patches where the device can read them."""
-        patches = self.model.preprocessor.check_pixels(pixels)
-        tower = self.model.tower
-        return looked_through(pinned(patches, tower.device, tower.dtype), tower)
-
-    def _admit(self, flight: Flight, grid: Grid, permit: Permit) -> None:
-        """Takes room for the item's patches and tells its grid. Raises ImageTooLarge, QueueFull."""
-        num_patches = grid.num_patches
-        if num_patches > self.max_patches_per_item:
-            raise ImageTooLarge(
-                f"the item has {num_patches} patches (grid {tuple(grid)}), at most "
-                f"{self.max_patches_per_item} are taken",
-                num_patches=num_patches,
-                max_patches=self.max_patches_per_item,
-            )
-        permit.add_patches(num_patches)
-        flight.ticket.num_patches = num_patches
-        flight.ticket.namespace = flight.namespace
-        if self.model.tower.merges_time:
-            flight.ticket.num_frames = grid.t
-        else:
-            flight.ticket.num_sequences = grid.t
-        self.load.add(flight.ticket)
-        flight.announced.set_result(grid)
+    async def _fly_unsent(self, flight: Flight) -> Held:
+        """A flight's whole way without content. Raises UnknownKey."""
+        found = await self._run.find(flight)
+        if found is None:
+            raise unknown(flight.key)
+        self._observe(flight.timings)
+        return found
 
     # -- small things ----------------------------------------------------------------------------------
 
-    def _delivered(self, held: Held, tier: CacheTier, timings: StageTimings, started_s: float) -> Delivered:
+    def _delivered(
+        self, held: Held | RowsAhead, tier: CacheTier, timings: StageTimings, started_s: float
+    ) -> Delivered:
         encoded = held.item
         ready_s = self.clock()
-        timings = replace(timings, total_ms=(ready_s - started_s) * 1e3)
-        self.metrics.items.labels(tier.value).inc()
-        self.metrics.rows_bytes.inc(encoded.spec.num_bytes)
+        timings.total_ms = (ready_s - started_s) * 1e3
+        metrics = self.metrics
+        metrics.count(metrics.items, tier.value)
+        metrics.rows_bytes.inc(encoded.spec.num_bytes)
         # The stages of the flight are observed once, by the flight: those who joined it did not pass them.
-        self._observe(StageTimings(identify_ms=timings.identify_ms, total_ms=timings.total_ms))
+        if timings.identify_ms:
+            metrics.stage_seconds.observe("identify", timings.identify_ms / 1e3)
+        metrics.stage_seconds.observe("total", timings.total_ms / 1e3)
+        if isinstance(held, RowsAhead):
+            return Delivered(encoded, tier, timings, None, ready_s, held)
         return Delivered(encoded, tier, timings, held, ready_s)
 
     def _observe(self, timings: StageTimings) -> None:
         for name, milliseconds in timings.as_mapping().items():
-            if milliseconds == 0.0:
-                continue  # a stage that this item did not pass
-            self.metrics.stage_seconds.labels(name.removesuffix("_ms")).observe(milliseconds / 1e3)
+            if milliseconds:  # else a stage that this item did not pass
+                self.metrics.stage_seconds.observe(name[: -len("_ms")], milliseconds / 1e3)
 
     async def _on_worker(self, function: Callable[..., Result], *arguments: object) -> Result:
-        return await asyncio.get_running_loop().run_in_executor(self.workers, function, *arguments)
+        return await self._returns.run(self.workers, function, *arguments)
 
 
-def cache_tier(held: Held) -> CacheTier:
-    """Which tier rows that are held were found in."""
-    on_device = held.arena is not None and held.arena.geometry.kind == "device"
-    return CacheTier.DEVICE if on_device else CacheTier.HOST
-
-
-def content_bytes(item: Item) -> int:
-    """Bytes of content that an item holds while it waits."""
-    match item.content:
-        case EncodedFile(data):
-            return len(data)
-        case PixelValues(pixel_values):
-            return pixel_values.nbytes
-        case DigestOnly():
-            return 0
+def unknown(key: bytes) -> UnknownKey:
+    text = f"key {key.hex()} is neither held nor being encoded, and no content was sent"
+    return UnknownKey(text, key=key.hex())

@@ -79,6 +79,10 @@ class NamespaceTokens:
         """Whether the token opens any namespace."""
         return self._digest(token) in self._current().known
 
+    def is_everything_open(self) -> bool:
+        """Whether there is no token at all, and so nothing that a caller could lack or find out."""
+        return self.open_namespaces and not self._current().by_namespace
+
     def names(self) -> frozenset[str]:
         """The namespaces that have tokens."""
         return frozenset(self._current().by_namespace)

@@ -7,6 +7,7 @@ or devices. Shape legend: P patches, R rows (visual tokens), D language-model wi
 from __future__ import annotations
 
 import enum
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
@@ -69,11 +70,25 @@ class PixelValues:
 
 
 @dataclass(frozen=True)
+class FrameArray:
+    """A clip as its caller decoded it.
+
+    frames_THWC: uint8 [T, H, W, 3] on the host; fps: of these frames, from which the family samples, None for
+    the reference's 24; timestamps_s: one for each frame of a clip that was sampled before, all of which
+    count.
+    """
+
+    frames_THWC: torch.Tensor
+    fps: float | None = None
+    timestamps_s: tuple[float, ...] | None = None
+
+
+@dataclass(frozen=True)
 class DigestOnly:
     """No content: serve from the store or fail."""
 
 
-Content: TypeAlias = EncodedFile | PixelValues | DigestOnly
+Content: TypeAlias = EncodedFile | PixelValues | FrameArray | DigestOnly
 
 
 @dataclass(frozen=True)
@@ -147,22 +162,33 @@ class RowsSpec:
     dtype: torch.dtype
     num_deepstack_levels: int
 
-    @property
+    @functools.cached_property
     def num_bytes(self) -> int:
         return self.num_rows * self.width * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
+class ClipFacts:
+    """What a prompt says of a clip. timestamps_s: of the frames that were taken; chunk_grids: of the chunks
+    whose rows stand one after another, where a family averages over their frames, else none."""
+
+    timestamps_s: tuple[float, ...]
+    chunk_grids: tuple[Grid, ...] = ()
+
+
+@dataclass(frozen=True)
 class EncodedItem:
-    """One item's visual tokens. rows: [R, D * (1 + L)], contiguous, owning its storage."""
+    """One item's visual tokens. rows: [R, D * (1 + L)], contiguous, owning its storage. clip: of a clip that
+    the service sampled, or whose sender told its timestamps."""
 
     key: bytes
     content_digest: bytes
     grid: Grid
     rows: torch.Tensor
     num_deepstack_levels: int
+    clip: ClipFacts | None = None
 
-    @property
+    @functools.cached_property
     def spec(self) -> RowsSpec:
         num_rows, width = self.rows.shape
         return RowsSpec(num_rows, width, self.rows.dtype, self.num_deepstack_levels)

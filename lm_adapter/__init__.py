@@ -26,13 +26,16 @@ from lm_adapter.errors import (
     TransportUnavailable,
     TruncatedStream,
 )
+from lm_adapter.fleet import AsyncFleetClient, FleetClient, FleetSettings
 from lm_adapter.leases import LeaseRecord
 from lm_adapter.transport.channel import ClientTls
 from lm_adapter.transport.settings import TransportChoice
 from lm_adapter.types import (
     CacheTier,
+    ClipItem,
     DigestItem,
     EncodedRows,
+    FramesItem,
     Grid,
     ImageItem,
     Item,
@@ -49,14 +52,17 @@ from lm_adapter.types import (
     ServerInfo,
     StageTimings,
     TransportInfo,
+    UrlItem,
 )
 
 __all__ = [
+    "AsyncFleetClient",
     "AsyncVisionEncoderClient",
     "CacheTier",
     "CallCancelled",
     "CallFailed",
     "ClientTls",
+    "ClipItem",
     "DeadlineExceeded",
     "DigestItem",
     "EncodedRows",
@@ -64,6 +70,9 @@ __all__ = [
     "EncoderFault",
     "EncoderOverloaded",
     "EncoderUnavailable",
+    "FleetClient",
+    "FleetSettings",
+    "FramesItem",
     "Grid",
     "ImageItem",
     "InvalidRequest",
@@ -92,6 +101,7 @@ __all__ = [
     "TransportInfo",
     "TransportUnavailable",
     "TruncatedStream",
+    "UrlItem",
     "VisionEncoderClient",
     "check_rows",
 ]

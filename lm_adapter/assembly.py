@@ -298,6 +298,7 @@ class Assembler:
             convert.dtype_name(result.dtype),
             result.num_deepstack_levels,
             result.rows_bytes,
+            convert.chunk_grids(result),
         )
         expected = self._expected[index]
         check_digest("key", result.key, expected.key)
@@ -355,6 +356,10 @@ class Assembler:
                 "result", "a rows chunk came before its result", found="chunk", expected="result"
             )
         arriving.buffer.write(offset_bytes, data)
+        if (tell := self._receiver.handling.on_rows) is not None:
+            rows = self._encoded_rows(arriving.result, arriving.header, arriving.buffer.payload, None)
+            num_ready = arriving.buffer.num_bytes * rows.num_rows // rows.num_bytes
+            tell(self._receiver.indices[index], rows, num_ready)
         if not arriving.buffer.complete:
             return None
         payload: Bytes = arriving.buffer.payload
@@ -379,6 +384,7 @@ class Assembler:
             tier=convert.tier(result.tier),
             timings=convert.timings(result.timings),
             timestamps_s=tuple(result.timestamps_s),
+            chunk_grids=header.chunk_grids,
             shared=self._record(result) if is_for_others else None,
             reading=reading,
         )

@@ -30,15 +30,7 @@ from lm_adapter.transport.channel import (
 )
 from lm_adapter.transport.off_loop import CallerStreams, LoopReleases
 from lm_adapter.transport.settings import TransportChoice, TransportOptions, TransportSettings
-from lm_adapter.types import (
-    EncodedRows,
-    Item,
-    KeyStatus,
-    LeaseStatus,
-    Outcome,
-    PrefetchStatus,
-    ServerInfo,
-)
+from lm_adapter.types import EncodedRows, Item, KeyStatus, LeaseStatus, Outcome, PrefetchStatus, ServerInfo
 from vision_encoder.v1 import encoder_pb2 as pb
 
 __all__ = ["AsyncVisionEncoderClient"]
@@ -276,7 +268,8 @@ class AsyncVisionEncoderClient:
         statuses: list[LeaseStatus | ItemFailed] = []
         for portion in portions(await self._known_info(deadline), lease_ids) if lease_ids else ():
             request = pb.RenewRequest(lease_ids=portion, extend_ms=extend_ms)
-            response = await self._unary("Renew", request, pb.RenewResponse, deadline)
+            response = await asyncio.to_thread(self._session.transports.renew, request)
+            response = response or await self._unary("Renew", request, pb.RenewResponse, deadline)
             statuses += self._session.read_renew(portion, response)
         return statuses
 

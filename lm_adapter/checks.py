@@ -34,6 +34,7 @@ class RowsHeader(NamedTuple):
     dtype: str
     num_deepstack_levels: int
     rows_bytes: int
+    chunk_grids: tuple[Grid, ...] = ()
 
 
 def check_rows(
@@ -54,7 +55,13 @@ def check_rows(
     """
     _expect("grid_thw", tuple(rows.grid_thw), tuple(grid))
     header = RowsHeader(
-        rows.grid_thw, rows.num_rows, rows.width, rows.dtype, rows.num_deepstack_levels, rows.num_bytes
+        rows.grid_thw,
+        rows.num_rows,
+        rows.width,
+        rows.dtype,
+        rows.num_deepstack_levels,
+        rows.num_bytes,
+        rows.chunk_grids,
     )
     _check_geometry(header, width, dtype, num_deepstack_levels, spatial_merge_size, merges_time)
     check_header(header)
@@ -156,7 +163,10 @@ def _check_geometry(
             found=list(grid),
             expected=f"multiples of {spatial_merge_size}",
         )
-    frames = 1 if merges_time else grid.t
+    chunks = header.chunk_grids
+    if chunks:
+        _check_chunks(grid, chunks, merges_time)
+    frames = max(1, len(chunks)) if merges_time else grid.t
     needed = frames * grid.h * grid.w // spatial_merge_size**2
     if header.num_rows != needed:
         raise InvalidRows(
@@ -168,6 +178,22 @@ def _check_geometry(
     _expect("num_deepstack_levels", header.num_deepstack_levels, num_deepstack_levels)
     _expect("width", header.width, width)
     _expect("dtype", header.dtype, dtype)
+
+
+def _check_chunks(grid: Grid, chunks: Sequence[Grid], merges_time: bool) -> None:
+    """The chunks of a clip make up its grid. Raises InvalidRows."""
+    whole = [sum(chunk.t for chunk in chunks), grid.h, grid.w]
+    if (
+        not merges_time
+        or whole != list(grid)
+        or any(chunk.t < 1 or chunk[1:] != grid[1:] for chunk in chunks)
+    ):
+        raise InvalidRows(
+            "chunk_grids",
+            f"the chunks {[list(chunk) for chunk in chunks[:16]]} are not those of a clip of {list(grid)}",
+            found=[list(chunk) for chunk in chunks[:16]],
+            expected=list(grid),
+        )
 
 
 def _expect(field: str, found: object, expected: object) -> None:

@@ -27,15 +27,7 @@ from lm_adapter.transport.channel import (
     open_channel,
 )
 from lm_adapter.transport.settings import TransportChoice, TransportOptions, TransportSettings
-from lm_adapter.types import (
-    EncodedRows,
-    Item,
-    KeyStatus,
-    LeaseStatus,
-    Outcome,
-    PrefetchStatus,
-    ServerInfo,
-)
+from lm_adapter.types import EncodedRows, Item, KeyStatus, LeaseStatus, Outcome, PrefetchStatus, ServerInfo
 from vision_encoder.v1 import encoder_pb2 as pb
 
 __all__ = ["VisionEncoderClient"]
@@ -175,7 +167,8 @@ class VisionEncoderClient:
         Raises CallFailed when the call failed before every item had its outcome; ``completed`` of the error
         maps the indices of those that had one.
         """
-        return collect(self.encode_iter(items, timeout_s=timeout_s, **rows))
+        found = self._session.resident.items_at_once(items, timeout_s, rows)
+        return found or collect(self.encode_iter(items, timeout_s=timeout_s, **rows))
 
     def encode_iter(
         self, items: Sequence[Item], *, timeout_s: float | None = None, **rows: Unpack[RowsOptions]
@@ -207,7 +200,8 @@ class VisionEncoderClient:
     ) -> list[Outcome]:
         """Rows by key, in the order of ``keys``; waits for those in flight. An absent key is an ItemFailed
         with reason UNKNOWN_KEY. Raises CallFailed as ``encode``."""
-        return collect(self.fetch_iter(keys, timeout_s=timeout_s, **rows))
+        found = self._session.resident.keys_at_once(keys, timeout_s, rows)
+        return found or collect(self.fetch_iter(keys, timeout_s=timeout_s, **rows))
 
     def fetch_iter(
         self, keys: Sequence[bytes], *, timeout_s: float | None = None, **rows: Unpack[RowsOptions]
@@ -279,7 +273,9 @@ class VisionEncoderClient:
         statuses: list[LeaseStatus | ItemFailed] = []
         for portion in portions(self._known_info(deadline), lease_ids) if lease_ids else ():
             request = pb.RenewRequest(lease_ids=portion, extend_ms=extend_ms)
-            response = self._unary("Renew", request, pb.RenewResponse, deadline)
+            response = self._session.transports.renew(request) or self._unary(
+                "Renew", request, pb.RenewResponse, deadline
+            )
             statuses += self._session.read_renew(portion, response)
         return statuses
 

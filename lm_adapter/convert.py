@@ -13,7 +13,9 @@ from lm_adapter.leases import LeaseRecord
 from lm_adapter.transport.settings import PixelInput
 from lm_adapter.types import (
     CacheTier,
+    ClipItem,
     DigestItem,
+    FramesItem,
     Grid,
     ImageItem,
     Item,
@@ -29,6 +31,7 @@ from lm_adapter.types import (
     ServerInfo,
     StageTimings,
     TransportInfo,
+    UrlItem,
 )
 from vision_encoder.v1 import encoder_pb2 as pb
 
@@ -75,6 +78,10 @@ def grid(message: pb.GridTHW) -> Grid:
     return Grid(message.t, message.h, message.w)
 
 
+def chunk_grids(result: pb.ItemResult) -> tuple[Grid, ...]:
+    return tuple(grid(each) for each in result.chunk_grids)
+
+
 def timings(message: pb.StageTimings) -> StageTimings:
     return StageTimings(**{name: getattr(message, name) for name in StageTimings.__dataclass_fields__})
 
@@ -91,12 +98,23 @@ def item_message(item: Item, shm: pb.ShmTensor | None = None) -> pb.Item:
 
 
 def _item_message(item: Item, shm: pb.ShmTensor | None) -> pb.Item:
-    if not isinstance(item, ImageItem | PixelItem | DigestItem):
-        raise TypeError(f"an item is an ImageItem, PixelItem or DigestItem, found {type(item).__name__}")
+    if not isinstance(item, Item):
+        raise TypeError(
+            "an item is an ImageItem, ClipItem, FramesItem, PixelItem, DigestItem or UrlItem, found "
+            f"{type(item).__name__}"
+        )
     message = pb.Item(modality=_MODALITIES[item.modality], content_digest=item.digest or b"")
     match item:
-        case ImageItem():
+        case ImageItem() | ClipItem():
             message.encoded = item.data
+            _set_options(message, item.options)
+        case FramesItem():
+            array = item.array()
+            message.frames.inline.CopyFrom(
+                pb.InlineTensor(dtype=pb.DTYPE_UINT8, shape=array.shape, data=array.tobytes())
+            )
+            message.frames.fps = item.fps or 0.0
+            message.frames.timestamps_s.extend(item.timestamps_s or ())
             _set_options(message, item.options)
         case PixelItem():
             message.pixels.grid_thw.CopyFrom(pb.GridTHW(t=item.grid[0], h=item.grid[1], w=item.grid[2]))
@@ -107,6 +125,10 @@ def _item_message(item: Item, shm: pb.ShmTensor | None) -> pb.Item:
             message.pixels.inline.CopyFrom(pb.InlineTensor(dtype=dtype_number(dtype), shape=shape, data=data))
         case DigestItem():
             message.digest_only.SetInParent()
+            _set_options(message, item.options)
+        case UrlItem():
+            item.check()
+            message.url = item.url
             _set_options(message, item.options)
     return message
 
@@ -222,6 +244,7 @@ def lease_record(result: pb.ItemResult, num_readers: int) -> LeaseRecord:
         num_deepstack_levels=result.num_deepstack_levels,
         rows_bytes=result.rows_bytes,
         timestamps_s=tuple(result.timestamps_s),
+        chunk_grids=chunk_grids(result),
         num_readers=num_readers,
     )
     if delivery not in ("host", "lease"):

@@ -14,7 +14,9 @@ from collections.abc import Sequence
 from lm_adapter.errors import InvalidRequest, MissingDependency
 from lm_adapter.types import (
     DIGEST_BYTES,
+    ClipItem,
     DigestItem,
+    FramesItem,
     Grid,
     ImageItem,
     Item,
@@ -22,11 +24,22 @@ from lm_adapter.types import (
     ModelInfo,
     PixelItem,
     PreprocessOptions,
+    UrlItem,
 )
 
-__all__ = ["content_digest", "embedding_key", "item_key", "packed_digest", "pixels_digest"]
+__all__ = [
+    "ItemKeys",
+    "content_digest",
+    "embedding_key",
+    "frames_digest",
+    "item_key",
+    "packed_digest",
+    "pixels_digest",
+]
 
 KEY_TAG = b"vision_encoder.key.v1"
+MAX_KNOWN_KEYS = 16_384
+FRAMES_TAG = b"vision_encoder.frames.v1"
 PIXELS_TAG = b"vision_encoder.pixels.v1"
 
 
@@ -41,6 +54,13 @@ def pixels_digest(item: PixelItem) -> bytes:
     Raises MissingDependency as ``content_digest``, TypeError as ``PixelItem.packed``.
     """
     return packed_digest(*item.packed(), item.grid)
+
+
+def frames_digest(item: FramesItem) -> bytes:
+    """BLAKE3 of frames with their shape. Raises as ``content_digest`` and ``FramesItem.array``."""
+    array = item.array()
+    header = _length_prefixed([FRAMES_TAG, struct.pack(f"<{array.ndim}Q", *array.shape)])
+    return _blake3(header, array.tobytes())
 
 
 def packed_digest(dtype: str, shape: Sequence[int], data: bytes, grid: Grid) -> bytes:
@@ -66,17 +86,21 @@ def embedding_key(
     modality: Modality = Modality.IMAGE,
     options: PreprocessOptions | None = None,
     pixels_grid: Grid | None = None,
+    frames_source: str | None = None,
 ) -> bytes:
     """The 32-byte key of an item's rows: SHA-256 over a tagged, length-prefixed list of what decides them.
 
     dtype: of the rows, ``float32``, ``bfloat16`` or ``float16``; pixels_grid: the grid of an item that is
-    sent as pixels, None for files and digests. Raises InvalidRequest for a digest that has not 32 bytes.
+    sent as pixels, None for files and digests; frames_source: a FramesItem's ``source``. Raises
+    InvalidRequest for a digest that has not 32 bytes.
     """
     if len(digest) != DIGEST_BYTES:
         raise InvalidRequest(
             f"a digest has {len(digest)} bytes, needs {DIGEST_BYTES}", reason="INVALID_DIGEST"
         )
-    source = "encoded" if pixels_grid is None else "pixels:{},{},{}".format(*pixels_grid)
+    source = frames_source or "encoded"
+    if pixels_grid is not None:
+        source = "pixels:{},{},{}".format(*pixels_grid)
     fields = [
         KEY_TAG,
         namespace.encode(),
@@ -91,11 +115,36 @@ def embedding_key(
     return hashlib.sha256(_length_prefixed(fields)).digest()
 
 
+class ItemKeys:
+    """Keys of one model's items in one namespace, for items that come again: each is hashed once for as long
+    as it is remembered. Thread-safe."""
+
+    def __init__(self, model: ModelInfo, namespace: str = "") -> None:
+        self._model = model
+        self._namespace = namespace
+        self._known: dict[tuple[object, ...], bytes] = {}
+
+    def of(self, item: Item) -> bytes:
+        """``item_key``. Raises as it does."""
+        what: object = tuple(item.grid) if isinstance(item, PixelItem) else item.options
+        if isinstance(item, FramesItem):
+            what = what, item.source
+        named = (type(item), item.digest, item.modality, what)
+        key = self._known.get(named)
+        if key is None:
+            key = item_key(item, self._model, namespace=self._namespace)
+            if len(self._known) >= MAX_KNOWN_KEYS:
+                self._known.clear()
+            if item.digest:
+                self._known[named] = key
+        return key
+
+
 def item_key(item: Item, model: ModelInfo, *, namespace: str = "") -> bytes:
     """The key that a service with this model gives to an item. An item without a digest is hashed.
 
     Raises MissingDependency when hashing is needed and ``blake3`` is absent, InvalidRequest for a digest of
-    another length.
+    another length and for a URL without one.
     """
     options = None if isinstance(item, PixelItem) else item.options
     return embedding_key(
@@ -107,17 +156,22 @@ def item_key(item: Item, model: ModelInfo, *, namespace: str = "") -> bytes:
         modality=item.modality,
         options=options,
         pixels_grid=item.grid if isinstance(item, PixelItem) else None,
+        frames_source=item.source if isinstance(item, FramesItem) else None,
     )
 
 
 def _digest_of(item: Item) -> bytes:
     match item:
-        case ImageItem():
+        case ImageItem() | ClipItem():
             return content_digest(item.data)
+        case FramesItem():
+            return frames_digest(item)
         case PixelItem():
             return pixels_digest(item)
         case DigestItem():
             raise InvalidRequest(f"a digest has 0 bytes, needs {DIGEST_BYTES}", reason="INVALID_DIGEST")
+        case UrlItem():
+            raise InvalidRequest("what lies at a URL is known to the service alone: give the item's digest")
 
 
 def _options_text(options: PreprocessOptions) -> str:

@@ -44,6 +44,7 @@ class LeaseRecord:
     num_deepstack_levels: int
     rows_bytes: int
     timestamps_s: tuple[float, ...] = ()
+    chunk_grids: tuple[Grid, ...] = ()
     transport: str = "inline"
     num_readers: int = 1
     lease_id: bytes = b""

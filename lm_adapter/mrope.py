@@ -1,6 +1,6 @@
 """M-RoPE: three-axis positions of a prompt, and the one scalar that decoding needs.
 
-Owns positions; how a rotary kernel applies them belongs to the engine. Pure numpy.
+Owns positions; ``rotary`` applies them, ``pruning`` takes rows out of them. Pure numpy.
 
 Formula (Qwen2-VL, arXiv 2409.12191; Qwen3-VL splits clips by frame): with ``next`` the next free position,
 
@@ -14,7 +14,7 @@ token ends one below the new ``next`` on at least one axis. So token n >= N has 
 axes, also when the prompt ends in vision. Positions come from spans, never from the ids, hence pad ids that
 a prefix cache substitutes later cannot reach them.
 
-Shape legend: N tokens of the prompt, B prompts, S padded length.
+Shape legend: N tokens of the prompt, B prompts, S padded length, T tokens of a step.
 """
 
 from __future__ import annotations
@@ -29,7 +29,14 @@ import numpy.typing as npt
 from lm_adapter.errors import InvalidRequest
 from lm_adapter.placeholders import ExpandedPrompt, ItemSpan
 
-__all__ = ["MRopePositions", "batch_positions", "mrope_positions", "plain_positions"]
+__all__ = [
+    "MRopePositions",
+    "PackedPositions",
+    "batch_positions",
+    "mrope_positions",
+    "pack_positions",
+    "plain_positions",
+]
 
 NUM_AXES = 3
 
@@ -50,8 +57,17 @@ class MRopePositions:
 
     @property
     def next_position(self) -> int:
-        """The position of the first token after the prompt: the maximum over the three axes + 1."""
-        return int(self.prompt.max(initial=-1)) + 1
+        """The position of the first token after the prompt: the maximum over the three axes + 1.
+
+        A prompt whose rows were pruned keeps the value of the whole one, although its largest row may be
+        gone.
+        """
+        return self.num_tokens + self.delta
+
+    @property
+    def max_position(self) -> int:
+        """The largest position on any axis, -1 without tokens: what a rotary table has to reach."""
+        return int(self.prompt.max(initial=-1))
 
     def chunk(self, start: int, end: int) -> npt.NDArray[np.int64]:
         """int64 [3, end - start]: positions of tokens [start, end). Tokens past the prompt are generated
@@ -78,6 +94,29 @@ class MRopePositions:
             )
         return index + self.delta
 
+    def drafts(self, index: int, depths: Sequence[int] | npt.NDArray[np.integer]) -> npt.NDArray[np.int64]:
+        """int64 [3, K]: positions of K draft tokens, to be verified in one pass after ``index`` tokens.
+
+        index: tokens of the sequence that are settled, prompt and accepted ones; depths: [K], 0 for the
+        token that would be number ``index``, 1 for one behind it. A chain has depths 0..K-1, a tree as many
+        equal depths as it has branches. A draft model gets the same positions, and ids without pad ids
+        (``prefix_cache.restore_placeholders``).
+        Raises InvalidRequest for an index inside the prompt or a negative depth.
+        """
+        steps = np.asarray(depths, dtype=np.int64)
+        if steps.ndim != 1 or steps.min(initial=0) < 0:
+            raise InvalidRequest(
+                f"drafts need a list of depths from 0 on, got shape {list(steps.shape)} "
+                f"with smallest {int(steps.min(initial=0))}"
+            )
+        return np.broadcast_to(self.decode(index) + steps, (NUM_AXES, len(steps)))
+
+    def followed_by(self, tail: MRopePositions) -> MRopePositions:
+        """Positions of this prompt and then ``tail``, whose own begin at 0: a turn that goes on with more
+        text and items. The two meet between items; an item's rows never lie on both sides."""
+        positions = np.concatenate([self.prompt, tail.prompt + self.next_position], axis=1)
+        return MRopePositions(positions, self.delta + tail.delta)
+
 
 def mrope_positions(
     prompt: ExpandedPrompt, grids: Sequence[Sequence[int]], *, merge_size: int
@@ -85,7 +124,8 @@ def mrope_positions(
     """Positions of an expanded prompt.
 
     grids: [t, h, w] in patches, one per item, images and clips together in prompt order.
-    Raises InvalidRequest when grids and spans disagree in number or in rows.
+    Raises InvalidRequest when grids and spans disagree in number or in rows, and for grids that the merge
+    does not divide.
     """
     if len(grids) != len(prompt.spans):
         raise InvalidRequest(
@@ -121,9 +161,14 @@ def batch_positions(
 ) -> npt.NDArray[np.int64]:
     """int64 [3, B, end - start]: columns [start, end) of the batch padded to S; 0 where there is padding.
 
-    Raises InvalidRequest for a prompt longer than ``padded_length``. Columns past S are generated tokens and
-    need left padding, where every prompt ends in column S - 1.
+    Raises InvalidRequest for a prompt longer than ``padded_length``, another side, and columns that run
+    backwards or start below 0. Columns past S are generated tokens and need left padding, where every prompt
+    ends in column S - 1.
     """
+    if side not in ("left", "right"):
+        raise InvalidRequest(f"padding stands on side {side!r}, needs left or right")
+    if not 0 <= start <= end:
+        raise InvalidRequest(f"columns need 0 <= start <= end, got start {start} and end {end}")
     if side == "right" and end > padded_length:
         raise InvalidRequest(
             f"column {end} lies past the padded length {padded_length}, which needs left padding"
@@ -144,12 +189,48 @@ def batch_positions(
     return positions
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class PackedPositions:
+    """Positions of a step whose requests lie one after the other without padding.
+
+    positions: int64 [3, T]; cu_seqlens: int32 [B + 1], where each request's tokens begin and end.
+    """
+
+    positions: npt.NDArray[np.int64]
+    cu_seqlens: npt.NDArray[np.int32]
+
+
+def pack_positions(chunks: Sequence[tuple[MRopePositions, int, int]]) -> PackedPositions:
+    """Tokens [start, end) of each request, packed. chunks: (positions, start, end), in the step's order.
+
+    Prefills, parts of them, and decoding (``end - start`` of 1) mix freely; several requests that share a
+    prompt share its positions and nothing else. A prefix-cache hit starts where the cache ends, inside an
+    item's rows as well. Raises InvalidRequest, naming the request, for a range that runs backwards.
+    """
+    pieces = []
+    for request, (positions, start, end) in enumerate(chunks):
+        try:
+            pieces.append(positions.chunk(start, end))
+        except InvalidRequest as error:
+            raise InvalidRequest(f"request {request} of {len(chunks)}: {error.message}") from error
+    lengths = [piece.shape[1] for piece in pieces]
+    packed = np.concatenate([np.zeros((NUM_AXES, 0), dtype=np.int64), *pieces], axis=1)
+    return PackedPositions(packed, np.cumsum([0, *lengths], dtype=np.int32))
+
+
 def _text(position: int, length: int) -> npt.NDArray[np.int64]:
     return np.broadcast_to(np.arange(position, position + length, dtype=np.int64), (NUM_AXES, length))
 
 
 def _unit_grid(span: ItemSpan, grid: Sequence[int], merge_size: int) -> tuple[int, int, int]:
     """The merged grid of each unit of an item: (t, h', w'), or (1, h', w') when its frames stand apart."""
+    if len(grid) != 3 or merge_size < 1 or grid[0] < 1 or any(n < 1 or n % merge_size for n in grid[1:]):
+        raise InvalidRequest(
+            f"item {span.item} has grid {list(grid)}, needs [t, h, w] with t >= 1 and h, w positive "
+            f"multiples of the merge size {merge_size}, which is at least 1",
+            reason="GRID_MISMATCH",
+            details={"grid": list(grid), "merge_size": merge_size},
+        )
     t, h, w = (int(extent) for extent in grid)
     num_units = len(span.segments)
     unit = (1 if num_units == t else t, h // merge_size, w // merge_size)

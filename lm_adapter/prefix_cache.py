@@ -20,7 +20,7 @@ detokenisers get ``restore_placeholders``.
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -84,11 +84,13 @@ def restore_placeholders(
     image_placeholder_id: int,
     video_placeholder_id: int,
     vocab_size: int,
+    video_pad_ids: Collection[int] = (),
 ) -> Ids:
     """int64 [N] of ids inside the vocabulary, for draft models and detokenisers: pad ids become placeholders.
 
-    SGLang's ids do not tell the modality and become the image placeholder. A placeholder id that is itself
-    outside the vocabulary, as Kimi's nominal video id 163840 is, becomes the other one.
+    SGLang's ids do not tell the modality and become the image placeholder, but for ``video_pad_ids``: those
+    of the sequence's clips, as whoever substituted them knows. A placeholder id that is itself outside the
+    vocabulary, as Kimi's nominal video id 163840 is, becomes the other one.
     Raises InvalidRequest when no placeholder, or an id that is no pad id, is in the vocabulary.
     """
     inside = [p for p in (image_placeholder_id, video_placeholder_id) if 0 <= p < vocab_size]
@@ -105,7 +107,7 @@ def restore_placeholders(
         is_video = (restored - FIRST_PAD_ID) // _TOKENSPEED_BAND == _TAGS[Modality.VIDEO]
     else:
         num_pad_ids = _SGLANG_IDS
-        is_video = np.zeros(restored.shape, dtype=np.bool_)
+        is_video = np.isin(restored, np.array(list(video_pad_ids), dtype=np.int64))
     is_pad = (restored >= max(FIRST_PAD_ID, vocab_size)) & (restored < FIRST_PAD_ID + num_pad_ids)
     restored[is_pad & ~is_video] = image
     restored[is_pad & is_video] = video

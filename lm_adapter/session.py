@@ -202,6 +202,7 @@ class Session:
             record.dtype,
             record.num_deepstack_levels,
             record.rows_bytes,
+            record.chunk_grids,
         )
         check_models(header, info.models)
         check_header(header)
@@ -223,6 +224,7 @@ class Session:
             payload=payload,
             tier=CacheTier.DEVICE if record.transport == "device" else CacheTier.HOST,
             timestamps_s=record.timestamps_s,
+            chunk_grids=record.chunk_grids,
             reading=reading,
         )
 

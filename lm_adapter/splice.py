@@ -1,8 +1,9 @@
 """Rows into ``inputs_embeds``: for any chunk of a prefill, main level and deepstack levels from one tensor.
 
-Owns the check of rows against the prompt and the model, and the copy. Every item that a chunk needs is
-checked in full before the first element is written, so that a bad result never leaves an engine half
-changed. Where rows go comes from ``placeholders``. torch is imported where tensors are made.
+Owns the check of rows against the prompt and the model, and the copy of one prompt's chunk; ``step`` copies
+those of several requests at once. Every item that a chunk needs is checked in full before the first element
+is written, so that a bad result never leaves an engine half changed. Where rows go comes from
+``placeholders``, which of them were pruned from ``pruning``. torch is imported where tensors are made.
 
 A row is [D * (1 + L)]: the main level first, then the deepstack levels in order. The main level replaces the
 placeholder's embedding; level i is added to the hidden state of the same tokens after decoder layer i
@@ -23,13 +24,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
 from lm_adapter.errors import InvalidRequest, InvalidRows
 from lm_adapter.placeholders import ItemSpan
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["ChunkSplice", "RowsLayout", "Splicer", "check_item_rows"]
+__all__ = ["ChunkSplice", "RowsLayout", "RowsPiece", "Splicer", "check_item_rows", "items_needed"]
 
 _CASTS = {
     "float32": ("float32", "float16", "bfloat16"),
@@ -71,13 +75,23 @@ class ChunkSplice:
         return len(self.deepstack[0]) if self.deepstack else int(self.visual_mask.sum())
 
 
-class _Piece(NamedTuple):
-    """Rows [row, row + length) of an item go to tokens [token, token + length) of the chunk."""
+class RowsPiece(NamedTuple):
+    """rows: [length, D * (1 + L)], a view of an item's; they go to tokens [token, token + length) of the
+    chunk."""
 
-    item: int
-    row: int
+    rows: torch.Tensor
     token: int
     length: int
+
+
+def items_needed(spans: Sequence[ItemSpan], start: int, end: int | None = None) -> list[int]:
+    """Indices into ``spans`` of the items with rows among tokens [start, end): after a prefix-cache hit of
+    ``start`` tokens, which may end inside an item's rows, the others need no rows at all."""
+    return [
+        index
+        for index, span in enumerate(spans)
+        if any(s.end > start and (end is None or s.start < end) for s in span.segments)
+    ]
 
 
 def check_item_rows(
@@ -125,36 +139,48 @@ class Splicer:
     """The rows of one prompt, spliced chunk by chunk.
 
     spans: one per item, from ``expand_placeholders``; rows: one [R, D * (1 + L)] tensor per item, on any
-    device. Everything is checked at construction. Rows may be dropped as the prefill passes them
-    (``drop_before``), so that nothing is held through decoding.
+    device, or None for an item whose tokens are all in a prefix cache (``items_needed``). Everything is
+    checked at construction. Rows may be dropped as the prefill passes them (``drop_before``), so that
+    nothing is held through decoding.
     """
 
     def __init__(
         self,
         spans: Sequence[ItemSpan],
-        rows: Sequence[torch.Tensor],
+        rows: Sequence[torch.Tensor | None],
         layout: RowsLayout,
         *,
         inputs_embeds_dtype: torch.dtype,
         announced_levels: Sequence[int | None] | None = None,
+        keep: Sequence[npt.NDArray[np.bool_] | None] | None = None,
     ) -> None:
-        """Raises InvalidRows when an item's rows do not fit, InvalidRequest when their number does not."""
+        """keep: of a pruned prompt (``pruning``), which rows of each item are in it; rows are whole all the
+        same. Raises InvalidRows when an item's rows do not fit, InvalidRequest when their number does not.
+        """
         if len(spans) != len(rows):
             raise InvalidRequest(f"prompt has {len(spans)} items, rows came for {len(rows)}")
         announced = [None] * len(rows) if announced_levels is None else list(announced_levels)
-        for span, item_rows, levels in zip(spans, rows, announced, strict=True):
-            check_item_rows(
-                span.item,
-                item_rows,
-                num_rows=span.length,
-                layout=layout,
-                inputs_embeds_dtype=inputs_embeds_dtype,
-                announced_levels=levels,
-            )
+        masks = [None] * len(rows) if keep is None else list(keep)
+        for span, item_rows, levels, mask in zip(spans, rows, announced, masks, strict=True):
+            if mask is not None and int(mask.sum()) != span.length:
+                raise InvalidRequest(
+                    f"item {span.item}: {int(mask.sum())} of {len(mask)} rows are kept, the prompt has "
+                    f"{span.length} placeholders"
+                )
+            if item_rows is not None:
+                check_item_rows(
+                    span.item,
+                    item_rows,
+                    num_rows=span.length if mask is None else len(mask),
+                    layout=layout,
+                    inputs_embeds_dtype=inputs_embeds_dtype,
+                    announced_levels=levels,
+                )
         self._spans = tuple(spans)
         self._rows: list[torch.Tensor | None] = list(rows)
-        self._layout = layout
-        self._dtype = inputs_embeds_dtype
+        self._kept = [None if mask is None else np.flatnonzero(mask) for mask in masks]
+        self.layout = layout
+        self.inputs_embeds_dtype = inputs_embeds_dtype
 
     @property
     def num_rows_held(self) -> int:
@@ -170,36 +196,37 @@ class Splicer:
         """
         import torch
 
-        if inputs_embeds_CD.ndim != 2 or inputs_embeds_CD.shape[1] != self._layout.out_width:
-            raise InvalidRequest(
-                f"inputs_embeds of a chunk has shape {list(inputs_embeds_CD.shape)}, needs "
-                f"[tokens, {self._layout.out_width}]"
-            )
-        if inputs_embeds_CD.dtype != self._dtype:
-            raise InvalidRequest(
-                f"inputs_embeds is {inputs_embeds_CD.dtype}, rows were checked for {self._dtype}"
-            )
-        if start < 0:
-            raise InvalidRequest(f"a chunk starts at token 0 or later, got {start}")
+        self.require_embeds(inputs_embeds_CD)
         num_tokens = inputs_embeds_CD.shape[0]
-        pieces = self._pieces(start, start + num_tokens)
-        sources = [self._source(piece) for piece in pieces]
+        pieces = self.pieces(start, start + num_tokens)
 
         device = inputs_embeds_CD.device
-        width = self._layout.out_width
+        width = self.layout.out_width
         visual_mask = torch.zeros(num_tokens, dtype=torch.bool)
-        levels: list[list[torch.Tensor]] = [[] for _ in range(self._layout.num_deepstack_levels)]
+        levels: list[list[torch.Tensor]] = [[] for _ in range(self.layout.num_deepstack_levels)]
         with torch.no_grad():
-            for piece, source in zip(pieces, sources, strict=True):
+            for piece in pieces:
                 tokens = slice(piece.token, piece.token + piece.length)
                 visual_mask[tokens] = True
-                moved = source.to(device=device, dtype=self._dtype)
+                moved = piece.rows.to(device=device, dtype=self.inputs_embeds_dtype)
                 inputs_embeds_CD[tokens] = moved[:, :width]
                 for level, parts in enumerate(levels, start=1):
                     parts.append(moved[:, level * width : (level + 1) * width])
-        empty = torch.zeros((0, width), dtype=self._dtype, device=device)
+        empty = torch.zeros((0, width), dtype=self.inputs_embeds_dtype, device=device)
         deepstack = tuple(torch.cat(parts) if parts else empty for parts in levels)
         return ChunkSplice(visual_mask.to(device), deepstack)
+
+    def require_embeds(self, inputs_embeds: torch.Tensor) -> None:
+        """Raises InvalidRequest unless it is [tokens, D] of the dtype given at construction."""
+        if inputs_embeds.ndim != 2 or inputs_embeds.shape[1] != self.layout.out_width:
+            raise InvalidRequest(
+                f"inputs_embeds of a chunk has shape {list(inputs_embeds.shape)}, needs "
+                f"[tokens, {self.layout.out_width}]"
+            )
+        if inputs_embeds.dtype != self.inputs_embeds_dtype:
+            raise InvalidRequest(
+                f"inputs_embeds is {inputs_embeds.dtype}, rows were checked for {self.inputs_embeds_dtype}"
+            )
 
     def drop_before(self, end: int) -> None:
         """Lets go of the rows of items that end at or before token ``end``."""
@@ -207,7 +234,13 @@ class Splicer:
             if span.end <= end:
                 self._rows[index] = None
 
-    def _pieces(self, start: int, end: int) -> list[_Piece]:
+    def pieces(self, start: int, end: int) -> list[RowsPiece]:
+        """The rows of tokens [start, end), in the tokens' order, as views of the items' own.
+
+        Raises InvalidRequest for a start below 0 and, with reason ROWS_DROPPED, for rows that are not there.
+        """
+        if start < 0:
+            raise InvalidRequest(f"a chunk starts at token 0 or later, got {start}")
         pieces = []
         for index, span in enumerate(self._spans):
             if span.start >= end or span.end <= start:
@@ -216,16 +249,27 @@ class Splicer:
             for segment in span.segments:
                 first, last = max(segment.start, start), min(segment.end, end)
                 if first < last:
-                    pieces.append(_Piece(index, row + first - segment.start, first - start, last - first))
+                    begin = row + first - segment.start
+                    pieces += self._cut(index, begin, first - start, last - first)
                 row += segment.length
         return pieces
 
-    def _source(self, piece: _Piece) -> torch.Tensor:
-        rows = self._rows[piece.item]
+    def _cut(self, index: int, row: int, token: int, length: int) -> list[RowsPiece]:
+        """Rows [row, row + length) of those that the prompt has of an item; of a pruned one, run by run."""
+        rows = self._rows[index]
         if rows is None:
             raise InvalidRequest(
-                f"item {self._spans[piece.item].item}: rows {piece.row}..{piece.row + piece.length} are "
-                "needed after they were dropped; fetch the item again",
+                f"item {self._spans[index].item}: rows {row}..{row + length} are "
+                "needed, which were dropped or never given; fetch the item again",
                 reason="ROWS_DROPPED",
             )
-        return rows[piece.row : piece.row + piece.length]
+        kept = self._kept[index]
+        if kept is None:
+            return [RowsPiece(rows[row : row + length], token, length)]
+        wanted = kept[row : row + length]
+        breaks = np.flatnonzero(np.diff(wanted) != 1) + 1
+        starts, ends = [0, *breaks.tolist()], [*breaks.tolist(), length]
+        return [
+            RowsPiece(rows[int(wanted[a]) : int(wanted[a]) + b - a], token + a, b - a)
+            for a, b in zip(starts, ends, strict=True)
+        ]

@@ -1,23 +1,36 @@
-"""The records of the adapter's interface: items going out, rows and server facts coming back.
+"""The records of the adapter's interface: rows and server facts coming back; the items going out are
+``items``'s, and exported here as well.
 
 Owns what callers hold in their hands, and the views of a payload as numpy and torch arrays. Knows nothing
 of the wire; ``convert`` does. torch is imported only where a tensor is asked for.
 
-Shape legend: P patches, R rows (visual tokens), D language-model width, L deepstack levels.
+Shape legend: R rows (visual tokens), D language-model width, L deepstack levels.
 """
 
 from __future__ import annotations
 
 import enum
-import sys
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeAlias
+from typing import TYPE_CHECKING, Any, Self, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from lm_adapter.errors import InvalidRequest, ItemFailed, MissingDependency
+from lm_adapter.items import DIGEST_BYTES as DIGEST_BYTES
+from lm_adapter.items import (
+    ClipItem,
+    DigestItem,
+    FramesItem,
+    Grid,
+    ImageItem,
+    Item,
+    Modality,
+    PixelItem,
+    PreprocessOptions,
+    UrlItem,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -28,8 +41,10 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CacheTier",
+    "ClipItem",
     "DigestItem",
     "EncodedRows",
+    "FramesItem",
     "Grid",
     "ImageItem",
     "Item",
@@ -46,17 +61,12 @@ __all__ = [
     "ServerInfo",
     "StageTimings",
     "TransportInfo",
+    "UrlItem",
     "upcast_bfloat16",
 ]
 
-DIGEST_BYTES = 32
 ITEMSIZE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "uint8": 1}
 ROW_DTYPES = ("float32", "bfloat16", "float16")
-
-
-class Modality(enum.Enum):
-    IMAGE = "image"
-    VIDEO = "video"
 
 
 class CacheTier(enum.Enum):
@@ -77,94 +87,6 @@ class KeyState(enum.Enum):
     RESIDENT = "resident"
 
 
-class Grid(NamedTuple):
-    """One item's extent in patches, before the spatial merge."""
-
-    t: int
-    h: int
-    w: int
-
-    @property
-    def num_patches(self) -> int:
-        return self.t * self.h * self.w
-
-
-@dataclass(frozen=True)
-class PreprocessOptions:
-    """Per-item overrides of the checkpoint's processor settings; ``None`` keeps the checkpoint's value."""
-
-    min_pixels: int | None = None
-    max_pixels: int | None = None
-    max_patches: int | None = None
-    max_patches_per_side: int | None = None
-    fps: float | None = None
-    min_frames: int | None = None
-    max_frames: int | None = None
-
-    def given(self) -> dict[str, int | float]:
-        """The overrides that were given, by field name, in field order; fps always as a float, as the wire
-        carries it."""
-        values: dict[str, int | float] = {
-            name: value for name, value in vars(self).items() if value is not None
-        }
-        if "fps" in values:
-            values["fps"] = float(values["fps"])
-        return values
-
-
-@dataclass(frozen=True)
-class ImageItem:
-    """An encoded file (JPEG, PNG, WebP, ...). digest: 32 bytes that stand for the content inside the
-    client's namespace, or None: then the service hashes the bytes with BLAKE3."""
-
-    data: bytes = field(repr=False)
-    digest: bytes | None = None
-    options: PreprocessOptions = field(default_factory=PreprocessOptions)
-    modality: Modality = Modality.IMAGE
-
-
-@dataclass(frozen=True, eq=False)
-class PixelItem:
-    """Pixels that the caller preprocessed. pixel_values: [P, patch_dim] or [P, C, ph, pw], a numpy array or
-    a torch tensor on any device, float32, float16 or (torch) bfloat16; grid: P == t * h * w."""
-
-    pixel_values: npt.NDArray[Any] | torch.Tensor = field(repr=False)
-    grid: Grid
-    digest: bytes | None = None
-    modality: Modality = Modality.IMAGE
-
-    def packed(self) -> tuple[str, tuple[int, ...], bytes]:
-        """dtype name, shape, and row-major little-endian bytes: what travels and what is hashed.
-
-        Raises TypeError for what is neither a numpy array nor a torch tensor.
-        """
-        if isinstance(self.pixel_values, np.ndarray):
-            little = self.pixel_values.dtype.newbyteorder("<")
-            array = np.ascontiguousarray(self.pixel_values, dtype=little)
-            return little.name, self.pixel_values.shape, array.tobytes()
-        # Whoever holds a tensor has imported torch already.
-        torch = sys.modules.get("torch")
-        if torch is None or not isinstance(self.pixel_values, torch.Tensor):
-            raise TypeError(
-                f"pixel_values is a numpy array or a torch tensor, found {type(self.pixel_values).__name__}"
-            )
-        tensor = self.pixel_values.detach().cpu().contiguous()
-        name = str(tensor.dtype).removeprefix("torch.")
-        return name, tuple(tensor.shape), tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
-
-
-@dataclass(frozen=True)
-class DigestItem:
-    """The content is not sent: served from the service's store, or failed with UNKNOWN_KEY."""
-
-    digest: bytes
-    options: PreprocessOptions = field(default_factory=PreprocessOptions)
-    modality: Modality = Modality.IMAGE
-
-
-Item: TypeAlias = ImageItem | PixelItem | DigestItem
-
-
 @dataclass(frozen=True)
 class StageTimings:
     """Milliseconds spent by one item in each of the service's stages; see the wire contract."""
@@ -177,6 +99,7 @@ class StageTimings:
     tower_ms: float = 0.0
     store_ms: float = 0.0
     total_ms: float = 0.0
+    delivery_ms: float = 0.0
 
 
 def upcast_bfloat16(bits: npt.NDArray[np.uint16]) -> npt.NDArray[np.float32]:
@@ -191,8 +114,10 @@ class EncodedRows:
 
     payload: uint8 [num_rows * width * itemsize], contiguous. A numpy array owned by this record alone, or
     over the caller's buffer; a torch tensor where the rows are on a GPU; a read-only view of the encoder's
-    memory where they were borrowed. timestamps_s: of the frames really sampled, for videos. shared: what
-    other readers of the same rows need, where the call asked for several.
+    memory where they were borrowed. timestamps_s: of the frames really sampled, for clips. chunk_grids: of
+    a clip of a model that merges time, the chunks whose rows follow one another. shared: what other readers
+    of
+    the same rows need, where the call asked for several.
 
     A context manager: leaving it confirms the rows. Only rows that were borrowed, or asked for with
     confirm_later, have anything to confirm.
@@ -209,6 +134,7 @@ class EncodedRows:
     tier: CacheTier = CacheTier.UNKNOWN
     timings: StageTimings = field(default_factory=StageTimings)
     timestamps_s: tuple[float, ...] = ()
+    chunk_grids: tuple[Grid, ...] = ()
     shared: LeaseRecord | None = field(default=None, repr=False)
     reading: Reading | None = field(default=None, repr=False)
 
@@ -336,6 +262,10 @@ class Limits:
     max_queued_bytes: int = 0
     store_bytes: int = 0
     chunk_bytes: int = 0
+    max_clip_bytes: int = 0
+    max_clip_duration_s: float = 0.0
+    max_clip_frames: int = 0
+    max_clip_patches: int = 0
 
 
 @dataclass(frozen=True)

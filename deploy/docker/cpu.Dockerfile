@@ -16,10 +16,17 @@ COPY pyproject.toml README.md LICENSE ./
 COPY encoder_service encoder_service
 COPY lm_adapter lm_adapter
 COPY proto proto
-RUN pip install --no-cache-dir .
+# Traces and the shared tier are in; whoever wants neither sets neither. Nothing is installed or compiled
+# in the final image: no pip, no headers and no tests of torch's.
+RUN pip install --no-cache-dir ".[otel,shared]" \
+    && rm -rf /opt/venv/lib/python3.12/site-packages/torch/include /opt/venv/lib/python3.12/site-packages/torch/test \
+    && pip uninstall -y pip
 
 FROM python:3.12.12-slim-bookworm
 COPY --from=build /opt/venv /opt/venv
+LABEL org.opencontainers.image.title="vision-encoder" \
+    org.opencontainers.image.version="0.1.0" \
+    org.opencontainers.image.licenses="Apache-2.0"
 RUN install -d -o 65532 -g 65532 -m 0750 /run/vision-encoder
 # glibc gives large blocks back to the kernel at every free, and each new one faults in page by page; kept
 # blocks make streams of rows about twice as fast.

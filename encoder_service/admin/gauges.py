@@ -5,9 +5,12 @@ Owns names and texts of these metrics; the figures are counted where things happ
 
 from __future__ import annotations
 
-from encoder_service.admin.live import runs_by_size
+import functools
+
+from encoder_service.admin.live import runs_by_size, store_tiers
 from encoder_service.engine.calibrate import export_cost
 from encoder_service.engine.device import DeviceEngine
+from encoder_service.logs import lost_lines
 from encoder_service.metrics import Metrics
 from encoder_service.pipeline import Pipeline
 from encoder_service.store.shared_tier import ServerTier
@@ -35,12 +38,23 @@ def register_gauges(metrics: Metrics, pipeline: Pipeline, engine: DeviceEngine) 
     )
     gauge("ve_flights", "Encodes in progress.", lambda: len(pipeline.flights))
     gauge("ve_store_bytes", "Bytes of rows held.", lambda: pipeline.store.num_bytes)
-    gauge("ve_store_items", "Items held.", lambda: len(pipeline.store))
+    metrics.gauge_by(
+        "ve_store_items",
+        "Items held by a tier; one that is held in both counts in each.",
+        "tier",
+        {name: functools.partial(len, part) for name, part in store_tiers(pipeline.store).items()},
+    )
     counter("ve_store_hits", "Lookups that found rows.", lambda: pipeline.store.counters.hits)
     counter("ve_store_misses", "Lookups that found none.", lambda: pipeline.store.counters.misses)
     counter("ve_store_evictions", "Items evicted.", lambda: pipeline.store.counters.evictions)
     counter("ve_store_refused", "Items that found no room.", lambda: pipeline.store.counters.refused)
     by = metrics.counter_view_by
+    by(
+        "ve_log_lines_lost",
+        "Log lines lost: full, nobody takes them; failed, they could not be written.",
+        "reason",
+        lost_lines,
+    )
     by("ve_tier_lookups", "Lookups that came to a tier.", "tier", lambda: _tier_figures(pipeline)[0])
     by("ve_tier_hits", "Lookups that a tier answered.", "tier", lambda: _tier_figures(pipeline)[1])
     counter(

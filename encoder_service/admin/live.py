@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sized
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,8 @@ from encoder_service.load import saturation
 from encoder_service.metrics import STAGE_BUCKETS_S, Metrics
 from encoder_service.pipeline import Pipeline
 from encoder_service.store.arena import Arena
+from encoder_service.store.embedding_store import RowStore
+from encoder_service.store.tiers import TieredStore
 from encoder_service.transport.shared_memory import SharedMemory
 from encoder_service.types import CacheTier
 
@@ -126,15 +128,8 @@ class LiveView:
 
     def _stage_counts(self) -> list[float]:
         """Observations so far of each stage in each bucket, not summed up as Prometheus has them."""
-        ends: dict[str, list[float]] = {}
-        (family,) = self._metrics.stage_seconds.collect()
-        for sample in family.samples:
-            if sample.name.endswith("_bucket"):
-                ends.setdefault(sample.labels["stage"], []).append(sample.value)
-        counts: list[float] = []
-        for stage in STAGES:
-            counts.extend(np.diff(ends[stage], prepend=0.0) if stage in ends else [0.0] * NUM_BUCKETS)
-        return counts
+        stages = self._metrics.stage_seconds
+        return [float(count) for stage in STAGES for count in stages.counts(stage)]
 
     # -- figures of now --------------------------------------------------------------------------------
 
@@ -225,7 +220,7 @@ class LiveView:
         store = pipeline.store
         return {
             "tiers": {tier.value: int(window.now(f"tier_{tier.value}")) for tier in CacheTier},
-            "items": len(store),
+            "items": {tier: len(part) for tier, part in store_tiers(store).items()},
             "bytes": store.num_bytes,
             "max_bytes": store.max_bytes,
             "evictions": store.counters.evictions,
@@ -234,6 +229,13 @@ class LiveView:
                 arena_row(namespace, part.arena) for namespace, part in shared.store.named_parts()
             ],
         }  # fmt: skip
+
+
+def store_tiers(store: RowStore) -> Mapping[str, Sized]:
+    """What holds rows in this process, by the name of its tier."""
+    if isinstance(store, TieredStore):
+        return {"device": store.device, "host": store.host}
+    return {"host": store}
 
 
 def by_label(counter: Counted, label: str) -> dict[str, float]:

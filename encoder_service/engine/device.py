@@ -3,10 +3,12 @@
 Owns which thread does what and what happens when a batch fails. Leaves the choice of batches to the
 planner, the work on the device to the launcher and everything about requests to the pipeline.
 
-One thread hands batches over as soon as there are items and fewer than two batches are in flight; a second
-waits for the oldest and gives its rows out. With one thread, either an item that comes while the device is
-busy would wait for the batch to end before its own transfer starts, or the rows of a batch would wait for
-the next one; neither thread holds the interpreter's lock while it waits or copies.
+One thread hands batches over, up to two at a time; a second waits for the oldest and gives its rows out. With
+one thread, either an item that comes while the device is busy would wait for the batch to end before its own
+transfer starts, or the rows of a batch would wait for the next one; neither thread holds the interpreter's
+lock while it waits or copies. While the device has a batch and what waits fills no other, the next one is
+made just before the device needs it: made at once it would be as small as what has come by then, and small
+batches take the device, and the interpreter's lock, longer for each item.
 
 A batch that cannot be handed over is split and retried, so that one poisoned item fails alone. A fault of
 the device itself, told late by the wait for a batch, fails everything in flight and waiting, once, with a
@@ -26,20 +28,24 @@ import torch
 
 from encoder_service.engine.faults import first_line, is_device_fault
 from encoder_service.engine.graphs import GraphRunner
-from encoder_service.engine.jobs import Batch, EngineCounters, Job, TowerResult
+from encoder_service.engine.jobs import Batch, EngineCounters, Job, LatePlaces, TowerResult, reasons_of
 from encoder_service.engine.launch import Launcher, TowerLauncher
+from encoder_service.engine.returns import Returns
 from encoder_service.engine.rows import Destination
-from encoder_service.errors import Cancelled, DeadlineExceeded, DeviceFault, Draining, InternalError
+from encoder_service.errors import Cancelled, DeviceFault, Draining, InternalError
 from encoder_service.ingest.preprocessor import Preprocessor
 from encoder_service.metrics import Metrics
 from encoder_service.scheduler.outlook import Outlook
-from encoder_service.scheduler.planner import Late, Plan, Planner, Ticket, launch_of
+from encoder_service.scheduler.planner import Plan, Planner, Ticket, launch_of
 from encoder_service.towers.tower import Tower
 from encoder_service.types import Grid, TowerItem
 
 log = structlog.get_logger(__name__)
 
 MAX_IN_FLIGHT = 2
+# The event loop may take so long to find places for a batch's rows: longer than it holds its breath, and
+# shorter than callers would notice.
+PLACES_S = 0.25
 
 
 class DeviceEngine:
@@ -72,12 +78,17 @@ class DeviceEngine:
         self.graphs = graphs
         self._launcher = launcher or TowerLauncher(tower, preprocessor, graphs, clock=clock)
         self._device = tower.device
-        self._wake = threading.Condition()  # guards everything below
+        # Guards everything below. Each thread waits for its own condition: one that is woken for nothing
+        # takes the interpreter's lock from those who work.
+        self._lock = threading.RLock()
+        self._may_launch = threading.Condition(self._lock)
+        self._may_finish = threading.Condition(self._lock)
         self._jobs: dict[Ticket, Job] = {}  # those that wait
         self._taken: dict[Job, None] = {}  # those whose batch was planned and who have no answer yet
         self._in_flight: deque[Batch] = deque()  # oldest first
         self._outlook = Outlook()
         self._stopping = False
+        self._is_holding = False
         self._launching_is_over = False
         self._fault: DeviceFault | None = None
         self._threads = [
@@ -85,6 +96,8 @@ class DeviceEngine:
             for loop, name in ((self._launch_loop, "device-engine"), (self._finish_loop, "device-rows"))
         ]
         self.counters = EngineCounters()
+        self.returns: Returns | None = None
+        """Where items' late destinations are found; without, those items' rows go to host memory."""
 
     def start(self) -> None:
         for thread in self._threads:
@@ -93,9 +106,9 @@ class DeviceEngine:
     def stop(self, timeout_s: float) -> bool:
         """Finishes the batches in flight, refuses what waits, joins the threads. False if they did not end
         within ``timeout_s``. Blocks; also right for an engine that never started."""
-        with self._wake:
+        with self._lock:
             self._stopping = True
-            self._wake.notify_all()
+            self._wake_all()
         if self._threads[0].ident is None:
             self._abandon(Draining("the service stopped before the item ran"))
             return True
@@ -116,21 +129,28 @@ class DeviceEngine:
 
     @property
     def queued_patches(self) -> int:
-        with self._wake:
+        with self._lock:
             return self._planner.num_patches
 
     @property
     def queued_items(self) -> int:
-        with self._wake:
+        with self._lock:
             return len(self._planner)
 
-    def submit(self, item: TowerItem, ticket: Ticket, destination: Destination = None) -> Future[TowerResult]:
+    def submit(
+        self,
+        item: TowerItem,
+        ticket: Ticket,
+        destination: Destination = None,
+        late: Callable[[], Destination] | None = None,
+    ) -> Future[TowerResult]:
         """Queues an item. destination: where on the device its rows go, the engine's until the future ends;
-        host memory when left out. The future ends with its rows, or Cancelled, DeadlineExceeded, Draining,
+        host memory when left out. late: finds the destination when the item's batch is planned, on the loop
+        of ``returns``. The future ends with its rows, or Cancelled, DeadlineExceeded, Draining,
         DeviceFault or InternalError. Raises DeviceFault when the device has failed already, Draining when
         the engine is stopping."""
-        job = Job(item, ticket, destination)
-        with self._wake:
+        job = Job(item, ticket, destination, late)
+        with self._lock:
             if self._fault is not None:
                 raise self._fault
             if self._stopping:
@@ -138,13 +158,14 @@ class DeviceEngine:
             job.future.set_running_or_notify_cancel()  # from here on only the engine completes it
             self._jobs[ticket] = job
             self._planner.add(ticket)
-            self._wake.notify_all()
+            if self._has_room() and (not self._is_holding or self._planner.has_full_batch):
+                self._may_launch.notify()
         return job.future
 
     def discard(self, ticket: Ticket) -> None:
         """Drops an item that nobody waits for, at once, so that its pixels do not outlive its permit behind
         a long batch. Does nothing for an item that runs already or has ended."""
-        with self._wake:
+        with self._lock:
             job = self._jobs.pop(ticket, None)
             if job is None:
                 return
@@ -154,7 +175,7 @@ class DeviceEngine:
 
     @property
     def num_in_flight(self) -> int:
-        with self._wake:
+        with self._lock:
             return len(self._in_flight)
 
     def warm_up(self, grids: Sequence[Grid]) -> None:
@@ -185,11 +206,17 @@ class DeviceEngine:
 
     def _launch_loop(self) -> None:
         while True:
-            with self._wake:
-                self._wake.wait_for(lambda: self._stopping or (len(self._planner) and self._has_room()))
+            with self._lock:
+                self._may_launch.wait_for(lambda: self._stopping or (len(self._planner) and self._has_room()))
                 if self._stopping:
                     break
                 now_s = self._clock()
+                hold_s = 0.0 if self._planner.has_full_batch else self._outlook.hold_s(now_s)
+                if hold_s > 0.0:
+                    self._is_holding = True
+                    self._may_launch.wait(hold_s)
+                    self._is_holding = False
+                    continue
                 plan = self._planner.next_batch(now_s, self._outlook.busy_s(now_s))
                 batch = [self._jobs.pop(ticket) for ticket in plan.batch]
                 self._taken.update(dict.fromkeys(batch))
@@ -197,33 +224,41 @@ class DeviceEngine:
                 self.counters.dropped_items += len(dropped)
             for job, error in dropped:
                 job.future.set_exception(error)
+            self._find_places(batch)
             self._launch(batch)
             del batch, plan, dropped
         self._abandon(Draining("the service stopped before the item ran"))
-        with self._wake:
+        with self._lock:
             self._launching_is_over = True
-            self._wake.notify_all()
+            self._wake_all()
+
+    def _wake_all(self) -> None:
+        self._may_launch.notify_all()
+        self._may_finish.notify_all()
 
     def _has_room(self) -> bool:
         return len(self._in_flight) < MAX_IN_FLIGHT
 
     def _take_dropped(self, plan: Plan) -> list[tuple[Job, Exception]]:
-        errors: list[tuple[Ticket, Exception]] = [
-            (ticket, Cancelled("every caller left before the item ran")) for ticket in plan.cancelled
-        ]
-        errors += [
-            (ticket, DeadlineExceeded("the deadline passed before the item ran")) for ticket in plan.expired
-        ]
-        errors += [(late.ticket, too_late(late)) for late in plan.late]
-        return [(self._jobs.pop(ticket), error) for ticket, error in errors]
+        return [(self._jobs.pop(ticket), error) for ticket, error in reasons_of(plan)]
+
+    def _find_places(self, jobs: list[Job]) -> None:
+        """Has the loop find the destinations that wait for their batch. Items are late where many wait, so
+        that the device has a batch meanwhile."""
+        if self.returns is None or not any(job.late for job in jobs):
+            return
+        places = LatePlaces(jobs)
+        self.returns.post(places.find)
+        if not places.wait(PLACES_S):
+            self.counters.unanswered_places += 1
 
     def _launch(self, jobs: list[Job]) -> None:
         """Hands a batch to the device; on failure its halves; a single item's failure is its own. Waits
         while two batches are in flight, as the first half of a batch that failed may be."""
         if not jobs:
             return
-        with self._wake:
-            self._wake.wait_for(lambda: self._fault is not None or self._has_room())
+        with self._lock:
+            self._may_launch.wait_for(lambda: self._fault is not None or self._has_room())
             if self._fault is not None:
                 return
         started_s = self._clock()
@@ -246,10 +281,10 @@ class DeviceEngine:
             return
         self._metrics.step_host_seconds.observe(self._clock() - started_s)
         predicted_us = self._planner.predicted_us(job.ticket for job in jobs)
-        with self._wake:
+        with self._lock:
             self._in_flight.append(Batch(jobs, launched))
             self._outlook.launched(started_s, predicted_us)
-            self._wake.notify_all()
+            self._may_finish.notify()
 
     def _check_failure(self, error: Exception) -> str:
         """What to say of a failed batch. Raises DeviceFault when the device has failed: an earlier batch's
@@ -266,8 +301,8 @@ class DeviceEngine:
 
     def _finish_loop(self) -> None:
         while True:
-            with self._wake:
-                self._wake.wait_for(
+            with self._lock:
+                self._may_finish.wait_for(
                     lambda: self._in_flight or self._launching_is_over or self._fault is not None
                 )
                 if self._fault is not None or not self._in_flight:
@@ -284,10 +319,10 @@ class DeviceEngine:
         except Exception as error:
             failure = self._check_failure(error)
         ended_s = self._clock()
-        with self._wake:
+        with self._lock:
             self._in_flight.popleft()
             self._outlook.finished(ended_s)
-            self._wake.notify_all()
+            self._may_launch.notify()
         if failure:
             self._fail_items(batch.jobs, failure)
             return
@@ -313,7 +348,7 @@ class DeviceEngine:
 
     def _claim(self, job: Job) -> bool:
         """Whether the caller is the one to answer a planned job: either thread may be failing everything."""
-        with self._wake:
+        with self._lock:
             return self._taken.pop(job, job) is None
 
     def _fail_items(self, jobs: list[Job], failure: str) -> None:
@@ -321,14 +356,14 @@ class DeviceEngine:
         for job in jobs:
             if not self._claim(job):
                 continue
-            with self._wake:
+            with self._lock:
                 self.counters.failed_items += 1
             log.error("item failed in the tower", grid=tuple(job.item.grid), error=failure)
             job.future.set_exception(InternalError(f"the tower failed: {failure}"))
 
     def _fail(self, fault: DeviceFault) -> None:
         """Ends everything, planned or waiting, with the fault. The second thread to notice does nothing."""
-        with self._wake:
+        with self._lock:
             if self._fault is not None:
                 return
             self._fault = fault
@@ -339,7 +374,7 @@ class DeviceEngine:
     def _abandon(self, error: Exception) -> None:
         """Ends every waiting job with ``error``; after a fault with the fault, and the planned ones too. No
         later job is accepted."""
-        with self._wake:
+        with self._lock:
             # While stopping, one thread may come here before the other that has just noticed a fault.
             error = self._fault or error
             self._stopping = True
@@ -349,16 +384,6 @@ class DeviceEngine:
             if self._fault is not None:
                 jobs = [*self._taken, *jobs]
                 self._taken.clear()
-            self._wake.notify_all()
+            self._wake_all()
         for job in jobs:
             job.future.set_exception(error)
-
-
-def too_late(late: Late) -> DeadlineExceeded:
-    """Of an item that was dropped before its deadline."""
-    needed_ms, left_ms = round(late.needed_s * 1e3, 1), round(late.left_s * 1e3, 1)
-    return DeadlineExceeded(
-        f"the deadline is in {left_ms} ms, the item's rows are at least {needed_ms} ms away",
-        needed_ms=needed_ms,
-        left_ms=left_ms,
-    )

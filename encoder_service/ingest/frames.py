@@ -12,7 +12,7 @@ import functools
 import json
 import math
 import time
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from blake3 import blake3
@@ -24,12 +24,17 @@ from encoder_service.errors import (
     PixelTensorMismatch,
     UndecodableImage,
 )
-from encoder_service.ingest.decode import DecodeLimits, decode_rgb, read_size
+from encoder_service.ingest.decode import DecodeLimits, decode_rgb, glance_at_size, read_size
 from encoder_service.ingest.identity import dtype_name
 from encoder_service.ingest.preprocessor import Preprocessor
 from encoder_service.ingest.settings import MoonViTSettings, Normalisation, QwenVLSettings
 from encoder_service.types import FrameItem, Grid, Modality, PatchItem, PixelValues, PreprocessOptions
 
+if TYPE_CHECKING:
+    from encoder_service.ingest.clips import ClipPreprocessor
+
+# Options that were found in order, which are not looked at again.
+MAX_SOUND_OPTIONS = 256
 PIXEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -72,10 +77,15 @@ def normalise_into(out: torch.Tensor, patches: torch.Tensor, normalisation: Norm
     out.div_(std)
 
 
-def settings_fingerprint(rules: str, settings: QwenVLSettings | MoonViTSettings) -> bytes:
-    """BLAKE3 over the rules' version and the settings as canonical JSON. Floats in JSON are the shortest
-    text that reads back to the same double, so equal settings give equal bytes everywhere."""
-    content = {"rules": rules, "settings": dataclasses.asdict(settings)}
+def settings_fingerprint(
+    rules: str, settings: QwenVLSettings | MoonViTSettings, clips: ClipPreprocessor | None = None
+) -> bytes:
+    """BLAKE3 over the rules' version and the settings, those of clips among them, as canonical JSON. Floats
+    in JSON are the shortest text that reads back to the same double, so equal settings give equal bytes
+    everywhere."""
+    content: dict[str, object] = {"rules": rules, "settings": dataclasses.asdict(settings)}
+    if clips is not None:
+        content["clips"] = clips.described
     return blake3(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).digest()
 
 
@@ -104,9 +114,20 @@ class ImagePreprocessor(Preprocessor):
         """The shapes that one patch of a caller's pixel tensor may have; the first is the flat one."""
 
     def check_options(self, modality: Modality, options: PreprocessOptions) -> None:
+        # Asked three times of every item, and nearly always of the same options.
+        if (modality, options) in self._sound_options:
+            return
+        self._check_options(modality, options)
+        if len(self._sound_options) >= MAX_SOUND_OPTIONS:
+            self._sound_options.clear()
+        self._sound_options.add((modality, options))
+
+    def _check_options(self, modality: Modality, options: PreprocessOptions) -> None:
         given = options.given()
-        # Clips arrive as pixel tensors, whose preprocessing is done.
+        clips = self.clips if modality is Modality.VIDEO else None
         taken = self.taken_options if modality is Modality.IMAGE else ()
+        if clips is not None:
+            taken = clips.taken_options
         for name in given:
             if name not in taken:
                 raise InvalidOption(
@@ -115,7 +136,14 @@ class ImagePreprocessor(Preprocessor):
                     option=name,
                     taken=", ".join(taken),
                 )
-        self.check_values(options)
+        if clips is not None:
+            clips.check_options(options)
+        else:
+            self.check_values(options)
+
+    @functools.cached_property
+    def _sound_options(self) -> set[tuple[Modality, PreprocessOptions]]:
+        return set()
 
     def check_range(self, name: str, value: int | float, ceiling: int) -> None:
         """Raises InvalidOption unless 1 <= value <= ceiling."""
@@ -127,6 +155,13 @@ class ImagePreprocessor(Preprocessor):
     def probe_image(self, data: bytes, options: PreprocessOptions) -> Grid:
         self.check_options(Modality.IMAGE, options)
         return self.target_grid(*read_size(data, self.limits), options)
+
+    def glance_at_image(self, data: bytes, options: PreprocessOptions) -> Grid | None:
+        size = glance_at_size(data, self.limits)
+        if size is None:
+            return None
+        self.check_options(Modality.IMAGE, options)
+        return self.target_grid(*size, options)
 
     def load_image(self, data: bytes, options: PreprocessOptions) -> tuple[FrameItem, float, float]:
         started = time.perf_counter()

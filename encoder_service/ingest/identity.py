@@ -10,6 +10,7 @@ two equal).
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import struct
 
@@ -22,14 +23,17 @@ from encoder_service.types import (
     Content,
     DigestOnly,
     EncodedFile,
+    FrameArray,
     Grid,
     Item,
+    Modality,
     PixelValues,
     PreprocessOptions,
 )
 
 KEY_TAG = b"vision_encoder.key.v1"
 PIXELS_TAG = b"vision_encoder.pixels.v1"
+FRAMES_TAG = b"vision_encoder.frames.v1"
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -67,6 +71,14 @@ def digest_pixels(pixels: PixelValues) -> bytes:
     return hasher.digest()
 
 
+def digest_frames(frames: FrameArray) -> bytes:
+    """BLAKE3 of frames [T, H, W, 3] with their shape. Their rate and timestamps are the key's matter."""
+    tensor = frames.frames_THWC.contiguous()
+    hasher = blake3(length_prefixed([FRAMES_TAG, struct.pack(f"<{tensor.dim()}Q", *tensor.shape)]))
+    hasher.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    return hasher.digest()
+
+
 def content_digest(item: Item) -> bytes:
     """32 bytes that stand for the item's content: the caller's, checked, or BLAKE3 of the content.
 
@@ -79,10 +91,23 @@ def content_digest(item: Item) -> bytes:
             return blake3(data).digest()
         case PixelValues():
             return digest_pixels(item.content)
+        case FrameArray():
+            return digest_frames(item.content)
         case DigestOnly():
             raise InvalidDigest(
                 "a digest-only item needs a content_digest, found 0 bytes", found=0, needed=32
             )
+
+
+def content_bytes(item: Item) -> int:
+    """Bytes of content that an item holds while it waits."""
+    match item.content:
+        case EncodedFile(data):
+            return len(data)
+        case PixelValues(tensor) | FrameArray(tensor):
+            return tensor.nbytes
+        case DigestOnly():
+            return 0
 
 
 def options_text(options: PreprocessOptions) -> str:
@@ -97,7 +122,15 @@ def options_text(options: PreprocessOptions) -> str:
 
 def source_text(content: Content) -> str:
     """``encoded`` for files and digests, ``pixels:t,h,w`` for pixel tensors: a caller's own pixels never
-    stand for the pixels that the service would have made."""
+    stand for the pixels that the service would have made. For arrays of frames what samples them or tells
+    when they are shown: ``frames:fps=`` and the rate in hexadecimal as of an option, empty where none is
+    given,
+    or ``frames:at=`` and the SHA-256 of the timestamps as little-endian doubles."""
+    if isinstance(content, FrameArray):
+        if content.timestamps_s is not None:
+            packed = struct.pack(f"<{len(content.timestamps_s)}d", *content.timestamps_s)
+            return f"frames:at={hashlib.sha256(packed).hexdigest()}"
+        return f"frames:fps={'' if content.fps is None else struct.pack('<d', content.fps).hex()}"
     if isinstance(content, PixelValues):
         grid: Grid = content.grid
         return f"pixels:{grid.t},{grid.h},{grid.w}"
@@ -114,18 +147,41 @@ def embedding_key(
     dtype: torch.dtype,
 ) -> bytes:
     """The 32-byte key of an item's rows, from everything that decides them."""
-    return hashlib.sha256(
-        length_prefixed(
-            [
-                KEY_TAG,
-                namespace.encode(),
-                digest,
-                item.modality.value.encode(),
-                model_fingerprint,
-                preprocess_fingerprint,
-                options_text(item.options).encode(),
-                source_text(item.content).encode(),
-                dtype_name(dtype).encode(),
-            ]
-        )
-    ).digest()
+    before = _key_before(namespace)
+    after = _key_after(
+        item.modality,
+        model_fingerprint,
+        preprocess_fingerprint,
+        options_text(item.options),
+        source_text(item.content),
+        dtype,
+    )
+    return hashlib.sha256(b"".join((before, length_prefixed([digest]), after))).digest()
+
+
+@functools.lru_cache(maxsize=256)
+def _key_before(namespace: str) -> bytes:
+    """The part of a key's fields that stands before the digest."""
+    return length_prefixed([KEY_TAG, namespace.encode()])
+
+
+@functools.lru_cache(maxsize=256)
+def _key_after(
+    modality: Modality,
+    model_fingerprint: bytes,
+    preprocess_fingerprint: bytes,
+    options: str,
+    source: str,
+    dtype: torch.dtype,
+) -> bytes:
+    """The part behind the digest, which is the same for most items."""
+    return length_prefixed(
+        [
+            modality.value.encode(),
+            model_fingerprint,
+            preprocess_fingerprint,
+            options.encode(),
+            source.encode(),
+            dtype_name(dtype).encode(),
+        ]
+    )

@@ -8,7 +8,7 @@ Shape suffixes: T frames, H height, W width, C channels, P patches.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -21,6 +21,9 @@ from encoder_service.ingest.frames import (
 )
 from encoder_service.ingest.settings import MoonViTSettings
 from encoder_service.types import Grid, PreprocessOptions
+
+if TYPE_CHECKING:
+    from encoder_service.ingest.clips import ClipPreprocessor
 
 RULES = "moonvit.1"  # raise when the same settings give other pixels
 
@@ -50,12 +53,15 @@ class MoonViTPreprocessor(ImagePreprocessor):
     family = "kimi_k25"
     taken_options = ("max_patches", "max_patches_per_side")
 
-    def __init__(self, settings: MoonViTSettings, limits: DecodeLimits) -> None:
+    def __init__(
+        self, settings: MoonViTSettings, limits: DecodeLimits, clips: ClipPreprocessor | None = None
+    ) -> None:
         self.settings = settings
         self.limits = limits
+        self.clips = clips
         self.merge_size = settings.merge_size
         self.patch_dim = 3 * settings.patch_size**2
-        self.fingerprint = settings_fingerprint(RULES, settings)
+        self.fingerprint = settings_fingerprint(RULES, settings, clips)
 
     @property
     def patch_shapes(self) -> tuple[tuple[int, ...], ...]:

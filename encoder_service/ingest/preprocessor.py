@@ -8,21 +8,27 @@ eighth of the bytes travels. Both halves together equal the reference processors
 from __future__ import annotations
 
 import abc
+from typing import TYPE_CHECKING
 
 import torch
 
 from encoder_service.types import FrameItem, Grid, Modality, PatchItem, PixelValues, PreprocessOptions
+
+if TYPE_CHECKING:
+    from encoder_service.ingest.clips import ClipPreprocessor
 
 
 class Preprocessor(abc.ABC):
     """One family's preprocessing with one checkpoint's settings. Stateless and thread-safe.
 
     fingerprint: 32 bytes over every setting that changes pixels, and over the version of the code's rules.
-    patch_dim: elements of one flattened patch.
+    patch_dim: elements of one flattened patch. clips: the rules for clips; None where the checkpoint says
+    nothing of them.
     """
 
     fingerprint: bytes
     patch_dim: int
+    clips: ClipPreprocessor | None = None
 
     @abc.abstractmethod
     def check_options(self, modality: Modality, options: PreprocessOptions) -> None:
@@ -37,6 +43,12 @@ class Preprocessor(abc.ABC):
     def probe_image(self, data: bytes, options: PreprocessOptions) -> Grid:
         """The grid of an encoded image, from its header alone: no pixel is decoded.
         Raises UndecodableImage, ImageTooLarge, AspectRatioExceeded."""
+
+    def glance_at_image(self, data: bytes, options: PreprocessOptions) -> Grid | None:
+        """As ``probe_image``, where the file says it so plainly that an event loop may ask; else None.
+        Raises as ``probe_image``."""
+        del data, options
+        return None
 
     @abc.abstractmethod
     def load_image(self, data: bytes, options: PreprocessOptions) -> tuple[FrameItem, float, float]:

@@ -8,7 +8,7 @@ Shape suffixes: T frames, H height, W width, C channels, P patches.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -22,6 +22,9 @@ from encoder_service.ingest.frames import (
 )
 from encoder_service.ingest.settings import QwenVLSettings
 from encoder_service.types import Grid, PreprocessOptions
+
+if TYPE_CHECKING:
+    from encoder_service.ingest.clips import ClipPreprocessor
 
 RULES = "qwen_vl.1"  # raise when the same settings give other pixels
 MAX_ASPECT_RATIO = 200
@@ -60,12 +63,15 @@ class QwenVLPreprocessor(ImagePreprocessor):
     family = "qwen_vl"
     taken_options = ("min_pixels", "max_pixels")
 
-    def __init__(self, settings: QwenVLSettings, limits: DecodeLimits) -> None:
+    def __init__(
+        self, settings: QwenVLSettings, limits: DecodeLimits, clips: ClipPreprocessor | None = None
+    ) -> None:
         self.settings = settings
         self.limits = limits
+        self.clips = clips
         self.merge_size = settings.merge_size
         self.patch_dim = 3 * settings.temporal_patch_size * settings.patch_size**2
-        self.fingerprint = settings_fingerprint(RULES, settings)
+        self.fingerprint = settings_fingerprint(RULES, settings, clips)
 
     @property
     def patch_shapes(self) -> tuple[tuple[int, ...], ...]:
@@ -73,8 +79,9 @@ class QwenVLPreprocessor(ImagePreprocessor):
 
     def check_values(self, options: PreprocessOptions) -> None:
         ceiling = max(self.limits.max_image_pixels, self.settings.max_pixels)
+        given = options.given()
         for name in self.taken_options:
-            if (value := options.given().get(name)) is not None:
+            if (value := given.get(name)) is not None:
                 self.check_range(name, value, ceiling)
         area = self.area_limits(options)
         if area.min_pixels > area.max_pixels:

@@ -160,7 +160,8 @@ class SettingsReader:
         )
 
 
-def _read_object(path: Path) -> Mapping[str, object]:
+def read_object(path: Path) -> Mapping[str, object]:
+    """A file that holds one JSON object. Raises CheckpointError, UnsupportedCheckpoint."""
     try:
         values = json.loads(path.read_bytes())
     except OSError as error:
@@ -181,11 +182,11 @@ def read_settings_file(checkpoint: Path) -> SettingsReader:
     """
     preprocessor, processor = checkpoint / PREPROCESSOR_FILE, checkpoint / PROCESSOR_FILE
     if processor.exists():
-        combined = SettingsReader(_read_object(processor), str(processor))
+        combined = SettingsReader(read_object(processor), str(processor))
         if combined.has("image_processor"):
             return combined.section("image_processor")
     if preprocessor.exists():
-        return SettingsReader(_read_object(preprocessor), str(preprocessor))
+        return SettingsReader(read_object(preprocessor), str(preprocessor))
     raise CheckpointError(
         f"{checkpoint} has no {PREPROCESSOR_FILE}, and no {PROCESSOR_FILE} with an image_processor",
         path=checkpoint,

@@ -43,7 +43,10 @@ class CallItem:
     async def ask(self, question: Callable[[Item], Awaitable[Answer]]) -> Answer:
         """What the question has for an answer to the item, which is read for as long as that takes. Raises as
         ``read``, as the question, and as ``UrlFetcher.content``."""
-        if self.urls is None or self.message.WhichOneof("content") != "url":
+        kind = self.message.WhichOneof("content")
+        if kind not in ("url", "pixels", "frames"):
+            return await question(convert.item_from_proto(self.message))
+        if self.urls is None or kind != "url":
             async with self.read() as item:
                 return await question(item)
         item = convert.item_from_proto(self.message, fetched=b"")
@@ -58,12 +61,12 @@ class CallItem:
 
     @contextlib.asynccontextmanager
     async def read(self) -> AsyncIterator[Item]:
-        """The item, its pixels in memory of our own; those out of shared memory are counted as content for as
+        """An item of pixels, in memory of our own; those out of shared memory are counted as content for as
         long as the block lasts. A large tensor is copied off the event loop. Raises as
         ``convert.item_from_proto``, and QueueFull."""
         message = self.message
         if self.pixels is None:
-            if message.ByteSize() > CONVERT_INLINE_BYTES and message.WhichOneof("content") == "pixels":
+            if message.ByteSize() > CONVERT_INLINE_BYTES:
                 loop = asyncio.get_running_loop()
                 item = await loop.run_in_executor(self.workers, convert.item_from_proto, message)
             else:
@@ -71,7 +74,7 @@ class CallItem:
             yield item
             return
         with self.pixels:
-            layout = convert.layout_from_proto(message.pixels.shm)
+            layout = convert.layout_from_proto(convert.shm_of(message) or pb.ShmTensor())
             async with self.pixels.tensor(layout, self.admission, self.workers) as tensor:
                 yield convert.item_from_proto(message, tensor)
 

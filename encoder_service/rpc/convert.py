@@ -31,6 +31,7 @@ from encoder_service.types import (
     Content,
     DigestOnly,
     EncodedFile,
+    FrameArray,
     Grid,
     Item,
     Modality,
@@ -40,6 +41,7 @@ from encoder_service.types import (
 from vision_encoder.v1 import encoder_pb2 as pb
 
 PROTOCOL_VERSION = 1
+NO_OPTIONS = PreprocessOptions()
 MIN_PROTOCOL_VERSION = 1
 
 MODALITIES: dict[int, Modality] = {pb.MODALITY_IMAGE: Modality.IMAGE, pb.MODALITY_VIDEO: Modality.VIDEO}
@@ -48,6 +50,9 @@ DTYPES: dict[int, torch.dtype] = {
     pb.DTYPE_BFLOAT16: torch.bfloat16,
     pb.DTYPE_FLOAT16: torch.float16,
     pb.DTYPE_UINT8: torch.uint8,
+}
+DTYPE_NUMBERS: dict[torch.dtype, pb.DType.ValueType] = {
+    dtype: pb.DType.ValueType(number) for number, dtype in DTYPES.items()
 }
 TIERS: dict[CacheTier, pb.CacheTier.ValueType] = {
     CacheTier.MISS: pb.CACHE_TIER_MISS,
@@ -67,7 +72,7 @@ DELIVERY_BY_ARENA: dict[str, pb.Delivery.ValueType] = {
 
 def dtype_to_proto(dtype: torch.dtype) -> pb.DType.ValueType:
     """The wire's name of a dtype."""
-    return next(pb.DType.ValueType(value) for value, known in DTYPES.items() if known is dtype)
+    return DTYPE_NUMBERS[dtype]
 
 
 def grid_to_proto(grid: Grid) -> pb.GridTHW:
@@ -138,7 +143,8 @@ def item_from_proto(
     if digest is not None:
         check_digest(digest)
     content = content_from_proto(message, shared_pixels, fetched)
-    return Item(modality, content, digest, options_from_proto(message.options))
+    options = options_from_proto(message.options) if message.HasField("options") else NO_OPTIONS
+    return Item(modality, content, digest, options)
 
 
 def content_from_proto(
@@ -150,6 +156,10 @@ def content_from_proto(
             return EncodedFile(message.encoded)
         case "pixels":
             return pixels_from_proto(message.pixels, shared_pixels)
+        case "frames":
+            if message.modality != pb.MODALITY_VIDEO:
+                raise InvalidRequest("frames are a clip's content: set the modality to video")
+            return frames_from_proto(message.frames, shared_pixels)
         case "digest_only":
             return DigestOnly()
         case "url":
@@ -157,7 +167,7 @@ def content_from_proto(
                 return EncodedFile(fetched)
             raise UnsupportedContent("this server takes no URLs; send the bytes")
         case _:
-            raise InvalidRequest("the item has no content: set encoded, pixels or digest_only")
+            raise InvalidRequest("the item has no content: set encoded, pixels, frames or digest_only")
 
 
 def options_from_proto(message: pb.PreprocessOptions) -> PreprocessOptions:
@@ -166,11 +176,20 @@ def options_from_proto(message: pb.PreprocessOptions) -> PreprocessOptions:
     return PreprocessOptions(**given)
 
 
+def shm_of(message: pb.Item) -> pb.ShmTensor | None:
+    """The tensor in shared memory that is an item's content, or None."""
+    kind = message.WhichOneof("content")
+    if kind not in ("pixels", "frames"):
+        return None
+    holder = message.pixels if kind == "pixels" else message.frames
+    return holder.shm if holder.WhichOneof("source") == "shm" else None
+
+
 def segment_from_proto(message: pb.Item) -> SegmentRef | None:
     """The segment of shared memory that an item names; None for any other content."""
-    if message.WhichOneof("content") != "pixels" or message.pixels.WhichOneof("source") != "shm":
+    shm = shm_of(message)
+    if shm is None:
         return None
-    shm = message.pixels.shm
     return SegmentRef(shm.name, shm.segment_id, owner_id(shm.owner_id), shm.unlink_after_read)
 
 
@@ -196,7 +215,27 @@ def pixels_from_proto(message: pb.PixelTensor, shared: torch.Tensor | None = Non
         raise TransportUnavailable("pixel tensors in shared memory are not taken here; send them inline")
     if source is None:
         raise InvalidRequest("the pixel tensor has no source: set inline or shm")
-    tensor = message.inline
+    return PixelValues(inline_tensor(message.inline), grid_from_proto(message.grid_thw))
+
+
+def frames_from_proto(message: pb.FrameArray, shared: torch.Tensor | None = None) -> FrameArray:
+    """Frames of their own memory. Raises PixelTensorMismatch, TransportUnavailable, InvalidRequest."""
+    source = message.WhichOneof("source")
+    if source is None:
+        raise InvalidRequest("the frames have no source: set inline or shm")
+    if source == "shm" and shared is None:
+        raise TransportUnavailable("frames in shared memory are not taken here; send them inline")
+    tensor = shared if source == "shm" and shared is not None else inline_tensor(message.inline)
+    timestamps_s = tuple(message.timestamps_s) or None
+    if timestamps_s is not None and message.fps:
+        raise InvalidRequest(
+            f"frames have {message.fps} fps and {len(timestamps_s)} timestamps, needed is one of the two"
+        )
+    return FrameArray(tensor, message.fps or None, timestamps_s)
+
+
+def inline_tensor(tensor: pb.InlineTensor) -> torch.Tensor:
+    """A tensor of its own memory. Raises PixelTensorMismatch."""
     dtype = pixel_dtype(tensor.dtype)
     shape = tuple(tensor.shape)
     data = tensor.data  # read once: every access copies
@@ -209,15 +248,18 @@ def pixels_from_proto(message: pb.PixelTensor, shared: torch.Tensor | None = Non
         )
     if not data:
         raise PixelTensorMismatch(f"pixel tensor of shape {shape} is empty")
-    values = torch.frombuffer(bytearray(data), dtype=dtype).reshape(shape)
-    return PixelValues(values, grid_from_proto(message.grid_thw))
+    return torch.frombuffer(bytearray(data), dtype=dtype).reshape(shape)
 
 
 def result_event(
-    index: int, delivered: Delivered, chunk_bytes: int, leased: LeasedRows | None = None
+    index: int,
+    delivered: Delivered,
+    chunk_bytes: int,
+    leased: LeasedRows | None = None,
+    delivery_ms: float = 0.0,
 ) -> pb.ItemEvent:
     """Everything about an item's rows but the rows: those are where the lease says, or follow inline in
-    chunks of ``chunk_bytes``."""
+    chunks of ``chunk_bytes``. delivery_ms: since they were ready."""
     spec = delivered.encoded.spec
     result = pb.ItemResult(
         key=delivered.encoded.key,
@@ -228,9 +270,12 @@ def result_event(
         dtype=dtype_to_proto(spec.dtype),
         num_deepstack_levels=spec.num_deepstack_levels,
         tier=TIERS[delivered.tier],
-        timings=pb.StageTimings(**delivered.timings.as_mapping()),
+        timings=pb.StageTimings(**delivered.timings.as_mapping(), delivery_ms=delivery_ms),
         rows_bytes=spec.num_bytes,
     )
+    if (clip := delivered.encoded.clip) is not None:
+        result.timestamps_s.extend(clip.timestamps_s)
+        result.chunk_grids.extend(map(grid_to_proto, clip.chunk_grids))
     if leased is None:
         result.inline.num_chunks = math.ceil(spec.num_bytes / chunk_bytes)
     else:

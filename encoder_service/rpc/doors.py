@@ -57,11 +57,29 @@ def call_gate(settings: Settings, metrics: Metrics) -> CallGate:
     in_clear = [] if settings.tls_cert is not None else list(filter(is_reachable, settings.listen))
     if tokens.names() and in_clear:
         log.warning("tokens travel in clear without tls_cert", listen=",".join(in_clear))
-    return CallGate(
+    gate = CallGate(
         access=Access(tokens),
         permits=CallPermits(settings.max_calls, settings.max_calls_per_host, time.monotonic),
         receive_s=settings.receive_timeout_s,
         metrics=metrics,
+    )
+    export_gate(metrics, gate)
+    return gate
+
+
+def export_gate(metrics: Metrics, gate: CallGate) -> None:
+    """Registers what operators see of the gate; once per registry."""
+    metrics.gauge("ve_open_calls", "Calls in progress.", lambda: gate.permits.num_calls)
+    metrics.gauge(
+        "ve_open_calls_busiest_host",
+        "Calls in progress from the address that has most; callers by unix socket are one.",
+        lambda: max(gate.permits.by_host.values(), default=0),
+    )
+    metrics.counter_view_by(
+        "ve_refused_calls",
+        "Calls that came no further than the gate: too many, no token that opens, no request in time.",
+        "reason",
+        lambda: gate.refused,
     )
 
 

@@ -9,10 +9,11 @@ Health and reflection do not come through here: both answer without a token.
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import functools
 import ipaddress
 import urllib.parse
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections import Counter
+from collections.abc import Awaitable, Callable
 from typing import Any, NoReturn, TypeVar
 
 import grpc
@@ -28,8 +29,49 @@ from encoder_service.tokens import NamespaceTokens
 
 Request = TypeVar("Request", bound=Message)
 Response = TypeVar("Response")
-Event = TypeVar("Event")
 Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class Receiving:
+    """Calls whose message is on its way, each for ``receive_s`` at most: one timer for all, since all have
+    the same time and nearly none takes it."""
+
+    def __init__(self, receive_s: float) -> None:
+        self._receive_s = receive_s
+        self._ends_s: dict[asyncio.Task[Any], float] = {}  # in order of their ends
+        self._late: set[asyncio.Task[Any]] = set()
+        self._timer: asyncio.TimerHandle | None = None
+
+    async def of(self, context: Context) -> object:
+        """What the context reads. Raises DeadlineExceeded when its time is up."""
+        task = asyncio.current_task()
+        assert task is not None
+        loop = task.get_loop()
+        self._ends_s[task] = loop.time() + self._receive_s
+        if self._timer is None:
+            self._timer = loop.call_later(self._receive_s, self._end_late, loop)
+        try:
+            return await context.read()
+        except asyncio.CancelledError:
+            if task in self._late and not task.uncancel():
+                text = f"the request did not arrive within {self._receive_s} s"
+                raise DeadlineExceeded(text) from None
+            raise
+        finally:
+            del self._ends_s[task]
+            self._late.discard(task)
+
+    def _end_late(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._timer = None
+        now_s = loop.time()
+        for task, ends_s in self._ends_s.items():
+            if task in self._late:
+                continue
+            if ends_s > now_s:
+                self._timer = loop.call_at(ends_s, self._end_late, loop)
+                return
+            self._late.add(task)
+            task.cancel()
 
 
 class CallGate:
@@ -45,82 +87,68 @@ class CallGate:
     ) -> None:
         self._access = Access(NamespaceTokens()) if access is None else access
         self.permits = CallPermits(1 << 20) if permits is None else permits
-        self._receive_s = receive_s
+        self._receiving = Receiving(receive_s)
         self._metrics = metrics
+        self.refused: Counter[str] = Counter()
 
-    def unary(
+    def passed(
         self,
         method: str,
         behaviour: Callable[[Request, Context], Awaitable[Response]],
         request_type: type[Request],
     ) -> Callable[[object, Context], Awaitable[Response]]:
-        """The handler of a call with one answer."""
+        """The handler of a call, reached once everything about it is in order; the call is counted until it
+        ends."""
+        has_namespace = "namespace" in request_type.DESCRIPTOR.fields_by_name
 
         async def handle(_: object, context: Context) -> Response:
-            async with self._passed(method, context, request_type) as request:
-                return await behaviour(request, context)
-
-        return handle
-
-    def stream(
-        self,
-        method: str,
-        behaviour: Callable[[Request, Context], AsyncIterator[Event]],
-        request_type: type[Request],
-    ) -> Callable[[object, Context], AsyncIterator[Event]]:
-        """The handler of a call with a stream of answers."""
-
-        async def handle(_: object, context: Context) -> AsyncIterator[Event]:
-            async with (
-                self._passed(method, context, request_type) as request,
-                contextlib.aclosing(behaviour(request, context)) as events,  # type: ignore[type-var]
-            ):
-                async for event in events:
-                    yield event
-
-        return handle
-
-    @contextlib.asynccontextmanager
-    async def _passed(
-        self, method: str, context: Context, request_type: type[Request]
-    ) -> AsyncIterator[Request]:
-        """The call's request, once everything about the call is in order; counted until the block ends."""
-        with contextlib.ExitStack() as counted:
+            call, host, permits = observed.this_call(method), None, self.permits
             try:
-                counted.enter_context(self.permits.call(peer_host(context.peer())))
-                token = bearer_token(context)
-                self._access.check_caller(token)
-                request = await self._receive(context, request_type)
-                if "namespace" in request.DESCRIPTOR.fields_by_name:
-                    self._access.check_namespace(token, request.namespace)  # type: ignore[attr-defined]
-            except VisionEncoderError as error:
-                await self._refuse(method, context, error)
-            yield request
+                try:
+                    host = permits.enter(peer_host(context.peer()))
+                    token = bearer_token(call.metadata or context.invocation_metadata() or ())
+                    self._access.check_caller(token)
+                    data = await self._receive(context)
+                    call.message_bytes = len(data)
+                    request = parsed(data, request_type)
+                    if has_namespace:
+                        self._access.check_namespace(token, request.namespace)  # type: ignore[attr-defined]
+                except VisionEncoderError as error:
+                    await self._refuse(method, context, error)
+                return await behaviour(request, context)
+            finally:
+                if host is not None:
+                    permits.leave(host)
 
-    async def _receive(self, context: Context, request_type: type[Request]) -> Request:
-        """Raises InvalidRequest, DeadlineExceeded."""
-        try:
-            async with asyncio.timeout(self._receive_s):
-                data = await context.read()
-        except TimeoutError:
-            raise DeadlineExceeded(f"the request did not arrive within {self._receive_s} s") from None
+        return handle
+
+    async def _receive(self, context: Context) -> bytes:
+        """The call's one message. Raises InvalidRequest, DeadlineExceeded."""
+        data = await self._receiving.of(context)
         if not isinstance(data, bytes):
             raise InvalidRequest("the call ended before its request")
-        try:
-            return request_type.FromString(data)
-        except DecodeError:
-            raise InvalidRequest(
-                f"{len(data)} bytes are no {request_type.DESCRIPTOR.full_name}", found_bytes=len(data)
-            ) from None
+        return data
 
     async def _refuse(self, method: str, context: Context, error: VisionEncoderError) -> NoReturn:
         call = observed.this_call(method)
+        self.refused[error.reason] += 1
         if self._metrics is not None:
-            self._metrics.requests.labels(method, status_of(error).name).inc()
+            self._metrics.count(self._metrics.requests, method, status_of(error).name)
             call.refused(self._metrics, failure_of(error), status_of(error).name)
         await abort(context, error, call.trailers())
 
 
+def parsed(data: bytes, request_type: type[Request]) -> Request:
+    """Raises InvalidRequest."""
+    try:
+        return request_type.FromString(data)
+    except DecodeError:
+        raise InvalidRequest(
+            f"{len(data)} bytes are no {request_type.DESCRIPTOR.full_name}", found_bytes=len(data)
+        ) from None
+
+
+@functools.lru_cache(maxsize=1024)
 def peer_host(peer: str) -> str:
     """Which host a peer as gRPC names it (``ipv4:1.2.3.4:5``, ``ipv6:%5B::1%5D:5``) counts as: its IPv4
     address, or its IPv6 network of 64 bits, all of which one host may use. Empty for unix sockets, whose

@@ -8,13 +8,14 @@ context variable that nobody takes back.
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import grpc
 import structlog
+from google.protobuf.message import Message
 
 from encoder_service import traces
 from encoder_service.logs import REQUEST_ID_KEY, bind_request, request_id_of
@@ -29,6 +30,7 @@ log = structlog.get_logger(__name__)
 Request = TypeVar("Request")
 Response = TypeVar("Response")
 Context = grpc.aio.ServicerContext[Any, Any]
+Metadata: TypeAlias = tuple[tuple[str, str | bytes], ...]
 
 SERVER_TIMING_KEY = "server-timing"
 # Messages repeat what callers sent.
@@ -40,16 +42,23 @@ OUR_FAULT = frozenset(("INTERNAL", "DEVICE_FAULT"))
 
 @dataclass
 class Call:
-    """One RPC. longest_delivery_s: of its items, from rows that were ready to rows that were read.
-    is_reported: its failure as a whole has its line already."""
+    """One RPC. metadata: the caller's. message_bytes: of its request, as it came. longest_delivery_s: of its
+    items, from rows that were ready to rows that were read. is_reported: its failure as a whole has its line
+    already."""
 
     method: str
     request_id: str
     started_s: float
     span: Span | None = None
+    metadata: Metadata = ()
+    message_bytes: int = 0
     longest_delivery_s: float = 0.0
     is_reported: bool = False
     item_spans: dict[int, Span] = field(default_factory=dict)
+
+    def num_bytes(self, request: Message) -> int:
+        """Of the request's message: told by whoever received it, since protobuf counts all of it anew."""
+        return self.message_bytes or request.ByteSize()
 
     def item(self, index: int, work: Coroutine[Any, Any, Delivered]) -> Coroutine[Any, Any, Delivered]:
         """The same work, under the item's span where there are spans."""
@@ -92,8 +101,8 @@ class Call:
         """An item's rows have left the service, or its lease has. now_s: the pipeline's clock."""
         took_s = max(0.0, now_s - delivered.ready_s)
         self.longest_delivery_s = max(self.longest_delivery_s, took_s)
-        metrics.deliveries.labels(transport).inc()
-        metrics.stage_seconds.labels("delivery").observe(took_s)
+        metrics.count(metrics.deliveries, transport)
+        metrics.stage_seconds.observe("delivery", took_s)
         span = self.item_spans.pop(index, None)
         if span is not None:
             encoded = delivered.encoded
@@ -138,12 +147,12 @@ def this_call(method: str = "") -> Call:
     return Call(method, "", time.monotonic()) if call is None else call
 
 
-def unary(
+def observed(
     method: str, handler: Callable[[Request, Context], Awaitable[Response]]
 ) -> Callable[[Request, Context], Awaitable[Response]]:
-    """The handler, observed."""
+    """The handler of a call of any kind, observed."""
 
-    async def observed(request: Request, context: Context) -> Response:
+    async def observe(request: Request, context: Context) -> Response:
         call, status = _open(method, context), UNSETTLED
         try:
             response = await handler(request, context)
@@ -153,36 +162,15 @@ def unary(
         finally:
             call.close(status and _failed_with(call, context))
 
-    return observed
-
-
-def stream(
-    method: str, handler: Callable[[Request, Context], AsyncIterator[Response]]
-) -> Callable[[Request, Context], AsyncIterator[Response]]:
-    """The handler, observed."""
-
-    async def observed(request: Request, context: Context) -> AsyncIterator[Response]:
-        call, status = _open(method, context), UNSETTLED
-        events = handler(request, context)
-        try:
-            async for event in events:
-                yield event
-            context.set_trailing_metadata(call.trailers())
-            status = 0
-        finally:
-            # A caller that leaves closes this generator and not the one inside, whose tasks are to end now.
-            await events.aclose()  # type: ignore[attr-defined]
-            call.close(status and _failed_with(call, context))
-
-    return observed
+    return observe
 
 
 def _open(method: str, context: Context) -> Call:
-    metadata = [(str(key), value) for key, value in context.invocation_metadata() or ()]
+    metadata: Metadata = tuple(context.invocation_metadata() or ())
     request_id = request_id_of(metadata)
     span = traces.open_call(method, metadata, request_id)
     bind_request(request_id, "" if span is None else traces.trace_id(span))
-    call = Call(method, request_id, time.monotonic(), span)
+    call = Call(method, request_id, time.monotonic(), span, metadata)
     _CALL.set(call)
     return call
 

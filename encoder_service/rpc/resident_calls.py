@@ -1,9 +1,10 @@
-"""What a client may ask over the broker's socket beside arenas: leases on resident rows, and their release.
+"""What a client may say over the broker's socket beside arenas: leases on resident rows, their release and
+renewal, and which rows it has read by a directory.
 
 Owns what such a request means, which is what the same one over gRPC means, but that it waits for nothing:
 what is not in the memory asked for, is being encoded, or cannot be leased now, is answered as absent, and its
-caller asks over gRPC. How requests come and replies go is ``transport.broker_fetch``'s. Used on the event
-loop.
+caller asks over gRPC. Rows that were read without a lease count as used and as delivered, by their reader's
+word. How requests come and replies go is ``transport.broker_fetch``'s. Used on the event loop.
 """
 
 from __future__ import annotations
@@ -11,10 +12,14 @@ from __future__ import annotations
 from encoder_service.errors import InvalidRequest, UnknownLease, VisionEncoderError
 from encoder_service.pipeline import Pipeline
 from encoder_service.rpc import convert
+from encoder_service.rpc.status import failure_of
 from encoder_service.store.embedding_store import Tier
 from encoder_service.transport.shared_memory import LeaseTerms, SharedMemory
+from encoder_service.types import CacheTier
 from vision_encoder.v1 import broker_pb2, encoder_pb2
 
+MAX_READS = 1 << 16
+"""Of one key, that one message may tell of."""
 TIERS: dict[int, Tier] = {broker_pb2.ARENA_KIND_HOST: "host", broker_pb2.ARENA_KIND_DEVICE: "device"}
 
 
@@ -33,12 +38,18 @@ class ResidentCalls:
         reply: broker_pb2.BrokerReply,
     ) -> bool:
         """See ``broker_fetch.Answer``."""
-        is_fetch = request.WhichOneof("request") == "fetch"
         try:
-            if not is_fetch:
-                release_all(self._shared, request.release)
-                return False
-            self._fetch(owner_id, namespace, request.fetch, reply.fetched)
+            match request.WhichOneof("request"):
+                case "release":
+                    release_all(self._shared, request.release)
+                    return False
+                case "used":
+                    self._note_used(namespace, request.used)
+                    return False
+                case "renew":
+                    reply.renewed.CopyFrom(renew_all(self._shared, request.renew))
+                case _:
+                    self._fetch(owner_id, namespace, request.fetch, reply.fetched)
         except VisionEncoderError as error:
             failure = broker_pb2.BrokerFailure(
                 reason=error.reason, message=error.message, retryable=error.retryable
@@ -50,9 +61,7 @@ class ResidentCalls:
         self, owner_id: str, namespace: str, fetch: broker_pb2.BrokerFetch, fetched: broker_pb2.BrokerFetched
     ) -> None:
         """Raises InvalidRequest, TransportUnavailable."""
-        tier = TIERS.get(fetch.kind)
-        if tier is None:
-            raise InvalidRequest(f"arena kind {fetch.kind} is unknown, the largest known is {max(TIERS)}")
+        tier = _tier(fetch.kind)
         options = encoder_pb2.LeaseOptions(
             owner_id=owner_id.encode(), num_readers=fetch.num_readers, lease_ms=fetch.lease_ms
         )
@@ -74,11 +83,54 @@ class ResidentCalls:
             if leased is None:
                 return None
             delivered = self._pipeline.found(held, started_s)
+            self._pipeline.metrics.deliveries.labels(tier).inc()
             return convert.result_event(0, delivered, 1, leased).result
         except VisionEncoderError:  # the connection has ended, for one, and its leases with it
             return None
         finally:
             held.drop()
+
+    def _note_used(self, namespace: str, used: broker_pb2.BrokerUsed) -> None:
+        """Raises InvalidRequest. Rows that have gone meanwhile were delivered all the same; how many bytes
+        they had nobody knows any more."""
+        tier, metrics, counters = _tier(used.kind), self._pipeline.metrics, self._shared.broker.counters
+        cache_tier = CacheTier.DEVICE if tier == "device" else CacheTier.HOST
+        for use in used.uses:
+            num_reads = min(max(1, use.num_reads), MAX_READS)
+            counters.read_unasked += num_reads
+            metrics.items.labels(cache_tier.value).inc(num_reads)
+            metrics.deliveries.labels(tier).inc(num_reads)
+            held = self._shared.store.hold_in(tier, namespace, use.key)
+            if held is not None:
+                metrics.rows_bytes.inc(num_reads * held.item.spec.num_bytes)
+                held.drop()
+        counters.read_stale += min(used.num_stale, MAX_READS)
+
+
+def _tier(kind: int) -> Tier:
+    """Raises InvalidRequest."""
+    tier = TIERS.get(kind)
+    if tier is None:
+        raise InvalidRequest(f"arena kind {kind} is unknown, the largest known is {max(TIERS)}")
+    return tier
+
+
+def renew_all(shared: SharedMemory | None, request: encoder_pb2.RenewRequest) -> encoder_pb2.RenewResponse:
+    """Extends leases; one that cannot be has a failure in its place. shared: None on a server that gives
+    none."""
+    ttl_s, owner_id = convert.lease_s(request.extend_ms), convert.owner_id(request.owner_id) or None
+    response = encoder_pb2.RenewResponse()
+    for lease_id in request.lease_ids:
+        try:
+            if shared is None:
+                raise UnknownLease(f"lease {lease_id.hex()} is not held here", lease_id=lease_id.hex())
+            expires_at_unix_ms = shared.renew(lease_id, ttl_s, owner_id)
+        except VisionEncoderError as error:
+            status = encoder_pb2.LeaseStatus(lease_id=lease_id, failure=failure_of(error))
+        else:
+            status = encoder_pb2.LeaseStatus(lease_id=lease_id, expires_at_unix_ms=expires_at_unix_ms)
+        response.statuses.append(status)
+    return response
 
 
 def release_all(shared: SharedMemory, request: encoder_pb2.ReleaseRequest) -> encoder_pb2.ReleaseResponse:

@@ -13,10 +13,10 @@ import os
 import socket
 import stat
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -170,16 +170,19 @@ def method_handlers(
     """Handlers by method name, behind the gate, which takes each call's message: hence the streaming kinds.
     Streams of rows serialise their own chunks; all else is plain protobuf."""
 
+    def handled(name: str, behaviour: Callable[..., Awaitable[Any]], request: type[Any]) -> Any:
+        return observed.observed(name, gate.passed(name, behaviour, request))
+
     def unary(
         name: str, behaviour: Callable[..., Awaitable[Any]], request: type[Any], response: type[Any]
     ) -> grpc.RpcMethodHandler[Any, Any]:
-        handle = cast("Any", observed.unary(name, gate.unary(name, behaviour, request)))
+        handle = handled(name, behaviour, request)
         return grpc.stream_unary_rpc_method_handler(handle, None, response.SerializeToString)
 
     def stream(
-        name: str, behaviour: Callable[..., AsyncIterator[Any]], request: type[Any]
+        name: str, behaviour: Callable[..., Awaitable[None]], request: type[Any]
     ) -> grpc.RpcMethodHandler[Any, Any]:
-        handle = cast("Any", observed.stream(name, gate.stream(name, behaviour, request)))
+        handle = handled(name, behaviour, request)
         return grpc.stream_stream_rpc_method_handler(handle, None, serialize_event)
 
     return {
@@ -236,13 +239,25 @@ def remove_dead_socket(path: Path) -> None:
     raise ConfigurationError(f"cannot listen on unix:{path}: another process listens there")
 
 
-async def check_health(target: str, timeout_s: float) -> bool:
-    """Whether the server at ``target`` says SERVING for our service; for probes and the command line."""
-    async with grpc.aio.insecure_channel(target) as channel:
+async def check_health(
+    target: str,
+    timeout_s: float,
+    *,
+    credentials: grpc.ChannelCredentials | None = None,
+    options: Sequence[tuple[str, int | str]] = (),
+    metadata: Sequence[tuple[str, str]] = (),
+) -> bool:
+    """Whether the server at ``target`` says SERVING for our service; for probes and the command line.
+    credentials: None for a channel in clear."""
+    if credentials is None:
+        opened = grpc.aio.insecure_channel(target, options=options)
+    else:
+        opened = grpc.aio.secure_channel(target, credentials, options=options)
+    async with opened as channel:
         stub = health_pb2_grpc.HealthStub(channel)
         try:
             answer = await stub.Check(  # type: ignore[attr-defined]
-                health_pb2.HealthCheckRequest(service=SERVICE), timeout=timeout_s
+                health_pb2.HealthCheckRequest(service=SERVICE), timeout=timeout_s, metadata=tuple(metadata)
             )
         except (TimeoutError, grpc.aio.AioRpcError):
             return False

@@ -72,6 +72,10 @@ def server_info(
             max_queued_bytes=settings.max_queued_bytes,
             store_bytes=settings.store_bytes if shared is None else shared.store.max_bytes,
             chunk_bytes=settings.chunk_bytes,
+            max_clip_bytes=settings.max_clip_bytes,
+            max_clip_duration_s=settings.max_clip_duration_s,
+            max_clip_frames=settings.max_clip_frames,
+            max_clip_patches=settings.max_clip_patches,
         ),
         transports=transports,
     )

@@ -1,22 +1,20 @@
 """The calls of vision_encoder.v1.VisionEncoder on the pipeline.
 
-Owns what a call is made of: its items, deadline, cancellation and stream. Every item's failure stays its
-own; only a call that cannot be read at all fails as a whole.
+Owns what a call is made of: its items, its deadline, what is refused as a whole. Every item's failure stays
+its own; only a call that cannot be read at all fails as a whole. Streams of items are ``item_stream``'s.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, NoReturn, TypeVar
 
 import grpc
 
 from encoder_service.errors import (
     InvalidRequest,
-    TransportUnavailable,
-    UnknownLease,
     UnknownModel,
     VisionEncoderError,
 )
@@ -24,14 +22,13 @@ from encoder_service.flights import Flight
 from encoder_service.pipeline import Delivered, Pipeline
 from encoder_service.rpc import convert, observed
 from encoder_service.rpc.call_items import CallItem, CallItems
-from encoder_service.rpc.resident_calls import release_all
+from encoder_service.rpc.item_stream import ItemStream
+from encoder_service.rpc.resident_calls import release_all, renew_all
 from encoder_service.rpc.status import abort, as_service_error, failure_of, status_of
-from encoder_service.rpc.unread import Unread
 from encoder_service.scheduler.admission import Admission
-from encoder_service.store.tiers import tier_of
 from encoder_service.transport.pixel_input import PixelInput
-from encoder_service.transport.shared_memory import LeasedRows, LeaseTerms, SharedMemory
-from encoder_service.types import EncodedItem
+from encoder_service.transport.shared_memory import LeaseTerms, SharedMemory
+from encoder_service.types import EncodedItem, Modality
 from encoder_service.urls.fetch import UrlFetcher
 from vision_encoder.v1 import encoder_pb2 as pb
 
@@ -90,9 +87,20 @@ class VisionEncoderServicer:
     async def lookup(self, request: pb.LookupRequest, context: Context) -> pb.LookupResponse:
         async def answer() -> pb.LookupResponse:
             self._check_call(request.namespace, "", len(request.keys))
-            return pb.LookupResponse(
-                statuses=[self._key_status(key, request.namespace) for key in request.keys]
+            statuses = [self._key_status(key, request.namespace) for key in request.keys]
+            absent = {status.key: status for status in statuses if status.state == pb.KEY_STATE_ABSENT}
+            found = await self._pipeline.lookup_shared(
+                list(absent),
+                namespace=request.namespace,
+                deadline_s=deadline_of(context, self._pipeline.clock),
             )
+            for status in statuses:
+                if status.key in found and status.key in absent:
+                    grid = found[status.key]
+                    status.state, status.tier = pb.KEY_STATE_RESIDENT, pb.CACHE_TIER_SHARED
+                    status.grid_thw.CopyFrom(convert.grid_to_proto(grid))
+                    status.num_rows = self._pipeline.model.tower.num_rows(grid)
+            return pb.LookupResponse(statuses=statuses)
 
         return await self._unary("Lookup", context, answer)
 
@@ -118,7 +126,7 @@ class VisionEncoderServicer:
 
         async def answer() -> pb.PrefetchResponse:
             self._check_call(request.namespace, request.model, len(request.items))
-            permit = self.requests.acquire(request.ByteSize())
+            permit = self.requests.acquire(observed.this_call("Prefetch").num_bytes(request))
             try:
                 return pb.PrefetchResponse(statuses=await asyncio.gather(*map(one, items)))
             finally:
@@ -139,140 +147,76 @@ class VisionEncoderServicer:
     async def renew(self, request: pb.RenewRequest, context: Context) -> pb.RenewResponse:
         async def answer() -> pb.RenewResponse:
             self._check_call("", "", len(request.lease_ids))
-            return pb.RenewResponse(
-                statuses=[self._renewed(lease_id, request) for lease_id in request.lease_ids]
-            )
+            return renew_all(self._shared, request)
 
         return await self._unary("Renew", context, answer)
 
-    def _renewed(self, lease_id: bytes, request: pb.RenewRequest) -> pb.LeaseStatus:
-        ttl_s, owner_id = convert.lease_s(request.extend_ms), convert.owner_id(request.owner_id) or None
-        try:
-            expires_at_unix_ms = self._leases(lease_id).renew(lease_id, ttl_s, owner_id)
-        except VisionEncoderError as error:
-            return pb.LeaseStatus(lease_id=lease_id, failure=failure_of(error))
-        return pb.LeaseStatus(lease_id=lease_id, expires_at_unix_ms=expires_at_unix_ms)
-
     # -- streams ---------------------------------------------------------------------------------------
 
-    async def encode(
-        self, request: pb.EncodeRequest, context: Context
-    ) -> AsyncIterator[pb.ItemEvent | bytes]:
+    async def encode(self, request: pb.EncodeRequest, context: Context) -> None:
         deadline_s = deadline_of(context, self._pipeline.clock)
 
         async def one(each: CallItem) -> Delivered:
             return await each.ask(
                 lambda item: self._pipeline.encode(
-                    item, namespace=request.namespace, priority=request.priority, deadline_s=deadline_s
+                    item,
+                    namespace=request.namespace,
+                    priority=request.priority,
+                    deadline_s=deadline_s,
+                    rows_ahead=item.modality is Modality.VIDEO and request.delivery in convert.INLINE,
                 )
             )
 
-        async def check() -> None:
+        def check() -> None:
             self._check_call(request.namespace, request.model, len(request.items))
 
         with self._items(request) as items:
-            async for event in self._stream("Encode", context, request, check, one, items):
-                yield event
+            await self._stream("Encode", context, request, check, one, items)
 
-    async def fetch(self, request: pb.FetchRequest, context: Context) -> AsyncIterator[pb.ItemEvent | bytes]:
+    async def fetch(self, request: pb.FetchRequest, context: Context) -> None:
         deadline_s = deadline_of(context, self._pipeline.clock)
 
         async def one(key: bytes) -> Delivered:
             return await self._pipeline.fetch(key, namespace=request.namespace, deadline_s=deadline_s)
 
-        async def check() -> None:
+        def check() -> None:
             self._check_call(request.namespace, "", len(request.keys))
 
-        async for event in self._stream("Fetch", context, request, check, one, request.keys):
-            yield event
+        await self._stream("Fetch", context, request, check, one, request.keys)
 
     async def _stream(
         self,
         method: str,
         context: Context,
         call: pb.EncodeRequest | pb.FetchRequest,
-        check: Callable[[], Awaitable[None]],
-        one: Callable[[Any], Awaitable[Delivered]],
+        check: Callable[[], None],
+        one: Callable[[Any], Coroutine[Any, Any, Delivered]],
         requests: Sequence[Any],
-    ) -> AsyncIterator[pb.ItemEvent | bytes]:
-        """Runs ``one`` for every request at once and yields each outcome as it comes; while the caller leaves
-        much unread, items that have not begun wait. When the caller leaves, the tasks of what it still waits
-        for are cancelled."""
+    ) -> None:
+        watched = observed.this_call(method)
         try:
-            await check()
+            check()
             terms = self._lease_terms(call)
-            tier = convert.tier_to_read(call.delivery)
-            permit = self.requests.acquire(call.ByteSize())
+            permit = self.requests.acquire(watched.num_bytes(call))
         except VisionEncoderError as error:
             await self._abort(method, context, error)
-        finished: asyncio.Queue[int] = asyncio.Queue()
-        tasks: dict[int, asyncio.Task[Delivered]] = {}
-        unread = Unread(self._pipeline.undelivered)
-        watched, metrics = observed.this_call(method), self._pipeline.metrics
-
-        async def one_when_read(request: Any) -> Delivered:
-            await unread.wait_for_room()
-            if terms is not None:  # nothing is encoded for a delivery that cannot be
-                self._shared_memory().check_owner(terms.owner_id, call.namespace)
-            delivered = await one(request)
-            try:
-                delivered = await self._pipeline.placed(delivered, call.namespace, tier)
-            except BaseException:
-                delivered.release()
-                raise
-            unread.add(delivered)
-            return delivered
-
-        async def lower(delivered: Delivered) -> Delivered:
-            try:
-                lowered = await self._pipeline.placed(delivered, call.namespace, "host")
-            except BaseException:
-                unread.remove(delivered)
-                raise
-            unread.replace(delivered, lowered)
-            return lowered
-
-        def begin(index: int, work: Coroutine[Any, Any, Delivered]) -> None:
-            tasks[index] = asyncio.ensure_future(work)
-            tasks[index].add_done_callback(lambda _: finished.put_nowait(index))
-
-        for index, request in enumerate(requests):
-            begin(index, watched.item(index, one_when_read(request)))
-        lowering: set[int] = set()
         status = "CANCELLED"
         try:
-            while tasks:
-                index = await finished.get()
-                delivered = None
-                try:
-                    delivered = tasks.pop(index).result()
-                    leased = None if index in lowering else self._lease(delivered, call.namespace, terms)
-                except (Exception, asyncio.CancelledError) as error:
-                    if delivered is not None:  # makes room for those that wait for it
-                        unread.remove(delivered)
-                    failure = failure_of(error)
-                    watched.failed(metrics, failure, index)
-                    yield pb.ItemEvent(item_index=index, failure=failure)
-                    continue
-                if leased is None and tier_of(delivered.held) == "device":  # chunks are cut on the host
-                    lowering.add(index)
-                    begin(index, lower(delivered))
-                    continue
-                yield convert.result_event(index, delivered, self._chunk_bytes, leased)
-                if leased is None:
-                    for chunk in convert.chunk_events(index, delivered.encoded.rows, self._chunk_bytes):
-                        yield chunk
-                transport = "inline" if leased is None else leased.arena.kind
-                watched.delivered(metrics, delivered, index, transport, self._pipeline.clock())
-                unread.remove(delivered)
-                del delivered  # sent: the rows are the store's alone again
+            stream = ItemStream(
+                self._pipeline,
+                self._shared,
+                context,
+                watched,
+                namespace=call.namespace,
+                tier=convert.tier_to_read(call.delivery),
+                terms=terms,
+                chunk_bytes=self._chunk_bytes,
+            )
+            await stream.run(one, requests)
             status = "OK"
         finally:
-            for task in tasks.values():
-                task.cancel()
-            unread.clear()
             permit.release()
-            self._pipeline.metrics.requests.labels(method, status).inc()
+            self._pipeline.metrics.count(self._pipeline.metrics.requests, method, status)
 
     def _lease_terms(self, call: pb.EncodeRequest | pb.FetchRequest) -> LeaseTerms | None:
         """How the caller wants its leases, or None when it wants inline rows. Raises TransportUnavailable,
@@ -281,24 +225,6 @@ class VisionEncoderServicer:
         if call.delivery in convert.INLINE:
             return None
         return convert.lease_terms(call.lease, convert.tier_to_read(call.delivery))
-
-    def _lease(self, delivered: Delivered, namespace: str, terms: LeaseTerms | None) -> LeasedRows | None:
-        """The rows under a lease; None when they go inline. Raises TransportUnavailable."""
-        held = delivered.held
-        if terms is None or held is None:
-            return None
-        return self._shared_memory().lease(held, namespace, terms)
-
-    def _shared_memory(self) -> SharedMemory:
-        if self._shared is None:
-            raise TransportUnavailable("this server shares no memory; ask for inline rows")
-        return self._shared
-
-    def _leases(self, lease_id: bytes) -> SharedMemory:
-        """Where leases are known. Raises UnknownLease on a server that gives none."""
-        if self._shared is None:
-            raise UnknownLease(f"lease {lease_id.hex()} is not held here", lease_id=lease_id.hex())
-        return self._shared
 
     # -- shared ----------------------------------------------------------------------------------------
 
@@ -351,14 +277,14 @@ class VisionEncoderServicer:
             response = await answer()
         except Exception as error:
             await self._abort(method, context, as_service_error(error))
-        self._pipeline.metrics.requests.labels(method, "OK").inc()
+        self._pipeline.metrics.count(self._pipeline.metrics.requests, method, "OK")
         return response
 
     async def _abort(self, method: str, context: Context, error: VisionEncoderError) -> NoReturn:
         status, failure = status_of(error), failure_of(error)
         call = observed.this_call(method)
         call.refused(self._pipeline.metrics, failure, status.name)
-        self._pipeline.metrics.requests.labels(method, status.name).inc()
+        self._pipeline.metrics.count(self._pipeline.metrics.requests, method, status.name)
         await abort(context, error, call.trailers())
 
 

@@ -23,12 +23,14 @@ class Unread:
         self._undelivered = undelivered
         self._items: list[Delivered] = []
         self._num_bytes = 0
-        self._room = asyncio.Event()
-        self._room.set()
+        self._room: asyncio.Event | None = None  # made when somebody has to wait
 
     async def wait_for_room(self) -> None:
         """Returns while the call has less than UNREAD_BYTES_PER_CALL to read."""
-        while not self._room.is_set():
+        while self._num_bytes >= UNREAD_BYTES_PER_CALL:
+            if self._room is None:
+                self._room = asyncio.Event()
+            self._room.clear()
             await self._room.wait()
 
     def add(self, delivered: Delivered) -> None:
@@ -69,7 +71,5 @@ class Unread:
 
     def _count(self, num_bytes: int) -> None:
         self._num_bytes += num_bytes
-        if self._num_bytes < UNREAD_BYTES_PER_CALL:
+        if self._room is not None and self._num_bytes < UNREAD_BYTES_PER_CALL:
             self._room.set()
-        else:
-            self._room.clear()

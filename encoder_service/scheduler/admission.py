@@ -183,8 +183,16 @@ class CallPermits:
 
     @contextlib.contextmanager
     def call(self, host: str) -> Iterator[None]:
-        """Counts one call for as long as the block lasts. host: empty for callers that have none, whom only
-        the bound of all concerns. Raises TooManyCalls with both numbers."""
+        """Counts one call for as long as the block lasts. Raises as ``enter``."""
+        self.enter(host)
+        try:
+            yield
+        finally:
+            self.leave(host)
+
+    def enter(self, host: str) -> str:
+        """Counts one call until ``leave``, and returns the host. host: empty for callers that have none, whom
+        only the bound of all concerns. Raises TooManyCalls with both numbers."""
         if self.num_calls >= self.max_calls:
             raise TooManyCalls(
                 f"{self.num_calls} calls are in progress, at most {self.max_calls} may be",
@@ -202,12 +210,13 @@ class CallPermits:
             )
         self.num_calls += 1
         self.by_host[host] = of_host + 1
-        try:
-            yield
-        finally:
-            self.num_calls -= 1
-            self.by_host[host] -= 1
-            if not self.by_host[host]:
-                del self.by_host[host]
-            if self._pace is not None:
-                self._pace.note(1)
+        return host
+
+    def leave(self, host: str) -> None:
+        """A call that was counted has ended."""
+        self.num_calls -= 1
+        self.by_host[host] -= 1
+        if not self.by_host[host]:
+            del self.by_host[host]
+        if self._pace is not None:
+            self._pace.note(1)

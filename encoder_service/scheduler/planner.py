@@ -121,6 +121,11 @@ class Planner:
     def num_patches(self) -> int:
         return self._queue.num_patches
 
+    @property
+    def has_full_batch(self) -> bool:
+        """Whether what waits is more than a batch takes: a later one would not be larger."""
+        return self._queue.num_patches >= self.max_patches or len(self._queue) >= self.max_items
+
     def add(self, ticket: Ticket) -> None:
         """Queues a ticket behind those of its priority and namespace. Its sizes stay as they are."""
         assert ticket.flow is None

@@ -1,11 +1,11 @@
 """The arena: one bounded piece of device or host memory, shared read-only with other processes, cut in slots.
 
-Owns the slots: their bytes, their generations, and how many hold each. A slot lives from ``allocate`` until
-its last holder drops it; the store's entry, a delivery in progress, a writer and a lease are holders alike,
-so no memory is reused while any of them counts on it. Where the bytes come from is the memory's
-(``cuda_memory``, ``host_memory``), which bytes are free is the allocator's, what importers see of it the
-control page's. Which rows are worth keeping is the store's. Not thread-safe: used from the event loop only,
-but for views, which are plain tensors.
+Owns the slots: their bytes, their generations, how many hold each, and that the directory lists none that is
+not readable. A slot lives from ``allocate`` until its last holder drops it; the store's entry, a delivery in
+progress, a writer and a lease are holders alike, so no memory is reused while any of them counts on it. Where
+the bytes come from is the memory's (``cuda_memory``, ``host_memory``), which bytes are free the allocator's,
+what importers see of it the control page's and the directory's. Which rows are worth keeping is the store's.
+Not thread-safe: used from the event loop only, but for views, which are plain tensors.
 """
 
 from __future__ import annotations
@@ -23,10 +23,14 @@ import torch
 from encoder_service.errors import InternalError
 from encoder_service.store.allocator import ALIGNMENT_BYTES, FreeingPlan, RangeAllocator
 from encoder_service.store.control_page import ControlPage, Probe
+from encoder_service.store.directory import Directory, Listing, namespace_tag
+from encoder_service.types import EncodedItem
 
 log = structlog.get_logger(__name__)
 
 PROBE_BYTES = 4096
+MAX_TAGS = 1024
+"""Of namespaces, remembered; they are made again when asked for."""
 
 
 class ArenaMemory(Protocol):
@@ -54,7 +58,7 @@ class ArenaMemory(Protocol):
 
 @dataclass(frozen=True)
 class ArenaGeometry:
-    """What an importer needs besides the two descriptors. arena_id, instance: random, new with every arena
+    """What an importer needs besides the descriptors. arena_id, instance: random, new with every arena
     ever made, so that a descriptor of one is never taken for another's. device_uuid: empty for the host."""
 
     arena_id: bytes
@@ -65,6 +69,7 @@ class ArenaGeometry:
     num_slots: int
     page_bytes: int
     probe: Probe
+    directory_bytes: int = 0
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -96,6 +101,8 @@ class Arena:
         self.arena_id = random_bytes(16)
         instance = int.from_bytes(random_bytes(8), "little")
         self.page = ControlPage(arena_id=self.arena_id, instance=instance, num_slots=max_slots, probe=probe)
+        self.directory = Directory(arena_id=self.arena_id, instance=instance, num_slots=max_slots)
+        self._tags: dict[str, int] = {}
         self.geometry = ArenaGeometry(
             arena_id=self.arena_id,
             instance=instance,
@@ -105,6 +112,7 @@ class Arena:
             num_slots=max_slots,
             page_bytes=self.page.size_bytes,
             probe=probe,
+            directory_bytes=self.directory.size_bytes,
         )
 
     def __len__(self) -> int:
@@ -164,6 +172,34 @@ class Arena:
         self._check(slot)
         return self.page.publish(slot.index)
 
+    def enter(self, slot: Slot, namespace: str, item: EncodedItem) -> None:
+        """Lists the slot, whose rows are the item's and published, in the directory, in place of another of
+        this name. It is listed until ``strike`` or its last holder drops it. A clip of which more is known
+        than a record holds is not: its readers are told with their lease."""
+        generation = self.generation(slot)
+        if generation % 2 == 0:
+            raise InternalError(f"slot {slot.index} has no readable rows to list", slot=slot.index)
+        if item.clip is not None:  # a listing has no room for a clip's timestamps: it is read under a lease
+            return
+        spec = item.spec
+        listing = Listing(
+            self._tag(namespace),
+            item.key,
+            item.content_digest,
+            spec.num_bytes,
+            item.grid,
+            spec.num_rows,
+            spec.width,
+            str(spec.dtype).removeprefix("torch."),
+            spec.num_deepstack_levels,
+        )
+        self.directory.put(slot.index, generation, slot.offset_bytes, listing)
+
+    def strike(self, slot: Slot) -> None:
+        """The directory lists the slot no more, where it did."""
+        self._check(slot)
+        self.directory.remove(slot.index)
+
     def published(self, slot: Slot) -> bool:
         """Whether the slot's rows may be read."""
         return self.generation(slot) % 2 == 1
@@ -176,7 +212,9 @@ class Arena:
     def revoke(self, slot: Slot) -> int:
         """Makes every reader's generation of the slot stale while the rows stay; the new generation."""
         self._check(slot)
-        return self.page.revoke(slot.index)
+        generation = self.page.revoke(slot.index)
+        self.directory.set_generation(slot.index, generation)
+        return generation
 
     def num_holders(self, slot: Slot) -> int:
         """0 for a slot that was freed."""
@@ -195,6 +233,7 @@ class Arena:
             return False
         if not self._closed:
             self.page.retire(slot.index)
+            self.directory.remove(slot.index)
         del self._holders[slot]
         self._slots[slot.index] = None
         self._free_indexes.append(slot.index)
@@ -226,6 +265,10 @@ class Arena:
         """A descriptor of the control page; the caller closes it."""
         return self.page.export_fd()
 
+    def export_all(self) -> tuple[int, int, int]:
+        """Descriptors of the memory, the control page and the directory; the caller closes them."""
+        return self.export_fd(), self.export_page_fd(), self.directory.export_fd()
+
     def synchronize(self) -> None:
         """Waits for work in flight on the memory. Blocks; on any thread."""
         self._memory.synchronize()
@@ -237,6 +280,7 @@ class Arena:
             return
         self._closed = True
         self.page.close()
+        self.directory.close()
         try:
             self._memory.synchronize()
         except Exception as error:  # a device that failed: nothing runs on it any more
@@ -259,6 +303,7 @@ class Arena:
             assert slot.num_bytes <= self._allocator.capacity_bytes(slot.offset_bytes)
         for index in range(len(self._slots)) if self._closed else free:
             assert self.page.generation(index) % 2 == 0, f"slot {index} is free and readable"
+        self.directory.check_integrity(self.page.generation)
 
     def _check(self, slot: Slot) -> None:
         if slot not in self._holders:
@@ -267,6 +312,14 @@ class Arena:
                 slot=slot.index,
                 offset_bytes=slot.offset_bytes,
             )
+
+    def _tag(self, namespace: str) -> int:
+        tag = self._tags.get(namespace)
+        if tag is None:
+            if len(self._tags) >= MAX_TAGS:
+                self._tags.clear()
+            tag = self._tags[namespace] = namespace_tag(self.arena_id, namespace)
+        return tag
 
     def _write_probe(self, data: bytes) -> Probe:
         offset = self._allocator.allocate(PROBE_BYTES)

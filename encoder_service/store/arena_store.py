@@ -113,7 +113,8 @@ class ArenaStore:
         self.arena.publish(writing.slot)
         if name in self._entries:
             self._remove(name)
-        self._entries[name] = _Entry(replace(writing.item, rows=writing.target), writing.slot)
+        entry = self._entries[name] = _Entry(replace(writing.item, rows=writing.target), writing.slot)
+        self.arena.enter(writing.slot, writing.namespace, entry.item)
         self.shares.keep(*name, cost_bytes)
         self.num_bytes += writing.slot.num_bytes
 
@@ -147,6 +148,9 @@ class ArenaStore:
         assert sum(map(self.shares.num_entries, self.namespaces())) == len(self._entries)
         assert self.num_bytes == sum(entry.slot.num_bytes for entry in self._entries.values())
         assert len({entry.slot for entry in self._entries.values()}) == len(self._entries)
+        num_listed, num_missing = len(self.arena.directory), self.arena.directory.num_unlisted
+        num_images = sum(entry.item.clip is None for entry in self._entries.values())
+        assert num_images - num_missing <= num_listed <= num_images
         for (_, key), entry in self._entries.items():
             assert key == entry.item.key
             assert self.arena.published(entry.slot)
@@ -196,6 +200,7 @@ class ArenaStore:
         entry = self._entries.pop(name)
         self.shares.forget(*name)
         self.num_bytes -= entry.slot.num_bytes
+        self.arena.strike(entry.slot)
         self.arena.drop(entry.slot)
 
 

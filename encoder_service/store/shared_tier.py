@@ -12,11 +12,11 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import structlog
 
@@ -38,9 +38,10 @@ from encoder_service.store.shared_tier_server import (
     ServerFailed,
     ServerRefused,
 )
-from encoder_service.types import EncodedItem
+from encoder_service.types import EncodedItem, Grid
 
 log = structlog.get_logger(__name__)
+Found = TypeVar("Found")
 
 # Looks at once. Items that look are not admitted yet, so this many may wait here; further ones do not look.
 MAX_LOOKS = 64
@@ -56,6 +57,12 @@ class SharedTier(Protocol):
     async def get(self, namespace: str, key: bytes, *, within_s: float | None = None) -> EncodedItem | None:
         """The item with rows of their own on the host, or None. within_s: takes no longer, whatever the
         tier's own limit is."""
+
+    async def grids(
+        self, namespace: str, keys: Sequence[bytes], *, within_s: float | None = None
+    ) -> Mapping[bytes, Grid]:
+        """The grids of those of the keys that have an entry, as their headers tell them: nothing of an entry
+        is proven before its rows were read. One look for all. within_s: as of ``get``."""
 
     def put(self, namespace: str, held: Held) -> None:
         """Has the rows written when there is time for it. Takes ``held`` over and drops it."""
@@ -156,6 +163,20 @@ class ServerTier:
 
     async def get(self, namespace: str, key: bytes, *, within_s: float | None = None) -> EncodedItem | None:
         """See ``SharedTier``."""
+        name = self._seal.name(namespace, key)
+        return await self._made(namespace, lambda look: self._look(look, name, key), within_s)
+
+    async def grids(
+        self, namespace: str, keys: Sequence[bytes], *, within_s: float | None = None
+    ) -> Mapping[bytes, Grid]:
+        """See ``SharedTier``."""
+        names = [self._seal.name(namespace, key) for key in keys]
+        return await self._made(namespace, lambda _: self._look_at_heads(names, keys), within_s) or {}
+
+    async def _made(
+        self, namespace: str, ask: Callable[[_Look], Awaitable[Found | None]], within_s: float | None
+    ) -> Found | None:
+        """What a look finds, or None: also where none may be made now."""
         limits = self.limits
         if namespace in limits.excluded or self._stopped:
             self.counters.looks["excluded"] += 1
@@ -169,20 +190,21 @@ class ServerTier:
             return None
         self._num_looks += 1
         started_s = self._clock()
-        outcome, item = "left", None
+        outcome: str = "left"
+        found: Found | None = None
         is_cut = within_s is not None and within_s < limits.timeout_s
         timeout_s = within_s if within_s is not None and is_cut else limits.timeout_s
         look = _Look(started_s + timeout_s)
         try:
             async with asyncio.timeout(timeout_s):
-                item = await self._look(look, self._seal.name(namespace, key), key)
+                found = await ask(look)
             call.succeeded()
-            outcome = "miss" if item is None else "hit"
-        except UnusableEntry as found:
+            outcome = "hit" if found else "miss"
+        except UnusableEntry as entry:
             call.succeeded()
-            outcome = found.outcome
+            outcome = entry.outcome
             note = log.warning if outcome in ("corrupt", "foreign") else log.debug
-            note("an entry of the shared tier is not used", outcome=outcome, reason=str(found))
+            note("an entry of the shared tier is not used", outcome=outcome, reason=str(entry))
         except TimeoutError:
             outcome = "late" if is_cut else "timeout"
             if look.transfer is not None:
@@ -196,14 +218,14 @@ class ServerTier:
             self._note_failure(call.failed, self.looks, str(failure))
         except Exception:  # a defect of ours costs an encode and not the item
             outcome = "failed"
-            log.exception("a look into the shared tier failed by a defect", key=key.hex())
+            log.exception("a look into the shared tier failed by a defect", namespace=namespace)
         finally:
             call.abandoned()
             self._num_looks -= 1
             self.counters.looks[outcome] += 1
             if self._look_ended is not None:
                 self._look_ended(self._clock() - started_s, outcome)
-        return item
+        return found
 
     async def _look(self, look: _Look, name: bytes, key: bytes) -> EncodedItem | None:
         """Raises UnusableEntry, ServerFailed."""
@@ -241,6 +263,17 @@ class ServerTier:
         self.pace.took(header.num_bytes, self._clock() - now_s)
         self.counters.read_bytes += header.num_bytes
         return item
+
+    async def _look_at_heads(self, names: Sequence[bytes], keys: Sequence[bytes]) -> Mapping[bytes, Grid]:
+        """Raises ServerFailed. An entry that is none of ours is as good as absent, and deleted by ``get``."""
+        grids: dict[bytes, Grid] = {}
+        for key, head in zip(keys, await self._server.read_heads(names, HEADER_BYTES), strict=True):
+            with suppress(UnusableEntry):
+                if head:
+                    header = read_header(head)
+                    header.check_layout(self._layout)
+                    grids[key] = header.grid
+        return grids
 
     # -- writes ----------------------------------------------------------------------------------------
 

@@ -40,6 +40,9 @@ class EntryServer(Protocol):
     async def read(self, name: bytes, offset: int, num_bytes: int) -> list[bytes]:
         """So many bytes of a value, in order and in pieces; fewer where it ends or is gone."""
 
+    async def read_heads(self, names: Sequence[bytes], num_bytes: int) -> list[bytes]:
+        """The first so many bytes of each value; fewer, or none, where it ends or is not there."""
+
     async def write(self, name: bytes, pieces: Sequence[Piece], ttl_ms: int) -> None:
         """Puts the value in place at once, whatever was there before. Raises ServerRefused."""
 
@@ -85,17 +88,28 @@ class ValkeyServer:
         pieces: list[bytes] = []
         while offset < ends_at:
             batch = range(offset, ends_at, PIECE_BYTES)[:PIECES_AT_ONCE]
-            replies = await self._call(
-                [("GETRANGE", self._key(name), at, min(at + PIECE_BYTES, ends_at) - 1) for at in batch]
+            pieces += await self._read_ranges(
+                [(name, at, min(at + PIECE_BYTES, ends_at) - 1) for at in batch]
             )
-            for reply in replies:
-                if not isinstance(reply, bytes):
-                    raise ServerFailed(f"a reply that should be bytes is {type(reply).__name__}")
-                pieces.append(reply)
             if not pieces[-1]:
                 break
             offset = batch[-1] + PIECE_BYTES
         return pieces
+
+    async def read_heads(self, names: Sequence[bytes], num_bytes: int) -> list[bytes]:
+        return await self._read_ranges([(name, 0, num_bytes - 1) for name in names])
+
+    async def _read_ranges(self, ranges: Sequence[tuple[bytes, int, int]]) -> list[bytes]:
+        """Bytes of values, from one to the last that is wanted. Raises ServerFailed."""
+        replies = await self._call(
+            [("GETRANGE", self._key(name), first, last) for name, first, last in ranges]
+        )
+        found: list[bytes] = []
+        for reply in replies:
+            if not isinstance(reply, bytes):
+                raise ServerFailed(f"a reply that should be bytes is {type(reply).__name__}")
+            found.append(reply)
+        return found
 
     async def write(self, name: bytes, pieces: Sequence[Piece], ttl_ms: int) -> None:
         key = self._key(name)

@@ -23,7 +23,7 @@ from encoder_service.store.arena_store import ArenaStore
 from encoder_service.store.embedding_store import Held, StoreCounters, Tier, Writing
 from encoder_service.store.mover import Mover
 from encoder_service.store.partitions import PartitionedStore
-from encoder_service.types import EncodedItem
+from encoder_service.types import CacheTier, EncodedItem
 
 log = structlog.get_logger(__name__)
 
@@ -355,6 +355,11 @@ def tier_of(held: Held | None) -> Tier | None:
     if held is None or held.arena is None or held.slot is None:
         return None
     return "device" if held.arena.geometry.kind == "device" else "host"
+
+
+def cache_tier(held: Held) -> CacheTier:
+    """Which tier rows that are held were found in, as callers are told."""
+    return CacheTier.DEVICE if tier_of(held) == "device" else CacheTier.HOST
 
 
 def other(tier: Tier) -> Tier:

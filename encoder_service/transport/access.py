@@ -79,12 +79,13 @@ class BrokerAccess:
                 return Refusal(
                     "INVALID_REQUEST", f"{name} has {found} characters, at most {MAX_NAME_CHARS} are allowed"
                 )
-        if not self._token_opens(hello.namespace, hello.token):
+        if not self.lets_in(hello.namespace, hello.token):
             # The same for a namespace that is not there and for a wrong token.
             return Refusal("UNAUTHENTICATED", f"namespace {hello.namespace!r}: the token does not open it")
         return None
 
-    def _token_opens(self, namespace: str, token: str) -> bool:
+    def lets_in(self, namespace: str, token: str) -> bool:
+        """Whether the token opens the namespace now."""
         if self.opens is not None:
             return self.opens(namespace, token)
         expected = self.tokens.get(namespace)

@@ -37,6 +37,8 @@ log = structlog.get_logger(__name__)
 
 TICK_S = 0.1
 """How often times are looked at while anybody is connected."""
+CHECK_TOKENS_S = 1.0
+"""Between two looks at whether every client's token still opens its namespace."""
 STOP_NOTICE_S = 0.5
 """For the kernel to take the last notices."""
 
@@ -66,6 +68,7 @@ class Broker:
         self._pending: dict[Connection, None] = {}
         self._to_see_to: deque[Connection] = deque()
         self._notices: deque[tuple[Callable[[str], bool], pb.BrokerArenaClosed]] = deque()
+        self._check_tokens_at_s = clock()
         self._stopping = threading.Event()
         self._wake_lock = threading.Lock()
         self._wake_in = self._wake_out = -1
@@ -121,9 +124,17 @@ class Broker:
         """Welcomed ones."""
         return len(self._desk.owners)
 
-    def offer(self, offer: ArenaOffer, data_fd: int, page_fd: int, namespace: str | None = None) -> None:
+    def offer(
+        self,
+        offer: ArenaOffer,
+        data_fd: int,
+        page_fd: int,
+        namespace: str | None = None,
+        *,
+        directory_fd: int | None = None,
+    ) -> None:
         """From now on clients may attach it; see ``OfferBook.add``."""
-        self._offers.add(offer, data_fd, page_fd, namespace)
+        self._offers.add(offer, data_fd, page_fd, namespace, directory_fd=directory_fd)
 
     def take_segments(self, book: SegmentBook) -> None:
         """Before ``start``: clients may publish pixels. What a connection published goes with it."""
@@ -204,10 +215,15 @@ class Broker:
 
     def _tick(self, now_s: float) -> None:
         self._acceptor.resume(now_s)
+        checks_tokens = now_s >= self._check_tokens_at_s
+        if checks_tokens:
+            self._check_tokens_at_s = now_s + CHECK_TOKENS_S
         for connection in list(self._connections):
             if connection.paused:
                 self._guarded(connection, self._answer_waiting)
             self._guarded(connection, lambda each: each.check_time(now_s))
+            if checks_tokens:
+                self._guarded(connection, self._desk.check_token)
 
     def _say_goodbye(self) -> None:
         """The file goes first, so that nobody connects to a broker that leaves."""

@@ -1,4 +1,5 @@
-"""Rows that are resident already, and leases given back, over the broker's socket: one round trip, no gRPC.
+"""Rows that are resident already, and what becomes of leases, over the broker's socket: one round trip, no
+gRPC; and word of rows that were read without asking.
 
 Owns the way of such a request from the broker's thread to the event loop, where store and leases are used,
 and of its answer from there into the socket; and how much of it one connection may have under way. What a
@@ -26,10 +27,13 @@ MAX_FETCH_KEYS = 64
 KEY_BYTES = 32
 MAX_RELEASED = 256
 """Leases of one request."""
+MAX_RENEWED = 64
+MAX_USES = 128
+"""Keys of one request that their reader found in a directory."""
 MAX_REQUEST_BYTES = 8192
 """The loop's queue holds requests: so many bytes of each, at most."""
 FOUND_BYTES = 512
-"""Of one item in a reply, at most: an ItemResult with a lease has about 400."""
+"""Of one item in a reply, at most: an ItemResult with a lease has about 400, a lease's failure as many."""
 
 Answer: TypeAlias = Callable[[str, str, pb.BrokerRequest, pb.BrokerReply], bool]
 """(owner_id, namespace, request, reply): fills the reply in, on the event loop; whether it is to be sent. May
@@ -72,7 +76,7 @@ class FetchDesk:
         if answer is None:
             raise FetchRefused("NOT_READY", "the service is starting", retryable=True)
         _check(request)
-        num_bytes = FOUND_BYTES * len(request.fetch.keys)
+        num_bytes = FOUND_BYTES * (len(request.fetch.keys) + len(request.renew.lease_ids))
         self._begin(connection, num_bytes)
         try:
             self._loop.call_soon_threadsafe(self._answer, answer, connection, request, num_bytes)
@@ -130,12 +134,21 @@ def _check(request: pb.BrokerRequest) -> None:
         raise FetchRefused(
             "INVALID_REQUEST", f"the request has {request.ByteSize()} bytes, {MAX_REQUEST_BYTES} are taken"
         )
-    if request.WhichOneof("request") == "release":
-        found, allowed, what = len(request.release.lease_ids), MAX_RELEASED, "leases"
-    else:
-        found, allowed, what = len(request.fetch.keys), MAX_FETCH_KEYS, "keys"
-        for key in request.fetch.keys:
-            if len(key) != KEY_BYTES:
-                raise FetchRefused("INVALID_REQUEST", f"a key has {len(key)} bytes, needs {KEY_BYTES}")
-    if not 1 <= found <= allowed:
-        raise FetchRefused("INVALID_REQUEST", f"the request has {found} {what}, 1 to {allowed} are taken")
+    least, keys = 1, list(request.fetch.keys)
+    match request.WhichOneof("request"):
+        case "release":
+            found, allowed, what = len(request.release.lease_ids), MAX_RELEASED, "leases"
+        case "renew":
+            found, allowed, what = len(request.renew.lease_ids), MAX_RENEWED, "leases"
+        case "used":
+            least, keys = 0, [use.key for use in request.used.uses]
+            found, allowed, what = len(keys), MAX_USES, "uses"
+        case _:
+            found, allowed, what = len(keys), MAX_FETCH_KEYS, "keys"
+    for key in keys:
+        if len(key) != KEY_BYTES:
+            raise FetchRefused("INVALID_REQUEST", f"a key has {len(key)} bytes, needs {KEY_BYTES}")
+    if not least <= found <= allowed:
+        raise FetchRefused(
+            "INVALID_REQUEST", f"the request has {found} {what}, {least} to {allowed} are taken"
+        )

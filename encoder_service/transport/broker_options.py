@@ -54,7 +54,7 @@ class BrokerOptions:
 
 @dataclass
 class BrokerCounters:
-    """Read by metrics at any time; written by the broker's thread, fetched and fetch_misses by the loop's."""
+    """Read by metrics at any time; written by the broker's thread, those of rows by the loop's."""
 
     accepted: int = 0
     welcomed: int = 0
@@ -65,6 +65,10 @@ class BrokerCounters:
     """Items delivered by lease over the socket."""
     fetch_misses: int = 0
     """Keys asked for that were not to be had there."""
+    read_unasked: int = 0
+    """Items that clients read by a directory, as they say."""
+    read_stale: int = 0
+    """Such reads that found the rows gone, and were thrown away."""
     refused: Counter[str] = field(default_factory=Counter)
     """Connections, by reason."""
     failed: Counter[str] = field(default_factory=Counter)

@@ -15,7 +15,13 @@ import structlog
 
 from encoder_service.transport import access as access_rules
 from encoder_service.transport.access import Refusal
-from encoder_service.transport.broker_fetch import MAX_FETCH_KEYS, FetchDesk, FetchRefused
+from encoder_service.transport.broker_fetch import (
+    MAX_FETCH_KEYS,
+    MAX_RENEWED,
+    MAX_USES,
+    FetchDesk,
+    FetchRefused,
+)
 from encoder_service.transport.broker_options import BrokerCounters, BrokerOptions
 from encoder_service.transport.connection import ClientFailed, Connection
 from encoder_service.transport.descriptor_inbox import LOST
@@ -75,7 +81,7 @@ class RequestDesk:
                 self._greet(connection, reply, request.hello)
                 return
             case "attach":
-                self._attach(connection, reply, request.attach.arena_id)
+                self._attach(connection, reply, request.attach)
                 return
             case "list":
                 reply.arenas.arenas.extend(self._geometries(connection.namespace))
@@ -87,7 +93,7 @@ class RequestDesk:
                 segments, segment_id = self.segments, request.unpublish.segment_id
                 was_held = segments is not None and segments.remove(connection.owner_id, segment_id)
                 reply.unpublished.was_held = was_held
-            case "fetch" | "release" if self.fetches is not None:
+            case "fetch" | "release" | "renew" | "used" if self.fetches is not None:
                 try:
                     self.fetches.take(connection, request)
                 except FetchRefused as error:
@@ -131,6 +137,11 @@ class RequestDesk:
         connection.send(pb.BrokerReply(request_id=request_id, refused=refused), now_s)
         raise ClientFailed("refused", refusal.message)
 
+    def check_token(self, connection: Connection) -> None:
+        """Raises ClientFailed where the namespace has been closed to what the client was welcomed with."""
+        if connection.owner_id and not self._options.access.lets_in(connection.namespace, connection.token):
+            raise ClientFailed("token_withdrawn", "its token opens the namespace no more")
+
     def forget(self, connection: Connection) -> None:
         """The owner of this connection is nobody any more."""
         if self.segments is not None:
@@ -146,7 +157,8 @@ class RequestDesk:
         if refusal is not None:
             self.refuse(connection, refusal, hello, reply.request_id)
         connection.owner_id = secrets.token_hex(OWNER_ID_BYTES)
-        connection.namespace, connection.name = hello.namespace, hello.client_name
+        connection.namespace, connection.token = hello.namespace, hello.token
+        connection.name = hello.client_name
         connection.takes_descriptors = self.segments is not None
         self.owners[connection.owner_id] = Owner(hello.namespace, connection)
         self._in_namespace[hello.namespace] += 1
@@ -170,8 +182,10 @@ class RequestDesk:
             heartbeat_ms=round(options.heartbeat_s * 1000),
             idle_timeout_ms=round(options.limits.idle_s * 1000),
             arenas=self._geometries(hello.namespace),
-            max_fetch_keys=0 if self.fetches is None else MAX_FETCH_KEYS,
         )
+        if self.fetches is not None:
+            welcome.max_fetch_keys = MAX_FETCH_KEYS
+            welcome.max_renewals, welcome.max_uses = MAX_RENEWED, MAX_USES
         reply.welcome.CopyFrom(welcome)
         connection.send(reply, self._clock())
 
@@ -190,14 +204,15 @@ class RequestDesk:
                 )
         return None
 
-    def _attach(self, connection: Connection, reply: pb.BrokerReply, arena_id: bytes) -> None:
+    def _attach(self, connection: Connection, reply: pb.BrokerReply, attach: pb.BrokerAttach) -> None:
+        arena_id, with_directory = attach.arena_id, attach.with_directory
         failure = pb.BrokerReply(request_id=reply.request_id)
-        if not connection.may_send_descriptors(2):
+        if not connection.may_send_descriptors(3 if with_directory else 2):
             self._fail(failure, "DESCRIPTORS_UNREAD", "read those sent before asking for more", True)
             connection.send(failure, self._clock())
             return
         try:
-            found = self._offers.descriptors(connection.namespace, arena_id)
+            found = self._offers.descriptors(connection.namespace, arena_id, with_directory=with_directory)
         except OSError as error:
             self._fail(failure, "DESCRIPTORS_EXHAUSTED", f"the encoder has none left: {error.strerror}", True)
             connection.send(failure, self._clock())
@@ -269,4 +284,5 @@ def geometry_of(offer: ArenaOffer) -> pb.ArenaGeometry:
         size_bytes=offer.size_bytes,
         page_bytes=offer.page_bytes,
         device_uuid=offer.device_uuid,
+        directory_bytes=offer.directory_bytes,
     )

@@ -56,6 +56,8 @@ class Connection:
     since_s: float
     owner_id: str = ""
     namespace: str = ""
+    token: str = field(default="", repr=False)
+    """What it was welcomed with, which may open its namespace no more one day."""
     name: str = ""
     paused: bool = False
     """Over its rate: nothing is read until ``take`` finds it within again."""

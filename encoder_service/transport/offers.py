@@ -31,7 +31,8 @@ class ProbeSlot:
 
 @dataclass(frozen=True, slots=True)
 class ArenaOffer:
-    """What a client is told of one arena. device_uuid is empty for host memory."""
+    """What a client is told of one arena. device_uuid is empty for host memory; directory_bytes is 0 where
+    there is no directory."""
 
     arena_id: bytes
     kind: Literal["host", "device"]
@@ -39,6 +40,7 @@ class ArenaOffer:
     page_bytes: int
     device_uuid: str = ""
     probe: ProbeSlot | None = None
+    directory_bytes: int = 0
 
     def __post_init__(self) -> None:
         if len(self.arena_id) != ARENA_ID_BYTES:
@@ -79,15 +81,27 @@ class OfferBook:
         with self._lock:
             return len(self._held)
 
-    def add(self, offer: ArenaOffer, data_fd: int, page_fd: int, namespace: str | None = None) -> None:
-        """namespace: the only one to see it; None: every one that is not isolated. Raises ValueError for an
-        arena that is there already, OSError when the descriptors cannot be duplicated."""
+    def add(
+        self,
+        offer: ArenaOffer,
+        data_fd: int,
+        page_fd: int,
+        namespace: str | None = None,
+        *,
+        directory_fd: int | None = None,
+    ) -> None:
+        """namespace: the only one to see it; None: every one that is not isolated. directory_fd: where the
+        offer has a directory. Raises ValueError for an arena that is there already and for a directory that
+        the offer does not tell of, OSError when the descriptors cannot be duplicated."""
+        if (directory_fd is not None) != bool(offer.directory_bytes):
+            raise ValueError(f"a directory of {offer.directory_bytes} bytes with descriptor {directory_fd}")
+        given = (data_fd, page_fd) if directory_fd is None else (data_fd, page_fd, directory_fd)
         with self._lock:
             if offer.arena_id in self._held:
                 raise ValueError(f"arena {offer.arena_id.hex()} is offered already")
             if len(self._held) >= MAX_OFFERS:
                 raise ValueError(f"{len(self._held)} arenas are offered, at most {MAX_OFFERS} are allowed")
-            self._held[offer.arena_id] = _Held(offer, namespace, duplicates((data_fd, page_fd)))
+            self._held[offer.arena_id] = _Held(offer, namespace, duplicates(given))
 
     def remove(self, arena_id: bytes) -> Callable[[str], bool] | None:
         """Says of a namespace whether it could see the arena; None when there was none of this id."""
@@ -108,14 +122,16 @@ class OfferBook:
             held = self._held.get(arena_id)
             return held.offer if held is not None and self._sees(namespace, held) else None
 
-    def descriptors(self, namespace: str, arena_id: bytes) -> tuple[ArenaOffer, tuple[int, ...]] | None:
-        """The offer with fresh duplicates of its data and control descriptors, the caller's to close. Raises
-        OSError when there is no descriptor left."""
+    def descriptors(
+        self, namespace: str, arena_id: bytes, *, with_directory: bool = False
+    ) -> tuple[ArenaOffer, tuple[int, ...]] | None:
+        """The offer with fresh duplicates of its data and control descriptors, and of its directory's where
+        that is wanted and there, the caller's to close. Raises OSError when there is no descriptor left."""
         with self._lock:
             held = self._held.get(arena_id)
             if held is None or not self._sees(namespace, held):
                 return None
-            return held.offer, duplicates(held.descriptors)
+            return held.offer, duplicates(held.descriptors[: 3 if with_directory else 2])
 
     def close(self) -> None:
         with self._lock:

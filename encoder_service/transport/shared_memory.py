@@ -125,6 +125,7 @@ class SharedMemory:
         self.fetches = FetchDesk(self._loop, self.broker.counters)
         self.broker.take_fetches(self.fetches)
         self._timer: asyncio.TimerHandle | None = None
+        self._due_s = 0.0  # of the timer; uvloop's handle of a time that has passed tells none
         self._upkeep: asyncio.Task[None] | None = None
         self._done: tuple[int, ...] = ()
         self._quiet_beats = 0
@@ -136,11 +137,13 @@ class SharedMemory:
         bound."""
         self.broker.start()
         for namespace, part in self.store.named_parts():
-            data_fd, page_fd = part.arena.export_fd(), part.arena.export_page_fd()
+            descriptors = part.arena.export_all()
+            data_fd, page_fd, directory_fd = descriptors
             try:
-                self.broker.offer(offer_of(part.arena.geometry), data_fd, page_fd, namespace)
+                offer = offer_of(part.arena.geometry)
+                self.broker.offer(offer, data_fd, page_fd, namespace, directory_fd=directory_fd)
             finally:
-                close_all((data_fd, page_fd))
+                close_all(descriptors)
         self._upkeep = self._loop.create_task(self._keep_up())
 
     async def drain(self, grace_s: float) -> bool:
@@ -258,11 +261,11 @@ class SharedMemory:
         if expires_s is None:
             return
         when_s = self._loop.time() + max(0.0, expires_s - self._clock())
-        if self._timer is not None and not self._timer.cancelled() and self._timer.when() <= when_s:
+        if self._timer is not None and not self._timer.cancelled() and self._due_s <= when_s:
             return
         if self._timer is not None:
             self._timer.cancel()
-        self._timer = self._loop.call_at(when_s, self._expire)
+        self._timer, self._due_s = self._loop.call_at(when_s, self._expire), when_s
 
     def _expire(self) -> None:
         self._timer = None
@@ -387,6 +390,7 @@ def offer_of(arena: ArenaGeometry) -> ArenaOffer:
         arena.page_bytes,
         arena.device_uuid,
         ProbeSlot(arena.probe.offset_bytes, arena.probe.num_bytes, arena.probe.sha256),
+        arena.directory_bytes,
     )
 
 

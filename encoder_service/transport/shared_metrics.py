@@ -75,6 +75,17 @@ def _export_arenas(metrics: Metrics, shared: SharedMemory) -> None:
         "Checks that found the bookkeeping wrong.",
         lambda: shared.num_integrity_failures,
     )
+    directories = [part.arena.directory for part in shared.store.parts()]
+    metrics.gauge(
+        "ve_directory_items",
+        "Items that the arenas' directories list.",
+        lambda: sum(map(len, directories)),
+    )
+    metrics.counter_view(
+        "ve_directory_unlisted",
+        "Items that a directory had no place for; they are read by lease.",
+        lambda: sum(directory.num_unlisted for directory in directories),
+    )
     if isinstance(shared.store, TieredStore):
         _export_tiers(metrics, shared.store.tier_counters)
 
@@ -143,6 +154,16 @@ def _export_broker(metrics: Metrics, shared: SharedMemory) -> None:
         "ve_broker_fetch_misses",
         "Keys asked for over the broker's socket that were not resident.",
         lambda: counters.fetch_misses,
+    )
+    counter(
+        "ve_directory_reads",
+        "Items that clients read by a directory, without a lease, as they told.",
+        lambda: counters.read_unasked,
+    )
+    counter(
+        "ve_directory_stale",
+        "Reads by a directory that found the rows gone and were thrown away, as their readers told.",
+        lambda: counters.read_stale,
     )
     counter("ve_broker_refused", "Connections refused.", lambda: counters.refused.total())
     counter("ve_broker_failed", "Requests that failed.", lambda: counters.failed.total())

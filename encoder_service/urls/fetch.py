@@ -10,9 +10,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ssl
+import time
 import urllib.parse
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 
 import httpcore
@@ -52,7 +53,8 @@ class FetchBounds:
 
 @dataclass
 class UrlCounters:
-    """Fetches by their end: OK, or the error's reason."""
+    """Fetches by their end: OK, the error's reason, CANCELLED when nobody waited any more. num_bytes: of the
+    bodies of those that ended well."""
 
     ended: Counter[str] = field(default_factory=Counter)
     num_bytes: int = 0
@@ -69,11 +71,17 @@ class UrlFetcher:
         rules: AddressRules | None = None,
         resolve: Resolve | None = None,
         tls: ssl.SSLContext | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        fetch_ended: Callable[[float, str], None] = lambda _seconds, _outcome: None,
     ) -> None:
+        """fetch_ended: told of every fetch's seconds, waiting for its turn included, and its outcome."""
+        self._clock = clock
+        self._fetch_ended = fetch_ended
         self._allow = allow
         self._bounds = bounds
         self._turns = asyncio.Semaphore(bounds.max_fetches)
-        self._num_waiting = 0
+        self.num_waiting = 0
+        self.num_fetching = 0
         self._own_resolver = SystemResolver() if resolve is None else None
         self._client = httpcore.AsyncConnectionPool(
             ssl_context=httpcore.default_ssl_context() if tls is None else tls,
@@ -97,40 +105,60 @@ class UrlFetcher:
 
         Raises UrlRefused, UrlContent, UrlUnreachable, ImageTooLarge, QueueFull.
         """
-        url = self._allow.check(text)
-        async with self._turn():
-            permit = admission.acquire(0)
-            try:
-                data = await self._within_time(url, permit)
-            except BaseException as error:
-                permit.release()
-                reason = error.reason if isinstance(error, VisionEncoderError) else "CANCELLED"
-                self.counters.ended[reason] += 1
-                raise
-        self.counters.ended["OK"] += 1
-        self.counters.num_bytes += len(data)
+        data, permit = await self._counted(text, admission)
         try:
             yield data
         finally:
             permit.release()
 
+    async def _counted(self, text: str, admission: Admission) -> tuple[bytes, Permit]:
+        started_s, outcome = self._clock(), "INTERNAL"
+        try:
+            found = await self._fetch(text, admission)
+        except asyncio.CancelledError:
+            outcome = "CANCELLED"
+            raise
+        except VisionEncoderError as error:
+            outcome = error.reason
+            raise
+        else:
+            outcome = "OK"
+            self.counters.num_bytes += len(found[0])
+            return found
+        finally:
+            self.counters.ended[outcome] += 1
+            self._fetch_ended(self._clock() - started_s, outcome)
+
+    async def _fetch(self, text: str, admission: Admission) -> tuple[bytes, Permit]:
+        """What lies there, and the permit that counts it."""
+        url = self._allow.check(text)
+        async with self._turn():
+            permit = admission.acquire(0)
+            try:
+                return await self._within_time(url, permit), permit
+            except BaseException:
+                permit.release()
+                raise
+
     @contextlib.asynccontextmanager
     async def _turn(self) -> AsyncIterator[None]:
-        if self._num_waiting >= MAX_WAITING:
+        if self.num_waiting >= MAX_WAITING:
             raise QueueFull(
-                f"{self._num_waiting} URLs wait to be fetched, at most {MAX_WAITING} may",
+                f"{self.num_waiting} URLs wait to be fetched, at most {MAX_WAITING} may",
                 retry_after_ms=RETRY_AFTER_MS,
-                num_waiting=self._num_waiting,
+                num_waiting=self.num_waiting,
                 max_waiting=MAX_WAITING,
             )
-        self._num_waiting += 1
+        self.num_waiting += 1
         try:
             await self._turns.acquire()
         finally:
-            self._num_waiting -= 1
+            self.num_waiting -= 1
+        self.num_fetching += 1
         try:
             yield
         finally:
+            self.num_fetching -= 1
             self._turns.release()
 
     async def _within_time(self, url: CheckedUrl, permit: Permit) -> bytes:

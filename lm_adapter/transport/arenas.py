@@ -6,13 +6,16 @@ mapped on a GPU. Finding arenas and judging them is ``chooser``'s.
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from lm_adapter.transport.broker_client import BrokerClient
 from lm_adapter.transport.control_page import ControlPageReader
 from lm_adapter.transport.device_lease import DeviceArena
+from lm_adapter.transport.directory import DirectoryReader
 from lm_adapter.transport.host_shm import HostArena
 from lm_adapter.transport.mapping import MappingFailed
 
@@ -23,16 +26,30 @@ __all__ = ["AttachedArena", "attach", "num_attached"]
 
 _Key = tuple[bytes, str]
 
+_log = logging.getLogger(__name__)
+
 
 class AttachedArena:
-    """A mapped arena with its control page. Every user drops it once; the last one unmaps it."""
+    """A mapped arena with its control page, and its directory where it has one. Every user drops it once; the
+    last one unmaps it."""
 
-    def __init__(self, key: _Key, memory: HostArena | DeviceArena, page: ControlPageReader) -> None:
+    def __init__(
+        self,
+        key: _Key,
+        memory: HostArena | DeviceArena,
+        page: ControlPageReader,
+        directory: DirectoryReader | None = None,
+    ) -> None:
         self.memory = memory
         self.page = page
+        self.directory = directory
         self._key = key
         self._num_users = 1
         self._pid = os.getpid()
+
+    @property
+    def arena_id(self) -> bytes:
+        return self._key[0]
 
     @property
     def kind(self) -> str:
@@ -75,8 +92,14 @@ class AttachedArena:
                 return
             if _state.attached.get(self._key) is self:
                 del _state.attached[self._key]
+        self.close()
+
+    def close(self) -> None:
+        """Unmaps, whoever uses it."""
         self.memory.close()
         self.page.close()
+        if self.directory is not None:
+            self.directory.close()
 
 
 class _State:
@@ -121,14 +144,35 @@ def _map(broker: BrokerClient, key: _Key, device: torch.device | None) -> Attach
         geometry = attachment.geometry
         if (geometry.kind == "device") != (device is not None):
             raise MappingFailed(f"arena {arena_id.hex()} is of the kind {geometry.kind}")
-        page = ControlPageReader(attachment.page_fd, geometry.page_bytes, arena_id=arena_id)
-        try:
+        with ExitStack() as undo:
+            page = ControlPageReader(attachment.page_fd, geometry.page_bytes, arena_id=arena_id)
+            undo.callback(page.close)
+            directory = None
+            if geometry.directory_bytes:
+                directory = _directory(attachment.directory_fd, geometry.directory_bytes, page, arena_id)
+            if directory is not None:
+                undo.callback(directory.close)
+            memory: HostArena | DeviceArena
             if device is None:
-                return AttachedArena(key, HostArena(attachment.data_fd, geometry.size_bytes), page)
-            return AttachedArena(key, DeviceArena(attachment.data_fd, geometry.size_bytes, device), page)
-        except BaseException:
-            page.close()
-            raise
+                memory = HostArena(attachment.data_fd, geometry.size_bytes)
+            else:
+                memory = DeviceArena(attachment.data_fd, geometry.size_bytes, device)
+            undo.pop_all()
+        return AttachedArena(key, memory, page, directory)
+
+
+def _directory(fd: int, size_bytes: int, page: ControlPageReader, arena_id: bytes) -> DirectoryReader | None:
+    """None for one that cannot be read here, such as a later version's: rows are leased then."""
+    try:
+        found = DirectoryReader(fd, size_bytes, arena_id=arena_id)
+    except MappingFailed as error:
+        _log.warning("the directory of arena %s is not read: %s", arena_id.hex(), error.message)
+        return None
+    if (found.instance, found.num_slots) == (page.instance, page.num_slots):
+        return found
+    found.close()
+    _log.warning("the directory of arena %s is not its control page's", arena_id.hex())
+    return None
 
 
 def _forget_in_child() -> None:
@@ -140,8 +184,7 @@ def _forget_in_child() -> None:
         if arena.kind == "device":
             _state.inherited.append(arena)
         else:
-            arena.memory.close()
-            arena.page.close()
+            arena.close()
 
 
 os.register_at_fork(after_in_child=_forget_in_child)

@@ -45,6 +45,7 @@ P = ParamSpec("P")
 
 _log = logging.getLogger(__name__)
 _NUM_DESCRIPTORS = 2
+"""Of an arena; with its directory one more."""
 
 
 class BrokerClient:
@@ -167,6 +168,7 @@ class BrokerClient:
             link, thread = self._link, self._thread
             self._changed.notify_all()
         if link is not None:
+            link.tell_uses()
             link.lose(error)
         if thread is not None and thread is not threading.current_thread():
             thread.join()
@@ -179,13 +181,15 @@ class BrokerClient:
         return known_arenas(reply.message.arenas.arenas)
 
     def attach(self, arena_id: bytes) -> Attachment:
-        """Descriptors of an arena, the caller's to close."""
-        reply = self._request(pb.BrokerRequest(attach=pb.BrokerAttach(arena_id=arena_id)), "attached")
+        """Descriptors of an arena, the caller's to close, that of its directory where there is one."""
+        attach = pb.BrokerAttach(arena_id=arena_id, with_directory=True)
+        reply = self._request(pb.BrokerRequest(attach=attach), "attached")
         try:
             geometry = geometry_of(reply.message.attached.geometry)
-            if geometry.arena_id != arena_id or len(reply.descriptors) != _NUM_DESCRIPTORS:
+            expected = _NUM_DESCRIPTORS + bool(geometry.directory_bytes)
+            if geometry.arena_id != arena_id or len(reply.descriptors) != expected:
                 raise BrokerViolation(
-                    f"asked for arena {arena_id.hex()} and {_NUM_DESCRIPTORS} descriptors, got "
+                    f"asked for arena {arena_id.hex()} and {expected} descriptors, got "
                     f"{geometry.arena_id.hex()} and {len(reply.descriptors)}"
                 )
         except BaseException:
@@ -240,6 +244,16 @@ class BrokerClient:
         except BrokerError:
             return False
         return True
+
+    def renew(self, request: encoder_pb2.RenewRequest) -> encoder_pb2.RenewResponse | None:
+        """Extends leases; None where the broker does not do that now, or for so many."""
+        link = self._link
+        if link is None or len(request.lease_ids) > link.welcome.max_renewals:
+            return None
+        try:
+            return self._request(pb.BrokerRequest(renew=request), "renewed").message.renewed
+        except BrokerError:
+            return None
 
     def ping(self) -> None:
         """Returns when the broker has answered."""

@@ -7,6 +7,9 @@ thread is ever left with the number of a descriptor that is someone else's by no
 A thread that waits for its reply may read the socket for itself (``read_until``), which saves the hop from
 one thread to another. While callers do so, the pump stands back and looks in after every STAND_BACK_S; it
 takes over at once where somebody waits who does not read.
+
+What was read by a directory (``uses``) is told by the pump, TELL_EVERY_S after the first such read and as
+long as there are more.
 """
 
 from __future__ import annotations
@@ -29,6 +32,8 @@ from lm_adapter.transport.broker_frames import (
 from lm_adapter.transport.broker_handshake import HELLO_ID, shake_hands
 from lm_adapter.transport.broker_socket import close, send_all
 from lm_adapter.transport.broker_waiting import Waiting, fresh
+from lm_adapter.transport.uses import Uses
+from lm_adapter.transport.wakeup import WakeUp
 from vision_encoder.v1 import broker_pb2 as pb
 from vision_encoder.v1 import encoder_pb2
 
@@ -36,6 +41,7 @@ __all__ = ["BrokerLink"]
 
 STAND_BACK_S = 0.02
 """How long after a caller has read for itself the pump leaves that to callers."""
+TELL_EVERY_S = 0.02
 SEND_LATER_S = 1.0
 _RELEASE_ID = HELLO_ID
 """A release is not answered, or with a failure that nobody waits for: any id will do."""
@@ -62,6 +68,11 @@ class BrokerLink:
         """When a caller last read, or wanted to."""
         self._notices: deque[pb.BrokerReply] = deque()
         self._later: deque[encoder_pb2.ReleaseRequest] = deque()
+        self._uses: dict[str, Uses] = {}
+        self._tell_lock = threading.Lock()
+        self._wake_up = WakeUp()
+        self._tell_at_s: float | None = None
+        """When the pump looks for uses next; None: when it is woken."""
 
     @classmethod
     def open(cls, path: str, hello: pb.BrokerHello, timeout_s: float) -> BrokerLink:
@@ -163,6 +174,16 @@ class BrokerLink:
             return
         self.post(pb.BrokerRequest(release=request), timeout_s)
 
+    def uses_of(self, kind: str) -> Uses:
+        """Where reads of this kind of memory are noted, for the encoder to be told."""
+        with self._tell_lock:
+            return self._uses.setdefault(kind, Uses(kind, self._wake_up.wake))
+
+    def tell_uses(self) -> None:
+        """At once, before the link is given up."""
+        with contextlib.suppress(BrokerError):
+            self._tell()
+
     def lose(self, error: BrokerError) -> None:
         """Ends the link: ``pump`` returns, requests fail with this error. The first call counts."""
         with self._lock:
@@ -184,6 +205,7 @@ class BrokerLink:
         without a word to the broker, whose client is the parent."""
         self._socket.close()
         self._reader.close()
+        self._wake_up.abandon_in_child()
 
     # -- the reading thread ----------------------------------------------------------------------------
 
@@ -200,6 +222,7 @@ class BrokerLink:
         except Exception as found:
             error = BrokerViolation(f"the connection was given up: {type(found).__name__}: {found}")
         self.lose(error)
+        self._wake_up.close()
         with self._reading:
             with self._send_lock:
                 close(self._socket)
@@ -212,6 +235,8 @@ class BrokerLink:
         silence_s = max(self.welcome.idle_timeout_ms / 1000, 2 * heartbeat_s)
         poll = select.poll()
         poll.register(self._socket, select.POLLIN)
+        self._wake_up.register(poll)
+        self._tell_at_s = time.monotonic()
         while True:
             self._stand_back()
             while self._notices:
@@ -230,6 +255,7 @@ class BrokerLink:
             if self._take_over.wait(left_s):
                 break
             self._send_later()
+            self._tell()
         self._stands_back = False
         self._send_later()
 
@@ -273,8 +299,15 @@ class BrokerLink:
                     ping = pb.BrokerRequest(request_id=self._next_id, ping=pb.BrokerPing())
                     self._next_id += 1
                 self._send(ping, now_s + silence_s)
-            wait_s = max(0.0, self._sent_s + heartbeat_s - time.monotonic())
-            if not poll.poll(wait_s * 1000):
+            ends_s = self._sent_s + heartbeat_s
+            if self._tell_at_s is not None:
+                if now_s >= self._tell_at_s:
+                    self._tell()
+                ends_s = min(ends_s, self._tell_at_s or ends_s)
+            happened = dict(poll.poll(max(0.0, ends_s - time.monotonic()) * 1000))
+            if self._wake_up.was_woken(happened):
+                self._tell_at_s = self._tell_at_s or time.monotonic() + TELL_EVERY_S
+            if self._socket.fileno() not in happened:
                 continue
             try:
                 if not self._reader.receive(self._socket):
@@ -321,6 +354,16 @@ class BrokerLink:
         except BrokerUnavailable as error:
             self.lose(error)
             raise
+
+    def _tell(self) -> None:
+        """Tells what was read since the last time, and says when to look again. Raises BrokerUnavailable."""
+        with self._tell_lock:
+            used = [each for uses in self._uses.values() for each in uses.take(self.welcome.max_uses or 1)]
+            self._tell_at_s = time.monotonic() + TELL_EVERY_S if used else None
+        if used:
+            requests = [pb.BrokerRequest(request_id=_RELEASE_ID, used=each) for each in used]
+            frames = b"".join(encode_frame(request.SerializeToString()) for request in requests)
+            self._send_frames(frames, time.monotonic() + SEND_LATER_S)
 
     def _send_later(self) -> None:
         frames = self._frames_of_later()

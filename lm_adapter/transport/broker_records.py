@@ -18,13 +18,15 @@ _KINDS: dict[int, Literal["host", "device"]] = {pb.ARENA_KIND_HOST: "host", pb.A
 
 @dataclass(frozen=True, slots=True)
 class ArenaGeometry:
-    """What the broker says of an arena. page_bytes: of its control page. device_uuid: empty on the host."""
+    """What the broker says of an arena. page_bytes: of its control page. device_uuid: empty on the host.
+    directory_bytes: 0 where there is no directory."""
 
     arena_id: bytes
     kind: Literal["host", "device"]
     size_bytes: int
     page_bytes: int
     device_uuid: str
+    directory_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,16 +55,18 @@ class BrokerSession:
 
 @dataclass(eq=False)
 class Attachment:
-    """Descriptors of an arena, this object's to close. A mapping made of them outlives them."""
+    """Descriptors of an arena, this object's to close. A mapping made of them outlives them. directory_fd: -1
+    without a directory."""
 
     geometry: ArenaGeometry
     data_fd: int
     page_fd: int
+    directory_fd: int = -1
 
     def close(self) -> None:
         """Twice is once."""
-        descriptors = [fd for fd in (self.data_fd, self.page_fd) if fd >= 0]
-        self.data_fd = self.page_fd = -1
+        descriptors = [fd for fd in (self.data_fd, self.page_fd, self.directory_fd) if fd >= 0]
+        self.data_fd = self.page_fd = self.directory_fd = -1
         close_descriptors(descriptors)
 
     def __enter__(self) -> Attachment:
@@ -85,6 +89,7 @@ def geometry_of(message: pb.ArenaGeometry) -> ArenaGeometry:
         size_bytes=message.size_bytes,
         page_bytes=message.page_bytes,
         device_uuid=message.device_uuid,
+        directory_bytes=message.directory_bytes,
     )
 
 

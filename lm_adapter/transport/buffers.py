@@ -7,7 +7,7 @@ where a caller handed in one of its tensors.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict
 
@@ -18,6 +18,8 @@ from lm_adapter.errors import InvalidRequest, ItemFailed
 
 if TYPE_CHECKING:
     import torch
+
+    from lm_adapter.types import EncodedRows
 
 __all__ = ["Bytes", "RowsHandling", "RowsOptions", "buffer_bytes"]
 
@@ -36,13 +38,17 @@ class RowsOptions(TypedDict, total=False):
     encoder's memory where that is shared, to be read inside ``with rows:``. confirm_later: copies from shared
     memory are checked by ``rows.confirm()``, not before the rows are handed out; until then a copy on a GPU
     may be under way. num_readers: how many processes read each result, this one included; ``rows.shared``
-    is what the others need.
+    is what the others need. on_rows: called with an item's index, its rows and how many of them have come,
+    the
+    first ones, as inline rows arrive: those of a clip come while the rest of it is encoded. The rows beyond
+    are not filled in yet, and the item may still fail.
     """
 
     out: Sequence[Any]
     borrow: bool
     confirm_later: bool
     num_readers: int
+    on_rows: Callable[[int, EncodedRows, int], None] | None
 
 
 @dataclass(frozen=True)
@@ -54,6 +60,7 @@ class RowsHandling:
     confirm_later: bool = False
     num_readers: int = 1
     reader: int = 0
+    on_rows: Callable[[int, EncodedRows, int], None] | None = None
 
     def __post_init__(self) -> None:
         """Raises InvalidRequest."""
@@ -72,13 +79,24 @@ class RowsHandling:
         return cls(() if out is None else (out,), borrow, confirm_later, max(1, num_readers), reader)
 
     @property
+    def is_plain_copy(self) -> bool:
+        """Whether rows are copied for this caller alone and checked before it gets them: no lease is needed
+        where they can be read without."""
+        return self.num_readers == 1 and not self.borrow and not self.confirm_later
+
+    @property
     def alone(self) -> RowsOptions:
         """For the same rows without the other readers."""
         return RowsOptions(out=self.out, borrow=self.borrow, confirm_later=self.confirm_later)
 
     def only(self, indices: Sequence[int]) -> RowsHandling:
         """The same for some of the call's items."""
-        return replace(self, out=[self.out[index] for index in indices] if len(self.out) else ())
+        tell = self.on_rows
+        return replace(
+            self,
+            out=[self.out[index] for index in indices] if len(self.out) else (),
+            on_rows=None if tell is None else lambda index, rows, num: tell(indices[index], rows, num),
+        )
 
     def check_items(self, num_items: int) -> None:
         """Raises InvalidRequest when the buffers are not one per item."""
@@ -111,9 +129,13 @@ def buffer_bytes(out: Any, num_bytes: int) -> Bytes:
             details={"found": found, "needed": num_bytes},
         )
     if isinstance(out, np.ndarray):
+        if out.dtype == np.uint8 and out.shape == (num_bytes,):
+            return out
         return out.reshape(-1).view(np.uint8)[:num_bytes]
     assert torch is not None
-    flat = out.detach().reshape(-1).view(torch.uint8)[:num_bytes]
+    flat = out if out.dtype is torch.uint8 and out.dim() == 1 else out.detach().reshape(-1).view(torch.uint8)
+    if len(flat) != num_bytes:
+        flat = flat[:num_bytes]
     found_bytes: Bytes = flat.numpy() if flat.device.type == "cpu" else flat
     return found_bytes
 

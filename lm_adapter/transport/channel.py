@@ -6,6 +6,7 @@ Owns gRPC's own names. Streams of rows are received as raw bytes (no deserialise
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,7 +19,9 @@ from lm_adapter.errors import InvalidRequest
 from vision_encoder.v1 import encoder_pb2
 
 __all__ = [
+    "DIGEST_HEADER",
     "HEALTH_CHECK",
+    "RING_HASH_ENVIRONMENT",
     "ClientTls",
     "bearer",
     "channel_credentials",
@@ -27,8 +30,13 @@ __all__ = [
     "method_path",
     "open_aio_channel",
     "open_channel",
+    "ring_hash_options",
 ]
 
+DIGEST_HEADER = "x-content-digest"
+"""Hex digest of a call's only item, for ring-hash load balancing."""
+RING_HASH_ENVIRONMENT = "GRPC_EXPERIMENTAL_RING_HASH_SET_REQUEST_HASH_KEY"
+"""gRFC A76: a call without the header goes anywhere, instead of failing."""
 HEALTH_CHECK = "/grpc.health.v1.Health/Check"
 _SERVICE = encoder_pb2.DESCRIPTOR.services_by_name["VisionEncoder"].full_name
 
@@ -128,6 +136,25 @@ def channel_options(
     """gRPC channel arguments: ours, with the caller's on top."""
     named = {"grpc.ssl_target_name_override": tls.server_name} if tls and tls.server_name else {}
     return list({**_DEFAULT_OPTIONS, **named, **(overrides or {})}.items())
+
+
+def ring_hash_options(*, min_dns_interval_s: float = 5.0) -> dict[str, int | str]:
+    """Channel arguments for gRPC's own ring-hash policy over every address behind a target
+    (``dns:///host:port``): a call with one item goes by its digest. For a client of one item per call that
+    takes rows inline; what it lacks beside ``lm_adapter.fleet`` is in docs/fleet.md.
+
+    Raises InvalidRequest unless the environment has RING_HASH_ENVIRONMENT, which gRPC reads when it is first
+    imported: without it every call would fail with INTERNAL, "hash attribute not present".
+    """
+    if os.environ.get(RING_HASH_ENVIRONMENT, "").lower() != "true":
+        raise InvalidRequest(
+            f"gRPC's ring hash needs {RING_HASH_ENVIRONMENT}=true in the environment before grpc is imported"
+        )
+    policy = {"ring_hash_experimental": {"requestHashHeader": DIGEST_HEADER}}
+    return {
+        "grpc.service_config": json.dumps({"loadBalancingConfig": [policy]}),
+        "grpc.dns_min_time_between_resolutions_ms": round(1000 * min_dns_interval_s),
+    }
 
 
 def method_path(method: str) -> str:

@@ -18,17 +18,19 @@ from typing import TYPE_CHECKING
 
 from lm_adapter.errors import EncoderError, TransportUnavailable
 from lm_adapter.leases import LeaseReturns
-from lm_adapter.transport import arenas, probe
+from lm_adapter.transport import probe
 from lm_adapter.transport.arenas import AttachedArena
 from lm_adapter.transport.backoff import RefusalBackoff
 from lm_adapter.transport.broker_client import BrokerClient
 from lm_adapter.transport.broker_errors import BrokerError
 from lm_adapter.transport.broker_records import BrokerSession
 from lm_adapter.transport.device_lease import device_in_use, resolve_device
+from lm_adapter.transport.mapped_arenas import MappedArenas
 from lm_adapter.transport.mapping import device_uuid
 from lm_adapter.transport.settings import TransportChoice, TransportSettings
 from lm_adapter.transport.shared_transport import SharedTransport
 from lm_adapter.types import ServerInfo
+from vision_encoder.v1 import encoder_pb2 as pb
 
 if TYPE_CHECKING:
     import torch
@@ -68,7 +70,8 @@ class TransportChooser:
 
     def _start_anew(self, reason: str) -> None:
         self._changed = threading.Condition()
-        self._arenas: dict[tuple[str, bytes], AttachedArena] = {}
+        self._arenas = MappedArenas()
+        self._current: SharedTransport | None = None
         self._thread: threading.Thread | None = None
         self._probe_again = False
         self._retry_at_s: float | None = 0.0
@@ -101,20 +104,31 @@ class TransportChooser:
 
     def current(self) -> SharedTransport | None:
         """For a call that begins now; None for inline."""
+        found = self._current
+        # Nothing to look for, and nothing has changed: the common case, for which no lock is taken.
+        if (
+            found is not None
+            and found.turn == self._backoff.turn
+            and self._retry_at_s is None
+            and (self._device_index is not None or "device" not in self.settings.transports)
+        ):
+            return found
         with self._changed:
             self._retry_when_due()
             session = None if self._broker is None else self._broker.session
             if self._closed or session is None or not self._choice.is_shared:
                 return None
-            return SharedTransport(
-                self._choice.name,
-                session.owner_id.encode(),
-                self.settings.lease_ms,
-                self.returns,
-                self,
-                self._backoff.turn,
-                self._broker,
-            )
+            owner_id, turn = session.owner_id.encode(), self._backoff.turn
+            found = self._current
+            if found is None or (found.owner_id, found.turn) != (owner_id, turn):
+                name, unleased = self._choice.name, None
+                if self._broker is not None and self._choice.resident == "directory":
+                    link = self._broker.fetch_link(owner_id)
+                    unleased = self._arenas.unleased(name, self._namespace, link)
+                found = self._current = SharedTransport(
+                    name, owner_id, self.settings.lease_ms, self.returns, self, turn, self._broker, unleased
+                )
+            return found
 
     def note(self, name: str, turn: int, num_shared: int, refusal: str) -> None:
         """What became of a call in a way that ``current`` gave: items read, and why others were refused. What
@@ -154,14 +168,21 @@ class TransportChooser:
 
     def arena(self, name: str, arena_id: bytes) -> AttachedArena:
         """A mapped arena with one more use, mapped now where it is new. Raises EncoderError."""
-        with self._changed:
-            found = self._arenas.get((name, arena_id))
-            if found is not None and found.use():
-                return found
-            broker = self._broker
+        found = self._arenas.used(name, arena_id)
+        if found is not None:
+            return found
+        broker = self._broker
         if broker is None or self._closed:
             raise probe.NotPossible("the client is closed")
-        return self._attach(broker, name, arena_id, use=True)
+        found = self._attach(broker, name, arena_id)
+        if not found.use():
+            raise probe.NotPossible(f"arena {arena_id.hex()} was given up", retryable=True)
+        return found
+
+    def renew(self, request: pb.RenewRequest) -> pb.RenewResponse | None:
+        """Extends leases over the broker's socket; None where that is not possible now."""
+        broker = self._broker
+        return None if broker is None else broker.renew(request)
 
     def close(self) -> None:
         """Ends the session and gives up the mappings. Twice is once."""
@@ -174,7 +195,8 @@ class TransportChooser:
             broker.close()
         if thread is not None and thread is not threading.current_thread():
             thread.join()
-        self._drop_arenas()
+        self._current = None
+        self._arenas.close()
 
     # -- probing ---------------------------------------------------------------------------------------
 
@@ -243,7 +265,9 @@ class TransportChooser:
                 _log.exception("the probe of rows by %s failed", name)
                 rejected[name] = f"{type(error).__name__}: {error}"
             else:
-                return TransportChoice(name, reason, rejected), may_pass
+                by_directory = self.settings.directory and self._arenas.have_directory(name)
+                resident = "directory" if by_directory else "lease"
+                return TransportChoice(name, reason, rejected, resident), may_pass
         return self._without_shared(
             "; ".join(f"{name}: {why}" for name, why in rejected.items()), rejected
         ), may_pass
@@ -255,9 +279,7 @@ class TransportChooser:
         broker = self._connected(self.settings.broker_path or transport.broker_path)
         session = broker.connect(CONNECT_TIMEOUT_S)
         probe.check_instance(info, session)
-        attached = [
-            self._attach(broker, name, each.arena_id, use=False) for each in probe.arenas_of(broker, name)
-        ]
+        attached = [self._attach(broker, name, each.arena_id) for each in probe.arenas_of(broker, name)]
         found = probe.check_all(attached)
         for arena in attached:
             arena.memory.warm()
@@ -305,25 +327,10 @@ class TransportChooser:
         made.close()
         raise probe.NotPossible("the client is closed")
 
-    def _attach(self, broker: BrokerClient, name: str, arena_id: bytes, *, use: bool) -> AttachedArena:
-        """Mapped and known to this chooser; with one more use for the caller where it wants one."""
-        with self._changed:
-            found = self._arenas.get((name, arena_id))
-        if found is None:
-            made = arenas.attach(broker, arena_id, self._device() if name == "device" else None)
-            with self._changed:
-                # Another thread may have been faster, with one more use of the very same mapping.
-                found = self._arenas.get((name, arena_id))
-                keep = found is None and not self._closed
-                if keep:
-                    found = self._arenas[name, arena_id] = made
-            if not keep:
-                made.drop()
-            if found is None:
-                raise probe.NotPossible("the client is closed")
-        if use and not found.use():
-            raise probe.NotPossible(f"arena {arena_id.hex()} was given up", retryable=True)
-        return found
+    def _attach(self, broker: BrokerClient, name: str, arena_id: bytes) -> AttachedArena:
+        """Mapped and known to this chooser, with no use for the caller."""
+        device = self._device() if name == "device" else None
+        return self._arenas.attach(broker, name, arena_id, device)
 
     # -- the broker client's thread --------------------------------------------------------------------
 
@@ -347,11 +354,8 @@ class TransportChooser:
 
     def _drop_arenas(self, arena_id: bytes | None = None) -> None:
         """Those who read go on, each with its own use."""
-        with self._changed:
-            gone = [key for key in self._arenas if arena_id in (None, key[1])]
-            dropped = [self._arenas.pop(key) for key in gone]
-        for arena in dropped:
-            arena.drop()
+        self._current = None
+        self._arenas.drop(arena_id)
 
     # -- the choice ------------------------------------------------------------------------------------
 
@@ -361,16 +365,12 @@ class TransportChooser:
 
     def _decide(self, choice: TransportChoice) -> None:
         """With the lock held."""
+        self._current = None
         if self._closed or choice == self._choice:
             return
         self._choice = choice
-        _log.log(
-            logging.WARNING if choice.name == "none" else logging.INFO,
-            "rows come by %s: %s",
-            choice.name,
-            choice.reason,
-            extra={"transport": choice.name, "reason": choice.reason, "rejected": dict(choice.rejected)},
-        )
+        level = logging.WARNING if choice.name == "none" else logging.INFO
+        _log.log(level, "rows come by %s: %s", choice.name, choice.reason, extra=choice.log_fields)
 
     def _forget_in_child(self) -> None:
         """The child connects, maps and decides for itself; its parent's arenas are ``arenas``' to forget."""

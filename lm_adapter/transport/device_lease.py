@@ -35,6 +35,9 @@ class DeviceArena:
     def __init__(self, fd: int, size_bytes: int, device: torch.device) -> None:
         """fd: an exported allocation, which stays the caller's. device: the GPU that reads. Raises
         MappingFailed, MissingDependency."""
+        import torch
+
+        self._torch = torch
         self.size_bytes = size_bytes
         self._mapping = mappings.map_device(fd, size_bytes, device)
         self._device = self._mapping.device
@@ -73,6 +76,20 @@ class DeviceArena:
         # A copy between two GPUs runs on the stream of its source.
         event: Event = torch.cuda.current_stream(self._device).record_event()
         return out, event
+
+    def copy_now(self, offset_bytes: int, num_bytes: int, out: Bytes | None) -> Bytes:
+        """``copy``, complete on return: one copy and one wait for the caller's current stream, which takes as
+        long as that for an event behind the copy, and two calls less."""
+        torch = self._torch
+        source = self._mapping.tensor[offset_bytes : offset_bytes + num_bytes]
+        if isinstance(out, np.ndarray):
+            torch.from_numpy(out).copy_(source)  # waits
+            return out
+        rows = torch.empty(num_bytes, dtype=torch.uint8, device=self._device) if out is None else out
+        rows.copy_(source, non_blocking=True)
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
+        return rows
 
     def finish(self) -> None:
         """Waits for what the caller's current stream has been given."""

@@ -60,6 +60,10 @@ class HostArena:
             out.copy_(host_tensor(source))
         return out, None
 
+    def copy_now(self, offset_bytes: int, num_bytes: int, out: Bytes | None) -> Bytes:
+        """``copy``, complete on return in any case."""
+        return self.copy(offset_bytes, num_bytes, out)[0]
+
     def finish(self) -> None:
         """Reads of host memory are complete when they return."""
 

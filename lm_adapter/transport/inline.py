@@ -29,6 +29,11 @@ class InlineRowsBuffer:
         return self._offset_bytes == len(self._view) and self._num_arrived == self._num_chunks
 
     @property
+    def num_bytes(self) -> int:
+        """That have arrived, from the first on."""
+        return self._offset_bytes
+
+    @property
     def payload(self) -> npt.NDArray[Any]:
         """uint8 [rows_bytes]; filled once ``complete``."""
         return self._payload

@@ -27,6 +27,8 @@ class TransportOptions(TypedDict, total=False):
     sees it, when it is not as the server announces. token: opens the namespace, over gRPC and
     at the broker. device: the GPU that rows go to by lease; by default the caller's current one, once the
     process uses CUDA. lease_ms: how long leases are asked for; 0 for the server's default.
+    directory: whether rows that are resident are looked up and copied without asking the encoder, where they
+    come in shared memory; otherwise each is leased.
     pixels: how pixel tensors go to the service, ``inline``, ``shm`` (named segments in shm_dir, a folder that
     both sides see), ``memfd`` (through the broker), or ``auto``, a memfd for large ones where rows come in
     shared memory too. What the service does not take in this way goes inline.
@@ -37,6 +39,7 @@ class TransportOptions(TypedDict, total=False):
     token: str
     device: str | int | torch.device | None
     lease_ms: int
+    directory: bool
     pixels: str
     shm_dir: str
 
@@ -61,6 +64,7 @@ class TransportSettings:
     token: str = field(default="", repr=False)
     device: str | int | torch.device | None = None
     lease_ms: int = 0
+    directory: bool = True
     pixels: str = "auto"
     shm_dir: str = "/dev/shm"  # noqa: S108
 
@@ -74,6 +78,8 @@ class TransportSettings:
                 raise InvalidRequest(f"transports has {name!r}, possible are {', '.join(TRANSPORTS)}")
         if self.broker_path and not self.broker_path.startswith("/"):
             raise InvalidRequest(f"broker_path is an absolute path, found {self.broker_path!r}")
+        if not isinstance(self.directory, bool):
+            raise InvalidRequest(f"directory is {self.directory!r}, possible are True and False")
         if self.pixels not in PIXELS:
             raise InvalidRequest(f"pixels is {self.pixels!r}, possible are {', '.join(PIXELS)}")
         if not self.shm_dir.startswith("/"):
@@ -89,11 +95,23 @@ class TransportSettings:
 @dataclass(frozen=True)
 class TransportChoice:
     """How rows come to a client now: ``device``, ``host``, ``inline``, or ``none`` where no way that the
-    client allows is possible. rejected: the ways that it would prefer, and why not."""
+    client allows is possible. rejected: the ways that it would prefer, and why not. resident: how rows that
+    are in that memory already are read, ``directory`` or ``lease``; empty for inline."""
 
     name: str
     reason: str
     rejected: Mapping[str, str] = field(default_factory=dict)
+    resident: str = ""
+
+    @property
+    def log_fields(self) -> dict[str, object]:
+        """For a log record."""
+        return {
+            "transport": self.name,
+            "reason": self.reason,
+            "rejected": dict(self.rejected),
+            "resident": self.resident,
+        }
 
     @property
     def is_shared(self) -> bool:

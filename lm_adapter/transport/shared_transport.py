@@ -14,6 +14,7 @@ from lm_adapter.leases import LeaseRecord, LeaseReturns
 from lm_adapter.transport.broker_client import BrokerClient
 from lm_adapter.transport.buffers import Bytes, RowsHandling
 from lm_adapter.transport.reading import Reading, Unreadable, read_rows
+from lm_adapter.transport.unleased import UnleasedRows
 
 if TYPE_CHECKING:
     from lm_adapter.transport.chooser import TransportChooser
@@ -24,7 +25,8 @@ __all__ = ["SharedTransport"]
 @dataclass(frozen=True)
 class SharedTransport:
     """A way of delivery that was chosen, for one call. owner_id: of the session that its leases end with.
-    turn: see ``RefusalBackoff``. broker: the connection, for pixels on their way in."""
+    turn: see ``RefusalBackoff``. broker: the connection, for pixels on their way in. unleased: rows that need
+    no lease; None where all do."""
 
     name: str
     owner_id: bytes
@@ -33,6 +35,7 @@ class SharedTransport:
     chooser: TransportChooser
     turn: int = 0
     broker: BrokerClient | None = None
+    unleased: UnleasedRows | None = None
 
     def read(
         self, record: LeaseRecord, handling: RowsHandling, out: Bytes | None

@@ -24,7 +24,6 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -118,6 +117,7 @@ class DirectContext:
     def __init__(self, request: bytes) -> None:
         self._request: bytes | None = request
         self.status = grpc.StatusCode.OK
+        self.written: list[object] = []
 
     def peer(self) -> str:
         return "ipv4:127.0.0.1:1"
@@ -137,6 +137,9 @@ class DirectContext:
     async def read(self) -> object:
         request, self._request = self._request, None
         return grpc.aio.EOF if request is None else request
+
+    async def write(self, message: object) -> None:
+        self.written.append(message)
 
     async def abort(self, status: grpc.StatusCode, details: str, metadata: object = ()) -> None:
         self.status = status
@@ -217,8 +220,8 @@ class Fuzz:
                     if call.method not in STREAMS:
                         await handler.stream_unary(None, context)  # type: ignore[misc]
                         return ["answered"]
-                    events: AsyncIterator[object] = handler.stream_stream(None, context)  # type: ignore[misc,assignment]
-                    return judge_events(call, [as_event(event) async for event in events])
+                    await handler.stream_stream(None, context)  # type: ignore[misc]
+                    return judge_events(call, list(map(as_event, context.written)))
             except Aborted as error:
                 return [judge_status(context.status, str(error))]
 

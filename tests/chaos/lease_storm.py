@@ -45,6 +45,8 @@ NEVER_ZERO = (
     "reads_accepted",
     "reads_shared_by_ranks",
     "stale_found",
+    "reads_by_directory",
+    "stale_by_directory",
 )
 
 
@@ -195,6 +197,8 @@ class Storm:
             "reads_shared_by_ranks": over(Word.SHARED_READERS),
             "stale_found": over(Word.STALE),
             "stale_accepted": over(Word.WRONG),
+            "reads_by_directory": over(Word.BY_DIRECTORY),
+            "stale_by_directory": over(Word.STALE_BY_DIRECTORY),
             "inline": over(Word.INLINE),
             "refused": over(Word.REFUSED),
             "failed_calls": over(Word.FAILED_CALLS),

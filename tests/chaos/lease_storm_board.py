@@ -61,6 +61,11 @@ def lines_of(stamp: int, num_lines: int) -> npt.NDArray[np.uint64]:
     return _PATTERN[:num_lines] ^ np.uint64(stamp)
 
 
+def digest_of(stamp: int) -> bytes:
+    """What stands for the content of a tenancy: whoever finds its rows by key alone knows the stamp by it."""
+    return stamp.to_bytes(32, "little")
+
+
 def has_stamp(payload: npt.NDArray[np.uint8], stamp: int) -> bool:
     """Whether every line of the rows is this tenancy's, in its place."""
     words = payload.view(np.uint64).reshape(-1, WORDS_PER_LINE)
@@ -115,6 +120,10 @@ class Word(enum.IntEnum):
     """Accepted reads of a lease that another process had asked for."""
     REMAPS = 26
     FAILED_CALLS = 27
+
+    BY_DIRECTORY = 28
+    """Accepted reads that nobody was asked for, among the others."""
+    STALE_BY_DIRECTORY = 29
 
     DESCRIPTORS_BEFORE = 30
     DESCRIPTORS_AFTER = 31

@@ -42,6 +42,7 @@ from tests.chaos.lease_storm_board import (
     Phase,
     Plan,
     Word,
+    digest_of,
     lines_of,
     num_descriptors,
     num_shared_mappings,
@@ -198,15 +199,15 @@ class StormEncoder:
             self.stamps[writing.item.key] = stamp
         for _ in range(WRITES_PER_SLICE):
             key = self.chance.randrange(NUM_KEYS).to_bytes(32, "little")
-            begun = self._begin_write("", key, self.chance.randrange(2, MAX_LINES + 1))
+            stamp, num_lines = self.chance.getrandbits(64), self.chance.randrange(2, MAX_LINES + 1)
+            begun = self._begin_write(key, digest_of(stamp), num_lines, Grid(1, 2, 2 * num_lines))
             if begun is not None:
-                stamp = self.chance.getrandbits(64)
                 self._fill(begun, stamp, second=False)
                 self.writings.append((begun, stamp))
 
-    def _begin_write(self, namespace: str, key: bytes, num_lines: int) -> Writing | None:
+    def _begin_write(self, key: bytes, content_digest: bytes, num_lines: int, grid: Grid) -> Writing | None:
         rows = torch.empty(num_lines, LINE_BYTES // 4)
-        return self.store.begin_put(namespace, EncodedItem(key, key, Grid(1, 2, 2 * num_lines), rows, 0))
+        return self.store.begin_put("", EncodedItem(key, content_digest, grid, rows, 0))
 
     def _fill(self, writing: Writing, stamp: int, *, second: bool) -> None:
         num_lines = len(writing.target)

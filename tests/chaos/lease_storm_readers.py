@@ -27,6 +27,7 @@ from lm_adapter.transport import arenas
 from lm_adapter.transport.broker_client import BrokerClient
 from lm_adapter.transport.buffers import RowsHandling, RowsOptions
 from lm_adapter.transport.reading import Unreadable, read_rows
+from lm_adapter.transport.unleased import CheckedShapes, Place, UnleasedRows
 from lm_adapter.types import EncodedRows, Grid
 from tests.chaos.lease_storm_board import (
     LINE_BYTES,
@@ -46,6 +47,7 @@ from vision_encoder.v1 import encoder_pb2 as pb
 LEASES_PER_TURN = 12
 MAX_OLD_RECORDS = 64
 OLD_READS_PER_TURN = 8
+DIRECTORY_READS_PER_TURN = 16
 GRPC_KEYS = 48
 
 
@@ -94,6 +96,8 @@ class LowLevelReader(Reader):
         self._old: deque[dict[str, Any]] = deque(maxlen=MAX_OLD_RECORDS)
         self._to_release: list[tuple[str, int | None]] = []
         self._to_renew: list[str] = []
+        self._places: list[Place] = []
+        self._shapes = CheckedShapes((), 1 << 30)
         self._returns = LeaseReturns(self._send_release)
         self._desk: socket.socket | None = None
         self._instance_id = ""
@@ -110,14 +114,25 @@ class LowLevelReader(Reader):
         row.add(Word.ENDED)
 
     def _touch_the_device(self) -> None:
-        """What the driver opens with the first mapping stays open, and is no leak."""
+        """What the driver opens with the first mapping stays open, and is no leak. The encoder may be killed
+        meanwhile."""
         with BrokerClient(self.plan.broker_path, max_pause_s=0.2) as broker:
             broker.start()
-            session = broker.wait_for_session(60)
-            arena = arenas.attach(broker, session.arenas[0].arena_id, self._device())
-            arena.check_probe()
-            on_host(arena.memory.copy(0, LINE_BYTES, None)[0])
-            arena.drop()
+            for attempt in range(20):
+                session = broker.wait_for_session(60)
+                try:
+                    arena = arenas.attach(broker, session.arenas[0].arena_id, self._device())
+                    try:
+                        arena.check_probe()
+                        on_host(arena.memory.copy(0, LINE_BYTES, None)[0])
+                    finally:
+                        arena.drop()
+                except EncoderError:
+                    if attempt == 19:
+                        raise
+                    time.sleep(0.1)
+                else:
+                    return
 
     def _device(self) -> Any:
         if self.plan.kind == "host":
@@ -143,6 +158,7 @@ class LowLevelReader(Reader):
         self._mapped.clear()
         self._held.clear()
         self._old.clear()
+        self._places.clear()
 
     def _turn(self) -> None:
         session = self._broker.wait_for_session(1.0)
@@ -169,6 +185,39 @@ class LowLevelReader(Reader):
                     self._read(record)
         for _ in range(min(OLD_READS_PER_TURN, len(self._old))):
             self._read(chance.choice(self._old))
+        self._read_by_directory()
+
+    def _read_by_directory(self) -> None:
+        """Without a lease, by the adapter's own code; also places that were found some turns ago, in which
+        others may have moved in since."""
+        link = self._broker.fetch_link()
+        if link is None or not self._mapped:
+            return
+        arena = self._arena(next(iter(self._mapped)))
+        try:
+            rows = UnleasedRows([arena], "", link)
+            places, self._places = self._places, []
+            for _ in range(DIRECTORY_READS_PER_TURN):
+                key = self.chance.randrange(NUM_KEYS).to_bytes(32, "little")
+                place = rows.find(key, None, self._shapes)
+                if place is not None and self.chance.random() < 0.3:
+                    self._places.append(place)
+                elif place is not None:
+                    places.append(place)
+            for place in places:
+                self._read_place(rows, place)
+        finally:
+            arena.drop()
+
+    def _read_place(self, rows: UnleasedRows, place: Place) -> None:
+        found = rows.read(place, None)
+        if found is None:
+            self.row.add(Word.STALE)
+            self.row.add(Word.STALE_BY_DIRECTORY)
+            return
+        stamp = int.from_bytes(found.content_digest, "little")
+        self.accept(has_stamp(on_host(found.payload), stamp), place.arena.arena_id)
+        self.row.add(Word.BY_DIRECTORY)
 
     def _ask(self, wanted_s: list[float]) -> list[dict[str, Any]]:
         if self._desk is None:

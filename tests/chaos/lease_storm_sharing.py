@@ -12,6 +12,7 @@ import torch
 from encoder_service.errors import TransportUnavailable, VisionEncoderError
 from encoder_service.store.arena import Arena
 from encoder_service.transport.shared_memory import LeasedRows, LeaseTerms, SharedMemory, host_id
+from encoder_service.types import Grid
 from lm_adapter.errors import ItemFailed
 from tests.chaos.lease_storm_board import LINE_BYTES
 from vision_encoder.v1 import encoder_pb2 as pb
@@ -44,7 +45,7 @@ class StormSharing:
     ) -> None:
         terms = LeaseTerms(lease.owner_id.decode(), lease.num_readers or 1)
         try:
-            placing = asyncio.run_coroutine_threadsafe(self._place(result.key, rows, terms), self._loop)
+            placing = asyncio.run_coroutine_threadsafe(self._place(result, rows, terms), self._loop)
             leased = placing.result(10)
         except TransportUnavailable as error:
             raise ItemFailed(error.message, reason="TRANSPORT_UNAVAILABLE", status=9) from error
@@ -59,11 +60,13 @@ class StormSharing:
             result.lease.dtype = result.dtype
             result.lease.device_uuid = leased.arena.device_uuid
 
-    async def _place(self, key: bytes, rows: bytes, terms: LeaseTerms) -> LeasedRows | None:
-        encoder = self._encoder
-        held = encoder.store.hold("grpc", key)
+    async def _place(self, result: pb.ItemResult, rows: bytes, terms: LeaseTerms) -> LeasedRows | None:
+        encoder, key, grid = self._encoder, result.key, result.grid_thw
+        held = encoder.store.hold("", key)
         if held is None:
-            writing = encoder._begin_write("grpc", key, len(rows) // LINE_BYTES)
+            writing = encoder._begin_write(
+                key, result.content_digest, len(rows) // LINE_BYTES, Grid(grid.t, grid.h, grid.w)
+            )
             if writing is None:
                 return None
             flat = torch.frombuffer(bytearray(rows), dtype=torch.uint8).view(-1, LINE_BYTES)
@@ -73,7 +76,7 @@ class StormSharing:
             target[half:].copy_(flat[half:])
             encoder.memory.synchronize()
             encoder.store.finish_put(writing)
-            held = encoder.store.hold("grpc", key)
+            held = encoder.store.hold("", key)
         try:
             return None if held is None else encoder.shared.lease(held, "", terms)
         finally:

@@ -214,6 +214,23 @@ class TwoPods:
         assert site.encoder.figure("ve_shared_deliveries_total") >= before + len(chosen)
         site.encoder.no_lease_is_left()
 
+    @pytest.mark.parametrize("concurrency", [1, 8, 32])
+    def test_p20_p25_rows_read_by_the_directory_are_bit_equal_to_inline(
+        self, site: Site, concurrency: int
+    ) -> None:
+        chosen = images(self.num_images)
+        leased, read = (
+            site.encoder.figure(name) for name in ("ve_broker_fetched_total", "ve_directory_reads_total")
+        )
+        found = site.reader.ask("reread", images=chosen, concurrency=concurrency)
+        assert found == {"resident": "directory", "equal": 4 * len(chosen)}
+        wait_until(
+            lambda: site.encoder.figure("ve_directory_reads_total") == read + 4 * len(chosen), "word of it"
+        )
+        assert site.encoder.figure("ve_broker_fetched_total") == leased
+        assert site.encoder.figure("ve_directory_stale_total") == 0
+        site.encoder.no_lease_is_left()
+
     @pytest.mark.parametrize("num_readers", [1, 2, 4])
     def test_p21_every_rank_reads_the_slot_for_itself(self, site: Site, num_readers: int) -> None:
         for image in images(3):

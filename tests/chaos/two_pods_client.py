@@ -126,6 +126,29 @@ class Pod:
         error = (known.float() - found.cpu().float()).norm() / known.float().norm()
         return is_equal and (not by_lease or found.device == self.device), by_lease, float(error)
 
+    def reread(self, images: list[list[int]], concurrency: int) -> dict[str, Any]:
+        """Rows that are resident by now, each by key four times: into fresh memory and into a buffer."""
+        items = [self.item(image) for image in images]
+        rows = [outcome for outcome in self.client.encode(items) if isinstance(outcome, EncodedRows)]
+        inline = self.inline.fetch([one.key for one in rows])
+
+        def read(number: int) -> int:
+            if self.device.type == "cuda":
+                torch.cuda.set_device(self.device)
+            key, expected = rows[number].key, inline[number]
+            assert isinstance(expected, EncodedRows), expected
+            out, num_equal = torch.zeros(expected.num_bytes, dtype=torch.uint8, device=self.device), 0
+            for given in ({}, {"out": [out]}, {}, {"out": [out]}):
+                (found,) = self.client.fetch([key], **given)
+                assert isinstance(found, EncodedRows), found
+                num_equal += torch.equal(found.torch().cpu(), expected.torch())
+                out.zero_()
+            return num_equal
+
+        with ThreadPoolExecutor(concurrency) as pool:
+            num_equal = sum(pool.map(read, range(len(rows))))
+        return {"resident": self.client.transport.resident, "equal": num_equal}
+
     def hold(self, images: list[list[int]]) -> dict[str, Any]:
         """Takes leases and keeps them."""
         self.borrowed = [self.client.encode_one(self.item(image), borrow=True) for image in images]

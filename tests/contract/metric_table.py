@@ -16,13 +16,16 @@ from prometheus_client import Histogram
 
 from encoder_service.admin.gauges import register_gauges
 from encoder_service.admin.live import LiveView
+from encoder_service.config import parse_settings
 from encoder_service.engine.graphs import GraphCounters
 from encoder_service.engine.jobs import EngineCounters
 from encoder_service.metrics import Metrics
+from encoder_service.rpc.doors import export_gate
 from encoder_service.scheduler.buckets import Bucket, BucketLadder
 from encoder_service.store import shared_tier_start
 from encoder_service.store.tiers import TieredStore
 from encoder_service.transport.shared_metrics import export_pixels, export_shared
+from encoder_service.urls.open import open_urls
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "metrics.md"
 BEGIN, END = "<!-- table: begin -->\n", "<!-- table: end -->\n"
@@ -33,6 +36,8 @@ UNITS = {
     "_bytes": "bytes",
     "_patches": "patches",
     "_items": "items",
+    "_calls": "calls",
+    "_calls_busiest_host": "calls",
     "_ratio": "ratio",
     "_us": "microseconds",
     "_us_per_patch": "microseconds",
@@ -51,7 +56,7 @@ UNITS = {
     "_up": "0 or 1",
     "_choice": "0 or 1",
 }
-QUANTITIES = ("_seconds", "_bytes", "_patches", "_items", "_batches")
+QUANTITIES = ("_seconds", "_bytes", "_patches", "_items", "_batches", "_calls")
 
 
 class Row(NamedTuple):
@@ -87,6 +92,12 @@ def full_registry() -> Metrics:
     shared.store.tier_counters = MagicMock()
     export_shared(metrics, shared)
     register_shared_tier(metrics)
+    gate = MagicMock(refused={"TOO_MANY_CALLS": 1})
+    gate.permits.by_host = {}
+    export_gate(metrics, gate)
+    urls = open_urls(parse_settings(model="m", url_allow="images.test"), metrics)
+    assert urls is not None
+    urls.counters.ended["OK"] += 1
     return metrics
 
 

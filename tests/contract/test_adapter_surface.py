@@ -26,6 +26,8 @@ PUBLIC_MODULES = [
     "lm_adapter.checks",
     "lm_adapter.client",
     "lm_adapter.errors",
+    "lm_adapter.fleet",
+    "lm_adapter.items",
     "lm_adapter.keys",
     "lm_adapter.testing",
     "lm_adapter.types",

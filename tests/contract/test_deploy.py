@@ -1,4 +1,4 @@
-"""The images and the Kubernetes base, checked offline against the schemas, the settings and each other."""
+"""The images, checked offline against the settings, the package and each other. Manifests: tests/deploy."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import re
 import shlex
 import shutil
 import subprocess
+import sys
 import tomllib
 from pathlib import Path
 from typing import Any
 
-import kubernetes_validate
 import pytest
 import yaml
 from packaging.requirements import Requirement
@@ -20,12 +20,9 @@ import encoder_service
 from encoder_service.config import Settings, parse_settings
 
 ROOT = Path(__file__).parents[2]
+# Beside this interpreter, where the development dependencies put it, or anywhere.
+HADOLINT = shutil.which("hadolint", path=str(Path(sys.executable).parent)) or shutil.which("hadolint")
 DOCKERFILES = sorted((ROOT / "deploy" / "docker").glob("*.Dockerfile"))
-BASE = ROOT / "deploy" / "k8s" / "base"
-KUBERNETES_VERSIONS = ("1.30", "1.33")
-QUANTITY = {"Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30}
-
-Object = dict[str, Any]
 
 
 def instructions(dockerfile: Path) -> list[tuple[str, str]]:
@@ -61,37 +58,6 @@ def settings_from(environment: dict[str, str], monkeypatch: pytest.MonkeyPatch) 
     for name, value in given.items():
         monkeypatch.setenv(name, value)
     return parse_settings()
-
-
-def load(name: str) -> Object:
-    document: Object = yaml.safe_load((BASE / name).read_text())
-    return document
-
-
-@pytest.fixture(scope="module")
-def deployment() -> Object:
-    return load("deployment.yaml")
-
-
-@pytest.fixture(scope="module")
-def pod(deployment: Object) -> Object:
-    spec: Object = deployment["spec"]["template"]["spec"]
-    return spec
-
-
-@pytest.fixture(scope="module")
-def container(pod: Object) -> Object:
-    (only,) = pod["containers"]
-    found: Object = only
-    return found
-
-
-def environment(container: Object) -> dict[str, str]:
-    return {entry["name"]: entry["value"] for entry in container["env"]}
-
-
-def quantity_bytes(text: str) -> int:
-    return int(text[:-2]) * QUANTITY[text[-2:]]
 
 
 # Images
@@ -138,6 +104,46 @@ class TestDockerfile:
         (pin,) = re.findall(r"torch==([\d.]+)", " ".join(installs))
         assert Requirement(allowed).specifier.contains(pin)
         assert ("/whl/cpu" in installs[0]) == (dockerfile.name == "cpu.Dockerfile")
+
+    def test_the_extras_are_the_projects_and_all_that_the_manifests_need(self, dockerfile: Path) -> None:
+        project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+        installs = " ".join(arguments_of(dockerfile, "RUN"))
+        (named,) = re.findall(r'"\.\[([\w,-]+)\]"', installs)
+        extras = set(named.split(","))
+        assert extras <= project["optional-dependencies"].keys()
+        # VE_SHARED_URL, VE_TRACES=otlp; a device arena and the fast path's packages on a GPU.
+        on_a_gpu = {"cuda", "fa4"} if dockerfile.name == "cuda.Dockerfile" else set()
+        assert extras == {"otel", "shared"} | on_a_gpu
+
+    def test_nothing_can_be_installed_into_the_final_image(self, dockerfile: Path) -> None:
+        *_, last = [text for name, text in instructions(dockerfile) if name == "RUN" and "pip " in text]
+        assert last.endswith("&& pip uninstall -y pip")
+        # What is left out lies where the base image's Python has its packages.
+        (base, *_) = arguments_of(dockerfile, "FROM")
+        (version,) = re.findall(r"python:(\d+\.\d+)\.", base.split()[0])
+        removed = re.findall(r"/opt/venv/\S+", last)
+        assert removed
+        assert all(path.startswith(f"/opt/venv/lib/python{version}/site-packages/torch/") for path in removed)
+        assert not [text for name, text in final_stage(dockerfile) if name == "RUN" and "pip " in text]
+
+    def test_the_label_and_the_build_line_carry_the_projects_version(self, dockerfile: Path) -> None:
+        version = encoder_service.__version__
+        labels = [
+            pair for name, text in final_stage(dockerfile) if name == "LABEL" for pair in shlex.split(text)
+        ]
+        assert f"org.opencontainers.image.version={version}" in labels
+        variant = dockerfile.name.removesuffix(".Dockerfile")
+        assert f"-t vision-encoder:{version}-{variant} ." in dockerfile.read_text()
+
+    @pytest.mark.skipif(HADOLINT is None, reason="hadolint is neither installed nor on PATH")
+    def test_hadolint_finds_nothing(self, dockerfile: Path) -> None:
+        ended = subprocess.run(
+            # Versions of the distribution's compiler are the pinned base image's; what pip installs beside
+            # torch is this folder, whose pyproject.toml has the bounds.
+            [str(HADOLINT), "--no-color", "--ignore=DL3008", "--ignore=DL3013", str(dockerfile)],
+            capture_output=True, text=True, timeout=60, check=False,
+        )  # fmt: skip
+        assert ended.returncode == 0, ended.stdout
 
     def test_runs_as_a_numeric_user_without_rights(self, dockerfile: Path) -> None:
         users = [arguments for name, arguments in final_stage(dockerfile) if name == "USER"]
@@ -190,140 +196,3 @@ def command_options(command: str) -> list[str]:
 
     group: Any = typer.main.get_command(app)
     return [option for parameter in group.commands[command].params for option in parameter.opts]
-
-
-# Kubernetes
-
-
-def test_kustomization_lists_exactly_the_files() -> None:
-    kustomization = load("kustomization.yaml")
-    files = {path.name for path in BASE.iterdir()} - {"kustomization.yaml"}
-    assert set(kustomization["resources"]) == files
-    assert len(kustomization["resources"]) == len(files)
-
-
-@pytest.mark.parametrize("version", KUBERNETES_VERSIONS)
-@pytest.mark.parametrize("name", load("kustomization.yaml")["resources"])
-def test_manifest_fits_the_schema(name: str, version: str) -> None:
-    document = load(name)
-    assert document["metadata"]["name"] == "vision-encoder"
-    kubernetes_validate.validate(document, version, strict=True)
-
-
-def test_the_schema_check_notices_a_misspelt_field() -> None:
-    document = load("deployment.yaml")
-    document["spec"]["template"]["spec"]["terminationGracePeriodSecond"] = 1
-    with pytest.raises(kubernetes_validate.ValidationError, match="terminationGracePeriodSecond"):
-        kubernetes_validate.validate(document, KUBERNETES_VERSIONS[0], strict=True)
-
-
-@pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not on PATH")
-def test_kustomize_builds_every_object() -> None:
-    completed = subprocess.run(
-        ["kubectl", "kustomize", str(BASE)], capture_output=True, text=True, timeout=60, check=True
-    )
-    built = {document["kind"] for document in yaml.safe_load_all(completed.stdout)}
-    assert built == {"Deployment", "Service", "ServiceAccount"}
-
-
-def test_selectors_match_the_pods(deployment: Object) -> None:
-    labels = deployment["spec"]["template"]["metadata"]["labels"]
-    assert deployment["spec"]["selector"]["matchLabels"].items() <= labels.items()
-    assert load("service.yaml")["spec"]["selector"].items() <= labels.items()
-
-
-def test_service_is_headless_and_its_ports_are_the_containers(container: Object) -> None:
-    service = load("service.yaml")["spec"]
-    assert service["clusterIP"] == "None"
-    container_ports = {port["name"]: port["containerPort"] for port in container["ports"]}
-    assert {port["targetPort"]: port["port"] for port in service["ports"]} == container_ports
-    assert container_ports.keys() == {"grpc", "admin"}
-
-
-def test_settings_are_valid_and_match_the_ports(container: Object, monkeypatch: pytest.MonkeyPatch) -> None:
-    variables = environment(container)
-    assert all(name.startswith("VE_") for name in variables)
-    settings = settings_from(variables, monkeypatch)
-    ports = {port["name"]: port["containerPort"] for port in container["ports"]}
-    assert settings.listen == (f"0.0.0.0:{ports['grpc']}", "unix:/run/vision-encoder/encoder.sock")
-    assert settings.admin_listen == f"0.0.0.0:{ports['admin']}"
-
-
-@pytest.mark.parametrize("probe", ["startupProbe", "readinessProbe", "livenessProbe"])
-def test_probe_asks_the_grpc_health_service(container: Object, probe: str) -> None:
-    ports = {port["name"]: port["containerPort"] for port in container["ports"]}
-    assert container[probe]["grpc"] == {"port": ports["grpc"]}
-    assert container[probe]["timeoutSeconds"] <= container[probe]["periodSeconds"]
-
-
-def test_a_pod_has_minutes_to_start_and_is_not_restarted_sooner_than_unready(container: Object) -> None:
-    def patience_s(probe: str) -> int:
-        seconds: int = container[probe]["periodSeconds"] * container[probe]["failureThreshold"]
-        return seconds
-
-    assert patience_s("startupProbe") >= 120
-    assert patience_s("livenessProbe") > patience_s("readinessProbe")
-
-
-def test_p37_the_pod_has_time_to_drain(
-    pod: Object, container: Object, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    settings = settings_from(environment(container), monkeypatch)
-    before_stop_s = container["lifecycle"]["preStop"]["sleep"]["seconds"]
-    assert pod["terminationGracePeriodSeconds"] >= before_stop_s + settings.drain_grace_s + 5
-
-
-def test_security_contexts_are_the_strictest(pod: Object, container: Object) -> None:
-    context = pod["securityContext"]
-    assert context["runAsNonRoot"] is True
-    assert context["seccompProfile"] == {"type": "RuntimeDefault"}
-    for dockerfile in DOCKERFILES:
-        assert arguments_of(dockerfile, "USER") == [f"{context['runAsUser']}:{context['runAsGroup']}"]
-    assert container["securityContext"] == {
-        "allowPrivilegeEscalation": False,
-        "readOnlyRootFilesystem": True,
-        "capabilities": {"drop": ["ALL"]},
-    }
-    forbidden = {"hostNetwork", "hostPID", "hostIPC", "hostUsers"}
-    assert pod.keys() & forbidden == set()
-
-
-def test_no_pod_talks_to_the_cluster(pod: Object) -> None:
-    account = load("serviceaccount.yaml")
-    assert pod["serviceAccountName"] == account["metadata"]["name"]
-    assert pod["automountServiceAccountToken"] is False
-    assert account["automountServiceAccountToken"] is False
-    assert pod["enableServiceLinks"] is False
-
-
-def test_every_mount_has_its_volume_and_what_is_written_is_bounded(
-    pod: Object, container: Object, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    volumes = {volume["name"]: volume for volume in pod["volumes"]}
-    mounts = {mount["name"]: mount for mount in container["volumeMounts"]}
-    assert mounts.keys() == volumes.keys()
-    settings = settings_from(environment(container), monkeypatch)
-    assert mounts["models"] == {"name": "models", "mountPath": str(settings.model), "readOnly": True}
-    assert volumes["models"]["persistentVolumeClaim"]["readOnly"] is True
-    sockets = [address.removeprefix("unix:") for address in settings.listen if address.startswith("unix:")]
-    assert [str(Path(socket).parent) for socket in sockets] == [mounts["run"]["mountPath"]]
-    for name in volumes.keys() - {"models"}:
-        assert quantity_bytes(volumes[name]["emptyDir"]["sizeLimit"]) > 0
-
-
-def test_p17_memory_limit_covers_the_store_and_the_queue(
-    container: Object, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Both together take at most half of the limit; weights, activations and libraries have the rest."""
-    settings = settings_from(environment(container), monkeypatch)
-    limit_bytes = quantity_bytes(container["resources"]["limits"]["memory"])
-    assert 2 * (settings.store_bytes + settings.max_queued_bytes) <= limit_bytes
-    assert container["resources"]["requests"].keys() == {"cpu", "memory"}
-
-
-def test_image_carries_the_projects_version(container: Object) -> None:
-    version = encoder_service.__version__
-    assert container["image"] == f"vision-encoder:{version}-cpu"
-    for dockerfile in DOCKERFILES:
-        variant = dockerfile.name.removesuffix(".Dockerfile")
-        assert f"-t vision-encoder:{version}-{variant} ." in dockerfile.read_text()

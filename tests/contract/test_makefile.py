@@ -16,8 +16,8 @@ from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[2]
 TARGETS = {
-    "help", "setup", "test", "test-gpu", "lint", "proto", "proto-check", "bench", "bench-transport",
-    "bench-serve", "demo", "serve", "clean",
+    "help", "setup", "test", "test-engines", "test-gpu", "lint", "proto", "proto-check", "bench",
+    "bench-transport", "bench-serve", "demo", "serve", "clean",
 }  # fmt: skip
 
 
@@ -103,7 +103,7 @@ def test_ci_calls_the_targets_and_passes_their_failure_on(tmp_path: Path) -> Non
     fake_make.chmod(0o755)
     environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
     completed = subprocess.run([str(ROOT / ".ci" / "run")], env=environment, timeout=60, check=False)
-    assert log.read_text().split() == ["lint", "test"]
+    assert log.read_text().split() == ["lint", "test-engines", "test"]
     assert completed.returncode == 7
 
 

@@ -137,7 +137,20 @@ def test_no_gpu_package_is_needed_by_default(service_wheel: Path) -> None:
 
 def test_every_extra_is_offered(service_wheel: Path) -> None:
     extras = set(metadata_of(service_wheel).get_all("Provides-Extra", []))
-    assert extras == {"adapter", "cuda", "dev", "fa3", "fa4", "flash-attn", "hf", "otel", "shared"}
+    assert extras == {
+        "adapter",
+        "cuda",
+        "dev",
+        "engines",
+        "fa3",
+        "fa4",
+        "flash-attn",
+        "hf",
+        "otel",
+        "shared",
+        "uvloop",
+        "vllm",
+    }
 
 
 def test_adapter_wheel_is_the_adapter_and_the_contract_alone(adapter_wheel: Path) -> None:

@@ -167,3 +167,8 @@ def test_the_figures_of_deliveries_are_those_of_the_result_file() -> None:
         for size, cell in zip(sizes, cells.split(" | "), strict=True):
             one = records[path, size]
             assert cell == f"{one['median_ms']:.2f} ({one['floor_ms']:.2f})"
+    ways = {"within the GPU": "device_same_gpu", "over NVLink": "device_nvlink", "in host memory": "host_shm"}
+    for label, path in ways.items():
+        (cells,) = re.findall(rf"^\| {label} \| (.+) \|$", text, re.MULTILINE)
+        one = records[path, "32 MiB"]
+        assert cells.split(" | ") == [f"{one[name]:.2f}" for name in ("median_ms", "socket_ms", "grpc_ms")]

@@ -36,6 +36,7 @@ def test_p21_p25_a_million_lease_operations_with_kills_on_both_sides() -> None:
     assert report["kills"] == {"readers": 12, "encoder": 5}
     assert report["remaps"] >= 4 * 6
     assert report["stale_accepted"] == 0
+    assert report["reads_by_directory"] > report["stale_by_directory"] > 0
     assert report["leaks"] == {"leases": 0, "slots": 0, "bytes": 0}
     assert report["seconds"] < 120, report
 

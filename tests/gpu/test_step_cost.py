@@ -39,7 +39,7 @@ pytestmark = pytest.mark.gpu
 ONE_IMAGE_US, FULL_BUCKET_US = 300.0, 800.0
 CASES = {"1x448": (1, 28), "8x1024": (8, 64), "32x448": (32, 28), "64x224": (64, 14)}
 # Of launches; of their times the median, which is what a service pays.
-WARM_UP, LAUNCHES = 5, 200
+WARM_UP, LAUNCHES = 5, 60
 
 
 @pytest.fixture(scope="module", params=FAMILIES)

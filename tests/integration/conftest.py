@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -91,6 +92,13 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     for family in FAMILIES:
         make_checkpoint(root / family, family, "tiny", 5, with_lm=True)
     return {family: root / family for family in FAMILIES}
+
+
+@pytest.fixture(scope="session")
+def shared_kind(device: torch.device) -> str:
+    """Where a service with a broker keeps rows at first, and how clients that may read there get them."""
+    has_bindings = importlib.util.find_spec("cuda") is not None and importlib.util.find_spec("cuda.bindings")
+    return "device" if device.type == "cuda" and has_bindings else "host"
 
 
 @pytest.fixture(scope="session")

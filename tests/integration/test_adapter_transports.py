@@ -45,26 +45,26 @@ def items() -> list[ImageItem]:
     return [ImageItem(photo(seed=seed)) for seed in SEEDS]
 
 
-def test_rows_of_every_way_are_the_same(sharing: RunningService) -> None:
+def test_rows_of_every_way_are_the_same(sharing: RunningService, shared_kind: str) -> None:
     with (
         VisionEncoderClient(sharing.target, timeout_s=60, transports=("inline",)) as inline,
         VisionEncoderClient(sharing.target, timeout_s=60) as client,
     ):
         expected = inline.encode(items())
-        assert client.wait_transport().name == "host"
+        assert client.wait_transport().name == shared_kind
         before = num_shared(sharing)
         for rows, same in zip(client.encode(items()), expected, strict=True):
             assert isinstance(rows, EncodedRows)
             assert isinstance(same, EncodedRows)
-            assert torch.equal(rows.torch(), same.torch())
+            assert torch.equal(rows.torch().cpu(), same.torch())
             with client.fetch([rows.key], borrow=True)[0] as borrowed:  # type: ignore[union-attr]
-                assert torch.equal(borrowed.torch(), same.torch())
+                assert torch.equal(borrowed.torch().cpu(), same.torch())
         assert num_shared(sharing) == before + 2 * len(SEEDS)
     no_lease_is_left(sharing)
     assert arenas.num_attached() == 0
 
 
-def test_the_async_client_and_two_readers(sharing: RunningService) -> None:
+def test_the_async_client_and_two_readers(sharing: RunningService, shared_kind: str) -> None:
     async def main() -> None:
         async with (
             AsyncVisionEncoderClient(sharing.target, timeout_s=60) as first,
@@ -73,7 +73,7 @@ def test_the_async_client_and_two_readers(sharing: RunningService) -> None:
             await first.wait_transport()
             rows = await first.encode_one(items()[0], num_readers=2)
             assert rows.shared is not None
-            assert rows.shared.transport == "host"
+            assert rows.shared.transport == shared_kind
             read = await second.read_shared(rows.shared, reader=1)
             assert torch.equal(read.torch(), rows.torch())
 

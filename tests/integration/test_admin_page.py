@@ -25,7 +25,7 @@ MAX_BYTES = PHOTO.stat().st_size + 1000
 
 @pytest.fixture(scope="module")
 def served(checkpoints: dict[str, Path], device) -> Iterator[RunningService]:  # type: ignore[no-untyped-def]
-    with running(checkpoints["qwen3_vl"], device, max_encoded_bytes=MAX_BYTES) as found:
+    with running(checkpoints["qwen3_vl"], device, max_encoded_bytes=MAX_BYTES, playground=True) as found:
         yield found
 
 
@@ -123,8 +123,8 @@ def test_no_other_host_was_asked_and_nothing_was_complained_about(served: Runnin
     assert [problem for problem in page.problems if "v1/playground" not in problem] == []
 
 
-def test_the_playground_can_be_turned_off(checkpoints: dict[str, Path], device) -> None:  # type: ignore[no-untyped-def]
-    with running(checkpoints["qwen3_vl"], device, playground=False) as found:
+def test_the_playground_is_off_unless_asked_for(checkpoints: dict[str, Path], device) -> None:  # type: ignore[no-untyped-def]
+    with running(checkpoints["qwen3_vl"], device) as found:
         base = address(found)
         assert httpx.get(base + "v1/live").json()["playground_max_bytes"] == 0
         answer = httpx.post(

@@ -193,7 +193,7 @@ def test_messages_without_meaning(service: RunningService) -> None:
         4: "INVALID_DIGEST",
         5: "INVALID_DIGEST",
         6: "UNSUPPORTED_CONTENT",
-        7: "UNSUPPORTED_CONTENT",
+        7: "UNDECODABLE_CLIP",
         8: "INVALID_OPTION",
         9: "INVALID_OPTION",
     }

@@ -53,6 +53,8 @@ def shared(module_shared: Shared) -> Iterator[Shared]:
 
 
 def connected(shared: Shared, **given: object) -> VisionEncoderClient:
+    """A client that leases every item: what is read without is ``test_directory_reads``'."""
+    given = {"directory": False, **given}
     client = VisionEncoderClient(shared.service.target, timeout_s=60, **given)  # type: ignore[arg-type]
     assert client.wait_transport().name == "host"
     return client
@@ -73,6 +75,11 @@ class Counted:
         "hits": "ve_store_hits_total",
         "misses": "ve_store_misses_total",
         "items": 've_items_total{tier="host"}',
+        "delivered": 've_deliveries_total{transport="host"}',
+        "read": "ve_directory_reads_total",
+        "stale": "ve_directory_stale_total",
+        "renewed": "ve_leases_renewed_total",
+        "renew": 've_requests_total{method="Renew",status="OK"}',
         "encode": 've_requests_total{method="Encode",status="OK"}',
         "fetch": 've_requests_total{method="Fetch",status="OK"}',
         "release": 've_requests_total{method="Release",status="OK"}',
@@ -115,7 +122,7 @@ def test_resident_rows_come_without_any_grpc_call(shared: Shared) -> None:
         keys = [rows_of(rows).key for rows in first]
         with Counted(shared) as counted:
             again, fetched = client.encode(items), client.fetch(keys)
-        assert counted == {"fetched": 6, "shared": 6, "hits": 6, "items": 6}
+        assert counted == {"fetched": 6, "shared": 6, "hits": 6, "items": 6, "delivered": 6}
         for rows, encoded, by_key in zip(first, again, fetched, strict=True):
             same(rows, encoded)
             same(rows, by_key)
@@ -125,14 +132,14 @@ def test_the_async_client_does_the_same(shared: Shared) -> None:
     items = [new_item() for _ in range(2)]
 
     async def main() -> None:
-        async with AsyncVisionEncoderClient(shared.service.target, timeout_s=60) as client:
+        async with AsyncVisionEncoderClient(shared.service.target, timeout_s=60, directory=False) as client:
             await client.wait_transport()
             first = await client.encode(items)
             keys = [rows_of(rows).key for rows in first]
             with Counted(shared) as counted:
                 many = await asyncio.gather(*(client.fetch(keys) for _ in range(8)))
                 again = await client.encode(items)
-            assert counted == {"fetched": 18, "shared": 18, "hits": 18, "items": 18}
+            assert counted == {"fetched": 18, "shared": 18, "hits": 18, "items": 18, "delivered": 18}
             for rows, *others in zip(first, again, *many, strict=True):
                 for other in others:
                     same(rows, other)

@@ -122,7 +122,9 @@ def proto_item(shm: pb.ShmTensor) -> pb.Item:
 
 @pytest.mark.parametrize("driver", DRIVERS)
 @pytest.mark.parametrize("pixels", ["shm", "memfd"])
-def test_p19_rows_are_those_of_the_same_pixels_inline(rig: Rig, driver: str, pixels: str) -> None:
+def test_p19_rows_are_those_of_the_same_pixels_inline(
+    rig: Rig, driver: str, pixels: str, shared_kind: str
+) -> None:
     """Whatever their layout; sent first in shared memory, so that the rows are made from that."""
     whole = patches()
     layouts: list[Any] = [
@@ -148,7 +150,7 @@ def test_p19_rows_are_those_of_the_same_pixels_inline(rig: Rig, driver: str, pix
         assert isinstance(theirs, EncodedRows)
         assert ours.key == theirs.key
         assert ours.tier.value == "miss"
-        assert theirs.tier.value == "host"
+        assert theirs.tier.value == shared_kind
         assert np.array_equal(ours.numpy(), theirs.numpy())
     assert rig.pixels.counters.consumed == before + len(layouts)
 

@@ -20,7 +20,7 @@ from encoder_service.store.shared_tier import ServerTier, SharedTierLimits
 from encoder_service.store.shared_tier_entry import HEADER_BYTES, Seal, rows_view
 from encoder_service.store.shared_tier_server import PIECE_BYTES, ServerFailed, ValkeyServer
 from encoder_service.types import EncodedItem, Grid
-from lm_adapter import CacheTier, EncodedRows, ImageItem, VisionEncoderClient
+from lm_adapter import CacheTier, DigestItem, EncodedRows, ImageItem, KeyState, VisionEncoderClient
 from tests.integration.conftest import RunningService, running
 from tests.integration.images import photo
 from tests.valkey_server import ValkeyProcess
@@ -241,6 +241,41 @@ def test_a_replica_serves_what_another_made(
         assert figure(second, "ve_tier_lookups_total", tier="shared") == 3
         assert figure(second, "ve_shared_tier_breaker", calls="looks") == 0
         assert figure(second, "ve_shared_tier_look_seconds_count", outcome="hit") == 3
+
+
+def test_digests_and_keys_alone_find_what_another_replica_made(
+    valkey: ValkeyProcess, checkpoints: dict[str, Path], device: torch.device
+) -> None:
+    """Lookup tells of it, Fetch and an item without content bring it; another namespace sees none of it."""
+    settings = {"shared_url": valkey.url, "shared_secret": SECRET.hex(), "shared_timeout_ms": 10_000}
+    model, files = checkpoints["qwen3_vl"], [photo() for _ in range(2)]
+    with running(model, device, **settings) as first, running(model, device, **settings) as second:
+        with VisionEncoderClient(first.target) as client:
+            results = client.encode([ImageItem(data) for data in files])
+            made = [each for each in results if isinstance(each, EncodedRows)]
+        ends_s = time.monotonic() + 30
+        while figure(first, "ve_shared_tier_writes_total", outcome="stored") != 2:
+            assert time.monotonic() < ends_s
+            time.sleep(0.01)
+        keys = [each.key for each in made]
+        with VisionEncoderClient(second.target, namespace="other") as client:
+            assert [each.state for each in client.lookup(keys)] == [KeyState.ABSENT] * 2
+        with VisionEncoderClient(second.target) as client:
+            told = client.lookup([*keys, secrets.token_bytes(32)])
+            assert [each.state for each in told] == [KeyState.RESIDENT] * 2 + [KeyState.ABSENT]
+            assert [each.tier for each in told[:2]] == [CacheTier.SHARED] * 2
+            assert [(each.grid_thw, each.num_rows) for each in told[:2]] == [
+                (each.grid_thw, each.num_rows) for each in made
+            ]
+            (fetched,) = client.fetch(keys[:1])
+            (sent,) = client.encode([DigestItem(made[1].content_digest)])
+            again = client.lookup(keys)
+        for one, other in zip(made, (fetched, sent), strict=True):
+            assert isinstance(other, EncodedRows)
+            assert other.tier is CacheTier.SHARED
+            assert torch.equal(torch.as_tensor(one.payload), torch.as_tensor(other.payload))
+        assert [each.tier for each in again] == [CacheTier.HOST] * 2, "kept from then on"
+        assert figure(second, "ve_encoded_items_total") == 0
 
 
 def test_a_service_starts_and_serves_without_its_server(

@@ -14,6 +14,19 @@ import pytest
 import torch
 from blake3 import blake3
 
+from lm_adapter import (
+    AsyncVisionEncoderClient,
+    CacheTier,
+    EncodedRows,
+    ImageItem,
+    Item,
+    ItemFailed,
+    Outcome,
+    PrefetchStatus,
+    PreprocessOptions,
+    UrlItem,
+    VisionEncoderClient,
+)
 from tests.integration.conftest import RunningService, running
 from tests.integration.held import wait_until_free
 from tests.integration.images import photo
@@ -150,3 +163,66 @@ def test_urls_are_the_files_that_lie_there(
             rows = list(stub.Fetch(pb.FetchRequest(keys=[started.key]), timeout=30))
             assert rows[0].result.num_rows == started.num_rows
         wait_until_free(found)
+
+
+def reason(outcome: Outcome | PrefetchStatus) -> str:
+    assert isinstance(outcome, ItemFailed)
+    return outcome.reason
+
+
+def rows(outcome: Outcome) -> EncodedRows:
+    assert isinstance(outcome, EncodedRows), outcome
+    return outcome
+
+
+@pytest.mark.anyio
+async def test_both_clients_send_urls(
+    checkpoints: dict[str, Path], device: torch.device, images: Images
+) -> None:
+    """What the adapter makes of a URL, through a service with a list, and through its answers."""
+    first, second = photo(160, 120), photo(120, 160)
+    images.files = {"/a": first, "/b": second}
+    allowed, secret = f"{images.base}/a", b"d" * 32
+    items: list[Item] = [
+        UrlItem(allowed),
+        ImageItem(first),
+        UrlItem(f"{images.base}/gone"),
+        UrlItem("http://127.0.0.2/a"),
+        UrlItem("ftp://127.0.0.1/a"),  # never sent
+        UrlItem(allowed, options=PreprocessOptions(min_pixels=1024, max_pixels=4096)),
+        UrlItem(f"{images.base}/b", digest=secret),
+    ]
+    with (
+        running(checkpoints["qwen3_vl"], device, url_allow=images.base, url_networks="127.0.0.1/32") as found,
+        VisionEncoderClient(found.target, timeout_s=60) as client,
+    ):
+        by_url, by_file, gone, outside, unsent, smaller, named = client.encode(items)
+        assert rows(by_url).key == rows(by_file).key
+        assert (rows(by_url).numpy() == rows(by_file).numpy()).all()
+        assert [reason(each) for each in (gone, outside, unsent)] == [
+            "URL_CONTENT",
+            "URL_REFUSED",
+            "URL_REFUSED",
+        ]
+        assert rows(smaller).num_rows < rows(by_url).num_rows
+        assert rows(named).content_digest == secret
+        asked = images.asked.total()
+        again = client.encode_one(UrlItem("http://127.0.0.1/whatever", digest=secret))
+        assert (again.tier, images.asked.total()) == (CacheTier.HOST, asked)
+
+        async with AsyncVisionEncoderClient(found.target, timeout_s=60) as other:
+            fetched = await other.encode_one(UrlItem(f"{images.base}/b"))
+            assert fetched.content_digest == blake3(second).digest()
+            started, refused = await other.prefetch([UrlItem(allowed), UrlItem("http://127.0.0.2/a")])
+            assert isinstance(started, PrefetchStatus)
+            assert started.key == rows(by_url).key
+            assert reason(refused) == "URL_REFUSED"
+        wait_until_free(found)
+
+
+def test_a_service_without_a_list_fails_the_item_alone(service: RunningService, images: Images) -> None:
+    with VisionEncoderClient(service.target, timeout_s=60) as client:
+        refused, encoded = client.encode([UrlItem(f"{images.base}/a"), ImageItem(photo(40, 40))])
+    assert reason(refused) == "UNSUPPORTED_CONTENT"
+    assert rows(encoded).num_rows
+    assert not images.asked

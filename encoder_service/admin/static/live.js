@@ -3,6 +3,10 @@
 const byId = (id) => document.getElementById(id);
 const SVG = "http://www.w3.org/2000/svg";
 
+function heldIn(tiers) {
+  return Object.entries(tiers).map(([tier, items]) => `${count(items)} items in the ${tier} tier`).join(", ");
+}
+
 export function element(tag, text, name) {
   const made = document.createElement(tag);
   if (text !== undefined) made.textContent = text;
@@ -158,7 +162,7 @@ function panels(live) {
   }
   const cache = live.cache;
   fill(byId("cache"), [
-    ["held", `${count(cache.items)} items, ${bytes(cache.bytes)} of ${bytes(cache.max_bytes)}`],
+    ["held", `${heldIn(cache.items)}, ${bytes(cache.bytes)} of ${bytes(cache.max_bytes)}`],
     ...Object.entries(cache.tiers).filter((entry) => entry[1] || entry[0] !== "shared").map(([tier, value]) => [
       tier === "miss" ? "encoded (miss)" : tier === "in_flight" ? "joined an encode" : `found, ${tier} tier`, count(value),
     ]),

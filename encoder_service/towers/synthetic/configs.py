@@ -65,7 +65,9 @@ QWEN3_5_LANGUAGE = {
     "small": LanguageSize(256, 8, 4, 2, 64, 768),
     "full": LanguageSize(4096, 2, 16, 4, 256, 4096),
 }
-# Kimi's attention is latent: head_dim is the part of a head without positions.
+# Kimi's attention is latent: head_dim is the part of a head without positions. The latent's width and the
+# rotary part are the published ones in every size, and Qwen3.5's linear heads at least 64 wide: engines have
+# kernels for no others.
 KIMI_LANGUAGE = {
     "tiny": LanguageSize(64, 3, 4, 4, 16, 128),
     "small": LanguageSize(256, 4, 4, 4, 32, 768),
@@ -172,7 +174,7 @@ def _qwen3_vl(size: str) -> dict[str, Any]:
 def _qwen3_5(size: str) -> dict[str, Any]:
     language = QWEN3_5_LANGUAGE[size]
     interval = min(4, language.num_layers)
-    linear_head_dim = 128 if size == "full" else language.head_dim // 2
+    linear_head_dim = 128 if size == "full" else language.head_dim
     text = _qwen_text(language) | {
         "attn_output_gate": True,
         "full_attention_interval": interval,
@@ -222,7 +224,7 @@ def _kimi_text(size: str) -> dict[str, Any]:
         "hidden_size": language.hidden_size,
         "initializer_range": 0.02,
         "intermediate_size": language.intermediate_size,
-        "kv_lora_rank": 512 if full else 2 * language.head_dim,
+        "kv_lora_rank": 512,
         "max_position_embeddings": 262144,
         "model_type": "kimi_k2",
         "moe_intermediate_size": language.intermediate_size // 2,
@@ -240,7 +242,7 @@ def _kimi_text(size: str) -> dict[str, Any]:
         "pretraining_tp": 1,
         "q_lora_rank": 1536 if full else 2 * language.head_dim,
         "qk_nope_head_dim": language.head_dim,
-        "qk_rope_head_dim": 64 if full else language.head_dim,
+        "qk_rope_head_dim": 64,
         "rms_norm_eps": 1e-05,
         "rope_scaling": {
             "beta_fast": 32.0,

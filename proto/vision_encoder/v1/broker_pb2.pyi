@@ -64,6 +64,8 @@ class BrokerRequest(google.protobuf.message.Message):
     UNPUBLISH_FIELD_NUMBER: builtins.int
     FETCH_FIELD_NUMBER: builtins.int
     RELEASE_FIELD_NUMBER: builtins.int
+    RENEW_FIELD_NUMBER: builtins.int
+    USED_FIELD_NUMBER: builtins.int
     request_id: builtins.int
     """the client's choice, never 0; the reply repeats it"""
     @property
@@ -88,6 +90,12 @@ class BrokerRequest(google.protobuf.message.Message):
     def release(self) -> vision_encoder.v1.encoder_pb2.ReleaseRequest:
         """nothing answers it, unless it could not be taken"""
 
+    @property
+    def renew(self) -> vision_encoder.v1.encoder_pb2.RenewRequest: ...
+    @property
+    def used(self) -> Global___BrokerUsed:
+        """nothing answers it, unless it could not be taken"""
+
     def __init__(
         self,
         *,
@@ -101,10 +109,12 @@ class BrokerRequest(google.protobuf.message.Message):
         unpublish: Global___BrokerUnpublish | None = ...,
         fetch: Global___BrokerFetch | None = ...,
         release: vision_encoder.v1.encoder_pb2.ReleaseRequest | None = ...,
+        renew: vision_encoder.v1.encoder_pb2.RenewRequest | None = ...,
+        used: Global___BrokerUsed | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["attach", b"attach", "fetch", b"fetch", "hello", b"hello", "list", b"list", "ping", b"ping", "probe", b"probe", "publish", b"publish", "release", b"release", "request", b"request", "unpublish", b"unpublish"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["attach", b"attach", "fetch", b"fetch", "hello", b"hello", "list", b"list", "ping", b"ping", "probe", b"probe", "publish", b"publish", "release", b"release", "request", b"request", "request_id", b"request_id", "unpublish", b"unpublish"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["request", b"request"]) -> typing.Literal["hello", "list", "attach", "probe", "ping", "publish", "unpublish", "fetch", "release"] | None: ...
+    def HasField(self, field_name: typing.Literal["attach", b"attach", "fetch", b"fetch", "hello", b"hello", "list", b"list", "ping", b"ping", "probe", b"probe", "publish", b"publish", "release", b"release", "renew", b"renew", "request", b"request", "unpublish", b"unpublish", "used", b"used"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["attach", b"attach", "fetch", b"fetch", "hello", b"hello", "list", b"list", "ping", b"ping", "probe", b"probe", "publish", b"publish", "release", b"release", "renew", b"renew", "request", b"request", "request_id", b"request_id", "unpublish", b"unpublish", "used", b"used"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["request", b"request"]) -> typing.Literal["hello", "list", "attach", "probe", "ping", "publish", "unpublish", "fetch", "release", "renew", "used"] | None: ...
 
 Global___BrokerRequest: typing_extensions.TypeAlias = BrokerRequest
 
@@ -126,6 +136,7 @@ class BrokerReply(google.protobuf.message.Message):
     PUBLISHED_FIELD_NUMBER: builtins.int
     UNPUBLISHED_FIELD_NUMBER: builtins.int
     FETCHED_FIELD_NUMBER: builtins.int
+    RENEWED_FIELD_NUMBER: builtins.int
     request_id: builtins.int
     """0: a notice that nobody asked for"""
     num_descriptors: builtins.int
@@ -158,6 +169,8 @@ class BrokerReply(google.protobuf.message.Message):
     def unpublished(self) -> Global___BrokerUnpublished: ...
     @property
     def fetched(self) -> Global___BrokerFetched: ...
+    @property
+    def renewed(self) -> vision_encoder.v1.encoder_pb2.RenewResponse: ...
     def __init__(
         self,
         *,
@@ -175,10 +188,11 @@ class BrokerReply(google.protobuf.message.Message):
         published: Global___BrokerPublished | None = ...,
         unpublished: Global___BrokerUnpublished | None = ...,
         fetched: Global___BrokerFetched | None = ...,
+        renewed: vision_encoder.v1.encoder_pb2.RenewResponse | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["arena_closed", b"arena_closed", "arenas", b"arenas", "attached", b"attached", "failure", b"failure", "fetched", b"fetched", "pong", b"pong", "probe_slot", b"probe_slot", "published", b"published", "refused", b"refused", "reply", b"reply", "stopping", b"stopping", "unpublished", b"unpublished", "welcome", b"welcome"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["arena_closed", b"arena_closed", "arenas", b"arenas", "attached", b"attached", "failure", b"failure", "fetched", b"fetched", "num_descriptors", b"num_descriptors", "pong", b"pong", "probe_slot", b"probe_slot", "published", b"published", "refused", b"refused", "reply", b"reply", "request_id", b"request_id", "stopping", b"stopping", "unpublished", b"unpublished", "welcome", b"welcome"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["reply", b"reply"]) -> typing.Literal["welcome", "refused", "arenas", "attached", "probe_slot", "pong", "failure", "arena_closed", "stopping", "published", "unpublished", "fetched"] | None: ...
+    def HasField(self, field_name: typing.Literal["arena_closed", b"arena_closed", "arenas", b"arenas", "attached", b"attached", "failure", b"failure", "fetched", b"fetched", "pong", b"pong", "probe_slot", b"probe_slot", "published", b"published", "refused", b"refused", "renewed", b"renewed", "reply", b"reply", "stopping", b"stopping", "unpublished", b"unpublished", "welcome", b"welcome"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["arena_closed", b"arena_closed", "arenas", b"arenas", "attached", b"attached", "failure", b"failure", "fetched", b"fetched", "num_descriptors", b"num_descriptors", "pong", b"pong", "probe_slot", b"probe_slot", "published", b"published", "refused", b"refused", "renewed", b"renewed", "reply", b"reply", "request_id", b"request_id", "stopping", b"stopping", "unpublished", b"unpublished", "welcome", b"welcome"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["reply", b"reply"]) -> typing.Literal["welcome", "refused", "arenas", "attached", "probe_slot", "pong", "failure", "arena_closed", "stopping", "published", "unpublished", "fetched", "renewed"] | None: ...
 
 Global___BrokerReply: typing_extensions.TypeAlias = BrokerReply
 
@@ -228,6 +242,8 @@ class BrokerWelcome(google.protobuf.message.Message):
     IDLE_TIMEOUT_MS_FIELD_NUMBER: builtins.int
     ARENAS_FIELD_NUMBER: builtins.int
     MAX_FETCH_KEYS_FIELD_NUMBER: builtins.int
+    MAX_RENEWALS_FIELD_NUMBER: builtins.int
+    MAX_USES_FIELD_NUMBER: builtins.int
     protocol_version: builtins.int
     """the one to speak from here on"""
     instance_id: builtins.str
@@ -241,6 +257,10 @@ class BrokerWelcome(google.protobuf.message.Message):
     """a client silent for this long is taken for dead"""
     max_fetch_keys: builtins.int
     """of one BrokerFetch; 0: neither fetch nor release is taken here, use gRPC"""
+    max_renewals: builtins.int
+    """leases of one RenewRequest; 0: renewals are not taken here, use gRPC"""
+    max_uses: builtins.int
+    """of one BrokerUsed; 0: they are not taken here, and directories are not to be read"""
     @property
     def arenas(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ArenaGeometry]: ...
     def __init__(
@@ -254,8 +274,10 @@ class BrokerWelcome(google.protobuf.message.Message):
         idle_timeout_ms: builtins.int = ...,
         arenas: collections.abc.Iterable[Global___ArenaGeometry] | None = ...,
         max_fetch_keys: builtins.int = ...,
+        max_renewals: builtins.int = ...,
+        max_uses: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["arenas", b"arenas", "heartbeat_ms", b"heartbeat_ms", "host_id", b"host_id", "idle_timeout_ms", b"idle_timeout_ms", "instance_id", b"instance_id", "max_fetch_keys", b"max_fetch_keys", "owner_id", b"owner_id", "protocol_version", b"protocol_version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["arenas", b"arenas", "heartbeat_ms", b"heartbeat_ms", "host_id", b"host_id", "idle_timeout_ms", b"idle_timeout_ms", "instance_id", b"instance_id", "max_fetch_keys", b"max_fetch_keys", "max_renewals", b"max_renewals", "max_uses", b"max_uses", "owner_id", b"owner_id", "protocol_version", b"protocol_version"]) -> None: ...
 
 Global___BrokerWelcome: typing_extensions.TypeAlias = BrokerWelcome
 
@@ -325,6 +347,7 @@ class ArenaGeometry(google.protobuf.message.Message):
     SIZE_BYTES_FIELD_NUMBER: builtins.int
     PAGE_BYTES_FIELD_NUMBER: builtins.int
     DEVICE_UUID_FIELD_NUMBER: builtins.int
+    DIRECTORY_BYTES_FIELD_NUMBER: builtins.int
     arena_id: builtins.bytes
     """16 bytes"""
     kind: Global___ArenaKind.ValueType
@@ -334,6 +357,8 @@ class ArenaGeometry(google.protobuf.message.Message):
     """of the control page, a memfd"""
     device_uuid: builtins.str
     """empty for host memory"""
+    directory_bytes: builtins.int
+    """of the directory, a memfd; 0: the arena has none"""
     def __init__(
         self,
         *,
@@ -342,8 +367,9 @@ class ArenaGeometry(google.protobuf.message.Message):
         size_bytes: builtins.int = ...,
         page_bytes: builtins.int = ...,
         device_uuid: builtins.str = ...,
+        directory_bytes: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["arena_id", b"arena_id", "device_uuid", b"device_uuid", "kind", b"kind", "page_bytes", b"page_bytes", "size_bytes", b"size_bytes"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["arena_id", b"arena_id", "device_uuid", b"device_uuid", "directory_bytes", b"directory_bytes", "kind", b"kind", "page_bytes", b"page_bytes", "size_bytes", b"size_bytes"]) -> None: ...
 
 Global___ArenaGeometry: typing_extensions.TypeAlias = ArenaGeometry
 
@@ -378,19 +404,25 @@ class BrokerAttach(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     ARENA_ID_FIELD_NUMBER: builtins.int
+    WITH_DIRECTORY_FIELD_NUMBER: builtins.int
     arena_id: builtins.bytes
+    with_directory: builtins.bool
+    """a client that does not say so gets two descriptors"""
     def __init__(
         self,
         *,
         arena_id: builtins.bytes = ...,
+        with_directory: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["arena_id", b"arena_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["arena_id", b"arena_id", "with_directory", b"with_directory"]) -> None: ...
 
 Global___BrokerAttach: typing_extensions.TypeAlias = BrokerAttach
 
 @typing.final
 class BrokerAttached(google.protobuf.message.Message):
-    """Two descriptors come with it: data, then control page."""
+    """Two descriptors come with it: data, then control page; a third, the directory, where one was asked for and
+    the arena has one.
+    """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -637,3 +669,50 @@ class BrokerFound(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["result", b"result"]) -> None: ...
 
 Global___BrokerFound: typing_extensions.TypeAlias = BrokerFound
+
+@typing.final
+class BrokerUsed(google.protobuf.message.Message):
+    """Rows that this connection's client has read without a lease, by the directory: so that they count as used and
+    as delivered. Sent after the fact, those of a while in one message.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    KIND_FIELD_NUMBER: builtins.int
+    USES_FIELD_NUMBER: builtins.int
+    NUM_STALE_FIELD_NUMBER: builtins.int
+    kind: Global___ArenaKind.ValueType
+    num_stale: builtins.int
+    """reads that were thrown away, since the rows had gone meanwhile"""
+    @property
+    def uses(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___BrokerUse]:
+        """at most max_uses"""
+
+    def __init__(
+        self,
+        *,
+        kind: Global___ArenaKind.ValueType = ...,
+        uses: collections.abc.Iterable[Global___BrokerUse] | None = ...,
+        num_stale: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["kind", b"kind", "num_stale", b"num_stale", "uses", b"uses"]) -> None: ...
+
+Global___BrokerUsed: typing_extensions.TypeAlias = BrokerUsed
+
+@typing.final
+class BrokerUse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    KEY_FIELD_NUMBER: builtins.int
+    NUM_READS_FIELD_NUMBER: builtins.int
+    key: builtins.bytes
+    num_reads: builtins.int
+    def __init__(
+        self,
+        *,
+        key: builtins.bytes = ...,
+        num_reads: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["key", b"key", "num_reads", b"num_reads"]) -> None: ...
+
+Global___BrokerUse: typing_extensions.TypeAlias = BrokerUse

@@ -316,6 +316,40 @@ class PixelTensor(google.protobuf.message.Message):
 Global___PixelTensor: typing_extensions.TypeAlias = PixelTensor
 
 @typing.final
+class FrameArray(google.protobuf.message.Message):
+    """A clip as its caller decoded it: uint8 [T, H, W, 3] in RGB, upright."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    INLINE_FIELD_NUMBER: builtins.int
+    SHM_FIELD_NUMBER: builtins.int
+    FPS_FIELD_NUMBER: builtins.int
+    TIMESTAMPS_S_FIELD_NUMBER: builtins.int
+    fps: builtins.float
+    """of these frames, from which the service samples as from a file; 0: 24"""
+    @property
+    def inline(self) -> Global___InlineTensor: ...
+    @property
+    def shm(self) -> Global___ShmTensor: ...
+    @property
+    def timestamps_s(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]:
+        """one for each frame of a clip that was sampled before: all are taken"""
+
+    def __init__(
+        self,
+        *,
+        inline: Global___InlineTensor | None = ...,
+        shm: Global___ShmTensor | None = ...,
+        fps: builtins.float = ...,
+        timestamps_s: collections.abc.Iterable[builtins.float] | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["inline", b"inline", "shm", b"shm", "source", b"source"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["fps", b"fps", "inline", b"inline", "shm", b"shm", "source", b"source", "timestamps_s", b"timestamps_s"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["source", b"source"]) -> typing.Literal["inline", "shm"] | None: ...
+
+Global___FrameArray: typing_extensions.TypeAlias = FrameArray
+
+@typing.final
 class DigestOnly(google.protobuf.message.Message):
     """The content is not sent: served from the store, or failed with UNKNOWN_KEY."""
 
@@ -338,13 +372,14 @@ class Item(google.protobuf.message.Message):
     URL_FIELD_NUMBER: builtins.int
     PIXELS_FIELD_NUMBER: builtins.int
     DIGEST_ONLY_FIELD_NUMBER: builtins.int
+    FRAMES_FIELD_NUMBER: builtins.int
     modality: Global___Modality.ValueType
     content_digest: builtins.bytes
     """Exactly 32 bytes, or empty: then the service hashes the content with BLAKE3. When given it is
     authoritative inside the request's namespace.
     """
     encoded: builtins.bytes
-    """a file: JPEG, PNG, WebP, ..."""
+    """a file: JPEG, PNG, WebP, ...; of a clip MP4, WebM, MKV, GIF, WebP"""
     url: builtins.str
     """refused unless the server's configuration allows URLs"""
     @property
@@ -353,6 +388,10 @@ class Item(google.protobuf.message.Message):
     def pixels(self) -> Global___PixelTensor: ...
     @property
     def digest_only(self) -> Global___DigestOnly: ...
+    @property
+    def frames(self) -> Global___FrameArray:
+        """of clips only"""
+
     def __init__(
         self,
         *,
@@ -363,10 +402,11 @@ class Item(google.protobuf.message.Message):
         url: builtins.str = ...,
         pixels: Global___PixelTensor | None = ...,
         digest_only: Global___DigestOnly | None = ...,
+        frames: Global___FrameArray | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["content", b"content", "digest_only", b"digest_only", "encoded", b"encoded", "options", b"options", "pixels", b"pixels", "url", b"url"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["content", b"content", "content_digest", b"content_digest", "digest_only", b"digest_only", "encoded", b"encoded", "modality", b"modality", "options", b"options", "pixels", b"pixels", "url", b"url"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["content", b"content"]) -> typing.Literal["encoded", "url", "pixels", "digest_only"] | None: ...
+    def HasField(self, field_name: typing.Literal["content", b"content", "digest_only", b"digest_only", "encoded", b"encoded", "frames", b"frames", "options", b"options", "pixels", b"pixels", "url", b"url"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["content", b"content", "content_digest", b"content_digest", "digest_only", b"digest_only", "encoded", b"encoded", "frames", b"frames", "modality", b"modality", "options", b"options", "pixels", b"pixels", "url", b"url"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["content", b"content"]) -> typing.Literal["encoded", "url", "pixels", "digest_only", "frames"] | None: ...
 
 Global___Item: typing_extensions.TypeAlias = Item
 
@@ -465,6 +505,10 @@ class Limits(google.protobuf.message.Message):
     MAX_QUEUED_BYTES_FIELD_NUMBER: builtins.int
     STORE_BYTES_FIELD_NUMBER: builtins.int
     CHUNK_BYTES_FIELD_NUMBER: builtins.int
+    MAX_CLIP_BYTES_FIELD_NUMBER: builtins.int
+    MAX_CLIP_DURATION_S_FIELD_NUMBER: builtins.int
+    MAX_CLIP_FRAMES_FIELD_NUMBER: builtins.int
+    MAX_CLIP_PATCHES_FIELD_NUMBER: builtins.int
     max_items_per_request: builtins.int
     max_message_bytes: builtins.int
     max_encoded_bytes: builtins.int
@@ -474,6 +518,12 @@ class Limits(google.protobuf.message.Message):
     max_queued_bytes: builtins.int
     store_bytes: builtins.int
     chunk_bytes: builtins.int
+    max_clip_bytes: builtins.int
+    max_clip_duration_s: builtins.float
+    max_clip_frames: builtins.int
+    """sampled from one clip"""
+    max_clip_patches: builtins.int
+    """of all of them"""
     def __init__(
         self,
         *,
@@ -486,8 +536,12 @@ class Limits(google.protobuf.message.Message):
         max_queued_bytes: builtins.int = ...,
         store_bytes: builtins.int = ...,
         chunk_bytes: builtins.int = ...,
+        max_clip_bytes: builtins.int = ...,
+        max_clip_duration_s: builtins.float = ...,
+        max_clip_frames: builtins.int = ...,
+        max_clip_patches: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["chunk_bytes", b"chunk_bytes", "max_encoded_bytes", b"max_encoded_bytes", "max_image_pixels", b"max_image_pixels", "max_items_per_request", b"max_items_per_request", "max_message_bytes", b"max_message_bytes", "max_patches_per_item", b"max_patches_per_item", "max_queued_bytes", b"max_queued_bytes", "max_queued_patches", b"max_queued_patches", "store_bytes", b"store_bytes"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["chunk_bytes", b"chunk_bytes", "max_clip_bytes", b"max_clip_bytes", "max_clip_duration_s", b"max_clip_duration_s", "max_clip_frames", b"max_clip_frames", "max_clip_patches", b"max_clip_patches", "max_encoded_bytes", b"max_encoded_bytes", "max_image_pixels", b"max_image_pixels", "max_items_per_request", b"max_items_per_request", "max_message_bytes", b"max_message_bytes", "max_patches_per_item", b"max_patches_per_item", "max_queued_bytes", b"max_queued_bytes", "max_queued_patches", b"max_queued_patches", "store_bytes", b"store_bytes"]) -> None: ...
 
 Global___Limits: typing_extensions.TypeAlias = Limits
 
@@ -849,6 +903,7 @@ class StageTimings(google.protobuf.message.Message):
     TOWER_MS_FIELD_NUMBER: builtins.int
     STORE_MS_FIELD_NUMBER: builtins.int
     TOTAL_MS_FIELD_NUMBER: builtins.int
+    DELIVERY_MS_FIELD_NUMBER: builtins.int
     identify_ms: builtins.float
     """digest and key"""
     admit_ms: builtins.float
@@ -863,6 +918,8 @@ class StageTimings(google.protobuf.message.Message):
     store_ms: builtins.float
     total_ms: builtins.float
     """until the rows were ready for delivery"""
+    delivery_ms: builtins.float
+    """ready until this message was handed to the transport; inline rows follow it"""
     def __init__(
         self,
         *,
@@ -874,8 +931,9 @@ class StageTimings(google.protobuf.message.Message):
         tower_ms: builtins.float = ...,
         store_ms: builtins.float = ...,
         total_ms: builtins.float = ...,
+        delivery_ms: builtins.float = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["admit_ms", b"admit_ms", "decode_ms", b"decode_ms", "identify_ms", b"identify_ms", "queue_ms", b"queue_ms", "resize_ms", b"resize_ms", "store_ms", b"store_ms", "total_ms", b"total_ms", "tower_ms", b"tower_ms"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["admit_ms", b"admit_ms", "decode_ms", b"decode_ms", "delivery_ms", b"delivery_ms", "identify_ms", b"identify_ms", "queue_ms", b"queue_ms", "resize_ms", b"resize_ms", "store_ms", b"store_ms", "total_ms", b"total_ms", "tower_ms", b"tower_ms"]) -> None: ...
 
 Global___StageTimings: typing_extensions.TypeAlias = StageTimings
 
@@ -883,6 +941,9 @@ Global___StageTimings: typing_extensions.TypeAlias = StageTimings
 class ItemResult(google.protobuf.message.Message):
     """Everything about an item's rows but the rows. Layout [num_rows, width], row-major, main level first,
     then the deepstack levels in order.
+
+    The inline rows of a clip that is encoded for the call come as its pieces end: the result is sent with the
+    first of them, its timings are those until then, and a failure may still follow.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -901,6 +962,7 @@ class ItemResult(google.protobuf.message.Message):
     HOST_FIELD_NUMBER: builtins.int
     LEASE_FIELD_NUMBER: builtins.int
     TIMESTAMPS_S_FIELD_NUMBER: builtins.int
+    CHUNK_GRIDS_FIELD_NUMBER: builtins.int
     key: builtins.bytes
     content_digest: builtins.bytes
     num_rows: builtins.int
@@ -923,6 +985,12 @@ class ItemResult(google.protobuf.message.Message):
     def timestamps_s(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]:
         """video: of the frames really sampled"""
 
+    @property
+    def chunk_grids(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___GridTHW]:
+        """Video of a model that merges time: the chunks whose rows follow one another, each averaged over its
+        frames. Then num_rows is the sum over them, and grid_thw.t counts all frames.
+        """
+
     def __init__(
         self,
         *,
@@ -940,9 +1008,10 @@ class ItemResult(google.protobuf.message.Message):
         host: Global___HostRows | None = ...,
         lease: Global___DeviceLease | None = ...,
         timestamps_s: collections.abc.Iterable[builtins.float] | None = ...,
+        chunk_grids: collections.abc.Iterable[Global___GridTHW] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["grid_thw", b"grid_thw", "host", b"host", "inline", b"inline", "lease", b"lease", "rows", b"rows", "timings", b"timings"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["content_digest", b"content_digest", "dtype", b"dtype", "grid_thw", b"grid_thw", "host", b"host", "inline", b"inline", "key", b"key", "lease", b"lease", "num_deepstack_levels", b"num_deepstack_levels", "num_rows", b"num_rows", "rows", b"rows", "rows_bytes", b"rows_bytes", "tier", b"tier", "timestamps_s", b"timestamps_s", "timings", b"timings", "width", b"width"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["chunk_grids", b"chunk_grids", "content_digest", b"content_digest", "dtype", b"dtype", "grid_thw", b"grid_thw", "host", b"host", "inline", b"inline", "key", b"key", "lease", b"lease", "num_deepstack_levels", b"num_deepstack_levels", "num_rows", b"num_rows", "rows", b"rows", "rows_bytes", b"rows_bytes", "tier", b"tier", "timestamps_s", b"timestamps_s", "timings", b"timings", "width", b"width"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["rows", b"rows"]) -> typing.Literal["inline", "host", "lease"] | None: ...
 
 Global___ItemResult: typing_extensions.TypeAlias = ItemResult

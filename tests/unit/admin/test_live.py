@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from encoder_service.admin.live import LiveView
+from encoder_service.admin.live import LiveView, store_tiers
 from encoder_service.engine.graphs import GraphCounters
 from encoder_service.engine.jobs import EngineCounters
 from encoder_service.load import DeviceLoad
@@ -18,6 +18,8 @@ from encoder_service.scheduler.admission import Admission, Undelivered
 from encoder_service.scheduler.buckets import Bucket
 from encoder_service.scheduler.planner import Ticket
 from encoder_service.store.embedding_store import EmbeddingStore
+from encoder_service.types import EncodedItem, Grid
+from tests.unit.store.device_like import tiered
 
 
 class Rig:
@@ -59,7 +61,7 @@ def test_rates_hits_and_percentiles_of_the_last_seconds() -> None:
         rig.metrics.items.labels("host").inc(6)
         rig.metrics.deliveries.labels("inline").inc(8)
         rig.metrics.count_failure("QUEUE_FULL", turned_away=True)
-        rig.metrics.stage_seconds.labels("total").observe(0.03)
+        rig.metrics.stage_seconds.observe("total", 0.03)
         rig.counters.items += 2
         rig.counters.busy_s += 0.25
         rig.second()
@@ -107,3 +109,16 @@ def test_buckets_are_told_by_size_with_their_waste() -> None:
     buckets = rig.live.answer()["buckets"]
     assert buckets["runs"] == [{"patches": 16, "runs": 1}, {"patches": 64, "runs": 7}]
     assert (buckets["waste_share"], buckets["eager_runs"]) == (0.25, 3)
+
+
+def test_items_count_in_every_tier_that_holds_them() -> None:
+    store = tiered(1 << 16, 1 << 16)
+    item = EncodedItem(b"k" * 32, bytes(32), Grid(1, 2, 2), torch.zeros(1, 8), 0)
+    assert {tier: len(part) for tier, part in store_tiers(store).items()} == {"device": 0, "host": 0}
+    for write in (store.begin_put, store.reserve):
+        writing = write("", item)
+        assert writing is not None
+        store.finish_put(writing)
+    assert {tier: len(part) for tier, part in store_tiers(store).items()} == {"device": 1, "host": 1}
+    assert store_tiers(EmbeddingStore(1 << 20)).keys() == {"host"}
+    store.close()

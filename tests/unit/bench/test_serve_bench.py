@@ -25,6 +25,7 @@ from serve_figures import (
     percentiles,
     requests_of,
     service_figures,
+    summary_of,
 )
 from serve_options import LOADS, parse_arguments
 from serve_service import Sight, counters_of, thread_seconds
@@ -75,6 +76,7 @@ def result() -> dict[str, Any]:
         "tower": {"chat": tower},
         "records": records,
         "goals": goals_of(records, {"chat": tower}),
+        "summary": summary_of(records, {"chat": tower}),
         "left_out": [],
     }  # fmt: skip
 
@@ -117,6 +119,37 @@ def test_overhead_is_what_decode_and_tower_leave_of_each_request() -> None:
     figures = client_figures([one, request(1.1, 99.0, tier="host")], **WINDOW)
     assert figures["overhead_ms"]["p50"] == 3.0
     assert figures["overhead_unqueued_ms"]["p50"] == -1.0
+    told = request(1.0, 30.0, decode_ms=5.0, resize_ms=2.0, tower_ms=20.0, total_ms=27.5, delivery_ms=0.25)
+    assert client_figures([told], **WINDOW)["service_overhead_ms"]["p50"] == 0.75
+
+
+def test_a_mix_comes_to_shares_of_the_tower_and_of_the_plain_loop() -> None:
+    tower = {"chat": {"patches_per_s": 1000.0, "images_per_s": 10.0}, "448": {"patches_per_s": 1.0}}
+    records = [record(load) for load in (1.1, 0.1)]
+    records += [record(0.6, server="baseline") | {"encoded_patches_per_s": 250.0}, record(0.05, bursty=True)]
+    (line,) = summary_of(records, tower)
+    assert (line["mix"], line["overhead_load"]) == ("chat", 0.1)
+    assert line["service_over_tower"] == pytest.approx(0.93)
+    assert line["service_over_baseline"] == pytest.approx(3.72)
+    assert line["baseline_over_tower"] == pytest.approx(0.25)
+    assert line["overhead_p50_ms"] == records[1]["overhead_ms"]["p50"]
+    (alone,) = summary_of(records[:2], {"chat": tower["chat"]})
+    assert alone["service_over_baseline"] is alone["baseline_over_tower"] is None
+
+
+def test_what_tells_most_is_measured_first() -> None:
+    run = object.__new__(serve.Run)
+    run.arguments = parse_arguments("", ["--device", "cpu"])
+    cells = run._cells()
+    first, second, *_ = run.arguments.mixes
+    assert [(cell.server, cell.mix, cell.load) for cell in cells[:4]] == [
+        ("service", first, 1.1), ("service", second, 1.1), ("service", first, 0.1), ("service", second, 0.1),
+    ]  # fmt: skip
+    assert {cell.mix for cell in cells if cell.server == "baseline"} == {first, second}
+    assert len(set(cells)) == len(cells)
+    assert {cell.mix for cell in cells} == set(run.arguments.mixes)
+    # With half a minute for each process to start, and the last load's end: four minutes.
+    assert run.arguments.time_limit_s + run.arguments.cell_s + serve.HEAD_START_S + serve.GRACE_S < 235
 
 
 def test_a_load_without_answers_has_no_latencies() -> None:
@@ -221,6 +254,8 @@ def test_quick_run_on_a_cpu(tmp_path: Path) -> None:
         "1.5",
         "--photos",
         "10",
+        "--time-limit-s",
+        "120",
         "--out",
         str(tmp_path),
     ]
@@ -235,7 +270,11 @@ def test_quick_run_on_a_cpu(tmp_path: Path) -> None:
     assert not service["failures"]
     assert baseline["failures"].keys() <= {"unfinished"}
     assert service["device_busy_share"] > 0
-    assert result["tower"]["chat"]["patches_per_s"] > 0
+    assert result["tower"]["448-heavy"]["patches_per_s"] > 0
+    (summary,) = result["summary"]
+    assert summary["service_over_tower"] > 0
+    assert summary["service_overhead_p50_ms"] <= summary["overhead_p50_ms"]
+    assert service["stages"]["delivery_ms"]["p50"] > 0
     assert result["service"]["exit_status"] == 0
     assert result["goals"]
     assert path.with_suffix(".png").exists()

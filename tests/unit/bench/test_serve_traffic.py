@@ -15,6 +15,7 @@ from serve_traffic import (
     BURST_FACTOR,
     BURST_PART,
     CHAT,
+    HEAVY,
     Load,
     kinds_of,
     load_of,
@@ -127,3 +128,17 @@ def test_a_comment_makes_other_bytes_of_the_same_picture(tmp_path: Path) -> None
     assert one == with_comment(data, 5, 1)
     pixels = [Image.open(io.BytesIO(file)).tobytes() for file in (data, one, other)]
     assert pixels[0] == pixels[1] == pixels[2]
+
+
+@pytest.mark.parametrize("mix", sorted(HEAVY))
+def test_heavy_mixes_are_mostly_of_their_size(mix: str) -> None:
+    kinds = kinds_of(mix, 100, scale=1.0, seed=random.randrange(1000))
+    assert len(kinds) == 100
+    sides = Counter(kind.width for kind in kinds)
+    (most, number), *others = sides.most_common()
+    assert f"{most}-heavy" == mix
+    assert number >= 80
+    assert len(others) == 2
+    assert all(kind.width == kind.height for kind in kinds)
+    small = kinds_of(mix, 7, scale=0.25, seed=1)
+    assert len(small) == 7

@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[3]
 NEEDED = {"path", "bytes", "median_ms", "p99_ms", "floor_ms"}
 OPTIONAL = {
     "concurrency", "ratio", "gib_per_s", "floor_gib_per_s", "floor_p99_ms", "num_calls", "copy_ms",
-    "floor_device_ms",
+    "floor_device_ms", "socket_ms", "socket_p99_ms", "grpc_ms", "grpc_p99_ms",
 }  # fmt: skip
 
 
@@ -231,6 +231,7 @@ def test_a_quick_run_delivers_by_every_path_without_a_gpu(tmp_path: Path) -> Non
         assert set(record) <= NEEDED | OPTIONAL
         assert 0 < record["median_ms"] <= record["p99_ms"]
         assert record["floor_ms"] > 0
+        assert ("socket_ms" in record) == ("grpc_ms" in record) == ("copy_ms" in record)
         assert ("copy_ms" in record) == (record["path"] == "host_shm" and record["concurrency"] == 1)
     assert result["isolated"] == can_isolate()
     assert result["settings"]["chunk_bytes"] == MIB

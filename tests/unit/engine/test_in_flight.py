@@ -19,6 +19,7 @@ from encoder_service.engine.jobs import TowerResult
 from encoder_service.engine.rows import Destination
 from encoder_service.errors import Cancelled, DeviceFault, Draining, InternalError
 from encoder_service.metrics import Metrics
+from encoder_service.scheduler.outlook import LEAD_S, LIKELY
 from encoder_service.scheduler.planner import Planner, Ticket
 from encoder_service.types import Grid, PatchItem, TowerItem
 from tests.fakes import FakePreprocessor, FakeTower
@@ -125,7 +126,7 @@ def test_p33_a_poisoned_batch_is_split_while_another_is_in_flight() -> None:
     rig.engine.start()
     before = rig.submit(9.0)
     rig.batch(0)
-    with rig.engine._wake:  # all four are planned together
+    with rig.engine._lock:  # all four are planned together
         futures = [rig.submit(value) for value in (1.0, POISON, 3.0, 4.0)]
     # The first half fails again and its first item runs beside ``before``; the rest waits for room.
     until(lambda: len(rig.launcher.launched) == 2)
@@ -378,3 +379,64 @@ def test_every_item_is_answered_whatever_happens_in_whatever_order(
     assert not rig.engine._jobs
     if not rig.faults:
         assert rig.launcher.num_in_flight == rig.engine.num_in_flight == 0
+
+
+@pytest.fixture
+def foreseeing() -> Iterator[Rig]:
+    """With batches of up to four items, each predicted to take a second."""
+    rig = Rig(items_per_batch=4)
+    rig.engine._planner.predicted_us = lambda tickets: 1e6  # type: ignore[method-assign]
+    rig.engine.start()
+    yield rig
+    rig.launcher.end_all()
+    assert rig.engine.stop(10)
+
+
+def test_while_the_device_is_busy_a_batch_waits_for_company(foreseeing: Rig) -> None:
+    rig = foreseeing
+    first = rig.submit(1.0)
+    rig.batch(0)
+    later = [rig.submit(2.0)]
+    until(lambda: rig.engine._is_holding)
+    later.append(rig.submit(3.0))
+    assert rig.engine.num_in_flight == 1
+    assert rig.engine.queued_items == 2
+    rig.batch(0).end()
+    rig.batch(1).end()
+    assert rig.batch(1).values == [2.0, 3.0]
+    assert [rows_value(future) for future in (first, *later)] == [1.0, 2.0, 3.0]
+
+
+def test_a_full_batch_waits_for_nobody(foreseeing: Rig) -> None:
+    rig = foreseeing
+    rig.submit(1.0)
+    rig.batch(0)
+    rig.submit(2.0)
+    until(lambda: rig.engine._is_holding)
+    for value in (3.0, 4.0, 5.0):
+        rig.submit(value)
+    assert rig.batch(1).values == [2.0, 3.0, 4.0, 5.0]
+    assert rig.engine.num_in_flight == 2
+
+
+def test_a_batch_is_made_before_the_device_needs_it(foreseeing: Rig) -> None:
+    rig = foreseeing
+    rig.submit(1.0)
+    rig.batch(0)
+    rig.now_s = LIKELY * 1.0 - LEAD_S + 1e-6
+    rig.submit(2.0)
+    assert rig.batch(1).values == [2.0]
+
+
+def test_a_stop_ends_the_wait_for_company(foreseeing: Rig) -> None:
+    rig = foreseeing
+    rig.submit(1.0)
+    rig.batch(0)
+    waiting = rig.submit(2.0)
+    until(lambda: rig.engine._is_holding)
+    rig.launcher.end_all()
+    begun_s = time.monotonic()
+    assert rig.engine.stop(10)
+    assert time.monotonic() - begun_s < 0.8
+    with pytest.raises(Draining):
+        waiting.result(10)

@@ -84,11 +84,11 @@ class SharingFake:
         self.offer(self.arena)
 
     def offer(self, arena: Arena) -> None:
-        fds = [arena.export_fd(), arena.export_page_fd()]
+        fds = arena.export_all()
         uuid = arena.geometry.device_uuid or ("GPU-test" if self.kind == "device" else "")
         self.device_uuid = uuid
         geometry = replace(arena.geometry, kind=self.kind, device_uuid=uuid)
-        self.rig.broker.offer(offer_of(geometry), *fds)
+        self.rig.broker.offer(offer_of(geometry), fds[0], fds[1], directory_fd=fds[2])
         for fd in fds:
             os.close(fd)
 

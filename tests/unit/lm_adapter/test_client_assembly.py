@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,6 +25,7 @@ from lm_adapter.types import (
     ModelInfo,
     PixelItem,
     PreprocessOptions,
+    UrlItem,
 )
 from vision_encoder.v1 import encoder_pb2 as pb
 
@@ -253,11 +255,12 @@ def test_items_become_messages() -> None:
         ImageItem(b"jpeg", digest=b"d" * 32, options=PreprocessOptions(min_pixels=9, fps=2)),
         PixelItem(pixels, Grid(1, 2, 2)),
         DigestItem(b"e" * 32),
+        UrlItem("https://a.test/b?c=%20", digest=b"f" * 32, options=PreprocessOptions(max_pixels=7)),
     ]
     prepared = prepare_items(items)
     assert prepared.refused == {}
     (batch,) = prepared.batches
-    image, tensor, digest = batch.messages
+    image, tensor, digest, url = batch.messages
     assert (image.encoded, image.content_digest, image.modality) == (b"jpeg", b"d" * 32, pb.MODALITY_IMAGE)
     assert image.options == pb.PreprocessOptions(min_pixels=9, fps=2.0)
     assert tensor.pixels.inline.data == pixels.tobytes()
@@ -265,6 +268,7 @@ def test_items_become_messages() -> None:
     assert tensor.pixels.inline.dtype == pb.DTYPE_FLOAT32
     assert tensor.content_digest == b""
     assert digest.WhichOneof("content") == "digest_only"
+    assert (url.url, url.content_digest, url.options.max_pixels) == ("https://a.test/b?c=%20", b"f" * 32, 7)
 
 
 def test_pixels_travel_row_major_and_little_endian_whatever_their_memory() -> None:
@@ -298,6 +302,37 @@ def test_p33_an_item_that_cannot_be_sent_fails_alone() -> None:
     }
     assert prepared.refused[1].details["allowed"] == "4096"
     assert "complex64" in str(prepared.refused[3])
+
+
+@pytest.mark.parametrize(
+    ("url", "complaint"),
+    [
+        ("", "https://"),
+        ("a.test/b", "https://"),
+        ("ftp://a.test/b", "https://"),
+        ("https:///b", "no host"),
+        ("https://:8443/b", "no host"),
+        ("https://user@a.test/b", "user"),
+        ("https://a.test/a b", "' ' at character 16"),
+        ("https://a.test\\@b.test/", "at character 14"),
+        ("https://a.test/\u00e4", "quote it"),
+        ("https://a.test/\n", "at character 15"),
+        ("https://a.test/" + "x" * 9000, "9015 characters, at most 8192"),
+        (b"https://a.test/b", "found bytes"),
+    ],
+)
+def test_p33_a_url_that_no_service_takes_is_not_sent(url: Any, complaint: str) -> None:
+    prepared = prepare_items([UrlItem(url), ImageItem(b"fine")])
+    assert [batch.indices for batch in prepared.batches] == [[1]]
+    assert prepared.refused[0].reason == "URL_REFUSED"
+    assert complaint in prepared.refused[0].message
+    assert "a.test/" not in prepared.refused[0].message, "it may have a secret in it"
+
+
+@pytest.mark.parametrize("url", ["http://10.0.0.1:80", "HTTPS://A.test/b#c", "https://[::1]:9/x?y=@"])
+def test_a_url_that_some_service_may_take_is_sent(url: str) -> None:
+    """Which addresses are allowed is the service's business."""
+    assert prepare_items([UrlItem(url)]).refused == {}
 
 
 @settings(deadline=None)

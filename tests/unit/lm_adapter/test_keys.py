@@ -11,7 +11,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lm_adapter import DigestItem, Grid, ImageItem, InvalidRequest, Modality, PixelItem, PreprocessOptions
+from lm_adapter import (
+    DigestItem,
+    Grid,
+    ImageItem,
+    InvalidRequest,
+    Modality,
+    PixelItem,
+    PreprocessOptions,
+    UrlItem,
+)
 from lm_adapter.keys import content_digest, embedding_key, item_key, pixels_digest
 from lm_adapter.testing import fake_model
 
@@ -79,6 +88,10 @@ def test_p10_an_item_is_named_by_its_digest_or_by_its_content() -> None:
     assert by_content != item_key(ImageItem(b"jpeg", digest=b"d" * 32), MODEL)
     with pytest.raises(InvalidRequest, match="0 bytes, needs 32"):
         item_key(DigestItem(b""), MODEL)
+    digest = content_digest(b"jpeg")
+    assert item_key(UrlItem("https://a.test/b", digest), MODEL) == item_key(DigestItem(digest), MODEL)
+    with pytest.raises(InvalidRequest, match="digest"):
+        item_key(UrlItem("https://a.test/b"), MODEL)
 
 
 def test_content_digest_is_blake3() -> None:

@@ -7,7 +7,20 @@ import sys
 
 import pytest
 
-MODULES = ["alignment", "placeholders", "mrope", "splice", "prefix_cache", "engines", "engines.hf"]
+MODULES = [
+    "alignment",
+    "clip_texts",
+    "engines",
+    "engines.hf",
+    "kernels",
+    "mrope",
+    "placeholders",
+    "prefix_cache",
+    "pruning",
+    "rotary",
+    "splice",
+    "step",
+]
 
 
 @pytest.mark.parametrize("module", MODULES)

@@ -11,6 +11,7 @@ import pytest
 from lm_adapter.errors import InvalidRequest
 from lm_adapter.placeholders import ExpandedPrompt, PromptItem, expand_placeholders
 from lm_adapter.prefix_cache import (
+    FIRST_PAD_ID,
     PadIdLedger,
     PadScheme,
     pad_id,
@@ -106,6 +107,19 @@ def test_p06_sglang_ids_become_the_image_placeholder() -> None:
         ids, scheme=PadScheme.SGLANG, image_placeholder_id=IMAGE, video_placeholder_id=VIDEO, vocab_size=VOCAB
     )
     assert restored.tolist() == [5, IMAGE, 6]
+
+
+def test_p06_sglangs_clips_come_back_as_clips_where_they_are_named() -> None:
+    image, clip = FIRST_PAD_ID + 5, FIRST_PAD_ID + 2**30 - 1
+    restored = restore_placeholders(
+        [1, image, clip, clip, 2],
+        scheme=PadScheme.SGLANG,
+        image_placeholder_id=900,
+        video_placeholder_id=901,
+        vocab_size=1000,
+        video_pad_ids={clip},
+    )
+    assert restored.tolist() == [1, 900, 901, 901, 2]
 
 
 def test_p06_a_placeholder_outside_the_vocabulary_never_leaves() -> None:

@@ -404,14 +404,14 @@ def test_thirty_two_readers_at_once_share_one_mapping(encoder: SharingFake, open
     before = num_mappings()
     clients = [open_client() for _ in range(3)]
     assert arenas.num_attached() == 1
-    assert num_mappings() == before + 2, "the arena and its control page, once"
+    assert num_mappings() == before + 3, "the arena, its control page and its directory, once"
     answers = clients[0].fan_out(32, lambda index: ("encode", ([image(index % 5), image(index % 7)],)))
     for index, (first, second) in enumerate(answers):
         assert_rows_of(first, digest_of(index % 5))
         assert_rows_of(second, digest_of(index % 7))
     for client in clients[:2]:
         client.call("close")
-    assert num_mappings() == before + 2
+    assert num_mappings() == before + 3
     assert isinstance(clients[2].call("encode_one", image(0)), EncodedRows)
     clients[2].call("close")
     assert num_mappings() == before

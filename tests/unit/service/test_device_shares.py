@@ -13,8 +13,8 @@ import pytest
 from encoder_service.app import Service
 from encoder_service.config import parse_settings
 from encoder_service.flights import Flight
+from encoder_service.ingest_run import IngestRun
 from encoder_service.metrics import Metrics
-from encoder_service.pipeline import Pipeline
 from encoder_service.scheduler.admission import Admission
 from encoder_service.scheduler.planner import Ticket
 from encoder_service.types import Grid
@@ -24,11 +24,10 @@ pytestmark = pytest.mark.anyio
 
 
 async def test_a_ticket_is_of_its_flights_namespace() -> None:
-    pipeline: Any = MagicMock(max_patches_per_item=64)
-    pipeline.model.tower = FakeTower()
+    ingest: Any = MagicMock(max_patches=64, tower=FakeTower())
     announced: asyncio.Future[Grid] = asyncio.get_running_loop().create_future()
     flight = Flight(b"k", b"d", "tenant", Ticket(0), announced)
-    Pipeline._admit(pipeline, flight, Grid(1, 4, 4), Admission(64, 64).acquire(1))
+    IngestRun._admit(ingest, flight, Grid(1, 4, 4), Admission(64, 64).acquire(1))
     assert (flight.ticket.namespace, flight.ticket.num_patches) == ("tenant", 16)
 
 

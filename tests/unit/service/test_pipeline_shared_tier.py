@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import replace
 
 import pytest
 import torch
 
-from encoder_service.errors import DeadlineExceeded
+from encoder_service.errors import DeadlineExceeded, UnknownKey
 from encoder_service.pipeline import Pipeline
 from encoder_service.store.embedding_store import Held
-from encoder_service.types import CacheTier, EncodedItem
+from encoder_service.types import CacheTier, DigestOnly, EncodedItem, Grid, Item
 from tests.unit.service.test_pipeline import Rig, image, until
 
 pytestmark = pytest.mark.anyio
@@ -31,6 +32,12 @@ class DictTier:
         self.looks.append((namespace, within_s))
         await self.gate.wait()
         return self.items.get((namespace, key))
+
+    async def grids(
+        self, namespace: str, keys: Sequence[bytes], *, within_s: float | None = None
+    ) -> Mapping[bytes, Grid]:
+        self.looks.append((namespace, within_s))
+        return {key: self.items[namespace, key].grid for key in keys if (namespace, key) in self.items}
 
     def put(self, namespace: str, held: Held) -> None:
         self.puts.append(namespace)
@@ -139,3 +146,87 @@ async def test_a_failed_encode_is_not_offered(rigs: tuple[Rig, Rig, DictTier]) -
     with pytest.raises(Exception, match="broken"):
         await first.pipeline.encode(image())
     assert tier.puts == []
+
+
+def unsent(item: Item, digest: bytes) -> Item:
+    return replace(item, content=DigestOnly(), content_digest=digest)
+
+
+async def test_a_digest_alone_finds_what_another_replica_made(rigs: tuple[Rig, Rig, DictTier]) -> None:
+    first, second, _ = rigs
+    made = await first.pipeline.encode(image())
+    found = await second.pipeline.encode(unsent(image(), made.encoded.content_digest))
+    assert found.tier is CacheTier.SHARED
+    assert torch.equal(found.encoded.rows, made.encoded.rows)
+    again = await second.pipeline.encode(unsent(image(), made.encoded.content_digest))
+    assert again.tier is CacheTier.HOST, "it is kept from then on"
+    assert second.tower.batches == []
+
+
+async def test_a_key_alone_finds_what_another_replica_made(rigs: tuple[Rig, Rig, DictTier]) -> None:
+    first, second, tier = rigs
+    made = await first.pipeline.encode(image())
+    tier.looks.clear()
+    tier.gate.clear()
+    fetches = [asyncio.ensure_future(second.pipeline.fetch(made.encoded.key)) for _ in range(3)]
+    await until(lambda: second.pipeline.flights.counters.joined == 2)
+    tier.gate.set()
+    found = await asyncio.gather(*fetches)
+    assert sorted(each.tier.value for each in found) == ["in_flight", "in_flight", "shared"]
+    assert len(tier.looks) == 1
+    assert all(torch.equal(each.encoded.rows, made.encoded.rows) for each in found)
+
+
+async def test_what_nobody_has_is_unknown_after_one_look(rigs: tuple[Rig, Rig, DictTier]) -> None:
+    first, _, tier = rigs
+    with pytest.raises(UnknownKey, match="neither held"):
+        await first.pipeline.fetch(b"k" * 32)
+    with pytest.raises(UnknownKey):
+        await first.pipeline.encode(unsent(image(), b"d" * 32), deadline_s=first.pipeline.clock() + 8.0)
+    (_, unbounded), (_, within_s) = tier.looks
+    assert unbounded is None
+    assert within_s is not None
+    assert within_s <= 4.0, "half of the time is its caller's, to send the content"
+
+
+async def test_p18_a_key_finds_nothing_of_another_namespace(rigs: tuple[Rig, Rig, DictTier]) -> None:
+    first, second, tier = rigs
+    made = await first.pipeline.encode(image(), namespace="a")
+    with pytest.raises(UnknownKey):
+        await second.pipeline.fetch(made.encoded.key, namespace="b")
+    assert await second.pipeline.lookup_shared([made.encoded.key], namespace="b") == {}
+    found = await second.pipeline.lookup_shared([made.encoded.key, b"k" * 32], namespace="a")
+    assert found == {made.encoded.key: made.encoded.grid}
+    assert [namespace for namespace, _ in tier.looks[1:]] == ["b", "b", "a"]
+
+
+@pytest.mark.parametrize("prefetches", [False, True])
+async def test_content_that_comes_while_a_key_is_looked_for_is_encoded(
+    rigs: tuple[Rig, Rig, DictTier], prefetches: bool
+) -> None:
+    """The look's flight knows of no content: who has it goes on alone when nothing was found."""
+    first, _, tier = rigs
+    digest = b"d" * 32
+    item = replace(image(), content_digest=digest)
+    tier.gate.clear()
+    seeking = asyncio.ensure_future(first.pipeline.encode(unsent(item, digest)))
+    await until(lambda: tier.looks)
+    ask = first.pipeline.prefetch if prefetches else first.pipeline.encode
+    sending = [asyncio.ensure_future(ask(item)) for _ in range(3)]
+    await until(lambda: first.pipeline.flights.counters.joined == 3)
+    tier.gate.set()
+    with pytest.raises(UnknownKey):
+        await seeking
+    await asyncio.gather(*sending)
+    await until(lambda: len(first.pipeline.store))
+    assert len(first.tower.batches) == 1, "and once for all of them"
+
+
+async def test_nothing_is_looked_for_while_the_service_leaves(rigs: tuple[Rig, Rig, DictTier]) -> None:
+    first, second, tier = rigs
+    made = await first.pipeline.encode(image())
+    tier.looks.clear()
+    assert await second.pipeline.drain(1)
+    with pytest.raises(UnknownKey):
+        await second.pipeline.fetch(made.encoded.key)
+    assert tier.looks == []

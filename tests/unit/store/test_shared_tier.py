@@ -17,7 +17,7 @@ from encoder_service.store.embedding_store import EmbeddingStore, Held
 from encoder_service.store.host_memory import HostMemory
 from encoder_service.store.shared_tier import ServerTier, SharedTierLimits
 from encoder_service.store.shared_tier_breaker import BreakerState
-from encoder_service.store.shared_tier_entry import Seal
+from encoder_service.store.shared_tier_entry import HEADER_BYTES, Seal
 from encoder_service.store.shared_tier_server import Piece, ServerFailed, ServerRefused
 from encoder_service.types import EncodedItem, Grid
 
@@ -52,6 +52,10 @@ class DictServer:
     async def read(self, name: bytes, offset: int, num_bytes: int) -> list[bytes]:
         await self._answer()
         return [self.values.get(name, b"")[offset : offset + num_bytes]]
+
+    async def read_heads(self, names: Sequence[bytes], num_bytes: int) -> list[bytes]:
+        await self._answer()
+        return [self.values.get(name, b"")[:num_bytes] for name in names]
 
     async def write(self, name: bytes, pieces: Sequence[Piece], ttl_ms: int) -> None:
         await self._answer()
@@ -343,3 +347,63 @@ async def test_a_defect_costs_an_encode_and_not_the_item(rig: Rig) -> None:
     rig.tier.put("a", Held(make_item()))
     await rig.written()
     assert (rig.tier.counters.looks, rig.tier.counters.writes) == ({"failed": 1}, {"failed": 1})
+
+
+async def test_grids_of_many_keys_take_one_look(rig: Rig) -> None:
+    items = [make_item(rows) for rows in (1, 2, 3)]
+    for item in items:
+        rig.tier.put("a", Held(item))
+    await rig.written()
+    calls = rig.server.num_calls
+    keys = [item.key for item in items]
+    found = await rig.tier.grids("a", [*keys, bytes(32)])
+    assert found == {item.key: item.grid for item in items}
+    assert await rig.tier.grids("b", keys) == {}, "of another namespace"
+    assert rig.server.num_calls == calls + 2
+    assert rig.tier.counters.looks == {"hit": 1, "miss": 1}
+
+
+async def test_heads_that_are_none_of_ours_tell_no_grid(rig: Rig) -> None:
+    good, foreign, short, wide = (make_item() for _ in range(4))
+    for item in (good, foreign, short, wide):
+        rig.tier.put("a", Held(item))
+    await rig.written()
+    for item, change in (
+        (foreign, lambda data: data[:32] + b"XXXX" + data[36:]),
+        (short, lambda data: data[:40]),
+        # Of rows that the model served does not have.
+        (wide, lambda data: data[: HEADER_BYTES - 56] + b"\x07" + data[HEADER_BYTES - 55 :]),
+    ):
+        name = rig.tier._seal.name("a", item.key)
+        rig.server.values[name] = change(rig.server.values[name])
+    keys = [item.key for item in (foreign, short, wide, good)]
+    assert await rig.tier.grids("a", keys) == {good.key: good.grid}
+
+
+async def test_p17_grids_are_bounded_as_looks_are(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_tier, "MAX_LOOKS", 1)
+    rig.server.gate.clear()
+    first = asyncio.ensure_future(rig.tier.grids("a", [bytes(32)]))
+    await asyncio.sleep(0)
+    assert await rig.tier.grids("a", [bytes(32)]) == {}
+    assert rig.tier.counters.looks == {"busy": 1}
+    rig.server.gate.set()
+    assert await first == {}
+    await rig.fail_looks()
+    calls = rig.server.num_calls
+    assert await rig.tier.grids("a", [bytes(32)]) == {}
+    assert rig.server.num_calls == calls, "it is left alone"
+    assert rig.tier.counters.looks["refused"] == 1
+    rig.tier.check_integrity()
+
+
+async def test_a_stalled_server_costs_grids_their_time_and_no_more() -> None:
+    rig = Rig(timeout_s=0.01)
+    rig.server.gate.clear()
+    assert await rig.tier.grids("a", [bytes(32)]) == {}
+    assert rig.tier.counters.looks == {"timeout": 1}
+    assert await rig.tier.grids("a", [bytes(32)], within_s=0.0) == {}
+    assert rig.tier.counters.looks["late"] == 1
+    rig.server.gate.set()
+    await rig.tier.stop()
+    rig.workers.shutdown()

@@ -114,25 +114,26 @@ QWEN3_5_FULL_LAYER = LANGUAGE_MLP | {
     "self_attn.q_norm.weight": (64,),
     "self_attn.k_norm.weight": (64,),
 }
-# 2 key heads and 4 value heads of 32.
+# 2 key heads and 4 value heads of 64.
 QWEN3_5_LINEAR_LAYER = LANGUAGE_MLP | {
     "linear_attn.A_log": (4,),
     "linear_attn.dt_bias": (4,),
-    "linear_attn.conv1d.weight": (256, 1, 4),
-    "linear_attn.norm.weight": (32,),
-    "linear_attn.out_proj.weight": (64, 128),
-    "linear_attn.in_proj_qkv.weight": (256, 64),
-    "linear_attn.in_proj_z.weight": (128, 64),
+    "linear_attn.conv1d.weight": (512, 1, 4),
+    "linear_attn.norm.weight": (64,),
+    "linear_attn.out_proj.weight": (64, 256),
+    "linear_attn.in_proj_qkv.weight": (512, 64),
+    "linear_attn.in_proj_z.weight": (256, 64),
     "linear_attn.in_proj_b.weight": (4, 64),
     "linear_attn.in_proj_a.weight": (4, 64),
 }
+# Latents and rotary dimension as published, 512 and 64: kernels are made for no other.
 KIMI_ATTENTION: dict[str, Shape] = {
     "self_attn.q_a_proj.weight": (32, 64),
     "self_attn.q_a_layernorm.weight": (32,),
-    "self_attn.q_b_proj.weight": (128, 32),
-    "self_attn.kv_a_proj_with_mqa.weight": (48, 64),
-    "self_attn.kv_a_layernorm.weight": (32,),
-    "self_attn.kv_b_proj.weight": (128, 32),
+    "self_attn.q_b_proj.weight": (320, 32),
+    "self_attn.kv_a_proj_with_mqa.weight": (576, 64),
+    "self_attn.kv_a_layernorm.weight": (512,),
+    "self_attn.kv_b_proj.weight": (128, 512),
     "self_attn.o_proj.weight": (64, 64),
 }
 KIMI_EXPERTS: dict[str, Shape] = {

@@ -110,6 +110,29 @@ def test_p18_isolated_namespaces_get_the_descriptors_of_their_own_arenas_only() 
             assert other.ask(ping=pb.BrokerPing()).HasField("pong")
 
 
+def test_p18_a_token_that_opens_no_more_ends_the_connections_made_with_it() -> None:
+    """Also that of a namespace which had no token before; those whose token still opens go on."""
+    opens = {("a", "old"), ("a", "new"), ("b", "")}
+    access = BrokerAccess(opens=lambda namespace, token: (namespace, token) in opens)
+    with (
+        running_broker(access=access) as rig,
+        RawClient(rig.path, namespace="a", token="old") as old,
+        RawClient(rig.path, namespace="a", token="new") as new,
+        RawClient(rig.path, namespace="b") as bare,
+    ):
+        owners = [old.welcome.owner_id, bare.welcome.owner_id]
+        assert old.ask(ping=pb.BrokerPing()).HasField("pong")
+        opens -= {("a", "old"), ("b", "")}
+        assert old.ended()
+        assert bare.ended()
+        wait_until(lambda: sorted(rig.gone) == sorted(owners), "the end of both owners")
+        assert rig.broker.counters.closed["token_withdrawn"] == 2
+        assert new.ask(ping=pb.BrokerPing()).HasField("pong")
+        with RawClient(rig.path, greet=False) as again:
+            assert again.ask(hello=hello(namespace="a", token="old")).refused.reason == "UNAUTHENTICATED"
+        assert "old" not in repr(list(rig.broker._connections))
+
+
 @pytest.mark.parametrize(
     ("given_hello", "reason", "retryable"),
     [

@@ -40,6 +40,14 @@ pytestmark = pytest.mark.anyio
 KEY = b"k" * 32
 
 
+@pytest.fixture(params=["asyncio", "uvloop"])
+def anyio_backend(request: pytest.FixtureRequest) -> tuple[str, dict[str, bool]]:
+    """Timers of the two differ in what they tell."""
+    if request.param == "uvloop":
+        pytest.importorskip("uvloop")
+    return "asyncio", {"use_uvloop": request.param == "uvloop"}
+
+
 @dataclass
 class Clock:
     now_s: float = 1000.0
@@ -232,6 +240,20 @@ async def test_p21_time_ends_a_lease_by_itself_and_makes_its_generation_stale(ri
     rows = await read(client, renewed)
     assert rows is not None
     assert (rows == 2.0).all()
+
+
+async def test_p21_leases_go_on_while_the_end_of_one_is_due(rig: Rig) -> None:
+    """The timer is moved to a moment that is as good as now, for which uvloop's handle tells no time."""
+    client, other = await rig.connect(), await rig.connect()
+    held = rig.keep()
+    lease_of(rig, held, terms_of(client, ttl_s=0.5))
+    rig.clock.now_s += 0.4999
+    for _ in range(2):
+        lease_of(rig, held, terms_of(other, ttl_s=30.0))
+    rig.clock.now_s += 0.1
+    held.drop()
+    await until(lambda: rig.shared.leases.counters.expired == 1)
+    assert len(rig.shared.leases) == 2
 
 
 async def test_a_short_lease_is_not_late_because_of_a_long_one(rig: Rig) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ipaddress
+import itertools
 import os
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -85,13 +86,15 @@ async def resolves(host: str, port: int) -> Sequence[str]:
 async def fetching(
     port: int, *more: str, scheme: str = "http://", **bounds: object
 ) -> AsyncIterator[UrlFetcher]:
-    tls = bounds.pop("tls", None)
+    tls, ended = bounds.pop("tls", None), bounds.pop("ended", [])
     fetcher = UrlFetcher(
         AllowList([f"{scheme}images.test:{port}", *more]),
         FetchBounds(**{"max_bytes": 10_000, "timeout_s": 5.0, **bounds}),  # type: ignore[arg-type]
         rules=LOOPBACK,
         resolve=resolves,
         tls=tls,  # type: ignore[arg-type]
+        clock=itertools.count().__next__,
+        fetch_ended=lambda *told: ended.append(told),  # type: ignore[attr-defined]
     )
     try:
         yield fetcher
@@ -338,6 +341,35 @@ async def test_p17_what_arrives_counts_as_content_and_is_refused_when_full() -> 
         with pytest.raises(QueueFull):
             await get(fetcher, f"http://images.test:{port}/", admission)
         assert fetcher.counters.ended == {"QUEUE_FULL": 1}
+
+
+async def test_every_end_is_counted_and_timed() -> None:
+    """Those that never became a request too."""
+    hold, ended = asyncio.Event(), list[tuple[float, str]]()
+
+    async def answer(lines: list[str], writer: asyncio.StreamWriter) -> None:
+        if lines[0].startswith("GET /held"):
+            hold.set()
+            await asyncio.Event().wait()
+        await image(b"x" * 9)(lines, writer)
+
+    async with serving(answer) as port, fetching(port, ended=ended) as fetcher:
+        base = f"http://images.test:{port}"
+        await get(fetcher, f"{base}/")
+        for url, error in ((f"{base}/%2e%2e/", UrlRefused), ("https://elsewhere.test/", UrlRefused)):
+            with pytest.raises(error):
+                await get(fetcher, url)
+        held = asyncio.ensure_future(get(fetcher, f"{base}/held"))
+        await hold.wait()
+        assert (fetcher.num_fetching, fetcher.num_waiting) == (1, 0)
+        held.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await held
+        assert (fetcher.num_fetching, fetcher.num_waiting) == (0, 0)
+        assert fetcher.counters.ended == {"OK": 1, "URL_REFUSED": 2, "CANCELLED": 1}
+        assert fetcher.counters.num_bytes == 9
+    assert [outcome for _, outcome in ended] == ["OK", "URL_REFUSED", "URL_REFUSED", "CANCELLED"]
+    assert all(elapsed_s == 1 for elapsed_s, _ in ended), "a tick of the test's clock each"
 
 
 async def test_p17_fetches_at_a_time_are_bounded_and_the_cancelled_ones_free_their_turn() -> None:

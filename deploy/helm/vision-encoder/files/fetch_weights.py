@@ -1,0 +1,163 @@
+"""Fetches a checkpoint's files over HTTP into a folder: the init container of the component fetch-weights.
+
+Owns the list of files with their SHA-256 (as ``sha256sum`` prints it), the checks, and going on where an
+interrupted run ended. Standard library only, and nothing of the service: it has to run before there is one.
+A file has its final name only once its digest was right, so that the service never loads half of one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import re
+import sys
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Callable, Mapping
+from http.client import HTTPException, HTTPMessage
+from pathlib import Path
+from typing import IO
+
+CHUNK_BYTES = 1 << 20
+TIMEOUT_S = 60.0
+MAX_PAUSE_S = 30.0
+
+
+class FetchFailed(Exception):
+    """Says which file and why."""
+
+
+class NoRedirectOfToken(urllib.request.HTTPRedirectHandler):
+    """Another host never sees the token, and https never becomes http."""
+
+    def redirect_request(
+        self,
+        req: urllib.request.Request,
+        fp: IO[bytes],
+        code: int,
+        msg: str,
+        headers: HTTPMessage,
+        newurl: str,
+    ) -> urllib.request.Request | None:
+        old, new = urllib.parse.urlsplit(req.full_url), urllib.parse.urlsplit(newurl)
+        if new.scheme not in ("https", old.scheme):
+            raise FetchFailed(f"{req.full_url} redirects from {old.scheme} to {new.scheme}")
+        again = super().redirect_request(req, fp, code, msg, headers, newurl)
+        if again is not None and (old.scheme, old.netloc) != (new.scheme, new.netloc):
+            again.remove_header("Authorization")
+        return again
+
+
+def read_sums(text: str) -> dict[str, str]:
+    """SHA-256 by file name. Raises FetchFailed for a line that is none, or whose name leads elsewhere."""
+    sums: dict[str, str] = {}
+    for number, line in enumerate(text.splitlines(), start=1):
+        if not line.strip() or line.startswith("#"):
+            continue
+        found = re.fullmatch(r"([0-9a-f]{64}) [ *](\S+)", line.rstrip())
+        if not found:
+            raise FetchFailed(f"line {number} is no SHA-256, two spaces and a name: {line!r}")
+        digest, name = found.groups()
+        if name.startswith("/") or ".." in Path(name).parts:
+            raise FetchFailed(f"line {number}: {name!r} leads out of the folder")
+        if name in sums:
+            raise FetchFailed(f"line {number}: {name!r} is there twice")
+        sums[name] = digest
+    if not sums:
+        raise FetchFailed("SHA256SUMS names no file: put in what `sha256sum *` prints of your checkpoint")
+    return sums
+
+
+def sha256_of(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def fetch_file(url: str, target: Path, digest: str, token: str) -> int:
+    """Returns the bytes that travelled. Goes on after a partial file where the server can; raises FetchFailed
+    when what came has another digest, OSError or HTTPException when it did not come."""
+    partial = target.with_name(target.name + ".partial")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    start = partial.stat().st_size if partial.exists() else 0
+    headers = {"Authorization": f"Bearer {token}"} if token else {}
+    if start:
+        headers["Range"] = f"bytes={start}-"
+    request = urllib.request.Request(url, headers=headers)  # noqa: S310
+    moved = 0
+    try:
+        with urllib.request.build_opener(NoRedirectOfToken).open(request, timeout=TIMEOUT_S) as answer:
+            going_on = answer.status == 206
+            with partial.open("ab" if going_on else "wb") as file:
+                while chunk := answer.read(CHUNK_BYTES):
+                    file.write(chunk)
+                    moved += len(chunk)
+            expected = answer.headers.get("Content-Length")
+            if expected is not None and moved != int(expected):
+                raise ConnectionError(f"{moved} bytes came, {expected} were announced")
+    except urllib.error.HTTPError as error:
+        with error:
+            if error.code != 416:
+                raise
+        # Nothing after the partial file: it is whole, or of another version. Its digest tells.
+    found = sha256_of(partial)
+    if found != digest:
+        partial.unlink()
+        raise FetchFailed(f"{url} has SHA-256 {found}, SHA256SUMS says {digest}")
+    partial.replace(target)
+    return moved
+
+
+def fetch_all(
+    base_url: str,
+    sums: Mapping[str, str],
+    folder: Path,
+    *,
+    token: str = "",
+    attempts: int = 5,
+    pause: Callable[[float], None] = time.sleep,
+) -> int:
+    """Returns the bytes that travelled. A file that is there with the right digest is left. A connection that
+    ends, or a status of 5xx or 429, is tried again; a wrong digest and every other status are not."""
+    if urllib.parse.urlsplit(base_url).scheme not in ("https", "http"):
+        raise FetchFailed(f"{base_url!r} is no http:// or https:// URL")
+    moved = 0
+    for name, digest in sums.items():
+        target = folder / name
+        if target.exists() and sha256_of(target) == digest:
+            print(f"{name}: there already", flush=True)
+            continue
+        url = f"{base_url.rstrip('/')}/{urllib.parse.quote(name)}"
+        for attempt in range(1, attempts + 1):
+            try:
+                moved += fetch_file(url, target, digest, token)
+                break
+            except (OSError, HTTPException) as error:
+                code = getattr(error, "code", None)
+                if attempt == attempts or (code is not None and code < 500 and code != 429):
+                    raise FetchFailed(f"{url}: {error}, attempt {attempt} of {attempts}") from error
+                pause(min(MAX_PAUSE_S, 2.0**attempt))
+        print(f"{name}: fetched", flush=True)
+    return moved
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Fetch a checkpoint; WEIGHTS_URL, WEIGHTS_TOKEN say where.")
+    parser.add_argument("--sums", type=Path, required=True)
+    parser.add_argument("--into", type=Path, required=True)
+    given = parser.parse_args()
+    try:
+        sums = read_sums(given.sums.read_text())
+        base_url = os.environ.get("WEIGHTS_URL", "")
+        moved = fetch_all(base_url, sums, given.into, token=os.environ.get("WEIGHTS_TOKEN", ""))
+    except FetchFailed as error:
+        print(f"fetch-weights: {error}", file=sys.stderr)
+        return 1
+    print(f"{len(sums)} files, {moved} bytes fetched")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

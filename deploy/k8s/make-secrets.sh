@@ -1,0 +1,69 @@
+#!/usr/bin/env bash
+# Prints the Secrets that the overlays name, freshly made, for `kubectl apply -f -`:
+#
+#   deploy/k8s/make-secrets.sh tls     NAMESPACE               # an authority of its own, a certificate for a year
+#   deploy/k8s/make-secrets.sh tokens  NAMESPACE TENANT...     # a token for each, one for the admin plane
+#   deploy/k8s/make-secrets.sh valkey  NAMESPACE               # password, URL and the replicas' secret
+#
+# Nothing is written to a disk but a folder that is removed at the end, keys never leave it except as output. With
+# cert-manager or an external store there is no need for this: what counts is names and keys of the Secrets.
+set -euo pipefail
+umask 077
+
+usage() { sed -n 's/^#   //p' "$0" >&2; exit 2; }
+[ $# -ge 2 ] || usage
+kind=$1 namespace=$2
+shift 2
+[[ $namespace =~ ^[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?$ ]] || { echo "no name of a namespace: $namespace" >&2; exit 2; }
+
+random() { openssl rand -hex 32; }
+encoded() { base64 | tr -d '\n'; }
+
+secret() { # NAME TYPE, then lines "key: base64" on standard input
+    printf 'apiVersion: v1\nkind: Secret\nmetadata:\n  name: %s\n  namespace: %s\n  labels:\n' "$1" "$namespace"
+    printf '    app.kubernetes.io/name: vision-encoder\ntype: %s\ndata:\n' "$2"
+    sed 's/^/  /'
+}
+
+case $kind in
+tls)
+    [ $# -eq 0 ] || usage
+    folder=$(mktemp -d)
+    trap 'rm -rf "$folder"' EXIT
+    service=vision-encoder.$namespace.svc
+    local=vision-encoder-local.$namespace.svc
+    names=DNS:$service,DNS:$service.cluster.local,DNS:$local,DNS:$local.cluster.local,DNS:vision-encoder,DNS:localhost
+    openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 3650 -subj /CN=vision-encoder-ca \
+        -addext keyUsage=critical,keyCertSign,cRLSign -keyout "$folder/ca.key" -out "$folder/ca.crt" 2>/dev/null
+    openssl req -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -subj "/CN=vision-encoder" \
+        -keyout "$folder/tls.key" -out "$folder/tls.csr" 2>/dev/null
+    printf 'subjectAltName=%s\nextendedKeyUsage=serverAuth\nbasicConstraints=critical,CA:false\n' "$names" >"$folder/ext"
+    openssl x509 -req -in "$folder/tls.csr" -CA "$folder/ca.crt" -CAkey "$folder/ca.key" -set_serial "0x$(openssl rand -hex 16)" \
+        -days 365 -extfile "$folder/ext" -out "$folder/tls.crt" 2>/dev/null
+    for file in ca.crt tls.crt tls.key; do
+        printf '%s: %s\n' "$file" "$(encoded <"$folder/$file")"
+    done | secret vision-encoder-tls kubernetes.io/tls
+    ;;
+tokens)
+    [ $# -ge 1 ] || usage
+    lines=
+    for tenant in "$@"; do
+        [[ $tenant != *[=,[:space:]]* && $tenant != \#* ]] || { echo "no name of a tenant: $tenant" >&2; exit 2; }
+        lines+=$tenant=$(random)$'\n'
+    done
+    {
+        printf 'tokens: %s\n' "$(printf '%s' "$lines" | encoded)"
+        printf 'admin-token: %s\n' "$(random | tr -d '\n' | encoded)"
+    } | secret vision-encoder-tokens Opaque
+    ;;
+valkey)
+    [ $# -eq 0 ] || usage
+    password=$(random)
+    {
+        printf 'password: %s\n' "$(printf '%s' "$password" | encoded)"
+        printf 'url: %s\n' "$(printf 'redis://:%s@vision-encoder-valkey:6379/0' "$password" | encoded)"
+        printf 'secret: %s\n' "$(random | tr -d '\n' | encoded)"
+    } | secret vision-encoder-valkey Opaque
+    ;;
+*) usage ;;
+esac

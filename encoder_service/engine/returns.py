@@ -1,0 +1,82 @@
+"""From other threads back to the event loop, many in one wake-up.
+
+Owns how threads that finish something tell the loop: what they tell while it is busy waits for it together,
+since each wake-up costs the loop a turn and the thread a system call. What is told is its callers' business.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Executor
+from typing import Any, TypeVar
+
+from encoder_service.ingest.workers import WorkerThreads
+
+Result = TypeVar("Result")
+
+
+class Returns:
+    """For one event loop. ``post`` on any thread; all else on the loop."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._waiting: deque[tuple[Callable[..., object], tuple[Any, ...]]] = deque()
+        self._is_due = False
+
+    def post(self, function: Callable[..., object], *arguments: Any) -> None:
+        """Has the loop call it, after what was posted before. Does nothing once the loop has ended."""
+        self._waiting.append((function, arguments))
+        # Set and cleared without a lock: it is cleared before the loop looks at what waits, so that whoever
+        # finds it set has added to what the loop is still to look at.
+        if not self._is_due:
+            self._is_due = True
+            with contextlib.suppress(RuntimeError):
+                self._loop.call_soon_threadsafe(self._take)
+
+    def run(
+        self, workers: Executor, function: Callable[..., Result], *arguments: Any
+    ) -> asyncio.Future[Result]:
+        """``function`` on a worker. One whose future was cancelled before it began is not run. Raises as the
+        executor's ``submit``."""
+        future: asyncio.Future[Result] = self._loop.create_future()
+
+        def work() -> None:
+            if future.cancelled():
+                return
+            try:
+                result = function(*arguments)
+            except BaseException as error:
+                self.post(_fail, future, error)
+            else:
+                self.post(_end, future, result)
+
+        if isinstance(workers, WorkerThreads):
+            workers.start_soon(work)
+        else:
+            workers.submit(work)
+        return future
+
+    def _take(self) -> None:
+        self._is_due = False
+        # No more than there are: others would keep the loop from everything else.
+        for _ in range(len(self._waiting)):
+            function, arguments = self._waiting.popleft()
+            try:
+                function(*arguments)
+            except Exception as error:  # of one, and not of those behind it
+                self._loop.call_exception_handler(
+                    {"message": "a call from a thread failed", "exception": error}
+                )
+
+
+def _end(future: asyncio.Future[Result], result: Result) -> None:
+    if not future.done():
+        future.set_result(result)
+
+
+def _fail(future: asyncio.Future[Any], error: BaseException) -> None:
+    if not future.done():
+        future.set_exception(error)

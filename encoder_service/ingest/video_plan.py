@@ -1,0 +1,51 @@
+"""Which packets of a stream have to be decoded for the frames that are wanted.
+
+Owns the plan: runs of packets, each from a frame that is decoded by itself to the last one wanted before the
+next such start. Pure numbers; ``video_stream`` reads and decodes.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Sequence
+from typing import NamedTuple
+
+
+class PacketFact(NamedTuple):
+    """One packet in the order of the file. pts: when its frame is shown, in the stream's time base."""
+
+    pts: int
+    is_key: bool
+
+
+class Run(NamedTuple):
+    """Packets [first, last] of the file's order. wanted: pts of the frames to keep."""
+
+    first: int
+    last: int
+    wanted: frozenset[int]
+
+
+def plan_runs(packets: Sequence[PacketFact], wanted: Sequence[int]) -> list[Run]:
+    """packets: all of a stream's, whose pts differ; wanted: pts of some of them, ascending.
+
+    A frame is decoded from the last key frame that is shown no later: frames between two key frames that are
+    shown before the second may be predicted from frames before it. What can be reached by going on is not
+    looked up again.
+    """
+    places = {packet.pts: place for place, packet in enumerate(packets)}
+    keys = [(packet.pts, place) for place, packet in enumerate(packets) if packet.is_key]
+    keys.sort()
+    key_pts = [pts for pts, _ in keys]
+    runs: list[Run] = []
+    for pts in wanted:
+        at = bisect.bisect_right(key_pts, pts) - 1
+        start = keys[at][1] if at >= 0 else 0
+        place = places[pts]
+        start = min(start, place)
+        if runs and start <= runs[-1].last + 1:
+            run = runs[-1]
+            runs[-1] = Run(run.first, max(run.last, place), run.wanted | {pts})
+        else:
+            runs.append(Run(start, place, frozenset({pts})))
+    return runs

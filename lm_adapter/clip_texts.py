@@ -1,0 +1,65 @@
+"""What a prompt says between the frames of a clip: timestamps of the frames that were really sampled.
+
+Owns the two families' rules and spellings, from the seconds that come with a clip's result. Tokenising the
+texts is the engine's; ``placeholders.interleave_timestamps`` puts their ids into the prompt. Standard library
+only.
+
+Qwen3-VL and Qwen3.5 write one text per temporal patch, the mean of its first and last frame's time, the last
+frame repeated to fill it (``_calculate_timestamps``). Kimi writes one per chunk, its first frame's time.
+Times are Python floats all the way: in bfloat16 a minute into a clip would be known to a quarter of a second.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from lm_adapter.errors import InvalidRequest
+
+__all__ = ["kimi_chunk_texts", "qwen_frame_texts", "qwen_patch_times"]
+
+
+def qwen_patch_times(timestamps_s: Sequence[float], *, temporal_patch_size: int = 2) -> list[float]:
+    """Seconds of each temporal patch, as many as the grid's t. timestamps_s: of the sampled frames, in order.
+
+    Raises InvalidRequest without frames, and for times that are negative, not finite or run backwards.
+    """
+    times = _checked(timestamps_s, temporal_patch_size)
+    times += [times[-1]] * (-len(times) % temporal_patch_size)
+    return [
+        (times[first] + times[first + temporal_patch_size - 1]) / 2
+        for first in range(0, len(times), temporal_patch_size)
+    ]
+
+
+def qwen_frame_texts(timestamps_s: Sequence[float], *, temporal_patch_size: int = 2) -> list[str]:
+    """``<0.3 seconds>`` for each temporal patch. Arguments and errors as of ``qwen_patch_times``."""
+    times = qwen_patch_times(timestamps_s, temporal_patch_size=temporal_patch_size)
+    return [f"<{seconds:.1f} seconds>" for seconds in times]
+
+
+def kimi_chunk_texts(timestamps_s: Sequence[float], *, chunk_frames: int = 4) -> list[str]:
+    """``00:00:01.500`` for each chunk of up to ``chunk_frames`` frames. Errors as of ``qwen_patch_times``.
+
+    Hours start again after a day, as in the reference.
+    """
+    texts = []
+    for seconds in _checked(timestamps_s, chunk_frames)[::chunk_frames]:
+        whole = int(seconds)
+        clock = f"{whole // 3600 % 24:02d}:{whole // 60 % 60:02d}:{whole % 60:02d}"
+        texts.append(f"{clock}.{int(seconds % 1 * 1000):03d}")
+    return texts
+
+
+def _checked(timestamps_s: Sequence[float], group: int) -> list[float]:
+    times = [float(seconds) for seconds in timestamps_s]
+    if not times or group < 1:
+        raise InvalidRequest(f"needs 1 frame or more in groups of 1 or more, got {len(times)} and {group}")
+    before = 0.0
+    for place, seconds in enumerate(times):
+        if not math.isfinite(seconds) or seconds < before:
+            raise InvalidRequest(
+                f"timestamp {place} is {seconds} s, needs a finite number of at least {before} s"
+            )
+        before = seconds
+    return times

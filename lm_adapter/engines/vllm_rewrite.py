@@ -1,0 +1,182 @@
+"""Ordinary chat requests into requests for a vLLM that consumes image rows, and failures back into answers.
+
+Owns the form of both: which parts of a chat request are images, what takes their place, what a caller is told
+when rows could not be had. Pure: no sockets, no server. ``vllm_front`` moves the bytes.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from lm_adapter import ImageItem, PreprocessOptions
+from lm_adapter.engines.vllm_items import transfer_params
+from lm_adapter.errors import EncoderError, InvalidRequest, ItemFailed
+from lm_adapter.items import UrlItem
+from lm_adapter.types import Grid
+
+__all__ = ["ChatImages", "Failure", "failure_of", "images_of", "rewritten"]
+
+IMAGE_PARTS = ("image_url", "input_image")
+OTHER_MEDIA = ("video_url", "audio_url", "input_audio", "image_pil")
+GRID_FIELDS = {"kimi_k25": "grid_thws"}
+OPTION_NAMES = {field.name for field in fields(PreprocessOptions)}
+
+STATUS_OF_CODE = {
+    3: 400,  # INVALID_ARGUMENT
+    4: 504,  # DEADLINE_EXCEEDED
+    5: 503,  # NOT_FOUND: the rows are gone
+    8: 429,  # RESOURCE_EXHAUSTED
+    9: 400,  # FAILED_PRECONDITION
+    10: 503,  # ABORTED
+    14: 503,  # UNAVAILABLE
+    15: 502,  # DATA_LOSS: rows that do not fit
+}
+STATUS_OF_REASON = {
+    "UNKNOWN_KEY": 503,
+    "UNAVAILABLE": 503,
+    "TRANSPORT_UNAVAILABLE": 503,
+    "OVERLOADED": 429,
+    "QUEUE_FULL": 429,
+    "DEADLINE_EXCEEDED": 504,
+    "INVALID_ROWS": 502,
+    "INVALID_REQUEST": 400,
+    "IDENTIFIER_REUSED": 400,
+    "INVALID_TRANSFER_PARAMS": 400,
+    "ROWS_TOO_LARGE": 400,
+}
+AGAIN = ("UNKNOWN_KEY", "UNAVAILABLE", "TRUNCATED_STREAM", "STALE_LEASE")
+"""Reasons that a new encode can help against."""
+
+
+@dataclass(frozen=True)
+class ChatImages:
+    """The images of one chat request: where they stand (message, part) and what they are."""
+
+    places: tuple[tuple[int, int], ...]
+    items: tuple[ImageItem | UrlItem, ...]
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why image rows could not be had, for a caller. status: of HTTP."""
+
+    status: int
+    reason: str
+    message: str
+    retryable: bool = False
+    retry_after_ms: int = 0
+
+    @property
+    def may_help_again(self) -> bool:
+        return self.reason in AGAIN
+
+    def body(self) -> dict[str, Any]:
+        """In the form of OpenAI's errors."""
+        kind = "invalid_request_error" if self.status == 400 else "vision_encoder_error"
+        return {
+            "error": {"message": self.message, "type": kind, "param": None, "code": self.reason},
+            "vision_encoder": {"reason": self.reason, "retryable": self.retryable},
+        }
+
+    def headers(self) -> dict[str, str]:
+        if not self.retryable and self.status not in (429, 503):
+            return {}
+        return {"retry-after": str(max(1, -(-self.retry_after_ms // 1000)))}
+
+    @classmethod
+    def of_account(cls, account: Mapping[str, Any]) -> Failure:
+        """Of what the connector tells."""
+        reason = str(account.get("reason", "INTERNAL"))
+        return cls(
+            STATUS_OF_REASON.get(reason, 502),
+            reason,
+            str(account.get("message", "image rows could not be had")),
+            bool(account.get("retryable")),
+            int(account.get("retry_after_ms", 0)),
+        )
+
+
+def failure_of(error: EncoderError) -> Failure:
+    """Of an error that the adapter raised."""
+    if isinstance(error, InvalidRequest):
+        status = 400
+    elif isinstance(error, ItemFailed):
+        status = STATUS_OF_CODE.get(error.status, 502)
+    else:
+        status = STATUS_OF_REASON.get(error.reason, 502)
+    return Failure(status, error.reason, error.message, error.retryable, error.retry_after_ms)
+
+
+def images_of(body: Mapping[str, Any]) -> ChatImages:
+    """The images of a chat request, in prompt order; those at an address are the service's to fetch, where it
+    allows that. Raises InvalidRequest for broken URLs, for other media, and for processor arguments that the
+    service does not have."""
+    options = _options(body.get("mm_processor_kwargs"))
+    places: list[tuple[int, int]] = []
+    items: list[ImageItem | UrlItem] = []
+    messages = body.get("messages") or []
+    if not isinstance(messages, list):
+        raise InvalidRequest(f"messages is a {type(messages).__name__}, needs a list")
+    for number, message in enumerate(messages):
+        content = message.get("content") if isinstance(message, Mapping) else None
+        for index, part in enumerate(content if isinstance(content, list) else ()):
+            kind = part.get("type") if isinstance(part, Mapping) else None
+            if kind in OTHER_MEDIA:
+                raise InvalidRequest(f"message {number} has a part {kind!r}, images go as image_url")
+            if kind in IMAGE_PARTS:
+                places.append((number, index))
+                items.append(_item(part.get(kind), number, options))
+    return ChatImages(tuple(places), tuple(items))
+
+
+def rewritten(
+    body: Mapping[str, Any], images: ChatImages, rows: Sequence[tuple[bytes, Grid]], family: str, reply: str
+) -> dict[str, Any]:
+    """The request that vLLM gets: each image a grid and a name, the keys beside them. rows: key and grid of
+    each image. Processor arguments were the encoder's: with them vLLM would rehash the names."""
+    field = GRID_FIELDS.get(family, "image_grid_thw")
+    messages = [dict(message) for message in body["messages"]]
+    for (number, index), (key, grid) in zip(images.places, rows, strict=True):
+        content = list(messages[number]["content"])
+        content[index] = {"type": "image_embeds", "image_embeds": {field: list(grid)}, "uuid": key.hex()}
+        messages[number]["content"] = content
+    found = {name: value for name, value in body.items() if name != "mm_processor_kwargs"}
+    transfer = {**(body.get("ec_transfer_params") or {}), **transfer_params(rows, reply)}
+    return {**found, "messages": messages, "ec_transfer_params": transfer}
+
+
+def _item(value: object, number: int, options: PreprocessOptions) -> ImageItem | UrlItem:
+    url = value.get("url") if isinstance(value, Mapping) else value
+    if not isinstance(url, str):
+        raise InvalidRequest(
+            f"message {number} has an image whose url is a {type(url).__name__}, needs a text"
+        )
+    if not url.startswith("data:"):
+        item = UrlItem(url, options=options)
+        item.check()
+        return item
+    header, comma, text = url.partition(",")
+    if not comma or not header.endswith(";base64"):
+        raise InvalidRequest(f"message {number} has a data: URL that is not base64")
+    try:
+        return ImageItem(base64.b64decode(text, validate=True), options=options)
+    except binascii.Error as error:
+        raise InvalidRequest(f"message {number} has a data: URL that is not base64: {error}") from error
+
+
+def _options(arguments: object) -> PreprocessOptions:
+    if arguments is None:
+        return PreprocessOptions()
+    if not isinstance(arguments, Mapping):
+        raise InvalidRequest(f"mm_processor_kwargs is a {type(arguments).__name__}, needs an object")
+    unknown = sorted(set(arguments) - OPTION_NAMES)
+    if unknown:
+        raise InvalidRequest(f"mm_processor_kwargs has {unknown}, the encoder has {sorted(OPTION_NAMES)}")
+    for name, value in arguments.items():
+        if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+            raise InvalidRequest(f"mm_processor_kwargs has {name} {value!r:.80}, needs a positive number")
+    return PreprocessOptions(**arguments)

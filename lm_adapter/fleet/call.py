@@ -1,0 +1,323 @@
+"""One caller's call over a fleet, item by item: where each goes first, again, and a second time beside.
+
+Owns every decision about attempts, and the rule that an item is answered once: by its first success, or by
+the last of its failures. No I/O and no clock of its own: the caller starts the attempts that ``take`` gives
+it, tells what came of them, and comes back at ``next_due_s``."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from lm_adapter.errors import EncoderError, EncoderUnavailable
+from lm_adapter.fleet.budget import RetryBudget
+from lm_adapter.fleet.latency import Latencies
+from lm_adapter.fleet.outcomes import moves_on
+from lm_adapter.fleet.replica import Replica, eject_if_failing
+from lm_adapter.fleet.ring import load_bound, within_load
+from lm_adapter.fleet.settings import FleetSettings
+
+__all__ = ["Attempt", "FleetCall", "FleetCounts"]
+
+UNKNOWN_KEY = "UNKNOWN_KEY"
+MAX_MOVES = 3
+"""Further replicas that are asked for rows that the home does not know."""
+Order = Callable[[int], Sequence[Replica]]
+"""The replicas that may serve an item, its home first; empty when there is none."""
+
+
+@dataclass
+class FleetCounts:
+    """Since the client began. items: asked for; attempts: of items, the first ones included; moves: items
+    that a replica did not hold and the next was asked for; refused: extra attempts that the budget did not
+    allow."""
+
+    items: int = 0
+    attempts: int = 0
+    retries: int = 0
+    hedges: int = 0
+    hedges_won: int = 0
+    moves: int = 0
+    refused: int = 0
+    ejections: int = 0
+    fallbacks: int = 0
+    failures: int = 0
+
+
+@dataclass(eq=False)
+class Attempt:
+    """Items that go to one replica in one call; left: those without an outcome yet."""
+
+    number: int
+    replica: Replica
+    indices: list[int]
+    started_s: float
+    is_hedge: bool
+    left: set[int] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.left = set(self.indices)
+
+
+@dataclass(eq=False)
+class _ItemState:
+    index: int
+    is_absent_allowed: bool
+    tried: list[Replica] = field(default_factory=list)
+    running: list[Attempt] = field(default_factory=list)
+    num_attempts: int = 0
+    num_hedges: int = 0
+    num_moves: int = 0
+    not_before_s: float = 0.0
+    waiting: bool = True
+    """For a replica, from since_s on."""
+    since_s: float = 0.0
+    failure: EncoderError | None = None
+    done: bool = False
+
+
+class FleetCall:
+    """The decisions of one call."""
+
+    def __init__(
+        self,
+        num_items: int,
+        order: Order,
+        settings: FleetSettings,
+        budget: RetryBudget,
+        counts: FleetCounts,
+        latencies: Latencies,
+        now_s: float,
+        *,
+        hedge_after_s: float | None = None,
+        absent_moves: Sequence[bool] = (),
+        replicas: Callable[[], Sequence[Replica]] = tuple,
+    ) -> None:
+        """order: see ``Order``. latencies: of the whole fleet, kept up. hedge_after_s: None for no hedges.
+        absent_moves: of each item, whether a replica that does not know it is no reason to fail yet.
+        replicas: all there are."""
+        self._order, self._settings, self._budget, self._counts = order, settings, budget, counts
+        self._latencies = latencies
+        self._hedge_after_s = hedge_after_s if settings.max_hedges else None
+        self._replicas = replicas
+        allowed = absent_moves or [False] * num_items
+        self._items = [_ItemState(index, absent, since_s=now_s) for index, absent in enumerate(allowed)]
+        self._attempts: list[Attempt] = []
+        self.notes: dict[int, str] = {}
+        """Why an item that could have gone on did not."""
+        self._numbers = itertools.count()
+        counts.items += num_items
+        budget.asked(num_items, now_s)
+
+    @property
+    def running(self) -> Sequence[Attempt]:
+        return self._attempts
+
+    def num_attempts(self, index: int) -> int:
+        return self._items[index].num_attempts + self._items[index].num_hedges
+
+    def give_up(
+        self, failure: Callable[[EncoderError | None], EncoderError]
+    ) -> list[tuple[int, EncoderError]]:
+        """Ends every item that is not done, with what ``failure`` makes of its last one."""
+        return [
+            (item.index, self._finish(item, failure(item.failure))) for item in self._items if not item.done
+        ]
+
+    # What is to be started ---------------------------------------------------------------------------------
+
+    def take(self, now_s: float) -> tuple[list[Attempt], list[tuple[int, EncoderError]]]:
+        """Attempts to start now, and items for which no replica was found in time. Each item goes to its own
+        place; those with the same go in one call."""
+        placed: dict[tuple[Replica, bool], list[int]] = {}
+        lost: list[tuple[int, EncoderError]] = []
+        for index, item in enumerate(self._items):
+            if item.done:
+                continue
+            if item.waiting and now_s >= item.not_before_s:
+                replica = self._place(item)
+                if replica is None:
+                    if now_s - item.since_s >= self._settings.patience_s:
+                        lost.append((index, self._finish(item, item.failure or _nobody())))
+                    else:
+                        item.not_before_s = now_s + max(0.01, min(self._settings.backoff_s, 0.1))
+                    continue
+                item.waiting = False
+                item.num_attempts += 1
+                self._put(placed, (replica, False), index, item)
+            elif self._is_late(item, now_s):
+                beside = self._place(item, again=False)
+                item.num_hedges += 1  # also when there is no place or no token: an item is late once
+                if beside is None:
+                    continue
+                if not self._budget.take(now_s):
+                    self._counts.refused += 1
+                    continue
+                self._counts.hedges += 1
+                self._put(placed, (beside, True), index, item)
+        return [self._start(*where, indices, now_s) for where, indices in placed.items()], lost
+
+    def next_due_s(self) -> float | None:
+        """When ``take`` has something to do at the latest; None while only outcomes are waited for."""
+        due = [item.not_before_s for item in self._items if item.waiting and not item.done]
+        if self._hedge_after_s is not None:
+            due += [
+                item.running[0].started_s + self._hedge_after_s
+                for item in self._items
+                if len(item.running) == 1 and not item.done and item.num_hedges < self._settings.max_hedges
+            ]
+        return min(due, default=None)
+
+    def superseded(self) -> list[Attempt]:
+        """Attempts that nobody waits for any more."""
+        return [
+            one for one in self._attempts if one.left and all(self._items[index].done for index in one.left)
+        ]
+
+    # What came of it ---------------------------------------------------------------------------------------
+
+    def succeeded(self, attempt: Attempt, index: int, now_s: float) -> bool:
+        """An item came; whether it is the first answer, which is the caller's."""
+        item = self._leave(attempt, index)
+        latency_s = now_s - attempt.started_s
+        attempt.replica.succeeded(latency_s)
+        self._latencies.add(latency_s)
+        if item.done:
+            return False
+        item.done = True
+        self._counts.hedges_won += attempt.is_hedge
+        return True
+
+    def failed(
+        self, attempt: Attempt, index: int, failure: EncoderError, now_s: float
+    ) -> EncoderError | None:
+        """An item failed; the failure when it is the item's last, None when it goes on."""
+        item = self._leave(attempt, index)
+        self._blame(attempt.replica, failure, now_s)
+        return None if item.done else self._judge(item, failure, now_s)
+
+    def left_behind(self, attempt: Attempt, now_s: float) -> None:
+        """The attempt is given up because its items came from elsewhere. It would have taken this long at
+        least, and a replica that is always left behind would else never be seen to be slow."""
+        attempt.replica.latencies.add(now_s - attempt.started_s)
+        self.ended(attempt, None, now_s)
+
+    def ended(
+        self, attempt: Attempt, failure: EncoderError | None, now_s: float
+    ) -> list[tuple[int, EncoderError]]:
+        """The attempt is over, with a failure of the whole call or without; the items that it ended."""
+        self._attempts.remove(attempt)
+        left = sorted(attempt.left)
+        over: list[tuple[int, EncoderError]] = []
+        if failure is not None and left:
+            self._blame(attempt.replica, failure, now_s)
+        for index in left:
+            item = self._leave(attempt, index)
+            if item.done:
+                continue
+            last = self._judge(item, failure or _unanswered(attempt), now_s)
+            if last is not None:
+                over.append((index, last))
+        return over
+
+    # --------------------------------------------------------------------------------------------------------
+
+    def _place(self, item: _ItemState, *, again: bool = True) -> Replica | None:
+        """The first of the item's places that it has not been to, by load; when it has been to all, its
+        home."""
+        order = self._order(item.index)
+        bound = load_bound(order, self._settings.load_factor, self._settings.load_floor)
+        fresh = [one for one in order if one not in item.tried]
+        if not fresh and again and order:
+            item.tried.clear()
+            fresh = list(order)
+        return within_load(fresh, bound)
+
+    def _put(
+        self,
+        placed: dict[tuple[Replica, bool], list[int]],
+        where: tuple[Replica, bool],
+        index: int,
+        item: _ItemState,
+    ) -> None:
+        placed.setdefault(where, []).append(index)
+        item.tried.append(where[0])
+        where[0].num_items += 1
+        self._counts.attempts += 1
+
+    def _start(self, replica: Replica, is_hedge: bool, indices: list[int], now_s: float) -> Attempt:
+        attempt = Attempt(next(self._numbers), replica, indices, now_s, is_hedge)
+        self._attempts.append(attempt)
+        for index in indices:
+            self._items[index].running.append(attempt)
+        return attempt
+
+    def _leave(self, attempt: Attempt, index: int) -> _ItemState:
+        item = self._items[index]
+        attempt.left.discard(index)
+        attempt.replica.num_items -= 1
+        item.running.remove(attempt)
+        return item
+
+    def _is_late(self, item: _ItemState, now_s: float) -> bool:
+        return (
+            self._hedge_after_s is not None
+            and len(item.running) == 1
+            and item.num_hedges < self._settings.max_hedges
+            and now_s >= item.running[0].started_s + self._hedge_after_s
+        )
+
+    def _blame(self, replica: Replica, failure: EncoderError, now_s: float) -> None:
+        replica.failed(failure)
+        if eject_if_failing(replica, self._replicas(), self._settings, now_s):
+            self._counts.ejections += 1
+
+    def _judge(self, item: _ItemState, failure: EncoderError, now_s: float) -> EncoderError | None:
+        """The failure when it is the last; None when the item goes on, elsewhere or in its other attempt."""
+        item.failure = failure
+        is_move = failure.reason == UNKNOWN_KEY and self._may_move(item)
+        if not is_move and not moves_on(failure):
+            return self._finish(item, failure)
+        if item.running:
+            return None
+        if is_move:
+            item.num_moves += 1
+            self._counts.moves += 1
+        elif item.num_attempts - item.num_moves >= self._settings.max_attempts:
+            return self._finish(item, failure)
+        elif not self._budget.take(now_s):
+            self._counts.refused += 1
+            self.notes[item.index] = "the retry budget is spent"
+            return self._finish(item, failure)
+        else:
+            self._counts.retries += 1
+        item.waiting, item.since_s, item.not_before_s = True, now_s, now_s
+        if self._is_everywhere_tried(item):
+            pause_s = self._settings.backoff_s * 2.0 ** (item.num_attempts - 1)
+            item.not_before_s += max(failure.retry_after_ms / 1e3, pause_s)
+        return None
+
+    def _may_move(self, item: _ItemState) -> bool:
+        """Rows of a key whose home has changed lie where it lived before: with the first of the next places
+        that has not come since."""
+        return item.is_absent_allowed and item.num_moves < MAX_MOVES and not self._is_everywhere_tried(item)
+
+    def _is_everywhere_tried(self, item: _ItemState) -> bool:
+        return all(one in item.tried for one in self._order(item.index))
+
+    def _finish(self, item: _ItemState, failure: EncoderError) -> EncoderError:
+        item.done, item.waiting = True, False
+        return failure
+
+
+def _nobody() -> EncoderError:
+    return EncoderUnavailable(
+        "the fleet has no replica that can be asked", reason="NO_ENDPOINTS", details={"status": "UNAVAILABLE"}
+    )
+
+
+def _unanswered(attempt: Attempt) -> EncoderError:
+    return EncoderUnavailable(
+        f"{attempt.replica.target} left the item unanswered", details={"status": "UNAVAILABLE"}
+    )

@@ -1,0 +1,228 @@
+"""Items going out: what a caller may ask to have encoded, and how.
+
+Owns the records of content, the options of its preparation, and what can be said of a URL before anybody
+asks for it. Knows nothing of the wire; ``convert`` does. ``types`` exports all of it again, beside what comes
+back. Shape legend: P patches.
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+import re
+import struct
+import sys
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from lm_adapter.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = [
+    "ClipItem",
+    "DigestItem",
+    "FramesItem",
+    "Grid",
+    "ImageItem",
+    "Item",
+    "Modality",
+    "PixelItem",
+    "PreprocessOptions",
+    "UrlItem",
+]
+
+DIGEST_BYTES = 32
+MAX_URL_CHARS = 8192
+"""The service takes no longer ones."""
+_NO_URL_CHAR = re.compile(r"[^\x21-\x7e]|\\")
+_SCHEMES = ("https", "http")
+
+
+class Modality(enum.Enum):
+    IMAGE = "image"
+    VIDEO = "video"
+
+
+class Grid(NamedTuple):
+    """One item's extent in patches, before the spatial merge."""
+
+    t: int
+    h: int
+    w: int
+
+    @property
+    def num_patches(self) -> int:
+        return self.t * self.h * self.w
+
+
+@dataclass(frozen=True)
+class PreprocessOptions:
+    """Per-item overrides of the checkpoint's processor settings; ``None`` keeps the checkpoint's value."""
+
+    min_pixels: int | None = None
+    max_pixels: int | None = None
+    max_patches: int | None = None
+    max_patches_per_side: int | None = None
+    fps: float | None = None
+    min_frames: int | None = None
+    max_frames: int | None = None
+
+    def given(self) -> dict[str, int | float]:
+        """The overrides that were given, by field name, in field order; fps always as a float, as the wire
+        carries it."""
+        values: dict[str, int | float] = {
+            name: value for name, value in vars(self).items() if value is not None
+        }
+        if "fps" in values:
+            values["fps"] = float(values["fps"])
+        return values
+
+
+@dataclass(frozen=True)
+class ImageItem:
+    """An encoded file (JPEG, PNG, WebP, ...). digest: 32 bytes that stand for the content inside the
+    client's namespace, or None: then the service hashes the bytes with BLAKE3."""
+
+    data: bytes = field(repr=False)
+    digest: bytes | None = None
+    options: PreprocessOptions = field(default_factory=PreprocessOptions)
+    modality: Modality = Modality.IMAGE
+
+
+@dataclass(frozen=True, eq=False)
+class PixelItem:
+    """Pixels that the caller preprocessed. pixel_values: [P, patch_dim] or [P, C, ph, pw], a numpy array or
+    a torch tensor on any device, float32, float16 or (torch) bfloat16; grid: P == t * h * w."""
+
+    pixel_values: npt.NDArray[Any] | torch.Tensor = field(repr=False)
+    grid: Grid
+    digest: bytes | None = None
+    modality: Modality = Modality.IMAGE
+
+    def packed(self) -> tuple[str, tuple[int, ...], bytes]:
+        """dtype name, shape, and row-major little-endian bytes: what travels and what is hashed.
+
+        Raises TypeError for what is neither a numpy array nor a torch tensor.
+        """
+        if isinstance(self.pixel_values, np.ndarray):
+            little = self.pixel_values.dtype.newbyteorder("<")
+            array = np.ascontiguousarray(self.pixel_values, dtype=little)
+            return little.name, self.pixel_values.shape, array.tobytes()
+        # Whoever holds a tensor has imported torch already.
+        torch = sys.modules.get("torch")
+        if torch is None or not isinstance(self.pixel_values, torch.Tensor):
+            raise TypeError(
+                f"pixel_values is a numpy array or a torch tensor, found {type(self.pixel_values).__name__}"
+            )
+        tensor = self.pixel_values.detach().cpu().contiguous()
+        name = str(tensor.dtype).removeprefix("torch.")
+        return name, tuple(tensor.shape), tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+@dataclass(frozen=True)
+class ClipItem:
+    """A clip's file (MP4, WebM, Matroska, GIF, animated WebP). digest: as an ImageItem's. options: fps,
+    min_frames, max_frames and the family's limits of size."""
+
+    data: bytes = field(repr=False)
+    digest: bytes | None = None
+    options: PreprocessOptions = field(default_factory=PreprocessOptions)
+    modality: Modality = Modality.VIDEO
+
+
+@dataclass(frozen=True, eq=False)
+class FramesItem:
+    """A clip as its caller decoded it. frames: uint8 [T, H, W, 3], RGB, upright, a numpy array or a torch
+    tensor. fps: of these frames, from which the service samples as it does from a file; None: 24.
+    timestamps_s: in place of fps, one for each frame of a clip that was sampled before: all are taken."""
+
+    frames: npt.NDArray[np.uint8] | torch.Tensor = field(repr=False)
+    fps: float | None = None
+    timestamps_s: tuple[float, ...] | None = None
+    digest: bytes | None = None
+    options: PreprocessOptions = field(default_factory=PreprocessOptions)
+    modality: Modality = Modality.VIDEO
+
+    def array(self) -> npt.NDArray[np.uint8]:
+        """The frames on the host, contiguous. Raises InvalidRequest for another dtype or shape, and for both
+        fps and timestamps; TypeError for what is neither a numpy array nor a torch tensor."""
+        frames: Any = self.frames
+        if not isinstance(frames, np.ndarray):
+            torch = sys.modules.get("torch")
+            if torch is None or not isinstance(frames, torch.Tensor):
+                raise TypeError(f"frames is a numpy array or a torch tensor, found {type(frames).__name__}")
+            frames = frames.detach().cpu().numpy()
+        if frames.dtype != np.uint8 or frames.ndim != 4 or frames.shape[3] != 3 or not frames.size:
+            raise InvalidRequest(
+                f"frames are {frames.dtype} {list(frames.shape)}, needed are uint8 [T, H, W, 3], none of "
+                "them 0"
+            )
+        if self.timestamps_s is not None and (self.fps is not None or len(self.timestamps_s) != len(frames)):
+            raise InvalidRequest(
+                f"{len(frames)} frames have {len(self.timestamps_s)} timestamps and fps {self.fps}, needed "
+                "is one timestamp for each, or fps"
+            )
+        return np.ascontiguousarray(frames)
+
+    @property
+    def source(self) -> str:
+        """What of it enters a key beside its digest: the rate, or the timestamps."""
+        if self.timestamps_s is not None:
+            packed = struct.pack(f"<{len(self.timestamps_s)}d", *self.timestamps_s)
+            return f"frames:at={hashlib.sha256(packed).hexdigest()}"
+        return f"frames:fps={'' if self.fps is None else struct.pack('<d', self.fps).hex()}"
+
+
+@dataclass(frozen=True)
+class DigestItem:
+    """The content is not sent: served from the service's store, or failed with UNKNOWN_KEY."""
+
+    digest: bytes
+    options: PreprocessOptions = field(default_factory=PreprocessOptions)
+    modality: Modality = Modality.IMAGE
+
+
+@dataclass(frozen=True)
+class UrlItem:
+    """What lies at a URL, for the service to fetch; it takes only what its list of addresses allows, and
+    fails the item with UNSUPPORTED_CONTENT where it has none. digest: with it, nothing is fetched while the
+    service holds the rows, and other content under the same URL does not change what the digest means."""
+
+    url: str
+    digest: bytes | None = None
+    options: PreprocessOptions = field(default_factory=PreprocessOptions)
+    modality: Modality = Modality.IMAGE
+
+    def check(self) -> None:
+        """Compares the URL with what every service refuses; whether one allows its address only that one
+        knows. Called before the item is sent. Raises InvalidRequest with reason URL_REFUSED, which does not
+        repeat the URL: there may be secrets in it."""
+        text = self.url
+        if not isinstance(text, str):
+            raise _refused(f"a URL is a str, found {type(text).__name__}")
+        if len(text) > MAX_URL_CHARS:
+            raise _refused(f"the URL has {len(text)} characters, at most {MAX_URL_CHARS} are taken")
+        if (found := _NO_URL_CHAR.search(text)) is not None:
+            raise _refused(
+                f"the URL has {found[0]!r} at character {found.start()}, which no URL has: quote it"
+            )
+        scheme, separator, rest = text.partition("://")
+        if not separator or scheme.lower() not in _SCHEMES:
+            raise _refused(f"the URL does not begin with {' or '.join(f'{name}://' for name in _SCHEMES)}")
+        authority = re.split(r"[/?#]", rest, maxsplit=1)[0]
+        if not authority.partition(":")[0]:
+            raise _refused("the URL names no host")
+        if "@" in authority:
+            raise _refused("the URL has a user in it, and no service sends one")
+
+
+def _refused(message: str) -> InvalidRequest:
+    return InvalidRequest(message, reason="URL_REFUSED")
+
+
+Item: TypeAlias = ImageItem | ClipItem | FramesItem | PixelItem | DigestItem | UrlItem

@@ -1,0 +1,224 @@
+"""A process of callers that never agree with each other: ``soak_caller FOLDER NUMBER SEED TARGET``.
+
+Owns the load of a soak: images of many sizes, most of them asked for again and again, pixels in shared
+memory, bad inputs, calls that are cancelled or whose deadline passes, streams that are read slowly or left in
+the middle, leases that are given back too late. While FOLDER/rest exists nobody calls and nothing is kept.
+FOLDER/<NUMBER>.json says once a second what was done, and whether anybody got other rows than before. The
+process may be killed at any moment.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import random
+import sys
+import threading
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable
+from functools import lru_cache
+from pathlib import Path
+
+import grpc
+import numpy as np
+from PIL import Image
+
+from lm_adapter import (
+    CallFailed,
+    EncodedRows,
+    Grid,
+    ImageItem,
+    ItemFailed,
+    PixelItem,
+    StaleRows,
+    VisionEncoderClient,
+)
+from tests.chaos.fuzz_messages import make_call
+from vision_encoder.v1 import encoder_pb2 as pb
+
+NUM_IMAGES = 2000
+ZIPF = 1.1
+PAUSE_S = 0.08
+"""Between two calls of one thread, the mean: the machine is not to be full."""
+TOLERANCE = 1e-4
+KNOWN_ROWS = 256
+STREAMS = ("Encode", "Fetch")
+METHOD = "/vision_encoder.v1.VisionEncoder/"
+
+
+@lru_cache(maxsize=128)
+def picture(number: int) -> bytes:
+    """One of NUM_IMAGES files; the same for the same number in every process."""
+    rng = random.Random(number)
+    width, height = (int(16 * 2 ** rng.uniform(0, 5.3)) for _ in range(2))
+    small = Image.frombytes("RGB", (8, 8), rng.randbytes(192))
+    out = io.BytesIO()
+    small.resize((width, height), Image.Resampling.BICUBIC).save(out, rng.choice(("JPEG", "PNG", "WEBP")))
+    return out.getvalue()
+
+
+class Callers:
+    """Threads of one process, each with its own way."""
+
+    def __init__(self, folder: Path, number: int, seed: int, target: str) -> None:
+        self._folder, self._number, self._target = folder, number, target
+        self._seed = seed
+        self._counts: Counter[str] = Counter()
+        self._lock = threading.Lock()
+        self._wrong: list[str] = []
+        self._known: OrderedDict[int, np.ndarray[tuple[int, int], np.dtype[np.float32]]] = OrderedDict()
+        weights = np.arange(1, NUM_IMAGES + 1, dtype=np.float64) ** -ZIPF
+        self._cumulative = list(np.cumsum(weights))
+        self._numbers = range(NUM_IMAGES)
+
+    def run(self) -> None:
+        shm_dir = str(self._folder / "pixels")
+        with (
+            VisionEncoderClient(self._target, timeout_s=60, shm_dir=shm_dir) as shared,
+            VisionEncoderClient(
+                self._target, transports=("inline",), pixels="shm", timeout_s=60, shm_dir=shm_dir
+            ) as inline,
+            grpc.insecure_channel(self._target) as channel,
+        ):
+            ways: tuple[Callable[[random.Random], None], ...] = (
+                lambda rng: self._images(rng, shared),
+                lambda rng: self._images(rng, inline),
+                lambda rng: self._pixels(rng, rng.choice((shared, inline))),
+                lambda rng: self._bad_input(rng, channel),
+                lambda rng: self._given_up(rng, inline),
+                lambda rng: self._slow_reader(rng, channel),
+                lambda rng: self._late_release(rng, shared),
+            )
+            for index, way in enumerate(ways):
+                threading.Thread(target=self._forever, args=(way, index), daemon=True).start()
+            while True:
+                time.sleep(1)
+                self._tell()
+
+    def _forever(self, way: Callable[[random.Random], None], index: int) -> None:
+        rng = random.Random(f"{self._seed} {self._number} {index}")
+        while True:
+            while (self._folder / "rest").exists():
+                time.sleep(0.1)
+            try:
+                way(rng)
+            except CallFailed as error:
+                self._count(f"failed {error.reason or type(error).__name__}")
+            except Exception as error:
+                self._complain(f"{type(error).__name__}: {error}")
+            time.sleep(rng.uniform(0, 2 * PAUSE_S))
+
+    # -- ways ------------------------------------------------------------------------------------------
+
+    def _images(self, rng: random.Random, client: VisionEncoderClient) -> None:
+        numbers = rng.choices(self._numbers, cum_weights=self._cumulative, k=rng.randint(1, 4))
+        for number, outcome in zip(
+            numbers, client.encode([ImageItem(picture(number)) for number in numbers]), strict=True
+        ):
+            if isinstance(outcome, EncodedRows):
+                self._check(number, outcome)
+                self._count(f"rows {outcome.tier.value}")
+            else:
+                self._count(f"item {outcome.reason}")
+
+    def _pixels(self, rng: random.Random, client: VisionEncoderClient) -> None:
+        grid = Grid(1, 2 * rng.randint(1, 8), 2 * rng.randint(1, 8))
+        values = np.frombuffer(rng.randbytes(grid.num_patches * 1536), np.uint8).astype(np.float32) / 255
+        item = PixelItem(values.reshape(grid.num_patches, 1536), grid)
+        outcome = client.encode([item])[0]
+        self._count("pixels" if isinstance(outcome, EncodedRows) else f"item {outcome.reason}")
+
+    def _bad_input(self, rng: random.Random, channel: grpc.Channel) -> None:
+        call = make_call(rng)
+        try:
+            if call.method in STREAMS:
+                for _ in channel.unary_stream(METHOD + call.method)(call.request, timeout=60):
+                    pass
+            else:
+                channel.unary_unary(METHOD + call.method)(call.request, timeout=60)
+        except grpc.RpcError as error:
+            code = error.code()  # type: ignore[attr-defined]
+            if code in (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN):
+                self._complain(f"{call.kind} to {call.method}: {code.name}: {error.details()}")  # type: ignore[attr-defined]
+        self._count("bad inputs")
+
+    def _given_up(self, rng: random.Random, client: VisionEncoderClient) -> None:
+        """By a deadline that is too short, or left after the first item or before it."""
+        fresh = [ImageItem(picture(rng.randrange(NUM_IMAGES)), digest=rng.randbytes(32)) for _ in range(4)]
+        if rng.random() < 0.5:
+            with contextlib.suppress(CallFailed):
+                client.encode(fresh, timeout_s=rng.uniform(0.001, 0.05))
+            self._count("deadlines")
+            return
+        stream = client.encode_iter(fresh)
+        if rng.random() < 0.7:
+            next(stream)
+        stream.close()
+        self._count("cancelled")
+
+    def _slow_reader(self, rng: random.Random, channel: grpc.Channel) -> None:
+        items = [
+            pb.Item(modality=pb.MODALITY_IMAGE, encoded=picture(rng.randrange(NUM_IMAGES))) for _ in range(6)
+        ]
+        request = pb.EncodeRequest(items=items).SerializeToString()
+        stream = channel.unary_stream(METHOD + "Encode")(request, timeout=60)
+        leaves_after = rng.choice((3, 10, 1 << 30))
+        for number, _ in enumerate(stream):
+            if number >= leaves_after or (self._folder / "rest").exists():
+                stream.cancel()
+                break
+            time.sleep(rng.uniform(0, 0.05))
+        self._count("slow readers")
+
+    def _late_release(self, rng: random.Random, client: VisionEncoderClient) -> None:
+        numbers = rng.choices(self._numbers, cum_weights=self._cumulative, k=3)
+        outcomes = client.encode([ImageItem(picture(number)) for number in numbers], borrow=True)
+        ends_s = time.monotonic() + rng.choice((0.0, 0.5, 1.5, 3.0))
+        while time.monotonic() < ends_s and not (self._folder / "rest").exists():
+            time.sleep(0.05)
+        for outcome in outcomes:
+            if isinstance(outcome, ItemFailed):
+                continue
+            try:
+                outcome.confirm()
+            except StaleRows:
+                self._count("leases run out")
+            else:
+                self._count("leases given back")
+
+    # -- what came of it -------------------------------------------------------------------------------
+
+    def _check(self, number: int, rows: EncodedRows) -> None:
+        """The same rows as ever, but for what another batch makes of the last bits."""
+        found = rows.numpy()
+        with self._lock:
+            expected = self._known.setdefault(number, found)
+            self._known.move_to_end(number)
+            if len(self._known) > KNOWN_ROWS:
+                self._known.popitem(last=False)
+        if found.shape != expected.shape:
+            self._complain(f"image {number} has rows of {found.shape}, had {expected.shape}")
+        elif (error := float(np.linalg.norm(found - expected))) > TOLERANCE * np.linalg.norm(expected):
+            self._complain(f"image {number} has other rows: they differ by {error}")
+
+    def _count(self, what: str) -> None:
+        with self._lock:
+            self._counts[what] += 1
+
+    def _complain(self, text: str) -> None:
+        with self._lock:
+            self._wrong.append(text[:500])
+            del self._wrong[20:]
+
+    def _tell(self) -> None:
+        with self._lock:
+            found = {"counts": dict(self._counts), "complaints": list(self._wrong)}
+        partial = self._folder / f"{self._number}.partial"
+        partial.write_text(json.dumps(found))
+        partial.replace(self._folder / f"{self._number}.json")
+
+
+if __name__ == "__main__":
+    Callers(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]).run()

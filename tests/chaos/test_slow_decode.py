@@ -1,0 +1,198 @@
+"""Images that take long to decode: whoever sends them waits, and nobody else."""
+
+from __future__ import annotations
+
+import io
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import grpc
+import pytest
+import torch
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from PIL import Image
+
+from encoder_service.rpc.server import SERVICE
+from encoder_service.towers.synthetic import make_checkpoint
+from encoder_service.types import FrameItem, PreprocessOptions
+from lm_adapter import DeadlineExceeded, EncodedRows, ImageItem, ItemFailed, VisionEncoderClient
+from tests.integration.conftest import RunningService, running
+from tests.integration.held import held, wait_until_free
+from tests.integration.images import photo
+from vision_encoder.v1 import encoder_pb2 as pb
+from vision_encoder.v1 import encoder_pb2_grpc
+
+INGEST_THREADS = 2
+LIMIT_S = 60.0
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model") / "tiny"
+    make_checkpoint(folder, "qwen3_vl", "tiny", 5)
+    return folder
+
+
+def slow_photo() -> bytes:
+    """An image that ``gated`` knows by its size."""
+    return photo(333, 211)
+
+
+@contextmanager
+def gated(found: RunningService) -> Iterator[tuple[threading.Event, Callable[[], int]]]:
+    """Slow photographs wait for the event; how many of them wait now."""
+    assert found.service.pipeline is not None
+    preprocessor = found.service.pipeline.model.preprocessor
+    original, go_on, waiting = preprocessor.load_image, threading.Event(), list[int]()
+
+    def load(data: bytes, options: PreprocessOptions) -> tuple[FrameItem, float, float]:
+        with Image.open(io.BytesIO(data)) as opened:
+            is_slow = opened.size == (333, 211)
+        if is_slow:
+            waiting.append(1)
+            assert go_on.wait(LIMIT_S)
+            waiting.pop()
+        return original(data, options)
+
+    preprocessor.load_image = load  # type: ignore[method-assign]
+    try:
+        yield go_on, lambda: len(waiting)
+    finally:
+        go_on.set()
+        preprocessor.load_image = original  # type: ignore[method-assign]
+
+
+def noise() -> bytes:
+    """A JPEG of some 400 kB that nobody sent before."""
+    out = io.BytesIO()
+    Image.frombytes("RGB", (580, 580), random.randbytes(580 * 580 * 3)).save(out, "JPEG", quality=95)
+    return out.getvalue()
+
+
+def until(condition: Callable[[], bool]) -> None:
+    ends_s = time.monotonic() + LIMIT_S
+    while not condition():
+        assert time.monotonic() < ends_s
+        time.sleep(0.005)
+
+
+def is_serving(channel: grpc.Channel) -> bool:
+    request = health_pb2.HealthCheckRequest(service=SERVICE)
+    answer = health_pb2_grpc.HealthStub(channel).Check(request, timeout=5)
+    return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+
+
+def refusal(call: Iterator[pb.ItemEvent]) -> str:
+    """Why a call's only item, or the call, is refused."""
+    try:
+        return next(call).failure.reason
+    except grpc.RpcError as error:
+        return str(error.details()).partition(":")[0]  # type: ignore[attr-defined]
+
+
+def request_of(*images: bytes) -> pb.EncodeRequest:
+    return pb.EncodeRequest(items=[pb.Item(modality=pb.MODALITY_IMAGE, encoded=data) for data in images])
+
+
+def test_p34_others_are_served_meanwhile(model: Path, device: torch.device) -> None:
+    with (
+        running(model, device, ingest_threads=INGEST_THREADS) as found,
+        gated(found) as (go_on, num_waiting),
+        grpc.insecure_channel(found.target) as channel,
+        VisionEncoderClient(found.target, timeout_s=LIMIT_S) as client,
+    ):
+        slow = encoder_pb2_grpc.VisionEncoderStub(channel).Encode(request_of(slow_photo()), timeout=LIMIT_S)
+        until(lambda: num_waiting() == 1)
+        for _ in range(20):
+            assert isinstance(client.encode([ImageItem(photo(60, 40))])[0], EncodedRows)
+        assert num_waiting() == 1
+        go_on.set()
+        assert {event.WhichOneof("event") for event in slow} == {"result", "chunk"}
+        wait_until_free(found)
+
+
+def test_p34_p17_with_every_thread_busy_the_rest_waits_bounded_and_in_time(
+    model: Path, device: torch.device
+) -> None:
+    """Health and what needs no decoding are answered, deadlines hold, what is given up is let go of, and what
+    waits counts against the queue's bounds."""
+    image = photo(60, 40)
+    with (
+        running(
+            model,
+            device,
+            ingest_threads=INGEST_THREADS,
+            chunk_bytes=65536,
+            max_message_bytes=1 << 20,
+            max_queued_bytes=1_250_000,
+        ) as found,
+        gated(found) as (go_on, num_waiting),
+        grpc.insecure_channel(found.target) as channel,
+        VisionEncoderClient(found.target, timeout_s=LIMIT_S) as client,
+    ):
+        stub = encoder_pb2_grpc.VisionEncoderStub(channel)
+        resident = client.encode_one(ImageItem(image))
+        slow = [stub.Encode(request_of(slow_photo()), timeout=LIMIT_S) for _ in range(INGEST_THREADS)]
+        until(lambda: num_waiting() == INGEST_THREADS)
+
+        assert is_serving(channel)
+        assert client.encode_one(ImageItem(image)).key == resident.key
+        started_s = time.monotonic()
+        with pytest.raises((DeadlineExceeded, ItemFailed), match="deadline"):
+            client.encode_one(ImageItem(photo(50, 50)), timeout_s=0.3)  # by the server's word or gRPC's
+        assert time.monotonic() - started_s < 5
+        left = stub.Encode(request_of(photo(50, 50)), timeout=LIMIT_S)
+        until(lambda: held(found)["flights"] == INGEST_THREADS + 1)
+        left.cancel()
+        until(lambda: held(found)["flights"] == INGEST_THREADS)
+
+        # What waits for a thread keeps its bytes, and there is room for two of these.
+        calls = []
+        for number in range(1, 5):
+            data = noise()
+            assert 360_000 < len(data) < 450_000
+            calls.append(stub.Encode(request_of(data), timeout=LIMIT_S))
+            if number <= 2:
+                until(lambda number=number: held(found)["bytes of calls"] > number * 360_000)  # type: ignore[misc]
+        assert [refusal(call) for call in calls[2:]] == ["QUEUE_FULL"] * 2
+        assert held(found)["bytes of calls"] <= 1_250_000
+
+        go_on.set()
+        for call in [*slow, *calls[:2]]:
+            assert {event.WhichOneof("event") for event in call} == {"result", "chunk"}
+        wait_until_free(found)
+
+
+def test_p34_a_real_image_that_is_slow(model: Path, device: torch.device) -> None:
+    """Thirty-six million pixels of an interlaced PNG: more than a second for Pillow."""
+    out = io.BytesIO()
+    tile = Image.frombytes("RGB", (64, 64), random.randbytes(64 * 64 * 3))
+    slow = Image.new("RGB", (6000, 6000))
+    for x in range(0, 6000, 640):
+        slow.paste(tile, (x, x))
+    slow.save(out, "PNG", compress_level=1)
+    with (
+        running(model, device, ingest_threads=INGEST_THREADS) as found,
+        grpc.insecure_channel(found.target) as channel,
+        VisionEncoderClient(found.target, timeout_s=LIMIT_S) as client,
+    ):
+        client.encode_one(ImageItem(photo(30, 30)))
+        request = request_of(out.getvalue())
+        request.items[0].options.CopyFrom(pb.PreprocessOptions(min_pixels=1024, max_pixels=65536))
+        events: list[str] = []
+        call = encoder_pb2_grpc.VisionEncoderStub(channel).Encode(request, timeout=LIMIT_S)
+        reading = threading.Thread(
+            target=lambda: events.extend(event.WhichOneof("event") or "" for event in call)
+        )
+        reading.start()
+        until(lambda: held(found)["flights"] == 1)
+        for _ in range(3):
+            assert isinstance(client.encode([ImageItem(photo(30, 30))])[0], EncodedRows)
+        assert not events, "the others were served while it was being decoded"
+        reading.join(LIMIT_S)
+        assert set(events) == {"result", "chunk"}
+        wait_until_free(found)

@@ -1,0 +1,226 @@
+"""This project's answers: the adapter's modules, and the service's for what the service alone computes.
+
+Owns the translation of questions into calls, nothing else.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from encoder_service.ingest.clips import MoonViTClips, QwenClips
+from encoder_service.ingest.decode import DecodeLimits
+from encoder_service.ingest.moonvit import MoonViTPreprocessor
+from encoder_service.ingest.qwen_vl import QwenVLPreprocessor
+from encoder_service.ingest.settings import MoonViTSettings, Normalisation, QwenVLSettings
+from encoder_service.ingest.video_rules import moonvit_indices, qwen_indices, timestamps_of
+from encoder_service.ingest.video_settings import ClipLimits, MoonViTVideoSettings, QwenVideoSettings
+from encoder_service.types import PreprocessOptions as ServiceOptions
+from lm_adapter.clip_texts import kimi_chunk_texts, qwen_frame_texts, qwen_patch_times
+from lm_adapter.keys import content_digest, embedding_key, packed_digest
+from lm_adapter.mrope import MRopePositions, mrope_positions
+from lm_adapter.placeholders import ExpandedPrompt, expand_placeholders, prompt_item, unit_rows
+from lm_adapter.prefix_cache import PadScheme, pad_id, restore_placeholders
+from lm_adapter.splice import RowsLayout, Splicer
+from lm_adapter.types import Grid, Modality, PreprocessOptions
+from tests.conformance.protocol import Function
+
+Asked = dict[str, Any]
+PLAIN = ServiceOptions()
+PIXELS = Normalisation((0.5,) * 3, (0.5,) * 3, 1 / 255)
+IMAGE_LIMITS = DecodeLimits(max_encoded_bytes=1, max_image_pixels=1 << 30)
+
+
+def answer_content_digest(asked: Asked) -> Asked:
+    return {"digest": content_digest(base64.b64decode(asked["data_base64"])).hex()}
+
+
+def answer_pixels_digest(asked: Asked) -> Asked:
+    data = base64.b64decode(asked["data_base64"])
+    return {"digest": packed_digest(asked["dtype"], asked["shape"], data, Grid(*asked["grid"])).hex()}
+
+
+def answer_embedding_key(asked: Asked) -> Asked:
+    options = {name: value for name, _, value in asked["options"]}
+    key = embedding_key(
+        bytes.fromhex(asked["digest"]),
+        model_fingerprint=bytes.fromhex(asked["model_fingerprint"]),
+        preprocess_fingerprint=bytes.fromhex(asked["preprocess_fingerprint"]),
+        dtype=asked["dtype"],
+        namespace=asked["namespace"],
+        modality=Modality(asked["modality"]),
+        options=PreprocessOptions(**options),
+        pixels_grid=None if asked["pixels_grid"] is None else Grid(*asked["pixels_grid"]),
+    )
+    return {"key": key.hex()}
+
+
+def answer_pad_id(asked: Asked) -> Asked:
+    digest = bytes.fromhex(asked["digest"])
+    return {"pad_id": pad_id(digest, Modality(asked["modality"]), PadScheme(asked["scheme"]))}
+
+
+def answer_restored_ids(asked: Asked) -> Asked:
+    restored = restore_placeholders(
+        asked["ids"],
+        scheme=PadScheme(asked["scheme"]),
+        image_placeholder_id=asked["image_placeholder_id"],
+        video_placeholder_id=asked["video_placeholder_id"],
+        vocab_size=asked["vocab_size"],
+    )
+    return {"ids": restored.tolist()}
+
+
+def qwen_images(asked: Asked) -> QwenVLSettings:
+    sizes = (asked[name] for name in ("patch_size", "merge_size", "temporal_patch_size"))
+    return QwenVLSettings(*sizes, asked["min_pixels"], asked["max_pixels"], PIXELS)
+
+
+def moonvit_images(asked: Asked) -> MoonViTSettings:
+    names = ("patch_size", "merge_size", "max_patches", "max_patches_per_side")
+    return MoonViTSettings(*(asked[name] for name in names), PIXELS)
+
+
+def answer_target_size(asked: Asked) -> Asked:
+    height, width = asked["height"], asked["width"]
+    if asked["modality"] == "video":
+        plan = qwen_clips(asked).sized(asked["num_frames"], height, width, PLAIN)
+        return {"height": plan.height, "width": plan.width}
+    if asked["family"] == "qwen_vl":
+        grid = QwenVLPreprocessor(qwen_images(asked), IMAGE_LIMITS).target_grid(height, width, PLAIN)
+        return {"height": grid.h * asked["patch_size"], "width": grid.w * asked["patch_size"]}
+    preprocessor = MoonViTPreprocessor(moonvit_images(asked), IMAGE_LIMITS)
+    target = preprocessor.target_size(height, width, PLAIN)
+    grid = preprocessor.target_grid(height, width, PLAIN)
+    return {
+        "height": target[0],
+        "width": target[1],
+        "padded_height": grid.h * asked["patch_size"],
+        "padded_width": grid.w * asked["patch_size"],
+    }
+
+
+def qwen_clips(asked: Asked) -> QwenClips:
+    settings = QwenVideoSettings(
+        min_pixels=asked["min_pixels"],
+        max_pixels=asked["max_pixels"],
+        fps=2.0,
+        min_frames=4,
+        max_frames=768,
+        max_video_tokens=768,
+        cap_pixels_per_frame=False,
+    )
+    return QwenClips(settings, qwen_images(asked), ClipLimits())
+
+
+def moonvit_clips(asked: Asked) -> MoonViTClips:
+    limits = asked["max_patches"], asked["max_patches_per_side"]
+    settings = MoonViTVideoSettings(*limits, fps=2.0, chunk_frames=asked["chunk_frames"])
+    return MoonViTClips(settings, moonvit_images(asked), ClipLimits())
+
+
+def answer_frame_indices(asked: Asked) -> Asked:
+    source = asked["num_source_frames"], asked["source_fps"]
+    if asked["family"] == "kimi_k25":
+        return {"indices": moonvit_indices(*source, fps=asked["fps"], max_frames=None)}
+    bounds = {name: asked[name] for name in ("fps", "min_frames", "max_frames")}
+    return {"indices": qwen_indices(*source, **bounds)}
+
+
+def answer_timestamps(asked: Asked) -> Asked:
+    times = timestamps_of(asked["indices"], asked["source_fps"])
+    if asked["family"] == "kimi_k25":
+        return {"texts": kimi_chunk_texts(times, chunk_frames=asked["chunk_frames"])}
+    temporal = asked["temporal_patch_size"]
+    return {
+        "seconds": qwen_patch_times(times, temporal_patch_size=temporal),
+        "texts": qwen_frame_texts(times, temporal_patch_size=temporal),
+    }
+
+
+def answer_grid(asked: Asked) -> Asked:
+    height, width = asked["height"], asked["width"]
+    is_kimi, modality = asked["family"] == "kimi_k25", Modality(asked["modality"])
+    if modality is Modality.VIDEO:
+        clips = moonvit_clips(asked) if is_kimi else qwen_clips(asked)
+        plan = clips.sized(asked["num_frames"], height, width, PLAIN)
+        grids = list(plan.chunk_grids) or [plan.grid]
+    elif is_kimi:
+        grids = [MoonViTPreprocessor(moonvit_images(asked), IMAGE_LIMITS).target_grid(height, width, PLAIN)]
+    else:
+        grids = [QwenVLPreprocessor(qwen_images(asked), IMAGE_LIMITS).target_grid(height, width, PLAIN)]
+    rows = [
+        count
+        for grid in grids
+        for count in unit_rows(grid, merge_size=2, modality=modality, merges_time=is_kimi)
+    ]
+    return {"grids": [list(grid) for grid in grids], "rows": rows}
+
+
+def prompt_of(asked: Asked) -> ExpandedPrompt:
+    placeholders = {
+        modality: asked[f"{modality.value}_placeholder_id"] for modality in (Modality.IMAGE, Modality.VIDEO)
+    }
+    items = [
+        prompt_item(
+            item["grid"],
+            placeholder_id=placeholders[Modality(item["modality"])],
+            merge_size=asked["merge_size"],
+            modality=Modality(item["modality"]),
+            merges_time=False,
+        )
+        for item in asked["items"]
+    ]
+    return expand_placeholders(asked["ids"], items, list(placeholders.values()))
+
+
+def positions_of(asked: Asked) -> MRopePositions:
+    grids = [item["grid"] for item in asked["items"]]
+    return mrope_positions(prompt_of(asked), grids, merge_size=asked["merge_size"])
+
+
+def answer_positions(asked: Asked) -> Asked:
+    found = positions_of(asked)
+    return {"positions": found.prompt.tolist(), "delta": found.delta}
+
+
+def answer_resumed_positions(asked: Asked) -> Asked:
+    found = positions_of(asked)
+    total = found.num_tokens + asked["num_generated"]
+    return {
+        "positions": found.chunk(asked["start"], total).tolist(),
+        "next_position": found.decode(total),
+    }
+
+
+def answer_splice(asked: Asked) -> Asked:
+    prompt = prompt_of(asked)
+    layout = RowsLayout(asked["out_width"], asked["num_deepstack_levels"])
+    rows = [
+        torch.from_numpy(
+            10_000.0 * (span.item + 1)
+            + 10.0 * np.arange(span.length)[:, None]
+            + np.arange(layout.width)[None]
+        ).float()
+        for span in prompt.spans
+    ]
+    start, end = asked["start"], asked["end"]
+    embeds = -torch.arange(start + 1.0, end + 1.0)[:, None].expand(-1, asked["out_width"]).contiguous()
+    splicer = Splicer(prompt.spans, rows, layout, inputs_embeds_dtype=torch.float32)
+    spliced = splicer.splice(embeds, start)
+    return {
+        "inputs_embeds": embeds.tolist(),
+        "visual_mask": spliced.visual_mask.tolist(),
+        "deepstack": [level.tolist() for level in spliced.deepstack],
+    }
+
+
+def implementation() -> Mapping[str, Function]:
+    """Every subject."""
+    return {
+        name.removeprefix("answer_"): value for name, value in globals().items() if name.startswith("answer_")
+    }

@@ -1,0 +1,364 @@
+"""The kit: our implementation passes, wrong ones fail, and the vectors are what the reference answers."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import random
+import secrets
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lm_adapter.mrope import MRopePositions
+from tests.conformance import generate, ours
+from tests.conformance.blake3_spelled_out import blake3_digest
+from tests.conformance.protocol import Failed, InProcess, Subprocess, Unsupported
+from tests.conformance.run import check, lines_of, main, status
+from tests.conformance.vectors import FOLDER, VERSION, Vectors, difference, load, text_of
+
+ROOT = Path(__file__).parents[2]
+SUBJECTS = [one.subject for one in load()]
+MAX_BYTES = 2 << 20
+
+
+def of(*subjects: str) -> list[Vectors]:
+    return [one for one in load() if one.subject in subjects]
+
+
+@pytest.mark.parametrize("subject", SUBJECTS)
+def test_p07_our_answers_are_the_references(subject: str) -> None:
+    """Timestamps among them: of the frames sampled, also where their number was clamped."""
+    (report,) = check(InProcess(ours.implementation()), of(subject))
+    assert report.supported
+    assert report.failures == []
+    assert report.num_passed == report.num_cases > 0
+
+
+def test_p07_clamped_clips_are_among_the_vectors() -> None:
+    """Fewer frames than two a second would be, and more: both ends of the clamp, and in the prompt's text."""
+    (vectors,) = of("frame_indices")
+    qwen = [case for case in vectors.cases if case.asked["family"] == "qwen_vl"]
+    unclamped = [int(c.asked["num_source_frames"] / c.asked["source_fps"] * c.asked["fps"]) for c in qwen]
+    taken = [len(case.expected["indices"]) for case in qwen]
+    assert any(count > wanted for count, wanted in zip(taken, unclamped, strict=True))
+    assert any(count < wanted and count == 768 for count, wanted in zip(taken, unclamped, strict=True))
+    (timed,) = of("timestamps")
+    assert any(len(case.asked["indices"]) == 768 for case in timed.cases)
+    assert any(len(case.asked["indices"]) % 2 for case in timed.cases)
+
+
+def test_the_vectors_are_what_the_reference_answers() -> None:
+    assert generate.differences(generate.made(), load()) == []
+
+
+def test_a_reference_that_answers_otherwise_is_noticed() -> None:
+    stored = load()
+    (positions,) = of("positions")
+    case = positions.cases[3]
+    other = dataclasses.replace(case, expected={**case.expected, "delta": case.expected["delta"] + 1})
+    fresh = [one for one in stored if one.subject not in ("positions", "splice")]
+    fresh.append(Vectors("positions", "", (*positions.cases[:3], other, *positions.cases[4:])))
+    told = generate.differences(fresh, stored)
+    assert f"positions, {case.name}: output.delta is" in "\n".join(told)
+    assert sum(line.endswith("only on disk") for line in told) == len(of("splice")[0].cases)
+
+
+def mutated(value: Any, rng: random.Random) -> Any:
+    """The answer with one leaf changed, or one element lost."""
+    if isinstance(value, dict):
+        name = rng.choice(list(value))
+        return {**value, name: mutated(value[name], rng)}
+    if isinstance(value, list):
+        if not value:
+            return [0]
+        place = rng.randrange(len(value))
+        if rng.random() < 0.1:
+            return value[:place] + value[place + 1 :]
+        return [*value[:place], mutated(value[place], rng), *value[place + 1 :]]
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, int | float):
+        return value + rng.choice([-1, 1])
+    return value[:-1] + ("0" if value[-1] != "0" else "1")
+
+
+@pytest.mark.parametrize("subject", SUBJECTS)
+def test_one_wrong_element_anywhere_fails(subject: str) -> None:
+    seed = secrets.randbits(32)
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    right = ours.implementation()[subject]
+    wrong = InProcess({subject: lambda asked: mutated(right(asked), rng)})
+    (report,) = check(wrong, of(subject))
+    assert report.num_passed == 0
+    assert len(report.failures) == report.num_cases
+    assert status([report], []) == 1
+    shown = lines_of([report], VERSION)
+    assert shown[1].startswith("FAIL")
+    assert len(shown) <= 8
+
+
+def from_the_time_axis(asked: Any) -> Any:
+    """The mistake of p03: the next position from the first axis alone."""
+    found = ours.positions_of(asked)
+    total = found.num_tokens + asked["num_generated"]
+    return {
+        "positions": found.chunk(asked["start"], total).tolist(),
+        "next_position": int(found.chunk(0, total)[0].max()) + 1,
+    }
+
+
+def clips_as_one_grid(asked: Any) -> Any:
+    """A clip's frames numbered along the time axis, as in models without timestamps."""
+    found = ours.positions_of(asked)
+    prompt, frame = ours.prompt_of(asked), found.prompt.copy()
+    for span in prompt.spans:
+        for n, segment in enumerate(span.segments):
+            frame[0, segment.start : segment.end] += n
+    return {"positions": frame.tolist(), "delta": found.delta}
+
+
+def pictures_before_clips(asked: Any) -> Any:
+    """Grids concatenated by modality and not in prompt order."""
+    items = sorted(asked["items"], key=lambda item: item["modality"])
+    found = ours.positions_of({**asked, "items": items})
+    return {"positions": found.prompt.tolist(), "delta": found.delta}
+
+
+def side_by_width(asked: Any) -> Any:
+    """next advances by the width alone."""
+    found = ours.positions_of(asked)
+    return {"positions": found.prompt.tolist(), "delta": int(found.prompt[2].max()) + 1 - found.num_tokens}
+
+
+def levels_swapped(asked: Any) -> Any:
+    answer = ours.answer_splice(asked)
+    return {**answer, "deepstack": answer["deepstack"][::-1]}
+
+
+def windows_from_the_first_row(asked: Any) -> Any:
+    """A window that begins inside a vision run takes the item's rows from their start."""
+    prompt = ours.prompt_of(asked)
+    before = sum(prompt.visual_mask[: asked["start"]])
+    answer = ours.answer_splice({**asked, "start": 0})
+    levels = [level[: len(level) - before] for level in answer["deepstack"]]
+    right = ours.answer_splice(asked)
+    return {**right, "deepstack": levels}
+
+
+def without_tags(asked: Any) -> Any:
+    return ours.answer_pad_id({**asked, "modality": "image"})
+
+
+def frames_as_asked_for(asked: Any) -> Any:
+    """The mistake of p07: as many frames as the rate asks for, whatever bounds there are."""
+    bounds = {"min_frames": 1, "max_frames": 10**9} if asked["family"] == "qwen_vl" else {}
+    return ours.answer_frame_indices({**asked, **bounds})
+
+
+def times_of_even_steps(asked: Any) -> Any:
+    """The other mistake of p07: times from the rate that was asked for, not from the frames taken."""
+    steps = [int(n * asked["source_fps"] / 2) for n in range(len(asked["indices"]))]
+    return ours.answer_timestamps({**asked, "indices": steps})
+
+
+def stretched(asked: Any) -> Any:
+    """The mistake of p09: Kimi's picture resized to the padded size."""
+    answer = ours.answer_target_size(asked)
+    if asked["family"] == "qwen_vl":
+        return answer
+    return {**answer, "height": answer["padded_height"], "width": answer["padded_width"]}
+
+
+@pytest.mark.parametrize(
+    ("subject", "function"),
+    [
+        ("resumed_positions", from_the_time_axis),
+        ("positions", clips_as_one_grid),
+        ("positions", pictures_before_clips),
+        ("positions", side_by_width),
+        ("splice", levels_swapped),
+        ("splice", windows_from_the_first_row),
+        ("pad_id", without_tags),
+        ("frame_indices", frames_as_asked_for),
+        ("timestamps", times_of_even_steps),
+        ("target_size", stretched),
+    ],
+)
+def test_p01_to_p09_known_mistakes_are_caught(subject: str, function: Any) -> None:
+    """Each is a bug that was met in some engine; each gets other cases right."""
+    (report,) = check(InProcess({subject: function}), of(subject))
+    assert report.failures
+    assert all("Error" not in failure for failure in report.failures)
+
+
+def test_an_answer_is_compared_to_the_letter() -> None:
+    expected = {"ids": [1, 2], "seconds": 0.5, "flag": True, "text": "a"}
+    assert difference({**expected, "more": 1}, expected) is None
+    assert difference({**expected, "seconds": 0.5 + 1e-12}, expected) is None
+    for wrong in (
+        {"ids": [1]},
+        {"ids": [1, 2.0]},
+        {"ids": [1, True]},
+        {"ids": {}},
+        {"seconds": 0.51},
+        {"seconds": "0.5"},
+        {"flag": 1},
+        {"text": "b"},
+        {"text": None},
+    ):
+        assert difference({**expected, **wrong}, expected) is not None, wrong
+    assert difference({"ids": [1, 2]}, expected) == "output lacks 'seconds'"
+    assert difference([], expected) == "output is [], needs an object"
+
+
+@pytest.fixture
+def our_process() -> Iterator[Subprocess]:
+    process = Subprocess([sys.executable, "-m", "tests.conformance.serve"], timeout_s=120)
+    yield process
+    process.close()
+
+
+def test_the_line_protocol_carries_every_subject(our_process: Subprocess) -> None:
+    reports = check(our_process, load())
+    assert [report.subject for report in reports if report.failures or not report.supported] == []
+    with pytest.raises(Unsupported):
+        our_process.ask("no such subject", {})
+    with pytest.raises(Failed, match="InvalidRequest: a content digest has 32 bytes, got 1"):
+        our_process.ask("pad_id", {"scheme": "sglang", "modality": "image", "digest": "00"})
+    # An error is an answer: the next question is taken.
+    (vectors,) = of("pad_id")
+    assert our_process.ask("pad_id", vectors.cases[0].asked) == vectors.cases[0].expected
+
+
+def scripted(code: str, timeout_s: float = 60) -> Subprocess:
+    return Subprocess([sys.executable, "-c", code], timeout_s=timeout_s)
+
+
+@pytest.mark.parametrize(
+    ("code", "timeout_s", "told"),
+    [
+        ("input(); print('hello')", 60, "not an answer: 'hello"),
+        ("input(); print('[]')", 60, "not an answer"),
+        ("""input(); print('{"id": 9, "output": {}}')""", 60, "answer 9 came to question 1"),
+        ("""input(); print('{"id": 1}')""", 60, "neither output nor error"),
+        ("raise SystemExit(3)", 60, "ended with status 3|takes no more questions"),
+        ("import time; time.sleep(600)", 0.2, "no answer within 0.2 s"),
+    ],
+)
+def test_a_process_that_leaves_the_protocol_fails(code: str, timeout_s: float, told: str) -> None:
+    process = scripted(code, timeout_s)
+    try:
+        with pytest.raises(Failed, match=told):
+            process.ask("pad_id", {})
+        with pytest.raises(Failed):
+            process.ask("pad_id", {})
+    finally:
+        process.close()
+
+
+def test_a_process_in_another_language_that_does_one_subject() -> None:
+    """What an author starts with: one subject, everything else unsupported."""
+    code = """
+import json, sys
+for line in sys.stdin:
+    question = json.loads(line)
+    reply = {"id": question["id"], "unsupported": True}
+    if question["subject"] == "pad_id":
+        asked = question["input"]
+        h = int.from_bytes(bytes.fromhex(asked["digest"])[:8], "little")
+        band = (2**31 - 1000000) // 3
+        tag = asked["modality"] == "video"
+        pad = 1000000 + (h % 2**30 if asked["scheme"] == "sglang" else tag * band + h % band)
+        reply = {"id": question["id"], "output": {"pad_id": pad}}
+    print(json.dumps(reply), flush=True)
+"""
+    process = scripted(code)
+    try:
+        reports = check(process, load())
+    finally:
+        process.close()
+    assert [report.subject for report in reports if report.supported] == ["pad_id"]
+    assert status(reports, []) == 0
+    assert status(reports, ["positions"]) == 1
+    assert any(line.split()[-2:] == ["not", "supported"] for line in lines_of(reports, VERSION))
+
+
+def run_command(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "tests.conformance.run", *arguments],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'proto'}"},
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+
+
+WRONG = {"pad_id": lambda asked: {"pad_id": 1_000_000}}
+
+
+def wrong_implementation() -> Any:
+    return WRONG
+
+
+def test_the_command_ends_with_a_status(capsys: pytest.CaptureFixture[str]) -> None:
+    done = run_command("--subject", "pad_id", "--subject", "positions")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[1].split() == ["ok", "pad_id", "36/36"]
+    assert main(["--implementation", f"{__name__}:wrong_implementation", "--subject", "pad_id"]) == 1
+    assert "pad_id is 1000000, needs" in capsys.readouterr().out
+    assert main(["--implementation", f"{__name__}:wrong_implementation", "--subject", "splice"]) == 1
+    for arguments, told in (
+        (["--subject", "rows"], "no subject rows; there are content_digest"),
+        (["--vectors", "v0"], "holds no vectors"),
+        (["--implementation", "tests.conformance.ours"], "module:factory"),
+        (["--implementation", "tests.conformance.ours:nothing"], "nothing"),
+        (["--command", "/nonexistent/engine"], "cannot be started"),
+    ):
+        assert main(arguments) == 2
+        assert told in capsys.readouterr().err
+
+
+def test_a_run_in_which_nothing_was_asked_is_no_pass() -> None:
+    assert status(check(InProcess({}), load()), []) == 2
+
+
+def test_vectors_are_plain_small_and_told_in_the_readme() -> None:
+    files = [path for path in FOLDER.rglob("*") if path.is_file()]
+    assert sum(path.stat().st_size for path in files) < MAX_BYTES
+    assert {path.suffix for path in files} <= {".json", ".npy", ".bin"}
+    readme = (FOLDER.parent / "README.md").read_text()
+    manifest = json.loads((FOLDER / VERSION / "manifest.json").read_text())
+    assert manifest["cases"] == {one.subject: len(one.cases) for one in load()}
+    assert manifest["version"] == VERSION
+    for one in load():
+        assert f"`{one.subject}`" in readme
+        names = [case.name for case in one.cases]
+        assert len(set(names)) == len(names), one.subject
+        assert (FOLDER / VERSION / f"{one.subject}.json").read_text() == text_of(one)
+
+
+def test_blake3_spelled_out_is_the_published_hash() -> None:
+    """The hash of nothing, from the algorithm's own test vectors; then any length against the package."""
+    assert blake3_digest(b"").hex() == "af1349b9f5f9a1a6a0404dea36dcc9499bcb25c9adc112b7cc9a93cae41f3262"
+    from blake3 import blake3
+
+    for _ in range(20):
+        data = os.urandom(secrets.randbelow(20_000))
+        assert blake3_digest(data) == blake3(data).digest(), len(data)
+
+
+def test_our_positions_are_records_of_numpy_and_cross_the_protocol_as_lists() -> None:
+    (vectors,) = of("positions")
+    found = ours.positions_of(vectors.cases[0].asked)
+    assert isinstance(found, MRopePositions)
+    answer = InProcess(ours.implementation()).ask("positions", vectors.cases[0].asked)
+    assert answer["positions"] == found.prompt.tolist()

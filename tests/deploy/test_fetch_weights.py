@@ -1,0 +1,218 @@
+"""The init container that fetches weights, against a server that does what servers do."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import random
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+PROGRAM = Path(__file__).parents[2] / "deploy" / "k8s" / "components" / "fetch-weights" / "fetch_weights.py"
+SPEC = importlib.util.spec_from_file_location("fetch_weights", PROGRAM)
+assert SPEC is not None
+assert SPEC.loader is not None
+fetch_weights = importlib.util.module_from_spec(SPEC)
+SPEC.loader.exec_module(fetch_weights)
+FetchFailed = fetch_weights.FetchFailed
+
+
+class Server(ThreadingHTTPServer):
+    """Files by path, and what comes instead of the next: a status, a redirect, a cut after so many bytes."""
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.files: dict[str, bytes] = {}
+        self.next: list[tuple[str, Any]] = []
+        self.seen: list[tuple[str, str | None, str | None]] = []
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}"
+
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.0"
+    server: Server
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+    def do_GET(self) -> None:
+        wanted = self.headers.get("Range")
+        self.server.seen.append((self.path, wanted, self.headers.get("Authorization")))
+        kind, fault = self.server.next.pop(0) if self.server.next else ("", None)
+        if kind == "nonsense":
+            self.wfile.write(fault)
+            return
+        if kind == "redirect":
+            self.send_response(302)
+            self.send_header("Location", fault)
+            self.end_headers()
+            return
+        content = self.server.files.get(self.path)
+        if content is None or kind == "status":
+            self.send_error(404 if content is None else fault)
+            return
+        start = int(wanted.removeprefix("bytes=").removesuffix("-")) if wanted else 0
+        if start >= len(content) > 0:
+            self.send_error(416)
+            return
+        self.send_response(206 if start else 200)
+        self.send_header("Content-Length", str(len(content) - start))
+        self.end_headers()
+        self.wfile.write(content[start : start + fault if kind == "cut" else None])
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    found = Server()
+    thread = threading.Thread(target=found.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
+    thread.start()
+    yield found
+    found.shutdown()
+    found.server_close()
+    thread.join()
+
+
+@pytest.fixture
+def files(server: Server) -> dict[str, bytes]:
+    """A checkpoint of random bytes, with a folder in it."""
+    given = {
+        name: random.randbytes(random.randrange(5_000, 50_000)) for name in ("config.json", "a/b.safetensors")
+    }
+    server.files = {f"/c/{name}": content for name, content in given.items()}
+    return given
+
+
+def sums_of(files: dict[str, bytes]) -> dict[str, str]:
+    return {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}
+
+
+def fetch(server: Server, files: dict[str, bytes], folder: Path, **more: Any) -> tuple[int, list[float]]:
+    pauses: list[float] = []
+    moved = fetch_weights.fetch_all(f"{server.url}/c", sums_of(files), folder, pause=pauses.append, **more)
+    return moved, pauses
+
+
+def test_files_come_once_and_are_left_afterwards(
+    server: Server, files: dict[str, bytes], tmp_path: Path
+) -> None:
+    assert fetch(server, files, tmp_path) == (sum(map(len, files.values())), [])
+    for name, content in files.items():
+        assert (tmp_path / name).read_bytes() == content
+    assert fetch(server, files, tmp_path) == (0, [])
+    assert len(server.seen) == len(files)
+    assert {path.name for path in tmp_path.rglob("*") if path.is_file()} == {"config.json", "b.safetensors"}
+
+
+def test_a_cut_connection_goes_on_where_it_ended(
+    server: Server, files: dict[str, bytes], tmp_path: Path
+) -> None:
+    cut = random.randrange(1, 4_000)
+    server.next = [("cut", cut), ("status", 503), ("nonsense", b"SMTP ready\r\n")]
+    moved, pauses = fetch(server, files, tmp_path)
+    assert (tmp_path / "config.json").read_bytes() == files["config.json"]
+    assert moved == sum(map(len, files.values())) - cut
+    assert [wanted for _, wanted, _ in server.seen[:4]] == [None, *[f"bytes={cut}-"] * 3]
+    assert pauses == [2.0, 4.0, 8.0]
+
+
+def test_a_changed_file_is_fetched_anew(server: Server, files: dict[str, bytes], tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes(b"older")
+    fetch(server, files, tmp_path)
+    assert (tmp_path / "config.json").read_bytes() == files["config.json"]
+
+
+def test_a_wrong_digest_is_refused_and_leaves_nothing(
+    server: Server, files: dict[str, bytes], tmp_path: Path
+) -> None:
+    server.files["/c/config.json"] = files["config.json"][:-1] + b"?"
+    with pytest.raises(FetchFailed, match=r"config\.json has SHA-256 .* SHA256SUMS says"):
+        fetch(server, files, tmp_path)
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
+def test_a_partial_file_that_is_whole_or_wrong_is_told_by_its_digest(
+    server: Server, files: dict[str, bytes], tmp_path: Path
+) -> None:
+    (tmp_path / "config.json.partial").write_bytes(files["config.json"])
+    fetch(server, files, tmp_path)
+    assert (tmp_path / "config.json").read_bytes() == files["config.json"]
+    (tmp_path / "config.json").rename(tmp_path / "config.json.partial")
+    (tmp_path / "config.json.partial").write_bytes(b"?" * len(files["config.json"]))
+    with pytest.raises(FetchFailed, match="has SHA-256"):
+        fetch(server, files, tmp_path)
+
+
+@pytest.mark.parametrize(("status", "tries"), [(404, 1), (403, 1), (500, 3), (429, 3)])
+def test_only_what_may_pass_is_tried_again(
+    server: Server, files: dict[str, bytes], tmp_path: Path, status: int, tries: int
+) -> None:
+    server.next = [("status", status)] * 3
+    with pytest.raises(FetchFailed, match=rf"HTTP Error {status}.*attempt {tries} of 3"):
+        fetch(server, files, tmp_path, attempts=3)
+    assert len(server.seen) == tries
+
+
+def test_the_token_goes_to_its_host_alone(server: Server, files: dict[str, bytes], tmp_path: Path) -> None:
+    elsewhere = Server()
+    elsewhere.files = server.files
+    thread = threading.Thread(target=elsewhere.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
+    thread.start()
+    try:
+        server.next = [("redirect", f"{elsewhere.url}/c/config.json")]
+        fetch(server, files, tmp_path, token="sesame")
+    finally:
+        elsewhere.shutdown()
+        elsewhere.server_close()
+        thread.join()
+    assert [token for _, _, token in server.seen] == ["Bearer sesame"] * 2
+    assert [token for _, _, token in elsewhere.seen] == [None]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("", "names no file"),
+        ("# only words\n", "names no file"),
+        ("abc  config.json", "line 1 is no SHA-256"),
+        (f"{64 * 'a'}  ../config.json", "leads out of the folder"),
+        (f"{64 * 'a'}  /config.json", "leads out of the folder"),
+        (f"{64 * 'a'}  a\n{64 * 'b'} *a", "line 2: 'a' is there twice"),
+    ],
+)
+def test_sums_that_are_none_are_refused(line: str, message: str) -> None:
+    with pytest.raises(FetchFailed, match=message):
+        fetch_weights.read_sums(line)
+
+
+def test_the_program_says_what_is_wrong_and_the_list_as_delivered_fetches_nothing(tmp_path: Path) -> None:
+    ended = subprocess.run(
+        [sys.executable, PROGRAM, "--sums", PROGRAM.with_name("SHA256SUMS"), "--into", tmp_path],
+        env={"WEIGHTS_URL": "https://weights.example.com"},
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert ended.returncode == 1
+    assert ended.stderr.startswith("fetch-weights: SHA256SUMS names no file")
+
+
+def test_the_program_fetches(server: Server, files: dict[str, bytes], tmp_path: Path) -> None:
+    sums = tmp_path / "SHA256SUMS"
+    sums.write_text("".join(f"{digest}  {name}\n" for name, digest in sums_of(files).items()))
+    ended = subprocess.run(
+        [sys.executable, str(PROGRAM), "--sums", str(sums), "--into", str(tmp_path / "models")],
+        env={"WEIGHTS_URL": f"{server.url}/c/"},
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stderr
+    assert (tmp_path / "models" / "a" / "b.safetensors").read_bytes() == files["a/b.safetensors"]

@@ -1,0 +1,67 @@
+"""vLLM in this process, with its tower and as a consumer at once: pixels and rows answered side by side.
+
+A script: reads its settings as JSON from standard input, prints the answers as one line of JSON at the end.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+MAX_TOKENS = 12
+NUM_LOGPROBS = 8
+# Smaller than an image's placeholders: prefill goes in chunks, and cuts images.
+MAX_BATCHED_TOKENS = 48
+
+
+def answer(output: Any) -> dict[str, Any]:
+    completion = output.outputs[0]
+    logprobs = [{token: found.logprob for token, found in step.items()} for step in completion.logprobs]
+    return {
+        "tokens": list(completion.token_ids),
+        "logprobs": logprobs,
+        "num_prompt": len(output.prompt_token_ids),
+    }
+
+
+def main() -> None:
+    settings = json.load(sys.stdin)
+    from vllm import LLM, SamplingParams
+
+    language_model = LLM(
+        settings["model"],
+        dtype=settings["dtype"],
+        max_model_len=2048,
+        max_num_batched_tokens=settings.get("max_num_batched_tokens", MAX_BATCHED_TOKENS),
+        max_num_seqs=16,
+        enforce_eager=True,
+        enable_chunked_prefill=True,
+        ec_transfer_config={
+            "ec_connector": "VisionEncoderConnector",
+            "ec_role": "ec_consumer",
+            "ec_connector_module_path": "lm_adapter.engines.vllm",
+            "ec_connector_extra_config": {"target": settings["encoder"], "finite": True},
+        },
+    )
+
+    def ask(conversations: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        sampling = [
+            SamplingParams(
+                temperature=0.0,
+                max_tokens=MAX_TOKENS,
+                logprobs=NUM_LOGPROBS,
+                ignore_eos=True,
+                extra_args=conversation["extra"],
+            )
+            for conversation in conversations
+        ]
+        messages = [conversation["messages"] for conversation in conversations]
+        return [answer(output) for output in language_model.chat(messages, sampling, use_tqdm=False)]
+
+    answers = {name: ask(conversations) for name, conversations in settings["asked"].items()}
+    sys.stdout.write("\n" + json.dumps(answers) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,332 @@
+"""Encoder, vLLM and front as processes, by the commands of docs/vllm.md. Each is ended by its own id."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import httpx
+
+from lm_adapter import DeadlineExceeded, VisionEncoderClient
+
+ROOT = Path(__file__).parents[2]
+DOCUMENT = ROOT / "docs" / "vllm.md"
+START_S = 240.0
+STOP_S = 30.0
+# Of one rank on the CPU; imports are the longest part of a start, and forks do not repeat them.
+VLLM_ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+    "VLLM_CACHE_ROOT": str(ROOT / "build" / "vllm-cache"),
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_WORKER_MULTIPROC_METHOD": "fork",
+}
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+    return port
+
+
+def environment(**extra: str) -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'proto'}", **extra}
+
+
+class Process:
+    """A process in a session of its own, with its output in a file."""
+
+    def __init__(self, arguments: Sequence[str], log: Path, extra: Mapping[str, str] | None = None) -> None:
+        self.log = log
+        self._file = log.open("ab")
+        self._process = subprocess.Popen(
+            [sys.executable, *arguments],
+            stdout=self._file,
+            stderr=subprocess.STDOUT,
+            env=environment(**(extra or {})),
+            cwd=ROOT,
+            start_new_session=True,
+        )
+
+    @property
+    def is_running(self) -> bool:
+        return self._process.poll() is None
+
+    def wait_for(self, is_ready: Any, what: str, timeout_s: float = START_S) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not is_ready():
+            assert self.is_running, f"{what} ended:\n{self.tail()}"
+            assert time.monotonic() < deadline, f"{what} is not ready after {timeout_s} s:\n{self.tail()}"
+            time.sleep(0.1)
+
+    def tail(self, num_bytes: int = 6000) -> str:
+        return self.log.read_bytes()[-num_bytes:].decode(errors="replace")
+
+    def kill(self) -> None:
+        """At once, its children too: they are of its session alone."""
+        if self.is_running:
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait(STOP_S)
+        self._file.close()
+
+    def stop(self) -> None:
+        if self.is_running:
+            self._process.terminate()
+            try:
+                self._process.wait(STOP_S)
+            except subprocess.TimeoutExpired:
+                os.killpg(self._process.pid, signal.SIGKILL)
+                self._process.wait(STOP_S)
+        self._file.close()
+
+
+class Encoder:
+    """The service on a port that stays the same. ``with_broker`` decides at each start."""
+
+    def __init__(self, checkpoint: Path, dtype: str, folder: Path) -> None:
+        self.port = free_port()
+        self.target = f"127.0.0.1:{self.port}"
+        # A socket's name has a short limit, which pytest's folders exceed.
+        self._socket_folder = tempfile.TemporaryDirectory(prefix="ve-eng-")
+        self.broker_path = f"{self._socket_folder.name}/broker.sock"
+        self.failures_path = f"{self._socket_folder.name}/failures.sock"
+        self._checkpoint = checkpoint
+        self._dtype = dtype
+        self._log = folder / "encoder.log"
+        self._process: Process | None = None
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+        self._socket_folder.cleanup()
+
+    def start(self, *, with_broker: bool = True) -> None:
+        replaced = {"MODEL": str(self._checkpoint), "127.0.0.1:50051": self.target}
+        command = documented(
+            "vision-encoder serve", {**replaced, "/run/vision-encoder/broker.sock": self.broker_path}
+        )
+        if with_broker:
+            command += ["--arena-bytes", str(64 << 20)]
+        else:
+            place = command.index("--broker-path")
+            del command[place : place + 2]
+        self._process = Process(
+            [
+                *("-m", "encoder_service", *command[1:], "--device", "cpu", "--dtype", self._dtype),
+                *("--admin-listen", "127.0.0.1:0"),
+            ],
+            self._log,
+            {"OMP_NUM_THREADS": "1"},
+        )
+        try:
+            self._process.wait_for(self._is_ready, "the encoder")
+        except BaseException:
+            self.stop()
+            raise
+
+    def _is_ready(self) -> bool:
+        with VisionEncoderClient(self.target) as client:
+            try:
+                client.wait_ready(0.5)
+            except DeadlineExceeded:
+                return False
+        return True
+
+    def stop(self) -> None:
+        if self._process is not None:
+            self._process.stop()
+            self._process = None
+
+    def kill(self) -> None:
+        assert self._process is not None
+        self._process.kill()
+        self._process = None
+
+    def log(self) -> str:
+        return self._log.read_text()
+
+
+class VllmServer:
+    """``vllm serve``: a consumer without a tower, or, without ``extra_config``, as it comes."""
+
+    def __init__(
+        self,
+        checkpoint: Path,
+        dtype: str,
+        family: str,
+        extra_config: Mapping[str, Any] | None,
+        folder: Path,
+        arguments: Sequence[str] = (),
+    ) -> None:
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self._process = Process(
+            [
+                *("-m", "vllm.entrypoints.cli.main"),
+                *serve_arguments(checkpoint, dtype, family, self.port, extra_config),
+                *arguments,
+            ],
+            folder / "vllm.log",
+            VLLM_ENVIRONMENT,
+        )
+
+    def wait_ready(self) -> None:
+        self._process.wait_for(lambda: answers(f"{self.url}/health"), "vLLM")
+
+    @property
+    def is_running(self) -> bool:
+        return self._process.is_running
+
+    @property
+    def log(self) -> str:
+        return self._process.tail(1 << 22)
+
+    def stop(self) -> None:
+        self._process.stop()
+
+
+def documented(beginning: str, replaced: Mapping[str, str]) -> list[str]:
+    """A command of docs/vllm.md, as a shell would take it, with other addresses, paths and models."""
+    blocks = re.findall(r"^```console\n(.*?)^```$", DOCUMENT.read_text(), re.MULTILINE | re.DOTALL)
+    (command,) = [block for block in blocks if block.startswith(beginning)]
+    for old, new in replaced.items():
+        assert old in command, f"{beginning} has no {old} in {DOCUMENT}"
+        command = command.replace(old, new)
+    return shlex.split(command.replace("\\\n", " "))
+
+
+def serve_arguments(
+    checkpoint: Path, dtype: str, family: str, port: int, extra_config: Mapping[str, Any] | None
+) -> list[str]:
+    """The command of docs/vllm.md, for a tiny model on the CPU; without ``extra_config`` no consumer."""
+    tiny = [
+        *("--host", "127.0.0.1", "--dtype", dtype, "--max-model-len", "2048", "--max-num-seqs", "16"),
+        *("--max-num-batched-tokens", "48", "--enforce-eager", "--enable-chunked-prefill"),
+        *("--served-model-name", "model", "--no-enable-log-requests", "--trust-request-mm-kwargs"),
+    ]
+    if extra_config is None:
+        return ["serve", str(checkpoint), "--port", str(port), *tiny]
+    command = documented(
+        "vllm serve",
+        {
+            "MODEL": str(checkpoint),
+            "8000": str(port),
+            "127.0.0.1:50051": str(extra_config["target"]),
+            "/run/vision-encoder/failures.sock": str(extra_config["failures_path"]),
+        },
+    )
+    place = command.index("--ec-transfer-config") + 1
+    transfer = json.loads(command[place])
+    transfer["ec_connector_extra_config"] |= extra_config
+    command[place] = json.dumps(transfer)
+    if family == "kimi_k25":
+        (limits,) = re.findall(r"Kimi-K2.5 the limits are\n`(\{.*?\})`", DOCUMENT.read_text())
+        command[command.index("--limit-mm-per-prompt") + 1] = limits
+    return [*command[1:], *tiny]
+
+
+def answers(url: str) -> bool:
+    try:
+        return httpx.get(url, timeout=5).status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+class Stack:
+    """An encoder, a vLLM server fed by it, and the front. The encoder may come and go meanwhile."""
+
+    def __init__(
+        self,
+        encoder: Encoder,
+        checkpoint: Path,
+        dtype: str,
+        family: str,
+        folder: Path,
+        *,
+        timeout_s: float = 4.0,
+        arguments: Sequence[str] = (),
+    ) -> None:
+        """timeout_s: of an item's rows; arguments: further ones of vLLM."""
+        self._timeout_s = timeout_s
+        self._arguments = arguments
+        self.encoder = encoder
+        self.family = family
+        self._checkpoint = checkpoint
+        self._dtype = dtype
+        self._folder = folder
+        self.vllm: VllmServer
+        self._front: Process
+        self.front_url = ""
+
+    def __enter__(self) -> Self:
+        config = {
+            "target": self.encoder.target,
+            "finite": True,
+            "timeout_s": self._timeout_s,
+            "retry_s": 2.0,
+            "failures_path": self.encoder.failures_path,
+        }
+        self.vllm = VllmServer(
+            self._checkpoint, self._dtype, self.family, config, self._folder, self._arguments
+        )
+        try:
+            self._start_front()
+            self.vllm.wait_ready()
+        except BaseException:
+            self.vllm.stop()
+            raise
+        return self
+
+    def _start_front(self) -> None:
+        port = free_port()
+        self.front_url = f"http://127.0.0.1:{port}"
+        command = documented(
+            "python -m lm_adapter.engines.vllm_front",
+            {
+                "127.0.0.1:8080": f"127.0.0.1:{port}",
+                "http://127.0.0.1:8000": self.vllm.url,
+                "127.0.0.1:50051": self.encoder.target,
+                "/run/vision-encoder/failures.sock": self.encoder.failures_path,
+            },
+        )
+        arguments = [*command[1:], "--timeout-s", str(self._timeout_s)]
+        self._front = Process(arguments, self._folder / "front.log")
+
+    def __exit__(self, *_: object) -> None:
+        self._front.stop()
+        self.vllm.stop()
+
+    def chat(
+        self, messages: list[dict[str, Any]], *, direct: bool = False, timeout_s: float = 120, **fields: Any
+    ) -> httpx.Response:
+        """One request, through the front or at vLLM itself."""
+        body = {
+            "model": "model",
+            "messages": messages,
+            "max_tokens": 12,
+            "temperature": 0,
+            "ignore_eos": True,
+            "logprobs": True,
+            "top_logprobs": 8,
+            "return_tokens_as_token_ids": True,
+            **fields,
+        }
+        url = self.vllm.url if direct else self.front_url
+        return httpx.post(f"{url}/v1/chat/completions", json=body, timeout=timeout_s)

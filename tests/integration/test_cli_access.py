@@ -1,0 +1,156 @@
+"""The client commands against a service with TLS, client certificates and tokens."""
+
+from __future__ import annotations
+
+import re
+import secrets
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from tests.certificates import Authority
+from tests.integration.conftest import running
+from tests.integration.images import photo
+from tests.integration.test_process import ENV, ROOT, command
+
+TOKEN = secrets.token_hex(16)
+VARIABLE = "VISION_ENCODER_TOKEN"
+
+
+class Closed(NamedTuple):
+    """A service that opens to one token and to certificates of one authority, and what it takes to reach
+    it."""
+
+    target: str
+    tls: tuple[object, ...]
+    only_ca: tuple[object, ...]
+    stranger_ca: Path
+    image: Path
+    token_file: Path
+
+
+@pytest.fixture(scope="module")
+def closed(
+    checkpoints: dict[str, Path], device: torch.device, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Closed]:
+    folder = tmp_path_factory.mktemp("closed")
+    authority, stranger = Authority(folder / "a"), Authority(folder / "b")
+    files, own = authority.issue("encoder"), authority.issue("client")
+    image, token_file = folder / "image.jpg", folder / "token"
+    image.write_bytes(photo(60, 40))
+    token_file.write_text(f"{TOKEN}\n")
+    with running(
+        checkpoints["qwen3_vl"],
+        device,
+        tls_cert=files.cert,
+        tls_key=files.key,
+        tls_client_ca=authority.ca,
+        tokens=f"tenant={TOKEN},other={secrets.token_hex(16)}",
+        open_namespaces=False,
+    ) as found:
+        only_ca = ("--server", found.target, "--ca", authority.ca)
+        yield Closed(
+            found.target,
+            (*only_ca, "--cert", own.cert, "--key", own.key),
+            only_ca,
+            stranger.ca,
+            image,
+            token_file,
+        )
+
+
+def test_encode_with_a_token_from_the_environment(
+    closed: Closed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(ENV, VARIABLE, TOKEN)
+    out = tmp_path / "rows.safetensors"
+    done = command("encode", *closed.tls, "--namespace", "tenant", closed.image, "--out", out)
+    assert done.returncode == 0, done.stderr
+    assert "image.jpg" in done.stdout
+    assert out.stat().st_size > 0
+    assert TOKEN not in done.stdout + done.stderr
+
+
+def test_the_server_s_name_is_what_its_certificate_says(closed: Closed) -> None:
+    for name, code in (("encoder.test", 0), ("elsewhere.test", 1)):
+        assert command("health", *closed.tls, "--server-name", name).returncode == code
+
+
+def test_info_says_whether_a_namespace_opens(closed: Closed) -> None:
+    """By a file; and each way in which it does not."""
+    token = ("--token-file", closed.token_file)
+    done = command("info", *closed.tls, *token, "--namespace", "tenant")
+    assert done.returncode == 0, done.stderr
+    assert "'tenant' is open to this caller" in done.stdout
+    for namespace in ("other", "nobody"):
+        refused = command("info", *closed.tls, *token, "--namespace", namespace)
+        assert refused.returncode == 1
+        assert "PERMISSION_DENIED" in refused.stderr
+    refused = command("info", *closed.tls)
+    assert refused.returncode == 1
+    assert "UNAUTHENTICATED" in refused.stderr
+    assert "Traceback" not in refused.stderr
+
+
+def test_health_needs_the_certificate_and_no_token(closed: Closed) -> None:
+    done = command("health", *closed.tls)
+    assert (done.returncode, done.stdout) == (0, "SERVING\n"), done.stderr
+    for wrong in (
+        ("--server", closed.target),
+        ("--server", closed.target, "--tls"),
+        closed.only_ca,
+        ("--server", closed.target, "--ca", closed.stranger_ca),
+    ):
+        done = command("health", *wrong)
+        assert (done.returncode, done.stdout) == (1, "NOT SERVING\n"), wrong
+
+
+@pytest.mark.parametrize("name", ["encode", "info", "health"])
+def test_what_cannot_be_meant_is_said_at_once(closed: Closed, tmp_path: Path, name: str) -> None:
+    image = (closed.image,) if name == "encode" else ()
+    two_words, binary = tmp_path / "two", tmp_path / "binary"
+    two_words.write_text("one two")
+    binary.write_bytes(b"\xff\xfe")
+    for arguments, complaint in (
+        (("--cert", tmp_path / "c.pem"), "certificate and its key"),
+        (("--ca", tmp_path / "gone.pem"), "gone.pem: No such file"),
+        (("--server-name", "x.test"), "--server-name is for TLS"),
+        (("--token-file", tmp_path / "gone"), "gone: No such file"),
+        (("--token-file", two_words), "has 2 words, a token is 1"),
+        (("--token-file", binary), "characters that no token has"),
+        (("--token", "a b"), "no space"),
+    ):
+        done = command(name, *image, "--server", closed.target, *arguments)
+        assert done.returncode == 1, arguments
+        assert complaint in done.stderr, arguments
+        assert "Traceback" not in done.stderr
+
+
+def test_the_commands_of_the_page_work(closed: Closed, tmp_path: Path) -> None:
+    """docs/security.md, with the address and the files of this test."""
+    page = (ROOT / "docs" / "security.md").read_text()
+    lines = re.findall(r"^vision-encoder (\S+ --server encoder\.example.*)$", page, re.MULTILINE)
+    assert [line.split()[0] for line in lines] == ["encode", "info", "health"]
+    given = dict(zip(closed.tls[::2], closed.tls[1::2], strict=True))
+    for option, name in (("--ca", "ca.pem"), ("--cert", "client.pem"), ("--key", "client.key")):
+        shutil.copy(str(given[option]), tmp_path / name)
+    shutil.copy(closed.image, tmp_path / "cat.jpg")
+    for line in lines:
+        words = shlex.split(line.replace("encoder.example:50051", closed.target))
+        done = subprocess.run(
+            [sys.executable, "-m", "encoder_service", *words],
+            cwd=tmp_path,
+            env={**ENV, VARIABLE: TOKEN},
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr

@@ -1,0 +1,132 @@
+"""Clips over real sockets: under a lease as inline, found again, wrong ones, and from the command line."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors import safe_open
+
+from lm_adapter import ClipItem, EncodedRows, FramesItem, ImageItem, ItemFailed, PreprocessOptions
+from lm_adapter import VisionEncoderClient as Client
+from tests.integration.conftest import FAMILIES, RunningService, running
+from tests.unit.ingest import clip_files, image_files
+
+CPU = torch.device("cpu")
+
+
+def clip(num_frames: int = 30) -> bytes:
+    return clip_files.encode(clip_files.moving(num_frames), fps=8)
+
+
+def still() -> ImageItem:
+    picture = np.random.default_rng().integers(0, 256, (40, 60, 3), dtype=np.uint8)
+    return ImageItem(image_files.ppm(picture))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_facts_of_a_clip_come_with_a_lease_and_with_a_hit(
+    family: str, checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    data = clip()
+    digest = random.randbytes(32)
+    broker = {"broker_path": str(tmp_path / "broker.sock"), "clip_piece_patches": 64}
+    with (
+        running(checkpoints[family], CPU, **broker) as service,
+        Client(service.target) as shared,
+        Client(service.target, transports=("inline",)) as inline,
+    ):
+        shared.wait_transport(30)
+        item = ClipItem(data, digest)
+        found = [client.encode_one(item) for client in (inline, shared, shared, inline)]
+        found += [client.fetch([found[0].key])[0] for client in (shared, inline)]
+    for rows in found:
+        assert isinstance(rows, EncodedRows)
+        assert rows.timestamps_s == found[0].timestamps_s
+        assert rows.chunk_grids == found[0].chunk_grids
+        assert np.array_equal(rows.numpy(), found[0].numpy())
+    assert len(found[0].timestamps_s) == 7
+    assert bool(found[0].chunk_grids) == (family == "kimi_k25")
+
+
+def test_p33_a_bad_clip_fails_alone(service: RunningService) -> None:
+    whole = clip()
+    items = [
+        ClipItem(whole),
+        ClipItem(whole[:-500]),
+        ClipItem(clip_files.audio_only()),
+        ClipItem(b"no clip at all"),
+        still(),
+        ClipItem(whole, options=PreprocessOptions(max_patches=3)),
+        FramesItem(np.zeros((3, 2, 900, 3), np.uint8), fps=1.0),
+        FramesItem(np.zeros((3, 40, 40, 3), np.uint8), timestamps_s=(0.0, 2.0, 1.0)),
+        FramesItem(clip_files.moving(4), fps=2.0),
+    ]
+    with Client(service.target) as client:
+        found = client.encode(items)
+    reasons = {
+        place: outcome.reason for place, outcome in enumerate(found) if isinstance(outcome, ItemFailed)
+    }
+    assert reasons == {
+        1: "UNDECODABLE_CLIP",
+        2: "UNDECODABLE_CLIP",
+        3: "UNDECODABLE_CLIP",
+        5: "INVALID_OPTION",
+        6: "ASPECT_RATIO_EXCEEDED",
+        7: "INVALID_REQUEST",
+    }
+
+
+def test_limits_of_clips_are_announced_and_kept(checkpoints: dict[str, Path]) -> None:
+    limits = {"max_clip_bytes": 100_000, "max_clip_duration_s": 3.0, "max_clip_frames": 5}
+    with running(checkpoints["qwen3_vl"], CPU, **limits) as service, Client(service.target) as client:
+        announced = client.info().limits
+        assert {name: getattr(announced, name) for name in limits} == limits
+        short, long = client.encode([ClipItem(clip(20)), ClipItem(clip(40))])
+        assert isinstance(short, EncodedRows)
+        assert isinstance(long, ItemFailed)
+        assert long.reason == "CLIP_TOO_LARGE"
+        assert "5.0 s, the limit is 3.0 s" in long.message
+
+
+def test_p34_other_callers_do_not_wait_for_a_clip_that_is_read(service: RunningService) -> None:
+    frames = np.random.default_rng().integers(0, 256, (60, 240, 320, 3), dtype=np.uint8)
+    item = ClipItem(clip_files.encode(frames, fps=30), options=PreprocessOptions(fps=30.0))
+    with (
+        Client(service.target) as first,
+        Client(service.target) as second,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        second.info()
+        second.encode_one(still())
+        reading = pool.submit(first.encode_one, item)
+        assert isinstance(second.encode_one(still()), EncodedRows)
+        assert not reading.done()
+        assert isinstance(reading.result(), EncodedRows)
+
+
+def test_the_command_line_encodes_clips(service: RunningService, tmp_path: Path) -> None:
+    (tmp_path / "clip.mp4").write_bytes(clip())
+    (tmp_path / "moving.gif").write_bytes(clip_files.encode(clip_files.moving(12), "gif.gif", fps=4))
+    command = [sys.executable, "-m", "encoder_service", "encode", "--server", service.target]
+    out = tmp_path / "rows.safetensors"
+    files = [str(tmp_path / name) for name in ("clip.mp4", "moving.gif")]
+    whole = subprocess.run(
+        [*command, *files, "--clip", "--fps", "1", "--out", str(out)], capture_output=True, text=True
+    )
+    assert whole.returncode == 0, whole.stderr
+    with safe_open(out, "pt") as rows:
+        assert len(rows.get_tensor("timestamps_s.0")) == 4
+        assert rows.get_tensor("grid_thw.0")[0] == 2
+        assert len(rows.get_tensor("timestamps_s.1")) == 4
+    still_gif = subprocess.run([*command, *files, "--out", str(out)], capture_output=True, text=True)
+    assert still_gif.returncode == 0, still_gif.stderr
+    with safe_open(out, "pt") as rows:
+        assert "timestamps_s.0" in rows.keys()  # noqa: SIM118
+        assert "timestamps_s.1" not in rows.keys()  # noqa: SIM118

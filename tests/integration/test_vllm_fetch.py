@@ -1,0 +1,227 @@
+"""Rows fetched on the connector's thread, from a made-up encoder; and the worker's side, without vLLM."""
+
+from __future__ import annotations
+
+import pickle
+import secrets
+import time
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from lm_adapter import ImageItem, VisionEncoderClient
+from lm_adapter.engines import vllm_connector
+from lm_adapter.engines.vllm_connector import ConnectorMethods, HostRows, StepRows
+from lm_adapter.engines.vllm_fetch import Fetched, Fetcher, FetchSettings
+from lm_adapter.engines.vllm_items import Geometry, WantedRows, transfer_params
+from lm_adapter.errors import InvalidRequest, InvalidRows
+from lm_adapter.testing import FakeEncoder, FakeScript, Fault, fake_model, fake_rows
+from lm_adapter.types import EncodedRows, Grid
+
+GRID = Grid(1, 4, 6)
+NUM_ROWS = 6
+WIDTH = 128
+GEOMETRY = Geometry(width=WIDTH, dtype="float32", num_levels=3, merge_size=2, merges_time=False)
+
+
+@pytest.fixture
+def encoder() -> Iterator[FakeEncoder]:
+    with FakeEncoder(model=fake_model("qwen3_vl")) as fake:
+        yield fake
+
+
+@pytest.fixture
+def fetcher(encoder: FakeEncoder) -> Iterator[Fetcher]:
+    found = Fetcher(FetchSettings(target=encoder.target, timeout_s=20.0, retry_s=10.0), GEOMETRY)
+    yield found
+    found.close()
+
+
+def key_of(encoder: FakeEncoder, digest: bytes) -> bytes:
+    encoder.script.grids[digest] = GRID
+    with VisionEncoderClient(encoder.target) as client:
+        key: bytes = client.prefetch([ImageItem(b"x", digest=digest)])[0].key  # type: ignore[union-attr]
+    return key
+
+
+def wanted(key: bytes) -> WantedRows:
+    return WantedRows("name", 6, key, GRID, NUM_ROWS * WIDTH * 4)
+
+
+def next_ended(fetcher: Fetcher) -> Fetched:
+    deadline = time.monotonic() + 30
+    while not fetcher.ended:
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    return fetcher.ended.popleft()
+
+
+def test_rows_arrive_checked(encoder: FakeEncoder, fetcher: Fetcher) -> None:
+    digest = secrets.token_bytes(32)
+    handle = object()
+    fetcher.start(handle, wanted(key_of(encoder, digest)))
+    ended = next_ended(fetcher)
+    assert ended.handle is handle
+    assert isinstance(ended.outcome, EncodedRows)
+    assert (ended.outcome.numpy() == fake_rows(digest, NUM_ROWS, WIDTH)).all()
+
+
+@pytest.mark.parametrize("fault", [Fault.WRONG_WIDTH, Fault.WRONG_DTYPE, Fault.WRONG_NUM_ROWS, Fault.GARBAGE])
+def test_p22_rows_that_do_not_fit_end_as_errors(fault: Fault, encoder: FakeEncoder, fetcher: Fetcher) -> None:
+    digest = secrets.token_bytes(32)
+    key = key_of(encoder, digest)
+    encoder.script.faults[digest] = fault
+    fetcher.start("one", wanted(key))
+    assert not isinstance(next_ended(fetcher).outcome, EncodedRows)
+    del encoder.script.faults[digest]
+    fetcher.start("two", wanted(key))
+    assert isinstance(next_ended(fetcher).outcome, EncodedRows)
+
+
+def test_p22_rows_of_another_model_than_vllms_are_refused_with_both_figures(encoder: FakeEncoder) -> None:
+    smaller = Geometry(width=96, dtype="float32", num_levels=3, merge_size=2, merges_time=False)
+    fetcher = Fetcher(FetchSettings(target=encoder.target), smaller)
+    fetcher.start("one", wanted(key_of(encoder, secrets.token_bytes(32))))
+    outcome = next_ended(fetcher).outcome
+    fetcher.close()
+    assert isinstance(outcome, InvalidRows)
+    assert "width is 128, expected 96" in outcome.message
+
+
+def test_a_new_encoders_rows_are_not_held_to_the_old_ones_figures(encoder: FakeEncoder) -> None:
+    """The client knows the geometry that the encoder before announced; asked again it knows the new one."""
+    wide = Geometry(width=256, dtype="float32", num_levels=3, merge_size=2, merges_time=False)
+    fetcher = Fetcher(FetchSettings(target=encoder.target, timeout_s=20.0, retry_s=10.0), wide)
+    fetcher.start("old", wanted(key_of(encoder, secrets.token_bytes(32))))
+    assert isinstance(next_ended(fetcher).outcome, InvalidRows)
+    encoder.stop()
+    encoder.script = FakeScript(model=fake_model("qwen3_vl", out_width=64))
+    encoder.start()
+    fetcher.start("new", wanted(key_of(encoder, secrets.token_bytes(32))))
+    assert isinstance(next_ended(fetcher).outcome, EncodedRows)
+    fetcher.close()
+
+
+def test_p32_an_encoder_that_comes_back_is_waited_for(encoder: FakeEncoder, fetcher: Fetcher) -> None:
+    digest = secrets.token_bytes(32)
+    key = key_of(encoder, digest)
+    encoder.stop()
+    fetcher.start("one", wanted(key))
+    time.sleep(0.3)
+    assert not fetcher.ended
+    encoder.start()
+    assert key_of(encoder, digest) == key
+    outcome = next_ended(fetcher).outcome
+    # The fake holds nothing when it starts: which of the two came first is open.
+    assert isinstance(outcome, EncodedRows) or outcome.reason == "UNKNOWN_KEY"
+
+
+def test_a_cancelled_fetch_ends_its_call_and_nothing_comes_of_it(
+    encoder: FakeEncoder, fetcher: Fetcher
+) -> None:
+    digest = secrets.token_bytes(32)
+    key = key_of(encoder, digest)
+    encoder.script.faults[digest] = Fault.HANG
+    fetcher.start("one", wanted(key))
+    while not encoder.num_calls["Fetch"]:
+        time.sleep(0.005)
+    fetcher.cancel("one")
+    while not encoder.num_cancelled["Fetch"]:
+        time.sleep(0.005)
+    assert not fetcher.ended
+
+
+def test_closing_ends_the_thread_with_fetches_under_way(encoder: FakeEncoder) -> None:
+    fetcher = Fetcher(FetchSettings(target=encoder.target), GEOMETRY)
+    digest = secrets.token_bytes(32)
+    key = key_of(encoder, digest)
+    encoder.script.faults[digest] = Fault.HANG
+    fetcher.start("one", wanted(key))
+    fetcher.close()
+    fetcher.close()
+    assert not fetcher.ended
+
+
+class Base:
+    """As much of vLLM's connector base class as its methods rely on."""
+
+    def __init__(self, vllm_config: Any, role: Any) -> None:
+        self._vllm_config = vllm_config
+
+
+def engine_config(target: str, backend: str, role: str = "ec_consumer") -> Any:
+    config = {
+        "model_type": "qwen3_vl",
+        "image_token_id": 5,
+        "vision_config": {"spatial_merge_size": 2, "deepstack_visual_indexes": [1, 2, 3]},
+    }
+    hf_config = SimpleNamespace(
+        to_dict=lambda: config, get_text_config=lambda: SimpleNamespace(hidden_size=32)
+    )
+    return SimpleNamespace(
+        ec_transfer_config=SimpleNamespace(
+            is_ec_producer=role != "ec_consumer", ec_role=role, ec_connector_extra_config={"target": target}
+        ),
+        model_config=SimpleNamespace(hf_config=hf_config, dtype="torch.float32"),
+        device_config=SimpleNamespace(device=torch.device("cpu")),
+        parallel_config=SimpleNamespace(distributed_executor_backend=backend),
+    )
+
+
+@pytest.mark.parametrize("backend", ["uni", "mp"])
+def test_rows_go_from_the_schedulers_side_into_the_encoder_cache(
+    backend: str, encoder: FakeEncoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In one process as they are, else through a pickle; the cache owns what it gets."""
+    monkeypatch.setattr(vllm_connector, "check_model", lambda _: False)
+    connector: Any = type("Connector", (ConnectorMethods, Base), {})
+    config = engine_config(encoder.target, backend)
+    scheduler = connector(config, SimpleNamespace(name="SCHEDULER"))
+    worker = connector(config, SimpleNamespace(name="WORKER"))
+    digest = secrets.token_bytes(32)
+    key = key_of(encoder, digest)
+    position = SimpleNamespace(offset=2, length=NUM_ROWS, get_num_embeds=lambda: NUM_ROWS)
+    request = SimpleNamespace(
+        request_id="r",
+        mm_features=[SimpleNamespace(identifier="name", mm_position=position, data=None)],
+        ec_transfer_params=transfer_params([(key, GRID)]),
+    )
+    deadline = time.monotonic() + 30
+    while not scheduler.ensure_cache_available(request, 0):
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    assert scheduler.has_cache_item("name")
+    scheduler.update_state_after_alloc(request, 0)
+    step = scheduler.build_connector_meta(None)
+    assert scheduler.build_connector_meta(None).rows == {}
+    worker._connector_metadata = step if backend == "uni" else pickle.loads(pickle.dumps(step, protocol=5))
+    cache: dict[str, torch.Tensor] = {}
+    worker.start_load_caches(cache)
+    assert (cache["name"].numpy() == fake_rows(digest, NUM_ROWS, WIDTH)).all()
+    scheduler.update_state_after_free(request, 0)
+    assert not scheduler.has_cache_item("name")
+    assert scheduler.request_finished(request) == (False, None)
+    assert scheduler.take_unavailable_requests() == set()
+    scheduler.shutdown()
+    worker.shutdown()
+
+
+def test_a_producer_is_refused(encoder: FakeEncoder) -> None:
+    connector: Any = type("Connector", (ConnectorMethods, Base), {})
+    with pytest.raises(InvalidRequest, match="ec_both"):
+        connector(engine_config(encoder.target, "uni", "ec_both"), SimpleNamespace(name="SCHEDULER"))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_rows_travel_bit_by_bit(dtype: str) -> None:
+    payload = np.frombuffer(secrets.token_bytes(6 * 4 * (4 if dtype == "float32" else 2)), dtype=np.uint8)
+    rows = EncodedRows(b"", b"", GRID, 6, 4, dtype, 0, payload)
+    step = pickle.loads(pickle.dumps(StepRows({"name": HostRows.of(rows)})))
+    tensor = step.rows["name"].torch()
+    assert tensor.dtype == getattr(torch, dtype)
+    assert tensor.shape == (6, 4)
+    assert (tensor.view(torch.uint8).numpy().reshape(-1) == payload).all()

@@ -1,0 +1,208 @@
+"""A clip's file in, the reference's rows and logits out: over the wire, in pieces, with the timestamps that
+the prompt is built from."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from encoder_service.towers.synthetic import FAMILIES, make_checkpoint
+from lm_adapter import ClipItem, FramesItem, ImageItem, PreprocessOptions, VisionEncoderClient
+from lm_adapter.clip_texts import kimi_chunk_texts, qwen_frame_texts
+from lm_adapter.engines.hf import RemoteItem, load_language_model
+from lm_adapter.types import EncodedRows, Grid, Modality
+from tests.integration.conftest import RunningService, running
+from tests.parity.full_model import FullModel, Picture
+from tests.parity.reference import import_reference
+from tests.unit.ingest import clip_files, image_files
+
+RELATIVE = 1e-5
+FPS = 8
+
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
+
+
+class Served:
+    """One family's service with pieces so small that every clip has several, and the reference's parts."""
+
+    def __init__(self, family: str, checkpoint: Path, service: RunningService) -> None:
+        self.family, self.checkpoint, self.service = family, checkpoint, service
+        transformers = import_reference()
+        transformers.logging.set_verbosity_error()
+        self.full = FullModel(family, checkpoint)
+        if family == "kimi_k25":
+            from transformers.models.kimi_k25.video_processing_kimi_k25 import Kimi_K25VideoProcessor
+
+            # What the published file says, which the reference does not read by itself.
+            self.processor = Kimi_K25VideoProcessor(image_mean=[0.5] * 3, image_std=[0.5] * 3)
+        else:
+            self.processor = transformers.Qwen3VLVideoProcessor.from_pretrained(checkpoint)
+
+    def rows(self, pixels: torch.Tensor, grids: list[Grid]) -> torch.Tensor:
+        """[R, D * (1 + L)] by the full model's own tower."""
+        parts = pixels.split([grid.num_patches for grid in grids])
+        items = [
+            self.full.item(Picture(tuple(grid), part, Modality.VIDEO))
+            for grid, part in zip(grids, parts, strict=True)
+        ]
+        return torch.cat([item.rows for item in items])
+
+    def reference(self, data: bytes, path: Path, **options: Any) -> tuple[torch.Tensor, list[Grid], Any]:
+        """(pixels [P, patch_dim], grids, metadata) of a file by the reference's reader and processor."""
+        from transformers.video_utils import load_video
+
+        path.write_bytes(data)
+        sample = partial(self.processor.sample_frames, **{"fps": 2, **options})
+        frames, metadata = load_video(str(path), backend="pyav", sample_indices_fn=sample)
+        batch = self.processor(
+            videos=[torch.from_numpy(frames).permute(0, 3, 1, 2)],
+            video_metadata=[metadata],
+            do_sample_frames=False,
+            return_metadata=True,
+            return_tensors="pt",
+            input_data_format="channels_first",
+        )
+        pixels = batch["pixel_values_videos"]
+        grids = [Grid(*grid) for grid in batch["video_grid_thw"].tolist()]
+        return pixels.reshape(pixels.shape[0], -1), grids, batch["video_metadata"][0]
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    family = request.param
+    checkpoint = tmp_path_factory.mktemp("clips") / family
+    make_checkpoint(checkpoint, family, "tiny", seed=random.randrange(1000), with_lm=True)
+    settings = {"clip_piece_patches": 64, "chunk_bytes": 4096}
+    with running(checkpoint, torch.device("cpu"), **settings) as service:
+        yield Served(family, checkpoint, service)
+
+
+def assert_close(found: torch.Tensor, expected: torch.Tensor, what: str) -> None:
+    assert found.shape == expected.shape, what
+    relative = float((found.double() - expected.double()).norm() / expected.double().norm())
+    print(f"parity {what}: relative {relative:.2e}")
+    assert relative < RELATIVE, (what, relative)
+
+
+def clip_of(served: Served, num_frames: int | None = None) -> bytes:
+    frames = clip_files.moving(num_frames or random.randint(30, 60), 64, 96)
+    return clip_files.encode(frames, "h264.mp4", fps=FPS, key_every=7)
+
+
+def test_rows_of_a_file_equal_the_reference_towers(served: Served, tmp_path: Path) -> None:
+    data = clip_of(served)
+    pixels, grids, metadata = served.reference(data, tmp_path / "clip.mp4")
+    with VisionEncoderClient(served.service.target) as client:
+        rows = client.encode_one(ClipItem(data))
+    assert_close(rows.torch(), served.rows(pixels, grids), served.family)
+    assert list(rows.timestamps_s) == metadata.timestamps
+    if served.family == "kimi_k25":
+        assert list(rows.chunk_grids) == grids
+        assert rows.grid_thw == (sum(grid.t for grid in grids), *grids[0][1:])
+    else:
+        assert [rows.grid_thw] == grids
+        assert rows.chunk_grids == ()
+
+
+def test_options_sample_as_the_references_do_and_name_other_rows(served: Served, tmp_path: Path) -> None:
+    """p11: the key covers sampling."""
+    data = clip_of(served)
+    options = PreprocessOptions(fps=1.5)
+    pixels, grids, metadata = served.reference(data, tmp_path / "clip.mp4", fps=1.5)
+    with VisionEncoderClient(served.service.target) as client:
+        plain, sampled = client.encode([ClipItem(data), ClipItem(data, options=options)])
+    assert isinstance(plain, EncodedRows)
+    assert isinstance(sampled, EncodedRows)
+    assert plain.key != sampled.key
+    assert plain.content_digest == sampled.content_digest
+    assert list(sampled.timestamps_s) == metadata.timestamps
+    assert_close(sampled.torch(), served.rows(pixels, grids), served.family)
+
+
+def test_frames_give_the_rows_of_their_file(served: Served) -> None:
+    data = clip_of(served)
+    frames = clip_files.decoded(data)
+    with VisionEncoderClient(served.service.target) as client:
+        of_file = client.encode_one(ClipItem(data))
+        of_array = client.encode_one(FramesItem(frames, fps=float(FPS)))
+        places = [round(at_s * FPS) for at_s in of_file.timestamps_s]
+        of_sampled = client.encode_one(FramesItem(frames[places], timestamps_s=of_file.timestamps_s))
+    for other in (of_array, of_sampled):
+        assert_close(other.torch(), of_file.torch(), served.family)
+        assert other.timestamps_s == of_file.timestamps_s
+        assert other.chunk_grids == of_file.chunk_grids
+        assert other.key != of_file.key
+
+
+def test_p28_images_and_clips_of_one_call_are_what_they_are_alone(served: Served) -> None:
+    """p31 as well: whatever shares their batches."""
+    picture = np.random.default_rng().integers(0, 256, (70, 90, 3), dtype=np.uint8)
+    image, clip = ImageItem(image_files.ppm(picture)), ClipItem(clip_of(served))
+    with VisionEncoderClient(served.service.target, namespace="alone") as client:
+        alone = [client.encode_one(item) for item in (image, clip)]
+    with VisionEncoderClient(served.service.target, namespace="together") as client:
+        together = client.encode([image, clip, image, clip])
+    for found, expected in zip(together, alone * 2, strict=True):
+        assert isinstance(found, EncodedRows)
+        assert_close(found.torch(), expected.torch(), served.family)
+
+
+def test_rows_arrive_while_the_rest_is_encoded(served: Served) -> None:
+    """A chunked prefill can begin with the first rows: what was told of is there, and stays as it is."""
+    told: list[tuple[int, np.ndarray]] = []
+
+    def keep(index: int, rows: EncodedRows, num_ready: int) -> None:
+        assert index == 0
+        told.append((num_ready, rows.numpy()[:num_ready].copy()))
+
+    with VisionEncoderClient(served.service.target) as client:
+        rows = client.encode_one(ClipItem(clip_of(served, 64)), on_rows=keep)
+    assert len(told) > 2
+    assert [ready for ready, _ in told] == sorted(ready for ready, _ in told)
+    assert told[-1][0] == rows.num_rows
+    for ready, first in told:
+        assert np.array_equal(first, rows.numpy()[:ready])
+
+
+def test_p07_a_prompt_built_from_the_result_is_the_references(served: Served, tmp_path: Path) -> None:
+    """Ids, positions and logits: timestamps of the frames sampled between the rows of a clip."""
+    data = clip_of(served, random.randint(25, 40))
+    pixels, grids, metadata = served.reference(data, tmp_path / "clip.mp4")
+    with VisionEncoderClient(served.service.target) as client:
+        rows = client.encode_one(ClipItem(data))
+    full, remote = served.full, load_language_model(served.checkpoint)
+    tokenizer = import_reference().AutoTokenizer.from_pretrained(served.checkpoint)
+    is_kimi = served.family == "kimi_k25"
+    if is_kimi:
+        texts, num_units = kimi_chunk_texts(rows.timestamps_s), len(rows.chunk_grids)
+    else:
+        texts, num_units = qwen_frame_texts(rows.timestamps_s), rows.grid_thw.t
+        from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
+
+        times = Qwen3VLProcessor._calculate_timestamps(None, list(metadata.frames_indices), metadata.fps, 2)
+        assert texts == [f"<{at_s:.1f} seconds>" for at_s in times]
+    assert len(texts) == num_units
+    ids = [20, 21]
+    for text in texts:
+        ids += tokenizer.encode(text, add_special_tokens=False)
+        ids += [7, *[full.video_id] * (rows.num_rows // num_units), 8]
+    ids += [30, 31, 32]
+    pieces = grids if is_kimi else [rows.grid_thw]
+    pictures, items = [], []
+    parts = pixels.split([grid.num_patches for grid in pieces])
+    of_pieces = rows.torch().split(rows.num_rows // len(pieces))
+    for grid, part, part_rows in zip(pieces, parts, of_pieces, strict=True):
+        pictures.append(Picture(tuple(grid), part, Modality.VIDEO))
+        items.append(RemoteItem(grid, part_rows, Modality.VIDEO, rows.num_deepstack_levels))
+    prompt = [full.image_id if is_kimi and token == full.video_id else token for token in ids]
+    for chunk_size in (None, 7):
+        found = remote.prefill([prompt], [items], chunk_size=chunk_size, all_logits=True)
+        assert found.prompt_logits_NV is not None
+        assert_close(found.prompt_logits_NV[0], full.logits(ids, pictures), f"logits of {served.family}")

@@ -1,0 +1,313 @@
+"""Frames sampled, timestamps, grids and float32 pixels of clips equal the reference's video processors, bit
+for bit: files read by its PyAV reader, arrays of frames, frames that were sampled before."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Iterator
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from encoder_service.errors import AspectRatioExceeded
+from encoder_service.ingest.clips import Clip
+from encoder_service.ingest.decode import DecodeLimits
+from encoder_service.ingest.preprocessor import Preprocessor
+from encoder_service.ingest.registry import load_preprocessor
+from encoder_service.types import EncodedFile, FrameArray, Grid, PreprocessOptions
+from tests.parity.reference import import_reference
+from tests.unit.ingest import clip_files
+
+LIMITS = DecodeLimits(max_encoded_bytes=1 << 28, max_image_pixels=1 << 26)
+HALF = {"image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5]}
+# Small budgets, so that all of their branches are met with small pictures.
+QWEN_SIZE = {"shortest_edge": 4 * 32 * 32, "longest_edge": 40 * 32 * 32}
+FAMILIES = ("qwen3_vl", "qwen3_5", "kimi_k25")
+
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@cache
+def reference_of(family: str) -> Any:
+    """The reference's video processor."""
+    transformers = import_reference()
+    transformers.logging.set_verbosity_error()
+    if family == "kimi_k25":
+        from transformers.models.kimi_k25.video_processing_kimi_k25 import Kimi_K25VideoProcessor
+
+        return Kimi_K25VideoProcessor(max_patches=40, size={"max_height": 12, "max_width": 12}, **HALF)
+    return transformers.Qwen3VLVideoProcessor(size=QWEN_SIZE, **HALF)
+
+
+@pytest.fixture(scope="module")
+def ours(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Preprocessor]:
+    """Our preprocessors, from the files that the reference's processors save."""
+
+    @cache
+    def load(family: str) -> Preprocessor:
+        folder = tmp_path_factory.mktemp(family)
+        save(folder, family, reference_of(family))
+        return load_preprocessor(folder, family, LIMITS)
+
+    return load
+
+
+def save(folder: Path, family: str, reference: Any) -> None:
+    transformers = import_reference()
+    if family == "kimi_k25":
+        from transformers.models.kimi_k25.image_processing_kimi_k25 import Kimi_K25ImageProcessor
+
+        Kimi_K25ImageProcessor(**HALF).save_pretrained(folder)
+    else:
+        transformers.Qwen2VLImageProcessor(patch_size=16, **HALF).save_pretrained(folder)
+    reference.save_pretrained(folder)
+
+
+def expected_of(
+    family: str, frames: np.ndarray, metadata: Any, **overrides: Any
+) -> tuple[torch.Tensor, list[Grid], Any]:
+    """(pixels [P, patch_dim], grids, metadata) by the reference. frames: uint8 [T, H, W, 3]."""
+    batch = reference_of(family)(
+        videos=[torch.from_numpy(frames).permute(0, 3, 1, 2)],
+        video_metadata=[metadata],
+        input_data_format="channels_first",
+        return_metadata=True,
+        return_tensors="pt",
+        **overrides,
+    )
+    pixels = batch["pixel_values_videos"]
+    grids = [Grid(*grid) for grid in batch["video_grid_thw"].tolist()]
+    return pixels.reshape(pixels.shape[0], -1), grids, batch["video_metadata"][0]
+
+
+def read(
+    clip: Clip, preprocessor: Preprocessor, max_patches: int = 1 << 20
+) -> tuple[torch.Tensor, list[Grid]]:
+    """All pieces' (pixels [P, patch_dim], grids)."""
+    promised = clip.piece_grids(max_patches)
+    pixels, grids = [], []
+    while (piece := clip.read_piece(max_patches)) is not None:
+        pixels.append(preprocessor.patchify(piece.frames_THWC))
+        grids.append(piece.grid)
+    assert grids == promised
+    return torch.cat(pixels), grids
+
+
+def check(clip: Clip, preprocessor: Preprocessor, expected: tuple[torch.Tensor, list[Grid], Any]) -> None:
+    """Whatever size its pieces have."""
+    pixels, grids, metadata = expected
+    found, pieces = read(clip, preprocessor, max_patches=random.choice([1, 8, 64, 1 << 20]))
+    plan = clip.plan
+    assert list(plan.indices) == [int(index) for index in metadata.frames_indices]
+    expected_s = metadata.timestamps
+    if any(isinstance(time_s, torch.Tensor) for time_s in expected_s):  # 5.17 has Kimi's in float32
+        expected_s = pytest.approx([float(time_s) for time_s in expected_s], rel=1e-6)
+    assert list(plan.timestamps_s) == expected_s
+    if plan.chunk_grids:
+        assert list(plan.chunk_grids) == grids == pieces
+    else:
+        assert [plan.grid] == grids
+        assert sum(grid.t for grid in pieces) == plan.grid.t
+    assert torch.equal(found, pixels), (found.shape, pixels.shape)
+
+
+def metadata_of(num_frames: int, fps: float) -> Any:
+    import_reference()
+    from transformers.video_utils import VideoMetadata
+
+    return VideoMetadata(total_num_frames=num_frames, fps=fps)
+
+
+def open_clip(preprocessor: Preprocessor, content: EncodedFile | FrameArray, **options: Any) -> Clip:
+    assert preprocessor.clips is not None
+    return preprocessor.clips.open(content, PreprocessOptions(**options))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("kind", ["h264.mp4", "mpeg4.mp4"])
+def test_a_file_is_read_as_the_reference_reads_it(
+    family: str, kind: str, ours: Callable[[str], Preprocessor], tmp_path: Path
+) -> None:
+    import_reference()
+    from transformers.video_utils import load_video
+
+    data = clip_files.encode(clip_files.moving(random.randint(40, 70), 60, 90), kind, fps=15, key_every=16)
+    (tmp_path / "clip.mp4").write_bytes(data)
+    frames, metadata = load_video(
+        str(tmp_path / "clip.mp4"),
+        backend="pyav",
+        sample_indices_fn=partial(reference_of(family).sample_frames, fps=2),
+    )
+    clip = open_clip(ours(family), EncodedFile(data))
+    check(clip, ours(family), expected_of(family, frames, metadata, do_sample_frames=False))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("kind", ["vp9.webm", "av1.webm", "h264.mkv", "gif.gif", "webp.webp"])
+def test_a_file_whose_frames_the_reference_cannot_count_is_sampled_as_their_array(
+    family: str, kind: str, ours: Callable[[str], Preprocessor]
+) -> None:
+    num_frames = random.randint(20, 40)
+    data = clip_files.encode(clip_files.moving(num_frames, 48, 80), kind, fps=10)
+    clip = open_clip(ours(family), EncodedFile(data))
+    expected = expected_of(family, clip_files.decoded(data), metadata_of(num_frames, 10.0))
+    check(clip, ours(family), expected)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("seed", [random.randrange(1 << 30) for _ in range(30)], ids=lambda seed: "random")
+def test_arrays_of_any_length_rate_and_size(
+    family: str, seed: int, ours: Callable[[str], Preprocessor]
+) -> None:
+    rng = random.Random(seed)
+    num_frames, fps = rng.randint(2, 90), rng.choice([1.5, 7.0, 23.976, 24.0, 30000 / 1001, 60.0])
+    height, width = rng.randint(6, 260), rng.randint(6, 260)
+    sampled_fps = rng.choice([None, 0.5, 1.0, 3.7, 12.0])
+    options: dict[str, Any] = {} if sampled_fps is None else {"fps": sampled_fps}
+    overrides = dict(options)
+    if family == "kimi_k25":
+        if max(1, int(num_frames / fps * (sampled_fps or 2))) > num_frames:
+            pytest.skip("the reference refuses more frames than there are")
+    elif rng.random() < 0.5:
+        options |= {"min_pixels": 5000, "max_pixels": rng.randint(6000, 400_000)}
+        overrides["size"] = {"shortest_edge": 5000, "longest_edge": options["max_pixels"]}
+    frames = np.random.default_rng(seed).integers(0, 256, (num_frames, height, width, 3), dtype=np.uint8)
+    clip = open_clip(ours(family), FrameArray(torch.from_numpy(frames), fps), **options)
+    try:
+        expected = expected_of(family, frames, metadata_of(num_frames, fps), **overrides)
+    except ZeroDivisionError:  # 5.17 has no frame of a clip shorter than the time between two
+        pytest.skip("the reference takes no frame of this clip")
+    check(clip, ours(family), expected)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_p07_frames_that_were_sampled_before_keep_their_timestamps(
+    family: str, ours: Callable[[str], Preprocessor]
+) -> None:
+    num_frames = random.randint(3, 11)
+    frames = clip_files.moving(num_frames, 70, 50)
+    places = sorted(random.sample(range(400), num_frames))
+    fps = 24000 / 1001
+    metadata = metadata_of(400, fps)
+    metadata.frames_indices = places
+    at_s = tuple(place / fps for place in places)
+    clip = open_clip(ours(family), FrameArray(torch.from_numpy(frames), None, at_s))
+    pixels, _, _ = expected_of(family, frames, metadata, do_sample_frames=False)
+    assert torch.equal(read(clip, ours(family))[0], pixels)
+    assert clip.plan.timestamps_s == at_s
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_5"])
+@pytest.mark.parametrize(("num_frames", "low", "high"), [(50, 4, 6), (3, 4, 768), (90, 12, 12), (20, 2, 3)])
+def test_p07_a_clamped_number_of_frames_gives_the_timestamps_of_those_taken(
+    family: str, num_frames: int, low: int, high: int, ours: Callable[[str], Preprocessor]
+) -> None:
+    frames = clip_files.moving(num_frames, 48, 64)
+    reference = reference_of(family)
+    clip = open_clip(
+        ours(family), FrameArray(torch.from_numpy(frames), 10.0), min_frames=low, max_frames=high
+    )
+    before = reference.min_frames, reference.max_frames
+    try:  # the reference takes these from itself, not from the call
+        reference.min_frames, reference.max_frames = low, high
+        expected = expected_of(family, frames, metadata_of(num_frames, 10.0))
+    finally:
+        reference.min_frames, reference.max_frames = before
+    check(clip, ours(family), expected)
+
+
+def test_a_single_frame_counts_as_one_that_is_shown_twice(ours: Callable[[str], Preprocessor]) -> None:
+    """The reference refuses it, but what it makes of the frame repeated is what repeating it means."""
+    frame = clip_files.moving(1, 50, 70)
+    metadata = metadata_of(2, 24.0)
+    metadata.frames_indices = [0, 0]
+    pixels, grids, _ = expected_of("qwen3_vl", np.repeat(frame, 2, axis=0), metadata, do_sample_frames=False)
+    clip = open_clip(ours("qwen3_vl"), FrameArray(torch.from_numpy(frame)))
+    assert clip.plan.grid == grids[0]
+    assert torch.equal(read(clip, ours("qwen3_vl"))[0], pixels)
+
+
+@pytest.mark.parametrize("turn", [(0, 1, -1, 0), (0, -1, 1, 0), (-1, 0, 0, -1), (-1, 0, 0, 1), (0, 1, 1, 0)])
+def test_a_turned_file_equals_upright_frames(
+    turn: tuple[int, int, int, int], ours: Callable[[str], Preprocessor]
+) -> None:
+    data = clip_files.patched_matrix(clip_files.encode(clip_files.moving(12, 48, 80), fps=6), turn)
+    coded = clip_files.decoded(data)
+    a, b, c, d = turn
+    _, height, width, _ = coded.shape
+    upright = np.zeros((len(coded), *((width, height) if b else (height, width)), 3), np.uint8)
+    for y in range(height):
+        for x in range(width):  # where the matrix puts each pixel, moved back into the picture
+            to_x, to_y = a * x + c * y, b * x + d * y
+            upright[:, to_y % upright.shape[1], to_x % upright.shape[2]] = coded[:, y, x]
+    # Mirroring by -1 maps 0 to 0 and 1 to the last: one further than the picture's own edge.
+    if -1 in (a, c):
+        upright = np.roll(upright, -1, axis=2)
+    if -1 in (b, d):
+        upright = np.roll(upright, -1, axis=1)
+    expected = expected_of("qwen3_vl", upright, metadata_of(len(coded), 6.0))
+    check(open_clip(ours("qwen3_vl"), EncodedFile(data)), ours("qwen3_vl"), expected)
+
+
+def test_an_extreme_shape_is_refused_where_the_reference_refuses_it(
+    ours: Callable[[str], Preprocessor],
+) -> None:
+    frames = np.zeros((4, 40, 40 * 201, 3), np.uint8)
+    with pytest.raises(ValueError, match="aspect ratio"):
+        expected_of("qwen3_vl", frames, metadata_of(4, 2.0))
+    with pytest.raises(AspectRatioExceeded, match=r"8040x40.*201\.0.*200"):
+        open_clip(ours("qwen3_vl"), FrameArray(torch.from_numpy(frames), 2.0))
+
+
+@pytest.mark.parametrize("num_frames", [8, 30])
+def test_the_cap_of_a_frame_is_the_references(num_frames: int, tmp_path: Path) -> None:
+    transformers = import_reference()
+    reference = transformers.Qwen3VLVideoProcessor(
+        size=QWEN_SIZE, cap_pixels_per_frame=True, max_video_tokens=3, fps=4, **HALF
+    )
+    if not hasattr(reference, "max_video_tokens") or "cap_pixels_per_frame" not in str(reference):
+        pytest.skip("this release of the reference has no cap")
+    save(tmp_path, "qwen3_vl", reference)
+    preprocessor = load_preprocessor(tmp_path, "qwen3_vl", LIMITS)
+    frames = clip_files.moving(num_frames, 300, 200)
+    batch = reference(
+        videos=[torch.from_numpy(frames).permute(0, 3, 1, 2)],
+        video_metadata=[metadata_of(num_frames, 8.0)],
+        input_data_format="channels_first",
+        return_tensors="pt",
+    )
+    clip = open_clip(preprocessor, FrameArray(torch.from_numpy(frames), 8.0))
+    assert list(clip.plan.grid) == batch["video_grid_thw"][0].tolist()
+    assert torch.equal(read(clip, preprocessor)[0], batch["pixel_values_videos"])
+
+
+def test_published_kimi_settings_are_read(tmp_path: Path) -> None:
+    from encoder_service.towers.synthetic.files import small_files
+
+    (tmp_path / "preprocessor_config.json").write_text(
+        small_files("kimi_k25", "tiny")["preprocessor_config.json"]
+    )
+    preprocessor = load_preprocessor(tmp_path, "kimi_k25", LIMITS)
+    published = json.loads((tmp_path / "preprocessor_config.json").read_text())["media_proc_cfg"]
+    assert preprocessor.clips is not None
+    described = preprocessor.clips.described["settings"]
+    assert described == {
+        "max_patches": published["in_patch_limit_each_frame"],
+        "max_patches_per_side": published["patch_limit_on_one_side"],
+        "fps": published["sample_fps"],
+        "chunk_frames": published["temporal_merge_kernel_size"],
+        "max_frames": published["max_num_frames_each_video"],
+    }

@@ -1,0 +1,136 @@
+"""Clip files for tests, made on the spot: every container and codec that is taken, of pictures that move.
+
+Encoders are those of the PyAV wheel. Frames come back as the caller sees them after decoding by another way:
+PyAV's own loop over all frames, without seeking or skipping.
+"""
+
+from __future__ import annotations
+
+import io
+import struct
+from collections.abc import Sequence
+from fractions import Fraction
+
+import av
+import numpy as np
+from PIL import Image
+
+CODECS: dict[str, tuple[str, str, dict[str, str]]] = {
+    "h264.mp4": ("mp4", "libx264", {"preset": "veryfast"}),
+    "mpeg4.mp4": ("mp4", "mpeg4", {}),
+    "vp9.webm": ("webm", "libvpx-vp9", {"deadline": "realtime", "cpu-used": "8"}),
+    "av1.webm": ("webm", "libsvtav1", {"preset": "12", "svtav1-params": "lp=1"}),
+    "h264.mkv": ("matroska", "libx264", {"preset": "veryfast"}),
+    "gif.gif": ("gif", "gif", {}),
+}
+KINDS = (*CODECS, "webp.webp")
+
+
+def moving(
+    num_frames: int, height: int = 48, width: int = 64, rng: np.random.Generator | None = None
+) -> np.ndarray:
+    """uint8 [T, H, W, 3]: a smooth random picture that drifts, each frame unlike every other."""
+    rng = rng or np.random.default_rng()
+    small = rng.integers(0, 256, (5, 6, 3), dtype=np.uint8)
+    picture = np.asarray(Image.fromarray(small).resize((width, height), Image.Resampling.BICUBIC))
+    step = max(1, width // 16)
+    return np.stack(
+        [
+            np.roll(picture, place * step, axis=1) // 2 + np.uint8(place * 7 % 128)
+            for place in range(num_frames)
+        ]
+    )
+
+
+def encode(
+    frames: np.ndarray,
+    kind: str = "h264.mp4",
+    *,
+    fps: int = 30,
+    pts: Sequence[int] | None = None,
+    rotation: int | None = None,
+    key_every: int | None = None,
+    b_frames: int | None = None,
+    audio: bool = False,
+) -> bytes:
+    """A file of ``kind``. pts: of each frame, in 1/1000 s, in place of even ones; rotation: degrees
+    counterclockwise, as the display matrix says it; key_every: frames between two key frames."""
+    if kind == "webp.webp":
+        return webp(frames, round(1000 / fps))
+    container, codec, options = CODECS[kind]
+    file = io.BytesIO()
+    with av.open(file, "w", format=container) as out:
+        options = dict(options)
+        if key_every is not None:
+            options |= {"g": str(key_every)}
+        if b_frames is not None:
+            options |= {"bf": str(b_frames)}
+        stream = out.add_stream(codec, rate=fps, options=options)
+        stream.height, stream.width = frames.shape[1:3]
+        stream.pix_fmt = "rgb8" if codec == "gif" else "yuv420p"
+        time_base = Fraction(1, fps) if pts is None else Fraction(1, 1000)
+        stream.codec_context.time_base = time_base
+        if rotation is not None:
+            stream.set_display_rotation(rotation)
+        if audio:
+            _add_tone(out, frames.shape[0] / fps)
+        for place, image in enumerate(frames):
+            frame = av.VideoFrame.from_ndarray(image, format="rgb24")
+            frame.pts = place if pts is None else pts[place]
+            frame.time_base = time_base
+            for packet in stream.encode(frame):
+                out.mux(packet)
+        for packet in stream.encode(None):
+            out.mux(packet)
+    return file.getvalue()
+
+
+def webp(frames: np.ndarray, duration_ms: int | list[int]) -> bytes:
+    """An animated WebP, lossless."""
+    file = io.BytesIO()
+    first, *others = (Image.fromarray(frame) for frame in frames)
+    first.save(file, "WEBP", save_all=True, append_images=others, duration=duration_ms, lossless=True)
+    return file.getvalue()
+
+
+def audio_only(container: str = "mp4") -> bytes:
+    """A file with a tone and no pictures."""
+    file = io.BytesIO()
+    with av.open(file, "w", format=container) as out:
+        _add_tone(out, 0.5)
+    return file.getvalue()
+
+
+def _add_tone(out: av.container.OutputContainer, seconds: float) -> None:
+    stream = out.add_stream("aac", rate=16_000)
+    for place in range(max(1, int(seconds * 16_000) // 1024)):
+        samples = np.sin(np.arange(1024, dtype=np.float32) + place)[None]
+        frame = av.AudioFrame.from_ndarray(samples.astype(np.float32), format="fltp", layout="mono")
+        frame.sample_rate, frame.pts = 16_000, place * 1024
+        for packet in stream.encode(frame):
+            out.mux(packet)
+    for packet in stream.encode(None):
+        out.mux(packet)
+
+
+def decoded(data: bytes) -> np.ndarray:
+    """uint8 [T, H, W, 3]: every frame as it is coded, read from the first to the last."""
+    if data[:4] == b"RIFF":
+        image = Image.open(io.BytesIO(data))
+        frames = []
+        for place in range(getattr(image, "n_frames", 1)):
+            image.seek(place)
+            frames.append(np.array(image.convert("RGB")))
+        return np.stack(frames)
+    with av.open(io.BytesIO(data)) as file:
+        return np.stack([frame.to_ndarray(format="rgb24") for frame in file.decode(video=0)])
+
+
+def patched_matrix(data: bytes, matrix: tuple[int, int, int, int]) -> bytes:
+    """An MP4 whose video track has the display matrix [a b; c d], whatever it had before."""
+    place = data.index(b"tkhd")
+    version = data[place + 4]
+    start = place + 4 + (52 if version else 40)
+    a, b, c, d = (value << 16 for value in matrix)
+    packed = struct.pack(">9i", a, b, 0, c, d, 0, 0, 0, 1 << 30)
+    return data[:start] + packed + data[start + 36 :]

@@ -1,0 +1,215 @@
+"""Clip files: which frames come, what is refused, and with which reason."""
+
+from __future__ import annotations
+
+import random
+import re
+
+import numpy as np
+import pytest
+
+from encoder_service.errors import ClipTooLarge, UndecodableClip
+from encoder_service.ingest.video_file import open_clip
+from encoder_service.ingest.video_plan import PacketFact, plan_runs
+from encoder_service.ingest.video_settings import ClipLimits
+from encoder_service.ingest.video_stream import StreamClip
+from tests.unit.ingest import clip_files
+
+LIMITS = ClipLimits()
+
+
+def frames_of(data: bytes, indices: list[int] | None = None, limits: ClipLimits = LIMITS) -> np.ndarray:
+    clip = open_clip(data, limits)
+    try:
+        wanted = list(range(clip.header.num_frames)) if indices is None else indices
+        return np.stack([frame.numpy() for frame in clip.frames(wanted)])
+    finally:
+        clip.close()
+
+
+@pytest.mark.parametrize("kind", clip_files.KINDS)
+def test_any_frames_of_any_kind_are_those_of_reading_it_through(kind: str) -> None:
+    count = random.randint(25, 45)
+    key_every = None if kind == "gif.gif" else random.choice([1, 5, 12])
+    data = clip_files.encode(clip_files.moving(count), kind, key_every=key_every, fps=20)
+    expected = clip_files.decoded(data)
+    clip = open_clip(data, LIMITS)
+    assert (clip.header.num_frames, clip.header.height, clip.header.width) == expected.shape[:3]
+    assert clip.header.fps == pytest.approx(20)
+    assert clip.header.duration_s == pytest.approx(count / 20)
+    for _ in range(4):
+        indices = sorted(random.sample(range(count), random.randint(1, 9)))
+        assert np.array_equal(np.stack([frame.numpy() for frame in clip.frames(indices)]), expected[indices])
+    clip.close()
+    clip.close()
+
+
+@pytest.mark.parametrize("b_frames", [0, 2, 4])
+def test_frames_that_are_skipped_change_no_other(b_frames: int) -> None:
+    data = clip_files.encode(clip_files.moving(50), b_frames=b_frames, key_every=25)
+    expected = clip_files.decoded(data)
+    indices = sorted(random.sample(range(50), 6))
+    assert np.array_equal(frames_of(data, indices), expected[indices])
+    assert np.array_equal(frames_of(data), expected)
+
+
+def test_sparse_frames_of_a_long_clip_are_reached_by_seeking() -> None:
+    data = clip_files.encode(clip_files.moving(300), key_every=10, b_frames=0)
+    clip = open_clip(data, LIMITS)
+    assert isinstance(clip, StreamClip)
+    fed = []
+    inner = clip._packets
+
+    def counted(run: object) -> object:
+        for packet in inner(run):  # type: ignore[arg-type]
+            fed.append(packet)
+            yield packet
+
+    clip._packets = counted  # type: ignore[method-assign,assignment]
+    assert len(list(clip.frames([0, 155, 290]))) == 3
+    assert len(fed) < 20
+
+
+def test_packets_that_a_frame_needs_start_at_its_key_frame() -> None:
+    # Shown 0 2 1 3 | 4 6 5 in the file's order; 3 is shown before the second key frame, which follows it.
+    order = [(0, True), (2, False), (1, False), (4, True), (3, False), (6, False), (5, False)]
+    packets = [PacketFact(pts, is_key) for pts, is_key in order]
+    assert [tuple(run)[:2] for run in plan_runs(packets, [1])] == [(0, 2)]
+    assert [tuple(run)[:2] for run in plan_runs(packets, [3])] == [(0, 4)]
+    assert [tuple(run)[:2] for run in plan_runs(packets, [5])] == [(3, 6)]
+    assert [(run.first, run.last, sorted(run.wanted)) for run in plan_runs(packets, [0, 5])] == [
+        (0, 0, [0]),
+        (3, 6, [5]),
+    ]
+    assert [(run.first, run.last) for run in plan_runs(packets, [0, 2, 3, 6])] == [(0, 5)]
+
+
+def test_variable_rates_count_frames_and_give_the_average() -> None:
+    """As the reference does: frames are addressed in the order they are shown, at the average rate."""
+    pts_ms = [0, 40, 50, 400, 420, 900, 1000, 1600, 1610, 1620, 2500, 2900]
+    for kind in ("h264.mp4", "h264.mkv"):
+        data = clip_files.encode(clip_files.moving(12), kind, pts=pts_ms, fps=25)
+        clip = open_clip(data, LIMITS)
+        assert clip.header.num_frames == 12
+        assert 11 / 2.9 < clip.header.fps + 1e-6 < 12 / 2.9
+        assert np.array_equal(frames_of(data), clip_files.decoded(data))
+
+
+@pytest.mark.parametrize(("rotation", "turns"), [(90, 1), (-90, -1), (180, 2)])
+def test_turned_clips_come_upright(rotation: int, turns: int) -> None:
+    data = clip_files.encode(clip_files.moving(6), rotation=rotation)
+    expected = np.rot90(clip_files.decoded(data), turns, axes=(1, 2))
+    clip = open_clip(data, LIMITS)
+    assert (clip.header.height, clip.header.width) == expected.shape[1:3]
+    assert np.array_equal(frames_of(data), expected)
+
+
+def test_sound_beside_the_pictures_is_ignored() -> None:
+    frames = clip_files.moving(15)
+    data = clip_files.encode(frames, audio=True)
+    assert np.array_equal(frames_of(data), clip_files.decoded(data))
+
+
+def test_webp_frames_last_as_long_as_they_say() -> None:
+    data = clip_files.webp(clip_files.moving(4), [100, 300, 500, 100])
+    assert open_clip(data, LIMITS).header.fps == pytest.approx(4.0)
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    ("data", "text"),
+    [
+        (b"", "has 0 bytes"),
+        (b"just some text, and more of it", "start with 6a 75 73 74.*no clip; taken are MP4, WebM"),
+        (b"\x89PNG\r\n\x1a\n" + bytes(64), "is PNG; taken are MP4"),
+        (b"\x00\x00\x00\x1cftypavif" + bytes(64), "is AVIF; taken are MP4"),
+        (b"\x00\x00\x00\x08ftyp", "MP4 file of 8 bytes is damaged or of an unsupported kind"),
+        (b"GIF89a;", "GIF file of 7 bytes is damaged"),
+    ],
+)
+def test_other_files_are_refused_with_what_they_are(data: bytes, text: str) -> None:
+    with pytest.raises(UndecodableClip, match=text):
+        open_clip(data, LIMITS)
+
+
+@pytest.mark.parametrize("container", ["mp4", "matroska"])
+def test_files_without_pictures_are_refused(container: str) -> None:
+    with pytest.raises(UndecodableClip, match=r"0 video streams, needs 1; its streams: audio"):
+        open_clip(clip_files.audio_only(container), LIMITS)
+
+
+def test_a_file_without_frames_is_refused() -> None:
+    import io
+
+    import av
+
+    file = io.BytesIO()
+    with av.open(file, "w", format="mp4") as out:
+        stream = out.add_stream("mpeg4", rate=25)
+        stream.width = stream.height = 32
+        out.start_encoding()
+    with pytest.raises(UndecodableClip, match=r"0 frames|0 video streams|side needs at least 1|damaged"):
+        open_clip(file.getvalue(), LIMITS)
+
+
+@pytest.mark.parametrize("kind", clip_files.KINDS)
+@pytest.mark.parametrize("share", [0.3, 0.6, 0.95])
+def test_files_that_were_cut_off_are_refused_with_both_lengths(kind: str, share: float) -> None:
+    data = clip_files.encode(clip_files.moving(20), kind)
+    cut = data[: int(len(data) * share)]
+    with pytest.raises(UndecodableClip, match=r"truncated: it has \d+ bytes of (at least )?\d+") as raised:
+        open_clip(cut, LIMITS)
+    assert raised.value.details["found_bytes"] == str(len(cut))
+
+
+@pytest.mark.parametrize("kind", clip_files.KINDS)
+def test_damage_fails_the_clip_or_leaves_whole_frames(kind: str) -> None:
+    """Nothing but our own errors leaves, whatever bytes are flipped."""
+    data = clip_files.encode(clip_files.moving(12), kind)
+    rng, num_refused = random.Random(), 0
+    for _ in range(40):
+        damaged = bytearray(data)
+        for _ in range(rng.randint(1, 12)):
+            damaged[rng.randrange(len(damaged))] = rng.randrange(256)
+        try:
+            frames = frames_of(bytes(damaged))
+        except (UndecodableClip, ClipTooLarge):
+            num_refused += 1
+        else:
+            assert frames.dtype == np.uint8
+            assert frames.ndim == 4
+    assert num_refused
+
+
+def test_slices_that_are_lost_fail_the_clip() -> None:
+    """By default FFmpeg paints over what is missing and says nothing."""
+    data = bytearray(clip_files.encode(clip_files.moving(30, 120, 160), key_every=10))
+    start = bytes(data).index(b"mdat") + 2000
+    data[start : start + 600] = bytes(600)
+    with pytest.raises(UndecodableClip):
+        frames_of(bytes(data))
+
+
+@pytest.mark.parametrize(
+    ("limit", "text"),
+    [
+        ({"max_encoded_bytes": 100}, r"has \d+ bytes, the limit is 100"),
+        ({"max_frame_pixels": 64 * 48 - 1}, r"64x48 = 3072 pixels, the limit is 3071"),
+        ({"max_duration_s": 1.5}, r"lasts 2\.0 s, the limit is 1\.5 s"),
+        ({"max_source_frames": 59}, r"(over 59|60) frames,.*limit"),
+    ],
+)
+@pytest.mark.parametrize("kind", ["h264.mp4", "vp9.webm", "webp.webp"])
+def test_limits_name_both_numbers(kind: str, limit: dict[str, float], text: str) -> None:
+    data = clip_files.encode(clip_files.moving(60), kind, fps=30)
+    with pytest.raises(ClipTooLarge) as raised:
+        open_clip(data, ClipLimits(**limit))  # type: ignore[arg-type]
+    assert re.search(text, str(raised.value)), raised.value
+    assert "file" in str(raised.value) or "clip" in str(raised.value)
+
+
+def test_a_limit_below_one_is_no_limit() -> None:
+    with pytest.raises(ValueError, match="max_frames is 0, needs at least 1"):
+        ClipLimits(max_frames=0)

@@ -1,0 +1,191 @@
+"""Clip files that ask for far more than they have, and files that are sound but hard to seek in."""
+
+from __future__ import annotations
+
+import builtins
+import random
+import struct
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from encoder_service.errors import ClipTooLarge, UndecodableClip, UnsupportedContent
+from encoder_service.ingest import video_tables
+from encoder_service.ingest.video_file import open_clip
+from encoder_service.ingest.video_settings import ClipLimits
+from encoder_service.ingest.video_webp import frame_durations_ms
+from tests.unit.ingest import clip_files
+
+LIMITS = ClipLimits()
+MANY = 4_000_001
+TREE = (b"moov", b"trak", b"mdia", b"minf", b"stbl", b"edts", b"moof", b"traf")
+
+
+def boxes(data: bytes, change: Callable[[bytes, bytes], bytes]) -> bytes:
+    """The file with every box's body passed through ``change(kind, body)``."""
+    out, start = b"", 0
+    while start < len(data):
+        size, kind = struct.unpack_from(">I4s", data, start)
+        body = data[start + 8 : start + size]
+        body = change(kind, boxes(body, change) if kind in TREE else body)
+        out += struct.pack(">I4s", len(body) + 8, kind) + body
+        start += size
+    return out
+
+
+def replaced(bodies: dict[bytes, bytes], data: bytes | None = None) -> bytes:
+    data = data or clip_files.encode(clip_files.moving(10), "mpeg4.mp4")
+    return boxes(data, lambda kind, body: bodies.get(kind, body))
+
+
+def fragment_of(count: int) -> bytes:
+    """A file whose one fragment says that it has so many samples, and spends no byte on any."""
+    trun = struct.pack(">8sIIi", struct.pack(">I4s", 20, b"trun"), 1, count, 100)
+    traf = struct.pack(">I4s", 8 + len(trun), b"traf") + trun
+    moof = struct.pack(">I4s", 8 + len(traf), b"moof") + traf
+    return clip_files.encode(clip_files.moving(3), "mpeg4.mp4") + moof
+
+
+BOMBS = {
+    "one size for all": lambda: replaced(
+        {
+            b"stsz": struct.pack(">III", 0, 1, MANY),
+            b"stsc": struct.pack(">IIIII", 0, 1, 1, MANY, 1),
+            b"stts": struct.pack(">IIII", 0, 1, MANY, 512),
+        }
+    ),
+    "a fragment": lambda: fragment_of(MANY),
+    "edits": lambda: replaced(
+        {b"elst": struct.pack(">II", 0, 500_000) + struct.pack(">IiI", 1000, 0, 1 << 16) * 500_000}
+    ),
+    "hidden in an unknown box": lambda: (
+        replaced({}) + struct.pack(">I4s8s4sIII", 32, b"wxyz", bytes(8), b"stsz", 0, 0, MANY)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_tables_that_ask_for_millions_are_refused_before_they_are_read(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = BOMBS[name]()
+    av = pytest.importorskip("av")
+
+    def opened(*_: Any, **__: Any) -> None:
+        raise AssertionError("the demuxer was let near it")
+
+    monkeypatch.setattr(av, "open", opened)
+    with pytest.raises(ClipTooLarge, match=r"tables name \d+ samples.*the limit is 4000000") as raised:
+        open_clip(data, LIMITS)
+    assert int(raised.value.details["found"]) > int(raised.value.details["max_entries"]) == 4_000_000
+
+
+def test_a_compressed_header_is_refused() -> None:
+    with pytest.raises(UndecodableClip, match="header is compressed"):
+        open_clip(replaced({}) + struct.pack(">I4sI4s", 16, b"free", 8, b"cmov"), LIMITS)
+
+
+def test_letters_within_the_pictures_are_no_tables() -> None:
+    """Media may hold any bytes; so many values of plain sound, whose bytes are all there, are none either."""
+    bomb = b"stsz" + struct.pack(">III", 0, 0, MANY) + b"cmov"
+    data = clip_files.encode(clip_files.moving(5), "mpeg4.mp4")
+    data += struct.pack(">I4s", 8 + len(bomb), b"mdat") + bomb
+    assert open_clip(data, LIMITS).header.num_frames == 5
+
+    even = b"stts" + struct.pack(">IIII", 0, 1, MANY, 1)
+    sound = b"stsz" + struct.pack(">III", 0, 1, MANY)
+    media = struct.pack(">I4s", 8 + MANY, b"mdat") + bytes(MANY)
+    video_tables.check_tables(media + even + sound, 1000)
+    with pytest.raises(ClipTooLarge):
+        video_tables.check_tables(media + sound, 1000)
+    with pytest.raises(ClipTooLarge):
+        video_tables.check_tables(even + sound, 1000)
+
+
+def test_small_boxes_and_chunks_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("encoder_service.ingest.video_container.MAX_BOXES", 100)
+    with pytest.raises(UndecodableClip, match="over 100 boxes"):
+        open_clip(struct.pack(">I4s", 8, b"free") * 101, LIMITS)
+    chunks = b"RIFF" + bytes(8) + struct.pack("<4sI", b"XXXX", 0) * 101
+    assert frame_durations_ms(chunks, 101) == []
+    with pytest.raises(ClipTooLarge, match="over 100 chunks"):
+        frame_durations_ms(chunks, 100)
+
+
+PROBE = """
+import resource, sys
+from encoder_service.errors import ClipTooLarge
+from encoder_service.ingest.video_file import open_clip
+from encoder_service.ingest.video_settings import ClipLimits
+small, large = (open(path, "rb").read() for path in sys.argv[1:])
+open_clip(small, ClipLimits()).close()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+try:
+    open_clip(large, ClipLimits(max_frame_pixels=1_000_000))
+except ClipTooLarge as error:
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before, error)
+"""
+
+
+def test_frames_above_the_limit_are_not_decoded_to_learn_of_them(tmp_path: Any) -> None:
+    """Opening looks at the first frames by itself: 25 MB and more at 4096 by 4096."""
+    for name, side in (("small", 64), ("large", 4096)):
+        data = clip_files.encode(np.zeros((2, side, side, 3), np.uint8), "h264.mp4")
+        (tmp_path / name).write_bytes(data)
+    run = subprocess.run(
+        [sys.executable, "-c", PROBE, str(tmp_path / "small"), str(tmp_path / "large")],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    grown_kib, text = run.stdout.split(maxsplit=1)
+    assert "4096x4096 = 16777216 pixels, the limit is 1000000" in text
+    assert int(grown_kib) < 20_000
+
+
+@pytest.mark.parametrize("kind", ["h264.mp4", "h264.mkv"])
+def test_any_frames_of_open_groups_of_pictures(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Frames behind a key frame that lean on ones before it: decoding cannot begin at every key frame."""
+    container, codec, _ = clip_files.CODECS[kind]
+    options = {"x264-params": "open-gop=1:b-pyramid=normal:bframes=5:b-adapt=0:scenecut=0"}
+    monkeypatch.setitem(clip_files.CODECS, kind, (container, codec, options))
+    data = clip_files.encode(clip_files.moving(60), kind, key_every=9)
+    expected = clip_files.decoded(data)
+    for threads in (1, 2):
+        for count in (1, 2, 5, 20):
+            indices = sorted(random.sample(range(60), count))
+            clip = open_clip(data, ClipLimits(decode_threads=threads))
+            found = np.stack([frame.numpy() for frame in clip.frames(indices)])
+            assert np.array_equal(found, expected[indices]), indices
+            clip.close()
+
+
+def test_without_its_package_a_clip_says_so_and_webp_is_still_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    data, webp = (clip_files.encode(clip_files.moving(4), kind) for kind in ("mpeg4.mp4", "webp.webp"))
+    real = builtins.__import__
+
+    def without(name: str, *args: Any, **kwargs: Any) -> Any:
+        if name == "av" or name.startswith("av."):
+            raise ModuleNotFoundError("No module named 'av'", name="av")
+        return real(name, *args, **kwargs)
+
+    monkeypatch.delitem(sys.modules, "encoder_service.ingest.video_stream", raising=False)
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(
+        UnsupportedContent, match=r"MP4 clips are read by the package av.*No module named 'av'"
+    ):
+        open_clip(data, LIMITS)
+    assert open_clip(webp, LIMITS).header.num_frames == 4
+
+
+def test_the_service_starts_without_the_package_of_clips() -> None:
+    text = "import sys, encoder_service.app; print('av' in sys.modules)"
+    run = subprocess.run(
+        [sys.executable, "-c", text], capture_output=True, text=True, timeout=120, check=True
+    )
+    assert run.stdout.split() == ["False"]

@@ -1,0 +1,164 @@
+"""The fused M-RoPE kernel and the torch version against the definition in float64.
+
+The table of angles is part of both sides; that it is the reference's is seen in tests/parity/test_rotary.py.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from lm_adapter.kernels.rotate import rotation_warps
+from lm_adapter.rotary import MRopeLayout, RotaryTable, apply_mrope
+from tests.unit.kernels.references import DTYPES, assert_near, randn
+
+# q heads, k heads, head_dim, layout: Qwen3-VL 8B, Qwen3.5, Qwen2.5-VL 7B, shapes that divide by nothing.
+CASES = {
+    "qwen3_vl": (32, 8, 128, MRopeLayout((24, 20, 20), interleaved=True)),
+    "qwen3_5": (16, 2, 256, MRopeLayout((11, 11, 10), interleaved=True)),
+    "qwen2_5_vl": (28, 4, 128, MRopeLayout((16, 24, 24), interleaved=False)),
+    "odd": (3, 1, 50, MRopeLayout((3, 5, 2), interleaved=False)),
+    "interleaved_tail": (5, 5, 24, MRopeLayout((6, 2, 4), interleaved=True)),
+    "one_axis": (1, 1, 8, MRopeLayout((4, 0, 0), interleaved=True)),
+}
+MAX_POSITIONS = 300
+
+
+def table_of(layout: MRopeLayout, device: torch.device, max_positions: int = MAX_POSITIONS) -> RotaryTable:
+    half = layout.rotary_dim // 2
+    inv_freq = 1.0 / 1e6 ** (torch.arange(half) / half)
+    return RotaryTable.build(layout, inv_freq, max_positions=max_positions, device=device)
+
+
+def expected_rotation(x: torch.Tensor, positions: torch.Tensor, table: RotaryTable) -> torch.Tensor:
+    """Element by element, in float64, from the definition."""
+    layout = table.layout
+    half = layout.rotary_dim // 2
+    cos_sin = table.cos_sin.cpu().double()
+    rotated = x.double().clone()
+    t, h, w = layout.sections
+    for pair in range(half):
+        if layout.interleaved:
+            axis = {1: 1 if pair < 3 * h else 0, 2: 2 if pair < 3 * w else 0}.get(pair % 3, 0)
+        else:
+            axis = 0 if pair < t else 1 if pair < t + h else 2
+        at = positions[axis].long()
+        cos, sin = cos_sin[at, pair][:, None], cos_sin[at, pair + half][:, None]
+        first, second = x[..., pair].double(), x[..., pair + half].double()
+        rotated[..., pair] = first * cos - second * sin
+        rotated[..., pair + half] = second * cos + first * sin
+    return rotated.float()
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", CASES)
+def test_rotation_follows_its_definition(
+    case: str, dtype: torch.dtype, backend: str, device: torch.device, generator: torch.Generator
+) -> None:
+    num_q_heads, num_k_heads, head_dim, layout = CASES[case]
+    num_tokens = 7
+    q = randn(generator, num_tokens, num_q_heads, head_dim).to(dtype)
+    k = randn(generator, num_tokens, num_k_heads, head_dim).to(dtype)
+    positions = torch.randint(MAX_POSITIONS, (3, num_tokens), generator=generator)
+    table = table_of(layout, device)
+    held_q, held_k = q.to(device, copy=True), k.to(device, copy=True)
+    result = apply_mrope(held_q, held_k, positions.to(device), table, backend=backend)  # type: ignore[arg-type]
+    assert result[0] is held_q
+    assert result[1] is held_k
+    assert_near(held_q, expected_rotation(q, positions, table))
+    assert_near(held_k, expected_rotation(k, positions, table))
+    rest = slice(layout.rotary_dim, None)
+    assert torch.equal(held_q[..., rest].cpu(), q[..., rest])
+    assert torch.equal(held_k[..., rest].cpu(), k[..., rest])
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_parts_of_one_projection_and_positions_of_any_stride(
+    backend: str, device: torch.device, generator: torch.Generator
+) -> None:
+    """q and k as views of a packed projection [T, q | k | v], v untouched; int32 positions, transposed."""
+    layout = MRopeLayout((4, 2, 2), interleaved=True)
+    projection = randn(generator, 5, (4 + 2 + 2) * 16)
+    held = projection.to(device, copy=True)
+    heads = held.view(5, 8, 16)
+    positions = torch.randint(MAX_POSITIONS, (5, 3), generator=generator, dtype=torch.int32)
+    table = table_of(layout, device)
+    apply_mrope(heads[:, :4], heads[:, 4:6], positions.to(device).T, table, backend=backend)  # type: ignore[arg-type]
+    expected = projection.view(5, 8, 16)
+    assert_near(heads[:, :6], expected_rotation(expected[:, :6], positions.T, table))
+    assert torch.equal(heads[:, 6:].cpu(), expected[:, 6:])
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_equal_axes_are_plain_rope_and_broadcast_positions_serve(
+    backend: str, device: torch.device, generator: torch.Generator
+) -> None:
+    layout = MRopeLayout((24, 20, 20), interleaved=True)
+    table = table_of(layout, device)
+    q, k = randn(generator, 6, 2, 128), randn(generator, 6, 1, 128)
+    at = torch.randint(MAX_POSITIONS, (6,), generator=generator)
+    held_q, held_k = q.to(device, copy=True), k.to(device, copy=True)
+    apply_mrope(held_q, held_k, at.to(device).expand(3, 6), table, backend=backend)  # type: ignore[arg-type]
+    cos, sin = table.cos_sin.cpu()[at].split(64, dim=1)
+    for held, x in ((held_q, q), (held_k, k)):
+        turned = torch.cat([-x[..., 64:], x[..., :64]], dim=-1)
+        expected = x * torch.cat([cos, cos], dim=1)[:, None] + turned * torch.cat([sin, sin], dim=1)[:, None]
+        assert_near(held, expected)
+
+
+def test_far_positions_are_as_exact_as_near_ones(device: torch.device, generator: torch.Generator) -> None:
+    layout = MRopeLayout((4, 2, 2), interleaved=True)
+    table = table_of(layout, device, 262_144)
+    q, k = randn(generator, 3, 2, 16), randn(generator, 3, 1, 16)
+    positions = torch.tensor([[262_143, 131_072, 0], [200_001, 5, 1], [0, 262_143, 262_143]])
+    held_q, held_k = q.to(device, copy=True), k.to(device, copy=True)
+    apply_mrope(held_q, held_k, positions.to(device), table, backend="triton")
+    assert_near(held_q, expected_rotation(q, positions, table))
+    assert_near(held_k, expected_rotation(k, positions, table))
+
+
+def test_no_tokens(device: torch.device) -> None:
+    table = table_of(MRopeLayout((4, 2, 2), interleaved=True), device)
+    q = torch.zeros(0, 2, 16, device=device)
+    apply_mrope(q, q.clone(), torch.zeros(3, 0, dtype=torch.int64, device=device), table, backend="triton")
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_auto_takes_the_kernel_and_a_graph_captures_it(
+    device: torch.device, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from lm_adapter.kernels import rotate
+
+    launches = []
+    plain = rotate.rotate_qk_
+    monkeypatch.setattr(rotate, "rotate_qk_", lambda *args: (launches.append(1), plain(*args))[1])
+    layout = MRopeLayout((24, 20, 20), interleaved=True)
+    table = table_of(layout, device)
+    q, k = randn(generator, 9, 32, 128).to(device), randn(generator, 9, 8, 128).to(device)
+    positions = torch.randint(MAX_POSITIONS, (3, 9), generator=generator).to(device)
+    apply_mrope(q.clone(), k.clone(), positions, table)
+    assert launches == [1]
+    static_q, static_k = q.clone(), k.clone()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        apply_mrope(static_q, static_k, positions, table)
+    static_q.copy_(q)
+    static_k.copy_(k)
+    graph.replay()
+    assert_near(static_q, expected_rotation(q.cpu(), positions.cpu(), table))
+    assert_near(static_k, expected_rotation(k.cpu(), positions.cpu(), table))
+
+
+def test_warps_fit_the_work() -> None:
+    assert [rotation_warps(heads, 64) for heads in (1, 8, 32, 64, 128)] == [1, 1, 4, 8, 8]
+
+
+def test_axes_of_published_sections() -> None:
+    interleaved = MRopeLayout((24, 20, 20), interleaved=True).axes()
+    assert interleaved[:7].tolist() == [0, 1, 2, 0, 1, 2, 0]
+    assert interleaved[57:].tolist() == [0, 1, 2, 0, 0, 0, 0]
+    assert np.bincount(interleaved).tolist() == [24, 20, 20]
+    chunked = MRopeLayout((16, 24, 24), interleaved=False).axes()
+    assert chunked.tolist() == [0] * 16 + [1] * 24 + [2] * 24

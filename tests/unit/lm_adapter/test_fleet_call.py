@@ -1,0 +1,260 @@
+"""What a call over a fleet tries, in which order, and that each item is answered once. No I/O, no clock."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lm_adapter.errors import EncoderError, EncoderFault, EncoderUnavailable, ItemFailed, RequestRefused
+from lm_adapter.fleet import FleetCounts, FleetSettings
+from lm_adapter.fleet.budget import RetryBudget
+from lm_adapter.fleet.call import MAX_MOVES, Attempt, FleetCall
+from lm_adapter.fleet.latency import Latencies
+from lm_adapter.fleet.replica import Check, Replica
+from lm_adapter.fleet.ring import home_order
+
+PLAIN = FleetSettings(max_attempts=3, backoff_s=0.1, patience_s=1.0, max_hedges=1)
+DRAINING = EncoderUnavailable("stopping", reason="DRAINING")
+FULL = ItemFailed("full", reason="QUEUE_FULL", status=8, retryable=True, retry_after_ms=700)
+
+
+class Bench:
+    """A call of some items over replicas, all of them up."""
+
+    def __init__(self, num_items: int, num_replicas: int, **changes: Any) -> None:
+        call_changes = {
+            name: changes.pop(name) for name in ("hedge_after_s", "absent_moves") if name in changes
+        }
+        self.settings = replace(PLAIN, **changes)
+        self.replicas = [Replica(f"10.0.0.{number}:1", self.settings) for number in range(num_replicas)]
+        for one in self.replicas:
+            one.checked(Check.SERVING, 0.0)
+        self.counts = FleetCounts()
+        self.budget = RetryBudget(self.settings.retry_share, self.settings.retry_reserve_per_s)
+        self.keys = [random.randbytes(32) for _ in range(num_items)]
+        self.latencies = Latencies()
+        self.call = FleetCall(
+            num_items, self.order, self.settings, self.budget, self.counts, self.latencies, 0.0,
+            replicas=lambda: self.replicas, **call_changes,
+        )  # fmt: skip
+
+    def order(self, index: int) -> list[Replica]:
+        return home_order(self.keys[index], [one for one in self.replicas if one.is_up] or self.replicas)
+
+    def take(self, now_s: float = 0.0) -> list[Attempt]:
+        attempts, lost = self.call.take(now_s)
+        assert lost == []
+        return attempts
+
+    def one(self, now_s: float = 0.0) -> Attempt:
+        (attempt,) = self.take(now_s)
+        return attempt
+
+
+def test_items_go_to_their_homes_in_one_call_each() -> None:
+    bench = Bench(60, 4)
+    attempts = bench.take()
+    assert len(attempts) == 4
+    assert sorted(index for attempt in attempts for index in attempt.indices) == list(range(60))
+    for attempt in attempts:
+        assert all(bench.order(index)[0] is attempt.replica for index in attempt.indices)
+        assert attempt.replica.num_items == len(attempt.indices)
+    assert bench.take() == []
+    assert bench.counts.items == bench.counts.attempts == 60
+
+
+def test_p37_a_draining_replica_is_left_at_once_for_the_next_in_order() -> None:
+    bench = Bench(1, 4)
+    order = bench.order(0)
+    first = bench.one()
+    assert bench.call.ended(first, DRAINING, 0.1) == []
+    second = bench.one(0.1)
+    assert [first.replica, second.replica] == order[:2]
+    assert bench.call.succeeded(second, 0, 0.2)
+    assert bench.counts.retries == 1
+    assert [one.num_items for one in bench.replicas] == [0] * 4
+
+
+def test_only_what_was_left_goes_again() -> None:
+    bench = Bench(8, 1)
+    attempt = bench.one()
+    for index in range(5):
+        assert bench.call.succeeded(attempt, index, 0.1)
+    assert bench.call.ended(attempt, EncoderFault("cut", retryable=True), 0.2) == []
+    assert bench.take(0.25) == [], "the only replica has been tried: a pause comes first"
+    assert bench.one(0.31).indices == [5, 6, 7]
+
+
+def test_what_is_not_retryable_ends_its_item_alone() -> None:
+    bench = Bench(2, 1)
+    attempt = bench.one()
+    bad = ItemFailed("no image", reason="UNDECODABLE_IMAGE", status=3)
+    assert bench.call.failed(attempt, 0, bad, 0.1) is bad
+    assert bench.call.succeeded(attempt, 1, 0.1)
+    assert bench.call.ended(attempt, None, 0.1) == []
+    assert bench.counts.retries == 0
+    other = Bench(3, 1)
+    refused = RequestRefused("no token")
+    assert other.call.ended(other.one(), refused, 0.1) == [(index, refused) for index in range(3)]
+
+
+def test_attempts_are_bounded_and_wait_longer_each_time_on_the_same_replica() -> None:
+    bench = Bench(1, 1)
+    assert bench.call.failed(bench.one(), 0, FULL, 0.0) is None
+    assert bench.call.next_due_s() == 0.7, "what the server asked for is longer than the pause"
+    no_hint = replace_failure(FULL)
+    assert bench.call.failed(bench.one(0.7), 0, no_hint, 1.0) is None
+    assert bench.call.next_due_s() == 1.2
+    last = bench.one(1.2)
+    assert bench.call.failed(last, 0, FULL, 1.3) is FULL
+    assert bench.call.num_attempts(0) == 3
+
+
+def replace_failure(failure: ItemFailed) -> ItemFailed:
+    return ItemFailed(failure.message, reason=failure.reason, status=failure.status, retryable=True)
+
+
+def test_a_spent_budget_ends_the_item_and_says_so() -> None:
+    bench = Bench(1, 4, retry_share=0.0, retry_reserve_per_s=0.0)
+    assert bench.call.ended(bench.one(), DRAINING, 0.1) == [(0, DRAINING)]
+    assert bench.call.notes == {0: "the retry budget is spent"}
+    assert bench.counts.refused == 1
+
+
+def test_a_late_item_is_asked_for_a_second_time_elsewhere_once() -> None:
+    bench = Bench(1, 4, hedge_after_s=0.2)
+    first = bench.one()
+    assert bench.call.next_due_s() == 0.2
+    assert bench.take(0.19) == []
+    beside = bench.one(0.2)
+    assert beside.is_hedge
+    assert beside.replica is bench.order(0)[1]
+    assert bench.take(9.0) == []
+    assert bench.call.succeeded(beside, 0, 0.3)
+    assert bench.call.superseded() == [first]
+    bench.call.left_behind(first, 0.3)
+    assert bench.call.running == [beside]
+    assert bench.counts.hedges == bench.counts.hedges_won == 1
+    assert [one.num_items for one in bench.replicas] == [0] * 4
+
+
+def test_the_late_one_may_still_win_and_its_second_answer_is_dropped() -> None:
+    bench = Bench(1, 4, hedge_after_s=0.2)
+    first = bench.one()
+    beside = bench.one(0.2)
+    assert bench.call.succeeded(first, 0, 0.3)
+    assert not bench.call.succeeded(beside, 0, 0.3)
+    assert bench.counts.hedges_won == 0
+
+
+def test_a_failure_beside_a_running_attempt_waits_for_it() -> None:
+    bench = Bench(1, 4, hedge_after_s=0.2)
+    first = bench.one()
+    beside = bench.one(0.2)
+    assert bench.call.ended(first, DRAINING, 0.3) == []
+    assert bench.take(0.3) == []
+    assert bench.call.ended(beside, DRAINING, 0.4) == []
+    third = bench.one(0.4)
+    assert third.replica not in (first.replica, beside.replica)
+
+
+def test_hedges_are_of_the_budget_too() -> None:
+    bench = Bench(4, 2, hedge_after_s=0.2, retry_share=0.5, retry_reserve_per_s=0.0)
+    bench.take()
+    beside = bench.take(0.2)
+    assert sum(len(one.indices) for one in beside) == 2
+    assert bench.counts.refused == 2
+    assert bench.call.next_due_s() is None, "an item is late once"
+
+
+def test_without_replicas_an_item_waits_for_one_as_long_as_its_patience() -> None:
+    bench = Bench(1, 0)
+    assert bench.take(0.0) == []
+    due_s = bench.call.next_due_s()
+    assert due_s is not None
+    assert 0 < due_s <= 0.1
+    _, lost = bench.call.take(1.0)
+    assert [(index, failure.reason) for index, failure in lost] == [(0, "NO_ENDPOINTS")]
+    other = Bench(1, 0)
+    assert other.take(0.0) == []
+    other.replicas.append(Replica("10.0.0.1:1", other.settings))
+    assert other.one(0.5).replica is other.replicas[0]
+
+
+def test_rows_of_a_digest_are_looked_for_where_they_may_have_been_before() -> None:
+    unknown = ItemFailed("not here", reason="UNKNOWN_KEY", status=5)
+    bench = Bench(1, 9, absent_moves=[True], retry_share=0.0, retry_reserve_per_s=0.0)
+    asked = []
+    for _ in range(MAX_MOVES):
+        attempt = bench.one()
+        asked.append(attempt.replica)
+        assert bench.call.failed(attempt, 0, unknown, 0.0) is None
+    last = bench.one()
+    assert [*asked, last.replica] == bench.order(0)[: MAX_MOVES + 1]
+    assert bench.call.failed(last, 0, unknown, 0.0) is unknown
+    assert (bench.counts.moves, bench.counts.retries) == (MAX_MOVES, 0)
+    alone = Bench(1, 1, absent_moves=[True])
+    assert alone.call.failed(alone.one(), 0, unknown, 0.1) is unknown
+
+
+FAILURES: list[EncoderError] = [
+    DRAINING,
+    FULL,
+    EncoderUnavailable("gone"),
+    RequestRefused("no"),
+    ItemFailed("not here", reason="UNKNOWN_KEY", status=5),
+    EncoderFault("broken", retryable=True),
+]
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.integers(1, 12),
+    st.integers(1, 5),
+    st.integers(0, 2**32),
+    st.sampled_from([None, 0.05]),
+    st.floats(0, 0.9),
+)
+def test_whatever_happens_each_item_is_answered_once(
+    num_items: int, num_replicas: int, seed: int, hedge_after_s: float | None, failing: float
+) -> None:
+    """Nothing is lost, nothing is doubled, nobody is left counted as busy, attempts stay bounded."""
+    draw = random.Random(seed)
+    bench = Bench(num_items, num_replicas, hedge_after_s=hedge_after_s, absent_moves=[True] * num_items)
+    call, answers, running, now_s = bench.call, Counter[int](), set[Attempt](), 0.0
+    for _ in range(5000):
+        if sum(answers.values()) == num_items and not running:
+            break
+        started, lost = call.take(now_s)
+        running |= set(started)
+        answers.update(index for index, _ in lost)
+        for attempt in call.superseded():
+            call.left_behind(attempt, now_s)
+            running.discard(attempt)
+        if running and draw.random() < 0.8:
+            attempt = draw.choice(sorted(running, key=lambda one: one.number))
+            failure = draw.choice(FAILURES)
+            if attempt.left and draw.random() > failing:
+                index = draw.choice(sorted(attempt.left))
+                answers.update([index] if call.succeeded(attempt, index, now_s) else [])
+            elif attempt.left and isinstance(failure, ItemFailed):
+                index = draw.choice(sorted(attempt.left))
+                answers.update([index] if call.failed(attempt, index, failure, now_s) else [])
+            else:
+                over = call.ended(attempt, failure if attempt.left else None, now_s)
+                answers.update(index for index, _ in over)
+                running.discard(attempt)
+            if draw.random() < 0.3:
+                draw.choice(bench.replicas).checked(Check.SERVING, now_s)
+        else:
+            now_s += draw.random() * 0.3
+    assert answers == Counter(range(num_items))
+    assert list(call.running) == []
+    assert [one.num_items for one in bench.replicas] == [0] * num_replicas
+    # A move is an attempt beside those that are allowed, and so is a hedge.
+    assert max(map(call.num_attempts, range(num_items))) <= PLAIN.max_attempts + PLAIN.max_hedges + MAX_MOVES

@@ -1,0 +1,105 @@
+"""A prefix-cache hit that ends inside a vision run: which rows are needed, where they go and stand."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lm_adapter.errors import InvalidRequest
+from lm_adapter.mrope import mrope_positions, pack_positions
+from lm_adapter.placeholders import ExpandedPrompt, PromptItem, expand_placeholders
+from lm_adapter.prefix_cache import shared_prefix_length
+from lm_adapter.splice import RowsLayout, Splicer, items_needed
+
+IMAGE, D = 900, 2
+
+
+def two_images() -> ExpandedPrompt:
+    """Tokens 1..6 and 8..11 are visual."""
+    return expand_placeholders([1, IMAGE, 2, IMAGE, 3], [PromptItem(IMAGE, (6,)), PromptItem(IMAGE, (4,))])
+
+
+def test_a_hit_inside_an_items_rows() -> None:
+    prompt = two_images()
+    positions = mrope_positions(prompt, [(1, 4, 6), (1, 4, 4)], merge_size=2)
+    rows = [torch.arange(6.0)[:, None].expand(6, D), 10 + torch.arange(4.0)[:, None].expand(4, D)]
+    splicer = Splicer(prompt.spans, rows, RowsLayout(D), inputs_embeds_dtype=torch.float32)
+    embeds = torch.full((len(prompt) - 4, D), -1.0)
+    splicer.splice(embeds, 4)
+    assert embeds[:, 0].tolist() == [3, 4, 5, -1, 10, 11, 12, 13, -1]
+    assert positions.chunk(4, 8).tolist() == [[1, 1, 1, 4], [2, 2, 2, 4], [1, 2, 3, 4]]
+
+
+def test_items_behind_the_hit_alone_need_rows() -> None:
+    prompt = two_images()
+    assert items_needed(prompt.spans, 0) == [0, 1]
+    assert items_needed(prompt.spans, 6) == [0, 1]
+    assert items_needed(prompt.spans, 7) == [1]
+    assert items_needed(prompt.spans, 12) == []
+    assert items_needed(prompt.spans, 0, 8) == [0]
+    assert items_needed(prompt.spans, 7, 8) == []
+
+
+def test_between_the_frames_of_a_clip_no_rows_are_needed() -> None:
+    prompt = expand_placeholders([1, IMAGE, 2, 3, IMAGE], [PromptItem(IMAGE, (2, 2))])
+    assert items_needed(prompt.spans, 3, 5) == []
+    assert items_needed(prompt.spans, 3, 6) == [0]
+
+
+def test_rows_of_cached_items_are_never_asked_for() -> None:
+    prompt = two_images()
+    rows = [None, torch.ones(4, D)]
+    splicer = Splicer(prompt.spans, rows, RowsLayout(D), inputs_embeds_dtype=torch.float32)
+    embeds = torch.zeros(len(prompt) - 7, D)
+    splicer.splice(embeds, 7)
+    assert embeds[:, 0].tolist() == [0, 1, 1, 1, 1, 0]
+    untouched = torch.zeros(len(prompt) - 6, D)
+    with pytest.raises(InvalidRequest, match=r"item 0: rows 5\.\.6") as caught:
+        splicer.splice(untouched, 6)
+    assert caught.value.reason == "ROWS_DROPPED"
+    assert not untouched.any()
+
+
+@settings(max_examples=200, deadline=None)
+@given(same=st.integers(0, 2), cut=st.integers(0, 13))
+def test_p12_a_hit_is_as_long_as_the_contents_agree(same: int, cut: int) -> None:
+    """Equal ids, digests equal up to the ``same``-th item: the hit never reaches into a row of other content,
+    and what is prefilled from there on completes the prompt."""
+    prompt = two_images()
+    ours = [bytes([1]) * 32, bytes([2]) * 32]
+    theirs = [digest if n < same else bytes([9]) * 32 for n, digest in enumerate(ours)]
+    shared = shared_prefix_length(prompt, ours, prompt, theirs)
+    assert shared == [1, 8, 13][same]
+    hit = min(shared, cut)
+    positions = mrope_positions(prompt, [(1, 4, 6), (1, 4, 4)], merge_size=2)
+    np.testing.assert_array_equal(
+        np.concatenate([positions.prompt[:, :hit], positions.chunk(hit, len(prompt))], axis=1),
+        positions.prompt,
+    )
+
+
+def test_p02_samples_that_share_a_prompt_share_nothing_behind_it() -> None:
+    """n = 3 samples of one prompt, at different lengths, decoded in one step beside another request."""
+    prompt = two_images()
+    positions = mrope_positions(prompt, [(1, 4, 6), (1, 4, 4)], merge_size=2)
+    n = len(prompt)
+    packed = pack_positions([(positions, n, n + 1), (positions, n + 4, n + 5), (positions, 0, 2)])
+    first = positions.decode(n)
+    assert packed.positions.tolist() == [[first, first + 4, 0, 1]] * 3
+    assert packed.cu_seqlens.tolist() == [0, 1, 2, 4]
+
+
+def test_packing_and_drafts_say_what_is_wrong() -> None:
+    prompt = two_images()
+    positions = mrope_positions(prompt, [(1, 4, 6), (1, 4, 4)], merge_size=2)
+    with pytest.raises(InvalidRequest, match=r"request 1 of 2: .* start 3 and end 2"):
+        pack_positions([(positions, 0, 1), (positions, 3, 2)])
+    assert pack_positions([]).positions.shape == (3, 0)
+    with pytest.raises(InvalidRequest, match=r"token 12 belongs to the prompt of 13 tokens"):
+        positions.drafts(12, [0])
+    with pytest.raises(InvalidRequest, match=r"smallest -1"):
+        positions.drafts(13, [0, -1])
+    assert positions.drafts(13, []).shape == (3, 0)
