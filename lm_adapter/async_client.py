@@ -325,12 +325,15 @@ class AsyncVisionEncoderClient:
             response_deserializer=response_type.FromString,
         )
         try:
-            return await call(
+            started = call(
                 request,
                 timeout=deadline.left_s,
                 metadata=self._session.bearer + metadata,
                 wait_for_ready=wait_for_ready,
             )
+            response = await started
+            self._session.note_server(await started.trailing_metadata())
+            return response
         except grpc.RpcError as error:
             raise self._session.failed(error, method, closed=self._closed) from error
         except asyncio.CancelledError as error:
@@ -368,7 +371,7 @@ class AsyncVisionEncoderClient:
                 finished = await streams.run(call.copied_bytes(message), partial(call.feed, message))
                 if finished is not None:
                     yield finished
-            call.finish()
+            call.finish(await stream.trailing_metadata())
         except grpc.RpcError as error:
             failure = call.failed(error, closed=self._closed)
             if not call.absorbs(failure):

@@ -90,8 +90,9 @@ class RowsCall:
             return 0
         return shared_rows_bytes(message)
 
-    def finish(self) -> None:
-        """The stream ended OK. Raises TruncatedStream."""
+    def finish(self, trailers: Sequence[tuple[str, str | bytes]] | None) -> None:
+        """The stream ended OK, with this metadata. Raises TruncatedStream."""
+        self.session.note_server(trailers)
         self.assembler.finish()
 
     def failed(self, error: grpc.RpcError, *, closed: bool) -> CallFailed:

@@ -332,7 +332,11 @@ class VisionEncoderClient:
             response_deserializer=response_type.FromString,
         )
         try:
-            return call(request, timeout=deadline.left_s, metadata=metadata, wait_for_ready=wait_for_ready)
+            response, ended = call.with_call(
+                request, timeout=deadline.left_s, metadata=metadata, wait_for_ready=wait_for_ready
+            )
+            self._session.note_server(ended.trailing_metadata())
+            return response
         except grpc.RpcError as error:
             raise self._session.failed(error, method, closed=self._closed) from error
         except ValueError as error:
@@ -376,7 +380,7 @@ class VisionEncoderClient:
                 finished = call.feed(message)
                 if finished is not None:
                     yield finished
-            call.finish()
+            call.finish(stream.trailing_metadata())
         except grpc.RpcError as error:
             failure = call.failed(error, closed=self._closed)
             if not call.absorbs(failure):

@@ -59,6 +59,9 @@ PROTOCOL_VERSION = 1
 MIN_PROTOCOL_VERSION = 1
 RELEASE_TIMEOUT_S = 5.0
 """Of one call that gives leases back; what fails expires."""
+INSTANCE_KEY = "x-instance-id"
+"""Of trailing metadata: the ``instance_id`` of the server that answered."""
+MIN_INFO_AGE_S = 1.0
 
 SendRelease: TypeAlias = Callable[[pb.ReleaseRequest, Callable[[], None]], None]
 OutcomeT = TypeVar("OutcomeT")
@@ -105,6 +108,7 @@ class Session:
         self.model = model
         self.max_rows_bytes = max_rows_bytes
         self.info: ServerInfo | None = None
+        self._told_at_s = 0.0
 
     def info_request(self) -> pb.GetServerInfoRequest:
         return pb.GetServerInfoRequest(protocol_version=PROTOCOL_VERSION)
@@ -119,6 +123,7 @@ class Session:
                 f"the server at {self.target} speaks protocol versions {info.min_protocol_version} to "
                 f"{info.protocol_version}, this adapter {MIN_PROTOCOL_VERSION} to {PROTOCOL_VERSION}"
             )
+        self._told_at_s = time.monotonic()
         self.info = info
         self.transports.offer(info)
         return info
@@ -126,6 +131,17 @@ class Session:
     def forget_info(self) -> None:
         """The server may be another one by now: the next call asks again."""
         self.info = None
+
+    def note_server(self, trailers: Sequence[tuple[str, str | bytes]] | None) -> None:
+        """A call's trailing metadata. What is known of a server is forgotten once another start of it, or
+        another one at its address, answers; not more than once in ``MIN_INFO_AGE_S``, for addresses with
+        several behind them."""
+        info = self.info
+        if info is None or not trailers or time.monotonic() - self._told_at_s < MIN_INFO_AGE_S:
+            return
+        answered = next((value for name, value in trailers if name == INSTANCE_KEY), info.instance_id)
+        if answered != info.instance_id:
+            self.forget_info()
 
     def pixels(self, info: ServerInfo, items: Sequence[Item]) -> CallPixels:
         """What of these items is to go by shared memory: to be published, and closed after the call."""

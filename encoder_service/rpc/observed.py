@@ -33,6 +33,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 Metadata: TypeAlias = tuple[tuple[str, str | bytes], ...]
 
 SERVER_TIMING_KEY = "server-timing"
+INSTANCE_KEY = "x-instance-id"
 # Messages repeat what callers sent.
 MAX_LOGGED_MESSAGE = 300
 STATUS_NAMES: dict[int, str] = {code.value[0]: code.name for code in grpc.StatusCode}
@@ -42,15 +43,16 @@ OUR_FAULT = frozenset(("INTERNAL", "DEVICE_FAULT"))
 
 @dataclass
 class Call:
-    """One RPC. metadata: the caller's. message_bytes: of its request, as it came. longest_delivery_s: of its
-    items, from rows that were ready to rows that were read. is_reported: its failure as a whole has its line
-    already."""
+    """One RPC. metadata: the caller's. instance_id: of this server's start. message_bytes: of its request, as
+    it came. longest_delivery_s: of its items, from rows that were ready to rows that were read. is_reported:
+    its failure as a whole has its line already."""
 
     method: str
     request_id: str
     started_s: float
     span: Span | None = None
     metadata: Metadata = ()
+    instance_id: str = ""
     message_bytes: int = 0
     longest_delivery_s: float = 0.0
     is_reported: bool = False
@@ -124,13 +126,17 @@ class Call:
             traces.end_call(self.span, status)
 
     def trailers(self) -> tuple[tuple[str, str], ...]:
-        """What every call's trailing metadata says: its id, and milliseconds in the form of the HTTP header
-        Server-Timing."""
+        """What every call's trailing metadata says: its id, which start of the server answered, so that a
+        client notices another one, and milliseconds in the form of the HTTP header Server-Timing."""
         call_ms = (time.monotonic() - self.started_s) * 1e3
         timing = f"call;dur={call_ms:.3f}"
         if self.longest_delivery_s:
             timing += f", delivery;dur={self.longest_delivery_s * 1e3:.3f}"
-        return ((REQUEST_ID_KEY, self.request_id), (SERVER_TIMING_KEY, timing))
+        return (
+            (REQUEST_ID_KEY, self.request_id),
+            (INSTANCE_KEY, self.instance_id),
+            (SERVER_TIMING_KEY, timing),
+        )
 
 
 def is_turned_away(failure: pb.ItemFailure) -> bool:
@@ -148,12 +154,12 @@ def this_call(method: str = "") -> Call:
 
 
 def observed(
-    method: str, handler: Callable[[Request, Context], Awaitable[Response]]
+    method: str, handler: Callable[[Request, Context], Awaitable[Response]], instance_id: str
 ) -> Callable[[Request, Context], Awaitable[Response]]:
     """The handler of a call of any kind, observed."""
 
     async def observe(request: Request, context: Context) -> Response:
-        call, status = _open(method, context), UNSETTLED
+        call, status = _open(method, context, instance_id), UNSETTLED
         try:
             response = await handler(request, context)
             context.set_trailing_metadata(call.trailers())
@@ -165,12 +171,12 @@ def observed(
     return observe
 
 
-def _open(method: str, context: Context) -> Call:
+def _open(method: str, context: Context, instance_id: str) -> Call:
     metadata: Metadata = tuple(context.invocation_metadata() or ())
     request_id = request_id_of(metadata)
     span = traces.open_call(method, metadata, request_id)
     bind_request(request_id, "" if span is None else traces.trace_id(span))
-    call = Call(method, request_id, time.monotonic(), span, metadata)
+    call = Call(method, request_id, time.monotonic(), span, metadata, instance_id)
     _CALL.set(call)
     return call
 

@@ -171,7 +171,7 @@ def method_handlers(
     Streams of rows serialise their own chunks; all else is plain protobuf."""
 
     def handled(name: str, behaviour: Callable[..., Awaitable[Any]], request: type[Any]) -> Any:
-        return observed.observed(name, gate.passed(name, behaviour, request))
+        return observed.observed(name, gate.passed(name, behaviour, request), servicer.instance_id)
 
     def unary(
         name: str, behaviour: Callable[..., Awaitable[Any]], request: type[Any], response: type[Any]

@@ -69,6 +69,11 @@ class VisionEncoderServicer:
         # flight or whose content still waits to be hashed, whom no item's permit counts.
         self.requests = Admission(0, max_request_bytes)
 
+    @property
+    def instance_id(self) -> str:
+        """Of this start of the server."""
+        return self._info.instance_id
+
     # -- unary calls -----------------------------------------------------------------------------------
 
     async def get_server_info(
