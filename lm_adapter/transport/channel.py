@@ -49,7 +49,8 @@ _DEFAULT_OPTIONS: dict[str, int | str] = {
     "grpc.keepalive_timeout_ms": 20_000,
     # A restarted server is found again in well under a second.
     "grpc.initial_reconnect_backoff_ms": 100,
-    "grpc.min_reconnect_backoff_ms": 100,
+    # Its name misleads: the time that one attempt may take, handshakes included.
+    "grpc.min_reconnect_backoff_ms": 5_000,
     "grpc.max_reconnect_backoff_ms": 5_000,
     # No call is sent twice behind the caller's back.
     "grpc.enable_retries": 0,
