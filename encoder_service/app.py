@@ -12,12 +12,9 @@ import contextlib
 import gc
 import signal
 import sys
-import threading
 import time
 import uuid
 from collections.abc import Callable
-from concurrent.futures import Future
-from typing import TypeVar
 
 import structlog
 import torch
@@ -31,6 +28,8 @@ from encoder_service.engine.device import DeviceEngine
 from encoder_service.engine.fast_path import build_graph_runner
 from encoder_service.engine.faults import first_line
 from encoder_service.engine.graphs import CaptureRecord, GraphRunner
+from encoder_service.engine.resizing import Resizing, open_resizing
+from encoder_service.engine.returns import on_own_thread
 from encoder_service.errors import ConfigurationError, DeviceFault, StartupError
 from encoder_service.ingest.cores import usable_cores
 from encoder_service.ingest.decode import DecodeLimits
@@ -58,8 +57,6 @@ from encoder_service.urls.open import open_urls
 from vision_encoder.v1 import encoder_pb2 as pb
 
 log = structlog.get_logger(__name__)
-
-Result = TypeVar("Result")
 
 # A batch that outlives the grace gets this long to end before the process leaves it.
 ENGINE_STOP_S = 5.0
@@ -124,7 +121,9 @@ class Service:
             store = await self._open_store()
             model = await on_own_thread(load_model, settings)
             graphs = await on_own_thread(capture_graphs, model, settings)
-            self._engine = self._build_engine(model, graphs)
+            room, device = settings.device_resize_bytes, model.tower.device
+            resizing = await on_own_thread(open_resizing, settings.resize, room, device)
+            self._engine = self._build_engine(model, graphs, resizing)
             self.pipeline = self._build_pipeline(model, self._engine, store)
             await on_own_thread(self._engine.warm_up, warm_up_grids(model, settings))
             self._engine.start()
@@ -212,7 +211,9 @@ class Service:
 
     # -- building --------------------------------------------------------------------------------------
 
-    def _build_engine(self, model: ServedModel, graphs: GraphRunner | None) -> DeviceEngine:
+    def _build_engine(
+        self, model: ServedModel, graphs: GraphRunner | None, resizing: Resizing | None
+    ) -> DeviceEngine:
         loop = asyncio.get_running_loop()
 
         def on_fault(fault: DeviceFault) -> None:
@@ -232,6 +233,7 @@ class Service:
             on_fault=on_fault,
             num_threads=self.settings.torch_threads,
             graphs=graphs,
+            resizing=resizing,
         )
 
     async def _open_store(self) -> RowStore:
@@ -268,25 +270,6 @@ class Service:
         self._not_ready = "device fault"
         self.metrics.ready.set(0)
         self._ended.set()
-
-
-async def on_own_thread(function: Callable[..., Result], *arguments: object) -> Result:
-    """Runs a long function beside the loop. The thread is a daemon: when the caller is cancelled (a signal
-    while loading), neither the loop nor the interpreter waits for it at the end, as they would for an
-    executor's."""
-    future: Future[Result] = Future()
-    future.set_running_or_notify_cancel()
-
-    def run() -> None:
-        try:
-            result = function(*arguments)
-        except BaseException as error:
-            future.set_exception(error)
-        else:
-            future.set_result(result)
-
-    threading.Thread(target=run, name=f"service-{function.__name__}", daemon=True).start()
-    return await asyncio.wrap_future(future)
 
 
 def load_model(settings: Settings) -> ServedModel:

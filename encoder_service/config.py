@@ -76,6 +76,16 @@ class Settings(AccessSettings, ClipSettings, SharedTierSettings):
     ingest_threads: int = Field(
         0, ge=0, le=256, description="Worker threads that decode and resize; 0: one for each usable core."
     )
+    resize: Literal["host", "device"] = Field(
+        "host", description="Where images are resized, to the same bits: the worker threads, or the GPU."
+    )
+    device_resize_bytes: int = Field(
+        128 * MIB,
+        ge=MIB,
+        le=GIB,
+        description="With resize device: device memory that images pass through; a larger one stays on the "
+        "host.",
+    )
     store_bytes: int = Field(2 * GIB, ge=0, description="Rows kept for later requests.")
     namespace_shares: Annotated[
         dict[str, Annotated[float, Field(ge=0.001, le=1000.0, allow_inf_nan=False)]], NoDecode
@@ -243,6 +253,13 @@ class Settings(AccessSettings, ClipSettings, SharedTierSettings):
             ):
                 if found != needed:
                     raise ValueError(f"precision fp8 needs {name} {needed}, found {name} {found}")
+        return self
+
+    @model_validator(mode="after")
+    def check_resize_has_its_device(self) -> Settings:
+        """What nothing can run on is refused, not replaced."""
+        if self.resize == "device" and self.device == "cpu":
+            raise ValueError("resize device needs device cuda, found device cpu")
         return self
 
     @field_validator(

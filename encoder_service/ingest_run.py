@@ -14,11 +14,12 @@ from dataclasses import dataclass
 import torch
 
 from encoder_service.engine.patches import looked_through
+from encoder_service.engine.resizing import Resizing
 from encoder_service.engine.returns import Returns
 from encoder_service.errors import ImageTooLarge, UndecodableImage, UnsupportedContent
 from encoder_service.flights import Flight
 from encoder_service.ingest.pinned import pinned
-from encoder_service.ingest.preprocessor import Preprocessor
+from encoder_service.ingest.preprocessor import Fit, Preprocessor
 from encoder_service.load import DeviceLoad
 from encoder_service.scheduler.admission import Permit
 from encoder_service.towers.tower import Tower
@@ -38,7 +39,8 @@ from encoder_service.types import (
 
 @dataclass(frozen=True)
 class IngestRun:
-    """max_patches: of one item. clock: seconds. returns: from the workers to the loop."""
+    """max_patches: of one item. clock: seconds. returns: from the workers to the loop. resizing: of images
+    that the device resizes; None: the workers resize all."""
 
     preprocessor: Preprocessor
     tower: Tower
@@ -47,6 +49,7 @@ class IngestRun:
     returns: Returns
     max_patches: int
     clock: Callable[[], float]
+    resizing: Resizing | None = None
 
     @functools.cached_property
     def _place(self) -> tuple[torch.device, torch.dtype]:
@@ -60,14 +63,16 @@ class IngestRun:
         started_s = self.clock()
         match item.content:
             case EncodedFile(data):
-                grid = preprocessor.glance_at_image(data, item.options)
+                fit = None if self.resizing is None else await self._fit(data, item.options)
+                grid = preprocessor.glance_at_image(data, item.options) if fit is None else fit.grid
                 if grid is None:
                     grid = await self.returns.run(self.workers, preprocessor.probe_image, data, item.options)
                 self._admit(flight, grid, permit)
                 flight.timings.admit_ms = (self.clock() - started_s) * 1e3
-                frames, decode_ms, resize_ms = await self.returns.run(
-                    self.workers, self._load_image, data, item.options
-                )
+                load = functools.partial(self._load_image, data, item.options)
+                if fit is not None and self.resizing is not None and self.resizing.takes(fit, permit):
+                    load = functools.partial(self.resizing.load, preprocessor, data, fit, self.tower)
+                frames, decode_ms, resize_ms = await self.returns.run(self.workers, load)
                 flight.timings.decode_ms = decode_ms
                 flight.timings.resize_ms = resize_ms
                 if frames.grid != grid:
@@ -85,6 +90,13 @@ class IngestRun:
                 return patches
             case FrameArray() | DigestOnly():
                 raise UnsupportedContent(f"{type(item.content).__name__} is no single picture")
+
+    async def _fit(self, data: bytes, options: PreprocessOptions) -> Fit | None:
+        """What becomes of an image, by a glance or on a worker. Raises as ``probe_fit``."""
+        fit = self.preprocessor.glance_at_fit(data, options)
+        if fit is None:
+            fit = await self.returns.run(self.workers, self.preprocessor.probe_fit, data, options)
+        return fit
 
     def _load_image(self, data: bytes, options: PreprocessOptions) -> tuple[FrameItem, float, float]:
         """On a worker: frames where the device can read them; pinning counts as resizing."""

@@ -107,7 +107,8 @@ class FrameItem:
 
     frames_THWC: uint8 [T, H, W, 3]; T counts frames (1 for an image), H and W are multiples of the
     patch size times the merge size. grid: what the patches of these frames will be. upload: what the engine
-    found out about the pixels beforehand, its own business; without it each launch does.
+    found out about the pixels beforehand, its own business; without it each launch does. Where it says so,
+    the one frame is an image of its own size, which the device resizes and pads.
     """
 
     frames_THWC: torch.Tensor

@@ -30,6 +30,7 @@ from encoder_service.engine.faults import first_line, is_device_fault
 from encoder_service.engine.graphs import GraphRunner
 from encoder_service.engine.jobs import Batch, EngineCounters, Job, LatePlaces, TowerResult, reasons_of
 from encoder_service.engine.launch import Launcher, TowerLauncher
+from encoder_service.engine.resizing import Resizing
 from encoder_service.engine.returns import Returns
 from encoder_service.engine.rows import Destination
 from encoder_service.errors import Cancelled, DeviceFault, Draining, InternalError
@@ -52,8 +53,8 @@ class DeviceEngine:
     """The threads that touch the device.
 
     clock: seconds, monotonic, the one that deadlines are in. on_fault: called once, on an engine's thread,
-    when the device failed. graphs: runs batches on the fast path; without it the tower does, plain.
-    launcher: in place of the one that these make.
+    when the device failed. graphs: runs batches on the fast path; without it the tower does, plain. resizing:
+    of images that are resized on the device. launcher: in place of the one that these make.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class DeviceEngine:
         on_fault: Callable[[DeviceFault], None],
         num_threads: int = 0,
         graphs: GraphRunner | None = None,
+        resizing: Resizing | None = None,
         launcher: Launcher | None = None,
     ) -> None:
         self._tower = tower
@@ -76,7 +78,10 @@ class DeviceEngine:
         self._on_fault = on_fault
         self._num_threads = num_threads
         self.graphs = graphs
-        self._launcher = launcher or TowerLauncher(tower, preprocessor, graphs, clock=clock)
+        self.resizing = resizing
+        self._launcher = launcher or TowerLauncher(
+            tower, preprocessor, graphs, clock=clock, resizing=resizing
+        )
         self._device = tower.device
         # Guards everything below. Each thread waits for its own condition: one that is woken for nothing
         # takes the interpreter's lock from those who work.

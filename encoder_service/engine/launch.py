@@ -27,8 +27,9 @@ import torch
 from encoder_service.engine.cuts import StagedCuts
 from encoder_service.engine.graphs import GraphRunner
 from encoder_service.engine.patches import Upload, cutter_for, upload_of
+from encoder_service.engine.resizing import ResizeStage, Resizing, resized
 from encoder_service.engine.rows import Destination, HostRows, PlacedRows, RowSink, RowTarget
-from encoder_service.engine.staging import ALIGNMENT_BYTES, IS_PINNED, PixelStaging
+from encoder_service.engine.staging import ALIGNMENT_BYTES, IS_PACKED, IS_PINNED, PixelStaging
 from encoder_service.engine.streams import Event, Passage, streams_of
 from encoder_service.ingest.preprocessor import Preprocessor
 from encoder_service.towers.fused_inputs import MAX_SIDE
@@ -62,8 +63,9 @@ class Launcher(Protocol):
 class TowerLauncher:
     """Runs batches on the fast path, or on the plain tower where there is none.
 
-    clock: seconds. sink: where rows go; when left out, where each item says, or host memory. Not thread-safe:
-    one thread launches, any thread waits and collects.
+    clock: seconds. sink: where rows go; when left out, where each item says, or host memory. resizing: of
+    images that come packed for the device to resize. Not thread-safe: one thread launches, any thread waits
+    and collects.
     """
 
     def __init__(
@@ -74,8 +76,10 @@ class TowerLauncher:
         *,
         clock: Callable[[], float],
         sink: RowSink | None = None,
+        resizing: Resizing | None = None,
     ) -> None:
         self._tower = tower
+        self._resizing = resizing
         self._device = device = tower.device
         self._graphs = graphs
         self._cutter = cutter_for(preprocessor, device)
@@ -97,7 +101,12 @@ class TowerLauncher:
                 self._streams = graphs.streams
                 copies, max_rows = graphs.copies, graphs.max_rows
                 num_bytes = graphs.pixel_bytes + graphs.max_items * ALIGNMENT_BYTES
-                self._pixels = PixelStaging(num_bytes, graphs.max_items, device, self._streams, copies)
+                resizes = None
+                if resizing is not None:
+                    resizes = ResizeStage(resizing.num_bytes, graphs.max_items, device, self._streams, copies)
+                self._pixels = PixelStaging(
+                    num_bytes, graphs.max_items, device, self._streams, copies, resizes
+                )
                 self._cuts = StagedCuts(graphs, self._cutter, self._pixels.memory)
             self._sink = sink or PlacedRows(
                 HostRows(tower.width, tower.dtype, device, self._streams, max_rows, copies)
@@ -120,7 +129,7 @@ class TowerLauncher:
             passage = Passage(*self._take_events())
             try:
                 if graphs is None:
-                    self._launch_plain(items, pixels, target, passage)
+                    self._launch_plain(items, uploads, target, passage)
                 else:
                     self._launch_fast(graphs, items, uploads, pixels, target, passage)
             finally:  # also when it failed half way: what was enqueued may read slots
@@ -147,7 +156,9 @@ class TowerLauncher:
             )
             frames_THWC = torch.zeros(shape, dtype=torch.uint8)
             patches = torch.zeros(grid.num_patches, tower.patch_dim)
-            items: tuple[TowerItem, ...] = (PatchItem(patches, grid), FrameItem(frames_THWC, grid))
+            items: list[TowerItem] = [PatchItem(patches, grid), FrameItem(frames_THWC, grid)]
+            if self._resizing is not None:
+                items.append(self._resizing.blank(grid, tower))
             for item in items:
                 launched = self.launch([item])
                 launched.wait()
@@ -184,9 +195,15 @@ class TowerLauncher:
             # Eager or unstaged, and in the compute stream from start to end.
             inputs = graphs.prepare([item.grid for item in items])
             compute.record(passage.started)
-            graphs.launch(inputs, lambda out: self._write_unstaged(out, items, pixels), target.write)
+            graphs.launch(inputs, lambda out: self._write_unstaged(out, items, uploads), target.write)
             return
-        slot = staging.send(rows, pixels, passage, all_pinned=batch.totals[IS_PINNED] == num_items)
+        all_pinned = batch.totals[IS_PINNED] == num_items
+        if batch.totals[IS_PACKED]:
+            packings = [one.packing for one in uploads]
+            slot = staging.send(rows, pixels, passage, all_pinned=all_pinned, packings=packings)
+            pixels = [one.staged for one in uploads]
+        else:
+            slot = staging.send(rows, pixels, passage, all_pinned=all_pinned)
         graphs.stage(batch, bucket, rows, slot.first_byte, passage)
         # Not before the metadata: a device that has nothing to do would count the host's work as its own.
         compute.record(passage.started)
@@ -197,33 +214,35 @@ class TowerLauncher:
     def _launch_plain(
         self,
         items: Sequence[TowerItem],
-        pixels: Sequence[torch.Tensor],
+        uploads: Sequence[Upload],
         target: RowTarget,
         passage: Passage,
     ) -> None:
         compute = self._streams.compute
         compute.record(passage.started)
-        compute.run(lambda: target.write(self._run_plain(items, pixels)))
+        compute.run(lambda: target.write(self._run_plain(items, uploads)))
 
     def _write_unstaged(
-        self, out: torch.Tensor, items: Sequence[TowerItem], sources: Sequence[torch.Tensor]
+        self, out: torch.Tensor, items: Sequence[TowerItem], uploads: Sequence[Upload]
     ) -> None:
         first = 0
-        for item, source in zip(items, sources, strict=True):
+        for item, upload in zip(items, uploads, strict=True):
             rows = out[first : first + item.grid.num_patches]
-            if isinstance(item, FrameItem):
-                self._cutter.cut(source.to(self._device, non_blocking=True), rows)
+            if upload.packing is not None:
+                self._cutter.cut(resized(upload.pixels, upload.packing, self._device), rows)
+            elif isinstance(item, FrameItem):
+                self._cutter.cut(upload.pixels.to(self._device, non_blocking=True), rows)
             else:
-                rows.copy_(source, non_blocking=True)
+                rows.copy_(upload.pixels, non_blocking=True)
             first += item.grid.num_patches
 
-    def _run_plain(self, items: Sequence[TowerItem], sources: Sequence[torch.Tensor]) -> torch.Tensor:
+    def _run_plain(self, items: Sequence[TowerItem], uploads: Sequence[Upload]) -> torch.Tensor:
         tower = self._tower
         grids = [item.grid for item in items]
         pixel_values = torch.empty(
             sum(grid.num_patches for grid in grids), tower.patch_dim, dtype=tower.dtype, device=self._device
         )
-        self._write_unstaged(pixel_values, items, sources)
+        self._write_unstaged(pixel_values, items, uploads)
         rows: torch.Tensor = tower(tower.prepare(grids).to(self._device).with_pixels(pixel_values))
         return rows
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -24,6 +24,9 @@ from encoder_service.towers.fused_inputs import shape_row
 from encoder_service.towers.tower import Tower
 from encoder_service.types import FrameItem, PatchItem, TowerItem
 
+if TYPE_CHECKING:
+    from encoder_service.towers.kernels.resize import Packing
+
 ItemT = TypeVar("ItemT", bound=TowerItem)
 
 
@@ -31,12 +34,22 @@ ItemT = TypeVar("ItemT", bound=TowerItem)
 class Upload:
     """What of an item travels to ``tower``, found out once. pixels: contiguous. row: staging's UPLOAD_COLUMNS
     as int64, in bytes, so that the rows of a batch are joined and read without a look at each. num_rows: the
-    item's visual tokens."""
+    item's visual tokens. packing: of an image that is resized on the device, which ``pixels`` are packed
+    with."""
 
     tower: Tower
     pixels: torch.Tensor
     row: bytes
     num_rows: int
+    packing: Packing | None = None
+
+    @property
+    def staged(self) -> torch.Tensor:
+        """What lies in a slot in the end: ``pixels``, or a tensor without memory that is like it."""
+        if self.packing is None:
+            return self.pixels
+        shape = (1, self.packing.height, self.packing.width, 3)
+        return torch.empty(shape, dtype=torch.uint8, device="meta")
 
 
 def upload_of(item: TowerItem, tower: Tower) -> Upload:
@@ -52,6 +65,7 @@ def upload_of(item: TowerItem, tower: Tower) -> Upload:
         pixels.nbytes,
         len(pixels) if isinstance(item, FrameItem) else 0,
         tower.device.type == "cpu" or pixels.is_pinned(),
+        0,
     )
     return Upload(tower, pixels, np.array(row, np.int64).tobytes(), tower.num_rows(item.grid))
 

@@ -2,15 +2,17 @@
 
 Owns how threads that finish something tell the loop: what they tell while it is busy waits for it together,
 since each wake-up costs the loop a turn and the thread a system call. What is told is its callers' business.
+So is a long function that runs beside the loop once, on a thread of its own.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Executor
+from concurrent.futures import Executor, Future
 from typing import Any, TypeVar
 
 from encoder_service.ingest.workers import WorkerThreads
@@ -80,3 +82,22 @@ def _end(future: asyncio.Future[Result], result: Result) -> None:
 def _fail(future: asyncio.Future[Any], error: BaseException) -> None:
     if not future.done():
         future.set_exception(error)
+
+
+async def on_own_thread(function: Callable[..., Result], *arguments: object) -> Result:
+    """Runs a long function beside the loop. The thread is a daemon: when the caller is cancelled (a signal
+    while loading), neither the loop nor the interpreter waits for it at the end, as they would for an
+    executor's."""
+    future: Future[Result] = Future()
+    future.set_running_or_notify_cancel()
+
+    def run() -> None:
+        try:
+            result = function(*arguments)
+        except BaseException as error:
+            future.set_exception(error)
+        else:
+            future.set_result(result)
+
+    threading.Thread(target=run, name=f"service-{function.__name__}", daemon=True).start()
+    return await asyncio.wrap_future(future)

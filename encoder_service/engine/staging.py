@@ -22,7 +22,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -39,16 +39,21 @@ from encoder_service.towers.fused_inputs import (
     TablePlaces,
 )
 
+if TYPE_CHECKING:
+    from encoder_service.engine.resizing import ResizeStage
+    from encoder_service.towers.kernels.resize import Packing
+
 ALIGNMENT_BYTES = 256
 NUM_SLOTS = 2
 # More than batches in flight: the host never waits for one whose metadata is still to be read.
 NUM_METADATA_SLOTS = 4
 SOURCES = "sources"
 # What a step has to know of an item: its shape, then the address and bytes of its pixels in host memory, how
-# many frames they are, 0 for patches, and whether the device can read them there by itself.
-UPLOAD_COLUMNS = (*SHAPE_COLUMNS, "address", "num_bytes", "num_frames", "is_pinned")
+# many frames they are, 0 for patches, whether the device can read them there by itself, and whether they are
+# an image that it resizes on the way: the bytes are those of the result then.
+UPLOAD_COLUMNS = (*SHAPE_COLUMNS, "address", "num_bytes", "num_frames", "is_pinned", "is_packed")
 NUM_UPLOAD_COLUMNS = len(UPLOAD_COLUMNS)
-ADDRESS, NUM_BYTES, NUM_FRAMES, IS_PINNED = range(len(SHAPE_COLUMNS), NUM_UPLOAD_COLUMNS)
+ADDRESS, NUM_BYTES, NUM_FRAMES, IS_PINNED, IS_PACKED = range(len(SHAPE_COLUMNS), NUM_UPLOAD_COLUMNS)
 # Beside them, in a batch's arrays: bytes in the slot.
 ALIGNED_BYTES = NUM_UPLOAD_COLUMNS
 
@@ -244,6 +249,7 @@ class PixelSlot:
 
     def __init__(self, all_memory: torch.Tensor, index: int, streams: Streams) -> None:
         num_bytes = len(all_memory) // NUM_SLOTS
+        self.index = index
         self.all_memory = all_memory
         self.first_byte = index * num_bytes
         self.memory = all_memory[self.first_byte : self.first_byte + num_bytes]
@@ -281,7 +287,7 @@ class StagedPixels(NamedTuple):
 class PixelStaging:
     """Double-buffered transfer of pixels: uint8 frames, or patches in the tower's dtype, as they lie in host
     memory. num_bytes, max_items: of one slot. copies: how a batch's pixels travel in one call; where it takes
-    no addresses, or without it, they go tensor by tensor."""
+    no addresses, or without it, they go tensor by tensor. resizes: where images are resized on the way."""
 
     def __init__(
         self,
@@ -290,6 +296,7 @@ class PixelStaging:
         device: torch.device,
         streams: Streams,
         copies: Copies | None,
+        resizes: ResizeStage | None = None,
     ) -> None:
         self.num_bytes = num_bytes = -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
         self.memory = torch.empty(NUM_SLOTS * num_bytes, dtype=torch.uint8, device=device)
@@ -297,6 +304,7 @@ class PixelStaging:
         self._arrays = UploadArrays(max_items)
         self._copies = copies
         self._streams = streams
+        self._resizes = resizes
 
     def rows_of(self, joined: bytes | npt.NDArray[np.int64], num_items: int) -> UploadRows:
         """A batch's rows, good until the next call, to be added up. joined: int64 [I, UPLOAD_COLUMNS]."""
@@ -310,19 +318,30 @@ class PixelStaging:
         return totals[ALIGNED_BYTES] <= self.num_bytes and num_items <= self._arrays.capacity
 
     def send(
-        self, rows: UploadRows, pixels: list[torch.Tensor], passage: Passage, *, all_pinned: bool
+        self,
+        rows: UploadRows,
+        pixels: list[torch.Tensor],
+        passage: Passage,
+        *,
+        all_pinned: bool,
+        packings: Sequence[Packing | None] = (),
     ) -> PixelSlot:
         """Starts the transfer of contiguous host tensors into one slot, and has the compute stream wait for
-        it. rows: of a batch that fits, added up. passage: the batch's own, ended behind the last read of the
-        slot, also when this raised. The host waits only for tensors that are not pinned, and for the transfer
-        of the batch before the last where nobody has waited for that batch."""
+        it. rows: of a batch that fits, added up. packings: of each item, where some are resized on the way.
+        passage: the batch's own, ended behind the last read of the slot, also when this raised. The host
+        waits only for tensors that are not pinned, and for the transfer of the batch before the last where
+        nobody has waited for that batch."""
         slot, upload = next(self._slots), self._streams.upload
         if not slot.user.over:
             slot.copied.synchronize()
             upload.wait(slot.user.ended)
         slot.user, slot.held = passage, pixels
         try:
-            if self._copies is not None and self._copies.by_address and all_pinned:
+            if packings:
+                assert self._resizes is not None, "images are packed for a device that resizes none"
+                offsets = rows.offsets.tolist()
+                self._resizes.send(slot, offsets, pixels, packings, all_pinned=all_pinned)
+            elif self._copies is not None and self._copies.by_address and all_pinned:
                 pieces = self._arrays.copies
                 np.add(rows.offsets, slot.address, pieces.destinations[: len(pixels)])
                 upload.copy_many(self._copies, pieces, len(pixels))

@@ -229,12 +229,13 @@ def read_size(data: bytes, limits: DecodeLimits) -> ImageSize:
     return ImageSize(height, width)
 
 
-def decode_rgb(data: bytes, limits: DecodeLimits) -> torch.Tensor:
-    """The upright first frame as uint8 [H, W, 3], contiguous, owning its memory.
+def decode_rgb(data: bytes, limits: DecodeLimits, out: torch.Tensor | None = None) -> torch.Tensor:
+    """The upright first frame as uint8 [H, W, 3], contiguous, owning its memory. out: memory of the image's
+    size, contiguous, which is returned where the decoder could fill it itself; else it may have anything.
 
     Raises UndecodableImage, and ImageTooLarge before a pixel is decoded.
     """
-    plain = _decode_plain_jpeg(data, limits)
+    plain = _decode_plain_jpeg(data, limits, out)
     if plain is not None:
         return plain
     _check_before_opening(data, limits)
@@ -253,13 +254,16 @@ def decode_rgb(data: bytes, limits: DecodeLimits) -> torch.Tensor:
     return pixels
 
 
-def _decode_plain_jpeg(data: bytes, limits: DecodeLimits) -> torch.Tensor | None:
-    """Upright pixels of a plain JPEG file that the faster decoder takes, without opening it twice."""
+def _decode_plain_jpeg(data: bytes, limits: DecodeLimits, out: torch.Tensor | None) -> torch.Tensor | None:
+    """Upright pixels of a plain JPEG file that the faster decoder takes, without opening it twice. out: as
+    ``decode_rgb``'s."""
     if glance_at_size(data, limits) is None:
         return None
     head = read_jpeg_head(data)
     if head is None or not head.is_sequential:
         return None
+    if out is not None and head.orientation == 1 and out.shape == (head.height, head.width, 3):
+        return None if decode_jpeg(data, head.height, head.width, out.numpy()) is None else out
     pixels = decode_jpeg(data, head.height, head.width)
     return None if pixels is None else torch.from_numpy(upright_pixels(pixels, head.orientation))
 

@@ -14,6 +14,7 @@ import math
 import time
 from typing import TYPE_CHECKING, ClassVar
 
+import numpy as np
 import torch
 from blake3 import blake3
 
@@ -26,7 +27,7 @@ from encoder_service.errors import (
 )
 from encoder_service.ingest.decode import DecodeLimits, decode_rgb, glance_at_size, read_size
 from encoder_service.ingest.identity import dtype_name
-from encoder_service.ingest.preprocessor import Preprocessor
+from encoder_service.ingest.preprocessor import Fit, Preprocessor
 from encoder_service.ingest.settings import MoonViTSettings, Normalisation, QwenVLSettings
 from encoder_service.types import FrameItem, Grid, Modality, PatchItem, PixelValues, PreprocessOptions
 
@@ -51,6 +52,17 @@ def resize_bicubic(image_HWC: torch.Tensor, height: int, width: int) -> torch.Te
         planes_1CHW, size=(height, width), mode="bicubic", antialias=True
     )
     return resized_1CHW.permute(0, 2, 3, 1).squeeze(0).contiguous()
+
+
+def check_size(image_HWC: torch.Tensor, height: int, width: int) -> None:
+    """Raises UndecodableImage unless the image has the size that its header promised."""
+    found_height, found_width, _ = image_HWC.shape
+    if (found_height, found_width) != (height, width):
+        raise UndecodableImage(
+            f"the header promises {width}x{height} pixels, the image has {found_width}x{found_height}",
+            header=f"{width}x{height}",
+            found=f"{found_width}x{found_height}",
+        )
 
 
 @functools.lru_cache(maxsize=64)
@@ -101,8 +113,22 @@ class ImagePreprocessor(Preprocessor):
     merge_size: int
 
     @abc.abstractmethod
+    def fit_of(self, height: int, width: int, options: PreprocessOptions) -> Fit:
+        """What becomes of an image of this size. Raises as ``target_grid``."""
+
     def fit(self, image_HWC: torch.Tensor, options: PreprocessOptions) -> torch.Tensor:
         """uint8 [H, W, 3] resized and padded to the target grid's pixels."""
+        height, width, _ = image_HWC.shape
+        fit = self.fit_of(height, width, options)
+        resized_HWC = resize_bicubic(image_HWC, fit.target_height, fit.target_width)
+        # Black to the right and below, before normalising: padding is -mean / std in the patches.
+        right, below = fit.padded_width - fit.target_width, fit.padded_height - fit.target_height
+        if not (right or below):
+            return resized_HWC
+        return torch.nn.functional.pad(resized_HWC, (0, 0, 0, right, 0, below))
+
+    def target_grid(self, height: int, width: int, options: PreprocessOptions) -> Grid:
+        return self.fit_of(height, width, options).grid
 
     @abc.abstractmethod
     def check_values(self, options: PreprocessOptions) -> None:
@@ -163,6 +189,24 @@ class ImagePreprocessor(Preprocessor):
         self.check_options(Modality.IMAGE, options)
         return self.target_grid(*size, options)
 
+    def glance_at_fit(self, data: bytes, options: PreprocessOptions) -> Fit | None:
+        size = glance_at_size(data, self.limits)
+        if size is None:
+            return None
+        self.check_options(Modality.IMAGE, options)
+        return self.fit_of(*size, options)
+
+    def probe_fit(self, data: bytes, options: PreprocessOptions) -> Fit:
+        self.check_options(Modality.IMAGE, options)
+        return self.fit_of(*read_size(data, self.limits), options)
+
+    def decode_image(self, data: bytes, fit: Fit, out: torch.Tensor) -> None:
+        image_HWC = decode_rgb(data, self.limits, out)
+        check_size(image_HWC, fit.height, fit.width)
+        if image_HWC is not out:
+            # By numpy: torch would start a team of threads for each worker that copies.
+            np.copyto(out.numpy(), image_HWC.numpy())
+
     def load_image(self, data: bytes, options: PreprocessOptions) -> tuple[FrameItem, float, float]:
         started = time.perf_counter()
         self.check_options(Modality.IMAGE, options)
@@ -170,13 +214,7 @@ class ImagePreprocessor(Preprocessor):
         # Refuses an absurd shape before its pixels are decoded.
         grid = self.target_grid(*size, options)
         image_HWC = decode_rgb(data, self.limits)
-        if tuple(image_HWC.shape[:2]) != size:
-            raise UndecodableImage(
-                f"the header promises {size.width}x{size.height} pixels, "
-                f"the image has {image_HWC.shape[1]}x{image_HWC.shape[0]}",
-                header=f"{size.width}x{size.height}",
-                found=f"{image_HWC.shape[1]}x{image_HWC.shape[0]}",
-            )
+        check_size(image_HWC, size.height, size.width)
         decoded = time.perf_counter()
         frames_THWC = self.fit(image_HWC, options).unsqueeze(0)
         fitted = time.perf_counter()

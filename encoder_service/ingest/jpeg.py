@@ -44,9 +44,10 @@ _SCAN, _APP1, _APP2 = 0xDA, 0xE1, 0xE2
 _ORIENTATION = 0x0112
 
 
-def decode_jpeg(data: bytes, height: int, width: int) -> np.ndarray | None:
+def decode_jpeg(data: bytes, height: int, width: int, out: np.ndarray | None = None) -> np.ndarray | None:
     """uint8 [height, width, 3], or None for a file that Pillow has to decode, or refuse: one of another kind,
-    size or with anything wrong in it. height, width: pixels before any rotation, as the caller knows them."""
+    size or with anything wrong in it. height, width: pixels before any rotation, as the caller knows them.
+    out: memory of so many bytes to decode into; what it has after None says nothing."""
     if simplejpeg is None or not _is_sequential(data):
         return None
     try:
@@ -54,7 +55,7 @@ def decode_jpeg(data: bytes, height: int, width: int) -> np.ndarray | None:
         if header[:3] != (height, width, "YCbCr") or header[3] not in _SUBSAMPLINGS:
             return None
         pixels: np.ndarray = simplejpeg.decode_jpeg(
-            data, "RGB", fastdct=False, fastupsample=False, strict=True
+            data, "RGB", fastdct=False, fastupsample=False, buffer=out, strict=True
         )
     except ValueError:  # also of what libjpeg only warns of, and Pillow may let pass
         return None

@@ -16,9 +16,9 @@ from encoder_service.ingest.decode import DecodeLimits
 from encoder_service.ingest.frames import (
     ImagePreprocessor,
     normalise_into,
-    resize_bicubic,
     settings_fingerprint,
 )
+from encoder_service.ingest.preprocessor import Fit
 from encoder_service.ingest.settings import MoonViTSettings
 from encoder_service.types import Grid, PreprocessOptions
 
@@ -93,22 +93,11 @@ class MoonViTPreprocessor(ImagePreprocessor):
         self.check_values(options)
         return limited_size(height, width, self.settings.patch_size, self.patch_limits(options))
 
-    def target_grid(self, height: int, width: int, options: PreprocessOptions) -> Grid:
-        block = self.settings.patch_size * self.merge_size
-        grid_h, grid_w = (
-            -(-side // block) * self.merge_size for side in self.target_size(height, width, options)
-        )
-        return Grid(1, grid_h, grid_w)
-
-    def fit(self, image_HWC: torch.Tensor, options: PreprocessOptions) -> torch.Tensor:
-        height, width, _ = image_HWC.shape
-        target_height, target_width = self.target_size(height, width, options)
-        grid = self.target_grid(height, width, options)
-        patch_size = self.settings.patch_size
-        resized_HWC = resize_bicubic(image_HWC, target_height, target_width)
-        # Black to the right and below, before normalising: padding is -mean / std in the patches.
-        right, below = grid.w * patch_size - target_width, grid.h * patch_size - target_height
-        return torch.nn.functional.pad(resized_HWC, (0, 0, 0, right, 0, below))
+    def fit_of(self, height: int, width: int, options: PreprocessOptions) -> Fit:
+        target = self.target_size(height, width, options)
+        patch_size, merge_size = self.settings.patch_size, self.merge_size
+        grid_h, grid_w = (-(-side // (patch_size * merge_size)) * merge_size for side in target)
+        return Fit(height, width, *target, grid_h * patch_size, grid_w * patch_size, Grid(1, grid_h, grid_w))
 
     def patchify(self, frames_THWC: torch.Tensor) -> torch.Tensor:
         """Row by row within a frame, frames one after the other: [t, h, w, C, ph, pw]."""

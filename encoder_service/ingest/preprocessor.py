@@ -8,7 +8,7 @@ eighth of the bytes travels. Both halves together equal the reference processors
 from __future__ import annotations
 
 import abc
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -16,6 +16,24 @@ from encoder_service.types import FrameItem, Grid, Modality, PatchItem, PixelVal
 
 if TYPE_CHECKING:
     from encoder_service.ingest.clips import ClipPreprocessor
+
+
+class Fit(NamedTuple):
+    """What becomes of an image of so many pixels: resized to the target, then padded to its grid's pixels."""
+
+    height: int
+    width: int
+    target_height: int
+    target_width: int
+    padded_height: int
+    padded_width: int
+    grid: Grid
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether the image is as it has to be."""
+        sizes = self.target_height, self.target_width
+        return (self.height, self.width) == sizes == (self.padded_height, self.padded_width)
 
 
 class Preprocessor(abc.ABC):
@@ -54,6 +72,23 @@ class Preprocessor(abc.ABC):
     def load_image(self, data: bytes, options: PreprocessOptions) -> tuple[FrameItem, float, float]:
         """Decoded, converted to RGB, resized and padded frames, with the milliseconds spent in decoding
         and in resizing. Raises UndecodableImage, ImageTooLarge, AspectRatioExceeded."""
+
+    def glance_at_fit(self, data: bytes, options: PreprocessOptions) -> Fit | None:
+        """As ``glance_at_image``, of all that becomes of the image; None also for a family that has nothing
+        to tell of it."""
+        del data, options
+        return None
+
+    def probe_fit(self, data: bytes, options: PreprocessOptions) -> Fit | None:
+        """As ``probe_image``, of all that becomes of the image. None for a family that has nothing to tell
+        of it: its images are loaded."""
+        del data, options
+        return None
+
+    def decode_image(self, data: bytes, fit: Fit, out: torch.Tensor) -> None:
+        """The image's own pixels, decoded and converted to RGB, into contiguous uint8 [height, width, 3].
+        fit: what the header told. Raises UndecodableImage, ImageTooLarge."""
+        raise NotImplementedError
 
     @abc.abstractmethod
     def check_pixels(self, pixels: PixelValues) -> PatchItem:

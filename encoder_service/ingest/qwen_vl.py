@@ -17,9 +17,9 @@ from encoder_service.ingest.decode import DecodeLimits
 from encoder_service.ingest.frames import (
     ImagePreprocessor,
     normalise_into,
-    resize_bicubic,
     settings_fingerprint,
 )
+from encoder_service.ingest.preprocessor import Fit
 from encoder_service.ingest.settings import QwenVLSettings
 from encoder_service.types import Grid, PreprocessOptions
 
@@ -100,7 +100,7 @@ class QwenVLPreprocessor(ImagePreprocessor):
             self.settings.max_pixels if max_pixels is None else max_pixels,
         )
 
-    def target_grid(self, height: int, width: int, options: PreprocessOptions) -> Grid:
+    def fit_of(self, height: int, width: int, options: PreprocessOptions) -> Fit:
         self.check_values(options)
         if max(height, width) > MAX_ASPECT_RATIO * min(height, width):
             raise AspectRatioExceeded(
@@ -115,13 +115,8 @@ class QwenVLPreprocessor(ImagePreprocessor):
         target_height, target_width = rounded_size(
             height, width, patch_size * merge_size, self.area_limits(options)
         )
-        return Grid(1, target_height // patch_size, target_width // patch_size)
-
-    def fit(self, image_HWC: torch.Tensor, options: PreprocessOptions) -> torch.Tensor:
-        height, width, _ = image_HWC.shape
-        grid = self.target_grid(height, width, options)
-        patch_size = self.settings.patch_size
-        return resize_bicubic(image_HWC, grid.h * patch_size, grid.w * patch_size)
+        grid = Grid(1, target_height // patch_size, target_width // patch_size)
+        return Fit(height, width, target_height, target_width, target_height, target_width, grid)
 
     def patchify(self, frames_THWC: torch.Tensor) -> torch.Tensor:
         """Order [t, H/m, W/m, m, m, C, tp, ph, pw]: the patches of one merge block stand together. The last

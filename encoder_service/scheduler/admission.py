@@ -68,6 +68,15 @@ class Permit:
         self._admission._take_bytes(num_bytes)
         self.num_bytes += num_bytes
 
+    def try_add_bytes(self, num_bytes: int, share: float) -> bool:
+        """``add_bytes`` for what need not be held: only where then no more than ``share`` of all that may be
+        held is; whether it was taken."""
+        admission = self._admission
+        if admission.num_bytes + num_bytes > admission.max_bytes * share:
+            return False
+        self.add_bytes(num_bytes)
+        return True
+
     def release(self) -> None:
         """Gives everything back; a second call does nothing."""
         if not self._released:

@@ -304,7 +304,7 @@ def test_staging_lays_fields_out_apart_and_restores_them() -> None:
         sizes = [100 * (index + 3) for index in range(len(grids))]
         rows = np.zeros((len(grids), NUM_UPLOAD_COLUMNS), np.int64)
         rows[:, :NUM_SHAPE_COLUMNS] = [shape_row(grid, merges_time=True) for grid in grids]
-        rows[:, NUM_SHAPE_COLUMNS:] = [(0, size, index, 1) for index, size in enumerate(sizes)]
+        rows[:, NUM_SHAPE_COLUMNS:] = [(0, size, index, 1, 0) for index, size in enumerate(sizes)]
         upload = arrays.rows(len(grids))
         upload.fill(rows)
         staging.load_shape(tower.shape_of(upload), upload, 1000, layout, passage)

@@ -53,6 +53,7 @@ def test_p29_p33_frames_beside_patches_land_in_their_own_rows_and_padding_is_zer
                 one.nbytes,
                 len(one) if isinstance(item, FrameItem) else 0,
                 0,
+                0,
             )
             for item, one in zip(items, pixels, strict=True)
         ]

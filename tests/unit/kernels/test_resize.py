@@ -7,10 +7,23 @@ import secrets
 import pytest
 import torch
 
-from encoder_service.ingest.frames import resize_bicubic
-from encoder_service.towers.kernels.resize import axis_tables, resize_bicubic_uint8
+from encoder_service.ingest.frames import ImagePreprocessor, resize_bicubic
+from encoder_service.ingest.moonvit import MoonViTPreprocessor
+from encoder_service.ingest.qwen_vl import QwenVLPreprocessor
+from encoder_service.ingest.settings import MoonViTSettings, QwenVLSettings
+from encoder_service.towers.kernels.resize import (
+    HEADER_BYTES,
+    Packing,
+    axis_tables,
+    num_taps,
+    pack,
+    pixels_of,
+    resize_alone,
+    write_tables,
+)
+from encoder_service.types import PreprocessOptions
+from tests.unit.kernels.test_patches import HALVES, LIMITS
 
-CPU = torch.device("cpu")
 RNG = secrets.SystemRandom()
 ODD_SIZES = [
     ((1, 1), (1, 1)),
@@ -36,7 +49,9 @@ def image(height: int, width: int, generator: torch.Generator, kind: str = "nois
 
 def check(before: torch.Tensor, height: int, width: int, device: torch.device) -> None:
     expected = resize_bicubic(before, height, width)
-    found = resize_bicubic_uint8(before.to(device), height, width).cpu()
+    rows, columns, _ = before.shape
+    packing = Packing(rows, columns, height, width, height, width)
+    found = resize_alone(pack(before, packing), packing, device).cpu()
     different = (found.int() - expected.int()).abs()
     assert torch.equal(found, expected), (
         f"{tuple(before.shape)} to {height}x{width}: {int(different.count_nonzero())} of {found.numel()} "
@@ -72,17 +87,13 @@ def test_photographs_sizes_on_a_gpu(device: torch.device, generator: torch.Gener
         check(image(height, width, generator), new_height, new_width, device)
 
 
-def test_an_image_of_the_right_size_is_not_touched(device: torch.device, generator: torch.Generator) -> None:
-    before = image(9, 12, generator).to(device)
-    assert resize_bicubic_uint8(before, 9, 12) is before
-
-
 def test_tables_are_those_of_every_size_that_torch_is_asked_for(generator: torch.Generator) -> None:
     """By one axis of random sizes up to 5,000, without the kernel: the sums as plain tensors."""
     for _ in range(60):
         num_before, num_after = RNG.randint(1, 5000), RNG.randint(1, 2000)
         row = image(1, num_before, generator, RNG.choice(("noise", "edges")))
-        tables = axis_tables(num_before, num_after, CPU)
+        tables = axis_tables(num_before, num_after)
+        assert tables.weights_MK.shape == (num_after, num_taps(num_before, num_after))
         assert int(tables.weights_MK.abs().max()) < 1 << 15
         taps = torch.arange(tables.weights_MK.shape[1])
         places = (tables.first_M[:, None] + taps).clamp(max=num_before - 1).long()
@@ -93,15 +104,86 @@ def test_tables_are_those_of_every_size_that_torch_is_asked_for(generator: torch
         assert torch.equal(level, expected), f"{num_before} to {num_after}"
 
 
+QWEN = QwenVLPreprocessor(QwenVLSettings(4, 2, 2, 24 * 24, 48 * 48, HALVES), LIMITS)
+KIMI = MoonViTPreprocessor(MoonViTSettings(6, 2, 40, 20, HALVES), LIMITS)
+FAMILIES = pytest.mark.parametrize("preprocessor", [QWEN, KIMI], ids=["qwen", "kimi"])
+
+
+def check_fit(
+    preprocessor: ImagePreprocessor, before: torch.Tensor, device: torch.device, options: PreprocessOptions
+) -> None:
+    """What the device makes of an image against what the workers do, padding included."""
+    height, width, _ = before.shape
+    fit = preprocessor.fit_of(height, width, options)
+    packing = Packing(*fit[:6])
+    found = resize_alone(pack(before, packing), packing, device).cpu()
+    assert torch.equal(found, preprocessor.fit(before, options)), f"{height}x{width} as {fit}"
+
+
+@FAMILIES
+def test_p09_p11_images_a_pixel_off_the_grid_are_the_workers(
+    preprocessor: ImagePreprocessor, device: torch.device, generator: torch.Generator
+) -> None:
+    """Up, down, and along one axis only, by one pixel; and images of the very size."""
+    side = 24  # whole merge blocks of both
+    for height in (side - 1, side, side + 1):
+        for width in (2 * side - 1, 2 * side, 2 * side + 1):
+            before = image(height, width, generator, RNG.choice(("noise", "edges")))
+            check_fit(preprocessor, before, device, PreprocessOptions())
+
+
+@FAMILIES
+@pytest.mark.parametrize(("height", "width"), [(1, 120), (120, 1), (2, 200), (130, 3), (1, 1), (5, 90)])
+def test_p09_p11_strips_and_dots_are_the_workers(
+    height: int,
+    width: int,
+    preprocessor: ImagePreprocessor,
+    device: torch.device,
+    generator: torch.Generator,
+) -> None:
+    check_fit(preprocessor, image(height, width, generator, "edges"), device, PreprocessOptions())
+
+
+@FAMILIES
+def test_p09_p11_random_images_are_the_workers(
+    preprocessor: ImagePreprocessor, device: torch.device, generator: torch.Generator
+) -> None:
+    for _ in range(8):
+        options = PreprocessOptions(max_patches=RNG.randint(1, 40))
+        if preprocessor is QWEN:
+            least = RNG.randint(1, 24 * 24)
+            options = PreprocessOptions(min_pixels=least, max_pixels=least + RNG.randint(0, 40 * 40))
+        before = image(RNG.randint(1, 90), RNG.randint(1, 90), generator, RNG.choice(("noise", "edges")))
+        check_fit(preprocessor, before, device, options)
+
+
+@pytest.mark.gpu
+@FAMILIES
+def test_photographs_are_the_workers_on_a_gpu(
+    preprocessor: ImagePreprocessor, device: torch.device, generator: torch.Generator
+) -> None:
+    full: ImagePreprocessor = QwenVLPreprocessor(QwenVLSettings(16, 2, 2, 65_536, 1 << 24, HALVES), LIMITS)
+    if preprocessor is KIMI:
+        full = MoonViTPreprocessor(MoonViTSettings(14, 2, 16_384, 512, HALVES), LIMITS)
+    for _ in range(20):
+        before = image(RNG.randint(20, 4500), RNG.randint(50, 4000), generator)
+        check_fit(full, before, device, PreprocessOptions())
+
+
+def test_a_packed_image_is_its_tables_and_its_pixels(generator: torch.Generator) -> None:
+    before = image(9, 12, generator)
+    packing = Packing(9, 12, 9, 20, 10, 22)
+    packed = pack(before, packing)
+    assert packed.numel() == packing.num_bytes > HEADER_BYTES + before.numel()
+    assert torch.equal(pixels_of(packed, packing), before)
+    assert pixels_of(packed, packing).data_ptr() - packed.data_ptr() == packing.num_bytes - before.numel()
+    with pytest.raises(AssertionError, match=f"{packing.num_bytes} bytes, packed, got 7"):
+        write_tables(packed[:7], packing)
+
+
 @pytest.mark.parametrize(
-    ("wrong", "complaint"),
-    [
-        (torch.zeros(2, 2, 3), "found torch.float32"),
-        (torch.zeros(2, 2, 4, dtype=torch.uint8), "3 channels, found 4"),
-        (torch.zeros(2, 2, dtype=torch.uint8), "3 dimensions, found 2"),
-        (torch.zeros(3, 2, 2, dtype=torch.uint8).permute(1, 2, 0), "contiguous"),
-    ],
+    ("before", "after", "complaint"), [(0, 4, "has 0 elements, needs 1"), (4, 0, "gets 0 elements, needs 1")]
 )
-def test_what_is_no_image_is_refused(wrong: torch.Tensor, complaint: str) -> None:
+def test_an_axis_without_elements_is_refused(before: int, after: int, complaint: str) -> None:
     with pytest.raises(AssertionError, match=complaint):
-        resize_bicubic_uint8(wrong, 4, 4)
+        axis_tables(before, after)

@@ -79,6 +79,19 @@ def test_bytes_that_arrive_later_count_like_those_at_the_start() -> None:
     assert admission.num_bytes == 0
 
 
+def test_p17_bytes_that_need_not_be_held_leave_room_for_those_that_do() -> None:
+    admission = Admission(max_patches=10, max_bytes=100)
+    permits = [admission.acquire(20), admission.acquire(0)]
+    assert not permits[0].try_add_bytes(31, 0.5)
+    assert permits[0].num_bytes == admission.num_bytes == 20
+    assert permits[1].try_add_bytes(30, 0.5)
+    assert not permits[0].try_add_bytes(1, 0.5)
+    permits.append(admission.acquire(50))
+    for permit in permits:
+        permit.release()
+    assert admission.num_bytes == 0
+
+
 def test_advice_follows_the_pace_at_which_room_becomes_free() -> None:
     now = [0.0]
     admission = Admission(max_patches=1000, max_bytes=1 << 30, clock=lambda: now[0])

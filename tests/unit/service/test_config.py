@@ -69,6 +69,9 @@ def test_every_setting_says_what_it_is() -> None:
             {"broker_path": "/b", "device_arena_bytes": 2_097_152},
             "2097152 bytes of device arenas are a GPU's memory, device is cpu",
         ),
+        ({"resize": "device"}, "resize device needs device cuda, found device cpu"),
+        ({"resize": "gpu"}, "resize"),
+        ({"device_resize_bytes": 1}, "device_resize_bytes"),
     ],
 )
 def test_wrong_settings_are_refused_by_name(given: dict[str, object], text: str) -> None:

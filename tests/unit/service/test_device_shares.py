@@ -37,6 +37,6 @@ async def test_weights_of_the_device_are_those_of_the_rows_but_for_what_is_said(
     )
     service: Any = SimpleNamespace(settings=settings, metrics=Metrics(), _leave_service=lambda fault: None)
     model: Any = SimpleNamespace(tower=FakeTower(), preprocessor=FakePreprocessor())
-    engine = Service._build_engine(service, model, None)
+    engine = Service._build_engine(service, model, None, None)
     assert engine._planner._queue._weights == {"a": 2.0, "b": 5.0, "c": 0.5}
     assert engine.stop(1.0)
