@@ -312,13 +312,15 @@ class KeyStatus:
 
 @dataclass(frozen=True)
 class PrefetchStatus:
-    """An item that is resident, or being encoded. grid_thw is known from the file's header already."""
+    """An item that is resident, or being encoded. grid_thw is known from the file's header already. target:
+    the replica that took it, where a fleet was asked."""
 
     key: bytes
     content_digest: bytes
     state: KeyState
     grid_thw: Grid | None = None
     num_rows: int = 0
+    target: str = ""
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,12 @@ command line; the parts are
 - ``vllm_connector``  the methods that vLLM calls, for scheduler and workers
 - ``vllm_book``       which requests wait for which rows
 - ``vllm_fetch``      the thread that fetches and checks them
+- ``vllm_encoders``   one encoder or a fleet of them
 - ``vllm_items``      ``ec_transfer_params`` and what must come
 - ``vllm_models``     model classes that run without a tower
-- ``vllm_front``      the HTTP front that turns ordinary chat requests into such requests
+- ``vllm_front``      the HTTP front that turns ordinary chat requests into such requests; its parts are
+  ``vllm_rewrite``    what a request and a failure turn into
+  ``vllm_upstream``   vLLM's answers on their way
 """
 
 from __future__ import annotations

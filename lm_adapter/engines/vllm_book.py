@@ -251,9 +251,10 @@ class Book:
                     state.num_missing -= 1
                     self._settle(state)
                 else:
-                    self._fail(state, ended.outcome)
+                    self._fail(state, ended.outcome, item.wanted.replica)
 
-    def _fail(self, state: _Request, error: EncoderError) -> None:
+    def _fail(self, state: _Request, error: EncoderError, replica: str = "") -> None:
+        """replica: that was to have the rows, where the request said so."""
         state.failed = True
         self._unavailable.add(state.request_id)
         logger.warning(
@@ -262,10 +263,10 @@ class Book:
             error.reason,
             error.message,
         )
-        self._tell(state.reply, error)
+        self._tell(state.reply, error, replica)
         self._release(state)
 
-    def _tell(self, reply: str, error: EncoderError) -> None:
+    def _tell(self, reply: str, error: EncoderError, replica: str) -> None:
         """Best effort: nobody may be listening, and the scheduler does not wait."""
         if not reply or not self._settings.failures_path:
             return
@@ -275,6 +276,7 @@ class Book:
             "message": error.message[:2000],
             "retryable": error.retryable,
             "retry_after_ms": error.retry_after_ms,
+            "replica": replica,
         }
         try:
             self._socket.sendto(json.dumps(account).encode(), self._settings.failures_path)

@@ -78,7 +78,7 @@ class ConnectorMethods:
             prepare = self._use_own_stream if self._in_process else _do_nothing
             self._fetcher = Fetcher(self._settings, self._geometry, prepare_thread=prepare)
             self._book = Book(self._fetcher, self._geometry, self._settings, has_tower=has_tower)
-            logger.info("image rows come from %s as %s", self._settings.target, self._geometry)
+            logger.info("image rows are fetched at %s as %s", self._settings.target, self._geometry)
 
     def shutdown(self) -> None:
         if self._fetcher is not None:

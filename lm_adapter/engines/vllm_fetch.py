@@ -1,8 +1,9 @@
-"""Rows fetched behind the scheduler's back: a thread with an event loop and one client on it.
+"""Rows fetched behind the scheduler's back: a thread with an event loop and a client on it.
 
 Owns the thread, the waiting, and what is tried again. Whatever happens to an item, its handle ends with
 rows that were checked or with an error; nothing here raises into the scheduler. Leaves which rows are wanted
-to ``vllm_book``, and their way (lease on device memory, shared host memory, inline) to the client.
+to ``vllm_book``, who is asked to ``vllm_encoders``, and the rows' way (lease on device memory, shared host
+memory, inline) to the client.
 """
 
 from __future__ import annotations
@@ -17,18 +18,23 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lm_adapter.async_client import AsyncVisionEncoderClient
+from lm_adapter.engines.vllm_encoders import (
+    EncoderClient,
+    RowsSource,
+    Target,
+    open_client,
+    read_target,
+    rows_source,
+)
 from lm_adapter.engines.vllm_items import Geometry, WantedRows
 from lm_adapter.errors import DeadlineExceeded, EncoderError, InvalidRequest, InvalidRows, ItemFailed
-from lm_adapter.transport.settings import TransportChoice
+from lm_adapter.transport.settings import TransportSettings
 from lm_adapter.types import EncodedRows
 
-__all__ = ["RECONNECT", "FetchSettings", "Fetched", "Fetcher"]
+__all__ = ["FetchSettings", "Fetched", "Fetcher"]
 
 logger = logging.getLogger("vllm.vision_encoder")
 
-# An encoder that was away for some time is looked for again at least this often.
-RECONNECT = {"grpc.max_reconnect_backoff_ms": 500}
 FIRST_BACKOFF_S = 0.02
 MAX_BACKOFF_S = 0.5
 CLOSE_S = 10.0
@@ -38,15 +44,15 @@ CLOSE_S = 10.0
 class FetchSettings:
     """``ec_connector_extra_config``.
 
-    target: of the encoder; namespace, model, broker_path, transports: as for the client, its token in
-    token_file. timeout_s: of one item, waiting for its encode included; retry_s: how long what can pass by
-    itself (an encoder that restarts, a stale lease) is tried again. max_resident_bytes: of rows that wait
-    for vLLM's forward pass; max_bound_items: identifiers whose key is remembered. finite: look at every
-    element for NaN and infinity. failures_path: a datagram socket that is told why requests were rejected,
-    as the front's.
+    target: of the encoder or of a fleet, see ``read_target``; namespace, model, broker_path, transports: as
+    for the client, its token in token_file. timeout_s: of one item, waiting for its encode included; retry_s:
+    how long what can pass by itself (an encoder that restarts, a stale lease) is tried again.
+    max_resident_bytes: of rows that wait for vLLM's forward pass; max_bound_items: identifiers whose key is
+    remembered. finite: look at every element for NaN and infinity. failures_path: a datagram socket that is
+    told why requests were rejected, as the front's.
     """
 
-    target: str
+    target: Target
     namespace: str = ""
     model: str = ""
     transports: tuple[str, ...] = ("device", "host", "inline")
@@ -69,23 +75,26 @@ class FetchSettings:
         if not config.get("target"):
             raise InvalidRequest("ec_connector_extra_config has no target, the address of the encoder")
         values = dict(config)
-        if "transports" in values:
+        target = read_target(values.pop("target"), "target")
+        if isinstance(values.get("transports"), list):
             values["transports"] = tuple(values["transports"])
         for name, value in values.items():
-            default = getattr(cls, name, "")
+            default = getattr(cls, name)
             number = isinstance(default, int | float) and not isinstance(default, bool)
             right = isinstance(value, int | float) if number else isinstance(value, type(default))
             if not right or (number and (isinstance(value, bool) or value < 0)):
                 raise InvalidRequest(f"{name} is {value!r}, needs {known[name]}")
-        return cls(**values)
+        found = cls(target, **values)
+        TransportSettings(transports=found.transports, broker_path=found.broker_path)
+        return found
 
-    def client(self) -> AsyncVisionEncoderClient:
+    def client(self) -> EncoderClient:
         """On the running loop. Rows go to the GPU that is current for this thread, where one is in use."""
         token = ""
         if self.token_file:
             with open(self.token_file, encoding="utf-8") as file:
                 token = file.read().strip()
-        return AsyncVisionEncoderClient(
+        return open_client(
             self.target,
             namespace=self.namespace,
             model=self.model,
@@ -93,7 +102,6 @@ class FetchSettings:
             transports=self.transports,
             broker_path=self.broker_path,
             token=token,
-            options=RECONNECT,
         )
 
 
@@ -120,9 +128,9 @@ class Fetcher:
         self._settings = settings
         self._geometry = geometry
         self._prepare_thread = prepare_thread
+        self._unprepared = ""
         self._loop = asyncio.new_event_loop()
-        self._client: AsyncVisionEncoderClient | None = None
-        self._transport = ""
+        self._source: RowsSource | None = None
         self._tasks: dict[object, asyncio.Task[None]] = {}
         self._thread = threading.Thread(target=self._run, name="vision-encoder-fetch", daemon=True)
         self._thread.start()
@@ -142,7 +150,11 @@ class Fetcher:
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
-        self._prepare_thread()
+        try:
+            self._prepare_thread()
+        except Exception as error:
+            # Every item says so, and text is answered.
+            self._unprepared = f"the thread that fetches rows cannot: {type(error).__name__}: {error}"
         try:
             self._loop.run_forever()
         finally:
@@ -153,10 +165,10 @@ class Fetcher:
         for task in list(self._tasks.values()):
             task.cancel()
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
-        if self._client is not None:
+        if self._source is not None:
             # An interpreter that ends first takes no more work; the encoder notices that the client is gone.
             with contextlib.suppress(RuntimeError):
-                await self._client.close()
+                await self._source.close()
 
     def _begin(self, handle: object, wanted: WantedRows) -> None:
         self._tasks[handle] = self._loop.create_task(self._fetch(handle, wanted))
@@ -184,38 +196,32 @@ class Fetcher:
             if isinstance(outcome, InvalidRows) and num_unfit == 0:
                 num_unfit += 1
                 continue
-            waited_s = time.monotonic() - started
-            if (
-                isinstance(outcome, EncodedRows)
-                or not outcome.retryable
-                or waited_s + backoff_s >= min(self._settings.retry_s, self._settings.timeout_s)
-            ):
+            if isinstance(outcome, EncodedRows) or not outcome.retryable:
                 return outcome
-            await asyncio.sleep(max(backoff_s, outcome.retry_after_ms / 1e3))
+            pause_s = max(backoff_s, outcome.retry_after_ms / 1e3)
+            waited_s = time.monotonic() - started
+            if waited_s + pause_s >= min(self._settings.retry_s, self._settings.timeout_s):
+                return outcome
+            await asyncio.sleep(pause_s)
             backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
 
     async def _once(self, wanted: WantedRows, started: float) -> EncodedRows | EncoderError:
         left_s = self._settings.timeout_s - (time.monotonic() - started)
         if left_s <= 0:
             return DeadlineExceeded(f"the rows did not come within {self._settings.timeout_s} s")
-        assert wanted.key is not None
+        if self._unprepared:
+            return ItemFailed(self._unprepared)
         try:
-            if self._client is None:
-                self._client = self._settings.client()
-            outcomes = await self._client.fetch([wanted.key], timeout_s=left_s)
-            rows = outcomes[0]
+            if self._source is None:
+                self._source = rows_source(self._settings.client())
+            rows = await self._source.fetch(wanted, left_s)
             if isinstance(rows, ItemFailed):
                 return rows
             self._geometry.check(rows, wanted.grid)
-            self._note_transport(self._client.transport)
+            self._source.note()
         except EncoderError as error:
             return error
         except Exception as error:
             # An item's failure of whatever kind is that item's: the engine serves others.
             return ItemFailed(f"fetching rows failed: {type(error).__name__}: {error}")
         return rows
-
-    def _note_transport(self, choice: TransportChoice) -> None:
-        if choice.name != self._transport:
-            self._transport = choice.name
-            logger.info("image rows come by %s: %s", choice.name, choice.reason)

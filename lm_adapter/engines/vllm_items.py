@@ -10,18 +10,28 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from lm_adapter.checks import check_rows
 from lm_adapter.engines.hf_checkpoint import vision_interface
 from lm_adapter.errors import EncoderError, InvalidRequest
 from lm_adapter.types import DIGEST_BYTES, ITEMSIZE_BYTES, ROW_DTYPES, EncodedRows, Grid
 
-__all__ = ["PARAMS_FIELD", "Geometry", "WantedRows", "read_params", "transfer_params", "wanted_rows"]
+__all__ = [
+    "PARAMS_FIELD",
+    "Geometry",
+    "KeyedItem",
+    "WantedRows",
+    "read_params",
+    "transfer_params",
+    "wanted_rows",
+]
 
 PARAMS_FIELD = "vision_encoder"
 """Our part of ``ec_transfer_params``."""
 MAX_REPLY_CHARS = 64
+MAX_REPLICA_CHARS = 300
+"""More than a host name and a port have."""
 GRID_FIELDS = ("image_grid_thw", "video_grid_thw", "grid_thws")
 PIXEL_FIELDS = ("pixel_values", "pixel_values_videos")
 
@@ -77,28 +87,49 @@ class Geometry:
         )
 
 
+class KeyedItem(NamedTuple):
+    """One image of a request. replica: of a fleet, the one that took it (``PrefetchStatus.target``); empty
+    where that is not known."""
+
+    key: bytes
+    grid: Grid
+    replica: str = ""
+
+
 @dataclass(frozen=True)
 class WantedRows:
     """One feature of a request. identifier: its name in vLLM's caches; end: the token after its
-    placeholders; key: None for pixels that vLLM encodes by itself."""
+    placeholders; key: None for pixels that vLLM encodes by itself; replica: as the request says, and not to
+    be relied on."""
 
     identifier: str
     end: int
     key: bytes | None
     grid: Grid
     num_bytes: int
+    replica: str = ""
 
 
-def transfer_params(items: Sequence[tuple[bytes, Grid]], reply: str = "") -> dict[str, Any]:
-    """``ec_transfer_params`` of a request with these items (key and grid), in prompt order. reply: a name
-    that the connector's account of a failure carries."""
-    ours: dict[str, Any] = {"items": [{"key": key.hex(), "grid_thw": list(grid)} for key, grid in items]}
+def transfer_params(
+    items: Sequence[tuple[bytes, Grid] | tuple[bytes, Grid, str]], reply: str = ""
+) -> dict[str, Any]:
+    """``ec_transfer_params`` of a request with these items (key, grid and, where known, replica), in prompt
+    order. reply: a name that the connector's account of a failure carries."""
+    ours: dict[str, Any] = {"items": [_described(KeyedItem(*item)) for item in items]}
     if reply:
         ours["reply"] = reply
     return {PARAMS_FIELD: ours}
 
 
-def read_params(params: object) -> tuple[list[tuple[bytes, Grid]], str]:
+def _described(item: KeyedItem) -> dict[str, Any]:
+    """A connector of before there were replicas takes no notice of theirs."""
+    said: dict[str, Any] = {"key": item.key.hex(), "grid_thw": list(item.grid)}
+    if item.replica:
+        said["replica"] = item.replica
+    return said
+
+
+def read_params(params: object) -> tuple[list[KeyedItem], str]:
     """Items and reply name of ``ec_transfer_params``; none where it has no part of ours.
     Raises InvalidRequest for a part that has no meaning."""
     ours = params.get(PARAMS_FIELD) if isinstance(params, Mapping) else None
@@ -133,7 +164,7 @@ def wanted_rows(request: Any, geometry: Geometry, *, has_tower: bool) -> tuple[l
         if is_own:
             wanted.append(WantedRows(feature.identifier, end, None, Grid(0, 0, 0), 0))
             continue
-        key, grid = next(keyed)
+        key, grid, replica = next(keyed)
         if grid.h % geometry.merge_size or grid.w % geometry.merge_size:
             raise _invalid(
                 f"item {number} has grid_thw {list(grid)}, h and w are multiples of {geometry.merge_size}"
@@ -146,11 +177,11 @@ def wanted_rows(request: Any, geometry: Geometry, *, has_tower: bool) -> tuple[l
         num_rows, num_places = geometry.num_rows(grid), position.get_num_embeds()
         if num_rows != num_places:
             raise _invalid(f"item {number} has {num_rows} rows, the prompt has {num_places} placeholders")
-        wanted.append(WantedRows(feature.identifier, end, key, grid, geometry.num_bytes(grid)))
+        wanted.append(WantedRows(feature.identifier, end, key, grid, geometry.num_bytes(grid), replica))
     return wanted, reply
 
 
-def _item(number: int, item: object) -> tuple[bytes, Grid]:
+def _item(number: int, item: object) -> KeyedItem:
     if not isinstance(item, Mapping):
         raise _invalid(f"item {number} is a {type(item).__name__}, needs an object")
     try:
@@ -163,7 +194,12 @@ def _item(number: int, item: object) -> tuple[bytes, Grid]:
     sides = [side for side in grid if type(side) is int and side > 0] if isinstance(grid, list) else []
     if len(sides) != 3 or not isinstance(grid, list) or len(grid) != 3:
         raise _invalid(f"item {number} has grid_thw {grid!r:.80}, needs three positive integers")
-    return key, Grid(*sides)
+    replica = item.get("replica", "")
+    if not isinstance(replica, str) or len(replica) > MAX_REPLICA_CHARS:
+        raise _invalid(
+            f"item {number} has replica {replica!r:.80}, a text of at most {MAX_REPLICA_CHARS} characters"
+        )
+    return KeyedItem(key, Grid(*sides), replica)
 
 
 def _has_pixels(feature: Any) -> bool:

@@ -13,10 +13,9 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from lm_adapter import ImageItem, PreprocessOptions
-from lm_adapter.engines.vllm_items import transfer_params
+from lm_adapter.engines.vllm_items import KeyedItem, transfer_params
 from lm_adapter.errors import EncoderError, InvalidRequest, ItemFailed
 from lm_adapter.items import UrlItem
-from lm_adapter.types import Grid
 
 __all__ = ["ChatImages", "Failure", "failure_of", "images_of", "rewritten"]
 
@@ -38,6 +37,8 @@ STATUS_OF_CODE = {
 STATUS_OF_REASON = {
     "UNKNOWN_KEY": 503,
     "UNAVAILABLE": 503,
+    "NO_ENDPOINTS": 503,
+    "VLLM_UNAVAILABLE": 503,
     "TRANSPORT_UNAVAILABLE": 503,
     "OVERLOADED": 429,
     "QUEUE_FULL": 429,
@@ -48,7 +49,7 @@ STATUS_OF_REASON = {
     "INVALID_TRANSFER_PARAMS": 400,
     "ROWS_TOO_LARGE": 400,
 }
-AGAIN = ("UNKNOWN_KEY", "UNAVAILABLE", "TRUNCATED_STREAM", "STALE_LEASE")
+AGAIN = ("UNKNOWN_KEY", "UNAVAILABLE", "NO_ENDPOINTS", "TRUNCATED_STREAM", "STALE_LEASE")
 """Reasons that a new encode can help against."""
 
 
@@ -62,13 +63,14 @@ class ChatImages:
 
 @dataclass(frozen=True)
 class Failure:
-    """Why image rows could not be had, for a caller. status: of HTTP."""
+    """Why image rows could not be had, for a caller. status: of HTTP; replica: that was to have them."""
 
     status: int
     reason: str
     message: str
     retryable: bool = False
     retry_after_ms: int = 0
+    replica: str = ""
 
     @property
     def may_help_again(self) -> bool:
@@ -97,6 +99,7 @@ class Failure:
             str(account.get("message", "image rows could not be had")),
             bool(account.get("retryable")),
             int(account.get("retry_after_ms", 0)),
+            str(account.get("replica", "")),
         )
 
 
@@ -134,13 +137,13 @@ def images_of(body: Mapping[str, Any]) -> ChatImages:
 
 
 def rewritten(
-    body: Mapping[str, Any], images: ChatImages, rows: Sequence[tuple[bytes, Grid]], family: str, reply: str
+    body: Mapping[str, Any], images: ChatImages, rows: Sequence[KeyedItem], family: str, reply: str
 ) -> dict[str, Any]:
-    """The request that vLLM gets: each image a grid and a name, the keys beside them. rows: key and grid of
-    each image. Processor arguments were the encoder's: with them vLLM would rehash the names."""
+    """The request that vLLM gets: each image a grid and a name, the keys beside them. rows: of each image.
+    Processor arguments were the encoder's: with them vLLM would rehash the names."""
     field = GRID_FIELDS.get(family, "image_grid_thw")
     messages = [dict(message) for message in body["messages"]]
-    for (number, index), (key, grid) in zip(images.places, rows, strict=True):
+    for (number, index), (key, grid, _) in zip(images.places, rows, strict=True):
         content = list(messages[number]["content"])
         content[index] = {"type": "image_embeds", "image_embeds": {field: list(grid)}, "uuid": key.hex()}
         messages[number]["content"] = content

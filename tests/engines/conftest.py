@@ -1,4 +1,4 @@
-"""Checkpoints that vLLM's CPU build loads, an encoder per family, and one vLLM server at a time.
+"""Checkpoints that vLLM's CPU build loads, an encoder or a fleet per family, and one vLLM server at a time.
 
 Collected only where vLLM is installed: `make test-engines` runs this folder in its own environment.
 """
@@ -15,9 +15,13 @@ if importlib.util.find_spec("vllm") is None:
     collect_ignore_glob = ["test_*.py"]
 else:
     from tests.engines.checkpoints import write_checkpoint
+    from tests.engines.meanwhile import Others
+    from tests.engines.pictures import TEXT
     from tests.engines.processes import Encoder, Stack
 
 FAMILIES = ("qwen3_vl", "qwen3_5", "kimi_k25")
+FLEET_FAMILY = "qwen3_5"
+"""Served by two encoders, the others by one each."""
 DTYPES = {"qwen3_vl": "float32", "qwen3_5": "bfloat16", "kimi_k25": "bfloat16"}
 
 
@@ -49,10 +53,42 @@ def encoder(
 
 
 @pytest.fixture(scope="session")
-def stack(
+def encoders(
     family: str, encoder: Encoder, checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[list[Encoder]]:
+    """The family's encoder first."""
+    if family != FLEET_FAMILY:
+        yield [encoder]
+        return
+    with Encoder(checkpoints[family], DTYPES[family], tmp_path_factory.mktemp("encoder")) as second:
+        yield [encoder, second]
+
+
+@pytest.fixture(scope="session")
+def stack(
+    family: str,
+    encoders: list[Encoder],
+    checkpoints: dict[str, Path],
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Stack]:
-    """Encoder, vLLM without a tower, and the front before both."""
-    folder = tmp_path_factory.mktemp("stack")
-    with Stack(encoder, checkpoints[f"{family}-lm"], DTYPES[family], family, folder) as running:
+    """Encoders, vLLM without a tower, and the front before both."""
+    with Stack(
+        encoders[0],
+        checkpoints[f"{family}-lm"],
+        DTYPES[family],
+        family,
+        tmp_path_factory.mktemp("stack"),
+        others=encoders[1:],
+        timeout_s=4.0 if len(encoders) == 1 else 20.0,
+    ) as running:
         yield running
+
+
+@pytest.fixture
+def meanwhile(stack: Stack) -> Iterator[Others]:
+    """The engine lives on: it answers text during the test, and after it too."""
+    others = Others(stack)
+    yield others
+    others.end()
+    assert stack.vllm.is_running
+    assert stack.chat(TEXT, direct=True).status_code == 200

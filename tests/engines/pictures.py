@@ -52,6 +52,7 @@ CASES = (
     Case("text alone", ("Say something about waves.",)),
     Case("ends in vision", ("Here it comes:", 2)),
 )
+TEXT = [{"role": "user", "content": "Say something about waves."}]
 SIZES = ((200, 260), (330, 180), (410, 300))
 
 

@@ -19,6 +19,7 @@ from typing import Any, Self
 import httpx
 
 from lm_adapter import DeadlineExceeded, VisionEncoderClient
+from tests.engines.between import Between
 
 ROOT = Path(__file__).parents[2]
 DOCUMENT = ROOT / "docs" / "vllm.md"
@@ -250,7 +251,7 @@ def answers(url: str) -> bool:
 
 
 class Stack:
-    """An encoder, a vLLM server fed by it, and the front. The encoder may come and go meanwhile."""
+    """An encoder or several, a vLLM server fed by them, and the front. Encoders may come and go meanwhile."""
 
     def __init__(
         self,
@@ -260,24 +261,29 @@ class Stack:
         family: str,
         folder: Path,
         *,
+        others: Sequence[Encoder] = (),
         timeout_s: float = 4.0,
         arguments: Sequence[str] = (),
     ) -> None:
-        """timeout_s: of an item's rows; arguments: further ones of vLLM."""
+        """others: beside the first, and then requests pass ``between`` on their way from the front to vLLM;
+        timeout_s: of an item's rows; arguments: further ones of vLLM."""
         self._timeout_s = timeout_s
         self._arguments = arguments
+        self._target = ",".join(one.target for one in (encoder, *others))
         self.encoder = encoder
         self.family = family
         self._checkpoint = checkpoint
         self._dtype = dtype
         self._folder = folder
         self.vllm: VllmServer
+        self.between: Between | None = None
+        self._with_between = bool(others)
         self._front: Process
         self.front_url = ""
 
     def __enter__(self) -> Self:
         config = {
-            "target": self.encoder.target,
+            "target": self._target,
             "finite": True,
             "timeout_s": self._timeout_s,
             "retry_s": 2.0,
@@ -287,6 +293,8 @@ class Stack:
             self._checkpoint, self._dtype, self.family, config, self._folder, self._arguments
         )
         try:
+            if self._with_between:
+                self.between = Between(self.vllm.url)
             self._start_front()
             self.vllm.wait_ready()
         except BaseException:
@@ -301,8 +309,8 @@ class Stack:
             "python -m lm_adapter.engines.vllm_front",
             {
                 "127.0.0.1:8080": f"127.0.0.1:{port}",
-                "http://127.0.0.1:8000": self.vllm.url,
-                "127.0.0.1:50051": self.encoder.target,
+                "http://127.0.0.1:8000": self.between.url if self.between else self.vllm.url,
+                "127.0.0.1:50051": self._target,
                 "/run/vision-encoder/failures.sock": self.encoder.failures_path,
             },
         )
@@ -311,6 +319,8 @@ class Stack:
 
     def __exit__(self, *_: object) -> None:
         self._front.stop()
+        if self.between is not None:
+            self.between.stop()
         self.vllm.stop()
 
     def chat(

@@ -11,7 +11,7 @@ import secrets
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,7 +24,8 @@ from lm_adapter.errors import ItemFailed
 from lm_adapter.testing import FakeEncoder, FakeScript, Fault, fake_model
 from lm_adapter.types import Grid
 from tests.engines.agreement import of_response
-from tests.engines.pictures import Case, picture, with_pixels, with_rows
+from tests.engines.meanwhile import Others
+from tests.engines.pictures import TEXT, Case, picture, with_pixels, with_rows
 from tests.engines.processes import Encoder, Stack
 
 FAMILY = "qwen3_vl"
@@ -33,43 +34,9 @@ pytestmark = [
     pytest.mark.parametrize("family", [FAMILY], indirect=True, scope="session"),
 ]
 ONE = Case("one image", (0, "What is in the picture?"))
-TEXT = [{"role": "user", "content": "Say something about waves."}]
 GRID = Grid(1, 8, 12)
 # The geometry of the tiny checkpoint.
 WIDTH = {"out_width": 64, "num_deepstack_levels": 2, "dtype": "float32"}
-
-
-class Others:
-    """Text requests all the while: each must be answered, and soon."""
-
-    def __init__(self, stack: Stack) -> None:
-        self._stack = stack
-        self._stop = threading.Event()
-        self.num_answered = 0
-        self._pool = ThreadPoolExecutor(1)
-        self._future: Future[None] = self._pool.submit(self._ask)
-
-    def _ask(self) -> None:
-        while not self._stop.is_set():
-            response = self._stack.chat(TEXT, direct=True, max_tokens=4)
-            assert response.status_code == 200, response.text
-            self.num_answered += 1
-
-    def end(self) -> None:
-        self._stop.set()
-        self._future.result(60)
-        self._pool.shutdown()
-        assert self.num_answered > 0
-
-
-@pytest.fixture
-def meanwhile(stack: Stack) -> Iterator[Others]:
-    """The engine lives on: it answers text during the test, and after it too."""
-    others = Others(stack)
-    yield others
-    others.end()
-    assert stack.vllm.is_running
-    assert stack.chat(TEXT, direct=True).status_code == 200
 
 
 @contextmanager

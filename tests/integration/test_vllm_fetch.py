@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import grpc
 import numpy as np
 import pytest
 import torch
@@ -18,7 +19,7 @@ from lm_adapter.engines import vllm_connector
 from lm_adapter.engines.vllm_connector import ConnectorMethods, HostRows, StepRows
 from lm_adapter.engines.vllm_fetch import Fetched, Fetcher, FetchSettings
 from lm_adapter.engines.vllm_items import Geometry, WantedRows, transfer_params
-from lm_adapter.errors import InvalidRequest, InvalidRows
+from lm_adapter.errors import EncoderOverloaded, InvalidRequest, InvalidRows, ItemFailed
 from lm_adapter.testing import FakeEncoder, FakeScript, Fault, fake_model, fake_rows
 from lm_adapter.types import EncodedRows, Grid
 
@@ -144,6 +145,37 @@ def test_closing_ends_the_thread_with_fetches_under_way(encoder: FakeEncoder) ->
     fetcher.close()
     fetcher.close()
     assert not fetcher.ended
+
+
+def test_p32_a_server_that_asks_for_a_long_pause_is_not_waited_for_past_the_time(
+    encoder: FakeEncoder,
+) -> None:
+    """Otherwise an item is held for as long as the server says, whatever timeout_s is."""
+    failure = ItemFailed("come back later", reason="BUSY", status=8, retryable=True, retry_after_ms=60_000)
+    key = key_of(encoder, secrets.token_bytes(32))
+    encoder.script.call_failures["Fetch"] = (grpc.StatusCode.RESOURCE_EXHAUSTED, failure)
+    fetcher = Fetcher(FetchSettings(target=encoder.target, timeout_s=20.0, retry_s=5.0), GEOMETRY)
+    begun_s = time.monotonic()
+    fetcher.start("one", wanted(key))
+    outcome = next_ended(fetcher).outcome
+    fetcher.close()
+    assert isinstance(outcome, EncoderOverloaded)
+    assert outcome.retry_after_ms == 60_000
+    assert time.monotonic() - begun_s < 5
+
+
+def test_p32_a_thread_that_cannot_be_prepared_fails_its_items_and_says_why(encoder: FakeEncoder) -> None:
+    """A request whose rows nobody fetches would be scheduled never."""
+
+    def prepare() -> None:
+        raise RuntimeError("no such device")
+
+    fetcher = Fetcher(FetchSettings(target=encoder.target), GEOMETRY, prepare_thread=prepare)
+    fetcher.start("one", wanted(key_of(encoder, secrets.token_bytes(32))))
+    outcome = next_ended(fetcher).outcome
+    fetcher.close()
+    assert isinstance(outcome, ItemFailed)
+    assert "no such device" in outcome.message
 
 
 class Base:

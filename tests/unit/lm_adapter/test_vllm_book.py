@@ -79,13 +79,13 @@ def rows_of(key: bytes) -> EncodedRows:
     return EncodedRows(key, b"", GRID, NUM_ROWS, 12, "float32", 2, payload)
 
 
-def request_for(*keys: bytes, gap: int = 2, reply: str = "") -> Request:
+def request_for(*keys: bytes, gap: int = 2, reply: str = "", replica: str = "") -> Request:
     """Text, image, text, image, ...: each image has NUM_ROWS placeholders."""
     features = [
         Feature(f"id-{key.hex()}", Position(gap + number * (gap + NUM_ROWS), NUM_ROWS))
         for number, key in enumerate(keys)
     ]
-    return Request(features, transfer_params([(key, GRID) for key in keys], reply))
+    return Request(features, transfer_params([(key, GRID, replica) for key in keys], reply))
 
 
 def key() -> bytes:
@@ -310,12 +310,13 @@ def test_the_reason_goes_to_whoever_listens(fetches: Fetches, tmp_path: Path) ->
     listener.bind(path)
     book = Book(fetches, GEOMETRY, replace(SETTINGS, failures_path=path), has_tower=False)
     one = key()
-    book.ensure(request_for(one, reply="the reply"), 0)
+    book.ensure(request_for(one, reply="the reply", replica="10.0.0.7:50051"), 0)
     fetches.end(one, ItemFailed("gone", reason="UNKNOWN_KEY", status=5))
     book.take_unavailable()
     account = json.loads(listener.recv(4096))
     assert account["reply"] == "the reply"
     assert account["reason"] == "UNKNOWN_KEY"
+    assert account["replica"] == "10.0.0.7:50051"
     listener.close()
     # Nobody listens now: rejected all the same.
     request = request_for(key(), reply="unheard")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import json
 import secrets
@@ -10,6 +11,7 @@ import tempfile
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -18,9 +20,12 @@ from fastapi import FastAPI
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from lm_adapter import AsyncVisionEncoderClient, ItemFailed
-from lm_adapter.engines.vllm_front import Failures, Front, create_app
+from lm_adapter.engines import vllm_front
+from lm_adapter.engines.vllm_front import Front, create_app
 from lm_adapter.engines.vllm_items import read_params
+from lm_adapter.engines.vllm_upstream import Failures
 from lm_adapter.testing import FakeEncoder
+from lm_adapter.types import Grid, KeyState, KeyStatus, PrefetchStatus
 
 pytestmark = pytest.mark.anyio
 
@@ -118,8 +123,11 @@ async def test_images_go_to_the_encoder_and_grids_to_vllm(vllm: PretendedVllm, f
     assert len(items) == 2
     assert reply
     parts = body["messages"][0]["content"]
-    assert [part["uuid"] for part in parts[1:]] == [key.hex() for key, _ in items]
-    assert [part["image_embeds"]["image_grid_thw"] for part in parts[1:]] == [list(grid) for _, grid in items]
+    assert [part["uuid"] for part in parts[1:]] == [item.key.hex() for item in items]
+    grids = [part["image_embeds"]["image_grid_thw"] for part in parts[1:]]
+    assert grids == [list(item.grid) for item in items]
+    # One encoder has no name: nothing is said of it.
+    assert {item.replica for item in items} == {""}
     assert body["temperature"] == 0
 
 
@@ -205,6 +213,156 @@ async def test_p32_what_the_encoder_refuses_never_reaches_vllm(vllm: PretendedVl
     assert broken.status_code == 400
     assert away.status_code in (503, 504)
     assert vllm.bodies == []
+
+
+async def test_a_vllm_that_is_away_is_no_internal_error(folder: str) -> None:
+    http = httpx.AsyncClient(base_url="http://127.0.0.1:1")
+    with FakeEncoder() as encoder:
+        client = AsyncVisionEncoderClient(encoder.target, timeout_s=3, transports=("inline",))
+        served = Front(client, http, None, timeout_s=3)
+        app = FastAPI()
+        app.add_route("/{path:path}", served.chat, methods=["POST"])
+        app.add_route("/{path:path}", served.other, methods=["GET"])
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://front") as outside:
+            answers = [
+                await outside.post("/v1/chat/completions", json=chat_body(b"x")),
+                await outside.post("/v1/chat/completions", json=chat_body()),
+                await outside.get("/v1/models"),
+            ]
+        await client.close()
+    await http.aclose()
+    assert [answer.status_code for answer in answers] == [503] * 3
+    assert {answer.json()["error"]["code"] for answer in answers} == {"VLLM_UNAVAILABLE"}
+
+
+async def test_a_request_that_is_too_large_is_refused_before_all_of_it_came(
+    vllm: PretendedVllm, folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vllm_front, "MAX_BODY_BYTES", 1 << 12)
+    num_sent = 0
+
+    async def endless() -> AsyncIterator[bytes]:
+        nonlocal num_sent
+        while True:
+            num_sent += 1
+            yield b"x" * (1 << 10)
+
+    async with front(vllm, "127.0.0.1:1", f"{folder}/f") as client:
+        for path in ("/v1/chat/completions", "/v1/embeddings"):
+            num_sent = 0
+            response = await client.post(path, content=endless())
+            assert response.status_code == 400
+            assert num_sent == 5
+    assert vllm.bodies == []
+
+
+async def test_a_caller_that_leaves_takes_the_request_along(folder: str) -> None:
+    """While images are encoded and while vLLM works, where it is vLLM that has to hear of it."""
+    begun, ended = asyncio.Event(), asyncio.Event()
+
+    async def slow(request: Any) -> Response:
+        begun.set()
+        try:
+            await asyncio.sleep(30)
+        finally:
+            ended.set()
+        return JSONResponse({})
+
+    behind = FastAPI()
+    behind.add_route("/v1/chat/completions", slow, methods=["POST"])
+    http = httpx.AsyncClient(transport=httpx.ASGITransport(behind), base_url="http://vllm")
+    with FakeEncoder() as encoder:
+        client = AsyncVisionEncoderClient(encoder.target, timeout_s=3, transports=("inline",))
+        app = FastAPI()
+        app.add_route("/v1/chat/completions", Front(client, http, None, timeout_s=3).chat, methods=["POST"])
+        messages = [{"type": "http.request", "body": json.dumps(chat_body(b"x")).encode()}]
+        sent: list[Any] = []
+
+        async def receive() -> Any:
+            if messages:
+                return messages.pop(0)
+            await begun.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        async with asyncio.timeout(10):
+            await app(scope_of("/v1/chat/completions"), receive, send)
+        await client.close()
+    await http.aclose()
+    assert ended.is_set()
+    assert sent[0]["status"] == 499
+
+
+def scope_of(path: str) -> dict[str, Any]:
+    return {
+        "type": "http",
+        "asgi": {"version": "3.0", "spec_version": "2.3"},
+        "http_version": "1.1",
+        "method": "POST",
+        "scheme": "http",
+        "path": path,
+        "raw_path": path.encode(),
+        "query_string": b"",
+        "root_path": "",
+        "headers": [],
+        "client": ("test", 1),
+        "server": ("front", 80),
+    }
+
+
+class Statuses:
+    """As much of a client as a front needs for an image whose header does not tell its size."""
+
+    def __init__(self, *states: KeyState) -> None:
+        self.states = list(states)
+        self.num_prefetches = 0
+
+    async def info(self, *, timeout_s: float) -> Any:
+        return SimpleNamespace(model=lambda: SimpleNamespace(family="qwen3_vl"))
+
+    async def prefetch(self, items: Any, *, timeout_s: float) -> list[PrefetchStatus]:
+        self.num_prefetches += 1
+        return [PrefetchStatus(b"k" * 32, b"d" * 32, KeyState.IN_FLIGHT) for _ in items]
+
+    async def lookup(self, keys: Any) -> list[KeyStatus]:
+        state = self.states.pop(0) if len(self.states) > 1 else self.states[0]
+        grid = Grid(1, 4, 6) if state is KeyState.RESIDENT else None
+        return [KeyStatus(keys[0], state, grid)]
+
+
+@pytest.mark.parametrize(
+    ("states", "status", "num_prefetches"),
+    [
+        ((KeyState.IN_FLIGHT, KeyState.IN_FLIGHT, KeyState.RESIDENT), 200, 1),
+        ((KeyState.IN_FLIGHT, KeyState.ABSENT, KeyState.RESIDENT), 200, 2),
+        ((KeyState.ABSENT,), 503, 2),
+        ((KeyState.IN_FLIGHT,), 504, 1),
+    ],
+    ids=["encoded", "lost once", "lost", "never encoded"],
+)
+async def test_a_grid_that_the_header_does_not_tell_is_asked_for(
+    states: tuple[KeyState, ...], status: int, num_prefetches: int, vllm: PretendedVllm
+) -> None:
+    client: Any = Statuses(*states)
+    http = httpx.AsyncClient(transport=httpx.ASGITransport(vllm.app()), base_url="http://vllm")
+    app = FastAPI()
+    app.add_route("/v1/chat/completions", Front(client, http, None, timeout_s=0.3).chat, methods=["POST"])
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://front") as outside:
+        response = await outside.post("/v1/chat/completions", json=chat_body(b"x"))
+    await http.aclose()
+    assert response.status_code == status
+    assert client.num_prefetches == num_prefetches
+
+
+@pytest.mark.parametrize("encoder", ["", "a:1,", "dns:///a:1,b:1", "dns:///a"])
+def test_an_encoder_that_means_nothing_stops_the_start(
+    encoder: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        vllm_front.main(["--vllm", "http://127.0.0.1:1", "--encoder", encoder])
+    assert "--encoder" in capsys.readouterr().err
 
 
 async def test_the_applications_socket_comes_and_goes_with_it(folder: str) -> None:
