@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from types import TracebackType
 from typing import Self, TypeVar, Unpack
 
@@ -22,20 +23,19 @@ from lm_adapter.errors import (
     CallCancelled,
     CallFailed,
     DeadlineExceeded,
-    EncoderError,
     EncoderUnavailable,
     ItemFailed,
 )
 from lm_adapter.fleet.budget import RetryBudget
-from lm_adapter.fleet.call import UNKNOWN_KEY, FleetCall, FleetCounts
+from lm_adapter.fleet.by_key import OpenByKey, fetch_steps, read_where_held
+from lm_adapter.fleet.call import FleetCall, FleetCounts
 from lm_adapter.fleet.directory import Directory, Member, ReplicaView
 from lm_adapter.fleet.endpoints import Endpoints, resolver_of
 from lm_adapter.fleet.fallback import Fallback, fall_back
-from lm_adapter.fleet.holders import Holders, find_holders
+from lm_adapter.fleet.holders import find_holders
 from lm_adapter.fleet.homes import routing_keys
 from lm_adapter.fleet.latency import Latencies
-from lm_adapter.fleet.outcomes import moves_on
-from lm_adapter.fleet.replica_client import ReplicaClient
+from lm_adapter.fleet.replica_client import replica_opener
 from lm_adapter.fleet.run import CallRun, Open, Rescue
 from lm_adapter.fleet.settings import FleetSettings
 from lm_adapter.leases import LeaseRecord
@@ -57,13 +57,6 @@ from lm_adapter.types import (
 __all__ = ["AsyncFleetClient"]
 
 READY_POLL_S = 0.02
-# On top of the channel's own: a replica that is back is found within a second, a host that vanished in
-# fifteen.
-_CHANNEL_OPTIONS: dict[str, int | str] = {
-    "grpc.max_reconnect_backoff_ms": 1000,
-    "grpc.keepalive_time_ms": 10_000,
-    "grpc.keepalive_timeout_ms": 5_000,
-}
 
 ResultT = TypeVar("ResultT")
 
@@ -109,21 +102,17 @@ class AsyncFleetClient:
         self._budget = RetryBudget(self.settings.retry_share, self.settings.retry_reserve_per_s)
         self._latencies = Latencies()
 
-        def open_client(target: str) -> ReplicaClient:
-            client = ReplicaClient(
-                target,
-                credentials=credentials,
-                tls=tls,
-                namespace=namespace,
-                model=model,
-                timeout_s=timeout_s,
-                max_rows_bytes=max_rows_bytes,
-                options={**_CHANNEL_OPTIONS, **(options or {})},
-                **transport,
-            )
-            client.fingerprint = fingerprint
-            return client
-
+        open_client = replica_opener(
+            fingerprint=fingerprint,
+            credentials=credentials,
+            tls=tls,
+            namespace=namespace,
+            model=model,
+            timeout_s=timeout_s,
+            max_rows_bytes=max_rows_bytes,
+            options=options,
+            transport=transport,
+        )
         self._directory = Directory(
             resolver_of(endpoints), open_client, self.settings, self.counts, self._clock
         )
@@ -150,8 +139,7 @@ class AsyncFleetClient:
 
     async def close(self) -> None:
         """Calls in progress end with CallCancelled. Harmless when done twice."""
-        if not self._directory.is_closed:
-            await self._directory.close()
+        await self._directory.close()
 
     async def wait_ready(self, timeout_s: float, *, num_replicas: int = 1) -> ServerInfo:
         """Waits until this many replicas are up; what one of them says of itself. Raises DeadlineExceeded
@@ -235,9 +223,10 @@ class AsyncFleetClient:
                 yield finished
 
     async def prefetch(
-        self, items: Sequence[Item], *, timeout_s: float | None = None
+        self, items: Sequence[Item], *, avoid: Collection[str] = (), timeout_s: float | None = None
     ) -> list[PrefetchStatus | ItemFailed]:
-        """Starts encoding at each item's home and keeps the rows there; see ``VisionEncoderClient``."""
+        """Starts encoding at each item's home and keeps the rows there; see ``VisionEncoderClient``. Each
+        status says in ``target`` where that is. avoid: replicas that are asked last."""
         deadline = self._deadline(timeout_s)
         if not items:
             return []
@@ -249,10 +238,15 @@ class AsyncFleetClient:
         ) -> AsyncGenerator[tuple[int, PrefetchStatus | ItemFailed], None]:
             chosen = [items[index] for index in indices]
             statuses = await member.client.prefetch(chosen, timeout_s=max(deadline.left_s, 1e-3))
-            for finished in enumerate(statuses):
-                yield finished
+            for position, status in enumerate(statuses):
+                if isinstance(status, PrefetchStatus):
+                    status = replace(status, target=member.target)
+                yield position, status
 
-        call = self._call(len(items), lambda index: self._directory.order(keys[index]), hedged=False)
+        def order(index: int) -> list[Member]:
+            return sorted(self._directory.order(keys[index]), key=lambda one: one.target in avoid)
+
+        call = self._call(len(items), order, hedged=False, timed=False)
         async with aclosing(self._run(call, len(items), open_attempt, deadline, timeout_s)) as stream:
             return in_order({index: status async for index, status in stream})
 
@@ -261,7 +255,9 @@ class AsyncFleetClient:
         answered."""
         if not keys:
             return []
-        holders = await self._holders(keys, self._deadline(timeout_s))
+        deadline = self._deadline(timeout_s)
+        await self._begin("Lookup", deadline)
+        holders = await find_holders(self._directory, keys, deadline)
         return [found[0][1] for found in holders]
 
     async def read_shared(
@@ -278,51 +274,62 @@ class AsyncFleetClient:
         that leased them is found by asking, their home first. Raises ItemFailed, CallFailed."""
         deadline = self._deadline(timeout_s)
         await self._begin("read_shared", deadline)
-        failure: EncoderError = EncoderUnavailable("no replica can be asked", reason="NO_ENDPOINTS")
-        for member in self._directory.order(record.content_digest or None):
-            try:
-                return await member.client.read_shared(
-                    record,
-                    reader=reader,
-                    out=out,
-                    borrow=borrow,
-                    confirm_later=confirm_later,
-                    timeout_s=max(deadline.left_s, 1e-3),
-                )
-            except (ItemFailed, CallFailed) as error:
-                if not moves_on(error) and error.reason != UNKNOWN_KEY:
-                    raise
-                failure = error
-        raise failure
+
+        async def read(member: Member) -> EncodedRows:
+            reading = member.client.read_shared(
+                record,
+                reader=reader,
+                out=out,
+                borrow=borrow,
+                confirm_later=confirm_later,
+                timeout_s=max(deadline.left_s, 1e-3),
+            )
+            return await self._directory.run_at(member, reading)
+
+        return await read_where_held(self._directory.order(record.content_digest or None), read)
 
     async def fetch(
-        self, keys: Sequence[bytes], *, timeout_s: float | None = None, **rows: Unpack[RowsOptions]
+        self,
+        keys: Sequence[bytes],
+        *,
+        first: Sequence[str] = (),
+        timeout_s: float | None = None,
+        **rows: Unpack[RowsOptions],
     ) -> list[Outcome]:
         """Rows by key, in the order of ``keys``. A key says nothing of its home, so that every replica is
-        asked for it first: to encode a DigestItem is cheaper where the digest is known. An absent key is an
-        ItemFailed with reason UNKNOWN_KEY. Raises CallFailed when no replica answered."""
-        return await self._fetch_on(CallerStreams(), keys, timeout_s, rows)
+        asked for it first: to encode a DigestItem is cheaper where the digest is known. first: the target of
+        each key's holder where that is known (``PrefetchStatus.target``), else nothing; it is asked before
+        the others, if it is one of the replicas. An absent key is an ItemFailed with reason UNKNOWN_KEY.
+        Raises CallFailed when no replica answered."""
+        return await self._fetch_on(CallerStreams(), keys, first, timeout_s, rows)
 
     async def _fetch_on(
-        self, streams: CallerStreams, keys: Sequence[bytes], timeout_s: float | None, rows: RowsOptions
+        self,
+        streams: CallerStreams,
+        keys: Sequence[bytes],
+        first: Sequence[str],
+        timeout_s: float | None,
+        rows: RowsOptions,
     ) -> list[Outcome]:
         handling, deadline = RowsHandling(**rows), self._deadline(timeout_s)
         handling.check_items(len(keys))
         if not keys:
             return []
-        places = [[member for member, _ in found] for found in await self._holders(keys, deadline)]
+        await self._begin("Fetch", deadline)
 
         def open_attempt(member: Member, indices: Sequence[int]) -> AsyncGenerator[tuple[int, Outcome], None]:
             chosen = [keys[index] for index in indices]
             return member.client.fetch_for(streams, chosen, deadline, handling.only(indices))
 
-        call = self._call(
-            len(keys),
-            lambda index: places[index],
-            hedged=_may_hedge(handling),
-            absent_moves=[True] * len(keys),
-        )
-        return await collect_on_loop(self._run(call, len(keys), open_attempt, deadline, timeout_s))
+        def fetch_at(
+            places: Sequence[Sequence[Member]], opened: OpenByKey, once: bool
+        ) -> AsyncGenerator[tuple[int, Outcome], None]:
+            absent, hedged = [not once] * len(places), not once and _may_hedge(handling)
+            call = self._call(len(places), places.__getitem__, hedged=hedged, absent_moves=absent, once=once)
+            return self._run(call, len(places), opened, deadline, timeout_s)
+
+        steps = fetch_steps(self._directory, self.counts, keys, first, deadline, open_attempt, fetch_at)
+        return await collect_on_loop(steps)
 
     # --------------------------------------------------------------------------------------------------------
 
@@ -333,8 +340,10 @@ class AsyncFleetClient:
         *,
         hedged: bool,
         absent_moves: Sequence[bool] = (),
+        once: bool = False,
+        timed: bool = True,
     ) -> FleetCall:
-        settings = self.settings
+        settings = replace(self.settings, max_attempts=1) if once else self.settings
         usual_s = self._latencies.percentile(settings.hedge_percentile)
         late_s = settings.hedge_max_s if usual_s is None else usual_s
         return FleetCall(
@@ -343,7 +352,7 @@ class AsyncFleetClient:
             settings,
             self._budget,
             self.counts,
-            self._latencies,
+            self._latencies if timed else None,
             self._clock(),
             hedge_after_s=min(max(late_s, settings.hedge_min_s), settings.hedge_max_s) if hedged else None,
             absent_moves=absent_moves,
@@ -366,10 +375,6 @@ class AsyncFleetClient:
                 self.counts.failures += isinstance(outcome, ItemFailed)
                 yield index, outcome
 
-    async def _holders(self, keys: Sequence[bytes], deadline: Deadline) -> Holders:
-        await self._begin("Lookup", deadline)
-        return await find_holders(self._directory, keys, deadline)
-
     def _up(self) -> list[Member]:
         return [one for one in self._directory.members if one.is_up]
 
@@ -378,11 +383,9 @@ class AsyncFleetClient:
 
     async def _begin(self, method: str, deadline: Deadline) -> None:
         self._check_open(method)
-        try:
-            async with asyncio.timeout(deadline.left_s):
-                await self._directory.start()
-        except TimeoutError as error:
-            raise DeadlineExceeded("no replica was found in time") from error
+        # What is known of the fleet after half of the time has the other half.
+        await self._directory.start(deadline.left_s / 2)
+        self._check_open(method)
 
     def _check_open(self, method: str) -> None:
         if self._directory.is_closed:
@@ -390,5 +393,6 @@ class AsyncFleetClient:
 
 
 def _may_hedge(handling: RowsHandling) -> bool:
-    """Not with a buffer of the caller's, which two answers would write to, nor with rows that stay leased."""
-    return not (len(handling.out) or handling.borrow or handling.confirm_later or handling.num_readers > 1)
+    """Not with a buffer of the caller's, which two answers would write to, nor with rows that stay leased,
+    nor where the caller is told of rows as they come."""
+    return handling.is_plain_copy and not len(handling.out) and handling.on_rows is None

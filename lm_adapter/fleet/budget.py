@@ -33,6 +33,7 @@ class RetryBudget:
 
     def asked(self, num_items: int, now_s: float) -> None:
         """Items that a caller asked for."""
+        self.left(now_s)  # forgets what is old, though nobody ever asks for a retry
         self._add(num_items * self._share, now_s)
 
     def take(self, now_s: float) -> bool:

@@ -21,6 +21,7 @@ from lm_adapter.fleet.settings import FleetSettings
 __all__ = ["Attempt", "FleetCall", "FleetCounts"]
 
 UNKNOWN_KEY = "UNKNOWN_KEY"
+NO_ENDPOINTS = "NO_ENDPOINTS"
 MAX_MOVES = 3
 """Further replicas that are asked for rows that the home does not know."""
 Order = Callable[[int], Sequence[Replica]]
@@ -87,16 +88,16 @@ class FleetCall:
         settings: FleetSettings,
         budget: RetryBudget,
         counts: FleetCounts,
-        latencies: Latencies,
+        latencies: Latencies | None,
         now_s: float,
         *,
         hedge_after_s: float | None = None,
         absent_moves: Sequence[bool] = (),
         replicas: Callable[[], Sequence[Replica]] = tuple,
     ) -> None:
-        """order: see ``Order``. latencies: of the whole fleet, kept up. hedge_after_s: None for no hedges.
-        absent_moves: of each item, whether a replica that does not know it is no reason to fail yet.
-        replicas: all there are."""
+        """order: see ``Order``. latencies: of the whole fleet, kept up; None for calls whose time says
+        nothing of how long rows take. hedge_after_s: None for no hedges. absent_moves: of each item, whether
+        a replica that does not know it is no reason to fail yet. replicas: all there are."""
         self._order, self._settings, self._budget, self._counts = order, settings, budget, counts
         self._latencies = latencies
         self._hedge_after_s = hedge_after_s if settings.max_hedges else None
@@ -180,9 +181,12 @@ class FleetCall:
     def succeeded(self, attempt: Attempt, index: int, now_s: float) -> bool:
         """An item came; whether it is the first answer, which is the caller's."""
         item = self._leave(attempt, index)
-        latency_s = now_s - attempt.started_s
-        attempt.replica.succeeded(latency_s)
-        self._latencies.add(latency_s)
+        if self._latencies is None:
+            attempt.replica.succeeded()
+        else:
+            latency_s = now_s - attempt.started_s
+            attempt.replica.succeeded(latency_s)
+            self._latencies.add(latency_s)
         if item.done:
             return False
         item.done = True
@@ -199,9 +203,18 @@ class FleetCall:
 
     def left_behind(self, attempt: Attempt, now_s: float) -> None:
         """The attempt is given up because its items came from elsewhere. It would have taken this long at
-        least, and a replica that is always left behind would else never be seen to be slow."""
-        attempt.replica.latencies.add(now_s - attempt.started_s)
+        least, and a replica that is always left behind would else never be seen to be slow. Of a hedge, which
+        began later than what was faster, the time would only say too little."""
+        if not attempt.is_hedge:
+            attempt.replica.latencies.add(now_s - attempt.started_s)
         self.ended(attempt, None, now_s)
+
+    def abandon(self) -> None:
+        """The caller has gone: nothing is tried again, and nobody is to blame."""
+        for attempt in self._attempts:
+            for index in sorted(attempt.left):
+                self._leave(attempt, index)
+        self._attempts.clear()
 
     def ended(
         self, attempt: Attempt, failure: EncoderError | None, now_s: float
@@ -276,12 +289,14 @@ class FleetCall:
     def _judge(self, item: _ItemState, failure: EncoderError, now_s: float) -> EncoderError | None:
         """The failure when it is the last; None when the item goes on, elsewhere or in its other attempt."""
         item.failure = failure
-        is_move = failure.reason == UNKNOWN_KEY and self._may_move(item)
-        if not is_move and not moves_on(failure):
+        is_absent = failure.reason == UNKNOWN_KEY and item.is_absent_allowed
+        if not is_absent and not moves_on(failure):
             return self._finish(item, failure)
         if item.running:
             return None
-        if is_move:
+        if is_absent and not self._may_move(item):
+            return self._finish(item, failure)
+        if is_absent:
             item.num_moves += 1
             self._counts.moves += 1
         elif item.num_attempts - item.num_moves >= self._settings.max_attempts:
@@ -301,7 +316,7 @@ class FleetCall:
     def _may_move(self, item: _ItemState) -> bool:
         """Rows of a key whose home has changed lie where it lived before: with the first of the next places
         that has not come since."""
-        return item.is_absent_allowed and item.num_moves < MAX_MOVES and not self._is_everywhere_tried(item)
+        return item.num_moves < MAX_MOVES and not self._is_everywhere_tried(item)
 
     def _is_everywhere_tried(self, item: _ItemState) -> bool:
         return all(one in item.tried for one in self._order(item.index))
@@ -313,7 +328,7 @@ class FleetCall:
 
 def _nobody() -> EncoderError:
     return EncoderUnavailable(
-        "the fleet has no replica that can be asked", reason="NO_ENDPOINTS", details={"status": "UNAVAILABLE"}
+        "the fleet has no replica that can be asked", reason=NO_ENDPOINTS, details={"status": "UNAVAILABLE"}
     )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import threading
-from collections.abc import Coroutine, Generator, Sequence
+from collections.abc import Collection, Coroutine, Generator, Sequence
 from contextlib import suppress
 from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack
@@ -120,11 +120,16 @@ class FleetClient:
         """Each item's index and outcome as it finishes; closing the generator cancels the call."""
         stream = self._client._encode_on(CallerStreams(), items, timeout_s, rows)
 
+        # A step that this thread was interrupted in is still ending when the stream is closed.
+        one_at_a_time = asyncio.Lock()
+
         async def step() -> tuple[int, Outcome] | None:
-            return await anext(stream, None)
+            async with one_at_a_time:
+                return await anext(stream, None)
 
         async def end() -> None:
-            await stream.aclose()
+            async with one_at_a_time:
+                await stream.aclose()
 
         try:
             while (finished := self._call(step())) is not None:
@@ -134,20 +139,25 @@ class FleetClient:
                 self._call(end())
 
     def fetch(
-        self, keys: Sequence[bytes], *, timeout_s: float | None = None, **rows: Unpack[RowsOptions]
+        self,
+        keys: Sequence[bytes],
+        *,
+        first: Sequence[str] = (),
+        timeout_s: float | None = None,
+        **rows: Unpack[RowsOptions],
     ) -> list[Outcome]:
         """See ``AsyncFleetClient``."""
-        return self._call(self._client._fetch_on(CallerStreams(), keys, timeout_s, rows))
+        return self._call(self._client._fetch_on(CallerStreams(), keys, first, timeout_s, rows))
 
     def read_shared(self, record: LeaseRecord, *, reader: int, **options: Any) -> EncodedRows:
         """See ``AsyncFleetClient``."""
         return self._call(self._client.read_shared(record, reader=reader, **options))
 
     def prefetch(
-        self, items: Sequence[Item], *, timeout_s: float | None = None
+        self, items: Sequence[Item], *, avoid: Collection[str] = (), timeout_s: float | None = None
     ) -> list[PrefetchStatus | ItemFailed]:
         """See ``AsyncFleetClient``."""
-        return self._call(self._client.prefetch(items, timeout_s=timeout_s))
+        return self._call(self._client.prefetch(items, avoid=avoid, timeout_s=timeout_s))
 
     def lookup(self, keys: Sequence[bytes], *, timeout_s: float | None = None) -> list[KeyStatus]:
         """See ``AsyncFleetClient``."""

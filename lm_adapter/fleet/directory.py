@@ -9,11 +9,17 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
-from lm_adapter.errors import CallFailed, DeadlineExceeded, EncoderError
+from lm_adapter.errors import (
+    CallFailed,
+    DeadlineExceeded,
+    EncoderError,
+    EncoderOverloaded,
+    EncoderUnavailable,
+)
 from lm_adapter.fleet.call import FleetCounts
 from lm_adapter.fleet.endpoints import Resolve
 from lm_adapter.fleet.replica import Check, Replica, ReplicaState, eject_slow
@@ -21,8 +27,18 @@ from lm_adapter.fleet.replica_client import ReplicaClient
 from lm_adapter.fleet.ring import home_order
 from lm_adapter.fleet.settings import FleetSettings
 
-__all__ = ["Directory", "Member", "ReplicaView"]
+__all__ = ["Directory", "Member", "ReplicaView", "gone"]
 
+ResultT = TypeVar("ResultT")
+NAMED = 8
+"""Replicas in the message of a failure."""
+
+LOOKUP_S = 10.0
+"""A lookup of the endpoints that takes longer has failed."""
+LINGER_S = 5.0
+"""From the last attempt at a replica that is gone from the list, until its leases and connections go too."""
+LEAST_PAUSE_S = 0.1
+"""Between two checks of a replica, however many calls fail there."""
 OWN_DELAY = 1.5
 """A check that ends after this many times its timeout says more of this process than of the replica."""
 
@@ -45,7 +61,7 @@ class Member(Replica):
     def __init__(self, target: str, settings: FleetSettings, client: ReplicaClient) -> None:
         super().__init__(target, settings)
         self.client = client
-        self.attempts: set[asyncio.Task[None]] = set()
+        self.attempts: set[asyncio.Task[Any]] = set()
         self.checking: asyncio.Task[None] | None = None
         self.was_checked = asyncio.Event()
         self.wanted = asyncio.Event()
@@ -64,13 +80,16 @@ class Directory:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._resolve, self._open_client = resolve, open_client
-        self._settings, self._counts, self._clock = settings, counts, clock
+        self.settings, self._counts, self._clock = settings, counts, clock
         self._members: dict[str, Member] = {}
         self._refreshing: asyncio.Task[None] | None = None
         self._closing: set[asyncio.Task[None]] = set()
-        self._first: asyncio.Future[None] | None = None
+        self._first: asyncio.Task[None] | None = None
+        self._ended: asyncio.Task[None] | None = None
         self._refresh_wanted = asyncio.Event()
         self._ending = asyncio.Event()
+        self.at_end: set[Callable[[], None]] = set()
+        """What is told that the client closes."""
         self.last_error: EncoderError | None = None
         """Of looking up the endpoints."""
 
@@ -88,46 +107,58 @@ class Directory:
     def order(self, key: bytes | None) -> list[Member]:
         """Where an item of this routing key may go, its home first: among the local replicas that are up,
         then among the others. While none is up, to those that may be soonest."""
-        up = [one for one in self._members.values() if one.is_up]
+        up = [one for one in self.members if one.is_up]
         if not up:
             return home_order(key, self._last_resort())
-        near = [one for one in up if one.is_local] if self._settings.locality == "prefer" else []
+        near = [one for one in up if one.is_local] if self.settings.locality == "prefer" else []
         if not near or len(near) == len(up):
             return home_order(key, up)
         return home_order(key, near) + home_order(key, [one for one in up if not one.is_local])
 
     def _last_resort(self) -> list[Member]:
-        staying = [one for one in self._members.values() if one.state is not ReplicaState.LEAVING]
-        return staying or self.members
+        fit = [one for one in self.members if not one.is_misfit]
+        return [one for one in fit if one.state is not ReplicaState.LEAVING] or fit
 
-    async def start(self) -> None:
-        """Looks up the endpoints and asks each how it is, once; concurrent callers wait for the same."""
+    def why_nobody(self) -> str:
+        """No replica can be asked; empty where some can."""
+        if self.last_error is not None and not self._members:
+            return self.last_error.message
+        return "; ".join(f"{one.target} is {one.state}: {one.why}" for one in self.views()[:NAMED])
+
+    async def start(self, timeout_s: float) -> None:
+        """Looks up the endpoints and asks each how it is, once; waits for that, for this long at most."""
         if self._first is None:
-            self._first = asyncio.get_running_loop().create_future()
-            try:
-                await self._refresh()
-                await self._first_checks()
-            finally:
-                self._refreshing = asyncio.ensure_future(self._keep_refreshed())
-                self._first.set_result(None)
-        await asyncio.shield(self._first)
+            self._first = asyncio.ensure_future(self._look_first())
+            self._refreshing = asyncio.ensure_future(self._keep_refreshed(self._first))
+        if not self._first.done():
+            await asyncio.wait((self._first,), timeout=timeout_s)
 
-    async def _first_checks(self) -> None:
+    async def _look_first(self) -> None:
         """Until every replica has been asked once, or has had its time."""
+        await self._refresh()
         first = [asyncio.ensure_future(one.was_checked.wait()) for one in self.members]
-        if first:
-            await asyncio.wait(first, timeout=2 * self._settings.check_timeout_s)
-        for one in first:
-            one.cancel()
+        try:
+            if first:
+                await asyncio.wait(first, timeout=2 * self.settings.check_timeout_s)
+        finally:
+            for one in first:
+                one.cancel()
 
     @property
     def is_closed(self) -> bool:
         return self._ending.is_set()
 
     async def close(self) -> None:
-        """Ends every attempt."""
-        self._ending.set()
-        tasks = [one.checking for one in self.members] + [self._refreshing]
+        """Ends every attempt. A caller that is cancelled leaves the closing to itself."""
+        if self._ended is None:
+            self._ending.set()
+            for tell in list(self.at_end):
+                tell()
+            self._ended = asyncio.ensure_future(self._end())
+        await asyncio.shield(self._ended)
+
+    async def _end(self) -> None:
+        tasks = [self._first, self._refreshing, *(one.checking for one in self.members)]
         running = [task for task in tasks if task is not None]
         for task in running:
             task.cancel()
@@ -135,7 +166,22 @@ class Directory:
         members, self._members = self.members, {}
         for member in members:
             self._let_go(member)
-        await asyncio.gather(*self._closing)
+        await asyncio.gather(*self._closing, return_exceptions=True)
+
+    async def run_at(self, member: Member, work: Coroutine[Any, Any, ResultT]) -> ResultT:
+        """As an attempt there: it ends when the replica falls silent. Raises EncoderUnavailable then."""
+        task = asyncio.ensure_future(work)
+        member.attempts.add(task)
+        task.add_done_callback(member.attempts.discard)
+        try:
+            await asyncio.wait((task,))
+        except asyncio.CancelledError:
+            task.cancel()
+            await asyncio.wait((task,))
+            raise
+        if task.cancelled():
+            raise gone(member, member.why)
+        return task.result()
 
     def has_failed(self, member: Member) -> None:
         """A call failed there: it is checked now, and so is the list."""
@@ -146,13 +192,19 @@ class Directory:
         """Another replica was faster by far: it is checked now."""
         member.wanted.set()
 
+    def look_again(self) -> None:
+        """Somebody knows of a replica that is not listed here: the list is looked up soon."""
+        self._refresh_wanted.set()
+
     # Where the replicas are --------------------------------------------------------------------------------
 
-    async def _keep_refreshed(self) -> None:
-        while True:
-            pause_s = self._settings.refresh_s * random.uniform(0.9, 1.1)  # noqa: S311
-            with suppress(TimeoutError):
-                await asyncio.wait_for(self._refresh_wanted.wait(), pause_s)
+    async def _keep_refreshed(self, first: asyncio.Task[None]) -> None:
+        await asyncio.wait((first,))
+        while not self._ending.is_set():
+            pause_s = self.settings.refresh_s * random.uniform(0.9, 1.1)  # noqa: S311
+            if not self._members:
+                pause_s = min(pause_s, self.settings.check_interval_s)
+            if await _is_set_within(self._refresh_wanted, pause_s):
                 # Asked for by a failure: not sooner than a tenth of the turn after the last.
                 await asyncio.sleep(pause_s / 10)
             self._refresh_wanted.clear()
@@ -162,31 +214,42 @@ class Directory:
         """A list that cannot be had, or is empty, leaves the last one: a name server that fails is no reason
         to stop asking replicas that serve."""
         try:
-            targets = await self._resolve()
+            async with asyncio.timeout(LOOKUP_S):
+                targets = await self._resolve()
+            for target in targets:
+                if target not in self._members:
+                    self._members[target] = self._join(target)
         except EncoderError as error:
             self.last_error = error
             return
-        self.last_error = None
-        if not targets:
+        except Exception as error:  # the user's own function, or an argument of the clients
+            said = f"no answer within {LOOKUP_S:g} s" if isinstance(error, TimeoutError) else repr(error)
+            self.last_error = EncoderUnavailable(
+                f"the endpoints could not be looked up: {said}", reason="NO_ENDPOINTS"
+            )
+            self.last_error.__cause__ = error
             return
-        for target in targets:
-            if target not in self._members:
-                member = Member(target, self._settings, self._open_client(target))
-                member.checking = asyncio.ensure_future(self._keep_checked(member))
-                self._members[target] = member
-        for target in set(self._members) - set(targets):
+        self.last_error = None
+        for target in set(self._members) - set(targets) if targets else ():
             self._let_go(self._members.pop(target))
 
+    def _join(self, target: str) -> Member:
+        member = Member(target, self.settings, self._open_client(target))
+        member.checking = asyncio.ensure_future(self._keep_checked(member))
+        return member
+
     def _let_go(self, member: Member) -> None:
-        """Checked until its last attempt has ended: it may fall silent as well."""
+        """Checked until its last attempt has ended: it may fall silent as well. Rows that a caller is still
+        reading under a lease have a while longer."""
 
         async def close() -> None:
             ending = asyncio.ensure_future(self._ending.wait())
             while member.attempts and not ending.done():
                 await asyncio.wait({*member.attempts, ending}, return_when=asyncio.FIRST_COMPLETED)
-            ending.cancel()
             if member.checking is not None:
                 member.checking.cancel()
+            await asyncio.wait((ending,), timeout=LINGER_S)
+            ending.cancel()
             await member.client.close()
 
         task = asyncio.ensure_future(close())
@@ -196,13 +259,14 @@ class Directory:
     # How they are ------------------------------------------------------------------------------------------
 
     async def _keep_checked(self, member: Member) -> None:
-        while True:
+        least_s = min(LEAST_PAUSE_S, self.settings.check_interval_s / 10)
+        while not self._ending.is_set():
             # A failure while this check runs asks for another one after it.
             member.wanted.clear()
             before = member.state
-            check = await self._check(member)
+            check, why = await self._check(member)
             now_s = self._clock()
-            member.checked(check, now_s)
+            member.checked(check, now_s, why)
             member.was_checked.set()
             if member.state is ReplicaState.DOWN and check is Check.SILENT:
                 # What waits for it would wait for its whole deadline.
@@ -210,26 +274,51 @@ class Directory:
                     task.cancel()
             if member.is_up:
                 member.is_local = member.client.transport.is_shared
-                self._counts.ejections += len(eject_slow(self.members, self._settings, now_s))
+                self._counts.ejections += len(eject_slow(self.members, self.settings, now_s))
             elif before is not member.state:
                 self._refresh_wanted.set()
-            pause_s = self._settings.check_interval_s * random.uniform(0.8, 1.2)  # noqa: S311
+            pause_s = self.settings.check_interval_s * random.uniform(0.8, 1.2)  # noqa: S311
             if check is not Check.SERVING or not member.is_up:
-                pause_s = min(pause_s, max(0.05, self._settings.check_interval_s / 4))
-            with suppress(TimeoutError):
-                await asyncio.wait_for(member.wanted.wait(), pause_s)
+                pause_s = min(pause_s, max(0.05, self.settings.check_interval_s / 4))
+            await asyncio.sleep(min(least_s, pause_s))
+            await _is_set_within(member.wanted, max(0.0, pause_s - least_s))
 
-    async def _check(self, member: Member) -> Check:
-        timeout_s, begun_s = self._settings.check_timeout_s, self._clock()
+    async def _check(self, member: Member) -> tuple[Check, str]:
+        """How it ended, and why."""
+        timeout_s, begun_s = self.settings.check_timeout_s, self._clock()
         try:
             check = await member.client.check(timeout_s)
-            if check is Check.SERVING and not member.is_up and self._settings.locality == "prefer":
+            if check is Check.SERVING and not member.is_up and self.settings.locality == "prefer":
                 # Known before the first item goes there: to find it out later would move homes.
                 await member.client.wait_transport(timeout_s)
-            return check
+            return check, ""
         except DeadlineExceeded:
             # Noticed far too late, the silence may be this process's own, which had no time to listen.
             is_own = self._clock() - begun_s > OWN_DELAY * timeout_s
-            return Check.UNHEARD if is_own else Check.SILENT
-        except CallFailed:
-            return Check.UNREACHABLE
+            return Check.UNHEARD if is_own else Check.SILENT, ""
+        except EncoderOverloaded as error:
+            return Check.UNHEARD, error.message  # a full replica works
+        except CallFailed as error:
+            return Check.UNREACHABLE, error.message
+        except Exception as error:
+            # What no client raises: one replica's answer must not end the checks of it.
+            return Check.UNREACHABLE, f"its check failed: {error!r}"
+
+
+async def _is_set_within(event: asyncio.Event, timeout_s: float) -> bool:
+    """Unlike ``asyncio.wait_for``, which before Python 3.12 forgets that its task was cancelled when the
+    event is set in the same moment."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            await event.wait()
+    except TimeoutError:
+        return False
+    return True
+
+
+def gone(member: Member, why: str) -> EncoderUnavailable:
+    """What an attempt ends in that a replica will not answer."""
+    return EncoderUnavailable(
+        f"{member.target} no longer answers: {why}",
+        details={"status": "UNAVAILABLE", "target": member.target},
+    )

@@ -16,7 +16,8 @@ from lm_adapter.types import EncodedRows, Item
 __all__ = ["Fallback", "fall_back"]
 
 Fallback: TypeAlias = Callable[[Item, ItemFailed], "EncodedRows | Awaitable[EncodedRows]"]
-"""Rows of an item, given the failure that it would have ended in. A plain function runs on a thread."""
+"""Rows of an item, given the failure that it would have ended in. A plain function runs on a thread, and is
+left to end by itself when the call's time is up before."""
 
 
 async def fall_back(fallback: Fallback, item: Item, failure: ItemFailed) -> EncodedRows | ItemFailed:

@@ -7,7 +7,15 @@ from __future__ import annotations
 
 import grpc
 
-from lm_adapter.errors import CallFailed, DeadlineExceeded, EncoderError, ItemFailed, ProtocolMismatch
+from lm_adapter.errors import (
+    CallFailed,
+    DeadlineExceeded,
+    EncoderError,
+    InvalidRows,
+    ItemFailed,
+    ProtocolMismatch,
+    StreamViolation,
+)
 
 __all__ = ["as_item_failure", "deadline_passed", "moves_on"]
 
@@ -15,9 +23,10 @@ _INTERNAL = 13
 
 
 def moves_on(failure: EncoderError) -> bool:
-    """Whether another replica may succeed where this one failed: what is retryable, and a replica of a
-    version that this adapter does not speak, as there are in the middle of an upgrade."""
-    return failure.retryable or isinstance(failure, ProtocolMismatch)
+    """Whether another replica may succeed where this one failed: what is retryable, a replica of a version
+    that this adapter does not speak, as there are in the middle of an upgrade, and an answer that no sound
+    replica gives."""
+    return failure.retryable or isinstance(failure, ProtocolMismatch | InvalidRows | StreamViolation)
 
 
 def as_item_failure(failure: EncoderError, num_attempts: int, note: str = "") -> ItemFailed:
@@ -25,8 +34,7 @@ def as_item_failure(failure: EncoderError, num_attempts: int, note: str = "") ->
     one."""
     details = {**failure.details, "num_attempts": num_attempts, **({"note": note} if note else {})}
     if isinstance(failure, ItemFailed):
-        if num_attempts > 1 or note:
-            failure.details = {name: str(value) for name, value in details.items()}
+        failure.details = {name: str(value) for name, value in details.items()}
         return failure
     name = failure.details.get("status", "")
     status = grpc.StatusCode[name].value[0] if name in grpc.StatusCode.__members__ else _INTERNAL

@@ -51,7 +51,8 @@ class ReplicaState(enum.Enum):
 
 class Check(enum.Enum):
     """How a health check ended: by its answer, refused by the host, or without an answer; UNHEARD: this
-    process was too busy to say; MISFIT: it serves another model than this client asks for."""
+    process, or the replica, was too busy to say; MISFIT: it serves another model than this client asks
+    for."""
 
     SERVING = "serving"
     NOT_SERVING = "not serving"
@@ -76,6 +77,8 @@ class Replica:
         self.num_ejections = 0
         """Of late: they lengthen the next one."""
         self.why = "not asked yet"
+        self.is_misfit = False
+        """It serves what this client does not ask for."""
         self._settings = settings
         self._num_missed = 0
         self._ejected_until_s = 0.0
@@ -87,10 +90,14 @@ class Replica:
     def is_up(self) -> bool:
         return self.state is ReplicaState.UP
 
-    def checked(self, check: Check, now_s: float) -> None:
-        """A health check ended so."""
+    def checked(self, check: Check, now_s: float, why: str = "") -> None:
+        """A health check ended so. why: it could not be reached."""
+        if check is Check.UNHEARD:
+            return
+        self._num_missed = self._num_missed + 1 if check is Check.SILENT else 0
+        if check in (Check.SERVING, Check.MISFIT):
+            self.is_misfit = check is Check.MISFIT
         if check is Check.SERVING:
-            self._num_missed = 0
             if self.state is ReplicaState.EJECTED and now_s < self._ejected_until_s:
                 return
             if not self.is_up:
@@ -100,22 +107,20 @@ class Replica:
             elif self.num_ejections and now_s >= self._ejected_until_s + self._settings.max_eject_s:
                 self.num_ejections = 0
             return
-        if check is Check.UNHEARD:
-            return
-        self._num_missed += 1
         if check is Check.NOT_SERVING:
             self._set(ReplicaState.LEAVING, "its health check says NOT_SERVING")
         elif check is Check.UNREACHABLE:
-            self._set(ReplicaState.DOWN, "it cannot be reached")
+            self._set(ReplicaState.DOWN, why or "it cannot be reached")
         elif check is Check.MISFIT:
             self._set(ReplicaState.DOWN, "it serves other weights, or none of this name")
         elif self._num_missed >= MISSED_CHECKS:
             self._set(ReplicaState.DOWN, f"{self._num_missed} health checks had no answer")
 
-    def succeeded(self, latency_s: float) -> None:
-        """An item came."""
+    def succeeded(self, latency_s: float | None = None) -> None:
+        """An item came. latency_s: where it says how fast the replica is."""
         self.num_failures = 0
-        self.latencies.add(latency_s)
+        if latency_s is not None:
+            self.latencies.add(latency_s)
 
     def failed(self, failure: EncoderError) -> None:
         """An item or a call failed there; bad input says nothing about a replica."""

@@ -1,22 +1,39 @@
 """The ordinary asyncio client of one replica, with what a fleet asks of it beside.
 
-Owns no state. A fleet's attempts run in tasks of their own, so the streams that were current for the caller
-are handed in, where the ordinary client takes those of the moment."""
+Owns its channel's options, and no state. A fleet's attempts run in tasks of their own, so the streams that
+were current for the caller are handed in, where the ordinary client takes those of the moment."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from functools import partial
+from typing import Any
+
+import grpc
 
 from lm_adapter.async_client import AsyncVisionEncoderClient
+from lm_adapter.errors import ProtocolMismatch
 from lm_adapter.fleet.replica import Check
 from lm_adapter.session import Deadline
 from lm_adapter.transport.buffers import RowsHandling
+from lm_adapter.transport.channel import ClientTls, bearer, channel_credentials
 from lm_adapter.transport.off_loop import CallerStreams
-from lm_adapter.types import Item, Outcome
+from lm_adapter.transport.settings import TransportOptions, TransportSettings
+from lm_adapter.types import Item, Outcome, ServerInfo
 
-__all__ = ["ReplicaClient"]
+__all__ = ["ReplicaClient", "replica_opener"]
+
+# On top of the channel's own: a replica that is back is found within a second, a host that vanished in
+# fifteen.
+_CHANNEL_OPTIONS: dict[str, int | str] = {
+    "grpc.max_reconnect_backoff_ms": 1000,
+    "grpc.keepalive_time_ms": 10_000,
+    "grpc.keepalive_timeout_ms": 5_000,
+}
+
+
+OTHER_WEIGHTS = "OTHER_WEIGHTS"
 
 
 class ReplicaClient(AsyncVisionEncoderClient):
@@ -31,13 +48,28 @@ class ReplicaClient(AsyncVisionEncoderClient):
         deadline = Deadline(timeout_s)
         if not await self._is_serving(deadline):
             return Check.NOT_SERVING
-        info = await self._known_info(deadline)
-        if self.fingerprint and all(
-            one.model_fingerprint != self.fingerprint for one in self._session.models(info)
-        ):
-            self._session.forget_info()
-            return Check.MISFIT
+        try:
+            await self._known_info(deadline)
+        except ProtocolMismatch as error:
+            if error.reason == OTHER_WEIGHTS:
+                return Check.MISFIT
+            raise
         return Check.SERVING
+
+    async def _known_info(self, deadline: Deadline) -> ServerInfo:
+        """As ever, and before every call: a replica of other weights is not asked even where there is no
+        other. Raises ProtocolMismatch for it."""
+        info = await super()._known_info(deadline)
+        models = self._session.models(info)
+        if self.fingerprint and all(one.model_fingerprint != self.fingerprint for one in models):
+            self._session.forget_info()
+            found = ", ".join(one.model_fingerprint.hex() for one in models) or "none"
+            raise ProtocolMismatch(
+                f"{self.target} serves the weights {found}, this client asks for {self.fingerprint.hex()}",
+                reason=OTHER_WEIGHTS,
+                details={"status": "FAILED_PRECONDITION", "target": self.target},
+            )
+        return info
 
     async def encode_for(
         self, streams: CallerStreams, items: Sequence[Item], deadline: Deadline, handling: RowsHandling
@@ -63,3 +95,32 @@ class ReplicaClient(AsyncVisionEncoderClient):
         async with aclosing(resident.run_on_loop(deadline, streams, ordinary)) as stream:
             async for finished in stream:
                 yield finished
+
+
+def replica_opener(
+    *,
+    fingerprint: bytes,
+    credentials: grpc.ChannelCredentials | None,
+    tls: ClientTls | None,
+    options: Mapping[str, int | str] | None,
+    transport: TransportOptions,
+    **arguments: Any,
+) -> Callable[[str], ReplicaClient]:
+    """What opens the client of a target, with these arguments of ``AsyncVisionEncoderClient``. What is wrong
+    with them is found now, and files of TLS are read once. Raises InvalidRequest."""
+    secured = channel_credentials(credentials, tls)
+    bearer(TransportSettings(**transport).token)
+    named = {"grpc.ssl_target_name_override": tls.server_name} if tls and tls.server_name else {}
+
+    def open_client(target: str) -> ReplicaClient:
+        client = ReplicaClient(
+            target,
+            credentials=secured,
+            options={**_CHANNEL_OPTIONS, **named, **(options or {})},
+            **arguments,
+            **transport,
+        )
+        client.fingerprint = fingerprint
+        return client
+
+    return open_client

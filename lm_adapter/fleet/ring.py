@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import random
 from collections.abc import Iterable, Sequence
 from typing import Protocol, TypeVar
 
@@ -45,9 +46,9 @@ PlacedT = TypeVar("PlacedT", bound=Placed)
 
 def home_order(key: bytes | None, replicas: Iterable[PlacedT]) -> list[PlacedT]:
     """The key's home first, then where it would live without it, and so on. Without a key: the replica with
-    the least under way first."""
+    the least under way first, by lot among equals: many clients with little to do have not one favourite."""
     if key is None:
-        return sorted(replicas, key=lambda one: (one.num_items, one.hash.target))
+        return sorted(replicas, key=lambda one: (one.num_items, random.random()))  # noqa: S311
     return sorted(replicas, key=lambda one: (one.hash.score(key), one.hash.target), reverse=True)
 
 

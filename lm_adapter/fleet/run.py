@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from typing import Generic, NamedTuple, TypeAlias, TypeVar, cast
 
 from lm_adapter.errors import (
@@ -19,8 +19,8 @@ from lm_adapter.errors import (
     ItemFailed,
     MissingDependency,
 )
-from lm_adapter.fleet.call import Attempt, FleetCall
-from lm_adapter.fleet.directory import Directory, Member
+from lm_adapter.fleet.call import NO_ENDPOINTS, Attempt, FleetCall
+from lm_adapter.fleet.directory import Directory, Member, gone
 from lm_adapter.fleet.outcomes import as_item_failure, deadline_passed, moves_on
 from lm_adapter.session import Deadline
 
@@ -38,12 +38,19 @@ Rescue: TypeAlias = Callable[[int, ItemFailed], Awaitable["ResultT | ItemFailed"
 
 
 class _Event(NamedTuple, Generic[ResultT]):
-    """An outcome of an attempt, or its end (position None), or, without an attempt, the outcome of a rescue.
-    position: the caller's index."""
+    """An outcome of an attempt, or its end (position None), or, without an attempt, the outcome of a rescue,
+    or that the client closes (position None). position: the caller's index; at_s: when it came, which may be
+    long before the caller asks for it."""
 
     attempt: Attempt | None
     position: int | None
     outcome: ResultT | EncoderError | None
+    at_s: float
+
+
+class _Rescue(NamedTuple):
+    task: asyncio.Task[None]
+    failure: EncoderError
 
 
 class CallRun(Generic[ResultT]):
@@ -65,21 +72,23 @@ class CallRun(Generic[ResultT]):
         self._num_left = num_items
         self._queue: asyncio.Queue[_Event[ResultT]] = asyncio.Queue()
         self._tasks: dict[Attempt, asyncio.Task[None]] = {}
-        self._rescues: set[asyncio.Task[None]] = set()
+        self._rescues: dict[int, _Rescue] = {}
+        self._given_up: list[asyncio.Task[None]] = []
+        """Rescues that nobody waits for any more."""
         self._stopped: set[Attempt] = set()
         self._ready: deque[Finished[ResultT]] = deque()
 
     async def outcomes(self) -> AsyncGenerator[Finished[ResultT], None]:
         """Each item's index and outcome, each once."""
+        self._directory.at_end.add(self._wake)
         try:
             while self._num_left:
+                # What came while the caller was at work elsewhere is neither late nor lost.
+                self._hear_at_hand()
                 if self._directory.is_closed:
                     raise CallCancelled("the call was cancelled: the fleet's client is closed")
                 if self._deadline.left_s <= 0:
-                    for index, failure in self._call.give_up(
-                        lambda last: deadline_passed(self._timeout_s, last)
-                    ):
-                        self._fail(index, failure)
+                    self._give_up()
                 else:
                     self._begin_attempts()
                     await self._hear()
@@ -99,33 +108,53 @@ class CallRun(Generic[ResultT]):
             member.attempts.add(task)
             task.add_done_callback(member.attempts.discard)
         for index, failure in lost:
-            self._over(index, failure)
+            self._over(index, self._explained(failure))
+
+    def _explained(self, failure: EncoderError) -> EncoderError:
+        why = self._directory.why_nobody()
+        if failure.reason != NO_ENDPOINTS or not why:
+            return failure
+        return EncoderUnavailable(
+            f"{failure.message}: {why}", reason=NO_ENDPOINTS, details={"status": "UNAVAILABLE"}
+        )
 
     async def _hear(self) -> None:
-        """The next events, or the time to look again."""
+        """Until there is something to hear, or to look at again."""
         if self._ready:
             return
         due_s = self._call.next_due_s()
         wait_s = self._deadline.left_s
         if due_s is not None:
             wait_s = min(wait_s, max(0.0, due_s - self._clock()))
-        try:
-            self._take_in(await asyncio.wait_for(self._queue.get(), wait_s))
-        except TimeoutError:
-            return
+        with suppress(TimeoutError):
+            # And not wait_for, which before Python 3.12 may forget that its task was cancelled.
+            async with asyncio.timeout(wait_s):
+                event = await self._queue.get()
+            self._heard(event)
+
+    def _hear_at_hand(self) -> None:
+        """Events that came."""
         while not self._queue.empty():
-            self._take_in(self._queue.get_nowait())
+            self._heard(self._queue.get_nowait())
+
+    def _heard(self, event: _Event[ResultT]) -> None:
+        if self._directory.is_closed:
+            return
+        self._take_in(*event)
         for attempt in self._call.superseded():
-            self._call.left_behind(attempt, self._clock())
+            self._call.left_behind(attempt, event.at_s)
             self._directory.was_late(cast("Member", attempt.replica))
             self._cancel(attempt)
 
-    def _take_in(self, event: _Event[ResultT]) -> None:
-        attempt, index, outcome = event
-        now_s = self._clock()
+    def _wake(self) -> None:
+        self._queue.put_nowait(_Event(None, None, None, self._clock()))
+
+    def _take_in(
+        self, attempt: Attempt | None, index: int | None, outcome: ResultT | EncoderError | None, now_s: float
+    ) -> None:
         if attempt is None:
-            assert index is not None
-            self._ready.append((index, cast("ResultT | ItemFailed", outcome)))
+            if index is not None and self._rescues.pop(index, None) is not None:
+                self._ready.append((index, cast("ResultT | ItemFailed", outcome)))
         elif attempt in self._stopped:
             return
         elif index is None:
@@ -142,9 +171,10 @@ class CallRun(Generic[ResultT]):
 
     def _end(self, attempt: Attempt, failure: EncoderError | None, now_s: float) -> None:
         del self._tasks[attempt]
+        over = self._call.ended(attempt, failure, now_s)
         if isinstance(failure, InvalidRequest | MissingDependency):
             raise failure
-        for index, last in self._call.ended(attempt, failure, now_s):
+        for index, last in over:
             self._over(index, last)
         if failure is not None and not attempt.replica.is_up:
             self._directory.has_failed(cast("Member", attempt.replica))
@@ -159,12 +189,24 @@ class CallRun(Generic[ResultT]):
         rescue = self._rescue
 
         async def run() -> None:
-            outcome = await rescue(index, item_failure)
-            self._queue.put_nowait(_Event(None, index, outcome))
+            outcome: ResultT | ItemFailed = item_failure  # of a rescue that cancels itself
+            try:
+                outcome = await rescue(index, item_failure)
+            finally:
+                self._queue.put_nowait(_Event(None, index, outcome, self._clock()))
 
-        task = asyncio.ensure_future(run())
-        self._rescues.add(task)
-        task.add_done_callback(self._rescues.discard)
+        self._rescues[index] = _Rescue(asyncio.ensure_future(run()), failure)
+
+    def _give_up(self) -> None:
+        """The time is up, for items that wait for a replica and for those that wait for their rescue."""
+        over = self._call.give_up(lambda last: deadline_passed(self._timeout_s, last))
+        for index, (task, failure) in self._rescues.items():
+            task.cancel()
+            self._given_up.append(task)
+            over.append((index, deadline_passed(self._timeout_s, failure)))
+        self._rescues.clear()
+        for index, last in over:
+            self._fail(index, last)
 
     def _as_item(self, index: int, failure: EncoderError) -> ItemFailed:
         return as_item_failure(failure, self._call.num_attempts(index), self._call.notes.get(index, ""))
@@ -180,20 +222,21 @@ class CallRun(Generic[ResultT]):
         try:
             async with aclosing(self._open(member, attempt.indices)) as stream:
                 async for position, outcome in stream:
-                    self._queue.put_nowait(_Event(attempt, attempt.indices[position], outcome))
+                    index = attempt.indices[position]
+                    self._queue.put_nowait(_Event(attempt, index, outcome, self._clock()))
         except CallCancelled as error:
-            failure = _gone(member, f"its client was closed: {error.message}")
+            failure = gone(member, f"its client was closed: {error.message}")
         except EncoderError as error:
             failure = error
         except asyncio.CancelledError:
             if attempt in self._stopped:
                 raise
-            failure = _gone(member, member.why)
+            failure = gone(member, member.why)
         except Exception as error:
             # What no client raises for a failure: the caller's arguments, or a defect.
             failure = InvalidRequest(f"{type(error).__name__}: {error}")
             failure.__cause__ = error
-        self._queue.put_nowait(_Event(attempt, None, failure))
+        self._queue.put_nowait(_Event(attempt, None, failure, self._clock()))
 
     def _cancel(self, attempt: Attempt) -> None:
         self._stopped.add(attempt)
@@ -206,19 +249,20 @@ class CallRun(Generic[ResultT]):
             await asyncio.wait(tasks, timeout=min(END_S, max(0.01, self._deadline.left_s)))
 
     async def _stop_all(self) -> None:
-        """No copy into a caller's buffer goes on after the caller has it back."""
-        for attempt in list(self._call.running):
-            self._call.ended(attempt, None, self._clock())
+        """No copy into a caller's buffer goes on after the caller has it back, however often it is
+        cancelled."""
+        self._directory.at_end.discard(self._wake)
+        self._call.abandon()
+        for attempt in self._tasks.keys() - self._stopped:
             self._cancel(attempt)
-        tasks = [*self._tasks.values(), *self._rescues]
-        for task in self._rescues:
-            task.cancel()
+        tasks = [*self._tasks.values(), *self._given_up, *(one.task for one in self._rescues.values())]
+        for one in self._rescues.values():
+            one.task.cancel()
+        cancelled: asyncio.CancelledError | None = None
         while pending := [task for task in tasks if not task.done()]:
-            await asyncio.wait(pending)
-
-
-def _gone(member: Member, why: str) -> EncoderUnavailable:
-    return EncoderUnavailable(
-        f"{member.target} no longer answers: {why}",
-        details={"status": "UNAVAILABLE", "target": member.target},
-    )
+            try:
+                await asyncio.wait(pending)
+            except asyncio.CancelledError as error:
+                cancelled = error
+        if cancelled is not None:
+            raise cancelled

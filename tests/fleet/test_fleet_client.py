@@ -8,7 +8,7 @@ import secrets
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import grpc
@@ -30,90 +30,10 @@ from lm_adapter import (
 )
 from lm_adapter.errors import DeadlineExceeded, EncoderError
 from lm_adapter.keys import embedding_key
-from lm_adapter.testing import FakeEncoder, FakeScript, Fault, fake_model, fake_rows
+from lm_adapter.testing import FakeEncoder, FakeScript, Fault, fake_model
 from lm_adapter.types import Grid
+from tests.fleet.faces import NO_HEDGES, homes_of, image, is_right, targets
 from tests.fleet.rig import DRAINING, QUICK
-
-NO_HEDGES = FleetSettings(
-    refresh_s=0.1, check_interval_s=0.2, check_timeout_s=1.0, max_hedges=0, backoff_s=0.02
-)
-
-
-class AsyncFace:
-    """``FleetClient``'s face over the asyncio client."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self._runner = asyncio.Runner()
-
-        async def made() -> AsyncFleetClient:
-            return AsyncFleetClient(*args, **kwargs)
-
-        self.client = self._runner.run(made())
-
-    def __getattr__(self, name: str) -> Any:
-        found = getattr(self.client, name)
-        if not asyncio.iscoroutinefunction(found):
-            return found
-        return lambda *args, **kwargs: self._runner.run(found(*args, **kwargs))
-
-    def encode_iter(self, *args: Any, **kwargs: Any) -> Iterator[Any]:
-        stream = self.client.encode_iter(*args, **kwargs)
-
-        async def step() -> Any:
-            return await anext(stream, None)
-
-        try:
-            while (finished := self._runner.run(step())) is not None:
-                yield finished
-        finally:
-            self._runner.run(stream.aclose())
-
-    def close(self) -> None:
-        self._runner.run(self.client.close())
-        self._runner.close()
-
-    def __enter__(self) -> AsyncFace:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-
-FACES: dict[str, Callable[..., Any]] = {"sync": FleetClient, "async": AsyncFace}
-
-
-@pytest.fixture(params=FACES)
-def face(request: pytest.FixtureRequest) -> Callable[..., Any]:
-    return FACES[request.param]
-
-
-@pytest.fixture
-def fakes() -> Iterator[list[FakeEncoder]]:
-    with contextlib.ExitStack() as stack:
-        yield [stack.enter_context(FakeEncoder(f"127.0.0.{number}:0")) for number in (2, 3, 4)]
-
-
-def targets(fakes: list[FakeEncoder]) -> list[str]:
-    return [one.target for one in fakes]
-
-
-def image(digest: bytes | None = None) -> ImageItem:
-    return ImageItem(b"content", digest=digest or secrets.token_bytes(32))
-
-
-def homes_of(client: Any, fakes: list[FakeEncoder], num_items: int) -> dict[str, ImageItem]:
-    """One item for each replica."""
-    found: dict[str, ImageItem] = {}
-    while len(found) < len(fakes):
-        item = image()
-        found.setdefault(client.home(item.digest), item)
-    return found
-
-
-def is_right(outcome: Any, item: ImageItem) -> bool:
-    return isinstance(outcome, EncodedRows) and np.array_equal(
-        outcome.numpy(), fake_rows(item.digest or b"", outcome.num_rows, outcome.width)
-    )
 
 
 def test_results_of_all_homes_come_in_input_order(face: Callable[..., Any], fakes: list[FakeEncoder]) -> None:
@@ -146,7 +66,7 @@ def test_p37_items_of_a_draining_replica_go_to_the_next_and_it_is_asked_no_more(
 ) -> None:
     with face(targets(fakes), settings=NO_HEDGES) as client:
         client.wait_ready(10, num_replicas=3)
-        item = homes_of(client, fakes, 1)[fakes[0].target]
+        item = homes_of(client, 3)[fakes[0].target]
         fakes[0].script.call_failures["Encode"] = DRAINING
         fakes[0].script.serving = False
         assert all(is_right(client.encode_one(item), item) for _ in range(5))
@@ -217,7 +137,7 @@ def test_a_late_item_comes_from_another_replica(face: Callable[..., Any], fakes:
     settings = FleetSettings(hedge_min_s=0.05, hedge_max_s=0.1, check_timeout_s=1.0)
     with face(targets(fakes), settings=settings) as client:
         client.wait_ready(10, num_replicas=3)
-        item = homes_of(client, fakes, 1)[fakes[2].target]
+        item = homes_of(client, 3)[fakes[2].target]
         assert item.digest is not None
         fakes[2].script.faults[item.digest] = Fault.HANG
         assert is_right(client.encode_one(item, timeout_s=20), item)

@@ -134,6 +134,15 @@ async def states(client: AsyncFleetClient, wanted: dict[str, str], limit_s: floa
         await asyncio.sleep(0.02)
 
 
+def new_image_of(client: AsyncFleetClient, target: str) -> ImageItem:
+    """One that nobody holds, whose home the replica is."""
+    while True:
+        item = ImageItem(photo(64, 64), digest=secrets.token_bytes(32))
+        assert item.digest is not None
+        if client.home(item.digest) == target:
+            return item
+
+
 @contextlib.asynccontextmanager
 async def fleet_client(encoders: list[Encoder], **changes: Any) -> AsyncIterator[AsyncFleetClient]:
     async with AsyncFleetClient([one.target for one in encoders], timeout_s=30, **changes) as client:
@@ -163,6 +172,10 @@ async def test_p37_a_standstill_and_a_drain_fail_no_request_of_shared_memory(enc
         await callers.until(60)
         still, stopped = encoders[0], encoders[2]
         still.process.send_signal(signal.SIGSTOP)
+        # What it holds is read without asking it, and what it does not hold comes from elsewhere.
+        outcome = await client.encode_one(new_image_of(client, still.target))
+        assert outcome.num_rows > 0
+        assert client.counts.retries + client.counts.hedges > 0
         await callers.until(60)
         await states(client, {still.target: "down"})
         still.process.send_signal(signal.SIGCONT)
@@ -173,7 +186,6 @@ async def test_p37_a_standstill_and_a_drain_fail_no_request_of_shared_memory(enc
         await states(client, {stopped.target: "down"})
     assert stopped.process.returncode == 0
     assert callers.failures == []
-    assert client.counts.retries + client.counts.hedges > 0
 
 
 async def test_a_kill_fails_no_request_of_inline_rows(encoders: list[Encoder]) -> None:

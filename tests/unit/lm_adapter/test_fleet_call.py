@@ -7,19 +7,30 @@ from collections import Counter
 from dataclasses import replace
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lm_adapter.errors import EncoderError, EncoderFault, EncoderUnavailable, ItemFailed, RequestRefused
+from lm_adapter.errors import (
+    EncoderError,
+    EncoderFault,
+    EncoderUnavailable,
+    InvalidRows,
+    ItemFailed,
+    RequestRefused,
+    StreamViolation,
+)
 from lm_adapter.fleet import FleetCounts, FleetSettings
 from lm_adapter.fleet.budget import RetryBudget
 from lm_adapter.fleet.call import MAX_MOVES, Attempt, FleetCall
-from lm_adapter.fleet.latency import Latencies
+from lm_adapter.fleet.latency import MIN_SAMPLES, Latencies
+from lm_adapter.fleet.outcomes import as_item_failure
 from lm_adapter.fleet.replica import Check, Replica
 from lm_adapter.fleet.ring import home_order
 
 PLAIN = FleetSettings(max_attempts=3, backoff_s=0.1, patience_s=1.0, max_hedges=1)
 DRAINING = EncoderUnavailable("stopping", reason="DRAINING")
+UNKNOWN = ItemFailed("not here", reason="UNKNOWN_KEY", status=5)
 FULL = ItemFailed("full", reason="QUEUE_FULL", status=8, retryable=True, retry_after_ms=700)
 
 
@@ -187,19 +198,79 @@ def test_without_replicas_an_item_waits_for_one_as_long_as_its_patience() -> Non
 
 
 def test_rows_of_a_digest_are_looked_for_where_they_may_have_been_before() -> None:
-    unknown = ItemFailed("not here", reason="UNKNOWN_KEY", status=5)
     bench = Bench(1, 9, absent_moves=[True], retry_share=0.0, retry_reserve_per_s=0.0)
     asked = []
     for _ in range(MAX_MOVES):
         attempt = bench.one()
         asked.append(attempt.replica)
-        assert bench.call.failed(attempt, 0, unknown, 0.0) is None
+        assert bench.call.failed(attempt, 0, UNKNOWN, 0.0) is None
     last = bench.one()
     assert [*asked, last.replica] == bench.order(0)[: MAX_MOVES + 1]
-    assert bench.call.failed(last, 0, unknown, 0.0) is unknown
+    assert bench.call.failed(last, 0, UNKNOWN, 0.0) is UNKNOWN
     assert (bench.counts.moves, bench.counts.retries) == (MAX_MOVES, 0)
     alone = Bench(1, 1, absent_moves=[True])
-    assert alone.call.failed(alone.one(), 0, unknown, 0.1) is unknown
+    assert alone.call.failed(alone.one(), 0, UNKNOWN, 0.1) is UNKNOWN
+
+
+def test_rows_that_the_home_does_not_know_may_still_come_from_the_hedge() -> None:
+    """The home has just joined; the other of two replicas, where the rows lie, was asked because it was
+    late."""
+    bench = Bench(1, 2, absent_moves=[True], hedge_after_s=0.2)
+    first, beside = bench.one(), bench.one(0.2)
+    assert bench.call.failed(first, 0, UNKNOWN, 0.3) is None
+    assert bench.call.succeeded(beside, 0, 0.4)
+    other = Bench(1, 2, absent_moves=[True], hedge_after_s=0.2)
+    first, beside = other.one(), other.one(0.2)
+    assert other.call.failed(first, 0, UNKNOWN, 0.3) is None
+    assert other.call.failed(beside, 0, UNKNOWN, 0.4) is UNKNOWN
+
+
+def test_a_hedge_that_was_not_needed_makes_its_replica_look_no_faster() -> None:
+    bench = Bench(1, 2, hedge_after_s=0.2)
+    first, beside = bench.one(), bench.one(0.2)
+    for _ in range(MIN_SAMPLES):
+        beside.replica.latencies.add(5.0)
+    assert bench.call.succeeded(first, 0, 0.21)
+    bench.call.left_behind(beside, 0.21)
+    assert beside.replica.latencies.percentile(0.01) == 5.0
+
+
+def test_an_abandoned_call_spends_no_retries_and_leaves_nobody_busy() -> None:
+    bench = Bench(5, 2, hedge_after_s=0.2)
+    bench.take()
+    bench.take(0.3)
+    left = bench.budget.left(0.3)
+    bench.call.abandon()
+    assert bench.budget.left(0.3) == left
+    assert bench.counts.retries == 0
+    assert list(bench.call.running) == []
+    assert [one.num_items for one in bench.replicas] == [0, 0]
+
+
+def test_calls_whose_time_says_nothing_leave_the_latencies_alone() -> None:
+    bench = Bench(20, 1)
+    call = FleetCall(20, bench.order, bench.settings, bench.budget, bench.counts, None, 0.0)
+    ((attempt,), _) = call.take(0.0)
+    for index in range(20):
+        assert call.succeeded(attempt, index, 0.001)
+    assert bench.replicas[0].latencies.percentile(0.5) is None
+
+
+def test_an_answer_that_no_sound_replica_gives_is_asked_for_elsewhere() -> None:
+    broken: list[EncoderError] = [
+        InvalidRows("width", "the width is 7", found=7, expected=32),
+        StreamViolation("a message that no correct server sends"),
+    ]
+    for failure in broken:
+        bench = Bench(1, 3)
+        first = bench.one()
+        assert bench.call.failed(first, 0, failure, 0.1) is None
+        assert bench.one(0.1).replica is not first.replica
+
+
+@pytest.mark.parametrize("failure", [FULL, ItemFailed("no image", status=3), EncoderUnavailable("gone")])
+def test_every_failure_says_how_many_attempts_there_were(failure: EncoderError) -> None:
+    assert as_item_failure(failure, 1).details["num_attempts"] == "1"
 
 
 FAILURES: list[EncoderError] = [
@@ -207,7 +278,7 @@ FAILURES: list[EncoderError] = [
     FULL,
     EncoderUnavailable("gone"),
     RequestRefused("no"),
-    ItemFailed("not here", reason="UNKNOWN_KEY", status=5),
+    UNKNOWN,
     EncoderFault("broken", retryable=True),
 ]
 

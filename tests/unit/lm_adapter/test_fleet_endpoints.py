@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
+import threading
 from collections.abc import Sequence
 
 import pytest
@@ -36,6 +38,31 @@ async def test_a_name_without_addresses_is_unavailable_and_says_why() -> None:
 
 async def test_the_systems_resolver_is_asked() -> None:
     assert "127.0.0.1:7" in await resolver_of("dns:///localhost:7")()
+
+
+async def test_a_plain_function_runs_on_a_thread_and_one_that_hangs_holds_nobody_up() -> None:
+    """Nor is it asked again before it has answered, nor waited for when the process ends."""
+    go_on, threads = threading.Event(), []
+
+    def listed() -> list[str]:
+        threads.append(threading.current_thread())
+        assert go_on.wait(10)
+        return ["a:1"]
+
+    resolve = resolver_of(listed)
+    for _ in range(3):
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(resolve(), 0.02)
+    (thread,) = threads
+    assert thread is not threading.main_thread()
+    assert thread.daemon
+    go_on.set()
+    assert await resolve() == ["a:1"]
+
+
+async def test_what_is_no_host_name_at_all_is_a_failed_lookup() -> None:
+    with pytest.raises(EncoderUnavailable, match=r"no address of .*'a\.\.b' is no host name"):
+        await DnsEndpoints("dns:///a..b:50051")()
 
 
 @pytest.mark.parametrize(

@@ -71,6 +71,13 @@ def test_extra_attempts_of_any_ten_seconds_are_bounded(seed: int, share: float, 
         assert recent <= share * wide + 2 * reserve * WINDOW_S + 1
 
 
+def test_a_client_that_never_retries_remembers_no_more_than_ten_seconds() -> None:
+    budget = RetryBudget(0.2, 1.0)
+    for second in range(3600):
+        budget.asked(1, float(second))
+    assert len(budget._buckets) <= WINDOW_S + 1
+
+
 def test_a_percentile_needs_samples_and_forgets_old_ones() -> None:
     latencies = Latencies(size=100)
     for _ in range(MIN_SAMPLES - 1):

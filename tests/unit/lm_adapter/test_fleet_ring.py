@@ -82,6 +82,12 @@ def test_without_a_key_the_idlest_goes_first() -> None:
     assert [one.target for one in home_order(None, found)] == [found[at].target for at in (2, 1, 0)]
 
 
+def test_without_a_key_equals_are_chosen_by_lot() -> None:
+    """Of many clients that have one item each, not all start with the same replica."""
+    first = Counter(home_order(None, places(3))[0].target for _ in range(300))
+    assert len(first) == 3
+
+
 def test_a_full_home_passes_on_to_the_next_and_never_beyond_need() -> None:
     found = places(4)
     order = home_order(KEYS[0], found)
