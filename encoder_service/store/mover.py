@@ -8,12 +8,29 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
+from encoder_service.store.arena_store import ArenaStore
+from encoder_service.store.embedding_store import Held, Tier, Writing
+
 # Copies under way at once; more would share the same link.
 NUM_COPY_THREADS = 2
+
+
+@dataclass(frozen=True)
+class Move:
+    """One item's copy into a tier. target: the part that it goes to; held, writing: its ends, kept till it is
+    over."""
+
+    tier: Tier
+    target: ArenaStore
+    held: Held
+    writing: Writing
 
 
 class Mover:
@@ -23,10 +40,10 @@ class Mover:
         self._threads = ThreadPoolExecutor(NUM_COPY_THREADS, thread_name_prefix="tier-copy")
         self._streams: dict[tuple[torch.device, bool], torch.cuda.Stream] = {}
 
-    async def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Returns when ``target`` has the bytes of ``source``. When it is cancelled, no sooner: until then
-        neither memory may go to anybody else."""
-        copying = asyncio.get_running_loop().run_in_executor(self._threads, self._copy, target, source)
+    async def copy(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Returns when every first has the bytes of its second; all pairs lead the same way. When it is
+        cancelled, no sooner: until then none of the memory may go to anybody else."""
+        copying = asyncio.get_running_loop().run_in_executor(self._threads, self._copy_all, pairs)
         try:
             await asyncio.shield(copying)
         except asyncio.CancelledError:
@@ -39,20 +56,32 @@ class Mover:
         """Waits for the copies under way. Twice is once."""
         self._threads.shutdown(wait=True)
 
-    def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        on_device = target if target.is_cuda else source
+    def _copy_all(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        targets, sources = [target for target, _ in pairs], [source for _, source in pairs]
+        on_device = targets[0] if targets[0].is_cuda else sources[0]
         if not on_device.is_cuda:
-            target.copy_(source)
+            for target, source in pairs:
+                self._copy(target, source)
             return
         with torch.cuda.device(on_device.device):
-            with torch.cuda.stream(self._stream(on_device.device, to_device=target.is_cuda)):
-                target.copy_(source, non_blocking=True)
+            with torch.cuda.stream(self._stream(on_device.device, to_device=targets[0].is_cuda)):
+                torch._foreach_copy_(targets, sources, non_blocking=True)
                 done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
                 done.record()
             done.synchronize()
+
+    def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """In host memory."""
+        target.copy_(source)
 
     def _stream(self, device: torch.device, *, to_device: bool) -> torch.cuda.Stream:
         stream = self._streams.get((device, to_device))
         if stream is None:  # two threads may both make one: either is right
             stream = self._streams[device, to_device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         return stream
+
+
+def read_failure(task: asyncio.Task[Any]) -> None:
+    """A task's failure is told to those who wait for it; one that nobody waits for any more is not lost."""
+    if not task.cancelled():
+        task.exception()

@@ -10,9 +10,9 @@ but for the copies, which threads of its own make.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 from weakref import WeakValueDictionary
 
 import structlog
@@ -21,7 +21,7 @@ import torch
 from encoder_service.errors import Draining, StoreFull
 from encoder_service.store.arena_store import ArenaStore
 from encoder_service.store.embedding_store import Held, StoreCounters, Tier, Writing
-from encoder_service.store.mover import Mover
+from encoder_service.store.mover import Move, Mover, read_failure
 from encoder_service.store.partitions import PartitionedStore
 from encoder_service.types import CacheTier, EncodedItem
 
@@ -238,38 +238,61 @@ class TieredStore:
 
     async def _moved(self, namespace: str, key: bytes, tier: Tier) -> bool:
         """Copies an item into ``tier``, once for all who ask meanwhile; whether it is there now."""
-        name = (namespace, key, tier)
-        task = self._moves.get(name)
+        task = self._moves.get((namespace, key, tier))
         if task is None:
-            task = self._moves[name] = asyncio.get_running_loop().create_task(self._move(*name))
-            task.add_done_callback(lambda _: self._moves.pop(name))
-            task.add_done_callback(read_failure)
+            move = self._begin_move(namespace, key, tier)
+            if move is None:
+                return False
+            task = self._start([move])
         return await asyncio.shield(task)  # a caller that leaves does not end it for the others
 
-    async def _move(self, namespace: str, key: bytes, tier: Tier) -> bool:
+    def _start(self, moves: Sequence[Move]) -> asyncio.Task[bool]:
+        """Their copies, for all who ask for one of them meanwhile."""
+        task = asyncio.get_running_loop().create_task(self._carry_out(moves))
+        names = [(move.writing.namespace, move.held.item.key, move.tier) for move in moves]
+        self._moves.update(dict.fromkeys(names, task))
+
+        def forget(_: asyncio.Task[bool]) -> None:
+            for name in names:
+                del self._moves[name]
+
+        task.add_done_callback(forget)
+        task.add_done_callback(read_failure)
+        return task
+
+    def _begin_move(self, namespace: str, key: bytes, tier: Tier) -> Move | None:
+        """Holds both ends of a copy into ``tier``; None where there is nothing to copy, or no room."""
         target, source = self.part(tier, namespace), self.part(other(tier), namespace)
         if target is None or source is None or self._closed:
-            return False
+            return None
         held = source.hold(namespace, key, is_lookup=False)
-        if held is None:
-            return False
+        writing = None if held is None else target.begin_put(namespace, held.item)
+        if held is None or writing is None:
+            if held is not None:
+                held.drop()
+            return None
+        return Move(tier, target, held, writing)
+
+    async def _carry_out(self, moves: Sequence[Move]) -> bool:
+        """Copies all of them in one go and lets go of their ends. True: what was asked for is there."""
         try:
-            writing = target.begin_put(namespace, held.item)
-            if writing is None:
-                return False
-            try:
-                await self._copy(writing.target, held.item.rows)
-            except BaseException:
-                target.cancel_put(writing)
-                raise
-            target.finish_put(writing)
-        finally:
-            held.drop()
-        if tier == "device":
-            self.tier_counters.promoted += 1
-            self._see_to_room(target, writing)
+            await self._copy([(move.writing.target, move.held.item.rows) for move in moves])
+        except BaseException:
+            for move in moves:
+                move.target.cancel_put(move.writing)
+            raise
         else:
-            self.tier_counters.lowered += 1
+            for move in moves:
+                move.target.finish_put(move.writing)
+        finally:
+            for move in moves:
+                move.held.drop()
+        for move in moves:
+            if move.tier == "device":
+                self.tier_counters.promoted += 1
+                self._see_to_room(move.target, move.writing)
+            else:
+                self.tier_counters.lowered += 1
         return True
 
     async def _lowered_unkept(self, held: Held, namespace: str) -> Held:
@@ -309,7 +332,7 @@ class TieredStore:
 
     async def _copy_unkept(self, name: tuple[str, bytes], item: EncodedItem, source: Held) -> EncodedItem:
         try:
-            await self._copy(item.rows, source.item.rows)
+            await self._copy([(item.rows, source.item.rows)])
         except BaseException:
             self._unkept.pop(name, None)
             raise
@@ -318,9 +341,9 @@ class TieredStore:
         self.tier_counters.lowered_unkept += 1
         return item
 
-    async def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+    async def _copy(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         try:
-            await self._mover.copy(target, source)
+            await self._mover.copy(pairs)
         except Exception as error:
             self.on_copy_error(error)
             raise
@@ -336,16 +359,26 @@ class TieredStore:
         self._written_bytes[part] = written_bytes
 
     async def _spill(self, part: ArenaStore, namespace: str) -> None:
-        """Brings to the host what a namespace that goes on writing would evict next."""
+        """Brings to the host what a namespace that goes on writing would evict next, a batch at a time: what
+        is being copied cannot be evicted."""
         ready_bytes = min(part.max_bytes * READY_SHARE, self.host.part(namespace).max_bytes * SPILLED_SHARE)
         lacking_bytes = int(ready_bytes) - part.arena.free_bytes
         if lacking_bytes <= 0:
             return
         try:
-            for name in part.next_victims(namespace, lacking_bytes):
-                if self.host.peek(*name) is None and part.peek(*name) is not None:
-                    is_there = await self._moved(*name, "host")
-                    self.tier_counters.spilled += is_there
+            names = deque(part.next_victims(namespace, lacking_bytes))
+            while names:
+                moves, num_bytes = list[Move](), 0
+                while names and (not moves or num_bytes < part.max_bytes * LOOK_SHARE):
+                    name = names.popleft()
+                    if self.host.peek(*name) is not None or (*name, "host") in self._moves:
+                        continue
+                    if (move := self._begin_move(*name, "host")) is not None:
+                        moves.append(move)
+                        num_bytes += move.held.item.spec.num_bytes
+                if moves:
+                    await asyncio.shield(self._start(moves))
+                    self.tier_counters.spilled += len(moves)
         except Exception:  # the rows are still where they were
             log.exception("rows could not be copied to the host ahead of their eviction")
 
@@ -364,9 +397,3 @@ def cache_tier(held: Held) -> CacheTier:
 
 def other(tier: Tier) -> Tier:
     return "host" if tier == "device" else "device"
-
-
-def read_failure(task: asyncio.Task[Any]) -> None:
-    """A task's failure is told to those who wait for it; one that nobody waits for any more is not lost."""
-    if not task.cancelled():
-        task.exception()

@@ -114,6 +114,61 @@ async def test_what_is_about_to_go_is_on_the_host_by_then(store: TieredStore) ->
     assert store.tier_counters.spilled >= 8
 
 
+async def test_what_is_about_to_go_is_copied_in_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One thread, one stream and one wait for several items; no more at a time than their share."""
+    copy_all, batches = Mover._copy_all, list[int]()
+
+    def counted(self: Mover, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        batches.append(len(pairs))
+        copy_all(self, pairs)
+
+    monkeypatch.setattr(Mover, "_copy_all", counted)
+    monkeypatch.setattr(tiers, "LOOK_SHARE", 3 / 16)
+    store = tiered(16 * ITEM_BYTES, 64 * ITEM_BYTES)
+    for name in range(40):
+        assert land(store, name)
+        await settle(store)
+    for name in range(40):
+        held = held_of(store, name)
+        assert torch.equal(held.item.rows, rows_of(name)), name
+        held.drop()
+    assert sum(batches) == store.tier_counters.spilled == store.tier_counters.lowered >= 24
+    assert max(batches) == 3
+    assert len(batches) <= sum(batches) / 2
+    store.check_integrity()
+    store.close()
+
+
+async def test_a_reader_waits_for_the_batch_that_its_rows_are_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    copy_all, started, may_copy = Mover._copy_all, threading.Event(), threading.Event()
+    batches: list[int] = []
+
+    def slow(self: Mover, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        batches.append(len(pairs))
+        started.set()
+        assert may_copy.wait(10)
+        copy_all(self, pairs)
+
+    monkeypatch.setattr(Mover, "_copy_all", slow)
+    monkeypatch.setattr(tiers, "READY_SHARE", 1.0)
+    monkeypatch.setattr(tiers, "LOOK_SHARE", 1.0)
+    store = tiered(4 * ITEM_BYTES, 16 * ITEM_BYTES)
+    for name in range(4):
+        land(store, name)
+    await asyncio.to_thread(started.wait, 10)
+    readers = [asyncio.ensure_future(store.placed(held_of(store, name), "", "host")) for name in range(4)]
+    await asyncio.sleep(0)
+    may_copy.set()
+    for name, held in enumerate(await asyncio.gather(*readers)):
+        assert tier_of(held) == "host"
+        assert torch.equal(held.item.rows, rows_of(name))
+        held.drop()
+    await settle(store)
+    assert batches == [4]
+    store.check_integrity()
+    store.close()
+
+
 async def test_nothing_is_spilled_while_there_is_room(store: TieredStore) -> None:
     for name in range(3):
         land(store, name)
@@ -385,6 +440,7 @@ async def test_p17_copies_that_no_tier_keeps_are_bounded() -> None:
         for number in (2 * ITEM_BYTES, ITEM_BYTES):
             assert str(number) in str(error)
     del found
+    await asyncio.sleep(0)  # until then the loop has them, for the step that it is in
     again = await store.placed(held[3], "", "host")  # nobody reads the others any more
     assert torch.equal(again.item.rows, rows_of(4))
     for each in (*held, blocker):
@@ -471,7 +527,7 @@ async def test_a_copy_is_waited_for_however_often_it_is_cancelled() -> None:
         ended.set()
 
     mover._copy = slow  # type: ignore[method-assign]
-    copying = asyncio.ensure_future(mover.copy(torch.zeros(4), torch.ones(4)))
+    copying = asyncio.ensure_future(mover.copy([(torch.zeros(4), torch.ones(4))]))
     await asyncio.to_thread(started.wait, 10)
     for _ in range(3):
         copying.cancel()
