@@ -166,7 +166,7 @@ async def measure(event: Event, num_callers: int, before_s: float, after_s: floa
                 act_ended_s = time.monotonic()
                 await asyncio.sleep(after_s)
                 until_s = act_ended_s if touched is None else math.inf
-                recovery_s = load.recovery_s(event_s, touched, until_s)
+                recovery_s = load.recovery_s(event_s, touched, until_s, before_s)
                 if event.name == "rolling restart":  # from its end, not from its beginning
                     recovery_s = max(0.0, recovery_s - (act_ended_s - event_s))
                 found.recovery_ms.append(1e3 * recovery_s)

@@ -345,7 +345,8 @@ class AsyncFleetClient:
     ) -> FleetCall:
         settings = replace(self.settings, max_attempts=1) if once else self.settings
         usual_s = self._latencies.percentile(settings.hedge_percentile)
-        late_s = settings.hedge_max_s if usual_s is None else usual_s
+        late_s = settings.hedge_max_s if usual_s is None else min(usual_s, settings.hedge_max_s)
+        late_s = max(late_s, settings.hedge_min_s)
         return FleetCall(
             num_items,
             order,
@@ -354,7 +355,8 @@ class AsyncFleetClient:
             self.counts,
             self._latencies if timed else None,
             self._clock(),
-            hedge_after_s=min(max(late_s, settings.hedge_min_s), settings.hedge_max_s) if hedged else None,
+            hedge_after_s=late_s if hedged else None,
+            late_after_s=late_s,
             absent_moves=absent_moves,
             replicas=lambda: self._directory.members,
         )

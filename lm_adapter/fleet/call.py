@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from lm_adapter.errors import EncoderError, EncoderUnavailable
+from lm_adapter.errors import DeadlineExceeded, EncoderError, EncoderUnavailable
 from lm_adapter.fleet.budget import RetryBudget
 from lm_adapter.fleet.latency import Latencies
 from lm_adapter.fleet.outcomes import moves_on
@@ -92,14 +92,17 @@ class FleetCall:
         now_s: float,
         *,
         hedge_after_s: float | None = None,
+        late_after_s: float = 0.0,
         absent_moves: Sequence[bool] = (),
         replicas: Callable[[], Sequence[Replica]] = tuple,
     ) -> None:
         """order: see ``Order``. latencies: of the whole fleet, kept up; None for calls whose time says
-        nothing of how long rows take. hedge_after_s: None for no hedges. absent_moves: of each item, whether
-        a replica that does not know it is no reason to fail yet. replicas: all there are."""
+        nothing of how long rows take. hedge_after_s: None for no hedges. late_after_s: a deadline that
+        passes sooner in an attempt is the caller's own doing. absent_moves: of each item, whether a replica
+        that does not know it is no reason to fail yet. replicas: all there are."""
         self._order, self._settings, self._budget, self._counts = order, settings, budget, counts
         self._latencies = latencies
+        self._late_after_s = late_after_s
         self._hedge_after_s = hedge_after_s if settings.max_hedges else None
         self._replicas = replicas
         allowed = absent_moves or [False] * num_items
@@ -119,9 +122,12 @@ class FleetCall:
         return self._items[index].num_attempts + self._items[index].num_hedges
 
     def give_up(
-        self, failure: Callable[[EncoderError | None], EncoderError]
+        self, failure: Callable[[EncoderError | None], EncoderError], now_s: float
     ) -> list[tuple[int, EncoderError]]:
-        """Ends every item that is not done, with what ``failure`` makes of its last one."""
+        """The time is up: ends every item that is not done, with what ``failure`` makes of its last one."""
+        for attempt in self._attempts:
+            if any(not self._items[index].done for index in attempt.left):
+                self._blame(attempt, failure(None), now_s)
         return [
             (item.index, self._finish(item, failure(item.failure))) for item in self._items if not item.done
         ]
@@ -198,7 +204,7 @@ class FleetCall:
     ) -> EncoderError | None:
         """An item failed; the failure when it is the item's last, None when it goes on."""
         item = self._leave(attempt, index)
-        self._blame(attempt.replica, failure, now_s)
+        self._blame(attempt, failure, now_s)
         return None if item.done else self._judge(item, failure, now_s)
 
     def left_behind(self, attempt: Attempt, now_s: float) -> None:
@@ -224,7 +230,7 @@ class FleetCall:
         left = sorted(attempt.left)
         over: list[tuple[int, EncoderError]] = []
         if failure is not None and left:
-            self._blame(attempt.replica, failure, now_s)
+            self._blame(attempt, failure, now_s)
         for index in left:
             item = self._leave(attempt, index)
             if item.done:
@@ -281,9 +287,11 @@ class FleetCall:
             and now_s >= item.running[0].started_s + self._hedge_after_s
         )
 
-    def _blame(self, replica: Replica, failure: EncoderError, now_s: float) -> None:
-        replica.failed(failure)
-        if eject_if_failing(replica, self._replicas(), self._settings, now_s):
+    def _blame(self, attempt: Attempt, failure: EncoderError, now_s: float) -> None:
+        if isinstance(failure, DeadlineExceeded) and now_s < attempt.started_s + self._late_after_s:
+            return
+        attempt.replica.failed(failure)
+        if eject_if_failing(attempt.replica, self._replicas(), self._settings, now_s):
             self._counts.ejections += 1
 
     def _judge(self, item: _ItemState, failure: EncoderError, now_s: float) -> EncoderError | None:

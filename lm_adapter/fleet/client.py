@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack
 
 from lm_adapter.collect import collect
-from lm_adapter.errors import CallCancelled, ItemFailed
+from lm_adapter.errors import CallCancelled, InvalidRequest, ItemFailed
 from lm_adapter.fleet.async_client import AsyncFleetClient
 from lm_adapter.fleet.call import FleetCounts
 from lm_adapter.fleet.directory import ReplicaView
@@ -44,6 +44,7 @@ class FleetClient:
         self._loop = asyncio.new_event_loop()
         self._lock = threading.Lock()
         self._closed = False
+        self._ends: set[asyncio.Task[None]] = set()
         self._thread = threading.Thread(target=self._loop.run_forever, name="fleet-client", daemon=True)
         self._thread.start()
 
@@ -86,7 +87,9 @@ class FleetClient:
         return self._client.home(digest)
 
     def close(self) -> None:
-        """Calls in progress end with CallCancelled. Harmless when done twice."""
+        """Calls in progress end with CallCancelled. Harmless when done twice. Raises InvalidRequest on the
+        client's own thread."""
+        self._check_thread()
         with self._lock:
             if self._closed:
                 return
@@ -135,8 +138,12 @@ class FleetClient:
             while (finished := self._call(step())) is not None:
                 yield finished
         finally:
-            with suppress(CallCancelled):
-                self._call(end())
+            if self._is_own_thread:  # a generator that was dropped is closed on whichever thread finds it
+                self._ends.add(ending := self._loop.create_task(end()))
+                ending.add_done_callback(self._ends.discard)
+            else:
+                with suppress(CallCancelled):
+                    self._call(end())
 
     def fetch(
         self,
@@ -163,7 +170,23 @@ class FleetClient:
         """See ``AsyncFleetClient``."""
         return self._call(self._client.lookup(keys, timeout_s=timeout_s))
 
+    @property
+    def _is_own_thread(self) -> bool:
+        return threading.current_thread() is self._thread
+
+    def _check_thread(self) -> None:
+        if self._is_own_thread:
+            raise InvalidRequest(
+                "on the fleet client's own thread, as in on_rows or an async fallback, a call would wait for "
+                "itself"
+            )
+
     def _call(self, work: Coroutine[Any, Any, ResultT]) -> ResultT:
+        try:
+            self._check_thread()
+        except InvalidRequest:
+            work.close()
+            raise
         with self._lock:  # what is begun before the end is ended with it
             if self._closed:
                 work.close()

@@ -35,4 +35,5 @@ class Latencies:
             return None
         if self._sorted is None:
             self._sorted = sorted(self._samples)
-        return self._sorted[max(0, math.ceil(share * len(self._sorted)) - 1)]
+        # 0.55 of 100 is 55.00000000000001 in floating point.
+        return self._sorted[max(0, math.ceil(share * len(self._sorted) - 1e-9) - 1)]

@@ -199,7 +199,7 @@ class CallRun(Generic[ResultT]):
 
     def _give_up(self) -> None:
         """The time is up, for items that wait for a replica and for those that wait for their rescue."""
-        over = self._call.give_up(lambda last: deadline_passed(self._timeout_s, last))
+        over = self._call.give_up(lambda last: deadline_passed(self._timeout_s, last), self._clock())
         for index, (task, failure) in self._rescues.items():
             task.cancel()
             self._given_up.append(task)

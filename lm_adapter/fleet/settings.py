@@ -37,6 +37,7 @@ _BOUNDS: Final[dict[str, tuple[float, float]]] = {
     "load_factor": (1, 100),
     "load_floor": (1, 1e6),
 }
+_COUNTS: Final = frozenset({"max_attempts", "max_hedges", "eject_failures", "load_floor"})
 
 
 @dataclass(frozen=True)
@@ -47,8 +48,8 @@ class FleetSettings:
     check_interval_s, check_timeout_s: of the health check of each replica.
     max_attempts: of one item, hedges not among them. backoff_s: before an item goes to a replica that it has
     been to, doubled each time. patience_s: how long an item waits for a replica where there is none at all.
-    max_hedges: second copies of one item; 0 for none. hedge_percentile: of the fleet's latencies, the time
-    after which an item counts as late, at least hedge_min_s and at most hedge_max_s.
+    max_hedges: second copies of one item, one at a time; 0 for none. hedge_percentile: of the fleet's
+    latencies, the time after which an item counts as late, at least hedge_min_s and at most hedge_max_s.
     retry_share: retries and hedges as a share of items, over ten seconds. retry_reserve_per_s: allowed beside
     it, so that a client with few calls may retry at all.
     eject_failures: failures in a row that take a replica out, for eject_s, doubled each time up to
@@ -85,6 +86,10 @@ class FleetSettings:
         """Raises InvalidRequest."""
         for name, (lowest, highest) in _BOUNDS.items():
             value = getattr(self, name)
+            kind = int if name in _COUNTS else int | float
+            if not isinstance(value, kind) or isinstance(value, bool):
+                needed = "a whole number" if name in _COUNTS else "a number"
+                raise InvalidRequest(f"{name} is {value!r}, {needed} is needed")
             if not (math.isfinite(value) and lowest <= value <= highest):
                 raise InvalidRequest(f"{name} is {value}, {lowest:g} to {highest:g} are possible")
         for smaller, larger in (("hedge_min_s", "hedge_max_s"), ("eject_s", "max_eject_s")):

@@ -219,13 +219,17 @@ class Load:
         return [note for note in self.notes if note.begun_s >= begun_s]
 
     def recovery_s(
-        self, event_s: float, touched: Container[str] | None = None, until_s: float = math.inf
+        self,
+        event_s: float,
+        touched: Container[str] | None = None,
+        until_s: float = math.inf,
+        before_s: float = 3.0,
     ) -> float:
         """From the event until the last call that it disturbed has ended; 0 when it disturbed none. Disturbed
-        is what takes three times as long as the 99th percentile of the three seconds before the event, and
-        50 ms longer, of items whose home, when their call began before until_s, was one of those touched
+        is what takes three times as long as the 99th percentile of the time before the event, and 50 ms
+        longer, of items whose home, when their call began before until_s, was one of those touched
         (None: any)."""
-        earlier = [one.latency_s for one in self.notes if event_s - 3 < one.ended_s < event_s]
+        earlier = [one.latency_s for one in self.notes if event_s - before_s < one.ended_s < event_s]
         usual_s = percentile(earlier, 0.99)
         limit_s = max(3 * usual_s, usual_s + 0.05)
         later = [one for one in self.notes if one.ended_s >= event_s]

@@ -68,7 +68,7 @@ def test_one_replica_that_says_nothing_does_not_fail_the_first_call(
 @pytest.mark.anyio
 async def test_a_partition_does_not_cost_a_fetch_its_deadline() -> None:
     """Of rows that lie elsewhere: everybody is asked for them, and one does not answer."""
-    settings = replace(QUICK, check_interval_s=60.0)
+    settings = replace(QUICK, check_timeout_s=1.0)
     async with loopback_fleet(3) as fleet, AsyncFleetClient(fleet.endpoints, settings=settings) as client:
         await client.wait_ready(10, num_replicas=3)
         items = homes_of(client, 3)
@@ -220,3 +220,44 @@ def test_a_thread_that_is_interrupted_in_a_call_hears_of_that(fakes: list[FakeEn
             assert is_right(client.encode_one(item), item)
     finally:
         signal.signal(signal.SIGUSR1, before)
+
+
+def test_a_call_on_the_clients_own_thread_is_refused_and_does_not_wait_for_itself(
+    fakes: list[FakeEncoder],
+) -> None:
+    said: list[str] = []
+    with FleetClient(targets(fakes)) as client:
+
+        def tell(*_: object) -> None:
+            for call in (client.info, client.close):
+                with pytest.raises(InvalidRequest) as refused:
+                    call()
+                said.append(refused.value.message)
+
+        item = image()
+        assert is_right(client.encode([item], on_rows=tell)[0], item)
+    assert len(said) == 2
+    assert all("would wait for itself" in one for one in said)
+
+
+def test_a_stream_that_is_dropped_on_the_clients_own_thread_ends_its_call(fakes: list[FakeEncoder]) -> None:
+    """As the garbage collector may, which runs on any thread."""
+    items = [image() for _ in range(12)]
+    closed = threading.Event()
+    with FleetClient(targets(fakes), settings=NO_HEDGES) as client:
+        client.wait_ready(10, num_replicas=3)
+        for one in fakes[1:]:
+            one.script.latency_s = 30.0
+        stream = client.encode_iter([*homes_of(client, 3).values(), *items], timeout_s=60)
+        next(stream)
+
+        def drop() -> None:
+            stream.close()
+            closed.set()
+
+        client._loop.call_soon_threadsafe(drop)
+        assert closed.wait(5)
+        ends_s = time.monotonic() + 10
+        while sum(one.num_cancelled["Encode"] for one in fakes) < 2:
+            assert time.monotonic() < ends_s, "the call goes on"
+            time.sleep(0.01)

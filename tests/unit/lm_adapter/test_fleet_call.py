@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lm_adapter.errors import (
+    DeadlineExceeded,
     EncoderError,
     EncoderFault,
     EncoderUnavailable,
@@ -25,7 +26,7 @@ from lm_adapter.fleet.budget import RetryBudget
 from lm_adapter.fleet.call import MAX_MOVES, Attempt, FleetCall
 from lm_adapter.fleet.latency import MIN_SAMPLES, Latencies
 from lm_adapter.fleet.outcomes import as_item_failure
-from lm_adapter.fleet.replica import Check, Replica
+from lm_adapter.fleet.replica import Check, Replica, ReplicaState
 from lm_adapter.fleet.ring import home_order
 
 PLAIN = FleetSettings(max_attempts=3, backoff_s=0.1, patience_s=1.0, max_hedges=1)
@@ -233,6 +234,26 @@ def test_a_hedge_that_was_not_needed_makes_its_replica_look_no_faster() -> None:
     assert bench.call.succeeded(first, 0, 0.21)
     bench.call.left_behind(beside, 0.21)
     assert beside.replica.latencies.percentile(0.01) == 5.0
+
+
+@pytest.mark.parametrize(("took_s", "num_ejected"), [(0.1, 0), (0.6, 1)], ids=["in a hurry", "late"])
+def test_a_deadline_blames_a_replica_that_was_late_and_not_a_caller_in_a_hurry(
+    took_s: float, num_ejected: int
+) -> None:
+    """The same whether the channel or this client is the first to find that the time is up."""
+    bench = Bench(1, 2)
+    late = DeadlineExceeded("too late")
+    for number in range(PLAIN.eject_failures):
+        call = FleetCall(
+            1, lambda _: bench.replicas[:1], bench.settings, bench.budget, bench.counts, bench.latencies, 0.0,
+            late_after_s=0.5, replicas=lambda: bench.replicas,
+        )  # fmt: skip
+        ((attempt,), _) = call.take(0.0)
+        if number % 2:
+            assert call.ended(attempt, late, took_s) == [(0, late)]
+        else:
+            assert call.give_up(lambda _: late, took_s) == [(0, late)]
+    assert sum(one.state is ReplicaState.EJECTED for one in bench.replicas) == num_ejected
 
 
 def test_an_abandoned_call_spends_no_retries_and_leaves_nobody_busy() -> None:

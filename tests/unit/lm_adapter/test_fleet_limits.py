@@ -24,6 +24,8 @@ from lm_adapter.fleet.latency import MIN_SAMPLES, Latencies
         ({"refresh_s": float("nan")}, "refresh_s is nan"),
         ({"hedge_min_s": 2.0, "hedge_max_s": 1.0}, "hedge_min_s is 2.0, above hedge_max_s, which is 1.0"),
         ({"eject_s": 60.0}, "eject_s is 60.0, above max_eject_s, which is 30.0"),
+        ({"max_attempts": 2.5}, "max_attempts is 2.5, a whole number is needed"),
+        ({"refresh_s": "5"}, "refresh_s is '5', a number is needed"),
         ({"locality": "near"}, "locality is 'near', possible are prefer, ignore"),
     ],
 )
@@ -88,5 +90,6 @@ def test_a_percentile_needs_samples_and_forgets_old_ones() -> None:
     assert latencies.percentile(0.95) == 0.95
     assert latencies.percentile(1.0) == 1.0
     assert latencies.percentile(0.5) == 0.5
+    assert latencies.percentile(0.55) == 0.55, "a product that floating point makes a little too large"
     latencies.clear()
     assert latencies.percentile(0.5) is None
