@@ -56,6 +56,8 @@ class Attempt:
     started_s: float
     is_hedge: bool
     left: set[int] = field(default_factory=set)
+    may_hedge: set[int] = field(default_factory=set)
+    """Of those, what may be asked for elsewhere as well once it is late."""
 
     def __post_init__(self) -> None:
         self.left = set(self.indices)
@@ -71,9 +73,8 @@ class _ItemState:
     num_hedges: int = 0
     num_moves: int = 0
     not_before_s: float = 0.0
-    waiting: bool = True
-    """For a replica, from since_s on."""
     since_s: float = 0.0
+    """It waits for a replica, where it does."""
     failure: EncoderError | None = None
     done: bool = False
 
@@ -107,6 +108,8 @@ class FleetCall:
         self._replicas = replicas
         allowed = absent_moves or [False] * num_items
         self._items = [_ItemState(index, absent, since_s=now_s) for index, absent in enumerate(allowed)]
+        self._waiting = set(range(num_items))
+        """For a replica."""
         self._attempts: list[Attempt] = []
         self.notes: dict[int, str] = {}
         """Why an item that could have gone on did not."""
@@ -139,40 +142,42 @@ class FleetCall:
         place; those with the same go in one call."""
         placed: dict[tuple[Replica, bool], list[int]] = {}
         lost: list[tuple[int, EncoderError]] = []
-        for index, item in enumerate(self._items):
-            if item.done:
+        for index in sorted(self._waiting):
+            item = self._items[index]
+            if now_s < item.not_before_s:
                 continue
-            if item.waiting and now_s >= item.not_before_s:
-                replica = self._place(item)
-                if replica is None:
-                    if now_s - item.since_s >= self._settings.patience_s:
-                        lost.append((index, self._finish(item, item.failure or _nobody())))
-                    else:
-                        item.not_before_s = now_s + max(0.01, min(self._settings.backoff_s, 0.1))
-                    continue
-                item.waiting = False
+            replica = self._place(item)
+            if replica is not None:
+                self._waiting.discard(index)
                 item.num_attempts += 1
                 self._put(placed, (replica, False), index, item)
-            elif self._is_late(item, now_s):
-                beside = self._place(item, again=False)
-                item.num_hedges += 1  # also when there is no place or no token: an item is late once
-                if beside is None:
-                    continue
-                if not self._budget.take(now_s):
-                    self._counts.refused += 1
-                    continue
-                self._counts.hedges += 1
-                self._put(placed, (beside, True), index, item)
+            elif now_s - item.since_s >= self._settings.patience_s:
+                lost.append((index, self._finish(item, item.failure or _nobody())))
+            else:
+                item.not_before_s = now_s + max(0.01, min(self._settings.backoff_s, 0.1))
+        for index in self._late(now_s):
+            item = self._items[index]
+            beside = self._place(item, again=False)
+            item.num_hedges += 1  # also when there is no place or no token: an item is late once
+            if item.num_hedges >= self._settings.max_hedges:
+                item.running[0].may_hedge.discard(index)
+            if beside is None:
+                continue
+            if not self._budget.take(now_s):
+                self._counts.refused += 1
+                continue
+            self._counts.hedges += 1
+            self._put(placed, (beside, True), index, item)
         return [self._start(*where, indices, now_s) for where, indices in placed.items()], lost
 
     def next_due_s(self) -> float | None:
         """When ``take`` has something to do at the latest; None while only outcomes are waited for."""
-        due = [item.not_before_s for item in self._items if item.waiting and not item.done]
+        due = [self._items[index].not_before_s for index in self._waiting]
         if self._hedge_after_s is not None:
             due += [
-                item.running[0].started_s + self._hedge_after_s
-                for item in self._items
-                if len(item.running) == 1 and not item.done and item.num_hedges < self._settings.max_hedges
+                attempt.started_s + self._hedge_after_s
+                for attempt in self._attempts
+                if any(self._is_alone(index) for index in attempt.may_hedge)
             ]
         return min(due, default=None)
 
@@ -270,22 +275,34 @@ class FleetCall:
         self._attempts.append(attempt)
         for index in indices:
             self._items[index].running.append(attempt)
+        if self._hedge_after_s is not None:
+            most = self._settings.max_hedges
+            attempt.may_hedge.update(index for index in indices if self._items[index].num_hedges < most)
         return attempt
 
     def _leave(self, attempt: Attempt, index: int) -> _ItemState:
         item = self._items[index]
         attempt.left.discard(index)
+        attempt.may_hedge.discard(index)
         attempt.replica.num_items -= 1
         item.running.remove(attempt)
         return item
 
-    def _is_late(self, item: _ItemState, now_s: float) -> bool:
-        return (
-            self._hedge_after_s is not None
-            and len(item.running) == 1
-            and item.num_hedges < self._settings.max_hedges
-            and now_s >= item.running[0].started_s + self._hedge_after_s
-        )
+    def _late(self, now_s: float) -> list[int]:
+        """Items that are to be hedged now."""
+        if self._hedge_after_s is None:
+            return []
+        return [
+            index
+            for attempt in self._attempts
+            if now_s >= attempt.started_s + self._hedge_after_s
+            for index in sorted(attempt.may_hedge)
+            if self._is_alone(index)
+        ]
+
+    def _is_alone(self, index: int) -> bool:
+        """One attempt runs for the item, and not a second one beside."""
+        return len(self._items[index].running) == 1 and not self._items[index].done
 
     def _blame(self, attempt: Attempt, failure: EncoderError, now_s: float) -> None:
         if isinstance(failure, DeadlineExceeded) and now_s < attempt.started_s + self._late_after_s:
@@ -315,7 +332,8 @@ class FleetCall:
             return self._finish(item, failure)
         else:
             self._counts.retries += 1
-        item.waiting, item.since_s, item.not_before_s = True, now_s, now_s
+        item.since_s = item.not_before_s = now_s
+        self._waiting.add(item.index)
         if self._is_everywhere_tried(item):
             pause_s = self._settings.backoff_s * 2.0 ** (item.num_attempts - 1)
             item.not_before_s += max(failure.retry_after_ms / 1e3, pause_s)
@@ -330,7 +348,8 @@ class FleetCall:
         return all(one in item.tried for one in self._order(item.index))
 
     def _finish(self, item: _ItemState, failure: EncoderError) -> EncoderError:
-        item.done, item.waiting = True, False
+        item.done = True
+        self._waiting.discard(item.index)
         return failure
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -254,6 +255,34 @@ def test_a_deadline_blames_a_replica_that_was_late_and_not_a_caller_in_a_hurry(
         else:
             assert call.give_up(lambda _: late, took_s) == [(0, late)]
     assert sum(one.state is ReplicaState.EJECTED for one in bench.replicas) == num_ejected
+
+
+class Counting(list[Any]):
+    """Counts what is looked at."""
+
+    num_looks = 0
+
+    def __getitem__(self, at: Any) -> Any:
+        self.num_looks += 1
+        return super().__getitem__(at)
+
+    def __iter__(self) -> Iterator[Any]:
+        self.num_looks += len(self)
+        return super().__iter__()
+
+
+def test_an_outcome_costs_no_more_in_a_call_of_thousands() -> None:
+    bench = Bench(2000, 4, hedge_after_s=0.2)
+    looks = bench.call._items = Counting(bench.call._items)
+    attempts = bench.take()
+    looks.num_looks = 0
+    for attempt in attempts:
+        for index in list(attempt.indices):
+            assert bench.call.succeeded(attempt, index, 0.1)
+            bench.call.superseded()
+            assert bench.take(0.1) == []
+            bench.call.next_due_s()
+    assert looks.num_looks < 2000 * 40
 
 
 def test_an_abandoned_call_spends_no_retries_and_leaves_nobody_busy() -> None:
