@@ -118,6 +118,7 @@ KINDS = {
                         "serverAddress query threshold",
                         serverAddress=TEXT,
                         query=TEXT,
+                        ignoreNullValues={"enum": ["true", "false"]},
                         threshold={"type": "string", "pattern": r"^\d+(\.\d+)?$"},
                     ),
                 )

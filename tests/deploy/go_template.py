@@ -6,11 +6,14 @@ that leaves the subset is noticed. Where `helm` is on PATH, a test compares the 
 
 from __future__ import annotations
 
+import copy
 import hashlib
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import yaml
 
@@ -27,6 +30,16 @@ class Text(str):
     """What stands between actions."""
 
     __slots__ = ()
+
+
+class StrictLoader(yaml.SafeLoader):
+    """As Helm reads what it has rendered: a name that is there twice is an error."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        names = [name.value for name, _ in node.value]
+        if twice := {name for name in names if names.count(name) > 1}:
+            raise TemplateError(f"{sorted(twice)} twice, {node.start_mark}")
+        return super().construct_mapping(node, deep)
 
 
 Node = tuple[str, Any]
@@ -113,6 +126,15 @@ def required(message: str, value: object) -> object:
     return value
 
 
+def fail(message: str) -> None:
+    raise TemplateError(message)
+
+
+def overwritten(target: dict[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    merge(target, given)
+    return target
+
+
 def put(target: dict[str, object], name: str, value: object) -> dict[str, object]:
     target[name] = value
     return target
@@ -135,6 +157,19 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "trunc": lambda length, text: text[:length],
     "trimSuffix": lambda end, text: text.removesuffix(end),
     "replace": lambda old, new, text: text.replace(old, new),
+    "add": lambda *numbers: sum(int(number) for number in numbers),
+    "int": int,
+    "float64": float,
+    "ceil": math.ceil,
+    "lt": lambda one, other: one < other,
+    "fail": fail,
+    "omit": lambda given, *names: {name: given[name] for name in given if name not in names},
+    "hasKey": lambda given, name: name in given,
+    "deepCopy": copy.deepcopy,
+    "mergeOverwrite": overwritten,
+    "ternary": lambda yes, no, is_so: yes if is_so else no,
+    "regexFind": lambda pattern, text: found[0] if (found := re.search(pattern, text)) else "",
+    "urlParse": lambda text: {"scheme": urlsplit(text).scheme, "host": urlsplit(text).netloc},
     "sha256sum": lambda text: hashlib.sha256(text.encode()).hexdigest(),
     "required": required,
 }
@@ -173,7 +208,7 @@ class Chart:
         objects = []
         for nodes in self.templates.values():
             text = Evaluation(self, root).run(nodes, root)
-            objects += [found for found in yaml.safe_load_all(text) if found]
+            objects += [found for found in yaml.load_all(text, StrictLoader) if found]
         return objects
 
 

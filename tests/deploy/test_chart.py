@@ -93,6 +93,13 @@ def test_the_schema_knows_every_value() -> None:
         {"weights": {"source": "hub"}},
         {"broker": {"enabled": True, "folder": "/" + 60 * "x"}},
         {"resources": {"limits": {"memory": "8 GiB"}}},
+        # Of which the chart has its own: two of a name are no YAML.
+        {"pod": {"terminationGracePeriodSeconds": 50}},
+        {"pod": {"volumes": []}},
+        {"pod": {"hostIPC": True}},
+        # 1e+06m
+        {"autoscaling": {"targets": {"queueSeconds": 1_000_000}}},
+        {"env": {"OTEL_SDK_DISABLED": "true"}},
     ],
 )
 def test_values_that_mean_nothing_are_refused(values: Object) -> None:
@@ -155,7 +162,12 @@ def test_the_alerts_links_lead_where_the_value_says() -> None:
 def test_keda_asks_for_the_releases_namespace() -> None:
     objects = render({"autoscaling": {"kind": "keda"}})
     queries = [trigger["metadata"]["query"] for trigger in named(objects, "ScaledObject")["spec"]["triggers"]]
-    assert all('{namespace="tenant"}' in query for query in queries)
+    assert all('{namespace="tenant",service="vision-encoder"}' in query for query in queries)
+    objects = render({"autoscaling": {"kind": "keda"}}, release="other")
+    for trigger in named(objects, "ScaledObject", "other")["spec"]["triggers"]:
+        assert 'service="other"' in trigger["metadata"]["query"]
+        # An empty answer is no load of zero: the fallback's number stands then.
+        assert trigger["metadata"]["ignoreNullValues"] == "false"
 
 
 def test_secrets_are_made_when_their_content_is_given(tmp_path: Any) -> None:
@@ -166,6 +178,7 @@ def test_secrets_are_made_when_their_content_is_given(tmp_path: Any) -> None:
     }
     secrets = {each["metadata"]["name"]: each for each in render(given) if each["kind"] == "Secret"}
     assert secrets["vision-encoder-tls"]["stringData"] == {"tls.crt": "-----BEGIN\nA\n", "tls.key": "K\n"}
+    assert secrets.keys() == {"vision-encoder-tls", "vision-encoder-tokens", "vision-encoder-valkey"}
     (tmp_path / "tokens").write_text(secrets["vision-encoder-tokens"]["stringData"]["tokens"])
     assert NamespaceTokens(file=tmp_path / "tokens").opens("b", "5678")
     assert secrets["vision-encoder-valkey"]["stringData"].keys() == {"url", "password", "secret"}

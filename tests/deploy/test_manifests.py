@@ -115,8 +115,33 @@ def test_p17_memory_limit_covers_what_is_held(build: str, monkeypatch: pytest.Mo
     held_bytes = settings.arena_bytes if settings.broker_path else settings.store_bytes
     limits = encoder(build)["resources"]["limits"]
     assert 2 * (held_bytes + settings.max_queued_bytes) <= quantity(limits["memory"])
+    # Beside those, what callers have not read yet, and an image of the largest size on every thread: not at
+    # the edge, since there are weights and libraries too.
+    decoded_bytes = settings.ingest_threads * settings.max_image_pixels * 3
+    most_bytes = held_bytes + settings.max_queued_bytes + settings.max_undelivered_bytes + decoded_bytes
+    assert most_bytes <= 0.7 * quantity(limits["memory"])
     assert encoder(build)["resources"]["requests"].keys() == {"cpu", "memory"}
     assert {k: v for k, v in limits.items() if k != "memory"} == (ONE_GPU if build in GPU_BUILDS else {})
+
+
+@pytest.mark.parametrize("build", BUILDS)
+def test_threads_are_not_as_many_as_a_large_node_has_cores(
+    build: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a limit of CPU time a process sees every core of its node, and takes one thread for each; torch
+    starts as many again in every thread that decodes. A kubelet's limit of processes is 1024 at the least."""
+    settings = settings_of(built(build), monkeypatch)
+    assert "cpu" not in encoder(build)["resources"]["limits"]
+    assert 1 <= settings.ingest_threads <= 16
+    assert 1 <= settings.torch_threads <= 8
+    assert settings.ingest_threads * settings.torch_threads <= 64
+
+
+@pytest.mark.parametrize("build", BUILDS)
+def test_a_rollout_is_given_longer_than_its_pods_may_take_to_start(build: str) -> None:
+    probe = encoder(build)["startupProbe"]
+    deadline_s = named(built(build), "Deployment")["spec"]["progressDeadlineSeconds"]
+    assert deadline_s >= 1.5 * probe["periodSeconds"] * probe["failureThreshold"]
 
 
 # Images and what they run as

@@ -71,7 +71,8 @@ def test_the_service_is_headless_and_every_services_ports_lead_to_the_containers
             assert ports[port["targetPort"]] == port["port"]
             if port["name"] == "grpc":
                 is_tls = "VE_TLS_CERT" in config_of(built(build))
-                assert port["appProtocol"] == ("grpcs" if is_tls else "kubernetes.io/h2c")
+                # IANA's names have no prefix, Kubernetes' own have.
+                assert port["appProtocol"] == ("https" if is_tls else "kubernetes.io/h2c")
 
 
 @pytest.mark.parametrize("build", BUILDS)
@@ -114,6 +115,7 @@ def test_only_the_ports_that_exist_are_let_in_and_nothing_goes_out_but_names(bui
     assert let_in == set(ports.values())
     let_out = {each["port"] for rule in policy["egress"] for each in rule["ports"]}
     assert let_out == ({53, 6379} if build == "with-valkey" else {53})
+    assert {"ipBlock": {"cidr": "169.254.20.10/32"}} in peers(policy["egress"], 53)
     # A rule without peers would be for everybody.
     assert all(rule["from"] for rule in policy["ingress"])
     if build != "cpu-dev":
