@@ -199,8 +199,8 @@ class TowerLauncher:
             return
         all_pinned = batch.totals[IS_PINNED] == num_items
         if batch.totals[IS_PACKED]:
-            packings = [one.packing for one in uploads]
-            slot = staging.send(rows, pixels, passage, all_pinned=all_pinned, packings=packings)
+            packed = [one.packed for one in uploads]
+            slot = staging.send(rows, pixels, passage, all_pinned=all_pinned, packed=packed)
             pixels = [one.staged for one in uploads]
         else:
             slot = staging.send(rows, pixels, passage, all_pinned=all_pinned)
@@ -228,8 +228,8 @@ class TowerLauncher:
         first = 0
         for item, upload in zip(items, uploads, strict=True):
             rows = out[first : first + item.grid.num_patches]
-            if upload.packing is not None:
-                self._cutter.cut(resized(upload.pixels, upload.packing, self._device), rows)
+            if upload.packed is not None:
+                self._cutter.cut(resized(upload.pixels, upload.packed, self._device), rows)
             elif isinstance(item, FrameItem):
                 self._cutter.cut(upload.pixels.to(self._device, non_blocking=True), rows)
             else:

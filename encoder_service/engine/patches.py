@@ -25,7 +25,7 @@ from encoder_service.towers.tower import Tower
 from encoder_service.types import FrameItem, PatchItem, TowerItem
 
 if TYPE_CHECKING:
-    from encoder_service.towers.kernels.resize import Packing
+    from encoder_service.engine.resizing import Packed
 
 ItemT = TypeVar("ItemT", bound=TowerItem)
 
@@ -34,22 +34,18 @@ ItemT = TypeVar("ItemT", bound=TowerItem)
 class Upload:
     """What of an item travels to ``tower``, found out once. pixels: contiguous. row: staging's UPLOAD_COLUMNS
     as int64, in bytes, so that the rows of a batch are joined and read without a look at each. num_rows: the
-    item's visual tokens. packing: of an image that is resized on the device, which ``pixels`` are packed
-    with."""
+    item's visual tokens. packed: of an image that the device resizes, which ``pixels`` are a part of then."""
 
     tower: Tower
     pixels: torch.Tensor
     row: bytes
     num_rows: int
-    packing: Packing | None = None
+    packed: Packed | None = None
 
     @property
     def staged(self) -> torch.Tensor:
         """What lies in a slot in the end: ``pixels``, or a tensor without memory that is like it."""
-        if self.packing is None:
-            return self.pixels
-        shape = (1, self.packing.height, self.packing.width, 3)
-        return torch.empty(shape, dtype=torch.uint8, device="meta")
+        return self.pixels if self.packed is None else self.packed.result
 
 
 def upload_of(item: TowerItem, tower: Tower) -> Upload:

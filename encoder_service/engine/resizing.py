@@ -65,6 +65,25 @@ def pinned_bytes(num_bytes: int) -> int:
     return 1 << (num_bytes - 1).bit_length()
 
 
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """What a step has to know of a packed image, found out once. span_bytes: of the memory it passes through;
+    between: the byte of it at which what lies between the passes begins; num_tiles: in either pass; result: a
+    tensor without memory that is like the resized image."""
+
+    packing: Packing
+    span_bytes: int
+    between: int
+    num_tiles: tuple[int, int]
+    result: torch.Tensor
+
+    @classmethod
+    def of(cls, packing: Packing) -> Packed:
+        result = torch.empty((1, packing.height, packing.width, 3), dtype=torch.uint8, device="meta")
+        between = _aligned(packing.num_bytes)
+        return cls(packing, span_bytes(packing), between, packing.num_tiles, result)
+
+
 def _aligned(num_bytes: int) -> int:
     return -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
@@ -190,16 +209,18 @@ def packed_item(memory: torch.Tensor, packing: Packing, grid: Grid, tower: Tower
         tower.device.type == "cpu" or memory.is_pinned(),
         1,
     )
-    upload = Upload(tower, memory, np.array(row, np.int64).tobytes(), tower.num_rows(grid), packing)
+    upload = Upload(
+        tower, memory, np.array(row, np.int64).tobytes(), tower.num_rows(grid), Packed.of(packing)
+    )
     return FrameItem(pixels_of(memory, packing).unsqueeze(0), grid, upload)
 
 
-def resized(packed: torch.Tensor, packing: Packing, device: torch.device) -> torch.Tensor:
+def resized(pixels: torch.Tensor, packed: Packed, device: torch.device) -> torch.Tensor:
     """A packed image's frame, uint8 [1, H, W, 3], in memory of its own on the device: for a batch that no
     slot takes, in the current stream from start to end. Pinned host memory stays until that has passed."""
     from encoder_service.towers.kernels.resize import resize_alone
 
-    return resize_alone(packed, packing, device).unsqueeze(0)
+    return resize_alone(pixels, packed.packing, device).unsqueeze(0)
 
 
 @dataclass
@@ -247,14 +268,14 @@ class ResizeStage:
         slot: PixelSlot,
         offsets: Sequence[int],
         pixels: Sequence[torch.Tensor],
-        packings: Sequence[Packing | None],
+        packed: Sequence[Packed | None],
         *,
         all_pinned: bool,
     ) -> None:
         """A batch's pixels into ``slot``, at ``offsets`` of it, in the upload stream: those that are packed
         resized, the others as they are. pixels: host memory, kept by the slot; offsets are aligned."""
         places = self._host_places[slot.index]
-        plain, groups = self._lay_out(slot, offsets, pixels, packings, places.numpy())
+        plain, groups = self._lay_out(slot, offsets, pixels, packed, places.numpy())
         num_packed = groups[-1].last
         source, destination = places[:num_packed], self._places[:num_packed]
         if self._copies is not None:
@@ -272,31 +293,29 @@ class ResizeStage:
         slot: PixelSlot,
         offsets: Sequence[int],
         pixels: Sequence[torch.Tensor],
-        packings: Sequence[Packing | None],
+        packed: Sequence[Packed | None],
         places: np.ndarray,
     ) -> tuple[list[tuple[int, torch.Tensor]], list[Group]]:
         """What is copied into the slot as it is, and the groups of packed images, whose places it writes."""
         plain: list[tuple[int, torch.Tensor]] = []
         groups: list[Group] = []
-        end = self.num_bytes  # none is begun
-        for offset, one, packing in zip(offsets, pixels, packings, strict=True):
-            if packing is None:
+        end = 0
+        for offset, one, its in zip(offsets, pixels, packed, strict=True):
+            if its is None:
                 plain.append((offset, one))
                 continue
-            needed = span_bytes(packing)
-            assert needed <= self.num_bytes, f"an image passes through {needed} of {self.num_bytes} bytes"
-            if not groups or end + needed > self.num_bytes:
+            assert its.span_bytes <= self.num_bytes, f"{its.span_bytes} bytes pass through {self.num_bytes}"
+            if not groups or end + its.span_bytes > self.num_bytes:
                 place = groups[-1].last if groups else 0
                 groups.append(Group(place, place, []))
                 end = 0
             group = groups[-1]
+            column_tiles, row_tiles = group.num_tiles
+            places[group.last] = column_tiles, row_tiles, end, end + its.between, slot.first_byte + offset
             group.copies.append((end, one))
-            between = end + _aligned(packing.num_bytes)
-            places[group.last] = (*group.num_tiles, end, between, slot.first_byte + offset)
-            column_tiles, row_tiles = packing.num_tiles
-            group.num_tiles = group.num_tiles[0] + column_tiles, group.num_tiles[1] + row_tiles
+            group.num_tiles = column_tiles + its.num_tiles[0], row_tiles + its.num_tiles[1]
             group.last += 1
-            end += needed
+            end += its.span_bytes
         return plain, groups
 
     def _copy(

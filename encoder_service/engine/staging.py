@@ -40,8 +40,7 @@ from encoder_service.towers.fused_inputs import (
 )
 
 if TYPE_CHECKING:
-    from encoder_service.engine.resizing import ResizeStage
-    from encoder_service.towers.kernels.resize import Packing
+    from encoder_service.engine.resizing import Packed, ResizeStage
 
 ALIGNMENT_BYTES = 256
 NUM_SLOTS = 2
@@ -324,10 +323,10 @@ class PixelStaging:
         passage: Passage,
         *,
         all_pinned: bool,
-        packings: Sequence[Packing | None] = (),
+        packed: Sequence[Packed | None] = (),
     ) -> PixelSlot:
         """Starts the transfer of contiguous host tensors into one slot, and has the compute stream wait for
-        it. rows: of a batch that fits, added up. packings: of each item, where some are resized on the way.
+        it. rows: of a batch that fits, added up. packed: of each item, where some are resized on the way.
         passage: the batch's own, ended behind the last read of the slot, also when this raised. The host
         waits only for tensors that are not pinned, and for the transfer of the batch before the last where
         nobody has waited for that batch."""
@@ -337,10 +336,10 @@ class PixelStaging:
             upload.wait(slot.user.ended)
         slot.user, slot.held = passage, pixels
         try:
-            if packings:
+            if packed:
                 assert self._resizes is not None, "images are packed for a device that resizes none"
                 offsets = rows.offsets.tolist()
-                self._resizes.send(slot, offsets, pixels, packings, all_pinned=all_pinned)
+                self._resizes.send(slot, offsets, pixels, packed, all_pinned=all_pinned)
             elif self._copies is not None and self._copies.by_address and all_pinned:
                 pieces = self._arrays.copies
                 np.add(rows.offsets, slot.address, pieces.destinations[: len(pixels)])

@@ -86,7 +86,7 @@ def test_p14_p20_batches_on_their_way_are_the_workers_bits(
                 [one.pixels for one in uploads],
                 passage,
                 all_pinned=True,
-                packings=[one.packing for one in uploads],
+                packed=[one.packed for one in uploads],
             )
             torch.cuda._sleep(RNG.randint(0, 4_000_000))  # type: ignore[no-untyped-call]  # read late
             for offset, one in zip(rows.offsets.tolist(), uploads, strict=True):

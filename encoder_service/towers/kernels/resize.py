@@ -23,6 +23,7 @@ import math
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import triton
 import triton.language as tl
@@ -82,8 +83,8 @@ class AxisTables(NamedTuple):
     """How the M elements after an axis' pass come of its N before: from which first one on, by which weights,
     over 2**precision. first_M: int32; weights_MK: int16, zero where there is nothing to weigh."""
 
-    first_M: torch.Tensor
-    weights_MK: torch.Tensor
+    first_M: npt.NDArray[np.int32]
+    weights_MK: npt.NDArray[np.int16]
     precision: int
 
 
@@ -94,42 +95,44 @@ def num_taps(num_before: int, num_after: int) -> int:
     return math.ceil(CUBIC_SUPPORT * max(num_before / num_after, 1.0)) * 2 + 1
 
 
-def cubic(x: torch.Tensor) -> torch.Tensor:
-    """The filter at float64 ``x``, in torch's order of operations."""
-    x = x.abs()
+def cubic(x: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """The filter at ``x``, in torch's order of operations."""
+    x = np.abs(x)
     near = ((CUBIC_A + 2.0) * x - (CUBIC_A + 3.0)) * x * x + 1.0
     far = ((CUBIC_A * x - 5.0 * CUBIC_A) * x + 8.0 * CUBIC_A) * x - 4.0 * CUBIC_A
-    return torch.where(x < 1.0, near, torch.where(x < 2.0, far, 0.0))
+    return np.where(x < 1.0, near, np.where(x < 2.0, far, 0.0))
 
 
 @functools.lru_cache(maxsize=KEPT_TABLES)
 def axis_tables(num_before: int, num_after: int) -> AxisTables:
-    """The tables of an axis from ``num_before`` to ``num_after`` elements, each at least 1, on the host."""
+    """The tables of an axis from ``num_before`` to ``num_after`` elements, each at least 1. By numpy, which
+    starts no threads of its own for each worker."""
     assert num_before >= 1, f"an axis has {num_before} elements, needs 1"
     assert num_after >= 1, f"an axis gets {num_after} elements, needs 1"
     if num_before == num_after:
-        ones = torch.full((num_after, 1), 1 << KEPT_PRECISION, dtype=torch.int16)
-        return AxisTables(torch.arange(num_after, dtype=torch.int32), ones, KEPT_PRECISION)
+        ones = np.full((num_after, 1), 1 << KEPT_PRECISION, np.int16)
+        return AxisTables(np.arange(num_after, dtype=np.int32), ones, KEPT_PRECISION)
     scale = num_before / num_after
     support = CUBIC_SUPPORT * max(scale, 1.0)
     inverse = 1.0 / scale if scale >= 1.0 else 1.0
     most_taps = num_taps(num_before, num_after)
-    centre = scale * (torch.arange(num_after, dtype=torch.float64) + 0.5)
-    first = (centre - support + 0.5).long().clamp(min=0)  # towards zero, as a cast does
-    count = ((centre + support + 0.5).long().clamp(max=num_before) - first).clamp(0, most_taps)
-    tap = torch.arange(most_taps)
+    centre = scale * (np.arange(num_after, dtype=np.float64) + 0.5)
+    first = np.maximum((centre - support + 0.5).astype(np.int64), 0)  # towards zero, as a cast does
+    end = np.minimum((centre + support + 0.5).astype(np.int64), num_before)
+    count = np.clip(end - first, 0, most_taps)
+    tap = np.arange(most_taps)
     weights = cubic(((tap + first[:, None]) - centre[:, None] + 0.5) * inverse)
-    weights = torch.where(tap < count[:, None], weights, 0.0)
-    total = torch.zeros(num_after, dtype=torch.float64)
-    for column in weights.unbind(1):  # one after another, as the sum there is made
+    weights = np.where(tap < count[:, None], weights, 0.0)
+    total = np.zeros(num_after)
+    for column in weights.T:  # one after another, as the sum there is made
         total = total + column
-    weights = torch.where(total[:, None] != 0.0, weights / total[:, None], weights)
+    weights = weights / np.where(total != 0.0, total, 1.0)[:, None]
     largest, precision = float(weights.max()), 0
     while precision < MAX_PRECISION and int(0.5 + largest * (1 << (precision + 1))) < MAX_WEIGHT:
         precision += 1
     scaled = weights * (1 << precision)
-    rounded = torch.where(scaled < 0.0, scaled - 0.5, scaled + 0.5).trunc().to(torch.int16)
-    return AxisTables(first.int(), rounded.contiguous(), precision)
+    rounded = np.trunc(np.where(scaled < 0.0, scaled - 0.5, scaled + 0.5)).astype(np.int16)
+    return AxisTables(first.astype(np.int32), rounded, precision)
 
 
 class Packing(NamedTuple):
@@ -203,7 +206,7 @@ def write_tables(memory_B: torch.Tensor, packing: Packing) -> None:
     memory[: 4 * len(HEADER)].view(np.int32)[:] = header
     tables = (by_column.first_M, by_column.weights_MK, by_row.first_M, by_row.weights_MK)
     for start, table in zip(starts, tables, strict=False):
-        content = table.numpy().reshape(-1).view(np.uint8)
+        content = np.ascontiguousarray(table).reshape(-1).view(np.uint8)
         memory[start : start + len(content)] = content
 
 

@@ -66,9 +66,10 @@ def random_packed(generator: random.Random, tower: Any, grid: Grid | None = None
 
 def resized_on_host(item: FrameItem) -> FrameItem:
     """What the workers would have made of a packed item; any other as it is."""
-    packing = getattr(item.upload, "packing", None)
-    if packing is None:
+    packed = getattr(item.upload, "packed", None)
+    if packed is None:
         return item
+    packing = packed.packing
     resized = resize_bicubic(item.frames_THWC[0], packing.new_rows, packing.new_columns)
     right, below = packing.width - packing.new_columns, packing.height - packing.new_rows
     return FrameItem(torch.nn.functional.pad(resized, (0, 0, 0, right, 0, below)).unsqueeze(0), item.grid)
@@ -149,8 +150,8 @@ def test_p17_a_batch_passes_through_the_memory_in_as_many_groups_as_it_takes() -
     generator = random.Random(3)
     rig = ResizingRig(SteppedDevice(lambda count: 0))
     items: list[TowerItem] = [random_packed(generator, rig.tower, Grid(1, 4, 2)) for _ in range(4)]
-    packings = [upload_of(item, rig.tower).packing for item in items]  # type: ignore[arg-type]
-    spans = [span_bytes(packing) for packing in packings if packing is not None]
+    packed = [upload_of(item, rig.tower).packed for item in items]  # type: ignore[arg-type]
+    spans = [one.span_bytes for one in packed if one is not None]
     assert max(spans) <= ROOM_BYTES < sum(spans)
     checker = Checker(rig)
     checker.launch(items)
