@@ -6,7 +6,7 @@ where rows could not be read out of shared memory. Which calls a list of items n
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
@@ -90,7 +90,7 @@ class RowsCall:
             return 0
         return shared_rows_bytes(message)
 
-    def finish(self, trailers: Sequence[tuple[str, str | bytes]] | None) -> None:
+    def finish(self, trailers: Iterable[tuple[str, str | bytes]] | None) -> None:
         """The stream ended OK, with this metadata. Raises TruncatedStream."""
         self.session.note_server(trailers)
         self.assembler.finish()

@@ -7,7 +7,7 @@ a channel has learnt of its server; forgets it when the server may have been rep
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TypeAlias, TypeVar
 
 import grpc
@@ -132,12 +132,12 @@ class Session:
         """The server may be another one by now: the next call asks again."""
         self.info = None
 
-    def note_server(self, trailers: Sequence[tuple[str, str | bytes]] | None) -> None:
+    def note_server(self, trailers: Iterable[tuple[str, str | bytes]] | None) -> None:
         """A call's trailing metadata. What is known of a server is forgotten once another start of it, or
         another one at its address, answers; not more than once in ``MIN_INFO_AGE_S``, for addresses with
         several behind them."""
         info = self.info
-        if info is None or not trailers or time.monotonic() - self._told_at_s < MIN_INFO_AGE_S:
+        if info is None or trailers is None or time.monotonic() - self._told_at_s < MIN_INFO_AGE_S:
             return
         answered = next((value for name, value in trailers if name == INSTANCE_KEY), info.instance_id)
         if answered != info.instance_id:
