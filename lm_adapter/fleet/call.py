@@ -7,6 +7,7 @@ it, tells what came of them, and comes back at ``next_due_s``."""
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -219,6 +220,12 @@ class FleetCall:
         if not attempt.is_hedge:
             attempt.replica.latencies.add(now_s - attempt.started_s)
         self.ended(attempt, None, now_s)
+
+    def caller_is_slow(self) -> None:
+        """Nothing more was read for a while, because the caller had not taken what there was: how long an
+        item takes from here on is none of a replica's doing."""
+        self._latencies = self._hedge_after_s = None
+        self._late_after_s = math.inf
 
     def abandon(self) -> None:
         """The caller has gone: nothing is tried again, and nobody is to blame."""

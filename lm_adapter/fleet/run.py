@@ -23,9 +23,12 @@ from lm_adapter.fleet.call import NO_ENDPOINTS, Attempt, FleetCall
 from lm_adapter.fleet.directory import Directory, Member, gone
 from lm_adapter.fleet.outcomes import as_item_failure, deadline_passed, moves_on
 from lm_adapter.session import Deadline
+from lm_adapter.types import EncodedRows
 
 __all__ = ["CallRun", "Open", "Rescue"]
 
+KEPT_BYTES = 64 << 20
+"""Of rows that have come and that the caller has not asked for yet; nothing more is read beyond."""
 END_S = 1.0
 """For streams whose items have all come, to say that they are over."""
 
@@ -76,6 +79,10 @@ class CallRun(Generic[ResultT]):
         self._given_up: list[asyncio.Task[None]] = []
         """Rescues that nobody waits for any more."""
         self._stopped: set[Attempt] = set()
+        self._kept_bytes = 0
+        self._has_room = asyncio.Event()
+        self._has_room.set()
+        self._full_since_s = 0.0
         self._ready: deque[Finished[ResultT]] = deque()
 
     async def outcomes(self) -> AsyncGenerator[Finished[ResultT], None]:
@@ -94,12 +101,13 @@ class CallRun(Generic[ResultT]):
                     await self._hear()
                 while self._ready:
                     self._num_left -= 1
-                    yield self._ready.popleft()
+                    yield self._taken()
             await self._let_end()
         finally:
             await self._stop_all()
 
     def _begin_attempts(self) -> None:
+        self._mind_pace()
         attempts, lost = self._call.take(self._clock())
         for attempt in attempts:
             task = asyncio.ensure_future(self._attempt(attempt))
@@ -117,6 +125,34 @@ class CallRun(Generic[ResultT]):
         return EncoderUnavailable(
             f"{failure.message}: {why}", reason=NO_ENDPOINTS, details={"status": "UNAVAILABLE"}
         )
+
+    # Rows that have come ------------------------------------------------------------------------------------
+
+    async def _keep(self, attempt: Attempt, index: int, outcome: ResultT | ItemFailed) -> None:
+        """Until the caller asks for it; goes on when there is room for more."""
+        self._queue.put_nowait(_Event(attempt, index, outcome, self._clock()))
+        self._kept_bytes += _num_bytes(outcome)
+        if self._kept_bytes > KEPT_BYTES and self._has_room.is_set():
+            self._has_room.clear()
+            self._full_since_s = self._clock()
+        await self._has_room.wait()
+
+    def _taken(self) -> Finished[ResultT]:
+        index, outcome = self._ready.popleft()
+        self._forget(outcome)
+        return index, outcome
+
+    def _forget(self, outcome: object) -> None:
+        self._kept_bytes -= _num_bytes(outcome)
+        self._mind_pace()
+        if self._kept_bytes <= KEPT_BYTES:
+            self._has_room.set()
+
+    def _mind_pace(self) -> None:
+        """Who does not read can call nobody late."""
+        full_s = 0.0 if self._has_room.is_set() else self._clock() - self._full_since_s
+        if full_s > self._directory.settings.hedge_min_s:
+            self._call.caller_is_slow()
 
     async def _hear(self) -> None:
         """Until there is something to hear, or to look at again."""
@@ -154,9 +190,10 @@ class CallRun(Generic[ResultT]):
     ) -> None:
         if attempt is None:
             if index is not None and self._rescues.pop(index, None) is not None:
+                self._kept_bytes += _num_bytes(outcome)
                 self._ready.append((index, cast("ResultT | ItemFailed", outcome)))
         elif attempt in self._stopped:
-            return
+            self._forget(outcome)
         elif index is None:
             self._end(attempt, cast("EncoderError | None", outcome), now_s)
         elif isinstance(outcome, ItemFailed):
@@ -165,9 +202,10 @@ class CallRun(Generic[ResultT]):
                 self._directory.has_failed(cast("Member", attempt.replica))
             if last is not None:
                 self._over(index, last)
+        elif self._call.succeeded(attempt, index, now_s):
+            self._ready.append((index, cast("ResultT", outcome)))
         else:
-            if self._call.succeeded(attempt, index, now_s):
-                self._ready.append((index, cast("ResultT", outcome)))
+            self._forget(outcome)
 
     def _end(self, attempt: Attempt, failure: EncoderError | None, now_s: float) -> None:
         del self._tasks[attempt]
@@ -222,8 +260,7 @@ class CallRun(Generic[ResultT]):
         try:
             async with aclosing(self._open(member, attempt.indices)) as stream:
                 async for position, outcome in stream:
-                    index = attempt.indices[position]
-                    self._queue.put_nowait(_Event(attempt, index, outcome, self._clock()))
+                    await self._keep(attempt, attempt.indices[position], outcome)
         except CallCancelled as error:
             failure = gone(member, f"its client was closed: {error.message}")
         except EncoderError as error:
@@ -244,6 +281,7 @@ class CallRun(Generic[ResultT]):
 
     async def _let_end(self) -> None:
         """Streams that gave all they were asked for end by themselves, and are not cut."""
+        self._has_room.set()
         tasks = [task for attempt, task in self._tasks.items() if attempt not in self._stopped]
         if tasks:
             await asyncio.wait(tasks, timeout=min(END_S, max(0.01, self._deadline.left_s)))
@@ -266,3 +304,7 @@ class CallRun(Generic[ResultT]):
                 cancelled = error
         if cancelled is not None:
             raise cancelled
+
+
+def _num_bytes(outcome: object) -> int:
+    return outcome.num_bytes if isinstance(outcome, EncodedRows) else 0

@@ -13,6 +13,7 @@ from lm_adapter.fleet.budget import WINDOW_S
 from lm_adapter.fleet.call import MAX_MOVES
 from lm_adapter.fleet.directory import LEAST_PAUSE_S, LINGER_S, LOOKUP_S
 from lm_adapter.fleet.replica import MISSED_CHECKS, ReplicaState
+from lm_adapter.fleet.run import KEPT_BYTES
 from tests.fleet.rig import percentile
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -95,6 +96,7 @@ def test_settings_and_constants_are_the_codes() -> None:
     for name in re.findall(r"`(\w+_s|max_\w+|\w+_share|\w+_percentile|\w+_factor|\w+_floor)`", PAGE):
         assert hasattr(defaults, name), name
     assert (WINDOW_S, MAX_MOVES, MISSED_CHECKS) == (10.0, 3, 2)
+    assert KEPT_BYTES == 64 << 20
     assert (LOOKUP_S, LINGER_S, LEAST_PAUSE_S) == (10.0, 5.0, 0.1)
     assert [cells[0] for cells in rows_under("## Which replicas there are")] == [
         one.value for one in ReplicaState

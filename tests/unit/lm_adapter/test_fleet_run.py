@@ -7,10 +7,13 @@ import contextlib
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 
 from lm_adapter.errors import CallCancelled, EncoderUnavailable, InvalidRequest, ItemFailed
+from lm_adapter.fleet import run as run_module
 from lm_adapter.fleet.directory import Member
+from lm_adapter.types import EncodedRows, Grid
 from tests.unit.lm_adapter.fleet_kit import StubFleet, answered, closed_under, collected, forever, until
 
 pytestmark = pytest.mark.anyio
@@ -102,6 +105,35 @@ async def test_a_caller_that_is_slow_to_ask_makes_no_replica_late() -> None:
     slowest_s = fleet.latencies.percentile(1.0)
     assert slowest_s is not None
     assert slowest_s < 0.4
+
+
+async def test_rows_that_nobody_asks_for_are_not_read_without_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the waiting is no replica's fault."""
+    monkeypatch.setattr(run_module, "KEPT_BYTES", 4 << 20)
+    read: list[int] = []
+
+    async def attempt(_member: Member, indices: Sequence[int]) -> AsyncIterator[tuple[int, Any]]:
+        for position in range(len(indices)):
+            read.append(position)
+            yield position, rows_of(1 << 20)
+
+    async with StubFleet("a:1", "b:1", max_hedges=1, hedge_min_s=0.01) as fleet:
+        run = fleet.run(attempt, num_items=40, hedge_after_s=0.05)
+        async with contextlib.aclosing(run.outcomes()) as stream:
+            outcomes = [await anext(stream)]
+            await asyncio.sleep(0.1)  # the caller's own work
+            assert len(read) <= 6
+            outcomes += [finished async for finished in stream]
+    assert answered(outcomes) == dict.fromkeys(range(40), 1)
+    assert len(read) == 40
+    assert fleet.counts.hedges == 0
+    slowest_s = fleet.latencies.percentile(1.0)
+    assert slowest_s is None or slowest_s < 0.09
+
+
+def rows_of(num_bytes: int) -> EncodedRows:
+    payload = np.zeros(num_bytes, np.uint8)
+    return EncodedRows(b"k" * 32, b"d" * 32, Grid(1, 2, 2), 1, num_bytes // 4, "float32", 0, payload)
 
 
 async def test_a_caller_that_leaves_spends_none_of_the_retries() -> None:
