@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import random
+import signal
 import subprocess
 import sys
 import threading
@@ -34,6 +35,7 @@ class Server(ThreadingHTTPServer):
         self.files: dict[str, bytes] = {}
         self.next: list[tuple[str, Any]] = []
         self.seen: list[tuple[str, str | None, str | None]] = []
+        self.hanging, self.go_on = threading.Event(), threading.Event()
 
     @property
     def url(self) -> str:
@@ -51,6 +53,10 @@ class Handler(BaseHTTPRequestHandler):
         wanted = self.headers.get("Range")
         self.server.seen.append((self.path, wanted, self.headers.get("Authorization")))
         kind, fault = self.server.next.pop(0) if self.server.next else ("", None)
+        if kind == "hang":
+            self.server.hanging.set()
+            self.server.go_on.wait(60)
+            return
         if kind == "nonsense":
             self.wfile.write(fault)
             return
@@ -196,6 +202,69 @@ def test_sums_that_are_none_are_refused(line: str, message: str) -> None:
         fetch_weights.read_sums(line)
 
 
+@pytest.mark.parametrize("token", ["hush hush", "hush\n", "hüsh"], ids=["space", "line feed", "letter"])
+def test_a_token_that_no_header_takes_is_refused_and_not_repeated(
+    server: Server, files: dict[str, bytes], tmp_path: Path, token: str
+) -> None:
+    with pytest.raises(FetchFailed, match="the token has white space") as raised:
+        fetch(server, files, tmp_path, token=token)
+    assert "sh" not in str(raised.value)
+    assert not server.seen
+
+
+@pytest.mark.parametrize("url", ["https://me:sesame@w.example.com/c", "https://w.example.com/c?sig=sesame"])
+def test_a_secret_in_the_url_is_refused_and_not_repeated(url: str, tmp_path: Path) -> None:
+    with pytest.raises(FetchFailed, match="the URL has a") as raised:
+        fetch_weights.fetch_all(url, {"a": 64 * "0"}, tmp_path)
+    assert "sesame" not in str(raised.value)
+
+
+@pytest.mark.parametrize("url", ["", "ftp://w/c", "https://", "file:///etc"])
+def test_an_address_that_is_no_folders_is_refused(url: str, tmp_path: Path) -> None:
+    with pytest.raises(FetchFailed, match="is no http"):
+        fetch_weights.fetch_all(url, {"a": 64 * "0"}, tmp_path)
+
+
+def test_a_full_disk_is_said_at_once(server: Server, files: dict[str, bytes], tmp_path: Path) -> None:
+    (tmp_path / "config.json.partial").symlink_to("/dev/full")
+    with pytest.raises(FetchFailed, match=r"config\.json: .*No space left.*the volume is too small"):
+        fetch(server, files, tmp_path)
+    assert len(server.seen) == 1
+
+
+def program(server: Server, files: dict[str, bytes], folder: Path) -> list[str]:
+    sums = folder / "SHA256SUMS"
+    sums.write_text("".join(f"{digest}  {name}\n" for name, digest in sums_of(files).items()))
+    return [sys.executable, str(PROGRAM), "--sums", str(sums), "--into", str(folder / "models")]
+
+
+def test_a_pod_that_is_deleted_while_it_fetches_is_gone_at_once(
+    server: Server, files: dict[str, bytes], tmp_path: Path
+) -> None:
+    """As the first process of its container, which SIGTERM ends only where it is handled."""
+    server.next = [("hang", None)]
+    process = subprocess.Popen(
+        program(server, files, tmp_path), env={"WEIGHTS_URL": f"{server.url}/c"}, stderr=subprocess.DEVNULL
+    )
+    try:
+        assert server.hanging.wait(30)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 128 + signal.SIGTERM
+    finally:
+        server.go_on.set()
+        process.kill()
+        process.wait()
+
+
+def test_a_token_with_a_line_feed_at_its_end_is_sent_without(
+    server: Server, files: dict[str, bytes], tmp_path: Path
+) -> None:
+    environment = {"WEIGHTS_URL": f"{server.url}/c", "WEIGHTS_TOKEN": "sesame\n"}
+    command = program(server, files, tmp_path)
+    subprocess.run(command, env=environment, check=True, capture_output=True, timeout=60)
+    assert {token for _, _, token in server.seen} == {"Bearer sesame"}
+
+
 def test_the_program_says_what_is_wrong_and_the_list_as_delivered_fetches_nothing(tmp_path: Path) -> None:
     ended = subprocess.run(
         [sys.executable, PROGRAM, "--sums", PROGRAM.with_name("SHA256SUMS"), "--into", tmp_path],
@@ -207,10 +276,8 @@ def test_the_program_says_what_is_wrong_and_the_list_as_delivered_fetches_nothin
 
 
 def test_the_program_fetches(server: Server, files: dict[str, bytes], tmp_path: Path) -> None:
-    sums = tmp_path / "SHA256SUMS"
-    sums.write_text("".join(f"{digest}  {name}\n" for name, digest in sums_of(files).items()))
     ended = subprocess.run(
-        [sys.executable, str(PROGRAM), "--sums", str(sums), "--into", str(tmp_path / "models")],
+        program(server, files, tmp_path),
         env={"WEIGHTS_URL": f"{server.url}/c/"},
         capture_output=True, text=True, timeout=60, check=False,
     )  # fmt: skip

@@ -8,9 +8,11 @@ A file has its final name only once its digest was right, so that the service ne
 from __future__ import annotations
 
 import argparse
+import errno
 import hashlib
 import os
 import re
+import signal
 import sys
 import time
 import urllib.error
@@ -24,6 +26,7 @@ from typing import IO
 CHUNK_BYTES = 1 << 20
 TIMEOUT_S = 60.0
 MAX_PAUSE_S = 30.0
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class FetchFailed(Exception):
@@ -110,6 +113,19 @@ def fetch_file(url: str, target: Path, digest: str, token: str) -> int:
     return moved
 
 
+def check_address(base_url: str, token: str) -> None:
+    """Raises FetchFailed, which repeats no token, password or signature: all would be in the pod's log."""
+    parts = urllib.parse.urlsplit(base_url)
+    if "@" in parts.netloc:
+        raise FetchFailed("the URL has a user or a password in it: give a token in its place")
+    if parts.query or parts.fragment:
+        raise FetchFailed("the URL has a query or a fragment: names of files cannot come after it")
+    if parts.scheme not in ("https", "http") or not parts.netloc:
+        raise FetchFailed(f"{base_url!r} is no http:// or https:// URL")
+    if not all("!" <= letter <= "~" for letter in token):
+        raise FetchFailed("the token has white space in it, or a character that no header has")
+
+
 def fetch_all(
     base_url: str,
     sums: Mapping[str, str],
@@ -121,8 +137,7 @@ def fetch_all(
 ) -> int:
     """Returns the bytes that travelled. A file that is there with the right digest is left. A connection that
     ends, or a status of 5xx or 429, is tried again; a wrong digest and every other status are not."""
-    if urllib.parse.urlsplit(base_url).scheme not in ("https", "http"):
-        raise FetchFailed(f"{base_url!r} is no http:// or https:// URL")
+    check_address(base_url, token)
     moved = 0
     for name, digest in sums.items():
         target = folder / name
@@ -135,6 +150,8 @@ def fetch_all(
                 moved += fetch_file(url, target, digest, token)
                 break
             except (OSError, HTTPException) as error:
+                if getattr(error, "errno", None) in NO_ROOM:
+                    raise FetchFailed(f"{name}: {error}: the volume is too small") from error
                 code = getattr(error, "code", None)
                 if attempt == attempts or (code is not None and code < 500 and code != 429):
                     raise FetchFailed(f"{url}: {error}, attempt {attempt} of {attempts}") from error
@@ -148,10 +165,13 @@ def main() -> int:
     parser.add_argument("--sums", type=Path, required=True)
     parser.add_argument("--into", type=Path, required=True)
     given = parser.parse_args()
+    # The first process of a container is not ended by a signal that it does not handle.
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
         sums = read_sums(given.sums.read_text())
         base_url = os.environ.get("WEIGHTS_URL", "")
-        moved = fetch_all(base_url, sums, given.into, token=os.environ.get("WEIGHTS_TOKEN", ""))
+        # A file that a token comes from ends in a line feed as often as not.
+        moved = fetch_all(base_url, sums, given.into, token=os.environ.get("WEIGHTS_TOKEN", "").strip())
     except FetchFailed as error:
         print(f"fetch-weights: {error}", file=sys.stderr)
         return 1
