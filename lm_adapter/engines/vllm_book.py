@@ -37,6 +37,8 @@ class Fetches(Protocol):
 
     def cancel(self, handle: object) -> None: ...
 
+    def wait(self, timeout_s: float) -> None: ...
+
 
 @dataclass(eq=False)
 class _Item:
@@ -124,6 +126,11 @@ class Book:
             if state.ready_from is not None:
                 state.ready_from = max(state.ready_from, state.wanted[index].end)
             self._start_queued()
+
+    def idle(self, timeout_s: float) -> None:
+        """vLLM has nothing to compute: waits for rows under way, where there are any."""
+        if any(item.rows is None for item in self._items.values()):
+            self._fetches.wait(timeout_s)
 
     def finished(self, request: Any) -> None:
         """The request is over, however it ended."""

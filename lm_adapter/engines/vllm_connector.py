@@ -24,6 +24,8 @@ __all__ = ["ConnectorMethods", "HostRows", "StepRows"]
 logger = logging.getLogger("vllm.vision_encoder")
 
 IN_PROCESS_EXECUTORS = ("uni", "external_launcher")
+# vLLM asks again at once while a request waits for rows and nothing else runs, through all of its workers.
+IDLE_S = 0.004
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,6 +74,7 @@ class ConnectorMethods:
         backend = vllm_config.parallel_config.distributed_executor_backend
         self._in_process = backend in IN_PROCESS_EXECUTORS
         self._step = StepRows()
+        self._was_idle = False
         self._fetcher: Fetcher | None = None
         self._book: Book | None = None
         if role.name == "SCHEDULER":
@@ -108,7 +111,13 @@ class ConnectorMethods:
     def update_state_after_free(self, request: Any, index: int) -> None:
         self._scheduler.passed(request, index)
 
-    def build_connector_meta(self, scheduler_output: Any) -> StepRows:  # noqa: ARG002 - vLLM's
+    def build_connector_meta(self, scheduler_output: Any) -> StepRows:
+        """Waits for rows, shortly, where this step and the one before it have nothing to compute: by then no
+        step is in flight whose tokens would wait too."""
+        is_idle = not scheduler_output.total_num_scheduled_tokens
+        if is_idle and self._was_idle:
+            self._scheduler.idle(IDLE_S)
+        self._was_idle = is_idle
         step, self._step = self._step, StepRows()
         return step
 

@@ -125,6 +125,7 @@ class Fetcher:
     ) -> None:
         """prepare_thread: called on the thread before its client is made."""
         self.ended: deque[Fetched] = deque()
+        self._news = threading.Event()
         self._settings = settings
         self._geometry = geometry
         self._prepare_thread = prepare_thread
@@ -141,6 +142,12 @@ class Fetcher:
     def cancel(self, handle: object) -> None:
         """The item is no longer wanted; nothing comes of it."""
         self._loop.call_soon_threadsafe(self._end, handle)
+
+    def wait(self, timeout_s: float) -> None:
+        """Returns once something has ended that was not popped yet, or when the time is over."""
+        self._news.clear()
+        if not self.ended:
+            self._news.wait(timeout_s)
 
     def close(self) -> None:
         """Ends the thread; harmless when done twice."""
@@ -184,6 +191,7 @@ class Fetcher:
         finally:
             self._tasks.pop(handle, None)
         self.ended.append(Fetched(handle, outcome))
+        self._news.set()
 
     async def _outcome(self, wanted: WantedRows) -> EncodedRows | EncoderError:
         """Rows that fit, or the last error. What can pass is tried again for ``retry_s``, and rows that do

@@ -61,6 +61,7 @@ class Fetches:
         self.under_way: dict[bytes, Any] = {}
         self.cancelled: list[bytes] = []
         self.num_started = 0
+        self.waits: list[float] = []
 
     def start(self, handle: object, wanted: WantedRows) -> None:
         assert wanted.key is not None
@@ -69,6 +70,9 @@ class Fetches:
 
     def cancel(self, handle: Any) -> None:
         self.cancelled.append(handle.wanted.key)
+
+    def wait(self, timeout_s: float) -> None:
+        self.waits.append(timeout_s)
 
     def end(self, key: bytes, error: ItemFailed | None = None) -> None:
         self.ended.append(Fetched(self.under_way.pop(key), error or rows_of(key)))
@@ -102,6 +106,22 @@ def book(fetches: Fetches) -> Iterator[Book]:
     found = Book(fetches, GEOMETRY, SETTINGS, has_tower=False)
     yield found
     found.close()
+
+
+def test_only_rows_under_way_are_waited_for(book: Book, fetches: Fetches) -> None:
+    book.idle(0.5)
+    one, other = key(), key()
+    book.ensure(request_for(one), 0)
+    book.ensure(request_for(other), 0)
+    fetches.end(one)
+    book.take_unavailable()
+    assert fetches.waits == []
+    book.idle(0.5)
+    assert fetches.waits == [0.5]
+    fetches.end(other)
+    book.take_unavailable()
+    book.idle(0.5)
+    assert fetches.waits == [0.5]
 
 
 def test_a_request_is_ready_when_all_its_rows_are(book: Book, fetches: Fetches) -> None:

@@ -1,0 +1,51 @@
+"""The connector's methods without vLLM: when it holds an engine that has nothing to compute, and how long."""
+
+from __future__ import annotations
+
+import threading
+import time
+from types import SimpleNamespace
+from typing import Any
+
+from lm_adapter.engines.vllm_connector import IDLE_S, ConnectorMethods, StepRows
+from lm_adapter.engines.vllm_fetch import Fetcher, FetchSettings
+from lm_adapter.engines.vllm_items import Geometry, WantedRows
+from lm_adapter.types import Grid
+
+GEOMETRY = Geometry(width=12, dtype="float32", num_levels=0, merge_size=2, merges_time=False)
+
+
+def connector(waits: list[float]) -> Any:
+    found: Any = object.__new__(ConnectorMethods)
+    found._step, found._was_idle = StepRows(), False
+    found._book = SimpleNamespace(idle=waits.append)
+    return found
+
+
+def test_only_a_second_empty_step_in_a_row_waits() -> None:
+    """The one before it may have been scheduled beside a step that still runs."""
+    waits: list[float] = []
+    holds = connector(waits)
+    counts = []
+    for num_tokens in (0, 0, 0, 7, 0, 5, 0, 0):
+        holds.build_connector_meta(SimpleNamespace(total_num_scheduled_tokens=num_tokens))
+        counts.append(len(waits))
+    assert counts == [0, 1, 2, 2, 2, 2, 2, 3]
+    assert set(waits) == {IDLE_S}
+
+
+def test_what_ends_wakes_the_engine_at_once() -> None:
+    fetcher = Fetcher(FetchSettings(target="127.0.0.1:1", retry_s=0.05), GEOMETRY)
+    try:
+        started_s = time.monotonic()
+        fetcher.wait(0.05)
+        assert time.monotonic() - started_s >= 0.05
+        wanted = WantedRows("name", 3, bytes(32), Grid(1, 2, 2), 48)
+        threading.Timer(0.05, fetcher.start, ("item", wanted)).start()
+        while not fetcher.ended:
+            fetcher.wait(60)
+        assert time.monotonic() - started_s < 30
+        fetcher.wait(60)  # not popped yet
+        assert time.monotonic() - started_s < 30
+    finally:
+        fetcher.close()
