@@ -120,9 +120,11 @@ class Directory:
         return [one for one in fit if one.state is not ReplicaState.LEAVING] or fit
 
     def why_nobody(self) -> str:
-        """No replica can be asked; empty where some can."""
-        if self.last_error is not None and not self._members:
-            return self.last_error.message
+        """No replica can be asked, where none can."""
+        if not self._members:
+            is_looking = self._first is not None and not self._first.done()
+            none_yet = "the endpoints are still being looked up" if is_looking else "the endpoints are none"
+            return none_yet if self.last_error is None else self.last_error.message
         return "; ".join(f"{one.target} is {one.state}: {one.why}" for one in self.views()[:NAMED])
 
     async def start(self, timeout_s: float) -> None:
@@ -173,12 +175,17 @@ class Directory:
         task = asyncio.ensure_future(work)
         member.attempts.add(task)
         task.add_done_callback(member.attempts.discard)
-        try:
-            await asyncio.wait((task,))
-        except asyncio.CancelledError:
-            task.cancel()
-            await asyncio.wait((task,))
-            raise
+        cancelled: asyncio.CancelledError | None = None
+        while not task.done():
+            try:
+                await asyncio.wait((task,))
+            except asyncio.CancelledError as error:  # however often: what it writes to is the caller's again
+                cancelled = error
+                task.cancel()
+        if cancelled is not None:
+            if not task.cancelled():
+                task.exception()  # seen: the cancellation is what the caller ends with
+            raise cancelled
         if task.cancelled():
             raise gone(member, member.why)
         return task.result()
@@ -214,7 +221,7 @@ class Directory:
         """A list that cannot be had, or is empty, leaves the last one: a name server that fails is no reason
         to stop asking replicas that serve."""
         try:
-            async with asyncio.timeout(LOOKUP_S):
+            async with asyncio.timeout(LOOKUP_S) as limit:
                 targets = await self._resolve()
             for target in targets:
                 if target not in self._members:
@@ -223,7 +230,7 @@ class Directory:
             self.last_error = error
             return
         except Exception as error:  # the user's own function, or an argument of the clients
-            said = f"no answer within {LOOKUP_S:g} s" if isinstance(error, TimeoutError) else repr(error)
+            said = f"no answer within {LOOKUP_S:g} s" if limit.expired() else repr(error)
             self.last_error = EncoderUnavailable(
                 f"the endpoints could not be looked up: {said}", reason="NO_ENDPOINTS"
             )

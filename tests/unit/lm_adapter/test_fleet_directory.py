@@ -32,6 +32,7 @@ async def test_a_lookup_may_fail_in_any_way_and_is_tried_again(error: Exception)
     async with StubFleet("a:1") as fleet:
         fleet.listed = error
         await until(lambda: fleet.directory.last_error is not None)
+        assert str(error) in str(fleet.directory.last_error)
         assert states(fleet) == {"a:1": "up"}
         fleet.listed = ["a:1", "b:1"]
         await until(lambda: states(fleet) == {"a:1": "up", "b:1": "up"})
@@ -208,6 +209,40 @@ async def test_what_runs_at_a_silent_replica_is_told_so() -> None:
             task.cancel()  # as the check that finds it silent does
         with pytest.raises(EncoderUnavailable, match="a:1 no longer answers"):
             await asking
+
+
+async def test_what_runs_at_a_replica_is_over_before_its_caller_is() -> None:
+    copied, copying = asyncio.Event(), asyncio.Event()
+
+    async def copy() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            copying.set()
+            await asyncio.shield(asyncio.ensure_future(copied.wait()))
+
+    async with StubFleet("a:1") as fleet:
+        asking = asyncio.ensure_future(fleet.directory.run_at(fleet.member("a:1"), copy()))
+        await until(lambda: bool(fleet.member("a:1").attempts))
+        asking.cancel()
+        await copying.wait()
+        asking.cancel()
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert asking.done() == (not fleet.member("a:1").attempts)
+        copied.set()
+        with pytest.raises(asyncio.CancelledError):
+            await asking
+
+
+async def test_nobody_to_ask_is_explained() -> None:
+    fleet = StubFleet()
+    fleet.lookups_go_on.clear()
+    await fleet.directory.start(0.01)
+    assert "still being looked up" in fleet.directory.why_nobody()
+    fleet.lookups_go_on.set()
+    async with fleet:
+        assert "the endpoints are none" in fleet.directory.why_nobody()
 
 
 def holds(state: KeyState, *, after: asyncio.Event | None = None) -> Any:
