@@ -6,34 +6,49 @@
 #   docker run --read-only --tmpfs /tmp --tmpfs /run/vision-encoder:uid=65532,gid=65532,mode=0750 \
 #     -v /path/to/checkpoint:/models:ro -p 50051:50051 -p 8080:8080 vision-encoder:0.1.0-cpu
 
-FROM python:3.12.12-slim-bookworm AS build
+FROM python:3.12.12-slim-bookworm AS packages
 WORKDIR /src
 RUN python -m venv /opt/venv
 ENV PATH=/opt/venv/bin:$PATH
 # torch first and by itself: this layer is large and changes rarely.
 RUN pip install --no-cache-dir --index-url https://download.pytorch.org/whl/cpu torch==2.13.0
+COPY pyproject.toml ./
+# Traces and the shared tier are in; whoever wants neither sets neither. The project itself is not: while only its
+# code changes, this layer, which is nearly all of the image, stays what nodes have already. Nothing is installed or
+# compiled in the final image: no pip, no headers and no tests of torch's.
+RUN python -c "import tomllib; project = tomllib.load(open('pyproject.toml', 'rb'))['project']; \
+    extras = 'otel,shared'.split(','); \
+    print(*project['dependencies'], *sum((project['optional-dependencies'][extra] for extra in extras), []), sep='\n')" \
+    > needs.txt \
+    && pip install --no-cache-dir -r needs.txt \
+    && echo /opt/project > /opt/venv/lib/python3.12/site-packages/project.pth \
+    && rm -rf /opt/venv/lib/python3.12/site-packages/torch/include /opt/venv/lib/python3.12/site-packages/torch/test \
+    && pip uninstall -y pip
+
+# The base image's pip, for the environment's Python.
+FROM packages AS project
 COPY pyproject.toml README.md LICENSE ./
 COPY encoder_service encoder_service
 COPY lm_adapter lm_adapter
 COPY proto proto
-# Traces and the shared tier are in; whoever wants neither sets neither. Nothing is installed or compiled
-# in the final image: no pip, no headers and no tests of torch's.
-RUN pip install --no-cache-dir ".[otel,shared]" \
-    && rm -rf /opt/venv/lib/python3.12/site-packages/torch/include /opt/venv/lib/python3.12/site-packages/torch/test \
-    && pip uninstall -y pip
+RUN /usr/local/bin/pip --python /opt/venv/bin/python install --no-cache-dir --no-deps --target /opt/project .
 
 FROM python:3.12.12-slim-bookworm
-COPY --from=build /opt/venv /opt/venv
+RUN rm -rf /usr/local/lib/python3.12/site-packages/pip* /usr/local/bin/pip*
+COPY --from=packages /opt/venv /opt/venv
+COPY --from=project /opt/project /opt/project
 LABEL org.opencontainers.image.title="vision-encoder" \
     org.opencontainers.image.version="0.1.0" \
     org.opencontainers.image.licenses="Apache-2.0"
 RUN install -d -o 65532 -g 65532 -m 0750 /run/vision-encoder
 # glibc gives large blocks back to the kernel at every free, and each new one faults in page by page; kept
-# blocks make streams of rows about twice as fast.
-ENV PATH=/opt/venv/bin:$PATH \
+# blocks make streams of rows about twice as fast. Packages ask for the user's name, which /etc/passwd does not
+# have.
+ENV PATH=/opt/project/bin:/opt/venv/bin:$PATH \
     PYTHONUNBUFFERED=1 \
     PYTHONDONTWRITEBYTECODE=1 \
     HOME=/tmp \
+    USER=vision-encoder \
     MALLOC_MMAP_THRESHOLD_=1073741824 \
     MALLOC_TRIM_THRESHOLD_=4294967296 \
     MALLOC_TOP_PAD_=268435456 \
