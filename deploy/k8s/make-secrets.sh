@@ -5,16 +5,26 @@
 #   deploy/k8s/make-secrets.sh tokens  NAMESPACE TENANT...     # a token for each, one for the admin plane
 #   deploy/k8s/make-secrets.sh valkey  NAMESPACE               # password, URL and the replicas' secret
 #
+# --name NAME before the kind is for a release of the chart that has another name than vision-encoder.
+#
 # Nothing is written to a disk but a folder that is removed at the end, keys never leave it except as output. With
 # cert-manager or an external store there is no need for this: what counts is names and keys of the Secrets.
 set -euo pipefail
 umask 077
 
 usage() { sed -n 's/^#   //p' "$0" >&2; exit 2; }
+name=vision-encoder
+if [ "${1:-}" = --name ]; then
+    [ $# -ge 2 ] || usage
+    name=$2
+    shift 2
+fi
 [ $# -ge 2 ] || usage
 kind=$1 namespace=$2
 shift 2
 [[ $namespace =~ ^[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?$ ]] || { echo "no name of a namespace: $namespace" >&2; exit 2; }
+
+[[ $name =~ ^[a-z]([-a-z0-9]{0,38}[a-z0-9])?$ ]] || { echo "no name of a release: $name" >&2; exit 2; }
 
 random() { openssl rand -hex 32; }
 encoded() { base64 | tr -d '\n'; }
@@ -30,9 +40,9 @@ tls)
     [ $# -eq 0 ] || usage
     folder=$(mktemp -d)
     trap 'rm -rf "$folder"' EXIT
-    service=vision-encoder.$namespace.svc
-    local=vision-encoder-local.$namespace.svc
-    names=DNS:$service,DNS:$service.cluster.local,DNS:$local,DNS:$local.cluster.local,DNS:vision-encoder,DNS:localhost
+    service=$name.$namespace.svc
+    local=$name-local.$namespace.svc
+    names=DNS:$service,DNS:$service.cluster.local,DNS:$local,DNS:$local.cluster.local,DNS:$name,DNS:localhost
     openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 3650 -subj /CN=vision-encoder-ca \
         -addext keyUsage=critical,keyCertSign,cRLSign -keyout "$folder/ca.key" -out "$folder/ca.crt" 2>/dev/null
     openssl req -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -subj "/CN=vision-encoder" \
@@ -42,7 +52,7 @@ tls)
         -days 365 -extfile "$folder/ext" -out "$folder/tls.crt" 2>/dev/null
     for file in ca.crt tls.crt tls.key; do
         printf '%s: %s\n' "$file" "$(encoded <"$folder/$file")"
-    done | secret vision-encoder-tls kubernetes.io/tls
+    done | secret "$name-tls" kubernetes.io/tls
     ;;
 tokens)
     [ $# -ge 1 ] || usage
@@ -54,16 +64,16 @@ tokens)
     {
         printf 'tokens: %s\n' "$(printf '%s' "$lines" | encoded)"
         printf 'admin-token: %s\n' "$(random | tr -d '\n' | encoded)"
-    } | secret vision-encoder-tokens Opaque
+    } | secret "$name-tokens" Opaque
     ;;
 valkey)
     [ $# -eq 0 ] || usage
     password=$(random)
     {
         printf 'password: %s\n' "$(printf '%s' "$password" | encoded)"
-        printf 'url: %s\n' "$(printf 'redis://:%s@vision-encoder-valkey:6379/0' "$password" | encoded)"
+        printf 'url: %s\n' "$(printf 'redis://:%s@%s-valkey:6379/0' "$password" "$name" | encoded)"
         printf 'secret: %s\n' "$(random | tr -d '\n' | encoded)"
-    } | secret vision-encoder-valkey Opaque
+    } | secret "$name-valkey" Opaque
     ;;
 *) usage ;;
 esac

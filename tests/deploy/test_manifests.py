@@ -273,6 +273,6 @@ def test_every_config_map_and_secret_that_is_named_is_there_or_made_by_the_scrip
     secrets = set(re.findall(r"secretName: (\S+)", text))
     secrets |= set(re.findall(r"secretKeyRef:\n\s+key: \S+\n\s+name: (\S+)", text))
     script = (K8S / "make-secrets.sh").read_text()
-    made = set(re.findall(r"\| secret (\S+)", script))
+    made = {f"{NAME}-{kind}" for kind in re.findall(r'\| secret "\$name-(\w+)"', script)}
     assert secrets <= made
     assert bool(secrets) == (build in ("gpu-secured", "with-valkey"))

@@ -17,8 +17,10 @@ from cryptography import x509
 from encoder_service.config import parse_settings
 from encoder_service.tokens import NamespaceTokens
 from tests.deploy.rendering import K8S, Object, built, named
+from tests.deploy.test_chart import render
 
 SCRIPT = K8S / "make-secrets.sh"
+KINDS = {"tls": (), "tokens": ("a",), "valkey": ()}
 pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl is not on PATH")
 
 
@@ -26,9 +28,9 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([str(SCRIPT), *arguments], capture_output=True, text=True, timeout=60, check=False)
 
 
-def secret(*arguments: str) -> tuple[Object, dict[str, str]]:
+def secret(*arguments: str, name: str = "") -> tuple[Object, dict[str, str]]:
     """The object, which fits the schema, and its data as texts."""
-    ended = run(*arguments)
+    ended = run(*(["--name", name] if name else []), *arguments)
     assert ended.returncode == 0, ended.stderr
     found: Object = yaml.safe_load(ended.stdout)
     kubernetes_validate.validate(found, "1.30", strict=True)
@@ -97,6 +99,24 @@ def test_valkeys_url_has_its_password_and_the_service_takes_both(monkeypatch: py
     assert parse_settings(model=Path("x")).shared_url is not None
 
 
+def test_a_release_of_another_name_has_its_own() -> None:
+    """The chart's: its Secrets, and the Services that the URL and the certificate name."""
+    values = {"tls": {"enabled": True}, "tokens": {"enabled": True}, "valkey": {"enabled": True}}
+    objects = render(values, release="other")
+    services = {each["metadata"]["name"] for each in objects if each["kind"] == "Service"}
+    named_there = yaml.safe_dump_all(each for each in objects if each["kind"] == "Deployment")
+    made = {kind: secret(kind, "tenants", *names, name="other") for kind, names in KINDS.items()}
+    for kind, (found, _) in made.items():
+        assert found["metadata"]["name"] == f"other-{kind}"
+        assert f"other-{kind}" in named_there
+    host = made["valkey"][1]["url"].rpartition("@")[2].partition(":")[0]
+    assert host in services
+    certificate = x509.load_pem_x509_certificate(made["tls"][1]["tls.crt"].encode())
+    names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    assert "other.tenants.svc" in names.get_values_for_type(x509.DNSName)
+    assert "other" in services
+
+
 def test_no_two_runs_make_the_same() -> None:
     assert secret("tokens", "n", "a")[1] != secret("tokens", "n", "a")[1]
 
@@ -111,6 +131,9 @@ def test_no_two_runs_make_the_same() -> None:
         ("tokens", "n", "#a"),
         ("tls", "N!"),
         ("certs", "n"),
+        ("--name", "a"),
+        ("--name", "A.b", "tls", "n"),
+        ("--name", "", "tls", "n"),
     ],
 )
 def test_what_it_does_not_understand_it_refuses(arguments: tuple[str, ...]) -> None:
