@@ -7,13 +7,14 @@ up again, and it is never connected to.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from typing import TypeAlias
 
 from lm_adapter.errors import CallFailed, EncoderError, EncoderUnavailable, InvalidRequest, ItemFailed
 from lm_adapter.fleet.call import UNKNOWN_KEY, FleetCounts
-from lm_adapter.fleet.directory import Directory, Member
+from lm_adapter.fleet.directory import Directory, Member, until_done
 from lm_adapter.fleet.holders import find_holders
 from lm_adapter.fleet.outcomes import moves_on
 from lm_adapter.fleet.replica import ReplicaState
@@ -47,9 +48,21 @@ async def fetch_steps(
         chosen = lambda member, positions: open_attempt(member, [asked[one] for one in positions])  # noqa: E731
         return _renumbered(fetch_at(list(places.values()), chosen, once), asked)
 
-    left = dict.fromkeys(range(len(keys)))
+    async def wherever(indices: Sequence[int]) -> list[tuple[int, Outcome]]:
+        if not indices:
+            return []
+        holders = await find_holders(directory, [keys[index] for index in indices], deadline)
+        places = {
+            index: [member for member, _ in found] for index, found in zip(indices, holders, strict=True)
+        }
+        async with aclosing(step(places, False)) as stream:
+            return [finished async for finished in stream]
+
     named = _named(directory, first, len(keys))
-    if named:
+    # A replica that is named and says nothing costs its own keys their time, and no others.
+    unnamed = asyncio.ensure_future(wherever([index for index in range(len(keys)) if index not in named]))
+    moved: list[int] = []
+    try:
         async with aclosing(step(named, True)) as stream:
             async for index, outcome in stream:
                 if isinstance(outcome, ItemFailed) and (outcome.reason == UNKNOWN_KEY or moves_on(outcome)):
@@ -57,16 +70,17 @@ async def fetch_steps(
                     counts.items -= 1
                     counts.failures -= 1
                     counts.moves += 1
-                    continue
-                del left[index]
-                yield index, outcome
-    if not left:
-        return
-    holders = await find_holders(directory, [keys[index] for index in left], deadline)
-    places = {index: [member for member, _ in found] for index, found in zip(left, holders, strict=True)}
-    async with aclosing(step(places, False)) as stream:
-        async for finished in stream:
+                    moved.append(index)
+                else:
+                    yield index, outcome
+        for finished in await wherever(moved):
             yield finished
+        await asyncio.wait((unnamed,))
+        for finished in unnamed.result():
+            yield finished
+    finally:
+        unnamed.cancel()
+        await until_done([unnamed])
 
 
 async def read_where_held(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -27,7 +27,7 @@ from lm_adapter.fleet.replica_client import ReplicaClient
 from lm_adapter.fleet.ring import home_order
 from lm_adapter.fleet.settings import FleetSettings
 
-__all__ = ["Directory", "Member", "ReplicaView", "gone"]
+__all__ = ["Directory", "Member", "ReplicaView", "gone", "until_done"]
 
 ResultT = TypeVar("ResultT")
 NAMED = 8
@@ -175,17 +175,12 @@ class Directory:
         task = asyncio.ensure_future(work)
         member.attempts.add(task)
         task.add_done_callback(member.attempts.discard)
-        cancelled: asyncio.CancelledError | None = None
-        while not task.done():
-            try:
-                await asyncio.wait((task,))
-            except asyncio.CancelledError as error:  # however often: what it writes to is the caller's again
-                cancelled = error
-                task.cancel()
-        if cancelled is not None:
-            if not task.cancelled():
-                task.exception()  # seen: the cancellation is what the caller ends with
-            raise cancelled
+        try:
+            await asyncio.wait((task,))
+        except asyncio.CancelledError:
+            task.cancel()
+            await until_done([task])
+            raise
         if task.cancelled():
             raise gone(member, member.why)
         return task.result()
@@ -310,6 +305,22 @@ class Directory:
         except Exception as error:
             # What no client raises: one replica's answer must not end the checks of it.
             return Check.UNREACHABLE, f"its check failed: {error!r}"
+
+
+async def until_done(tasks: Sequence[asyncio.Task[Any]]) -> None:
+    """Waits for all of them, however often the caller is cancelled meanwhile: what they write to is its own
+    again only then. What they raise is theirs."""
+    cancelled: asyncio.CancelledError | None = None
+    while pending := [task for task in tasks if not task.done()]:
+        try:
+            await asyncio.wait(pending)
+        except asyncio.CancelledError as error:
+            cancelled = error
+    for task in tasks:
+        if not task.cancelled():
+            task.exception()  # seen
+    if cancelled is not None:
+        raise cancelled
 
 
 async def _is_set_within(event: asyncio.Event, timeout_s: float) -> bool:

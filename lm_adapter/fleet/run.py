@@ -20,7 +20,7 @@ from lm_adapter.errors import (
     MissingDependency,
 )
 from lm_adapter.fleet.call import NO_ENDPOINTS, Attempt, FleetCall
-from lm_adapter.fleet.directory import Directory, Member, gone
+from lm_adapter.fleet.directory import Directory, Member, gone, until_done
 from lm_adapter.fleet.outcomes import as_item_failure, deadline_passed, moves_on
 from lm_adapter.session import Deadline
 from lm_adapter.types import EncodedRows
@@ -296,14 +296,7 @@ class CallRun(Generic[ResultT]):
         tasks = [*self._tasks.values(), *self._given_up, *(one.task for one in self._rescues.values())]
         for one in self._rescues.values():
             one.task.cancel()
-        cancelled: asyncio.CancelledError | None = None
-        while pending := [task for task in tasks if not task.done()]:
-            try:
-                await asyncio.wait(pending)
-            except asyncio.CancelledError as error:
-                cancelled = error
-        if cancelled is not None:
-            raise cancelled
+        await until_done(tasks)
 
 
 def _num_bytes(outcome: object) -> int:

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from lm_adapter import AsyncFleetClient, FleetClient, FleetSettings, ImageItem, InvalidRequest, ItemFailed
-from lm_adapter.testing import FakeEncoder, fake_rows
+from lm_adapter.testing import FakeEncoder, Fault, fake_rows
 from lm_adapter.types import EncodedRows, Outcome, PrefetchStatus
 
 pytestmark = pytest.mark.anyio
@@ -101,6 +101,21 @@ async def test_a_name_that_is_no_replica_is_never_connected_to_and_all_are_asked
     with pytest.raises(BlockingIOError):
         elsewhere.accept()
     assert {one.target for one in client.replicas} == {one.target for one in fakes}
+
+
+async def test_a_named_replica_that_stands_still_costs_other_keys_nothing(
+    client: AsyncFleetClient, fakes: list[FakeEncoder]
+) -> None:
+    items = [image(), image()]
+    (still,) = await taken(client, items[:1])
+    (other,) = await taken(client, items[1:], avoid=(still.target,))
+    holder = next(one for one in fakes if one.target == still.target)
+    assert items[0].digest is not None
+    holder.script.faults[items[0].digest] = Fault.HANG
+    outcomes = await client.fetch([still.key, other.key], first=[still.target, ""], timeout_s=1)
+    assert isinstance(outcomes[0], ItemFailed)
+    assert outcomes[0].reason == "DEADLINE_EXCEEDED"
+    assert is_right(outcomes[1], items[1])
 
 
 async def test_a_replica_that_has_not_what_it_was_named_for_is_no_failure(
