@@ -47,7 +47,8 @@ LABEL org.opencontainers.image.title="vision-encoder" \
 RUN install -d -o 65532 -g 65532 -m 0750 /run/vision-encoder
 # glibc gives large blocks back to the kernel at every free, and each new one faults in page by page; kept
 # blocks make streams of rows about twice as fast. Packages ask for the user's name, which /etc/passwd does not
-# have. NVIDIA_VISIBLE_DEVICES is for whoever starts a container to say: "all" in here would show every GPU of a node
+# have. The tower is not on the CPU, and each thread that decodes would start as many of torch's as there are cores.
+# NVIDIA_VISIBLE_DEVICES is for whoever starts a container to say: "all" in here would show every GPU of a node
 # to an init container that asked for none.
 ENV PATH=/opt/project/bin:/opt/venv/bin:$PATH \
     PYTHONUNBUFFERED=1 \
@@ -63,6 +64,7 @@ ENV PATH=/opt/project/bin:/opt/venv/bin:$PATH \
     VE_MODEL=/models \
     VE_DEVICE=cuda:0 \
     VE_DTYPE=bfloat16 \
+    VE_TORCH_THREADS=1 \
     VE_LISTEN=0.0.0.0:50051 \
     VE_ADMIN_LISTEN=0.0.0.0:8080 \
     VE_LOG_FORMAT=json

@@ -205,6 +205,8 @@ class TestDockerfile:
         settings = settings_from(environment_of(dockerfile), monkeypatch)
         assert str(settings.model) == "/models"
         assert settings.device == ("cpu" if dockerfile.name == "cpu.Dockerfile" else "cuda:0")
+        # 0 is one for each core, in every thread that decodes; on a CPU the tower wants them.
+        assert settings.torch_threads == (0 if settings.device == "cpu" else 1)
         (exposed,) = arguments_of(dockerfile, "EXPOSE")
         addresses = [*settings.listen, settings.admin_listen]
         assert exposed.split() == [address.rpartition(":")[2] for address in addresses]

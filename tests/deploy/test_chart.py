@@ -120,6 +120,15 @@ def test_the_chart_has_the_projects_version_and_needs_what_the_manifests_need() 
     assert meta["kubeVersion"] == ">=1.30.0-0"
 
 
+def test_a_build_of_the_chart_has_a_label_that_labels_may_be() -> None:
+    chart = Chart(CHART)
+    chart.meta = chart.meta | {"version": "0.1.0+build.7"}
+    objects = chart.render(chart.values(), release=NAME, namespace="tenant")
+    assert {each["metadata"]["labels"]["helm.sh/chart"] for each in objects} == {
+        "vision-encoder-0.1.0_build.7"
+    }
+
+
 # A chart is packed from its own folder alone, and not every checkout has symbolic links.
 COPIES = {
     "dashboard.json": K8S.parent / "grafana" / "vision-encoder.json",

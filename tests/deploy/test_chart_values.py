@@ -152,7 +152,7 @@ def test_settings_come_as_they_were_written(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize(
-    "given", [{"preStopSeconds": 16}, {"settings": {"VE_DRAIN_GRACE_S": "30.5"}}], ids=["preStop", "drain"]
+    "given", [{"preStopSeconds": 11}, {"settings": {"VE_DRAIN_GRACE_S": "30.5"}}], ids=["preStop", "drain"]
 )
 def test_p37_a_grace_period_that_cuts_the_drain_is_refused(given: Object) -> None:
     with pytest.raises(TemplateError, match="terminationGracePeriodSeconds is below"):

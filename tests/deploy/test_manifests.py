@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 import encoder_service
+from encoder_service.app import ENGINE_STOP_S, LAST_SPANS_S
 from encoder_service.rpc.server import SERVICE
 from tests.deploy import custom_resources
 from tests.deploy.rendering import (
@@ -103,7 +104,8 @@ def test_p37_the_pod_has_time_to_drain(build: str, monkeypatch: pytest.MonkeyPat
     settings = settings_of(built(build), monkeypatch)
     before_stop_s = encoder(build)["lifecycle"]["preStop"]["sleep"]["seconds"]
     grace_s = encoder_pod(build)["terminationGracePeriodSeconds"]
-    assert grace_s >= before_stop_s + settings.drain_grace_s + 5
+    # After the drain: a batch that has not ended, and the last spans.
+    assert grace_s >= before_stop_s + settings.drain_grace_s + ENGINE_STOP_S + LAST_SPANS_S + 2
     # Clients have heard by then: readiness is given up, and the address with it.
     assert before_stop_s >= 5
 
