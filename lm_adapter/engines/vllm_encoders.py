@@ -12,9 +12,11 @@ from collections import OrderedDict
 from typing import Protocol, TypeAlias
 
 from lm_adapter.async_client import AsyncVisionEncoderClient
+from lm_adapter.engines.vllm_access import tls_of_service
 from lm_adapter.engines.vllm_items import WantedRows
 from lm_adapter.errors import InvalidRequest, ItemFailed
 from lm_adapter.fleet import AsyncFleetClient, DnsEndpoints
+from lm_adapter.transport.channel import ClientTls
 from lm_adapter.types import Outcome
 
 __all__ = ["EncoderClient", "RowsSource", "Target", "is_fleet", "open_client", "read_target", "rows_source"]
@@ -65,11 +67,13 @@ def open_client(
     namespace: str = "",
     model: str = "",
     token: str = "",
+    tls: ClientTls | None = None,
     timeout_s: float,
     transports: tuple[str, ...],
     broker_path: str = "",
 ) -> EncoderClient:
-    """On the running loop; see ``AsyncVisionEncoderClient``."""
+    """On the running loop; see ``AsyncVisionEncoderClient``. With TLS, encoders behind ``dns:///name:port``
+    are known by that name."""
     if isinstance(target, str) and not is_fleet(target):
         return AsyncVisionEncoderClient(
             target,
@@ -79,8 +83,11 @@ def open_client(
             transports=transports,
             broker_path=broker_path,
             token=token,
+            tls=tls,
             options=RECONNECT,
         )
+    if tls is not None and isinstance(target, str):
+        tls = tls_of_service(tls, target)
     return AsyncFleetClient(
         target,
         namespace=namespace,
@@ -89,6 +96,7 @@ def open_client(
         transports=transports,
         broker_path=broker_path,
         token=token,
+        tls=tls,
         options=RECONNECT,
     )
 

@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from lm_adapter.engines.vllm_access import Access
 from lm_adapter.engines.vllm_encoders import (
     EncoderClient,
     RowsSource,
@@ -40,16 +41,16 @@ MAX_BACKOFF_S = 0.5
 CLOSE_S = 10.0
 
 
-@dataclass(frozen=True)
-class FetchSettings:
+@dataclass(frozen=True, kw_only=True)
+class FetchSettings(Access):
     """``ec_connector_extra_config``.
 
     target: of the encoder or of a fleet, see ``read_target``; namespace, model, broker_path, transports: as
-    for the client, its token in token_file. timeout_s: of one item, waiting for its encode included; retry_s:
-    how long what can pass by itself (an encoder that restarts, a stale lease) is tried again.
-    max_resident_bytes: of rows that wait for vLLM's forward pass; max_bound_items: identifiers whose key is
-    remembered. finite: look at every element for NaN and infinity. failures_path: a datagram socket that is
-    told why requests were rejected, as the front's.
+    for the client; its token and TLS: see ``Access``. timeout_s: of one item, waiting for its encode
+    included; retry_s: how long what can pass by itself (an encoder that restarts, a stale lease) is tried
+    again. max_resident_bytes: of rows that wait for vLLM's forward pass; max_bound_items: identifiers whose
+    key is remembered. finite: look at every element for NaN and infinity. failures_path: a datagram socket
+    that is told why requests were rejected, as the front's.
     """
 
     target: Target
@@ -57,7 +58,6 @@ class FetchSettings:
     model: str = ""
     transports: tuple[str, ...] = ("device", "host", "inline")
     broker_path: str = ""
-    token_file: str = ""
     timeout_s: float = 30.0
     retry_s: float = 5.0
     max_resident_bytes: int = 2 << 30
@@ -84,16 +84,14 @@ class FetchSettings:
             right = isinstance(value, int | float) if number else isinstance(value, type(default))
             if not right or (number and (isinstance(value, bool) or value < 0)):
                 raise InvalidRequest(f"{name} is {value!r}, needs {known[name]}")
-        found = cls(target, **values)
+        found = cls(target=target, **values)
         TransportSettings(transports=found.transports, broker_path=found.broker_path)
         return found
 
     def client(self) -> EncoderClient:
-        """On the running loop. Rows go to the GPU that is current for this thread, where one is in use."""
-        token = ""
-        if self.token_file:
-            with open(self.token_file, encoding="utf-8") as file:
-                token = file.read().strip()
+        """On the running loop. Rows go to the GPU that is current for this thread, where one is in use.
+        Raises InvalidRequest, as ``token_and_tls``."""
+        token, tls = self.token_and_tls()
         return open_client(
             self.target,
             namespace=self.namespace,
@@ -102,6 +100,7 @@ class FetchSettings:
             transports=self.transports,
             broker_path=self.broker_path,
             token=token,
+            tls=tls,
         )
 
 
@@ -123,7 +122,9 @@ class Fetcher:
         *,
         prepare_thread: Callable[[], None] = lambda: None,
     ) -> None:
-        """prepare_thread: called on the thread before its client is made."""
+        """prepare_thread: called on the thread before its client is made, which is with the first item.
+        Raises InvalidRequest for files of the settings that would be of no use then."""
+        settings.token_and_tls()
         self.ended: deque[Fetched] = deque()
         self._news = threading.Event()
         self._settings = settings

@@ -19,10 +19,11 @@ import contextlib
 import json
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection
-from pathlib import Path
+from dataclasses import fields
 from typing import Any
 
-from lm_adapter import AsyncFleetClient, ItemFailed
+from lm_adapter import AsyncFleetClient, ClientTls, ItemFailed
+from lm_adapter.engines.vllm_access import Access
 from lm_adapter.engines.vllm_encoders import EncoderClient, Target, is_fleet, open_client, read_target
 from lm_adapter.engines.vllm_items import KeyedItem
 from lm_adapter.engines.vllm_rewrite import ChatImages, Failure, failure_of, images_of, rewritten
@@ -243,10 +244,12 @@ def create_app(
     failures_path: str = "",
     namespace: str = "",
     token: str = "",
+    tls: ClientTls | None = None,
     timeout_s: float = 30.0,
 ) -> Any:
     """The FastAPI application. vllm: base URL; encoder: see ``read_target``; failures_path: the connector's
-    setting of the same name. Raises MissingDependency, InvalidRequest."""
+    setting of the same name; tls: to the encoder, its files are read when the application starts. Raises
+    MissingDependency, InvalidRequest."""
     try:
         import httpx
         from fastapi import FastAPI
@@ -267,7 +270,7 @@ def create_app(
         # No rows come here. But what this host can map, vLLM can: a fleet's replicas here are asked first.
         transports = ("host", "inline") if is_fleet(target) else ("inline",)
         client = open_client(
-            target, namespace=namespace, token=token, timeout_s=timeout_s, transports=transports
+            target, namespace=namespace, token=token, tls=tls, timeout_s=timeout_s, transports=transports
         )
         held["front"] = Front(client, http, failures, timeout_s=timeout_s)
         try:
@@ -297,6 +300,13 @@ def create_app(
 
 
 ENCODER_HELP = "host:port of the encoder; of several dns:///name:port, or addresses with commas between them"
+ACCESS_HELP = {
+    "token_file": "a file whose only word is the namespace's token",
+    "tls_ca": "PEM authorities of the encoder's certificate; this or the next two make it TLS",
+    "tls_cert": "PEM certificate of this front, where the encoder asks for one",
+    "tls_key": "PEM key of --tls-cert",
+    "tls_server_name": "what the encoder's certificate is made out to; default: the host of --encoder",
+}
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -308,26 +318,33 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--listen", default="127.0.0.1:8080")
     parser.add_argument("--failures-path", default="", help="the connector's failures_path")
     parser.add_argument("--namespace", default="")
-    parser.add_argument("--token-file", default="", help="a file with the namespace's token")
+    for name, text in ACCESS_HELP.items():
+        parser.add_argument(_option(name), default="", help=text)
     parser.add_argument("--timeout-s", type=float, default=30.0)
     options = parser.parse_args(arguments)
     import uvicorn
 
     try:
         encoder = read_target(options.encoder, "--encoder")
+        access = Access(**{field.name: getattr(options, field.name) for field in fields(Access)})
+        token, tls = access.token_and_tls(_option)
     except InvalidRequest as error:
         parser.error(error.message)
     host, _, port = options.listen.rpartition(":")
-    token = Path(options.token_file).read_text().strip() if options.token_file else ""
     app = create_app(
         vllm=options.vllm,
         encoder=encoder,
         failures_path=options.failures_path,
         namespace=options.namespace,
         token=token,
+        tls=tls,
         timeout_s=options.timeout_s,
     )
     uvicorn.run(app, host=host, port=int(port), log_level="warning")
+
+
+def _option(name: str) -> str:
+    return "--" + name.replace("_", "-")
 
 
 if __name__ == "__main__":
