@@ -228,8 +228,9 @@ def test_rows_go_from_the_schedulers_side_into_the_encoder_cache(
         time.sleep(0.005)
     assert scheduler.has_cache_item("name")
     scheduler.update_state_after_alloc(request, 0)
-    step = scheduler.build_connector_meta(None)
-    assert scheduler.build_connector_meta(None).rows == {}
+    busy = SimpleNamespace(total_num_scheduled_tokens=1)
+    step = scheduler.build_connector_meta(busy)
+    assert scheduler.build_connector_meta(busy).rows == {}
     worker._connector_metadata = step if backend == "uni" else pickle.loads(pickle.dumps(step, protocol=5))
     cache: dict[str, torch.Tensor] = {}
     worker.start_load_caches(cache)
