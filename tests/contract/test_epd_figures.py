@@ -1,0 +1,46 @@
+"""docs/vllm.md says what the result file of ``bench/epd.py`` says."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = (ROOT / "docs" / "vllm.md").read_text().partition("## What it costs")[2]
+(NAME,) = re.findall(r"<!-- figures: (\S+) -->", PAGE)
+RESULT = json.loads((ROOT / NAME).read_text())
+TOWER, SERVICE = "tower in vLLM", "rows from the service"
+RECORDS = {(one["server"], one["requests_per_s"]): one for one in RESULT["records"]}
+
+
+def test_the_table_is_the_files() -> None:
+    (table,) = re.findall(r"((?:^\|.*\n)+)", PAGE, re.MULTILINE)
+    rows = [[cell.strip() for cell in line.strip("|\n ").split("|")] for line in table.splitlines()[2:]]
+    expected = []
+    for rate in RESULT["settings"]["rates"]:
+        pair = [RECORDS[server, rate] for server in (TOWER, SERVICE)]
+        images = [one["image_first_token_ms"] for one in pair]
+        expected.append(
+            [
+                f"{rate:g}",
+                *(f"{one['answered_per_s']:.2f}" for one in pair),
+                *(f"{image['p50']:.0f} ({image['p95']:.0f})" for image in images),
+                *(f"{one['text_first_token_ms']['p50']:.0f}" for one in pair),
+            ]
+        )
+    assert rows == expected
+
+
+def test_the_words_are_the_files() -> None:
+    """The machine was idle, nothing failed, and throughput is the same within a hundredth."""
+    assert RESULT["settings"]["load_average_before"][0] < 0.5
+    assert all(one["num_failed"] == 0 for one in RESULT["records"])
+    for rate in RESULT["settings"]["rates"]:
+        tower, service = RECORDS[TOWER, rate], RECORDS[SERVICE, rate]
+        assert abs(service["answered_per_s"] / tower["answered_per_s"] - 1) < 0.01
+    lowest, highest = (pick(RESULT["settings"]["rates"]) for pick in (min, max))
+    alone = [RECORDS[server, lowest]["image_first_token_ms"]["p50"] for server in (TOWER, SERVICE)]
+    assert f"comes {round(alone[1] - alone[0], -1):.0f} ms later" in " ".join(PAGE.split())
+    tails = [RECORDS[server, highest]["text_first_token_ms"]["p95"] for server in (SERVICE, TOWER)]
+    assert f"(p95 {tails[0]:.0f} against {tails[1]:.0f} ms at {highest:g} requests/s)" in PAGE
