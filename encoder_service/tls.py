@@ -140,6 +140,7 @@ def check_pair(certificates: Certificates, cert: Path, key: Path) -> None:
     if certificates.client_ca is not None:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         try:
-            context.load_verify_locations(cadata=certificates.client_ca.decode("ascii", errors="replace"))
+            # Certificates are ASCII; comments beside them, a name in its own script, need not be.
+            context.load_verify_locations(cadata=certificates.client_ca.decode("ascii", errors="ignore"))
         except (ssl.SSLError, ValueError) as error:
             raise ConfigurationError(f"the clients' authority is no certificate: {error}") from None

@@ -47,6 +47,13 @@ def test_what_is_no_certificate_is_refused_at_once(tmp_path: Path) -> None:
         CertificateFiles(one.cert, one.key, tmp_path / "junk")
 
 
+def test_an_authority_may_be_named_in_any_script(tmp_path: Path) -> None:
+    authority = Authority(tmp_path)
+    used, named = authority.issue("used"), tmp_path / "named"
+    named.write_bytes("# Zertifizierungsstelle Köln\n".encode() + authority.ca.read_bytes())
+    assert CertificateFiles(used.cert, used.key, named).needs_client
+
+
 def test_a_context_uses_the_files_as_they_are_at_each_handshake(tmp_path: Path) -> None:
     now = [0.0]
     authority = Authority(tmp_path)
