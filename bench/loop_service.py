@@ -99,8 +99,10 @@ class TimedService(Service):
         self._times = batch_ms, item_ms
         self._decodes = decodes
 
-    def _build_engine(self, model: ServedModel, graphs: None) -> DeviceEngine:  # type: ignore[override]
-        engine = super()._build_engine(model, graphs)
+    def _build_engine(  # type: ignore[override]
+        self, model: ServedModel, graphs: None, resizing: None
+    ) -> DeviceEngine:
+        engine = super()._build_engine(model, graphs, resizing)
         engine._launcher = TimedLauncher(model.tower, *self._times)
         if not self._decodes:
             preprocessor, known = model.preprocessor, {}

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import socket
 import stat
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -28,6 +27,7 @@ from encoder_service.rpc.convert import serialize_event
 from encoder_service.rpc.gate import CallGate
 from encoder_service.rpc.servicer import VisionEncoderServicer
 from encoder_service.tls import CertificateFiles, Certificates
+from encoder_service.transport.socket_file import stays_in_use
 from vision_encoder.v1 import encoder_pb2 as pb
 
 SERVICE = "vision_encoder.v1.VisionEncoder"
@@ -230,13 +230,13 @@ def remove_dead_socket(path: Path) -> None:
         return
     if not stat.S_ISSOCK(path.lstat().st_mode):
         raise ConfigurationError(f"cannot listen on unix:{path}: the path exists and is no socket")
-    with socket.socket(socket.AF_UNIX) as probe:
-        try:
-            probe.connect(str(path))
-        except OSError:
-            path.unlink(missing_ok=True)
-            return
-    raise ConfigurationError(f"cannot listen on unix:{path}: another process listens there")
+    try:
+        in_use = stays_in_use(str(path))
+    except OSError:
+        in_use = False
+    if in_use:
+        raise ConfigurationError(f"cannot listen on unix:{path}: another process listens there")
+    path.unlink(missing_ok=True)
 
 
 async def check_health(

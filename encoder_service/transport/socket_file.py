@@ -7,7 +7,6 @@ ConfigurationError with the path in it for everything that stops a start.
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import os
 import socket
@@ -26,6 +25,10 @@ MAX_PATH_BYTES = 107
 """sun_path has 108 bytes, the last of them is a zero."""
 LOCK_WAIT_S = 5.0
 LOCK_POLL_S = 0.02
+DYING_S = 3.0
+"""Of a killed process: its sockets are listened on until the kernel has taken its memory apart, and an arena
+of pinned pages is much of that."""
+DYING_POLL_S = 0.02
 
 
 def check_path(path: str) -> None:
@@ -62,6 +65,8 @@ class ListeningSocket:
         self._identity: tuple[int, int] | None = None
         try:
             self.socket.setblocking(False)
+            with contextlib.suppress(OSError):  # said below
+                stays_in_use(path)  # of one that was killed just now, before anybody else is kept waiting
             with _folder_lock(os.path.dirname(path)):
                 _remove_stale(path)
                 self.socket.bind(path)
@@ -104,23 +109,39 @@ def _remove_stale(path: str) -> None:
         return
     if not stat.S_ISSOCK(found.st_mode):
         raise ConfigurationError(f"broker socket {path}: a file that is no socket is in its place")
+    try:
+        in_use = _is_in_use(path)
+    except OSError as error:
+        raise ConfigurationError(
+            f"broker socket {path}: cannot tell whether it is in use: {error.strerror}"
+        ) from error
+    if in_use:
+        raise ConfigurationError(f"broker socket {path}: another process listens on it")
+    log.warning("removing the socket of a broker that is gone", path=path)
+    Path(path).unlink(missing_ok=True)
+
+
+def stays_in_use(path: str) -> bool:
+    """Whether somebody listens on this socket, and after ``DYING_S`` still does. Raises OSError where that
+    cannot be asked."""
+    ends_s = time.monotonic() + DYING_S
+    while _is_in_use(path):
+        if time.monotonic() >= ends_s:
+            return True
+        time.sleep(DYING_POLL_S)
+    return False
+
+
+def _is_in_use(path: str) -> bool:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as trial:
         trial.setblocking(False)
         try:
             trial.connect(path)
-        except ConnectionRefusedError:
-            log.warning("removing the socket of a broker that is gone", path=path)
-            Path(path).unlink(missing_ok=True)
-            return
+        except (ConnectionRefusedError, FileNotFoundError):
+            return False
         except BlockingIOError:
             pass  # its queue of connections is full: somebody listens
-        except OSError as error:
-            if error.errno == errno.ENOENT:
-                return
-            raise ConfigurationError(
-                f"broker socket {path}: cannot tell whether it is in use: {error.strerror}"
-            ) from error
-    raise ConfigurationError(f"broker socket {path}: another process listens on it")
+    return True
 
 
 @contextlib.contextmanager

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from encoder_service.errors import ConfigurationError
+from encoder_service.rpc.server import remove_dead_socket
 from encoder_service.transport import socket_file
 from encoder_service.transport.socket_file import ListeningSocket
 from tests.unit.transport.broker_rig import num_descriptors, socket_folder
@@ -66,6 +67,49 @@ def test_the_socket_of_a_dead_broker_is_replaced(folder: Path) -> None:
     listener.close()
 
 
+def test_p21_the_socket_of_a_dying_broker_is_waited_for(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A killed process listens on until its memory is taken apart."""
+    monkeypatch.setattr(socket_file, "DYING_S", 30.0)
+    path = str(folder / "s")
+    dying = socket.socket(socket.AF_UNIX)
+    dying.bind(path)
+    dying.listen(1)
+    gone = threading.Timer(0.3, dying.close)
+    gone.start()
+    listener = ListeningSocket(path)
+    assert not gone.is_alive() or dying.fileno() == -1
+    gone.join()
+    client = socket.socket(socket.AF_UNIX)
+    client.connect(path)
+    client.close()
+    listener.close()
+
+
+def test_p21_and_so_is_that_of_a_dying_service(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket_file, "DYING_S", 0.2)
+    path = folder / "s"
+    with socket.socket(socket.AF_UNIX) as living:
+        living.bind(str(path))
+        living.listen(1)
+        with pytest.raises(ConfigurationError, match="another process listens"):
+            remove_dead_socket(path)
+        assert path.exists()
+        monkeypatch.setattr(socket_file, "DYING_S", 30.0)
+        gone = threading.Timer(0.3, living.close)
+        gone.start()
+        remove_dead_socket(path)
+        assert not path.exists()
+        gone.join()
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket_file, "DYING_S", 0.1)
+
+
+@pytest.mark.usefixtures("impatient")
 def test_a_live_socket_is_left_alone_and_named(folder: Path) -> None:
     first = ListeningSocket(str(folder / "s"))
     message = refusal(folder / "s")
@@ -75,6 +119,7 @@ def test_a_live_socket_is_left_alone_and_named(folder: Path) -> None:
     first.close()
 
 
+@pytest.mark.usefixtures("impatient")
 def test_a_live_socket_with_a_full_queue_is_live(folder: Path) -> None:
     first = ListeningSocket(str(folder / "s"), backlog=1)
     clients = []
@@ -158,6 +203,7 @@ def start_at_once(path: str, num_starts: int) -> tuple[list[ListeningSocket], li
     return won, lost
 
 
+@pytest.mark.usefixtures("impatient")
 def test_of_many_starts_at_once_after_a_crash_exactly_one_wins(folder: Path) -> None:
     path = str(folder / "s")
     for _ in range(20):
