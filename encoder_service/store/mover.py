@@ -57,15 +57,16 @@ class Mover:
         self._threads.shutdown(wait=True)
 
     def _copy_all(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        targets, sources = [target for target, _ in pairs], [source for _, source in pairs]
-        on_device = targets[0] if targets[0].is_cuda else sources[0]
+        to_device = pairs[0][0].is_cuda
+        on_device = pairs[0][0] if to_device else pairs[0][1]
         if not on_device.is_cuda:
             for target, source in pairs:
                 self._copy(target, source)
             return
         with torch.cuda.device(on_device.device):
-            with torch.cuda.stream(self._stream(on_device.device, to_device=targets[0].is_cuda)):
-                torch._foreach_copy_(targets, sources, non_blocking=True)
+            with torch.cuda.stream(self._stream(on_device.device, to_device=to_device)):
+                for target, source in pairs:
+                    target.copy_(source, non_blocking=True)
                 done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
                 done.record()
             done.synchronize()
