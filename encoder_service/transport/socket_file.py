@@ -26,8 +26,7 @@ MAX_PATH_BYTES = 107
 LOCK_WAIT_S = 5.0
 LOCK_POLL_S = 0.02
 DYING_S = 3.0
-"""Of a killed process: its sockets are listened on until the kernel has taken its memory apart, and an arena
-of pinned pages is much of that."""
+"""Seconds that a killed process may take to end: until then its sockets are listened on."""
 DYING_POLL_S = 0.02
 
 

@@ -53,6 +53,11 @@ def test_events_are_those_of_the_file_and_nothing_failed() -> None:
     assert all(one["failed"] == 0 for one in RESULT["records"])
 
 
+def test_what_counts_as_late_is_said() -> None:
+    late = [3 * before + 50 for one in RESULT["records"] for before in one["p99_before_ms"]]
+    assert f"between {min(late):.0f} and {max(late):.0f} ms" in " ".join(PAGE.split())
+
+
 def test_keys_moved_by_the_ideal_share() -> None:
     """Of those events that are seen as one change; of 4000 keys, four standard deviations."""
     for one in RESULT["records"]:

@@ -110,7 +110,7 @@ def test_small_boxes_and_chunks_are_counted(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr("encoder_service.ingest.video_container.MAX_BOXES", 100)
     with pytest.raises(UndecodableClip, match="over 100 boxes"):
         open_clip(struct.pack(">I4s", 8, b"free") * 101, LIMITS)
-    chunks = b"RIFF" + bytes(8) + struct.pack("<4sI", b"XXXX", 0) * 101
+    chunks = b"RIFF" + bytes(8) + struct.pack("<4sI", b"ZZZZ", 0) * 101
     assert frame_durations_ms(chunks, 101) == []
     with pytest.raises(ClipTooLarge, match="over 100 chunks"):
         frame_durations_ms(chunks, 100)

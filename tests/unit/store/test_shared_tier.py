@@ -369,7 +369,7 @@ async def test_heads_that_are_none_of_ours_tell_no_grid(rig: Rig) -> None:
         rig.tier.put("a", Held(item))
     await rig.written()
     for item, change in (
-        (foreign, lambda data: data[:32] + b"XXXX" + data[36:]),
+        (foreign, lambda data: data[:32] + b"ZZZZ" + data[36:]),
         (short, lambda data: data[:40]),
         # Of rows that the model served does not have.
         (wide, lambda data: data[: HEADER_BYTES - 56] + b"\x07" + data[HEADER_BYTES - 55 :]),

@@ -70,7 +70,7 @@ def test_the_socket_of_a_dead_broker_is_replaced(folder: Path) -> None:
 def test_p21_the_socket_of_a_dying_broker_is_waited_for(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A killed process listens on until its memory is taken apart."""
+    """A killed process listens on until it has ended."""
     monkeypatch.setattr(socket_file, "DYING_S", 30.0)
     path = str(folder / "s")
     dying = socket.socket(socket.AF_UNIX)
