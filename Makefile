@@ -4,6 +4,8 @@ PYTHON ?= python3
 # The interpreter of `make test-gpu`: any that has torch with CUDA; nothing is installed into it.
 PY ?= python3
 PYTEST_WORKERS ?= 2
+# Of the GPU tests, beside each other: eight on one GPU, five on each of two.
+GPU_WORKERS ?= $$((gpus > 1 ? 10 : 8))
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -44,19 +46,28 @@ $(ENGINES_STAMP): pyproject.toml deploy/install_engines.py deploy/install_torch.
 test-engines: $(ENGINES_STAMP) ## Run vLLM on the CPU with image rows from the service
 	OMP_NUM_THREADS=1 $(ENGINES_VENV)/bin/python -m pytest --durations=5 tests/engines
 
-# What is the same with and without a GPU: doors, keys to them, other stores, pixels before any device.
-NO_DEVICE := $(addprefix --ignore=tests/,parity/test_mrope.py parity/test_mrope_properties.py \
-    parity/test_synthetic_reference.py parity/test_video_pixels.py integration/test_admin_page.py \
-    integration/test_cli_access.py integration/test_door_metrics.py integration/test_security.py \
-    integration/test_shared_tier.py integration/test_shared_tier_tls.py integration/test_sight.py \
-    integration/test_url_items.py integration/test_vllm_fetch.py)
+# What is the same with and without a GPU: doors, keys to them, other stores, pixels before any device, language
+# models that are on the CPU, services whose device is the CPU or a stand-in.
+NO_DEVICE := $(addprefix --ignore=tests/,parity/test_hf_engine.py parity/test_hf_engine_checkpoint.py parity/test_mrope.py \
+    parity/test_mrope_properties.py parity/test_synthetic_reference.py parity/test_video_end_to_end.py \
+    parity/test_video_pixels.py integration/test_admin_page.py integration/test_cli_access.py \
+    integration/test_device_decode.py integration/test_device_tier.py integration/test_door_metrics.py \
+    integration/test_security.py integration/test_shared_tier.py integration/test_shared_tier_tls.py \
+    integration/test_sight.py integration/test_url_items.py integration/test_video_items.py \
+    integration/test_vllm_fetch.py)
 
-# Both selections always run; the target fails when either does.
+# How both selections are spread and reported; what each test took is what tests/gpu/seconds.txt is made of.
+GPU_REPORT := --dist worksteal --tb=short --durations=40 --durations-min=3 --seconds-file build/test-gpu-seconds
+
+# Both selections always run; the target fails when either does. Workers take turns on which GPU is their first, so
+# that of the tests that measure a whole device each GPU has one at a time.
 test-gpu: ## Run the GPU tests, and kernels, parity and integration on cuda:0 (PY=... has torch with CUDA)
 	@status=0; export PYTHONPATH=.:proto:$$PYTHONPATH; \
-	$(PY) -m pytest -m whole_device --device cuda:0 tests/gpu || status=$$?; \
-	$(PY) -m pytest -m "not whole_device" --device cuda:0 -n 8 --dist worksteal $(NO_DEVICE) tests/gpu tests/parity \
-	    tests/integration tests/unit/kernels tests/unit/towers/test_attention_backends.py || status=$$?; \
+	gpus=$$($(PY) -c 'import torch; print(max(1, torch.cuda.device_count()))') || exit; export TEST_NUM_GPUS=$$gpus; \
+	$(PY) -m pytest -m whole_device --device cuda:0 -n $$gpus $(GPU_REPORT)/whole-device.txt tests/gpu || status=$$?; \
+	OMP_NUM_THREADS=$$((gpus > 1 ? 3 : 4)) $(PY) -m pytest -m "not whole_device" --device cuda:0 -n $(GPU_WORKERS) \
+	    $(GPU_REPORT)/shared-device.txt $(NO_DEVICE) tests/gpu tests/parity tests/integration tests/unit/kernels \
+	    tests/unit/towers/test_attention_backends.py || status=$$?; \
 	exit $$status
 
 lint: $(STAMP) proto-check ## Ruff, strict mypy, import direction, generated code up to date

@@ -5,7 +5,8 @@
     python bench/loop.py --profile          # which functions; slows the loop down, so only shares count
 
 Owns the run and the result file. The service is loop_service.py's, the callers are loop_client.py's. One
-process serves, others ask for one image a call over gRPC and give the leases back over the broker's socket.
+process serves, others ask for one image a call, by each door in turn (gRPC, and local calls, which go without
+it over a unix socket), and give the leases back over the broker's socket.
 Three kinds of traffic: ``miss``, every content new, and ``hit``, every content known, both with many calls at
 a time; ``alone``, misses one after the other, for the time that a call takes beyond decoding and the tower.
 CPU time is of the loop's own thread: what others did beside it on the machine costs it caches, and shows as
@@ -42,6 +43,7 @@ ALONE = 1
 # What a batch of the tower takes beside its items: an H200's launch.
 BATCH_MS = 1.3
 TRAFFIC = ("miss", "hit", "alone")
+DOORS = ("grpc", "local")
 # Beside the stages that are the pixels' and the tower's, whatever a call takes is the service's and its way.
 NOT_OURS = ("decode_ms", "resize_ms", "tower_ms")
 
@@ -52,6 +54,7 @@ def parse_arguments(line: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--calls", type=int, help="of a busy round; default 1500, --quick 60")
     parser.add_argument("--alone-calls", type=int, help="of a round one at a time; default 100, --quick 8")
     parser.add_argument("--at-once", type=int, default=48, help="calls in progress, of all clients")
+    parser.add_argument("--doors", nargs="+", choices=DOORS, default=list(DOORS))
     parser.add_argument("--clients", type=int, default=1, help="processes that ask")
     parser.add_argument("--rounds", type=int, help="of each traffic; default 5, --quick 1")
     parser.add_argument("--ingest-threads", type=int, default=os.cpu_count() or 1)
@@ -84,7 +87,9 @@ class Run:
     def __init__(self, arguments: argparse.Namespace, folder: Path) -> None:
         self.arguments = arguments
         self.folder = folder
-        self.rounds: dict[str, list[dict[str, float]]] = {name: [] for name in TRAFFIC}
+        self.rounds: dict[str, dict[str, list[dict[str, float]]]] = {
+            door: {name: [] for name in TRAFFIC} for door in arguments.doors
+        }
         self.profile: list[dict[str, Any]] = []
         self.event_loop = ""
         self._seed = arguments.seed
@@ -116,13 +121,15 @@ class Run:
             for client in clients:
                 place = {"target": started["target"], "broker": started["broker"], "folder": str(photos)}
                 client.ask("connect", **place, timeout_s=START_S)
-            self._ask(clients, "miss", min(200, arguments.calls), arguments.at_once)  # warm-up, not counted
+            for door in arguments.doors:  # warm-up, not counted
+                self._ask(clients, door, "miss", min(200, arguments.calls), arguments.at_once)
             for _ in range(arguments.rounds):
                 for traffic in TRAFFIC:
-                    self.rounds[traffic].append(self._round(service, clients, traffic))
+                    for door, rounds in self.rounds.items():
+                        rounds[traffic].append(self._round(service, clients, door, traffic))
             if arguments.profile:
                 service.ask("begin", profile=True)
-                self._ask(clients, "miss", arguments.calls, arguments.at_once)
+                self._ask(clients, arguments.doors[-1], "miss", arguments.calls, arguments.at_once)
                 self.profile = service.ask("end")["profile"]
 
     def _row_bytes(self) -> int:
@@ -130,24 +137,27 @@ class Run:
         side = int(self.arguments.size) // 32
         return side * side * 1024 + 8192
 
-    def _round(self, service: Process, clients: list[Process], traffic: str) -> dict[str, float]:
+    def _round(self, service: Process, clients: list[Process], door: str, traffic: str) -> dict[str, float]:
         arguments = self.arguments
         count, at_once = arguments.calls, arguments.at_once
         if traffic == "alone":
             clients, count, at_once = clients[:1], arguments.alone_calls, ALONE
         if traffic == "hit":  # known from here on
-            self._ask(clients, "hit", NUM_PHOTOS * len(clients), at_once)
+            self._ask(clients, door, "hit", NUM_PHOTOS * len(clients), at_once)
         service.ask("begin", profile=False)
-        answers = self._ask(clients, traffic, count, at_once)
+        answers = self._ask(clients, door, traffic, count, at_once)
         spent = service.ask("end")["spent"]
         return figures_of(spent, answers)
 
-    def _ask(self, clients: list[Process], traffic: str, count: int, at_once: int) -> list[dict[str, Any]]:
+    def _ask(
+        self, clients: list[Process], door: str, traffic: str, count: int, at_once: int
+    ) -> list[dict[str, Any]]:
         for number, client in enumerate(clients):
             if traffic != "hit":
                 self._seed += 1
             client.send(
                 "run",
+                door=door,
                 seed=self._seed if traffic != "hit" else self.arguments.seed + number,
                 count=max(1, count // len(clients)),
                 at_once=max(1, at_once // len(clients)),
@@ -193,6 +203,7 @@ def table_of(result: dict[str, Any]) -> Table:
     )
     names = (
         "traffic",
+        "door",
         "loop",
         "least",
         "ingest",
@@ -212,6 +223,7 @@ def table_of(result: dict[str, Any]) -> Table:
         )  # fmt: skip
         table.add_row(
             record["traffic"],
+            record["door"],
             *(f"{record.get(name, 0.0):.3f}" for name in threads),
             f"{record['items_per_s']:.0f}",
             f"{record['loop_share']:.0%}",
@@ -236,7 +248,11 @@ def main() -> None:
     result: dict[str, Any] = environment | {
         "settings": settings | {"loop": run.event_loop, "batch_ms": BATCH_MS},
         "load_average": os.getloadavg(),
-        "records": [{"traffic": name, **medians_of(rounds)} for name, rounds in run.rounds.items()],
+        "records": [
+            {"traffic": traffic, "door": door, **medians_of(by_traffic[traffic])}
+            for traffic in TRAFFIC
+            for door, by_traffic in run.rounds.items()
+        ],
         "rounds": run.rounds,
         "profile": run.profile,
         "seconds": time.perf_counter() - begun_s,

@@ -1,8 +1,8 @@
-"""A caller of the loop bench: one image a call, over gRPC, its rows by lease, each lease given back.
+"""A caller of the loop bench: one image a call, by either door, its rows by lease, each lease given back.
 
-Owns the two ways of asking: always so many calls at a time, to see what the service's loop can do; or one at
-a time, to see how long a call takes that waits for nothing. It reads no rows: what is done with them is the
-caller's own time.
+Owns the ways of asking: by gRPC or by a local call; always so many calls at a time, to see what the service's
+loop can do, or one at a time, to see how long a call takes that waits for nothing. It reads no rows: what is
+done with them is the caller's own time.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from serve_traffic import read_photos, with_comment
 from transport_processes import serve_commands
 
 from lm_adapter.transport.broker_client import BrokerClient
+from lm_adapter.transport.local_calls import LocalCalls
 from vision_encoder.v1 import encoder_pb2 as pb
 from vision_encoder.v1 import encoder_pb2_grpc
 
@@ -37,6 +39,8 @@ class Client:
         self._photos: list[bytes] = []
         self._broker: BrokerClient | None = None
         self._channel: grpc.aio.Channel | None = None
+        self._local = LocalCalls()
+        self._path = ""
 
     def connect(self, target: str, broker: str, folder: str) -> dict[str, Any]:
         self._photos = read_photos(Path(folder))
@@ -50,11 +54,15 @@ class Client:
         self._runner.run(make())
         return {"photos": len(self._photos)}
 
-    def run(self, seed: int, count: int, at_once: int, contents: int) -> dict[str, Any]:
-        """count calls, at_once at a time, over ``contents`` different contents. Milliseconds of each call and
-        of its stages."""
+    def run(self, door: str, seed: int, count: int, at_once: int, contents: int) -> dict[str, Any]:
+        """count calls by a door, ``grpc`` or ``local``, at_once at a time, over ``contents`` different
+        contents. Milliseconds of each call and of its stages."""
         assert self._broker is not None
-        owner_id = self._broker.wait_for_session(CONNECT_S).owner_id.encode()
+        session = self._broker.wait_for_session(CONNECT_S)
+        owner_id = session.owner_id.encode()
+        self._path = session.calls_path if door == "local" else ""
+        if door == "local" and not self._path:
+            raise ValueError("the service takes no local calls")
         requests = [
             pb.EncodeRequest(
                 items=[
@@ -71,6 +79,7 @@ class Client:
         return self._runner.run(self._run(requests, count, at_once))
 
     def close(self) -> None:
+        self._local.close()
         if self._broker is not None:
             self._broker.close()
         if self._channel is not None:
@@ -99,7 +108,7 @@ class Client:
         """Raises ValueError for an item that failed or came without a lease."""
         begun_s = time.monotonic()
         result = None
-        async for event in self._encode(request, timeout=CALL_S):
+        async for event in self._events(request):
             if event.WhichOneof("event") != "result" or event.result.WhichOneof("rows") != "lease":
                 raise ValueError(f"no lease: {' '.join(str(event).split())[:300]}")
             result = event.result
@@ -110,6 +119,23 @@ class Client:
             pb.ReleaseRequest(lease_ids=[result.lease.lease_id], owner_id=request.lease.owner_id)
         )
         return [round(latency_ms, 4), *(round(getattr(result.timings, name), 4) for name in STAGES)]
+
+    async def _events(self, request: pb.EncodeRequest) -> AsyncIterator[pb.ItemEvent]:
+        if not self._path:
+            async for event in self._encode(request, timeout=CALL_S):
+                yield event
+            return
+
+        def otherwise(_: float) -> Any:
+            raise ValueError(f"no connection to {self._path}")
+
+        data = request.SerializeToString()
+        call = self._local.begin_on_loop(self._path, "Encode", data, CALL_S, (), otherwise)
+        try:
+            async for message in call:
+                yield pb.ItemEvent.FromString(message)
+        finally:
+            call.cancel()
 
 
 def main() -> None:

@@ -43,6 +43,8 @@ HEAD_START_S = 0.7
 TIMEOUT_S = 20.0
 GRACE_S = 2.0
 SERVICE, BASELINE = "service", "baseline"
+BY_GRPC = "service by gRPC"
+"""The same service, asked by clients that make no local calls and look for nothing by themselves."""
 
 
 @dataclass(frozen=True)
@@ -207,9 +209,12 @@ class Run:
             "listen": f"unix:{self.folder}/serve.sock",
             "admin_listen": "127.0.0.1:0",
             "ingest_threads": arguments.ingest_threads,
+            "resize": arguments.resize,
             "broker_path": f"{self.folder}/broker.sock",
             "arena_bytes": int(arguments.host_arena_gib * GIB),
         }
+        if arguments.torch_threads is not None:
+            settings["torch_threads"] = arguments.torch_threads
         if self.on_gpu:
             settings["device_arena_bytes"] = int(arguments.device_arena_gib * GIB)
         self.service = self.stack.enter_context(
@@ -227,6 +232,8 @@ class Run:
             )
         )
         reasons = self._connect(SERVICE, self.service.target, arguments.transport)
+        if arguments.grpc_loads:
+            self._connect(BY_GRPC, self.service.target, arguments.transport, by_grpc=True)
         self.result["service"] = {"start_s": self.service.start_s, "transport": reasons[0]}
 
     def _start_baseline(self, checkpoint: Path, cell: Cell) -> None:
@@ -244,9 +251,9 @@ class Run:
         self._connect(BASELINE, started["target"], "inline")
         self.result["baseline"]["is_ready"] = True
 
-    def _connect(self, name: str, target: str, transport: str) -> list[str]:
+    def _connect(self, name: str, target: str, transport: str, *, by_grpc: bool = False) -> list[str]:
         for client in self.clients:
-            client.send("connect", name=name, target=target, transport=transport)
+            client.send("connect", name=name, target=target, transport=transport, by_grpc=by_grpc)
         return [client.answer(self.arguments.start_limit_s)["reason"] for client in self.clients]
 
     # -- one record ------------------------------------------------------------------------------------
@@ -257,6 +264,7 @@ class Run:
         main, others = arguments.mixes[:NUM_MAIN_MIXES], arguments.mixes[NUM_MAIN_MIXES:]
         most, fewer = arguments.loads[: len(OTHER_LOADS)], arguments.loads[len(OTHER_LOADS) :]
         cells = [Cell(SERVICE, mix, load) for load in most for mix in main]
+        cells += [Cell(BY_GRPC, mix, load) for load in arguments.grpc_loads for mix in main]
         cells += [Cell(SERVICE, mix, OTHER_LOADS[0]) for mix in others]
         if arguments.baseline_batch:
             cells += [Cell(BASELINE, mix, BASELINE_LOAD) for mix in main]
@@ -303,7 +311,7 @@ class Run:
         record = asdict(cell) | {"duration_s": duration_s, "warm_s": warm_s} | figures
         record["tower_share"] = figures["encoded_patches_per_s"] / tower["patches_per_s"]
         record["rate"] = load.rate
-        if cell.server == SERVICE:
+        if cell.server != BASELINE:
             record |= seen(*sights)
         return record
 

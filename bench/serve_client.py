@@ -44,8 +44,8 @@ class Client:
         self._photos[mix] = read_photos(Path(folder))
         return {"count": len(self._photos[mix])}
 
-    def connect(self, name: str, target: str, transport: str) -> dict[str, Any]:
-        """Raises where the way of delivery is not possible."""
+    def connect(self, name: str, target: str, transport: str, by_grpc: bool) -> dict[str, Any]:
+        """by_grpc: every item is asked for over gRPC. Raises where the way of delivery is not possible."""
         on_gpu = transport == "device"
         if on_gpu:
             import torch
@@ -58,6 +58,9 @@ class Client:
                 timeout_s=CONNECT_S,
                 transports=(transport,),
                 device="cuda:0" if on_gpu else None,
+                directory=not by_grpc,
+                hash_items="off" if by_grpc else "auto",
+                local_calls=not by_grpc,
                 options={"grpc.use_local_subchannel_pool": 1},
             )
             self._clients[name] = client

@@ -83,6 +83,8 @@ def client_figures(
         "overhead_ms": percentiles([overhead_ms(one) for one in misses]),
         "overhead_unqueued_ms": percentiles([overhead_ms(one) - one["queue_ms"] for one in misses]),
         "service_overhead_ms": percentiles([service_overhead_ms(one) for one in misses]),
+        # What is left of it outside: the caller's process, its lag, and the way there and back.
+        "caller_overhead_ms": percentiles([overhead_ms(one) - service_overhead_ms(one) for one in misses]),
     }
 
 
@@ -107,7 +109,8 @@ def service_figures(
     loop_cpu_s: float,
 ) -> dict[str, Any]:
     """Figures of what the service counted between two moments. Shares of the whole time; ``cores``: kept busy
-    by all its threads; ``loop_share``: of the one that runs the event loop."""
+    by all its threads; ``loop_share``: of the one that runs the event loop. ``without_call``: shares of the
+    items delivered that their callers found by themselves, read or leased without a call of the service."""
 
     def grown(name: str) -> float:
         return after.get(name, 0.0) - before.get(name, 0.0)
@@ -127,6 +130,12 @@ def service_figures(
         "cpu_ms_per_item": cpu_s * 1e3 / delivered if delivered else None,
         "loop_ms_per_item": loop_cpu_s * 1e3 / delivered if delivered else None,
         "evictions": grown("ve_store_evictions_total"),
+        "without_call": {
+            "directory": grown("ve_directory_reads_total") / delivered,
+            "leased": grown("ve_broker_fetched_total") / delivered,
+        }
+        if delivered
+        else None,
     }
 
 

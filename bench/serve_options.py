@@ -46,10 +46,19 @@ def parse_arguments(description: str, line: list[str] | None = None) -> argparse
     parser.add_argument("--transport", choices=TRANSPORTS, help="default: device, on a CPU host")
     parser.add_argument("--clients", type=int, help="processes that send; default: half of the cores")
     parser.add_argument("--ingest-threads", type=int, help="default: the cores without the clients'")
+    parser.add_argument("--resize", choices=("host", "device"), default="host", help="where the service does")
+    parser.add_argument("--torch-threads", type=int, help="of the service; default: its own on a GPU")
     parser.add_argument("--repeat-share", type=float, default=0.3, help="of the requests, by Zipf")
     parser.add_argument("--zipf", type=float, default=1.1, help="exponent of the popularity")
     parser.add_argument(
         "--bound-ms", type=float, help="latency that goodput keeps; default 300, on a CPU 1500"
+    )
+    parser.add_argument(
+        "--grpc-loads",
+        nargs="*",
+        type=float,
+        default=[],
+        help="loads that are sent once more, by clients that ask for every item over gRPC",
     )
     parser.add_argument("--baseline-batch", type=int, default=8, help="images in its forward; 0: no baseline")
     parser.add_argument("--photos", type=int, help="files of a mix, each sent under many contents")
@@ -69,6 +78,8 @@ def parse_arguments(description: str, line: list[str] | None = None) -> argparse
     on_gpu, quick = arguments.device.type == "cuda", arguments.quick
     if on_gpu and not torch.cuda.is_available():
         parser.error("no CUDA device here; --quick --device cpu --size tiny shows that the bench runs")
+    if not on_gpu and arguments.resize == "device":
+        parser.error("resizing on the device needs a GPU")
     if not on_gpu and arguments.transport == "device":
         parser.error("rows on the device need a GPU")
     cores = usable_cores()

@@ -64,6 +64,7 @@ class Process:
         self.log = log
         self._script = script
         self._answers: queue.Queue[str] = queue.Queue()
+        self._given_up = False
         with log.open("wb") as errors:
             self._process = subprocess.Popen(
                 [*(ISOLATE if can_isolate() else ()), sys.executable, str(ROOT / "bench" / script)],
@@ -104,6 +105,7 @@ class Process:
     def send(self, do: str, **command: Any) -> None:
         """Raises ProcessFailed."""
         assert self._process.stdin is not None
+        self._check_not_given_up()
         try:
             self._process.stdin.write(json.dumps({"do": do, **command}) + "\n")
             self._process.stdin.flush()
@@ -113,9 +115,11 @@ class Process:
     def answer(self, timeout_s: float = ANSWER_S) -> dict[str, Any]:
         """Raises ProcessFailed; a process that does not answer in time is ended, since its late answer would
         be taken for that to another question."""
+        self._check_not_given_up()
         try:
             line = self._answers.get(timeout=timeout_s)
         except queue.Empty:
+            self._given_up = True  # its answer may come before its end does
             self._process.kill()
             raise ProcessFailed(f"{self._script} did not answer within {timeout_s:g} s") from None
         if not line:
@@ -143,6 +147,10 @@ class Process:
             self._process.wait()
         self._reader.join(5)
         self._process.stdout.close()
+
+    def _check_not_given_up(self) -> None:
+        if self._given_up:
+            raise ProcessFailed(f"{self._script} has ended: it did not answer in time")
 
     def _last_words(self) -> str:
         lines = self.log.read_text(errors="replace").strip().splitlines()

@@ -39,7 +39,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 sys.path.insert(1, str(Path(__file__).resolve().parent.parent / "proto"))
 
-from measurement import RESULTS, describe_environment, synchronise, write_result
+from measurement import RESULTS, ResultFile, describe_environment, synchronise
 from rich.console import Console
 from rich.table import Table
 
@@ -297,14 +297,18 @@ def main() -> None:
     }
     result = describe_environment(arguments.device, arguments.commit, packages=("av",)) | {
         "settings": settings | {"file_bytes": len(data)},
+        "complete": False,
         "records": [],
     }
+    file = ResultFile(arguments.out, "video", result)
     with tempfile.TemporaryDirectory() as folder:
         for family in arguments.families:
             result["records"].append(measure(family, arguments, data, Path(folder)))
-    path = write_result(arguments.out, "video", result)
+            file.write()
+    result["complete"] = True
+    file.write()
     show(result["records"], Console())
-    console.print(f"wrote {path.name}")
+    console.print(f"wrote {file.path.name}")
 
 
 if __name__ == "__main__":

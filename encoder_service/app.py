@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import os
 import signal
 import sys
 import time
@@ -33,6 +34,7 @@ from encoder_service.engine.returns import on_own_thread
 from encoder_service.errors import ConfigurationError, DeviceFault, StartupError
 from encoder_service.ingest.cores import usable_cores
 from encoder_service.ingest.decode import DecodeLimits
+from encoder_service.ingest.device_decode import open_decoding
 from encoder_service.ingest.registry import load_preprocessor
 from encoder_service.ingest.video_settings import clip_limits
 from encoder_service.ingest.workers import WorkerThreads
@@ -79,7 +81,7 @@ class Service:
         self._info: pb.GetServerInfoResponse | None = None
         self._engine: DeviceEngine | None = None
         self._workers = WorkerThreads(settings.ingest_threads or usable_cores(), "ingest")
-        self._grpc, self._gate = open_grpc(settings), call_gate(settings, self.metrics)
+        self._grpc, self._gate = open_grpc(settings, self.metrics), call_gate(settings, self.metrics)
         self._urls = open_urls(settings, self.metrics)
         self._admin = AdminPlane(settings, self.metrics)
         self._stop_traces: Callable[[], None] | None = None
@@ -162,6 +164,7 @@ class Service:
             device=str(model.tower.device),
             dtype=str(model.tower.dtype).removeprefix("torch."),
             precision=model.precision.name,
+            decode=self.settings.decode,
             listen=",".join(self.addresses),
             admin=self.admin_address,
             load_s=round(time.monotonic() - started_s, 2),
@@ -242,7 +245,9 @@ class Service:
         if not settings.broker_path:
             return EmbeddingStore(settings.store_bytes, weights=settings.namespace_shares)
         store = await on_own_thread(open_shared_store, settings)
-        self.shared = share(settings, store, uuid.uuid4().hex)
+        local = self._grpc.local
+        calls_name = "" if local is None else os.path.basename(local.path)
+        self.shared = share(settings, store, uuid.uuid4().hex, calls_name)
         if self.pixels.book is not None:
             self.shared.broker.take_segments(self.pixels.book)
         self.shared.start()
@@ -291,7 +296,8 @@ def load_model(settings: Settings) -> ServedModel:
     loaded = load_tower(settings.model, device=device, dtype=dtype)
     limits = DecodeLimits(settings.max_encoded_bytes, settings.max_image_pixels)
     clips = clip_limits(settings, settings.max_image_pixels)
-    preprocessor = load_preprocessor(settings.model, loaded.family, limits, clips)
+    decoding = open_decoding(settings.decode, loaded.tower.device)
+    preprocessor = load_preprocessor(settings.model, loaded.family, limits, clips, decoding)
     if preprocessor.patch_dim != loaded.tower.patch_dim:
         raise ConfigurationError(
             f"{settings.model}: the processor makes patches of {preprocessor.patch_dim} elements, the tower "

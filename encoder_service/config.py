@@ -76,6 +76,11 @@ class Settings(AccessSettings, ClipSettings, SharedTierSettings):
     ingest_threads: int = Field(
         0, ge=0, le=256, description="Worker threads that decode and resize; 0: one for each usable core."
     )
+    decode: Literal["host", "device"] = Field(
+        "host",
+        description="Where JPEG files are decoded: the worker threads, or the GPU by nvJPEG, which needs the "
+        "extra nvjpeg; pixels differ by a level, so keys do too.",
+    )
     resize: Literal["host", "device"] = Field(
         "host", description="Where images are resized, to the same bits: the worker threads, or the GPU."
     )
@@ -131,6 +136,11 @@ class Settings(AccessSettings, ClipSettings, SharedTierSettings):
     )
     broker_mode: str = Field("660", pattern=r"^[0-7]{3}$", description="Permissions of its socket, octal.")
     broker_gid: int | None = Field(None, ge=0, description="Group of its socket; default: the process's.")
+    local_calls: bool = Field(
+        True,
+        description="With a broker: calls are taken without gRPC too, at a socket beside the broker's, its "
+        "path with .calls behind it. Clients that read shared memory use it by themselves.",
+    )
     lease_default_ms: int = Field(30_000, ge=1, description="Of a lease whose caller does not say.")
     lease_limit_ms: int = Field(
         300_000, ge=1, le=86_400_000, description="The most that one grant or renewal gives."
@@ -256,10 +266,11 @@ class Settings(AccessSettings, ClipSettings, SharedTierSettings):
         return self
 
     @model_validator(mode="after")
-    def check_resize_has_its_device(self) -> Settings:
+    def check_ingest_has_its_device(self) -> Settings:
         """What nothing can run on is refused, not replaced."""
-        if self.resize == "device" and self.device == "cpu":
-            raise ValueError("resize device needs device cuda, found device cpu")
+        for name in ("decode", "resize"):
+            if getattr(self, name) == "device" and self.device == "cpu":
+                raise ValueError(f"{name} device needs device cuda, found device cpu")
         return self
 
     @field_validator(

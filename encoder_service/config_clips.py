@@ -19,6 +19,12 @@ class ClipSettings(BaseSettings):
     max_clip_source_frames: int = Field(
         1_000_000, ge=1, le=100_000_000, description="Frames that a clip's file may have."
     )
+    max_clip_decoded_pixels: int = Field(
+        250_000_000_000,
+        ge=1,
+        description="Pixels of all frames of one clip that are decoded, sampled or not; an hour of 1920x1080 "
+        "at 30 frames a second has 2.2e11.",
+    )
     max_clip_frames: int = Field(2048, ge=1, le=65_536, description="Frames sampled from one clip.")
     max_clip_patches: int = Field(262_144, ge=4, description="Patches of all frames sampled from one clip.")
     clip_piece_patches: int = Field(

@@ -16,7 +16,9 @@ from collections.abc import Callable
 
 MAX_WAITING_BYTES = 4 << 20
 RETRY_S = 0.5
-"""Between attempts to write to a pipe that is full and does not block."""
+"""The longest between attempts to write to a pipe that is full and does not block."""
+PAUSE_S = 0.01
+"""The shortest: not every system means by "writable" that there is room for a line."""
 
 
 class LineWriter:
@@ -94,19 +96,30 @@ class LineWriter:
             self._is_writing = True
             return self._waiting.popleft()
 
+    def _write_or_wait(self, data: memoryview) -> int | None:
+        """Bytes that were taken; None where there was no room and may be some now, 0 where there will be
+        none. Raises OSError and ValueError, of the wait too."""
+        try:
+            return self._write(self._descriptor, data)
+        except BlockingIOError:
+            if self._is_closed:
+                return 0
+            select.select([], [self._descriptor], [], RETRY_S)
+            time.sleep(PAUSE_S)
+            return None
+
     def _write_whole(self, data: bytes) -> bool:
         """What was left of a line that failed in its middle is ended before the next."""
         rest = memoryview(b"\n" + data if self._is_torn else data)
         started = len(rest)
         while rest:
             try:
-                rest = rest[self._write(self._descriptor, rest) :]
-            except BlockingIOError:
-                if self._is_closed:
-                    return False
-                select.select([], [self._descriptor], [], RETRY_S)
+                num_written = self._write_or_wait(rest)
             except (OSError, ValueError):
+                num_written = 0
+            if num_written == 0:  # tried again at once, a descriptor that takes nothing would take a core
                 self._is_torn = self._is_torn or len(rest) < started
                 return False
+            rest = rest[num_written or 0 :]
         self._is_torn = False
         return True

@@ -27,6 +27,7 @@ from lm_adapter.transport.channel import (
     health_is_serving,
     method_path,
     open_aio_channel,
+    stream_call,
 )
 from lm_adapter.transport.off_loop import CallerStreams, LoopReleases
 from lm_adapter.transport.settings import TransportChoice, TransportOptions, TransportSettings
@@ -100,7 +101,7 @@ class AsyncVisionEncoderClient:
         was_closed, self._closed = self._closed, True
         if not was_closed:
             await asyncio.to_thread(self._session.returns.flush, CLOSE_FLUSH_S)
-        await asyncio.to_thread(self._session.transports.close)
+        await asyncio.to_thread(self._session.close)
         self._releases.cancel()
         await self._channel.close()
 
@@ -155,7 +156,7 @@ class AsyncVisionEncoderClient:
         deadline, streams = self._deadline(timeout_s), CallerStreams()
         info = await self._known_info(deadline)
         await self._require_transport(deadline)
-        resident = self._session.resident.of_items(info, items, RowsHandling(**rows))
+        resident = await self._session.resident.of_items_on_loop(info, items, RowsHandling(**rows), streams)
         ordinary = partial(self._encode, info, deadline, streams)
         async with aclosing(resident.run_on_loop(deadline, streams, ordinary)) as stream:
             async for finished in stream:
@@ -360,12 +361,10 @@ class AsyncVisionEncoderClient:
         self, call: RowsCall, deadline: Deadline, streams: CallerStreams
     ) -> AsyncGenerator[tuple[int, Outcome], None]:
         self._check_open(call.method)
-        # Without a deserialiser, messages arrive as bytes and chunks are never copied by protobuf.
-        start: grpc.aio.UnaryStreamMultiCallable[bytes, bytes] = self._channel.unary_stream(
-            method_path(call.method)
-        )
-        metadata = self._session.bearer + call.metadata
-        stream = start(call.request.SerializeToString(), timeout=deadline.left_s, metadata=metadata)
+        request, metadata = call.request.SerializeToString(), self._session.bearer + call.metadata
+        by_grpc = stream_call(self._channel, call.method, request, metadata)
+        sent = (call.calls_path, call.method, request, deadline.left_s, metadata)
+        stream = self._session.local.begin_on_loop(*sent, by_grpc)
         try:
             async for message in stream:
                 finished = await streams.run(call.copied_bytes(message), partial(call.feed, message))

@@ -68,6 +68,11 @@ class RowsCall:
     later: list[RowsCall] = field(default_factory=list)
     """What follows after the follow-up."""
 
+    @property
+    def calls_path(self) -> str:
+        """Of the socket at which it may go without gRPC; empty for gRPC: so it is for inline rows."""
+        return "" if self.receiver.transport is None else self.receiver.transport.calls_path
+
     def feed(self, message: bytes) -> tuple[int, Outcome] | None:
         """The caller's index and outcome of the item that this raw event finished. Raises StreamViolation."""
         finished = self.assembler.feed(message)

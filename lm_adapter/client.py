@@ -25,6 +25,7 @@ from lm_adapter.transport.channel import (
     health_is_serving,
     method_path,
     open_channel,
+    stream_call,
 )
 from lm_adapter.transport.settings import TransportChoice, TransportOptions, TransportSettings
 from lm_adapter.types import EncodedRows, Item, KeyStatus, LeaseStatus, Outcome, PrefetchStatus, ServerInfo
@@ -115,7 +116,7 @@ class VisionEncoderClient:
         was_closed, self._closed = self._closed, True
         if not was_closed:
             self._session.returns.flush(CLOSE_FLUSH_S)
-        self._session.transports.close()
+        self._session.close()
         self._channel.close()
 
     def info(self, *, timeout_s: float | None = None) -> ServerInfo:
@@ -167,6 +168,7 @@ class VisionEncoderClient:
         Raises CallFailed when the call failed before every item had its outcome; ``completed`` of the error
         maps the indices of those that had one.
         """
+        items = self._session.resident.hashed(items)
         found = self._session.resident.items_at_once(items, timeout_s, rows)
         return found or collect(self.encode_iter(items, timeout_s=timeout_s, **rows))
 
@@ -364,18 +366,12 @@ class VisionEncoderClient:
 
     def _stream(self, call: RowsCall, deadline: Deadline) -> Generator[tuple[int, Outcome], None, None]:
         self._check_open(call.method)
-        # Without a deserialiser, messages arrive as bytes and chunks are never copied by protobuf.
-        start: grpc.UnaryStreamMultiCallable[bytes, bytes] = self._channel.unary_stream(
-            method_path(call.method)
-        )
         request = call.request.SerializeToString()
+        metadata, stream = self._session.bearer + call.metadata, None
+        by_grpc = stream_call(self._channel, call.method, request, metadata)
+        sent = (call.calls_path, call.method, request, deadline.left_s, metadata)
         try:
-            metadata = self._session.bearer + call.metadata
-            stream = start(request, timeout=deadline.left_s, metadata=metadata)
-        except ValueError as error:
-            self._raise_if_closed_meanwhile(call.method, error)
-            raise
-        try:
+            stream = self._session.local.begin(*sent, by_grpc)
             for message in stream:
                 finished = call.feed(message)
                 if finished is not None:
@@ -385,8 +381,12 @@ class VisionEncoderClient:
             failure = call.failed(error, closed=self._closed)
             if not call.absorbs(failure):
                 raise failure from error
+        except ValueError as error:
+            self._raise_if_closed_meanwhile(call.method, error)
+            raise
         finally:
-            stream.cancel()
+            if stream is not None:
+                stream.cancel()
 
     def _check_open(self, method: str) -> None:
         if self._closed:

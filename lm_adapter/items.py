@@ -37,6 +37,8 @@ __all__ = [
 ]
 
 DIGEST_BYTES = 32
+DEFAULT_FPS = 24.0
+"""What frames without a rate count as."""
 MAX_URL_CHARS = 8192
 """The service takes no longer ones."""
 _NO_URL_CHAR = re.compile(r"[^\x21-\x7e]|\\")
@@ -109,10 +111,20 @@ class PixelItem:
 
         Raises TypeError for what is neither a numpy array nor a torch tensor.
         """
+        dtype, shape, packed = self._packed()
+        return dtype, shape, packed.tobytes()
+
+    def packed_in_place(self) -> tuple[str, tuple[int, ...], memoryview]:
+        """``packed`` without a copy of what is little-endian and contiguous in host memory. Raises as it
+        does, and TypeError for a dtype that is no plain number."""
+        dtype, shape, packed = self._packed()
+        return dtype, shape, packed.reshape(-1).view(np.uint8).data
+
+    def _packed(self) -> tuple[str, tuple[int, ...], npt.NDArray[Any]]:
         if isinstance(self.pixel_values, np.ndarray):
             little = self.pixel_values.dtype.newbyteorder("<")
             array = np.ascontiguousarray(self.pixel_values, dtype=little)
-            return little.name, self.pixel_values.shape, array.tobytes()
+            return little.name, self.pixel_values.shape, array
         # Whoever holds a tensor has imported torch already.
         torch = sys.modules.get("torch")
         if torch is None or not isinstance(self.pixel_values, torch.Tensor):
@@ -121,7 +133,7 @@ class PixelItem:
             )
         tensor = self.pixel_values.detach().cpu().contiguous()
         name = str(tensor.dtype).removeprefix("torch.")
-        return name, tuple(tensor.shape), tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
+        return name, tuple(tensor.shape), tensor.reshape(-1).view(torch.uint8).numpy()
 
 
 @dataclass(frozen=True)
@@ -149,8 +161,9 @@ class FramesItem:
     modality: Modality = Modality.VIDEO
 
     def array(self) -> npt.NDArray[np.uint8]:
-        """The frames on the host, contiguous. Raises InvalidRequest for another dtype or shape, and for both
-        fps and timestamps; TypeError for what is neither a numpy array nor a torch tensor."""
+        """The frames on the host, contiguous. Raises InvalidRequest for another dtype or shape, for a rate
+        that is not above 0 (on the wire 0 is none), and for both fps and timestamps; TypeError for what is
+        neither a numpy array nor a torch tensor."""
         frames: Any = self.frames
         if not isinstance(frames, np.ndarray):
             torch = sys.modules.get("torch")
@@ -162,20 +175,28 @@ class FramesItem:
                 f"frames are {frames.dtype} {list(frames.shape)}, needed are uint8 [T, H, W, 3], none of "
                 "them 0"
             )
-        if self.timestamps_s is not None and (self.fps is not None or len(self.timestamps_s) != len(frames)):
-            raise InvalidRequest(
-                f"{len(frames)} frames have {len(self.timestamps_s)} timestamps and fps {self.fps}, needed "
-                "is one timestamp for each, or fps"
-            )
+        self._check_times()
         return np.ascontiguousarray(frames)
+
+    def _check_times(self) -> None:
+        num_frames, timestamps_s = len(self.frames), self.timestamps_s
+        if timestamps_s is not None and (self.fps is not None or len(timestamps_s) != num_frames):
+            raise InvalidRequest(
+                f"{num_frames} frames have {len(timestamps_s)} timestamps and fps {self.fps}, needed is "
+                "one timestamp for each, or fps"
+            )
+        if self.fps is not None and not self.fps > 0:
+            raise InvalidRequest(f"{num_frames} frames have fps {self.fps}, needed is a number above 0")
 
     @property
     def source(self) -> str:
-        """What of it enters a key beside its digest: the rate, or the timestamps."""
+        """What of it enters a key beside its digest: the rate, or the timestamps. Raises InvalidRequest as
+        ``array``, for these alone."""
+        self._check_times()
         if self.timestamps_s is not None:
             packed = struct.pack(f"<{len(self.timestamps_s)}d", *self.timestamps_s)
             return f"frames:at={hashlib.sha256(packed).hexdigest()}"
-        return f"frames:fps={'' if self.fps is None else struct.pack('<d', self.fps).hex()}"
+        return f"frames:fps={struct.pack('<d', DEFAULT_FPS if self.fps is None else self.fps).hex()}"
 
 
 @dataclass(frozen=True)

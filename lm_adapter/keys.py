@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Sequence
+from dataclasses import replace
 
 from lm_adapter.errors import InvalidRequest, MissingDependency
 from lm_adapter.types import (
@@ -53,17 +54,17 @@ def pixels_digest(item: PixelItem) -> bytes:
 
     Raises MissingDependency as ``content_digest``, TypeError as ``PixelItem.packed``.
     """
-    return packed_digest(*item.packed(), item.grid)
+    return packed_digest(*item.packed_in_place(), item.grid)
 
 
 def frames_digest(item: FramesItem) -> bytes:
     """BLAKE3 of frames with their shape. Raises as ``content_digest`` and ``FramesItem.array``."""
     array = item.array()
     header = _length_prefixed([FRAMES_TAG, struct.pack(f"<{array.ndim}Q", *array.shape)])
-    return _blake3(header, array.tobytes())
+    return _blake3(header, array.reshape(-1).data)
 
 
-def packed_digest(dtype: str, shape: Sequence[int], data: bytes, grid: Grid) -> bytes:
+def packed_digest(dtype: str, shape: Sequence[int], data: bytes | memoryview, grid: Grid) -> bytes:
     """``pixels_digest`` of a tensor that is packed already. shape: in elements; data: little-endian."""
     header = _length_prefixed(
         [
@@ -124,18 +125,21 @@ class ItemKeys:
         self._namespace = namespace
         self._known: dict[tuple[object, ...], bytes] = {}
 
-    def of(self, item: Item) -> bytes:
-        """``item_key``. Raises as it does."""
+    def of(self, item: Item, computed: bytes | None = None) -> bytes:
+        """``item_key``. computed: the digest of an item that carries none, where its caller has hashed it.
+        Raises as ``item_key``."""
         what: object = tuple(item.grid) if isinstance(item, PixelItem) else item.options
         if isinstance(item, FramesItem):
             what = what, item.source
-        named = (type(item), item.digest, item.modality, what)
+        digest = item.digest or computed
+        named = (type(item), digest, item.modality, what)
         key = self._known.get(named)
         if key is None:
-            key = item_key(item, self._model, namespace=self._namespace)
+            digested = item if item.digest or not computed else replace(item, digest=computed)
+            key = item_key(digested, self._model, namespace=self._namespace)
             if len(self._known) >= MAX_KNOWN_KEYS:
                 self._known.clear()
-            if item.digest:
+            if digest:
                 self._known[named] = key
         return key
 
@@ -188,7 +192,7 @@ def _length_prefixed(fields: list[bytes]) -> bytes:
     return b"".join(struct.pack("<I", len(field)) + field for field in fields)
 
 
-def _blake3(*pieces: bytes) -> bytes:
+def _blake3(*pieces: bytes | memoryview) -> bytes:
     try:
         from blake3 import blake3
     except ImportError as error:

@@ -32,7 +32,7 @@ from lm_adapter.errors import InvalidRequest, MissingDependency
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Backend", "MRopeLayout", "RotaryTable", "apply_mrope", "choose_backend"]
+__all__ = ["Backend", "MRopeLayout", "RotaryTable", "apply_mrope", "choose_backend", "warm_up_mrope"]
 
 Backend: TypeAlias = Literal["auto", "torch", "triton"]
 
@@ -175,6 +175,26 @@ def apply_mrope(
     return q_THd, k_THd
 
 
+def warm_up_mrope(
+    table: RotaryTable, num_q_heads: int, num_k_heads: int, head_dim: int, dtype: torch.dtype
+) -> None:
+    """Compiles, on the table's device, what ``apply_mrope`` launches for steps of any length, q and k being
+    parts of one projection [T, H, d] of this dtype and positions int64: for an engine that starts, before it
+    captures graphs. Takes memory for 4097 tokens meanwhile. Does nothing where no kernel is launched.
+    Raises InvalidRequest as ``apply_mrope``."""
+    import torch
+
+    device = table.cos_sin.device
+    if choose_backend("auto", table.cos_sin) == "torch":
+        return
+    from lm_adapter.kernels.rotate import MEDIUM_STEP, SHORT_STEP
+
+    for num_tokens in (SHORT_STEP, MEDIUM_STEP, MEDIUM_STEP + 1):
+        heads = torch.zeros(num_tokens, num_q_heads + num_k_heads, head_dim, dtype=dtype, device=device)
+        positions = torch.zeros(3, num_tokens, dtype=torch.int64, device=device)
+        apply_mrope(heads[:, :num_q_heads], heads[:, num_q_heads:], positions, table)
+
+
 def choose_backend(backend: Backend, tensor: torch.Tensor) -> Literal["torch", "triton"]:
     """The backend for ``tensor``'s device. Raises InvalidRequest for another name, MissingDependency when
     Triton is asked for by name and absent."""
@@ -198,6 +218,10 @@ def _check(q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor, table: Rot
     if q.ndim != 3 or k.ndim != 3 or q.shape[0] != k.shape[0] or q.shape[2] != k.shape[2]:
         raise InvalidRequest(
             f"q has shape {list(q.shape)} and k {list(k.shape)}, need [T, Hq, d] and [T, Hk, d]"
+        )
+    if q.stride(2) != 1 or k.stride(2) != 1:
+        raise InvalidRequest(
+            f"elements of a head lie {q.stride(2)} apart in q and {k.stride(2)} in k, need to be neighbours"
         )
     if tuple(positions.shape) != (3, q.shape[0]):
         raise InvalidRequest(f"positions have shape {list(positions.shape)}, need {[3, q.shape[0]]}")

@@ -38,6 +38,7 @@ from lm_adapter.resident import ResidentRows
 from lm_adapter.transport.buffers import RowsHandling
 from lm_adapter.transport.channel import bearer
 from lm_adapter.transport.chooser import TransportChooser
+from lm_adapter.transport.local_calls import LocalCalls
 from lm_adapter.transport.pixel_choice import NO_PIXELS, CallPixels, PixelChoice
 from lm_adapter.transport.reading import Receiver, Unreadable
 from lm_adapter.transport.settings import TransportSettings
@@ -100,6 +101,7 @@ class Session:
         self.transports = TransportChooser(
             settings, self.returns, namespace=namespace, on_replaced=self.forget_info
         )
+        self.local = LocalCalls()
         self._pixel_choice = PixelChoice(settings)
         self.resident = ResidentRows(self)
         self.bearer = bearer(settings.token)
@@ -109,6 +111,11 @@ class Session:
         self.max_rows_bytes = max_rows_bytes
         self.info: ServerInfo | None = None
         self._told_at_s = 0.0
+
+    def close(self) -> None:
+        """Ends calls over sockets and the shared memory's session. Twice is once."""
+        self.local.close()
+        self.transports.close()
 
     def info_request(self) -> pb.GetServerInfoRequest:
         return pb.GetServerInfoRequest(protocol_version=PROTOCOL_VERSION)

@@ -13,7 +13,13 @@ os.environ.setdefault("OMP_NUM_THREADS", "2")
 
 import torch
 
+from tests import time_limits
+from tests.as_it_happens import AsItHappens
+from tests.turns import own_gpu_first
 from tests.valkey_server import ValkeyProcess
+
+# Before anything asks for a device.
+own_gpu_first(os.environ)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -22,6 +28,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default="cpu",
         help="torch device for the tests that take one: cpu, or cuda:0 to run the same tests on a GPU",
     )
+    parser.addoption(
+        "--seconds-file", help="file that gets what each test took, and the summary gets a table by test file"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(time_limits)
+    if not hasattr(config, "workerinput"):
+        config.pluginmanager.register(AsItHappens(config, config.getoption("--seconds-file")))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -231,7 +231,7 @@ def health(
 ) -> None:
     """Exits with 0 when the service says SERVING, with 1 otherwise: for container probes. The service asks
     for no token here; what stands before it may."""
-    from encoder_service.rpc.server import check_health
+    from encoder_service.rpc.health_check import check_health
     from lm_adapter import EncoderError
     from lm_adapter.transport.channel import bearer, channel_credentials, channel_options
 

@@ -62,6 +62,10 @@ def serve(
     bucket_sizes: Annotated[
         str | None, typer.Option(help="Patches of each graph, comma separated, as tune proposes them.")
     ] = None,
+    decode: Annotated[
+        str | None,
+        typer.Option(help="Where JPEG files are decoded: host, or device by nvJPEG (VE_DECODE)."),
+    ] = None,
     resize: Annotated[
         str | None, typer.Option(help="Where images are resized: host, or device on a GPU (VE_RESIZE).")
     ] = None,
@@ -98,6 +102,7 @@ def serve(
             attention=attention,
             deterministic=deterministic or None,
             bucket_sizes=bucket_sizes,
+            decode=decode,
             resize=resize,
             store_bytes=store_bytes,
             broker_path=broker_path,

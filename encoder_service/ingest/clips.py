@@ -24,7 +24,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from encoder_service.errors import ClipTooLarge, InvalidOption
+from encoder_service.errors import ClipTooLarge, InvalidOption, UndecodableClip
 from encoder_service.ingest.frames import resize_bicubic
 from encoder_service.ingest.moonvit import PatchLimits, limited_size
 from encoder_service.ingest.settings import MoonViTSettings, QwenVLSettings
@@ -192,6 +192,10 @@ class Clip:
             self._is_reading = True
         try:
             return self._read_piece(max_patches)
+        except UndecodableClip:
+            if self._is_closed:
+                return None
+            raise
         finally:
             with self._guard:
                 self._is_reading = False
@@ -209,22 +213,28 @@ class Clip:
         )
         started_s = time.perf_counter()
         for place, image_HWC in enumerate(itertools.islice(self._frames, count)):
+            if self._is_closed:
+                return None
             decoded_s = time.perf_counter()
             frames_THWC[place] = self._rules.fit(image_HWC, plan)
             resized_s = time.perf_counter()
             self.decode_ms += (decoded_s - started_s) * 1e3
             self.resize_ms += (resized_s - decoded_s) * 1e3
             started_s = resized_s
+        if self._is_closed:
+            return None  # stopped: what is not decoded is not in there
         self._left -= count
         return FrameItem(frames_THWC, self._rules.piece_grid(count, plan))
 
     def close(self) -> None:
-        """Gives back what is open; nothing more is read. Whoever reads meanwhile ends what it reads first.
-        Twice is once."""
+        """Gives back what is open; nothing more is read. Whoever reads meanwhile stops between two frames and
+        gets None. Twice is once."""
         with self._guard:
             self._is_closed = True
             is_reading = self._is_reading
-        if not is_reading:
+        if is_reading:
+            self._source.stop()
+        else:
             self._source.close()
 
 

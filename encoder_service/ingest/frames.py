@@ -33,6 +33,7 @@ from encoder_service.types import FrameItem, Grid, Modality, PatchItem, PixelVal
 
 if TYPE_CHECKING:
     from encoder_service.ingest.clips import ClipPreprocessor
+    from encoder_service.ingest.device_decode import DeviceDecoding
 
 # Options that were found in order, which are not looked at again.
 MAX_SOUND_OPTIONS = 256
@@ -90,15 +91,19 @@ def normalise_into(out: torch.Tensor, patches: torch.Tensor, normalisation: Norm
 
 
 def settings_fingerprint(
-    rules: str, settings: QwenVLSettings | MoonViTSettings, clips: ClipPreprocessor | None = None
+    rules: str,
+    settings: QwenVLSettings | MoonViTSettings,
+    clips: ClipPreprocessor | None = None,
+    decoding: DeviceDecoding | None = None,
 ) -> bytes:
     """BLAKE3 over the rules' version and the settings, those of clips among them, as canonical JSON. Floats
     in JSON are the shortest text that reads back to the same double, so equal settings give equal bytes
-    everywhere."""
+    everywhere. decoding: where it makes other pixels of a file, folded in behind."""
     content: dict[str, object] = {"rules": rules, "settings": dataclasses.asdict(settings)}
     if clips is not None:
         content["clips"] = clips.described
-    return blake3(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).digest()
+    digest: bytes = blake3(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).digest()
+    return digest if decoding is None else decoding.fingerprint(digest)
 
 
 class ImagePreprocessor(Preprocessor):
@@ -201,7 +206,7 @@ class ImagePreprocessor(Preprocessor):
         return self.fit_of(*read_size(data, self.limits), options)
 
     def decode_image(self, data: bytes, fit: Fit, out: torch.Tensor) -> None:
-        image_HWC = decode_rgb(data, self.limits, out)
+        image_HWC = decode_rgb(data, self.limits, out, self.decoding)
         check_size(image_HWC, fit.height, fit.width)
         if image_HWC is not out:
             # By numpy: torch would start a team of threads for each worker that copies.
@@ -213,7 +218,7 @@ class ImagePreprocessor(Preprocessor):
         size = read_size(data, self.limits)
         # Refuses an absurd shape before its pixels are decoded.
         grid = self.target_grid(*size, options)
-        image_HWC = decode_rgb(data, self.limits)
+        image_HWC = decode_rgb(data, self.limits, decoding=self.decoding)
         check_size(image_HWC, size.height, size.width)
         decoded = time.perf_counter()
         frames_THWC = self.fit(image_HWC, options).unsqueeze(0)

@@ -18,6 +18,7 @@ import torch
 from blake3 import blake3
 
 from encoder_service.errors import InvalidDigest
+from encoder_service.ingest.video_rules import DEFAULT_SOURCE_FPS
 from encoder_service.types import (
     DIGEST_BYTES,
     Content,
@@ -123,14 +124,14 @@ def options_text(options: PreprocessOptions) -> str:
 def source_text(content: Content) -> str:
     """``encoded`` for files and digests, ``pixels:t,h,w`` for pixel tensors: a caller's own pixels never
     stand for the pixels that the service would have made. For arrays of frames what samples them or tells
-    when they are shown: ``frames:fps=`` and the rate in hexadecimal as of an option, empty where none is
-    given,
-    or ``frames:at=`` and the SHA-256 of the timestamps as little-endian doubles."""
+    when they are shown: ``frames:fps=`` and the rate in hexadecimal as of an option, that of 24 where none is
+    given, or ``frames:at=`` and the SHA-256 of the timestamps as little-endian doubles."""
     if isinstance(content, FrameArray):
         if content.timestamps_s is not None:
             packed = struct.pack(f"<{len(content.timestamps_s)}d", *content.timestamps_s)
             return f"frames:at={hashlib.sha256(packed).hexdigest()}"
-        return f"frames:fps={'' if content.fps is None else struct.pack('<d', content.fps).hex()}"
+        fps = DEFAULT_SOURCE_FPS if content.fps is None else content.fps
+        return f"frames:fps={struct.pack('<d', fps).hex()}"
     if isinstance(content, PixelValues):
         grid: Grid = content.grid
         return f"pixels:{grid.t},{grid.h},{grid.w}"

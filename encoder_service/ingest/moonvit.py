@@ -24,6 +24,7 @@ from encoder_service.types import Grid, PreprocessOptions
 
 if TYPE_CHECKING:
     from encoder_service.ingest.clips import ClipPreprocessor
+    from encoder_service.ingest.device_decode import DeviceDecoding
 
 RULES = "moonvit.1"  # raise when the same settings give other pixels
 
@@ -54,14 +55,19 @@ class MoonViTPreprocessor(ImagePreprocessor):
     taken_options = ("max_patches", "max_patches_per_side")
 
     def __init__(
-        self, settings: MoonViTSettings, limits: DecodeLimits, clips: ClipPreprocessor | None = None
+        self,
+        settings: MoonViTSettings,
+        limits: DecodeLimits,
+        clips: ClipPreprocessor | None = None,
+        decoding: DeviceDecoding | None = None,
     ) -> None:
         self.settings = settings
         self.limits = limits
         self.clips = clips
+        self.decoding = decoding
         self.merge_size = settings.merge_size
         self.patch_dim = 3 * settings.patch_size**2
-        self.fingerprint = settings_fingerprint(RULES, settings, clips)
+        self.fingerprint = settings_fingerprint(RULES, settings, clips, decoding)
 
     @property
     def patch_shapes(self) -> tuple[tuple[int, ...], ...]:

@@ -16,6 +16,7 @@ from encoder_service.types import FrameItem, Grid, Modality, PatchItem, PixelVal
 
 if TYPE_CHECKING:
     from encoder_service.ingest.clips import ClipPreprocessor
+    from encoder_service.ingest.device_decode import DeviceDecoding
 
 
 class Fit(NamedTuple):
@@ -41,12 +42,13 @@ class Preprocessor(abc.ABC):
 
     fingerprint: 32 bytes over every setting that changes pixels, and over the version of the code's rules.
     patch_dim: elements of one flattened patch. clips: the rules for clips; None where the checkpoint says
-    nothing of them.
+    nothing of them. decoding: of image files on the device; None: on the host, all of them.
     """
 
     fingerprint: bytes
     patch_dim: int
     clips: ClipPreprocessor | None = None
+    decoding: DeviceDecoding | None = None
 
     @abc.abstractmethod
     def check_options(self, modality: Modality, options: PreprocessOptions) -> None:

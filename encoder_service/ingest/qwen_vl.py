@@ -25,6 +25,7 @@ from encoder_service.types import Grid, PreprocessOptions
 
 if TYPE_CHECKING:
     from encoder_service.ingest.clips import ClipPreprocessor
+    from encoder_service.ingest.device_decode import DeviceDecoding
 
 RULES = "qwen_vl.1"  # raise when the same settings give other pixels
 MAX_ASPECT_RATIO = 200
@@ -64,14 +65,19 @@ class QwenVLPreprocessor(ImagePreprocessor):
     taken_options = ("min_pixels", "max_pixels")
 
     def __init__(
-        self, settings: QwenVLSettings, limits: DecodeLimits, clips: ClipPreprocessor | None = None
+        self,
+        settings: QwenVLSettings,
+        limits: DecodeLimits,
+        clips: ClipPreprocessor | None = None,
+        decoding: DeviceDecoding | None = None,
     ) -> None:
         self.settings = settings
         self.limits = limits
         self.clips = clips
+        self.decoding = decoding
         self.merge_size = settings.merge_size
         self.patch_dim = 3 * settings.temporal_patch_size * settings.patch_size**2
-        self.fingerprint = settings_fingerprint(RULES, settings, clips)
+        self.fingerprint = settings_fingerprint(RULES, settings, clips, decoding)
 
     @property
     def patch_shapes(self) -> tuple[tuple[int, ...], ...]:

@@ -11,6 +11,7 @@ from pathlib import Path
 from encoder_service.errors import UnsupportedCheckpoint
 from encoder_service.ingest.clips import MoonViTClips, QwenClips
 from encoder_service.ingest.decode import DecodeLimits
+from encoder_service.ingest.device_decode import DeviceDecoding
 from encoder_service.ingest.moonvit import MoonViTPreprocessor
 from encoder_service.ingest.preprocessor import Preprocessor
 from encoder_service.ingest.qwen_vl import QwenVLPreprocessor
@@ -25,29 +26,40 @@ from encoder_service.ingest.video_settings import (
 
 
 def _qwen_vl(
-    images: SettingsReader, clips: SettingsReader | None, limits: DecodeLimits, clip_limits: ClipLimits
+    images: SettingsReader,
+    clips: SettingsReader | None,
+    limits: DecodeLimits,
+    clip_limits: ClipLimits,
+    decoding: DeviceDecoding | None,
 ) -> Preprocessor:
     settings = parse_qwen_vl(images)
     if clips is None:
-        return QwenVLPreprocessor(settings, limits)
+        return QwenVLPreprocessor(settings, limits, decoding=decoding)
     return QwenVLPreprocessor(
-        settings, limits, QwenClips(parse_qwen_video(clips, settings), settings, clip_limits)
+        settings, limits, QwenClips(parse_qwen_video(clips, settings), settings, clip_limits), decoding
     )
 
 
 def _moonvit(
-    images: SettingsReader, clips: SettingsReader | None, limits: DecodeLimits, clip_limits: ClipLimits
+    images: SettingsReader,
+    clips: SettingsReader | None,
+    limits: DecodeLimits,
+    clip_limits: ClipLimits,
+    decoding: DeviceDecoding | None,
 ) -> Preprocessor:
     settings = parse_moonvit(images)
     if clips is None or not has_moonvit_video(clips):
-        return MoonViTPreprocessor(settings, limits)
+        return MoonViTPreprocessor(settings, limits, decoding=decoding)
     return MoonViTPreprocessor(
-        settings, limits, MoonViTClips(parse_moonvit_video(clips, settings), settings, clip_limits)
+        settings, limits, MoonViTClips(parse_moonvit_video(clips, settings), settings, clip_limits), decoding
     )
 
 
 PREPROCESSORS: dict[
-    str, Callable[[SettingsReader, SettingsReader | None, DecodeLimits, ClipLimits], Preprocessor]
+    str,
+    Callable[
+        [SettingsReader, SettingsReader | None, DecodeLimits, ClipLimits, DeviceDecoding | None], Preprocessor
+    ],
 ] = {
     "qwen3_vl": _qwen_vl,
     "qwen3_5": _qwen_vl,
@@ -56,9 +68,14 @@ PREPROCESSORS: dict[
 
 
 def load_preprocessor(
-    path: Path, family: str, limits: DecodeLimits, clip_limits: ClipLimits | None = None
+    path: Path,
+    family: str,
+    limits: DecodeLimits,
+    clip_limits: ClipLimits | None = None,
+    decoding: DeviceDecoding | None = None,
 ) -> Preprocessor:
-    """The preprocessor of a checkpoint folder. clip_limits: their defaults when left out.
+    """The preprocessor of a checkpoint folder. clip_limits: their defaults when left out. decoding: of image
+    files on the device.
 
     Raises UnsupportedCheckpoint for an unknown family or for settings that are missing, invalid or unknown,
     CheckpointError when the folder has no settings file.
@@ -68,5 +85,9 @@ def load_preprocessor(
             f"family {family!r} has no preprocessor, known are {', '.join(PREPROCESSORS)}", family=family
         )
     return PREPROCESSORS[family](
-        read_settings_file(path), read_video_settings_file(path), limits, clip_limits or ClipLimits()
+        read_settings_file(path),
+        read_video_settings_file(path),
+        limits,
+        clip_limits or ClipLimits(),
+        decoding,
     )

@@ -40,8 +40,11 @@ class ClipSource(Protocol):
     header: ClipHeader
 
     def frames(self, indices: Sequence[int]) -> Iterator[torch.Tensor]:
-        """The frames at these places, ascending, as uint8 [H, W, 3], one by one. Raises UndecodableClip,
-        ClipTooLarge."""
+        """The frames at these places, ascending, as uint8 [H, W, 3], one by one. Raises ClipTooLarge at the
+        call where decoding takes too much; as frames are asked for UndecodableClip, ClipTooLarge."""
+
+    def stop(self) -> None:
+        """From any thread: whoever decodes meanwhile ends soon, with fewer frames or UndecodableClip."""
 
     def close(self) -> None:
         """Gives back what is open. Twice is once."""
@@ -108,4 +111,16 @@ def check_frame_size(width: int, height: int, limits: ClipLimits) -> None:
             f"{limits.max_frame_pixels}",
             found_pixels=width * height,
             max_frame_pixels=limits.max_frame_pixels,
+        )
+
+
+def check_decoded_pixels(num_frames: int, width: int, height: int, limits: ClipLimits) -> None:
+    """num_frames: that are decoded, whether or not anybody wants them. Raises ClipTooLarge."""
+    found = num_frames * width * height
+    if found > limits.max_decoded_pixels:
+        raise ClipTooLarge(
+            f"decoding the clip takes {num_frames} frames = {found} pixels, the limit is "
+            f"{limits.max_decoded_pixels}",
+            found_pixels=found,
+            max_decoded_pixels=limits.max_decoded_pixels,
         )

@@ -29,6 +29,9 @@ class FramesClip:
     def frames(self, indices: Sequence[int]) -> Iterator[torch.Tensor]:
         return (self._frames_THWC[index] for index in indices)
 
+    def stop(self) -> None:
+        """Nothing is decoded."""
+
     def close(self) -> None:
         """The array is its owner's."""
 

@@ -25,6 +25,11 @@ class Run(NamedTuple):
     last: int
     wanted: frozenset[int]
 
+    @property
+    def num_packets(self) -> int:
+        """At most so many frames are decoded: the decoder leaves out some that no other depends on."""
+        return self.last - self.first + 1
+
 
 def plan_runs(packets: Sequence[PacketFact], wanted: Sequence[int]) -> list[Run]:
     """packets: all of a stream's, whose pts differ; wanted: pts of some of them, ascending.

@@ -65,14 +65,15 @@ class MoonViTVideoSettings:
 @dataclass(frozen=True)
 class ClipLimits:
     """What a clip may ask for. max_encoded_bytes: of the file; max_frame_pixels: width times height of a
-    frame; max_duration_s and max_source_frames: of the file, whatever is sampled; max_frames: that are
-    sampled;
-    decode_threads: of one clip's decoder. Raises ValueError for a limit below 1."""
+    frame; max_duration_s and max_source_frames: of the file, whatever is sampled; max_decoded_pixels: of all
+    frames that are decoded for those that are sampled; max_frames: that are sampled; decode_threads: of one
+    clip's decoder. Raises ValueError for a limit below 1."""
 
     max_encoded_bytes: int = 256 * MIB
     max_frame_pixels: int = 64_000_000
     max_duration_s: float = 7200.0
     max_source_frames: int = 1_000_000
+    max_decoded_pixels: int = 250_000_000_000
     max_frames: int = 2048
     decode_threads: int = 1
 
@@ -89,6 +90,7 @@ def clip_limits(settings: ClipSettings, max_frame_pixels: int) -> ClipLimits:
         max_frame_pixels=max_frame_pixels,
         max_duration_s=settings.max_clip_duration_s,
         max_source_frames=settings.max_clip_source_frames,
+        max_decoded_pixels=settings.max_clip_decoded_pixels,
         max_frames=settings.max_clip_frames,
         decode_threads=settings.clip_decode_threads,
     )

@@ -22,14 +22,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import io
-import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any, NamedTuple
 
 import av
-import numpy as np
 import torch
 from av.container import InputContainer
 from av.packet import Packet
@@ -40,10 +37,16 @@ from av.video.stream import VideoStream
 
 from encoder_service.errors import ClipTooLarge, UndecodableClip
 from encoder_service.ingest.video_container import CONTAINER_NAMES, Container
-from encoder_service.ingest.video_file import ClipHeader, check_frame_size, decoder_errors
+from encoder_service.ingest.video_file import (
+    ClipHeader,
+    check_decoded_pixels,
+    check_frame_size,
+    decoder_errors,
+)
 from encoder_service.ingest.video_plan import PacketFact, Run, plan_runs
 from encoder_service.ingest.video_rules import DEFAULT_SOURCE_FPS
 from encoder_service.ingest.video_settings import ClipLimits
+from encoder_service.ingest.video_turn import turn_of
 
 # Decoders that are let near a caller's bytes.
 CODECS = (
@@ -60,6 +63,8 @@ CODECS = (
     "gif",
 )
 _VP8_SHOWN = 0x10  # of a frame's first byte, RFC 6386 section 9.1
+MAX_UNSHOWN = 8192  # packets that an edit list hides: a seek takes time by their square
+MAX_VIDEO_STREAMS = 8  # covers included: opening a file decodes pictures of each
 
 
 class StreamClip:
@@ -71,6 +76,8 @@ class StreamClip:
         self._name = CONTAINER_NAMES[container]
         self._limits = limits
         self._file: InputContainer | None = None
+        self._is_stopped = False
+        self._coded_size: tuple[int, int] | None = None
         try:
             with self._errors():
                 self._open()
@@ -78,19 +85,33 @@ class StreamClip:
             self.close()
             raise
 
+    def stop(self) -> None:
+        self._is_stopped = True
+
     def close(self) -> None:
         if self._file is not None:
             self._file.close()
             self._file = None
 
     def frames(self, indices: Sequence[int]) -> Iterator[torch.Tensor]:
+        runs = self._planned(indices)
+        self._check_cost(sum(run.num_packets for run in runs))
+        return self._frames([self._index.shown[index] for index in indices], runs)
+
+    def _planned(self, indices: Sequence[int]) -> list[Run]:
+        return plan_runs(self._index.packets, [self._index.shown[index] for index in indices])
+
+    def _check_cost(self, num_frames: int) -> None:
+        """Raises ClipTooLarge."""
+        assert self._coded_size is not None
+        check_decoded_pixels(num_frames, *self._coded_size, self._limits)
+
+    def _frames(self, wanted: Sequence[int], runs: Sequence[Run]) -> Iterator[torch.Tensor]:
         with self._errors():
-            shown = self._index.shown
-            wanted = [shown[index] for index in indices]
-            runs = plan_runs(self._index.packets, wanted)
-            num_done = 0
+            num_done = num_decoded = 0
             try:
                 for run in runs:
+                    num_decoded += run.num_packets
                     for frame in self._decode(run):
                         num_done += 1
                         yield self._upright(frame)
@@ -99,6 +120,7 @@ class StreamClip:
                 last = max((run.last for run in runs if run.wanted & {*wanted[num_done:]}), default=0)
                 if not last:
                     raise
+            self._check_cost(num_decoded + last + 1)
             self._stream.codec_context.flush_buffers()
             for frame in self._decode(Run(0, last, frozenset(wanted[num_done:]))):
                 yield self._upright(frame)
@@ -110,6 +132,7 @@ class StreamClip:
 
     def _open(self) -> None:
         """Raises UndecodableClip, ClipTooLarge."""
+        self._check_streams()
         file = self._file = self._demuxer(CODECS)
         self._stream = self._chosen_stream(file)
         context = self._stream.codec_context
@@ -127,14 +150,26 @@ class StreamClip:
         context.thread_count = self._limits.decode_threads
         context.thread_type = "AUTO"
         self._index = self._read_index(file)
+        self._fps = self._checked_rate()
         # How a clip is turned is told with its frames only.
-        first = next(iter(self._decode(Run(0, 0, frozenset({self._index.packets[0].pts})))))
-        self._coded_size = first.width, first.height
-        self.header = self._read_header(first)
+        (run,) = self._planned([0])
+        check_decoded_pixels(run.num_packets, width, height, self._limits)
+        self.header = self._read_header(next(iter(self._decode(run))))
 
-    def _demuxer(self, codecs: Sequence[str]) -> InputContainer:
+    def _check_streams(self) -> None:
+        """Raises UndecodableClip for more streams of pictures than a clip and its covers are."""
+        with self._demuxer((), probesize="32") as unread:
+            count = len(unread.streams.video)
+        if count > MAX_VIDEO_STREAMS:
+            raise UndecodableClip(
+                f"the {self._name} file has {count} video streams, the limit is {MAX_VIDEO_STREAMS}",
+                found=count,
+                max_video_streams=MAX_VIDEO_STREAMS,
+            )
+
+    def _demuxer(self, codecs: Sequence[str], **options: str) -> InputContainer:
         """That of what the first bytes announce alone, which opens nothing else. codecs: of the decoders that
-        may look at frames."""
+        may look at frames; options: FFmpeg's, further ones."""
         return av.open(
             io.BytesIO(self._data),
             "r",
@@ -145,6 +180,7 @@ class StreamClip:
                 # Opening looks at frames with decoders of its own.
                 "max_pixels": str(self._limits.max_frame_pixels),
                 "threads": "1",
+                **options,
             },
         )
 
@@ -166,12 +202,11 @@ class StreamClip:
 
     def _read_index(self, file: InputContainer) -> PacketIndex:
         """Raises UndecodableClip for a stream without frames or whose frames cannot be told apart,
-        ClipTooLarge
-        for too many."""
+        ClipTooLarge for too many."""
         stream, most = self._stream, self._limits.max_source_frames
         packets: list[PacketFact] = []
         shown: list[int] = []
-        end = 0
+        end = num_unshown = 0
         is_vp8 = stream.codec_context.name == "vp8"
         for packet in file.demux(stream):
             if not packet.size:
@@ -185,38 +220,54 @@ class StreamClip:
             # Each picture of a GIF is marked as a key frame and drawn over the one before it.
             packets.append(PacketFact(pts, packet.is_keyframe and (self._container != "gif" or not packets)))
             end = max(end, pts + (packet.duration or 0))
+            num_unshown += packet.is_discard
             if not packet.is_discard and not (is_vp8 and not bytes(packet)[0] & _VP8_SHOWN):
                 shown.append(pts)
             if len(packets) > most:
                 raise ClipTooLarge(f"the clip has over {most} frames, which is the limit", max_frames=most)
+            if num_unshown > MAX_UNSHOWN:
+                raise ClipTooLarge(
+                    f"the {self._name} file has over {MAX_UNSHOWN} frames that its edit list hides, which is "
+                    "the limit",
+                    max_unshown=MAX_UNSHOWN,
+                )
         if not shown:
             raise UndecodableClip(f"the {self._name} file's video has 0 frames, needs 1", num_frames=0)
         if len({packet.pts for packet in packets}) < len(packets):
             raise UndecodableClip(f"the {self._name} file's video shows two frames at one time")
         if stream.frames > len(packets) and self._container == "mov":
-            raise UndecodableClip(
-                f"the {self._name} file promises {stream.frames} frames and has {len(packets)}",
-                found=len(packets),
-                needed=stream.frames,
-            )
+            # Those that an edit list leaves out are promised too.
+            with self._demuxer((), ignore_editlist="1") as unedited:
+                found = sum(1 for packet in unedited.demux(unedited.streams[stream.index]) if packet.size)
+            if stream.frames > found:
+                raise UndecodableClip(
+                    f"the {self._name} file promises {stream.frames} frames and has {found}",
+                    found=found,
+                    needed=stream.frames,
+                )
         return PacketIndex(packets, sorted(shown), end)
 
-    def _read_header(self, first: VideoFrame) -> ClipHeader:
-        """Raises ClipTooLarge."""
-        num_frames, fps, most_s = len(self._index.shown), self._rate(), self._limits.max_duration_s
-        duration_s = num_frames / fps
+    def _checked_rate(self) -> float:
+        """Frames a second. Raises ClipTooLarge for a clip that lasts too long."""
+        fps, most_s = self._rate(), self._limits.max_duration_s
+        duration_s = len(self._index.shown) / fps
         if duration_s > most_s:
             raise ClipTooLarge(
                 f"the clip lasts {duration_s:.1f} s, the limit is {most_s:.1f} s",
                 found_s=round(duration_s, 1),
                 max_duration_s=most_s,
             )
+        return fps
+
+    def _read_header(self, first: VideoFrame) -> ClipHeader:
+        """Raises ClipTooLarge."""
+        num_frames = len(self._index.shown)
         width, height = first.width, first.height
         check_frame_size(width, height, self._limits)
         self._turn = turn_of(first)
         if self._turn.swaps_sides:
             width, height = height, width
-        return ClipHeader(num_frames, fps, height, width, duration_s, self._name)
+        return ClipHeader(num_frames, self._fps, height, width, num_frames / self._fps, self._name)
 
     def _rate(self) -> float:
         """Frames a second, on average."""
@@ -233,16 +284,22 @@ class StreamClip:
         """The run's frames in the order they are shown, as they come. Raises UndecodableClip when one does
         not."""
         decoder = self._stream.codec_context
+        start = self._index.packets[run.first].pts
         left = len(run.wanted)
         last_pts: int | None = None
         for packet in self._packets(run):
-            wanted = packet is not None and _pts_of(packet) in run.wanted
+            pts = None if packet is None else _pts_of(packet)
+            wanted = pts in run.wanted
             if packet is not None:
                 if packet.is_disposable and not wanted:
+                    continue
+                # Of an open group of pictures that a trimmed clip starts with: what it leans on was cut away.
+                if packet.is_discard and pts is not None and pts < start:
                     continue
                 # A frame that no other is predicted from is not decoded for nothing.
                 decoder.skip_frame = "DEFAULT" if wanted else "NONREF"
             for frame in decoder.decode(packet):
+                self._check_size(frame, run)
                 if frame.pts not in run.wanted or (last_pts is not None and frame.pts <= last_pts):
                     continue
                 if frame.is_corrupt:
@@ -267,7 +324,7 @@ class StreamClip:
         self._file.seek(start, stream=self._stream)
         is_started = False
         for packet in self._file.demux(self._stream):
-            if not packet.size:
+            if not packet.size or self._is_stopped:
                 break
             pts = _pts_of(packet)
             if not is_started:
@@ -282,8 +339,12 @@ class StreamClip:
                 break
         yield None
 
-    def _upright(self, frame: VideoFrame) -> torch.Tensor:
-        """uint8 [H, W, 3]. Raises UndecodableClip for another size than the first frame's."""
+    def _check_size(self, frame: VideoFrame, run: Run) -> None:
+        """Of a frame that nobody wants too: its pixels are counted as the first one's. Raises
+        UndecodableClip for another size than that, ClipTooLarge."""
+        if self._coded_size is None:
+            self._coded_size = frame.width, frame.height
+            self._check_cost(run.num_packets)
         if (frame.width, frame.height) != self._coded_size:
             width, height = self._coded_size
             raise UndecodableClip(
@@ -292,14 +353,16 @@ class StreamClip:
                 found=f"{frame.width}x{frame.height}",
                 needed=f"{width}x{height}",
             )
+
+    def _upright(self, frame: VideoFrame) -> torch.Tensor:
+        """uint8 [H, W, 3]."""
         return torch.from_numpy(self._turn.apply(frame.to_ndarray(format="rgb24")))
 
 
 @dataclass(frozen=True)
 class PacketIndex:
     """packets: in the file's order; shown: pts of the frames, ascending; end: when the last one's time is
-    over,
-    in the stream's time base."""
+    over, in the stream's time base."""
 
     packets: list[PacketFact]
     shown: list[int]
@@ -309,37 +372,6 @@ class PacketIndex:
     def places(self) -> dict[int, int]:
         """A packet's place in the file's order by its pts."""
         return {packet.pts: place for place, packet in enumerate(self.packets)}
-
-
-class Turn(NamedTuple):
-    """How coded pixels become upright ones: sides swapped first, then mirrored."""
-
-    swaps_sides: bool = False
-    mirrors_x: bool = False
-    mirrors_y: bool = False
-
-    def apply(self, image_HWC: np.ndarray) -> np.ndarray:
-        """uint8 [H, W, 3], contiguous."""
-        if self.swaps_sides:
-            image_HWC = image_HWC.swapaxes(0, 1)
-        if self.mirrors_x:
-            image_HWC = image_HWC[:, ::-1]
-        if self.mirrors_y:
-            image_HWC = image_HWC[::-1]
-        return np.ascontiguousarray(image_HWC)
-
-
-def turn_of(frame: VideoFrame) -> Turn:
-    """The quarter turn and mirroring nearest to the frame's display matrix: [a b u; c d v; x y w], by which
-    (x, y) is shown at (a x + c y, b x + d y), with y downwards (ISO/IEC 14496-12, section 6.2.2)."""
-    side_data: Mapping[str, Any] = frame.side_data
-    matrix = bytes(side_data.get("DISPLAYMATRIX", b""))
-    if len(matrix) != 36:
-        return Turn()
-    a, b, _, c, d, *_ = struct.unpack("=9i", matrix)
-    if abs(b) + abs(c) > abs(a) + abs(d):
-        return Turn(True, c < 0, b < 0)
-    return Turn(False, a < 0, d < 0)
 
 
 def _pts_of(packet: Packet[VideoStream]) -> int | None:

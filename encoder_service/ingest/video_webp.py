@@ -17,12 +17,18 @@ from PIL import Image
 
 from encoder_service.errors import ClipTooLarge, UndecodableClip
 from encoder_service.ingest.headers import webp_canvas
-from encoder_service.ingest.video_file import ClipHeader, check_frame_size, decoder_errors
+from encoder_service.ingest.video_file import (
+    ClipHeader,
+    check_decoded_pixels,
+    check_frame_size,
+    decoder_errors,
+)
 from encoder_service.ingest.video_rules import DEFAULT_SOURCE_FPS
 from encoder_service.ingest.video_settings import ClipLimits
 
 NAME = "WebP"
 MIN_CHUNKS = 1 << 16
+STRIDE = 32  # frames that are decoded without a look at whether anybody still waits
 
 
 class WebPClip:
@@ -30,6 +36,8 @@ class WebPClip:
 
     def __init__(self, data: bytes, limits: ClipLimits) -> None:
         self._data = data
+        self._limits = limits
+        self._is_stopped = False
         canvas = webp_canvas(data)
         if canvas is None:
             raise UndecodableClip(f"the WebP file of {len(data)} bytes has no header that can be read")
@@ -55,6 +63,12 @@ class WebPClip:
         self.header = ClipHeader(num_frames, fps, canvas.height, canvas.width, duration_s, NAME)
 
     def frames(self, indices: Sequence[int]) -> Iterator[torch.Tensor]:
+        # There are no key frames to start at.
+        num_decoded = max(indices, default=-1) + 1
+        check_decoded_pixels(num_decoded, self.header.width, self.header.height, self._limits)
+        return self._frames(indices)
+
+    def _frames(self, indices: Sequence[int]) -> Iterator[torch.Tensor]:
         with (
             decoder_errors(len(self._data), NAME),
             Image.open(io.BytesIO(self._data), formats=("WEBP",)) as image,
@@ -66,9 +80,19 @@ class WebPClip:
                     found=found,
                     needed=self.header.num_frames,
                 )
+            at = 0
             for index in indices:
+                for between in range(at + STRIDE, index, STRIDE):
+                    if self._is_stopped:
+                        return
+                    image.seek(between)
+                    image.load()
+                at = index
                 image.seek(index)
                 yield torch.from_numpy(np.array(image.convert("RGB"), dtype=np.uint8))
+
+    def stop(self) -> None:
+        self._is_stopped = True
 
     def close(self) -> None:
         """Nothing is kept open between frames of two calls."""

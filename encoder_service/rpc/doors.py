@@ -15,6 +15,8 @@ from encoder_service.errors import ConfigurationError
 from encoder_service.metrics import Metrics
 from encoder_service.rpc.auth import Access
 from encoder_service.rpc.gate import CallGate
+from encoder_service.rpc.local_connection import LocalBounds
+from encoder_service.rpc.local_server import LocalServer, path_beside
 from encoder_service.rpc.server import ConnectionBounds, GrpcServer
 from encoder_service.scheduler.admission import CallPermits
 from encoder_service.tls import CertificateFiles
@@ -26,11 +28,15 @@ log = structlog.get_logger(__name__)
 SPARE_STREAMS = 64
 
 
-def open_grpc(settings: Settings) -> GrpcServer:
-    """Not bound yet. Raises ConfigurationError for certificates that are none."""
+def open_grpc(settings: Settings, metrics: Metrics) -> GrpcServer:
+    """Not bound yet; with it what takes calls without gRPC, where that is on. Raises ConfigurationError for
+    certificates that are none."""
     certificates = None
     if settings.tls_cert is not None and settings.tls_key is not None:
         certificates = CertificateFiles(settings.tls_cert, settings.tls_key, settings.tls_client_ca)
+    local = open_local(settings)
+    if local is not None:
+        export_local(metrics, local)
     return GrpcServer(
         max_message_bytes=settings.max_message_bytes,
         bounds=ConnectionBounds(
@@ -40,6 +46,28 @@ def open_grpc(settings: Settings) -> GrpcServer:
             age_s=settings.connection_age_s,
         ),
         certificates=certificates,
+        local=local,
+    )
+
+
+def open_local(settings: Settings) -> LocalServer | None:
+    """Where clients on this host call without gRPC; None where that is off. Not bound yet."""
+    if not settings.local_calls or not settings.broker_path:
+        return None
+    path = path_beside(settings.broker_path)
+    if not path:
+        log.warning("no local calls: the socket's path would be too long", broker_path=settings.broker_path)
+        return None
+    return LocalServer(
+        path,
+        LocalBounds(
+            max_connections=settings.max_connections,
+            max_message_bytes=settings.max_message_bytes,
+            idle_s=settings.connection_idle_s,
+        ),
+        mode=int(settings.broker_mode, 8),
+        gid=settings.broker_gid,
+        allowed_uids=frozenset(settings.broker_allowed_uids) or None,
     )
 
 
@@ -80,6 +108,25 @@ def export_gate(metrics: Metrics, gate: CallGate) -> None:
         "Calls that came no further than the gate: too many, no token that opens, no request in time.",
         "reason",
         lambda: gate.refused,
+    )
+
+
+def export_local(metrics: Metrics, local: LocalServer) -> None:
+    """Registers what operators see of calls without gRPC; once per registry."""
+    metrics.gauge(
+        "ve_local_connections", "Connections for calls without gRPC.", lambda: local.num_connections
+    )
+    metrics.counter_view_by(
+        "ve_local_calls",
+        "Calls that came without gRPC, by method; they are among ve_requests_total too.",
+        "method",
+        lambda: local.counters.calls,
+    )
+    metrics.counter_view_by(
+        "ve_local_closed_connections",
+        "Connections for calls without gRPC that were closed from here, by cause.",
+        "cause",
+        lambda: local.counters.closed,
     )
 
 

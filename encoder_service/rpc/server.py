@@ -12,7 +12,7 @@ import contextlib
 import os
 import stat
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,12 +25,13 @@ from encoder_service.errors import ConfigurationError
 from encoder_service.rpc import observed
 from encoder_service.rpc.convert import serialize_event
 from encoder_service.rpc.gate import CallGate
+from encoder_service.rpc.health_check import SERVICE
+from encoder_service.rpc.local_server import LocalServer
 from encoder_service.rpc.servicer import VisionEncoderServicer
 from encoder_service.tls import CertificateFiles, Certificates
 from encoder_service.transport.socket_file import stays_in_use
 from vision_encoder.v1 import encoder_pb2 as pb
 
-SERVICE = "vision_encoder.v1.VisionEncoder"
 # gRPC can lose a call that comes in the moment of the stop, and then waits for its end until the grace is up.
 # Once no call has been in progress for this long, long enough for last bytes to leave, it is cut short.
 LINGER_S = 3.0
@@ -90,8 +91,11 @@ class GrpcServer:
         max_message_bytes: int,
         bounds: ConnectionBounds | None = None,
         certificates: CertificateFiles | None = None,
+        local: LocalServer | None = None,
     ) -> None:
-        """certificates: without, every address speaks in clear."""
+        """certificates: without, every address speaks in clear. local: takes the same calls without gRPC; is
+        bound, started and stopped with this server."""
+        self.local = local
         self._certificates = certificates
         self._gate = CallGate()
         self._server = grpc.aio.server(
@@ -110,6 +114,8 @@ class GrpcServer:
     def bind(self, addresses: tuple[str, ...]) -> tuple[str, ...]:
         """Binds every address and returns them with their real ports (0 picks a free one).
         Raises ConfigurationError for an address that cannot be bound."""
+        if self.local is not None:
+            self.local.bind()
         bound: list[str] = []
         for address in addresses:
             if address.startswith("unix:"):
@@ -141,6 +147,8 @@ class GrpcServer:
         )
         await self.set_serving(True)
         await self._server.start()
+        if self.local is not None:
+            await self.local.start(handlers)
 
     async def set_serving(self, serving: bool) -> None:
         """What the health service answers, for the server as a whole and for our service."""
@@ -149,6 +157,7 @@ class GrpcServer:
 
     async def stop(self, grace_s: float) -> None:
         """No new calls; those in flight may take ``grace_s``."""
+        local = None if self.local is None else asyncio.ensure_future(self.local.stop(grace_s))
         stopping = asyncio.ensure_future(self._server.stop(grace_s))
         ends_s = time.monotonic() + grace_s
         quiet_s = None
@@ -159,6 +168,8 @@ class GrpcServer:
                 await self._server.stop(0)
             await asyncio.wait([stopping], timeout=min(STOP_POLL_S, max(0.01, ends_s - now_s)))
         await stopping
+        if local is not None:
+            await local
         for path in self._unix_paths:
             with contextlib.suppress(FileNotFoundError):
                 path.unlink()
@@ -237,28 +248,3 @@ def remove_dead_socket(path: Path) -> None:
     if in_use:
         raise ConfigurationError(f"cannot listen on unix:{path}: another process listens there")
     path.unlink(missing_ok=True)
-
-
-async def check_health(
-    target: str,
-    timeout_s: float,
-    *,
-    credentials: grpc.ChannelCredentials | None = None,
-    options: Sequence[tuple[str, int | str]] = (),
-    metadata: Sequence[tuple[str, str]] = (),
-) -> bool:
-    """Whether the server at ``target`` says SERVING for our service; for probes and the command line.
-    credentials: None for a channel in clear."""
-    if credentials is None:
-        opened = grpc.aio.insecure_channel(target, options=options)
-    else:
-        opened = grpc.aio.secure_channel(target, credentials, options=options)
-    async with opened as channel:
-        stub = health_pb2_grpc.HealthStub(channel)
-        try:
-            answer = await stub.Check(  # type: ignore[attr-defined]
-                health_pb2.HealthCheckRequest(service=SERVICE), timeout=timeout_s, metadata=tuple(metadata)
-            )
-        except (TimeoutError, grpc.aio.AioRpcError):
-            return False
-        return bool(answer.status == SERVING)

@@ -35,7 +35,7 @@ class ConnectionLimits:
 @dataclass(frozen=True)
 class BrokerOptions:
     """How one broker behaves. instance_id is the one that GetServerInfo tells; mode and gid are the socket
-    file's."""
+    file's. calls_name: of the socket beside it that takes calls without gRPC; empty for none."""
 
     path: str
     instance_id: str
@@ -47,6 +47,7 @@ class BrokerOptions:
     heartbeat_s: float = 5.0
     max_connections: int = 512
     max_connections_per_namespace: int = 256
+    calls_name: str = ""
     max_pending: int = 128
     """Connections before their Hello; one more ends the oldest of them."""
     limits: ConnectionLimits = field(default_factory=ConnectionLimits)

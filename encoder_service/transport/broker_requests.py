@@ -182,6 +182,7 @@ class RequestDesk:
             heartbeat_ms=round(options.heartbeat_s * 1000),
             idle_timeout_ms=round(options.limits.idle_s * 1000),
             arenas=self._geometries(hello.namespace),
+            calls_name=options.calls_name,
         )
         if self.fetches is not None:
             welcome.max_fetch_keys = MAX_FETCH_KEYS

@@ -336,8 +336,8 @@ def _open_device_partitions(settings: Settings) -> PartitionedStore | None:
         return None
 
 
-def share(settings: Settings, store: SharedStore, instance_id: str) -> SharedMemory:
-    """Delivery as the settings say; not started."""
+def share(settings: Settings, store: SharedStore, instance_id: str, calls_name: str = "") -> SharedMemory:
+    """Delivery as the settings say; not started. calls_name: see ``BrokerOptions``."""
     return SharedMemory(
         store,
         BrokerOptions(
@@ -354,6 +354,7 @@ def share(settings: Settings, store: SharedStore, instance_id: str) -> SharedMem
             ),
             mode=int(settings.broker_mode, 8),
             gid=settings.broker_gid,
+            calls_name=calls_name,
         ),
         default_lease_s=settings.lease_default_ms / 1e3,
         max_lease_s=settings.lease_limit_ms / 1e3,

@@ -33,7 +33,7 @@ from lm_adapter.fleet.directory import Directory, Member, ReplicaView
 from lm_adapter.fleet.endpoints import Endpoints, resolver_of
 from lm_adapter.fleet.fallback import Fallback, fall_back
 from lm_adapter.fleet.holders import find_holders
-from lm_adapter.fleet.homes import routing_keys
+from lm_adapter.fleet.homes import routed_items, routing_keys
 from lm_adapter.fleet.latency import Latencies
 from lm_adapter.fleet.replica_client import replica_opener
 from lm_adapter.fleet.run import CallRun, Open, Rescue
@@ -201,7 +201,7 @@ class AsyncFleetClient:
         keys = await routing_keys(items)
 
         def open_attempt(member: Member, indices: Sequence[int]) -> AsyncGenerator[tuple[int, Outcome], None]:
-            chosen = [items[index] for index in indices]
+            chosen = routed_items(items, keys, indices)
             return member.client.encode_for(streams, chosen, deadline, handling.only(indices))
 
         async def rescue(index: int, failure: ItemFailed) -> EncodedRows | ItemFailed:

@@ -9,10 +9,11 @@ import asyncio
 from collections.abc import Sequence
 
 from lm_adapter.errors import EncoderError
+from lm_adapter.hashing import HashedItems
 from lm_adapter.keys import content_digest, frames_digest, pixels_digest
 from lm_adapter.types import ClipItem, DigestItem, FramesItem, ImageItem, Item, PixelItem, UrlItem
 
-__all__ = ["routing_key", "routing_keys"]
+__all__ = ["routed_items", "routing_key", "routing_keys"]
 
 HASH_OFF_LOOP_BYTES = 1 << 18
 
@@ -44,6 +45,20 @@ async def routing_keys(items: Sequence[Item]) -> list[bytes | None]:
     if sum(map(_hashed_bytes, items)) < HASH_OFF_LOOP_BYTES:
         return [routing_key(item) for item in items]
     return await asyncio.to_thread(lambda: [routing_key(item) for item in items])
+
+
+def routed_items(
+    items: Sequence[Item], keys: Sequence[bytes | None], indices: Sequence[int]
+) -> Sequence[Item]:
+    """Some of the items, for one replica's client: what was hashed for its routing key is not hashed again
+    there. keys: of all of them, as ``routing_keys`` gives them."""
+    chosen = [items[index] for index in indices]
+    computed: dict[int, bytes] = {}
+    for position, index in enumerate(indices):
+        key = keys[index]
+        if key is not None and not items[index].digest and not isinstance(items[index], DigestItem | UrlItem):
+            computed[position] = key
+    return HashedItems(chosen, computed)
 
 
 def _hashed_bytes(item: Item) -> int:

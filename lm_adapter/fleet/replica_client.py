@@ -77,7 +77,7 @@ class ReplicaClient(AsyncVisionEncoderClient):
         """As ``encode_iter``, on these streams."""
         info = await self._known_info(deadline)
         await self._require_transport(deadline)
-        resident = self._session.resident.of_items(info, items, handling)
+        resident = await self._session.resident.of_items_on_loop(info, items, handling, streams)
         ordinary = partial(self._encode, info, deadline, streams)
         async with aclosing(resident.run_on_loop(deadline, streams, ordinary)) as stream:
             async for finished in stream:

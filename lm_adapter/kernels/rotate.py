@@ -1,8 +1,8 @@
 """M-RoPE over q and k in one launch, in place.
 
 Owns the gather of each pair's angle by its axis, the half-split rotation, and the launch's shape. One program
-holds one token: its angles are read once for all heads, and elements that do not turn are never touched.
-Arithmetic is float32. Checks are ``rotary``'s.
+holds one token, or a share of its heads: angles are read once for all of them, and elements that do not turn
+are never touched. Arithmetic is float32. Checks are ``rotary``'s.
 
 Shape legend: T tokens, H heads, d head_dim, F rotary_dim / 2.
 """
@@ -10,17 +10,42 @@ Shape legend: T tokens, H heads, d head_dim, F rotary_dim / 2.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 
-PAIRS_PER_WARP = 512
+# Steps of up to so many tokens. The shortest wait for memory more than they move it: many warps for a token.
+# The longest have programs enough with one for each.
+SHORT_STEP = 128
+MEDIUM_STEP = 4096
 
 
-def rotation_warps(num_heads: int, half: int) -> int:
-    """Warps of a program that holds a token's q: 16 pairs a lane, two 16-byte accesses for each half."""
-    pairs: int = triton.next_power_of_2(num_heads) * triton.next_power_of_2(half)
-    return min(8, max(1, pairs // PAIRS_PER_WARP))
+class RotationTiles(NamedTuple):
+    """blocks: programs that share a token's heads; q_heads, k_heads: that each of them holds."""
+
+    blocks: int
+    q_heads: int
+    k_heads: int
+    num_warps: int
+
+
+def rotation_tiles(num_tokens: int, num_q_heads: int, num_k_heads: int, half: int) -> RotationTiles:
+    """The fastest on an H200 for heads of Qwen's language models (``bench/NOTES.md``). A step is of one of
+    three kinds, each with one compiled kernel."""
+    q_heads, k_heads = (triton.next_power_of_2(max(1, heads)) for heads in (num_q_heads, num_k_heads))
+    heads = max(q_heads, k_heads)
+    pairs = heads * triton.next_power_of_2(half)
+    if num_tokens <= SHORT_STEP:
+        blocks, pairs_per_warp = 4 if pairs > 1024 else 2, 128
+    elif num_tokens <= MEDIUM_STEP:
+        blocks, pairs_per_warp = max(1, pairs // 1024), 512
+    else:
+        blocks, pairs_per_warp = 1, 512
+    blocks = min(blocks, heads)
+    num_warps = min(8, max(1, pairs // blocks // pairs_per_warp))
+    return RotationTiles(blocks, max(1, q_heads // blocks), max(1, k_heads // blocks), num_warps)
 
 
 def rotate_qk_(
@@ -39,7 +64,8 @@ def rotate_qk_(
     assert cos_sin.is_contiguous()
     if num_tokens == 0:
         return
-    _rotate_kernel[(num_tokens,)](
+    tiles = rotation_tiles(num_tokens, num_q_heads, num_k_heads, half)
+    _rotate_kernel[(num_tokens, tiles.blocks)](
         q_THd,
         k_THd,
         positions_3T,
@@ -51,16 +77,16 @@ def rotate_qk_(
         positions_3T.stride(0),
         positions_3T.stride(1),
         Q_HEADS=num_q_heads,
-        Q_TILE=triton.next_power_of_2(max(1, num_q_heads)),
+        Q_TILE=tiles.q_heads,
         K_HEADS=num_k_heads,
-        K_TILE=triton.next_power_of_2(max(1, num_k_heads)),
+        K_TILE=tiles.k_heads,
         HALF=half,
         HALF_TILE=triton.next_power_of_2(half),
         T_SECTION=sections[0],
         H_SECTION=sections[1],
         W_SECTION=sections[2],
         INTERLEAVED=interleaved,
-        num_warps=rotation_warps(max(num_q_heads, num_k_heads), half),
+        num_warps=tiles.num_warps,
     )
 
 
@@ -68,13 +94,14 @@ def rotate_qk_(
 def _load_heads(
     x_ptr,
     head_stride,
+    block,
     HEADS: tl.constexpr,
     TILE: tl.constexpr,
     HALF: tl.constexpr,
     HALF_TILE: tl.constexpr,
 ):
-    """Both halves [H, F] of all heads of one token, in their own dtype."""
-    head = tl.arange(0, TILE)[:, None]
+    """Both halves [H, F] of a block of one token's heads, in their own dtype."""
+    head = block * TILE + tl.arange(0, TILE)[:, None]
     pair = tl.arange(0, HALF_TILE)[None, :]
     used = (head < HEADS) & (pair < HALF)
     first_ptr = x_ptr + head * head_stride + pair
@@ -85,6 +112,7 @@ def _load_heads(
 def _store_turned(
     x_ptr,
     head_stride,
+    block,
     first,
     second,
     cos,
@@ -95,7 +123,7 @@ def _store_turned(
     HALF_TILE: tl.constexpr,
 ):
     """Both halves turned by the angles [1, F] that all heads share."""
-    head = tl.arange(0, TILE)[:, None]
+    head = block * TILE + tl.arange(0, TILE)[:, None]
     pair = tl.arange(0, HALF_TILE)[None, :]
     used = (head < HEADS) & (pair < HALF)
     first_ptr = x_ptr + head * head_stride + pair
@@ -106,7 +134,7 @@ def _store_turned(
     tl.store(first_ptr + HALF, (second * cos + first * sin).to(dtype), mask=used)
 
 
-# axis_stride is a step's number of tokens: one compiled kernel for any, so that no step waits for a compiler.
+# axis_stride is a step's number of tokens: a step of any length finds its kind's kernel compiled.
 @triton.jit(do_not_specialize=["axis_stride"])
 def _rotate_kernel(
     q_ptr,
@@ -131,11 +159,12 @@ def _rotate_kernel(
     INTERLEAVED: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
+    block = tl.program_id(1)
     q_ptr += token * q_token_stride
     k_ptr += token * k_token_stride
     # Ahead of the angles, which wait for the positions: with few tokens latency is all there is.
-    q_first, q_second = _load_heads(q_ptr, q_head_stride, Q_HEADS, Q_TILE, HALF, HALF_TILE)
-    k_first, k_second = _load_heads(k_ptr, k_head_stride, K_HEADS, K_TILE, HALF, HALF_TILE)
+    q_first, q_second = _load_heads(q_ptr, q_head_stride, block, Q_HEADS, Q_TILE, HALF, HALF_TILE)
+    k_first, k_second = _load_heads(k_ptr, k_head_stride, block, K_HEADS, K_TILE, HALF, HALF_TILE)
 
     position_ptr = positions_ptr + token * position_stride
     at_t = tl.load(position_ptr).to(tl.int64)
@@ -154,5 +183,5 @@ def _rotate_kernel(
     cos = tl.load(angle_ptr, mask=pair < HALF, other=0.0)[None, :]
     sin = tl.load(angle_ptr + HALF, mask=pair < HALF, other=0.0)[None, :]
 
-    _store_turned(q_ptr, q_head_stride, q_first, q_second, cos, sin, Q_HEADS, Q_TILE, HALF, HALF_TILE)
-    _store_turned(k_ptr, k_head_stride, k_first, k_second, cos, sin, K_HEADS, K_TILE, HALF, HALF_TILE)
+    _store_turned(q_ptr, q_head_stride, block, q_first, q_second, cos, sin, Q_HEADS, Q_TILE, HALF, HALF_TILE)
+    _store_turned(k_ptr, k_head_stride, block, k_first, k_second, cos, sin, K_HEADS, K_TILE, HALF, HALF_TILE)

@@ -35,6 +35,7 @@ from lm_adapter.transport.broker_records import (
     ProbeSlot,
     geometry_of,
     known_arenas,
+    path_beside,
 )
 from vision_encoder.v1 import broker_pb2 as pb
 from vision_encoder.v1 import encoder_pb2
@@ -319,6 +320,7 @@ class BrokerClient:
             arenas=known_arenas(welcome.arenas),
             number=self._num_sessions,
             restarted=self._instance_id not in ("", welcome.instance_id),
+            calls_path=path_beside(self.path, welcome.calls_name),
         )
         self._instance_id = welcome.instance_id
         self._link, self._session = link, session

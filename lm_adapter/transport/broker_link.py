@@ -58,7 +58,7 @@ class BrokerLink:
         self._send_lock = threading.Lock()
         self._waiting: dict[int, Waiting] = {}
         self._next_id = HELLO_ID + 1
-        self._sent_s = self._heard_s = time.monotonic()
+        self._sent_s = self._heard_s = self._pinged_s = time.monotonic()
         self._lost: BrokerError | None = None
         self._reading = threading.Lock()
         """Held by whoever reads the socket."""
@@ -294,12 +294,13 @@ class BrokerLink:
                 raise BrokerUnavailable(
                     f"the broker has said nothing for {silence_s:g} s", reason="BROKER_SILENT"
                 )
-            if now_s - self._sent_s >= heartbeat_s:
+            if now_s >= self._ping_due_s(heartbeat_s):
                 with self._lock:
                     ping = pb.BrokerRequest(request_id=self._next_id, ping=pb.BrokerPing())
                     self._next_id += 1
+                self._pinged_s = now_s
                 self._send(ping, now_s + silence_s)
-            ends_s = self._sent_s + heartbeat_s
+            ends_s = self._ping_due_s(heartbeat_s)
             if self._tell_at_s is not None:
                 if now_s >= self._tell_at_s:
                     self._tell()
@@ -318,6 +319,10 @@ class BrokerLink:
             while (reply := self._reader.next_reply()) is not None:
                 self._deliver(reply, on_notice)
             return True
+
+    def _ping_due_s(self, heartbeat_s: float) -> float:
+        """Whoever says nothing is taken for dead; so is a broker that has nothing to answer, unless asked."""
+        return min(self._sent_s, max(self._heard_s, self._pinged_s)) + heartbeat_s
 
     def _deliver(self, reply: ReceivedReply, on_notice: Callable[[pb.BrokerReply], None]) -> None:
         message = reply.message

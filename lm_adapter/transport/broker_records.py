@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from types import TracebackType
@@ -11,7 +12,15 @@ from lm_adapter.transport.broker_errors import BrokerViolation
 from lm_adapter.transport.broker_frames import close_descriptors
 from vision_encoder.v1 import broker_pb2 as pb
 
-__all__ = ["ArenaGeometry", "Attachment", "BrokerSession", "ProbeSlot", "geometry_of", "known_arenas"]
+__all__ = [
+    "ArenaGeometry",
+    "Attachment",
+    "BrokerSession",
+    "ProbeSlot",
+    "geometry_of",
+    "known_arenas",
+    "path_beside",
+]
 
 _KINDS: dict[int, Literal["host", "device"]] = {pb.ARENA_KIND_HOST: "host", pb.ARENA_KIND_DEVICE: "device"}
 
@@ -42,7 +51,8 @@ class ProbeSlot:
 @dataclass(frozen=True, slots=True)
 class BrokerSession:
     """One connection's life. owner_id names it in gRPC requests. number counts this client's sessions from 1;
-    restarted: the encoder is another process than in the session before."""
+    restarted: the encoder is another process than in the session before. calls_path: of the socket that takes
+    calls without gRPC, as this process sees it; empty for none."""
 
     instance_id: str
     host_id: str
@@ -51,6 +61,7 @@ class BrokerSession:
     arenas: tuple[ArenaGeometry, ...]
     number: int
     restarted: bool
+    calls_path: str = ""
 
 
 @dataclass(eq=False)
@@ -76,6 +87,11 @@ class Attachment:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def path_beside(broker_path: str, name: str) -> str:
+    """Of the socket with this name in the broker's folder; empty for none, and for what is no name."""
+    return os.path.join(os.path.dirname(broker_path), name) if name and "/" not in name else ""
 
 
 def geometry_of(message: pb.ArenaGeometry) -> ArenaGeometry:

@@ -121,12 +121,13 @@ class TransportChooser:
             owner_id, turn = session.owner_id.encode(), self._backoff.turn
             found = self._current
             if found is None or (found.owner_id, found.turn) != (owner_id, turn):
-                name, unleased = self._choice.name, None
+                name, unleased, settings = self._choice.name, None, self.settings
                 if self._broker is not None and self._choice.resident == "directory":
                     link = self._broker.fetch_link(owner_id)
                     unleased = self._arenas.unleased(name, self._namespace, link)
+                path = session.calls_path if settings.local_calls else ""
                 found = self._current = SharedTransport(
-                    name, owner_id, self.settings.lease_ms, self.returns, self, turn, self._broker, unleased
+                    name, owner_id, settings.lease_ms, self.returns, self, turn, self._broker, unleased, path
                 )
             return found
 

@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypedDict
 
-from lm_adapter.errors import InvalidRequest
+from lm_adapter.errors import InvalidRequest, MissingDependency
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["PIXELS", "TRANSPORTS", "PixelInput", "TransportChoice", "TransportOptions", "TransportSettings"]
+__all__ = [
+    "HASHING",
+    "PIXELS",
+    "TRANSPORTS",
+    "PixelInput",
+    "TransportChoice",
+    "TransportOptions",
+    "TransportSettings",
+    "blake3_is_installed",
+]
 
 TRANSPORTS = ("device", "host", "inline")
 """Every way there is, in the order in which they are preferred."""
 PIXELS = ("auto", "memfd", "shm", "inline")
+HASHING = ("auto", "on", "off")
 
 
 class TransportOptions(TypedDict, total=False):
@@ -29,6 +40,12 @@ class TransportOptions(TypedDict, total=False):
     process uses CUDA. lease_ms: how long leases are asked for; 0 for the server's default.
     directory: whether rows that are resident are looked up and copied without asking the encoder, where they
     come in shared memory; otherwise each is leased.
+    local_calls: whether calls whose rows come in shared memory go over a unix socket of their own, where the
+    encoder has one beside the broker's; otherwise by gRPC.
+    hash_items: whether items without a digest are hashed here, so that they too are looked for where rows
+    come in shared memory; nowhere else is anything hashed. ``auto``: where the package blake3 is installed,
+    and as far as it costs little beside the call that it may save (``hashing``); ``on``: whatever its size
+    and memory, and MissingDependency without the package; ``off``.
     pixels: how pixel tensors go to the service, ``inline``, ``shm`` (named segments in shm_dir, a folder that
     both sides see), ``memfd`` (through the broker), or ``auto``, a memfd for large ones where rows come in
     shared memory too. What the service does not take in this way goes inline.
@@ -40,6 +57,8 @@ class TransportOptions(TypedDict, total=False):
     device: str | int | torch.device | None
     lease_ms: int
     directory: bool
+    local_calls: bool
+    hash_items: str
     pixels: str
     shm_dir: str
 
@@ -65,11 +84,13 @@ class TransportSettings:
     device: str | int | torch.device | None = None
     lease_ms: int = 0
     directory: bool = True
+    local_calls: bool = True
+    hash_items: str = "auto"
     pixels: str = "auto"
     shm_dir: str = "/dev/shm"  # noqa: S108
 
     def __post_init__(self) -> None:
-        """Raises InvalidRequest."""
+        """Raises InvalidRequest, and MissingDependency where items are to be hashed and cannot be."""
         names = self.transports
         if isinstance(names, str) or not names or len(set(names)) != len(names):
             raise InvalidRequest(f"transports is a sequence of different names, found {names!r}")
@@ -78,8 +99,13 @@ class TransportSettings:
                 raise InvalidRequest(f"transports has {name!r}, possible are {', '.join(TRANSPORTS)}")
         if self.broker_path and not self.broker_path.startswith("/"):
             raise InvalidRequest(f"broker_path is an absolute path, found {self.broker_path!r}")
-        if not isinstance(self.directory, bool):
-            raise InvalidRequest(f"directory is {self.directory!r}, possible are True and False")
+        for name in ("directory", "local_calls"):
+            if not isinstance(getattr(self, name), bool):
+                raise InvalidRequest(f"{name} is {getattr(self, name)!r}, possible are True and False")
+        if self.hash_items not in HASHING:
+            raise InvalidRequest(f"hash_items is {self.hash_items!r}, possible are {', '.join(HASHING)}")
+        if self.hash_items == "on" and not blake3_is_installed():
+            raise MissingDependency("blake3", "hash_items='on'")
         if self.pixels not in PIXELS:
             raise InvalidRequest(f"pixels is {self.pixels!r}, possible are {', '.join(PIXELS)}")
         if not self.shm_dir.startswith("/"):
@@ -117,3 +143,11 @@ class TransportChoice:
     def is_shared(self) -> bool:
         """Whether rows come through shared memory."""
         return self.name in ("device", "host")
+
+
+def blake3_is_installed() -> bool:
+    """Whether content can be hashed; nothing is imported to find out."""
+    try:
+        return importlib.util.find_spec("blake3") is not None
+    except ImportError:  # an importer of somebody's own that keeps it out of reach
+        return False

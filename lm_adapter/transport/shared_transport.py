@@ -26,7 +26,7 @@ __all__ = ["SharedTransport"]
 class SharedTransport:
     """A way of delivery that was chosen, for one call. owner_id: of the session that its leases end with.
     turn: see ``RefusalBackoff``. broker: the connection, for pixels on their way in. unleased: rows that need
-    no lease; None where all do."""
+    no lease; None where all do. calls_path: of the socket for calls without gRPC; empty for none."""
 
     name: str
     owner_id: bytes
@@ -36,6 +36,7 @@ class SharedTransport:
     turn: int = 0
     broker: BrokerClient | None = None
     unleased: UnleasedRows | None = None
+    calls_path: str = ""
 
     def read(
         self, record: LeaseRecord, handling: RowsHandling, out: Bytes | None

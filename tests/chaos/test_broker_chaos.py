@@ -24,6 +24,7 @@ from lm_adapter.transport.broker_errors import BrokerError
 from tests.chaos.broker_process import content_of
 from tests.unit.transport.broker_rig import (
     RawClient,
+    hello,
     num_descriptors,
     running_broker,
     socket_folder,
@@ -184,6 +185,28 @@ def test_a_stalled_broker_is_noticed_and_found_again_when_it_goes_on() -> None:
             assert client.wait_for_session(20).owner_id != owner
             assert reads(client, "one")
             wait_until(lambda: owner in broker.gone)
+
+
+def test_a_broker_that_stood_still_does_not_hold_it_against_its_clients() -> None:
+    """What they said meanwhile is heard before anybody is found to have been silent for too long."""
+    with (
+        socket_folder() as folder,
+        serving(str(folder / "s")) as broker,
+        RawClient(str(folder / "s")) as known,
+        RawClient(str(folder / "s"), greet=False) as new,
+    ):
+        broker.popen.send_signal(signal.SIGSTOP)
+        try:
+            time.sleep(0.2)  # until it stands, in its wait for news
+            known.socket.sendall(known.frame(ping=pb.BrokerPing()))
+            new.socket.sendall(new.frame(hello=hello()))
+            time.sleep(2.5)  # longer than a handshake or a silence may last
+        finally:
+            broker.popen.send_signal(signal.SIGCONT)
+        for client, answer in ((known, "pong"), (new, "welcome")):
+            reply = client.reply()
+            assert reply is not None, f"it was ended in place of a {answer}"
+            assert reply.HasField(answer)  # type: ignore[arg-type]
 
 
 def test_p21_a_stalled_client_loses_its_leases() -> None:

@@ -10,7 +10,7 @@ import sys
 import time
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
@@ -22,6 +22,8 @@ from tests.integration.images import photo
 from tests.integration.test_process import ENV
 from tests.unit.transport.broker_rig import socket_folder
 
+# Far above what any of these takes on a slow machine: a service that never ends fails its test alone.
+pytestmark = pytest.mark.timeout(150)
 NUM_BAD = 200
 PIPE_BYTES = 1 << 16
 
@@ -31,11 +33,12 @@ def serving(model: Path, *, stdout: IO[bytes] | int, stderr: IO[bytes] | int) ->
     """A service process; its address and its admin plane's. Ends well in time, or the test fails."""
     with socket_folder() as folder:
         target = f"unix:{folder}/grpc.sock"
-        admin_port = folder / "admin"
+        admin_port, stacks = folder / "admin", folder / "stacks"
         process = subprocess.Popen(
             [
                 sys.executable, "-c",
-                "import encoder_service.cli.serving as serving, pathlib, sys\n"
+                "import encoder_service.cli.serving as serving, faulthandler, pathlib, signal, sys\n"
+                f"faulthandler.register(signal.SIGUSR1, open({str(stacks)!r}, 'w'))\n"
                 "announce = serving.announce\n"
                 "def tell(service):\n"
                 f"    pathlib.Path({str(admin_port)!r}).write_text(service.admin_address)\n"
@@ -56,9 +59,25 @@ def serving(model: Path, *, stdout: IO[bytes] | int, stderr: IO[bytes] | int) ->
             yield target, admin_port.read_text()
             process.send_signal(signal.SIGTERM)
             assert process.wait(30) == 0
+        except BaseException:  # the time limit too
+            tell_what_it_does(process, stacks)
+            raise
         finally:
             process.kill()
             process.wait(30)
+
+
+def tell_what_it_does(process: subprocess.Popen[bytes], stacks: Path) -> None:
+    """The stacks of a service at whose side something went wrong, and the time that its threads took."""
+    if process.poll() is not None:
+        return
+    process.send_signal(signal.SIGUSR1)
+    time.sleep(1)
+    print(stacks.read_text())
+    for thread in Path(f"/proc/{process.pid}/task").iterdir():
+        with suppress(OSError):
+            taken = (thread / "stat").read_text().rpartition(")")[2].split()[11:13]
+            print((thread / "comm").read_text().strip(), thread.name, "ticks in user and kernel:", *taken)
 
 
 def until_ready(client: VisionEncoderClient, process: subprocess.Popen[bytes]) -> None:
@@ -75,7 +94,7 @@ def until_ready(client: VisionEncoderClient, process: subprocess.Popen[bytes]) -
 
 def serve_well_and_badly(target: str) -> None:
     """Each bad item is a line; good ones are served before, between and after."""
-    with VisionEncoderClient(target, timeout_s=120) as client:
+    with VisionEncoderClient(target, timeout_s=60) as client:
         for _ in range(5):
             bad = [ImageItem(b"no image" + os.urandom(4)) for _ in range(NUM_BAD)]
             outcomes = client.encode([*bad, ImageItem(photo(40, 40))])

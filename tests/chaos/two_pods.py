@@ -120,11 +120,13 @@ class EncoderPod:
         assert admin, ready
         self.admin = admin[1]
 
-    def figure(self, name: str) -> float:
-        """One of the service's metrics, summed over its labels."""
+    def figure(self, name: str, or_else: float | None = None) -> float:
+        """One of the service's metrics, summed over its labels. or_else: for one that has no labels yet."""
         with urllib.request.urlopen(f"{self.admin}/metrics", timeout=10) as answer:
             text = answer.read().decode()
         found = re.findall(rf"^{name}(?:{{[^}}]*}})? (\S+)$", text, re.MULTILINE)
+        if not found and or_else is not None:
+            return or_else
         assert found, name
         return sum(map(float, found))
 
@@ -208,8 +210,12 @@ class TwoPods:
     @pytest.mark.parametrize("concurrency", [1, 8, 32])
     def test_p20_p25_rows_are_bit_equal_to_inline(self, site: Site, concurrency: int) -> None:
         before = site.encoder.figure("ve_shared_deliveries_total")
+        calls = site.encoder.figure("ve_local_calls_total", or_else=0.0)
         chosen = images(self.num_images)
         found = site.reader.ask("compare", images=chosen, concurrency=concurrency)
+        assert site.encoder.figure("ve_local_calls_total") >= calls + len(chosen), (
+            "a call for each, without gRPC"
+        )
         assert (found["equal"], found["by_lease"]) == (len(chosen), len(chosen)), found
         assert site.encoder.figure("ve_shared_deliveries_total") >= before + len(chosen)
         site.encoder.no_lease_is_left()
@@ -229,6 +235,29 @@ class TwoPods:
         )
         assert site.encoder.figure("ve_broker_fetched_total") == leased
         assert site.encoder.figure("ve_directory_stale_total") == 0
+        site.encoder.no_lease_is_left()
+
+    @pytest.mark.parametrize("backend", ["uni", "mp"])
+    def test_p20_vllms_connector_fills_the_encoder_cache_from_shared_memory(
+        self, site: Site, backend: str
+    ) -> None:
+        """uni: rows go to the worker's device by themselves; mp: with the step's metadata."""
+
+        def num_shared() -> float:
+            names = ("ve_shared_deliveries_total", "ve_directory_reads_total")
+            return sum(map(site.encoder.figure, names))
+
+        chosen, before = images(9), num_shared()
+        config = str(site.ground.checkpoint / "config.json")
+        found = site.reader.ask("engine", config=config, backend=backend, images=chosen)
+        num_taken = len(chosen) - 1
+        assert found == {
+            "transport": site.ground.kind,
+            "loaded": num_taken,
+            "equal": num_taken,
+            "on_device": num_taken,
+        }
+        wait_until(lambda: num_shared() >= before + num_taken, "word of every row that was read")
         site.encoder.no_lease_is_left()
 
     @pytest.mark.parametrize("num_readers", [1, 2, 4])

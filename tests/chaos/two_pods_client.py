@@ -7,6 +7,7 @@ answers with one line. A GPU is cuda:0 here, whichever it is on the host.
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import hashlib
 import json
@@ -15,13 +16,15 @@ import pickle
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from lm_adapter import EncodedRows, EncoderError, ImageItem, VisionEncoderClient
+from lm_adapter import EncodedRows, EncoderError, ImageItem, PrefetchStatus, VisionEncoderClient
 from lm_adapter.transport.broker_errors import BrokerUnavailable
 from tests.integration.images import photo
+from tests.unit.lm_adapter.connector_rig import Engine, engine_config
 
 PATIENCE_S = 30.0
 
@@ -34,6 +37,7 @@ class Pod:
     """An LM server's stand-in: its own memory on the GPU, a captured graph, and two clients."""
 
     def __init__(self, target: str, kind: str) -> None:
+        self.target = target
         self.device = torch.device("cuda:0" if kind == "device" else "cpu")
         transports = ("device", "host", "inline") if kind == "any" else (kind, "inline")
         self.client = VisionEncoderClient(
@@ -199,6 +203,43 @@ class Pod:
         self.number.add_(1)
         self.graph.replay()
         return bool((self.doubled == self.number * 2).all())
+
+    def engine(self, config: str, backend: str, images: list[list[int]]) -> dict[str, Any]:
+        """As a vLLM engine in this pod, without vLLM: its connector fetches one image until rows come as they
+        are to come, then the others, and the encoder cache is filled with them."""
+        prefetched = self.inline.prefetch([self.item(image) for image in images])
+        keys = [one.key for one in prefetched if isinstance(one, PrefetchStatus)]
+        inline = [one for one in self.inline.fetch(keys) if isinstance(one, EncodedRows)]
+        items = [(one.key, one.grid_thw) for one in inline]
+        expected = {one.key.hex(): one.torch() for one in inline}
+        engine = Engine(
+            engine_config(
+                self.target,
+                backend,
+                hf_config=json.loads(Path(config).read_text()),
+                dtype=inline[0].dtype,
+                device=self.device,
+            )
+        )
+        try:
+            warm = engine.request("warm", items[:1])
+            engine.fetch(warm)
+            engine.finish(warm)
+            client = engine.scheduler._fetcher._source._client
+            transport = asyncio.run(client.wait_transport(PATIENCE_S)).name
+            request = engine.request("request", items[1:])
+            engine.fetch(request)
+            engine.load(engine.schedule(request))
+            engine.finish(request)
+        finally:
+            engine.close()
+        cache = engine.encoder_cache
+        return {
+            "transport": transport,
+            "loaded": len(cache),
+            "equal": sum(torch.equal(rows.cpu(), expected[key]) for key, rows in cache.items()),
+            "on_device": sum(rows.device == self.device for rows in cache.values()),
+        }
 
     def cut(self) -> dict[str, Any]:
         """The connection to the broker breaks."""

@@ -21,12 +21,14 @@ from encoder_service.ingest.video_rules import moonvit_indices, qwen_indices, ti
 from encoder_service.ingest.video_settings import ClipLimits, MoonViTVideoSettings, QwenVideoSettings
 from encoder_service.types import PreprocessOptions as ServiceOptions
 from lm_adapter.clip_texts import kimi_chunk_texts, qwen_frame_texts, qwen_patch_times
-from lm_adapter.keys import content_digest, embedding_key, packed_digest
+from lm_adapter.errors import InvalidRequest
+from lm_adapter.keys import content_digest, embedding_key, frames_digest, item_key, packed_digest
 from lm_adapter.mrope import MRopePositions, mrope_positions
 from lm_adapter.placeholders import ExpandedPrompt, expand_placeholders, prompt_item, unit_rows
 from lm_adapter.prefix_cache import PadScheme, pad_id, restore_placeholders
 from lm_adapter.splice import RowsLayout, Splicer
-from lm_adapter.types import Grid, Modality, PreprocessOptions
+from lm_adapter.testing import fake_model
+from lm_adapter.types import FramesItem, Grid, Modality, PreprocessOptions
 from tests.conformance.protocol import Function
 
 Asked = dict[str, Any]
@@ -57,6 +59,30 @@ def answer_embedding_key(asked: Asked) -> Asked:
         pixels_grid=None if asked["pixels_grid"] is None else Grid(*asked["pixels_grid"]),
     )
     return {"key": key.hex()}
+
+
+def frames_item(asked: Asked) -> FramesItem:
+    data, times = base64.b64decode(asked["data_base64"]), asked["timestamps_s"]
+    return FramesItem(
+        np.frombuffer(data, np.uint8).reshape(asked["shape"]),
+        fps=asked["fps"],
+        timestamps_s=None if times is None else tuple(times),
+        digest=None if asked["digest"] is None else bytes.fromhex(asked["digest"]),
+        options=PreprocessOptions(**{name: value for name, _, value in asked["options"]}),
+    )
+
+
+def answer_frames_key(asked: Asked) -> Asked:
+    item = frames_item(asked)
+    try:
+        item.array()
+    except InvalidRequest:
+        return {"refused": True}
+    fingerprints = {
+        name: bytes.fromhex(asked[name]) for name in ("model_fingerprint", "preprocess_fingerprint")
+    }
+    key = item_key(item, fake_model(dtype=asked["dtype"], **fingerprints), namespace=asked["namespace"])
+    return {"digest": (item.digest or frames_digest(item)).hex(), "key": key.hex()}
 
 
 def answer_pad_id(asked: Asked) -> Asked:

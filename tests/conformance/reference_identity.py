@@ -103,23 +103,95 @@ def embedding_keys() -> Vectors:
 
 
 def embedding_key(asked: dict[str, Any]) -> str:
+    grid = asked["pixels_grid"]
+    source = "encoded" if grid is None else f"pixels:{grid[0]},{grid[1]},{grid[2]}"
+    return key_of(asked, bytes.fromhex(asked["digest"]), asked["modality"], source)
+
+
+def key_of(asked: dict[str, Any], digest: bytes, modality: str, source: str) -> str:
     options = []
     for name, kind, value in sorted(asked["options"]):
         shown = struct.pack("<d", value).hex() if kind == "float" else str(value)
         options.append(f"{name}={shown}")
-    grid = asked["pixels_grid"]
     fields = [
         b"vision_encoder.key.v1",
         asked["namespace"].encode(),
-        bytes.fromhex(asked["digest"]),
-        asked["modality"].encode(),
+        digest,
+        modality.encode(),
         bytes.fromhex(asked["model_fingerprint"]),
         bytes.fromhex(asked["preprocess_fingerprint"]),
         ";".join(options).encode(),
-        b"encoded" if grid is None else f"pixels:{grid[0]},{grid[1]},{grid[2]}".encode(),
+        source.encode(),
         asked["dtype"].encode(),
     ]
     return hashlib.sha256(prefixed(fields)).hexdigest()
+
+
+def frames_keys() -> Vectors:
+    """Clips that come as arrays of frames: at a rate, at none, with timestamps, and some that are refused."""
+    plain: dict[str, Any] = {
+        "namespace": "",
+        "digest": None,
+        "model_fingerprint": bytes(range(32, 64)).hex(),
+        "preprocess_fingerprint": bytes(range(64, 96)).hex(),
+        "options": [],
+        "dtype": "bfloat16",
+        "shape": [2, 2, 3, 3],
+        "data_base64": text(bytes(i * 11 % 256 for i in range(36))),
+        "fps": None,
+        "timestamps_s": None,
+    }
+    longer = {"shape": [3, 8, 16, 3], "data_base64": text(bytes(i % 251 for i in range(1152)))}
+    changed: dict[str, dict[str, Any]] = {
+        "no rate": {},
+        "24 a second": {"fps": 24.0},
+        "24 a second, written without a fraction": {"fps": 24},
+        "25 a second": {"fps": 25.0},
+        "a rate that no decimal ends": {"fps": 24000 / 1001},
+        "a frame in eight seconds": {"fps": 0.125},
+        "timestamps": {"timestamps_s": [0.0, 0.5]},
+        "timestamps without fractions": {"timestamps_s": [3, 7]},
+        "timestamps of 24 a second are no rate": {"timestamps_s": [0.0, 1 / 24]},
+        "timestamps that no decimal ends": {"timestamps_s": [1001 / 24000, 0.1 + 0.2]},
+        "one frame": {"shape": [1, 4, 3, 3]},
+        "transposed shape": {"shape": [2, 3, 2, 3]},
+        "frames longer than a chunk of the hash": {**longer, "timestamps_s": [0.0, 1.5, 61.25]},
+        "the caller's digest": {"digest": (b"\xff" * 32).hex(), "fps": 2.0},
+        "the caller's digest, timestamps": {"digest": (b"\xff" * 32).hex(), "timestamps_s": [0.0, 0.5]},
+        "a rate to sample at beside the frames' own": {"fps": 30.0, "options": [["fps", "float", 1.5]]},
+        "namespace": {"namespace": "tenant-a", "fps": 2.0},
+        "dtype": {"dtype": "float32", "fps": 2.0},
+        "a rate of 0": {"fps": 0.0},
+        "a rate of 0, written without a fraction": {"fps": 0},
+        "a rate below 0": {"fps": -24.0},
+        "a rate and timestamps": {"fps": 2.0, "timestamps_s": [0.0, 0.5]},
+        "a timestamp too few": {"timestamps_s": [0.0]},
+        "a timestamp too many": {"timestamps_s": [0.0, 0.5, 1.0]},
+    }
+    cases = []
+    for name, changes in changed.items():
+        asked = {**plain, **changes}
+        cases.append(Case("frames_key", name, asked, frames_key(asked)))
+    source = "BLAKE3 over a length-prefixed header and the frames, SHA-256 over the length-prefixed fields"
+    return Vectors("frames_key", source, tuple(cases))
+
+
+def frames_key(asked: dict[str, Any]) -> dict[str, Any]:
+    fps, times, shape = asked["fps"], asked["timestamps_s"], asked["shape"]
+    if fps is not None and (fps <= 0 or times is not None):
+        return {"refused": True}
+    if times is not None and len(times) != shape[0]:
+        return {"refused": True}
+    if times is None:
+        source = "frames:fps=" + struct.pack("<d", 24.0 if fps is None else fps).hex()
+    else:
+        source = "frames:at=" + hashlib.sha256(b"".join(struct.pack("<d", at) for at in times)).hexdigest()
+    if asked["digest"] is None:
+        header = prefixed([b"vision_encoder.frames.v1", struct.pack("<4Q", *shape)])
+        digest = blake3_digest(header + base64.b64decode(asked["data_base64"]))
+    else:
+        digest = bytes.fromhex(asked["digest"])
+    return {"digest": digest.hex(), "key": key_of(asked, digest, "video", source)}
 
 
 def tokenspeed_id(digest: bytes, modality: str) -> int:
@@ -181,4 +253,11 @@ def restored_ids() -> Vectors:
 
 
 def all_vectors() -> list[Vectors]:
-    return [content_digests(), pixels_digests(), embedding_keys(), pad_ids(), restored_ids()]
+    return [
+        content_digests(),
+        pixels_digests(),
+        embedding_keys(),
+        frames_keys(),
+        pad_ids(),
+        restored_ids(),
+    ]

@@ -21,8 +21,9 @@ from encoder_service.config import parse_settings
 from encoder_service.engine.graphs import GraphCounters
 from encoder_service.engine.jobs import EngineCounters
 from encoder_service.engine.resizing import Resizing
+from encoder_service.ingest.device_decode import DeviceDecoding
 from encoder_service.metrics import Metrics
-from encoder_service.rpc.doors import export_gate
+from encoder_service.rpc.doors import export_gate, export_local
 from encoder_service.scheduler.buckets import Bucket, BucketLadder
 from encoder_service.store import shared_tier_start
 from encoder_service.store.tiers import TieredStore
@@ -82,6 +83,7 @@ def full_registry() -> Metrics:
     resizing = Resizing(torch.device("cpu"), 1)
     engine = MagicMock(graphs=graphs, counters=EngineCounters(), resizing=resizing)
     pipeline = MagicMock()
+    pipeline.model.preprocessor.decoding = DeviceDecoding("", MagicMock(), torch.device("cpu"))
     register_gauges(metrics, pipeline, engine)
     live = LiveView(metrics)
     live.sample = lambda: None  # type: ignore[method-assign]
@@ -98,6 +100,7 @@ def full_registry() -> Metrics:
     gate = MagicMock(refused={"TOO_MANY_CALLS": 1})
     gate.permits.by_host = {}
     export_gate(metrics, gate)
+    export_local(metrics, MagicMock())
     urls = open_urls(parse_settings(model="m", url_allow="images.test"), metrics)
     assert urls is not None
     urls.counters.ended["OK"] += 1

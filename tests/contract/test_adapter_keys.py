@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -12,6 +14,7 @@ from encoder_service import types as service
 from encoder_service.ingest import identity
 from encoder_service.rpc import convert as service_convert
 from lm_adapter import convert, keys
+from lm_adapter.hashing import HashedItems, ItemHasher
 from lm_adapter.testing import fake_model
 
 digests = st.binary(min_size=32, max_size=32)
@@ -111,6 +114,67 @@ def test_p10_pixel_digests_are_equal_through_the_wire(shape: tuple[int, ...], dt
     if dtype is not torch.bfloat16:
         as_numpy = adapter.PixelItem(values.numpy(), item.grid)
         assert keys.pixels_digest(as_numpy) == identity.content_digest(theirs)
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    st.binary(max_size=3000) | st.sampled_from([bytes(size) for size in (0, 1, 1023, 1024, 1025, 2049)]),
+    st.text(max_size=20),
+    modalities,
+    option_values,
+)
+def test_p10_a_file_hashed_by_its_client_has_the_key_that_the_service_gives_it(
+    data: bytes, namespace: str, modality: str, options: dict[str, int | float]
+) -> None:
+    """As it is sent without hashing, and as it is sent with the digest."""
+    item = adapter.ImageItem(
+        data,
+        options=adapter.PreprocessOptions(**options),  # type: ignore[arg-type]
+        modality=adapter.Modality(modality),
+    )
+    hashed_item_has_the_services_key(item, namespace)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(4, 6), (4, 3, 1, 2), (1, 6)])
+def test_p10_pixels_hashed_by_their_client_have_the_key_that_the_service_gives_them(
+    shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    values = torch.arange(math.prod(shape)).reshape(shape).to(dtype)
+    item = adapter.PixelItem(values, adapter.Grid(1, 2, 2))
+    hashed_item_has_the_services_key(item, "n")
+    if dtype is not torch.bfloat16:
+        swapped = adapter.PixelItem(values.numpy().astype(values.numpy().dtype.newbyteorder(">")), item.grid)
+        hashed_item_has_the_services_key(swapped, "n")
+    strided = values.repeat_interleave(2, -1)[..., ::2]
+    assert not strided.is_contiguous()
+    hashed_item_has_the_services_key(adapter.PixelItem(strided, item.grid), "n")
+
+
+@pytest.mark.parametrize("given", [{}, {"fps": 2.0}, {"timestamps_s": (0.0, 0.5)}])
+def test_p10_frames_hashed_by_their_client_have_the_key_that_the_service_gives_them(
+    given: dict[str, object],
+) -> None:
+    frames = torch.arange(2 * 4 * 5 * 3, dtype=torch.uint8).reshape(2, 4, 5, 3)
+    for content in (frames, frames.numpy(), frames.numpy()[:, :, ::-1]):
+        hashed_item_has_the_services_key(adapter.FramesItem(content, **given), "n")  # type: ignore[arg-type]
+
+
+def hashed_item_has_the_services_key(item: adapter.Item, namespace: str) -> None:
+    found = ItemHasher("auto").hashed([item], 0)
+    assert isinstance(found, HashedItems)
+    key = keys.ItemKeys(fake_model(), namespace).of(item, found.computed[0])
+    model = fake_model()
+    for sent in (item, *found.to_send([0])):
+        theirs = service_convert.item_from_proto(convert.item_message(sent))
+        assert key == identity.embedding_key(
+            theirs,
+            identity.content_digest(theirs),
+            namespace=namespace,
+            model_fingerprint=model.model_fingerprint,
+            preprocess_fingerprint=model.preprocess_fingerprint,
+            dtype=getattr(torch, model.dtype),
+        )
 
 
 def test_the_two_sides_spell_everything_alike() -> None:

@@ -146,6 +146,7 @@ def test_every_extra_is_offered(service_wheel: Path) -> None:
         "fa4",
         "flash-attn",
         "hf",
+        "nvjpeg",
         "otel",
         "shared",
         "uvloop",

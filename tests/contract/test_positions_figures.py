@@ -33,4 +33,7 @@ def test_the_figures_of_the_kernels_are_those_of_the_result_file() -> None:
     ]
     rotations = [one for one in records if one["op"] == "apply_mrope"]
     assert min(one["over_torch"] for one in rotations) > 15
-    assert max(one["over_copy"] for one in rotations if one["num_tokens"] >= 512) < 1.29
+    missed = {(one["shape"], one["num_tokens"]) for one in rotations if one["over_copy"] > 1.2}
+    few = {(shape, tokens) for shape in ("qwen3_vl_8b", "qwen3_5_9b") for tokens in (1, 16)}
+    assert missed == {*few, ("qwen3_5_9b", 16384)}
+    assert max(one["over_copy"] for one in rotations) < 1.29

@@ -53,6 +53,15 @@ def test_p11_keys_of_clips_are_equal_through_the_wire(place: int) -> None:
     assert keys.item_key(item, fake_model(dtype="float32", **FINGERPRINTS), namespace="n") == expected
 
 
+def test_p11_frames_without_a_rate_share_the_rows_of_the_rate_that_they_count_as() -> None:
+    array = frames()
+    info = fake_model(dtype="float32", **FINGERPRINTS)
+    found = [keys.item_key(FramesItem(array, fps=fps), info, namespace="n") for fps in (None, 24, 24.0, 25.0)]
+    assert found[0] == found[1] == found[2] != found[3]
+    theirs = [identity.source_text(service.FrameArray(torch.zeros(1), fps)) for fps in (None, 24.0)]
+    assert theirs == [FramesItem(array).source] * 2
+
+
 def test_p10_frames_of_another_shape_are_another_content() -> None:
     array = np.zeros((2, 4, 6, 3), np.uint8)
     digests = {keys.frames_digest(FramesItem(array.reshape(shape))) for shape in [(2, 4, 6, 3), (2, 6, 4, 3)]}
@@ -77,11 +86,25 @@ def test_frames_come_as_they_were_sent() -> None:
         (FramesItem(np.zeros((0, 4, 4, 3), np.uint8)), r"\[0, 4, 4, 3\], needed"),
         (FramesItem(np.zeros((2, 4, 4, 3), np.uint8), timestamps_s=(1.0,)), "2 frames have 1 timestamps"),
         (FramesItem(np.zeros((1, 4, 4, 3), np.uint8), 2.0, (1.0,)), "1 timestamps and fps 2.0"),
+        (FramesItem(np.zeros((1, 4, 4, 3), np.uint8), 0.0), "have fps 0.0, needed is a number above 0"),
     ],
 )
 def test_frames_that_say_nothing_are_refused_before_they_travel(item: FramesItem, text: str) -> None:
     with pytest.raises(RefusedHere, match=text):
         convert.item_message(item)
+
+
+@pytest.mark.parametrize(
+    ("fps", "timestamps_s", "text"),
+    [(0.0, None, "fps 0.0"), (-1.0, None, "fps -1.0"), (2.0, (1.0,), "fps 2.0"), (None, (), "0 timestamps")],
+)
+def test_frames_whose_digest_is_known_have_no_key_either(
+    fps: float | None, timestamps_s: tuple[float, ...] | None, text: str
+) -> None:
+    """Their key would name rows of other frames, or none that there can be."""
+    item = FramesItem(np.zeros((1, 4, 4, 3), np.uint8), fps, timestamps_s, digest=bytes(32))
+    with pytest.raises(RefusedHere, match=text):
+        keys.item_key(item, fake_model("qwen3_vl"))
 
 
 def test_messages_of_frames_without_meaning() -> None:

@@ -11,8 +11,9 @@ import secrets
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
+from itertools import islice
 from typing import Any
 
 import httpx
@@ -208,7 +209,8 @@ def test_p21_a_broker_killed_under_load_and_one_that_does_not_come_back(
     images = [picture(random.getrandbits(32)) for _ in range(24)]
     with ThreadPoolExecutor(8) as pool:
         asked = [pool.submit(stack.chat, with_pixels(ONE, [image])) for image in images]
-        asked[2].result()
+        for answered in islice(as_completed(asked), 3):  # whichever are first
+            assert answered.result().status_code == 200
         encoder.kill()
         encoder.start(with_broker=False)
         statuses = [future.result().status_code for future in asked]

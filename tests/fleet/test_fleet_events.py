@@ -25,6 +25,7 @@ from tests.fleet.rig import (
 
 pytestmark = pytest.mark.anyio
 KEYS = [secrets.token_bytes(32) for _ in range(2000)]
+# Of calls that the event touches, by their home; on a slow machine others are late too.
 RECOVERED_S = 4.0
 """Far above what is measured (docs/fleet.md), for machines that are busy with something else."""
 
@@ -50,6 +51,7 @@ async def test_scaling_4_8_3_moves_the_ideal_share_of_keys_and_fails_nothing() -
             event_s = time.monotonic()
             await fleet.scale(3)
             await settled(client, 3)
+            found_s = time.monotonic()
             with_three = homes(client, KEYS)
             await load.until(300)
         says("4 -> 8 -> 3", load, event_s, client)
@@ -62,7 +64,8 @@ async def test_scaling_4_8_3_moves_the_ideal_share_of_keys_and_fails_nothing() -
     assert not any(with_eight[key] in old for key in KEYS if with_eight[key] != with_four[key])
     left = set(with_three.values())
     assert not any(with_eight[key] in left for key in KEYS if with_eight[key] != with_three[key])
-    assert load.recovery_s(event_s) < RECOVERED_S
+    left_behind = {one.target for one in fleet.gone}
+    assert load.recovery_s(event_s, left_behind, found_s) < RECOVERED_S
 
 
 async def test_affinity_one_encode_per_item_while_nothing_happens() -> None:
@@ -85,22 +88,25 @@ async def test_a_killed_replica_fails_no_request_and_only_its_keys_move() -> Non
             await load.until(200)
             before = homes(client, KEYS)
             victim = fleet.replicas[1]
-            event_s = time.monotonic()
-            await victim.kill()
-            await load.until(200)
-            after = homes(client, KEYS)
-            await victim.start()
-            await settled(client, 4)
-            back = homes(client, KEYS)
-            await load.until(100)
+            for _ in range(10):
+                event_s = time.monotonic()
+                await victim.kill()
+                await load.until(200)
+                after, found_s = homes(client, KEYS), time.monotonic()
+                await victim.start()
+                await settled(client, 4)
+                back = homes(client, KEYS)
+                await load.until(100)
+                assert {key for key in KEYS if before[key] != after[key]} == {
+                    key for key in KEYS if before[key] == victim.target
+                }
+                assert back == before
+                if client.counts.retries:
+                    break  # as a rule at once; no call was there when it was killed otherwise
         says("kill", load, event_s, client)
     assert load.failures() == []
-    assert {key for key in KEYS if before[key] != after[key]} == {
-        key for key in KEYS if before[key] == victim.target
-    }
-    assert back == before
     assert client.counts.retries > 0
-    assert load.recovery_s(event_s) < RECOVERED_S
+    assert load.recovery_s(event_s, {victim.target}, found_s) < RECOVERED_S
 
 
 async def test_p37_a_rolling_restart_fails_no_request() -> None:
@@ -132,13 +138,14 @@ async def test_a_partition_costs_no_request_its_deadline() -> None:
             fleet.replicas[2].wire.block()
             await load.until(300)
             await until_state(client, fleet.replicas[2].target, "down")
+            found_s = time.monotonic()
             await load.until(100)
             fleet.replicas[2].wire.unblock()
             await settled(client, 4)
             assert homes(client, KEYS) == before
         says("partition", load, event_s, client)
     assert load.failures() == []
-    assert load.recovery_s(event_s) < RECOVERED_S
+    assert load.recovery_s(event_s, {fleet.replicas[2].target}, found_s) < RECOVERED_S
 
 
 async def test_a_slow_replica_is_hedged_and_then_left() -> None:

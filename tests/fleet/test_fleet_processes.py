@@ -156,7 +156,10 @@ async def test_one_item_is_encoded_at_one_replica_and_read_by_several_readers(
     """Leases are their replica's own: releases and other readers find it."""
     items = [ImageItem(photo(64, 64), digest=secrets.token_bytes(32)) for _ in range(6)]
     async with fleet_client(encoders, settings=SETTINGS, transports=("host", "inline")) as client:
-        assert all(one.is_local for one in client.replicas)
+        ends_s = time.monotonic() + 30
+        while not all(one.is_local for one in client.replicas):  # found out once each is up
+            assert time.monotonic() < ends_s, client.replicas
+            await asyncio.sleep(0.02)
         for item in items:
             rows = await client.encode_one(item, num_readers=2)
             assert rows.shared is not None

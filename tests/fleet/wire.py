@@ -30,7 +30,7 @@ class Wire:
 
     async def start(self) -> None:
         """Listens; after a cut, where it listened before."""
-        self._server = await asyncio.start_server(self._carry, self._host, self._port)
+        self._server = await asyncio.start_server(self._take, self._host, self._port)
         self._port = self._server.sockets[0].getsockname()[1]
         self.target = f"{self._host}:{self._port}"
 
@@ -42,6 +42,11 @@ class Wire:
 
     async def cut(self) -> None:
         if self._server is not None:
+            # A connection whose turn comes after its server was closed is never closed itself (Python 3.11).
+            for listening in self._server.sockets:
+                asyncio.get_running_loop().remove_reader(listening.fileno())
+            for _ in range(3):
+                await asyncio.sleep(0)
             self._server.close()
             self._server = None
         for end in list(self._ends):
@@ -53,11 +58,20 @@ class Wire:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
+    def _take(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """At once, and not when its task first runs: a cut has to find every connection."""
+        task = asyncio.get_running_loop().create_task(self._carry(reader, writer))
         self._tasks.add(task)
         self._ends.add(writer)
+        task.add_done_callback(lambda _: self._forget(task, writer))
+
+    def _forget(self, task: asyncio.Task[None], writer: asyncio.StreamWriter) -> None:
+        """A task that was cancelled before it ran has closed nothing."""
+        self._tasks.discard(task)
+        self._ends.discard(writer)
+        writer.transport.abort()
+
+    async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         ends = [writer]
         try:
             host, _, port = self.beyond.rpartition(":")
@@ -73,7 +87,6 @@ class Wire:
             for end in ends:
                 self._ends.discard(end)
                 end.transport.abort()
-            self._tasks.discard(task)
 
     async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while piece := await reader.read(PIECE_BYTES):

@@ -59,7 +59,13 @@ def test_rows_of_the_service_equal_the_float32_tower_and_the_reference(checkpoin
     family = checkpoint.name
     data = files()
     with (
-        running(checkpoint, CUDA, dtype="bfloat16", max_patches_per_batch=8192) as service,
+        running(
+            checkpoint,
+            CUDA,
+            dtype="bfloat16",
+            max_patches_per_batch=8192,
+            bucket_sizes="256,1024,2048,4096,8192",
+        ) as service,
         VisionEncoderClient(service.target, timeout_s=120) as client,
     ):
         assert client.info().device.startswith("NVIDIA")

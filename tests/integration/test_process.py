@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -51,9 +52,14 @@ class ServiceProcess:
             text=True,
         )
         assert self.process.stdout is not None
-        self.ready_line = self.process.stdout.readline()
-        found = re.search(r" at (\S+)", self.ready_line)
-        assert found, self.process.communicate(timeout=30)
+        try:
+            self.ready_line = self.process.stdout.readline()
+            found = re.search(r" at (\S+)", self.ready_line)
+            assert found, self.process.communicate(timeout=30)
+        except BaseException:  # the time limit of a test too
+            self.process.kill()
+            self.process.communicate()
+            raise
         self.target = found[1]
 
     def end(self, number: signal.Signals, timeout_s: float = 30) -> int:
@@ -61,6 +67,10 @@ class ServiceProcess:
         self.process.send_signal(number)
         self.process.communicate(timeout=timeout_s)
         return self.process.returncode
+
+
+# Of a service in 16 bits: two graphs on a GPU, which is not what these tests are about, in place of dozens.
+FEW_GRAPHS = ("--bucket-sizes", "256,1024")
 
 
 def start(checkpoint: Path, device: torch.device) -> ServiceProcess:
@@ -124,7 +134,7 @@ def test_a_killed_server_leaves_a_socket_that_the_next_one_takes(
     checkpoints: dict[str, Path], device: torch.device, tmp_path: Path
 ) -> None:
     arguments = ("--model", checkpoints["kimi_k25"], "--device", device,
-                 "--listen", f"unix:{tmp_path}/encoder.sock", "--admin-listen", "")  # fmt: skip
+                 "--listen", f"unix:{tmp_path}/encoder.sock", "--admin-listen", "", *FEW_GRAPHS)  # fmt: skip
     first = ServiceProcess(*arguments)
     assert first.end(signal.SIGKILL) == -signal.SIGKILL
     assert (tmp_path / "encoder.sock").exists()
@@ -228,13 +238,19 @@ app.DeviceEngine._launch = slow
 """
 
 
-def slow_service(code: str, checkpoint: Path, device: torch.device) -> subprocess.Popen[str]:
-    return subprocess.Popen(
+@contextmanager
+def slow_service(code: str, checkpoint: Path, device: torch.device) -> Iterator[subprocess.Popen[str]]:
+    """It ends with the test, however that ends: to leave a process alone is to wait for it."""
+    with subprocess.Popen(
         [sys.executable, "-c", f"{code}\nfrom encoder_service.cli import main\nmain()", "serve",
          "--model", str(checkpoint), "--device", str(device),
-         "--listen", "127.0.0.1:0", "--admin-listen", ""],
+         "--listen", "127.0.0.1:0", "--admin-listen", "", *FEW_GRAPHS],
         env=ENV, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
+    ) as process:  # fmt: skip
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
 def test_p37_sigterm_while_loading_ends_without_waiting_for_the_load(
@@ -244,7 +260,7 @@ def test_p37_sigterm_while_loading_ends_without_waiting_for_the_load(
         assert process.stdout is not None
         assert process.stdout.readline() == "loading\n"
         process.send_signal(signal.SIGTERM)
-        _, errors = process.communicate(timeout=15)
+        _, errors = process.communicate(timeout=30)
         assert process.returncode == 0
         assert "Traceback" not in errors
 
@@ -262,7 +278,7 @@ def test_p37_a_second_signal_leaves_a_batch_that_does_not_end(
         time.sleep(0.3)
         assert process.poll() is None
         process.send_signal(signal.SIGTERM)
-        _, errors = process.communicate(timeout=15)
+        _, errors = process.communicate(timeout=30)
         assert process.returncode == 1
         assert "Traceback" not in errors
 

@@ -23,7 +23,7 @@ from lm_adapter import (
     ImageItem,
     ItemFailed,
     VisionEncoderClient,
-    resident,
+    resident_call,
 )
 from lm_adapter.transport.resident_fetch import fetch
 from tests.integration.images import photo
@@ -344,7 +344,7 @@ def test_a_broker_that_refuses_is_asked_once_and_rows_come_over_grpc(
 
 def test_a_stuck_service_is_left_to_grpc(shared: Shared, monkeypatch: pytest.MonkeyPatch) -> None:
     """No answer over the socket within the time: gRPC is asked, and what came late goes back."""
-    monkeypatch.setattr(resident, "TIMEOUT_S", 0.05)
+    monkeypatch.setattr(resident_call, "TIMEOUT_S", 0.05)
     desk = shared.memory.fetches
     answer = desk.answer
     assert answer is not None

@@ -7,7 +7,7 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -117,19 +117,30 @@ async def test_p18_neither_another_namespace_nor_another_secret_finds_rows(
         assert tier.counters.looks == other.counters.looks == {"miss": 1}
 
 
+def seconds_without_a_core() -> float:
+    """How long this process's threads were ready to run and had to wait, all together (sched-stats.rst of the
+    kernel's documentation); 0 where that is not counted."""
+    waited_ns = 0
+    for path in Path("/proc/self/task").glob("*/schedstat"):
+        with suppress(OSError):  # a thread that has just ended
+            waited_ns += int(path.read_text().split()[1])
+    return waited_ns / 1e9
+
+
 async def test_p34_tens_of_megabytes_do_not_hold_the_loop(
     valkey: ValkeyProcess, workers: ThreadPoolExecutor
 ) -> None:
-    """Compared with one copy of as many bytes, which is what must not happen on the loop, and what this
-    machine takes for it right now."""
+    """A copy of as many bytes must not happen on the loop, nor in a thread that keeps the interpreter. What
+    other processes take of the machine does not count."""
     item = make_item(48 << 20)
     gaps_s: list[float] = []
 
     async def tick() -> None:
         while True:
-            started_s = time.perf_counter()
+            started_s, starved_s = time.perf_counter(), seconds_without_a_core()
             await asyncio.sleep(0)
-            gaps_s.append(time.perf_counter() - started_s)
+            gap_s = time.perf_counter() - started_s
+            gaps_s.append(gap_s - (seconds_without_a_core() - starved_s))
 
     async with tier_on(valkey, workers) as tier:
         ticking = asyncio.ensure_future(tick())
@@ -139,7 +150,7 @@ async def test_p34_tens_of_megabytes_do_not_hold_the_loop(
         ticking.cancel()
         assert found is not None
         assert torch.equal(found.rows, item.rows)
-    # Many short steps, and hardly a long one: other processes take the processor away now and then.
+    # Many short steps, and hardly a long one: the kernel's account is not to the microsecond.
     assert len(gaps_s) > 100
     assert sorted(gaps_s)[-3] < 0.1
     assert len([gap for gap in gaps_s if gap > 0.03]) < 10

@@ -95,6 +95,19 @@ def test_limits_of_clips_are_announced_and_kept(checkpoints: dict[str, Path]) ->
         assert "5.0 s, the limit is 3.0 s" in long.message
 
 
+def test_a_clip_that_takes_long_to_decode_is_refused_at_once(checkpoints: dict[str, Path]) -> None:
+    with (
+        running(checkpoints["qwen3_vl"], CPU, max_clip_decoded_pixels=20 * 64 * 48) as service,
+        Client(service.target) as client,
+    ):
+        gifs = [clip_files.encode(clip_files.moving(count), "gif.gif", fps=8) for count in (20, 40)]
+        short, long = client.encode([ClipItem(data) for data in gifs])
+        assert isinstance(short, EncodedRows)
+        assert isinstance(long, ItemFailed)
+        assert long.reason == "CLIP_TOO_LARGE"
+        assert "takes 40 frames = 122880 pixels, the limit is 61440" in long.message
+
+
 def test_p34_other_callers_do_not_wait_for_a_clip_that_is_read(service: RunningService) -> None:
     frames = np.random.default_rng().integers(0, 256, (60, 240, 320, 3), dtype=np.uint8)
     item = ClipItem(clip_files.encode(frames, fps=30), options=PreprocessOptions(fps=30.0))

@@ -246,7 +246,7 @@ def chat(*images: bytes) -> dict[str, Any]:
 
 @pytest.mark.parametrize("kind", ["one", "two", "service"])
 async def test_rows_come_from_encoders_behind_tls_and_tokens(
-    kind: str, closed: Closed, monkeypatch: pytest.MonkeyPatch
+    kind: str, closed: Closed, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Those behind a name need not be told what their certificate is made out to."""
     monkeypatch.setattr(endpoints, "system_lookup", lambda host, port: list(HOSTS))
@@ -257,7 +257,10 @@ async def test_rows_come_from_encoders_behind_tls_and_tokens(
         assert response.status_code == 200, response.text
     with closed.client() as direct:
         for image, rows in zip(images, vllm.rows, strict=True):
-            assert torch.equal(rows, direct.encode_one(ImageItem(image)).torch())
+            same = direct.encode_one(ImageItem(image)).torch()
+            # On a GPU another encoder may have chosen other kernels.
+            is_near = device.type == "cuda" and bool((rows - same).norm() < 1e-4 * same.norm())
+            assert torch.equal(rows, same) or is_near
 
 
 # How an access is broken, and the status, code and reason that a request's caller reads.

@@ -6,8 +6,6 @@ import pickle
 import secrets
 import time
 from collections.abc import Iterator
-from types import SimpleNamespace
-from typing import Any
 
 import grpc
 import numpy as np
@@ -15,13 +13,13 @@ import pytest
 import torch
 
 from lm_adapter import ImageItem, VisionEncoderClient
-from lm_adapter.engines import vllm_connector
-from lm_adapter.engines.vllm_connector import ConnectorMethods, HostRows, StepRows
+from lm_adapter.engines.vllm_connector import HostRows, StepRows
 from lm_adapter.engines.vllm_fetch import Fetched, Fetcher, FetchSettings
-from lm_adapter.engines.vllm_items import Geometry, WantedRows, transfer_params
+from lm_adapter.engines.vllm_items import Geometry, WantedRows
 from lm_adapter.errors import EncoderOverloaded, InvalidRequest, InvalidRows, ItemFailed
 from lm_adapter.testing import FakeEncoder, FakeScript, Fault, fake_model, fake_rows
 from lm_adapter.types import EncodedRows, Grid
+from tests.unit.lm_adapter.connector_rig import BUSY, Engine, engine_config
 
 GRID = Grid(1, 4, 6)
 NUM_ROWS = 6
@@ -178,75 +176,28 @@ def test_p32_a_thread_that_cannot_be_prepared_fails_its_items_and_says_why(encod
     assert "no such device" in outcome.message
 
 
-class Base:
-    """As much of vLLM's connector base class as its methods rely on."""
-
-    def __init__(self, vllm_config: Any, role: Any) -> None:
-        self._vllm_config = vllm_config
-
-
-def engine_config(target: str, backend: str, role: str = "ec_consumer") -> Any:
-    config = {
-        "model_type": "qwen3_vl",
-        "image_token_id": 5,
-        "vision_config": {"spatial_merge_size": 2, "deepstack_visual_indexes": [1, 2, 3]},
-    }
-    hf_config = SimpleNamespace(
-        to_dict=lambda: config, get_text_config=lambda: SimpleNamespace(hidden_size=32)
-    )
-    return SimpleNamespace(
-        ec_transfer_config=SimpleNamespace(
-            is_ec_producer=role != "ec_consumer", ec_role=role, ec_connector_extra_config={"target": target}
-        ),
-        model_config=SimpleNamespace(hf_config=hf_config, dtype="torch.float32"),
-        device_config=SimpleNamespace(device=torch.device("cpu")),
-        parallel_config=SimpleNamespace(distributed_executor_backend=backend),
-    )
-
-
 @pytest.mark.parametrize("backend", ["uni", "mp"])
-def test_rows_go_from_the_schedulers_side_into_the_encoder_cache(
-    backend: str, encoder: FakeEncoder, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_go_from_the_schedulers_side_into_the_encoder_cache(backend: str, encoder: FakeEncoder) -> None:
     """In one process as they are, else through a pickle; the cache owns what it gets."""
-    monkeypatch.setattr(vllm_connector, "check_model", lambda _: False)
-    connector: Any = type("Connector", (ConnectorMethods, Base), {})
-    config = engine_config(encoder.target, backend)
-    scheduler = connector(config, SimpleNamespace(name="SCHEDULER"))
-    worker = connector(config, SimpleNamespace(name="WORKER"))
+    engine = Engine(engine_config(encoder.target, backend))
     digest = secrets.token_bytes(32)
     key = key_of(encoder, digest)
-    position = SimpleNamespace(offset=2, length=NUM_ROWS, get_num_embeds=lambda: NUM_ROWS)
-    request = SimpleNamespace(
-        request_id="r",
-        mm_features=[SimpleNamespace(identifier="name", mm_position=position, data=None)],
-        ec_transfer_params=transfer_params([(key, GRID)]),
-    )
-    deadline = time.monotonic() + 30
-    while not scheduler.ensure_cache_available(request, 0):
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-    assert scheduler.has_cache_item("name")
-    scheduler.update_state_after_alloc(request, 0)
-    busy = SimpleNamespace(total_num_scheduled_tokens=1)
-    step = scheduler.build_connector_meta(busy)
-    assert scheduler.build_connector_meta(busy).rows == {}
-    worker._connector_metadata = step if backend == "uni" else pickle.loads(pickle.dumps(step, protocol=5))
-    cache: dict[str, torch.Tensor] = {}
-    worker.start_load_caches(cache)
-    assert (cache["name"].numpy() == fake_rows(digest, NUM_ROWS, WIDTH)).all()
-    scheduler.update_state_after_free(request, 0)
-    assert not scheduler.has_cache_item("name")
-    assert scheduler.request_finished(request) == (False, None)
-    assert scheduler.take_unavailable_requests() == set()
-    scheduler.shutdown()
-    worker.shutdown()
+    request = engine.request("r", [(key, GRID)])
+    engine.fetch(request)
+    assert engine.scheduler.has_cache_item(key.hex())
+    step = engine.schedule(request)
+    assert engine.scheduler.build_connector_meta(BUSY).rows == {}
+    engine.load(step)
+    assert (engine.encoder_cache[key.hex()].numpy() == fake_rows(digest, NUM_ROWS, WIDTH)).all()
+    engine.finish(request)
+    assert not engine.scheduler.has_cache_item(key.hex())
+    assert engine.scheduler.take_unavailable_requests() == set()
+    engine.close()
 
 
 def test_a_producer_is_refused(encoder: FakeEncoder) -> None:
-    connector: Any = type("Connector", (ConnectorMethods, Base), {})
     with pytest.raises(InvalidRequest, match="ec_both"):
-        connector(engine_config(encoder.target, "uni", "ec_both"), SimpleNamespace(name="SCHEDULER"))
+        Engine(engine_config(encoder.target, "uni", "ec_both"))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])

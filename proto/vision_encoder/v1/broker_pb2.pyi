@@ -50,6 +50,40 @@ ARENA_KIND_DEVICE: ArenaKind.ValueType  # 2
 """the data descriptor is an exported CUDA allocation"""
 Global___ArenaKind: typing_extensions.TypeAlias = ArenaKind
 
+class _LocalFrame:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _LocalFrameEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_LocalFrame.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    LOCAL_FRAME_UNSPECIFIED: _LocalFrame.ValueType  # 0
+    LOCAL_FRAME_HEAD: _LocalFrame.ValueType  # 1
+    """a LocalCall"""
+    LOCAL_FRAME_MESSAGE: _LocalFrame.ValueType  # 2
+    """a request, response or event"""
+    LOCAL_FRAME_END: _LocalFrame.ValueType  # 3
+    """a LocalCallEnd"""
+
+class LocalFrame(_LocalFrame, metaclass=_LocalFrameEnumTypeWrapper):
+    """Calls without gRPC, for clients on the encoder's host: the methods, messages, metadata and statuses of
+    encoder.proto's service at a unix socket of their own, beside the broker's.
+
+    Each side sends "VELC" once; a connection that ends before the server has said so was not taken, and nothing
+    came of its first call. Then there are frames: one byte for the kind, the length of what follows as a
+    big-endian uint32, and that. A connection carries one call at a time: the client sends HEAD and MESSAGE; the
+    server any number of MESSAGEs and one END, after which the next call may begin. Whoever gives a call up
+    closes the connection. A server that ends a call before it has taken the whole MESSAGE closes it after END.
+    """
+
+LOCAL_FRAME_UNSPECIFIED: LocalFrame.ValueType  # 0
+LOCAL_FRAME_HEAD: LocalFrame.ValueType  # 1
+"""a LocalCall"""
+LOCAL_FRAME_MESSAGE: LocalFrame.ValueType  # 2
+"""a request, response or event"""
+LOCAL_FRAME_END: LocalFrame.ValueType  # 3
+"""a LocalCallEnd"""
+Global___LocalFrame: typing_extensions.TypeAlias = LocalFrame
+
 @typing.final
 class BrokerRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -244,6 +278,7 @@ class BrokerWelcome(google.protobuf.message.Message):
     MAX_FETCH_KEYS_FIELD_NUMBER: builtins.int
     MAX_RENEWALS_FIELD_NUMBER: builtins.int
     MAX_USES_FIELD_NUMBER: builtins.int
+    CALLS_NAME_FIELD_NUMBER: builtins.int
     protocol_version: builtins.int
     """the one to speak from here on"""
     instance_id: builtins.str
@@ -261,6 +296,8 @@ class BrokerWelcome(google.protobuf.message.Message):
     """leases of one RenewRequest; 0: renewals are not taken here, use gRPC"""
     max_uses: builtins.int
     """of one BrokerUsed; 0: they are not taken here, and directories are not to be read"""
+    calls_name: builtins.str
+    """of the socket beside the broker's that takes calls; empty: there is none, use gRPC"""
     @property
     def arenas(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ArenaGeometry]: ...
     def __init__(
@@ -276,8 +313,9 @@ class BrokerWelcome(google.protobuf.message.Message):
         max_fetch_keys: builtins.int = ...,
         max_renewals: builtins.int = ...,
         max_uses: builtins.int = ...,
+        calls_name: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["arenas", b"arenas", "heartbeat_ms", b"heartbeat_ms", "host_id", b"host_id", "idle_timeout_ms", b"idle_timeout_ms", "instance_id", b"instance_id", "max_fetch_keys", b"max_fetch_keys", "max_renewals", b"max_renewals", "max_uses", b"max_uses", "owner_id", b"owner_id", "protocol_version", b"protocol_version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["arenas", b"arenas", "calls_name", b"calls_name", "heartbeat_ms", b"heartbeat_ms", "host_id", b"host_id", "idle_timeout_ms", b"idle_timeout_ms", "instance_id", b"instance_id", "max_fetch_keys", b"max_fetch_keys", "max_renewals", b"max_renewals", "max_uses", b"max_uses", "owner_id", b"owner_id", "protocol_version", b"protocol_version"]) -> None: ...
 
 Global___BrokerWelcome: typing_extensions.TypeAlias = BrokerWelcome
 
@@ -716,3 +754,71 @@ class BrokerUse(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["key", b"key", "num_reads", b"num_reads"]) -> None: ...
 
 Global___BrokerUse: typing_extensions.TypeAlias = BrokerUse
+
+@typing.final
+class LocalMetadata(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: builtins.int
+    VALUE_FIELD_NUMBER: builtins.int
+    name: builtins.str
+    value: builtins.bytes
+    """text, but for names that end in "-bin" """
+    def __init__(
+        self,
+        *,
+        name: builtins.str = ...,
+        value: builtins.bytes = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["name", b"name", "value", b"value"]) -> None: ...
+
+Global___LocalMetadata: typing_extensions.TypeAlias = LocalMetadata
+
+@typing.final
+class LocalCall(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    METHOD_FIELD_NUMBER: builtins.int
+    METADATA_FIELD_NUMBER: builtins.int
+    TIMEOUT_US_FIELD_NUMBER: builtins.int
+    method: builtins.str
+    """of VisionEncoder: "Encode" """
+    timeout_us: builtins.int
+    """from now; 0: none"""
+    @property
+    def metadata(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___LocalMetadata]: ...
+    def __init__(
+        self,
+        *,
+        method: builtins.str = ...,
+        metadata: collections.abc.Iterable[Global___LocalMetadata] | None = ...,
+        timeout_us: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["metadata", b"metadata", "method", b"method", "timeout_us", b"timeout_us"]) -> None: ...
+
+Global___LocalCall: typing_extensions.TypeAlias = LocalCall
+
+@typing.final
+class LocalCallEnd(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    STATUS_FIELD_NUMBER: builtins.int
+    DETAILS_FIELD_NUMBER: builtins.int
+    METADATA_FIELD_NUMBER: builtins.int
+    status: builtins.int
+    """google.rpc.Code"""
+    details: builtins.str
+    @property
+    def metadata(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___LocalMetadata]:
+        """gRPC's trailing metadata"""
+
+    def __init__(
+        self,
+        *,
+        status: builtins.int = ...,
+        details: builtins.str = ...,
+        metadata: collections.abc.Iterable[Global___LocalMetadata] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["details", b"details", "metadata", b"metadata", "status", b"status"]) -> None: ...
+
+Global___LocalCallEnd: typing_extensions.TypeAlias = LocalCallEnd

@@ -37,7 +37,13 @@ class Rig:
             load=DeviceLoad(self.counters),
             flights={},
             store=EmbeddingStore(1 << 20),
-            model=SimpleNamespace(name="m", family="f", tower=tower, precision=SimpleNamespace(name="dtype")),
+            model=SimpleNamespace(
+                name="m",
+                family="f",
+                tower=tower,
+                precision=SimpleNamespace(name="dtype"),
+                preprocessor=SimpleNamespace(decoding=None),
+            ),
         )
         self.live = LiveView(self.metrics, full_queue_s=2.0, clock=lambda: self.now_s)
         self.live.attach(self.pipeline, engine, None)

@@ -44,13 +44,16 @@ def test_quick_run(tmp_path: Path) -> None:
     assert completed.returncode == 0, completed.stdout + completed.stderr
     (path,) = tmp_path.glob("loop-cpu-*.json")
     result = json.loads(path.read_text())
-    records = {record["traffic"]: record for record in result["records"]}
-    assert set(records) == set(loop.TRAFFIC)
-    assert records["miss"]["items"] == 40
-    assert records["miss"]["items_per_batch"] >= 1
-    assert records["hit"]["items_per_batch"] == 0, "nothing is encoded that is known"
-    assert 0 < records["miss"]["loop_ms"] < records["miss"]["process_ms"]
-    assert records["alone"]["beyond_p50_ms"] > 0
+    assert [(record["traffic"], record["door"]) for record in result["records"]] == [
+        (traffic, door) for traffic in loop.TRAFFIC for door in loop.DOORS
+    ]
+    for door in loop.DOORS:
+        records = {record["traffic"]: record for record in result["records"] if record["door"] == door}
+        assert records["miss"]["items"] == 40
+        assert records["miss"]["items_per_batch"] >= 1
+        assert records["hit"]["items_per_batch"] == 0, "nothing is encoded that is known"
+        assert 0 < records["miss"]["loop_ms"] < records["miss"]["process_ms"]
+        assert records["alone"]["beyond_p50_ms"] > 0
     assert any("pipeline.py" in one["function"] for one in result["profile"])
     assert result["settings"]["size"] == "448"
     assert result["commit"]

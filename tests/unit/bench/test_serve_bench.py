@@ -120,7 +120,9 @@ def test_overhead_is_what_decode_and_tower_leave_of_each_request() -> None:
     assert figures["overhead_ms"]["p50"] == 3.0
     assert figures["overhead_unqueued_ms"]["p50"] == -1.0
     told = request(1.0, 30.0, decode_ms=5.0, resize_ms=2.0, tower_ms=20.0, total_ms=27.5, delivery_ms=0.25)
-    assert client_figures([told], **WINDOW)["service_overhead_ms"]["p50"] == 0.75
+    figures = client_figures([told], **WINDOW)
+    assert figures["service_overhead_ms"]["p50"] == 0.75
+    assert figures["caller_overhead_ms"]["p50"] == 2.25
 
 
 def test_a_mix_comes_to_shares_of_the_tower_and_of_the_plain_loop() -> None:
@@ -167,10 +169,15 @@ def test_service_figures_are_differences() -> None:
         "# TYPE ve_device_busy_seconds_total counter\nve_device_busy_seconds_total {2}\n"
         "# TYPE ve_encoded_patches_total counter\nve_encoded_patches_total {3}\n"
         "# TYPE ve_padded_patches_total counter\nve_padded_patches_total {4}\n"
+        "# TYPE ve_directory_reads_total counter\nve_directory_reads_total {5}\n"
+        "# TYPE ve_broker_fetched_total counter\nve_broker_fetched_total {6}\n"
     )
     before, after = (
         Sight(at_s, counters_of(text.format(*values)), cpu_s, cpu_s / 2)
-        for at_s, values, cpu_s in ((10.0, (5, 5, 1.0, 100, 10), 3.0), (12.0, (8, 6, 2.5, 190, 20), 4.0))
+        for at_s, values, cpu_s in (
+            (10.0, (5, 5, 1.0, 100, 10, 7, 7), 3.0),
+            (12.0, (8, 6, 2.5, 190, 20, 9, 8), 4.0),
+        )
     )
     found = serve.seen(before, after)
     assert found["device_busy_share"] == 0.75
@@ -178,9 +185,11 @@ def test_service_figures_are_differences() -> None:
     assert found["cores"] == 0.5
     assert found["loop_share"] == 0.25
     assert found["cpu_ms_per_item"] == 250.0
+    assert found["without_call"] == {"directory": 0.5, "leased": 0.25}
     idle = serve.seen(before, replace(before, at_s=11.0))
     assert idle["padding_share"] is None
     assert idle["cpu_ms_per_item"] is None
+    assert idle["without_call"] is None
 
 
 def test_cpu_time_of_threads_is_read_from_the_system() -> None:
@@ -232,6 +241,8 @@ def test_threads_and_clients_share_the_cores() -> None:
     assert arguments.ingest_threads >= 1
     with pytest.raises(SystemExit):
         parse_arguments("", ["--device", "cpu", "--transport", "device"])
+    with pytest.raises(SystemExit):
+        parse_arguments("", ["--device", "cpu", "--resize", "device"])
 
 
 @pytest.mark.slow
@@ -247,6 +258,8 @@ def test_quick_run_on_a_cpu(tmp_path: Path) -> None:
     ]
     command += [
         "--loads",
+        "0.5",
+        "--grpc-loads",
         "0.5",
         "--bursty",
         "0",
@@ -264,9 +277,11 @@ def test_quick_run_on_a_cpu(tmp_path: Path) -> None:
     (path,) = tmp_path.glob("serve-cpu-*.json")
     result = json.loads(path.read_text())
     assert result["complete"]
-    service, baseline = result["records"]
-    assert (service["server"], baseline["server"]) == ("service", "baseline")
+    service, by_grpc, baseline = result["records"]
+    assert [one["server"] for one in result["records"]] == ["service", "service by gRPC", "baseline"]
     assert service["images_per_s"] > 0
+    assert by_grpc["images_per_s"] > 0
+    assert by_grpc["device_busy_share"] > 0
     assert not service["failures"]
     assert baseline["failures"].keys() <= {"unfinished"}
     assert service["device_busy_share"] > 0

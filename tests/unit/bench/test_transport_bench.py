@@ -168,8 +168,12 @@ def test_a_process_that_is_too_late_is_ended_and_never_heard_again(tmp_path: Pat
         process.send("fill", num_bytes=8192, resident_bytes=1, chunk_bytes=4096)
         with pytest.raises(ProcessFailed, match="did not answer within 0 s"):
             process.answer(0)
-        with pytest.raises(ProcessFailed, match="has ended"):
-            process.answer()
+        process._answers.put('{"count": 3}\n')  # as it may have been on its way
+        for _ in range(2):
+            with pytest.raises(ProcessFailed, match="has ended"):
+                process.answer()
+            with pytest.raises(ProcessFailed, match="has ended"):
+                process.send("fill", num_bytes=8192, resident_bytes=1, chunk_bytes=4096)
 
 
 # -- pictures ------------------------------------------------------------------------------------------------

@@ -430,13 +430,12 @@ def test_a_batch_is_made_before_the_device_needs_it(foreseeing: Rig) -> None:
 
 def test_a_stop_ends_the_wait_for_company(foreseeing: Rig) -> None:
     rig = foreseeing
+    rig.engine._planner.predicted_us = lambda tickets: 600e6  # type: ignore[method-assign]
     rig.submit(1.0)
     rig.batch(0)
     waiting = rig.submit(2.0)
     until(lambda: rig.engine._is_holding)
     rig.launcher.end_all()
-    begun_s = time.monotonic()
-    assert rig.engine.stop(10)
-    assert time.monotonic() - begun_s < 0.8
+    assert rig.engine.stop(60), "it would have waited for minutes"
     with pytest.raises(Draining):
         waiting.result(10)

@@ -110,10 +110,10 @@ def test_bombs_are_refused_before_anything_is_allocated(name: str) -> None:
     data = image_files.bombs(12000, 9000)[name]
     assert len(data) < 8192
     for read in (read_size, decode_rgb):
-        before, started = _peak_rss_bytes(), time.perf_counter()
+        before, started = _peak_rss_bytes(), time.thread_time()
         with pytest.raises(ImageTooLarge) as caught:
             read(data, DecodeLimits(1 << 20, 100_000_000))
-        assert time.perf_counter() - started < 1
+        assert time.thread_time() - started < 1
         assert _peak_rss_bytes() - before < 50 << 20  # the pixels alone would take 309 MiB
         assert caught.value.details == {"found_pixels": "108000000", "max_image_pixels": "100000000"}
 

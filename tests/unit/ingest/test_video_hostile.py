@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from encoder_service.errors import ClipTooLarge, UndecodableClip, UnsupportedContent
-from encoder_service.ingest import video_tables
+from encoder_service.ingest import video_stream, video_tables
 from encoder_service.ingest.video_file import open_clip
 from encoder_service.ingest.video_settings import ClipLimits
 from encoder_service.ingest.video_webp import frame_durations_ms
@@ -163,6 +163,101 @@ def test_any_frames_of_open_groups_of_pictures(kind: str, monkeypatch: pytest.Mo
             found = np.stack([frame.numpy() for frame in clip.frames(indices)])
             assert np.array_equal(found, expected[indices]), indices
             clip.close()
+
+
+def trimmed(first: int, count: int, b_frames: int | None, kind: str = "h264.mp4") -> bytes:
+    """30 frames, a key frame every tenth, of which an edit list shows ``count`` from ``first`` on."""
+    data = clip_files.encode(clip_files.moving(30), kind, key_every=10, b_frames=b_frames)
+    found: dict[bytes, bytes] = {}
+
+    def note(kind: bytes, body: bytes) -> bytes:
+        found[kind] = body
+        return body
+
+    boxes(data, note)
+    (ticks,), (movie_ticks,) = (struct.unpack_from(">I", found[kind], 12) for kind in (b"mdhd", b"mvhd"))
+    (start,) = struct.unpack_from(">i", found[b"elst"], 12)
+    edit = count * movie_ticks // 30, start + first * ticks // 30, 1 << 16
+    return replaced({b"elst": struct.pack(">IIIiI", 0, 1, *edit)}, data)
+
+
+@pytest.mark.parametrize("b_frames", [0, 2])
+@pytest.mark.parametrize(("first", "count"), [(0, 12), (3, 27), (7, 20), (10, 20), (13, 10), (25, 5)])
+def test_a_clip_that_was_trimmed_shows_what_its_edit_list_leaves(
+    first: int, count: int, b_frames: int
+) -> None:
+    """As phones and editors trim: the file keeps all samples, of which some are decoded and never shown."""
+    data = trimmed(first, count, b_frames)
+    expected = clip_files.decoded(data)
+    assert len(expected) == count
+    clip = open_clip(data, LIMITS)
+    assert (clip.header.num_frames, clip.header.fps) == (count, pytest.approx(30))
+    for wanted in (list(range(count)), [0], [count - 1], sorted(random.sample(range(count), 3))):
+        found = np.stack([frame.numpy() for frame in clip.frames(wanted)])
+        assert np.array_equal(found, expected[wanted]), wanted
+    clip.close()
+
+
+@pytest.mark.parametrize(("first", "count"), [(12, 18), (16, 5), (22, 8), (27, 1)])
+def test_a_clip_that_was_trimmed_to_an_open_group_of_pictures(
+    first: int, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It begins with a key frame whose followers, all hidden, lean on frames that were cut away."""
+    options = {"x264-params": "open-gop=1:b-pyramid=normal:bframes=5:b-adapt=0:scenecut=0"}
+    monkeypatch.setitem(clip_files.CODECS, "open.mp4", ("mp4", "libx264", options))
+    data = trimmed(first, count, None, "open.mp4")
+    expected = clip_files.decoded(data)
+    clip = open_clip(data, LIMITS)
+    found = np.stack([frame.numpy() for frame in clip.frames(list(range(count)))])
+    assert np.array_equal(found, expected)
+    clip.close()
+
+
+def test_a_clip_that_hides_most_of_itself_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FFmpeg seeks among hidden frames in quadratic time: minutes, for a million of a byte each."""
+    data = trimmed(7, 3, 0)
+    open_clip(data, LIMITS).close()
+    monkeypatch.setattr(video_stream, "MAX_UNSHOWN", 5)
+    with pytest.raises(ClipTooLarge, match="over 5 frames that its edit list hides"):
+        open_clip(data, LIMITS)
+
+
+def test_a_trimmed_clip_still_has_to_have_what_it_promises() -> None:
+    data = trimmed(10, 20, 0)
+    sizes: list[bytes] = []
+    boxes(data, lambda kind, body: sizes.append(body) or body if kind == b"stsz" else body)
+    fixed, count = struct.unpack_from(">II", sizes[0], 4)
+    more = struct.pack(">III", 0, fixed, count + 5) + sizes[0][12:] + struct.pack(">I", 100) * 5
+    table = struct.pack(">IIII", 0, 1, count + 5, 512)
+    with pytest.raises(UndecodableClip, match=r"promises 35 frames and has 30"):
+        open_clip(replaced({b"stsz": more, b"stts": table}, data), LIMITS)
+
+
+@pytest.mark.parametrize("kind", ["mpeg4.mp4", "h264.mkv"])
+def test_a_file_of_many_tracks_is_refused_before_their_pictures_are_decoded(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Opening a file decodes the first pictures of each track: a few megabytes asked for many gigabytes."""
+    av = pytest.importorskip("av")
+    opened, inner = [], av.open
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        opened.append(kwargs["options"]["codec_whitelist"])
+        return inner(*args, **kwargs)
+
+    most = video_stream.MAX_VIDEO_STREAMS
+    for count, is_taken in [(most, True), (most + 1, False)]:
+        data = clip_files.tracks(kind, count)
+        with monkeypatch.context() as patched:
+            patched.setattr(av, "open", noted)
+            opened.clear()
+            if is_taken:
+                open_clip(data, LIMITS).close()
+                assert opened == ["none", ",".join(video_stream.CODECS)]
+            else:
+                with pytest.raises(UndecodableClip, match="has 9 video streams, the limit is 8"):
+                    open_clip(data, LIMITS)
+                assert opened == ["none"]
 
 
 def test_without_its_package_a_clip_says_so_and_webp_is_still_read(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,15 @@ from encoder_service.errors import (
     UndecodableClip,
     UnsupportedCheckpoint,
 )
+from encoder_service.ingest.clips import ClipPlan
 from encoder_service.ingest.decode import DecodeLimits
 from encoder_service.ingest.preprocessor import Preprocessor
 from encoder_service.ingest.registry import load_preprocessor
+from encoder_service.ingest.video_plan import Run
 from encoder_service.ingest.video_settings import ClipLimits
+from encoder_service.ingest.video_stream import StreamClip
 from encoder_service.towers.synthetic.files import small_files
-from encoder_service.types import FrameArray, Grid, Modality, PreprocessOptions
+from encoder_service.types import EncodedFile, FrameArray, Grid, Modality, PreprocessOptions
 from tests.unit.ingest import clip_files
 
 LIMITS = DecodeLimits(max_encoded_bytes=1 << 26, max_image_pixels=1 << 24)
@@ -170,6 +174,35 @@ def test_a_closed_clip_gives_nothing_more(tmp_path: Path) -> None:
     clip.close()
     assert clip.read_piece(1) is None
     clip.close()
+
+
+@pytest.mark.parametrize("kind", ["h264.mp4", "webp.webp"])
+def test_a_clip_that_is_closed_while_it_is_read_stops_between_two_frames(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file of many frames, few of them wanted, would else hold a worker for as long as it decodes."""
+    rules = load(tmp_path, "qwen3_vl").clips
+    assert rules is not None
+    data = clip_files.encode(clip_files.moving(400), kind, b_frames=0, key_every=1000)
+    clip = rules.open(EncodedFile(data), PreprocessOptions(min_frames=2, max_frames=2))
+    assert clip.plan.indices == (0, 399)
+    looked: list[object] = []
+    fit, feed = rules.fit, StreamClip._packets
+
+    def fed(source: StreamClip, run: Run) -> Iterator[object]:
+        for packet in feed(source, run):
+            looked.append(packet)
+            yield packet
+
+    def closing(image_HWC: torch.Tensor, plan: ClipPlan) -> torch.Tensor:
+        clip.close()
+        return fit(image_HWC, plan)
+
+    monkeypatch.setattr(StreamClip, "_packets", fed)
+    monkeypatch.setattr(rules, "fit", closing)
+    assert clip.read_piece(1 << 20) is None
+    assert len(looked) < 50
+    assert clip.read_piece(1 << 20) is None
 
 
 def test_padding_of_kimis_frames_is_black(tmp_path: Path) -> None:

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from lm_adapter.kernels.rotate import rotation_warps
-from lm_adapter.rotary import MRopeLayout, RotaryTable, apply_mrope
+from lm_adapter import rotary
+from lm_adapter.kernels import rotate
+from lm_adapter.rotary import MRopeLayout, RotaryTable, apply_mrope, warm_up_mrope
 from tests.unit.kernels.references import DTYPES, assert_near, randn
 
 # q heads, k heads, head_dim, layout: Qwen3-VL 8B, Qwen3.5, Qwen2.5-VL 7B, shapes that divide by nothing.
@@ -129,8 +130,6 @@ def test_no_tokens(device: torch.device) -> None:
 def test_on_a_gpu_auto_takes_the_kernel_and_a_graph_captures_it(
     device: torch.device, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from lm_adapter.kernels import rotate
-
     launches = []
     plain = rotate.rotate_qk_
     monkeypatch.setattr(rotate, "rotate_qk_", lambda *args: (launches.append(1), plain(*args))[1])
@@ -151,8 +150,60 @@ def test_on_a_gpu_auto_takes_the_kernel_and_a_graph_captures_it(
     assert_near(static_k, expected_rotation(k.cpu(), positions.cpu(), table))
 
 
-def test_warps_fit_the_work() -> None:
-    assert [rotation_warps(heads, 64) for heads in (1, 8, 32, 64, 128)] == [1, 1, 4, 8, 8]
+@pytest.mark.parametrize("num_tokens", [1, 5, 6, 9, 10, 15])
+@pytest.mark.parametrize("case", CASES)
+def test_every_kind_of_step_turns_each_head_once(
+    case: str,
+    num_tokens: int,
+    device: torch.device,
+    generator: torch.Generator,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On both sides of both bounds; and nothing behind the last token."""
+    monkeypatch.setattr(rotate, "SHORT_STEP", 5)
+    monkeypatch.setattr(rotate, "MEDIUM_STEP", 9)
+    num_q_heads, num_k_heads, head_dim, layout = CASES[case]
+    positions = torch.randint(MAX_POSITIONS, (3, num_tokens), generator=generator).to(device)
+    table = table_of(layout, device)
+    q, k = (
+        randn(generator, num_tokens + 4, heads, head_dim).to(device) for heads in (num_q_heads, num_k_heads)
+    )
+    expected = [expected_rotation(x[:num_tokens].cpu(), positions.cpu(), table) for x in (q, k)]
+    behind = [x[num_tokens:].clone() for x in (q, k)]
+    apply_mrope(q[:num_tokens], k[:num_tokens], positions, table, backend="triton")
+    for x, turned, rest in zip((q, k), expected, behind, strict=True):
+        assert_near(x[:num_tokens], turned)
+        assert torch.equal(x[num_tokens:], rest)
+
+
+def test_heads_are_shared_out_by_the_length_of_the_step() -> None:
+    tiles = rotate.rotation_tiles
+    assert tiles(1, 32, 8, 64) == tiles(128, 28, 8, 64) == (4, 8, 2, 4)
+    assert tiles(129, 32, 8, 64) == tiles(4096, 32, 8, 64) == (2, 16, 4, 2)
+    assert tiles(4097, 32, 8, 64) == (1, 32, 8, 4)
+    assert tiles(1, 16, 4, 32) == (2, 8, 2, 2)
+    assert tiles(512, 16, 4, 32) == tiles(9999, 16, 4, 32) == (1, 16, 4, 1)
+    assert tiles(1, 1, 1, 4) == (1, 1, 1, 1)
+    assert tiles(9999, 128, 128, 64) == (1, 128, 128, 8)
+
+
+def test_an_engine_that_starts_compiles_every_kind(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each once, and nothing where torch turns."""
+    launched = []
+    monkeypatch.setattr(rotate, "SHORT_STEP", 2)
+    monkeypatch.setattr(rotate, "MEDIUM_STEP", 3)
+    monkeypatch.setattr(rotate, "rotate_qk_", lambda q, *_: launched.append((len(q), *q.shape[1:], q.dtype)))
+    table = table_of(MRopeLayout((4, 2, 2), interleaved=True), device)
+    monkeypatch.setattr(rotary, "choose_backend", lambda *_: "torch")
+    warm_up_mrope(table, 3, 1, 16, torch.bfloat16)
+    assert launched == []
+    monkeypatch.setattr(rotary, "choose_backend", lambda *_: "triton")
+    warm_up_mrope(table, 3, 1, 16, torch.bfloat16)
+    assert launched == [(size, 3, 16, torch.bfloat16) for size in (2, 3, 4)]
+    tiles = [rotate.rotation_tiles(size, 32, 8, 64) for size, *_ in launched]
+    assert len(set(tiles)) == 3
 
 
 def test_axes_of_published_sections() -> None:

@@ -46,6 +46,9 @@ from tests.unit.engine.test_launch import Checker, Favouring, Rig, random_item
 from tests.unit.ingest import image_files
 from tests.unit.ingest.test_preprocessors import KIMI, QWEN
 
+# On a GPU, where kernels are compiled, tests/gpu/test_device_resize.py takes this one's place.
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="in Triton's interpreter, without a GPU")
+
 CPU = torch.device("cpu")
 PLAIN = PreprocessOptions()
 # Of the device's memory: room for one or two of the images below at a time.

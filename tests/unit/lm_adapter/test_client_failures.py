@@ -102,7 +102,33 @@ def after(delay_s: float, action: Callable[[], object]) -> threading.Timer:
     return timer
 
 
-def wait_until(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
+class Awaited(threading.Event):
+    """Knows that somebody waits for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_awaited = threading.Event()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self.is_awaited.set()
+        return super().wait(timeout)
+
+
+def once_it_hangs(fake: FakeEncoder, action: Callable[[], object]) -> threading.Thread:
+    """Does it when a stream has stood still (Fault.HANG) for a while: what was sent before has arrived."""
+    resumed = fake._service.resumed = Awaited()
+
+    def wait() -> None:
+        if resumed.is_awaited.wait(60):
+            time.sleep(0.3)
+            action()
+
+    thread = threading.Thread(target=wait, daemon=True)
+    thread.start()
+    return thread
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, "the condition did not come true"
@@ -180,7 +206,7 @@ def test_p32_a_failed_item_brings_its_reason_at_once(fake: FakeEncoder, open_cli
     client = open_client()
     started = time.monotonic()
     outcomes = client.call("encode", [image(0), image(1), image(2)])
-    assert time.monotonic() - started < 2
+    assert time.monotonic() - started < 10, "the client waits for half a minute"
     failure = outcomes[1]
     assert isinstance(failure, ItemFailed)
     assert (failure.reason, failure.status, failure.retryable, failure.retry_after_ms) == (
@@ -260,7 +286,7 @@ def test_p32_a_server_stopped_in_mid_stream_is_unavailable(fake: FakeEncoder, op
     fake.script.faults[digest_of(2)] = Fault.HANG
     client = open_client()
     client.call("wait_ready", 10.0)
-    timer = after(0.3, fake.stop)
+    timer = once_it_hangs(fake, fake.stop)
     seen: dict[int, Outcome] = {}
     with pytest.raises(EncoderUnavailable, match="2 of 4 items") as caught:
         seen.update(client.iterate([image(index) for index in range(4)]))
@@ -298,11 +324,15 @@ def test_a_server_that_came_back_is_asked_anew_who_it_is(fake: FakeEncoder, open
 KILLED_SERVER = """
 from lm_adapter.testing import FakeEncoder, Fault
 from tests.unit.lm_adapter.test_client import digest_of
+from tests.unit.lm_adapter.test_client_failures import Awaited
 import time
 fake = FakeEncoder()
 fake.script.faults[digest_of(1)] = Fault.HANG
 fake.start()
+resumed = fake._service.resumed = Awaited()
 print(fake.target, flush=True)
+resumed.is_awaited.wait(60)
+print("hangs", flush=True)
 time.sleep(60)
 """
 
@@ -314,24 +344,30 @@ def test_p32_a_server_killed_in_mid_stream_is_unavailable_within_seconds(open_cl
         text=True,
         env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'proto'}"},
     )
+    killed_at: list[float] = []
+
+    def kill() -> None:
+        assert process.stdout is not None
+        if process.stdout.readline() == "hangs\n":
+            time.sleep(0.3)  # in which what was sent before arrives
+            killed_at.append(time.monotonic())
+            process.send_signal(signal.SIGKILL)
+
+    killer = threading.Thread(target=kill, daemon=True)
     try:
         assert process.stdout is not None
         client = open_client(process.stdout.readline().strip())
         client.call("wait_ready", 10.0)
-        killed_at: list[float] = []
-
-        def kill() -> None:
-            killed_at.append(time.monotonic())
-            process.send_signal(signal.SIGKILL)
-
-        after(0.3, kill)
+        killer.start()
         with pytest.raises(EncoderUnavailable, match="1 of 3 items") as caught:
             client.call("encode", [image(0), image(1), image(2)])
-        assert time.monotonic() - killed_at[0] < 3
+        assert time.monotonic() - killed_at[0] < 10, "the client waits for half a minute"
         assert_rows_of(caught.value.completed[0], digest_of(0))
     finally:
         process.kill()
         process.wait()
+        if killer.is_alive():
+            killer.join(20)
         if process.stdout is not None:
             process.stdout.close()
 
@@ -387,8 +423,8 @@ def test_a_deadline_passes_in_mid_stream(fake: FakeEncoder, open_client: Open) -
     fake.script.faults[digest_of(1)] = Fault.HANG
     started = time.monotonic()
     with pytest.raises(DeadlineExceeded, match="1 of 2 items") as caught:
-        open_client().call("encode", [image(0), image(1)], timeout_s=0.5)
-    assert time.monotonic() - started < 3
+        open_client().call("encode", [image(0), image(1)], timeout_s=2)
+    assert time.monotonic() - started < 12
     assert_rows_of(caught.value.completed[0], digest_of(0))
     wait_until(lambda: fake.num_cancelled["Encode"] == 1)
 
@@ -478,7 +514,7 @@ def test_a_closed_client_says_so(open_client: Open) -> None:
 def test_closing_under_a_call_cancels_it(fake: FakeEncoder) -> None:
     fake.script.faults[digest_of(1)] = Fault.HANG
     client = VisionEncoderClient(fake.target)
-    timer = after(0.3, client.close)
+    timer = once_it_hangs(fake, client.close)
     with pytest.raises(CallCancelled) as caught:
         client.encode([image(0), image(1)])
     timer.join()

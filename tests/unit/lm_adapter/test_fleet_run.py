@@ -93,18 +93,18 @@ async def test_a_caller_that_is_slow_to_ask_makes_no_replica_late() -> None:
         came.set()
 
     async with StubFleet("a:1", "b:1", max_hedges=1) as fleet:
-        run = fleet.run(attempt, num_items=20, timeout_s=0.5, hedge_after_s=0.05)
+        run = fleet.run(attempt, num_items=20, timeout_s=1.2, hedge_after_s=0.6)
         async with contextlib.aclosing(run.outcomes()) as stream:
             outcomes = [await anext(stream)]
             first_seen.set()
             await came.wait()
-            await asyncio.sleep(0.6)  # the caller's own work: past its deadline, and any hedge
+            await asyncio.sleep(1.3)  # the caller's own work: past its deadline, and any hedge
             outcomes += [finished async for finished in stream]
     assert [outcome for _, outcome in outcomes] == ["rows"] * 20
     assert fleet.counts.hedges == 0
     slowest_s = fleet.latencies.percentile(1.0)
     assert slowest_s is not None
-    assert slowest_s < 0.4
+    assert slowest_s < 1.1
 
 
 async def test_rows_that_nobody_asks_for_are_not_read_without_bound(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,17 +118,17 @@ async def test_rows_that_nobody_asks_for_are_not_read_without_bound(monkeypatch:
             yield position, rows_of(1 << 20)
 
     async with StubFleet("a:1", "b:1", max_hedges=1, hedge_min_s=0.01) as fleet:
-        run = fleet.run(attempt, num_items=40, hedge_after_s=0.05)
+        run = fleet.run(attempt, num_items=40, hedge_after_s=0.5)
         async with contextlib.aclosing(run.outcomes()) as stream:
             outcomes = [await anext(stream)]
-            await asyncio.sleep(0.1)  # the caller's own work
+            await asyncio.sleep(1.0)  # the caller's own work
             assert len(read) <= 6
             outcomes += [finished async for finished in stream]
     assert answered(outcomes) == dict.fromkeys(range(40), 1)
     assert len(read) == 40
     assert fleet.counts.hedges == 0
     slowest_s = fleet.latencies.percentile(1.0)
-    assert slowest_s is None or slowest_s < 0.09
+    assert slowest_s is None or slowest_s < 0.9
 
 
 def rows_of(num_bytes: int) -> EncodedRows:

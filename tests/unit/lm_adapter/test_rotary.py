@@ -86,6 +86,15 @@ def test_shapes_are_checked_before_anything_turns(q: Any, k: Any, positions: Any
     assert (held == 1).all()
 
 
+def test_heads_whose_elements_lie_apart_are_refused() -> None:
+    """By both backends alike: the kernel takes neighbours."""
+    apart, k = torch.ones(3, 16, 2).transpose(1, 2), torch.ones(3, 1, 16)
+    for backend in ("torch", "triton"):
+        with pytest.raises(InvalidRequest, match="lie 2 apart in q and 1 in k"):
+            apply_mrope(apart, k, torch.ones(3, 3, dtype=torch.int64), TABLE, backend=backend)
+    assert (apart == 1).all()
+
+
 def test_p08_positions_are_integers_and_never_bfloat16() -> None:
     """Above 256 bfloat16 skips integers: positions in a floating dtype are refused, not rounded."""
     q, k = torch.ones(3, 2, 16), torch.ones(3, 1, 16)

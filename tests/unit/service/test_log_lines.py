@@ -5,12 +5,13 @@ from __future__ import annotations
 import errno
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import pytest
 
-from encoder_service.log_lines import LineWriter
+from encoder_service.log_lines import PAUSE_S, LineWriter
 
 LIMIT_S = 20.0
 
@@ -124,6 +125,58 @@ def test_whatever_writing_raises_costs_the_line_alone(error: Exception) -> None:
     assert writer.lost == {"failed": 1}
     writer.put("too late")
     assert writer.lost == {"failed": 1, "closed": 1}
+
+
+def test_a_descriptor_that_takes_nothing_and_reports_nothing_is_not_asked_for_ever() -> None:
+    """A write of no bytes that is no error either: a thread that tried again at once would take a core."""
+    num_writes = 0
+
+    def write(*_: object) -> int:
+        nonlocal num_writes
+        num_writes += 1
+        return 0
+
+    with writing(LineWriter(2, write=write)) as writer:
+        writer.put("a")
+        assert writer.flush(LIMIT_S), "still trying"
+    assert writer.lost == {"failed": 1}
+    assert num_writes == 1
+
+
+def test_a_full_descriptor_of_which_nothing_can_be_asked_costs_the_line_alone() -> None:
+    """select takes no descriptor above 1023, nor one that was closed meanwhile."""
+
+    def write(*_: object) -> int:
+        raise BlockingIOError
+
+    for descriptor in (1 << 20, -1):
+        with writing(LineWriter(descriptor, write=write)) as writer:
+            writer.put("a")
+            assert writer.flush(LIMIT_S), "its thread has ended"
+            assert writer.lost == {"failed": 1}
+
+
+def test_a_descriptor_that_seems_to_have_room_is_not_asked_without_a_pause() -> None:
+    """poll says that it may be written, and a write of a whole line that it may not."""
+    read, write_end = os.pipe()
+    num_writes, enough = 0, threading.Event()
+
+    def write(_: int, data: memoryview) -> int:
+        nonlocal num_writes
+        num_writes += 1
+        if num_writes <= 20:
+            raise BlockingIOError
+        enough.set()
+        return len(data)
+
+    started_s = time.monotonic()
+    with writing(LineWriter(write_end, write=write)) as writer:
+        writer.put("a")
+        assert enough.wait(LIMIT_S)
+    assert time.monotonic() - started_s > 20 * PAUSE_S
+    assert not writer.lost
+    os.close(read)
+    os.close(write_end)
 
 
 def test_a_writer_that_is_stuck_is_left_behind() -> None:

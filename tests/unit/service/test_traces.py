@@ -196,4 +196,4 @@ def test_a_collector_that_is_gone_keeps_no_item_waiting(monkeypatch: pytest.Monk
         traces.end_item(item, TIMINGS, "miss", (1, 2, 4), 2, 0.004)
     took_s = time.monotonic() - started_s
     stop()
-    assert took_s < 1.0
+    assert took_s < 10, "each of the hundred would have waited for a second"

@@ -252,7 +252,8 @@ def test_a_second_broker_at_the_same_path_does_not_start_and_leaves_nothing() ->
         options = BrokerOptions(rig.path, "i", "h")
         with pytest.raises(ConfigurationError, match="another process listens"):
             Broker(options, OfferBook(), on_disconnect=lambda _: None).start()
-        assert num_descriptors() == before
+        # the first one, in this process, has yet to close its end of the connection that asked
+        wait_until(lambda: num_descriptors() == before, "every descriptor's close")
         assert rig.broker.is_serving()
 
 
@@ -375,15 +376,17 @@ def test_a_client_that_collects_descriptors_in_its_socket_gets_a_bounded_number(
 
 
 def test_a_flood_of_requests_is_slowed_and_all_are_answered() -> None:
-    limits = ConnectionLimits(requests_per_s=200, request_burst=20)
+    limits = ConnectionLimits(requests_per_s=80, request_burst=20)
     with running_broker(limits=limits) as rig, RawClient(rig.path) as client, RawClient(rig.path) as other:
         started_s = time.monotonic()
         client.socket.sendall(b"".join(client.frame(ping=pb.BrokerPing()) for _ in range(100)))
         assert other.ask(ping=pb.BrokerPing()).HasField("pong")
-        assert time.monotonic() - started_s < 0.3, "others do not wait for the flood"
+        asked_s = time.monotonic() - started_s
         replies = [client.reply() for _ in range(100)]
         assert all(reply is not None and reply.HasField("pong") for reply in replies)
-        assert time.monotonic() - started_s > 0.3
+        answered_s = time.monotonic() - started_s
+        assert answered_s > 0.9, "eighty of them, at eighty a second"
+        assert asked_s < answered_s - 0.1, "others do not wait for the flood"
 
 
 def test_silent_connects_crowd_out_each_other_and_no_one_who_speaks() -> None:

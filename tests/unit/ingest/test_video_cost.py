@@ -1,0 +1,154 @@
+"""How many pixels of a clip may be decoded, and that what is counted is what is decoded."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+from typing import Any
+
+import av
+import numpy as np
+import pytest
+
+from encoder_service.config import Settings
+from encoder_service.errors import ClipTooLarge, UndecodableClip
+from encoder_service.ingest.video_file import open_clip
+from encoder_service.ingest.video_plan import PacketFact, Run
+from encoder_service.ingest.video_settings import ClipLimits, clip_limits
+from encoder_service.ingest.video_stream import StreamClip
+from tests.unit.ingest import clip_files
+from tests.unit.ingest.test_video_hostile import trimmed
+
+FRAME_PIXELS = 64 * 48
+
+
+def within(num_frames: int, less: int = 0) -> ClipLimits:
+    """Limits that so many frames keep, or miss by ``less`` pixels."""
+    return ClipLimits(max_decoded_pixels=num_frames * FRAME_PIXELS - less)
+
+
+def opened(data: bytes, limits: ClipLimits) -> StreamClip:
+    clip = open_clip(data, limits)
+    assert isinstance(clip, StreamClip)
+    return clip
+
+
+@pytest.mark.parametrize("kind", ["h264.mp4", "vp9.webm", "gif.gif", "webp.webp"])
+def test_a_clip_that_takes_more_pixels_is_refused_before_they_are_decoded(kind: str) -> None:
+    data = clip_files.encode(clip_files.moving(60), kind, key_every=60, b_frames=0)
+    clip = open_clip(data, within(60, less=1))
+    with pytest.raises(ClipTooLarge, match=r"takes 60 frames = 184320 pixels.*limit is 184319") as raised:
+        clip.frames(range(60))  # the call, before a frame is asked for
+    assert raised.value.details["found_pixels"] == "184320"
+    assert raised.value.details["max_decoded_pixels"] == "184319"
+    clip.close()
+
+    clip = open_clip(data, within(60))
+    assert len(list(clip.frames(range(60)))) == 60
+    clip.close()
+
+
+def test_frames_that_are_skipped_by_seeking_do_not_count() -> None:
+    data = clip_files.encode(clip_files.moving(300), key_every=10, b_frames=0)
+    clip = opened(data, ClipLimits())
+    inner, fed = clip._packets, 0
+
+    def counted(run: Run) -> Iterator[Any]:
+        nonlocal fed
+        for packet in inner(run):
+            fed += packet is not None
+            yield packet
+
+    clip._packets = counted  # type: ignore[method-assign]
+    indices = [0, 155, 290]
+    assert len(list(clip.frames(indices))) == 3
+    clip.close()
+    assert 3 <= fed < 20
+
+    clip = opened(data, within(fed))
+    assert len(list(clip.frames(indices))) == 3
+    clip.close()
+    clip = opened(data, within(fed, less=1))
+    with pytest.raises(ClipTooLarge, match=f"takes {fed} frames"):
+        clip.frames(indices)
+    clip.close()
+
+
+def test_what_the_header_takes_counts_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first frame that is shown may need many that are not."""
+    options = {"x264-params": "scenecut=0"}
+    monkeypatch.setitem(clip_files.CODECS, "even.mp4", ("mp4", "libx264", options))
+    data = trimmed(7, 20, 0, "even.mp4")
+    open_clip(data, within(8)).close()
+    with pytest.raises(ClipTooLarge, match=r"takes 8 frames = 24576 pixels.*limit is 24575"):
+        open_clip(data, within(8, less=1))
+
+
+@pytest.mark.parametrize("is_allowed", [False, True])
+def test_reading_from_the_beginning_after_all_counts_as_well(is_allowed: bool) -> None:
+    """Of a file whose key frames are none to start at, little is planned and all is decoded."""
+    data = clip_files.encode(clip_files.moving(60), "mpeg4.mp4", key_every=10)
+    clip = opened(data, ClipLimits())
+    runs = clip._planned([45])
+    planned = sum(run.num_packets for run in runs)
+    assert planned < 20
+    clip.close()
+
+    clip = opened(data, within(planned + 46, less=not is_allowed))
+    inner = clip._decode
+
+    def failing(run: Run) -> Iterator[Any]:
+        if run.first:
+            raise UndecodableClip("leans on what is not there")
+        return inner(run)
+
+    clip._decode = failing  # type: ignore[method-assign]
+    frames = clip.frames([45])
+    if is_allowed:
+        assert len(list(frames)) == 1
+    else:
+        with pytest.raises(ClipTooLarge, match=f"takes {planned + 46} frames"):
+            next(frames)
+    clip.close()
+
+
+def test_frames_between_that_are_larger_than_counted_fail_the_clip() -> None:
+    """A stream may change its size as it goes: frames that nobody wanted would cost what was not counted."""
+    parts = [clip_files.moving(4, *size) for size in [(48, 64), (96, 128), (48, 64)]]
+    clip = opened(one_stream(parts), ClipLimits())
+    assert clip.header.num_frames == 12
+    # Such a picture is always marked as one to start at, which a codec's that leans on others is not.
+    clip._index.packets[1:] = [PacketFact(packet.pts, False) for packet in clip._index.packets[1:]]
+    with pytest.raises(UndecodableClip, match="is 128x96, the clip's first is 64x48"):
+        list(clip.frames([0, 11]))
+    clip.close()
+
+
+def one_stream(parts: list[np.ndarray]) -> bytes:
+    """Motion JPEG of each part's frames, one after another."""
+    file = io.BytesIO()
+    at = 0
+    with av.open(file, "w", format="mp4") as out:
+        stream = out.add_stream("mjpeg", rate=30)
+        stream.height, stream.width, stream.pix_fmt = 48, 64, "yuvj420p"
+        out.start_encoding()
+        for images in parts:
+            encoder = av.CodecContext.create("mjpeg", "w")
+            encoder.height, encoder.width = images.shape[1:3]
+            encoder.pix_fmt, encoder.time_base = "yuvj420p", stream.time_base
+            for image in images:
+                frame = av.VideoFrame.from_ndarray(image, format="rgb24").reformat(format="yuvj420p")
+                for packet in encoder.encode(frame):
+                    packet.stream, packet.pts, packet.dts = stream, at * 33, at * 33
+                    out.mux(packet)
+                    at += 1
+    return file.getvalue()
+
+
+def test_the_setting_is_the_limit() -> None:
+    assert clip_limits(Settings(model="m"), 1).max_decoded_pixels == ClipLimits().max_decoded_pixels
+    assert clip_limits(Settings(model="m", max_clip_decoded_pixels=7), 1).max_decoded_pixels == 7
+
+
+def test_the_default_lets_an_hour_of_full_hd_through() -> None:
+    assert 3600 * 30 * 1920 * 1080 < ClipLimits().max_decoded_pixels < 7200 * 30 * 1920 * 1080
