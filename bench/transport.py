@@ -251,6 +251,7 @@ class Run:
         for way, samples in others.items():
             record[f"{way}_ms"] = statistics.median(samples.calls_ms)
             record[f"{way}_p99_ms"] = percentile(samples.calls_ms, 0.99)
+            record[f"{way}_min_ms"] = min(samples.calls_ms)
         if is_shared and cell.concurrency == 1:
             copied = client.ask("measure_copy", budget_s=budget_s * COPY_SHARE, max_calls=max_calls)
             record["copy_ms"] = statistics.median(copied["calls_ms"])
@@ -339,6 +340,7 @@ def record_of(cell: Cell, calls: Samples, floors: Samples) -> dict[str, Any]:
         "bytes": cell.num_bytes,
         "median_ms": median_ms,
         "p99_ms": percentile(calls.calls_ms, 0.99),
+        "min_ms": min(calls.calls_ms),
         "floor_ms": floor_ms,
         "concurrency": cell.concurrency,
         "ratio": ratio,

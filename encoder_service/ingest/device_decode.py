@@ -34,6 +34,8 @@ log = structlog.get_logger(__name__)
 KEY_TAG = b"vision_encoder.decoder.v1"
 # Bounds the device memory of one decoder; a photograph of 12 megapixels fits.
 MAX_DEVICE_PIXELS = 1 << 24
+# Of smaller images the few pixels at edges, which the two interpolate differently, are many.
+MIN_DEVICE_SIDE = 64
 # Decoders in use at a time; threads beyond wait for one. Each keeps the memory of its largest image.
 MAX_DECODERS = 16
 # Mean distance of the probe's pixels from the host's, in levels.
@@ -69,8 +71,9 @@ class DeviceDecoding:
 
     name: of the kind of decoder and its settings, for keys. make_decoder: a new one; may raise as
     ``JpegDecoder.decode``. counts: images by where they were decoded: ``device``, and on the host what is no
-    plain JPEG file (``host_format``), what has more than ``max_pixels`` (``host_large``), what the device had
-    no memory for (``host_memory``) and what it refused or failed at (``host_error``).
+    plain JPEG file (``host_format``), what has a side under ``min_side`` (``host_small``) or more than
+    ``max_pixels`` (``host_large``), what the device had no memory for (``host_memory``) and what it refused
+    or failed at (``host_error``).
     """
 
     def __init__(
@@ -79,10 +82,12 @@ class DeviceDecoding:
         make_decoder: Callable[[], JpegDecoder],
         device: torch.device,
         *,
+        min_side: int = MIN_DEVICE_SIDE,
         max_pixels: int = MAX_DEVICE_PIXELS,
         max_decoders: int = MAX_DECODERS,
     ) -> None:
         self.name = name
+        self.min_side = min_side
         self.max_pixels = max_pixels
         self._make_decoder = make_decoder
         self._device = device
@@ -90,7 +95,8 @@ class DeviceDecoding:
         self._turns = threading.BoundedSemaphore(max_decoders)
         self._idle: list[JpegDecoder] = []  # the last one first: few decoders have large images' memory
         self._probed = b""
-        self.counts = {"device": 0, "host_format": 0, "host_large": 0, "host_memory": 0, "host_error": 0}
+        places = ("device", "host_format", "host_small", "host_large", "host_memory", "host_error")
+        self.counts = dict.fromkeys(places, 0)
 
     def decode(self, data: bytes, out: torch.Tensor | None = None) -> torch.Tensor | None:
         """The upright pixels, uint8 [H, W, 3] on the host, contiguous; None for a file that the host is to
@@ -134,6 +140,8 @@ class DeviceDecoding:
         head = read_jpeg_head(data)
         if head is None or read_plain_jpeg(data) is None:
             return "host_format", None
+        if min(head.height, head.width) < self.min_side:
+            return "host_small", None
         if head.height * head.width > self.max_pixels:
             return "host_large", None
         is_upright, shape = head.orientation == 1, (head.height, head.width, 3)

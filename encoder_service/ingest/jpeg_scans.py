@@ -4,7 +4,8 @@ say if it was not.
 Owns the walk over every segment and scan, to the end of the image. libjpeg and a GPU's decoder agree on files
 that are in order; of a file that is cut off, lacks scans or numbers its restarts wrongly each makes what it
 can, one with an error and the other without. Such files are recognised here, without decoding, and stay with
-the host. Bits that were changed between two markers do not show.
+the host. Bits that were changed between two markers do not show. Progressive files with restarts
+stay with the host too: of such files nvJPEG makes other pictures, without a word.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class _Frame(NamedTuple):
 
 def read_plain_jpeg(data: bytes) -> PlainJpeg | None:
     """The file, if it is grey or YCbCr of eight bits in 4:4:4, 4:2:2 or 4:2:0, and every scan is there; None
-    for any other. Nothing may follow the end of the image."""
+    for any other. Nothing may follow the end of the image, and a progressive file has no restarts."""
     frame: _Frame | None = None
     is_jfif, adobe = False, None
     restart_interval = num_scans = 0
@@ -76,6 +77,8 @@ def read_plain_jpeg(data: bytes) -> PlainJpeg | None:
         segment = data[start:end]
         if marker == _SCAN:
             if frame is None or not quantisations.issuperset(frame.quantisations):
+                return None
+            if frame.is_progressive and restart_interval:
                 return None
             if not _takes_scan(frame, segment, codes, missing):
                 return None

@@ -122,6 +122,8 @@ def resolve_device(device: str | int | torch.device) -> torch.device:
         import torch
     except ImportError as error:
         raise MappingFailed("torch is not installed") from error
+    if torch.cuda._is_in_bad_fork():
+        raise MappingFailed("this process was forked from one that used CUDA, and cannot use it")
     if not torch.cuda.is_available():
         raise MappingFailed("no CUDA device is visible to this process")
     found = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)

@@ -154,6 +154,7 @@ def importers() -> Iterator[Any]:
 def test_device_memory_is_beside_torchs_own() -> None:
     torch.zeros(1, device=CUDA)
     torch.cuda.synchronize()
+    gc.collect()  # of earlier tests
     allocated = torch.cuda.memory_allocated(CUDA), torch.cuda.memory_reserved(CUDA)
     free_bytes, _ = torch.cuda.mem_get_info(CUDA)
     memory = CudaMemory(SIZE + 1, CUDA)

@@ -7,6 +7,7 @@ The limits are docs/resize.md's. Every assertion says what was found.
 from __future__ import annotations
 
 import io
+import multiprocessing
 import random
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -47,8 +48,6 @@ class Limit(NamedTuple):
 
 NEAR = 3
 FULL_CHROMA, HALF_CHROMA = Limit(0.5, 0.999), Limit(1.0, 0.98)
-# Sides below this: a few values at edges, where the two upsample differently, are a large share.
-SMALL_SIDE, SMALL_MEAN = 32, 4.0
 
 
 @pytest.fixture(scope="module")
@@ -88,11 +87,8 @@ def check_near(found: np.ndarray, expected: np.ndarray, limit: Limit, what: str)
         f"{tuple(int(place) for place in worst)} of {apart.shape}"
     )
     print(text)
-    if min(found.shape[:2]) < SMALL_SIDE:
-        assert mean < SMALL_MEAN, f"{text}; {SMALL_MEAN} are allowed"
-    else:
-        assert mean < limit.mean, f"{text}; {limit} is allowed"
-        assert share >= limit.share, f"{text}; {limit} is allowed"
+    assert mean < limit.mean, f"{text}; {limit} is allowed"
+    assert share >= limit.share, f"{text}; {limit} is allowed"
 
 
 def decoded(decoding: DeviceDecoding, data: bytes, what: str) -> np.ndarray:
@@ -127,18 +123,28 @@ def test_pixels_are_within_the_limits(subsampling: str, progressive: bool, decod
         check_near(decoded(decoding, data, what), by_pillow(data), limit, what)
 
 
-@pytest.mark.parametrize("size", [(1, 1), (17, 3), (3, 17), (8, 8), (9, 15), (31, 33)], ids=str)
-def test_small_images_come_from_somewhere(size: tuple[int, int], decoding: DeviceDecoding) -> None:
-    """Refused by the device or not: the pixels are there."""
-    for name, subsampling in SUBSAMPLINGS.items():
+@pytest.mark.parametrize("size", [(1, 1), (17, 3), (31, 33), (63, 900), (900, 63)], ids=str)
+def test_small_images_are_the_hosts(size: tuple[int, int], decoding: DeviceDecoding) -> None:
+    for subsampling in SUBSAMPLINGS.values():
         data = jpeg(photograph(*size, seed=5), subsampling=subsampling)
-        before = dict(decoding.counts)
-        found = decode_rgb(data, LIMITS, decoding=decoding).numpy()
-        place = [place for place, number in decoding.counts.items() if number != before[place]]
-        check_near(found, by_pillow(data), HALF_CHROMA, f"{size} {name} on {place}")
+        before = decoding.counts["host_small"]
+        found = decode_rgb(data, LIMITS, decoding=decoding)
+        assert torch.equal(found, decode_rgb(data, LIMITS))
+        assert decoding.counts["host_small"] == before + 1
 
 
-@pytest.mark.parametrize("size", [(37, 4001), (4001, 37), (641, 479), (3000, 4000)], ids=str)
+@pytest.mark.parametrize("size", [(64, 64), (64, 65), (65, 64), (79, 113)], ids=str)
+def test_the_smallest_images_of_the_devices(size: tuple[int, int], decoding: DeviceDecoding) -> None:
+    seed = random.randrange(1 << 20)
+    for name, subsampling in SUBSAMPLINGS.items():
+        for number in range(8):
+            data = jpeg(photograph(*size, seed=seed + number), subsampling=subsampling)
+            limit = FULL_CHROMA if name == "444" else HALF_CHROMA
+            what = f"{size} {name} made {seed}+{number}"
+            check_near(decoded(decoding, data, what), by_pillow(data), limit, what)
+
+
+@pytest.mark.parametrize("size", [(67, 4001), (4001, 67), (641, 479), (3000, 4000)], ids=str)
 def test_odd_and_large_sides(size: tuple[int, int], decoding: DeviceDecoding) -> None:
     data = jpeg(photograph(*size, seed=6))
     check_near(decoded(decoding, data, str(size)), by_pillow(data), HALF_CHROMA, str(size))
@@ -155,7 +161,12 @@ def test_restart_markers_profiles_and_comments(blocks: int, decoding: DeviceDeco
             comment=b"\xff\xda",
             optimize=True,
         )
-        what = f"every {blocks} blocks, progressive={progressive}"
+        if progressive:  # nvJPEG makes other pictures of some, and fails at others
+            before = decoding.counts["host_format"]
+            assert torch.equal(decode_rgb(data, LIMITS, decoding=decoding), decode_rgb(data, LIMITS))
+            assert decoding.counts["host_format"] == before + 1
+            continue
+        what = f"every {blocks} blocks"
         check_near(decoded(decoding, data, what), by_pillow(data), HALF_CHROMA, what)
 
 
@@ -249,7 +260,7 @@ def test_threads_give_the_same_bits_and_device_memory_stays(device: torch.device
     rng = np.random.default_rng()
     files = [
         jpeg(
-            photograph(int(rng.integers(40, 700)), int(rng.integers(40, 900)), seed),
+            photograph(int(rng.integers(64, 700)), int(rng.integers(64, 900)), seed),
             progressive=seed % 3 == 0,
             subsampling=seed % 3,
         )
@@ -275,25 +286,36 @@ def test_threads_give_the_same_bits_and_device_memory_stays(device: torch.device
     assert taken_mib[-1] - taken_mib[11] <= 96, f"MiB taken since the first round, by round: {taken_mib}"
 
 
-@pytest.mark.whole_device
-def test_without_device_memory_the_host_decodes(device: torch.device) -> None:
+def decode_without_memory(data: bytes, expected_path: str) -> None:
+    """In a process of its own: nothing of the library's pools is there yet."""
+    device = torch.device("cuda", 0)
     decoding = open_decoding("device", device)
     assert decoding is not None
-    data = jpeg(photograph(3500, 4500, 11))
-    expected = decode_rgb(data, LIMITS).numpy()
-    torch.cuda.empty_cache()
-    free_bytes, _ = torch.cuda.mem_get_info(device)
-    held = torch.empty(free_bytes - 24 * MIB, dtype=torch.uint8, device=device)
+    torch.cuda.synchronize(device)
+    held = []
+    while (free_bytes := torch.cuda.mem_get_info(device)[0]) > 32 * MIB:
+        held.append(torch.empty(free_bytes - 24 * MIB, dtype=torch.uint8, device=device))
     try:
         found = decode_rgb(data, LIMITS, decoding=decoding).numpy()
     finally:
-        del held
+        held.clear()
         torch.cuda.empty_cache()
-    print(f"with 24 MiB free: {decoding.counts}")
-    assert decoding.counts["device"] == 0, f"47 MB of pixels fitted into 24 MiB: {decoding.counts}"
-    assert decoding.counts["host_memory"] == 1, f"not recognised as want of memory: {decoding.counts}"
+    counts = decoding.counts
+    assert counts["device"] == 0, f"47 MB of pixels fitted into {free_bytes} bytes: {counts}"
+    assert counts["host_memory"] == 1, f"not recognised as want of memory: {counts}"
+    expected = np.load(expected_path)
     assert np.array_equal(found, expected)
     check_near(decoded(decoding, data, "with memory again"), expected, HALF_CHROMA, "with memory again")
+
+
+@pytest.mark.whole_device
+def test_without_device_memory_the_host_decodes(device: torch.device, tmp_path: Path) -> None:
+    data, path = jpeg(photograph(3500, 4500, 11)), str(tmp_path / "expected.npy")
+    np.save(path, decode_rgb(data, LIMITS).numpy())
+    process = multiprocessing.get_context("spawn").Process(target=decode_without_memory, args=(data, path))
+    process.start()
+    process.join(120)
+    assert process.exitcode == 0
 
 
 # Through the service

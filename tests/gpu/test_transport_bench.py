@@ -38,4 +38,5 @@ def test_rows_come_by_device_lease_and_are_held_against_plain_copies(tmp_path: P
         if record["concurrency"] == 1:
             assert record["copy_ms"] > 0
             assert record["floor_device_ms"] > 0
-            assert 0 < record["median_ms"] < record["socket_ms"] < record["grpc_ms"]
+            # The quickest of each has had the device and the cores to itself.
+            assert 0 < record["min_ms"] < record["socket_min_ms"] < record["grpc_min_ms"], record

@@ -4,6 +4,7 @@ that a caller can see is as without the hashing."""
 from __future__ import annotations
 
 import asyncio
+import faulthandler
 import os
 from dataclasses import fields
 from pathlib import Path
@@ -399,6 +400,7 @@ def test_a_forked_childs_client_hashes_nothing_until_it_has_looked_around(shared
         assert isinstance(resident.hashed([item]), HashedItems)
         pid = os.fork()
         if pid == 0:
+            faulthandler.dump_traceback_later(60, exit=True)
             status = 1
             try:
                 is_plain = not isinstance(resident.hashed([item]), HashedItems)

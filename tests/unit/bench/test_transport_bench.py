@@ -25,6 +25,7 @@ NEEDED = {"path", "bytes", "median_ms", "p99_ms", "floor_ms"}
 OPTIONAL = {
     "concurrency", "ratio", "gib_per_s", "floor_gib_per_s", "floor_p99_ms", "num_calls", "copy_ms",
     "floor_device_ms", "socket_ms", "socket_p99_ms", "grpc_ms", "grpc_p99_ms",
+    "min_ms", "socket_min_ms", "grpc_min_ms",
 }  # fmt: skip
 
 

@@ -18,6 +18,7 @@ from PIL import Image
 from encoder_service.errors import ConfigurationError, ImageTooLarge, VisionEncoderError
 from encoder_service.ingest.decode import DecodeLimits, decode_rgb
 from encoder_service.ingest.device_decode import (
+    MIN_DEVICE_SIDE,
     PROBE,
     PROBE_SIDES,
     DeviceDecoding,
@@ -80,7 +81,8 @@ class Stand:
             self.made.append(StandIn(before))
             return self.made[-1]
 
-        self.decoding = DeviceDecoding("stand-in", make, CPU, **options)
+        # the tests' images are small
+        self.decoding = DeviceDecoding("stand-in", make, CPU, **{"min_side": 1} | options)
 
     @property
     def counts(self) -> dict[str, int]:
@@ -173,6 +175,20 @@ def test_images_over_the_devices_own_limit_are_decoded_on_the_host() -> None:
     assert at_the_limit.counts == {"device": 1}
 
 
+@pytest.mark.parametrize("turned", [False, True])
+def test_small_images_are_decoded_on_the_host(turned: bool) -> None:
+    assert DeviceDecoding("stand-in", StandIn, CPU).min_side == MIN_DEVICE_SIDE
+    side = min(image_files.WIDTH, image_files.HEIGHT)
+    picture = image_files.image("RGB")
+    data = image_files.encode(picture.transpose(Image.Transpose.ROTATE_90) if turned else picture, "JPEG")
+    stand = Stand(min_side=side + 1)
+    assert outcome(data, stand.decoding) == outcome(data, None)
+    assert (stand.counts, stand.made) == ({"host_small": 1}, [])
+    at_the_limit = Stand(min_side=side)
+    assert outcome(data, at_the_limit.decoding) != outcome(data, None)
+    assert at_the_limit.counts == {"device": 1}
+
+
 def test_errors_are_the_hosts_word_for_word() -> None:
     """Cut off, put together wrongly, or with headers that say something else."""
     num_errors = 0
@@ -241,7 +257,7 @@ def test_a_decoder_that_cannot_be_made_is_as_one_that_fails() -> None:
     def fails() -> JpegDecoder:
         raise DeviceMemoryFull("no context")
 
-    decoding = DeviceDecoding("none", fails, CPU)
+    decoding = DeviceDecoding("none", fails, CPU, min_side=1)
     assert outcome(FILES["jpeg-rgb"], decoding) == outcome(FILES["jpeg-rgb"], None)
     assert decoding.counts["host_memory"] == 1
 

@@ -137,6 +137,16 @@ def test_without_a_gpu_a_device_is_refused_with_its_reason() -> None:
         device_lease.resolve_device("cuda:0")
 
 
+def test_a_process_forked_from_one_with_cuda_asks_the_driver_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def ask() -> bool:
+        raise AssertionError("a forked child called the driver")
+
+    monkeypatch.setattr(torch.cuda, "is_available", ask)
+    monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)
+    with pytest.raises(MappingFailed, match="forked from one that used CUDA"):
+        device_lease.resolve_device(0)
+
+
 class RecordingArena:
     """Says in which order things happen to it; its rows change when ``changes`` does."""
 
