@@ -10,8 +10,8 @@ Variants take turns in a new order each round. Rows are compared before anything
 
 Times are milliseconds. ``ours``: ``end_to_end`` from the call to the last row in the client, ``first_rows``
 to the first ones, ``admit`` until the clip is open and let in. ``ours_reading``: opening, decoding and
-resizing all frames that are sampled, without a service or a tower. ``reference``: ``decode``, ``process``,
-``tower``, and ``end_to_end`` of all three.
+resizing all frames that are sampled, without a service or a tower, with the service's threads. ``reference``:
+``decode``, ``process``, ``tower``, and ``end_to_end`` of all three.
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ from encoder_service.app import Service
 from encoder_service.config import parse_settings
 from encoder_service.ingest.decode import DecodeLimits
 from encoder_service.ingest.registry import load_preprocessor
+from encoder_service.ingest.video_settings import clip_limits
 from encoder_service.towers.synthetic import make_checkpoint
 from encoder_service.types import EncodedFile, Grid, PreprocessOptions
 from lm_adapter import ClipItem, EncodedRows, VisionEncoderClient
@@ -112,7 +113,8 @@ class Ours:
 
     def __init__(self, target: str, checkpoint: Path, family: str, data: bytes) -> None:
         self._target, self._data = target, data
-        self._preprocessor = load_preprocessor(checkpoint, family, DecodeLimits(1 << 30, 1 << 30))
+        limits = clip_limits(parse_settings(model=checkpoint), 1 << 30)
+        self._preprocessor = load_preprocessor(checkpoint, family, DecodeLimits(1 << 30, 1 << 30), limits)
 
     def run(self) -> tuple[EncodedRows, dict[str, float]]:
         first_s = 0.0

@@ -32,4 +32,6 @@ class ClipSettings(BaseSettings):
         ge=4,
         description="Patches of a piece that a clip is encoded in; at least one frame pair or chunk.",
     )
-    clip_decode_threads: int = Field(2, ge=1, le=64, description="Threads of one clip's decoder.")
+    clip_decode_threads: int = Field(
+        0, ge=0, le=64, description="Threads of one clip's decoder; 0: a quarter of the cores, 2 to 8."
+    )

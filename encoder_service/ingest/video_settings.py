@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from encoder_service.config_clips import ClipSettings
+from encoder_service.ingest.cores import usable_cores
 from encoder_service.ingest.settings import (
     PREPROCESSOR_FILE,
     PROCESSOR_FILE,
@@ -92,7 +93,7 @@ def clip_limits(settings: ClipSettings, max_frame_pixels: int) -> ClipLimits:
         max_source_frames=settings.max_clip_source_frames,
         max_decoded_pixels=settings.max_clip_decoded_pixels,
         max_frames=settings.max_clip_frames,
-        decode_threads=settings.clip_decode_threads,
+        decode_threads=settings.clip_decode_threads or max(2, min(8, usable_cores() // 4)),
     )
 
 

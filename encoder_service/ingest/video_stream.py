@@ -64,6 +64,7 @@ CODECS = (
 )
 _VP8_SHOWN = 0x10  # of a frame's first byte, RFC 6386 section 9.1
 MAX_UNSHOWN = 8192  # packets that an edit list hides: a seek takes time by their square
+MAX_THREAD_PIXELS = 1 << 27  # of all frames that a decoder's threads hold
 MAX_VIDEO_STREAMS = 8  # covers included: opening a file decodes pictures of each
 
 
@@ -147,7 +148,8 @@ class StreamClip:
         check_frame_size(width, height, self._limits)
         # Damage that a decoder finds ends it; by default it makes up what is missing and goes on.
         context.options = {"max_pixels": str(self._limits.max_frame_pixels), "err_detect": "explode"}
-        context.thread_count = self._limits.decode_threads
+        # Each thread holds a frame.
+        context.thread_count = min(self._limits.decode_threads, max(1, MAX_THREAD_PIXELS // (width * height)))
         context.thread_type = "AUTO"
         self._index = self._read_index(file)
         self._fps = self._checked_rate()
@@ -356,7 +358,8 @@ class StreamClip:
 
     def _upright(self, frame: VideoFrame) -> torch.Tensor:
         """uint8 [H, W, 3]."""
-        return torch.from_numpy(self._turn.apply(frame.to_ndarray(format="rgb24")))
+        # One thread: by default the conversion starts as many as there are cores, for each thread that reads.
+        return torch.from_numpy(self._turn.apply(frame.to_ndarray(format="rgb24", threads=1)))
 
 
 @dataclass(frozen=True)

@@ -28,13 +28,14 @@ def frames_of(data: bytes, indices: list[int] | None = None, limits: ClipLimits 
         clip.close()
 
 
+@pytest.mark.parametrize("threads", [1, 2, 8])
 @pytest.mark.parametrize("kind", clip_files.KINDS)
-def test_any_frames_of_any_kind_are_those_of_reading_it_through(kind: str) -> None:
+def test_any_frames_of_any_kind_are_those_of_reading_it_through(kind: str, threads: int) -> None:
     count = random.randint(25, 45)
     key_every = None if kind == "gif.gif" else random.choice([1, 5, 12])
     data = clip_files.encode(clip_files.moving(count), kind, key_every=key_every, fps=20)
     expected = clip_files.decoded(data)
-    clip = open_clip(data, LIMITS)
+    clip = open_clip(data, ClipLimits(decode_threads=threads))
     assert (clip.header.num_frames, clip.header.height, clip.header.width) == expected.shape[:3]
     assert clip.header.fps == pytest.approx(20)
     assert clip.header.duration_s == pytest.approx(count / 20)

@@ -156,7 +156,7 @@ def test_any_frames_of_open_groups_of_pictures(kind: str, monkeypatch: pytest.Mo
     monkeypatch.setitem(clip_files.CODECS, kind, (container, codec, options))
     data = clip_files.encode(clip_files.moving(60), kind, key_every=9)
     expected = clip_files.decoded(data)
-    for threads in (1, 2):
+    for threads in (1, 2, 8):
         for count in (1, 2, 5, 20):
             indices = sorted(random.sample(range(60), count))
             clip = open_clip(data, ClipLimits(decode_threads=threads))
