@@ -130,7 +130,7 @@ class Client:
         self._clients[path] = connected()
         if transport != "inline":
             for way in OTHER_WAYS:
-                client = self._others[path, way] = connected(directory=False)
+                client = self._others[path, way] = connected(directory=False, local_calls=way != "grpc")
                 if way == "grpc":  # as after a round trip of the socket that failed, for ever
                     client._session.resident._not_before_s = math.inf
         choice = self._clients[path].transport
