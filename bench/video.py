@@ -8,10 +8,12 @@ time under another namespace, so that nothing is found in its store. The referen
 PyAV reader, resizes, normalises and cuts patches with its default video processor, and runs its tower.
 Variants take turns in a new order each round. Rows are compared before anything is timed.
 
-Times are milliseconds. ``ours``: ``end_to_end`` from the call to the last row in the client, ``first_rows``
-to the first ones, ``admit`` until the clip is open and let in. ``ours_reading``: opening, decoding and
-resizing all frames that are sampled, without a service or a tower, with the service's threads. ``reference``:
-``decode``, ``process``, ``tower``, and ``end_to_end`` of all three.
+Times are milliseconds. ``ours``: ``end_to_end`` from the call to the last row in the client, which come
+inline, ``first_rows`` to the first ones, ``admit`` until the clip is open and let in. ``ours_shared``: rows
+by lease in the encoder's memory, on a GPU the device's, copied from there by the client. ``ours_reading``:
+opening, decoding and resizing all frames that are sampled, without a service or a tower, with the service's
+threads. ``reference``: ``decode``, ``process``, ``tower``, and ``end_to_end`` of all three, its rows in host
+memory.
 """
 
 from __future__ import annotations
@@ -45,6 +47,7 @@ from rich.table import Table
 
 from encoder_service.app import Service
 from encoder_service.config import parse_settings
+from encoder_service.ingest.cores import usable_cores
 from encoder_service.ingest.decode import DecodeLimits
 from encoder_service.ingest.registry import load_preprocessor
 from encoder_service.ingest.video_settings import clip_limits
@@ -111,10 +114,25 @@ class RunningService:
 class Ours:
     """One call of the service, and reading alone."""
 
-    def __init__(self, target: str, checkpoint: Path, family: str, data: bytes) -> None:
-        self._target, self._data = target, data
-        limits = clip_limits(parse_settings(model=checkpoint), 1 << 30)
+    def __init__(self, target: str, checkpoint: Path, family: str, data: bytes, device: torch.device) -> None:
+        self._target, self._data, self._device = target, data, device
+        limits = clip_limits(parse_settings(model=checkpoint), 1 << 30, usable_cores())
         self._preprocessor = load_preprocessor(checkpoint, family, DecodeLimits(1 << 30, 1 << 30), limits)
+
+    def run_shared(self) -> dict[str, float]:
+        ways = ("device",) if self._device.type == "cuda" else ("host",)
+        with VisionEncoderClient(
+            self._target,
+            namespace=secrets.token_hex(8),
+            transports=ways,
+            device=str(self._device) if self._device.type == "cuda" else None,
+        ) as client:
+            client.wait_transport()
+            begun_s = time.perf_counter()
+            rows = client.encode_one(ClipItem(self._data), timeout_s=600)
+            rows.torch()
+            synchronise(self._device)
+            return {"end_to_end": (time.perf_counter() - begun_s) * 1e3}
 
     def run(self) -> tuple[EncodedRows, dict[str, float]]:
         first_s = 0.0
@@ -123,7 +141,9 @@ class Ours:
             nonlocal first_s
             first_s = first_s or time.perf_counter()
 
-        with VisionEncoderClient(self._target, namespace=secrets.token_hex(8)) as client:
+        with VisionEncoderClient(
+            self._target, namespace=secrets.token_hex(8), transports=("inline",)
+        ) as client:
             client.info()
             begun_s = time.perf_counter()
             rows = client.encode_one(ClipItem(self._data), timeout_s=600, on_rows=tell)
@@ -211,10 +231,12 @@ def measure(family: str, arguments: argparse.Namespace, data: bytes, folder: Pat
         "dtype": arguments.dtype,
         "listen": ("127.0.0.1:0",),
         "admin_listen": "",
+        "broker_path": str(folder / "broker.sock"),
+        "arena_bytes": 2 << 30,
     }
     theirs = Theirs(checkpoint, family, file, arguments.device, getattr(torch, arguments.dtype))
     with RunningService(**settings) as target:
-        ours = Ours(target, checkpoint, family, data)
+        ours = Ours(target, checkpoint, family, data, arguments.device)
         rows, _ = ours.run()
         expected, _ = theirs.run()
         found = rows.torch().double()
@@ -224,6 +246,7 @@ def measure(family: str, arguments: argparse.Namespace, data: bytes, folder: Pat
         samples: dict[str, list[float]] = defaultdict(list)
         runs = {
             "ours": lambda: ours.run()[1],
+            "ours_shared": ours.run_shared,
             "ours_reading": ours.read_alone,
             "reference": lambda: theirs.run()[1],
         }
@@ -255,6 +278,7 @@ def show(records: list[dict[str, Any]], console: Console) -> None:
         decode_ms = medians["ours_reading.open"] + medians["ours_reading.decode"]
         lines = [
             ("end to end", medians["ours.end_to_end"], medians["reference.end_to_end"]),
+            ("rows by lease", medians["ours_shared.end_to_end"], medians["reference.end_to_end"]),
             ("first rows", medians["ours.first_rows"], medians["reference.end_to_end"]),
             ("decode", decode_ms, medians["reference.decode"]),
             ("resize (and cut)", medians["ours_reading.resize"], medians["reference.process"]),

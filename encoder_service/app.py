@@ -295,7 +295,7 @@ def load_model(settings: Settings) -> ServedModel:
     dtype = default if settings.dtype is None else getattr(torch, settings.dtype)
     loaded = load_tower(settings.model, device=device, dtype=dtype)
     limits = DecodeLimits(settings.max_encoded_bytes, settings.max_image_pixels)
-    clips = clip_limits(settings, settings.max_image_pixels)
+    clips = clip_limits(settings, settings.max_image_pixels, settings.ingest_threads or usable_cores())
     decoding = open_decoding(settings.decode, loaded.tower.device)
     preprocessor = load_preprocessor(settings.model, loaded.family, limits, clips, decoding)
     if preprocessor.patch_dim != loaded.tower.patch_dim:

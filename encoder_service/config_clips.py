@@ -33,5 +33,5 @@ class ClipSettings(BaseSettings):
         description="Patches of a piece that a clip is encoded in; at least one frame pair or chunk.",
     )
     clip_decode_threads: int = Field(
-        0, ge=0, le=64, description="Threads of one clip's decoder; 0: a quarter of the cores, 2 to 8."
+        0, ge=0, le=64, description="Threads of one clip's decoder; 0: a quarter of ingest_threads, 2 to 8."
     )

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from encoder_service.config_clips import ClipSettings
-from encoder_service.ingest.cores import usable_cores
 from encoder_service.ingest.settings import (
     PREPROCESSOR_FILE,
     PROCESSOR_FILE,
@@ -84,8 +83,8 @@ class ClipLimits:
                 raise ValueError(f"{name} is {value}, needs at least 1")
 
 
-def clip_limits(settings: ClipSettings, max_frame_pixels: int) -> ClipLimits:
-    """The limits that the service's settings say."""
+def clip_limits(settings: ClipSettings, max_frame_pixels: int, num_workers: int) -> ClipLimits:
+    """The limits that the service's settings say. num_workers: threads that decode and resize."""
     return ClipLimits(
         max_encoded_bytes=settings.max_clip_bytes,
         max_frame_pixels=max_frame_pixels,
@@ -93,7 +92,7 @@ def clip_limits(settings: ClipSettings, max_frame_pixels: int) -> ClipLimits:
         max_source_frames=settings.max_clip_source_frames,
         max_decoded_pixels=settings.max_clip_decoded_pixels,
         max_frames=settings.max_clip_frames,
-        decode_threads=settings.clip_decode_threads or max(2, min(8, usable_cores() // 4)),
+        decode_threads=settings.clip_decode_threads or max(2, min(8, num_workers // 4)),
     )
 
 

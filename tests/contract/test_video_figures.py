@@ -6,18 +6,23 @@ import json
 import re
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "video.md").read_text().partition("## Measured")[2]
-(NAME,) = re.findall(r"<!-- figures: (\S+) -->", PAGE)
-RESULT = json.loads((ROOT / NAME).read_text())
+NAMES = re.findall(r"<!-- figures: (\S+) -->", PAGE)
+RESULTS = [json.loads((ROOT / name).read_text()) for name in NAMES]
 FAMILIES = {"qwen3_vl": "Qwen3-VL", "qwen3_5": "Qwen3.5", "kimi_k25": "Kimi-K2.5"}
 
 
-def test_the_table_is_the_files() -> None:
-    (table,) = re.findall(r"((?:^\|.*\n)+)", PAGE, re.MULTILINE)
+@pytest.mark.parametrize("number", range(len(NAMES)))
+def test_the_tables_are_the_files(number: int) -> None:
+    tables = re.findall(r"((?:^\|.*\n)+)", PAGE, re.MULTILINE)
+    assert len(tables) == len(NAMES) == 2
+    table = tables[number]
     rows = [[cell.strip() for cell in line.strip("|\n ").split("|")] for line in table.splitlines()[2:]]
     expected = []
-    for record in RESULT["records"]:
+    for record in RESULTS[number]["records"]:
         medians = record["medians_ms"]
         figures = (
             medians["ours_reading.open"] + medians["ours_reading.decode"],
@@ -33,13 +38,20 @@ def test_the_table_is_the_files() -> None:
 
 
 def test_the_words_are_the_files() -> None:
-    settings = RESULT["settings"]
-    assert f"{settings['seconds']:.0f} s of 720p H.264 at {settings['fps']} frames a second" in PAGE
-    assert (settings["height"], settings["codec"], settings["dtype"]) == (720, "h264", "float32")
-    for record in RESULT["records"]:
+    for result in RESULTS:
+        settings = result["settings"]
+        assert f"{settings['seconds']:.0f} s of 720p H.264 at {settings['fps']} frames a second" in PAGE
+        assert (settings["height"], settings["codec"]) == (720, "h264")
+        assert all(f"{record['num_frames']} frames sampled" in PAGE for record in result["records"])
+    on_cpu, on_gpu = RESULTS
+    assert (on_cpu["settings"]["dtype"], on_gpu["settings"]["dtype"]) == ("float32", "bfloat16")
+    for record in on_cpu["records"]:
         medians = record["medians_ms"]
         reference = medians["reference.decode"] + medians["reference.process"]
-        assert f"{record['num_frames']} frames sampled" in PAGE
         assert medians["ours_reading.read_alone"] < 0.5 * reference
         assert record["relative_error"] < 1.15e-6
         assert medians["ours.first_rows"] < medians["ours.end_to_end"]
+    (record,) = on_gpu["records"]
+    assert (on_gpu["device"], on_gpu["num_threads"]) == ("NVIDIA H200", 32)
+    assert f"{record['num_rows']:,} rows" in PAGE
+    assert f"{record['num_rows'] * 4 * 4096 * 2 / 1e6:.0f} MB" in PAGE

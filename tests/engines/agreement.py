@@ -53,6 +53,15 @@ def compared(reference: dict[str, Any], found: dict[str, Any], dtype: str) -> li
     return differences
 
 
+def num_decided(answer: dict[str, Any], dtype: str) -> int:
+    """Tokens up to the first that another is as likely as, to the tie: those that are sure to be compared."""
+    for step, (token, logprobs) in enumerate(zip(answer["tokens"], answer["logprobs"], strict=True)):
+        others = [value for name, value in logprobs.items() if int(name) != token]
+        if logprobs[str(token)] - max(others) <= TIES[dtype]:
+            return step
+    return len(answer["tokens"])
+
+
 def of_response(body: dict[str, Any]) -> dict[str, Any]:
     """The answer of the HTTP server in the form of offline.py."""
     steps = body["choices"][0]["logprobs"]["content"]

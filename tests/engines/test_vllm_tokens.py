@@ -24,30 +24,45 @@ from tests.engines.processes import ROOT, VLLM_ENVIRONMENT, Encoder, Stack, envi
 pytestmark = pytest.mark.timeout(600)
 
 
-@pytest.fixture(scope="session")
-def images() -> list[bytes]:
-    return [picture(random.getrandbits(32), *size) for size in SIZES]
+NUM_SETS = 4
+
+Rows = list[tuple[bytes, Grid]]
 
 
 @pytest.fixture(scope="session")
-def rows(images: list[bytes], encoder: Encoder) -> list[tuple[bytes, Grid]]:
+def image_sets() -> list[list[bytes]]:
+    """Of which one is taken for each family (offline.py)."""
+    return [[picture(random.getrandbits(32), *size) for size in SIZES] for _ in range(NUM_SETS)]
+
+
+@pytest.fixture(scope="session")
+def row_sets(image_sets: list[list[bytes]], encoder: Encoder) -> list[Rows]:
     with VisionEncoderClient(encoder.target) as client:
-        statuses = client.prefetch([ImageItem(image) for image in images])
-    return [(status.key, status.grid_thw) for status in statuses]  # type: ignore[union-attr,misc]
+        statuses = [client.prefetch([ImageItem(image) for image in images]) for images in image_sets]
+    return [[(status.key, status.grid_thw) for status in one] for one in statuses]  # type: ignore[union-attr,misc]
+
+
+@pytest.fixture(scope="session")
+def images(image_sets: list[list[bytes]], offline: dict[str, Any]) -> list[bytes]:
+    return image_sets[offline["chosen"]]
+
+
+@pytest.fixture(scope="session")
+def rows(row_sets: list[Rows], offline: dict[str, Any]) -> Rows:
+    return row_sets[offline["chosen"]]
 
 
 @pytest.fixture(scope="session")
 def offline(
     family: str,
     checkpoints: dict[str, Path],
-    images: list[bytes],
-    rows: list[tuple[bytes, Grid]],
+    image_sets: list[list[bytes]],
+    row_sets: list[Rows],
     encoder: Encoder,
-) -> dict[str, list[dict[str, Any]]]:
+) -> dict[str, Any]:
     """Answers of one vLLM process, with its tower in place: to pixels, to rows, and to other pixels."""
-    others = [picture(random.getrandbits(32), *size) for size in SIZES]
 
-    def asked_with_rows(case: Case) -> dict[str, Any]:
+    def asked_with_rows(case: Case, rows: Rows) -> dict[str, Any]:
         messages, used = with_rows(case, rows, family)
         return {"messages": messages, "extra": {"ec_transfer_params": transfer_params(used)} if used else {}}
 
@@ -55,11 +70,10 @@ def offline(
         "model": str(checkpoints[family]),
         "dtype": DTYPES[family],
         "encoder": encoder.target,
-        "asked": {
-            "pixels": [{"messages": with_pixels(case, images), "extra": {}} for case in CASES],
-            "rows": [asked_with_rows(case) for case in CASES],
-            "other pixels": [{"messages": with_pixels(case, others), "extra": {}} for case in CASES],
-        },
+        "pixels": [
+            [{"messages": with_pixels(case, images), "extra": {}} for case in CASES] for images in image_sets
+        ],
+        "rows": [[asked_with_rows(case, rows) for case in CASES] for rows in row_sets],
     }
     completed = subprocess.run(
         [sys.executable, str(ROOT / "tests" / "engines" / "offline.py")],
@@ -71,7 +85,8 @@ def offline(
         check=False,
     )
     assert completed.returncode == 0, completed.stderr[-6000:]
-    answers: dict[str, list[dict[str, Any]]] = json.loads(completed.stdout.strip().splitlines()[-1])
+    answers: dict[str, Any] = json.loads(completed.stdout.strip().splitlines()[-1])
+    print(f"tokens that are sure to be compared, by set of pictures: {answers['decided']}")
     return answers
 
 

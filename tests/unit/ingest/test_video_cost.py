@@ -12,7 +12,7 @@ import pytest
 
 from encoder_service.config import Settings
 from encoder_service.errors import ClipTooLarge, UndecodableClip
-from encoder_service.ingest import video_settings, video_stream
+from encoder_service.ingest import video_stream
 from encoder_service.ingest.video_file import open_clip
 from encoder_service.ingest.video_plan import PacketFact, Run
 from encoder_service.ingest.video_settings import ClipLimits, clip_limits
@@ -147,17 +147,14 @@ def one_stream(parts: list[np.ndarray]) -> bytes:
 
 
 def test_the_setting_is_the_limit() -> None:
-    assert clip_limits(Settings(model="m"), 1).max_decoded_pixels == ClipLimits().max_decoded_pixels
-    assert clip_limits(Settings(model="m", max_clip_decoded_pixels=7), 1).max_decoded_pixels == 7
+    assert clip_limits(Settings(model="m"), 1, 1).max_decoded_pixels == ClipLimits().max_decoded_pixels
+    assert clip_limits(Settings(model="m", max_clip_decoded_pixels=7), 1, 1).max_decoded_pixels == 7
 
 
-@pytest.mark.parametrize(("cores", "threads"), [(1, 2), (11, 2), (12, 3), (32, 8), (128, 8)])
-def test_threads_of_a_decoder_are_a_quarter_of_the_cores(
-    cores: int, threads: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(video_settings, "usable_cores", lambda: cores)
-    assert clip_limits(Settings(model="m"), 1).decode_threads == threads
-    assert clip_limits(Settings(model="m", clip_decode_threads=5), 1).decode_threads == 5
+@pytest.mark.parametrize(("workers", "threads"), [(1, 2), (11, 2), (12, 3), (32, 8), (128, 8)])
+def test_threads_of_a_decoder_are_a_quarter_of_the_workers(workers: int, threads: int) -> None:
+    assert clip_limits(Settings(model="m"), 1, workers).decode_threads == threads
+    assert clip_limits(Settings(model="m", clip_decode_threads=5), 1, workers).decode_threads == 5
 
 
 @pytest.mark.parametrize(("frames", "threads"), [(0.5, 1), (1, 1), (3, 3), (9, 8)])
