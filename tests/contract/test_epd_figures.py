@@ -33,20 +33,21 @@ def test_the_table_is_the_files() -> None:
 
 
 def test_the_words_are_the_files() -> None:
-    """The machine was idle, nothing failed, and throughput is the same within a hundredth."""
+    """The machine was idle, and nothing failed."""
     assert RESULT["settings"]["load_average_before"][0] < 0.5
     assert all(one["num_failed"] == 0 for one in RESULT["records"])
-    for rate in RESULT["settings"]["rates"]:
-        tower, service = RECORDS[TOWER, rate], RECORDS[SERVICE, rate]
-        assert abs(service["answered_per_s"] / tower["answered_per_s"] - 1) < 0.01
+    apart = [
+        abs(RECORDS[SERVICE, rate]["answered_per_s"] / RECORDS[TOWER, rate]["answered_per_s"] - 1)
+        for rate in RESULT["settings"]["rates"]
+    ]
+    assert f"Throughput is the same to {100 * max(apart):.1f} %" in PAGE
     later = {
         rate: RECORDS[SERVICE, rate]["image_first_token_ms"]["p50"]
         - RECORDS[TOWER, rate]["image_first_token_ms"]["p50"]
-        for rate in sorted(RESULT["settings"]["rates"])
+        for rate in RESULT["settings"]["rates"]
     }
-    lowest, *higher = (round(figure, -1) for figure in later.values())
-    assert f"{lowest:.0f} ms at the lowest rate" in PAGE
-    assert all(abs(figure - 200) <= 30 for figure in higher)
+    least, most = (round(figure, -1) for figure in (min(later.values()), max(later.values())))
+    assert f"Images come {least:.0f} to {most:.0f} ms later" in PAGE
     text = [RECORDS[server, max(later)]["text_first_token_ms"]["p50"] for server in (SERVICE, TOWER)]
     assert f"at {max(later):g} requests/s ({text[0]:.0f} against {text[1]:.0f} ms)" in PAGE
     counts = {sum(not answer["with_image"] for answer in one["answers"]) for one in RESULT["records"]}
