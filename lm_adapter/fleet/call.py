@@ -215,10 +215,10 @@ class FleetCall:
 
     def left_behind(self, attempt: Attempt, now_s: float) -> None:
         """The attempt is given up because its items came from elsewhere. It would have taken this long at
-        least, and a replica that is always left behind would else never be seen to be slow. Of a hedge, which
-        began later than what was faster, the time would only say too little."""
+        least, and a replica that is always left behind would else never be seen to be slow. A hedge began
+        later than what was faster."""
         if not attempt.is_hedge:
-            attempt.replica.latencies.add(now_s - attempt.started_s)
+            attempt.replica.latencies.add(now_s - attempt.started_s, at_least=True)
         self.ended(attempt, None, now_s)
 
     def caller_is_slow(self) -> None:

@@ -93,3 +93,54 @@ def test_a_percentile_needs_samples_and_forgets_old_ones() -> None:
     assert latencies.percentile(0.55) == 0.55, "a product that floating point makes a little too large"
     latencies.clear()
     assert latencies.percentile(0.5) is None
+
+
+def test_of_calls_that_were_given_up_a_bound_is_known() -> None:
+    latencies = Latencies(size=100)
+    for _ in range(80):
+        latencies.add(0.05, at_least=True)
+    for _ in range(20):
+        latencies.add(0.4)
+    assert latencies.percentile(0.5) == 0.4, "none of those that ended took less"
+    for _ in range(90):
+        latencies.add(0.02)
+    for _ in range(10):
+        latencies.add(0.05, at_least=True)
+    assert latencies.percentile(0.5) == 0.02, "a few that were given up change little"
+    for _ in range(100):
+        latencies.add(0.05, at_least=True)
+    assert latencies.percentile(0.5) == 0.05, "nothing but bounds"
+
+
+def test_percentiles_with_bounds_are_kaplan_and_meiers() -> None:
+    """The textbook's example (Kaplan and Meier's own): 0.8, 1.0+, 2.7+, 3.1, 5.4, 7.0+, 9.2, 12.1+."""
+    latencies = Latencies()
+    for _ in range(MIN_SAMPLES):  # each as often, which changes no share
+        for seconds in (0.8, 3.1, 5.4, 9.2):
+            latencies.add(seconds)
+        for seconds in (1.0, 2.7, 7.0, 12.1):
+            latencies.add(seconds, at_least=True)
+    # Above 0.8 are 7/8 of all, above 3.1 7/10, above 5.4 21/40, above 9.2 21/80.
+    expected = {
+        0.124: 0.8,
+        0.126: 3.1,
+        0.299: 3.1,
+        0.301: 5.4,
+        0.474: 5.4,
+        0.476: 9.2,
+        0.737: 9.2,
+        0.738: 12.1,
+    }
+    assert {share: latencies.percentile(share) for share in expected} == expected
+
+
+def test_without_bounds_both_ways_agree() -> None:
+    for _ in range(200):
+        samples = [random.choice([random.random(), 0.5]) for _ in range(random.randint(MIN_SAMPLES, 90))]
+        plain, with_bound = Latencies(), Latencies()
+        for seconds in samples:
+            plain.add(seconds)
+            with_bound.add(seconds)
+        with_bound.add(0.0, at_least=True)  # waited for no time at all: says nothing
+        share = random.random()
+        assert plain.percentile(share) == with_bound.percentile(share)
