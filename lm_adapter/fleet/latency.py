@@ -1,8 +1,8 @@
 """How long items take of late: the percentile after which one is late, and the median of one replica.
 
 Owns the windows. No clock of its own. Of a call that was given up only a bound is known; percentiles are
-those of Kaplan and Meier's estimate (1958), which such calls enter by how long they were waited for: a replica
-whose slow calls are ended by hedges is as slow as those few that nobody ended.
+those of Kaplan and Meier's estimate (1958), which such calls enter by how long they were waited for: a
+replica whose slow calls are ended by hedges is as slow as those few that nobody ended.
 """
 
 from __future__ import annotations
