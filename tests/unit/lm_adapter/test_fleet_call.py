@@ -237,6 +237,16 @@ def test_a_hedge_that_was_not_needed_makes_its_replica_look_no_faster() -> None:
     assert beside.replica.latencies.percentile(0.01) == 5.0
 
 
+def test_what_a_hedge_ended_took_longer_than_it_was_waited_for() -> None:
+    bench = Bench(1, 2, hedge_after_s=0.2)
+    first, beside = bench.one(), bench.one(0.2)
+    for _ in range(MIN_SAMPLES):
+        first.replica.latencies.add(0.5)
+    assert bench.call.succeeded(beside, 0, 0.21)
+    bench.call.left_behind(first, 0.21)
+    assert first.replica.latencies.percentile(0.01) == 0.5, "0.21 is a bound, and no sample"
+
+
 @pytest.mark.parametrize(("took_s", "num_ejected"), [(0.1, 0), (0.6, 1)], ids=["in a hurry", "late"])
 def test_a_deadline_blames_a_replica_that_was_late_and_not_a_caller_in_a_hurry(
     took_s: float, num_ejected: int
