@@ -172,3 +172,5 @@ def test_the_figures_of_deliveries_are_those_of_the_result_file() -> None:
         (cells,) = re.findall(rf"^\| {label} \| (.+) \|$", text, re.MULTILINE)
         one = records[path, "32 MiB"]
         assert cells.split(" | ") == [f"{one[name]:.2f}" for name in ("median_ms", "socket_ms", "grpc_ms")]
+    nvlink = records["device_nvlink", "32 MiB"]["median_ms"]
+    assert f"32 MiB in {nvlink:.2f} ms over NVLink" in README
