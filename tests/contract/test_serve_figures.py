@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from pathlib import Path
 
@@ -22,3 +23,28 @@ def test_the_shares_of_the_towers_throughput_are_those_of_the_file() -> None:
     assert round(100 * by_mix["448-heavy"]["tower_share"]) == int(found[1])
     assert round(100 * by_mix["chat"]["tower_share"]) == int(found[2])
     assert all(1.5 < one["cores"] < 2.5 and not one["failures"] for one in by_mix.values())
+
+
+def test_the_rates_by_mix_are_those_of_the_file() -> None:
+    text = (ROOT / "docs" / "deploy.md").read_text()
+    found = re.search(r"<!-- figures: (\S+serve-\S+) -->\n\|.*\n\|[-|]+\n((?:\|.*\n)+)", text)
+    assert found is not None
+    result = json.loads((ROOT / found[1]).read_text())
+    loaded = {
+        one["mix"]: one for one in result["records"] if one["server"] == "service" and one["load"] == 1.1
+    }
+    expected = [
+        f"| `{mix}` | {tower['mean_patches']:,.0f} | {tower['images_per_s']:.0f} |"
+        f" {loaded[mix]['encoded_images_per_s']:.0f} | {loaded[mix]['images_per_s']:.0f} |"
+        for mix, tower in result["tower"].items()
+    ]
+    assert found[2].splitlines() == expected
+    assert (result["device"], result["settings"]["family"], result["settings"]["repeat_share"]) == (
+        "NVIDIA H200",
+        "qwen3_vl",
+        0.3,
+    )
+    encodes = 64 * 8 * 1.5 * 0.7
+    rate = loaded["chat"]["encoded_images_per_s"]
+    num = math.ceil(encodes / (0.75 * rate)) + 1
+    assert f"with the photographs of `chat`, {rate:.0f} a second, it would be {num}." in text
