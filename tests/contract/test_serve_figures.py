@@ -47,4 +47,4 @@ def test_the_rates_by_mix_are_those_of_the_file() -> None:
     encodes = 64 * 8 * 1.5 * 0.7
     rate = loaded["chat"]["encoded_images_per_s"]
     num = math.ceil(encodes / (0.75 * rate)) + 1
-    assert f"with the photographs of `chat`, {rate:.0f} a second, it would be {num}." in text
+    assert f"With the photographs of `chat`, {rate:.0f} a second, it would be {num}." in text

@@ -14,7 +14,7 @@ from tests.deploy.rendering import built, named, quantity
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docs" / "deploy.md").read_text()
-(NAME,) = re.findall(r"<!-- figures: (\S+) -->", TEXT)
+(NAME,) = re.findall(r"<!-- figures: (\S+tower-\S+) -->", TEXT)
 RESULT = json.loads((ROOT / NAME).read_text())
 FAMILIES = {"Qwen3-VL": "qwen3_vl", "Qwen3.5": "qwen3_5", "Kimi-K2.5": "kimi_k25"}
 NUM_IMAGES = {"1x448": 1, "32x448": 32, "1x1024": 1, "8x1024": 8, "mixed": 36}
