@@ -18,7 +18,7 @@ import asyncio
 import contextlib
 import json
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
 from dataclasses import fields
 from typing import Any
 
@@ -26,7 +26,14 @@ from lm_adapter import AsyncFleetClient, ClientTls, ItemFailed
 from lm_adapter.engines.vllm_access import Access
 from lm_adapter.engines.vllm_encoders import EncoderClient, Target, is_fleet, open_client, read_target
 from lm_adapter.engines.vllm_items import KeyedItem
-from lm_adapter.engines.vllm_rewrite import ChatImages, Failure, failure_of, images_of, rewritten
+from lm_adapter.engines.vllm_rewrite import (
+    ChatImages,
+    Failure,
+    choices_of,
+    failure_of,
+    images_of,
+    rewritten,
+)
 from lm_adapter.engines.vllm_upstream import Answer, Failures, vllm_away
 from lm_adapter.errors import (
     DeadlineExceeded,
@@ -91,7 +98,7 @@ class Front:
             sent = json.dumps(rewritten(body, images, rows, family, reply)).encode()
             answer = await self._ask(request, sent)
             try:
-                failure = await self._failure_in(answer, reply)
+                failure = await self._failure_in(answer, reply, body)
             except BaseException:
                 await answer.close()
                 raise
@@ -169,9 +176,15 @@ class Front:
         with vllm_away():
             return Answer(await self._http.send(outgoing, stream=True))
 
-    async def _failure_in(self, answer: Answer, reply: str) -> Failure | None:
+    async def _failure_in(self, answer: Answer, reply: str, body: Mapping[str, Any]) -> Failure | None:
         """The account of a request that vLLM rejected, at its beginning; None for any other answer."""
-        if self._failures is None or not (answer.status >= 500 or await answer.starts_with_error()):
+        if self._failures is None:
+            return None
+        choices = choices_of(body)
+        is_rejection = answer.status >= 500 or await answer.starts_with_error(
+            choices.number, echoes=choices.are_echoed
+        )
+        if not is_rejection:
             return None
         return await self._failures.take(reply)
 

@@ -10,14 +10,14 @@ import base64
 import binascii
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 from lm_adapter import ImageItem, PreprocessOptions
 from lm_adapter.engines.vllm_items import KeyedItem, transfer_params
 from lm_adapter.errors import EncoderError, InvalidRequest, ItemFailed
 from lm_adapter.items import UrlItem
 
-__all__ = ["ChatImages", "Failure", "failure_of", "images_of", "rewritten"]
+__all__ = ["ChatImages", "Choices", "Failure", "choices_of", "failure_of", "images_of", "rewritten"]
 
 IMAGE_PARTS = ("image_url", "input_image")
 OTHER_MEDIA = ("video_url", "audio_url", "input_audio", "image_pil")
@@ -49,6 +49,8 @@ STATUS_OF_REASON = {
     "INVALID_TRANSFER_PARAMS": 400,
     "ROWS_TOO_LARGE": 400,
 }
+MAX_CHOICES = 16384
+"""That vLLM answers one request with, where it is not told otherwise."""
 AGAIN = ("UNKNOWN_KEY", "UNAVAILABLE", "NO_ENDPOINTS", "TRUNCATED_STREAM", "STALE_LEASE")
 """Reasons that a new encode can help against."""
 
@@ -134,6 +136,21 @@ def images_of(body: Mapping[str, Any]) -> ChatImages:
                 places.append((number, index))
                 items.append(_item(part.get(kind), number, options))
     return ChatImages(tuple(places), tuple(items))
+
+
+class Choices(NamedTuple):
+    """How many answers a request asks for, and whether they begin with a part of its prompt."""
+
+    number: int
+    are_echoed: bool
+
+
+def choices_of(body: Mapping[str, Any]) -> Choices:
+    """What has no meaning is vLLM's to refuse, and counts as not said."""
+    number = body.get("n")
+    if type(number) is not int:
+        number = 1
+    return Choices(min(max(number, 1), MAX_CHOICES), bool(body.get("echo")))
 
 
 def rewritten(

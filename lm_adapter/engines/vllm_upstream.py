@@ -33,6 +33,7 @@ class Failures:
         self.path = path
         self._accounts: OrderedDict[str, Mapping[str, Any]] = OrderedDict()
         self._socket: socket.socket | None = None
+        self._file: tuple[int, int] | None = None
 
     def open(self) -> None:
         """On the running loop. A socket file that a former front left is replaced."""
@@ -40,14 +41,20 @@ class Failures:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._socket.setblocking(False)
         self._socket.bind(self.path)
+        self._file = _file_at(self.path)
         Path(self.path).chmod(0o600)
         asyncio.get_running_loop().add_reader(self._socket.fileno(), self._read)
 
     def close(self) -> None:
-        if self._socket is not None:
-            asyncio.get_running_loop().remove_reader(self._socket.fileno())
-            self._socket.close()
+        """Harmless when done twice. A successor that has taken the path over keeps it."""
+        if self._socket is None:
+            return
+        asyncio.get_running_loop().remove_reader(self._socket.fileno())
+        # Before the socket is closed, as long as nothing else can get its file's number.
+        if _file_at(self.path) == self._file:
             Path(self.path).unlink(missing_ok=True)
+        self._socket.close()
+        self._socket = None
 
     def _read(self) -> None:
         assert self._socket is not None
@@ -70,6 +77,15 @@ class Failures:
         return Failure.of_account(account) if account is not None else None
 
 
+def _file_at(path: str) -> tuple[int, int] | None:
+    """Device and number of what lies there; None for nothing."""
+    try:
+        found = Path(path).lstat()
+    except FileNotFoundError:
+        return None
+    return found.st_dev, found.st_ino
+
+
 @contextlib.contextmanager
 def vllm_away() -> Iterator[None]:
     """Turns what httpx raises for a vLLM that cannot be reached, or goes away, into EncoderUnavailable."""
@@ -84,25 +100,44 @@ def vllm_away() -> Iterator[None]:
 
 
 class Answer:
-    """vLLM's answer on its way. A streamed one is looked at up to its second event, the first with text."""
+    """vLLM's answer on its way. Of a streamed one the beginning is looked at, up to the first text."""
 
     def __init__(self, upstream: Any) -> None:
         self.status: int = upstream.status_code
         self._upstream = upstream
         self._chunks: AsyncIterator[bytes] = upstream.aiter_raw()
-        self._first = b""
+        self._first = bytearray()
 
-    async def starts_with_error(self) -> bool:
+    async def starts_with_error(self, num_choices: int = 1, *, echoes: bool = False) -> bool:
+        """Whether a stream is that of a rejected request. num_choices: the request's ``n``; echoes: its
+        ``echo``. Raises EncoderUnavailable for a vLLM that goes away meanwhile."""
         if "text/event-stream" not in self._upstream.headers.get("content-type", ""):
             return False
-        # vLLM names the role before it looks at what became of the request.
-        while self._first.count(b"\n\n") < 2:
+        # vLLM names every choice's role, and repeats what it is to echo of the prompt, before it looks at
+        # what became of the request.
+        num_before = num_choices * (2 if echoes else 1)
+        number = end = 0
+        while (event := await self._event(end)) is not None:
+            number, end = number + 1, end + len(event)
+            if event.startswith(b'data: {"error"'):
+                return True
+            # The first one is looked past whatever it is.
+            is_before = number <= num_before and (echoes or _names_role(event))
+            if not is_before and number > 1:
+                break
+        return False
+
+    async def _event(self, start: int) -> bytes | None:
+        """The whole event that begins at this byte; None where the stream ends before."""
+        searched = start
+        while (end := self._first.find(b"\n\n", searched)) < 0:
+            searched = max(start, len(self._first) - 1)
             try:
                 with vllm_away():
                     self._first += await anext(self._chunks)
             except StopAsyncIteration:
-                break
-        return any(event.startswith(b'data: {"error"') for event in self._first.split(b"\n\n"))
+                return None
+        return bytes(self._first[start : end + 2])
 
     def response(self) -> Any:
         from fastapi.responses import StreamingResponse
@@ -116,9 +151,20 @@ class Answer:
 
     async def _stream(self) -> AsyncIterator[bytes]:
         if self._first:
-            yield self._first
+            yield bytes(self._first)
         async for chunk in self._chunks:
             yield chunk
+
+
+def _names_role(event: bytes) -> bool:
+    """Whether it says of choices whose they are, and nothing of their text."""
+    try:
+        choices = json.loads(event.removeprefix(b"data: "))["choices"]
+        return bool(choices) and all(
+            choice["delta"].get("role") and not choice["delta"].get("content") for choice in choices
+        )
+    except (ValueError, LookupError, TypeError, AttributeError):
+        return False
 
 
 class _Closing:

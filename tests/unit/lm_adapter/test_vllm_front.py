@@ -67,11 +67,14 @@ def vllm() -> PretendedVllm:
 
 
 @asynccontextmanager
-async def front(vllm: PretendedVllm, target: str, path: str) -> AsyncIterator[httpx.AsyncClient]:
+async def front(
+    vllm: PretendedVllm | httpx.MockTransport, target: str, path: str
+) -> AsyncIterator[httpx.AsyncClient]:
     failures = Failures(path)
     failures.open()
     client = AsyncVisionEncoderClient(target, timeout_s=3, transports=("inline",))
-    http = httpx.AsyncClient(transport=httpx.ASGITransport(vllm.app()), base_url="http://vllm")
+    behind = httpx.ASGITransport(vllm.app()) if isinstance(vllm, PretendedVllm) else vllm
+    http = httpx.AsyncClient(transport=behind, base_url="http://vllm")
     served = Front(client, http, failures, timeout_s=3)
     app = FastAPI()
     app.add_route("/v1/chat/completions", served.chat, methods=["POST"])
@@ -91,16 +94,21 @@ def chat_body(*images: bytes, **fields: Any) -> dict[str, Any]:
     return {"model": "m", "messages": [{"role": "user", "content": parts}], **fields}
 
 
+def tell(path: str, body: dict[str, Any], reason: str) -> None:
+    """As the connector does."""
+    _, reply = read_params(body["ec_transfer_params"])
+    account = {"reply": reply, "reason": reason, "message": "14 rows, 12 expected", "retryable": True}
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
+        sender.sendto(b"no JSON", path)
+        sender.sendto(b"[]", path)
+        sender.sendto(json.dumps(account).encode(), path)
+
+
 def rejecting(path: str, reason: str, *, streamed: bool = False) -> Callable[[dict[str, Any]], Response]:
     """vLLM as it rejects a request, after its connector has told why."""
 
     def answer(body: dict[str, Any]) -> Response:
-        _, reply = read_params(body["ec_transfer_params"])
-        account = {"reply": reply, "reason": reason, "message": "14 rows, 12 expected", "retryable": True}
-        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
-            sender.sendto(b"no JSON", path)
-            sender.sendto(b"[]", path)
-            sender.sendto(json.dumps(account).encode(), path)
+        tell(path, body, reason)
         error = {"error": {"message": "Internal server error"}}
         if not streamed:
             return JSONResponse(error, 500)
@@ -155,6 +163,27 @@ async def test_p32_a_rejection_has_its_reason_and_status(
     assert response.json()["error"]["code"] == "INVALID_ROWS"
     assert "14 rows" in response.json()["error"]["message"]
     assert len(vllm.bodies) == 1
+
+
+async def test_p32_a_rejection_of_several_choices_is_noticed(folder: str) -> None:
+    """vLLM names the role of each before it says anything of a failure."""
+
+    async def events(body: dict[str, Any]) -> AsyncIterator[bytes]:
+        for index in range(body["n"]):
+            choice = {"index": index, "delta": {"role": "assistant", "content": ""}}
+            yield f"data: {json.dumps({'choices': [choice]})}\n\n".encode()
+        tell(f"{folder}/f", body, "INVALID_ROWS")
+        yield b'data: {"error": {"message": "Internal server error"}}\n\n'
+
+    def chat(request: httpx.Request) -> httpx.Response:
+        stream = events(json.loads(request.content))
+        return httpx.Response(200, headers={"content-type": "text/event-stream"}, content=stream)
+
+    with FakeEncoder() as encoder:
+        async with front(httpx.MockTransport(chat), encoder.target, f"{folder}/f") as client:
+            response = await client.post("/v1/chat/completions", json=chat_body(b"x", stream=True, n=3))
+    assert response.status_code == 502
+    assert response.json()["error"]["code"] == "INVALID_ROWS"
 
 
 async def test_rows_that_are_lost_are_encoded_again_once(vllm: PretendedVllm, folder: str) -> None:

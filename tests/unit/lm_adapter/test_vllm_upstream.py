@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import socket
+import tempfile
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import anyio
@@ -10,7 +14,7 @@ import anyio.lowlevel
 import httpx
 import pytest
 
-from lm_adapter.engines.vllm_upstream import Answer
+from lm_adapter.engines.vllm_upstream import Answer, Failures
 from lm_adapter.errors import EncoderUnavailable
 
 pytestmark = pytest.mark.anyio
@@ -88,6 +92,71 @@ async def test_a_stream_that_breaks_off_before_its_first_event_says_so() -> None
         await answer.starts_with_error()
 
 
+def role(index: int) -> bytes:
+    choice = {"index": index, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
+    return f"data: {json.dumps({'choices': [choice]})}\n\n".encode()
+
+
+def text(index: int, content: str = "Once") -> bytes:
+    choice = {"index": index, "delta": {"content": content}, "finish_reason": None}
+    return f"data: {json.dumps({'choices': [choice]})}\n\n".encode()
+
+
+ERROR = b'data: {"error": {"message": "Internal server error"}}\n\n'
+
+
+@pytest.mark.parametrize("num_choices", [1, 2, 5, 300])
+@pytest.mark.parametrize("echoed", [False, True])
+@pytest.mark.parametrize("cut", [0, 1, 7])
+async def test_a_rejection_is_found_behind_the_roles_of_all_choices(
+    num_choices: int, echoed: bool, cut: int
+) -> None:
+    """However the events are cut into chunks; what vLLM echoes of the prompt comes before it too."""
+    events = [role(index) for index in range(num_choices)]
+    events += [text(index, "and then") for index in range(num_choices) if echoed]
+    stream = b"".join([*events, ERROR])
+    chunks = [*events, ERROR]
+    if cut:
+        chunks = [stream[at : at + cut] for at in range(0, len(stream), cut)]
+    assert await Answer(Upstream(*chunks)).starts_with_error(num_choices, echoes=echoed)
+
+
+async def test_no_more_of_a_stream_is_held_back_than_may_come_before_a_rejection() -> None:
+    """The first text of an answer goes out when it comes, and so does what only looks like another role."""
+    late = httpx.ReadError("read too far")
+    for events in (
+        [role(0), role(1), role(2), text(0), late],
+        [role(0), text(0), late],
+        [role(0), role(1), role(2), role(0), late],
+        [b"data: [DONE]\n\n", b"data: {\n\n", late],
+        [b": a comment\n\n", b"data: [1]\n\n", late],
+    ):
+        assert not await Answer(Upstream(*events)).starts_with_error(3)
+
+
+async def test_an_error_in_the_midst_of_an_answer_is_its_own() -> None:
+    assert not await Answer(Upstream(role(0), role(1), text(1), ERROR)).starts_with_error(2)
+
+
 async def test_what_is_no_stream_is_not_looked_into() -> None:
     answer = Answer(Upstream(httpx.ReadError("not read"), content_type="application/json"))
     assert not await answer.starts_with_error()
+
+
+async def test_a_front_that_ends_leaves_its_successors_socket() -> None:
+    """A rolling restart: the next front takes the path over before the last one has ended."""
+    with tempfile.TemporaryDirectory(prefix="ve-front-") as folder:
+        path = Path(folder) / "failures.sock"
+        before, after = Failures(str(path)), Failures(str(path))
+        before.open()
+        after.open()
+        before.close()
+        assert path.is_socket()
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as connector:
+            connector.sendto(b'{"reply": "r", "reason": "UNKNOWN_KEY"}', str(path))
+        failure = await after.take("r")
+        assert failure is not None
+        assert failure.reason == "UNKNOWN_KEY"
+        after.close()
+        assert not path.exists()
+        after.close()
