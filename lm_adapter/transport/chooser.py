@@ -40,6 +40,8 @@ __all__ = ["TransportChooser"]
 CONNECT_TIMEOUT_S = 2.0
 RETRY_S = 5.0
 """Between probes that failed for a reason that may pass."""
+LOST_GRACE_S = 10.0
+"""How long arenas stay mapped without a broker: one that is gone leaves memory that others wait for."""
 
 _log = logging.getLogger(__name__)
 
@@ -60,6 +62,7 @@ class TransportChooser:
         self.settings = settings
         self.returns = returns
         self.clock = clock
+        self.lost_grace_s = LOST_GRACE_S
         self._namespace = namespace
         self._on_replaced = on_replaced
         self._broker: BrokerClient | None = None
@@ -81,8 +84,6 @@ class TransportChooser:
 
     def __del__(self) -> None:
         _choosers.pop(id(self), None)
-
-    # -- callers' threads ------------------------------------------------------------------------------
 
     @property
     def choice(self) -> TransportChoice:
@@ -199,8 +200,6 @@ class TransportChooser:
         self._current = None
         self._arenas.close()
 
-    # -- probing ---------------------------------------------------------------------------------------
-
     def _retry_when_due(self) -> None:
         """With the lock held. Also takes note that the process has begun to use a GPU."""
         if self._closed or self._info is None or self._thread is not None:
@@ -310,6 +309,7 @@ class TransportChooser:
                 return broker
         if broker is not None:
             broker.close()
+            self._drop_arenas()  # of an encoder elsewhere: nobody would hear of their end
         made = BrokerClient(
             path,
             namespace=self._namespace,
@@ -333,10 +333,11 @@ class TransportChooser:
         device = self._device() if name == "device" else None
         return self._arenas.attach(broker, name, arena_id, device)
 
-    # -- the broker client's thread --------------------------------------------------------------------
+    # On the broker client's thread.
 
     def _on_session(self, session: BrokerSession) -> None:
         """Connected again. What was mapped of another instance is void."""
+        self._arenas.keep()
         if session.restarted:
             self._drop_arenas()
         with self._changed:
@@ -344,6 +345,7 @@ class TransportChooser:
             self._start_probe()
 
     def _on_lost(self, _session: BrokerSession, error: BrokerError) -> None:
+        self._arenas.drop_soon(0.0 if error.reason == "BROKER_STOPPING" else self.lost_grace_s)
         with self._changed:
             self._decide(self._without_shared(f"the broker was lost: {error.message}"))
 
@@ -357,8 +359,6 @@ class TransportChooser:
         """Those who read go on, each with its own use."""
         self._current = None
         self._arenas.drop(arena_id)
-
-    # -- the choice ------------------------------------------------------------------------------------
 
     def _without_shared(self, reason: str, rejected: dict[str, str] | None = None) -> TransportChoice:
         name = "inline" if self.settings.inline_allowed else "none"

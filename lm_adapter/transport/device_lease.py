@@ -88,7 +88,11 @@ class DeviceArena:
         rows = torch.empty(num_bytes, dtype=torch.uint8, device=self._device) if out is None else out
         rows.copy_(source, non_blocking=True)
         if self._device.type == "cuda":
-            torch.cuda.current_stream(self._device).synchronize()
+            try:
+                torch.cuda.current_stream(self._device).synchronize()
+            except BaseException:
+                self.give_up(None)
+                raise
         return rows
 
     def finish(self) -> None:
@@ -97,6 +101,11 @@ class DeviceArena:
 
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
+
+    def give_up(self, event: Event | None) -> None:
+        """A read that nobody waits for; the mapping's end does. event: of its copy, None for borrowed rows
+        that any stream may still read."""
+        self._mapping.wait_for(event)
 
     def warm(self) -> None:
         """A device mapping has no page faults."""

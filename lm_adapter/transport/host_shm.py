@@ -67,6 +67,9 @@ class HostArena:
     def finish(self) -> None:
         """Reads of host memory are complete when they return."""
 
+    def give_up(self, event: object) -> None:
+        """A view keeps host memory mapped: nothing is to be waited for."""
+
     def warm(self) -> None:
         """Enters every page in this process's page table, so that the first copies do not."""
         for start in range(0, self.size_bytes, _WARM_STEP_BYTES):

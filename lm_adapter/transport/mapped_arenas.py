@@ -27,6 +27,7 @@ class MappedArenas:
         self._lock = threading.Lock()
         self._arenas: dict[tuple[str, bytes], AttachedArena] = {}
         self._closed = False
+        self._ending: threading.Timer | None = None
 
     def of(self, name: str) -> list[AttachedArena]:
         """Those of one way, with no use for the caller."""
@@ -80,8 +81,39 @@ class MappedArenas:
         for arena in dropped:
             arena.drop()
 
+    def drop_soon(self, after_s: float) -> None:
+        """All of them, on a thread of its own, unless ``keep`` is called before: by a device's reader it may
+        take as long as its kernels."""
+        timer = threading.Timer(after_s, lambda: self._drop_for(timer))
+        timer.name, timer.daemon = "arenas-ending", True
+        with self._lock:
+            if self._closed or not self._arenas:
+                return
+            before, self._ending = self._ending, timer
+        if before is not None:
+            before.cancel()
+        timer.start()
+
+    def keep(self) -> None:
+        """What ``drop_soon`` would drop stays."""
+        with self._lock:
+            timer, self._ending = self._ending, None
+        if timer is not None:
+            timer.cancel()
+
+    def _drop_for(self, timer: threading.Timer) -> None:
+        with self._lock:
+            is_wanted = self._ending is timer
+            if is_wanted:
+                self._ending = None
+                dropped, self._arenas = self._arenas, {}
+        if is_wanted:
+            for arena in dropped.values():
+                arena.drop()
+
     def close(self) -> None:
         """Drops all; none is known from now on."""
         with self._lock:
             self._closed = True
+        self.keep()
         self.drop()

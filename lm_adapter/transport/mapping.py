@@ -8,8 +8,8 @@ writing to its tensor kills the process, as writing to any read-only page does.
 
 Torch's caching allocator knows nothing of these mappings: its statistics, pools and captured graphs stay as
 they are, and a copy out of a mapping may be captured. Mapping is allowed while another thread captures a
-graph. Unmapping waits for the device, since a kernel that still read would fault, and no device may be
-waited for while it captures: close a device mapping between captures.
+graph, and so is unmapping where every read was waited for. What has to be waited for first, and when that is
+a whole device, is ``unmapping``'s.
 
 torch, and for device memory the package cuda-bindings, are imported when something is mapped.
 """
@@ -22,7 +22,7 @@ import functools
 import mmap
 import os
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -30,9 +30,12 @@ import numpy as np
 
 from lm_adapter.errors import EncoderError, MissingDependency
 from lm_adapter.transport.borrowed import borrow
+from lm_adapter.transport.unmapping import Unmapping
 
 if TYPE_CHECKING:
     import torch
+
+    from lm_adapter.transport.device_lease import Event
 
 __all__ = [
     "Mapping",
@@ -64,6 +67,7 @@ class Mapping:
     pinned: bool
     _tensor: torch.Tensor | None
     _finalizer: weakref.finalize[..., Any]
+    _unmapping: Unmapping | None = None
 
     @property
     def tensor(self) -> torch.Tensor:
@@ -74,13 +78,23 @@ class Mapping:
 
     @property
     def mapped(self) -> bool:
-        """Whether the memory is still mapped: until ``close`` and the end of the last view."""
-        return self._finalizer.alive
+        """Whether the memory is still mapped: until ``close`` and the end of the last view, on a GPU also
+        until the driver has allowed it."""
+        return self._finalizer.alive or (self._unmapping is not None and not self._unmapping.done)
+
+    def wait_for(self, event: Event | None) -> None:
+        """Before device memory is unmapped: a copy out of it that its reader gave up; None for reads that no
+        event tells the end of, which the whole device is waited for."""
+        if self._unmapping is not None:
+            self._unmapping.wait_for(event)
 
     def close(self) -> None:
         """Gives up the tensor; unmaps with the last view of it. The caller has waited for the copies that
-        read through it. Twice is once."""
-        self._tensor = None
+        read through it, or handed their events to ``wait_for``. Twice is once."""
+        if self._tensor is not None:
+            self._tensor = None
+            if self._finalizer.alive:
+                self.wait_for(None)  # somebody holds a view, and may have kernels read it until its end
 
 
 def map_host(fd: int, size_bytes: int, *, pin: bool = False) -> Mapping:
@@ -115,9 +129,9 @@ def map_device(fd: int, size_bytes: int, device: torch.device) -> Mapping:
     index = torch.cuda.current_device() if device.index is None else device.index
     device = torch.device("cuda", index)
     with _device_context(driver, index), _relaxed_capture(driver):
-        owner, finalizer = _map_allocation(driver, fd, size_bytes, index)
+        owner, finalizer, unmapping = _map_allocation(driver, fd, size_bytes, index)
     tensor = borrow(owner.address, size_bytes, device, owner)
-    return Mapping(size_bytes, device, False, tensor, finalizer)
+    return Mapping(size_bytes, device, False, tensor, finalizer, unmapping)
 
 
 @contextlib.contextmanager
@@ -145,7 +159,7 @@ class _Owner:
 
 def _map_allocation(
     driver: Any, fd: int, size_bytes: int, index: int
-) -> tuple[_Owner, weakref.finalize[..., Any]]:
+) -> tuple[_Owner, weakref.finalize[..., Any], Unmapping]:
     kind = driver.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
     handle = _call(driver, "cuMemImportFromShareableHandle", fd, kind)
     # The mapping keeps the memory: the handle goes in any case.
@@ -163,18 +177,25 @@ def _map_allocation(
         access.flags = driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READ
         _call(driver, "cuMemSetAccess", pointer, size_bytes, [access], 1)
         owner = _Owner(int(pointer))
-        finalizer = weakref.finalize(owner, _unmap_device, driver, index, pointer, size_bytes)
+        unmapping = _unmapping_of(driver, index, pointer, size_bytes)
+        finalizer = weakref.finalize(owner, unmapping)
         finalizer.atexit = False
         undo.pop_all()
-    return owner, finalizer
+    return owner, finalizer, unmapping
 
 
-def _unmap_device(driver: Any, index: int, pointer: Any, size_bytes: int) -> None:
-    """Waits for the device first: unmapping does not, and a kernel that still read would fault."""
-    with _device_context(driver, index), _relaxed_capture(driver):
-        _call(driver, "cuCtxSynchronize")
-        _call(driver, "cuMemUnmap", pointer, size_bytes)
-        _call(driver, "cuMemAddressFree", pointer, size_bytes)
+def _unmapping_of(driver: Any, index: int, pointer: Any, size_bytes: int) -> Unmapping:
+    def step(name: str, *arguments: Any) -> Callable[[], None]:
+        def call() -> None:
+            with _device_context(driver, index), _relaxed_capture(driver):
+                _call(driver, name, *arguments)
+
+        return call
+
+    return Unmapping(
+        step("cuCtxSynchronize"),
+        (step("cuMemUnmap", pointer, size_bytes), step("cuMemAddressFree", pointer, size_bytes)),
+    )
 
 
 def _unmap_host(mapping: mmap.mmap, registered_address: int) -> None:

@@ -69,17 +69,21 @@ class Reading:
         self._lock = threading.Lock()
         self._open = True
         self._stale = False
+        self._may_be_read = False
+        """Whether reads have begun that nobody has waited for."""
 
     def confirm(self) -> None:
         """Waits for the reads and compares the generation. Again after success: nothing. Raises StaleRows,
         each time, when the rows are not those of the lease."""
         with self._lock:
             if self._open:
+                self._stale = True  # until the comparison was made: a wait that broke says nothing
                 try:
                     if self._event is not None:
                         self._event.synchronize()
                     else:
                         self._arena.memory.finish()
+                    self._may_be_read = False
                     record = self._record
                     self._stale = not self._arena.page.unchanged(record.slot_index, record.generation)
                 finally:
@@ -106,6 +110,8 @@ class Reading:
     def _end(self, *, now: bool) -> None:
         self._open = False
         if os.getpid() == self._pid:
+            if self._may_be_read:
+                self._arena.memory.give_up(self._event)
             self._arena.drop()
             record = self._record
             self._returns.give_back(record.lease_id, self._reader, owner_id=record.owner_id, now=now)
@@ -125,9 +131,11 @@ def read_rows(
         _check_place(arena, record)
         if arena.page.closed:
             raise Unreadable(f"arena {record.arena_id.hex()} is closed", stale=False)
+        reading._may_be_read = True
         if handling.borrow:
             return arena.memory.borrow(record.offset_bytes, record.rows_bytes), reading
         payload, reading._event = arena.memory.copy(record.offset_bytes, record.rows_bytes, out)
+        reading._may_be_read = reading._event is not None
         if handling.confirm_later:
             return payload, reading
         try:

@@ -6,12 +6,14 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from lm_adapter import CallFailed, ImageItem, StaleRows, TransportUnavailable, VisionEncoderClient
 from lm_adapter.transport import arenas
+from lm_adapter.transport.broker_errors import BrokerUnavailable
 from tests.unit.lm_adapter.shared_rig import SharingFake, num_mappings, sharing_fake
 from tests.unit.lm_adapter.test_client import assert_rows_of, digest_of, image
 from tests.unit.transport.broker_rig import wait_until
@@ -69,6 +71,80 @@ def test_the_encoder_restarts_and_clients_map_again_by_themselves(
     wait_until(came_by_host, "rows from the new arena")
     wait_until(lambda: arenas.num_attached() == 1, "the end of the old mapping")
     assert encoder.arena.arena_id != old
+
+
+def test_an_encoder_that_comes_back_at_another_path_leaves_no_mapping(
+    encoder: SharingFake, client: VisionEncoderClient
+) -> None:
+    """A socket may be named after its pod, and pods come and go."""
+    for turn in range(3):
+        assert_rows_of(client.encode_one(image(turn)), digest_of(turn))
+        old = encoder.arena.arena_id
+        encoder.stop()
+        encoder.path = str(Path(encoder.path).with_name(f"pod-{turn}.sock"))
+        encoder.start()
+        client.wait_ready(20)
+
+        def came_by_host(index: int = turn) -> bool:
+            before = encoder.num_placed
+            assert_rows_of(client.encode_one(image(index)), digest_of(index))
+            return encoder.num_placed > before
+
+        wait_until(came_by_host, "rows from the new arena")
+        wait_until(lambda: arenas.num_attached() == 1, "the end of the old mapping")
+        assert encoder.arena.arena_id != old
+
+
+def test_an_encoder_that_stops_is_not_kept_in_memory(
+    encoder: SharingFake, client: VisionEncoderClient
+) -> None:
+    assert_rows_of(client.encode_one(image(0)), digest_of(0))
+    encoder.stop_sharing()
+    wait_until(lambda: not arenas.num_attached(), "the end of the mapping")
+    encoder.start_sharing()
+    until_host(client)
+
+
+def break_off(client: VisionEncoderClient, encoder: SharingFake) -> Path:
+    """The connection is lost without a word, and there is no socket to come back to: its new place."""
+    away = Path(encoder.path).with_name("away")
+    Path(encoder.path).rename(away)
+    broker = client._session.transports._broker
+    assert broker is not None
+    link = broker._link
+    assert link is not None
+    link.lose(BrokerUnavailable("the connection to the broker broke"))
+    return away
+
+
+def test_an_encoder_that_is_gone_is_kept_for_a_grace_alone(
+    encoder: SharingFake, client: VisionEncoderClient
+) -> None:
+    client._session.transports.lost_grace_s = 0.5
+    assert_rows_of(client.encode_one(image(0)), digest_of(0))
+    away = break_off(client, encoder)
+    wait_until(lambda: client.transport.name == "inline")
+    assert arenas.num_attached() == 1, "a broker that was busy comes back within the grace"
+    wait_until(lambda: not arenas.num_attached(), "the end of the mapping")
+    away.rename(encoder.path)
+    until_host(client)
+    before = encoder.num_placed
+    assert_rows_of(client.encode_one(image(1)), digest_of(1))
+    assert (encoder.num_placed, arenas.num_attached()) == (before + 1, 1)
+
+
+def test_an_encoder_that_is_back_within_the_grace_stays_mapped(
+    encoder: SharingFake, client: VisionEncoderClient
+) -> None:
+    client._session.transports.lost_grace_s = 0.5
+    (before,) = client._session.transports._arenas.of("host")
+    away = break_off(client, encoder)
+    wait_until(lambda: client.transport.name == "inline")
+    away.rename(encoder.path)
+    until_host(client)
+    time.sleep(0.7)
+    (after,) = client._session.transports._arenas.of("host")
+    assert after is before
 
 
 def test_an_arena_closes_under_its_readers(encoder: SharingFake, client: VisionEncoderClient) -> None:

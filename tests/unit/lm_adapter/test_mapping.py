@@ -14,8 +14,10 @@ import torch
 from encoder_service.errors import ConfigurationError
 from encoder_service.store import cuda_memory
 from lm_adapter.errors import MissingDependency
-from lm_adapter.transport import borrowed, mapping
+from lm_adapter.transport import borrowed, mapping, unmapping
 from lm_adapter.transport.mapping import MappingFailed, map_device
+from lm_adapter.transport.unmapping import Unmapping
+from tests.unit.transport.broker_rig import wait_until
 
 SIZE = 1 << 21
 STEPS = ["cuMemImportFromShareableHandle", "cuMemAddressReserve", "cuMemMap", "cuMemSetAccess"]
@@ -105,7 +107,8 @@ def test_device_memory_is_mapped_for_reading_by_its_own_device(install: Any) -> 
     mapped.close()
     gc.collect()
     assert not mapped.mapped
-    assert driver.names() == ["cuCtxSynchronize", "cuMemUnmap", "cuMemAddressFree"]
+    # The device is not waited for: that fails, and may spoil the graph, while any of its streams captures.
+    assert driver.names() == ["cuMemUnmap", "cuMemAddressFree"]
 
 
 def test_a_view_keeps_device_memory_mapped(install: Any) -> None:
@@ -116,9 +119,87 @@ def test_a_view_keeps_device_memory_mapped(install: Any) -> None:
     mapped.close()
     gc.collect()
     assert mapped.mapped
+    driver.calls.clear()
     del view
     gc.collect()
     assert not mapped.mapped
+    assert driver.names() == ["cuCtxSynchronize", "cuMemUnmap", "cuMemAddressFree"]
+
+
+class Copy:
+    """The event of a copy. fails: how often waiting for it does."""
+
+    def __init__(self, log: list[str], fails: int = 0) -> None:
+        self.log, self.fails = log, fails
+
+    def synchronize(self) -> None:
+        self.fails -= 1
+        self.log.append("refused" if self.fails >= 0 else "waited")
+        if self.fails >= 0:
+            raise RuntimeError("operation not permitted when stream is capturing")
+
+
+def test_copies_that_were_given_up_are_waited_for_before_the_memory_goes(install: Any) -> None:
+    driver, log = RecordingDriver(), []
+    install(driver)
+    mapped = map_device(7, SIZE, torch.device("cuda:0"))
+    mapped.wait_for(Copy(log))
+    mapped.wait_for(Copy(log))
+    driver.calls.clear()
+    mapped.close()
+    gc.collect()
+    assert log == ["waited", "waited"]
+    assert driver.names() == ["cuMemUnmap", "cuMemAddressFree"]
+    assert not mapped.mapped
+
+
+def test_an_end_that_the_driver_refuses_is_tried_again(install: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    pauses: list[float] = []
+    try_again = unmapping._try_again
+
+    def at_once() -> None:
+        def pause(pause_s: float) -> None:
+            pauses.append(pause_s)
+            if len(pauses) == 3:
+                driver.fails = ""
+
+        try_again(pause)
+
+    monkeypatch.setattr(unmapping, "_try_again", at_once)
+    driver, log = RecordingDriver(), []
+    install(driver)
+    mapped = map_device(7, SIZE, torch.device("cuda:0"))
+    mapped.wait_for(Copy(log, fails=2))
+    mapped.wait_for(None)
+    driver.fails = "cuCtxSynchronize"
+    driver.calls.clear()
+    mapped.close()
+    gc.collect()
+    wait_until(lambda: not mapped.mapped)
+    assert log == ["refused", "refused", "waited"]
+    assert driver.names() == ["cuCtxSynchronize", "cuCtxSynchronize", "cuMemUnmap", "cuMemAddressFree"]
+    assert pauses == [1.0, 2.0, 4.0]
+    wait_until(lambda: not unmapping._trying.locked())
+    assert unmapping.num_waiting() == 0
+
+
+def test_an_end_that_is_refused_for_good_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    pauses: list[float] = []
+
+    def refuse() -> None:
+        raise MappingFailed("cuCtxSynchronize failed with CUDA_ERROR_ILLEGAL_ADDRESS")
+
+    ending = Unmapping(lambda: None, (refuse,))
+    unmapping._waiting.append(ending)
+    unmapping._trying.acquire()
+    try:
+        unmapping._try_again(pauses.append)
+    finally:
+        unmapping._waiting.clear()
+    assert len(pauses) == unmapping.MAX_ATTEMPTS
+    assert max(pauses) == unmapping.MAX_PAUSE_S
+    assert not ending.done
+    assert not unmapping._trying.locked()
 
 
 @pytest.mark.parametrize("step", range(len(STEPS)))

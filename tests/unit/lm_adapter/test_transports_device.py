@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -176,6 +177,9 @@ class RecordingArena:
     def finish(self) -> None:
         self.steps.append("wait for the stream")
 
+    def give_up(self, event: Any) -> None:
+        self.steps.append("given up: no event" if event is None else "given up: its event")
+
     def drop(self) -> None:
         self.steps.append("drop")
 
@@ -227,6 +231,40 @@ def test_p21_a_copy_is_confirmed_later_by_its_own_event() -> None:
         with pytest.raises(StaleRows):
             reading.confirm()
     assert sent == [RECORD.lease_id]
+
+
+def test_p21_a_wait_that_breaks_says_nothing_of_the_rows() -> None:
+    class Interrupted(RecordingArena):
+        def _synchronize(self) -> None:
+            super()._synchronize()
+            raise KeyboardInterrupt
+
+    arena = Interrupted()
+    reading, sent = read(arena, confirm_later=True)
+    with pytest.raises(KeyboardInterrupt):
+        reading.confirm()
+    assert sent == [RECORD.lease_id]
+    for _ in range(2):
+        with pytest.raises(StaleRows):
+            reading.confirm()
+    assert "compare" not in arena.steps
+    assert arena.steps[-3:] == ["given up: its event", "drop", "release"]
+
+
+@pytest.mark.parametrize("ending", ["abandoned", "forgotten"])
+def test_reads_that_nobody_waits_for_are_the_mappings_to_wait_for(ending: str) -> None:
+    for handling, given_up in (
+        ({"confirm_later": True}, "given up: its event"),
+        ({"borrow": True}, "given up: no event"),
+    ):
+        arena = RecordingArena()
+        reading, _ = read(arena, **handling)
+        if ending == "abandoned":
+            reading.abandon()
+        else:
+            del reading
+            gc.collect()
+        assert arena.steps[1:3] == [given_up, "drop"]
 
 
 def test_p21_borrowed_rows_wait_for_the_readers_on_the_stream() -> None:
