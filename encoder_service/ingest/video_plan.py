@@ -7,7 +7,9 @@ next such start. Pure numbers; ``video_stream`` reads and decodes.
 from __future__ import annotations
 
 import bisect
+import functools
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 
@@ -29,6 +31,21 @@ class Run(NamedTuple):
     def num_packets(self) -> int:
         """At most so many frames are decoded: the decoder leaves out some that no other depends on."""
         return self.last - self.first + 1
+
+
+@dataclass(frozen=True)
+class PacketIndex:
+    """packets: in the file's order; shown: pts of the frames, ascending; end: when the last one's time is
+    over, in the stream's time base."""
+
+    packets: list[PacketFact]
+    shown: list[int]
+    end: int
+
+    @functools.cached_property
+    def places(self) -> dict[int, int]:
+        """A packet's place in the file's order by its pts."""
+        return {packet.pts: place for place, packet in enumerate(self.packets)}
 
 
 def plan_runs(packets: Sequence[PacketFact], wanted: Sequence[int]) -> list[Run]:

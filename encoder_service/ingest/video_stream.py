@@ -13,59 +13,42 @@ The rules, and what each follows:
 * A display matrix is applied, to a quarter turn, as players do; the reference's PyAV reader leaves it.
 * A file that is cut off, a frame that cannot be decoded, or one of another size than the first fail the clip:
   rows of a picture that is partly guessed would be cached as if they were its own.
-* Frames that follow a key frame may lean on ones before it (an open group of pictures): where decoding from
-  one fails, the rest is decoded from the first packet on. What fails there too is damage.
+* Frames that follow a key frame may lean on ones before it (an open group of pictures, a gradual refresh):
+  where decoding from one fails or leaves out a frame that is wanted, the rest is decoded from the first
+  packet on. What fails there too is damage.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
-import io
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from fractions import Fraction
 
 import av
 import torch
 from av.container import InputContainer
 from av.packet import Packet
-from av.stream import Disposition
 from av.video.codeccontext import VideoCodecContext
 from av.video.frame import VideoFrame
 from av.video.stream import VideoStream
 
 from encoder_service.errors import ClipTooLarge, UndecodableClip
 from encoder_service.ingest.video_container import CONTAINER_NAMES, Container
+from encoder_service.ingest.video_demux import CODECS, check_streams, chosen_stream, open_demuxer
 from encoder_service.ingest.video_file import (
     ClipHeader,
     check_decoded_pixels,
     check_frame_size,
     decoder_errors,
 )
-from encoder_service.ingest.video_plan import PacketFact, Run, plan_runs
+from encoder_service.ingest.video_plan import PacketFact, PacketIndex, Run, plan_runs
 from encoder_service.ingest.video_rules import DEFAULT_SOURCE_FPS
 from encoder_service.ingest.video_settings import ClipLimits
 from encoder_service.ingest.video_turn import turn_of
 
-# Decoders that are let near a caller's bytes.
-CODECS = (
-    "h264",
-    "hevc",
-    "vp8",
-    "vp9",
-    "av1",
-    "libdav1d",
-    "mpeg4",
-    "mpeg1video",
-    "mpeg2video",
-    "mjpeg",
-    "gif",
-)
 _VP8_SHOWN = 0x10  # of a frame's first byte, RFC 6386 section 9.1
 MAX_UNSHOWN = 8192  # packets that an edit list hides: a seek takes time by their square
 MAX_THREAD_PIXELS = 1 << 27  # of all frames that a decoder's threads hold
-MAX_VIDEO_STREAMS = 8  # covers included: opening a file decodes pictures of each
 
 
 class StreamClip:
@@ -109,22 +92,28 @@ class StreamClip:
 
     def _frames(self, wanted: Sequence[int], runs: Sequence[Run]) -> Iterator[torch.Tensor]:
         with self._errors():
-            num_done = num_decoded = 0
-            try:
-                for run in runs:
-                    num_decoded += run.num_packets
-                    for frame in self._decode(run):
-                        num_done += 1
-                        yield self._upright(frame)
-                return
-            except (av.error.FFmpegError, UndecodableClip):
-                last = max((run.last for run in runs if run.wanted & {*wanted[num_done:]}), default=0)
-                if not last:
-                    raise
-            self._check_cost(num_decoded + last + 1)
-            self._stream.codec_context.flush_buffers()
-            for frame in self._decode(Run(0, last, frozenset(wanted[num_done:]))):
+            for frame in self._decode_all(wanted, runs):
                 yield self._upright(frame)
+
+    def _decode_all(self, wanted: Sequence[int], runs: Sequence[Run]) -> Iterator[VideoFrame]:
+        """The wanted frames, run by run; from where a run fails on, by decoding from the first packet. Raises
+        what that fails with."""
+        num_done = num_decoded = 0
+        try:
+            for run in runs:
+                num_decoded += run.num_packets
+                for frame in self._decode(run):
+                    num_done += 1
+                    yield frame
+            return
+        except (av.error.FFmpegError, UndecodableClip):
+            last = max((run.last for run in runs if run.wanted & {*wanted[num_done:]}), default=0)
+            if not last:
+                raise
+        if self._coded_size is not None:
+            self._check_cost(num_decoded + last + 1)
+        self._stream.codec_context.flush_buffers()
+        yield from self._decode(Run(0, last, frozenset(wanted[num_done:])))
 
     # -- the header ------------------------------------------------------------------------------------
 
@@ -133,9 +122,9 @@ class StreamClip:
 
     def _open(self) -> None:
         """Raises UndecodableClip, ClipTooLarge."""
-        self._check_streams()
+        check_streams(self._data, self._container, self._limits)
         file = self._file = self._demuxer(CODECS)
-        self._stream = self._chosen_stream(file)
+        self._stream = chosen_stream(file, self._name)
         context = self._stream.codec_context
         width, height = context.width, context.height
         if not width * height:
@@ -156,51 +145,11 @@ class StreamClip:
         # How a clip is turned is told with its frames only.
         (run,) = self._planned([0])
         check_decoded_pixels(run.num_packets, width, height, self._limits)
-        self.header = self._read_header(next(iter(self._decode(run))))
-
-    def _check_streams(self) -> None:
-        """Raises UndecodableClip for more streams of pictures than a clip and its covers are."""
-        with self._demuxer((), probesize="32") as unread:
-            count = len(unread.streams.video)
-        if count > MAX_VIDEO_STREAMS:
-            raise UndecodableClip(
-                f"the {self._name} file has {count} video streams, the limit is {MAX_VIDEO_STREAMS}",
-                found=count,
-                max_video_streams=MAX_VIDEO_STREAMS,
-            )
+        self.header = self._read_header(next(self._decode_all(self._index.shown[:1], [run])))
 
     def _demuxer(self, codecs: Sequence[str], **options: str) -> InputContainer:
-        """That of what the first bytes announce alone, which opens nothing else. codecs: of the decoders that
-        may look at frames; options: FFmpeg's, further ones."""
-        return av.open(
-            io.BytesIO(self._data),
-            "r",
-            format=self._container,
-            options={
-                "protocol_whitelist": "",
-                "codec_whitelist": ",".join(codecs) or "none",
-                # Opening looks at frames with decoders of its own.
-                "max_pixels": str(self._limits.max_frame_pixels),
-                "threads": "1",
-                **options,
-            },
-        )
-
-    def _chosen_stream(self, file: InputContainer) -> VideoStream:
-        """The first stream of moving pictures. Raises UndecodableClip."""
-        for stream in file.streams.video:
-            if stream.disposition & Disposition.attached_pic:
-                continue
-            codec = stream.codec_context.name if stream.codec_context is not None else "unknown"
-            if codec not in CODECS:
-                raise UndecodableClip(
-                    f"the {self._name} file's video is {codec}, taken are {', '.join(CODECS)}", codec=codec
-                )
-            return stream
-        kinds = ", ".join(stream.type for stream in file.streams) or "none"
-        raise UndecodableClip(
-            f"the {self._name} file has 0 video streams, needs 1; its streams: {kinds}", streams=kinds
-        )
+        """See ``video_demux.open_demuxer``."""
+        return open_demuxer(self._data, self._container, self._limits, codecs, **options)
 
     def _read_index(self, file: InputContainer) -> PacketIndex:
         """Raises UndecodableClip for a stream without frames or whose frames cannot be told apart,
@@ -284,11 +233,10 @@ class StreamClip:
 
     def _decode(self, run: Run) -> Iterator[VideoFrame]:
         """The run's frames in the order they are shown, as they come. Raises UndecodableClip when one does
-        not."""
+        not come when it is due: what comes in its place is another frame."""
         decoder = self._stream.codec_context
         start = self._index.packets[run.first].pts
-        left = len(run.wanted)
-        last_pts: int | None = None
+        due, num_done = sorted(run.wanted), 0
         for packet in self._packets(run):
             pts = None if packet is None else _pts_of(packet)
             wanted = pts in run.wanted
@@ -302,20 +250,28 @@ class StreamClip:
                 decoder.skip_frame = "DEFAULT" if wanted else "NONREF"
             for frame in decoder.decode(packet):
                 self._check_size(frame, run)
-                if frame.pts not in run.wanted or (last_pts is not None and frame.pts <= last_pts):
+                pts = frame.pts
+                if pts is None or pts not in run.wanted or (num_done and pts <= due[num_done - 1]):
                     continue
                 if frame.is_corrupt:
                     raise UndecodableClip(f"the frame at {frame.time} s of the {self._name} file is damaged")
-                last_pts, left = frame.pts, left - 1
+                if pts != due[num_done]:
+                    # Left out before it: frames of a picture that is whole only after some more of them, as
+                    # with a gradual refresh, and damaged ones.
+                    raise self._left_out(due, num_done)
+                num_done += 1
                 yield frame
         decoder.flush_buffers()
-        if left:
-            raise UndecodableClip(
-                f"of {len(run.wanted)} frames wanted of one part of the {self._name} file, "
-                f"{len(run.wanted) - left} can be decoded",
-                found=len(run.wanted) - left,
-                needed=len(run.wanted),
-            )
+        if num_done < len(due):
+            raise self._left_out(due, num_done)
+
+    def _left_out(self, due: Sequence[int], num_done: int) -> UndecodableClip:
+        return UndecodableClip(
+            f"of {len(due)} frames wanted of one part of the {self._name} file, {num_done} can be decoded in "
+            "their order",
+            found=num_done,
+            needed=len(due),
+        )
 
     def _packets(self, run: Run) -> Iterator[Packet[VideoStream] | None]:
         """The run's packets in the file's order, then None, which empties the decoder."""
@@ -360,21 +316,6 @@ class StreamClip:
         """uint8 [H, W, 3]."""
         # One thread: by default the conversion starts as many as there are cores, for each thread that reads.
         return torch.from_numpy(self._turn.apply(frame.to_ndarray(format="rgb24", threads=1)))
-
-
-@dataclass(frozen=True)
-class PacketIndex:
-    """packets: in the file's order; shown: pts of the frames, ascending; end: when the last one's time is
-    over, in the stream's time base."""
-
-    packets: list[PacketFact]
-    shown: list[int]
-    end: int
-
-    @functools.cached_property
-    def places(self) -> dict[int, int]:
-        """A packet's place in the file's order by its pts."""
-        return {packet.pts: place for place, packet in enumerate(self.packets)}
 
 
 def _pts_of(packet: Packet[VideoStream]) -> int | None:

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from encoder_service.errors import ClipTooLarge, UndecodableClip, UnsupportedContent
-from encoder_service.ingest import video_stream, video_tables
+from encoder_service.ingest import video_demux, video_stream, video_tables
 from encoder_service.ingest.video_file import open_clip
 from encoder_service.ingest.video_settings import ClipLimits
 from encoder_service.ingest.video_webp import frame_durations_ms
@@ -245,7 +245,7 @@ def test_a_file_of_many_tracks_is_refused_before_their_pictures_are_decoded(
         opened.append(kwargs["options"]["codec_whitelist"])
         return inner(*args, **kwargs)
 
-    most = video_stream.MAX_VIDEO_STREAMS
+    most = video_demux.MAX_VIDEO_STREAMS
     for count, is_taken in [(most, True), (most + 1, False)]:
         data = clip_files.tracks(kind, count)
         with monkeypatch.context() as patched:
@@ -253,7 +253,7 @@ def test_a_file_of_many_tracks_is_refused_before_their_pictures_are_decoded(
             opened.clear()
             if is_taken:
                 open_clip(data, LIMITS).close()
-                assert opened == ["none", ",".join(video_stream.CODECS)]
+                assert opened == ["none", ",".join(video_demux.CODECS)]
             else:
                 with pytest.raises(UndecodableClip, match="has 9 video streams, the limit is 8"):
                     open_clip(data, LIMITS)

@@ -1,0 +1,85 @@
+"""The demuxer of a clip, and which of its streams is the clip.
+
+Owns what FFmpeg may do with a caller's bytes: the one demuxer that the first bytes announce, the decoders
+that may look at frames, and how many streams are let near them. Packets and frames are ``video_stream``'s.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+
+import av
+from av.container import InputContainer
+from av.stream import Disposition
+from av.video.stream import VideoStream
+
+from encoder_service.errors import UndecodableClip
+from encoder_service.ingest.video_container import CONTAINER_NAMES, Container
+from encoder_service.ingest.video_settings import ClipLimits
+
+# Decoders that are let near a caller's bytes.
+CODECS = (
+    "h264",
+    "hevc",
+    "vp8",
+    "vp9",
+    "av1",
+    "libdav1d",
+    "mpeg4",
+    "mpeg1video",
+    "mpeg2video",
+    "mjpeg",
+    "gif",
+)
+MAX_VIDEO_STREAMS = 8  # covers included: opening a file decodes pictures of each
+
+
+def open_demuxer(
+    data: bytes, container: Container, limits: ClipLimits, codecs: Sequence[str], **options: str
+) -> InputContainer:
+    """That of what the first bytes announce alone, which opens nothing else. codecs: of the decoders that
+    may look at frames; options: FFmpeg's, further ones."""
+    return av.open(
+        io.BytesIO(data),
+        "r",
+        format=container,
+        options={
+            "protocol_whitelist": "",
+            "codec_whitelist": ",".join(codecs) or "none",
+            # Opening looks at frames with decoders of its own.
+            "max_pixels": str(limits.max_frame_pixels),
+            "threads": "1",
+            **options,
+        },
+    )
+
+
+def check_streams(data: bytes, container: Container, limits: ClipLimits) -> None:
+    """Raises UndecodableClip for more streams of pictures than a clip and its covers are."""
+    with open_demuxer(data, container, limits, (), probesize="32") as unread:
+        count = len(unread.streams.video)
+    if count > MAX_VIDEO_STREAMS:
+        raise UndecodableClip(
+            f"the {CONTAINER_NAMES[container]} file has {count} video streams, the limit is "
+            f"{MAX_VIDEO_STREAMS}",
+            found=count,
+            max_video_streams=MAX_VIDEO_STREAMS,
+        )
+
+
+def chosen_stream(file: InputContainer, name: str) -> VideoStream:
+    """The first stream of moving pictures. name: of the container, for people. Raises UndecodableClip."""
+    for stream in file.streams.video:
+        if stream.disposition & Disposition.attached_pic:
+            continue
+        codec = stream.codec_context.name if stream.codec_context is not None else "unknown"
+        if codec not in CODECS:
+            raise UndecodableClip(
+                f"the {name} file's video is {codec}, taken are {', '.join(CODECS)}", codec=codec
+            )
+        return stream
+    kinds = ", ".join(stream.type for stream in file.streams) or "none"
+    raise UndecodableClip(
+        f"the {name} file has 0 video streams, needs 1; its streams: {kinds}", streams=kinds
+    )

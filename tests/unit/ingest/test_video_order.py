@@ -1,0 +1,80 @@
+"""Every frame in its own place: where a decoder leaves some out, and where times do not tell them apart."""
+
+from __future__ import annotations
+
+import io
+import random
+
+import av
+import numpy as np
+import pytest
+
+from encoder_service.errors import UndecodableClip
+from encoder_service.ingest.video_file import open_clip
+from encoder_service.ingest.video_rules import qwen_indices
+from encoder_service.ingest.video_settings import ClipLimits
+from tests.unit.ingest import clip_files
+
+LIMITS = ClipLimits(decode_threads=2)
+
+
+def frames_of(data: bytes, indices: list[int], limits: ClipLimits = LIMITS) -> np.ndarray:
+    clip = open_clip(data, limits)
+    try:
+        return np.stack([frame.numpy() for frame in clip.frames(indices)])
+    finally:
+        clip.close()
+
+
+def refreshed(monkeypatch: pytest.MonkeyPatch, container: str, count: int, every: int, fps: int) -> bytes:
+    """H.264 as cameras and live streams send it: no whole picture after the first, a column of each frame is
+    coded by itself instead, and frames where that begins are marked as ones to start at."""
+    options = {"preset": "veryfast", "tune": "zerolatency", "intra-refresh": "1"}
+    monkeypatch.setitem(clip_files.CODECS, "refresh", (container, "libx264", options))
+    return clip_files.encode(clip_files.moving(count, 48, 128), "refresh", fps=fps, key_every=every)
+
+
+@pytest.mark.parametrize("container", ["mp4", "matroska"])
+@pytest.mark.parametrize(
+    ("count", "every", "fps"), [(90, 30, 25), (150, 50, 30), (150, 30, 25), (140, 60, 30), (130, 120, 25)]
+)
+def test_frames_of_a_clip_that_is_refreshed_bit_by_bit(
+    container: str, count: int, every: int, fps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A decoder that starts at such a mark leaves out frames until the picture is whole; the frames behind
+    them are not those that were asked for."""
+    data = refreshed(monkeypatch, container, count, every, fps)
+    expected = clip_files.decoded(data)
+    assert len(expected) == count
+    for rate in (0.5, 1, 2, 4):
+        indices = qwen_indices(count, fps, fps=rate, min_frames=4, max_frames=768)
+        assert np.array_equal(frames_of(data, indices), expected[indices]), rate
+    for _ in range(4):
+        indices = sorted(random.sample(range(count), random.randint(1, 6)))
+        assert np.array_equal(frames_of(data, indices), expected[indices]), indices
+
+
+def test_the_first_frame_may_be_one_that_cannot_be_started_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trimmed to where the picture is not whole yet."""
+    from tests.unit.ingest.test_video_hostile import trimmed
+
+    options = {"preset": "veryfast", "tune": "zerolatency", "intra-refresh": "1", "x264-params": "scenecut=0"}
+    monkeypatch.setitem(clip_files.CODECS, "refresh.mp4", ("mp4", "libx264", options))
+    data = trimmed(13, 10, 0, "refresh.mp4")
+    expected = clip_files.decoded(data)
+    assert np.array_equal(frames_of(data, list(range(len(expected)))), expected)
+    assert np.array_equal(frames_of(data, [0, 5]), expected[[0, 5]])
+
+
+def test_a_frame_that_damage_takes_away_fails_the_clip() -> None:
+    """A key frame whose header says that it is none is skipped in silence, and frames behind it as well."""
+    frames = clip_files.moving(40, 48, 64, np.random.default_rng(3))
+    data = clip_files.encode(frames, fps=10, key_every=10, b_frames=0)
+    with av.open(io.BytesIO(data)) as file:
+        places = [packet.pos for packet in file.demux(video=0) if packet.size and packet.is_keyframe]
+    damaged = bytearray(data)
+    assert damaged[places[1] + 4] & 31 == 5
+    damaged[places[1] + 4] = 42  # "end of sequence"
+    for indices in ([0, 1, 2, 8, 9, 11, 15, 18, 19, 22, 24, 25, 31, 34], [10], [11, 25], list(range(40))):
+        with pytest.raises(UndecodableClip):
+            frames_of(bytes(damaged), indices)
