@@ -44,6 +44,7 @@ def open_demuxer(
         io.BytesIO(data),
         "r",
         format=container,
+        metadata_errors="replace",  # names that nobody reads, in whatever encoding a camera has
         options={
             "protocol_whitelist": "",
             "codec_whitelist": ",".join(codecs) or "none",

@@ -78,3 +78,15 @@ def test_a_frame_that_damage_takes_away_fails_the_clip() -> None:
     for indices in ([0, 1, 2, 8, 9, 11, 15, 18, 19, 22, 24, 25, 31, 34], [10], [11, 25], list(range(40))):
         with pytest.raises(UndecodableClip):
             frames_of(bytes(damaged), indices)
+
+
+@pytest.mark.parametrize("kind", ["h264.mp4", "h264.mkv"])
+def test_a_file_whose_names_are_no_utf_8_is_read(kind: str) -> None:
+    """Cameras write them in their own encoding; nobody here reads them."""
+    data = clip_files.encode(clip_files.moving(10), kind, audio=False)
+    expected = clip_files.decoded(data)
+    for name in (b"VideoHandler", b"Lavf", b"Lavc"):
+        data = data.replace(name, b"Cam\xe9ra"[: len(name)].ljust(len(name), b"\xff"))
+    with pytest.raises(UnicodeDecodeError):
+        av.open(io.BytesIO(data))
+    assert np.array_equal(frames_of(data, list(range(10))), expected)
