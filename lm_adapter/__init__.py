@@ -4,6 +4,7 @@ Imports grpcio, protobuf and numpy only; torch where a tensor is asked for. ``ke
 ``testing`` has a server for users' own tests, ``engines`` one module per engine.
 """
 
+from lm_adapter.arriving import ArrivingRows
 from lm_adapter.async_client import AsyncVisionEncoderClient
 from lm_adapter.checks import check_rows
 from lm_adapter.client import VisionEncoderClient
@@ -56,6 +57,7 @@ from lm_adapter.types import (
 )
 
 __all__ = [
+    "ArrivingRows",
     "AsyncFleetClient",
     "AsyncVisionEncoderClient",
     "CacheTier",

@@ -20,7 +20,7 @@ Shape legend: C tokens of a chunk, V visual tokens of it, R rows of an item, D L
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -153,12 +153,17 @@ class Splicer:
         inputs_embeds_dtype: torch.dtype,
         announced_levels: Sequence[int | None] | None = None,
         keep: Sequence[npt.NDArray[np.bool_] | None] | None = None,
+        ready: Sequence[Callable[[int], object] | None] | None = None,
     ) -> None:
         """keep: of a pruned prompt (``pruning``), which rows of each item are in it; rows are whole all the
-        same. Raises InvalidRows when an item's rows do not fit, InvalidRequest when their number does not.
+        same. ready: of items whose rows are still coming (``arriving``), called before a chunk is written
+        with how many of the first rows it needs; returns when they are there, or raises. Raises InvalidRows
+        when an item's rows do not fit, InvalidRequest when their number does not.
         """
         if len(spans) != len(rows):
             raise InvalidRequest(f"prompt has {len(spans)} items, rows came for {len(rows)}")
+        if ready is not None and len(ready) != len(rows):
+            raise InvalidRequest(f"prompt has {len(rows)} items, {len(ready)} say when they are ready")
         announced = [None] * len(rows) if announced_levels is None else list(announced_levels)
         masks = [None] * len(rows) if keep is None else list(keep)
         for span, item_rows, levels, mask in zip(spans, rows, announced, masks, strict=True):
@@ -178,6 +183,7 @@ class Splicer:
                 )
         self._spans = tuple(spans)
         self._rows: list[torch.Tensor | None] = list(rows)
+        self._ready = [None] * len(rows) if ready is None else list(ready)
         self._kept = [None if mask is None else np.flatnonzero(mask) for mask in masks]
         self.layout = layout
         self.inputs_embeds_dtype = inputs_embeds_dtype
@@ -237,7 +243,8 @@ class Splicer:
     def pieces(self, start: int, end: int) -> list[RowsPiece]:
         """The rows of tokens [start, end), in the tokens' order, as views of the items' own.
 
-        Raises InvalidRequest for a start below 0 and, with reason ROWS_DROPPED, for rows that are not there.
+        Waits for rows that are still coming. Raises InvalidRequest for a start below 0 and, with reason
+        ROWS_DROPPED, for rows that are not there, and what ``ready`` raises.
         """
         if start < 0:
             raise InvalidRequest(f"a chunk starts at token 0 or later, got {start}")
@@ -263,7 +270,9 @@ class Splicer:
                 "needed, which were dropped or never given; fetch the item again",
                 reason="ROWS_DROPPED",
             )
-        kept = self._kept[index]
+        kept, wait = self._kept[index], self._ready[index]
+        if wait is not None:
+            wait(row + length if kept is None else int(kept[row + length - 1]) + 1)
         if kept is None:
             return [RowsPiece(rows[row : row + length], token, length)]
         wanted = kept[row : row + length]

@@ -39,12 +39,13 @@ __all__ = ["Prefilled", "RemoteItem", "RemoteVisionLM"]
 @dataclass(frozen=True, eq=False)
 class RemoteItem:
     """One image or clip of a prompt. rows: [R, D * (1 + L)]; num_deepstack_levels: L where the sender said
-    it."""
+    it; ready: see ``Splicer``, of rows that are still coming."""
 
     grid_thw: Sequence[int]
     rows: torch.Tensor = field(repr=False)
     modality: Modality = Modality.IMAGE
     num_deepstack_levels: int | None = None
+    ready: Callable[[int], object] | None = field(default=None, repr=False)
 
     @classmethod
     def from_encoded(cls, encoded: EncodedRows, modality: Modality = Modality.IMAGE) -> RemoteItem:
@@ -227,6 +228,7 @@ class RemoteVisionLM:
                     self.layout,
                     inputs_embeds_dtype=self.dtype,
                     announced_levels=[item.num_deepstack_levels for item in prompt_items],
+                    ready=[item.ready for item in prompt_items],
                 )
             )
             if interface.uses_mrope:

@@ -4,6 +4,7 @@ the prompt is built from."""
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -14,7 +15,7 @@ import pytest
 import torch
 
 from encoder_service.towers.synthetic import FAMILIES, make_checkpoint
-from lm_adapter import ClipItem, FramesItem, ImageItem, PreprocessOptions, VisionEncoderClient
+from lm_adapter import ArrivingRows, ClipItem, FramesItem, ImageItem, PreprocessOptions, VisionEncoderClient
 from lm_adapter.clip_texts import kimi_chunk_texts, qwen_frame_texts
 from lm_adapter.engines.hf import RemoteItem, load_language_model
 from lm_adapter.types import EncodedRows, Grid, Modality
@@ -171,16 +172,11 @@ def test_rows_arrive_while_the_rest_is_encoded(served: Served) -> None:
         assert np.array_equal(first, rows.numpy()[:ready])
 
 
-def test_p07_a_prompt_built_from_the_result_is_the_references(served: Served, tmp_path: Path) -> None:
-    """Ids, positions and logits: timestamps of the frames sampled between the rows of a clip."""
-    data = clip_of(served, random.randint(25, 40))
-    pixels, grids, metadata = served.reference(data, tmp_path / "clip.mp4")
-    with VisionEncoderClient(served.service.target) as client:
-        rows = client.encode_one(ClipItem(data))
-    full, remote = served.full, load_language_model(served.checkpoint)
+def prompt_of(served: Served, rows: EncodedRows, metadata: Any) -> list[int]:
+    """Timestamps of the frames that were sampled, between the placeholders of their rows."""
+    full = served.full
     tokenizer = import_reference().AutoTokenizer.from_pretrained(served.checkpoint)
-    is_kimi = served.family == "kimi_k25"
-    if is_kimi:
+    if served.family == "kimi_k25":
         texts, num_units = kimi_chunk_texts(rows.timestamps_s), len(rows.chunk_grids)
     else:
         texts, num_units = qwen_frame_texts(rows.timestamps_s), rows.grid_thw.t
@@ -194,6 +190,18 @@ def test_p07_a_prompt_built_from_the_result_is_the_references(served: Served, tm
         ids += tokenizer.encode(text, add_special_tokens=False)
         ids += [7, *[full.video_id] * (rows.num_rows // num_units), 8]
     ids += [30, 31, 32]
+    return ids
+
+
+def test_p07_a_prompt_built_from_the_result_is_the_references(served: Served, tmp_path: Path) -> None:
+    """Ids, positions and logits: timestamps of the frames sampled between the rows of a clip."""
+    data = clip_of(served, random.randint(25, 40))
+    pixels, grids, metadata = served.reference(data, tmp_path / "clip.mp4")
+    with VisionEncoderClient(served.service.target) as client:
+        rows = client.encode_one(ClipItem(data))
+    full, remote = served.full, load_language_model(served.checkpoint)
+    ids = prompt_of(served, rows, metadata)
+    is_kimi = served.family == "kimi_k25"
     pieces = grids if is_kimi else [rows.grid_thw]
     pictures, items = [], []
     parts = pixels.split([grid.num_patches for grid in pieces])
@@ -206,3 +214,60 @@ def test_p07_a_prompt_built_from_the_result_is_the_references(served: Served, tm
         found = remote.prefill([prompt], [items], chunk_size=chunk_size, all_logits=True)
         assert found.prompt_logits_NV is not None
         assert_close(found.prompt_logits_NV[0], full.logits(ids, pictures), f"logits of {served.family}")
+
+
+def test_a_prefill_begins_before_the_clip_has_been_encoded(served: Served, tmp_path: Path) -> None:
+    """Chunks run as their rows come, and the logits are the reference's all the same."""
+    data = clip_of(served, 60)
+    pixels, grids, metadata = served.reference(data, tmp_path / "clip.mp4")
+    full, remote = served.full, load_language_model(served.checkpoint)
+    arriving, starved = ArrivingRows(), threading.Event()
+    chunks_at: list[int] = []
+    num_chunks = 0
+    forward = remote._forward
+
+    def counted(*arguments: Any) -> torch.Tensor:
+        nonlocal num_chunks
+        num_chunks += 1
+        return forward(*arguments)
+
+    remote._forward = counted  # type: ignore[method-assign]
+
+    def tell(index: int, rows: EncodedRows, num_ready: int) -> None:
+        arriving.on_rows(index, rows, num_ready)
+        if num_ready < rows.num_rows:  # the rest comes when the prefill can go no further
+            assert starved.wait(60)
+
+    def wait(num_rows: int) -> None:
+        if num_rows > arriving.num_ready:
+            chunks_at.append(num_chunks)
+            starved.set()
+        arriving.wait(num_rows)
+
+    with VisionEncoderClient(served.service.target) as client:
+        fetch = threading.Thread(
+            target=arriving.run, args=(lambda: client.encode_one(ClipItem(data), on_rows=tell),)
+        )
+        fetch.start()
+        rows = arriving.begin(timeout_s=60)
+        assert arriving.num_ready < rows.num_rows
+        ids = prompt_of(served, rows, metadata)
+        is_kimi = served.family == "kimi_k25"
+        pieces = grids if is_kimi else [rows.grid_thw]
+        items, pictures, first = [], [], 0
+        for grid, part, part_rows in zip(
+            pieces,
+            pixels.split([grid.num_patches for grid in pieces]),
+            rows.torch().split(rows.num_rows // len(pieces)),
+            strict=True,
+        ):
+            ready = partial(lambda begin, count: wait(begin + count), first)
+            items.append(RemoteItem(grid, part_rows, Modality.VIDEO, rows.num_deepstack_levels, ready))
+            pictures.append(Picture(tuple(grid), part, Modality.VIDEO))
+            first += len(part_rows)
+        prompt = [full.image_id if is_kimi and token == full.video_id else token for token in ids]
+        found = remote.prefill([prompt], [items], chunk_size=7, all_logits=True)
+        fetch.join(60)
+    assert chunks_at[0] > 0, "chunks ran while later rows had not come"
+    assert found.prompt_logits_NV is not None
+    assert_close(found.prompt_logits_NV[0], full.logits(ids, pictures), f"logits of {served.family}")
