@@ -15,7 +15,7 @@ from lm_adapter.async_client import AsyncVisionEncoderClient
 from lm_adapter.engines.vllm_access import tls_of_service
 from lm_adapter.engines.vllm_items import WantedRows
 from lm_adapter.errors import InvalidRequest, ItemFailed
-from lm_adapter.fleet import AsyncFleetClient, DnsEndpoints
+from lm_adapter.fleet import AsyncFleetClient, DnsEndpoints, FleetSettings
 from lm_adapter.transport.channel import ClientTls
 from lm_adapter.types import Outcome
 
@@ -71,9 +71,10 @@ def open_client(
     timeout_s: float,
     transports: tuple[str, ...],
     broker_path: str = "",
+    settings: FleetSettings | None = None,
 ) -> EncoderClient:
     """On the running loop; see ``AsyncVisionEncoderClient``. With TLS, encoders behind ``dns:///name:port``
-    are known by that name."""
+    are known by that name. settings: of a fleet."""
     if isinstance(target, str) and not is_fleet(target):
         return AsyncVisionEncoderClient(
             target,
@@ -90,6 +91,7 @@ def open_client(
         tls = tls_of_service(tls, target)
     return AsyncFleetClient(
         target,
+        settings=settings,
         namespace=namespace,
         model=model,
         timeout_s=timeout_s,

@@ -29,6 +29,7 @@ from lm_adapter.engines.vllm_encoders import (
 )
 from lm_adapter.engines.vllm_items import Geometry, WantedRows
 from lm_adapter.errors import DeadlineExceeded, EncoderError, InvalidRequest, InvalidRows, ItemFailed
+from lm_adapter.fleet import FleetSettings
 from lm_adapter.transport.settings import TransportSettings
 from lm_adapter.types import EncodedRows
 
@@ -48,7 +49,7 @@ class FetchSettings(Access):
     target: of the encoder or of a fleet, see ``read_target``; namespace, model, broker_path, transports: as
     for the client; its token and TLS: see ``Access``. timeout_s: of one item, waiting for its encode
     included; retry_s: how long what can pass by itself (an encoder that restarts, a stale lease) is tried
-    again. max_resident_bytes: of rows that wait for vLLM's forward pass; max_bound_items: identifiers whose
+    again; retry_share, retry_reserve_per_s: of a fleet, see ``FleetSettings``. max_resident_bytes: of rows that wait for vLLM's forward pass; max_bound_items: identifiers whose
     key is remembered. finite: look at every element for NaN and infinity. failures_path: a datagram socket
     that is told why requests were rejected, as the front's.
     """
@@ -60,6 +61,8 @@ class FetchSettings(Access):
     broker_path: str = ""
     timeout_s: float = 30.0
     retry_s: float = 5.0
+    retry_share: float = FleetSettings.retry_share
+    retry_reserve_per_s: float = FleetSettings.retry_reserve_per_s
     max_resident_bytes: int = 2 << 30
     max_bound_items: int = 1 << 18
     finite: bool = False
@@ -86,7 +89,12 @@ class FetchSettings(Access):
                 raise InvalidRequest(f"{name} is {value!r}, needs {known[name]}")
         found = cls(target=target, **values)
         TransportSettings(transports=found.transports, broker_path=found.broker_path)
+        found.fleet_settings()
         return found
+
+    def fleet_settings(self) -> FleetSettings:
+        """Raises InvalidRequest for figures that cannot be."""
+        return FleetSettings(retry_share=self.retry_share, retry_reserve_per_s=self.retry_reserve_per_s)
 
     def client(self) -> EncoderClient:
         """On the running loop. Rows go to the GPU that is current for this thread, where one is in use.
@@ -101,6 +109,7 @@ class FetchSettings(Access):
             broker_path=self.broker_path,
             token=token,
             tls=tls,
+            settings=self.fleet_settings(),
         )
 
 

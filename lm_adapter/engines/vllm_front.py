@@ -18,14 +18,14 @@ import asyncio
 import contextlib
 import json
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import fields
 from typing import Any
 
-from lm_adapter import AsyncFleetClient, ClientTls, ItemFailed
+from lm_adapter import ClientTls
 from lm_adapter.engines.vllm_access import Access
 from lm_adapter.engines.vllm_encoders import EncoderClient, Target, is_fleet, open_client, read_target
-from lm_adapter.engines.vllm_items import KeyedItem
+from lm_adapter.engines.vllm_front_images import FrontImages
 from lm_adapter.engines.vllm_rewrite import (
     ChatImages,
     Failure,
@@ -35,39 +35,34 @@ from lm_adapter.engines.vllm_rewrite import (
     rewritten,
 )
 from lm_adapter.engines.vllm_upstream import Answer, Failures, vllm_away
-from lm_adapter.errors import (
-    DeadlineExceeded,
-    EncoderError,
-    EncoderUnavailable,
-    InvalidRequest,
-    MissingDependency,
-)
-from lm_adapter.types import Grid, KeyState, PrefetchStatus
+from lm_adapter.errors import EncoderError, InvalidRequest, MissingDependency
+from lm_adapter.fleet import FleetSettings
 
 __all__ = ["Front", "create_app", "main"]
 
 MAX_BODY_BYTES = 64 << 20
-GRID_POLL_S = 0.01
-MAX_GRID_POLL_S = 0.1
-AWAY = ("UNAVAILABLE", "NO_ENDPOINTS", "DRAINING", "NOT_READY")
 RETRY_S = 3.0
 """How long an encoder that is away is asked again."""
-RETRY_POLL_S = 0.1
 CLIENT_LEFT = 499
 DROPPED_HEADERS = {"host", "content-length", "connection", "transfer-encoding", "accept-encoding"}
 
 
 class Front:
-    """One vLLM server and its encoders. http: an ``httpx.AsyncClient`` with vLLM's base URL."""
+    """One vLLM server and its encoders. http: an ``httpx.AsyncClient`` with vLLM's base URL. settings: see
+    ``FrontImages``."""
 
     def __init__(
-        self, client: EncoderClient, http: Any, failures: Failures | None, *, timeout_s: float
+        self,
+        client: EncoderClient,
+        http: Any,
+        failures: Failures | None,
+        *,
+        timeout_s: float,
+        settings: FleetSettings | None = None,
     ) -> None:
-        self._client = client
-        self._fleet = client if isinstance(client, AsyncFleetClient) else None
+        self._images = FrontImages(client, settings or FleetSettings(), timeout_s=timeout_s)
         self._http = http
         self._failures = failures
-        self._timeout_s = timeout_s
 
     async def chat(self, request: Any) -> Any:
         """POST /v1/chat/completions."""
@@ -89,9 +84,9 @@ class Front:
         for is_last in (False, True):
             reply = secrets.token_hex(12)
             try:
-                rows, family = await self._encode(images, avoid)
+                rows, family = await self._images.keyed(images, avoid=avoid, again=is_last, wait_s=RETRY_S)
             except EncoderError as error:
-                if is_last or error.reason != "UNKNOWN_KEY":
+                if is_last or error.reason != "UNKNOWN_KEY" or not self._may_go_again(images):
                     raise
                 avoid = {error.details.get("replica", "")}
                 continue
@@ -105,68 +100,13 @@ class Front:
             if failure is None:
                 return answer
             await answer.close()
-            if is_last or not failure.may_help_again:
+            if is_last or not failure.may_help_again or not self._may_go_again(images):
                 return failure
             avoid = {failure.replica}
         raise AssertionError("the last attempt has an answer")
 
-    async def _encode(self, images: ChatImages, avoid: Collection[str]) -> tuple[list[KeyedItem], str]:
-        """Each image's key, grid and replica; encodes run on. avoid: replicas that rows could not be had
-        from. Raises EncoderError of the first that failed."""
-        statuses, family = await self._prefetch(images, avoid)
-        rows = []
-        for status in statuses:
-            if isinstance(status, ItemFailed):
-                raise status
-            grid = status.grid_thw or await self._grid_of(status)
-            rows.append(KeyedItem(status.key, grid, status.target))
-        return rows, family
-
-    async def _prefetch(
-        self, images: ChatImages, avoid: Collection[str]
-    ) -> tuple[list[PrefetchStatus | ItemFailed], str]:
-        """What the encoder says of the images. One that restarts, or a fleet none of which is up, is waited
-        for."""
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + min(RETRY_S, self._timeout_s)
-        while True:
-            try:
-                info = await self._client.info(timeout_s=self._timeout_s)
-                if self._fleet is None:
-                    statuses = await self._client.prefetch(images.items, timeout_s=self._timeout_s)
-                else:
-                    statuses = await self._fleet.prefetch(
-                        images.items, avoid=avoid, timeout_s=self._timeout_s
-                    )
-                    if any(map(_is_away, statuses)) and loop.time() < deadline:
-                        await asyncio.sleep(RETRY_POLL_S)
-                        continue
-                return statuses, info.model().family
-            except EncoderUnavailable:
-                if loop.time() >= deadline:
-                    raise
-            await asyncio.sleep(RETRY_POLL_S)
-
-    async def _grid_of(self, image: PrefetchStatus) -> Grid:
-        """Of an image whose header does not tell: known when it is encoded."""
-        pause_s = GRID_POLL_S
-        try:
-            async with asyncio.timeout(self._timeout_s):
-                while True:
-                    (status,) = await self._client.lookup([image.key])
-                    if status.grid_thw is not None:
-                        return status.grid_thw
-                    if status.state is KeyState.ABSENT:
-                        raise ItemFailed(
-                            "the image could not be encoded",
-                            reason="UNKNOWN_KEY",
-                            status=5,
-                            details={"replica": image.target},
-                        )
-                    await asyncio.sleep(pause_s)
-                    pause_s = min(1.5 * pause_s, MAX_GRID_POLL_S)
-        except TimeoutError as error:
-            raise DeadlineExceeded(f"the image was not encoded within {self._timeout_s} s") from error
+    def _may_go_again(self, images: ChatImages) -> bool:
+        return self._images.may_ask_again(len(images.items))
 
     async def _ask(self, request: Any, data: bytes) -> Answer:
         headers = {name: value for name, value in request.headers.items() if name not in DROPPED_HEADERS}
@@ -239,11 +179,6 @@ def _json_object(data: bytes) -> dict[str, Any]:
     return body
 
 
-def _is_away(status: PrefetchStatus | ItemFailed) -> bool:
-    """Of what no replica took, whatever its content."""
-    return isinstance(status, ItemFailed) and status.reason in AWAY
-
-
 def _refused(failure: Failure) -> Any:
     from fastapi.responses import JSONResponse
 
@@ -259,10 +194,11 @@ def create_app(
     token: str = "",
     tls: ClientTls | None = None,
     timeout_s: float = 30.0,
+    settings: FleetSettings | None = None,
 ) -> Any:
     """The FastAPI application. vllm: base URL; encoder: see ``read_target``; failures_path: the connector's
-    setting of the same name; tls: to the encoder, its files are read when the application starts. Raises
-    MissingDependency, InvalidRequest."""
+    setting of the same name; tls: to the encoder, its files are read when the application starts; settings:
+    of a fleet, their retry budget of one encoder too. Raises MissingDependency, InvalidRequest."""
     try:
         import httpx
         from fastapi import FastAPI
@@ -283,9 +219,15 @@ def create_app(
         # No rows come here. But what this host can map, vLLM can: a fleet's replicas here are asked first.
         transports = ("host", "inline") if is_fleet(target) else ("inline",)
         client = open_client(
-            target, namespace=namespace, token=token, tls=tls, timeout_s=timeout_s, transports=transports
+            target,
+            namespace=namespace,
+            token=token,
+            tls=tls,
+            timeout_s=timeout_s,
+            transports=transports,
+            settings=settings,
         )
-        held["front"] = Front(client, http, failures, timeout_s=timeout_s)
+        held["front"] = Front(client, http, failures, timeout_s=timeout_s, settings=settings)
         try:
             yield
         finally:
@@ -321,6 +263,11 @@ ACCESS_HELP = {
     "tls_server_name": "what the encoder's certificate is made out to; default: the host of --encoder",
 }
 
+RETRY_HELP = {
+    "retry_share": "of the images asked for within ten seconds, how many may be asked for once more",
+    "retry_reserve_per_s": "images a second that may be asked for once more beside that",
+}
+
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
@@ -334,6 +281,8 @@ def main(arguments: list[str] | None = None) -> None:
     for name, text in ACCESS_HELP.items():
         parser.add_argument(_option(name), default="", help=text)
     parser.add_argument("--timeout-s", type=float, default=30.0)
+    for name, text in RETRY_HELP.items():
+        parser.add_argument(_option(name), type=float, default=getattr(FleetSettings, name), help=text)
     options = parser.parse_args(arguments)
     import uvicorn
 
@@ -341,6 +290,7 @@ def main(arguments: list[str] | None = None) -> None:
         encoder = read_target(options.encoder, "--encoder")
         access = Access(**{field.name: getattr(options, field.name) for field in fields(Access)})
         token, tls = access.token_and_tls(_option)
+        settings = FleetSettings(**{name: getattr(options, name) for name in RETRY_HELP})
     except InvalidRequest as error:
         parser.error(error.message)
     host, _, port = options.listen.rpartition(":")
@@ -352,6 +302,7 @@ def main(arguments: list[str] | None = None) -> None:
         token=token,
         tls=tls,
         timeout_s=options.timeout_s,
+        settings=settings,
     )
     uvicorn.run(app, host=host, port=int(port), log_level="warning")
 

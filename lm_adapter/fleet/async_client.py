@@ -36,7 +36,7 @@ from lm_adapter.fleet.holders import find_holders
 from lm_adapter.fleet.homes import routed_items, routing_keys
 from lm_adapter.fleet.latency import Latencies
 from lm_adapter.fleet.replica_client import replica_opener
-from lm_adapter.fleet.run import CallRun, Open, Rescue
+from lm_adapter.fleet.run import CallRun, Open, Rescue, may_hedge
 from lm_adapter.fleet.settings import FleetSettings
 from lm_adapter.leases import LeaseRecord
 from lm_adapter.session import Deadline, in_order, rows_or_raise
@@ -99,7 +99,8 @@ class AsyncFleetClient:
         self.settings = settings or FleetSettings()
         self.counts = FleetCounts()
         self._fallback, self._timeout_s, self._clock = fallback, timeout_s, time.monotonic
-        self._budget = RetryBudget(self.settings.retry_share, self.settings.retry_reserve_per_s)
+        self.retries = RetryBudget(self.settings.retry_share, self.settings.retry_reserve_per_s)
+        """Also for callers who try again by themselves, see ``prefetch``; on ``time.monotonic``."""
         self._latencies = Latencies()
 
         open_client = replica_opener(
@@ -146,7 +147,7 @@ class AsyncFleetClient:
         with how the replicas were last."""
         deadline = Deadline(timeout_s)
         await self._begin("wait_ready", deadline)
-        while (num_up := len(self._up())) < num_replicas:
+        while (num_up := sum(one.is_up for one in self._directory.members)) < num_replicas:
             if deadline.left_s <= 0:
                 states = ", ".join(f"{one.target} {one.state}: {one.why}" for one in self.replicas)
                 error = self._directory.last_error
@@ -212,7 +213,7 @@ class AsyncFleetClient:
         call = self._call(
             len(items),
             lambda index: self._directory.order(keys[index]),
-            hedged=_may_hedge(handling),
+            hedged=may_hedge(handling),
             absent_moves=[isinstance(item, DigestItem) for item in items],
         )
         run = self._run(
@@ -223,10 +224,16 @@ class AsyncFleetClient:
                 yield finished
 
     async def prefetch(
-        self, items: Sequence[Item], *, avoid: Collection[str] = (), timeout_s: float | None = None
+        self,
+        items: Sequence[Item],
+        *,
+        avoid: Collection[str] = (),
+        again: bool = False,
+        timeout_s: float | None = None,
     ) -> list[PrefetchStatus | ItemFailed]:
         """Starts encoding at each item's home and keeps the rows there; see ``VisionEncoderClient``. Each
-        status says in ``target`` where that is. avoid: replicas that are asked last."""
+        status says in ``target`` where that is. avoid: replicas that are asked last. again: the items were
+        asked for before, and the caller has taken them out of ``retries``: they earn no further ones."""
         deadline = self._deadline(timeout_s)
         if not items:
             return []
@@ -246,7 +253,7 @@ class AsyncFleetClient:
         def order(index: int) -> list[Member]:
             return sorted(self._directory.order(keys[index]), key=lambda one: one.target in avoid)
 
-        call = self._call(len(items), order, hedged=False, timed=False)
+        call = self._call(len(items), order, hedged=False, timed=False, again=again)
         async with aclosing(self._run(call, len(items), open_attempt, deadline, timeout_s)) as stream:
             return in_order({index: status async for index, status in stream})
 
@@ -324,7 +331,7 @@ class AsyncFleetClient:
         def fetch_at(
             places: Sequence[Sequence[Member]], opened: OpenByKey, once: bool
         ) -> AsyncGenerator[tuple[int, Outcome], None]:
-            absent, hedged = [not once] * len(places), not once and _may_hedge(handling)
+            absent, hedged = [not once] * len(places), not once and may_hedge(handling)
             call = self._call(len(places), places.__getitem__, hedged=hedged, absent_moves=absent, once=once)
             return self._run(call, len(places), opened, deadline, timeout_s)
 
@@ -342,6 +349,7 @@ class AsyncFleetClient:
         absent_moves: Sequence[bool] = (),
         once: bool = False,
         timed: bool = True,
+        again: bool = False,
     ) -> FleetCall:
         settings = replace(self.settings, max_attempts=1) if once else self.settings
         usual_s = self._latencies.percentile(settings.hedge_percentile)
@@ -351,7 +359,7 @@ class AsyncFleetClient:
             num_items,
             order,
             settings,
-            self._budget,
+            self.retries,
             self.counts,
             self._latencies if timed else None,
             self._clock(),
@@ -359,6 +367,7 @@ class AsyncFleetClient:
             late_after_s=late_s,
             absent_moves=absent_moves,
             replicas=lambda: self._directory.members,
+            again=again,
         )
 
     async def _run(
@@ -377,9 +386,6 @@ class AsyncFleetClient:
                 self.counts.failures += isinstance(outcome, ItemFailed)
                 yield index, outcome
 
-    def _up(self) -> list[Member]:
-        return [one for one in self._directory.members if one.is_up]
-
     def _deadline(self, timeout_s: float | None) -> Deadline:
         return Deadline(self._timeout_s if timeout_s is None else timeout_s)
 
@@ -392,9 +398,3 @@ class AsyncFleetClient:
     def _check_open(self, method: str) -> None:
         if self._directory.is_closed:
             raise CallCancelled(f"{method} was cancelled: the fleet's client is closed")
-
-
-def _may_hedge(handling: RowsHandling) -> bool:
-    """Not with a buffer of the caller's, which two answers would write to, nor with rows that stay leased,
-    nor where the caller is told of rows as they come."""
-    return handling.is_plain_copy and not len(handling.out) and handling.on_rows is None

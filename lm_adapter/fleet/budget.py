@@ -36,12 +36,12 @@ class RetryBudget:
         self.left(now_s)  # forgets what is old, though nobody ever asks for a retry
         self._add(num_items * self._share, now_s)
 
-    def take(self, now_s: float) -> bool:
-        """Whether one more attempt may be made; counts it when it may."""
-        if self.left(now_s) < 1:
-            self.num_refused += 1
+    def take(self, now_s: float, num_attempts: int = 1) -> bool:
+        """Whether so many more attempts may be made, all of them; counts them when they may."""
+        if self.left(now_s) < num_attempts:
+            self.num_refused += num_attempts
             return False
-        self._add(-1.0, now_s)
+        self._add(-float(num_attempts), now_s)
         return True
 
     def _add(self, tokens: float, now_s: float) -> None:

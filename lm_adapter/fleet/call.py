@@ -97,11 +97,13 @@ class FleetCall:
         late_after_s: float = 0.0,
         absent_moves: Sequence[bool] = (),
         replicas: Callable[[], Sequence[Replica]] = tuple,
+        again: bool = False,
     ) -> None:
         """order: see ``Order``. latencies: of the whole fleet, kept up; None for calls whose time says
         nothing of how long rows take. hedge_after_s: None for no hedges. late_after_s: a deadline that
         passes sooner in an attempt is the caller's own doing. absent_moves: of each item, whether a replica
-        that does not know it is no reason to fail yet. replicas: all there are."""
+        that does not know it is no reason to fail yet. replicas: all there are. again: the caller has asked
+        for the items before, and has taken this out of the budget."""
         self._order, self._settings, self._budget, self._counts = order, settings, budget, counts
         self._latencies = latencies
         self._late_after_s = late_after_s
@@ -116,7 +118,7 @@ class FleetCall:
         """Why an item that could have gone on did not."""
         self._numbers = itertools.count()
         counts.items += num_items
-        budget.asked(num_items, now_s)
+        budget.asked(0 if again else num_items, now_s)
 
     @property
     def running(self) -> Sequence[Attempt]:

@@ -23,9 +23,10 @@ from lm_adapter.fleet.call import NO_ENDPOINTS, Attempt, FleetCall
 from lm_adapter.fleet.directory import Directory, Member, gone, until_done
 from lm_adapter.fleet.outcomes import as_item_failure, deadline_passed, moves_on
 from lm_adapter.session import Deadline
+from lm_adapter.transport.buffers import RowsHandling
 from lm_adapter.types import EncodedRows
 
-__all__ = ["CallRun", "Open", "Rescue"]
+__all__ = ["CallRun", "Open", "Rescue", "may_hedge"]
 
 KEPT_BYTES = 64 << 20
 """Of rows that have come and that the caller has not asked for yet; nothing more is read beyond."""
@@ -301,3 +302,9 @@ class CallRun(Generic[ResultT]):
 
 def _num_bytes(outcome: object) -> int:
     return outcome.num_bytes if isinstance(outcome, EncodedRows) else 0
+
+
+def may_hedge(handling: RowsHandling) -> bool:
+    """Not with a buffer of the caller's, which two answers would write to, nor with rows that stay leased,
+    nor where the caller is told of rows as they come."""
+    return handling.is_plain_copy and not len(handling.out) and handling.on_rows is None
