@@ -146,7 +146,7 @@ class Broker:
         self._desk.fetches = desk
 
     def _see_to_later(self, connection: Connection) -> None:
-        """From any thread: a reply could not be sent in full."""
+        """From any thread: a reply could not be sent in full, or it is held back no more."""
         self._to_see_to.append(connection)
         self._wake()
 
@@ -208,7 +208,7 @@ class Broker:
                 for accepted in self._acceptor.waiting(self._clock()):
                     self._admit(accepted)
         while self._to_see_to:
-            self._guarded(self._to_see_to.popleft(), lambda each: each.see_to(self._clock()))
+            self._guarded(self._to_see_to.popleft(), self._see_to)
         while self._notices:
             could_see, notice = self._notices.popleft()
             for owner in list(self._desk.owners.values()):
@@ -298,6 +298,11 @@ class Broker:
         if not connection.receive(self._clock()):
             raise ClientFailed("left", "the client closed the connection")
         self._answer_waiting(connection)
+
+    def _see_to(self, connection: Connection) -> None:
+        connection.see_to(self._clock())
+        if connection.paused:
+            self._answer_waiting(connection)
 
     def _answer_waiting(self, connection: Connection) -> None:
         while (payload := connection.take(self._clock())) is not None:

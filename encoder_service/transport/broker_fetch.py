@@ -5,6 +5,11 @@ Owns the way of such a request from the broker's thread to the event loop, where
 and of its answer from there into the socket; and how much of it one connection may have under way. What a
 request is answered with is its ``answer``'s. The broker's thread never waits for the loop: while that is
 stuck, requests for rows wait, and every other one is answered.
+
+Requests for rows and renewals are admitted, and refused beyond a bound: their callers ask elsewhere. Nobody
+hears of a release that was refused, and its slot would be kept until the lease's end: releases and uses need
+no admission. They gather for each connection, and the loop takes all of them in one turn; a connection that
+has too many waiting is not read until then.
 """
 
 from __future__ import annotations
@@ -13,6 +18,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import structlog
@@ -32,6 +38,8 @@ MAX_USES = 128
 """Keys of one request that their reader found in a directory."""
 MAX_REQUEST_BYTES = 8192
 """The loop's queue holds requests: so many bytes of each, at most."""
+GATHERED_OVERHEAD_BYTES = 1024
+"""That a request which waits counts beside its own bytes."""
 FOUND_BYTES = 512
 """Of one item in a reply, at most: an ItemResult with a lease has about 400, a lease's failure as many."""
 
@@ -47,6 +55,15 @@ class FetchRefused(Exception):
         super().__init__(message)
         self.reason = reason
         self.retryable = retryable
+
+
+@dataclass
+class _Gathered:
+    """Releases and uses of one connection that the loop has not taken yet, in order. Written under the desk's
+    lock."""
+
+    requests: list[pb.BrokerRequest] = field(default_factory=list)
+    num_bytes: int = 0
 
 
 class FetchDesk:
@@ -69,6 +86,7 @@ class FetchDesk:
         self._clock = clock
         self._lock = threading.Lock()
         self._under_way: dict[Connection, tuple[int, int]] = {}
+        self._gathered: dict[Connection, _Gathered] = {}
 
     def take(self, connection: Connection, request: pb.BrokerRequest) -> None:
         """Has the request answered on the loop. Raises FetchRefused."""
@@ -76,14 +94,52 @@ class FetchDesk:
         if answer is None:
             raise FetchRefused("NOT_READY", "the service is starting", retryable=True)
         _check(request)
+        if request.WhichOneof("request") in ("release", "used"):
+            self._gather(answer, connection, request)
+        else:
+            self._hand_over(answer, connection, request)
+        connection.refund()
+
+    def _gather(self, answer: Answer, connection: Connection, request: pb.BrokerRequest) -> None:
+        """The loop's turn was asked for by the first: whatever comes after these comes later there too."""
+        with self._lock:
+            gathered = self._gathered.get(connection)
+            is_first = gathered is None
+            if gathered is None:
+                gathered = self._gathered[connection] = _Gathered()
+            gathered.requests.append(request)
+            gathered.num_bytes += request.ByteSize() + GATHERED_OVERHEAD_BYTES
+            if gathered.num_bytes > connection.limits.gathered_bytes:
+                connection.is_held_back = True
+        if is_first:
+            try:
+                self._loop.call_soon_threadsafe(self._take_gathered, answer, connection)
+            except RuntimeError as error:  # the loop has ended
+                self._ungather(connection)
+                raise _stopping() from error
+
+    def _ungather(self, connection: Connection) -> tuple[list[pb.BrokerRequest], bool]:
+        """What waited, and whether the connection was held back for it."""
+        with self._lock:
+            requests = self._gathered.pop(connection).requests
+            was_held_back, connection.is_held_back = connection.is_held_back, False
+        return requests, was_held_back
+
+    def _take_gathered(self, answer: Answer, connection: Connection) -> None:
+        requests, was_held_back = self._ungather(connection)
+        for request in requests:
+            self._answer(answer, connection, request)
+        if was_held_back:
+            self.on_rest(connection)
+
+    def _hand_over(self, answer: Answer, connection: Connection, request: pb.BrokerRequest) -> None:
         num_bytes = FOUND_BYTES * (len(request.fetch.keys) + len(request.renew.lease_ids))
         self._begin(connection, num_bytes)
         try:
-            self._loop.call_soon_threadsafe(self._answer, answer, connection, request, num_bytes)
+            self._loop.call_soon_threadsafe(self._answer_admitted, answer, connection, request, num_bytes)
         except RuntimeError as error:  # the loop has ended
             self._end(connection, num_bytes)
-            raise FetchRefused("NOT_READY", "the service is stopping", retryable=True) from error
-        connection.refund()
+            raise _stopping() from error
 
     def _begin(self, connection: Connection, num_bytes: int) -> None:
         allowed = connection.limits.requests_under_way
@@ -105,9 +161,15 @@ class FetchDesk:
             if num_requests > 1:
                 self._under_way[connection] = num_requests - 1, waiting_bytes - num_bytes
 
-    def _answer(
+    def _answer_admitted(
         self, answer: Answer, connection: Connection, request: pb.BrokerRequest, num_bytes: int
     ) -> None:
+        try:
+            self._answer(answer, connection, request)
+        finally:
+            self._end(connection, num_bytes)
+
+    def _answer(self, answer: Answer, connection: Connection, request: pb.BrokerRequest) -> None:
         reply = pb.BrokerReply(request_id=request.request_id)
         try:
             is_wanted = answer(connection.owner_id, connection.namespace, request, reply)
@@ -120,12 +182,13 @@ class FetchDesk:
             num_found = sum(item.HasField("result") for item in reply.fetched.items)
             self._counters.fetched += num_found
             self._counters.fetch_misses += len(reply.fetched.items) - num_found
-        try:
-            # A connection that ended meanwhile has its leases released in a later turn of the loop.
-            if is_wanted and connection.post(reply, self._clock()):
-                self.on_rest(connection)
-        finally:
-            self._end(connection, num_bytes)
+        # A connection that ended meanwhile has its leases released in a later turn of the loop.
+        if is_wanted and connection.post(reply, self._clock()):
+            self.on_rest(connection)
+
+
+def _stopping() -> FetchRefused:
+    return FetchRefused("NOT_READY", "the service is stopping", retryable=True)
 
 
 def _check(request: pb.BrokerRequest) -> None:

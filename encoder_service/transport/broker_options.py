@@ -27,9 +27,12 @@ class ConnectionLimits:
     requests_per_s: float = 256.0
     request_burst: int = 64
     """Of requests a second; those for rows and leases that are taken do not count: what bounds them is how
-    many are under way."""
+    many are under way, or wait."""
     requests_under_way: int = 128
-    """For rows and leases: taken, and not answered by the event loop yet."""
+    """For rows and renewals: taken, and not answered by the event loop yet."""
+    gathered_bytes: int = 1 << 20
+    """Of releases and uses that wait for the event loop. They are never refused: nothing more is read of a
+    connection that has more, until the loop has taken them."""
 
 
 @dataclass(frozen=True)

@@ -60,7 +60,9 @@ class Connection:
     """What it was welcomed with, which may open its namespace no more one day."""
     name: str = ""
     paused: bool = False
-    """Over its rate: nothing is read until ``take`` finds it within again."""
+    """Over its rate, or held back: nothing is read until ``take`` finds it within again."""
+    is_held_back: bool = False
+    """No request is to be taken: what it sent already waits elsewhere, as much as may. Written by others."""
     takes_descriptors: bool = False
     """Where requests may come with one; elsewhere the kernel closes them, since no room is given for them."""
     inbox: DescriptorInbox = field(default_factory=DescriptorInbox)
@@ -124,7 +126,7 @@ class Connection:
             self._allowance + (now_s - self._allowance_at_s) * limits.requests_per_s,
         )
         self._allowance_at_s = now_s
-        was_paused, self.paused = self.paused, self._allowance < 1.0
+        was_paused, self.paused = self.paused, self.is_held_back or self._allowance < 1.0
         if self.paused:
             return None
         if was_paused:

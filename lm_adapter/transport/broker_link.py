@@ -8,8 +8,9 @@ A thread that waits for its reply may read the socket for itself (``read_until``
 one thread to another. While callers do so, the pump stands back and looks in after every STAND_BACK_S; it
 takes over at once where somebody waits who does not read.
 
-What was read by a directory (``uses``) is told by the pump, TELL_EVERY_S after the first such read and as
-long as there are more.
+What nobody waits for (``broker_unasked``) goes out with the next request, or is told by the pump,
+TELL_EVERY_S after the first of it and as long as there is more. A lease that goes back after a pause goes at
+once.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ from lm_adapter.transport.broker_frames import (
     ReceivedReply,
     ReplyReader,
     close_descriptors,
-    encode_frame,
 )
 from lm_adapter.transport.broker_handshake import HELLO_ID, shake_hands
-from lm_adapter.transport.broker_socket import close, send_all
+from lm_adapter.transport.broker_sending import Sending
+from lm_adapter.transport.broker_unasked import Unasked
 from lm_adapter.transport.broker_waiting import Waiting, fresh
 from lm_adapter.transport.uses import Uses
 from lm_adapter.transport.wakeup import WakeUp
@@ -42,9 +43,6 @@ __all__ = ["BrokerLink"]
 STAND_BACK_S = 0.02
 """How long after a caller has read for itself the pump leaves that to callers."""
 TELL_EVERY_S = 0.02
-SEND_LATER_S = 1.0
-_RELEASE_ID = HELLO_ID
-"""A release is not answered, or with a failure that nobody waits for: any id will do."""
 
 
 class BrokerLink:
@@ -55,10 +53,9 @@ class BrokerLink:
         self._socket = connection
         self._reader = reader
         self._lock = threading.Lock()
-        self._send_lock = threading.Lock()
         self._waiting: dict[int, Waiting] = {}
         self._next_id = HELLO_ID + 1
-        self._sent_s = self._heard_s = self._pinged_s = time.monotonic()
+        self._heard_s = self._pinged_s = time.monotonic()
         self._lost: BrokerError | None = None
         self._reading = threading.Lock()
         """Held by whoever reads the socket."""
@@ -67,12 +64,12 @@ class BrokerLink:
         self._read_s = float("-inf")
         """When a caller last read, or wanted to."""
         self._notices: deque[pb.BrokerReply] = deque()
-        self._later: deque[encoder_pb2.ReleaseRequest] = deque()
-        self._uses: dict[str, Uses] = {}
-        self._tell_lock = threading.Lock()
         self._wake_up = WakeUp()
+        self._unasked = Unasked(self._wake_up.wake, welcome.max_uses or 1)
+        self._sending = Sending(connection, self._unasked, self.lose)
+        self._gave_back_s = float("-inf")
         self._tell_at_s: float | None = None
-        """When the pump looks for uses next; None: when it is woken."""
+        """When the pump looks for what is unasked next; None: when it is woken."""
 
     @classmethod
     def open(cls, path: str, hello: pb.BrokerHello, timeout_s: float) -> BrokerLink:
@@ -86,7 +83,7 @@ class BrokerLink:
         with self._lock:
             request.request_id = self._next_id
             self._next_id += 1
-        self._send(request, time.monotonic() + timeout_s)
+        self._sending.send(request, time.monotonic() + timeout_s)
 
     def request(
         self, request: pb.BrokerRequest, timeout_s: float, descriptors: Sequence[int] = ()
@@ -103,7 +100,7 @@ class BrokerLink:
             self._waiting[request.request_id] = waiting
         self._take_over.set()
         try:
-            self._send(request, ends_s, descriptors)
+            self._sending.send(request, ends_s, descriptors)
             arrived = waiting.done.wait(max(0.0, ends_s - time.monotonic()))
         except BaseException:
             self._discard(request.request_id, waiting)
@@ -140,7 +137,7 @@ class BrokerLink:
         if not reads:
             self._take_over.set()
         with contextlib.suppress(BrokerError):  # the link is lost, and on_done was told
-            self._send(request, time.monotonic() + timeout_s)
+            self._sending.send(request, time.monotonic() + timeout_s)
 
     def read_until(self, done: threading.Event, timeout_s: float) -> bool:
         """Whether ``done`` was set in this time, by the reply to an ``ask`` of the calling thread. It reads
@@ -165,24 +162,29 @@ class BrokerLink:
         return done.is_set()
 
     def give_back(self, request: encoder_pb2.ReleaseRequest, timeout_s: float) -> None:
-        """Sends a release: with the next request where those follow one another, else now. timeout_s: of
-        sending. Raises BrokerError."""
-        if self._stands_back and request.owner_id == self.welcome.owner_id.encode():
-            self._later.append(request)
-            if not self._stands_back:
-                self._send_later()
+        """Sends a release: at once after a pause, else with others of the next moment, or the next request.
+        timeout_s: of sending. Raises BrokerError."""
+        message = pb.BrokerRequest(release=request)
+        if request.owner_id != self.welcome.owner_id.encode():
+            self.post(message, timeout_s)  # it would not end with this connection
             return
-        self.post(pb.BrokerRequest(release=request), timeout_s)
+        if self._lost is not None:
+            raise fresh(self._lost)
+        self._unasked.add(message)
+        now_s = time.monotonic()
+        if not self._stands_back and now_s - self._gave_back_s >= TELL_EVERY_S and self._sending.takes_more():
+            self._gave_back_s = now_s
+            self._sending.send_given_back(now_s + timeout_s)
 
     def uses_of(self, kind: str) -> Uses:
         """Where reads of this kind of memory are noted, for the encoder to be told."""
-        with self._tell_lock:
-            return self._uses.setdefault(kind, Uses(kind, self._wake_up.wake))
+        return self._unasked.uses_of(kind)
 
     def tell_uses(self) -> None:
-        """At once, before the link is given up."""
+        """And whatever else nobody waits for: at once, before the link is given up."""
         with contextlib.suppress(BrokerError):
-            self._tell()
+            while self._lost is None and self._tell():
+                pass
 
     def lose(self, error: BrokerError) -> None:
         """Ends the link: ``pump`` returns, requests fail with this error. The first call counts."""
@@ -194,11 +196,7 @@ class BrokerLink:
         for each in waiting.values():
             each.error = self._lost
             each.finish()
-        with self._send_lock:
-            try:
-                self._socket.shutdown(socket.SHUT_RDWR)
-            except OSError:
-                return  # closed already, or by the other side
+        self._sending.shut_down()
 
     def abandon_in_child(self) -> None:
         """After a fork, in the child: gives up its copies of the socket and of descriptors on their way,
@@ -224,8 +222,7 @@ class BrokerLink:
         self.lose(error)
         self._wake_up.close()
         with self._reading:
-            with self._send_lock:
-                close(self._socket)
+            self._sending.close()
             self._reader.close()
         assert self._lost is not None
         return self._lost
@@ -254,10 +251,9 @@ class BrokerLink:
         while (left_s := self._read_s + STAND_BACK_S - time.monotonic()) > 0:
             if self._take_over.wait(left_s):
                 break
-            self._send_later()
-            self._tell()
+            self._tell_soon()
         self._stands_back = False
-        self._send_later()
+        self._tell_soon()
 
     def _read_for(self, done: threading.Event, ends_s: float) -> None:
         """With ``_reading`` held. Raises BrokerError, OSError."""
@@ -299,11 +295,11 @@ class BrokerLink:
                     ping = pb.BrokerRequest(request_id=self._next_id, ping=pb.BrokerPing())
                     self._next_id += 1
                 self._pinged_s = now_s
-                self._send(ping, now_s + silence_s)
+                self._sending.send(ping, now_s + silence_s)
             ends_s = self._ping_due_s(heartbeat_s)
             if self._tell_at_s is not None:
                 if now_s >= self._tell_at_s:
-                    self._tell()
+                    self._tell_soon()
                 ends_s = min(ends_s, self._tell_at_s or ends_s)
             happened = dict(poll.poll(max(0.0, ends_s - time.monotonic()) * 1000))
             if self._wake_up.was_woken(happened):
@@ -322,7 +318,7 @@ class BrokerLink:
 
     def _ping_due_s(self, heartbeat_s: float) -> float:
         """Whoever says nothing is taken for dead; so is a broker that has nothing to answer, unless asked."""
-        return min(self._sent_s, max(self._heard_s, self._pinged_s)) + heartbeat_s
+        return min(self._sending.sent_s, max(self._heard_s, self._pinged_s)) + heartbeat_s
 
     def _deliver(self, reply: ReceivedReply, on_notice: Callable[[pb.BrokerReply], None]) -> None:
         message = reply.message
@@ -340,49 +336,20 @@ class BrokerLink:
         waiting.reply = reply
         waiting.finish()
 
-    def _send(self, request: pb.BrokerRequest, ends_s: float, descriptors: Sequence[int] = ()) -> None:
-        """Raises BrokerUnavailable; a frame that went out in part ends the link."""
-        later = b"" if descriptors else self._frames_of_later()
-        self._send_frames(later + encode_frame(request.SerializeToString()), ends_s, descriptors)
+    def _tell_soon(self) -> None:
+        """On the pump's thread, which does not wait for a broker that takes nothing now: it is told the next
+        time. Raises BrokerUnavailable."""
+        if self._sending.takes_more():
+            self._tell()
+        else:
+            self._tell_at_s = time.monotonic() + TELL_EVERY_S
 
-    def _send_frames(self, frames: bytes, ends_s: float, descriptors: Sequence[int] = ()) -> None:
-        try:
-            with self._send_lock:
-                if self._socket.fileno() < 0:
-                    raise BrokerUnavailable("the connection to the broker is closed")
-                send_all(self._socket, frames, ends_s, descriptors)
-                self._sent_s = time.monotonic()
-        except OSError as error:
-            lost = BrokerUnavailable(f"the connection to the broker broke: {error.strerror}")
-            self.lose(lost)
-            raise lost from error
-        except BrokerUnavailable as error:
-            self.lose(error)
-            raise
-
-    def _tell(self) -> None:
-        """Tells what was read since the last time, and says when to look again. Raises BrokerUnavailable."""
-        with self._tell_lock:
-            used = [each for uses in self._uses.values() for each in uses.take(self.welcome.max_uses or 1)]
-            self._tell_at_s = time.monotonic() + TELL_EVERY_S if used else None
-        if used:
-            requests = [pb.BrokerRequest(request_id=_RELEASE_ID, used=each) for each in used]
-            frames = b"".join(encode_frame(request.SerializeToString()) for request in requests)
-            self._send_frames(frames, time.monotonic() + SEND_LATER_S)
-
-    def _send_later(self) -> None:
-        frames = self._frames_of_later()
-        if frames:
-            with contextlib.suppress(BrokerError):  # the leases ended with the connection
-                self._send_frames(frames, time.monotonic() + SEND_LATER_S)
-
-    def _frames_of_later(self) -> bytes:
-        frames = b""
-        while self._later:
-            with contextlib.suppress(IndexError):  # another thread was faster
-                request = pb.BrokerRequest(request_id=_RELEASE_ID, release=self._later.popleft())
-                frames += encode_frame(request.SerializeToString())
-        return frames
+    def _tell(self) -> bool:
+        """Tells what was not yet, and says when to look again; whether there was anything. Raises
+        BrokerUnavailable."""
+        told, look_again = self._sending.tell()
+        self._tell_at_s = time.monotonic() + TELL_EVERY_S if look_again else None
+        return told
 
     def _discard(self, request_id: int, waiting: Waiting) -> None:
         """Nobody takes this reply any more."""
