@@ -174,6 +174,8 @@ def _json_object(data: bytes) -> dict[str, Any]:
         body = json.loads(data)
     except ValueError as error:
         raise InvalidRequest(f"the request is no JSON: {error}") from error
+    except RecursionError as error:
+        raise InvalidRequest("the request is nested too deeply to be read") from error
     if not isinstance(body, dict):
         raise InvalidRequest(f"the request is a {type(body).__name__}, needs an object")
     return body

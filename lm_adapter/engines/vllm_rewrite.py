@@ -7,7 +7,7 @@ when rows could not be had. Pure: no sockets, no server. ``vllm_front`` moves th
 from __future__ import annotations
 
 import base64
-import binascii
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
@@ -23,6 +23,11 @@ IMAGE_PARTS = ("image_url", "input_image")
 OTHER_MEDIA = ("video_url", "audio_url", "input_audio", "image_pil")
 GRID_FIELDS = {"kimi_k25": "grid_thws"}
 OPTION_NAMES = {field.name for field in fields(PreprocessOptions)}
+MAX_PIXELS = 2**64 - 1
+MAX_COUNT = 2**32 - 1
+"""That the wire carries, of pixels and of everything else that is counted."""
+PORTION_CHARS = 1 << 20
+"""Of base64, decoded at once: a multiple of four. Other threads go on in between."""
 
 STATUS_OF_CODE = {
     3: 400,  # INVALID_ARGUMENT
@@ -120,8 +125,8 @@ def failure_of(error: EncoderError) -> Failure:
 
 def images_of(body: Mapping[str, Any]) -> ChatImages:
     """The images of a chat request, in prompt order; those at an address are the service's to fetch, where it
-    allows that. Raises InvalidRequest for broken URLs, for other media, and for processor arguments that the
-    service does not have."""
+    allows that. Raises InvalidRequest for broken URLs, for other media, for processor arguments that the
+    service does not have, and for transfer parameters that the images' keys cannot stand beside."""
     options = _options(body.get("mm_processor_kwargs"))
     places: list[tuple[int, int]] = []
     items: list[ImageItem | UrlItem] = []
@@ -137,6 +142,9 @@ def images_of(body: Mapping[str, Any]) -> ChatImages:
             if kind in IMAGE_PARTS:
                 places.append((number, index))
                 items.append(_item(part.get(kind), number, options))
+    params = body.get("ec_transfer_params")
+    if items and not isinstance(params, Mapping | None):
+        raise InvalidRequest(f"ec_transfer_params is a {type(params).__name__}, needs an object")
     return ChatImages(tuple(places), tuple(items))
 
 
@@ -161,7 +169,9 @@ def rewritten(
     """The request that vLLM gets: each image a grid and a name, the keys beside them. rows: of each image.
     Processor arguments were the encoder's: with them vLLM would rehash the names."""
     field = GRID_FIELDS.get(family, "image_grid_thw")
-    messages = [dict(message) for message in body["messages"]]
+    messages = list(body["messages"])
+    for number in {number for number, _ in images.places}:
+        messages[number] = dict(messages[number])
     for (number, index), (key, grid, _) in zip(images.places, rows, strict=True):
         content = list(messages[number]["content"])
         content[index] = {"type": "image_embeds", "image_embeds": {field: list(grid)}, "uuid": key.hex()}
@@ -185,9 +195,21 @@ def _item(value: object, number: int, options: PreprocessOptions) -> ImageItem |
     if not comma or not header.endswith(";base64"):
         raise InvalidRequest(f"message {number} has a data: URL that is not base64")
     try:
-        return ImageItem(base64.b64decode(text, validate=True), options=options)
-    except binascii.Error as error:
+        return ImageItem(_decoded(text), options=options)
+    except ValueError as error:
         raise InvalidRequest(f"message {number} has a data: URL that is not base64: {error}") from error
+
+
+def _decoded(text: str) -> bytes:
+    """Raises ValueError for what is not base64."""
+    if len(text) <= PORTION_CHARS:
+        return base64.b64decode(text, validate=True)
+    portions = []
+    for start in range(0, len(text), PORTION_CHARS):
+        portions.append(base64.b64decode(text[start : start + PORTION_CHARS], validate=True))
+        if len(portions[-1]) != PORTION_CHARS // 4 * 3 and start + PORTION_CHARS < len(text):
+            raise ValueError("there is padding before its end")
+    return b"".join(portions)
 
 
 def _options(arguments: object) -> PreprocessOptions:
@@ -198,7 +220,18 @@ def _options(arguments: object) -> PreprocessOptions:
     unknown = sorted(set(arguments) - OPTION_NAMES)
     if unknown:
         raise InvalidRequest(f"mm_processor_kwargs has {unknown}, the encoder has {sorted(OPTION_NAMES)}")
-    for name, value in arguments.items():
-        if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
-            raise InvalidRequest(f"mm_processor_kwargs has {name} {value!r:.80}, needs a positive number")
-    return PreprocessOptions(**arguments)
+    return PreprocessOptions(**{name: _option(name, value) for name, value in arguments.items()})
+
+
+def _option(name: str, value: Any) -> Any:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if name == "fps":
+        if not is_number or not 0 < value <= sys.float_info.max:
+            raise InvalidRequest(f"mm_processor_kwargs has fps {value!r:.80}, needs a number above 0")
+        return float(value)
+    most = MAX_PIXELS if name in ("min_pixels", "max_pixels") else MAX_COUNT
+    if not is_number or not 1 <= value <= most or value != int(value):
+        raise InvalidRequest(
+            f"mm_processor_kwargs has {name} {value!r:.80}, needs a whole number of 1 to {most}"
+        )
+    return int(value)
