@@ -334,6 +334,7 @@ def capture_graphs(model: ServedModel, settings: Settings) -> GraphRunner | None
             attention=settings.attention,
             deterministic=settings.deterministic,
             max_patches=settings.max_patches_per_batch,
+            longest_item=model.preprocessor.longest_item,
             bucket_sizes=settings.bucket_sizes,
             progress=show,
         )

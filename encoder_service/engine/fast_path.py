@@ -42,6 +42,7 @@ def build_graph_runner(
     attention: str,
     deterministic: bool,
     max_patches: int,
+    longest_item: int = 0,
     bucket_sizes: Sequence[int] = (),
     precision: Precision = AS_DTYPE,
     clock: Callable[[], float] = time.monotonic,
@@ -50,10 +51,11 @@ def build_graph_runner(
     """Every graph captured, ready to run; None where the plain tower has to serve.
 
     attention: "auto" or a backend's name. deterministic: one backend for all shapes whose rows for an item
-    do not depend on its batch. max_patches: of the largest bucket; bucket_sizes: the ladder, in patches,
-    instead of the default one. precision: of the blocks' matrix products; fp8 never falls back to the plain
-    tower, whose rows are not those of its keys. Raises ConfigurationError for an attention, sizes or a
-    precision that cannot be had.
+    do not depend on its batch. max_patches: of the largest batch; longest_item: patches of the largest item
+    that attends over all of itself, which runs alone where it is above that; bucket_sizes: the ladder, in
+    patches, instead of the default one. precision: of the blocks' matrix products; fp8 never falls back to
+    the plain tower, whose rows are not those of its keys. Raises ConfigurationError for an attention, sizes
+    or a precision that cannot be had.
     """
     candidates = [
         backend
@@ -68,7 +70,7 @@ def build_graph_runner(
         return None
     from encoder_service.towers.fused import FusedTower  # triton, which only a GPU needs
 
-    ladder = ladder_of(tower, max_patches, bucket_sizes)
+    ladder = ladder_of(tower, max_patches, bucket_sizes, longest_item)
     started_s = clock()
     chosen = choose_attention(tower, candidates, ladder, deterministic=deterministic)
     gemms = choose_tower_gemms(tower, ladder, deterministic=deterministic)
@@ -135,12 +137,20 @@ def check_fp8(precision: Precision, tower: Tower, reason: str | None) -> None:
     check_fp8_sizes(precision, config.hidden_size, config.intermediate_size, config.depth)
 
 
-def ladder_of(tower: Tower, max_patches: int, bucket_sizes: Sequence[int]) -> BucketLadder:
-    """The configured sizes, or the default ladder up to ``max_patches``. Raises ConfigurationError."""
+def ladder_of(
+    tower: Tower, max_patches: int, bucket_sizes: Sequence[int], longest_item: int = 0
+) -> BucketLadder:
+    """The configured sizes, or the default ladder up to ``max_patches`` and, for single items, up to
+    ``longest_item``. Raises ConfigurationError."""
     max_frames = tower.config.max_frames if isinstance(tower, MoonViTTower) else 1
     unit = tower.merge_size**2
     if not bucket_sizes:
-        return default_ladder(max_patches // unit * unit, max_frames=max_frames, merge_size=tower.merge_size)
+        return default_ladder(
+            max_patches // unit * unit,
+            max_frames=max_frames,
+            merge_size=tower.merge_size,
+            longest=longest_item,
+        )
     wrong = [size for size in bucket_sizes if size < unit or size % unit]
     if wrong:
         raise ConfigurationError(f"bucket sizes {wrong} are no positive multiples of {unit} patches")

@@ -312,6 +312,12 @@ class MoonViTClips(ClipPreprocessor):
     rules = "moonvit_video.1"  # raise when the same settings give other pixels
     taken_options = ("max_patches", "max_patches_per_side", "fps", "max_frames")
 
+    @property
+    def chunk_limits(self) -> tuple[int, PatchLimits]:
+        """Frames that are attended together, and the limits of each."""
+        settings = self.settings
+        return settings.chunk_frames, PatchLimits(settings.max_patches, settings.max_patches_per_side)
+
     def __init__(self, settings: MoonViTVideoSettings, images: MoonViTSettings, limits: ClipLimits) -> None:
         self.settings = settings
         self.limits = limits

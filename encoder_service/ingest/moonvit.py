@@ -23,7 +23,7 @@ from encoder_service.ingest.settings import MoonViTSettings
 from encoder_service.types import Grid, PreprocessOptions
 
 if TYPE_CHECKING:
-    from encoder_service.ingest.clips import ClipPreprocessor
+    from encoder_service.ingest.clips import MoonViTClips
     from encoder_service.ingest.device_decode import DeviceDecoding
 
 RULES = "moonvit.1"  # raise when the same settings give other pixels
@@ -48,6 +48,21 @@ def limited_size(height: int, width: int, patch_size: int, limits: PatchLimits) 
     return min(max(1, int(height * scale)), max_side), min(max(1, int(width * scale)), max_side)
 
 
+def most_patches(patch_size: int, merge_size: int, limits: PatchLimits) -> int:
+    """Patches of the largest grid that ``limited_size`` and padding make of any image with a whole patch on
+    each side: of one whose sides fall just short of another patch, which the budget does not count."""
+    most = 0
+    for rows in range(1, limits.max_patches_per_side + 1):
+        for columns in range(limits.max_patches // rows, limits.max_patches // rows + 3):
+            sides = ((rows + 1) * patch_size - 1, (columns + 1) * patch_size - 1)
+            grid_h, grid_w = (
+                -(-side // (patch_size * merge_size)) * merge_size
+                for side in limited_size(*sides, patch_size, limits)
+            )
+            most = max(most, grid_h * grid_w)
+    return most
+
+
 class MoonViTPreprocessor(ImagePreprocessor):
     """Kimi-K2.5 and K2.6. No aspect is refused: the limit of a side bounds every strip."""
 
@@ -58,16 +73,26 @@ class MoonViTPreprocessor(ImagePreprocessor):
         self,
         settings: MoonViTSettings,
         limits: DecodeLimits,
-        clips: ClipPreprocessor | None = None,
+        clips: MoonViTClips | None = None,
         decoding: DeviceDecoding | None = None,
     ) -> None:
         self.settings = settings
         self.limits = limits
-        self.clips = clips
+        self.clips: MoonViTClips | None = clips
         self.decoding = decoding
         self.merge_size = settings.merge_size
         self.patch_dim = 3 * settings.patch_size**2
         self.fingerprint = settings_fingerprint(RULES, settings, clips, decoding)
+
+    @property
+    def longest_item(self) -> int:
+        limits = [(1, self.patch_limits(PreprocessOptions()))]
+        if self.clips is not None:
+            limits.append(self.clips.chunk_limits)
+        return max(
+            num_frames * most_patches(self.settings.patch_size, self.merge_size, of_frame)
+            for num_frames, of_frame in limits
+        )
 
     @property
     def patch_shapes(self) -> tuple[tuple[int, ...], ...]:

@@ -50,6 +50,12 @@ class Preprocessor(abc.ABC):
     clips: ClipPreprocessor | None = None
     decoding: DeviceDecoding | None = None
 
+    @property
+    def longest_item(self) -> int:
+        """Patches of the largest item, a still or what of a clip is attended together, that the checkpoint's
+        settings make; 0 for a family that is never asked for more than a batch takes."""
+        return 0
+
     @abc.abstractmethod
     def check_options(self, modality: Modality, options: PreprocessOptions) -> None:
         """Raises InvalidOption for an override the family lacks or whose value is out of bounds."""

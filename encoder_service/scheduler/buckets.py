@@ -243,8 +243,12 @@ def default_ladder(
     max_frames: int = 1,
     merge_size: int = 2,
     max_step_share: float = 0.06,
+    longest: int = 0,
 ) -> BucketLadder:
     """A ladder up to ``max_patches`` for unknown traffic.
+
+    longest: patches of the largest single item that attends over all of itself, which may be more than a
+    batch takes: then sizes go on up to it, each with one bucket, since only such an item, alone, is so large.
 
     Common image sizes and their multiples by powers of two have buckets of their own. Between them sizes
     stand so close that one step adds about ``max_step_share`` of the next size's time on the cost curve
@@ -269,7 +273,14 @@ def default_ladder(
     for low, high in pairwise(anchors):
         sizes |= set(between(low, high, cost, max_step_share, unit))
         sizes.add(high)
-    return ladder_of_sizes(sizes, cost=cost, max_frames=max_frames)
+    ladder = ladder_of_sizes(sizes, cost=cost, max_frames=max_frames)
+    grain = math.lcm(LARGE_STEP, unit)
+    top = -(-longest // grain) * grain
+    if longest <= max_patches:
+        return ladder
+    above = (*between(max_patches, top, cost, max_step_share, unit), top)
+    alone = (Bucket(size, sequence_slots(size, size), size, max_frames) for size in above)
+    return BucketLadder((*ladder.buckets, *alone), cost)
 
 
 def anchor_sizes(max_patches: int) -> list[int]:
