@@ -32,6 +32,8 @@ CODECS = (
     "mjpeg",
     "gif",
 )
+# Those of them that never show frames in another order than a file has them.
+UNORDERED = frozenset({"vp8", "vp9", "av1", "libdav1d", "mjpeg", "gif"})
 MAX_VIDEO_STREAMS = 8  # covers included: opening a file decodes pictures of each
 
 

@@ -10,7 +10,10 @@ import bisect
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
+
+from encoder_service.errors import UndecodableClip
 
 
 class PacketFact(NamedTuple):
@@ -46,6 +49,28 @@ class PacketIndex:
     def places(self) -> dict[int, int]:
         """A packet's place in the file's order by its pts."""
         return {packet.pts: place for place, packet in enumerate(self.packets)}
+
+    @functools.cached_property
+    def shares_times(self) -> bool:
+        """Whether two packets have one time, which names neither then."""
+        return len({packet.pts for packet in self.packets}) < len(self.packets)
+
+    def run_through(self, index: int) -> Run:
+        """Every packet to the last that is shown no later than this frame; wants none by its time."""
+        until = self.shown[index]
+        last = max(place for place, packet in enumerate(self.packets) if packet.pts <= until)
+        return Run(0, last, frozenset())
+
+
+def check_ascending(shown: Sequence[int], name: str) -> None:
+    """shown: pts of the frames in the file's order, of a codec that has no other; name: of the container, for
+    people. Raises UndecodableClip where a frame is shown before the one before it."""
+    for place, (before, pts) in enumerate(pairwise(shown), 1):
+        if pts < before:
+            raise UndecodableClip(
+                f"the {name} file shows frame {place} at {pts} ticks, before frame {place - 1} at {before}",
+                frame=place,
+            )
 
 
 def plan_runs(packets: Sequence[PacketFact], wanted: Sequence[int]) -> list[Run]:

@@ -9,6 +9,8 @@ The rules, and what each follows:
   the container's average rate, as the reference's PyAV reader takes it; where the frames' own times differ
   from that by more than a frame, as in files of variable rate, it is their number over the time they take, as
   of its default reader (torchcodec).
+* Where two frames have one time, as those of fast clips in Matroska, which counts milliseconds, frames are
+  taken in the order of decoding, which has to be that of the times.
 * Pixels are those of ``VideoFrame.to_ndarray(format="rgb24")``, the reference reader's.
 * A display matrix is applied, to a quarter turn, as players do; the reference's PyAV reader leaves it.
 * A file that is cut off, a frame that cannot be decoded, or one of another size than the first fail the clip:
@@ -21,6 +23,8 @@ The rules, and what each follows:
 from __future__ import annotations
 
 import contextlib
+import itertools
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
 
@@ -34,14 +38,14 @@ from av.video.stream import VideoStream
 
 from encoder_service.errors import ClipTooLarge, UndecodableClip
 from encoder_service.ingest.video_container import CONTAINER_NAMES, Container
-from encoder_service.ingest.video_demux import CODECS, check_streams, chosen_stream, open_demuxer
+from encoder_service.ingest.video_demux import CODECS, UNORDERED, check_streams, chosen_stream, open_demuxer
 from encoder_service.ingest.video_file import (
     ClipHeader,
     check_decoded_pixels,
     check_frame_size,
     decoder_errors,
 )
-from encoder_service.ingest.video_plan import PacketFact, PacketIndex, Run, plan_runs
+from encoder_service.ingest.video_plan import PacketFact, PacketIndex, Run, check_ascending, plan_runs
 from encoder_service.ingest.video_rules import DEFAULT_SOURCE_FPS
 from encoder_service.ingest.video_settings import ClipLimits
 from encoder_service.ingest.video_turn import turn_of
@@ -78,9 +82,13 @@ class StreamClip:
             self._file = None
 
     def frames(self, indices: Sequence[int]) -> Iterator[torch.Tensor]:
+        if self._index.shares_times and indices:
+            run = self._index.run_through(indices[-1])
+            self._check_cost(run.num_packets)
+            return self._upright_all(self._decode_in_order(indices, run))
         runs = self._planned(indices)
         self._check_cost(sum(run.num_packets for run in runs))
-        return self._frames([self._index.shown[index] for index in indices], runs)
+        return self._upright_all(self._decode_all([self._index.shown[index] for index in indices], runs))
 
     def _planned(self, indices: Sequence[int]) -> list[Run]:
         return plan_runs(self._index.packets, [self._index.shown[index] for index in indices])
@@ -90,9 +98,9 @@ class StreamClip:
         assert self._coded_size is not None
         check_decoded_pixels(num_frames, *self._coded_size, self._limits)
 
-    def _frames(self, wanted: Sequence[int], runs: Sequence[Run]) -> Iterator[torch.Tensor]:
+    def _upright_all(self, frames: Iterator[VideoFrame]) -> Iterator[torch.Tensor]:
         with self._errors():
-            for frame in self._decode_all(wanted, runs):
+            for frame in frames:
                 yield self._upright(frame)
 
     def _decode_all(self, wanted: Sequence[int], runs: Sequence[Run]) -> Iterator[VideoFrame]:
@@ -125,6 +133,7 @@ class StreamClip:
         check_streams(self._data, self._container, self._limits)
         file = self._file = self._demuxer(CODECS)
         self._stream = chosen_stream(file, self._name)
+        self._video_place = file.streams.video.index(self._stream)
         context = self._stream.codec_context
         width, height = context.width, context.height
         if not width * height:
@@ -143,17 +152,23 @@ class StreamClip:
         self._index = self._read_index(file)
         self._fps = self._checked_rate()
         # How a clip is turned is told with its frames only.
-        (run,) = self._planned([0])
+        shares_times = self._index.shares_times
+        run = self._index.run_through(0) if shares_times else self._planned([0])[0]
         check_decoded_pixels(run.num_packets, width, height, self._limits)
-        self.header = self._read_header(next(self._decode_all(self._index.shown[:1], [run])))
+        first = (
+            self._decode_in_order([0], run)
+            if shares_times
+            else self._decode_all(self._index.shown[:1], [run])
+        )
+        self.header = self._read_header(next(first))
 
     def _demuxer(self, codecs: Sequence[str], **options: str) -> InputContainer:
         """See ``video_demux.open_demuxer``."""
         return open_demuxer(self._data, self._container, self._limits, codecs, **options)
 
     def _read_index(self, file: InputContainer) -> PacketIndex:
-        """Raises UndecodableClip for a stream without frames or whose frames cannot be told apart,
-        ClipTooLarge for too many."""
+        """Raises UndecodableClip for a stream without frames or whose times run backwards, ClipTooLarge for
+        too many."""
         stream, most = self._stream, self._limits.max_source_frames
         packets: list[PacketFact] = []
         shown: list[int] = []
@@ -184,8 +199,8 @@ class StreamClip:
                 )
         if not shown:
             raise UndecodableClip(f"the {self._name} file's video has 0 frames, needs 1", num_frames=0)
-        if len({packet.pts for packet in packets}) < len(packets):
-            raise UndecodableClip(f"the {self._name} file's video shows two frames at one time")
+        if stream.codec_context.name in UNORDERED:
+            check_ascending(shown, self._name)
         if stream.frames > len(packets) and self._container == "mov":
             # Those that an edit list leaves out are promised too.
             with self._demuxer((), ignore_editlist="1") as unedited:
@@ -272,6 +287,48 @@ class StreamClip:
             found=num_done,
             needed=len(due),
         )
+
+    def _decode_in_order(self, indices: Sequence[int], run: Run) -> Iterator[VideoFrame]:
+        """The frames at these places of those that are shown, read from the first packet on, as the
+        reference's reader does, where two are shown at one time. run: the packets that takes.
+
+        Raises UndecodableClip unless every frame comes at its place's time, since the order would not be that
+        of the times else; and where one is left out. That one of the last time is missing shows at the end
+        only: the last one wanted waits for that.
+        """
+        decoder, shown = self._stream.codec_context, self._index.shown
+        due = shown[: bisect_right(shown, shown[indices[-1]])]
+        wanted, num_done = frozenset(indices), 0
+        held: VideoFrame | None = None
+        decoder.flush_buffers()
+        decoder.skip_frame = "DEFAULT"
+        for packet in self._first_packets(run.num_packets):
+            for frame in decoder.decode(packet):
+                self._check_size(frame, run)
+                if frame.is_corrupt:
+                    raise UndecodableClip(f"the frame at {frame.time} s of the {self._name} file is damaged")
+                if num_done == len(due):
+                    continue
+                if frame.pts != due[num_done]:
+                    raise self._left_out(due, num_done)
+                if num_done in wanted:
+                    if held is not None:
+                        yield held
+                    held = frame
+                num_done += 1
+        decoder.flush_buffers()
+        if held is None or num_done < len(due):
+            raise self._left_out(due, num_done)
+        yield held
+
+    def _first_packets(self, count: int) -> Iterator[Packet[VideoStream] | None]:
+        """Then None, which empties the decoder. A seek by time might land on another packet of that time."""
+        with self._demuxer(CODECS) as file:
+            for packet in itertools.islice(file.demux(file.streams.video[self._video_place]), count):
+                if self._is_stopped:
+                    break
+                yield packet
+            yield None
 
     def _packets(self, run: Run) -> Iterator[Packet[VideoStream] | None]:
         """The run's packets in the file's order, then None, which empties the decoder."""
