@@ -2,9 +2,10 @@
 renewal, and which rows it has read by a directory.
 
 Owns what such a request means, which is what the same one over gRPC means, but that it waits for nothing:
-what is not in the memory asked for, is being encoded, or cannot be leased now, is answered as absent, and its
-caller asks over gRPC. Rows that were read without a lease count as used and as delivered, by their reader's
-word. How requests come and replies go is ``transport.broker_fetch``'s. Used on the event loop.
+what is not in the memory asked for, is being encoded, cannot be leased now, or has more to say of itself than
+the reply has room for, is answered as absent, and its caller asks over gRPC. Rows that were read without a
+lease count as used and as delivered, by their reader's word. How requests come and replies go is
+``transport.broker_fetch``'s. Used on the event loop.
 """
 
 from __future__ import annotations
@@ -14,12 +15,17 @@ from encoder_service.pipeline import Pipeline
 from encoder_service.rpc import convert
 from encoder_service.rpc.status import failure_of
 from encoder_service.store.embedding_store import Tier
+from encoder_service.transport.broker_fetch import FOUND_BYTES
 from encoder_service.transport.shared_memory import LeaseTerms, SharedMemory
-from encoder_service.types import CacheTier
+from encoder_service.types import CacheTier, EncodedItem
 from vision_encoder.v1 import broker_pb2, encoder_pb2
 
 MAX_READS = 1 << 16
 """Of one key, that one message may tell of."""
+HEAD_BYTES, PLACE_BYTES = 32, 12
+"""Of a reply without items, and of a place in it without its result, at most."""
+TIMESTAMP_BYTES, GRID_BYTES = 8, 20
+"""Of a clip's result, at most; tags and lengths of both lists are among an image's bytes."""
 TIERS: dict[int, Tier] = {broker_pb2.ARENA_KIND_HOST: "host", broker_pb2.ARENA_KIND_DEVICE: "device"}
 
 
@@ -36,6 +42,7 @@ class ResidentCalls:
         namespace: str,
         request: broker_pb2.BrokerRequest,
         reply: broker_pb2.BrokerReply,
+        max_bytes: int,
     ) -> bool:
         """See ``broker_fetch.Answer``."""
         try:
@@ -49,7 +56,7 @@ class ResidentCalls:
                 case "renew":
                     reply.renewed.CopyFrom(renew_all(self._shared, request.renew))
                 case _:
-                    self._fetch(owner_id, namespace, request.fetch, reply.fetched)
+                    self._fetch(owner_id, namespace, request.fetch, reply.fetched, max_bytes - HEAD_BYTES)
         except VisionEncoderError as error:
             failure = broker_pb2.BrokerFailure(
                 reason=error.reason, message=error.message, retryable=error.retryable
@@ -58,7 +65,12 @@ class ResidentCalls:
         return True
 
     def _fetch(
-        self, owner_id: str, namespace: str, fetch: broker_pb2.BrokerFetch, fetched: broker_pb2.BrokerFetched
+        self,
+        owner_id: str,
+        namespace: str,
+        fetch: broker_pb2.BrokerFetch,
+        fetched: broker_pb2.BrokerFetched,
+        max_bytes: int,
     ) -> None:
         """Raises InvalidRequest, TransportUnavailable."""
         tier = _tier(fetch.kind)
@@ -67,24 +79,35 @@ class ResidentCalls:
         )
         terms = convert.lease_terms(options, tier)
         self._shared.check_owner(owner_id, namespace)
+        left_bytes = max_bytes - len(fetch.keys) * PLACE_BYTES
         for key in fetch.keys:
-            result = self._lease(key, namespace, tier, terms)
+            result = self._lease(key, namespace, tier, terms, left_bytes)
             fetched.items.append(broker_pb2.BrokerFound(result=result))
+            if result is not None:
+                left_bytes -= result.ByteSize()
 
     def _lease(
-        self, key: bytes, namespace: str, tier: Tier, terms: LeaseTerms
+        self, key: bytes, namespace: str, tier: Tier, terms: LeaseTerms, max_bytes: int
     ) -> encoder_pb2.ItemResult | None:
+        """None for what is not to be had here: no lease was granted then."""
         started_s = self._pipeline.clock()
         held = self._shared.store.hold_in(tier, namespace, key)
         if held is None:
             return None
         try:
+            if found_bytes(held.item) > max_bytes:
+                return None
             leased = self._shared.lease(held, namespace, terms)
             if leased is None:
                 return None
-            delivered = self._pipeline.found(held, started_s)
+            try:
+                delivered = self._pipeline.found(held, started_s)
+                result = convert.result_event(0, delivered, 1, leased).result
+            except BaseException:
+                self._shared.leases.take_back(leased.lease_id)
+                raise
             self._pipeline.metrics.deliveries.labels(tier).inc()
-            return convert.result_event(0, delivered, 1, leased).result
+            return result
         except VisionEncoderError:  # the connection has ended, for one, and its leases with it
             return None
         finally:
@@ -105,6 +128,14 @@ class ResidentCalls:
                 metrics.rows_bytes.inc(num_reads * held.item.spec.num_bytes)
                 held.drop()
         counters.read_stale += min(used.num_stale, MAX_READS)
+
+
+def found_bytes(item: EncodedItem) -> int:
+    """What an item's result has, at most."""
+    if item.clip is None:
+        return FOUND_BYTES
+    num_times, num_grids = len(item.clip.timestamps_s), len(item.clip.chunk_grids)
+    return FOUND_BYTES + TIMESTAMP_BYTES * num_times + GRID_BYTES * num_grids
 
 
 def _tier(kind: int) -> Tier:

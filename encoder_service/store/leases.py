@@ -224,6 +224,12 @@ class LeaseTable:
             self.counters.released += 1
         return True
 
+    def take_back(self, lease_id: bytes) -> None:
+        """A lease that nobody was told of: all of its readers are done. Nothing for one that ended."""
+        if lease_id in self._grants:
+            self._end(lease_id, "it was taken back", suspect=False)
+            self.counters.released += 1
+
     def release_all(self, owner: Hashable) -> int:
         """The owner's connection is gone, and with it every lease of it; how many."""
         lease_ids = list(self._owners.get(owner, ()))

@@ -25,6 +25,7 @@ import structlog
 
 from encoder_service.transport.broker_options import BrokerCounters
 from encoder_service.transport.connection import Connection
+from encoder_service.transport.framing import HEADER, MAX_PAYLOAD_BYTES
 from vision_encoder.v1 import broker_pb2 as pb
 
 log = structlog.get_logger(__name__)
@@ -41,11 +42,13 @@ MAX_REQUEST_BYTES = 8192
 GATHERED_OVERHEAD_BYTES = 1024
 """That a request which waits counts beside its own bytes."""
 FOUND_BYTES = 512
-"""Of one item in a reply, at most: an ItemResult with a lease has about 400, a lease's failure as many."""
+"""Of one image in a reply, at most: an ItemResult with a lease has about 400, a lease's failure as many. A
+clip has timestamps beside, of any number: what it needs is looked at again when it is known."""
 
-Answer: TypeAlias = Callable[[str, str, pb.BrokerRequest, pb.BrokerReply], bool]
-"""(owner_id, namespace, request, reply): fills the reply in, on the event loop; whether it is to be sent. May
-fill in a failure; what it raises is answered as INTERNAL."""
+Answer: TypeAlias = Callable[[str, str, pb.BrokerRequest, pb.BrokerReply, int], bool]
+"""(owner_id, namespace, request, reply, max_bytes): fills the reply in, on the event loop; whether it is to
+be sent. A reply of more than max_bytes is not sent, and its leases are taken back. May fill in a failure;
+what it raises is answered as INTERNAL."""
 
 
 class FetchRefused(Exception):
@@ -75,12 +78,15 @@ class FetchDesk:
         counters: BrokerCounters,
         *,
         clock: Callable[[], float] = time.monotonic,
+        take_back: Callable[[bytes], object] = lambda _: None,
     ) -> None:
-        """clock: the broker's."""
+        """clock: the broker's. take_back: called on the loop with each lease of a reply that its client does
+        not get."""
         self.answer: Answer | None = None
         """None: not yet."""
         self.on_rest: Callable[[Connection], None] = lambda _: None
         """Called on the loop's thread when ``Connection.see_to`` is due."""
+        self.take_back = take_back
         self._loop = loop
         self._counters = counters
         self._clock = clock
@@ -165,26 +171,67 @@ class FetchDesk:
         self, answer: Answer, connection: Connection, request: pb.BrokerRequest, num_bytes: int
     ) -> None:
         try:
-            self._answer(answer, connection, request)
+            self._answer(answer, connection, request, num_bytes)
         finally:
             self._end(connection, num_bytes)
 
-    def _answer(self, answer: Answer, connection: Connection, request: pb.BrokerRequest) -> None:
+    def _answer(
+        self, answer: Answer, connection: Connection, request: pb.BrokerRequest, num_bytes: int = 0
+    ) -> None:
+        """num_bytes: of room that the reply has been promised."""
         reply = pb.BrokerReply(request_id=request.request_id)
+        has_rest = False
         try:
-            is_wanted = answer(connection.owner_id, connection.namespace, request, reply)
+            with self._lock:
+                max_bytes = self._left_bytes(connection, num_bytes)
+            if answer(connection.owner_id, connection.namespace, request, reply, max_bytes):
+                has_rest = self._post(connection, reply, num_bytes)
         except Exception as error:
-            log.exception("a request for rows broke", client=connection.name)
-            message = f"{type(error).__name__}: {error}"
-            reply.failure.CopyFrom(pb.BrokerFailure(reason="INTERNAL", message=message))
-            is_wanted = True
-        if reply.HasField("fetched"):
-            num_found = sum(item.HasField("result") for item in reply.fetched.items)
-            self._counters.fetched += num_found
-            self._counters.fetch_misses += len(reply.fetched.items) - num_found
-        # A connection that ended meanwhile has its leases released in a later turn of the loop.
-        if is_wanted and connection.post(reply, self._clock()):
+            for item in reply.fetched.items:
+                if item.HasField("result"):
+                    self.take_back(item.result.host.lease_id or item.result.lease.lease_id)
+            failed = pb.BrokerReply(request_id=request.request_id, failure=_failure_of(error, connection))
+            has_rest = connection.post(failed, self._clock())
+        if has_rest:
             self.on_rest(connection)
+
+    def _post(self, connection: Connection, reply: pb.BrokerReply, num_bytes: int) -> bool:
+        """See ``Connection.post``. A connection that ended meanwhile has its leases released in a later turn
+        of the loop. Raises FetchRefused for a reply that there is no room for."""
+        # With the lock held until it is posted, no request is promised the same room meanwhile.
+        with self._lock:
+            found, allowed = reply.ByteSize(), self._left_bytes(connection, num_bytes)
+            if found > allowed and not reply.HasField("failure"):
+                raise FetchRefused(
+                    "TOO_MANY_UNDER_WAY",
+                    f"the reply has {found} bytes, there is room for {allowed} of them",
+                    retryable=True,
+                )
+            self._count(reply, 1)
+            try:
+                return connection.post(reply, self._clock())
+            except BaseException:
+                self._count(reply, -1)
+                raise
+
+    def _count(self, reply: pb.BrokerReply, sign: int) -> None:
+        num_found = sum(item.HasField("result") for item in reply.fetched.items)
+        self._counters.fetched += sign * num_found
+        self._counters.fetch_misses += sign * (len(reply.fetched.items) - num_found)
+
+    def _left_bytes(self, connection: Connection, num_bytes: int) -> int:
+        """That a reply may have: of a frame, and of what the connection may have waiting beside those that
+        others were promised. With the lock held."""
+        _, waiting_bytes = self._under_way.get(connection, (0, num_bytes))
+        left = connection.room_bytes - (waiting_bytes - num_bytes) - HEADER.size
+        return max(0, min(left, MAX_PAYLOAD_BYTES))
+
+
+def _failure_of(error: Exception, connection: Connection) -> pb.BrokerFailure:
+    if isinstance(error, FetchRefused):
+        return pb.BrokerFailure(reason=error.reason, message=str(error), retryable=error.retryable)
+    log.error("a request for rows broke", client=connection.name, exc_info=error)
+    return pb.BrokerFailure(reason="INTERNAL", message=f"{type(error).__name__}: {error}")
 
 
 def _stopping() -> FetchRefused:

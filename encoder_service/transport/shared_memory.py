@@ -122,7 +122,7 @@ class SharedMemory:
         self._loop = asyncio.get_running_loop()
         isolated = {name for name, _ in store.named_parts() if name is not None}
         self.broker = Broker(options, OfferBook(isolated), on_disconnect=self._when_owner_leaves())
-        self.fetches = FetchDesk(self._loop, self.broker.counters)
+        self.fetches = FetchDesk(self._loop, self.broker.counters, take_back=self.leases.take_back)
         self.broker.take_fetches(self.fetches)
         self._timer: asyncio.TimerHandle | None = None
         self._due_s = 0.0  # of the timer; uvloop's handle of a time that has passed tells none

@@ -311,6 +311,20 @@ def test_renewing_for_ever_needs_no_more_memory(arena: Arena, table: LeaseTable,
     table.check_integrity()
 
 
+def test_a_lease_that_nobody_was_told_of_is_taken_back_for_all_readers(
+    arena: Arena, table: LeaseTable
+) -> None:
+    slot = published(arena)
+    lease = table.grant(arena, slot, "a", ttl_s=5, num_readers=3)
+    table.take_back(lease.lease_id)
+    table.take_back(lease.lease_id)
+    table.take_back(bytes(16))
+    assert (len(table), table.counters.released, table.counters.generations_revoked) == (0, 1, 0)
+    assert arena.generation(slot) == lease.generation, "nobody reads under it"
+    assert not table.release(lease.lease_id)
+    table.check_integrity()
+
+
 def test_leases_outlive_a_closed_arena(clock: Clock) -> None:
     arena = Arena(HostMemory(1 << 16), max_slots=4)
     table = LeaseTable(clock, max_ttl_s=5, max_per_owner=8)

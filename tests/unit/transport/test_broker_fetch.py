@@ -35,7 +35,14 @@ class Rig:
     asked: list[tuple[str, str, pb.BrokerRequest]] = field(default_factory=list)
     gone: list[str] = field(default_factory=list)
 
-    def answer(self, owner_id: str, namespace: str, request: pb.BrokerRequest, reply: pb.BrokerReply) -> bool:
+    def answer(
+        self,
+        owner_id: str,
+        namespace: str,
+        request: pb.BrokerRequest,
+        reply: pb.BrokerReply,
+        max_bytes: int,
+    ) -> bool:
         """Keys that begin with an even byte are resident."""
         self.asked.append((owner_id, namespace, request))
         if request.WhichOneof("request") in ("release", "used"):
