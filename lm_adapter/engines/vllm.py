@@ -5,7 +5,8 @@ this package's entry point registers. Neither is imported before vLLM asks for i
 command line; the parts are
 
 - ``vllm_connector``  the methods that vLLM calls, for scheduler and workers
-- ``vllm_book``       which requests wait for which rows
+- ``vllm_book``       which requests wait for which rows, on what ``vllm_shelf`` holds
+- ``vllm_names``      what an image's name in vLLM's caches stands for
 - ``vllm_fetch``      the thread that fetches and checks them
 - ``vllm_encoders``   one encoder or a fleet of them
 - ``vllm_items``      ``ec_transfer_params`` and what must come

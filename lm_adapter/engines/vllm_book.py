@@ -1,12 +1,17 @@
 """Which requests wait for which rows: the scheduler's side of the vLLM connector, without vLLM.
 
-Owns the states of requests and items, the bound on bytes that wait, and the rule that one identifier of
-vLLM's caches stands for one key. A fetch is started when a request is first asked about, and vLLM's scheduler
-asks on every pass, so that an answer costs one look-up and a comparison. Leaves fetching to ``vllm_fetch``.
+Owns the states of requests and items, the bound on bytes that wait, and when a request is held to what
+``vllm_names`` knows: when it comes, when it joins an item, when rows arrive and when vLLM takes them. A fetch
+is started when a request is first asked about, and vLLM's scheduler asks on every pass, so that an answer
+costs one look-up and a comparison. Leaves fetching to ``vllm_fetch``.
+
+Requests that say different things of one name have items of their own (``vllm_shelf``). The first that has
+rows settles what the name stands for, and the others are rejected.
 
 An item is held from its fetch until vLLM has computed past it, or its request is over: then the connector
 lets go of the rows, which live on in vLLM's own encoder cache alone. A request that is preempted and starts
-anew fetches again.
+anew fetches again. A request that waits for room holds nothing, so that those that hold something have all
+that they need, and end.
 """
 
 from __future__ import annotations
@@ -14,14 +19,17 @@ from __future__ import annotations
 import json
 import logging
 import socket
-from collections import OrderedDict, deque
+from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from lm_adapter.engines.vllm_fetch import Fetched, FetchSettings
 from lm_adapter.engines.vllm_items import Geometry, WantedRows, wanted_rows
-from lm_adapter.errors import EncoderError, InvalidRequest, ItemFailed
-from lm_adapter.types import EncodedRows
+from lm_adapter.engines.vllm_names import Names, check_same
+from lm_adapter.engines.vllm_shelf import Item, Shelf
+from lm_adapter.errors import EncoderError, InvalidRequest, InvalidRows, ItemFailed
+from lm_adapter.types import EncodedRows, Grid
 
 __all__ = ["Book", "Fetches"]
 
@@ -41,23 +49,16 @@ class Fetches(Protocol):
 
 
 @dataclass(eq=False)
-class _Item:
-    """Rows under way or here. holders: (request, index of its feature)."""
-
-    wanted: WantedRows
-    rows: EncodedRows | None = None
-    holders: set[tuple[str, int]] = field(default_factory=set)
-
-
-@dataclass(eq=False)
 class _Request:
-    """ready_from: from this many computed tokens on nothing is missing; None while rows are under way."""
+    """ready_from: from this many computed tokens on nothing is missing; None while rows are under way.
+    needed: features whose rows it queues for."""
 
     request_id: str
     wanted: list[WantedRows]
     reply: str = ""
     ready_from: int | None = 0
-    held: dict[int, _Item] = field(default_factory=dict)
+    held: dict[int, Item] = field(default_factory=dict)
+    needed: list[int] = field(default_factory=list)
     num_missing: int = 0
     queued: bool = False
     failed: bool = False
@@ -75,9 +76,8 @@ class Book:
         self._settings = settings
         self._has_tower = has_tower
         self._requests: dict[str, _Request] = {}
-        self._items: dict[str, _Item] = {}
-        self._keys: OrderedDict[str, bytes] = OrderedDict()
-        self._used_bytes = 0
+        self._shelf = Shelf(settings.max_resident_bytes)
+        self._names = Names(settings.max_bound_items)
         self._queue: deque[_Request] = deque()
         self._unavailable: set[str] = set()
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
@@ -86,7 +86,7 @@ class Book:
     @property
     def resident_bytes(self) -> int:
         """Of rows that are held, and of room promised to those under way."""
-        return self._used_bytes
+        return self._shelf.used_bytes
 
     def close(self) -> None:
         self._socket.close()
@@ -106,38 +106,57 @@ class Book:
 
     def holds(self, identifier: str) -> bool:
         """Whether rows under this identifier are here."""
-        item = self._items.get(identifier)
-        return item is not None and item.rows is not None
+        return self._shelf.resident(identifier) is not None
 
     def rows(self, request: Any, index: int) -> EncodedRows | None:
         """Rows of a feature that vLLM has made room for. None for features that vLLM encodes by itself."""
-        state = self._requests.get(request.request_id)
-        item = state.held.get(index) if state is not None else None
-        if item is not None:
-            return item.rows
-        other = self._items.get(request.mm_features[index].identifier)
-        return other.rows if other is not None else None
+        state = self._requests.get(request.request_id) or _Request(request.request_id, [])
+        feature = request.mm_features[index]
+        wanted = state.wanted[index] if index < len(state.wanted) else None
+        # vLLM goes by the name alone, and takes what is here for pixels of that name too.
+        item = state.held.get(index) or self._shelf.resident(feature.identifier)
+        if item is None and (wanted is None or wanted.key is None):
+            return None
+        grid = wanted.grid if wanted is not None else Grid(0, 0, 0)
+        num_places = feature.mm_position.get_num_embeds()
+        rows = item.rows if item is not None else None
+        if rows is not None and rows.num_rows == num_places and (not grid.t or rows.grid_thw == grid):
+            return rows
+        found = f"{rows.num_rows} rows with grid_thw {list(rows.grid_thw)}" if rows is not None else "no rows"
+        if not state.failed:
+            message = f"identifier {feature.identifier} has {found}, the prompt has {num_places} placeholders"
+            self._fail(
+                state,
+                InvalidRows("num_rows", f"{message} for {list(grid)}", found=found, expected=num_places),
+            )
+        return self._withheld(feature.identifier, num_places)
 
     def passed(self, request: Any, index: int) -> None:
         """vLLM has computed past this feature."""
         state = self._requests.get(request.request_id)
-        if state is not None and index in state.held:
-            self._let_go(state, index)
-            if state.ready_from is not None:
-                state.ready_from = max(state.ready_from, state.wanted[index].end)
-            self._start_queued()
+        if state is None or index not in state.held:
+            return
+        state.num_missing -= state.held[index].rows is None
+        self._let_go(state, index)
+        if state.ready_from is None:
+            self._settle(state)
+        else:
+            state.ready_from = max(state.ready_from, state.wanted[index].end)
+        self._start_queued()
 
     def idle(self, timeout_s: float) -> None:
         """vLLM has nothing to compute: waits for rows under way, where there are any."""
-        if any(item.rows is None for item in self._items.values()):
+        if self._shelf.is_waiting():
             self._fetches.wait(timeout_s)
 
     def finished(self, request: Any) -> None:
-        """The request is over, however it ended."""
+        """The request is over, however it ended. Rows that came for it settle their names all the same."""
+        self._take_ended()
         state = self._requests.pop(request.request_id, None)
         self._unavailable.discard(request.request_id)
         if state is not None:
             self._release(state)
+            self._start_queued()
 
     def take_unavailable(self) -> set[str]:
         """Requests to reject, each once."""
@@ -150,9 +169,8 @@ class Book:
         self._requests[request.request_id] = state
         try:
             state.wanted, state.reply = wanted_rows(request, self._geometry, has_tower=self._has_tower)
-            for wanted in state.wanted:
-                self._bind(wanted)
-            num_bytes = sum({wanted.identifier: wanted.num_bytes for wanted in state.wanted}.values())
+            self._check_names(state.wanted)
+            num_bytes = self._shelf.num_bytes(state.wanted)
             if num_bytes > self._settings.max_resident_bytes:
                 raise InvalidRequest(
                     f"the request's rows have {num_bytes} bytes, max_resident_bytes is "
@@ -165,69 +183,74 @@ class Book:
         except Exception as error:
             self._fail(state, ItemFailed(f"the request cannot be read: {type(error).__name__}: {error}"))
             return state
+        for wanted in state.wanted:
+            if wanted.key is None and wanted.grid.t:
+                # vLLM computes these whatever happens here.
+                self._names.bind(wanted)
         state.ready_from = max((wanted.end for wanted in state.wanted if wanted.key is not None), default=0)
         return state
 
-    def _bind(self, wanted: WantedRows) -> None:
+    def _check_names(self, several: Iterable[WantedRows]) -> None:
         """Two images under one identifier would share rows and KV. Raises InvalidRequest."""
-        if wanted.key is None:
-            return
-        bound = self._keys.setdefault(wanted.identifier, wanted.key)
-        self._keys.move_to_end(wanted.identifier)
-        if bound != wanted.key:
-            raise InvalidRequest(
-                f"identifier {wanted.identifier} stands for key {bound.hex()}, the request has "
-                f"{wanted.key.hex()}: one UUID cannot name two images",
-                reason="IDENTIFIER_REUSED",
-            )
-        if len(self._keys) > self._settings.max_bound_items:
-            self._keys.popitem(last=False)
+        alike: dict[str, WantedRows] = {}
+        for wanted in several:
+            self._names.check(wanted)
+            resident = self._shelf.resident(wanted.identifier)
+            # Here longer than its name is remembered, or elsewhere in the same request.
+            for other in (
+                resident.wanted if resident else wanted,
+                alike.setdefault(wanted.identifier, wanted),
+            ):
+                check_same(wanted, other.key, other.grid)
 
     def _need(self, state: _Request, num_computed_tokens: int) -> None:
         """Fetches what the tokens from here on need, as soon as there is room for all of it."""
         state.ready_from = None
         state.queued = True
-        missing = [
+        needed = [
             index
             for index, wanted in enumerate(state.wanted)
-            if wanted.key is not None and wanted.end > num_computed_tokens and index not in state.held
+            if wanted.key is not None and wanted.end > num_computed_tokens
         ]
-        state.num_missing = 0
-        for index in missing:
-            state.held[index] = _Item(state.wanted[index])
+        state.needed = [index for index in needed if index not in state.held]
+        if self._queue or not self._has_room(state):
+            # Two that wait for room, each with a part of it, would wait for each other.
+            for index in list(state.held):
+                self._let_go(state, index)
+            state.needed = needed
         self._queue.append(state)
         self._start_queued()
+
+    def _has_room(self, state: _Request) -> bool:
+        return self._shelf.has_room(state.wanted[index] for index in state.needed)
 
     def _start_queued(self) -> None:
         """In order of arrival: a large request is not overtaken for ever by small ones."""
         while self._queue:
             state = self._queue[0]
+            if state.queued and not self._has_room(state):
+                return
+            self._queue.popleft()
             if state.queued:
-                new = {
-                    item.wanted.identifier: item.wanted.num_bytes
-                    for item in state.held.values()
-                    if item.wanted.identifier not in self._items
-                }
-                room = self._settings.max_resident_bytes - self._used_bytes
-                if sum(new.values()) > room:
-                    return
                 state.queued = False
-                self._queue.popleft()
                 self._start(state)
-            else:
-                self._queue.popleft()
 
     def _start(self, state: _Request) -> None:
-        for index, placeholder in state.held.items():
-            wanted = placeholder.wanted
-            item = self._items.get(wanted.identifier)
+        try:
+            self._check_names(state.wanted[index] for index in state.needed)
+        except InvalidRequest as error:
+            self._fail(state, error)
+            return
+        for index in state.needed:
+            wanted = state.wanted[index]
+            item = self._shelf.find(wanted)
             if item is None:
-                item = self._items[wanted.identifier] = _Item(wanted)
-                self._used_bytes += wanted.num_bytes
+                item = self._shelf.put(wanted)
                 self._fetches.start(item, wanted)
             item.holders.add((state.request_id, index))
             state.held[index] = item
             state.num_missing += item.rows is None
+        state.needed = []
         self._settle(state)
 
     def _settle(self, state: _Request) -> None:
@@ -245,20 +268,46 @@ class Book:
         while self._fetches.ended:
             ended = self._fetches.ended.popleft()
             item = ended.handle
-            assert isinstance(item, _Item)
-            if self._items.get(item.wanted.identifier) is not item:
+            assert isinstance(item, Item)
+            if item.is_over:
                 continue
             if isinstance(ended.outcome, EncodedRows):
-                item.rows = ended.outcome
-            waiting = [(self._requests.get(request_id), index) for request_id, index in item.holders]
-            for state, _ in waiting:
-                if state is None or state.failed:
-                    continue
-                if isinstance(ended.outcome, EncodedRows):
-                    state.num_missing -= 1
-                    self._settle(state)
-                else:
-                    self._fail(state, ended.outcome, item.wanted.replica)
+                self._arrived(item, ended.outcome)
+            else:
+                self._lost(item, ended.outcome)
+            self._start_queued()
+
+    def _arrived(self, item: Item, rows: EncodedRows) -> None:
+        """The name stands for these rows from now on: others under way under it are not its image's."""
+        wanted = item.wanted
+        try:
+            self._geometry.check_size(rows, wanted.grid)
+            self._check_names([wanted])
+        except EncoderError as error:
+            self._lost(item, error)
+            return
+        item.rows = rows
+        self._names.bind(wanted)
+        for state in self._waiting(item):
+            state.num_missing -= 1
+            self._settle(state)
+        for rival in self._shelf.rivals(item):
+            try:
+                check_same(rival.wanted, wanted.key, wanted.grid)
+            except InvalidRequest as error:
+                self._fetches.cancel(rival)
+                self._lost(rival, error)
+
+    def _lost(self, item: Item, error: EncoderError) -> None:
+        """Out of the way first: what starts in the room that a failure makes must not join it."""
+        self._shelf.drop(item)
+        for state in self._waiting(item):
+            if not state.failed:
+                self._fail(state, error, item.wanted.replica)
+
+    def _waiting(self, item: Item) -> list[_Request]:
+        """Once for each place."""
+        return [self._requests[request_id] for request_id, _ in item.holders]
 
     def _fail(self, state: _Request, error: EncoderError, replica: str = "") -> None:
         """replica: that was to have the rows, where the request said so."""
@@ -290,18 +339,21 @@ class Book:
         except OSError as failure:
             logger.warning("nobody takes failures at %s: %s", self._settings.failures_path, failure)
 
+    def _withheld(self, identifier: str, num_places: int) -> EncodedRows:
+        """Zeros for a request that is rejected after this step: vLLM has made room for so many rows, and none
+        or another number would end its engine. Their KV is cached under the name, which nobody may use."""
+        self._names.spoil(identifier)
+        return self._geometry.zeros(num_places)
+
     def _release(self, state: _Request) -> None:
         state.queued = False
         for index in list(state.held):
             self._let_go(state, index)
-        self._start_queued()
 
     def _let_go(self, state: _Request, index: int) -> None:
         item = state.held.pop(index)
         item.holders.discard((state.request_id, index))
-        identifier = item.wanted.identifier
-        if not item.holders and self._items.get(identifier) is item:
-            del self._items[identifier]
-            self._used_bytes -= item.wanted.num_bytes
+        if not item.holders and not item.is_over:
+            self._shelf.drop(item)
             if item.rows is None:
                 self._fetches.cancel(item)

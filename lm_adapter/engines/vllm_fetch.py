@@ -50,9 +50,9 @@ class FetchSettings(Access):
     for the client; its token and TLS: see ``Access``. timeout_s: of one item, waiting for its encode
     included; retry_s: how long what can pass by itself (an encoder that restarts, a stale lease) is tried
     again; retry_share, retry_reserve_per_s: of a fleet, see ``FleetSettings``. max_resident_bytes: of rows
-    that wait for vLLM's forward pass; max_bound_items: identifiers whose key is remembered. finite: look at
-    every element for NaN and infinity. failures_path: a datagram socket that is told why requests were
-    rejected, as the front's.
+    that wait for vLLM's forward pass; max_bound_items: identifiers whose key and grid are remembered. finite:
+    look at every element for NaN and infinity. failures_path: a datagram socket that is told why requests
+    were rejected, as the front's.
     """
 
     target: Target

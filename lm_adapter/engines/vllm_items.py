@@ -12,9 +12,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from lm_adapter.checks import check_rows
 from lm_adapter.engines.hf_checkpoint import vision_interface
-from lm_adapter.errors import EncoderError, InvalidRequest
+from lm_adapter.errors import EncoderError, InvalidRequest, InvalidRows
 from lm_adapter.types import DIGEST_BYTES, ITEMSIZE_BYTES, ROW_DTYPES, EncodedRows, Grid
 
 __all__ = [
@@ -85,6 +87,26 @@ class Geometry:
             merges_time=self.merges_time,
             finite=self.check_finite,
         )
+        self.check_size(rows, grid)
+
+    def check_size(self, rows: EncodedRows, grid: Grid) -> None:
+        """Raises InvalidRows for rows of another grid, or of another number than a prompt with this grid has
+        room for: a clip of several chunks has more."""
+        num_rows = self.num_rows(grid)
+        if rows.grid_thw != grid or rows.num_rows != num_rows:
+            raise InvalidRows(
+                "num_rows",
+                f"the result has {rows.num_rows} rows with grid_thw {list(rows.grid_thw)}, "
+                f"expected {num_rows} with {list(grid)}",
+                found=rows.num_rows,
+                expected=num_rows,
+            )
+
+    def zeros(self, num_rows: int) -> EncodedRows:
+        """Rows in place of some that cannot be given, to be thrown away with what is made of them."""
+        payload = np.zeros(num_rows * self.width * ITEMSIZE_BYTES[self.dtype], dtype=np.uint8)
+        grid = Grid(1, self.merge_size, self.merge_size * num_rows)
+        return EncodedRows(b"", b"", grid, num_rows, self.width, self.dtype, self.num_levels, payload)
 
 
 class KeyedItem(NamedTuple):
@@ -99,8 +121,8 @@ class KeyedItem(NamedTuple):
 @dataclass(frozen=True)
 class WantedRows:
     """One feature of a request. identifier: its name in vLLM's caches; end: the token after its
-    placeholders; key: None for pixels that vLLM encodes by itself; replica: as the request says, and not to
-    be relied on."""
+    placeholders; key: None for pixels that vLLM encodes by itself; grid: as the request says, zeros for
+    pixels with which vLLM keeps none; replica: as the request says, and not to be relied on."""
 
     identifier: str
     end: int
@@ -161,15 +183,16 @@ def wanted_rows(request: Any, geometry: Geometry, *, has_tower: bool) -> tuple[l
     for number, (feature, is_own) in enumerate(zip(features, own, strict=True)):
         position = feature.mm_position
         end = position.offset + position.length
+        described = _grid_of(feature)
         if is_own:
-            wanted.append(WantedRows(feature.identifier, end, None, Grid(0, 0, 0), 0))
+            own_grid = Grid(*described) if described is not None and len(described) == 3 else Grid(0, 0, 0)
+            wanted.append(WantedRows(feature.identifier, end, None, own_grid, 0))
             continue
         key, grid, replica = next(keyed)
         if grid.h % geometry.merge_size or grid.w % geometry.merge_size:
             raise _invalid(
                 f"item {number} has grid_thw {list(grid)}, h and w are multiples of {geometry.merge_size}"
             )
-        described = _grid_of(feature)
         if described is not None and described != tuple(grid):
             raise _invalid(
                 f"item {number} has grid_thw {list(grid)}, its placeholders were made for {list(described)}"

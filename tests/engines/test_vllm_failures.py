@@ -276,6 +276,44 @@ def test_p18_one_name_for_two_images_is_refused_and_shares_nothing(stack: Stack,
     rejected(stack, reused, "IDENTIFIER_REUSED")
 
 
+def test_p12_a_request_of_another_grid_fails_alone_and_leaves_no_kv(
+    stack: Stack, encoder: Encoder, meanwhile: Others
+) -> None:
+    """One UUID, one key, and a grid that the rows do not have: of as many placeholders, and of fewer. Beside
+    a request that holds the rows, and at once with one that is right."""
+    right, turned, smaller = Grid(1, 12, 120), Grid(1, 120, 12), Grid(1, 12, 60)
+    held, fresh, slow = (secrets.token_bytes(32) for _ in range(3))
+    script = script_for(slow)
+    script.grids = dict.fromkeys((held, fresh, slow), right)
+    script.faults[slow] = Fault.HANG
+    with in_place_of(encoder, script) as fake, ThreadPoolExecutor(3) as pool:
+        with VisionEncoderClient(encoder.target) as client:
+            statuses = client.prefetch([ImageItem(b"content", digest=one) for one in (held, fresh, slow)])
+        key, fresh_key, slow_key = [status.key for status in statuses]  # type: ignore[union-attr]
+
+        def ask(*rows: tuple[bytes, Grid], name: str = "") -> httpx.Response:
+            case = Case("images", (*range(len(rows)), "What is in the picture?"))
+            messages, used = with_rows(case, rows, FAMILY)
+            if name:
+                messages[0]["content"][0]["uuid"] = name
+            return stack.chat(messages, direct=True, ec_transfer_params=transfer_params(used))
+
+        holder = pool.submit(ask, (key, right), (slow_key, right))
+        while fake.num_calls["Fetch"] < 2:
+            time.sleep(0.01)
+        time.sleep(0.5)
+        for wrong in (turned, smaller):
+            rejected(stack, ask((key, wrong)), str(list(wrong)), str(list(right)))
+        innocent = ask((key, right))
+        at_once = [pool.submit(ask, (fresh_key, grid)) for grid in (turned, right)]
+        assert [future.result().status_code for future in at_once] == [500, 200]
+        references = [ask((one, right), name=secrets.token_hex(32)) for one in (key, fresh_key)]
+        assert not holder.done() or holder.result().status_code == 500
+    for answer, reference in zip((innocent, at_once[1].result()), references, strict=True):
+        assert answer.status_code == reference.status_code == 200, answer.text
+        assert of_response(answer.json())["tokens"] == of_response(reference.json())["tokens"]
+
+
 def cached_tokens(stack: Stack) -> int:
     """Prompt tokens that vLLM took from its prefix cache so far."""
     text = httpx.get(f"{stack.vllm.url}/metrics", timeout=10).text

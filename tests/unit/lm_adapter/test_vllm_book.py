@@ -4,96 +4,28 @@ from __future__ import annotations
 
 import json
 import random
-import secrets
 import socket
-from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 
 from lm_adapter.engines.vllm_book import Book
-from lm_adapter.engines.vllm_fetch import Fetched, FetchSettings
-from lm_adapter.engines.vllm_items import Geometry, WantedRows, transfer_params
+from lm_adapter.engines.vllm_items import transfer_params
 from lm_adapter.errors import InvalidRows, ItemFailed
-from lm_adapter.types import EncodedRows, Grid
-
-GEOMETRY = Geometry(width=12, dtype="float32", num_levels=2, merge_size=2, merges_time=False)
-GRID = Grid(1, 4, 6)
-NUM_ROWS = 6
-ITEM_BYTES = NUM_ROWS * 12 * 4
-SETTINGS = FetchSettings(target="nowhere:1", max_resident_bytes=4 * ITEM_BYTES)
-
-
-@dataclass
-class Position:
-    offset: int
-    length: int
-
-    def get_num_embeds(self) -> int:
-        return self.length
-
-
-@dataclass
-class Feature:
-    identifier: str
-    mm_position: Position
-    data: dict[str, Any] | None = None
-
-
-@dataclass
-class Request:
-    """As much of vLLM's Request as the connector looks at."""
-
-    mm_features: list[Feature]
-    ec_transfer_params: dict[str, Any] | None
-    request_id: str = field(default_factory=lambda: secrets.token_hex(4))
-
-
-class Fetches:
-    """Fetches that end when a test says so."""
-
-    def __init__(self) -> None:
-        self.ended: deque[Fetched] = deque()
-        self.under_way: dict[bytes, Any] = {}
-        self.cancelled: list[bytes] = []
-        self.num_started = 0
-        self.waits: list[float] = []
-
-    def start(self, handle: object, wanted: WantedRows) -> None:
-        assert wanted.key is not None
-        self.num_started += 1
-        self.under_way[wanted.key] = handle
-
-    def cancel(self, handle: Any) -> None:
-        self.cancelled.append(handle.wanted.key)
-
-    def wait(self, timeout_s: float) -> None:
-        self.waits.append(timeout_s)
-
-    def end(self, key: bytes, error: ItemFailed | None = None) -> None:
-        self.ended.append(Fetched(self.under_way.pop(key), error or rows_of(key)))
-
-
-def rows_of(key: bytes) -> EncodedRows:
-    payload = np.zeros(ITEM_BYTES, dtype=np.uint8)
-    return EncodedRows(key, b"", GRID, NUM_ROWS, 12, "float32", 2, payload)
-
-
-def request_for(*keys: bytes, gap: int = 2, reply: str = "", replica: str = "") -> Request:
-    """Text, image, text, image, ...: each image has NUM_ROWS placeholders."""
-    features = [
-        Feature(f"id-{key.hex()}", Position(gap + number * (gap + NUM_ROWS), NUM_ROWS))
-        for number, key in enumerate(keys)
-    ]
-    return Request(features, transfer_params([(key, GRID, replica) for key in keys], reply))
-
-
-def key() -> bytes:
-    return secrets.token_bytes(32)
+from tests.unit.lm_adapter.book_rig import (
+    GEOMETRY,
+    GRID,
+    ITEM_BYTES,
+    SETTINGS,
+    Feature,
+    Fetches,
+    Position,
+    Request,
+    key,
+    request_for,
+)
 
 
 @pytest.fixture
@@ -291,9 +223,11 @@ def test_p12_one_identifier_never_stands_for_two_keys(book: Book, fetches: Fetch
 def test_p17_remembered_identifiers_are_bounded(fetches: Fetches) -> None:
     book = Book(fetches, GEOMETRY, replace(SETTINGS, max_bound_items=3), has_tower=False)
     first = request_for(key())
-    book.ensure(first, 8)
-    for _ in range(3):
-        book.ensure(request_for(key()), 8)
+    for request in (first, *(request_for(key()) for _ in range(3))):
+        book.ensure(request, 0)
+        fetches.end_all()
+        assert book.ensure(request, 0)
+        book.finished(request)
     other = request_for(key())
     other.mm_features[0].identifier = first.mm_features[0].identifier
     assert book.ensure(other, 8)
@@ -347,7 +281,8 @@ def test_the_reason_goes_to_whoever_listens(fetches: Fetches, tmp_path: Path) ->
 
 
 def test_p17_nothing_is_left_after_any_order_of_events(fetches: Fetches) -> None:
-    """Random requests over few images, with failures, preemptions and clients that leave."""
+    """Random requests over few images, with failures, preemptions and clients that leave. Those that stay end
+    with rows as soon as fetches do."""
     book = Book(fetches, GEOMETRY, SETTINGS, has_tower=False)
     choice = random.Random()
     keys = [key() for _ in range(6)]
@@ -374,7 +309,12 @@ def test_p17_nothing_is_left_after_any_order_of_events(fetches: Fetches) -> None
             alive.remove(failed)
             book.finished(failed)
         assert 0 <= book.resident_bytes <= SETTINGS.max_resident_bytes
-    for request in alive:
-        book.finished(request)
+    for _ in range(2 * len(alive)):
+        fetches.end_all()
+        for request in [request for request in alive if book.ensure(request, 0)]:
+            alive.remove(request)
+            book.finished(request)
+    assert alive == []
+    assert book.take_unavailable() == set()
     assert book.resident_bytes == 0
     book.close()
