@@ -2,7 +2,8 @@
 
 Owns the containers that are taken and the names of their demuxers: FFmpeg would else try them all, playlists
 that name other files among them. A file that was cut off is found by the lengths that it states of itself;
-demuxers only stop early there. Reads with bounds and decodes nothing.
+demuxers only stop early there. The blocks of a GIF are ``video_gif``'s. Reads with bounds and decodes
+nothing.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Literal, TypeAlias
 
 from encoder_service.errors import UndecodableClip
 from encoder_service.ingest.headers import UNKNOWN_FORMAT, format_name
+from encoder_service.ingest.video_gif import gif_blocks
 
 Container: TypeAlias = Literal["mov", "matroska", "gif", "webp"]
 CONTAINER_NAMES: dict[Container, str] = {
@@ -54,7 +56,8 @@ def container_of(data: bytes) -> Container:
 
 
 def check_whole(data: bytes, container: Container) -> None:
-    """Raises UndecodableClip, with both lengths, for a file that is shorter than it says."""
+    """Raises UndecodableClip, with both lengths, for a file that is shorter than it says, and for what no
+    lengths lead through."""
     match container:
         case "mov":
             needed = _end_of_boxes(data)
@@ -63,8 +66,7 @@ def check_whole(data: bytes, container: Container) -> None:
         case "webp":
             needed = 8 + struct.unpack_from("<I", data, 4)[0] if len(data) >= 8 else 12
         case "gif":
-            # Its lengths are those of small blocks; the file ends in a trailer, perhaps with padding behind.
-            needed = len(data) if data.rstrip(b"\x00")[-1:] == b"\x3b" else len(data) + 1
+            needed = gif_blocks(data).end
     if needed > len(data):
         least = "at least " if container == "gif" else ""
         raise UndecodableClip(

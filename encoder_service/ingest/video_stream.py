@@ -45,6 +45,7 @@ from encoder_service.ingest.video_file import (
     check_frame_size,
     decoder_errors,
 )
+from encoder_service.ingest.video_gif import gif_blocks
 from encoder_service.ingest.video_plan import PacketFact, PacketIndex, Run, check_ascending, plan_runs
 from encoder_service.ingest.video_rules import DEFAULT_SOURCE_FPS
 from encoder_service.ingest.video_settings import ClipLimits
@@ -211,6 +212,12 @@ class StreamClip:
                     found=found,
                     needed=stream.frames,
                 )
+        if self._container == "gif" and len(packets) != (needed := gif_blocks(self._data).num_pictures):
+            raise UndecodableClip(
+                f"the GIF file has {needed} pictures, of which {len(packets)} can be read",
+                found=len(packets),
+                needed=needed,
+            )
         return PacketIndex(packets, sorted(shown), end)
 
     def _checked_rate(self) -> float:
