@@ -16,9 +16,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import json
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import fields
 from typing import Any
 
@@ -26,21 +25,21 @@ from lm_adapter import ClientTls
 from lm_adapter.engines.vllm_access import Access
 from lm_adapter.engines.vllm_encoders import EncoderClient, Target, is_fleet, open_client, read_target
 from lm_adapter.engines.vllm_front_images import FrontImages
-from lm_adapter.engines.vllm_rewrite import (
-    ChatImages,
-    Failure,
-    choices_of,
-    failure_of,
-    images_of,
-    rewritten,
+from lm_adapter.engines.vllm_front_requests import (
+    DEFAULT_HELD_BYTES,
+    MAX_BODY_BYTES,
+    ChatReader,
+    Held,
+    Room,
+    held_body,
 )
+from lm_adapter.engines.vllm_rewrite import ChatImages, Choices, Failure, failure_of
 from lm_adapter.engines.vllm_upstream import Answer, Failures, vllm_away
 from lm_adapter.errors import EncoderError, InvalidRequest, MissingDependency
 from lm_adapter.fleet import FleetSettings
 
 __all__ = ["Front", "create_app", "main"]
 
-MAX_BODY_BYTES = 64 << 20
 RETRY_S = 3.0
 """How long an encoder that is away is asked again."""
 CLIENT_LEFT = 499
@@ -49,7 +48,7 @@ DROPPED_HEADERS = {"host", "content-length", "connection", "transfer-encoding", 
 
 class Front:
     """One vLLM server and its encoders. http: an ``httpx.AsyncClient`` with vLLM's base URL. settings: see
-    ``FrontImages``."""
+    ``FrontImages``; room: for requests in progress."""
 
     def __init__(
         self,
@@ -59,27 +58,32 @@ class Front:
         *,
         timeout_s: float,
         settings: FleetSettings | None = None,
+        room: Room | None = None,
     ) -> None:
         self._images = FrontImages(client, settings or FleetSettings(), timeout_s=timeout_s)
+        self._reader = ChatReader()
+        self._room = room or Room()
         self._http = http
         self._failures = failures
 
     async def chat(self, request: Any) -> Any:
         """POST /v1/chat/completions."""
-        return await _answered(request, self._chat)
+        return await _answered(request, self._room, self._chat)
 
     async def other(self, request: Any) -> Any:
         """Everything else is vLLM's."""
-        return await _answered(request, self._other)
+        return await _answered(request, self._room, self._other)
 
-    async def _other(self, request: Any, data: bytes) -> Answer:
-        return await self._ask(request, data)
+    async def _other(self, request: Any, held: Held) -> Answer:
+        return await self._ask(request, held.taken())
 
-    async def _chat(self, request: Any, data: bytes) -> Answer | Failure:
-        body = _json_object(data)
-        images = images_of(body)
-        if not images.items:
+    async def _chat(self, request: Any, held: Held) -> Answer | Failure:
+        data = held.taken()
+        chat = await self._reader.read(data)
+        if not chat.images.items:
             return await self._ask(request, data)
+        del data
+        images = chat.images
         avoid: set[str] = set()
         for is_last in (False, True):
             reply = secrets.token_hex(12)
@@ -90,10 +94,10 @@ class Front:
                     raise
                 avoid = {error.details.get("replica", "")}
                 continue
-            sent = json.dumps(rewritten(body, images, rows, family, reply)).encode()
+            sent = await self._reader.write(chat, rows, family, reply)
             answer = await self._ask(request, sent)
             try:
-                failure = await self._failure_in(answer, reply, body)
+                failure = await self._failure_in(answer, reply, chat.choices)
             except BaseException:
                 await answer.close()
                 raise
@@ -116,11 +120,10 @@ class Front:
         with vllm_away():
             return Answer(await self._http.send(outgoing, stream=True))
 
-    async def _failure_in(self, answer: Answer, reply: str, body: Mapping[str, Any]) -> Failure | None:
+    async def _failure_in(self, answer: Answer, reply: str, choices: Choices) -> Failure | None:
         """The account of a request that vLLM rejected, at its beginning; None for any other answer."""
         if self._failures is None:
             return None
-        choices = choices_of(body)
         is_rejection = answer.status >= 500 or await answer.starts_with_error(
             choices.number, echoes=choices.are_echoed
         )
@@ -129,27 +132,27 @@ class Front:
         return await self._failures.take(reply)
 
 
-async def _answered(request: Any, work: Callable[[Any, bytes], Awaitable[Answer | Failure]]) -> Any:
+async def _answered(
+    request: Any, room: Room, work: Callable[[Any, Held], Awaitable[Answer | Failure]]
+) -> Any:
     """The response to a request. A caller that leaves before there is one takes the work along."""
     from fastapi.responses import Response
 
     try:
-        data = await _body(request)
+        async with held_body(request, room) as held:
+            working = asyncio.ensure_future(work(request, held))
+            leaving = asyncio.ensure_future(_until_left(request))
+            try:
+                await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+                if not working.done():
+                    return Response(status_code=CLIENT_LEFT)
+                answer = working.result()
+            finally:
+                working.cancel()
+                leaving.cancel()
+                await asyncio.wait({working, leaving})
     except EncoderError as error:
         return _refused(failure_of(error))
-    working = asyncio.ensure_future(work(request, data))
-    leaving = asyncio.ensure_future(_until_left(request))
-    try:
-        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
-            return Response(status_code=CLIENT_LEFT)
-        answer = working.result()
-    except EncoderError as error:
-        return _refused(failure_of(error))
-    finally:
-        working.cancel()
-        leaving.cancel()
-        await asyncio.wait({working, leaving})
     return answer.response() if isinstance(answer, Answer) else _refused(answer)
 
 
@@ -158,33 +161,16 @@ async def _until_left(request: Any) -> None:
         pass
 
 
-async def _body(request: Any) -> bytes:
-    """Raises InvalidRequest as soon as there is too much of it."""
-    chunks, num_bytes = [], 0
-    async for chunk in request.stream():
-        num_bytes += len(chunk)
-        if num_bytes > MAX_BODY_BYTES:
-            raise InvalidRequest(f"the request has more than {MAX_BODY_BYTES} bytes")
-        chunks.append(chunk)
-    return b"".join(chunks)
-
-
-def _json_object(data: bytes) -> dict[str, Any]:
-    try:
-        body = json.loads(data)
-    except ValueError as error:
-        raise InvalidRequest(f"the request is no JSON: {error}") from error
-    except RecursionError as error:
-        raise InvalidRequest("the request is nested too deeply to be read") from error
-    if not isinstance(body, dict):
-        raise InvalidRequest(f"the request is a {type(body).__name__}, needs an object")
-    return body
-
-
 def _refused(failure: Failure) -> Any:
     from fastapi.responses import JSONResponse
 
     return JSONResponse(failure.body(), failure.status, failure.headers())
+
+
+def _room(max_held_bytes: int) -> Room:
+    if max_held_bytes < MAX_BODY_BYTES:
+        raise InvalidRequest(f"max_held_bytes is {max_held_bytes}, a request may have {MAX_BODY_BYTES}")
+    return Room(max_held_bytes)
 
 
 def create_app(
@@ -197,10 +183,12 @@ def create_app(
     tls: ClientTls | None = None,
     timeout_s: float = 30.0,
     settings: FleetSettings | None = None,
+    max_held_bytes: int = DEFAULT_HELD_BYTES,
 ) -> Any:
     """The FastAPI application. vllm: base URL; encoder: see ``read_target``; failures_path: the connector's
     setting of the same name; tls: to the encoder, its files are read when the application starts; settings:
-    of a fleet, their retry budget of one encoder too. Raises MissingDependency, InvalidRequest."""
+    of a fleet, their retry budget of one encoder too; max_held_bytes: of requests in progress. Raises
+    MissingDependency, InvalidRequest."""
     try:
         import httpx
         from fastapi import FastAPI
@@ -208,6 +196,7 @@ def create_app(
         raise MissingDependency(error.name or "fastapi", "lm_adapter.engines.vllm_front") from error
 
     target = read_target(encoder, "encoder")
+    room = _room(max_held_bytes)
     held: dict[str, Front] = {}
 
     @contextlib.asynccontextmanager
@@ -229,7 +218,7 @@ def create_app(
             transports=transports,
             settings=settings,
         )
-        held["front"] = Front(client, http, failures, timeout_s=timeout_s, settings=settings)
+        held["front"] = Front(client, http, failures, timeout_s=timeout_s, settings=settings, room=room)
         try:
             yield
         finally:
@@ -270,6 +259,8 @@ RETRY_HELP = {
     "retry_reserve_per_s": "images a second that may be asked for once more beside that",
 }
 
+HELD_HELP = "of all requests in progress together; those that do not fit are told when to come again"
+
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
@@ -285,6 +276,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--timeout-s", type=float, default=30.0)
     for name, text in RETRY_HELP.items():
         parser.add_argument(_option(name), type=float, default=getattr(FleetSettings, name), help=text)
+    parser.add_argument("--max-held-bytes", type=int, default=DEFAULT_HELD_BYTES, help=HELD_HELP)
     options = parser.parse_args(arguments)
     import uvicorn
 
@@ -292,6 +284,7 @@ def main(arguments: list[str] | None = None) -> None:
         encoder = read_target(options.encoder, "--encoder")
         access = Access(**{field.name: getattr(options, field.name) for field in fields(Access)})
         token, tls = access.token_and_tls(_option)
+        _room(options.max_held_bytes)
         settings = FleetSettings(**{name: getattr(options, name) for name in RETRY_HELP})
     except InvalidRequest as error:
         parser.error(error.message)
@@ -305,6 +298,7 @@ def main(arguments: list[str] | None = None) -> None:
         tls=tls,
         timeout_s=options.timeout_s,
         settings=settings,
+        max_held_bytes=options.max_held_bytes,
     )
     uvicorn.run(app, host=host, port=int(port), log_level="warning")
 

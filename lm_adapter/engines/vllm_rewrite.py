@@ -17,7 +17,16 @@ from lm_adapter.engines.vllm_items import KeyedItem, transfer_params
 from lm_adapter.errors import EncoderError, InvalidRequest, ItemFailed
 from lm_adapter.items import UrlItem
 
-__all__ = ["ChatImages", "Choices", "Failure", "choices_of", "failure_of", "images_of", "rewritten"]
+__all__ = [
+    "ChatImages",
+    "Choices",
+    "Failure",
+    "choices_of",
+    "failure_of",
+    "images_of",
+    "rewritten",
+    "without_images",
+]
 
 IMAGE_PARTS = ("image_url", "input_image")
 OTHER_MEDIA = ("video_url", "audio_url", "input_audio", "image_pil")
@@ -169,16 +178,30 @@ def rewritten(
     """The request that vLLM gets: each image a grid and a name, the keys beside them. rows: of each image.
     Processor arguments were the encoder's: with them vLLM would rehash the names."""
     field = GRID_FIELDS.get(family, "image_grid_thw")
-    messages = list(body["messages"])
-    for number in {number for number, _ in images.places}:
-        messages[number] = dict(messages[number])
-    for (number, index), (key, grid, _) in zip(images.places, rows, strict=True):
-        content = list(messages[number]["content"])
-        content[index] = {"type": "image_embeds", "image_embeds": {field: list(grid)}, "uuid": key.hex()}
-        messages[number]["content"] = content
+    parts: list[dict[str, Any]] = [
+        {"type": "image_embeds", "image_embeds": {field: list(grid)}, "uuid": key.hex()}
+        for key, grid, _ in rows
+    ]
     found = {name: value for name, value in body.items() if name != "mm_processor_kwargs"}
     transfer = {**(body.get("ec_transfer_params") or {}), **transfer_params(rows, reply)}
-    return {**found, "messages": messages, "ec_transfer_params": transfer}
+    return {**found, "messages": _placed(body, images, parts), "ec_transfer_params": transfer}
+
+
+def without_images(body: dict[str, Any], images: ChatImages) -> dict[str, Any]:
+    """The request with nothing in its images' places, for ``rewritten``: their bytes are ``images``'s."""
+    if not images.items:
+        return body
+    return {**body, "messages": _placed(body, images, [{} for _ in images.items])}
+
+
+def _placed(body: Mapping[str, Any], images: ChatImages, parts: Sequence[dict[str, Any]]) -> list[Any]:
+    """The messages with these parts in the images' places, each in a copy of its own."""
+    messages = list(body["messages"])
+    for number in {number for number, _ in images.places}:
+        messages[number] = {**messages[number], "content": list(messages[number]["content"])}
+    for (number, index), part in zip(images.places, parts, strict=True):
+        messages[number]["content"][index] = part
+    return messages
 
 
 def _item(value: object, number: int, options: PreprocessOptions) -> ImageItem | UrlItem:

@@ -20,7 +20,7 @@ from fastapi import FastAPI
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from lm_adapter import AsyncVisionEncoderClient, ItemFailed
-from lm_adapter.engines import vllm_front
+from lm_adapter.engines import vllm_front, vllm_front_requests
 from lm_adapter.engines.vllm_front import Front, create_app
 from lm_adapter.engines.vllm_items import read_params
 from lm_adapter.engines.vllm_upstream import Failures
@@ -267,7 +267,7 @@ async def test_a_vllm_that_is_away_is_no_internal_error(folder: str) -> None:
 async def test_a_request_that_is_too_large_is_refused_before_all_of_it_came(
     vllm: PretendedVllm, folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(vllm_front, "MAX_BODY_BYTES", 1 << 12)
+    monkeypatch.setattr(vllm_front_requests, "MAX_BODY_BYTES", 1 << 12)
     num_sent = 0
 
     async def endless() -> AsyncIterator[bytes]:
