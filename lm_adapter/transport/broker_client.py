@@ -19,7 +19,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from types import TracebackType
 from typing import ParamSpec
 
@@ -209,12 +209,12 @@ class BrokerClient:
         owner id of the session that it belongs to."""
         while self._forgotten:
             self.unpublish(self._forgotten.popleft())
-        session = self._session
+        link = self._live_link()
         request = pb.BrokerRequest(publish=pb.BrokerPublish(size_bytes=size_bytes))
-        reply = self._request(request, "published", (descriptor,))
-        if session is None or self._session is not session:
+        reply = self._request(request, "published", link, descriptor)
+        if self._link is not link:
             raise BrokerUnavailable("the connection was lost, and the segment with it")
-        return reply.message.published.segment_id, session.owner_id.encode()
+        return reply.message.published.segment_id, link.welcome.owner_id.encode()
 
     def unpublish(self, segment_id: bytes) -> None:
         """Tells the broker, if it is there, that a segment is not needed any more; waits for no answer."""
@@ -260,9 +260,8 @@ class BrokerClient:
         """Returns when the broker has answered."""
         self._request(pb.BrokerRequest(ping=pb.BrokerPing()), "pong")
 
-    def _request(
-        self, request: pb.BrokerRequest, expected: str, descriptors: Sequence[int] = ()
-    ) -> ReceivedReply:
+    def _live_link(self) -> BrokerLink:
+        """Raises BrokerUnavailable."""
         with self._changed:
             self._raise_if_closed()
             if self._link is None:
@@ -270,8 +269,12 @@ class BrokerClient:
                     f"not connected to {self.path}: {self._error}",
                     reason="FORKED" if self._error.reason == "FORKED" else "NOT_CONNECTED",
                 )
-            link = self._link
-        reply = link.request(request, self._request_timeout_s, descriptors)
+            return self._link
+
+    def _request(
+        self, request: pb.BrokerRequest, expected: str, link: BrokerLink | None = None, *descriptors: int
+    ) -> ReceivedReply:
+        reply = (link or self._live_link()).request(request, self._request_timeout_s, descriptors)
         if reply.message.WhichOneof("reply") != expected:
             close_descriptors(reply.descriptors)
             found = reply.message.WhichOneof("reply")

@@ -101,15 +101,15 @@ class BrokerLink:
         self._take_over.set()
         try:
             self._sending.send(request, ends_s, descriptors)
-            arrived = waiting.done.wait(max(0.0, ends_s - time.monotonic()))
+            waiting.done.wait(max(0.0, ends_s - time.monotonic()))
+            with self._lock:
+                given_up = self._waiting.pop(request.request_id, None) is not None
+            if not given_up:
+                waiting.done.wait()  # the reading thread has it in hand
         except BaseException:
             self._discard(request.request_id, waiting)
             raise
-        with self._lock:
-            given_up = self._waiting.pop(request.request_id, None) is not None
-        if not given_up:
-            waiting.done.wait()  # the reading thread has it in hand
-        elif not arrived:
+        if given_up:
             raise BrokerUnavailable(f"no reply of the broker within {timeout_s:g} s", reason="TIMEOUT")
         return waiting.result()
 
@@ -330,11 +330,12 @@ class BrokerLink:
             return
         with self._lock:
             waiting = self._waiting.pop(message.request_id, None)
+            if waiting is not None:
+                waiting.reply = reply
         if waiting is None:
-            close_descriptors(reply.descriptors)  # a pong, or too late for whoever asked
-            return
-        waiting.reply = reply
-        waiting.finish()
+            self._undo(reply)  # a pong, or too late for whoever asked
+        else:
+            waiting.finish()
 
     def _tell_soon(self) -> None:
         """On the pump's thread, which does not wait for a broker that takes nothing now: it is told the next
@@ -355,5 +356,13 @@ class BrokerLink:
         """Nobody takes this reply any more."""
         with self._lock:
             self._waiting.pop(request_id, None)
-        if waiting.reply is not None:
-            close_descriptors(waiting.reply.descriptors)
+            reply = waiting.reply
+        if reply is not None:
+            self._undo(reply)
+
+    def _undo(self, reply: ReceivedReply) -> None:
+        """Gives up what came with a reply that nobody takes. Does not wait: the caller may be reading."""
+        close_descriptors(reply.descriptors)
+        if reply.message.HasField("published"):
+            unpublish = pb.BrokerUnpublish(segment_id=reply.message.published.segment_id)
+            self._unasked.add(pb.BrokerRequest(unpublish=unpublish))

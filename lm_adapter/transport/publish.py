@@ -176,8 +176,12 @@ def _publish_memfd(published: PublishedPixels, data: npt.NDArray[np.uint8], brok
         segment_id, owner_id = broker.publish(descriptor, data.nbytes)
     finally:
         os.close(descriptor)
-    published.segment_id, published.owner_id, published._broker = segment_id, owner_id, broker
-    published._owns(lambda: broker.unpublish_later(segment_id))
+    try:
+        published.segment_id, published.owner_id, published._broker = segment_id, owner_id, broker
+        published._owns(lambda: broker.unpublish_later(segment_id))
+    except BaseException:  # an interrupt: nothing ends the segment yet
+        broker.unpublish(segment_id)
+        raise
 
 
 def _write(descriptor: int, data: npt.NDArray[np.uint8]) -> None:
