@@ -142,7 +142,9 @@ def test_a_changed_file_is_fetched_anew(server: Server, files: dict[str, bytes],
 def test_a_wrong_digest_is_refused_and_leaves_nothing(
     server: Server, files: dict[str, bytes], tmp_path: Path
 ) -> None:
-    server.files["/c/config.json"] = files["config.json"][:-1] + b"?"
+    sent = bytearray(files["config.json"])
+    sent[-1] ^= 1
+    server.files["/c/config.json"] = bytes(sent)
     with pytest.raises(FetchFailed, match=r"config\.json has SHA-256 .* SHA256SUMS says"):
         fetch(server, files, tmp_path)
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
