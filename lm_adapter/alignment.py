@@ -6,7 +6,9 @@ The alignment reads *runs* of equal placeholder ids, never single ids, so that a
 for many items:
 
 1. One form for the whole prompt: all expanded, else one id per item, else one id per frame. The three need
-   different numbers of ids unless they mean the same, so at most one of them fits.
+   different numbers of ids unless they mean the same, so at most one of them fits. All expanded uses the most
+   ids that the items can, one id per item the least, so that no other reading uses as many; one id per frame
+   lies between, and is an error where items of several forms fit the runs in another way.
 2. Forms mixed item by item: dynamic programming over (run, next frame). Readings that put the same items
    into the same runs expand to the same prompt and count as one; two that differ are an error.
 
@@ -98,11 +100,17 @@ def align(runs: Sequence[Run], items: Sequence[PromptItem]) -> list[int]:
     expanded = [(rows, unit + 1) for unit, rows in enumerate(units.rows)]
     per_item = [(1, end) for end in units.item_ends.values()]
     per_frame = [(1, unit + 1) for unit in range(len(units.rows))]
-    for pieces in (expanded, per_item, per_frame):
+    for pieces in (expanded, per_item):
         boundaries = _align_uniform(runs, pieces, units)
         if boundaries is not None:
             return boundaries
-    return _align_mixed(runs, items, units)
+    boundaries = _align_uniform(runs, per_frame, units)
+    if boundaries is None:
+        return _align_mixed(runs, items, units)
+    # A frame in each run, as frames with timestamps stand, is the only way then.
+    if len(runs) < len(units.rows) and _has_other_reading(runs, units, boundaries):
+        raise _ambiguous(runs, items)
+    return boundaries
 
 
 def _align_uniform(runs: Sequence[Run], pieces: Sequence[tuple[int, int]], units: _Units) -> list[int] | None:
@@ -127,11 +135,7 @@ def _align_mixed(runs: Sequence[Run], items: Sequence[PromptItem], units: _Units
     """Boundaries when each item takes the form it needs; a reading is the boundaries it puts after the
     runs."""
     num_units = len(units.rows)
-    most = [0] * (num_units + 1)  # ids that the units from here can use at most, and at least
-    least = [0] * (num_units + 1)
-    for unit in reversed(range(num_units)):
-        most[unit] = most[unit + 1] + units.rows[unit]
-        least[unit] = 1 + least[units.item_ends.get(unit, unit + 1)]
+    least, most = _bounds(units)
     ids_left = sum(run.length for run in runs)
     readings = {0: 1}  # boundary -> number of readings that lead there, as far as two
     came_from: list[dict[int, int]] = []
@@ -150,17 +154,78 @@ def _align_mixed(runs: Sequence[Run], items: Sequence[PromptItem], units: _Units
     if count == 0:
         raise _mismatch(runs, items)
     if count > 1:
-        raise InvalidRequest(
-            f"{len(runs)} runs of placeholders with lengths {[run.length for run in runs][:16]} fit "
-            f"{len(items)} items of {[item.num_rows for item in items][:16]} rows in more than one way; "
-            "expand all items or none",
-            reason="PLACEHOLDER_AMBIGUOUS",
-            details={"runs": len(runs), "items": len(items)},
-        )
+        raise _ambiguous(runs, items)
     boundaries = [num_units]
     for origin in reversed(came_from):
         boundaries.append(origin[boundaries[-1]])
     return boundaries[-2::-1]
+
+
+def _bounds(units: _Units) -> tuple[list[int], list[int]]:
+    """Ids that the units from each on can use at least and at most."""
+    num_units = len(units.rows)
+    least, most = [0] * (num_units + 1), [0] * (num_units + 1)
+    for unit in reversed(range(num_units)):
+        most[unit] = most[unit + 1] + units.rows[unit]
+        least[unit] = 1 + least[units.item_ends.get(unit, unit + 1)]
+    return least, most
+
+
+class _State(NamedTuple):
+    """After a run. is_expanded: of the item that goes on behind it, None where none does; is_other: whether
+    a boundary so far is not the known reading's."""
+
+    unit: int
+    is_expanded: bool | None
+    is_other: bool
+
+
+def _has_other_reading(runs: Sequence[Run], units: _Units, known: Sequence[int]) -> bool:
+    """Whether items, each in a form of its own but for all of its frames, fit the runs with other boundaries
+    than ``known``."""
+    least, most = _bounds(units)
+    ids_left = sum(run.length for run in runs)
+    states = {_State(0, None, False)}
+    for run, boundary in zip(runs, known, strict=True):
+        ids_left -= run.length
+        reached: set[_State] = set()
+        for state in states:
+            for unit, is_expanded in _reach_by_item(run, state, units):
+                if least[unit] <= ids_left <= most[unit]:
+                    reached.add(_State(unit, is_expanded, state.is_other or unit != boundary))
+        states = reached
+    return any(state.is_other and state.unit == len(units.rows) for state in states)
+
+
+def _reach_by_item(run: Run, state: _State, units: _Units) -> list[tuple[int, bool | None]]:
+    """As ``_reach``, with one form for all frames of an item: the unit that can come next, and the form of
+    the item that it goes on with."""
+    full = (1 << (run.length + 1)) - 1
+    uses: dict[tuple[int, bool | None], int] = {(state.unit, state.is_expanded): 1}
+    reached: list[tuple[int, bool | None]] = []
+    ends = {*units.item_ends.values()}
+
+    def add(unit: int, is_expanded: bool | None, ways: int) -> None:
+        place = unit, (None if unit in ends else is_expanded)
+        if ways & full:
+            uses[place] = uses.get(place, 0) | ways & full
+
+    for unit in range(state.unit, len(units.rows) + 1):
+        if not uses:
+            break
+        for form in (None, False, True):
+            ways = uses.pop((unit, form), 0)
+            if ways >> run.length & 1:
+                reached.append((unit, form))
+            if not ways or unit == len(units.rows) or units.placeholder_ids[unit] != run.placeholder_id:
+                continue
+            if form is None:
+                add(units.item_ends[unit], None, ways << 1)
+            if form is not True:
+                add(unit + 1, False, ways << 1)
+            if form is not False:
+                add(unit + 1, True, ways << units.rows[unit])
+    return reached
 
 
 def _reach(run: Run, first: int, units: _Units) -> list[int]:
@@ -184,6 +249,16 @@ def _reach(run: Run, first: int, units: _Units) -> list[int]:
         if not any(uses.values()):
             break
     return reached
+
+
+def _ambiguous(runs: Sequence[Run], items: Sequence[PromptItem]) -> InvalidRequest:
+    return InvalidRequest(
+        f"{len(runs)} runs of placeholders with lengths {[run.length for run in runs][:16]} fit "
+        f"{len(items)} items of {[item.num_rows for item in items][:16]} rows in more than one way; "
+        "expand all items or none",
+        reason="PLACEHOLDER_AMBIGUOUS",
+        details={"runs": len(runs), "items": len(items)},
+    )
 
 
 def _mismatch(runs: Sequence[Run], items: Sequence[PromptItem]) -> InvalidRequest:

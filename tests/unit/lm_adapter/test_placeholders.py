@@ -222,13 +222,47 @@ def layouts(draw: st.DrawFn) -> tuple[list[PromptItem], list[list[int]], list[li
     return items, [[*prompt, 6] for prompt in prompts], expected
 
 
+def readings_by_item(ids: list[int], items: list[PromptItem]) -> set[tuple[int, ...]]:
+    """By brute force: the units before the end of each run, for each choice of a form of every item that
+    fits."""
+    runs = [(key, len([*group])) for key, group in itertools.groupby(ids) if key in (IMAGE, VIDEO)]
+    found = set()
+    for forms in itertools.product(("expanded", "frame", "item"), repeat=len(items)):
+        # Of each placeholder its id and the units that are over with it.
+        placeholders: list[tuple[int, int]] = []
+        unit = 0
+        for item, form in zip(items, forms, strict=True):
+            each = [(rows if form == "expanded" else 1, 1) for rows in item.unit_rows]
+            counts = [(1, len(item.unit_rows))] if form == "item" else each
+            for num_ids, num_units in counts:
+                placeholders += [(item.placeholder_id, -1)] * (num_ids - 1)
+                unit += num_units
+                placeholders.append((item.placeholder_id, unit))
+        ends = [*itertools.accumulate(length for _, length in runs)]
+        if len(placeholders) != sum(length for _, length in runs):
+            continue
+        if [one for one, length in runs for _ in range(length)] != [one for one, _ in placeholders]:
+            continue
+        boundaries = tuple(placeholders[end - 1][1] for end in ends)
+        if -1 not in boundaries:
+            found.add(boundaries)
+    return found
+
+
 @settings(max_examples=300, deadline=None)
 @given(layouts())
 def test_p05_every_form_means_the_same_prompt(
     layout: tuple[list[PromptItem], list[list[int]], list[list[tuple[int, int]]]],
 ) -> None:
+    """But for one id per frame where items of several forms fit the runs as well: that is an error."""
     items, prompts, expected = layout
     for prompt_ids in prompts:
+        if len(readings_by_item(prompt_ids, items)) > 1:
+            event("ambiguous")
+            with pytest.raises(InvalidRequest) as caught:
+                expand_placeholders(np.array(prompt_ids), items, [IMAGE, VIDEO])
+            assert caught.value.reason == "PLACEHOLDER_AMBIGUOUS"
+            continue
         prompt = expand_placeholders(np.array(prompt_ids), items, [IMAGE, VIDEO])
         assert prompt.ids.tolist() == prompts[0]
         assert segments(prompt) == expected
