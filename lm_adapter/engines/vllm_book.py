@@ -100,6 +100,9 @@ class Book:
         if state.failed or state.ready_from is None:
             return False
         if num_computed_tokens >= state.ready_from:
+            # A prefix that another request computed is never said to be passed.
+            for index in [index for index in state.held if state.wanted[index].end <= num_computed_tokens]:
+                self.passed(request, index)
             return True
         self._need(state, num_computed_tokens)
         return state.ready_from is not None and num_computed_tokens >= state.ready_from

@@ -121,6 +121,23 @@ def test_p33_any_number_of_queued_requests_can_fail_at_once(book: Book, fetches:
     assert book.ensure(right, 0)
 
 
+def test_p24_rows_whose_tokens_were_computed_for_another_request_are_let_go(
+    book: Book, fetches: Fetches
+) -> None:
+    """vLLM makes no room for these, and so never says that it is past them. The request may run for long."""
+    first, second = key(), key()
+    request = request_for(first, second)
+    assert is_ready(book, fetches, request)
+    assert book.ensure(request, 8)
+    assert not book.holds(f"id-{first.hex()}")
+    assert book.rows(request, 1) is not None
+    assert book.ensure(request, 16)
+    assert book.resident_bytes == 0
+    assert not book.ensure(request, 8)
+    fetches.end_all()
+    assert book.ensure(request, 8)
+
+
 def test_rows_that_vllm_is_past_while_others_are_under_way_are_not_waited_for(
     book: Book, fetches: Fetches
 ) -> None:
