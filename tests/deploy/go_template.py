@@ -164,6 +164,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "lt": lambda one, other: one < other,
     "fail": fail,
     "omit": lambda given, *names: {name: given[name] for name in given if name not in names},
+    "get": lambda given, name: given.get(name, ""),
     "hasKey": lambda given, name: name in given,
     "deepCopy": copy.deepcopy,
     "mergeOverwrite": overwritten,
