@@ -17,6 +17,7 @@ import torch
 
 from encoder_service.errors import ClipTooLarge, UndecodableClip, UnsupportedContent, VisionEncoderError
 from encoder_service.ingest.video_container import CONTAINER_NAMES, check_whole, container_of
+from encoder_service.ingest.video_fragments import check_fragments
 from encoder_service.ingest.video_settings import ClipLimits
 from encoder_service.ingest.video_tables import check_tables
 
@@ -68,6 +69,7 @@ def open_clip(data: bytes, limits: ClipLimits) -> ClipSource:
         return WebPClip(data, limits)
     if container == "mov":
         check_tables(data, limits.max_source_frames)
+        check_fragments(data)
     try:
         from encoder_service.ingest.video_stream import StreamClip
     except ImportError as error:
