@@ -8,9 +8,10 @@ the holes sorted moves a few machine words per change. Not thread-safe.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from encoder_service.errors import InternalError
+from encoder_service.store.integrity import Checked
 
 ALIGNMENT_BYTES = 256
 
@@ -19,7 +20,7 @@ _FIRST_BITS = 48
 _FIRST_MASK = (1 << _FIRST_BITS) - 1
 
 
-class RangeAllocator:
+class RangeAllocator(Checked):
     """Hands out ranges of [0, size_bytes), aligned to ALIGNMENT_BYTES at both ends."""
 
     def __init__(self, size_bytes: int) -> None:
@@ -112,23 +113,31 @@ class RangeAllocator:
         """For looking ahead at what freeing ranges would give."""
         return FreeingPlan(self._taken, self._hole_units, self._hole_before)
 
-    def check_integrity(self) -> None:
-        """Raises AssertionError unless ranges and holes tile the arena, no two holes touch, and the counts
-        and indexes agree."""
-        tiles = sorted(
-            [(first, units, False) for first, units in self._taken.items()]
-            + [(first, units, True) for first, units in self._hole_units.items()]
-        )
-        end, after_hole = 0, False
-        for first, units, is_hole in tiles:
-            assert first == end, f"a tile starts at unit {first}, the one before ends at {end}"
+    def integrity_steps(self) -> Iterator[None]:
+        """Ranges and holes tile the arena, no two holes touch, and the counts and indexes agree."""
+        end, num_tiles, free_units, after_hole = 0, 0, 0, False
+        num_units = self.size_bytes // ALIGNMENT_BYTES
+        while end < num_units:
+            taken, hole = self._taken.get(end), self._hole_units.get(end)
+            assert (taken is None) != (hole is None), f"not one tile starts at unit {end}, where one ends"
+            assert not (after_hole and hole is not None), f"two holes touch at unit {end}"
+            units = taken if hole is None else hole
+            assert units is not None
             assert units > 0
-            assert not (is_hole and after_hole), f"two holes touch at unit {first}"
-            end, after_hole = first + units, is_hole
-        assert end * ALIGNMENT_BYTES == self.size_bytes
-        assert self._free_units == sum(self._hole_units.values())
-        assert self._holes == sorted(_key(first, units) for first, units in self._hole_units.items())
-        assert self._hole_before == {first + units: first for first, units in self._hole_units.items()}
+            free_units += hole or 0
+            end, num_tiles, after_hole = end + units, num_tiles + 1, hole is not None
+            yield
+        assert end == num_units, f"the last tile ends at unit {end} of {num_units}"
+        assert num_tiles == len(self._taken) + len(self._hole_units), "tiles lie on one another"
+        assert self._free_units == free_units
+        assert len(self._holes) == len(self._hole_units) == len(self._hole_before)
+        last = -1
+        for key in self._holes:
+            assert last < key, "the holes are not in order"
+            last, first, units = key, key & _FIRST_MASK, key >> _FIRST_BITS
+            assert self._hole_units.get(first) == units
+            assert self._hole_before.get(first + units) == first
+            yield
 
     def _add_hole(self, first: int, num_units: int) -> None:
         insort(self._holes, _key(first, num_units))

@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -24,6 +24,7 @@ from encoder_service.errors import InternalError
 from encoder_service.store.allocator import ALIGNMENT_BYTES, FreeingPlan, RangeAllocator
 from encoder_service.store.control_page import ControlPage, Probe
 from encoder_service.store.directory import Directory, Listing, namespace_tag
+from encoder_service.store.integrity import Checked
 from encoder_service.types import EncodedItem
 
 log = structlog.get_logger(__name__)
@@ -82,7 +83,7 @@ class Slot:
     num_bytes: int
 
 
-class Arena:
+class Arena(Checked):
     """Slots in shared memory. An arena serves one namespace's readers or those of all that share it:
     whoever maps it can read all of it."""
 
@@ -97,6 +98,8 @@ class Arena:
         self._slots: list[Slot | None] = [None] * max_slots
         self._free_indexes = deque(range(max_slots))
         self._closed = False
+        self.num_changes = 0
+        """Another number after every change of a slot."""
         probe = self._write_probe(random_bytes(PROBE_BYTES))
         self.arena_id = random_bytes(16)
         instance = int.from_bytes(random_bytes(8), "little")
@@ -163,6 +166,7 @@ class Arena:
         if offset is None:
             return None
         slot = Slot(self._free_indexes.popleft(), offset, num_bytes)
+        self.num_changes += 1
         self._slots[slot.index] = slot
         self._holders[slot] = 1
         return slot
@@ -170,6 +174,7 @@ class Arena:
     def publish(self, slot: Slot) -> int:
         """The slot's rows are complete, on the device too; their generation. Once per slot."""
         self._check(slot)
+        self.num_changes += 1
         return self.page.publish(slot.index)
 
     def enter(self, slot: Slot, namespace: str, item: EncodedItem) -> None:
@@ -193,11 +198,13 @@ class Arena:
             str(spec.dtype).removeprefix("torch."),
             spec.num_deepstack_levels,
         )
+        self.num_changes += 1
         self.directory.put(slot.index, generation, slot.offset_bytes, listing)
 
     def strike(self, slot: Slot) -> None:
         """The directory lists the slot no more, where it did."""
         self._check(slot)
+        self.num_changes += 1
         self.directory.remove(slot.index)
 
     def published(self, slot: Slot) -> bool:
@@ -212,6 +219,7 @@ class Arena:
     def revoke(self, slot: Slot) -> int:
         """Makes every reader's generation of the slot stale while the rows stay; the new generation."""
         self._check(slot)
+        self.num_changes += 1
         generation = self.page.revoke(slot.index)
         self.directory.set_generation(slot.index, generation)
         return generation
@@ -223,11 +231,13 @@ class Arena:
     def hold(self, slot: Slot) -> None:
         """One more holder. Raises InternalError for a slot that was freed."""
         self._check(slot)
+        self.num_changes += 1
         self._holders[slot] += 1
 
     def drop(self, slot: Slot) -> bool:
         """One holder less; the last one frees the slot. Whether it did."""
         self._check(slot)
+        self.num_changes += 1
         self._holders[slot] -= 1
         if self._holders[slot]:
             return False
@@ -279,6 +289,7 @@ class Arena:
         if self._closed:
             return
         self._closed = True
+        self.num_changes += 1
         self.page.close()
         self.directory.close()
         try:
@@ -287,23 +298,28 @@ class Arena:
             log.warning("an arena's device failed before it was closed", error=str(error).partition("\n")[0])
         self._memory.close()
 
-    def check_integrity(self) -> None:
-        """Raises AssertionError unless slots, holders, indexes and bytes agree."""
-        self._allocator.check_integrity()
-        in_use = {slot.index: slot for slot in self._holders}
-        assert len(in_use) == len(self._holders)
-        assert {index: slot for index, slot in enumerate(self._slots) if slot is not None} == in_use
-        free = set(self._free_indexes)
-        assert len(free) == len(self._free_indexes)
-        assert free.isdisjoint(in_use)
-        assert len(free) + len(in_use) == len(self._slots)
-        assert len(self._allocator) == len(in_use) + 1, "the probe is one range"
+    def integrity_steps(self) -> Iterator[None]:
+        """Slots, holders, indexes and bytes agree."""
+        yield from self._allocator.integrity_steps()
         for slot, holders in self._holders.items():
+            assert self._slots[slot.index] is slot
             assert holders > 0
             assert slot.num_bytes <= self._allocator.capacity_bytes(slot.offset_bytes)
-        for index in range(len(self._slots)) if self._closed else free:
+            yield
+        assert len(self._slots) - self._slots.count(None) == len(self._holders)
+        assert len(self._allocator) == len(self._holders) + 1, "the probe is one range"
+        seen = bytearray(len(self._slots))
+        for index in self._free_indexes:
+            assert not seen[index], f"slot {index} is free twice"
+            assert self._slots[index] is None, f"slot {index} is free and in use"
             assert self.page.generation(index) % 2 == 0, f"slot {index} is free and readable"
-        self.directory.check_integrity(self.page.generation)
+            seen[index] = 1
+            yield
+        assert len(self._free_indexes) + len(self._holders) == len(self._slots)
+        for index in range(len(self._slots)) if self._closed else ():
+            assert self.page.generation(index) % 2 == 0, f"slot {index} of a closed arena is readable"
+            yield
+        yield from self.directory.integrity_steps(self.page.generation)
 
     def _check(self, slot: Slot) -> None:
         if slot not in self._holders:

@@ -8,12 +8,13 @@ namespaces share an arena ``partitions``'. Not thread-safe: used from the event 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from encoder_service.store.allocator import ALIGNMENT_BYTES
 from encoder_service.store.arena import Arena, Slot
 from encoder_service.store.embedding_store import Held, StoreCounters, Tier, Writing
+from encoder_service.store.integrity import Checked
 from encoder_service.store.shares import FairShares, Name
 from encoder_service.types import EncodedItem
 
@@ -26,7 +27,7 @@ class _Entry:
     slot: Slot
 
 
-class ArenaStore:
+class ArenaStore(Checked):
     """See ``embedding_store.RowStore``. Takes the arena over: ``close`` closes it. weights: see
     ``shares.FairShares``."""
 
@@ -140,22 +141,25 @@ class ArenaStore:
             self._remove(name)
         self.arena.close()
 
-    def check_integrity(self) -> None:
-        """Raises AssertionError unless the arena is sound and every entry's rows are readable in a slot of
-        their own."""
-        self.arena.check_integrity()
-        self.shares.check_integrity()
+    def integrity_steps(self) -> Iterator[None]:
+        """The arena is sound, and every entry's rows are readable in a slot of their own."""
+        yield from self.arena.integrity_steps()
+        yield from self.shares.integrity_steps()
         assert sum(map(self.shares.num_entries, self.namespaces())) == len(self._entries)
-        assert self.num_bytes == sum(entry.slot.num_bytes for entry in self._entries.values())
-        assert len({entry.slot for entry in self._entries.values()}) == len(self._entries)
-        num_listed, num_missing = len(self.arena.directory), self.arena.directory.num_unlisted
-        num_images = sum(entry.item.clip is None for entry in self._entries.values())
-        assert num_images - num_missing <= num_listed <= num_images
+        num_bytes, num_images, seen = 0, 0, bytearray(self.arena.geometry.num_slots)
         for (_, key), entry in self._entries.items():
             assert key == entry.item.key
             assert self.arena.published(entry.slot)
             view = self.arena.view(entry.slot, entry.item.rows.shape, entry.item.rows.dtype)
             assert view.data_ptr() == entry.item.rows.data_ptr()
+            assert not seen[entry.slot.index], f"slot {entry.slot.index} is two entries'"
+            seen[entry.slot.index] = 1
+            num_bytes += entry.slot.num_bytes
+            num_images += entry.item.clip is None
+            yield
+        assert self.num_bytes == num_bytes
+        num_listed, num_missing = len(self.arena.directory), self.arena.directory.num_unlisted
+        assert num_images - num_missing <= num_listed <= num_images
 
     def _make_room(self, namespace: str, num_bytes: int) -> Slot | None:
         """A slot, whose cost is reserved for the namespace until ``finish_put`` or ``cancel_put``."""

@@ -29,7 +29,7 @@ from __future__ import annotations
 import hashlib
 import struct
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -50,6 +50,8 @@ RECORD_WORDS = RECORD.size // WORD_BYTES
 CRC_BYTES = 4
 MAX_PROBES = 64
 PLACES_PER_SLOT = 2
+PLACES_AT_ONCE = 1024
+"""That one step of a check looks through."""
 # As on the wire; the numbers are part of the layout.
 DTYPE_CODES = {"float32": 1, "bfloat16": 2, "float16": 3}
 _U16, _U32 = 1 << 16, 1 << 32
@@ -171,21 +173,22 @@ class Directory:
         self._file.close()
 
     def check_integrity(self, generation_of: Callable[[int], int]) -> None:
-        """Raises AssertionError unless places, records and what is remembered agree, every name is found by a
-        search from where it starts, and every record has its slot's generation."""
+        """All of ``integrity_steps`` at once. Raises AssertionError."""
+        for _ in self.integrity_steps(generation_of):
+            pass
+
+    def integrity_steps(self, generation_of: Callable[[int], int]) -> Iterator[None]:
+        """Places, records and what is remembered agree, every name is found by a search from where it starts,
+        and every record has its slot's generation."""
         places = np.frombuffer(self._words, np.uint64, self.num_places, FIRST_PLACE_WORD * WORD_BYTES)
-        taken = np.flatnonzero(places).tolist()
-        for place in taken:
-            word = self._words[FIRST_PLACE_WORD + place]
-            found = self._listed[(word & _U32 - 1) - 1]
-            assert word >> 32 == found.hashed >> 32
-            steps = (place - found.hashed) & self._mask
-            assert steps < MAX_PROBES, f"a name is {steps} places from where its search starts"
-            between = range(steps)
-            assert all(
-                self._words[FIRST_PLACE_WORD + ((found.hashed + step) & self._mask)] for step in between
-            )
-        assert len(taken) == len(self._listed) == len(self._slots)
+        num_taken = 0
+        for start in range(0, self.num_places, PLACES_AT_ONCE):
+            for place in np.flatnonzero(places[start : start + PLACES_AT_ONCE]).tolist():
+                self._check_place(start + place)
+                num_taken += 1
+                yield
+            yield
+        assert num_taken == len(self._listed) == len(self._slots)
         for index, listed in self._listed.items():
             assert self._slots[listed.listing.tag, listed.listing.key] == index
             start = self._start(index)
@@ -198,6 +201,18 @@ class Directory:
                 generation_of(index),
                 listed.offset_bytes,
             )
+            yield
+
+    def _check_place(self, place: int) -> None:
+        """Raises AssertionError."""
+        word = self._words[FIRST_PLACE_WORD + place]
+        found = self._listed.get((word & _U32 - 1) - 1)
+        assert found is not None, f"place {place} leads to a slot that is not listed"
+        assert word >> 32 == found.hashed >> 32
+        steps = (place - found.hashed) & self._mask
+        assert steps < MAX_PROBES, f"a name is {steps} places from where its search starts"
+        between = range(steps)
+        assert all(self._words[FIRST_PLACE_WORD + ((found.hashed + step) & self._mask)] for step in between)
 
     # -- places ----------------------------------------------------------------------------------------
 

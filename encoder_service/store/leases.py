@@ -17,12 +17,13 @@ import heapq
 import math
 import secrets
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from encoder_service.errors import InternalError, InvalidRequest, Overloaded, StaleLease, UnknownLease
 from encoder_service.store.arena import Slot
+from encoder_service.store.integrity import Checked
 
 LEASE_ID_BYTES = 16
 MAX_READERS = 256
@@ -88,7 +89,7 @@ class _SlotLeases:
 
 
 @dataclass
-class LeaseTable:
+class LeaseTable(Checked):
     """Every live lease, over all arenas.
 
     clock: seconds, monotonic. max_ttl_s bounds what a grant or renewal may ask for; max_age_s a lease's whole
@@ -250,9 +251,12 @@ class LeaseTable:
         self.counters.expired += num_expired
         return num_expired
 
-    def check_integrity(self) -> None:
-        """Raises AssertionError unless leases, owners and slots agree, every lease holds its slot, and no
-        live lease is stale."""
+    def integrity_steps(self) -> Iterator[None]:
+        """Leases, owners and slots agree, every lease holds its slot, and no live lease is stale."""
+        scheduled = set()
+        for expiry in self._expiries:
+            scheduled.add(expiry)
+            yield
         by_slot: dict[Slot, int] = {}
         for lease_id, grant in self._grants.items():
             lease = grant.lease
@@ -264,12 +268,19 @@ class LeaseTable:
             assert lease_id not in self._ended
             assert lease.arena.closed or lease.arena.generation(lease.slot) == lease.generation
             assert lease.arena.num_holders(lease.slot) >= by_slot[lease.slot]
-        assert by_slot == {slot: leases.num_live for slot, leases in self._slots.items()}
+            assert (lease.expires_at_s, lease_id) in scheduled
+            yield
+        for slot, leases in self._slots.items():
+            assert by_slot.get(slot) == leases.num_live
+            yield
+        assert len(by_slot) == len(self._slots)
         assert all(len(held) <= self.max_per_owner for held in self._owners.values())
         assert sum(map(len, self._owners.values())) == len(self._grants)
-        scheduled = set(self._expiries)
-        assert all((grant.lease.expires_at_s, key) in scheduled for key, grant in self._grants.items())
         assert len(self._ended) <= MAX_REMEMBERED
+
+    def stamp(self) -> tuple[int, ...]:
+        """Another one after every change."""
+        return (len(self._expiries), *vars(self.counters).values())
 
     def _find(self, lease_id: bytes) -> _Grant:
         grant = self._grants.get(lease_id)

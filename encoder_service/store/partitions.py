@@ -17,6 +17,7 @@ from encoder_service.store.arena_store import ArenaStore
 from encoder_service.store.cuda_memory import CudaMemory
 from encoder_service.store.embedding_store import Held, StoreCounters, Tier, Writing
 from encoder_service.store.host_memory import HostMemory
+from encoder_service.store.integrity import Checked
 from encoder_service.types import EncodedItem
 
 # One place in the control page for so many bytes, eight bytes each: rows of an image take more.
@@ -24,7 +25,7 @@ BYTES_PER_SLOT = 16 * 1024
 MIN_SLOTS, MAX_SLOTS = 64, 65_536
 
 
-class PartitionedStore:
+class PartitionedStore(Checked):
     """See ``embedding_store.RowStore``. isolated: by namespace."""
 
     def __init__(self, shared: ArenaStore, isolated: Mapping[str, ArenaStore]) -> None:
@@ -106,10 +107,10 @@ class PartitionedStore:
         for part in self.parts():
             part.close()
 
-    def check_integrity(self) -> None:
-        """Raises AssertionError unless every part is sound and no isolated item lies in another's arena."""
+    def integrity_steps(self) -> Iterator[None]:
+        """Every part is sound, and no isolated item lies in another's arena."""
         for namespace, part in self.named_parts():
-            part.check_integrity()
+            yield from part.integrity_steps()
             for found in part.namespaces():
                 assert self.part(found) is part, f"rows of {found!r} lie in the arena of {namespace!r}"
 

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
+from encoder_service.store.integrity import Checked
 from encoder_service.store.use_order import UseOrder
 
 # Weights are counted in thousandths, so that sums of them are exact however often namespaces come and go.
@@ -43,7 +44,7 @@ class _Member:
         return self.entries.num_bytes + self.reserved_bytes
 
 
-class FairShares:
+class FairShares(Checked):
     """weights: by namespace, MIN_WEIGHT to MAX_WEIGHT, to a thousandth; 1.0 for those that it leaves out."""
 
     def __init__(self, capacity_bytes: int, weights: Mapping[str, float] | None = None) -> None:
@@ -144,14 +145,14 @@ class FairShares:
             for head in reaching_over:  # popped in order of use
                 yield head.take()
 
-    def check_integrity(self) -> None:
-        """Raises AssertionError unless bytes, weights and orders agree."""
+    def integrity_steps(self) -> Iterator[None]:
+        """Bytes, weights and orders agree."""
         assert self._total_weight == sum(member.weight for member in self._members.values())
         for namespace, member in self._members.items():
             assert member.entries or member.reserved_bytes, f"{namespace!r} has nothing and counts"
             assert member.weight == self._weight(namespace)
             assert member.reserved_bytes >= 0
-            member.entries.check_integrity()
+            yield from member.entries.integrity_steps()
 
     def _weight(self, namespace: str) -> int:
         return self._weights.get(namespace, WEIGHT_UNITS)

@@ -21,6 +21,7 @@ import torch
 from encoder_service.errors import Draining, StoreFull
 from encoder_service.store.arena_store import ArenaStore
 from encoder_service.store.embedding_store import Held, StoreCounters, Tier, Writing
+from encoder_service.store.integrity import Checked
 from encoder_service.store.mover import Move, Mover, read_failure
 from encoder_service.store.partitions import PartitionedStore
 from encoder_service.types import CacheTier, EncodedItem
@@ -50,7 +51,7 @@ class TierCounters:
     unplaced: int = 0
 
 
-class TieredStore:
+class TieredStore(Checked):
     """See ``embedding_store.RowStore``. Closes both tiers. device: without the isolated namespaces that have
     no device memory of their own; their rows are on the host only. max_unkept_bytes: of copies for readers,
     for which the host tier has no room, and one copy; one that is read at a time is made once."""
@@ -207,11 +208,10 @@ class TieredStore:
         self.device.close()
         self.host.close()
 
-    def check_integrity(self) -> None:
-        """Raises AssertionError unless both tiers are sound and no namespace's rows lie in device memory that
-        is not for them."""
-        self.device.check_integrity()
-        self.host.check_integrity()
+    def integrity_steps(self) -> Iterator[None]:
+        """Both tiers are sound, and no namespace's rows lie in device memory that is not for them."""
+        yield from self.device.integrity_steps()
+        yield from self.host.integrity_steps()
         for _, part in self.device.named_parts():
             assert not part.namespaces() & self._host_only
 

@@ -21,6 +21,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from encoder_service.store.integrity import Checked
+
 # Of the entries' bytes, what probation may have.
 PROBATION_PART = 1 / 3
 # An entry is young until so much has come after it, over the entries' bytes.
@@ -39,7 +41,7 @@ class _Entry:
     came_at: int
 
 
-class UseOrder:
+class UseOrder(Checked):
     """Entries by key. Uses are numbered by the caller, each above those before."""
 
     def __init__(self) -> None:
@@ -115,18 +117,26 @@ class UseOrder:
             else:
                 return
 
-    def check_integrity(self) -> None:
-        """Raises AssertionError unless bytes and orders agree."""
-        assert not self._new.keys() & self._kept.keys()
-        assert not self._gone.keys() & {*self._new, *self._kept}
-        assert self._new_bytes == sum(entry.num_bytes for entry in self._new.values())
-        kept_bytes = sum(entry.num_bytes for entry in self._kept.values())
-        assert self.num_bytes == self._new_bytes + kept_bytes
-        assert self._gone_bytes == sum(self._gone.values())
+    def integrity_steps(self) -> Iterator[None]:
+        """Bytes and orders agree."""
+        found_bytes = []
+        for order, other in ((self._new, self._kept), (self._kept, self._new)):
+            num_bytes, last_used = 0, -1
+            for key, entry in order.items():
+                assert key not in other
+                assert key not in self._gone
+                assert last_used < entry.used, "entries are not in the order of their use"
+                last_used, num_bytes = entry.used, num_bytes + entry.num_bytes
+                yield
+            found_bytes.append(num_bytes)
+        gone_bytes = 0
+        for num_bytes in self._gone.values():
+            gone_bytes += num_bytes
+            yield
+        assert self._new_bytes == found_bytes[0]
+        assert self.num_bytes == sum(found_bytes)
+        assert self._gone_bytes == gone_bytes
         assert self._gone_bytes <= self.num_bytes
-        for order in (self._new, self._kept):
-            uses = [entry.used for entry in order.values()]
-            assert uses == sorted(set(uses))
 
 
 def _evictable(order: OrderedDict[bytes, _Entry], is_evictable: Callable[[bytes], bool]) -> Iterator[Going]:

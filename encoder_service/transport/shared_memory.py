@@ -12,9 +12,11 @@ import contextlib
 import math
 import threading
 import time
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Hashable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import TypeAlias
 
@@ -37,6 +39,7 @@ from encoder_service.transport.access import BrokerAccess
 from encoder_service.transport.broker import Broker
 from encoder_service.transport.broker_fetch import FetchDesk
 from encoder_service.transport.broker_options import BrokerOptions
+from encoder_service.transport.idle_check import IdleCheck
 from encoder_service.transport.offers import ArenaOffer, OfferBook, ProbeSlot, close_all
 
 log = structlog.get_logger(__name__)
@@ -51,10 +54,6 @@ BEAT_S = 1.0
 DRAIN_POLL_S = 0.05
 DEVICE_STOP_S = 5.0
 """How long work on the device may take to end before the process leaves it."""
-QUIET_BEATS = 5
-MAX_CHECKED_ITEMS = 4096
-"""The store is checked after so many beats without work, and while it has so few items: the event loop waits
-for the check, about six microseconds for each."""
 
 
 @dataclass(frozen=True)
@@ -127,8 +126,7 @@ class SharedMemory:
         self._timer: asyncio.TimerHandle | None = None
         self._due_s = 0.0  # of the timer; uvloop's handle of a time that has passed tells none
         self._upkeep: asyncio.Task[None] | None = None
-        self._done: tuple[int, ...] = ()
-        self._quiet_beats = 0
+        self._idle_check: IdleCheck | None = None
 
     # -- life ------------------------------------------------------------------------------------------
 
@@ -144,7 +142,9 @@ class SharedMemory:
                 self.broker.offer(offer, data_fd, page_fd, namespace, directory_fd=directory_fd)
             finally:
                 close_all(descriptors)
-        self._upkeep = self._loop.create_task(self._keep_up())
+        is_wrong = self._bookkeeping_is_wrong
+        self._idle_check = IdleCheck(self._integrity_steps, self._stamp, lambda: self.is_idle(), is_wrong)
+        self._upkeep = self._loop.create_task(self._keep_up(self._idle_check))
 
     async def drain(self, grace_s: float) -> bool:
         """Waits for the leases that are out. False when some outlived the grace: they end with ``stop``."""
@@ -161,6 +161,9 @@ class SharedMemory:
     async def stop(self) -> None:
         """Tells readers, ends every lease, gives the memory up. Twice is once."""
         self.fetches.answer = None
+        if self._idle_check is not None:
+            self._idle_check.stop()
+            self._idle_check = None  # it refers to this object, whose memory goes with the last reference
         if self._upkeep is not None:
             self._upkeep.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -272,27 +275,24 @@ class SharedMemory:
         self.leases.expire()
         self._arm()
 
-    async def _keep_up(self) -> None:
+    async def _keep_up(self, idle_check: IdleCheck) -> None:
         while True:
             for part in self.store.parts():
                 part.arena.page.beat()
-            self._check()
+            idle_check.beat()
             await asyncio.sleep(BEAT_S)
 
-    def _check(self) -> None:
-        """Once after each time that something was stored or leased, when all has been quiet for a while."""
-        counts = self.store.counters
-        done = (counts.hits, counts.evictions, len(self.store), *vars(self.leases.counters).values())
-        self._quiet_beats = self._quiet_beats + 1 if done == self._done and self.is_idle() else 0
-        self._done = done
-        if self._quiet_beats != QUIET_BEATS or len(self.store) > MAX_CHECKED_ITEMS:
-            return
-        try:
-            self.store.check_integrity()
-            self.leases.check_integrity()
-        except AssertionError:
-            self.num_integrity_failures += 1
-            log.exception("the arenas' bookkeeping is wrong")
+    def _integrity_steps(self) -> Iterator[None]:
+        return chain(self.store.integrity_steps(), self.leases.integrity_steps())
+
+    def _stamp(self) -> Hashable:
+        parts = tuple((part.arena.num_changes, part.counters.hits) for part in self.store.parts())
+        return parts, self.leases.stamp()
+
+    def _bookkeeping_is_wrong(self, error: Exception) -> None:
+        self.num_integrity_failures += 1
+        # As text: a renderer that shows the frames' variables would show every item.
+        log.error("the arenas' bookkeeping is wrong", found="".join(traceback.format_exception(error)))
 
     def _unix_ms(self, at_s: float) -> int:
         """Rounded down: a reader never believes in more time than there is."""
