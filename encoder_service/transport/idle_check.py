@@ -22,7 +22,7 @@ TURN_S = 0.001
 STEPS_AT_ONCE = 16
 """Between two looks at the clock; one takes some ten microseconds at most."""
 PAUSE_S = 0.015
-"""Between two turns: a check of 65,536 items takes some ten seconds."""
+"""Between two turns: a check of 65,536 items takes some half a minute."""
 
 
 class IdleCheck:
