@@ -84,6 +84,16 @@ def encoders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Encoder]
             one.end()
 
 
+def running(encoders: list[Encoder]) -> list[Encoder]:
+    """All of them: a test that is run again finds those it ended before started anew."""
+    for one in encoders:
+        if one.process.poll() is not None:
+            one.start()
+            one.wait()
+        one.process.send_signal(signal.SIGCONT)
+    return encoders
+
+
 class Callers:
     """Each image's rows have to be the same every time, from whichever replica."""
 
@@ -111,15 +121,18 @@ class Callers:
 
     async def _run(self) -> None:
         while not self._stop.is_set():
-            items = random.sample(self.images, 2)
+            items, begun_s = random.sample(self.images, 2), time.monotonic()
             outcomes = await self.client.encode(items, timeout_s=30)
             for item, outcome in zip(items, outcomes, strict=True):
-                self._check(item, outcome)
+                self._check(item, outcome, time.monotonic() - begun_s)
             await asyncio.sleep(0.005)
 
-    def _check(self, item: ImageItem, outcome: Outcome) -> None:
+    def _check(self, item: ImageItem, outcome: Outcome, took_s: float) -> None:
         if not isinstance(outcome, EncodedRows):
-            self.failures.append(f"{outcome.reason}: {outcome.message}")
+            self.failures.append(
+                f"{outcome.reason} after {took_s:.1f} s: {outcome.message}; {self.client.counts}, "
+                f"{self.client.retries.left(time.monotonic()):.1f} retries left, {self.client.replicas}"
+            )
             return
         rows = self._rows.setdefault(item.digest, outcome.numpy().copy())
         if not np.allclose(rows, outcome.numpy(), atol=1e-5):
@@ -155,7 +168,8 @@ async def test_one_item_is_encoded_at_one_replica_and_read_by_several_readers(
 ) -> None:
     """Leases are their replica's own: releases and other readers find it."""
     items = [ImageItem(photo(64, 64), digest=secrets.token_bytes(32)) for _ in range(6)]
-    async with fleet_client(encoders, settings=SETTINGS, transports=("host", "inline")) as client:
+    started = running(encoders)
+    async with fleet_client(started, settings=SETTINGS, transports=("host", "inline")) as client:
         ends_s = time.monotonic() + 30
         while not all(one.is_local for one in client.replicas):  # found out once each is up
             assert time.monotonic() < ends_s, client.replicas
@@ -170,7 +184,7 @@ async def test_one_item_is_encoded_at_one_replica_and_read_by_several_readers(
 
 
 async def test_p37_a_standstill_and_a_drain_fail_no_request_of_shared_memory(encoders: list[Encoder]) -> None:
-    shared = fleet_client(encoders, settings=SETTINGS, transports=("host", "inline"))
+    shared = fleet_client(running(encoders), settings=SETTINGS, transports=("host", "inline"))
     async with shared as client, Callers(client) as callers:
         await callers.until(60)
         still, stopped = encoders[0], encoders[2]
@@ -192,9 +206,8 @@ async def test_p37_a_standstill_and_a_drain_fail_no_request_of_shared_memory(enc
 
 
 async def test_a_kill_fails_no_request_of_inline_rows(encoders: list[Encoder]) -> None:
-    """Of the two that the tests before left."""
     settings = replace(SETTINGS, locality="ignore")
-    inline = fleet_client(encoders[:2], settings=settings, transports=("inline",))
+    inline = fleet_client(running(encoders[:2]), settings=settings, transports=("inline",))
     async with inline as client, Callers(client) as callers:
         await callers.until(60)
         await asyncio.to_thread(encoders[1].end, signal.SIGKILL)
