@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from lm_adapter.engines.vllm_book import Book
 from lm_adapter.engines.vllm_fetch import Fetched, FetchSettings
 from lm_adapter.engines.vllm_items import Geometry, WantedRows, transfer_params
 from lm_adapter.errors import InvalidRows, ItemFailed
@@ -140,3 +141,10 @@ def grid_field(grid: Grid) -> dict[str, Any]:
 
 def key() -> bytes:
     return secrets.token_bytes(32)
+
+
+def is_ready(book: Book, fetches: Fetches, request: Request) -> bool:
+    """Whether vLLM may take it once all fetches have ended."""
+    book.ensure(request, 0)
+    fetches.end_all()
+    return book.ensure(request, 0)

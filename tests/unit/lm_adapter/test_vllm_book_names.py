@@ -19,6 +19,7 @@ from tests.unit.lm_adapter.book_rig import (
     Named,
     Position,
     Request,
+    is_ready,
     key,
     pixels,
     request_of,
@@ -49,12 +50,6 @@ def both(fetches: Fetches) -> Iterator[Book]:
     found = Book(fetches, GEOMETRY, ROOM, has_tower=True)
     yield found
     found.close()
-
-
-def is_ready(book: Book, fetches: Fetches, request: Request) -> bool:
-    book.ensure(request, 0)
-    fetches.end_all()
-    return book.ensure(request, 0)
 
 
 @pytest.mark.parametrize("grid", [WIDER, TURNED])

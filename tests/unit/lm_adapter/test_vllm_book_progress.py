@@ -18,6 +18,7 @@ from tests.unit.lm_adapter.book_rig import (
     Fetches,
     Named,
     Request,
+    is_ready,
     key,
     request_for,
     request_of,
@@ -38,12 +39,6 @@ def book(fetches: Fetches) -> Iterator[Book]:
     found = Book(fetches, GEOMETRY, SETTINGS, has_tower=False)
     yield found
     found.close()
-
-
-def is_ready(book: Book, fetches: Fetches, request: Request) -> bool:
-    book.ensure(request, 0)
-    fetches.end_all()
-    return book.ensure(request, 0)
 
 
 def test_p24_preempted_requests_do_not_wait_for_each_others_rows(book: Book, fetches: Fetches) -> None:
