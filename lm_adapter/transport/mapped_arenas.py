@@ -82,8 +82,8 @@ class MappedArenas:
             arena.drop()
 
     def drop_soon(self, after_s: float) -> None:
-        """All of them, on a thread of its own, unless ``keep`` is called before: by a device's reader it may
-        take as long as its kernels."""
+        """All of them after so many seconds, unless ``keep`` is called before; on a thread of its own, since
+        unmapping device memory may wait for kernels that read it."""
         timer = threading.Timer(after_s, lambda: self._drop_for(timer))
         timer.name, timer.daemon = "arenas-ending", True
         with self._lock:

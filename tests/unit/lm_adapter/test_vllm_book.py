@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 import socket
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,18 +25,6 @@ from tests.unit.lm_adapter.book_rig import (
     key,
     request_for,
 )
-
-
-@pytest.fixture
-def fetches() -> Fetches:
-    return Fetches()
-
-
-@pytest.fixture
-def book(fetches: Fetches) -> Iterator[Book]:
-    found = Book(fetches, GEOMETRY, SETTINGS, has_tower=False)
-    yield found
-    found.close()
 
 
 def test_only_rows_under_way_are_waited_for(book: Book, fetches: Fetches) -> None:

@@ -33,11 +33,6 @@ UNKNOWN = ItemFailed("nobody has it", reason="UNKNOWN_KEY", status=5)
 
 
 @pytest.fixture
-def fetches() -> Fetches:
-    return Fetches()
-
-
-@pytest.fixture
 def book(fetches: Fetches) -> Iterator[Book]:
     found = Book(fetches, GEOMETRY, ROOM, has_tower=False)
     yield found

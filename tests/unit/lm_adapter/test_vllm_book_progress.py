@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import pytest
@@ -27,18 +26,6 @@ from tests.unit.lm_adapter.book_rig import (
 DOUBLE = Grid(1, 8, 6)
 TURNED = Grid(1, 6, 4)
 UNKNOWN = ItemFailed("nobody has it", reason="UNKNOWN_KEY", status=5)
-
-
-@pytest.fixture
-def fetches() -> Fetches:
-    return Fetches()
-
-
-@pytest.fixture
-def book(fetches: Fetches) -> Iterator[Book]:
-    found = Book(fetches, GEOMETRY, SETTINGS, has_tower=False)
-    yield found
-    found.close()
 
 
 def test_p24_preempted_requests_do_not_wait_for_each_others_rows(book: Book, fetches: Fetches) -> None:
