@@ -145,7 +145,7 @@ async def test_p34_tens_of_megabytes_do_not_hold_the_loop(
             gap_s = time.perf_counter() - started_s
             gaps_s.append(gap_s - (seconds_without_a_core(workers) - starved_s))
 
-    async with tier_on(valkey, workers) as tier:
+    async with tier_on(valkey, workers, timeout_s=120.0) as tier:  # not a test of the server's speed
         ticking = asyncio.ensure_future(tick())
         await put(tier, "a", item)
         assert tier.counters.writes == {"stored": 1}
