@@ -29,6 +29,18 @@ class Event(Protocol):
     def synchronize(self) -> None: ...
 
 
+class _Copied:
+    """The event behind a copy; waiting for it leaves captures of other threads alone, which a plain wait may
+    end."""
+
+    def __init__(self, event: Event) -> None:
+        self._event = event
+
+    def synchronize(self) -> None:
+        with mappings.relaxed_capture():
+            self._event.synchronize()
+
+
 class DeviceArena:
     """A device arena as its readers see it: the face of ``host_shm.HostArena``, on a GPU."""
 
@@ -74,8 +86,7 @@ class DeviceArena:
         if self._device.type != "cuda":
             return out, None
         # A copy between two GPUs runs on the stream of its source.
-        event: Event = torch.cuda.current_stream(self._device).record_event()
-        return out, event
+        return out, _Copied(torch.cuda.current_stream(self._device).record_event())
 
     def copy_now(self, offset_bytes: int, num_bytes: int, out: Bytes | None) -> Bytes:
         """``copy``, complete on return: one copy and one wait for the caller's current stream, which takes as

@@ -13,8 +13,7 @@ import pytest
 
 from lm_adapter import CallFailed, ImageItem, StaleRows, TransportUnavailable, VisionEncoderClient
 from lm_adapter.transport import arenas
-from lm_adapter.transport.broker_errors import BrokerUnavailable
-from tests.unit.lm_adapter.shared_rig import SharingFake, num_mappings, sharing_fake
+from tests.unit.lm_adapter.shared_rig import SharingFake, break_off, num_mappings, sharing_fake
 from tests.unit.lm_adapter.test_client import assert_rows_of, digest_of, image
 from tests.unit.transport.broker_rig import wait_until
 
@@ -103,18 +102,6 @@ def test_an_encoder_that_stops_is_not_kept_in_memory(
     wait_until(lambda: not arenas.num_attached(), "the end of the mapping")
     encoder.start_sharing()
     until_host(client)
-
-
-def break_off(client: VisionEncoderClient, encoder: SharingFake) -> Path:
-    """The connection is lost without a word, and there is no socket to come back to: its new place."""
-    away = Path(encoder.path).with_name("away")
-    Path(encoder.path).rename(away)
-    broker = client._session.transports._broker
-    assert broker is not None
-    link = broker._link
-    assert link is not None
-    link.lose(BrokerUnavailable("the connection to the broker broke"))
-    return away
 
 
 def test_an_encoder_that_is_gone_is_kept_for_a_grace_alone(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import json
 import os
@@ -9,6 +10,7 @@ import pickle
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -17,8 +19,11 @@ import torch
 from encoder_service.store.cuda_memory import CudaMemory
 from lm_adapter import StaleRows, VisionEncoderClient
 from lm_adapter.testing import fake_model
-from tests.unit.lm_adapter.shared_rig import SharingFake, sharing_fake
+from lm_adapter.transport.device_lease import DeviceArena
+from lm_adapter.transport.unmapping import num_waiting
+from tests.unit.lm_adapter.shared_rig import SharingFake, break_off, sharing_fake
 from tests.unit.lm_adapter.test_client import assert_rows_of, digest_of, image
+from tests.unit.transport.broker_rig import wait_until
 
 pytest.importorskip("cuda.bindings.driver", reason="needs cuda-bindings", exc_type=ImportError)
 pytestmark = pytest.mark.gpu
@@ -107,6 +112,62 @@ def test_a_capture_under_way_and_earlier_graphs_are_not_disturbed(encoder: Shari
         assert bool((doubled == 6).all())
     graph.replay()
     torch.cuda.synchronize()
+
+
+def test_an_encoder_that_goes_while_a_graph_is_captured(encoder: SharingFake) -> None:
+    """The arena is unmapped, after a copy that nobody waited for, while another thread captures."""
+    number = torch.ones(1024, device=CUDA)
+    doubled = torch.zeros_like(number)
+    graph = torch.cuda.CUDAGraph()
+    ways = ("device", "inline")
+    with VisionEncoderClient(encoder.target, device=CUDA, transports=ways, timeout_s=60) as client:
+        assert client.wait_transport().name == "device"
+        transports = client._session.transports
+        transports.lost_grace_s = 0.2
+        rows = client.encode_one(image(0), confirm_later=True)
+        (arena,) = transports._arenas.of("device")
+        assert isinstance(arena.memory, DeviceArena)
+        mapping = arena.memory._mapping
+        expected = rows.torch().cpu()
+        del rows
+        gc.collect()
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph):
+            torch.mul(number, 2, out=doubled)
+            away = break_off(client, encoder)
+            wait_until(lambda: not mapping.mapped, "the end of the mapping")
+            assert num_waiting() == 0
+        graph.replay()
+        torch.cuda.synchronize()
+        assert bool((doubled == 2).all())
+        away.rename(encoder.path)
+        wait_until(lambda: client.wait_transport().name == "device", "the way back")
+        assert torch.equal(client.encode_one(image(0)).torch().cpu(), expected)
+
+
+def test_reads_beside_a_capture_of_another_thread(encoder: SharingFake, client: VisionEncoderClient) -> None:
+    expected = client.encode_one(image(0)).torch()
+    outs = [torch.zeros_like(expected) for _ in range(2)]
+    number = torch.ones(1024, device=CUDA)
+    doubled = torch.zeros_like(number)
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    side = torch.cuda.Stream()
+
+    def read() -> None:
+        with torch.cuda.stream(side):
+            client.encode_one(image(0), out=outs[:1])
+            later = client.encode_one(image(0), out=outs[1:], confirm_later=True)
+            later.confirm()
+
+    with ThreadPoolExecutor(1) as reader, torch.cuda.graph(graph):
+        torch.mul(number, 2, out=doubled)
+        reader.submit(read).result()
+    graph.replay()
+    torch.cuda.synchronize()
+    assert bool((doubled == 2).all())
+    for out in outs:
+        assert torch.equal(out, expected)
 
 
 def test_mappings_go_with_the_client(encoder: SharingFake) -> None:

@@ -119,9 +119,9 @@ async def test_p18_neither_another_namespace_nor_another_secret_finds_rows(
 
 
 def seconds_without_a_core(workers: ThreadPoolExecutor) -> float:
-    """How long this thread and the workers were ready to run and had to wait, together (sched-stats.rst of
-    the kernel's documentation); 0 where that is not counted. Other tests' threads are left out: where hundreds
-    are left in the process, to read of each would take longer than what is measured."""
+    """How long this thread and the workers were ready to run and had to wait (sched-stats.rst of the kernel's
+    documentation); 0 where that is not counted. Other tests' threads are left out: where hundreds are left in
+    the process, to read of each would take longer than what is measured."""
     waited_ns = 0
     for thread in (threading.current_thread(), *workers._threads):
         with suppress(OSError):  # not counted here

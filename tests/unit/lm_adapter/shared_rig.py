@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,9 +19,11 @@ from encoder_service.store.arena import Arena, ArenaMemory, Slot
 from encoder_service.store.host_memory import HostMemory
 from encoder_service.store.leases import LeaseTable
 from encoder_service.transport.shared_memory import offer_of
+from lm_adapter import VisionEncoderClient
 from lm_adapter.errors import ItemFailed
 from lm_adapter.testing import FakeEncoder
 from lm_adapter.transport import arenas, broker_socket
+from lm_adapter.transport.broker_errors import BrokerUnavailable
 from lm_adapter.transport.probe import host_id
 from tests.unit.transport.broker_rig import Rig, running_broker, socket_folder, wait_until
 from vision_encoder.v1 import encoder_pb2 as pb
@@ -166,6 +169,18 @@ class SharingFake:
             except UnknownLease:
                 return False
         return True
+
+
+def break_off(client: VisionEncoderClient, encoder: SharingFake) -> Path:
+    """The connection is lost without a word, and there is no socket to come back to: its new place."""
+    away = Path(encoder.path).with_name("away")
+    Path(encoder.path).rename(away)
+    broker = client._session.transports._broker
+    assert broker is not None
+    link = broker._link
+    assert link is not None
+    link.lose(BrokerUnavailable("the connection to the broker broke"))
+    return away
 
 
 @contextlib.contextmanager
