@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Sequence
+from typing import Any
 
 import av
 from av.container import InputContainer
@@ -32,8 +33,11 @@ CODECS = (
     "mjpeg",
     "gif",
 )
+PYAV_MAJOR = int(av.__version__.partition(".")[0])
 # Those of them that never show frames in another order than a file has them.
 UNORDERED = frozenset({"vp8", "vp9", "av1", "libdav1d", "mjpeg", "gif"})
+# Names that nobody reads come in whatever encoding a camera has. PyAV 19 takes any, and no word of it.
+LENIENT_METADATA: dict[str, Any] = {"metadata_errors": "replace"} if PYAV_MAJOR < 19 else {}
 MAX_VIDEO_STREAMS = 8  # covers included: opening a file decodes pictures of each
 
 
@@ -42,11 +46,11 @@ def open_demuxer(
 ) -> InputContainer:
     """That of what the first bytes announce alone, which opens nothing else. codecs: of the decoders that
     may look at frames; options: FFmpeg's, further ones."""
-    return av.open(
+    opened: InputContainer = av.open(
         io.BytesIO(data),
         "r",
         format=container,
-        metadata_errors="replace",  # names that nobody reads, in whatever encoding a camera has
+        **LENIENT_METADATA,
         options={
             "protocol_whitelist": "",
             "codec_whitelist": ",".join(codecs) or "none",
@@ -56,6 +60,7 @@ def open_demuxer(
             **options,
         },
     )
+    return opened
 
 
 def check_streams(data: bytes, container: Container, limits: ClipLimits) -> None:

@@ -8,7 +8,7 @@ which most are, runs it in its own task: another for each, with a queue, costs m
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from typing import Any, TypeAlias, TypeVar
 
 import grpc
@@ -173,11 +173,26 @@ class ItemStream:
                 await self._write_failure(index, error)
                 return
         elif leased is None:
-            for chunk in convert.chunk_events(index, delivered.encoded.rows, self._chunk_bytes):
-                await write(chunk)
+            await self._write_chunks(index, delivered.encoded.rows)
         transport = "inline" if leased is None else leased.arena.kind
         self._watched.delivered(self._pipeline.metrics, delivered, index, transport, clock())
         self._unread.remove(delivered)
+
+    async def _write_chunks(self, index: int, rows: torch.Tensor) -> None:
+        """Each is made while gRPC's threads send the one before it."""
+        chunks = convert.chunk_events(index, rows, self._chunk_bytes)
+        chunk: bytes | None = next(chunks)
+        if rows.nbytes <= self._chunk_bytes:
+            await self._context.write(chunk)
+            return
+        while chunk is not None:
+            sending = asyncio.ensure_future(self._context.write(chunk))
+            try:
+                await asyncio.sleep(0)  # it begins
+                chunk = next(chunks, None)
+                await sending
+            finally:
+                sending.cancel()  # where the caller has left
 
     async def _write_ahead(self, index: int, rows: torch.Tensor, ahead: RowsAhead) -> None:
         """Rows of a clip as they come, in whole chunks but for the last. Raises what the clip ends with."""

@@ -46,6 +46,10 @@ _DEFAULT_OPTIONS: dict[str, int | str] = {
     # A message holds one chunk of rows, or one answer about many keys; requests are bounded by the server.
     "grpc.max_receive_message_length": 64 * 1024 * 1024,
     "grpc.max_send_message_length": -1,
+    # Rows come by the megabyte: so much of a stream may be sent before its sender hears of its reader, in few
+    # frames.
+    "grpc.http2.lookahead_bytes": 8 * 1024 * 1024,
+    "grpc.http2.max_frame_size": 4 * 1024 * 1024,
     # A host that vanishes without a FIN is found in keepalive_time + keepalive_timeout.
     "grpc.keepalive_time_ms": 60_000,
     "grpc.keepalive_timeout_ms": 20_000,

@@ -8,6 +8,7 @@ an arena is mapped.
 from __future__ import annotations
 
 import sys
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -77,41 +78,49 @@ class DeviceArena:
         import torch
 
         source = self.borrow(offset_bytes, num_bytes)
-        if isinstance(out, np.ndarray):
-            torch.from_numpy(out).copy_(source)  # waits
-            return out, None
-        if out is None:
-            out = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
-        out.copy_(source, non_blocking=True)
-        if self._device.type != "cuda":
-            return out, None
-        # A copy between two GPUs runs on the stream of its source.
-        return out, _Copied(torch.cuda.current_stream(self._device).record_event())
+        with self._beside_captures():
+            if isinstance(out, np.ndarray):
+                torch.from_numpy(out).copy_(source)  # waits
+                return out, None
+            if out is None:
+                out = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+            out.copy_(source, non_blocking=True)
+            if self._device.type != "cuda":
+                return out, None
+            # A copy between two GPUs runs on the stream of its source.
+            return out, _Copied(torch.cuda.current_stream(self._device).record_event())
 
     def copy_now(self, offset_bytes: int, num_bytes: int, out: Bytes | None) -> Bytes:
         """``copy``, complete on return: one copy and one wait for the caller's current stream, which takes as
         long as that for an event behind the copy, and two calls less."""
         torch = self._torch
         source = self._mapping.tensor[offset_bytes : offset_bytes + num_bytes]
-        if isinstance(out, np.ndarray):
-            torch.from_numpy(out).copy_(source)  # waits
-            return out
-        rows = torch.empty(num_bytes, dtype=torch.uint8, device=self._device) if out is None else out
-        rows.copy_(source, non_blocking=True)
-        if self._device.type == "cuda":
-            try:
-                torch.cuda.current_stream(self._device).synchronize()
-            except BaseException:
-                self.give_up(None)
-                raise
-        return rows
+        with self._beside_captures():
+            if isinstance(out, np.ndarray):
+                torch.from_numpy(out).copy_(source)  # waits
+                return out
+            rows = torch.empty(num_bytes, dtype=torch.uint8, device=self._device) if out is None else out
+            rows.copy_(source, non_blocking=True)
+            if self._device.type == "cuda":
+                try:
+                    torch.cuda.current_stream(self._device).synchronize()
+                except BaseException:
+                    self.give_up(None)
+                    raise
+            return rows
 
     def finish(self) -> None:
         """Waits for what the caller's current stream has been given."""
         import torch
 
         if self._device.type == "cuda":
-            torch.cuda.current_stream(self._device).synchronize()
+            with self._beside_captures():
+                torch.cuda.current_stream(self._device).synchronize()
+
+    def _beside_captures(self) -> AbstractContextManager[None]:
+        """Memory from the driver and waits, inside, leave a capture of another thread alone; by default they
+        fail during one, and it with them."""
+        return mappings.relaxed_capture() if self._device.type == "cuda" else nullcontext()
 
     def give_up(self, event: Event | None) -> None:
         """A read that nobody waits for; the mapping's end does. event: of its copy, None for borrowed rows

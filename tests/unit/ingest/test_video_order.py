@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from encoder_service.errors import UndecodableClip
+from encoder_service.ingest.video_demux import PYAV_MAJOR
 from encoder_service.ingest.video_file import open_clip
 from encoder_service.ingest.video_rules import qwen_indices
 from encoder_service.ingest.video_settings import ClipLimits
@@ -87,8 +88,9 @@ def test_a_file_whose_names_are_no_utf_8_is_read(kind: str) -> None:
     expected = clip_files.decoded(data)
     for name in (b"VideoHandler", b"Lavf", b"Lavc"):
         data = data.replace(name, b"Cam\xe9ra"[: len(name)].ljust(len(name), b"\xff"))
-    with pytest.raises(UnicodeDecodeError):
-        av.open(io.BytesIO(data))
+    if PYAV_MAJOR < 19:
+        with pytest.raises(UnicodeDecodeError):
+            av.open(io.BytesIO(data))
     assert np.array_equal(frames_of(data, list(range(10))), expected)
 
 
