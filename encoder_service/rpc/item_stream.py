@@ -8,7 +8,7 @@ which most are, runs it in its own task: another for each, with a queue, costs m
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeAlias, TypeVar
 
 import grpc
