@@ -108,3 +108,18 @@ def test_settings_and_constants_are_the_codes() -> None:
     ]
     measured = RESULT["settings"]["fleet"]
     assert {name for name, value in measured.items() if value != getattr(defaults, name)} == {"refresh_s"}
+
+
+def test_the_slower_runs_are_as_said() -> None:
+    runs = [json.loads((ROOT / NAME.replace("-2.json", f"-{number}.json")).read_text()) for number in (3, 4)]
+    text = " ".join(PAGE.split())
+    costs = " and ".join(f"{run['overhead']['one_server_ms']:.1f}" for run in runs)
+    assert f"the same machine took {costs} ms for what takes 1.24 below" in text
+    counts = [f"{sum(one['items'] for one in run['records']):,}" for run in runs]
+    (events,) = {sum(one["repeats"] for one in run["records"]) for run in runs}
+    assert f"{counts[0]} and {counts[1]} items, {events} events each, and again none failed" in text
+    assert all(one["failed"] == 0 for run in runs for one in run["records"])
+    first, second = (
+        max(one["recovery_ms"]) for run in runs for one in run["records"] if one["event"] == "slow replica"
+    )
+    assert f"recovery was up to {first:.0f} ms in the first and {second:.0f} in the second" in text

@@ -100,14 +100,17 @@ def test_script_is_executable_and_parses(script: str) -> None:
 
 
 def test_ci_calls_the_targets_and_passes_their_failure_on(tmp_path: Path) -> None:
-    """With a make that fails in lint: test still runs, and the exit status is lint's."""
+    """With a make that fails in lint, and in what is installed beside it: the others still run, and the exit
+    status is lint's."""
     log = tmp_path / "log"
     fake_make = tmp_path / "make"
-    fake_make.write_text(f'#!/bin/sh\necho "$1" >> {log}\n[ "$1" != lint ] || exit 7\n')
+    fake_make.write_text(f'#!/bin/sh\necho "$1" >> {log}\ncase $1 in lint) exit 7;; .venv*) exit 8;; esac\n')
     fake_make.chmod(0o755)
     environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
     completed = subprocess.run([str(ROOT / ".ci" / "run")], env=environment, timeout=60, check=False)
-    assert log.read_text().split() == ["lint", "test-engines", "test"]
+    first, *beside, engines, last = log.read_text().split()
+    assert (first, engines, last) == ("setup", "test-engines", "test")
+    assert sorted(beside) == [".venv-engines/.setup-done", "lint"]
     assert completed.returncode == 7
 
 
