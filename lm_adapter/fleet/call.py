@@ -327,6 +327,8 @@ class FleetCall:
         if not is_absent and not moves_on(failure):
             return self._finish(item, failure)
         if item.running:
+            if not is_absent:
+                self._may_hedge_again(item)
             return None
         if is_absent and not self._may_move(item):
             return self._finish(item, failure)
@@ -347,6 +349,14 @@ class FleetCall:
             pause_s = self._settings.backoff_s * 2.0 ** (item.num_attempts - 1)
             item.not_before_s += max(failure.retry_after_ms / 1e3, pause_s)
         return None
+
+    def _may_hedge_again(self, item: _ItemState) -> None:
+        """One of two attempts has failed. What is left may never answer: as long as attempts are left, a
+        place beside it is free again."""
+        if item.num_hedges and item.num_attempts - item.num_moves < self._settings.max_attempts:
+            item.num_hedges -= 1
+            item.num_attempts += 1
+            item.running[0].may_hedge.add(item.index)
 
     def _may_move(self, item: _ItemState) -> bool:
         """Rows of a key whose home has changed lie where it lived before: with the first of the next places

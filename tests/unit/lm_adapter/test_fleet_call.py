@@ -176,6 +176,39 @@ def test_a_failure_beside_a_running_attempt_waits_for_it() -> None:
     assert third.replica not in (first.replica, beside.replica)
 
 
+@pytest.mark.parametrize("hedge_fails", [True, False])
+def test_p37_an_item_is_not_left_to_a_replica_that_hangs(hedge_fails: bool) -> None:
+    """Of an attempt and its hedge one fails and the other never answers."""
+    bench = Bench(1, 4, hedge_after_s=0.2)
+    first = bench.one()
+    beside = bench.one(0.2)
+    failing = beside if hedge_fails else first
+    assert bench.call.ended(failing, DRAINING, 0.5) == []
+    assert bench.call.next_due_s() == (0.2 if hedge_fails else 0.4)
+    third = bench.one(0.5)
+    assert third.is_hedge
+    assert third.replica not in (first.replica, beside.replica)
+    assert bench.call.ended(third, DRAINING, 0.6) == []
+    fourth = bench.one(0.6)
+    assert bench.take(0.6) == []
+    assert bench.call.ended(fourth, DRAINING, 0.7) == []
+    assert bench.take(9.0) == [], "all have been asked, as often as is allowed"
+    hanging = first if hedge_fails else beside
+    assert bench.call.succeeded(hanging, 0, 9.5)
+    assert (bench.counts.hedges, bench.counts.attempts) == (3, 4)
+    assert [one.num_items for one in bench.replicas] == [0] * 4
+
+
+def test_a_hedge_that_failed_is_not_made_anew_without_a_budget() -> None:
+    bench = Bench(1, 4, hedge_after_s=0.2, retry_share=0.1, retry_reserve_per_s=0.1)
+    bench.one()
+    beside = bench.one(0.2)
+    assert bench.call.ended(beside, DRAINING, 0.3) == []
+    assert bench.take(0.3) == []
+    assert bench.counts.refused == 1
+    assert bench.call.next_due_s() is None
+
+
 def test_hedges_are_of_the_budget_too() -> None:
     bench = Bench(4, 2, hedge_after_s=0.2, retry_share=0.5, retry_reserve_per_s=0.0)
     bench.take()
