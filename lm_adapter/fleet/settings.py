@@ -46,8 +46,9 @@ class FleetSettings:
 
     refresh_s: between looks at where the endpoints are.
     check_interval_s, check_timeout_s: of the health check of each replica.
-    max_attempts: of one item, hedges not among them. backoff_s: before an item goes to a replica that it has
-    been to, doubled each time. patience_s: how long an item waits for a replica where there is none at all.
+    max_attempts: of one item, hedges not among them but for those that failed and were replaced. backoff_s:
+    before an item goes to a replica that it has been to, doubled each time. patience_s: how long an item
+    waits for a replica where there is none at all.
     max_hedges: second copies of one item, one at a time; 0 for none. hedge_percentile: of the fleet's
     latencies, the time after which an item counts as late, at least hedge_min_s and at most hedge_max_s.
     retry_share: retries and hedges as a share of items, over ten seconds. retry_reserve_per_s: allowed beside

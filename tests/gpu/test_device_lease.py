@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -153,9 +154,15 @@ def test_reads_beside_a_capture_of_another_thread(encoder: SharingFake, client: 
     graph = torch.cuda.CUDAGraph()
     torch.cuda.synchronize()
     side = torch.cuda.Stream()
+    (arena,) = client._session.transports._arenas.of("device")
+    first_bytes = bytes(arena.memory.copy_now(0, 4096, None).cpu().numpy())  # type: ignore[union-attr]
+    on_gpu = torch.zeros(4096, dtype=torch.uint8, device=CUDA)
+    on_host = np.zeros(4096, dtype=np.uint8)
 
     def read() -> None:
         with torch.cuda.stream(side):
+            for out in (on_gpu, on_host, None):  # as rows without a lease are read
+                arena.memory.copy_now(0, 4096, out)
             client.encode_one(image(0), out=outs[:1])
             later = client.encode_one(image(0), out=outs[1:], confirm_later=True)
             later.confirm()
@@ -168,6 +175,7 @@ def test_reads_beside_a_capture_of_another_thread(encoder: SharingFake, client: 
     assert bool((doubled == 2).all())
     for out in outs:
         assert torch.equal(out, expected)
+    assert bytes(on_gpu.cpu().numpy()) == bytes(on_host) == first_bytes
 
 
 def test_mappings_go_with_the_client(encoder: SharingFake) -> None:
