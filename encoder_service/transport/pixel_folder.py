@@ -16,7 +16,7 @@ from pathlib import Path
 import structlog
 
 from encoder_service.errors import ConfigurationError
-from encoder_service.transport.pixel_names import is_orphan
+from encoder_service.transport.pixel_names import judged, publisher_of
 from encoder_service.transport.pixel_segments import PixelCounters, PixelSegment, SegmentRef, refuse
 
 log = structlog.get_logger(__name__)
@@ -77,29 +77,36 @@ class SegmentFolder:
     def sweep(self) -> int:
         """Unlinks what publishers that are dead by now left under our prefixes; how many. Only names that say
         who made them (``pixel_names``) are judged, and only files of allowed users."""
-        num_swept = 0
         try:
-            names = os.listdir(self._descriptor)
+            found = os.listdir(self._descriptor)
         except OSError as error:
             log.warning("segments of dead publishers are not swept", cause=error.strerror)
             return 0
-        for name in names:
-            if not (name.startswith(self.prefixes) and is_orphan(name)):
-                continue
-            try:
-                found = os.stat(name, dir_fd=self._descriptor, follow_symlinks=False)
-                if not stat.S_ISREG(found.st_mode) or found.st_uid not in self._allowed_uids:
-                    continue
-                os.unlink(name, dir_fd=self._descriptor)
-            except FileNotFoundError:
-                continue  # another sweep was faster
-            except OSError as error:
-                log.warning("a dead publisher's segment stays", name=name, cause=error.strerror)
-                continue
-            num_swept += 1
-            log.info("a dead publisher's segment was swept", name=name, num_bytes=found.st_size)
+        told = {name: publisher_of(name) for name in found if name.startswith(self.prefixes)}
+        publishers = [(name, publisher.is_lock) for name, publisher in told.items() if publisher is not None]
+        num_swept = 0
+        # Locks last: without its lock a name says that its publisher is dead.
+        for name, is_lock in sorted(publishers, key=lambda one: one[1]):
+            with judged(name, self._descriptor) as is_dead:
+                if is_dead and self._sweep_one(name) and not is_lock:
+                    num_swept += 1
         self._counters.add(swept=num_swept)
         return num_swept
+
+    def _sweep_one(self, name: str) -> bool:
+        """Whether this sweep removed it."""
+        try:
+            found = os.stat(name, dir_fd=self._descriptor, follow_symlinks=False)
+            if not stat.S_ISREG(found.st_mode) or found.st_uid not in self._allowed_uids:
+                return False
+            os.unlink(name, dir_fd=self._descriptor)
+        except FileNotFoundError:
+            return False  # another sweep was faster
+        except OSError as error:
+            log.warning("a dead publisher's segment stays", name=name, cause=error.strerror)
+            return False
+        log.info("a dead publisher's segment was swept", name=name, num_bytes=found.st_size)
+        return True
 
     def close(self) -> None:
         """Twice is once."""

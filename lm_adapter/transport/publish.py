@@ -2,8 +2,8 @@
 
 Owns a published segment's end: whoever holds ``PublishedPixels`` closes it, a context manager or the garbage
 collector does, and the interpreter at its end; the first counts. What a killed process leaves is told by its
-name (``segment_names``) and swept; a memfd goes with its broker connection. A forked child ends nothing of
-its parent's. Which items are published is ``pixel_choice``'s.
+name (``segment_names``) and a lock (``segment_lock``), and swept; a memfd goes with its broker connection. A
+forked child ends nothing of its parent's. Which items are published is ``pixel_choice``'s.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from lm_adapter.convert import dtype_number
 from lm_adapter.errors import EncoderError, InvalidRequest
-from lm_adapter.transport import segment_names
+from lm_adapter.transport import segment_lock, segment_names
 from lm_adapter.transport.broker_client import BrokerClient
 from vision_encoder.v1 import encoder_pb2 as pb
 
@@ -156,7 +156,7 @@ def _publish_named(published: PublishedPixels, data: npt.NDArray[np.uint8], pref
     if (folder, prefix) not in _swept:  # once, when this process begins to publish here
         _swept.add((folder, prefix))
         segment_names.sweep(folder, prefix)
-    published.name = segment_names.new_name(prefix)
+    published.name = segment_names.new_name(prefix, segment_lock.held_lock(folder, prefix))
     path = os.path.join(folder, published.name)
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     descriptor = os.open(path, flags, MODE)

@@ -1,40 +1,84 @@
 """Names of shared memory segments that say who made them, and the sweep of what dead publishers left.
 
-``<prefix>.<boot>.<pid namespace>.<pid>.<start time>.<random>``: the first eight hexadecimal digits of the
-kernel's boot id, the inode of the publisher's PID namespace, its PID there, the clock tick of its start
-(/proc/PID/stat, field 22), and eight random bytes in hexadecimal. The service sweeps by the same rule
-(``encoder_service.transport.pixel_names``); a contract test holds the two equal.
+``<prefix>.<boot>.<pid namespace>.<pid>.<start time>.<random>[.<lock>]``: the first eight hexadecimal digits
+of the kernel's boot id, the inode of the publisher's PID namespace, its PID there, the clock tick of its
+start (/proc/PID/stat, field 22), and eight random bytes in hexadecimal. The lock names a file of the same
+folder that the publisher holds while it lives (``segment_lock``), by which its death is seen where its PID
+means nothing. The service sweeps by the same rule (``encoder_service.transport.pixel_names``); a contract
+test holds the two equal.
 """
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import logging
 import os
 import re
 import secrets
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["is_orphan", "new_name", "sweep"]
+__all__ = ["is_lock_name", "is_orphan", "judged", "new_lock_name", "new_name", "sweep"]
 
 _log = logging.getLogger(__name__)
 
 _PATTERN = re.compile(
-    r"[\w.-]*\.(?P<boot>[0-9a-f]{8})\.(?P<pid_namespace>\d{1,20})\.(?P<pid>\d{1,10})\.(?P<start>\d{1,20})"
-    r"\.[0-9a-f]{16}",
+    r"(?P<process>[\w.-]*\.(?P<boot>[0-9a-f]{8})\.(?P<pid_namespace>\d{1,20})\.(?P<pid>\d{1,10})"
+    r"\.(?P<start>\d{1,20}))\.(?:[0-9a-f]{16}(?:\.(?P<lock>[0-9a-f]{16}))?|lock\.(?P<own>[0-9a-f]{16}))",
     re.ASCII,
 )
+_LOCK_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 
 
-def new_name(prefix: str) -> str:
-    """A name that nobody had, of this process."""
-    _, start = _life_of("self") or (False, 0)
-    return f"{prefix}.{_boot()}.{_pid_namespace()}.{os.getpid()}.{start}.{secrets.token_hex(8)}"
+def new_name(prefix: str, lock: str = "") -> str:
+    """A name that nobody had, of this process. lock: the last field of the file that it holds, if any."""
+    name = f"{_process(prefix)}.{secrets.token_hex(8)}"
+    return f"{name}.{lock}" if lock else name
+
+
+def new_lock_name(prefix: str) -> str:
+    """A name for a file that this process is to hold."""
+    return f"{_process(prefix)}.lock.{secrets.token_hex(8)}"
+
+
+@contextlib.contextmanager
+def judged(name: str, folder: int) -> Iterator[bool]:
+    """Whether the publisher of a name in the folder, an open descriptor, is certainly dead. Where it held a
+    lock, the lock is held here until the block ends, so that no process that begins takes the file that is
+    being removed. A publisher in another PID namespace that tells of no lock counts as alive."""
+    match = _PATTERN.fullmatch(name)
+    token = match and (match["own"] or match["lock"])
+    if match is None or not token or int(match["pid_namespace"]) == _pid_namespace():
+        yield is_orphan(name)
+        return
+    if match["boot"] != _boot():
+        yield True
+        return
+    try:
+        descriptor = os.open(f"{match['process']}.lock.{token}", _LOCK_FLAGS, dir_fd=folder)
+    except FileNotFoundError:
+        yield True  # it goes last, at a publisher's end as in a sweep
+        return
+    except OSError:
+        yield False
+        return
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            is_dead = False  # held, or being looked at by another sweep
+        else:
+            is_dead = True
+        yield is_dead
+    finally:
+        os.close(descriptor)
 
 
 def is_orphan(name: str) -> bool:
-    """Whether the name's publisher is certainly dead. One in another PID namespace cannot be judged from here
-    and counts as alive, as does a name that does not say."""
+    """Whether the name's publisher is certainly dead, by its number. One in another PID namespace has none
+    here and counts as alive, as does a name that does not say."""
     match = _PATTERN.fullmatch(name)
     if match is None:
         return False
@@ -58,26 +102,45 @@ def is_orphan(name: str) -> bool:
 
 def sweep(folder: str, prefix: str) -> int:
     """Unlinks this user's segments under the prefix whose publishers are dead; how many."""
-    num_swept = 0
     try:
-        names = os.listdir(folder)
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError:
         return 0
-    for name in names:
-        if not (name.startswith(prefix) and is_orphan(name)):
-            continue
-        path = os.path.join(folder, name)
-        try:
-            found = os.lstat(path)
-            if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
-                continue
-            os.unlink(path)
-        except OSError as error:
-            _log.debug("segment %s of a dead publisher stays: %s", name, error.strerror)
-        else:
-            num_swept += 1
-            _log.info("segment %s of a dead publisher was swept", name)
-    return num_swept
+    try:
+        names = [name for name in os.listdir(descriptor) if name.startswith(prefix)]
+        num_swept = 0
+        # Locks last: without its lock a name says that its publisher is dead.
+        for is_lock, name in sorted((is_lock_name(name), name) for name in names):
+            with judged(name, descriptor) as is_dead:
+                if is_dead and _sweep_one(name, descriptor) and not is_lock:
+                    num_swept += 1
+        return num_swept
+    finally:
+        os.close(descriptor)
+
+
+def is_lock_name(name: str) -> bool:
+    match = _PATTERN.fullmatch(name)
+    return match is not None and match["own"] is not None
+
+
+def _sweep_one(name: str, folder: int) -> bool:
+    """Whether this sweep removed it."""
+    try:
+        found = os.stat(name, dir_fd=folder, follow_symlinks=False)
+        if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
+            return False
+        os.unlink(name, dir_fd=folder)
+    except OSError as error:
+        _log.debug("segment %s of a dead publisher stays: %s", name, error.strerror)
+        return False
+    _log.info("segment %s of a dead publisher was swept", name)
+    return True
+
+
+def _process(prefix: str) -> str:
+    _, start = _life_of("self") or (False, 0)
+    return f"{prefix}.{_boot()}.{_pid_namespace()}.{os.getpid()}.{start}"
 
 
 def _life_of(pid: str) -> tuple[bool, int] | None:

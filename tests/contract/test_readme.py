@@ -146,31 +146,49 @@ def test_the_figures_are_those_of_the_result_file() -> None:
 
 def test_the_figures_of_deliveries_are_those_of_the_result_file() -> None:
     text = (ROOT / "docs/transports.md").read_text()
-    (name,) = re.findall(r"<!-- figures: (\S+) -->", text)
-    records = {
-        (one["path"], f"{one['bytes'] / 2**20:.3g} MiB"): one
-        for one in json.loads((ROOT / name).read_text())["records"]
-        if one["concurrency"] == 1
+    labels = {
+        "device_same_gpu": "device lease, same GPU",
+        "device_nvlink": "device lease, NVLink",
+        "host_shm": "host shared memory",
+        "inline_uds": "inline, unix socket",
+        "inline_tcp": "inline, TCP",
     }
-    paths = {
-        "device lease, same GPU": "device_same_gpu",
-        "device lease, NVLink": "device_nvlink",
-        "host shared memory": "host_shm",
-        "inline, unix socket": "inline_uds",
-        "inline, TCP": "inline_tcp",
-    }
-    (heading,) = re.findall(r"^\| milliseconds, median \(floor\) \| (.+) \|$", text, re.MULTILINE)
-    sizes = heading.split(" | ")
-    assert len(records) == len(sizes) * len(paths)
-    for label, path in paths.items():
-        (cells,) = re.findall(rf"^\| {label} \| (.+) \|$", text, re.MULTILINE)
-        for size, cell in zip(sizes, cells.split(" | "), strict=True):
-            one = records[path, size]
-            assert cell == f"{one['median_ms']:.2f} ({one['floor_ms']:.2f})"
+    tables = re.findall(
+        r"^<!-- figures: (\S+) -->\n\| milliseconds, median \(floor\) \| (.+) \|\n\|[-|]+\n((?:\|.*\n)+)",
+        text,
+        re.MULTILINE,
+    )
+    both = []
+    for name, heading, lines in tables:
+        result = json.loads((ROOT / name).read_text())
+        records = {
+            (one["path"], f"{one['bytes'] / 2**20:.3g} MiB"): one
+            for one in result["records"]
+            if one["concurrency"] == 1
+        }
+        paths = [path for path in labels if path != "device_nvlink" or result["num_gpus"] > 1]
+        sizes = heading.split(" | ")
+        assert set(records) == {(path, size) for path in paths for size in sizes}
+        expected = []
+        for path in paths:
+            cells = [records[path, size] for size in sizes]
+            figures = [f"{one['median_ms']:.2f} ({one['floor_ms']:.2f})" for one in cells]
+            expected.append("| " + " | ".join([labels[path], *figures]) + " |")
+        assert lines.splitlines() == expected
+        both.append((result, records))
+    (first, records), (second, latest) = both
+    assert (first["num_gpus"], first["num_threads"]) == (2, 32)
+    assert (second["num_gpus"], second["num_threads"]) == (1, 16)
     ways = {"within the GPU": "device_same_gpu", "over NVLink": "device_nvlink", "in host memory": "host_shm"}
     for label, path in ways.items():
-        (cells,) = re.findall(rf"^\| {label} \| (.+) \|$", text, re.MULTILINE)
+        (found,) = re.findall(rf"^\| {label} \| (.+) \|$", text, re.MULTILINE)
         one = records[path, "32 MiB"]
-        assert cells.split(" | ") == [f"{one[name]:.2f}" for name in ("median_ms", "socket_ms", "grpc_ms")]
+        assert found.split(" | ") == [f"{one[name]:.2f}" for name in ("median_ms", "socket_ms", "grpc_ms")]
+    uds, tcp = (latest[path, "32 MiB"]["ratio"] for path in ("inline_uds", "inline_tcp"))
+    assert (
+        f"{uds:.2f} times what a bare gRPC stream takes over a unix socket and {tcp:.2f} times over TCP"
+        in text
+    )
+    assert f"is about {latest['host_shm', '32 MiB']['copy_ms']:.1f} ms" in text
     nvlink = records["device_nvlink", "32 MiB"]["median_ms"]
     assert f"32 MiB in {nvlink:.2f} ms over NVLink" in README

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
-import os
 import signal
 import subprocess
 import sys
@@ -30,6 +29,7 @@ from tests.integration.test_process import ENV
 from tests.integration.test_service import figures
 from tests.unit.lm_adapter.client_drivers import DRIVERS
 from tests.unit.transport.broker_rig import socket_folder, wait_until
+from tests.unit.transport.pixel_rig import segments
 from vision_encoder.v1 import encoder_pb2 as pb
 from vision_encoder.v1 import encoder_pb2_grpc
 
@@ -55,7 +55,7 @@ class Rig:
     @property
     def num_left(self) -> int:
         assert self.pixels.book is not None
-        return len(list(self.folder.iterdir())) + len(self.pixels.book)
+        return len(segments(self.folder)) + len(self.pixels.book)
 
     @property
     def request_bytes(self) -> int:
@@ -192,7 +192,7 @@ def test_p19_what_the_service_does_not_see_goes_inline_and_is_not_tried_again_fo
         refused = rig.pixels.counters.refused["NOT_FOUND"]
         assert isinstance(client.encode_one(item(patches())), EncodedRows)
         assert rig.pixels.counters.refused["NOT_FOUND"] == refused
-    assert list(tmp_path.iterdir()) == []
+    assert segments(tmp_path) == []
 
 
 def test_refused_pixels_that_fit_no_single_message_go_in_several(
@@ -359,7 +359,7 @@ def test_p19_a_service_that_starts_sweeps(
         publish_pixels(patches(), prefix=PREFIX, folder=str(rig.folder)) as alive,
         running(checkpoints["qwen3_vl"], device, shm_prefixes=PREFIX, shm_dir=rig.folder) as other,
     ):
-        assert os.listdir(rig.folder) == [alive.name]
+        assert [path.name for path in segments(rig.folder)] == [alive.name]
         assert figures(other)["ve_pixels_swept_total"] == 1
 
 

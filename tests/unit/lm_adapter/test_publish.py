@@ -23,7 +23,7 @@ from lm_adapter.transport import publish, segment_names
 from lm_adapter.transport.broker_client import BrokerClient
 from lm_adapter.transport.publish import PublishedPixels, PublishFailed, publish_pixels
 from tests.unit.transport.broker_rig import num_descriptors, running_broker, wait_until
-from tests.unit.transport.pixel_rig import floats
+from tests.unit.transport.pixel_rig import floats, segments
 
 PREFIX = "ve-test-"
 ROOT = Path(__file__).parents[3]
@@ -60,14 +60,14 @@ def as_bytes(values: Any) -> bytes:
 def test_p19_tensors_of_any_strides_publish_as_their_contiguous_selves(tmp_path: Path, values: Any) -> None:
     plain = values.detach() if isinstance(values, torch.Tensor) else values
     with named(tmp_path, values) as published:
-        (path,) = tmp_path.iterdir()
+        (path,) = segments(tmp_path)
         assert path.read_bytes() == as_bytes(plain)
         assert path.stat().st_mode & 0o777 == 0o600
         message = published.message()
         assert (message.name, tuple(message.shape)) == (path.name, tuple(values.shape))
         assert message.unlink_after_read
         assert not message.stride_bytes
-    assert list(tmp_path.iterdir()) == []
+    assert segments(tmp_path) == []
 
 
 @pytest.mark.parametrize(
@@ -81,20 +81,21 @@ def test_p19_tensors_of_any_strides_publish_as_their_contiguous_selves(tmp_path:
 def test_what_does_not_travel_leaves_nothing(tmp_path: Path, values: Any, error: type[Exception]) -> None:
     with pytest.raises(error):
         named(tmp_path, values)
-    assert list(tmp_path.iterdir()) == []
+    assert segments(tmp_path) == []
 
 
 def test_p19_without_room_nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
+    named(tmp_path).close()  # the lock that this process holds from now on
     before = num_descriptors()
     monkeypatch.setattr(publish.os, "posix_fallocate", full)
     with pytest.raises(PublishFailed, match="48 bytes of pixels: No space left"):
         named(tmp_path)
     with pytest.raises(PublishFailed, match="No such file"):
         named(tmp_path / "none")
-    assert list(tmp_path.iterdir()) == []
+    assert segments(tmp_path) == []
     assert num_descriptors() == before
 
 
@@ -134,7 +135,7 @@ def test_p19_the_owner_unlinks_once(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     del published
     gc.collect()
     assert len(unlinks) == 1
-    assert list(tmp_path.iterdir()) == []
+    assert segments(tmp_path) == []
 
 
 def test_p19_what_the_service_unlinked_or_replaced_is_left_alone(
@@ -204,9 +205,9 @@ def test_p19_a_killed_publishers_segment_is_swept_when_the_next_begins(
     try:
         dead.send_signal(signal.SIGKILL)
         dead.communicate(timeout=30)
-        assert len(list(tmp_path.iterdir())) == 2
+        assert len(segments(tmp_path)) == 2
         with named(tmp_path) as own:
-            names = {path.name for path in tmp_path.iterdir()}
+            names = {path.name for path in segments(tmp_path)}
             assert own.name in names
             assert len(names) == 2, "the living publisher's stays"
     finally:

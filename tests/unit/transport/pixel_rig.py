@@ -15,6 +15,7 @@ from encoder_service.transport.pixel_book import SegmentBook
 from encoder_service.transport.pixel_folder import SegmentFolder
 from encoder_service.transport.pixel_input import PixelInput
 from encoder_service.transport.pixel_segments import PixelCounters
+from lm_adapter.transport.segment_names import is_lock_name
 
 PREFIX = "ve-test-"
 SIZE_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
@@ -26,6 +27,11 @@ def put(folder: Path, data: bytes, *, name: str = "", mode: int = 0o600) -> str:
     (folder / name).write_bytes(data)
     (folder / name).chmod(mode)
     return name
+
+
+def segments(folder: Path) -> list[Path]:
+    """What is published there, without the locks of publishers that live."""
+    return [path for path in folder.iterdir() if not is_lock_name(path.name)]
 
 
 def floats(*shape: int) -> npt.NDArray[np.float32]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import subprocess
 import sys
@@ -20,9 +21,12 @@ def own_start() -> int:
     return life.start
 
 
-def name_of(pid: int, start: int, *, of_boot: str = "", namespace: int = 0, prefix: str = PREFIX) -> str:
-    token = os.urandom(8).hex()
-    return f"{prefix}.{of_boot or boot()}.{namespace or pid_namespace()}.{pid}.{start}.{token}"
+def name_of(
+    pid: int, start: int, *, of_boot: str = "", namespace: int = 0, prefix: str = PREFIX, last: str = ""
+) -> str:
+    """last: the fields behind the start, where they are not one of random digits."""
+    last = last or os.urandom(8).hex()
+    return f"{prefix}.{of_boot or boot()}.{namespace or pid_namespace()}.{pid}.{start}.{last}"
 
 
 def dead_process() -> tuple[int, int]:
@@ -70,8 +74,17 @@ def test_p19_a_zombie_is_dead() -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["", PREFIX, "psm_1234abcd", name_of(1, 1)[:-1], name_of(1, 1) + "0"],
-    ids=["empty", "prefix", "another-s", "cut", "longer"],  # of random names, each worker would have its own
+    [
+        "",
+        PREFIX,
+        "psm_1234abcd",
+        name_of(1, 1)[:-1],
+        name_of(1, 1) + "0",
+        name_of(1, 1) + ".0",
+        name_of(1, 1, last="lock"),
+    ],
+    # of random names, each worker would have its own
+    ids=["empty", "prefix", "another-s", "cut", "longer", "short-lock", "lock-alone"],
 )
 def test_names_that_say_nothing_are_never_judged(name: str) -> None:
     assert publisher_of(name) is None
@@ -118,3 +131,31 @@ def test_p19_the_sweep_spares_files_of_other_users_and_outlives_refusals(
     assert (tmp_path / name).exists()
     assert ours.folder.sweep() == 1
     ours.folder.close()
+
+
+def test_p19_what_another_pid_namespaces_dead_left_is_swept_by_their_lock(tmp_path: Path) -> None:
+    pid, start = dead_process()
+    elsewhere = pid_namespace() + 1
+    held, free, gone = (os.urandom(8).hex() for _ in range(3))
+
+    def of(last: str) -> str:
+        return put(tmp_path, b"x", name=name_of(pid, start, namespace=elsewhere, last=last))
+
+    locks = {token: of(f"lock.{token}") for token in (held, free)}
+    segments = {
+        token: [of(f"{os.urandom(8).hex()}.{token}") for _ in range(2)] for token in (held, free, gone)
+    }
+    without = of(os.urandom(8).hex())
+    holder = os.open(tmp_path / locks[held], os.O_RDONLY)
+    fcntl.flock(holder, fcntl.LOCK_SH)
+    pixels = source(tmp_path)
+    assert pixels.folder is not None
+    assert pixels.folder.sweep() == 4
+    assert {path.name for path in tmp_path.iterdir()} == {locks[held], *segments[held], without}
+    # The lock is not what is being counted, and nobody's look at it stays.
+    assert pixels.folder.sweep() == 0
+    os.close(holder)
+    assert pixels.folder.sweep() == 2
+    assert {path.name for path in tmp_path.iterdir()} == {without}
+    assert pixels.counters.swept == 6
+    pixels.folder.close()
