@@ -128,11 +128,15 @@ class Pieces:
         coming = self._rows_to_come()
         # Rows that a caller reads as they come are on the host; else they go where the store will keep them.
         self._reserved: Writing | None = None
+        self._placed: RowsPrefix | None = None
+        self._following: asyncio.Task[None] | None = None
         if not flight.wants_rows_ahead:
             self._reserved = self._towers.store.reserve(flight.namespace, coming)
         if self._reserved is None:
-            rows = torch.empty(coming.rows.shape, dtype=coming.rows.dtype)
-            flight.rows_ahead = RowsPrefix(replace(coming, rows=rows))
+            flight.rows_ahead = on_host(coming)
+        else:
+            self._placed = RowsPrefix(replace(coming, rows=self._reserved.target))
+            flight.begin_rows_ahead = self._begin_rows_ahead
 
     async def run(self) -> Held:
         """Raises as ``ClipRun.run``."""
@@ -146,6 +150,7 @@ class Pieces:
                 await self._take_oldest()
             stored_s = towers.clock()
             held = await self._keep()
+            await self._followed(held)
         except BaseException:
             self._abandon()
             raise
@@ -194,8 +199,10 @@ class Pieces:
         if not piece.first:
             timings.queue_ms = (result.started_s - piece.queued_s) * 1e3
         ahead = self._flight.rows_ahead
-        if ahead is None:
+        if self._placed is not None:
+            self._placed.add(piece.num_rows)
             return
+        assert ahead is not None
         target = ahead.item.rows[piece.first : piece.first + piece.num_rows]
         if result.rows.nbytes < COPY_INLINE_BYTES:
             target.copy_(result.rows)
@@ -217,9 +224,43 @@ class Pieces:
             raise Draining("the service stopped before the item was delivered")
         return held
 
+    def _begin_rows_ahead(self) -> None:
+        """For a caller that joined and reads rows as they come: those that are in the room reserved for them,
+        and those that come there, are copied to the host as well."""
+        if self._reserved is None or self._placed is None or self._flight.rows_ahead is not None:
+            return
+        self._flight.rows_ahead = ahead = on_host(self._rows_to_come())
+        self._following = asyncio.ensure_future(self._follow(self._placed, ahead))
+        self._following.add_done_callback(read_failure)
+
+    async def _follow(self, placed: RowsPrefix, ahead: RowsPrefix) -> None:
+        """Until all rows were copied. Where it fails, the rest does not come to who reads ahead."""
+        towers, done, num_rows = self._towers, 0, len(ahead.item.rows)
+        try:
+            while done < num_rows:
+                ready = await placed.beyond(done)
+                target = ahead.item.rows[done:ready]
+                await towers.returns.run(towers.workers, target.copy_, placed.item.rows[done:ready])
+                ahead.add(ready - done)
+                done = ready
+        finally:
+            ahead.end()
+
+    async def _followed(self, held: Held) -> None:
+        """Once nothing reads any more where the rows are held."""
+        if self._following is None:
+            return
+        try:
+            await asyncio.wait([self._following])
+        except BaseException:
+            held.drop()
+            raise
+
     def _abandon(self) -> None:
         """Drops what waits; room that was reserved goes back once no piece is being written there, and never
         where the device may still write."""
+        if self._following is not None:
+            self._following.cancel()
         reserved, self._reserved = self._reserved, None
         for piece in self._ahead:
             self._towers.engine.discard(piece.ticket)
@@ -238,6 +279,11 @@ class Pieces:
         for future in self._futures:
             with contextlib.suppress(RuntimeError):
                 future.add_done_callback(functools.partial(self._towers.returns.post, count))
+
+
+def on_host(coming: EncodedItem) -> RowsPrefix:
+    """Room on the host for rows to come."""
+    return RowsPrefix(replace(coming, rows=torch.empty(coming.rows.shape, dtype=coming.rows.dtype)))
 
 
 def ticket_of(grid: Grid, flight: Flight, *, merges_time: bool) -> Ticket:
@@ -284,13 +330,15 @@ class RowsAhead:
         task = asyncio.ensure_future(waiting)
         try:
             await _first_of(task, flight.announced)
+            if not task.done() and flight.begin_rows_ahead is not None:
+                flight.begin_rows_ahead()
             prefix = flight.rows_ahead
             if not task.done() and prefix is not None:
                 first = asyncio.ensure_future(prefix.beyond(0))
                 await _first_of(task, first)
                 first.cancel()
                 if not prefix.is_ended:
-                    task.add_done_callback(_read_failure)
+                    task.add_done_callback(read_failure)
                     return cls(prefix, task)
             return await task
         except BaseException:
@@ -310,7 +358,7 @@ def drop_rows(task: asyncio.Task[Held]) -> None:
         task.result().drop()
 
 
-def _read_failure(task: asyncio.Task[Held]) -> None:
+def read_failure(task: asyncio.Task[Any]) -> None:
     """One that nobody asks for any more is not reported as lost."""
     if not task.cancelled():
         task.exception()

@@ -26,7 +26,8 @@ class Flight:
     """One encode in progress. announced: its grid, once known and admitted. held: a prefetch wants its rows,
     whoever else leaves. tier: where its rows come from. task: ends with the rows, held until everyone on
     board have a hold of their own. num_rows: of a clip, told with announced. wants_rows_ahead: a caller reads
-    rows as they come; rows_ahead: those of a clip, where they come to the host."""
+    rows as they come; rows_ahead: those of a clip, where they come to the host; begin_rows_ahead: has them
+    come there from now on, where they did not."""
 
     key: bytes
     content_digest: bytes
@@ -41,6 +42,7 @@ class Flight:
     num_rows: int | None = None
     wants_rows_ahead: bool = False
     rows_ahead: RowsPrefix | None = None
+    begin_rows_ahead: Callable[[], None] | None = None
 
 
 @dataclass

@@ -25,6 +25,8 @@ UNKNOWN_KEY = "UNKNOWN_KEY"
 NO_ENDPOINTS = "NO_ENDPOINTS"
 MAX_MOVES = 3
 """Further replicas that are asked for rows that the home does not know."""
+MAX_DOUBLINGS = 5
+"""Of the pause before a hedge that was refused is looked at again."""
 Order = Callable[[int], Sequence[Replica]]
 """The replicas that may serve an item, its home first; empty when there is none."""
 
@@ -59,6 +61,9 @@ class Attempt:
     left: set[int] = field(default_factory=set)
     may_hedge: set[int] = field(default_factory=set)
     """Of those, what may be asked for elsewhere as well once it is late."""
+    hedge_not_before_s: float = 0.0
+    num_refused: int = 0
+    """Times that there was no place or no token for a hedge."""
 
     def __post_init__(self) -> None:
         self.left = set(self.indices)
@@ -161,14 +166,13 @@ class FleetCall:
         for index in self._late(now_s):
             item = self._items[index]
             beside = self._place(item, again=False)
-            item.num_hedges += 1  # also when there is no place or no token: an item is late once
+            if beside is None or not self._budget.take(now_s):
+                self._counts.refused += beside is not None
+                self._hedge_later(item.running[0], now_s)
+                continue
+            item.num_hedges += 1
             if item.num_hedges >= self._settings.max_hedges:
                 item.running[0].may_hedge.discard(index)
-            if beside is None:
-                continue
-            if not self._budget.take(now_s):
-                self._counts.refused += 1
-                continue
             self._counts.hedges += 1
             self._put(placed, (beside, True), index, item)
         return [self._start(*where, indices, now_s) for where, indices in placed.items()], lost
@@ -178,7 +182,7 @@ class FleetCall:
         due = [self._items[index].not_before_s for index in self._waiting]
         if self._hedge_after_s is not None:
             due += [
-                attempt.started_s + self._hedge_after_s
+                max(attempt.started_s + self._hedge_after_s, attempt.hedge_not_before_s)
                 for attempt in self._attempts
                 if any(self._is_alone(index) for index in attempt.may_hedge)
             ]
@@ -304,10 +308,18 @@ class FleetCall:
         return [
             index
             for attempt in self._attempts
-            if now_s >= attempt.started_s + self._hedge_after_s
+            if now_s >= max(attempt.started_s + self._hedge_after_s, attempt.hedge_not_before_s)
             for index in sorted(attempt.may_hedge)
             if self._is_alone(index)
         ]
+
+    def _hedge_later(self, attempt: Attempt, now_s: float) -> None:
+        """Its replica may never answer: what it has is looked at again, ever more rarely."""
+        if attempt.hedge_not_before_s > now_s:
+            return  # another of its items came to this in the same look
+        pause_s = max(0.01, self._settings.backoff_s) * 2.0 ** min(attempt.num_refused, MAX_DOUBLINGS)
+        attempt.hedge_not_before_s = now_s + pause_s
+        attempt.num_refused += 1
 
     def _is_alone(self, index: int) -> bool:
         """One attempt runs for the item, and not a second one beside."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections import Counter
 from collections.abc import Iterator
@@ -199,14 +200,56 @@ def test_p37_an_item_is_not_left_to_a_replica_that_hangs(hedge_fails: bool) -> N
     assert [one.num_items for one in bench.replicas] == [0] * 4
 
 
-def test_a_hedge_that_failed_is_not_made_anew_without_a_budget() -> None:
+def test_a_hedge_that_failed_is_made_anew_once_there_is_a_budget() -> None:
     bench = Bench(1, 4, hedge_after_s=0.2, retry_share=0.1, retry_reserve_per_s=0.1)
-    bench.one()
+    first = bench.one()
     beside = bench.one(0.2)
     assert bench.call.ended(beside, DRAINING, 0.3) == []
     assert bench.take(0.3) == []
-    assert bench.counts.refused == 1
+    assert (bench.counts.refused, bench.counts.hedges) == (1, 1)
+    due_s = bench.call.next_due_s()
+    assert due_s == pytest.approx(0.4)
+    assert bench.take(0.39) == []
+    assert bench.counts.refused == 1, "not looked at before"
+    bench.budget.asked(100, 0.4)
+    again = bench.one(0.4)
+    assert again.is_hedge
+    assert again.replica not in (first.replica, beside.replica)
+    assert bench.call.succeeded(again, 0, 0.5)
+
+
+def test_a_hedge_that_is_refused_is_looked_at_ever_more_rarely_and_never_given_up() -> None:
+    bench = Bench(3, 2, hedge_after_s=0.2, retry_share=0.0, retry_reserve_per_s=0.0)
+    attempts = bench.take()
+    looks: list[float] = []
+    now_s = 0.2
+    while now_s < 30:
+        assert bench.take(now_s) == []
+        looks.append(now_s)
+        due_s = bench.call.next_due_s()
+        assert due_s is not None
+        assert due_s > now_s
+        now_s = due_s
+    pauses = [round(after - before, 3) for before, after in itertools.pairwise(looks)]
+    assert pauses[:7] == [0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 3.2]
+    assert bench.counts.refused == 3 * len(looks)
+    for attempt in attempts:
+        for index in list(attempt.indices):
+            assert bench.call.succeeded(attempt, index, 30.0)
     assert bench.call.next_due_s() is None
+
+
+def test_a_hedge_finds_no_place_until_there_is_a_second_replica() -> None:
+    bench = Bench(1, 1, hedge_after_s=0.2)
+    first = bench.one()
+    assert bench.take(0.2) == []
+    assert (bench.counts.refused, bench.counts.hedges) == (0, 0)
+    bench.replicas.append(Replica("10.0.0.9:1", bench.settings))
+    bench.replicas[-1].checked(Check.SERVING, 0.25)
+    assert bench.take(0.25) == []
+    beside = bench.one(0.31)
+    assert beside.is_hedge
+    assert beside.replica is not first.replica
 
 
 def test_hedges_are_of_the_budget_too() -> None:
@@ -215,7 +258,8 @@ def test_hedges_are_of_the_budget_too() -> None:
     beside = bench.take(0.2)
     assert sum(len(one.indices) for one in beside) == 2
     assert bench.counts.refused == 2
-    assert bench.call.next_due_s() is None, "an item is late once"
+    assert bench.take(0.25) == [], "those that have theirs have no other, and the rest waits"
+    assert bench.counts.refused == 2
 
 
 def test_without_replicas_an_item_waits_for_one_as_long_as_its_patience() -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from dataclasses import replace
 
 import pytest
 import torch
 
+from encoder_service import clip_run
 from encoder_service.clip_run import RowsAhead
 from encoder_service.errors import InternalError
 from encoder_service.store.arena import Arena
@@ -97,6 +99,125 @@ async def test_a_caller_who_reads_ahead_has_them_on_the_host(rig: Rig) -> None:
     kept = await rig.pipeline.encode(item)
     assert kept.tier is not CacheTier.MISS
     assert torch.equal(kept.encoded.rows, rows_of(colours))
+    kept.release()
+
+
+class Late:
+    """A clip whose rows go to the store, joined after its first piece by a caller who reads them as they
+    come."""
+
+    def __init__(self, rig: Rig, num_pieces: int) -> None:
+        self.item, colours = clip(PIECE_FRAMES * num_pieces)
+        self.rows = rows_of(colours)
+        self.turnstile = Turnstile(rig)
+        self.first = asyncio.ensure_future(rig.pipeline.encode(self.item))
+        self._rig = rig
+
+    async def join(self) -> RowsAhead:
+        await until(lambda: self.turnstile.num_entered)
+        self.turnstile.open(1)
+        await until(lambda: self.turnstile.num_entered > 1)
+        delivered = await asyncio.wait_for(self._rig.pipeline.encode(self.item, rows_ahead=True), 10)
+        assert delivered.tier is CacheTier.IN_FLIGHT
+        assert delivered.ahead is not None
+        return delivered.ahead
+
+    async def read(self, ahead: RowsAhead) -> None:
+        """To the last row; all that come are right."""
+        ready = 0
+        while ready < len(self.rows):
+            ready = await asyncio.wait_for(ahead.beyond(ready), 10)
+            assert torch.equal(ahead.item.rows[:ready], self.rows[:ready])
+
+
+async def test_who_joins_a_clip_late_has_its_rows_as_they_come(rig: Rig) -> None:
+    late = Late(rig, 6)
+    ahead = await late.join()
+    ready = await ahead.beyond(0)
+    assert 0 < ready < len(late.rows)
+    assert not late.first.done()
+    another = await asyncio.wait_for(rig.pipeline.encode(late.item, rows_ahead=True), 10)
+    assert another.ahead is not None
+    late.turnstile.open(20)
+    await asyncio.gather(late.read(ahead), late.read(another.ahead))
+    await ahead.whole()
+    delivered = await late.first
+    assert torch.equal(delivered.encoded.rows, late.rows)
+    for one in (ahead, another, delivered):
+        one.release()
+    again = await rig.pipeline.encode(late.item)
+    assert again.tier is CacheTier.DEVICE
+    again.release()
+    assert rig.pipeline.flights.counters.started == 1
+
+
+async def test_who_joins_late_learns_of_a_failure_and_nothing_stays_reserved(rig: Rig) -> None:
+    late = Late(rig, 6)
+    ahead = await late.join()
+    rig.tower.fails_with = RuntimeError("no more")
+    late.turnstile.open(20)
+    with pytest.raises(InternalError, match="no more"):
+        await late.read(ahead)
+    with pytest.raises(InternalError, match="no more"):
+        await late.first
+    ahead.release()
+
+
+async def test_rows_that_cannot_be_copied_ahead_fail_their_reader_alone(rig: Rig) -> None:
+    late = Late(rig, 5)
+    ahead = await late.join()
+    ahead._prefix.item = replace(ahead.item, rows=torch.empty(0))
+    late.turnstile.open(20)
+    with pytest.raises(InternalError, match="the clip ended with"):
+        await late.read(ahead)
+    delivered = await late.first
+    assert torch.equal(delivered.encoded.rows, late.rows)
+    ahead.release()
+    delivered.release()
+
+
+@pytest.mark.parametrize("leaves", ["first", "late", "both"])
+async def test_of_two_callers_of_a_clip_either_may_leave(rig: Rig, leaves: str) -> None:
+    late = Late(rig, 6)
+    ahead = await late.join()
+    if leaves != "late":
+        late.first.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await late.first
+    if leaves != "first":
+        ahead.release()
+    late.turnstile.open(20)
+    if leaves == "first":
+        await late.read(ahead)
+        await ahead.whole()
+        ahead.release()
+    elif leaves == "late":
+        delivered = await late.first
+        assert torch.equal(delivered.encoded.rows, late.rows)
+        delivered.release()
+    await until(lambda: len(rig.pipeline.flights) == 0)
+    await until(lambda: rig.pipeline.flights.counters.abandoned == (leaves == "both"))
+
+
+async def test_callers_who_leave_while_the_last_rows_are_copied_ahead_leave_no_hold(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forever = asyncio.Event()
+    monkeypatch.setattr(clip_run.Pieces, "_follow", lambda *_: forever.wait())
+    late = Late(rig, 4)
+    await until(lambda: late.turnstile.num_entered)
+    joining = asyncio.ensure_future(rig.pipeline.encode(late.item, rows_ahead=True))
+    late.turnstile.open(20)
+    await until(lambda: any(len(part) for part in store_of(rig).parts()))
+    assert len(rig.pipeline.flights) == 1
+    for waiting in (joining, late.first):
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+    await until(lambda: len(rig.pipeline.flights) == 0)
+    kept = await rig.pipeline.encode(late.item)
+    assert kept.tier is CacheTier.DEVICE
+    assert torch.equal(kept.encoded.rows, late.rows)
     kept.release()
 
 
