@@ -15,11 +15,13 @@ import functools
 from collections import deque
 from collections.abc import Coroutine
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
+import structlog
 import torch
 
+from encoder_service.engine.faults import first_line
 from encoder_service.engine.jobs import TowerResult
 from encoder_service.engine.patches import looked_through
 from encoder_service.errors import ClipTooLarge, DeviceFault, Draining, InternalError, UnsupportedContent
@@ -43,19 +45,23 @@ from encoder_service.types import (
     PreprocessOptions,
 )
 
+log = structlog.get_logger(__name__)
+
 # Pieces of one clip that are decoded and not yet encoded.
 MAX_PIECES_AHEAD = 3
 
 
 @dataclass(frozen=True)
 class ClipRun:
-    """max_patches: of one clip; max_piece_patches: of a piece, unless what is attended together has more."""
+    """max_patches: of one clip; max_piece_patches: of a piece, unless what is attended together has more;
+    following: what copies rows ahead of a clip's end."""
 
     towers: TowerRun
     preprocessor: Preprocessor
     load: DeviceLoad
     max_patches: int
     max_piece_patches: int
+    following: set[asyncio.Task[None]] = field(default_factory=set)
 
     async def run(
         self, flight: Flight, content: EncodedFile | FrameArray, options: PreprocessOptions, permit: Permit
@@ -150,13 +156,18 @@ class Pieces:
                 await self._take_oldest()
             stored_s = towers.clock()
             held = await self._keep()
-            await self._followed(held)
         except BaseException:
             self._abandon()
             raise
         finally:
-            if self._flight.rows_ahead is not None:
-                self._flight.rows_ahead.end()
+            self._flight.begin_rows_ahead = None  # it would keep all this alive for as long as the flight
+        if self._placed is not None:
+            self._placed.end()
+        if self._following is not None:
+            share = held.share()  # it goes on where the rows are held
+            self._following.add_done_callback(lambda _: share.drop())
+        elif self._flight.rows_ahead is not None:
+            self._flight.rows_ahead.end()
         self._flight.timings.store_ms = (towers.clock() - stored_s) * 1e3
         return held
 
@@ -229,38 +240,44 @@ class Pieces:
         and those that come there, are copied to the host as well."""
         if self._reserved is None or self._placed is None or self._flight.rows_ahead is not None:
             return
-        self._flight.rows_ahead = ahead = on_host(self._rows_to_come())
-        self._following = asyncio.ensure_future(self._follow(self._placed, ahead))
-        self._following.add_done_callback(read_failure)
+        try:
+            ahead = on_host(self._rows_to_come())
+        except (RuntimeError, MemoryError) as error:
+            log.warning("no room for a clip's rows ahead of its end", cause=first_line(error))
+            return
+        self._flight.rows_ahead = ahead
+        self._following = following = asyncio.ensure_future(self._follow(self._placed, ahead))
+        self._owner.following.add(following)
+        following.add_done_callback(self._owner.following.discard)
 
     async def _follow(self, placed: RowsPrefix, ahead: RowsPrefix) -> None:
-        """Until all rows were copied. Where it fails, the rest does not come to who reads ahead."""
+        """Until all rows were copied, or nobody reads them any more. Where it fails, the rest does not come
+        to who reads ahead."""
         towers, done, num_rows = self._towers, 0, len(ahead.item.rows)
         try:
-            while done < num_rows:
+            while done < num_rows and ahead.num_readers:
                 ready = await placed.beyond(done)
+                if ready == done:
+                    break
                 target = ahead.item.rows[done:ready]
                 await towers.returns.run(towers.workers, target.copy_, placed.item.rows[done:ready])
                 ahead.add(ready - done)
                 done = ready
+        except Exception as error:
+            log.error("a clip's rows were not copied ahead of its end", cause=first_line(error))
+            towers.engine.report(error)
         finally:
             ahead.end()
-
-    async def _followed(self, held: Held) -> None:
-        """Once nothing reads any more where the rows are held."""
-        if self._following is None:
-            return
-        try:
-            await asyncio.wait([self._following])
-        except BaseException:
-            held.drop()
-            raise
+            if done < num_rows and self._flight.rows_ahead is ahead:
+                self._flight.rows_ahead = None  # the next to come begins anew
 
     def _abandon(self) -> None:
         """Drops what waits; room that was reserved goes back once no piece is being written there, and never
         where the device may still write."""
         if self._following is not None:
             self._following.cancel()
+        if self._flight.rows_ahead is not None:
+            self._flight.rows_ahead.end()
         reserved, self._reserved = self._reserved, None
         for piece in self._ahead:
             self._towers.engine.discard(piece.ticket)
@@ -301,9 +318,11 @@ class RowsAhead:
     """A clip's rows for one caller, who reads them as they come. item: what is known of them beforehand."""
 
     def __init__(self, prefix: RowsPrefix, waiting: asyncio.Task[Held]) -> None:
+        """prefix: counts this reader already."""
         self.item = prefix.item
         self._prefix = prefix
         self._waiting = waiting
+        self._is_released = False
 
     async def beyond(self, num_rows: int) -> int:
         """How many rows are ready once that is more than ``num_rows``, which is not all. Raises the flight's
@@ -311,15 +330,20 @@ class RowsAhead:
         ready = await self._prefix.beyond(num_rows)
         if ready <= num_rows:
             await self.whole()
-            raise InternalError(f"the clip ended with {ready} of {len(self.item.rows)} rows")
         return ready
 
     async def whole(self) -> None:
-        """Returns once the flight has ended with all rows. Raises its failure."""
+        """Returns once the flight has ended and all rows are there. Raises its failure."""
         await asyncio.shield(self._waiting)
+        num_rows = len(self.item.rows)
+        ready = await self._prefix.beyond(num_rows - 1)
+        if ready < num_rows:
+            raise InternalError(f"the clip ended with {ready} of {num_rows} rows")
 
     def release(self) -> None:
         """The caller reads no more; before the flight has ended, that may end it. Twice is once."""
+        self._prefix.num_readers -= not self._is_released
+        self._is_released = True
         if not self._waiting.cancel():
             drop_rows(self._waiting)
 
@@ -334,12 +358,18 @@ class RowsAhead:
                 flight.begin_rows_ahead()
             prefix = flight.rows_ahead
             if not task.done() and prefix is not None:
+                prefix.num_readers += 1
+                found = None
                 first = asyncio.ensure_future(prefix.beyond(0))
-                await _first_of(task, first)
-                first.cancel()
-                if not prefix.is_ended:
-                    task.add_done_callback(read_failure)
-                    return cls(prefix, task)
+                try:
+                    await _first_of(task, first)
+                    if not prefix.is_ended:
+                        task.add_done_callback(read_failure)
+                        found = cls(prefix, task)
+                        return found
+                finally:
+                    first.cancel()
+                    prefix.num_readers -= found is None
             return await task
         except BaseException:
             if not task.cancel():

@@ -30,6 +30,7 @@ from lm_adapter.errors import (
 from lm_adapter.fleet import AsyncFleetClient, FleetClient, FleetSettings
 from lm_adapter.leases import LeaseRecord
 from lm_adapter.transport.channel import ClientTls
+from lm_adapter.transport.followed import TokenFile
 from lm_adapter.transport.settings import TransportChoice
 from lm_adapter.types import (
     CacheTier,
@@ -99,6 +100,7 @@ __all__ = [
     "StageTimings",
     "StaleRows",
     "StreamViolation",
+    "TokenFile",
     "TransportChoice",
     "TransportInfo",
     "TransportUnavailable",

@@ -104,13 +104,19 @@ class Session:
         self.local = LocalCalls()
         self._pixel_choice = PixelChoice(settings)
         self.resident = ResidentRows(self)
-        self.bearer = bearer(settings.token)
+        self._token = settings.token_now
+        bearer(self._token())  # what no header can carry is refused now
         self.target = target
         self.namespace = namespace
         self.model = model
         self.max_rows_bytes = max_rows_bytes
         self.info: ServerInfo | None = None
         self._told_at_s = 0.0
+
+    @property
+    def bearer(self) -> tuple[tuple[str, str], ...]:
+        """Metadata that opens the namespace, with the token of now."""
+        return bearer(self._token())
 
     def close(self) -> None:
         """Ends calls over sockets and the shared memory's session. Twice is once."""

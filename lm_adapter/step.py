@@ -148,7 +148,7 @@ def copy_pieces(
         deepstack.zero_()
     place = 0
     for rows, token, length in pieces:
-        moved = rows.to(device=inputs_embeds.device, dtype=inputs_embeds.dtype, non_blocking=True)
+        moved = _sent(rows, inputs_embeds.device).to(inputs_embeds.dtype)
         inputs_embeds[token : token + length] = moved[:, :width]
         first = token if per_token else place
         for level in range(len(deepstack)):
@@ -196,13 +196,21 @@ def _resident(rows: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Rows on the device, each contiguous in itself."""
     import torch
 
-    rows = rows.to(device, non_blocking=True)
+    rows = _sent(rows, device)
     if rows.stride(1) != 1 and rows.shape[1] > 1:
         rows = rows.contiguous()
     if rows.is_cuda:
         # Memory of another stream's: not given out again before this stream has read it.
         rows.record_stream(torch.cuda.current_stream(device))
     return rows
+
+
+def _sent(rows: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Rows on the device, or on their way there in the current stream. Those on the host go through pinned
+    memory: a copy out of any other waits on the host until the stream has done what it was given before."""
+    if device.type == "cuda" and rows.device.type == "cpu" and not rows.is_pinned():
+        rows = rows.contiguous().pin_memory()
+    return rows.to(device, non_blocking=True)
 
 
 def row_table(

@@ -238,14 +238,14 @@ def health(
     connection = Connection(server, tls, ca, cert, key, server_name, token, token_file)
     try:
         secured = connection.client_tls()
-        credentials, metadata = channel_credentials(None, secured), bearer(connection.read_token())
+        followed, metadata = channel_credentials(None, secured), bearer(connection.read_token())
     except EncoderError as error:
         fail(f"{server}: {error}")
     serving = asyncio.run(
         check_health(
             server,
             timeout_s,
-            credentials=credentials,
+            credentials=None if followed is None else followed.current(),
             options=channel_options(tls=secured),
             metadata=metadata,
         )

@@ -11,13 +11,14 @@ from encoder_service.types import EncodedItem
 
 
 class RowsPrefix:
-    """item: whose rows [R, W], on the host, are being filled in. num_ready: of them, from the first on.
-    is_ended: no more will come, whether or not these are all."""
+    """item: whose rows [R, W] are being filled in. num_ready: of them, from the first on. is_ended: no more
+    will come, whether or not these are all. num_readers: who wants them as they come."""
 
     def __init__(self, item: EncodedItem) -> None:
         self.item = item
         self.num_ready = 0
         self.is_ended = False
+        self.num_readers = 0
         self._more = asyncio.Event()
 
     def add(self, num_rows: int) -> None:

@@ -57,15 +57,16 @@ def publisher_of(name: str) -> Publisher | None:
 
 @contextlib.contextmanager
 def judged(name: str, folder: int) -> Iterator[bool]:
-    """Whether the publisher of a name in the folder, an open descriptor, is certainly dead. Where it held a
-    lock, the lock is held here until the block ends, so that no process that begins takes the file that is
-    being removed. A publisher in another PID namespace that tells of no lock counts as alive."""
+    """Whether the publisher of a name in the folder, an open descriptor, is certainly dead: by its number
+    where it has one here, and by the lock that it held, if any. The lock is held here until the block ends,
+    so that no process that begins takes the file that is being removed. A publisher in another PID namespace
+    that tells of no lock counts as alive."""
     publisher = publisher_of(name)
-    if publisher is None or not publisher.lock or publisher.pid_namespace == pid_namespace():
+    if publisher is None or not publisher.lock or publisher.boot != boot():
         yield is_orphan(name)
         return
-    if publisher.boot != boot():
-        yield True
+    if publisher.pid_namespace == pid_namespace() and not is_orphan(name):
+        yield False
         return
     try:
         descriptor = os.open(publisher.lock, _LOCK_FLAGS, dir_fd=folder)
@@ -84,6 +85,8 @@ def judged(name: str, folder: int) -> Iterator[bool]:
             is_dead = True
         yield is_dead
     finally:
+        # A child that was forked meanwhile has the descriptor too, and would keep the lock.
+        fcntl.flock(descriptor, fcntl.LOCK_UN)
         os.close(descriptor)
 
 

@@ -6,18 +6,17 @@ the start. How a channel is secured is ``transport.channel``'s.
 
 from __future__ import annotations
 
-import ssl
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from lm_adapter.errors import InvalidRequest
 from lm_adapter.fleet import DnsEndpoints
-from lm_adapter.transport.channel import ClientTls, bearer
+from lm_adapter.transport.channel import ClientTls, EncryptedKey
+from lm_adapter.transport.followed import TokenFile, read_file, token_in
 
 __all__ = ["Access", "tls_of_service"]
 
-MAX_TOKEN_BYTES = 4096
-MAX_PEM_BYTES = 4 << 20
 TLS_SETTINGS = ("tls_ca", "tls_cert", "tls_key")
 
 
@@ -33,10 +32,10 @@ class Access:
     tls_key: str = ""
     tls_server_name: str = ""
 
-    def token_and_tls(self, written: Callable[[str], str] = str) -> tuple[str, ClientTls | None]:
-        """The token, empty without one, and TLS, None in clear. written: how a setting's name is written
-        where it was given. Raises InvalidRequest for files that cannot be read, are not what they should be
-        or do not belong together."""
+    def token_and_tls(self, written: Callable[[str], str] = str) -> tuple[str | TokenFile, ClientTls | None]:
+        """The token's file, empty without one, and TLS, None in clear; both are followed from then on.
+        written: how a setting's name is written where it was given. Raises InvalidRequest for files that
+        cannot be read, are not what they should be or do not belong together."""
         token = self._token(written("token_file")) if self.token_file else ""
         if not (self.tls_ca or self.tls_cert or self.tls_key):
             if self.tls_server_name:
@@ -50,44 +49,24 @@ class Access:
                 )
         for name in TLS_SETTINGS:
             if path := getattr(self, name):
-                _read(path, written(name), MAX_PEM_BYTES)
-        if self.tls_ca:
-            self._check_authorities(written("tls_ca"))
-        if self.tls_cert:
-            self._check_pair(written("tls_cert"), written("tls_key"))
-        return token, ClientTls(self.tls_ca, self.tls_cert, self.tls_key, self.tls_server_name)
-
-    def _token(self, setting: str) -> str:
-        """No error repeats what is in the file."""
-        words = _read(self.token_file, setting, MAX_TOKEN_BYTES).split()
-        if len(words) != 1:
-            raise InvalidRequest(f"{setting}: {self.token_file} has {len(words)} words, a token is 1")
+                with _naming(written(name)):
+                    read_file(path)
+        tls = ClientTls(self.tls_ca, self.tls_cert, self.tls_key, self.tls_server_name)
+        with _naming(written("tls_ca")):
+            tls.check_authorities()
         try:
-            token = words[0].decode("ascii")
-            bearer(token)
-        except ValueError:
-            raise InvalidRequest(f"{setting}: {self.token_file} has characters that no token has") from None
-        return token
+            tls.check_pair()
+        except EncryptedKey as error:
+            raise InvalidRequest(f"{written('tls_key')}: {error.message}") from None
+        except InvalidRequest as error:
+            pair = f"{written('tls_cert')}, {written('tls_key')}"
+            raise InvalidRequest(f"{pair}: {error.message}") from None
+        return token, tls
 
-    def _check_authorities(self, setting: str) -> None:
-        """gRPC would take an empty file for the public ones, and tell of any other with the first call."""
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-        try:
-            context.load_verify_locations(self.tls_ca)
-        except OSError as error:
-            raise InvalidRequest(f"{setting}: {self.tls_ca} has no certificate: {error}") from None
-
-    def _check_pair(self, cert: str, key: str) -> None:
-        def no_password() -> bytes:
-            raise InvalidRequest(f"{key}: the key in {self.tls_key} is encrypted, which is not supported")
-
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-        try:
-            context.load_cert_chain(self.tls_cert, self.tls_key, no_password)
-        except OSError as error:
-            raise InvalidRequest(
-                f"{cert}, {key}: {self.tls_cert} and {self.tls_key} are no certificate and its key: {error}"
-            ) from None
+    def _token(self, setting: str) -> TokenFile:
+        with _naming(setting):
+            token_in(read_file(self.token_file), self.token_file)
+        return TokenFile(self.token_file)
 
 
 def tls_of_service(tls: ClientTls, service: str) -> ClientTls:
@@ -98,12 +77,10 @@ def tls_of_service(tls: ClientTls, service: str) -> ClientTls:
     return replace(tls, server_name=DnsEndpoints(service).host.removesuffix("."))
 
 
-def _read(path: str, setting: str, max_bytes: int) -> bytes:
+@contextmanager
+def _naming(setting: str) -> Iterator[None]:
+    """Errors inside begin with the setting's name."""
     try:
-        with open(path, "rb") as file:
-            text = file.read(max_bytes + 1)
-    except OSError as error:
-        raise InvalidRequest(f"{setting}: cannot read {path}: {error.strerror or error}") from None
-    if len(text) > max_bytes:
-        raise InvalidRequest(f"{setting}: {path} has more than {max_bytes} bytes")
-    return text
+        yield
+    except InvalidRequest as error:
+        raise InvalidRequest(f"{setting}: {error.message}") from None

@@ -17,6 +17,7 @@ from lm_adapter.engines.vllm_items import WantedRows
 from lm_adapter.errors import InvalidRequest, ItemFailed
 from lm_adapter.fleet import AsyncFleetClient, DnsEndpoints, FleetSettings
 from lm_adapter.transport.channel import ClientTls
+from lm_adapter.transport.followed import TokenFile
 from lm_adapter.types import Outcome
 
 __all__ = ["EncoderClient", "RowsSource", "Target", "is_fleet", "open_client", "read_target", "rows_source"]
@@ -66,7 +67,7 @@ def open_client(
     *,
     namespace: str = "",
     model: str = "",
-    token: str = "",
+    token: str | TokenFile = "",
     tls: ClientTls | None = None,
     timeout_s: float,
     transports: tuple[str, ...],

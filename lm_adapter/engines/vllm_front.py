@@ -21,7 +21,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import fields
 from typing import Any
 
-from lm_adapter import ClientTls
+from lm_adapter import ClientTls, TokenFile
 from lm_adapter.engines.vllm_access import Access
 from lm_adapter.engines.vllm_encoders import EncoderClient, Target, is_fleet, open_client, read_target
 from lm_adapter.engines.vllm_front_images import FrontImages
@@ -179,7 +179,7 @@ def create_app(
     encoder: Target,
     failures_path: str = "",
     namespace: str = "",
-    token: str = "",
+    token: str | TokenFile = "",
     tls: ClientTls | None = None,
     timeout_s: float = 30.0,
     settings: FleetSettings | None = None,

@@ -31,6 +31,10 @@ class RetryBudget:
             self._balance -= self._buckets.popleft()[1]
         return self._reserve + self._balance
 
+    def has_spare(self, now_s: float) -> bool:
+        """Whether one more leaves half of the reserve, for those that will not wait."""
+        return self.left(now_s) >= 1 + self._reserve / 2
+
     def asked(self, num_items: int, now_s: float) -> None:
         """Items that a caller asked for."""
         self.left(now_s)  # forgets what is old, though nobody ever asks for a retry

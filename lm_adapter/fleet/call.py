@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from lm_adapter.errors import DeadlineExceeded, EncoderError, EncoderUnavailable
+from lm_adapter.fleet.attempt import Attempt
 from lm_adapter.fleet.budget import RetryBudget
 from lm_adapter.fleet.latency import Latencies
 from lm_adapter.fleet.outcomes import moves_on
@@ -19,14 +20,12 @@ from lm_adapter.fleet.replica import Replica, eject_if_failing
 from lm_adapter.fleet.ring import load_bound, within_load
 from lm_adapter.fleet.settings import FleetSettings
 
-__all__ = ["Attempt", "FleetCall", "FleetCounts"]
+__all__ = ["FleetCall", "FleetCounts"]
 
 UNKNOWN_KEY = "UNKNOWN_KEY"
 NO_ENDPOINTS = "NO_ENDPOINTS"
 MAX_MOVES = 3
 """Further replicas that are asked for rows that the home does not know."""
-MAX_DOUBLINGS = 5
-"""Of the pause before a hedge that was refused is looked at again."""
 Order = Callable[[int], Sequence[Replica]]
 """The replicas that may serve an item, its home first; empty when there is none."""
 
@@ -47,26 +46,6 @@ class FleetCounts:
     ejections: int = 0
     fallbacks: int = 0
     failures: int = 0
-
-
-@dataclass(eq=False)
-class Attempt:
-    """Items that go to one replica in one call; left: those without an outcome yet."""
-
-    number: int
-    replica: Replica
-    indices: list[int]
-    started_s: float
-    is_hedge: bool
-    left: set[int] = field(default_factory=set)
-    may_hedge: set[int] = field(default_factory=set)
-    """Of those, what may be asked for elsewhere as well once it is late."""
-    hedge_not_before_s: float = 0.0
-    num_refused: int = 0
-    """Times that there was no place or no token for a hedge."""
-
-    def __post_init__(self) -> None:
-        self.left = set(self.indices)
 
 
 @dataclass(eq=False)
@@ -163,18 +142,32 @@ class FleetCall:
                 lost.append((index, self._finish(item, item.failure or _nobody())))
             else:
                 item.not_before_s = now_s + max(0.01, min(self._settings.backoff_s, 0.1))
+        late: set[Attempt] = set()
+        is_spent = False
         for index in self._late(now_s):
             item = self._items[index]
+            attempt = item.running[0]
+            # Looked at before: what is left is rather for failures, which are final where there is none.
+            if is_spent or (attempt.num_refused and not self._budget.has_spare(now_s)):
+                self._counts.refused += not attempt.num_refused
+                late.add(attempt)
+                continue
             beside = self._place(item, again=False)
-            if beside is None or not self._budget.take(now_s):
-                self._counts.refused += beside is not None
-                self._hedge_later(item.running[0], now_s)
+            if beside is None:
+                late.add(attempt)
+                continue
+            if not self._budget.take(now_s):
+                is_spent = True
+                self._counts.refused += not attempt.num_refused
+                late.add(attempt)
                 continue
             item.num_hedges += 1
             if item.num_hedges >= self._settings.max_hedges:
                 item.running[0].may_hedge.discard(index)
             self._counts.hedges += 1
             self._put(placed, (beside, True), index, item)
+        for attempt in late:
+            attempt.hedge_later(now_s, self._settings.backoff_s)
         return [self._start(*where, indices, now_s) for where, indices in placed.items()], lost
 
     def next_due_s(self) -> float | None:
@@ -313,14 +306,6 @@ class FleetCall:
             if self._is_alone(index)
         ]
 
-    def _hedge_later(self, attempt: Attempt, now_s: float) -> None:
-        """Its replica may never answer: what it has is looked at again, ever more rarely."""
-        if attempt.hedge_not_before_s > now_s:
-            return  # another of its items came to this in the same look
-        pause_s = max(0.01, self._settings.backoff_s) * 2.0 ** min(attempt.num_refused, MAX_DOUBLINGS)
-        attempt.hedge_not_before_s = now_s + pause_s
-        attempt.num_refused += 1
-
     def _is_alone(self, index: int) -> bool:
         """One attempt runs for the item, and not a second one beside."""
         return len(self._items[index].running) == 1 and not self._items[index].done
@@ -368,7 +353,7 @@ class FleetCall:
         if item.num_hedges and item.num_attempts - item.num_moves < self._settings.max_attempts:
             item.num_hedges -= 1
             item.num_attempts += 1
-            item.running[0].may_hedge.add(item.index)
+            item.running[0].hedge_anew(item.index)
 
     def _may_move(self, item: _ItemState) -> bool:
         """Rows of a key whose home has changed lie where it lived before: with the first of the next places

@@ -107,16 +107,16 @@ def replica_opener(
     **arguments: Any,
 ) -> Callable[[str], ReplicaClient]:
     """What opens the client of a target, with these arguments of ``AsyncVisionEncoderClient``. What is wrong
-    with them is found now, and files of TLS are read once. Raises InvalidRequest."""
-    secured = channel_credentials(credentials, tls)
-    bearer(TransportSettings(**transport).token)
-    named = {"grpc.ssl_target_name_override": tls.server_name} if tls and tls.server_name else {}
+    with them is found now. Raises InvalidRequest."""
+    channel_credentials(credentials, tls)
+    bearer(TransportSettings(**transport).token_now())
 
     def open_client(target: str) -> ReplicaClient:
         client = ReplicaClient(
             target,
-            credentials=secured,
-            options={**_CHANNEL_OPTIONS, **named, **(options or {})},
+            credentials=credentials,
+            tls=tls,
+            options={**_CHANNEL_OPTIONS, **(options or {})},
             **arguments,
             **transport,
         )

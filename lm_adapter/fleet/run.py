@@ -19,7 +19,8 @@ from lm_adapter.errors import (
     ItemFailed,
     MissingDependency,
 )
-from lm_adapter.fleet.call import NO_ENDPOINTS, Attempt, FleetCall
+from lm_adapter.fleet.attempt import Attempt
+from lm_adapter.fleet.call import NO_ENDPOINTS, FleetCall
 from lm_adapter.fleet.directory import Directory, Member, gone, until_done
 from lm_adapter.fleet.outcomes import as_item_failure, deadline_passed, moves_on
 from lm_adapter.session import Deadline

@@ -37,6 +37,7 @@ from lm_adapter.transport.broker_records import (
     known_arenas,
     path_beside,
 )
+from lm_adapter.transport.followed import Token, token_source
 from vision_encoder.v1 import broker_pb2 as pb
 from vision_encoder.v1 import encoder_pb2
 
@@ -57,7 +58,7 @@ class BrokerClient:
         path: str,
         *,
         namespace: str = "",
-        token: str = "",
+        token: Token = "",
         name: str = "",
         request_timeout_s: float = 5.0,
         min_pause_s: float = 0.05,
@@ -73,12 +74,12 @@ class BrokerClient:
         InvalidRequest for a path that is not absolute and for texts that no frame holds."""
         if not path.startswith("/") or "\0" in path:
             raise InvalidRequest(f"the broker's socket is an absolute path, found {path!r}")
-        self.path = path
+        self.path, self._token = path, token_source(token)
         self._hello = pb.BrokerHello(
             protocol_version=PROTOCOL_VERSION,
             min_protocol_version=MIN_PROTOCOL_VERSION,
             namespace=namespace,
-            token=token,
+            token=self._token(),
             client_name=name,
         )
         if self._hello.ByteSize() > MAX_PAYLOAD_BYTES // 2:
@@ -308,7 +309,7 @@ class BrokerClient:
             pause_s = min(2 * pause_s, max_pause_s)
 
     def _open(self, timeout_s: float) -> BrokerLink:
-        self._hello.pid = os.getpid()
+        self._hello.pid, self._hello.token = os.getpid(), self._token()
         return BrokerLink.open(self.path, self._hello, timeout_s)
 
     def _adopt(self, link: BrokerLink) -> BrokerSession:

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping
+import ssl
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import grpc
 import grpc.aio
 
 from lm_adapter.errors import InvalidRequest
+from lm_adapter.transport.followed import FilePath, Followed
+from lm_adapter.transport.followed_channel import FollowedAioChannel, FollowedChannel
 from vision_encoder.v1 import encoder_pb2
 
 __all__ = [
@@ -24,6 +26,7 @@ __all__ = [
     "HEALTH_CHECK",
     "RING_HASH_ENVIRONMENT",
     "ClientTls",
+    "EncryptedKey",
     "bearer",
     "channel_credentials",
     "channel_options",
@@ -63,18 +66,23 @@ _DEFAULT_OPTIONS: dict[str, int | str] = {
 }
 
 
+class EncryptedKey(InvalidRequest):
+    """Nobody is asked for a password."""
+
+
 @dataclass(frozen=True)
 class ClientTls:
-    """TLS to the service, from PEM files, which are read once, when the client is made.
+    """TLS to the service, from PEM files. A client that is given it uses, within a second of a change, what
+    is in the files then for its new calls.
 
     ca: authorities of the server's certificate; empty for the public ones. cert, key: the client's own, where
     the server asks for one. server_name: what the server's certificate is made out to, where that is not the
     target's host.
     """
 
-    ca: str | os.PathLike[str] = ""
-    cert: str | os.PathLike[str] = ""
-    key: str | os.PathLike[str] = ""
+    ca: FilePath = ""
+    cert: FilePath = ""
+    key: FilePath = ""
     server_name: str = ""
 
     def __post_init__(self) -> None:
@@ -82,16 +90,50 @@ class ClientTls:
         if bool(self.cert) != bool(self.key):
             raise InvalidRequest("a client certificate and its key are given together or not at all")
 
+    def check_authorities(self) -> None:
+        """Raises InvalidRequest where ``ca`` has no certificate. gRPC would take an empty file for the public
+        ones, and tell of any other with the first call."""
+        if not self.ca:
+            return
+        try:
+            ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(self.ca)
+        except OSError as error:
+            raise InvalidRequest(f"{os.fspath(self.ca)} has no certificate: {error}") from None
+
+    def check_pair(self) -> None:
+        """Raises InvalidRequest for a key of another certificate, EncryptedKey."""
+        if not self.cert:
+            return
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        try:
+            context.load_cert_chain(self.cert, self.key, self._no_password)
+        except OSError as error:
+            raise InvalidRequest(
+                f"{os.fspath(self.cert)} and {os.fspath(self.key)} are no certificate and its key: {error}"
+            ) from None
+
+    def _no_password(self) -> bytes:
+        raise EncryptedKey(f"the key in {os.fspath(self.key)} is encrypted, which is not supported")
+
 
 def channel_credentials(
     credentials: grpc.ChannelCredentials | None, tls: ClientTls | None
-) -> grpc.ChannelCredentials | None:
-    """What the channel is secured with; None for a channel in clear. Raises InvalidRequest."""
+) -> Followed[grpc.ChannelCredentials] | None:
+    """What channels are to be secured with that follow their files; None without such files. Raises
+    InvalidRequest."""
     if tls is None:
-        return credentials
+        return None
     if credentials is not None:
         raise InvalidRequest("credentials and tls say the same in two ways: give one")
-    return grpc.ssl_channel_credentials(_pem(tls.ca), _pem(tls.key), _pem(tls.cert))
+    names = [name for name in ("ca", "key", "cert") if getattr(tls, name)]
+
+    def make(contents: Sequence[bytes]) -> grpc.ChannelCredentials:
+        tls.check_authorities()
+        tls.check_pair()
+        pem = dict(zip(names, contents, strict=True))
+        return grpc.ssl_channel_credentials(pem.get("ca"), pem.get("key"), pem.get("cert"))
+
+    return Followed([getattr(tls, name) for name in names], make, what="certificates")
 
 
 def open_channel(
@@ -101,10 +143,13 @@ def open_channel(
     options: Mapping[str, int | str] | None,
 ) -> grpc.Channel:
     """A channel that connects when it is used. Raises InvalidRequest."""
-    secured, arguments = channel_credentials(credentials, tls), channel_options(options, tls)
-    if secured is None:
+    followed, arguments = channel_credentials(credentials, tls), channel_options(options, tls)
+    if followed is not None:
+        opened = FollowedChannel(followed, lambda made: grpc.secure_channel(target, made, options=arguments))
+        return cast("grpc.Channel", opened)
+    if credentials is None:
         return grpc.insecure_channel(target, options=arguments)
-    return grpc.secure_channel(target, secured, options=arguments)
+    return grpc.secure_channel(target, credentials, options=arguments)
 
 
 def open_aio_channel(
@@ -114,17 +159,15 @@ def open_aio_channel(
     options: Mapping[str, int | str] | None,
 ) -> grpc.aio.Channel:
     """As ``open_channel``, for the loop that runs."""
-    secured, arguments = channel_credentials(credentials, tls), channel_options(options, tls)
-    if secured is None:
+    followed, arguments = channel_credentials(credentials, tls), channel_options(options, tls)
+    if followed is not None:
+        opened = FollowedAioChannel(
+            followed, lambda made: grpc.aio.secure_channel(target, made, options=arguments)
+        )
+        return cast("grpc.aio.Channel", opened)
+    if credentials is None:
         return grpc.aio.insecure_channel(target, options=arguments)
-    return grpc.aio.secure_channel(target, secured, options=arguments)
-
-
-def _pem(path: str | os.PathLike[str]) -> bytes | None:
-    try:
-        return Path(path).read_bytes() if path else None
-    except OSError as error:
-        raise InvalidRequest(f"cannot read {os.fspath(path)}: {error.strerror or error}") from error
+    return grpc.aio.secure_channel(target, credentials, options=arguments)
 
 
 def bearer(token: str) -> tuple[tuple[str, str], ...]:

@@ -313,7 +313,7 @@ class TransportChooser:
         made = BrokerClient(
             path,
             namespace=self._namespace,
-            token=self.settings.token,
+            token=self.settings.token_now,
             name=f"lm_adapter pid {os.getpid()}",
             request_timeout_s=CONNECT_TIMEOUT_S,
             on_session=self._on_session,

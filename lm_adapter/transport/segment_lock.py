@@ -31,22 +31,29 @@ class _Held:
     def __init__(self, folder: str, name: str, descriptor: int) -> None:
         self.token = name.rpartition(".")[2]
         self._descriptor = descriptor
+        self._file = _identity(descriptor)
         self._pid = os.getpid()
-        self._end = weakref.finalize(self, _let_go, os.path.join(folder, name), descriptor, self._pid)
+        path = os.path.join(folder, name)
+        self._end = weakref.finalize(self, _let_go, path, descriptor, self._file, self._pid)
 
     @property
     def is_there(self) -> bool:
-        """Whether this process holds it and its name still leads to it: cleaners of such folders exist."""
-        return self._pid == os.getpid() and os.fstat(self._descriptor).st_nlink > 0
+        """Whether this process holds it and its name still leads to it: cleaners of such folders exist. They
+        go by the time of the last change, which this is."""
+        if self._pid != os.getpid() or _identity(self._descriptor) != self._file:
+            return False
+        os.utime(self._descriptor)
+        return os.fstat(self._descriptor).st_nlink > 0
 
     def forget(self) -> None:
         """In a forked child: closes what it inherited. The lock stays the parent's."""
         if self._end.detach() is not None:
-            os.close(self._descriptor)
+            _close(self._descriptor, self._file)
 
 
 _held: dict[tuple[str, str], _Held] = {}
-_guard = threading.Lock()
+_guard = threading.RLock()
+"""Of a kind that a finalizer or a signal handler which publishes finds open in its own thread."""
 
 
 def held_lock(folder: str, prefix: str) -> str:
@@ -55,10 +62,14 @@ def held_lock(folder: str, prefix: str) -> str:
     with _guard:
         held = _held.get((folder, prefix))
         if held is None or not held.is_there:
-            held = _take(folder, prefix)
-            if held is None:
+            made = _take(folder, prefix)
+            meanwhile = _held.get((folder, prefix))
+            if meanwhile is not None and meanwhile is not held:
+                held = meanwhile  # by a signal handler or a finalizer, in the midst of this; made goes again
+            elif made is None:
                 return ""
-            _held[folder, prefix] = held
+            else:
+                held = _held[folder, prefix] = made
         return held.token
 
 
@@ -94,21 +105,42 @@ def _discard(path: str, descriptor: int) -> None:
         os.close(descriptor)
 
 
-def _let_go(path: str, descriptor: int, pid: int) -> None:
-    """The name first: a lock that is free and still there is a dead publisher's."""
-    if os.getpid() != pid:
-        return
-    with contextlib.suppress(OSError):
-        os.unlink(path)
-    os.close(descriptor)
+def _let_go(path: str, descriptor: int, file: tuple[int, int] | None, pid: int) -> None:
+    """The name first: a lock that is free and still there is a dead publisher's. In another process than its
+    own, of a fork that Python was not told of, the name stays."""
+    if os.getpid() == pid:
+        with contextlib.suppress(OSError):
+            os.unlink(path)
+    _close(descriptor, file)
+
+
+def _close(descriptor: int, file: tuple[int, int] | None) -> None:
+    """Unless something else closed it: its number may be another file's by now."""
+    if _identity(descriptor) == file:
+        with contextlib.suppress(OSError):
+            os.close(descriptor)
+
+
+def _identity(descriptor: int) -> tuple[int, int] | None:
+    """Device and inode; None where nothing is open."""
+    try:
+        found = os.fstat(descriptor)
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
 
 
 def _begin_in_child() -> None:
     global _guard
-    _guard = threading.Lock()  # another thread of the parent may have had it
+    _guard = threading.RLock()
     for held in _held.values():
         held.forget()
     _held.clear()
 
 
-os.register_at_fork(after_in_child=_begin_in_child)
+# No other thread is at a file of which the child would know nothing.
+os.register_at_fork(
+    before=lambda: _guard.acquire(),
+    after_in_parent=lambda: _guard.release(),
+    after_in_child=_begin_in_child,
+)

@@ -45,16 +45,17 @@ def new_lock_name(prefix: str) -> str:
 
 @contextlib.contextmanager
 def judged(name: str, folder: int) -> Iterator[bool]:
-    """Whether the publisher of a name in the folder, an open descriptor, is certainly dead. Where it held a
-    lock, the lock is held here until the block ends, so that no process that begins takes the file that is
-    being removed. A publisher in another PID namespace that tells of no lock counts as alive."""
+    """Whether the publisher of a name in the folder, an open descriptor, is certainly dead: by its number
+    where it has one here, and by the lock that it held, if any. The lock is held here until the block ends,
+    so that no process that begins takes the file that is being removed. A publisher in another PID namespace
+    that tells of no lock counts as alive."""
     match = _PATTERN.fullmatch(name)
     token = match and (match["own"] or match["lock"])
-    if match is None or not token or int(match["pid_namespace"]) == _pid_namespace():
+    if match is None or not token or match["boot"] != _boot():
         yield is_orphan(name)
         return
-    if match["boot"] != _boot():
-        yield True
+    if int(match["pid_namespace"]) == _pid_namespace() and not is_orphan(name):
+        yield False
         return
     try:
         descriptor = os.open(f"{match['process']}.lock.{token}", _LOCK_FLAGS, dir_fd=folder)
@@ -73,6 +74,8 @@ def judged(name: str, folder: int) -> Iterator[bool]:
             is_dead = True
         yield is_dead
     finally:
+        # A child that was forked meanwhile has the descriptor too, and would keep the lock.
+        fcntl.flock(descriptor, fcntl.LOCK_UN)
         os.close(descriptor)
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypedDict
 
 from lm_adapter.errors import InvalidRequest, MissingDependency
+from lm_adapter.transport.followed import TokenFile, token_source
 
 if TYPE_CHECKING:
     import torch
@@ -35,9 +36,9 @@ class TransportOptions(TypedDict, total=False):
     transports: the ways in which rows may come, the best first; by default all: by lease on device memory,
     through shared host memory, inline. Without ``inline`` there is no fallback, and calls raise
     TransportUnavailable where nothing else is possible. broker_path: of the broker's socket as this process
-    sees it, when it is not as the server announces. token: opens the namespace, over gRPC and
-    at the broker. device: the GPU that rows go to by lease; by default the caller's current one, once the
-    process uses CUDA. lease_ms: how long leases are asked for; 0 for the server's default.
+    sees it, when it is not as the server announces. token: opens the namespace, over gRPC and at the broker;
+    a TokenFile is followed. device: the GPU that rows go to by lease; by default the caller's current one,
+    once the process uses CUDA. lease_ms: how long leases are asked for; 0 for the server's default.
     directory: whether rows that are resident are looked up and copied without asking the encoder, where they
     come in shared memory; otherwise each is leased.
     local_calls: whether calls whose rows come in shared memory go over a unix socket of their own, where the
@@ -53,7 +54,7 @@ class TransportOptions(TypedDict, total=False):
 
     transports: Sequence[str]
     broker_path: str
-    token: str
+    token: str | TokenFile
     device: str | int | torch.device | None
     lease_ms: int
     directory: bool
@@ -80,7 +81,8 @@ class TransportSettings:
 
     transports: Sequence[str] = TRANSPORTS
     broker_path: str = ""
-    token: str = field(default="", repr=False)
+    token: str | TokenFile = field(default="", repr=False)
+    token_now: Callable[[], str] = field(init=False, repr=False, compare=False)
     device: str | int | torch.device | None = None
     lease_ms: int = 0
     directory: bool = True
@@ -112,6 +114,7 @@ class TransportSettings:
             raise InvalidRequest(f"shm_dir is an absolute path, found {self.shm_dir!r}")
         if not 0 <= self.lease_ms < 1 << 32:
             raise InvalidRequest(f"lease_ms is {self.lease_ms}, 0 to {(1 << 32) - 1} are possible")
+        object.__setattr__(self, "token_now", token_source(self.token))
 
     @property
     def inline_allowed(self) -> bool:

@@ -17,6 +17,7 @@ import pytest
 
 from encoder_service.towers.synthetic import make_checkpoint
 from lm_adapter import CallFailed, EncodedRows, Grid, PixelItem, VisionEncoderClient
+from lm_adapter.transport.segment_names import is_lock_name
 from tests.integration.test_process import ENV, ServiceProcess
 from tests.unit.transport.broker_rig import num_descriptors, socket_folder, wait_until
 
@@ -50,7 +51,7 @@ class Services:
 
     @property
     def names(self) -> list[str]:
-        return os.listdir(self.folder)
+        return [name for name in os.listdir(self.folder) if not is_lock_name(name)]
 
 
 @pytest.fixture

@@ -8,8 +8,8 @@ import secrets
 import shutil
 import ssl
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import grpc
@@ -22,15 +22,19 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoRe
 from encoder_service import tls as service_tls
 from encoder_service import tokens as service_tokens
 from lm_adapter import (
+    AsyncFleetClient,
     AsyncVisionEncoderClient,
     CallFailed,
     ClientTls,
+    EncodedRows,
     EncoderError,
     EncoderUnavailable,
     ImageItem,
     RequestRefused,
+    TokenFile,
     VisionEncoderClient,
 )
+from lm_adapter.transport import followed
 from tests.certificates import Authority
 from tests.integration.conftest import RunningService, running
 from tests.integration.images import photo
@@ -121,6 +125,65 @@ def test_rotated_files_serve_new_connections_and_old_ones_go_on(
         assert httpx.get(admin, verify=ssl.create_default_context(cafile=second.ca)).status_code == 200
         with pytest.raises(httpx.ConnectError):
             httpx.get(admin, verify=ssl.create_default_context(cafile=first.ca))
+
+
+@pytest.mark.parametrize("kind", ["blocking", "asyncio", "fleet"])
+def test_clients_follow_their_certificates_and_tokens(
+    checkpoints: dict[str, Path],
+    device: torch.device,
+    tmp_path: Path,
+    prompt: None,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+) -> None:
+    """An encoder is replaced by one that opens to other authorities, certificates and tokens, and the client
+    was given these files at its start. Halfway there the files do not belong together, and what was stays."""
+    monkeypatch.setattr(followed, "RECHECK_S", 0.0)
+    first, second = Authority(tmp_path / "a"), Authority(tmp_path / "b")
+    own, renewed = first.issue("reader"), second.issue("reader")
+    token = tmp_path / "token"
+    token.write_text("first-token")
+    settings: dict[str, object] = {"open_namespaces": False, "tls_client_ca": first.ca}
+    tls = ClientTls(first.ca, own.cert, own.key)
+    fixed = {"token": "first-token", "namespace": "n", "timeout_s": 20.0}
+    following = {**fixed, "token": TokenFile(token), "tls": tls}
+    clients = ExitStack()
+    running_loop = clients.enter_context(asyncio.Runner())
+
+    def opened(target: str) -> Callable[[], EncodedRows]:
+        """What asks for an image that was never seen."""
+        picture = lambda: ImageItem(photo(40, 40, seed=secrets.randbits(30)))  # noqa: E731
+        if kind == "blocking":
+            client = clients.enter_context(VisionEncoderClient(target, **following))  # type: ignore[arg-type]
+            return lambda: client.encode_one(picture())
+
+        async def open_client() -> AsyncVisionEncoderClient | AsyncFleetClient:
+            if kind == "asyncio":
+                return AsyncVisionEncoderClient(target, **following)  # type: ignore[arg-type]
+            return AsyncFleetClient([target], **following)  # type: ignore[arg-type]
+
+        on_loop = running_loop.run(open_client())
+        clients.callback(lambda: running_loop.run(on_loop.close()))
+        return lambda: running_loop.run(on_loop.encode_one(picture()))
+
+    with clients:
+        with secured(checkpoints, device, first, tokens="n=first-token", **settings) as found:
+            target = found.target
+            encode = opened(target)
+            assert encode().num_rows > 0
+            shutil.copy(renewed.cert, own.cert)
+            assert encode().num_rows > 0
+        shutil.copy(renewed.key, own.key)
+        shutil.copy(second.ca, first.ca)
+        token.write_text("second-token")
+        settings |= {"listen": (target,), "tls_client_ca": second.ca}
+        with secured(checkpoints, device, second, tokens="n=second-token", **settings):
+            assert encode().num_rows > 0
+            with (
+                pytest.raises(RequestRefused),
+                VisionEncoderClient(target, **fixed, tls=tls) as stale,  # type: ignore[arg-type]
+            ):
+                stale.encode_one(ImageItem(photo(40, 40)))
 
 
 def test_the_admin_plane_speaks_tls_without_client_certificates(

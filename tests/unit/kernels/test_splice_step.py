@@ -299,6 +299,40 @@ def test_on_a_gpu_the_host_never_waits(device: torch.device, generator: torch.Ge
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("place", ["device", "pinned", "pageable", "apart"])
+def test_on_a_gpu_no_rows_are_waited_for(
+    device: torch.device, generator: torch.Generator, place: str, backend: Any, dtype: torch.dtype
+) -> None:
+    """The step is queued behind slow work and returns while that runs. apart: pageable rows with something
+    between them. dtype: of inputs_embeds; the rows are of float32."""
+    layout = RowsLayout(64, 2)
+    prompt = make_prompt([(3, 400), (2, 200)], 4)
+    rows = rows_of(prompt, generator, layout.width)
+    placed = {
+        "device": lambda one: one.to(device),
+        "pinned": lambda one: one.pin_memory(),
+        "pageable": lambda one: one,
+        "apart": lambda one: torch.cat([one, one], dim=1)[:, : layout.width],
+    }[place]
+    splicer = Splicer(prompt.spans, [placed(r) for r in rows], layout, inputs_embeds_dtype=dtype)
+    held = torch.zeros(len(prompt), 64, device=device, dtype=dtype)
+    chunks = [StepChunk(splicer, 0, len(prompt))]
+    splice_step(held, chunks, backend=backend)  # compiles, and has pinned memory to use again
+    held.zero_()
+    torch.cuda.synchronize(device)
+    torch.cuda._sleep(300_000_000)  # type: ignore[no-untyped-call]
+    spliced = splice_step(held, chunks, backend=backend)
+    assert not torch.cuda.current_stream(device).query(), "the host waited for the stream"
+    expected, expected_levels, visual = expected_step(
+        torch.zeros(len(prompt), 64), [(prompt, rows, 0, len(prompt))], 2
+    )
+    assert torch.equal(held.cpu(), expected.to(dtype))
+    assert torch.equal(spliced.deepstack.cpu(), expected_levels[:, visual].to(dtype))
+
+
+@pytest.mark.gpu
 def test_on_a_gpu_steps_that_follow_at_once_do_not_rewrite_each_others_tables(
     device: torch.device, generator: torch.Generator
 ) -> None:

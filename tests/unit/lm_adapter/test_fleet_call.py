@@ -24,8 +24,9 @@ from lm_adapter.errors import (
     StreamViolation,
 )
 from lm_adapter.fleet import FleetCounts, FleetSettings
+from lm_adapter.fleet.attempt import Attempt
 from lm_adapter.fleet.budget import RetryBudget
-from lm_adapter.fleet.call import MAX_MOVES, Attempt, FleetCall
+from lm_adapter.fleet.call import MAX_MOVES, FleetCall
 from lm_adapter.fleet.latency import MIN_SAMPLES, Latencies
 from lm_adapter.fleet.outcomes import as_item_failure
 from lm_adapter.fleet.replica import Check, Replica, ReplicaState
@@ -232,11 +233,60 @@ def test_a_hedge_that_is_refused_is_looked_at_ever_more_rarely_and_never_given_u
         now_s = due_s
     pauses = [round(after - before, 3) for before, after in itertools.pairwise(looks)]
     assert pauses[:7] == [0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 3.2]
-    assert bench.counts.refused == 3 * len(looks)
+    assert bench.counts.refused == 3, "each item once"
     for attempt in attempts:
         for index in list(attempt.indices):
             assert bench.call.succeeded(attempt, index, 30.0)
     assert bench.call.next_due_s() is None
+
+
+def test_what_an_item_whose_hedge_failed_has_to_wait_for_is_not_what_others_were_refused() -> None:
+    bench = Bench(2, 3, hedge_after_s=0.2, retry_share=0.0, retry_reserve_per_s=0.1)
+    bench.keys[1] = bench.keys[0]
+    (first,) = bench.take()
+    beside = bench.one(0.2)  # one token: the other item's hedge is refused
+    assert len(beside.indices) == 1
+    now_s = 0.2
+    for _ in range(6):
+        due_s = bench.call.next_due_s()
+        assert due_s is not None
+        now_s = due_s
+        assert bench.take(now_s) == []
+    assert first.hedge_not_before_s > now_s + 3
+    bench.budget._add(5.0, now_s + 0.1)
+    assert bench.take(now_s + 0.1) == []
+    assert bench.call.ended(beside, DRAINING, now_s + 0.1) == []
+    assert beside.indices[0] in [index for one in bench.take(now_s + 0.1) for index in one.indices]
+
+
+def test_hedges_that_are_looked_at_again_leave_half_of_the_reserve_to_retries() -> None:
+    """Those are final where there is none. What a hedge is looked at for the first time may take it all."""
+    bench = Bench(40, 4, hedge_after_s=0.2, retry_share=0.0, retry_reserve_per_s=1.0)
+    attempts = bench.take()
+    assert sum(len(one.indices) for one in bench.take(0.2)) == 10
+    due_s = 10.3  # the ten are forgotten by then
+    assert bench.budget.left(due_s) == 10
+    assert sum(len(one.indices) for one in bench.take(due_s)) == 5
+    assert bench.budget.left(due_s) == 5
+    alone = [index for index in attempts[-1].indices if len(bench.call._items[index].running) == 1]
+    over = bench.call.ended(attempts[-1], DRAINING, due_s)
+    assert bench.counts.retries == min(5, len(alone)) > 0
+    assert len(over) == len(alone) - bench.counts.retries
+
+
+def test_a_look_places_nothing_once_the_budget_is_spent() -> None:
+    bench = Bench(60, 4, hedge_after_s=0.2, retry_share=0.0, retry_reserve_per_s=0.1)
+    looked: list[int] = []
+    order = bench.order
+    bench.call._order = lambda index: (looked.append(index), order(index))[1]
+    bench.take()
+    looked.clear()
+    bench.take(0.2)
+    assert len(looked) == 2, "the one that was hedged, and the one that found the budget spent"
+    assert bench.counts.refused == 59
+    looked.clear()
+    bench.take(0.5)
+    assert looked == []
 
 
 def test_a_hedge_finds_no_place_until_there_is_a_second_replica() -> None:

@@ -9,8 +9,10 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -111,6 +113,105 @@ def test_p19_a_sweep_between_making_and_locking_costs_another_try(
     assert not is_free(lock_of(tmp_path))
 
 
+def test_p19_a_descriptor_that_was_closed_behind_its_back_is_no_lock(tmp_path: Path) -> None:
+    """Its number may be another file's by then, which stays open."""
+    first = segment_lock.held_lock(str(tmp_path), PREFIX)
+    number = segment_lock._held[str(tmp_path), PREFIX]._descriptor
+    os.close(number)
+    other = os.open(tmp_path, os.O_RDONLY)
+    assert other == number
+    second = segment_lock.held_lock(str(tmp_path), PREFIX)
+    assert second != first
+    os.fstat(other)
+    os.close(other)
+    (lock,) = [path for path in tmp_path.iterdir() if path.name.endswith(second)]
+    assert not is_free(lock)
+    os.close(segment_lock._held[str(tmp_path), PREFIX]._descriptor)
+    assert segment_lock.held_lock(str(tmp_path), PREFIX) not in (first, second)
+
+
+def test_p19_every_publish_tells_cleaners_that_the_lock_is_in_use(tmp_path: Path) -> None:
+    segment_lock.held_lock(str(tmp_path), PREFIX)
+    lock = lock_of(tmp_path)
+    os.utime(lock, (1, 1))
+    with publish_pixels(np.zeros(4, np.float32), prefix=PREFIX, folder=str(tmp_path)):
+        assert lock.stat().st_mtime > 1_000_000
+
+
+def test_p19_a_publish_in_the_midst_of_taking_a_lock_has_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a signal handler or a finalizer may, on the same thread."""
+    inner: list[str] = []
+    real = fcntl.flock
+
+    def flock(descriptor: int, operation: int) -> None:
+        if not inner:
+            inner.append("")
+            inner.append(segment_lock.held_lock(str(tmp_path), PREFIX))
+        real(descriptor, operation)
+
+    monkeypatch.setattr(segment_lock.fcntl, "flock", flock)
+    outer = segment_lock.held_lock(str(tmp_path), PREFIX)
+    assert inner[1] == outer
+    assert lock_of(tmp_path).name.endswith(outer)
+    assert not is_free(lock_of(tmp_path))
+
+
+def in_child(check: Callable[[], bool]) -> bool:
+    """What it says in a forked process."""
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0 if check() else 1)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+def test_p19_a_fork_beside_a_thread_that_takes_a_lock_knows_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = threading.Event()
+    real = fcntl.flock
+
+    def slow(descriptor: int, operation: int) -> None:
+        asked.set()
+        time.sleep(0.3)
+        real(descriptor, operation)
+
+    monkeypatch.setattr(segment_lock.fcntl, "flock", slow)
+    thread = threading.Thread(target=segment_lock.held_lock, args=(str(tmp_path), PREFIX))
+    thread.start()
+    assert asked.wait(20)
+
+    def has_none() -> bool:
+        links = [os.path.realpath(link) for link in Path("/proc/self/fd").iterdir()]
+        return not any(link.startswith(str(tmp_path)) for link in links)
+
+    assert in_child(has_none)
+    thread.join(20)
+    assert not is_free(lock_of(tmp_path))
+
+
+@pytest.mark.parametrize("side", [pixel_names, segment_names], ids=["service", "adapter"])
+def test_p19_a_fork_beside_a_sweep_does_not_keep_what_it_looks_at(tmp_path: Path, side: Any) -> None:
+    lock = tmp_path / segment_names.new_lock_name(PREFIX).replace(
+        f".{pixel_names.pid_namespace()}.", f".{pixel_names.pid_namespace() + 1}."
+    )
+    lock.touch()
+    folder = os.open(tmp_path, os.O_RDONLY)
+    reader, writer = os.pipe()
+    with side.judged(lock.name, folder) as is_dead:
+        assert is_dead
+        pid = os.fork()
+        if pid == 0:
+            os.close(writer)
+            os.read(reader, 1)  # until the parent has looked
+            os._exit(0)
+    assert is_free(lock)
+    for descriptor in (reader, writer, folder):
+        os.close(descriptor)
+    os.waitpid(pid, 0)
+
+
 def test_p19_a_folder_without_locks_has_names_without_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -131,10 +232,10 @@ import numpy as np
 from lm_adapter.transport.publish import publish_pixels
 published = publish_pixels(np.zeros((3, 4), np.float32), prefix="ve-test-", folder=sys.argv[1])
 if sys.argv[2] == "fork" and os.fork() == 0:
-    print("child", flush=True)
+    os.write(1, b"child\\n")
     time.sleep(60)
     os._exit(0)
-print("ready", flush=True)
+os.write(1, b"ready\\n")
 time.sleep(0 if sys.argv[2] == "exit" else 60)
 """
 

@@ -14,11 +14,12 @@ from typing import Any
 import pytest
 from cryptography.hazmat.primitives import serialization
 
-from lm_adapter import AsyncFleetClient, AsyncVisionEncoderClient, ClientTls, InvalidRequest
+from lm_adapter import AsyncFleetClient, AsyncVisionEncoderClient, ClientTls, InvalidRequest, TokenFile
 from lm_adapter.engines import vllm_encoders, vllm_front
-from lm_adapter.engines.vllm_access import MAX_TOKEN_BYTES, Access, tls_of_service
+from lm_adapter.engines.vllm_access import Access, tls_of_service
 from lm_adapter.engines.vllm_fetch import Fetcher, FetchSettings
 from lm_adapter.engines.vllm_items import Geometry
+from lm_adapter.transport.followed import MAX_TOKEN_BYTES, token_source
 from tests.certificates import Authority
 
 GEOMETRY = Geometry(width=12, dtype="float32", num_levels=0, merge_size=2, merges_time=False)
@@ -143,7 +144,7 @@ def test_the_front_is_started_with_what_it_was_told(
     monkeypatch.setattr("uvicorn.run", lambda *_, **__: None)
     monkeypatch.setattr(vllm_front, "create_app", lambda **options: told.update(options))
     vllm_front.main(arguments(given))
-    assert told["token"] == TOKEN
+    assert told["token"] == TokenFile(given["token_file"])
     assert told["tls"] == ClientTls(*(given[name] for name in NAMES[1:]))
     vllm_front.main(arguments({}))
     assert told["token"] == ""
@@ -162,7 +163,9 @@ def test_each_setting_alone_that_means_tls_is_tls(given: dict[str, str]) -> None
     assert tls == ClientTls(ca=given["tls_ca"])
     pair = {name: given[name] for name in ("tls_cert", "tls_key")}
     assert Access(**pair).token_and_tls()[1] == ClientTls(cert=pair["tls_cert"], key=pair["tls_key"])
-    assert Access(token_file=given["token_file"]).token_and_tls() == (TOKEN, None)
+    token = TokenFile(given["token_file"])
+    assert Access(token_file=given["token_file"]).token_and_tls() == (token, None)
+    assert token_source(token)() == TOKEN
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -228,7 +231,8 @@ def test_the_page_names_every_setting_and_its_example_is_taken(
     monkeypatch.setattr("uvicorn.run", lambda *_, **__: None)
     monkeypatch.setattr(vllm_front, "create_app", lambda **options: told.update(options))
     vllm_front.main(shlex.split(command.replace("\\\n", " "))[3:])
-    assert (told["token"], told["tls"]) == settings.token_and_tls() == (TOKEN, ClientTls(given["tls_ca"]))
+    expected = (TokenFile(given["token_file"]), ClientTls(given["tls_ca"]))
+    assert (told["token"], told["tls"]) == settings.token_and_tls() == expected
     same = ("namespace", "failures_path")
     assert [told[name] for name in same] == [getattr(settings, name) for name in same]
     assert told["encoder"] == settings.target

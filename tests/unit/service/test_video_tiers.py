@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 from collections.abc import AsyncIterator
 from dataclasses import replace
 
@@ -13,6 +15,7 @@ from encoder_service import clip_run
 from encoder_service.clip_run import RowsAhead
 from encoder_service.errors import InternalError
 from encoder_service.store.arena import Arena
+from encoder_service.store.rows_prefix import RowsPrefix
 from encoder_service.store.tiers import TieredStore, tier_of
 from encoder_service.types import CacheTier
 from tests.fakes import FakePreprocessor
@@ -199,26 +202,111 @@ async def test_of_two_callers_of_a_clip_either_may_leave(rig: Rig, leaves: str) 
     await until(lambda: rig.pipeline.flights.counters.abandoned == (leaves == "both"))
 
 
-async def test_callers_who_leave_while_the_last_rows_are_copied_ahead_leave_no_hold(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
+class Gate:
+    """Holds up what copies rows ahead, before it begins."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.opened = asyncio.Event()
+        follow = clip_run.Pieces._follow
+
+        async def held_up(pieces: clip_run.Pieces, *given: RowsPrefix) -> None:
+            await self.opened.wait()
+            await follow(pieces, *given)
+
+        monkeypatch.setattr(clip_run.Pieces, "_follow", held_up)
+
+
+@pytest.mark.parametrize("leaves", [False, True], ids=["reads on", "leaves"])
+async def test_rows_are_not_waited_for_by_who_has_a_lease_on_them(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, leaves: bool
 ) -> None:
-    forever = asyncio.Event()
-    monkeypatch.setattr(clip_run.Pieces, "_follow", lambda *_: forever.wait())
+    """They are held for as long as they are copied, and not longer."""
+    gate = Gate(monkeypatch)
     late = Late(rig, 4)
     await until(lambda: late.turnstile.num_entered)
     joining = asyncio.ensure_future(rig.pipeline.encode(late.item, rows_ahead=True))
+    await asyncio.sleep(0)
     late.turnstile.open(20)
-    await until(lambda: any(len(part) for part in store_of(rig).parts()))
-    assert len(rig.pipeline.flights) == 1
-    for waiting in (joining, late.first):
-        waiting.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await waiting
-    await until(lambda: len(rig.pipeline.flights) == 0)
+    delivered = await asyncio.wait_for(late.first, 10)
+    assert torch.equal(delivered.encoded.rows, late.rows)
+    delivered.release()
+    joined = await asyncio.wait_for(joining, 10)
+    assert joined.ahead is not None
+    whole = asyncio.ensure_future(joined.ahead.whole())
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert not whole.done(), "the rows are not where they are read"
+    if leaves:
+        whole.cancel()
+        joined.release()
+    gate.opened.set()
+    if not leaves:
+        await late.read(joined.ahead)
+        await whole
+        joined.release()
+    await until(lambda: not rig.pipeline._clips.following)
     kept = await rig.pipeline.encode(late.item)
     assert kept.tier is CacheTier.DEVICE
-    assert torch.equal(kept.encoded.rows, late.rows)
     kept.release()
+
+
+async def test_nothing_is_copied_for_readers_who_have_left(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next who comes has the rows from the first one on."""
+    late = Late(rig, 6)
+    gone = await late.join()
+    gone.release()
+    gone.release()
+    late.turnstile.open(1)
+    await until(lambda: not rig.pipeline._clips.following)
+    assert not late.first.done()
+    ahead = (await asyncio.wait_for(rig.pipeline.encode(late.item, rows_ahead=True), 10)).ahead
+    assert ahead is not None
+    assert ahead._prefix is not gone._prefix
+    late.turnstile.open(20)
+    await late.read(ahead)
+    ahead.release()
+    (await late.first).release()
+
+
+async def test_without_room_on_the_host_rows_come_at_the_end(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(_: object) -> RowsPrefix:
+        raise RuntimeError("not enough memory: you tried to allocate 407896064 bytes")
+
+    monkeypatch.setattr(clip_run, "on_host", full)
+    late = Late(rig, 3)
+    await until(lambda: late.turnstile.num_entered)
+    joining = asyncio.ensure_future(rig.pipeline.encode(late.item, rows_ahead=True))
+    late.turnstile.open(20)
+    for delivered in await asyncio.wait_for(asyncio.gather(joining, late.first), 10):
+        assert delivered.ahead is None
+        assert torch.equal(delivered.encoded.rows, late.rows)
+        delivered.release()
+
+
+@pytest.mark.parametrize("joins", [False, True], ids=["alone", "joined"])
+async def test_nothing_of_a_clip_is_kept_alive_behind_its_end(rig: Rig, joins: bool) -> None:
+    """Without the help of the garbage collector, which an idle service may not run for long."""
+    gc.collect()
+    gc.disable()
+    try:
+        late = Late(rig, 4)
+        frames = weakref.ref(late.item.content.frames_THWC)  # type: ignore[union-attr]
+        buffer = None
+        if joins:
+            ahead = await late.join()
+            buffer = weakref.ref(ahead.item.rows)
+            late.turnstile.open(20)
+            await late.read(ahead)
+            ahead.release()
+            del ahead
+        late.turnstile.open(20)
+        (await late.first).release()
+        del late
+        await until(lambda: frames() is None and (buffer is None or buffer() is None))
+    finally:
+        gc.enable()
 
 
 async def test_a_clip_that_fails_half_way_leaves_no_room_taken(rig: Rig) -> None:
