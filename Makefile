@@ -65,7 +65,7 @@ test-gpu: ## Run the GPU tests, and kernels, parity and integration on cuda:0 (P
 	@status=0; export PYTHONPATH=.:proto:$$PYTHONPATH; \
 	gpus=$$($(PY) -c 'import torch; print(max(1, torch.cuda.device_count()))') || exit; export TEST_NUM_GPUS=$$gpus; \
 	$(PY) -m pytest -m whole_device --device cuda:0 -n $$gpus $(GPU_REPORT)/whole-device.txt tests/gpu || status=$$?; \
-	OMP_NUM_THREADS=$$((gpus > 1 ? 3 : 4)) $(PY) -m pytest -m "not whole_device" --device cuda:0 -n $(GPU_WORKERS) \
+	OMP_NUM_THREADS=$$((gpus > 1 ? 3 : 4)) $(PY) -m pytest -m "not whole_device and not without_device" --device cuda:0 -n $(GPU_WORKERS) \
 	    $(GPU_REPORT)/shared-device.txt $(NO_DEVICE) tests/gpu tests/parity tests/integration tests/unit/kernels \
 	    tests/unit/towers/test_attention_backends.py || status=$$?; \
 	exit $$status

@@ -80,7 +80,8 @@ def test_mypy_is_strict_over_both_packages() -> None:
 def test_gpu_tests_install_nothing_and_take_any_interpreter() -> None:
     recipe = dry_run("test-gpu", "PY=/opt/gpu/bin/python")
     assert "/opt/gpu/bin/python -m pytest -m whole_device --device cuda:0 -n $gpus --dist worksteal" in recipe
-    assert '/opt/gpu/bin/python -m pytest -m "not whole_device" --device cuda:0' in recipe
+    rest = '"not whole_device and not without_device"'
+    assert f"/opt/gpu/bin/python -m pytest -m {rest} --device cuda:0" in recipe
     for folder in ("tests/gpu", "tests/parity", "tests/integration", "tests/unit/kernels"):
         assert folder in recipe
     left_out = re.findall(r"--ignore=(\S+)", recipe)

@@ -130,6 +130,7 @@ def test_a_server_killed_in_mid_stream_is_told_as_such(process: ServiceProcess) 
     assert "24" in str(caught.value)
 
 
+@pytest.mark.without_device
 def test_a_killed_server_leaves_a_socket_that_the_next_one_takes(
     checkpoints: dict[str, Path], device: torch.device, tmp_path: Path
 ) -> None:
@@ -145,6 +146,7 @@ def test_a_killed_server_leaves_a_socket_that_the_next_one_takes(
     assert second.end(signal.SIGTERM) == 0
 
 
+@pytest.mark.without_device
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
@@ -180,6 +182,7 @@ def test_p38_a_checkpoint_with_a_missing_tensor_never_serves(
     assert len(ended.stderr.strip().splitlines()) == 1
 
 
+@pytest.mark.without_device
 def test_encode_writes_rows_in_input_order(shared: ServiceProcess, tmp_path: Path) -> None:
     files = [tmp_path / f"{name}.png" for name in "abc"]
     for index, path in enumerate(files):
@@ -207,6 +210,7 @@ def test_encode_writes_rows_in_input_order(shared: ServiceProcess, tmp_path: Pat
     assert metadata["num_deepstack_levels"] == "2"
 
 
+@pytest.mark.without_device
 def test_what_cannot_be_written_says_so_in_one_line(shared: ServiceProcess, tmp_path: Path) -> None:
     path = tmp_path / "a.png"
     path.write_bytes(photo())
@@ -283,6 +287,7 @@ def test_p37_a_second_signal_leaves_a_batch_that_does_not_end(
         assert "Traceback" not in errors
 
 
+@pytest.mark.without_device
 def test_encode_reports_each_failure_and_keeps_the_rest(shared: ServiceProcess, tmp_path: Path) -> None:
     good, bad, out = tmp_path / "good.png", tmp_path / "bad.png", tmp_path / "rows.safetensors"
     good.write_bytes(photo())
@@ -296,6 +301,7 @@ def test_encode_reports_each_failure_and_keeps_the_rest(shared: ServiceProcess, 
     assert "cannot read" in command("encode", "--server", shared.target, tmp_path / "none.png").stderr
 
 
+@pytest.mark.without_device
 def test_info_and_health_for_a_person(shared: ServiceProcess) -> None:
     shown = command("info", "--server", shared.target)
     assert shown.returncode == 0

@@ -385,6 +385,7 @@ def test_clients_leave_no_descriptors_behind(shared: Shared) -> None:
     wait_until(lambda: num_descriptors() <= before + 2, "the end of their descriptors")
 
 
+@pytest.mark.without_device
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
