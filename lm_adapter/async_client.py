@@ -24,6 +24,7 @@ from lm_adapter.transport.buffers import RowsHandling, RowsOptions
 from lm_adapter.transport.channel import (
     HEALTH_CHECK,
     ClientTls,
+    FollowedTls,
     health_is_serving,
     method_path,
     open_aio_channel,
@@ -52,7 +53,7 @@ class AsyncVisionEncoderClient:
         target: str,
         *,
         credentials: grpc.ChannelCredentials | None = None,
-        tls: ClientTls | None = None,
+        tls: ClientTls | FollowedTls | None = None,
         namespace: str = "",
         model: str = "",
         timeout_s: float = DEFAULT_TIMEOUT_S,

@@ -27,6 +27,7 @@ __all__ = [
     "RING_HASH_ENVIRONMENT",
     "ClientTls",
     "EncryptedKey",
+    "FollowedTls",
     "bearer",
     "channel_credentials",
     "channel_options",
@@ -116,8 +117,17 @@ class ClientTls:
         raise EncryptedKey(f"the key in {os.fspath(self.key)} is encrypted, which is not supported")
 
 
+@dataclass(frozen=True)
+class FollowedTls:
+    """A ``ClientTls`` whose files were read: for several clients, of which one that is made while they are
+    not in order has what the others have."""
+
+    files: Followed[grpc.ChannelCredentials]
+    server_name: str = ""
+
+
 def channel_credentials(
-    credentials: grpc.ChannelCredentials | None, tls: ClientTls | None
+    credentials: grpc.ChannelCredentials | None, tls: ClientTls | FollowedTls | None
 ) -> Followed[grpc.ChannelCredentials] | None:
     """What channels are to be secured with that follow their files; None without such files. Raises
     InvalidRequest."""
@@ -125,6 +135,8 @@ def channel_credentials(
         return None
     if credentials is not None:
         raise InvalidRequest("credentials and tls say the same in two ways: give one")
+    if isinstance(tls, FollowedTls):
+        return tls.files
     names = [name for name in ("ca", "key", "cert") if getattr(tls, name)]
 
     def make(contents: Sequence[bytes]) -> grpc.ChannelCredentials:
@@ -139,7 +151,7 @@ def channel_credentials(
 def open_channel(
     target: str,
     credentials: grpc.ChannelCredentials | None,
-    tls: ClientTls | None,
+    tls: ClientTls | FollowedTls | None,
     options: Mapping[str, int | str] | None,
 ) -> grpc.Channel:
     """A channel that connects when it is used. Raises InvalidRequest."""
@@ -155,7 +167,7 @@ def open_channel(
 def open_aio_channel(
     target: str,
     credentials: grpc.ChannelCredentials | None,
-    tls: ClientTls | None,
+    tls: ClientTls | FollowedTls | None,
     options: Mapping[str, int | str] | None,
 ) -> grpc.aio.Channel:
     """As ``open_channel``, for the loop that runs."""
@@ -181,7 +193,7 @@ def bearer(token: str) -> tuple[tuple[str, str], ...]:
 
 
 def channel_options(
-    overrides: Mapping[str, int | str] | None = None, tls: ClientTls | None = None
+    overrides: Mapping[str, int | str] | None = None, tls: ClientTls | FollowedTls | None = None
 ) -> list[tuple[str, int | str]]:
     """gRPC channel arguments: ours, with the caller's on top."""
     named = {"grpc.ssl_target_name_override": tls.server_name} if tls and tls.server_name else {}

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypedDict
 
 from lm_adapter.errors import InvalidRequest, MissingDependency
-from lm_adapter.transport.followed import TokenFile, token_source
+from lm_adapter.transport.followed import Token, token_source
 
 if TYPE_CHECKING:
     import torch
@@ -54,7 +54,7 @@ class TransportOptions(TypedDict, total=False):
 
     transports: Sequence[str]
     broker_path: str
-    token: str | TokenFile
+    token: Token
     device: str | int | torch.device | None
     lease_ms: int
     directory: bool
@@ -81,7 +81,7 @@ class TransportSettings:
 
     transports: Sequence[str] = TRANSPORTS
     broker_path: str = ""
-    token: str | TokenFile = field(default="", repr=False)
+    token: Token = field(default="", repr=False)
     token_now: Callable[[], str] = field(init=False, repr=False, compare=False)
     device: str | int | torch.device | None = None
     lease_ms: int = 0

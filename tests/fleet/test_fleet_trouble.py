@@ -155,7 +155,7 @@ def test_replicas_by_address_with_tls_and_one_name_in_their_certificates(
     try:
         tls = ClientTls(ca=authority.ca, server_name="encoder.test")
         with face(listed, tls=tls) as client:
-            authority.ca.unlink()  # read once, when the client is made
+            authority.ca.unlink()  # what was read stays, for replicas that are opened later too
             client.wait_ready(10, num_replicas=2)
             items = [image() for _ in range(8)]
             assert all(map(is_right, client.encode(items), items))
