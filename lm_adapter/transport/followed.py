@@ -79,11 +79,13 @@ class Followed(Generic[MadeT]):
         if found == self._seen:
             return
         try:
-            self._made = self._make(found)
+            made = self._make(found)
+            if self._read() != found:
+                return  # replaced again in this very moment: what was checked may not be what was read
         except InvalidRequest as error:
             self._keep(found, error)
         else:
-            self._seen = found
+            self._made, self._seen = made, found
             _log.info("%s: read again", self._what)
 
     def _keep(self, seen: Sequence[bytes] | str, error: InvalidRequest) -> None:

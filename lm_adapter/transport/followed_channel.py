@@ -20,7 +20,7 @@ from lm_adapter.transport.followed import Followed
 __all__ = ["LINGER_S", "FollowedAioChannel", "FollowedChannel"]
 
 LINGER_S = 900.0
-"""No call takes longer."""
+"""A call that takes longer ends then."""
 
 
 class FollowedChannel:
@@ -58,12 +58,13 @@ class FollowedChannel:
             channel.close()
 
     def _current(self) -> grpc.Channel:
-        credentials = self._files.current()
-        if credentials is self._credentials and not self._replaced:
+        if self._files.current() is self._credentials and not self._replaced:
             return self._channel
         over: list[grpc.Channel] = []
         with self._lock:
             now_s = self._clock()
+            # Asked for again: another thread may have gone on to later ones meanwhile.
+            credentials = self._files.current()
             if credentials is not self._credentials and not self._closed:
                 self._replaced.append((self._channel, now_s + LINGER_S))
                 self._credentials, self._channel = credentials, self._connect(credentials)

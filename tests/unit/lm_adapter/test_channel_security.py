@@ -122,6 +122,23 @@ def test_what_cannot_be_used_leaves_what_was_and_is_said_once(
         Followed([path], upper, what="the file")
 
 
+def test_files_that_change_while_they_are_checked_are_looked_at_again(tmp_path: Path) -> None:
+    path, clock = tmp_path / "file", Clock()
+    path.write_text("one")
+
+    def make(contents: Any) -> str:
+        if contents == [b"two"]:
+            path.write_text("three")
+        return upper(contents)
+
+    followed = Followed([path], make, what="the file", clock=clock)
+    path.write_text("two")
+    clock.now_s += RECHECK_S
+    assert followed.current() == "ONE"
+    clock.now_s += RECHECK_S
+    assert followed.current() == "THREE"
+
+
 def test_one_thread_looks_and_the_others_have_what_was(tmp_path: Path) -> None:
     path, clock = tmp_path / "file", Clock()
     path.write_text("one")
@@ -248,6 +265,27 @@ def test_threads_that_call_at_once_make_one_channel() -> None:
     for thread in threads:
         thread.join(20)
     assert len(made) == 2
+
+
+def test_a_thread_that_was_held_up_does_not_go_back_to_older_files() -> None:
+    files, old = Turned(), object()
+    files.value = old
+    channel = FollowedChannel(files, FakeChannel)  # type: ignore[arg-type]
+    new = object()
+    told = iter([old, new, new, old, new])
+
+    class Held(Turned):
+        def current(self) -> Any:
+            return next(told)
+
+    channel._files = Held()  # type: ignore[assignment]
+    first, _ = channel.unary_unary("a")  # told of the old ones
+    second, _ = channel.unary_unary("b")
+    assert (first.made_of, second.made_of) == (old, new)
+    third, _ = channel.unary_unary(
+        "c"
+    )  # told of the old ones, and by the time that it has the lock of the new
+    assert third is second
 
 
 @pytest.mark.anyio
