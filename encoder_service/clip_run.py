@@ -33,6 +33,7 @@ from encoder_service.load import DeviceLoad
 from encoder_service.scheduler.admission import Permit
 from encoder_service.scheduler.planner import Ticket
 from encoder_service.store.embedding_store import Held, Writing
+from encoder_service.store.mover import read_failure
 from encoder_service.store.rows_prefix import RowsPrefix
 from encoder_service.tower_run import COPY_INLINE_BYTES, TowerRun
 from encoder_service.types import (
@@ -386,9 +387,3 @@ def drop_rows(task: asyncio.Task[Held]) -> None:
     """Gives up the hold that a task ended with, if it did."""
     if not task.cancelled() and task.exception() is None:
         task.result().drop()
-
-
-def read_failure(task: asyncio.Task[Any]) -> None:
-    """One that nobody asks for any more is not reported as lost."""
-    if not task.cancelled():
-        task.exception()

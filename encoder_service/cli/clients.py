@@ -233,12 +233,12 @@ def health(
     for no token here; what stands before it may."""
     from encoder_service.rpc.health_check import check_health
     from lm_adapter import EncoderError
-    from lm_adapter.transport.channel import bearer, channel_credentials, channel_options
+    from lm_adapter.transport.channel import bearer, channel_options, followed_credentials
 
     connection = Connection(server, tls, ca, cert, key, server_name, token, token_file)
     try:
         secured = connection.client_tls()
-        followed, metadata = channel_credentials(None, secured), bearer(connection.read_token())
+        followed, metadata = followed_credentials(None, secured), bearer(connection.read_token())
     except EncoderError as error:
         fail(f"{server}: {error}")
     serving = asyncio.run(

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from lm_adapter import ClientTls, VisionEncoderClient
 
 DEFAULT_SERVER = "127.0.0.1:50051"
-MAX_TOKEN_BYTES = 4096
 
 ServerOption = Annotated[str, typer.Option(help="host:port or unix:/path of a running service.")]
 TlsOption = Annotated[
@@ -69,16 +68,13 @@ class Connection:
         """Ends the command when there is a file that has none."""
         if self.token_file is None:
             return self.token
+        from lm_adapter import InvalidRequest
+        from lm_adapter.transport.followed import read_file, token_in
+
         try:
-            with self.token_file.open(encoding="ascii") as opened:
-                lines = opened.read(MAX_TOKEN_BYTES + 1).split()
-        except OSError as error:
-            fail(f"cannot read {self.token_file}: {error.strerror or error}")
-        except UnicodeDecodeError:
-            fail(f"{self.token_file} has characters that no token has")
-        if len(lines) != 1:
-            fail(f"{self.token_file} has {len(lines)} words, a token is 1")
-        return lines[0]
+            return token_in(read_file(self.token_file), str(self.token_file))
+        except InvalidRequest as error:
+            fail(error.message)
 
     def client(self, timeout_s: float) -> VisionEncoderClient:
         """Raises EncoderError."""

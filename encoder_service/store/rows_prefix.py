@@ -12,7 +12,7 @@ from encoder_service.types import EncodedItem
 
 class RowsPrefix:
     """item: whose rows [R, W] are being filled in. num_ready: of them, from the first on. is_ended: no more
-    will come, whether or not these are all. num_readers: who wants them as they come."""
+    will come, whether or not these are all. num_readers: how many read them as they come."""
 
     def __init__(self, item: EncodedItem) -> None:
         self.item = item

@@ -17,7 +17,7 @@ from lm_adapter.errors import ProtocolMismatch
 from lm_adapter.fleet.replica import Check
 from lm_adapter.session import Deadline
 from lm_adapter.transport.buffers import RowsHandling
-from lm_adapter.transport.channel import ClientTls, FollowedTls, bearer, channel_credentials
+from lm_adapter.transport.channel import ClientTls, FollowedTls, bearer, followed_credentials
 from lm_adapter.transport.off_loop import CallerStreams
 from lm_adapter.transport.settings import TransportOptions, TransportSettings
 from lm_adapter.types import Item, Outcome, ServerInfo
@@ -108,11 +108,11 @@ def replica_opener(
 ) -> Callable[[str], ReplicaClient]:
     """What opens the client of a target, with these arguments of ``AsyncVisionEncoderClient``. What is wrong
     with them is found now, and all replicas follow the same files. Raises InvalidRequest."""
-    files = channel_credentials(credentials, tls)
+    files = followed_credentials(credentials, tls)
     followed = None if files is None or tls is None else FollowedTls(files, tls.server_name)
     token = TransportSettings(**transport).token_now
     bearer(token())
-    followed_too: TransportOptions = {**transport, "token": token}
+    of_all: TransportOptions = {**transport, "token": token}
 
     def open_client(target: str) -> ReplicaClient:
         client = ReplicaClient(
@@ -121,7 +121,7 @@ def replica_opener(
             tls=followed,
             options={**_CHANNEL_OPTIONS, **(options or {})},
             **arguments,
-            **followed_too,
+            **of_all,
         )
         client.fingerprint = fingerprint
         return client

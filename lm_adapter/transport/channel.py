@@ -29,8 +29,8 @@ __all__ = [
     "EncryptedKey",
     "FollowedTls",
     "bearer",
-    "channel_credentials",
     "channel_options",
+    "followed_credentials",
     "health_is_serving",
     "method_path",
     "open_aio_channel",
@@ -126,7 +126,7 @@ class FollowedTls:
     server_name: str = ""
 
 
-def channel_credentials(
+def followed_credentials(
     credentials: grpc.ChannelCredentials | None, tls: ClientTls | FollowedTls | None
 ) -> Followed[grpc.ChannelCredentials] | None:
     """What channels are to be secured with that follow their files; None without such files. Raises
@@ -155,7 +155,7 @@ def open_channel(
     options: Mapping[str, int | str] | None,
 ) -> grpc.Channel:
     """A channel that connects when it is used. Raises InvalidRequest."""
-    followed, arguments = channel_credentials(credentials, tls), channel_options(options, tls)
+    followed, arguments = followed_credentials(credentials, tls), channel_options(options, tls)
     if followed is not None:
         opened = FollowedChannel(followed, lambda made: grpc.secure_channel(target, made, options=arguments))
         return cast("grpc.Channel", opened)
@@ -171,7 +171,7 @@ def open_aio_channel(
     options: Mapping[str, int | str] | None,
 ) -> grpc.aio.Channel:
     """As ``open_channel``, for the loop that runs."""
-    followed, arguments = channel_credentials(credentials, tls), channel_options(options, tls)
+    followed, arguments = followed_credentials(credentials, tls), channel_options(options, tls)
     if followed is not None:
         opened = FollowedAioChannel(
             followed, lambda made: grpc.aio.secure_channel(target, made, options=arguments)

@@ -36,10 +36,9 @@ class _Held:
         path = os.path.join(folder, name)
         self._end = weakref.finalize(self, _let_go, path, descriptor, self._file, self._pid)
 
-    @property
-    def is_there(self) -> bool:
-        """Whether this process holds it and its name still leads to it: cleaners of such folders exist. They
-        go by the time of the last change, which this is."""
+    def renew(self) -> bool:
+        """Tells cleaners of such folders, which go by a file's last change, that it is in use. Whether this
+        process holds it and its name still leads to it."""
         if self._pid != os.getpid() or _identity(self._descriptor) != self._file:
             return False
         os.utime(self._descriptor)
@@ -61,7 +60,7 @@ def held_lock(folder: str, prefix: str) -> str:
     first call. Empty where the folder has no locks; such names are judged by their process's number alone."""
     with _guard:
         held = _held.get((folder, prefix))
-        if held is None or not held.is_there:
+        if held is None or not held.renew():
             made = _take(folder, prefix)
             meanwhile = _held.get((folder, prefix))
             if meanwhile is not None and meanwhile is not held:

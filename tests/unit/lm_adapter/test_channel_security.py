@@ -14,7 +14,7 @@ import pytest
 
 from lm_adapter import ClientTls, InvalidRequest, TokenFile, VisionEncoderClient
 from lm_adapter.transport import followed_channel
-from lm_adapter.transport.channel import bearer, channel_credentials, channel_options
+from lm_adapter.transport.channel import bearer, channel_options, followed_credentials
 from lm_adapter.transport.followed import RECHECK_S, Followed, token_in, token_source
 from lm_adapter.transport.followed_channel import LINGER_S, FollowedAioChannel, FollowedChannel
 from tests.certificates import Authority
@@ -42,8 +42,8 @@ def test_files_that_are_not_there_are_named(tmp_path: Path) -> None:
 
 def test_two_ways_at_once_are_refused() -> None:
     with pytest.raises(InvalidRequest, match="one"):
-        channel_credentials(grpc.ssl_channel_credentials(), ClientTls())
-    assert channel_credentials(None, None) is None
+        followed_credentials(grpc.ssl_channel_credentials(), ClientTls())
+    assert followed_credentials(None, None) is None
 
 
 def test_the_server_s_name_can_be_another_than_the_target_s() -> None:

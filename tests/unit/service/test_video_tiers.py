@@ -250,7 +250,7 @@ async def test_rows_are_not_waited_for_by_who_has_a_lease_on_them(
     kept.release()
 
 
-async def test_nothing_is_copied_for_readers_who_have_left(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_nothing_is_copied_for_readers_who_have_left(rig: Rig) -> None:
     """The next who comes has the rows from the first one on."""
     late = Late(rig, 6)
     gone = await late.join()
