@@ -22,6 +22,7 @@ MAX_FRAME_BYTES = 1 << 31
 Metadata: TypeAlias = Iterable[tuple[str, str | bytes]]
 
 _HEADER = struct.Struct(">BI")
+_ANSWERS = (pb.LOCAL_FRAME_MESSAGE, pb.LOCAL_FRAME_END)
 _CODES: dict[int, grpc.StatusCode] = {code.value[0]: code for code in grpc.StatusCode}
 
 
@@ -63,7 +64,9 @@ class LocalAnswer:
 
     def __init__(self, *, is_greeted: bool) -> None:
         """is_greeted: it is not the connection's first."""
-        self._buffer = bytearray()
+        self._buffer: bytes | bytearray = b""
+        self._at = 0
+        """How much of the buffer has been taken."""
         self.is_greeted = is_greeted
         """The encoder has taken the connection."""
         self.trailers: tuple[tuple[str, str | bytes], ...] = ()
@@ -72,32 +75,39 @@ class LocalAnswer:
         """Nothing has come yet."""
 
     def feed(self, data: bytes) -> None:
-        self._buffer += data
         self.is_empty = False
+        if self._at == len(self._buffer):
+            self._buffer, self._at = data, 0
+            return
+        if isinstance(self._buffer, bytes):
+            self._buffer = bytearray(self._buffer)
+        del self._buffer[: self._at]
+        self._buffer += data
+        self._at = 0
 
     def message(self) -> bytes | None:
         """The next message; None when more has to come, or nothing does (``has_ended``). Raises LocalError
         for a call that failed, and for an answer that is none."""
-        buffer = self._buffer
+        buffer, at = self._buffer, self._at
         if not self.is_greeted and len(buffer) >= len(PREAMBLE):
-            found = bytes(buffer[: len(PREAMBLE)])
-            if found != PREAMBLE:
+            at = self._at = len(PREAMBLE)
+            if buffer[:at] != PREAMBLE:
+                found = bytes(buffer[:at])
                 raise LocalError(grpc.StatusCode.INTERNAL, f"an answer that begins with {found!r} is none")
-            del buffer[: len(PREAMBLE)]
             self.is_greeted = True
-        if not self.is_greeted or self.has_ended or len(buffer) < _HEADER.size:
+        start = at + _HEADER.size
+        if not self.is_greeted or self.has_ended or len(buffer) < start:
             return None
-        kind, num_bytes = _HEADER.unpack_from(buffer)
-        if kind not in (pb.LOCAL_FRAME_MESSAGE, pb.LOCAL_FRAME_END) or num_bytes > MAX_FRAME_BYTES:
+        kind, num_bytes = _HEADER.unpack_from(buffer, at)
+        if kind not in _ANSWERS or num_bytes > MAX_FRAME_BYTES:
             raise LocalError(
                 grpc.StatusCode.INTERNAL, f"a frame of kind {kind} and {num_bytes} bytes is no answer"
             )
-        end = _HEADER.size + num_bytes
+        end = start + num_bytes
         if len(buffer) < end:
             return None
-        with memoryview(buffer) as view:
-            payload = bytes(view[_HEADER.size : end])
-        del buffer[:end]
+        self._at = end
+        payload = buffer[start:end] if isinstance(buffer, bytes) else bytes(memoryview(buffer)[start:end])
         if kind == pb.LOCAL_FRAME_MESSAGE:
             return payload
         self._end(payload)
@@ -112,9 +122,10 @@ class LocalAnswer:
         return self.failed(grpc.StatusCode.UNAVAILABLE, f"the connection to the encoder broke: {why}")
 
     def _end(self, payload: bytes) -> None:
-        if self._buffer:
+        num_more = len(self._buffer) - self._at
+        if num_more:
             raise LocalError(
-                grpc.StatusCode.INTERNAL, f"{len(self._buffer)} bytes behind the end of a call are no answer"
+                grpc.StatusCode.INTERNAL, f"{num_more} bytes behind the end of a call are no answer"
             )
         try:
             end = pb.LocalCallEnd.FromString(payload)
@@ -122,8 +133,10 @@ class LocalAnswer:
             text = f"{len(payload)} bytes are no end of a call"
             raise LocalError(grpc.StatusCode.INTERNAL, text) from None
         self.trailers = tuple(
-            (each.name, each.value if each.name.endswith("-bin") else each.value.decode("latin-1"))
-            for each in end.metadata
+            [
+                (each.name, each.value if each.name.endswith("-bin") else each.value.decode("latin-1"))
+                for each in end.metadata
+            ]
         )
         self.has_ended = True  # whole, and nothing behind it: the connection is good for another call
         if end.status:

@@ -1,0 +1,148 @@
+"""One call of the service without gRPC, on an event loop, and how a loop reads a connection.
+
+Owns the loop's side of it: a connection stays known to its loop from call to call, so that a call costs no
+word with the kernel but what it sends and what it receives. What comes while nobody waits for it stays where
+it is until somebody does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator
+from typing import TYPE_CHECKING, Any, Self, cast
+
+from lm_adapter.transport.local_call import RECEIVE_BYTES, Call
+
+if TYPE_CHECKING:
+    from lm_adapter.transport.local_calls import Connection
+
+__all__ = ["LoopCall", "LoopReading"]
+
+
+class LoopCall(Call):
+    """What ``grpc.aio.Channel.unary_stream`` gives, so far as the client uses it."""
+
+    _events: AsyncIterator[bytes] | None = None
+    _timer: asyncio.TimerHandle | None = None
+    _arriving: asyncio.Future[bytes] | None = None
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> bytes:
+        """Raises grpc.RpcError."""
+        try:
+            while (message := self._answer.message()) is None:
+                if self._instead is not None:
+                    return await self._next_of_instead()
+                if self._answer.has_ended:
+                    raise StopAsyncIteration
+                self._take(await self._exchange(self._connected()))
+        except TimeoutError:
+            raise self._too_late() from None
+        return message
+
+    async def trailing_metadata(self) -> Any:
+        """Names and values."""
+        if self._instead is None:
+            return self._answer.trailers
+        return await self._instead.trailing_metadata()
+
+    def cancel(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        super().cancel()
+
+    async def _next_of_instead(self) -> bytes:
+        if self._events is None:
+            self._events = aiter(self._instead)
+        return cast("bytes", await anext(self._events))
+
+    async def _exchange(self, connection: Connection) -> bytes:
+        """As ``LocalCall._exchange``."""
+        loop = asyncio.get_running_loop()
+        left_s = self._left_s()
+        try:
+            for piece in self._unsent(connection):
+                num_sent = _sent_at_once(connection.socket, piece)
+                if num_sent < len(piece):
+                    async with asyncio.timeout(left_s):
+                        await loop.sock_sendall(connection.socket, memoryview(piece)[num_sent:])
+                    left_s = self._left_s()
+        except ConnectionError as error:  # the encoder may have answered all the same
+            self._broke(error)
+        if self._timer is None:
+            self._timer = loop.call_at(loop.time() + left_s, self._expire)
+        if connection.reading is None:
+            connection.reading = LoopReading(loop, connection.socket)
+        self._arriving = connection.reading.arriving()
+        try:
+            return await self._arriving
+        except ConnectionError as error:
+            self._broke(error)
+            return b""
+
+    def _expire(self) -> None:
+        if self._arriving is not None and not self._arriving.done():
+            self._arriving.set_exception(TimeoutError())
+
+
+class LoopReading:
+    """One connection as its loop reads it, for one call after the other. On the loop's thread, but for
+    ``close``."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, connection: socket.socket) -> None:
+        self.loop = loop
+        self._socket = connection
+        self._descriptor = connection.fileno()
+        self._is_watched = False
+        self._arriving: asyncio.Future[bytes] | None = None
+
+    def arriving(self) -> asyncio.Future[bytes]:
+        """What comes next, empty at the end; ConnectionError where it breaks."""
+        if not self._is_watched:
+            self.loop.add_reader(self._descriptor, self._readable)
+            self._is_watched = True
+        self._arriving = self.loop.create_future()
+        return self._arriving
+
+    def close(self) -> None:
+        """Closes the connection, on any thread: its loop lets go of it first, since a descriptor's number is
+        soon another's."""
+        if self.loop.is_running() and asyncio._get_running_loop() is not self.loop:
+            try:
+                self.loop.call_soon_threadsafe(self._close)
+            except RuntimeError:  # closed in this very moment
+                self._socket.close()
+        else:
+            self._close()
+
+    def _close(self) -> None:
+        self._unwatch()
+        self._socket.close()
+
+    def _unwatch(self) -> None:
+        if self._is_watched and not self.loop.is_closed():
+            self.loop.remove_reader(self._descriptor)
+        self._is_watched = False
+
+    def _readable(self) -> None:
+        arriving = self._arriving
+        if arriving is None or arriving.done():
+            self._unwatch()  # nobody waits: what is there is taken by whoever does next
+            return
+        try:
+            arriving.set_result(self._socket.recv(RECEIVE_BYTES))
+        except BlockingIOError:
+            return
+        except OSError as error:
+            arriving.set_exception(error)
+
+
+def _sent_at_once(connection: socket.socket, piece: bytes) -> int:
+    """How much of it the kernel has taken. Raises ConnectionError."""
+    try:
+        return connection.send(piece)
+    except BlockingIOError:
+        return 0
