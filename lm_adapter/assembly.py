@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import numpy as np
 from google.protobuf.message import DecodeError
@@ -20,7 +21,7 @@ from lm_adapter.transport.buffers import Bytes, RowsHandling
 from lm_adapter.transport.host_shm import host_tensor
 from lm_adapter.transport.inline import InlineRowsBuffer
 from lm_adapter.transport.reading import TRANSPORT_UNAVAILABLE, Reading, Receiver, Unreadable
-from lm_adapter.transport.wire import find_chunk
+from lm_adapter.transport.wire import ChunkView, find_chunk
 from lm_adapter.types import EncodedRows, Item, ModelInfo, Outcome
 from vision_encoder.v1 import encoder_pb2 as pb
 
@@ -29,6 +30,7 @@ __all__ = [
     "Expected",
     "ItemBatch",
     "PreparedItems",
+    "parsed",
     "prepare_items",
     "shared_rows_bytes",
     "within",
@@ -40,6 +42,8 @@ _INVALID_ARGUMENT, _RESOURCE_EXHAUSTED = 3, 8
 _REQUEST_OVERHEAD_BYTES = 1024
 # An item's tag and length inside its request.
 _ITEM_OVERHEAD_BYTES = 8
+
+EventT = TypeVar("EventT")
 
 
 @dataclass
@@ -118,14 +122,22 @@ def within(positions: Sequence[int], sizes: Mapping[int, int], max_message_bytes
     return list(portions)
 
 
-def shared_rows_bytes(message: bytes) -> int:
-    """Bytes of the rows that a raw ItemEvent says to lie in shared memory; 0 of any other message."""
-    if find_chunk(message) is not None:
-        return 0
+def parsed(message: bytes) -> pb.ItemEvent | ChunkView:
+    """A serialised ItemEvent; of rows chunks no copy is made. Raises StreamViolation."""
+    chunk = find_chunk(message)
+    if chunk is not None:
+        return chunk
     try:
-        result = pb.ItemEvent.FromString(message).result
-    except DecodeError:
-        return 0  # feeding it says what is wrong
+        return pb.ItemEvent.FromString(message)
+    except DecodeError as error:
+        raise StreamViolation(f"a message of {len(message)} bytes is no ItemEvent: {error}") from error
+
+
+def shared_rows_bytes(event: pb.ItemEvent | ChunkView) -> int:
+    """Bytes of the rows that an event says to lie in shared memory; 0 of any other."""
+    if isinstance(event, ChunkView):
+        return 0
+    result = event.result
     return result.rows_bytes if result.WhichOneof("rows") in ("host", "lease") else 0
 
 
@@ -197,26 +209,21 @@ class Assembler:
 
         Raises StreamViolation.
         """
-        chunk = find_chunk(message)
-        if chunk is not None:
-            return self._guarded(chunk.item_index, lambda: self._on_chunk(*chunk))
-        try:
-            event = pb.ItemEvent.FromString(message)
-        except DecodeError as error:
-            raise StreamViolation(f"a message of {len(message)} bytes is no ItemEvent: {error}") from error
-        return self.feed_event(event)
+        return self.feed_event(parsed(message))
 
-    def feed_event(self, event: pb.ItemEvent) -> tuple[int, Outcome] | None:
+    def feed_event(self, event: pb.ItemEvent | ChunkView) -> tuple[int, Outcome] | None:
         """``feed`` for an event that is parsed already."""
+        if isinstance(event, ChunkView):
+            return self._guarded(event.item_index, self._on_chunk, event)
         index = event.item_index
         match event.WhichOneof("event"):
             case "result":
                 return self._on_leased_result(index, event.result)
             case "chunk":
-                view = memoryview(event.chunk.data)
-                return self._guarded(index, lambda: self._on_chunk(index, event.chunk.offset_bytes, view))
+                data = memoryview(event.chunk.data)
+                return self._guarded(index, self._on_chunk, ChunkView(index, event.chunk.offset_bytes, data))
             case "failure":
-                return self._guarded(index, lambda: self._on_failure(event.failure))
+                return self._guarded(index, self._on_failure, event)
             case _:
                 return None  # an event newer than this adapter
 
@@ -230,7 +237,9 @@ class Assembler:
                 details={"num_items": self.num_items, "num_arrived": self.num_finished},
             )
 
-    def _guarded(self, index: int, step: Callable[[], Outcome | None]) -> tuple[int, Outcome] | None:
+    def _guarded(
+        self, index: int, step: Callable[[int, EventT], Outcome | None], event: EventT
+    ) -> tuple[int, Outcome] | None:
         if index >= self.num_items:
             raise StreamViolation(f"an event is for item {index}, the call has {self.num_items} items")
         if index in self._finished:
@@ -239,7 +248,7 @@ class Assembler:
             return None
         whole = False
         try:
-            outcome = step()
+            outcome = step(index, event)
             whole = True
         except ItemFailed as error:
             outcome = error
@@ -277,12 +286,13 @@ class Assembler:
         """A lease that came with a result whose rows are not even looked for goes back at once."""
         self._lease_taken = False
         try:
-            return self._guarded(index, lambda: self._on_result(index, result))
+            return self._guarded(index, self._on_result, result)
         finally:
             if not self._lease_taken:
                 self._receiver.give_back_unheard(_lease_id(result), own=True)
 
-    def _on_failure(self, message: pb.ItemFailure) -> ItemFailed:
+    def _on_failure(self, _index: int, event: pb.ItemEvent) -> ItemFailed:
+        message = event.failure
         is_of_rows = message.reason == TRANSPORT_UNAVAILABLE and "pixels" not in message.details
         if is_of_rows and self._receiver.may_ask_again(stale=False):
             raise Unreadable(message.message, stale=False)
@@ -332,14 +342,18 @@ class Assembler:
 
     def _read_shared(self, index: int, result: pb.ItemResult, header: RowsHeader) -> EncodedRows:
         """Raises InvalidRows, ItemFailed, Unreadable."""
-        record = self._record(result)
-        lease = result.lease
-        said = (tuple(lease.shape), convert.dtype_name(lease.dtype))
-        expected = ((header.num_rows, header.width), header.dtype)
-        if record.transport == "device" and said != expected:
-            raise InvalidRows(
-                "shape", f"the lease is of {said}, the result of {expected}", found=said, expected=expected
-            )
+        record = self._record(result, header)
+        if record.transport == "device":
+            lease = result.lease
+            said = (tuple(lease.shape), convert.dtype_name(lease.dtype))
+            expected = ((header.num_rows, header.width), header.dtype)
+            if said != expected:
+                raise InvalidRows(
+                    "shape",
+                    f"the lease is of {said}, the result of {expected}",
+                    found=said,
+                    expected=expected,
+                )
         self._lease_taken = True
         try:
             payload, reading = self._receiver.read(index, record)
@@ -347,15 +361,15 @@ class Assembler:
             self._receiver.give_back_unheard(record.lease_id, own=False)
             raise
         self.num_shared += 1
-        return self._encoded_rows(result, header, payload, reading)
+        return self._encoded_rows(result, header, payload, reading, record)
 
-    def _on_chunk(self, index: int, offset_bytes: int, data: memoryview) -> Outcome | None:
+    def _on_chunk(self, index: int, chunk: ChunkView) -> Outcome | None:
         arriving = self._arriving.get(index)
         if arriving is None:
             raise InvalidRows(
                 "result", "a rows chunk came before its result", found="chunk", expected="result"
             )
-        arriving.buffer.write(offset_bytes, data)
+        arriving.buffer.write(chunk.offset_bytes, chunk.data)
         if (tell := self._receiver.handling.on_rows) is not None:
             rows = self._encoded_rows(arriving.result, arriving.header, arriving.buffer.payload, None)
             num_ready = arriving.buffer.num_bytes * rows.num_rows // rows.num_bytes
@@ -369,7 +383,12 @@ class Assembler:
         return self._encoded_rows(arriving.result, arriving.header, payload, None)
 
     def _encoded_rows(
-        self, result: pb.ItemResult, header: RowsHeader, payload: Bytes, reading: Reading | None
+        self,
+        result: pb.ItemResult,
+        header: RowsHeader,
+        payload: Bytes,
+        reading: Reading | None,
+        record: LeaseRecord | None = None,
     ) -> EncodedRows:
         is_for_others = self._receiver.handling.num_readers > 1
         return EncodedRows(
@@ -385,12 +404,14 @@ class Assembler:
             timings=convert.timings(result.timings),
             timestamps_s=tuple(result.timestamps_s),
             chunk_grids=header.chunk_grids,
-            shared=self._record(result) if is_for_others else None,
+            shared=(record or self._record(result, header)) if is_for_others else None,
             reading=reading,
         )
 
-    def _record(self, result: pb.ItemResult) -> LeaseRecord:
-        return self._receiver.owned(convert.lease_record(result, self._receiver.handling.num_readers))
+    def _record(self, result: pb.ItemResult, header: RowsHeader) -> LeaseRecord:
+        return convert.lease_record(
+            result, header, self._receiver.handling.num_readers, self._receiver.owner_id
+        )
 
 
 def _lease_id(result: pb.ItemResult) -> bytes:

@@ -14,12 +14,14 @@ import grpc.aio
 from google.protobuf.message import Message
 
 from lm_adapter.assembly import DEFAULT_MAX_ROWS_BYTES
-from lm_adapter.calls import Metadata, RowsCall
+from lm_adapter.calls import Metadata
 from lm_adapter.client import CLOSE_FLUSH_S, DEFAULT_TIMEOUT_S, READY_POLL_S
-from lm_adapter.collect import collect_on_loop
+from lm_adapter.collect import in_order
 from lm_adapter.errors import DeadlineExceeded, EncoderOverloaded, EncoderUnavailable, ItemFailed
 from lm_adapter.leases import LeaseRecord
-from lm_adapter.session import RELEASE_TIMEOUT_S, Deadline, Session, in_order, portions, rows_or_raise
+from lm_adapter.loop_rows import LoopLine, LoopRows
+from lm_adapter.resident_call import Ordinary, ResidentCall
+from lm_adapter.session import RELEASE_TIMEOUT_S, Deadline, Session, portions, rows_or_raise
 from lm_adapter.transport.buffers import RowsHandling, RowsOptions
 from lm_adapter.transport.channel import (
     HEALTH_CHECK,
@@ -28,7 +30,6 @@ from lm_adapter.transport.channel import (
     health_is_serving,
     method_path,
     open_aio_channel,
-    stream_call,
 )
 from lm_adapter.transport.off_loop import CallerStreams, LoopReleases
 from lm_adapter.transport.settings import TransportChoice, TransportOptions, TransportSettings
@@ -72,9 +73,9 @@ class AsyncVisionEncoderClient:
             send_release=self._releases.send,
         )
         self._timeout_s = timeout_s
-        self._closed = False
         self._info_lock = asyncio.Lock()
         self._channel = open_aio_channel(target, credentials, tls, options)
+        self._line = LoopLine(self._session, self._channel)
 
     @property
     def target(self) -> str:
@@ -99,7 +100,7 @@ class AsyncVisionEncoderClient:
     async def close(self) -> None:
         """Closes the channel; calls in progress end with CallCancelled, leases with their session. Harmless
         when done twice."""
-        was_closed, self._closed = self._closed, True
+        was_closed, self._line.is_closed = self._line.is_closed, True
         if not was_closed:
             await asyncio.to_thread(self._session.returns.flush, CLOSE_FLUSH_S)
         await asyncio.to_thread(self._session.close)
@@ -146,7 +147,9 @@ class AsyncVisionEncoderClient:
         self, items: Sequence[Item], *, timeout_s: float | None = None, **rows: Unpack[RowsOptions]
     ) -> list[Outcome]:
         """See ``VisionEncoderClient``."""
-        return await collect_on_loop(self.encode_iter(items, timeout_s=timeout_s, **rows))
+        deadline, streams = self._deadline(timeout_s), CallerStreams()
+        resident, ordinary = await self._encoding(items, deadline, streams, rows)
+        return await resident.collect_on_loop(deadline, streams, ordinary)
 
     async def encode_iter(
         self, items: Sequence[Item], *, timeout_s: float | None = None, **rows: Unpack[RowsOptions]
@@ -155,13 +158,19 @@ class AsyncVisionEncoderClient:
         generator (``contextlib.aclosing``) cancels the call. Raises CallFailed after the outcomes that had
         arrived."""
         deadline, streams = self._deadline(timeout_s), CallerStreams()
-        info = await self._known_info(deadline)
-        await self._require_transport(deadline)
-        resident = await self._session.resident.of_items_on_loop(info, items, RowsHandling(**rows), streams)
-        ordinary = partial(self._encode, info, deadline, streams)
+        resident, ordinary = await self._encoding(items, deadline, streams, rows)
         async with aclosing(resident.run_on_loop(deadline, streams, ordinary)) as stream:
             async for finished in stream:
                 yield finished
+
+    async def _encoding(
+        self, items: Sequence[Item], deadline: Deadline, streams: CallerStreams, rows: RowsOptions
+    ) -> tuple[ResidentCall[Item], Ordinary[Item]]:
+        """A caller's Encode, begun: what may be resident, and how the rest goes."""
+        info = await self._known_info(deadline)
+        await self._require_transport(deadline)
+        resident = await self._session.resident.of_items_on_loop(info, items, RowsHandling(**rows), streams)
+        return resident, partial(self._encode, info, deadline, streams)
 
     async def _encode(
         self,
@@ -170,14 +179,14 @@ class AsyncVisionEncoderClient:
         streams: CallerStreams,
         items: Sequence[Item],
         handling: RowsHandling,
-    ) -> AsyncGenerator[tuple[int, Outcome], None]:
-        with await self._session.pixels(info, items).publish_off_loop() as pixels:
+    ) -> LoopRows:
+        pixels = await self._session.pixels(info, items).publish_off_loop()
+        try:
             plan = self._session.encode_plan(info, items, handling, pixels)
-            for refused in plan.refused.items():
-                yield refused
-            async with aclosing(self._rows(plan.calls, deadline, streams)) as stream:
-                async for finished in stream:
-                    yield finished
+        except BaseException:
+            pixels.close()
+            raise
+        return LoopRows(self._line, plan.calls, deadline, streams, plan.refused, pixels)
 
     async def encode_one(
         self, item: Item, *, timeout_s: float | None = None, **rows: Unpack[RowsOptions]
@@ -190,7 +199,11 @@ class AsyncVisionEncoderClient:
     ) -> list[Outcome]:
         """Rows by key, in the order of ``keys``; waits for those in flight. An absent key is an ItemFailed
         with reason UNKNOWN_KEY. Raises CallFailed as ``encode``."""
-        return await collect_on_loop(self.fetch_iter(keys, timeout_s=timeout_s, **rows))
+        deadline, streams = self._deadline(timeout_s), CallerStreams()
+        if not keys:
+            return []
+        resident, ordinary = await self._fetching(keys, deadline, streams, rows)
+        return await resident.collect_on_loop(deadline, streams, ordinary)
 
     async def fetch_iter(
         self, keys: Sequence[bytes], *, timeout_s: float | None = None, **rows: Unpack[RowsOptions]
@@ -199,14 +212,30 @@ class AsyncVisionEncoderClient:
         deadline, streams = self._deadline(timeout_s), CallerStreams()
         if not keys:
             return
-        info = await self._known_info(deadline)
-        await self._require_transport(deadline)
-        resident = self._session.resident.of_keys(info, keys, RowsHandling(**rows))
-        calls = partial(self._session.fetch_calls, info)
-        ordinary = lambda *rest: self._rows(calls(*rest), deadline, streams)  # noqa: E731
+        resident, ordinary = await self._fetching(keys, deadline, streams, rows)
         async with aclosing(resident.run_on_loop(deadline, streams, ordinary)) as stream:
             async for finished in stream:
                 yield finished
+
+    async def _fetching(
+        self, keys: Sequence[bytes], deadline: Deadline, streams: CallerStreams, rows: RowsOptions
+    ) -> tuple[ResidentCall[bytes], Ordinary[bytes]]:
+        """As ``_encoding``."""
+        info = await self._known_info(deadline)
+        await self._require_transport(deadline)
+        resident = self._session.resident.of_keys(info, keys, RowsHandling(**rows))
+        return resident, partial(self._fetch, info, deadline, streams)
+
+    async def _fetch(
+        self,
+        info: ServerInfo,
+        deadline: Deadline,
+        streams: CallerStreams,
+        keys: Sequence[bytes],
+        handling: RowsHandling,
+    ) -> LoopRows:
+        calls = self._session.fetch_calls(info, keys, handling)
+        return LoopRows(self._line, calls, deadline, streams)
 
     async def read_shared(
         self,
@@ -308,7 +337,7 @@ class AsyncVisionEncoderClient:
         except grpc.aio.AioRpcError as error:
             if error.code() is grpc.StatusCode.UNIMPLEMENTED:
                 return True
-            raise self._session.failed(error, "Health.Check", closed=self._closed) from error
+            raise self._session.failed(error, "Health.Check", closed=self._line.is_closed) from error
 
     async def _unary(
         self,
@@ -320,7 +349,7 @@ class AsyncVisionEncoderClient:
         *,
         wait_for_ready: bool = False,
     ) -> ResponseT:
-        self._check_open(method)
+        self._line.check_open(method)
         call = self._channel.unary_unary(
             method_path(method),
             request_serializer=type(request).SerializeToString,
@@ -337,58 +366,11 @@ class AsyncVisionEncoderClient:
             self._session.note_server(await started.trailing_metadata())
             return response
         except grpc.RpcError as error:
-            raise self._session.failed(error, method, closed=self._closed) from error
+            raise self._session.failed(error, method, closed=self._line.is_closed) from error
         except asyncio.CancelledError as error:
-            self._raise_if_closed_under(method, error)
+            self._line.raise_if_closed_under(method, error)
             raise
 
     async def _require_transport(self, deadline: Deadline) -> None:
         if not self._session.transports.ready():
             await asyncio.to_thread(self._session.transports.require, deadline.left_s)
-
-    async def _rows(
-        self, calls: Sequence[RowsCall], deadline: Deadline, streams: CallerStreams
-    ) -> AsyncGenerator[tuple[int, Outcome], None]:
-        """The calls one after another, each with those for what could not be read out of shared memory."""
-        for call in calls:
-            following: RowsCall | None = call
-            while following is not None:
-                async with aclosing(self._stream(following, deadline, streams)) as stream:
-                    async for finished in stream:
-                        yield finished
-                following = following.follow_up()
-
-    async def _stream(
-        self, call: RowsCall, deadline: Deadline, streams: CallerStreams
-    ) -> AsyncGenerator[tuple[int, Outcome], None]:
-        self._check_open(call.method)
-        request, metadata = call.request.SerializeToString(), self._session.bearer + call.metadata
-        by_grpc = stream_call(self._channel, call.method, request, metadata)
-        sent = (call.calls_path, call.method, request, deadline.left_s, metadata)
-        stream = self._session.local.begin_on_loop(*sent, by_grpc)
-        try:
-            async for message in stream:
-                finished = await streams.run(call.copied_bytes(message), partial(call.feed, message))
-                if finished is not None:
-                    yield finished
-            call.finish(await stream.trailing_metadata())
-        except grpc.RpcError as error:
-            failure = call.failed(error, closed=self._closed)
-            if not call.absorbs(failure):
-                raise failure from error
-        except asyncio.CancelledError as error:
-            self._raise_if_closed_under(call.method, error)
-            raise
-        finally:
-            stream.cancel()
-
-    def _check_open(self, method: str) -> None:
-        if self._closed:
-            raise self._session.closed_under(method)
-
-    def _raise_if_closed_under(self, method: str, error: asyncio.CancelledError) -> None:
-        """grpc.aio cancels the calls of a channel that closes, which looks like a cancelled task but is
-        none: only a task that was asked to end may see CancelledError."""
-        task = asyncio.current_task()
-        if self._closed and (task is None or not task.cancelling()):
-            raise self._session.closed_under(method) from error

@@ -18,6 +18,7 @@ from lm_adapter.errors import CallFailed, InvalidRows, ItemFailed, StreamViolati
 from lm_adapter.trace_context import with_trace
 from lm_adapter.transport.pixel_choice import NO_PIXELS, CallPixels
 from lm_adapter.transport.reading import MAX_SHARED_ATTEMPTS, TRANSPORT_UNAVAILABLE, Receiver
+from lm_adapter.transport.wire import ChunkView
 from lm_adapter.types import Item, ModelInfo, Outcome, PrefetchStatus
 from vision_encoder.v1 import encoder_pb2 as pb
 
@@ -73,9 +74,9 @@ class RowsCall:
         """Of the socket at which it may go without gRPC; empty for gRPC: so it is for inline rows."""
         return "" if self.receiver.transport is None else self.receiver.transport.calls_path
 
-    def feed(self, message: bytes) -> tuple[int, Outcome] | None:
-        """The caller's index and outcome of the item that this raw event finished. Raises StreamViolation."""
-        finished = self.assembler.feed(message)
+    def feed(self, event: pb.ItemEvent | ChunkView) -> tuple[int, Outcome] | None:
+        """The caller's index and outcome of the item that this event finished. Raises StreamViolation."""
+        finished = self.assembler.feed_event(event)
         if finished is None:
             return None
         index, outcome = finished
@@ -89,11 +90,11 @@ class RowsCall:
             self.session.forget_info()
         return caller_index, outcome
 
-    def copied_bytes(self, message: bytes) -> int:
-        """What feeding this raw event copies out of shared memory; 0 for rows that are borrowed or inline."""
+    def copied_bytes(self, event: pb.ItemEvent | ChunkView) -> int:
+        """What feeding this event copies out of shared memory; 0 for rows that are borrowed or inline."""
         if self.receiver.transport is None or self.receiver.handling.borrow:
             return 0
-        return shared_rows_bytes(message)
+        return shared_rows_bytes(event)
 
     def finish(self, trailers: Iterable[tuple[str, str | bytes]] | None) -> None:
         """The stream ended OK, with this metadata. Raises TruncatedStream."""

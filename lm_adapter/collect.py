@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator, Iterable, Mapping
 from contextlib import aclosing
+from typing import TypeVar
 
 from lm_adapter.errors import CallFailed
 from lm_adapter.types import Outcome
 
-__all__ = ["collect", "collect_on_loop"]
+__all__ = ["collect", "collect_on_loop", "in_order"]
+
+OutcomeT = TypeVar("OutcomeT")
+
+
+def in_order(outcomes: Mapping[int, OutcomeT]) -> list[OutcomeT]:
+    """Outcomes of every item, by index."""
+    return [outcomes[index] for index in range(len(outcomes))]
 
 
 def collect(stream: Iterable[tuple[int, Outcome]]) -> list[Outcome]:
@@ -19,7 +27,7 @@ def collect(stream: Iterable[tuple[int, Outcome]]) -> list[Outcome]:
     except CallFailed as error:
         error.completed = outcomes
         raise
-    return [outcomes[index] for index in range(len(outcomes))]
+    return in_order(outcomes)
 
 
 async def collect_on_loop(stream: AsyncGenerator[tuple[int, Outcome], None]) -> list[Outcome]:
@@ -32,4 +40,4 @@ async def collect_on_loop(stream: AsyncGenerator[tuple[int, Outcome], None]) -> 
     except CallFailed as error:
         error.completed = outcomes
         raise
-    return [outcomes[index] for index in range(len(outcomes))]
+    return in_order(outcomes)

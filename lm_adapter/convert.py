@@ -5,9 +5,10 @@ Owns the spelling of enums and the packing of pixel tensors. Judges nothing: ``a
 
 from __future__ import annotations
 
-from dataclasses import replace
+from operator import attrgetter
 from typing import cast
 
+from lm_adapter.checks import RowsHeader
 from lm_adapter.errors import InvalidRequest, ItemFailed
 from lm_adapter.leases import LeaseRecord
 from lm_adapter.transport.settings import PixelInput
@@ -58,6 +59,9 @@ _KEY_STATES = {
 }
 
 
+_TIMINGS = attrgetter(*StageTimings.__dataclass_fields__)
+
+
 def dtype_number(name: str) -> pb.DType.ValueType:
     """Raises InvalidRequest for a dtype that the wire has no number for."""
     if name not in _DTYPES:
@@ -79,11 +83,11 @@ def grid(message: pb.GridTHW) -> Grid:
 
 
 def chunk_grids(result: pb.ItemResult) -> tuple[Grid, ...]:
-    return tuple(grid(each) for each in result.chunk_grids)
+    return tuple([grid(each) for each in result.chunk_grids])
 
 
 def timings(message: pb.StageTimings) -> StageTimings:
-    return StageTimings(**{name: getattr(message, name) for name in StageTimings.__dataclass_fields__})
+    return StageTimings(*_TIMINGS(message))
 
 
 def item_message(item: Item, shm: pb.ShmTensor | None = None) -> pb.Item:
@@ -231,32 +235,31 @@ def lease_status(message: pb.LeaseStatus) -> LeaseStatus | ItemFailed:
     return LeaseStatus(message.lease_id, message.expires_at_unix_ms)
 
 
-def lease_record(result: pb.ItemResult, num_readers: int) -> LeaseRecord:
-    """Where a result's rows lie; for rows that come inline, only whose they are."""
+def lease_record(result: pb.ItemResult, header: RowsHeader, num_readers: int, owner_id: bytes) -> LeaseRecord:
+    """Where a result's rows lie; for rows that come inline, only whose they are. owner_id: whom a lease was
+    granted to."""
     delivery = result.WhichOneof("rows")
-    record = LeaseRecord(
-        key=result.key,
-        content_digest=result.content_digest,
-        grid_thw=grid(result.grid_thw),
-        num_rows=result.num_rows,
-        width=result.width,
-        dtype=dtype_name(result.dtype),
-        num_deepstack_levels=result.num_deepstack_levels,
-        rows_bytes=result.rows_bytes,
-        timestamps_s=tuple(result.timestamps_s),
-        chunk_grids=chunk_grids(result),
-        num_readers=num_readers,
-    )
-    if delivery not in ("host", "lease"):
-        return record
-    shared = result.host if delivery == "host" else result.lease
-    return replace(
-        record,
-        transport="host" if delivery == "host" else "device",
-        lease_id=shared.lease_id,
-        arena_id=shared.arena_id,
-        slot_index=shared.slot_index,
-        generation=shared.generation,
-        offset_bytes=shared.offset_bytes,
-        expires_at_unix_ms=shared.expires_at_unix_ms,
+    is_shared = delivery in ("host", "lease")
+    shared = result.lease if delivery == "lease" else result.host  # empty where the rows come inline
+    lease_id = shared.lease_id
+    return LeaseRecord(
+        result.key,
+        result.content_digest,
+        header.grid_thw,
+        header.num_rows,
+        header.width,
+        header.dtype,
+        header.num_deepstack_levels,
+        header.rows_bytes,
+        tuple(result.timestamps_s),
+        header.chunk_grids,
+        ("device" if delivery == "lease" else "host") if is_shared else "inline",
+        num_readers,
+        lease_id,
+        shared.arena_id,
+        shared.slot_index,
+        shared.generation,
+        shared.offset_bytes,
+        shared.expires_at_unix_ms,
+        owner_id if lease_id else b"",
     )

@@ -7,14 +7,15 @@ round trip ``transport.resident_fetch``'s, reading under a lease ``assembly``'s.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Iterator, Sequence
 from contextlib import aclosing, closing
 from functools import partial
-from typing import TYPE_CHECKING, Generic, NamedTuple, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Generic, NamedTuple, Protocol, TypeAlias, TypeVar
 
 from lm_adapter import assembly
 from lm_adapter.assembly import Assembler
-from lm_adapter.errors import InvalidRows, ItemFailed
+from lm_adapter.collect import in_order
+from lm_adapter.errors import CallFailed, InvalidRows, ItemFailed
 from lm_adapter.transport.broker_errors import BrokerError
 from lm_adapter.transport.broker_link import BrokerLink
 from lm_adapter.transport.buffers import RowsHandling
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from lm_adapter.resident import ResidentRows
     from lm_adapter.session import Deadline
 
-__all__ = ["Expected", "ResidentCall"]
+__all__ = ["Expected", "Ordinary", "ResidentCall"]
 
 TIMEOUT_S = 1.0
 """Of one round trip; gRPC is asked then."""
@@ -41,6 +42,18 @@ EntryT = TypeVar("EntryT")
 Finished: TypeAlias = tuple[int, Outcome]
 Step: TypeAlias = tuple[int, Callable[[], Finished | None]]
 """Bytes that it copies, and what reads one item."""
+
+
+class Others(Protocol):
+    """What goes the ordinary way on a loop: ``loop_rows.LoopRows``."""
+
+    async def next(self) -> Finished | None: ...
+
+    def close(self) -> None: ...
+
+
+Ordinary: TypeAlias = Callable[[Sequence[EntryT], RowsHandling], Awaitable[Others]]
+"""Begins it, for some of a call's entries."""
 
 
 class Expected(NamedTuple):
@@ -53,7 +66,7 @@ class Expected(NamedTuple):
 
 
 class ResidentCall(Generic[EntryT]):
-    """One caller's call: ``run``, or ``run_on_loop``."""
+    """One caller's call: ``run``, ``run_on_loop`` or ``collect_on_loop``, once."""
 
     def __init__(
         self,
@@ -104,12 +117,47 @@ class ResidentCall(Generic[EntryT]):
                     yield rest[index], outcome
 
     async def run_on_loop(
-        self,
-        deadline: Deadline,
-        streams: CallerStreams,
-        ordinary: Callable[[Sequence[EntryT], RowsHandling], AsyncGenerator[Finished, None]],
+        self, deadline: Deadline, streams: CallerStreams, ordinary: Ordinary[EntryT]
     ) -> AsyncGenerator[Finished, None]:
         """The same on a loop; large copies on threads."""
+        async with aclosing(self._resident_on_loop(deadline, streams)) as resident:
+            async for finished in resident:
+                yield finished
+        rest = self._rest()
+        if rest:
+            others = await ordinary(*self._only(rest))
+            try:
+                while (found := await others.next()) is not None:
+                    yield rest[found[0]], found[1]
+            finally:
+                others.close()
+
+    async def collect_on_loop(
+        self, deadline: Deadline, streams: CallerStreams, ordinary: Ordinary[EntryT]
+    ) -> list[Outcome]:
+        """``run_on_loop`` for a caller who waits for all: as ``collect``."""
+        outcomes: dict[int, Outcome] = {}
+        try:
+            if self._looks():
+                async with aclosing(self._resident_on_loop(deadline, streams)) as resident:
+                    async for finished in resident:
+                        outcomes.update([finished])
+            rest = self._rest()
+            if rest:
+                others = await ordinary(*self._only(rest))
+                try:
+                    while (found := await others.next()) is not None:
+                        outcomes[rest[found[0]]] = found[1]
+                finally:
+                    others.close()
+        except CallFailed as error:
+            error.completed = outcomes
+            raise
+        return in_order(outcomes)
+
+    async def _resident_on_loop(
+        self, deadline: Deadline, streams: CallerStreams
+    ) -> AsyncGenerator[Finished, None]:
         for num_bytes, step in self._unleased():
             for finished in self._outcome(await streams.run(num_bytes, step)):
                 yield finished
@@ -123,11 +171,11 @@ class ResidentCall(Generic[EntryT]):
                 for num_bytes, step in answer.steps():
                     for finished in self._outcome(await streams.run(num_bytes, step)):
                         yield finished
-        rest = self._rest()
-        if rest:
-            async with aclosing(ordinary(*self._only(rest))) as others:
-                async for index, outcome in others:
-                    yield rest[index], outcome
+
+    def _looks(self) -> bool:
+        """Whether anything may come without the ordinary way; False where the directory says that it does
+        not."""
+        return self._transport is not None and any(map(self._is_asked_for, self._expected))
 
     def _unleased(self) -> Iterator[Step]:
         """Of what the directory lists, where a copy for this caller alone is wanted, and at once."""

@@ -7,8 +7,8 @@ a channel has learnt of its server; forgets it when the server may have been rep
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TypeAlias, TypeVar
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeAlias
 
 import grpc
 
@@ -65,7 +65,6 @@ INSTANCE_KEY = "x-instance-id"
 MIN_INFO_AGE_S = 1.0
 
 SendRelease: TypeAlias = Callable[[pb.ReleaseRequest, Callable[[], None]], None]
-OutcomeT = TypeVar("OutcomeT")
 
 
 class Deadline:
@@ -333,11 +332,6 @@ def portions(info: ServerInfo, entries: Sequence[bytes]) -> list[Sequence[bytes]
     """Keys or lease ids in as many calls as the server's limit of one needs; no call for none."""
     size = info.limits.max_items_per_request or len(entries) or 1
     return [entries[start : start + size] for start in range(0, len(entries), size)]
-
-
-def in_order(outcomes: Mapping[int, OutcomeT]) -> list[OutcomeT]:
-    """Outcomes of every item, by index."""
-    return [outcomes[index] for index in range(len(outcomes))]
 
 
 def rows_or_raise(outcome: Outcome) -> EncodedRows:

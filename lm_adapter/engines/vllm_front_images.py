@@ -13,13 +13,13 @@ import time
 from collections.abc import Collection, Sequence
 
 from lm_adapter import AsyncFleetClient, ItemFailed
+from lm_adapter.collect import in_order
 from lm_adapter.engines.vllm_encoders import EncoderClient
 from lm_adapter.engines.vllm_items import KeyedItem
 from lm_adapter.engines.vllm_rewrite import ChatImages
 from lm_adapter.errors import DeadlineExceeded, EncoderUnavailable
 from lm_adapter.fleet import FleetSettings
 from lm_adapter.fleet.budget import RetryBudget
-from lm_adapter.session import in_order
 from lm_adapter.types import Grid, Item, KeyState, PrefetchStatus
 
 __all__ = ["FrontImages"]

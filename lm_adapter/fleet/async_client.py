@@ -18,7 +18,7 @@ import grpc
 
 from lm_adapter.assembly import DEFAULT_MAX_ROWS_BYTES
 from lm_adapter.client import DEFAULT_TIMEOUT_S
-from lm_adapter.collect import collect_on_loop
+from lm_adapter.collect import collect_on_loop, in_order
 from lm_adapter.errors import (
     CallCancelled,
     CallFailed,
@@ -39,7 +39,7 @@ from lm_adapter.fleet.replica_client import replica_opener
 from lm_adapter.fleet.run import CallRun, Open, Rescue, may_hedge
 from lm_adapter.fleet.settings import FleetSettings
 from lm_adapter.leases import LeaseRecord
-from lm_adapter.session import Deadline, in_order, rows_or_raise
+from lm_adapter.session import Deadline, rows_or_raise
 from lm_adapter.transport.buffers import RowsHandling, RowsOptions
 from lm_adapter.transport.channel import ClientTls
 from lm_adapter.transport.off_loop import CallerStreams

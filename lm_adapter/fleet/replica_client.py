@@ -90,8 +90,7 @@ class ReplicaClient(AsyncVisionEncoderClient):
         info = await self._known_info(deadline)
         await self._require_transport(deadline)
         resident = self._session.resident.of_keys(info, keys, handling)
-        calls = partial(self._session.fetch_calls, info)
-        ordinary = lambda *rest: self._rows(calls(*rest), deadline, streams)  # noqa: E731
+        ordinary = partial(self._fetch, info, deadline, streams)
         async with aclosing(resident.run_on_loop(deadline, streams, ordinary)) as stream:
             async for finished in stream:
                 yield finished

@@ -1,6 +1,6 @@
 """One call of the service without gRPC: what it sends, what becomes of its connection, how it ends.
 
-Owns the rules of a call whose connection breaks, and the call of a thread; that of a loop is ``local_loop``'s.
+Owns the rules of a call whose connection breaks, and calls of threads; those of loops are ``local_loop``'s.
 Connections are ``local_calls``', bytes ``local_frames``'.
 """
 

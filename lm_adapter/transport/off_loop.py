@@ -11,7 +11,7 @@ import contextvars
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import grpc
 import grpc.aio
@@ -25,6 +25,8 @@ LARGE_COPY_BYTES = 1 << 20
 """From here on a copy runs on a thread: below, a hop between threads takes about as long as the copy."""
 
 ResultT = TypeVar("ResultT")
+_Named: TypeAlias = tuple[int, int, int]
+"""A stream's id, device and type of device."""
 
 
 class CallerStreams:
@@ -37,30 +39,31 @@ class CallerStreams:
 
     def __init__(self) -> None:
         """Takes note of the calling thread's; starts no CUDA and touches no device that is not in use."""
-        self._device: int | None = None
-        self._streams: list[Any] = []
-        torch: Any = sys.modules.get("torch")
-        if torch is None or not torch.cuda.is_initialized():
-            return
-        self._device = torch.cuda.current_device()
-        for index in range(torch.cuda.device_count()):
-            stream = torch.cuda.current_stream(index)
-            # A default stream is every thread's default; entering it would start a device nobody uses.
-            if index == self._device or stream != torch.cuda.default_stream(index):
-                self._streams.append(stream)
+        self._noted = _current()
+
+    def are_here(self, num_bytes: int) -> bool:
+        """Whether work that copies this much may just be done where its caller is: the work is small, and
+        the streams are those of the calling thread."""
+        return num_bytes < LARGE_COPY_BYTES and (self._noted is None or self._noted == _current())
 
     @contextmanager
     def entered(self) -> Iterator[None]:
         """They are current for this thread inside; what was current is so again afterwards."""
-        if self._device is None:
+        if self._noted is None:
             yield
             return
         torch: Any = sys.modules["torch"]
+        device, streams = self._noted
         with ExitStack() as stack:
-            for stream in self._streams:
-                stack.enter_context(torch.cuda.stream(stream))
+            for index, (stream_id, device_index, device_type) in enumerate(streams):
+                # A default stream is every thread's default; entering it would start a device nobody uses.
+                if index == device or (stream_id, device_index, device_type) != _default(torch, index):
+                    stream = torch.cuda.Stream(
+                        stream_id=stream_id, device_index=device_index, device_type=device_type
+                    )
+                    stack.enter_context(torch.cuda.stream(stream))
             # Last: a stream that becomes current makes its device the current one.
-            stack.enter_context(torch.cuda.device(self._device))
+            stack.enter_context(torch.cuda.device(device))
             yield
 
     async def run(self, num_bytes: int, work: Callable[[], ResultT]) -> ResultT:
@@ -69,6 +72,8 @@ class CallerStreams:
         A task that is cancelled meanwhile ends when the thread has: a copy never goes on into a buffer that
         its owner believes to have back.
         """
+        if self.are_here(num_bytes):
+            return work()
         if num_bytes < LARGE_COPY_BYTES:
             return self._work(work)
         context = contextvars.copy_context()
@@ -87,6 +92,21 @@ class CallerStreams:
     def _work(self, work: Callable[[], ResultT]) -> ResultT:
         with self.entered():
             return work()
+
+
+def _current() -> tuple[int, list[_Named]] | None:
+    """The calling thread's device, and every device's stream; None while CUDA is not in use. By torch's own
+    names of streams: an object for each would take several times as long."""
+    torch: Any = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_initialized():
+        return None
+    name_of = torch._C._cuda_getCurrentStream
+    return torch.cuda.current_device(), [name_of(index) for index in range(torch.cuda.device_count())]
+
+
+def _default(torch: Any, index: int) -> _Named:
+    found: _Named = torch._C._cuda_getDefaultStream(index)
+    return found
 
 
 class LoopReleases:

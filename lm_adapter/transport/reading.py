@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from lm_adapter.errors import EncoderError, InvalidRows, ItemFailed, StaleRows
@@ -197,11 +197,10 @@ class Receiver:
             raise
         return self.transport.read(record, self.handling, out)
 
-    def owned(self, record: LeaseRecord) -> LeaseRecord:
-        """The record of a lease that this call's owner was given."""
-        if self.transport is None or not record.lease_id:
-            return record
-        return replace(record, owner_id=self.transport.owner_id)
+    @property
+    def owner_id(self) -> bytes:
+        """Of this call's leases."""
+        return b"" if self.transport is None else self.transport.owner_id
 
     def give_back(self, record: LeaseRecord) -> None:
         """A lease whose rows this reader does not read."""
