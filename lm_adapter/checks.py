@@ -175,9 +175,10 @@ def _check_geometry(
             found=header.num_rows,
             expected=needed,
         )
-    _expect("num_deepstack_levels", header.num_deepstack_levels, num_deepstack_levels)
-    _expect("width", header.width, width)
-    _expect("dtype", header.dtype, dtype)
+    if (header.num_deepstack_levels, header.width, header.dtype) != (num_deepstack_levels, width, dtype):
+        _expect("num_deepstack_levels", header.num_deepstack_levels, num_deepstack_levels)
+        _expect("width", header.width, width)
+        _expect("dtype", header.dtype, dtype)
 
 
 def _check_chunks(grid: Grid, chunks: Sequence[Grid], merges_time: bool) -> None:

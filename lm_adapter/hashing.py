@@ -8,7 +8,6 @@ caller's and stay as they are.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -28,6 +27,8 @@ HASHED_ON_LOOP_BYTES = 512 << 10
 MESSAGE_MARGIN_BYTES = 64 << 10
 """For what stands around an item's content in a message, generously."""
 
+_FILES = (ImageItem, ClipItem)
+
 
 class HashedItems(list[Item]):
     """A call's items. computed: digests of some of those that carry none, by index."""
@@ -41,8 +42,8 @@ class HashedItems(list[Item]):
         service the hashing: bytes are what they were. A tensor is its owner's to write to, and goes without:
         the service hashes what it was sent, so that no digest ever stands for other content."""
         return [
-            replace(item, digest=self.computed[index])
-            if index in self.computed and isinstance(item := self[index], ImageItem | ClipItem)
+            _with_digest(item, self.computed[index])
+            if index in self.computed and isinstance(item := self[index], _FILES)
             else self[index]
             for index in indices
         ]
@@ -60,28 +61,31 @@ class ItemHasher:
         """The items, as HashedItems where digests are known that they do not carry: known from before, or
         computed now. max_message_bytes: an item that is above it cannot be sent, and fails whether its rows
         are there or not; 0 for no limit."""
-        known = _known(items)
-        computed: dict[int, bytes] = {}
-        for index in self._to_hash(items, known, max_message_bytes):
-            digest = known.get(index) or _digest(items[index])
-            if digest is not None:
-                computed[index] = digest
-        return HashedItems(items, computed) if computed or known else items
+        return self._hashed(items, self._to_hash(items, max_message_bytes))
 
     async def hashed_on_loop(
         self, items: Sequence[Item], max_message_bytes: int, streams: CallerStreams
     ) -> Sequence[Item]:
         """``hashed``; on a thread where that takes a while."""
-        num_bytes = sum(self._to_hash(items, _known(items), max_message_bytes).values())
-        is_much = num_bytes > HASHED_ON_LOOP_BYTES
-        work = partial(self.hashed, items, max_message_bytes)
-        return await streams.run(LARGE_COPY_BYTES if is_much else 0, work)
+        to_hash = self._to_hash(items, max_message_bytes)
+        num_bytes = LARGE_COPY_BYTES if sum(to_hash.values()) > HASHED_ON_LOOP_BYTES else 0
+        if streams.are_here(num_bytes):
+            return self._hashed(items, to_hash)
+        return await streams.run(num_bytes, partial(self._hashed, items, to_hash))
 
-    def _to_hash(
-        self, items: Sequence[Item], known: Mapping[int, bytes], max_message_bytes: int
-    ) -> dict[int, int]:
+    def _hashed(self, items: Sequence[Item], to_hash: Mapping[int, int]) -> Sequence[Item]:
+        known = _known(items)
+        computed: dict[int, bytes] = {}
+        for index in to_hash:
+            digest = known.get(index) or _digest(items[index])
+            if digest is not None:
+                computed[index] = digest
+        return HashedItems(items, computed) if computed or known else items
+
+    def _to_hash(self, items: Sequence[Item], max_message_bytes: int) -> dict[int, int]:
         """Bytes to hash of each item whose digest is to be known, by index; 0 where it is known already."""
         found: dict[int, int] = {}
+        known = _known(items)
         for index, item in enumerate(items if self.is_on else ()):
             num_bytes = None if item.digest else _content_bytes(item)
             if num_bytes is None:
@@ -95,13 +99,20 @@ class ItemHasher:
         return found
 
 
+def _with_digest(item: Item, digest: bytes) -> Item:
+    """What ``dataclasses.replace`` gives, in a fifth of the time."""
+    made: Item = object.__new__(type(item))
+    made.__dict__.update(item.__dict__, digest=digest)
+    return made
+
+
 def _known(items: Sequence[Item]) -> Mapping[int, bytes]:
     return items.computed if isinstance(items, HashedItems) else {}
 
 
 def _content_bytes(item: Item) -> int | None:
     """None for what has no content here, or not of a type that content has."""
-    if isinstance(item, ImageItem | ClipItem):
+    if isinstance(item, _FILES):
         return len(item.data) if isinstance(item.data, bytes) else None
     content = _tensor(item)
     return None if content is None else getattr(content, "nbytes", None)
@@ -124,7 +135,7 @@ def _is_on_gpu(item: Item) -> bool:
 def _digest(item: Item) -> bytes | None:
     """None for what cannot be hashed; what is wrong with it is said when it is sent."""
     try:
-        if isinstance(item, ImageItem | ClipItem):
+        if isinstance(item, _FILES):
             return content_digest(item.data)
         if isinstance(item, PixelItem):
             return pixels_digest(item)

@@ -85,6 +85,10 @@ class PreprocessOptions:
         return values
 
 
+NO_OPTIONS = PreprocessOptions()
+"""The checkpoint's values throughout."""
+
+
 @dataclass(frozen=True)
 class ImageItem:
     """An encoded file (JPEG, PNG, WebP, ...). digest: 32 bytes that stand for the content inside the
@@ -92,7 +96,7 @@ class ImageItem:
 
     data: bytes = field(repr=False)
     digest: bytes | None = None
-    options: PreprocessOptions = field(default_factory=PreprocessOptions)
+    options: PreprocessOptions = NO_OPTIONS
     modality: Modality = Modality.IMAGE
 
 
@@ -143,7 +147,7 @@ class ClipItem:
 
     data: bytes = field(repr=False)
     digest: bytes | None = None
-    options: PreprocessOptions = field(default_factory=PreprocessOptions)
+    options: PreprocessOptions = NO_OPTIONS
     modality: Modality = Modality.VIDEO
 
 
@@ -157,7 +161,7 @@ class FramesItem:
     fps: float | None = None
     timestamps_s: tuple[float, ...] | None = None
     digest: bytes | None = None
-    options: PreprocessOptions = field(default_factory=PreprocessOptions)
+    options: PreprocessOptions = NO_OPTIONS
     modality: Modality = Modality.VIDEO
 
     def array(self) -> npt.NDArray[np.uint8]:
@@ -204,7 +208,7 @@ class DigestItem:
     """The content is not sent: served from the service's store, or failed with UNKNOWN_KEY."""
 
     digest: bytes
-    options: PreprocessOptions = field(default_factory=PreprocessOptions)
+    options: PreprocessOptions = NO_OPTIONS
     modality: Modality = Modality.IMAGE
 
 
@@ -216,7 +220,7 @@ class UrlItem:
 
     url: str
     digest: bytes | None = None
-    options: PreprocessOptions = field(default_factory=PreprocessOptions)
+    options: PreprocessOptions = NO_OPTIONS
     modality: Modality = Modality.IMAGE
 
     def check(self) -> None:

@@ -10,11 +10,11 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Sequence
-from dataclasses import replace
 
 from lm_adapter.errors import InvalidRequest, MissingDependency
 from lm_adapter.types import (
     DIGEST_BYTES,
+    NO_OPTIONS,
     ClipItem,
     DigestItem,
     FramesItem,
@@ -39,7 +39,7 @@ __all__ = [
 ]
 
 KEY_TAG = b"vision_encoder.key.v1"
-MAX_KNOWN_KEYS = 16_384
+MAX_KNOWN = 4096
 FRAMES_TAG = b"vision_encoder.frames.v1"
 PIXELS_TAG = b"vision_encoder.pixels.v1"
 
@@ -95,53 +95,48 @@ def embedding_key(
     sent as pixels, None for files and digests; frames_source: a FramesItem's ``source``. Raises
     InvalidRequest for a digest that has not 32 bytes.
     """
-    if len(digest) != DIGEST_BYTES:
-        raise InvalidRequest(
-            f"a digest has {len(digest)} bytes, needs {DIGEST_BYTES}", reason="INVALID_DIGEST"
-        )
     source = frames_source or "encoded"
     if pixels_grid is not None:
-        source = "pixels:{},{},{}".format(*pixels_grid)
-    fields = [
-        KEY_TAG,
-        namespace.encode(),
-        digest,
-        modality.value.encode(),
+        source = _source_of_pixels(pixels_grid)
+    before, behind = _around_digest(
+        namespace,
+        modality.value,
         model_fingerprint,
         preprocess_fingerprint,
-        _options_text(options or PreprocessOptions()).encode(),
-        source.encode(),
-        dtype.encode(),
-    ]
-    return hashlib.sha256(_length_prefixed(fields)).digest()
+        _options_text(options or PreprocessOptions()),
+        source,
+        dtype,
+    )
+    return _key(before, digest, behind)
 
 
 class ItemKeys:
-    """Keys of one model's items in one namespace, for items that come again: each is hashed once for as long
-    as it is remembered. Thread-safe."""
+    """Keys of one model's items in one namespace. What decides them beside digests is the same for most
+    items, and is put together once for as long as it is remembered. Thread-safe."""
 
     def __init__(self, model: ModelInfo, namespace: str = "") -> None:
         self._model = model
         self._namespace = namespace
-        self._known: dict[tuple[object, ...], bytes] = {}
+        self._known: dict[tuple[object, ...], tuple[bytes, bytes]] = {}
 
     def of(self, item: Item, computed: bytes | None = None) -> bytes:
         """``item_key``. computed: the digest of an item that carries none, where its caller has hashed it.
         Raises as ``item_key``."""
-        what: object = tuple(item.grid) if isinstance(item, PixelItem) else item.options
-        if isinstance(item, FramesItem):
-            what = what, item.source
-        digest = item.digest or computed
-        named = (type(item), digest, item.modality, what)
-        key = self._known.get(named)
-        if key is None:
-            digested = item if item.digest or not computed else replace(item, digest=computed)
-            key = item_key(digested, self._model, namespace=self._namespace)
-            if len(self._known) >= MAX_KNOWN_KEYS:
+        named: tuple[object, ...]
+        if isinstance(item, PixelItem):
+            named = (item.modality._value_, *item.grid)
+        elif item.options is NO_OPTIONS and not isinstance(item, FramesItem):
+            named = (item.modality._value_,)
+        else:
+            named = (item.modality, item.options, item.source if isinstance(item, FramesItem) else None)
+        around = self._known.get(named)
+        if around is None:
+            around = _around_item(item, self._model, self._namespace)
+            if len(self._known) >= MAX_KNOWN:
                 self._known.clear()
-            if digest:
-                self._known[named] = key
-        return key
+            self._known[named] = around
+        before, behind = around
+        return _key(before, item.digest or computed or _digest_of(item), behind)
 
 
 def item_key(item: Item, model: ModelInfo, *, namespace: str = "") -> bytes:
@@ -150,18 +145,55 @@ def item_key(item: Item, model: ModelInfo, *, namespace: str = "") -> bytes:
     Raises MissingDependency when hashing is needed and ``blake3`` is absent, InvalidRequest for a digest of
     another length and for a URL without one.
     """
-    options = None if isinstance(item, PixelItem) else item.options
-    return embedding_key(
-        item.digest or _digest_of(item),
-        model_fingerprint=model.model_fingerprint,
-        preprocess_fingerprint=model.preprocess_fingerprint,
-        dtype=model.dtype,
-        namespace=namespace,
-        modality=item.modality,
-        options=options,
-        pixels_grid=item.grid if isinstance(item, PixelItem) else None,
-        frames_source=item.source if isinstance(item, FramesItem) else None,
+    before, behind = _around_item(item, model, namespace)
+    return _key(before, item.digest or _digest_of(item), behind)
+
+
+def _around_item(item: Item, model: ModelInfo, namespace: str) -> tuple[bytes, bytes]:
+    source, options_text = "encoded", ""
+    if isinstance(item, PixelItem):
+        source = _source_of_pixels(item.grid)
+    else:
+        options_text = _options_text(item.options)
+        if isinstance(item, FramesItem):
+            source = item.source
+    return _around_digest(
+        namespace,
+        item.modality.value,
+        model.model_fingerprint,
+        model.preprocess_fingerprint,
+        options_text,
+        source,
+        model.dtype,
     )
+
+
+def _around_digest(
+    namespace: str,
+    modality: str,
+    model_fingerprint: bytes,
+    preprocess_fingerprint: bytes,
+    options_text: str,
+    source: str,
+    dtype: str,
+) -> tuple[bytes, bytes]:
+    """What is hashed for a key before the digest, its length included, and behind it."""
+    behind = [modality.encode(), model_fingerprint, preprocess_fingerprint, options_text.encode()]
+    before = _length_prefixed([KEY_TAG, namespace.encode()]) + struct.pack("<I", DIGEST_BYTES)
+    return before, _length_prefixed([*behind, source.encode(), dtype.encode()])
+
+
+def _key(before: bytes, digest: bytes, behind: bytes) -> bytes:
+    """Raises InvalidRequest."""
+    if len(digest) != DIGEST_BYTES:
+        raise InvalidRequest(
+            f"a digest has {len(digest)} bytes, needs {DIGEST_BYTES}", reason="INVALID_DIGEST"
+        )
+    return hashlib.sha256(before + digest + behind).digest()
+
+
+def _source_of_pixels(grid: Grid) -> str:
+    return "pixels:{},{},{}".format(*grid)
 
 
 def _digest_of(item: Item) -> bytes:
@@ -197,8 +229,8 @@ def _blake3(*pieces: bytes | memoryview) -> bytes:
         from blake3 import blake3
     except ImportError as error:
         raise MissingDependency("blake3", "hashing content") from error
-    hasher = blake3()
-    for piece in pieces:
+    hasher = blake3(pieces[0])
+    for piece in pieces[1:]:
         hasher.update(piece)
     digest: bytes = hasher.digest()
     return digest

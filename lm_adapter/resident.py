@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple
 
 from lm_adapter.checks import check_keys
@@ -38,6 +37,7 @@ PAUSE_S = 1.0
 TOO_MANY_UNDER_WAY = "TOO_MANY_UNDER_WAY"
 _PLAIN = {"out"}
 """Options of a call that wants copies and nothing else."""
+_CLIPS = (ClipItem, FramesItem)
 
 
 class _Known(NamedTuple):
@@ -115,9 +115,12 @@ class ResidentRows:
                 own = computed.get(index)
                 if item.digest or own:  # another's is not known before the item is sent
                     # Clips with timestamps are not listed, and cost more than a round trip.
-                    if_listed = own is not None and not isinstance(item, ClipItem | FramesItem)
-                    with suppress(InvalidRequest):  # which says why when the item is sent
-                        expected[index] = Expected(known.keys.of(item, own), item.digest or own, if_listed)
+                    if_listed = own is not None and not isinstance(item, _CLIPS)
+                    try:
+                        key = known.keys.of(item, own)
+                    except InvalidRequest:  # which says why when the item is sent
+                        continue
+                    expected[index] = Expected(key, item.digest or own, if_listed)
         to_send = items.to_send if isinstance(items, HashedItems) else None
         return ResidentCall(
             self, transport, items, expected, known.models, known.encoded_shapes, handling, to_send

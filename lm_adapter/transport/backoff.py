@@ -48,6 +48,11 @@ class RefusalBackoff:
         if turn == self.turn:
             self.forget()
 
+    @property
+    def is_calm(self) -> bool:
+        """Whether nothing was refused lately: ``worked`` would change nothing."""
+        return not self.num_refused and not self._pause_s
+
     def forget(self) -> None:
         """What was refused was refused by another server, or to another session. Begins a new turn."""
         self.turn += 1 if self.num_refused else 0

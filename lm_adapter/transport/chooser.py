@@ -60,6 +60,7 @@ class TransportChooser:
     ) -> None:
         """on_replaced: what is known of the server is of an instance that is gone."""
         self.settings = settings
+        self._may_use_device = "device" in settings.transports
         self.returns = returns
         self.clock = clock
         self.lost_grace_s = LOST_GRACE_S
@@ -111,7 +112,7 @@ class TransportChooser:
             found is not None
             and found.turn == self._backoff.turn
             and self._retry_at_s is None
-            and (self._device_index is not None or "device" not in self.settings.transports)
+            and (self._device_index is not None or not self._may_use_device or device_in_use() is None)
         ):
             return found
         with self._changed:
@@ -135,6 +136,8 @@ class TransportChooser:
     def note(self, name: str, turn: int, num_shared: int, refusal: str) -> None:
         """What became of a call in a way that ``current`` gave: items read, and why others were refused. What
         keeps being refused is not asked for, until a probe after a pause succeeds; pauses grow."""
+        if num_shared and self._backoff.is_calm:
+            return
         with self._changed:
             if num_shared:
                 self._backoff.worked(turn)
@@ -213,7 +216,7 @@ class TransportChooser:
 
     def _find_device(self) -> bool:
         """Whether the calling thread's GPU is known now; another thread's would be another."""
-        if "device" in self.settings.transports and self._device_index is None:
+        if self._may_use_device and self._device_index is None:
             self._device_index = device_in_use()
         return self._device_index is not None
 

@@ -64,12 +64,16 @@ class LoopCall(Call):
         loop = asyncio.get_running_loop()
         left_s = self._left_s()
         try:
+            if self._is_sent:
+                return connection.socket.recv(RECEIVE_BYTES)  # what came while the last was looked at
             for piece in self._unsent(connection):
                 num_sent = _sent_at_once(connection.socket, piece)
                 if num_sent < len(piece):
                     async with asyncio.timeout(left_s):
                         await loop.sock_sendall(connection.socket, memoryview(piece)[num_sent:])
                     left_s = self._left_s()
+        except BlockingIOError:
+            pass
         except ConnectionError as error:  # the encoder may have answered all the same
             self._broke(error)
         if self._timer is None:
