@@ -72,6 +72,7 @@ class AsyncVisionEncoderClient:
             settings=TransportSettings(**transport),
             send_release=self._releases.send,
         )
+        self._session.returns.soon = self._releases.soon
         self._timeout_s = timeout_s
         self._info_lock = asyncio.Lock()
         self._channel = open_aio_channel(target, credentials, tls, options)

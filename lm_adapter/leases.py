@@ -65,6 +65,9 @@ class LeaseReturns:
         thread, whatever came of it. What it raises is logged."""
         self.post: Callable[[pb.ReleaseRequest], bool] = lambda _: False
         """Gives leases back in a way that is over at once; tried first. False: not possible now."""
+        self.soon: Callable[[Callable[[], None]], bool] = lambda _: False
+        """Has something done in a moment, on the thread that it is called on; tried before ``post``, so that
+        whoever confirms rows does not wait for it. False: to be done now."""
         self._send = send
         self._pid = os.getpid()
         self._pending: deque[tuple[bytes, int | None, bytes]] = deque()
@@ -79,7 +82,7 @@ class LeaseReturns:
         if not lease_id or os.getpid() != self._pid:
             return
         self._pending.append((lease_id, reader, owner_id))
-        if now:
+        if now and not self.soon(self._pump):
             self._pump()
 
     def flush(self, timeout_s: float) -> None:

@@ -70,31 +70,36 @@ class ResidentRows:
     def of_items(self, info: ServerInfo, items: Sequence[Item], handling: RowsHandling) -> ResidentCall[Item]:
         """For an Encode. Raises InvalidRequest."""
         handling.check_items(len(items))
-        return self._of_items(info, self.hashed(items), handling)
+        transport = self.session.transports.current()
+        return self._of_items(info, transport, self._hashed(transport, items), handling)
 
     async def of_items_on_loop(
         self, info: ServerInfo, items: Sequence[Item], handling: RowsHandling, streams: CallerStreams
     ) -> ResidentCall[Item]:
         """The same; what takes a while to hash is hashed on a thread."""
         handling.check_items(len(items))
-        known = self._to_hash_for()
+        transport = self.session.transports.current()
+        known = self._to_hash_for(transport)
         if known is None:
             hashed = list(items) if isinstance(items, HashedItems) else items
         else:
             hashed = await self._hasher.hashed_on_loop(items, known.info.limits.max_message_bytes, streams)
-        return self._of_items(info, hashed, handling)
+        return self._of_items(info, transport, hashed, handling)
 
     def hashed(self, items: Sequence[Item]) -> Sequence[Item]:
         """The items, those hashed that may be resident and carry no digest; see ``ItemHasher``. Hashed once:
         what comes back may be given in again."""
-        known = self._to_hash_for()
+        return self._hashed(self.session.transports.current(), items)
+
+    def _hashed(self, transport: SharedTransport | None, items: Sequence[Item]) -> Sequence[Item]:
+        known = self._to_hash_for(transport)
         if known is None:
             return list(items) if isinstance(items, HashedItems) else items
         return self._hasher.hashed(items, known.info.limits.max_message_bytes)
 
-    def _to_hash_for(self) -> _Known | None:
+    def _to_hash_for(self, transport: SharedTransport | None) -> _Known | None:
         """None while there is nothing to look at with a digest."""
-        info, transport = self.session.info, self.session.transports.current()
+        info = self.session.info
         if not self._hasher.is_on or info is None or transport is None:
             return None
         known = self._known(info)
@@ -105,9 +110,13 @@ class ResidentRows:
         return known if can_look and known.keys is not None else None
 
     def _of_items(
-        self, info: ServerInfo, items: Sequence[Item], handling: RowsHandling
+        self,
+        info: ServerInfo,
+        transport: SharedTransport | None,
+        items: Sequence[Item],
+        handling: RowsHandling,
     ) -> ResidentCall[Item]:
-        transport, known = self.session.transports.current(), self._known(info)
+        known = self._known(info)
         computed = items.computed if isinstance(items, HashedItems) else {}
         expected: dict[int, Expected] = {}
         if transport is not None and known.keys is not None:

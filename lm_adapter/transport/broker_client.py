@@ -234,7 +234,7 @@ class BrokerClient:
         link = self._link
         if link is None or not link.welcome.max_fetch_keys:
             return None
-        return link if owner_id in (None, link.welcome.owner_id.encode()) else None
+        return link if owner_id is None or owner_id == link.welcome.owner_id.encode() else None
 
     def release(self, request: encoder_pb2.ReleaseRequest) -> bool:
         """Gives leases back without waiting for a word; False where that is not possible."""

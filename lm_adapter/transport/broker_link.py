@@ -170,11 +170,13 @@ class BrokerLink:
             return
         if self._lost is not None:
             raise fresh(self._lost)
-        self._unasked.add(message)
         now_s = time.monotonic()
         if not self._stands_back and now_s - self._gave_back_s >= TELL_EVERY_S and self._sending.takes_more():
             self._gave_back_s = now_s
+            self._unasked.add(message, wakes=False)
             self._sending.send_given_back(now_s + timeout_s)
+        else:
+            self._unasked.add(message)
 
     def uses_of(self, kind: str) -> Uses:
         """Where reads of this kind of memory are noted, for the encoder to be told."""

@@ -37,10 +37,11 @@ class Unasked:
         self._uses: dict[str, Uses] = {}
         self._uses_lock = threading.Lock()
 
-    def add(self, request: pb.BrokerRequest) -> None:
-        """To go out soon. Takes no lock."""
+    def add(self, request: pb.BrokerRequest, *, wakes: bool = True) -> None:
+        """To go out soon. Takes no lock. wakes: False for who goes on to ``take_requests``: what that
+        leaves, for being too much, was added before and woke."""
         self._requests.append(request)
-        if self._asleep:
+        if self._asleep and wakes:
             self._asleep = False
             self._wake()
 

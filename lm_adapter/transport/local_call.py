@@ -44,7 +44,7 @@ class Call:
         self._connection: Connection | None = None
         self._otherwise = otherwise
         self._instead: Any = None
-        self._answer = LocalAnswer(is_greeted=False)
+        self._answer: LocalAnswer
         self._is_sent = False
         self._is_unread = False
         self._why = "the encoder closed it"

@@ -138,6 +138,15 @@ class LoopReleases:
 
         self.loop.call_soon_threadsafe(start)
 
+    def soon(self, work: Callable[[], None]) -> bool:
+        """On the loop's thread, work with the loop's next turn, which comes also when the loop is about to
+        end; False on any other."""
+        loop = self.loop
+        if loop is None or asyncio._get_running_loop() is not loop:
+            return False
+        loop.call_soon(work)
+        return True
+
     def cancel(self) -> None:
         """Those on their way; what is not given back expires, or ends with its session."""
         for task in list(self._tasks):
