@@ -7,7 +7,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -172,15 +172,21 @@ async def test_p21_a_cancelled_call_does_not_write_to_its_buffer_afterwards(
 
 
 class Stream:
-    def __init__(self, device: int) -> None:
+    """Its name is torch's: an id, a device, a type of device."""
+
+    made: ClassVar[dict[tuple[int, int, int], Stream]] = {}
+
+    def __init__(self, device: int, stream_id: int | None = None) -> None:
         self.device = device
+        self.name = (len(self.made) + 1 if stream_id is None else stream_id, device, 1)
+        self.made[self.name] = self
 
 
 class Cuda:
     """Current device and streams by thread, as torch keeps them."""
 
     def __init__(self, num_devices: int) -> None:
-        self.defaults = [Stream(index) for index in range(num_devices)]
+        self.defaults = [Stream(index, 0) for index in range(num_devices)]
         self.touched: set[int] = set()
         self._local = threading.local()
 
@@ -203,8 +209,8 @@ class Cuda:
     def current_stream(self, index: int) -> Any:
         return self.state[index]
 
-    def default_stream(self, index: int) -> Stream:
-        return self.defaults[index]
+    def Stream(self, *, stream_id: int, device_index: int, device_type: int) -> Stream:
+        return Stream.made[stream_id, device_index, device_type]
 
     @contextmanager
     def device(self, index: int) -> Iterator[None]:
@@ -226,6 +232,14 @@ class Cuda:
 class Torch:
     def __init__(self, cuda: Cuda) -> None:
         self.cuda = cuda
+        self._C = self
+
+    def _cuda_getCurrentStream(self, index: int) -> tuple[int, int, int]:
+        found: Stream = self.cuda.state[index]
+        return found.name
+
+    def _cuda_getDefaultStream(self, index: int) -> tuple[int, int, int]:
+        return self.cuda.defaults[index].name
 
 
 async def test_p20_a_copy_on_a_thread_runs_on_the_callers_streams(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -258,3 +272,81 @@ async def test_p20_a_copy_on_a_thread_runs_on_the_callers_streams(monkeypatch: p
     for _ in range(3):
         device, current, thread = await plain.run(LARGE_COPY_BYTES, seen)
         assert (device, current) == (0, cuda.defaults), "a thread is left as it was found"
+
+
+async def test_nothing_is_entered_where_the_callers_streams_are_current(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cuda = Cuda(2)
+    monkeypatch.setitem(sys.modules, "torch", Torch(cuda))  # type: ignore[arg-type]
+    mine, other = Stream(1), Stream(1)
+    with cuda.device(1), cuda.stream(mine):
+        streams = CallerStreams()
+        cuda.touched.clear()
+        assert streams.are_here(LARGE_COPY_BYTES - 1)
+        assert await streams.run(0, lambda: cuda.current_stream(1)) is mine
+        assert cuda.touched == set()
+        assert not streams.are_here(LARGE_COPY_BYTES), "that is for a thread"
+        with cuda.stream(other):  # of another task of this loop
+            assert not streams.are_here(0)
+            assert await streams.run(0, lambda: cuda.current_stream(1)) is mine
+            assert cuda.current_stream(1) is other
+    assert not streams.are_here(0), "another device"
+
+
+async def test_streams_are_here_where_cuda_is_not_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = Cuda(1)
+    monkeypatch.setattr(cuda, "is_initialized", lambda: False)
+    monkeypatch.setitem(sys.modules, "torch", Torch(cuda))  # type: ignore[arg-type]
+    assert CallerStreams().are_here(0)
+    monkeypatch.delitem(sys.modules, "torch")
+    assert CallerStreams().are_here(0)
+
+
+# Leases that go back
+
+
+async def test_leases_confirmed_on_the_loop_go_back_with_its_next_turn_in_one_message() -> None:
+    posted: list[list[bytes]] = []
+    with large_and_small() as encoder:
+        async with AsyncVisionEncoderClient(encoder.target, timeout_s=20.0) as client:
+            await client.wait_transport()
+            outcomes = await client.encode([image(0), image(1)], borrow=True)
+            returns = client._session.returns
+            real = returns.post
+
+            def post(request: Any) -> bool:
+                posted.append(list(request.lease_ids))
+                return real(request)
+
+            returns.post = post
+            for rows in outcomes:
+                rows.confirm()  # type: ignore[union-attr]
+            assert posted == []
+            await asyncio.sleep(0)
+            assert [len(each) for each in posted] == [2]
+            await until(lambda: len(encoder.leases) == 0)
+            rows = await client.encode_one(image(1), borrow=True)
+            await asyncio.to_thread(rows.confirm)
+            assert [len(each) for each in posted] == [2, 1], "on another thread at once"
+            rows = await client.encode_one(image(1), borrow=True)
+            rows.confirm()
+            await client.close()
+            assert [len(each) for each in posted] == [2, 1, 1]
+            del rows, outcomes
+
+
+def test_a_lease_confirmed_in_a_loops_last_turn_goes_back() -> None:
+    with large_and_small() as encoder:
+        loop = asyncio.new_event_loop()
+
+        async def run() -> AsyncVisionEncoderClient:
+            client = AsyncVisionEncoderClient(encoder.target, timeout_s=20.0)
+            await client.wait_transport()
+            (await client.encode_one(image(1), borrow=True)).confirm()
+            return client
+
+        client = loop.run_until_complete(run())
+        assert not client._session.returns._pending
+        loop.run_until_complete(client.close())
+        loop.close()
