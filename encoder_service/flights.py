@@ -25,9 +25,9 @@ from encoder_service.types import CacheTier, Grid, StageTimings
 class Flight:
     """One encode in progress. announced: its grid, once known and admitted. held: a prefetch wants its rows,
     whoever else leaves. tier: where its rows come from. task: ends with the rows, held until everyone on
-    board have a hold of their own. num_rows: of a clip, told with announced. wants_rows_ahead: a caller reads
-    rows as they come; rows_ahead: those of a clip, where they come to the host; begin_rows_ahead: has them
-    come there from now on, where they did not."""
+    board have a hold of their own. queued_s: when its pixels were handed to the engine. num_rows: of a clip,
+    told with announced. wants_rows_ahead: a caller reads rows as they come; rows_ahead: those of a clip,
+    where they come to the host; begin_rows_ahead: has them come there from now on, where they did not."""
 
     key: bytes
     content_digest: bytes
@@ -39,10 +39,42 @@ class Flight:
     num_waiting: int = 0
     held: bool = False
     tier: CacheTier = CacheTier.MISS
+    queued_s: float = 0.0
     num_rows: int | None = None
     wants_rows_ahead: bool = False
     rows_ahead: RowsPrefix | None = None
     begin_rows_ahead: Callable[[], None] | None = None
+    _sleepers: list[asyncio.Future[None]] = field(default_factory=list)
+
+    def wake(self) -> None:
+        """Has those on board look whether the task has ended: they run in the loop's next turn, behind what
+        was woken before. Else they would look a turn or two after its end."""
+        sleepers, self._sleepers = self._sleepers, []
+        for sleeper in sleepers:
+            if not sleeper.done():
+                sleeper.set_result(None)
+
+    async def ended(self, timeout_s: float | None) -> bool:
+        """Whether the task ends within that time; it goes on where it does not, or this is cancelled."""
+        task, loop = self.task, asyncio.get_running_loop()
+        assert task is not None
+        is_late = False
+
+        def end_late() -> None:
+            nonlocal is_late
+            is_late = True
+            self.wake()
+
+        timer = None if timeout_s is None or task.done() else loop.call_later(timeout_s, end_late)
+        try:
+            while not (task.done() or is_late):
+                sleeper: asyncio.Future[None] = loop.create_future()
+                self._sleepers.append(sleeper)
+                await sleeper
+        finally:
+            if timer is not None:
+                timer.cancel()
+        return task.done()
 
 
 @dataclass
@@ -53,10 +85,14 @@ class FlightCounters:
 
 
 class Flights:
-    """Flights by (namespace, key). clock: monotonic seconds, the one deadlines are in."""
+    """Flights by (namespace, key). clock: monotonic seconds, the one deadlines are in. observe: told the
+    times of each flight that ended with rows, when those on board have theirs."""
 
-    def __init__(self, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, clock: Callable[[], float], observe: Callable[[StageTimings], None] = lambda _: None
+    ) -> None:
         self._clock = clock
+        self._observe = observe
         self._flights: dict[tuple[str, bytes], Flight] = {}
         self.counters = FlightCounters()
 
@@ -108,7 +144,7 @@ class Flights:
         flight.num_waiting += 1
         try:
             timeout_s = None if deadline_s is None else max(0.0, deadline_s - self._clock())
-            if not await ended(flight.task, timeout_s):
+            if not await flight.ended(timeout_s):
                 raise DeadlineExceeded("the deadline passed before the item was encoded")
             if flight.task.cancelled():
                 raise Draining("the service stopped before the item was encoded")
@@ -139,12 +175,15 @@ class Flights:
     def _land(self, flight: Flight, task: asyncio.Task[Held]) -> None:
         """A flight's last act: it leaves the table, and whoever waits for its grid learns why it failed."""
         self._remove(flight)
+        flight.wake()
         error: BaseException | None
         if task.cancelled():
             self.counters.abandoned += 1
             error = Draining("the service stopped before the item was encoded")
         else:
             error = task.exception()  # read, so that a failure nobody waits for is not reported as lost
+        if error is None:
+            self._observe(flight.timings)
         if flight.num_waiting == 0:
             _give_up(task)
         if flight.announced.done():
@@ -164,29 +203,6 @@ def _give_up(task: asyncio.Task[Held]) -> None:
     """The hold of a flight that has ended and carries nobody any more, if it has one."""
     if not task.cancelled() and task.exception() is None:
         task.result().drop()
-
-
-async def ended(task: asyncio.Task[Any], timeout_s: float | None) -> bool:
-    """Whether a task ends within that time; it goes on where it does not, or where this is cancelled.
-    ``asyncio.wait`` for one, without its sets."""
-    if task.done():
-        return True
-    loop = asyncio.get_running_loop()
-    waiter: asyncio.Future[None] = loop.create_future()
-
-    def wake(_: object = None) -> None:
-        if not waiter.done():
-            waiter.set_result(None)
-
-    task.add_done_callback(wake)
-    timer = None if timeout_s is None else loop.call_later(timeout_s, wake)
-    try:
-        await waiter
-    finally:
-        task.remove_done_callback(wake)
-        if timer is not None:
-            timer.cancel()
-    return task.done()
 
 
 def later(first_s: float | None, second_s: float | None) -> float | None:

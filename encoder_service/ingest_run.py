@@ -1,7 +1,8 @@
 """One image, or a tensor that its caller preprocessed, from its content to pixels that the device can take.
 
-Owns the order: its size first, by a glance or on a worker, then room for its patches, then its pixels, on a
-worker. What files and tensors mean is ``ingest``'s, clips are ``clip_run``'s. Used from the event loop only.
+Owns the order: its size first, by a glance or on a worker, then room for its patches, then its pixels, which
+a worker makes. What files and tensors mean is ``ingest``'s, where pixels go is ``tower_run``'s, clips are
+``clip_run``'s. Used from the event loop only.
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ from encoder_service.types import (
     FrameItem,
     Grid,
     Item,
-    PatchItem,
+    LoadedPixels,
+    LoadPixels,
     PixelValues,
     PreprocessOptions,
-    TowerItem,
 )
 
 
@@ -56,9 +57,11 @@ class IngestRun:
         """Where the tower is, which looks for it in its parameters."""
         return self.tower.device, self.tower.dtype
 
-    async def pixels(self, flight: Flight, item: Item, permit: Permit) -> TowerItem:
-        """The item's pixels, admitted by their patches before any is decoded; fills in the flight's timings.
-        Raises what the preprocessor does, GridMismatch, ImageTooLarge, QueueFull, UnsupportedContent."""
+    async def admitted(self, flight: Flight, item: Item, permit: Permit) -> tuple[Grid, LoadPixels]:
+        """The item's grid, admitted by its patches before any is decoded, and what makes its pixels on a
+        worker; fills in the flight's timings. Raises what the preprocessor does of a header, GridMismatch,
+        ImageTooLarge, QueueFull, UnsupportedContent; what is returned raises what the preprocessor does of
+        pixels."""
         preprocessor = self.preprocessor
         started_s = self.clock()
         match item.content:
@@ -68,28 +71,18 @@ class IngestRun:
                 if grid is None:
                     grid = await self.returns.run(self.workers, preprocessor.probe_image, data, item.options)
                 self._admit(flight, grid, permit)
-                flight.timings.admit_ms = (self.clock() - started_s) * 1e3
-                load = functools.partial(self._load_image, data, item.options)
+                load: LoadPixels = functools.partial(self._load_image, data, item.options, grid)
                 if fit is not None and self.resizing is not None and self.resizing.takes(fit, permit):
-                    load = functools.partial(self.resizing.load, preprocessor, data, fit, self.tower)
-                frames, decode_ms, resize_ms = await self.returns.run(self.workers, load)
-                flight.timings.decode_ms = decode_ms
-                flight.timings.resize_ms = resize_ms
-                if frames.grid != grid:
-                    raise UndecodableImage(
-                        f"the file's header promises grid {tuple(grid)}, its pixels give {tuple(frames.grid)}"
-                    )
-                return frames
-            case PixelValues():
-                self.tower.check_grid(item.content.grid)
-                self._admit(flight, item.content.grid, permit)
-                flight.timings.admit_ms = (self.clock() - started_s) * 1e3
-                checked_s = self.clock()
-                patches = await self.returns.run(self.workers, self._check_pixels, item.content)
-                flight.timings.decode_ms = (self.clock() - checked_s) * 1e3
-                return patches
+                    load = functools.partial(self._load_packed, self.resizing, data, fit)
+            case PixelValues() as pixels:
+                grid = pixels.grid
+                self.tower.check_grid(grid)
+                self._admit(flight, grid, permit)
+                load = functools.partial(self._check_pixels, pixels)
             case FrameArray() | DigestOnly():
                 raise UnsupportedContent(f"{type(item.content).__name__} is no single picture")
+        flight.timings.admit_ms = (self.clock() - started_s) * 1e3
+        return grid, load
 
     async def _fit(self, data: bytes, options: PreprocessOptions) -> Fit | None:
         """What becomes of an image, by a glance or on a worker. Raises as ``probe_fit``."""
@@ -98,19 +91,27 @@ class IngestRun:
             fit = await self.returns.run(self.workers, self.preprocessor.probe_fit, data, options)
         return fit
 
-    def _load_image(self, data: bytes, options: PreprocessOptions) -> tuple[FrameItem, float, float]:
+    def _load_image(self, data: bytes, options: PreprocessOptions, grid: Grid) -> LoadedPixels:
         """On a worker: frames where the device can read them; pinning counts as resizing."""
         frames, decode_ms, resize_ms = self.preprocessor.load_image(data, options)
         started_s = self.clock()
         ready = pinned(frames, *self._place)
         if ready is not frames:
             resize_ms += (self.clock() - started_s) * 1e3
-        return looked_through(ready, self.tower), decode_ms, resize_ms
+        checked = _of_grid(looked_through(ready, self.tower), grid)
+        return LoadedPixels(checked, decode_ms, resize_ms)
 
-    def _check_pixels(self, pixels: PixelValues) -> PatchItem:
+    def _load_packed(self, resizing: Resizing, data: bytes, fit: Fit) -> LoadedPixels:
+        """On a worker: what the device resizes."""
+        frames, decode_ms, resize_ms = resizing.load(self.preprocessor, data, fit, self.tower)
+        return LoadedPixels(_of_grid(frames, fit.grid), decode_ms, resize_ms)
+
+    def _check_pixels(self, pixels: PixelValues) -> LoadedPixels:
         """On a worker: checked patches where the device can read them."""
+        started_s = self.clock()
         patches = self.preprocessor.check_pixels(pixels)
-        return looked_through(pinned(patches, *self._place), self.tower)
+        ready = looked_through(pinned(patches, *self._place), self.tower)
+        return LoadedPixels(ready, (self.clock() - started_s) * 1e3, 0.0)
 
     def _admit(self, flight: Flight, grid: Grid, permit: Permit) -> None:
         """Takes room for the item's patches and tells its grid. Raises ImageTooLarge, QueueFull."""
@@ -131,3 +132,12 @@ class IngestRun:
             flight.ticket.num_sequences = grid.t
         self.load.add(flight.ticket)
         flight.announced.set_result(grid)
+
+
+def _of_grid(frames: FrameItem, grid: Grid) -> FrameItem:
+    """Raises UndecodableImage where the pixels are not what the header promised."""
+    if frames.grid != grid:
+        raise UndecodableImage(
+            f"the file's header promises grid {tuple(grid)}, its pixels give {tuple(frames.grid)}"
+        )
+    return frames

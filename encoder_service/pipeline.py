@@ -128,7 +128,7 @@ class Pipeline:
     _draining: bool = False
 
     def __post_init__(self) -> None:
-        self.flights = Flights(self.clock)
+        self.flights = Flights(self.clock, self._observe)
         graphs = self.engine.graphs
         self.load = DeviceLoad(self.engine.counters, None if graphs is None else graphs.ladder)
         if isinstance(self.store, TieredStore):  # its copies may be the first to find a fault
@@ -321,18 +321,12 @@ class Pipeline:
         started_s = self.clock()
         try:
             if (found := await self._run.find(flight)) is not None:
-                self._observe(flight.timings)
                 return found
             if item.modality is Modality.VIDEO and isinstance(item.content, EncodedFile | FrameArray):
-                held = await self._clips.run(flight, item.content, item.options, permit)
-                self._observe(flight.timings)
-                return held
-            tower_item = await self._ingest.pixels(flight, item, permit)
-            ingested_s = self.clock()
-            held = await self._run.run(flight, tower_item)
+                return await self._clips.run(flight, item.content, item.options, permit)
+            held = await self._run.run(flight, *await self._ingest.admitted(flight, item, permit))
             self._run.share(flight, held)
-            self._observe(flight.timings)
-            traces.add_stages(flight.timings, started_s, ingested_s, self.clock())
+            traces.add_stages(flight.timings, started_s, flight.queued_s, self.clock())
             return held
         except VisionEncoderError:
             raise
@@ -348,7 +342,6 @@ class Pipeline:
         found = await self._run.find(flight)
         if found is None:
             raise unknown(flight.key)
-        self._observe(flight.timings)
         return found
 
     # -- small things ----------------------------------------------------------------------------------

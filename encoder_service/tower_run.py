@@ -20,8 +20,8 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from encoder_service.engine.device import DeviceEngine
-from encoder_service.engine.jobs import TowerResult
-from encoder_service.engine.returns import Returns
+from encoder_service.engine.jobs import TowerResult, given_up
+from encoder_service.engine.returns import Returns, start_soon
 from encoder_service.engine.rows import Destination
 from encoder_service.errors import DeviceFault, Draining
 from encoder_service.flights import Flight
@@ -30,7 +30,7 @@ from encoder_service.store.embedding_store import Held, RowStore, Writing
 from encoder_service.store.shared_tier import SharedTier
 from encoder_service.store.tiers import TieredStore
 from encoder_service.towers.tower import Tower
-from encoder_service.types import CacheTier, EncodedItem, Grid, TowerItem
+from encoder_service.types import CacheTier, EncodedItem, Grid, LoadPixels, TowerItem
 
 # Of a device arena: what items may hold of it from when they are queued.
 QUEUED_SHARE = 1 / 4
@@ -89,7 +89,8 @@ class Room:
 @dataclass(frozen=True)
 class TowerRun:
     """clock: seconds, the engine's. workers: make large copies. returns: how the engine's threads tell the
-    loop. shared: asked before an item is encoded."""
+    loop. shared: asked before an item is encoded. queued: bytes of room that items hold before they ran, by
+    the arena that it is of."""
 
     engine: DeviceEngine
     store: RowStore
@@ -98,8 +99,8 @@ class TowerRun:
     clock: Callable[[], float]
     returns: Returns
     shared: SharedTier | None = None
+    queued: dict[ArenaStore, int] = field(default_factory=dict)
     _shapes: dict[int, torch.Tensor] = field(default_factory=dict)
-    _queued: dict[ArenaStore, int] = field(default_factory=dict)
 
     async def find(self, flight: Flight) -> Held | None:
         """The flight's rows from the tier that replicas share, kept in the store from now on; None where they
@@ -135,13 +136,15 @@ class TowerRun:
         if self.shared is not None:
             self.shared.put(flight.namespace, held.share())
 
-    async def run(self, flight: Flight, tower_item: TowerItem) -> Held:
-        """The item's rows, held where the store keeps them, or as they came when it had no room. Fills in the
-        flight's timings. Raises what the engine's future ends with."""
-        room = Room(self.store, flight.namespace, self._rows_to_come(flight, tower_item.grid), self._queued)
-        if room.writing is not None or room.is_late:
-            return await self._run_into(flight, tower_item, room)
-        return await self._stored(flight, await self._run_through_host(flight, tower_item))
+    async def run(self, flight: Flight, grid: Grid, load: LoadPixels) -> Held:
+        """The rows of an item whose pixels ``load`` makes on a worker, held where the store keeps them, or as
+        they came when it had no room. Fills in the flight's timings. Raises what ``load`` does, and what the
+        engine's future ends with."""
+        handover = Handover(self, flight, grid, load)
+        result, held = await handover.landed_rows()
+        if held is None:
+            return await self._stored(flight, replace(self.rows_to_come(flight, grid), rows=result.rows))
+        return held
 
     async def _stored(self, flight: Flight, encoded: EncodedItem) -> Held:
         """Rows that came to memory of their own."""
@@ -150,7 +153,7 @@ class TowerRun:
         flight.timings.store_ms = (self.clock() - stored_s) * 1e3
         return held
 
-    def _rows_to_come(self, flight: Flight, grid: Grid) -> EncodedItem:
+    def rows_to_come(self, flight: Flight, grid: Grid) -> EncodedItem:
         """The flight's item but for its rows, whose shape and dtype it tells."""
         tower = self.tower
         num_rows = tower.num_rows(grid)
@@ -161,81 +164,6 @@ class TowerRun:
             rows = torch.empty(num_rows, tower.width, dtype=tower.dtype, device="meta")
             self._shapes[num_rows] = rows
         return EncodedItem(flight.key, flight.content_digest, grid, rows, tower.num_deepstack_levels)
-
-    async def _run_through_host(self, flight: Flight, tower_item: TowerItem) -> EncodedItem:
-        """The item with rows of its own."""
-        queued_s = self.clock()
-        future = self.engine.submit(tower_item, flight.ticket)
-        try:
-            result = await asyncio.wrap_future(future)
-        except asyncio.CancelledError:
-            self.engine.discard(flight.ticket)
-            raise
-        _note_times(flight, result, queued_s)
-        return replace(self._rows_to_come(flight, tower_item.grid), rows=result.rows)
-
-    async def _run_into(self, flight: Flight, tower_item: TowerItem, room: Room) -> Held:
-        """The item's rows in their room. It is the engine's until the engine says how the item ended, also
-        when every caller has left before. Late room that was not to be had by then is done without."""
-        landed: asyncio.Future[tuple[TowerResult, Held | None]] = asyncio.get_running_loop().create_future()
-
-        def end(done: Future[TowerResult]) -> None:
-            try:
-                found = self._landed(flight, room, done)
-            except BaseException as error:  # a defect of the store's would else leave everybody waiting
-                if not landed.cancelled():
-                    landed.set_exception(error)
-                return
-            if not landed.cancelled():
-                landed.set_result(found)
-            elif found[1] is not None:
-                found[1].drop()
-
-        queued_s = self.clock()
-        try:
-            target = None if room.writing is None else room.writing.target
-            late = room.find if room.is_late else None
-            future = self.engine.submit(tower_item, flight.ticket, target, late)
-        except BaseException:
-            room.end()
-            room.give_back()
-            raise
-        future.add_done_callback(functools.partial(self.returns.post, end))
-        try:
-            result, held = await landed
-        except asyncio.CancelledError:
-            self.engine.discard(flight.ticket)
-            if landed.done() and not landed.cancelled() and landed.exception() is None:
-                held = landed.result()[1]
-                if held is not None:
-                    held.drop()
-            raise
-        _note_times(flight, result, queued_s)
-        if held is None:
-            coming = self._rows_to_come(flight, tower_item.grid)
-            return await self._stored(flight, replace(coming, rows=result.rows))
-        return held
-
-    def _landed(
-        self, flight: Flight, room: Room, done: Future[TowerResult]
-    ) -> tuple[TowerResult, Held | None]:
-        """What the engine's future ended with, and the rows held, or None where they have no room. Raises its
-        error, Draining after the store was closed; the room is given back then, or kept from everybody where
-        the device may still write."""
-        room.end()
-        error = done.exception()
-        if error is not None:
-            if not isinstance(error, DeviceFault):
-                room.give_back()
-            raise error
-        if room.writing is None:
-            return done.result(), None
-        self.store.finish_put(room.writing)
-        # In the same step, so that nothing evicts it before it is held.
-        held = self.store.hold(flight.namespace, flight.key, is_lookup=False)
-        if held is None:
-            raise Draining("the service stopped before the item was delivered")
-        return done.result(), held
 
     async def keep(self, namespace: str, encoded: EncodedItem) -> Held:
         """The item's rows into the store; a large copy is made on a worker, whose slot is not given back
@@ -259,6 +187,130 @@ class TowerRun:
         return self.store.hold(namespace, encoded.key, is_lookup=False) or Held(encoded)
 
 
-def _note_times(flight: Flight, result: TowerResult, queued_s: float) -> None:
-    flight.timings.queue_ms = (result.started_s - queued_s) * 1e3
-    flight.timings.tower_ms = result.tower_ms
+class Handover:
+    """One item from its worker to the engine, and its rows back to the loop.
+
+    Its worker hands the pixels to the engine itself, into room that the loop has taken meanwhile: by way of
+    the loop they would wait for two of its turns, and for the room, with the device idle. The room is the
+    engine's until the engine says how the item ended, also when every caller has left before. Late room that
+    was not to be had by then is done without.
+    """
+
+    def __init__(self, towers: TowerRun, flight: Flight, grid: Grid, load: LoadPixels) -> None:
+        self._towers, self._flight, self._grid, self._load = towers, flight, grid, load
+        self._landed: asyncio.Future[tuple[TowerResult, Held | None]] = (
+            asyncio.get_running_loop().create_future()
+        )
+        self._item: TowerItem | None = None
+        self._room: Room | None = None
+
+    async def landed_rows(self) -> tuple[TowerResult, Held | None]:
+        """What the engine made, and the rows held in their room; None where they had none. Once."""
+        towers, flight, landed = self._towers, self._flight, self._landed
+        start_soon(towers.workers, self._work)
+        try:
+            return await landed
+        except asyncio.CancelledError:
+            flight.ticket.cancelled = True  # the worker may be about to hand it over
+            towers.engine.discard(flight.ticket)
+            if landed.done() and not landed.cancelled() and landed.exception() is None:
+                held = landed.result()[1]
+                if held is not None:
+                    held.drop()
+            raise
+
+    # -- on the worker ---------------------------------------------------------------------------------
+
+    def _work(self) -> None:
+        post = self._towers.returns.post
+        try:
+            if not self._landed.cancelled():
+                post(self._take_room)
+                loaded = self._load()
+                self._item = loaded.item
+                timings = self._flight.timings
+                timings.decode_ms, timings.resize_ms = loaded.decode_ms, loaded.resize_ms
+            if self._landed.cancelled():
+                post(self._fail, given_up())
+            elif self._room is None:  # the loop is not so far
+                post(self._submit_on_loop)
+            else:
+                self._submit(self._room)
+        except BaseException as error:
+            post(self._fail, error)
+
+    def _submit(self, room: Room) -> None:
+        """Hands the item over. Raises as ``DeviceEngine.submit``."""
+        towers, flight, item = self._towers, self._flight, self._item
+        assert item is not None
+        self._item = None  # the engine's now
+        target = None if room.writing is None else room.writing.target
+        late = room.find if room.is_late else None
+        flight.queued_s = towers.clock()
+        future = towers.engine.submit(item, flight.ticket, target, late)
+        future.add_done_callback(functools.partial(towers.returns.post, self._end))
+
+    # -- on the loop -----------------------------------------------------------------------------------
+
+    def _take_room(self) -> None:
+        """While the worker decodes, which does not need the interpreter's lock: sooner, the worker would wait
+        for that."""
+        if not self._landed.cancelled():
+            towers, flight = self._towers, self._flight
+            coming = towers.rows_to_come(flight, self._grid)
+            self._room = Room(towers.store, flight.namespace, coming, towers.queued)
+
+    def _submit_on_loop(self) -> None:
+        try:
+            if self._room is None:
+                self._take_room()
+            if self._room is None:
+                raise given_up()
+            self._submit(self._room)
+        except BaseException as error:
+            self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        """Nothing was handed over."""
+        if self._room is not None:
+            self._room.end()
+            self._room.give_back()
+        if not self._landed.done():
+            self._landed.set_exception(error)
+
+    def _end(self, done: Future[TowerResult]) -> None:
+        try:
+            found = self._found(done)
+        except BaseException as error:  # a defect of the store's would else leave everybody waiting
+            if not self._landed.cancelled():
+                self._landed.set_exception(error)
+            return
+        if not self._landed.cancelled():
+            self._landed.set_result(found)
+            self._flight.wake()
+        elif found[1] is not None:
+            found[1].drop()
+
+    def _found(self, done: Future[TowerResult]) -> tuple[TowerResult, Held | None]:
+        """What the engine's future ended with, and the rows held, or None where they have no room. Raises its
+        error, Draining after the store was closed; the room is given back then, or kept from everybody where
+        the device may still write."""
+        room, flight, store = self._room, self._flight, self._towers.store
+        assert room is not None
+        room.end()
+        error = done.exception()
+        if error is not None:
+            if not isinstance(error, DeviceFault):
+                room.give_back()
+            raise error
+        result = done.result()
+        flight.timings.queue_ms = (result.started_s - flight.queued_s) * 1e3
+        flight.timings.tower_ms = result.tower_ms
+        if room.writing is None:
+            return result, None
+        store.finish_put(room.writing)
+        # In the same step, so that nothing evicts it before it is held.
+        held = store.hold(flight.namespace, flight.key, is_lookup=False)
+        if held is None:
+            raise Draining("the service stopped before the item was delivered")
+        return result, held

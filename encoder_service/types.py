@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
@@ -127,6 +127,17 @@ class PatchItem:
 
 
 TowerItem: TypeAlias = FrameItem | PatchItem
+
+
+class LoadedPixels(NamedTuple):
+    """What a worker made of an item's content, and how long that took."""
+
+    item: TowerItem
+    decode_ms: float
+    resize_ms: float
+
+
+LoadPixels: TypeAlias = Callable[[], LoadedPixels]
 
 
 @dataclass

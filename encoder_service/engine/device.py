@@ -28,12 +28,20 @@ import torch
 
 from encoder_service.engine.faults import first_line, is_device_fault
 from encoder_service.engine.graphs import GraphRunner
-from encoder_service.engine.jobs import Batch, EngineCounters, Job, LatePlaces, TowerResult, reasons_of
+from encoder_service.engine.jobs import (
+    Batch,
+    EngineCounters,
+    Job,
+    LatePlaces,
+    TowerResult,
+    given_up,
+    reasons_of,
+)
 from encoder_service.engine.launch import Launcher, TowerLauncher
 from encoder_service.engine.resizing import Resizing
 from encoder_service.engine.returns import Returns
 from encoder_service.engine.rows import Destination
-from encoder_service.errors import Cancelled, DeviceFault, Draining, InternalError
+from encoder_service.errors import DeviceFault, Draining, InternalError
 from encoder_service.ingest.preprocessor import Preprocessor
 from encoder_service.metrics import Metrics
 from encoder_service.scheduler.outlook import Outlook
@@ -176,7 +184,7 @@ class DeviceEngine:
                 return
             self._planner.remove(ticket)
             self.counters.dropped_items += 1
-        job.future.set_exception(Cancelled("every caller left before the item ran"))
+        job.future.set_exception(given_up())
 
     @property
     def num_in_flight(self) -> int:

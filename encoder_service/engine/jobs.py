@@ -94,13 +94,16 @@ class EngineCounters:
 
 def reasons_of(plan: Plan) -> list[tuple[Ticket, Exception]]:
     """What becomes of the tickets that a plan dropped."""
-    found: list[tuple[Ticket, Exception]] = [
-        (ticket, Cancelled("every caller left before the item ran")) for ticket in plan.cancelled
-    ]
+    found: list[tuple[Ticket, Exception]] = [(ticket, given_up()) for ticket in plan.cancelled]
     found += [
         (ticket, DeadlineExceeded("the deadline passed before the item ran")) for ticket in plan.expired
     ]
     return found + [(late.ticket, too_late(late)) for late in plan.late]
+
+
+def given_up() -> Cancelled:
+    """Of an item that nobody waits for."""
+    return Cancelled("every caller left before the item ran")
 
 
 def too_late(late: Late) -> DeadlineExceeded:

@@ -55,10 +55,7 @@ class Returns:
             else:
                 self.post(_end, future, result)
 
-        if isinstance(workers, WorkerThreads):
-            workers.start_soon(work)
-        else:
-            workers.submit(work)
+        start_soon(workers, work)
         return future
 
     def _take(self) -> None:
@@ -72,6 +69,15 @@ class Returns:
                 self._loop.call_exception_handler(
                     {"message": "a call from a thread failed", "exception": error}
                 )
+
+
+def start_soon(workers: Executor, job: Callable[[], object]) -> None:
+    """Runs a job that does not raise on a worker; what becomes of it, it tells by itself. Raises as the
+    executor's ``submit``."""
+    if isinstance(workers, WorkerThreads):
+        workers.start_soon(job)
+    else:
+        workers.submit(job)
 
 
 def _end(future: asyncio.Future[Result], result: Result) -> None:

@@ -49,6 +49,11 @@ async def rig(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Rig]:
     store.close()
 
 
+def is_running(rig: Rig) -> bool:
+    """Whether the tower has an item."""
+    return bool(rig.engine._taken)
+
+
 def store_of(rig: Rig) -> TieredStore:
     store = rig.pipeline.store
     assert isinstance(store, TieredStore)
@@ -102,7 +107,7 @@ async def test_room_of_an_item_whose_callers_left_is_the_engines_until_it_ended(
     blocking = []
     if waits_in == "queue":  # behind a batch that is full
         blocking = [asyncio.ensure_future(rig.pipeline.encode(image(7, side=16)))]
-        await until(lambda: len(rig.pipeline.flights) == 1 and not rig.engine.queued_items)
+        await until(lambda: is_running(rig))
     caller = asyncio.ensure_future(rig.pipeline.encode(image(1, side=16)))
     device = store_of(rig).device
     await until(lambda: sum(len(part.arena) for part in device.parts()) == len(blocking) + 1)
@@ -163,7 +168,7 @@ async def test_p21_room_that_a_failed_device_may_still_write_to_goes_to_nobody()
     rig.tower.gate.clear()
     caller = asyncio.ensure_future(rig.pipeline.encode(image(1, side=16)))
     (part,) = store.device.parts()
-    await until(lambda: len(part.arena) == 1 and not rig.engine.queued_items)
+    await until(lambda: is_running(rig))
     (slot,) = part.arena._holders
     rig.engine.report(torch.AcceleratorError("CUDA error: unspecified launch failure"))
     with pytest.raises(DeviceFault):
@@ -235,7 +240,9 @@ async def test_a_long_queue_does_not_push_out_what_is_asked_for(
     resident = await rig.pipeline.encode(image(1, side=16))
     resident.release()
     rig.tower.gate.clear()
-    callers = [asyncio.ensure_future(rig.pipeline.encode(image(value, side=16))) for value in range(2, 6)]
+    callers = [asyncio.ensure_future(rig.pipeline.encode(image(2, side=16)))]
+    await until(lambda: is_running(rig))
+    callers += [asyncio.ensure_future(rig.pipeline.encode(image(value, side=16))) for value in range(3, 6)]
     await until(lambda: rig.engine.queued_items == 3)
     assert num_slots(rig) == 2, "the resident one, and one of four that wait"
     again = await rig.pipeline.encode(image(1, side=16))
@@ -248,7 +255,7 @@ async def test_a_long_queue_does_not_push_out_what_is_asked_for(
         result.release()
     assert rig.engine.counters.unanswered_places == 0
     assert store_of(rig).counters.evictions > 0, "room was found for them on the device in their turn"
-    assert rig.pipeline._run._queued == dict.fromkeys(store_of(rig).device.parts(), 0)
+    assert rig.pipeline._run.queued == dict.fromkeys(store_of(rig).device.parts(), 0)
 
 
 async def test_late_room_that_is_not_there_is_done_without(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -273,7 +280,7 @@ async def test_a_late_item_whose_caller_leaves_takes_no_room(
     monkeypatch.setattr(tower_run, "QUEUED_SHARE", 0.0)
     rig.tower.gate.clear()
     first = asyncio.ensure_future(rig.pipeline.encode(image(1, side=16)))
-    await until(lambda: num_slots(rig) == 1)
+    await until(lambda: is_running(rig))
     leavers = [asyncio.ensure_future(rig.pipeline.encode(image(value, side=16))) for value in (2, 3, 4)]
     await until(lambda: rig.engine.queued_items == 3)
     for each in leavers:

@@ -1,0 +1,160 @@
+"""How an item gets from its worker to the engine: without the loop, and with nothing left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Executor
+
+import pytest
+import torch
+
+from encoder_service import tower_run
+from encoder_service.errors import DeviceFault, InternalError, UndecodableImage
+from tests.unit.service.test_pipeline import Rig, image, until
+from tests.unit.service.test_pipeline_arena import ITEM_BYTES
+from tests.unit.service.test_pipeline_tiers import is_running, num_slots, rows_alone, store_of, tiered
+
+pytestmark = pytest.mark.anyio
+LONG_S = 20.0
+
+
+@pytest.fixture
+async def rig() -> AsyncIterator[Rig]:
+    rig = Rig(tiered(2 * ITEM_BYTES, 4 * ITEM_BYTES))
+    yield rig
+    rig.tower.gate.set()
+    rig.preprocessor.gate.set()
+    await rig.pipeline.drain(10)
+    assert rig.engine.stop(10)
+    rig.workers.shutdown()
+    for _ in range(5):
+        await asyncio.sleep(0)  # what threads said last
+    store = store_of(rig)
+    while pending := [*store._spilling.values(), *store._moves.values()]:
+        await asyncio.wait(pending)
+    store.check_integrity()
+    for part in store.parts():
+        assert len(part.arena) == len(part), "somebody kept rows or room"
+    assert all(not queued for queued in rig.pipeline._run.queued.values())
+
+
+async def test_the_device_gets_an_item_while_the_loop_is_busy(rig: Rig) -> None:
+    rig.tower.gate.clear()
+    rig.preprocessor.gate.clear()
+    caller = asyncio.ensure_future(rig.pipeline.encode(image(1, side=16)))
+    await until(lambda: num_slots(rig) == 1)  # room, while its worker decodes
+    rig.preprocessor.gate.set()
+    ends_s = time.monotonic() + LONG_S
+    while not is_running(rig) and time.monotonic() < ends_s:
+        time.sleep(0.001)  # noqa: ASYNC251 - the loop is to have no turn
+    assert is_running(rig)
+    rig.tower.gate.set()
+    delivered = await caller
+    assert torch.equal(delivered.encoded.rows, await rows_alone(1))
+    assert delivered.timings.decode_ms > 0
+    assert delivered.timings.tower_ms > 0
+    delivered.release()
+
+
+async def test_an_item_that_is_decoded_before_there_is_room_for_it_waits_for_the_loop(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def at_once(_: Executor, job: Callable[[], object]) -> None:
+        worker = threading.Thread(target=job)
+        worker.start()
+        worker.join()  # the loop has no turn until then
+        assert not rig.engine.queued_items
+        assert not is_running(rig)
+        begun.append(num_slots(rig))
+
+    begun: list[int] = []
+    monkeypatch.setattr(tower_run, "start_soon", at_once)
+    caller = asyncio.ensure_future(rig.pipeline.encode(image(1, side=16)))
+    await until(lambda: begun)
+    assert begun == [0]
+    delivered = await caller
+    assert torch.equal(delivered.encoded.rows, await rows_alone(1))
+    delivered.release()
+
+
+async def test_a_caller_that_leaves_while_its_item_is_decoded_has_nothing_encoded(rig: Rig) -> None:
+    rig.preprocessor.gate.clear()
+    caller = asyncio.ensure_future(rig.pipeline.encode(image(1, side=16)))
+    await until(lambda: num_slots(rig) == 1)
+    caller.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await caller
+    rig.preprocessor.gate.set()
+    await until(lambda: num_slots(rig) == 0)
+    assert rig.engine.counters.batches == 0
+
+
+async def test_the_next_caller_of_an_item_that_was_given_up_gets_its_rows(rig: Rig) -> None:
+    rig.preprocessor.gate.clear()
+    caller = asyncio.ensure_future(rig.pipeline.encode(image(1, side=16)))
+    await until(lambda: num_slots(rig) == 1)
+    caller.cancel()
+    again = asyncio.ensure_future(rig.pipeline.encode(image(1, side=16)))
+    await asyncio.sleep(0.01)
+    rig.preprocessor.gate.set()
+    delivered = await again
+    assert torch.equal(delivered.encoded.rows, await rows_alone(1))
+    delivered.release()
+
+
+async def test_pixels_that_cannot_be_made_give_their_room_back(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise UndecodableImage("cut short")
+
+    monkeypatch.setattr(rig.preprocessor, "load_image", fail)
+    with pytest.raises(UndecodableImage, match="cut short"):
+        await rig.pipeline.encode(image(1, side=16))
+    assert num_slots(rig) == 0
+
+
+async def test_room_that_a_defect_denies_fails_the_item_and_no_other(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asyncio.get_running_loop().set_exception_handler(lambda *_: None)
+    with monkeypatch.context() as patch:
+        patch.setattr(tower_run.Room, "__init__", lambda *_: 1 / 0)
+        with pytest.raises(InternalError, match="ZeroDivisionError"):
+            await rig.pipeline.encode(image(1, side=16))
+    delivered = await rig.pipeline.encode(image(1, side=16))
+    delivered.release()
+
+
+async def test_p21_a_device_that_failed_while_an_item_was_decoded_is_told_to_its_caller(rig: Rig) -> None:
+    rig.preprocessor.gate.clear()
+    caller = asyncio.ensure_future(rig.pipeline.encode(image(1, side=16)))
+    await until(lambda: num_slots(rig) == 1)
+    rig.engine.report(torch.AcceleratorError("CUDA error: unspecified launch failure"))
+    rig.preprocessor.gate.set()
+    with pytest.raises(DeviceFault):
+        await caller
+    assert num_slots(rig) == 0, "nothing was handed to the device"
+
+
+async def test_every_way_to_leave_at_any_time_leaves_nothing_behind(rig: Rig) -> None:
+    """Callers come and go all the time; what the fixture asks at the end is the assertion."""
+
+    async def one(value: int, patience_s: float) -> None:
+        try:
+            async with asyncio.timeout(patience_s):
+                delivered = await rig.pipeline.encode(image(value, side=16))
+        except TimeoutError:
+            return
+        assert torch.equal(delivered.encoded.rows, expected[value])
+        delivered.release()
+
+    expected = {value: await rows_alone(value) for value in range(1, 7)}
+    patience = torch.rand(120, generator=torch.Generator().manual_seed(int(time.time()))) * 0.01
+    for start in range(0, 120, 3):
+        await asyncio.gather(
+            *(one(1 + number % 6, float(patience[number])) for number in range(start, start + 3))
+        )
