@@ -28,15 +28,8 @@ import torch
 
 from encoder_service.engine.faults import first_line, is_device_fault
 from encoder_service.engine.graphs import GraphRunner
-from encoder_service.engine.jobs import (
-    Batch,
-    EngineCounters,
-    Job,
-    LatePlaces,
-    TowerResult,
-    given_up,
-    reasons_of,
-)
+from encoder_service.engine import jobs as records
+from encoder_service.engine.jobs import Batch, EngineCounters, Job, LatePlaces, TowerResult, reasons_of
 from encoder_service.engine.launch import Launcher, TowerLauncher
 from encoder_service.engine.resizing import Resizing
 from encoder_service.engine.returns import Returns
@@ -184,7 +177,7 @@ class DeviceEngine:
                 return
             self._planner.remove(ticket)
             self.counters.dropped_items += 1
-        job.future.set_exception(given_up())
+        job.future.set_exception(records.given_up())
 
     @property
     def num_in_flight(self) -> int:

@@ -14,8 +14,9 @@ import torch
 from encoder_service import tower_run
 from encoder_service.errors import DeviceFault, InternalError, UndecodableImage
 from tests.unit.service.test_pipeline import Rig, image, until
-from tests.unit.service.test_pipeline_arena import ITEM_BYTES
-from tests.unit.service.test_pipeline_tiers import is_running, num_slots, rows_alone, store_of, tiered
+from tests.unit.service.test_pipeline_arena import ITEM_BYTES, rows_alone
+from tests.unit.service.test_pipeline_tiers import is_running, num_slots, store_of
+from tests.unit.store.device_like import tiered
 
 pytestmark = pytest.mark.anyio
 LONG_S = 20.0
