@@ -66,8 +66,7 @@ class LeaseReturns:
         self.post: Callable[[pb.ReleaseRequest], bool] = lambda _: False
         """Gives leases back in a way that is over at once; tried first. False: not possible now."""
         self.soon: Callable[[Callable[[], None]], bool] = lambda _: False
-        """Has something done in a moment, on the thread that it is called on; tried before ``post``, so that
-        whoever confirms rows does not wait for it. False: to be done now."""
+        """Has something done in a moment, on the thread that it is called on. False: to be done now."""
         self._send = send
         self._pid = os.getpid()
         self._pending: deque[tuple[bytes, int | None, bytes]] = deque()
@@ -75,14 +74,21 @@ class LeaseReturns:
         self._sending = threading.Lock()
 
     def give_back(
-        self, lease_id: bytes, reader: int | None = None, *, owner_id: bytes = b"", now: bool = True
+        self,
+        lease_id: bytes,
+        reader: int | None = None,
+        *,
+        owner_id: bytes = b"",
+        now: bool = True,
+        waits: bool = True,
     ) -> None:
         """reader: which of several; None where there is one. owner_id: the lease's. now=False: with the
-        next one, for callers that must not make a call, such as a finalizer."""
+        next one, for callers that must not make a call, such as a finalizer. waits=False: in a moment where
+        that can be, for callers with rows in hand."""
         if not lease_id or os.getpid() != self._pid:
             return
         self._pending.append((lease_id, reader, owner_id))
-        if now and not self.soon(self._pump):
+        if now and (waits or not self.soon(self._pump)):
             self._pump()
 
     def flush(self, timeout_s: float) -> None:

@@ -72,9 +72,10 @@ class Reading:
         self._may_be_read = False
         """Whether reads have begun that nobody has waited for."""
 
-    def confirm(self) -> None:
-        """Waits for the reads and compares the generation. Again after success: nothing. Raises StaleRows,
-        each time, when the rows are not those of the lease."""
+    def confirm(self, *, waits: bool = False) -> None:
+        """Waits for the reads and compares the generation. Again after success: nothing. waits: for the lease
+        to be on its way back as well. Raises StaleRows, each time, when the rows are not those of the lease.
+        """
         with self._lock:
             if self._open:
                 self._stale = True  # until the comparison was made: a wait that broke says nothing
@@ -87,7 +88,7 @@ class Reading:
                     record = self._record
                     self._stale = not self._arena.page.unchanged(record.slot_index, record.generation)
                 finally:
-                    self._end(now=True)
+                    self._end(now=True, waits=waits)
         if self._stale:
             raise StaleRows(
                 f"the rows of key {self._record.key.hex()} changed while they were read: lease "
@@ -107,14 +108,16 @@ class Reading:
         if getattr(self, "_open", False):
             self._end(now=False)
 
-    def _end(self, *, now: bool) -> None:
+    def _end(self, *, now: bool, waits: bool = True) -> None:
         self._open = False
         if os.getpid() == self._pid:
             if self._may_be_read:
                 self._arena.memory.give_up(self._event)
             self._arena.drop()
             record = self._record
-            self._returns.give_back(record.lease_id, self._reader, owner_id=record.owner_id, now=now)
+            self._returns.give_back(
+                record.lease_id, self._reader, owner_id=record.owner_id, now=now, waits=waits
+            )
 
 
 def read_rows(
@@ -139,7 +142,7 @@ def read_rows(
         if handling.confirm_later:
             return payload, reading
         try:
-            reading.confirm()
+            reading.confirm(waits=True)
         except StaleRows as error:
             raise Unreadable(error.message, stale=True) from None
         return payload, None
