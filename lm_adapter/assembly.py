@@ -11,17 +11,17 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 import numpy as np
-from google.protobuf.message import DecodeError
 
 from lm_adapter import convert
 from lm_adapter.checks import RowsHeader, check_digest, check_header, check_models
 from lm_adapter.errors import InvalidRequest, InvalidRows, ItemFailed, StreamViolation, TruncatedStream
+from lm_adapter.events import parsed
 from lm_adapter.leases import LeaseRecord
 from lm_adapter.transport.buffers import Bytes, RowsHandling
 from lm_adapter.transport.host_shm import host_tensor
 from lm_adapter.transport.inline import InlineRowsBuffer
 from lm_adapter.transport.reading import TRANSPORT_UNAVAILABLE, Reading, Receiver, Unreadable
-from lm_adapter.transport.wire import ChunkView, find_chunk
+from lm_adapter.transport.wire import ChunkView
 from lm_adapter.types import EncodedRows, Item, ModelInfo, Outcome
 from vision_encoder.v1 import encoder_pb2 as pb
 
@@ -30,9 +30,7 @@ __all__ = [
     "Expected",
     "ItemBatch",
     "PreparedItems",
-    "parsed",
     "prepare_items",
-    "shared_rows_bytes",
     "within",
 ]
 
@@ -120,25 +118,6 @@ def within(positions: Sequence[int], sizes: Mapping[int, int], max_message_bytes
         portions[-1].append(position)
         left -= needed
     return list(portions)
-
-
-def parsed(message: bytes) -> pb.ItemEvent | ChunkView:
-    """A serialised ItemEvent; of rows chunks no copy is made. Raises StreamViolation."""
-    chunk = find_chunk(message)
-    if chunk is not None:
-        return chunk
-    try:
-        return pb.ItemEvent.FromString(message)
-    except DecodeError as error:
-        raise StreamViolation(f"a message of {len(message)} bytes is no ItemEvent: {error}") from error
-
-
-def shared_rows_bytes(event: pb.ItemEvent | ChunkView) -> int:
-    """Bytes of the rows that an event says to lie in shared memory; 0 of any other."""
-    if isinstance(event, ChunkView):
-        return 0
-    result = event.result
-    return result.rows_bytes if result.WhichOneof("rows") in ("host", "lease") else 0
 
 
 @dataclass(frozen=True)

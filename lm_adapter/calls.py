@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 import grpc
 
 from lm_adapter import convert
-from lm_adapter.assembly import Assembler, Expected, shared_rows_bytes, within
+from lm_adapter.assembly import Assembler, Expected, within
 from lm_adapter.errors import CallFailed, InvalidRows, ItemFailed, StreamViolation
+from lm_adapter.events import shared_rows_bytes
 from lm_adapter.trace_context import with_trace
 from lm_adapter.transport.pixel_choice import NO_PIXELS, CallPixels
 from lm_adapter.transport.reading import MAX_SHARED_ATTEMPTS, TRANSPORT_UNAVAILABLE, Receiver

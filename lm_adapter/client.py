@@ -12,10 +12,11 @@ from typing import Self, TypeVar, Unpack, cast
 import grpc
 from google.protobuf.message import Message
 
-from lm_adapter.assembly import DEFAULT_MAX_ROWS_BYTES, parsed
+from lm_adapter.assembly import DEFAULT_MAX_ROWS_BYTES
 from lm_adapter.calls import Metadata, RowsCall
 from lm_adapter.collect import collect, in_order
 from lm_adapter.errors import DeadlineExceeded, EncoderOverloaded, EncoderUnavailable, ItemFailed
+from lm_adapter.events import parsed
 from lm_adapter.leases import LeaseRecord
 from lm_adapter.session import RELEASE_TIMEOUT_S, Deadline, Session, portions, rows_or_raise
 from lm_adapter.transport.buffers import RowsHandling, RowsOptions

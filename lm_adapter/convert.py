@@ -6,7 +6,6 @@ Owns the spelling of enums and the packing of pixel tensors. Judges nothing: ``a
 from __future__ import annotations
 
 from operator import attrgetter
-from typing import cast
 
 from lm_adapter.checks import RowsHeader
 from lm_adapter.errors import InvalidRequest, ItemFailed
@@ -45,15 +44,15 @@ _DTYPES = {
     "float16": pb.DTYPE_FLOAT16,
     "uint8": pb.DTYPE_UINT8,
 }
-_DTYPE_OF = {number: name for name, number in _DTYPES.items()}
-_TIERS = {
+_DTYPE_OF: dict[int, str] = {number: name for name, number in _DTYPES.items()}
+_TIERS: dict[int, CacheTier] = {
     pb.CACHE_TIER_MISS: CacheTier.MISS,
     pb.CACHE_TIER_IN_FLIGHT: CacheTier.IN_FLIGHT,
     pb.CACHE_TIER_DEVICE: CacheTier.DEVICE,
     pb.CACHE_TIER_HOST: CacheTier.HOST,
     pb.CACHE_TIER_SHARED: CacheTier.SHARED,
 }
-_KEY_STATES = {
+_KEY_STATES: dict[int, KeyState] = {
     pb.KEY_STATE_ABSENT: KeyState.ABSENT,
     pb.KEY_STATE_IN_FLIGHT: KeyState.IN_FLIGHT,
     pb.KEY_STATE_RESIDENT: KeyState.RESIDENT,
@@ -72,11 +71,11 @@ def dtype_number(name: str) -> pb.DType.ValueType:
 
 def dtype_name(number: int) -> str:
     """``float32``, ...; ``dtype <n>`` for a number this adapter does not know."""
-    return _DTYPE_OF.get(cast("pb.DType.ValueType", number), f"dtype {number}")
+    return _DTYPE_OF.get(number) or f"dtype {number}"
 
 
 def tier(number: int) -> CacheTier:
-    return _TIERS.get(cast("pb.CacheTier.ValueType", number), CacheTier.UNKNOWN)
+    return _TIERS.get(number, CacheTier.UNKNOWN)
 
 
 def grid(message: pb.GridTHW) -> Grid:
@@ -207,7 +206,7 @@ def _model_info(message: pb.ModelInfo) -> ModelInfo:
 
 
 def key_state(number: int) -> KeyState:
-    return _KEY_STATES.get(cast("pb.KeyState.ValueType", number), KeyState.UNKNOWN)
+    return _KEY_STATES.get(number, KeyState.UNKNOWN)
 
 
 def key_status(message: pb.KeyStatus) -> KeyStatus:

@@ -94,7 +94,9 @@ class ItemHasher:
                 continue
             if index in known:
                 found[index] = 0
-            elif self.takes_all or (num_bytes <= MAX_HASHED_BYTES and not _is_on_gpu(item)):
+            elif self.takes_all or (
+                num_bytes <= MAX_HASHED_BYTES and (isinstance(item, _FILES) or not _is_on_gpu(item))
+            ):
                 found[index] = num_bytes
         return found
 

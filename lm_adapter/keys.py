@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import hashlib
 import struct
+import sys
 from collections.abc import Sequence
+from typing import Any
 
 from lm_adapter.errors import InvalidRequest, MissingDependency
 from lm_adapter.types import (
@@ -225,11 +227,13 @@ def _length_prefixed(fields: list[bytes]) -> bytes:
 
 
 def _blake3(*pieces: bytes | memoryview) -> bytes:
-    try:
-        from blake3 import blake3
-    except ImportError as error:
-        raise MissingDependency("blake3", "hashing content") from error
-    hasher = blake3(pieces[0])
+    module: Any = sys.modules.get("blake3")  # a statement that finds it there takes as long as a small file
+    if module is None:
+        try:
+            import blake3 as module
+        except ImportError as error:
+            raise MissingDependency("blake3", "hashing content") from error
+    hasher = module.blake3(pieces[0])
     for piece in pieces[1:]:
         hasher.update(piece)
     digest: bytes = hasher.digest()

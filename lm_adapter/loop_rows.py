@@ -15,9 +15,9 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from lm_adapter.assembly import parsed
 from lm_adapter.calls import RowsCall
 from lm_adapter.errors import ItemFailed
+from lm_adapter.events import parsed
 from lm_adapter.session import Deadline, Session
 from lm_adapter.transport.channel import stream_call
 from lm_adapter.transport.off_loop import CallerStreams

@@ -175,7 +175,12 @@ class ResidentCall(Generic[EntryT]):
     def _looks(self) -> bool:
         """Whether anything may come without the ordinary way; False where the directory says that it does
         not."""
-        return self._transport is not None and any(map(self._is_asked_for, self._expected))
+        if self._transport is None:
+            return False
+        for index in self._expected:  # noqa: SIM110 - a generator takes longer than what it runs
+            if self._is_asked_for(index):
+                return True
+        return False
 
     def _unleased(self) -> Iterator[Step]:
         """Of what the directory lists, where a copy for this caller alone is wanted, and at once."""
@@ -238,7 +243,8 @@ class ResidentCall(Generic[EntryT]):
         yield finished
 
     def _rest(self) -> list[int]:
-        return [index for index in range(len(self._entries)) if index not in self._done]
+        indices, done = range(len(self._entries)), self._done
+        return [index for index in indices if index not in done] if done else list(indices)
 
     def _only(self, indices: list[int]) -> tuple[Sequence[EntryT], RowsHandling]:
         handling = self._handling if len(indices) == len(self._entries) else self._handling.only(indices)

@@ -78,7 +78,8 @@ class Deadline:
     @property
     def left_s(self) -> float:
         """Seconds left, never negative: gRPC answers 0 with DEADLINE_EXCEEDED."""
-        return max(0.0, self._expires_at_s - time.monotonic())
+        left_s = self._expires_at_s - time.monotonic()
+        return max(0.0, left_s)
 
 
 class Session:
@@ -151,9 +152,11 @@ class Session:
         info = self.info
         if info is None or trailers is None or time.monotonic() - self._told_at_s < MIN_INFO_AGE_S:
             return
-        answered = next((value for name, value in trailers if name == INSTANCE_KEY), info.instance_id)
-        if answered != info.instance_id:
-            self.forget_info()
+        for name, value in trailers:
+            if name == INSTANCE_KEY:
+                if value != info.instance_id:
+                    self.forget_info()
+                return
 
     def pixels(self, info: ServerInfo, items: Sequence[Item]) -> CallPixels:
         """What of these items is to go by shared memory: to be published, and closed after the call."""

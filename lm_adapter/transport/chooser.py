@@ -60,7 +60,7 @@ class TransportChooser:
     ) -> None:
         """on_replaced: what is known of the server is of an instance that is gone."""
         self.settings = settings
-        self._may_use_device = "device" in settings.transports
+        self._wants_gpu = "device" in settings.transports
         self.returns = returns
         self.clock = clock
         self.lost_grace_s = LOST_GRACE_S
@@ -108,12 +108,8 @@ class TransportChooser:
         """For a call that begins now; None for inline."""
         found = self._current
         # Nothing to look for, and nothing has changed: the common case, for which no lock is taken.
-        if (
-            found is not None
-            and found.turn == self._backoff.turn
-            and self._retry_at_s is None
-            and (self._device_index is not None or not self._may_use_device or device_in_use() is None)
-        ):
+        same = found is not None and found.turn == self._backoff.turn and self._retry_at_s is None
+        if same and (self._device_index is not None or not self._wants_gpu or device_in_use() is None):
             return found
         with self._changed:
             self._retry_when_due()
@@ -145,8 +141,7 @@ class TransportChooser:
                 pause_s = self._backoff.refused(turn, self.clock())
                 if pause_s is not None:
                     self._retry_at_s = self.clock() + pause_s
-                    reason = self._backoff.why(name, refusal)
-                    self._decide(self._without_shared(reason, {name: refusal}))
+                    self._decide(self._without_shared(self._backoff.why(name, refusal), {name: refusal}))
 
     def ready(self) -> bool:
         """Whether a call may go now: always where inline is allowed."""
@@ -216,7 +211,7 @@ class TransportChooser:
 
     def _find_device(self) -> bool:
         """Whether the calling thread's GPU is known now; another thread's would be another."""
-        if self._may_use_device and self._device_index is None:
+        if self._wants_gpu and self._device_index is None:
             self._device_index = device_in_use()
         return self._device_index is not None
 

@@ -50,8 +50,12 @@ class PixelChoice:
     ) -> CallPixels:
         """Not published yet. transport: asked where a memfd may go out, for the connection to the broker."""
         wanted, offered = self._settings.pixels, info.pixel_input
-        has_pixels = any(isinstance(item, PixelItem) for item in items)
-        if wanted == "inline" or not has_pixels or offered is None or self._clock() < self._inline_until_s:
+        for item in items:
+            if isinstance(item, PixelItem):
+                break
+        else:
+            return NO_PIXELS
+        if wanted == "inline" or offered is None or self._clock() < self._inline_until_s:
             return NO_PIXELS
         prefix, broker = "", None
         if wanted == "shm":
@@ -157,6 +161,8 @@ class CallPixels:
 
     def done(self, index: int, *, consumed: bool) -> None:
         """The item has its outcome."""
+        if index not in self._messages:
+            return
         with self._lock:
             published = self._published.pop(index, None)
         if published is not None:

@@ -20,6 +20,8 @@ _DATA_TAG = 2 << 3 | _LENGTH
 # The tags of the other arms of ItemEvent.event: with one of them present the last arm wins, which is the
 # protobuf parser's to decide.
 _OTHER_EVENT_FIELDS = (2, 4)
+_RESULT_FIRST = bytes([2 << 3 | _LENGTH])
+"""How the result of a call's first item begins, which is not looked at any further."""
 _MAX_TAG_BYTES = 4
 _MAX_LENGTH_BYTES = 4
 _MAX_VARINT_BYTES = 9
@@ -39,6 +41,8 @@ class _NotPlain(Exception):
 
 def find_chunk(message: bytes) -> ChunkView | None:
     """The chunk that a serialised ItemEvent holds, or None when only the protobuf parser can tell."""
+    if message[:1] == _RESULT_FIRST:
+        return None
     try:
         return _find_chunk(message)
     except (_NotPlain, IndexError):
