@@ -98,7 +98,7 @@ class IngestRun:
         ready = pinned(frames, *self._place)
         if ready is not frames:
             resize_ms += (self.clock() - started_s) * 1e3
-        checked = _of_grid(looked_through(ready, self.tower), grid)
+        checked = _of_grid(looked_through(ready, self.tower, is_readable=True), grid)
         return LoadedPixels(checked, decode_ms, resize_ms)
 
     def _load_packed(self, resizing: Resizing, data: bytes, fit: Fit) -> LoadedPixels:
@@ -110,7 +110,7 @@ class IngestRun:
         """On a worker: checked patches where the device can read them."""
         started_s = self.clock()
         patches = self.preprocessor.check_pixels(pixels)
-        ready = looked_through(pinned(patches, *self._place), self.tower)
+        ready = looked_through(pinned(patches, *self._place), self.tower, is_readable=True)
         return LoadedPixels(ready, (self.clock() - started_s) * 1e3, 0.0)
 
     def _admit(self, flight: Flight, grid: Grid, permit: Permit) -> None:

@@ -190,7 +190,7 @@ class Pipeline:
                     raise
                 await asyncio.sleep(0)  # it was another's, who had no content; till all of them know
         tier = CacheTier.IN_FLIGHT if joined else flight.tier
-        return self._delivered(found, tier, replace(flight.timings, identify_ms=identify_ms), started_s)
+        return self._delivered(found, tier, flight.timings.identified_in(identify_ms), started_s)
 
     async def prefetch(self, item: Item, *, namespace: str = "", priority: int = 0) -> Announced:
         """Starts an encode that no caller has to wait for. Returns once the item is identified, its grid

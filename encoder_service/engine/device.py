@@ -26,9 +26,9 @@ from concurrent.futures import Future
 import structlog
 import torch
 
+from encoder_service.engine import jobs as records
 from encoder_service.engine.faults import first_line, is_device_fault
 from encoder_service.engine.graphs import GraphRunner
-from encoder_service.engine import jobs as records
 from encoder_service.engine.jobs import Batch, EngineCounters, Job, LatePlaces, TowerResult, reasons_of
 from encoder_service.engine.launch import Launcher, TowerLauncher
 from encoder_service.engine.resizing import Resizing

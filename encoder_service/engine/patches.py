@@ -9,13 +9,13 @@ captured in. Where pixels come from and when they may be read is the launch's.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from dataclasses import dataclass
+from struct import Struct
+from typing import TYPE_CHECKING, Protocol, TypeVar, cast
 
-import numpy as np
 import torch
 
-from encoder_service.engine.staging import StagedPixels
+from encoder_service.engine.staging import NUM_UPLOAD_COLUMNS, StagedPixels
 from encoder_service.errors import PixelTensorMismatch
 from encoder_service.ingest.moonvit import MoonViTPreprocessor
 from encoder_service.ingest.preprocessor import Preprocessor
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from encoder_service.engine.resizing import Packed
 
 ItemT = TypeVar("ItemT", bound=TowerItem)
+# As numpy reads int64 of this machine.
+ROW = Struct(f"={NUM_UPLOAD_COLUMNS}q")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,31 +50,38 @@ class Upload:
         return self.pixels if self.packed is None else self.packed.result
 
 
-def upload_of(item: TowerItem, tower: Tower) -> Upload:
-    """What of the item travels. Raises PixelTensorMismatch and GridMismatch."""
+def upload_of(item: TowerItem, tower: Tower, is_readable: bool | None = None) -> Upload:
+    """What of the item travels. is_readable: whether the tower's device reads the pixels where they are; None
+    to find out. Raises PixelTensorMismatch and GridMismatch."""
     known = item.upload
     if type(known) is Upload and known.tower is tower:
         return known
     pixels = host_pixels(item, tower)
     tower.check_grid(item.grid)
-    row = (
+    if is_readable is None:
+        is_readable = tower.device.type == "cpu" or pixels.is_pinned()
+    row = ROW.pack(
         *shape_row(item.grid, merges_time=tower.merges_time),
         pixels.data_ptr(),
         pixels.nbytes,
         len(pixels) if isinstance(item, FrameItem) else 0,
-        tower.device.type == "cpu" or pixels.is_pinned(),
+        is_readable,
         0,
     )
-    return Upload(tower, pixels, np.array(row, np.int64).tobytes(), tower.num_rows(item.grid))
+    return Upload(tower, pixels, row, tower.num_rows(item.grid))
 
 
-def looked_through(item: ItemT, tower: Tower) -> ItemT:
-    """The item with its ``upload``, for ingest's worker threads: launches then need not look at it. Raises as
-    ``upload_of`` does."""
-    upload = upload_of(item, tower)
-    if isinstance(item, PatchItem):  # not two copies where they had to be rounded
-        return replace(item, pixel_values=upload.pixels, upload=upload)
-    return replace(item, upload=upload)
+def looked_through(item: ItemT, tower: Tower, is_readable: bool | None = None) -> ItemT:
+    """The item with its ``upload``, for ingest's worker threads: launches then need not look at it. As, and
+    raises as, ``upload_of`` does."""
+    upload = upload_of(item, tower, is_readable)
+    # With not two copies of patches that had to be rounded.
+    made = (
+        PatchItem(upload.pixels, item.grid, upload)
+        if isinstance(item, PatchItem)
+        else FrameItem(item.frames_THWC, item.grid, upload)
+    )
+    return cast("ItemT", made)
 
 
 class Cutter(Protocol):
