@@ -12,7 +12,6 @@ from lm_adapter.errors import InvalidRequest, ItemFailed
 from lm_adapter.leases import LeaseRecord
 from lm_adapter.transport.settings import PixelInput
 from lm_adapter.types import (
-    NO_OPTIONS,
     CacheTier,
     ClipItem,
     DigestItem,
@@ -138,7 +137,7 @@ def _item_message(item: Item, shm: pb.ShmTensor | None) -> pb.Item:
 
 
 def _set_options(message: pb.Item, options: PreprocessOptions) -> None:
-    if options is NO_OPTIONS:
+    if options is PreprocessOptions.NONE:
         return
     for name, value in options.given().items():
         setattr(message.options, name, value)

@@ -61,20 +61,23 @@ class ItemHasher:
         """The items, as HashedItems where digests are known that they do not carry: known from before, or
         computed now. max_message_bytes: an item that is above it cannot be sent, and fails whether its rows
         are there or not; 0 for no limit."""
-        return self._hashed(items, self._to_hash(items, max_message_bytes))
+        known = _known(items)
+        return self._hashed(items, known, self._to_hash(items, known, max_message_bytes))
 
     async def hashed_on_loop(
         self, items: Sequence[Item], max_message_bytes: int, streams: CallerStreams
     ) -> Sequence[Item]:
         """``hashed``; on a thread where that takes a while."""
-        to_hash = self._to_hash(items, max_message_bytes)
+        known = _known(items)
+        to_hash = self._to_hash(items, known, max_message_bytes)
         num_bytes = LARGE_COPY_BYTES if sum(to_hash.values()) > HASHED_ON_LOOP_BYTES else 0
         if streams.are_here(num_bytes):
-            return self._hashed(items, to_hash)
-        return await streams.run(num_bytes, partial(self._hashed, items, to_hash))
+            return self._hashed(items, known, to_hash)
+        return await streams.run(num_bytes, partial(self._hashed, items, known, to_hash))
 
-    def _hashed(self, items: Sequence[Item], to_hash: Mapping[int, int]) -> Sequence[Item]:
-        known = _known(items)
+    def _hashed(
+        self, items: Sequence[Item], known: Mapping[int, bytes], to_hash: Mapping[int, int]
+    ) -> Sequence[Item]:
         computed: dict[int, bytes] = {}
         for index in to_hash:
             digest = known.get(index) or _digest(items[index])
@@ -82,10 +85,11 @@ class ItemHasher:
                 computed[index] = digest
         return HashedItems(items, computed) if computed or known else items
 
-    def _to_hash(self, items: Sequence[Item], max_message_bytes: int) -> dict[int, int]:
+    def _to_hash(
+        self, items: Sequence[Item], known: Mapping[int, bytes], max_message_bytes: int
+    ) -> dict[int, int]:
         """Bytes to hash of each item whose digest is to be known, by index; 0 where it is known already."""
         found: dict[int, int] = {}
-        known = _known(items)
         for index, item in enumerate(items if self.is_on else ()):
             num_bytes = None if item.digest else _content_bytes(item)
             if num_bytes is None:

@@ -13,7 +13,7 @@ import re
 import struct
 import sys
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -64,8 +64,10 @@ class Grid(NamedTuple):
 
 @dataclass(frozen=True)
 class PreprocessOptions:
-    """Per-item overrides of the checkpoint's processor settings; ``None`` keeps the checkpoint's value."""
+    """Per-item overrides of the checkpoint's processor settings; ``None`` keeps the checkpoint's value.
+    NONE: no override at all; what is equal to it means the same."""
 
+    NONE: ClassVar[PreprocessOptions]
     min_pixels: int | None = None
     max_pixels: int | None = None
     max_patches: int | None = None
@@ -85,8 +87,7 @@ class PreprocessOptions:
         return values
 
 
-NO_OPTIONS = PreprocessOptions()
-"""The checkpoint's values throughout."""
+PreprocessOptions.NONE = PreprocessOptions()
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,7 @@ class ImageItem:
 
     data: bytes = field(repr=False)
     digest: bytes | None = None
-    options: PreprocessOptions = NO_OPTIONS
+    options: PreprocessOptions = PreprocessOptions.NONE
     modality: Modality = Modality.IMAGE
 
 
@@ -147,7 +148,7 @@ class ClipItem:
 
     data: bytes = field(repr=False)
     digest: bytes | None = None
-    options: PreprocessOptions = NO_OPTIONS
+    options: PreprocessOptions = PreprocessOptions.NONE
     modality: Modality = Modality.VIDEO
 
 
@@ -161,7 +162,7 @@ class FramesItem:
     fps: float | None = None
     timestamps_s: tuple[float, ...] | None = None
     digest: bytes | None = None
-    options: PreprocessOptions = NO_OPTIONS
+    options: PreprocessOptions = PreprocessOptions.NONE
     modality: Modality = Modality.VIDEO
 
     def array(self) -> npt.NDArray[np.uint8]:
@@ -208,7 +209,7 @@ class DigestItem:
     """The content is not sent: served from the service's store, or failed with UNKNOWN_KEY."""
 
     digest: bytes
-    options: PreprocessOptions = NO_OPTIONS
+    options: PreprocessOptions = PreprocessOptions.NONE
     modality: Modality = Modality.IMAGE
 
 
@@ -220,7 +221,7 @@ class UrlItem:
 
     url: str
     digest: bytes | None = None
-    options: PreprocessOptions = NO_OPTIONS
+    options: PreprocessOptions = PreprocessOptions.NONE
     modality: Modality = Modality.IMAGE
 
     def check(self) -> None:

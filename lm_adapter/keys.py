@@ -16,7 +16,6 @@ from typing import Any
 from lm_adapter.errors import InvalidRequest, MissingDependency
 from lm_adapter.types import (
     DIGEST_BYTES,
-    NO_OPTIONS,
     ClipItem,
     DigestItem,
     FramesItem,
@@ -127,7 +126,7 @@ class ItemKeys:
         named: tuple[object, ...]
         if isinstance(item, PixelItem):
             named = (item.modality._value_, *item.grid)
-        elif item.options is NO_OPTIONS and not isinstance(item, FramesItem):
+        elif item.options is PreprocessOptions.NONE and not isinstance(item, FramesItem):
             named = (item.modality._value_,)
         else:
             named = (item.modality, item.options, item.source if isinstance(item, FramesItem) else None)

@@ -19,7 +19,6 @@ import numpy.typing as npt
 
 from lm_adapter.errors import InvalidRequest, ItemFailed, MissingDependency
 from lm_adapter.items import DIGEST_BYTES as DIGEST_BYTES
-from lm_adapter.items import NO_OPTIONS as NO_OPTIONS
 from lm_adapter.items import (
     ClipItem,
     DigestItem,
