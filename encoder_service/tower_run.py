@@ -2,11 +2,11 @@
 
 Owns what happens between an item's pixels and its rows' being held: room is reserved on the device where
 the store has such room, so that the engine writes rows where readers will find them; else they come through
-memory of the engine's and are copied into the store. Room is taken when an item is queued, as long as what
-waits has little of the device's, and else when the item's batch is planned: a long queue does not push out
-rows that are asked for meanwhile, for items whose turn is far away. Callers that leave meanwhile leave no
+memory of the engine's and are copied into the store. Room is taken while an item is decoded, as long as
+what waits has little of the device's, and else when the item's batch is planned: a long queue does not push
+out rows that are asked for meanwhile, for items whose turn is far away. Callers that leave meanwhile leave no
 room behind. What became of an item before and who waits for it are ``pipeline``'s and ``flights``'. Used from
-the event loop only.
+the event loop only, but for what a ``Handover`` does on a worker.
 """
 
 from __future__ import annotations
