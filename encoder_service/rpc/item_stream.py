@@ -85,7 +85,7 @@ class ItemStream:
         except Exception as error:
             await self._write_failure(0, error)
         else:
-            await self._write(0, delivered, leased)
+            await self._write(0, delivered, leased, is_last=leased is not None)
 
     async def _run_all(self, one: Work[Request], requests: Sequence[Request]) -> None:
         finished: asyncio.Queue[int] = asyncio.Queue()
@@ -161,8 +161,13 @@ class ItemStream:
             raise TransportUnavailable("this server shares no memory; ask for inline rows")
         return self._shared
 
-    async def _write(self, index: int, delivered: Delivered, leased: LeasedRows | None) -> None:
+    async def _write(
+        self, index: int, delivered: Delivered, leased: LeasedRows | None, *, is_last: bool = False
+    ) -> None:
+        """is_last: nothing of the call comes behind it."""
         clock, write = self._pipeline.clock, self._context.write
+        if is_last:
+            write = getattr(self._context, "write_last", write)  # which gRPC's own has not
         delivery_ms = (clock() - delivered.ready_s) * 1e3
         await write(convert.result_event(index, delivered, self._chunk_bytes, leased, delivery_ms))
         if delivered.ahead is not None:

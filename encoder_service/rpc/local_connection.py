@@ -75,6 +75,8 @@ class LocalContext:
         self.status = grpc.StatusCode.OK
         self.text = ""
         self.trailers: Metadata = ()
+        self.last: bytes | None = None
+        """What is written together with the call's end."""
 
     async def read(self) -> bytes:
         """The call's one message. Raises AbortError where it is longer than is taken."""
@@ -87,11 +89,18 @@ class LocalContext:
 
     async def write(self, message: object) -> None:
         """Returns once the client has room for more. Raises AbortError for what is longer than gRPC sends."""
+        await self._connection.send(pb.LOCAL_FRAME_MESSAGE, await self._payload(message))
+
+    async def write_last(self, message: object) -> None:
+        """As ``write``, of the call's last message, which goes out with its end: its client wakes up once."""
+        self.last = await self._payload(message)
+
+    async def _payload(self, message: object) -> bytes:
         payload, limit = self.serialize(message), self._connection.bounds.max_message_bytes
         if len(payload) > limit:
             text = f"SERVER: Sent message larger than max ({len(payload)} vs. {limit})"
             await self.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, text)
-        await self._connection.send(pb.LOCAL_FRAME_MESSAGE, payload)
+        return payload
 
     async def abort(
         self, code: grpc.StatusCode, details: str = "", trailing_metadata: Metadata = ()
@@ -264,19 +273,19 @@ class LocalConnection(asyncio.Protocol):
 
     # -- out -------------------------------------------------------------------------------------------
 
-    async def send(self, kind: int, payload: bytes) -> None:
-        """Returns once the client has room for more."""
+    async def send(self, kind: int, payload: bytes, behind: bytes = b"") -> None:
+        """Returns once the client has room for more. behind: a frame that follows at once."""
         transport = self._transport
         assert transport is not None
         if transport.is_closing():
             return
         header = HEADER.pack(kind, len(payload))
-        self._written_bytes += len(header) + len(payload)
+        self._written_bytes += len(header) + len(payload) + len(behind)
         if len(payload) <= JOINED_BYTES:
-            transport.write(header + payload)
+            transport.write(b"".join((header, payload, behind)))
         else:
-            transport.write(header)
-            transport.write(payload)
+            for piece in (header, payload, behind):
+                transport.write(piece)
         while self._is_full:
             self._room = (
                 self.loop.create_future()
@@ -294,7 +303,13 @@ class LocalConnection(asyncio.Protocol):
             finally:
                 if timer is not None:
                     timer.cancel()
-            await self.send(pb.LOCAL_FRAME_END, end_of(context.status, context.text, context.trailers))
+            end = end_of(context.status, context.text, context.trailers)
+            if context.last is None:
+                await self.send(pb.LOCAL_FRAME_END, end)
+            else:
+                await self.send(
+                    pb.LOCAL_FRAME_MESSAGE, context.last, HEADER.pack(pb.LOCAL_FRAME_END, len(end)) + end
+                )
         except BaseException:
             self.close()  # its caller has left, or does not read
             raise
@@ -321,7 +336,7 @@ class LocalConnection(asyncio.Protocol):
             if handler.response_streaming:
                 await handler.stream_stream(None, context)
             else:
-                await context.write(await handler.stream_unary(None, context))
+                await context.write_last(await handler.stream_unary(None, context))
         except grpc.aio.AbortError:
             pass
         except asyncio.CancelledError:

@@ -46,6 +46,8 @@ class Handlers:
         streams = [
             self.echo,
             self.twice,
+            self.last,
+            self.last_refused,
             self.refuse_unread,
             self.refuse,
             self.fail,
@@ -71,6 +73,17 @@ class Handlers:
         data = await context.read()
         await context.write(data)
         await context.write(data)
+
+    async def last(self, _: object, context: Any) -> None:
+        await context.write_last(await context.read())
+        self.events.append("written")
+        while not self.go_on.is_set():  # noqa: ASYNC110 - set by another thread
+            await asyncio.sleep(0.005)
+        context.set_trailing_metadata((("said", "so"),))
+
+    async def last_refused(self, _: object, context: Any) -> None:
+        await context.write_last(await context.read())
+        await context.abort(grpc.StatusCode.NOT_FOUND, "not here")
 
     async def tell(self, _: object, context: Any) -> None:
         await context.read()

@@ -61,6 +61,42 @@ def test_messages_of_any_size(rig: LocalRig, calls: LocalCalls, ask: Ask, num_by
     assert ask(calls, rig.path, "Echo", data).messages == [data]
 
 
+@pytest.mark.parametrize("num_bytes", [0, 1, (1 << 16) - 1, (1 << 16) + 1, 20 << 20])
+def test_a_last_message_goes_out_with_the_end(rig: LocalRig, calls: LocalCalls, num_bytes: int) -> None:
+    data = os.urandom(num_bytes)
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.connect(rig.path)
+        connection.sendall(PREAMBLE + head("Last") + message(data))
+        until(lambda: rig.handlers.events == ["written"])
+        assert connection.recv(1 << 16) == PREAMBLE
+        connection.settimeout(0.05)
+        with pytest.raises(TimeoutError):
+            connection.recv(1)
+        connection.settimeout(20)
+        rig.handlers.go_on.set()
+        answer = LocalAnswer(is_greeted=True)
+        answer.feed(connection.recv(1 << 17))
+        if num_bytes > 1 << 16:
+            while (found := answer.message()) is None:
+                answer.feed(connection.recv(1 << 17))
+        else:  # both in one
+            found = answer.message()
+        assert found == data
+        while answer.message() is None and not answer.has_ended:
+            assert num_bytes > 1 << 16
+            answer.feed(connection.recv(1 << 17))
+        assert answer.trailers == (("said", "so"),)
+
+
+@pytest.mark.parametrize("ask", ASKS)
+def test_a_last_message_comes_before_what_its_call_ends_with(
+    rig: LocalRig, calls: LocalCalls, ask: Ask
+) -> None:
+    found = ask(calls, rig.path, "LastRefused")
+    assert (found.messages, found.code) == ([b"question"], grpc.StatusCode.NOT_FOUND)
+    assert ask(calls, rig.path, "Echo").messages == [b"question"]
+
+
 @pytest.mark.parametrize("ask", ASKS)
 def test_the_handler_learns_metadata_and_time(rig: LocalRig, calls: LocalCalls, ask: Ask) -> None:
     ask(
