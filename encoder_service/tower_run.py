@@ -21,7 +21,7 @@ import torch
 
 from encoder_service.engine.device import DeviceEngine
 from encoder_service.engine.jobs import TowerResult, given_up
-from encoder_service.engine.returns import Returns, start_soon
+from encoder_service.engine.returns import Returns, start_soon, told
 from encoder_service.engine.rows import Destination
 from encoder_service.errors import DeviceFault, Draining
 from encoder_service.flights import Flight
@@ -197,7 +197,9 @@ class Handover:
     """
 
     def __init__(self, towers: TowerRun, flight: Flight, grid: Grid, load: LoadPixels) -> None:
-        self._towers, self._flight, self._grid, self._load = towers, flight, grid, load
+        self._towers, self._flight, self._grid = towers, flight, grid
+        # What is done with is let go of at once: flights that were given up stay until they are collected.
+        self._load: LoadPixels | None = load
         self._landed: asyncio.Future[tuple[TowerResult, Held | None]] = (
             asyncio.get_running_loop().create_future()
         )
@@ -224,13 +226,8 @@ class Handover:
     def _work(self) -> None:
         post = self._towers.returns.post
         try:
-            if not self._landed.cancelled():
-                post(self._take_room)
-                loaded = self._load()
-                self._item = loaded.item
-                timings = self._flight.timings
-                timings.decode_ms, timings.resize_ms = loaded.decode_ms, loaded.resize_ms
-            if self._landed.cancelled():
+            self._make_pixels()
+            if self._item is None:
                 post(self._fail, given_up())
             elif self._room is None:  # the loop is not so far
                 post(self._submit_on_loop)
@@ -238,6 +235,18 @@ class Handover:
                 self._submit(self._room)
         except BaseException as error:
             post(self._fail, error)
+
+    def _make_pixels(self) -> None:
+        """None where every caller has left."""
+        load, self._load = self._load, None
+        if load is None or self._landed.cancelled():
+            return
+        self._towers.returns.post(self._take_room)
+        item, decode_ms, resize_ms = load()
+        timings = self._flight.timings
+        timings.decode_ms, timings.resize_ms = decode_ms, resize_ms
+        if not self._landed.cancelled():
+            self._item = item
 
     def _submit(self, room: Room) -> None:
         """Hands the item over. Raises as ``DeviceEngine.submit``."""
@@ -249,6 +258,8 @@ class Handover:
         flight.queued_s = towers.clock()
         future = towers.engine.submit(item, flight.ticket, target, late)
         future.add_done_callback(functools.partial(towers.returns.post, self._end))
+        if self._landed.cancelled():  # in this moment: whoever gave it up did not find it with the engine
+            towers.engine.discard(flight.ticket)
 
     # -- on the loop -----------------------------------------------------------------------------------
 
@@ -264,7 +275,7 @@ class Handover:
         try:
             if self._room is None:
                 self._take_room()
-            if self._room is None:
+            if self._room is None or self._landed.cancelled():
                 raise given_up()
             self._submit(self._room)
         except BaseException as error:
@@ -272,11 +283,14 @@ class Handover:
 
     def _fail(self, error: BaseException) -> None:
         """Nothing was handed over."""
-        if self._room is not None:
-            self._room.end()
-            self._room.give_back()
-        if not self._landed.done():
-            self._landed.set_exception(error)
+        self._item = None
+        try:
+            if self._room is not None:
+                self._room.end()
+                self._room.give_back()
+        finally:  # a defect of the store's would else leave everybody waiting
+            if not self._landed.done():
+                self._landed.set_exception(told(error))
 
     def _end(self, done: Future[TowerResult]) -> None:
         try:

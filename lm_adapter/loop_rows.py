@@ -105,8 +105,11 @@ class LoopRows:
             call.finish(await self._stream.trailing_metadata())
         except grpc.RpcError as error:
             failure = call.failed(error, closed=self._line.is_closed)
-            if not call.absorbs(failure):
-                raise failure from error
+            try:
+                if not call.absorbs(failure):
+                    raise failure from error
+            finally:
+                del failure  # with its traceback, which leads here
         except asyncio.CancelledError as error:
             self._line.raise_if_closed_under(call.method, error)
             raise

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from typing import Any, TypeVar
 
+from encoder_service.errors import InternalError
 from encoder_service.ingest.workers import WorkerThreads
 
 Result = TypeVar("Result")
@@ -71,6 +72,15 @@ class Returns:
                 )
 
 
+def told(error: BaseException) -> BaseException:
+    """The error as a future takes it, which of all errors refuses this one."""
+    if not isinstance(error, StopIteration):
+        return error
+    made = InternalError(f"StopIteration: {error}")
+    made.__cause__ = error
+    return made
+
+
 def start_soon(workers: Executor, job: Callable[[], object]) -> None:
     """Runs a job that does not raise on a worker; what becomes of it, it tells by itself. Raises as the
     executor's ``submit``."""
@@ -87,7 +97,7 @@ def _end(future: asyncio.Future[Result], result: Result) -> None:
 
 def _fail(future: asyncio.Future[Any], error: BaseException) -> None:
     if not future.done():
-        future.set_exception(error)
+        future.set_exception(told(error))
 
 
 async def on_own_thread(function: Callable[..., Result], *arguments: object) -> Result:

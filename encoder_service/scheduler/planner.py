@@ -130,8 +130,8 @@ class Planner:
         """Queues a ticket behind those of its priority and namespace. Its sizes stay as they are."""
         assert ticket.flow is None
         ticket.charge, ticket.alone_us = self._charge(ticket)
+        ticket.tell(self._notes)  # before it is queued as what it is now: another thread may change it
         self._queue.add(ticket)
-        ticket.tell(self._notes)
         if ticket.cancelled:
             self._notes.append(ticket)
         self._note_deadline(ticket, ticket.deadline_s)

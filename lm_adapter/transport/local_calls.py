@@ -178,6 +178,7 @@ class Connection:
             return True
         if not reading.loop.is_closed():
             return False
+        reading.let_be()
         self.reading = None
         return True
 

@@ -8,7 +8,9 @@ it is until somebody does.
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
+import weakref
 from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Any, Self, cast
 
@@ -78,23 +80,28 @@ class LoopCall(Call):
             self._broke(error)
         if self._timer is None:
             self._timer = loop.call_at(loop.time() + left_s, self._expire)
-        if connection.reading is None:
-            connection.reading = LoopReading(loop, connection.socket)
-        self._arriving = connection.reading.arriving()
+        reading = connection.reading
+        if reading is None:
+            reading = connection.reading = LoopReading(loop, connection.socket)
+        self._arriving = reading.arriving()
         try:
             return await self._arriving
         except ConnectionError as error:
             self._broke(error)
             return b""
+        finally:  # no more of its error, whose traceback leads here
+            self._arriving = None
+            reading.rest()
 
     def _expire(self) -> None:
+        self._timer = None  # timers of some loops are early: whoever waits again sets another
         if self._arriving is not None and not self._arriving.done():
             self._arriving.set_exception(TimeoutError())
 
 
 class LoopReading:
     """One connection as its loop reads it, for one call after the other. On the loop's thread, but for
-    ``close``."""
+    ``close`` and ``let_be``. One that is forgotten closes its connection, although its loop knows it."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, connection: socket.socket) -> None:
         self.loop = loop
@@ -102,39 +109,35 @@ class LoopReading:
         self._descriptor = connection.fileno()
         self._is_watched = False
         self._arriving: asyncio.Future[bytes] | None = None
+        self._end = weakref.finalize(self, _end, loop, connection, self._descriptor, os.getpid())
+        self._end.atexit = False
 
     def arriving(self) -> asyncio.Future[bytes]:
         """What comes next, empty at the end; ConnectionError where it breaks."""
         if not self._is_watched:
-            self.loop.add_reader(self._descriptor, self._readable)
+            self.loop.add_reader(self._descriptor, _readable, weakref.ref(self))
             self._is_watched = True
         self._arriving = self.loop.create_future()
         return self._arriving
 
+    def rest(self) -> None:
+        """Nobody waits."""
+        self._arriving = None
+
     def close(self) -> None:
-        """Closes the connection, on any thread: its loop lets go of it first, since a descriptor's number is
-        soon another's."""
-        if self.loop.is_running() and asyncio._get_running_loop() is not self.loop:
-            try:
-                self.loop.call_soon_threadsafe(self._close)
-            except RuntimeError:  # closed in this very moment
-                self._socket.close()
-        else:
-            self._close()
+        """Closes the connection, on any thread."""
+        self._end()
 
-    def _close(self) -> None:
-        self._unwatch()
-        self._socket.close()
+    def let_be(self) -> None:
+        """The connection is another's business from now on."""
+        self._end.detach()
 
-    def _unwatch(self) -> None:
-        if self._is_watched and not self.loop.is_closed():
-            self.loop.remove_reader(self._descriptor)
-        self._is_watched = False
-
-    def _readable(self) -> None:
+    def take(self) -> None:
+        """Something has come."""
         arriving = self._arriving
         if arriving is None or arriving.done():
-            self._unwatch()  # nobody waits: what is there is taken by whoever does next
+            self.loop.remove_reader(self._descriptor)  # what is there is taken by whoever waits next
+            self._is_watched = False
             return
         try:
             arriving.set_result(self._socket.recv(RECEIVE_BYTES))
@@ -142,6 +145,27 @@ class LoopReading:
             return
         except OSError as error:
             arriving.set_exception(error)
+
+
+def _readable(reference: weakref.ref[LoopReading]) -> None:
+    reading = reference()
+    if reading is not None:
+        reading.take()
+
+
+def _end(loop: asyncio.AbstractEventLoop, connection: socket.socket, descriptor: int, pid: int) -> None:
+    """Closes a connection. Its loop lets go of it first, since a descriptor's number is soon another's; not
+    the loop of a parent, of which a forked child has a copy."""
+    if loop.is_closed() or os.getpid() != pid:
+        connection.close()
+    elif loop.is_running() and asyncio._get_running_loop() is not loop:
+        try:
+            loop.call_soon_threadsafe(_end, loop, connection, descriptor, pid)
+        except RuntimeError:  # closed in this very moment
+            connection.close()
+    else:
+        loop.remove_reader(descriptor)
+        connection.close()
 
 
 def _sent_at_once(connection: socket.socket, piece: bytes) -> int:

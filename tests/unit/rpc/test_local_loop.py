@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import socket
 import threading
 import time
+import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
@@ -254,3 +256,70 @@ def test_closing_on_another_thread_closes_what_a_loop_reads(
 
     run(work())
     until(lambda: rig.server.num_connections == 0)
+
+
+def test_a_timer_that_is_early_is_set_again(run: Run, rig: LocalRig, calls: LocalCalls) -> None:
+    """uvloop's are, by up to a millisecond: while a message is looked at, nobody learns of it."""
+
+    async def main() -> None:
+        call = begun(calls, rig.path, "FirstThenWait", timeout_s=0.5)
+        assert await anext(call) == b"first"
+        assert call._timer is not None
+        call._timer.cancel()
+        call._expire()
+        async with asyncio.timeout(20):
+            with pytest.raises(LocalError) as raised:
+                await anext(call)
+        assert raised.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        call.cancel()
+
+    run(main())
+
+
+def test_a_client_that_is_forgotten_leaves_no_connection(run: Run, rig: LocalRig, folder: Path) -> None:
+    async def main() -> None:
+        for _ in range(20):
+            forgotten = LocalCalls()
+            assert await answer_of(begun(forgotten, rig.path)) == [b"question"]
+            del forgotten
+        gc.collect()
+        await asyncio.to_thread(until, lambda: not rig.server.num_connections)
+        # The loop has let go of their numbers too: others' connections have them now.
+        kept = LocalCalls()
+        for _ in range(3):
+            assert await answer_of(begun(kept, rig.path)) == [b"question"]
+        kept.close()
+
+    run(main())
+
+
+def test_a_connection_that_is_forgotten_elsewhere_is_closed_by_its_loop(run: Run, rig: LocalRig) -> None:
+    async def main() -> None:
+        forgotten = [LocalCalls()]
+        assert await answer_of(begun(forgotten[0], rig.path)) == [b"question"]
+        await asyncio.to_thread(forgotten.clear)
+        await asyncio.to_thread(gc.collect)
+        await asyncio.to_thread(until, lambda: not rig.server.num_connections)
+
+    run(main())
+
+
+def test_a_call_that_ran_into_its_deadline_goes_with_its_last_reference(
+    run: Run, rig: LocalRig, calls: LocalCalls
+) -> None:
+    async def main() -> None:
+        call = begun(calls, rig.path, "Wait", timeout_s=0.05)
+        with pytest.raises(LocalError):
+            await anext(call)
+        call.cancel()
+        reference = weakref.ref(call)
+        del call
+        await asyncio.sleep(0.01)
+        assert reference() is None
+
+    gc.collect()
+    gc.disable()
+    try:
+        run(main())
+    finally:
+        gc.enable()

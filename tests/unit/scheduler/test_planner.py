@@ -41,6 +41,24 @@ def test_priority_goes_first() -> None:
     assert planner.next_batch(0.0).batch == [high]
 
 
+def test_a_priority_that_another_thread_raises_while_the_item_is_queued_counts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    planner = Planner(max_patches=4, max_items=8)
+    low, raised = Ticket(4), Ticket(4)
+    planner.add(low)
+    add = planner._queue.add
+
+    def add_then_raise(ticket: Ticket) -> None:
+        add(ticket)
+        ticket.priority = 1
+
+    monkeypatch.setattr(planner._queue, "add", add_then_raise)
+    planner.add(raised)
+    monkeypatch.undo()
+    assert planner.next_batch(0.0).batch == [raised]
+
+
 def test_cancelled_and_expired_never_run() -> None:
     planner = Planner(max_patches=10, max_items=8)
     gone, late, fine = Ticket(1, cancelled=True), Ticket(1, deadline_s=5.0), Ticket(1, deadline_s=5.1)

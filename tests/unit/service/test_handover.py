@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 import time
+import weakref
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Executor
+from typing import Any
 
 import pytest
 import torch
 
 from encoder_service import tower_run
 from encoder_service.errors import DeviceFault, InternalError, UndecodableImage
+from encoder_service.types import FrameItem, PreprocessOptions
 from tests.unit.service.test_pipeline import Rig, image, until
 from tests.unit.service.test_pipeline_arena import ITEM_BYTES, rows_alone
 from tests.unit.service.test_pipeline_tiers import is_running, num_slots, store_of
@@ -159,3 +163,94 @@ async def test_every_way_to_leave_at_any_time_leaves_nothing_behind(rig: Rig) ->
         await asyncio.gather(
             *(one(1 + number % 6, float(patience[number])) for number in range(start, start + 3))
         )
+
+
+async def test_pixels_go_with_the_caller_who_leaves_while_they_are_made(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At once, as their permit does: flights that were given up are cycles, and wait for a collection."""
+    made: list[weakref.ref[torch.Tensor]] = []
+    load_image = rig.preprocessor.load_image
+
+    def load(data: bytes, options: PreprocessOptions) -> tuple[FrameItem, float, float]:
+        found = load_image(data, options)
+        made.append(weakref.ref(found[0].frames_THWC))
+        return found
+
+    monkeypatch.setattr(rig.preprocessor, "load_image", load)
+    rig.preprocessor.gate.clear()
+    gc.collect()
+    gc.disable()
+    try:
+        callers = [asyncio.ensure_future(rig.pipeline.encode(image(value, side=16))) for value in (1, 2)]
+        await until(lambda: rig.preprocessor.num_loads == 2)
+        for each in callers:
+            each.cancel()
+        await asyncio.wait(callers)
+        rig.preprocessor.gate.set()
+        await until(lambda: len(made) == 2 and num_slots(rig) == 0)
+        await until(lambda: all(each() is None for each in made))
+    finally:
+        gc.enable()
+
+
+async def test_an_item_that_is_given_up_in_the_moment_of_its_hand_over_leaves_the_queue(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig.tower.gate.clear()
+    busy = [asyncio.ensure_future(rig.pipeline.encode(image(1, side=16)))]
+    await until(lambda: is_running(rig))
+    busy.append(asyncio.ensure_future(rig.pipeline.encode(image(2, side=16))))
+    await until(lambda: rig.engine.queued_items + len(rig.engine._taken) == 2)
+    num_queued = rig.engine.queued_items
+    begun, go_on = threading.Event(), threading.Event()
+    submit = rig.engine.submit
+
+    def late(*arguments: Any) -> Any:
+        begun.set()
+        assert go_on.wait(LONG_S)
+        return submit(*arguments)
+
+    monkeypatch.setattr(rig.engine, "submit", late)
+    caller = asyncio.ensure_future(rig.pipeline.encode(image(3, side=16)))
+    await until(begun.is_set)
+    caller.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await caller
+    dropped = rig.engine.counters.dropped_items
+    go_on.set()
+    await until(lambda: rig.engine.counters.dropped_items == dropped + 1)  # while the device is busy
+    assert rig.engine.queued_items == num_queued
+    rig.tower.gate.set()
+    for each in await asyncio.gather(*busy):
+        each.release()
+
+
+async def test_a_defect_of_the_store_fails_the_item_and_leaves_nobody_waiting(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asyncio.get_running_loop().set_exception_handler(lambda *_: None)
+    rig = Rig(tiered(2 * ITEM_BYTES, 4 * ITEM_BYTES))
+
+    def fail(*_: object) -> None:
+        raise UndecodableImage("cut short")
+
+    monkeypatch.setattr(rig.preprocessor, "load_image", fail)
+    monkeypatch.setattr(store_of(rig), "cancel_put", lambda _: 1 / 0)
+    with pytest.raises(UndecodableImage, match="cut short"):
+        await asyncio.wait_for(rig.pipeline.encode(image(1, side=16)), LONG_S)
+    assert rig.engine.stop(10)
+    rig.workers.shutdown()
+
+
+async def test_a_decoder_that_raises_what_no_future_takes_fails_its_item(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise StopIteration("over")
+
+    monkeypatch.setattr(rig.preprocessor, "load_image", fail)
+    with pytest.raises(InternalError, match="over"):
+        await asyncio.wait_for(rig.pipeline.encode(image(1, side=16)), LONG_S)
+    with pytest.raises(InternalError, match="over"):
+        await asyncio.wait_for(rig.pipeline._returns.run(rig.workers, fail), LONG_S)
