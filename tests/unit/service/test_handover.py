@@ -212,7 +212,11 @@ async def test_an_item_that_is_given_up_in_the_moment_of_its_hand_over_leaves_th
         return submit(*arguments)
 
     monkeypatch.setattr(rig.engine, "submit", late)
+    rig.preprocessor.gate.clear()
     caller = asyncio.ensure_future(rig.pipeline.encode(image(3, side=16)))
+    await until(lambda: rig.preprocessor.num_loads == 3)
+    await asyncio.sleep(0.01)  # the loop has looked for room, so that the worker hands over
+    rig.preprocessor.gate.set()
     await until(begun.is_set)
     caller.cancel()
     with pytest.raises(asyncio.CancelledError):
