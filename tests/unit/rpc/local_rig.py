@@ -48,7 +48,6 @@ class Handlers:
             self.twice,
             self.last,
             self.last_refused,
-            self.first_then_wait,
             self.refuse_unread,
             self.refuse,
             self.fail,
@@ -81,12 +80,6 @@ class Handlers:
         while not self.go_on.is_set():  # noqa: ASYNC110 - set by another thread
             await asyncio.sleep(0.005)
         context.set_trailing_metadata((("said", "so"),))
-
-    async def first_then_wait(self, _: object, context: Any) -> None:
-        await context.read()
-        await context.write(b"first")
-        while not self.go_on.is_set():  # noqa: ASYNC110 - set by another thread
-            await asyncio.sleep(0.005)
 
     async def last_refused(self, _: object, context: Any) -> None:
         await context.write_last(await context.read())

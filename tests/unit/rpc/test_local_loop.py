@@ -258,22 +258,25 @@ def test_closing_on_another_thread_closes_what_a_loop_reads(
     until(lambda: rig.server.num_connections == 0)
 
 
-def test_a_timer_that_is_early_is_set_again(run: Run, rig: LocalRig, calls: LocalCalls) -> None:
+def test_a_timer_that_is_early_is_set_again(run: Run, listener: socket.socket, calls: LocalCalls) -> None:
     """uvloop's are, by up to a millisecond: while a message is looked at, nobody learns of it."""
 
-    async def main() -> None:
-        call = begun(calls, rig.path, "FirstThenWait", timeout_s=0.5)
-        assert await anext(call) == b"first"
-        assert call._timer is not None
-        call._timer.cancel()
-        call._expire()
-        async with asyncio.timeout(20):
-            with pytest.raises(LocalError) as raised:
-                await anext(call)
-        assert raised.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-        call.cancel()
+    async def work() -> None:
+        call = begun(calls, listener.getsockname(), timeout_s=0.5)
+        first = asyncio.ensure_future(anext(call))
+        async with accepted(listener) as encoder:
+            encoder.sendall(PREAMBLE + message(b"first"))  # and no word any more
+            assert await first == b"first"
+            assert call._timer is not None
+            call._timer.cancel()
+            call._expire()
+            async with asyncio.timeout(10):
+                with pytest.raises(LocalError) as raised:
+                    await anext(call)
+            assert raised.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+            call.cancel()
 
-    run(main())
+    run(work())
 
 
 def test_a_client_that_is_forgotten_leaves_no_connection(run: Run, rig: LocalRig, folder: Path) -> None:
