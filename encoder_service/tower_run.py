@@ -32,7 +32,7 @@ from encoder_service.store.tiers import TieredStore
 from encoder_service.towers.tower import Tower
 from encoder_service.types import CacheTier, EncodedItem, Grid, LoadPixels, TowerItem
 
-# Of a device arena: what items may hold of it from when they are queued.
+# Of a device arena: what items may hold of it that have not run yet.
 QUEUED_SHARE = 1 / 4
 # Rows below this are copied into their slot on the event loop: a thread hop costs more than the copy.
 COPY_INLINE_BYTES = 1 << 20
@@ -47,8 +47,8 @@ class Room:
     def __init__(
         self, store: RowStore, namespace: str, coming: EncodedItem, queued: dict[ArenaStore, int]
     ) -> None:
-        """Reserves it now where it may. coming: the item without its rows. queued: bytes that items hold from
-        when they are queued until they end, by the arena that they are of; counted here."""
+        """Reserves it now where it may. coming: the item without its rows. queued: bytes that items hold
+        from when they are decoded until they end, by the arena that they are of; counted here."""
         self.writing: Writing | None = None
         self._store, self._namespace, self._coming, self._queued = store, namespace, coming, queued
         self._part: ArenaStore | None = None

@@ -26,7 +26,6 @@ from concurrent.futures import Future
 import structlog
 import torch
 
-from encoder_service.engine import jobs as records
 from encoder_service.engine.faults import first_line, is_device_fault
 from encoder_service.engine.graphs import GraphRunner
 from encoder_service.engine.jobs import Batch, EngineCounters, Job, LatePlaces, TowerResult, reasons_of
@@ -177,7 +176,7 @@ class DeviceEngine:
                 return
             self._planner.remove(ticket)
             self.counters.dropped_items += 1
-        job.future.set_exception(records.given_up())
+        job.give_up()
 
     @property
     def num_in_flight(self) -> int:

@@ -40,6 +40,10 @@ class Job:
     late: Callable[[], Destination] | None = None
     future: Future[TowerResult] = field(default_factory=Future)
 
+    def give_up(self) -> None:
+        """Nobody waits for it."""
+        self.future.set_exception(given_up())
+
 
 @dataclass(frozen=True)
 class Batch:

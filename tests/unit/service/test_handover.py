@@ -17,7 +17,7 @@ import torch
 from encoder_service import tower_run
 from encoder_service.errors import DeviceFault, InternalError, UndecodableImage
 from encoder_service.types import FrameItem, PreprocessOptions
-from tests.unit.service.test_pipeline import Rig, image, until
+from tests.unit.service.test_pipeline import Rig, end, image, until
 from tests.unit.service.test_pipeline_arena import ITEM_BYTES, rows_alone
 from tests.unit.service.test_pipeline_tiers import is_running, num_slots, store_of
 from tests.unit.store.device_like import tiered
@@ -30,13 +30,7 @@ LONG_S = 20.0
 async def rig() -> AsyncIterator[Rig]:
     rig = Rig(tiered(2 * ITEM_BYTES, 4 * ITEM_BYTES))
     yield rig
-    rig.tower.gate.set()
-    rig.preprocessor.gate.set()
-    await rig.pipeline.drain(10)
-    assert rig.engine.stop(10)
-    rig.workers.shutdown()
-    for _ in range(5):
-        await asyncio.sleep(0)  # what threads said last
+    await end(rig)
     store = store_of(rig)
     while pending := [*store._spilling.values(), *store._moves.values()]:
         await asyncio.wait(pending)

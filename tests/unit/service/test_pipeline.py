@@ -74,15 +74,22 @@ class Rig:
         self.engine.start()
 
 
-@pytest.fixture
-async def rig() -> AsyncIterator[Rig]:
-    rig = Rig()
-    yield rig
+async def end(rig: Rig) -> None:
+    """Whatever it still does."""
     rig.tower.gate.set()
     rig.preprocessor.gate.set()
     await rig.pipeline.drain(10)
     assert rig.engine.stop(10)
     rig.workers.shutdown()
+    for _ in range(5):
+        await asyncio.sleep(0)  # what threads said last
+
+
+@pytest.fixture
+async def rig() -> AsyncIterator[Rig]:
+    rig = Rig()
+    yield rig
+    await end(rig)
     rig.pipeline.store.check_integrity()
     assert rig.pipeline.admission.num_patches == 0
     assert rig.pipeline.admission.num_bytes == 0

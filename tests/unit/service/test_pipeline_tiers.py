@@ -17,7 +17,7 @@ from encoder_service.store.embedding_store import Writing
 from encoder_service.store.mover import Mover
 from encoder_service.store.tiers import TieredStore, tier_of
 from encoder_service.types import CacheTier
-from tests.unit.service.test_pipeline import Rig, image, until
+from tests.unit.service.test_pipeline import Rig, end, image, until
 from tests.unit.service.test_pipeline_arena import rows_alone
 from tests.unit.store.device_like import tiered
 
@@ -34,12 +34,7 @@ async def rig(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Rig]:
     store = tiered(2 * ITEM_BYTES, 4 * ITEM_BYTES)
     rig = Rig(store)
     yield rig
-    rig.tower.gate.set()
-    await rig.pipeline.drain(10)
-    assert rig.engine.stop(10)
-    rig.workers.shutdown()
-    for _ in range(3):
-        await asyncio.sleep(0)  # what the engine said last
+    await end(rig)
     while pending := [*store._spilling.values(), *store._moves.values()]:
         await asyncio.wait(pending)
     store.check_integrity()
