@@ -155,7 +155,9 @@ class ConnectorMethods:
             return
         import torch
 
-        torch.cuda.set_device(self._device)
+        # vLLM's device has no index, and means the one that is current.
+        index = torch.cuda.current_device() if self._device.index is None else self._device.index
+        torch.cuda.set_device(index)
         stream: Any = torch.cuda.Stream  # untyped in torch
         torch.cuda.set_stream(stream())
 

@@ -7,6 +7,9 @@ import time
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+import torch
+
 from lm_adapter.engines.vllm_connector import IDLE_S, ConnectorMethods, StepRows
 from lm_adapter.engines.vllm_fetch import Fetcher, FetchSettings
 from lm_adapter.engines.vllm_items import Geometry, WantedRows
@@ -32,6 +35,23 @@ def test_only_a_second_empty_step_in_a_row_waits() -> None:
         counts.append(len(waits))
     assert counts == [0, 1, 2, 2, 2, 2, 2, 3]
     assert set(waits) == {IDLE_S}
+
+
+@pytest.mark.parametrize(("device", "index"), [("cuda", 3), ("cuda:1", 1)])
+def test_p39_a_device_without_an_index_is_the_current_one(
+    monkeypatch: pytest.MonkeyPatch, device: str, index: int
+) -> None:
+    """vLLM's ``device_config.device`` is ``cuda``, which ``torch.cuda.set_device`` refuses."""
+    chosen: list[int] = []
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "_lazy_init", lambda: None)
+    monkeypatch.setattr(torch._C, "_cuda_setDevice", chosen.append, raising=False)
+    monkeypatch.setattr(torch.cuda, "Stream", object)
+    monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: None)
+    holds = connector([])
+    holds._device = torch.device(device)
+    holds._use_own_stream()
+    assert chosen == [index]
 
 
 def test_what_ends_wakes_the_engine_at_once() -> None:
