@@ -22,76 +22,37 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
-from vision_encoder.v1 import encoder_pb2 as vision__encoder_dot_v1_dot_encoder__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1evision_encoder/v1/broker.proto\x12\x11vision_encoder.v1\x1a\x1fvision_encoder/v1/encoder.proto\"\xdd\x04\n\rBrokerRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\x04\x12/\n\x05hello\x18\x02 \x01(\x0b\x32\x1e.vision_encoder.v1.BrokerHelloH\x00\x12\x33\n\x04list\x18\x03 \x01(\x0b\x32#.vision_encoder.v1.BrokerListArenasH\x00\x12\x31\n\x06\x61ttach\x18\x04 \x01(\x0b\x32\x1f.vision_encoder.v1.BrokerAttachH\x00\x12/\n\x05probe\x18\x05 \x01(\x0b\x32\x1e.vision_encoder.v1.BrokerProbeH\x00\x12-\n\x04ping\x18\x06 \x01(\x0b\x32\x1d.vision_encoder.v1.BrokerPingH\x00\x12\x33\n\x07publish\x18\x07 \x01(\x0b\x32 .vision_encoder.v1.BrokerPublishH\x00\x12\x37\n\tunpublish\x18\x08 \x01(\x0b\x32\".vision_encoder.v1.BrokerUnpublishH\x00\x12/\n\x05\x66\x65tch\x18\t \x01(\x0b\x32\x1e.vision_encoder.v1.BrokerFetchH\x00\x12\x34\n\x07release\x18\n \x01(\x0b\x32!.vision_encoder.v1.ReleaseRequestH\x00\x12\x30\n\x05renew\x18\x0b \x01(\x0b\x32\x1f.vision_encoder.v1.RenewRequestH\x00\x12-\n\x04used\x18\x0c \x01(\x0b\x32\x1d.vision_encoder.v1.BrokerUsedH\x00\x42\t\n\x07request\"\x8a\x06\n\x0b\x42rokerReply\x12\x12\n\nrequest_id\x18\x01 \x01(\x04\x12\x17\n\x0fnum_descriptors\x18\x02 \x01(\r\x12\x33\n\x07welcome\x18\x03 \x01(\x0b\x32 .vision_encoder.v1.BrokerWelcomeH\x00\x12\x33\n\x07refused\x18\x04 \x01(\x0b\x32 .vision_encoder.v1.BrokerRefusedH\x00\x12\x31\n\x06\x61renas\x18\x05 \x01(\x0b\x32\x1f.vision_encoder.v1.BrokerArenasH\x00\x12\x35\n\x08\x61ttached\x18\x06 \x01(\x0b\x32!.vision_encoder.v1.BrokerAttachedH\x00\x12\x38\n\nprobe_slot\x18\x07 \x01(\x0b\x32\".vision_encoder.v1.BrokerProbeSlotH\x00\x12-\n\x04pong\x18\x08 \x01(\x0b\x32\x1d.vision_encoder.v1.BrokerPongH\x00\x12\x33\n\x07\x66\x61ilure\x18\t \x01(\x0b\x32 .vision_encoder.v1.BrokerFailureH\x00\x12<\n\x0c\x61rena_closed\x18\n \x01(\x0b\x32$.vision_encoder.v1.BrokerArenaClosedH\x00\x12\x35\n\x08stopping\x18\x0b \x01(\x0b\x32!.vision_encoder.v1.BrokerStoppingH\x00\x12\x37\n\tpublished\x18\x0c \x01(\x0b\x32\".vision_encoder.v1.BrokerPublishedH\x00\x12;\n\x0bunpublished\x18\r \x01(\x0b\x32$.vision_encoder.v1.BrokerUnpublishedH\x00\x12\x33\n\x07\x66\x65tched\x18\x0e \x01(\x0b\x32 .vision_encoder.v1.BrokerFetchedH\x00\x12\x33\n\x07renewed\x18\x0f \x01(\x0b\x32 .vision_encoder.v1.RenewResponseH\x00\x42\x07\n\x05reply\"\x89\x01\n\x0b\x42rokerHello\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x1c\n\x14min_protocol_version\x18\x02 \x01(\r\x12\x11\n\tnamespace\x18\x03 \x01(\t\x12\r\n\x05token\x18\x04 \x01(\t\x12\x13\n\x0b\x63lient_name\x18\x05 \x01(\t\x12\x0b\n\x03pid\x18\x06 \x01(\r\"\x96\x02\n\rBrokerWelcome\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x13\n\x0binstance_id\x18\x02 \x01(\t\x12\x0f\n\x07host_id\x18\x03 \x01(\t\x12\x10\n\x08owner_id\x18\x04 \x01(\t\x12\x14\n\x0cheartbeat_ms\x18\x05 \x01(\r\x12\x17\n\x0fidle_timeout_ms\x18\x06 \x01(\r\x12\x30\n\x06\x61renas\x18\x07 \x03(\x0b\x32 .vision_encoder.v1.ArenaGeometry\x12\x16\n\x0emax_fetch_keys\x18\x08 \x01(\r\x12\x14\n\x0cmax_renewals\x18\t \x01(\r\x12\x10\n\x08max_uses\x18\n \x01(\r\x12\x12\n\ncalls_name\x18\x0b \x01(\t\"\xc1\x01\n\rBrokerRefused\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x11\n\tretryable\x18\x03 \x01(\x08\x12\x18\n\x10protocol_version\x18\x04 \x01(\r\x12\x1c\n\x14min_protocol_version\x18\x05 \x01(\r\x12\x1f\n\x17\x63lient_protocol_version\x18\x06 \x01(\r\x12#\n\x1b\x63lient_min_protocol_version\x18\x07 \x01(\r\"C\n\rBrokerFailure\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x11\n\tretryable\x18\x03 \x01(\x08\"\xa3\x01\n\rArenaGeometry\x12\x10\n\x08\x61rena_id\x18\x01 \x01(\x0c\x12*\n\x04kind\x18\x02 \x01(\x0e\x32\x1c.vision_encoder.v1.ArenaKind\x12\x12\n\nsize_bytes\x18\x03 \x01(\x04\x12\x12\n\npage_bytes\x18\x04 \x01(\x04\x12\x13\n\x0b\x64\x65vice_uuid\x18\x05 \x01(\t\x12\x17\n\x0f\x64irectory_bytes\x18\x06 \x01(\x04\"\x12\n\x10\x42rokerListArenas\"@\n\x0c\x42rokerArenas\x12\x30\n\x06\x61renas\x18\x01 \x03(\x0b\x32 .vision_encoder.v1.ArenaGeometry\"8\n\x0c\x42rokerAttach\x12\x10\n\x08\x61rena_id\x18\x01 \x01(\x0c\x12\x16\n\x0ewith_directory\x18\x02 \x01(\x08\"D\n\x0e\x42rokerAttached\x12\x32\n\x08geometry\x18\x01 \x01(\x0b\x32 .vision_encoder.v1.ArenaGeometry\"\x1f\n\x0b\x42rokerProbe\x12\x10\n\x08\x61rena_id\x18\x01 \x01(\x0c\"\\\n\x0f\x42rokerProbeSlot\x12\x10\n\x08\x61rena_id\x18\x01 \x01(\x0c\x12\x14\n\x0coffset_bytes\x18\x02 \x01(\x04\x12\x11\n\tnum_bytes\x18\x03 \x01(\x04\x12\x0e\n\x06sha256\x18\x04 \x01(\x0c\"\x0c\n\nBrokerPing\"\x0c\n\nBrokerPong\":\n\x11\x42rokerArenaClosed\x12\x10\n\x08\x61rena_id\x18\x01 \x01(\x0c\x12\x13\n\x0breplaced_by\x18\x02 \x01(\x0c\"\x10\n\x0e\x42rokerStopping\"#\n\rBrokerPublish\x12\x12\n\nsize_bytes\x18\x01 \x01(\x04\"%\n\x0f\x42rokerPublished\x12\x12\n\nsegment_id\x18\x01 \x01(\x0c\"%\n\x0f\x42rokerUnpublish\x12\x12\n\nsegment_id\x18\x01 \x01(\x0c\"%\n\x11\x42rokerUnpublished\x12\x10\n\x08was_held\x18\x01 \x01(\x08\"n\n\x0b\x42rokerFetch\x12\x0c\n\x04keys\x18\x01 \x03(\x0c\x12*\n\x04kind\x18\x02 \x01(\x0e\x32\x1c.vision_encoder.v1.ArenaKind\x12\x13\n\x0bnum_readers\x18\x03 \x01(\r\x12\x10\n\x08lease_ms\x18\x04 \x01(\r\">\n\rBrokerFetched\x12-\n\x05items\x18\x01 \x03(\x0b\x32\x1e.vision_encoder.v1.BrokerFound\"<\n\x0b\x42rokerFound\x12-\n\x06result\x18\x01 \x01(\x0b\x32\x1d.vision_encoder.v1.ItemResult\"w\n\nBrokerUsed\x12*\n\x04kind\x18\x01 \x01(\x0e\x32\x1c.vision_encoder.v1.ArenaKind\x12*\n\x04uses\x18\x02 \x03(\x0b\x32\x1c.vision_encoder.v1.BrokerUse\x12\x11\n\tnum_stale\x18\x03 \x01(\r\"+\n\tBrokerUse\x12\x0b\n\x03key\x18\x01 \x01(\x0c\x12\x11\n\tnum_reads\x18\x02 \x01(\r\",\n\rLocalMetadata\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x0c\"c\n\tLocalCall\x12\x0e\n\x06method\x18\x01 \x01(\t\x12\x32\n\x08metadata\x18\x02 \x03(\x0b\x32 .vision_encoder.v1.LocalMetadata\x12\x12\n\ntimeout_us\x18\x03 \x01(\x04\"c\n\x0cLocalCallEnd\x12\x0e\n\x06status\x18\x01 \x01(\r\x12\x0f\n\x07\x64\x65tails\x18\x02 \x01(\t\x12\x32\n\x08metadata\x18\x03 \x03(\x0b\x32 .vision_encoder.v1.LocalMetadata*S\n\tArenaKind\x12\x1a\n\x16\x41RENA_KIND_UNSPECIFIED\x10\x00\x12\x13\n\x0f\x41RENA_KIND_HOST\x10\x01\x12\x15\n\x11\x41RENA_KIND_DEVICE\x10\x02*m\n\nLocalFrame\x12\x1b\n\x17LOCAL_FRAME_UNSPECIFIED\x10\x00\x12\x14\n\x10LOCAL_FRAME_HEAD\x10\x01\x12\x17\n\x13LOCAL_FRAME_MESSAGE\x10\x02\x12\x13\n\x0fLOCAL_FRAME_END\x10\x03\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1evision_encoder/v1/broker.proto\x12\x11vision_encoder.v1\"\xcf\x01\n\rBrokerRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\x04\x12/\n\x05hello\x18\x02 \x01(\x0b\x32\x1e.vision_encoder.v1.BrokerHelloH\x00\x12\x31\n\x06\x61ttach\x18\x04 \x01(\x0b\x32\x1f.vision_encoder.v1.BrokerAttachH\x00\x12/\n\x05probe\x18\x05 \x01(\x0b\x32\x1e.vision_encoder.v1.BrokerProbeH\x00\x42\t\n\x07requestJ\x04\x08\x03\x10\x04J\x04\x08\x06\x10\r\"\xe5\x02\n\x0b\x42rokerReply\x12\x12\n\nrequest_id\x18\x01 \x01(\x04\x12\x17\n\x0fnum_descriptors\x18\x02 \x01(\r\x12\x33\n\x07welcome\x18\x03 \x01(\x0b\x32 .vision_encoder.v1.BrokerWelcomeH\x00\x12\x33\n\x07refused\x18\x04 \x01(\x0b\x32 .vision_encoder.v1.BrokerRefusedH\x00\x12\x35\n\x08\x61ttached\x18\x06 \x01(\x0b\x32!.vision_encoder.v1.BrokerAttachedH\x00\x12\x38\n\nprobe_slot\x18\x07 \x01(\x0b\x32\".vision_encoder.v1.BrokerProbeSlotH\x00\x12\x33\n\x07\x66\x61ilure\x18\t \x01(\x0b\x32 .vision_encoder.v1.BrokerFailureH\x00\x42\x07\n\x05replyJ\x04\x08\x05\x10\x06J\x04\x08\x08\x10\tJ\x04\x08\n\x10\x10\"\x94\x01\n\x0b\x42rokerHello\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x1c\n\x14min_protocol_version\x18\x02 \x01(\r\x12\x11\n\tnamespace\x18\x03 \x01(\t\x12\r\n\x05token\x18\x04 \x01(\t\x12\x13\n\x0b\x63lient_name\x18\x05 \x01(\t\x12\x16\n\x0elayout_version\x18\x06 \x01(\r\"\xa5\x01\n\rBrokerWelcome\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x13\n\x0binstance_id\x18\x02 \x01(\t\x12\x0f\n\x07host_id\x18\x03 \x01(\t\x12\x30\n\x06\x61renas\x18\x07 \x03(\x0b\x32 .vision_encoder.v1.ArenaGeometry\x12\x16\n\x0elayout_version\x18\x0c \x01(\rJ\x04\x08\x04\x10\x07J\x04\x08\x08\x10\x0c\"\x93\x01\n\rBrokerRefused\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x11\n\tretryable\x18\x03 \x01(\x08\x12\x18\n\x10protocol_version\x18\x04 \x01(\r\x12\x1c\n\x14min_protocol_version\x18\x05 \x01(\r\x12\x16\n\x0elayout_version\x18\x08 \x01(\r\"C\n\rBrokerFailure\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x11\n\tretryable\x18\x03 \x01(\x08\"\xa3\x01\n\rArenaGeometry\x12\x10\n\x08\x61rena_id\x18\x01 \x01(\x0c\x12*\n\x04kind\x18\x02 \x01(\x0e\x32\x1c.vision_encoder.v1.ArenaKind\x12\x12\n\nsize_bytes\x18\x03 \x01(\x04\x12\x12\n\npage_bytes\x18\x04 \x01(\x04\x12\x13\n\x0b\x64\x65vice_uuid\x18\x05 \x01(\t\x12\x17\n\x0f\x64irectory_bytes\x18\x06 \x01(\x04\"8\n\x0c\x42rokerAttach\x12\x10\n\x08\x61rena_id\x18\x01 \x01(\x0c\x12\x16\n\x0elayout_version\x18\x03 \x01(\r\"D\n\x0e\x42rokerAttached\x12\x32\n\x08geometry\x18\x01 \x01(\x0b\x32 .vision_encoder.v1.ArenaGeometry\"\x1f\n\x0b\x42rokerProbe\x12\x10\n\x08\x61rena_id\x18\x01 \x01(\x0c\"\\\n\x0f\x42rokerProbeSlot\x12\x10\n\x08\x61rena_id\x18\x01 \x01(\x0c\x12\x14\n\x0coffset_bytes\x18\x02 \x01(\x04\x12\x11\n\tnum_bytes\x18\x03 \x01(\x04\x12\x0e\n\x06sha256\x18\x04 \x01(\x0c*S\n\tArenaKind\x12\x1a\n\x16\x41RENA_KIND_UNSPECIFIED\x10\x00\x12\x13\n\x0f\x41RENA_KIND_HOST\x10\x01\x12\x15\n\x11\x41RENA_KIND_DEVICE\x10\x02\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'vision_encoder.v1.broker_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_ARENAKIND']._serialized_start=3580
-  _globals['_ARENAKIND']._serialized_end=3663
-  _globals['_LOCALFRAME']._serialized_start=3665
-  _globals['_LOCALFRAME']._serialized_end=3774
-  _globals['_BROKERREQUEST']._serialized_start=87
-  _globals['_BROKERREQUEST']._serialized_end=692
-  _globals['_BROKERREPLY']._serialized_start=695
-  _globals['_BROKERREPLY']._serialized_end=1473
-  _globals['_BROKERHELLO']._serialized_start=1476
-  _globals['_BROKERHELLO']._serialized_end=1613
-  _globals['_BROKERWELCOME']._serialized_start=1616
-  _globals['_BROKERWELCOME']._serialized_end=1894
-  _globals['_BROKERREFUSED']._serialized_start=1897
-  _globals['_BROKERREFUSED']._serialized_end=2090
-  _globals['_BROKERFAILURE']._serialized_start=2092
-  _globals['_BROKERFAILURE']._serialized_end=2159
-  _globals['_ARENAGEOMETRY']._serialized_start=2162
-  _globals['_ARENAGEOMETRY']._serialized_end=2325
-  _globals['_BROKERLISTARENAS']._serialized_start=2327
-  _globals['_BROKERLISTARENAS']._serialized_end=2345
-  _globals['_BROKERARENAS']._serialized_start=2347
-  _globals['_BROKERARENAS']._serialized_end=2411
-  _globals['_BROKERATTACH']._serialized_start=2413
-  _globals['_BROKERATTACH']._serialized_end=2469
-  _globals['_BROKERATTACHED']._serialized_start=2471
-  _globals['_BROKERATTACHED']._serialized_end=2539
-  _globals['_BROKERPROBE']._serialized_start=2541
-  _globals['_BROKERPROBE']._serialized_end=2572
-  _globals['_BROKERPROBESLOT']._serialized_start=2574
-  _globals['_BROKERPROBESLOT']._serialized_end=2666
-  _globals['_BROKERPING']._serialized_start=2668
-  _globals['_BROKERPING']._serialized_end=2680
-  _globals['_BROKERPONG']._serialized_start=2682
-  _globals['_BROKERPONG']._serialized_end=2694
-  _globals['_BROKERARENACLOSED']._serialized_start=2696
-  _globals['_BROKERARENACLOSED']._serialized_end=2754
-  _globals['_BROKERSTOPPING']._serialized_start=2756
-  _globals['_BROKERSTOPPING']._serialized_end=2772
-  _globals['_BROKERPUBLISH']._serialized_start=2774
-  _globals['_BROKERPUBLISH']._serialized_end=2809
-  _globals['_BROKERPUBLISHED']._serialized_start=2811
-  _globals['_BROKERPUBLISHED']._serialized_end=2848
-  _globals['_BROKERUNPUBLISH']._serialized_start=2850
-  _globals['_BROKERUNPUBLISH']._serialized_end=2887
-  _globals['_BROKERUNPUBLISHED']._serialized_start=2889
-  _globals['_BROKERUNPUBLISHED']._serialized_end=2926
-  _globals['_BROKERFETCH']._serialized_start=2928
-  _globals['_BROKERFETCH']._serialized_end=3038
-  _globals['_BROKERFETCHED']._serialized_start=3040
-  _globals['_BROKERFETCHED']._serialized_end=3102
-  _globals['_BROKERFOUND']._serialized_start=3104
-  _globals['_BROKERFOUND']._serialized_end=3164
-  _globals['_BROKERUSED']._serialized_start=3166
-  _globals['_BROKERUSED']._serialized_end=3285
-  _globals['_BROKERUSE']._serialized_start=3287
-  _globals['_BROKERUSE']._serialized_end=3330
-  _globals['_LOCALMETADATA']._serialized_start=3332
-  _globals['_LOCALMETADATA']._serialized_end=3376
-  _globals['_LOCALCALL']._serialized_start=3378
-  _globals['_LOCALCALL']._serialized_end=3477
-  _globals['_LOCALCALLEND']._serialized_start=3479
-  _globals['_LOCALCALLEND']._serialized_end=3578
+  _globals['_ARENAKIND']._serialized_start=1582
+  _globals['_ARENAKIND']._serialized_end=1665
+  _globals['_BROKERREQUEST']._serialized_start=54
+  _globals['_BROKERREQUEST']._serialized_end=261
+  _globals['_BROKERREPLY']._serialized_start=264
+  _globals['_BROKERREPLY']._serialized_end=621
+  _globals['_BROKERHELLO']._serialized_start=624
+  _globals['_BROKERHELLO']._serialized_end=772
+  _globals['_BROKERWELCOME']._serialized_start=775
+  _globals['_BROKERWELCOME']._serialized_end=940
+  _globals['_BROKERREFUSED']._serialized_start=943
+  _globals['_BROKERREFUSED']._serialized_end=1090
+  _globals['_BROKERFAILURE']._serialized_start=1092
+  _globals['_BROKERFAILURE']._serialized_end=1159
+  _globals['_ARENAGEOMETRY']._serialized_start=1162
+  _globals['_ARENAGEOMETRY']._serialized_end=1325
+  _globals['_BROKERATTACH']._serialized_start=1327
+  _globals['_BROKERATTACH']._serialized_end=1383
+  _globals['_BROKERATTACHED']._serialized_start=1385
+  _globals['_BROKERATTACHED']._serialized_end=1453
+  _globals['_BROKERPROBE']._serialized_start=1455
+  _globals['_BROKERPROBE']._serialized_end=1486
+  _globals['_BROKERPROBESLOT']._serialized_start=1488
+  _globals['_BROKERPROBESLOT']._serialized_end=1580
 # @@protoc_insertion_point(module_scope)

@@ -68,25 +68,27 @@ class _Delivery:
 class _DeliveryEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_Delivery.ValueType], builtins.type):
     DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
     DELIVERY_UNSPECIFIED: _Delivery.ValueType  # 0
-    """in a request: the server's choice, which is inline"""
+    """in a request: inline"""
     DELIVERY_INLINE: _Delivery.ValueType  # 1
     """RowsChunk messages in the stream"""
-    DELIVERY_HOST_SHM: _Delivery.ValueType  # 2
-    """HostRows: a segment of shared host memory, same host only"""
-    DELIVERY_DEVICE_LEASE: _Delivery.ValueType  # 3
-    """DeviceLease: a slot of the device arena, same host only"""
+    DELIVERY_HOST: _Delivery.ValueType  # 2
+    """RowsPlace in the host arena, same host only"""
+    DELIVERY_DEVICE: _Delivery.ValueType  # 3
+    """RowsPlace in the device arena, same host only"""
 
 class Delivery(_Delivery, metaclass=_DeliveryEnumTypeWrapper):
-    """How rows reach the caller."""
+    """How the caller can take rows. A request names the memory that it has mapped; an item that cannot be placed there
+    is answered inline.
+    """
 
 DELIVERY_UNSPECIFIED: Delivery.ValueType  # 0
-"""in a request: the server's choice, which is inline"""
+"""in a request: inline"""
 DELIVERY_INLINE: Delivery.ValueType  # 1
 """RowsChunk messages in the stream"""
-DELIVERY_HOST_SHM: Delivery.ValueType  # 2
-"""HostRows: a segment of shared host memory, same host only"""
-DELIVERY_DEVICE_LEASE: Delivery.ValueType  # 3
-"""DeviceLease: a slot of the device arena, same host only"""
+DELIVERY_HOST: Delivery.ValueType  # 2
+"""RowsPlace in the host arena, same host only"""
+DELIVERY_DEVICE: Delivery.ValueType  # 3
+"""RowsPlace in the device arena, same host only"""
 Global___Delivery: typing_extensions.TypeAlias = Delivery
 
 class _CacheTier:
@@ -102,7 +104,6 @@ class _CacheTierEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._Enum
     """joined an encode that another call had started"""
     CACHE_TIER_DEVICE: _CacheTier.ValueType  # 3
     CACHE_TIER_HOST: _CacheTier.ValueType  # 4
-    CACHE_TIER_SHARED: _CacheTier.ValueType  # 5
 
 class CacheTier(_CacheTier, metaclass=_CacheTierEnumTypeWrapper):
     """Where an item's rows came from."""
@@ -114,7 +115,6 @@ CACHE_TIER_IN_FLIGHT: CacheTier.ValueType  # 2
 """joined an encode that another call had started"""
 CACHE_TIER_DEVICE: CacheTier.ValueType  # 3
 CACHE_TIER_HOST: CacheTier.ValueType  # 4
-CACHE_TIER_SHARED: CacheTier.ValueType  # 5
 Global___CacheTier: typing_extensions.TypeAlias = CacheTier
 
 class _KeyState:
@@ -242,10 +242,8 @@ Global___InlineTensor: typing_extensions.TypeAlias = InlineTensor
 
 @typing.final
 class ShmTensor(google.protobuf.message.Message):
-    """pixel_values in host shared memory: a named POSIX segment, or a memfd that the broker was given. Either
-    name or segment_id. With unlink_after_read the service ends the segment once it has read the request: after
-    the copy, and also when the item fails, is refused or is abandoned; it cannot be sent again then. Without,
-    the publisher stays its owner.
+    """pixel_values in a named POSIX segment of host shared memory. The service checks the segment, copies the
+    tensor before it answers, and never unlinks it: that is its owner's.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -254,24 +252,13 @@ class ShmTensor(google.protobuf.message.Message):
     OFFSET_BYTES_FIELD_NUMBER: builtins.int
     DTYPE_FIELD_NUMBER: builtins.int
     SHAPE_FIELD_NUMBER: builtins.int
-    STRIDE_BYTES_FIELD_NUMBER: builtins.int
-    UNLINK_AFTER_READ_FIELD_NUMBER: builtins.int
-    SEGMENT_ID_FIELD_NUMBER: builtins.int
-    OWNER_ID_FIELD_NUMBER: builtins.int
     name: builtins.str
     """without a slash; its prefix is one of PixelInput.name_prefixes"""
     offset_bytes: builtins.int
     dtype: Global___DType.ValueType
-    unlink_after_read: builtins.bool
-    segment_id: builtins.bytes
-    """BrokerPublished.segment_id"""
-    owner_id: builtins.bytes
-    """with segment_id: the connection that published it"""
     @property
-    def shape(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
-    @property
-    def stride_bytes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """empty: row-major. Never negative, and no two elements overlap"""
+    def shape(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """row-major"""
 
     def __init__(
         self,
@@ -280,12 +267,8 @@ class ShmTensor(google.protobuf.message.Message):
         offset_bytes: builtins.int = ...,
         dtype: Global___DType.ValueType = ...,
         shape: collections.abc.Iterable[builtins.int] | None = ...,
-        stride_bytes: collections.abc.Iterable[builtins.int] | None = ...,
-        unlink_after_read: builtins.bool = ...,
-        segment_id: builtins.bytes = ...,
-        owner_id: builtins.bytes = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["dtype", b"dtype", "name", b"name", "offset_bytes", b"offset_bytes", "owner_id", b"owner_id", "segment_id", b"segment_id", "shape", b"shape", "stride_bytes", b"stride_bytes", "unlink_after_read", b"unlink_after_read"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["dtype", b"dtype", "name", b"name", "offset_bytes", b"offset_bytes", "shape", b"shape"]) -> None: ...
 
 Global___ShmTensor: typing_extensions.TypeAlias = ShmTensor
 
@@ -322,15 +305,12 @@ class FrameArray(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     INLINE_FIELD_NUMBER: builtins.int
-    SHM_FIELD_NUMBER: builtins.int
     FPS_FIELD_NUMBER: builtins.int
     TIMESTAMPS_S_FIELD_NUMBER: builtins.int
     fps: builtins.float
     """of these frames, from which the service samples as from a file; 0: 24"""
     @property
     def inline(self) -> Global___InlineTensor: ...
-    @property
-    def shm(self) -> Global___ShmTensor: ...
     @property
     def timestamps_s(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]:
         """one for each frame of a clip that was sampled before: all are taken"""
@@ -339,13 +319,11 @@ class FrameArray(google.protobuf.message.Message):
         self,
         *,
         inline: Global___InlineTensor | None = ...,
-        shm: Global___ShmTensor | None = ...,
         fps: builtins.float = ...,
         timestamps_s: collections.abc.Iterable[builtins.float] | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["inline", b"inline", "shm", b"shm", "source", b"source"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["fps", b"fps", "inline", b"inline", "shm", b"shm", "source", b"source", "timestamps_s", b"timestamps_s"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["source", b"source"]) -> typing.Literal["inline", "shm"] | None: ...
+    def HasField(self, field_name: typing.Literal["inline", b"inline"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["fps", b"fps", "inline", b"inline", "timestamps_s", b"timestamps_s"]) -> None: ...
 
 Global___FrameArray: typing_extensions.TypeAlias = FrameArray
 
@@ -443,7 +421,6 @@ class ModelInfo(google.protobuf.message.Message):
     PATCH_DIM_FIELD_NUMBER: builtins.int
     MERGES_TIME_FIELD_NUMBER: builtins.int
     MODALITIES_FIELD_NUMBER: builtins.int
-    PRECISION_FIELD_NUMBER: builtins.int
     name: builtins.str
     family: builtins.str
     """qwen3_vl, qwen3_5, kimi_k25"""
@@ -465,8 +442,6 @@ class ModelInfo(google.protobuf.message.Message):
     """elements of one flattened patch"""
     merges_time: builtins.bool
     """rows are h*w/merge^2 (true) or t*h*w/merge^2 (false)"""
-    precision: builtins.str
-    """of the blocks' matrix products: dtype, fp8; empty: dtype"""
     @property
     def modalities(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[Global___Modality.ValueType]: ...
     def __init__(
@@ -486,9 +461,8 @@ class ModelInfo(google.protobuf.message.Message):
         patch_dim: builtins.int = ...,
         merges_time: builtins.bool = ...,
         modalities: collections.abc.Iterable[Global___Modality.ValueType] | None = ...,
-        precision: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["dtype", b"dtype", "family", b"family", "merges_time", b"merges_time", "modalities", b"modalities", "model_fingerprint", b"model_fingerprint", "name", b"name", "num_deepstack_levels", b"num_deepstack_levels", "out_width", b"out_width", "patch_dim", b"patch_dim", "patch_size", b"patch_size", "precision", b"precision", "preprocess_fingerprint", b"preprocess_fingerprint", "spatial_merge_size", b"spatial_merge_size", "temporal_patch_size", b"temporal_patch_size", "width", b"width"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["dtype", b"dtype", "family", b"family", "merges_time", b"merges_time", "modalities", b"modalities", "model_fingerprint", b"model_fingerprint", "name", b"name", "num_deepstack_levels", b"num_deepstack_levels", "out_width", b"out_width", "patch_dim", b"patch_dim", "patch_size", b"patch_size", "preprocess_fingerprint", b"preprocess_fingerprint", "spatial_merge_size", b"spatial_merge_size", "temporal_patch_size", b"temporal_patch_size", "width", b"width"]) -> None: ...
 
 Global___ModelInfo: typing_extensions.TypeAlias = ModelInfo
 
@@ -555,10 +529,11 @@ class TransportInfo(google.protobuf.message.Message):
     DEVICE_UUID_FIELD_NUMBER: builtins.int
     delivery: Global___Delivery.ValueType
     broker_path: builtins.str
-    """unix socket, for host_shm and device_lease"""
+    """unix socket that hands out the arena's descriptors"""
     host_id: builtins.str
     """equal on both sides means one host"""
     device_uuid: builtins.str
+    """of a device arena"""
     def __init__(
         self,
         *,
@@ -579,26 +554,22 @@ class PixelInput(google.protobuf.message.Message):
 
     HOST_ID_FIELD_NUMBER: builtins.int
     NAME_PREFIXES_FIELD_NUMBER: builtins.int
-    PUBLISHED_FIELD_NUMBER: builtins.int
     MAX_TENSOR_BYTES_FIELD_NUMBER: builtins.int
     host_id: builtins.str
     """as in TransportInfo"""
-    published: builtins.bool
-    """memfds through the broker are taken"""
     max_tensor_bytes: builtins.int
     @property
     def name_prefixes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """of named segments; none: named segments are not taken"""
+        """of the segments' names"""
 
     def __init__(
         self,
         *,
         host_id: builtins.str = ...,
         name_prefixes: collections.abc.Iterable[builtins.str] | None = ...,
-        published: builtins.bool = ...,
         max_tensor_bytes: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["host_id", b"host_id", "max_tensor_bytes", b"max_tensor_bytes", "name_prefixes", b"name_prefixes", "published", b"published"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["host_id", b"host_id", "max_tensor_bytes", b"max_tensor_bytes", "name_prefixes", b"name_prefixes"]) -> None: ...
 
 Global___PixelInput: typing_extensions.TypeAlias = PixelInput
 
@@ -725,21 +696,16 @@ class EncodeRequest(google.protobuf.message.Message):
     NAMESPACE_FIELD_NUMBER: builtins.int
     MODEL_FIELD_NUMBER: builtins.int
     DELIVERY_FIELD_NUMBER: builtins.int
-    PRIORITY_FIELD_NUMBER: builtins.int
-    LEASE_FIELD_NUMBER: builtins.int
+    AFTER_LOST_READ_FIELD_NUMBER: builtins.int
     namespace: builtins.str
     """empty: the default namespace"""
     model: builtins.str
     """empty: the server's only model"""
     delivery: Global___Delivery.ValueType
-    priority: builtins.int
-    """larger goes first; 0 by default"""
+    after_lost_read: builtins.bool
+    """rows of these items were placed, and evicted before they were copied"""
     @property
     def items(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Item]: ...
-    @property
-    def lease(self) -> Global___LeaseOptions:
-        """for host_shm and device_lease"""
-
     def __init__(
         self,
         *,
@@ -747,39 +713,11 @@ class EncodeRequest(google.protobuf.message.Message):
         namespace: builtins.str = ...,
         model: builtins.str = ...,
         delivery: Global___Delivery.ValueType = ...,
-        priority: builtins.int = ...,
-        lease: Global___LeaseOptions | None = ...,
+        after_lost_read: builtins.bool = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["lease", b"lease"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["delivery", b"delivery", "items", b"items", "lease", b"lease", "model", b"model", "namespace", b"namespace", "priority", b"priority"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["after_lost_read", b"after_lost_read", "delivery", b"delivery", "items", b"items", "model", b"model", "namespace", b"namespace"]) -> None: ...
 
 Global___EncodeRequest: typing_extensions.TypeAlias = EncodeRequest
-
-@typing.final
-class LeaseOptions(google.protobuf.message.Message):
-    """Whom a lease belongs to, and for how long."""
-
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    OWNER_ID_FIELD_NUMBER: builtins.int
-    NUM_READERS_FIELD_NUMBER: builtins.int
-    LEASE_MS_FIELD_NUMBER: builtins.int
-    owner_id: builtins.bytes
-    """the caller's connection to the broker: its leases end with it"""
-    num_readers: builtins.int
-    """processes that each release it once; 0 means 1"""
-    lease_ms: builtins.int
-    """0: the server's default; never above its limit"""
-    def __init__(
-        self,
-        *,
-        owner_id: builtins.bytes = ...,
-        num_readers: builtins.int = ...,
-        lease_ms: builtins.int = ...,
-    ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["lease_ms", b"lease_ms", "num_readers", b"num_readers", "owner_id", b"owner_id"]) -> None: ...
-
-Global___LeaseOptions: typing_extensions.TypeAlias = LeaseOptions
 
 @typing.final
 class PrefetchRequest(google.protobuf.message.Message):
@@ -788,10 +726,8 @@ class PrefetchRequest(google.protobuf.message.Message):
     ITEMS_FIELD_NUMBER: builtins.int
     NAMESPACE_FIELD_NUMBER: builtins.int
     MODEL_FIELD_NUMBER: builtins.int
-    PRIORITY_FIELD_NUMBER: builtins.int
     namespace: builtins.str
     model: builtins.str
-    priority: builtins.int
     @property
     def items(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Item]: ...
     def __init__(
@@ -800,9 +736,8 @@ class PrefetchRequest(google.protobuf.message.Message):
         items: collections.abc.Iterable[Global___Item] | None = ...,
         namespace: builtins.str = ...,
         model: builtins.str = ...,
-        priority: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["items", b"items", "model", b"model", "namespace", b"namespace", "priority", b"priority"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["items", b"items", "model", b"model", "namespace", b"namespace"]) -> None: ...
 
 Global___PrefetchRequest: typing_extensions.TypeAlias = PrefetchRequest
 
@@ -869,25 +804,22 @@ class FetchRequest(google.protobuf.message.Message):
     KEYS_FIELD_NUMBER: builtins.int
     NAMESPACE_FIELD_NUMBER: builtins.int
     DELIVERY_FIELD_NUMBER: builtins.int
-    LEASE_FIELD_NUMBER: builtins.int
+    AFTER_LOST_READ_FIELD_NUMBER: builtins.int
     namespace: builtins.str
     delivery: Global___Delivery.ValueType
+    after_lost_read: builtins.bool
+    """as in EncodeRequest"""
     @property
     def keys(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]: ...
-    @property
-    def lease(self) -> Global___LeaseOptions:
-        """for host_shm and device_lease"""
-
     def __init__(
         self,
         *,
         keys: collections.abc.Iterable[builtins.bytes] | None = ...,
         namespace: builtins.str = ...,
         delivery: Global___Delivery.ValueType = ...,
-        lease: Global___LeaseOptions | None = ...,
+        after_lost_read: builtins.bool = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["lease", b"lease"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["delivery", b"delivery", "keys", b"keys", "lease", b"lease", "namespace", b"namespace"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["after_lost_read", b"after_lost_read", "delivery", b"delivery", "keys", b"keys", "namespace", b"namespace"]) -> None: ...
 
 Global___FetchRequest: typing_extensions.TypeAlias = FetchRequest
 
@@ -941,9 +873,6 @@ Global___StageTimings: typing_extensions.TypeAlias = StageTimings
 class ItemResult(google.protobuf.message.Message):
     """Everything about an item's rows but the rows. Layout [num_rows, width], row-major, main level first,
     then the deepstack levels in order.
-
-    The inline rows of a clip that is encoded for the call come as its pieces end: the result is sent with the
-    first of them, its timings are those until then, and a failure may still follow.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -959,8 +888,7 @@ class ItemResult(google.protobuf.message.Message):
     TIMINGS_FIELD_NUMBER: builtins.int
     ROWS_BYTES_FIELD_NUMBER: builtins.int
     INLINE_FIELD_NUMBER: builtins.int
-    HOST_FIELD_NUMBER: builtins.int
-    LEASE_FIELD_NUMBER: builtins.int
+    PLACE_FIELD_NUMBER: builtins.int
     TIMESTAMPS_S_FIELD_NUMBER: builtins.int
     CHUNK_GRIDS_FIELD_NUMBER: builtins.int
     key: builtins.bytes
@@ -978,9 +906,7 @@ class ItemResult(google.protobuf.message.Message):
     @property
     def inline(self) -> Global___InlineRows: ...
     @property
-    def host(self) -> Global___HostRows: ...
-    @property
-    def lease(self) -> Global___DeviceLease: ...
+    def place(self) -> Global___RowsPlace: ...
     @property
     def timestamps_s(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]:
         """video: of the frames really sampled"""
@@ -1005,14 +931,13 @@ class ItemResult(google.protobuf.message.Message):
         timings: Global___StageTimings | None = ...,
         rows_bytes: builtins.int = ...,
         inline: Global___InlineRows | None = ...,
-        host: Global___HostRows | None = ...,
-        lease: Global___DeviceLease | None = ...,
+        place: Global___RowsPlace | None = ...,
         timestamps_s: collections.abc.Iterable[builtins.float] | None = ...,
         chunk_grids: collections.abc.Iterable[Global___GridTHW] | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["grid_thw", b"grid_thw", "host", b"host", "inline", b"inline", "lease", b"lease", "rows", b"rows", "timings", b"timings"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["chunk_grids", b"chunk_grids", "content_digest", b"content_digest", "dtype", b"dtype", "grid_thw", b"grid_thw", "host", b"host", "inline", b"inline", "key", b"key", "lease", b"lease", "num_deepstack_levels", b"num_deepstack_levels", "num_rows", b"num_rows", "rows", b"rows", "rows_bytes", b"rows_bytes", "tier", b"tier", "timestamps_s", b"timestamps_s", "timings", b"timings", "width", b"width"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["rows", b"rows"]) -> typing.Literal["inline", "host", "lease"] | None: ...
+    def HasField(self, field_name: typing.Literal["grid_thw", b"grid_thw", "inline", b"inline", "place", b"place", "rows", b"rows", "timings", b"timings"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["chunk_grids", b"chunk_grids", "content_digest", b"content_digest", "dtype", b"dtype", "grid_thw", b"grid_thw", "inline", b"inline", "key", b"key", "num_deepstack_levels", b"num_deepstack_levels", "num_rows", b"num_rows", "place", b"place", "rows", b"rows", "rows_bytes", b"rows_bytes", "tier", b"tier", "timestamps_s", b"timestamps_s", "timings", b"timings", "width", b"width"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["rows", b"rows"]) -> typing.Literal["inline", "place"] | None: ...
 
 Global___ItemResult: typing_extensions.TypeAlias = ItemResult
 
@@ -1034,82 +959,43 @@ class InlineRows(google.protobuf.message.Message):
 Global___InlineRows: typing_extensions.TypeAlias = InlineRows
 
 @typing.final
-class HostRows(google.protobuf.message.Message):
-    """Rows in host memory that the broker hands out: a slot of the arena with this id, under a lease."""
+class RowsPlace(google.protobuf.message.Message):
+    """Where rows were when the answer was made. Nothing holds them there: the reader copies them, then compares the
+    slot's generation in the arena's control page. A different generation means that the copy is worthless.
+    """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    SEGMENT_FIELD_NUMBER: builtins.int
-    OFFSET_BYTES_FIELD_NUMBER: builtins.int
-    GENERATION_FIELD_NUMBER: builtins.int
-    LEASE_ID_FIELD_NUMBER: builtins.int
-    EXPIRES_AT_UNIX_MS_FIELD_NUMBER: builtins.int
     ARENA_ID_FIELD_NUMBER: builtins.int
+    INSTANCE_FIELD_NUMBER: builtins.int
     SLOT_INDEX_FIELD_NUMBER: builtins.int
-    segment: builtins.str
-    """unused: the arena is named by its id"""
-    offset_bytes: builtins.int
-    generation: builtins.int
-    lease_id: builtins.bytes
-    expires_at_unix_ms: builtins.int
+    GENERATION_FIELD_NUMBER: builtins.int
+    OFFSET_BYTES_FIELD_NUMBER: builtins.int
+    DELIVERY_FIELD_NUMBER: builtins.int
     arena_id: builtins.bytes
+    """16 bytes; new for every arena"""
+    instance: builtins.int
+    """of the arena's control page"""
     slot_index: builtins.int
-    """of the generation in the arena's control page"""
+    generation: builtins.int
+    """odd"""
+    offset_bytes: builtins.int
+    """of the first row in the arena; ItemResult.rows_bytes follow"""
+    delivery: Global___Delivery.ValueType
+    """the kind of arena: DELIVERY_HOST or DELIVERY_DEVICE"""
     def __init__(
         self,
         *,
-        segment: builtins.str = ...,
-        offset_bytes: builtins.int = ...,
-        generation: builtins.int = ...,
-        lease_id: builtins.bytes = ...,
-        expires_at_unix_ms: builtins.int = ...,
         arena_id: builtins.bytes = ...,
+        instance: builtins.int = ...,
         slot_index: builtins.int = ...,
-    ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["arena_id", b"arena_id", "expires_at_unix_ms", b"expires_at_unix_ms", "generation", b"generation", "lease_id", b"lease_id", "offset_bytes", b"offset_bytes", "segment", b"segment", "slot_index", b"slot_index"]) -> None: ...
-
-Global___HostRows: typing_extensions.TypeAlias = HostRows
-
-@typing.final
-class DeviceLease(google.protobuf.message.Message):
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    LEASE_ID_FIELD_NUMBER: builtins.int
-    ARENA_ID_FIELD_NUMBER: builtins.int
-    OFFSET_BYTES_FIELD_NUMBER: builtins.int
-    SHAPE_FIELD_NUMBER: builtins.int
-    DTYPE_FIELD_NUMBER: builtins.int
-    GENERATION_FIELD_NUMBER: builtins.int
-    EXPIRES_AT_UNIX_MS_FIELD_NUMBER: builtins.int
-    DEVICE_UUID_FIELD_NUMBER: builtins.int
-    SLOT_INDEX_FIELD_NUMBER: builtins.int
-    lease_id: builtins.bytes
-    arena_id: builtins.bytes
-    offset_bytes: builtins.int
-    dtype: Global___DType.ValueType
-    generation: builtins.int
-    expires_at_unix_ms: builtins.int
-    device_uuid: builtins.str
-    slot_index: builtins.int
-    """of the generation in the arena's control page"""
-    @property
-    def shape(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
-    def __init__(
-        self,
-        *,
-        lease_id: builtins.bytes = ...,
-        arena_id: builtins.bytes = ...,
-        offset_bytes: builtins.int = ...,
-        shape: collections.abc.Iterable[builtins.int] | None = ...,
-        dtype: Global___DType.ValueType = ...,
         generation: builtins.int = ...,
-        expires_at_unix_ms: builtins.int = ...,
-        device_uuid: builtins.str = ...,
-        slot_index: builtins.int = ...,
+        offset_bytes: builtins.int = ...,
+        delivery: Global___Delivery.ValueType = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["arena_id", b"arena_id", "device_uuid", b"device_uuid", "dtype", b"dtype", "expires_at_unix_ms", b"expires_at_unix_ms", "generation", b"generation", "lease_id", b"lease_id", "offset_bytes", b"offset_bytes", "shape", b"shape", "slot_index", b"slot_index"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["arena_id", b"arena_id", "delivery", b"delivery", "generation", b"generation", "instance", b"instance", "offset_bytes", b"offset_bytes", "slot_index", b"slot_index"]) -> None: ...
 
-Global___DeviceLease: typing_extensions.TypeAlias = DeviceLease
+Global___RowsPlace: typing_extensions.TypeAlias = RowsPlace
 
 @typing.final
 class RowsChunk(google.protobuf.message.Message):
@@ -1210,108 +1096,53 @@ class ItemEvent(google.protobuf.message.Message):
 Global___ItemEvent: typing_extensions.TypeAlias = ItemEvent
 
 @typing.final
-class ReleaseRequest(google.protobuf.message.Message):
+class TouchedRows(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    LEASE_IDS_FIELD_NUMBER: builtins.int
-    READER_FIELD_NUMBER: builtins.int
-    OWNER_ID_FIELD_NUMBER: builtins.int
-    reader: builtins.int
-    """which of the lease's readers; releasing twice as one counts once"""
-    owner_id: builtins.bytes
-    """whom the leases were granted to: others' are unknown; empty: not compared"""
-    @property
-    def lease_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]: ...
+    KEY_FIELD_NUMBER: builtins.int
+    GENERATION_FIELD_NUMBER: builtins.int
+    key: builtins.bytes
+    generation: builtins.int
+    """of the slot that was read"""
     def __init__(
         self,
         *,
-        lease_ids: collections.abc.Iterable[builtins.bytes] | None = ...,
-        reader: builtins.int | None = ...,
-        owner_id: builtins.bytes = ...,
+        key: builtins.bytes = ...,
+        generation: builtins.int = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_reader", b"_reader", "reader", b"reader"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_reader", b"_reader", "lease_ids", b"lease_ids", "owner_id", b"owner_id", "reader", b"reader"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["_reader", b"_reader"]) -> typing.Literal["reader"] | None: ...
+    def ClearField(self, field_name: typing.Literal["generation", b"generation", "key", b"key"]) -> None: ...
 
-Global___ReleaseRequest: typing_extensions.TypeAlias = ReleaseRequest
+Global___TouchedRows: typing_extensions.TypeAlias = TouchedRows
 
 @typing.final
-class ReleaseResponse(google.protobuf.message.Message):
+class TouchRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    NUM_RELEASED_FIELD_NUMBER: builtins.int
-    UNKNOWN_LEASE_IDS_FIELD_NUMBER: builtins.int
-    num_released: builtins.int
+    ROWS_FIELD_NUMBER: builtins.int
+    NAMESPACE_FIELD_NUMBER: builtins.int
+    NUM_LOST_FIELD_NUMBER: builtins.int
+    namespace: builtins.str
+    num_lost: builtins.int
+    """reads of listed rows that an eviction overtook"""
     @property
-    def unknown_lease_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]: ...
+    def rows(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___TouchedRows]: ...
     def __init__(
         self,
         *,
-        num_released: builtins.int = ...,
-        unknown_lease_ids: collections.abc.Iterable[builtins.bytes] | None = ...,
+        rows: collections.abc.Iterable[Global___TouchedRows] | None = ...,
+        namespace: builtins.str = ...,
+        num_lost: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["num_released", b"num_released", "unknown_lease_ids", b"unknown_lease_ids"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["namespace", b"namespace", "num_lost", b"num_lost", "rows", b"rows"]) -> None: ...
 
-Global___ReleaseResponse: typing_extensions.TypeAlias = ReleaseResponse
+Global___TouchRequest: typing_extensions.TypeAlias = TouchRequest
 
 @typing.final
-class RenewRequest(google.protobuf.message.Message):
+class TouchResponse(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    LEASE_IDS_FIELD_NUMBER: builtins.int
-    EXTEND_MS_FIELD_NUMBER: builtins.int
-    OWNER_ID_FIELD_NUMBER: builtins.int
-    extend_ms: builtins.int
-    owner_id: builtins.bytes
-    """as in ReleaseRequest"""
-    @property
-    def lease_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]: ...
     def __init__(
         self,
-        *,
-        lease_ids: collections.abc.Iterable[builtins.bytes] | None = ...,
-        extend_ms: builtins.int = ...,
-        owner_id: builtins.bytes = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["extend_ms", b"extend_ms", "lease_ids", b"lease_ids", "owner_id", b"owner_id"]) -> None: ...
 
-Global___RenewRequest: typing_extensions.TypeAlias = RenewRequest
-
-@typing.final
-class LeaseStatus(google.protobuf.message.Message):
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    LEASE_ID_FIELD_NUMBER: builtins.int
-    EXPIRES_AT_UNIX_MS_FIELD_NUMBER: builtins.int
-    FAILURE_FIELD_NUMBER: builtins.int
-    lease_id: builtins.bytes
-    expires_at_unix_ms: builtins.int
-    @property
-    def failure(self) -> Global___ItemFailure: ...
-    def __init__(
-        self,
-        *,
-        lease_id: builtins.bytes = ...,
-        expires_at_unix_ms: builtins.int = ...,
-        failure: Global___ItemFailure | None = ...,
-    ) -> None: ...
-    def HasField(self, field_name: typing.Literal["failure", b"failure"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["expires_at_unix_ms", b"expires_at_unix_ms", "failure", b"failure", "lease_id", b"lease_id"]) -> None: ...
-
-Global___LeaseStatus: typing_extensions.TypeAlias = LeaseStatus
-
-@typing.final
-class RenewResponse(google.protobuf.message.Message):
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    STATUSES_FIELD_NUMBER: builtins.int
-    @property
-    def statuses(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___LeaseStatus]: ...
-    def __init__(
-        self,
-        *,
-        statuses: collections.abc.Iterable[Global___LeaseStatus] | None = ...,
-    ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["statuses", b"statuses"]) -> None: ...
-
-Global___RenewResponse: typing_extensions.TypeAlias = RenewResponse
+Global___TouchResponse: typing_extensions.TypeAlias = TouchResponse

@@ -59,15 +59,10 @@ class VisionEncoderStub(object):
                 request_serializer=vision__encoder_dot_v1_dot_encoder__pb2.FetchRequest.SerializeToString,
                 response_deserializer=vision__encoder_dot_v1_dot_encoder__pb2.ItemEvent.FromString,
                 _registered_method=True)
-        self.Release = channel.unary_unary(
-                '/vision_encoder.v1.VisionEncoder/Release',
-                request_serializer=vision__encoder_dot_v1_dot_encoder__pb2.ReleaseRequest.SerializeToString,
-                response_deserializer=vision__encoder_dot_v1_dot_encoder__pb2.ReleaseResponse.FromString,
-                _registered_method=True)
-        self.Renew = channel.unary_unary(
-                '/vision_encoder.v1.VisionEncoder/Renew',
-                request_serializer=vision__encoder_dot_v1_dot_encoder__pb2.RenewRequest.SerializeToString,
-                response_deserializer=vision__encoder_dot_v1_dot_encoder__pb2.RenewResponse.FromString,
+        self.Touch = channel.unary_unary(
+                '/vision_encoder.v1.VisionEncoder/Touch',
+                request_serializer=vision__encoder_dot_v1_dot_encoder__pb2.TouchRequest.SerializeToString,
+                response_deserializer=vision__encoder_dot_v1_dot_encoder__pb2.TouchResponse.FromString,
                 _registered_method=True)
 
 
@@ -111,16 +106,9 @@ class VisionEncoderServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def Release(self, request, context):
-        """Gives leases back before they expire. Unknown leases are reported, not an error of the call.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def Renew(self, request, context):
-        """Extends leases, up to the server's limits of one renewal and of a lease's whole life: the answer has
-        the time that it got. A lease that expired or whose generation passed fails with STALE_LEASE.
+    def Touch(self, request, context):
+        """Reports rows that the caller read from shared memory. They count as used for eviction, and rows that were
+        announced lose their protection. Batched by clients; unknown keys and generations are ignored.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -154,15 +142,10 @@ def add_VisionEncoderServicer_to_server(servicer, server):
                     request_deserializer=vision__encoder_dot_v1_dot_encoder__pb2.FetchRequest.FromString,
                     response_serializer=vision__encoder_dot_v1_dot_encoder__pb2.ItemEvent.SerializeToString,
             ),
-            'Release': grpc.unary_unary_rpc_method_handler(
-                    servicer.Release,
-                    request_deserializer=vision__encoder_dot_v1_dot_encoder__pb2.ReleaseRequest.FromString,
-                    response_serializer=vision__encoder_dot_v1_dot_encoder__pb2.ReleaseResponse.SerializeToString,
-            ),
-            'Renew': grpc.unary_unary_rpc_method_handler(
-                    servicer.Renew,
-                    request_deserializer=vision__encoder_dot_v1_dot_encoder__pb2.RenewRequest.FromString,
-                    response_serializer=vision__encoder_dot_v1_dot_encoder__pb2.RenewResponse.SerializeToString,
+            'Touch': grpc.unary_unary_rpc_method_handler(
+                    servicer.Touch,
+                    request_deserializer=vision__encoder_dot_v1_dot_encoder__pb2.TouchRequest.FromString,
+                    response_serializer=vision__encoder_dot_v1_dot_encoder__pb2.TouchResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -311,7 +294,7 @@ class VisionEncoder(object):
             _registered_method=True)
 
     @staticmethod
-    def Release(request,
+    def Touch(request,
             target,
             options=(),
             channel_credentials=None,
@@ -324,36 +307,9 @@ class VisionEncoder(object):
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/vision_encoder.v1.VisionEncoder/Release',
-            vision__encoder_dot_v1_dot_encoder__pb2.ReleaseRequest.SerializeToString,
-            vision__encoder_dot_v1_dot_encoder__pb2.ReleaseResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def Renew(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/vision_encoder.v1.VisionEncoder/Renew',
-            vision__encoder_dot_v1_dot_encoder__pb2.RenewRequest.SerializeToString,
-            vision__encoder_dot_v1_dot_encoder__pb2.RenewResponse.FromString,
+            '/vision_encoder.v1.VisionEncoder/Touch',
+            vision__encoder_dot_v1_dot_encoder__pb2.TouchRequest.SerializeToString,
+            vision__encoder_dot_v1_dot_encoder__pb2.TouchResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -109,39 +109,23 @@ _VisionEncoderFetchType = typing_extensions.TypeVar(
     ],
 )
 
-_VisionEncoderReleaseType = typing_extensions.TypeVar(
-    '_VisionEncoderReleaseType',
+_VisionEncoderTouchType = typing_extensions.TypeVar(
+    '_VisionEncoderTouchType',
     grpc.UnaryUnaryMultiCallable[
-        vision_encoder.v1.encoder_pb2.ReleaseRequest,
-        vision_encoder.v1.encoder_pb2.ReleaseResponse,
+        vision_encoder.v1.encoder_pb2.TouchRequest,
+        vision_encoder.v1.encoder_pb2.TouchResponse,
     ],
     grpc.aio.UnaryUnaryMultiCallable[
-        vision_encoder.v1.encoder_pb2.ReleaseRequest,
-        vision_encoder.v1.encoder_pb2.ReleaseResponse,
+        vision_encoder.v1.encoder_pb2.TouchRequest,
+        vision_encoder.v1.encoder_pb2.TouchResponse,
     ],
     default=grpc.UnaryUnaryMultiCallable[
-        vision_encoder.v1.encoder_pb2.ReleaseRequest,
-        vision_encoder.v1.encoder_pb2.ReleaseResponse,
+        vision_encoder.v1.encoder_pb2.TouchRequest,
+        vision_encoder.v1.encoder_pb2.TouchResponse,
     ],
 )
 
-_VisionEncoderRenewType = typing_extensions.TypeVar(
-    '_VisionEncoderRenewType',
-    grpc.UnaryUnaryMultiCallable[
-        vision_encoder.v1.encoder_pb2.RenewRequest,
-        vision_encoder.v1.encoder_pb2.RenewResponse,
-    ],
-    grpc.aio.UnaryUnaryMultiCallable[
-        vision_encoder.v1.encoder_pb2.RenewRequest,
-        vision_encoder.v1.encoder_pb2.RenewResponse,
-    ],
-    default=grpc.UnaryUnaryMultiCallable[
-        vision_encoder.v1.encoder_pb2.RenewRequest,
-        vision_encoder.v1.encoder_pb2.RenewResponse,
-    ],
-)
-
-class VisionEncoderStub(typing.Generic[_VisionEncoderGetServerInfoType, _VisionEncoderLookupType, _VisionEncoderEncodeType, _VisionEncoderPrefetchType, _VisionEncoderFetchType, _VisionEncoderReleaseType, _VisionEncoderRenewType]):
+class VisionEncoderStub(typing.Generic[_VisionEncoderGetServerInfoType, _VisionEncoderLookupType, _VisionEncoderEncodeType, _VisionEncoderPrefetchType, _VisionEncoderFetchType, _VisionEncoderTouchType]):
     @typing.overload
     def __init__(self: VisionEncoderStub[
         grpc.UnaryUnaryMultiCallable[
@@ -165,12 +149,8 @@ class VisionEncoderStub(typing.Generic[_VisionEncoderGetServerInfoType, _VisionE
             vision_encoder.v1.encoder_pb2.ItemEvent,
         ],
         grpc.UnaryUnaryMultiCallable[
-            vision_encoder.v1.encoder_pb2.ReleaseRequest,
-            vision_encoder.v1.encoder_pb2.ReleaseResponse,
-        ],
-        grpc.UnaryUnaryMultiCallable[
-            vision_encoder.v1.encoder_pb2.RenewRequest,
-            vision_encoder.v1.encoder_pb2.RenewResponse,
+            vision_encoder.v1.encoder_pb2.TouchRequest,
+            vision_encoder.v1.encoder_pb2.TouchResponse,
         ],
     ], channel: grpc.Channel) -> None: ...
 
@@ -197,12 +177,8 @@ class VisionEncoderStub(typing.Generic[_VisionEncoderGetServerInfoType, _VisionE
             vision_encoder.v1.encoder_pb2.ItemEvent,
         ],
         grpc.aio.UnaryUnaryMultiCallable[
-            vision_encoder.v1.encoder_pb2.ReleaseRequest,
-            vision_encoder.v1.encoder_pb2.ReleaseResponse,
-        ],
-        grpc.aio.UnaryUnaryMultiCallable[
-            vision_encoder.v1.encoder_pb2.RenewRequest,
-            vision_encoder.v1.encoder_pb2.RenewResponse,
+            vision_encoder.v1.encoder_pb2.TouchRequest,
+            vision_encoder.v1.encoder_pb2.TouchResponse,
         ],
     ], channel: grpc.aio.Channel) -> None: ...
 
@@ -225,12 +201,9 @@ class VisionEncoderStub(typing.Generic[_VisionEncoderGetServerInfoType, _VisionE
     Fetch: _VisionEncoderFetchType
     """Streams rows by key; waits for those in flight. An absent key fails at once with UNKNOWN_KEY."""
 
-    Release: _VisionEncoderReleaseType
-    """Gives leases back before they expire. Unknown leases are reported, not an error of the call."""
-
-    Renew: _VisionEncoderRenewType
-    """Extends leases, up to the server's limits of one renewal and of a lease's whole life: the answer has
-    the time that it got. A lease that expired or whose generation passed fails with STALE_LEASE.
+    Touch: _VisionEncoderTouchType
+    """Reports rows that the caller read from shared memory. They count as used for eviction, and rows that were
+    announced lose their protection. Batched by clients; unknown keys and generations are ignored.
     """
 
 VisionEncoderAsyncStub: typing_extensions.TypeAlias = VisionEncoderStub[
@@ -255,12 +228,8 @@ VisionEncoderAsyncStub: typing_extensions.TypeAlias = VisionEncoderStub[
         vision_encoder.v1.encoder_pb2.ItemEvent,
     ],
     grpc.aio.UnaryUnaryMultiCallable[
-        vision_encoder.v1.encoder_pb2.ReleaseRequest,
-        vision_encoder.v1.encoder_pb2.ReleaseResponse,
-    ],
-    grpc.aio.UnaryUnaryMultiCallable[
-        vision_encoder.v1.encoder_pb2.RenewRequest,
-        vision_encoder.v1.encoder_pb2.RenewResponse,
+        vision_encoder.v1.encoder_pb2.TouchRequest,
+        vision_encoder.v1.encoder_pb2.TouchResponse,
     ],
 ]
 
@@ -310,21 +279,13 @@ class VisionEncoderServicer(metaclass=abc.ABCMeta):
         """Streams rows by key; waits for those in flight. An absent key fails at once with UNKNOWN_KEY."""
 
     @abc.abstractmethod
-    def Release(
+    def Touch(
         self,
-        request: vision_encoder.v1.encoder_pb2.ReleaseRequest,
+        request: vision_encoder.v1.encoder_pb2.TouchRequest,
         context: _ServicerContext,
-    ) -> typing.Union[vision_encoder.v1.encoder_pb2.ReleaseResponse, collections.abc.Awaitable[vision_encoder.v1.encoder_pb2.ReleaseResponse]]:
-        """Gives leases back before they expire. Unknown leases are reported, not an error of the call."""
-
-    @abc.abstractmethod
-    def Renew(
-        self,
-        request: vision_encoder.v1.encoder_pb2.RenewRequest,
-        context: _ServicerContext,
-    ) -> typing.Union[vision_encoder.v1.encoder_pb2.RenewResponse, collections.abc.Awaitable[vision_encoder.v1.encoder_pb2.RenewResponse]]:
-        """Extends leases, up to the server's limits of one renewal and of a lease's whole life: the answer has
-        the time that it got. A lease that expired or whose generation passed fails with STALE_LEASE.
+    ) -> typing.Union[vision_encoder.v1.encoder_pb2.TouchResponse, collections.abc.Awaitable[vision_encoder.v1.encoder_pb2.TouchResponse]]:
+        """Reports rows that the caller read from shared memory. They count as used for eviction, and rows that were
+        announced lose their protection. Batched by clients; unknown keys and generations are ignored.
         """
 
 def add_VisionEncoderServicer_to_server(servicer: VisionEncoderServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...
