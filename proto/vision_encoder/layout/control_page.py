@@ -17,17 +17,19 @@ word   content
 16...  one generation per slot
 ====== ================================================================
 
-Generations. Even: the slot has no readable rows. Odd: its rows are complete. A generation only grows and starts at
-a random value, so a value never returns. The protocol is a seqlock whose writer never waits:
+Generations. Even: the slot has no readable rows. Odd: its rows are complete. A generation only grows and
+starts at a random value, so a value never returns. The protocol is a seqlock whose writer never waits:
 
 - Writer: the generation becomes even, then a fence, then the memory range may be allocated and written again.
-  When the new rows are complete (their device event was waited for), a fence, then the generation becomes odd.
+  When the new rows are complete (their device event was waited for), a fence, then the generation becomes
+  odd.
 - Reader: copies the rows, waits on the host until the copy is complete, then a fence, then compares instance,
-  closed flag and generation with the place it was given. Equal: the copy is whole. Different: the copy is discarded.
+  closed flag and generation with the place it was given. Equal: the copy is whole. Different: the copy is
+  discarded.
 
-Why it holds: if the copy saw one byte of the next content, that byte was written after the even store, and the
-reader's load of the generation comes after its copy, so it sees the even value or a later one. Generations are
-aligned words, which x86-64 and aarch64 load and store whole.
+Why it holds: if the copy saw one byte of the next content, that byte was written after the even store, and
+the reader's load of the generation comes after its copy, so it sees the even value or a later one.
+Generations are aligned words, which x86-64 and aarch64 load and store whole.
 """
 
 from __future__ import annotations
@@ -89,8 +91,8 @@ def pack_header(header: PageHeader) -> bytes:
 
 
 def read_header(page: bytes | memoryview, size_bytes: int) -> PageHeader:
-    """The header of a page of ``size_bytes``. Raises LayoutError for another magic, version, checksum or size."""
-    if size_bytes < page_bytes(0) or size_bytes % WORD_BYTES:
+    """The header of a page of ``size_bytes``. Raises LayoutError for another magic, version, checksum or
+    size.""" if size_bytes < page_bytes(0) or size_bytes % WORD_BYTES:
         raise LayoutError(f"a control page has {size_bytes} bytes, needs {page_bytes(0)} and a multiple of 8")
     packed = bytes(page[: HEADER.size])
     magic, version, arena_id, instance, num_slots, offset_bytes, num_bytes, sha256 = HEADER.unpack(packed)
@@ -111,9 +113,9 @@ def check(what: str, found: object, expected: object) -> None:
 def fence() -> None:
     """A full memory fence: accesses of this thread before it are ordered before those after it.
 
-    Two rounds of a lock. The release of the first keeps earlier accesses before it, the acquire of the second keeps
-    later ones behind it, and aarch64 does not reorder a release with a following acquire; on x86-64 each locked
-    instruction is a full barrier.
+    Two rounds of a lock. The release of the first keeps earlier accesses before it, the acquire of the
+    second keeps later ones behind it, and aarch64 does not reorder a release with a following acquire; on
+    x86-64 each locked instruction is a full barrier.
     """
     with _FENCE:
         pass

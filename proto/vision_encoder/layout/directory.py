@@ -1,7 +1,8 @@
 """The directory beside each arena: which keys are resident, in which slot, and the shape of their rows.
 
-A directory is a sealed memfd that readers map with PROT_READ. It is a hint: a reader copies the rows it found and
-then compares the slot's generation in the control page, so a late or torn entry costs one wasted copy.
+A directory is a sealed memfd that readers map with PROT_READ. It is a hint: a reader copies the rows it
+found and then compares the slot's generation in the control page, so a late or torn entry costs one wasted
+copy.
 
 64-bit little-endian words:
 
@@ -21,13 +22,13 @@ word   content
 then   one record per slot
 ====== ==========================================
 
-A place is 0, or 32 bits of the name's hash above the slot's index plus 1, in one aligned word. A name is a key in a
-namespace: the first eight bytes of the key, exclusive-or the namespace's tag. The low bits of the hash are where the
-search starts; a name is at most MAX_PROBES places behind.
+A place is 0, or 32 bits of the name's hash above the slot's index plus 1, in one aligned word. A name is a
+key in a namespace: the first eight bytes of the key, exclusive-or the namespace's tag. The low bits of the
+hash are where the search starts; a name is at most MAX_PROBES places behind.
 
-A record starts with a sequence word, odd while it is written, and ends with a CRC-32. Stores into a record may become
-visible in any order: a reader accepts a record when the sequence was even and equal before and after its copy and the
-CRC is right.
+A record starts with a sequence word, odd while it is written, and ends with a CRC-32. Stores into a record
+may become visible in any order: a reader accepts a record when the sequence was even and equal before and
+after its copy and the CRC is right.
 """
 
 from __future__ import annotations
@@ -143,8 +144,8 @@ def place_matches(word: int, hashed: int) -> bool:
 
 
 def pack_record(record: Record, sequence: int) -> bytes:
-    """A whole record. sequence: even. Raises struct.error for a figure that does not fit, KeyError for a dtype
-    without a code."""
+    """A whole record. sequence: even. Raises struct.error for a figure that does not fit, KeyError for a
+    dtype without a code."""
     packed = RECORD.pack(
         sequence,
         record.key,
@@ -165,8 +166,8 @@ def pack_record(record: Record, sequence: int) -> bytes:
 
 
 def read_record(data: bytes, sequence_after: int) -> Record | None:
-    """The record in a copy of its bytes; None for one that was being written. sequence_after: the record's sequence
-    word, loaded after the copy."""
+    """The record in a copy of its bytes; None for one that was being written. sequence_after: the record's
+    sequence word, loaded after the copy."""
     sequence, key, tag, generation, offset, *shape, digest, slot, crc = RECORD.unpack(data)
     rows_bytes, t, h, w, num_rows, width, dtype, levels = shape
     name = _DTYPES.get(dtype)

@@ -1,7 +1,8 @@
-"""Frames of the broker's socket: four bytes of magic, the payload's length as a big-endian uint32, the payload.
+"""Frames of the broker's socket: four bytes of magic, the payload's length as a big-endian uint32, the
+payload.
 
-Both sides read and write frames with this module. The messages inside are ``broker.proto``'s; the descriptors beside
-a frame travel as SCM_RIGHTS with its first byte.
+Both sides read and write frames with this module. The messages inside are ``broker.proto``'s; the
+descriptors beside a frame travel as SCM_RIGHTS with its first byte.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ def encode_frame(payload: bytes) -> bytes:
 
 
 class FrameReader:
-    """Assembles frames from bytes that arrive in any pieces. Holds at most the bytes that were fed and not taken."""
+    """Assembles frames from bytes that arrive in any pieces. Holds at most the bytes that were fed and not
+    taken."""
 
     def __init__(self) -> None:
         self._buffer = bytearray()
@@ -38,8 +40,8 @@ class FrameReader:
         self._buffer += data
 
     def next_payload(self) -> bytes | None:
-        """The payload of the next complete frame, or None. Raises FrameError at the first byte that cannot belong to
-        a frame."""
+        """The payload of the next complete frame, or None. Raises FrameError at the first byte that cannot
+        belong to a frame."""
         head = bytes(self._buffer[: len(MAGIC)])
         if not MAGIC.startswith(head):
             raise FrameError(f"a frame starts with {MAGIC!r}, found {head!r}")

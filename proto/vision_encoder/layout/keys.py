@@ -1,7 +1,8 @@
 """Content digests and embedding keys: which bytes are hashed, in which order.
 
-Content is hashed with BLAKE3 by the caller of these functions (the package is optional for clients); keys are SHA-256
-and need the standard library only. Every field of a hash is preceded by its length as a little-endian uint32.
+Content is hashed with BLAKE3 by the caller of these functions (the package is optional for clients); keys
+are SHA-256 and need the standard library only. Every field of a hash is preceded by its length as a
+little-endian uint32.
 """
 
 from __future__ import annotations
@@ -40,16 +41,16 @@ def pixels_source(grid: Sequence[int]) -> str:
 
 
 def frames_source(fps: float | None, timestamps_s: Sequence[float] | None) -> str:
-    """``source`` of an array of frames: its rate, or the SHA-256 of its timestamps as little-endian doubles."""
-    if timestamps_s is not None:
+    """``source`` of an array of frames: its rate, or the SHA-256 of its timestamps as little-endian
+    doubles.""" if timestamps_s is not None:
         packed = struct.pack(f"<{len(timestamps_s)}d", *timestamps_s)
         return f"frames:at={hashlib.sha256(packed).hexdigest()}"
     return f"frames:fps={struct.pack('<d', DEFAULT_SOURCE_FPS if fps is None else fps).hex()}"
 
 
 def options_text(options: Mapping[str, int | float]) -> str:
-    """``name=value`` sorted by name, joined by ``;``. Integers in decimal, floats as the hexadecimal of their eight
-    little-endian IEEE bytes."""
+    """``name=value`` sorted by name, joined by ``;``. Integers in decimal, floats as the hexadecimal of
+    their eight little-endian IEEE bytes."""
 
     def value_text(value: int | float) -> str:
         return struct.pack("<d", value).hex() if isinstance(value, float) else str(value)
@@ -70,9 +71,9 @@ def embedding_key(
 ) -> bytes:
     """The 32-byte key of an item's rows: SHA-256 over the tagged list of everything that decides them.
 
-    digest: 32 bytes; modality: ``image`` or ``video``; options: the per-item overrides that were given; source:
-    ``ENCODED_SOURCE``, ``pixels_source`` or ``frames_source``; dtype: of the rows. Raises ValueError for a digest of
-    another length.
+    digest: 32 bytes; modality: ``image`` or ``video``; options: the per-item overrides that were given;
+    source: ``ENCODED_SOURCE``, ``pixels_source`` or ``frames_source``; dtype: of the rows. Raises ValueError
+    for a digest of another length.
     """
     if len(digest) != DIGEST_BYTES:
         raise ValueError(f"a digest has {len(digest)} bytes, needs {DIGEST_BYTES}")
