@@ -91,8 +91,8 @@ def pack_header(header: PageHeader) -> bytes:
 
 
 def read_header(page: bytes | memoryview, size_bytes: int) -> PageHeader:
-    """The header of a page of ``size_bytes``. Raises LayoutError for another magic, version, checksum or
-    size.""" if size_bytes < page_bytes(0) or size_bytes % WORD_BYTES:
+    """The header of a page of ``size_bytes``. Raises LayoutError for another magic, version or size."""
+    if size_bytes < page_bytes(0) or size_bytes % WORD_BYTES:
         raise LayoutError(f"a control page has {size_bytes} bytes, needs {page_bytes(0)} and a multiple of 8")
     packed = bytes(page[: HEADER.size])
     magic, version, arena_id, instance, num_slots, offset_bytes, num_bytes, sha256 = HEADER.unpack(packed)

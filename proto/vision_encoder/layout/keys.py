@@ -41,8 +41,8 @@ def pixels_source(grid: Sequence[int]) -> str:
 
 
 def frames_source(fps: float | None, timestamps_s: Sequence[float] | None) -> str:
-    """``source`` of an array of frames: its rate, or the SHA-256 of its timestamps as little-endian
-    doubles.""" if timestamps_s is not None:
+    """``source`` of an array of frames: its rate, or the SHA-256 of its timestamps as doubles."""
+    if timestamps_s is not None:
         packed = struct.pack(f"<{len(timestamps_s)}d", *timestamps_s)
         return f"frames:at={hashlib.sha256(packed).hexdigest()}"
     return f"frames:fps={struct.pack('<d', DEFAULT_SOURCE_FPS if fps is None else fps).hex()}"
