@@ -20,7 +20,6 @@ from encoder_service.admin.live import LiveView
 from encoder_service.config import parse_settings
 from encoder_service.engine.graphs import GraphCounters
 from encoder_service.engine.jobs import EngineCounters
-from encoder_service.engine.resizing import Resizing
 from encoder_service.ingest.device_decode import DeviceDecoding
 from encoder_service.metrics import Metrics
 from encoder_service.rpc.doors import export_gate, export_local
@@ -80,8 +79,7 @@ def full_registry() -> Metrics:
         choices=[("attention", "16x16", "sdpa")],
     )
     graphs.counters.replays[Bucket(16, 2, 16)] += 1
-    resizing = Resizing(torch.device("cpu"), 1)
-    engine = MagicMock(graphs=graphs, counters=EngineCounters(), resizing=resizing)
+    engine = MagicMock(graphs=graphs, counters=EngineCounters())
     pipeline = MagicMock()
     pipeline.model.preprocessor.decoding = DeviceDecoding("", MagicMock(), torch.device("cpu"))
     register_gauges(metrics, pipeline, engine)
