@@ -39,9 +39,6 @@ class Settings(AccessSettings, ClipSettings, SharedTierSettings):
     dtype: Literal["float32", "bfloat16"] | None = Field(
         None, description="Type of weights and rows; default bfloat16 on a GPU, float32 on the CPU."
     )
-    precision: Literal["dtype", "fp8"] = Field(
-        "dtype", description="Of the blocks' matrix products: as dtype says, or fp8 on a GPU that has it."
-    )
     tower: Literal["auto", "plain"] = Field(
         "auto", description="auto: fused kernels and CUDA graphs where the device can; plain: never."
     )
@@ -75,11 +72,6 @@ class Settings(AccessSettings, ClipSettings, SharedTierSettings):
     )
     ingest_threads: int = Field(
         0, ge=0, le=256, description="Worker threads that decode and resize; 0: one for each usable core."
-    )
-    decode: Literal["host", "device"] = Field(
-        "host",
-        description="Where JPEG files are decoded: the worker threads, or the GPU by nvJPEG, which needs the "
-        "extra nvjpeg; pixels differ by a level, so keys do too.",
     )
     resize: Literal["host", "device"] = Field(
         "host", description="Where images are resized, to the same bits: the worker threads, or the GPU."
@@ -253,24 +245,10 @@ class Settings(AccessSettings, ClipSettings, SharedTierSettings):
         return self
 
     @model_validator(mode="after")
-    def check_fp8_has_its_path(self) -> Settings:
-        """fp8 runs in the fused tower on a GPU with bfloat16 rows, and nowhere else."""
-        if self.precision == "fp8":
-            for name, needed, found in (
-                ("device", "cuda", self.device.partition(":")[0]),
-                ("tower", "auto", self.tower),
-                ("dtype", "bfloat16", self.dtype or "bfloat16"),
-            ):
-                if found != needed:
-                    raise ValueError(f"precision fp8 needs {name} {needed}, found {name} {found}")
-        return self
-
-    @model_validator(mode="after")
     def check_ingest_has_its_device(self) -> Settings:
         """What nothing can run on is refused, not replaced."""
-        for name in ("decode", "resize"):
-            if getattr(self, name) == "device" and self.device == "cpu":
-                raise ValueError(f"{name} device needs device cuda, found device cpu")
+        if self.resize == "device" and self.device == "cpu":
+            raise ValueError("resize device needs device cuda, found device cpu")
         return self
 
     @field_validator(

@@ -36,7 +36,6 @@ import torch
 from PIL import ExifTags, Image, UnidentifiedImageError
 
 from encoder_service.errors import ImageTooLarge, UndecodableImage, VisionEncoderError
-from encoder_service.ingest.device_decode import DeviceDecoding
 from encoder_service.ingest.headers import (
     UNKNOWN_FORMAT,
     Canvas,
@@ -234,18 +233,12 @@ def decode_rgb(
     data: bytes,
     limits: DecodeLimits,
     out: torch.Tensor | None = None,
-    decoding: DeviceDecoding | None = None,
 ) -> torch.Tensor:
     """The upright first frame as uint8 [H, W, 3], contiguous, owning its memory. out: memory of the image's
     size, contiguous, which is returned where the decoder could fill it itself; else it may have anything.
-    decoding: takes what it can of the files within the limits; the others are decoded here, or refused.
 
     Raises UndecodableImage, and ImageTooLarge before a pixel is decoded.
     """
-    if decoding is not None and _is_within(data, limits):
-        decoded = decoding.decode(data, out)
-        if decoded is not None:
-            return decoded
     plain = _decode_plain_jpeg(data, limits, out)
     if plain is not None:
         return plain
@@ -263,14 +256,6 @@ def decode_rgb(
             pixels = torch.from_numpy(np.array(rgb, dtype=np.uint8))
     _check_canvas(Canvas(pixels.shape[1], pixels.shape[0]), limits)
     return pixels
-
-
-def _is_within(data: bytes, limits: DecodeLimits) -> bool:
-    """False where the header says that the file will be refused for its size."""
-    if len(data) > limits.max_encoded_bytes:
-        return False
-    head = read_jpeg_head(data)
-    return head is None or head.height * head.width <= limits.max_image_pixels
 
 
 def _decode_plain_jpeg(data: bytes, limits: DecodeLimits, out: torch.Tensor | None) -> torch.Tensor | None:

@@ -33,7 +33,6 @@ from encoder_service.types import FrameItem, Grid, Modality, PatchItem, PixelVal
 
 if TYPE_CHECKING:
     from encoder_service.ingest.clips import ClipPreprocessor
-    from encoder_service.ingest.device_decode import DeviceDecoding
 
 # Options that were found in order, which are not looked at again.
 MAX_SOUND_OPTIONS = 256
@@ -94,16 +93,15 @@ def settings_fingerprint(
     rules: str,
     settings: QwenVLSettings | MoonViTSettings,
     clips: ClipPreprocessor | None = None,
-    decoding: DeviceDecoding | None = None,
 ) -> bytes:
     """BLAKE3 over the rules' version and the settings, those of clips among them, as canonical JSON. Floats
     in JSON are the shortest text that reads back to the same double, so equal settings give equal bytes
-    everywhere. decoding: where it makes other pixels of a file, folded in behind."""
+    everywhere."""
     content: dict[str, object] = {"rules": rules, "settings": dataclasses.asdict(settings)}
     if clips is not None:
         content["clips"] = clips.described
     digest: bytes = blake3(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).digest()
-    return digest if decoding is None else decoding.fingerprint(digest)
+    return digest
 
 
 class ImagePreprocessor(Preprocessor):
@@ -206,7 +204,7 @@ class ImagePreprocessor(Preprocessor):
         return self.fit_of(*read_size(data, self.limits), options)
 
     def decode_image(self, data: bytes, fit: Fit, out: torch.Tensor) -> None:
-        image_HWC = decode_rgb(data, self.limits, out, self.decoding)
+        image_HWC = decode_rgb(data, self.limits, out)
         check_size(image_HWC, fit.height, fit.width)
         if image_HWC is not out:
             # By numpy: torch would start a team of threads for each worker that copies.
@@ -218,7 +216,7 @@ class ImagePreprocessor(Preprocessor):
         size = read_size(data, self.limits)
         # Refuses an absurd shape before its pixels are decoded.
         grid = self.target_grid(*size, options)
-        image_HWC = decode_rgb(data, self.limits, decoding=self.decoding)
+        image_HWC = decode_rgb(data, self.limits)
         check_size(image_HWC, size.height, size.width)
         decoded = time.perf_counter()
         frames_THWC = self.fit(image_HWC, options).unsqueeze(0)

@@ -24,7 +24,6 @@ from encoder_service.types import Grid, PreprocessOptions
 
 if TYPE_CHECKING:
     from encoder_service.ingest.clips import MoonViTClips
-    from encoder_service.ingest.device_decode import DeviceDecoding
 
 RULES = "moonvit.1"  # raise when the same settings give other pixels
 
@@ -74,15 +73,13 @@ class MoonViTPreprocessor(ImagePreprocessor):
         settings: MoonViTSettings,
         limits: DecodeLimits,
         clips: MoonViTClips | None = None,
-        decoding: DeviceDecoding | None = None,
     ) -> None:
         self.settings = settings
         self.limits = limits
         self.clips: MoonViTClips | None = clips
-        self.decoding = decoding
         self.merge_size = settings.merge_size
         self.patch_dim = 3 * settings.patch_size**2
-        self.fingerprint = settings_fingerprint(RULES, settings, clips, decoding)
+        self.fingerprint = settings_fingerprint(RULES, settings, clips)
 
     @property
     def longest_item(self) -> int:

@@ -16,7 +16,6 @@ from encoder_service.types import FrameItem, Grid, Modality, PatchItem, PixelVal
 
 if TYPE_CHECKING:
     from encoder_service.ingest.clips import ClipPreprocessor
-    from encoder_service.ingest.device_decode import DeviceDecoding
 
 
 class Fit(NamedTuple):
@@ -42,13 +41,12 @@ class Preprocessor(abc.ABC):
 
     fingerprint: 32 bytes over every setting that changes pixels, and over the version of the code's rules.
     patch_dim: elements of one flattened patch. clips: the rules for clips; None where the checkpoint says
-    nothing of them. decoding: of image files on the device; None: on the host, all of them.
+    nothing of them.
     """
 
     fingerprint: bytes
     patch_dim: int
     clips: ClipPreprocessor | None = None
-    decoding: DeviceDecoding | None = None
 
     @property
     def longest_item(self) -> int:

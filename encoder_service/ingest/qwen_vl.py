@@ -25,7 +25,6 @@ from encoder_service.types import Grid, PreprocessOptions
 
 if TYPE_CHECKING:
     from encoder_service.ingest.clips import ClipPreprocessor
-    from encoder_service.ingest.device_decode import DeviceDecoding
 
 RULES = "qwen_vl.1"  # raise when the same settings give other pixels
 MAX_ASPECT_RATIO = 200
@@ -69,15 +68,13 @@ class QwenVLPreprocessor(ImagePreprocessor):
         settings: QwenVLSettings,
         limits: DecodeLimits,
         clips: ClipPreprocessor | None = None,
-        decoding: DeviceDecoding | None = None,
     ) -> None:
         self.settings = settings
         self.limits = limits
         self.clips = clips
-        self.decoding = decoding
         self.merge_size = settings.merge_size
         self.patch_dim = 3 * settings.temporal_patch_size * settings.patch_size**2
-        self.fingerprint = settings_fingerprint(RULES, settings, clips, decoding)
+        self.fingerprint = settings_fingerprint(RULES, settings, clips)
 
     @property
     def patch_shapes(self) -> tuple[tuple[int, ...], ...]:

@@ -11,7 +11,6 @@ from pathlib import Path
 from encoder_service.errors import UnsupportedCheckpoint
 from encoder_service.ingest.clips import MoonViTClips, QwenClips
 from encoder_service.ingest.decode import DecodeLimits
-from encoder_service.ingest.device_decode import DeviceDecoding
 from encoder_service.ingest.moonvit import MoonViTPreprocessor
 from encoder_service.ingest.preprocessor import Preprocessor
 from encoder_service.ingest.qwen_vl import QwenVLPreprocessor
@@ -30,13 +29,12 @@ def _qwen_vl(
     clips: SettingsReader | None,
     limits: DecodeLimits,
     clip_limits: ClipLimits,
-    decoding: DeviceDecoding | None,
 ) -> Preprocessor:
     settings = parse_qwen_vl(images)
     if clips is None:
-        return QwenVLPreprocessor(settings, limits, decoding=decoding)
+        return QwenVLPreprocessor(settings, limits)
     return QwenVLPreprocessor(
-        settings, limits, QwenClips(parse_qwen_video(clips, settings), settings, clip_limits), decoding
+        settings, limits, QwenClips(parse_qwen_video(clips, settings), settings, clip_limits)
     )
 
 
@@ -45,21 +43,18 @@ def _moonvit(
     clips: SettingsReader | None,
     limits: DecodeLimits,
     clip_limits: ClipLimits,
-    decoding: DeviceDecoding | None,
 ) -> Preprocessor:
     settings = parse_moonvit(images)
     if clips is None or not has_moonvit_video(clips):
-        return MoonViTPreprocessor(settings, limits, decoding=decoding)
+        return MoonViTPreprocessor(settings, limits)
     return MoonViTPreprocessor(
-        settings, limits, MoonViTClips(parse_moonvit_video(clips, settings), settings, clip_limits), decoding
+        settings, limits, MoonViTClips(parse_moonvit_video(clips, settings), settings, clip_limits)
     )
 
 
 PREPROCESSORS: dict[
     str,
-    Callable[
-        [SettingsReader, SettingsReader | None, DecodeLimits, ClipLimits, DeviceDecoding | None], Preprocessor
-    ],
+    Callable[[SettingsReader, SettingsReader | None, DecodeLimits, ClipLimits], Preprocessor],
 ] = {
     "qwen3_vl": _qwen_vl,
     "qwen3_5": _qwen_vl,
@@ -72,10 +67,8 @@ def load_preprocessor(
     family: str,
     limits: DecodeLimits,
     clip_limits: ClipLimits | None = None,
-    decoding: DeviceDecoding | None = None,
 ) -> Preprocessor:
-    """The preprocessor of a checkpoint folder. clip_limits: their defaults when left out. decoding: of image
-    files on the device.
+    """The preprocessor of a checkpoint folder. clip_limits: their defaults when left out.
 
     Raises UnsupportedCheckpoint for an unknown family or for settings that are missing, invalid or unknown,
     CheckpointError when the folder has no settings file.
@@ -89,5 +82,4 @@ def load_preprocessor(
         read_video_settings_file(path),
         limits,
         clip_limits or ClipLimits(),
-        decoding,
     )

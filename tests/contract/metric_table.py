@@ -21,7 +21,6 @@ from encoder_service.config import parse_settings
 from encoder_service.engine.graphs import GraphCounters
 from encoder_service.engine.jobs import EngineCounters
 from encoder_service.engine.resizing import Resizing
-from encoder_service.ingest.device_decode import DeviceDecoding
 from encoder_service.metrics import Metrics
 from encoder_service.rpc.doors import export_gate, export_local
 from encoder_service.scheduler.buckets import Bucket, BucketLadder
@@ -83,7 +82,6 @@ def full_registry() -> Metrics:
     resizing = Resizing(torch.device("cpu"), 1)
     engine = MagicMock(graphs=graphs, counters=EngineCounters(), resizing=resizing)
     pipeline = MagicMock()
-    pipeline.model.preprocessor.decoding = DeviceDecoding("", MagicMock(), torch.device("cpu"))
     register_gauges(metrics, pipeline, engine)
     live = LiveView(metrics)
     live.sample = lambda: None  # type: ignore[method-assign]

@@ -137,6 +137,6 @@ def test_the_service_asks_for_what_its_preprocessor_allows(
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     _, preprocessor = opened(tmp_path, "kimi_k25")
     tower = SimpleNamespace(device=torch.device("cuda"))
-    model = SimpleNamespace(tower=tower, preprocessor=preprocessor, precision=None)
+    model = SimpleNamespace(tower=tower, preprocessor=preprocessor)
     capture_graphs(model, Settings(model=tmp_path))  # type: ignore[arg-type]
     assert (asked["max_patches"], asked["longest_item"]) == (BUDGET, 4 * 446 * 12)
