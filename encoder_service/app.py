@@ -16,6 +16,7 @@ import sys
 import time
 import uuid
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import structlog
 import torch
@@ -35,8 +36,8 @@ from encoder_service.errors import ConfigurationError, DeviceFault, StartupError
 from encoder_service.ingest.cores import usable_cores
 from encoder_service.ingest.decode import DecodeLimits
 from encoder_service.ingest.registry import load_preprocessor
-from encoder_service.ingest.video_settings import clip_limits
-from encoder_service.ingest.workers import WorkerThreads
+from encoder_service.ingest.urls import open_urls
+from encoder_service.ingest.video.source import clip_limits
 from encoder_service.metrics import Metrics
 from encoder_service.pipeline import Pipeline, ServedModel
 from encoder_service.rpc.doors import call_gate, open_grpc
@@ -53,7 +54,6 @@ from encoder_service.transport.pixel_input import PixelInput, open_pixel_input
 from encoder_service.transport.shared_memory import SharedMemory, host_id, open_shared_store, share
 from encoder_service.transport.shared_metrics import export_pixels, export_shared
 from encoder_service.types import Grid
-from encoder_service.urls.open import open_urls
 from vision_encoder.v1 import encoder_pb2 as pb
 
 log = structlog.get_logger(__name__)
@@ -78,7 +78,7 @@ class Service:
         self.pixels = PixelInput()
         self._info: pb.GetServerInfoResponse | None = None
         self._engine: DeviceEngine | None = None
-        self._workers = WorkerThreads(settings.ingest_threads or usable_cores(), "ingest")
+        self._workers = ThreadPoolExecutor(settings.ingest_threads or usable_cores(), "ingest")
         self._grpc, self._gate = open_grpc(settings, self.metrics), call_gate(settings, self.metrics)
         self._urls = open_urls(settings, self.metrics)
         self._admin = AdminPlane(settings, self.metrics)
@@ -289,7 +289,7 @@ def load_model(settings: Settings) -> ServedModel:
     loaded = load_tower(settings.model, device=device, dtype=dtype)
     limits = DecodeLimits(settings.max_encoded_bytes, settings.max_image_pixels)
     clips = clip_limits(settings, settings.max_image_pixels, settings.ingest_threads or usable_cores())
-    preprocessor = load_preprocessor(settings.model, loaded.family, limits, clips)
+    preprocessor = load_preprocessor(settings.model, loaded.family, limits, clips, settings.transparent)
     if preprocessor.patch_dim != loaded.tower.patch_dim:
         raise ConfigurationError(
             f"{settings.model}: the processor makes patches of {preprocessor.patch_dim} elements, the tower "

@@ -73,6 +73,11 @@ class Settings(AccessSettings, ClipSettings, SharedTierSettings):
     ingest_threads: int = Field(
         0, ge=0, le=256, description="Worker threads that decode and resize; 0: one for each usable core."
     )
+    transparent: Literal["white", "drop"] = Field(
+        "white",
+        description="Transparent images: over white, as the reference's current processors and vLLM show "
+        "them, or with alpha dropped, as older ones and SGLang do.",
+    )
     resize: Literal["host", "device"] = Field(
         "host", description="Where images are resized, to the same bits: the worker threads, or the GPU."
     )

@@ -145,7 +145,6 @@ class Pipeline:
             self._returns,
             self.max_patches_per_item,
             self.clock,
-            self.engine.resizing,
         )
         self._clips = ClipRun(
             self._run, preprocessor, self.load, self.max_clip_patches, self.clip_piece_patches

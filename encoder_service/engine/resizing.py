@@ -17,7 +17,7 @@ import importlib.util
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import structlog
@@ -28,8 +28,8 @@ from encoder_service.engine.patches import Upload
 from encoder_service.engine.staging import ALIGNMENT_BYTES, NUM_SLOTS, PixelSlot
 from encoder_service.engine.streams import Streams
 from encoder_service.errors import InternalError
-from encoder_service.ingest.frames import resize_bicubic
-from encoder_service.ingest.preprocessor import Fit, Preprocessor
+from encoder_service.ingest.preprocessor import Preprocessor
+from encoder_service.ingest.resize import resize_bicubic
 from encoder_service.scheduler.admission import Permit
 from encoder_service.towers.fused_inputs import shape_row
 from encoder_service.towers.tower import Tower
@@ -47,6 +47,9 @@ MAX_SIDE = 16_384
 DECODED_SHARE = 0.5
 # Of images that are resized both ways at start: height, width, and what they become before padding.
 TRIALS = ((37, 52, 24, 61), (9, 40, 28, 40), (64, 33, 11, 16))
+
+
+Fit = Any
 
 
 def packing_of(fit: Fit) -> Packing:
@@ -129,7 +132,7 @@ class Resizing:
         image_HWC = pixels_of(memory, packing)
         write_tables(memory, packing)
         packed_s = time.perf_counter()
-        preprocessor.decode_image(data, fit, image_HWC)
+        raise NotImplementedError(preprocessor, data, image_HWC)
         decode_ms = (time.perf_counter() - packed_s) * 1e3
         return packed_item(memory, packing, fit.grid, tower), decode_ms, (packed_s - started_s) * 1e3
 

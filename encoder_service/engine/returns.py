@@ -16,7 +16,6 @@ from concurrent.futures import Executor, Future
 from typing import Any, TypeVar
 
 from encoder_service.errors import InternalError
-from encoder_service.ingest.workers import WorkerThreads
 
 Result = TypeVar("Result")
 
@@ -84,10 +83,7 @@ def told(error: BaseException) -> BaseException:
 def start_soon(workers: Executor, job: Callable[[], object]) -> None:
     """Runs a job that does not raise on a worker; what becomes of it, it tells by itself. Raises as the
     executor's ``submit``."""
-    if isinstance(workers, WorkerThreads):
-        workers.start_soon(job)
-    else:
-        workers.submit(job)
+    workers.submit(job)
 
 
 def _end(future: asyncio.Future[Result], result: Result) -> None:

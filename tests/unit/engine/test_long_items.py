@@ -19,7 +19,7 @@ from encoder_service.ingest.decode import DecodeLimits
 from encoder_service.ingest.moonvit import PatchLimits, limited_size, most_patches
 from encoder_service.ingest.preprocessor import Preprocessor
 from encoder_service.ingest.registry import load_preprocessor
-from encoder_service.ingest.video_settings import ClipLimits
+from encoder_service.ingest.video.source import ClipLimits
 from encoder_service.scheduler.buckets import BucketLadder, default_ladder, sequence_slots
 from encoder_service.scheduler.planner import Planner, Ticket, launch_of
 from encoder_service.towers.registry import load_tower

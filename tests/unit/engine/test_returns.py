@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from encoder_service.engine.returns import Returns
-from encoder_service.ingest.workers import WorkerThreads
 
 pytestmark = pytest.mark.anyio
 
@@ -99,7 +98,7 @@ def test_p37_a_loop_that_has_ended_is_told_nothing_and_nobody_fails() -> None:
     returns.post(print)
 
 
-@pytest.mark.parametrize("pool", [WorkerThreads(2, "test"), ThreadPoolExecutor(2)])
+@pytest.mark.parametrize("pool", [ThreadPoolExecutor(2)])
 async def test_work_runs_on_a_worker_and_its_end_is_the_futures(pool: Any) -> None:
     returns = Returns(asyncio.get_running_loop())
     name = await returns.run(pool, lambda: threading.current_thread().name)
@@ -110,7 +109,7 @@ async def test_work_runs_on_a_worker_and_its_end_is_the_futures(pool: Any) -> No
 
 
 async def test_work_whose_caller_left_before_it_began_is_not_run() -> None:
-    pool, returns, ran = WorkerThreads(1, "test"), Returns(asyncio.get_running_loop()), []
+    pool, returns, ran = ThreadPoolExecutor(1), Returns(asyncio.get_running_loop()), []
     gate = threading.Event()
     first = returns.run(pool, gate.wait, 10)
     second = returns.run(pool, ran.append, 2)
