@@ -51,7 +51,7 @@ test-engines: $(ENGINES_STAMP) ## Run vLLM on the CPU with image rows from the s
 NO_DEVICE := $(addprefix --ignore=tests/,parity/test_hf_engine.py parity/test_hf_engine_checkpoint.py parity/test_mrope.py \
     parity/test_mrope_properties.py parity/test_synthetic_reference.py parity/test_video_end_to_end.py \
     parity/test_video_pixels.py integration/test_admin_page.py integration/test_cli_access.py \
-    integration/test_device_decode.py integration/test_device_tier.py integration/test_door_metrics.py \
+    integration/test_device_tier.py integration/test_door_metrics.py \
     integration/test_security.py integration/test_shared_tier.py integration/test_shared_tier_tls.py \
     integration/test_sight.py integration/test_url_items.py integration/test_video_items.py \
     integration/test_vllm_fetch.py)

@@ -50,7 +50,7 @@ from encoder_service.config import parse_settings
 from encoder_service.ingest.cores import usable_cores
 from encoder_service.ingest.decode import DecodeLimits
 from encoder_service.ingest.registry import load_preprocessor
-from encoder_service.ingest.video_settings import clip_limits
+from encoder_service.ingest.video.source import clip_limits
 from encoder_service.towers.synthetic import make_checkpoint
 from encoder_service.types import EncodedFile, Grid, PreprocessOptions
 from lm_adapter import ClipItem, EncodedRows, VisionEncoderClient
@@ -161,7 +161,7 @@ class Ours:
         begun_s = time.perf_counter()
         clip = self._preprocessor.clips.open(EncodedFile(self._data), PreprocessOptions())
         opened_s = time.perf_counter()
-        while clip.read_piece(8192) is not None:
+        for _ in clip.pieces(8192):
             pass
         return {
             "open": (opened_s - begun_s) * 1e3,

@@ -19,6 +19,7 @@ import uuid
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TypeVar
+from concurrent.futures import ThreadPoolExecutor
 
 import structlog
 import torch
@@ -35,10 +36,9 @@ from encoder_service.engine.graphs import CaptureRecord, GraphRunner
 from encoder_service.errors import ConfigurationError, DeviceFault, StartupError
 from encoder_service.ingest.cores import usable_cores
 from encoder_service.ingest.decode import DecodeLimits
-from encoder_service.ingest.device_decode import open_decoding
 from encoder_service.ingest.registry import load_preprocessor
-from encoder_service.ingest.video_settings import clip_limits
-from encoder_service.ingest.workers import WorkerThreads
+from encoder_service.ingest.urls import open_urls
+from encoder_service.ingest.video.source import clip_limits
 from encoder_service.metrics import Metrics
 from encoder_service.pipeline import Pipeline, ServedModel
 from encoder_service.rpc.doors import call_gate, open_grpc
@@ -49,14 +49,12 @@ from encoder_service.scheduler.admission import Admission, UnreadBytes
 from encoder_service.scheduler.planner import Planner
 from encoder_service.store.embedding_store import EmbeddingStore, RowStore
 from encoder_service.store.shared_tier_start import open_shared_tier
-from encoder_service.towers.precision import check_fp8_device, parse_precision
 from encoder_service.towers.registry import load_tower
 from encoder_service.traces import start_traces
 from encoder_service.transport.pixel_input import PixelInput, open_pixel_input
 from encoder_service.transport.shared_memory import SharedMemory, host_id, open_shared_store, share
 from encoder_service.transport.shared_metrics import export_pixels, export_shared
 from encoder_service.types import Grid
-from encoder_service.urls.open import open_urls
 from vision_encoder.v1 import encoder_pb2 as pb
 
 log = structlog.get_logger(__name__)
@@ -82,7 +80,7 @@ class Service:
         self.pixels = PixelInput()
         self._info: pb.GetServerInfoResponse | None = None
         self._engine: DeviceEngine | None = None
-        self._workers = WorkerThreads(settings.ingest_threads or usable_cores(), "ingest")
+        self._workers = ThreadPoolExecutor(settings.ingest_threads or usable_cores(), "ingest")
         self._grpc, self._gate = open_grpc(settings, self.metrics), call_gate(settings, self.metrics)
         self._urls = open_urls(settings, self.metrics)
         self._admin = AdminPlane(settings, self.metrics)
@@ -163,8 +161,6 @@ class Service:
             family=model.family,
             device=str(model.tower.device),
             dtype=str(model.tower.dtype).removeprefix("torch."),
-            precision=model.precision.name,
-            decode=self.settings.decode,
             listen=",".join(self.addresses),
             admin=self.admin_address,
             load_s=round(time.monotonic() - started_s, 2),
@@ -302,16 +298,12 @@ def load_model(settings: Settings) -> ServedModel:
                 f"device {settings.device} was asked for, but torch sees "
                 f"{torch.cuda.device_count()} device(s)"
             )
-    precision = parse_precision(settings.precision)
-    if precision.fp8_products:
-        check_fp8_device(device)
     default = torch.bfloat16 if device.type == "cuda" else torch.float32
     dtype = default if settings.dtype is None else getattr(torch, settings.dtype)
     loaded = load_tower(settings.model, device=device, dtype=dtype)
     limits = DecodeLimits(settings.max_encoded_bytes, settings.max_image_pixels)
     clips = clip_limits(settings, settings.max_image_pixels, settings.ingest_threads or usable_cores())
-    decoding = open_decoding(settings.decode, loaded.tower.device)
-    preprocessor = load_preprocessor(settings.model, loaded.family, limits, clips, decoding)
+    preprocessor = load_preprocessor(settings.model, loaded.family, limits, clips, settings.transparent)
     if preprocessor.patch_dim != loaded.tower.patch_dim:
         raise ConfigurationError(
             f"{settings.model}: the processor makes patches of {preprocessor.patch_dim} elements, the tower "
@@ -321,10 +313,9 @@ def load_model(settings: Settings) -> ServedModel:
     return ServedModel(
         name,
         loaded.family,
-        precision.fingerprint(loaded.fingerprint),
+        loaded.fingerprint,
         loaded.tower,
         preprocessor,
-        precision,
     )
 
 
@@ -344,7 +335,6 @@ def capture_graphs(model: ServedModel, settings: Settings) -> GraphRunner | None
 
         return build_graph_runner(
             model.tower,
-            precision=model.precision,
             attention=settings.attention,
             deterministic=settings.deterministic,
             max_patches=settings.max_patches_per_batch,

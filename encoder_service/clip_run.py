@@ -4,7 +4,7 @@ handed on one after another.
 Owns the order of a clip's pieces: each is decoded on a worker while the device has the one before, and waits
 like any other item in the planner, so that images and clips share batches and graphs. A clip has a few pieces
 decoded at a time, whatever its length. What becomes of a piece on the device is the engine's; decoding and
-the cut are ``ingest.clips``'. Used from the event loop only.
+the cut are ``ingest.video``'. Used from the event loop only.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from encoder_service.engine.faults import first_line
 from encoder_service.engine.jobs import TowerResult
 from encoder_service.errors import ClipTooLarge, DeviceFault, Draining, InternalError, UnsupportedContent
 from encoder_service.flights import Flight
-from encoder_service.ingest.clips import Clip, ClipPlan
 from encoder_service.ingest.pinned import pinned
 from encoder_service.ingest.preprocessor import Preprocessor
+from encoder_service.ingest.video.clip import Clip, ClipPlan
 from encoder_service.load import DeviceLoad
 from encoder_service.scheduler.admission import Permit
 from encoder_service.scheduler.planner import Ticket
@@ -73,9 +73,6 @@ class ClipRun:
         Raises UnsupportedContent, UndecodableClip, ClipTooLarge, AspectRatioExceeded, PixelTensorMismatch,
         QueueFull, and what the engine's futures end with.
         """
-        rules = self.preprocessor.clips
-        if rules is None:
-            raise UnsupportedContent("the checkpoint has no settings for clips; send a clip as pixel tensors")
         towers = self.towers
         started_s = towers.clock()
         clip = await towers.loop.run_in_executor(towers.workers, rules.open, content, options)
@@ -127,6 +124,7 @@ class Pieces:
         self._towers = owner.towers
         self._flight = flight
         self._clip = clip
+        self._clip_pieces = clip.pieces(owner.max_piece_patches)
         self._ahead: deque[Piece] = deque()
         self._futures: list[Future[TowerResult]] = []
         self._num_queued = 0
@@ -180,7 +178,7 @@ class Pieces:
 
     def _read(self) -> FrameItem | None:
         """On a worker: the next piece where the device can read it."""
-        piece, tower = self._clip.read_piece(self._owner.max_piece_patches), self._towers.tower
+        piece, tower = next(self._clip_pieces, None), self._towers.tower
         if piece is None:
             return None
         return pinned(piece, tower.device, tower.dtype)

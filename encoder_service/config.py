@@ -39,9 +39,6 @@ class Settings(AccessSettings, ClipSettings, SharedTierSettings):
     dtype: Literal["float32", "bfloat16"] | None = Field(
         None, description="Type of weights and rows; default bfloat16 on a GPU, float32 on the CPU."
     )
-    precision: Literal["dtype", "fp8"] = Field(
-        "dtype", description="Of the blocks' matrix products: as dtype says, or fp8 on a GPU that has it."
-    )
     tower: Literal["auto", "plain"] = Field(
         "auto", description="auto: fused kernels and CUDA graphs where the device can; plain: never."
     )
@@ -76,10 +73,10 @@ class Settings(AccessSettings, ClipSettings, SharedTierSettings):
     ingest_threads: int = Field(
         0, ge=0, le=256, description="Worker threads that decode and resize; 0: one for each usable core."
     )
-    decode: Literal["host", "device"] = Field(
-        "host",
-        description="Where JPEG files are decoded: the worker threads, or the GPU by nvJPEG, which needs the "
-        "extra nvjpeg; pixels differ by a level, so keys do too.",
+    transparent: Literal["white", "drop"] = Field(
+        "white",
+        description="Transparent images: over white, as the reference's current processors and vLLM show "
+        "them, or with alpha dropped, as older ones and SGLang do.",
     )
     store_bytes: int = Field(2 * GIB, ge=0, description="Rows kept for later requests.")
     namespace_shares: Annotated[
@@ -233,26 +230,6 @@ class Settings(AccessSettings, ClipSettings, SharedTierSettings):
                 raise ValueError(
                     f"shm_prefixes has {prefix!r}; a prefix has 3 to 64 letters, digits, '.', '_' and '-'"
                 )
-        return self
-
-    @model_validator(mode="after")
-    def check_fp8_has_its_path(self) -> Settings:
-        """fp8 runs in the fused tower on a GPU with bfloat16 rows, and nowhere else."""
-        if self.precision == "fp8":
-            for name, needed, found in (
-                ("device", "cuda", self.device.partition(":")[0]),
-                ("tower", "auto", self.tower),
-                ("dtype", "bfloat16", self.dtype or "bfloat16"),
-            ):
-                if found != needed:
-                    raise ValueError(f"precision fp8 needs {name} {needed}, found {name} {found}")
-        return self
-
-    @model_validator(mode="after")
-    def check_ingest_has_its_device(self) -> Settings:
-        """What nothing can run on is refused, not replaced."""
-        if self.decode == "device" and self.device == "cpu":
-            raise ValueError("decode device needs device cuda, found device cpu")
         return self
 
     @field_validator("isolated_namespaces", "isolated_device_bytes", "namespace_shares", mode="before")

@@ -60,10 +60,7 @@ class AccessSettings(BaseSettings):
     url_networks: Annotated[tuple[str, ...], NoDecode] = Field(
         (), description="Networks that URLs may lead to though they are not public: 10.1.0.0/16, ..."
     )
-    url_ca: Path | None = Field(None, description="PEM authorities of URL servers; default: the public ones.")
     url_timeout_s: float = Field(10.0, gt=0, le=600, description="For one URL, redirects included.")
-    url_max_redirects: int = Field(3, ge=0, le=10, description="Each is checked like the first URL.")
-    url_max_fetches: int = Field(16, ge=1, le=1024, description="URLs fetched at a time; others wait.")
 
     def namespace_tokens(self) -> dict[str, tuple[str, ...]]:
         """Every token that the settings themselves give, by namespace."""

@@ -1,7 +1,4 @@
-"""Settings of clips: what one may ask for, and how it is read and cut.
-
-Owns those knobs. ``config.Settings`` has them among the others.
-"""
+"""Settings of clips. ``config.Settings`` has them among the others."""
 
 from __future__ import annotations
 
@@ -16,9 +13,6 @@ class ClipSettings(BaseSettings):
 
     max_clip_bytes: int = Field(256 * MIB, ge=1024, description="Largest clip file.")
     max_clip_duration_s: float = Field(7200.0, ge=1, le=604_800, description="Longest clip, in seconds.")
-    max_clip_source_frames: int = Field(
-        1_000_000, ge=1, le=100_000_000, description="Frames that a clip's file may have."
-    )
     max_clip_decoded_pixels: int = Field(
         250_000_000_000,
         ge=1,
@@ -31,7 +25,4 @@ class ClipSettings(BaseSettings):
         8192,
         ge=4,
         description="Patches of a piece that a clip is encoded in; at least one frame pair or chunk.",
-    )
-    clip_decode_threads: int = Field(
-        0, ge=0, le=64, description="Threads of one clip's decoder; 0: a quarter of ingest_threads, 2 to 8."
     )

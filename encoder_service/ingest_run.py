@@ -1,6 +1,6 @@
 """One image, or a tensor that its caller preprocessed, from its content to pixels that the device can take.
 
-Owns the order: its size first, by a glance or on a worker, then room for its patches, then its pixels, which
+Owns the order: its size first, on a worker, then room for its patches, then its pixels, which
 a worker makes. What files and tensors mean is ``ingest``'s, where pixels go is ``tower_run``'s, clips are
 ``clip_run``'s. Used from the event loop only.
 """
@@ -26,13 +26,11 @@ from encoder_service.types import (
     DigestOnly,
     EncodedFile,
     FrameArray,
-    FrameItem,
     Grid,
     Item,
     LoadedPixels,
     LoadPixels,
     PixelValues,
-    PreprocessOptions,
 )
 
 
@@ -71,12 +69,11 @@ class IngestRun:
             case PixelValues() as pixels:
                 grid = pixels.grid
                 self.tower.check_grid(grid)
-                self._admit(flight, grid, permit)
-                load = functools.partial(self._check_pixels, pixels)
             case FrameArray() | DigestOnly():
                 raise UnsupportedContent(f"{type(item.content).__name__} is no single picture")
+        self._admit(flight, grid, permit)
         flight.timings.admit_ms = (self.clock() - started_s) * 1e3
-        return grid, load
+        return grid, functools.partial(self._load, item, grid)
 
     def _load_image(self, data: bytes, options: PreprocessOptions, grid: Grid) -> LoadedPixels:
         """On a worker: frames where the device can read them; pinning counts as resizing."""
@@ -112,12 +109,3 @@ class IngestRun:
             flight.ticket.num_sequences = grid.t
         self.load.add(flight.ticket)
         flight.announced.set_result(grid)
-
-
-def _of_grid(frames: FrameItem, grid: Grid) -> FrameItem:
-    """Raises UndecodableImage where the pixels are not what the header promised."""
-    if frames.grid != grid:
-        raise UndecodableImage(
-            f"the file's header promises grid {tuple(grid)}, its pixels give {tuple(frames.grid)}"
-        )
-    return frames

@@ -39,7 +39,6 @@ from encoder_service.store.embedding_store import Held, RowStore, Tier
 from encoder_service.store.shared_tier import SharedTier
 from encoder_service.store.tiers import TieredStore, cache_tier
 from encoder_service.tower_run import TowerRun
-from encoder_service.towers.precision import AS_DTYPE, Precision
 from encoder_service.towers.tower import Tower
 from encoder_service.types import (
     CacheTier,
@@ -62,14 +61,13 @@ HASH_INLINE_BYTES = 256 * 1024
 
 @dataclass(frozen=True)
 class ServedModel:
-    """The one model of this process. fingerprint: of the weights under the precision that serves them."""
+    """The one model of this process. fingerprint: of the vision weights and the sizes."""
 
     name: str
     family: str
     fingerprint: bytes
     tower: Tower
     preprocessor: Preprocessor
-    precision: Precision = AS_DTYPE
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,17 @@ import torch
 from torch import nn
 
 from encoder_service.errors import GridMismatch, InvalidOption, NonFinitePixels, UndecodableImage
-from encoder_service.ingest.preprocessor import Preprocessor
+from encoder_service.ingest.preprocessor import ImagePlan, Preprocessor
 from encoder_service.towers.tower import Tower, TowerInputs
-from encoder_service.types import FrameItem, Grid, Modality, PatchItem, PixelValues, PreprocessOptions
+from encoder_service.types import (
+    FrameItem,
+    Grid,
+    LoadedPixels,
+    Modality,
+    PatchItem,
+    PixelValues,
+    PreprocessOptions,
+)
 
 MERGE = 2
 PATCH_DIM = 4
@@ -41,8 +49,15 @@ class FakePreprocessor(Preprocessor):
         if options.max_patches is not None:
             raise InvalidOption("max_patches is not an option of this family")
 
-    def target_grid(self, height: int, width: int, options: PreprocessOptions) -> Grid:
-        return Grid(1, height, width)
+    def check_values(self, options: PreprocessOptions) -> None:
+        pass
+
+    def plan_image(self, height: int, width: int, options: PreprocessOptions) -> ImagePlan:
+        return ImagePlan((height, width), (height, width), Grid(1, height, width))
+
+    @property
+    def patch_shapes(self) -> tuple[tuple[int, ...], ...]:
+        return ((PATCH_DIM,),)
 
     def probe_image(self, data: bytes, options: PreprocessOptions) -> Grid:
         self.num_probes += 1
@@ -51,12 +66,12 @@ class FakePreprocessor(Preprocessor):
         height, width, _ = struct.unpack("<IIB", data[4:])
         return Grid(1, height, width)
 
-    def load_image(self, data: bytes, options: PreprocessOptions) -> tuple[FrameItem, float, float]:
+    def load_image(self, data: bytes, options: PreprocessOptions) -> LoadedPixels:
         self.num_loads += 1
         assert self.gate.wait(30)
         grid = self.probe_image(data, options)
         frames = torch.full((1, grid.h, grid.w, 3), data[-1], dtype=torch.uint8)
-        return FrameItem(frames, grid), 1.0, 2.0
+        return LoadedPixels(FrameItem(frames, grid), 1.0, 2.0)
 
     def check_pixels(self, pixels: PixelValues) -> PatchItem:
         if len(pixels.pixel_values) != pixels.grid.num_patches:

@@ -71,14 +71,6 @@ def register_gauges(metrics: Metrics, pipeline: Pipeline, engine: DeviceEngine) 
         "Batches that failed and were split, so that innocent items succeed.",
         lambda: engine.counters.retried_batches,
     )
-    if (decoding := pipeline.model.preprocessor.decoding) is not None:
-        by(
-            "ve_decoded_items",
-            "Images by where they are decoded: the device, or the host for their format or damage, for their "
-            "size, for want of memory on the device, or because it refused or failed.",
-            "place",
-            lambda: dict(decoding.counts),
-        )
     if (graphs := engine.graphs) is not None:
         figures = graphs.counters
         counter("ve_graph_replays", "Batches run as a CUDA graph.", lambda: figures.replays.total())

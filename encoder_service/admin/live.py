@@ -164,8 +164,6 @@ class LiveView:
                 "family": model.family,
                 "device": str(model.tower.device),
                 "dtype": str(model.tower.dtype).removeprefix("torch."),
-                "precision": model.precision.name,
-                "decode": "host" if model.preprocessor.decoding is None else "device",
             },
             "window_s": window.seconds,
             "now": self._now(window),

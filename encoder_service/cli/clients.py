@@ -203,7 +203,7 @@ def info(
 def model_rows(model: ModelInfo) -> list[tuple[str, str]]:
     """A model's lines of the ``info`` table."""
     return [
-        ("model", f"{model.name} ({model.family}), {model.dtype}, precision {model.precision}"),
+        ("model", f"{model.name} ({model.family}), {model.dtype}"),
         (
             "rows",
             f"width {model.width} = {model.out_width} x (1 + {model.num_deepstack_levels} deepstack), "

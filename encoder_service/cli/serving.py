@@ -44,9 +44,6 @@ def serve(
         str | None, typer.Option(help="host:port of the admin plane, '' for none (VE_ADMIN_LISTEN).")
     ] = None,
     model_name: Annotated[str | None, typer.Option(help="Name that requests use.")] = None,
-    precision: Annotated[
-        str | None, typer.Option(help="Of the matrix products: dtype, or fp8 on a GPU that has it.")
-    ] = None,
     tower: Annotated[str | None, typer.Option(help="auto, or plain: no fused kernels, no graphs.")] = None,
     attention: Annotated[
         str | None, typer.Option(help="Attention backend on a GPU; auto measures what is installed.")
@@ -60,10 +57,6 @@ def serve(
         ),
     ] = False,
     bucket_sizes: Annotated[str | None, typer.Option(help="Patches of each graph, comma separated.")] = None,
-    decode: Annotated[
-        str | None,
-        typer.Option(help="Where JPEG files are decoded: host, or device by nvJPEG (VE_DECODE)."),
-    ] = None,
     store_bytes: Annotated[int | None, typer.Option(help="Rows kept for later requests.")] = None,
     broker_path: Annotated[
         str | None, typer.Option(help="Unix socket that hands out rows in shared memory (VE_BROKER_PATH).")
@@ -92,12 +85,10 @@ def serve(
             listen=tuple(listen) if listen else None,
             admin_listen=admin_listen,
             model_name=model_name,
-            precision=precision,
             tower=tower,
             attention=attention,
             deterministic=deterministic or None,
             bucket_sizes=bucket_sizes,
-            decode=decode,
             store_bytes=store_bytes,
             broker_path=broker_path,
             arena_bytes=arena_bytes,

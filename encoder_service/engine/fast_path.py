@@ -24,7 +24,6 @@ from encoder_service.towers.attention.select import ShapeCase, graph_time_ms, me
 from encoder_service.towers.gemm.per_rows import TORCH_CHOICES, GemmChoices
 from encoder_service.towers.gemm.select import BlockShape, choose_gemms, find_gemms
 from encoder_service.towers.moonvit import MoonViTTower
-from encoder_service.towers.precision import AS_DTYPE, Precision, check_fp8_device, check_fp8_sizes
 from encoder_service.towers.qwen3_vl import Qwen3VLTower
 from encoder_service.towers.tower import Tower
 
@@ -44,7 +43,6 @@ def build_graph_runner(
     max_patches: int,
     longest_item: int = 0,
     bucket_sizes: Sequence[int] = (),
-    precision: Precision = AS_DTYPE,
     clock: Callable[[], float] = time.monotonic,
     progress: Callable[[CaptureRecord, int], None] | None = None,
 ) -> GraphRunner | None:
@@ -53,9 +51,8 @@ def build_graph_runner(
     attention: "auto" or a backend's name. deterministic: one backend for all shapes whose rows for an item
     do not depend on its batch. max_patches: of the largest batch; longest_item: patches of the largest item
     that attends over all of itself, which runs alone where it is above that; bucket_sizes: the ladder, in
-    patches, instead of the default one. precision: of the blocks' matrix products; fp8 never falls back to
-    the plain tower, whose rows are not those of its keys. Raises ConfigurationError for an attention, sizes
-    or a precision that cannot be had.
+    patches, instead of the default one. Raises ConfigurationError for an attention or sizes that
+    cannot be had.
     """
     candidates = [
         backend
@@ -63,8 +60,6 @@ def build_graph_runner(
         if not backend.static_lengths
     ]
     reason = why_plain(tower, candidates)
-    if precision.fp8_products:
-        check_fp8(precision, tower, reason)
     if reason is not None:
         log.warning("fast path is off, the plain tower serves", reason=reason)
         return None
@@ -75,7 +70,7 @@ def build_graph_runner(
     chosen = choose_attention(tower, candidates, ladder, deterministic=deterministic)
     gemms = choose_tower_gemms(tower, ladder, deterministic=deterministic)
     measured_s = clock()
-    fused = FusedTower(tower, chosen, precision, gemms)  # type: ignore[arg-type]
+    fused = FusedTower(tower, chosen, gemms)  # type: ignore[arg-type]
     runner = GraphRunner(
         fused,
         ladder,
@@ -103,8 +98,7 @@ def build_graph_runner(
         measure_s=round(measured_s - started_s, 1),
         capture_s=round(captured_s - measured_s, 1),
         captured_mib=runner.captured_bytes >> 20,
-        precision=precision.name,
-        packed_mib=fused.packed_bytes >> 20,
+        paired_mib=fused.paired_bytes >> 20,
     )
     # Measured costs differ from start to start, and with them the bucket that a batch takes.
     calibration = None if deterministic else calibrate(runner, tower.merge_size, clock=clock)
@@ -127,18 +121,6 @@ def why_plain(tower: Tower, candidates: Sequence[AttentionBackend]) -> str | Non
     if not candidates:
         return "every attention backend that is installed bakes sequence lengths into its launches"
     return None
-
-
-def check_fp8(precision: Precision, tower: Tower, reason: str | None) -> None:
-    """Raises ConfigurationError unless this tower can run in fp8. reason: what bars the fast path."""
-    if reason is not None:
-        raise ConfigurationError(f"precision fp8 needs the fast path, which is not possible: {reason}")
-    assert isinstance(tower, Qwen3VLTower | MoonViTTower)
-    check_fp8_device(tower.device)
-    if tower.dtype != torch.bfloat16:
-        raise ConfigurationError(f"precision fp8 gives bfloat16 rows, the tower's are {tower.dtype}")
-    config = tower.config
-    check_fp8_sizes(precision, config.hidden_size, config.intermediate_size, config.depth)
 
 
 def ladder_of(

@@ -1,24 +1,22 @@
-"""File bytes to upright RGB pixels, as the reference package loads an image file.
+"""Image files to upright RGB pixels, as the reference package loads them.
 
 Owns the formats that are opened, the limits that hold before a pixel is decoded, the conversion to RGB and
-the one place where Pillow's exceptions become ours. Leaves sizes and grids to the family's preprocessor.
+the translation of Pillow's exceptions. Sizes and grids are the families' preprocessors'.
 
-The rules, and the reference behaviour that each follows (``transformers.image_utils.load_image``:
-``exif_transpose``, then ``convert("RGB")``):
+Rules, and what each follows in the reference (``transformers``):
 
-* Orientation from EXIF, or from XMP where EXIF has none, is applied. Metadata that cannot be read counts as
-  upright, where the reference raises: the pixels are intact.
-* Every mode goes through Pillow's plain ``convert("RGB")``: palettes are looked up, grey and 1-bit
-  replicated, CMYK and YCbCr converted without colour profile, 16-bit and float clipped or scaled as the
-  installed Pillow does.
-* Alpha and transparent colours are dropped, never composited, as in the reference's two file loaders
-  (``load_image``, ``load_image_as_tensor``) in every release. Its processors differ by release only for a
-  caller who hands them a Pillow object with alpha: plain conversion up to 5.17, white below by 5.23.
+* Orientation from EXIF, or from XMP where EXIF has none, is applied (``load_image``: ``exif_transpose``).
+  Metadata that cannot be read counts as upright, where the reference raises: the pixels are intact.
+* Modes without transparency go through Pillow's ``convert("RGB")``: palettes are looked up, grey and 1-bit
+  replicated, CMYK and YCbCr converted without colour profile, 16-bit and float clipped or scaled.
+* Transparent images (alpha, or a transparent colour) are composited over white, as the reference's processors
+  do from 5.23 on (``image_transforms.convert_to_rgb``) and vLLM does; with ``transparent="drop"`` alpha is
+  dropped, as older releases and SGLang do.
 * Of an animation or a multi-page file the first frame counts.
-* A file that ends early fails, as long as nobody sets Pillow's LOAD_TRUNCATED_IMAGES; nothing here does.
+* A file that ends early fails.
 
-Limits are checked against the header's size, and no global setting of Pillow is changed. Pillow's own
-decompression-bomb error (above 178,956,970 pixels unless the process changed it) is reported as ours.
+Limits are checked against the header's size. No global setting of Pillow is changed; its own error for images
+above 178,956,970 pixels becomes ImageTooLarge.
 """
 
 from __future__ import annotations
@@ -29,14 +27,13 @@ import re
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 from PIL import ExifTags, Image, UnidentifiedImageError
 
 from encoder_service.errors import ImageTooLarge, UndecodableImage, VisionEncoderError
-from encoder_service.ingest.device_decode import DeviceDecoding
 from encoder_service.ingest.headers import (
     UNKNOWN_FORMAT,
     Canvas,
@@ -45,10 +42,12 @@ from encoder_service.ingest.headers import (
     png_metadata_first,
     webp_canvas,
 )
-from encoder_service.ingest.jpeg import JpegHead, decode_jpeg, read_jpeg_head, upright_pixels
+from encoder_service.ingest.jpeg import decode_jpeg, upright_pixels
+
+Transparent: TypeAlias = Literal["white", "drop"]
 
 # Raster formats with a signature or a strict header. Left out on purpose: formats that start another
-# program (EPS), that are containers of anything (PSD, PDF, FITS, HDF5, GRIB, WMF), and rarities.
+# program (EPS), that contain others (PSD, PDF, FITS, HDF5, GRIB, WMF), and rarities.
 ALLOWED_FORMATS = (
     "JPEG", "MPO", "PNG", "WEBP", "GIF", "BMP", "DIB", "TIFF", "PPM", "ICO",
     "AVIF", "JPEG2000", "QOI", "PCX", "SGI", "TGA",
@@ -72,8 +71,8 @@ _TIFF_WIDTH, _TIFF_LENGTH = 256, 257
 
 @dataclass(frozen=True)
 class DecodeLimits:
-    """What a file may ask for. max_encoded_bytes: length of the file; max_image_pixels: width times height
-    in its header. Raises ValueError for a limit below 1."""
+    """max_encoded_bytes: of the file; max_image_pixels: width times height in its header. Raises ValueError
+    for a limit below 1."""
 
     max_encoded_bytes: int
     max_image_pixels: int
@@ -92,9 +91,8 @@ class ImageSize(NamedTuple):
 
 
 def _keep_pillow_quiet() -> None:
-    """Pillow's warnings concern single files, whose failures are reported per item: they are ignored for
-    modules of Pillow only. ``warnings.catch_warnings`` is no way out, as it swaps the filters of all threads;
-    one filter that stays is safe, and adding it again is harmless."""
+    """Ignores warnings of Pillow's modules: failures are reported per item. The filter stays, since
+    ``warnings.catch_warnings`` would replace the filters of all threads."""
     quiet = ("ignore", None, Warning, re.compile(r"PIL\."), 0)
     if quiet not in warnings.filters:
         warnings.filterwarnings("ignore", module=r"PIL\.")
@@ -125,10 +123,9 @@ def _check_canvas(canvas: Canvas, limits: DecodeLimits) -> None:
 
 @contextlib.contextmanager
 def _pillow_errors(data: bytes, limits: DecodeLimits, name: str) -> Iterator[None]:
-    """The one place where what Pillow raises becomes an error of ours. Decoders that are fed hostile bytes
-    raise almost anything (OSError, SyntaxError, ValueError, struct.error, EOFError, zlib.error, TypeError,
-    IndexError, ...): inside, all of it is the file's fault, so keep the block to Pillow's calls.
-    name: the format, for error texts."""
+    """Translates every exception of Pillow. For hostile bytes its decoders raise almost anything (OSError,
+    SyntaxError, struct.error, zlib.error, IndexError, ...), so the block must hold Pillow's calls only.
+    name: of the format, for messages."""
     try:
         yield
     except VisionEncoderError:
@@ -144,7 +141,7 @@ def _pillow_errors(data: bytes, limits: DecodeLimits, name: str) -> Iterator[Non
         ) from error
     except MemoryError as error:
         raise UndecodableImage(
-            f"the {name} file of {len(data)} bytes asks its decoder for more memory than it gets",
+            f"the {name} file of {len(data)} bytes needs more memory to decode than there is",
             format=name,
             found_bytes=len(data),
         ) from error
@@ -174,8 +171,8 @@ def _check_before_opening(data: bytes, limits: DecodeLimits) -> None:
 
 @contextlib.contextmanager
 def _opened(data: bytes, limits: DecodeLimits, header: bytes | None = None) -> Iterator[Image.Image]:
-    """The opened image, its header within the limits; what Pillow raises in the block is translated.
-    header: bytes to open in the file's place, when no pixel is wanted."""
+    """The opened image, its header within the limits. Exceptions of Pillow in the block are translated.
+    header: bytes to open in place of the file where no pixel is wanted."""
     with _pillow_errors(data, limits, format_name(data)):
         image = Image.open(io.BytesIO(data if header is None else header), formats=_OPENABLE)
     with image, _pillow_errors(data, limits, image.format or format_name(data)):
@@ -188,34 +185,16 @@ def _orientation(image: Image.Image) -> object:
     decode the pixels first."""
     try:
         return Image.Image.getexif(image).get(ExifTags.Base.Orientation, 1)
-    except Exception:  # metadata of any kind of damage: the image counts as upright
+    except Exception:  # damaged metadata: the image counts as upright
         return 1
 
 
-def glance_at_size(data: bytes, limits: DecodeLimits) -> ImageSize | None:
-    """As ``read_size``, for a plain JPEG file within the limits; None for any other, which has to be opened:
-    in some ten microseconds, so that an event loop may ask."""
-    if not data or len(data) > limits.max_encoded_bytes:
-        return None
-    head = read_jpeg_head(data)
-    if head is None or head.height * head.width > limits.max_image_pixels:
-        return None
-    return _upright(head)
-
-
-def _upright(head: JpegHead) -> ImageSize:
-    turned = head.orientation in _TURNED
-    return ImageSize(head.width, head.height) if turned else ImageSize(head.height, head.width)
-
-
 def read_size(data: bytes, limits: DecodeLimits) -> ImageSize:
-    """Height and width of the upright image, from the header alone.
+    """Height and width of the upright image, from the header alone; takes tens of microseconds for a JPEG
+    file.
 
     Raises UndecodableImage, and ImageTooLarge with the number found and the number allowed.
     """
-    size = glance_at_size(data, limits)
-    if size is not None:
-        return size
     _check_before_opening(data, limits)
     if canvas := ico_canvas(data):
         return ImageSize(canvas.height, canvas.width)
@@ -223,73 +202,39 @@ def read_size(data: bytes, limits: DecodeLimits) -> ImageSize:
         width, height = image.size
         tags = getattr(image, "tag_v2", None)
         if tags is not None:
-            # Pillow states a TIFF's size as already turned by its tag, but not by an orientation in XMP.
+            # Pillow states a TIFF's size as turned by its tag, but not by an orientation in XMP.
             width, height = tags[_TIFF_WIDTH], tags[_TIFF_LENGTH]
         if _orientation(image) in _TURNED:
             width, height = height, width
     return ImageSize(height, width)
 
 
-def decode_rgb(
-    data: bytes,
-    limits: DecodeLimits,
-    out: torch.Tensor | None = None,
-    decoding: DeviceDecoding | None = None,
-) -> torch.Tensor:
-    """The upright first frame as uint8 [H, W, 3], contiguous, owning its memory. out: memory of the image's
-    size, contiguous, which is returned where the decoder could fill it itself; else it may have anything.
-    decoding: takes what it can of the files within the limits; the others are decoded here, or refused.
+def decode_rgb(data: bytes, limits: DecodeLimits, transparent: Transparent = "white") -> torch.Tensor:
+    """The upright first frame as uint8 [H, W, 3], contiguous, owning its memory. transparent: what becomes of
+    alpha; see the module.
 
     Raises UndecodableImage, and ImageTooLarge before a pixel is decoded.
     """
-    if decoding is not None and _is_within(data, limits):
-        decoded = decoding.decode(data, out)
-        if decoded is not None:
-            return decoded
-    plain = _decode_plain_jpeg(data, limits, out)
-    if plain is not None:
-        return plain
     _check_before_opening(data, limits)
     with _opened(data, limits) as image:
-        fast = _decode_jpeg(image, data)
-        if fast is not None:
-            pixels = torch.from_numpy(upright_pixels(fast, _orientation(image)))
+        pixels = None
+        if image.format in ("JPEG", "MPO") and image.mode == "RGB":
+            pixels = decode_jpeg(data, image.height, image.width)
+        if pixels is not None:
+            pixels = upright_pixels(pixels, _orientation(image))
         else:
             image.load()
-            upright = image
-            if (method := _ORIENTATIONS.get(_orientation(image))) is not None:
-                upright = image.transpose(method)
-            rgb = upright if upright.mode == "RGB" else upright.convert("RGB")
-            pixels = torch.from_numpy(np.array(rgb, dtype=np.uint8))
+            method = _ORIENTATIONS.get(_orientation(image))
+            upright = image if method is None else image.transpose(method)
+            pixels = np.array(_to_rgb(upright, transparent), dtype=np.uint8)
     _check_canvas(Canvas(pixels.shape[1], pixels.shape[0]), limits)
-    return pixels
+    return torch.from_numpy(pixels)
 
 
-def _is_within(data: bytes, limits: DecodeLimits) -> bool:
-    """False where the header says that the file will be refused for its size."""
-    if len(data) > limits.max_encoded_bytes:
-        return False
-    head = read_jpeg_head(data)
-    return head is None or head.height * head.width <= limits.max_image_pixels
-
-
-def _decode_plain_jpeg(data: bytes, limits: DecodeLimits, out: torch.Tensor | None) -> torch.Tensor | None:
-    """Upright pixels of a plain JPEG file that the faster decoder takes, without opening it twice. out: as
-    ``decode_rgb``'s."""
-    if glance_at_size(data, limits) is None:
-        return None
-    head = read_jpeg_head(data)
-    if head is None or not head.is_sequential:
-        return None
-    if out is not None and head.orientation == 1 and out.shape == (head.height, head.width, 3):
-        return None if decode_jpeg(data, head.height, head.width, out.numpy()) is None else out
-    pixels = decode_jpeg(data, head.height, head.width)
-    return None if pixels is None else torch.from_numpy(upright_pixels(pixels, head.orientation))
-
-
-def _decode_jpeg(image: Image.Image, data: bytes) -> np.ndarray | None:
-    """The file's own pixels [H, W, 3], not yet turned, where the faster decoder takes it."""
-    if image.format not in ("JPEG", "MPO") or image.mode != "RGB":
-        return None
-    width, height = image.size
-    return decode_jpeg(data, height, width)
+def _to_rgb(image: Image.Image, transparent: Transparent) -> Image.Image:
+    """As ``transformers.image_transforms.convert_to_rgb`` for ``white``."""
+    has_alpha = "A" in image.getbands() or image.info.get("transparency") is not None
+    if has_alpha and transparent == "white":
+        above = image.convert("RGBA")
+        return Image.alpha_composite(Image.new("RGBA", above.size, (255,) * 4), above).convert("RGB")
+    return image if image.mode == "RGB" else image.convert("RGB")

@@ -1,9 +1,8 @@
-"""What a file's first bytes tell before a decoder is let near them.
+"""What a file's first bytes say, read before a decoder opens it.
 
-Owns: the name of a format for error texts, the canvas size of the formats whose Pillow plugin allocates or
-decodes while opening (WebP, ICO), and PNG metadata written behind the pixels. Leaves opening, limits and
-errors to ``decode``. Everything here reads with bounds and answers ``None`` where a file is too short or
-damaged: the decoder then says what is wrong with it.
+Owns the name of a format for messages, the canvas size of the formats whose Pillow plugin allocates or
+decodes while opening (WebP, ICO), and PNG metadata written behind the pixels. All reads are bounded; where a
+file is too short or damaged the answer is ``None``, and the decoder reports the damage.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ _BRANDS = {
 
 
 def format_name(data: bytes) -> str:
-    """The format that the first bytes announce, for a person to read; UNKNOWN_FORMAT for none."""
+    """The format that the first bytes announce, for messages; UNKNOWN_FORMAT for none."""
     head = bytes(data[:512])
     for signature, name in _SIGNATURES:
         if head.startswith(signature):
@@ -105,8 +104,8 @@ def webp_canvas(data: bytes) -> Canvas | None:
 
 
 def ico_canvas(data: bytes) -> Canvas | None:
-    """Size of the icon that Pillow picks: the largest, of those the one with the fewest colours. Its own
-    header counts, not the directory's, which stops at 256. Pillow's plugin decodes it while opening."""
+    """Size of the icon that Pillow picks: the largest, among equals the one with the fewest colours, as its
+    own header states it (the directory's stops at 256). Pillow's plugin decodes it while opening."""
     if len(data) < 6 or data[:4] != b"\x00\x00\x01\x00":
         return None
     (num_icons,) = struct.unpack_from("<H", data, 4)

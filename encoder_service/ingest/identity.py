@@ -18,7 +18,7 @@ import torch
 from blake3 import blake3
 
 from encoder_service.errors import InvalidDigest
-from encoder_service.ingest.video_rules import DEFAULT_SOURCE_FPS
+from encoder_service.ingest.video.source import DEFAULT_SOURCE_FPS
 from encoder_service.types import (
     DIGEST_BYTES,
     Content,

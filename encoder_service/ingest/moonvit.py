@@ -1,32 +1,32 @@
-"""Preprocessing of Kimi-K2.5 (MoonViT): images keep their size up to a patch budget and are padded.
+"""Preprocessing of Kimi-K2.5 (MoonViT): images and frames keep their size up to a patch budget and are
+padded.
 
-Owns the target size, the padding, the per-request patch limits and the patch order. The reference is
-``Kimi_K25ImageProcessor`` (``transformers.models.kimi_k25``).
+Owns the target size, the padding, which frames of a clip are sampled, the per-request overrides and the patch
+order. The references are ``Kimi_K25ImageProcessor`` and ``Kimi_K25VideoProcessor``
+(``transformers.models.kimi_k25``).
+
 Shape suffixes: T frames, H height, W width, C channels, P patches.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
+import numpy as np
 import torch
 
-from encoder_service.ingest.decode import DecodeLimits
-from encoder_service.ingest.frames import (
-    ImagePreprocessor,
-    normalise_into,
-    settings_fingerprint,
-)
-from encoder_service.ingest.preprocessor import Fit
-from encoder_service.ingest.settings import MoonViTSettings
+from encoder_service.ingest.decode import DecodeLimits, Transparent
+from encoder_service.ingest.preprocessor import ImagePlan, Preprocessor, check_range, settings_fingerprint
+from encoder_service.ingest.resize import normalise_into
+from encoder_service.ingest.settings import MoonViTSettings, MoonViTVideoSettings
+from encoder_service.ingest.video.clip import ClipPlan, ClipRules
+from encoder_service.ingest.video.source import ClipHeader, ClipLimits
 from encoder_service.types import Grid, PreprocessOptions
 
-if TYPE_CHECKING:
-    from encoder_service.ingest.clips import MoonViTClips
-    from encoder_service.ingest.device_decode import DeviceDecoding
-
 RULES = "moonvit.1"  # raise when the same settings give other pixels
+VIDEO_RULES = "moonvit_video.1"
 
 
 class PatchLimits(NamedTuple):
@@ -49,8 +49,8 @@ def limited_size(height: int, width: int, patch_size: int, limits: PatchLimits) 
 
 
 def most_patches(patch_size: int, merge_size: int, limits: PatchLimits) -> int:
-    """Patches of the largest grid that ``limited_size`` and padding make of any image with a whole patch on
-    each side: of one whose sides fall just short of another patch, which the budget does not count."""
+    """Patches of the largest grid that ``limited_size`` and padding give for an image of at least one patch a
+    side: one whose sides fall just short of another patch, which the budget does not count."""
     most = 0
     for rows in range(1, limits.max_patches_per_side + 1):
         for columns in range(limits.max_patches // rows, limits.max_patches // rows + 3):
@@ -63,36 +63,46 @@ def most_patches(patch_size: int, merge_size: int, limits: PatchLimits) -> int:
     return most
 
 
-class MoonViTPreprocessor(ImagePreprocessor):
+def moonvit_indices(
+    num_source_frames: int, source_fps: float, *, fps: float, max_frames: int | None
+) -> list[int]:
+    """The first frame of each of as many equal spans as ``fps`` asks for, at least one. Where that is more
+    than there are frames, the reference fails; here each is taken once."""
+    count = max(1, int(num_source_frames / source_fps * fps))
+    count = min(count, num_source_frames, num_source_frames if max_frames is None else max_frames)
+    return [int(index) for index in np.arange(count, dtype=int) * num_source_frames // count]
+
+
+class MoonViTPreprocessor(Preprocessor):
     """Kimi-K2.5 and K2.6. No aspect is refused: the limit of a side bounds every strip."""
 
     family = "kimi_k25"
-    taken_options = ("max_patches", "max_patches_per_side")
+    options = ("max_patches", "max_patches_per_side")
+    clips: MoonViTClips | None
 
     def __init__(
         self,
         settings: MoonViTSettings,
         limits: DecodeLimits,
         clips: MoonViTClips | None = None,
-        decoding: DeviceDecoding | None = None,
+        transparent: Transparent = "white",
     ) -> None:
         self.settings = settings
         self.limits = limits
-        self.clips: MoonViTClips | None = clips
-        self.decoding = decoding
+        self.clips = clips
+        self.transparent = transparent
         self.merge_size = settings.merge_size
         self.patch_dim = 3 * settings.patch_size**2
-        self.fingerprint = settings_fingerprint(RULES, settings, clips, decoding)
+        self.fingerprint = settings_fingerprint(RULES, settings, clips, transparent)
 
     @property
     def longest_item(self) -> int:
-        limits = [(1, self.patch_limits(PreprocessOptions()))]
+        patch_size, merge_size = self.settings.patch_size, self.merge_size
+        longest = most_patches(patch_size, merge_size, self.patch_limits(PreprocessOptions()))
         if self.clips is not None:
-            limits.append(self.clips.chunk_limits)
-        return max(
-            num_frames * most_patches(self.settings.patch_size, self.merge_size, of_frame)
-            for num_frames, of_frame in limits
-        )
+            frames = most_patches(patch_size, merge_size, self.clips.frame_limits(PreprocessOptions()))
+            longest = max(longest, self.clips.settings.chunk_frames * frames)
+        return longest
 
     @property
     def patch_shapes(self) -> tuple[tuple[int, ...], ...]:
@@ -100,35 +110,21 @@ class MoonViTPreprocessor(ImagePreprocessor):
         return ((self.patch_dim,), (3, patch_size, patch_size))
 
     def check_values(self, options: PreprocessOptions) -> None:
-        # The side's ceiling is the checkpoint's: the tower's rotary table ends there.
-        ceilings = {
-            "max_patches": max(
-                self.limits.max_image_pixels // self.settings.patch_size**2, self.settings.max_patches
-            ),
-            "max_patches_per_side": self.settings.max_patches_per_side,
-        }
-        for name, ceiling in ceilings.items():
-            if (value := options.given().get(name)) is not None:
-                self.check_range(name, value, ceiling)
+        self.patch_limits(options)
 
     def patch_limits(self, options: PreprocessOptions) -> PatchLimits:
-        """The checkpoint's limits with the request's in their place where given."""
-        max_patches, per_side = options.max_patches, options.max_patches_per_side
-        return PatchLimits(
-            self.settings.max_patches if max_patches is None else max_patches,
-            self.settings.max_patches_per_side if per_side is None else per_side,
-        )
+        """The checkpoint's limits, replaced by the request's where given. Raises InvalidOption."""
+        return _patch_limits(self.settings, self.settings.patch_size, self.limits.max_image_pixels, options)
 
     def target_size(self, height: int, width: int, options: PreprocessOptions) -> tuple[int, int]:
         """Pixels of the resized image, before padding. Raises InvalidOption."""
-        self.check_values(options)
         return limited_size(height, width, self.settings.patch_size, self.patch_limits(options))
 
-    def fit_of(self, height: int, width: int, options: PreprocessOptions) -> Fit:
+    def plan_image(self, height: int, width: int, options: PreprocessOptions) -> ImagePlan:
         target = self.target_size(height, width, options)
-        patch_size, merge_size = self.settings.patch_size, self.merge_size
-        grid_h, grid_w = (-(-side // (patch_size * merge_size)) * merge_size for side in target)
-        return Fit(height, width, *target, grid_h * patch_size, grid_w * patch_size, Grid(1, grid_h, grid_w))
+        patch_size = self.settings.patch_size
+        grid = _padded_grid(1, target, patch_size, self.merge_size)
+        return ImagePlan(target, (grid.h * patch_size, grid.w * patch_size), grid)
 
     def patchify(self, frames_THWC: torch.Tensor) -> torch.Tensor:
         """Row by row within a frame, frames one after the other: [t, h, w, C, ph, pw]."""
@@ -139,3 +135,78 @@ class MoonViTPreprocessor(ImagePreprocessor):
         values_PCpp = torch.empty(patches_PCpp.shape, dtype=torch.float32, device=frames_THWC.device)
         normalise_into(values_PCpp, patches_PCpp, self.settings.normalisation)
         return values_PCpp.view(-1, self.patch_dim)
+
+
+class MoonViTClips(ClipRules):
+    """Kimi-K2.5 and K2.6. The tower averages rows over the frames of a chunk, which is one piece."""
+
+    options = ("max_patches", "max_patches_per_side", "fps", "max_frames")
+
+    def __init__(self, settings: MoonViTVideoSettings, images: MoonViTSettings, limits: ClipLimits) -> None:
+        super().__init__(limits, images.patch_size)
+        self.settings = settings
+        self._merge_size = images.merge_size
+
+    @property
+    def described(self) -> dict[str, object]:
+        return {"rules": VIDEO_RULES, "settings": dataclasses.asdict(self.settings)}
+
+    def check_values(self, options: PreprocessOptions) -> None:
+        self.frame_limits(options)
+
+    def frame_limits(self, options: PreprocessOptions) -> PatchLimits:
+        """Of one frame: the checkpoint's, replaced by the request's where given. Raises InvalidOption."""
+        return _patch_limits(self.settings, self.patch_size, self.limits.max_frame_pixels, options)
+
+    def sample(self, header: ClipHeader, options: PreprocessOptions) -> list[int]:
+        return moonvit_indices(
+            header.num_frames,
+            header.fps,
+            fps=self.settings.fps if options.fps is None else options.fps,
+            max_frames=self.settings.max_frames if options.max_frames is None else options.max_frames,
+        )
+
+    def sized(self, num_frames: int, height: int, width: int, options: PreprocessOptions) -> ClipPlan:
+        target = limited_size(height, width, self.patch_size, self.frame_limits(options))
+        grid = _padded_grid(num_frames, target, self.patch_size, self._merge_size)
+        chunk = self.settings.chunk_frames
+        chunks = tuple(
+            grid._replace(t=min(chunk, num_frames - start)) for start in range(0, num_frames, chunk)
+        )
+        return ClipPlan((), (), grid, *target, chunks)
+
+    def piece_frames(self, plan: ClipPlan, max_patches: int) -> int:
+        del plan, max_patches
+        return self.settings.chunk_frames
+
+    def piece_grid(self, num_frames: int, plan: ClipPlan) -> Grid:
+        return Grid(num_frames, plan.grid.h, plan.grid.w)
+
+
+def _patch_limits(
+    settings: MoonViTSettings | MoonViTVideoSettings,
+    patch_size: int,
+    max_pixels: int,
+    options: PreprocessOptions,
+) -> PatchLimits:
+    """Raises InvalidOption. max_pixels: of one image or frame."""
+    # The side's ceiling is the checkpoint's: the tower's rotary table ends there.
+    ceilings = PatchLimits(
+        max(max_pixels // patch_size**2, settings.max_patches), settings.max_patches_per_side
+    )
+    given = options.given()
+    for name, ceiling in ceilings._asdict().items():
+        if name in given:
+            check_range(name, given[name], ceiling)
+    return PatchLimits(
+        settings.max_patches if options.max_patches is None else options.max_patches,
+        settings.max_patches_per_side
+        if options.max_patches_per_side is None
+        else options.max_patches_per_side,
+    )
+
+
+def _padded_grid(num_frames: int, target: tuple[int, int], patch_size: int, merge_size: int) -> Grid:
+    """The grid of frames that are padded to whole merge blocks. target: (height, width) in pixels."""
+    grid_h, grid_w = (-(-side // (patch_size * merge_size)) * merge_size for side in target)
+    return Grid(num_frames, grid_h, grid_w)

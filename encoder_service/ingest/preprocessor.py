@@ -1,108 +1,245 @@
-"""What every family's preprocessor is: file bytes to uint8 frames on the host, frames to patches anywhere.
+"""The base of the families' preprocessors: file bytes to uint8 frames on the host, frames to patches
+anywhere.
 
-Owns the seam between ingest and the pipeline. The host half (decode, resize, pad) runs on worker threads
-and yields uint8; the device half (normalise, cut into patches) runs where the tower runs, so that an
-eighth of the bytes travels. Both halves together equal the reference processors bit for bit.
+Owns what the families share: option checks, loading, the checks of a caller's own pixel tensor, and the
+fingerprint of the settings. Target sizes, padding and patch order are the families' (``qwen_vl``,
+``moonvit``).
+
+The host half (decode, resize, pad) runs on worker threads and gives uint8; the device half (``patchify``:
+normalise, cut into patches) runs where the tower runs, so that an eighth of the bytes is copied. Both halves
+together equal the reference processors bit for bit.
 """
 
 from __future__ import annotations
 
 import abc
-from typing import TYPE_CHECKING, NamedTuple
+import dataclasses
+import json
+import math
+import time
+from typing import ClassVar, NamedTuple
 
 import torch
+from blake3 import blake3
 
-from encoder_service.types import FrameItem, Grid, Modality, PatchItem, PixelValues, PreprocessOptions
+from encoder_service.errors import (
+    GridMismatch,
+    InvalidOption,
+    NonFinitePixels,
+    PixelTensorMismatch,
+    UnsupportedContent,
+)
+from encoder_service.ingest.decode import DecodeLimits, Transparent, decode_rgb, read_size
+from encoder_service.ingest.identity import dtype_name
+from encoder_service.ingest.resize import resize_and_pad
+from encoder_service.ingest.settings import MoonViTSettings, QwenVLSettings
+from encoder_service.ingest.video.clip import Clip, ClipRules
+from encoder_service.types import (
+    EncodedFile,
+    FrameArray,
+    FrameItem,
+    Grid,
+    Item,
+    LoadedPixels,
+    Modality,
+    PatchItem,
+    PixelValues,
+    PreprocessOptions,
+)
 
-if TYPE_CHECKING:
-    from encoder_service.ingest.clips import ClipPreprocessor
-    from encoder_service.ingest.device_decode import DeviceDecoding
+PIXEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-class Fit(NamedTuple):
-    """What becomes of an image of so many pixels: resized to the target, then padded to its grid's pixels."""
+class ImagePlan(NamedTuple):
+    """What becomes of an image: resized to ``target``, padded to ``padded``, both (height, width) in
+    pixels."""
 
-    height: int
-    width: int
-    target_height: int
-    target_width: int
-    padded_height: int
-    padded_width: int
+    target: tuple[int, int]
+    padded: tuple[int, int]
     grid: Grid
 
-    @property
-    def is_kept(self) -> bool:
-        """Whether the image is as it has to be."""
-        sizes = self.target_height, self.target_width
-        return (self.height, self.width) == sizes == (self.padded_height, self.padded_width)
+
+def settings_fingerprint(
+    rules: str,
+    settings: QwenVLSettings | MoonViTSettings,
+    clips: ClipRules | None,
+    transparent: Transparent,
+) -> bytes:
+    """BLAKE3 over the version of the rules and all settings that change pixels, as canonical JSON. Floats in
+    JSON are the shortest text that reads back to the same double, so equal settings give equal bytes
+    everywhere."""
+    content: dict[str, object] = {"rules": rules, "settings": dataclasses.asdict(settings)}
+    if clips is not None:
+        content["clips"] = clips.described
+    if transparent != "drop":
+        content["transparent"] = transparent
+    digest: bytes = blake3(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).digest()
+    return digest
 
 
 class Preprocessor(abc.ABC):
     """One family's preprocessing with one checkpoint's settings. Stateless and thread-safe.
 
-    fingerprint: 32 bytes over every setting that changes pixels, and over the version of the code's rules.
-    patch_dim: elements of one flattened patch. clips: the rules for clips; None where the checkpoint says
-    nothing of them. decoding: of image files on the device; None: on the host, all of them.
+    family, options: set by a subclass; options are the overrides that images take. fingerprint: 32 bytes over
+    every setting that changes pixels, and over the version of the code's rules. patch_dim: elements of one
+    flattened patch. clips: the rules for clips; None where the checkpoint has none. transparent: what becomes
+    of alpha.
     """
 
+    family: ClassVar[str]
+    options: ClassVar[tuple[str, ...]]
     fingerprint: bytes
     patch_dim: int
-    clips: ClipPreprocessor | None = None
-    decoding: DeviceDecoding | None = None
+    merge_size: int
+    limits: DecodeLimits
+    clips: ClipRules | None = None
+    transparent: Transparent = "white"
 
     @property
     def longest_item(self) -> int:
-        """Patches of the largest item, a still or what of a clip is attended together, that the checkpoint's
-        settings make; 0 for a family that is never asked for more than a batch takes."""
+        """Patches of the largest image, or part of a clip that is attended together, that the checkpoint's
+        settings allow; 0 where that never exceeds a batch."""
         return 0
 
     @abc.abstractmethod
-    def check_options(self, modality: Modality, options: PreprocessOptions) -> None:
-        """Raises InvalidOption for an override the family lacks or whose value is out of bounds."""
+    def plan_image(self, height: int, width: int, options: PreprocessOptions) -> ImagePlan:
+        """height, width: upright, in pixels. Raises AspectRatioExceeded, InvalidOption."""
 
     @abc.abstractmethod
-    def target_grid(self, height: int, width: int, options: PreprocessOptions) -> Grid:
-        """The grid that an image of this size will have. height, width in pixels, after EXIF rotation
-        where the family applies it. Raises AspectRatioExceeded, InvalidOption."""
+    def check_values(self, options: PreprocessOptions) -> None:
+        """Raises InvalidOption for a value that is out of bounds; only ``options`` may be given."""
 
+    @property
     @abc.abstractmethod
-    def probe_image(self, data: bytes, options: PreprocessOptions) -> Grid:
-        """The grid of an encoded image, from its header alone: no pixel is decoded.
-        Raises UndecodableImage, ImageTooLarge, AspectRatioExceeded."""
-
-    def glance_at_image(self, data: bytes, options: PreprocessOptions) -> Grid | None:
-        """As ``probe_image``, where the file says it so plainly that an event loop may ask; else None.
-        Raises as ``probe_image``."""
-        del data, options
-        return None
-
-    @abc.abstractmethod
-    def load_image(self, data: bytes, options: PreprocessOptions) -> tuple[FrameItem, float, float]:
-        """Decoded, converted to RGB, resized and padded frames, with the milliseconds spent in decoding
-        and in resizing. Raises UndecodableImage, ImageTooLarge, AspectRatioExceeded."""
-
-    def glance_at_fit(self, data: bytes, options: PreprocessOptions) -> Fit | None:
-        """As ``glance_at_image``, of all that becomes of the image; None also for a family that has nothing
-        to tell of it."""
-        del data, options
-        return None
-
-    def probe_fit(self, data: bytes, options: PreprocessOptions) -> Fit | None:
-        """As ``probe_image``, of all that becomes of the image. None for a family that has nothing to tell
-        of it: its images are loaded."""
-        del data, options
-        return None
-
-    def decode_image(self, data: bytes, fit: Fit, out: torch.Tensor) -> None:
-        """The image's own pixels, decoded and converted to RGB, into contiguous uint8 [height, width, 3].
-        fit: what the header told. Raises UndecodableImage, ImageTooLarge."""
-        raise NotImplementedError
-
-    @abc.abstractmethod
-    def check_pixels(self, pixels: PixelValues) -> PatchItem:
-        """A caller's own pixel tensor as float32 [P, patch_dim].
-        Raises PixelTensorMismatch (dtype, rank, width), GridMismatch (rows), NonFinitePixels."""
+    def patch_shapes(self) -> tuple[tuple[int, ...], ...]:
+        """The shapes that one patch of a caller's pixel tensor may have; the first is the flat one."""
 
     @abc.abstractmethod
     def patchify(self, frames_THWC: torch.Tensor) -> torch.Tensor:
         """uint8 [T, H, W, 3] frames to normalised float32 [P, patch_dim], on the frames' device."""
+
+    def check_options(self, modality: Modality, options: PreprocessOptions) -> None:
+        """Raises InvalidOption for an override that the family lacks or whose value is out of bounds."""
+        clips = self.clips if modality is Modality.VIDEO else None
+        accepted = self.options if modality is Modality.IMAGE else ()
+        if clips is not None:
+            accepted = clips.options
+        for name, value in options.given().items():
+            if name not in accepted:
+                raise InvalidOption(
+                    f"{name} = {value} does not apply to {modality.value} items of {self.family}, "
+                    f"which accept {', '.join(accepted) or 'no options'}",
+                    option=name,
+                    accepted=", ".join(accepted),
+                )
+        if clips is not None:
+            clips.check_options(options)
+        else:
+            self.check_values(options)
+
+    def target_grid(self, height: int, width: int, options: PreprocessOptions) -> Grid:
+        """The grid of an image of this size. Raises as ``plan_image``."""
+        return self.plan_image(height, width, options).grid
+
+    def probe_grid(self, item: Item) -> Grid:
+        """The grid of an image file, from its header alone, or of a caller's own pixels, as stated. Reads a
+        file: for worker threads. Raises UndecodableImage, ImageTooLarge, AspectRatioExceeded, InvalidOption,
+        UnsupportedContent."""
+        match item.content:
+            case EncodedFile(data) if item.modality is Modality.IMAGE:
+                return self.probe_image(data, item.options)
+            case PixelValues(_, grid):
+                return grid
+        raise UnsupportedContent(f"{type(item.content).__name__} of {item.modality.value} is no single image")
+
+    def load(self, item: Item) -> LoadedPixels:
+        """The pixels of an item that ``probe_grid`` accepts; for worker threads. Raises UndecodableImage,
+        ImageTooLarge, AspectRatioExceeded, PixelTensorMismatch, GridMismatch, NonFinitePixels, InvalidOption,
+        UnsupportedContent."""
+        match item.content:
+            case EncodedFile(data) if item.modality is Modality.IMAGE:
+                return self.load_image(data, item.options)
+            case PixelValues() as pixels:
+                started_s = time.perf_counter()
+                patches = self.check_pixels(pixels)
+                return LoadedPixels(patches, (time.perf_counter() - started_s) * 1e3, 0.0)
+        raise UnsupportedContent(f"{type(item.content).__name__} of {item.modality.value} is no single image")
+
+    def probe_image(self, data: bytes, options: PreprocessOptions) -> Grid:
+        self.check_options(Modality.IMAGE, options)
+        return self.target_grid(*read_size(data, self.limits), options)
+
+    def load_image(self, data: bytes, options: PreprocessOptions) -> LoadedPixels:
+        """A FrameItem of one decoded, resized and padded frame. Its grid is that of the decoded pixels, which
+        a damaged file's header may contradict."""
+        started_s = time.perf_counter()
+        self.check_options(Modality.IMAGE, options)
+        image_HWC = decode_rgb(data, self.limits, self.transparent)
+        decoded_s = time.perf_counter()
+        plan = self.plan_image(image_HWC.shape[0], image_HWC.shape[1], options)
+        frames_THWC = resize_and_pad(image_HWC, plan.target, plan.padded).unsqueeze(0)
+        resized_s = time.perf_counter()
+        return LoadedPixels(
+            FrameItem(frames_THWC, plan.grid), (decoded_s - started_s) * 1e3, (resized_s - decoded_s) * 1e3
+        )
+
+    def open_clip(self, content: EncodedFile | FrameArray, options: PreprocessOptions) -> Clip:
+        """An open clip, to be read in pieces; for worker threads. Raises as ``ClipRules.open``, and
+        UnsupportedContent where the checkpoint has no settings for clips."""
+        if self.clips is None:
+            raise UnsupportedContent("the checkpoint has no settings for clips; send a clip as pixel tensors")
+        return self.clips.open(content, options)
+
+    def check_pixels(self, pixels: PixelValues) -> PatchItem:
+        """A caller's own pixel tensor as float32 [P, patch_dim].
+        Raises PixelTensorMismatch (dtype, rank, width), GridMismatch (rows), NonFinitePixels."""
+        tensor, grid = pixels.pixel_values, pixels.grid
+        if tensor.dtype not in PIXEL_DTYPES:
+            raise PixelTensorMismatch(
+                f"pixel_values is {dtype_name(tensor.dtype)}, "
+                f"needs one of {', '.join(dtype_name(dtype) for dtype in PIXEL_DTYPES)}",
+                found=dtype_name(tensor.dtype),
+            )
+        if tuple(tensor.shape[1:]) not in self.patch_shapes:
+            allowed = " or ".join(str(["P", *shape]).replace("'", "") for shape in self.patch_shapes)
+            raise PixelTensorMismatch(
+                f"pixel_values has shape {list(tensor.shape)}, {self.family} needs {allowed}",
+                found=list(tensor.shape),
+                needed=allowed,
+            )
+        self._check_grid(grid, tensor.shape[0])
+        low, high = torch.aminmax(tensor)  # both are NaN as soon as one element is
+        if not (math.isfinite(low.item()) and math.isfinite(high.item())):
+            num_bad = int(tensor.numel() - torch.isfinite(tensor).sum().item())
+            raise NonFinitePixels(
+                f"pixel_values has {num_bad} NaN or infinite elements among {tensor.numel()}, allowed are 0",
+                found=num_bad,
+                num_elements=tensor.numel(),
+            )
+        flat = tensor.to(torch.float32).reshape(grid.num_patches, self.patch_dim)
+        return PatchItem(flat.contiguous(), grid)
+
+    def _check_grid(self, grid: Grid, num_rows: int) -> None:
+        text = list(grid)
+        if min(grid) < 1:
+            raise GridMismatch(f"grid_thw is {text}, every side needs at least 1", grid_thw=text)
+        if grid.h % self.merge_size or grid.w % self.merge_size:
+            raise GridMismatch(
+                f"grid_thw is {text}, height and width need multiples of the merge size {self.merge_size}",
+                grid_thw=text,
+                merge_size=self.merge_size,
+            )
+        if num_rows != grid.num_patches:
+            raise GridMismatch(
+                f"pixel_values has {num_rows} rows, grid_thw {text} needs {grid.num_patches}",
+                found=num_rows,
+                needed=grid.num_patches,
+            )
+
+
+def check_range(name: str, value: int | float, ceiling: int) -> None:
+    """Raises InvalidOption unless 1 <= value <= ceiling."""
+    if not 1 <= value <= ceiling:
+        raise InvalidOption(
+            f"{name} is {value}, allowed are 1 to {ceiling}", option=name, found=value, allowed=ceiling
+        )

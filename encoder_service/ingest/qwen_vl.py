@@ -1,33 +1,32 @@
-"""Preprocessing of Qwen3-VL and Qwen3.5: every image rounded to whole merge blocks within an area.
+"""Preprocessing of Qwen3-VL and Qwen3.5: images and clips rounded to whole merge blocks within an area.
 
-Owns the target size, the per-request area limits and the patch order. The reference is
-``Qwen2VLImageProcessor`` with the torchvision backend (``transformers.models.qwen2_vl``).
+Owns the target sizes, which frames of a clip are sampled, the per-request overrides and the patch order. The
+references are ``Qwen2VLImageProcessor`` with the torchvision backend (``transformers.models.qwen2_vl``) and
+``Qwen3VLVideoProcessor`` (``transformers.models.qwen3_vl``).
+
 Shape suffixes: T frames, H height, W width, C channels, P patches.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from encoder_service.errors import AspectRatioExceeded, InvalidOption
-from encoder_service.ingest.decode import DecodeLimits
-from encoder_service.ingest.frames import (
-    ImagePreprocessor,
-    normalise_into,
-    settings_fingerprint,
-)
-from encoder_service.ingest.preprocessor import Fit
-from encoder_service.ingest.settings import QwenVLSettings
+from encoder_service.ingest.decode import DecodeLimits, Transparent
+from encoder_service.ingest.preprocessor import ImagePlan, Preprocessor, check_range, settings_fingerprint
+from encoder_service.ingest.resize import normalise_into
+from encoder_service.ingest.settings import QwenVideoSettings, QwenVLSettings
+from encoder_service.ingest.video.clip import ClipPlan, ClipRules
+from encoder_service.ingest.video.source import ClipHeader, ClipLimits
 from encoder_service.types import Grid, PreprocessOptions
 
-if TYPE_CHECKING:
-    from encoder_service.ingest.clips import ClipPreprocessor
-    from encoder_service.ingest.device_decode import DeviceDecoding
-
 RULES = "qwen_vl.1"  # raise when the same settings give other pixels
+VIDEO_RULES = "qwen_video.1"
 MAX_ASPECT_RATIO = 200
 
 
@@ -45,39 +44,109 @@ def rounded_size(height: int, width: int, factor: int, area: AreaLimits) -> tupl
     ``smart_resize`` of the reference, step for step in float64: rounding is to the even multiple, the area
     decides on the rounded sides, the scale is that of the original sides.
     """
-    rounded_height, rounded_width = round(height / factor) * factor, round(width / factor) * factor
-    if rounded_height * rounded_width > area.max_pixels:
-        shrink = math.sqrt((height * width) / area.max_pixels)
+    return _rounded_volume(height, width, factor, area, num_frames=1, counted_frames=1)
+
+
+def _rounded_volume(
+    height: int, width: int, factor: int, area: AreaLimits, *, num_frames: int, counted_frames: int
+) -> tuple[int, int]:
+    """``rounded_size`` of frames that share an area. counted_frames: num_frames as the reference rounds them
+    to whole temporal patches before it compares the area."""
+    rounded = round(height / factor) * factor, round(width / factor) * factor
+    volume = counted_frames * rounded[0] * rounded[1]
+    if volume > area.max_pixels:
+        shrink = math.sqrt((num_frames * height * width) / area.max_pixels)
         return (
             max(factor, math.floor(height / shrink / factor) * factor),
             max(factor, math.floor(width / shrink / factor) * factor),
         )
-    if rounded_height * rounded_width < area.min_pixels:
-        grow = math.sqrt(area.min_pixels / (height * width))
+    if volume < area.min_pixels:
+        grow = math.sqrt(area.min_pixels / (num_frames * height * width))
         return math.ceil(height * grow / factor) * factor, math.ceil(width * grow / factor) * factor
-    return rounded_height, rounded_width
+    return rounded
 
 
-class QwenVLPreprocessor(ImagePreprocessor):
+def qwen_indices(
+    num_source_frames: int, source_fps: float, *, fps: float, min_frames: int, max_frames: int
+) -> list[int]:
+    """Frames spread evenly from the first to the last, as many as ``fps`` asks for within the bounds, and
+    never more than there are (``Qwen3VLVideoProcessor.sample_frames``). num_source_frames: at least 1."""
+    wanted = int(num_source_frames / source_fps * fps)
+    count = min(max(wanted, min_frames), max_frames, num_source_frames)
+    indices = np.linspace(0, num_source_frames - 1, count).round().astype(int)
+    return [int(index) for index in indices]
+
+
+def qwen_target_size(
+    num_frames: int, height: int, width: int, *, factor: int, temporal: int, settings: QwenVideoSettings
+) -> tuple[int, int]:
+    """Target (height, width) of a clip's frames: multiples of ``factor``, so that all frames together stay
+    inside the area.
+
+    The video processor's ``smart_resize``, step for step in float64. A single frame counts as a whole
+    temporal patch: the reference refuses it, and the frame is repeated to that. Raises AspectRatioExceeded.
+    """
+    num_frames = max(num_frames, temporal)
+    max_pixels = settings.max_pixels
+    if settings.cap_pixels_per_frame:
+        cap = min(settings.max_video_tokens * factor * factor, max_pixels // num_frames)
+        max_pixels = max(cap, int(settings.min_pixels * 1.05)) * num_frames
+    if height < factor or width < factor:
+        grow = max(factor / height, factor / width)
+        height, width = int(height * grow), int(width * grow)
+    _check_aspect(height, width, "clip's frames count as")
+    return _rounded_volume(
+        height,
+        width,
+        factor,
+        AreaLimits(settings.min_pixels, max_pixels),
+        num_frames=num_frames,
+        counted_frames=round(num_frames / temporal) * temporal,
+    )
+
+
+def _check_aspect(height: int, width: int, what: str) -> None:
+    """Raises AspectRatioExceeded."""
+    if max(height, width) > MAX_ASPECT_RATIO * min(height, width):
+        ratio = max(height, width) / min(height, width)
+        raise AspectRatioExceeded(
+            f"the {what} {width}x{height}, the longer side {ratio:.1f} times the shorter, the limit is "
+            f"{MAX_ASPECT_RATIO}",
+            height=height,
+            width=width,
+            max_aspect_ratio=MAX_ASPECT_RATIO,
+        )
+
+
+def _check_pair(low: str, least: int, high: str, most: int) -> None:
+    """Raises InvalidOption."""
+    if least > most:
+        raise InvalidOption(
+            f"{low} {least} is above {high} {most} (an absent one is the checkpoint's)",
+            **{low: least, high: most},
+        )
+
+
+class QwenVLPreprocessor(Preprocessor):
     """Qwen3-VL and Qwen3.5, dense and mixture-of-experts alike."""
 
     family = "qwen_vl"
-    taken_options = ("min_pixels", "max_pixels")
+    options = ("min_pixels", "max_pixels")
 
     def __init__(
         self,
         settings: QwenVLSettings,
         limits: DecodeLimits,
-        clips: ClipPreprocessor | None = None,
-        decoding: DeviceDecoding | None = None,
+        clips: QwenClips | None = None,
+        transparent: Transparent = "white",
     ) -> None:
         self.settings = settings
         self.limits = limits
         self.clips = clips
-        self.decoding = decoding
+        self.transparent = transparent
         self.merge_size = settings.merge_size
         self.patch_dim = 3 * settings.temporal_patch_size * settings.patch_size**2
-        self.fingerprint = settings_fingerprint(RULES, settings, clips, decoding)
+        self.fingerprint = settings_fingerprint(RULES, settings, clips, transparent)
 
     @property
     def patch_shapes(self) -> tuple[tuple[int, ...], ...]:
@@ -85,44 +154,26 @@ class QwenVLPreprocessor(ImagePreprocessor):
 
     def check_values(self, options: PreprocessOptions) -> None:
         ceiling = max(self.limits.max_image_pixels, self.settings.max_pixels)
-        given = options.given()
-        for name in self.taken_options:
-            if (value := given.get(name)) is not None:
-                self.check_range(name, value, ceiling)
+        for name, value in options.given().items():
+            if name in self.options:
+                check_range(name, value, ceiling)
         area = self.area_limits(options)
-        if area.min_pixels > area.max_pixels:
-            raise InvalidOption(
-                f"min_pixels {area.min_pixels} is above max_pixels {area.max_pixels}"
-                " (an absent one is the checkpoint's)",
-                min_pixels=area.min_pixels,
-                max_pixels=area.max_pixels,
-            )
+        _check_pair("min_pixels", area.min_pixels, "max_pixels", area.max_pixels)
 
     def area_limits(self, options: PreprocessOptions) -> AreaLimits:
-        """The checkpoint's limits with the request's in their place where given."""
+        """The checkpoint's limits, replaced by the request's where given."""
         min_pixels, max_pixels = options.min_pixels, options.max_pixels
         return AreaLimits(
             self.settings.min_pixels if min_pixels is None else min_pixels,
             self.settings.max_pixels if max_pixels is None else max_pixels,
         )
 
-    def fit_of(self, height: int, width: int, options: PreprocessOptions) -> Fit:
+    def plan_image(self, height: int, width: int, options: PreprocessOptions) -> ImagePlan:
         self.check_values(options)
-        if max(height, width) > MAX_ASPECT_RATIO * min(height, width):
-            raise AspectRatioExceeded(
-                f"the image is {width}x{height}, its longer side "
-                f"{max(height, width) / min(height, width):.1f} times the shorter, "
-                f"the limit is {MAX_ASPECT_RATIO}",
-                height=height,
-                width=width,
-                max_aspect_ratio=MAX_ASPECT_RATIO,
-            )
-        patch_size, merge_size = self.settings.patch_size, self.merge_size
-        target_height, target_width = rounded_size(
-            height, width, patch_size * merge_size, self.area_limits(options)
-        )
-        grid = Grid(1, target_height // patch_size, target_width // patch_size)
-        return Fit(height, width, target_height, target_width, target_height, target_width, grid)
+        _check_aspect(height, width, "image is")
+        patch_size = self.settings.patch_size
+        target = rounded_size(height, width, patch_size * self.merge_size, self.area_limits(options))
+        return ImagePlan(target, target, Grid(1, target[0] // patch_size, target[1] // patch_size))
 
     def patchify(self, frames_THWC: torch.Tensor) -> torch.Tensor:
         """Order [t, H/m, W/m, m, m, C, tp, ph, pw]: the patches of one merge block stand together. The last
@@ -150,3 +201,64 @@ class QwenVLPreprocessor(ImagePreprocessor):
         normalise_into(values_PCtpp[:, :, :num_distinct], patches_PCtpp, self.settings.normalisation)
         values_PCtpp[:, :, num_distinct:] = values_PCtpp[:, :, num_distinct - 1 : num_distinct]
         return values_PCtpp.view(-1, self.patch_dim)
+
+
+class QwenClips(ClipRules):
+    """Qwen3-VL and Qwen3.5. A piece is any number of whole temporal patches."""
+
+    options = ("min_pixels", "max_pixels", "fps", "min_frames", "max_frames")
+
+    def __init__(self, settings: QwenVideoSettings, images: QwenVLSettings, limits: ClipLimits) -> None:
+        super().__init__(limits, images.patch_size)
+        self.settings = settings
+        self._merge_pixels = images.patch_size * images.merge_size
+        self._temporal = images.temporal_patch_size
+
+    @property
+    def described(self) -> dict[str, object]:
+        return {"rules": VIDEO_RULES, "settings": dataclasses.asdict(self.settings)}
+
+    def check_values(self, options: PreprocessOptions) -> None:
+        self.with_options(options)
+
+    def with_options(self, options: PreprocessOptions) -> QwenVideoSettings:
+        """The checkpoint's settings, replaced by the request's where given. Raises InvalidOption."""
+        given: dict[str, Any] = options.given()
+        settings = dataclasses.replace(self.settings, **given)
+        for low, high in (("min_pixels", "max_pixels"), ("min_frames", "max_frames")):
+            least, most = getattr(settings, low), getattr(settings, high)
+            if least < 1:
+                raise InvalidOption(f"{low} is {least}, needs at least 1", option=low, found=least)
+            _check_pair(low, least, high, most)
+        return settings
+
+    def sample(self, header: ClipHeader, options: PreprocessOptions) -> list[int]:
+        settings = self.with_options(options)
+        return qwen_indices(
+            header.num_frames,
+            header.fps,
+            fps=settings.fps,
+            min_frames=settings.min_frames,
+            max_frames=settings.max_frames,
+        )
+
+    def sized(self, num_frames: int, height: int, width: int, options: PreprocessOptions) -> ClipPlan:
+        target = qwen_target_size(
+            num_frames,
+            height,
+            width,
+            factor=self._merge_pixels,
+            temporal=self._temporal,
+            settings=self.with_options(options),
+        )
+        grid = Grid(self._patches_of(num_frames), target[0] // self.patch_size, target[1] // self.patch_size)
+        return ClipPlan((), (), grid, *target)
+
+    def piece_frames(self, plan: ClipPlan, max_patches: int) -> int:
+        return max(1, max_patches // (plan.grid.h * plan.grid.w)) * self._temporal
+
+    def piece_grid(self, num_frames: int, plan: ClipPlan) -> Grid:
+        return Grid(self._patches_of(num_frames), plan.grid.h, plan.grid.w)
+
+    def _patches_of(self, num_frames: int) -> int:
+        return -(-num_frames // self._temporal)

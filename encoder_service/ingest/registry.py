@@ -5,66 +5,25 @@ Owns the choice by family name; the settings come from the checkpoint's folder.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 from encoder_service.errors import UnsupportedCheckpoint
-from encoder_service.ingest.clips import MoonViTClips, QwenClips
-from encoder_service.ingest.decode import DecodeLimits
-from encoder_service.ingest.device_decode import DeviceDecoding
-from encoder_service.ingest.moonvit import MoonViTPreprocessor
+from encoder_service.ingest.decode import DecodeLimits, Transparent
+from encoder_service.ingest.moonvit import MoonViTClips, MoonViTPreprocessor
 from encoder_service.ingest.preprocessor import Preprocessor
-from encoder_service.ingest.qwen_vl import QwenVLPreprocessor
-from encoder_service.ingest.settings import SettingsReader, parse_moonvit, parse_qwen_vl, read_settings_file
-from encoder_service.ingest.video_settings import (
-    ClipLimits,
+from encoder_service.ingest.qwen_vl import QwenClips, QwenVLPreprocessor
+from encoder_service.ingest.settings import (
     has_moonvit_video,
+    parse_moonvit,
     parse_moonvit_video,
     parse_qwen_video,
+    parse_qwen_vl,
+    read_settings_file,
     read_video_settings_file,
 )
+from encoder_service.ingest.video.source import ClipLimits
 
-
-def _qwen_vl(
-    images: SettingsReader,
-    clips: SettingsReader | None,
-    limits: DecodeLimits,
-    clip_limits: ClipLimits,
-    decoding: DeviceDecoding | None,
-) -> Preprocessor:
-    settings = parse_qwen_vl(images)
-    if clips is None:
-        return QwenVLPreprocessor(settings, limits, decoding=decoding)
-    return QwenVLPreprocessor(
-        settings, limits, QwenClips(parse_qwen_video(clips, settings), settings, clip_limits), decoding
-    )
-
-
-def _moonvit(
-    images: SettingsReader,
-    clips: SettingsReader | None,
-    limits: DecodeLimits,
-    clip_limits: ClipLimits,
-    decoding: DeviceDecoding | None,
-) -> Preprocessor:
-    settings = parse_moonvit(images)
-    if clips is None or not has_moonvit_video(clips):
-        return MoonViTPreprocessor(settings, limits, decoding=decoding)
-    return MoonViTPreprocessor(
-        settings, limits, MoonViTClips(parse_moonvit_video(clips, settings), settings, clip_limits), decoding
-    )
-
-
-PREPROCESSORS: dict[
-    str,
-    Callable[
-        [SettingsReader, SettingsReader | None, DecodeLimits, ClipLimits, DeviceDecoding | None], Preprocessor
-    ],
-] = {
-    "qwen3_vl": _qwen_vl,
-    "qwen3_5": _qwen_vl,
-    "kimi_k25": _moonvit,
-}
+FAMILIES = ("qwen3_vl", "qwen3_5", "kimi_k25")
 
 
 def load_preprocessor(
@@ -72,22 +31,26 @@ def load_preprocessor(
     family: str,
     limits: DecodeLimits,
     clip_limits: ClipLimits | None = None,
-    decoding: DeviceDecoding | None = None,
+    transparent: Transparent = "white",
 ) -> Preprocessor:
-    """The preprocessor of a checkpoint folder. clip_limits: their defaults when left out. decoding: of image
-    files on the device.
+    """The preprocessor of a checkpoint folder. clip_limits: their defaults when left out. transparent: what
+    becomes of alpha, see ``decode``.
 
     Raises UnsupportedCheckpoint for an unknown family or for settings that are missing, invalid or unknown,
     CheckpointError when the folder has no settings file.
     """
-    if family not in PREPROCESSORS:
+    if family not in FAMILIES:
         raise UnsupportedCheckpoint(
-            f"family {family!r} has no preprocessor, known are {', '.join(PREPROCESSORS)}", family=family
+            f"family {family!r} has no preprocessor, known are {', '.join(FAMILIES)}", family=family
         )
-    return PREPROCESSORS[family](
-        read_settings_file(path),
-        read_video_settings_file(path),
-        limits,
-        clip_limits or ClipLimits(),
-        decoding,
-    )
+    reader, video = read_settings_file(path), read_video_settings_file(path)
+    clip_limits = clip_limits or ClipLimits()
+    if family == "kimi_k25":
+        moonvit = parse_moonvit(reader)
+        moonvit_clips = None
+        if video is not None and has_moonvit_video(video):
+            moonvit_clips = MoonViTClips(parse_moonvit_video(video, moonvit), moonvit, clip_limits)
+        return MoonViTPreprocessor(moonvit, limits, moonvit_clips, transparent)
+    qwen = parse_qwen_vl(reader)
+    qwen_clips = None if video is None else QwenClips(parse_qwen_video(video, qwen), qwen, clip_limits)
+    return QwenVLPreprocessor(qwen, limits, qwen_clips, transparent)

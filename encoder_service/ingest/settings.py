@@ -1,9 +1,12 @@
-"""Processor settings of both families, read from the checkpoint's own files.
+"""Processor settings of both families, for images and clips, read from the checkpoint's own files.
 
 Owns the spellings in which published checkpoints and the reference package write them, and the refusal of
-everything that is missing, of the wrong type, out of range or unknown: a setting that is not understood
-would change pixels silently. A file that is absent is an error; no class defaults stand in for it. Leaves
-what the settings do to ``qwen_vl`` and ``moonvit``.
+everything that is missing, of the wrong type, out of range or unknown: a setting that is not understood would
+change pixels silently. What the settings do is in ``qwen_vl`` and ``moonvit``.
+
+A published Qwen file of clips has the area and the patch sizes only; the reference's own values stand for the
+sampling (``Qwen3VLVideoProcessor``: 2 frames a second, 4 to 768 frames). Kimi's settings of clips stand
+beside those of images (``sample_fps``, ``in_patch_limit_each_frame``, ``temporal_merge_kernel_size``).
 """
 
 from __future__ import annotations
@@ -18,20 +21,21 @@ from typing import TypeAlias
 from encoder_service.errors import CheckpointError, UnsupportedCheckpoint
 
 PREPROCESSOR_FILE = "preprocessor_config.json"
+VIDEO_PREPROCESSOR_FILE = "video_preprocessor_config.json"
 PROCESSOR_FILE = "processor_config.json"  # the reference package's combined file, one section per part
 BICUBIC = 3
 Triple: TypeAlias = tuple[float, float, float]
 
-# Keys that name classes or say how results are handed over: no pixel depends on them.
+# Keys that name classes or the form of results: no pixel depends on them.
 _INERT = frozenset(
     {
         "auto_map", "config_type", "data_format", "default_to_square", "device", "disable_grouping",
         "feature_extractor_type", "image_processor_type", "input_data_format", "processor_class",
-        "return_tensors", "transformers_version", "_commit_hash", "_processor_class",
-        "_valid_processor_keys", "_valid_kwargs_names",
+        "return_metadata", "return_tensors", "transformers_version", "video_processor_type", "_commit_hash",
+        "_processor_class", "_valid_processor_keys", "_valid_kwargs_names",
     }
 )  # fmt: skip
-# Settings with one value that the family's rule knows; other values are refused.
+# Settings of which the families' rules cover one value; others are refused.
 _FIXED: Mapping[str, object] = {
     "do_resize": True,
     "do_rescale": True,
@@ -73,6 +77,33 @@ class MoonViTSettings:
     max_patches: int
     max_patches_per_side: int
     normalisation: Normalisation
+
+
+@dataclass(frozen=True)
+class QwenVideoSettings:
+    """Qwen3-VL and Qwen3.5. min_pixels, max_pixels: frames times height times width of the target; fps:
+    frames sampled a second. cap_pixels_per_frame: also limit one frame to max_video_tokens visual tokens, as
+    releases of the reference from 5.22 can."""
+
+    min_pixels: int
+    max_pixels: int
+    fps: float
+    min_frames: int
+    max_frames: int
+    max_video_tokens: int
+    cap_pixels_per_frame: bool
+
+
+@dataclass(frozen=True)
+class MoonViTVideoSettings:
+    """Kimi-K2.5. max_patches: of one frame, before padding; chunk_frames: frames that the tower averages into
+    one set of rows; max_frames: None where the checkpoint has no bound."""
+
+    max_patches: int
+    max_patches_per_side: int
+    fps: float
+    chunk_frames: int
+    max_frames: int | None = None
 
 
 class SettingsReader:
@@ -152,6 +183,23 @@ class SettingsReader:
                 unknown=", ".join(unknown),
             )
 
+    def flag(self, key: str) -> bool:
+        """False where the key is missing or null."""
+        value = self.values.get(key)
+        if value is not None and not isinstance(value, bool):
+            raise self.refuse(key, value, "true, false or null")
+        return bool(value)
+
+    def check_equal(self, key: str, found: object, needed: object) -> None:
+        """Refuses a setting of clips that differs from that of images."""
+        if found != needed:
+            raise self.refuse(key, found, f"{needed!r}, as images have")
+
+    def area(self, key: str, size_key: str) -> int:
+        """``min_pixels`` or ``max_pixels``, which win over ``size`` where both are given, as in the
+        reference."""
+        return self.count(key) if self.has(key) else self.section("size").count(size_key)
+
     def normalisation(self) -> Normalisation:
         return Normalisation(
             image_mean=self.triple("image_mean", above_zero=False),
@@ -175,8 +223,7 @@ def read_object(path: Path) -> Mapping[str, object]:
 
 def read_settings_file(checkpoint: Path) -> SettingsReader:
     """The image settings of a checkpoint folder: the image_processor section of its processor_config.json,
-    or where there is none its preprocessor_config.json. Of a folder with both, the section is the later
-    save, and the one that the reference reads (``get_image_processor_dict``).
+    else its preprocessor_config.json, in the reference's order (``get_image_processor_dict``).
 
     Raises CheckpointError when neither is there, UnsupportedCheckpoint when one is malformed.
     """
@@ -194,26 +241,21 @@ def read_settings_file(checkpoint: Path) -> SettingsReader:
 
 
 def parse_qwen_vl(reader: SettingsReader) -> QwenVLSettings:
-    """Area limits come as size.shortest_edge and size.longest_edge, or as min_pixels and max_pixels, which
-    win when both are given, as in the reference. Raises UnsupportedCheckpoint."""
+    """Raises UnsupportedCheckpoint."""
     reader.check_keys(
         {
             "image_mean", "image_std", "max_pixels", "merge_size", "min_pixels", "patch_size",
             "rescale_factor", "size", "temporal_patch_size",
         }
     )  # fmt: skip
-
-    def area(key: str, size_key: str) -> int:
-        return reader.count(key) if reader.has(key) else reader.section("size").count(size_key)
-
     if reader.has("size"):
         reader.section("size").check_keys({"shortest_edge", "longest_edge"})
     settings = QwenVLSettings(
         patch_size=reader.count("patch_size"),
         merge_size=reader.count("merge_size"),
         temporal_patch_size=reader.count("temporal_patch_size"),
-        min_pixels=area("min_pixels", "shortest_edge"),
-        max_pixels=area("max_pixels", "longest_edge"),
+        min_pixels=reader.area("min_pixels", "shortest_edge"),
+        max_pixels=reader.area("max_pixels", "longest_edge"),
         normalisation=reader.normalisation(),
     )
     if settings.min_pixels > settings.max_pixels:
@@ -266,3 +308,115 @@ def parse_moonvit(reader: SettingsReader) -> MoonViTSettings:
             "the patch limit of one side", max_per_side, f"a multiple of the merge size {merge_size}"
         )
     return settings
+
+
+_VIDEO_COMMON = frozenset({"image_mean", "image_std", "rescale_factor", "patch_size", "merge_size"})
+_VIDEO_SAMPLING = frozenset({"fps", "do_sample_frames", "num_frames"})
+
+
+def read_video_settings_file(checkpoint: Path) -> SettingsReader | None:
+    """The settings of clips of a checkpoint folder: the video_processor section of its processor_config.json,
+    else its video_preprocessor_config.json, else its preprocessor_config.json, in the reference's order
+    (``get_video_processor_dict``). None where there is none, and where the last one is not read for images
+    either: it may belong to another model.
+
+    Raises UnsupportedCheckpoint when one is malformed.
+    """
+    processor, names = checkpoint / PROCESSOR_FILE, [VIDEO_PREPROCESSOR_FILE, PREPROCESSOR_FILE]
+    if processor.exists():
+        combined = SettingsReader(read_object(processor), str(processor))
+        if combined.has("video_processor"):
+            return combined.section("video_processor")
+        if combined.has("image_processor"):
+            names.remove(PREPROCESSOR_FILE)
+    for name in names:
+        if (path := checkpoint / name).exists():
+            return SettingsReader(read_object(path), str(path))
+    return None
+
+
+def parse_qwen_video(reader: SettingsReader, images: QwenVLSettings) -> QwenVideoSettings:
+    """Raises UnsupportedCheckpoint for settings that are missing, unknown, or other than those of images
+    where one forward pass takes both."""
+    reader.check_keys(
+        {
+            *_VIDEO_COMMON, *_VIDEO_SAMPLING, "cap_pixels_per_frame", "max_frames", "max_pixels",
+            "max_video_tokens", "min_frames", "min_pixels", "size", "temporal_patch_size",
+        }
+    )  # fmt: skip
+    _check_sampling(reader)
+    for name in ("patch_size", "merge_size", "temporal_patch_size"):
+        reader.check_equal(name, reader.count(name), getattr(images, name))
+    _check_normalisation(reader, images.normalisation)
+
+    settings = QwenVideoSettings(
+        min_pixels=reader.area("min_pixels", "shortest_edge"),
+        max_pixels=reader.area("max_pixels", "longest_edge"),
+        fps=reader.number("fps") if reader.has("fps") else 2.0,
+        min_frames=reader.count("min_frames") if reader.has("min_frames") else 4,
+        max_frames=reader.count("max_frames") if reader.has("max_frames") else 768,
+        max_video_tokens=reader.count("max_video_tokens") if reader.has("max_video_tokens") else 768,
+        cap_pixels_per_frame=reader.flag("cap_pixels_per_frame"),
+    )
+    for low, high in (("min_pixels", "max_pixels"), ("min_frames", "max_frames")):
+        least, most = getattr(settings, low), getattr(settings, high)
+        if least > most:
+            raise reader.refuse(low, least, f"at most {high} = {most}")
+    return settings
+
+
+def parse_moonvit_video(reader: SettingsReader, images: MoonViTSettings) -> MoonViTVideoSettings:
+    """Published names, nested under media_proc_cfg or flat, and the reference package's (max_patches, size,
+    fps, temporal_patch_size). Raises UnsupportedCheckpoint, also for a limit over the whole clip, which no
+    published checkpoint sets."""
+    if reader.has("media_proc_cfg"):
+        reader = reader.section("media_proc_cfg")
+    if reader.has("in_patch_limit"):  # the published file: images' keys were checked with the images
+        for name in ("in_patch_limit_video", "fixed_output_tokens_each_frame"):
+            if reader.has(name):
+                raise reader.refuse(name, reader.values[name], "null")
+        if reader.has("timestamp_mode") and reader.values["timestamp_mode"] != "hh:mm:ss.fff":
+            raise reader.refuse("timestamp_mode", reader.values["timestamp_mode"], "'hh:mm:ss.fff'")
+        return MoonViTVideoSettings(
+            max_patches=reader.count("in_patch_limit_each_frame"),
+            max_patches_per_side=reader.count("patch_limit_on_one_side"),
+            fps=reader.number("sample_fps"),
+            chunk_frames=reader.count("temporal_merge_kernel_size"),
+            max_frames=reader.count("max_num_frames_each_video")
+            if reader.has("max_num_frames_each_video")
+            else None,
+        )
+    reader.check_keys({*_VIDEO_COMMON, *_VIDEO_SAMPLING, "max_patches", "size", "temporal_patch_size"})
+    _check_sampling(reader)
+    reader.check_equal("patch_size", reader.square("patch_size"), images.patch_size)
+    reader.check_equal("merge_size", reader.square("merge_size"), images.merge_size)
+    _check_normalisation(reader, images.normalisation)
+    size = reader.section("size")
+    per_side = size.count("max_height")
+    size.check_equal("max_width", size.count("max_width"), per_side)
+    return MoonViTVideoSettings(
+        max_patches=reader.count("max_patches"),
+        max_patches_per_side=per_side,
+        fps=reader.number("fps") if reader.has("fps") else 2.0,
+        chunk_frames=reader.count("temporal_patch_size"),
+    )
+
+
+def has_moonvit_video(reader: SettingsReader) -> bool:
+    """Whether a file has settings of clips."""
+    values = reader.section("media_proc_cfg") if reader.has("media_proc_cfg") else reader
+    return values.has("in_patch_limit_each_frame") or values.has("temporal_patch_size")
+
+
+def _check_sampling(reader: SettingsReader) -> None:
+    if reader.has("num_frames"):
+        raise reader.refuse("num_frames", reader.values["num_frames"], "null: frames are sampled by fps")
+    if reader.has("do_sample_frames") and reader.values["do_sample_frames"] is not True:
+        raise reader.refuse("do_sample_frames", reader.values["do_sample_frames"], "true")
+
+
+def _check_normalisation(reader: SettingsReader, images: Normalisation) -> None:
+    """Clips and images are normalised in one launch."""
+    found = reader.normalisation()
+    for name in ("image_mean", "image_std", "rescale_factor"):
+        reader.check_equal(name, getattr(found, name), getattr(images, name))

@@ -17,11 +17,11 @@ from types import TracebackType
 from typing import TypeVar, overload
 
 from encoder_service.errors import UnknownKey, UnsupportedContent
+from encoder_service.ingest.urls import UrlFetcher
 from encoder_service.rpc import convert
 from encoder_service.scheduler.admission import Admission
 from encoder_service.transport.pixel_input import ItemPixels, PixelInput
 from encoder_service.types import DigestOnly, EncodedFile, Item, Modality
-from encoder_service.urls.fetch import UrlFetcher
 from vision_encoder.v1 import encoder_pb2 as pb
 
 # A converted tensor below this is copied on the event loop.
@@ -42,7 +42,7 @@ class CallItem:
 
     async def ask(self, question: Callable[[Item], Awaitable[Answer]]) -> Answer:
         """What the question has for an answer to the item, which is read for as long as that takes. Raises as
-        ``read``, as the question, and as ``UrlFetcher.content``."""
+        ``read``, as the question, and as ``UrlFetcher.fetch``."""
         kind = self.message.WhichOneof("content")
         if kind not in ("url", "pixels", "frames"):
             return await question(convert.item_from_proto(self.message))
@@ -56,8 +56,12 @@ class CallItem:
             # Whoever knows what lies at the URL has it fetched only where it is not held.
             with contextlib.suppress(UnknownKey):
                 return await question(replace(item, content=DigestOnly()))
-        async with self.urls.content(self.message.url, self.admission) as data:
+        permit = self.admission.acquire(0)
+        try:
+            data = await self.urls.fetch(self.message.url, permit.add_bytes)
             return await question(replace(item, content=EncodedFile(data)))
+        finally:
+            permit.release()
 
     @contextlib.asynccontextmanager
     async def read(self) -> AsyncIterator[Item]:

@@ -59,7 +59,6 @@ def server_info(
                 patch_dim=tower.patch_dim,
                 merges_time=tower.merges_time,
                 modalities=[MODALITY_TO_PROTO[modality] for modality in tower.modalities],
-                precision=model.precision.name,
             )
         ],
         limits=pb.Limits(

@@ -19,6 +19,7 @@ from encoder_service.errors import (
     VisionEncoderError,
 )
 from encoder_service.flights import Flight
+from encoder_service.ingest.urls import UrlFetcher
 from encoder_service.pipeline import Delivered, Pipeline
 from encoder_service.rpc import convert, observed
 from encoder_service.rpc.call_items import CallItem, CallItems
@@ -29,7 +30,6 @@ from encoder_service.scheduler.admission import Admission
 from encoder_service.transport.pixel_input import PixelInput
 from encoder_service.transport.shared_memory import LeaseTerms, SharedMemory
 from encoder_service.types import EncodedItem, Modality
-from encoder_service.urls.fetch import UrlFetcher
 from vision_encoder.v1 import encoder_pb2 as pb
 
 Request = TypeVar("Request")

@@ -1,8 +1,8 @@
 """The fused CUDA path of both towers: the plain tower's weights and numbers, in fewer passes over memory.
 
 Owns the order of fused operations. The plain towers
-(qwen3_vl.py, moonvit.py) are the readable form of the same computation, and tests hold the two equal. Leaves
-the blocks' matrix products, in the weights' type or in fp8, to ``products``.
+(qwen3_vl.py, moonvit.py) are the readable form of the same computation, and tests compare the two. Which
+library runs the blocks' matrix products is in ``gemm``.
 
 What is fused: bias and tanh-GELU into the products, residual addition with the next LayerNorm, rotary
 positions into the packed projection in place, position interpolation with the first LayerNorm. Positions are
@@ -17,12 +17,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch.nn.functional import linear
 
-from encoder_service.towers.attention import AttentionBackend, SequenceBounds
+from encoder_service.towers.attention import AttentionBackend
 from encoder_service.towers.fused_inputs import (
     MAX_SIDE,
     BatchShape,
@@ -31,12 +32,10 @@ from encoder_service.towers.fused_inputs import (
     FusedInputs,
     ShapeRows,
 )
-from encoder_service.towers.gemm import Rotary, RotaryLayout, turns_of
+from encoder_service.towers.gemm import Rotary, RotaryLayout, Weights, pair_rows, turns_of
 from encoder_service.towers.gemm.per_rows import TORCH_CHOICES, GemmChoices
-from encoder_service.towers.layers import Merger
+from encoder_service.towers.layers import Block, Merger
 from encoder_service.towers.moonvit import MoonViTTower
-from encoder_service.towers.precision import AS_DTYPE, Precision, check_fp8_sizes
-from encoder_service.towers.products import BlockProducts, NormParameters, norm_of, pack_blocks, packed_bytes
 from encoder_service.towers.qwen3_vl import Qwen3VLTower
 from encoder_service.towers.rope import inverse_frequencies
 from encoder_service.towers.tower import Tower
@@ -50,29 +49,56 @@ if TYPE_CHECKING:
 SIDE_STREAM_PATCHES = 8192
 
 
+NormParameters = tuple[torch.Tensor, torch.Tensor, float]
+
+
+def norm_of(norm: torch.nn.LayerNorm) -> NormParameters:
+    """Weight, bias and epsilon."""
+    return norm.weight, norm.bias, norm.eps
+
+
+@dataclass(frozen=True)
+class FusedBlock:
+    """Parameters of one block; ``qkv`` may hold its weight in pairs as well."""
+
+    norm1: NormParameters
+    qkv: Weights
+    proj: Weights
+    norm2: NormParameters
+    fc1: Weights
+    fc2: Weights
+
+    @classmethod
+    def of(cls, block: Block, num_paired_heads: int | None) -> FusedBlock:
+        """num_paired_heads: heads of the qkv weight that is copied into pairs; None: no copy."""
+        qkv = block.qkv
+        paired = None
+        if num_paired_heads is not None:
+            paired = pair_rows(qkv.weight, num_paired_heads), pair_rows(qkv.bias, num_paired_heads)
+        proj, fc1, fc2 = (Weights(layer.weight, layer.bias) for layer in (block.proj, block.fc1, block.fc2))
+        return cls(
+            norm_of(block.norm1), Weights(qkv.weight, qkv.bias, paired), proj, norm_of(block.norm2), fc1, fc2
+        )
+
+
 class FusedTower(Tower):
     """A plain tower's weights behind the fused forward pass. The plain tower stays usable beside it.
 
-    precision: which products of the blocks run in fp8; gemms: what runs the others. Raises ConfigurationError
-    when the tower's sizes do not allow the precision.
+    gemms: the library of each product of a block, by number of rows.
     """
 
     def __init__(
         self,
         plain: Qwen3VLTower | MoonViTTower,
         attention: AttentionBackend,
-        precision: Precision = AS_DTYPE,
         gemms: GemmChoices = TORCH_CHOICES,
     ) -> None:
         super().__init__()
-        config = plain.config
-        check_fp8_sizes(precision, config.hidden_size, config.intermediate_size, config.depth)
         from encoder_service.towers import kernels  # triton, which only this path needs
 
         self._kernels = kernels
         self.plain = plain
         self.attention = attention
-        self.precision = precision
         self.gemms = gemms
         self.family = plain.family
         self.patch_size = plain.patch_size
@@ -83,7 +109,10 @@ class FusedTower(Tower):
         self.num_deepstack_levels = plain.num_deepstack_levels
         self.merges_time = plain.merges_time
         self.num_heads = plain.config.num_heads
-        self._blocks = pack_blocks(plain.blocks, precision, gemms, num_heads=self.num_heads)  # type: ignore[arg-type]
+        self._blocks = [
+            FusedBlock.of(block, self.num_heads if gemms.wants_pairs else None)  # type: ignore[arg-type]
+            for block in plain.blocks
+        ]
         self._layout: RotaryLayout = "interleaved" if self.merges_time else "blocked"
         frequencies = inverse_frequencies(plain.config.hidden_size // self.num_heads, plain.config.rope_theta)
         angles = torch.arange(MAX_SIDE, dtype=torch.float32)[:, None] * frequencies
@@ -102,9 +131,9 @@ class FusedTower(Tower):
         )
 
     @property
-    def packed_bytes(self) -> int:
-        """Device memory of fp8 weights and of weights in pairs, which the plain tower does not have."""
-        return packed_bytes(self._blocks)
+    def paired_bytes(self) -> int:
+        """Device memory of the weights in pairs, which stand beside the plain tower's own."""
+        return sum(tensor.nbytes for block in self._blocks for tensor in block.qkv.paired or ())
 
     # -- host ------------------------------------------------------------------------------------------
 
@@ -137,20 +166,24 @@ class FusedTower(Tower):
             num_frames=inputs.num_frames,
         )
         x_PE = linear(inputs.pixel_values.to(self.dtype), plain.patch_embed.weight, plain.patch_embed.bias)
-        rows = blocks[0].qkv.input_of_rows(self._embed(x_PE, places, blocks[0].norm1))
+        h_PE = self._embed(x_PE, places, blocks[0].norm1)
         head_dim = x_PE.shape[1] // self.num_heads
         bounds = self.attention.plan(inputs, (x_PE.shape[0], self.num_heads, head_dim), x_PE.dtype)
         rotary = Rotary(
             places.coords, self.rope_cos, self.rope_sin, self._layout, self.num_heads, self._turns
         )
+        gemms = self.gemms.choose(x_PE.shape[0])
         levels = Levels(self._side_stream if x_PE.shape[0] <= SIDE_STREAM_PATCHES else None)
         for index, block in enumerate(blocks):
-            delta_PE = self._attend(x_PE, rows, block, rotary, bounds)
-            rows = block.fc1.input_of_norm(x_PE, delta_PE, block.norm2)
-            delta_PE = block.fc2.add_to(x_PE, block.fc2.input_of_gelu(block.fc1, rows))
+            qkv = gemms.rotate.rotated(h_PE, block.qkv, rotary)
+            q_PHd, k_PHd, v_PHd = qkv.view(x_PE.shape[0], 3, self.num_heads, head_dim).unbind(1)
+            out_PHd = self.attention.attend(q_PHd, k_PHd, v_PHd, bounds)
+            # A delta is what is still to be added to the residual x_PE; None where the product added it.
+            delta_PE = gemms.add_attention.add_to(x_PE, out_PHd.flatten(1), block.proj)
+            h_PE = self._kernels.add_norm(x_PE, delta_PE, *block.norm2)
+            delta_PE = gemms.add_mlp.add_to(x_PE, gemms.gelu.gelu(h_PE, block.fc1), block.fc2)
             if index + 1 < len(blocks):
-                following = blocks[index + 1]
-                rows = following.qkv.input_of_norm(x_PE, delta_PE, following.norm1)
+                h_PE = self._kernels.add_norm(x_PE, delta_PE, *blocks[index + 1].norm1)
             else:
                 h_PE = self._last_norm(x_PE, delta_PE, places)
             # From here on x_PE holds the block's output.
@@ -188,16 +221,6 @@ class FusedTower(Tower):
             frame_table=plain.frame_embed,
             frame_index=places.frame_index,
         )
-
-    def _attend(
-        self, x_PE: torch.Tensor, rows: Any, block: BlockProducts, rotary: Rotary, bounds: SequenceBounds
-    ) -> torch.Tensor | None:
-        """Adds the attention to the residual x, or returns what is still to be added; rows: the input of the
-        block's qkv."""
-        qkv: torch.Tensor = block.qkv.rotated(rows, rotary)
-        q_PHd, k_PHd, v_PHd = qkv.view(qkv.shape[0], 3, self.num_heads, -1).unbind(1)
-        out_PHd = self.attention.attend(q_PHd, k_PHd, v_PHd, bounds)
-        return block.proj.add_to(x_PE, block.proj.input_of_rows(out_PHd.flatten(1)))
 
     def _last_norm(
         self, x_PE: torch.Tensor, delta_PE: torch.Tensor | None, places: PatchPlaces

@@ -12,13 +12,18 @@ from typing import Any
 import numpy as np
 import torch
 
-from encoder_service.ingest.clips import MoonViTClips, QwenClips
 from encoder_service.ingest.decode import DecodeLimits
-from encoder_service.ingest.moonvit import MoonViTPreprocessor
-from encoder_service.ingest.qwen_vl import QwenVLPreprocessor
-from encoder_service.ingest.settings import MoonViTSettings, Normalisation, QwenVLSettings
-from encoder_service.ingest.video_rules import moonvit_indices, qwen_indices, timestamps_of
-from encoder_service.ingest.video_settings import ClipLimits, MoonViTVideoSettings, QwenVideoSettings
+from encoder_service.ingest.moonvit import MoonViTClips, MoonViTPreprocessor, moonvit_indices
+from encoder_service.ingest.qwen_vl import QwenClips, QwenVLPreprocessor, qwen_indices
+from encoder_service.ingest.settings import (
+    MoonViTSettings,
+    MoonViTVideoSettings,
+    Normalisation,
+    QwenVideoSettings,
+    QwenVLSettings,
+)
+from encoder_service.ingest.video.clip import timestamps_of
+from encoder_service.ingest.video.source import ClipLimits
 from encoder_service.types import PreprocessOptions as ServiceOptions
 from lm_adapter.clip_texts import kimi_chunk_texts, qwen_frame_texts, qwen_patch_times
 from lm_adapter.errors import InvalidRequest

@@ -20,14 +20,13 @@ from encoder_service.admin.live import LiveView
 from encoder_service.config import parse_settings
 from encoder_service.engine.graphs import GraphCounters
 from encoder_service.engine.jobs import EngineCounters
-from encoder_service.ingest.device_decode import DeviceDecoding
+from encoder_service.ingest.urls import open_urls
 from encoder_service.metrics import Metrics
 from encoder_service.rpc.doors import export_gate, export_local
 from encoder_service.scheduler.buckets import Bucket, BucketLadder
 from encoder_service.store import shared_tier_start
 from encoder_service.store.tiers import TieredStore
 from encoder_service.transport.shared_metrics import export_pixels, export_shared
-from encoder_service.urls.open import open_urls
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "metrics.md"
 BEGIN, END = "<!-- table: begin -->\n", "<!-- table: end -->\n"
@@ -81,7 +80,6 @@ def full_registry() -> Metrics:
     graphs.counters.replays[Bucket(16, 2, 16)] += 1
     engine = MagicMock(graphs=graphs, counters=EngineCounters())
     pipeline = MagicMock()
-    pipeline.model.preprocessor.decoding = DeviceDecoding("", MagicMock(), torch.device("cpu"))
     register_gauges(metrics, pipeline, engine)
     live = LiveView(metrics)
     live.sample = lambda: None  # type: ignore[method-assign]
@@ -99,9 +97,7 @@ def full_registry() -> Metrics:
     gate.permits.by_host = {}
     export_gate(metrics, gate)
     export_local(metrics, MagicMock())
-    urls = open_urls(parse_settings(model="m", url_allow="images.test"), metrics)
-    assert urls is not None
-    urls.counters.ended["OK"] += 1
+    assert open_urls(parse_settings(model="m", url_allow="images.test"), metrics) is not None
     return metrics
 
 

@@ -146,7 +146,6 @@ def test_every_extra_is_offered(service_wheel: Path) -> None:
         "fa4",
         "flash-attn",
         "hf",
-        "nvjpeg",
         "otel",
         "shared",
         "uvloop",

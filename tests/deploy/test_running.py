@@ -24,7 +24,7 @@ import yaml
 
 from tests.deploy.rendering import K8S, built, config_of, encoder_pod, environment_of
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.extended
 
 ROOT = Path(__file__).parents[2]
 CLEAN = {name: value for name, value in os.environ.items() if not name.startswith(("VE_", "OTEL_"))}

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from encoder_service.clip_run import Pieces
-from encoder_service.ingest.clips import Clip
 from encoder_service.ingest.decode import DecodeLimits
 from encoder_service.ingest.registry import load_preprocessor
+from encoder_service.ingest.video.clip import Clip
 from encoder_service.store.rows_prefix import RowsPrefix
 from encoder_service.towers.registry import load_tower
 from encoder_service.towers.synthetic import FAMILIES, make_checkpoint
@@ -32,7 +32,7 @@ def float32_rows(checkpoint: Path, family: str, data: bytes) -> torch.Tensor:
     assert preprocessor.clips is not None
     clip = preprocessor.clips.open(EncodedFile(data), PreprocessOptions())
     rows = []
-    while (piece := clip.read_piece(256)) is not None:
+    for piece in clip.pieces(256):
         inputs = loaded.tower.prepare([piece.grid]).with_pixels(preprocessor.patchify(piece.frames_THWC))
         rows.append(loaded.tower(inputs))
     return torch.cat(rows)
@@ -76,7 +76,7 @@ def test_who_joins_a_leased_clip_late_has_its_rows_as_they_come(
     data = clip_files.encode(clip_files.moving(40, 96, 128), fps=8)
     num_read = 0
     third, joined = threading.Event(), threading.Event()
-    read_piece, follow = Clip.read_piece, Pieces._follow
+    read_piece, follow = Clip._read_piece, Pieces._follow
 
     def read(self: Clip, max_patches: int) -> FrameItem | None:
         nonlocal num_read
@@ -90,7 +90,7 @@ def test_who_joins_a_leased_clip_late_has_its_rows_as_they_come(
         joined.set()
         await follow(self, *given)
 
-    monkeypatch.setattr(Clip, "read_piece", read)
+    monkeypatch.setattr(Clip, "_read_piece", read)
     monkeypatch.setattr(Pieces, "_follow", counted)
     settings = {"dtype": "bfloat16", "clip_piece_patches": 64, "broker_path": str(tmp_path / "b.sock")}
     with (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import io
 import json
 import random
 import warnings
@@ -14,13 +15,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from PIL import Image, ImageOps
 
 from encoder_service.errors import AspectRatioExceeded
 from encoder_service.ingest.decode import DecodeLimits, decode_rgb
-from encoder_service.ingest.frames import ImagePreprocessor
 from encoder_service.ingest.moonvit import MoonViTPreprocessor
+from encoder_service.ingest.preprocessor import Preprocessor
 from encoder_service.ingest.registry import load_preprocessor
-from encoder_service.types import PreprocessOptions
+from encoder_service.ingest.resize import resize_and_pad
+from encoder_service.types import FrameItem, PreprocessOptions
 from tests.parity.reference import import_reference
 from tests.unit.ingest import image_files
 
@@ -58,13 +61,13 @@ def kimi_reference(clip: bool = False) -> Any:
 
 
 @pytest.fixture
-def saved(tmp_path: Path) -> Callable[[Any, str], ImagePreprocessor]:
+def saved(tmp_path: Path) -> Callable[[Any, str], Preprocessor]:
     """Our preprocessor of a reference processor, from the file that it saves."""
 
-    def save(reference: Any, family: str) -> ImagePreprocessor:
+    def save(reference: Any, family: str) -> Preprocessor:
         reference.save_pretrained(tmp_path)
         preprocessor = load_preprocessor(tmp_path, family, LIMITS)
-        assert isinstance(preprocessor, ImagePreprocessor)
+        assert isinstance(preprocessor, Preprocessor)
         return preprocessor
 
     return save
@@ -90,7 +93,7 @@ def reference_pixels(reference: Any, array: np.ndarray, **overrides: Any) -> tup
 
 
 def check(
-    preprocessor: ImagePreprocessor,
+    preprocessor: Preprocessor,
     reference: Any,
     array: np.ndarray,
     options: PreprocessOptions = PLAIN,
@@ -145,7 +148,7 @@ SPECIAL = [
 
 
 @pytest.mark.parametrize("part", range(3))
-def test_qwen_on_random_sizes(part: int, saved: Callable[[Any, str], ImagePreprocessor]) -> None:
+def test_qwen_on_random_sizes(part: int, saved: Callable[[Any, str], Preprocessor]) -> None:
     reference = qwen_reference(4096, 100_000)
     preprocessor = saved(reference, "qwen3_vl")
     for height, width in (random_sides("qwen3_vl", NUM_RANDOM) + SPECIAL)[part::3]:
@@ -153,7 +156,7 @@ def test_qwen_on_random_sizes(part: int, saved: Callable[[Any, str], ImagePrepro
 
 
 @pytest.mark.parametrize("part", range(3))
-def test_kimi_on_random_sizes(part: int, saved: Callable[[Any, str], ImagePreprocessor]) -> None:
+def test_kimi_on_random_sizes(part: int, saved: Callable[[Any, str], Preprocessor]) -> None:
     reference = kimi_reference()
     preprocessor = saved(reference, "kimi_k25")
     for height, width in (random_sides("kimi_k25", NUM_RANDOM) + SPECIAL)[part::3]:
@@ -165,14 +168,14 @@ def test_kimi_on_random_sizes(part: int, saved: Callable[[Any, str], ImagePrepro
 
 
 @pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_5"])
-def test_qwen_at_published_settings(family: str, saved: Callable[[Any, str], ImagePreprocessor]) -> None:
+def test_qwen_at_published_settings(family: str, saved: Callable[[Any, str], Preprocessor]) -> None:
     reference = qwen_reference()
     preprocessor = saved(reference, family)
     for height, width in [(1080, 1920), (1, 1), (255, 257), (256, 256), (5, 900), (1000, 5), (37, 2049)]:
         check(preprocessor, reference, picture(height, width))
 
 
-def test_kimi_at_published_settings(saved: Callable[[Any, str], ImagePreprocessor]) -> None:
+def test_kimi_at_published_settings(saved: Callable[[Any, str], Preprocessor]) -> None:
     reference = kimi_reference()
     preprocessor = saved(reference, "kimi_k25")
     for height, width in [(1080, 1920), (1, 1), (7168, 3), (3, 7169), (1, 65535), (65535, 1), (900, 3999)]:
@@ -186,18 +189,18 @@ def test_settings_of_a_folder_with_both_files_are_the_references(tmp_path: Path)
     section["size"] = {"shortest_edge": 1024, "longest_edge": 65536}
     (tmp_path / "processor_config.json").write_text(json.dumps({"image_processor": section}))
     preprocessor = load_preprocessor(tmp_path, "qwen3_vl", LIMITS)
-    assert isinstance(preprocessor, ImagePreprocessor)
+    assert isinstance(preprocessor, Preprocessor)
     check(preprocessor, reference.AutoImageProcessor.from_pretrained(tmp_path), picture(400, 300))
 
 
-def test_a_size_above_the_area_limit(saved: Callable[[Any, str], ImagePreprocessor]) -> None:
+def test_a_size_above_the_area_limit(saved: Callable[[Any, str], Preprocessor]) -> None:
     reference = qwen_reference(65536, 1 << 20)
     preprocessor = saved(reference, "qwen3_vl")
     for height, width in [(1024, 1024), (1025, 1024), (1023, 1025), (1039, 1040), (1041, 1041), (900, 1700)]:
         check(preprocessor, reference, picture(height, width))
 
 
-def test_qwen_limits_per_request(saved: Callable[[Any, str], ImagePreprocessor]) -> None:
+def test_qwen_limits_per_request(saved: Callable[[Any, str], Preprocessor]) -> None:
     reference = qwen_reference(4096, 1 << 20)
     preprocessor = saved(reference, "qwen3_vl")
     rng = random.Random(5)
@@ -215,7 +218,7 @@ def test_qwen_limits_per_request(saved: Callable[[Any, str], ImagePreprocessor])
 
 
 @pytest.mark.parametrize("family", ["qwen3_vl", "kimi_k25"])
-def test_any_mean_and_std(family: str, saved: Callable[[Any, str], ImagePreprocessor]) -> None:
+def test_any_mean_and_std(family: str, saved: Callable[[Any, str], Preprocessor]) -> None:
     reference = kimi_reference(clip=True) if family == "kimi_k25" else qwen_reference(4096, 90_000, clip=True)
     preprocessor = saved(reference, family)
     ramp = np.arange(256, dtype=np.uint8).repeat(3).reshape(8, 32, 3)
@@ -225,7 +228,7 @@ def test_any_mean_and_std(family: str, saved: Callable[[Any, str], ImagePreproce
 
 @pytest.mark.parametrize("family", ["qwen3_vl", "kimi_k25"])
 def test_resized_uint8_equals_the_references_resize(
-    family: str, saved: Callable[[Any, str], ImagePreprocessor]
+    family: str, saved: Callable[[Any, str], Preprocessor]
 ) -> None:
     """The step itself, on integers: no normalisation between."""
     reference = kimi_reference() if family == "kimi_k25" else qwen_reference(4096, 200_000)
@@ -246,13 +249,14 @@ def test_resized_uint8_equals_the_references_resize(
             options, size = PLAIN, SizeDict(shortest_edge=4096, longest_edge=200_000)
             expected = reference.resize(images=planes, size=size, resample=3, factor=32)[0]
         assert expected.dtype == torch.uint8
-        frame_HWC = preprocessor.fit(torch.from_numpy(array), options)
+        plan = preprocessor.plan_image(height, width, options)
+        frame_HWC = resize_and_pad(torch.from_numpy(array), plan.target, plan.padded)
         assert torch.equal(frame_HWC.permute(2, 0, 1), expected), (height, width)
 
 
 @pytest.mark.parametrize(("height", "width"), [(1, 201), (402, 1), (3, 601), (65535, 1)])
 def test_the_reference_refuses_the_same_aspects(
-    height: int, width: int, saved: Callable[[Any, str], ImagePreprocessor]
+    height: int, width: int, saved: Callable[[Any, str], Preprocessor]
 ) -> None:
     reference = qwen_reference(4096, 100_000)
     preprocessor = saved(reference, "qwen3_vl")
@@ -270,7 +274,7 @@ FILES = image_files.every_file() | image_files.every_orientation()
 
 
 def test_every_file_as_the_references_loader() -> None:
-    """Formats, modes, alpha and orientation, from the same bytes."""
+    """Formats, modes and orientation, from the same bytes. The loader drops alpha in every release."""
     import_reference()
     from transformers.image_utils import load_image
 
@@ -278,32 +282,31 @@ def test_every_file_as_the_references_loader() -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             expected = np.array(load_image(base64.b64encode(data).decode()))
-        np.testing.assert_array_equal(decode_rgb(data, LIMITS).numpy(), expected, err_msg=name)
+        np.testing.assert_array_equal(decode_rgb(data, LIMITS, "drop").numpy(), expected, err_msg=name)
 
 
 @pytest.mark.parametrize("family", ["qwen3_vl", "kimi_k25"])
-def test_from_file_bytes_to_pixel_values(family: str, saved: Callable[[Any, str], ImagePreprocessor]) -> None:
-    """The whole route. The reference gets the loader's pixels as an array: with a Pillow object, releases
-    from 5.2x on composite what a palette's or PNG's transparent colour left in its ``info``."""
-    import_reference()
-    from transformers.image_utils import load_image
-
+def test_p42_from_file_bytes_to_pixel_values(family: str, saved: Callable[[Any, str], Preprocessor]) -> None:
+    """The whole route: the reference processor gets the opened file, whose transparency releases from 5.2x on
+    composite over white; older ones drop it."""
     reference = kimi_reference() if family == "kimi_k25" else qwen_reference(4096, 90_000)
     preprocessor = saved(reference, family)
+    clear = reference(images=[Image.new("RGBA", (448, 448))], return_tensors="pt")["pixel_values"]
+    preprocessor.transparent = "white" if bool((clear > 0).all()) else "drop"
     for name, data in FILES.items():
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            array = np.array(load_image(base64.b64encode(data).decode()))
-        expected, grid = reference_pixels(reference, array)
+            opened = ImageOps.exif_transpose(Image.open(io.BytesIO(data)))
+            batch = reference(images=[opened], return_tensors="pt")
         item, _, _ = preprocessor.load_image(data, PLAIN)
-        assert list(item.grid) == grid, name
-        assert torch.equal(preprocessor.patchify(item.frames_THWC), expected), name
+        assert list(item.grid) == batch["image_grid_thw"][0].tolist(), name
+        assert isinstance(item, FrameItem)
+        values = preprocessor.patchify(item.frames_THWC)
+        assert torch.equal(values, batch["pixel_values"].reshape(values.shape)), name
 
 
 @pytest.mark.parametrize("num_frames", [1, 2, 3, 4])
-def test_qwen_frames_in_temporal_patches(
-    num_frames: int, saved: Callable[[Any, str], ImagePreprocessor]
-) -> None:
+def test_qwen_frames_in_temporal_patches(num_frames: int, saved: Callable[[Any, str], Preprocessor]) -> None:
     preprocessor = saved(qwen_reference(), "qwen3_vl")
     video_processor = import_reference().Qwen3VLVideoProcessor(**HALF)
     frames = torch.from_numpy(np.stack([picture(64, 96 + i)[:, :96] for i in range(num_frames)]))
@@ -316,9 +319,7 @@ def test_qwen_frames_in_temporal_patches(
 
 
 @pytest.mark.parametrize("num_frames", [1, 3, 4])
-def test_kimi_frames_one_after_the_other(
-    num_frames: int, saved: Callable[[Any, str], ImagePreprocessor]
-) -> None:
+def test_kimi_frames_one_after_the_other(num_frames: int, saved: Callable[[Any, str], Preprocessor]) -> None:
     preprocessor = saved(kimi_reference(), "kimi_k25")
     from transformers.models.kimi_k25.video_processing_kimi_k25 import Kimi_K25VideoProcessor
 
@@ -333,7 +334,7 @@ def test_kimi_frames_one_after_the_other(
 
 
 def test_patchify_on_the_device_under_test(
-    device: torch.device, saved: Callable[[Any, str], ImagePreprocessor]
+    device: torch.device, saved: Callable[[Any, str], Preprocessor]
 ) -> None:
     """uint8 travels: the device's normalisation gives the host's bits."""
     for reference, family in (

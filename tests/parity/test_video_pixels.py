@@ -15,10 +15,10 @@ import pytest
 import torch
 
 from encoder_service.errors import AspectRatioExceeded
-from encoder_service.ingest.clips import Clip
 from encoder_service.ingest.decode import DecodeLimits
 from encoder_service.ingest.preprocessor import Preprocessor
 from encoder_service.ingest.registry import load_preprocessor
+from encoder_service.ingest.video.clip import Clip
 from encoder_service.types import EncodedFile, FrameArray, Grid, PreprocessOptions
 from tests.parity.reference import import_reference
 from tests.unit.ingest import clip_files
@@ -99,7 +99,7 @@ def read(
     """All pieces' (pixels [P, patch_dim], grids)."""
     promised = clip.piece_grids(max_patches)
     pixels, grids = [], []
-    while (piece := clip.read_piece(max_patches)) is not None:
+    for piece in clip.pieces(max_patches):
         pixels.append(preprocessor.patchify(piece.frames_THWC))
         grids.append(piece.grid)
     assert grids == promised

@@ -197,7 +197,7 @@ function show(live, ready) {
   state(ready.status === "ready" ? "ready" : `not ready: ${ready.reason}`, ready.status === "ready" ? "good" : "bad");
   if (!live.attached) return;
   const model = live.model;
-  byId("model").textContent = `${model.name} (${model.family}) on ${model.device}, ${model.dtype}, precision ${model.precision}, JPEG on the ${model.decode}; up ${Math.floor(live.uptime_s / 60)} min`;
+  byId("model").textContent = `${model.name} (${model.family}) on ${model.device}, ${model.dtype}; up ${Math.floor(live.uptime_s / 60)} min`;
   byId("playground").hidden = live.playground_max_bytes === 0;
   byId("drop-limit").textContent = `at most ${bytes(live.playground_max_bytes)}; goes the way of every request, at the least priority`;
   tiles(live);

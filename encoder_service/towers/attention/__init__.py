@@ -55,8 +55,8 @@ class AttentionBackend(Protocol):
     graph can hold it; backends that compile do so in their first call, which must come before a capture.
 
     ``plan`` is optional to call, once per forward pass and inside the graph: its result, passed as the
-    bounds of every block's ``attend``, saves each block the work that all share (the zeroed output, the list
-    of tiles). With a plan, ``attend`` returns the plan's own buffer: use the result before the next call.
+    bounds of every block's ``attend``, saves each block the work that all share (the zeroed
+    output). With a plan, ``attend`` returns the plan's own buffer: use the result before the next call.
 
     static_lengths: the lengths on the host are baked into the launches, so that a graph serves only the
     lengths it was captured with. batch_invariant: a sequence's rows are bit-equal whatever else is in the

@@ -88,13 +88,6 @@ def build_fa3(device: torch.device) -> list[AttentionBackend]:
     return [Fa3Attention()]
 
 
-def build_triton(device: torch.device) -> list[AttentionBackend]:
-    need_capability(device, 8, 9, 10, 11, 12)
-    from encoder_service.towers.attention.triton_varlen import TritonVarlenAttention
-
-    return [TritonVarlenAttention()]
-
-
 def build_fa2(device: torch.device) -> list[AttentionBackend]:
     need_capability(device, 8, 9, 10, 11, 12)
     from encoder_service.towers.attention.fa2 import Fa2Attention
@@ -112,12 +105,11 @@ def build_varlen(device: torch.device) -> list[AttentionBackend]:
 BUILDERS: dict[str, Callable[[torch.device], list[AttentionBackend]]] = {
     "fa4": build_fa4,
     "fa3": build_fa3,
-    "triton": build_triton,
     "fa2": build_fa2,
     "varlen": build_varlen,
 }
 FA4_TILES = ("fa4-192x128", "fa4-192x112r", "fa4-128x160r")
-NAMES = ("fa4", *FA4_TILES, "fa4-library", "fa3", "triton", "fa2", "varlen", "sdpa")
+NAMES = ("fa4", *FA4_TILES, "fa4-library", "fa3", "fa2", "varlen", "sdpa")
 
 
 def need_capability(device: torch.device, *majors: int) -> None:

@@ -1,4 +1,4 @@
-"""What the blocks of one forward pass share: the output buffer and the list of tiles.
+"""What the blocks of one forward pass share: the output buffer.
 
 Owns the record and how padding stays finite. Who needs which part is each backend's own.
 
@@ -8,7 +8,7 @@ the output of padding as memory was. Once through the projection it is the next 
 to be finite: zeroed in one buffer before the first block, which every block writes again and none beyond the
 sequences, or masked after the call where a library takes no buffer.
 
-Shape legend: P patches of the batch, S sequences, H heads, d head_dim, T tiles.
+Shape legend: P patches of the batch, S sequences, H heads, d head_dim.
 """
 
 from __future__ import annotations
@@ -27,14 +27,13 @@ if TYPE_CHECKING:
 class AttentionPlan:
     """Bounds of a batch (see SequenceBounds) with what a backend prepared for one forward pass.
 
-    out_PHd: buffer whose padding is zero, rewritten by every call; tiles: int32 [T, 3] of the Triton kernel.
+    out_PHd: buffer whose padding is zero, rewritten by every call.
     """
 
     cu_seqlens: torch.Tensor
     seqlens: tuple[int, ...]
     max_seqlen: int
     out_PHd: torch.Tensor | None = None
-    tiles: torch.Tensor | None = None
 
 
 def plan_output(bounds: SequenceBounds, shape: Sequence[int], dtype: torch.dtype) -> AttentionPlan:

@@ -1,37 +1,32 @@
 """Triton kernels of the fused CUDA path; importing this package imports triton.
 
 Owns the passes between the matrix products: norms with the residual's addition, rotary positions on packed
-projections, position interpolation, GELU, the average over frames, patches from uint8 frames, and fp8
-quantisation where a row is written anyway. Which of them follow one another is the fused tower's.
+projections, position interpolation, GELU, the average over frames, and patches from uint8 frames. Their order
+is in ``fused.py``.
 
 Every wrapper launches on the current CUDA device and stream, never waits for the device, allocates nothing
 but what it returns, and so can be captured in a CUDA graph. Shapes are internal invariants: asserted.
 """
 
-from encoder_service.towers.kernels.activation import gelu_, gelu_quantize
+from encoder_service.towers.kernels.activation import gelu_
 from encoder_service.towers.kernels.embedding import embed_norm
 from encoder_service.towers.kernels.expand import PatchPlaces, expand_items
 from encoder_service.towers.kernels.frames import Norm, merge_frames_norm
-from encoder_service.towers.kernels.norm import add_norm, add_norm_quantize, layer_norm, layer_norm_quantize
+from encoder_service.towers.kernels.norm import add_norm, layer_norm
 from encoder_service.towers.kernels.patches import patchify_items, patchify_moonvit, patchify_qwen
-from encoder_service.towers.kernels.quantize import quantize_rows
 from encoder_service.towers.kernels.rotary import rotate_qkv_
 
 __all__ = [
     "Norm",
     "PatchPlaces",
     "add_norm",
-    "add_norm_quantize",
     "embed_norm",
     "expand_items",
     "gelu_",
-    "gelu_quantize",
     "layer_norm",
-    "layer_norm_quantize",
     "merge_frames_norm",
     "patchify_items",
     "patchify_moonvit",
     "patchify_qwen",
-    "quantize_rows",
     "rotate_qkv_",
 ]

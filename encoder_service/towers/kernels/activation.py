@@ -1,6 +1,7 @@
-"""GELU in place, or to fp8.
+"""GELU in place.
 
-Owns both forms, tanh and erf, in float32. Products that apply GELU in their own epilogue need none of this.
+Owns both forms, tanh and erf, computed in float32. The blocks do not use it: their products apply GELU in the
+epilogue.
 
 Shape legend: N rows, M their width.
 """
@@ -14,15 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from encoder_service.towers.kernels.tiles import (
-    FP8_DTYPE,
-    check_rows,
-    load_row,
-    row_warps,
-    scale_row,
-    split_width,
-    store_row,
-)
+from encoder_service.towers.kernels.tiles import check_rows
 
 BLOCK = 1024
 NUM_WARPS = 4
@@ -53,33 +46,6 @@ def gelu_(x_NM: torch.Tensor, approximate: Approximation) -> torch.Tensor:
     return x_NM
 
 
-def gelu_quantize(x_NM: torch.Tensor, approximate: Approximation) -> tuple[torch.Tensor, torch.Tensor]:
-    """GELU of x [N, M] to fp8: values e4m3 [N, M] and their row scales float32 [N, 1]; x stays as it is.
-
-    The scale is the row's largest magnitude / 448, at least 1e-12; GELU(row) = values * scale. Rows of x may
-    lie apart.
-    """
-    num_rows, width = x_NM.shape
-    check_rows("x", x_NM, (num_rows, width))
-    values_NM = torch.empty((num_rows, width), dtype=FP8_DTYPE, device=x_NM.device)
-    scale_N1 = torch.empty((num_rows, 1), dtype=torch.float32, device=x_NM.device)
-    if num_rows == 0:
-        return values_NM, scale_N1
-    main, tail = split_width(width)
-    _gelu_quantize_kernel[(num_rows,)](
-        x_NM,
-        values_NM,
-        scale_N1,
-        x_NM.stride(0),
-        TANH=approximate == "tanh",
-        WIDTH=width,
-        MAIN=main,
-        TAIL=tail,
-        num_warps=row_warps(width),
-    )
-    return values_NM, scale_N1
-
-
 @triton.jit
 def _gelu(x, TANH: tl.constexpr):
     if TANH:
@@ -100,21 +66,3 @@ def _gelu_kernel(x_ptr, x_stride, width, blocks_per_row, TANH: tl.constexpr, BLO
     ptr = x_ptr + row.to(tl.int64) * x_stride + place
     x = tl.load(ptr, mask=place < width, other=0.0).to(tl.float32)
     tl.store(ptr, _gelu(x, TANH).to(x_ptr.dtype.element_ty), mask=place < width)
-
-
-@triton.jit
-def _gelu_quantize_kernel(
-    x_ptr,
-    values_ptr,
-    scale_ptr,
-    x_stride,
-    TANH: tl.constexpr,
-    WIDTH: tl.constexpr,
-    MAIN: tl.constexpr,
-    TAIL: tl.constexpr,
-):
-    row = tl.program_id(0).to(tl.int64)
-    main_part, tail_part = load_row(x_ptr + row * x_stride, WIDTH, MAIN, TAIL)
-    main_part, tail_part, scale = scale_row(_gelu(main_part, TANH), _gelu(tail_part, TANH))
-    store_row(values_ptr + row * WIDTH, main_part, tail_part, WIDTH, MAIN, TAIL)
-    tl.store(scale_ptr + row, scale)

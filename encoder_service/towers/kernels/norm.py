@@ -1,4 +1,4 @@
-"""LayerNorm, alone or with the residual's addition before it, to the input's type or to fp8.
+"""LayerNorm, alone or after adding to the residual.
 
 Owns one pass over [P, E]: the residual is read and written once, the norm never reads it back. Leaves the
 position table's addition to ``embedding`` and the average over frames to ``frames``.
@@ -14,13 +14,11 @@ import triton
 import triton.language as tl
 
 from encoder_service.towers.kernels.tiles import (
-    FP8_DTYPE,
     check_rows,
     check_vector,
     load_row,
     norm_row,
     row_warps,
-    scale_row,
     split_width,
     store_row,
 )
@@ -42,50 +40,15 @@ def add_norm(
     The sum is rounded to x's dtype before it is normalised, so that the norm sees what the next block's
     residual sees. delta None leaves x as it is. Rows of x and delta may lie apart. weight, bias: [E].
     """
-    h_PE = torch.empty(x_PE.shape, dtype=x_PE.dtype, device=x_PE.device)
-    _launch(x_PE, delta_PE, weight, bias, eps, h_PE, None)
-    return h_PE
-
-
-def layer_norm_quantize(
-    x_PE: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """``layer_norm`` to fp8: values e4m3 [P, E] and their row scales float32 [P, 1].
-
-    The scale is the row's largest magnitude / 448, at least 1e-12; row = values * scale. The norm goes to
-    fp8 from float32, without a rounding between.
-    """
-    return add_norm_quantize(x_PE, None, weight, bias, eps)
-
-
-def add_norm_quantize(
-    x_PE: torch.Tensor, delta_PE: torch.Tensor | None, weight: torch.Tensor, bias: torch.Tensor, eps: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """``add_norm`` to fp8: x += delta in place; values e4m3 [P, E] and row scales float32 [P, 1] as
-    ``layer_norm_quantize`` gives them."""
-    h_PE = torch.empty(x_PE.shape, dtype=FP8_DTYPE, device=x_PE.device)
-    scale_P1 = torch.empty((x_PE.shape[0], 1), dtype=torch.float32, device=x_PE.device)
-    _launch(x_PE, delta_PE, weight, bias, eps, h_PE, scale_P1)
-    return h_PE, scale_P1
-
-
-def _launch(
-    x_PE: torch.Tensor,
-    delta_PE: torch.Tensor | None,
-    weight: torch.Tensor,
-    bias: torch.Tensor,
-    eps: float,
-    h_PE: torch.Tensor,
-    scale_P1: torch.Tensor | None,
-) -> None:
     num_rows, width = x_PE.shape
     check_rows("x", x_PE, (num_rows, width))
     if delta_PE is not None:
         check_rows("delta", delta_PE, (num_rows, width))
     check_vector("weight", weight, width)
     check_vector("bias", bias, width)
+    h_PE = torch.empty(x_PE.shape, dtype=x_PE.dtype, device=x_PE.device)
     if num_rows == 0:
-        return
+        return h_PE
     main, tail = split_width(width)
     _norm_kernel[(num_rows,)](
         x_PE,
@@ -93,7 +56,6 @@ def _launch(
         weight,
         bias,
         h_PE,
-        scale_P1,
         x_PE.stride(0),
         delta_PE.stride(0) if delta_PE is not None else 0,
         eps,
@@ -102,6 +64,7 @@ def _launch(
         TAIL=tail,
         num_warps=row_warps(width),
     )
+    return h_PE
 
 
 @triton.jit
@@ -111,7 +74,6 @@ def _norm_kernel(
     weight_ptr,
     bias_ptr,
     h_ptr,
-    scale_ptr,
     x_stride,
     delta_stride,
     eps,
@@ -129,7 +91,4 @@ def _norm_kernel(
         tail_part = (tail_part + tail_delta).to(dtype).to(tl.float32)
         store_row(x_row_ptr, main_part, tail_part, WIDTH, MAIN, TAIL)
     main_part, tail_part = norm_row(main_part, tail_part, weight_ptr, bias_ptr, eps, WIDTH, MAIN, TAIL)
-    if scale_ptr is not None:
-        main_part, tail_part, scale = scale_row(main_part, tail_part)
-        tl.store(scale_ptr + row, scale)
     store_row(h_ptr + row * WIDTH, main_part, tail_part, WIDTH, MAIN, TAIL)

@@ -1,4 +1,4 @@
-"""One row of a matrix as one program holds it: two register tiles, a LayerNorm over them, an fp8 scale.
+"""One row of a matrix as one program holds it: two register tiles, and a LayerNorm over them.
 
 Owns how a row of a width that is no power of two is split, and the arithmetic that several kernels share.
 Which rows are read and written is each kernel's own.
@@ -18,11 +18,6 @@ import triton.language as tl
 # Elements of the main tile per warp: eight per lane, one 16-byte access of a two-byte type.
 ELEMENTS_PER_WARP = 256
 MAX_WARPS = 8
-
-FP8_DTYPE = torch.float8_e4m3fn
-FP8_MAX = tl.constexpr(448.0)  # largest finite e4m3 value
-# A row of zeros takes this scale; dividing by it stays finite.
-MIN_SCALE = tl.constexpr(1e-12)
 
 
 def split_width(width: int) -> tuple[int, int]:
@@ -89,13 +84,3 @@ def norm_row(
     variance = (tl.sum(main_part * main_part, 0) + tl.sum(tail_part * tail_part, 0)) / WIDTH
     scale = tl.rsqrt(variance + eps)
     return main_part * scale * main_weight + main_bias, tail_part * scale * tail_weight + tail_bias
-
-
-@triton.jit
-def scale_row(main_part, tail_part):
-    """The row divided by its scale, and the scale: largest magnitude / 448, never zero. The largest comes out
-    a rounding away from 448, which e4m3 rounds to 448; a NaN stays one, which limits would hide."""
-    largest = tl.maximum(tl.max(tl.abs(main_part), 0), tl.max(tl.abs(tail_part), 0))
-    scale = tl.maximum(tl.div_rn(largest, FP8_MAX), MIN_SCALE)
-    inverse = tl.div_rn(1.0, scale)
-    return main_part * inverse, tail_part * inverse, scale

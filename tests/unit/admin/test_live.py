@@ -41,8 +41,6 @@ class Rig:
                 name="m",
                 family="f",
                 tower=tower,
-                precision=SimpleNamespace(name="dtype"),
-                preprocessor=SimpleNamespace(decoding=None),
             ),
         )
         self.live = LiveView(self.metrics, full_queue_s=2.0, clock=lambda: self.now_s)

@@ -19,7 +19,7 @@ from encoder_service.ingest.decode import DecodeLimits
 from encoder_service.ingest.moonvit import PatchLimits, limited_size, most_patches
 from encoder_service.ingest.preprocessor import Preprocessor
 from encoder_service.ingest.registry import load_preprocessor
-from encoder_service.ingest.video_settings import ClipLimits
+from encoder_service.ingest.video.source import ClipLimits
 from encoder_service.scheduler.buckets import BucketLadder, default_ladder, sequence_slots
 from encoder_service.scheduler.planner import Planner, Ticket, launch_of
 from encoder_service.towers.registry import load_tower
@@ -137,6 +137,6 @@ def test_the_service_asks_for_what_its_preprocessor_allows(
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     _, preprocessor = opened(tmp_path, "kimi_k25")
     tower = SimpleNamespace(device=torch.device("cuda"))
-    model = SimpleNamespace(tower=tower, preprocessor=preprocessor, precision=None)
+    model = SimpleNamespace(tower=tower, preprocessor=preprocessor)
     capture_graphs(model, Settings(model=tmp_path))  # type: ignore[arg-type]
     assert (asked["max_patches"], asked["longest_item"]) == (BUDGET, 4 * 446 * 12)

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import io
 import struct
+import tempfile
 from collections.abc import Sequence
 from fractions import Fraction
+from pathlib import Path
 
 import av
 import numpy as np
@@ -52,37 +54,41 @@ def encode(
     key_every: int | None = None,
     b_frames: int | None = None,
     audio: bool = False,
+    flags: str = "",
 ) -> bytes:
     """A file of ``kind``. pts: of each frame, in 1/1000 s, in place of even ones; rotation: degrees
-    counterclockwise, as the display matrix says it; key_every: frames between two key frames."""
+    counterclockwise, as the display matrix says it; key_every: frames between two key frames; flags: of
+    the MP4 muxer, which writes to a real file then."""
     if kind == "webp.webp":
         return webp(frames, round(1000 / fps))
     container, codec, options = CODECS[kind]
     file = io.BytesIO()
-    with av.open(file, "w", format=container) as out:
-        options = dict(options)
-        if key_every is not None:
-            options |= {"g": str(key_every)}
-        if b_frames is not None:
-            options |= {"bf": str(b_frames)}
-        stream = out.add_stream(codec, rate=fps, options=options)
-        stream.height, stream.width = frames.shape[1:3]
-        stream.pix_fmt = "rgb8" if codec == "gif" else "yuv420p"
-        time_base = Fraction(1, fps) if pts is None else Fraction(1, 1000)
-        stream.codec_context.time_base = time_base
-        if rotation is not None:
-            stream.set_display_rotation(rotation)
-        if audio:
-            _add_tone(out, frames.shape[0] / fps)
-        for place, image in enumerate(frames):
-            frame = av.VideoFrame.from_ndarray(image, format="rgb24")
-            frame.pts = place if pts is None else pts[place]
-            frame.time_base = time_base
-            for packet in stream.encode(frame):
+    with tempfile.TemporaryDirectory() as folder:
+        target = Path(folder, "clip") if flags else file
+        with av.open(target, "w", format=container, options={"movflags": flags} if flags else {}) as out:
+            options = dict(options)
+            if key_every is not None:
+                options |= {"g": str(key_every)}
+            if b_frames is not None:
+                options |= {"bf": str(b_frames)}
+            stream = out.add_stream(codec, rate=fps, options=options)
+            stream.height, stream.width = frames.shape[1:3]
+            stream.pix_fmt = "rgb8" if codec == "gif" else "yuv420p"
+            time_base = Fraction(1, fps) if pts is None else Fraction(1, 1000)
+            stream.codec_context.time_base = time_base
+            if rotation is not None:
+                stream.set_display_rotation(rotation)
+            if audio:
+                _add_tone(out, frames.shape[0] / fps)
+            for place, image in enumerate(frames):
+                frame = av.VideoFrame.from_ndarray(image, format="rgb24")
+                frame.pts = place if pts is None else pts[place]
+                frame.time_base = time_base
+                for packet in stream.encode(frame):
+                    out.mux(packet)
+            for packet in stream.encode(None):
                 out.mux(packet)
-        for packet in stream.encode(None):
-            out.mux(packet)
-    return file.getvalue()
+        return target.read_bytes() if isinstance(target, Path) else target.getvalue()
 
 
 def tracks(kind: str, count: int) -> bytes:

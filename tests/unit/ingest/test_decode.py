@@ -25,8 +25,8 @@ ORIENTED = image_files.every_orientation()
 
 
 def loaded(data: bytes) -> np.ndarray:
-    """uint8 [H, W, 3] by the two calls of ``transformers.image_utils.load_image``; ``tests/parity`` holds
-    the two equal."""
+    """uint8 [H, W, 3] by the two calls of ``transformers.image_utils.load_image``, which drops alpha;
+    ``tests/parity`` holds the two equal."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return np.array(ImageOps.exif_transpose(Image.open(io.BytesIO(data))).convert("RGB"))
@@ -34,7 +34,7 @@ def loaded(data: bytes) -> np.ndarray:
 
 @pytest.mark.parametrize("name", FILES)
 def test_every_format_and_mode(name: str) -> None:
-    pixels = decode_rgb(FILES[name], LIMITS)
+    pixels = decode_rgb(FILES[name], LIMITS, "drop")
     expected = loaded(FILES[name])
     assert pixels.dtype == torch.uint8
     assert pixels.is_contiguous()
@@ -72,11 +72,35 @@ def test_damaged_exif_counts_as_upright(block: bytes) -> None:
     assert read_size(data, LIMITS) == loaded(plain).shape[:2]
 
 
-def test_p09_alpha_is_dropped_not_composited() -> None:
+def text_on_clear_ground(mode: str) -> bytes:
+    """Black strokes; the ground is transparent, and black below."""
+    alpha = np.zeros((20, 40), np.uint8)
+    alpha[5:15, 5:35:6] = 255
+    picture = Image.merge("RGBA", [*[Image.new("L", (40, 20))] * 3, Image.fromarray(alpha)])
+    if mode == "P":
+        indexed = Image.fromarray((alpha > 0).astype(np.uint8), "P")
+        indexed.putpalette(bytes(6))
+        return image_files.encode(indexed, "PNG", transparency=b"\x00\xff")
+    return image_files.encode(picture.convert(mode), "PNG")
+
+
+@pytest.mark.parametrize("mode", ["RGBA", "LA", "P"])
+def test_p42_black_text_on_transparent_ground_stays_readable(mode: str) -> None:
+    data = text_on_clear_ground(mode)
+    pixels = decode_rgb(data, LIMITS)
+    assert set(pixels.unique().tolist()) == {0, 255}
+    assert pixels[0, 0].tolist() == [255] * 3
+    assert pixels[10, 5].tolist() == [0] * 3
+    assert not decode_rgb(data, LIMITS, "drop").any()
+
+
+def test_p42_alpha_is_blended_with_white_or_dropped() -> None:
     rgba = image_files.pixels(channels=4)
-    rgba[:, :, 3] = 0
-    pixels = decode_rgb(image_files.encode(Image.fromarray(rgba), "PNG"), LIMITS)
-    np.testing.assert_array_equal(pixels.numpy(), rgba[:, :, :3])
+    data = image_files.encode(Image.fromarray(rgba), "PNG")
+    np.testing.assert_array_equal(decode_rgb(data, LIMITS, "drop").numpy(), rgba[:, :, :3])
+    share = rgba[:, :, 3:] / 255
+    blended = rgba[:, :, :3] * share + 255 * (1 - share)
+    assert np.abs(decode_rgb(data, LIMITS).numpy() - blended).max() <= 1
 
 
 def test_the_first_frame_of_an_animation() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -21,20 +21,30 @@ from encoder_service.errors import (
     NonFinitePixels,
     PixelTensorMismatch,
     UndecodableImage,
+    UnsupportedContent,
 )
 from encoder_service.ingest.decode import DecodeLimits
-from encoder_service.ingest.frames import ImagePreprocessor
 from encoder_service.ingest.moonvit import MoonViTPreprocessor
+from encoder_service.ingest.preprocessor import Preprocessor
 from encoder_service.ingest.qwen_vl import QwenVLPreprocessor
 from encoder_service.ingest.settings import MoonViTSettings, Normalisation, QwenVLSettings
-from encoder_service.types import Grid, Modality, PixelValues, PreprocessOptions
+from encoder_service.types import (
+    DigestOnly,
+    EncodedFile,
+    FrameItem,
+    Grid,
+    Item,
+    Modality,
+    PixelValues,
+    PreprocessOptions,
+)
 from tests.unit.ingest import image_files
 
 LIMITS = DecodeLimits(max_encoded_bytes=1 << 26, max_image_pixels=1 << 24)
 HALF = Normalisation((0.5, 0.5, 0.5), (0.5, 0.5, 0.5), 1 / 255)
 QWEN = QwenVLPreprocessor(QwenVLSettings(16, 2, 2, 4096, 1 << 20, HALF), LIMITS)
 KIMI = MoonViTPreprocessor(MoonViTSettings(14, 2, 1024, 64, HALF), LIMITS)
-BOTH: list[ImagePreprocessor] = [QWEN, KIMI]
+BOTH: list[Preprocessor] = [QWEN, KIMI]
 PLAIN = PreprocessOptions()
 FILES = image_files.every_file()
 ORIENTED = image_files.every_orientation()
@@ -72,7 +82,7 @@ def solid(height: int, width: int, level: int = 128) -> bytes:
         (KIMI, {"max_frames": 5}, "max_frames = 5 does not apply to image items"),
     ],
 )
-def test_options_out_of_bounds(preprocessor: ImagePreprocessor, given: dict[str, Any], text: str) -> None:
+def test_options_out_of_bounds(preprocessor: Preprocessor, given: dict[str, Any], text: str) -> None:
     options = PreprocessOptions(**given)
     data = solid(64, 64)
     for refuse in (
@@ -85,7 +95,7 @@ def test_options_out_of_bounds(preprocessor: ImagePreprocessor, given: dict[str,
 
 
 @pytest.mark.parametrize("preprocessor", BOTH)
-def test_clips_take_no_options(preprocessor: ImagePreprocessor) -> None:
+def test_clips_take_no_options(preprocessor: Preprocessor) -> None:
     preprocessor.check_options(Modality.VIDEO, PLAIN)
     for options in (
         PreprocessOptions(fps=2.0),
@@ -165,7 +175,7 @@ def test_strips() -> None:
 
 
 @pytest.mark.parametrize("preprocessor", BOTH)
-def test_one_pixel(preprocessor: ImagePreprocessor) -> None:
+def test_one_pixel(preprocessor: Preprocessor) -> None:
     item, _, _ = preprocessor.load_image(solid(1, 1, 200), PLAIN)
     assert item.grid == (Grid(1, 4, 4) if preprocessor is QWEN else Grid(1, 2, 2))
     assert item.frames_THWC[0, 0, 0].tolist() == [200, 200, 200]
@@ -175,7 +185,7 @@ def test_one_pixel(preprocessor: ImagePreprocessor) -> None:
 
 
 @pytest.mark.parametrize("preprocessor", BOTH)
-def test_loading_every_format_agrees_with_the_probe(preprocessor: ImagePreprocessor) -> None:
+def test_loading_every_format_agrees_with_the_probe(preprocessor: Preprocessor) -> None:
     for name, data in (FILES | ORIENTED).items():
         item, decode_ms, resize_ms = preprocessor.load_image(data, PLAIN)
         patch = preprocessor.patch_shapes[-1][-1] if preprocessor is KIMI else 16
@@ -190,13 +200,13 @@ def test_loading_every_format_agrees_with_the_probe(preprocessor: ImagePreproces
 
 @pytest.mark.parametrize("preprocessor", BOTH)
 @pytest.mark.parametrize("data", [b"", b"<html></html>", FILES["jpeg-rgb"][:300], FILES["png-RGB"][:60]])
-def test_bad_files_are_refused(preprocessor: ImagePreprocessor, data: bytes) -> None:
+def test_bad_files_are_refused(preprocessor: Preprocessor, data: bytes) -> None:
     with pytest.raises(UndecodableImage):
         preprocessor.load_image(data, PLAIN)
 
 
 @pytest.mark.parametrize("preprocessor", BOTH)
-def test_a_bomb_is_refused_by_probe_and_load(preprocessor: ImagePreprocessor) -> None:
+def test_a_bomb_is_refused_by_probe_and_load(preprocessor: Preprocessor) -> None:
     for data in image_files.bombs(10000, 10000).values():
         for read in (preprocessor.probe_image, preprocessor.load_image):
             with pytest.raises(ImageTooLarge, match="100000000 pixels, the limit is 16777216"):
@@ -215,15 +225,30 @@ def test_p09_kimi_pads_and_does_not_stretch() -> None:
     assert set(KIMI.patchify(item.frames_THWC)[-1].tolist()) == {-1.0}
 
 
-@pytest.mark.parametrize("preprocessor", BOTH)
-def test_p09_alpha_is_dropped_before_the_resize(preprocessor: ImagePreprocessor) -> None:
+@pytest.mark.parametrize("family", ["qwen_vl", "kimi_k25"])
+@pytest.mark.parametrize("transparent", ["white", "drop"])
+def test_p42_transparency_is_settled_before_the_resize_and_part_of_the_fingerprint(
+    family: str, transparent: Literal["white", "drop"]
+) -> None:
+    settings = QWEN.settings if family == "qwen_vl" else KIMI.settings
+    make: Any = QwenVLPreprocessor if family == "qwen_vl" else MoonViTPreprocessor
+    preprocessor: Preprocessor = make(settings, LIMITS, None, transparent)
+    assert (preprocessor.fingerprint == make(settings, LIMITS).fingerprint) is (transparent == "white")
     rgba = image_files.pixels(70, 900, channels=4)
-    rgba[:, ::2, 3] = 0  # premultiplying or compositing would darken or lighten every second column
+    rgba[:, :, 3] = 255
+    rgba[:, ::2, 3] = 0  # resizing first would mix hidden colours into their neighbours
+    opaque = rgba[:, :, :3].copy()
+    if transparent == "white":
+        opaque[:, ::2] = 255
     options = (
-        PreprocessOptions(max_patches=100) if preprocessor is KIMI else PreprocessOptions(max_pixels=9000)
+        PreprocessOptions(max_patches=100)
+        if make is MoonViTPreprocessor
+        else PreprocessOptions(max_pixels=9000)
     )
-    with_alpha, _, _ = preprocessor.load_image(image_files.encode(Image.fromarray(rgba), "PNG"), options)
-    without, _, _ = preprocessor.load_image(image_files.ppm(rgba[:, :, :3]), options)
+    with_alpha = preprocessor.load_image(image_files.encode(Image.fromarray(rgba), "PNG"), options).item
+    without = preprocessor.load_image(image_files.ppm(opaque), options).item
+    assert isinstance(with_alpha, FrameItem)
+    assert isinstance(without, FrameItem)
     assert with_alpha.frames_THWC.shape[2] < 900
     assert torch.equal(with_alpha.frames_THWC, without.frames_THWC)
 
@@ -266,7 +291,7 @@ def test_kimi_patch_order() -> None:
     ("preprocessor", "shape"), [(QWEN, (24, 1536)), (KIMI, (24, 588)), (KIMI, (24, 3, 14, 14))]
 )
 def test_pixel_tensors_are_taken_as_they_are(
-    preprocessor: ImagePreprocessor, shape: tuple[int, ...], dtype: torch.dtype
+    preprocessor: Preprocessor, shape: tuple[int, ...], dtype: torch.dtype
 ) -> None:
     values = torch.randn(shape).to(dtype)
     item = preprocessor.check_pixels(PixelValues(values, Grid(1, 4, 6)))
@@ -310,7 +335,7 @@ def test_strided_pixel_tensors_are_read_by_value() -> None:
     ],
 )
 def test_pixel_tensors_that_are_refused(
-    preprocessor: ImagePreprocessor,
+    preprocessor: Preprocessor,
     values: torch.Tensor,
     grid: tuple[int, int, int],
     error: type[InvalidInput],
@@ -332,9 +357,7 @@ def test_p33_non_finite_pixels_are_counted(bad: float, dtype: torch.dtype) -> No
 
 @settings(deadline=None)
 @given(st.integers(-3, 9), st.integers(-3, 9), st.integers(-3, 9), st.integers(0, 40), st.sampled_from(BOTH))
-def test_rows_and_grid_always_agree(
-    t: int, h: int, w: int, rows: int, preprocessor: ImagePreprocessor
-) -> None:
+def test_rows_and_grid_always_agree(t: int, h: int, w: int, rows: int, preprocessor: Preprocessor) -> None:
     pixels = PixelValues(torch.zeros(rows, preprocessor.patch_dim), Grid(t, h, w))
     sound = min(t, h, w) >= 1 and h % 2 == w % 2 == 0 and t * h * w == rows
     if sound:
@@ -344,10 +367,24 @@ def test_rows_and_grid_always_agree(
             preprocessor.check_pixels(pixels)
 
 
-def test_an_absurd_aspect_is_refused_before_a_pixel_is_decoded() -> None:
-    """The pixels behind this header are cut off: a decoder that was let near them would say so."""
+def test_an_absurd_aspect_is_refused_from_the_header() -> None:
+    """The pixels behind this header are cut off."""
     whole = solid(1, 400)
     with pytest.raises(UndecodableImage):
         KIMI.load_image(whole[:-9], PLAIN)
     with pytest.raises(AspectRatioExceeded, match="the limit is 200"):
-        QWEN.load_image(whole[:-9], PLAIN)
+        QWEN.probe_image(whole[:-9], PLAIN)
+
+
+def test_items_are_dispatched_by_their_content() -> None:
+    pixels = PixelValues(torch.zeros(24, 1536), Grid(1, 4, 6))
+    item = Item(Modality.IMAGE, pixels)
+    assert QWEN.probe_grid(item) == QWEN.load(item).item.grid == Grid(1, 4, 6)
+    item = Item(Modality.IMAGE, EncodedFile(solid(64, 64)))
+    assert QWEN.probe_grid(item) == QWEN.load(item).item.grid == Grid(1, 4, 4)
+    for refused in (Item(Modality.IMAGE, DigestOnly(), b"d" * 32), Item(Modality.VIDEO, EncodedFile(b"x"))):
+        for call in (QWEN.probe_grid, QWEN.load):
+            with pytest.raises(UnsupportedContent):
+                call(refused)
+    with pytest.raises(UnsupportedContent, match="no settings for clips"):
+        QWEN.open_clip(EncodedFile(b"x"), PLAIN)

@@ -10,14 +10,11 @@ from encoder_service.towers.fused_inputs import FusedInputBuilder
 from encoder_service.towers.kernels import (
     Norm,
     add_norm,
-    add_norm_quantize,
     embed_norm,
     expand_items,
     gelu_,
-    gelu_quantize,
     merge_frames_norm,
     patchify_items,
-    quantize_rows,
     rotate_qkv_,
 )
 from encoder_service.types import Grid
@@ -75,10 +72,9 @@ def test_replays_equal_eager_launches(device: torch.device) -> None:
         qkv = rotate_qkv_(h @ qkv_weight, coords, cos, sin, "interleaved", HEADS)
         delta = qkv[:, :WIDTH].contiguous()
         hidden = add_norm(x, delta, *norm) @ mlp_weight
-        fp8 = [*add_norm_quantize(x, delta, *norm), *gelu_quantize(hidden, "tanh"), *quantize_rows(qkv)]
         gelu_(hidden, "none")
         merged = merge_frames_norm(x, delta, index, weight, norm, norm)
-        return [hidden, merged, qkv, *(result.float() for result in fp8)]
+        return [hidden, merged, qkv]
 
     pixels = torch.empty(56 * 56 * 3, dtype=torch.uint8, device=device)
     patches = torch.empty(PATCHES, 588, device=device, dtype=torch.bfloat16)

@@ -14,7 +14,6 @@ from encoder_service.towers.fused import FusedTower
 from encoder_service.towers.gemm import TORCH_GEMM, Gemm, Rotary, Weights, pair_rows, turns_of
 from encoder_service.towers.gemm.per_rows import GemmChoices, PerRows
 from encoder_service.towers.gemm.select import BlockShape, choose_gemms, find_gemms, make_trial
-from encoder_service.towers.products import packed_bytes
 from encoder_service.towers.rope import inverse_frequencies
 from encoder_service.towers.synthetic import make_checkpoint
 from encoder_service.types import Grid
@@ -69,11 +68,10 @@ def test_weights_in_pairs_are_kept_only_for_a_gemm_that_reads_them(
     path = tmp_path_factory.mktemp("packed") / "qwen"
     make_checkpoint(path, "qwen3_vl", "tiny", 3)
     plain = load_tower(path, device=device, dtype=torch.float32).tower
-    assert FusedTower(plain, SdpaAttention()).packed_bytes == 0  # type: ignore[arg-type]
+    assert FusedTower(plain, SdpaAttention()).paired_bytes == 0  # type: ignore[arg-type]
     fused = FusedTower(plain, SdpaAttention(), gemms=choices_of(PairGemm()))  # type: ignore[arg-type]
     layers = [block.qkv for block in plain.blocks]  # type: ignore[union-attr]
-    assert fused.packed_bytes == packed_bytes(fused._blocks)
-    assert fused.packed_bytes == sum(layer.weight.nbytes + layer.bias.nbytes for layer in layers)  # type: ignore[union-attr]
+    assert fused.paired_bytes == sum(layer.weight.nbytes + layer.bias.nbytes for layer in layers)  # type: ignore[union-attr]
 
 
 def test_pairs_stand_side_by_side_and_v_stays() -> None:

@@ -70,8 +70,6 @@ def test_every_setting_says_what_it_is() -> None:
             "2097152 bytes of device arenas are a GPU's memory, device is cpu",
         ),
         ({"resize": "device"}, "resize device needs device cuda, found device cpu"),
-        ({"decode": "device"}, "decode device needs device cuda, found device cpu"),
-        ({"decode": "gpu"}, "decode"),
         ({"resize": "gpu"}, "resize"),
         ({"device_resize_bytes": 1}, "device_resize_bytes"),
     ],

@@ -39,6 +39,7 @@ from encoder_service.types import (
     FrameItem,
     Grid,
     Item,
+    LoadedPixels,
     Modality,
     PixelValues,
     PreprocessOptions,
@@ -202,9 +203,8 @@ async def test_p17_cancelled_items_never_pile_up_behind_a_long_batch(rig: Rig) -
 
 
 async def test_pixels_that_disagree_with_the_header_fail_the_item(rig: Rig) -> None:
-    rig.preprocessor.load_image = lambda data, options: (  # type: ignore[method-assign]
-        FrameItem(torch.zeros(1, 40, 40, 3, dtype=torch.uint8), Grid(1, 40, 40)), 0.0, 0.0,
-    )  # fmt: skip
+    frames = FrameItem(torch.zeros(1, 40, 40, 3, dtype=torch.uint8), Grid(1, 40, 40))
+    rig.preprocessor.load = lambda item: LoadedPixels(frames, 0.0, 0.0)  # type: ignore[method-assign]
     with pytest.raises(UndecodableImage, match=r"promises grid \(1, 4, 4\), its pixels give \(1, 40, 40\)"):
         await rig.pipeline.encode(image())
 

@@ -13,9 +13,10 @@ import torch
 
 from encoder_service.clip_run import MAX_PIECES_AHEAD, RowsAhead
 from encoder_service.errors import ClipTooLarge, InternalError, UndecodableClip, UnsupportedContent
-from encoder_service.ingest.clips import Clip, QwenClips
-from encoder_service.ingest.settings import Normalisation, QwenVLSettings
-from encoder_service.ingest.video_settings import ClipLimits, QwenVideoSettings
+from encoder_service.ingest.qwen_vl import QwenClips
+from encoder_service.ingest.settings import Normalisation, QwenVideoSettings, QwenVLSettings
+from encoder_service.ingest.video.clip import Clip
+from encoder_service.ingest.video.source import ClipLimits
 from encoder_service.types import CacheTier, EncodedFile, FrameArray, Grid, Item, Modality, PreprocessOptions
 from tests.fakes import FakePreprocessor
 from tests.unit.ingest import clip_files
@@ -215,8 +216,8 @@ async def test_p17_few_pieces_are_decoded_ahead_of_the_device(
     read: list[object] = []
     monkeypatch.setattr(
         Clip,
-        "read_piece",
-        lambda self, most, inner=Clip.read_piece: (read.append(most), inner(self, most))[1],
+        "_read_piece",
+        lambda self, most, inner=Clip._read_piece: (read.append(most), inner(self, most))[1],
     )
     rig.tower.gate.clear()
     item, colours = clip(PIECE_FRAMES * 12)

@@ -296,7 +296,7 @@ def test_a_library_that_breaks_on_import_is_absent(monkeypatch: pytest.MonkeyPat
         assert [backend.name for backend in available_backends(CPU)] == ["fa2", "sdpa"]
     reasons = {entry["backend"]: entry["reason"] for entry in logs}
     assert reasons["fa3"] == "OSError: undefined symbol"
-    assert "needs a CUDA device, this is cpu" in reasons["triton"]
+    assert "needs a CUDA device, this is cpu" in reasons["varlen"]
     assert [backend.name for backend in available_backends(CPU, deterministic=True)] == ["sdpa"]
 
 

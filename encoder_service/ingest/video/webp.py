@@ -1,9 +1,7 @@
-"""Animated WebP to RGB frames, through Pillow: FFmpeg reads single pictures alone.
+"""Animated WebP to RGB frames, through Pillow: FFmpeg reads still WebP only.
 
-Owns the count, the rate and the frames of such a file; limits and errors are ``video_file``'s.
-
-A frame lasts as many milliseconds as the file says. The rate is the average over all of them, as it is of any
-other clip. Alpha is dropped, as it is of images.
+Owns the count, the rate and the frames of such a file. The rate is the average over the durations that the
+file states. Alpha is dropped.
 """
 
 from __future__ import annotations
@@ -17,22 +15,23 @@ from PIL import Image
 
 from encoder_service.errors import ClipTooLarge, UndecodableClip
 from encoder_service.ingest.headers import webp_canvas
-from encoder_service.ingest.video_file import (
+from encoder_service.ingest.video.source import (
+    DEFAULT_SOURCE_FPS,
     ClipHeader,
+    ClipLimits,
     check_decoded_pixels,
-    check_frame_size,
+    check_header,
     decoder_errors,
 )
-from encoder_service.ingest.video_rules import DEFAULT_SOURCE_FPS
-from encoder_service.ingest.video_settings import ClipLimits
 
 NAME = "WebP"
 MIN_CHUNKS = 1 << 16
-STRIDE = 32  # frames that are decoded without a look at whether anybody still waits
+STRIDE = 32  # frames that are decoded between two looks at the stop flag
 
 
 class WebPClip:
-    """A WebP file, animated or not. See ``video_file.ClipSource``."""
+    """A ClipSource over a WebP file, animated or still. There are no key frames: frames before a wanted one
+    are decoded too."""
 
     def __init__(self, data: bytes, limits: ClipLimits) -> None:
         self._data = data
@@ -41,34 +40,19 @@ class WebPClip:
         canvas = webp_canvas(data)
         if canvas is None:
             raise UndecodableClip(f"the WebP file of {len(data)} bytes has no header that can be read")
-        # Before Pillow sees it: its plugin allocates the canvas while opening.
-        check_frame_size(canvas.width, canvas.height, limits)
         durations_ms = frame_durations_ms(data, max(MIN_CHUNKS, 4 * limits.max_source_frames))
-        num_frames = max(1, len(durations_ms))
-        if num_frames > limits.max_source_frames:
-            raise ClipTooLarge(
-                f"the clip has {num_frames} frames, the limit is {limits.max_source_frames}",
-                found=num_frames,
-                max_source_frames=limits.max_source_frames,
-            )
-        total_s = sum(durations_ms) / 1e3
+        num_frames, total_s = max(1, len(durations_ms)), sum(durations_ms) / 1e3
         fps = num_frames / total_s if total_s else DEFAULT_SOURCE_FPS
-        duration_s = num_frames / fps
-        if duration_s > limits.max_duration_s:
-            raise ClipTooLarge(
-                f"the clip lasts {duration_s:.1f} s, the limit is {limits.max_duration_s:.1f} s",
-                found_s=round(duration_s, 1),
-                max_duration_s=limits.max_duration_s,
-            )
-        self.header = ClipHeader(num_frames, fps, canvas.height, canvas.width, duration_s, NAME)
+        self.header = ClipHeader(num_frames, fps, canvas.height, canvas.width)
+        # Before Pillow opens the file: its plugin allocates the canvas then.
+        check_header(self.header, limits)
 
     def frames(self, indices: Sequence[int]) -> Iterator[torch.Tensor]:
-        # There are no key frames to start at.
         num_decoded = max(indices, default=-1) + 1
         check_decoded_pixels(num_decoded, self.header.width, self.header.height, self._limits)
-        return self._frames(indices)
+        return self._decode(indices)
 
-    def _frames(self, indices: Sequence[int]) -> Iterator[torch.Tensor]:
+    def _decode(self, indices: Sequence[int]) -> Iterator[torch.Tensor]:
         with (
             decoder_errors(len(self._data), NAME),
             Image.open(io.BytesIO(self._data), formats=("WEBP",)) as image,
@@ -95,19 +79,17 @@ class WebPClip:
         self._is_stopped = True
 
     def close(self) -> None:
-        """Nothing is kept open between frames of two calls."""
+        """The file is open during an iteration only."""
 
 
 def frame_durations_ms(data: bytes, max_chunks: int) -> list[int]:
-    """Of each ANMF chunk (RFC 9649, section 2.7.1.1) of a file that is whole; empty for a still picture.
-    Raises ClipTooLarge for more chunks of any kind."""
+    """Duration of each ANMF chunk (RFC 9649, section 2.7.1.1); empty for a still image. Raises ClipTooLarge
+    for more chunks of any kind."""
     durations, start, num_chunks = [], 12, 0
     while start + 8 <= len(data):
         num_chunks += 1
         if num_chunks > max_chunks:
-            raise ClipTooLarge(
-                f"the clip has over {max_chunks} chunks, which is the limit", max_chunks=max_chunks
-            )
+            raise ClipTooLarge(f"the clip has over {max_chunks} chunks, the limit", max_chunks=max_chunks)
         kind, size = data[start : start + 4], int.from_bytes(data[start + 4 : start + 8], "little")
         if kind == b"ANMF" and start + 24 <= len(data):
             durations.append(int.from_bytes(data[start + 20 : start + 23], "little"))

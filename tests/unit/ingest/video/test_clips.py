@@ -19,13 +19,12 @@ from encoder_service.errors import (
     UndecodableClip,
     UnsupportedCheckpoint,
 )
-from encoder_service.ingest.clips import ClipPlan
 from encoder_service.ingest.decode import DecodeLimits
 from encoder_service.ingest.preprocessor import Preprocessor
 from encoder_service.ingest.registry import load_preprocessor
-from encoder_service.ingest.video_plan import Run
-from encoder_service.ingest.video_settings import ClipLimits
-from encoder_service.ingest.video_stream import StreamClip
+from encoder_service.ingest.resize import resize_and_pad
+from encoder_service.ingest.video.av_file import AvFile, Run
+from encoder_service.ingest.video.source import ClipLimits
 from encoder_service.towers.synthetic.files import small_files
 from encoder_service.types import EncodedFile, FrameArray, Grid, Modality, PreprocessOptions
 from tests.unit.ingest import clip_files
@@ -152,7 +151,7 @@ def test_arrays_that_are_no_clip_are_refused(
 def test_more_frames_than_are_taken_are_refused_with_both_numbers(tmp_path: Path) -> None:
     rules = load(tmp_path, "kimi_k25", ClipLimits(max_frames=3)).clips
     assert rules is not None
-    with pytest.raises(ClipTooLarge, match="5 frames of the clip are to be taken, the limit is 3"):
+    with pytest.raises(ClipTooLarge, match="5 frames of the clip would be taken, the limit is 3"):
         rules.open(FrameArray(frames(5), 2.0), PLAIN)
 
 
@@ -170,9 +169,10 @@ def test_a_closed_clip_gives_nothing_more(tmp_path: Path) -> None:
     assert rules is not None
     clip = rules.open(FrameArray(frames(8), 2.0), PLAIN)
     assert clip.piece_grids(1) == [Grid(1, *clip.plan.grid[1:])] * 4
-    assert clip.read_piece(1) is not None
+    pieces = clip.pieces(1)
+    assert next(pieces).grid == clip.piece_grids(1)[0]
     clip.close()
-    assert clip.read_piece(1) is None
+    assert list(pieces) == []
     clip.close()
 
 
@@ -187,30 +187,29 @@ def test_a_clip_that_is_closed_while_it_is_read_stops_between_two_frames(
     clip = rules.open(EncodedFile(data), PreprocessOptions(min_frames=2, max_frames=2))
     assert clip.plan.indices == (0, 399)
     looked: list[object] = []
-    fit, feed = rules.fit, StreamClip._packets
+    feed = AvFile._seek
 
-    def fed(source: StreamClip, run: Run) -> Iterator[object]:
+    def fed(source: AvFile, run: Run) -> Iterator[object]:
         for packet in feed(source, run):
             looked.append(packet)
             yield packet
 
-    def closing(image_HWC: torch.Tensor, plan: ClipPlan) -> torch.Tensor:
+    def closing(image_HWC: torch.Tensor, target: tuple[int, int], padded: tuple[int, int]) -> torch.Tensor:
         clip.close()
-        return fit(image_HWC, plan)
+        return resize_and_pad(image_HWC, target, padded)
 
-    monkeypatch.setattr(StreamClip, "_packets", fed)
-    monkeypatch.setattr(rules, "fit", closing)
-    assert clip.read_piece(1 << 20) is None
+    monkeypatch.setattr(AvFile, "_seek", fed)
+    monkeypatch.setattr("encoder_service.ingest.video.clip.resize_and_pad", closing)
+    assert list(clip.pieces(1 << 20)) == []
     assert len(looked) < 50
-    assert clip.read_piece(1 << 20) is None
+    assert list(clip.pieces(1 << 20)) == []
 
 
 def test_padding_of_kimis_frames_is_black(tmp_path: Path) -> None:
     rules = load(tmp_path, "kimi_k25").clips
     assert rules is not None
     white = torch.full((1, 30, 40, 3), 255, dtype=torch.uint8)
-    piece = rules.open(FrameArray(white), PLAIN).read_piece(1)
-    assert piece is not None
+    (piece,) = rules.open(FrameArray(white), PLAIN).pieces(1)
     picture = piece.frames_THWC[0].numpy()
     assert picture.shape == (56, 56, 3)
     assert (picture[:30, :40] == 255).all()

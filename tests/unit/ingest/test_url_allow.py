@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from encoder_service.errors import ConfigurationError, UrlRefused
-from encoder_service.urls.allow import AllowList
+from encoder_service.ingest.urls import AllowList
 
 ENTRIES = (
     "images.test",

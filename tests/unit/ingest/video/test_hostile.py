@@ -14,10 +14,11 @@ import numpy as np
 import pytest
 
 from encoder_service.errors import ClipTooLarge, UndecodableClip, UnsupportedContent
-from encoder_service.ingest import video_demux, video_stream, video_tables
-from encoder_service.ingest.video_file import open_clip
-from encoder_service.ingest.video_settings import ClipLimits
-from encoder_service.ingest.video_webp import frame_durations_ms
+from encoder_service.ingest.video import av_file
+from encoder_service.ingest.video.clip import open_source
+from encoder_service.ingest.video.container import check_tables
+from encoder_service.ingest.video.source import ClipLimits
+from encoder_service.ingest.video.webp import frame_durations_ms
 from tests.unit.ingest import clip_files
 
 LIMITS = ClipLimits()
@@ -79,14 +80,14 @@ def test_tables_that_ask_for_millions_are_refused_before_they_are_read(
         raise AssertionError("the demuxer was let near it")
 
     monkeypatch.setattr(av, "open", opened)
-    with pytest.raises(ClipTooLarge, match=r"tables name \d+ samples.*the limit is 4000000") as raised:
-        open_clip(data, LIMITS)
+    with pytest.raises(ClipTooLarge, match=r"tables name \d+ samples.*limit is 4000000") as raised:
+        open_source(data, LIMITS)
     assert int(raised.value.details["found"]) > int(raised.value.details["max_entries"]) == 4_000_000
 
 
 def test_a_compressed_header_is_refused() -> None:
     with pytest.raises(UndecodableClip, match="header is compressed"):
-        open_clip(replaced({}) + struct.pack(">I4sI4s", 16, b"free", 8, b"cmov"), LIMITS)
+        open_source(replaced({}) + struct.pack(">I4sI4s", 16, b"free", 8, b"cmov"), LIMITS)
 
 
 def test_letters_within_the_pictures_are_no_tables() -> None:
@@ -94,22 +95,22 @@ def test_letters_within_the_pictures_are_no_tables() -> None:
     bomb = b"stsz" + struct.pack(">III", 0, 0, MANY) + b"cmov"
     data = clip_files.encode(clip_files.moving(5), "mpeg4.mp4")
     data += struct.pack(">I4s", 8 + len(bomb), b"mdat") + bomb
-    assert open_clip(data, LIMITS).header.num_frames == 5
+    assert open_source(data, LIMITS).header.num_frames == 5
 
     even = b"stts" + struct.pack(">IIII", 0, 1, MANY, 1)
     sound = b"stsz" + struct.pack(">III", 0, 1, MANY)
     media = struct.pack(">I4s", 8 + MANY, b"mdat") + bytes(MANY)
-    video_tables.check_tables(media + even + sound, 1000)
+    check_tables(media + even + sound, 1000)
     with pytest.raises(ClipTooLarge):
-        video_tables.check_tables(media + sound, 1000)
+        check_tables(media + sound, 1000)
     with pytest.raises(ClipTooLarge):
-        video_tables.check_tables(even + sound, 1000)
+        check_tables(even + sound, 1000)
 
 
 def test_small_boxes_and_chunks_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("encoder_service.ingest.video_container.MAX_BOXES", 100)
-    with pytest.raises(UndecodableClip, match="over 100 boxes"):
-        open_clip(struct.pack(">I4s", 8, b"free") * 101, LIMITS)
+    monkeypatch.setattr("encoder_service.ingest.video.container.MAX_BOXES", 100)
+    with pytest.raises(ClipTooLarge, match="over 100 boxes"):
+        open_source(struct.pack(">I4s", 8, b"free") * 101, LIMITS)
     chunks = b"RIFF" + bytes(8) + struct.pack("<4sI", b"ZZZZ", 0) * 101
     assert frame_durations_ms(chunks, 101) == []
     with pytest.raises(ClipTooLarge, match="over 100 chunks"):
@@ -119,18 +120,20 @@ def test_small_boxes_and_chunks_are_counted(monkeypatch: pytest.MonkeyPatch) -> 
 PROBE = """
 import resource, sys
 from encoder_service.errors import ClipTooLarge
-from encoder_service.ingest.video_file import open_clip
-from encoder_service.ingest.video_settings import ClipLimits
+from encoder_service.ingest.video.clip import open_source
+from encoder_service.ingest.video.container import check_tables
+from encoder_service.ingest.video.source import ClipLimits
 small, large = (open(path, "rb").read() for path in sys.argv[1:])
-open_clip(small, ClipLimits()).close()
+open_source(small, ClipLimits()).close()
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 try:
-    open_clip(large, ClipLimits(max_frame_pixels=1_000_000))
+    open_source(large, ClipLimits(max_frame_pixels=1_000_000))
 except ClipTooLarge as error:
     print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before, error)
 """
 
 
+@pytest.mark.extended
 def test_frames_above_the_limit_are_not_decoded_to_learn_of_them(tmp_path: Any) -> None:
     """Opening looks at the first frames by itself: 25 MB and more at 4096 by 4096."""
     for name, side in (("small", 64), ("large", 4096)):
@@ -159,7 +162,7 @@ def test_any_frames_of_open_groups_of_pictures(kind: str, monkeypatch: pytest.Mo
     for threads in (1, 2, 8):
         for count in (1, 2, 5, 20):
             indices = sorted(random.sample(range(60), count))
-            clip = open_clip(data, ClipLimits(decode_threads=threads))
+            clip = open_source(data, ClipLimits(decode_threads=threads))
             found = np.stack([frame.numpy() for frame in clip.frames(indices)])
             assert np.array_equal(found, expected[indices]), indices
             clip.close()
@@ -190,7 +193,7 @@ def test_a_clip_that_was_trimmed_shows_what_its_edit_list_leaves(
     data = trimmed(first, count, b_frames)
     expected = clip_files.decoded(data)
     assert len(expected) == count
-    clip = open_clip(data, LIMITS)
+    clip = open_source(data, LIMITS)
     assert (clip.header.num_frames, clip.header.fps) == (count, pytest.approx(30))
     for wanted in (list(range(count)), [0], [count - 1], sorted(random.sample(range(count), 3))):
         found = np.stack([frame.numpy() for frame in clip.frames(wanted)])
@@ -207,7 +210,7 @@ def test_a_clip_that_was_trimmed_to_an_open_group_of_pictures(
     monkeypatch.setitem(clip_files.CODECS, "open.mp4", ("mp4", "libx264", options))
     data = trimmed(first, count, None, "open.mp4")
     expected = clip_files.decoded(data)
-    clip = open_clip(data, LIMITS)
+    clip = open_source(data, LIMITS)
     found = np.stack([frame.numpy() for frame in clip.frames(list(range(count)))])
     assert np.array_equal(found, expected)
     clip.close()
@@ -216,10 +219,10 @@ def test_a_clip_that_was_trimmed_to_an_open_group_of_pictures(
 def test_a_clip_that_hides_most_of_itself_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """FFmpeg seeks among hidden frames in quadratic time: minutes, for a million of a byte each."""
     data = trimmed(7, 3, 0)
-    open_clip(data, LIMITS).close()
-    monkeypatch.setattr(video_stream, "MAX_UNSHOWN", 5)
+    open_source(data, LIMITS).close()
+    monkeypatch.setattr(av_file, "MAX_HIDDEN", 5)
     with pytest.raises(ClipTooLarge, match="over 5 frames that its edit list hides"):
-        open_clip(data, LIMITS)
+        open_source(data, LIMITS)
 
 
 def test_a_trimmed_clip_still_has_to_have_what_it_promises() -> None:
@@ -230,7 +233,7 @@ def test_a_trimmed_clip_still_has_to_have_what_it_promises() -> None:
     more = struct.pack(">III", 0, fixed, count + 5) + sizes[0][12:] + struct.pack(">I", 100) * 5
     table = struct.pack(">IIII", 0, 1, count + 5, 512)
     with pytest.raises(UndecodableClip, match=r"promises 35 frames and has 30"):
-        open_clip(replaced({b"stsz": more, b"stts": table}, data), LIMITS)
+        open_source(replaced({b"stsz": more, b"stts": table}, data), LIMITS)
 
 
 @pytest.mark.parametrize("kind", ["mpeg4.mp4", "h264.mkv"])
@@ -245,18 +248,18 @@ def test_a_file_of_many_tracks_is_refused_before_their_pictures_are_decoded(
         opened.append(kwargs["options"]["codec_whitelist"])
         return inner(*args, **kwargs)
 
-    most = video_demux.MAX_VIDEO_STREAMS
+    most = av_file.MAX_VIDEO_STREAMS
     for count, is_taken in [(most, True), (most + 1, False)]:
         data = clip_files.tracks(kind, count)
         with monkeypatch.context() as patched:
             patched.setattr(av, "open", noted)
             opened.clear()
             if is_taken:
-                open_clip(data, LIMITS).close()
-                assert opened == ["none", ",".join(video_demux.CODECS)]
+                open_source(data, LIMITS).close()
+                assert opened == ["none", ",".join(av_file.CODECS)]
             else:
                 with pytest.raises(UndecodableClip, match="has 9 video streams, the limit is 8"):
-                    open_clip(data, LIMITS)
+                    open_source(data, LIMITS)
                 assert opened == ["none"]
 
 
@@ -269,15 +272,14 @@ def test_without_its_package_a_clip_says_so_and_webp_is_still_read(monkeypatch: 
             raise ModuleNotFoundError("No module named 'av'", name="av")
         return real(name, *args, **kwargs)
 
-    monkeypatch.delitem(sys.modules, "encoder_service.ingest.video_stream", raising=False)
+    monkeypatch.delitem(sys.modules, "encoder_service.ingest.video.av_file", raising=False)
     monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(
-        UnsupportedContent, match=r"MP4 clips are read by the package av.*No module named 'av'"
-    ):
-        open_clip(data, LIMITS)
-    assert open_clip(webp, LIMITS).header.num_frames == 4
+    with pytest.raises(UnsupportedContent, match=r"MP4 clips need the package av.*No module named 'av'"):
+        open_source(data, LIMITS)
+    assert open_source(webp, LIMITS).header.num_frames == 4
 
 
+@pytest.mark.extended
 def test_the_service_starts_without_the_package_of_clips() -> None:
     text = "import sys, encoder_service.app; print('av' in sys.modules)"
     run = subprocess.run(

@@ -10,17 +10,17 @@ import numpy as np
 import pytest
 
 from encoder_service.errors import UndecodableClip
-from encoder_service.ingest.video_demux import PYAV_MAJOR
-from encoder_service.ingest.video_file import open_clip
-from encoder_service.ingest.video_rules import qwen_indices
-from encoder_service.ingest.video_settings import ClipLimits
+from encoder_service.ingest.qwen_vl import qwen_indices
+from encoder_service.ingest.video.av_file import LENIENT_METADATA
+from encoder_service.ingest.video.clip import open_source
+from encoder_service.ingest.video.source import ClipLimits
 from tests.unit.ingest import clip_files
 
 LIMITS = ClipLimits(decode_threads=2)
 
 
 def frames_of(data: bytes, indices: list[int], limits: ClipLimits = LIMITS) -> np.ndarray:
-    clip = open_clip(data, limits)
+    clip = open_source(data, limits)
     try:
         return np.stack([frame.numpy() for frame in clip.frames(indices)])
     finally:
@@ -57,7 +57,7 @@ def test_frames_of_a_clip_that_is_refreshed_bit_by_bit(
 
 def test_the_first_frame_may_be_one_that_cannot_be_started_at(monkeypatch: pytest.MonkeyPatch) -> None:
     """Trimmed to where the picture is not whole yet."""
-    from tests.unit.ingest.test_video_hostile import trimmed
+    from tests.unit.ingest.video.test_hostile import trimmed
 
     options = {"preset": "veryfast", "tune": "zerolatency", "intra-refresh": "1", "x264-params": "scenecut=0"}
     monkeypatch.setitem(clip_files.CODECS, "refresh.mp4", ("mp4", "libx264", options))
@@ -88,7 +88,7 @@ def test_a_file_whose_names_are_no_utf_8_is_read(kind: str) -> None:
     expected = clip_files.decoded(data)
     for name in (b"VideoHandler", b"Lavf", b"Lavc"):
         data = data.replace(name, b"Cam\xe9ra"[: len(name)].ljust(len(name), b"\xff"))
-    if PYAV_MAJOR < 19:
+    if LENIENT_METADATA:
         with pytest.raises(UnicodeDecodeError):
             av.open(io.BytesIO(data))
     assert np.array_equal(frames_of(data, list(range(10))), expected)
@@ -103,7 +103,7 @@ def test_frames_within_one_millisecond_are_taken_by_their_order(
     data = clip_files.encode(clip_files.moving(45), "h264.mkv", fps=fps, key_every=10, b_frames=b_frames)
     expected = clip_files.decoded(data)
     assert len(expected) == 45
-    clip = open_clip(data, ClipLimits(decode_threads=threads))
+    clip = open_source(data, ClipLimits(decode_threads=threads))
     assert clip.header.num_frames == 45
     assert clip.header.fps > 0
     for _ in range(4):
@@ -148,12 +148,12 @@ def test_times_that_run_against_the_order_of_decoding_are_refused() -> None:
     """A codec that shows frames as it has them: taken by such a time, one would be another's."""
     data = clip_files.encode(clip_files.moving(20), "vp9.webm", fps=10)
     assert np.array_equal(frames_of(retimed(data, {}), [13]), clip_files.decoded(data)[[13]])
-    with pytest.raises(UndecodableClip, match=r"shows frame 13 at 250 ticks, before frame 12 at 1200"):
-        open_clip(retimed(data, {13: 250}), LIMITS)
+    with pytest.raises(UndecodableClip, match="vp9 frames are not in the order of their times"):
+        open_source(retimed(data, {13: 250}), LIMITS)
 
 
 def test_shared_times_do_not_hide_disorder() -> None:
     """Frames are taken by the order in which they are decoded, which has to be that of their times."""
     data = clip_files.encode(clip_files.moving(20), "h264.mkv", fps=10, b_frames=0)
-    with pytest.raises(UndecodableClip, match="in their order"):
+    with pytest.raises(UndecodableClip, match="come in their order"):
         frames_of(retimed(data, {13: 1200, 5: 1900}), [12, 14])

@@ -12,13 +12,12 @@ import pytest
 
 from encoder_service.config import Settings
 from encoder_service.errors import ClipTooLarge, UndecodableClip
-from encoder_service.ingest import video_stream
-from encoder_service.ingest.video_file import open_clip
-from encoder_service.ingest.video_plan import PacketFact, Run
-from encoder_service.ingest.video_settings import ClipLimits, clip_limits
-from encoder_service.ingest.video_stream import StreamClip
+from encoder_service.ingest.video import av_file
+from encoder_service.ingest.video.av_file import AvFile, PacketFact, Run
+from encoder_service.ingest.video.clip import open_source
+from encoder_service.ingest.video.source import ClipLimits, clip_limits
 from tests.unit.ingest import clip_files
-from tests.unit.ingest.test_video_hostile import trimmed
+from tests.unit.ingest.video.test_hostile import trimmed
 
 FRAME_PIXELS = 64 * 48
 
@@ -28,23 +27,23 @@ def within(num_frames: int, less: int = 0) -> ClipLimits:
     return ClipLimits(max_decoded_pixels=num_frames * FRAME_PIXELS - less)
 
 
-def opened(data: bytes, limits: ClipLimits) -> StreamClip:
-    clip = open_clip(data, limits)
-    assert isinstance(clip, StreamClip)
+def opened(data: bytes, limits: ClipLimits) -> AvFile:
+    clip = open_source(data, limits)
+    assert isinstance(clip, AvFile)
     return clip
 
 
 @pytest.mark.parametrize("kind", ["h264.mp4", "vp9.webm", "gif.gif", "webp.webp"])
 def test_a_clip_that_takes_more_pixels_is_refused_before_they_are_decoded(kind: str) -> None:
     data = clip_files.encode(clip_files.moving(60), kind, key_every=60, b_frames=0)
-    clip = open_clip(data, within(60, less=1))
+    clip = open_source(data, within(60, less=1))
     with pytest.raises(ClipTooLarge, match=r"takes 60 frames = 184320 pixels.*limit is 184319") as raised:
         clip.frames(range(60))  # the call, before a frame is asked for
     assert raised.value.details["found_pixels"] == "184320"
     assert raised.value.details["max_decoded_pixels"] == "184319"
     clip.close()
 
-    clip = open_clip(data, within(60))
+    clip = open_source(data, within(60))
     assert len(list(clip.frames(range(60)))) == 60
     clip.close()
 
@@ -52,7 +51,7 @@ def test_a_clip_that_takes_more_pixels_is_refused_before_they_are_decoded(kind: 
 def test_frames_that_are_skipped_by_seeking_do_not_count() -> None:
     data = clip_files.encode(clip_files.moving(300), key_every=10, b_frames=0)
     clip = opened(data, ClipLimits())
-    inner, fed = clip._packets, 0
+    inner, fed = clip._seek, 0
 
     def counted(run: Run) -> Iterator[Any]:
         nonlocal fed
@@ -60,7 +59,7 @@ def test_frames_that_are_skipped_by_seeking_do_not_count() -> None:
             fed += packet is not None
             yield packet
 
-    clip._packets = counted  # type: ignore[method-assign]
+    clip._seek = counted  # type: ignore[method-assign]
     indices = [0, 155, 290]
     assert len(list(clip.frames(indices))) == 3
     clip.close()
@@ -80,9 +79,9 @@ def test_what_the_header_takes_counts_as_well(monkeypatch: pytest.MonkeyPatch) -
     options = {"x264-params": "scenecut=0"}
     monkeypatch.setitem(clip_files.CODECS, "even.mp4", ("mp4", "libx264", options))
     data = trimmed(7, 20, 0, "even.mp4")
-    open_clip(data, within(8)).close()
+    open_source(data, within(8)).close()
     with pytest.raises(ClipTooLarge, match=r"takes 8 frames = 24576 pixels.*limit is 24575"):
-        open_clip(data, within(8, less=1))
+        open_source(data, within(8, less=1))
 
 
 @pytest.mark.parametrize("is_allowed", [False, True])
@@ -90,20 +89,20 @@ def test_reading_from_the_beginning_after_all_counts_as_well(is_allowed: bool) -
     """Of a file whose key frames are none to start at, little is planned and all is decoded."""
     data = clip_files.encode(clip_files.moving(60), "mpeg4.mp4", key_every=10)
     clip = opened(data, ClipLimits())
-    runs = clip._planned([45])
+    runs = clip._runs([45])
     planned = sum(run.num_packets for run in runs)
     assert planned < 20
     clip.close()
 
     clip = opened(data, within(planned + 46, less=not is_allowed))
-    inner = clip._decode
+    inner = clip._decode_run
 
     def failing(run: Run) -> Iterator[Any]:
         if run.first:
             raise UndecodableClip("leans on what is not there")
         return inner(run)
 
-    clip._decode = failing  # type: ignore[method-assign]
+    clip._decode_run = failing  # type: ignore[method-assign]
     frames = clip.frames([45])
     if is_allowed:
         assert len(list(frames)) == 1
@@ -119,7 +118,7 @@ def test_frames_between_that_are_larger_than_counted_fail_the_clip() -> None:
     clip = opened(one_stream(parts), ClipLimits())
     assert clip.header.num_frames == 12
     # Such a picture is always marked as one to start at, which a codec's that leans on others is not.
-    clip._index.packets[1:] = [PacketFact(packet.pts, False) for packet in clip._index.packets[1:]]
+    clip._packets[1:] = [PacketFact(packet.pts, False) for packet in clip._packets[1:]]
     with pytest.raises(UndecodableClip, match="is 128x96, the clip's first is 64x48"):
         list(clip.frames([0, 11]))
     clip.close()
@@ -154,7 +153,6 @@ def test_the_setting_is_the_limit() -> None:
 @pytest.mark.parametrize(("workers", "threads"), [(1, 2), (11, 2), (12, 3), (32, 8), (128, 8)])
 def test_threads_of_a_decoder_are_a_quarter_of_the_workers(workers: int, threads: int) -> None:
     assert clip_limits(Settings(model="m"), 1, workers).decode_threads == threads
-    assert clip_limits(Settings(model="m", clip_decode_threads=5), 1, workers).decode_threads == 5
 
 
 @pytest.mark.parametrize(("frames", "threads"), [(0.5, 1), (1, 1), (3, 3), (9, 8)])
@@ -162,12 +160,8 @@ def test_threads_hold_so_many_pixels_at_most(
     frames: float, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     height, width = clip_files.moving(1).shape[1:3]
-    monkeypatch.setattr(video_stream, "MAX_THREAD_PIXELS", int(frames * height * width))
+    monkeypatch.setattr(av_file, "MAX_THREAD_PIXELS", int(frames * height * width))
     clip = opened(clip_files.encode(clip_files.moving(10)), ClipLimits(decode_threads=8))
     assert clip._stream.codec_context.thread_count == threads
     assert len(list(clip.frames(range(10)))) == 10
     clip.close()
-
-
-def test_the_default_lets_an_hour_of_full_hd_through() -> None:
-    assert 3600 * 30 * 1920 * 1080 < ClipLimits().max_decoded_pixels < 7200 * 30 * 1920 * 1080

@@ -1,0 +1,62 @@
+"""The exact resize and the exact normalisation, the same for all families.
+
+Both equal the reference's default (torchvision) processors bit for bit. Shape suffixes: H height, W width,
+C channels, P patches.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from encoder_service.ingest.settings import Normalisation
+
+
+def resize_bicubic(image_HWC: torch.Tensor, height: int, width: int) -> torch.Tensor:
+    """uint8 [H, W, 3] to uint8 [height, width, 3]: bicubic with antialiasing, in integers.
+
+    torch's own uint8 kernel, which the reference processors end in as well; through float32 the result is up
+    to six levels off. An image of the right size passes untouched, as there.
+    """
+    if image_HWC.shape[:2] == (height, width):
+        return image_HWC
+    planes_1CHW = image_HWC.unsqueeze(0).permute(0, 3, 1, 2)  # a channels-last view: no copy
+    resized_1CHW = torch.nn.functional.interpolate(
+        planes_1CHW, size=(height, width), mode="bicubic", antialias=True
+    )
+    return resized_1CHW.permute(0, 2, 3, 1).squeeze(0).contiguous()
+
+
+def resize_and_pad(image_HWC: torch.Tensor, target: tuple[int, int], padded: tuple[int, int]) -> torch.Tensor:
+    """uint8 [H, W, 3] resized to the target, then padded to the right and below with black, which is -mean /
+    std after normalising. target, padded: (height, width) in pixels."""
+    resized_HWC = resize_bicubic(image_HWC, *target)
+    below, right = padded[0] - target[0], padded[1] - target[1]
+    if not (right or below):
+        return resized_HWC
+    return torch.nn.functional.pad(resized_HWC, (0, 0, 0, right, 0, below))
+
+
+@functools.lru_cache(maxsize=64)
+def _scaled_statistics(
+    normalisation: Normalisation, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    scale = 1.0 / normalisation.rescale_factor
+    mean_C, std_C = (
+        (torch.tensor(values, dtype=torch.float32) * scale).to(device)
+        for values in (normalisation.image_mean, normalisation.image_std)
+    )
+    return mean_C, std_C
+
+
+def normalise_into(out: torch.Tensor, patches: torch.Tensor, normalisation: Normalisation) -> None:
+    """uint8 [P, 3, ...] into float32 of that shape: (x - mean / f) / (std / f), f the rescale factor.
+
+    The reference fuses rescaling into mean and std in this way, in float32, subtracting before dividing
+    (``TorchvisionBackend.rescale_and_normalize``); any other order differs in the last bit.
+    """
+    per_channel = (3, *(1,) * (patches.dim() - 2))
+    mean, std = (values.view(per_channel) for values in _scaled_statistics(normalisation, patches.device))
+    torch.sub(patches, mean, out=out)  # uint8 is promoted exactly, without a float copy of the patches
+    out.div_(std)

@@ -1,0 +1,402 @@
+"""URL items: which URLs may be fetched, to which addresses, and the fetching within bounds of bytes and time.
+
+Owns the allow-list, the address rules and the HTTP exchange. URLs are compared as text, so a URL that can be
+read in two ways is refused and not interpreted. A name is resolved once per connection; all its addresses are
+checked, and the connection goes to a checked address by number. Redirects pass through the same checks, hop
+by hop. Nothing is read from the environment (no proxies, no netrc), no cookies are kept, nothing is
+decompressed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import re
+import socket
+import ssl
+import time
+import urllib.parse
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import httpcore
+from prometheus_client import Histogram
+
+from encoder_service.config import Settings
+from encoder_service.errors import (
+    ConfigurationError,
+    ImageTooLarge,
+    UrlContent,
+    UrlRefused,
+    UrlUnreachable,
+    VisionEncoderError,
+)
+from encoder_service.metrics import Metrics
+
+Network: TypeAlias = ipaddress.IPv4Network | ipaddress.IPv6Network
+Resolve: TypeAlias = Callable[[str, int], Awaitable[Sequence[str]]]
+
+MAX_REDIRECTS = 3
+MAX_FETCHES = 16  # at a time; others wait
+MAX_URL_CHARS = 8192
+KEPT_CONNECTIONS = 8
+KEEP_S = 15.0
+REDIRECTS = frozenset((301, 302, 303, 307, 308))
+RETRYABLE = frozenset((408, 425, 429, 500, 502, 503, 504))
+# Object stores give the last two to uploads without a type.
+TYPES = ("image/", "application/octet-stream", "binary/octet-stream")
+DEFAULT_PORTS = {"https": 443, "http": 80}
+FETCH_BUCKETS_S = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+
+_LABEL = r"[a-z0-9_]([a-z0-9_-]{0,61}[a-z0-9_])?"
+_HOST = re.compile(rf"{_LABEL}(\.{_LABEL})*|\[[0-9a-f:.]+\]")
+_PRINTABLE = re.compile(r"[\x21-\x7e]+")
+
+
+def _networks(text: str) -> tuple[Network, ...]:
+    return tuple(map(ipaddress.ip_network, text.split()))
+
+
+# Refused whatever networks are allowed: where clouds give out credentials (169.254.169.254; AWS, Alibaba,
+# Azure,
+# Oracle, Google).
+METADATA = _networks(
+    "169.254.0.0/16 fe80::/10 fd00:ec2::254/128 100.100.100.200/32 168.63.129.16/32 192.0.0.192/32 "
+    "fd20:ce::254/128"
+)
+# IANA's special-purpose registry (iana.org/assignments/iana-ipv4-special-registry), and multicast.
+NOT_PUBLIC_IPV4 = _networks(
+    "0.0.0.0/8 10.0.0.0/8 100.64.0.0/10 127.0.0.0/8 172.16.0.0/12 192.0.0.0/24 192.0.2.0/24 192.31.196.0/24 "
+    "192.52.193.0/24 192.88.99.0/24 192.168.0.0/16 192.175.48.0/24 198.18.0.0/15 198.51.100.0/24 "
+    "203.0.113.0/24 224.0.0.0/4 240.0.0.0/4"
+)
+# Of IPv6 only global unicast is public, less what carries IPv4 addresses, documentation and tests. Loopback,
+# unique
+# local, link-local, multicast, IPv4-mapped and NAT64 addresses lie outside.
+PUBLIC_IPV6 = ipaddress.ip_network("2000::/3")
+NOT_PUBLIC_IPV6 = _networks("2001::/23 2001:db8::/32 2002::/16 3fff::/20")
+
+
+def check_address(text: str, allowed: Iterable[Network]) -> str:
+    """The address, when it may be connected to. allowed: networks that need not be public. Raises UrlRefused,
+    which does not repeat the address: where a name leads inside is not the caller's to learn."""
+    try:
+        address = ipaddress.ip_address(text)
+    except ValueError:
+        raise UrlRefused("the URL's host has an address that cannot be read") from None
+    # An IPv4 address inside an IPv6 address is not unpacked: those ranges are not public.
+    if isinstance(address, ipaddress.IPv4Address):
+        is_public = not any(address in network for network in NOT_PUBLIC_IPV4)
+    else:
+        is_public = address in PUBLIC_IPV6 and not any(address in network for network in NOT_PUBLIC_IPV6)
+    is_public = is_public or any(address in network for network in allowed)
+    if not is_public or getattr(address, "scope_id", None) or any(address in network for network in METADATA):
+        raise UrlRefused("the URL's host has an address that is not public")
+    return str(address)
+
+
+class CheckedBackend(httpcore.AsyncNetworkBackend):
+    """Connects an HTTP client to checked addresses only. TLS, its server name and the Host header keep the
+    name."""
+
+    def __init__(
+        self,
+        allowed: Sequence[Network],
+        resolve: Resolve,
+        inner: httpcore.AsyncNetworkBackend | None = None,
+    ) -> None:
+        self._allowed = allowed
+        self._resolve = resolve
+        self._inner = httpcore.AnyIOBackend() if inner is None else inner
+
+    async def connect_tcp(
+        self,
+        host: str,
+        port: int,
+        timeout: float | None = None,  # noqa: ASYNC109
+        local_address: str | None = None,
+        socket_options: Iterable[httpcore.SOCKET_OPTION] | None = None,
+    ) -> httpcore.AsyncNetworkStream:
+        """Tries the host's addresses in turn, once all of them have been checked. Raises UrlRefused,
+        UrlUnreachable, and httpcore's errors of connecting."""
+        try:
+            async with asyncio.timeout(timeout):
+                found = await self._resolve(host, port)
+        except (OSError, UnicodeError):  # TimeoutError is an OSError
+            found = ()
+        addresses = [check_address(text, self._allowed) for text in found]
+        failure: Exception = UrlUnreachable("the URL's host has no address now")
+        for address in addresses:
+            try:
+                return await self._inner.connect_tcp(address, port, timeout, local_address, socket_options)
+            except (httpcore.ConnectError, httpcore.ConnectTimeout) as error:
+                failure = error
+        raise failure
+
+    async def connect_unix_socket(
+        self,
+        path: str,  # noqa: ARG002
+        timeout: float | None = None,  # noqa: ARG002, ASYNC109
+        socket_options: Iterable[httpcore.SOCKET_OPTION] | None = None,  # noqa: ARG002
+    ) -> httpcore.AsyncNetworkStream:
+        raise UrlRefused("URLs name hosts")
+
+    async def sleep(self, seconds: float) -> None:
+        await self._inner.sleep(seconds)
+
+
+@dataclass(frozen=True)
+class CheckedUrl:
+    """A URL that was read. host: lower case, without brackets; target: path and query."""
+
+    scheme: str
+    host: str
+    port: int
+    target: str
+
+    @property
+    def authority(self) -> str:
+        """Host and, unless it is the scheme's own, port."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return host if self.port == DEFAULT_PORTS[self.scheme] else f"{host}:{self.port}"
+
+    @property
+    def text(self) -> str:
+        return f"{self.scheme}://{self.authority}{self.target}"
+
+
+def parse_url(text: str) -> CheckedUrl:
+    """Raises UrlRefused, also for a path that a server may read as another: dot segments and slashes in any
+    encoding."""
+    if len(text) > MAX_URL_CHARS:
+        raise UrlRefused(f"the URL has {len(text)} characters, the limit is {MAX_URL_CHARS}")
+    if not _PRINTABLE.fullmatch(text) or "\\" in text:
+        raise UrlRefused("the URL has characters that a URL does not have")
+    try:
+        parts = urllib.parse.urlsplit(text)
+        port = parts.port
+    except ValueError:
+        raise UrlRefused("the URL cannot be read") from None
+    if parts.scheme not in DEFAULT_PORTS:
+        raise UrlRefused("the URL's scheme is not https")
+    if "@" in parts.netloc:
+        raise UrlRefused("the URL has a user in it")
+    host = parts.netloc.lower()
+    if port is not None or host.endswith(":"):
+        host = host.rpartition(":")[0]
+    host = host.removesuffix(".")
+    if len(host) > 253 or not _HOST.fullmatch(host):
+        raise UrlRefused("the URL's host cannot be read")
+    seen, decoded = "", parts.path
+    while seen != decoded:
+        seen, decoded = decoded, urllib.parse.unquote(decoded, errors="replace")
+    if (decoded.count("/"), decoded.count("\\")) != (parts.path.count("/"), 0) or any(
+        segment.partition(";")[0] in (".", "..") for segment in decoded.split("/")
+    ):
+        raise UrlRefused("the URL's path has dot segments or encoded slashes")
+    target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
+    return CheckedUrl(parts.scheme, host.strip("[]"), port or DEFAULT_PORTS[parts.scheme], target)
+
+
+class AllowList:
+    """Entries of the setting ``url_allow``: a host or ``*.`` and a domain, with an optional scheme, port and
+    path prefix."""
+
+    def __init__(self, entries: Iterable[str]) -> None:
+        """Raises ConfigurationError."""
+        self._entries = [self._parse(entry) for entry in entries]
+
+    @staticmethod
+    def _parse(entry: str) -> tuple[CheckedUrl, bool]:
+        """The entry as a URL, and whether it stands for all hosts below its own."""
+        text = entry if "://" in entry else f"https://{entry}"
+        is_wildcard = "://*." in text
+        try:
+            url = parse_url(text.replace("://*.", "://", 1))
+        except UrlRefused as error:
+            raise ConfigurationError(f"url_allow has {entry!r}: {error.message}") from None
+        if "?" in url.target or (is_wildcard and "." not in url.host):
+            raise ConfigurationError(
+                f"url_allow has {entry!r}; an entry has no query, and '*.' needs a domain"
+            )
+        return url, is_wildcard
+
+    def check(self, text: str) -> CheckedUrl:
+        """The URL, read. Raises UrlRefused."""
+        url = parse_url(text)
+        path = url.target.partition("?")[0]
+        for entry, is_wildcard in self._entries:
+            is_host = url.host.endswith("." + entry.host) if is_wildcard else url.host == entry.host
+            prefix = entry.target.rstrip("/")
+            is_below = not prefix or path == prefix or path.startswith(prefix + "/")
+            if is_host and is_below and (url.scheme, url.port) == (entry.scheme, entry.port):
+                return url
+        raise UrlRefused("the URL is not among those that this server fetches")
+
+
+class UrlFetcher:
+    """Fetches URLs; one for the service, used on its event loop."""
+
+    def __init__(
+        self,
+        allow: AllowList,
+        *,
+        max_bytes: int,
+        timeout_s: float = 10.0,
+        networks: Sequence[Network] = (),
+        resolve: Resolve | None = None,
+        tls: ssl.SSLContext | None = None,
+        observe: Callable[[str, float], None] = lambda _outcome, _seconds: None,
+    ) -> None:
+        """max_bytes: of one body; timeout_s: of one URL with its redirects, after its wait for a free place.
+        networks: that may be connected to though they are not public. observe: receives the outcome (OK, a
+        failure's reason, CANCELLED) and the seconds of every fetch."""
+        self._allow = allow
+        self._max_bytes = max_bytes
+        self._timeout_s = timeout_s
+        self._observe = observe
+        self._places = asyncio.Semaphore(MAX_FETCHES)
+        # Threads of its own: a name server that hangs blocks no other work.
+        self._resolver = ThreadPoolExecutor(8, thread_name_prefix="resolve")
+        self._client = httpcore.AsyncConnectionPool(
+            ssl_context=httpcore.default_ssl_context() if tls is None else tls,
+            max_connections=MAX_FETCHES,
+            max_keepalive_connections=KEPT_CONNECTIONS,
+            keepalive_expiry=KEEP_S,
+            network_backend=CheckedBackend(networks, resolve or self._resolve),
+        )
+
+    async def close(self) -> None:
+        await self._client.aclose()
+        self._resolver.shutdown(wait=False, cancel_futures=True)
+
+    async def fetch(self, text: str, count_bytes: Callable[[int], None] = lambda _: None) -> bytes:
+        """The body at a URL. count_bytes: called with the bytes of each part before it is kept; may raise
+        QueueFull. Raises UrlRefused, UrlContent, UrlUnreachable, ImageTooLarge."""
+        started_s, outcome = time.monotonic(), "INTERNAL"
+        try:
+            url = self._allow.check(text)
+            async with self._places:
+                body = await self._fetch_in_time(url, count_bytes)
+            outcome = "OK"
+        except asyncio.CancelledError:
+            outcome = "CANCELLED"
+            raise
+        except VisionEncoderError as error:
+            outcome = error.reason
+            raise
+        finally:
+            self._observe(outcome, time.monotonic() - started_s)
+        return body
+
+    async def _resolve(self, host: str, port: int) -> Sequence[str]:
+        """Every address of the host, in the system's order. Raises OSError."""
+        found = await asyncio.get_running_loop().run_in_executor(
+            self._resolver, lambda: socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        )
+        return list(dict.fromkeys(str(entry[4][0]) for entry in found))
+
+    async def _fetch_in_time(self, url: CheckedUrl, count_bytes: Callable[[int], None]) -> bytes:
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                for _ in range(MAX_REDIRECTS + 1):
+                    found = await self._get(url, count_bytes)
+                    if isinstance(found, bytes):
+                        return found
+                    url = found
+        except TimeoutError:
+            raise UrlUnreachable(f"the URL was not read within {self._timeout_s} s") from None
+        except (
+            httpcore.TimeoutException,
+            httpcore.NetworkError,
+            httpcore.ProtocolError,
+            httpcore.UnsupportedProtocol,
+            OSError,  # ssl.SSLError among them
+        ) as error:
+            raise UrlUnreachable(f"the URL could not be read: {type(error).__name__}") from None
+        raise UrlRefused(f"the URL redirects more than {MAX_REDIRECTS} times")
+
+    async def _get(self, url: CheckedUrl, count_bytes: Callable[[int], None]) -> bytes | CheckedUrl:
+        """One hop: the body, or where it redirects to."""
+        target = httpcore.URL(
+            scheme=url.scheme.encode(), host=url.host.encode(), port=url.port, target=url.target.encode()
+        )
+        headers: dict[bytes | str, bytes | str] = {
+            "Host": url.authority,
+            "User-Agent": "vision-encoder",
+            "Accept": "image/*",
+            "Accept-Encoding": "identity",
+        }
+        timeouts = dict.fromkeys(("connect", "read", "write", "pool"), self._timeout_s)
+        async with self._client.stream(
+            "GET", target, headers=headers, extensions={"timeout": timeouts}
+        ) as answer:
+            fields = {name.lower(): value.decode("latin-1").strip() for name, value in answer.headers}
+            if answer.status in REDIRECTS:
+                return self._redirected(url, fields.get(b"location", ""))
+            check_answer(answer.status, fields)
+            declared = fields.get(b"content-length", "")
+            if declared.isdigit():
+                self._check_size(int(declared))
+            body = bytearray()
+            async for part in answer.aiter_stream():
+                self._check_size(len(body) + len(part))
+                count_bytes(len(part))
+                body += part
+        if not body:
+            raise UrlContent("the URL's body has 0 bytes")
+        return bytes(body)
+
+    def _redirected(self, url: CheckedUrl, location: str) -> CheckedUrl:
+        """Where a redirect leads. Raises UrlRefused."""
+        try:
+            found = self._allow.check(urllib.parse.urljoin(url.text, location))
+        except ValueError:
+            raise UrlRefused("the URL redirects to one that cannot be read") from None
+        if url.scheme == "https" and found.scheme != "https":
+            raise UrlRefused("the URL redirects from https to http")
+        return found
+
+    def _check_size(self, num_bytes: int) -> None:
+        if num_bytes > self._max_bytes:
+            raise ImageTooLarge(
+                f"the URL's body has at least {num_bytes} bytes, the limit is {self._max_bytes}",
+                found_bytes=num_bytes,
+                max_bytes=self._max_bytes,
+            )
+
+
+def check_answer(status: int, fields: dict[bytes, str]) -> None:
+    """Raises UrlContent, UrlUnreachable for an answer whose body is no image."""
+    if status in RETRYABLE:
+        raise UrlUnreachable(f"the URL's server answers {status}", status=status)
+    if status != 200:
+        raise UrlContent(f"the URL's server answers {status}, not 200", status=status)
+    encoding = fields.get(b"content-encoding", "identity").lower()
+    if encoding not in ("", "identity"):
+        raise UrlContent(f"the URL's body is encoded as {encoding[:40]!r}, which was not asked for")
+    kind = fields.get(b"content-type", "").lower()
+    if kind and not kind.startswith(TYPES):
+        raise UrlContent(f"the URL's body is {kind.partition(';')[0][:80]!r}, not an image")
+
+
+def open_urls(settings: Settings, metrics: Metrics) -> UrlFetcher | None:
+    """None without an allow-list: URL items are refused then. Raises ConfigurationError."""
+    if not settings.url_allow:
+        return None
+    seconds = Histogram(
+        "ve_url_fetch_seconds",
+        "Seconds of fetching one URL item, its wait for a free place included, by outcome.",
+        ["outcome"],
+        buckets=FETCH_BUCKETS_S,
+        registry=metrics.registry,
+    )
+    return UrlFetcher(
+        AllowList(settings.url_allow),
+        max_bytes=settings.max_encoded_bytes,
+        timeout_s=settings.url_timeout_s,
+        networks=[ipaddress.ip_network(network) for network in settings.url_networks],
+        observe=lambda outcome, elapsed_s: seconds.labels(outcome).observe(elapsed_s),
+    )

@@ -1,0 +1,1 @@
+"""Clips: container checks, decoding through PyAV and Pillow, sampling into pieces for the tower."""

@@ -1,0 +1,245 @@
+"""A clip from its content to the pieces that the tower takes.
+
+Owns opening a clip, its plan (frames, timestamps, grid), and decoding a piece at a time, so that decoding
+overlaps with the tower and memory does not grow with the clip's length. The families' rules for sampling,
+sizes and pieces are subclasses of ``ClipRules`` in ``qwen_vl`` and ``moonvit``.
+
+Pieces are exact. Qwen's tower attends within one temporal patch, so that a clip may be cut between any two of
+them; Kimi's attends within a chunk, which is one piece. Each frame is resized by itself, as in the reference.
+
+Shape suffixes: T frames, H height, W width, C channels.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import functools
+import itertools
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from encoder_service.errors import ClipTooLarge, InvalidOption, UndecodableClip, UnsupportedContent
+from encoder_service.ingest.resize import resize_and_pad
+from encoder_service.ingest.video.container import CONTAINER_NAMES, check_tables, check_whole, container_of
+from encoder_service.ingest.video.source import ClipHeader, ClipLimits, ClipSource, FramesClip
+from encoder_service.ingest.video.webp import WebPClip
+from encoder_service.types import EncodedFile, FrameArray, FrameItem, Grid, PreprocessOptions
+
+MAX_FPS = 1000.0
+
+
+def open_source(data: bytes, limits: ClipLimits) -> ClipSource:
+    """A clip file; the first frame is decoded, but for WebP. Raises UndecodableClip, ClipTooLarge with the
+    number found and the number allowed, UnsupportedContent where the package ``av`` is missing."""
+    if len(data) > limits.max_encoded_bytes:
+        raise ClipTooLarge(
+            f"the clip file has {len(data)} bytes, the limit is {limits.max_encoded_bytes}",
+            found_bytes=len(data),
+            max_encoded_bytes=limits.max_encoded_bytes,
+        )
+    container = container_of(data)
+    check_whole(data, container)
+    if container == "webp":
+        return WebPClip(data, limits)
+    if container == "mov":
+        check_tables(data, limits.max_source_frames)
+    try:
+        # PyAV takes a while to load, and a service that sees images only does not need it.
+        from encoder_service.ingest.video.av_file import AvFile
+    except ImportError as error:
+        raise UnsupportedContent(
+            f"{CONTAINER_NAMES[container]} clips need the package av, which cannot be imported: {error}",
+            package="av",
+        ) from error
+    return AvFile(data, container, limits)
+
+
+@dataclass(frozen=True)
+class ClipPlan:
+    """What becomes of a clip. indices: frames of the source that are taken; timestamps_s: of each of them;
+    grid: of the whole clip; height, width: of a frame before padding, in pixels; chunk_grids: of its chunks
+    where a family averages rows over the frames of one, else empty."""
+
+    indices: tuple[int, ...]
+    timestamps_s: tuple[float, ...]
+    grid: Grid
+    height: int
+    width: int
+    chunk_grids: tuple[Grid, ...] = ()
+
+
+class ClipRules(abc.ABC):
+    """One family's rules for clips with one checkpoint's settings. Stateless and thread-safe.
+
+    options: names of the overrides that it takes; limits: of a clip; patch_size: pixels of a patch's side.
+    """
+
+    options: ClassVar[tuple[str, ...]]
+
+    def __init__(self, limits: ClipLimits, patch_size: int) -> None:
+        self.limits = limits
+        self.patch_size = patch_size
+
+    @property
+    @abc.abstractmethod
+    def described(self) -> dict[str, object]:
+        """What enters the fingerprint of the settings."""
+
+    @abc.abstractmethod
+    def check_values(self, options: PreprocessOptions) -> None:
+        """Raises InvalidOption for values that are out of bounds or contradict each other."""
+
+    @abc.abstractmethod
+    def sample(self, header: ClipHeader, options: PreprocessOptions) -> list[int]:
+        """Places of the frames that are taken, ascending."""
+
+    @abc.abstractmethod
+    def sized(self, num_frames: int, height: int, width: int, options: PreprocessOptions) -> ClipPlan:
+        """The plan for that many frames of this size, without indices and timestamps. Raises
+        AspectRatioExceeded."""
+
+    @abc.abstractmethod
+    def piece_frames(self, plan: ClipPlan, max_patches: int) -> int:
+        """Frames of one piece: as many as max_patches allow, at least those that are attended together."""
+
+    @abc.abstractmethod
+    def piece_grid(self, num_frames: int, plan: ClipPlan) -> Grid: ...
+
+    def check_options(self, options: PreprocessOptions) -> None:
+        """Raises InvalidOption for a value that is out of bounds; only ``options`` may be given."""
+        bounds = {"fps": MAX_FPS, "min_frames": self.limits.max_frames, "max_frames": self.limits.max_frames}
+        for name, ceiling in bounds.items():
+            value = options.given().get(name)
+            is_rate = name == "fps"
+            if value is not None and not (value <= ceiling and (value > 0 if is_rate else value >= 1)):
+                least = "more than 0 and at most" if is_rate else "1 to"
+                raise InvalidOption(
+                    f"{name} is {value}, allowed are {least} {ceiling:g}",
+                    option=name,
+                    found=value,
+                    allowed=ceiling,
+                )
+        self.check_values(options)
+
+    def open(self, content: EncodedFile | FrameArray, options: PreprocessOptions) -> Clip:
+        """Opens and plans a clip; of a file one frame is decoded. Raises UndecodableClip, ClipTooLarge,
+        AspectRatioExceeded, PixelTensorMismatch, InvalidRequest, InvalidOption, UnsupportedContent."""
+        self.check_options(options)
+        timestamps_s: Sequence[float] | None = None
+        source: ClipSource
+        if isinstance(content, EncodedFile):
+            source = open_source(content.data, self.limits)
+        else:
+            source, timestamps_s = FramesClip(content, self.limits), content.timestamps_s
+        try:
+            return Clip(self, source, self.plan(source.header, options, timestamps_s))
+        except BaseException:
+            source.close()
+            raise
+
+    def plan(
+        self, header: ClipHeader, options: PreprocessOptions, timestamps_s: Sequence[float] | None = None
+    ) -> ClipPlan:
+        """timestamps_s: of every frame of a source that was sampled before; all frames are taken then. Else
+        the family samples, and a frame's timestamp is its place over the source's rate
+        (``VideoMetadata.timestamps`` of the reference). Raises ClipTooLarge, AspectRatioExceeded."""
+        if timestamps_s is None:
+            indices = self.sample(header, options)
+            timestamps_s = timestamps_of(indices, header.fps)
+        else:
+            indices = list(range(header.num_frames))
+        if len(indices) > self.limits.max_frames:
+            raise ClipTooLarge(
+                f"{len(indices)} frames of the clip would be taken, the limit is {self.limits.max_frames}",
+                found=len(indices),
+                max_frames=self.limits.max_frames,
+            )
+        plan = self.sized(len(indices), header.height, header.width, options)
+        return dataclasses.replace(plan, indices=tuple(indices), timestamps_s=tuple(timestamps_s))
+
+
+def timestamps_of(indices: Sequence[int], source_fps: float) -> tuple[float, ...]:
+    """Seconds of frames by their place in the source."""
+    return tuple(index / source_fps for index in indices)
+
+
+class Clip:
+    """An open clip. One thread reads at a time, not always the same; any thread may close it at any time.
+
+    plan: what is taken of it. decode_ms, resize_ms: spent so far.
+    """
+
+    def __init__(self, rules: ClipRules, source: ClipSource, plan: ClipPlan) -> None:
+        """Raises ClipTooLarge where decoding would exceed the limit of decoded pixels."""
+        self.plan = plan
+        self.decode_ms = self.resize_ms = 0.0
+        self._rules = rules
+        self._source = source
+        self._frames = iter(source.frames(plan.indices))
+        self._num_left = len(plan.indices)
+        self._reading = threading.Lock()
+        self._is_closed = False
+
+    def piece_grids(self, max_patches: int) -> list[Grid]:
+        """Grids of the pieces to come, in order."""
+        size = self._rules.piece_frames(self.plan, max_patches)
+        counts = [min(size, self._num_left - start) for start in range(0, self._num_left, size)]
+        return [self._rules.piece_grid(count, self.plan) for count in counts]
+
+    def pieces(self, max_patches: int) -> Iterator[FrameItem]:
+        """The pieces to come, each decoded and resized by the thread that asks for it; ends early once the
+        clip is closed. max_patches: of a piece, unless what is attended together has more. Raises
+        UndecodableClip, ClipTooLarge."""
+        return iter(functools.partial(self._read_piece, max_patches), None)
+
+    def close(self) -> None:
+        """Ends reading and releases the source: at once, or when a thread that reads meanwhile comes to its
+        next frame. Idempotent."""
+        self._is_closed = True
+        self._source.stop()
+        if self._reading.acquire(blocking=False):
+            try:
+                self._source.close()
+            finally:
+                self._reading.release()
+
+    def _read_piece(self, max_patches: int) -> FrameItem | None:
+        """The next piece; None after the last, or once closed."""
+        with self._reading:
+            try:
+                piece = None if self._is_closed else self._decode_piece(max_patches)
+            except UndecodableClip:
+                if not self._is_closed:
+                    raise
+                piece = None
+        if self._is_closed or not self._num_left:
+            self.close()
+        return piece
+
+    def _decode_piece(self, max_patches: int) -> FrameItem | None:
+        plan, patch_size = self.plan, self._rules.patch_size
+        count = min(self._rules.piece_frames(plan, max_patches), self._num_left)
+        if not count:
+            return None
+        height, width = plan.grid.h * patch_size, plan.grid.w * patch_size
+        frames_THWC = torch.empty((count, height, width, 3), dtype=torch.uint8)
+        started_s = time.perf_counter()
+        for place, image_HWC in enumerate(itertools.islice(self._frames, count)):
+            decoded_s = time.perf_counter()
+            frames_THWC[place] = resize_and_pad(image_HWC, (plan.height, plan.width), (height, width))
+            resized_s = time.perf_counter()
+            self.decode_ms += (decoded_s - started_s) * 1e3
+            self.resize_ms += (resized_s - decoded_s) * 1e3
+            started_s = resized_s
+            if self._is_closed:
+                return None
+        if self._is_closed:
+            return None  # stopped: frames may be missing
+        self._num_left -= count
+        return FrameItem(frames_THWC, self._rules.piece_grid(count, plan))

@@ -1,0 +1,188 @@
+"""Checks of a clip file's bytes before a demuxer opens it.
+
+Owns the containers that are accepted, the test that a file was not cut off, and the bound on the sample
+tables of an MP4 file. FFmpeg reports none of the three: it would try every demuxer that it has (among them
+playlists, which name other files), it ends early and without an error where a Matroska or GIF file ends
+early, and it allocates an entry for every sample that a table announces. Nothing here decodes.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from typing import Literal, TypeAlias
+
+from encoder_service.errors import ClipTooLarge, UndecodableClip
+from encoder_service.ingest.headers import UNKNOWN_FORMAT, format_name
+
+Container: TypeAlias = Literal["mov", "matroska", "gif", "webp"]
+# FFmpeg's name of the demuxer to the name in error messages.
+CONTAINER_NAMES: dict[Container, str] = {
+    "mov": "MP4",
+    "matroska": "Matroska",
+    "gif": "GIF",
+    "webp": "WebP",
+}
+ACCEPTED = "MP4, WebM, Matroska, GIF and animated WebP"
+
+# Boxes that begin an ISO or QuickTime file; old ones have no ftyp.
+_FIRST_BOXES = frozenset({b"ftyp", b"moov", b"mdat", b"wide", b"free", b"skip", b"pnot"})
+_IMAGE_BRANDS = frozenset({b"avif", b"heic", b"heix", b"mif1"})
+_EBML, _SEGMENT = 0x1A45DFA3, 0x18538067
+
+MAX_BOXES = 1 << 20  # at the outermost level
+MIN_ENTRIES = 1 << 20
+ENTRIES_PER_FRAME = 4  # a video sample and the audio samples that belong to it
+
+
+def container_of(data: bytes) -> Container:
+    """The container that the first bytes announce. Raises UndecodableClip for any other file."""
+    if data[4:8] in _FIRST_BOXES and not (data[4:8] == b"ftyp" and data[8:12] in _IMAGE_BRANDS):
+        return "mov"
+    if data[:4] == b"\x1a\x45\xdf\xa3":
+        return "matroska"
+    if data[:6] in (b"GIF87a", b"GIF89a"):
+        return "gif"
+    if data[:4] == b"RIFF" and data[8:12] == b"WEBP":
+        return "webp"
+    if not data:
+        raise UndecodableClip("the clip file has 0 bytes", found_bytes=0)
+    name = format_name(data)
+    what = (
+        f"the {len(data)} bytes start with {bytes(data[:8]).hex(' ')}, which is no clip"
+        if name == UNKNOWN_FORMAT
+        else f"the file of {len(data)} bytes is {name}"
+    )
+    raise UndecodableClip(f"{what}; accepted are {ACCEPTED}", found_bytes=len(data))
+
+
+def check_whole(data: bytes, container: Container) -> None:
+    """Raises UndecodableClip for a Matroska, WebP or GIF file that is shorter than it states. Of MP4 files
+    the demuxer reports missing samples itself."""
+    needed = 0
+    if container == "matroska":
+        needed = _matroska_end(data)
+    elif container == "webp":
+        needed = 8 + int.from_bytes(data[4:8], "little")
+    elif container == "gif":
+        needed = _gif_end(data)
+    if needed > len(data):
+        raise UndecodableClip(
+            f"the {CONTAINER_NAMES[container]} file is truncated: it has {len(data)} bytes, needs at least "
+            f"{needed}",
+            found_bytes=len(data),
+            needed_bytes=needed,
+        )
+
+
+def _gif_end(data: bytes) -> int:
+    """One past the trailer of a GIF, beyond the data where there is none (GIF89a, sections 15 and 18 to
+    27)."""
+
+    def table_bytes(place: int) -> int:
+        flags = data[place] if place < len(data) else 0
+        return 3 << ((flags & 7) + 1) if flags & 0x80 else 0
+
+    at = 13 + table_bytes(10)
+    while at < len(data) and data[at] != 0x3B:
+        if data[at] not in (0x21, 0x2C):
+            raise UndecodableClip(
+                f"the GIF file is damaged: byte {at} is 0x{data[at]:02x}, which begins no block", byte=at
+            )
+        at += 2 if data[at] == 0x21 else 11 + table_bytes(at + 9)
+        while at < len(data) and data[at]:
+            at += 1 + data[at]
+        at += 1
+    return at + 1
+
+
+def _matroska_end(data: bytes) -> int:
+    """Where the segment states that it ends; 0 where it does not, as in a live recording (RFC 8794, 4 and
+    5)."""
+    at = 0
+    for expected in (_EBML, _SEGMENT):
+        numbers = []
+        for _ in range(2):
+            width = 9 - data[at].bit_length() if at < len(data) and data[at] else 9
+            if at + width > len(data):
+                return len(data) + 1
+            numbers.append((int.from_bytes(data[at : at + width], "big"), width))
+            at += width
+        (identity, _), (raw, width) = numbers
+        size = raw & ((1 << 7 * width) - 1)
+        if identity != expected or size == (1 << 7 * width) - 1:
+            return 0
+        at += size
+    return at
+
+
+def check_tables(data: bytes, max_source_frames: int) -> None:
+    """Bounds the sample tables of an MP4 file, of which the demuxer keeps up to 150 bytes an entry. A few
+    bytes can announce hundreds of millions: one size for that many samples, a fragment of as many, an edit
+    list that repeats them.
+
+    Tables are found by their four letters anywhere outside of mdat boxes: a walk of our own along the boxes
+    could miss what the demuxer descends into. Raises ClipTooLarge, and UndecodableClip for a compressed
+    header (cmov), which would hide them.
+    """
+    limit = max(MIN_ENTRIES, ENTRIES_PER_FRAME * max_source_frames)
+    media = list(_media_ranges(data))
+    if next(_places(data, b"cmov", media), None) is not None:
+        raise UndecodableClip("the MP4 file's header is compressed, which is not supported")
+    # Uncompressed audio: each value is a sample of one tick, and the demuxer keeps an entry for each chunk
+    # only.
+    has_plain_audio = any(
+        (_u32(data, place + 8), _u32(data, place + 16)) == (1, 1) for place in _places(data, b"stts", media)
+    )
+    num_samples = num_edits = 0
+    for kind in (b"stsz", b"stz2", b"trun", b"elst"):
+        for num_tables, place in enumerate(_places(data, kind, media), 1):
+            if kind == b"elst":
+                num_edits += max(0, _u32(data, place + 8) - 1)
+            elif kind == b"trun":
+                num_samples += _u32(data, place + 8)
+            else:
+                size, count = _u32(data, place + 8), _u32(data, place + 12)
+                num_samples += 0 if has_plain_audio and 0 < size * count <= len(data) else count
+            found = max(num_tables, num_samples * (1 + num_edits))
+            if found > limit:
+                raise ClipTooLarge(
+                    f"the MP4 file's tables name {found} samples, with repeats; the limit is {limit}",
+                    found=found,
+                    max_entries=limit,
+                )
+
+
+def _media_ranges(data: bytes) -> Iterator[tuple[int, int]]:
+    """[start, end) of the outermost mdat boxes, ascending. Raises ClipTooLarge for more than MAX_BOXES
+    boxes."""
+    start = num_boxes = 0
+    while start + 8 <= len(data):
+        size, kind = struct.unpack_from(">I4s", data, start)
+        if size == 1 and start + 16 <= len(data):
+            (size,) = struct.unpack_from(">Q", data, start + 8)
+        elif size == 0:
+            size = len(data) - start
+        if size < 8:
+            return
+        num_boxes += 1
+        if num_boxes > MAX_BOXES:
+            raise ClipTooLarge(f"the MP4 file has over {MAX_BOXES} boxes, the limit", max_boxes=MAX_BOXES)
+        if kind == b"mdat":
+            yield start, start + size
+        start += size
+
+
+def _places(data: bytes, letters: bytes, media: list[tuple[int, int]]) -> Iterator[int]:
+    """Where these letters stand outside of media."""
+    start = 0
+    for media_start, media_end in [*media, (len(data), len(data))]:
+        while (place := data.find(letters, start, media_start)) >= 0:
+            yield place
+            start = place + 4
+        start = media_end
+
+
+def _u32(data: bytes, place: int) -> int:
+    """Big-endian; 0 beyond the end."""
+    return int.from_bytes(data[place : place + 4], "big") if place + 4 <= len(data) else 0

@@ -1,0 +1,227 @@
+"""What every source of frames is, the limits that hold for all of them, and arrays of decoded frames.
+
+Owns ``ClipSource``, the limits of clips, the translation of decoders' exceptions, and ``FramesClip``: a clip
+as its caller decoded it. Files are read by ``av_file`` and ``webp``, opened by ``clip``.
+
+Shape suffixes: T frames, H height, W width, C channels.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from encoder_service.config_clips import ClipSettings
+from encoder_service.errors import (
+    ClipTooLarge,
+    InvalidRequest,
+    PixelTensorMismatch,
+    UndecodableClip,
+    VisionEncoderError,
+)
+from encoder_service.types import FrameArray
+
+MIB = 1 << 20
+# The rate of a clip that states none: the reference processors' own default.
+DEFAULT_SOURCE_FPS = 24.0
+
+
+@dataclass(frozen=True)
+class ClipLimits:
+    """Limits of one clip. Raises ValueError for a limit below 1.
+
+    max_encoded_bytes: of the file. max_frame_pixels: width times height of a frame. max_duration_s,
+    max_source_frames: of the source, whatever is sampled. max_decoded_pixels: sum over all frames that have
+    to be decoded for those that are sampled. max_frames: that are sampled. decode_threads: of one clip's
+    decoder.
+    """
+
+    max_encoded_bytes: int = 256 * MIB
+    max_frame_pixels: int = 64_000_000
+    max_duration_s: float = 7200.0
+    max_source_frames: int = 1_000_000
+    max_decoded_pixels: int = 250_000_000_000
+    max_frames: int = 2048
+    decode_threads: int = 1
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if value < 1:
+                raise ValueError(f"{name} is {value}, needs at least 1")
+
+
+def clip_limits(settings: ClipSettings, max_frame_pixels: int, num_workers: int) -> ClipLimits:
+    """The limits of the service's settings. num_workers: threads that decode and resize; a clip's decoder
+    uses a quarter of as many, 2 to 8."""
+    return ClipLimits(
+        max_encoded_bytes=settings.max_clip_bytes,
+        max_frame_pixels=max_frame_pixels,
+        max_duration_s=settings.max_clip_duration_s,
+        max_decoded_pixels=settings.max_clip_decoded_pixels,
+        max_frames=settings.max_clip_frames,
+        decode_threads=max(2, min(8, num_workers // 4)),
+    )
+
+
+@dataclass(frozen=True)
+class ClipHeader:
+    """Facts of a clip before sampling. num_frames: frames that it shows; fps: their average rate; height,
+    width: upright, in pixels."""
+
+    num_frames: int
+    fps: float
+    height: int
+    width: int
+
+    @property
+    def duration_s(self) -> float:
+        return self.num_frames / self.fps
+
+
+class ClipSource(Protocol):
+    """An open clip. One thread uses it at a time, not always the same; ``stop`` may be called from any."""
+
+    header: ClipHeader
+
+    def frames(self, indices: Sequence[int]) -> Iterator[torch.Tensor]:
+        """The frames at these places, ascending, as uint8 [H, W, 3]. The call raises ClipTooLarge when
+        decoding would exceed the limit; iterating raises UndecodableClip, ClipTooLarge."""
+
+    def stop(self) -> None:
+        """Makes a running iteration end soon, early or with UndecodableClip."""
+
+    def close(self) -> None:
+        """Releases the source. Idempotent."""
+
+
+@contextlib.contextmanager
+def decoder_errors(num_bytes: int, name: str) -> Iterator[None]:
+    """Translates every exception of a decoder into UndecodableClip. Decoders raise almost anything for
+    hostile bytes, so the block must hold decoder calls only. name: of the container, for messages."""
+    try:
+        yield
+    except VisionEncoderError:
+        raise
+    except MemoryError as error:
+        raise UndecodableClip(
+            f"the {name} file of {num_bytes} bytes needs more memory to decode than there is", container=name
+        ) from error
+    except Exception as error:
+        cause = getattr(error, "strerror", None) or str(error) or type(error).__name__
+        raise UndecodableClip(
+            f"the {name} file of {num_bytes} bytes is damaged or of an unsupported kind: {cause}",
+            container=name,
+            found_bytes=num_bytes,
+        ) from error
+
+
+def check_header(header: ClipHeader, limits: ClipLimits) -> None:
+    """Raises ClipTooLarge for too many frames, too long a duration or too large a frame."""
+    check_frame_size(header.width, header.height, limits)
+    check_num_frames(header.num_frames, limits)
+    check_duration(header.duration_s, limits)
+
+
+def check_num_frames(num_frames: int, limits: ClipLimits) -> None:
+    if num_frames > limits.max_source_frames:
+        raise ClipTooLarge(
+            f"the clip has at least {num_frames} frames, the limit is {limits.max_source_frames}",
+            found=num_frames,
+            max_source_frames=limits.max_source_frames,
+        )
+
+
+def check_duration(duration_s: float, limits: ClipLimits) -> None:
+    if duration_s > limits.max_duration_s:
+        raise ClipTooLarge(
+            f"the clip lasts {duration_s:.1f} s, the limit is {limits.max_duration_s:.1f} s",
+            found_s=round(duration_s, 1),
+            max_duration_s=limits.max_duration_s,
+        )
+
+
+def check_frame_size(width: int, height: int, limits: ClipLimits) -> None:
+    """Raises UndecodableClip for a side of 0, ClipTooLarge."""
+    if min(width, height) < 1:
+        raise UndecodableClip(f"the clip's frames are {width}x{height}, each side needs at least 1")
+    if width * height > limits.max_frame_pixels:
+        raise ClipTooLarge(
+            f"the clip's frames are {width}x{height} = {width * height} pixels, the limit is "
+            f"{limits.max_frame_pixels}",
+            found_pixels=width * height,
+            max_frame_pixels=limits.max_frame_pixels,
+        )
+
+
+def check_decoded_pixels(num_frames: int, width: int, height: int, limits: ClipLimits) -> None:
+    """num_frames: all that have to be decoded, sampled or not. Raises ClipTooLarge."""
+    found = num_frames * width * height
+    if found > limits.max_decoded_pixels:
+        raise ClipTooLarge(
+            f"decoding the clip takes {num_frames} frames = {found} pixels, the limit is "
+            f"{limits.max_decoded_pixels}",
+            found_pixels=found,
+            max_decoded_pixels=limits.max_decoded_pixels,
+        )
+
+
+class FramesClip:
+    """A ClipSource over an array of frames."""
+
+    def __init__(self, content: FrameArray, limits: ClipLimits) -> None:
+        """Raises PixelTensorMismatch for another shape or dtype, InvalidRequest for a rate or timestamps that
+        are out of range or order, ClipTooLarge, UndecodableClip."""
+        frames = content.frames_THWC
+        if frames.dtype != torch.uint8 or frames.dim() != 4 or frames.shape[3] != 3 or not frames.shape[0]:
+            raise PixelTensorMismatch(
+                f"frames are {str(frames.dtype).removeprefix('torch.')} {list(frames.shape)}, "
+                "needed are uint8 [T, H, W, 3] with T of at least 1",
+                found=list(frames.shape),
+                needed="uint8 [T, H, W, 3]",
+            )
+        num_frames, height, width, _ = frames.shape
+        fps = DEFAULT_SOURCE_FPS if content.fps is None else content.fps
+        if not (math.isfinite(fps) and fps > 0):
+            raise InvalidRequest(f"frames have {fps} fps, needed is a finite number above 0", found=fps)
+        check_frame_size(width, height, limits)
+        check_num_frames(num_frames, limits)
+        if content.timestamps_s is None:
+            check_duration(num_frames / fps, limits)
+        else:
+            check_timestamps(content.timestamps_s, num_frames, limits)
+        self._frames_THWC = frames
+        self.header = ClipHeader(num_frames, fps, height, width)
+
+    def frames(self, indices: Sequence[int]) -> Iterator[torch.Tensor]:
+        return (self._frames_THWC[index] for index in indices)
+
+    def stop(self) -> None:
+        """Nothing is decoded."""
+
+    def close(self) -> None:
+        """The array belongs to its caller."""
+
+
+def check_timestamps(timestamps_s: Sequence[float], num_frames: int, limits: ClipLimits) -> None:
+    """One for each frame, ascending from 0. Raises InvalidRequest, ClipTooLarge."""
+    if len(timestamps_s) != num_frames:
+        raise InvalidRequest(
+            f"there are {len(timestamps_s)} timestamps for {num_frames} frames, needed is one for each",
+            found=len(timestamps_s),
+            needed=num_frames,
+        )
+    previous_s = 0.0
+    for place, at_s in enumerate(timestamps_s):
+        if not (math.isfinite(at_s) and at_s >= previous_s):
+            raise InvalidRequest(
+                f"timestamp {place} is {at_s} s, needed is a finite number of at least {previous_s} s",
+                found=at_s,
+                needed=previous_s,
+            )
+        previous_s = at_s
+    check_duration(previous_s, limits)

@@ -1,1 +1,0 @@
-"""URL items: what may be fetched, and the fetching of it."""
