@@ -77,4 +77,5 @@ def test_failures_are_told_as_they_happen_and_times_are_kept(
     ]
     assert "3 tests in all" in ended.stdout
     lines = (tmp_path / "out" / "seconds.txt").read_text().splitlines()
-    assert sorted(line.partition(" ")[2] for line in lines) == [f"test_it.py::test_{name}" for name in ("bad", "broken", "good")]
+    names = sorted(line.partition(" ")[2] for line in lines)
+    assert names == [f"test_it.py::test_{name}" for name in ("bad", "broken", "good")]

@@ -295,7 +295,7 @@ def test_the_cap_of_a_frame_is_the_references(num_frames: int, tmp_path: Path) -
 
 
 def test_published_kimi_settings_are_read(tmp_path: Path) -> None:
-    from encoder_service.towers.synthetic.files import small_files
+    from encoder_service.towers.synthetic import small_files
 
     (tmp_path / "preprocessor_config.json").write_text(
         small_files("kimi_k25", "tiny")["preprocessor_config.json"]

@@ -26,7 +26,7 @@ from encoder_service.ingest.registry import load_preprocessor
 from encoder_service.ingest.video_plan import Run
 from encoder_service.ingest.video_settings import ClipLimits
 from encoder_service.ingest.video_stream import StreamClip
-from encoder_service.towers.synthetic.files import small_files
+from encoder_service.towers.synthetic import small_files
 from encoder_service.types import EncodedFile, FrameArray, Grid, Modality, PreprocessOptions
 from tests.unit.ingest import clip_files
 

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 from safetensors import safe_open
 
-from encoder_service.towers.synthetic import FAMILIES, SIZES, config_for, make_checkpoint
-from encoder_service.towers.synthetic.vision_layout import vision_layout
+from encoder_service.towers.synthetic import FAMILIES, SIZES, config_for, make_checkpoint, vision_layout
 
 Shape = tuple[int, ...]
 

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 from tokenizers.pre_tokenizers import ByteLevel
 
-from encoder_service.towers.synthetic import FAMILIES, config_for
-from encoder_service.towers.synthetic.files import small_files
+from encoder_service.towers.synthetic import FAMILIES, config_for, small_files
 from encoder_service.towers.synthetic.tokens import VOCAB_SIZE, byte_symbols, merges, ordinary_vocabulary
 
 TOKENIZERS = {
