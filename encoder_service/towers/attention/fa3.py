@@ -16,14 +16,11 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Sequence
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from encoder_service.towers.attention.plan import output_of, plan_output, zero_padding
-
-if TYPE_CHECKING:
-    from encoder_service.towers.attention import SequenceBounds
+from encoder_service.towers.attention.backend import SequenceBounds, output_of, plan_output, zero_padding
 
 # Module, and the name under which it holds its operators.
 INTERFACES = {

@@ -24,14 +24,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from encoder_service.towers.attention.plan import output_of, plan_output, zero_padding
-
-if TYPE_CHECKING:
-    from encoder_service.towers.attention import SequenceBounds
+from encoder_service.towers.attention.backend import SequenceBounds, output_of, plan_output, zero_padding
 
 FORWARD_ARGUMENTS = frozenset(
     {

@@ -9,14 +9,11 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from encoder_service.towers.attention.plan import Unplanned, zero_padding
-
-if TYPE_CHECKING:
-    from encoder_service.towers.attention import SequenceBounds
+from encoder_service.towers.attention.backend import SequenceBounds, Unplanned, zero_padding
 
 
 class TorchVarlenAttention(Unplanned):
