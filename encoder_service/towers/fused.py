@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from encoder_service.towers.kernels import PatchPlaces
 
 
-# Up to here a batch leaves part of the device idle, and mergers beside the blocks cost nothing.
+# Batches up to this size leave part of the device idle, so that mergers beside the blocks are free.
 SIDE_STREAM_PATCHES = 8192
 
 
@@ -247,13 +247,13 @@ class FusedTower(Tower):
 
 
 class Levels:
-    """The deepstack levels' mergers, which nothing in the blocks waits for: on a stream of their own they
-    fill a device that small batches leave half empty. side_stream None: in the blocks' order."""
+    """The deepstack levels' mergers. No block waits for them: on a stream of their own they use the part of
+    the device that small batches leave idle. side_stream None: in the blocks' order."""
 
     def __init__(self, side_stream: torch.cuda.Stream | None) -> None:
         self._side_stream = side_stream
         self._rows_RD: list[torch.Tensor] = []
-        # Memory of the main stream that the side stream reads: not to be used again before it has.
+        # Held until the side stream has read them: they are memory of the main stream.
         self._inputs: list[torch.Tensor] = []
 
     def start(self, input_RM: torch.Tensor, merge: Callable[[], torch.Tensor]) -> None:

@@ -68,7 +68,7 @@ class PerShapeAttention:
     def attend(
         self, q_PHd: torch.Tensor, k_PHd: torch.Tensor, v_PHd: torch.Tensor, bounds: SequenceBounds
     ) -> torch.Tensor:
-        """See AttentionBackend; without a plan of this object's, the choice is made here."""
+        """See AttentionBackend. Without a ChosenPlan the backend is looked up in each call."""
         if isinstance(bounds, ChosenPlan):
             return bounds.backend.attend(q_PHd, k_PHd, v_PHd, bounds.inner)
         backend = self.choose(q_PHd.shape[0], bounds.max_seqlen)
