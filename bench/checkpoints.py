@@ -16,10 +16,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from encoder_service.towers.synthetic import config_for
-from encoder_service.towers.synthetic.files import small_files
-from encoder_service.towers.synthetic.tensors import TensorSpec
-from encoder_service.towers.synthetic.vision_layout import vision_layout
+from encoder_service.towers.synthetic import TensorSpec, config_for, small_files, vision_layout
 
 MEMORY_FOLDER = Path("/dev/shm")
 MEMORY_NEEDED_BYTES = 8 << 30

@@ -17,9 +17,8 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
-from concurrent.futures import ThreadPoolExecutor
 
 import structlog
 import torch

@@ -23,7 +23,7 @@ import torch
 
 from encoder_service.engine.faults import first_line
 from encoder_service.engine.jobs import TowerResult
-from encoder_service.errors import ClipTooLarge, DeviceFault, Draining, InternalError, UnsupportedContent
+from encoder_service.errors import ClipTooLarge, DeviceFault, Draining, InternalError
 from encoder_service.flights import Flight
 from encoder_service.ingest.pinned import pinned
 from encoder_service.ingest.preprocessor import Preprocessor

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from encoder_service.errors import ImageTooLarge, UndecodableImage, UnsupportedContent
+from encoder_service.errors import ImageTooLarge, UnsupportedContent
 from encoder_service.flights import Flight
 from encoder_service.ingest.pinned import pinned
 from encoder_service.ingest.preprocessor import Preprocessor

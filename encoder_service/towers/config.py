@@ -1,9 +1,8 @@
 """Sizes of the vision towers, read from a checkpoint's config.json.
 
-Owns the families' names, the spellings that their vision configs are met in, and the refusal of settings
-that no tower here implements. Nothing is assumed about sizes: a size that config.json does not state is an
-error, only settings that every published checkpoint shares have a default. Reading the file itself and the
-tensors is left to checkpoint.py.
+Owns the families' names, the spellings of their vision configs, and the refusal of settings that no tower
+implements. A size that config.json does not state is an error; only settings that every published checkpoint
+shares have a default. ``checkpoint.py`` reads the file and the tensors.
 """
 
 from __future__ import annotations

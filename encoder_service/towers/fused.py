@@ -26,11 +26,9 @@ from torch.nn.functional import linear
 from encoder_service.towers.attention import AttentionBackend
 from encoder_service.towers.fused_inputs import (
     MAX_SIDE,
-    BatchShape,
     BucketShape,
     FusedInputBuilder,
     FusedInputs,
-    ShapeRows,
 )
 from encoder_service.towers.gemm import Rotary, RotaryLayout, Weights, pair_rows, turns_of
 from encoder_service.towers.gemm.per_rows import TORCH_CHOICES, GemmChoices
@@ -45,7 +43,7 @@ if TYPE_CHECKING:
     from encoder_service.towers.kernels import PatchPlaces
 
 
-# Up to here a batch leaves part of the device idle, and mergers beside the blocks cost nothing.
+# Batches up to this size leave part of the device idle, so that mergers beside the blocks are free.
 SIDE_STREAM_PATCHES = 8192
 
 
@@ -148,10 +146,6 @@ class FusedTower(Tower):
         """The batch in a bucket's static shapes, still on the host. See FusedInputBuilder.pad."""
         return self._inputs.pad(inputs, bucket)
 
-    def shape_of(self, shapes: ShapeRows) -> BatchShape:
-        """What a batch adds up to. See FusedInputBuilder.shape_of."""
-        return self._inputs.shape_of(shapes)
-
     # -- device ----------------------------------------------------------------------------------------
 
     def forward(self, inputs: FusedInputs) -> torch.Tensor:  # type: ignore[override]
@@ -247,13 +241,13 @@ class FusedTower(Tower):
 
 
 class Levels:
-    """The deepstack levels' mergers, which nothing in the blocks waits for: on a stream of their own they
-    fill a device that small batches leave half empty. side_stream None: in the blocks' order."""
+    """The deepstack levels' mergers. No block waits for them: on a stream of their own they use the part of
+    the device that small batches leave idle. side_stream None: in the blocks' order."""
 
     def __init__(self, side_stream: torch.cuda.Stream | None) -> None:
         self._side_stream = side_stream
         self._rows_RD: list[torch.Tensor] = []
-        # Memory of the main stream that the side stream reads: not to be used again before it has.
+        # Held until the side stream has read them: they are memory of the main stream.
         self._inputs: list[torch.Tensor] = []
 
     def start(self, input_RM: torch.Tensor, merge: Callable[[], torch.Tensor]) -> None:

@@ -1,6 +1,6 @@
 """The parts that both towers are made of: block, merger, position lookup.
 
-Owns the plain, readable form of each; how parts follow one another is each tower's ``forward``.
+Owns the plain, readable form of each. Each tower's ``forward`` puts them in order.
 
 Shape legend: P patches, R rows (visual tokens), K position taps, E tower width, M = E * merge^2,
 D language-model width, H heads, d head_dim.

@@ -1,6 +1,6 @@
 """The tower of Kimi-K2.5: MoonViT-3D and its projector.
 
-Owns the order of its parts and the host tables of a batch. Patches arrive frame by frame in raster order;
+Owns the order of the parts and the host tables of a batch. Patches arrive frame by frame in raster order;
 attention spans an item's whole clip; after the last norm the merge gathers merge^2 neighbours and averages
 them over the item's frames. Items of one batch may differ in their number of frames.
 
@@ -23,13 +23,15 @@ from encoder_service.errors import GridMismatch
 from encoder_service.towers.attention import AttentionBackend, SdpaAttention
 from encoder_service.towers.config import KIMI_K25, MoonViTConfig
 from encoder_service.towers.layers import Block, Merger, interpolate_positions
-from encoder_service.towers.packing import TABLE_CACHE_BYTES, check_sides, pack_frames
 from encoder_service.towers.positions import (
+    TABLE_CACHE_BYTES,
     FrameTableCache,
     FrameTables,
+    check_sides,
     cubic_taps,
     grid_taps,
     merge_order,
+    pack_frames,
     raster_coordinates,
 )
 from encoder_service.towers.rope import interleaved_tables
@@ -154,8 +156,8 @@ def merge_tables(grids: Sequence[Grid], tables: Sequence[FrameTables]) -> tuple[
     """merge_index int64 and merge_weight float32, [R * merge^2, F]: which patches of the batch make up each
     merger input, and 1 / t for each.
 
-    Places beyond an item's own frames repeat its first frame with weight zero: a patch of another item
-    would carry that item's NaN over, since 0 * NaN is NaN.
+    Entries beyond an item's own frames repeat its first frame with weight zero. A patch of another item would
+    bring in that item's NaN, since 0 * NaN is NaN.
     """
     frame = torch.arange(max(grid.t for grid in grids))
     indices, weights = [], []

@@ -1,7 +1,8 @@
-"""Where each patch of a frame stands: coordinates, position-table taps, merge order.
+"""Host tables of a frame (coordinates, position-table taps, merge order), and frames packed into a batch.
 
-Owns the host tables that depend on a frame's height and width alone, and the byte-bounded cache of them.
-Rotary angles are rope.py's; the arrangement of frames into a batch is each tower's ``prepare``.
+Owns the tables that depend on a frame's height and width alone, the byte-bounded cache of them, the check of
+a grid's sides, and the concatenation of frame tables. ``rope.py`` has the rotary angles. Each tower's
+``prepare`` decides which frames attend to each other and how they merge.
 
 Shape legend: N patches of one frame, K position taps, T taps per axis.
 """
@@ -10,13 +11,20 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 
+from encoder_service.errors import GridMismatch
+from encoder_service.towers.tower import TowerInputs
+from encoder_service.types import Grid
+
 # Keys' cubic convolution constant as torch.nn.functional.interpolate(mode="bicubic") has it.
 BICUBIC_A = -0.75
+# Bound of one tower's table cache. A 64x64 frame of 72-wide heads takes 2.5 to 3.3 MB.
+TABLE_CACHE_BYTES = 256 << 20
 
 
 @dataclass(frozen=True)
@@ -130,3 +138,34 @@ def grid_taps(
     weight = row_weight[:, None, :, None] * column_weight[None, :, None, :]
     num_patches = row_index.shape[0] * column_index.shape[0]
     return index.reshape(num_patches, -1), weight.reshape(num_patches, -1)
+
+
+def check_sides(grid: Grid, merge_size: int) -> None:
+    """Raises GridMismatch unless all sides are positive and h and w multiples of merge_size."""
+    if min(grid) < 1:
+        raise GridMismatch(f"grid {list(grid)} has a side of {min(grid)}, needs at least 1", found=min(grid))
+    for name, side in (("height", grid.h), ("width", grid.w)):
+        if side % merge_size:
+            raise GridMismatch(
+                f"grid {list(grid)} has {name} {side}, needs a multiple of the merge size {merge_size}",
+                found=side,
+                merge_size=merge_size,
+            )
+
+
+def pack_frames(frames: Sequence[FrameTables], seqlens: Sequence[int]) -> TowerInputs:
+    """One batch of frames in the order given, cut into attention sequences of ``seqlens`` patches.
+
+    Raises GridMismatch for a batch without items.
+    """
+    if not frames:
+        raise GridMismatch("the batch has 0 items, needs at least 1", found=0)
+    return TowerInputs(
+        position_index=torch.cat([frame.position_index for frame in frames]),
+        position_weight=torch.cat([frame.position_weight for frame in frames]),
+        rope_cos=torch.cat([frame.rope_cos for frame in frames]),
+        rope_sin=torch.cat([frame.rope_sin for frame in frames]),
+        cu_seqlens=torch.tensor(list(accumulate(seqlens, initial=0)), dtype=torch.int32),
+        seqlens=tuple(seqlens),
+        max_seqlen=max(seqlens),
+    )

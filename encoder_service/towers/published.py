@@ -1,8 +1,8 @@
 """How checkpoints on the hub name and lay out the towers' tensors.
 
 Owns the table from published name and shape to the tower's parameter, one function per family, and the
-conversions on the way: patch convolutions become products, MoonViT's q and k rows move from adjacent pairs
-to half-split order. Reading files is left to checkpoint.py.
+conversions: patch convolutions become products, MoonViT's q and k rows move from adjacent pairs to half-split
+order. ``checkpoint.py`` reads the files.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Conversion: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 @dataclass(frozen=True)
 class PublishedTensor:
     """One vision tensor of a checkpoint. name: as published, without a prefix that varies; shape: as
-    published; parameter: where its values go in the tower; convert: what is done to them first."""
+    published; parameter: the tower's parameter that takes its values; convert: applied to them first."""
 
     name: str
     shape: tuple[int, ...]

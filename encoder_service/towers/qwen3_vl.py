@@ -1,6 +1,6 @@
 """The tower of Qwen3-VL and, without deepstack, of Qwen3.5.
 
-Owns the order of its parts and the host tables of a batch. Patches arrive in merge order (each block of
+Owns the order of the parts and the host tables of a batch. Patches arrive in merge order (each block of
 merge^2 neighbours together), so that mergers need no gather. Attention stays within one frame.
 
 Shape legend: P patches, S attention sequences (frames), R rows, E tower width, D language-model width,
@@ -20,13 +20,15 @@ from torch import nn
 from encoder_service.towers.attention import AttentionBackend, SdpaAttention
 from encoder_service.towers.config import QWEN3_5, QWEN3_VL, QwenVisionConfig
 from encoder_service.towers.layers import Block, Merger, interpolate_positions
-from encoder_service.towers.packing import TABLE_CACHE_BYTES, check_sides, pack_frames
 from encoder_service.towers.positions import (
+    TABLE_CACHE_BYTES,
     FrameTableCache,
     FrameTables,
+    check_sides,
     grid_taps,
     linear_taps,
     merge_order,
+    pack_frames,
     raster_coordinates,
 )
 from encoder_service.towers.rope import blocked_tables

@@ -1,6 +1,6 @@
 """From a checkpoint directory to a tower that serves.
 
-Owns which class each family has and the order of loading: sizes, headers, values, device, checks.
+Owns the class of each family and the order of loading: sizes, headers, values, device, checks.
 """
 
 from __future__ import annotations
@@ -62,10 +62,10 @@ def load_tower(path: Path, *, device: torch.device, dtype: torch.dtype) -> Loade
     with VisionTensors(path, config) as tensors:
         for published, tensor in tensors:
             fingerprint.add(published, tensor)
-            # A copy: what was read may be mapped from a file that changes under a running service.
+            # A copy: the tensor may be mapped from a file that changes under a running service.
             values[published.parameter] = published.to_parameter(tensor).to(device, dtype, copy=True)
     tower.load_state_dict(values, assign=True)
-    # The values are there already; tables that no checkpoint holds follow.
+    # Moves the tables that no checkpoint holds; the parameters are on the device already.
     tower.to(device).requires_grad_(False).eval()
     check_initialised(tower)
     return LoadedTower(tower, family, path.resolve().name, fingerprint.digest())

@@ -1,7 +1,7 @@
 """Two-axis rotary positions of the towers: angles on the host, rotation on the device.
 
-Owns the order in which each family spreads row and column frequencies over a head, and the half-split
-rotation that both use. MoonViT's published weights rotate adjacent pairs; they are permuted once at load
+Owns the order of row and column frequencies over a head in each family, and the half-split rotation that both
+use. MoonViT's published weights rotate adjacent pairs; they are permuted once at load
 (published.py), so that one rotation serves both families.
 
 Shape legend: N patches of one frame, P patches of the batch, H heads, d head_dim.

@@ -1,6 +1,6 @@
-"""What every vision tower is: host tables per grid, then a forward pass of tensors only.
+"""The interface of every vision tower: host tables per grid, then a forward pass on tensors only.
 
-Owns the seam between a tower and the engine. A tower splits its work in two:
+A tower splits its work in two:
 
 * ``prepare(grids)`` runs on the host, once per batch, from tables cached per grid: gather indices and
   weights for the position table, rotary angles, sequence bounds, merge indices.

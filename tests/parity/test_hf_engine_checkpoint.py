@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from encoder_service.towers.synthetic import FAMILIES, config_for, make_checkpoint
@@ -72,30 +71,6 @@ def test_loads_with_every_vision_tensor_gone_from_the_disk(published: Path, tmp_
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
     shutil.copy(published / "config.json", tmp_path)
     assert torch.equal(logits(load_language_model(tmp_path)), logits(load_language_model(published)))
-
-
-def test_only_language_tensors_are_asked_for(published: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[str] = []
-
-    class Spy:
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            self.file = safe_open(*args, **kwargs)
-
-        def __enter__(self) -> Spy:
-            self.file.__enter__()
-            return self
-
-        def __exit__(self, *args: Any) -> None:
-            self.file.__exit__(*args)
-
-        def get_tensor(self, name: str) -> torch.Tensor:
-            asked.append(name)
-            return self.file.get_tensor(name)
-
-    monkeypatch.setattr("safetensors.safe_open", Spy)
-    load_language_model(published)
-    language = {name for name in tensors_of(published) if not any(mark in name for mark in VISION_MARKS)}
-    assert sorted(asked) == sorted(language)
 
 
 def test_missing_language_tensors_are_named(published: Path, tmp_path: Path) -> None:
@@ -210,12 +185,6 @@ def test_one_file_wins_over_an_index_as_in_the_reference(published: Path, tmp_pa
     index = {"weight_map": dict.fromkeys(tensors_of(path), "model-00001-of-00001.safetensors")}
     (path / "model.safetensors.index.json").write_text(json.dumps(index))
     assert torch.equal(logits(load_language_model(path)), logits(load_language_model(published)))
-
-
-def test_a_checkpoint_without_a_language_model_is_refused(tmp_path: Path) -> None:
-    make_checkpoint(tmp_path / "tower", "qwen3_vl", "tiny", seed=0, with_lm=False)
-    with pytest.raises(InvalidRequest, match="0 language models"):
-        load_language_model(tmp_path / "tower")
 
 
 def test_bfloat16(published: Path) -> None:

@@ -108,6 +108,7 @@ many = settings(max_examples=NUM_PROMPTS, deadline=None, suppress_health_check=[
 fewer = settings(many, max_examples=NUM_SEQUENCES)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("family", MODEL_CLASSES)
 @many
 @given(sequence=sequences())

@@ -43,7 +43,11 @@ def reference_config(checkpoint: Path) -> Any:
     )
 
 
-@pytest.fixture(scope="module", params=[(family, size) for family in FAMILIES for size in ("tiny", "small")])
+@pytest.fixture(
+    scope="module",
+    params=[(family, "tiny") for family in FAMILIES]
+    + [pytest.param((family, "small"), marks=pytest.mark.extended) for family in FAMILIES],
+)
 def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """(family, checkpoint, model, loading info) with the model in float32."""
     transformers = import_reference()

@@ -4,7 +4,6 @@ the prompt is built from."""
 from __future__ import annotations
 
 import random
-import threading
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -15,7 +14,7 @@ import pytest
 import torch
 
 from encoder_service.towers.synthetic import FAMILIES, make_checkpoint
-from lm_adapter import ArrivingRows, ClipItem, FramesItem, ImageItem, PreprocessOptions, VisionEncoderClient
+from lm_adapter import ClipItem, FramesItem, ImageItem, PreprocessOptions, VisionEncoderClient
 from lm_adapter.clip_texts import kimi_chunk_texts, qwen_frame_texts
 from lm_adapter.engines.hf import RemoteItem, load_language_model
 from lm_adapter.types import EncodedRows, Grid, Modality
@@ -155,23 +154,6 @@ def test_p28_images_and_clips_of_one_call_are_what_they_are_alone(served: Served
         assert_close(found.torch(), expected.torch(), served.family)
 
 
-def test_rows_arrive_while_the_rest_is_encoded(served: Served) -> None:
-    """A chunked prefill can begin with the first rows: what was told of is there, and stays as it is."""
-    told: list[tuple[int, np.ndarray]] = []
-
-    def keep(index: int, rows: EncodedRows, num_ready: int) -> None:
-        assert index == 0
-        told.append((num_ready, rows.numpy()[:num_ready].copy()))
-
-    with VisionEncoderClient(served.service.target) as client:
-        rows = client.encode_one(ClipItem(clip_of(served, 64)), on_rows=keep)
-    assert len(told) > 2
-    assert [ready for ready, _ in told] == sorted(ready for ready, _ in told)
-    assert told[-1][0] == rows.num_rows
-    for ready, first in told:
-        assert np.array_equal(first, rows.numpy()[:ready])
-
-
 def prompt_of(served: Served, rows: EncodedRows, metadata: Any) -> list[int]:
     """Timestamps of the frames that were sampled, between the placeholders of their rows."""
     full = served.full
@@ -214,60 +196,3 @@ def test_p07_a_prompt_built_from_the_result_is_the_references(served: Served, tm
         found = remote.prefill([prompt], [items], chunk_size=chunk_size, all_logits=True)
         assert found.prompt_logits_NV is not None
         assert_close(found.prompt_logits_NV[0], full.logits(ids, pictures), f"logits of {served.family}")
-
-
-def test_a_prefill_begins_before_the_clip_has_been_encoded(served: Served, tmp_path: Path) -> None:
-    """Chunks run as their rows come, and the logits are the reference's all the same."""
-    data = clip_of(served, 60)
-    pixels, grids, metadata = served.reference(data, tmp_path / "clip.mp4")
-    full, remote = served.full, load_language_model(served.checkpoint)
-    arriving, starved = ArrivingRows(), threading.Event()
-    chunks_at: list[int] = []
-    num_chunks = 0
-    forward = remote._forward
-
-    def counted(*arguments: Any) -> torch.Tensor:
-        nonlocal num_chunks
-        num_chunks += 1
-        return forward(*arguments)
-
-    remote._forward = counted  # type: ignore[method-assign]
-
-    def tell(index: int, rows: EncodedRows, num_ready: int) -> None:
-        arriving.on_rows(index, rows, num_ready)
-        if num_ready < rows.num_rows:  # the rest comes when the prefill can go no further
-            assert starved.wait(60)
-
-    def wait(num_rows: int) -> None:
-        if num_rows > arriving.num_ready:
-            chunks_at.append(num_chunks)
-            starved.set()
-        arriving.wait(num_rows)
-
-    with VisionEncoderClient(served.service.target) as client:
-        fetch = threading.Thread(
-            target=arriving.run, args=(lambda: client.encode_one(ClipItem(data), on_rows=tell),)
-        )
-        fetch.start()
-        rows = arriving.begin(timeout_s=60)
-        assert arriving.num_ready < rows.num_rows
-        ids = prompt_of(served, rows, metadata)
-        is_kimi = served.family == "kimi_k25"
-        pieces = grids if is_kimi else [rows.grid_thw]
-        items, pictures, first = [], [], 0
-        for grid, part, part_rows in zip(
-            pieces,
-            pixels.split([grid.num_patches for grid in pieces]),
-            rows.torch().split(rows.num_rows // len(pieces)),
-            strict=True,
-        ):
-            ready = partial(lambda begin, count: wait(begin + count), first)
-            items.append(RemoteItem(grid, part_rows, Modality.VIDEO, rows.num_deepstack_levels, ready))
-            pictures.append(Picture(tuple(grid), part, Modality.VIDEO))
-            first += len(part_rows)
-        prompt = [full.image_id if is_kimi and token == full.video_id else token for token in ids]
-        found = remote.prefill([prompt], [items], chunk_size=7, all_logits=True)
-        fetch.join(60)
-    assert chunks_at[0] > 0, "chunks ran while later rows had not come"
-    assert found.prompt_logits_NV is not None
-    assert_close(found.prompt_logits_NV[0], full.logits(ids, pictures), f"logits of {served.family}")

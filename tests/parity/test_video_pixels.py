@@ -3,7 +3,6 @@ for bit: files read by its PyAV reader, arrays of frames, frames that were sampl
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Callable, Iterator
 from functools import cache, partial
@@ -14,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 
-from encoder_service.errors import AspectRatioExceeded
 from encoder_service.ingest.decode import DecodeLimits
 from encoder_service.ingest.preprocessor import Preprocessor
 from encoder_service.ingest.registry import load_preprocessor
@@ -175,13 +173,13 @@ def test_arrays_of_any_length_rate_and_size(
     rng = random.Random(seed)
     num_frames, fps = rng.randint(2, 90), rng.choice([1.5, 7.0, 23.976, 24.0, 30000 / 1001, 60.0])
     height, width = rng.randint(6, 260), rng.randint(6, 260)
-    sampled_fps = rng.choice([None, 0.5, 1.0, 3.7, 12.0])
+    rates: list[float | None] = [None, 0.5, 1.0, 3.7, 12.0]
+    if family == "kimi_k25":  # the reference refuses more frames than there are
+        rates = [rate for rate in rates if max(1, int(num_frames / fps * (rate or 2))) <= num_frames]
+    sampled_fps = rng.choice(rates)
     options: dict[str, Any] = {} if sampled_fps is None else {"fps": sampled_fps}
     overrides = dict(options)
-    if family == "kimi_k25":
-        if max(1, int(num_frames / fps * (sampled_fps or 2))) > num_frames:
-            pytest.skip("the reference refuses more frames than there are")
-    elif rng.random() < 0.5:
+    if family != "kimi_k25" and rng.random() < 0.5:
         options |= {"min_pixels": 5000, "max_pixels": rng.randint(6000, 400_000)}
         overrides["size"] = {"shortest_edge": 5000, "longest_edge": options["max_pixels"]}
     frames = np.random.default_rng(seed).integers(0, 256, (num_frames, height, width, 3), dtype=np.uint8)
@@ -262,16 +260,6 @@ def test_a_turned_file_equals_upright_frames(
     check(open_clip(ours("qwen3_vl"), EncodedFile(data)), ours("qwen3_vl"), expected)
 
 
-def test_an_extreme_shape_is_refused_where_the_reference_refuses_it(
-    ours: Callable[[str], Preprocessor],
-) -> None:
-    frames = np.zeros((4, 40, 40 * 201, 3), np.uint8)
-    with pytest.raises(ValueError, match="aspect ratio"):
-        expected_of("qwen3_vl", frames, metadata_of(4, 2.0))
-    with pytest.raises(AspectRatioExceeded, match=r"8040x40.*201\.0.*200"):
-        open_clip(ours("qwen3_vl"), FrameArray(torch.from_numpy(frames), 2.0))
-
-
 @pytest.mark.parametrize("num_frames", [8, 30])
 def test_the_cap_of_a_frame_is_the_references(num_frames: int, tmp_path: Path) -> None:
     transformers = import_reference()
@@ -292,22 +280,3 @@ def test_the_cap_of_a_frame_is_the_references(num_frames: int, tmp_path: Path) -
     clip = open_clip(preprocessor, FrameArray(torch.from_numpy(frames), 8.0))
     assert list(clip.plan.grid) == batch["video_grid_thw"][0].tolist()
     assert torch.equal(read(clip, preprocessor)[0], batch["pixel_values_videos"])
-
-
-def test_published_kimi_settings_are_read(tmp_path: Path) -> None:
-    from encoder_service.towers.synthetic.files import small_files
-
-    (tmp_path / "preprocessor_config.json").write_text(
-        small_files("kimi_k25", "tiny")["preprocessor_config.json"]
-    )
-    preprocessor = load_preprocessor(tmp_path, "kimi_k25", LIMITS)
-    published = json.loads((tmp_path / "preprocessor_config.json").read_text())["media_proc_cfg"]
-    assert preprocessor.clips is not None
-    described = preprocessor.clips.described["settings"]
-    assert described == {
-        "max_patches": published["in_patch_limit_each_frame"],
-        "max_patches_per_side": published["patch_limit_on_one_side"],
-        "fps": published["sample_fps"],
-        "chunk_frames": published["temporal_merge_kernel_size"],
-        "max_frames": published["max_num_frames_each_video"],
-    }

@@ -17,9 +17,7 @@ import torch
 from safetensors.torch import save_file
 
 from encoder_service.towers import Tower
-from encoder_service.towers.synthetic import config_for
-from encoder_service.towers.synthetic.tensors import draw
-from encoder_service.towers.synthetic.vision_layout import vision_layout
+from encoder_service.towers.synthetic import config_for, draw, vision_layout
 from encoder_service.types import Grid
 
 # Target of float32 parity: norm of the difference over the norm of the reference.

@@ -1,21 +1,18 @@
-"""Which attention backends are installed and fit a device, by name and in order of preference.
+"""The attention backends that are installed and fit a device, by name and in order of preference.
 
-Owns the list of names and what each needs. Which of them is fastest is select.py's to measure.
+Owns the names and the requirements of each. ``select.py`` measures which is fastest.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import structlog
 import torch
 
 from encoder_service.errors import ConfigurationError
+from encoder_service.towers.attention.backend import AttentionBackend
 from encoder_service.towers.attention.sdpa import SdpaAttention
-
-if TYPE_CHECKING:
-    from encoder_service.towers.attention import AttentionBackend
 
 log = structlog.get_logger(__name__)
 
@@ -25,9 +22,8 @@ AUTO = "auto"
 def available_backends(device: torch.device, *, deterministic: bool = False) -> list[AttentionBackend]:
     """Every backend that imports and fits the device, most preferred first; the last always serves.
 
-    deterministic: only backends whose rows for a sequence depend on that sequence alone. All kernels here
-    are: none splits the keys, and their tiles do not follow the batch. The plain one is, called sequence by
-    sequence.
+    deterministic: only backends whose rows for a sequence depend on that sequence alone. No kernel here
+    splits the keys, and no tile depends on the batch. SDPA then runs sequence by sequence.
     """
     found: list[AttentionBackend] = []
     for name, build in BUILDERS.items():
@@ -65,13 +61,13 @@ def parse_attention(
 
 
 def build_fa4(device: torch.device) -> list[AttentionBackend]:
-    need_capability(device, 9, 10, 11)
+    require_capability(device, 9, 10, 11)
     from encoder_service.towers.attention.fa4 import TILES, Fa4Attention
 
     tuned = Fa4Attention()
     if not tuned.tiles_matter:
         return [tuned]
-    # Each of the tiles is faster at some shapes.
+    # Each tile is the fastest at some shapes.
     major, _ = torch.cuda.get_device_capability(device)
     others = [tile for (of_major, _), tiles in TILES.items() if of_major == major for tile in tiles[1:]]
     return [
@@ -82,37 +78,27 @@ def build_fa4(device: torch.device) -> list[AttentionBackend]:
 
 
 def build_fa3(device: torch.device) -> list[AttentionBackend]:
-    need_capability(device, 9)
+    require_capability(device, 9)
     from encoder_service.towers.attention.fa3 import Fa3Attention
 
     return [Fa3Attention()]
 
 
 def build_fa2(device: torch.device) -> list[AttentionBackend]:
-    need_capability(device, 8, 9, 10, 11, 12)
+    require_capability(device, 8, 9, 10, 11, 12)
     from encoder_service.towers.attention.fa2 import Fa2Attention
 
     return [Fa2Attention()]
 
 
 def build_varlen(device: torch.device) -> list[AttentionBackend]:
-    need_capability(device, 8, 9, 10, 11, 12)
+    require_capability(device, 8, 9, 10, 11, 12)
     from encoder_service.towers.attention.varlen import TorchVarlenAttention
 
     return [TorchVarlenAttention()]
 
 
-BUILDERS: dict[str, Callable[[torch.device], list[AttentionBackend]]] = {
-    "fa4": build_fa4,
-    "fa3": build_fa3,
-    "fa2": build_fa2,
-    "varlen": build_varlen,
-}
-FA4_TILES = ("fa4-192x128", "fa4-192x112r", "fa4-128x160r")
-NAMES = ("fa4", *FA4_TILES, "fa4-library", "fa3", "fa2", "varlen", "sdpa")
-
-
-def need_capability(device: torch.device, *majors: int) -> None:
+def require_capability(device: torch.device, *majors: int) -> None:
     """Raises ConfigurationError unless the device is CUDA of one of these compute capabilities."""
     if device.type != "cuda":
         raise ConfigurationError(f"needs a CUDA device, this is {device.type}", found=device.type)
@@ -122,3 +108,14 @@ def need_capability(device: torch.device, *majors: int) -> None:
             f"needs compute capability {' or '.join(map(str, majors))}.x, the device has {major}.{minor}",
             found=f"{major}.{minor}",
         )
+
+
+# Most preferred first. SDPA, which serves every device, comes after all of them.
+BUILDERS: dict[str, Callable[[torch.device], list[AttentionBackend]]] = {
+    "fa4": build_fa4,
+    "fa3": build_fa3,
+    "fa2": build_fa2,
+    "varlen": build_varlen,
+}
+FA4_TILES = ("fa4-192x128", "fa4-192x112r", "fa4-128x160r")
+NAMES = ("fa4", *FA4_TILES, "fa4-library", "fa3", "fa2", "varlen", "sdpa")

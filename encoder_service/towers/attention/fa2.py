@@ -9,14 +9,10 @@ Source: Dao-AILab/flash-attention, flash_attn/flash_attn_interface.py and csrc/f
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING
 
 import torch
 
-from encoder_service.towers.attention.plan import Unplanned, zero_padding
-
-if TYPE_CHECKING:
-    from encoder_service.towers.attention import SequenceBounds
+from encoder_service.towers.attention.backend import SequenceBounds, Unplanned, zero_padding
 
 
 class Fa2Attention(Unplanned):

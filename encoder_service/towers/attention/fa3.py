@@ -1,11 +1,11 @@
 """FlashAttention-3 (Hopper), from the fa3-fwd wheel or an installed flash_attn_interface.
 
-Owns the call. The kernel behind both is one registered operator; called by its argument names it takes an
-output buffer and skips autograd bookkeeping. Where a build's operator lacks an argument that is needed, the
-public function serves, which allocates its own output.
+Owns the call. Both wrap one registered operator; called by its argument names it takes an output buffer and
+skips autograd bookkeeping. Where a build's operator lacks an argument, the public function serves, which
+allocates its own output.
 
-Split-KV is off (num_splits=1): its combine pass costs more than it wins at a tower's shapes, and the split
-depends on the batch, which would make an item's rows depend on its neighbours. Tiles depend on the head dim
+Split-KV is off (num_splits=1): its combine pass costs more than it saves at a tower's shapes, and the split
+depends on the batch, so that an item's rows would depend on its neighbours. Tiles depend on the head dim
 only, so results are batch invariant.
 
 Source: Dao-AILab/flash-attention, hopper/flash_attn_interface.py; fa3-fwd 0.0.3.
@@ -16,14 +16,11 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Sequence
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from encoder_service.towers.attention.plan import output_of, plan_output, zero_padding
-
-if TYPE_CHECKING:
-    from encoder_service.towers.attention import SequenceBounds
+from encoder_service.towers.attention.backend import SequenceBounds, output_of, plan_output, zero_padding
 
 # Module, and the name under which it holds its operators.
 INTERFACES = {

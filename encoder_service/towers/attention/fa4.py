@@ -1,13 +1,13 @@
 """flash-attn 4 (CuTe DSL, Hopper and Blackwell): package flash-attn-4, module flash_attn.cute.
 
 Owns the call, the tile and the import. The library compiles a kernel per head dim and tile in its first call,
-about a second, which therefore has to come before a capture. Its table of Hopper tiles (192 x 144 from head
-dim 65 to 96) was tuned at 96; at 72, which it pads to 80, 192 keys' worth of shared memory is left over and
-192 x 160 with the probabilities in shared memory was fastest of eleven on long sequences. The private forward
-takes the tile, and an output buffer too; where a release's forward lacks an argument that is needed, the
-public function serves with the library's own tile.
+which takes about a second and has to come before a capture. Its table of Hopper tiles (192 x 144 from head
+dim 65 to 96) was tuned at 96. At 72, which it pads to 80, there is shared memory left for more keys, and 192
+x 160 with the probabilities in shared memory was the fastest of eleven tiles on long sequences. The private
+forward takes the tile and an output buffer. Where a release's forward lacks an argument, the public function
+serves with the library's own tile.
 
-No split of the keys (num_splits=1) and one tile for all lengths, so results are batch invariant.
+The keys are not split (num_splits=1) and one tile serves all lengths, so results are batch invariant.
 
 Source: Dao-AILab/flash-attention, flash_attn/cute/interface.py (_flash_attn_fwd, _tile_size_fwd_sm90),
 4.0.0b36.
@@ -24,14 +24,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from encoder_service.towers.attention.plan import output_of, plan_output, zero_padding
-
-if TYPE_CHECKING:
-    from encoder_service.towers.attention import SequenceBounds
+from encoder_service.towers.attention.backend import SequenceBounds, output_of, plan_output, zero_padding
 
 FORWARD_ARGUMENTS = frozenset(
     {
@@ -163,10 +160,10 @@ def import_interface() -> ModuleType:
     """flash_attn.cute.interface, with the DSL's packages found. Raises ImportError.
 
     The DSL's wheel puts its packages in a folder of its own and finds it by a .pth file, which only a
-    site-packages folder honours; installed with --target it has to be put on the path. Warnings that the
-    libraries raise against each other's releases are theirs, not a reason to do without them.
+    site-packages folder honours; installed with --target it has to be put on the path. Warnings about each
+    other's releases are ignored.
     """
-    # Comes with every compilation, and is of no use to who runs the service.
+    # Every compilation raises it.
     warnings.filterwarnings("ignore", message="Argument aux_data", category=UserWarning)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

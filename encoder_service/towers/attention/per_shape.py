@@ -1,6 +1,6 @@
-"""One attention backend made of several: which of them serves is looked up by the batch's shape.
+"""One attention backend made of several: each forward pass looks its backend up by the batch's shape.
 
-Owns the lookup, once per forward pass, when the plan is made. The choice itself is measured by select.py.
+Owns the lookup. ``select.py`` measures the choices.
 """
 
 from __future__ import annotations
@@ -8,12 +8,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
-if TYPE_CHECKING:
-    from encoder_service.towers.attention import AttentionBackend, SequenceBounds
+from encoder_service.towers.attention.backend import AttentionBackend, SequenceBounds
 
 
 @dataclass(frozen=True)
@@ -70,7 +68,7 @@ class PerShapeAttention:
     def attend(
         self, q_PHd: torch.Tensor, k_PHd: torch.Tensor, v_PHd: torch.Tensor, bounds: SequenceBounds
     ) -> torch.Tensor:
-        """See AttentionBackend; without a plan of this object's, the choice is made here."""
+        """See AttentionBackend. Without a ChosenPlan the backend is looked up in each call."""
         if isinstance(bounds, ChosenPlan):
             return bounds.backend.attend(q_PHd, k_PHd, v_PHd, bounds.inner)
         backend = self.choose(q_PHd.shape[0], bounds.max_seqlen)

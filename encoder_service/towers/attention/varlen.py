@@ -1,22 +1,19 @@
 """torch's own varlen attention (torch.nn.attention.varlen, since torch 2.10): FlashAttention-2 inside.
 
-Owns the call across the versions of its signature: 2.10 has no ``scale`` (it is 1 / sqrt(d), what is wanted);
-later versions have it, and from 2.12 on ``num_splits``, which is set to one: the choice left to the library
-depends on the longest sequence of the batch. Earlier versions never split. So results are batch invariant.
+Owns the call across the versions of its signature. 2.10 has no ``scale`` and uses 1 / sqrt(d); later versions
+have it, and from 2.12 on ``num_splits``, which is set to one: the library's own choice depends on the longest
+sequence of the batch. Earlier versions never split. So results are batch invariant.
 """
 
 from __future__ import annotations
 
 import importlib
 import inspect
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from encoder_service.towers.attention.plan import Unplanned, zero_padding
-
-if TYPE_CHECKING:
-    from encoder_service.towers.attention import SequenceBounds
+from encoder_service.towers.attention.backend import SequenceBounds, Unplanned, zero_padding
 
 
 class TorchVarlenAttention(Unplanned):

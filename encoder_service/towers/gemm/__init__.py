@@ -1,8 +1,8 @@
-"""Matrix products with the step after them: between the blocks' products and the libraries behind.
+"""The matrix products of a block, each with the step that follows it.
 
-Owns what such a library is, and the one that is always there. A library that takes the step into the
-product's own epilogue saves a pass over its output. Which library serves which product at which number of
-rows is measured (select.py) and looked up (per_rows.py).
+Owns the protocol of a library of such products (``Gemm``) and torch's own, which is always there. A library
+that computes the step in the product's epilogue saves a pass over its output. ``select.py`` measures which
+library is the fastest for each product and number of rows, ``per_rows.py`` looks the choice up.
 
 Shape legend: P patches, K input width, N output width, H heads, d head_dim.
 """
@@ -19,17 +19,17 @@ import torch
 from torch.nn.functional import gelu, linear
 
 RotaryLayout = Literal["blocked", "interleaved"]
-# What follows the four products of a block: qkv, fc1, proj, fc2.
+# The steps after the four products of a block: qkv, fc1, proj, fc2.
 Step = Literal["rotate", "gelu", "add_attention", "add_mlp"]
 STEPS: tuple[Step, ...] = ("rotate", "gelu", "add_attention", "add_mlp")
 
 
 class Rotary:
-    """What the rotation of one batch's q and k needs.
+    """Positions and tables for the rotation of one batch's q and k.
 
     coords: int32 [P, 4], row and column first. cos, sin: float32 [max_side, d/4] by coordinate and frequency.
     layout: see ``kernels.rotate_qkv_``. turns: float32 [2, 3 * H * d], see ``turns_of``, or None where no
-    library asks for it.
+    library reads it.
     """
 
     def __init__(
@@ -50,14 +50,14 @@ class Rotary:
 
     @functools.cached_property
     def positions(self) -> torch.Tensor:
-        """float32 [2, P]: rows, then columns. Made once for all blocks, where a library asks for it."""
+        """float32 [2, P]: rows, then columns. Computed once for all blocks, where a library reads it."""
         return self.coords[:, :2].t().float().contiguous()
 
 
 @dataclass(frozen=True)
 class Weights:
     """A linear layer's weight [N, K] and bias [N]. paired: the same with the outputs of q and k in the order
-    of ``pair_rows``, None where no library asks for it."""
+    of ``pair_rows``, None where no library reads it."""
 
     weight: torch.Tensor
     bias: torch.Tensor
@@ -77,7 +77,7 @@ class Gemm(Protocol):
 
     @property
     def steps(self) -> Set[Step]:
-        """The steps it is worth trying for."""
+        """The steps that ``select.py`` tries it for."""
         ...
 
     @property

@@ -1,6 +1,6 @@
-"""Which gemm serves a product: looked up by the number of rows, which a graph fixes.
+"""The gemm of each product by the number of rows, which a graph fixes.
 
-Owns the lookup. The choice itself is measured by select.py.
+Owns the lookup. ``select.py`` measures the choices.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from encoder_service.towers.gemm import TORCH_GEMM, Gemm
 
 @dataclass(frozen=True)
 class PerRows:
-    """The gemm measured best by number of rows; other numbers take the nearest one's, by ratio."""
+    """The fastest gemm by number of rows, as measured; other numbers take that of the nearest one, by
+    ratio."""
 
     choices: Mapping[int, Gemm]
 

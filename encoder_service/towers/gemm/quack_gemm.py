@@ -1,10 +1,9 @@
 """Products with our own epilogues in CuTe DSL, through quack (package quack-kernels), on Hopper.
 
 Owns the three epilogues and the tiles. quack's warp-specialised kernel takes a Python function as its
-epilogue and compiles it, about a second and a half for each function and tile, in the first call; other
-numbers of rows reuse the kernel. Importing this module imports quack; ``find_gemms`` tells if that works.
-
-flash-attn 4 depends on quack, so that one installation brings both.
+epilogue and compiles it in the first call, about a second and a half for each function and tile; other
+numbers of rows reuse the kernel. Importing this module imports quack, which ``select.find_gemms`` guards.
+flash-attn 4 depends on quack: one installation brings both.
 
 Source: Dao-AILab/quack, quack/epilogue/frontend.py (the contract of an epilogue function), 0.6.5. The angle
 is reduced to a fraction of a turn before the fast sine, as in its rotary epilogues.
@@ -27,13 +26,13 @@ from quack.gemm_config import GemmConfig
 
 from encoder_service.towers.gemm import Rotary, Step, Weights
 
-# Added and taken away again, it rounds a float32 below 2^22 to the nearest integer.
+# Added and subtracted again, it rounds a float32 below 2^22 to the nearest integer.
 ROUNDING = 12582912.0
 TURN = 6.283185307179586
 
 
-# Every vector is named as one over rows or over outputs: by its shape quack could not tell where there are as
-# many rows as outputs.
+# Every vector is declared as one over rows or over outputs: by its shape quack could not tell them apart
+# where there are as many rows as outputs.
 
 
 @gemm_epilogue(

@@ -1,4 +1,4 @@
-"""Which gemm serves which product at how many rows: checked against float32, then timed on the device itself.
+"""The gemm of each product and number of rows: checked against float32, then timed, on the device itself.
 
 Owns the candidates, the measurement and the choice. A product is timed together with the pass that its
 epilogue may save, as the blocks run them: the rotation after qkv, the norm after proj and fc2.
@@ -36,11 +36,12 @@ log = structlog.get_logger(__name__)
 
 TimeMs = Callable[[Callable[[], object]], float]
 
-# Largest relative Frobenius error against float32, on normal random values: rounding makes 2e-3 to 4e-3.
+# Largest relative Frobenius error against float32, on normal random values: rounding gives 2e-3 to 4e-3.
 TOLERANCE = 1e-2
-# A library has to be faster than torch by this share to be worth its place.
+# A library replaces torch where it is faster by this share.
 TIE_SHARE = 0.01
-# Calls in what is timed, each with weights of its own: in a tower no weight is in the cache at its turn.
+# Calls in a timed run, each with weights of its own: in a tower a block's weights are not in the cache
+# either.
 NUM_CALLS = 8
 NUM_ROUNDS = 3
 SIDE = 64
@@ -48,7 +49,7 @@ SIDE = 64
 
 @dataclass(frozen=True)
 class BlockShape:
-    """What the products of a block depend on."""
+    """The sizes that the products of a block depend on."""
 
     hidden_size: int
     intermediate_size: int
@@ -69,7 +70,7 @@ class Trial:
 
 
 def find_gemms(device: torch.device) -> list[Gemm]:
-    """Every gemm that works with this device, torch's first. quack's need Hopper."""
+    """Every gemm that works on this device, torch's first. quack needs Hopper."""
     found: list[Gemm] = [TORCH_GEMM]
     if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
         return found
@@ -106,7 +107,7 @@ def choose_gemms(
     for num_rows, step in itertools.product(sizes, STEPS):
         trial = make_trial(step, shape, num_rows, dtype, device)
         samples: dict[str, list[float]] = {}
-        # In turns: what comes later finds the device warmer, and slower.
+        # In turns: later runs find the device warmer, and slower.
         for gemm in [gemm for gemm in candidates if step in gemm.steps] * NUM_ROUNDS:
             if (gemm.name, step) in excluded:
                 continue

@@ -49,8 +49,8 @@ def gelu_(x_NM: torch.Tensor, approximate: Approximation) -> torch.Tensor:
 @triton.jit
 def _gelu(x, TANH: tl.constexpr):
     if TANH:
-        # (1 + tanh(u)) / 2 is the logistic function of 2u: no cancellation for negative x. e^80 makes
-        # the result as good as zero; further on float32 would overflow.
+        # (1 + tanh(u)) / 2 is the logistic function of 2u: no cancellation for negative x. At e^80 the result
+        # is zero within float32's precision; above it float32 would overflow.
         twice = 1.5957691216057308 * (x + 0.044715 * x * x * x)
         y = x / (1.0 + tl.exp(tl.minimum(-twice, 80.0)))
     else:

@@ -1,8 +1,7 @@
 """Learned positions of a patch, interpolated from its coordinates, added and normalised in one pass.
 
-Owns the taps' places and weights as the device computes them, with the formulas of positions.linear_taps and
-positions.cubic_taps, float32 step for step; so no table per patch is made or moved. Leaves the product before
-it and everything after the first LayerNorm to others.
+Owns the entries and weights of the taps, computed on the device with the float32 steps of
+positions.linear_taps and positions.cubic_taps, so that no table per patch is built or transferred.
 
 Shape legend: P patches, E tower width.
 """
@@ -45,7 +44,7 @@ def embed_norm(
 
     x: the patch embedding with its bias; its rows may lie apart. table: [table_height * table_width, E] in
     any float dtype. coords: int32 [P, 4], row, column, height and width of each patch's frame; (0, 0, 1, 1)
-    is as good as any for padding. mode: "linear" stretches the table over the frame with its ends fixed,
+    for padding. mode: "linear" stretches the table over the frame with its ends fixed,
     four taps (Qwen); "cubic" takes sixteen at half-pixel centres, borders repeated (MoonViT). frame_table
     [max_frames + 1, E] with frame_index int32 [P] adds each patch's temporal row. The positions are summed
     in float32 and rounded once, with x, to x's dtype.
@@ -94,8 +93,8 @@ def embed_norm(
 
 @triton.jit
 def _source(place, size, TABLE_SIZE: tl.constexpr, CUBIC: tl.constexpr):
-    """Where place of size falls on an axis of TABLE_SIZE entries, float32. Divisions round to nearest: just
-    below a whole number the taps would move by one entry."""
+    """Coordinate of ``place`` of ``size`` on an axis of TABLE_SIZE entries, float32. Divisions round to
+    nearest: a result just below a whole number would move the taps by one entry."""
     place = place.to(tl.float32)
     if CUBIC:
         source = tl.div_rn((place + 0.5) * TABLE_SIZE, size.to(tl.float32)) - 0.5

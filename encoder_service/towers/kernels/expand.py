@@ -1,8 +1,8 @@
-"""What each patch of a batch needs to know, expanded from the batch's item table.
+"""Positions of every patch, expanded from the batch's item table.
 
 Owns coordinates, frame rows and the merge of frames, element for element the host tables of the plain towers
-(positions.py, moonvit.merge_tables), made at the start of the forward pass and inside its graph. The table
-itself is fused_inputs.py's.
+(positions.py, moonvit.merge_tables). They are computed at the start of the forward pass, inside its graph.
+``fused_inputs.py`` has the item table.
 
 Shape legend: I items, P patches, G merged places (R * merge^2), F frames averaged into one row.
 """
@@ -36,8 +36,8 @@ class PatchPlaces(NamedTuple):
     coords: int32 [P, 4], row, column, height and width of each patch's frame; padding is (0, 0, 1, 1).
     Where rows average over frames also frame_index: int32 [P], 0 for a still and padding, f + 1 in frame f
     of a clip; merge_index: int32 [G, F], the patches averaged at each place; merge_weight: float32 [G, F].
-    Places beyond an item's own frames repeat its first frame, and padding names patch 0, all with weight
-    zero: a patch of another item would carry that item's NaN over.
+    Entries beyond an item's own frames repeat its first frame, and padding names patch 0, all with weight
+    zero. A patch of another item would bring in that item's NaN.
     """
 
     coords: torch.Tensor
@@ -102,12 +102,12 @@ def search_steps(num_items: int) -> int:
 
 @triton.jit
 def find_item(items_ptr, place, num_items, num_steps, COLUMN: tl.constexpr, COLUMNS: tl.constexpr):
-    """The last item whose ``COLUMN``, which never falls from item to item, is at most ``place``; the first
-    item's is 0. place: a scalar or a block."""
+    """The last item whose ``COLUMN`` is at most ``place``, a scalar or a block. The column does not decrease
+    from item to item and begins at 0."""
     low = place * 0
     high = low + num_items
     for _ in range(num_steps):
-        # Once one is left, low and middle agree and nothing moves.
+        # Once one item is left, low equals middle and stays.
         middle = (low + high) // 2
         at_most = tl.load(items_ptr + middle * COLUMNS + COLUMN) <= place
         low = tl.where(at_most, middle, low)
@@ -127,7 +127,7 @@ def place_in_merge_order(place, width, MERGE: tl.constexpr):
     return row, column
 
 
-# Sizes of a batch must not compile anything while the service runs.
+# A new batch size must not compile a kernel while the service runs.
 @triton.jit(do_not_specialize=["num_items", "num_steps", "num_patches", "num_places", "num_frames"])
 def _expand_kernel(
     items_ptr,
@@ -169,7 +169,7 @@ def _expand_kernel(
     if MERGES_TIME:
         tl.store(frame_index_ptr + index, tl.where(real & (frames > 1), frame + 1, 0), mask=exists)
 
-        # The same numbers again, as merged places.
+        # The same index again, now as a merged place.
         exists = index < num_places
         item = find_item(items_ptr, index, num_items, num_steps, FIRST_PLACE, COLUMNS)
         item_ptr = items_ptr + item * COLUMNS

@@ -1,7 +1,7 @@
 """MoonViT's tail up to the projector's products: last residual, final norm, average over frames, pre-norm.
 
-Owns one pass from the last block's output to the projector's input. Which patches make up a row is
-moonvit.merge_tables'.
+Owns one pass from the last block's output to the projector's input. ``moonvit.merge_tables`` defines which
+patches make up a row.
 
 Shape legend: P patches, G merger inputs (R * merge^2), F frames averaged into one, E tower width.
 """
@@ -27,7 +27,7 @@ from encoder_service.towers.kernels.tiles import (
 
 
 class Norm(NamedTuple):
-    """A LayerNorm's parameters [E], and what it adds to the variance."""
+    """A LayerNorm's weight and bias [E], and its epsilon."""
 
     weight: torch.Tensor
     bias: torch.Tensor
@@ -44,9 +44,9 @@ def merge_frames_norm(
 ) -> torch.Tensor:
     """New [G, E] in x's dtype: pre_norm of the weighted mean of final_norm(x[i] + delta[i]) over F frames.
 
-    index: int32 or int64 [G, F], rows of x; weight: float32 [G, F], zero in unused places, which name a row
-    nevertheless. x and delta, whose rows may lie apart, stay as they are; delta may be None. The residual's
-    sum, the final norm and the mean are each rounded to x's dtype, as MoonViTTower rounds them.
+    index: int32 or int64 [G, F], rows of x; weight: float32 [G, F], zero in unused entries, whose index is
+    valid nevertheless. x and delta, whose rows may lie apart, stay as they are; delta may be None. The
+    residual's sum, the final norm and the mean are each rounded to x's dtype, as MoonViTTower rounds them.
     """
     num_patches, width = x_PE.shape
     num_rows, num_frames = index_GF.shape

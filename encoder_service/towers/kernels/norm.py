@@ -1,7 +1,7 @@
 """LayerNorm, alone or after adding to the residual.
 
-Owns one pass over [P, E]: the residual is read and written once, the norm never reads it back. Leaves the
-position table's addition to ``embedding`` and the average over frames to ``frames``.
+Owns one pass over [P, E]: the residual is read once and written once. ``embedding`` adds the position table
+and ``frames`` averages over frames.
 
 Shape legend: P rows, E their width.
 """

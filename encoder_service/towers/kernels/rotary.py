@@ -1,8 +1,7 @@
 """Two-axis rotary positions, in place on the packed projection of q, k and v.
 
-Owns the gather of each patch's angles from tables per coordinate, in both families' orders (rope.py says
-which), and the half-split rotation. Angles are float32 and the rotation is too; nothing but the projection
-itself passes through memory.
+Owns the gather of each patch's angles from tables per coordinate, in both families' orders (see rope.py), and
+the half-split rotation, in float32. Only the projection itself passes through memory.
 
 Shape legend: P patches, H heads, d head_dim.
 """

@@ -1,11 +1,10 @@
 """One row of a matrix as one program holds it: two register tiles, and a LayerNorm over them.
 
-Owns how a row of a width that is no power of two is split, and the arithmetic that several kernels share.
-Which rows are read and written is each kernel's own.
+Owns the split of a row whose width is no power of two, and the arithmetic that several kernels share.
 
 A row of ``width`` elements is a main tile, the largest power of two below it, and a tail tile that is
 masked: 1024 + 128 for 1152, 4096 + 256 for 4304, 4096 + 512 for 4608. One tile of the next power of two
-would leave almost half of the lanes of these widths idle, which counts where a row is more than copied.
+would leave almost half of the lanes idle at these widths.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 
@@ -74,7 +73,7 @@ def norm_row(
     TAIL: tl.constexpr,
 ):
     """LayerNorm of a row held in two tiles, variance from the centred values; zeros beyond the row."""
-    # Before the sums, whose barriers no load is moved across.
+    # Loaded before the sums: the compiler moves no load across their barriers.
     main_weight, tail_weight = load_row(weight_ptr, WIDTH, MAIN, TAIL)
     main_bias, tail_bias = load_row(bias_ptr, WIDTH, MAIN, TAIL)
     in_row = MAIN + tl.arange(0, TAIL) < WIDTH

@@ -1,13 +1,24 @@
 """Random-weight checkpoints in the layout in which the model hub publishes real ones.
 
-Owns: sizes, config files, tensor names and shapes, random draws, a byte-level tokenizer, sharding. Leaves
-loading to ``towers.checkpoint``: nothing here is used when a real checkpoint is served.
+Owns sizes, settings files, a byte-level tokenizer, random draws and sharding. The service uses none of it to
+serve a real checkpoint.
 
-``make_checkpoint`` writes a directory; ``config_for`` and ``vision_tensors`` give its parts in memory, for
-benches that need no files.
+``make_checkpoint`` writes a directory. ``config_for``, ``small_files``, ``vision_layout`` and
+``vision_tensors`` give its parts in memory.
 """
 
-from encoder_service.towers.synthetic.configs import FAMILIES, SIZES, config_for
+from encoder_service.towers.synthetic.files import FAMILIES, SIZES, config_for, small_files
+from encoder_service.towers.synthetic.tensors import TensorSpec, draw, vision_layout
 from encoder_service.towers.synthetic.writer import make_checkpoint, vision_tensors
 
-__all__ = ["FAMILIES", "SIZES", "config_for", "make_checkpoint", "vision_tensors"]
+__all__ = [
+    "FAMILIES",
+    "SIZES",
+    "TensorSpec",
+    "config_for",
+    "draw",
+    "make_checkpoint",
+    "small_files",
+    "vision_layout",
+    "vision_tensors",
+]

@@ -1,194 +1,171 @@
-"""The small files beside the weights: processor settings, generation settings, tokenizer, chat template.
+"""The files beside the weights: configs, processor settings, tokenizer, chat template.
 
-Owns their content, as mappings from file name to text. Processor settings are those of the published
-checkpoints; tokenizer and chat templates are our own, with the published special tokens and turn markers.
+Owns the sizes of every family. The folder ``published`` holds the files as the hub has them, at size
+``tiny``; a size replaces dimensions in ``config.json`` and nothing else. ``full`` towers have the published
+dimensions of Qwen3-VL-8B, Qwen3.5-9B and Kimi-K2.5. Language models are always small, but as wide as the
+tower's rows. Chat templates are our own, with the published special tokens and turn markers.
 """
 
 from __future__ import annotations
 
 import json
+from importlib.resources import files
 from typing import Any
 
-from encoder_service.towers.synthetic.configs import config_for
+from encoder_service.errors import ConfigurationError
 from encoder_service.towers.synthetic.tokens import (
     KIMI_TOKENS,
     QWEN_TOKENS,
-    SpecialTokens,
-    merges,
+    added_tokens_decoder,
+    merges_text,
     ordinary_vocabulary,
+    tokenizer,
 )
 
-QWEN_CHAT_TEMPLATE = """\
-{%- for message in messages -%}
-<|im_start|>{{ message.role }}
-{% if message.content is string %}{{ message.content }}{% else %}
-{%- for part in message.content -%}
-{%- if part.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>
-{%- elif part.type == 'video' %}<|vision_start|><|video_pad|><|vision_end|>
-{%- elif part.type == 'text' %}{{ part.text }}{% endif -%}
-{%- endfor -%}
-{%- endif %}<|im_end|>
-{% endfor -%}
-{%- if add_generation_prompt %}<|im_start|>assistant
-{% endif -%}
-"""
+FAMILIES: tuple[str, ...] = ("qwen3_vl", "qwen3_5", "kimi_k25")
+SIZES: tuple[str, ...] = ("tiny", "small", "full")
 
-KIMI_CHAT_TEMPLATE = """\
-{%- for message in messages -%}
-<|im_{{ message.role }}|>{{ message.role }}<|im_middle|>
-{%- if message.content is string %}{{ message.content }}{% else %}
-{%- for part in message.content -%}
-{%- if part.type == 'image' %}<|media_begin|>image<|media_content|><|media_pad|><|media_end|>
-{%- elif part.type == 'video' %}<|kimi_k25_video_placeholder|>
-{%- elif part.type == 'text' %}{{ part.text }}{% endif -%}
-{%- endfor -%}
-{%- endif %}<|im_end|>
-{%- endfor -%}
-{%- if add_generation_prompt %}<|im_assistant|>assistant<|im_middle|>{% endif -%}
-"""
+QWEN_TOWERS = {
+    "tiny": {"depth": 4, "hidden_size": 64, "num_heads": 4, "intermediate_size": 160, "side": 16},
+    "small": {"depth": 8, "hidden_size": 256, "num_heads": 4, "intermediate_size": 1024, "side": 48},
+    "full": {"depth": 27, "hidden_size": 1152, "num_heads": 16, "intermediate_size": 4304, "side": 48},
+}
+KIMI_TOWERS = {
+    "tiny": {"depth": 3, "hidden_size": 64, "num_heads": 4, "intermediate_size": 160, "side": 16},
+    "small": {"depth": 6, "hidden_size": 256, "num_heads": 4, "intermediate_size": 1024, "side": 64},
+    "full": {"depth": 27, "hidden_size": 1152, "num_heads": 16, "intermediate_size": 4304, "side": 64},
+}
+# The language model has a layer for each level, so that every level reaches the logits.
+DEEPSTACK_LEVELS = {"tiny": [1, 2], "small": [1, 3, 5], "full": [8, 16, 24]}
+
+# Hidden size, layers, heads, key-value heads, head dim, intermediate size.
+LANGUAGE_MODELS = {
+    "qwen3_vl": {
+        "tiny": (64, 4, 4, 2, 32, 128),
+        "small": (256, 4, 4, 2, 64, 768),
+        "full": (4096, 3, 32, 8, 128, 4096),
+    },
+    "qwen3_5": {
+        "tiny": (64, 4, 2, 1, 64, 128),
+        "small": (256, 8, 4, 2, 64, 768),
+        "full": (4096, 2, 16, 4, 256, 4096),
+    },
+    # Latent attention: the head dim is the part of a head without positions. The latent's width and the
+    # rotary part are the published ones in every size, since engines have kernels for no others; for the same
+    # reason Qwen3.5's linear heads are at least 64 wide.
+    "kimi_k25": {
+        "tiny": (64, 3, 4, 4, 16, 128),
+        "small": (256, 4, 4, 4, 32, 768),
+        "full": (7168, 2, 8, 8, 128, 2048),
+    },
+}
+# Rotary frequencies of the time, height and width axes, by half of the rotary dimension. The interleaved
+# layout needs three times the height's or width's number to be at most the half plus two.
+MROPE_SECTIONS = {8: [3, 3, 2], 16: [6, 5, 5], 32: [11, 11, 10], 64: [24, 20, 20]}
+
+
+def config_for(family: str, size: str) -> dict[str, Any]:
+    """The content of ``config.json``. Raises ConfigurationError for an unknown family or size."""
+    for kind, value, allowed in (("family", family, FAMILIES), ("size", size, SIZES)):
+        if value not in allowed:
+            raise ConfigurationError(
+                f"unknown {kind} {value!r}, choose one of {', '.join(allowed)}",
+                found=value,
+                allowed=", ".join(allowed),
+            )
+    config: dict[str, Any] = json.loads(_published(family, "config.json"))
+    hidden_size, num_layers, num_heads, num_kv_heads, head_dim, mlp_width = LANGUAGE_MODELS[family][size]
+    text = config["text_config"]
+    text |= {
+        "hidden_size": hidden_size,
+        "intermediate_size": mlp_width,
+        "num_attention_heads": num_heads,
+        "num_hidden_layers": num_layers,
+        "num_key_value_heads": num_kv_heads,
+    }
+    if family == "kimi_k25":
+        text["moe_intermediate_size"] = mlp_width // 2
+        text["q_lora_rank"] = 1536 if size == "full" else 2 * head_dim
+        text["qk_nope_head_dim"] = text["v_head_dim"] = head_dim
+        _set_kimi_tower(config["vision_config"], size, hidden_size)
+        return config
+    text["head_dim"] = head_dim
+    if family == "qwen3_vl":
+        text["rope_scaling"]["mrope_section"] = list(MROPE_SECTIONS[head_dim // 2])
+    else:
+        _set_linear_attention(text, size)
+    tower = dict(QWEN_TOWERS[size])
+    tower["num_position_embeddings"] = tower.pop("side") ** 2
+    levels = DEEPSTACK_LEVELS[size] if family == "qwen3_vl" else []
+    config["vision_config"] |= {
+        **tower,
+        "deepstack_visual_indexes": list(levels),
+        "out_hidden_size": hidden_size,
+    }
+    return config
+
+
+def _set_kimi_tower(vision: dict[str, Any], size: str, hidden_size: int) -> None:
+    tower = KIMI_TOWERS[size]
+    vision |= {
+        "init_pos_emb_height": tower["side"],
+        "init_pos_emb_width": tower["side"],
+        "mm_hidden_size": tower["hidden_size"],
+        "text_hidden_size": hidden_size,
+        "vt_hidden_size": tower["hidden_size"],
+        "vt_intermediate_size": tower["intermediate_size"],
+        "vt_num_attention_heads": tower["num_heads"],
+        "vt_num_hidden_layers": tower["depth"],
+    }
+
+
+def _set_linear_attention(text: dict[str, Any], size: str) -> None:
+    """Qwen3.5: every fourth layer, or the last, has full attention; a quarter of a head is rotary."""
+    num_layers, num_heads, head_dim = text["num_hidden_layers"], text["num_attention_heads"], text["head_dim"]
+    interval = min(4, num_layers)
+    text |= {
+        "full_attention_interval": interval,
+        "layer_types": [
+            "linear_attention" if (layer + 1) % interval else "full_attention" for layer in range(num_layers)
+        ],
+        "linear_num_key_heads": num_heads,
+        "linear_num_value_heads": 2 * num_heads,
+    }
+    text["linear_key_head_dim"] = text["linear_value_head_dim"] = 128 if size == "full" else head_dim
+    text["rope_parameters"]["mrope_section"] = list(MROPE_SECTIONS[head_dim // 8])
 
 
 def small_files(family: str, size: str) -> dict[str, str]:
-    """Every file of the checkpoint but the weights and their index, by name."""
-    files: dict[str, Any] = {"config.json": config_for(family, size)}
-    files |= _kimi_files() if family == "kimi_k25" else _qwen_files(family)
-    return {
-        name: content
-        if isinstance(content, str)
-        else json.dumps(content, indent=2, ensure_ascii=False) + "\n"
-        for name, content in files.items()
+    """Every file of the checkpoint but the weights and their index: name to text."""
+    config = config_for(family, size)
+    is_kimi = family == "kimi_k25"
+    tokens, folder = (KIMI_TOKENS, "kimi_k25") if is_kimi else (QWEN_TOKENS, "qwen")
+    template = _published(folder, "chat_template.jinja")
+    tokenizer_config = json.loads(_published(folder, "tokenizer_config.json"))
+    tokenizer_config["added_tokens_decoder"] = added_tokens_decoder(tokens)
+    found = {
+        "config.json": _text(config),
+        "tokenizer.json": _text(tokenizer(tokens)),
+        "preprocessor_config.json": _published(folder, "preprocessor_config.json"),
+        "generation_config.json": _published(folder, "generation_config.json"),
     }
+    if not is_kimi:
+        tokenizer_config["chat_template"] = template
+        found["video_preprocessor_config.json"] = _published(folder, "video_preprocessor_config.json")
+        found["vocab.json"] = _text(ordinary_vocabulary())
+        found["merges.txt"] = merges_text()
+    found["tokenizer_config.json"] = _text(tokenizer_config)
+    if family == "qwen3_vl":
+        found["chat_template.json"] = _text({"chat_template": template})
+    else:
+        found["chat_template.jinja"] = template
+    return found
 
 
-def _qwen_files(family: str) -> dict[str, Any]:
-    processor = {
-        "size": {"longest_edge": 16777216, "shortest_edge": 65536},
-        "patch_size": 16,
-        "temporal_patch_size": 2,
-        "merge_size": 2,
-        "image_mean": [0.5, 0.5, 0.5],
-        "image_std": [0.5, 0.5, 0.5],
-        "processor_class": "Qwen3VLProcessor",
-    }
-    end, pad = QWEN_TOKENS.id_of("<|im_end|>"), QWEN_TOKENS.id_of("<|endoftext|>")
-    tokenizer_config = {
-        "add_bos_token": False,
-        "add_prefix_space": False,
-        "added_tokens_decoder": _added_tokens_decoder(QWEN_TOKENS),
-        "bos_token": None,
-        "chat_template": QWEN_CHAT_TEMPLATE,
-        "clean_up_tokenization_spaces": False,
-        "eos_token": "<|im_end|>",
-        "errors": "replace",
-        "model_max_length": 262144,
-        "pad_token": "<|endoftext|>",
-        "split_special_tokens": False,
-        "tokenizer_class": "Qwen2Tokenizer",
-        "unk_token": None,
-    }
-    template_file: dict[str, Any] = (
-        {"chat_template.json": {"chat_template": QWEN_CHAT_TEMPLATE}}
-        if family == "qwen3_vl"
-        else {"chat_template.jinja": QWEN_CHAT_TEMPLATE}
-    )
-    return template_file | {
-        "preprocessor_config.json": processor | {"image_processor_type": "Qwen2VLImageProcessorFast"},
-        "video_preprocessor_config.json": processor
-        | {
-            "size": {"longest_edge": 25165824, "shortest_edge": 4096},
-            "video_processor_type": "Qwen3VLVideoProcessor",
-        },
-        "generation_config.json": {
-            "bos_token_id": pad,
-            "do_sample": False,
-            "eos_token_id": [end, pad],
-            "pad_token_id": pad,
-        },
-        "tokenizer.json": _tokenizer(QWEN_TOKENS),
-        "tokenizer_config.json": tokenizer_config,
-        "vocab.json": ordinary_vocabulary(),
-        "merges.txt": "\n".join(["#version: 0.2", *(f"{first} {second}" for first, second in merges())])
-        + "\n",
-    }
+def _published(folder: str, name: str) -> str:
+    path = files("encoder_service.towers.synthetic") / "published" / folder / name
+    return path.read_text(encoding="utf-8")
 
 
-def _kimi_files() -> dict[str, Any]:
-    return {
-        "preprocessor_config.json": {
-            "media_proc_cfg": {
-                "config_type": "media_proc.processors.moonvit.MoonViTMediaProcessorConfig",
-                "fixed_output_tokens": None,
-                "image_mean": [0.5, 0.5, 0.5],
-                "image_std": [0.5, 0.5, 0.5],
-                "in_patch_limit": 16384,
-                "in_patch_limit_each_frame": 4096,
-                "in_patch_limit_video": None,
-                "max_num_frames_each_video": None,
-                "merge_kernel_size": 2,
-                "patch_limit_on_one_side": 512,
-                "patch_size": 14,
-                "sample_fps": 2.0,
-                "temporal_merge_kernel_size": 4,
-                "timestamp_mode": "hh:mm:ss.fff",
-            },
-        },
-        "generation_config.json": {
-            "do_sample": False,
-            "eos_token_id": KIMI_TOKENS.id_of("<|im_end|>"),
-            "pad_token_id": KIMI_TOKENS.id_of("[PAD]"),
-        },
-        "tokenizer.json": _tokenizer(KIMI_TOKENS),
-        "tokenizer_config.json": {
-            "added_tokens_decoder": _added_tokens_decoder(KIMI_TOKENS),
-            "bos_token": "[BOS]",
-            "clean_up_tokenization_spaces": False,
-            "eos_token": "[EOS]",
-            "model_max_length": 262144,
-            "pad_token": "[PAD]",
-            "tokenizer_class": "PreTrainedTokenizerFast",
-            "unk_token": "[UNK]",
-        },
-        "chat_template.jinja": KIMI_CHAT_TEMPLATE,
-    }
-
-
-def _added_tokens_decoder(tokens: SpecialTokens) -> dict[str, dict[str, Any]]:
-    return {str(index): _added_token(name) for name, index in tokens.ids().items()}
-
-
-def _added_token(name: str) -> dict[str, Any]:
-    return {
-        "content": name,
-        "lstrip": False,
-        "normalized": False,
-        "rstrip": False,
-        "single_word": False,
-        "special": True,
-    }
-
-
-def _tokenizer(tokens: SpecialTokens) -> dict[str, Any]:
-    """``tokenizer.json`` of a byte-level BPE: words split off with their leading space, then merged."""
-    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": True}
-    return {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": [{"id": index} | _added_token(name) for name, index in tokens.ids().items()],
-        "normalizer": {"type": "NFC"},
-        "pre_tokenizer": byte_level,
-        "post_processor": byte_level,
-        "decoder": byte_level,
-        "model": {
-            "type": "BPE",
-            "dropout": None,
-            "unk_token": None,
-            "continuing_subword_prefix": "",
-            "end_of_word_suffix": "",
-            "fuse_unk": False,
-            "byte_fallback": False,
-            "ignore_merges": False,
-            "vocab": ordinary_vocabulary(),
-            "merges": [f"{first} {second}" for first, second in merges()],
-        },
-    }
+def _text(content: dict[str, Any]) -> str:
+    return json.dumps(content, indent=2, ensure_ascii=False) + "\n"

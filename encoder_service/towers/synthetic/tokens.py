@@ -1,13 +1,14 @@
 """The vocabulary of synthetic checkpoints: bytes, a few merges, and the family's special tokens.
 
-Owns which token has which id. The ordinary tokens are the 256 byte symbols of byte-level BPE (GPT-2) and
-256 merges of letter pairs, so that English takes about two letters per token and any generated id decodes.
-Special tokens follow, in the order and with the gaps that the published vocabularies have.
+Owns which token has which id, and the tokenizer's files. The ordinary tokens are the 256 byte symbols of
+byte-level BPE (GPT-2) and 256 merges of letter pairs, so that English takes about two letters per token and
+any generated id decodes. Special tokens follow, in the order and with the gaps that the published
+vocabularies have.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import Any
 
 VOWELS = "aeiouy"
 CONSONANTS = "bcdfghjklmnpqrstvwxz"
@@ -40,56 +41,63 @@ def ordinary_vocabulary() -> dict[str, int]:
     return {token: index for index, token in enumerate(tokens)}
 
 
-@dataclass(frozen=True)
-class SpecialTokens:
-    """Special tokens with consecutive ids from NUM_ORDINARY_TOKENS on."""
+# Names in the order of their ids, which begin at NUM_ORDINARY_TOKENS. Qwen3-VL has these at ids 151643 to
+# 151656, Qwen3.5 at 248044 to 248057.
+QWEN_TOKENS = (
+    "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|object_ref_start|>", "<|object_ref_end|>",
+    "<|box_start|>", "<|box_end|>", "<|quad_start|>", "<|quad_end|>",
+    "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>",
+)  # fmt: skip
+# Kimi-K2.5 has these, and its tool tokens, at ids 163584 to 163605.
+KIMI_TOKENS = (
+    "[BOS]", "[EOS]", "<|im_end|>", "<|im_user|>", "<|im_assistant|>", "<|start_header_id|>",
+    "<|end_header_id|>", "[EOT]", "<|im_system|>", "<|im_middle|>",
+    "<|media_begin|>", "<|media_content|>", "<|media_end|>", "<|media_pad|>", "[UNK]", "[PAD]",
+)  # fmt: skip
 
-    names: tuple[str, ...]
 
-    def id_of(self, name: str) -> int:
-        return NUM_ORDINARY_TOKENS + self.names.index(name)
-
-    def ids(self) -> dict[str, int]:
-        return {name: NUM_ORDINARY_TOKENS + index for index, name in enumerate(self.names)}
+def special_ids(names: tuple[str, ...]) -> dict[str, int]:
+    """Special token to id."""
+    return {name: index for index, name in enumerate(names, start=NUM_ORDINARY_TOKENS)}
 
 
-# The order of ids 151643 to 151656 of Qwen3-VL, and of 248044 to 248057 of Qwen3.5.
-QWEN_TOKENS = SpecialTokens(
-    (
-        "<|endoftext|>",
-        "<|im_start|>",
-        "<|im_end|>",
-        "<|object_ref_start|>",
-        "<|object_ref_end|>",
-        "<|box_start|>",
-        "<|box_end|>",
-        "<|quad_start|>",
-        "<|quad_end|>",
-        "<|vision_start|>",
-        "<|vision_end|>",
-        "<|vision_pad|>",
-        "<|image_pad|>",
-        "<|video_pad|>",
-    )
-)
-# The order of ids 163584 to 163605 of Kimi-K2.5, without the tool tokens.
-KIMI_TOKENS = SpecialTokens(
-    (
-        "[BOS]",
-        "[EOS]",
-        "<|im_end|>",
-        "<|im_user|>",
-        "<|im_assistant|>",
-        "<|start_header_id|>",
-        "<|end_header_id|>",
-        "[EOT]",
-        "<|im_system|>",
-        "<|im_middle|>",
-        "<|media_begin|>",
-        "<|media_content|>",
-        "<|media_end|>",
-        "<|media_pad|>",
-        "[UNK]",
-        "[PAD]",
-    )
-)
+def added_tokens_decoder(names: tuple[str, ...]) -> dict[str, dict[str, Any]]:
+    """``added_tokens_decoder`` of ``tokenizer_config.json``: id to token."""
+    return {str(index): _added_token(name) for name, index in special_ids(names).items()}
+
+
+def merges_text() -> str:
+    """``merges.txt``."""
+    return "".join(f"{line}\n" for line in ("#version: 0.2", *(" ".join(pair) for pair in merges())))
+
+
+def tokenizer(names: tuple[str, ...]) -> dict[str, Any]:
+    """``tokenizer.json`` of a byte-level BPE: words split off with their leading space, then merged."""
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": True}
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [{"id": index} | _added_token(name) for name, index in special_ids(names).items()],
+        "normalizer": {"type": "NFC"},
+        "pre_tokenizer": byte_level,
+        "post_processor": byte_level,
+        "decoder": byte_level,
+        "model": {
+            "type": "BPE",
+            "dropout": None,
+            "unk_token": None,
+            "continuing_subword_prefix": "",
+            "end_of_word_suffix": "",
+            "fuse_unk": False,
+            "byte_fallback": False,
+            "ignore_merges": False,
+            "vocab": ordinary_vocabulary(),
+            "merges": [" ".join(pair) for pair in merges()],
+        },
+    }
+
+
+def _added_token(name: str) -> dict[str, Any]:
+    flags = dict.fromkeys(("lstrip", "normalized", "rstrip", "single_word"), False)
+    return {"content": name, **flags, "special": True}

@@ -16,11 +16,8 @@ import torch
 from safetensors.torch import save_file
 
 from encoder_service.errors import ConfigurationError
-from encoder_service.towers.synthetic.configs import config_for
-from encoder_service.towers.synthetic.files import small_files
-from encoder_service.towers.synthetic.language_layout import language_layout
-from encoder_service.towers.synthetic.tensors import TensorSpec, draw
-from encoder_service.towers.synthetic.vision_layout import vision_layout
+from encoder_service.towers.synthetic.files import config_for, small_files
+from encoder_service.towers.synthetic.tensors import TensorSpec, draw, language_layout, vision_layout
 
 MAX_SHARD_BYTES = 512 * 2**20
 

@@ -32,8 +32,7 @@ from encoder_service.scheduler.cost import Launch
 from encoder_service.towers import load_tower
 from encoder_service.towers.attention import SdpaAttention
 from encoder_service.towers.gemm.per_rows import TORCH_CHOICES
-from encoder_service.towers.synthetic import FAMILIES, config_for
-from encoder_service.towers.synthetic.vision_layout import vision_layout
+from encoder_service.towers.synthetic import FAMILIES, config_for, vision_layout
 
 ROOT = Path(__file__).resolve().parents[3]
 CPU = torch.device("cpu")

@@ -1,106 +1,105 @@
-"""The fused tower says what the plain tower says: stills, clips, mixed batches, padded to buckets."""
+"""The fused tower computes the plain tower's rows: stills, clips, mixed, padded to a bucket, alone."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any
 
 import pytest
 import torch
 
 from encoder_service.errors import GridMismatch
+from encoder_service.scheduler.buckets import Bucket
 from encoder_service.towers import load_tower
 from encoder_service.towers.attention import SdpaAttention
 from encoder_service.towers.fused import FusedTower
+from encoder_service.towers.gemm.per_rows import GemmChoices, PerRows
 from encoder_service.towers.synthetic import make_checkpoint
 from encoder_service.types import Grid
 from tests.parity.tower_cases import errors, fresh_seed, report
+from tests.unit.kernels.pair_gemm import PairGemm
 
 pytest.importorskip("triton")
 
 FAMILIES = ("qwen3_vl", "qwen3_5", "kimi_k25")
-BATCHES = {
-    "one": [Grid(1, 4, 6)],
-    "smallest": [Grid(1, 2, 2)],
-    "mixed": [Grid(1, 2, 8), Grid(1, 6, 4), Grid(1, 2, 2)],
-    "clips": [Grid(3, 2, 4), Grid(1, 4, 4), Grid(2, 2, 2)],
-}
-
-
-class Bucket(NamedTuple):
-    num_patches: int
-    num_sequences: int
-    max_seqlen: int
-    num_frames: int
+# Interpreted kernels take seconds for a few dozen patches.
+BATCHES = [
+    pytest.param([Grid(2, 2, 2), Grid(1, 2, 2)], id="small"),
+    pytest.param([Grid(1, 2, 8), Grid(1, 6, 4), Grid(1, 2, 2)], id="stills", marks=pytest.mark.extended),
+    pytest.param([Grid(3, 2, 4), Grid(1, 4, 4), Grid(2, 2, 2)], id="clips", marks=pytest.mark.extended),
+]
+NUM_PADDING = 4
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
-def towers(
+def plain(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, device: torch.device
-) -> tuple[torch.nn.Module, FusedTower]:
+) -> Any:
     path = tmp_path_factory.mktemp("fused") / request.param
     make_checkpoint(path, request.param, "tiny", 3)
-    plain = load_tower(path, device=device, dtype=torch.float32).tower
-    return plain, FusedTower(plain, SdpaAttention())  # type: ignore[arg-type]
+    return load_tower(path, device=device, dtype=torch.float32).tower
 
 
-def rows_of(tower: torch.nn.Module, grids: list[Grid], pixels: torch.Tensor) -> torch.Tensor:
-    inputs = tower.prepare(grids).to(pixels.device).with_pixels(pixels)  # type: ignore[operator]
-    with torch.inference_mode():
-        rows: torch.Tensor = tower(inputs)
+@torch.inference_mode()
+def rows_of(tower: Any, grids: list[Grid], pixels: torch.Tensor) -> torch.Tensor:
+    rows: torch.Tensor = tower(tower.prepare(grids).to(pixels.device).with_pixels(pixels))
     return rows
 
 
-def pixels_for(tower: torch.nn.Module, grids: list[Grid], device: torch.device) -> torch.Tensor:
+def pixels_for(tower: Any, grids: list[Grid]) -> torch.Tensor:
     generator = torch.Generator().manual_seed(fresh_seed())
     num_patches = sum(grid.num_patches for grid in grids)
-    return torch.randn(num_patches, tower.patch_dim, generator=generator).to(device)  # type: ignore[arg-type]
+    return torch.randn(num_patches, tower.patch_dim, generator=generator).to(tower.device)
 
 
-@pytest.mark.parametrize("batch", BATCHES)
-def test_rows_equal_the_plain_tower(
-    towers: tuple[torch.nn.Module, FusedTower], batch: str, device: torch.device
+@pytest.mark.parametrize("grids", BATCHES)
+def test_p29_p31_rows_equal_the_plain_towers_alone_and_in_a_padded_bucket(
+    plain: Any, grids: list[Grid]
 ) -> None:
-    plain, fused = towers
-    grids = BATCHES[batch]
-    pixels = pixels_for(plain, grids, device)
-    figures = errors(rows_of(fused, grids, pixels), rows_of(plain, grids, pixels))
-    report(f"fused {fused.family} {batch}", figures)
-    assert figures.relative < 1e-5
-
-
-@pytest.mark.parametrize("batch", BATCHES)
-def test_p29_padding_changes_no_row_and_is_never_attended(
-    towers: tuple[torch.nn.Module, FusedTower], batch: str, device: torch.device
-) -> None:
-    plain, fused = towers
-    grids = BATCHES[batch]
-    pixels = pixels_for(plain, grids, device)
+    fused = FusedTower(plain, SdpaAttention())
+    pixels = pixels_for(plain, grids)
     expected = rows_of(plain, grids, pixels)
-    bucket = Bucket(num_patches=len(pixels) + 12, num_sequences=9, max_seqlen=64, num_frames=4)
-    padded = fused.pad(fused.prepare(grids), bucket).to(device)
+    first, size = grids[0], grids[0].num_patches
+    alone = rows_of(fused, [first], pixels[:size])
+    bucket = Bucket(len(pixels) + NUM_PADDING, len(grids) + 6, 64, 4)
+    padded = fused.pad(fused.prepare(grids), bucket).to(plain.device)
     # NaN in the padding would spread to any row that read it.
-    filler = torch.full((12, pixels.shape[1]), float("nan"), device=device)
+    filler = torch.full((NUM_PADDING, pixels.shape[1]), float("nan"), device=plain.device)
     with torch.inference_mode():
-        rows = fused(padded.with_pixels(torch.cat([pixels, filler])))
-    figures = errors(rows[: len(expected)], expected)
-    report(f"padded {fused.family} {batch}", figures)
+        rows = fused(padded.with_pixels(torch.cat([pixels, filler])))[: len(expected)]
+    figures = errors(rows, expected)
+    report(f"padded {fused.family}", figures)
+    assert figures.relative < 1e-5
+    assert errors(alone, rows[: fused.num_rows(first)]).relative < 2e-6
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("grids", BATCHES)
+def test_rows_equal_the_plain_towers_without_a_bucket(plain: Any, grids: list[Grid]) -> None:
+    pixels = pixels_for(plain, grids)
+    figures = errors(
+        rows_of(FusedTower(plain, SdpaAttention()), grids, pixels), rows_of(plain, grids, pixels)
+    )
+    report(f"fused {plain.family}", figures)
     assert figures.relative < 1e-5
 
 
-def test_p31_an_item_is_the_same_alone_and_in_a_batch(
-    towers: tuple[torch.nn.Module, FusedTower], device: torch.device
-) -> None:
-    _, fused = towers
-    grids = BATCHES["clips"]
-    pixels = pixels_for(fused, grids, device)
-    together = rows_of(fused, grids, pixels).split([fused.num_rows(grid) for grid in grids])
-    parts = pixels.split([grid.num_patches for grid in grids])
-    for grid, part, expected in zip(grids, parts, together, strict=True):
-        assert errors(rows_of(fused, [grid], part), expected).relative < 2e-6
+def test_rows_equal_the_plain_towers_through_a_gemm_of_pairs(plain: Any) -> None:
+    gemm = PairGemm()
+    fused = FusedTower(plain, SdpaAttention(), GemmChoices(*(PerRows({64: gemm}) for _ in range(4))))
+    grids = [Grid(1, 2, 4), Grid(1, 2, 2)]
+    pixels = pixels_for(plain, grids)
+    figures = errors(rows_of(fused, grids, pixels), rows_of(plain, grids, pixels))
+    report(f"pairs {plain.family}", figures)
+    assert figures.relative < 1e-5
+    depth = plain.config.depth
+    assert [gemm.calls.count(name) for name in ("rotated", "gelu", "add_to")] == [depth, depth, 2 * depth]
+    qkv = [block.qkv for block in plain.blocks]
+    assert fused.paired_bytes == sum(layer.weight.nbytes + layer.bias.nbytes for layer in qkv)
+    assert FusedTower(plain, SdpaAttention()).paired_bytes == 0
 
 
-def test_wrong_grids_are_refused(towers: tuple[torch.nn.Module, FusedTower]) -> None:
-    _, fused = towers
+def test_wrong_grids_are_refused(plain: Any) -> None:
+    fused = FusedTower(plain, SdpaAttention())
     for grid in (Grid(1, 3, 4), Grid(0, 2, 2), Grid(1, 2, 40_000)):
         with pytest.raises(GridMismatch):
             fused.prepare([grid])

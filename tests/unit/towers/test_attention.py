@@ -2,28 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from itertools import accumulate
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from encoder_service.towers.attention import SdpaAttention, sdpa
-
-
-@dataclass(frozen=True)
-class Bounds:
-    seqlens: tuple[int, ...]
-
-    @property
-    def cu_seqlens(self) -> torch.Tensor:
-        return torch.tensor([0, *accumulate(self.seqlens)], dtype=torch.int32)
-
-    @property
-    def max_seqlen(self) -> int:
-        return max(self.seqlens)
+from tests.unit.towers.attention_cases import bounds_of, packed
 
 
 def masked_softmax(
@@ -36,17 +21,11 @@ def masked_softmax(
     return torch.einsum("hpq,qhd->phd", scores.softmax(-1), v)
 
 
-def packed(num_patches: int) -> tuple[torch.Tensor, ...]:
-    """q, k, v [P, 2, 8] as strided parts of one projection."""
-    generator = torch.Generator().manual_seed(num_patches)
-    return torch.randn(num_patches, 3, 2, 8, generator=generator).unbind(1)
-
-
 @settings(deadline=None, max_examples=40)
 @given(st.lists(st.sampled_from([1, 4, 4, 6, 30]), min_size=1, max_size=8))
 def test_sequences_attend_within_themselves_only(lengths: list[int]) -> None:
-    q, k, v = packed(sum(lengths))
-    found = SdpaAttention().attend(q, k, v, Bounds(tuple(lengths)))
+    q, k, v = packed(sum(lengths), 2, 8)
+    found = SdpaAttention().attend(q, k, v, bounds_of(lengths))
     torch.testing.assert_close(found, masked_softmax(q, k, v, tuple(lengths)), atol=1e-5, rtol=1e-5)
 
 
@@ -59,17 +38,17 @@ def test_a_run_of_equal_lengths_is_one_call(monkeypatch: pytest.MonkeyPatch) -> 
         return original(q, *rest)
 
     monkeypatch.setattr(sdpa, "scaled_dot_product_attention", counted)
-    SdpaAttention().attend(*packed(30), Bounds((8, 8, 8, 6)))
+    SdpaAttention().attend(*packed(30, 2, 8), bounds_of((8, 8, 8, 6)))
     assert shapes == [(3, 2, 8, 8), (1, 2, 6, 8)]
 
 
 def test_p29_padding_is_attended_by_none_and_stays_finite() -> None:
-    q, k, v = packed(16)
-    alone = SdpaAttention().attend(q[:10], k[:10], v[:10], Bounds((6, 4)))
+    q, k, v = packed(16, 2, 8)
+    alone = SdpaAttention().attend(q[:10], k[:10], v[:10], bounds_of((6, 4)))
     poisoned = [x.clone() for x in (q, k, v)]
     for x in poisoned:
         x[10:] = torch.nan
-    found = SdpaAttention().attend(*poisoned, Bounds((6, 4)))
+    found = SdpaAttention().attend(*poisoned, bounds_of((6, 4)))
     assert found.shape == q.shape
     torch.testing.assert_close(found[:10], alone)
     assert torch.equal(found[10:], torch.zeros_like(found[10:]))

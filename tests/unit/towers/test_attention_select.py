@@ -24,7 +24,6 @@ from encoder_service.towers.attention.select import (
     ShapeCase,
     bounds_of,
     measure_backends,
-    wall_time_ms,
 )
 
 CPU = torch.device("cpu")
@@ -45,7 +44,9 @@ class Clock:
 
 
 class Fake:
-    """Right attention at a price, until told otherwise."""
+    """Right attention at a price, unless spoiled."""
+
+    static_lengths = False
 
     def __init__(
         self,
@@ -54,14 +55,12 @@ class Fake:
         price: float | dict[int, float] = 1.0,
         *,
         spoil: Callable[[torch.Tensor, SequenceBounds], torch.Tensor] | None = None,
-        static_lengths: bool = False,
         batch_invariant: bool = True,
     ) -> None:
         self.name = name
         self.clock = clock
         self.price = price
         self.spoil = spoil
-        self.static_lengths = static_lengths
         self.batch_invariant = batch_invariant
 
     def plan(self, bounds: SequenceBounds, shape: Sequence[int], dtype: torch.dtype) -> SequenceBounds:
@@ -104,7 +103,6 @@ def test_the_fastest_of_each_case() -> None:
         ("b", "small"): 3.0,
         ("b", "large"): 2.0,
     }
-    assert all(m.error is not None and m.error < 1e-5 for m in selection.measurements)
 
 
 @pytest.mark.parametrize(("second", "expected"), [(0.99, "a"), (0.95, "b")])
@@ -182,36 +180,20 @@ def test_deterministic_takes_one_backend_for_all_cases() -> None:
     backends = [
         Fake("a", clock, {32: 1.0, 64: 9.0}),
         Fake("b", clock, {32: 4.0, 64: 4.0}),
-        Fake("varying", clock, 0.1, batch_invariant=False),
         Fake("liar", clock, 0.1, spoil=leaky),
     ]
     selection = select(backends, deterministic=True)
     assert names(selection) == {"small": "b", "large": "b"}
     reasons = {m.backend: m.excluded for m in selection.measurements if m.excluded}
-    assert reasons["varying"] == "its rows depend on the batch"
     assert "depend on the batch around it" in str(reasons["liar"])
-
-
-def test_deterministic_weighs_cases_by_traffic() -> None:
-    clock = Clock()
-    backends = [Fake("a", clock, {32: 1.0, 64: 9.0}), Fake("b", clock, {32: 4.0, 64: 4.0})]
-    often = ShapeCase("often", (20,), 32, 2, 32, weight=10)
-    assert names(select(backends, (often, LARGE), deterministic=True))["large"] == "a"
-
-
-def test_baked_lengths_serve_exact_cases_only() -> None:
-    clock = Clock()
-    backends = [Fake("baked", clock, 0.1, static_lengths=True), Fake("right", clock)]
-    assert names(select(backends))["small"] == "right"
-    assert names(select(backends, fixed_lengths=True))["small"] == "baked"
 
 
 def test_no_backend_left_says_why() -> None:
     clock = Clock()
-    with pytest.raises(ConfigurationError, match=r"0 of 1 .* case small: baked: bakes lengths"):
-        select([Fake("baked", clock, static_lengths=True)])
-    with pytest.raises(ConfigurationError, match=r"0 of 1 .* all 2 cases"):
-        select([Fake("varying", clock, batch_invariant=False)], deterministic=True)
+    with pytest.raises(ConfigurationError, match=r"0 of 1 .* case small: wrong: relative error"):
+        select([Fake("wrong", clock, spoil=shifted)])
+    with pytest.raises(ConfigurationError, match=r"0 of 1 .* all 2 cases: liar: "):
+        select([Fake("liar", clock, spoil=leaky)], deterministic=True)
 
 
 def test_one_plan_serves_the_blocks_of_a_run() -> None:
@@ -233,28 +215,12 @@ def test_one_plan_serves_the_blocks_of_a_run() -> None:
     ("bucket", "seqlens"),
     [
         ((1024, 8, 1024), (1024,)),
-        ((2048, 8, 784), (784, 784, 480)),
-        ((2048, 2, 784), (784, 784)),
-        ((64, 4, 100), (64,)),
-    ],
-)
-def test_a_bucket_is_filled_with_the_longest_sequences(
-    bucket: tuple[int, int, int], seqlens: tuple[int, ...]
-) -> None:
-    case = ShapeCase.filling("bucket", *bucket)
-    assert case.seqlens == seqlens
-    cu_seqlens = bounds_of(case, CPU).cu_seqlens
-    assert cu_seqlens.shape == (bucket[1] + 1,)
-    assert int(cu_seqlens[-1]) == sum(seqlens)
-
-
-@pytest.mark.parametrize(
-    ("bucket", "seqlens"),
-    [
-        ((1024, 8, 1024), (1024,)),
         ((2048, 8, 512), (512, 384, 128, 128, 128, 128, 128)),
         ((4096, 9, 512), (512, 512, 384, 384, 384, 128, 128, 128, 128)),
         ((12, 12, 3), (3, 3, 3, 3)),
+        ((2048, 8, 784), (784, 784, 480)),
+        ((2048, 2, 784), (784, 784)),
+        ((64, 4, 100), (64,)),
     ],
 )
 def test_a_mixed_case_has_long_middling_and_short_sequences(
@@ -264,24 +230,15 @@ def test_a_mixed_case_has_long_middling_and_short_sequences(
     assert case.seqlens[: len(seqlens)] == seqlens
     assert sum(case.seqlens) <= bucket[0]
     assert len(case.seqlens) <= bucket[1]
+    cu_seqlens = bounds_of(case, CPU).cu_seqlens
+    assert cu_seqlens.shape == (bucket[1] + 1,)
+    assert int(cu_seqlens[-1]) == sum(case.seqlens)
 
 
-def test_cpu_has_the_plain_backend_and_selects_it() -> None:
-    backends = available_backends(CPU, deterministic=True)
-    assert [backend.name for backend in backends] == ["sdpa"]
-    assert backends[0].batch_invariant
-    selection = measure_backends(
-        backends,
-        [SMALL],
-        num_heads=2,
-        head_dim=8,
-        dtype=torch.float32,
-        device=CPU,
-        time_ms=wall_time_ms,
-        fixed_lengths=True,
-        deterministic=True,
-    )
-    assert names(selection) == {"small": "sdpa"}
+def test_a_cpu_has_the_plain_backend() -> None:
+    (backend,) = available_backends(CPU, deterministic=True)
+    assert backend.name == "sdpa"
+    assert backend.batch_invariant
 
 
 def test_a_library_that_breaks_on_import_is_absent(monkeypatch: pytest.MonkeyPatch) -> None:

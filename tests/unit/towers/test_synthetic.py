@@ -1,4 +1,4 @@
-"""Synthetic checkpoints: determinism, shards, small files, refusals."""
+"""Synthetic checkpoints: determinism, shards, refusals, tokenizer. Names and shapes are the parity tests'."""
 
 from __future__ import annotations
 
@@ -10,17 +10,24 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file
+from tokenizers import Tokenizer
+from tokenizers.pre_tokenizers import ByteLevel
 
 from encoder_service.errors import ConfigurationError
 from encoder_service.towers.synthetic import (
     FAMILIES,
+    SIZES,
     config_for,
     make_checkpoint,
+    small_files,
     vision_tensors,
     writer,
 )
+from encoder_service.towers.synthetic.tokens import VOCAB_SIZE, byte_symbols, merges, ordinary_vocabulary
 
 
 def read_all(checkpoint: Path) -> dict[str, torch.Tensor]:
@@ -44,21 +51,17 @@ def test_weights_are_bfloat16_but_for_the_few_published_in_float32(family: str, 
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_same_seed_writes_the_same_bytes(family: str, tmp_path: Path) -> None:
-    for name in ("first", "second"):
-        make_checkpoint(tmp_path / name, family, "tiny", seed=7, with_lm=True)
+def test_the_same_seed_writes_the_same_bytes_and_another_one_other_values(
+    family: str, tmp_path: Path
+) -> None:
+    for name, seed in (("first", 7), ("second", 7), ("third", 8)):
+        make_checkpoint(tmp_path / name, family, "tiny", seed=seed, with_lm=True)
     first, second = (
         {path.name: path.read_bytes() for path in (tmp_path / name).iterdir()} for name in ("first", "second")
     )
     assert first == second
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_another_seed_changes_every_tensor(family: str, tmp_path: Path) -> None:
-    make_checkpoint(tmp_path / "first", family, "tiny", seed=7, with_lm=True)
-    make_checkpoint(tmp_path / "second", family, "tiny", seed=8, with_lm=True)
-    first, second = read_all(tmp_path / "first"), read_all(tmp_path / "second")
-    assert [name for name in first if torch.equal(first[name], second[name])] == []
+    tensors, others = read_all(tmp_path / "first"), read_all(tmp_path / "third")
+    assert [name for name in tensors if torch.equal(tensors[name], others[name])] == []
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -74,13 +77,10 @@ def test_vision_weights_do_not_depend_on_the_language_model(family: str, tmp_pat
 
 
 @pytest.mark.parametrize("with_lm", [False, True])
-@pytest.mark.parametrize("size", ["tiny", "small"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_index_names_every_tensor_and_its_file(
-    family: str, size: str, with_lm: bool, tmp_path: Path
-) -> None:
+def test_the_index_names_every_tensor_and_its_file(family: str, with_lm: bool, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    make_checkpoint(out, family, size, seed=0, with_lm=with_lm)
+    make_checkpoint(out, family, "small", seed=0, with_lm=with_lm)
     index = read_json(out / "model.safetensors.index.json")
     held: dict[str, str] = {}
     total_bytes = 0
@@ -123,44 +123,6 @@ def test_a_config_is_the_callers_own() -> None:
     assert config_for("qwen3_vl", "tiny")["text_config"]["rope_scaling"]["mrope_section"] == [6, 5, 5]
 
 
-@pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_5"])
-def test_qwen_processor_settings_are_the_published_ones(family: str, tmp_path: Path) -> None:
-    make_checkpoint(tmp_path / "out", family, "tiny", seed=0)
-    common = {
-        "patch_size": 16,
-        "temporal_patch_size": 2,
-        "merge_size": 2,
-        "image_mean": [0.5, 0.5, 0.5],
-        "image_std": [0.5, 0.5, 0.5],
-        "processor_class": "Qwen3VLProcessor",
-    }
-    assert read_json(tmp_path / "out" / "preprocessor_config.json") == common | {
-        "size": {"longest_edge": 16777216, "shortest_edge": 65536},
-        "image_processor_type": "Qwen2VLImageProcessorFast",
-    }
-    assert read_json(tmp_path / "out" / "video_preprocessor_config.json") == common | {
-        "size": {"longest_edge": 25165824, "shortest_edge": 4096},
-        "video_processor_type": "Qwen3VLVideoProcessor",
-    }
-
-
-def test_kimi_processor_settings_are_nested_as_published(tmp_path: Path) -> None:
-    make_checkpoint(tmp_path / "out", "kimi_k25", "tiny", seed=0)
-    settings = read_json(tmp_path / "out" / "preprocessor_config.json")["media_proc_cfg"]
-    expected = {
-        "in_patch_limit": 16384,
-        "patch_limit_on_one_side": 512,
-        "patch_size": 14,
-        "merge_kernel_size": 2,
-        "image_mean": [0.5, 0.5, 0.5],
-        "image_std": [0.5, 0.5, 0.5],
-        "in_patch_limit_each_frame": 4096,
-        "temporal_merge_kernel_size": 4,
-        "sample_fps": 2.0,
-    }
-    assert settings | expected == settings
-
-
 def test_weights_are_readable_by_others(tmp_path: Path) -> None:
     make_checkpoint(tmp_path / "out", "qwen3_5", "tiny", seed=0)
     assert (tmp_path / "out").stat().st_mode & 0o055 == 0o055
@@ -175,7 +137,7 @@ def test_unknown_family_and_size_are_refused_with_the_known_ones(tmp_path: Path)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_directory_with_content_is_refused_and_left_alone(tmp_path: Path) -> None:
+def test_what_is_in_the_way_is_refused_and_left_alone(tmp_path: Path) -> None:
     out = tmp_path / "out"
     out.mkdir()
     (out / "mine.txt").write_text("kept")
@@ -183,12 +145,8 @@ def test_a_directory_with_content_is_refused_and_left_alone(tmp_path: Path) -> N
         make_checkpoint(out, "qwen3_vl", "tiny", seed=0)
     assert [path.name for path in out.iterdir()] == ["mine.txt"]
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
-
-
-def test_a_file_in_the_way_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "out").write_text("kept")
     with pytest.raises(ConfigurationError, match="not a directory"):
-        make_checkpoint(tmp_path / "out", "qwen3_vl", "tiny", seed=0)
+        make_checkpoint(out / "mine.txt", "qwen3_vl", "tiny", seed=0)
 
 
 def test_an_empty_directory_and_missing_parents_are_taken(tmp_path: Path) -> None:
@@ -225,3 +183,85 @@ def test_linear_weights_keep_unit_variance(family: str) -> None:
             queries = re.search(r"qkv\.weight$", name)
             expected = residual_gain if into_residual else 1.4 if queries else 1.0
             assert gain == pytest.approx(expected, rel=0.05), name
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rows_fit_the_language_model(family: str, size: str) -> None:
+    config = config_for(family, size)
+    vision, text = config["vision_config"], config["text_config"]
+    out_width = vision["text_hidden_size" if family == "kimi_k25" else "out_hidden_size"]
+    assert out_width == text["hidden_size"]
+    if family == "kimi_k25":
+        assert vision["mm_hidden_size"] == vision["vt_hidden_size"]
+        return
+    levels = vision["deepstack_visual_indexes"]
+    assert all(level < vision["depth"] for level in levels)
+    assert len(levels) <= text["num_hidden_layers"]
+    assert (len(levels) >= 2) == (family == "qwen3_vl")
+    rope = text["rope_scaling" if family == "qwen3_vl" else "rope_parameters"]
+    rotary_dim = int(text["head_dim"] * rope.get("partial_rotary_factor", 1.0))
+    assert sum(rope["mrope_section"]) == rotary_dim // 2
+    # Interleaved sections: axis 1 sits at 1, 4, 7, ..., axis 2 at 2, 5, 8, ..., all inside the half.
+    assert 3 * rope["mrope_section"][1] - 2 < rotary_dim // 2
+    assert 3 * rope["mrope_section"][2] - 1 < rotary_dim // 2
+
+
+TOKENIZERS = {
+    family: Tokenizer.from_str(small_files(family, "tiny")["tokenizer.json"]) for family in FAMILIES
+}
+
+
+def test_the_byte_symbols_are_those_of_byte_level_bpe() -> None:
+    assert sorted(byte_symbols()) == sorted(ByteLevel.alphabet())
+    assert byte_symbols()[ord("A")] == "A"
+    assert byte_symbols()[ord(" ")] == "Ġ"
+
+
+def test_every_merge_joins_two_tokens_of_the_vocabulary_into_a_third() -> None:
+    vocabulary = ordinary_vocabulary()
+    assert len(merges()) == len(set(merges())) == 256
+    assert len(vocabulary) == 512
+    for first, second in merges():
+        assert {first, second, first + second} <= set(vocabulary)
+
+
+QWEN_IDS = {
+    "image_token_id": "<|image_pad|>",
+    "video_token_id": "<|video_pad|>",
+    "vision_start_token_id": "<|vision_start|>",
+    "vision_end_token_id": "<|vision_end|>",
+}
+KIMI_IDS = {
+    "media_placeholder_token_id": "<|media_pad|>",
+    "bos_token_id": "[BOS]",
+    "eos_token_id": "[EOS]",
+    "pad_token_id": "[PAD]",
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_special_tokens_have_the_ids_that_the_config_says(family: str) -> None:
+    config = config_for(family, "tiny")
+    for field, token in (KIMI_IDS if family == "kimi_k25" else QWEN_IDS).items():
+        assert TOKENIZERS[family].token_to_id(token) == config[field]
+        assert TOKENIZERS[family].encode(f"a{token}b").ids.count(config[field]) == 1
+    assert TOKENIZERS[family].get_vocab_size() <= config["text_config"]["vocab_size"] == VOCAB_SIZE
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tokenizer_config_and_tokenizer_agree_on_special_tokens(family: str) -> None:
+    listed = json.loads(small_files(family, "tiny")["tokenizer_config.json"])["added_tokens_decoder"]
+    assert {int(index): token["content"] for index, token in listed.items()} == {
+        index: token.content for index, token in TOKENIZERS[family].get_added_tokens_decoder().items()
+    }
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@given(text=st.text(alphabet=st.characters(exclude_categories=["Cs"]), max_size=60))
+@settings(deadline=None, max_examples=60)
+def test_any_text_round_trips(family: str, text: str) -> None:
+    tokenizer = TOKENIZERS[family]
+    normalized = tokenizer.normalizer.normalize_str(text)
+    ids = tokenizer.encode(text).ids
+    assert tokenizer.decode(ids, skip_special_tokens=False) == normalized
