@@ -1,17 +1,15 @@
-"""Which bytes of an arena are taken: best fit over coalesced holes, in units of 256 bytes.
+"""The free ranges of an arena: best fit over coalesced holes, in units of 256 bytes.
 
-Owns the bookkeeping of offsets only: it never touches memory, and what lies in a range is others' business.
-Pure Python, no torch, no clock. A search and a coalescing step are O(log n) in the number of holes; keeping
-the holes sorted moves a few machine words per change. Not thread-safe.
+Owns offsets only and never touches the memory. A search and a coalescing step are O(log n) in the number of
+holes; keeping the holes sorted moves a few machine words per change. Not thread-safe.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 from encoder_service.errors import InternalError
-from encoder_service.store.integrity import Checked
 
 ALIGNMENT_BYTES = 256
 
@@ -20,7 +18,7 @@ _FIRST_BITS = 48
 _FIRST_MASK = (1 << _FIRST_BITS) - 1
 
 
-class RangeAllocator(Checked):
+class RangeAllocator:
     """Hands out ranges of [0, size_bytes), aligned to ALIGNMENT_BYTES at both ends."""
 
     def __init__(self, size_bytes: int) -> None:
@@ -50,23 +48,13 @@ class RangeAllocator(Checked):
 
     @property
     def taken_bytes(self) -> int:
-        """Of the ranges handed out, with their rounding."""
+        """Bytes of the ranges handed out, with their rounding."""
         return self.size_bytes - self.free_bytes
-
-    @property
-    def num_holes(self) -> int:
-        return len(self._holes)
 
     @property
     def largest_hole_bytes(self) -> int:
         """The largest allocation that would succeed now."""
         return (self._holes[-1] >> _FIRST_BITS) * ALIGNMENT_BYTES if self._holes else 0
-
-    @property
-    def fragmentation(self) -> float:
-        """The share of the free bytes that lies outside the largest hole: 0.0 when all of it is one hole or
-        nothing is free, towards 1.0 when it is crumbs."""
-        return 1.0 - self.largest_hole_bytes / self.free_bytes if self._free_units else 0.0
 
     def capacity_bytes(self, offset: int) -> int:
         """Bytes of the range handed out at ``offset``; 0 when none starts there."""
@@ -77,7 +65,7 @@ class RangeAllocator(Checked):
         """The offset of a range of at least num_bytes, or None when no hole is large enough."""
         if num_bytes < 1:
             raise InternalError(
-                f"a range of {num_bytes} bytes was asked for, the least is 1", found=num_bytes
+                f"a range of {num_bytes} bytes was requested, the minimum is 1", found=num_bytes
             )
         num_units = -(-num_bytes // ALIGNMENT_BYTES)
         position = bisect_left(self._holes, num_units << _FIRST_BITS)
@@ -92,7 +80,7 @@ class RangeAllocator(Checked):
         return first * ALIGNMENT_BYTES
 
     def free(self, offset: int) -> None:
-        """Takes a range back. Raises InternalError when no range starts at ``offset``."""
+        """Returns a range. Raises InternalError when no range starts at ``offset``."""
         if not self.capacity_bytes(offset):
             raise InternalError(
                 f"no range starts at offset {offset}; {len(self._taken)} are handed out", offset=offset
@@ -110,11 +98,12 @@ class RangeAllocator(Checked):
         self._add_hole(first, num_units)
 
     def plan(self) -> FreeingPlan:
-        """For looking ahead at what freeing ranges would give."""
+        """For trying out what freeing ranges would give."""
         return FreeingPlan(self._taken, self._hole_units, self._hole_before)
 
-    def integrity_steps(self) -> Iterator[None]:
-        """Ranges and holes tile the arena, no two holes touch, and the counts and indexes agree."""
+    def check_integrity(self) -> None:
+        """Raises AssertionError unless ranges and holes tile the arena, no two holes touch, and counts and
+        indexes agree."""
         end, num_tiles, free_units, after_hole = 0, 0, 0, False
         num_units = self.size_bytes // ALIGNMENT_BYTES
         while end < num_units:
@@ -126,7 +115,6 @@ class RangeAllocator(Checked):
             assert units > 0
             free_units += hole or 0
             end, num_tiles, after_hole = end + units, num_tiles + 1, hole is not None
-            yield
         assert end == num_units, f"the last tile ends at unit {end} of {num_units}"
         assert num_tiles == len(self._taken) + len(self._hole_units), "tiles lie on one another"
         assert self._free_units == free_units
@@ -137,7 +125,6 @@ class RangeAllocator(Checked):
             last, first, units = key, key & _FIRST_MASK, key >> _FIRST_BITS
             assert self._hole_units.get(first) == units
             assert self._hole_before.get(first + units) == first
-            yield
 
     def _add_hole(self, first: int, num_units: int) -> None:
         insort(self._holes, _key(first, num_units))
@@ -153,19 +140,20 @@ class RangeAllocator(Checked):
 
 
 class FreeingPlan:
-    """Holes as they would be without some of the ranges. Changes nothing; void when the allocator changes."""
+    """The holes that an allocator would have without some of its ranges. It changes nothing, and is invalid
+    once the allocator changes."""
 
     def __init__(
         self, taken: Mapping[int, int], hole_units: Mapping[int, int], hole_before: Mapping[int, int]
     ) -> None:
         self._taken, self._real_units, self._real_before = taken, hole_units, hole_before
-        # Those that would be new. They take in the holes beside them, which are therefore looked at second.
+        # New holes. They include the real holes beside them, so the real ones are looked up second.
         self._units: dict[int, int] = {}
         self._before: dict[int, int] = {}
 
     def free(self, offset: int) -> int:
-        """As if the range that starts at ``offset`` were free, and all those before: the bytes of the hole
-        that it would lie in. O(1)."""
+        """Adds the range that starts at ``offset`` to those that would be free; the bytes of the hole that
+        it would lie in. O(1)."""
         first = offset // ALIGNMENT_BYTES
         num_units = self._taken[first]
         behind = first + num_units

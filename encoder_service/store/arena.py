@@ -1,11 +1,12 @@
-"""The arena: one bounded piece of device or host memory, shared read-only with other processes, cut in slots.
+"""The arena: one bounded piece of device or host memory, cut into slots, that other processes map read-only.
 
-Owns the slots: their bytes, their generations, how many hold each, and that the directory lists none that is
-not readable. A slot lives from ``allocate`` until its last holder drops it; the store's entry, a delivery in
-progress, a writer and a lease are holders alike, so no memory is reused while any of them counts on it. Where
-the bytes come from is the memory's (``cuda_memory``, ``host_memory``), which bytes are free the allocator's,
-what importers see of it the control page's and the directory's. Which rows are worth keeping is the store's.
-Not thread-safe: used from the event loop only, but for views, which are plain tensors.
+Owns the slots: their bytes, their generations, the number of in-process holders of each, and the order of
+the writer's steps (``drop``, ``allocate``, ``publish``, ``index``). A slot lives from ``allocate`` until its
+last holder drops it; the store's entry, a write under way, a tier copy and a delivery are holders. Readers
+in other processes hold nothing: they copy and then compare the generation
+(``vision_encoder.layout.control_page``). Which rows are worth keeping is decided by ``tier``.
+
+Not thread-safe: used from the event loop only. Views are plain tensors and may be used anywhere.
 """
 
 from __future__ import annotations
@@ -13,39 +14,39 @@ from __future__ import annotations
 import hashlib
 import os
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from functools import lru_cache
+from typing import Literal, Protocol, TypeAlias
 
 import structlog
 import torch
 
 from encoder_service.errors import InternalError
 from encoder_service.store.allocator import ALIGNMENT_BYTES, FreeingPlan, RangeAllocator
-from encoder_service.store.control_page import ControlPage, Probe
-from encoder_service.store.directory import Directory, Listing, namespace_tag
-from encoder_service.store.integrity import Checked
+from encoder_service.store.control_page import ControlPage
+from encoder_service.store.directory import Directory
 from encoder_service.types import EncodedItem
+from vision_encoder.layout.control_page import PageHeader, Probe
+from vision_encoder.layout.directory import Record, namespace_tag
 
 log = structlog.get_logger(__name__)
 
+TierName: TypeAlias = Literal["device", "host"]
+
 PROBE_BYTES = 4096
-MAX_TAGS = 1024
-"""Of namespaces, remembered; they are made again when asked for."""
 
 
 class ArenaMemory(Protocol):
-    """Bytes that other processes can map; ``HostMemory`` and ``CudaMemory`` are the two.
+    """Bytes that other processes can map; ``HostMemory`` and ``CudaMemory`` implement it.
 
-    kind: "host" or "device". device_uuid: "GPU-..." as NVML writes it, empty for the host. tensor: uint8
-    [size_bytes] over the memory; a tensor made from it keeps the memory mapped beyond ``close``.
-    export_fd: a new descriptor, the caller's to close. synchronize: waits for work in flight on the memory.
+    device_uuid: "GPU-..." as NVML writes it, empty for the host. tensor: uint8 [size_bytes] over the memory;
+    a tensor made from it keeps the memory mapped after ``close``. export_fd: a new descriptor, which the
+    caller closes. synchronize: waits for work in flight on the memory.
     """
 
     @property
-    def kind(self) -> str: ...
-    @property
-    def device(self) -> torch.device: ...
+    def kind(self) -> TierName: ...
     @property
     def device_uuid(self) -> str: ...
     @property
@@ -57,25 +58,9 @@ class ArenaMemory(Protocol):
     def close(self) -> None: ...
 
 
-@dataclass(frozen=True)
-class ArenaGeometry:
-    """What an importer needs besides the descriptors. arena_id, instance: random, new with every arena
-    ever made, so that a descriptor of one is never taken for another's. device_uuid: empty for the host."""
-
-    arena_id: bytes
-    instance: int
-    kind: str
-    size_bytes: int
-    device_uuid: str
-    num_slots: int
-    page_bytes: int
-    probe: Probe
-    directory_bytes: int = 0
-
-
 @dataclass(frozen=True, eq=False, slots=True)
 class Slot:
-    """A range of the arena and its place in the control page, for one tenancy: a later tenant of the same
+    """A range of the arena with its index in the control page, for one content: later content of the same
     bytes has another Slot."""
 
     index: int
@@ -83,48 +68,34 @@ class Slot:
     num_bytes: int
 
 
-class Arena(Checked):
-    """Slots in shared memory. An arena serves one namespace's readers or those of all that share it:
-    whoever maps it can read all of it."""
+class Arena:
+    """Slots in shared memory. A process that maps an arena can read all of it."""
 
     def __init__(
         self, memory: ArenaMemory, *, max_slots: int, random_bytes: Callable[[int], bytes] = os.urandom
     ) -> None:
-        """Takes the memory over: ``close`` closes it. max_slots bounds the control page. The first
-        PROBE_BYTES hold the probe. Raises InternalError for memory that has no room beside it."""
+        """Owns the memory from here on: ``close`` closes it. max_slots: of the control page. A probe takes
+        PROBE_BYTES. Raises InternalError for memory that has no room beside it."""
         self._memory = memory
         self._allocator = RangeAllocator(memory.size_bytes)
         self._holders: dict[Slot, int] = {}
-        self._slots: list[Slot | None] = [None] * max_slots
         self._free_indexes = deque(range(max_slots))
         self._closed = False
-        self.num_changes = 0
-        """Another number after every change of a slot."""
-        probe = self._write_probe(random_bytes(PROBE_BYTES))
-        self.arena_id = random_bytes(16)
-        instance = int.from_bytes(random_bytes(8), "little")
-        self.page = ControlPage(arena_id=self.arena_id, instance=instance, num_slots=max_slots, probe=probe)
-        self.directory = Directory(arena_id=self.arena_id, instance=instance, num_slots=max_slots)
-        self._tags: dict[str, int] = {}
-        self.geometry = ArenaGeometry(
-            arena_id=self.arena_id,
-            instance=instance,
-            kind=memory.kind,
-            size_bytes=memory.size_bytes,
-            device_uuid=memory.device_uuid,
-            num_slots=max_slots,
-            page_bytes=self.page.size_bytes,
-            probe=probe,
-            directory_bytes=self.directory.size_bytes,
-        )
+        self.kind = memory.kind
+        self.device_uuid = memory.device_uuid
+        self.size_bytes = memory.size_bytes
+        self.num_slots = max_slots
+        self.probe = self._write_probe(random_bytes(PROBE_BYTES))
+        # Both are random and new for every arena, so that descriptors of two are never mixed up.
+        self.arena_id = arena_id = random_bytes(16)
+        self.instance = int.from_bytes(random_bytes(8), "little")
+        self.page = ControlPage(PageHeader(self.arena_id, self.instance, max_slots, self.probe))
+        self.directory = Directory(arena_id=self.arena_id, instance=self.instance, num_slots=max_slots)
+        self._tag = lru_cache(maxsize=1024)(lambda namespace: namespace_tag(arena_id, namespace))
 
     def __len__(self) -> int:
         """Slots in use."""
         return len(self._holders)
-
-    @property
-    def device(self) -> torch.device:
-        return self._memory.device
 
     @property
     def closed(self) -> bool:
@@ -132,7 +103,7 @@ class Arena(Checked):
 
     @property
     def capacity_bytes(self) -> int:
-        """The largest slot that an empty arena gives."""
+        """The largest slot of an empty arena."""
         return self._allocator.size_bytes - PROBE_BYTES
 
     @property
@@ -140,120 +111,97 @@ class Arena(Checked):
         return self._allocator.free_bytes
 
     @property
-    def largest_hole_bytes(self) -> int:
+    def largest_free_bytes(self) -> int:
+        """The largest contiguous free range."""
         return self._allocator.largest_hole_bytes
 
     def freeing_plan(self) -> FreeingPlan:
-        """For looking ahead at the holes that slots would leave, by their offset."""
+        """For trying out which holes slots would leave, by their offset."""
         return self._allocator.plan()
 
-    @property
-    def fragmentation(self) -> float:
-        """See ``RangeAllocator.fragmentation``."""
-        return self._allocator.fragmentation
-
-    @property
-    def num_free_slots(self) -> int:
-        """Slots that the control page has room for besides those in use."""
-        return len(self._free_indexes)
+    # -- the writer's steps ----------------------------------------------------------------------------
 
     def allocate(self, num_bytes: int) -> Slot | None:
-        """A slot with one holder, the caller, and no readable rows yet; None when no hole or no place in
-        the control page is left."""
+        """A slot with one holder, the caller, and an even generation. None when no range or no index is
+        free, or the arena is closed."""
         if self._closed or not self._free_indexes:
             return None
         offset = self._allocator.allocate(num_bytes)
         if offset is None:
             return None
         slot = Slot(self._free_indexes.popleft(), offset, num_bytes)
-        self.num_changes += 1
-        self._slots[slot.index] = slot
         self._holders[slot] = 1
         return slot
 
     def publish(self, slot: Slot) -> int:
-        """The slot's rows are complete, on the device too; their generation. Once per slot."""
+        """The slot's rows are complete, and the event of the work that wrote them was waited for. Makes the
+        generation odd and returns it; once per slot."""
         self._check(slot)
-        self.num_changes += 1
         return self.page.publish(slot.index)
 
-    def enter(self, slot: Slot, namespace: str, item: EncodedItem) -> None:
-        """Lists the slot, whose rows are the item's and published, in the directory, in place of another of
-        this name. It is listed until ``strike`` or its last holder drops it. A clip of which more is known
-        than a record holds is not: its readers are told with their lease."""
+    def index(self, slot: Slot, namespace: str, item: EncodedItem) -> None:
+        """Lists a published slot in the directory, in place of another of this name, until ``unindex`` or
+        its last holder drops it. A clip with timestamps is not listed: a record has no room for them."""
         generation = self.generation(slot)
         if generation % 2 == 0:
             raise InternalError(f"slot {slot.index} has no readable rows to list", slot=slot.index)
-        if item.clip is not None:  # a listing has no room for a clip's timestamps: it is read under a lease
+        if item.clip is not None:
             return
         spec = item.spec
-        listing = Listing(
-            self._tag(namespace),
-            item.key,
-            item.content_digest,
-            spec.num_bytes,
-            item.grid,
-            spec.num_rows,
-            spec.width,
-            str(spec.dtype).removeprefix("torch."),
-            spec.num_deepstack_levels,
+        self.directory.put(
+            Record(
+                key=item.key,
+                tag=self._tag(namespace),
+                generation=generation,
+                offset_bytes=slot.offset_bytes,
+                rows_bytes=spec.num_bytes,
+                grid=item.grid,
+                num_rows=spec.num_rows,
+                width=spec.width,
+                dtype=str(spec.dtype).removeprefix("torch."),
+                num_deepstack_levels=spec.num_deepstack_levels,
+                content_digest=item.content_digest,
+                slot_index=slot.index,
+            )
         )
-        self.num_changes += 1
-        self.directory.put(slot.index, generation, slot.offset_bytes, listing)
 
-    def strike(self, slot: Slot) -> None:
-        """The directory lists the slot no more, where it did."""
+    def unindex(self, slot: Slot) -> None:
+        """Removes the slot from the directory, where it is listed."""
         self._check(slot)
-        self.num_changes += 1
         self.directory.remove(slot.index)
 
-    def published(self, slot: Slot) -> bool:
-        """Whether the slot's rows may be read."""
-        return self.generation(slot) % 2 == 1
+    def hold(self, slot: Slot) -> None:
+        """Adds a holder. Raises InternalError for a slot that was freed."""
+        self._check(slot)
+        self._holders[slot] += 1
+
+    def drop(self, slot: Slot) -> None:
+        """Removes a holder. The last one frees the slot: the generation turns even, and only then does the
+        range return to the allocator."""
+        self._check(slot)
+        self._holders[slot] -= 1
+        if self._holders[slot]:
+            return
+        if not self._closed:
+            self.page.retire(slot.index)
+            self.directory.remove(slot.index)
+        del self._holders[slot]
+        self._free_indexes.append(slot.index)
+        self._allocator.free(slot.offset_bytes)
+
+    # -- what a slot is --------------------------------------------------------------------------------
 
     def generation(self, slot: Slot) -> int:
-        """The slot's generation now."""
         self._check(slot)
         return self.page.generation(slot.index)
-
-    def revoke(self, slot: Slot) -> int:
-        """Makes every reader's generation of the slot stale while the rows stay; the new generation."""
-        self._check(slot)
-        self.num_changes += 1
-        generation = self.page.revoke(slot.index)
-        self.directory.set_generation(slot.index, generation)
-        return generation
 
     def num_holders(self, slot: Slot) -> int:
         """0 for a slot that was freed."""
         return self._holders.get(slot, 0)
 
-    def hold(self, slot: Slot) -> None:
-        """One more holder. Raises InternalError for a slot that was freed."""
-        self._check(slot)
-        self.num_changes += 1
-        self._holders[slot] += 1
-
-    def drop(self, slot: Slot) -> bool:
-        """One holder less; the last one frees the slot. Whether it did."""
-        self._check(slot)
-        self.num_changes += 1
-        self._holders[slot] -= 1
-        if self._holders[slot]:
-            return False
-        if not self._closed:
-            self.page.retire(slot.index)
-            self.directory.remove(slot.index)
-        del self._holders[slot]
-        self._slots[slot.index] = None
-        self._free_indexes.append(slot.index)
-        self._allocator.free(slot.offset_bytes)
-        return True
-
     def view(self, slot: Slot, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """The slot's first bytes as a tensor, without a copy. It holds the memory's mapping, not the slot:
-        valid as long as the caller, or someone for it, holds the slot. Raises InternalError when the slot
-        is smaller, was freed, or the arena is closed."""
+        """The slot's first bytes as a tensor, without a copy; valid while the slot is held. Raises
+        InternalError when the slot is smaller, was freed, or the arena is closed."""
         self._check(slot)
         num_bytes = dtype.itemsize
         for extent in shape:
@@ -267,59 +215,58 @@ class Arena(Checked):
         end = slot.offset_bytes + num_bytes
         return self._memory.tensor[slot.offset_bytes : end].view(dtype).view(*shape)
 
-    def export_fd(self) -> int:
-        """A descriptor of the memory for a namespace's reader; the caller closes it."""
-        return self._memory.export_fd()
-
-    def export_page_fd(self) -> int:
-        """A descriptor of the control page; the caller closes it."""
-        return self.page.export_fd()
+    # -- the arena as a whole --------------------------------------------------------------------------
 
     def export_all(self) -> tuple[int, int, int]:
-        """Descriptors of the memory, the control page and the directory; the caller closes them."""
-        return self.export_fd(), self.export_page_fd(), self.directory.export_fd()
+        """Descriptors of the memory, the control page and the directory; the caller closes them. Raises
+        InternalError after ``close`` and for memory that is not exported, OSError when the process has no
+        descriptors left."""
+        descriptors: list[int] = []
+        try:
+            for owner in (self._memory, self.page, self.directory):
+                descriptors.append(owner.export_fd())  # noqa: PERF401  # closed when a later one fails
+        except BaseException:
+            for descriptor in descriptors:
+                os.close(descriptor)
+            raise
+        data, page, directory = descriptors
+        return data, page, directory
 
     def synchronize(self) -> None:
         """Waits for work in flight on the memory. Blocks; on any thread."""
         self._memory.synchronize()
 
     def close(self) -> None:
-        """Retires every slot, tells importers, and gives the memory up. Holders may still drop theirs, and
-        tensors stay valid: the memory goes with the last of them. Twice is once."""
+        """Retires every slot, sets the closed flag and gives the memory up. Holders may still drop theirs,
+        and tensors stay valid: the memory is unmapped with the last of them. Idempotent."""
         if self._closed:
             return
         self._closed = True
-        self.num_changes += 1
         self.page.close()
         self.directory.close()
         try:
             self._memory.synchronize()
-        except Exception as error:  # a device that failed: nothing runs on it any more
-            log.warning("an arena's device failed before it was closed", error=str(error).partition("\n")[0])
+        except Exception as error:  # a device that failed runs nothing any more
+            log.warning("the device of an arena failed before its end", error=str(error).partition("\n")[0])
         self._memory.close()
 
-    def integrity_steps(self) -> Iterator[None]:
-        """Slots, holders, indexes and bytes agree."""
-        yield from self._allocator.integrity_steps()
+    def check_integrity(self) -> None:
+        """Raises AssertionError unless slots, holders, indexes, bytes and directory agree."""
+        self._allocator.check_integrity()
+        assert len(self._allocator) == len(self._holders) + 1, "the probe is one range"
+        used = set()
         for slot, holders in self._holders.items():
-            assert self._slots[slot.index] is slot
             assert holders > 0
             assert slot.num_bytes <= self._allocator.capacity_bytes(slot.offset_bytes)
-            yield
-        assert len(self._slots) - self._slots.count(None) == len(self._holders)
-        assert len(self._allocator) == len(self._holders) + 1, "the probe is one range"
-        seen = bytearray(len(self._slots))
-        for index in self._free_indexes:
-            assert not seen[index], f"slot {index} is free twice"
-            assert self._slots[index] is None, f"slot {index} is free and in use"
+            used.add(slot.index)
+        free = set(self._free_indexes)
+        assert len(used) == len(self._holders), "two slots have one index"
+        assert len(free) == len(self._free_indexes), "an index is free twice"
+        assert not used & free
+        assert len(used) + len(free) == self.num_slots
+        for index in range(self.num_slots) if self._closed else free:
             assert self.page.generation(index) % 2 == 0, f"slot {index} is free and readable"
-            seen[index] = 1
-            yield
-        assert len(self._free_indexes) + len(self._holders) == len(self._slots)
-        for index in range(len(self._slots)) if self._closed else ():
-            assert self.page.generation(index) % 2 == 0, f"slot {index} of a closed arena is readable"
-            yield
-        yield from self.directory.integrity_steps(self.page.generation)
+        self.directory.check_integrity(self.page.generation)
 
     def _check(self, slot: Slot) -> None:
         if slot not in self._holders:
@@ -328,14 +275,6 @@ class Arena(Checked):
                 slot=slot.index,
                 offset_bytes=slot.offset_bytes,
             )
-
-    def _tag(self, namespace: str) -> int:
-        tag = self._tags.get(namespace)
-        if tag is None:
-            if len(self._tags) >= MAX_TAGS:
-                self._tags.clear()
-            tag = self._tags[namespace] = namespace_tag(self.arena_id, namespace)
-        return tag
 
     def _write_probe(self, data: bytes) -> Probe:
         offset = self._allocator.allocate(PROBE_BYTES)

@@ -1,20 +1,18 @@
 """Device memory that other processes map: one ``cuMemCreate`` allocation, exported as a file descriptor.
 
-Owns the allocation, its mapping in this process and the exported descriptor. Everything goes through the
-driver interface of the optional package ``cuda-bindings``, whose functions used here are the same in 12.x
-and 13.x; the context is the device's primary one, torch's. Torch's caching allocator knows nothing of this
-memory: neither its statistics nor its pools change.
+Owns the allocation, its mapping in this process and the exported descriptor. It uses the driver interface of
+the optional package ``cuda-bindings``, whose functions used here are the same in 12.x and 13.x, in the
+device's primary context, which is torch's. Torch's caching allocator does not know this memory.
 
-A descriptor lets whoever has it map the memory, and the driver has no read-only descriptors: importers of
-this project map with read access, but a hostile process that was handed the descriptor could map it for
-writing. That is why an isolated namespace has an arena of its own.
+The driver has no read-only descriptors. Importers of this project map with read access, but a hostile process
+with the descriptor could map for writing: an isolated namespace therefore has arenas of its own.
 """
 
 from __future__ import annotations
 
 import os
 import weakref
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -25,15 +23,16 @@ from encoder_service.store.host_memory import duplicate
 class CudaMemory:
     """Bytes of one GPU's memory for an arena; see ``arena.ArenaMemory``."""
 
-    kind = "device"
+    kind: Literal["host", "device"] = "device"
 
     def __init__(self, size_bytes: int, device: torch.device) -> None:
-        """size_bytes is rounded up to the device's granularity (2 MiB as a rule); zeroed, since readers see
-        all of it. Raises ConfigurationError when the device cannot export memory or has too little."""
+        """size_bytes is rounded up to the device's granularity, usually 2 MiB. The memory is zeroed, since
+        readers see all of it. Raises ConfigurationError when the device cannot export memory or has too
+        little."""
         driver = load_driver()
         index = torch.cuda.current_device() if device.index is None else device.index
         self.device = torch.device("cuda", index)
-        torch.cuda.synchronize(index)  # makes the primary context, where nothing has
+        torch.cuda.synchronize(index)  # creates the primary context where there is none
         self.device_uuid = device_uuid(index)
         self._check_support(driver, index)
         properties = _properties(driver, index)
@@ -49,7 +48,7 @@ class CudaMemory:
             self._finalizer = weakref.finalize(owner, _release, index, *owner.mapping)
             self._finalizer.atexit = False
             self._fd = owner.export_fd(driver)
-            # In inference mode or not, an ordinary tensor that may be written in both.
+            # An ordinary tensor may be written inside and outside inference mode.
             with torch.inference_mode(False):
                 tensor = torch.as_tensor(owner)
             if tensor.data_ptr() != owner.address or tensor.device != self.device:
@@ -74,7 +73,7 @@ class CudaMemory:
         return self._finalizer.alive
 
     def export_fd(self) -> int:
-        """A descriptor to import; the caller closes it. Raises InternalError after ``close``."""
+        """A descriptor that importers map; the caller closes it. Raises InternalError after ``close``."""
         return duplicate(self._fd)
 
     def synchronize(self) -> None:
@@ -82,8 +81,8 @@ class CudaMemory:
         torch.cuda.synchronize(self.device)
 
     def close(self) -> None:
-        """No more tensors nor descriptors; unmaps with the last tensor. Importers keep their mappings.
-        Twice is once."""
+        """Closes the descriptor; the memory is unmapped with the last tensor. Importers keep their mappings.
+        Idempotent."""
         self._tensor = None
         descriptor, self._fd = self._fd, -1
         if descriptor >= 0:
@@ -103,7 +102,7 @@ class CudaMemory:
 
 
 class _DeviceBytes:
-    """One mapped allocation; every tensor over it holds this object. Released by a finalizer."""
+    """One mapped allocation. Every tensor over it refers to this object; a finalizer releases it."""
 
     def __init__(self, driver: Any, index: int, size_bytes: int, properties: Any) -> None:
         free_bytes, _ = torch.cuda.mem_get_info(index)
@@ -147,7 +146,7 @@ def load_driver() -> Any:
         from cuda.bindings import driver
     except ImportError as error:
         raise ConfigurationError(
-            "rows in device memory that others can map need the package cuda-bindings"
+            "device memory that other processes map needs the package cuda-bindings"
         ) from error
     return driver
 
@@ -183,10 +182,10 @@ def _location(driver: Any, index: int) -> Any:
 
 
 def _call(name: str, *arguments: Any, doing: str = "") -> Any:
-    """Calls a driver function; its result. Raises ConfigurationError with the driver's name of the error."""
+    """Calls a driver function and returns its result. Raises ConfigurationError with the error's name."""
     try:
         status, *results = getattr(load_driver(), name)(*arguments)
-    except RuntimeError as error:  # the package is there, the driver's library is not
+    except RuntimeError as error:  # the driver's library is missing
         raise ConfigurationError(f"{name} cannot be called: {error}", call=name) from error
     if int(status):
         text = f"{name} failed with {getattr(status, 'name', status)}{f': {doing}' if doing else ''}"
@@ -195,7 +194,7 @@ def _call(name: str, *arguments: Any, doing: str = "") -> Any:
 
 
 def _release(index: int, pointer: Any, size_bytes: int, handle: Any) -> None:
-    """Unmaps and frees. Unmapping does not wait for work in flight by itself."""
+    """Unmaps and frees, after the work in flight: unmapping does not wait for it."""
     torch.cuda.synchronize(index)
     _call("cuMemUnmap", pointer, size_bytes)
     _call("cuMemAddressFree", pointer, size_bytes)

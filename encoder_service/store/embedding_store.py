@@ -1,222 +1,616 @@
-"""The embedding store: finished rows by namespace and key, bounded in bytes, each namespace with its fair
-share (``shares``), in which a scan does not push out what is asked for again (``use_order``).
+"""The embedding store: finished rows by namespace and key, on the device and in pinned host memory behind it.
 
-Owns the rows it holds: each entry has its own storage, so that eviction returns memory and no view keeps a
-batch alive. Main and deepstack rows are one tensor and come and go together. ``arena_store`` is the same for
-rows that other processes read; ``RowStore`` is what both offer. Not thread-safe: used from the event loop
-only.
+Owns which tier an item's rows are in and how they move. ``reserve`` gives the engine memory to write to,
+``commit`` makes the rows findable, ``hold`` keeps them in place for as long as this process reads them. Rows
+that the device is about to evict are copied to the host beforehand; rows that are only on the host are copied
+back for a reader on a GPU. Each tier bounds its bytes and evicts by itself (``tier``). An isolated namespace
+has arenas of its own, since a process that maps an arena can read all of it. Main and deepstack rows are one
+tensor and stay together.
+
+Used from the event loop only, but for ``wait_for_copies`` and ``close``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Literal, Protocol, TypeAlias
+import asyncio
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import Any
+from weakref import WeakValueDictionary
 
+import structlog
 import torch
 
-from encoder_service.store.arena import Arena, Slot
-from encoder_service.store.shares import FairShares, Name
-from encoder_service.types import EncodedItem
+from encoder_service.config import Settings
+from encoder_service.errors import ConfigurationError, Draining, InternalError, StoreFull
+from encoder_service.store.arena import PROBE_BYTES, Arena, Slot, TierName
+from encoder_service.store.copies import Copier
+from encoder_service.store.cuda_memory import CudaMemory
+from encoder_service.store.host_memory import HostMemory
+from encoder_service.store.tier import Entry, Name, Tier
+from encoder_service.types import ClipFacts, EncodedItem
 
-Tier: TypeAlias = Literal["device", "host"]
+log = structlog.get_logger(__name__)
 
-# What an entry costs besides its rows: key, grid, tensor and table overhead, rounded up.
-ENTRY_OVERHEAD_BYTES = 1024
+# Of an arena: what reservations may hold together. A long queue must not evict what is asked for meanwhile.
+RESERVED_SHARE = 1 / 2
+# Of a device arena: what is kept free, or present on the host too and therefore evictable without a loss; and
+# how much is written before that is looked at again.
+READY_SHARE = 1 / 4
+LOOK_SHARE = 1 / 32
+# Of a host arena: at most this much holds copies made ahead. In a smaller arena than twice that, each copy
+# would evict an earlier one.
+SPILLED_SHARE = 1 / 2
+# Of an arena: larger items are sent inline.
+PLACE_SHARE = 1 / 4
+RETRY_AFTER_MS = 200
+DEFAULT_DEVICE_ARENA_BYTES = 2 << 30
+# One slot of the control page for so many bytes; rows of an image take more.
+BYTES_PER_SLOT = 16 * 1024
+MIN_SLOTS, MAX_SLOTS = 64, 65_536
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where rows are in an arena. generation: odd; when the slot's generation differs, they are gone."""
+
+    arena_id: bytes
+    instance: int
+    slot_index: int
+    generation: int
+    offset_bytes: int
+    tier: TierName
+
+
+class HeldRows:
+    """An item whose rows stay where they are until ``drop``. tier: None for rows in memory of their own,
+    which are not in the store."""
+
+    def __init__(self, item: EncodedItem, tier: Tier | None = None, entry: Entry | None = None) -> None:
+        """tier, entry: where the rows are; the caller has added a hold of the entry's slot."""
+        self.item = item
+        self.tier: TierName | None = None if tier is None else tier.arena.kind
+        self._tier = tier
+        self._entry = entry
+
+    def share(self) -> HeldRows:
+        """The same rows with a hold of their own. Raises InternalError after ``drop``."""
+        if self._tier is None:
+            return HeldRows(self.item)
+        if self._entry is None:
+            raise InternalError("rows that were dropped cannot be shared")
+        self._tier.arena.hold(self._entry.slot)
+        return HeldRows(self.item, self._tier, self._entry)
+
+    def drop(self) -> None:
+        """Ends the hold. Idempotent."""
+        entry, self._entry = self._entry, None
+        if entry is not None and self._tier is not None:
+            self._tier.arena.drop(entry.slot)
+
+    def announce(self) -> Place:
+        """See ``EmbeddingStore.announce``."""
+        if self._tier is None or self._entry is None:
+            raise InternalError("these rows are not in an arena and have no place")
+        arena, slot = self._tier.arena, self._entry.slot
+        self._tier.announce(self._entry)
+        return Place(
+            arena.arena_id, arena.instance, slot.index, arena.generation(slot), slot.offset_bytes, arena.kind
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Reservation:
+    """Memory for an item's rows, held until ``commit``, ``cancel`` or ``abandon``. destination: [R, W] of the
+    rows' dtype, uninitialised. is_limited: counts towards RESERVED_SHARE."""
+
+    namespace: str
+    coming: EncodedItem
+    destination: torch.Tensor
+    tier: Tier
+    slot: Slot
+    is_limited: bool
 
 
 @dataclass
 class StoreCounters:
-    """refused: items that were not kept, for their size or because readers or other namespaces' shares hold
-    the room they need. evicted_for_others: evictions for another namespace, which were above a share."""
+    """refused: reservations for which there was no room. evictions: entries, from either tier.
+    unread_evictions: of announced rows that no reader had reported as read within the time of their
+    protection. copies_to_host, copies_to_device: items copied between tiers."""
 
     hits: int = 0
     misses: int = 0
-    evictions: int = 0
     refused: int = 0
-    evicted_for_others: int = 0
+    evictions: int = 0
+    unread_evictions: int = 0
+    copies_to_host: int = 0
+    copies_to_device: int = 0
 
 
-@dataclass(eq=False)
-class Held:
-    """An item whose rows stay where they are until ``drop``. arena, slot: where other processes may read
-    them; None for rows that are this process's own."""
+class Partition:
+    """The tiers of one isolated namespace, or of all others. device: None where rows are on the host only."""
 
-    item: EncodedItem
-    arena: Arena | None = None
-    slot: Slot | None = None
+    def __init__(
+        self, host: Arena, device: Arena | None = None, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.host = Tier(host, clock=clock)
+        self.device = None if device is None else Tier(device, self.host, clock=clock)
+        self.written_bytes = 0
+        """On the device, since the last look at what to copy ahead."""
 
-    def share(self) -> Held:
-        """The same rows for one holder more, while this one holds them."""
-        if self.arena is not None:
-            assert self.slot is not None, "rows that were given up may be another's by now"
-            self.arena.hold(self.slot)
-        return Held(self.item, self.arena, self.slot)
+    def tiers(self) -> Iterator[Tier]:
+        """The device's first."""
+        if self.device is not None:
+            yield self.device
+        yield self.host
 
-    def drop(self) -> None:
-        """The holder reads no more. Twice is once."""
-        slot, self.slot = self.slot, None
-        if slot is not None and self.arena is not None:
-            self.arena.drop(slot)
-
-
-@dataclass(frozen=True, eq=False)
-class Writing:
-    """Room that was made for an item's rows: ``copy`` on any thread, then the store's ``finish_put`` or
-    ``cancel_put``, but never while ``copy`` still runs."""
-
-    namespace: str
-    item: EncodedItem
-    slot: Slot
-    target: torch.Tensor
-
-    def copy(self) -> None:
-        self.target.copy_(self.item.rows)
-
-
-class RowStore(Protocol):
-    """Rows by (namespace, key). A namespace never sees another's entries."""
-
-    @property
-    def max_bytes(self) -> int: ...
-    @property
-    def num_bytes(self) -> int: ...
-    @property
-    def counters(self) -> StoreCounters: ...
-    def __len__(self) -> int: ...
-
-    def get(self, namespace: str, key: bytes) -> EncodedItem | None:
-        """The item, now the most recently used, or None. Its rows may be read while somebody holds them."""
-
-    def peek(self, namespace: str, key: bytes) -> EncodedItem | None:
-        """The item or None, without counting as a use."""
-
-    def hold(self, namespace: str, key: bytes, *, is_lookup: bool = True) -> Held | None:
-        """The item with its rows held for the caller, or None. is_lookup: counts as a hit or a miss."""
-
-    def reserve(self, namespace: str, item: EncodedItem) -> Writing | None:
-        """Room on the device that the engine writes an item's rows to, of which item.rows tells shape and
-        dtype: then ``finish_put`` or ``cancel_put``. None where rows come through the host."""
-
-    def begin_put(self, namespace: str, item: EncodedItem) -> Writing | None:
-        """Keeps the item or makes room for it, evicting what ``shares`` says. None when nothing is left to
-        do: it is kept without a copy, or there is no room for it."""
-
-    def finish_put(self, writing: Writing) -> None:
-        """The rows are there: from now on the item is found."""
-
-    def cancel_put(self, writing: Writing) -> None:
-        """The rows will not be there."""
-
-    async def placed(self, held: Held, namespace: str, tier: Tier) -> Held:
-        """Rows that are held, where a reader needs them, held in place of ``held``; that itself where there
-        is no room or no such tier, but never on a device for a reader that needs the host."""
-
-    def check_integrity(self) -> None:
-        """Raises AssertionError unless bytes and entries agree."""
+    def tier(self, name: TierName) -> Tier | None:
+        return self.host if name == "host" else self.device
 
 
 class EmbeddingStore:
-    """The store of a service that shares no memory; see ``RowStore``. weights: see ``shares.FairShares``."""
+    """Rows by namespace and key. A namespace never sees another's entries."""
 
-    def __init__(self, max_bytes: int, *, weights: Mapping[str, float] | None = None) -> None:
-        self.max_bytes = max_bytes
-        self.shares = FairShares(max_bytes, weights)
-        self.num_bytes = 0
-        self.counters = StoreCounters()
-        self._entries: dict[Name, EncodedItem] = {}
+    def __init__(
+        self,
+        shared: Partition,
+        isolated: Mapping[str, Partition] | None = None,
+        *,
+        on_copy_error: Callable[[Exception], None],
+        max_private_bytes: int = 1 << 30,
+    ) -> None:
+        """Owns the arenas from here on. shared: of all namespaces that are not isolated. on_copy_error: gets
+        the error of every failed copy between tiers, which may be a device's fault. max_private_bytes: of
+        copies for which the host arena has no room; a single one may be larger."""
+        self._partitions: dict[str | None, Partition] = {None: shared}
+        self._partitions.update(isolated or {})
+        self._on_copy_error = on_copy_error
+        self._max_private_bytes = max_private_bytes
+        self._copier = Copier()
+        self._moves: dict[tuple[Name, Tier], asyncio.Task[None]] = {}
+        self._spills: dict[Tier, asyncio.Task[None]] = {}
+        self._private: WeakValueDictionary[Name, EncodedItem] = WeakValueDictionary()
+        self._private_copies: dict[Name, asyncio.Task[EncodedItem]] = {}
+        self._abandoned: list[object] = []
+        self._reserved_bytes: dict[Tier, int] = {}
+        self._counters = StoreCounters()
+        self._refuses_copies = False
+        self._has_fault = False
 
-    def __len__(self) -> int:
-        return len(self._entries)
+    # -- lookup ----------------------------------------------------------------------------------------
 
-    def get(self, namespace: str, key: bytes) -> EncodedItem | None:
-        """The item, now the most recently used, or None."""
-        entry = self._entries.get((namespace, key))
-        if entry is None:
-            self.counters.misses += 1
-            return None
-        self.shares.use(namespace, key)
-        self.counters.hits += 1
-        return entry
-
-    def peek(self, namespace: str, key: bytes) -> EncodedItem | None:
-        """The item or None, without counting as a use."""
-        return self._entries.get((namespace, key))
-
-    def hold(self, namespace: str, key: bytes, *, is_lookup: bool = True) -> Held | None:
-        """The item; a reference to its rows is all it takes to hold them."""
-        item = self.get(namespace, key) if is_lookup else self.peek(namespace, key)
-        return None if item is None else Held(item)
-
-    def put(self, namespace: str, item: EncodedItem) -> bool:
-        """Keeps the item in place of one under the same key, evicting what ``shares`` says. False when it was
-        not kept, and nothing evicted: it is larger than the store or than what others' shares leave of it."""
-        name, cost_bytes = (namespace, item.key), entry_bytes(item)
-        previous = self._entries.get(name)
-        more_bytes = cost_bytes - (0 if previous is None else entry_bytes(previous))
-        victims = None
-        if cost_bytes <= self.max_bytes:
-            victims = self._evictable(name, more_bytes, self.num_bytes + more_bytes - self.max_bytes)
-        if victims is None:
-            self.counters.refused += 1
-            return False
-        for victim in victims:
-            self._remove(victim)
-            self.counters.evicted_for_others += victim[0] != namespace
-        self.counters.evictions += len(victims)
-        if previous is not None:
-            self._remove(name)
-        self._entries[name] = item
-        self.shares.keep(*name, cost_bytes)
-        self.num_bytes += cost_bytes
-        return True
-
-    def _evictable(self, name: Name, more_bytes: int, lacking_bytes: int) -> list[Name] | None:
-        """What goes for more_bytes of the name's namespace; None when what may go does not free
-        lacking_bytes."""
-        if lacking_bytes <= 0:
-            return []
-        names = []
-        for victim in self.shares.victims(name[0], more_bytes, lambda other: other != name):
-            names.append(victim)
-            lacking_bytes -= entry_bytes(self._entries[victim])
-            if lacking_bytes <= 0:
-                return names
+    def hold(self, namespace: str, key: bytes, *, is_lookup: bool = True) -> HeldRows | None:
+        """The rows, from the device tier where they are in both. is_lookup: counts as a hit or a miss, and as
+        a use."""
+        for tier in self._partition(namespace).tiers():
+            entry = tier.find((namespace, key))
+            if entry is not None:
+                self._counters.hits += is_lookup
+                if is_lookup:
+                    tier.use(entry)
+                return _held(tier, entry)
+        self._counters.misses += is_lookup
         return None
 
-    def _remove(self, name: Name) -> None:
-        self.num_bytes -= entry_bytes(self._entries.pop(name))
-        self.shares.forget(*name)
+    def peek(self, namespace: str, key: bytes) -> EncodedItem | None:
+        """The item, without a hold: its rows may change as soon as the event loop runs something else."""
+        for tier in self._partition(namespace).tiers():
+            entry = tier.find((namespace, key))
+            if entry is not None:
+                return entry.item
+        return None
 
-    def reserve(self, namespace: str, item: EncodedItem) -> None:
-        """None: this store has no room on a device."""
+    # -- writing ---------------------------------------------------------------------------------------
 
-    def begin_put(self, namespace: str, item: EncodedItem) -> None:
-        """``put``: the item comes with its own storage, there is nothing to copy."""
-        self.put(namespace, item)
+    def reserve(self, namespace: str, coming: EncodedItem) -> Reservation | None:
+        """Memory for coming.rows (a meta tensor): in the device arena, else in the host arena. Evicts what it
+        needs and never waits. None when the rows are larger than the arenas, or what this process holds and
+        has reserved leaves no room."""
+        if not (self._refuses_copies or self._has_fault):
+            for tier in self._partition(namespace).tiers():
+                reserved_bytes = self._reserved_bytes.get(tier, 0)
+                wanted_bytes = reserved_bytes + coming.spec.num_bytes
+                if reserved_bytes and wanted_bytes > tier.arena.capacity_bytes * RESERVED_SHARE:
+                    continue
+                reservation = self._reserve_in(tier, namespace, coming, is_limited=True)
+                if reservation is not None:
+                    self._reserved_bytes[tier] = wanted_bytes
+                    return reservation
+        self._counters.refused += 1
+        return None
 
-    async def placed(self, held: Held, namespace: str, tier: Tier) -> Held:
-        """Where they are: on the host."""
-        del namespace, tier
+    def commit(self, reservation: Reservation, clip: ClipFacts | None = None) -> HeldRows:
+        """Publishes and lists the rows, which are complete: the event of the work that wrote them was waited
+        for. clip: in place of coming.clip. Held for the caller. Raises Draining after ``close``."""
+        tier, coming = reservation.tier, reservation.coming
+        if tier.arena.closed:
+            self.cancel(reservation)
+            raise Draining("the service stopped before the item was delivered")
+        self._unreserve(reservation)
+        item = EncodedItem(
+            coming.key,
+            coming.content_digest,
+            coming.grid,
+            reservation.destination,
+            coming.num_deepstack_levels,
+            coming.clip if clip is None else clip,
+        )
+        held = _held(tier, tier.keep((reservation.namespace, item.key), item, reservation.slot))
+        partition = self._partition(reservation.namespace)
+        if tier is partition.device:
+            self._look_ahead(partition, reservation.slot.num_bytes)
         return held
 
-    def finish_put(self, writing: Writing) -> None:
-        raise AssertionError(f"nothing was given to write {writing.slot.num_bytes} bytes to")
+    def cancel(self, reservation: Reservation) -> None:
+        """Returns the memory. Nothing was written to it, and nothing will be."""
+        self._unreserve(reservation)
+        reservation.tier.arena.drop(reservation.slot)
 
-    def cancel_put(self, writing: Writing) -> None:
-        raise AssertionError(f"nothing was given to write {writing.slot.num_bytes} bytes to")
+    def abandon(self, reservation: Reservation) -> None:
+        """The device failed and may still write: the slot is never used again, and nothing is reserved from
+        here on."""
+        self._has_fault = True
+        self._unreserve(reservation)
+
+    async def keep(self, namespace: str, item: EncodedItem) -> HeldRows:
+        """Copies rows that are in memory of their own into the store, where there is room; else they are held
+        as they are."""
+        partition = self._partition(namespace)
+        source = HeldRows(item)
+        for tier in partition.tiers():
+            if await self._move(source, namespace, tier):
+                entry = tier.find((namespace, item.key))
+                if entry is not None:
+                    return _held(tier, entry)
+        return source
+
+    # -- where rows are --------------------------------------------------------------------------------
+
+    async def in_tier(self, held: HeldRows, namespace: str, tier: TierName) -> HeldRows:
+        """The same rows in ``tier``. Takes ``held`` over: it is returned or dropped, also when this raises.
+
+        "host" gives rows in host memory, in a copy of their own where the host arena has no room; raises
+        StoreFull when such copies take too much memory, Draining after ``refuse_copies``, and what the copy
+        failed with. "device" gives ``held`` itself where the device arena has no room or the copy failed."""
+        if held.tier == tier or (tier == "host" and held.tier is None):
+            return held
+        try:
+            found = await self._find_in(held, namespace, tier)
+        except BaseException:
+            held.drop()
+            raise
+        if found is not held:
+            held.drop()
+        return found
+
+    def announce(self, held: HeldRows) -> Place:
+        """The place of rows, for a reader in another process: from now on they are among the last to be
+        evicted, until ``touch`` or for ANNOUNCED_PROTECTION_S. Raises InternalError for private rows."""
+        return held.announce()
+
+    def touch(self, namespace: str, key: bytes, generation: int) -> None:
+        """A reader in another process has read rows of this generation. Rows that are gone are ignored."""
+        for tier in self._partition(namespace).tiers():
+            tier.touch((namespace, key), generation)
+
+    def max_place_bytes(self, tier: TierName, namespace: str = "") -> int:
+        """The largest rows that are announced in this tier; 0 where there is no such tier."""
+        found = self._partition(namespace).tier(tier)
+        return 0 if found is None else int(found.arena.capacity_bytes * PLACE_SHARE)
+
+    # -- figures ---------------------------------------------------------------------------------------
+
+    def arenas(self) -> list[tuple[str | None, Arena]]:
+        """Each with the only namespace that may map it; None: every namespace that is not isolated."""
+        return [(name, tier.arena) for name, part in self._partitions.items() for tier in part.tiers()]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(tier.num_bytes for tier in self._tiers())
+
+    @property
+    def max_bytes(self) -> int:
+        return sum(tier.arena.capacity_bytes for tier in self._tiers())
+
+    def num_items(self, tier: TierName) -> int:
+        """Entries of one tier; an item in both counts in each."""
+        return sum(len(each) for each in self._tiers() if each.arena.kind == tier)
+
+    def num_unread(self) -> int:
+        """Announced rows that no reader has reported as read, within the time of their protection."""
+        return sum(tier.num_unread() for tier in self._tiers())
+
+    @property
+    def counters(self) -> StoreCounters:
+        """As of now."""
+        return replace(
+            self._counters,
+            evictions=sum(tier.counters.evictions for tier in self._tiers()),
+            unread_evictions=sum(tier.counters.unread_evictions for tier in self._tiers()),
+        )
+
+    # -- end -------------------------------------------------------------------------------------------
+
+    def refuse_copies(self) -> None:
+        """From now on nothing is reserved or copied. Rows are delivered where they are."""
+        self._refuses_copies = True
+
+    def wait_for_copies(self) -> None:
+        """Waits for the copies under way and for all work on the device. Blocks, without end where the device
+        hangs; on any thread, after ``refuse_copies``. Raises the device's error."""
+        self._copier.close()
+        for tier in self._tiers():
+            tier.arena.synchronize()
+
+    def close(self) -> None:
+        """Waits for the copies under way, forgets every item and closes every arena. Idempotent."""
+        self._refuses_copies = True
+        self._copier.close()
+        for tier in self._tiers():
+            tier.close()
 
     def check_integrity(self) -> None:
-        """Raises AssertionError unless the byte count is exact, bounded, and every entry owns its rows."""
-        assert self.num_bytes == sum(entry_bytes(entry) for entry in self._entries.values())
-        assert self.num_bytes <= self.max_bytes
-        self.shares.check_integrity()
-        assert sum(map(self.shares.num_bytes, self.shares.namespaces())) == self.num_bytes
-        for (_, key), entry in self._entries.items():
-            assert key == entry.key
-            assert entry.rows.untyped_storage().nbytes() == entry.spec.num_bytes
+        """Raises AssertionError unless all tiers are sound and every item is in its namespace's arenas."""
+        for namespace, partition in self._partitions.items():
+            for tier in partition.tiers():
+                tier.check_integrity()
+                for entry in tier.next_evicted(tier.arena.size_bytes):
+                    assert self._partition(entry.name[0]) is partition, f"{entry.name[0]!r} in {namespace!r}"
+        assert all(num_bytes >= 0 for num_bytes in self._reserved_bytes.values())
+
+    # -- inside ----------------------------------------------------------------------------------------
+
+    def _partition(self, namespace: str) -> Partition:
+        return self._partitions.get(namespace) or self._partitions[None]
+
+    def _tiers(self) -> Iterator[Tier]:
+        for partition in self._partitions.values():
+            yield from partition.tiers()
+
+    def _reserve_in(
+        self, tier: Tier, namespace: str, coming: EncodedItem, *, is_limited: bool
+    ) -> Reservation | None:
+        slot = tier.allocate(coming.spec.num_bytes)
+        if slot is None:
+            return None
+        destination = tier.arena.view(slot, coming.rows.shape, coming.rows.dtype)
+        return Reservation(namespace, coming, destination, tier, slot, is_limited)
+
+    def _unreserve(self, reservation: Reservation) -> None:
+        if reservation.is_limited:
+            self._reserved_bytes[reservation.tier] -= reservation.coming.spec.num_bytes
+
+    async def _find_in(self, held: HeldRows, namespace: str, tier_name: TierName) -> HeldRows:
+        """``held`` itself, or the same rows in the tier with a hold of their own."""
+        tier, name = self._partition(namespace).tier(tier_name), (namespace, held.item.key)
+        if tier is None:
+            return held
+        try:
+            if name in tier or await self._move(held, namespace, tier):
+                entry = tier.find(name)  # None when it was evicted again in between
+                if entry is not None:
+                    tier.use(entry)
+                    return _held(tier, entry)
+        except Exception:
+            if tier_name == "host":
+                raise
+            log.exception("rows could not be copied to the device")
+        return held if tier_name == "device" else await self._private_rows(held, name)
+
+    async def _move(self, held: HeldRows, namespace: str, tier: Tier) -> bool:
+        """Copies rows into a tier, once for all callers that ask meanwhile. False where there is no room."""
+        move = self._moves.get(((namespace, held.item.key), tier))
+        if move is None:
+            begun = self._begin_move(held, namespace, tier)
+            if begun is None:
+                return False
+            move = self._start_moves([begun], tier)
+        await asyncio.shield(move)  # a caller that is cancelled does not end it for the others
+        return True
+
+    def _begin_move(self, held: HeldRows, namespace: str, tier: Tier) -> tuple[HeldRows, Reservation] | None:
+        """Holds both ends of a copy."""
+        if self._refuses_copies or self._has_fault:
+            return None
+        source = held.share()  # held before the reservation, which could evict it
+        reservation = self._reserve_in(tier, namespace, held.item, is_limited=False)
+        if reservation is None:
+            source.drop()
+            return None
+        return source, reservation
+
+    def _start_moves(self, moves: Sequence[tuple[HeldRows, Reservation]], tier: Tier) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(self._run_moves(moves, tier))
+        names = [((each.namespace, each.coming.key), tier) for _, each in moves]
+        self._moves.update(dict.fromkeys(names, task))
+
+        def forget(_: asyncio.Task[None]) -> None:
+            for name in names:
+                del self._moves[name]
+
+        task.add_done_callback(forget)
+        task.add_done_callback(_retrieve_error)
+        return task
+
+    async def _run_moves(self, moves: Sequence[tuple[HeldRows, Reservation]], tier: Tier) -> None:
+        """Copies all of them and ends their holds. After a failure neither end is used again: the device may
+        still read the one and write the other."""
+        await self._copy([(each.destination, source.item.rows) for source, each in moves])
+        for source, reservation in moves:
+            source.drop()
+            if tier.arena.closed:
+                self.cancel(reservation)
+            else:
+                self.commit(reservation).drop()
+        if tier.arena.kind == "device":
+            self._counters.copies_to_device += len(moves)
+        else:
+            self._counters.copies_to_host += len(moves)
+
+    async def _private_rows(self, held: HeldRows, name: Name) -> HeldRows:
+        """A copy in pageable host memory, one for all that read it at a time. Raises StoreFull, Draining."""
+        copying = self._private_copies.get(name)
+        item = self._private.get(name) if copying is None else None
+        if item is None:
+            item = await asyncio.shield(copying or self._start_private_copy(held, name))
+        return HeldRows(item)
+
+    def _start_private_copy(self, held: HeldRows, name: Name) -> asyncio.Task[EncodedItem]:
+        if self._refuses_copies:
+            raise Draining("the service stopped before the rows were delivered")
+        num_bytes = held.item.spec.num_bytes
+        private_bytes = sum(item.spec.num_bytes for item in self._private.values())
+        if private_bytes and private_bytes + num_bytes > self._max_private_bytes:
+            raise StoreFull(
+                f"rows that the host arena has no room for take {private_bytes} bytes until they are "
+                f"delivered, at most {self._max_private_bytes} are allowed; these have {num_bytes}",
+                retry_after_ms=RETRY_AFTER_MS,
+                held_bytes=private_bytes,
+                needed_bytes=num_bytes,
+                max_bytes=self._max_private_bytes,
+            )
+        item = replace(held.item, rows=torch.empty(held.item.rows.shape, dtype=held.item.rows.dtype))
+        self._private[name] = item  # counts from now on
+        task = asyncio.get_running_loop().create_task(self._copy_private(item, held.share()))
+        self._private_copies[name] = task
+        task.add_done_callback(lambda _: self._private_copies.pop(name))
+        task.add_done_callback(_retrieve_error)
+        return task
+
+    async def _copy_private(self, item: EncodedItem, source: HeldRows) -> EncodedItem:
+        try:
+            await self._copy([(item.rows, source.item.rows)])
+        except BaseException:
+            self._abandoned.append(item.rows)
+            raise
+        source.drop()
+        self._counters.copies_to_host += 1
+        return item
+
+    async def _copy(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        try:
+            await self._copier.copy(pairs)
+        except Exception as error:
+            self._on_copy_error(error)
+            raise
+
+    def _look_ahead(self, partition: Partition, written_bytes: int) -> None:
+        """After every LOOK_SHARE of the device arena, has what goes next copied to the host."""
+        device = partition.device
+        assert device is not None
+        partition.written_bytes += written_bytes
+        if (
+            partition.written_bytes >= device.arena.capacity_bytes * LOOK_SHARE
+            and device not in self._spills
+            and not (self._refuses_copies or self._has_fault)
+        ):
+            partition.written_bytes = 0
+            spill = asyncio.get_running_loop().create_task(self._spill(device, partition.host))
+            self._spills[device] = spill
+            spill.add_done_callback(lambda _: self._spills.pop(device))
+
+    async def _spill(self, device: Tier, host: Tier) -> None:
+        """Copies to the host what the device tier evicts next, in batches: rows under copy are held."""
+        capacity_bytes = device.arena.capacity_bytes
+        ready_bytes = min(capacity_bytes * READY_SHARE, host.arena.capacity_bytes * SPILLED_SHARE)
+        lacking_bytes = int(ready_bytes) - device.arena.free_bytes
+        entries = device.next_evicted(lacking_bytes)
+        try:
+            while entries:
+                moves, num_bytes = list[tuple[HeldRows, Reservation]](), 0
+                while entries and (not moves or num_bytes < capacity_bytes * LOOK_SHARE):
+                    entry = entries.pop(0)
+                    if (
+                        entry.name in host
+                        or (entry.name, host) in self._moves
+                        or device.find(entry.name) is not entry
+                    ):
+                        continue
+                    source = _held(device, entry)
+                    begun = self._begin_move(source, entry.name[0], host)
+                    source.drop()
+                    if begun is not None:
+                        moves.append(begun)
+                        num_bytes += entry.slot.num_bytes
+                if moves:
+                    await asyncio.shield(self._start_moves(moves, host))
+        except Exception:  # the rows are still on the device
+            log.exception("rows could not be copied to the host ahead of their eviction")
 
 
-def entry_bytes(item: EncodedItem) -> int:
-    """What an item costs in the store, in bytes."""
-    return item.spec.num_bytes + ENTRY_OVERHEAD_BYTES
+def _held(tier: Tier, entry: Entry) -> HeldRows:
+    tier.arena.hold(entry.slot)
+    return HeldRows(entry.item, tier, entry)
+
+
+def _retrieve_error(task: asyncio.Task[Any]) -> None:
+    """Waiters are given the task's error; one without waiters is not reported as unretrieved."""
+    if not task.cancelled():
+        task.exception()
+
+
+def host_arena(num_bytes: int, *, pin: bool = False, is_exported: bool = True) -> Arena:
+    """An arena in host memory; see ``HostMemory``. Raises ConfigurationError."""
+    num_bytes = max(num_bytes, PROBE_BYTES + 1)
+    return Arena(HostMemory(num_bytes, pin=pin, is_exported=is_exported), max_slots=_num_slots(num_bytes))
+
+
+def device_arena(num_bytes: int, device: torch.device) -> Arena:
+    """An arena in a GPU's memory. Raises ConfigurationError where that cannot be allocated or exported."""
+    return Arena(CudaMemory(num_bytes, device), max_slots=_num_slots(num_bytes))
+
+
+def open_store(settings: Settings, *, on_copy_error: Callable[[Exception], None]) -> EmbeddingStore:
+    """The arenas that the settings ask for; not exported where there is no broker. Blocks: gigabytes of
+    host memory take seconds. Raises ConfigurationError; then nothing is left open."""
+    device, pin = torch.device(settings.device), torch.device(settings.device).type == "cuda"
+    is_exported = bool(settings.broker_path)
+    host_bytes: dict[str | None, int] = {None: settings.arena_bytes if is_exported else settings.store_bytes}
+    host_bytes.update(settings.isolated_namespaces)
+    with ExitStack() as undo:
+        on_device = _device_arenas(settings, device)
+        for arena in on_device.values():
+            undo.callback(arena.close)
+        partitions: dict[str | None, Partition] = {}
+        for name, num_bytes in host_bytes.items():
+            arena = host_arena(num_bytes, pin=pin, is_exported=is_exported)
+            undo.callback(arena.close)
+            partitions[name] = Partition(arena, on_device.get(name))
+        undo.pop_all()
+    return EmbeddingStore(
+        partitions[None],
+        {name: partition for name, partition in partitions.items() if name is not None},
+        on_copy_error=on_copy_error,
+        max_private_bytes=settings.max_undelivered_bytes,
+    )
+
+
+def _device_arenas(settings: Settings, device: torch.device) -> dict[str | None, Arena]:
+    """By isolated namespace; None: of all others. Empty where the settings want none, and where the device
+    cannot export memory and the settings do not insist. Raises ConfigurationError."""
+    wanted_bytes = settings.device_arena_bytes
+    # The model's loader reports a CUDA device that does not exist.
+    is_wanted = settings.broker_path and device.type == "cuda" and wanted_bytes != 0
+    if not is_wanted or not torch.cuda.is_available():
+        return {}
+    shared_bytes = DEFAULT_DEVICE_ARENA_BYTES if wanted_bytes is None else wanted_bytes
+    device_bytes: dict[str | None, int] = {None: shared_bytes}
+    device_bytes.update(settings.isolated_device_bytes)
+    found: dict[str | None, Arena] = {}
+    try:
+        for name, num_bytes in device_bytes.items():
+            found[name] = device_arena(num_bytes, device)
+    except ConfigurationError as error:
+        for arena in found.values():
+            arena.close()
+        if wanted_bytes is not None or settings.isolated_device_bytes:
+            raise
+        log.warning("rows are not kept in device memory", reason=error.message)
+        return {}
+    return found
+
+
+def _num_slots(num_bytes: int) -> int:
+    return min(MAX_SLOTS, max(MIN_SLOTS, num_bytes // BYTES_PER_SLOT))

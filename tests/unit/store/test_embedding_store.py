@@ -1,68 +1,499 @@
-"""The store: byte bound, order, ownership, namespaces."""
+"""The store: where rows are, what is evicted and in which order, what is copied ahead, what is never lost."""
 
 from __future__ import annotations
 
+import asyncio
 import gc
-import weakref
+import threading
+from collections.abc import AsyncIterator
+from typing import Any
 
+import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from encoder_service.store.embedding_store import ENTRY_OVERHEAD_BYTES, EmbeddingStore, entry_bytes
-from encoder_service.types import EncodedItem, Grid
+from encoder_service.errors import Draining, InternalError, StoreFull
+from encoder_service.store import embedding_store
+from encoder_service.store.copies import Copier
+from encoder_service.store.embedding_store import EmbeddingStore, HeldRows
+from encoder_service.store.tier import ANNOUNCED_PROTECTION_S
+from encoder_service.types import ClipFacts, EncodedItem
+from tests.unit.store.arenas import (
+    ITEM_BYTES,
+    Clock,
+    coming,
+    hold,
+    key_of,
+    land,
+    rows_of,
+    settle,
+    store_of,
+)
+
+pytestmark = pytest.mark.anyio
 
 
-def item(name: int, num_rows: int = 4) -> EncodedItem:
-    return EncodedItem(
-        bytes([name]) * 32, bytes(32), Grid(1, 4, 4), torch.full((num_rows, 8), float(name)), 1
-    )
+def resident(store: EmbeddingStore, names: range, namespace: str = "") -> list[int]:
+    return [name for name in names if store.peek(namespace, key_of(name)) is not None]
 
 
-def test_least_recently_used_goes_first() -> None:
-    store = EmbeddingStore(3 * entry_bytes(item(0)))
-    for name in range(3):
-        assert store.put("", item(name))
-    assert store.get("", item(0).key) is not None
-    store.put("", item(3))
-    assert [store.peek("", item(name).key) is not None for name in range(4)] == [True, False, True, True]
-    assert store.counters.evictions == 1
+def on_device(store: EmbeddingStore, name: int) -> bool:
+    held = store.hold("", key_of(name), is_lookup=False)
+    if held is None:
+        return False
+    held.drop()
+    return held.tier == "device"
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+async def host_only(clock: Clock) -> AsyncIterator[EmbeddingStore]:
+    """Room for four items."""
+    store = store_of(4, clock=clock)
+    yield store
+    store.check_integrity()
+    store.close()
     store.check_integrity()
 
 
-def test_an_item_above_the_bound_is_not_kept_and_evicts_nothing() -> None:
-    store = EmbeddingStore(entry_bytes(item(0)))
-    store.put("", item(0))
-    assert not store.put("", item(1, num_rows=64))
-    assert store.peek("", item(0).key) is not None
-    assert store.counters.refused == 1
+@pytest.fixture
+async def store(clock: Clock) -> AsyncIterator[EmbeddingStore]:
+    """Room for four items on the device and sixteen on the host."""
+    store = store_of(16, 4, clock=clock)
+    yield store
+    await settle(store)
+    store.check_integrity()
+    for _, arena in store.arenas():
+        assert len(arena) == store.num_items(arena.kind), "something still holds rows"
+    store.close()
 
 
-def test_p14_eviction_returns_the_memory() -> None:
-    store = EmbeddingStore(entry_bytes(item(0)))
-    first = item(0)
-    watch = weakref.ref(first.rows)
-    store.put("", first)
-    del first
-    store.put("", item(1))
+# -- one tier --------------------------------------------------------------------------------------------
+
+
+async def test_rows_are_found_as_they_were_written(host_only: EmbeddingStore) -> None:
+    reservation = host_only.reserve("", coming(1))
+    assert reservation is not None
+    assert host_only.peek("", key_of(1)) is None, "not before they are complete"
+    reservation.destination.copy_(rows_of(1))
+    held = host_only.commit(reservation, ClipFacts((0.5,)))
+    assert held.tier == "host"
+    assert held.item.clip == ClipFacts((0.5,))
+    found = host_only.hold("", key_of(1))
+    assert found is not None
+    assert torch.equal(found.item.rows, rows_of(1))
+    assert host_only.hold("other", key_of(1)) is None, "a namespace sees its own entries only"
+    assert (host_only.counters.hits, host_only.counters.misses) == (1, 1)
+    for each in (held, found):
+        each.drop()
+        each.drop()
+
+
+async def test_the_least_recently_used_rows_are_evicted(host_only: EmbeddingStore) -> None:
+    for name in range(4):
+        land(host_only, name)
+    used = host_only.hold("", key_of(0))
+    assert used is not None
+    used.drop()
+    land(host_only, 4)
+    assert resident(host_only, range(5)) == [0, 2, 3, 4]
+    assert host_only.counters.evictions == 1
+
+
+async def test_held_rows_are_never_evicted(host_only: EmbeddingStore) -> None:
+    for name in range(4):
+        land(host_only, name)
+    held = [hold(host_only, name) for name in range(4)]
+    assert host_only.reserve("", coming(9)) is None
+    assert (host_only.counters.refused, host_only.counters.evictions) == (1, 0)
+    held[2].drop()
+    assert land(host_only, 9)
+    assert resident(host_only, range(10)) == [0, 1, 3, 9]
+    for each in held:
+        assert torch.equal(each.item.rows[0, :1], each.item.rows[-1, -1:])
+        each.drop()
+
+
+async def test_p14_memory_returns_after_eviction_and_no_view_pins_a_batch(host_only: EmbeddingStore) -> None:
+    ((_, arena),) = host_only.arenas()
+    free_bytes = arena.free_bytes
+    land(host_only, 1, num_rows=16)
+    assert arena.free_bytes == free_bytes - 4 * ITEM_BYTES
+    land(host_only, 2)
+    assert resident(host_only, range(3)) == [2]
+    assert arena.free_bytes == free_bytes - ITEM_BYTES
+
+
+async def test_p16_main_and_deepstack_rows_are_one_entry(host_only: EmbeddingStore) -> None:
+    """All levels are one tensor: one slot, one listing, one eviction."""
+    land(host_only, 1)
+    held = hold(host_only, 1)
+    assert held.item.num_deepstack_levels == 1
+    assert held.item.rows.is_contiguous()
+    ((_, arena),) = host_only.arenas()
+    assert len(arena) == len(arena.directory) == 1
+    held.drop()
+
+
+async def test_p17_an_item_above_the_arena_is_refused_and_evicts_nothing(host_only: EmbeddingStore) -> None:
+    for name in range(4):
+        land(host_only, name)
+    assert host_only.reserve("", coming(9, num_rows=17)) is None
+    assert resident(host_only, range(4)) == [0, 1, 2, 3]
+    assert host_only.num_bytes <= host_only.max_bytes
+
+
+async def test_reservations_take_half_of_an_arena_together(host_only: EmbeddingStore) -> None:
+    """A long queue does not evict everything; one item alone may be larger."""
+    for name in range(4):
+        land(host_only, name)
+    first, second = host_only.reserve("", coming(5)), host_only.reserve("", coming(6))
+    assert first is not None
+    assert second is not None
+    assert host_only.reserve("", coming(7)) is None
+    host_only.cancel(first)
+    host_only.cancel(second)
+    assert land(host_only, 8, num_rows=16)
+
+
+async def test_a_cancelled_reservation_returns_its_memory(host_only: EmbeddingStore) -> None:
+    reservation = host_only.reserve("", coming(1))
+    assert reservation is not None
+    host_only.cancel(reservation)
+    ((_, arena),) = host_only.arenas()
+    assert len(arena) == 0
+    assert host_only.peek("", key_of(1)) is None
+
+
+async def test_no_slot_is_used_again_after_a_device_fault(host_only: EmbeddingStore) -> None:
+    land(host_only, 1)
+    reservation = host_only.reserve("", coming(2))
+    assert reservation is not None
+    host_only.abandon(reservation)
+    ((_, arena),) = host_only.arenas()
+    assert len(arena) == 2, "the slot stays taken"
+    assert host_only.reserve("", coming(3)) is None
+    held = hold(host_only, 1)
+    assert torch.equal(held.item.rows, rows_of(1))
+    held.drop()
+
+
+async def test_the_same_key_again_replaces_the_rows(host_only: EmbeddingStore) -> None:
+    land(host_only, 1)
+    before = hold(host_only, 1)
+    land(host_only, 1, num_rows=2)
+    assert host_only.num_items("host") == 1
+    after = hold(host_only, 1)
+    assert after.item.rows.shape[0] == 2
+    assert torch.equal(before.item.rows, rows_of(1)), "held rows stay"
+    before.drop()
+    after.drop()
+
+
+async def test_rows_outlive_the_store_while_a_tensor_refers_to_them() -> None:
+    store = store_of(4)
+    land(store, 1)
+    held = hold(store, 1)
+    reservation = store.reserve("", coming(2))
+    assert reservation is not None
+    store.close()
+    with pytest.raises(Draining):
+        store.commit(reservation)
+    assert torch.equal(held.item.rows, rows_of(1))
+    held.drop()
+    del held
     gc.collect()
-    assert watch() is None
 
 
-def test_p18_a_namespace_never_sees_anothers_entries() -> None:
-    store = EmbeddingStore(1 << 20)
-    store.put("a", item(0))
-    assert store.get("b", item(0).key) is None
-    assert store.get("a", item(0).key) is not None
+# -- announced rows --------------------------------------------------------------------------------------
 
 
-@settings(deadline=None, max_examples=50)
-@given(st.lists(st.tuples(st.integers(0, 9), st.integers(1, 40), st.booleans()), max_size=60))
-def test_p17_the_byte_bound_holds_after_every_operation(steps: list[tuple[int, int, bool]]) -> None:
-    store = EmbeddingStore(6 * (1024 + ENTRY_OVERHEAD_BYTES))
-    for name, num_rows, is_get in steps:
-        if is_get:
-            store.get("", bytes([name]) * 32)
-        else:
-            store.put("", item(name, num_rows))
-        store.check_integrity()
+async def test_p21_announced_rows_that_nobody_has_read_are_evicted_last(
+    host_only: EmbeddingStore, clock: Clock
+) -> None:
+    for name in range(4):
+        land(host_only, name)
+    for name in (1, 0):
+        held = hold(host_only, name)
+        host_only.announce(held)
+        held.drop()
+        clock.now_s += 1
+    assert host_only.num_unread() == 2
+    land(host_only, 4, num_rows=8)
+    assert resident(host_only, range(5)) == [0, 1, 4], "2 and 3 went, which were used before"
+    land(host_only, 5, num_rows=8)
+    assert resident(host_only, range(6)) == [0, 1, 5]
+    assert host_only.counters.unread_evictions == 0
+    land(host_only, 6, num_rows=12)
+    assert resident(host_only, range(7)) == [0, 6], "then the oldest announcement"
+    assert host_only.counters.unread_evictions == 1
+    assert land(host_only, 7, num_rows=16), "residency never refuses a reservation"
+    assert host_only.counters.unread_evictions == 2
+
+
+async def test_p21_a_read_ends_the_protection(host_only: EmbeddingStore) -> None:
+    for name in range(4):
+        land(host_only, name)
+    held = hold(host_only, 0)
+    place = host_only.announce(held)
+    held.drop()
+    host_only.touch("", key_of(0), place.generation + 2)
+    host_only.touch("other", key_of(0), place.generation)
+    assert host_only.num_unread() == 1, "another generation, another namespace"
+    host_only.touch("", key_of(0), place.generation)
+    assert host_only.num_unread() == 0
+    land(host_only, 4)
+    assert resident(host_only, range(5)) == [0, 2, 3, 4], "a read is a use"
+    land(host_only, 5, num_rows=16)
+    host_only.touch("", key_of(0), place.generation)
+    assert host_only.counters.unread_evictions == 0
+
+
+async def test_p21_the_protection_ends_with_its_time(host_only: EmbeddingStore, clock: Clock) -> None:
+    """A reader that died leaves nothing behind."""
+    land(host_only, 0)
+    held = hold(host_only, 0)
+    host_only.announce(held)
+    held.drop()
+    for name in range(1, 4):
+        land(host_only, name)
+    clock.now_s += ANNOUNCED_PROTECTION_S
+    land(host_only, 4)
+    assert resident(host_only, range(5)) == [1, 2, 3, 4]
+    assert host_only.counters.unread_evictions == 0
+
+
+async def test_a_place_names_the_rows(host_only: EmbeddingStore) -> None:
+    land(host_only, 1)
+    land(host_only, 2)
+    held = hold(host_only, 2)
+    place = host_only.announce(held)
+    ((_, arena),) = host_only.arenas()
+    assert (place.arena_id, place.instance, place.tier) == (arena.arena_id, arena.instance, "host")
+    assert place.generation % 2 == 1
+    start = arena._memory.tensor.data_ptr()
+    assert place.offset_bytes == held.item.rows.data_ptr() - start
+    held.drop()
+    with pytest.raises(InternalError):
+        host_only.announce(HeldRows(held.item))
+    with pytest.raises(InternalError):
+        held.share()
+    assert host_only.max_place_bytes("host") == ITEM_BYTES
+    assert host_only.max_place_bytes("device") == 0
+
+
+async def test_clips_with_timestamps_have_a_place_and_no_listing(host_only: EmbeddingStore) -> None:
+    reservation = host_only.reserve("", coming(1, clip=ClipFacts((0.5, 1.0))))
+    assert reservation is not None
+    held = host_only.commit(reservation)
+    ((_, arena),) = host_only.arenas()
+    assert len(arena.directory) == 0
+    assert host_only.announce(held).generation % 2 == 1
+    held.drop()
+
+
+# -- two tiers -------------------------------------------------------------------------------------------
+
+
+async def test_the_engine_writes_to_the_device_and_else_to_the_host(store: EmbeddingStore) -> None:
+    first = store.reserve("", coming(1))
+    assert first is not None
+    second = store.reserve("", coming(2, num_rows=32))
+    assert second is not None
+    for reservation, tier in ((first, "device"), (second, "host")):
+        reservation.destination.fill_(1.0)
+        held = store.commit(reservation)
+        assert held.tier == tier
+        held.drop()
+
+
+async def test_rows_that_are_evicted_next_are_on_the_host_by_then(store: EmbeddingStore) -> None:
+    for name in range(12):
+        assert land(store, name)
+        await settle(store)
+    for name in range(12):
+        held = hold(store, name)
+        assert torch.equal(held.item.rows, rows_of(name))
+        assert held.tier == ("device" if name >= 8 else "host")
+        held.drop()
+    assert store.counters.copies_to_host >= 8
+    assert store.counters.evictions == 8
+
+
+async def test_rows_with_a_copy_on_the_host_are_evicted_first(
+    store: EmbeddingStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is lost while something can be evicted without a loss."""
+    monkeypatch.setattr(embedding_store, "LOOK_SHARE", 10.0)  # nothing is copied ahead
+    for name in range(4):
+        land(store, name)
+    copied = await store.in_tier(hold(store, 3), "", "host")
+    copied.drop()
+    land(store, 4)
+    assert not on_device(store, 3)
+    assert resident(store, range(5)) == [0, 1, 2, 3, 4]
+
+
+async def test_a_reader_without_a_gpu_gets_the_rows_on_the_host(store: EmbeddingStore) -> None:
+    land(store, 1)
+    held = await store.in_tier(hold(store, 1), "", "host")
+    assert held.tier == "host"
+    assert torch.equal(held.item.rows, rows_of(1))
+    copies = store.counters.copies_to_host
+    again = await store.in_tier(hold(store, 1), "", "host")
+    assert again.item.rows.data_ptr() == held.item.rows.data_ptr()
+    assert store.counters.copies_to_host == copies
+    again.drop()
+    held.drop()
+
+
+async def test_a_reader_on_a_gpu_gets_the_rows_back(store: EmbeddingStore) -> None:
+    for name in range(6):
+        land(store, name)
+        await settle(store)
+    assert not on_device(store, 0)
+    held = await store.in_tier(hold(store, 0), "", "device")
+    assert held.tier == "device"
+    assert torch.equal(held.item.rows, rows_of(0))
+    assert store.counters.copies_to_device == 1
+    held.drop()
+
+
+async def test_many_readers_share_one_copy(store: EmbeddingStore) -> None:
+    land(store, 1)
+    found = await asyncio.gather(*(store.in_tier(hold(store, 1), "", "host") for _ in range(8)))
+    assert store.counters.copies_to_host == 1
+    for held in found:
+        held.drop()
+
+
+async def test_without_room_a_reader_on_the_host_gets_a_private_copy() -> None:
+    store = store_of(1, 4, max_private_bytes=2 * ITEM_BYTES)
+    for name in range(4):
+        land(store, name)
+    await settle(store)
+    blocking = await store.in_tier(hold(store, 3), "", "host")
+    assert blocking.tier == "host", "and the host arena is full"
+    others = [0, 1, 2]
+    first = await store.in_tier(hold(store, others[0]), "", "host")
+    same = await store.in_tier(hold(store, others[0]), "", "host")
+    assert first.tier is None
+    assert first.item.rows is same.item.rows, "one copy for both"
+    second = await store.in_tier(hold(store, others[1]), "", "host")
+    with pytest.raises(StoreFull):
+        await store.in_tier(hold(store, others[2]), "", "host")
+    assert torch.equal(second.item.rows, rows_of(others[1]))
+    held = hold(store, others[2])
+    assert await store.in_tier(held, "", "device") is held
+    del first, same, second
+    third = await store.in_tier(held, "", "host")
+    assert third.tier is None
+    third.drop()
+    blocking.drop()
+    store.check_integrity()
+    for _, arena in store.arenas():
+        assert len(arena) == store.num_items(arena.kind), "a refused copy keeps no hold"
+    store.close()
+
+
+async def test_rows_of_their_own_are_kept_where_there_is_room(store: EmbeddingStore) -> None:
+    given = EncodedItem(key_of(1), bytes(32), coming(1).grid, rows_of(1), 1)
+    held = await store.keep("", given)
+    assert held.tier == "device"
+    assert torch.equal(held.item.rows, rows_of(1))
+    held.drop()
+    large = EncodedItem(key_of(2), bytes(32), coming(2).grid, rows_of(2, 80), 1)
+    held = await store.keep("", large)
+    assert held.tier is None
+    assert held.item is large
+    held.drop()
+
+
+async def test_a_cancelled_reader_holds_nothing_and_stops_nobody(
+    store: EmbeddingStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    land(store, 1)
+    go_on, copy_all = threading.Event(), Copier._copy_all
+
+    def slow(self: Copier, pairs: Any) -> None:
+        go_on.wait(5)
+        copy_all(self, pairs)
+
+    monkeypatch.setattr(Copier, "_copy_all", slow)
+    leaving = asyncio.create_task(store.in_tier(hold(store, 1), "", "host"))
+    staying = asyncio.create_task(store.in_tier(hold(store, 1), "", "host"))
+    await asyncio.sleep(0)
+    leaving.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await leaving
+    go_on.set()
+    held = await staying
+    assert torch.equal(held.item.rows, rows_of(1))
+    held.drop()
+
+
+async def test_after_a_failed_copy_neither_end_is_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    errors: list[Exception] = []
+    store = store_of(16, 4, on_copy_error=errors.append)
+    land(store, 1)
+
+    def fail(self: Copier, pairs: Any) -> None:
+        raise RuntimeError("the device is gone")
+
+    monkeypatch.setattr(Copier, "_copy_all", fail)
+    with pytest.raises(RuntimeError):
+        await store.in_tier(hold(store, 1), "", "host")
+    assert [str(error) for error in errors] == ["the device is gone"]
+    (_, device), (_, host) = store.arenas()
+    assert (len(device), len(host)) == (1, 1)
+    (slot,) = device._holders
+    assert device.num_holders(slot) == 2, "the entry and the copy that may still read"
+    store.close()
+
+
+async def test_p18_an_isolated_namespace_has_arenas_of_its_own() -> None:
+    """What one does leaves no trace in the arenas that the other maps."""
+    store = store_of(2, 2, isolated=("tenant",))
+    before = [(arena.free_bytes, len(arena.directory)) for name, arena in store.arenas() if name is None]
+    for name in range(8):
+        land(store, name, "tenant")
+        await settle(store)
+    assert before == [
+        (arena.free_bytes, len(arena.directory)) for name, arena in store.arenas() if name is None
+    ]
+    assert resident(store, range(8)) == []
+    land(store, 7)
+    held = hold(store, 7, "tenant")
+    place = store.announce(held)
+    held.drop()
+    assert place.arena_id in {arena.arena_id for name, arena in store.arenas() if name == "tenant"}
+    await settle(store)
+    store.check_integrity()
+    store.close()
+
+
+async def test_close_waits_for_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = store_of(16, 64)
+    for name in (1, 2):
+        land(store, name)
+    started, copy_all, ended = threading.Event(), Copier._copy_all, threading.Event()
+
+    def slow(self: Copier, pairs: Any) -> None:
+        started.set()
+        copy_all(self, pairs)
+        ended.set()
+
+    monkeypatch.setattr(Copier, "_copy_all", slow)
+    reading = asyncio.create_task(store.in_tier(hold(store, 1), "", "host"))
+    await asyncio.to_thread(started.wait, 5)
+    store.refuse_copies()
+    await asyncio.to_thread(store.wait_for_copies)
+    assert ended.is_set()
+    (await reading).drop()
+    assert not land(store, 3), "nothing is reserved any more"
+    with pytest.raises(Draining):
+        await store.in_tier(hold(store, 2), "", "host")
+    store.close()

@@ -1,0 +1,195 @@
+"""One tier of the store: rows by namespace and key in one arena, and which of them are evicted.
+
+Owns the entries and the order of eviction. Rows that a process of ours holds are never evicted. The others go
+in this order, least recently used first:
+
+1. rows that are in the tier behind this one as well, so that nothing is lost;
+2. rows without such a copy;
+3. rows that were announced to a reader in another process in the last ANNOUNCED_PROTECTION_S and that no
+   reader has reported as read, the oldest announcement first.
+
+Not thread-safe: used from the event loop only.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from encoder_service.store.arena import Arena, Slot
+from encoder_service.types import EncodedItem
+
+ANNOUNCED_PROTECTION_S = 10.0
+
+Name: TypeAlias = tuple[str, bytes]
+"""Namespace and key."""
+
+
+@dataclass(eq=False, slots=True)
+class Entry:
+    """Rows in a tier. item.rows: a view of the slot, of which the entry is one holder. announced_s: when a
+    reader was last told the place, None once a reader has read it."""
+
+    name: Name
+    item: EncodedItem
+    slot: Slot
+    announced_s: float | None = None
+
+
+@dataclass
+class TierCounters:
+    """unread_evictions: of rows whose announcement was still protected."""
+
+    evictions: int = 0
+    unread_evictions: int = 0
+
+
+class Tier:
+    """Entries of one arena."""
+
+    def __init__(
+        self, arena: Arena, behind: Tier | None = None, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """Owns the arena from here on: ``close`` closes it. behind: the tier that rows are copied to ahead of
+        their eviction."""
+        self.arena = arena
+        self.num_bytes = 0
+        self.counters = TierCounters()
+        self._behind = behind
+        self._clock = clock
+        self._entries: OrderedDict[Name, Entry] = OrderedDict()  # least recently used first
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __contains__(self, name: Name) -> bool:
+        return name in self._entries
+
+    def find(self, name: Name) -> Entry | None:
+        return self._entries.get(name)
+
+    def use(self, entry: Entry) -> None:
+        """Makes the entry the most recently used. Does nothing for one that was removed."""
+        if self._entries.get(entry.name) is entry:
+            self._entries.move_to_end(entry.name)
+
+    def announce(self, entry: Entry) -> None:
+        """A reader in another process is about to be told the entry's place."""
+        entry.announced_s = self._clock()
+        self.use(entry)
+
+    def touch(self, name: Name, generation: int) -> None:
+        """A reader has read rows of this generation. Does nothing for rows that are not here any more."""
+        entry = self._entries.get(name)
+        if entry is not None and self.arena.generation(entry.slot) == generation:
+            entry.announced_s = None
+            self.use(entry)
+
+    def num_unread(self) -> int:
+        """Entries whose announcement is protected."""
+        now_s = self._clock()
+        return sum(_is_protected(entry, now_s) for entry in self._entries.values())
+
+    def allocate(self, num_bytes: int) -> Slot | None:
+        """A slot, after evicting what it needs. None, and nothing is evicted, when the arena is smaller or
+        what is held leaves no range of that size."""
+        slot = self.arena.allocate(num_bytes)
+        if slot is not None or num_bytes > self.arena.capacity_bytes or self.arena.closed:
+            return slot
+        evicted = self._evictable(num_bytes)
+        if evicted is None:
+            return None
+        now_s = self._clock()
+        for entry in evicted:
+            self.counters.unread_evictions += _is_protected(entry, now_s)
+            self.remove(entry)
+        self.counters.evictions += len(evicted)
+        return self.arena.allocate(num_bytes)
+
+    def keep(self, name: Name, item: EncodedItem, slot: Slot) -> Entry:
+        """Publishes and lists a slot whose rows are complete, in place of others of this name. The caller's
+        hold of the slot becomes the entry's. item.rows: a view of the slot."""
+        self.arena.publish(slot)
+        before = self._entries.get(name)
+        if before is not None:
+            self.remove(before)
+        entry = self._entries[name] = Entry(name, item, slot)
+        self.num_bytes += slot.num_bytes
+        self.arena.index(slot, name[0], item)
+        return entry
+
+    def remove(self, entry: Entry) -> None:
+        """Unlists the rows. Their slot is freed once nothing holds it."""
+        del self._entries[entry.name]
+        self.num_bytes -= entry.slot.num_bytes
+        self.arena.unindex(entry.slot)
+        self.arena.drop(entry.slot)
+
+    def next_evicted(self, num_bytes: int) -> list[Entry]:
+        """What would be evicted next, in order, for num_bytes in all."""
+        found: list[Entry] = []
+        for entry in self._eviction_order():
+            if num_bytes <= 0:
+                break
+            found.append(entry)
+            num_bytes -= entry.slot.num_bytes
+        return found
+
+    def close(self) -> None:
+        """Removes every entry and closes the arena. Idempotent."""
+        for entry in list(self._entries.values()):
+            self.remove(entry)
+        self.arena.close()
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError unless the arena is sound and every entry has a readable slot of its own."""
+        self.arena.check_integrity()
+        slots = {entry.slot for entry in self._entries.values()}
+        assert len(slots) == len(self._entries), "two entries have one slot"
+        assert self.num_bytes == sum(slot.num_bytes for slot in slots)
+        num_images = 0
+        for name, entry in self._entries.items():
+            assert name == entry.name
+            assert name[1] == entry.item.key
+            assert self.arena.generation(entry.slot) % 2 == 1
+            view = self.arena.view(entry.slot, entry.item.rows.shape, entry.item.rows.dtype)
+            assert view.data_ptr() == entry.item.rows.data_ptr()
+            num_images += entry.item.clip is None
+        num_listed = len(self.arena.directory)
+        assert num_images - self.arena.directory.num_unlisted <= num_listed <= num_images
+
+    def _evictable(self, num_bytes: int) -> list[Entry] | None:
+        """The first entries in the order of eviction that leave a range of num_bytes (and a free index);
+        None when all of them do not."""
+        found: list[Entry] = []
+        plan, largest_bytes = self.arena.freeing_plan(), self.arena.largest_free_bytes
+        for entry in self._eviction_order():
+            found.append(entry)
+            largest_bytes = max(largest_bytes, plan.free(entry.slot.offset_bytes))
+            if largest_bytes >= num_bytes:
+                return found
+        return None
+
+    def _eviction_order(self) -> Iterator[Entry]:
+        """Entries that nothing holds, in the order of the module's description."""
+        now_s = self._clock()
+        only_here: list[Entry] = []
+        unread: list[tuple[float, int, Entry]] = []
+        for order, entry in enumerate(self._entries.values()):
+            if self.arena.num_holders(entry.slot) > 1:
+                continue
+            if entry.announced_s is not None and _is_protected(entry, now_s):
+                unread.append((entry.announced_s, order, entry))
+            elif self._behind is None or entry.name in self._behind:
+                yield entry
+            else:
+                only_here.append(entry)
+        yield from only_here
+        yield from (entry for _, _, entry in sorted(unread))
+
+
+def _is_protected(entry: Entry, now_s: float) -> bool:
+    return entry.announced_s is not None and now_s - entry.announced_s < ANNOUNCED_PROTECTION_S
