@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import os
-import tempfile
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -16,7 +13,6 @@ import torch
 from tests import time_limits
 from tests.as_it_happens import AsItHappens
 from tests.turns import own_gpu_first
-from tests.valkey_server import ValkeyProcess
 
 # Before anything asks for a device.
 own_gpu_first(os.environ)
@@ -57,12 +53,3 @@ def device(request: pytest.FixtureRequest) -> torch.device:
 @pytest.fixture
 def anyio_backend() -> str:
     return "asyncio"
-
-
-@pytest.fixture
-def valkey() -> Iterator[ValkeyProcess]:
-    """A server that the test may do anything to. Its folder's name is short: it becomes a socket's."""
-    with tempfile.TemporaryDirectory(prefix="ve-valkey-") as folder:
-        server = ValkeyProcess(Path(folder))
-        yield server
-        server.kill()

@@ -1,28 +1,23 @@
-"""Brokers on sockets of their own, arenas of plain memfds, and a client that sends whatever a test wants."""
+"""Brokers on sockets of their own, and a client that sends any bytes."""
 
 from __future__ import annotations
 
 import array
 import contextlib
-import hashlib
 import os
 import socket
-import struct
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 
-from encoder_service.transport.access import BrokerAccess
-from encoder_service.transport.broker import Broker
-from encoder_service.transport.broker_options import BrokerOptions, ConnectionLimits
-from encoder_service.transport.framing import encode_frame
-from encoder_service.transport.offers import ArenaOffer, OfferBook, ProbeSlot
-from encoder_service.transport.pixel_book import SegmentBook
+from encoder_service.broker import Broker, BrokerLimits, BrokerOptions
+from encoder_service.store.arena import Arena
+from encoder_service.store.host_memory import HostMemory
+from vision_encoder.layout import LAYOUT_VERSION
+from vision_encoder.layout.frames import FrameReader, encode_frame
 from vision_encoder.v1 import broker_pb2 as pb
 
-OPEN = BrokerAccess(open_namespaces=True)
 PATIENCE_S = 20.0
 
 
@@ -45,71 +40,42 @@ def socket_folder() -> Iterator[Path]:
         yield Path(folder)
 
 
-@dataclass
-class Rig:
-    """A running broker and what it has reported."""
-
-    broker: Broker
-    path: str
-    gone: list[str] = field(default_factory=list)
-
-    def offer(
-        self, content: bytes, *, namespace: str | None = None, arena_id: bytes | None = None, probe: int = 16
-    ) -> bytes:
-        """An arena of host memory with this content; its control page holds b"page" and its id."""
-        arena_id = os.urandom(16) if arena_id is None else arena_id
-        page = b"page" + arena_id
-        data_fd, page_fd = os.memfd_create("arena"), os.memfd_create("page")
-        try:
-            os.write(data_fd, content)
-            os.write(page_fd, page)
-            probe = min(probe, len(content))
-            slot = ProbeSlot(0, probe, hashlib.sha256(content[:probe]).digest()) if probe else None
-            offer = ArenaOffer(arena_id, "host", len(content), len(page), probe=slot)
-            self.broker.offer(offer, data_fd, page_fd, namespace)
-        finally:
-            os.close(data_fd)
-            os.close(page_fd)
-        return arena_id
+@contextlib.contextmanager
+def small_arena() -> Iterator[Arena]:
+    arena = Arena(HostMemory(1 << 16), max_slots=8)
+    yield arena
+    arena.close()
 
 
 @contextlib.contextmanager
 def running_broker(
+    *arenas: tuple[str | None, Arena],
     path: str | None = None,
-    *,
-    access: BrokerAccess = OPEN,
-    limits: ConnectionLimits | None = None,
-    isolated: tuple[str, ...] = (),
-    instance_id: str = "one",
-    segments: SegmentBook | None = None,
-    **options: object,
-) -> Iterator[Rig]:
-    """Starts one and stops it; no descriptor of its own may be left afterwards."""
+    opens: Callable[[str, str], bool] = lambda namespace, token: True,
+    limits: BrokerLimits | None = None,
+    allowed_uids: frozenset[int] | None = None,
+) -> Iterator[Broker]:
+    """Starts one and stops it."""
     with contextlib.ExitStack() as stack:
         if path is None:
             path = str(stack.enter_context(socket_folder()) / "broker.sock")
-        gone: list[str] = []
-        broker = Broker(
-            BrokerOptions(
-                path,
-                instance_id,
-                "host-1",
-                access=access,
-                limits=ConnectionLimits() if limits is None else limits,
-                **options,  # type: ignore[arg-type]
-            ),
-            OfferBook(isolated),
-            on_disconnect=gone.append,
+        options = BrokerOptions(
+            path, "one", "host-1", allowed_uids=allowed_uids, limits=limits or BrokerLimits()
         )
-        if segments is not None:
-            broker.take_segments(segments)
+        broker = Broker(options, arenas, opens)
         broker.start()
         try:
-            yield Rig(broker, path, gone)
+            yield broker
+            assert broker.is_serving()
         finally:
             assert broker.stop()
-            assert broker.failure is None
-            assert broker.num_connections == 0
+        assert broker.num_connections == 0
+        assert not os.path.exists(path)
+
+
+def hello(**given: object) -> pb.BrokerHello:
+    fields = {"protocol_version": 1, "min_protocol_version": 1, "layout_version": LAYOUT_VERSION, **given}
+    return pb.BrokerHello(**fields)  # type: ignore[arg-type]
 
 
 class RawClient:
@@ -120,7 +86,7 @@ class RawClient:
         self.socket.settimeout(PATIENCE_S)
         self.descriptors: list[int] = []
         self._request_id = 0
-        self._buffer = b""
+        self._reader = FrameReader()
         try:
             self.socket.connect(path)
             if greet:
@@ -149,15 +115,12 @@ class RawClient:
         assert reply.request_id == self._request_id
         return reply
 
+    def attach(self, arena_id: bytes, layout_version: int = LAYOUT_VERSION) -> pb.BrokerReply:
+        return self.ask(attach=pb.BrokerAttach(arena_id=arena_id, layout_version=layout_version))
+
     def reply(self) -> pb.BrokerReply | None:
         """The next reply; None at the end of the stream. Its descriptors are in ``descriptors``."""
-        while True:
-            if len(self._buffer) >= 8:
-                (num_bytes,) = struct.unpack(">I", self._buffer[4:8])
-                if len(self._buffer) >= 8 + num_bytes:
-                    payload = self._buffer[8 : 8 + num_bytes]
-                    self._buffer = self._buffer[8 + num_bytes :]
-                    return pb.BrokerReply.FromString(payload)
+        while (payload := self._reader.next_payload()) is None:
             try:
                 data, ancillary, _, _ = self.socket.recvmsg(65536, 1024)
             except ConnectionResetError:
@@ -166,12 +129,9 @@ class RawClient:
                 self.descriptors.extend(array.array("i", content))
             if not data:
                 return None
-            self._buffer += data
+            self._reader.feed(data)
+        return pb.BrokerReply.FromString(payload)
 
     def ended(self) -> bool:
         """Whether the broker ends the connection without another reply."""
         return self.reply() is None
-
-
-def hello(**given: object) -> pb.BrokerHello:
-    return pb.BrokerHello(**{"protocol_version": 1, "min_protocol_version": 1, **given})  # type: ignore[arg-type]

@@ -1,473 +1,517 @@
-"""The broker over real sockets: handshake, descriptors, notices, and clients that misbehave."""
+"""The broker: who may connect, what a client gets, what a bad client can hold or do, the socket's file."""
 
 from __future__ import annotations
 
-import errno
+import contextlib
+import fcntl
+import itertools
+import mmap
 import os
-import resource
 import socket
+import stat
+import struct
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from encoder_service import broker as broker_module
+from encoder_service.broker import Broker, BrokerLimits, BrokerOptions, ListeningSocket, stays_in_use
 from encoder_service.errors import ConfigurationError
-from encoder_service.transport import acceptor
-from encoder_service.transport.access import BrokerAccess
-from encoder_service.transport.broker import Broker
-from encoder_service.transport.broker_options import BrokerOptions, ConnectionLimits
-from encoder_service.transport.framing import encode_frame
-from encoder_service.transport.offers import OfferBook
+from encoder_service.store.arena import Arena
 from tests.unit.transport.broker_rig import (
     RawClient,
-    Rig,
     hello,
     num_descriptors,
     running_broker,
+    small_arena,
     socket_folder,
     wait_until,
 )
+from vision_encoder.layout import LAYOUT_VERSION
+from vision_encoder.layout.control_page import read_header
+from vision_encoder.layout.frames import FrameError, FrameReader, encode_frame
 from vision_encoder.v1 import broker_pb2 as pb
 
-QUICK = ConnectionLimits(handshake_s=0.3, frame_s=0.3, send_s=0.3, idle_s=1.0)
+
+@pytest.fixture
+def arena() -> Iterator[Arena]:
+    with small_arena() as arena:
+        yield arena
 
 
-def test_handshake_says_who_the_broker_is_and_names_the_owner() -> None:
-    with running_broker(heartbeat_s=2.0) as rig:
-        arena = rig.offer(b"rows" * 100)
-        with RawClient(rig.path) as client, RawClient(rig.path) as other:
-            welcome = client.welcome
-            assert (welcome.protocol_version, welcome.instance_id, welcome.host_id) == (1, "one", "host-1")
-            assert (welcome.heartbeat_ms, welcome.idle_timeout_ms) == (2000, 30000)
-            assert [geometry.arena_id for geometry in welcome.arenas] == [arena]
-            assert len(welcome.owner_id) == 32
-            assert welcome.owner_id != other.welcome.owner_id
-            assert rig.broker.is_connected(welcome.owner_id, "")
-            assert not rig.broker.is_connected(welcome.owner_id, "another namespace")
-            assert not rig.broker.is_connected("nobody", "")
-            assert rig.broker.num_connections == 2
-
-
-def test_attach_hands_out_both_descriptors_with_the_geometry() -> None:
-    with running_broker() as rig:
-        arena = rig.offer(b"rows" * 100)
-        with RawClient(rig.path) as client:
-            reply = client.ask(attach=pb.BrokerAttach(arena_id=arena))
-            geometry = reply.attached.geometry
-            assert reply.num_descriptors == 2
-            assert (geometry.arena_id, geometry.size_bytes, geometry.page_bytes) == (arena, 400, 20)
-            assert geometry.kind == pb.ARENA_KIND_HOST
-            data, page = client.descriptors
-            assert os.pread(data, 8, 0) == b"rowsrows"
-            assert os.pread(page, 20, 0) == b"page" + arena
-        assert rig.broker.counters.attaches == 1
-        wait_until(lambda: rig.broker.counters.descriptors_sent == 2)
-
-
-def test_probe_list_ping_and_what_is_unknown() -> None:
-    with running_broker() as rig:
-        arena, bare = rig.offer(b"0123456789abcdef" * 2, probe=16), rig.offer(b"x", probe=0)
-        with RawClient(rig.path) as client:
-            slot = client.ask(probe=pb.BrokerProbe(arena_id=arena)).probe_slot
-            assert (slot.offset_bytes, slot.num_bytes, len(slot.sha256)) == (0, 16, 32)
-            listed = client.ask(list=pb.BrokerListArenas()).arenas.arenas
-            assert {geometry.arena_id for geometry in listed} == {arena, bare}
-            assert client.ask(ping=pb.BrokerPing()).HasField("pong")
-            reasons = [
-                client.ask(probe=pb.BrokerProbe(arena_id=bare)).failure.reason,
-                client.ask(probe=pb.BrokerProbe(arena_id=b"?")).failure.reason,
-                client.ask(attach=pb.BrokerAttach(arena_id=b"?" * 16)).failure.reason,
-                client.ask().failure.reason,  # a request of a later version
-            ]
-            assert reasons == ["NO_PROBE_SLOT", "UNKNOWN_ARENA", "UNKNOWN_ARENA", "UNKNOWN_REQUEST"]
-            assert client.ask(ping=pb.BrokerPing()).HasField("pong"), "a failed request fails alone"
-        assert rig.broker.counters.failed.total() == 4
-
-
-def test_p18_isolated_namespaces_get_the_descriptors_of_their_own_arenas_only() -> None:
-    access = BrokerAccess(tokens={"tenant": "secret"}, open_namespaces=True)
-    with running_broker(access=access, isolated=("tenant",)) as rig:
-        shared, own = rig.offer(b"shared"), rig.offer(b"secret", namespace="tenant")
-        with (
-            RawClient(rig.path, namespace="tenant", token="secret") as tenant,
-            RawClient(rig.path, namespace="other") as other,
-        ):
-            for client, theirs, foreign in ((tenant, own, shared), (other, shared, own)):
-                assert [geometry.arena_id for geometry in client.welcome.arenas] == [theirs]
-                refused = client.ask(attach=pb.BrokerAttach(arena_id=foreign)).failure
-                absent = client.ask(attach=pb.BrokerAttach(arena_id=bytes(16))).failure
-                assert refused.reason == absent.reason == "UNKNOWN_ARENA"
-                assert refused.message == absent.message.replace(bytes(16).hex(), foreign.hex())
-                assert client.descriptors == []
-                assert client.ask(probe=pb.BrokerProbe(arena_id=foreign)).failure.reason == "UNKNOWN_ARENA"
-            # A notice of a foreign arena does not arrive either: the first thing that does is the pong.
-            rig.broker.withdraw(own)
-            notice = tenant.reply()
-            assert notice is not None
-            assert notice.arena_closed.arena_id == own
-            assert other.ask(ping=pb.BrokerPing()).HasField("pong")
-
-
-def test_p18_a_token_that_opens_no_more_ends_the_connections_made_with_it() -> None:
-    """Also that of a namespace which had no token before; those whose token still opens go on."""
-    opens = {("a", "old"), ("a", "new"), ("b", "")}
-    access = BrokerAccess(opens=lambda namespace, token: (namespace, token) in opens)
-    with (
-        running_broker(access=access) as rig,
-        RawClient(rig.path, namespace="a", token="old") as old,
-        RawClient(rig.path, namespace="a", token="new") as new,
-        RawClient(rig.path, namespace="b") as bare,
-    ):
-        owners = [old.welcome.owner_id, bare.welcome.owner_id]
-        assert old.ask(ping=pb.BrokerPing()).HasField("pong")
-        opens -= {("a", "old"), ("b", "")}
-        assert old.ended()
-        assert bare.ended()
-        wait_until(lambda: sorted(rig.gone) == sorted(owners), "the end of both owners")
-        assert rig.broker.counters.closed["token_withdrawn"] == 2
-        assert new.ask(ping=pb.BrokerPing()).HasField("pong")
-        with RawClient(rig.path, greet=False) as again:
-            assert again.ask(hello=hello(namespace="a", token="old")).refused.reason == "UNAUTHENTICATED"
-        assert "old" not in repr(list(rig.broker._connections))
-
-
-@pytest.mark.parametrize(
-    ("given_hello", "reason", "retryable"),
-    [
-        ({"namespace": "a", "token": "wrong"}, "UNAUTHENTICATED", False),
-        ({"protocol_version": 9, "min_protocol_version": 5}, "PROTOCOL_MISMATCH", False),
-        ({"client_name": "x" * 200}, "INVALID_REQUEST", False),
-    ],
-)
-def test_a_refusal_carries_its_reason_and_both_versions(
-    given_hello: dict[str, object], reason: str, retryable: bool
-) -> None:
-    with running_broker(access=BrokerAccess(tokens={"a": "right"})) as rig:
-        with RawClient(rig.path, greet=False) as client:
-            message = hello(**given_hello)
-            refused = client.ask(hello=message).refused
-            assert (refused.reason, refused.retryable) == (reason, retryable)
-            assert (refused.protocol_version, refused.min_protocol_version) == (1, 1)
-            assert refused.client_protocol_version == message.protocol_version
-            assert refused.client_min_protocol_version == message.min_protocol_version
-            assert client.ended()
-        assert rig.broker.counters.refused[reason] == 1
-        assert rig.gone == []
-
-
-def test_user_ids_that_are_not_allowed_are_refused_before_they_speak() -> None:
-    access = BrokerAccess(open_namespaces=True, allowed_uids=frozenset({os.getuid() + 1}))
-    with running_broker(access=access) as rig, RawClient(rig.path, greet=False) as client:
-        reply = client.reply()
-        assert reply is not None
-        assert reply.refused.reason == "UID_NOT_ALLOWED"
-        assert str(os.getuid()) in reply.refused.message
-        assert client.ended()
-
-
-def test_room_is_bounded_for_all_and_for_each_namespace() -> None:
-    with (
-        running_broker(max_connections=3, max_connections_per_namespace=2) as rig,
-        RawClient(rig.path, namespace="a"),
-        RawClient(rig.path, namespace="a"),
-    ):
-        with RawClient(rig.path, namespace="a", greet=False) as third:
-            refused = third.ask(hello=hello(namespace="a")).refused
-            assert (refused.reason, refused.retryable) == ("TOO_MANY_CONNECTIONS", True)
-            assert "namespace 'a' has 2 connections, at most 2" in refused.message
-        with RawClient(rig.path, namespace="b"), RawClient(rig.path, namespace="c", greet=False) as fourth:
-            assert "3 connections, at most 3" in fourth.ask(hello=hello(namespace="c")).refused.message
-        wait_until(lambda: rig.broker.num_connections == 2)
-        with RawClient(rig.path, namespace="c") as next_one:
-            assert next_one.welcome.owner_id
-
-
-def test_the_end_of_a_connection_releases_its_owner_once_and_only_it() -> None:
-    with running_broker() as rig:
-        with RawClient(rig.path) as stays:
-            with RawClient(rig.path) as leaves:
-                owner = leaves.welcome.owner_id
-            wait_until(lambda: rig.gone == [owner])
-            assert not rig.broker.is_connected(owner, "")
-            assert rig.broker.is_connected(stays.welcome.owner_id, "")
-        wait_until(lambda: len(rig.gone) == 2)
-    assert len(set(rig.gone)) == len(rig.gone) == 2
-
-
-def test_a_failing_release_ends_neither_the_broker_nor_other_releases() -> None:
+@pytest.fixture
+def folder() -> Iterator[Path]:
     with socket_folder() as folder:
-        gone = []
-
-        def on_disconnect(owner_id: str) -> None:
-            gone.append(owner_id)
-            raise RuntimeError("the table is broken")
-
-        options = BrokerOptions(str(folder / "s"), "i", "h", access=BrokerAccess(open_namespaces=True))
-        broker = Broker(options, OfferBook(), on_disconnect=on_disconnect)
-        broker.start()
-        for _ in range(2):
-            RawClient(options.path).socket.close()
-        wait_until(lambda: len(gone) == 2)
-        assert broker.is_serving()
-        assert broker.stop()
+        yield folder
 
 
-def test_withdrawn_arenas_are_told_and_not_handed_out() -> None:
-    with running_broker() as rig:
-        arena, heir = rig.offer(b"old"), os.urandom(16)
-        with RawClient(rig.path) as client:
-            assert rig.broker.withdraw(arena, replaced_by=heir)
-            notice = client.reply()
-            assert notice is not None
-            assert notice.request_id == 0
-            assert (notice.arena_closed.arena_id, notice.arena_closed.replaced_by) == (arena, heir)
-            reply = client.ask(attach=pb.BrokerAttach(arena_id=arena))
-            assert reply.failure.reason == "UNKNOWN_ARENA"
-            assert not rig.broker.withdraw(arena)
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(broker_module, "DYING_S", 0.1)
 
 
-def test_a_clean_stop_tells_the_clients_removes_the_file_and_releases_everything() -> None:
+# -- what a client gets ----------------------------------------------------------------------------------
+
+
+def test_an_arena_is_attached_probed_and_read(arena: Arena) -> None:
+    with running_broker((None, arena)) as broker, RawClient(broker.options.path, namespace="any") as client:
+        assert client.welcome.instance_id == "one"
+        assert client.welcome.layout_version == LAYOUT_VERSION
+        (geometry,) = client.welcome.arenas
+        reply = client.attach(geometry.arena_id)
+        assert reply.attached.geometry == geometry
+        data_fd, page_fd, directory_fd = client.descriptors
+        sizes = [os.fstat(descriptor).st_size for descriptor in client.descriptors]
+        assert sizes == [geometry.size_bytes, geometry.page_bytes, geometry.directory_bytes]
+        header = read_header(os.pread(page_fd, geometry.page_bytes, 0), geometry.page_bytes)
+        assert header.arena_id == geometry.arena_id == os.pread(directory_fd, 32, 0)[16:32]
+        probe = client.ask(probe=pb.BrokerProbe(arena_id=geometry.arena_id)).probe_slot
+        assert header.probe == (probe.offset_bytes, probe.num_bytes, probe.sha256)
+        assert header.probe.matches(os.pread(data_fd, probe.num_bytes, probe.offset_bytes))
+        with pytest.raises(OSError, match="Permission"):
+            mmap.mmap(data_fd, geometry.size_bytes)
+        assert broker.num_connections == broker.counters.attaches == 1
+
+
+def test_p18_a_namespace_sees_its_own_arenas_only(arena: Arena) -> None:
+    with small_arena() as own, running_broker((None, arena), ("tenant", own)) as broker:
+        path = broker.options.path
+        with RawClient(path, namespace="tenant") as tenant, RawClient(path, namespace="other") as other:
+            assert [each.arena_id for each in tenant.welcome.arenas] == [own.arena_id]
+            assert [each.arena_id for each in other.welcome.arenas] == [arena.arena_id]
+            for client, hidden in ((tenant, arena), (other, own)):
+                for reply in (
+                    client.attach(hidden.arena_id),
+                    client.attach(bytes(16)),
+                    client.ask(probe=pb.BrokerProbe(arena_id=hidden.arena_id)),
+                ):
+                    assert reply.failure.reason == "UNKNOWN_ARENA", "the same as for one that does not exist"
+                assert client.descriptors == []
+
+
+@pytest.mark.parametrize("version", [0, LAYOUT_VERSION - 1, LAYOUT_VERSION + 1])
+def test_p35_another_layout_version_is_refused(arena: Arena, version: int) -> None:
+    with running_broker((None, arena)) as broker, RawClient(broker.options.path) as client:
+        reply = client.attach(arena.arena_id, version)
+        assert reply.failure.reason == "LAYOUT_MISMATCH"
+        assert f"{version}, the arenas have {LAYOUT_VERSION}" in reply.failure.message
+        assert client.descriptors == []
+        assert broker.counters.refused == {"LAYOUT_MISMATCH": 1}
+        assert client.attach(arena.arena_id).HasField("attached"), "the connection goes on"
+
+
+def test_a_request_of_a_later_version_fails_alone(arena: Arena) -> None:
+    with running_broker((None, arena)) as broker, RawClient(broker.options.path) as client:
+        assert client.ask().failure.reason == "UNKNOWN_REQUEST"
+        assert client.attach(arena.arena_id).HasField("attached")
+
+
+def test_the_end_of_the_broker_ends_its_connections(arena: Arena) -> None:
     before = num_descriptors()
-    with running_broker() as rig:
-        rig.offer(b"rows")
-        client = RawClient(rig.path)
-        assert rig.broker.is_serving()
-        assert rig.broker.stop()
-        assert not os.path.exists(rig.path)
-        assert not rig.broker.is_serving()
-        notice = client.reply()
-        assert notice is not None
-        assert notice.HasField("stopping")
-        assert client.ended()
-        assert rig.gone == [client.welcome.owner_id]
-        client.socket.close()
+    with running_broker((None, arena)) as broker:
+        clients = [RawClient(broker.options.path) for _ in range(3)]
+    for client in clients:
+        with client:
+            assert client.ended()
+    assert num_descriptors() == before
+    assert not broker.is_serving()
+
+
+def test_p25_many_clients_at_a_time(arena: Arena) -> None:
+    def read(path: str, errors: list[BaseException]) -> None:
+        try:
+            for _ in range(5):
+                with RawClient(path) as client:
+                    assert client.attach(arena.arena_id).num_descriptors == 3
+                    assert os.fstat(client.descriptors[0]).st_size == arena.size_bytes
+        except BaseException as error:
+            errors.append(error)
+
+    errors: list[BaseException] = []
+    before = num_descriptors()
+    with running_broker((None, arena)) as broker:
+        threads = [threading.Thread(target=read, args=(broker.options.path, errors)) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert errors == []
+        assert broker.counters.attaches == 40
     assert num_descriptors() == before
 
 
-def test_a_second_broker_at_the_same_path_does_not_start_and_leaves_nothing() -> None:
-    with running_broker() as rig:
+# -- who may connect -------------------------------------------------------------------------------------
+
+
+def refused(path: str, message: pb.BrokerHello) -> pb.BrokerRefused:
+    with RawClient(path, greet=False) as client:
+        reply = client.ask(hello=message)
+        assert client.ended()
+        return reply.refused
+
+
+@pytest.mark.parametrize(("newest", "oldest"), [(0, 0), (9, 2)])
+def test_p35_versions_must_overlap(newest: int, oldest: int) -> None:
+    with running_broker() as broker:
+        found = refused(broker.options.path, hello(protocol_version=newest, min_protocol_version=oldest))
+        assert (found.reason, found.retryable) == ("PROTOCOL_MISMATCH", False)
+        assert (found.protocol_version, found.min_protocol_version) == (1, 1)
+        with RawClient(broker.options.path, greet=False) as client:
+            assert client.ask(hello=hello(protocol_version=9)).welcome.protocol_version == 1
+
+
+def test_p18_an_unknown_namespace_and_a_wrong_token_get_the_same_words() -> None:
+    with running_broker(opens=lambda namespace, token: (namespace, token) == ("a", "right")) as broker:
+        path = broker.options.path
+        wrong, unknown = (refused(path, hello(namespace=name, token="x")) for name in ("a", "b"))
+        assert wrong.reason == unknown.reason == "UNAUTHENTICATED"
+        assert wrong.message.replace("'a'", "'b'") == unknown.message
+        assert broker.counters.refused == {"UNAUTHENTICATED": 2}
+        with RawClient(path, namespace="a", token="right"):
+            assert broker.num_connections == 1
+
+
+def test_a_token_that_is_withdrawn_ends_the_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(broker_module, "TICK_S", 0.02)
+    tokens = {"right"}
+    with (
+        running_broker(opens=lambda namespace, token: token in tokens) as broker,
+        RawClient(broker.options.path, token="right") as client,
+    ):
+        tokens.clear()
+        assert client.ended()
+
+
+def test_user_ids_are_those_of_the_kernel(arena: Arena) -> None:
+    uid = os.getuid()
+    with (
+        running_broker(allowed_uids=frozenset({uid + 1})) as broker,
+        RawClient(broker.options.path, greet=False) as client,
+    ):
+        reply = client.reply()
+        assert reply is not None
+        assert reply.refused.reason == "UID_NOT_ALLOWED"
+        assert f"user id {uid} may not connect, allowed: {uid + 1}" in reply.refused.message
+        assert client.ended()
+    with running_broker(allowed_uids=frozenset({uid})) as broker, RawClient(broker.options.path):
+        pass
+
+
+def test_long_names_are_refused_with_both_numbers() -> None:
+    with running_broker() as broker:
+        found = refused(broker.options.path, hello(client_name="n" * 129))
+        assert (found.reason, found.message.split()[2]) == ("INVALID_REQUEST", "129")
+
+
+# -- bad clients -----------------------------------------------------------------------------------------
+
+
+def test_p17_connections_are_bounded_in_all_and_by_namespace() -> None:
+    limits = BrokerLimits(connections=3, connections_per_namespace=2)
+    with running_broker(limits=limits) as broker, contextlib.ExitStack() as stack:
+        path = broker.options.path
+        first = stack.enter_context(RawClient(path, namespace="a"))
+        stack.enter_context(RawClient(path, namespace="a"))
+        found = refused(path, hello(namespace="a"))
+        assert (found.reason, found.retryable) == ("TOO_MANY_CONNECTIONS", True)
+        stack.enter_context(RawClient(path, namespace="b"))
+        assert "the broker has 3 connections, at most 3" in refused(path, hello(namespace="c")).message
+        first.socket.close()
+        wait_until(lambda: broker.num_connections == 2)
+        stack.enter_context(RawClient(path, namespace="c"))
+
+
+def test_p17_clients_without_a_hello_do_not_keep_others_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(broker_module, "TICK_S", 0.02)
+    with (
+        running_broker(limits=BrokerLimits(pending=4, hello_s=0.3)) as broker,
+        contextlib.ExitStack() as stack,
+    ):
+        path = broker.options.path
+        silent = [stack.enter_context(RawClient(path, greet=False)) for _ in range(9)]
+        assert all(client.ended() for client in silent[:5]), "the oldest go"
+        stack.enter_context(RawClient(path))
+        silent[-1].socket.sendall(b"VEBR")
+        assert all(client.ended() for client in silent[5:]), "the others have a time"
+
+
+BAD_BYTES: dict[str, Callable[[RawClient], bytes]] = {
+    "garbage": lambda _: b"GET / HTTP/1.1\r\n\r\n",
+    "a frame too large": lambda _: struct.pack(">4sI", b"VEBR", 65537),
+    "a payload that is no message": lambda _: encode_frame(b"\xff\xff\xff"),
+    "a request without an id": lambda _: encode_frame(pb.BrokerRequest(hello=hello()).SerializeToString()),
+    "a second Hello": lambda client: client.frame(hello=hello()),
+    "a flood": lambda client: client.frame(probe=pb.BrokerProbe()) * 200,
+}
+
+
+@pytest.mark.parametrize("name", BAD_BYTES)
+def test_p33_bad_bytes_end_that_connection_only(arena: Arena, name: str) -> None:
+    with running_broker((None, arena)) as broker, RawClient(broker.options.path) as good:
+        with RawClient(broker.options.path) as bad:
+            bad.socket.sendall(BAD_BYTES[name](bad))
+            wait_until(lambda: broker.num_connections == 1)
+        assert good.attach(arena.arena_id).HasField("attached")
+
+
+def test_a_request_before_hello_ends_the_connection(arena: Arena) -> None:
+    with running_broker((None, arena)) as broker, RawClient(broker.options.path, greet=False) as client:
+        client.socket.sendall(client.frame(attach=pb.BrokerAttach(arena_id=arena.arena_id)))
+        assert client.ended()
+
+
+def test_descriptors_of_a_client_are_not_taken(arena: Arena) -> None:
+    with running_broker((None, arena)) as broker, RawClient(broker.options.path) as client:
         before = num_descriptors()
-        options = BrokerOptions(rig.path, "i", "h")
-        with pytest.raises(ConfigurationError, match="another process listens"):
-            Broker(options, OfferBook(), on_disconnect=lambda _: None).start()
-        # the first one, in this process, has yet to close its end of the connection that asked
-        wait_until(lambda: num_descriptors() == before, "every descriptor's close")
-        assert rig.broker.is_serving()
+        with open(os.devnull) as extra:
+            frame = client.frame(attach=pb.BrokerAttach(arena_id=arena.arena_id, layout_version=2))
+            socket.send_fds(client.socket, [frame], [extra.fileno()] * 10)
+            reply = client.reply()
+        assert reply is not None
+        assert reply.HasField("attached")
+        assert num_descriptors() == before + 3
 
 
-def test_a_socket_file_that_somebody_removed_is_noticed() -> None:
-    with running_broker() as rig:
-        os.unlink(rig.path)
-        assert not rig.broker.is_serving()
+def test_p17_what_a_client_does_not_read_is_bounded(arena: Arena) -> None:
+    """Bytes in this process, and descriptors in the kernel."""
+    limits = BrokerLimits(unsent_bytes=4096, requests_per_s=1e6, attaches=5)
+    with running_broker((None, arena), limits=limits) as broker, RawClient(broker.options.path) as client:
+        for _ in range(5):
+            assert client.attach(arena.arena_id).HasField("attached")
+        assert client.attach(arena.arena_id).failure.reason == "TOO_MANY_ATTACHES"
+        frame = client.frame(probe=pb.BrokerProbe(arena_id=arena.arena_id))
+        client.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        with contextlib.suppress(OSError):
+            for _ in range(2000):
+                client.socket.sendall(frame * 100)
+        wait_until(lambda: broker.num_connections == 0)
 
 
-# -- clients that misbehave ------------------------------------------------------------------------------
+def test_replies_that_waited_arrive_whole_and_in_order(arena: Arena) -> None:
+    limits = BrokerLimits(unsent_bytes=1 << 24, requests_per_s=1e6)
+    with running_broker((None, arena), limits=limits) as broker, RawClient(broker.options.path) as client:
+        frames = b"".join(client.frame(probe=pb.BrokerProbe(arena_id=arena.arena_id)) for _ in range(6000))
+        client.socket.sendall(frames)
+        time.sleep(0.1)
+        replies = [client.reply() for _ in range(6000)]
+        assert [reply.request_id for reply in replies if reply is not None] == list(range(2, 6002))
 
 
-def bad_bytes() -> dict[str, bytes]:
-    ping = pb.BrokerRequest(request_id=1, ping=pb.BrokerPing()).SerializeToString()
-    return {
-        "http": b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
-        "zeros": bytes(1000),
-        "length over the bound": b"VEBR" + b"\xff\xff\xff\xff",
-        "no protobuf": encode_frame(b"\xff" * 64),
-        "request before hello": encode_frame(ping),
-        "no request id": encode_frame(pb.BrokerRequest(hello=hello()).SerializeToString()),
-        "nothing in it": encode_frame(b""),
-    }
-
-
-@pytest.mark.parametrize("name", sorted(bad_bytes()))
-def test_p33_garbage_ends_its_own_connection_and_no_other(name: str) -> None:
-    with running_broker() as rig, RawClient(rig.path) as good:
-        with RawClient(rig.path, greet=False) as bad:
-            bad.socket.sendall(bad_bytes()[name])
-            assert bad.ended()
-        wait_until(lambda: rig.broker.counters.closed["protocol_error"] == 1)
-        assert good.ask(ping=pb.BrokerPing()).HasField("pong")
-
-
-def test_a_second_hello_ends_the_connection() -> None:
-    with running_broker() as rig, RawClient(rig.path) as client:
-        client.socket.sendall(client.frame(hello=hello()))
-        assert client.ended()
-        wait_until(lambda: rig.gone == [client.welcome.owner_id])
-
-
-@settings(max_examples=60, deadline=None)
-@given(junk=st.binary(max_size=200), greet=st.booleans(), framed=st.booleans())
-def test_p33_no_bytes_break_the_broker(fuzzed_rig: Rig, junk: bytes, greet: bool, framed: bool) -> None:
-    with RawClient(fuzzed_rig.path, greet=greet) as client:
-        client.socket.sendall(encode_frame(junk) if framed else junk)
-    assert fuzzed_rig.broker.is_serving()
-    assert fuzzed_rig.broker.counters.closed["internal"] == 0
-
-
-@pytest.fixture(scope="module")
-def fuzzed_rig() -> Iterator[Rig]:
-    with running_broker() as rig:
-        rig.offer(b"rows")
-        yield rig
-        with RawClient(rig.path) as client:
-            assert client.ask(ping=pb.BrokerPing()).HasField("pong")
-
-
-def test_half_a_hello_is_given_up_in_time() -> None:
-    with running_broker(limits=QUICK) as rig, RawClient(rig.path, greet=False) as client:
-        client.socket.sendall(client.frame(hello=hello())[:-1])
-        started_s = time.monotonic()
-        assert client.ended()
-        assert 0.25 < time.monotonic() - started_s < 5
-        assert rig.broker.counters.closed["handshake_timeout"] == 1
-
-
-def test_half_a_request_is_given_up_in_time_and_its_owner_released() -> None:
-    with running_broker(limits=QUICK) as rig, RawClient(rig.path) as client:
-        client.socket.sendall(client.frame(ping=pb.BrokerPing())[:-1])
-        assert client.ended()
-        assert rig.broker.counters.closed["frame_timeout"] == 1
-        wait_until(lambda: rig.gone == [client.welcome.owner_id])
-
-
-def test_a_client_without_heartbeats_is_released() -> None:
-    with running_broker(limits=QUICK) as rig, RawClient(rig.path) as client:
-        assert client.ended()
-        assert rig.broker.counters.closed["idle"] == 1
-        wait_until(lambda: rig.gone == [client.welcome.owner_id])
-
-
-def test_a_client_that_never_reads_is_ended_and_others_are_served_meanwhile() -> None:
-    limits = ConnectionLimits(send_s=0.3, requests_per_s=1e6, request_burst=1_000_000)
-    with running_broker(limits=limits) as rig, RawClient(rig.path) as good:
-        deaf = RawClient(rig.path)
-        frame = deaf.frame(list=pb.BrokerListArenas()) * 1000
-        for _ in range(40):
-            rig.offer(b"x")
-        deaf.socket.setblocking(False)
-        ends_s = time.monotonic() + 20
-        while rig.broker.counters.closed["not_reading"] == 0:
-            assert time.monotonic() < ends_s
-            try:
-                deaf.socket.send(frame)
-            except BlockingIOError:
-                time.sleep(0.01)
-            except (BrokenPipeError, ConnectionResetError):
-                break
-            assert good.ask(ping=pb.BrokerPing()).HasField("pong")
-        wait_until(lambda: rig.gone == [deaf.welcome.owner_id])
-        deaf.socket.close()
-
-
-def test_a_client_that_collects_descriptors_in_its_socket_gets_a_bounded_number() -> None:
-    with running_broker() as rig:
-        arena = rig.offer(b"rows")
-        with RawClient(rig.path) as client:
-            asked = client.frame(attach=pb.BrokerAttach(arena_id=arena)) * 30
-            client.socket.sendall(asked)
-            wait_until(lambda: rig.broker.counters.failed["DESCRIPTORS_UNREAD"] == 14)
-            assert rig.broker.counters.descriptors_sent == 32
-            replies = [client.reply() for _ in range(30)]
-            assert sum(reply is not None and reply.HasField("attached") for reply in replies) == 16
-            assert len(client.descriptors) == 32
-            again = client.ask(attach=pb.BrokerAttach(arena_id=arena))
-            assert again.HasField("attached"), "what was read is not in flight"
-
-
-def test_a_flood_of_requests_is_slowed_and_all_are_answered() -> None:
-    limits = ConnectionLimits(requests_per_s=80, request_burst=20)
-    with running_broker(limits=limits) as rig, RawClient(rig.path) as client, RawClient(rig.path) as other:
-        started_s = time.monotonic()
-        client.socket.sendall(b"".join(client.frame(ping=pb.BrokerPing()) for _ in range(100)))
-        assert other.ask(ping=pb.BrokerPing()).HasField("pong")
-        asked_s = time.monotonic() - started_s
-        replies = [client.reply() for _ in range(100)]
-        assert all(reply is not None and reply.HasField("pong") for reply in replies)
-        answered_s = time.monotonic() - started_s
-        assert answered_s > 0.9, "eighty of them, at eighty a second"
-        assert asked_s < answered_s - 0.1, "others do not wait for the flood"
-
-
-def test_silent_connects_crowd_out_each_other_and_no_one_who_speaks() -> None:
-    with running_broker(max_pending=8) as rig:
-        crowd = [RawClient(rig.path, greet=False) for _ in range(50)]
-        with RawClient(rig.path) as honest:
-            assert honest.ask(ping=pb.BrokerPing()).HasField("pong")
-            wait_until(lambda: rig.broker.counters.closed["crowded_out"] >= 42)
-            crowd += [RawClient(rig.path, greet=False) for _ in range(20)]
-            wait_until(lambda: rig.broker.counters.accepted == 71)
-            assert honest.ask(ping=pb.BrokerPing()).HasField("pong")
-        for client in crowd:
-            client.socket.close()
-
-
-def test_p19_thousands_of_connects_leave_no_descriptor() -> None:
-    with running_broker() as rig:
-        arena = rig.offer(b"rows")
-        before = num_descriptors()
-        for number in range(2000):
-            with RawClient(rig.path, greet=number % 4 != 0) as client:
-                if number % 4 == 1:
-                    client.ask(attach=pb.BrokerAttach(arena_id=arena))
-                elif number % 4 == 2:
-                    client.socket.sendall(client.frame(attach=pb.BrokerAttach(arena_id=arena)))  # unread
-        wait_until(lambda: len(rig.gone) == 1500 and rig.broker.num_connections == 0)
-        wait_until(lambda: num_descriptors() == before, "every descriptor's close")
-        assert rig.broker.counters.closed["internal"] == 0
-
-
-def test_without_descriptors_clients_are_turned_away_without_a_busy_loop() -> None:
-    with running_broker() as rig, RawClient(rig.path) as good:
-        clients = [socket.socket(socket.AF_UNIX) for _ in range(4)]
-        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        lowest_free = os.dup(0)
-        os.close(lowest_free)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free, hard))
-        try:
-            spent_s = time.thread_time(), time.process_time()
-            clients[0].settimeout(10)
-            clients[0].connect(rig.path)
-            assert clients[0].recv(1) == b"", "turned away, not left hanging"
-            for client in clients[1:]:
-                client.connect(rig.path)
-            time.sleep(4 * acceptor.PAUSE_S)
-            assert time.process_time() - spent_s[1] < 0.2
-            assert good.ask(ping=pb.BrokerPing()).HasField("pong"), "those who are in stay in"
-            assert 1 <= rig.broker.counters.accept_failures <= 8
-        finally:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-        wait_until(lambda: rig.broker.is_serving())
-        with RawClient(rig.path) as later:
-            assert later.ask(ping=pb.BrokerPing()).HasField("pong")
-        for client in clients:
-            client.close()
-
-
-def test_attach_without_a_descriptor_to_spare_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    with running_broker() as rig:
-        arena = rig.offer(b"rows")
-        with RawClient(rig.path) as client:
-
-            def full(*_: object) -> None:
-                raise OSError(errno.EMFILE, "Too many open files")
-
-            with monkeypatch.context() as patched:
-                patched.setattr("encoder_service.transport.offers.os.dup", full)
-                failure = client.ask(attach=pb.BrokerAttach(arena_id=arena)).failure
-            assert (failure.reason, failure.retryable) == ("DESCRIPTORS_EXHAUSTED", True)
-            assert client.ask(attach=pb.BrokerAttach(arena_id=arena)).HasField("attached")
-
-
-def test_a_defect_in_one_request_ends_that_connection_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    with running_broker() as rig, RawClient(rig.path) as good, RawClient(rig.path) as unlucky:
-
-        def broken(*_: object) -> None:
-            raise ZeroDivisionError
-
+def test_a_defect_in_one_request_ends_that_connection_only(
+    arena: Arena, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with running_broker((None, arena)) as broker, RawClient(broker.options.path) as client:
         with monkeypatch.context() as patched:
-            patched.setattr(OfferBook, "visible_to", broken)
-            unlucky.socket.sendall(unlucky.frame(list=pb.BrokerListArenas()))
-            assert unlucky.ended()
-        assert rig.broker.counters.closed["internal"] == 1
-        assert good.ask(list=pb.BrokerListArenas()).HasField("arenas")
+            patched.setattr(Broker, "_attach", lambda *_: 1 // 0)
+            client.socket.sendall(client.frame(attach=pb.BrokerAttach(arena_id=arena.arena_id)))
+            assert client.ended()
+        with RawClient(broker.options.path) as other:
+            assert other.attach(arena.arena_id).HasField("attached")
+
+
+def test_without_descriptors_accepting_pauses_and_goes_on(
+    arena: Arena, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(broker_module, "TICK_S", 0.05)
+    with running_broker((None, arena)) as broker:
+        real = broker._listener
+        assert real is not None
+        failures = [0]
+
+        class Failing:
+            def accept(self) -> object:
+                failures[0] += 1
+                if failures[0] < 3:
+                    raise OSError(24, "Too many open files")
+                return real.socket.accept()
+
+            def fileno(self) -> int:
+                return real.socket.fileno()
+
+        class Listener:
+            socket = Failing()
+
+            def is_in_place(self) -> bool:
+                return real.is_in_place()
+
+            def close(self) -> None:
+                real.close()
+
+        monkeypatch.setattr(broker, "_listener", Listener())
+        with RawClient(broker.options.path) as client:
+            assert client.attach(arena.arena_id).HasField("attached")
+        assert failures[0] >= 3
+
+
+# -- frames ----------------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.binary(max_size=300), max_size=6), st.lists(st.integers(min_value=0), max_size=40))
+def test_frames_cut_anywhere_are_read(payloads: list[bytes], places: list[int]) -> None:
+    data = b"".join(map(encode_frame, payloads))
+    edges = sorted({0, len(data), *(place % (len(data) + 1) for place in places)})
+    reader, found = FrameReader(), list[bytes]()
+    for start, end in itertools.pairwise(edges):
+        reader.feed(data[start:end])
+        while (payload := reader.next_payload()) is not None:
+            found.append(payload)
+    assert found == payloads
+    assert len(reader) == 0
+
+
+@given(st.binary(min_size=1, max_size=64))
+def test_garbage_is_refused_at_its_first_wrong_byte(data: bytes) -> None:
+    reader = FrameReader()
+    reader.feed(data)
+    if b"VEBR".startswith(data[:4]):
+        return
+    with pytest.raises(FrameError, match="VEBR"):
+        reader.next_payload()
+
+
+def test_the_largest_frame_is_written_and_a_larger_one_is_not() -> None:
+    reader = FrameReader()
+    reader.feed(encode_frame(bytes(65536)))
+    assert reader.next_payload() == bytes(65536)
+    with pytest.raises(ValueError, match="65537 bytes, at most 65536"):
+        encode_frame(bytes(65537))
+
+
+# -- the socket's file -----------------------------------------------------------------------------------
+
+
+def refusal(path: Path) -> str:
+    with pytest.raises(ConfigurationError) as caught:
+        ListeningSocket(str(path))
+    return caught.value.message
+
+
+@pytest.mark.parametrize("mode", [0o600, 0o660, 0o666])
+def test_permissions_do_not_depend_on_the_umask(folder: Path, mode: int) -> None:
+    before = os.umask(0o077)
+    try:
+        listener = ListeningSocket(str(folder / "s"), mode=mode, gid=os.getgid())
+    finally:
+        os.umask(before)
+    found = os.lstat(folder / "s")
+    assert (stat.S_IMODE(found.st_mode), found.st_gid) == (mode, os.getgid())
+    listener.close()
+
+
+def test_the_socket_of_a_dead_broker_is_replaced(folder: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(str(folder / "s"))
+        dead.listen()
+    assert (folder / "s").exists()
+    with running_broker(path=str(folder / "s")) as broker, RawClient(broker.options.path):
+        pass
+
+
+def test_p21_the_socket_of_a_dying_broker_is_waited_for(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A killed process listens until it has ended."""
+    monkeypatch.setattr(broker_module, "DYING_S", 30.0)
+    path = str(folder / "s")
+    dying = socket.socket(socket.AF_UNIX)
+    dying.bind(path)
+    dying.listen(1)
+    gone = threading.Timer(0.3, dying.close)
+    gone.start()
+    listener = ListeningSocket(path)
+    gone.join()
+    assert listener.is_in_place()
+    assert stays_in_use(str(folder / "other")) is False
+    listener.close()
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_live_socket_is_left_alone_and_named_also_with_a_full_queue(folder: Path) -> None:
+    first = ListeningSocket(str(folder / "s"), backlog=1)
+    assert f"{folder / 's'}: another process listens" in refusal(folder / "s")
+    with contextlib.ExitStack() as stack:
+        for _ in range(50):
+            client = stack.enter_context(socket.socket(socket.AF_UNIX))
+            client.setblocking(False)
+            try:
+                client.connect(str(folder / "s"))
+            except BlockingIOError:
+                break
+        else:
+            pytest.fail("the queue never filled")
+        assert "another process listens" in refusal(folder / "s")
+    assert first.is_in_place()
+    first.close()
+
+
+def test_a_file_that_is_not_a_socket_is_left_alone(folder: Path) -> None:
+    (folder / "s").write_text("precious")
+    assert "not a socket" in refusal(folder / "s")
+    assert (folder / "s").read_text() == "precious"
+
+
+def test_a_close_does_not_remove_a_successors_socket(folder: Path) -> None:
+    first = ListeningSocket(str(folder / "s"))
+    (folder / "s").unlink()
+    second = ListeningSocket(str(folder / "s"))
+    assert not first.is_in_place()
+    first.close()
+    assert second.is_in_place()
+    second.close()
+    second.close()
+
+
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [
+        ("\0abstract", "absolute"),
+        ("relative/s", "absolute"),
+        ("/nowhere/at/all/s", "/nowhere/at/all does not exist"),
+        ("/tmp/" + "n" * 103, "108 bytes, a unix socket's has at most 107"),
+    ],
+)
+def test_paths_that_no_client_could_use_are_refused(path: str, words: str) -> None:
+    assert words in refusal(Path(path)) if "\0" not in path else words in _refusal_of(path)
+
+
+def _refusal_of(path: str) -> str:
+    with pytest.raises(ConfigurationError) as caught:
+        Broker(BrokerOptions(path, "one", "host"), (), lambda *_: True).start()
+    return caught.value.message
+
+
+@pytest.mark.usefixtures("impatient")
+def test_of_many_starts_at_once_after_a_crash_exactly_one_wins(folder: Path) -> None:
+    path = str(folder / "s")
+
+    def start(won: list[ListeningSocket], lost: list[ConfigurationError]) -> None:
+        try:
+            won.append(ListeningSocket(path))
+        except ConfigurationError as error:
+            lost.append(error)
+
+    for _ in range(10):
+        with socket.socket(socket.AF_UNIX) as dead:
+            dead.bind(path)
+        won, lost = list[ListeningSocket](), list[ConfigurationError]()
+        threads = [threading.Thread(target=start, args=(won, lost)) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert (len(won), len(lost)) == (1, 3)
+        assert won[0].is_in_place()
+        won[0].close()
+
+
+def test_a_held_lock_of_the_folder_delays_a_start_only(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(broker_module, "LOCK_WAIT_S", 0.05)
+    held = os.open(folder, os.O_RDONLY)
+    fcntl.flock(held, fcntl.LOCK_EX)
+    ListeningSocket(str(folder / "s")).close()
+    os.close(held)

@@ -1,0 +1,649 @@
+"""The broker: hands the descriptors of arenas to clients that share a socket's folder with this service.
+
+Owns the socket's file, one thread, and what a client can make it hold or do. A client says Hello (version,
+namespace, token), attaches arenas and asks for their probe; nothing else passes over the socket. The end of
+the process ends its connections: that tells readers that the arenas are gone. The thread blocks in ``select``
+only, and the event loop never waits for it.
+
+A namespace sees its isolated arenas, or those that the others share.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import errno
+import fcntl
+import os
+import selectors
+import socket
+import stat
+import struct
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import structlog
+from google.protobuf.message import DecodeError
+
+from encoder_service.config import Settings
+from encoder_service.errors import ConfigurationError
+from encoder_service.store.arena import Arena
+from vision_encoder.layout import LAYOUT_VERSION
+from vision_encoder.layout.frames import FrameError, FrameReader, encode_frame
+from vision_encoder.v1 import broker_pb2 as pb
+
+log = structlog.get_logger(__name__)
+
+PROTOCOL_VERSION = 1
+MIN_PROTOCOL_VERSION = 1
+MAX_NAME_CHARS = 128
+MAX_PATH_BYTES = 107
+"""sun_path has 108 bytes; the last one is zero."""
+LOCK_WAIT_S = 5.0
+DYING_S = 3.0
+"""A killed process may take this long to end; its sockets are in use until then."""
+POLL_S = 0.02
+TICK_S = 0.5
+"""Between two looks at times and tokens, while a client is connected or accepting is paused."""
+ACCEPTS_AT_ONCE = 64
+RECEIVE_BYTES = 16 * 1024
+
+_UCRED = struct.Struct("3i")  # pid, uid, gid
+_KINDS = {"host": pb.ARENA_KIND_HOST, "device": pb.ARENA_KIND_DEVICE}
+
+
+@dataclass(frozen=True)
+class BrokerLimits:
+    """Of one broker. hello_s: from the connect to the whole Hello. pending: connections before their Hello;
+    one more ends the oldest. unsent_bytes, attaches: of one connection. requests_per_s: of one connection,
+    which ends above twice that at once."""
+
+    connections: int = 512
+    connections_per_namespace: int = 256
+    pending: int = 128
+    hello_s: float = 5.0
+    unsent_bytes: int = 64 * 1024
+    attaches: int = 64
+    requests_per_s: float = 64.0
+
+
+@dataclass(frozen=True)
+class BrokerOptions:
+    """mode, gid: of the socket's file. allowed_uids: None for any user."""
+
+    path: str
+    instance_id: str
+    host_id: str
+    mode: int = 0o660
+    gid: int | None = None
+    allowed_uids: frozenset[int] | None = None
+    limits: BrokerLimits = field(default_factory=BrokerLimits)
+
+
+def broker_options(settings: Settings, instance_id: str) -> BrokerOptions:
+    """What the settings say. instance_id: that of GetServerInfo."""
+    return BrokerOptions(
+        settings.broker_path,
+        instance_id,
+        host_id(),
+        mode=int(settings.broker_mode, 8),
+        gid=settings.broker_gid,
+        allowed_uids=frozenset(settings.broker_allowed_uids) or None,
+    )
+
+
+def host_id() -> str:
+    """Equal for all processes of one running kernel, in any container, and for no others."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+@dataclass
+class BrokerCounters:
+    """Written by the broker's thread, read by any. refused: hellos and attaches, by reason."""
+
+    accepted: int = 0
+    attaches: int = 0
+    refused: Counter[str] = field(default_factory=Counter)
+
+
+class _ClientEnded(Exception):
+    """The connection has to end; the text says why."""
+
+
+class _Refused(Exception):
+    """A Hello (the connection ends) or one request is refused. reason: a stable code."""
+
+    def __init__(self, reason: str, message: str, retryable: bool = False) -> None:
+        super().__init__(message)
+        self.reason, self.message, self.retryable = reason, message, retryable
+
+
+@dataclass(eq=False)
+class _Client:
+    """One connection. namespace: None before its Hello."""
+
+    socket: socket.socket
+    pid: int
+    uid: int
+    since_s: float
+    allowance: float
+    allowance_s: float
+    namespace: str | None = None
+    token: str = field(default="", repr=False)
+    name: str = ""
+    num_attaches: int = 0
+    reader: FrameReader = field(default_factory=FrameReader)
+    unsent: deque[tuple[memoryview, tuple[int, ...]]] = field(default_factory=deque)
+
+    @property
+    def unsent_bytes(self) -> int:
+        return sum(len(data) for data, _ in self.unsent)
+
+
+@dataclass(frozen=True)
+class _Offer:
+    """An arena with the descriptors that clients get: memory, control page, directory. namespace: the only
+    one that sees it; None: every one that is not isolated."""
+
+    namespace: str | None
+    geometry: pb.ArenaGeometry
+    probe: pb.BrokerProbeSlot
+    descriptors: tuple[int, int, int]
+
+
+class Broker:
+    """``start``, then ``stop``, each once. Both are blocking and may be called from any thread."""
+
+    def __init__(
+        self,
+        options: BrokerOptions,
+        arenas: Sequence[tuple[str | None, Arena]],
+        opens: Callable[[str, str], bool],
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """arenas: see ``EmbeddingStore.arenas``. opens: whether a token opens a namespace; asked on the
+        broker's thread at each Hello, and again while the client is connected."""
+        self.options = options
+        self.counters = BrokerCounters()
+        self._arenas = arenas
+        self._isolated = {namespace for namespace, _ in arenas if namespace is not None}
+        self._opens = opens
+        self._clock = clock
+        self._offers: dict[bytes, _Offer] = {}
+        self._clients: dict[_Client, None] = {}
+        self._accepts_again_s: float | None = None
+        self._stopping = threading.Event()
+        self._wake_in = self._wake_out = -1
+        self._selector = selectors.DefaultSelector()
+        self._listener: ListeningSocket | None = None
+        self._thread: threading.Thread | None = None
+
+    # -- other threads ---------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Binds the socket and serves. Waits a few seconds for the end of a broker that was just killed.
+        Raises ConfigurationError."""
+        if self._thread is not None:
+            raise RuntimeError("a broker starts once")
+        options = self.options
+        self._listener = ListeningSocket(options.path, mode=options.mode, gid=options.gid)
+        try:
+            for namespace, arena in self._arenas:
+                self._offers[arena.arena_id] = _offer_of(namespace, arena)
+            self._wake_in, self._wake_out = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+            self._selector.register(self._wake_in, selectors.EVENT_READ)
+            self._selector.register(self._listener.socket, selectors.EVENT_READ)
+        except OSError as error:
+            self._close_all()
+            raise ConfigurationError(f"broker socket {options.path}: {error.strerror}") from error
+        self._thread = threading.Thread(target=self._run, name="broker", daemon=True)
+        self._thread.start()
+        log.info("broker listens", path=options.path, mode=oct(options.mode))
+
+    def stop(self, timeout_s: float = 5.0) -> bool:
+        """Ends every connection and removes the socket's file. False when the thread did not end in time."""
+        self._stopping.set()
+        if self._thread is None:
+            return True
+        with contextlib.suppress(OSError):  # the thread has ended by itself, or the pipe is full
+            os.write(self._wake_out, b"\0")
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def is_serving(self) -> bool:
+        """Whether the thread runs and the path leads to its socket."""
+        thread, listener = self._thread, self._listener
+        return thread is not None and thread.is_alive() and listener is not None and listener.is_in_place()
+
+    @property
+    def num_connections(self) -> int:
+        """Clients after their Hello."""
+        return sum(client.namespace is not None for client in list(self._clients))
+
+    # -- the thread ------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            next_tick_s = self._clock()
+            while not self._stopping.is_set():
+                is_waiting = self._clients or self._accepts_again_s is not None
+                for key, mask in self._selector.select(TICK_S if is_waiting else None):
+                    if isinstance(key.data, _Client):
+                        self._guarded(key.data, self._serve, mask)
+                    elif key.fd != self._wake_in:
+                        self._accept()
+                if self._clock() >= next_tick_s:  # after what has arrived, also when this process stood still
+                    self._tick(self._clock())
+                    next_tick_s = self._clock() + TICK_S
+        except Exception:
+            log.exception("the broker failed", path=self.options.path)
+        finally:
+            self._close_all()
+
+    def _close_all(self) -> None:
+        if self._listener is not None:
+            self._listener.close()  # first, so that no client connects to a broker that stops
+        for client in list(self._clients):
+            self._end(client, "the broker stops")
+        self._selector.close()
+        for descriptor in (self._wake_in, self._wake_out):
+            if descriptor >= 0:
+                os.close(descriptor)
+        self._wake_in = self._wake_out = -1
+        for offer in self._offers.values():
+            for descriptor in offer.descriptors:
+                os.close(descriptor)
+        self._offers.clear()
+
+    def _accept(self) -> None:
+        assert self._listener is not None
+        for _ in range(ACCEPTS_AT_ONCE):
+            try:
+                accepted, _ = self._listener.socket.accept()
+            except (BlockingIOError, InterruptedError):
+                return
+            except ConnectionAbortedError:
+                continue
+            except OSError as error:  # the listener stays readable: accepting pauses, no busy loop
+                log.warning("no client can be accepted", cause=error.strerror, pause_s=TICK_S)
+                self._selector.unregister(self._listener.socket)
+                self._accepts_again_s = self._clock() + TICK_S
+                return
+            self.counters.accepted += 1
+            self._admit(accepted)
+
+    def _admit(self, accepted: socket.socket) -> None:
+        accepted.setblocking(False)
+        now_s = self._clock()
+        try:
+            pid, uid, _ = _UCRED.unpack(
+                accepted.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
+            )
+            burst = 2 * self.options.limits.requests_per_s
+            client = _Client(accepted, pid, uid, now_s, burst, now_s)
+            self._selector.register(accepted, selectors.EVENT_READ, client)
+        except OSError as error:
+            log.warning("a client cannot be served", cause=error.strerror)
+            accepted.close()
+            return
+        pending = [each for each in self._clients if each.namespace is None]
+        if len(pending) >= self.options.limits.pending:
+            self._end(pending[0], "crowded out before its Hello")
+        self._clients[client] = None
+        # What has arrived is looked at now, before other clients crowd this one out.
+        self._guarded(client, self._greet_peer)
+
+    def _tick(self, now_s: float) -> None:
+        if self._accepts_again_s is not None and now_s >= self._accepts_again_s:
+            assert self._listener is not None
+            self._accepts_again_s = None
+            self._selector.register(self._listener.socket, selectors.EVENT_READ)
+        for client in list(self._clients):
+            if client.namespace is None:
+                if now_s - client.since_s > self.options.limits.hello_s:
+                    self._end(client, f"no Hello within {self.options.limits.hello_s:g} s")
+            elif not self._opens(client.namespace, client.token):
+                self._end(client, "its token does not open the namespace any more")
+
+    # -- one client ------------------------------------------------------------------------------------
+
+    def _guarded(self, client: _Client, action: Callable[..., None], *arguments: object) -> None:
+        """A failure of one client's request ends that client's connection and no other."""
+        if client not in self._clients:
+            return  # ended earlier in this round
+        try:
+            action(client, *arguments)
+            wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if client.unsent else 0)
+            self._selector.modify(client.socket, wanted, client)
+        except (_ClientEnded, FrameError, DecodeError) as error:
+            self._end(client, str(error))
+        except Exception as error:
+            log.exception("a client's request failed", client=client.name)
+            self._end(client, type(error).__name__)
+
+    def _greet_peer(self, client: _Client) -> None:
+        allowed = self.options.allowed_uids
+        if allowed is not None and client.uid not in allowed:
+            names = ", ".join(str(uid) for uid in sorted(allowed))
+            refusal = _Refused("UID_NOT_ALLOWED", f"user id {client.uid} may not connect, allowed: {names}")
+            self._refuse(client, 0, refusal)
+        self._serve(client, selectors.EVENT_READ)
+
+    def _serve(self, client: _Client, mask: int) -> None:
+        if mask & selectors.EVENT_WRITE:
+            self._flush(client)
+        if not mask & selectors.EVENT_READ:
+            return
+        try:
+            data = client.socket.recv(RECEIVE_BYTES)
+        except (BlockingIOError, InterruptedError):
+            return
+        except ConnectionError as error:
+            raise _ClientEnded("the client is gone") from error
+        if not data:
+            raise _ClientEnded("the client closed the connection")
+        client.reader.feed(data)
+        while (payload := client.reader.next_payload()) is not None:
+            self._charge(client)
+            self._answer(client, pb.BrokerRequest.FromString(payload))
+
+    def _charge(self, client: _Client) -> None:
+        rate, now_s = self.options.limits.requests_per_s, self._clock()
+        client.allowance = min(2 * rate, client.allowance + (now_s - client.allowance_s) * rate) - 1
+        client.allowance_s = now_s
+        if client.allowance < 0:
+            raise _ClientEnded(f"more than {rate:g} requests a second")
+
+    def _answer(self, client: _Client, request: pb.BrokerRequest) -> None:
+        kind, request_id = request.WhichOneof("request"), request.request_id
+        if request_id == 0:
+            raise _ClientEnded("a request without an id")
+        if (kind == "hello") != (client.namespace is None):
+            when = "before" if client.namespace is None else "after"
+            raise _ClientEnded(f"the request {kind} {when} Hello")
+        try:
+            match kind:
+                case "hello":
+                    welcome = self._hello(client, request.hello)
+                    self._send(client, pb.BrokerReply(request_id=request_id, welcome=welcome))
+                case "attach":
+                    self._attach(client, request_id, request.attach)
+                case "probe":
+                    probe = self._offer(client, request.probe.arena_id).probe
+                    self._send(client, pb.BrokerReply(request_id=request_id, probe_slot=probe))
+                case _:
+                    raise _Refused("UNKNOWN_REQUEST", "the broker does not know this request")
+        except _Refused as error:
+            if kind == "hello":
+                self._refuse(client, request_id, error)
+            if kind == "attach":
+                self.counters.refused[error.reason] += 1
+            self._send(client, pb.BrokerReply(request_id=request_id, failure=_failure(error)))
+
+    def _hello(self, client: _Client, hello: pb.BrokerHello) -> pb.BrokerWelcome:
+        """Raises _Refused. Versions are compared first: other versions may have other fields."""
+        if hello.protocol_version < MIN_PROTOCOL_VERSION or hello.min_protocol_version > PROTOCOL_VERSION:
+            raise _Refused(
+                "PROTOCOL_MISMATCH",
+                f"the client speaks versions {hello.min_protocol_version} to {hello.protocol_version}, "
+                f"the broker {MIN_PROTOCOL_VERSION} to {PROTOCOL_VERSION}",
+            )
+        for name in ("namespace", "client_name"):
+            found = len(getattr(hello, name))
+            if found > MAX_NAME_CHARS:
+                raise _Refused(
+                    "INVALID_REQUEST", f"{name} has {found} characters, at most {MAX_NAME_CHARS} are allowed"
+                )
+        namespace = hello.namespace
+        if not self._opens(namespace, hello.token):
+            # The same for a namespace that does not exist and for a wrong token (pitfall 18).
+            raise _Refused("UNAUTHENTICATED", f"namespace {namespace!r}: the token does not open it")
+        here = [each.namespace for each in self._clients if each.namespace is not None]
+        limits = self.options.limits
+        for where, num_found, allowed in (
+            ("the broker", len(here), limits.connections),
+            (f"namespace {namespace!r}", here.count(namespace), limits.connections_per_namespace),
+        ):
+            if num_found >= allowed:
+                text = f"{where} has {num_found} connections, at most {allowed} are allowed"
+                raise _Refused("TOO_MANY_CONNECTIONS", text, retryable=True)
+        client.namespace, client.token, client.name = namespace, hello.token, hello.client_name
+        log.info("client connected", client=client.name, namespace=namespace, pid=client.pid, uid=client.uid)
+        return pb.BrokerWelcome(
+            protocol_version=min(PROTOCOL_VERSION, hello.protocol_version),
+            instance_id=self.options.instance_id,
+            host_id=self.options.host_id,
+            layout_version=LAYOUT_VERSION,
+            arenas=[offer.geometry for offer in self._offers.values() if self._sees(client, offer)],
+        )
+
+    def _attach(self, client: _Client, request_id: int, attach: pb.BrokerAttach) -> None:
+        """Raises _Refused."""
+        if attach.layout_version != LAYOUT_VERSION:
+            raise _Refused(
+                "LAYOUT_MISMATCH",
+                f"the client reads layout version {attach.layout_version}, the arenas have {LAYOUT_VERSION}",
+            )
+        offer = self._offer(client, attach.arena_id)
+        if client.num_attaches >= self.options.limits.attaches:
+            raise _Refused("TOO_MANY_ATTACHES", f"at most {client.num_attaches} in one connection", True)
+        client.num_attaches += 1
+        self.counters.attaches += 1
+        reply = pb.BrokerReply(
+            request_id=request_id,
+            num_descriptors=len(offer.descriptors),
+            attached=pb.BrokerAttached(geometry=offer.geometry),
+        )
+        self._send(client, reply, offer.descriptors)
+
+    def _offer(self, client: _Client, arena_id: bytes) -> _Offer:
+        offer = self._offers.get(arena_id)
+        if offer is None or not self._sees(client, offer):
+            raise _Refused("UNKNOWN_ARENA", f"no arena {arena_id.hex()} here")
+        return offer
+
+    def _sees(self, client: _Client, offer: _Offer) -> bool:
+        wanted = client.namespace if client.namespace in self._isolated else None
+        return offer.namespace == wanted
+
+    def _refuse(self, client: _Client, request_id: int, refusal: _Refused) -> None:
+        """Sends why, with this side's versions. Always raises _ClientEnded."""
+        self.counters.refused[refusal.reason] += 1
+        refused = pb.BrokerRefused(
+            reason=refusal.reason,
+            message=refusal.message,
+            retryable=refusal.retryable,
+            protocol_version=PROTOCOL_VERSION,
+            min_protocol_version=MIN_PROTOCOL_VERSION,
+            layout_version=LAYOUT_VERSION,
+        )
+        self._send(client, pb.BrokerReply(request_id=request_id, refused=refused))
+        raise _ClientEnded(refusal.message)
+
+    def _send(self, client: _Client, reply: pb.BrokerReply, descriptors: tuple[int, ...] = ()) -> None:
+        data = memoryview(encode_frame(reply.SerializeToString()))
+        if client.unsent_bytes + len(data) > self.options.limits.unsent_bytes:
+            raise _ClientEnded(f"it does not read: {client.unsent_bytes} bytes wait for it")
+        client.unsent.append((data, descriptors))
+        self._flush(client)
+
+    def _flush(self, client: _Client) -> None:
+        """Hands the kernel what it takes now. The descriptors go with a frame's first byte."""
+        while client.unsent:
+            data, descriptors = client.unsent[0]
+            rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))]
+            try:
+                num_sent = client.socket.sendmsg([data], rights if descriptors else [], socket.MSG_NOSIGNAL)
+            except (BlockingIOError, InterruptedError):
+                return
+            except OSError as error:
+                if error.errno == errno.ETOOMANYREFS:
+                    raise _ClientEnded(
+                        "too many descriptors wait in sockets that clients do not read"
+                    ) from error
+                raise _ClientEnded(f"nothing can be sent: {error.strerror}") from error
+            if num_sent < len(data):
+                client.unsent[0] = data[num_sent:], ()
+            else:
+                client.unsent.popleft()
+
+    def _end(self, client: _Client, cause: str) -> None:
+        if client in self._clients:
+            del self._clients[client]
+            with contextlib.suppress(KeyError):
+                self._selector.unregister(client.socket)
+            client.socket.close()
+            log.info("client left", client=client.name, pid=client.pid, uid=client.uid, cause=cause)
+
+
+def _failure(error: _Refused) -> pb.BrokerFailure:
+    return pb.BrokerFailure(reason=error.reason, message=error.message, retryable=error.retryable)
+
+
+def _offer_of(namespace: str | None, arena: Arena) -> _Offer:
+    """Raises OSError when the process has no descriptors left."""
+    geometry = pb.ArenaGeometry(
+        arena_id=arena.arena_id,
+        kind=_KINDS[arena.kind],
+        size_bytes=arena.size_bytes,
+        page_bytes=arena.page.size_bytes,
+        device_uuid=arena.device_uuid,
+        directory_bytes=arena.directory.size_bytes,
+    )
+    offset_bytes, num_bytes, sha256 = arena.probe
+    probe = pb.BrokerProbeSlot(
+        arena_id=arena.arena_id, offset_bytes=offset_bytes, num_bytes=num_bytes, sha256=sha256
+    )
+    return _Offer(namespace, geometry, probe, arena.export_all())
+
+
+class ListeningSocket:
+    """A unix socket at a path, with its permissions set before the first client can connect."""
+
+    def __init__(self, path: str, *, mode: int = 0o660, gid: int | None = None, backlog: int = 1024) -> None:
+        """Replaces the socket of a process that is gone. Raises ConfigurationError for a path that cannot be
+        used, and when another process listens there."""
+        _check_path(path)
+        self.path = path
+        self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._identity: tuple[int, int] | None = None
+        try:
+            self.socket.setblocking(False)
+            stays_in_use(path)
+            with _folder_lock(os.path.dirname(path)):
+                _remove_stale(path)
+                self.socket.bind(path)
+                found = os.lstat(path)
+                self._identity = (found.st_dev, found.st_ino)
+                if gid is not None:
+                    os.chown(path, -1, gid)
+                os.chmod(path, mode)
+                self.socket.listen(backlog)
+        except OSError as error:
+            self.close()
+            raise ConfigurationError(f"broker socket {path}: {error.strerror or error}") from error
+        except BaseException:
+            self.close()
+            raise
+
+    def is_in_place(self) -> bool:
+        """Whether the path leads to this socket."""
+        try:
+            found = os.lstat(self.path)
+        except OSError:
+            return False
+        return (found.st_dev, found.st_ino) == self._identity
+
+    def close(self) -> None:
+        """Removes the file, unless another socket has taken its place. Idempotent."""
+        if self.is_in_place():
+            with contextlib.suppress(OSError):
+                os.unlink(self.path)
+        self._identity = None  # another file may get the inode's number
+        self.socket.close()
+
+
+def _check_path(path: str) -> None:
+    """Raises ConfigurationError for a path that no client in another container could connect to."""
+    num_bytes, folder = len(os.fsencode(path)), os.path.dirname(path)
+    if not path.startswith("/") or "\0" in path:
+        raise ConfigurationError(
+            f"broker socket {path!r}: the path must be absolute, in a folder to be shared"
+        )
+    if num_bytes > MAX_PATH_BYTES:
+        raise ConfigurationError(
+            f"broker socket {path}: the path has {num_bytes} bytes, a unix socket's has at most "
+            f"{MAX_PATH_BYTES}",
+            found=num_bytes,
+            allowed=MAX_PATH_BYTES,
+        )
+    if not os.path.isdir(folder):
+        raise ConfigurationError(f"broker socket {path}: the folder {folder} does not exist")
+
+
+def _remove_stale(path: str) -> None:
+    """Unlinks a socket without a listener. Raises ConfigurationError for anything else at the path."""
+    try:
+        found = os.lstat(path)
+    except FileNotFoundError:
+        return
+    if not stat.S_ISSOCK(found.st_mode):
+        raise ConfigurationError(f"broker socket {path}: a file that is not a socket is in its place")
+    if _is_in_use(path):
+        raise ConfigurationError(f"broker socket {path}: another process listens on it")
+    log.warning("removing the socket of a broker that is gone", path=path)
+    Path(path).unlink(missing_ok=True)
+
+
+def stays_in_use(path: str) -> bool:
+    """Whether a process listens on this socket and still does after ``DYING_S``. Raises OSError where that
+    cannot be asked."""
+    ends_s = time.monotonic() + DYING_S
+    while _is_in_use(path):
+        if time.monotonic() >= ends_s:
+            return True
+        time.sleep(POLL_S)
+    return False
+
+
+def _is_in_use(path: str) -> bool:
+    """Whether a process listens on this socket. Raises OSError where that cannot be asked."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as trial:
+        trial.setblocking(False)
+        try:
+            trial.connect(path)
+        except (ConnectionRefusedError, FileNotFoundError):
+            return False
+        except BlockingIOError:
+            pass  # its queue of connections is full
+        return True
+
+
+@contextlib.contextmanager
+def _folder_lock(folder: str) -> Iterator[None]:
+    """Starts in one folder look and bind one after the other. Any process that can open the folder can hold
+    this lock, so the wait for it is short."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        ends_s = time.monotonic() + LOCK_WAIT_S
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > ends_s:
+                    log.warning(
+                        "another process holds the folder's lock", folder=folder, waited_s=LOCK_WAIT_S
+                    )
+                    break
+                time.sleep(POLL_S)
+            except OSError:
+                break  # a file system without locks
+        yield
+    finally:
+        os.close(descriptor)
