@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
-import os
 import signal
 import sys
 import threading
@@ -26,7 +25,9 @@ from rich.console import Console
 from rich.progress import Progress
 
 from encoder_service import __version__
+from encoder_service.admin.gauges import register_segments
 from encoder_service.admin.plane import AdminPlane
+from encoder_service.broker import Broker, broker_options
 from encoder_service.config import Settings
 from encoder_service.engine.device import DeviceEngine
 from encoder_service.engine.fast_path import build_graph_runner
@@ -35,24 +36,21 @@ from encoder_service.engine.graphs import CaptureRecord, GraphRunner
 from encoder_service.errors import ConfigurationError, DeviceFault, StartupError
 from encoder_service.ingest.cores import usable_cores
 from encoder_service.ingest.decode import DecodeLimits
+from encoder_service.ingest.pixel_segments import PixelSegments
 from encoder_service.ingest.registry import load_preprocessor
 from encoder_service.ingest.urls import open_urls
 from encoder_service.ingest.video.source import clip_limits
 from encoder_service.metrics import Metrics
 from encoder_service.pipeline import Pipeline, ServedModel
-from encoder_service.rpc.doors import call_gate, open_grpc
-from encoder_service.rpc.resident_calls import ResidentCalls
+from encoder_service.rpc.item_reader import ItemReader
+from encoder_service.rpc.server_factory import open_grpc, open_tokens
 from encoder_service.rpc.server_info import server_info
 from encoder_service.rpc.servicer import VisionEncoderServicer
 from encoder_service.scheduler.admission import Admission, UnreadBytes
 from encoder_service.scheduler.planner import Planner
-from encoder_service.store.embedding_store import EmbeddingStore, RowStore
-from encoder_service.store.shared_tier_start import open_shared_tier
+from encoder_service.store.embedding_store import EmbeddingStore, open_store
 from encoder_service.towers.registry import load_tower
 from encoder_service.traces import start_traces
-from encoder_service.transport.pixel_input import PixelInput, open_pixel_input
-from encoder_service.transport.shared_memory import SharedMemory, host_id, open_shared_store, share
-from encoder_service.transport.shared_metrics import export_pixels, export_shared
 from encoder_service.types import Grid
 from vision_encoder.v1 import encoder_pb2 as pb
 
@@ -63,25 +61,36 @@ Result = TypeVar("Result")
 ENGINE_STOP_S = 5.0
 # After a device fault: long enough for the streams in flight to carry the failure to their callers.
 FAULT_GRACE_S = 2.0
+# A piece that a clip is encoded in; at least one frame pair or chunk.
+CLIP_PIECE_PATCHES = 8192
 # At the end, for spans that are not sent yet; the collector may be gone.
 LAST_SPANS_S = 3.0
+# Readers copy announced rows within milliseconds; those that do not report reads are not waited for longer.
+UNREAD_DRAIN_S = 2.0
+DRAIN_POLL_S = 0.05
+# Copies between tiers end within this time, or the device hangs.
+STORE_STOP_S = 5.0
 
 
 class Service:
     """One service process: ``start``, then ``wait`` until asked to stop or a fault, then ``stop``."""
 
     def __init__(self, settings: Settings) -> None:
+        """Raises ConfigurationError."""
         self.settings = settings
         self.metrics = Metrics()
         self.addresses: tuple[str, ...] = ()
+        self.store: EmbeddingStore | None = None
+        self.broker: Broker | None = None
         self.pipeline: Pipeline | None = None
-        self.shared: SharedMemory | None = None
-        self.pixels = PixelInput()
+        self._instance_id = uuid.uuid4().hex
         self._info: pb.GetServerInfoResponse | None = None
         self._engine: DeviceEngine | None = None
         self._workers = ThreadPoolExecutor(settings.ingest_threads or usable_cores(), "ingest")
-        self._grpc, self._gate = open_grpc(settings, self.metrics), call_gate(settings, self.metrics)
+        self._tokens = open_tokens(settings)
+        self._grpc = open_grpc(settings, self._tokens, self.metrics)
         self._urls = open_urls(settings, self.metrics)
+        self._segments: PixelSegments | None = None
         self._admin = AdminPlane(settings, self.metrics)
         self._stop_traces: Callable[[], None] | None = None
         self._not_ready: str | None = "starting"
@@ -116,35 +125,18 @@ class Service:
             if settings.traces != "off":
                 self._stop_traces = start_traces(__version__)
             # Before the model, which takes longer: memory that is not there and a taken socket fail at once.
-            self.pixels = open_pixel_input(settings)
-            await self.pixels.start()
-            export_pixels(self.metrics, self.pixels)
-            store = await self._open_store()
+            self._segments = self._open_segments()
+            self.store = store = await on_own_thread(self._open_store)
+            self.broker = await on_own_thread(self._open_broker, store)
             model = await on_own_thread(load_model, settings)
             graphs = await on_own_thread(capture_graphs, model, settings)
             self._engine = self._build_engine(model, graphs)
             self.pipeline = self._build_pipeline(model, self._engine, store)
             await on_own_thread(self._engine.warm_up, warm_up_grids(model, settings))
             self._engine.start()
-            self._info = server_info(settings, model, self.shared)
-            self._info.MergeFrom(self.pixels.announcement(host_id()))
-            if self.shared is not None:
-                flights = self.pipeline.flights
-                self.shared.is_idle = lambda: not len(flights)
-            self._admin.attach(self.pipeline, self._engine, self.shared)
-            servicer = VisionEncoderServicer(
-                self.pipeline,
-                self._info,
-                max_items=settings.max_items_per_request,
-                chunk_bytes=settings.chunk_bytes,
-                max_request_bytes=settings.max_queued_bytes,
-                shared=self.shared,
-                pixels=self.pixels,
-                urls=self._urls,
-            )
-            if self.shared is not None:
-                self.shared.fetches.answer = ResidentCalls(self.pipeline, self.shared).answer
-            await self._grpc.start(servicer, self._gate)
+            self._info = server_info(settings, model, store, self._instance_id, self._segments)
+            self._admin.attach(self.pipeline, self._engine, self.broker)
+            await self._grpc.start(self._build_servicer(self.pipeline, self._info))
         except BaseException as error:
             await self._release()
             if isinstance(error, Exception) and not isinstance(error, StartupError):
@@ -181,31 +173,48 @@ class Service:
         self.metrics.ready.set(0)
         await self._grpc.set_serving(False)
         in_time = await self.pipeline.drain(grace_s) if self.pipeline is not None else True
-        if self.shared is not None:  # while leases can still be given back
-            await self.shared.drain(max(0.0, ends_s - time.monotonic()))
+        await self._wait_for_readers(min(ends_s, time.monotonic() + UNREAD_DRAIN_S))
         await self._grpc.stop(max(0.0, ends_s - time.monotonic()))
         await self._release()
         log.info("stopped", in_time=in_time)
         return in_time
 
+    async def _wait_for_readers(self, ends_s: float) -> None:
+        """Returns once readers have reported all announced rows as read, or the time is up."""
+        while self.store is not None and self.store.num_unread() and time.monotonic() < ends_s:
+            await asyncio.sleep(DRAIN_POLL_S)  # noqa: ASYNC110  # protections also end by time
+
     async def _release(self) -> None:
-        """Lets go of everything that ``start`` took."""
+        """Gives back everything that ``start`` took."""
         await self._grpc.stop(0)
         # Not on the loop, which a second signal and the admin plane still need.
         if self._engine is not None and not await on_own_thread(self._engine.stop, ENGINE_STOP_S):
             log.error("a batch is still running and is left behind", waited_s=ENGINE_STOP_S)
         await self._admin.stop()
-        if self.pipeline is not None and self.pipeline.shared_tier is not None:
-            await self.pipeline.shared_tier.stop()
-        if self.shared is not None:
-            await self.shared.stop()
-        await self.pixels.stop()
+        if self.broker is not None:  # readers unmap once their connection ends
+            await on_own_thread(self.broker.stop)
+        if self.store is not None:
+            await self._close_store(self.store)
+        if self._segments is not None:
+            self._segments.close()
         if self._urls is not None:
             await self._urls.close()
         self._workers.shutdown(wait=False, cancel_futures=True)
         if self._stop_traces is not None:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(on_own_thread(self._stop_traces), LAST_SPANS_S)
+
+    async def _close_store(self, store: EmbeddingStore) -> None:
+        """Memory that a copy may still write is left to the end of the process."""
+        store.refuse_copies()
+        try:
+            await asyncio.wait_for(on_own_thread(store.wait_for_copies), STORE_STOP_S)
+        except TimeoutError:
+            log.error("copies between tiers have not ended", waited_s=STORE_STOP_S)
+        except Exception as error:
+            log.warning("the device failed before the store's end", error=first_line(error))
+        else:
+            store.close()
 
     # -- building --------------------------------------------------------------------------------------
 
@@ -230,22 +239,36 @@ class Service:
             graphs=graphs,
         )
 
-    async def _open_store(self) -> RowStore:
-        """Where rows are kept: in memory that the broker hands out, from here on, or in the process's own."""
+    def _open_segments(self) -> PixelSegments | None:
         settings = self.settings
-        if not settings.broker_path:
-            return EmbeddingStore(settings.store_bytes, weights=settings.namespace_shares)
-        store = await on_own_thread(open_shared_store, settings)
-        local = self._grpc.local
-        calls_name = "" if local is None else os.path.basename(local.path)
-        self.shared = share(settings, store, uuid.uuid4().hex, calls_name)
-        if self.pixels.book is not None:
-            self.shared.broker.take_segments(self.pixels.book)
-        self.shared.start()
-        export_shared(self.metrics, self.shared)
-        return store
+        if not settings.shm_prefixes:
+            return None
+        segments = PixelSegments(
+            settings.shm_prefixes,
+            max_tensor_bytes=settings.max_message_bytes,
+            allowed_uids=settings.shm_allowed_uids,
+        )
+        register_segments(self.metrics, segments)
+        return segments
 
-    def _build_pipeline(self, model: ServedModel, engine: DeviceEngine, store: RowStore) -> Pipeline:
+    def _open_store(self) -> EmbeddingStore:
+        return open_store(self.settings, on_copy_error=self._report_copy_error)
+
+    def _report_copy_error(self, error: Exception) -> None:
+        """A copy between tiers may be the first to find a device fault."""
+        if self._engine is not None:
+            self._engine.report(error)
+
+    def _open_broker(self, store: EmbeddingStore) -> Broker | None:
+        """The broker, serving."""
+        if not self.settings.broker_path:
+            return None
+        options = broker_options(self.settings, self._instance_id)
+        broker = Broker(options, store.arenas(), self._tokens.opens)
+        broker.start()
+        return broker
+
+    def _build_pipeline(self, model: ServedModel, engine: DeviceEngine, store: EmbeddingStore) -> Pipeline:
         settings = self.settings
         return Pipeline(
             model=model,
@@ -255,10 +278,21 @@ class Service:
             workers=self._workers,
             metrics=self.metrics,
             max_patches_per_item=settings.max_patches_per_item,
-            undelivered=UnreadBytes(settings.max_undelivered_bytes),
+            unread=UnreadBytes(settings.max_undelivered_bytes),
             max_clip_patches=settings.max_clip_patches,
-            clip_piece_patches=min(settings.clip_piece_patches, settings.max_patches_per_batch),
-            shared_tier=open_shared_tier(settings, model.tower, store, self._workers, self.metrics),
+            clip_piece_patches=min(CLIP_PIECE_PATCHES, settings.max_patches_per_batch),
+        )
+
+    def _build_servicer(self, pipeline: Pipeline, info: pb.GetServerInfoResponse) -> VisionEncoderServicer:
+        settings = self.settings
+        requests = Admission(0, settings.max_queued_bytes)
+        return VisionEncoderServicer(
+            pipeline,
+            info,
+            ItemReader(requests, self._workers, self._segments, self._urls),
+            self.metrics,
+            max_items=settings.max_items_per_request,
+            chunk_bytes=settings.chunk_bytes,
         )
 
     def _leave_service(self, fault: DeviceFault) -> None:

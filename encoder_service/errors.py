@@ -14,19 +14,17 @@ VisionEncoderError
 │   ├── PixelTensorMismatch      wrong dtype, rank, width or byte count of a pixel tensor
 │   ├── NonFinitePixels          NaN or infinity in a pixel tensor
 │   ├── UnsupportedContent       a kind of content this server does not take
-│   ├── UrlRefused               a URL that the rules for addresses or the allow-list do not let through
-│   └── UrlContent               what lies at a URL is no image that is taken, or nothing lies there
-├── Unauthenticated              no token, or one that opens nothing here
-├── PermissionDenied             a token that opens something else
+│   ├── UrlRefused               a URL that the address rules or the allow-list refuse
+│   └── UrlContent               the URL has no content, or none that is accepted
+├── Unauthenticated              no token, or an unknown one
+├── PermissionDenied             a token of another namespace
 ├── NotFound
 │   ├── UnknownModel
-│   ├── UnknownKey               neither held nor in flight
-│   └── UnknownLease
-├── StaleLease                   the slot has another tenant by now
+│   └── UnknownKey               neither held nor in flight
 ├── Overloaded                   retry later
 │   ├── QueueFull
 │   ├── StoreFull
-│   └── TooManyCalls             calls in progress, in all or from one host
+│   └── TooManyCalls             too many calls are in progress
 ├── Unavailable                  retry elsewhere
 │   ├── NotReady
 │   ├── Draining
@@ -145,15 +143,6 @@ class UnknownModel(NotFound):
 
 class UnknownKey(NotFound):
     reason = "UNKNOWN_KEY"
-
-
-class UnknownLease(NotFound):
-    reason = "UNKNOWN_LEASE"
-
-
-class StaleLease(VisionEncoderError):
-    reason = "STALE_LEASE"
-    retryable = True
 
 
 class Overloaded(VisionEncoderError):

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 
 from encoder_service.engine.jobs import EngineCounters
 from encoder_service.scheduler.buckets import BucketLadder
-from encoder_service.scheduler.planner import Ticket
 
 
 @dataclass
@@ -25,21 +24,20 @@ class DeviceLoad:
     ladder: BucketLadder | None = None
     num_patches: int = 0
     _sum_squares: int = 0
-    _tickets: dict[Ticket, int] = field(default_factory=dict)
+    _items: dict[object, tuple[int, int]] = field(default_factory=dict)
 
-    def add(self, ticket: Ticket) -> None:
-        """An item was admitted; its patches and sequences are known."""
-        squares = ticket.num_patches * ticket.seqlen
-        self._tickets[ticket] = squares
-        self.num_patches += ticket.num_patches
+    def add(self, item: object, num_patches: int, seqlen: int) -> None:
+        """An item was admitted: its patches, in attention sequences of seqlen."""
+        squares = num_patches * seqlen
+        self._items[item] = num_patches, squares
+        self.num_patches += num_patches
         self._sum_squares += squares
 
-    def remove(self, ticket: Ticket) -> None:
-        """An item was encoded, or never will be. One that was never added counts for nothing."""
-        squares = self._tickets.pop(ticket, None)
-        if squares is not None:
-            self.num_patches -= ticket.num_patches
-            self._sum_squares -= squares
+    def remove(self, item: object) -> None:
+        """An item was encoded, or never will be. Does nothing for one that was not added."""
+        num_patches, squares = self._items.pop(item, (0, 0))
+        self.num_patches -= num_patches
+        self._sum_squares -= squares
 
     @property
     def queued_s(self) -> float:

@@ -47,11 +47,28 @@ class Metrics:
         )
         self.deliveries = Counter(
             "ve_deliveries_total",
-            "Items whose rows left by a transport: inline, or a lease on host or device memory.",
+            "Items by how their rows were delivered: inline, or by a place in host or device memory.",
             ["transport"],
             registry=self.registry,
         )
         self.rows_bytes = Counter("ve_rows_bytes_total", "Bytes of rows delivered.", registry=self.registry)
+        self.directory_reads = Counter(
+            "ve_directory_reads_total",
+            "Reads in shared memory that clients reported.",
+            registry=self.registry,
+        )
+        self.reads_lost = Counter(
+            "ve_reads_lost_total", "Reads in shared memory that an eviction overtook.", registry=self.registry
+        )
+        self.encodes_repeated = Counter(
+            "ve_encodes_repeated_total", "Items encoded again after a lost read.", registry=self.registry
+        )
+        self.inline_fallbacks = Counter(
+            "ve_inline_fallbacks_total",
+            "Items sent inline though their caller reads shared memory: large, losses or no_room.",
+            ["reason"],
+            registry=self.registry,
+        )
         self.stage_seconds = StageTimes(
             "ve_stage_seconds",
             "Seconds of one item in one stage; delivery ends when its caller has taken the rows.",
@@ -99,9 +116,19 @@ class Metrics:
 
     def gauge_by(self, name: str, text: str, label: str, reads: Mapping[str, Callable[[], float]]) -> None:
         """Registers a gauge with one value for each value of a label, read at scrape time."""
-        gauge = Gauge(name, text, [label], registry=self.registry)
-        for value, read in reads.items():
-            gauge.labels(value).set_function(read)
+        self.gauge_by_labels(name, text, (label,), {(value,): read for value, read in reads.items()})
+
+    def gauge_by_labels(
+        self,
+        name: str,
+        text: str,
+        labels: tuple[str, ...],
+        reads: Mapping[tuple[str, ...], Callable[[], float]],
+    ) -> None:
+        """The same for several labels."""
+        gauge = Gauge(name, text, labels, registry=self.registry)
+        for values, read in reads.items():
+            gauge.labels(*values).set_function(read)
 
     def counter_view(self, name: str, text: str, read: Callable[[], float]) -> None:
         """Registers a monotonic figure that another object counts, read at scrape time."""

@@ -1,62 +1,74 @@
 """One item from request to result, top to bottom. Read this first.
 
-Owns the order of things: identity, lookup before decode, single-flight, admission, ingest, the device,
-the store. Knows nothing of gRPC. Runs on one event loop; hashing of large contents, decoding and resizing
-run on worker threads; the device has threads of its own.
+Owns the order: identity, lookup before decode, single-flight, admission, decode, device, store. Knows nothing
+of gRPC. Used from one event loop; workers hash large contents, decode and resize, and the engine has threads
+of its own. A miss passes loop, worker, device thread, loop:
 
-An encode in progress is a *flight* (``flights.py``): callers who ask for its key meanwhile join it.
+    pixels = await decode(item)
+    output = reserve(rows)
+    await engine.submit(pixels, output)
+    held = commit(output)
+
+An encode in progress is shared by all callers of its key (``inflight``).
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from concurrent.futures import Executor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import structlog
+import torch
 
 from encoder_service import traces
-from encoder_service.clip_run import ClipRun, RowsAhead
+from encoder_service.clips import ClipEncoder, clip_facts, num_clip_rows
 from encoder_service.engine.device import DeviceEngine
 from encoder_service.errors import (
+    ClipTooLarge,
     DeviceFault,
     Draining,
+    ImageTooLarge,
     InternalError,
+    UndecodableImage,
     UnknownKey,
     VisionEncoderError,
 )
-from encoder_service.flights import Flight, Flights
+from encoder_service.inflight import InFlightEncode, InFlightEncodes
 from encoder_service.ingest import identity
+from encoder_service.ingest.pinned import pinned
 from encoder_service.ingest.preprocessor import Preprocessor
-from encoder_service.ingest_run import IngestRun
 from encoder_service.load import DeviceLoad
 from encoder_service.metrics import Metrics
-from encoder_service.scheduler.admission import Admission, UnreadBytes
-from encoder_service.store.embedding_store import Held, RowStore, Tier
-from encoder_service.store.shared_tier import SharedTier
-from encoder_service.store.tiers import TieredStore, cache_tier
-from encoder_service.tower_run import TowerRun
+from encoder_service.output import OutputReservation
+from encoder_service.scheduler.admission import Admission, Permit, UnreadBytes
+from encoder_service.scheduler.planner import Ticket
+from encoder_service.store.arena import TierName
+from encoder_service.store.embedding_store import EmbeddingStore, HeldRows
 from encoder_service.towers.tower import Tower
 from encoder_service.types import (
     CacheTier,
+    ClipFacts,
     DigestOnly,
     EncodedFile,
     EncodedItem,
     FrameArray,
     Grid,
     Item,
+    LoadedPixels,
     Modality,
+    PreprocessOptions,
     StageTimings,
 )
 
 log = structlog.get_logger(__name__)
 Result = TypeVar("Result")
 
-# Content below this is hashed on the event loop: a thread hop costs more than the hash.
-HASH_INLINE_BYTES = 256 * 1024
+# Content below this is hashed, and its header read, on the event loop: a thread hop costs more.
+INLINE_BYTES = 256 * 1024
 
 
 @dataclass(frozen=True)
@@ -72,27 +84,26 @@ class ServedModel:
 
 @dataclass(frozen=True)
 class Delivered:
-    """One item's rows as a caller gets them. held: keeps them in place until ``release``. ready_s: when they
-    were there, in the pipeline's clock. ahead: of a clip, how its rows come into encoded's."""
+    """One item's rows for one caller. held: keeps them in place until ``release``. ready_s: when they were
+    there, in the pipeline's clock."""
 
-    encoded: EncodedItem
+    held: HeldRows
     tier: CacheTier
     timings: StageTimings
-    held: Held | None = None
-    ready_s: float = 0.0
-    ahead: RowsAhead | None = None
+    ready_s: float
+
+    @property
+    def encoded(self) -> EncodedItem:
+        return self.held.item
 
     def release(self) -> None:
-        """The rows were delivered, or will not be. Twice is once."""
-        if self.held is not None:
-            self.held.drop()
-        if self.ahead is not None:
-            self.ahead.release()
+        """The rows were delivered, or will not be. Idempotent."""
+        self.held.drop()
 
 
 @dataclass(frozen=True)
 class Announced:
-    """What is known of a prefetched item at once."""
+    """What a prefetch answers of an item, before it is encoded."""
 
     key: bytes
     content_digest: bytes
@@ -101,57 +112,44 @@ class Announced:
     resident: bool
 
 
-@dataclass
 class Pipeline:
-    """The service without its wire. All methods run on the event loop that made it.
+    """The service without its wire. All methods run on one event loop."""
 
-    clock: monotonic seconds; deadlines are in it. max_patches_per_item: the largest item taken. shared_tier:
-    where other replicas' rows are looked for before an encode. max_clip_patches, clip_piece_patches: see
-    ``ClipRun``.
-    """
-
-    model: ServedModel
-    store: RowStore
-    admission: Admission
-    engine: DeviceEngine
-    workers: Executor
-    metrics: Metrics
-    max_patches_per_item: int
-    undelivered: UnreadBytes = field(default_factory=lambda: UnreadBytes(1 << 30))
-    shared_tier: SharedTier | None = None
-    max_clip_patches: int = 262_144
-    clip_piece_patches: int = 8192
-    clock: Callable[[], float] = time.monotonic
-    _draining: bool = False
-
-    def __post_init__(self) -> None:
-        self.flights = Flights(self.clock, self._observe)
-        graphs = self.engine.graphs
-        self.load = DeviceLoad(self.engine.counters, None if graphs is None else graphs.ladder)
-        if isinstance(self.store, TieredStore):  # its copies may be the first to find a fault
-            self.store.on_copy_error = self.engine.report
-        tower, preprocessor = self.model.tower, self.model.preprocessor
-        self._dtype = tower.dtype  # a tower looks for it in its parameters
-        self._run = TowerRun(
-            self.engine,
-            self.store,
-            self.workers,
-            tower,
-            self.clock,
-            asyncio.get_running_loop(),
-            self.shared_tier,
-        )
-        self._ingest = IngestRun(
-            preprocessor,
-            tower,
-            self.load,
-            self.workers,
-            self.max_patches_per_item,
-            self.clock,
-        )
-        self._clips = ClipRun(
-            self._run, preprocessor, self.load, self.max_clip_patches, self.clip_piece_patches
-        )
+    def __init__(
+        self,
+        *,
+        model: ServedModel,
+        store: EmbeddingStore,
+        admission: Admission,
+        engine: DeviceEngine,
+        workers: Executor,
+        metrics: Metrics,
+        max_patches_per_item: int,
+        unread: UnreadBytes | None = None,
+        max_clip_patches: int = 262_144,
+        clip_piece_patches: int = 8192,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """max_patches_per_item: of an image or a tensor of patches; max_clip_patches: of a whole clip;
+        clip_piece_patches: of what is encoded of it at a time. unread: no encode starts while it is full.
+        clock: monotonic seconds, those of the deadlines and the engine's."""
+        self.model = model
+        self.store = store
+        self.admission = admission
+        self.workers = workers
+        self.metrics = metrics
+        self.unread = UnreadBytes(1 << 30) if unread is None else unread
+        self.clock = clock
+        self.inflight = InFlightEncodes(clock)
+        graphs = engine.graphs
+        self.load = DeviceLoad(engine.counters, None if graphs is None else graphs.ladder)
+        self._engine = engine
+        self._max_patches_per_item = max_patches_per_item
+        self._max_clip_patches = max_clip_patches
+        self._draining = False
+        # A tower looks for both in its parameters.
+        self._device, self._dtype = model.tower.device, model.tower.dtype
+        self._clips = ClipEncoder(model.tower, workers, clip_piece_patches, clock)
 
     # -- what the wire calls ---------------------------------------------------------------------------
 
@@ -161,114 +159,80 @@ class Pipeline:
         *,
         namespace: str = "",
         deadline_s: float | None = None,
-        rows_ahead: bool = False,
+        is_prefetch: bool = False,
     ) -> Delivered:
-        """An item's rows, from the store, from a flight that is under way, or encoded now. The caller
-        releases what it is given. rows_ahead: it reads the item, a clip, as its rows come.
+        """An item's rows: from the store, from an encode in progress, or encoded now. The caller releases
+        them. is_prefetch: queued behind the items that others wait for.
 
-        Raises any VisionEncoderError; a failure concerns this item alone.
+        Raises any VisionEncoderError, which concerns this item alone.
         """
         started_s = self.clock()
         digest, key = await self._identify(item, namespace)
         identify_ms = (self.clock() - started_s) * 1e3
-
         held = self.store.hold(namespace, key)
         if held is not None:
-            timings = StageTimings(identify_ms=identify_ms)
-            return self._delivered(held, cache_tier(held), timings, started_s)
-
-        while True:
-            flight, joined = self._board(item, digest, key, namespace, False, deadline_s)
-            waiting = self.flights.wait(flight, deadline_s)
-            flight.wants_rows_ahead |= rows_ahead
-            try:
-                found: Held | RowsAhead = await (RowsAhead.of(flight, waiting) if rows_ahead else waiting)
-                break
-            except UnknownKey:
-                if not joined or isinstance(item.content, DigestOnly):
-                    raise
-                await asyncio.sleep(0)  # it was another's, who had no content; till all of them know
-        tier = CacheTier.IN_FLIGHT if joined else flight.tier
-        return self._delivered(found, tier, flight.timings.identified_in(identify_ms), started_s)
+            return self._delivered(held, cache_tier(held), StageTimings(identify_ms=identify_ms), started_s)
+        joined = self.inflight.join(namespace, key, deadline_s, is_prefetch=is_prefetch)
+        encode = joined or self._start(item, digest, key, namespace, deadline_s, is_prefetch=is_prefetch)
+        held = await self.inflight.wait(encode, deadline_s)
+        timings = replace(encode.timings, identify_ms=identify_ms)
+        tier = CacheTier.MISS if joined is None else CacheTier.IN_FLIGHT
+        return self._delivered(held, tier, timings, started_s)
 
     async def prefetch(self, item: Item, *, namespace: str = "") -> Announced:
-        """Starts an encode that no caller has to wait for. Returns once the item is identified, its grid
-        known and admitted. Raises as ``encode`` does, as far as the failure shows that early."""
+        """Starts an encode that goes on without a caller. Returns once the item is identified, its grid known
+        and admitted. Raises as ``encode`` does, as far as the failure shows until then."""
         digest, key = await self._identify(item, namespace)
-        resident = self.store.get(namespace, key)
+        resident = self.store.peek(namespace, key)
         if resident is not None:
             return Announced(key, digest, resident.grid, resident.spec.num_rows, True)
-        while True:
-            flight, joined = self._board(item, digest, key, namespace, True, None)
-            flight.held = True
-            try:
-                grid = await asyncio.shield(flight.announced)
-                break
-            except UnknownKey:
-                if not joined or isinstance(item.content, DigestOnly):
-                    raise
-                await asyncio.sleep(0)
-        return Announced(key, digest, grid, flight.num_rows or self.model.tower.num_rows(grid), False)
+        joined = self.inflight.join(namespace, key, None, is_prefetch=True)
+        encode = joined or self._start(item, digest, key, namespace, None, is_prefetch=True)
+        grid, num_rows = await asyncio.shield(encode.announced)
+        return Announced(key, digest, grid, num_rows, False)
 
     async def fetch(self, key: bytes, *, namespace: str = "", deadline_s: float | None = None) -> Delivered:
-        """Rows by key; waits for a flight. The caller releases what it is given.
-        Raises InvalidDigest, UnknownKey, or the flight's failure."""
+        """Rows by key; waits for an encode in progress. The caller releases them. Raises InvalidDigest,
+        UnknownKey, or the encode's failure."""
         started_s = self.clock()
         identity.check_digest(key, "key")
         held = self.store.hold(namespace, key)
         if held is not None:
             return self._delivered(held, cache_tier(held), StageTimings(), started_s)
-        flight = self.flights.join(namespace, key, False, deadline_s)
-        joined = flight is not None
-        if flight is None:
-            flight = self._seek(namespace, key, b"", False, deadline_s)
-        held = await self.flights.wait(flight, deadline_s)
-        tier = CacheTier.IN_FLIGHT if joined else flight.tier
-        return self._delivered(held, tier, replace(flight.timings), started_s)
+        encode = self.inflight.join(namespace, key, deadline_s)
+        if encode is None:
+            raise unknown(key)
+        held = await self.inflight.wait(encode, deadline_s)
+        return self._delivered(held, CacheTier.IN_FLIGHT, replace(encode.timings), started_s)
 
-    def found(self, held: Held, started_s: float) -> Delivered:
-        """Rows that their caller has got hold of in the store, which count as delivered by it."""
-        return self._delivered(held, cache_tier(held), StageTimings(), started_s)
-
-    async def placed(self, delivered: Delivered, namespace: str, tier: Tier) -> Delivered:
-        """The same rows where their reader can read them, as far as there is room: see ``RowStore.placed``.
-        The caller releases what it is given in place of ``delivered``, or ``delivered`` when this raises."""
-        if delivered.held is None:
-            return delivered
-        try:
-            held = await self.store.placed(delivered.held, namespace, tier)
-        except Exception as error:
-            if self.engine.fault is not None:
-                raise DeviceFault(self.engine.fault.message) from error
-            raise
-        if held is delivered.held:
-            return delivered
-        return replace(delivered, encoded=held.item, held=held)
-
-    def lookup(self, key: bytes, *, namespace: str = "") -> EncodedItem | Flight | None:
-        """What is held or under way for a key. Raises InvalidDigest."""
+    def lookup(self, key: bytes, *, namespace: str = "") -> EncodedItem | InFlightEncode | None:
+        """What is held or in progress for a key. Raises InvalidDigest."""
         identity.check_digest(key, "key")
-        return self.store.peek(namespace, key) or self.flights.get(namespace, key)
+        return self.store.peek(namespace, key) or self.inflight.get(namespace, key)
 
-    async def lookup_shared(
-        self, keys: Sequence[bytes], *, namespace: str = "", deadline_s: float | None = None
-    ) -> Mapping[bytes, Grid]:
-        """Those of the keys that lie in the tier that replicas share, where there is one that answers, with
-        the grids that are told there. One look for all of them; takes half of the time at most."""
-        return await self._run.grids(namespace, keys, deadline_s)
+    async def in_tier(self, delivered: Delivered, namespace: str, tier: TierName) -> Delivered:
+        """The same rows in that tier, as far as there is room: see ``EmbeddingStore.in_tier``. Takes
+        ``delivered`` over, also when this raises."""
+        try:
+            held = await self.store.in_tier(delivered.held, namespace, tier)
+        except Exception as error:
+            if self._engine.fault is not None:
+                raise DeviceFault(self._engine.fault.message) from error
+            raise
+        return delivered if held is delivered.held else replace(delivered, held=held)
 
     async def drain(self, grace_s: float) -> bool:
-        """Refuses new encodes and waits for those under way. False when some outlived the grace."""
+        """Refuses new encodes and waits for those in progress. False when some outlived the grace."""
         self._draining = True
-        return await self.flights.drain(grace_s)
+        return await self.inflight.drain(grace_s)
 
     # -- identity --------------------------------------------------------------------------------------
 
     async def _identify(self, item: Item, namespace: str) -> tuple[bytes, bytes]:
         """The item's content digest and embedding key."""
-        self.model.preprocessor.check_options(item.modality, item.options)
-        size = identity.content_bytes(item)
-        if item.content_digest is None and size > HASH_INLINE_BYTES:
+        preprocessor = self.model.preprocessor
+        preprocessor.check_options(item.modality, item.options)
+        if item.content_digest is None and identity.content_bytes(item) > INLINE_BYTES:
             digest = await self._on_worker(identity.content_digest, item)
         else:
             digest = identity.content_digest(item)
@@ -277,104 +241,209 @@ class Pipeline:
             digest,
             namespace=namespace,
             model_fingerprint=self.model.fingerprint,
-            preprocess_fingerprint=self.model.preprocessor.fingerprint,
+            preprocess_fingerprint=preprocessor.fingerprint,
             dtype=self._dtype,
         )
         return digest, key
 
-    def _board(
+    def _start(
         self,
         item: Item,
         digest: bytes,
         key: bytes,
         namespace: str,
-        is_prefetch: bool,
         deadline_s: float | None,
-    ) -> tuple[Flight, bool]:
-        """The flight for a key, and whether it was under way. No await between look and start, so that one
-        key never flies twice."""
-        flight = self.flights.join(namespace, key, is_prefetch, deadline_s)
-        if flight is not None:
-            return flight, True
+        *,
+        is_prefetch: bool,
+    ) -> InFlightEncode:
+        """A new encode. Raises what refuses it at once: UnknownKey, Draining, DeviceFault, QueueFull."""
         if isinstance(item.content, DigestOnly):
-            return self._seek(namespace, key, digest, is_prefetch, deadline_s), False
+            raise unknown(key)
         if self._draining:
             raise Draining("the service is stopping and takes no new work")
-        if self.engine.fault is not None:
-            raise DeviceFault(self.engine.fault.message)
-        self.undelivered.check_room()
-        flight = self.flights.start(
-            namespace, key, digest, is_prefetch, deadline_s, lambda flight: self._fly(flight, item)
+        if self._engine.fault is not None:
+            raise DeviceFault(self._engine.fault.message)
+        self.unread.check_room()
+        return self.inflight.start(
+            namespace,
+            key,
+            digest,
+            deadline_s,
+            lambda encode: self._run(encode, item),
+            is_prefetch=is_prefetch,
         )
-        return flight, False
 
-    def _seek(
-        self, namespace: str, key: bytes, digest: bytes, is_prefetch: bool, deadline_s: float | None
-    ) -> Flight:
-        """The flight of a key whose content nobody has sent, which looks into the tier that replicas share.
-        Raises UnknownKey where there is none to look into, or the service is leaving."""
-        if self.shared_tier is None or self._draining or self.engine.fault is not None:
-            raise unknown(key)
-        self.undelivered.check_room()
-        return self.flights.start(namespace, key, digest, is_prefetch, deadline_s, self._fly_unsent)
+    # -- one encode ------------------------------------------------------------------------------------
 
-    # -- a flight --------------------------------------------------------------------------------------
-
-    async def _fly(self, flight: Flight, item: Item) -> Held:
-        """Admission, ingest, device, store; after the first the store at once for rows of another replica."""
+    async def _run(self, encode: InFlightEncode, item: Item) -> HeldRows:
+        """Admission, decode, device, store."""
         permit = self.admission.acquire(identity.content_bytes(item))
-        started_s = self.clock()
         try:
-            if (found := await self._run.find(flight)) is not None:
-                return found
-            if item.modality is Modality.VIDEO and isinstance(item.content, EncodedFile | FrameArray):
-                return await self._clips.run(flight, item.content, item.options, permit)
-            held = await self._run.run(flight, *await self._ingest.admitted(flight, item, permit))
-            self._run.share(flight, held)
-            traces.add_stages(flight.timings, started_s, flight.queued_s, self.clock())
-            return held
+            is_clip = item.modality is Modality.VIDEO
+            if is_clip and isinstance(item.content, EncodedFile | FrameArray):
+                held = await self._encode_clip(encode, item.content, item.options, permit)
+            else:
+                held = await self._encode_single(encode, item, permit)
         except VisionEncoderError:
             raise
         except Exception as error:
-            log.exception("item failed by a defect", key=flight.key.hex())
+            log.exception("item failed by a defect", key=encode.key.hex())
             raise InternalError(f"{type(error).__name__}: {error}") from error
         finally:
-            self.load.remove(flight.ticket)
+            self.load.remove(encode)
             permit.release()
+        for name, milliseconds in encode.timings.as_mapping().items():
+            if milliseconds:  # else a stage that this item did not pass
+                self.metrics.stage_seconds.observe(name[: -len("_ms")], milliseconds / 1e3)
+        return held
 
-    async def _fly_unsent(self, flight: Flight) -> Held:
-        """A flight's whole way without content. Raises UnknownKey."""
-        found = await self._run.find(flight)
-        if found is None:
-            raise unknown(flight.key)
-        return found
+    async def _encode_single(self, encode: InFlightEncode, item: Item, permit: Permit) -> HeldRows:
+        """An image, or patches that the caller made."""
+        timings, tower = encode.timings, self.model.tower
+        started_s = self.clock()
+        grid = await self._probe(item)
+        ticket = self._admit(encode, grid, permit)
+        timings.admit_ms = (self.clock() - started_s) * 1e3
+        pixels, timings.decode_ms, timings.resize_ms = await self._on_worker(self._decode, item, grid)
+        coming = self._coming_rows(encode, grid, tower.num_rows(grid))
+        with OutputReservation(self.store, self._engine, encode.namespace, coming) as output:
+            queued_s = self.clock()
+            job = output.submit(pixels, ticket, output.rows)
+            del pixels  # the engine's from here on
+            result = await asyncio.wrap_future(job)
+            timings.queue_ms = (result.started_s - queued_s) * 1e3
+            timings.tower_ms = result.tower_ms
+            held = await self._store(encode, output, replace(coming, rows=result.rows))
+        traces.add_stages(timings, started_s, queued_s, self.clock())
+        return held
+
+    async def _encode_clip(
+        self,
+        encode: InFlightEncode,
+        content: EncodedFile | FrameArray,
+        options: PreprocessOptions,
+        permit: Permit,
+    ) -> HeldRows:
+        tower = self.model.tower
+        started_s = self.clock()
+        clip = await self._on_worker(self.model.preprocessor.open_clip, content, options)
+        try:
+            plan = clip.plan
+            num_rows = num_clip_rows(plan, tower)
+            self._admit_clip(encode, plan.grid, plan.chunk_grids, num_rows, permit)
+            encode.timings.admit_ms = (self.clock() - started_s) * 1e3
+            coming = self._coming_rows(encode, plan.grid, num_rows, clip_facts(plan))
+            with OutputReservation(self.store, self._engine, encode.namespace, coming) as output:
+                rows = output.rows
+                if rows is None:
+                    rows = torch.empty(
+                        coming.rows.shape, dtype=self._dtype, pin_memory=self._device.type == "cuda"
+                    )
+                await self._clips.encode(encode, clip, output, rows)
+                return await self._store(encode, output, replace(coming, rows=rows))
+        finally:
+            clip.close()
+
+    async def _probe(self, item: Item) -> Grid:
+        """The item's grid, from its header or as its sender states it."""
+        probe = self.model.preprocessor.probe_grid
+        is_large = isinstance(item.content, EncodedFile) and len(item.content.data) > INLINE_BYTES
+        grid = await self._on_worker(probe, item) if is_large else probe(item)
+        self.model.tower.check_grid(grid)
+        return grid
+
+    def _admit(self, encode: InFlightEncode, grid: Grid, permit: Permit) -> Ticket:
+        """Takes room for the item's patches and announces its grid. Raises ImageTooLarge, QueueFull."""
+        num_patches, limit = grid.num_patches, self._max_patches_per_item
+        if num_patches > limit:
+            raise ImageTooLarge(
+                f"the item has {num_patches} patches (grid {tuple(grid)}), at most {limit} are taken",
+                num_patches=num_patches,
+                max_patches=limit,
+            )
+        permit.add_patches(num_patches)
+        merges_time = self.model.tower.merges_time
+        num_sequences, num_frames = (1, grid.t) if merges_time else (grid.t, 1)
+        ticket = encode.ticket(num_patches, num_sequences=num_sequences, num_frames=num_frames)
+        self.load.add(encode, num_patches, ticket.seqlen)
+        encode.announce(grid, self.model.tower.num_rows(grid))
+        return ticket
+
+    def _admit_clip(
+        self,
+        encode: InFlightEncode,
+        grid: Grid,
+        chunk_grids: tuple[Grid, ...],
+        num_rows: int,
+        permit: Permit,
+    ) -> None:
+        """The same for all of a clip. Raises ClipTooLarge, QueueFull, GridMismatch."""
+        num_patches, limit = grid.num_patches, self._max_clip_patches
+        if num_patches > limit:
+            raise ClipTooLarge(
+                f"the clip has {num_patches} patches (grid {tuple(grid)}), at most {limit} are taken",
+                num_patches=num_patches,
+                max_patches=limit,
+            )
+        for each in set(chunk_grids) or {grid}:
+            self.model.tower.check_grid(each)
+        permit.add_patches(num_patches)
+        self.load.add(encode, num_patches, -(-num_patches // (len(chunk_grids) or grid.t)))
+        encode.announce(grid, num_rows)
+
+    def _decode(self, item: Item, grid: Grid) -> LoadedPixels:
+        """On a worker: pixels in memory that the device can read; pinning counts as resizing."""
+        loaded = self.model.preprocessor.load(item)
+        started_s = self.clock()
+        ready = pinned(loaded.item, self._device, self._dtype)
+        if ready.grid != grid:
+            raise UndecodableImage(
+                f"the file's header promises grid {tuple(grid)}, its pixels give {tuple(ready.grid)}"
+            )
+        pinning_ms = 0.0 if ready is loaded.item else (self.clock() - started_s) * 1e3
+        return LoadedPixels(ready, loaded.decode_ms, loaded.resize_ms + pinning_ms)
+
+    def _coming_rows(
+        self, encode: InFlightEncode, grid: Grid, num_rows: int, clip: ClipFacts | None = None
+    ) -> EncodedItem:
+        """The item before its rows are there: a meta tensor has their shape and dtype."""
+        tower = self.model.tower
+        rows = torch.empty(num_rows, tower.width, dtype=self._dtype, device="meta")
+        return EncodedItem(encode.key, encode.content_digest, grid, rows, tower.num_deepstack_levels, clip)
+
+    async def _store(self, encode: InFlightEncode, output: OutputReservation, item: EncodedItem) -> HeldRows:
+        """The item's complete rows, held where the store keeps them, or as they are where it has no room."""
+        started_s = self.clock()
+        if output.rows is not None:
+            held = output.commit()
+        else:
+            held = await self.store.keep(encode.namespace, item)
+        encode.timings.store_ms = (self.clock() - started_s) * 1e3
+        return held
 
     # -- small things ----------------------------------------------------------------------------------
 
     def _delivered(
-        self, held: Held | RowsAhead, tier: CacheTier, timings: StageTimings, started_s: float
+        self, held: HeldRows, tier: CacheTier, timings: StageTimings, started_s: float
     ) -> Delivered:
-        encoded = held.item
         ready_s = self.clock()
         timings.total_ms = (ready_s - started_s) * 1e3
         metrics = self.metrics
         metrics.count(metrics.items, tier.value)
-        metrics.rows_bytes.inc(encoded.spec.num_bytes)
-        # The stages of the flight are observed once, by the flight: those who joined it did not pass them.
+        metrics.rows_bytes.inc(held.item.spec.num_bytes)
+        # The encode's own stages are observed once, by the encode.
         if timings.identify_ms:
             metrics.stage_seconds.observe("identify", timings.identify_ms / 1e3)
         metrics.stage_seconds.observe("total", timings.total_ms / 1e3)
-        if isinstance(held, RowsAhead):
-            return Delivered(encoded, tier, timings, None, ready_s, held)
-        return Delivered(encoded, tier, timings, held, ready_s)
-
-    def _observe(self, timings: StageTimings) -> None:
-        for name, milliseconds in timings.as_mapping().items():
-            if milliseconds:  # else a stage that this item did not pass
-                self.metrics.stage_seconds.observe(name[: -len("_ms")], milliseconds / 1e3)
+        return Delivered(held, tier, timings, ready_s)
 
     async def _on_worker(self, function: Callable[..., Result], *arguments: object) -> Result:
         return await asyncio.get_running_loop().run_in_executor(self.workers, function, *arguments)
+
+
+def cache_tier(held: HeldRows) -> CacheTier:
+    """Where rows that were found in the store are."""
+    return CacheTier.DEVICE if held.tier == "device" else CacheTier.HOST
 
 
 def unknown(key: bytes) -> UnknownKey:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
@@ -132,9 +132,6 @@ class LoadedPixels(NamedTuple):
     resize_ms: float
 
 
-LoadPixels: TypeAlias = Callable[[], LoadedPixels]
-
-
 @dataclass
 class StageTimings:
     """Milliseconds spent by one item in each stage; see the wire contract for what each covers."""
@@ -151,19 +148,12 @@ class StageTimings:
     def as_mapping(self) -> Mapping[str, float]:
         return vars(self)
 
-    def identified_in(self, identify_ms: float) -> StageTimings:
-        """The same of another caller, who took that long to identify the item."""
-        found = StageTimings(identify_ms)
-        vars(found).update(vars(self), identify_ms=identify_ms)
-        return found
-
 
 class CacheTier(enum.Enum):
     MISS = "miss"
-    IN_FLIGHT = "in_flight"
+    IN_FLIGHT = "joined"
     DEVICE = "device"
     HOST = "host"
-    SHARED = "shared"
 
 
 @dataclass(frozen=True)

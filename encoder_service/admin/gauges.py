@@ -1,30 +1,24 @@
-"""What operators see of the pipeline and its engine, read at scrape time.
+"""Metrics of the pipeline, the engine, the store and the broker, read at scrape time.
 
 Owns names and texts of these metrics; the figures are counted where things happen.
 """
 
 from __future__ import annotations
 
-import functools
-
-from encoder_service.admin.live import runs_by_size, store_tiers
-from encoder_service.engine.calibrate import export_cost
+from encoder_service.admin.live import runs_by_size
+from encoder_service.broker import Broker
 from encoder_service.engine.device import DeviceEngine
-from encoder_service.logs import lost_lines
+from encoder_service.engine.graphs import GraphRunner
+from encoder_service.ingest.pixel_segments import PixelSegments
 from encoder_service.metrics import Metrics
 from encoder_service.pipeline import Pipeline
-from encoder_service.store.shared_tier import ServerTier
-from encoder_service.store.tiers import TieredStore
+from encoder_service.store.embedding_store import EmbeddingStore
 
 
 def register_gauges(metrics: Metrics, pipeline: Pipeline, engine: DeviceEngine) -> None:
-    """Registers everything; once per registry."""
+    """Registers what every service has; once per registry."""
     gauge, counter = metrics.gauge, metrics.counter_view
-    gauge(
-        "ve_queued_patches",
-        "Patches admitted and not yet encoded.",
-        lambda: pipeline.admission.num_patches,
-    )
+    gauge("ve_queued_patches", "Patches admitted and not yet encoded.", lambda: pipeline.load.num_patches)
     gauge(
         "ve_queued_device_seconds",
         "Seconds that the device will need for items admitted and not yet encoded.",
@@ -34,33 +28,13 @@ def register_gauges(metrics: Metrics, pipeline: Pipeline, engine: DeviceEngine) 
     gauge(
         "ve_undelivered_bytes",
         "Rows encoded and not yet read by their callers.",
-        lambda: pipeline.undelivered.num_bytes,
+        lambda: pipeline.unread.num_bytes,
     )
-    gauge("ve_flights", "Encodes in progress.", lambda: len(pipeline.flights))
-    gauge("ve_store_bytes", "Bytes of rows held.", lambda: pipeline.store.num_bytes)
-    metrics.gauge_by(
-        "ve_store_items",
-        "Items held by a tier; one that is held in both counts in each.",
-        "tier",
-        {name: functools.partial(len, part) for name, part in store_tiers(pipeline.store).items()},
-    )
-    counter("ve_store_hits", "Lookups that found rows.", lambda: pipeline.store.counters.hits)
-    counter("ve_store_misses", "Lookups that found none.", lambda: pipeline.store.counters.misses)
-    counter("ve_store_evictions", "Items evicted.", lambda: pipeline.store.counters.evictions)
-    counter("ve_store_refused", "Items that found no room.", lambda: pipeline.store.counters.refused)
-    by = metrics.counter_view_by
-    by(
-        "ve_log_lines_lost",
-        "Log lines lost: full, nobody takes them; failed, they could not be written.",
-        "reason",
-        lost_lines,
-    )
-    by("ve_tier_lookups", "Lookups that came to a tier.", "tier", lambda: _tier_figures(pipeline)[0])
-    by("ve_tier_hits", "Lookups that a tier answered.", "tier", lambda: _tier_figures(pipeline)[1])
+    gauge("ve_encodes_in_flight", "Encodes in progress.", lambda: len(pipeline.inflight))
     counter(
-        "ve_flights_joined",
-        "Callers that joined an encode under way.",
-        lambda: pipeline.flights.counters.joined,
+        "ve_encodes_joined",
+        "Callers that joined an encode in progress.",
+        lambda: pipeline.inflight.counters.joined,
     )
     counter("ve_batches", "Forward passes.", lambda: engine.counters.batches)
     counter("ve_encoded_items", "Items through the tower.", lambda: engine.counters.items)
@@ -71,36 +45,96 @@ def register_gauges(metrics: Metrics, pipeline: Pipeline, engine: DeviceEngine) 
         "Batches that failed and were split, so that innocent items succeed.",
         lambda: engine.counters.retried_batches,
     )
-    if (graphs := engine.graphs) is not None:
-        figures = graphs.counters
-        counter("ve_graph_replays", "Batches run as a CUDA graph.", lambda: figures.replays.total())
-        counter("ve_eager_runs", "Batches that no bucket took.", lambda: figures.eager_runs)
-        counter("ve_padded_patches", "Padding added to buckets.", lambda: figures.padded_patches)
-        counter("ve_bucketed_patches", "Patches of batches that a bucket took.", lambda: figures.real_patches)
-        metrics.counter_view_by(
-            "ve_bucket_runs",
-            "Batches by the patches of the bucket that took them.",
-            "patches",
-            lambda: {
-                str(size): runs for size, runs in runs_by_size(figures.replays, figures.padded_runs).items()
+    counter("ve_device_busy_seconds", "Seconds in forward passes.", lambda: engine.counters.busy_s)
+    if engine.graphs is not None:
+        register_graphs(metrics, engine.graphs)
+    register_store(metrics, pipeline.store)
+
+
+def register_graphs(metrics: Metrics, graphs: GraphRunner) -> None:
+    figures, counter = graphs.counters, metrics.counter_view
+    counter("ve_graph_replays", "Batches run as a CUDA graph.", lambda: figures.replays.total())
+    counter("ve_eager_runs", "Batches that no bucket took.", lambda: figures.eager_runs)
+    counter("ve_padded_patches", "Padding added to buckets.", lambda: figures.padded_patches)
+    metrics.counter_view_by(
+        "ve_bucket_runs",
+        "Batches by the patches of the bucket that took them.",
+        "patches",
+        lambda: {
+            str(size): runs for size, runs in runs_by_size(figures.replays, figures.padded_runs).items()
+        },
+    )
+    metrics.gauge("ve_graph_bytes", "Device memory of captured graphs.", lambda: graphs.captured_bytes)
+    for step, shape, name in graphs.choices:
+        metrics.kernel_choice.labels(step, shape, name).set(1)
+
+
+def register_store(metrics: Metrics, store: EmbeddingStore) -> None:
+    counter = metrics.counter_view
+    metrics.gauge("ve_store_bytes", "Bytes of rows held.", lambda: store.num_bytes)
+    metrics.gauge_by(
+        "ve_store_items",
+        "Items held by a tier; one that is held in both counts in each.",
+        "tier",
+        {"device": lambda: store.num_items("device"), "host": lambda: store.num_items("host")},
+    )
+    counter("ve_store_evictions", "Items evicted from a tier.", lambda: store.counters.evictions)
+    counter("ve_store_refused", "Items for which there was no room.", lambda: store.counters.refused)
+    counter(
+        "ve_announced_rows_evicted_unread",
+        "Rows evicted before the reader that was told their place had reported them as read.",
+        lambda: store.counters.unread_evictions,
+    )
+    metrics.counter_view_by(
+        "ve_tier_copies",
+        "Items copied between the device and the host tier.",
+        "direction",
+        lambda: {
+            "to_host": store.counters.copies_to_host,
+            "to_device": store.counters.copies_to_device,
+        },
+    )
+
+
+def register_broker(metrics: Metrics, broker: Broker, store: EmbeddingStore) -> None:
+    """What a service with a broker has besides; once per registry."""
+    arenas = [((arena.kind, namespace or ""), arena) for namespace, arena in store.arenas()]
+    for name, text, attribute in (
+        ("ve_arena_bytes", "Size of an arena.", "capacity_bytes"),
+        ("ve_arena_free_bytes", "Bytes in no slot of an arena.", "free_bytes"),
+        ("ve_arena_largest_free_bytes", "Largest free range of an arena.", "largest_free_bytes"),
+    ):
+        metrics.gauge_by_labels(
+            name,
+            text,
+            ("memory", "namespace"),
+            {
+                labels: lambda arena=arena, attribute=attribute: getattr(arena, attribute)  # type: ignore[misc]
+                for labels, arena in arenas
             },
         )
-        gauge("ve_graph_bytes", "Device memory of captured graphs.", lambda: graphs.captured_bytes)
-        export_cost(metrics, graphs.ladder)
-        for step, shape, name in graphs.choices:
-            metrics.kernel_choice.labels(step, shape, name).set(1)
-    counter("ve_device_busy_seconds", "Seconds in forward passes.", lambda: engine.counters.busy_s)
+    metrics.gauge(
+        "ve_directory_items",
+        "Items that the arenas' directories list.",
+        lambda: sum(len(arena.directory) for _, arena in arenas),
+    )
+    metrics.gauge(
+        "ve_broker_up", "1 while the broker's socket is served.", lambda: float(broker.is_serving())
+    )
+    metrics.gauge("ve_broker_connections", "Clients of the broker.", lambda: broker.num_connections)
+    metrics.counter_view_by(
+        "ve_broker_refused",
+        "Hellos and attaches that were refused.",
+        "reason",
+        lambda: dict(broker.counters.refused),
+    )
 
 
-def _tier_figures(pipeline: Pipeline) -> tuple[dict[str, float], dict[str, float]]:
-    """Lookups and hits by tier, the fastest first: what one tier does not answer comes to the next."""
-    store, shared = pipeline.store, pipeline.shared_tier
-    asked = float(store.counters.hits) + float(store.counters.misses)
-    hits = {"host": float(store.counters.hits)}
-    if isinstance(store, TieredStore):
-        hits = {"device": float(store.device.counters.hits), "host": float(store.host.counters.hits)}
-    lookups = {"device": asked, "host": asked - hits.get("device", 0.0)}
-    if isinstance(shared, ServerTier):
-        hits["shared"] = shared.counters.looks["hit"]
-        lookups["shared"] = sum(shared.counters.looks.values())
-    return {tier: lookups[tier] for tier in hits}, hits
+def register_segments(metrics: Metrics, segments: PixelSegments) -> None:
+    """Where pixels are accepted in shared memory; once per registry."""
+    metrics.counter_view_by(
+        "ve_pixel_segments",
+        "Named segments of pixels: copied, or the cause of the refusal.",
+        "outcome",
+        lambda: dict(segments.outcomes),
+    )

@@ -9,21 +9,19 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sized
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 from prometheus_client import Counter as Counted
 
 from encoder_service.admin.history import History, Window, percentile
+from encoder_service.broker import Broker
 from encoder_service.engine.device import DeviceEngine
 from encoder_service.load import saturation
 from encoder_service.metrics import STAGE_BUCKETS_S, Metrics
 from encoder_service.pipeline import Pipeline
 from encoder_service.store.arena import Arena
-from encoder_service.store.embedding_store import RowStore
-from encoder_service.store.tiers import TieredStore
-from encoder_service.transport.shared_memory import SharedMemory
 from encoder_service.types import CacheTier
 
 SAMPLE_EVERY_S = 1.0
@@ -36,8 +34,8 @@ TRANSPORTS = ("inline", "host", "device")
 NUM_BUCKETS = len(STAGE_BUCKETS_S) + 1
 FIGURES = (
     "busy_s", "batches", "encoded", "patches", "real_patches", "padded_patches", "replays", "eager",
-    "failures", "rejections", "rows_bytes", "queued_patches", "queued_s", "queued_bytes", "flights",
-    "undelivered_bytes", "filled_share", "store_bytes", "store_items", "evictions", "leases", "leased_bytes",
+    "failures", "rejections", "rows_bytes", "queued_patches", "queued_s", "queued_bytes", "in_flight",
+    "undelivered_bytes", "filled_share", "store_bytes", "evictions",
 )  # fmt: skip
 
 
@@ -55,12 +53,12 @@ class LiveView:
         sent = [f"sent_{name}" for name in TRANSPORTS]
         buckets = [f"{stage}_{index}" for stage in STAGES for index in range(NUM_BUCKETS)]
         self.history = History([*FIGURES, *tiers, *sent, *buckets])
-        self._sources: tuple[Pipeline, DeviceEngine, SharedMemory | None] | None = None
+        self._sources: tuple[Pipeline, DeviceEngine, Broker | None] | None = None
         self._task: asyncio.Task[None] | None = None
 
-    def attach(self, pipeline: Pipeline, engine: DeviceEngine, shared: SharedMemory | None) -> None:
+    def attach(self, pipeline: Pipeline, engine: DeviceEngine, broker: Broker | None) -> None:
         """What to look at from now on; with the gauges that follow from what was seen."""
-        self._sources = (pipeline, engine, shared)
+        self._sources = (pipeline, engine, broker)
         self._metrics.gauge(
             "ve_saturation_ratio",
             "0 idle to 1 saturated: largest of busy share, queue and fill of limits. Scale on this.",
@@ -90,7 +88,7 @@ class LiveView:
         """Adds one row of figures as they are now."""
         if self._sources is None:
             return
-        pipeline, engine, shared = self._sources
+        pipeline, engine, _ = self._sources
         graphs, store = engine.graphs, pipeline.store
         figures = None if graphs is None else graphs.counters
         failures = by_label(self._metrics.failures, "reason")
@@ -112,14 +110,11 @@ class LiveView:
             pipeline.admission.num_patches,
             pipeline.load.queued_s,
             pipeline.admission.num_bytes,
-            len(pipeline.flights),
-            pipeline.undelivered.num_bytes,
+            len(pipeline.inflight),
+            pipeline.unread.num_bytes,
             filled_share(pipeline),
             store.num_bytes,
-            len(store),
             store.counters.evictions,
-            0 if shared is None else len(shared.leases),
-            0 if shared is None else shared.leases.leased_bytes,
             *(tiers.get(tier.value, 0.0) for tier in CacheTier),
             *(sent.get(name, 0.0) for name in TRANSPORTS),
             *self._stage_counts(),
@@ -152,7 +147,7 @@ class LiveView:
         up_s = round(self._clock() - self._started_s, 1)
         if self._sources is None:
             return {"uptime_s": up_s, "attached": False}
-        pipeline, engine, shared = self._sources
+        pipeline, engine, broker = self._sources
         window = self.history.last(NOW_S)
         stages = self.history.last(STAGES_S)
         model = pipeline.model
@@ -170,14 +165,14 @@ class LiveView:
             "limits": {
                 "queued_patches": pipeline.admission.max_patches,
                 "queued_bytes": pipeline.admission.max_bytes,
-                "undelivered_bytes": pipeline.undelivered.max_bytes,
+                "undelivered_bytes": pipeline.unread.max_bytes,
                 "queued_s": self._full_queue_s,
             },
             "stages": [stage_row(stages, stage) for stage in STAGES],
             "series": series(self.history.last(CHARTS_S)),
             "buckets": self._buckets(engine),
-            "cache": self._cache(pipeline, window, shared),
-            "leases": {} if shared is None else lease_figures(shared),
+            "cache": self._cache(pipeline, window),
+            "reads": self._reads(broker),
             "transports": {name: int(window.now(f"sent_{name}")) for name in TRANSPORTS},
             "failures": by_label(self._metrics.failures, "reason"),
             "rejections": by_label(self._metrics.rejections, "reason"),
@@ -197,7 +192,7 @@ class LiveView:
             "busy_share": self.busy_share(),
             "saturation": self.saturation(),
             **{name: window.now(name) for name in (
-                "queued_patches", "queued_s", "queued_bytes", "flights", "undelivered_bytes"
+                "queued_patches", "queued_s", "queued_bytes", "in_flight", "undelivered_bytes"
             )},
         }  # fmt: skip
 
@@ -215,26 +210,29 @@ class LiveView:
             "runs": [{"patches": size, "runs": runs[size]} for size in sorted(runs)],
         }
 
-    def _cache(self, pipeline: Pipeline, window: Window, shared: SharedMemory | None) -> dict[str, Any]:
+    def _cache(self, pipeline: Pipeline, window: Window) -> dict[str, Any]:
         store = pipeline.store
         return {
             "tiers": {tier.value: int(window.now(f"tier_{tier.value}")) for tier in CacheTier},
-            "items": {tier: len(part) for tier, part in store_tiers(store).items()},
+            "items": {"device": store.num_items("device"), "host": store.num_items("host")},
             "bytes": store.num_bytes,
             "max_bytes": store.max_bytes,
             "evictions": store.counters.evictions,
             "refused": store.counters.refused,
-            "arenas": [] if shared is None else [
-                arena_row(namespace, part.arena) for namespace, part in shared.store.named_parts()
-            ],
-        }  # fmt: skip
+            "arenas": [arena_row(namespace, arena) for namespace, arena in store.arenas()],
+        }
 
-
-def store_tiers(store: RowStore) -> Mapping[str, Sized]:
-    """What holds rows in this process, by the name of its tier."""
-    if isinstance(store, TieredStore):
-        return {"device": store.device, "host": store.host}
-    return {"host": store}
+    def _reads(self, broker: Broker | None) -> dict[str, Any]:
+        """Reads in shared memory since the start."""
+        if broker is None:
+            return {}
+        return {
+            "connections": broker.num_connections,
+            "reported": int(only(self._metrics.directory_reads)),
+            "lost": int(only(self._metrics.reads_lost)),
+            "repeated": int(only(self._metrics.encodes_repeated)),
+            "inline": by_label(self._metrics.inline_fallbacks, "reason"),
+        }
 
 
 def by_label(counter: Counted, label: str) -> dict[str, float]:
@@ -251,11 +249,11 @@ def only(counter: Counted) -> float:
 
 def filled_share(pipeline: Pipeline) -> float:
     """Of the limits beyond which new work is refused, how full the fullest is."""
-    admission, undelivered = pipeline.admission, pipeline.undelivered
+    admission, unread = pipeline.admission, pipeline.unread
     return max(
         admission.num_patches / admission.max_patches,
         admission.num_bytes / admission.max_bytes,
-        undelivered.num_bytes / undelivered.max_bytes,
+        unread.num_bytes / unread.max_bytes,
     )
 
 
@@ -306,22 +304,8 @@ def rounded(values: Any) -> list[float | None]:
 def arena_row(namespace: str | None, arena: Arena) -> dict[str, Any]:
     return {
         "namespace": namespace or "",
-        "kind": arena.geometry.kind,
+        "kind": arena.kind,
         "bytes": arena.capacity_bytes,
         "free_bytes": arena.free_bytes,
-        "slots": len(arena),
-        "fragmentation": arena.fragmentation,
-    }
-
-
-def lease_figures(shared: SharedMemory) -> dict[str, Any]:
-    leases = shared.leases
-    return {
-        "out": len(leases),
-        "bytes": leases.leased_bytes,
-        "connections": shared.broker.num_connections,
-        "granted": leases.counters.granted,
-        "released": leases.counters.released,
-        "expired": leases.counters.expired,
-        "revoked": leases.counters.revoked,
+        "largest_free_bytes": arena.largest_free_bytes,
     }

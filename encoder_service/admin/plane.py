@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from encoder_service.admin.access import open_admin
 from encoder_service.admin.app import AdminServer, Readiness, create_admin_app
-from encoder_service.admin.gauges import register_gauges
+from encoder_service.admin.gauges import register_broker, register_gauges
 from encoder_service.admin.live import LiveView
 from encoder_service.admin.playground import Playground
+from encoder_service.broker import Broker
 from encoder_service.config import Settings
 from encoder_service.engine.device import DeviceEngine
 from encoder_service.metrics import Metrics
 from encoder_service.pipeline import Pipeline
-from encoder_service.transport.shared_memory import SharedMemory
 
 
 class AdminPlane:
@@ -36,10 +36,12 @@ class AdminPlane:
             self.address = self._server.address
             self._server.start()
 
-    def attach(self, pipeline: Pipeline, engine: DeviceEngine, shared: SharedMemory | None) -> None:
+    def attach(self, pipeline: Pipeline, engine: DeviceEngine, broker: Broker | None) -> None:
         """What there is to see, from now on."""
         register_gauges(self._metrics, pipeline, engine)
-        self._live.attach(pipeline, engine, shared)
+        if broker is not None:
+            register_broker(self._metrics, broker, pipeline.store)
+        self._live.attach(pipeline, engine, broker)
         self._live.start()
         if self._playground is not None:
             self._playground.attach(pipeline)

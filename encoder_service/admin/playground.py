@@ -19,10 +19,9 @@ from PIL import Image
 
 from encoder_service.errors import ImageTooLarge, NotReady, QueueFull
 from encoder_service.pipeline import Delivered, Pipeline
-from encoder_service.types import EncodedFile, Grid, Item, Modality, PreprocessOptions
+from encoder_service.types import EncodedFile, FrameItem, Grid, Item, Modality, PreprocessOptions
 
 NAMESPACE = "admin/playground"
-PRIORITY = -1
 TIMEOUT_S = 30.0
 # Images at a time: each is decoded a second time, for the picture.
 MAX_AT_ONCE = 2
@@ -73,11 +72,11 @@ class Playground:
     async def _explain(self, pipeline: Pipeline, data: bytes) -> dict[str, Any]:
         item = Item(Modality.IMAGE, EncodedFile(data))
         deadline_s = pipeline.clock() + TIMEOUT_S
-        delivered = await pipeline.encode(item, namespace=NAMESPACE, deadline_s=deadline_s)
+        delivered = await pipeline.encode(item, namespace=NAMESPACE, deadline_s=deadline_s, is_prefetch=True)
         permit = None
         try:
             permit = pipeline.admission.acquire(len(data))
-            delivered = await pipeline.placed(delivered, NAMESPACE, "host")
+            delivered = await pipeline.in_tier(delivered, NAMESPACE, "host")
             loop = asyncio.get_running_loop()
             colours = await loop.run_in_executor(pipeline.workers, self._colours, pipeline, delivered)
             picture = await loop.run_in_executor(pipeline.workers, preview, pipeline, data)
@@ -124,7 +123,8 @@ def described(pipeline: Pipeline, delivered: Delivered) -> dict[str, Any]:
 def preview(pipeline: Pipeline, data: bytes) -> str:
     """On a worker: the pixels that the tower is given, rotated, resized and padded as they are, as a data
     URL of at most MAX_PREVIEW_SIDE pixels a side."""
-    frames, _, _ = pipeline.model.preprocessor.load_image(data, PreprocessOptions())
+    frames = pipeline.model.preprocessor.load_image(data, PreprocessOptions()).item
+    assert isinstance(frames, FrameItem)
     image = Image.fromarray(frames.frames_THWC[0].cpu().numpy())
     image.thumbnail((MAX_PREVIEW_SIDE, MAX_PREVIEW_SIDE))
     out = io.BytesIO()

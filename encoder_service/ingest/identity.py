@@ -1,50 +1,31 @@
-"""Content digests and embedding keys: what an item is, and what its rows are called.
+"""Content digests and embedding keys of items.
 
 Owns the one hash authority of the service. A caller's digest is authoritative inside its namespace; without
-one, the content is hashed with BLAKE3. There is no other way to get a digest: nothing random, no fallback.
-
-The key is SHA-256 over a tagged, length-prefixed list of everything that decides the rows, so that an
-adapter can derive it with the standard library alone (``lm_adapter.keys`` does; a contract test holds the
-two equal).
+one the content is hashed with BLAKE3. There is no other way to get a digest: nothing random, no fallback.
+Which bytes are hashed, in which order, is ``vision_encoder.layout.keys``', which clients use as well.
 """
 
 from __future__ import annotations
-
-import functools
-import hashlib
-import struct
 
 import torch
 from blake3 import blake3
 
 from encoder_service.errors import InvalidDigest
-from encoder_service.ingest.video.source import DEFAULT_SOURCE_FPS
 from encoder_service.types import (
     DIGEST_BYTES,
     Content,
     DigestOnly,
     EncodedFile,
     FrameArray,
-    Grid,
     Item,
-    Modality,
     PixelValues,
-    PreprocessOptions,
 )
-
-KEY_TAG = b"vision_encoder.key.v1"
-PIXELS_TAG = b"vision_encoder.pixels.v1"
-FRAMES_TAG = b"vision_encoder.frames.v1"
+from vision_encoder.layout import keys
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """``float32``, ``bfloat16``, ...: the name that enters keys and file metadata."""
+    """``float32``, ``bfloat16``, ...: the name in keys and file metadata."""
     return str(dtype).removeprefix("torch.")
-
-
-def length_prefixed(fields: list[bytes]) -> bytes:
-    """Each field behind its length as a little-endian uint32: no two lists give the same bytes."""
-    return b"".join(struct.pack("<I", len(field)) + field for field in fields)
 
 
 def check_digest(digest: bytes, what: str = "content_digest") -> bytes:
@@ -58,30 +39,24 @@ def check_digest(digest: bytes, what: str = "content_digest") -> bytes:
 
 def digest_pixels(pixels: PixelValues) -> bytes:
     """BLAKE3 of a pixel tensor with its dtype, shape and grid: equal bytes in another shape differ."""
-    tensor = pixels.pixel_values.contiguous()
-    header = length_prefixed(
-        [
-            PIXELS_TAG,
-            dtype_name(tensor.dtype).encode(),
-            struct.pack(f"<{tensor.dim()}Q", *tensor.shape),
-            struct.pack("<3Q", *pixels.grid),
-        ]
-    )
-    hasher = blake3(header)
-    hasher.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
-    return hasher.digest()
+    tensor = pixels.pixel_values
+    return _digest_tensor(keys.pixels_header(dtype_name(tensor.dtype), tensor.shape, pixels.grid), tensor)
 
 
 def digest_frames(frames: FrameArray) -> bytes:
-    """BLAKE3 of frames [T, H, W, 3] with their shape. Their rate and timestamps are the key's matter."""
-    tensor = frames.frames_THWC.contiguous()
-    hasher = blake3(length_prefixed([FRAMES_TAG, struct.pack(f"<{tensor.dim()}Q", *tensor.shape)]))
-    hasher.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    """BLAKE3 of frames [T, H, W, 3] with their shape. Their rate and timestamps enter the key, not the
+    digest."""
+    return _digest_tensor(keys.frames_header(frames.frames_THWC.shape), frames.frames_THWC)
+
+
+def _digest_tensor(header: bytes, tensor: torch.Tensor) -> bytes:
+    hasher = blake3(header)
+    hasher.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return hasher.digest()
 
 
 def content_digest(item: Item) -> bytes:
-    """32 bytes that stand for the item's content: the caller's, checked, or BLAKE3 of the content.
+    """The item's 32-byte digest: the caller's, checked, or BLAKE3 of the content.
 
     Raises InvalidDigest for a given digest of another length, or for a digest-only item without one.
     """
@@ -111,31 +86,13 @@ def content_bytes(item: Item) -> int:
             return 0
 
 
-def options_text(options: PreprocessOptions) -> str:
-    """Canonical text of the given options: ``name=value`` sorted by name, joined by ``;``. Integers in
-    decimal, floats as the hexadecimal of their eight little-endian IEEE bytes."""
-
-    def value_text(value: int | float) -> str:
-        return struct.pack("<d", value).hex() if isinstance(value, float) else str(value)
-
-    return ";".join(f"{name}={value_text(value)}" for name, value in sorted(options.given().items()))
-
-
 def source_text(content: Content) -> str:
-    """``encoded`` for files and digests, ``pixels:t,h,w`` for pixel tensors: a caller's own pixels never
-    stand for the pixels that the service would have made. For arrays of frames what samples them or tells
-    when they are shown: ``frames:fps=`` and the rate in hexadecimal as of an option, that of 24 where none is
-    given, or ``frames:at=`` and the SHA-256 of the timestamps as little-endian doubles."""
+    """See ``layout.keys``: rows of pixels that a caller made never share a key with rows of our own."""
     if isinstance(content, FrameArray):
-        if content.timestamps_s is not None:
-            packed = struct.pack(f"<{len(content.timestamps_s)}d", *content.timestamps_s)
-            return f"frames:at={hashlib.sha256(packed).hexdigest()}"
-        fps = DEFAULT_SOURCE_FPS if content.fps is None else content.fps
-        return f"frames:fps={struct.pack('<d', fps).hex()}"
+        return keys.frames_source(content.fps, content.timestamps_s)
     if isinstance(content, PixelValues):
-        grid: Grid = content.grid
-        return f"pixels:{grid.t},{grid.h},{grid.w}"
-    return "encoded"
+        return keys.pixels_source(content.grid)
+    return keys.ENCODED_SOURCE
 
 
 def embedding_key(
@@ -148,41 +105,13 @@ def embedding_key(
     dtype: torch.dtype,
 ) -> bytes:
     """The 32-byte key of an item's rows, from everything that decides them."""
-    before = _key_before(namespace)
-    after = _key_after(
-        item.modality,
-        model_fingerprint,
-        preprocess_fingerprint,
-        options_text(item.options),
-        source_text(item.content),
-        dtype,
-    )
-    return hashlib.sha256(b"".join((before, length_prefixed([digest]), after))).digest()
-
-
-@functools.lru_cache(maxsize=256)
-def _key_before(namespace: str) -> bytes:
-    """The part of a key's fields that stands before the digest."""
-    return length_prefixed([KEY_TAG, namespace.encode()])
-
-
-@functools.lru_cache(maxsize=256)
-def _key_after(
-    modality: Modality,
-    model_fingerprint: bytes,
-    preprocess_fingerprint: bytes,
-    options: str,
-    source: str,
-    dtype: torch.dtype,
-) -> bytes:
-    """The part behind the digest, which is the same for most items."""
-    return length_prefixed(
-        [
-            modality.value.encode(),
-            model_fingerprint,
-            preprocess_fingerprint,
-            options.encode(),
-            source.encode(),
-            dtype_name(dtype).encode(),
-        ]
+    return keys.embedding_key(
+        digest,
+        namespace=namespace,
+        modality=item.modality.value,
+        model_fingerprint=model_fingerprint,
+        preprocess_fingerprint=preprocess_fingerprint,
+        options=item.options.given(),
+        source=source_text(item.content),
+        dtype=dtype_name(dtype),
     )

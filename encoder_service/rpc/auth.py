@@ -1,11 +1,10 @@
 """Who may use a namespace over gRPC: bearer tokens in the call's metadata.
 
-Owns where the token is found and what a caller without the right one is told. Which token opens what is
-``tokens``'s.
+Owns where the token is found and what a caller without the right one is answered. Which token opens what is
+``tokens``'.
 
-A namespace that does not exist and one whose token the caller lacks are answered alike. The two codes tell
-only what the caller knows: UNAUTHENTICATED is for none, or one that opens nothing here; PERMISSION_DENIED for
-one that is good somewhere else.
+A namespace that does not exist and one whose token the caller lacks are answered alike. UNAUTHENTICATED is
+for no token or an unknown one, PERMISSION_DENIED for a token of another namespace.
 """
 
 from __future__ import annotations
@@ -45,28 +44,21 @@ class Access:
         self._tokens = tokens
 
     def check_caller(self, token: str) -> None:
-        """What can be said before the request is read, and all there is for calls without a namespace: where
-        nothing is open, a caller has to have some token of ours. Raises Unauthenticated."""
-        if self._tokens.open_namespaces or self._tokens.knows(token):
-            return
-        raise no_token() if not token else unknown_token()
+        """Before the request is read, and the only check of calls without a namespace: where no namespace is
+        open, a caller needs some known token. Raises Unauthenticated."""
+        if not (self._tokens.open_namespaces or self._tokens.knows(token)):
+            raise unauthenticated(token)
 
     def check_namespace(self, token: str, namespace: str) -> None:
         """Raises Unauthenticated, PermissionDenied."""
-        if self._tokens.is_everything_open():
+        if self._tokens.is_everything_open() or self._tokens.opens(namespace, token):
             return
-        if self._tokens.opens(namespace, token):
-            return
-        if not token:
-            raise no_token()
         if not self._tokens.knows(token):
-            raise unknown_token()
+            raise unauthenticated(token)
         raise PermissionDenied(f"namespace {namespace[:SHOWN_CHARS]!r}: the token does not open it")
 
 
-def no_token() -> Unauthenticated:
+def unauthenticated(token: str) -> Unauthenticated:
+    if token:
+        return Unauthenticated("the token opens nothing here")
     return Unauthenticated("the call needs a token that opens its namespace: authorization: Bearer <token>")
-
-
-def unknown_token() -> Unauthenticated:
-    return Unauthenticated("the token opens nothing here")

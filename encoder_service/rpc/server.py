@@ -1,8 +1,8 @@
 """The gRPC server: handlers, health, reflection, addresses, TLS, bounds on connections.
 
 Owns how the servicer meets the network. Addresses are bound before the model loads, so that a taken port
-fails at once. With certificates every ``host:port`` speaks TLS and nothing else; unix sockets never do, the
-permissions of their files are what protects them.
+fails at once. With certificates every ``host:port`` speaks TLS and nothing else; unix sockets never do, they
+are protected by the permissions of their files.
 """
 
 from __future__ import annotations
@@ -21,19 +21,18 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from encoder_service.broker import stays_in_use
 from encoder_service.errors import ConfigurationError
 from encoder_service.rpc import observed
 from encoder_service.rpc.convert import serialize_event
 from encoder_service.rpc.gate import CallGate
 from encoder_service.rpc.health_check import SERVICE
-from encoder_service.rpc.local_server import LocalServer
 from encoder_service.rpc.servicer import VisionEncoderServicer
 from encoder_service.tls import CertificateFiles, Certificates
-from encoder_service.transport.socket_file import stays_in_use
 from vision_encoder.v1 import encoder_pb2 as pb
 
 # gRPC can lose a call that comes in the moment of the stop, and then waits for its end until the grace is up.
-# Once no call has been in progress for this long, long enough for last bytes to leave, it is cut short.
+# Once no call has been in progress for this long, long enough for last bytes to leave, the wait ends.
 LINGER_S = 3.0
 STOP_POLL_S = 0.1
 SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -42,19 +41,19 @@ NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 @dataclass(frozen=True)
 class ConnectionBounds:
-    """What one connection, and all of them, may do. Times in seconds.
+    """Bounds of one connection, and on their number. Times in seconds.
 
-    A connection is pinged where nothing has come from it for ping_after_s, and is over when that is not
-    answered within ping_timeout_s. One that pings us more often than every min_ping_interval_s while we send
-    nothing is closed (ENHANCE_YOUR_CALM). idle_s: without a call for so long, it is closed; age_s: so it is
-    at this age, when its calls have ended, 0 for never; handshake_s: HTTP/2 and TLS have to be settled then.
+    max_connections: on each address; others are closed as they come. max_streams: calls at a time on one
+    connection; the client holds others back. min_ping_interval_s: a client that pings more often while we
+    send nothing is closed (ENHANCE_YOUR_CALM); proxies ping each second. A connection is pinged after
+    ping_after_s of silence, and closed when that is not answered within ping_timeout_s. idle_s: closed after
+    so long without a call. age_s: closed at this age, once its calls have ended; 0 for never. handshake_s:
+    for HTTP/2 and TLS.
     """
 
     max_connections: int = 1024
-    """On each address; others are closed as they come."""
     max_streams: int = 2112
-    """Calls at a time on one connection; the client holds others back."""
-    min_ping_interval_s: float = 10.0
+    min_ping_interval_s: float = 0.5
     ping_after_s: float = 60.0
     ping_timeout_s: float = 20.0
     idle_s: float = 1800.0
@@ -68,7 +67,7 @@ class ConnectionBounds:
             ("grpc.max_allowed_incoming_connections", self.max_connections),
             ("grpc.max_concurrent_streams", self.max_streams),
             ("grpc.http2.min_ping_interval_without_data_ms", int(self.min_ping_interval_s * 1e3)),
-            # A quiet connection may be pinged too: a client that waits between calls finds out that we left.
+            # A client between two calls may ping too.
             ("grpc.keepalive_permit_without_calls", 1),
             ("grpc.keepalive_time_ms", int(self.ping_after_s * 1e3)),
             ("grpc.keepalive_timeout_ms", int(self.ping_timeout_s * 1e3)),
@@ -88,16 +87,14 @@ class GrpcServer:
     def __init__(
         self,
         *,
+        gate: CallGate,
         max_message_bytes: int,
         bounds: ConnectionBounds | None = None,
         certificates: CertificateFiles | None = None,
-        local: LocalServer | None = None,
     ) -> None:
-        """certificates: without, every address speaks in clear. local: takes the same calls without gRPC; is
-        bound, started and stopped with this server."""
-        self.local = local
+        """gate: what calls pass first. certificates: without, every address speaks in clear."""
+        self._gate = gate
         self._certificates = certificates
-        self._gate = CallGate()
         self._server = grpc.aio.server(
             options=[
                 ("grpc.max_receive_message_length", max_message_bytes),
@@ -106,16 +103,12 @@ class GrpcServer:
                 *(bounds or ConnectionBounds()).channel_arguments(),
             ]
         )
-        self.servicer: VisionEncoderServicer | None = None
-        """From ``start`` on."""
         self._health = health.aio.HealthServicer()
         self._unix_paths: list[Path] = []
 
     def bind(self, addresses: tuple[str, ...]) -> tuple[str, ...]:
         """Binds every address and returns them with their real ports (0 picks a free one).
         Raises ConfigurationError for an address that cannot be bound."""
-        if self.local is not None:
-            self.local.bind()
         bound: list[str] = []
         for address in addresses:
             if address.startswith("unix:"):
@@ -134,11 +127,8 @@ class GrpcServer:
             bound.append(address if address.startswith("unix:") else f"{address.rpartition(':')[0]}:{port}")
         return tuple(bound)
 
-    async def start(self, servicer: VisionEncoderServicer, gate: CallGate | None = None) -> None:
-        """Registers everything and answers calls from now on. gate: what calls pass first; by default one
-        that lets everybody in."""
-        self.servicer = servicer
-        self._gate = self._gate if gate is None else gate
+    async def start(self, servicer: VisionEncoderServicer) -> None:
+        """Registers everything and answers calls from now on."""
         handlers = method_handlers(servicer, self._gate)
         self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
@@ -147,8 +137,6 @@ class GrpcServer:
         )
         await self.set_serving(True)
         await self._server.start()
-        if self.local is not None:
-            await self.local.start(handlers)
 
     async def set_serving(self, serving: bool) -> None:
         """What the health service answers, for the server as a whole and for our service."""
@@ -157,7 +145,6 @@ class GrpcServer:
 
     async def stop(self, grace_s: float) -> None:
         """No new calls; those in flight may take ``grace_s``."""
-        local = None if self.local is None else asyncio.ensure_future(self.local.stop(grace_s))
         stopping = asyncio.ensure_future(self._server.stop(grace_s))
         ends_s = time.monotonic() + grace_s
         quiet_s = None
@@ -168,8 +155,6 @@ class GrpcServer:
                 await self._server.stop(0)
             await asyncio.wait([stopping], timeout=min(STOP_POLL_S, max(0.01, ends_s - now_s)))
         await stopping
-        if local is not None:
-            await local
         for path in self._unix_paths:
             with contextlib.suppress(FileNotFoundError):
                 path.unlink()
@@ -178,40 +163,37 @@ class GrpcServer:
 def method_handlers(
     servicer: VisionEncoderServicer, gate: CallGate
 ) -> dict[str, grpc.RpcMethodHandler[Any, Any]]:
-    """Handlers by method name, behind the gate, which takes each call's message: hence the streaming kinds.
+    """Handlers by method name, behind the gate, which reads each call's message: hence the streaming kinds.
     Streams of rows serialise their own chunks; all else is plain protobuf."""
 
     def handled(name: str, behaviour: Callable[..., Awaitable[Any]], request: type[Any]) -> Any:
-        return observed.observed(name, gate.passed(name, behaviour, request), servicer.instance_id)
+        passed = gate.passed(behaviour, request)
+        return observed.observed(name, passed, servicer.metrics, servicer.instance_id)
 
-    def unary(
-        name: str, behaviour: Callable[..., Awaitable[Any]], request: type[Any], response: type[Any]
-    ) -> grpc.RpcMethodHandler[Any, Any]:
-        handle = handled(name, behaviour, request)
-        return grpc.stream_unary_rpc_method_handler(handle, None, response.SerializeToString)
-
-    def stream(
-        name: str, behaviour: Callable[..., Awaitable[None]], request: type[Any]
-    ) -> grpc.RpcMethodHandler[Any, Any]:
-        handle = handled(name, behaviour, request)
-        return grpc.stream_stream_rpc_method_handler(handle, None, serialize_event)
-
+    unary = (
+        ("GetServerInfo", servicer.get_server_info, pb.GetServerInfoRequest, pb.GetServerInfoResponse),
+        ("Lookup", servicer.lookup, pb.LookupRequest, pb.LookupResponse),
+        ("Prefetch", servicer.prefetch, pb.PrefetchRequest, pb.PrefetchResponse),
+        ("Touch", servicer.touch, pb.TouchRequest, pb.TouchResponse),
+    )
+    streams = (
+        ("Encode", servicer.encode, pb.EncodeRequest),
+        ("Fetch", servicer.fetch, pb.FetchRequest),
+    )
     return {
-        "GetServerInfo": unary(
-            "GetServerInfo", servicer.get_server_info, pb.GetServerInfoRequest, pb.GetServerInfoResponse
-        ),
-        "Lookup": unary("Lookup", servicer.lookup, pb.LookupRequest, pb.LookupResponse),
-        "Prefetch": unary("Prefetch", servicer.prefetch, pb.PrefetchRequest, pb.PrefetchResponse),
-        "Release": unary("Release", servicer.release, pb.ReleaseRequest, pb.ReleaseResponse),
-        "Renew": unary("Renew", servicer.renew, pb.RenewRequest, pb.RenewResponse),
-        "Encode": stream("Encode", servicer.encode, pb.EncodeRequest),
-        "Fetch": stream("Fetch", servicer.fetch, pb.FetchRequest),
+        name: grpc.stream_unary_rpc_method_handler(
+            handled(name, behaviour, request), None, response.SerializeToString
+        )
+        for name, behaviour, request, response in unary
+    } | {
+        name: grpc.stream_stream_rpc_method_handler(handled(name, behaviour, request), None, serialize_event)
+        for name, behaviour, request in streams
     }
 
 
 def server_credentials(files: CertificateFiles) -> grpc.ServerCredentials:
-    """Credentials that follow the files: gRPC asks before each handshake, and connections that exist stay as
-    they are. Whether clients need a certificate is settled here, once."""
+    """Credentials that follow the files: gRPC asks before each handshake; connections that exist stay as they
+    are. Whether clients need a certificate is decided once."""
     used: Certificates | None = None
 
     def configuration(found: Certificates) -> grpc.ServerCertificateConfiguration:
@@ -221,7 +203,7 @@ def server_credentials(files: CertificateFiles) -> grpc.ServerCredentials:
         nonlocal used
         found = files.current()
         if found is used:
-            return None  # gRPC goes on with what it has
+            return None  # no change
         used = found
         return configuration(found)
 

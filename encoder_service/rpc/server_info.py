@@ -1,19 +1,17 @@
-"""What GetServerInfo answers: the model, the limits, the ways of delivery.
-
-Owns the message's contents. They hold for the life of the process.
-"""
+"""What GetServerInfo answers: the model, the limits, the ways of delivery. It holds for the life of the
+process."""
 
 from __future__ import annotations
-
-import uuid
 
 import torch
 
 from encoder_service import __version__
+from encoder_service.broker import host_id
 from encoder_service.config import Settings
+from encoder_service.ingest.pixel_segments import PixelSegments
 from encoder_service.pipeline import ServedModel
 from encoder_service.rpc import convert
-from encoder_service.transport.shared_memory import SharedMemory
+from encoder_service.store.embedding_store import EmbeddingStore
 from encoder_service.types import Modality
 from vision_encoder.v1 import encoder_pb2 as pb
 
@@ -21,27 +19,19 @@ MODALITY_TO_PROTO = {Modality.IMAGE: pb.MODALITY_IMAGE, Modality.VIDEO: pb.MODAL
 
 
 def server_info(
-    settings: Settings, model: ServedModel, shared: SharedMemory | None = None
+    settings: Settings,
+    model: ServedModel,
+    store: EmbeddingStore,
+    instance_id: str,
+    segments: PixelSegments | None = None,
 ) -> pb.GetServerInfoResponse:
-    """What GetServerInfo answers for the life of the process. The broker tells the same of instance and
-    host."""
+    """instance_id: the broker's too. segments: where pixel tensors are accepted in shared memory."""
     tower = model.tower
-    transports = [pb.TransportInfo(delivery=pb.DELIVERY_INLINE)]
-    if shared is not None:
-        transports += [
-            pb.TransportInfo(
-                delivery=convert.DELIVERY_BY_ARENA[arena.kind],
-                broker_path=shared.options.path,
-                host_id=shared.options.host_id,
-                device_uuid=arena.device_uuid,
-            )
-            for arena in shared.kinds()
-        ]
-    return pb.GetServerInfoResponse(
+    info = pb.GetServerInfoResponse(
         protocol_version=convert.PROTOCOL_VERSION,
         min_protocol_version=convert.MIN_PROTOCOL_VERSION,
         server_version=__version__,
-        instance_id=uuid.uuid4().hex if shared is None else shared.options.instance_id,
+        instance_id=instance_id,
         device=torch.cuda.get_device_name(tower.device) if tower.device.type == "cuda" else "cpu",
         models=[
             pb.ModelInfo(
@@ -69,12 +59,33 @@ def server_info(
             max_patches_per_item=settings.max_patches_per_item,
             max_queued_patches=settings.max_queued_patches,
             max_queued_bytes=settings.max_queued_bytes,
-            store_bytes=settings.store_bytes if shared is None else shared.store.max_bytes,
+            store_bytes=store.max_bytes,
             chunk_bytes=settings.chunk_bytes,
             max_clip_bytes=settings.max_clip_bytes,
             max_clip_duration_s=settings.max_clip_duration_s,
-            max_clip_frames=settings.max_clip_frames,
+            max_clip_frames=0 if (clips := model.preprocessor.clips) is None else clips.limits.max_frames,
             max_clip_patches=settings.max_clip_patches,
         ),
-        transports=transports,
+        transports=[pb.TransportInfo(delivery=pb.DELIVERY_INLINE), *transports(settings, store)],
     )
+    if segments is not None:
+        info.pixel_input.host_id = host_id()
+        info.pixel_input.name_prefixes.extend(segments.prefixes)
+        info.pixel_input.max_tensor_bytes = segments.max_tensor_bytes
+    return info
+
+
+def transports(settings: Settings, store: EmbeddingStore) -> list[pb.TransportInfo]:
+    """Shared memory: one entry for each kind of arena that the broker hands out."""
+    if not settings.broker_path:
+        return []
+    kinds = {arena.kind: arena for _, arena in store.arenas()}
+    return [
+        pb.TransportInfo(
+            delivery=convert.DELIVERY_BY_TIER[kind],
+            broker_path=settings.broker_path,
+            host_id=host_id(),
+            device_uuid=arena.device_uuid,
+        )
+        for kind, arena in kinds.items()
+    ]

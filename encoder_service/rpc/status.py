@@ -1,11 +1,11 @@
-"""Errors as gRPC tells them: the only place that knows both.
+"""Errors as gRPC statuses: the only place that knows both.
 
-Every class of ``errors.py`` has a status here, by itself or by its nearest ancestor; a test walks the tree.
-A failure of one item travels as an ItemFailure in the stream; a failure of the whole call as the call's
-status, with the same ItemFailure serialised in the trailing metadata under ``FAILURE_METADATA_KEY``.
+Every class of ``errors.py`` has a status here, its own or its nearest ancestor's; a test walks the tree. A
+failure of one item is an ItemFailure in the stream; a failure of the whole call is the call's status, with
+the same ItemFailure serialised in the trailing metadata under ``FAILURE_METADATA_KEY``.
 
-Where waiting helps, the call's status says how long in two more ways, for clients that are not ours:
-``google.rpc.RetryInfo`` among the status details, and the pushback that gRPC's own retries obey.
+Where waiting helps, the status states how long in two more forms, for clients that are not ours:
+``google.rpc.RetryInfo`` among the status details, and the pushback of gRPC's own retries.
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ STATUS_BY_ERROR: dict[type[errors.VisionEncoderError], grpc.StatusCode] = {
     errors.Unauthenticated: grpc.StatusCode.UNAUTHENTICATED,
     errors.PermissionDenied: grpc.StatusCode.PERMISSION_DENIED,
     errors.NotFound: grpc.StatusCode.NOT_FOUND,
-    errors.StaleLease: grpc.StatusCode.ABORTED,
     errors.Overloaded: grpc.StatusCode.RESOURCE_EXHAUSTED,
     errors.Unavailable: grpc.StatusCode.UNAVAILABLE,
     errors.TransportUnavailable: grpc.StatusCode.FAILED_PRECONDITION,
@@ -62,7 +61,7 @@ def as_service_error(error: BaseException) -> errors.VisionEncoderError:
 
 
 def failure_of(error: BaseException) -> pb.ItemFailure:
-    """An error as it travels."""
+    """An error as its wire message."""
     known = as_service_error(error)
     code: int = status_of(known).value[0]
     return pb.ItemFailure(
@@ -81,7 +80,7 @@ def status_text(error: errors.VisionEncoderError) -> str:
 
 
 def trailing_metadata(error: errors.VisionEncoderError) -> tuple[tuple[str, str | bytes], ...]:
-    """What goes beside a failed call's status and message."""
+    """The metadata beside a failed call's status and message."""
     metadata: list[tuple[str, str | bytes]] = [
         (FAILURE_METADATA_KEY, failure_of(error).SerializeToString()),
     ]

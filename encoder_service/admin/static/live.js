@@ -170,19 +170,17 @@ function panels(live) {
     ["found no room", count(cache.refused)],
     ...cache.arenas.map((arena) => [
       `${arena.kind} arena${arena.namespace ? " of " + arena.namespace : ""}`,
-      `${arena.slots} slots, ${bytes(arena.free_bytes)} of ${bytes(arena.bytes)} free`,
+      `${bytes(arena.free_bytes)} of ${bytes(arena.bytes)} free`,
     ]),
   ]);
-  const leases = live.leases;
-  fill(byId("leases"), [
-    ...Object.entries(live.transports).map(([name, value]) => [`delivered ${name === "inline" ? "inline" : "by lease, " + name}`, count(value)]),
-    ...(leases.out === undefined ? [["shared memory", "off"]] : [
-      ["leases out", `${count(leases.out)}, ${bytes(leases.bytes)}`],
-      ["broker connections", count(leases.connections)],
-      ["granted / released", `${count(leases.granted)} / ${count(leases.released)}`],
-      ["expired / revoked", `${count(leases.expired)} / ${count(leases.revoked)}`],
+  const reads = live.reads;
+  fill(byId("reads"), [
+    ...Object.entries(live.transports).map(([name, value]) => [`delivered ${name === "inline" ? "inline" : "by place, " + name}`, count(value)]),
+    ...(reads.connections === undefined ? [["shared memory", "off"]] : [
+      ["broker connections", count(reads.connections)],
+      ["reads reported / lost", `${count(reads.reported)} / ${count(reads.lost)}`],
+      ["encoded again", count(reads.repeated)],
     ]),
-    ["unread rows", `${bytes(live.now.undelivered_bytes)} of ${bytes(live.limits.undelivered_bytes)}`],
   ]);
   const failures = Object.entries(live.failures);
   fill(byId("failures"), failures.length ? failures.map(([reason, value]) => [reason, count(value)]) : [["none since the start", ""]]);

@@ -17,8 +17,6 @@ from encoder_service.ingest.identity import (
     check_digest,
     content_digest,
     embedding_key,
-    length_prefixed,
-    options_text,
 )
 from encoder_service.types import (
     Content,
@@ -30,6 +28,7 @@ from encoder_service.types import (
     PixelValues,
     PreprocessOptions,
 )
+from vision_encoder.layout.keys import length_prefixed, options_text
 from tests.unit.ingest import image_files
 
 counts = st.none() | st.integers(1, 1 << 40)
@@ -90,7 +89,7 @@ def test_length_prefixing_is_injective(left: list[bytes], right: list[bytes]) ->
 
 @given(options, options)
 def test_options_text_tells_options_apart(left: PreprocessOptions, right: PreprocessOptions) -> None:
-    assert (options_text(left) == options_text(right)) == (left == right)
+    assert (options_text(left.given()) == options_text(right.given())) == (left == right)
 
 
 def test_p11_solid_images_of_transposed_size_differ() -> None:

@@ -5,12 +5,10 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
-from encoder_service.engine.device import DeviceEngine
 from encoder_service.errors import (
     DeadlineExceeded,
     DeviceFault,
@@ -25,12 +23,7 @@ from encoder_service.errors import (
     UnknownKey,
     UnsupportedContent,
 )
-from encoder_service.flights import Flight
-from encoder_service.metrics import Metrics
-from encoder_service.pipeline import Pipeline, ServedModel
-from encoder_service.scheduler.admission import Admission
-from encoder_service.scheduler.planner import Planner
-from encoder_service.store.embedding_store import EmbeddingStore, RowStore
+from encoder_service.inflight import InFlightEncode
 from encoder_service.types import (
     CacheTier,
     DigestOnly,
@@ -44,69 +37,16 @@ from encoder_service.types import (
     PixelValues,
     PreprocessOptions,
 )
-from tests.fakes import FakePreprocessor, FakeTower, fake_image
+from tests.fakes import fake_image
+from tests.unit.service.rig import Rig, image, running, until
 
 pytestmark = pytest.mark.anyio
 
 
-class Rig:
-    def __init__(self, store: RowStore | None = None) -> None:
-        self.tower = FakeTower()
-        self.preprocessor = FakePreprocessor()
-        self.metrics = Metrics()
-        self.engine = DeviceEngine(
-            self.tower,
-            self.preprocessor,
-            Planner(256, 64),
-            self.metrics,
-            clock=time.monotonic,
-            on_fault=lambda fault: None,
-        )
-        self.workers = ThreadPoolExecutor(4)
-        self.pipeline = Pipeline(
-            model=ServedModel("fake", "fake", b"m" * 32, self.tower, self.preprocessor),
-            store=EmbeddingStore(1 << 20) if store is None else store,
-            admission=Admission(max_patches=1024, max_bytes=4096),
-            engine=self.engine,
-            workers=self.workers,
-            metrics=self.metrics,
-            max_patches_per_item=512,
-        )
-        self.engine.start()
-
-
-async def end(rig: Rig) -> None:
-    """Whatever it still does."""
-    rig.tower.gate.set()
-    rig.preprocessor.gate.set()
-    await rig.pipeline.drain(10)
-    assert rig.engine.stop(10)
-    rig.workers.shutdown()
-    for _ in range(5):
-        await asyncio.sleep(0)  # what threads said last
-
-
 @pytest.fixture
 async def rig() -> AsyncIterator[Rig]:
-    rig = Rig()
-    yield rig
-    await end(rig)
-    rig.pipeline.store.check_integrity()
-    assert rig.pipeline.admission.num_patches == 0
-    assert rig.pipeline.admission.num_bytes == 0
-    assert len(rig.pipeline.flights) == 0
-
-
-def image(value: int = 7, side: int = 4, **fields: object) -> Item:
-    return Item(Modality.IMAGE, EncodedFile(fake_image(side, side, value)), **fields)  # type: ignore[arg-type]
-
-
-async def until(condition: object) -> None:
-    for _ in range(2000):
-        if condition():  # type: ignore[operator]
-            return
-        await asyncio.sleep(0.001)
-    raise AssertionError("condition never came true")
+    async with running(Rig()) as rig:
+        yield rig
 
 
 async def test_miss_then_hit_gives_the_same_rows(rig: Rig) -> None:
@@ -115,7 +55,7 @@ async def test_miss_then_hit_gives_the_same_rows(rig: Rig) -> None:
     assert (first.tier, second.tier) == (CacheTier.MISS, CacheTier.HOST)
     assert torch.equal(first.encoded.rows, second.encoded.rows)
     assert first.encoded.key == second.encoded.key
-    assert rig.preprocessor.num_loads == 1
+    assert rig.fake.num_loads == 1
     assert first.timings.decode_ms == 1.0
     assert first.timings.resize_ms == 2.0
     assert first.timings.tower_ms > 0
@@ -123,20 +63,20 @@ async def test_miss_then_hit_gives_the_same_rows(rig: Rig) -> None:
 
 
 async def test_p15_concurrent_callers_share_one_encode(rig: Rig) -> None:
-    rig.preprocessor.gate.clear()
+    rig.fake.gate.clear()
     callers = [asyncio.ensure_future(rig.pipeline.encode(image())) for _ in range(20)]
-    await until(lambda: rig.pipeline.flights.counters.joined == 19)
-    rig.preprocessor.gate.set()
+    await until(lambda: rig.pipeline.inflight.counters.joined == 19)
+    rig.fake.gate.set()
     results = await asyncio.gather(*callers)
-    assert rig.preprocessor.num_loads == 1
-    assert sorted(result.tier.value for result in results) == ["in_flight"] * 19 + ["miss"]
+    assert rig.fake.num_loads == 1
+    assert sorted(result.tier.value for result in results) == ["joined"] * 19 + ["miss"]
 
 
 async def test_stages_of_a_shared_encode_are_observed_once(rig: Rig) -> None:
-    rig.preprocessor.gate.clear()
+    rig.fake.gate.clear()
     callers = [asyncio.ensure_future(rig.pipeline.encode(image())) for _ in range(5)]
-    await until(lambda: rig.pipeline.flights.counters.joined == 4)
-    rig.preprocessor.gate.set()
+    await until(lambda: rig.pipeline.inflight.counters.joined == 4)
+    rig.fake.gate.set()
     await asyncio.gather(*callers)
     figures = {
         stage: rig.metrics.registry.get_sample_value("ve_stage_seconds_count", {"stage": stage})
@@ -147,7 +87,7 @@ async def test_stages_of_a_shared_encode_are_observed_once(rig: Rig) -> None:
 
 async def test_p17_no_new_encode_while_callers_leave_too_much_unread(rig: Rig) -> None:
     held = (await rig.pipeline.encode(image(1))).encoded
-    undelivered = rig.pipeline.undelivered
+    undelivered = rig.pipeline.unread
     undelivered.max_bytes = held.spec.num_bytes
     for _ in range(2):
         undelivered.add(held, held.spec.num_bytes)
@@ -162,25 +102,25 @@ async def test_p17_no_new_encode_while_callers_leave_too_much_unread(rig: Rig) -
 
 
 async def test_p15_the_encode_goes_on_when_the_first_caller_leaves(rig: Rig) -> None:
-    rig.preprocessor.gate.clear()
+    rig.fake.gate.clear()
     first = asyncio.ensure_future(rig.pipeline.encode(image()))
-    await until(lambda: rig.preprocessor.num_loads == 1)
+    await until(lambda: rig.fake.num_loads == 1)
     second = asyncio.ensure_future(rig.pipeline.encode(image()))
-    await until(lambda: rig.pipeline.flights.counters.joined == 1)
+    await until(lambda: rig.pipeline.inflight.counters.joined == 1)
     first.cancel()
-    rig.preprocessor.gate.set()
+    rig.fake.gate.set()
     assert (await second).tier is CacheTier.IN_FLIGHT
-    assert rig.preprocessor.num_loads == 1
+    assert rig.fake.num_loads == 1
 
 
 async def test_the_last_caller_to_leave_ends_the_encode_and_frees_everything(rig: Rig) -> None:
     rig.tower.gate.clear()
     blocker = asyncio.ensure_future(rig.pipeline.encode(image(1)))
-    await until(lambda: rig.engine.queued_items == 0 and rig.preprocessor.num_loads == 1)
+    await until(lambda: rig.engine.queued_items == 0 and rig.fake.num_loads == 1)
     caller = asyncio.ensure_future(rig.pipeline.encode(image(2)))
     await until(lambda: rig.engine.queued_items == 1)
     caller.cancel()
-    await until(lambda: len(rig.pipeline.flights) == 1)
+    await until(lambda: len(rig.pipeline.inflight) == 1)
     assert rig.pipeline.admission.num_patches == 16
     rig.tower.gate.set()
     await blocker
@@ -191,7 +131,7 @@ async def test_the_last_caller_to_leave_ends_the_encode_and_frees_everything(rig
 async def test_p17_cancelled_items_never_pile_up_behind_a_long_batch(rig: Rig) -> None:
     rig.tower.gate.clear()
     blocker = asyncio.ensure_future(rig.pipeline.encode(image(1)))
-    await until(lambda: rig.engine.queued_items == 0 and rig.preprocessor.num_loads == 1)
+    await until(lambda: rig.engine.queued_items == 0 and rig.fake.num_loads == 1)
     for value in range(2, 5):
         caller = asyncio.ensure_future(rig.pipeline.encode(image(value)))
         await until(lambda: rig.engine.queued_items == 1)
@@ -210,14 +150,14 @@ async def test_pixels_that_disagree_with_the_header_fail_the_item(rig: Rig) -> N
 
 
 async def test_a_caller_who_comes_back_at_once_boards_a_fresh_flight(rig: Rig) -> None:
-    rig.preprocessor.gate.clear()
+    rig.fake.gate.clear()
     first = asyncio.ensure_future(rig.pipeline.encode(image()))
-    await until(lambda: rig.preprocessor.num_loads == 1)
+    await until(lambda: rig.fake.num_loads == 1)
     first.cancel()
     await asyncio.sleep(0)
     second = asyncio.ensure_future(rig.pipeline.encode(image()))
     await asyncio.sleep(0.01)
-    rig.preprocessor.gate.set()
+    rig.fake.gate.set()
     assert (await second).tier is CacheTier.MISS
 
 
@@ -267,14 +207,14 @@ async def test_digest_only_is_served_from_the_store_or_fails(rig: Rig) -> None:
 
 
 async def test_fetch_waits_for_a_flight_and_serves_what_is_held(rig: Rig) -> None:
-    rig.preprocessor.gate.clear()
+    rig.fake.gate.clear()
     announced = await rig.pipeline.prefetch(image())
     assert announced.grid == Grid(1, 4, 4)
     assert announced.num_rows == 4
-    assert isinstance(rig.pipeline.lookup(announced.key), Flight)
+    assert isinstance(rig.pipeline.lookup(announced.key), InFlightEncode)
     fetching = asyncio.ensure_future(rig.pipeline.fetch(announced.key))
     await asyncio.sleep(0.01)
-    rig.preprocessor.gate.set()
+    rig.fake.gate.set()
     assert (await fetching).tier is CacheTier.IN_FLIGHT
     assert (await rig.pipeline.fetch(announced.key)).tier is CacheTier.HOST
     assert (await rig.pipeline.prefetch(image())).resident
@@ -285,13 +225,13 @@ async def test_fetch_waits_for_a_flight_and_serves_what_is_held(rig: Rig) -> Non
 
 
 async def test_a_prefetch_outlives_the_callers_that_joined_it(rig: Rig) -> None:
-    rig.preprocessor.gate.clear()
+    rig.fake.gate.clear()
     announced = await rig.pipeline.prefetch(image())
     joined = asyncio.ensure_future(rig.pipeline.encode(image()))
-    await until(lambda: rig.pipeline.flights.counters.joined == 1)
+    await until(lambda: rig.pipeline.inflight.counters.joined == 1)
     joined.cancel()
     await asyncio.sleep(0)
-    rig.preprocessor.gate.set()
+    rig.fake.gate.set()
     await until(lambda: isinstance(rig.pipeline.lookup(announced.key), EncodedItem))
 
 
@@ -300,7 +240,7 @@ async def test_a_prefetch_that_fails_early_says_so_and_later_is_quiet(rig: Rig) 
         await rig.pipeline.prefetch(Item(Modality.IMAGE, EncodedFile(b"<html>")))
     rig.tower.fails_with = RuntimeError("late")
     await rig.pipeline.prefetch(image())
-    await until(lambda: len(rig.pipeline.flights) == 0)
+    await until(lambda: len(rig.pipeline.inflight) == 0)
 
 
 async def test_failures_are_told_to_everyone_and_not_remembered(rig: Rig) -> None:
@@ -309,35 +249,35 @@ async def test_failures_are_told_to_everyone_and_not_remembered(rig: Rig) -> Non
     assert all(isinstance(result, UndecodableImage) for result in results)
     with pytest.raises(UndecodableImage):
         await rig.pipeline.encode(bad)
-    assert rig.preprocessor.num_probes == 2
+    assert rig.fake.num_probes == 2
 
 
 async def test_deadlines_free_the_caller_and_the_item(rig: Rig) -> None:
     rig.tower.gate.clear()
     with pytest.raises(DeadlineExceeded):
         await rig.pipeline.encode(image(), deadline_s=time.monotonic() + 0.05)
-    await until(lambda: len(rig.pipeline.flights) == 0)
+    await until(lambda: len(rig.pipeline.inflight) == 0)
 
 
 async def test_a_joined_flight_keeps_the_later_deadline(rig: Rig) -> None:
-    rig.preprocessor.gate.clear()
+    rig.fake.gate.clear()
     soon = asyncio.ensure_future(rig.pipeline.encode(image(), deadline_s=time.monotonic() + 0.05))
-    await until(lambda: len(rig.pipeline.flights) == 1)
+    await until(lambda: len(rig.pipeline.inflight) == 1)
     patient = asyncio.ensure_future(rig.pipeline.encode(image()))
     with pytest.raises(DeadlineExceeded):
         await soon
-    rig.preprocessor.gate.set()
+    rig.fake.gate.set()
     assert (await patient).tier is CacheTier.IN_FLIGHT
 
 
 async def test_a_fetch_that_joins_keeps_the_flight_past_the_first_callers_deadline(rig: Rig) -> None:
     rig.tower.gate.clear()
     blocker = asyncio.ensure_future(rig.pipeline.encode(image(1)))
-    await until(lambda: rig.engine.queued_items == 0 and rig.preprocessor.num_loads == 1)
+    await until(lambda: rig.engine.queued_items == 0 and rig.fake.num_loads == 1)
     announced = asyncio.ensure_future(rig.pipeline.encode(image(2), deadline_s=time.monotonic() + 0.05))
     await until(lambda: rig.engine.queued_items == 1)
-    (key,) = {key for _, key in rig.pipeline.flights._flights} - {
-        next(flight.key for flight in rig.pipeline.flights._flights.values())
+    (key,) = {key for _, key in rig.pipeline.inflight._encodes} - {
+        next(encode.key for encode in rig.pipeline.inflight._encodes.values())
     }
     fetching = asyncio.ensure_future(rig.pipeline.fetch(key))
     with pytest.raises(DeadlineExceeded):
@@ -400,15 +340,15 @@ async def test_p11_pixel_tensors_of_other_shape_or_source_never_share_a_key(rig:
 
 async def test_p37_draining_refuses_new_work_finishes_old_and_still_serves_what_is_held(rig: Rig) -> None:
     await rig.pipeline.encode(image(1))
-    rig.preprocessor.gate.clear()
+    rig.fake.gate.clear()
     running = asyncio.ensure_future(rig.pipeline.encode(image(2)))
-    await until(lambda: len(rig.pipeline.flights) == 1)
+    await until(lambda: len(rig.pipeline.inflight) == 1)
     draining = asyncio.ensure_future(rig.pipeline.drain(10))
     await asyncio.sleep(0)
     with pytest.raises(Draining):
         await rig.pipeline.encode(image(3))
     assert (await rig.pipeline.encode(image(1))).tier is CacheTier.HOST
-    rig.preprocessor.gate.set()
+    rig.fake.gate.set()
     assert await draining
     assert (await running).tier is CacheTier.MISS
 
@@ -416,7 +356,7 @@ async def test_p37_draining_refuses_new_work_finishes_old_and_still_serves_what_
 async def test_draining_cuts_off_what_outlives_the_grace(rig: Rig) -> None:
     rig.tower.gate.clear()
     running = asyncio.ensure_future(rig.pipeline.encode(image(2)))
-    await until(lambda: len(rig.pipeline.flights) == 1)
+    await until(lambda: len(rig.pipeline.inflight) == 1)
     assert not await rig.pipeline.drain(0.02)
     with pytest.raises(Draining, match="stopped before") as caught:
         await running

@@ -1,0 +1,201 @@
+"""Single-flight: one encode per key at a time, joined by every caller that asks for the key meanwhile.
+
+Owns the table of encodes in progress, how many callers wait for each, and that an encode ends when its last
+caller leaves. What an encode does is ``pipeline``'s. Used from one event loop.
+
+An encode that a prefetch started or joined goes on without callers. Its failure is raised in every caller and
+not remembered.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any
+
+from encoder_service.errors import DeadlineExceeded, Draining
+from encoder_service.scheduler.planner import Ticket
+from encoder_service.store.embedding_store import HeldRows
+from encoder_service.types import Grid, StageTimings
+
+
+class InFlightEncode:
+    """One encode in progress.
+
+    announced: the item's grid and number of rows, once they are known and admitted. timings: filled in as the
+    stages end. task: ends with the rows. It holds them until every caller has a hold of its own.
+    """
+
+    def __init__(
+        self,
+        namespace: str,
+        key: bytes,
+        content_digest: bytes,
+        deadline_s: float | None,
+        run: Callable[[InFlightEncode], Coroutine[Any, Any, HeldRows]],
+        *,
+        is_prefetch: bool,
+    ) -> None:
+        """Starts ``run``. deadline_s: the latest of the callers', None for none."""
+        self.namespace = namespace
+        self.key = key
+        self.content_digest = content_digest
+        self.num_callers = 0
+        self.timings = StageTimings()
+        self._deadline_s = deadline_s
+        self._is_prefetch = self._is_kept = is_prefetch
+        self._tickets: list[Ticket] = []
+        loop = asyncio.get_running_loop()
+        self.announced: asyncio.Future[tuple[Grid, int]] = loop.create_future()
+        self.task: asyncio.Task[HeldRows] = loop.create_task(run(self))
+
+    def ticket(self, num_patches: int, *, num_sequences: int = 1, num_frames: int = 1) -> Ticket:
+        """A place in the engine's queue. Callers that join or leave later change it."""
+        ticket = Ticket(
+            num_patches,
+            self._deadline_s,
+            self._is_prefetch,
+            num_sequences=num_sequences,
+            num_frames=num_frames,
+        )
+        self._tickets.append(ticket)
+        return ticket
+
+    def announce(self, grid: Grid, num_rows: int) -> None:
+        self.announced.set_result((grid, num_rows))
+
+    def join(self, deadline_s: float | None, *, is_prefetch: bool = False) -> None:
+        """One more caller: the encode lasts until its deadline too, and is queued as an Encode unless all
+        callers are prefetches."""
+        self._deadline_s = later(self._deadline_s, deadline_s)
+        self._is_prefetch &= is_prefetch
+        self._is_kept |= is_prefetch
+        for ticket in self._tickets:
+            ticket.deadline_s = self._deadline_s
+            ticket.is_prefetch = self._is_prefetch
+
+    @property
+    def is_unwanted(self) -> bool:
+        """Whether no caller waits and no prefetch keeps the encode."""
+        return not self.num_callers and not self._is_kept
+
+    def cancel(self) -> None:
+        for ticket in self._tickets:
+            ticket.cancelled = True
+        self.task.cancel()
+
+
+@dataclass
+class InFlightCounters:
+    started: int = 0
+    joined: int = 0
+
+
+class InFlightEncodes:
+    """Encodes in progress by namespace and key. clock: monotonic seconds, those of the deadlines."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._encodes: dict[tuple[str, bytes], InFlightEncode] = {}
+        self.counters = InFlightCounters()
+
+    def __len__(self) -> int:
+        return len(self._encodes)
+
+    def get(self, namespace: str, key: bytes) -> InFlightEncode | None:
+        """The encode in progress for a key, without joining it."""
+        return self._encodes.get((namespace, key))
+
+    def join(
+        self, namespace: str, key: bytes, deadline_s: float | None, *, is_prefetch: bool = False
+    ) -> InFlightEncode | None:
+        """The encode in progress for a key, joined."""
+        encode = self._encodes.get((namespace, key))
+        if encode is not None:
+            self.counters.joined += 1
+            encode.join(deadline_s, is_prefetch=is_prefetch)
+        return encode
+
+    def start(
+        self,
+        namespace: str,
+        key: bytes,
+        content_digest: bytes,
+        deadline_s: float | None,
+        run: Callable[[InFlightEncode], Coroutine[Any, Any, HeldRows]],
+        *,
+        is_prefetch: bool = False,
+    ) -> InFlightEncode:
+        """A new encode. The caller has seen in the same step of the loop that there is none for the key."""
+        assert (namespace, key) not in self._encodes
+        encode = InFlightEncode(namespace, key, content_digest, deadline_s, run, is_prefetch=is_prefetch)
+        encode.task.add_done_callback(lambda _: self._end(encode))
+        self._encodes[namespace, key] = encode
+        self.counters.started += 1
+        return encode
+
+    async def wait(self, encode: InFlightEncode, deadline_s: float | None) -> HeldRows:
+        """The encode's rows, held for this caller. Must be called in the same step of the loop as ``join`` or
+        ``start``. A caller that leaves, by cancellation or its deadline, ends the encode if it was the last.
+
+        Raises the encode's failure; DeadlineExceeded; Draining when the service stops first.
+        """
+        encode.num_callers += 1
+        try:
+            timeout_s = None if deadline_s is None else max(0.0, deadline_s - self._clock())
+            done, _ = await asyncio.wait((encode.task,), timeout=timeout_s)
+            if not done:
+                raise DeadlineExceeded("the deadline passed before the item was encoded")
+            if encode.task.cancelled():
+                raise Draining("the service stopped before the item was encoded")
+            return encode.task.result().share()
+        finally:
+            encode.num_callers -= 1
+            if encode.task.done():
+                _drop_unclaimed(encode)
+            elif encode.is_unwanted:
+                self._remove(encode)  # a caller that comes before the task has ended must not join it
+                encode.cancel()
+
+    async def drain(self, grace_s: float) -> bool:
+        """Waits for every encode; cancels those that outlive the grace and returns False."""
+        tasks = [encode.task for encode in self._encodes.values()]
+        if not tasks:
+            return True
+        _, pending = await asyncio.wait(tasks, timeout=grace_s)
+        for task in pending:
+            task.cancel()
+        if pending:
+            await asyncio.wait(pending)
+        return not pending
+
+    def _end(self, encode: InFlightEncode) -> None:
+        self._remove(encode)
+        error: BaseException | None = None
+        if encode.task.cancelled():
+            error = Draining("the service stopped before the item was encoded")
+        else:
+            error = encode.task.exception()  # also marks it as retrieved, for a prefetch without callers
+        _drop_unclaimed(encode)
+        if encode.announced.done():
+            return
+        encode.announced.set_exception(error or Draining("the item was not announced"))
+        encode.announced.exception()
+
+    def _remove(self, encode: InFlightEncode) -> None:
+        name = encode.namespace, encode.key
+        if self._encodes.get(name) is encode:
+            del self._encodes[name]
+
+
+def _drop_unclaimed(encode: InFlightEncode) -> None:
+    """Drops the hold of an encode that has ended and that no caller waits for any more."""
+    task = encode.task
+    if not encode.num_callers and not task.cancelled() and task.exception() is None:
+        task.result().drop()
+
+
+def later(first_s: float | None, second_s: float | None) -> float | None:
+    """The later of two deadlines; None is no deadline."""
+    return None if first_s is None or second_s is None else max(first_s, second_s)

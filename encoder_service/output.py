@@ -1,0 +1,92 @@
+"""Memory for one item's rows, from its reservation to the rows that the store holds.
+
+Owns that a reservation ends exactly once, and never while the engine may still write there: callers leave at
+any time, the device does not stop for them. Used from the event loop only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from concurrent.futures import Future
+from types import TracebackType
+from typing import Self
+
+import torch
+
+from encoder_service.engine.device import DeviceEngine
+from encoder_service.engine.jobs import TowerResult
+from encoder_service.errors import DeviceFault
+from encoder_service.scheduler.planner import Ticket
+from encoder_service.store.embedding_store import EmbeddingStore, HeldRows
+from encoder_service.types import EncodedItem, TowerItem
+
+
+class OutputReservation:
+    """A context manager: without ``commit``, the memory goes back to the store once the engine's jobs have
+    ended.
+
+    rows: [R, W] where the engine writes, or None where the store has no room.
+    """
+
+    def __init__(
+        self, store: EmbeddingStore, engine: DeviceEngine, namespace: str, coming: EncodedItem
+    ) -> None:
+        """coming: the item with a meta tensor of its rows' shape and dtype."""
+        self._store = store
+        self._engine = engine
+        self._reservation = store.reserve(namespace, coming)
+        self._jobs: dict[Future[TowerResult], Ticket] = {}
+        self.rows: torch.Tensor | None = None
+        if self._reservation is not None:
+            self.rows = self._reservation.destination
+
+    def submit(
+        self, pixels: TowerItem, ticket: Ticket, destination: torch.Tensor | None
+    ) -> Future[TowerResult]:
+        """Queues pixels; destination: the rows or a part of them. Raises as ``DeviceEngine.submit``."""
+        job = self._engine.submit(pixels, ticket, destination)
+        self._jobs[job] = ticket
+        return job
+
+    def commit(self) -> HeldRows:
+        """The rows, complete, in the store and held for the caller. Only where there is room. Raises
+        Draining after the store was closed."""
+        reservation, self._reservation = self._reservation, None
+        assert reservation is not None
+        return self._store.commit(reservation)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        pending = {job: ticket for job, ticket in self._jobs.items() if not job.done()}
+        for ticket in pending.values():
+            ticket.cancelled = True
+            self._engine.discard(ticket)
+        self._end_after([job for job in pending if not job.done()])
+
+    def _end_after(self, jobs: list[Future[TowerResult]]) -> None:
+        if self._reservation is None:
+            return
+        if not jobs:
+            self._end()
+            return
+        loop = asyncio.get_running_loop()
+
+        def check_rest(_: Future[TowerResult]) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop has ended, and the store with it
+                loop.call_soon_threadsafe(self._end_after, [job for job in jobs[1:] if not job.done()])
+
+        jobs[0].add_done_callback(check_rest)
+
+    def _end(self) -> None:
+        reservation, self._reservation = self._reservation, None
+        if reservation is None:
+            return
+        if any(isinstance(job.exception(), DeviceFault) for job in self._jobs):
+            self._store.abandon(reservation)
+        else:
+            self._store.cancel(reservation)

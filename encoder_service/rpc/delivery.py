@@ -1,0 +1,103 @@
+"""How an item's rows reach their caller: by their place in an arena, or inline.
+
+Owns that choice and the counts of lost reads. Rows at a place are not held for the reader: it copies them and
+then compares the slot's generation (``vision_encoder.layout.control_page``). A reader that loses asks once
+more with ``after_lost_read`` and is answered inline, from rows that stay held until their bytes are copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from encoder_service.metrics import Metrics
+from encoder_service.pipeline import Delivered, Pipeline
+from encoder_service.store.arena import TierName
+from encoder_service.store.embedding_store import Place
+from encoder_service.types import CacheTier
+
+# Above this share of lost reads in a second, the next second's rows go inline.
+MAX_LOST_SHARE = 0.01
+WINDOW_S = 1.0
+
+
+class Wanted(NamedTuple):
+    """How a call wants its rows. tier: the memory that its caller has mapped, None for none.
+    after_lost_read: the caller found the rows' place overwritten."""
+
+    namespace: str
+    tier: TierName | None
+    after_lost_read: bool
+
+
+class LossRate:
+    """Reads lost in this second, against the places announced in it and in the one before. clock: seconds."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._ends_s = clock() + WINDOW_S
+        self._num_lost = self._num_placed = self._num_placed_before = 0
+        self._inline_until_s = float("-inf")
+
+    def count_placed(self) -> None:
+        self._roll()
+        self._num_placed += 1
+
+    def count_lost(self, num_lost: int = 1) -> None:
+        self._roll()
+        self._num_lost += num_lost
+        if self._num_lost > MAX_LOST_SHARE * (self._num_placed + self._num_placed_before):
+            self._inline_until_s = self._clock() + WINDOW_S
+
+    def is_high(self) -> bool:
+        """Whether rows go inline for now."""
+        return self._clock() < self._inline_until_s
+
+    def _roll(self) -> None:
+        now_s = self._clock()
+        if now_s >= self._ends_s:
+            self._num_placed_before = self._num_placed if now_s < self._ends_s + WINDOW_S else 0
+            self._num_lost = self._num_placed = 0
+            self._ends_s = now_s + WINDOW_S
+
+
+class Delivery:
+    """For all calls of a server."""
+
+    def __init__(self, pipeline: Pipeline, metrics: Metrics) -> None:
+        self.losses = LossRate(pipeline.clock)
+        self._pipeline = pipeline
+        self._store = pipeline.store
+        self._metrics = metrics
+
+    async def prepare(self, delivered: Delivered, wanted: Wanted) -> tuple[Delivered, Place | None]:
+        """The rows with their place where the caller reads them, or None and the rows in host memory, for
+        chunks. Takes ``delivered`` over, also when this raises. Raises as ``Pipeline.in_tier``."""
+        metrics = self._metrics
+        if wanted.after_lost_read and delivered.tier in (CacheTier.MISS, CacheTier.IN_FLIGHT):
+            metrics.encodes_repeated.inc()
+        if wanted.tier is not None and not wanted.after_lost_read:
+            reason = self._inline_reason(delivered, wanted.tier, wanted.namespace)
+            if not reason:
+                delivered = await self._pipeline.in_tier(delivered, wanted.namespace, wanted.tier)
+                if delivered.held.tier == wanted.tier:
+                    self.losses.count_placed()
+                    return delivered, self._store.announce(delivered.held)
+                reason = "no_room"
+            metrics.count(metrics.inline_fallbacks, reason)
+        return await self._pipeline.in_tier(delivered, wanted.namespace, "host"), None
+
+    def count_lost(self, num_lost: int) -> None:
+        """Reads that an eviction overtook."""
+        if num_lost:
+            self._metrics.reads_lost.inc(num_lost)
+            self.losses.count_lost(num_lost)
+
+    def _inline_reason(self, delivered: Delivered, tier: TierName, namespace: str) -> str:
+        """Why rows are not placed though their caller could read them; empty: they are."""
+        max_bytes = self._store.max_place_bytes(tier, namespace)
+        if not max_bytes:  # this namespace has no such arena
+            return "no_room"
+        if delivered.encoded.spec.num_bytes > max_bytes:
+            return "large"
+        return "losses" if self.losses.is_high() else ""

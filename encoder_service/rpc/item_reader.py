@@ -1,0 +1,82 @@
+"""The items of calls, from messages to the pipeline's records.
+
+Owns where an item's content is read from and how long it is counted: a URL is fetched, a shared memory
+segment copied, a large tensor converted on a worker. What messages mean is ``convert``'s.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable
+from concurrent.futures import Executor
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+from encoder_service.errors import UnknownKey, UnsupportedContent
+from encoder_service.ingest.pixel_segments import PixelSegments
+from encoder_service.ingest.urls import UrlFetcher
+from encoder_service.rpc import convert
+from encoder_service.scheduler.admission import Admission
+from encoder_service.types import DigestOnly, EncodedFile, Item, Modality
+from vision_encoder.v1 import encoder_pb2 as pb
+
+# A tensor below this is copied on the event loop.
+INLINE_BYTES = 1 << 20
+
+Answer = TypeVar("Answer")
+
+
+@dataclass(frozen=True)
+class ItemReader:
+    """admission: of content that no message holds; a message's own bytes are counted by its call. segments,
+    urls: None where such items are refused."""
+
+    admission: Admission
+    workers: Executor
+    segments: PixelSegments | None = None
+    urls: UrlFetcher | None = None
+
+    async def ask(self, message: pb.Item, question: Callable[[Item], Awaitable[Answer]]) -> Answer:
+        """``question``'s answer to the item, whose content is held until then. Raises as
+        ``convert.item_from_proto``, ``PixelSegments.read``, ``UrlFetcher.fetch`` and ``question``;
+        QueueFull."""
+        if message.WhichOneof("content") == "url" and self.urls is not None:
+            return await self._ask_of_url(message, self.urls, question)
+        async with self._read(message) as item:
+            return await question(item)
+
+    @contextlib.asynccontextmanager
+    async def _read(self, message: pb.Item) -> AsyncIterator[Item]:
+        """The item in memory of our own."""
+        loop = asyncio.get_running_loop()
+        wanted = convert.segment_from_proto(message)
+        if wanted is not None and self.segments is not None:
+            self.segments.check(wanted)
+            permit = self.admission.acquire(wanted.num_bytes)
+            try:
+                tensor = await loop.run_in_executor(self.workers, self.segments.read, wanted)
+                yield convert.item_from_proto(message, tensor)
+            finally:
+                permit.release()
+        elif message.WhichOneof("content") in ("pixels", "frames") and message.ByteSize() > INLINE_BYTES:
+            yield await loop.run_in_executor(self.workers, convert.item_from_proto, message)
+        else:
+            yield convert.item_from_proto(message)
+
+    async def _ask_of_url(
+        self, message: pb.Item, urls: UrlFetcher, question: Callable[[Item], Awaitable[Answer]]
+    ) -> Answer:
+        item = convert.item_from_proto(message, fetched=b"")
+        if item.modality is not Modality.IMAGE:
+            raise UnsupportedContent("URLs of clips are not taken; send the clip's bytes")
+        if item.content_digest is not None:
+            # With its digest, an item is fetched only where its rows are not held.
+            with contextlib.suppress(UnknownKey):
+                return await question(replace(item, content=DigestOnly()))
+        permit = self.admission.acquire(0)
+        try:
+            data = await urls.fetch(message.url, permit.add_bytes)
+            return await question(replace(item, content=EncodedFile(data)))
+        finally:
+            permit.release()

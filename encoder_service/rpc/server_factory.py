@@ -1,0 +1,82 @@
+"""The gRPC server and its gate as the settings describe them.
+
+Owns the way from settings to the parts; the parts know no settings.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+
+import structlog
+
+from encoder_service.config import Settings
+from encoder_service.errors import ConfigurationError
+from encoder_service.metrics import Metrics
+from encoder_service.rpc.auth import Access
+from encoder_service.rpc.gate import CallGate, CallPermits
+from encoder_service.rpc.server import ConnectionBounds, GrpcServer
+from encoder_service.tls import CertificateFiles
+from encoder_service.tokens import NamespaceTokens
+
+log = structlog.get_logger(__name__)
+
+# On one connection, beyond the calls in progress: health checks go on when all of those are in use.
+SPARE_STREAMS = 64
+
+
+def open_tokens(settings: Settings) -> NamespaceTokens:
+    """Which token opens which namespace, here and at the broker. Raises ConfigurationError for a tokens file
+    that cannot be read, or an isolated namespace without a token."""
+    tokens = NamespaceTokens(
+        settings.namespace_tokens(), file=settings.tokens_file, open_namespaces=settings.open_namespaces
+    )
+    missing = sorted(set(settings.isolated_namespaces) - tokens.names())
+    if missing:
+        raise ConfigurationError(f"isolated namespaces need a token: {', '.join(missing)}")
+    if not settings.open_namespaces and not tokens.names():
+        raise ConfigurationError("open_namespaces is off and no namespace has a token: all calls would fail")
+    in_clear = [] if settings.tls_cert is not None else list(filter(is_reachable, settings.listen))
+    if tokens.names() and in_clear:
+        log.warning("tokens travel in clear without tls_cert", listen=",".join(in_clear))
+    return tokens
+
+
+def open_grpc(settings: Settings, tokens: NamespaceTokens, metrics: Metrics) -> GrpcServer:
+    """Not bound yet. Raises ConfigurationError for certificates that cannot be read."""
+    certificates = None
+    if settings.tls_cert is not None and settings.tls_key is not None:
+        certificates = CertificateFiles(settings.tls_cert, settings.tls_key, settings.tls_client_ca)
+    gate = CallGate(Access(tokens), CallPermits(settings.max_calls))
+    export_gate(metrics, gate)
+    return GrpcServer(
+        gate=gate,
+        max_message_bytes=settings.max_message_bytes,
+        bounds=ConnectionBounds(
+            max_connections=settings.max_connections,
+            max_streams=settings.max_calls + SPARE_STREAMS,
+            age_s=settings.connection_age_s,
+        ),
+        certificates=certificates,
+    )
+
+
+def export_gate(metrics: Metrics, gate: CallGate) -> None:
+    """Registers what operators see of the gate; once per registry."""
+    metrics.gauge("ve_open_calls", "Calls in progress.", lambda: gate.permits.num_calls)
+    metrics.counter_view_by(
+        "ve_refused_calls",
+        "Calls refused before their handler: too many, no token that opens, no request in time.",
+        "reason",
+        lambda: gate.refused,
+    )
+
+
+def is_reachable(address: str) -> bool:
+    """Whether others than this host's own processes may reach a listening address."""
+    if address.startswith("unix:"):
+        return False
+    host = address.rpartition(":")[0].strip("[]")
+    try:
+        return not ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host != "localhost"

@@ -1,0 +1,97 @@
+"""A pipeline on fakes, with a small store."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+
+from encoder_service.engine.device import DeviceEngine
+from encoder_service.ingest.preprocessor import Preprocessor
+from encoder_service.metrics import Metrics
+from encoder_service.pipeline import Pipeline, ServedModel
+from encoder_service.scheduler.admission import Admission
+from encoder_service.scheduler.planner import Planner
+from encoder_service.store.embedding_store import EmbeddingStore, Partition, host_arena
+from encoder_service.types import EncodedFile, Item, Modality
+from tests.fakes import FakePreprocessor, FakeTower, fake_image
+
+
+def memory_store(num_bytes: int = 1 << 20) -> EmbeddingStore:
+    """A store in memory of this process."""
+    return EmbeddingStore(
+        Partition(host_arena(num_bytes, is_exported=False)), on_copy_error=lambda error: None
+    )
+
+
+class Rig:
+    """preprocessor, store, tower: fakes and a store of 1 MiB unless given."""
+
+    def __init__(
+        self,
+        store: EmbeddingStore | None = None,
+        preprocessor: Preprocessor | None = None,
+        tower: FakeTower | None = None,
+        **options: int,
+    ) -> None:
+        self.tower = tower or FakeTower()
+        self.fake = FakePreprocessor()
+        self.preprocessor = preprocessor or self.fake
+        self.metrics = Metrics()
+        self.store = store or memory_store()
+        self.engine = DeviceEngine(
+            self.tower,
+            self.preprocessor,
+            Planner(256, 64),
+            self.metrics,
+            clock=time.monotonic,
+            on_fault=lambda fault: None,
+        )
+        self.workers = ThreadPoolExecutor(4)
+        self.pipeline = Pipeline(
+            model=ServedModel("fake", "fake", b"m" * 32, self.tower, self.preprocessor),
+            store=self.store,
+            admission=Admission(max_patches=1024, max_bytes=4096),
+            engine=self.engine,
+            workers=self.workers,
+            metrics=self.metrics,
+            max_patches_per_item=512,
+            **options,
+        )
+        self.engine.start()
+
+    async def end(self) -> None:
+        """Waits for everything that still runs."""
+        self.tower.gate.set()
+        self.fake.gate.set()
+        await self.pipeline.drain(10)
+        assert self.engine.stop(10)
+        self.workers.shutdown()
+        for _ in range(5):
+            await asyncio.sleep(0)  # what the engine's threads have posted
+
+
+@asynccontextmanager
+async def running(rig: Rig) -> AsyncIterator[Rig]:
+    """The rig until the end of the block; nothing may be left behind then."""
+    yield rig
+    await rig.end()
+    rig.store.check_integrity()
+    assert rig.pipeline.admission.num_patches == 0
+    assert rig.pipeline.admission.num_bytes == 0
+    assert rig.pipeline.load.num_patches == 0
+    assert len(rig.pipeline.inflight) == 0
+
+
+def image(value: int = 7, side: int = 4, **fields: object) -> Item:
+    return Item(Modality.IMAGE, EncodedFile(fake_image(side, side, value)), **fields)  # type: ignore[arg-type]
+
+
+async def until(condition: Callable[[], object]) -> None:
+    for _ in range(2000):
+        if condition():
+            return
+        await asyncio.sleep(0.001)
+    raise AssertionError("condition never came true")
