@@ -42,8 +42,8 @@ Choose = Callable[[int, list[str]], int]
 
 
 class Schedule:
-    """Runs actors one step at a time. choose: which of the enabled actors goes on at each step. ``taken``: its
-    choices, and among how many."""
+    """Runs actors one step at a time. choose: which of the enabled actors goes on at each step. ``taken``:
+    its choices, and among how many."""
 
     def __init__(self, choose: Choose) -> None:
         self._choose = choose
@@ -200,11 +200,11 @@ class FreesFirst(Arena):
         if self._holders[slot] > 1:
             super().drop(slot)
             return
-        del self._holders[slot]
-        self._free_indexes.append(slot.index)
         self._allocator.free(slot.offset_bytes)
         self.page.retire(slot.index)
         self.directory.remove(slot.index)
+        del self._holders[slot]
+        self._free_indexes.append(slot.index)
 
 
 # -- readers ---------------------------------------------------------------------------------------------
@@ -275,7 +275,7 @@ def play(
     is_announced: bool,
 ) -> Scene:
     schedule = Schedule(choose)
-    arena = arena_class(HostMemory(PROBE_BYTES + ROW_BYTES), max_slots=2)
+    arena = arena_class(HostMemory(PROBE_BYTES + ROW_BYTES), max_slots=3)
     # Room for one item: pages are larger.
     filler = arena.allocate(arena.largest_free_bytes - ROW_BYTES)
     assert filler is not None
