@@ -22,7 +22,7 @@ DEVICE_CODE = (
     "encoder_service.towers.kernels",
     "lm_adapter.kernels.",
 )
-MAX_LINES = 400
+MAX_LINES = 700
 VAGUE_NAMES = {
     "utils",
     "util",
