@@ -7,6 +7,7 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -91,7 +92,11 @@ def test_p20_p21_p30_rows_are_right_in_every_kind_of_destination(rig: Rig) -> No
         index = generator.randrange(len(batches))
         on_device = places_for(rig, batches[index], apart=generator.random() < 0.5)
         kinds = generator.choice(("d", "h", "n", "dh", "dhn"))
-        choices = {"d": on_device, "h": on_host(on_device), "n": [None] * len(on_device)}
+        choices: dict[str, list[Any]] = {
+            "d": on_device,
+            "h": on_host(on_device),
+            "n": [None] * len(on_device),
+        }
         places = [choices[generator.choice(kinds)][number] for number in range(len(on_device))]
         torch.cuda.current_stream().synchronize()  # destinations are free once they are reserved
         with torch.cuda.stream(noise):
