@@ -6,7 +6,7 @@ the key. The library behind a decoder is ``nvjpeg``'s matter, and everything tha
 ``decode``'s: other formats, whatever is unusual about a file, and every error, whose words are therefore the
 host's.
 
-A decoder's pixels are not the host's to the bit, so that the rows
+A decoder's pixels are not the host's to the bit (docs/resize.md says how near they are), so that the rows
 have keys of their own. One image may come from the host all the same, where the device had no memory for it:
 it is within the same distance.
 """
