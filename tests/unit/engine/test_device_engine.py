@@ -153,20 +153,6 @@ def test_the_planner_counts_the_time_for_which_the_device_is_busy() -> None:
     assert calls == [("launched", 64e6), ("finished", 7.0)]
 
 
-def test_p36_a_device_fault_fails_everything_once_and_is_reported() -> None:
-    rig = Rig(max_patches=16)
-    rig.tower.fails_with = torch.AcceleratorError("CUDA error: unspecified launch failure")
-    futures = [rig.submit(1.0), rig.submit(2.0)]
-    rig.engine.start()
-    for future in futures:
-        with pytest.raises(DeviceFault, match="unspecified launch failure"):
-            future.result(10)
-    rig.engine.stop(10)
-    assert len(rig.faults) == 1
-    with pytest.raises(DeviceFault):
-        rig.submit(3.0)
-
-
 def test_out_of_memory_is_the_batchs_failure_not_the_devices(rig: Rig) -> None:
     rig.tower.fails_with = torch.OutOfMemoryError("CUDA out of memory")
     future = rig.submit(1.0)
@@ -247,31 +233,6 @@ def test_a_refused_call_is_no_device_fault() -> None:
     assert not is_device_fault(refused)
     refused.error_code = 700  # type: ignore[attr-defined]
     assert is_device_fault(refused)
-
-
-def test_a_tower_that_gives_the_wrong_rows_fails_the_item(rig: Rig) -> None:
-    rig.tower.num_rows = lambda grid: 3  # type: ignore[method-assign]
-    future = rig.submit(1.0)
-    rig.engine.start()
-    with pytest.raises(InternalError, match=r"gave \(4, 16\) rows, grids need \(3, 16\)"):
-        future.result(10)
-
-
-def test_stop_finishes_the_running_batch_and_cancels_the_rest() -> None:
-    rig = Rig(max_patches=16)
-    rig.tower.gate.clear()
-    running, waiting = rig.submit(1.0), rig.submit(2.0)
-    rig.engine.start()
-    while rig.engine.queued_items == 2:
-        time.sleep(0.001)
-    assert not rig.engine.stop(0.05)
-    rig.tower.gate.set()
-    assert rig.engine.stop(10)
-    assert (running.result(0).rows[:, :8] == 1).all()
-    with pytest.raises(Draining):
-        waiting.result(0)
-    with pytest.raises(Draining):
-        rig.submit(3.0)
 
 
 def test_a_callers_cancel_does_not_break_the_engine(rig: Rig) -> None:

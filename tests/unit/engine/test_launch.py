@@ -336,7 +336,7 @@ def test_a_tower_that_gives_the_wrong_rows_fails_its_batch_and_not_the_next() ->
     tower.num_rows = lambda grid: 3  # type: ignore[method-assign]
     with pytest.raises(InternalError, match=r"gave \(4, 5\) rows, grids need \(3, 5\)"):
         launcher.launch([item])
-    del tower.num_rows  # type: ignore[method-assign]
+    del tower.num_rows
     launched = launcher.launch([item])
     launched.wait()
     assert torch.isfinite(next(launched.collect())).all()
