@@ -107,7 +107,7 @@ def test_padding_rows_stay_finite(mode: Mode, device: torch.device, generator: t
     assert torch.isfinite(x).all()
 
 
-@pytest.mark.parametrize("table_size", [48, 64])
+@pytest.mark.parametrize("table_size", [pytest.param(48, marks=pytest.mark.extended), 64])
 @pytest.mark.parametrize("mode", ["linear", "cubic"])
 def test_every_side_has_the_plain_taps(mode: Mode, table_size: int, device: torch.device) -> None:
     """Short sides and a few places of long ones, against the same float32 steps. A table of one-hot rows
