@@ -25,11 +25,9 @@ from torch.nn.functional import linear
 from encoder_service.towers.attention import AttentionBackend
 from encoder_service.towers.fused_inputs import (
     MAX_SIDE,
-    BatchShape,
     BucketShape,
     FusedInputBuilder,
     FusedInputs,
-    ShapeRows,
 )
 from encoder_service.towers.gemm import Rotary, RotaryLayout, Weights, pair_rows, turns_of
 from encoder_service.towers.gemm.per_rows import TORCH_CHOICES, GemmChoices
@@ -146,10 +144,6 @@ class FusedTower(Tower):
     def pad(self, inputs: FusedInputs, bucket: BucketShape) -> FusedInputs:
         """The batch in a bucket's static shapes, still on the host. See FusedInputBuilder.pad."""
         return self._inputs.pad(inputs, bucket)
-
-    def shape_of(self, shapes: ShapeRows) -> BatchShape:
-        """What a batch adds up to. See FusedInputBuilder.shape_of."""
-        return self._inputs.shape_of(shapes)
 
     # -- device ----------------------------------------------------------------------------------------
 

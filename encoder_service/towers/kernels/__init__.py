@@ -13,7 +13,7 @@ from encoder_service.towers.kernels.embedding import embed_norm
 from encoder_service.towers.kernels.expand import PatchPlaces, expand_items
 from encoder_service.towers.kernels.frames import Norm, merge_frames_norm
 from encoder_service.towers.kernels.norm import add_norm, layer_norm
-from encoder_service.towers.kernels.patches import patchify_items, patchify_moonvit, patchify_qwen
+from encoder_service.towers.kernels.patches import patchify_items
 from encoder_service.towers.kernels.rotary import rotate_qkv_
 
 __all__ = [
@@ -26,7 +26,5 @@ __all__ = [
     "layer_norm",
     "merge_frames_norm",
     "patchify_items",
-    "patchify_moonvit",
-    "patchify_qwen",
     "rotate_qkv_",
 ]

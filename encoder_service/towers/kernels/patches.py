@@ -1,21 +1,26 @@
-"""Normalised patches from uint8 frames, written where the tower reads them.
+"""Normalised patches from uint8 frames, written into the buffer that the tower reads.
 
-Owns the cut and the normalisation on the device, bit for bit what the preprocessors' ``patchify`` gives
-after rounding to the output's dtype. Sizes, padding and settings are the preprocessors'.
+Owns the cut and the normalisation on the device, bit for bit the preprocessors' ``patchify`` rounded to the
+output's dtype, for a whole batch in one launch.
 
-One program cuts a merge's worth of patches, which never spans two items or frames; how is cut.py's.
+One program cuts merge^2 patches, which never span two items or frames. A lane takes two neighbouring pixels,
+six bytes, as three 16-bit words: a patch of an even size begins at an even byte. So every pixel is read and
+normalised once, however many frames of its temporal patch repeat it, and a lane's values are written
+together. All loads of a frame's patches come before their first store.
 
-Shape legend: T frames, H height and W width in pixels, I items, P patches, tp frames per patch, B bytes.
+Shape legend: H height and W width in pixels, I items, P patches, N patches of one program, tp frames per
+patch, B bytes.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
 
-from encoder_service.towers.kernels.cut import Triple, cut_patches, normalisation
 from encoder_service.towers.kernels.expand import (
     FIRST_PATCH,
     FRAMES,
@@ -30,75 +35,7 @@ from encoder_service.towers.kernels.tiles import check_rows
 
 NUM_WARPS = 4
 
-
-def patchify_qwen(
-    frames_THWC: torch.Tensor,
-    out: torch.Tensor,
-    mean: Triple,
-    std: Triple,
-    rescale_factor: float,
-    *,
-    patch_size: int,
-    merge_size: int,
-    temporal_patch_size: int,
-) -> torch.Tensor:
-    """One item's patches into out [P, 3 * tp * patch_size^2], in place; returns out.
-
-    frames: uint8 [T, H, W, 3], pixels side by side, frames and lines possibly apart by an even number of
-    bytes; H and W are multiples of patch_size * merge_size, patch_size is even. out: any float dtype, rows
-    possibly apart, such as a slice of a static buffer. Order and values are QwenVLPreprocessor.patchify's:
-    the last frame repeats to fill a temporal patch. mean, std: per channel, for values times rescale_factor.
-    """
-    num_frames, height, width, num_channels = frames_THWC.shape
-    block = patch_size * merge_size
-    frame_stride, line_stride = frames_THWC.stride()[:2]
-    assert frames_THWC.dtype == torch.uint8
-    assert num_channels == 3
-    assert frames_THWC.stride()[2:] == (3, 1), f"pixels lie apart: strides {frames_THWC.stride()}"
-    assert frame_stride % 2 == line_stride % 2 == frames_THWC.data_ptr() % 2 == 0, "frames begin at odd bytes"
-    assert height % block == 0, f"height is {height}, needs a multiple of {block}"
-    assert width % block == 0, f"width is {width}, needs a multiple of {block}"
-    num_slots = -(-num_frames // temporal_patch_size)
-    num_patches = num_slots * (height // patch_size) * (width // patch_size)
-    check_rows("out", out, (num_patches, 3 * temporal_patch_size * patch_size**2))
-    if num_patches:
-        _patchify_kernel[(num_patches // merge_size**2,)](
-            frames_THWC,
-            out,
-            frame_stride // 2,
-            line_stride // 2,
-            num_frames,
-            height // patch_size,
-            width // patch_size,
-            OUT_STRIDE=out.stride(0),
-            MERGE=merge_size,
-            **normalisation(mean, std, rescale_factor, out.dtype),
-            **patch_shape(patch_size, temporal_patch_size),
-        )
-    return out
-
-
-def patchify_moonvit(
-    frames_THWC: torch.Tensor,
-    out: torch.Tensor,
-    mean: Triple,
-    std: Triple,
-    rescale_factor: float,
-    *,
-    patch_size: int,
-) -> torch.Tensor:
-    """One item's patches into out [P, 3 * patch_size^2], in place; returns out. Arguments are
-    ``patchify_qwen``'s; order and values are MoonViTPreprocessor.patchify's: frame by frame, row by row."""
-    return patchify_qwen(
-        frames_THWC,
-        out,
-        mean,
-        std,
-        rescale_factor,
-        patch_size=patch_size,
-        merge_size=1,
-        temporal_patch_size=1,
-    )
+Triple = tuple[float, float, float]
 
 
 def patchify_items(
@@ -118,12 +55,13 @@ def patchify_items(
     """A whole batch's patches of either family into out [P, 3 * tp * patch_size^2], in one launch and in
     place; returns out. All that differs between batches is in tensors, so that it replays in a graph.
 
-    pixels: uint8 [B]. items: int32 [I, 5], FusedInputs.items; P may be more than the items', and rows past
-    them become zeros. sources: int64 [I, 2], the even byte at which an item's frames begin, one after the
-    other, each [H, W, 3] without gaps, and how many there are, more than tp * (t - 1) and at most tp * t; or
-    0 where the item's patches lie there, as they are to be and in out's dtype, at a multiple of its size.
-    The rows of an item whose byte is negative are left as they are. What padded slots say is not read.
-    Patches stand in merge order, or frame by frame in raster order where ``merges_time``.
+    pixels: uint8 [B]. items: int32 [I, 5], FusedInputs.items; P may exceed the items' patches, and rows past
+    them become zeros. sources: int64 [I, 2]. The first number is the even byte at which an item's frames
+    begin, one after the other, each [H, W, 3] without gaps; where it is negative, the item's rows are left
+    unchanged. The second is the number of frames, more than tp * (t - 1) and at most tp * t; 0 where finished
+    patches begin there, in out's dtype, at a multiple of its size. The sources of padded slots are not read.
+    The last frame repeats to fill a temporal patch. Patches stand in merge order, or frame by frame in raster
+    order where ``merges_time``. mean, std: per channel, for values times rescale_factor. patch_size is even.
     """
     num_patches, num_items = out.shape[0], items_I5.shape[0]
     group = merge_size**2
@@ -136,6 +74,7 @@ def patchify_items(
     assert items_I5.is_contiguous()
     assert sources_I2.is_contiguous()
     assert num_items > 0
+    assert patch_size % 2 == 0, f"patch_size is {patch_size}, needs an even number"
     assert num_patches % group == 0, f"{num_patches} patches are no multiple of {group}"
     if num_patches:
         _patchify_items_kernel[(num_patches // group,)](
@@ -150,73 +89,151 @@ def patchify_items(
             MERGES_TIME=merges_time,
             COLUMNS=NUM_COLUMNS,
             **normalisation(mean, std, rescale_factor, out.dtype),
-            **patch_shape(patch_size, temporal_patch_size),
+            PATCH=patch_size,
+            TEMPORAL=temporal_patch_size,
+            PAIRS_TILE=triton.next_power_of_2(patch_size**2 // 2),
+            num_warps=NUM_WARPS,
         )
     return out
 
 
-def patch_shape(patch_size: int, temporal_patch_size: int) -> dict[str, int]:
-    """What both kernels are compiled for."""
-    assert patch_size % 2 == 0, f"patch_size is {patch_size}, needs an even number"
-    return {
-        "PATCH": patch_size,
-        "TEMPORAL": temporal_patch_size,
-        "PAIRS_TILE": triton.next_power_of_2(patch_size**2 // 2),
-        "num_warps": NUM_WARPS,
-    }
+@functools.lru_cache(maxsize=64)
+def normalisation(
+    mean: Triple, std: Triple, rescale_factor: float, dtype: torch.dtype
+) -> dict[str, float | bool]:
+    """The kernel's mean_*, scale_* and DIVIDES for uint8 pixels normalised into ``dtype``.
+
+    Means and deviations are divided by the rescale factor, in float32, as in the preprocessors. scale_* are
+    the deviations, or their reciprocals where the product rounds like the quotient for all 256 values. It
+    mostly does in 16 bits, and a division costs many times as much.
+    """
+    means, deviations = (
+        torch.tensor(values, dtype=torch.float32, device="cpu") * (1.0 / rescale_factor)
+        for values in (mean, std)
+    )
+    reciprocals = 1.0 / deviations
+    centred = torch.arange(256, dtype=torch.float32, device="cpu")[:, None] - means
+    divides = not torch.equal((centred * reciprocals).to(dtype), (centred / deviations).to(dtype))
+    scales = deviations if divides else reciprocals
+    named = {f"mean_{channel}": value for channel, value in enumerate(means.tolist())}
+    named |= {f"scale_{channel}": value for channel, value in enumerate(scales.tolist())}
+    return named | {"DIVIDES": divides}
 
 
-# Sizes of an image must not compile anything while the service runs.
-@triton.jit(
-    do_not_specialize=["frame_stride", "line_stride", "num_frames", "rows", "columns"],
-    do_not_specialize_on_alignment=["frames_ptr"],
-)
-def _patchify_kernel(
-    frames_ptr,
+@triton.jit
+def store_channel(
     out_ptr,
+    even,
+    odd,
+    mean,
+    scale,
+    in_patch,
+    is_last,
+    STEP: tl.constexpr,
+    PLANE: tl.constexpr,
+    TEMPORAL: tl.constexpr,
+    DIVIDES: tl.constexpr,
+):
+    """One channel of one frame, normalised with every step rounded to nearest as torch does; the last frame
+    also into the places of those that are missing. out: the channel's first value of frame 0."""
+    even = even.to(tl.float32) - mean
+    odd = odd.to(tl.float32) - mean
+    if DIVIDES:
+        even = tl.div_rn(even, scale)
+        odd = tl.div_rn(odd, scale)
+    else:
+        even = even * scale
+        odd = odd * scale
+    value = tl.interleave(even, odd).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + STEP * PLANE, value, mask=in_patch)
+    if is_last:
+        for later in tl.static_range(STEP + 1, TEMPORAL):
+            tl.store(out_ptr + later * PLANE, value, mask=in_patch)
+
+
+@triton.jit
+def cut_patches(
+    frames_ptr,
     frame_stride,
     line_stride,
     num_frames,
-    rows,
-    columns,
+    slot,
+    row,
+    column,
+    out_row_ptr,
     mean_0,
     mean_1,
     mean_2,
     scale_0,
     scale_1,
     scale_2,
-    OUT_STRIDE: tl.constexpr,
     PATCH: tl.constexpr,
-    MERGE: tl.constexpr,
     TEMPORAL: tl.constexpr,
     PAIRS_TILE: tl.constexpr,
     DIVIDES: tl.constexpr,
 ):
-    group = tl.program_id(0)
-    groups = rows * columns // (MERGE * MERGE)
-    member = tl.arange(0, MERGE * MERGE)
-    row, column = place_in_merge_order(group % groups * (MERGE * MERGE) + member, columns, MERGE)
-    patch = (group * (MERGE * MERGE) + member).to(tl.int64)
-    cut_patches(
-        frames_ptr.to(tl.pointer_type(tl.int16)),
-        frame_stride,
-        line_stride,
-        num_frames,
-        group // groups,
-        row,
-        column,
-        out_ptr + patch * OUT_STRIDE,
-        mean_0,
-        mean_1,
-        mean_2,
-        scale_0,
-        scale_1,
-        scale_2,
-        PATCH,
-        TEMPORAL,
-        PAIRS_TILE,
-        DIVIDES,
-    )
+    """N patches of temporal slot ``slot``, at row and column [N], into the rows at out_row_ptr [N].
+
+    frames_ptr points to 16-bit words, which both strides count. A frame that is missing from the slot, where
+    num_frames ends, is its last one again."""
+    pair = tl.arange(0, PAIRS_TILE)
+    # A frame may have more words than int32 numbers, a patch has not.
+    corner = row.to(tl.int64) * PATCH * line_stride + column * (PATCH * 3 // 2)
+    inside = pair // (PATCH // 2) * line_stride + pair % (PATCH // 2) * 3
+    offset = corner[:, None] + inside[None, :]
+    is_pair = (pair < PATCH * PATCH // 2)[None, :]
+    value = tl.arange(0, 2 * PAIRS_TILE)
+    in_patch = (value < PATCH * PATCH)[None, :]
+    out_ptr = out_row_ptr[:, None] + value[None, :]
+    PLANE: tl.constexpr = PATCH * PATCH
+    for step in tl.static_range(TEMPORAL):
+        frame = slot * TEMPORAL + step
+        if frame < num_frames:
+            is_last = frame == num_frames - 1
+            words_ptr = frames_ptr + frame.to(tl.int64) * frame_stride + offset
+            # Red and green, blue and red, green and blue: two pixels.
+            first = tl.load(words_ptr, mask=is_pair, other=0).to(tl.int32)
+            second = tl.load(words_ptr + 1, mask=is_pair, other=0).to(tl.int32)
+            third = tl.load(words_ptr + 2, mask=is_pair, other=0).to(tl.int32)
+            store_channel(
+                out_ptr,
+                first & 255,
+                second >> 8 & 255,
+                mean_0,
+                scale_0,
+                in_patch,
+                is_last,
+                step,
+                PLANE,
+                TEMPORAL,
+                DIVIDES,
+            )
+            store_channel(
+                out_ptr + TEMPORAL * PLANE,
+                first >> 8 & 255,
+                third & 255,
+                mean_1,
+                scale_1,
+                in_patch,
+                is_last,
+                step,
+                PLANE,
+                TEMPORAL,
+                DIVIDES,
+            )
+            store_channel(
+                out_ptr + 2 * TEMPORAL * PLANE,
+                second & 255,
+                third >> 8 & 255,
+                mean_2,
+                scale_2,
+                in_patch,
+                is_last,
+                step,
+                PLANE,
+                TEMPORAL,
+                DIVIDES,
+            )
 
 
 @triton.jit(do_not_specialize=["num_items", "num_steps"])

@@ -13,8 +13,8 @@ from encoder_service.ingest.qwen_vl import QwenVLPreprocessor
 from encoder_service.ingest.settings import MoonViTSettings, Normalisation, QwenVLSettings
 from encoder_service.scheduler.buckets import Bucket
 from encoder_service.towers.fused_inputs import FusedInputBuilder
-from encoder_service.towers.kernels import patchify_items, patchify_moonvit, patchify_qwen
-from encoder_service.towers.kernels.cut import normalisation
+from encoder_service.towers.kernels import patchify_items
+from encoder_service.towers.kernels.patches import normalisation
 from encoder_service.types import Grid
 
 # Means and deviations that float32 does not hold exactly, different in every channel.
@@ -38,88 +38,6 @@ def moonvit(normalisation: Normalisation) -> MoonViTPreprocessor:
     return MoonViTPreprocessor(MoonViTSettings(14, 2, 4096, 512, normalisation), LIMITS)
 
 
-def rows_of_a_buffer(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Rows 3 and on of a larger buffer full of NaN. shape: [rows, patch_dim]."""
-    num_rows, patch_dim = shape
-    buffer = torch.full((num_rows + 5, patch_dim), torch.nan, dtype=dtype, device=device)
-    return buffer[3 : 3 + num_rows]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("normalisation", [NORMALISATION, HALVES])
-@pytest.mark.parametrize(("num_frames", "patch_size"), [(1, 16), (2, 8), (3, 6)])
-def test_qwen_patches_are_the_preprocessors(
-    num_frames: int,
-    patch_size: int,
-    normalisation: Normalisation,
-    dtype: torch.dtype,
-    device: torch.device,
-    generator: torch.Generator,
-) -> None:
-    frames = random_frames(generator, num_frames, 4 * patch_size, 6 * patch_size)
-    expected = qwen(normalisation, patch_size).patchify(frames).to(dtype)
-    out = rows_of_a_buffer(expected.shape, dtype, device)
-    patchify_qwen(
-        frames.to(device),
-        out,
-        normalisation.image_mean,
-        normalisation.image_std,
-        normalisation.rescale_factor,
-        patch_size=patch_size,
-        merge_size=2,
-        temporal_patch_size=2,
-    )
-    assert torch.equal(out.cpu(), expected)
-    assert out._base is not None
-    assert out._base.isnan().sum() == 5 * out.shape[1]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("normalisation", [NORMALISATION, HALVES])
-@pytest.mark.parametrize("num_frames", [1, 3])
-def test_moonvit_patches_are_the_preprocessors(
-    num_frames: int,
-    normalisation: Normalisation,
-    dtype: torch.dtype,
-    device: torch.device,
-    generator: torch.Generator,
-) -> None:
-    # A cut out of larger frames: lines and frames lie apart.
-    frames = random_frames(generator, num_frames, 70, 100)[:, :28, 14 : 14 + 56]
-    expected = moonvit(normalisation).patchify(frames).to(dtype)
-    on_device = torch.empty(num_frames, 30, 60, 3, dtype=torch.uint8, device=device)[:, :28, :56]
-    on_device.copy_(frames)
-    out = rows_of_a_buffer(expected.shape, dtype, device)
-    patchify_moonvit(
-        on_device,
-        out,
-        normalisation.image_mean,
-        normalisation.image_std,
-        normalisation.rescale_factor,
-        patch_size=14,
-    )
-    assert torch.equal(out.cpu(), expected)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_every_pixel_value_in_every_channel(dtype: torch.dtype, device: torch.device) -> None:
-    """All 256 values, so that no rounding of a division hides."""
-    frames = torch.arange(256, dtype=torch.uint8).view(1, 16, 16, 1).repeat(1, 2, 2, 3)
-    expected = qwen(NORMALISATION).patchify(frames).to(dtype)
-    out = torch.empty(expected.shape, dtype=dtype, device=device)
-    patchify_qwen(
-        frames.to(device),
-        out,
-        NORMALISATION.image_mean,
-        NORMALISATION.image_std,
-        NORMALISATION.rescale_factor,
-        patch_size=16,
-        merge_size=2,
-        temporal_patch_size=2,
-    )
-    assert torch.equal(out.cpu(), expected)
-
-
 class Item(NamedTuple):
     """Frames of one item; without them its patches were given ready-made."""
 
@@ -140,7 +58,7 @@ def launch_items(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows that the launch writes over a buffer full of sevens, and those that it should."""
     merges_time = isinstance(preprocessor, MoonViTPreprocessor)
-    temporal = 1 if merges_time else 2
+    temporal, given = (1 if merges_time else 2), preprocessor.settings.normalisation
     grids = [Grid(-(-item.num_frames // temporal), item.h, item.w) for item in items]
     build = FusedInputBuilder(lambda grid: None, merge_size=2, merges_time=merges_time)
     inputs = build.prepare(grids)
@@ -167,9 +85,9 @@ def launch_items(
         inputs.items.to(device),
         sources.to(device),
         out,
-        NORMALISATION.image_mean,
-        NORMALISATION.image_std,
-        NORMALISATION.rescale_factor,
+        given.image_mean,
+        given.image_std,
+        given.rescale_factor,
         patch_size=patch_size,
         merge_size=2,
         temporal_patch_size=temporal,
@@ -202,26 +120,49 @@ def test_a_batch_in_one_launch(
     assert torch.equal(found, expected)
 
 
-def test_a_batch_in_float32(device: torch.device, generator: torch.Generator) -> None:
+@pytest.mark.parametrize("normalisation", [NORMALISATION, HALVES])
+def test_a_batch_in_float32(
+    normalisation: Normalisation, device: torch.device, generator: torch.Generator
+) -> None:
     items = [Item(1, 6, 2), Item(3, 4, 4)]
-    found, expected = launch_items(qwen(NORMALISATION), 16, items, 4, torch.float32, device, generator)
+    found, expected = launch_items(qwen(normalisation), 16, items, 4, torch.float32, device, generator)
     assert torch.equal(found, expected)
 
 
-def test_patches_that_begin_at_odd_bytes_are_refused(device: torch.device) -> None:
-    out = torch.empty(4, 3 * 36, device=device)
-    memory = torch.zeros(12 * 12 * 3 + 1, dtype=torch.uint8, device=device)
-    with pytest.raises(AssertionError, match="odd bytes"):
-        patchify_moonvit(memory[1:].view(1, 12, 12, 3), out, (0.0,) * 3, (1.0,) * 3, 1 / 255, patch_size=6)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_every_pixel_value_in_every_channel(dtype: torch.dtype, device: torch.device) -> None:
+    """All 256 values, so that no rounding of a division hides."""
+    frames = torch.arange(256, dtype=torch.uint8).view(1, 16, 16, 1).repeat(1, 2, 2, 3)
+    expected = qwen(NORMALISATION).patchify(frames).to(dtype)
+    out = torch.empty(expected.shape, dtype=dtype, device=device)
+    cut(frames, out, patch_size=16)
+    assert torch.equal(out.cpu(), expected)
+
+
+def cut(frames: torch.Tensor, out: torch.Tensor, *, patch_size: int, first_byte: int = 0) -> None:
+    """One still of 2 x 2 patches into out; its frames begin at a byte of their memory."""
+    memory = torch.cat([torch.zeros(first_byte, dtype=torch.uint8), frames.flatten()])
+    patchify_items(
+        memory.to(out.device)[first_byte % 2 :],
+        torch.tensor([[0, 0, 1, 2, 2]], dtype=torch.int32, device=out.device),
+        torch.tensor([[first_byte - first_byte % 2, 1]], device=out.device),
+        out,
+        NORMALISATION.image_mean,
+        NORMALISATION.image_std,
+        NORMALISATION.rescale_factor,
+        patch_size=patch_size,
+        merge_size=2,
+        temporal_patch_size=2,
+        merges_time=False,
+    )
+
+
+def test_memory_at_odd_bytes_and_odd_patches_are_refused(device: torch.device) -> None:
+    frames = torch.zeros(1, 12, 12, 3, dtype=torch.uint8)
+    with pytest.raises(AssertionError, match="odd byte"):
+        cut(frames, torch.empty(4, 6 * 36, device=device), patch_size=6, first_byte=1)
     with pytest.raises(AssertionError, match="patch_size is 3"):
-        patchify_moonvit(
-            memory[:-1].view(1, 12, 12, 3),
-            out.new_empty(16, 27),
-            (0.0,) * 3,
-            (1.0,) * 3,
-            1 / 255,
-            patch_size=3,
-        )
+        cut(frames, torch.empty(4, 6 * 9, device=device), patch_size=3)
 
 
 def test_a_product_stands_for_the_quotient_only_where_every_value_rounds_alike() -> None:
