@@ -2,8 +2,8 @@
 
 Owns the reading of a hub directory (config.json, and model.safetensors or shards behind
 model.safetensors.index.json), the refusal of anything that does not fit, and the fingerprint. Only vision
-tensors are read: of the shards that hold none, not even the header. Sizes are config.py's, names are
-published.py's, the tower itself is registry.py's.
+tensors are read; shards that hold none are not opened. ``config.py`` has the sizes, ``published.py`` the
+names, ``registry.py`` builds the tower.
 """
 
 from __future__ import annotations

@@ -1,13 +1,12 @@
 """The fused CUDA path of both towers: the plain tower's weights and numbers, in fewer passes over memory.
 
-Owns the order of fused operations. The plain towers
-(qwen3_vl.py, moonvit.py) are the readable form of the same computation, and tests compare the two. Which
-library runs the blocks' matrix products is in ``gemm``.
+Owns the order of fused operations. The plain towers (qwen3_vl.py, moonvit.py) are the readable form of the
+same computation, and tests compare the two. ``gemm`` chooses the library of the blocks' matrix products.
 
-What is fused: bias and tanh-GELU into the products, residual addition with the next LayerNorm, rotary
-positions into the packed projection in place, position interpolation with the first LayerNorm. Positions are
-computed on the device from each patch's coordinates, and those from one row per item, so that a batch needs a
-few bytes per item from the host instead of tables of angles and weights.
+Fused are bias and tanh-GELU with the products, the residual's addition with the next LayerNorm, rotary
+positions with the packed projection in place, and position interpolation with the first LayerNorm. The device
+computes positions from each patch's coordinates, and those from one row per item, so that a batch transfers a
+few bytes per item instead of tables of angles and weights.
 
 Shape legend: P patches, S attention sequences, R rows, F frames averaged into one row, H heads, d head_dim,
 E tower width, M = E * merge^2, D language-model width, L deepstack levels.
@@ -237,7 +236,7 @@ class FusedTower(Tower):
     def _merge(self, h_PE: torch.Tensor, merger: Merger) -> torch.Tensor:
         """Rows [R, D] of normed patches in merge order."""
         u_RM = linear(h_PE.view(-1, merger.merged_width), merger.fc1.weight, merger.fc1.bias)
-        return linear(self._kernels.gelu_(u_RM, "none"), merger.fc2.weight, merger.fc2.bias)
+        return linear(self._kernels.gelu_(u_RM), merger.fc2.weight, merger.fc2.bias)
 
 
 class Levels:

@@ -72,7 +72,7 @@ def test_replays_equal_eager_launches(device: torch.device) -> None:
         qkv = rotate_qkv_(h @ qkv_weight, coords, cos, sin, "interleaved", HEADS)
         delta = qkv[:, :WIDTH].contiguous()
         hidden = add_norm(x, delta, *norm) @ mlp_weight
-        gelu_(hidden, "none")
+        gelu_(hidden)
         merged = merge_frames_norm(x, delta, index, weight, norm, norm)
         return [hidden, merged, qkv]
 

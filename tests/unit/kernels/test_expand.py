@@ -54,15 +54,8 @@ def assert_equal_tables(
         assert torch.equal(found, table)
 
 
-@pytest.mark.parametrize(
-    ("merge_size", "merges_time"),
-    [
-        (2, False),
-        (2, True),
-        pytest.param(1, False, marks=pytest.mark.extended),
-        pytest.param(4, True, marks=pytest.mark.extended),
-    ],
-)
+@pytest.mark.extended
+@pytest.mark.parametrize(("merge_size", "merges_time"), [(2, False), (2, True), (1, False), (4, True)])
 @settings(
     deadline=None, max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture], database=None
 )

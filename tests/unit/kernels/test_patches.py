@@ -57,7 +57,7 @@ def launch_items(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows that the launch writes over a buffer full of sevens, and those that it should."""
     merges_time = isinstance(preprocessor, MoonViTPreprocessor)
-    temporal = 1 if merges_time else 2
+    temporal, given = (1 if merges_time else 2), preprocessor.settings.normalisation
     grids = [Grid(-(-item.num_frames // temporal), item.h, item.w) for item in items]
     build = FusedInputBuilder(lambda grid: None, merge_size=2, merges_time=merges_time)
     inputs = build.prepare(grids)
@@ -84,9 +84,9 @@ def launch_items(
         inputs.items.to(device),
         sources.to(device),
         out,
-        NORMALISATION.image_mean,
-        NORMALISATION.image_std,
-        NORMALISATION.rescale_factor,
+        given.image_mean,
+        given.image_std,
+        given.rescale_factor,
         patch_size=patch_size,
         merge_size=2,
         temporal_patch_size=temporal,
@@ -119,9 +119,12 @@ def test_a_batch_in_one_launch(
     assert torch.equal(found, expected)
 
 
-def test_a_batch_in_float32(device: torch.device, generator: torch.Generator) -> None:
+@pytest.mark.parametrize("normalisation", [NORMALISATION, HALVES])
+def test_a_batch_in_float32(
+    normalisation: Normalisation, device: torch.device, generator: torch.Generator
+) -> None:
     items = [Item(1, 6, 2), Item(3, 4, 4)]
-    found, expected = launch_items(qwen(NORMALISATION), 16, items, 4, torch.float32, device, generator)
+    found, expected = launch_items(qwen(normalisation), 16, items, 4, torch.float32, device, generator)
     assert torch.equal(found, expected)
 
 

@@ -151,16 +151,6 @@ def test_a_wrong_backend_is_excluded_everywhere_however_fast(spoil: Any, reason:
     assert selected["small"]["milliseconds"] == {"right": 1.0}
 
 
-def test_wrong_on_one_case_only_is_excluded_from_all() -> None:
-    clock = Clock()
-
-    def wrong_when_large(out: torch.Tensor, bounds: SequenceBounds) -> torch.Tensor:
-        return out * 2 if out.shape[0] == 64 else out
-
-    selection = select([Fake("wrong", clock, 0.1, spoil=wrong_when_large), Fake("right", clock)])
-    assert names(selection) == {"small": "right", "large": "right"}
-
-
 def test_a_backend_that_raises_is_excluded_from_that_case() -> None:
     clock = Clock()
 
@@ -269,9 +259,3 @@ def test_parse_attention(monkeypatch: pytest.MonkeyPatch) -> None:
         parse_attention("fa4", CPU)
     with pytest.raises(ConfigurationError, match=r'"flash" is unknown; usable here: .*; all names: fa4, '):
         parse_attention("flash", CPU)
-
-
-def test_capability_of_another_generation_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
-    with pytest.raises(ConfigurationError, match=r"needs compute capability 9.x, the device has 8.6"):
-        available.build_fa3(torch.device("cuda:0"))

@@ -55,13 +55,6 @@ def test_linear_taps_equal_torchs_bilinear_on_any_sides(
     torch.testing.assert_close(gather(table, index, weight), expected, atol=2e-5, rtol=1e-5)
 
 
-def test_a_grid_of_the_tables_size_takes_the_table_as_it_is() -> None:
-    table = torch.randn(64, 64, 3, generator=torch.Generator().manual_seed(0))
-    for taps in (cubic_taps(64, 64), linear_taps(64, 64)):
-        index, weight = grid_taps(taps, taps, 64)
-        assert torch.equal(gather(table, index, weight), table.flatten(0, 1))
-
-
 @given(SIDES, TABLE_SIDES)
 def test_weights_of_a_place_sum_to_one_and_taps_stay_inside(size: int, table_size: int) -> None:
     for taps in (linear_taps, cubic_taps):
@@ -97,14 +90,6 @@ def build_by_area(height: int, width: int) -> FrameTables:
     return tables_of(height * width)
 
 
-def test_p17_the_cache_never_holds_more_than_its_bytes() -> None:
-    cache = FrameTableCache(build_by_area, capacity_bytes=1600)
-    for height in range(1, 30):
-        cache.get(height, 3)
-        assert cache.num_bytes <= 1600
-    assert cache.num_bytes > 0
-
-
 def test_the_cache_drops_what_was_used_longest_ago() -> None:
     built: list[tuple[int, int]] = []
 
@@ -123,13 +108,7 @@ def test_the_cache_drops_what_was_used_longest_ago() -> None:
     assert len(cache) == 2
 
 
-def test_tables_above_the_bound_are_handed_out_and_not_kept() -> None:
-    cache = FrameTableCache(build_by_area, capacity_bytes=100)
-    assert cache.get(10, 10).position_index.shape == (100, 1)
-    assert (len(cache), cache.num_bytes) == (0, 0)
-
-
-def test_many_threads_share_the_cache_and_its_bound_holds() -> None:
+def test_p17_many_threads_share_the_cache_and_its_bound_holds() -> None:
     cache = FrameTableCache(build_by_area, capacity_bytes=2000)
     wrong: list[tuple[int, int]] = []
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 import torch
 
@@ -64,25 +62,6 @@ TOWERS = pytest.mark.parametrize("make", [qwen, moonvit])
 def random_pixels(tower: Tower, grids: list[Grid]) -> torch.Tensor:
     num_patches = sum(grid.num_patches for grid in grids)
     return torch.randn(num_patches, tower.patch_dim, generator=torch.Generator().manual_seed(3))
-
-
-@TOWERS
-def test_tables_have_the_shapes_and_dtypes_of_the_seam(make: type[Tower]) -> None:
-    tower = make()
-    inputs = tower.prepare(MIXED)
-    num_patches = 8 + 24 + 8
-    taps = 16 if tower.merges_time else 4
-    assert (inputs.position_index.shape, inputs.position_index.dtype) == ((num_patches, taps), torch.int64)
-    assert (inputs.position_weight.shape, inputs.position_weight.dtype) == (
-        (num_patches, taps),
-        torch.float32,
-    )
-    assert (inputs.rope_cos.shape, inputs.rope_cos.dtype) == ((num_patches, 8), torch.float32)
-    assert (inputs.rope_sin.shape, inputs.rope_sin.dtype) == ((num_patches, 8), torch.float32)
-    assert inputs.cu_seqlens.dtype == torch.int32
-    assert inputs.cu_seqlens.diff().tolist() == list(inputs.seqlens)
-    assert inputs.max_seqlen == max(inputs.seqlens)
-    assert inputs.num_patches == num_patches
 
 
 def test_qwen_attends_per_frame_and_moonvit_over_the_clip() -> None:
@@ -181,21 +160,3 @@ def test_more_frames_than_the_temporal_table_are_refused_with_both_figures() -> 
 def test_an_empty_batch_is_refused(make: type[Tower]) -> None:
     with pytest.raises(GridMismatch, match="0 items"):
         make().prepare([])
-
-
-@TOWERS
-def test_one_row_of_patches_works_where_nothing_merges(make: type[Tower]) -> None:
-    config = dataclasses.replace(make().config, merge_size=1)  # type: ignore[type-var, arg-type]
-    tower = filled(Qwen3VLTower(config) if isinstance(config, QwenVisionConfig) else MoonViTTower(config))
-    grids = [Grid(1, 1, 7), Grid(1, 5, 1), Grid(2, 1, 1)]
-    rows = tower(tower.prepare(grids).with_pixels(random_pixels(tower, grids)))
-    assert rows.shape == (sum(tower.num_rows(grid) for grid in grids), tower.width)
-    assert bool(rows.isfinite().all())
-
-
-def test_tables_of_a_grid_are_built_once() -> None:
-    tower = moonvit()
-    assert isinstance(tower, MoonViTTower)
-    tower.prepare([Grid(1, 4, 2), Grid(3, 4, 2), Grid(1, 2, 4)])
-    tower.prepare([Grid(2, 4, 2)])
-    assert len(tower._tables) == 2

@@ -56,13 +56,6 @@ def test_half_split_rotation_of_permuted_rows_equals_complex_rotation_of_adjacen
     assert float((found - expected).norm() / expected.norm()) < 1e-5
 
 
-def test_permuting_a_bias_follows_its_weight() -> None:
-    bias = torch.arange(8.0)
-    assert permute_pairs(bias, 2).tolist() == [0, 2, 1, 3, 4, 6, 5, 7]
-    weight = bias[:, None].expand(-1, 5)
-    assert torch.equal(permute_pairs(weight, 2)[:, 0], permute_pairs(bias, 2))
-
-
 def test_rotation_in_bfloat16_rounds_once() -> None:
     x = randn(5, NUM_HEADS, HEAD_DIM).bfloat16()
     tables = blocked_tables(ROWS, COLUMNS, HEAD_DIM, 10_000.0)
