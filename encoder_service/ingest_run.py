@@ -7,6 +7,7 @@ a worker makes. What files and tensors mean is ``ingest``'s, where pixels go is 
 
 from __future__ import annotations
 
+import asyncio
 import functools
 from collections.abc import Callable
 from concurrent.futures import Executor
@@ -14,8 +15,6 @@ from dataclasses import dataclass
 
 import torch
 
-from encoder_service.engine.patches import looked_through
-from encoder_service.engine.returns import Returns
 from encoder_service.errors import ImageTooLarge, UndecodableImage, UnsupportedContent
 from encoder_service.flights import Flight
 from encoder_service.ingest.pinned import pinned
@@ -37,13 +36,12 @@ from encoder_service.types import (
 
 @dataclass(frozen=True)
 class IngestRun:
-    """max_patches: of one item. clock: seconds. returns: from the workers to the loop."""
+    """max_patches: of one item. clock: seconds."""
 
     preprocessor: Preprocessor
     tower: Tower
     load: DeviceLoad
     workers: Executor
-    returns: Returns
     max_patches: int
     clock: Callable[[], float]
 
@@ -61,7 +59,9 @@ class IngestRun:
         started_s = self.clock()
         match item.content:
             case EncodedFile():
-                grid = await self.returns.run(self.workers, preprocessor.probe_grid, item)
+                grid = await asyncio.get_running_loop().run_in_executor(
+                    self.workers, preprocessor.probe_grid, item
+                )
             case PixelValues():
                 grid = preprocessor.probe_grid(item)
                 self.tower.check_grid(grid)
@@ -81,8 +81,7 @@ class IngestRun:
             raise UndecodableImage(
                 f"the file's header promises grid {tuple(grid)}, its pixels give {tuple(ready.grid)}"
             )
-        checked = looked_through(ready, self.tower, is_readable=True)
-        return LoadedPixels(checked, loaded.decode_ms, loaded.resize_ms + pinning_ms)
+        return LoadedPixels(ready, loaded.decode_ms, loaded.resize_ms + pinning_ms)
 
     def _admit(self, flight: Flight, grid: Grid, permit: Permit) -> None:
         """Takes room for the item's patches and tells its grid. Raises ImageTooLarge, QueueFull."""
@@ -96,7 +95,6 @@ class IngestRun:
             )
         permit.add_patches(num_patches)
         flight.ticket.num_patches = num_patches
-        flight.ticket.namespace = flight.namespace
         if self.tower.merges_time:
             flight.ticket.num_frames = grid.t
         else:

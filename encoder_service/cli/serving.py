@@ -56,12 +56,7 @@ def serve(
             "serve all shapes.",
         ),
     ] = False,
-    bucket_sizes: Annotated[
-        str | None, typer.Option(help="Patches of each graph, comma separated, as tune proposes them.")
-    ] = None,
-    resize: Annotated[
-        str | None, typer.Option(help="Where images are resized: host, or device on a GPU (VE_RESIZE).")
-    ] = None,
+    bucket_sizes: Annotated[str | None, typer.Option(help="Patches of each graph, comma separated.")] = None,
     store_bytes: Annotated[int | None, typer.Option(help="Rows kept for later requests.")] = None,
     broker_path: Annotated[
         str | None, typer.Option(help="Unix socket that hands out rows in shared memory (VE_BROKER_PATH).")
@@ -94,7 +89,6 @@ def serve(
             attention=attention,
             deterministic=deterministic or None,
             bucket_sizes=bucket_sizes,
-            resize=resize,
             store_bytes=store_bytes,
             broker_path=broker_path,
             arena_bytes=arena_bytes,

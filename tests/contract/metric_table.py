@@ -12,7 +12,6 @@ from types import SimpleNamespace
 from typing import NamedTuple
 from unittest.mock import MagicMock, patch
 
-import torch
 from prometheus_client import Histogram
 
 from encoder_service.admin.gauges import register_gauges
@@ -20,7 +19,6 @@ from encoder_service.admin.live import LiveView
 from encoder_service.config import parse_settings
 from encoder_service.engine.graphs import GraphCounters
 from encoder_service.engine.jobs import EngineCounters
-from encoder_service.engine.resizing import Resizing
 from encoder_service.ingest.urls import open_urls
 from encoder_service.metrics import Metrics
 from encoder_service.rpc.doors import export_gate, export_local
@@ -79,8 +77,7 @@ def full_registry() -> Metrics:
         choices=[("attention", "16x16", "sdpa")],
     )
     graphs.counters.replays[Bucket(16, 2, 16)] += 1
-    resizing = Resizing(torch.device("cpu"), 1)
-    engine = MagicMock(graphs=graphs, counters=EngineCounters(), resizing=resizing)
+    engine = MagicMock(graphs=graphs, counters=EngineCounters())
     pipeline = MagicMock()
     register_gauges(metrics, pipeline, engine)
     live = LiveView(metrics)

@@ -16,11 +16,10 @@ from hypothesis import strategies as st
 from encoder_service.engine import device
 from encoder_service.engine.device import DeviceEngine
 from encoder_service.engine.jobs import TowerResult
-from encoder_service.engine.rows import Destination
 from encoder_service.errors import Cancelled, DeviceFault, Draining, InternalError
 from encoder_service.metrics import Metrics
-from encoder_service.scheduler.outlook import LEAD_S, LIKELY
 from encoder_service.scheduler.planner import Planner, Ticket
+from encoder_service.scheduler.timeline import LEAD_S, LIKELY
 from encoder_service.types import Grid, PatchItem, TowerItem
 from tests.fakes import FakePreprocessor, FakeTower
 from tests.unit.engine.held_launcher import POISON, HeldBatch, HeldLauncher
@@ -231,7 +230,9 @@ def test_p36_a_fault_while_stopping_is_told_as_one_whichever_thread_ends_the_ite
         threading.Event(),
     )
 
-    def held_launch(items: Sequence[TowerItem], destinations: Sequence[Destination] = ()) -> HeldBatch:
+    def held_launch(
+        items: Sequence[TowerItem], destinations: Sequence[torch.Tensor | None] = ()
+    ) -> HeldBatch:
         if len(rig.launcher.launched) == 1:
             launching.set()
             assert may_go_on.wait(10)
@@ -375,8 +376,8 @@ def test_every_item_is_answered_whatever_happens_in_whatever_order(
             if isinstance(error, InternalError):
                 assert value == POISON or "one batch" in error.message
     assert len(rig.faults) <= 1
-    assert not rig.engine._taken
-    assert not rig.engine._jobs
+    assert not rig.engine._planned
+    assert not rig.engine._waiting
     if not rig.faults:
         assert rig.launcher.num_in_flight == rig.engine.num_in_flight == 0
 
@@ -397,7 +398,7 @@ def test_while_the_device_is_busy_a_batch_waits_for_company(foreseeing: Rig) -> 
     first = rig.submit(1.0)
     rig.batch(0)
     later = [rig.submit(2.0)]
-    until(lambda: rig.engine._is_holding)
+    until(lambda: rig.engine._is_delaying)
     later.append(rig.submit(3.0))
     assert rig.engine.num_in_flight == 1
     assert rig.engine.queued_items == 2
@@ -412,7 +413,7 @@ def test_a_full_batch_waits_for_nobody(foreseeing: Rig) -> None:
     rig.submit(1.0)
     rig.batch(0)
     rig.submit(2.0)
-    until(lambda: rig.engine._is_holding)
+    until(lambda: rig.engine._is_delaying)
     for value in (3.0, 4.0, 5.0):
         rig.submit(value)
     assert rig.batch(1).values == [2.0, 3.0, 4.0, 5.0]
@@ -434,7 +435,7 @@ def test_a_stop_ends_the_wait_for_company(foreseeing: Rig) -> None:
     rig.submit(1.0)
     rig.batch(0)
     waiting = rig.submit(2.0)
-    until(lambda: rig.engine._is_holding)
+    until(lambda: rig.engine._is_delaying)
     rig.launcher.end_all()
     assert rig.engine.stop(60), "it would have waited for minutes"
     with pytest.raises(Draining):
