@@ -1,7 +1,7 @@
-"""Content digests and embedding keys: what an item is, and what its rows are called.
+"""Content digests and embedding keys.
 
-Owns the one hash authority of the service. A caller's digest is authoritative inside its namespace; without
-one, the content is hashed with BLAKE3. There is no other way to get a digest: nothing random, no fallback.
+Owns every hash of content in the service. A caller's digest is authoritative inside its namespace; without one
+the content is hashed with BLAKE3. There is no random or fallback digest.
 
 The key is SHA-256 over a tagged, length-prefixed list of everything that decides the rows, so that an
 adapter can derive it with the standard library alone (``lm_adapter.keys`` does; a contract test holds the
@@ -73,7 +73,7 @@ def digest_pixels(pixels: PixelValues) -> bytes:
 
 
 def digest_frames(frames: FrameArray) -> bytes:
-    """BLAKE3 of frames [T, H, W, 3] with their shape. Their rate and timestamps are the key's matter."""
+    """BLAKE3 of frames [T, H, W, 3] with their shape. Their rate and timestamps enter the key instead."""
     tensor = frames.frames_THWC.contiguous()
     hasher = blake3(length_prefixed([FRAMES_TAG, struct.pack(f"<{tensor.dim()}Q", *tensor.shape)]))
     hasher.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
@@ -81,7 +81,7 @@ def digest_frames(frames: FrameArray) -> bytes:
 
 
 def content_digest(item: Item) -> bytes:
-    """32 bytes that stand for the item's content: the caller's, checked, or BLAKE3 of the content.
+    """The 32-byte digest of the item's content: the caller's, checked, or BLAKE3 of the content.
 
     Raises InvalidDigest for a given digest of another length, or for a digest-only item without one.
     """
@@ -122,10 +122,11 @@ def options_text(options: PreprocessOptions) -> str:
 
 
 def source_text(content: Content) -> str:
-    """``encoded`` for files and digests, ``pixels:t,h,w`` for pixel tensors: a caller's own pixels never
-    stand for the pixels that the service would have made. For arrays of frames what samples them or tells
-    when they are shown: ``frames:fps=`` and the rate in hexadecimal as of an option, that of 24 where none is
-    given, or ``frames:at=`` and the SHA-256 of the timestamps as little-endian doubles."""
+    """How the content came, for the key: a caller's own pixels never share a key with the service's.
+
+    ``encoded`` for files and digests, ``pixels:t,h,w`` for pixel tensors. For arrays of frames ``frames:fps=``
+    and the rate in hexadecimal, as of an option, 24 where none is given; or ``frames:at=`` and the SHA-256 of the
+    timestamps as little-endian doubles."""
     if isinstance(content, FrameArray):
         if content.timestamps_s is not None:
             packed = struct.pack(f"<{len(content.timestamps_s)}d", *content.timestamps_s)
@@ -147,7 +148,7 @@ def embedding_key(
     preprocess_fingerprint: bytes,
     dtype: torch.dtype,
 ) -> bytes:
-    """The 32-byte key of an item's rows, from everything that decides them."""
+    """The 32-byte key of an item's rows: SHA-256 of everything that determines them."""
     before = _key_before(namespace)
     after = _key_after(
         item.modality,
@@ -162,7 +163,7 @@ def embedding_key(
 
 @functools.lru_cache(maxsize=256)
 def _key_before(namespace: str) -> bytes:
-    """The part of a key's fields that stands before the digest."""
+    """The fields of a key before the digest."""
     return length_prefixed([KEY_TAG, namespace.encode()])
 
 
@@ -175,7 +176,7 @@ def _key_after(
     source: str,
     dtype: torch.dtype,
 ) -> bytes:
-    """The part behind the digest, which is the same for most items."""
+    """The fields behind the digest, the same for most items."""
     return length_prefixed(
         [
             modality.value.encode(),

@@ -30,7 +30,6 @@ from encoder_service.ingest.settings import MoonViTSettings, Normalisation, Qwen
 from encoder_service.types import (
     DigestOnly,
     EncodedFile,
-    FrameItem,
     Grid,
     Item,
     Modality,
@@ -172,10 +171,8 @@ def test_p42_transparency_is_settled_before_the_resize_and_part_of_the_fingerpri
         if make is MoonViTPreprocessor
         else PreprocessOptions(max_pixels=9000)
     )
-    with_alpha = preprocessor.load_image(image_files.encode(Image.fromarray(rgba), "PNG"), options).item
-    without = preprocessor.load_image(image_files.ppm(opaque), options).item
-    assert isinstance(with_alpha, FrameItem)
-    assert isinstance(without, FrameItem)
+    with_alpha, *_ = preprocessor.load_image(image_files.encode(Image.fromarray(rgba), "PNG"), options)
+    without, *_ = preprocessor.load_image(image_files.ppm(opaque), options)
     assert with_alpha.frames_THWC.shape[2] < 900
     assert torch.equal(with_alpha.frames_THWC, without.frames_THWC)
 
