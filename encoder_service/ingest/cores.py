@@ -1,7 +1,7 @@
 """How many cores this process may use, for the default number of worker threads.
 
-Owns the two places where Linux states it: the scheduler's affinity, and the CPU quota of the control group, by
-which a container is limited although it sees every core of its host.
+Owns the two places where Linux states it: the scheduler's affinity, and the CPU quota of the control group,
+by which a container is limited although it sees every core of its host.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Content digests and embedding keys.
 
-Owns every hash of content in the service. A caller's digest is authoritative inside its namespace; without one
-the content is hashed with BLAKE3. There is no random or fallback digest.
+Owns every hash of content in the service. A caller's digest is authoritative inside its namespace; without
+one the content is hashed with BLAKE3. There is no random or fallback digest.
 
 The key is SHA-256 over a tagged, length-prefixed list of everything that decides the rows, so that an
 adapter can derive it with the standard library alone (``lm_adapter.keys`` does; a contract test holds the
@@ -124,9 +124,9 @@ def options_text(options: PreprocessOptions) -> str:
 def source_text(content: Content) -> str:
     """How the content came, for the key: a caller's own pixels never share a key with the service's.
 
-    ``encoded`` for files and digests, ``pixels:t,h,w`` for pixel tensors. For arrays of frames ``frames:fps=``
-    and the rate in hexadecimal, as of an option, 24 where none is given; or ``frames:at=`` and the SHA-256 of the
-    timestamps as little-endian doubles."""
+    ``encoded`` for files and digests, ``pixels:t,h,w`` for pixel tensors. For arrays of frames
+    ``frames:fps=`` and the rate in hexadecimal, as of an option, 24 where none is given; or ``frames:at=``
+    and the SHA-256 of the timestamps as little-endian doubles."""
     if isinstance(content, FrameArray):
         if content.timestamps_s is not None:
             packed = struct.pack(f"<{len(content.timestamps_s)}d", *content.timestamps_s)

@@ -1,7 +1,7 @@
 """Pixels in pinned host memory, from which a GPU copies asynchronously.
 
-Owns the last step of ingest on a worker thread. Memory comes from torch's caching allocator, which rounds blocks
-up to powers of two and keeps them for later items; admission bounds how much is pinned at a time.
+Owns the last step of ingest on a worker thread. Memory comes from torch's caching allocator, which rounds
+blocks up to powers of two and keeps them for later items; admission bounds how much is pinned at a time.
 """
 
 from __future__ import annotations

@@ -170,8 +170,8 @@ class Preprocessor(abc.ABC):
         return self.target_grid(*read_size(data, self.limits), options)
 
     def load_image(self, data: bytes, options: PreprocessOptions) -> tuple[FrameItem, float, float]:
-        """One decoded, resized and padded frame, with the milliseconds of decoding and of resizing. Its grid is that of the decoded pixels, which
-        a damaged file's header may contradict."""
+        """One decoded, resized and padded frame, with the milliseconds of decoding and of resizing. Its grid
+        is that of the decoded pixels, which a damaged file's header may contradict."""
         started_s = time.perf_counter()
         self.check_options(Modality.IMAGE, options)
         image_HWC = decode_rgb(data, self.limits, self.transparent)

@@ -93,24 +93,3 @@ def test_the_rates_by_mix_are_those_of_the_file() -> None:
     rate = loaded["chat"]["encoded_images_per_s"]
     num = math.ceil(encodes / (0.75 * rate)) + 1
     assert f"With the photographs of `chat`, {rate:.0f} a second, it would be {num}." in text
-
-
-def test_what_the_resize_on_the_device_saves_is_what_its_two_runs_say() -> None:
-    text = (ROOT / "docs" / "resize.md").read_text()
-    found = re.search(r"<!-- figures: (\S+) (\S+) -->\n\|.*\n\|[-|]+\n((?:\|.*\n)+)", text)
-    assert found is not None
-    runs = [json.loads((ROOT / found[number]).read_text()) for number in (1, 2)]
-    assert [run["settings"]["resize"] for run in runs] == ["host", "device"]
-    assert {(run["device"], run["num_threads"]) for run in runs} == {("NVIDIA H200", 16)}
-    expected = []
-    for load in (0.1, 1.1):
-        for run in runs:
-            (one,) = (one for one in run["records"] if (one["mix"], one["load"]) == ("chat", load))
-            stages = [
-                " / ".join(f"{one['stages'][stage][part]:.1f}" for part in ("p50", "p90"))
-                for stage in ("resize_ms", "queue_ms")
-            ]
-            rates = f"{one['encoded_images_per_s']:.0f} | {100 * one['tower_share']:.0f} %"
-            line = [str(load), run["settings"]["resize"], *stages, rates, f"{one['cpu_ms_per_item']:.0f}"]
-            expected.append("| " + " | ".join(line) + " |")
-    assert found[3].splitlines() == expected
