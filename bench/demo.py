@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image, ImageDraw
+from PIL import Image, ImageDraw, ImageOps
 from rich.console import Console
 from rich.table import Table
 
@@ -161,8 +161,6 @@ def show_cache(client: VisionEncoderClient, paths: list[Path]) -> list[Seen]:
 def compare(checkpoint: Path, seen: list[Seen]) -> tuple[float, list[int], list[int]]:
     """Relative error of the prompt's logits, and both sides' greedy tokens."""
     reference = quiet_reference()
-    from transformers.image_utils import load_image
-
     processor = reference.AutoProcessor.from_pretrained(checkpoint)
     content = [{"type": "image"}] * len(seen) + [{"type": "text", "text": "What is in these photographs?"}]
     prompt = processor.apply_chat_template(
@@ -175,7 +173,7 @@ def compare(checkpoint: Path, seen: list[Seen]) -> tuple[float, list[int], list[
     assert prefilled.prompt_logits_NV is not None
     ours = language_model.generate([ids], items, max_new_tokens=NEW_TOKENS)[0]
 
-    images = [load_image(Image.open(io.BytesIO(one.data))) for one in seen]
+    images = [ImageOps.exif_transpose(Image.open(io.BytesIO(one.data))) for one in seen]
     inputs = processor(text=[prompt], images=images, return_tensors="pt")
     full = reference.Qwen3VLForConditionalGeneration.from_pretrained(checkpoint, dtype=torch.float32).eval()
     with torch.no_grad():

@@ -217,9 +217,7 @@ def decode_rgb(data: bytes, limits: DecodeLimits, transparent: Transparent = "wh
     """
     _check_before_opening(data, limits)
     with _opened(data, limits) as image:
-        pixels = None
-        if image.format in ("JPEG", "MPO") and image.mode == "RGB":
-            pixels = decode_jpeg(data, image.height, image.width)
+        pixels = decode_jpeg(data, image)
         if pixels is not None:
             pixels = upright_pixels(pixels, _orientation(image))
         else:

@@ -1,4 +1,4 @@
-"""Baseline JPEG files to RGB through simplejpeg, where it is installed.
+"""Sequential JPEG files to RGB through simplejpeg, where it is installed.
 
 Owns which files take this route: those on which all versions of libjpeg-turbo give the pixels that Pillow
 gives, with the exact inverse transform and smooth chroma upsampling. Pillow opens every file first and
@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
+from PIL import Image
 
 try:
     import simplejpeg
@@ -21,11 +22,6 @@ except ImportError:  # no wheel for this platform
 
 # Other ratios are rare, and versions of the library differ on some.
 _SUBSAMPLINGS = frozenset({"444", "422", "420"})
-# Baseline and extended sequential, Huffman coded. Versions smooth incomplete progressive files differently.
-_SEQUENTIAL = frozenset({0xC0, 0xC1})
-_FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
-# Markers without a length.
-_BARE = frozenset({0x01, *range(0xD0, 0xD9)})
 # By EXIF orientation, of [H, W].
 _TURNS: dict[object, Callable[[np.ndarray], np.ndarray]] = {
     2: lambda image: image[:, ::-1],
@@ -38,14 +34,17 @@ _TURNS: dict[object, Callable[[np.ndarray], np.ndarray]] = {
 }
 
 
-def decode_jpeg(data: bytes, height: int, width: int) -> np.ndarray | None:
-    """uint8 [height, width, 3], or None for a file that Pillow has to decode or refuse: another kind or size,
-    or damaged. height, width: before any rotation."""
-    if simplejpeg is None or not _is_sequential(data):
+def decode_jpeg(data: bytes, opened: Image.Image) -> np.ndarray | None:
+    """uint8 [H, W, 3] before any rotation, or None for a file that Pillow has to decode or refuse: of another
+    kind, or damaged. opened: the file as Pillow opened it, its pixels not loaded."""
+    if simplejpeg is None or opened.format not in ("JPEG", "MPO") or opened.mode != "RGB":
+        return None
+    # Versions of libjpeg-turbo smooth incomplete progressive files differently.
+    if "progressive" in opened.info:
         return None
     try:
         header = simplejpeg.decode_jpeg_header(data, strict=True)
-        if header[:3] != (height, width, "YCbCr") or header[3] not in _SUBSAMPLINGS:
+        if header[:3] != (opened.height, opened.width, "YCbCr") or header[3] not in _SUBSAMPLINGS:
             return None
         pixels: np.ndarray = simplejpeg.decode_jpeg(
             data, "RGB", fastdct=False, fastupsample=False, strict=True
@@ -64,19 +63,3 @@ def upright_pixels(pixels: np.ndarray, orientation: object) -> np.ndarray:
     # A pixel as one element is copied at once, twice as fast as byte by byte.
     turned = np.ascontiguousarray(turn(pixels.view("V3")[..., 0]))
     return turned.view(np.uint8).reshape(*turned.shape, 3)
-
-
-def _is_sequential(data: bytes) -> bool:
-    """Whether the first frame has three components of eight bits in sequential Huffman code."""
-    position = 2
-    while position + 10 <= len(data) and data[position] == 0xFF:
-        marker = data[position + 1]
-        if marker == 0xFF:  # fill
-            position += 1
-        elif marker in _BARE:
-            position += 2
-        elif marker in _FRAMES:
-            return marker in _SEQUENTIAL and data[position + 4] == 8 and data[position + 9] == 3
-        else:
-            position += 2 + int.from_bytes(data[position + 2 : position + 4], "big")
-    return False

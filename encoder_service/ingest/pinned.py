@@ -1,8 +1,7 @@
-"""Pixels in host memory that the device can read by itself.
+"""Pixels in pinned host memory, from which a GPU copies asynchronously.
 
-Owns the last step of ingest on a worker thread: page-locked memory from torch's caching allocator, so that
-the engine only starts transfers and never copies or waits. What is pinned at a time is what admission lets
-in; blocks are rounded up to powers of two and kept for the next items.
+Owns the last step of ingest on a worker thread. Memory comes from torch's caching allocator, which rounds
+blocks up to powers of two and keeps them for later items; admission bounds how much is pinned at a time.
 """
 
 from __future__ import annotations
@@ -19,16 +18,16 @@ ItemT = TypeVar("ItemT", bound=TowerItem)
 
 
 def pinned(item: ItemT, device: torch.device, dtype: torch.dtype) -> ItemT:
-    """The item as the tower's device takes it: on a GPU pinned, patches in the tower's dtype, which is what
-    they would be rounded to there, in half the bytes. On a CPU the item itself."""
+    """The item in pinned memory in front of a GPU, with patches in the tower's dtype, to which they would be
+    rounded there; the item itself on a CPU."""
     if device.type != "cuda":
         return item
-    # The device must be this thread's current one: pinning makes a context on whatever is.
+    # Pinning creates a context on the thread's current device.
     with torch.cuda.device(device):
         if isinstance(item, FrameItem):
             frames = item.frames_THWC
             ready = torch.empty(frames.shape, dtype=frames.dtype, pin_memory=True)
-            # By numpy: torch would start a team of threads for each worker that copies.
+            # In numpy: torch would start a team of threads for each worker that copies.
             np.copyto(ready.numpy(), frames.numpy())
             return replace(item, frames_THWC=ready)
         given = item.pixel_values

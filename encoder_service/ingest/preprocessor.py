@@ -158,7 +158,7 @@ class Preprocessor(abc.ABC):
         UnsupportedContent."""
         match item.content:
             case EncodedFile(data) if item.modality is Modality.IMAGE:
-                return self.load_image(data, item.options)
+                return LoadedPixels(*self.load_image(data, item.options))
             case PixelValues() as pixels:
                 started_s = time.perf_counter()
                 patches = self.check_pixels(pixels)
@@ -169,9 +169,9 @@ class Preprocessor(abc.ABC):
         self.check_options(Modality.IMAGE, options)
         return self.target_grid(*read_size(data, self.limits), options)
 
-    def load_image(self, data: bytes, options: PreprocessOptions) -> LoadedPixels:
-        """A FrameItem of one decoded, resized and padded frame. Its grid is that of the decoded pixels, which
-        a damaged file's header may contradict."""
+    def load_image(self, data: bytes, options: PreprocessOptions) -> tuple[FrameItem, float, float]:
+        """One decoded, resized and padded frame, with the milliseconds of decoding and of resizing. Its grid
+        is that of the decoded pixels, which a damaged file's header may contradict."""
         started_s = time.perf_counter()
         self.check_options(Modality.IMAGE, options)
         image_HWC = decode_rgb(data, self.limits, self.transparent)
@@ -179,9 +179,8 @@ class Preprocessor(abc.ABC):
         plan = self.plan_image(image_HWC.shape[0], image_HWC.shape[1], options)
         frames_THWC = resize_and_pad(image_HWC, plan.target, plan.padded).unsqueeze(0)
         resized_s = time.perf_counter()
-        return LoadedPixels(
-            FrameItem(frames_THWC, plan.grid), (decoded_s - started_s) * 1e3, (resized_s - decoded_s) * 1e3
-        )
+        decode_ms, resize_ms = (decoded_s - started_s) * 1e3, (resized_s - decoded_s) * 1e3
+        return FrameItem(frames_THWC, plan.grid), decode_ms, resize_ms
 
     def open_clip(self, content: EncodedFile | FrameArray, options: PreprocessOptions) -> Clip:
         """An open clip, to be read in pieces; for worker threads. Raises as ``ClipRules.open``, and

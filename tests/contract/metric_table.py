@@ -12,7 +12,6 @@ from types import SimpleNamespace
 from typing import NamedTuple
 from unittest.mock import MagicMock, patch
 
-import torch
 from prometheus_client import Histogram
 
 from encoder_service.admin.gauges import register_gauges

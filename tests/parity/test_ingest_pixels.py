@@ -19,9 +19,11 @@ from PIL import Image, ImageOps
 
 from encoder_service.errors import AspectRatioExceeded
 from encoder_service.ingest.decode import DecodeLimits, decode_rgb
+from encoder_service.ingest.moonvit import MoonViTPreprocessor
 from encoder_service.ingest.preprocessor import Preprocessor
 from encoder_service.ingest.registry import load_preprocessor
-from encoder_service.types import FrameItem, PreprocessOptions
+from encoder_service.ingest.resize import resize_and_pad
+from encoder_service.types import PreprocessOptions
 from tests.parity.reference import import_reference
 from tests.unit.ingest import image_files
 
@@ -224,6 +226,34 @@ def test_any_mean_and_std(family: str, saved: Callable[[Any, str], Preprocessor]
         check(preprocessor, reference, array)
 
 
+@pytest.mark.parametrize("family", ["qwen3_vl", "kimi_k25"])
+def test_resized_uint8_equals_the_references_resize(
+    family: str, saved: Callable[[Any, str], Preprocessor]
+) -> None:
+    """The step itself, on integers: no normalisation between."""
+    reference = kimi_reference() if family == "kimi_k25" else qwen_reference(4096, 200_000)
+    preprocessor = saved(reference, family)
+    from transformers.image_utils import SizeDict
+
+    for height, width in random_sides(f"{family} uint8", 60):
+        array = picture(height, width)
+        planes = torch.from_numpy(array).permute(2, 0, 1).contiguous().unsqueeze(0)
+        if isinstance(preprocessor, MoonViTPreprocessor):
+            options = PreprocessOptions(max_patches=200, max_patches_per_side=30)
+            target = preprocessor.target_size(height, width, options)
+            grid = preprocessor.target_grid(height, width, options)
+            resized = reference.resize(planes, size=SizeDict(height=target[0], width=target[1]), resample=3)
+            padded = SizeDict(height=grid.h * 14, width=grid.w * 14)
+            expected = reference.pad(resized, pad_size=padded)[0]
+        else:
+            options, size = PLAIN, SizeDict(shortest_edge=4096, longest_edge=200_000)
+            expected = reference.resize(images=planes, size=size, resample=3, factor=32)[0]
+        assert expected.dtype == torch.uint8
+        plan = preprocessor.plan_image(height, width, options)
+        frame_HWC = resize_and_pad(torch.from_numpy(array), plan.target, plan.padded)
+        assert torch.equal(frame_HWC.permute(2, 0, 1), expected), (height, width)
+
+
 @pytest.mark.parametrize(("height", "width"), [(1, 201), (402, 1), (3, 601), (65535, 1)])
 def test_the_reference_refuses_the_same_aspects(
     height: int, width: int, saved: Callable[[Any, str], Preprocessor]
@@ -270,9 +300,36 @@ def test_p42_from_file_bytes_to_pixel_values(family: str, saved: Callable[[Any, 
             batch = reference(images=[opened], return_tensors="pt")
         item, _, _ = preprocessor.load_image(data, PLAIN)
         assert list(item.grid) == batch["image_grid_thw"][0].tolist(), name
-        assert isinstance(item, FrameItem)
         values = preprocessor.patchify(item.frames_THWC)
         assert torch.equal(values, batch["pixel_values"].reshape(values.shape)), name
+
+
+@pytest.mark.parametrize("num_frames", [1, 2, 3, 4])
+def test_qwen_frames_in_temporal_patches(num_frames: int, saved: Callable[[Any, str], Preprocessor]) -> None:
+    preprocessor = saved(qwen_reference(), "qwen3_vl")
+    video_processor = import_reference().Qwen3VLVideoProcessor(**HALF)
+    frames = torch.from_numpy(np.stack([picture(64, 96 + i)[:, :96] for i in range(num_frames)]))
+    normalised = video_processor.rescale_and_normalize(
+        frames.permute(0, 3, 1, 2).unsqueeze(0), True, 1 / 255, True, (0.5, 0.5, 0.5), (0.5, 0.5, 0.5)
+    )
+    expected, *grid = video_processor.patchify(normalised, patch_size=16, merge_size=2, temporal_patch_size=2)
+    assert grid == [-(-num_frames // 2), 4, 6]
+    assert torch.equal(preprocessor.patchify(frames), expected[0])
+
+
+@pytest.mark.parametrize("num_frames", [1, 3, 4])
+def test_kimi_frames_one_after_the_other(num_frames: int, saved: Callable[[Any, str], Preprocessor]) -> None:
+    preprocessor = saved(kimi_reference(), "kimi_k25")
+    from transformers.models.kimi_k25.video_processing_kimi_k25 import Kimi_K25VideoProcessor
+
+    video_processor = Kimi_K25VideoProcessor()
+    frames = torch.from_numpy(np.stack([picture(56, 84 + i)[:, :84] for i in range(num_frames)]))
+    normalised = video_processor.rescale_and_normalize(
+        frames.permute(0, 3, 1, 2).unsqueeze(0), True, 1 / 255, True, (0.5, 0.5, 0.5), (0.5, 0.5, 0.5)
+    )
+    expected, *grid = video_processor.patchify(normalised, patch_size=14)
+    assert grid == [num_frames, 4, 6]
+    assert torch.equal(preprocessor.patchify(frames), expected.reshape(-1, 588))
 
 
 def test_patchify_on_the_device_under_test(

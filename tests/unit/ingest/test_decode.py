@@ -55,15 +55,6 @@ def test_orientation_as_the_reference(name: str) -> None:
     assert read_size(ORIENTED[name], LIMITS) == expected.shape[:2]
 
 
-def test_orientation_turns_sides() -> None:
-    upright, turned = ORIENTED["png-1"], ORIENTED["png-6"]
-    assert read_size(upright, LIMITS) == (image_files.HEIGHT, image_files.WIDTH)
-    assert read_size(turned, LIMITS) == (image_files.WIDTH, image_files.HEIGHT)
-    torch.testing.assert_close(
-        decode_rgb(turned, LIMITS), torch.rot90(decode_rgb(upright, LIMITS), -1, (0, 1)), rtol=0, atol=0
-    )
-
-
 @pytest.mark.parametrize("block", [b"\xff" * 40, b"MM\0*\0\0\0\x08\0\x09", b"II*\0\xff\xff\xff\x7f", b""])
 def test_damaged_exif_counts_as_upright(block: bytes) -> None:
     plain = image_files.encode(image_files.image("RGB"), "PNG")
@@ -217,9 +208,3 @@ def test_decoding_in_many_threads() -> None:
     for other in others:
         for name, pixels in first.items():
             assert torch.equal(pixels, other[name]), name
-
-
-@pytest.mark.parametrize("limits", [(0, 1), (1, 0), (-5, 1)])
-def test_limits_below_one_are_refused(limits: tuple[int, int]) -> None:
-    with pytest.raises(ValueError, match="at least 1"):
-        DecodeLimits(*limits)

@@ -117,11 +117,6 @@ def test_options_out_of_bounds_name_both_numbers(
         preprocessor.check_options(Modality.VIDEO, PreprocessOptions(**options))
 
 
-def test_sampling_options_are_not_those_of_images(tmp_path: Path) -> None:
-    with pytest.raises(InvalidOption, match="does not apply to image items"):
-        load(tmp_path, "qwen3_vl").check_options(Modality.IMAGE, PreprocessOptions(fps=1.0))
-
-
 @pytest.mark.parametrize(
     ("content", "error", "text"),
     [

@@ -145,11 +145,6 @@ def one_stream(parts: list[np.ndarray]) -> bytes:
     return file.getvalue()
 
 
-def test_the_setting_is_the_limit() -> None:
-    assert clip_limits(Settings(model="m"), 1, 1).max_decoded_pixels == ClipLimits().max_decoded_pixels
-    assert clip_limits(Settings(model="m", max_clip_decoded_pixels=7), 1, 1).max_decoded_pixels == 7
-
-
 @pytest.mark.parametrize(("workers", "threads"), [(1, 2), (11, 2), (12, 3), (32, 8), (128, 8)])
 def test_threads_of_a_decoder_are_a_quarter_of_the_workers(workers: int, threads: int) -> None:
     assert clip_limits(Settings(model="m"), 1, workers).decode_threads == threads

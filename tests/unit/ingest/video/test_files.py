@@ -240,8 +240,3 @@ def test_limits_name_both_numbers(kind: str, limit: dict[str, float], text: str)
         open_source(data, ClipLimits(**limit))  # type: ignore[arg-type]
     assert re.search(text, str(raised.value)), raised.value
     assert "file" in str(raised.value) or "clip" in str(raised.value)
-
-
-def test_a_limit_below_one_is_no_limit() -> None:
-    with pytest.raises(ValueError, match="max_frames is 0, needs at least 1"):
-        ClipLimits(max_frames=0)

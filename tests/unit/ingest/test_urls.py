@@ -1,6 +1,6 @@
-"""Fetching against real servers on this machine: bounds of bytes and time, redirects, kinds of answers.
+"""URL items: the allow-list, the address rules, and fetching from real servers on this machine.
 
-The servers listen on 127.0.0.1, which the rules for addresses let through here and nowhere else.
+The servers listen on 127.0.0.1, which is allowed here.
 """
 
 from __future__ import annotations
@@ -10,13 +10,17 @@ import contextlib
 import ipaddress
 import os
 import ssl
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import httpcore
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from encoder_service.errors import (
+    ConfigurationError,
     ImageTooLarge,
     QueueFull,
     UrlContent,
@@ -25,11 +29,163 @@ from encoder_service.errors import (
     VisionEncoderError,
 )
 from encoder_service.ingest import urls
-from encoder_service.ingest.urls import AllowList, UrlFetcher
+from encoder_service.ingest.urls import AllowList, CheckedBackend, UrlFetcher, check_address
 from encoder_service.scheduler.admission import Admission
 from tests.certificates import Authority
 
 pytestmark = pytest.mark.anyio
+
+
+def words(text: str) -> list[str]:
+    return text.split()
+
+
+ENTRIES = words(
+    "images.test files.test:8443 store.test/public/ *.cdn.test/a http://plain.test [2606:4700::1]"
+)
+ALLOWED = words("""
+    https://images.test/ https://images.test HTTPS://IMAGES.test./a.png?x=1&y=/../z https://images.test:443/a
+    https://files.test:8443/a https://store.test/public/a/b.png https://store.test/public
+    https://store.test/public/..a/%20b https://x.cdn.test/a/b https://x.y.cdn.test/a http://plain.test/a
+    https://[2606:4700::1]/a
+""")
+REFUSED = [
+    *words("""
+    /a images.test/a http://images.test/a https://plain.test/a ftp://images.test/a file:///etc/passwd
+    https://other.test/a https://images.test.evil.test/a https://evilimages.test/a https://images.test:8443/a
+    https://files.test/a https://store.test/ https://store.test/publicity/a https://store.test/Public/a
+    https://store.test/public/../private/a https://store.test/public/%2e%2e/private
+    https://store.test/public/%252e%252e/private https://store.test/public/..;/private
+    https://store.test/public%2fa https://store.test/public/a%5c..%5cb
+    https://store.test/public\\..\\private https://cdn.test/a https://evilcdn.test/a https://x.cdn.test/b
+    https://user@images.test/a https://user:pw@images.test/a https://images.test@evil.test/a
+    https://evil.test#@images.test/a https://evil.test\\@images.test/a https://im\u00e4ges.test/a
+    https://images.test:99999/a https://images.test:x/a https://[::1]/a https://[images.test]/a
+    https://127.0.0.1/a https://2130706433/a https://images..test/a
+    """),
+    "", "https://images.test/a b", "https://images.test/a\r\nHost: evil.test", "https://images.test\t/a",
+    "https://images.test/" + "a" * 9000,
+]  # fmt: skip
+ADDRESSES_REFUSED = [
+    *words("""
+    127.0.0.1 127.255.255.254 0.0.0.0 0.1.2.3 10.0.0.1 172.16.0.1 172.31.255.255 192.168.1.1 169.254.169.254
+    169.254.0.1 100.64.0.1 100.100.100.200 168.63.129.16 192.0.0.192 192.0.2.1 198.18.0.1 198.51.100.7
+    203.0.113.9 224.0.0.1 239.255.255.255 240.0.0.1 255.255.255.255
+    :: ::1 ::ffff:127.0.0.1 ::ffff:8.8.8.8 ::7f00:1 64:ff9b::7f00:1 64:ff9b::808:808 64:ff9b:1::1 fe80::1
+    fe80::1%eth0 2606:4700::1%eth0 fec0::1 fc00::1 fd00:ec2::254 fd20:ce::254 ff02::1 2001::1 2001:db8::1
+    2002:7f00:1:: 3fff::1 100::1 4000::1 1.2.3 0x7f.1 2130706433
+    """),
+    "no address", "",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("url", ALLOWED)
+def test_urls_that_an_entry_allows(url: str) -> None:
+    assert "#" not in AllowList(ENTRIES).check(url + "#fragment").target
+
+
+@pytest.mark.parametrize("url", REFUSED)
+def test_urls_that_no_entry_allows_or_that_read_in_two_ways(url: str) -> None:
+    for entries in (ENTRIES, ()):
+        with pytest.raises(UrlRefused):
+            AllowList(entries).check(url)
+
+
+@pytest.mark.parametrize(
+    "entry", ["", "*", "*.test/?q=1", "*.com", "ftp://a.test", "a.test/../b", "u@a.test", "https://", "a b"]
+)
+def test_entries_without_a_meaning(entry: str) -> None:
+    with pytest.raises(ConfigurationError, match="url_allow"):
+        AllowList([entry])
+
+
+@pytest.mark.parametrize("text", ADDRESSES_REFUSED)
+def test_addresses_that_are_not_public_are_refused_and_not_repeated(text: str) -> None:
+    with pytest.raises(UrlRefused) as caught:
+        check_address(text, ())
+    assert not text or text not in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["8.8.8.8", "1.1.1.1", "2606:4700:4700::1111", "2a00:1450:4001::1"])
+def test_public_addresses_pass(text: str) -> None:
+    assert check_address(text, ()) == text
+
+
+@given(st.ip_addresses(v=4) | st.ip_addresses(v=6))
+def test_nothing_passes_that_the_standard_library_calls_not_global(
+    address: ipaddress.IPv4Address | ipaddress.IPv6Address,
+) -> None:
+    try:
+        check_address(str(address), ())
+    except UrlRefused:
+        return
+    assert address.is_global
+    assert not any((address.is_multicast, address.is_reserved, address.is_link_local, address.is_loopback))
+
+
+def test_a_network_can_be_allowed_but_never_where_credentials_are_given_out() -> None:
+    allowed = [ipaddress.ip_network("10.1.0.0/16"), ipaddress.ip_network("0.0.0.0/0")]
+    assert check_address("10.1.2.3", allowed) == "10.1.2.3"
+    for text in ("169.254.169.254", "168.63.129.16", "100.100.100.200", "::ffff:10.1.2.3"):
+        with pytest.raises(UrlRefused):
+            check_address(text, allowed)
+
+
+class Recorder(httpcore.AsyncNetworkBackend):
+    """Records where it should connect to. failing: addresses that refuse."""
+
+    def __init__(self, failing: Iterable[str]) -> None:
+        self.connected: list[str] = []
+        self._failing = set(failing)
+
+    async def connect_tcp(
+        self, host: str, port: int, *rest: object, **more: object
+    ) -> httpcore.AsyncNetworkStream:
+        self.connected.append(host)
+        if host in self._failing:
+            raise httpcore.ConnectError("refused")
+        return httpcore.AsyncMockStream([])
+
+
+def backend(*answers: Sequence[str], failing: Iterable[str] = ()) -> tuple[CheckedBackend, Recorder]:
+    """A backend whose names resolve to each of the answers in turn."""
+    left, recorder = list(answers), Recorder(failing)
+
+    async def resolve(host: str, port: int) -> Sequence[str]:
+        return left.pop(0)
+
+    return CheckedBackend((), resolve, recorder), recorder
+
+
+async def test_the_connection_goes_to_the_address_that_was_checked() -> None:
+    checked, recorder = backend(["8.8.8.8"], ["127.0.0.1"])
+    await checked.connect_tcp("images.test", 443)
+    assert recorder.connected == ["8.8.8.8"]
+    with pytest.raises(UrlRefused):  # the second look leads inside
+        await checked.connect_tcp("images.test", 443)
+    assert recorder.connected == ["8.8.8.8"]
+
+
+@pytest.mark.parametrize("answer", [["8.8.8.8", "10.0.0.1"], ["10.0.0.1", "8.8.8.8"], ["::1", "8.8.8.8"]])
+async def test_one_bad_address_among_good_ones_refuses_the_name(answer: list[str]) -> None:
+    checked, recorder = backend(answer)
+    with pytest.raises(UrlRefused):
+        await checked.connect_tcp("images.test", 443)
+    assert recorder.connected == []
+
+
+async def test_addresses_are_tried_in_turn() -> None:
+    checked, recorder = backend(["8.8.8.8", "1.1.1.1"], ["8.8.8.8"], [], failing=["8.8.8.8"])
+    await checked.connect_tcp("images.test", 443)
+    assert recorder.connected == ["8.8.8.8", "1.1.1.1"]
+    with pytest.raises(httpcore.ConnectError):
+        await checked.connect_tcp("images.test", 443)
+    with pytest.raises(UrlUnreachable):
+        await checked.connect_tcp("images.test", 443)
+    with pytest.raises(UrlRefused):
+        await checked.connect_unix_socket("/run/docker.sock")
+
+
 LOOPBACK = [ipaddress.ip_network("127.0.0.1/32")]
 Answer = Callable[[list[str], asyncio.StreamWriter], Awaitable[None]]
 
@@ -144,16 +300,6 @@ async def test_tls_is_checked_against_the_name_though_the_address_is_connected_t
                     with pytest.raises(UrlUnreachable):
                         await get(fetcher, f"https://images.test:{port}/")
             assert names == ["images.test"]
-
-
-async def test_a_url_that_is_not_allowed_is_not_even_resolved() -> None:
-    async def never(host: str, port: int) -> Sequence[str]:
-        raise AssertionError("resolved")
-
-    fetcher = UrlFetcher(AllowList(["images.test"]), max_bytes=100, resolve=never)
-    with pytest.raises(UrlRefused):
-        await get(fetcher, "https://other.test/")
-    await fetcher.close()
 
 
 async def test_an_address_inside_is_refused_before_a_connection() -> None:
@@ -297,14 +443,6 @@ async def test_slow_servers_are_left_in_time() -> None:
 )
 async def test_answers_that_are_no_image(answer: Answer, kind: type[VisionEncoderError]) -> None:
     await fails(answer, kind)
-
-
-@pytest.mark.parametrize(
-    "kind", ["image/jpeg", "IMAGE/PNG", "application/octet-stream", "binary/octet-stream"]
-)
-async def test_kinds_that_are_taken(kind: str) -> None:
-    async with serving(image(b"x", kind)) as port, fetching(port) as fetcher:
-        assert await get(fetcher, f"http://images.test:{port}/") == b"x"
 
 
 async def test_nobody_answers_and_nobody_resolves() -> None:
