@@ -28,7 +28,8 @@ from lm_adapter.transport.broker_client import BrokerClient
 from lm_adapter.transport.buffers import RowsHandling, RowsOptions
 from lm_adapter.transport.reading import Unreadable, read_rows
 from lm_adapter.transport.unleased import CheckedShapes, Place, UnleasedRows
-from lm_adapter.types import EncodedRows, Grid
+from lm_adapter.items import Grid
+from lm_adapter.types import EncodedRows
 from tests.chaos.lease_storm_board import (
     LINE_BYTES,
     LONG_LEASE_S,
