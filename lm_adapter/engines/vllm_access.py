@@ -32,8 +32,8 @@ class Access:
 
     def client_tls(self, written: Callable[[str], str] = str) -> ClientTls | None:
         """TLS to the encoder, None without. Reads the files of all settings. written: how a setting's name is
-        written where it was given. Raises InvalidRequest for files that cannot be read, have the wrong content
-        or do not belong together."""
+        written where it was given. Raises InvalidRequest for files that cannot be read, have the wrong
+        content or do not belong together."""
         if self.token_file:
             with _naming(written("token_file")):
                 read_token_file(self.token_file)

@@ -1,10 +1,10 @@
 """The HTTP front before a vLLM that consumes image rows: ordinary OpenAI chat requests in, its answers out.
 
-Owns the server and the two conversations behind it: ``Prefetch`` with the encoder
-as soon as a request is read, so that images are encoded while vLLM tokenises and queues; and vLLM's answer,
-passed on as it comes. Why a request was rejected reaches it from the connector as a datagram, since vLLM
-itself answers "Internal server error"; with rows that were lost it is sent anew once. What a request turns into is ``vllm_rewrite``'s. Needs fastapi, httpx and uvicorn, imported where it
-runs.
+Owns the server and the two conversations behind it: ``Prefetch`` with the encoder as soon as a request is
+read, so that images are encoded while vLLM tokenises and queues; and vLLM's answer, passed on as it comes.
+Why a request was rejected reaches it from the connector as a datagram, since vLLM itself answers "Internal
+server error"; with rows that were lost it is sent anew once. What a request turns into is ``vllm_rewrite``'s.
+Needs fastapi, httpx and uvicorn, imported where it runs.
 
     python -m lm_adapter.engines.vllm_front --vllm http://127.0.0.1:8000 --encoder 127.0.0.1:50051 \\
         --listen 127.0.0.1:8080 --failures-path /run/vision-encoder/failures.sock
@@ -45,7 +45,8 @@ DROPPED_HEADERS = {"host", "content-length", "connection", "transfer-encoding", 
 
 
 class Front:
-    """One vLLM server and its encoder. http: an ``httpx.AsyncClient`` with vLLM's base URL. room: for requests in progress."""
+    """One vLLM server and its encoder. http: an ``httpx.AsyncClient`` with vLLM's base URL. room: for
+    requests in progress."""
 
     def __init__(
         self,

@@ -49,9 +49,10 @@ class FrontImages:
     async def keyed(
         self, images: ChatImages, *, again: bool = False, wait_s: float
     ) -> tuple[list[KeyedItem], str]:
-        """Each image's key and grid, and the model's family; encodes run on. again: they were asked for before, by leave of ``may_ask_again``. wait_s:
-        how long an encoder that is away is asked again. Raises EncoderError of the first image that failed,
-        where one failed in a way that nothing can be hoped for, of that."""
+        """Each image's key and grid, and the model's family; encodes run on. again: they were asked for
+        before, by leave of ``may_ask_again``. wait_s: how long an encoder that is away is asked again. Raises
+        EncoderError of the first image that failed, where one failed in a way that nothing can be hoped for,
+        of that."""
         statuses, family = await self._statuses(images.items, again, wait_s)
         failures = [status for status in statuses if isinstance(status, ItemFailed)]
         if failures:
@@ -127,8 +128,8 @@ def _is_away(failure: ItemFailed) -> bool:
 
 
 class RetryBudget:
-    """Each image asked for adds ``share`` of an attempt, each further attempt takes one. Both are forgotten after
-    WINDOW_S; the reserve is always there."""
+    """Each image asked for adds ``share`` of an attempt, each further attempt takes one. Both are forgotten
+    after WINDOW_S; the reserve is always there."""
 
     def __init__(self, share: float, reserve_per_s: float) -> None:
         self._share = share
