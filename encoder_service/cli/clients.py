@@ -233,19 +233,20 @@ def health(
     for no token here; what stands before it may."""
     from encoder_service.rpc.health_check import check_health
     from lm_adapter import EncoderError
-    from lm_adapter.transport.channel import bearer, channel_options, followed_credentials
+    from lm_adapter.channel import bearer, channel_options
 
     connection = Connection(server, tls, ca, cert, key, server_name, token, token_file)
     try:
         secured = connection.client_tls()
-        followed, metadata = followed_credentials(None, secured), bearer(connection.read_token())
+        credentials = None if secured is None else secured.credentials()
+        metadata = bearer(connection.read_token())
     except EncoderError as error:
         fail(f"{server}: {error}")
     serving = asyncio.run(
         check_health(
             server,
             timeout_s,
-            credentials=None if followed is None else followed.current(),
+            credentials=credentials,
             options=channel_options(tls=secured),
             metadata=metadata,
         )

@@ -69,10 +69,10 @@ class Connection:
         if self.token_file is None:
             return self.token
         from lm_adapter import InvalidRequest
-        from lm_adapter.transport.followed import read_file, token_in
+        from lm_adapter.channel import read_token_file
 
         try:
-            return token_in(read_file(self.token_file), str(self.token_file))
+            return read_token_file(self.token_file)
         except InvalidRequest as error:
             fail(error.message)
 
