@@ -92,7 +92,7 @@ def start_publisher(services: Services, pixels: str) -> subprocess.Popen[str]:
     )
 
 
-@pytest.mark.slow
+@pytest.mark.extended
 @pytest.mark.parametrize("pixels", ["shm", "memfd"])
 def test_p19_publishers_killed_at_any_moment_leave_nothing_that_lasts(
     services: Services, pixels: str
@@ -117,7 +117,7 @@ def test_p19_publishers_killed_at_any_moment_leave_nothing_that_lasts(
     assert services.names == []
 
 
-@pytest.mark.slow
+@pytest.mark.extended
 @pytest.mark.parametrize("pixels", ["shm", "memfd"])
 def test_p19_a_service_killed_under_calls_is_swept_after_by_those_who_live(
     services: Services, pixels: str

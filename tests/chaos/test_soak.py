@@ -120,7 +120,7 @@ def test_a_process_is_seen_from_outside() -> None:
     assert 0 < after["pss_bytes"] <= after["rss_bytes"]
 
 
-@pytest.mark.slow
+@pytest.mark.extended
 def test_p21_p33_a_short_soak_is_flat() -> None:
     """Half a minute finds what leaks by the call: nothing is held at rest, and memory gains no more than
     caches that still fill."""

@@ -19,6 +19,6 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
         yield found
 
 
-@pytest.mark.slow
+@pytest.mark.extended
 class TestOnHostMemory(TwoPods):
     num_images = 16

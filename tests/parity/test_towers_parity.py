@@ -209,7 +209,7 @@ FULL_VISION: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.extended
 @pytest.mark.parametrize("family", FULL_VISION)
 def test_one_block_of_full_width_equals_the_reference(
     tmp_path: Path, device: torch.device, family: str

@@ -36,7 +36,7 @@ def test_figures_are_of_each_item_and_of_each_call() -> None:
     assert (medians["loop_ms"], medians["loop_ms_least"]) == (pytest.approx(2.0), 1.0)
 
 
-@pytest.mark.slow
+@pytest.mark.extended
 def test_quick_run(tmp_path: Path) -> None:
     command = [sys.executable, str(ROOT / "bench" / "loop.py"), "--quick", "--profile", "--decode"]
     command += ["--calls", "40", "--arena-items", "32", "--out", str(tmp_path)]

@@ -245,7 +245,7 @@ def test_threads_and_clients_share_the_cores() -> None:
         parse_arguments("", ["--device", "cpu", "--resize", "device"])
 
 
-@pytest.mark.slow
+@pytest.mark.extended
 def test_quick_run_on_a_cpu(tmp_path: Path) -> None:
     command = [
         sys.executable,

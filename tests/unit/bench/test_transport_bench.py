@@ -218,7 +218,7 @@ def run_bench(out: Path, *options: str) -> tuple[dict[str, Any], str]:
     return json.loads(path.read_text()), ended.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.extended
 def test_a_quick_run_delivers_by_every_path_without_a_gpu(tmp_path: Path) -> None:
     result, text = run_bench(
         tmp_path, "--sizes-mib", "0.4", "3", "--budget-s", "0.1", "--resident-mib", "16",
@@ -247,7 +247,7 @@ def test_a_quick_run_delivers_by_every_path_without_a_gpu(tmp_path: Path) -> Non
     assert "host_shm" in text
 
 
-@pytest.mark.slow
+@pytest.mark.extended
 def test_a_run_out_of_time_keeps_what_it_has_and_says_what_is_missing(tmp_path: Path) -> None:
     ended = subprocess.run(
         [sys.executable, "bench/transport.py", "--quick", "--device", "cpu", "--out", str(tmp_path),

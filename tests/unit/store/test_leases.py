@@ -566,7 +566,7 @@ def test_operations_stay_cheap_and_leave_nothing() -> None:
     run.finish()
 
 
-@pytest.mark.slow
+@pytest.mark.extended
 def test_a_million_operations_leave_nothing() -> None:
     gc.collect()
     run = Interleaving(12, read=False)

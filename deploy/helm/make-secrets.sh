@@ -1,14 +1,11 @@
 #!/usr/bin/env bash
-# Prints the Secrets that the overlays name, freshly made, for `kubectl apply -f -`:
+# Prints the Secrets that values-secured.yaml names, freshly made, for `kubectl apply -f -`:
 #
-#   deploy/k8s/make-secrets.sh tls     NAMESPACE               # an authority of its own, a certificate for a year
-#   deploy/k8s/make-secrets.sh tokens  NAMESPACE TENANT...     # a token for each, one for the admin plane
-#   deploy/k8s/make-secrets.sh valkey  NAMESPACE               # password, URL and the replicas' secret
+#   deploy/helm/make-secrets.sh tls     NAMESPACE               # an authority, and a certificate for a year
+#   deploy/helm/make-secrets.sh tokens  NAMESPACE TENANT...     # a token for each, one for the admin plane
 #
-# --name NAME before the kind is for a release of the chart that has another name than vision-encoder.
-#
-# Nothing is written to a disk but a folder that is removed at the end, keys never leave it except as output. With
-# cert-manager or an external store there is no need for this: what counts is names and keys of the Secrets.
+# --name NAME before the kind is for a release that is not called vision-encoder. Keys are written to a temporary folder
+# and to standard output only. cert-manager or an external store can make the same Secrets.
 set -euo pipefail
 umask 077
 
@@ -22,9 +19,8 @@ fi
 [ $# -ge 2 ] || usage
 kind=$1 namespace=$2
 shift 2
-[[ $namespace =~ ^[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?$ ]] || { echo "no name of a namespace: $namespace" >&2; exit 2; }
-
-[[ $name =~ ^[a-z]([-a-z0-9]{0,38}[a-z0-9])?$ ]] || { echo "no name of a release: $name" >&2; exit 2; }
+[[ $namespace =~ ^[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?$ ]] || { echo "invalid namespace: $namespace" >&2; exit 2; }
+[[ $name =~ ^[a-z]([-a-z0-9]{0,38}[a-z0-9])?$ ]] || { echo "invalid release name: $name" >&2; exit 2; }
 
 random() { openssl rand -hex 32; }
 encoded() { base64 | tr -d '\n'; }
@@ -48,8 +44,8 @@ tls)
     openssl req -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -subj "/CN=vision-encoder" \
         -keyout "$folder/tls.key" -out "$folder/tls.csr" 2>/dev/null
     printf 'subjectAltName=%s\nextendedKeyUsage=serverAuth\nbasicConstraints=critical,CA:false\n' "$names" >"$folder/ext"
-    openssl x509 -req -in "$folder/tls.csr" -CA "$folder/ca.crt" -CAkey "$folder/ca.key" -set_serial "0x$(openssl rand -hex 16)" \
-        -days 365 -extfile "$folder/ext" -out "$folder/tls.crt" 2>/dev/null
+    openssl x509 -req -in "$folder/tls.csr" -CA "$folder/ca.crt" -CAkey "$folder/ca.key" \
+        -set_serial "0x$(openssl rand -hex 16)" -days 365 -extfile "$folder/ext" -out "$folder/tls.crt" 2>/dev/null
     for file in ca.crt tls.crt tls.key; do
         printf '%s: %s\n' "$file" "$(encoded <"$folder/$file")"
     done | secret "$name-tls" kubernetes.io/tls
@@ -58,22 +54,13 @@ tokens)
     [ $# -ge 1 ] || usage
     lines=
     for tenant in "$@"; do
-        [[ $tenant != *[=,[:space:]]* && $tenant != \#* ]] || { echo "no name of a tenant: $tenant" >&2; exit 2; }
+        [[ $tenant != *[=,[:space:]]* && $tenant != \#* ]] || { echo "invalid tenant name: $tenant" >&2; exit 2; }
         lines+=$tenant=$(random)$'\n'
     done
     {
         printf 'tokens: %s\n' "$(printf '%s' "$lines" | encoded)"
         printf 'admin-token: %s\n' "$(random | tr -d '\n' | encoded)"
     } | secret "$name-tokens" Opaque
-    ;;
-valkey)
-    [ $# -eq 0 ] || usage
-    password=$(random)
-    {
-        printf 'password: %s\n' "$(printf '%s' "$password" | encoded)"
-        printf 'url: %s\n' "$(printf 'redis://:%s@%s-valkey:6379/0' "$password" "$name" | encoded)"
-        printf 'secret: %s\n' "$(random | tr -d '\n' | encoded)"
-    } | secret "$name-valkey" Opaque
     ;;
 *) usage ;;
 esac
