@@ -34,7 +34,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """With a GPU as --device: only tests that use a device. Without a GPU: tests that need one are skipped."""
+    """With a GPU as --device: only tests that use a device. Without one: tests that need it are skipped."""
     if config.getoption("--device") != "cpu":
         others = [item for item in items if not uses_device(item)]
         config.hook.pytest_deselected(items=others)

@@ -17,7 +17,7 @@ COPY pyproject.toml ./
 # code changes, this layer, which is nearly all of the image, stays what nodes have already. Nothing is installed or
 # compiled in the final image: no pip, no headers and no tests of torch's.
 RUN python -c "import tomllib; project = tomllib.load(open('pyproject.toml', 'rb'))['project']; \
-    extras = 'otel,shared'.split(','); \
+    extras = 'otel'.split(','); \
     print(*project['dependencies'], *sum((project['optional-dependencies'][extra] for extra in extras), []), sep='\n')" \
     > needs.txt \
     && pip install --no-cache-dir -r needs.txt \

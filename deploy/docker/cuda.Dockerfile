@@ -18,7 +18,7 @@ COPY pyproject.toml ./
 # is not: while only its code changes, this layer, which is nearly all of the image, stays what nodes have already.
 # Nothing is installed into the final image: no pip, and no tests of torch's.
 RUN python -c "import tomllib; project = tomllib.load(open('pyproject.toml', 'rb'))['project']; \
-    extras = 'cuda,fa4,otel,shared'.split(','); \
+    extras = 'cuda,fa4,otel'.split(','); \
     print(*project['dependencies'], *sum((project['optional-dependencies'][extra] for extra in extras), []), sep='\n')" \
     > needs.txt \
     && pip install --no-cache-dir -r needs.txt \

@@ -136,8 +136,8 @@ def test_what_cannot_be_meant_is_said_at_once(closed: Closed, tmp_path: Path, na
 
 
 def test_the_commands_of_the_page_work(closed: Closed, tmp_path: Path) -> None:
-    """docs/security.md, with the address and the files of this test."""
-    page = (ROOT / "docs" / "security.md").read_text()
+    """docs/operations.md, with the address and the files of this test."""
+    page = (ROOT / "docs" / "operations.md").read_text()
     lines = re.findall(r"^vision-encoder (\S+ --server encoder\.example.*)$", page, re.MULTILINE)
     assert [line.split()[0] for line in lines] == ["encode", "info", "health"]
     given = dict(zip(closed.tls[::2], closed.tls[1::2], strict=True))
