@@ -41,8 +41,7 @@ def encoder_command(words: list[str]) -> list[str]:
 
 @pytest.fixture(scope="module")
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, str]]:
-    """A folder with the README's checkpoint, and the address of a service started by the README's command, on a
-    free port."""
+    """A folder with the README's checkpoint, and the address of a service that the README's command started."""
     folder = tmp_path_factory.mktemp("readme")
     (folder / "tests").symlink_to(ROOT / "tests")
     (make,) = (words for words in shell_lines() if words[:2] == ["vision-encoder", "make-checkpoint"])
