@@ -1,4 +1,4 @@
-"""Direction of imports (``make lint`` runs the contracts), packages loaded at import, names and sizes of modules."""
+"""Direction of imports (the contracts run in ``make lint``), packages loaded at import, names, sizes."""
 
 from __future__ import annotations
 
@@ -23,9 +23,18 @@ DEVICE_CODE = (
     "lm_adapter.kernels.",
 )
 MAX_LINES = 700
-VAGUE_NAMES = set(
-    ["utils", "util", "helpers", "helper", "common", "misc", "manager", "managers", "shared", "base"]
-)
+VAGUE_NAMES = {
+    "utils",
+    "util",
+    "helpers",
+    "helper",
+    "common",
+    "misc",
+    "manager",
+    "managers",
+    "shared",
+    "base",
+}
 
 RUN_LINTER = "from importlinter.cli import lint_imports_command; lint_imports_command()"
 

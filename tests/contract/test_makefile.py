@@ -69,7 +69,7 @@ def test_ci_calls_the_targets_and_returns_their_failure(tmp_path: Path) -> None:
     environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
     ended = subprocess.run([str(ROOT / ".ci" / "run")], env=environment, timeout=60, check=False)
     called = log.read_text().splitlines()
-    assert called[-3:] == ["test-engines", "test-all TESTS=tests/deploy", "test"]
+    assert called[-3:] == ["test-engines", "test-all TESTS=tests/deploy tests/contract", "test"]
     assert sorted(called[:-3]) == [".venv-engines/.setup-done", "lint", "setup"]
     assert ended.returncode == 7
 

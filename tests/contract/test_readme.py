@@ -41,7 +41,7 @@ def encoder_command(words: list[str]) -> list[str]:
 
 @pytest.fixture(scope="module")
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, str]]:
-    """A folder with the README's checkpoint, and the address of a service that the README's command started."""
+    """A folder with the README's checkpoint, and the address of a service started by the README's command."""
     folder = tmp_path_factory.mktemp("readme")
     (folder / "tests").symlink_to(ROOT / "tests")
     (make,) = (words for words in shell_lines() if words[:2] == ["vision-encoder", "make-checkpoint"])
@@ -81,6 +81,7 @@ def test_every_command_is_one_that_is_run_here() -> None:
     assert len(README.splitlines()) <= 130
 
 
+@pytest.mark.extended
 def test_the_client_commands(running: tuple[Path, str]) -> None:
     folder, target = running
     clients = [words for words in shell_lines() if words[1] in ("info", "encode", "health")]
@@ -90,6 +91,7 @@ def test_the_client_commands(running: tuple[Path, str]) -> None:
     assert (folder / "rows.safetensors").stat().st_size > 0
 
 
+@pytest.mark.extended
 def test_the_python_examples(running: tuple[Path, str]) -> None:
     folder, target = running
     ask, engine = (block.replace(ADDRESS, target) for block in blocks("python"))

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 HANGS_TWICE = """
 import threading
@@ -21,6 +23,7 @@ def test_a():
 """
 
 
+@pytest.mark.extended
 def test_a_clean_up_that_hangs_ends(tmp_path: Path) -> None:
     (tmp_path / "test_it.py").write_text(HANGS_TWICE)
     (tmp_path / "pytest.ini").write_text("[pytest]\n")
@@ -28,8 +31,8 @@ def test_a_clean_up_that_hangs_ends(tmp_path: Path) -> None:
     plugins = ["-p", "tests.time_limits", "-p", "no:cacheprovider", "-p", "no:xdist"]
     ended = subprocess.run(
         [sys.executable, "-m", "pytest", *plugins, "-q", "--timeout", "1", str(tmp_path)],
-        cwd=tmp_path, env={**environment, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=90,
-        check=False,
+        cwd=tmp_path, env={**environment, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
+        timeout=90, check=False,
     )  # fmt: skip
     assert "1 failed" in ended.stdout
     assert "Failed: Timeout (>1.0s)" in ended.stdout

@@ -76,7 +76,7 @@ def contract_of(file: FileDescriptor) -> Contract:
 
 
 def broken_entries(recorded: Contract, current: Contract) -> list[str]:
-    """What the current contract breaks of the recorded one: a number may become reserved, and nothing else."""
+    """What the current contract breaks of the recorded one: a number may become reserved, nothing else."""
     return [
         f"{owner} {number} was '{text}', is '{current.get(owner, {}).get(number, 'gone')}'"
         for owner, entries in recorded.items()
