@@ -1,7 +1,7 @@
 """The wire contract as data: fields by number, enum values by number, methods.
 
 Owns the records in golden/. Run as a program, it adds what is new in the proto files and refuses what breaks
-them.
+them; a record that was deleted is written anew.
 """
 
 from __future__ import annotations
@@ -95,7 +95,8 @@ def main() -> None:
 
     for golden, file in ((GOLDEN, encoder_pb2.DESCRIPTOR), (BROKER_GOLDEN, broker_pb2.DESCRIPTOR)):
         current = contract_of(file)
-        if problems := broken_entries(read_golden(golden), current):
+        recorded = read_golden(golden) if golden.exists() else {}
+        if problems := broken_entries(recorded, current):
             sys.exit("refused, the wire contract only grows:\n" + "\n".join(problems))
         golden.write_text(json.dumps(current, indent=2, sort_keys=True) + "\n")
 
