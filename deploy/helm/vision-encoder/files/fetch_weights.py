@@ -1,7 +1,7 @@
 """Fetches a checkpoint's files over HTTP into a folder: the init container of ``weights.source: fetch``.
 
 Owns the list of files with their SHA-256 (the output of ``sha256sum``), the checks, and the resumption of an
-interrupted run. Standard library only. A file gets its final name once its digest is right, so that the service
+interrupted run. Standard library only. A file gets its final name once its digest is right: the service
 never loads half a file.
 """
 
