@@ -82,8 +82,9 @@ def sha256_of(path: Path) -> str:
 
 
 def fetch_file(url: str, target: Path, digest: str, token: str) -> int:
-    """Returns the bytes received. Resumes a partial file where the server supports it. Raises FetchFailed for a
-    wrong digest, OSError or HTTPException for a failed transfer."""
+    """Returns the bytes received. Resumes a partial file where the server supports it.
+
+    Raises FetchFailed for a wrong digest, OSError or HTTPException for a failed transfer."""
     partial = target.with_name(target.name + ".partial")
     target.parent.mkdir(parents=True, exist_ok=True)
     start = partial.stat().st_size if partial.exists() else 0
@@ -137,8 +138,9 @@ def fetch_all(
     attempts: int = 5,
     pause: Callable[[float], None] = time.sleep,
 ) -> int:
-    """Returns the bytes received. Files that have the right digest are kept. A broken connection and a status of
-    5xx or 429 are tried again; a wrong digest and other statuses are not."""
+    """Returns the bytes received. Keeps files that have the right digest.
+
+    A broken connection and a status of 5xx or 429 are tried again; a wrong digest and other statuses are not."""
     check_address(base_url, token)
     moved = 0
     for name, digest in sums.items():
