@@ -13,9 +13,12 @@ import gc
 import os
 import signal
 import sys
+import threading
 import time
 import uuid
 from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TypeVar
 
 import structlog
 import torch
@@ -29,8 +32,6 @@ from encoder_service.engine.device import DeviceEngine
 from encoder_service.engine.fast_path import build_graph_runner
 from encoder_service.engine.faults import first_line
 from encoder_service.engine.graphs import CaptureRecord, GraphRunner
-from encoder_service.engine.resizing import Resizing, open_resizing
-from encoder_service.engine.returns import on_own_thread
 from encoder_service.errors import ConfigurationError, DeviceFault, StartupError
 from encoder_service.ingest.cores import usable_cores
 from encoder_service.ingest.decode import DecodeLimits
@@ -44,7 +45,7 @@ from encoder_service.rpc.doors import call_gate, open_grpc
 from encoder_service.rpc.resident_calls import ResidentCalls
 from encoder_service.rpc.server_info import server_info
 from encoder_service.rpc.servicer import VisionEncoderServicer
-from encoder_service.scheduler.admission import Admission, Undelivered
+from encoder_service.scheduler.admission import Admission, UnreadBytes
 from encoder_service.scheduler.planner import Planner
 from encoder_service.store.embedding_store import EmbeddingStore, RowStore
 from encoder_service.store.shared_tier_start import open_shared_tier
@@ -59,6 +60,7 @@ from encoder_service.urls.open import open_urls
 from vision_encoder.v1 import encoder_pb2 as pb
 
 log = structlog.get_logger(__name__)
+Result = TypeVar("Result")
 
 # A batch that outlives the grace gets this long to end before the process leaves it.
 ENGINE_STOP_S = 5.0
@@ -123,9 +125,7 @@ class Service:
             store = await self._open_store()
             model = await on_own_thread(load_model, settings)
             graphs = await on_own_thread(capture_graphs, model, settings)
-            room, device = settings.device_resize_bytes, model.tower.device
-            resizing = await on_own_thread(open_resizing, settings.resize, room, device)
-            self._engine = self._build_engine(model, graphs, resizing)
+            self._engine = self._build_engine(model, graphs)
             self.pipeline = self._build_pipeline(model, self._engine, store)
             await on_own_thread(self._engine.warm_up, warm_up_grids(model, settings))
             self._engine.start()
@@ -214,9 +214,7 @@ class Service:
 
     # -- building --------------------------------------------------------------------------------------
 
-    def _build_engine(
-        self, model: ServedModel, graphs: GraphRunner | None, resizing: Resizing | None
-    ) -> DeviceEngine:
+    def _build_engine(self, model: ServedModel, graphs: GraphRunner | None) -> DeviceEngine:
         loop = asyncio.get_running_loop()
 
         def on_fault(fault: DeviceFault) -> None:
@@ -229,14 +227,12 @@ class Service:
                 self.settings.max_patches_per_batch,
                 self.settings.max_items_per_batch,
                 None if graphs is None else graphs.ladder,
-                {**self.settings.namespace_shares, **self.settings.device_shares},
             ),
             self.metrics,
             clock=time.monotonic,
             on_fault=on_fault,
             num_threads=self.settings.torch_threads,
             graphs=graphs,
-            resizing=resizing,
         )
 
     async def _open_store(self) -> RowStore:
@@ -264,7 +260,7 @@ class Service:
             workers=self._workers,
             metrics=self.metrics,
             max_patches_per_item=settings.max_patches_per_item,
-            undelivered=Undelivered(settings.max_undelivered_bytes),
+            undelivered=UnreadBytes(settings.max_undelivered_bytes),
             max_clip_patches=settings.max_clip_patches,
             clip_piece_patches=min(settings.clip_piece_patches, settings.max_patches_per_batch),
             shared_tier=open_shared_tier(settings, model.tower, store, self._workers, self.metrics),
@@ -275,6 +271,24 @@ class Service:
         self._not_ready = "device fault"
         self.metrics.ready.set(0)
         self._ended.set()
+
+
+async def on_own_thread(function: Callable[..., Result], *arguments: object) -> Result:
+    """Runs a long function beside the loop. The thread is a daemon: if the caller is cancelled (a signal
+    while loading), neither the loop nor the interpreter waits for it, as they would for an executor's."""
+    future: Future[Result] = Future()
+    future.set_running_or_notify_cancel()
+
+    def run() -> None:
+        try:
+            result = function(*arguments)
+        except BaseException as error:
+            future.set_exception(error)
+        else:
+            future.set_result(result)
+
+    threading.Thread(target=run, name=f"service-{function.__name__}", daemon=True).start()
+    return await asyncio.wrap_future(future)
 
 
 def load_model(settings: Settings) -> ServedModel:

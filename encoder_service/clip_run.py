@@ -23,7 +23,6 @@ import torch
 
 from encoder_service.engine.faults import first_line
 from encoder_service.engine.jobs import TowerResult
-from encoder_service.engine.patches import looked_through
 from encoder_service.errors import ClipTooLarge, DeviceFault, Draining, InternalError, UnsupportedContent
 from encoder_service.flights import Flight
 from encoder_service.ingest.clips import Clip, ClipPlan
@@ -79,7 +78,7 @@ class ClipRun:
             raise UnsupportedContent("the checkpoint has no settings for clips; send a clip as pixel tensors")
         towers = self.towers
         started_s = towers.clock()
-        clip = await towers.returns.run(towers.workers, rules.open, content, options)
+        clip = await towers.loop.run_in_executor(towers.workers, rules.open, content, options)
         try:
             self._admit(flight, clip.plan, permit)
             flight.timings.admit_ms = (towers.clock() - started_s) * 1e3
@@ -104,7 +103,6 @@ class ClipRun:
             tower.check_grid(grid)
         permit.add_patches(num_patches)
         flight.ticket.num_patches = num_patches
-        flight.ticket.namespace = flight.namespace
         flight.ticket.num_sequences = len(plan.chunk_grids) or plan.grid.t
         self.load.add(flight.ticket)
         flight.num_rows = self.num_rows(plan)
@@ -149,7 +147,7 @@ class Pieces:
         """Raises as ``ClipRun.run``."""
         towers = self._towers
         try:
-            while (piece := await towers.returns.run(towers.workers, self._read)) is not None:
+            while (piece := await towers.loop.run_in_executor(towers.workers, self._read)) is not None:
                 if len(self._ahead) == MAX_PIECES_AHEAD:
                     await self._take_oldest()
                 self._submit(piece)
@@ -185,7 +183,7 @@ class Pieces:
         piece, tower = self._clip.read_piece(self._owner.max_piece_patches), self._towers.tower
         if piece is None:
             return None
-        return looked_through(pinned(piece, tower.device, tower.dtype), tower)
+        return pinned(piece, tower.device, tower.dtype)
 
     def _submit(self, piece: FrameItem) -> None:
         """Queues a piece. It has no deadline of its own: the flight ends with its last caller. Raises as the
@@ -219,7 +217,7 @@ class Pieces:
         if result.rows.nbytes < COPY_INLINE_BYTES:
             target.copy_(result.rows)
         else:
-            await self._towers.returns.run(self._towers.workers, target.copy_, result.rows)
+            await self._towers.loop.run_in_executor(self._towers.workers, target.copy_, result.rows)
         ahead.add(piece.num_rows)
 
     async def _keep(self) -> Held:
@@ -261,7 +259,7 @@ class Pieces:
                 if ready == done:
                     break
                 target = ahead.item.rows[done:ready]
-                await towers.returns.run(towers.workers, target.copy_, placed.item.rows[done:ready])
+                await towers.loop.run_in_executor(towers.workers, target.copy_, placed.item.rows[done:ready])
                 ahead.add(ready - done)
                 done = ready
         except Exception as error:
@@ -296,7 +294,7 @@ class Pieces:
             self._towers.store.cancel_put(reserved)
         for future in self._futures:
             with contextlib.suppress(RuntimeError):
-                future.add_done_callback(functools.partial(self._towers.returns.post, count))
+                future.add_done_callback(functools.partial(self._towers.post, count))
 
 
 def on_host(coming: EncodedItem) -> RowsPrefix:
@@ -308,10 +306,9 @@ def ticket_of(grid: Grid, flight: Flight, *, merges_time: bool) -> Ticket:
     """A piece's place in the queue."""
     return Ticket(
         grid.num_patches,
-        flight.ticket.priority,
+        is_prefetch=flight.ticket.is_prefetch,
         num_sequences=1 if merges_time else grid.t,
         num_frames=grid.t if merges_time else 1,
-        namespace=flight.namespace,
     )
 
 

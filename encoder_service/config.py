@@ -52,7 +52,7 @@ class Settings(AccessSettings, ClipSettings, SharedTierSettings):
         False, description="Only attention whose rows for an item do not depend on the rest of its batch."
     )
     bucket_sizes: Annotated[tuple[int, ...], NoDecode] = Field(
-        (), description="Patches of each graph, as tune proposes them; empty: the default ladder."
+        (), description="Patches of each graph; empty: the default ladder."
     )
     listen: Annotated[tuple[str, ...], NoDecode] = Field(
         ("127.0.0.1:50051",), min_length=1, description="gRPC addresses: host:port or unix:/path."
@@ -81,16 +81,6 @@ class Settings(AccessSettings, ClipSettings, SharedTierSettings):
         description="Where JPEG files are decoded: the worker threads, or the GPU by nvJPEG, which needs the "
         "extra nvjpeg; pixels differ by a level, so keys do too.",
     )
-    resize: Literal["host", "device"] = Field(
-        "host", description="Where images are resized, to the same bits: the worker threads, or the GPU."
-    )
-    device_resize_bytes: int = Field(
-        128 * MIB,
-        ge=MIB,
-        le=GIB,
-        description="With resize device: device memory that images pass through; a larger one stays on the "
-        "host.",
-    )
     store_bytes: int = Field(2 * GIB, ge=0, description="Rows kept for later requests.")
     namespace_shares: Annotated[
         dict[str, Annotated[float, Field(ge=0.001, le=1000.0, allow_inf_nan=False)]], NoDecode
@@ -98,13 +88,6 @@ class Settings(AccessSettings, ClipSettings, SharedTierSettings):
         {},
         description="Weights of namespaces' shares of the rows kept, to a thousandth: name=weight, comma "
         "separated; 1 for the others. Room that nobody claims is anybody's.",
-    )
-    device_shares: Annotated[
-        dict[str, Annotated[float, Field(ge=0.001, le=1000.0, allow_inf_nan=False)]], NoDecode
-    ] = Field(
-        {},
-        description="Weights of namespaces' shares of the device's time: name=weight, comma separated; those "
-        "left out have their weight of namespace_shares, else 1. Time that nobody claims is anybody's.",
     )
     broker_path: str = Field(
         "", description="Unix socket that hands out shared memory, an absolute path; empty: inline rows only."
@@ -268,14 +251,11 @@ class Settings(AccessSettings, ClipSettings, SharedTierSettings):
     @model_validator(mode="after")
     def check_ingest_has_its_device(self) -> Settings:
         """What nothing can run on is refused, not replaced."""
-        for name in ("decode", "resize"):
-            if getattr(self, name) == "device" and self.device == "cpu":
-                raise ValueError(f"{name} device needs device cuda, found device cpu")
+        if self.decode == "device" and self.device == "cpu":
+            raise ValueError("decode device needs device cuda, found device cpu")
         return self
 
-    @field_validator(
-        "isolated_namespaces", "isolated_device_bytes", "namespace_shares", "device_shares", mode="before"
-    )
+    @field_validator("isolated_namespaces", "isolated_device_bytes", "namespace_shares", mode="before")
     @classmethod
     def split_by_name(cls, value: object) -> object:
         """``name=value`` pairs in a comma list; the default namespace's name is empty."""

@@ -103,12 +103,12 @@ class Flights:
         """The flight under way for a key, without joining it."""
         return self._flights.get((namespace, key))
 
-    def join(self, namespace: str, key: bytes, priority: int, deadline_s: float | None) -> Flight | None:
+    def join(self, namespace: str, key: bytes, is_prefetch: bool, deadline_s: float | None) -> Flight | None:
         """The flight under way, which from now on hurries for this caller and lasts until its deadline."""
         flight = self._flights.get((namespace, key))
         if flight is not None:
             self.counters.joined += 1
-            flight.ticket.priority = max(flight.ticket.priority, priority)
+            flight.ticket.is_prefetch = flight.ticket.is_prefetch and is_prefetch
             flight.ticket.deadline_s = later(flight.ticket.deadline_s, deadline_s)
         return flight
 
@@ -117,14 +117,14 @@ class Flights:
         namespace: str,
         key: bytes,
         content_digest: bytes,
-        priority: int,
+        is_prefetch: bool,
         deadline_s: float | None,
         fly: Callable[[Flight], Coroutine[Any, Any, Held]],
     ) -> Flight:
         """A new flight that runs ``fly``. The caller has just seen that there is none (no await since)."""
         assert (namespace, key) not in self._flights
         loop = asyncio.get_running_loop()
-        ticket = Ticket(0, priority, deadline_s)
+        ticket = Ticket(0, deadline_s, is_prefetch)
         flight = Flight(key, content_digest, namespace, ticket, loop.create_future())
 
         flight.task = loop.create_task(fly(flight))

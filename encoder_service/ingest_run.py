@@ -7,6 +7,7 @@ a worker makes. What files and tensors mean is ``ingest``'s, where pixels go is 
 
 from __future__ import annotations
 
+import asyncio
 import functools
 from collections.abc import Callable
 from concurrent.futures import Executor
@@ -14,13 +15,10 @@ from dataclasses import dataclass
 
 import torch
 
-from encoder_service.engine.patches import looked_through
-from encoder_service.engine.resizing import Resizing
-from encoder_service.engine.returns import Returns
 from encoder_service.errors import ImageTooLarge, UndecodableImage, UnsupportedContent
 from encoder_service.flights import Flight
 from encoder_service.ingest.pinned import pinned
-from encoder_service.ingest.preprocessor import Fit, Preprocessor
+from encoder_service.ingest.preprocessor import Preprocessor
 from encoder_service.load import DeviceLoad
 from encoder_service.scheduler.admission import Permit
 from encoder_service.towers.tower import Tower
@@ -40,17 +38,14 @@ from encoder_service.types import (
 
 @dataclass(frozen=True)
 class IngestRun:
-    """max_patches: of one item. clock: seconds. returns: from the workers to the loop. resizing: of images
-    that the device resizes; None: the workers resize all."""
+    """max_patches: of one item. clock: seconds."""
 
     preprocessor: Preprocessor
     tower: Tower
     load: DeviceLoad
     workers: Executor
-    returns: Returns
     max_patches: int
     clock: Callable[[], float]
-    resizing: Resizing | None = None
 
     @functools.cached_property
     def _place(self) -> tuple[torch.device, torch.dtype]:
@@ -66,14 +61,13 @@ class IngestRun:
         started_s = self.clock()
         match item.content:
             case EncodedFile(data):
-                fit = None if self.resizing is None else await self._fit(data, item.options)
-                grid = preprocessor.glance_at_image(data, item.options) if fit is None else fit.grid
+                grid = preprocessor.glance_at_image(data, item.options)
                 if grid is None:
-                    grid = await self.returns.run(self.workers, preprocessor.probe_image, data, item.options)
+                    grid = await asyncio.get_running_loop().run_in_executor(
+                        self.workers, preprocessor.probe_image, data, item.options
+                    )
                 self._admit(flight, grid, permit)
                 load: LoadPixels = functools.partial(self._load_image, data, item.options, grid)
-                if fit is not None and self.resizing is not None and self.resizing.takes(fit, permit):
-                    load = functools.partial(self._load_packed, self.resizing, data, fit)
             case PixelValues() as pixels:
                 grid = pixels.grid
                 self.tower.check_grid(grid)
@@ -84,13 +78,6 @@ class IngestRun:
         flight.timings.admit_ms = (self.clock() - started_s) * 1e3
         return grid, load
 
-    async def _fit(self, data: bytes, options: PreprocessOptions) -> Fit | None:
-        """What becomes of an image, by a glance or on a worker. Raises as ``probe_fit``."""
-        fit = self.preprocessor.glance_at_fit(data, options)
-        if fit is None:
-            fit = await self.returns.run(self.workers, self.preprocessor.probe_fit, data, options)
-        return fit
-
     def _load_image(self, data: bytes, options: PreprocessOptions, grid: Grid) -> LoadedPixels:
         """On a worker: frames where the device can read them; pinning counts as resizing."""
         frames, decode_ms, resize_ms = self.preprocessor.load_image(data, options)
@@ -98,19 +85,13 @@ class IngestRun:
         ready = pinned(frames, *self._place)
         if ready is not frames:
             resize_ms += (self.clock() - started_s) * 1e3
-        checked = _of_grid(looked_through(ready, self.tower, is_readable=True), grid)
-        return LoadedPixels(checked, decode_ms, resize_ms)
-
-    def _load_packed(self, resizing: Resizing, data: bytes, fit: Fit) -> LoadedPixels:
-        """On a worker: what the device resizes."""
-        frames, decode_ms, resize_ms = resizing.load(self.preprocessor, data, fit, self.tower)
-        return LoadedPixels(_of_grid(frames, fit.grid), decode_ms, resize_ms)
+        return LoadedPixels(_of_grid(ready, grid), decode_ms, resize_ms)
 
     def _check_pixels(self, pixels: PixelValues) -> LoadedPixels:
         """On a worker: checked patches where the device can read them."""
         started_s = self.clock()
         patches = self.preprocessor.check_pixels(pixels)
-        ready = looked_through(pinned(patches, *self._place), self.tower, is_readable=True)
+        ready = pinned(patches, *self._place)
         return LoadedPixels(ready, (self.clock() - started_s) * 1e3, 0.0)
 
     def _admit(self, flight: Flight, grid: Grid, permit: Permit) -> None:
@@ -125,7 +106,6 @@ class IngestRun:
             )
         permit.add_patches(num_patches)
         flight.ticket.num_patches = num_patches
-        flight.ticket.namespace = flight.namespace
         if self.tower.merges_time:
             flight.ticket.num_frames = grid.t
         else:

@@ -21,7 +21,6 @@ import structlog
 from encoder_service import traces
 from encoder_service.clip_run import ClipRun, RowsAhead
 from encoder_service.engine.device import DeviceEngine
-from encoder_service.engine.returns import Returns
 from encoder_service.errors import (
     DeviceFault,
     Draining,
@@ -35,7 +34,7 @@ from encoder_service.ingest.preprocessor import Preprocessor
 from encoder_service.ingest_run import IngestRun
 from encoder_service.load import DeviceLoad
 from encoder_service.metrics import Metrics
-from encoder_service.scheduler.admission import Admission, Undelivered
+from encoder_service.scheduler.admission import Admission, UnreadBytes
 from encoder_service.store.embedding_store import Held, RowStore, Tier
 from encoder_service.store.shared_tier import SharedTier
 from encoder_service.store.tiers import TieredStore, cache_tier
@@ -120,7 +119,7 @@ class Pipeline:
     workers: Executor
     metrics: Metrics
     max_patches_per_item: int
-    undelivered: Undelivered = field(default_factory=lambda: Undelivered(1 << 30))
+    undelivered: UnreadBytes = field(default_factory=lambda: UnreadBytes(1 << 30))
     shared_tier: SharedTier | None = None
     max_clip_patches: int = 262_144
     clip_piece_patches: int = 8192
@@ -133,21 +132,24 @@ class Pipeline:
         self.load = DeviceLoad(self.engine.counters, None if graphs is None else graphs.ladder)
         if isinstance(self.store, TieredStore):  # its copies may be the first to find a fault
             self.store.on_copy_error = self.engine.report
-        self._returns = self.engine.returns = Returns(asyncio.get_running_loop())
         tower, preprocessor = self.model.tower, self.model.preprocessor
         self._dtype = tower.dtype  # a tower looks for it in its parameters
         self._run = TowerRun(
-            self.engine, self.store, self.workers, tower, self.clock, self._returns, self.shared_tier
+            self.engine,
+            self.store,
+            self.workers,
+            tower,
+            self.clock,
+            asyncio.get_running_loop(),
+            self.shared_tier,
         )
         self._ingest = IngestRun(
             preprocessor,
             tower,
             self.load,
             self.workers,
-            self._returns,
             self.max_patches_per_item,
             self.clock,
-            self.engine.resizing,
         )
         self._clips = ClipRun(
             self._run, preprocessor, self.load, self.max_clip_patches, self.clip_piece_patches
@@ -160,7 +162,6 @@ class Pipeline:
         item: Item,
         *,
         namespace: str = "",
-        priority: int = 0,
         deadline_s: float | None = None,
         rows_ahead: bool = False,
     ) -> Delivered:
@@ -179,7 +180,7 @@ class Pipeline:
             return self._delivered(held, cache_tier(held), timings, started_s)
 
         while True:
-            flight, joined = self._board(item, digest, key, namespace, priority, deadline_s)
+            flight, joined = self._board(item, digest, key, namespace, False, deadline_s)
             waiting = self.flights.wait(flight, deadline_s)
             flight.wants_rows_ahead |= rows_ahead
             try:
@@ -192,7 +193,7 @@ class Pipeline:
         tier = CacheTier.IN_FLIGHT if joined else flight.tier
         return self._delivered(found, tier, flight.timings.identified_in(identify_ms), started_s)
 
-    async def prefetch(self, item: Item, *, namespace: str = "", priority: int = 0) -> Announced:
+    async def prefetch(self, item: Item, *, namespace: str = "") -> Announced:
         """Starts an encode that no caller has to wait for. Returns once the item is identified, its grid
         known and admitted. Raises as ``encode`` does, as far as the failure shows that early."""
         digest, key = await self._identify(item, namespace)
@@ -200,7 +201,7 @@ class Pipeline:
         if resident is not None:
             return Announced(key, digest, resident.grid, resident.spec.num_rows, True)
         while True:
-            flight, joined = self._board(item, digest, key, namespace, priority, None)
+            flight, joined = self._board(item, digest, key, namespace, True, None)
             flight.held = True
             try:
                 grid = await asyncio.shield(flight.announced)
@@ -219,10 +220,10 @@ class Pipeline:
         held = self.store.hold(namespace, key)
         if held is not None:
             return self._delivered(held, cache_tier(held), StageTimings(), started_s)
-        flight = self.flights.join(namespace, key, 0, deadline_s)
+        flight = self.flights.join(namespace, key, False, deadline_s)
         joined = flight is not None
         if flight is None:
-            flight = self._seek(namespace, key, b"", 0, deadline_s)
+            flight = self._seek(namespace, key, b"", False, deadline_s)
         held = await self.flights.wait(flight, deadline_s)
         tier = CacheTier.IN_FLIGHT if joined else flight.tier
         return self._delivered(held, tier, replace(flight.timings), started_s)
@@ -284,34 +285,40 @@ class Pipeline:
         return digest, key
 
     def _board(
-        self, item: Item, digest: bytes, key: bytes, namespace: str, priority: int, deadline_s: float | None
+        self,
+        item: Item,
+        digest: bytes,
+        key: bytes,
+        namespace: str,
+        is_prefetch: bool,
+        deadline_s: float | None,
     ) -> tuple[Flight, bool]:
         """The flight for a key, and whether it was under way. No await between look and start, so that one
         key never flies twice."""
-        flight = self.flights.join(namespace, key, priority, deadline_s)
+        flight = self.flights.join(namespace, key, is_prefetch, deadline_s)
         if flight is not None:
             return flight, True
         if isinstance(item.content, DigestOnly):
-            return self._seek(namespace, key, digest, priority, deadline_s), False
+            return self._seek(namespace, key, digest, is_prefetch, deadline_s), False
         if self._draining:
             raise Draining("the service is stopping and takes no new work")
         if self.engine.fault is not None:
             raise DeviceFault(self.engine.fault.message)
         self.undelivered.check_room()
         flight = self.flights.start(
-            namespace, key, digest, priority, deadline_s, lambda flight: self._fly(flight, item)
+            namespace, key, digest, is_prefetch, deadline_s, lambda flight: self._fly(flight, item)
         )
         return flight, False
 
     def _seek(
-        self, namespace: str, key: bytes, digest: bytes, priority: int, deadline_s: float | None
+        self, namespace: str, key: bytes, digest: bytes, is_prefetch: bool, deadline_s: float | None
     ) -> Flight:
         """The flight of a key whose content nobody has sent, which looks into the tier that replicas share.
         Raises UnknownKey where there is none to look into, or the service is leaving."""
         if self.shared_tier is None or self._draining or self.engine.fault is not None:
             raise unknown(key)
         self.undelivered.check_room()
-        return self.flights.start(namespace, key, digest, priority, deadline_s, self._fly_unsent)
+        return self.flights.start(namespace, key, digest, is_prefetch, deadline_s, self._fly_unsent)
 
     # -- a flight --------------------------------------------------------------------------------------
 
@@ -369,7 +376,7 @@ class Pipeline:
                 self.metrics.stage_seconds.observe(name[: -len("_ms")], milliseconds / 1e3)
 
     async def _on_worker(self, function: Callable[..., Result], *arguments: object) -> Result:
-        return await self._returns.run(self.workers, function, *arguments)
+        return await asyncio.get_running_loop().run_in_executor(self.workers, function, *arguments)
 
 
 def unknown(key: bytes) -> UnknownKey:

@@ -2,16 +2,15 @@
 
 Owns what happens between an item's pixels and its rows' being held: room is reserved on the device where
 the store has such room, so that the engine writes rows where readers will find them; else they come through
-memory of the engine's and are copied into the store. Room is taken while an item is decoded, as long as
-what waits has little of the device's, and else when the item's batch is planned: a long queue does not push
-out rows that are asked for meanwhile, for items whose turn is far away. Callers that leave meanwhile leave no
-room behind. What became of an item before and who waits for it are ``pipeline``'s and ``flights``'. Used from
-the event loop only, but for what a ``Handover`` does on a worker.
+memory of the engine's and are copied into the store. Room is taken while an item is decoded. Callers that
+leave meanwhile leave no room behind. What became of an item before and who waits for it are ``pipeline``'s
+and ``flights``'. Used from the event loop only, but for what a ``Handover`` does on a worker.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, Future
@@ -20,20 +19,15 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from encoder_service.engine.device import DeviceEngine
-from encoder_service.engine.jobs import TowerResult, given_up
-from encoder_service.engine.returns import Returns, start_soon, told
-from encoder_service.engine.rows import Destination
-from encoder_service.errors import DeviceFault, Draining
+from encoder_service.engine.jobs import TowerResult, cancelled_error
+from encoder_service.errors import DeviceFault, Draining, InternalError
 from encoder_service.flights import Flight
-from encoder_service.store.arena_store import ArenaStore
+from encoder_service.ingest.workers import WorkerThreads
 from encoder_service.store.embedding_store import Held, RowStore, Writing
 from encoder_service.store.shared_tier import SharedTier
-from encoder_service.store.tiers import TieredStore
 from encoder_service.towers.tower import Tower
 from encoder_service.types import CacheTier, EncodedItem, Grid, LoadPixels, TowerItem
 
-# Of a device arena: what items may hold of it that have not run yet.
-QUEUED_SHARE = 1 / 4
 # Rows below this are copied into their slot on the event loop: a thread hop costs more than the copy.
 COPY_INLINE_BYTES = 1 << 20
 # Of rows to come, which are kept for the next item of the same size.
@@ -41,44 +35,12 @@ MAX_SHAPES = 1024
 
 
 class Room:
-    """Where on the device an item's rows will lie. writing: None where there is no room, or none yet.
-    is_late: it is looked for when the item's batch is planned."""
+    """Where on the device an item's rows will lie. writing: None where there is no room."""
 
-    def __init__(
-        self, store: RowStore, namespace: str, coming: EncodedItem, queued: dict[ArenaStore, int]
-    ) -> None:
-        """Reserves it now where it may. coming: the item without its rows. queued: bytes that items hold
-        from when they are decoded until they end, by the arena that they are of; counted here."""
-        self.writing: Writing | None = None
-        self._store, self._namespace, self._coming, self._queued = store, namespace, coming, queued
-        self._part: ArenaStore | None = None
-        self._has_ended = False
-        part = store.part("device", namespace) if isinstance(store, TieredStore) else None
-        num_bytes = coming.spec.num_bytes
-        held_bytes = 0 if part is None else queued.get(part, 0)
-        # One may always, or an arena whose share is smaller than an item would have each wait for the loop.
-        self.is_late = (
-            part is not None and held_bytes > 0 and (held_bytes + num_bytes > part.max_bytes * QUEUED_SHARE)
-        )
-        if self.is_late:
-            return
-        self.writing = store.reserve(namespace, coming)
-        if self.writing is not None and part is not None:
-            self._part = part
-            queued[part] = held_bytes + num_bytes
-
-    def find(self) -> Destination:
-        """The room of an item that is late; None where there is none, or the item has ended."""
-        if self._has_ended:
-            return None
-        self.writing = self._store.reserve(self._namespace, self._coming)
-        return None if self.writing is None else self.writing.target
-
-    def end(self) -> None:
-        """The item waits no more, and from now on no room is found for it. Once."""
-        self._has_ended = True
-        if self._part is not None:
-            self._queued[self._part] -= self._coming.spec.num_bytes
+    def __init__(self, store: RowStore, namespace: str, coming: EncodedItem) -> None:
+        """Reserves it. coming: the item without its rows."""
+        self._store = store
+        self.writing: Writing | None = store.reserve(namespace, coming)
 
     def give_back(self) -> None:
         """Nothing will be written there."""
@@ -88,19 +50,22 @@ class Room:
 
 @dataclass(frozen=True)
 class TowerRun:
-    """clock: seconds, the engine's. workers: make large copies. returns: how the engine's threads tell the
-    loop. shared: asked before an item is encoded. queued: bytes of room that items hold before they ran, by
-    the arena that it is of."""
+    """clock: seconds, the engine's. workers: make large copies. loop: the one that this runs on. shared:
+    asked before an item is encoded."""
 
     engine: DeviceEngine
     store: RowStore
     workers: Executor
     tower: Tower
     clock: Callable[[], float]
-    returns: Returns
+    loop: asyncio.AbstractEventLoop
     shared: SharedTier | None = None
-    queued: dict[ArenaStore, int] = field(default_factory=dict)
     _shapes: dict[int, torch.Tensor] = field(default_factory=dict)
+
+    def post(self, function: Callable[..., object], *arguments: object) -> None:
+        """Has the loop call ``function``, from any thread; does nothing once the loop has ended."""
+        with contextlib.suppress(RuntimeError):
+            self.loop.call_soon_threadsafe(function, *arguments)
 
     async def find(self, flight: Flight) -> Held | None:
         """The flight's rows from the tier that replicas share, kept in the store from now on; None where they
@@ -187,13 +152,29 @@ class TowerRun:
         return self.store.hold(namespace, encoded.key, is_lookup=False) or Held(encoded)
 
 
+def as_future_exception(error: BaseException) -> BaseException:
+    """The error in a form that a future accepts, which refuses StopIteration."""
+    if not isinstance(error, StopIteration):
+        return error
+    made = InternalError(f"StopIteration: {error}")
+    made.__cause__ = error
+    return made
+
+
+def start_soon(workers: Executor, job: Callable[[], object]) -> None:
+    """Runs a job that does not raise on a worker. Raises as the executor's ``submit``."""
+    if isinstance(workers, WorkerThreads):
+        workers.start_soon(job)
+    else:
+        workers.submit(job)
+
+
 class Handover:
     """One item from its worker to the engine, and its rows back to the loop.
 
     Its worker hands the pixels to the engine itself, into room that the loop has taken meanwhile: by way of
     the loop they would wait for two of its turns, and for the room, with the device idle. The room is the
-    engine's until the engine says how the item ended, also when every caller has left before. Late room that
-    was not to be had by then is done without.
+    engine's until the engine says how the item ended, also when every caller has left before.
     """
 
     def __init__(self, towers: TowerRun, flight: Flight, grid: Grid, load: LoadPixels) -> None:
@@ -224,11 +205,11 @@ class Handover:
     # -- on the worker ---------------------------------------------------------------------------------
 
     def _work(self) -> None:
-        post = self._towers.returns.post
+        post = self._towers.post
         try:
             self._make_pixels()
             if self._item is None:
-                post(self._fail, given_up())
+                post(self._fail, cancelled_error())
             elif self._room is None:  # the loop is not so far
                 post(self._submit_on_loop)
             else:
@@ -241,7 +222,7 @@ class Handover:
         load, self._load = self._load, None
         if load is None or self._landed.cancelled():
             return
-        self._towers.returns.post(self._take_room)
+        self._towers.post(self._take_room)
         item, decode_ms, resize_ms = load()
         timings = self._flight.timings
         timings.decode_ms, timings.resize_ms = decode_ms, resize_ms
@@ -254,10 +235,9 @@ class Handover:
         assert item is not None
         self._item = None  # the engine's now
         target = None if room.writing is None else room.writing.target
-        late = room.find if room.is_late else None
         flight.queued_s = towers.clock()
-        future = towers.engine.submit(item, flight.ticket, target, late)
-        future.add_done_callback(functools.partial(towers.returns.post, self._end))
+        future = towers.engine.submit(item, flight.ticket, target)
+        future.add_done_callback(functools.partial(towers.post, self._end))
         if self._landed.cancelled():  # in this moment: whoever gave it up did not find it with the engine
             towers.engine.discard(flight.ticket)
 
@@ -269,14 +249,14 @@ class Handover:
         if not self._landed.cancelled():
             towers, flight = self._towers, self._flight
             coming = towers.rows_to_come(flight, self._grid)
-            self._room = Room(towers.store, flight.namespace, coming, towers.queued)
+            self._room = Room(towers.store, flight.namespace, coming)
 
     def _submit_on_loop(self) -> None:
         try:
             if self._room is None:
                 self._take_room()
             if self._room is None or self._landed.cancelled():
-                raise given_up()
+                raise cancelled_error()
             self._submit(self._room)
         except BaseException as error:
             self._fail(error)
@@ -286,11 +266,10 @@ class Handover:
         self._item = None
         try:
             if self._room is not None:
-                self._room.end()
                 self._room.give_back()
         finally:  # a defect of the store's would else leave everybody waiting
             if not self._landed.done():
-                self._landed.set_exception(told(error))
+                self._landed.set_exception(as_future_exception(error))
 
     def _end(self, done: Future[TowerResult]) -> None:
         try:
@@ -311,7 +290,6 @@ class Handover:
         the device may still write."""
         room, flight, store = self._room, self._flight, self._towers.store
         assert room is not None
-        room.end()
         error = done.exception()
         if error is not None:
             if not isinstance(error, DeviceFault):

@@ -106,24 +106,19 @@ class FrameItem:
     """Decoded, resized, padded pixels, not yet normalised or cut into patches.
 
     frames_THWC: uint8 [T, H, W, 3]; T counts frames (1 for an image), H and W are multiples of the
-    patch size times the merge size. grid: what the patches of these frames will be. upload: what the engine
-    found out about the pixels beforehand, its own business; without it each launch does. Where it says so,
-    the one frame is an image of its own size, which the device resizes and pads.
+    patch size times the merge size. grid: what the patches of these frames will be.
     """
 
     frames_THWC: torch.Tensor
     grid: Grid
-    upload: object = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True)
 class PatchItem:
-    """Patches ready for the tower. pixel_values: [P, patch_dim], float32 or the tower's dtype. upload: as a
-    FrameItem's."""
+    """Patches ready for the tower. pixel_values: [P, patch_dim], float32 or the tower's dtype."""
 
     pixel_values: torch.Tensor
     grid: Grid
-    upload: object = field(default=None, compare=False, repr=False)
 
 
 TowerItem: TypeAlias = FrameItem | PatchItem

@@ -79,14 +79,6 @@ def register_gauges(metrics: Metrics, pipeline: Pipeline, engine: DeviceEngine) 
             "place",
             lambda: dict(decoding.counts),
         )
-    if (resizing := engine.resizing) is not None:
-        by(
-            "ve_resized_items",
-            "Images by where they are resized: the device, or the host for want of room on the device or in "
-            "the byte budget.",
-            "place",
-            lambda: dict(resizing.counts),
-        )
     if (graphs := engine.graphs) is not None:
         figures = graphs.counters
         counter("ve_graph_replays", "Batches run as a CUDA graph.", lambda: figures.replays.total())

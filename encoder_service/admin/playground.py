@@ -73,7 +73,7 @@ class Playground:
     async def _explain(self, pipeline: Pipeline, data: bytes) -> dict[str, Any]:
         item = Item(Modality.IMAGE, EncodedFile(data))
         deadline_s = pipeline.clock() + TIMEOUT_S
-        delivered = await pipeline.encode(item, namespace=NAMESPACE, priority=PRIORITY, deadline_s=deadline_s)
+        delivered = await pipeline.encode(item, namespace=NAMESPACE, deadline_s=deadline_s)
         permit = None
         try:
             permit = pipeline.admission.acquire(len(data))

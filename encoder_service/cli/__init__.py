@@ -1,4 +1,4 @@
-"""The command line: serve, encode, info, health, tune, make-checkpoint.
+"""The command line: serve, encode, info, health, make-checkpoint.
 
 Owns the list of commands. ``serving`` runs the service; ``clients`` has the clients of one, ``connection``
 how they reach it; ``checkpoints`` what works on files alone. Imports what a command needs when it runs, so
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import typer
 
-from encoder_service.cli.checkpoints import make_checkpoint, tune
+from encoder_service.cli.checkpoints import make_checkpoint
 from encoder_service.cli.clients import encode, health, info
 from encoder_service.cli.serving import announce, serve
 
@@ -22,7 +22,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (serve, tune, encode, info, health, make_checkpoint):
+for command in (serve, encode, info, health, make_checkpoint):
     app.command(command.__name__.replace("_", "-"))(command)
 
 

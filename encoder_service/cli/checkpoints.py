@@ -1,4 +1,4 @@
-"""``tune`` and ``make-checkpoint``: what works on files alone, without a service."""
+"""``make-checkpoint``: works on files alone, without a service."""
 
 from __future__ import annotations
 
@@ -21,42 +21,6 @@ class Size(enum.StrEnum):
     TINY = "tiny"
     SMALL = "small"
     FULL = "full"
-
-
-def tune(
-    traffic: Annotated[Path, typer.Option(help="CSV with the columns width, height in pixels [, count].")],
-    model: Annotated[Path, typer.Option(help="Checkpoint whose processor settings decide the grids.")],
-    max_patches: Annotated[int, typer.Option(help="Patches of the largest bucket.")] = 16_384,
-    max_items: Annotated[int, typer.Option(help="Items in one batch.")] = 64,
-    num_sizes: Annotated[
-        int | None, typer.Option(help="Sizes to propose; as many as the default ladder when not given.")
-    ] = None,
-) -> None:
-    """Proposes bucket sizes for the image sizes that a service sees, with the waste they would leave."""
-    from rich.console import Console
-
-    from encoder_service.errors import StartupError
-    from encoder_service.ingest.decode import DecodeLimits
-    from encoder_service.ingest.registry import load_preprocessor
-    from encoder_service.towers.checkpoint import read_config
-    from encoder_service.towers.config import parse_config
-    from encoder_service.tune import tune as propose
-    from encoder_service.types import PreprocessOptions
-
-    try:
-        family, config = parse_config(read_config(model))
-        preprocessor = load_preprocessor(model, family, DecodeLimits(1 << 30, 1 << 30))
-        propose(
-            traffic,
-            lambda height, width: preprocessor.target_grid(height, width, PreprocessOptions()),
-            max_patches=max_patches,
-            max_items=max_items,
-            num_sizes=num_sizes,
-            merge_size=config.merge_size,
-            console=Console(),
-        )
-    except StartupError as error:
-        fail(error.message)
 
 
 def make_checkpoint(

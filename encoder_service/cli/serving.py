@@ -59,15 +59,10 @@ def serve(
             "serve all shapes.",
         ),
     ] = False,
-    bucket_sizes: Annotated[
-        str | None, typer.Option(help="Patches of each graph, comma separated, as tune proposes them.")
-    ] = None,
+    bucket_sizes: Annotated[str | None, typer.Option(help="Patches of each graph, comma separated.")] = None,
     decode: Annotated[
         str | None,
         typer.Option(help="Where JPEG files are decoded: host, or device by nvJPEG (VE_DECODE)."),
-    ] = None,
-    resize: Annotated[
-        str | None, typer.Option(help="Where images are resized: host, or device on a GPU (VE_RESIZE).")
     ] = None,
     store_bytes: Annotated[int | None, typer.Option(help="Rows kept for later requests.")] = None,
     broker_path: Annotated[
@@ -103,7 +98,6 @@ def serve(
             deterministic=deterministic or None,
             bucket_sizes=bucket_sizes,
             decode=decode,
-            resize=resize,
             store_bytes=store_bytes,
             broker_path=broker_path,
             arena_bytes=arena_bytes,

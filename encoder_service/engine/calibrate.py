@@ -1,11 +1,11 @@
 """The cost of a batch, measured on the device that will run it.
 
-Owns which batches are timed after capture, and timing them; the fit is scheduler.cost's. What is timed is
-what serves: the bucket that the ladder chooses, its padding, one replay, between device events.
+Owns the choice of batches that are timed after capture, and their timing: the bucket that the ladder chooses,
+with its padding, one replay, between device events. Leaves the fit to scheduler/cost.py.
 
-The batches tell the parts of the cost apart. Each of several sizes is filled with sequences as long as most
-that come (much attention), with as many short ones as there are slots (little), and with short ones beside
-one that needs a high bound (as little, but empty slots under that bound).
+The batches are chosen so that they determine each part of the cost. Each of several sizes is filled with long
+sequences (much attention), with as many short ones as there are slots (little attention), and with short ones
+beside one long enough to need a bucket with a high bound (little attention, but empty slots).
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import Protocol
 import structlog
 import torch
 
+from encoder_service.engine.graphs import StagedInputs
 from encoder_service.engine.streams import Streams
 from encoder_service.errors import ConfigurationError
 from encoder_service.metrics import Metrics
@@ -35,8 +36,8 @@ SIZES = (64, 256, 784, 1568, 2304, 4096, 8192, 16_384)
 # The longest sequences that fill a batch; 1024 pixels square at 16 pixels a patch.
 LONG_SEQUENCE = 4096
 SHORTEST_SEQUENCE = 64
-# All batches are timed in turns. The first turn warms up; as many follow as the time allows.
-MIN_TURNS, MAX_TURNS = 2, 5
+# Each round times every batch. The first round warms up; as many follow as the time allows.
+MIN_ROUNDS, MAX_ROUNDS = 2, 5
 BUDGET_S = 1.2
 
 
@@ -49,21 +50,17 @@ class TimedRunner(Protocol):
     def streams(self) -> Streams: ...
     def prepare(self, grids: Sequence[Grid]) -> FusedInputs: ...
     def can_use(self, inputs: FusedInputs) -> Bucket | None: ...
-    def launch(
-        self,
-        inputs: FusedInputs,
-        pixels: Callable[[torch.Tensor], None],
-        consume: Callable[[torch.Tensor], None],
-    ) -> None: ...
+    def stage(self, inputs: FusedInputs) -> StagedInputs: ...
+    def forward(self, batch: StagedInputs) -> torch.Tensor: ...
 
 
 def calibrate(
     runner: TimedRunner, merge_size: int, *, clock: Callable[[], float], budget_s: float = BUDGET_S
 ) -> Calibration | None:
-    """The cost model of this device; None, with a warning, where the ladder's buckets do not tell it.
+    """The cost model of this device; None, with a warning, where the ladder's buckets do not determine it.
 
-    Runs batches through the runner, so its counters move. clock: seconds. budget_s: no further turn is
-    begun after it; MIN_TURNS are, however long they take.
+    Runs batches through the runner, so its counters move. clock: seconds. budget_s: no further round begins
+    after it, except for the first MIN_ROUNDS.
     """
     started_s = clock()
     batches: list[tuple[FusedInputs, Bucket]] = []
@@ -74,14 +71,14 @@ def calibrate(
     samples_us: list[list[float]] = [[] for _ in batches]
     order = list(range(len(batches)))
     shuffle = random.Random(0).shuffle  # noqa: S311 - an order, no secret
-    for turn in range(MAX_TURNS + 1):
-        if turn > MIN_TURNS and clock() - started_s >= budget_s:
+    for round_ in range(MAX_ROUNDS + 1):
+        if round_ > MIN_ROUNDS and clock() - started_s >= budget_s:
             break
-        # A batch is slower after a heavy one than after a light one: each meets several.
+        # A batch is slower after a heavy one than after a light one: each follows several others.
         shuffle(order)
         for index in order:
             us = replay_us(runner, batches[index][0])
-            if turn:
+            if round_:
                 samples_us[index].append(us)
     timings = [
         Timing(
@@ -115,8 +112,8 @@ def calibrate(
 
 
 def export_cost(metrics: Metrics, ladder: BucketLadder) -> None:
-    """Gauges of the cost that the ladder is chosen by, and of its error, which is NaN where it was not
-    measured on this device."""
+    """Gauges of the cost model that buckets are chosen by, and of its error, NaN where it was not measured
+    on this device."""
     cost, calibration = ladder.cost, ladder.calibration
     for name, text, value in (
         ("fixed_us", "Predicted microseconds of any batch.", cost.fixed_us),
@@ -132,13 +129,12 @@ def export_cost(metrics: Metrics, ladder: BucketLadder) -> None:
 def replay_us(runner: TimedRunner, inputs: FusedInputs) -> float:
     """Microseconds of one batch of random pixels on the device, from pixels in place to rows."""
     streams = runner.streams
-    started, ended = streams.make_timed_event(), streams.make_timed_event()
-
-    def pixels(out: torch.Tensor) -> None:
-        out.normal_()
-        streams.compute.record(started)
-
-    runner.launch(inputs, pixels, lambda _: streams.compute.record(ended))
+    started, ended = streams.make_event(), streams.make_event()
+    batch = runner.stage(inputs)
+    streams.compute.run(batch.pixels.normal_)
+    streams.compute.record(started)
+    streams.compute.run(lambda: runner.forward(batch))
+    streams.compute.record(ended)
     ended.synchronize()
     return started.elapsed_time(ended) * 1e3
 

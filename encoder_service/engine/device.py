@@ -1,18 +1,15 @@
 """The device engine: keeps up to two batches on the device, so that it never idles while the host works.
 
-Owns which thread does what and what happens when a batch fails. Leaves the choice of batches to the
-planner, the work on the device to the launcher and everything about requests to the pipeline.
+Owns the two threads that touch the device and what happens when a batch fails. Leaves the choice of batches
+to the planner, the work on the device to the launcher and everything about requests to the pipeline.
 
-One thread hands batches over, up to two at a time; a second waits for the oldest and gives its rows out. With
-one thread, either an item that comes while the device is busy would wait for the batch to end before its own
-transfer starts, or the rows of a batch would wait for the next one; neither thread holds the interpreter's
-lock while it waits or copies. While the device has a batch and what waits fills no other, the next one is
-made just before the device needs it: made at once it would be as small as what has come by then, and small
-batches take the device, and the interpreter's lock, longer for each item.
+One thread launches batches, up to two at a time; the other waits for the oldest and hands out its rows. While
+the device is busy and what waits does not fill a batch, the next one is made just before the device needs it,
+so that items that arrive meanwhile share it.
 
-A batch that cannot be handed over is split and retried, so that one poisoned item fails alone. A fault of
-the device itself, told late by the wait for a batch, fails everything in flight and waiting, once, with a
-retryable error, and is reported to the owner, which takes the process out of service.
+A batch that cannot be launched is split and retried, so that a poisoned item fails alone. A fault of the
+device itself fails everything in flight and waiting, once, with a retryable error, and is reported to the
+owner, which takes the process out of service.
 """
 
 from __future__ import annotations
@@ -28,33 +25,34 @@ import torch
 
 from encoder_service.engine.faults import first_line, is_device_fault
 from encoder_service.engine.graphs import GraphRunner
-from encoder_service.engine.jobs import Batch, EngineCounters, Job, LatePlaces, TowerResult, reasons_of
+from encoder_service.engine.jobs import (
+    Batch,
+    EngineCounters,
+    Job,
+    TowerResult,
+    cancelled_error,
+    dropped_errors,
+)
 from encoder_service.engine.launch import Launcher, TowerLauncher
-from encoder_service.engine.resizing import Resizing
-from encoder_service.engine.returns import Returns
-from encoder_service.engine.rows import Destination
 from encoder_service.errors import DeviceFault, Draining, InternalError
 from encoder_service.ingest.preprocessor import Preprocessor
 from encoder_service.metrics import Metrics
-from encoder_service.scheduler.outlook import Outlook
-from encoder_service.scheduler.planner import Plan, Planner, Ticket, launch_of
+from encoder_service.scheduler.planner import Planner, Ticket, launch_of
+from encoder_service.scheduler.timeline import DeviceTimeline
 from encoder_service.towers.tower import Tower
 from encoder_service.types import Grid, TowerItem
 
 log = structlog.get_logger(__name__)
 
 MAX_IN_FLIGHT = 2
-# The event loop may take so long to find places for a batch's rows: longer than it holds its breath, and
-# shorter than callers would notice.
-PLACES_S = 0.25
 
 
 class DeviceEngine:
     """The threads that touch the device.
 
     clock: seconds, monotonic, the one that deadlines are in. on_fault: called once, on an engine's thread,
-    when the device failed. graphs: runs batches on the fast path; without it the tower does, plain. resizing:
-    of images that are resized on the device. launcher: in place of the one that these make.
+    when the device failed. num_threads: of torch on a CPU; 0: its own choice. graphs: the fast path; None:
+    the plain tower. launcher: in place of one for this tower. timeline: in place of a new one.
     """
 
     def __init__(
@@ -68,32 +66,27 @@ class DeviceEngine:
         on_fault: Callable[[DeviceFault], None],
         num_threads: int = 0,
         graphs: GraphRunner | None = None,
-        resizing: Resizing | None = None,
         launcher: Launcher | None = None,
+        timeline: DeviceTimeline | None = None,
     ) -> None:
-        self._tower = tower
         self._planner = planner
         self._metrics = metrics
         self._clock = clock
         self._on_fault = on_fault
         self._num_threads = num_threads
         self.graphs = graphs
-        self.resizing = resizing
-        self._launcher = launcher or TowerLauncher(
-            tower, preprocessor, graphs, clock=clock, resizing=resizing
-        )
+        self._launcher = launcher or TowerLauncher(tower, preprocessor, graphs, clock=clock)
         self._device = tower.device
-        # Guards everything below. Each thread waits for its own condition: one that is woken for nothing
-        # takes the interpreter's lock from those who work.
+        # Guards everything below.
         self._lock = threading.RLock()
         self._may_launch = threading.Condition(self._lock)
         self._may_finish = threading.Condition(self._lock)
-        self._jobs: dict[Ticket, Job] = {}  # those that wait
-        self._taken: dict[Job, None] = {}  # those whose batch was planned and who have no answer yet
+        self._waiting: dict[Ticket, Job] = {}
+        self._planned: dict[Job, None] = {}  # taken out of the queue and not answered yet
         self._in_flight: deque[Batch] = deque()  # oldest first
-        self._outlook = Outlook()
+        self._timeline = timeline or DeviceTimeline()
         self._stopping = False
-        self._is_holding = False
+        self._is_delaying = False
         self._launching_is_over = False
         self._fault: DeviceFault | None = None
         self._threads = [
@@ -101,16 +94,14 @@ class DeviceEngine:
             for loop, name in ((self._launch_loop, "device-engine"), (self._finish_loop, "device-rows"))
         ]
         self.counters = EngineCounters()
-        self.returns: Returns | None = None
-        """Where items' late destinations are found; without, those items' rows go to host memory."""
 
     def start(self) -> None:
         for thread in self._threads:
             thread.start()
 
     def stop(self, timeout_s: float) -> bool:
-        """Finishes the batches in flight, refuses what waits, joins the threads. False if they did not end
-        within ``timeout_s``. Blocks; also right for an engine that never started."""
+        """Finishes the batches in flight, refuses what waits, joins the threads. Returns False if they did
+        not end within ``timeout_s``. Blocks. Also for an engine that never started."""
         with self._lock:
             self._stopping = True
             self._wake_all()
@@ -127,8 +118,8 @@ class DeviceEngine:
         return self._fault
 
     def report(self, error: Exception) -> None:
-        """What somebody else's work on the device failed with, on any thread: where that was the device's
-        fault, everything ends as if a batch had found it."""
+        """Takes the error of other work on the device, from any thread. If it is the device's fault,
+        everything ends as if a batch had failed with it."""
         if is_device_fault(error):
             self._fail(DeviceFault(f"the device failed: {first_line(error)}"))
 
@@ -143,40 +134,38 @@ class DeviceEngine:
             return len(self._planner)
 
     def submit(
-        self,
-        item: TowerItem,
-        ticket: Ticket,
-        destination: Destination = None,
-        late: Callable[[], Destination] | None = None,
+        self, item: TowerItem, ticket: Ticket, destination: torch.Tensor | None = None
     ) -> Future[TowerResult]:
-        """Queues an item. destination: where on the device its rows go, the engine's until the future ends;
-        host memory when left out. late: finds the destination when the item's batch is planned, on the loop
-        of ``returns``. The future ends with its rows, or Cancelled, DeadlineExceeded, Draining,
-        DeviceFault or InternalError. Raises DeviceFault when the device has failed already, Draining when
-        the engine is stopping."""
-        job = Job(item, ticket, destination, late)
+        """Queues an item. destination: where its rows go, [R, W] in the rows' dtype, contiguous, on the
+        tower's device or in host memory (pinned in front of a GPU); it belongs to the engine until the future
+        ends. None: the result has a host tensor of its own.
+
+        The future ends, on an engine's thread, with the rows in place: after the device has passed the
+        forward pass and the copy. Or with Cancelled, DeadlineExceeded, Draining, DeviceFault or
+        InternalError. Raises DeviceFault after the device failed, Draining while the engine stops."""
+        job = Job(item, ticket, destination)
         with self._lock:
             if self._fault is not None:
                 raise self._fault
             if self._stopping:
                 raise Draining("the engine is stopping and takes no new work")
             job.future.set_running_or_notify_cancel()  # from here on only the engine completes it
-            self._jobs[ticket] = job
+            self._waiting[ticket] = job
             self._planner.add(ticket)
-            if self._has_room() and (not self._is_holding or self._planner.has_full_batch):
+            if self._has_room() and (not self._is_delaying or self._planner.has_full_batch):
                 self._may_launch.notify()
         return job.future
 
     def discard(self, ticket: Ticket) -> None:
-        """Drops an item that nobody waits for, at once, so that its pixels do not outlive its permit behind
-        a long batch. Does nothing for an item that runs already or has ended."""
+        """Drops a waiting item at once, so that its pixels do not outlive its permit behind a long batch.
+        Does nothing for an item that already runs or has ended."""
         with self._lock:
-            job = self._jobs.pop(ticket, None)
+            job = self._waiting.pop(ticket, None)
             if job is None:
                 return
             self._planner.remove(ticket)
             self.counters.dropped_items += 1
-        job.give_up()
+        job.future.set_exception(cancelled_error())
 
     @property
     def num_in_flight(self) -> int:
@@ -197,13 +186,12 @@ class DeviceEngine:
                 loop()
         except DeviceFault as fault:
             self._fail(fault)
-        except Exception as error:  # a defect of the loop itself: nobody would serve the queue any more
+        except Exception as error:  # a defect of the loop itself: nothing would serve the queue any more
             log.exception("an engine's thread failed")
             self._fail(DeviceFault(f"the engine's thread failed: {first_line(error)}"))
 
     def _choose_device(self) -> None:
-        """Makes the tower's GPU this thread's current one: streams, pinned memory and kernels that are
-        launched by hand would otherwise go to the first."""
+        """Makes the tower's GPU this thread's current one, as streams, pinned memory and Triton need it."""
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
 
@@ -216,22 +204,21 @@ class DeviceEngine:
                 if self._stopping:
                     break
                 now_s = self._clock()
-                hold_s = 0.0 if self._planner.has_full_batch else self._outlook.hold_s(now_s)
-                if hold_s > 0.0:
-                    self._is_holding = True
-                    self._may_launch.wait(hold_s)
-                    self._is_holding = False
+                delay_s = 0.0 if self._planner.has_full_batch else self._timeline.batch_delay_s(now_s)
+                if delay_s > 0.0:
+                    self._is_delaying = True
+                    self._may_launch.wait(delay_s)
+                    self._is_delaying = False
                     continue
-                plan = self._planner.next_batch(now_s, self._outlook.busy_s(now_s))
-                batch = [self._jobs.pop(ticket) for ticket in plan.batch]
-                self._taken.update(dict.fromkeys(batch))
-                dropped = self._take_dropped(plan)
+                plan = self._planner.next_batch(now_s, self._timeline.busy_s(now_s))
+                batch = [self._waiting.pop(ticket) for ticket in plan.batch]
+                self._planned.update(dict.fromkeys(batch))
+                dropped = [(self._waiting.pop(ticket), error) for ticket, error in dropped_errors(plan)]
                 self.counters.dropped_items += len(dropped)
             for job, error in dropped:
                 job.future.set_exception(error)
-            self._find_places(batch)
             self._launch(batch)
-            del batch, plan, dropped
+            del batch, plan, dropped  # not while the next batch is awaited
         self._abandon(Draining("the service stopped before the item ran"))
         with self._lock:
             self._launching_is_over = True
@@ -244,22 +231,9 @@ class DeviceEngine:
     def _has_room(self) -> bool:
         return len(self._in_flight) < MAX_IN_FLIGHT
 
-    def _take_dropped(self, plan: Plan) -> list[tuple[Job, Exception]]:
-        return [(self._jobs.pop(ticket), error) for ticket, error in reasons_of(plan)]
-
-    def _find_places(self, jobs: list[Job]) -> None:
-        """Has the loop find the destinations that wait for their batch. Items are late where many wait, so
-        that the device has a batch meanwhile."""
-        if self.returns is None or not any(job.late for job in jobs):
-            return
-        places = LatePlaces(jobs)
-        self.returns.post(places.find)
-        if not places.wait(PLACES_S):
-            self.counters.unanswered_places += 1
-
     def _launch(self, jobs: list[Job]) -> None:
-        """Hands a batch to the device; on failure its halves; a single item's failure is its own. Waits
-        while two batches are in flight, as the first half of a batch that failed may be."""
+        """Launches a batch; if that fails, its halves; a single item that fails is answered. Waits while two
+        batches are in flight, which the first half of a failed batch may be one of."""
         if not jobs:
             return
         with self._lock:
@@ -272,8 +246,8 @@ class DeviceEngine:
             launched = self._launcher.launch([job.item for job in jobs], [job.destination for job in jobs])
         except Exception as error:
             failure = self._check_failure(error)
-        # Outside the handler: the exception's traceback holds the failed batch's tensors, and halves that
-        # should fit after running out of memory would not.
+        # Outside the handler: the exception's traceback holds the failed batch's tensors, and after an
+        # out-of-memory error the halves would not fit beside them.
         if failure and len(jobs) > 1:
             self.counters.retried_batches += 1
             log.warning("batch failed, retrying its halves", items=len(jobs), error=failure)
@@ -288,12 +262,12 @@ class DeviceEngine:
         predicted_us = self._planner.predicted_us(job.ticket for job in jobs)
         with self._lock:
             self._in_flight.append(Batch(jobs, launched))
-            self._outlook.launched(started_s, predicted_us)
+            self._timeline.launched(started_s, predicted_us)
             self._may_finish.notify()
 
     def _check_failure(self, error: Exception) -> str:
-        """What to say of a failed batch. Raises DeviceFault when the device has failed: an earlier batch's
-        fault may show first in a later one's launch, and under another name."""
+        """The text for a batch's failure. Raises DeviceFault if the device has failed: an earlier batch's
+        fault may first show in a later one's launch, and as another error."""
         try:
             if is_device_fault(error):
                 raise error
@@ -326,7 +300,7 @@ class DeviceEngine:
         ended_s = self._clock()
         with self._lock:
             self._in_flight.popleft()
-            self._outlook.finished(ended_s)
+            self._timeline.finished(ended_s)
             self._may_launch.notify()
         if failure:
             self._fail_items(batch.jobs, failure)
@@ -344,7 +318,7 @@ class DeviceEngine:
             for job, rows in zip(batch.jobs, batch.launched.collect(), strict=True):
                 if self._claim(job):
                     job.future.set_result(TowerResult(rows, ended_s - tower_s, tower_s * 1e3))
-        except Exception as error:  # host memory ran out: items that have their rows keep them
+        except Exception as error:  # out of host memory: items that have their rows keep them
             failure = self._check_failure(error)
         if failure:
             self._fail_items(batch.jobs, failure)
@@ -352,12 +326,13 @@ class DeviceEngine:
     # -- failures --------------------------------------------------------------------------------------
 
     def _claim(self, job: Job) -> bool:
-        """Whether the caller is the one to answer a planned job: either thread may be failing everything."""
+        """Whether the caller is the one to answer a planned job. The other thread may be answering all jobs
+        with a fault."""
         with self._lock:
-            return self._taken.pop(job, job) is None
+            return self._planned.pop(job, job) is None
 
     def _fail_items(self, jobs: list[Job], failure: str) -> None:
-        """Ends those of ``jobs`` that have no answer yet."""
+        """Answers those of ``jobs`` that have no answer yet with an error."""
         for job in jobs:
             if not self._claim(job):
                 continue
@@ -367,7 +342,7 @@ class DeviceEngine:
             job.future.set_exception(InternalError(f"the tower failed: {failure}"))
 
     def _fail(self, fault: DeviceFault) -> None:
-        """Ends everything, planned or waiting, with the fault. The second thread to notice does nothing."""
+        """Answers everything, planned or waiting, with the fault; only the first call does."""
         with self._lock:
             if self._fault is not None:
                 return
@@ -377,18 +352,18 @@ class DeviceEngine:
         self._on_fault(fault)
 
     def _abandon(self, error: Exception) -> None:
-        """Ends every waiting job with ``error``; after a fault with the fault, and the planned ones too. No
-        later job is accepted."""
+        """Answers every waiting job with ``error``; after a fault with the fault, and the planned jobs too.
+        No later job is accepted."""
         with self._lock:
-            # While stopping, one thread may come here before the other that has just noticed a fault.
+            # While stopping, one thread may be here before the other has reported its fault.
             error = self._fault or error
             self._stopping = True
             self._planner.drain()
-            jobs = list(self._jobs.values())
-            self._jobs.clear()
+            jobs = list(self._waiting.values())
+            self._waiting.clear()
             if self._fault is not None:
-                jobs = [*self._taken, *jobs]
-                self._taken.clear()
+                jobs = [*self._planned, *jobs]
+                self._planned.clear()
             self._wake_all()
         for job in jobs:
             job.future.set_exception(error)

@@ -1,8 +1,8 @@
 """The fast path of a GPU: fused tower, attention chosen by measurement, one CUDA graph per bucket.
 
-Owns putting the parts together before readiness: which attention backends are tried on which shapes, the
-ladder of buckets and its cost on this device, the captures and what is said about them. Where the fast path
-is not possible the plain tower serves, and the log says why.
+Owns its assembly before readiness: which attention backends are tried on which shapes, the ladder of buckets,
+the captures and the calibration. If the fast path is not possible, the plain tower serves and the log says
+why.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import structlog
 import torch
 
 from encoder_service.engine.calibrate import calibrate
-from encoder_service.engine.graphs import CaptureRecord, GraphCounters, GraphRunner
+from encoder_service.engine.graphs import CaptureRecord, GraphRunner
 from encoder_service.errors import ConfigurationError
 from encoder_service.scheduler.buckets import Bucket, BucketLadder, default_ladder, ladder_of_sizes
 from encoder_service.towers.attention import AttentionBackend, parse_attention
@@ -48,7 +48,7 @@ def build_graph_runner(
     clock: Callable[[], float] = time.monotonic,
     progress: Callable[[CaptureRecord, int], None] | None = None,
 ) -> GraphRunner | None:
-    """Every graph captured, ready to run; None where the plain tower has to serve.
+    """A runner with every graph captured; None where the plain tower has to serve.
 
     attention: "auto" or a backend's name. deterministic: one backend for all shapes whose rows for an item
     do not depend on its batch. max_patches: of the largest batch; longest_item: patches of the largest item
@@ -82,6 +82,14 @@ def build_graph_runner(
         tower.device,
         capture=True,
         clock=clock,
+        choices=[
+            *(("attention", f"{size}x{bound}", one.name) for (size, bound), one in chosen.choices.items()),
+            *(
+                (step, str(rows), name)
+                for step, by_rows in gemms.names.items()
+                for rows, name in by_rows.items()
+            ),
+        ],
     )
     runner.capture_all(progress)
     captured_s = clock()
@@ -101,17 +109,13 @@ def build_graph_runner(
     # Measured costs differ from start to start, and with them the bucket that a batch takes.
     calibration = None if deterministic else calibrate(runner, tower.merge_size, clock=clock)
     if calibration is not None:
-        runner.ladder = ladder.calibrated(calibration)
-    runner.choices = [
-        *(("attention", f"{size}x{bound}", one.name) for (size, bound), one in chosen.choices.items()),
-        *((step, str(rows), name) for step, by_rows in gemms.names.items() for rows, name in by_rows.items()),
-    ]
-    runner.counters = GraphCounters()  # from here on they count what is served
+        runner.use(calibration)
+    runner.reset_counters()  # from here on they count what is served
     return runner
 
 
 def why_plain(tower: Tower, candidates: Sequence[AttentionBackend]) -> str | None:
-    """What stands in the fast path's way, or None."""
+    """Why the fast path is not possible, or None."""
     if not isinstance(tower, Qwen3VLTower | MoonViTTower):
         return f"no fused form of {type(tower).__name__}"
     if tower.device.type != "cuda":

@@ -1,4 +1,4 @@
-"""Whether a failure is a batch's own or the device's."""
+"""Tells a device fault from the failure of one batch."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ CUDA_CODES_OF_ONE_CALL = frozenset({1, 2, 9})
 
 
 def is_device_fault(error: BaseException) -> bool:
-    """Whether an error says that the device itself is lost, not that one batch was too much for it.
-    Running out of device memory is the batch's failure: its halves may fit."""
+    """Whether an error means that the device is lost. Running out of device memory is the batch's failure:
+    its halves may fit."""
     if isinstance(error, torch.OutOfMemoryError):
         return False
     if getattr(error, "error_code", None) in CUDA_CODES_OF_ONE_CALL:

@@ -1,18 +1,15 @@
 """CUDA graphs of the tower, one per bucket: captured before readiness, replayed for every batch that fits.
 
-Owns the static buffers that graphs read, capture, the choice between replay and eager, and the counters that
-prove which it was. Padding a batch is the tower's, the ladder of buckets the scheduler's. Not thread-safe:
-capture first, then run from one thread.
+Owns the static buffers that graphs read, the capture, the choice between replay and eager, and the counters
+that prove which it was. Leaves the padding of a batch to the tower and the ladder of buckets to the
+scheduler. Not thread-safe: capture first, then launch from one thread.
 
 Memory. All graphs read the same static buffers, each a prefix of them, so images and clips of any bucket
-share one set. All graphs allocate from one pool: what a replay leaves there, its rows included, holds only
+share one set. All graphs allocate from one pool: what a replay leaves there, its rows included, is valid only
 until the next replay of any bucket.
 
-Streams. Everything that a graph reads is written in the compute stream, and so are its rows; on a GPU that
-is the caller's current stream. A launch comes, on the device, after the one before it: by the stream's order,
-or, where that was in another stream, by following it. ``launch`` hands the rows to a function that reads them
-in the compute stream's order, and needs nothing more. Whoever reads rows in another stream records an event
-there after the read and passes it to ``hold``.
+Streams. The compute stream runs everything that writes what a graph reads, the replay, and everything that
+reads its rows; so one launch comes after the one before it.
 
 On a CPU, or with ``capture=False``, the tower runs eagerly on the same padded, static inputs.
 """
@@ -23,22 +20,21 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import torch
 
-from encoder_service.engine.copies import Copies, Memory, copies_of
-from encoder_service.engine.pixels import Pixels, StaticBuffers, write_pixels
-from encoder_service.engine.pool import borrowed_view, pool_bytes
-from encoder_service.engine.rows import RowTarget
-from encoder_service.engine.staging import SOURCES, Layout, Staging, UploadRows
-from encoder_service.engine.streams import Event, Passage, Streams, streams_of
-from encoder_service.errors import ConfigurationError, InternalError, NotReady
+from encoder_service.engine.streams import Streams, streams_of
+from encoder_service.errors import ConfigurationError, InternalError, NotReady, PixelTensorMismatch
 from encoder_service.scheduler.buckets import Bucket, BucketLadder
-from encoder_service.towers.fused_inputs import BatchShape, BucketShape, FusedInputs, ShapeRows
+from encoder_service.scheduler.cost import Calibration
+from encoder_service.towers.fused_inputs import BucketShape, FusedInputs
 from encoder_service.types import Grid
 
 WARM_UP_RUNS = 2
+# The patches of each item, [P of the item, patch_dim] on any device, or a function that writes all of them
+# into the [P, patch_dim] tensor that it is given, in the compute stream.
+Pixels: TypeAlias = Sequence[torch.Tensor] | Callable[[torch.Tensor], object]
 
 
 class BucketedTower(Protocol):
@@ -53,7 +49,6 @@ class BucketedTower(Protocol):
     def dtype(self) -> torch.dtype: ...
     def prepare(self, grids: Sequence[Grid]) -> FusedInputs: ...
     def pad(self, inputs: FusedInputs, bucket: BucketShape) -> FusedInputs: ...
-    def shape_of(self, shapes: ShapeRows) -> BatchShape: ...
     def __call__(self, inputs: FusedInputs) -> torch.Tensor: ...
 
 
@@ -69,32 +64,46 @@ class CaptureRecord:
 @dataclass
 class GraphCounters:
     """replays: graph replays by bucket. padded_runs: eager runs on a bucket's padded shapes, where nothing
-    is captured. eager_runs: batches that no bucket takes. real_patches, padded_patches: patches of batches
-    and of the padding added to them, over replays and padded runs. replay_host_s: seconds that the host spent
-    in replays, most of what a step costs it."""
+    is captured. eager_runs: batches that no bucket takes. real_patches, padded_patches: patches of batches,
+    and of the padding added to them, over replays and padded runs."""
 
     replays: Counter[Bucket] = field(default_factory=Counter)
     padded_runs: Counter[Bucket] = field(default_factory=Counter)
     eager_runs: int = 0
     real_patches: int = 0
     padded_patches: int = 0
-    replay_host_s: float = 0.0
 
 
 @dataclass(frozen=True)
 class Captured:
-    """A graph, and its rows [R of the bucket, W] with their memory: a view that does not own the pool's."""
+    """A graph, and its rows [R of the bucket, W]: a view that does not own the pool's memory."""
 
     graph: torch.cuda.CUDAGraph
     rows: torch.Tensor
-    memory: Memory
+
+
+@dataclass(frozen=True)
+class StagedInputs:
+    """A batch whose metadata is on the device. bucket: None for one that runs eager. inputs: what the forward
+    pass reads, padded to the bucket. num_patches, num_rows: of the batch itself."""
+
+    bucket: Bucket | None
+    inputs: FusedInputs
+    num_patches: int
+    num_rows: int
+
+    @property
+    def pixels(self) -> torch.Tensor:
+        """[P, patch_dim]: where the batch's patches belong."""
+        assert self.inputs.pixel_values is not None
+        return self.inputs.pixel_values[: self.num_patches]
 
 
 class GraphRunner:
     """Runs batches through captured graphs.
 
-    clock: seconds, monotonic. capture: whether to capture at all; needs a CUDA device. streams, copies: in
-    place of the device's own.
+    clock: seconds, monotonic. capture: whether to capture at all; needs a CUDA device. choices: what was
+    chosen by measuring, as (what for, shape, name), for metrics. streams: in place of the device's own.
     """
 
     def __init__(
@@ -105,8 +114,8 @@ class GraphRunner:
         *,
         capture: bool,
         clock: Callable[[], float],
+        choices: Sequence[tuple[str, str, str]] = (),
         streams: Streams | None = None,
-        copies: Copies | None = None,
     ) -> None:
         """Raises ConfigurationError for capture without a GPU or with attention that bakes lengths into its
         launches, and for buckets that hold no merge."""
@@ -124,140 +133,104 @@ class GraphRunner:
         self._device = device
         self._capture = capture
         self._clock = clock
-        self.ladder = ladder
+        self._ladder = ladder
+        self.choices = choices
         self.streams = streams or streams_of(device, clock)
-        self.copies = copies or copies_of(device)
         self.counters = GraphCounters()
         self.captured_bytes = 0
-        # What was chosen by measuring, as (what for, shape, name): for metrics.
-        self.choices: Sequence[tuple[str, str, str]] = ()
         self._graphs: dict[Bucket, Captured] = {}
-        self._holds: list[Event] = []
         # Ordinary tensors even when made in inference mode: they are written in and out of it.
         with torch.inference_mode(False), torch.no_grad():
-            self._layouts = {bucket: Layout.of(self._filled(bucket)) for bucket in ladder.buckets}
-            most_bytes = max(layout.num_bytes for layout in self._layouts.values())
-            self._metadata = torch.zeros(most_bytes, dtype=torch.uint8, device=device)
+            sizes = {bucket: len(self._filled(bucket).table) for bucket in ladder.buckets}
+            self._table = torch.zeros(max(sizes.values()), dtype=torch.int32, device=device)
             self._pixels = torch.zeros(ladder.max_patches, tower.patch_dim, dtype=tower.dtype, device=device)
-            self._staging = Staging(self._metadata, self.streams, self.copies)
-            self._inputs = {bucket: self._static_inputs(bucket) for bucket in ladder.buckets}
-            self._static = {bucket: self._static_buffers(bucket) for bucket in ladder.buckets}
-        self.streams.compute.follow()
+            self._inputs = {bucket: self._static_inputs(bucket, size) for bucket, size in sizes.items()}
+
+    @property
+    def ladder(self) -> BucketLadder:
+        return self._ladder
 
     @property
     def ready(self) -> bool:
         """Whether every bucket that is to be captured has been."""
-        return not self._capture or len(self._graphs) == len(self.ladder)
-
-    @property
-    def captures(self) -> bool:
-        """Whether batches that a bucket takes are replayed."""
-        return self._capture
-
-    @property
-    def max_rows(self) -> int:
-        """Rows of the largest bucket."""
-        return self.ladder.max_patches // self._tower.merge_size**2
+        return not self._capture or len(self._graphs) == len(self._ladder)
 
     @property
     def pixel_bytes(self) -> int:
-        """Bytes that the pixels of a batch in the largest bucket take at most, as uint8 or in the tower's
-        dtype: the size of the buffer that graphs read."""
+        """Bytes of the largest bucket's patches in the tower's dtype."""
         return self._pixels.nbytes
 
     @property
     def max_items(self) -> int:
-        """The most items that a bucket's table has room for."""
-        return max(bucket.num_sequences for bucket in self.ladder.buckets)
+        """The most items that a bucket takes."""
+        return max(bucket.num_sequences for bucket in self._ladder.buckets)
 
-    def static(self, bucket: Bucket) -> StaticBuffers:
-        """What this bucket's graph reads, for what enqueues work between the metadata and the replay."""
-        return self._static[bucket]
+    def use(self, calibration: Calibration) -> None:
+        """Chooses buckets by a measured cost from now on."""
+        self._ladder = self._ladder.calibrated(calibration)
 
-    def shape_of(self, shapes: ShapeRows) -> BatchShape:
-        """A batch of which no more is known than rows of shapes, for ``choose`` and ``launch_staged``."""
-        return self._tower.shape_of(shapes)
-
-    def choose(self, batch: BatchShape) -> Bucket | None:
-        """``can_use`` for a batch's shape."""
-        return self.ladder.choose(batch.num_patches, batch.num_sequences, batch.max_seqlen, batch.num_frames)
+    def reset_counters(self) -> None:
+        self.counters = GraphCounters()
 
     def can_use(self, inputs: FusedInputs) -> Bucket | None:
-        """The bucket that this batch, unpadded, would run in; None: eager."""
-        return self.ladder.choose(
+        """The bucket that this batch, unpadded, runs in; None: eager."""
+        return self._ladder.choose(
             inputs.num_patches, len(inputs.seqlens), inputs.max_seqlen, inputs.num_frames
         )
 
     def prepare(self, grids: Sequence[Grid]) -> FusedInputs:
-        """Host metadata of a packed batch, for ``run``. Raises GridMismatch."""
+        """Host metadata of a packed batch. Raises GridMismatch."""
         return self._tower.prepare(grids)
+
+    def stage(self, inputs: FusedInputs) -> StagedInputs:
+        """Brings the metadata of an unpadded batch to the device, in the compute stream, which then writes
+        the batch's ``pixels`` and calls ``forward``. Valid until the next ``stage``. Raises NotReady before
+        every bucket is captured."""
+        if not self.ready:
+            raise NotReady(f"{len(self._graphs)} of {len(self._ladder)} graphs are captured")
+        bucket = self.can_use(inputs)
+        if bucket is None:
+            shape = (inputs.num_patches, self._tower.patch_dim)
+            pixels = torch.empty(shape, dtype=self._tower.dtype, device=self._device)
+            on_device = inputs.to(self._device, non_blocking=True).with_pixels(pixels)
+            return StagedInputs(None, on_device, inputs.num_patches, inputs.num_rows)
+        self._load(self._tower.pad(inputs, bucket))
+        # What an earlier batch left in the padding could be another caller's, or not finite.
+        padding = self._pixels[inputs.num_patches : bucket.num_patches]
+        self.streams.compute.run(padding.zero_)
+        static = replace(self._inputs[bucket], seqlens=inputs.seqlens)
+        return StagedInputs(bucket, static, inputs.num_patches, inputs.num_rows)
+
+    @torch.inference_mode()
+    def forward(self, batch: StagedInputs) -> torch.Tensor:
+        """Rows [R, W] of the batch that was staged last, padding left out, valid until the next forward.
+        Called in the compute stream."""
+        bucket, counters = batch.bucket, self.counters
+        if bucket is None:
+            rows = self._tower(batch.inputs)
+            counters.eager_runs += 1
+            return rows
+        captured = self._graphs.get(bucket)
+        if captured is None:
+            rows = self._tower(batch.inputs)
+            counters.padded_runs[bucket] += 1
+        else:
+            captured.graph.replay()
+            rows = captured.rows
+            counters.replays[bucket] += 1
+        counters.real_patches += batch.num_patches
+        counters.padded_patches += bucket.num_patches - batch.num_patches
+        return rows[: batch.num_rows]
 
     @torch.inference_mode()
     def run(self, inputs: FusedInputs, pixels: Pixels) -> torch.Tensor:
-        """Rows [R, W] of an unpadded batch on the host, padding left out, in ``prepare``'s order.
-
-        The rows hold until the next launch; see the module's text on streams. Host tensors among ``pixels``
-        that are pinned must stay unchanged until the current stream has passed this call. Raises as
-        ``launch`` does.
-        """
-        found: list[torch.Tensor] = []
-        self.launch(inputs, pixels, found.append)
+        """Rows [R, W] of an unpadded batch, in ``prepare``'s order, valid until the next batch. Raises
+        PixelTensorMismatch for another number of patches than ``inputs`` has, and as ``stage`` does."""
+        compute, found = self.streams.compute, []
+        batch = self.stage(inputs)
+        compute.run(lambda: write_pixels(batch.pixels, pixels))
+        compute.run(lambda: found.append(self.forward(batch)))
         return found[0]
-
-    @torch.inference_mode()
-    def launch(self, inputs: FusedInputs, pixels: Pixels, consume: Callable[[torch.Tensor], None]) -> None:
-        """Hands a batch to the device: ``consume`` gets its rows [R, W] in the compute stream's order, and
-        what it enqueues there comes before anything of the next launch.
-
-        Raises NotReady before every bucket is captured, PixelTensorMismatch for another number of patches
-        than ``inputs`` has, and whatever ``pixels`` and ``consume`` raise.
-        """
-        self.begin()
-        bucket = self.can_use(inputs)
-        compute = self.streams.compute
-        if bucket is None:
-            compute.run(lambda: consume(self._run_eager(inputs, pixels)))
-        else:
-            self._staging.load(self._tower.pad(inputs, bucket), self._layouts[bucket])
-            compute.run(lambda: consume(self._run_bucket(bucket, inputs, pixels)))
-
-    def stage(
-        self, batch: BatchShape, bucket: Bucket, rows: UploadRows, first_byte: int, passage: Passage
-    ) -> None:
-        """Lays out the metadata of a batch that ``bucket`` takes and whose pixels are on the device, from
-        ``first_byte`` on in the memory of their slots, where it is transferred from. After ``begin``. Then
-        whoever calls this enqueues what fills the bucket's pixels, padding with zeros, from ``static``, calls
-        ``forward``, and in any case records the passage's end."""
-        self._staging.load_shape(batch, rows, first_byte, self._layouts[bucket], passage)
-
-    def forward(self, batch: BatchShape, bucket: Bucket, target: RowTarget) -> None:
-        """The forward pass of the batch that was staged, and its rows' way to ``target``."""
-        captured, num_patches, num_rows = self._graphs.get(bucket), batch.num_patches, batch.num_rows
-        if captured is not None:
-            self._replay(captured, bucket, num_patches)
-            target.write_memory(captured.memory, num_rows)
-            return
-        seqlens = batch.seqlens
-
-        @torch.inference_mode()
-        def run() -> None:
-            target.write(self._run_padded(bucket, seqlens, num_patches)[:num_rows])
-
-        self.streams.compute.run(run)
-
-    def begin(self) -> None:
-        """Before anything else of a launch: the static buffers and the pool are free for what follows, once
-        the launch before, and every held read, is over. Raises NotReady."""
-        if not self.ready:
-            raise NotReady(f"{len(self._graphs)} of {len(self.ladder)} graphs are captured")
-        self.streams.compute.follow()
-        while self._holds:
-            self.streams.compute.wait(self._holds.pop())
-
-    def hold(self, event: Event) -> None:
-        """The next launch waits, on the device, for ``event``, recorded after a read of rows in another
-        stream; until then the caller keeps the rows."""
-        self._holds.append(event)
 
     @torch.inference_mode()
     def capture_all(
@@ -275,14 +248,14 @@ class GraphRunner:
         stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         pool = torch.cuda.graph_pool_handle()
         records: list[CaptureRecord] = []
-        for bucket in self.ladder.largest_first:
+        for bucket in self._ladder.largest_first:
             started_s = self._clock()
             self._graphs[bucket] = captured = self._capture_one(bucket, stream, pool)
             seconds = self._clock() - started_s
             record = CaptureRecord(bucket, seconds, pool_bytes(captured.graph.pool(), self._device))
             records.append(record)
             if progress is not None:
-                progress(record, len(self.ladder) - len(records))
+                progress(record, len(self._ladder) - len(records))
         torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()
         free_after, _ = torch.cuda.mem_get_info(self._device)
@@ -290,75 +263,41 @@ class GraphRunner:
         return records
 
     def _capture_one(self, bucket: Bucket, stream: torch.cuda.Stream, pool: Any) -> Captured:
-        """Warm-up and capture on the side stream, with a full batch in the static buffers: kernels that are
-        chosen by measuring see what they will run."""
+        """Warm-up and capture on the side stream, with a full batch in the static buffers, so that kernels
+        that are chosen by measuring see what they will run."""
         filled = self._filled(bucket)
-        self._staging.load(filled, self._layouts[bucket])
-        self._pixels[: bucket.num_patches].normal_()
+        self._load(filled)
         inputs = replace(self._inputs[bucket], seqlens=filled.seqlens)
-        current = torch.cuda.current_stream(self._device)
-        stream.wait_stream(current)
+        assert inputs.pixel_values is not None
+        self.streams.compute.run(inputs.pixel_values.normal_)
+        torch.cuda.synchronize(self._device)
         with torch.cuda.stream(stream):
             for _ in range(WARM_UP_RUNS):
                 self._tower(inputs)
         stream.synchronize()
         graph = torch.cuda.CUDAGraph()
-        # Threads of other parts of the process may allocate meanwhile.
+        # Other threads of the process may allocate meanwhile.
         with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
             rows = self._tower(inputs).contiguous()
+        stream.synchronize()
         expected = (bucket.num_patches // self._tower.merge_size**2, self._tower.width)
         if tuple(rows.shape) != expected:
             raise InternalError(f"the tower gave {tuple(rows.shape)} rows in {bucket}, needs {expected}")
-        current.wait_stream(stream)
         # Without the owner, later captures may use the rows' memory too: the pool holds one bucket's rows
         # at a time, not every bucket's.
-        return Captured(graph, view := borrowed_view(rows), Memory(view))
+        return Captured(graph, unowned_view(rows))
 
-    def _run_eager(self, inputs: FusedInputs, pixels: Pixels) -> torch.Tensor:
-        """A batch that no bucket takes, in its own shapes."""
-        pixel_values = torch.empty(
-            inputs.num_patches, self._tower.patch_dim, dtype=self._tower.dtype, device=self._device
-        )
-        write_pixels(pixel_values, pixels)
-        rows = self._tower(inputs.to(self._device, non_blocking=True).with_pixels(pixel_values))
-        self.counters.eager_runs += 1
-        return rows
+    def _load(self, padded: FusedInputs) -> None:
+        """A padded batch's table into the static one, through pinned memory of its own: torch's allocator
+        reuses that once the copy is over."""
+        table = padded.table.pin_memory() if self._device.type == "cuda" else padded.table
+        static = self._table[: len(table)]
+        self.streams.compute.run(lambda: static.copy_(table, non_blocking=True))
 
-    def _run_bucket(self, bucket: Bucket, inputs: FusedInputs, pixels: Pixels) -> torch.Tensor:
-        """A batch whose padded metadata is in place. Padding pixels are zeros: what an earlier batch left
-        there could be another caller's, or not finite."""
-        write_pixels(self._pixels[: inputs.num_patches], pixels)
-        self._pixels[inputs.num_patches : bucket.num_patches].zero_()
-        captured = self._graphs.get(bucket)
-        if captured is None:
-            return self._run_padded(bucket, inputs.seqlens, inputs.num_patches)[: inputs.num_rows]
-        self._replay(captured, bucket, inputs.num_patches)
-        return captured.rows[: inputs.num_rows]
-
-    def _run_padded(self, bucket: Bucket, seqlens: tuple[int, ...], num_patches: int) -> torch.Tensor:
-        """Rows of the bucket, without a graph, of a batch whose padded inputs are in place."""
-        rows = self._tower(replace(self._inputs[bucket], seqlens=seqlens))
-        self.counters.padded_runs[bucket] += 1
-        self._count(bucket, num_patches)
-        return rows
-
-    def _replay(self, captured: Captured, bucket: Bucket, num_patches: int) -> None:
-        counters = self.counters
-        started_s = self._clock()
-        captured.graph.replay()
-        counters.replay_host_s += self._clock() - started_s
-        counters.replays[bucket] += 1
-        self._count(bucket, num_patches)
-
-    def _count(self, bucket: Bucket, num_patches: int) -> None:
-        self.counters.real_patches += num_patches
-        self.counters.padded_patches += bucket.num_patches - num_patches
-
-    def _static_inputs(self, bucket: Bucket) -> FusedInputs:
+    def _static_inputs(self, bucket: Bucket, table_size: int) -> FusedInputs:
         """The views of the static buffers that this bucket's graph reads."""
-        views = self._layouts[bucket].views(self._metadata)
         return FusedInputs(
-            table=views["table"],
+            table=self._table[:table_size],
             seqlens=(),
             max_seqlen=bucket.max_seqlen,
             num_slots=bucket.num_sequences,
@@ -368,13 +307,57 @@ class GraphRunner:
             pixel_values=self._pixels[: bucket.num_patches],
         )
 
-    def _static_buffers(self, bucket: Bucket) -> StaticBuffers:
-        sources_I2 = self._layouts[bucket].views(self._metadata)[SOURCES]
-        return StaticBuffers(self._inputs[bucket].items, sources_I2, self._pixels[: bucket.num_patches])
-
     def _filled(self, bucket: Bucket) -> FusedInputs:
         """Metadata of a batch that fills the bucket, padded, on the host."""
         return self._tower.pad(self._tower.prepare(filling_grids(bucket, self._tower.merge_size)), bucket)
+
+
+def write_pixels(target: torch.Tensor, pixels: Pixels) -> None:
+    """Patches into ``target`` [P, patch_dim]. Raises PixelTensorMismatch for another shape."""
+    if callable(pixels):
+        pixels(target)
+        return
+    num_patches, patch_dim = target.shape
+    given = sum(patches.shape[0] for patches in pixels)
+    if given != num_patches or any(patches.shape[1:] != (patch_dim,) for patches in pixels):
+        raise PixelTensorMismatch(
+            f"pixels have shapes {[tuple(patches.shape) for patches in pixels]}, {given} rows together, the "
+            f"batch needs {num_patches} rows of {patch_dim}",
+            found=given,
+            needed=num_patches,
+        )
+    first = 0
+    for patches in pixels:
+        target[first : first + patches.shape[0]].copy_(patches, non_blocking=True)
+        first += patches.shape[0]
+
+
+class DeviceMemory:
+    """Device memory by address, for ``torch.as_tensor``: the interface of CUDA array libraries."""
+
+    def __init__(self, address: int, num_bytes: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (num_bytes,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "version": 3,
+        }
+
+
+def unowned_view(rows: torch.Tensor) -> torch.Tensor:
+    """The same device memory, shape and dtype as contiguous ``rows``, without keeping the memory alive."""
+    view = torch.as_tensor(DeviceMemory(rows.data_ptr(), rows.nbytes))
+    assert view.data_ptr() == rows.data_ptr()
+    return view.view(rows.dtype).view(rows.shape)
+
+
+def pool_bytes(pool: Any, device: torch.device) -> int:
+    """Device memory that an allocation pool holds."""
+    return sum(
+        segment["total_size"]
+        for segment in torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
+        if tuple(segment["segment_pool_id"]) == tuple(pool) and segment["device"] == device.index
+    )
 
 
 def filling_grids(bucket: Bucket, merge_size: int) -> list[Grid]:

@@ -113,9 +113,7 @@ class VisionEncoderServicer:
         async def one(each: CallItem) -> pb.PrefetchStatus:
             try:
                 announced = await each.ask(
-                    lambda item: self._pipeline.prefetch(
-                        item, namespace=request.namespace, priority=request.priority
-                    )
+                    lambda item: self._pipeline.prefetch(item, namespace=request.namespace)
                 )
             except Exception as error:
                 failure = failure_of(error)
@@ -166,7 +164,6 @@ class VisionEncoderServicer:
                 lambda item: self._pipeline.encode(
                     item,
                     namespace=request.namespace,
-                    priority=request.priority,
                     deadline_s=deadline_s,
                     rows_ahead=item.modality is Modality.VIDEO and request.delivery in convert.INLINE,
                 )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 
 from encoder_service.pipeline import Delivered
-from encoder_service.scheduler.admission import Undelivered
+from encoder_service.scheduler.admission import UnreadBytes
 
 # A call whose caller has this much to read starts no further item until some of it is read.
 UNREAD_BYTES_PER_CALL = 64 << 20
@@ -19,7 +19,7 @@ class Unread:
     """The rows of one call that its caller has not read yet, as a part of what all callers have not. They
     are released when they were read, or the call is over."""
 
-    def __init__(self, undelivered: Undelivered) -> None:
+    def __init__(self, undelivered: UnreadBytes) -> None:
         self._undelivered = undelivered
         self._items: list[Delivered] = []
         self._num_bytes = 0

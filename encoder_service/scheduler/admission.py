@@ -1,29 +1,27 @@
-"""Admission: what may wait for the device, by patches and by bytes.
+"""Admission: bounds on queued patches and bytes, on unread rows and on calls in progress.
 
-Owns the counters that bound the queue, the one of rows that callers have not read yet, the one of calls in
-progress, and what refused callers are told of when to come again. Fails fast instead of letting callers pile
-up. Not thread-safe: used from the event loop only.
+Owns these counters and the advice to refused callers when to retry. Fails fast instead of letting callers
+pile up. Not thread-safe: used from the event loop only.
 """
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from encoder_service.errors import QueueFull, TooManyCalls
 
-# Advice where nothing has been measured yet, and its bounds: below, callers would only knock; above, an idle
-# service would wait for callers that wait for it.
+# Advice before anything was measured, and the bounds of measured advice: below, retries only add load; above,
+# the service could be idle while its callers wait.
 RETRY_AFTER_MS = 200
 MIN_RETRY_AFTER_MS = 50
 MAX_RETRY_AFTER_MS = 5_000
-# Over how long the pace is averaged.
+# Time constant of the pace.
 PACE_S = 5.0
 
 
 class Pace:
-    """How fast room becomes free: an average that forgets, each amount fading over ``PACE_S``."""
+    """How fast room becomes free: an exponential average over ``PACE_S``."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -31,12 +29,12 @@ class Pace:
         self._noted_s: float | None = None
 
     def note(self, amount: float) -> None:
-        """So much became free just now."""
+        """``amount`` became free now."""
         self._amount = self._faded() + amount
         self._noted_s = self._clock()
 
     def retry_after_ms(self, needed: float) -> int:
-        """How long until ``needed`` more will have become free, within the bounds of advice."""
+        """How long until ``needed`` more will be free, within the bounds of advice."""
         if self._noted_s is None:
             return RETRY_AFTER_MS
         per_s = self._faded() / PACE_S
@@ -50,7 +48,7 @@ class Pace:
 
 
 class Permit:
-    """The right of one item to wait; grows once its patches are known, given back exactly once."""
+    """One item's share of the bounds. Grows once its patches are known; given back exactly once."""
 
     def __init__(self, admission: Admission, num_bytes: int) -> None:
         self._admission = admission
@@ -68,15 +66,6 @@ class Permit:
         self._admission._take_bytes(num_bytes)
         self.num_bytes += num_bytes
 
-    def try_add_bytes(self, num_bytes: int, share: float) -> bool:
-        """``add_bytes`` for what need not be held: only where then no more than ``share`` of all that may be
-        held is; whether it was taken."""
-        admission = self._admission
-        if admission.num_bytes + num_bytes > admission.max_bytes * share:
-            return False
-        self.add_bytes(num_bytes)
-        return True
-
     def release(self) -> None:
         """Gives everything back; a second call does nothing."""
         if not self._released:
@@ -84,11 +73,11 @@ class Permit:
             self._admission._give_back(self.num_patches, self.num_bytes)
 
 
-class Undelivered:
-    """Rows that are encoded and that some caller has not read yet: what slow readers keep in memory beside
-    the store. However many callers wait for the same rows, they count once.
+class UnreadBytes:
+    """Bytes of encoded rows that some caller has not read yet: what slow readers keep in memory beside the
+    store. Rows that several callers wait for count once.
 
-    max_bytes: from here on no new encode starts. What was admitted before still ends.
+    max_bytes: at this many no new encode starts; those that were admitted continue.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -97,7 +86,7 @@ class Undelivered:
         self._num_readers: dict[int, int] = {}
 
     def add(self, rows: object, num_bytes: int) -> None:
-        """One more caller waits to read ``rows``; it holds them until ``remove``."""
+        """One more caller holds ``rows`` until ``remove``."""
         readers = self._num_readers.get(id(rows), 0)
         self._num_readers[id(rows)] = readers + 1
         if not readers:
@@ -111,7 +100,7 @@ class Undelivered:
             self.num_bytes -= num_bytes
 
     def check_room(self) -> None:
-        """Raises QueueFull with both numbers while callers leave too much unread."""
+        """Raises QueueFull with both numbers while too much is unread."""
         if self.num_bytes >= self.max_bytes:
             raise QueueFull(
                 f"{self.num_bytes} bytes of rows wait to be read, at most {self.max_bytes} may",
@@ -125,8 +114,7 @@ class Admission:
     """Bounds on admitted, unfinished work."""
 
     def __init__(self, max_patches: int, max_bytes: int, clock: Callable[[], float] | None = None) -> None:
-        """clock: monotonic seconds; with it, callers are told to come again when there will be room at the
-        pace of the last seconds."""
+        """clock: monotonic seconds, for advice by the pace of the last seconds; None: fixed advice."""
         self.max_patches = max_patches
         self.max_bytes = max_bytes
         self.num_patches = 0
@@ -174,12 +162,12 @@ class Admission:
 
 
 def advice_ms(pace: Pace | None, needed: float) -> int:
-    """When to come again, by a pace or without one."""
+    """When to retry, by a pace or without one."""
     return RETRY_AFTER_MS if pace is None else pace.retry_after_ms(needed)
 
 
 class CallPermits:
-    """Bounds on calls in progress, in all and from one host. max_calls_per_host: 0 for none of its own."""
+    """Bounds on calls in progress, in total and from one host. max_calls_per_host: 0: no such bound."""
 
     def __init__(
         self, max_calls: int, max_calls_per_host: int = 0, clock: Callable[[], float] | None = None
@@ -190,18 +178,9 @@ class CallPermits:
         self.by_host: dict[str, int] = {}
         self._pace = None if clock is None else Pace(clock)
 
-    @contextlib.contextmanager
-    def call(self, host: str) -> Iterator[None]:
-        """Counts one call for as long as the block lasts. Raises as ``enter``."""
-        self.enter(host)
-        try:
-            yield
-        finally:
-            self.leave(host)
-
     def enter(self, host: str) -> str:
-        """Counts one call until ``leave``, and returns the host. host: empty for callers that have none, whom
-        only the bound of all concerns. Raises TooManyCalls with both numbers."""
+        """Counts one call until ``leave``, and returns the host. host: empty for callers without one, to whom
+        only the total bound applies. Raises TooManyCalls with both numbers."""
         if self.num_calls >= self.max_calls:
             raise TooManyCalls(
                 f"{self.num_calls} calls are in progress, at most {self.max_calls} may be",
@@ -222,7 +201,7 @@ class CallPermits:
         return host
 
     def leave(self, host: str) -> None:
-        """A call that was counted has ended."""
+        """A counted call has ended."""
         self.num_calls -= 1
         self.by_host[host] -= 1
         if not self.by_host[host]:

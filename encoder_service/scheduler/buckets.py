@@ -1,18 +1,17 @@
 """Buckets: the batch shapes that have a captured graph.
 
-Owns which shapes there are, which one a batch takes, and what padding costs. Capturing and replaying is
-the engine's; proposing a ladder from traffic is tuning.py's.
+Owns which shapes there are and which one a batch takes. Leaves capture and replay to engine/graphs.py.
 
-A bucket fixes four numbers: patches, sequence slots, the bound of a sequence's length, frames per row. The
-bound matters because varlen kernels launch tiles for each slot up to it, so each size comes with few
-bounds, and with fewer slots where the bound is high.
+A bucket fixes four numbers: patches, sequence slots, the longest sequence, frames per row. The longest
+sequence matters because varlen attention kernels launch tiles for each slot up to it. So each size comes with
+few such bounds, and with fewer slots where the bound is high.
 """
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
@@ -20,14 +19,14 @@ from typing import NamedTuple
 from encoder_service.errors import ConfigurationError
 from encoder_service.scheduler.cost import H200_COST, Calibration, CostModel, Launch
 
-# Bounds of sequence length that sizes above them offer beside the size itself: 512 and 1024 pixels square,
-# and 1920 x 1080, at 16 pixels a patch.
+# Sequence bounds that larger sizes offer beside the size itself: images of 512 x 512, 1024 x 1024 and
+# 1920 x 1080 pixels, at 16 pixels a patch.
 SEQLEN_BOUNDS = (1024, 4096, 8192)
 MIN_SLOTS = 8
-# Common image sizes in patches, which batches of one kind of image multiply: 448, 512 and 768 pixels square.
+# Common image sizes in patches: 448, 512 and 768 pixels square. Batches of one kind of image multiply them.
 COMMON_SIZES = (784, 1024, 2304)
 SMALLEST_SIZE = 64
-# Rows of one tile of a matrix product, where sizes between tiles save nothing.
+# Rows of one tile of a matrix product. Sizes between tiles save nothing.
 SMALL_STEP = 64
 LARGE_STEP = 128
 LARGE_SIZE = 4096
@@ -40,8 +39,8 @@ EAGER_US = 7000.0
 class Bucket:
     """The static shapes of one graph.
 
-    num_patches: rows of the patch tensors. num_sequences: sequence slots, bounds minus one. max_seqlen: the
-    longest sequence it takes. num_frames: the most frames averaged into one row.
+    num_patches: rows of the patch tensors. num_sequences: sequence slots. max_seqlen: the longest sequence
+    that it takes. num_frames: the most frames averaged into one row.
     """
 
     num_patches: int
@@ -66,22 +65,6 @@ class Priced(NamedTuple):
     shape_us: float
 
 
-@dataclass(frozen=True)
-class Waste:
-    """What padding costs over a histogram of launches, by the cost model. Launches that no bucket takes
-    run eager, without padding, and are left out of the times."""
-
-    padded_us: float = 0.0
-    exact_us: float = 0.0
-    launches: float = 0.0
-    eager_launches: float = 0.0
-
-    @property
-    def share(self) -> float:
-        """Part of the time spent on padding, 0 to 1."""
-        return 1.0 - self.exact_us / self.padded_us if self.padded_us else 0.0
-
-
 class BucketLadder:
     """All buckets of one tower. Immutable."""
 
@@ -91,8 +74,8 @@ class BucketLadder:
         cost: CostModel = H200_COST,
         calibration: Calibration | None = None,
     ) -> None:
-        """calibration: where ``cost`` was measured. Raises ConfigurationError for no buckets, for a repeated
-        one, or for numbers below one."""
+        """calibration: the measurement behind ``cost``, if there was one. Raises ConfigurationError for no
+        buckets, for a repeated one, or for numbers below one."""
         given = tuple(buckets)
         if not given:
             raise ConfigurationError("the bucket ladder has 0 buckets, needs at least 1", found=0)
@@ -106,8 +89,8 @@ class BucketLadder:
         self.calibration = calibration
         self.buckets = tuple(sorted(given, key=self._order))
         self.sizes = tuple(sorted({bucket.num_patches for bucket in given}))
-        # By smallest size that may be chosen, what to try, cheapest first: a choice then costs a bisection
-        # and mostly one comparison. The planner makes hundreds for a batch.
+        # For each smallest possible size, the buckets to try, cheapest first: a choice then costs a bisection
+        # and usually one comparison. The planner makes hundreds of choices for a batch.
         priced = [Priced(bucket, self._order(bucket)[0]) for bucket in self.buckets]
         self._candidates = [
             tuple(one for one in priced if one.bucket.num_patches >= size) for size in self.sizes
@@ -167,25 +150,9 @@ class BucketLadder:
         """The same buckets, chosen by the cost that was measured."""
         return BucketLadder(self.buckets, calibration.cost, calibration)
 
-    def waste(self, histogram: Mapping[Launch, float], cost: CostModel | None = None) -> Waste:
-        """What padding costs over launches and their weights, by ``cost``, else the ladder's own."""
-        cost = cost or self.cost
-        padded_us = exact_us = launches = eager = 0.0
-        for launch, weight in histogram.items():
-            bucket = self.choose_for(launch)
-            if bucket is None:
-                eager += weight
-                continue
-            launches += weight
-            padded_us += weight * cost.padded_us(
-                launch, bucket.num_patches, bucket.num_sequences, bucket.max_seqlen
-            )
-            exact_us += weight * cost.exact_us(launch)
-        return Waste(padded_us, exact_us, launches, eager)
-
     def _order(self, bucket: Bucket) -> tuple[float, ...]:
-        """By cost; among equals the smallest, and the fewest tiles that kernels could launch: what is too
-        small to be measured is there all the same."""
+        """By cost; among equals the smallest, and the fewest tiles that kernels could launch, which costs
+        something even where the model says nothing."""
         return (
             self.cost.shape_us(bucket.num_patches, bucket.num_sequences, bucket.max_seqlen),
             bucket.num_patches,
@@ -215,8 +182,8 @@ def seqlen_bounds(num_patches: int) -> tuple[int, ...]:
 
 def sequence_slots(num_patches: int, max_seqlen: int) -> int:
     """Slots of a bucket: one for each 128 patches of short sequences, each 256 of longer ones, at least
-    MIN_SLOTS. Slots times bound grow with the size, and at one size with the bound, which is what makes the
-    smallest size and the shortest bound that fit the cheapest."""
+    MIN_SLOTS. Slots times bound grow with the size, and at one size with the bound, so the smallest size and
+    the shortest bound that fit are the cheapest."""
     if max_seqlen <= 1024:
         return max(MIN_SLOTS, min(num_patches // 128, 256))
     return max(MIN_SLOTS, min(num_patches // 256, 128 if max_seqlen <= 4096 else 64))
@@ -247,8 +214,8 @@ def default_ladder(
 ) -> BucketLadder:
     """A ladder up to ``max_patches`` for unknown traffic.
 
-    longest: patches of the largest single item that attends over all of itself, which may be more than a
-    batch takes: then sizes go on up to it, each with one bucket, since only such an item, alone, is so large.
+    longest: patches of the largest single item that attends over all of itself. If it is above max_patches,
+    sizes continue up to it with one bucket each, since only such an item, alone in its batch, is so large.
 
     Common image sizes and their multiples by powers of two have buckets of their own. Between them sizes
     stand so close that one step adds about ``max_step_share`` of the next size's time on the cost curve

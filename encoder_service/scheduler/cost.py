@@ -1,7 +1,7 @@
-"""What a launch costs on the device, as far as shapes tell.
+"""The device time of a launch, predicted from its shapes.
 
-Owns the launch's shape and the cost curve fitted to measurements. Which shapes get a graph is buckets.py's,
-measuring them the engine's (calibrate.py).
+Owns the record of a launch's shape and the cost model fitted to measurements. Leaves the choice of graph
+shapes to buckets.py and the measuring to engine/calibrate.py.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ LINE_ERROR = 0.08
 
 class Launch(NamedTuple):
     """The shape of one batch: patches, attention sequences, the longest of them, the sum of their squared
-    lengths, and the most frames that are averaged into one row (1 where the family has no such thing)."""
+    lengths, and the most frames averaged into one row (1 for families that average over none)."""
 
     num_patches: int
     num_sequences: int
@@ -52,14 +52,9 @@ class Timing:
     max_seqlen: int
     us: float
 
-    @classmethod
-    def exact(cls, launch: Launch, us: float) -> Timing:
-        """A launch in a graph of its own shape."""
-        return cls(launch, launch.num_patches, launch.num_sequences, launch.max_seqlen, us)
-
     @property
     def features(self) -> tuple[float, float, float, float]:
-        """What the coefficients of a CostModel multiply."""
+        """The factors of a CostModel's coefficients."""
         return (
             1.0,
             float(self.num_patches),
@@ -74,8 +69,8 @@ class CostModel:
     for attention over each sequence's squared length, plus us_per_slot_patch times sequence slots times the
     baked max_seqlen: kernels that launch tiles for every slot up to the bound pay for the empty ones.
 
-    curve: (patches, us), ascending in both, which replaces fixed_us + us_per_patch * patches between its
-    ends, for a device on which no straight line is near enough; above its end it rises by us_per_patch.
+    curve: (patches, us), ascending in both. Between its ends it replaces fixed_us + us_per_patch * patches,
+    for a device that no straight line describes well enough; above its end time rises by us_per_patch.
     """
 
     fixed_us: float
@@ -105,11 +100,11 @@ class CostModel:
         return self.padded_us(launch, launch.num_patches, launch.num_sequences, launch.max_seqlen)
 
     def shape_us(self, num_patches: int, num_sequences: int, max_seqlen: int) -> float:
-        """The part of the time that the shapes decide, whatever is in them."""
+        """The part of the time that depends on the padded shapes alone."""
         return self.patches_us(num_patches) + self.us_per_slot_patch * num_sequences * max_seqlen
 
     def patches_us(self, num_patches: int) -> float:
-        """The part of the time that the number of patches decides; never falls with it."""
+        """The part of the time that depends on the number of patches; it never falls with it."""
         if not self.curve:
             return self.fixed_us + self.us_per_patch * num_patches
         after = bisect_right(self.curve, num_patches, key=lambda point: point[0])
@@ -122,7 +117,7 @@ class CostModel:
         return low_us + (high_us - low_us) * (num_patches - low) / (high - low)
 
     def added_us(self, launch: Launch) -> float:
-        """What the launch's patches and squares add to a batch that runs anyway."""
+        """The time that the launch's items add to a batch that runs anyway."""
         return self.us_per_patch * launch.num_patches + self.us_per_square * launch.sum_squares
 
     def relative_error(self, timing: Timing) -> float:
@@ -135,10 +130,10 @@ class CostModel:
     @classmethod
     def fit(cls, timings: Sequence[Timing]) -> CostModel:
         """Least squares of the relative error over all four coefficients; those that would come out negative
-        are zero, and so is us_per_slot_patch where the timings do not tell it from the rest.
+        are zero, and so is us_per_slot_patch where the timings do not determine it.
 
-        Raises ConfigurationError for fewer than three timings that tell the other three unknowns apart, or
-        for a time that is not positive.
+        Raises ConfigurationError for fewer than three different timings, for timings that do not determine
+        the other three unknowns, and for a time that is not positive.
         """
         if len(set(timings)) < 3:
             raise ConfigurationError(
@@ -167,8 +162,8 @@ class CostModel:
 
 @dataclass(frozen=True)
 class Calibration:
-    """A cost model fitted on the device that serves, and how well it tells the timings behind it: the largest
-    and the mean relative error. seconds: what measuring took."""
+    """A cost model fitted on the device that serves, and its largest and mean relative error over the timings
+    behind it. seconds: how long measuring took."""
 
     cost: CostModel
     max_error: float
@@ -178,8 +173,8 @@ class Calibration:
 
     @classmethod
     def fit(cls, timings: Sequence[Timing], seconds: float = 0.0) -> Calibration:
-        """A line, or a curve where the line is off by more than LINE_ERROR somewhere and the curve is nearer.
-        Raises ConfigurationError as CostModel.fit does."""
+        """A line, or a curve where the line's largest error is above LINE_ERROR and the curve's mean error is
+        smaller. Raises ConfigurationError as CostModel.fit does."""
         line = CostModel.fit(timings)
         found = cls._of(line, timings, seconds)
         if found.max_error <= LINE_ERROR:
@@ -194,8 +189,8 @@ class Calibration:
 
 
 def solve_relative(features: Sequence[Sequence[float]], timings: Sequence[Timing]) -> list[float]:
-    """Coefficients of the columns, none negative, with the least sum of squared relative errors; the last
-    is zero where its column depends on the others. Raises ConfigurationError where another one does."""
+    """Coefficients of the columns, none negative, with the least sum of squared relative errors. The last is
+    zero where its column depends on the others. Raises ConfigurationError where another column does."""
     # Columns are scaled to their largest entry: squares are a million times the constant.
     scales = [max(column) or 1.0 for column in zip(*features, strict=True)]
     rows = [

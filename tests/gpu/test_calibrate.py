@@ -30,7 +30,7 @@ def test_batches_that_were_not_timed_are_predicted() -> None:
     found = calibrate(runner, tower.merge_size, clock=time.monotonic)
     assert found is not None
     assert found.seconds < 3.0
-    runner.ladder = runner.ladder.calibrated(found)
+    runner.use(found)
     generator = random.Random(fresh_seed())
     errors = []
     for _ in range(30):

@@ -159,49 +159,6 @@ def test_p30_batches_in_a_row_without_any_wait_keep_their_own_rows(runner: Graph
             assert relative_error(rows, right) < RELATIVE
 
 
-def test_p20_rows_read_in_another_stream_are_held_until_the_read_is_over(runner: GraphRunner) -> None:
-    tower = tower_of(runner)
-    generator = random.Random(fresh_seed())
-    reader = torch.cuda.Stream(CUDA)  # type: ignore[no-untyped-call]
-    batches = [random_batch(generator, tower) for _ in range(32)]
-    pixels = [random_pixels(grids, tower) for grids in batches]
-    expected = [eager_rows(tower, grids, given) for grids, given in zip(batches, pixels, strict=True)]
-    found = []
-    for grids, given in zip(batches, pixels, strict=True):
-        rows = runner.run(tower.prepare(grids), given)
-        reader.wait_stream(torch.cuda.current_stream(CUDA))
-        with torch.cuda.stream(reader):
-            # A slow reader: without the hold the next replay wins.
-            torch.cuda._sleep(5_000_000)  # type: ignore[no-untyped-call]
-            found.append(rows.clone())
-            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            event.record()
-        runner.hold(event)
-    torch.cuda.synchronize()
-    for rows, right in zip(found, expected, strict=True):
-        assert relative_error(rows, right) < RELATIVE
-
-
-def test_runs_from_changing_streams_wait_for_each_other(runner: GraphRunner) -> None:
-    tower = tower_of(runner)
-    generator = random.Random(fresh_seed())
-    streams = [torch.cuda.Stream(CUDA) for _ in range(2)]  # type: ignore[no-untyped-call]
-    batches = [random_batch(generator, tower) for _ in range(32)]
-    pixels = [random_pixels(grids, tower) for grids in batches]
-    expected = [eager_rows(tower, grids, given) for grids, given in zip(batches, pixels, strict=True)]
-    torch.cuda.synchronize()
-    found = []
-    for step, (grids, given) in enumerate(zip(batches, pixels, strict=True)):
-        with torch.cuda.stream(streams[step % 2]):
-            found.append(runner.run(tower.prepare(grids), given).clone())
-            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            event.record()
-        runner.hold(event)
-    torch.cuda.synchronize()
-    for rows, right in zip(found, expected, strict=True):
-        assert relative_error(rows, right) < RELATIVE
-
-
 def test_p29_p33_a_poisoned_batch_leaves_nothing_in_the_next(runner: GraphRunner) -> None:
     """NaN fills a bucket's static inputs and all its intermediate memory; the next, smaller batch of the
     same bucket has its padding there."""

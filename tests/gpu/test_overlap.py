@@ -17,7 +17,6 @@ from encoder_service.engine.device import DeviceEngine
 from encoder_service.engine.graphs import GraphRunner
 from encoder_service.engine.jobs import TowerResult
 from encoder_service.engine.launch import LaunchedBatch, TowerLauncher, host_seconds
-from encoder_service.engine.patches import cutter_for
 from encoder_service.ingest.decode import DecodeLimits
 from encoder_service.ingest.moonvit import MoonViTPreprocessor
 from encoder_service.ingest.pinned import pinned
@@ -234,18 +233,6 @@ def test_rounding_on_the_host_is_rounding_on_the_device(dtype: torch.dtype) -> N
     assert item.pixel_values.is_pinned()
     on_device = values.to(CUDA).to(dtype).cpu()
     assert torch.equal(item.pixel_values.view(torch.int16), on_device.view(torch.int16))
-
-
-def test_frames_are_pinned_and_cut_to_the_preprocessors_bits(rig: Rig) -> None:
-    cutter = cutter_for(rig.preprocessor, CUDA)
-    for grid in (Grid(1, 4, 6), Grid(2, 6, 2)):
-        item = rig.item(grid, frames=True)
-        assert isinstance(item, FrameItem)
-        assert item.frames_THWC.is_pinned()
-        frames = item.frames_THWC.to(CUDA)
-        out = torch.empty(grid.num_patches, rig.tower.patch_dim, dtype=torch.bfloat16, device=CUDA)
-        cutter.cut(frames, out)
-        assert torch.equal(out, rig.preprocessor.patchify(frames).to(torch.bfloat16))
 
 
 @pytest.mark.whole_device

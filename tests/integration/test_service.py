@@ -160,7 +160,7 @@ def test_a_client_that_vanishes_frees_everything(checkpoints: dict[str, Path], d
         stub = encoder_pb2_grpc.VisionEncoderStub(channel)
         items = [pb.Item(modality=pb.MODALITY_IMAGE, encoded=photo(256, 256)) for _ in range(12)]
         blocker = stub.Encode(pb.EncodeRequest(items=items[:1]), timeout=60)
-        until(lambda: engine._taken)
+        until(lambda: engine._planned)
         call = stub.Encode(pb.EncodeRequest(items=items), timeout=60)
         until(lambda: engine.queued_items == 11)
         call.cancel()
@@ -339,7 +339,7 @@ def test_p37_draining_finishes_what_runs_and_refuses_the_rest(
         engine = slow_tower(found, gate)
         with VisionEncoderClient(found.target, timeout_s=60) as client, ThreadPoolExecutor(1) as pool:
             pending = pool.submit(client.encode_one, ImageItem(photo()))
-            until(lambda: engine._taken)
+            until(lambda: engine._planned)
             found.on_loop(found.service.request_stop)
             base = f"http://{found.service.admin_address}"
             until(lambda: httpx.get(f"{base}/readyz").status_code == 503)

@@ -14,7 +14,7 @@ from encoder_service.engine.graphs import GraphCounters
 from encoder_service.engine.jobs import EngineCounters
 from encoder_service.load import DeviceLoad
 from encoder_service.metrics import Metrics
-from encoder_service.scheduler.admission import Admission, Undelivered
+from encoder_service.scheduler.admission import Admission, UnreadBytes
 from encoder_service.scheduler.buckets import Bucket
 from encoder_service.scheduler.planner import Ticket
 from encoder_service.store.embedding_store import EmbeddingStore
@@ -33,7 +33,7 @@ class Rig:
         tower = SimpleNamespace(device=torch.device("cpu"), dtype=torch.float32)
         self.pipeline: Any = SimpleNamespace(
             admission=Admission(1000, 1 << 20),
-            undelivered=Undelivered(1 << 20),
+            undelivered=UnreadBytes(1 << 20),
             load=DeviceLoad(self.counters),
             flights={},
             store=EmbeddingStore(1 << 20),

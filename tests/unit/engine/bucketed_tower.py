@@ -7,13 +7,7 @@ from itertools import pairwise
 
 import torch
 
-from encoder_service.towers.fused_inputs import (
-    BatchShape,
-    BucketShape,
-    FusedInputBuilder,
-    FusedInputs,
-    ShapeRows,
-)
+from encoder_service.towers.fused_inputs import BucketShape, FusedInputBuilder, FusedInputs
 from encoder_service.types import Grid
 from tests.unit.towers.host_tables import grids_of, host_coords, host_frame_index, host_merge
 
@@ -45,9 +39,6 @@ class SmallTower:
 
     def pad(self, inputs: FusedInputs, bucket: BucketShape) -> FusedInputs:
         return self.inputs.pad(inputs, bucket)
-
-    def shape_of(self, shapes: ShapeRows) -> BatchShape:
-        return self.inputs.shape_of(shapes)
 
     def __call__(self, inputs: FusedInputs) -> torch.Tensor:
         self.forwards.append(inputs)

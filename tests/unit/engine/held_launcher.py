@@ -1,4 +1,4 @@
-"""A launcher whose batches end when told, for tests of the engine's threads."""
+"""A launcher whose batches end when a test ends them, for tests of the engine's threads."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from encoder_service.engine.device import MAX_IN_FLIGHT
-from encoder_service.engine.rows import Destination
 from encoder_service.types import Grid, PatchItem, TowerItem
 
 POISON = -1.0
@@ -61,7 +60,9 @@ class HeldLauncher:
         self.fails_with: Exception | None = None
         self.lost_with: Exception | None = None
 
-    def launch(self, items: Sequence[TowerItem], destinations: Sequence[Destination] = ()) -> HeldBatch:
+    def launch(
+        self, items: Sequence[TowerItem], destinations: Sequence[torch.Tensor | None] = ()
+    ) -> HeldBatch:
         if self.fails_with is not None:
             raise self.fails_with
         batch = HeldBatch(self, items)

@@ -1,4 +1,4 @@
-"""A device that runs what it was handed when told, one piece at a time, in any order that streams allow."""
+"""A device that runs what it was handed later, one piece at a time, in any order that streams allow."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from encoder_service.engine.copies import Copies, CopyList, Memory
+import torch
+
 from encoder_service.engine.streams import Streams
 
 
@@ -58,17 +59,6 @@ class SteppedStream:
     def run(self, work: Callable[[], object]) -> None:
         self.queue.append(Work(work))
 
-    def copy(self, copies: Copies, destination: Memory, source: Memory, num_bytes: int) -> None:
-        self.run(lambda: copies.one(destination, source, num_bytes, 0))
-
-    def copy_many(self, copies: Copies, pieces: CopyList, count: int) -> None:
-        """The lists may be written again as soon as the call is over."""
-        kept = CopyList(pieces.destinations.copy(), pieces.sources.copy(), pieces.sizes.copy())
-        self.run(lambda: copies.many(kept, count, 0))
-
-    def follow(self) -> None:
-        pass
-
     def record(self, event: SteppedEvent) -> None:
         event.recorded += 1
         self.queue.append(Record(event, event.recorded))
@@ -93,7 +83,8 @@ class SteppedStream:
         self.device.steps += 1
         if isinstance(piece, Work):
             try:
-                piece.run()
+                with torch.inference_mode():  # as on the engine's threads
+                    piece.run()
             except Exception as error:
                 self.device.failure = self.device.failure or error
         elif isinstance(piece, Record):
@@ -113,18 +104,15 @@ class SteppedDevice:
         self.choose = choose
         self.failure: Exception | None = None
         self.steps = 0
-        self.compute, self.upload, self.download, self.place = (SteppedStream(self) for _ in range(4))
+        self.compute, self.upload, self.download = (SteppedStream(self) for _ in range(3))
 
     @property
-    def all(self) -> tuple[SteppedStream, SteppedStream, SteppedStream, SteppedStream]:
-        return self.compute, self.upload, self.download, self.place
+    def all(self) -> tuple[SteppedStream, SteppedStream, SteppedStream]:
+        return self.compute, self.upload, self.download
 
     @property
     def streams(self) -> Streams:
-        def make() -> SteppedEvent:
-            return SteppedEvent(self)
-
-        return Streams(*self.all, make, make, make)
+        return Streams(*self.all, lambda: SteppedEvent(self))
 
     def check(self) -> None:
         if self.failure is not None:

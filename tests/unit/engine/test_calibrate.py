@@ -11,14 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from encoder_service.engine.calibrate import (
-    MAX_TURNS,
-    MIN_TURNS,
+    MAX_ROUNDS,
+    MIN_ROUNDS,
     SIZES,
     calibrate,
     calibration_batches,
     grid_of,
 )
-from encoder_service.engine.graphs import GraphRunner
+from encoder_service.engine.graphs import GraphRunner, StagedInputs
 from encoder_service.engine.streams import InlineEvent, InlineStream, Streams
 from encoder_service.scheduler.buckets import Bucket, BucketLadder, default_ladder, ladder_of_sizes
 from encoder_service.scheduler.cost import CostModel, Launch
@@ -47,10 +47,7 @@ class FakeRunner:
         self.clock = Clock()
         stream = InlineStream()
 
-        def make() -> InlineEvent:
-            return InlineEvent(self.clock)
-
-        self.streams = Streams(stream, stream, stream, stream, make, make, make)
+        self.streams = Streams(stream, stream, stream, lambda: InlineEvent(self.clock))
         self.launched: list[tuple[Launch, Bucket]] = []
         self._us_of = us_of
         self._inputs = FusedInputBuilder(lambda grid: None, merge_size=MERGE, merges_time=False)
@@ -61,20 +58,19 @@ class FakeRunner:
     def can_use(self, inputs: FusedInputs) -> Bucket | None:
         return self.ladder.choose_for(Launch.of(inputs.seqlens))
 
-    def launch(
-        self,
-        inputs: FusedInputs,
-        pixels: Callable[[torch.Tensor], None],
-        consume: Callable[[torch.Tensor], None],
-    ) -> None:
-        bucket = self.can_use(inputs)
-        assert bucket is not None
-        launch = Launch.of(inputs.seqlens)
+    def stage(self, inputs: FusedInputs) -> StagedInputs:
         self.clock.now_s += 0.5e-3  # host work, which must not be measured
-        pixels(torch.zeros(4, 2))
-        self.clock.now_s += self._us_of(launch, bucket) / 1e6
-        consume(torch.zeros(1, 2))
-        self.launched.append((launch, bucket))
+        pixels = torch.zeros(inputs.num_patches, 2)
+        return StagedInputs(
+            self.can_use(inputs), inputs.with_pixels(pixels), inputs.num_patches, inputs.num_rows
+        )
+
+    def forward(self, batch: StagedInputs) -> torch.Tensor:
+        assert batch.bucket is not None
+        launch = Launch.of(batch.inputs.seqlens)
+        self.clock.now_s += self._us_of(launch, batch.bucket) / 1e6
+        self.launched.append((launch, batch.bucket))
+        return torch.zeros(1, 2)
 
 
 def us_of(cost: CostModel, noise: float = 0.0, seed: int = 0) -> Callable[[Launch, Bucket], float]:
@@ -136,8 +132,8 @@ def test_turns_end_with_the_time_but_not_before_two() -> None:
     fast = FakeRunner(default_ladder(4096), us_of(CostModel(10.0, 0.1, 1e-6)))
     assert calibrate(fast, MERGE, clock=fast.clock) is not None
     batches = len(calibration_batches(slow.ladder, MERGE))
-    assert len(slow.launched) == batches * (1 + MIN_TURNS)
-    assert len(fast.launched) == batches * (1 + MAX_TURNS)
+    assert len(slow.launched) == batches * (1 + MIN_ROUNDS)
+    assert len(fast.launched) == batches * (1 + MAX_ROUNDS)
 
 
 def test_the_first_turn_which_warms_up_does_not_count() -> None:

@@ -16,11 +16,10 @@ from hypothesis import strategies as st
 from encoder_service.engine import device
 from encoder_service.engine.device import DeviceEngine
 from encoder_service.engine.jobs import TowerResult
-from encoder_service.engine.rows import Destination
 from encoder_service.errors import Cancelled, DeviceFault, Draining, InternalError
 from encoder_service.metrics import Metrics
-from encoder_service.scheduler.outlook import LEAD_S, LIKELY
 from encoder_service.scheduler.planner import Planner, Ticket
+from encoder_service.scheduler.timeline import LEAD_S, LIKELY
 from encoder_service.types import Grid, PatchItem, TowerItem
 from tests.fakes import FakePreprocessor, FakeTower
 from tests.unit.engine.held_launcher import POISON, HeldBatch, HeldLauncher
@@ -89,13 +88,6 @@ def test_two_batches_are_in_flight_and_no_third(rig: Rig) -> None:
     assert rig.launcher.most_in_flight == 2
 
 
-def test_a_batch_alone_is_answered_without_a_next_one(rig: Rig) -> None:
-    rig.engine.start()
-    future = rig.submit(3.0)
-    rig.batch(0).end()
-    assert rows_value(future) == 3
-
-
 def test_an_item_that_comes_while_the_device_is_busy_is_handed_over_at_once(rig: Rig) -> None:
     rig.engine.start()
     first = rig.submit(1.0)
@@ -128,7 +120,7 @@ def test_p33_a_poisoned_batch_is_split_while_another_is_in_flight() -> None:
     rig.batch(0)
     with rig.engine._lock:  # all four are planned together
         futures = [rig.submit(value) for value in (1.0, POISON, 3.0, 4.0)]
-    # The first half fails again and its first item runs beside ``before``; the rest waits for room.
+    # The first half fails again; its first item runs beside ``before``, the rest waits for room.
     until(lambda: len(rig.launcher.launched) == 2)
     assert rig.launcher.launched[1].values == [1.0]
     rig.launcher.end_all()
@@ -165,7 +157,7 @@ def test_items_that_have_their_rows_keep_them_when_host_memory_runs_out() -> Non
     assert rig.engine.stop(10)
 
 
-def test_p32_p36_a_fault_told_by_the_wait_fails_everything_once(rig: Rig) -> None:
+def test_p32_p36_a_fault_in_the_wait_fails_everything_once(rig: Rig) -> None:
     futures = [rig.submit(float(value)) for value in range(4)]
     rig.engine.start()
     rig.batch(1)
@@ -191,7 +183,7 @@ def test_p32_a_fault_in_a_launch_fails_what_is_in_flight_without_waiting_for_it(
     for future in (running, failing):
         with pytest.raises(DeviceFault):
             future.result(10)
-    rig.batch(0).end()  # its rows come too late, and nobody is answered twice
+    rig.batch(0).end()  # its rows come too late; no item is answered twice
     assert rig.engine.stop(10)
     assert len(rig.faults) == 1
 
@@ -211,7 +203,7 @@ def test_p36_a_fault_that_both_threads_notice_is_reported_once(rig: Rig) -> None
 
 
 def test_p36_a_fault_that_shows_under_another_name_is_recognised(rig: Rig) -> None:
-    """A kernel launcher of its own tells an earlier batch's fault as its own error."""
+    """Triton raises an earlier batch's fault as an error of its own."""
     rig.launcher.fails_with = RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered")
     rig.launcher.lost_with = LOST
     future = rig.submit(1.0)
@@ -221,7 +213,7 @@ def test_p36_a_fault_that_shows_under_another_name_is_recognised(rig: Rig) -> No
     assert rig.engine.counters.failed_items == 0
 
 
-def test_p36_a_fault_while_stopping_is_told_as_one_whichever_thread_ends_the_items(
+def test_p36_a_fault_while_stopping_reaches_the_items_whichever_thread_ends_them(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     launch, launching, may_go_on, abandoned = (
@@ -231,14 +223,16 @@ def test_p36_a_fault_while_stopping_is_told_as_one_whichever_thread_ends_the_ite
         threading.Event(),
     )
 
-    def held_launch(items: Sequence[TowerItem], destinations: Sequence[Destination] = ()) -> HeldBatch:
+    def held_launch(
+        items: Sequence[TowerItem], destinations: Sequence[torch.Tensor | None] = ()
+    ) -> HeldBatch:
         if len(rig.launcher.launched) == 1:
             launching.set()
             assert may_go_on.wait(10)
         return launch(items)
 
     class HeldLog:
-        """What the thread with the fault does between noticing it and telling it."""
+        """Holds the thread with the fault between noticing and reporting it."""
 
         def critical(self, *_: object, **__: object) -> None:
             may_go_on.set()
@@ -306,7 +300,7 @@ def test_a_running_item_is_not_discarded_and_a_waiting_one_is(rig: Rig) -> None:
     assert [rows_value(future) for future in futures[:2]] == [0, 1]
 
 
-def test_times_are_the_devices_own_and_never_counted_twice(rig: Rig) -> None:
+def test_times_are_the_devices_and_never_counted_twice(rig: Rig) -> None:
     rig.now_s = 100.0
     futures = [rig.submit(float(value)) for value in range(2)]
     rig.engine.start()
@@ -375,8 +369,8 @@ def test_every_item_is_answered_whatever_happens_in_whatever_order(
             if isinstance(error, InternalError):
                 assert value == POISON or "one batch" in error.message
     assert len(rig.faults) <= 1
-    assert not rig.engine._taken
-    assert not rig.engine._jobs
+    assert not rig.engine._planned
+    assert not rig.engine._waiting
     if not rig.faults:
         assert rig.launcher.num_in_flight == rig.engine.num_in_flight == 0
 
@@ -392,12 +386,12 @@ def foreseeing() -> Iterator[Rig]:
     assert rig.engine.stop(10)
 
 
-def test_while_the_device_is_busy_a_batch_waits_for_company(foreseeing: Rig) -> None:
+def test_while_the_device_is_busy_a_batch_waits_for_more_items(foreseeing: Rig) -> None:
     rig = foreseeing
     first = rig.submit(1.0)
     rig.batch(0)
     later = [rig.submit(2.0)]
-    until(lambda: rig.engine._is_holding)
+    until(lambda: rig.engine._is_delaying)
     later.append(rig.submit(3.0))
     assert rig.engine.num_in_flight == 1
     assert rig.engine.queued_items == 2
@@ -407,12 +401,12 @@ def test_while_the_device_is_busy_a_batch_waits_for_company(foreseeing: Rig) -> 
     assert [rows_value(future) for future in (first, *later)] == [1.0, 2.0, 3.0]
 
 
-def test_a_full_batch_waits_for_nobody(foreseeing: Rig) -> None:
+def test_a_full_batch_does_not_wait(foreseeing: Rig) -> None:
     rig = foreseeing
     rig.submit(1.0)
     rig.batch(0)
     rig.submit(2.0)
-    until(lambda: rig.engine._is_holding)
+    until(lambda: rig.engine._is_delaying)
     for value in (3.0, 4.0, 5.0):
         rig.submit(value)
     assert rig.batch(1).values == [2.0, 3.0, 4.0, 5.0]
@@ -428,13 +422,13 @@ def test_a_batch_is_made_before_the_device_needs_it(foreseeing: Rig) -> None:
     assert rig.batch(1).values == [2.0]
 
 
-def test_a_stop_ends_the_wait_for_company(foreseeing: Rig) -> None:
+def test_a_stop_ends_the_wait_for_more_items(foreseeing: Rig) -> None:
     rig = foreseeing
     rig.engine._planner.predicted_us = lambda tickets: 600e6  # type: ignore[method-assign]
     rig.submit(1.0)
     rig.batch(0)
     waiting = rig.submit(2.0)
-    until(lambda: rig.engine._is_holding)
+    until(lambda: rig.engine._is_delaying)
     rig.launcher.end_all()
     assert rig.engine.stop(60), "it would have waited for minutes"
     with pytest.raises(Draining):

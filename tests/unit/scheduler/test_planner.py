@@ -1,8 +1,9 @@
-"""The planner's policy, as properties: budget, order, no starvation, nothing lost, time saved."""
+"""The planner's policy: budget, order, classes, no starvation, nothing lost, time saved."""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable
 
 import pytest
 from hypothesis import given, settings
@@ -10,15 +11,29 @@ from hypothesis import strategies as st
 
 from encoder_service.scheduler.buckets import Bucket, BucketLadder, default_ladder, ladder_of_sizes
 from encoder_service.scheduler.cost import CostModel, Launch
-from encoder_service.scheduler.fair_queue import AGING_BATCHES
-from encoder_service.scheduler.planner import MAX_PASSES, Planner, Ticket, launch_of, launches_of
+from encoder_service.scheduler.planner import (
+    LOOK_AHEAD,
+    MAX_ENCODE_BATCHES,
+    MAX_PASSES,
+    Planner,
+    Ticket,
+    launch_of,
+    launches_of,
+)
+
+
+def planner_of(
+    tickets: Iterable[Ticket], max_patches: int = 4, ladder: BucketLadder | None = None
+) -> Planner:
+    planner = Planner(max_patches, 8, ladder)
+    for ticket in tickets:
+        planner.add(ticket)
+    return planner
 
 
 def test_first_come_within_budget_and_later_small_items_fill_up() -> None:
-    planner = Planner(max_patches=10, max_items=8)
     a, b, c, d = Ticket(6), Ticket(6), Ticket(3), Ticket(1)
-    for ticket in (a, b, c, d):
-        planner.add(ticket)
+    planner = planner_of((a, b, c, d), 10)
     assert planner.next_batch(0.0).batch == [a, c, d]
     assert planner.next_batch(0.0).batch == [b]
     assert len(planner) == 0
@@ -33,63 +48,84 @@ def test_an_item_above_the_budget_runs_alone() -> None:
     assert planner.next_batch(0.0).batch == [huge]
 
 
-def test_priority_goes_first() -> None:
+def test_encode_goes_before_prefetch() -> None:
     planner = Planner(max_patches=4, max_items=8)
-    low, high = Ticket(4), Ticket(4, priority=1)
-    planner.add(low)
-    planner.add(high)
-    assert planner.next_batch(0.0).batch == [high]
+    prefetch, encode = Ticket(4, is_prefetch=True), Ticket(4)
+    planner.add(prefetch)
+    planner.add(encode)
+    assert planner.next_batch(0.0).batch == [encode]
+    assert planner.next_batch(0.0).batch == [prefetch]
 
 
-def test_a_priority_that_another_thread_raises_while_the_item_is_queued_counts(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    planner = Planner(max_patches=4, max_items=8)
-    low, raised = Ticket(4), Ticket(4)
-    planner.add(low)
-    add = planner._queue.add
+def test_an_encode_that_joins_a_queued_prefetch_raises_it_behind_the_encodes() -> None:
+    first, joined, encode = Ticket(4, is_prefetch=True), Ticket(4, is_prefetch=True), Ticket(4)
+    planner = planner_of((first, joined, encode), 4)
+    joined.is_prefetch = False
+    assert [planner.next_batch(0.0).batch[0] for _ in range(3)] == [encode, joined, first]
+    joined.is_prefetch = True  # it has run: no effect
+    assert planner.next_batch(0.0).batch == []
 
-    def add_then_raise(ticket: Ticket) -> None:
-        add(ticket)
-        ticket.priority = 1
 
-    monkeypatch.setattr(planner._queue, "add", add_then_raise)
-    planner.add(raised)
-    monkeypatch.undo()
-    assert planner.next_batch(0.0).batch == [raised]
+def test_a_prefetch_does_not_starve_under_a_stream_of_encodes() -> None:
+    prefetches = [Ticket(4, is_prefetch=True) for _ in range(3)]
+    planner = planner_of(prefetches, 4)
+    ran: list[Ticket] = []
+    for _ in range(3 * (MAX_ENCODE_BATCHES + 1)):
+        for _ in range(2):
+            planner.add(Ticket(4))
+        ran += planner.next_batch(0.0).batch
+    assert [ticket for ticket in ran if ticket.is_prefetch] == prefetches
+    assert len(ran) == 3 * (MAX_ENCODE_BATCHES + 1)
+
+
+def test_what_is_cancelled_deep_in_the_queue_is_dropped_with_the_next_batch() -> None:
+    tickets = [Ticket(4, is_prefetch=index % 2 > 0) for index in range(2000)]
+    planner = planner_of(tickets, 4)
+    tickets[-1].cancelled = True
+    plan = planner.next_batch(0.0)
+    assert (plan.batch, plan.cancelled) == ([tickets[0]], [tickets[-1]])
+    assert (len(planner), planner.num_patches) == (1998, 4 * 1998)
+
+
+def test_removed_and_drained_tickets_leave_nothing_and_may_wait_elsewhere() -> None:
+    planner, other = Planner(4, 8), Planner(4, 8)
+    tickets = [Ticket(4, is_prefetch=index % 2 > 0) for index in range(12)]
+    for ticket in tickets:
+        planner.add(ticket)
+    planner.remove(tickets[3])
+    with pytest.raises(ValueError, match="does not wait"):
+        planner.remove(tickets[3])
+    assert set(planner.drain()) == {*tickets} - {tickets[3]}
+    assert (len(planner), planner.num_patches) == (0, 0)
+    for ticket in tickets:
+        other.add(ticket)
+    assert len(other) == 12
+
+
+def test_a_batch_is_chosen_from_a_bounded_part_of_the_queue() -> None:
+    generator = random.Random(11)
+    planner = Planner(16384, 64, default_ladder(16384))
+    tickets = [Ticket(4 * generator.randint(1, 4000), is_prefetch=index % 3 > 0) for index in range(3000)]
+    for ticket in tickets:
+        planner.add(ticket)
+    order = sorted(tickets, key=lambda ticket: ticket.is_prefetch)
+    for _ in range(MAX_ENCODE_BATCHES):
+        batch = planner.next_batch(0.0).batch
+        assert {*batch} <= {*order[: 64 + LOOK_AHEAD]}
+        order = [ticket for ticket in order if ticket not in batch]
 
 
 def test_cancelled_and_expired_never_run() -> None:
-    planner = Planner(max_patches=10, max_items=8)
     gone, late, fine = Ticket(1, cancelled=True), Ticket(1, deadline_s=5.0), Ticket(1, deadline_s=5.1)
-    for ticket in (gone, late, fine):
-        planner.add(ticket)
+    planner = planner_of((gone, late, fine), 10)
     plan = planner.next_batch(5.0)
     assert (plan.batch, plan.cancelled, plan.expired) == ([fine], [gone], [late])
-
-
-def test_a_deadline_that_is_lifted_while_it_is_looked_at_breaks_nothing() -> None:
-    """A caller without a deadline joins on another thread."""
-
-    class Lifted(Ticket):
-        @property
-        def deadline_s(self) -> float | None:  # type: ignore[override]
-            return next(self.answers, None)
-
-        @deadline_s.setter
-        def deadline_s(self, value: float | None) -> None:
-            self.answers = iter([value])
-
-    planner = Planner(max_patches=10, max_items=8)
-    ticket = Lifted(1, deadline_s=5.0)
-    planner.add(ticket)
-    assert planner.next_batch(4.0).batch == [ticket]
 
 
 tickets = st.builds(
     Ticket,
     num_patches=st.integers(1, 30),
-    priority=st.integers(0, 2),
+    is_prefetch=st.booleans(),
     deadline_s=st.none() | st.floats(0, 20) | st.integers(0, 20).map(lambda whole: whole + 1e-5),
     cancelled=st.booleans(),
     num_sequences=st.integers(1, 3),
@@ -122,14 +158,14 @@ def test_every_ticket_comes_out_once_and_batches_keep_the_budget(
         assert len(plan.batch) <= max_items
         dropped = [*plan.cancelled, *plan.expired, *(late.ticket for late in plan.late)]
         assert not [t for t in plan.batch if t.cancelled or (t.deadline_s or 1e9) <= now_s]
-        heads: dict[int, Ticket] = {}
+        heads: dict[bool, Ticket] = {}
         for ticket in waiting:
             if ticket not in dropped:
-                heads.setdefault(ticket.priority, ticket)
+                heads.setdefault(ticket.is_prefetch, ticket)
         assert bool(plan.batch) == bool(heads)
         if plan.batch:
-            assert heads[plan.batch[0].priority] is plan.batch[0]
-            assert now_s >= AGING_BATCHES or plan.batch[0].priority == max(heads)
+            assert heads[plan.batch[0].is_prefetch] is plan.batch[0]
+            assert now_s >= MAX_ENCODE_BATCHES or plan.batch[0].is_prefetch == min(heads)
         out += [*plan.batch, *dropped]
         if not len(planner):
             break
@@ -144,7 +180,7 @@ def test_every_ticket_comes_out_once_and_batches_keep_the_budget(
     st.integers(1, 6),
     ladders,
 )
-def test_nobody_starves_while_others_keep_coming(
+def test_no_item_starves_while_others_keep_coming(
     seed: int, max_patches: int, max_items: int, ladder: BucketLadder | None
 ) -> None:
     """More arrives than is served; each ticket still goes within as many batches as there were tickets
@@ -172,22 +208,16 @@ def test_nobody_starves_while_others_keep_coming(
 
 
 @given(st.lists(tickets, max_size=20), ladders)
-def test_what_runs_is_in_order_of_priority_then_arrival(
-    queued: list[Ticket], ladder: BucketLadder | None
-) -> None:
-    planner = Planner(40, 8, ladder)
-    for ticket in queued:
-        planner.add(ticket)
+def test_a_batch_is_in_order_of_class_then_arrival(queued: list[Ticket], ladder: BucketLadder | None) -> None:
+    planner = planner_of(queued, 40, ladder)
     batch = planner.next_batch(0.0).batch
-    assert batch == sorted(batch, key=lambda ticket: (-ticket.priority, queued.index(ticket)))
+    assert batch == sorted(batch, key=lambda ticket: (ticket.is_prefetch, queued.index(ticket)))
 
 
-def test_an_item_that_was_passed_often_lets_nothing_past_it() -> None:
-    planner = Planner(max_patches=10, max_items=8)
+def test_an_item_that_was_overtaken_often_lets_nothing_past_it() -> None:
     heads = [Ticket(6) for _ in range(MAX_PASSES + 1)]
     large = Ticket(5)
-    for ticket in (*heads, large):
-        planner.add(ticket)
+    planner = planner_of((*heads, large), 10)
     for turn in range(MAX_PASSES):
         small = Ticket(4)
         planner.add(small)
@@ -205,10 +235,8 @@ COARSE = BucketLadder([Bucket(8, 4, 8), Bucket(16, 8, 16), Bucket(32, 16, 32)], 
 
 
 def test_a_batch_ends_where_its_bucket_does_and_the_rest_heads_the_next() -> None:
-    planner = Planner(32, 8, COARSE)
     queue = [Ticket(8), Ticket(8), Ticket(4)]
-    for ticket in queue:
-        planner.add(ticket)
+    planner = planner_of(queue, 32, COARSE)
     # 20 patches in a bucket of 32 take 321 us; 16 and 4 take 161 and 81.
     assert planner.next_batch(0.0).batch == queue[:2]
     assert planner.next_batch(0.0).batch == queue[2:]
@@ -216,31 +244,25 @@ def test_a_batch_ends_where_its_bucket_does_and_the_rest_heads_the_next() -> Non
 
 def test_a_batch_is_not_cut_where_one_more_launch_costs_more() -> None:
     slow_start = BucketLadder(COARSE.buckets, CostModel(500.0, 10.0, 0.0))
-    planner = Planner(32, 8, slow_start)
     queue = [Ticket(8), Ticket(8), Ticket(4)]
-    for ticket in queue:
-        planner.add(ticket)
+    planner = planner_of(queue, 32, slow_start)
     assert planner.next_batch(0.0).batch == queue
 
 
 def test_room_that_a_cut_leaves_is_filled_from_further_behind() -> None:
-    planner = Planner(32, 8, COARSE)
     a, b, c, d, e = Ticket(7), Ticket(7), Ticket(8), Ticket(20), Ticket(2)
-    for ticket in (a, b, c, d, e):
-        planner.add(ticket)
+    planner = planner_of((a, b, c, d, e), 32, COARSE)
     # First come: a, b, c, e are 24 patches in 32. In 16: a and b, and e beside them.
     assert planner.next_batch(0.0).batch == [a, b, e]
     assert (c.passes, d.passes) == (1, 1)
     assert planner.next_batch(0.0).batch[0] is c
 
 
-def test_what_no_bucket_takes_is_left_out_of_a_batch_that_one_takes() -> None:
+def test_an_item_that_no_bucket_takes_is_left_out_of_a_batch_that_one_takes() -> None:
     """An eager batch costs the host's launches; a clip of many frames would send all its fellows there."""
-    planner = Planner(32, 8, COARSE)
     stills = [Ticket(4) for _ in range(4)]
     clip = Ticket(4, num_frames=4)
-    for ticket in (*stills, clip):
-        planner.add(ticket)
+    planner = planner_of((*stills, clip), 32, COARSE)
     planner.ladder = BucketLadder(COARSE.buckets, CostModel(1.0, 10.0, 0.0))
     assert planner.next_batch(0.0).batch == [*stills, clip]  # two launches would be slower still
     for ticket in (*stills, clip):

@@ -54,7 +54,6 @@ def test_every_setting_says_what_it_is() -> None:
         ({"namespace_shares": "a=0"}, "namespace_shares.a"),
         ({"namespace_shares": "a=1001"}, "namespace_shares.a"),
         ({"namespace_shares": "a=nan"}, "namespace_shares.a"),
-        ({"device_shares": "a=0"}, "device_shares.a"),
         ({"namespace_shares": "a=1,a=2"}, "'a' is not one name=value"),
         (
             {
@@ -69,11 +68,8 @@ def test_every_setting_says_what_it_is() -> None:
             {"broker_path": "/b", "device_arena_bytes": 2_097_152},
             "2097152 bytes of device arenas are a GPU's memory, device is cpu",
         ),
-        ({"resize": "device"}, "resize device needs device cuda, found device cpu"),
         ({"decode": "device"}, "decode device needs device cuda, found device cpu"),
         ({"decode": "gpu"}, "decode"),
-        ({"resize": "gpu"}, "resize"),
-        ({"device_resize_bytes": 1}, "device_resize_bytes"),
     ],
 )
 def test_wrong_settings_are_refused_by_name(given: dict[str, object], text: str) -> None:

@@ -58,7 +58,8 @@ def metrics() -> Metrics:
 def engine(metrics: Metrics) -> Iterator[DeviceEngine]:
     tower, clock = ServedTower(), Ticking()
     ladder = BucketLadder([Bucket(16, 2, 16), Bucket(64, 4, 64)], COST)
-    graphs = GraphRunner(tower, ladder, torch.device("cpu"), capture=False, clock=clock)
+    choices = [("attention", "4096x1024", "fa4"), ("gelu", "784", "torch")]
+    graphs = GraphRunner(tower, ladder, torch.device("cpu"), capture=False, clock=clock, choices=choices)
     engine = DeviceEngine(
         tower,  # type: ignore[arg-type]
         SimpleNamespace(),  # type: ignore[arg-type]
@@ -80,7 +81,6 @@ def run(engine: DeviceEngine, grid: Grid) -> None:
 
 def test_padding_replays_and_eager_runs_are_exported(engine: DeviceEngine, metrics: Metrics) -> None:
     assert engine.graphs is not None
-    engine.graphs.choices = [("attention", "4096x1024", "fa4"), ("gelu", "784", "torch")]
     register_gauges(metrics, MagicMock(), engine)
     run(engine, Grid(1, 2, 6))
     run(engine, Grid(1, 10, 10))

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 
 import pytest
 import torch
 
-from encoder_service import tower_run
-from encoder_service.engine import device
-from encoder_service.engine.jobs import LatePlaces
-from encoder_service.engine.returns import Returns
 from encoder_service.errors import Cancelled, DeadlineExceeded, DeviceFault, InternalError
 from encoder_service.store.embedding_store import Writing
 from encoder_service.store.mover import Mover
@@ -28,9 +24,8 @@ ITEM_BYTES = 4096
 
 
 @pytest.fixture
-async def rig(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Rig]:
-    """With room for two items on the device and four on the host; what is queued may have all of it."""
-    monkeypatch.setattr(tower_run, "QUEUED_SHARE", 1.0)
+async def rig() -> AsyncIterator[Rig]:
+    """With room for two items on the device and four on the host."""
     store = tiered(2 * ITEM_BYTES, 4 * ITEM_BYTES)
     rig = Rig(store)
     yield rig
@@ -46,7 +41,7 @@ async def rig(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Rig]:
 
 def is_running(rig: Rig) -> bool:
     """Whether the tower has an item."""
-    return bool(rig.engine._taken)
+    return bool(rig.engine._planned)
 
 
 def store_of(rig: Rig) -> TieredStore:
@@ -225,91 +220,3 @@ async def test_a_store_that_fails_at_the_end_fails_its_item_and_leaves_nobody_wa
 
 def num_slots(rig: Rig) -> int:
     return sum(len(part.arena) for part in store_of(rig).device.parts())
-
-
-async def test_a_long_queue_does_not_push_out_what_is_asked_for(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One item may hold room while it waits; the others get theirs when their batch is planned."""
-    monkeypatch.setattr(tower_run, "QUEUED_SHARE", 0.0)
-    resident = await rig.pipeline.encode(image(1, side=16))
-    resident.release()
-    rig.tower.gate.clear()
-    callers = [asyncio.ensure_future(rig.pipeline.encode(image(2, side=16)))]
-    await until(lambda: is_running(rig))
-    callers += [asyncio.ensure_future(rig.pipeline.encode(image(value, side=16))) for value in range(3, 6)]
-    await until(lambda: rig.engine.queued_items == 3)
-    assert num_slots(rig) == 2, "the resident one, and one of four that wait"
-    again = await rig.pipeline.encode(image(1, side=16))
-    assert again.tier is CacheTier.DEVICE
-    again.release()
-    rig.tower.gate.set()
-    results = await asyncio.gather(*callers)
-    for value, result in enumerate(results, 2):
-        assert torch.equal(result.encoded.rows, await rows_alone(value))
-        result.release()
-    assert rig.engine.counters.unanswered_places == 0
-    assert store_of(rig).counters.evictions > 0, "room was found for them on the device in their turn"
-    assert rig.pipeline._run.queued == dict.fromkeys(store_of(rig).device.parts(), 0)
-
-
-async def test_late_room_that_is_not_there_is_done_without(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tower_run, "QUEUED_SHARE", 0.0)
-    held = [await rig.pipeline.encode(image(value, side=16)) for value in (1, 2)]  # the whole device tier
-    rig.tower.gate.clear()
-    callers = [asyncio.ensure_future(rig.pipeline.encode(image(value, side=16))) for value in (3, 4, 5)]
-    await until(lambda: len(rig.pipeline.flights) == 3)
-    rig.tower.gate.set()
-    for value, result in zip((3, 4, 5), await asyncio.gather(*callers), strict=True):
-        assert result.held is not None
-        assert tier_of(result.held) == "host"
-        assert torch.equal(result.encoded.rows, await rows_alone(value))
-        result.release()
-    for each in held:
-        each.release()
-
-
-async def test_a_late_item_whose_caller_leaves_takes_no_room(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tower_run, "QUEUED_SHARE", 0.0)
-    rig.tower.gate.clear()
-    first = asyncio.ensure_future(rig.pipeline.encode(image(1, side=16)))
-    await until(lambda: is_running(rig))
-    leavers = [asyncio.ensure_future(rig.pipeline.encode(image(value, side=16))) for value in (2, 3, 4)]
-    await until(lambda: rig.engine.queued_items == 3)
-    for each in leavers:
-        each.cancel()
-    await asyncio.wait(leavers)
-    rig.tower.gate.set()
-    (await first).release()
-    await until(lambda: not len(rig.pipeline.flights) and not rig.engine.num_in_flight)
-
-
-async def test_a_loop_that_does_not_answer_costs_the_place_and_not_the_item(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tower_run, "QUEUED_SHARE", 0.0)
-    monkeypatch.setattr(device, "PLACES_S", 0.0)
-    lost = []
-    monkeypatch.setattr(Returns, "post", drop_places(Returns.post, lost))
-    callers = [asyncio.ensure_future(rig.pipeline.encode(image(value, side=16))) for value in (1, 2, 3)]
-    results = await asyncio.gather(*callers)
-    assert rig.engine.counters.unanswered_places > 0
-    slots = num_slots(rig)
-    for find in lost:
-        find()  # the loop comes to it at last
-    assert num_slots(rig) == slots, "what was given up finds nothing"
-    for value, result in enumerate(results, 1):
-        assert torch.equal(result.encoded.rows, await rows_alone(value))
-        result.release()
-
-
-def drop_places(post: Callable[..., None], lost: list[Callable[[], None]]) -> Callable[..., None]:
-    def posted(returns: Returns, function: Callable[..., object], *arguments: object) -> None:
-        if getattr(function, "__func__", None) is LatePlaces.find:
-            lost.append(function)  # type: ignore[arg-type]
-        else:
-            post(returns, function, *arguments)
-
-    return posted
