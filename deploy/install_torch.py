@@ -1,9 +1,9 @@
-"""Puts a fitting torch, and on request the torchvision that matches it, into the interpreter that runs this.
+"""Installs a supported torch, and on request the matching torchvision, into the interpreter that runs this.
 
-Owns the choice between torch builds, so that `make setup` never drags CUDA libraries onto a machine without
-a GPU. Leaves every other dependency to pip. Standard library only.
+Owns the choice between torch builds: `make setup` installs no CUDA libraries on a machine without a GPU. pip
+installs everything else. Standard library only.
 
-The choice, first that works:
+The first source that works:
 
 1. a torch that is already installed stays, if its version is supported;
 2. without an NVIDIA GPU on Linux, a CPU build that the user's own pip configuration offers;
@@ -23,10 +23,10 @@ from pathlib import Path
 
 TORCH_RANGE = "torch>=2.9,<2.14"
 LOCAL_CPU_BUILD = "torch==2.13.0+cpu"
-# Where the public index cannot be reached, that is known within the minute.
+# An unreachable index fails within a minute.
 CPU_INDEX = ["--index-url", "https://download.pytorch.org/whl/cpu", "--retries", "1", "--timeout", "20"]
 
-# torch 2.9 came with torchvision 0.24, and both have counted up together since.
+# torch 2.9 belongs to torchvision 0.24; both minor numbers have grown by one a release since.
 MIN_TORCH_MINOR = 9
 MAX_TORCH_MINOR = 13
 TORCHVISION_MINOR_OFFSET = 15

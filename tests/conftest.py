@@ -11,7 +11,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "2")
 import torch
 
 from tests import time_limits
-from tests.as_it_happens import AsItHappens
 from tests.turns import own_gpu_first
 
 # Before anything asks for a device.
@@ -24,24 +23,28 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default="cpu",
         help="torch device for the tests that take one: cpu, or cuda:0 to run the same tests on a GPU",
     )
-    parser.addoption(
-        "--seconds-file", help="file that gets what each test took, and the summary gets a table by test file"
-    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(time_limits)
-    if not hasattr(config, "workerinput"):
-        config.pluginmanager.register(AsItHappens(config, config.getoption("--seconds-file")))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """With a GPU as --device: only tests that use a device. Without one: tests that need it are skipped."""
+    if config.getoption("--device") != "cpu":
+        others = [item for item in items if not uses_device(item)]
+        config.hook.pytest_deselected(items=others)
+        items[:] = [item for item in items if uses_device(item)]
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs a CUDA device")
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(skip)
+
+
+def uses_device(item: pytest.Item) -> bool:
+    return item.get_closest_marker("gpu") is not None or "device" in getattr(item, "fixturenames", ())
 
 
 @pytest.fixture(scope="session")

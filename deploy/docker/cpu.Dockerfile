@@ -1,8 +1,7 @@
 # syntax=docker/dockerfile:1
 # The service on the CPU. Build from the repository's root:
 #   docker build -f deploy/docker/cpu.Dockerfile -t vision-encoder:0.1.0-cpu .
-# Runs as a user without rights and with a read-only root file system; only /tmp and /run/vision-encoder are
-# written to:
+# Runs as an unprivileged user on a read-only root file system and writes to /tmp and /run/vision-encoder only:
 #   docker run --read-only --tmpfs /tmp --tmpfs /run/vision-encoder:uid=65532,gid=65532,mode=0750 \
 #     -v /path/to/checkpoint:/models:ro -p 50051:50051 -p 8080:8080 vision-encoder:0.1.0-cpu
 
@@ -13,11 +12,10 @@ ENV PATH=/opt/venv/bin:$PATH
 # torch first and by itself: this layer is large and changes rarely.
 RUN pip install --no-cache-dir --index-url https://download.pytorch.org/whl/cpu torch==2.13.0
 COPY pyproject.toml ./
-# Traces and the shared tier are in; whoever wants neither sets neither. The project itself is not: while only its
-# code changes, this layer, which is nearly all of the image, stays what nodes have already. Nothing is installed or
-# compiled in the final image: no pip, no headers and no tests of torch's.
+# The project's requirements with traces, without its code: while only code changes, nodes keep this layer, which is
+# nearly all of the image. Nothing is installed or compiled in the final image: pip, torch's headers and tests go.
 RUN python -c "import tomllib; project = tomllib.load(open('pyproject.toml', 'rb'))['project']; \
-    extras = 'otel,shared'.split(','); \
+    extras = 'otel'.split(','); \
     print(*project['dependencies'], *sum((project['optional-dependencies'][extra] for extra in extras), []), sep='\n')" \
     > needs.txt \
     && pip install --no-cache-dir -r needs.txt \
@@ -41,9 +39,8 @@ LABEL org.opencontainers.image.title="vision-encoder" \
     org.opencontainers.image.version="0.1.0" \
     org.opencontainers.image.licenses="Apache-2.0"
 RUN install -d -o 65532 -g 65532 -m 0750 /run/vision-encoder
-# glibc gives large blocks back to the kernel at every free, and each new one faults in page by page; kept
-# blocks make streams of rows about twice as fast. Packages ask for the user's name, which /etc/passwd does not
-# have.
+# glibc returns large blocks to the kernel at every free, and each new one faults in page by page; kept blocks
+# make streams of rows about twice as fast. USER: packages ask for the user's name, which /etc/passwd lacks.
 ENV PATH=/opt/project/bin:/opt/venv/bin:$PATH \
     PYTHONUNBUFFERED=1 \
     PYTHONDONTWRITEBYTECODE=1 \

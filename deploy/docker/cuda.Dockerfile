@@ -1,8 +1,8 @@
 # syntax=docker/dockerfile:1
 # The service on one NVIDIA GPU. Build from the repository's root:
 #   docker build -f deploy/docker/cuda.Dockerfile -t vision-encoder:0.1.0-cuda .
-# torch brings the CUDA libraries; the host brings the driver through the NVIDIA container toolkit. Runs as a
-# user without rights and with a read-only root file system; only /tmp and /run/vision-encoder are written to:
+# torch brings the CUDA libraries; the host brings the driver through the NVIDIA container toolkit. Runs as an
+# unprivileged user on a read-only root file system and writes to /tmp and /run/vision-encoder only:
 #   docker run --gpus device=0 --read-only --tmpfs /tmp:exec \
 #     --tmpfs /run/vision-encoder:uid=65532,gid=65532,mode=0750 \
 #     -v /path/to/checkpoint:/models:ro -p 50051:50051 -p 8080:8080 vision-encoder:0.1.0-cuda
@@ -14,11 +14,11 @@ ENV PATH=/opt/venv/bin:$PATH
 # torch first and by itself: this layer is large and changes rarely.
 RUN pip install --no-cache-dir torch==2.13.0
 COPY pyproject.toml ./
-# Device leases, the attention and products that were measured, traces and the shared tier are in. The project itself
-# is not: while only its code changes, this layer, which is nearly all of the image, stays what nodes have already.
-# Nothing is installed into the final image: no pip, and no tests of torch's.
+# The project's requirements with rows in shared device memory, flash-attn 4, quack and traces, without its code:
+# while only code changes, nodes keep this layer, which is nearly all of the image. Nothing is installed into the
+# final image: pip and torch's tests go.
 RUN python -c "import tomllib; project = tomllib.load(open('pyproject.toml', 'rb'))['project']; \
-    extras = 'cuda,fa4,otel,shared'.split(','); \
+    extras = 'cuda,fa4,otel'.split(','); \
     print(*project['dependencies'], *sum((project['optional-dependencies'][extra] for extra in extras), []), sep='\n')" \
     > needs.txt \
     && pip install --no-cache-dir -r needs.txt \
@@ -45,11 +45,10 @@ LABEL org.opencontainers.image.title="vision-encoder" \
     org.opencontainers.image.version="0.1.0" \
     org.opencontainers.image.licenses="Apache-2.0"
 RUN install -d -o 65532 -g 65532 -m 0750 /run/vision-encoder
-# glibc gives large blocks back to the kernel at every free, and each new one faults in page by page; kept
-# blocks make streams of rows about twice as fast. Packages ask for the user's name, which /etc/passwd does not
-# have. The tower is not on the CPU, and each thread that decodes would start as many of torch's as there are cores.
-# NVIDIA_VISIBLE_DEVICES is for whoever starts a container to say: "all" in here would show every GPU of a node
-# to an init container that asked for none.
+# glibc returns large blocks to the kernel at every free, and each new one faults in page by page; kept blocks
+# make streams of rows about twice as fast. USER: packages ask for the user's name, which /etc/passwd lacks. One
+# torch thread: the tower is on the GPU, and each decoding thread would start one for each core. The device plugin
+# sets NVIDIA_VISIBLE_DEVICES: "all" in an image would show every GPU of a node to init containers.
 ENV PATH=/opt/project/bin:/opt/venv/bin:$PATH \
     PYTHONUNBUFFERED=1 \
     PYTHONDONTWRITEBYTECODE=1 \

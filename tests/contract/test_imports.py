@@ -1,4 +1,4 @@
-"""Direction of imports, what may be loaded at import, names and sizes of modules."""
+"""Direction of imports (the contracts run in ``make lint``), packages loaded at import, names, sizes."""
 
 from __future__ import annotations
 
@@ -45,30 +45,19 @@ def module_name(path: Path) -> str:
 
 
 def lint_imports(root: Path) -> subprocess.CompletedProcess[str]:
-    """Runs import-linter with the contracts of ``root``'s pyproject.toml."""
+    """import-linter with the contracts of ``root``'s pyproject.toml."""
     return subprocess.run(
         [sys.executable, "-c", RUN_LINTER],
-        cwd=root,
-        env={**os.environ, "PYTHONPATH": f"{root}:{root / 'proto'}", "COLUMNS": "200"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-
-
-def test_import_contracts_hold() -> None:
-    completed = lint_imports(ROOT)
-    assert completed.returncode == 0, completed.stdout + completed.stderr
+        cwd=root, env={**os.environ, "PYTHONPATH": f"{root}:{root / 'proto'}", "COLUMNS": "200"},
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("module", "line"),
     [
         ("encoder_service/errors.py", "import encoder_service.towers"),
-        ("encoder_service/store/__init__.py", "import encoder_service.towers"),
         ("encoder_service/scheduler/__init__.py", "import time"),
-        ("encoder_service/towers/__init__.py", "import transformers"),
         ("lm_adapter/__init__.py", "import encoder_service.errors"),
     ],
 )
@@ -100,13 +89,9 @@ for name in wanted:
 def import_without(refused: list[str], wanted: list[str]) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-W", "error", "-c", IMPORT_WITHOUT, ",".join(refused), ",".join(wanted)],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'proto'}"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+        cwd=ROOT, env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'proto'}"},
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
 
 
 def test_the_adapter_imports_on_its_own_dependencies() -> None:
@@ -137,10 +122,6 @@ def test_a_probe_loads_nothing_that_takes_long() -> None:
     assert completed.returncode == 0, completed.stderr
 
 
-def test_a_refused_import_is_noticed() -> None:
-    assert import_without(["torch"], ["encoder_service.types"]).returncode == 1
-
-
 @pytest.mark.parametrize("package", PACKAGES)
 def test_module_names_say_what_is_inside(package: str) -> None:
     parts = {part for path in MODULES for part in path.relative_to(ROOT).with_suffix("").parts}
@@ -153,32 +134,13 @@ def test_no_module_is_too_long() -> None:
     assert {name: length for name, length in lengths.items() if length > MAX_LINES} == {}
 
 
-def test_every_module_says_what_it_owns() -> None:
-    silent = [
-        module_name(path)
-        for path in MODULES
-        if (source := path.read_text()).strip() and ast.get_docstring(ast.parse(source)) is None
-    ]
-    assert silent == []
-
-
-def test_no_class_is_a_manager() -> None:
-    names = [
-        f"{module_name(path)}.{node.name}"
-        for path in MODULES
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.ClassDef) and re.search(r"(Manager|Helper|Util)s?$", node.name)
-    ]
-    assert names == []
-
-
 @pytest.mark.parametrize("package", PACKAGES)
 def test_every_third_party_import_is_a_declared_dependency(package: str) -> None:
     """Of all imports of the service; of the adapter's imports at module level."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     if package == "encoder_service":
-        optional = ("fa3", "fa4", "flash-attn", "cuda", "otel", "shared", "uvloop")
+        optional = [name for name in extras if name not in ("adapter", "dev", "engines", "hf", "vllm")]
         declared = project["dependencies"] + [text for name in optional for text in extras[name]]
     else:
         adapter = tomllib.loads((ROOT / "lm_adapter" / "pyproject.toml").read_text())["project"]

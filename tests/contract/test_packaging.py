@@ -1,7 +1,4 @@
-"""The wheels: what is in them, what they need, and that what is in them imports.
-
-Built without isolation and without the network.
-"""
+"""The wheels: their content, their requirements, and that they import. Built without the network."""
 
 from __future__ import annotations
 
@@ -16,40 +13,30 @@ from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
-from packaging.version import Version
 
 import encoder_service
 
 ROOT = Path(__file__).parents[2]
+KEPT = {".py", ".pyi", ".proto", ".typed", ".html", ".css", ".js", ".svg", ".json"}
 
 
 def build_wheel(project: Path, out: Path) -> Path:
-    """The wheel of a project of this repository."""
-    completed = subprocess.run(
-        [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(out), str(project)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert completed.returncode == 0, completed.stdout + completed.stderr
+    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(out), str(project)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
     (wheel,) = out.glob("*.whl")
     return wheel
 
 
 @pytest.fixture(scope="module")
-def service_wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_wheel(ROOT, tmp_path_factory.mktemp("service"))
+def wheels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    projects = {"service": ROOT, "adapter": ROOT / "lm_adapter"}
+    return {name: build_wheel(path, tmp_path_factory.mktemp(name)) for name, path in projects.items()}
 
 
-@pytest.fixture(scope="module")
-def adapter_wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_wheel(ROOT / "lm_adapter", tmp_path_factory.mktemp("adapter"))
-
-
-def names_in(wheel: Path) -> set[str]:
+def content_of(wheel: Path) -> set[str]:
     with zipfile.ZipFile(wheel) as archive:
-        return set(archive.namelist())
+        return {name for name in archive.namelist() if ".dist-info/" not in name}
 
 
 def metadata_of(wheel: Path) -> email.message.Message:
@@ -58,142 +45,63 @@ def metadata_of(wheel: Path) -> email.message.Message:
         return email.parser.Parser().parsestr(archive.read(name).decode())
 
 
-def base_requirements(wheel: Path) -> dict[str, Requirement]:
-    """Requirements that hold without any extra."""
+def requirements_of(wheel: Path) -> set[str]:
+    """Names that are required without any extra."""
     requirements = [Requirement(text) for text in metadata_of(wheel).get_all("Requires-Dist", [])]
-    return {
-        requirement.name: requirement
-        for requirement in requirements
-        if requirement.marker is None or "extra" not in str(requirement.marker)
-    }
+    return {one.name for one in requirements if one.marker is None or "extra" not in str(one.marker)}
 
 
-def tracked(folder: str) -> set[str]:
-    """Python and typing files of a package, as they lie in the source tree."""
+def files_of(*folders: str) -> set[str]:
+    """Files of packages in the source tree, as a wheel names them."""
     return {
-        str(path.relative_to(ROOT))
+        str(path.relative_to(ROOT)).removeprefix("proto/")
+        for folder in folders
         for path in (ROOT / folder).rglob("*")
-        if path.suffix in {".py", ".pyi", ".proto"} or path.name == "py.typed"
+        if path.is_file() and (path.suffix in KEPT or path.name == "py.typed")
     }
 
 
-def test_service_wheel_has_every_module_of_the_three_packages(service_wheel: Path) -> None:
-    names = names_in(service_wheel)
-    expected = tracked("encoder_service") | tracked("lm_adapter")
-    expected |= {name.removeprefix("proto/") for name in tracked("proto/vision_encoder")}
-    assert expected <= names
-    for package in ("encoder_service", "lm_adapter", "vision_encoder"):
-        assert f"{package}/py.typed" in names
-    for name in ("encoder.proto", "encoder_pb2.py", "encoder_pb2.pyi", "encoder_pb2_grpc.pyi"):
-        assert f"vision_encoder/v1/{name}" in names
+def test_wheels_are_their_packages_and_nothing_else(wheels: dict[str, Path]) -> None:
+    adapter = files_of("lm_adapter", "proto/vision_encoder")
+    assert content_of(wheels["adapter"]) == adapter | {"lm_adapter/pyproject.toml"}
+    assert content_of(wheels["service"]) == adapter | files_of("encoder_service")
+    for name in ("encoder_service/py.typed", "lm_adapter/py.typed", "vision_encoder/v1/encoder_pb2_grpc.pyi"):
+        assert name in content_of(wheels["service"])
 
 
-def test_service_wheel_has_every_file_of_the_admin_page(service_wheel: Path) -> None:
-    static = {
-        str(path.relative_to(ROOT))
-        for path in (ROOT / "encoder_service").rglob("*")
-        if path.is_file() and path.suffix in {".html", ".css", ".js", ".svg", ".json"}
-    }
-    assert static <= names_in(service_wheel)
-
-
-def test_service_wheel_has_nothing_else(service_wheel: Path) -> None:
-    tops = {name.split("/")[0] for name in names_in(service_wheel)}
-    assert {top for top in tops if not top.endswith(".dist-info")} == {
-        "encoder_service",
-        "lm_adapter",
-        "vision_encoder",
-    }
-    assert not [name for name in names_in(service_wheel) if "__pycache__" in name or name.endswith(".toml")]
-
-
-def test_service_metadata(service_wheel: Path) -> None:
-    metadata = metadata_of(service_wheel)
-    assert metadata["Name"] == "vision-encoder"
-    assert metadata["Version"] == encoder_service.__version__
-    assert metadata["License-Expression"] == "Apache-2.0"
-    assert metadata["Requires-Python"] == "<3.14,>=3.11"
-    with zipfile.ZipFile(service_wheel) as archive:
+def test_metadata(wheels: dict[str, Path]) -> None:
+    for wheel in wheels.values():
+        assert metadata_of(wheel)["Version"] == encoder_service.__version__
+    metadata = metadata_of(wheels["service"])
+    assert (metadata["Name"], metadata["License-Expression"]) == ("vision-encoder", "Apache-2.0")
+    with zipfile.ZipFile(wheels["service"]) as archive:
         (entry_points,) = (name for name in archive.namelist() if name.endswith("entry_points.txt"))
         assert "vision-encoder = encoder_service.cli:main" in archive.read(entry_points).decode()
-        (license_file,) = (name for name in archive.namelist() if name.endswith("licenses/LICENSE"))
-        assert archive.read(license_file).decode() == (ROOT / "LICENSE").read_text()
 
 
-def test_torch_is_a_range_that_keeps_an_installed_or_local_build(service_wheel: Path) -> None:
-    torch = base_requirements(service_wheel)["torch"]
-    assert torch.url is None
-    for version in ("2.9.0", "2.11.0+cu130", "2.13.0+cpu", "2.13.1"):
-        assert torch.specifier.contains(Version(version)), version
-    for version in ("2.8.0", "2.14.0", "3.0"):
-        assert not torch.specifier.contains(Version(version)), version
-
-
-def test_no_gpu_package_is_needed_by_default(service_wheel: Path) -> None:
-    names = base_requirements(service_wheel).keys()
+def test_requirements(wheels: dict[str, Path]) -> None:
+    assert requirements_of(wheels["adapter"]) == {"grpcio", "numpy", "protobuf"}
     gpu_words = ("nvidia", "cuda", "triton", "flash", "fa3", "cupy", "transformers", "torchvision")
-    assert [name for name in names if any(word in name for word in gpu_words)] == []
-
-
-def test_every_extra_is_offered(service_wheel: Path) -> None:
-    extras = set(metadata_of(service_wheel).get_all("Provides-Extra", []))
-    assert extras == {
-        "adapter",
-        "cuda",
-        "dev",
-        "engines",
-        "fa3",
-        "fa4",
-        "flash-attn",
-        "hf",
-        "otel",
-        "shared",
-        "uvloop",
-        "vllm",
-    }
-
-
-def test_adapter_wheel_is_the_adapter_and_the_contract_alone(adapter_wheel: Path) -> None:
-    names = names_in(adapter_wheel)
-    expected = tracked("lm_adapter")
-    expected |= {name.removeprefix("proto/") for name in tracked("proto/vision_encoder")}
-    assert expected <= names
-    assert {name.split("/")[0] for name in names if ".dist-info" not in name} == {
-        "lm_adapter",
-        "vision_encoder",
-    }
-    assert base_requirements(adapter_wheel).keys() == {"grpcio", "numpy", "protobuf"}
-    assert metadata_of(adapter_wheel)["Version"] == encoder_service.__version__
-
-
-@pytest.mark.parametrize(
-    ("wheel", "imports"),
-    [
-        ("service_wheel", "encoder_service.cli, lm_adapter, vision_encoder.v1.encoder_pb2_grpc"),
-        ("adapter_wheel", "lm_adapter, vision_encoder.v1.encoder_pb2_grpc"),
-    ],
-)
-def test_an_unpacked_wheel_imports(
-    wheel: str, imports: str, request: pytest.FixtureRequest, tmp_path: Path
-) -> None:
-    with zipfile.ZipFile(request.getfixturevalue(wheel)) as archive:
-        archive.extractall(tmp_path)
-    code = f"import {imports}; print(lm_adapter.__file__)"
-    completed = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert completed.returncode == 0, completed.stderr
-    assert completed.stdout.strip() == str(tmp_path / "lm_adapter" / "__init__.py")
-
-
-def test_the_adapters_requirements_are_those_of_the_extra() -> None:
+    assert not [
+        name for name in requirements_of(wheels["service"]) if any(word in name for word in gpu_words)
+    ]
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     adapter = tomllib.loads((ROOT / "lm_adapter" / "pyproject.toml").read_text())["project"]
     assert adapter["dependencies"] == project["optional-dependencies"]["adapter"]
     assert adapter["requires-python"] == project["requires-python"]
+
+
+@pytest.mark.parametrize(
+    ("wheel", "imports"), [("service", "encoder_service.cli, lm_adapter"), ("adapter", "lm_adapter")]
+)
+def test_an_unpacked_wheel_imports(wheel: str, imports: str, wheels: dict[str, Path], tmp_path: Path) -> None:
+    with zipfile.ZipFile(wheels[wheel]) as archive:
+        archive.extractall(tmp_path)
+    code = f"import {imports}, vision_encoder.v1.encoder_pb2_grpc; print(lm_adapter.__file__)"
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    ended = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.strip() == str(tmp_path / "lm_adapter" / "__init__.py")

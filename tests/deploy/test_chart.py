@@ -1,233 +1,355 @@
-"""The chart says what the kustomizations say, refuses values that mean nothing, makes Secrets when asked."""
+"""The chart: objects fit their schemas, settings are known, parts fit, contradictions are refused."""
 
 from __future__ import annotations
 
-import json
-from typing import Any
+import copy
+import re
+from pathlib import Path
 
-import jsonschema
 import pytest
 import yaml
 
 import encoder_service
+from encoder_service.app import ENGINE_STOP_S, LAST_SPANS_S
+from encoder_service.rpc.server import SERVICE
 from encoder_service.tokens import NamespaceTokens
-from tests.deploy import custom_resources, kustomize
-from tests.deploy.go_template import Chart, TemplateError
-from tests.deploy.rendering import BUILDS, CHART, K8S, NAME, OVERLAYS, Object, built, charted, named, pod_of
-from tests.deploy.test_renderers import in_order
-
-SCHEMA = json.loads((CHART / "values.schema.json").read_text())
-# What the chart adds: which release an object is of, and by which chart.
-RELEASE_LABELS = ("app.kubernetes.io/instance", "app.kubernetes.io/managed-by", "helm.sh/chart")
-
-
-def plain(node: Any) -> Any:
-    """Without what is the tool's own: the release's labels, and the checksum that rolls pods."""
-    if isinstance(node, dict):
-        found = {name: plain(value) for name, value in node.items() if name not in RELEASE_LABELS}
-        if "annotations" in found and found["annotations"].keys() == {"checksum/config"}:
-            del found["annotations"]
-        return found
-    if isinstance(node, list):
-        return [plain(part) for part in node]
-    return node
-
-
-def content(objects: Any) -> dict[tuple[str, str], Object]:
-    found = {}
-    for each in objects:
-        if each["kind"] == "Namespace":
-            continue
-        each = plain(each)
-        metadata = each["metadata"]
-        metadata.pop("namespace", None)
-        if each["kind"] == "ConfigMap" and not metadata["name"].endswith("-dashboard"):
-            # Which has no labels there, and a hash in its name.
-            metadata.pop("labels", None)
-            metadata["name"] = "-".join(metadata["name"].split("-")[:3])
-        found[each["kind"], metadata["name"]] = in_order(each)
-    deployment = found["Deployment", NAME]
-    for container in (*pod_of(deployment).get("initContainers", ()), *pod_of(deployment)["containers"]):
-        for source in container.get("envFrom", ()):
-            source["configMapRef"]["name"] = f"{NAME}-config"
-    return found
-
-
-@pytest.mark.parametrize("build", BUILDS)
-def test_chart_and_kustomization_have_the_same_content(build: str) -> None:
-    ours, theirs = content(charted(build)), content(built(build))
-    assert ours.keys() == theirs.keys()
-    for key, expected in theirs.items():
-        assert ours[key] == expected, key
-
-
-def test_every_overlay_has_its_values_and_they_are_valid() -> None:
-    files = {path.name for path in CHART.glob("values-*.yaml")}
-    assert files == {f"values-{overlay}.yaml" for overlay in OVERLAYS}
-    chart = Chart(CHART)
-    for name in files:
-        jsonschema.validate(chart.values(yaml.safe_load((CHART / name).read_text())), SCHEMA)
-    jsonschema.validate(chart.values(), SCHEMA)
-
-
-def test_the_schema_knows_every_value() -> None:
-    def compare(values: Object, schema: Object, path: str) -> None:
-        schema = SCHEMA["definitions"][schema["$ref"].rpartition("/")[2]] if "$ref" in schema else schema
-        if schema.get("additionalProperties") is False:
-            known = schema["properties"].keys() - {"global"}
-            assert values.keys() == known, f"{path}: {values.keys() ^ known}"
-            for name, value in values.items():
-                if isinstance(value, dict):
-                    compare(value, schema["properties"][name], f"{path}.{name}")
-
-    compare(Chart(CHART).values(), SCHEMA, "values")
-
-
-@pytest.mark.parametrize(
-    "values",
-    [
-        {"setings": {}},
-        {"settings": {"VE_STORE_BYTES": 1073741824}},
-        {"settings": {"STORE_BYTES": "1"}},
-        {"autoscaling": {"kind": "vpa"}},
-        {"weights": {"source": "hub"}},
-        {"broker": {"enabled": True, "folder": "/" + 60 * "x"}},
-        {"resources": {"limits": {"memory": "8 GiB"}}},
-        # Of which the chart has its own: two of a name are no YAML.
-        {"pod": {"terminationGracePeriodSeconds": 50}},
-        {"pod": {"volumes": []}},
-        {"pod": {"hostIPC": True}},
-        # 1e+06m
-        {"autoscaling": {"targets": {"queueSeconds": 1_000_000}}},
-        {"env": {"OTEL_SDK_DISABLED": "true"}},
-    ],
+from tests.deploy.chart import (
+    CASES,
+    CHART,
+    FROM_ELSEWHERE,
+    GPU_CASES,
+    HELM_FOLDER,
+    NAME,
+    Object,
+    RenderingFailed,
+    encoder_of,
+    environment_of,
+    files_of,
+    helm,
+    named,
+    pod_of,
+    quantity,
+    render,
+    rendered,
+    settings_of,
+    validate,
 )
-def test_values_that_mean_nothing_are_refused(values: Object) -> None:
-    with pytest.raises(jsonschema.ValidationError):
-        jsonschema.validate(Chart(CHART).values(values), SCHEMA)
 
-
-def render(*values: Object, release: str = NAME) -> list[Object]:
-    chart = Chart(CHART)
-    merged = chart.values(*values)
-    jsonschema.validate(merged, SCHEMA)
-    return chart.render(merged, release=release, namespace="tenant")
-
-
-def test_the_chart_has_the_projects_version_and_needs_what_the_manifests_need() -> None:
-    meta = yaml.safe_load((CHART / "Chart.yaml").read_text())
-    assert meta["version"] == meta["appVersion"] == encoder_service.__version__
-    assert meta["kubeVersion"] == ">=1.30.0-0"
-
-
-def test_a_build_of_the_chart_has_a_label_that_labels_may_be() -> None:
-    chart = Chart(CHART)
-    chart.meta = chart.meta | {"version": "0.1.0+build.7"}
-    objects = chart.render(chart.values(), release=NAME, namespace="tenant")
-    assert {each["metadata"]["labels"]["helm.sh/chart"] for each in objects} == {
-        "vision-encoder-0.1.0_build.7"
-    }
-
-
-# A chart is packed from its own folder alone, and not every checkout has symbolic links.
-COPIES = {
-    "dashboard.json": K8S.parent / "grafana" / "vision-encoder.json",
-    "fetch_weights.py": K8S / "components" / "fetch-weights" / "fetch_weights.py",
-    "prometheusrule.yaml": K8S / "components" / "monitoring" / "prometheusrule.yaml",
+READER = yaml.safe_load((HELM_FOLDER / "reader.yaml").read_text())
+RESTRICTED = {
+    "allowPrivilegeEscalation": False,
+    "readOnlyRootFilesystem": True,
+    "capabilities": {"drop": ["ALL"]},
+}
+SUMS = f"{64 * 'a'}  config.json\n"
+FETCH: Object = {
+    "weights": {"source": "fetch", "fetch": {"baseUrl": "https://w.example.com/c", "sums": SUMS}}
+}
+EVERYTHING: Object = {
+    "monitoring": {"enabled": True},
+    "broker": {"enabled": True},
+    "tls": {"enabled": True},
+    "tokens": {"enabled": True, "file": "a=1\n", "admin": "9"},
+    "autoscaling": {"kind": "keda"},
+    **FETCH,
 }
 
 
-def test_the_charts_copies_are_what_the_kustomizations_have() -> None:
-    assert {path.name for path in (CHART / "files").iterdir()} == set(COPIES)
-    for name, original in COPIES.items():
-        copied = CHART / "files" / name
-        assert copied.read_bytes() == original.read_bytes(), f"cp {original} {copied}"
+# The chart as a whole
 
 
-def test_two_releases_do_not_select_each_others_pods() -> None:
-    one, other = (named(render(release=release), "Deployment", release) for release in ("one", "other"))
-    selector = one["spec"]["selector"]["matchLabels"]
-    assert selector.items() <= one["spec"]["template"]["metadata"]["labels"].items()
-    assert not selector.items() <= other["spec"]["template"]["metadata"]["labels"].items()
+@pytest.mark.parametrize("case", CASES)
+def test_helm_lints_the_chart_and_every_object_fits_its_schema(case: str) -> None:
+    helm("lint", "--strict", "--quiet", str(CHART), *files_of(case))
+    validate(rendered(case))
 
 
-def test_a_changed_setting_rolls_the_pods() -> None:
-    def checksum(*values: Object) -> str:
-        annotations = named(render(*values), "Deployment")["spec"]["template"]["metadata"]["annotations"]
-        return str(annotations["checksum/config"])
-
-    assert checksum() == checksum()
-    assert checksum() != checksum({"settings": {"VE_LOG_LEVEL": "debug"}})
-
-
-def test_the_alerts_links_lead_where_the_value_says() -> None:
-    base = "https://wiki.example.com/runbook"
-    objects = render({"monitoring": {"enabled": True, "runbook": base}})
-    rules = [rule for group in named(objects, "PrometheusRule")["spec"]["groups"] for rule in group["rules"]]
-    assert len(rules) > 10
-    assert all(rule["annotations"]["runbook_url"].startswith(base + "#") for rule in rules)
-
-
-def test_keda_asks_for_the_releases_namespace() -> None:
-    objects = render({"autoscaling": {"kind": "keda"}})
-    queries = [trigger["metadata"]["query"] for trigger in named(objects, "ScaledObject")["spec"]["triggers"]]
-    assert all('{namespace="tenant",service="vision-encoder"}' in query for query in queries)
-    objects = render({"autoscaling": {"kind": "keda"}}, release="other")
-    for trigger in named(objects, "ScaledObject", "other")["spec"]["triggers"]:
-        assert 'service="other"' in trigger["metadata"]["query"]
-        # An empty answer is no load of zero: the fallback's number stands then.
-        assert trigger["metadata"]["ignoreNullValues"] == "false"
-
-
-def test_secrets_are_made_when_their_content_is_given(tmp_path: Any) -> None:
-    given = {
-        "tls": {"enabled": True, "certificate": "-----BEGIN\nA\n", "key": "K\n"},
-        "tokens": {"enabled": True, "file": "a=1234\nb=5678\n", "admin": "9"},
-        "valkey": {"enabled": True, "url": "redis://:p@h:6379/0", "password": "p", "sharedSecret": "s" * 16},
+def test_every_values_file_is_in_a_case() -> None:
+    assert {path.name for path in CHART.glob("values-*.yaml")} == {
+        f"values-{name}.yaml" for names in CASES.values() for name in names
     }
-    secrets = {each["metadata"]["name"]: each for each in render(given) if each["kind"] == "Secret"}
-    assert secrets["vision-encoder-tls"]["stringData"] == {"tls.crt": "-----BEGIN\nA\n", "tls.key": "K\n"}
-    assert secrets.keys() == {"vision-encoder-tls", "vision-encoder-tokens", "vision-encoder-valkey"}
-    (tmp_path / "tokens").write_text(secrets["vision-encoder-tokens"]["stringData"]["tokens"])
+
+
+@pytest.mark.parametrize(("release", "name"), [("123", "enc"), ("true", "enc"), ("with.dots", "")])
+def test_everything_at_once_is_valid_for_any_name_of_a_release(release: str, name: str) -> None:
+    objects = render(EVERYTHING, {"fullnameOverride": name}, release=release)
+    validate(objects)
+    assert {each["metadata"]["labels"]["app.kubernetes.io/instance"] for each in objects} == {release}
+
+
+def test_the_schema_check_notices_a_misspelt_field() -> None:
+    for kind in ("Deployment", "ServiceMonitor"):
+        found = copy.deepcopy(named(rendered("gpu"), kind))
+        found["spec"]["podSelectors"] = {}
+        with pytest.raises(Exception, match="podSelectors"):
+            validate([found])
+
+
+def test_the_chart_has_the_projects_version_and_images() -> None:
+    meta = yaml.safe_load((CHART / "Chart.yaml").read_text())
+    assert meta["version"] == meta["appVersion"] == encoder_service.__version__
+    for case in CASES:
+        variant = "cuda" if case in GPU_CASES else "cpu"
+        assert encoder_of(rendered(case))["image"] == f"{NAME}:{encoder_service.__version__}-{variant}"
+
+
+def test_two_releases_of_one_namespace_share_no_object_and_no_pod() -> None:
+    one, other = (render(EVERYTHING, release=release) for release in ("one", "other"))
+    names = [{(each["kind"], each["metadata"]["name"]) for each in objects} for objects in (one, other)]
+    assert not names[0] & names[1]
+    selector = named(one, "Deployment", "one")["spec"]["selector"]["matchLabels"]
+    labels = named(other, "Deployment", "other")["spec"]["template"]["metadata"]["labels"]
+    assert not selector.items() <= labels.items()
+
+
+# Settings
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_service_takes_the_settings_and_listens_on_the_ports(
+    case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = settings_of(rendered(case), monkeypatch)
+    ports = {port["name"]: port["containerPort"] for port in encoder_of(rendered(case))["ports"]}
+    assert settings.listen[0] == f"0.0.0.0:{ports['grpc']}"
+    assert settings.admin_listen == f"0.0.0.0:{ports['admin']}"
+    assert settings.device == ("cuda:0" if case in GPU_CASES else "cpu")
+    # A process sees every core of its node and would start a thread for each.
+    assert 1 <= settings.ingest_threads * settings.torch_threads <= 64
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_p37_the_pod_has_time_to_drain(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = settings_of(rendered(case), monkeypatch)
+    before_stop_s = encoder_of(rendered(case))["lifecycle"]["preStop"]["sleep"]["seconds"]
+    grace_s = pod_of(rendered(case))["terminationGracePeriodSeconds"]
+    assert grace_s >= before_stop_s + settings.drain_grace_s + ENGINE_STOP_S + LAST_SPANS_S + 2
+    assert before_stop_s >= 5
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_p17_the_memory_limit_covers_what_is_held(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows and content take half of the limit at most; with unread rows and decoded images, 0.7 of it."""
+    settings = settings_of(rendered(case), monkeypatch)
+    limits = encoder_of(rendered(case))["resources"]["limits"]
+    held_bytes = settings.arena_bytes if settings.broker_path else settings.store_bytes
+    held_bytes += settings.max_queued_bytes
+    assert 2 * held_bytes <= quantity(limits["memory"])
+    decoded_bytes = settings.ingest_threads * settings.max_image_pixels * 3
+    assert held_bytes + settings.max_undelivered_bytes + decoded_bytes <= 0.7 * quantity(limits["memory"])
+    gpus = {"nvidia.com/gpu": "1"} if case in GPU_CASES else {}
+    assert {name: limit for name, limit in limits.items() if name != "memory"} == gpus
+
+
+def test_settings_reach_the_pod_as_written_and_a_change_rolls_it() -> None:
+    given = {"VE_MODEL_NAME": "yes", "VE_TOKENS": 'a=1,"b"=2'}
+    objects = render({"settings": given, "env": [{"name": "GRPC_VERBOSITY", "value": "info"}]})
+    assert given.items() <= environment_of(objects).items()
+    assert environment_of(objects)["GRPC_VERBOSITY"] == "info"
+
+    def annotations(*values: Object) -> Object:
+        found: Object = named(render(*values), "Deployment")["spec"]["template"]["metadata"]["annotations"]
+        return found
+
+    tokens = {"enabled": True, "file": "a=1\n", "admin": "9"}
+    assert annotations() != annotations({"settings": given})
+    assert annotations({"tokens": tokens}) != annotations({"tokens": tokens | {"admin": "8"}})
+    assert annotations({"tokens": tokens}) == annotations({"tokens": tokens | {"file": "a=2\n"}})
+
+
+@pytest.mark.parametrize(
+    ("switch", "name", "usual", "own"),
+    [("tls", "VE_CONNECTION_AGE_S", "3600", "600"), ("broker", "VE_ARENA_BYTES", "4294967296", "8589934592")],
+)
+def test_a_setting_counts_before_a_switchs(switch: str, name: str, usual: str, own: str) -> None:
+    on: Object = {switch: {"enabled": True}}
+    assert environment_of(render(on))[name] == usual
+    assert environment_of(render(on, {"settings": {name: own}}))[name] == own
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"setings": {}}, "setings"),
+        ({"settings": {"VE_STORE_BYTES": 1073741824}}, "string"),
+        ({"settings": {"STORE_BYTES": "1"}}, "STORE_BYTES"),
+        ({"autoscaling": {"kind": "vpa"}}, "autoscaling.kind"),
+        ({"broker": {"enabled": True, "folder": "/" + 60 * "x"}}, "broker.folder"),
+        ({"resources": {"limits": {"memory": "8 GiB"}}}, "memory"),
+        ({"pod": {"hostIPC": True}}, "pod"),
+        ({"tokens": {"enabled": True}, "settings": {"VE_OPEN_NAMESPACES": "1"}}, "tokens.enabled needs"),
+        ({"tls": {"enabled": True}, "settings": {"VE_TLS_CERT": "/x"}}, "tls.enabled needs"),
+        ({"tokens": {"enabled": True}, "settings": {"VE_ADMIN_TOKEN": "x"}}, "from the Secret"),
+        ({"broker": {"enabled": True}, "settings": {"VE_BROKER_PATH": "/x"}}, "from the pod's name"),
+        ({"settings": {"VE_LISTEN": "127.0.0.1:50051"}}, "need 0.0.0.0:50051"),
+        ({"settings": {"VE_LISTEN": None}}, "need 0.0.0.0:50051"),
+        ({"settings": {"VE_LISTEN": "0.0.0.0:500510"}}, "need 0.0.0.0:50051"),
+        ({"settings": {"VE_ADMIN_LISTEN": "0.0.0.0:9000"}}, "need 0.0.0.0:8080"),
+        ({"weights": {"source": "fetch"}}, "weights.fetch.baseUrl is empty"),
+        ({"tls": {"enabled": True, "key": "K"}}, "tls.certificate is not"),
+        ({"tokens": {"enabled": True, "file": "a=b"}}, "tokens.admin is not"),
+        ({"preStopSeconds": 11}, "terminationGracePeriodSeconds is below"),
+        ({"settings": {"VE_DRAIN_GRACE_S": "30.5"}}, "terminationGracePeriodSeconds is below"),
+    ],
+)  # fmt: skip
+def test_values_that_contradict_each_other_are_refused_by_name(values: Object, message: str) -> None:
+    with pytest.raises(RenderingFailed, match=re.escape(message)):
+        render(values)
+
+
+def test_secrets_are_made_of_their_values(tmp_path: Path) -> None:
+    tls = {"enabled": True, "certificate": "-----BEGIN\nA\n", "key": "K\n"}
+    objects = render({"tls": tls, "tokens": {"enabled": True, "file": "a=1234\nb=5678\n", "admin": "9"}})
+    assert named(objects, "Secret", f"{NAME}-tls")["stringData"] == {
+        "tls.crt": "-----BEGIN\nA\n",
+        "tls.key": "K\n",
+    }
+    (tmp_path / "tokens").write_text(named(objects, "Secret", f"{NAME}-tokens")["stringData"]["tokens"])
     assert NamespaceTokens(file=tmp_path / "tokens").opens("b", "5678")
-    assert secrets["vision-encoder-valkey"]["stringData"].keys() == {"url", "password", "secret"}
-    assert not [each for each in charted("gpu-secured") if each["kind"] == "Secret"]
+    assert not [each for each in rendered("gpu-secured") if each["kind"] == "Secret"]
 
 
-def test_weights_are_fetched_alike_by_both(tmp_path: Any) -> None:
-    sums = f"{64 * 'a'}  config.json\n"
-    (tmp_path / "SHA256SUMS").write_text(sums)
-    (tmp_path / "kustomization.yaml").write_text(
-        f"resources: [{K8S / 'base'}]\ncomponents: [{K8S / 'components' / 'fetch-weights'}]\n"
-        "configMapGenerator:\n"
-        "  - {name: vision-encoder-weights, behavior: merge, files: [SHA256SUMS],\n"
-        "     literals: ['base-url=https://w.example.com/c']}\n"
-    )
-    theirs = kustomize.build(tmp_path)
-    fetch = {"baseUrl": "https://w.example.com/c", "sums": sums}
-    ours = render({"weights": {"source": "fetch", "fetch": fetch}})
-    pods = [pod_of(named(objects, "Deployment")) for objects in (ours, theirs)]
-    for pod in pods:
-        (container,) = pod["initContainers"]
-        container["env"][0]["valueFrom"]["configMapKeyRef"]["name"] = "weights"
-        for volume in pod["volumes"]:
-            volume.get("configMap", {}).pop("name", None)
-        del pod["containers"][0]["envFrom"]
-    assert plain(in_order(pods[0])) == plain(in_order(pods[1]))
-    data = [
-        next(each["data"] for each in objects if each["kind"] == "ConfigMap" and "base-url" in each["data"])
-        for objects in (ours, theirs)
-    ]
-    assert {name: text.strip() for name, text in data[0].items()} == {
-        name: text.strip() for name, text in data[1].items()
+# The pod
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_security_contexts_are_the_strictest(case: str) -> None:
+    pod = pod_of(rendered(case))
+    context = pod["securityContext"]
+    assert context["runAsNonRoot"] is True
+    assert context["runAsUser"] == context["runAsGroup"] == 65532
+    assert context["seccompProfile"] == {"type": "RuntimeDefault"}
+    assert pod.keys() & {"hostNetwork", "hostPID", "hostIPC"} == set()
+    assert pod["automountServiceAccountToken"] is pod["enableServiceLinks"] is False
+    for container in (*pod.get("initContainers", ()), *pod["containers"]):
+        assert container["resources"]["limits"]["memory"]
+        if container["name"] == "socket-folder":
+            # Root, for one folder of the node.
+            added = container["securityContext"]["capabilities"]
+            assert added == {"drop": ["ALL"], "add": ["CHOWN", "FOWNER"]}
+            assert [mount["name"] for mount in container["volumeMounts"]] == ["broker"]
+        else:
+            assert container["securityContext"] == RESTRICTED
+    host_paths = [volume["name"] for volume in pod["volumes"] if "hostPath" in volume]
+    assert host_paths == (["broker"] if case == "gpu-broker" else [])
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("probe", ["startupProbe", "readinessProbe", "livenessProbe"])
+def test_probes_ask_grpc_health_or_with_tls_the_admin_plane(case: str, probe: str) -> None:
+    container = encoder_of(rendered(case))
+    found = container[probe]
+    if case == "gpu-secured":
+        assert found["httpGet"] == {
+            "path": "/healthz" if probe == "livenessProbe" else "/readyz",
+            "port": "admin",
+        }
+    else:
+        assert found["grpc"] == {"port": 50051, "service": SERVICE}
+    patience_s = {
+        name: container[name]["periodSeconds"] * container[name]["failureThreshold"]
+        for name in ("startupProbe", "readinessProbe", "livenessProbe")
     }
-    policies = [plain(named(objects, "NetworkPolicy"))["spec"] for objects in (ours, theirs)]
-    assert policies[0] == policies[1]
-    for objects in (ours, theirs):
-        for each in objects:
-            assert each["kind"] not in custom_resources.KINDS
+    assert patience_s["startupProbe"] >= (600 if case in GPU_CASES else 120)
+    assert patience_s["livenessProbe"] > patience_s["readinessProbe"]
 
 
-def test_weights_without_a_source_are_refused() -> None:
-    with pytest.raises(TemplateError, match=r"weights\.fetch\.baseUrl is empty"):
-        render({"weights": {"source": "fetch"}})
+@pytest.mark.parametrize("case", CASES)
+def test_every_file_of_a_setting_is_mounted_and_every_volume_is_bounded(
+    case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings, pod = settings_of(rendered(case), monkeypatch), pod_of(rendered(case))
+    mounts = {Path(mount["mountPath"]): mount for mount in encoder_of(rendered(case))["volumeMounts"]}
+    sockets = [address.removeprefix("unix:") for address in settings.listen if address.startswith("unix:")]
+    read = [settings.model, settings.tls_cert, settings.tls_key, settings.tokens_file]
+    for path in (*read, *sockets, settings.broker_path):
+        if path:
+            (mount,) = (mounts[folder] for folder in (Path(path), *Path(path).parents) if folder in mounts)
+            assert mount.get("readOnly", False) is (path in read)
+    volumes = {volume["name"]: volume for volume in pod["volumes"]}
+    containers = [*pod.get("initContainers", ()), *pod["containers"]]
+    assert {mount["name"] for each in containers for mount in each["volumeMounts"]} == volumes.keys()
+    for volume in volumes.values():
+        assert "emptyDir" not in volume or quantity(volume["emptyDir"]["sizeLimit"]) > 0
+
+
+# Traffic
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_selectors_take_the_pods_and_ports_lead_to_the_container(case: str) -> None:
+    objects = rendered(case)
+    labels = named(objects, "Deployment")["spec"]["template"]["metadata"]["labels"]
+    selectors = [named(objects, "Deployment")["spec"]["selector"]["matchLabels"]]
+    selectors += [named(objects, "PodDisruptionBudget")["spec"]["selector"]["matchLabels"]]
+    selectors += [named(objects, "NetworkPolicy")["spec"]["podSelector"]["matchLabels"]]
+    ports = {port["name"]: port["containerPort"] for port in encoder_of(objects)["ports"]}
+    for service in (each for each in objects if each["kind"] == "Service"):
+        selectors.append(service["spec"]["selector"])
+        for port in service["spec"]["ports"]:
+            assert ports[port["targetPort"]] == port["port"]
+            if port["name"] == "grpc":
+                assert port["appProtocol"] == ("https" if case == "gpu-secured" else "kubernetes.io/h2c")
+    assert all(selector.items() <= labels.items() for selector in selectors)
+    assert named(objects, "Service")["spec"]["clusterIP"] == "None"
+    assert named(objects, "PodDisruptionBudget")["spec"]["maxUnavailable"] == 1
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_only_the_ports_are_let_in_and_only_names_are_asked_for(case: str) -> None:
+    policy = named(rendered(case), "NetworkPolicy")["spec"]
+    assert policy["policyTypes"] == ["Ingress", "Egress"]
+    assert {each["port"] for rule in policy["ingress"] for each in rule["ports"]} == {50051, 8080}
+    assert {each["port"] for rule in policy["egress"] for each in rule["ports"]} == {53}
+    # A rule without peers lets everybody in.
+    assert all(rule["from"] for rule in policy["ingress"])
+
+
+@pytest.mark.parametrize(
+    ("url", "port"),
+    [("https://w.example.com/c", 443), ("http://w.example.com/c", 80), ("http://w.svc:8080/c", 8080)],
+)
+def test_the_port_of_the_weights_is_let_out(url: str, port: int) -> None:
+    objects = render({"weights": {"source": "fetch", "fetch": {"baseUrl": url, "sums": SUMS}}})
+    assert named(objects, "NetworkPolicy")["spec"]["egress"][-1] == {
+        "ports": [{"port": port, "protocol": "TCP"}]
+    }
+
+
+def test_a_reader_finds_the_encoder_of_its_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The folder, the group, the labels and the address of reader.yaml are the chart's."""
+    validate([READER])
+    objects, reader = rendered("gpu-broker"), READER["spec"]["template"]
+    settings = settings_of(objects, monkeypatch)
+    paths = set()
+    for pod, is_reader in ((pod_of(objects), False), (reader["spec"], True)):
+        (container,) = pod["containers"]
+        (mount,) = (each for each in container["volumeMounts"] if each["name"] == "broker")
+        (volume,) = (each for each in pod["volumes"] if each["name"] == "broker")
+        paths.add((mount["mountPath"], volume["hostPath"]["path"], volume["hostPath"]["type"]))
+        assert mount.get("readOnly", False) is is_reader
+    ((folder, _, kind),) = paths
+    assert kind == "DirectoryOrCreate"
+    assert (
+        pod_of(objects)["securityContext"]["runAsGroup"]
+        in reader["spec"]["securityContext"]["supplementalGroups"]
+    )
+    # Each encoder of a node has its own socket; a pod's name has 57 characters at most, a socket's path 107.
+    assert settings.broker_path == f"{folder}/{FROM_ELSEWHERE['POD_NAME']}.sock"
+    assert len(f"{folder}/{57 * 'x'}.sock") <= 107
+    (rule,) = pod_of(objects)["affinity"]["podAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
+    labels = reader["metadata"]["labels"]
+    assert rule["labelSelector"]["matchLabels"].items() <= labels.items()
+    clients = named(objects, "NetworkPolicy")["spec"]["ingress"][0]["from"][0]["podSelector"]["matchLabels"]
+    assert clients.items() <= labels.items()
+    local = named(objects, "Service", f"{NAME}-local")["spec"]
+    assert local["internalTrafficPolicy"] == "Local"
+    (address,) = (entry["value"] for entry in reader["spec"]["containers"][0]["env"])
+    assert address == f"{NAME}-local.{NAME}.svc:{local['ports'][0]['port']}"
+
+
+def test_affinity_of_the_values_stays_beside_the_readers() -> None:
+    own: Object = {"affinity": {"nodeAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": []}}}
+    pod = pod_of(render({"pod": own, "broker": {"enabled": True}}))
+    assert pod["affinity"].keys() == {"nodeAffinity", "podAffinity"}
+    assert pod_of(render({"pod": own}))["affinity"] == own["affinity"]

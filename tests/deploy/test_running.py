@@ -1,6 +1,6 @@
-"""What the manifests say, done: the overlays' commands and environments run as processes of this machine.
+"""The chart's commands, environments and Secrets, run as processes of this machine.
 
-Only addresses, folders and the device are others than in a cluster.
+Addresses, folders and the device differ from a cluster's.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import base64
 import os
 import re
-import shutil
 import signal
 import socket
 import subprocess
@@ -21,12 +20,11 @@ from pathlib import Path
 
 import pytest
 import yaml
+from cryptography import x509
 
-from tests.deploy.rendering import K8S, built, config_of, encoder_pod, environment_of
+from tests.deploy.chart import HELM_FOLDER, ROOT, environment_of, pod_of, render, rendered, validate
 
-pytestmark = pytest.mark.extended
-
-ROOT = Path(__file__).parents[2]
+SCRIPT = HELM_FOLDER / "make-secrets.sh"
 CLEAN = {name: value for name, value in os.environ.items() if not name.startswith(("VE_", "OTEL_"))}
 
 
@@ -47,7 +45,7 @@ def bin_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def models(tmp_path_factory: pytest.TempPathFactory, bin_folder: Path) -> Path:
     """The folder that the init container of cpu-dev fills, by its own command; twice, as it may happen."""
     folder = tmp_path_factory.mktemp("models")
-    (init,) = encoder_pod("cpu-dev")["initContainers"]
+    (init,) = pod_of(rendered("cpu-dev"))["initContainers"]
     command = [word.replace("/models", str(folder)) for word in init["command"]]
     (folder / "partial").mkdir()
     (folder / "partial" / "left-by-a-run-that-was-killed").touch()
@@ -111,10 +109,11 @@ def is_healthy(bin_folder: Path, *options: str) -> bool:
     return ended.returncode == 0
 
 
-def test_cpu_dev_runs_with_the_settings_and_the_checkpoint_of_its_manifests(
+@pytest.mark.extended
+def test_cpu_dev_runs_with_its_settings_and_checkpoint(
     bin_folder: Path, models: Path, tmp_path: Path
 ) -> None:
-    environment = dict(config_of(built("cpu-dev")))
+    environment = environment_of(rendered("cpu-dev"))
     environment["VE_MODEL"] = environment["VE_MODEL"].replace("/models", str(models))
     with serving(environment, bin_folder, tmp_path) as (grpc_address, admin):
         assert is_healthy(bin_folder, "--server", grpc_address)
@@ -123,32 +122,76 @@ def test_cpu_dev_runs_with_the_settings_and_the_checkpoint_of_its_manifests(
     assert not is_healthy(bin_folder, "--server", grpc_address, "--timeout-s", "1")
 
 
-@pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl is not on PATH")
-def test_the_secured_overlay_runs_with_the_secrets_of_the_script(
+@pytest.mark.extended
+def test_the_secured_case_runs_with_the_secrets_of_the_script(
     bin_folder: Path, models: Path, tmp_path: Path
 ) -> None:
-    data: dict[str, str] = {}
-    for kind, *names in (("tls",), ("tokens", "tenant")):
-        printed = subprocess.run(
-            [K8S / "make-secrets.sh", kind, "vision-encoder", *names],
-            check=True,
-            capture_output=True,
-            timeout=60,
-        ).stdout
-        for name, text in yaml.safe_load(printed)["data"].items():
-            data[name] = base64.b64decode(text).decode()
-            (tmp_path / name).write_text(data[name])
+    data = secret_of("tls", "tenants") | secret_of("tokens", "tenants", "search", "chat")
+    for name, text in data.items():
+        (tmp_path / name).write_text(text)
+    tokens = dict(line.split("=") for line in data["tokens"].splitlines())
+    assert tokens.keys() == {"search", "chat"}
+    assert len({*tokens.values(), data["admin-token"]}) == 3
     environment = {
         name: re.sub(r"^/etc/vision-encoder/(tls|tokens)", str(tmp_path), value)
-        for name, value in environment_of(built("gpu-secured")).items()
+        for name, value in environment_of(rendered("gpu-secured")).items()
     }
     environment |= {"VE_MODEL": str(models / "demo"), "VE_ADMIN_TOKEN": data["admin-token"]}
     with serving(environment, bin_folder, tmp_path) as (grpc_address, admin):
         trusted = ["--server", grpc_address, "--ca", str(tmp_path / "ca.crt")]
-        assert is_healthy(bin_folder, *trusted, "--server-name", "vision-encoder.vision-encoder.svc")
+        assert is_healthy(bin_folder, *trusted, "--server-name", "vision-encoder.tenants.svc")
         assert not is_healthy(bin_folder, *trusted, "--server-name", "vision-encoder.elsewhere.svc")
         assert not is_healthy(bin_folder, "--server", grpc_address)
-        # What the probes ask, and what Prometheus asks with the token and without.
+        # The probes' pages are open, metrics need the token.
         assert status(admin, "/readyz") == status(admin, "/healthz") == 200
         assert status(admin, "/metrics") == 401
         assert status(admin, "/metrics", data["admin-token"]) == 200
+
+
+# Secrets
+
+
+def make_secrets(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([SCRIPT, *arguments], capture_output=True, text=True, timeout=60, check=False)
+
+
+def secret_of(*arguments: str) -> dict[str, str]:
+    """The Secret's data as texts."""
+    found = yaml.safe_load(make_secrets(*arguments).stdout)
+    validate([found])
+    return {name: base64.b64decode(text).decode() for name, text in found["data"].items()}
+
+
+def test_secrets_are_those_that_a_release_of_the_name_mounts() -> None:
+    deployment = yaml.safe_dump(
+        render({"tls": {"enabled": True}, "tokens": {"enabled": True}}, release="other")
+    )
+    for kind, *tenants in (("tls",), ("tokens", "a")):
+        found = yaml.safe_load(make_secrets("--name", "other", kind, "tenant", *tenants).stdout)
+        assert (found["metadata"]["name"], found["metadata"]["namespace"]) == (f"other-{kind}", "tenant")
+        assert f"other-{kind}" in deployment
+        if kind == "tls":
+            certificate = x509.load_pem_x509_certificate(base64.b64decode(found["data"]["tls.crt"]))
+            names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+            assert {"other.tenant.svc", "other-local.tenant.svc"} <= set(
+                names.get_values_for_type(x509.DNSName)
+            )
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        (),
+        ("tls",),
+        ("tokens", "n"),
+        ("tokens", "n", "a=b"),
+        ("tls", "N!"),
+        ("certs", "n"),
+        ("--name", "A.b", "tls", "n"),
+    ],
+)
+def test_the_script_refuses_what_it_does_not_understand(arguments: tuple[str, ...]) -> None:
+    ended = make_secrets(*arguments)
+    assert ended.returncode == 2
+    assert ended.stderr
+    assert not ended.stdout

@@ -16,9 +16,12 @@ from lm_adapter import ImageItem, VisionEncoderClient
 from tests.integration.browser import Page, browsing, find_browser
 from tests.integration.conftest import RunningService, running
 from tests.integration.images import photo
+from tests.programs import ARE_REQUIRED
+
+pytestmark = pytest.mark.without_device
 
 BROWSER = find_browser()
-needs_browser = pytest.mark.skipif(BROWSER is None, reason="needs a Chromium")
+needs_browser = pytest.mark.skipif(BROWSER is None and not ARE_REQUIRED, reason="needs a Chromium")
 PHOTO = Path(__file__).parents[1] / "data" / "photos" / "coffee.jpg"
 MAX_BYTES = PHOTO.stat().st_size + 1000
 

@@ -20,6 +20,8 @@ from tests.integration.conftest import running
 from tests.integration.images import photo
 from tests.integration.test_process import ENV, ROOT, command
 
+pytestmark = pytest.mark.without_device
+
 TOKEN = secrets.token_hex(16)
 VARIABLE = "VISION_ENCODER_TOKEN"
 
@@ -134,8 +136,8 @@ def test_what_cannot_be_meant_is_said_at_once(closed: Closed, tmp_path: Path, na
 
 
 def test_the_commands_of_the_page_work(closed: Closed, tmp_path: Path) -> None:
-    """docs/security.md, with the address and the files of this test."""
-    page = (ROOT / "docs" / "security.md").read_text()
+    """docs/operations.md, with the address and the files of this test."""
+    page = (ROOT / "docs" / "operations.md").read_text()
     lines = re.findall(r"^vision-encoder (\S+ --server encoder\.example.*)$", page, re.MULTILINE)
     assert [line.split()[0] for line in lines] == ["encode", "info", "health"]
     given = dict(zip(closed.tls[::2], closed.tls[1::2], strict=True))

@@ -16,6 +16,8 @@ from tests.integration.conftest import RunningService, running
 from tests.integration.images import photo
 from tests.integration.test_url_items import Images, images
 
+pytestmark = pytest.mark.without_device
+
 __all__ = ["images"]  # the fixture
 
 

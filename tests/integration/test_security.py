@@ -41,6 +41,8 @@ from tests.integration.images import photo
 from vision_encoder.v1 import encoder_pb2 as pb
 from vision_encoder.v1 import encoder_pb2_grpc
 
+pytestmark = pytest.mark.without_device
+
 
 @pytest.fixture
 def prompt(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,6 +33,8 @@ from tests.integration.images import photo
 from vision_encoder.v1 import encoder_pb2 as pb
 from vision_encoder.v1 import encoder_pb2_grpc
 
+pytestmark = pytest.mark.without_device
+
 
 class Images(http.server.ThreadingHTTPServer):
     """Files by path; counts what was asked for."""

@@ -1,8 +1,8 @@
-"""Fetches a checkpoint's files over HTTP into a folder: the init container of the component fetch-weights.
+"""Fetches a checkpoint's files over HTTP into a folder: the init container of ``weights.source: fetch``.
 
-Owns the list of files with their SHA-256 (as ``sha256sum`` prints it), the checks, and going on where an
-interrupted run ended. Standard library only, and nothing of the service: it has to run before there is one.
-A file has its final name only once its digest was right, so that the service never loads half of one.
+Owns the list of files with their SHA-256 (the output of ``sha256sum``), the checks, and the resumption of an
+interrupted run. Standard library only. A file gets its final name once its digest is right: the service
+never loads half a file.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class FetchFailed(Exception):
-    """Says which file and why."""
+    """The message names the file and the reason."""
 
 
 class NoRedirectOfToken(urllib.request.HTTPRedirectHandler):
-    """Another host never sees the token, and https never becomes http."""
+    """Drops the token on the way to another host, and refuses redirects from https to http."""
 
     def redirect_request(
         self,
@@ -55,7 +55,7 @@ class NoRedirectOfToken(urllib.request.HTTPRedirectHandler):
 
 
 def read_sums(text: str) -> dict[str, str]:
-    """SHA-256 by file name. Raises FetchFailed for a line that is none, or whose name leads elsewhere."""
+    """SHA-256 by file name. Raises FetchFailed for a malformed line, or a name outside the folder."""
     sums: dict[str, str] = {}
     for number, line in enumerate(text.splitlines(), start=1):
         if not line.strip() or line.startswith("#"):
@@ -67,10 +67,12 @@ def read_sums(text: str) -> dict[str, str]:
         if name.startswith("/") or ".." in Path(name).parts:
             raise FetchFailed(f"line {number}: {name!r} leads out of the folder")
         if name in sums:
-            raise FetchFailed(f"line {number}: {name!r} is there twice")
+            raise FetchFailed(f"line {number}: {name!r} is listed twice")
         sums[name] = digest
     if not sums:
-        raise FetchFailed("SHA256SUMS names no file: put in what `sha256sum *` prints of your checkpoint")
+        raise FetchFailed(
+            "SHA256SUMS names no file: it needs the output of `sha256sum *` in the checkpoint's folder"
+        )
     return sums
 
 
@@ -80,8 +82,9 @@ def sha256_of(path: Path) -> str:
 
 
 def fetch_file(url: str, target: Path, digest: str, token: str) -> int:
-    """Returns the bytes that travelled. Goes on after a partial file where the server can; raises FetchFailed
-    when what came has another digest, OSError or HTTPException when it did not come."""
+    """Returns the bytes received. Resumes a partial file where the server supports it.
+
+    Raises FetchFailed for a wrong digest, OSError or HTTPException for a failed transfer."""
     partial = target.with_name(target.name + ".partial")
     target.parent.mkdir(parents=True, exist_ok=True)
     start = partial.stat().st_size if partial.exists() else 0
@@ -104,7 +107,7 @@ def fetch_file(url: str, target: Path, digest: str, token: str) -> int:
         with error:
             if error.code != 416:
                 raise
-        # Nothing after the partial file: it is whole, or of another version. Its digest tells.
+        # Range not satisfiable: the partial file is complete, or of another version.
     found = sha256_of(partial)
     if found != digest:
         partial.unlink()
@@ -114,7 +117,7 @@ def fetch_file(url: str, target: Path, digest: str, token: str) -> int:
 
 
 def check_address(base_url: str, token: str) -> None:
-    """Raises FetchFailed, which repeats no token, password or signature: all would be in the pod's log."""
+    """Raises FetchFailed without repeating a token, password or signature: the message is logged."""
     parts = urllib.parse.urlsplit(base_url)
     if "@" in parts.netloc:
         raise FetchFailed("the URL has a user or a password in it: give a token in its place")
@@ -135,14 +138,15 @@ def fetch_all(
     attempts: int = 5,
     pause: Callable[[float], None] = time.sleep,
 ) -> int:
-    """Returns the bytes that travelled. A file that is there with the right digest is left. A connection that
-    ends, or a status of 5xx or 429, is tried again; a wrong digest and every other status are not."""
+    """Returns the bytes received. Keeps files that have the right digest.
+
+    A broken connection and a status of 5xx or 429 are tried again, others raise FetchFailed."""
     check_address(base_url, token)
     moved = 0
     for name, digest in sums.items():
         target = folder / name
         if target.exists() and sha256_of(target) == digest:
-            print(f"{name}: there already", flush=True)
+            print(f"{name}: already there", flush=True)
             continue
         url = f"{base_url.rstrip('/')}/{urllib.parse.quote(name)}"
         for attempt in range(1, attempts + 1):
@@ -161,16 +165,16 @@ def fetch_all(
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Fetch a checkpoint; WEIGHTS_URL, WEIGHTS_TOKEN say where.")
+    parser = argparse.ArgumentParser(description="Fetch a checkpoint from WEIGHTS_URL, with WEIGHTS_TOKEN.")
     parser.add_argument("--sums", type=Path, required=True)
     parser.add_argument("--into", type=Path, required=True)
     given = parser.parse_args()
-    # The first process of a container is not ended by a signal that it does not handle.
+    # As a container's first process it would ignore a signal without a handler.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
         sums = read_sums(given.sums.read_text())
         base_url = os.environ.get("WEIGHTS_URL", "")
-        # A file that a token comes from ends in a line feed as often as not.
+        # Secrets made from files often end in a line feed.
         moved = fetch_all(base_url, sums, given.into, token=os.environ.get("WEIGHTS_TOKEN", "").strip())
     except FetchFailed as error:
         print(f"fetch-weights: {error}", file=sys.stderr)

@@ -1,9 +1,9 @@
-{{/* Of all objects. Pods' names are this and seventeen characters more, and lie in a socket's path. */}}
+{{/* Name of all objects, at most 40 characters: a pod adds 17, and its name is part of a socket's path. */}}
 {{- define "vision-encoder.name" -}}
 {{ default .Release.Name .Values.fullnameOverride | replace "." "-" | trunc 40 | trimSuffix "-" }}
 {{- end }}
 
-{{/* Of a Secret: as given, or the release's own. */}}
+{{/* Names of Secrets: as given, or the release's own. */}}
 {{- define "vision-encoder.tlsSecret" -}}
 {{ default (printf "%s-tls" (include "vision-encoder.name" .)) .Values.tls.secret }}
 {{- end }}
@@ -12,20 +12,10 @@
 {{ default (printf "%s-tokens" (include "vision-encoder.name" .)) .Values.tokens.secret }}
 {{- end }}
 
-{{- define "vision-encoder.valkeySecret" -}}
-{{ default (printf "%s-valkey" (include "vision-encoder.name" .)) .Values.valkey.secret }}
-{{- end }}
-
 {{- define "vision-encoder.selector" -}}
 app.kubernetes.io/name: vision-encoder
 app.kubernetes.io/instance: {{ .Release.Name | quote }}
 app.kubernetes.io/component: encoder
-{{- end }}
-
-{{- define "vision-encoder.valkeySelector" -}}
-app.kubernetes.io/name: vision-encoder
-app.kubernetes.io/instance: {{ .Release.Name | quote }}
-app.kubernetes.io/component: valkey
 {{- end }}
 
 {{- define "vision-encoder.labels" -}}
@@ -33,6 +23,14 @@ app.kubernetes.io/name: vision-encoder
 app.kubernetes.io/instance: {{ .Release.Name | quote }}
 app.kubernetes.io/managed-by: {{ .Release.Service }}
 helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" | trunc 63 | trimSuffix "-" }}
+{{- end }}
+
+{{/* Labels by which a Prometheus operator selects its objects. */}}
+{{- define "vision-encoder.monitoringLabels" -}}
+{{ include "vision-encoder.labels" . }}
+{{- with .Values.monitoring.labels }}
+{{ toYaml . }}
+{{- end }}
 {{- end }}
 
 {{- define "vision-encoder.restricted" -}}
@@ -43,86 +41,58 @@ capabilities:
     - ALL
 {{- end }}
 
-{{/* The ConfigMap's data: what the switches add, and the settings given, which count. Those that would undo a
-switch, or that the pod has from elsewhere, are refused: neither side would be what was asked for. */}}
+{{/* The ConfigMap's data: the settings that the switches need, and those of the values. A value that contradicts a
+switch, or that the pod sets by itself, fails the rendering. */}}
 {{- define "vision-encoder.settings" -}}
 {{- include "vision-encoder.checkListen" . }}
 {{- $data := dict }}
 {{- $fixed := dict }}
-{{- $brought := dict }}
-{{- $switch := dict }}
 {{- if .Values.tls.enabled }}
 {{- $_ := set $data "VE_CONNECTION_AGE_S" "3600" }}
-{{- $_ := set $fixed "VE_TLS_CERT" "/etc/vision-encoder/tls/tls.crt" }}
-{{- $_ := set $fixed "VE_TLS_KEY" "/etc/vision-encoder/tls/tls.key" }}
-{{- $_ := set $switch "VE_TLS_CERT" "tls" }}
-{{- $_ := set $switch "VE_TLS_KEY" "tls" }}
+{{- $_ := set $fixed "VE_TLS_CERT" (list "tls" "/etc/vision-encoder/tls/tls.crt") }}
+{{- $_ := set $fixed "VE_TLS_KEY" (list "tls" "/etc/vision-encoder/tls/tls.key") }}
 {{- end }}
 {{- if .Values.tokens.enabled }}
-{{- $_ := set $fixed "VE_TOKENS_FILE" "/etc/vision-encoder/tokens/tokens" }}
-{{- $_ := set $fixed "VE_OPEN_NAMESPACES" "false" }}
-{{- $_ := set $switch "VE_TOKENS_FILE" "tokens" }}
-{{- $_ := set $switch "VE_OPEN_NAMESPACES" "tokens" }}
-{{- $_ := set $brought "VE_ADMIN_TOKEN" "tokens" }}
+{{- $_ := set $fixed "VE_TOKENS_FILE" (list "tokens" "/etc/vision-encoder/tokens/tokens") }}
+{{- $_ := set $fixed "VE_OPEN_NAMESPACES" (list "tokens" "false") }}
+{{- if hasKey .Values.settings "VE_ADMIN_TOKEN" }}
+{{- fail "settings.VE_ADMIN_TOKEN is given, tokens.enabled takes it from the Secret" }}
+{{- end }}
 {{- end }}
 {{- if .Values.broker.enabled }}
 {{- $_ := set $data "VE_ARENA_BYTES" .Values.broker.arenaBytes }}
-{{- $_ := set $brought "VE_BROKER_PATH" "broker" }}
-{{- end }}
-{{- if .Values.valkey.enabled }}
-{{- $_ := set $data "VE_SHARED_PREFIX" "ve" }}
-{{- $_ := set $data "VE_SHARED_TTL_S" "86400" }}
-{{- $_ := set $brought "VE_SHARED_URL" "valkey" }}
-{{- $_ := set $brought "VE_SHARED_SECRET" "valkey" }}
-{{- end }}
-{{- range $name, $by := $brought }}
-{{- if hasKey $.Values.settings $name }}
-{{- fail (printf "settings.%s is given, %s.enabled brings its own" $name $by) }}
+{{- if hasKey .Values.settings "VE_BROKER_PATH" }}
+{{- fail "settings.VE_BROKER_PATH is given, broker.enabled makes it from the pod's name" }}
 {{- end }}
 {{- end }}
-{{- range $name, $value := .Values.settings }}
-{{- $_ := set $data $name $value }}
-{{- end }}
-{{- range $name, $value := $fixed }}
-{{- if and (hasKey $data $name) (ne (get $data $name) $value) }}
-{{- fail (printf "settings.%s is %s, %s.enabled needs %s" $name (get $data $name | quote) (get $switch $name) (quote $value)) }}
+{{- $data = merge (deepCopy .Values.settings) $data }}
+{{- range $name, $rule := $fixed }}
+{{- $value := index $rule 1 }}
+{{- if ne (get $data $name | default $value) $value }}
+{{- fail (printf "settings.%s is %s, %s.enabled needs %s" $name (get $data $name | quote) (index $rule 0) (quote $value)) }}
 {{- end }}
 {{- $_ := set $data $name $value }}
 {{- end }}
 {{- toYaml $data }}
 {{- end }}
 
-{{/* Probes, Services and the NetworkPolicy have two ports, of every address of the pod. What is not said is the
-service's own: this host alone. */}}
+{{/* Probes, Services and the NetworkPolicy use ports 50051 and 8080 of the pod's address. */}}
 {{- define "vision-encoder.checkListen" -}}
-{{- $listen := dict "VE_LISTEN" "127.0.0.1:50051" "VE_ADMIN_LISTEN" "127.0.0.1:8080" }}
-{{- range $name, $value := .Values.settings }}
-{{- $_ := set $listen $name $value }}
+{{- $listen := .Values.settings.VE_LISTEN | default "127.0.0.1:50051" }}
+{{- if not (regexMatch "(^|,) *(0\\.0\\.0\\.0|\\[::\\]):50051 *(,|$)" $listen) }}
+{{- fail (printf "settings.VE_LISTEN is %s, probes and Services need 0.0.0.0:50051 in it, or [::]:50051" (quote $listen)) }}
 {{- end }}
-{{- if eq (regexFind "(^|,) *(0\\.0\\.0\\.0|\\[::\\]):50051 *(,|$)" (get $listen "VE_LISTEN")) "" }}
-{{- fail (printf "settings.VE_LISTEN is %s, probes and Services need 0.0.0.0:50051 in it, or [::]:50051" (get $listen "VE_LISTEN" | quote)) }}
-{{- end }}
-{{- $admin := get $listen "VE_ADMIN_LISTEN" }}
-{{- if eq $admin "" }}
-{{- range $name, $on := dict "monitoring" .Values.monitoring.enabled "tls" .Values.tls.enabled }}
-{{- if $on }}
-{{- fail (printf "settings.VE_ADMIN_LISTEN is \"\", %s.enabled needs the admin plane" $name) }}
-{{- end }}
-{{- end }}
-{{- else if eq (regexFind "^(0\\.0\\.0\\.0|\\[::\\]):8080$" $admin) "" }}
+{{- $admin := dig "VE_ADMIN_LISTEN" "127.0.0.1:8080" .Values.settings }}
+{{- if not (regexMatch "^(0\\.0\\.0\\.0|\\[::\\]):8080$" $admin) }}
 {{- fail (printf "settings.VE_ADMIN_LISTEN is %s, probes and Services need 0.0.0.0:8080 or [::]:8080" (quote $admin)) }}
 {{- end }}
 {{- end }}
 
-{{/* As given, and with a broker on nodes where there are readers and nowhere else. */}}
+{{/* As given. With a broker, encoders run on nodes that have readers. */}}
 {{- define "vision-encoder.affinity" -}}
-{{- $affinity := dict }}
-{{- if hasKey .Values.pod "affinity" }}
-{{- $affinity = deepCopy .Values.pod.affinity }}
-{{- end }}
+{{- $affinity := deepCopy (.Values.pod.affinity | default dict) }}
 {{- if .Values.broker.enabled }}
-{{- $readers := include "vision-encoder.readers" . | fromYaml }}
-{{- $affinity = mergeOverwrite $affinity $readers }}
+{{- $affinity = mergeOverwrite $affinity (include "vision-encoder.readers" . | fromYaml) }}
 {{- end }}
 {{- toYaml $affinity }}
 {{- end }}
@@ -137,15 +107,7 @@ podAffinity:
           vision-encoder/reader: "true"
 {{- end }}
 
-{{/* Labels of what the Prometheus operator reads, which it may select by. */}}
-{{- define "vision-encoder.monitoringLabels" -}}
-{{ include "vision-encoder.labels" . }}
-{{- with .Values.monitoring.labels }}
-{{ toYaml . }}
-{{- end }}
-{{- end }}
-
-{{/* What a changed Secret of the chart's own, or changed weights, roll the pods by. */}}
+{{/* Changes of these roll the pods. The tokens' file is followed without a restart. */}}
 {{- define "vision-encoder.checksums" -}}
 checksum/config: {{ include "vision-encoder.settings" . | sha256sum }}
 {{- if eq .Values.weights.source "fetch" }}
@@ -154,12 +116,9 @@ checksum/weights: {{ printf "%s %s" .Values.weights.fetch.baseUrl .Values.weight
 {{- if and .Values.tokens.enabled .Values.tokens.admin }}
 checksum/admin: {{ .Values.tokens.admin | sha256sum }}
 {{- end }}
-{{- if and .Values.valkey.enabled .Values.valkey.password }}
-checksum/valkey: {{ printf "%s %s %s" .Values.valkey.url .Values.valkey.password .Values.valkey.sharedSecret | sha256sum }}
-{{- end }}
 {{- end }}
 
-{{/* The gRPC probe, or with TLS, which the kubelet's gRPC probes do not speak, the admin plane's. */}}
+{{/* gRPC health. With TLS, which the kubelet's gRPC probes cannot do, the admin plane's pages. */}}
 {{- define "vision-encoder.probe" -}}
 {{- if .tls }}
 httpGet:
