@@ -202,7 +202,11 @@ def draw_serving(figure: Any, result: dict[str, Any]) -> str:
     """Throughput against the tower alone, latency, stages and what is busy, for the first mix."""
     mix = next(iter(result["tower"]), "")
     records = sorted(
-        (one for one in result["records"] if one["mix"] == mix and one["server"] == "service"),
+        (
+            one
+            for one in result["records"]
+            if (one["mix"], one["server"]) == (mix, "service") and not one.get("bursty")
+        ),
         key=lambda one: one["load"],
     )
     if not records:

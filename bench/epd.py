@@ -123,11 +123,8 @@ async def send(client: httpx.AsyncClient, begun: float, with_image: bool, body: 
     headers = {"content-type": "application/json"}
     async with client.stream("POST", "/v1/chat/completions", content=body, headers=headers) as response:
         async for line in response.aiter_lines():
-            if (
-                response.status_code == 200
-                and first is None
-                and '"content":"' in line.replace('"content":""', "")
-            ):
+            has_token = '"content":"' in line.replace('"content":""', "")
+            if response.status_code == 200 and first is None and has_token:
                 first = time.perf_counter()
     ended = time.perf_counter()
     first_ms = None if first is None else (first - sent) * 1e3
@@ -182,16 +179,8 @@ def table_of(result: dict[str, Any]) -> Table:
         caption=result["label"],
     )
     table.add_column("server")
-    for name in (
-        "requests/s",
-        "answered/s",
-        "tokens/s",
-        "image p50 ms",
-        "p95",
-        "text p50 ms",
-        "p95",
-        "failed",
-    ):
+    columns = ("requests/s", "answered/s", "tokens/s", "image p50 ms", "p95", "text p50 ms", "p95", "failed")
+    for name in columns:
         table.add_column(name, justify="right")
     for record in result["records"]:
         image, text = record.get("image_first_token_ms"), record.get("text_first_token_ms")

@@ -74,7 +74,7 @@ class Client:
         await self._client.info()
         choice = await self._client.wait_transport()
         if choice.name != transport:
-            raise ValueError(f"rows come by {choice.name}: {dict(choice.rejected) or choice.reason}")
+            raise ValueError(f"rows come by {choice.name}: {choice.reason}")
         return str(choice.reason)
 
     def run(

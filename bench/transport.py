@@ -263,7 +263,7 @@ class Run:
         return record_of(cell, calls, floors, announced)
 
     def _prepare(self, cell: Cell) -> DeviceCopies | None:
-        """Makes rows and floors of the cell's size, and warms callers and buffers up. Returns the floor where
+        """Makes rows and floors of the cell's size, and warms the callers up. Returns the floor where
         it is measured in this process. Raises ProcessFailed."""
         path, num_bytes, kind = cell.path, cell.num_bytes, kind_of(cell.path)
         resident = {"num_bytes": num_bytes, "resident_bytes": self.resident_bytes}
@@ -388,7 +388,7 @@ def table_of(result: dict[str, Any]) -> Table:
     where = "own PID, IPC and mount namespaces" if result["isolated"] else "the same namespaces"
     table = Table(
         title=f"Delivery of rows on {result['device']}" + ("" if result["complete"] else " (cut short)"),
-        caption=f"one call from its start to checked rows in the caller's buffer; processes in {where}",
+        caption=f"one call, from its start to checked rows in the caller's own memory; processes in {where}",
     )
     table.add_column("path")
     for name in ("MiB", "at once", "p50 ms", "p99 ms", "announced ms", "floor ms", "ratio", "GiB/s", "calls"):

@@ -1,7 +1,7 @@
 """The processes of the transport bench: an encoder, a language model's side, a raw gRPC server.
 
 Owns the items that they share, which follow from a size alone; one timed call, from its start to rows that
-are complete in the caller's buffer; and the floors: plain copies of the same bytes, and a gRPC stream of
+are complete in the caller's memory; and the floors: plain copies of the same bytes, and a gRPC stream of
 bytes that exist already, without serialisers.
 """
 
@@ -342,24 +342,20 @@ def arenas_for(kind: str, num_bytes: int) -> dict[str, int]:
 
 
 class Caller:
-    """One of several callers of one client, with a buffer of its own."""
+    """One of several callers of one client; on a GPU with a stream of its own."""
 
     def __init__(self, client: Any, num_bytes: int, count: int, number: int, *, on_gpu: bool) -> None:
         self._client = client
         self._num_bytes = num_bytes
         self._indices = in_turn(count, number)
-        self._out: Any
         self._stream: Any = None
         if on_gpu:
             import torch
 
-            self._out = torch.empty(num_bytes, dtype=torch.uint8, device="cuda")
             self._stream = torch.cuda.Stream()
-        else:
-            self._out = np.ones(num_bytes, dtype=np.uint8)
 
     def fetch(self) -> Any:
-        """The timed call: one item by its key, complete and checked in this caller's buffer."""
+        """The timed call: one item by its key, complete and checked in memory of the caller's own."""
         if self._stream is None:
             return self._fetch()
         import torch
@@ -370,12 +366,12 @@ class Caller:
     def check(self) -> None:
         """Raises ValueError unless the bytes are those that the encoder holds."""
         rows = self.fetch()
-        data = self._out if isinstance(self._out, np.ndarray) else self._out.cpu().numpy()
-        if hashlib.sha256(data).digest() != rows.content_digest:
-            raise ValueError(f"{self._num_bytes} bytes of rows are not those that were put there")
+        data = rows.payload if self._stream is None else rows.payload.cpu().numpy()
+        if len(data) != self._num_bytes or hashlib.sha256(data).digest() != rows.content_digest:
+            raise ValueError(f"{len(data)} bytes of rows are not the {self._num_bytes} that were put there")
 
     def _fetch(self) -> Any:
-        (outcome,) = self._client.fetch([key_of(self._num_bytes, next(self._indices))], out=[self._out])
+        (outcome,) = self._client.fetch([key_of(self._num_bytes, next(self._indices))])
         if isinstance(outcome, Exception):
             raise outcome
         return outcome
@@ -455,7 +451,7 @@ def connected(target: str, transport: str, on_gpu: bool, way: str) -> Any:
     )
     choice = client.wait_transport()
     if choice.name != transport:
-        raise ValueError(f"rows come by {choice.name}: {dict(choice.rejected) or choice.reason}")
+        raise ValueError(f"rows come by {choice.name}: {choice.reason}")
     if asks:  # over gRPC, not over the broker's socket
         client._session.resident._not_before_s = math.inf
     return client
