@@ -1,7 +1,7 @@
 """Random checkpoints for the bench, drawn on the device and kept in memory where there is room.
 
-Owns speed only: names, shapes and distributions are those of ``make-checkpoint``. The values differ from its
-values, which come from one generator for each tensor on the host and take ten times as long.
+Names, shapes and distributions are those of ``make-checkpoint``. The values differ: ``make-checkpoint`` draws
+each tensor from a generator of its own on the host, which takes ten times as long.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ MEMORY_NEEDED_BYTES = 8 << 30
 
 @contextmanager
 def random_checkpoint(family: str, size: str, seed: int, device: torch.device) -> Iterator[Path]:
-    """A checkpoint's folder in the published layout, there until the end of the block. The same seed gives
-    the same weights on the same kind of device."""
+    """A checkpoint's folder in the published layout, removed at the end of the block. The same seed gives the
+    same weights on the same kind of device."""
     has_room = MEMORY_FOLDER.is_dir() and shutil.disk_usage(MEMORY_FOLDER).free >= MEMORY_NEEDED_BYTES
     with tempfile.TemporaryDirectory(dir=MEMORY_FOLDER if has_room else None) as folder:
         path = Path(folder) / family

@@ -1,10 +1,9 @@
 """The whole path on one machine, in a minute: ``make demo``.
 
-Makes a small random-weight checkpoint with its language model, starts the service as a process of its own,
-sends it photographs, shows what a miss, a hit and a prefetch cost stage by stage, runs the language model on
-the rows, and holds its tokens against the full model that sees the pixels itself. Writes a picture of every
-image with its patch grid and its rows as colours. The weights are random: the words mean nothing, that both
-sides say the same ones does.
+Makes a small random-weight checkpoint with its language model, starts the service as a process of its own and
+sends it photographs. Prints what a miss, a hit and a prefetch cost stage by stage, runs the language model on
+the rows, and compares its tokens with those of the full model on the pixels. Writes a picture of every image
+with its patch grid and its rows as colours. The weights are random, so the tokens have no meaning.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image, ImageDraw, ImageOps
+from PIL import Image, ImageDraw
 from rich.console import Console
 from rich.table import Table
 
@@ -43,8 +42,8 @@ console = Console(width=140)
 
 
 @dataclass(frozen=True)
-class Seen:
-    """One photograph and what came back for it."""
+class EncodedPhoto:
+    """One photograph and its rows."""
 
     path: Path
     data: bytes
@@ -66,15 +65,15 @@ def main() -> int:
 
     paths = sorted(path for path in PHOTOS.iterdir() if path.suffix in (".jpg", ".png"))
     with running_service(checkpoint) as target, VisionEncoderClient(target, timeout_s=120) as client:
-        seen = show_cache(client, paths)
-    written = draw(seen, out / "rows.png")
-    error, ours, theirs = compare(checkpoint, seen)
+        photos = show_cache(client, paths)
+    written = draw(photos, out / "rows.png")
+    error, ours, theirs = compare(checkpoint, photos)
 
     same = ours == theirs and error < MAX_LOGIT_ERROR
     summary = Table(title="summary", show_header=False)
-    summary.add_row("images", ", ".join(f"{one.path.name} {grid_text(one.rows)}" for one in seen))
-    num_rows = sum(one.rows.num_rows for one in seen)
-    summary.add_row("rows", f"{num_rows} visual tokens of width {seen[0].rows.width}")
+    summary.add_row("images", ", ".join(f"{one.path.name} {grid_text(one.rows)}" for one in photos))
+    num_rows = sum(one.rows.num_rows for one in photos)
+    summary.add_row("rows", f"{num_rows} visual tokens of width {photos[0].rows.width}")
     summary.add_row("language model on our rows", " ".join(map(str, ours)))
     summary.add_row("full model on pixels", " ".join(map(str, theirs)))
     summary.add_row("relative error of the logits", f"{error:.1e} (at most {MAX_LOGIT_ERROR:.0e})")
@@ -109,18 +108,18 @@ def running_service(checkpoint: Path) -> Iterator[str]:
         process.wait(30)
 
 
-def show_cache(client: VisionEncoderClient, paths: list[Path]) -> list[Seen]:
-    """Encodes every photograph and prints each one's stages: two by plain calls, and again to see the store
-    answer; two by prefetch, fetched at once (the fetch joins the encode) and a second later."""
+def show_cache(client: VisionEncoderClient, paths: list[Path]) -> list[EncodedPhoto]:
+    """Encodes every photograph and prints its stages: two by plain calls, which are repeated as hits; two by
+    prefetch, one fetched at once (the fetch joins the encode) and one a second later."""
     files = {path: path.read_bytes() for path in paths}
     *plain, joined, kept = paths
     table = Table(title="milliseconds by stage, in the service; the last column as the client saw it")
     for name in ("", "image", "grid", "rows", *(stage.removesuffix("_ms") for stage in STAGES), "client"):
         table.add_column(name, no_wrap=True)
-    seen: dict[Path, Seen] = {}
+    photos: dict[Path, EncodedPhoto] = {}
 
     def show(label: str, path: Path, rows: EncodedRows, begun: float) -> None:
-        seen[path] = Seen(path, files[path], rows)
+        photos[path] = EncodedPhoto(path, files[path], rows)
         spent = [f"{getattr(rows.timings, stage):.1f}" for stage in STAGES]
         client_ms = f"{(time.perf_counter() - begun) * 1e3:.1f}"
         name = path.stem.partition("_")[0]
@@ -142,7 +141,7 @@ def show_cache(client: VisionEncoderClient, paths: list[Path]) -> list[Seen]:
         show(label, path, rows, begun)
         return answered_ms
 
-    client.info()  # the connection and the protocol check are not the first image's cost
+    client.info()  # connects before the first image
     for path in plain:
         encode("miss", path)
     for path in plain:
@@ -155,25 +154,27 @@ def show_cache(client: VisionEncoderClient, paths: list[Path]) -> list[Seen]:
     console.print(
         f"each prefetch answered with key and grid within {max(answered_ms):.1f} ms; the tower ran on"
     )
-    return [seen[path] for path in paths]
+    return [photos[path] for path in paths]
 
 
-def compare(checkpoint: Path, seen: list[Seen]) -> tuple[float, list[int], list[int]]:
+def compare(checkpoint: Path, photos: list[EncodedPhoto]) -> tuple[float, list[int], list[int]]:
     """Relative error of the prompt's logits, and both sides' greedy tokens."""
     reference = quiet_reference()
+    from transformers.image_utils import load_image
+
     processor = reference.AutoProcessor.from_pretrained(checkpoint)
-    content = [{"type": "image"}] * len(seen) + [{"type": "text", "text": "What is in these photographs?"}]
+    content = [{"type": "image"}] * len(photos) + [{"type": "text", "text": "What is in these photographs?"}]
     prompt = processor.apply_chat_template(
         [{"role": "user", "content": content}], add_generation_prompt=True, tokenize=False
     )
     ids = processor.tokenizer(prompt)["input_ids"]
-    items = [[RemoteItem.from_encoded(one.rows) for one in seen]]
+    items = [[RemoteItem.from_encoded(one.rows) for one in photos]]
     language_model = load_language_model(checkpoint)
     prefilled = language_model.prefill([ids], items, all_logits=True)
     assert prefilled.prompt_logits_NV is not None
     ours = language_model.generate([ids], items, max_new_tokens=NEW_TOKENS)[0]
 
-    images = [ImageOps.exif_transpose(Image.open(io.BytesIO(one.data))) for one in seen]
+    images = [load_image(Image.open(io.BytesIO(one.data))) for one in photos]
     inputs = processor(text=[prompt], images=images, return_tensors="pt")
     full = reference.Qwen3VLForConditionalGeneration.from_pretrained(checkpoint, dtype=torch.float32).eval()
     with torch.no_grad():
@@ -195,14 +196,14 @@ def quiet_reference() -> Any:
     return transformers
 
 
-def draw(seen: list[Seen], path: Path, height: int = 320) -> Path:
+def draw(photos: list[EncodedPhoto], path: Path, height: int = 320) -> Path:
     """One line per photograph: itself under its patch grid, then its rows, main level and deepstack levels,
     each level's three largest principal components as red, green and blue."""
     from PIL import ImageOps
 
     gap, label = 12, 22
     panels: list[list[tuple[str, Image.Image]]] = []
-    for one in seen:
+    for one in photos:
         _, h, w = one.rows.grid_thw
         photo = ImageOps.exif_transpose(Image.open(io.BytesIO(one.data))).convert("RGB")
         size = (round(height * w / h), height)

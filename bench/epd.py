@@ -1,12 +1,12 @@
-"""A vLLM server with its own tower, and one fed by the service, under the same open-loop load on a CPU.
+"""A vLLM server with its own tower, and one with rows from the service, under the same open-loop load on a
+CPU.
 
     .venv-engines/bin/python bench/epd.py            # make test-engines makes the environment
 
 Owns both servers, the load and the figures: time to first token and throughput of streamed chat requests with
-one new image each, sent at random times at several rates, whatever is still unanswered. Everything runs on
-this machine's few cores: encoder, front and vLLM take them from each other, and a second process is no second
-device. So this tells what the way through the service costs and that waiting images do not hold up others;
-what it gains where the tower has a device of its own, a CPU cannot tell.
+one new image each, sent at random times at several rates. Encoder, front and vLLM share the machine's cores,
+so this measures what the way through the service costs, and that waiting images do not delay other requests.
+It does not measure the gain of a device of the encoder's own.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from measurement import RESULTS, ResultFile, describe_environment
+from measurement import RESULTS, ResultFile, describe_environment, percentile
 
 from tests.engines.checkpoints import write_checkpoint
 from tests.engines.pictures import data_url, picture
@@ -46,8 +46,8 @@ MAX_TOKENS = 16
 SERVERS = ("tower in vLLM", "rows from the service")
 ARGUMENTS = ("--max-num-batched-tokens", "512")
 LABEL = (
-    "random weights, one CPU machine: encoder, front and vLLM share its cores, so that nothing here is a "
-    "gain from a device of the encoder's own"
+    "random weights, one CPU machine: encoder, front and vLLM share its cores, so this shows no gain of a "
+    "device of the encoder's own"
 )
 
 
@@ -96,7 +96,7 @@ def serving(server: str, checkpoints: dict[str, Path], folder: Path) -> Iterator
 
 
 def bodies(count: int, arguments: argparse.Namespace, seed: int) -> list[tuple[bool, bytes]]:
-    """Requests, made beforehand: no two images are the same."""
+    """Requests with different images: whether each has one, and its body."""
     choice = random.Random(seed)
     made = []
     for number in range(count):
@@ -123,11 +123,8 @@ async def send(client: httpx.AsyncClient, begun: float, with_image: bool, body: 
     headers = {"content-type": "application/json"}
     async with client.stream("POST", "/v1/chat/completions", content=body, headers=headers) as response:
         async for line in response.aiter_lines():
-            if (
-                response.status_code == 200
-                and first is None
-                and '"content":"' in line.replace('"content":""', "")
-            ):
+            has_token = '"content":"' in line.replace('"content":""', "")
+            if response.status_code == 200 and first is None and has_token:
                 first = time.perf_counter()
     ended = time.perf_counter()
     first_ms = None if first is None else (first - sent) * 1e3
@@ -135,7 +132,7 @@ async def send(client: httpx.AsyncClient, begun: float, with_image: bool, body: 
 
 
 async def load(url: str, rate: float, arguments: argparse.Namespace, seed: int) -> tuple[list[Timed], float]:
-    """Open loop: arrivals of a Poisson process, sent on time whatever is unanswered. Answers and seconds."""
+    """Sends requests open-loop at the times of a Poisson process. Returns answers and seconds."""
     choice = random.Random(seed)
     times, at_s = [], 0.0
     while (at_s := at_s + choice.expovariate(rate)) < arguments.seconds:
@@ -154,13 +151,8 @@ async def load(url: str, rate: float, arguments: argparse.Namespace, seed: int) 
         return answers, time.perf_counter() - begun
 
 
-def percentile(values: Sequence[float], share: float) -> float:
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
-
-
 def record_of(server: str, rate: float, answers: Sequence[Timed], seconds: float) -> dict[str, Any]:
-    """p50 and p95 of the time to first token in ms, of requests with and without an image apart."""
+    """Rates, and p50 and p95 of the time to first token in ms, separately with and without an image."""
     done = [answer for answer in answers if answer.first_ms is not None]
     record: dict[str, Any] = {
         "server": server,
@@ -187,16 +179,8 @@ def table_of(result: dict[str, Any]) -> Table:
         caption=result["label"],
     )
     table.add_column("server")
-    for name in (
-        "requests/s",
-        "answered/s",
-        "tokens/s",
-        "image p50 ms",
-        "p95",
-        "text p50 ms",
-        "p95",
-        "failed",
-    ):
+    columns = ("requests/s", "answered/s", "tokens/s", "image p50 ms", "p95", "text p50 ms", "p95", "failed")
+    for name in columns:
         table.add_column(name, justify="right")
     for record in result["records"]:
         image, text = record.get("image_first_token_ms"), record.get("text_first_token_ms")
@@ -231,7 +215,7 @@ def main() -> None:
         "complete": False,
         "records": [],
     }
-    # Ended from outside, the servers end too.
+    # On SIGTERM the servers are stopped too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     file = ResultFile(arguments.out, "epd", result)
     with tempfile.TemporaryDirectory(prefix="ve-epd-") as name:

@@ -1,7 +1,7 @@
-"""Which kernels a run spends the device's time in, from the profiler's trace of a few runs.
+"""The kernels that a run spends the device's time in, from the profiler's trace of a few runs.
 
-Owns the trace, the kernels' groups and the table. Times are the device's own; what the host does meanwhile
-does not show, except as the idle share between kernels.
+Owns the trace, the groups of kernels and the table. Times are the device's; the host's work shows only as the
+idle share between kernels.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ GROUPS = (
     ("rope", ("rotate", "rotary", "rope")),
     ("norms", ("norm",)),
     ("gelu", ("gelu",)),
-    ("quantize", ("quantize", "quantise")),
     ("copies", ("memcpy", "memset", "copy", "fill", "catarray")),
 )
 OTHER = "other"
@@ -56,7 +55,7 @@ def profile_runs(run: Callable[[], object], device: torch.device, *, repeats: in
         for _ in range(repeats):
             run()
             synchronise(device)
-            time.sleep(PAUSE_S)  # tells one run's kernels from the next one's
+            time.sleep(PAUSE_S)  # separates the runs in the trace
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(file))
@@ -115,7 +114,7 @@ def summary(spans: Sequence[DeviceSpan], repeats: int) -> dict[str, Any]:
 
 
 def split_runs(spans: Sequence[DeviceSpan], repeats: int) -> list[Sequence[DeviceSpan]]:
-    """The runs, told apart by the pauses between them, the longest there are."""
+    """The runs, split at the longest pauses."""
     ends = [spans[0].end_us]
     for span in spans[1:]:
         ends.append(max(ends[-1], span.end_us))
@@ -142,8 +141,7 @@ def group_of(name: str) -> str:
 
 
 def short_name(name: str) -> str:
-    """Enough of a kernel's name to tell it from others: no return type, no argument list, few template
-    arguments."""
+    """A kernel's name without return type and argument list, cut to NAME_LENGTH."""
     short = re.sub(r"^void ", "", name)
     short = re.sub(r"\(anonymous namespace\)::|at::native::|cutlass::", "", short)
     short = re.sub(r"\((?!.*>).*\)$", "", short)

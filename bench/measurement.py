@@ -1,7 +1,8 @@
-"""How the benches measure: interleaved medians by device events, ceilings of the device, result files.
+"""How the benches measure: interleaved samples by device events, ceilings and power of the device, result
+files.
 
-Owns timing, the description of machine and software, and the rule that no result file is overwritten.
-What is measured is each bench's own.
+Owns timing, the description of machine and software, and the rule that no result file is overwritten. Each
+bench owns what it measures.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import datetime
 import importlib.metadata
 import json
+import math
 import platform
 import random
 import re
@@ -16,7 +18,8 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +42,8 @@ PACKAGES = (
 # Of one sample, and the most runs in it.
 SAMPLE_MS = 20.0
 MAX_IN_A_ROW = 8
+# Graph replays are queued far faster than they run.
+MAX_IN_FLIGHT = 4
 
 
 def time_once(run: Callable[[], object], device: torch.device, *, in_a_row: int = 1) -> float:
@@ -57,19 +62,6 @@ def time_once(run: Callable[[], object], device: torch.device, *, in_a_row: int 
     return (time.perf_counter() - begun) * 1e3 / in_a_row
 
 
-def interleaved_medians(
-    variants: Mapping[str, Callable[[], object]],
-    device: torch.device,
-    *,
-    warm_up: int,
-    repeats: int,
-    budget_s: float,
-) -> dict[str, tuple[float, int]]:
-    """Median milliseconds of each variant and the number of runs behind it. See interleaved_samples."""
-    samples = interleaved_samples(variants, device, warm_up=warm_up, repeats=repeats, budget_s=budget_s)
-    return {name: (statistics.median(values), len(values)) for name, values in samples.items()}
-
-
 def interleaved_samples(
     variants: Mapping[str, Callable[[], object]],
     device: torch.device,
@@ -80,12 +72,12 @@ def interleaved_samples(
 ) -> dict[str, list[float]]:
     """Milliseconds of a run, sample by sample, of each variant.
 
-    A sample is one run, or several in a row where a run is short: about SAMPLE_MS, at most MAX_IN_A_ROW. So
-    the host's part shows where it is longer than the device's, and not where it hides behind the run before.
-    The variants take turns in a new order each round: a change of clocks or of a neighbour's load meets all
-    of them, and so does what the variant before left behind (on an H200 the same variant ran several percent
-    slower after heavy work than after light). Stops before ``repeats`` rounds once ``budget_s`` is spent,
-    but not before three; a variant's warm-up stops after a tenth of the budget, but not before one run.
+    A sample is one run, or several in a row where a run is short: about SAMPLE_MS, at most MAX_IN_A_ROW. The
+    host's part shows only where it is longer than the device's. The variants run in a new order each round,
+    so that a change of clocks or of other load on the machine affects all of them, and so does the variant
+    that ran before (on an H200 the same variant ran several percent slower after heavy work than after
+    light). Stops before ``repeats`` rounds once ``budget_s`` is spent, but not before three. A variant's
+    warm-up stops after a tenth of the budget, but not before one run.
     """
     in_a_row: dict[str, int] = {}
     for name, run in variants.items():
@@ -110,8 +102,7 @@ def interleaved_samples(
 
 
 def host_time_us(run: Callable[[], object], device: torch.device, *, repeats: int) -> float:
-    """Median microseconds until ``run`` returns, with the device idle before each: what a step costs the
-    host when it waits for nothing."""
+    """Median microseconds until ``run`` returns, with the device idle before each run."""
     samples = []
     for _ in range(repeats):
         synchronise(device)
@@ -127,6 +118,69 @@ def synchronise(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
+def percentile(values: Iterable[float], share: float) -> float:
+    """The smallest value that at least ``share`` of all values do not exceed; NaN of none."""
+    ordered = sorted(values)
+    if not ordered:
+        return math.nan
+    return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
+
+
+def sustained(
+    run: Callable[[], object], device: torch.device, *, settle_s: float, measure_s: float
+) -> dict[str, Any]:
+    """One variant alone, back to back: milliseconds a run once the clocks have settled, and the device's
+    power and SM clock meanwhile (None where ``nvidia-smi`` cannot tell)."""
+    keep_running(run, device, settle_s)
+    uuid = getattr(torch.cuda.get_device_properties(device), "uuid", "")
+    fields = "power.draw.instant,clocks.sm,clocks_event_reasons.sw_power_cap"
+    command = ["nvidia-smi", "-i", f"GPU-{uuid}", f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
+    try:
+        sampler = subprocess.Popen([*command, "-lms", "50"], stdout=subprocess.PIPE, text=True)
+    except OSError:
+        sampler = None
+    num_runs, spent_s = keep_running(run, device, measure_s)
+    text = ""
+    if sampler is not None:
+        sampler.terminate()
+        text = sampler.communicate(timeout=10)[0]
+    return {"sustained_ms": spent_s * 1e3 / num_runs, "num_runs": num_runs} | power_summary(text)
+
+
+def power_summary(text: str) -> dict[str, Any]:
+    """Means over lines of watts, SM clock in MHz and whether the power limit was active, as ``nvidia-smi``
+    prints them. Lines that are incomplete are left out."""
+    samples = []
+    for line in text.splitlines():
+        try:
+            power_w, clock_mhz, capped = (part.strip() for part in line.split(","))
+            samples.append((float(power_w), float(clock_mhz), capped == "Active"))
+        except ValueError:
+            continue
+    means = [statistics.fmean(column) for column in zip(*samples, strict=True)] or [None] * 3
+    return dict(zip(("power_w", "sm_clock_mhz", "power_limited_share"), means, strict=True)) | {
+        "num_samples": len(samples)
+    }
+
+
+def keep_running(run: Callable[[], object], device: torch.device, seconds: float) -> tuple[int, float]:
+    """Runs for about so many seconds, at least once. Returns the number of runs and the seconds they took."""
+    synchronise(device)
+    begun = time.perf_counter()
+    num_runs = 0
+    pending: deque[torch.cuda.Event] = deque()
+    while not num_runs or time.perf_counter() - begun < seconds:
+        run()
+        num_runs += 1
+        if device.type == "cuda":
+            pending.append(torch.cuda.Event())
+            pending[-1].record()
+            if len(pending) > MAX_IN_FLIGHT:
+                pending.popleft().synchronize()
+    synchronise(device)
+    return num_runs, time.perf_counter() - begun
+
+
 def ceilings(device: torch.device, *, quick: bool) -> dict[str, float]:
     """What the device reaches on plain work: TFLOP/s of a large square product of random bfloat16 values
     (float32 on a CPU), GB/s of a large copy counted as bytes read plus bytes written."""
@@ -138,7 +192,7 @@ def ceilings(device: torch.device, *, quick: bool) -> dict[str, float]:
     product = torch.empty_like(left)
     source = torch.randint(0, 255, (num_bytes,), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    medians = interleaved_medians(
+    samples = interleaved_samples(
         {
             "matmul": lambda: torch.mm(left, right, out=product),
             "copy": lambda: target.copy_(source),
@@ -150,16 +204,16 @@ def ceilings(device: torch.device, *, quick: bool) -> dict[str, float]:
     )
     return {
         "matmul_side": float(side),
-        "matmul_tflops": 2 * side**3 / medians["matmul"][0] / 1e9,
-        "copy_gb_per_s": 2 * num_bytes / medians["copy"][0] / 1e6,
+        "matmul_tflops": 2 * side**3 / statistics.median(samples["matmul"]) / 1e9,
+        "copy_gb_per_s": 2 * num_bytes / statistics.median(samples["copy"]) / 1e6,
     }
 
 
 def describe_environment(
     device: torch.device, commit: str | None, packages: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """Device, driver, versions and commit: what a figure means nothing without.
-    packages: besides PACKAGES."""
+    """Device, driver, versions, commit and command of a result. packages: versions besides those of
+    PACKAGES."""
     versions = {"python": platform.python_version(), "cuda": torch.version.cuda}
     if device.type == "cuda":
         versions["cudnn"] = str(torch.backends.cudnn.version())
@@ -180,7 +234,7 @@ def describe_environment(
 
 
 def command_line(arguments: Sequence[str]) -> list[str]:
-    """The command without the folder of its results, which says nothing about the run."""
+    """The command without ``--out``, which has no effect on the figures."""
     kept, skip = [], False
     for argument in arguments:
         if not skip and argument != "--out" and not argument.startswith("--out="):
@@ -208,7 +262,7 @@ def read_commit() -> str | None:
 
 
 def output_of(*command: str) -> str:
-    """What a command prints, or nothing where it is absent or fails."""
+    """What a command prints; empty where the command is absent or fails."""
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout.strip()
     except (OSError, subprocess.SubprocessError):
@@ -221,7 +275,8 @@ def write_result(folder: Path, bench: str, result: Mapping[str, Any]) -> Path:
 
 
 class ResultFile:
-    """A result's file, there from the start of the run, so that a run that is cut short leaves what it had.
+    """A result's file. It exists from the start of the run, so that a run that is cut short leaves its
+    records.
 
     Named ``<bench>-<device>-<date>.json``; a second result of a day gets a number, none is replaced.
     """
@@ -243,7 +298,7 @@ class ResultFile:
         self.write()
 
     def write(self) -> None:
-        """What the result holds now; a reader sees the old file or the new one, never half of one."""
+        """Writes the result as it is now, by rename: a reader sees the old file or the new one."""
         partial = self.path.with_suffix(".partial")
         partial.write_text(json.dumps(self._result, indent=2) + "\n", encoding="utf-8")
         partial.replace(self.path)

@@ -1,65 +1,124 @@
-"""Serves photographs under open-loop load, against the tower alone and a plain loop over the reference model.
+"""Serves photographs by gRPC under open-loop load, against the tower alone.
 
-    python bench/serve.py                                     # full size on cuda:0, four minutes
-    python bench/serve.py --quick --device cpu --size tiny    # does it run at all
-    python bench/serve_report.py RESULT.json                  # the picture of a result, again
+    python bench/serve.py                                     # full size on cuda:0, about three minutes
+    python bench/serve.py --quick --device cpu --size tiny    # checks that the bench runs
 
-Owns the run: its processes, its order, its budgets and the result file. What is sent is serve_traffic.py's,
-how serve_client.py's; the 100 % line is serve_tower.py's, the plain loop serve_baseline.py's; figures are
-serve_figures.py's. bench/README.md states the method.
+Owns the run: its options, its processes, its order, its budgets, the figures and the tables. traffic.py owns
+what is sent, serve_peers.py how, and the tower alone. bench/README.md states the method.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import pstats
 import secrets
 import sys
 import tempfile
 import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+from rich.console import Console
+from rich.table import Table
+
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import serve_report
+from charts import draw_beside
 from checkpoints import random_checkpoint
-from measurement import ResultFile, describe_environment
-from rich.console import Console
-from serve_figures import client_figures, goals_of, requests_of, service_figures, summary_of
-from serve_options import BASELINE_LOAD, NUM_MAIN_MIXES, OTHER_LOADS, parse_arguments
-from serve_service import NotStarted, ServiceProcess, Sight
-from serve_traffic import MAX_PIXELS, kinds_of, load_of, write_photos
-from transport_processes import IMAGE_MALLOC, Process, ProcessFailed, visible_gpu
+from measurement import RESULTS, ResultFile, describe_environment, percentile
+from processes import IMAGE_MALLOC, Process, ProcessFailed, ServiceProcess, Snapshot
+from serve_peers import OK, STAGES
+from traffic import MAX_PIXELS, MIXES, load_of, specs_of, write_photos
+
+from encoder_service.ingest.cores import usable_cores
+from encoder_service.towers.synthetic import FAMILIES, SIZES
 
 PACKAGES = ("grpcio", "protobuf", "pillow", "simplejpeg", "torchvision", "cuda-bindings")
 GIB = 1 << 30
+# The most telling first: a run that is out of time has them.
+LOADS = (1.1, 0.1, 0.6)
 WARM_UP_SHARE = 0.2
-# Between the order to send and the first request, for every process to have made its schedule.
+# Between the command to send and the first request, for every process to make its schedule.
 HEAD_START_S = 0.7
 TIMEOUT_S = 20.0
 GRACE_S = 2.0
-SERVICE, BASELINE = "service", "baseline"
-BY_GRPC = "service by gRPC"
-"""The same service, asked by clients that make no local calls and look for nothing by themselves."""
+SERVICE = "service"
+# The tier of rows that were encoded for the request itself.
+MISS = "miss"
+PERCENTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
+
+
+def parse_arguments(line: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--device", type=torch.device, default=torch.device("cuda:0"))
+    parser.add_argument("--family", choices=FAMILIES, default="qwen3_vl")
+    parser.add_argument("--size", choices=SIZES, default="full")
+    parser.add_argument("--mixes", nargs="+", choices=MIXES, help="default: 448-heavy and chat; one if quick")
+    parser.add_argument(
+        "--loads", nargs="+", type=float, help=f"new images a second over the tower's rate; default {LOADS}"
+    )
+    parser.add_argument("--transport", choices=("device", "host", "inline"), help="default: the device's")
+    parser.add_argument("--clients", type=int, help="processes that send; default: half of the cores")
+    parser.add_argument("--ingest-threads", type=int, help="default: the cores without the clients'")
+    parser.add_argument("--repeat-share", type=float, default=0.3, help="of the requests, by Zipf")
+    parser.add_argument("--zipf", type=float, default=1.1, help="exponent of the popularity")
+    parser.add_argument("--bound-ms", type=float, help="latency for goodput; default 300, on a CPU 1500")
+    parser.add_argument("--photos", type=int, help="files of a mix, each sent under many contents")
+    parser.add_argument("--scale", type=float, help="of the photographs' sides; a quick run on a CPU: 0.25")
+    parser.add_argument("--device-arena-gib", type=float, default=16.0)
+    parser.add_argument("--host-arena-gib", type=float, help="default 4, on a CPU 0.5")
+    parser.add_argument("--cell-s", type=float, help="seconds of one load, its first fifth a warm-up")
+    parser.add_argument("--tower-s", type=float, help="seconds of the tower alone, a mix")
+    parser.add_argument("--start-limit-s", type=float, default=150.0, help="for a process to be ready")
+    parser.add_argument("--time-limit-s", type=float, help="no load begins later; default 215, --quick 60")
+    parser.add_argument("--quick", action="store_true", help="one mix, two loads, few seconds each")
+    parser.add_argument("--seed", type=int, help="of sizes and arrivals; default: a new one")
+    parser.add_argument("--commit", help="the commit measured, where git cannot tell")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the result files")
+    arguments = parser.parse_args(line)
+    on_gpu, quick = arguments.device.type == "cuda", arguments.quick
+    if on_gpu and not torch.cuda.is_available():
+        parser.error("no CUDA device here; --quick --device cpu --size tiny checks that the bench runs")
+    if not on_gpu and arguments.transport == "device":
+        parser.error("rows on the device need a GPU")
+    cores = usable_cores()
+    defaults = {
+        "mixes": ["448-heavy"] if quick else ["448-heavy", "chat"],
+        "loads": list(LOADS[:2] if quick else LOADS),
+        "transport": "device" if on_gpu else "host",
+        "clients": max(1, cores // 2),
+        "bound_ms": 300.0 if on_gpu else 1500.0,
+        "photos": 20 if quick else 100,
+        "scale": 0.25 if quick and not on_gpu else 1.0,
+        "host_arena_gib": 4.0 if on_gpu else 0.5,
+        "cell_s": 2.5 if quick else 6.0,
+        "tower_s": 1.2 if quick else 3.0,
+        "time_limit_s": 60.0 if quick else 215.0,
+    }
+    for name, value in defaults.items():
+        if getattr(arguments, name) is None:
+            setattr(arguments, name, value)
+    if arguments.ingest_threads is None:
+        arguments.ingest_threads = max(1, cores - arguments.clients)
+    return arguments
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One record to be."""
+    """One record to be measured."""
 
-    server: str
     mix: str
     load: float
-    bursty: bool = False
 
 
 class Run:
-    """One run: what was asked for, and the result as it grows. Each record is written at once, so that a run
-    that is cut short leaves a valid file, marked by ``complete`` being false."""
+    """One run of the bench. Each record is written as it ends, so that a run that is cut short leaves a valid
+    file, marked by ``complete`` being false."""
 
     def __init__(self, arguments: argparse.Namespace, console: Console, folder: Path) -> None:
         """folder: for sockets, photographs and logs; a short path."""
@@ -67,130 +126,102 @@ class Run:
         self.console = console
         self.folder = folder
         self.begun_s = time.perf_counter()
-        self.on_gpu = arguments.device.type == "cuda"
+        self.gpu = (arguments.device.index or 0) if arguments.device.type == "cuda" else None
         self.seed = secrets.randbelow(2**31) if arguments.seed is None else arguments.seed
+        self.max_pixels = int(MAX_PIXELS * arguments.scale**2)
         environment = describe_environment(arguments.device, arguments.commit, PACKAGES)
-        environment["command"][0] = "bench/serve.py"
         settings = {
             name: value for name, value in vars(arguments).items() if name not in ("device", "out", "commit")
         }
+        settings |= {"seed": self.seed, "max_pixels": self.max_pixels, "malloc": IMAGE_MALLOC}
         self.result: dict[str, Any] = environment | {
             "complete": False,
-            "settings": settings
-            | {"seed": self.seed, "max_pixels": self._max_pixels(), "malloc": IMAGE_MALLOC},
-            "phases": {},
+            "settings": settings,
             "photos": {},
             "tower": {},
             "service": {},
             "records": [],
             "summary": [],
-            "goals": [],
             "left_out": [],
         }
         self.file = ResultFile(arguments.out, "serve", self.result)
         self.stack = ExitStack()
         self.clients: list[Process] = []
-        self.service: ServiceProcess | None = None
 
     def main(self) -> None:
+        """Raises ProcessFailed where the tower or the service does not start."""
         arguments = self.arguments
-        with (
-            self.stack,
-            random_checkpoint(
-                arguments.family, arguments.size, arguments.seed or 0, arguments.device
-            ) as checkpoint,
-        ):
-            limit_area(checkpoint, self._max_pixels())
-            self._mark("checkpoint")
+        weights = random_checkpoint(arguments.family, arguments.size, arguments.seed or 0, arguments.device)
+        with self.stack, weights as checkpoint:
+            limit_area(checkpoint, self.max_pixels)
             with self.console.status("photographs"):
-                self.clients = [
-                    self._process(
-                        "serve_client.py", f"client-{number}", uses_gpu=arguments.transport == "device"
-                    )
-                    for number in range(arguments.clients)
-                ]
                 self._make_photos()
-            self._mark("photographs")
             with self.console.status("the tower alone"):
                 self._measure_tower(checkpoint)
-            self._mark("tower")
             with self.console.status("starting the service"):
-                self._start_service(checkpoint)
-            self._mark("service start")
-            cells = self._cells()
+                service = self._start_service(checkpoint)
+            cells = [Cell(mix, load) for load in arguments.loads for mix in arguments.mixes]
             for number, cell in enumerate(cells, 1):
                 if self._out_of_time(cell):
                     continue
-                with self.console.status(
-                    f"{number} of {len(cells)}: {cell.server} {cell.mix} at {cell.load:g}"
-                ):
+                with self.console.status(f"{number} of {len(cells)}: {cell.mix} at {cell.load:g}"):
                     try:
-                        self._start_baseline(checkpoint, cell)
-                        self.result["records"].append(self._measured(cell))
+                        self.result["records"].append(self._measured(cell, service))
                     except ProcessFailed as error:
                         self._leave_out(cell, str(error))
-                self.result["goals"] = goals_of(self.result["records"], self.result["tower"])
                 self.result["summary"] = summary_of(self.result["records"], self.result["tower"])
-                self._mark(f"{cell.server} {cell.mix} {cell.load:g}" + (" bursty" if cell.bursty else ""))
                 self.file.write()
-            if self.service is not None:
-                self.result["service"]["exit_status"] = self.service.close()
-        if arguments.profile:
-            self.result["profile"] = profile_lines(self.folder / "profile", self.result["records"])
+            self.result["service"]["exit_status"] = service.close()
         self.result["complete"] = bool(self.result["records"]) and not any(
             one["cut_short"] for one in self.result["left_out"]
         )
         self.result["seconds"] = time.perf_counter() - self.begun_s
         self.file.write()
 
-    def _mark(self, phase: str) -> None:
-        """The seconds of the run at which a phase of it was over."""
-        self.result["phases"][phase] = time.perf_counter() - self.begun_s
-
     # -- processes -------------------------------------------------------------------------------------
 
-    def _process(self, script: str, name: str, *, uses_gpu: bool) -> Process:
-        gpu = (self.arguments.device.index or 0) if self.on_gpu and uses_gpu else None
-        process = Process(script, self.folder / f"{name}.log", gpu=gpu, malloc=IMAGE_MALLOC)
-        return self.stack.enter_context(process)
+    def _process(self, role: str, name: str, *, uses_gpu: bool) -> Process:
+        gpu = self.gpu if uses_gpu else None
+        return self.stack.enter_context(Process("serve_peers.py", role, self.folder / f"{name}.log", gpu=gpu))
 
     def _make_photos(self) -> None:
+        """Starts the clients too, which read the files."""
         arguments = self.arguments
+        uses_gpu = arguments.transport == "device"
+        self.clients = [
+            self._process("client", f"client-{number}", uses_gpu=uses_gpu)
+            for number in range(arguments.clients)
+        ]
         for mix in arguments.mixes:
-            kinds = kinds_of(mix, arguments.photos, scale=arguments.scale, seed=self.seed)
+            specs = specs_of(mix, arguments.photos, scale=arguments.scale, seed=self.seed)
             folder = self.folder / "photos" / mix
             threads = arguments.ingest_threads + arguments.clients
-            num_bytes = write_photos(folder, kinds, seed=self.seed, threads=threads)
+            num_bytes = write_photos(folder, specs, seed=self.seed, threads=threads)
             self.result["photos"][mix] = {
-                "count": len(kinds),
-                "mean_bytes": num_bytes / len(kinds),
-                "mean_pixels": sum(kind.width * kind.height for kind in kinds) / len(kinds),
-                "sizes": [f"{kind.width}x{kind.height}" for kind in kinds],
+                "count": len(specs),
+                "mean_bytes": num_bytes / len(specs),
+                "mean_pixels": sum(spec.width * spec.height for spec in specs) / len(specs),
+                "sizes": [f"{spec.width}x{spec.height}" for spec in specs],
             }
             for client in self.clients:
                 client.send("photos", mix=mix, folder=str(folder))
         for _ in arguments.mixes:
             for client in self.clients:
-                client.answer(self.arguments.start_limit_s)
+                client.reply(arguments.start_limit_s)
 
     def _settings(self, checkpoint: Path) -> dict[str, Any]:
-        """Of the service, and of the tower alone."""
-        arguments = self.arguments
-        settings = {
-            "model": str(checkpoint),
-            # Every process sees one GPU at most.
-            "device": "cuda:0" if self.on_gpu else "cpu",
-            "precision": arguments.precision,
-            "log_level": "warning",
-        }
-        # On a CPU the tower and its callers share the cores: one thread for each of our processes. Batches
-        # are small, so that a load of seconds has many.
-        return settings if self.on_gpu else settings | {"torch_threads": 1, "max_patches_per_batch": 2048}
+        """Of the service, and of the tower alone. Every process sees one GPU at most."""
+        settings = {"model": str(checkpoint), "device": "cpu", "log_level": "warning"}
+        if self.gpu is not None:
+            return settings | {"device": "cuda:0"}
+        # Tower and callers share the CPU: one thread for each process, and batches so small that a load of
+        # seconds has many.
+        return settings | {"torch_threads": 1, "max_patches_per_batch": 2048}
 
     def _measure_tower(self, checkpoint: Path) -> None:
         """Raises ProcessFailed."""
         arguments = self.arguments
-        with self._process("serve_tower.py", "tower", uses_gpu=True) as tower:
+        with self._process("tower", "tower", uses_gpu=True) as tower:
             loaded = tower.ask("load", settings=self._settings(checkpoint), timeout_s=arguments.start_limit_s)
             for mix in arguments.mixes:
                 self.result["tower"][mix] = tower.ask(
@@ -202,98 +233,49 @@ class Run:
                 ) | {"load_s": loaded["seconds"]}
         self.file.write()
 
-    def _start_service(self, checkpoint: Path) -> None:
-        """Raises NotStarted, ProcessFailed."""
+    def _start_service(self, checkpoint: Path) -> ServiceProcess:
+        """Raises ProcessFailed."""
         arguments = self.arguments
         settings = self._settings(checkpoint) | {
             "listen": f"unix:{self.folder}/serve.sock",
             "admin_listen": "127.0.0.1:0",
             "ingest_threads": arguments.ingest_threads,
-            "resize": arguments.resize,
             "broker_path": f"{self.folder}/broker.sock",
             "arena_bytes": int(arguments.host_arena_gib * GIB),
         }
-        if arguments.torch_threads is not None:
-            settings["torch_threads"] = arguments.torch_threads
-        if self.on_gpu:
+        if self.gpu is not None:
             settings["device_arena_bytes"] = int(arguments.device_arena_gib * GIB)
-        self.service = self.stack.enter_context(
+        service = self.stack.enter_context(
             ServiceProcess(
-                settings,
-                self.folder / "service.log",
-                environment=IMAGE_MALLOC
-                | (
-                    {"CUDA_VISIBLE_DEVICES": visible_gpu(arguments.device.index or 0)}
-                    if self.on_gpu
-                    else {"OMP_NUM_THREADS": "1"}
-                ),
-                start_s=arguments.start_limit_s,
-                profile=self.folder / "profile" if arguments.profile else None,
+                settings, self.folder / "service.log", gpu=self.gpu, start_s=arguments.start_limit_s
             )
         )
-        reasons = self._connect(SERVICE, self.service.target, arguments.transport)
-        if arguments.grpc_loads:
-            self._connect(BY_GRPC, self.service.target, arguments.transport, by_grpc=True)
-        self.result["service"] = {"start_s": self.service.start_s, "transport": reasons[0]}
-
-    def _start_baseline(self, checkpoint: Path, cell: Cell) -> None:
-        """Before its first cell. Raises ProcessFailed."""
-        if cell.server != BASELINE or "baseline" in self.result:
-            return
-        self.result["baseline"] = {"max_batch": self.arguments.baseline_batch}
-        baseline = self._process("serve_baseline.py", "baseline", uses_gpu=True)
-        started = baseline.ask(
-            "start",
-            settings=self._settings(checkpoint),
-            max_batch=self.arguments.baseline_batch,
-            timeout_s=self.arguments.start_limit_s,
-        )
-        self._connect(BASELINE, started["target"], "inline")
-        self.result["baseline"]["is_ready"] = True
-
-    def _connect(self, name: str, target: str, transport: str, *, by_grpc: bool = False) -> list[str]:
         for client in self.clients:
-            client.send("connect", name=name, target=target, transport=transport, by_grpc=by_grpc)
-        return [client.answer(self.arguments.start_limit_s)["reason"] for client in self.clients]
+            client.send("connect", target=service.target, transport=arguments.transport)
+        reasons = [client.reply(arguments.start_limit_s)["reason"] for client in self.clients]
+        self.result["service"] = {"start_s": service.start_s, "transport": reasons[0]}
+        return service
 
     # -- one record ------------------------------------------------------------------------------------
 
-    def _cells(self) -> list[Cell]:
-        """The most telling first: a run that is out of time has them."""
-        arguments = self.arguments
-        main, others = arguments.mixes[:NUM_MAIN_MIXES], arguments.mixes[NUM_MAIN_MIXES:]
-        most, fewer = arguments.loads[: len(OTHER_LOADS)], arguments.loads[len(OTHER_LOADS) :]
-        cells = [Cell(SERVICE, mix, load) for load in most for mix in main]
-        cells += [Cell(BY_GRPC, mix, load) for load in arguments.grpc_loads for mix in main]
-        cells += [Cell(SERVICE, mix, OTHER_LOADS[0]) for mix in others]
-        if arguments.baseline_batch:
-            cells += [Cell(BASELINE, mix, BASELINE_LOAD) for mix in main]
-        cells += [Cell(SERVICE, mix, load) for load in fewer for mix in main]
-        if arguments.bursty:
-            cells.append(Cell(SERVICE, main[0], arguments.bursty, bursty=True))
-        return cells + [Cell(SERVICE, mix, load) for load in OTHER_LOADS[1:] for mix in others]
-
-    def _measured(self, cell: Cell) -> dict[str, Any]:
+    def _measured(self, cell: Cell, service: ServiceProcess) -> dict[str, Any]:
         """The record of a cell. Raises ProcessFailed."""
         arguments = self.arguments
-        if cell.server == BASELINE and "is_ready" not in self.result["baseline"]:
-            raise ProcessFailed("the baseline did not start")
         duration_s, warm_s = arguments.cell_s, arguments.cell_s * WARM_UP_SHARE
+        tower = self.result["tower"][cell.mix]
         load = load_of(
-            cell.load * self.result["tower"][cell.mix]["images_per_s"],
+            cell.load * tower["images_per_s"],
             duration_s=duration_s,
             num_photos=arguments.photos,
-            # Contents of one cell are new to the next: each begins with a cache that knows none of them.
+            # No cache knows the contents of a new cell.
             seed=secrets.randbelow(2**31),
             repeat_share=arguments.repeat_share,
             zipf=arguments.zipf,
-            bursty=cell.bursty,
         )
         start_s = time.monotonic() + HEAD_START_S
         for number, client in enumerate(self.clients):
             client.send(
                 "run",
-                name=cell.server,
                 mix=cell.mix,
                 load=asdict(load),
                 number=number,
@@ -302,23 +284,18 @@ class Run:
                 timeout_s=TIMEOUT_S,
                 grace_s=GRACE_S,
             )
-        sights = [self._sight_at(start_s + at_s) for at_s in (warm_s, duration_s)]
-        answers = [client.answer(duration_s + GRACE_S + TIMEOUT_S) for client in self.clients]
+        snapshots = []
+        for at_s in (warm_s, duration_s):
+            time.sleep(max(0.0, start_s + at_s - time.monotonic()))
+            snapshots.append(service.snapshot())
+        answers = [client.reply(duration_s + GRACE_S + TIMEOUT_S) for client in self.clients]
         figures = client_figures(
             requests_of(answers), warm_s=warm_s, duration_s=duration_s, bound_ms=arguments.bound_ms
         )
-        tower = self.result["tower"][cell.mix]
-        record = asdict(cell) | {"duration_s": duration_s, "warm_s": warm_s} | figures
+        record = {"server": SERVICE} | asdict(cell) | {"duration_s": duration_s, "warm_s": warm_s} | figures
         record["tower_share"] = figures["encoded_patches_per_s"] / tower["patches_per_s"]
         record["rate"] = load.rate
-        if cell.server != BASELINE:
-            record |= seen(*sights)
-        return record
-
-    def _sight_at(self, at_s: float) -> Sight:
-        assert self.service is not None
-        time.sleep(max(0.0, at_s - time.monotonic()))
-        return self.service.sight()
+        return record | service_figures(*snapshots)
 
     # -- what is not measured --------------------------------------------------------------------------
 
@@ -332,23 +309,10 @@ class Run:
     def _leave_out(self, cell: Cell, reason: str, *, cut_short: bool = False) -> None:
         self.result["left_out"].append(asdict(cell) | {"reason": reason, "cut_short": cut_short})
 
-    def _max_pixels(self) -> int:
-        return int(MAX_PIXELS * self.arguments.scale**2)
-
-
-def seen(before: Sight, after: Sight) -> dict[str, Any]:
-    return service_figures(
-        before.counters,
-        after.counters,
-        seconds=after.at_s - before.at_s,
-        cpu_s=after.cpu_s - before.cpu_s,
-        loop_cpu_s=after.loop_cpu_s - before.loop_cpu_s,
-    )
-
 
 def limit_area(checkpoint: Path, max_pixels: int) -> None:
-    """The largest area of an image after resizing, in the processor's settings, where everything that is
-    measured reads it; families whose limit is another keep theirs."""
+    """Sets the largest area of an image after resizing in the checkpoint's processor settings, which service
+    and tower read. Families with another kind of limit keep theirs."""
     path = checkpoint / "preprocessor_config.json"
     settings = json.loads(path.read_text(encoding="utf-8"))
     if "size" in settings:
@@ -356,43 +320,204 @@ def limit_area(checkpoint: Path, max_pixels: int) -> None:
         path.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 
 
-def profile_lines(path: Path, records: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The event loop's functions by their own time, with milliseconds for each request of all loads."""
-    if not path.exists():
-        return []
-    requests = max(1, sum(one["num_requests"] for one in records if one["server"] == SERVICE))
-    stats: Any = pstats.Stats(str(path))
-    ordered = sorted(stats.stats.items(), key=lambda entry: -entry[1][2])[:60]
-    return [
-        {
-            "function": f"{Path(file).name}:{line} {name}",
-            "calls_per_request": calls / requests,
-            "own_ms_per_request": own_s * 1e3 / requests,
-            "ms_per_request": total_s * 1e3 / requests,
-        }
-        for (file, line, name), (_, calls, own_s, total_s, _) in ordered
+# -- figures ---------------------------------------------------------------------------------------------
+
+
+def percentiles(values: Sequence[float]) -> dict[str, float] | None:
+    """p50, p90, p99; None of no values, since JSON has no NaN."""
+    if not values:
+        return None
+    return {name: percentile(values, share) for name, share in PERCENTILES.items()}
+
+
+def requests_of(answers: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The rows of all clients, by column."""
+    return [dict(zip(answer["columns"], row, strict=True)) for answer in answers for row in answer["rows"]]
+
+
+def client_figures(
+    requests: Sequence[Mapping[str, Any]], *, warm_s: float, duration_s: float, bound_ms: float
+) -> dict[str, Any]:
+    """Figures of the part of a load after ``warm_s``. Rates are of what ended within it, latencies of what
+    was due within it. Overheads are percentiles over requests, not differences of percentiles."""
+    span_s = duration_s - warm_s
+    due = [one for one in requests if one["at_s"] >= warm_s]
+    fine = [one for one in due if one["status"] == OK]
+    ended = [
+        one
+        for one in requests
+        if one["status"] == OK and warm_s <= one["at_s"] + one["latency_ms"] / 1e3 < duration_s
     ]
+    misses = [one for one in fine if one["tier"] == MISS]
+    hits = [one for one in fine if one["tier"] not in (MISS, "in_flight")]
+    tiers = Counter(one["tier"] for one in fine)
+    return {
+        "offered_images_per_s": len(due) / span_s,
+        "images_per_s": len(ended) / span_s,
+        "patches_per_s": sum(one["patches"] for one in ended) / span_s,
+        "encoded_images_per_s": sum(one["tier"] == MISS for one in ended) / span_s,
+        "encoded_patches_per_s": sum(one["patches"] for one in ended if one["tier"] == MISS) / span_s,
+        "delivered_mib_per_s": sum(one["bytes"] for one in ended) / span_s / (1 << 20),
+        "goodput_images_per_s": sum(one["latency_ms"] <= bound_ms for one in fine) / span_s,
+        "bound_ms": bound_ms,
+        "num_requests": len(due),
+        "failures": dict(Counter(one["status"] for one in due if one["status"] != OK)),
+        "tiers": {tier: count / len(fine) for tier, count in sorted(tiers.items())} if fine else {},
+        "latency_ms": percentiles([one["latency_ms"] for one in fine]),
+        "miss_latency_ms": percentiles([one["latency_ms"] for one in misses]),
+        "hit_latency_ms": percentiles([one["latency_ms"] for one in hits]),
+        "lag_ms": percentiles([one["lag_ms"] for one in fine]),
+        "stages": {stage: percentiles([one[stage] for one in misses]) for stage in STAGES if misses},
+        "overhead_ms": percentiles([overhead_ms(one) for one in misses]),
+        "overhead_unqueued_ms": percentiles([overhead_ms(one) - one["queue_ms"] for one in misses]),
+        "service_overhead_ms": percentiles([service_overhead_ms(one) for one in misses]),
+        "caller_overhead_ms": percentiles([overhead_ms(one) - service_overhead_ms(one) for one in misses]),
+    }
+
+
+def overhead_ms(request: Mapping[str, Any]) -> float:
+    """From when a request was due to its rows, beyond decoding, resizing and the tower's forward."""
+    spent = request["decode_ms"] + request["resize_ms"] + request["tower_ms"]
+    return float(request["latency_ms"] - spent)
+
+
+def service_overhead_ms(request: Mapping[str, Any]) -> float:
+    """The same by the service's own clock: without the caller's process and the way between."""
+    spent = request["decode_ms"] + request["resize_ms"] + request["tower_ms"]
+    return float(request["total_ms"] + request["delivery_ms"] - spent)
+
+
+def service_figures(before: Snapshot, after: Snapshot) -> dict[str, Any]:
+    """What the service counted between two moments. Shares are of the whole time. cores: kept busy by all its
+    threads; loop_share: of the thread that runs the event loop."""
+    seconds, cpu_s = after.at_s - before.at_s, after.cpu_s - before.cpu_s
+    loop_cpu_s = after.loop_cpu_s - before.loop_cpu_s
+
+    def grown(name: str) -> float:
+        return after.counters.get(name, 0.0) - before.counters.get(name, 0.0)
+
+    items, batches = grown("ve_encoded_items_total"), grown("ve_batches_total")
+    patches, padded = grown("ve_encoded_patches_total"), grown("ve_padded_patches_total")
+    delivered = sum(grown(name) for name in after.counters if name.startswith("ve_items_total"))
+    return {
+        "device_busy_share": grown("ve_device_busy_seconds_total") / seconds,
+        "tower_images_per_s": items / seconds,
+        "tower_patches_per_s": patches / seconds,
+        "batches": batches,
+        "images_per_batch": items / batches if batches else None,
+        "padding_share": padded / (padded + patches) if patches else None,
+        "cores": cpu_s / seconds,
+        "loop_share": loop_cpu_s / seconds,
+        "cpu_ms_per_item": cpu_s * 1e3 / delivered if delivered else None,
+        "loop_ms_per_item": loop_cpu_s * 1e3 / delivered if delivered else None,
+        "evictions": grown("ve_store_evictions_total"),
+    }
+
+
+def summary_of(
+    records: Sequence[Mapping[str, Any]], towers: Mapping[str, Mapping[str, Any]]
+) -> list[dict[str, Any]]:
+    """A line for each mix: the service's best throughput over the tower's own, and p50 beyond decode and
+    tower at the lightest load (None: no image was encoded)."""
+    lines = []
+    for mix, tower in towers.items():
+        own = [one for one in records if one["mix"] == mix]
+        if not own:
+            continue
+        best = max(own, key=lambda one: one["encoded_patches_per_s"])
+        lightest = min(own, key=lambda one: one["load"])
+        line = {
+            "mix": mix,
+            "tower_images_per_s": tower["images_per_s"],
+            "service_over_tower": best["encoded_patches_per_s"] / tower["patches_per_s"],
+            "best_load": best["load"],
+            "overhead_load": lightest["load"],
+        }
+        for name in ("overhead", "overhead_unqueued", "service_overhead"):
+            found = lightest[f"{name}_ms"]
+            line[f"{name}_p50_ms"] = None if found is None else found["p50"]
+        lines.append(line)
+    return lines
+
+
+# -- tables ----------------------------------------------------------------------------------------------
+
+
+def tables_of(result: dict[str, Any]) -> list[Table]:
+    loads = Table(
+        title=f"Serving on {result['device']}, {result['settings']['size']} size,"
+        f" rows by {result['settings']['transport']}" + ("" if result["complete"] else " (cut short)"),
+        caption="load: new images a second over the tower's own rate; kp/s: thousand patches a second\n"
+        "encoded and delivered; good: requests a second within the bound; p50, p90, p99: from when a\n"
+        "request was due; beyond: p50 of a miss beyond decode and tower; cores, loop: CPU of the service,\n"
+        "of its event loop",
+    )
+    columns = ("mix", "load", "req/s", "img/s", "kp/s", "tower", "good", "p50 ms", "p90", "p99", "beyond")
+    for name in (*columns, "busy", "pad", "cores", "loop", "hits", "fail"):
+        loads.add_column(name, justify="right")
+    stages = Table(title="Stages of the images that were encoded, ms: p50 / p99")
+    for name in ("mix", "load", *(stage.removesuffix("_ms") for stage in STAGES)):
+        stages.add_column(name, justify="right")
+    for one in result["records"]:
+        latency, overhead = one["latency_ms"], one["overhead_ms"]
+        loads.add_row(
+            one["mix"],
+            f"{one['load']:g}",
+            f"{one['offered_images_per_s']:.1f}",
+            f"{one['images_per_s']:.1f}",
+            f"{one['encoded_patches_per_s'] / 1e3:.1f}",
+            f"{one['tower_share']:.1%}",
+            f"{one['goodput_images_per_s']:.1f}",
+            *(f"{latency[name]:.1f}" if latency else "" for name in PERCENTILES),
+            f"{overhead['p50']:.2f}" if overhead else "",
+            f"{one['device_busy_share']:.0%}",
+            "" if one["padding_share"] is None else f"{one['padding_share']:.0%}",
+            f"{one['cores']:.1f}",
+            f"{one['loop_share']:.0%}",
+            f"{1 - one['tiers'].get(MISS, 0.0):.0%}" if one["tiers"] else "",
+            str(sum(one["failures"].values()) or ""),
+        )
+        if one["stages"]:
+            spent = [one["stages"][stage] for stage in STAGES]
+            cells = [f"{stage['p50']:.3g} / {stage['p99']:.3g}" for stage in spent]
+            stages.add_row(one["mix"], f"{one['load']:g}", *cells)
+    return [loads, stages]
+
+
+def lines_of(result: dict[str, Any]) -> list[str]:
+    """The tower alone, the summary, and what was left out."""
+    lines = [
+        f"tower alone, {mix}: {one['images_per_s']:.1f} images/s, {one['patches_per_s'] / 1e3:.1f} thousand"
+        f" patches/s, {one['images_per_batch']:.1f} images a batch, busy {one['busy_share']:.0%}"
+        for mix, one in result["tower"].items()
+    ]
+    for one in result["summary"]:
+        overhead = one["overhead_p50_ms"]
+        beyond = "" if overhead is None else f", {overhead:.2f} ms beyond decode and tower"
+        lines.append(
+            f"service, {one['mix']}: {one['service_over_tower']:.1%} of the tower"
+            f" at load {one['best_load']:g}{beyond} at load {one['overhead_load']:g}"
+        )
+    lines += [f"left out: {one['mix']} at {one['load']:g}: {one['reason']}" for one in result["left_out"]]
+    return lines
 
 
 def main() -> None:
-    arguments = parse_arguments((__doc__ or "").splitlines()[0])
+    arguments = parse_arguments()
     console = Console(width=None if sys.stdout.isatty() else 150)
     memory = Path("/dev/shm")
     with tempfile.TemporaryDirectory(prefix="ve", dir=memory if memory.is_dir() else None) as folder:
         run = Run(arguments, console, Path(folder))
         try:
             run.main()
-        except (NotStarted, ProcessFailed) as error:
-            sys.exit(f"{error}\nwhat there was is in {run.file.path}")
+        except ProcessFailed as error:
+            sys.exit(f"{error}\nthe partial result is in {run.file.path}")
     result = run.result
-    for table in serve_report.tables_of(result):
+    for table in tables_of(result):
         console.print(table)
-    for line in serve_report.lines_of(result):
+    for line in lines_of(result):
         console.print(line)
-    try:
-        console.print(f"chart: {serve_report.draw(result, run.file.path.with_suffix('.png'))}")
-    except (serve_report.NoMatplotlib, ValueError) as error:
-        console.print(f"no chart: {error}")
+    console.print(draw_beside("serve", result, run.file.path))
     console.print(f"written to {run.file.path} after {result['seconds']:.0f} s")
 
 

@@ -1,13 +1,12 @@
-"""Times one forward of every family's tower, ours and the baselines, in one run on one device.
+"""Times one forward of every family's tower, ours and the reference's, in one run on one device.
 
     python bench/tower.py                                  # full-size towers in bfloat16 on cuda:0
     python bench/tower.py --quick                          # two cases, no compiling, under two minutes
     python bench/tower.py --profile --families qwen3_vl    # with a table of kernels for each case
-    python bench/tower.py --quick --size tiny --device cpu # does it run at all
+    python bench/tower.py --quick --size tiny --device cpu # checks that the bench runs
 
-Owns the run: its order, its budgets, the result file and the table. What is timed is variants.py's and
-baselines.py's, on the batches of cases.py; how time is taken is measurement.py's; bench/README.md states the
-method.
+Owns the run: its options, its order, its budgets, the records and the table. variants.py builds what is
+timed, measurement.py times it, charts.py draws the result. bench/README.md states the method.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ import gc
 import importlib.util
 import logging
 import secrets
+import statistics
 import sys
 import time
 from pathlib import Path
@@ -24,39 +24,102 @@ from typing import Any
 
 import structlog
 import torch
+from rich.console import Console
+from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import baselines
-import chart
-from cases import RUN_ORDER, SATURATED_CASES, grids_of, num_patches_of, random_inputs
+from charts import draw_beside
 from checkpoints import random_checkpoint
 from kernel_profile import profile_runs, profile_table
 from measurement import (
+    RESULTS,
     ResultFile,
     ceilings,
     describe_environment,
     host_time_us,
     interleaved_samples,
+    sustained,
     synchronise,
 )
-from options import parse_arguments
-from padding_load import padding_under_load
-from power import ManagedDevice, NoPowerReading, managed_device, sustained
-from report import left_out_lines, records_of, table_of
-from rich.console import Console
-from variants import CompileBudget, Family, accuracies, accuracy
+from references import load_reference, reason_of, register_fa3
+from variants import (
+    CASES,
+    KNOWN_CASES,
+    QUICK_CASES,
+    RUN_ORDER,
+    SATURATED_CASES,
+    SMALL_CASE,
+    VARIANTS,
+    Case,
+    CompileBudget,
+    Family,
+    accuracies,
+    accuracy,
+    grids_of,
+    num_patches_of,
+    random_inputs,
+)
 
-from encoder_service.config import Settings
 from encoder_service.towers import Tower, load_tower
+from encoder_service.towers.synthetic import FAMILIES, SIZES
 
 CHECK_LIMIT = 1e-5
 SETTLE_S = 0.4
 
 
+def parse_arguments(line: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--device", type=torch.device, default=torch.device("cuda:0"))
+    parser.add_argument(
+        "--dtype", choices=("float32", "bfloat16"), help="default: bfloat16, float32 on a CPU"
+    )
+    parser.add_argument("--size", choices=SIZES, default="full")
+    parser.add_argument("--families", nargs="+", choices=FAMILIES, default=list(FAMILIES))
+    parser.add_argument("--cases", nargs="+", choices=KNOWN_CASES, help="default: all; two if quick")
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, help="default: all; not compiled if quick")
+    parser.add_argument("--quick", action="store_true", help="two cases, ten runs each, nothing compiled")
+    parser.add_argument("--every-backend", action="store_true", help="each attention backend in a graph too")
+    parser.add_argument("--profile", action="store_true", help="kernels of each case's replay, in a file too")
+    parser.add_argument(
+        "--ladder",
+        choices=("first", "all", "cases"),
+        help="the families of which the whole default ladder is captured, instead of the cases' own buckets;"
+        " default: first, if quick cases",
+    )
+    parser.add_argument("--variant-budget-s", type=float, default=0.7, help="timing of a case, a variant")
+    parser.add_argument("--compile-budget-s", type=float, default=120.0, help="of the whole run")
+    parser.add_argument("--power-s", type=float, default=1.0, help="each variant alone, saturated; 0: none")
+    parser.add_argument("--time-limit-s", type=float, help="no case begins later; default 440, --quick 100")
+    parser.add_argument("--seed", type=int, default=0, help="of the weights")
+    parser.add_argument("--commit", help="the commit measured, where git cannot tell")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the result files")
+    arguments = parser.parse_args(line)
+    if arguments.device.type == "cuda":
+        if not torch.cuda.is_available():
+            parser.error("no CUDA device here; --device cpu --size tiny --quick checks that the bench runs")
+        torch.cuda.set_device(arguments.device)
+    elif arguments.profile:
+        parser.error("--profile reads the kernels of a CUDA device")
+    default_dtype = "float32" if arguments.device.type == "cpu" else "bfloat16"
+    arguments.dtype = getattr(torch, arguments.dtype or default_dtype)
+    quick = arguments.quick
+    is_small = quick and arguments.device.type == "cpu"
+    arguments.cases = arguments.cases or list([SMALL_CASE] if is_small else QUICK_CASES if quick else CASES)
+    arguments.variants = arguments.variants or [
+        variant for variant in VARIANTS if not (quick and variant == "ref_compiled")
+    ]
+    arguments.ladder = arguments.ladder or ("cases" if quick else "first")
+    arguments.time_limit_s = arguments.time_limit_s or (100.0 if quick else 440.0)
+    arguments.warm_up, arguments.repeats = (1, 10) if quick else (3, 50)
+    if is_small:
+        arguments.repeats = 3
+    return arguments
+
+
 class Run:
-    """One run of the bench: what was asked for, and the result as it grows. Each case is written at once, so
-    that a run that is cut short leaves a valid file, marked by ``complete`` being false."""
+    """One run of the bench. Each case is written as it ends, so that a run that is cut short leaves a valid
+    file, marked by ``complete`` being false."""
 
     def __init__(self, arguments: argparse.Namespace, console: Console) -> None:
         self.arguments = arguments
@@ -64,17 +127,14 @@ class Run:
         self.device: torch.device = arguments.device
         self.begun_s = time.perf_counter()
         self.has_reference = importlib.util.find_spec("transformers") is not None
-        self.no_fa3 = self._register_fa3()
+        self.no_fa3 = register_fa3(self.device)
         self.compile_left_s: float = arguments.compile_budget_s
         environment = describe_environment(self.device, arguments.commit)
-        settings = {
-            name: value
-            for name, value in vars(arguments).items()
-            if name not in ("device", "out", "commit", "dtype", "profile")
-        }
+        left_out = ("device", "out", "commit", "dtype", "profile")
+        settings = {name: value for name, value in vars(arguments).items() if name not in left_out}
         settings |= {
             "dtype": str(arguments.dtype).removeprefix("torch."),
-            # Fresh values each time: a fast path has to be right on any input, not on one.
+            # New values in each run: a fast path has to be right on any input.
             "pixel_seed": secrets.randbelow(2**31),
         }
         self.result: dict[str, Any] = environment | {
@@ -86,11 +146,9 @@ class Run:
             "records": [],
             "accuracy": [],
             "compiled": [],
-            "power": {"reason": None, "limit_w": None, "records": []},
-            "padding": None,
+            "power": [],
             "left_out": [],
         }
-        self.managed = self._managed_device()
         self.file = ResultFile(arguments.out, "tower", self.result)
         self.profile: dict[str, Any] | None = None
         self.profile_file: ResultFile | None = None
@@ -133,8 +191,6 @@ class Run:
                 )
         given_s = family.compile_budget.left_s
         self.result["captures"] += family.captures
-        if self.result["padding"] is None:
-            self.result["padding"] = self._padding(family)
         while pending and not self._out_of_time(name, pending):
             case_name = pending.pop(0)
             with self.console.status(f"{name} {case_name}"):
@@ -160,31 +216,29 @@ class Run:
             repeats=arguments.repeats,
             budget_s=arguments.variant_budget_s * len(case.runs),
         )
-        host_us = {
-            variant: host_time_us(case.runs[variant], self.device, repeats=arguments.repeats)
-            for variant in family.runners
-        }
+        host_us = None
+        if "graph" in case.runs:
+            host_us = host_time_us(case.runs["graph"], self.device, repeats=arguments.repeats)
         result["records"] += records_of(family.name, case, samples, host_us)
         result["compiled"] += [
             {"family": family.name, "case": name, "seconds": seconds} for seconds in case.compile_s.values()
         ]
         self.file.write()
-        if self.managed is not None and name in SATURATED_CASES and arguments.power_s > 0:
-            result["power"]["records"] += [
+        if self.device.type == "cuda" and name in SATURATED_CASES and arguments.power_s > 0:
+            result["power"] += [
                 {"family": family.name, "case": name, "variant": variant}
-                | sustained(run, self.device, self.managed, settle_s=SETTLE_S, measure_s=arguments.power_s)
+                | sustained(run, self.device, settle_s=SETTLE_S, measure_s=arguments.power_s)
                 for variant, run in case.runs.items()
             ]
-        if self.profile is not None and self.profile_file is not None:
-            for variant in family.runners:
-                place = {"family": family.name, "case": name, "variant": variant}
-                try:
-                    profile = profile_runs(case.runs[variant], self.device)
-                except (RuntimeError, ValueError) as error:  # a machine that lets nobody trace its kernels
-                    self.profile["records"].append(place | {"reason": baselines.reason_of(error)})
-                else:
-                    self.profile["records"].append(place | profile)
-                    self.console.print(profile_table(f"{family.name} {name} {variant}", profile))
+        if self.profile is not None and self.profile_file is not None and "graph" in case.runs:
+            place = {"family": family.name, "case": name, "variant": "graph"}
+            try:
+                profile = profile_runs(case.runs["graph"], self.device)
+            except (RuntimeError, ValueError) as error:  # the machine does not permit tracing
+                self.profile["records"].append(place | {"reason": reason_of(error)})
+            else:
+                self.profile["records"].append(place | profile)
+                self.console.print(profile_table(f"{family.name} {name} graph", profile))
             self.profile_file.write()
         self.file.write()
 
@@ -195,6 +249,7 @@ class Run:
         case = min(self.arguments.cases, key=num_patches_of)
         grids = grids_of(case, merges_time=exact.merges_time)
         inputs = random_inputs(exact, grids, self.result["settings"]["pixel_seed"])
+        assert inputs.pixel_values is not None
         found, expected = exact(inputs), reference.rows(inputs.pixel_values, grids)
         check = {
             "family": family,
@@ -211,60 +266,100 @@ class Run:
         del reference
         release(self.device)
 
-    def _padding(self, family: Family) -> dict[str, Any]:
-        """Of a service with the default limits, by the cost model that the graphs were given."""
-        fields = Settings.model_fields
-        runner = family.runners.get("graph")
-        costs = {} if runner is None else {"cost": runner.ladder.cost}
-        return padding_under_load(
-            max_patches=int(fields["max_patches_per_batch"].default),
-            max_items=int(fields["max_items_per_batch"].default),
-            seed=self.arguments.seed,
-            **costs,
-        )
-
     def _out_of_time(self, family: str, pending: list[str]) -> bool:
-        """Whether the time limit is over; what is left of the family is then recorded as left out."""
+        """Whether the time limit has passed; the family's pending cases are then recorded as left out."""
         spent_s, limit_s = time.perf_counter() - self.begun_s, self.arguments.time_limit_s
         if spent_s < limit_s:
             return False
+        reason = f"{spent_s:.0f} s had passed of {limit_s:.0f}"
         self.result["left_out"] += [
-            {
-                "family": family,
-                "case": case,
-                "variant": None,
-                "reason": f"{spent_s:.0f} s had passed of {limit_s:.0f}",
-                "cut_short": True,
-            }
+            {"family": family, "case": case, "variant": None, "reason": reason, "cut_short": True}
             for case in pending
         ]
         self.file.write()
         return True
 
-    def _register_fa3(self) -> str | None:
-        """Why the reference runs without FlashAttention-3, or None."""
-        if not self.has_reference:
-            return "the reference package is not installed"
-        if self.device.type != "cuda":
-            return f"FlashAttention-3 needs a CUDA device, this is {self.device}"
-        try:
-            baselines.register_fa3(baselines.fa3_kernel())
-        except baselines.LeftOut as error:
-            return str(error)
-        return None
 
-    def _managed_device(self) -> ManagedDevice | None:
-        try:
-            managed = managed_device(self.device)
-            self.result["power"]["limit_w"] = managed.power_limit_w()
-        except NoPowerReading as error:
-            self.result["power"]["reason"] = str(error)
-            return None
-        return managed
+def records_of(
+    family: str, case: Case, samples: dict[str, list[float]], host_us: float | None
+) -> list[dict[str, Any]]:
+    """One record for each variant of a case. padding_share: of the bucket's patches; only ``graph`` pads.
+    host_us: of ``graph``."""
+    records = []
+    for variant, values in samples.items():
+        median_ms = statistics.median(values)
+        record = {
+            "family": family,
+            "case": case.name,
+            "variant": variant,
+            "median_ms": median_ms,
+            "useful_tflops": case.flops / median_ms / 1e9,
+            "padding_share": case.padding_shares.get(variant, 0.0),
+            "num_runs": len(values),
+            "min_ms": min(values),
+            "max_ms": max(values),
+            "num_patches": case.inputs.num_patches,
+        }
+        if variant == "graph" and host_us is not None:
+            record["host_us"] = host_us
+        if variant in case.notes:
+            record["note"] = case.notes[variant]
+        records.append(record)
+    return records
+
+
+def table_of(result: dict[str, Any]) -> Table:
+    limits = result["ceilings"]
+    table = Table(
+        title=f"Tower forward on {result['device']}, {result['settings']['size']} size,"
+        f" {result['settings']['dtype']}" + ("" if result["complete"] else " (cut short)"),
+        caption=f"ceilings: product {limits['matmul_tflops']:.2f} TFLOP/s, copy"
+        f" {limits['copy_gb_per_s']:.1f} GB/s",
+    )
+    for name in ("family", "case", "variant"):
+        table.add_column(name)
+    for name in ("median ms", "useful TFLOP/s", "of ceiling", "padding", "host us", "runs"):
+        table.add_column(name, justify="right")
+    places = {
+        (family, case): (f, c) for f, family in enumerate(FAMILIES) for c, case in enumerate(KNOWN_CASES)
+    }
+    for record in sorted(result["records"], key=lambda one: places[one["family"], one["case"]]):
+        table.add_row(
+            record["family"],
+            record["case"],
+            record["variant"],
+            f"{record['median_ms']:.2f}",
+            f"{record['useful_tflops']:.2f}",
+            f"{record['useful_tflops'] / limits['matmul_tflops']:.0%}",
+            f"{record['padding_share']:.1%}" if record["padding_share"] else "",
+            f"{record['host_us']:.0f}" if "host_us" in record else "",
+            str(record["num_runs"]),
+        )
+    return table
+
+
+def left_out_lines(left_out: list[dict[str, Any]]) -> list[str]:
+    """One line for each variant and reason, with the cases where it is missing."""
+    cases: dict[tuple[str, str], list[str]] = {}
+    for one in left_out:
+        place = (one["variant"] or "everything", one["reason"])
+        cases.setdefault(place, []).append(f"{one['family']} {one['case']}")
+    return [
+        f"left out: {variant}, {len(names)} cases ({names[0]}{', ...' if len(names) > 1 else ''}): {reason}"
+        for (variant, reason), names in cases.items()
+    ]
+
+
+def release(device: torch.device) -> None:
+    """Frees the memory of the last tower or case before the next one is made."""
+    gc.collect()
+    if device.type == "cuda":
+        synchronise(device)
+        torch.cuda.empty_cache()
 
 
 def main() -> None:
-    arguments = parse_arguments((__doc__ or "").splitlines()[0])
+    arguments = parse_arguments()
     console = Console(width=None if sys.stdout.isatty() else 132)
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.INFO))
     run = Run(arguments, console)
@@ -273,28 +368,10 @@ def main() -> None:
     console.print(table_of(result))
     for line in left_out_lines(result["left_out"]):
         console.print(line)
-    try:
-        console.print(f"chart: {chart.draw(result, run.file.path.with_suffix('.png'))}")
-    except (chart.NoMatplotlib, ValueError) as error:
-        console.print(f"no chart: {error}")
+    console.print(draw_beside("tower", result, run.file.path))
     console.print(f"written to {run.file.path} after {result['seconds']:.0f} s")
     if any(check["relative_error"] >= CHECK_LIMIT for check in result["checks"]):
         sys.exit(f"a tower differs from the reference by {CHECK_LIMIT} or more: see the checks")
-
-
-def load_reference(path: Path, device: torch.device, dtype: torch.dtype) -> Any:
-    """The reference implementation's tower with its projector."""
-    from tests.parity.reference import ReferenceTower
-
-    return ReferenceTower(path, device=device, dtype=dtype)
-
-
-def release(device: torch.device) -> None:
-    """Gives back what the last tower or case held before the next one is made."""
-    gc.collect()
-    if device.type == "cuda":
-        synchronise(device)
-        torch.cuda.empty_cache()
 
 
 if __name__ == "__main__":

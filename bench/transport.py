@@ -2,17 +2,14 @@
 
     python bench/transport.py                        # all that this machine can; two GPUs for all of it
     python bench/transport.py --quick --device cpu   # host memory and streams alone, under half a minute
-    python bench/transport_report.py RESULT.json     # the picture of a result, again
 
-Owns the run: its processes, its order, its budgets and the result file. What an encoder and a client do is
-theirs (transport_encoder.py, transport_client.py), as is what a floor is (transport_floors.py);
-bench/README.md states the method.
+Owns the run: its options, its processes, its order, its budgets, the records and the table. The processes are
+those of transport_peers.py; bench/README.md states the method.
 """
 
 from __future__ import annotations
 
 import argparse
-import math
 import statistics
 import sys
 import tempfile
@@ -23,42 +20,73 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from rich.console import Console
+from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import transport_report
-from measurement import ResultFile, describe_environment
-from rich.console import Console
-from transport_cases import (
-    DEVICE_PATHS,
-    MIB,
-    OTHER_WAYS,
-    PATHS,
-    TRANSPORTS,
-    Timed,
-    bytes_of,
-    num_resident,
-    timed,
-)
-from transport_floors import DeviceCopies
-from transport_options import parse_arguments
-from transport_processes import IMAGE_MALLOC, START_S, Process, ProcessFailed, can_isolate, settled
+from charts import draw_beside
+from measurement import RESULTS, ResultFile, describe_environment, percentile
+from processes import IMAGE_MALLOC, START_S, Process, ProcessFailed, can_isolate
+from transport_peers import DeviceCopies, Timed, bytes_of, num_resident, timed
 
+MIB = 1 << 20
 PACKAGES = ("grpcio", "protobuf", "cuda-bindings")
-# Calls and their floor take turns, so often that what else the machine does meets both.
+# In the order of tables and pictures.
+TRANSPORTS = {
+    "device_same_gpu": "device",
+    "device_nvlink": "device",
+    "host_shm": "host",
+    "inline_uds": "inline",
+    "inline_tcp": "inline",
+}
+PATHS = tuple(TRANSPORTS)
+DEVICE_PATHS, HOST_PATHS = PATHS[:2], PATHS[2:]
+SIZES_MIB, QUICK_SIZES_MIB = (0.4, 3.0, 12.0, 32.0, 128.0), (0.4, 3.0, 32.0)
+CONCURRENT_SIZES_MIB = (3.0, 12.0)
+CONCURRENCIES = (1, 8, 32)
+# The size of the goals goes first: a run that is out of time has it.
+FIRST_BYTES = 32 * MIB
+# Calls and their floor take turns, so that other load on the machine affects both.
 ROUNDS = 6
-# Of a record whose goal is a ratio of two times that both scatter, streams of large rows: so much more.
-RATIO_BUDGET = 2.0
 FLOOR_SHARE = 0.5
-COPY_SHARE = 0.25
-# Of each of the other ways to rows that are resident.
-OTHER_SHARE = 0.25
-DEVICE_EVENTS = 50
 ENCODER_GPU = 0
 
 
+def parse_arguments(line: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--device", type=torch.device, default=torch.device("cuda:0"))
+    parser.add_argument("--paths", nargs="+", choices=PATHS, help="default: all, on a CPU those without GPU")
+    parser.add_argument("--sizes-mib", nargs="+", type=float, help="of one item's rows")
+    parser.add_argument("--concurrency", nargs="+", type=int, help="callers at once; 1 for every size")
+    parser.add_argument("--concurrent-sizes-mib", nargs="+", type=float, help="sizes that several ask for")
+    parser.add_argument("--quick", action="store_true", help="three sizes, one or eight callers, few calls")
+    parser.add_argument("--budget-s", type=float, help="of calls for each record; its floor gets half")
+    parser.add_argument("--max-calls", type=int, default=1000, help="of each caller for a record")
+    parser.add_argument("--resident-mib", type=float, help="items of one size take turns over so much")
+    parser.add_argument("--time-limit-s", type=float, help="no record begins later; default 110, --quick 22")
+    parser.add_argument("--commit", help="the commit measured, where git cannot tell")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the result files")
+    arguments = parser.parse_args(line)
+    on_gpu, quick = arguments.device.type == "cuda", arguments.quick
+    if on_gpu and not torch.cuda.is_available():
+        parser.error("no CUDA device here; --device cpu measures host memory and streams")
+    arguments.paths = arguments.paths or list(PATHS if on_gpu else HOST_PATHS)
+    arguments.sizes_mib = arguments.sizes_mib or list(QUICK_SIZES_MIB if quick else SIZES_MIB)
+    arguments.concurrency = sorted(
+        {1, *(arguments.concurrency or (CONCURRENCIES[:2] if quick else CONCURRENCIES))}
+    )
+    arguments.concurrent_sizes_mib = arguments.concurrent_sizes_mib or list(
+        CONCURRENT_SIZES_MIB[:1] if quick else CONCURRENT_SIZES_MIB
+    )
+    arguments.budget_s = arguments.budget_s or (0.25 if quick else 0.8)
+    arguments.resident_mib = arguments.resident_mib or (96.0 if quick else 384.0)
+    arguments.time_limit_s = arguments.time_limit_s or (22.0 if quick else 110.0)
+    return arguments
+
+
 class Cell(NamedTuple):
-    """One record to be: a path, a size, a number of callers at once."""
+    """One record to be measured: a path, a size, a number of callers at once."""
 
     path: str
     num_bytes: int
@@ -67,7 +95,7 @@ class Cell(NamedTuple):
 
 @dataclass
 class Samples:
-    """Milliseconds of every call, and the seconds that all of them took together."""
+    """Milliseconds of every call, and the seconds of all rounds together."""
 
     calls_ms: list[float] = field(default_factory=list)
     wall_s: float = 0.0
@@ -78,8 +106,8 @@ class Samples:
 
 
 class Run:
-    """One run: what was asked for, and the result as it grows. Each record is written at once, so that a run
-    that is cut short leaves a valid file, marked by ``complete`` being false."""
+    """One run of the bench. Each record is written as it ends, so that a run that is cut short leaves a valid
+    file, marked by ``complete`` being false."""
 
     def __init__(self, arguments: argparse.Namespace, console: Console, folder: Path) -> None:
         """folder: for sockets, checkpoints and logs; a short path."""
@@ -90,9 +118,7 @@ class Run:
         self.num_gpus = torch.cuda.device_count() if arguments.device.type == "cuda" else 0
         self.sizes = [bytes_of(size) for size in arguments.sizes_mib]
         self.resident_bytes = int(arguments.resident_mib * MIB)
-        self.malloc = {} if arguments.default_malloc else IMAGE_MALLOC
         environment = describe_environment(arguments.device, arguments.commit, PACKAGES)
-        environment["command"][0] = "bench/transport.py"
         settings = {
             name: value for name, value in vars(arguments).items() if name not in ("device", "out", "commit")
         }
@@ -100,9 +126,8 @@ class Run:
             "complete": False,
             "num_gpus": self.num_gpus,
             "isolated": can_isolate(),
-            "settings": settings | {"malloc": self.malloc},
+            "settings": settings | {"malloc": IMAGE_MALLOC},
             "transports": {},
-            "resident": {},
             "records": [],
             "left_out": [],
         }
@@ -112,7 +137,7 @@ class Run:
         self.clients: dict[str, Process] = {}
         self.raw: Process | None = None
         self.raw_addresses: dict[str, str] = {}
-        # What is there: of every encoder the sizes it was filled with, of the raw server its only one.
+        # Sizes that each encoder holds, and the size that the raw server holds.
         self.filled: set[tuple[str, int]] = set()
         self.raw_bytes = 0
         self.copies: tuple[tuple[int, int, int], DeviceCopies] | None = None
@@ -125,7 +150,9 @@ class Run:
             for number, cell in enumerate(cells, 1):
                 if self._out_of_time(cell):
                     continue
-                with self.console.status(f"{number} of {len(cells)}: {cell.path} {size_text(cell)}"):
+                with self.console.status(
+                    f"{number} of {len(cells)}: {cell.path}, {cell.num_bytes / MIB:.3g} MiB"
+                ):
                     try:
                         self.result["records"].append(self._measured(cell))
                     except ProcessFailed as error:
@@ -139,7 +166,7 @@ class Run:
     # -- processes -------------------------------------------------------------------------------------
 
     def _start(self) -> list[str]:
-        """Starts everything side by side; the paths that work, in order."""
+        """Starts everything side by side. Returns the paths that work, in order."""
         paths = [path for path in PATHS if path in self.arguments.paths and self._has_gpus(path)]
         total_bytes = sum(num_resident(size, self.resident_bytes) * size for size in self.sizes)
         for kind in sorted({kind_of(path) for path in paths}):
@@ -151,14 +178,14 @@ class Run:
         for path in paths:
             self.clients[path] = self._process("client", path, reader_gpu(path))
         if any(TRANSPORTS[path] == "inline" for path in paths):
-            self.raw = self._process("floors", "raw", None)
+            self.raw = self._process("raw", "raw", None)
             self.raw.send("start", folder=str(self.folder))
-            self.raw_addresses = self.raw.answer(START_S)
+            self.raw_addresses = self.raw.reply(START_S)
         addresses: dict[str, dict[str, Any]] = {}
         failed: dict[str, ProcessFailed] = {}
         for kind, encoder in self.encoders.items():
             try:
-                addresses[kind] = encoder.answer(START_S)
+                addresses[kind] = encoder.reply(START_S)
             except ProcessFailed as error:
                 failed[kind] = error
         working = []
@@ -167,31 +194,28 @@ class Run:
             try:
                 if kind in failed:
                     raise failed[kind]
-                choice = self.clients[path].ask(
+                self.result["transports"][path] = self.clients[path].ask(
                     "connect",
                     path=path,
                     transport=TRANSPORTS[path],
-                    target=addresses[kind]["tcp" if path == "inline_tcp" else "uds"],
+                    target=addresses[kind][socket_of(path)],
                     on_gpu=path in DEVICE_PATHS,
                     timeout_s=START_S,
-                )
+                )["reason"]
             except ProcessFailed as error:
                 self._leave_out(path, str(error))
                 continue
-            self.result["transports"][path] = choice["reason"]
-            self.result["resident"][path] = choice["resident"]
             self.result["settings"]["chunk_bytes"] = addresses[kind]["chunk_bytes"]
             working.append(path)
         self.file.write()
         return working
 
     def _process(self, role: str, name: str, gpu: int | None) -> Process:
-        log = self.folder / f"{role}-{name}.log"
-        process = Process(f"transport_{role}.py", log, gpu=gpu, malloc=self.malloc)
+        process = Process("transport_peers.py", role, self.folder / f"{role}-{name}.log", gpu=gpu)
         return self.stack.enter_context(process)
 
     def _has_gpus(self, path: str) -> bool:
-        """Whether the machine has the path's GPUs; a path is left out otherwise, with the reason."""
+        """Whether the machine has the path's GPUs; otherwise the path is left out, with the reason."""
         needed = 1 + max(ENCODER_GPU, reader_gpu(path) or 0) if path in DEVICE_PATHS else 0
         if self.num_gpus < needed:
             self._leave_out(path, f"needs {needed} GPU(s), {self.num_gpus} visible")
@@ -204,70 +228,48 @@ class Run:
     # -- one record ------------------------------------------------------------------------------------
 
     def _cells(self, paths: list[str]) -> list[Cell]:
-        """By size, so that each is made resident once, then by path. The size that has goals goes first: a
-        run that is out of time has it."""
+        """By size, so that each is made resident once, then by path."""
         several = {bytes_of(size) for size in self.arguments.concurrent_sizes_mib}
         return [
             Cell(path, num_bytes, concurrency)
-            for num_bytes in sorted(self.sizes, key=lambda size: size != transport_report.GOAL_BYTES)
+            for num_bytes in sorted(self.sizes, key=lambda size: size != FIRST_BYTES)
             for path in paths
             for concurrency in self.arguments.concurrency
             if concurrency == 1 or num_bytes in several
         ]
 
     def _measured(self, cell: Cell) -> dict[str, Any]:
-        """The record of a cell. Raises ProcessFailed."""
+        """The record of a cell. Raises ProcessFailed, also where the encoder's counts of deliveries are not
+        those of the calls that were made."""
         client, encoder = self.clients[cell.path], self.encoders[kind_of(cell.path)]
+        transport = TRANSPORTS[cell.path]
         copies = self._prepare(cell)
-        is_ratio = (cell.num_bytes, cell.concurrency) == (transport_report.GOAL_BYTES, 1)
-        is_ratio &= cell.path in transport_report.GOAL_RATIOS
-        budget_s = self.arguments.budget_s * (RATIO_BUDGET if is_ratio else 1.0) / ROUNDS
-        max_calls = max(1, self.arguments.max_calls // ROUNDS)
-        is_shared = TRANSPORTS[cell.path] != "inline"
-        others = {way: Samples() for way in OTHER_WAYS if is_shared and cell.concurrency == 1}
-        before = settled(encoder) if is_shared else {}
-        calls, floors = Samples(), Samples()
+        budget_s = self.arguments.budget_s / ROUNDS
+        limits = {"budget_s": budget_s, "max_calls": max(1, self.arguments.max_calls // ROUNDS)}
+        floor_limits = limits | {"budget_s": budget_s * FLOOR_SHARE}
+        before = encoder.ask("deliveries")
+        calls, announced, floors = Samples(), Samples(), Samples()
         for _ in range(ROUNDS):
-            calls.add(ask_timed(client, "call", budget_s, max_calls))
-            for way, samples in others.items():
-                samples.add(ask_timed(client, way, budget_s * OTHER_SHARE, max_calls))
-            if copies is None:
-                floors.add(ask_timed(client, "floor", budget_s * FLOOR_SHARE, max_calls))
+            if transport == "inline":
+                calls.add(Timed(**client.ask("measure", what="inline", **limits)))
             else:
-                floors.add(
-                    timed(
-                        copies.calls(cell.concurrency), budget_s=budget_s * FLOOR_SHARE, max_calls=max_calls
-                    )
-                )
-        record = record_of(cell, calls, floors)
-        if is_shared:
-            num_read, num_leased = len(calls.calls_ms), sum(len(other.calls_ms) for other in others.values())
-            expected = before | {"read": before["read"] + num_read, "shared": before["shared"] + num_leased}
-            if (after := settled(encoder)) != expected:
-                raise ProcessFailed(
-                    f"{num_read} items were to be read by the directory and {num_leased} by lease: {before} "
-                    f"before, {after} after"
-                )
-        for way, samples in others.items():
-            record[f"{way}_ms"] = statistics.median(samples.calls_ms)
-            record[f"{way}_p99_ms"] = percentile(samples.calls_ms, 0.99)
-            record[f"{way}_min_ms"] = min(samples.calls_ms)
-        if is_shared and cell.concurrency == 1:
-            copied = client.ask("measure_copy", budget_s=budget_s * COPY_SHARE, max_calls=max_calls)
-            record["copy_ms"] = statistics.median(copied["calls_ms"])
-        if copies is not None and cell.concurrency == 1:
-            record["floor_device_ms"] = statistics.median(copies.device_ms(DEVICE_EVENTS))
-        return record
+                calls.add(Timed(**client.ask("measure", what="resident", **limits)))
+                announced.add(Timed(**client.ask("measure", what="announced", **floor_limits)))
+            if copies is None:
+                floors.add(Timed(**client.ask("measure", what="floor", **floor_limits)))
+            else:
+                floors.add(timed(copies.calls(cell.concurrency), **floor_limits))
+        check_deliveries(transport, calls, announced, before, encoder.ask("deliveries"))
+        return record_of(cell, calls, floors, announced)
 
     def _prepare(self, cell: Cell) -> DeviceCopies | None:
-        """Rows and floors of the cell's size are there, callers and buffers warm; the floor where it is
-        measured in this process. Raises ProcessFailed."""
+        """Makes rows and floors of the cell's size, and warms the callers up. Returns the floor where
+        it is measured in this process. Raises ProcessFailed."""
         path, num_bytes, kind = cell.path, cell.num_bytes, kind_of(cell.path)
         resident = {"num_bytes": num_bytes, "resident_bytes": self.resident_bytes}
         if (kind, num_bytes) not in self.filled:
             self.encoders[kind].ask("fill", **resident)
             self.filled.add((kind, num_bytes))
-        count = num_resident(num_bytes, self.resident_bytes)
         floor: dict[str, Any] | None = None
         copies: DeviceCopies | None = None
         if path in DEVICE_PATHS:
@@ -280,15 +282,12 @@ class Run:
             if self.raw_bytes != num_bytes:
                 self.raw.ask("fill", **resident, chunk_bytes=self.result["settings"]["chunk_bytes"])
                 self.raw_bytes = num_bytes
-            floor = {
-                "raw_target": self.raw_addresses["tcp" if path == "inline_tcp" else "uds"],
-                "count": count,
-            }
+            floor = {"raw_target": self.raw_addresses[socket_of(path)]}
         self.clients[path].ask(
             "prepare",
             path=path,
             num_bytes=num_bytes,
-            count=count,
+            count=num_resident(num_bytes, self.resident_bytes),
             concurrency=cell.concurrency,
             on_gpu=path in DEVICE_PATHS,
             floor=floor,
@@ -298,7 +297,7 @@ class Run:
     def _copies(self, source: int, target: int, num_bytes: int) -> DeviceCopies:
         place = (source, target, num_bytes)
         if self.copies is None or self.copies[0] != place:
-            self.copies = None  # before others of the same size are made
+            self.copies = None  # frees the last size's rows first
             self.copies = place, DeviceCopies(source, target, num_bytes, self.resident_bytes)
         return self.copies[1]
 
@@ -318,15 +317,25 @@ class Run:
         self.result["left_out"].append({"path": path, **place, "reason": reason, "cut_short": cut_short})
 
 
-def ask_timed(client: Process, what: str, budget_s: float, max_calls: int) -> Timed:
-    """Raises ProcessFailed."""
-    return Timed(**client.ask("measure", what=what, budget_s=budget_s, max_calls=max_calls))
+def check_deliveries(
+    transport: str, calls: Samples, announced: Samples, before: dict[str, float], after: dict[str, float]
+) -> None:
+    """Raises ProcessFailed unless the encoder's counts before and after say that every item came by the
+    path's own transport."""
+    inline, shared = (after.get(name, 0) - before.get(name, 0) for name in ("inline", transport))
+    expected = len(calls.calls_ms) if transport == "inline" else 0
+    if inline != expected or shared < len(announced.calls_ms):
+        raise ProcessFailed(
+            f"the encoder delivered {inline:g} items inline and {shared:g} by {transport};"
+            f" expected {expected} and at least {len(announced.calls_ms)}"
+        )
 
 
-def record_of(cell: Cell, calls: Samples, floors: Samples) -> dict[str, Any]:
-    """One record of the result. floor_ms: the median of the floor; of several callers at once the mean, since
-    threads that take turns in long slices make the median of short copies that of an undisturbed one. ratio:
-    of median to floor, of several callers of the floor's rate to theirs."""
+def record_of(cell: Cell, calls: Samples, floors: Samples, announced: Samples) -> dict[str, Any]:
+    """One record. median_ms: of ``resident`` or ``inline`` calls; announced_ms: of calls that the service
+    answered with a place. floor_ms: a median; of several callers the mean, since threads that take turns in
+    long slices make the median of short copies that of an undisturbed one. ratio: median to floor; of several
+    callers the floor's rate over theirs."""
     median_ms = statistics.median(calls.calls_ms)
     rate, floor_rate = gib_per_s(cell, calls), gib_per_s(cell, floors)
     if cell.concurrency == 1:
@@ -335,29 +344,30 @@ def record_of(cell: Cell, calls: Samples, floors: Samples) -> dict[str, Any]:
     else:
         floor_ms = cell.concurrency * floors.wall_s * 1e3 / len(floors.calls_ms)
         ratio = floor_rate / rate
-    return {
+    record = {
         "path": cell.path,
         "bytes": cell.num_bytes,
+        "size_mib": cell.num_bytes / MIB,
+        "concurrency": cell.concurrency,
         "median_ms": median_ms,
+        "p50_ms": median_ms,
         "p99_ms": percentile(calls.calls_ms, 0.99),
         "min_ms": min(calls.calls_ms),
         "floor_ms": floor_ms,
-        "concurrency": cell.concurrency,
+        "floor_p99_ms": percentile(floors.calls_ms, 0.99),
         "ratio": ratio,
         "gib_per_s": rate,
         "floor_gib_per_s": floor_rate,
-        "floor_p99_ms": percentile(floors.calls_ms, 0.99),
         "num_calls": len(calls.calls_ms),
     }
+    if announced.calls_ms:
+        record["announced_ms"] = statistics.median(announced.calls_ms)
+        record["announced_p99_ms"] = percentile(announced.calls_ms, 0.99)
+    return record
 
 
 def gib_per_s(cell: Cell, samples: Samples) -> float:
     return cell.num_bytes * len(samples.calls_ms) / samples.wall_s / (1 << 30)
-
-
-def percentile(values: list[float], share: float) -> float:
-    """The smallest value that at least ``share`` of all do not exceed."""
-    return sorted(values)[math.ceil(share * len(values)) - 1]
 
 
 def kind_of(path: str) -> str:
@@ -365,29 +375,54 @@ def kind_of(path: str) -> str:
     return "device" if path in DEVICE_PATHS else "host"
 
 
+def socket_of(path: str) -> str:
+    return "tcp" if path == "inline_tcp" else "uds"
+
+
 def reader_gpu(path: str) -> int | None:
     """The GPU of a path's client."""
     return {"device_same_gpu": ENCODER_GPU, "device_nvlink": ENCODER_GPU + 1}.get(path)
 
 
-def size_text(cell: Cell) -> str:
-    return f"{cell.num_bytes / MIB:.3g} MiB, {cell.concurrency} at once"
+def table_of(result: dict[str, Any]) -> Table:
+    where = "own PID, IPC and mount namespaces" if result["isolated"] else "the same namespaces"
+    table = Table(
+        title=f"Delivery of rows on {result['device']}" + ("" if result["complete"] else " (cut short)"),
+        caption=f"one call, from its start to checked rows in the caller's own memory; processes in {where}",
+    )
+    table.add_column("path")
+    for name in ("MiB", "at once", "p50 ms", "p99 ms", "announced ms", "floor ms", "ratio", "GiB/s", "calls"):
+        table.add_column(name, justify="right")
+    for one in sorted(
+        result["records"], key=lambda one: (one["concurrency"], PATHS.index(one["path"]), one["bytes"])
+    ):
+        table.add_row(
+            one["path"],
+            f"{one['bytes'] / MIB:.3g}",
+            str(one["concurrency"]),
+            f"{one['median_ms']:.3f}",
+            f"{one['p99_ms']:.3f}",
+            f"{one['announced_ms']:.3f}" if "announced_ms" in one else "",
+            f"{one['floor_ms']:.3f}",
+            f"{one['ratio']:.2f}",
+            f"{one['gib_per_s']:.2f}",
+            str(one["num_calls"]),
+        )
+    return table
 
 
 def main() -> None:
-    arguments = parse_arguments((__doc__ or "").splitlines()[0])
+    arguments = parse_arguments()
     console = Console(width=None if sys.stdout.isatty() else 132)
     with tempfile.TemporaryDirectory(prefix="ve-") as folder:
         run = Run(arguments, console, Path(folder))
         run.main()
     result = run.result
-    console.print(transport_report.table_of(result))
-    for line in transport_report.left_out_lines(result["left_out"]):
-        console.print(line)
-    try:
-        console.print(f"chart: {transport_report.draw(result, run.file.path.with_suffix('.png'))}")
-    except (transport_report.NoMatplotlib, ValueError) as error:
-        console.print(f"no chart: {error}")
+    console.print(table_of(result))
+    for one in result["left_out"]:
+        size = f" {one['bytes'] / MIB:.3g} MiB x {one['concurrency']}" if "bytes" in one else ""
+        console.print(f"left out: {one['path']}{size}: {one['reason']}")
+    console.print(draw_beside("transport", result, run.file.path))
     console.print(f"written to {run.file.path} after {result['seconds']:.0f} s")
     if not result["records"]:
         sys.exit("nothing could be measured")

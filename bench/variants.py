@@ -1,7 +1,8 @@
-"""The variants of the tower bench: what is built once for a family, and what runs for one case of it.
+"""The cases and variants of the tower bench: what is built once for a family, and what runs for one case.
 
-Owns which variants there are, how each is built, and the reasons of those that are left out. Baselines are
-built by baselines.py; timing is measurement.py's.
+Owns the batches, the count of useful operations, how each variant is built, and the reasons of those that are
+left out. Sides are in patches, so that families of different patch sizes get the same grids. The reference's
+variants are built by references.py; measurement.py times them.
 """
 
 from __future__ import annotations
@@ -13,10 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import baselines
+import references
 import torch
-from baselines import FA3, FA3_OPERATOR, SDPA, LeftOut, captured, reason_of
-from cases import COMPILED_CASES, grids_of, random_inputs, useful_flops
+from references import FA3, FA3_OPERATOR, SDPA, LeftOut, captured, reason_of
 
 from encoder_service.engine.fast_path import build_graph_runner, ladder_of
 from encoder_service.engine.graphs import GraphRunner
@@ -25,25 +25,77 @@ from encoder_service.scheduler.cost import Launch
 from encoder_service.towers import Tower, TowerInputs, load_tower
 from encoder_service.towers.attention import AttentionBackend, available_backends
 from encoder_service.towers.attention.per_shape import PerShapeAttention
+from encoder_service.towers.config import MoonViTConfig, QwenVisionConfig
 from encoder_service.towers.fused import FusedTower
 from encoder_service.towers.gemm.per_rows import GemmChoices
-from encoder_service.towers.precision import AS_DTYPE, FP8, FP8_EVERYWHERE, Precision
+from encoder_service.types import Grid
 
+# Patches a side of an image, by pixels a side at 16 pixels a patch.
+SIDES = {256: 16, 448: 28, 512: 32, 768: 48, 1024: 64}
+SIZES_OF_MIXED = ((8, 448), (2, 1024), (4, 768), (16, 256), (6, 512))
+CASES = ("1x448", "1x1024", "8x1024", "32x448", "mixed", "clip")
+QUICK_CASES = ("1x448", "1x1024")
+# For a CPU, to see that the bench runs.
+SMALL_CASE = "1x256"
+KNOWN_CASES = (SMALL_CASE, *CASES)
+# The device is busy throughout, so that its power and clocks mean something.
+SATURATED_CASES = ("8x1024", "32x448")
+# Compiling takes tens of seconds a case.
+COMPILED_CASES = ("1x448", "1x1024", "8x1024")
+# The most telling case first: a run that is cut short has it.
+RUN_ORDER = (SMALL_CASE, "1x1024", "8x1024", "1x448", "32x448", "mixed", "clip")
 REFERENCES = ("ref_sdpa", "ref_fa3", "ref_fa3_graph", "ref_compiled")
-OURS = ("plain", "fused", "graph", "fp8")
+OURS = ("plain", "fused", "graph")
 VARIANTS = (*REFERENCES, *OURS)
-# Only when asked for: every product of every block in fp8, which the default policy does not trust.
-EVERYWHERE = "fp8_everywhere"
-# With --every-backend, beside these one fused_<backend> for each attention backend.
-PLAIN_GRAPH = "plain_graph"
 # Of the largest bucket: ``mixed`` has 33,920.
 MAX_PATCHES = 36_864
 
 
+def grids_of(case: str, *, merges_time: bool) -> list[Grid]:
+    """The items of a case. ``clip`` is 16 times 448 pixels: one item of 16 frame pairs where attention stays
+    within a frame, four items of four frames (the longest that the tower takes) where it spans the clip."""
+    if case == "clip":
+        return [Grid(4, 28, 28)] * 4 if merges_time else [Grid(16, 28, 28)]
+    if case == "mixed":
+        return [Grid(1, SIDES[side], SIDES[side]) for count, side in SIZES_OF_MIXED for _ in range(count)]
+    count, side = (int(part) for part in case.split("x"))
+    return [Grid(1, SIDES[side], SIDES[side])] * count
+
+
+def num_patches_of(case: str) -> int:
+    """Patches of a case, the same in every family."""
+    return sum(grid.num_patches for grid in grids_of(case, merges_time=False))
+
+
+def random_inputs(tower: Tower, grids: Sequence[Grid], seed: int) -> TowerInputs:
+    """A prepared batch on the tower's device with random float32 pixels."""
+    generator = torch.Generator(tower.device).manual_seed(seed)
+    num_patches = sum(grid.num_patches for grid in grids)
+    pixels = torch.randn(num_patches, tower.patch_dim, generator=generator, device=tower.device) * 0.5
+    return tower.prepare(grids).to(tower.device).with_pixels(pixels)
+
+
+def useful_flops(tower: Tower, inputs: TowerInputs) -> int:
+    """Multiplications and additions of the matrix products and of attention, without norms, activations and
+    rotations."""
+    config: QwenVisionConfig | MoonViTConfig = tower.config  # type: ignore[assignment]
+    width, num_patches = config.hidden_size, inputs.num_patches
+    merged = inputs.merge_index.shape[0] if inputs.merge_index is not None else num_patches
+    num_rows = merged // config.merge_size**2
+    merged_width = width * config.merge_size**2
+    products = num_patches * width * (4 * width + 2 * config.intermediate_size)
+    attention = 2 * width * sum(length**2 for length in inputs.seqlens)
+    merger = num_rows * merged_width * (merged_width + config.out_width)
+    return 2 * (
+        num_patches * tower.patch_dim * width
+        + config.depth * (products + attention)
+        + (1 + tower.num_deepstack_levels) * merger
+    )
+
+
 @dataclass
 class CompileBudget:
-    """Seconds that may still be spent on compiling; a case is not begun when the last one took more than is
-    left."""
+    """Seconds that are left for compiling. No case begins when the last one took more than is left."""
 
     left_s: float
     last_s: float = 0.0
@@ -63,7 +115,7 @@ class CompileBudget:
 
 @dataclass
 class Case:
-    """One case of one family, ready to run. padding_shares and notes by variant."""
+    """One case of one family, ready to run. padding_shares, notes, compile_s and left_out are by variant."""
 
     name: str
     inputs: TowerInputs
@@ -76,10 +128,8 @@ class Case:
 
 
 class Family:
-    """Everything of one family that its cases share. reference: None without the reference package.
-
-    Raises what loading raises; a graph runner that cannot be built is a variant left out, with its reason.
-    """
+    """What the cases of one family share. Raises what loading raises; a graph runner that cannot be built is
+    a variant left out, with its reason."""
 
     def __init__(
         self,
@@ -95,8 +145,8 @@ class Family:
         full_ladder: bool,
         compile_budget: CompileBudget,
     ) -> None:
-        """no_fa3: why there is no FlashAttention-3, None where there is. full_ladder: ``graph`` captures
-        the whole default ladder, not only the buckets that the cases use."""
+        """reference: None without the reference package. no_fa3: why there is no FlashAttention-3, or None.
+        full_ladder: ``graph`` captures the whole default ladder, not only the buckets of the cases."""
         self.name = name
         self.device = device
         self.variants = tuple(variants)
@@ -104,48 +154,79 @@ class Family:
         self.reference = reference
         self.no_fa3 = no_fa3
         self.compile_budget = compile_budget
-        self.left_out: dict[str, str] = {}
         self.captures: list[dict[str, Any]] = []
-        self.runners: dict[str, GraphRunner] = {}
-        sizes = self._bucket_sizes(cases)
-        for variant, precision, chosen in (
-            ("graph", AS_DTYPE, () if full_ladder else sizes),
-            ("fp8", FP8, sizes),
-            (EVERYWHERE, FP8_EVERYWHERE, sizes),
-        ):
-            if variant in self.variants:
-                self._build_runner(variant, precision, chosen)
+        self.no_graph: str | None = None
+        self.runner: GraphRunner | None = None
+        if "graph" in self.variants:
+            self._build_runner(() if full_ladder else self.bucket_sizes(cases))
 
     def case(self, name: str, seed: int, *, every_backend: bool) -> Case:
-        """The case with every variant that can run; the reasons of the others are in ``left_out``."""
+        """The case with every variant that can run; ``left_out`` has the reasons of the others."""
         grids = grids_of(name, merges_time=self.tower.merges_time)
         inputs = random_inputs(self.tower, grids, seed)
-        case = Case(name, inputs, useful_flops(self.tower, inputs), left_out=dict(self.left_out))
+        case = Case(name, inputs, useful_flops(self.tower, inputs))
         assert inputs.pixel_values is not None
         pixels = inputs.pixel_values
         if "plain" in self.variants:
             case.runs["plain"] = lambda: self.tower(inputs)
         if "fused" in self.variants or every_backend:
             self._add_fused(case, grids, pixels, every_backend=every_backend)
-        on_device = [pixels.to(self.tower.dtype)]
-        for variant, runner in self.runners.items():
-            case.runs[variant] = functools.partial(run_step, runner, grids, on_device)
-            bucket = runner.can_use(runner.prepare(grids))
-            padded = 0 if bucket is None else bucket.num_patches
-            case.padding_shares[variant] = 1 - inputs.num_patches / padded if padded else 0.0
-            if bucket is None:
-                case.notes[variant] = "no bucket takes it: eager"
+        if self.runner is not None:
+            self._add_graph(case, grids, pixels)
+        elif self.no_graph is not None:
+            case.left_out["graph"] = self.no_graph
         for variant in (variant for variant in REFERENCES if variant in self.variants):
             try:
                 self._add_reference(case, variant, grids, pixels)
             except LeftOut as error:
                 case.left_out[variant] = str(error)
-            except Exception as error:  # a baseline that fails leaves the rest to be measured
+            except Exception as error:  # a reference that fails leaves the rest to be measured
                 case.left_out[variant] = reason_of(error)
         return case
 
+    def bucket_sizes(self, cases: Sequence[str]) -> list[int]:
+        """The sizes of the default ladder that the cases run in, by the cost model before it is fitted to the
+        device. A ladder of these alone chooses the same buckets."""
+        ladder = ladder_of(self.tower, MAX_PATCHES, ())
+        sizes = set()
+        for case in cases:
+            inputs = self.tower.prepare(grids_of(case, merges_time=self.tower.merges_time))
+            frames = 1 if inputs.merge_index is None else inputs.merge_index.shape[1]
+            bucket = ladder.choose_for(Launch.of(inputs.seqlens, frames))
+            if bucket is not None:
+                sizes.add(bucket.num_patches)
+        return sorted(sizes)
+
+    def _build_runner(self, bucket_sizes: Sequence[int]) -> None:
+        begun = time.perf_counter()
+        try:
+            self.runner = build_graph_runner(
+                self.tower,
+                attention="auto",
+                deterministic=False,
+                max_patches=MAX_PATCHES,
+                bucket_sizes=bucket_sizes,
+            )
+        except VisionEncoderError as error:
+            self.no_graph = reason_of(error)
+            return
+        if self.runner is None:
+            self.no_graph = f"graphs need a CUDA device and 16-bit weights: {self.device}, {self.tower.dtype}"
+            return
+        spent = {"family": self.name, "variant": "graph", "seconds": time.perf_counter() - begun}
+        self.captures.append(spent | describe_runner(self.runner))
+
+    def _add_graph(self, case: Case, grids: Sequence[Grid], pixels: torch.Tensor) -> None:
+        assert self.runner is not None
+        case.runs["graph"] = functools.partial(run_step, self.runner, grids, [pixels.to(self.tower.dtype)])
+        bucket = self.runner.can_use(self.runner.prepare(grids))
+        if bucket is None:
+            case.notes["graph"] = "no bucket takes it: eager"
+        else:
+            case.padding_shares["graph"] = 1 - case.inputs.num_patches / bucket.num_patches
+
     def _add_fused(
-        self, case: Case, grids: Sequence[Any], pixels: torch.Tensor, *, every_backend: bool
+        self, case: Case, grids: Sequence[Grid], pixels: torch.Tensor, *, every_backend: bool
     ) -> None:
         """``fused`` with the most preferred backend, eager; with every_backend also graphs of each."""
         if self.device.type != "cuda":
@@ -162,87 +243,52 @@ class Family:
             if every_backend:
                 case.runs[f"fused_{backend.name}"] = captured(run, self.device)
         if every_backend:
-            case.runs[PLAIN_GRAPH] = captured(lambda: self.tower(case.inputs), self.device)
+            case.runs["plain_graph"] = captured(lambda: self.tower(case.inputs), self.device)
 
-    def _add_reference(self, case: Case, variant: str, grids: Sequence[Any], pixels: torch.Tensor) -> None:
+    def _add_reference(self, case: Case, variant: str, grids: Sequence[Grid], pixels: torch.Tensor) -> None:
         """Raises LeftOut, or what the reference raises."""
         if self.reference is None:
             raise LeftOut("the reference package is not installed")
         pixels = pixels.to(self.tower.dtype)
         if variant == "ref_sdpa":
-            case.runs[variant] = baselines.eager(self.reference, pixels, grids, SDPA)
+            case.runs[variant] = references.eager(self.reference, pixels, grids, SDPA)
             return
         if self.no_fa3 is not None:
             raise LeftOut(self.no_fa3)
         if variant == "ref_fa3":
-            run = baselines.eager(self.reference, pixels, grids, FA3)
+            run = references.eager(self.reference, pixels, grids, FA3)
             run()
             case.runs[variant] = run
         elif variant == "ref_fa3_graph":
-            case.runs[variant] = captured(
-                baselines.with_tables(self.reference, pixels, grids, FA3), self.device
-            )
+            tables = references.with_tables(self.reference, pixels, grids, FA3)
+            case.runs[variant] = captured(tables, self.device)
         else:
-            if case.name not in COMPILED_CASES:
-                raise LeftOut(f"compiled for {', '.join(COMPILED_CASES)} only: each takes long to compile")
-            self.compile_budget.check()
-            begun = time.perf_counter()
-            try:
-                compiled = baselines.compiled(self.reference, pixels, grids, FA3_OPERATOR)
-            finally:
-                self.compile_budget.spend(time.perf_counter() - begun)
-            case.runs[variant] = compiled.run
-            case.compile_s[variant] = compiled.compile_s
-            if compiled.note is not None:
-                case.notes[variant] = compiled.note
+            self._add_compiled(case, grids, pixels)
 
-    def _bucket_sizes(self, cases: Sequence[str]) -> list[int]:
-        """The sizes of the default ladder that the cases run in by the cost model as it stands before it is
-        fitted to the device, so that a ladder of these alone chooses the same buckets."""
-        ladder = ladder_of(self.tower, MAX_PATCHES, ())
-        sizes = set()
-        for case in cases:
-            inputs = self.tower.prepare(grids_of(case, merges_time=self.tower.merges_time))
-            frames = 1 if inputs.merge_index is None else inputs.merge_index.shape[1]
-            bucket = ladder.choose_for(Launch.of(inputs.seqlens, frames))
-            if bucket is not None:
-                sizes.add(bucket.num_patches)
-        return sorted(sizes)
-
-    def _build_runner(self, variant: str, precision: Precision, bucket_sizes: Sequence[int]) -> None:
+    def _add_compiled(self, case: Case, grids: Sequence[Grid], pixels: torch.Tensor) -> None:
+        """Raises LeftOut, or what the compiler raises."""
+        if case.name not in COMPILED_CASES:
+            raise LeftOut(f"compiled for {', '.join(COMPILED_CASES)} only: each takes long to compile")
+        self.compile_budget.check()
         begun = time.perf_counter()
         try:
-            runner = build_graph_runner(
-                self.tower,
-                attention="auto",
-                deterministic=False,
-                max_patches=MAX_PATCHES,
-                bucket_sizes=bucket_sizes,
-                precision=precision,
-            )
-        except VisionEncoderError as error:
-            self.left_out[variant] = reason_of(error)
-            return
-        if runner is None:
-            self.left_out[variant] = (
-                f"graphs need a CUDA device and 16-bit weights: {self.device}, {self.tower.dtype}"
-            )
-            return
-        self.runners[variant] = runner
-        self.captures.append(
-            {"family": self.name, "variant": variant, "seconds": time.perf_counter() - begun}
-            | describe_runner(runner)
-        )
+            compiled = references.compiled(self.reference, pixels, grids, FA3_OPERATOR)
+        finally:
+            self.compile_budget.spend(time.perf_counter() - begun)
+        case.runs["ref_compiled"] = compiled.run
+        case.compile_s["ref_compiled"] = compiled.compile_s
+        if compiled.note is not None:
+            case.notes["ref_compiled"] = compiled.note
 
 
-def run_step(runner: GraphRunner, grids: Sequence[Any], pixels: Sequence[torch.Tensor]) -> torch.Tensor:
+def run_step(runner: GraphRunner, grids: Sequence[Grid], pixels: Sequence[torch.Tensor]) -> torch.Tensor:
     """A step of the service from packed grids on: host metadata, its transfer, padding, the replay."""
     return runner.run(runner.prepare(grids), pixels)
 
 
 def describe_runner(runner: GraphRunner) -> dict[str, Any]:
-    """How many graphs, what they hold, the attention of each measured shape and the gemm of each product by
-    number of rows."""
+    """The number of graphs, their memory, the attention of each measured shape and the gemm of each product
+    by number of rows."""
     attention: PerShapeAttention = runner._tower.attention  # type: ignore[attr-defined]
     gemms: GemmChoices = runner._tower.gemms  # type: ignore[attr-defined]
     return {
@@ -272,23 +318,14 @@ def accuracy(found: torch.Tensor, expected: torch.Tensor) -> dict[str, float]:
 
 @torch.inference_mode()
 def accuracies(case: Case, exact: Tower) -> list[dict[str, Any]]:
-    """Of our own variants against this repository's float32 tower on the same pixels, and of fp8 against the
-    rows of the 16-bit graph. A variant whose rows are not finite raises ValueError."""
-    rows_of = {
-        variant: case.runs[variant]().clone() for variant in (*OURS, EVERYWHERE) if variant in case.runs
-    }
-    if not rows_of:
-        return []
-    references = {"float32": exact(case.inputs)}
+    """Of our variants against this repository's float32 tower on the same pixels. Raises ValueError for a
+    variant whose rows are not finite."""
     found = []
-    for variant, rows in rows_of.items():
+    expected = exact(case.inputs)
+    for variant in (variant for variant in OURS if variant in case.runs):
+        rows = case.runs[variant]()
         if not bool(rows.isfinite().all()):
             raise ValueError(f"{case.name} {variant}: {int((~rows.isfinite()).sum())} values are not finite")
-        against = references | (
-            {"graph": rows_of["graph"]} if variant.startswith("fp8") and "graph" in rows_of else {}
-        )
-        found += [
-            {"case": case.name, "variant": variant, "against": name} | accuracy(rows, expected)
-            for name, expected in against.items()
-        ]
+        place = {"case": case.name, "variant": variant, "against": "float32"}
+        found.append(place | accuracy(rows, expected))
     return found

@@ -32,7 +32,7 @@ class RotationTiles(NamedTuple):
 
 
 def rotation_tiles(num_tokens: int, num_q_heads: int, num_k_heads: int, half: int) -> RotationTiles:
-    """The fastest on an H200 for heads of Qwen's language models (``bench/NOTES.md``). A step is of one of
+    """The fastest on an H200 for heads of Qwen's language models. A step is of one of
     three kinds, each with one compiled kernel."""
     q_heads, k_heads = (triton.next_power_of_2(max(1, heads)) for heads in (num_q_heads, num_k_heads))
     heads = max(q_heads, k_heads)

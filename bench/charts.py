@@ -1,0 +1,305 @@
+"""Draws the result of a bench beside its file: towers, transports, serving.
+
+    python bench/charts.py bench/results/tower-nvidia-h200-2026-11-23.json
+
+Owns the pictures and reads results alone, so that any result file can be drawn again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+INK, GRID = "#333333", "#e4e4e4"
+WARM, COOL, DEEP = "#d1570d", "#64788f", "#7d2181"
+MIB = 1 << 20
+
+# Families and variants in the order of the picture. The reference is cool and grey, ours are warm.
+FAMILIES = {"qwen3_vl": "Qwen3-VL", "qwen3_5": "Qwen3.5", "kimi_k25": "Kimi-K2.5"}
+CASE_ORDER = ("1x256", "1x448", "1x1024", "8x1024", "32x448", "mixed", "clip")
+VARIANT_STYLES = {
+    "ref_sdpa": ("reference, SDPA", "#c3c9d1", "v"),
+    "ref_fa3": ("reference, FA3", "#98a4b3", "^"),
+    "ref_fa3_graph": ("reference, FA3, exact graph", COOL, "<"),
+    "ref_compiled": ("reference, FA3, compiled, graph", "#33485f", ">"),
+    "plain": ("plain", "#f2cf9b", "s"),
+    "fused": ("fused, eager", "#eda04e", "D"),
+    "graph": ("bucketed graph", WARM, "o"),
+}
+TALLEST = 6.0
+PATH_STYLES = {
+    "device_same_gpu": ("device, same GPU", DEEP, "*"),
+    "device_nvlink": ("device, NVLink", WARM, "o"),
+    "host_shm": ("host", "#eda04e", "D"),
+    "inline_uds": ("inline, unix socket", COOL, "^"),
+    "inline_tcp": ("inline, TCP", "#33485f", "v"),
+}
+STAGE_COLOURS = {
+    "identify_ms": "#33485f",
+    "admit_ms": COOL,
+    "decode_ms": "#98a4b3",
+    "resize_ms": "#c3c9d1",
+    "queue_ms": "#f2cf9b",
+    "tower_ms": WARM,
+    "store_ms": DEEP,
+    "delivery_ms": "#4a7a3f",
+}
+
+
+class NoChart(Exception):
+    """No picture can be drawn: matplotlib is not installed, or the result has no records to draw."""
+
+
+def draw_beside(bench: str, result: dict[str, Any], path: Path) -> str:
+    """Draws the picture beside the result file and returns a line about it."""
+    try:
+        return f"chart: {draw(bench, result, path.with_suffix('.png'))}"
+    except NoChart as error:
+        return f"no chart: {error}"
+
+
+def draw(bench: str, result: dict[str, Any], path: Path) -> Path:
+    """bench: ``tower``, ``transport`` or ``serve``. Raises NoChart."""
+    try:
+        import matplotlib as mpl
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise NoChart("matplotlib is not installed") from error
+    if bench not in DRAWERS:
+        raise NoChart(f"{path.name}: no picture for {bench!r}, only for {', '.join(DRAWERS)}")
+    font = {"font.size": 9, "axes.edgecolor": INK, "axes.titlesize": 10, "axes.titleweight": "bold"}
+    with mpl.rc_context(font):
+        figure = Figure(figsize=(15, 7), layout="constrained")
+        subject = DRAWERS[bench](figure, result)
+        parts = [subject, str(result["date"])[:10], f"commit {str(result['commit'])[:12]}"]
+        if not result.get("complete", True):
+            parts.append("run cut short")
+        figure.suptitle(", ".join(parts), fontsize=11, x=0.01, ha="left")
+        figure.savefig(path, dpi=110, facecolor="white")
+    return path
+
+
+# -- towers ----------------------------------------------------------------------------------------------
+
+
+def draw_towers(figure: Any, result: dict[str, Any]) -> str:
+    """Time over the floor, and the rate against patches. The floor of a case is its useful work at the rate
+    that the same run measured on one large product."""
+    records = [one for one in result["records"] if one["variant"] in VARIANT_STYLES]
+    families = [family for family in FAMILIES if any(one["family"] == family for one in records)]
+    if not families:
+        raise NoChart(f"{len(result['records'])} records, none of {', '.join(VARIANT_STYLES)}")
+    variants = [variant for variant in VARIANT_STYLES if any(one["variant"] == variant for one in records)]
+    figure.set_size_inches(15, 3.3 * len(families) + 1)
+    axes = figure.subplots(len(families), 2, width_ratios=(2.2, 1), squeeze=False)
+    for (left, right), family in zip(axes, families, strict=True):
+        own = [one for one in records if one["family"] == family]
+        tower_times(left, own, variants, result["ceilings"]["matmul_tflops"], family)
+        tower_rates(right, own, variants, result["ceilings"]["matmul_tflops"], family)
+    handles, labels = axes[0][1].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower left", frameon=False, ncols=7)
+    settings = result["settings"]
+    return f"One tower forward on {result['device']}, {settings['size']} size, {settings['dtype']}"
+
+
+def tower_times(
+    axes: Any, records: list[dict[str, Any]], variants: list[str], limit_tflops: float, family: str
+) -> None:
+    """Bars by case and variant. A bar above the picture carries its ratio, ``graph`` its milliseconds."""
+    cases = [case for case in CASE_ORDER if any(one["case"] == case for one in records)]
+    ratios = {(one["case"], one["variant"]): limit_tflops / one["useful_tflops"] for one in records}
+    medians = {(one["case"], one["variant"]): one["median_ms"] for one in records}
+    top = min(TALLEST, max(ratios.values()) * 1.1)
+    width = 0.86 / len(variants)
+    upright = {"ha": "center", "va": "bottom", "fontsize": 7, "color": INK, "rotation": 90}
+    for number, variant in enumerate(variants):
+        for place, case in enumerate(cases):
+            ratio = ratios.get((case, variant))
+            if ratio is None:
+                continue
+            x = place - 0.43 + (number + 0.5) * width
+            axes.bar(x, min(ratio, top), width * 0.92, color=VARIANT_STYLES[variant][1])
+            if ratio > top:
+                axes.text(x, top * 1.01, f"{ratio:.3g}", **upright)
+            if variant == "graph":
+                axes.text(x, min(ratio, top) + top * 0.015, f"{medians[case, variant]:.3g} ms", **upright)
+    axes.axhline(1, color=INK, linewidth=1, linestyle="--")
+    axes.set_ylim(0, top * 1.12)
+    axes.set_xticks(range(len(cases)), cases)
+    axes.set_ylabel("time / floor")
+    axes.set_title(
+        f"{FAMILIES[family]}: time over useful work at {limit_tflops:.3g} TFLOP/s", loc="left", pad=14
+    )
+    tidy(axes)
+
+
+def tower_rates(
+    axes: Any, records: list[dict[str, Any]], variants: list[str], limit_tflops: float, family: str
+) -> None:
+    for variant in variants:
+        label, colour, marker = VARIANT_STYLES[variant]
+        points = sorted(
+            (one["num_patches"], one["useful_tflops"]) for one in records if one["variant"] == variant
+        )
+        axes.plot(*zip(*points, strict=True), color=colour, marker=marker, markersize=5, label=label)
+    axes.axhline(limit_tflops, color=INK, linewidth=1, linestyle="--")
+    axes.set_xscale("log", base=2)
+    axes.set_ylim(0, None)
+    axes.set_xlabel("patches of the batch")
+    axes.set_ylabel("useful TFLOP/s")
+    axes.set_title(f"{FAMILIES[family]}: rate (one large product, dashed)", loc="left", pad=14)
+    tidy(axes)
+
+
+# -- transports ------------------------------------------------------------------------------------------
+
+
+def draw_transports(figure: Any, result: dict[str, Any]) -> str:
+    """Time of one call against bytes, and the rate of several callers, each with its floor dashed."""
+    records = result["records"]
+    alone = [one for one in records if one["concurrency"] == 1]
+    if not alone:
+        raise NoChart(f"{len(records)} records, none of one caller alone")
+    left, right = figure.subplots(1, 2, width_ratios=(1.5, 1))
+    largest = max((one["bytes"] for one in records if one["concurrency"] > 1), default=0)
+    several = [one for one in records if one["bytes"] == largest]
+    for path, (label, colour, marker) in PATH_STYLES.items():
+        own = sorted((one for one in alone if one["path"] == path), key=lambda one: one["bytes"])
+        if own:
+            sizes = [one["bytes"] / MIB for one in own]
+            left.plot(sizes, [one["median_ms"] for one in own], color=colour, marker=marker, label=label)
+            left.plot(sizes, [one["floor_ms"] for one in own], color=colour, linewidth=1, linestyle="--")
+            left.annotate(f" {own[-1]['median_ms']:.3g} ms", (sizes[-1], own[-1]["median_ms"]), color=colour)
+        own = sorted((one for one in several if one["path"] == path), key=lambda one: one["concurrency"])
+        callers = [one["concurrency"] for one in own]
+        right.plot(callers, [one["gib_per_s"] for one in own], color=colour, marker=marker)
+        right.plot(
+            callers, [one["floor_gib_per_s"] for one in own], color=colour, linewidth=1, linestyle="--"
+        )
+    for axes in (left, right):
+        axes.set_xscale("log", base=2)
+        logarithmic(axes)
+        tidy(axes)
+    left.set_xlabel("MiB of rows")
+    left.set_ylabel("ms, one caller")
+    left.set_title("Median time of a call, and its floor (dashed)", loc="left", pad=10)
+    left.legend(frameon=False, loc="upper left")
+    right.set_xlabel("callers at once")
+    right.set_ylabel("GiB/s of all callers")
+    right.set_title(f"Rate at {largest / MIB:.3g} MiB (floor dashed)", loc="left", pad=10)
+    namespaces = "processes in namespaces of their own" if result["isolated"] else "shared namespaces"
+    return f"Delivery of one item's rows on {result['device']}, {namespaces}"
+
+
+# -- serving ---------------------------------------------------------------------------------------------
+
+
+def draw_serving(figure: Any, result: dict[str, Any]) -> str:
+    """Throughput against the tower alone, latency, stages and what is busy, for the first mix."""
+    mix = next(iter(result["tower"]), "")
+    records = sorted(
+        (
+            one
+            for one in result["records"]
+            if (one["mix"], one["server"]) == (mix, "service") and not one.get("bursty")
+        ),
+        key=lambda one: one["load"],
+    )
+    if not records:
+        raise NoChart(f"{len(result['records'])} records, none of the service with {mix!r}")
+    figure.set_size_inches(15, 9)
+    (top_left, top_right), (low_left, low_right) = figure.subplots(2, 2)
+    loads = [one["load"] for one in records]
+    tower = result["tower"][mix]["patches_per_s"] / 1e3
+    top_left.axhline(tower, color=INK, linewidth=1, linestyle="--", label="tower alone")
+    top_left.plot([0, max(loads)], [0, max(loads) * tower], color=GRID, label="offered")
+    encoded = [one["encoded_patches_per_s"] / 1e3 for one in records]
+    top_left.plot(loads, encoded, color=WARM, marker="o", label="service")
+    top_left.set_ylim(0, tower * 1.2)
+    label(top_left, "Throughput", "thousand patches/s, encoded and delivered")
+    answered = [one for one in records if one["latency_ms"]]
+    for name, style in (("p50", "-"), ("p99", "--")):
+        values = [one["latency_ms"][name] for one in answered]
+        top_right.plot([one["load"] for one in answered], values, style, color=WARM, marker="o", label=name)
+    logarithmic(top_right)
+    label(top_right, "Latency of all requests, hits included", "ms from when a request was due")
+    for name, colour, text in (
+        ("device_busy_share", WARM, "device busy"),
+        ("loop_share", DEEP, "event loop busy"),
+        ("padding_share", COOL, "padding of the patches"),
+    ):
+        values = [(one.get(name) or 0.0) * 100 for one in records]
+        low_left.plot(loads, values, color=colour, marker="o", label=text)
+    low_left.set_ylim(0, 108)
+    label(low_left, "What is busy", "%")
+    serve_stages(low_right, [one for one in records if one["stages"]])
+    settings = result["settings"]
+    return f"Serving {mix} on {result['device']}, {settings['family']} {settings['size']}"
+
+
+def serve_stages(axes: Any, records: list[dict[str, Any]]) -> None:
+    """The median of each stage, stacked. Medians do not add up to the median of the whole."""
+    bottoms = [0.0] * len(records)
+    for stage, colour in STAGE_COLOURS.items():
+        values = [one["stages"][stage]["p50"] for one in records]
+        axes.bar(
+            range(len(records)), values, 0.7, bottom=bottoms, color=colour, label=stage.removesuffix("_ms")
+        )
+        bottoms = [bottom + value for bottom, value in zip(bottoms, values, strict=True)]
+    axes.set_xticks(range(len(records)), [f"{one['load']:g}" for one in records])
+    label(axes, "Stages of images that were encoded", "ms, medians")
+
+
+# -- all pictures ----------------------------------------------------------------------------------------
+
+
+def label(axes: Any, title: str, unit: str) -> None:
+    axes.set_title(title, loc="left")
+    axes.set_ylabel(unit)
+    axes.set_xlabel("load: new images a second over the tower's own rate")
+    axes.legend(frameon=False, fontsize=8)
+    tidy(axes)
+
+
+def tidy(axes: Any) -> None:
+    axes.grid(axis="y", color=GRID, linewidth=0.8)
+    axes.set_axisbelow(True)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+
+
+def logarithmic(axes: Any) -> None:
+    """A logarithmic height with figures at 1, 2 and 5 of each decade."""
+    from matplotlib.ticker import LogLocator
+
+    axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+
+
+DRAWERS: Mapping[str, Callable[[Any, dict[str, Any]], str]] = {
+    "tower": draw_towers,
+    "transport": draw_transports,
+    "serve": draw_serving,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("result", type=Path)
+    parser.add_argument("--out", type=Path, help="default: beside the result, as .png")
+    arguments = parser.parse_args()
+    result = json.loads(arguments.result.read_text(encoding="utf-8"))
+    bench = arguments.result.name.partition("-")[0]
+    try:
+        print(draw(bench, result, arguments.out or arguments.result.with_suffix(".png")))
+    except NoChart as error:
+        sys.exit(f"no chart: {error}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,291 @@
+"""The processes of the transport and serving benches.
+
+Owns how they are started, in namespaces of their own where the machine permits it, with one visible GPU or
+none, and how commands reach them: one JSON line a command, one a reply. Also the service as users start it,
+with its metrics and CPU times.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import queue
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+import traceback
+import urllib.request
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+ROOT = Path(__file__).resolve().parent.parent
+ISOLATE = ("unshare", "--pid", "--ipc", "--mount", "--fork", "--kill-child", "--mount-proc")
+# As in the service's images (deploy/docker): freed message buffers stay mapped and are used again.
+IMAGE_MALLOC = {
+    "MALLOC_MMAP_THRESHOLD_": "1073741824",
+    "MALLOC_TRIM_THRESHOLD_": "4294967296",
+    "MALLOC_TOP_PAD_": "268435456",
+}
+START_S = 60.0
+REPLY_S = 30.0
+STOP_S = 30.0
+SCRAPE_S = 5.0
+CLOCK_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+
+
+class ProcessFailed(Exception):
+    """A process of the bench failed to execute a command, or has ended."""
+
+
+@functools.cache
+def can_isolate() -> bool:
+    """Whether this machine permits PID, IPC and mount namespaces, as two containers have them."""
+    if os.geteuid() != 0 or shutil.which(ISOLATE[0]) is None:
+        return False
+    ended = subprocess.run([*ISOLATE, "true"], capture_output=True, timeout=30, check=False)
+    return ended.returncode == 0
+
+
+def visible_gpu(index: int) -> str:
+    """CUDA_VISIBLE_DEVICES for this process's index-th GPU alone."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return visible.split(",")[index] if visible else str(index)
+
+
+def environment_of(gpu: int | None, **more: str) -> dict[str, str]:
+    """The environment of a child without this service's settings. gpu: the only visible one; None: none."""
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("VE_")}
+    paths = [str(ROOT), str(ROOT / "proto"), os.environ.get("PYTHONPATH", "")]
+    return {
+        **inherited,
+        "CUDA_VISIBLE_DEVICES": "" if gpu is None else visible_gpu(gpu),
+        "PYTHONPATH": os.pathsep.join(paths),
+        **more,
+    }
+
+
+class Process:
+    """A script of this folder as a process; a context manager."""
+
+    def __init__(self, script: str, role: str, log: Path, *, gpu: int | None = None) -> None:
+        """role: the script's argument. log: a file for its standard error. gpu: the only one that it sees, by
+        this process's count; None: none."""
+        self._name = f"{script} {role}"
+        self._log = log
+        self._replies: queue.Queue[str] = queue.Queue()
+        self._timed_out = False
+        with log.open("wb") as errors:
+            self._process = subprocess.Popen(
+                [*(ISOLATE if can_isolate() else ()), sys.executable, str(ROOT / "bench" / script), role],
+                env=environment_of(gpu, OMP_NUM_THREADS="1", **IMAGE_MALLOC),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+            )
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def send(self, do: str, **command: Any) -> None:
+        """Sends a command without waiting for its reply. Raises ProcessFailed."""
+        assert self._process.stdin is not None
+        self._check_not_timed_out()
+        try:
+            self._process.stdin.write(json.dumps({"do": do, **command}) + "\n")
+            self._process.stdin.flush()
+        except (OSError, ValueError) as error:
+            raise ProcessFailed(f"{self._name} has ended: {self._last_line()}") from error
+
+    def reply(self, timeout_s: float = REPLY_S) -> dict[str, Any]:
+        """The reply to the oldest open command. Raises ProcessFailed. A process that does not reply in time
+        is killed, because its late reply would be taken for that to another command."""
+        self._check_not_timed_out()
+        try:
+            line = self._replies.get(timeout=timeout_s)
+        except queue.Empty:
+            self._timed_out = True
+            self._process.kill()
+            raise ProcessFailed(f"{self._name} did not reply within {timeout_s:g} s") from None
+        if not line:
+            self._replies.put("")  # for later calls
+            raise ProcessFailed(f"{self._name} has ended: {self._last_line()}")
+        reply: dict[str, Any] = json.loads(line)
+        if "error" in reply:
+            raise ProcessFailed(f"{self._name}: {reply['error']}")
+        return reply
+
+    def ask(self, do: str, *, timeout_s: float = REPLY_S, **command: Any) -> dict[str, Any]:
+        """Sends a command and returns its reply. Raises ProcessFailed."""
+        self.send(do, **command)
+        return self.reply(timeout_s)
+
+    def close(self) -> None:
+        """Closes the standard input, and kills the process where it does not end. Idempotent."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        try:
+            self._process.stdin.close()
+            self._process.wait(10)
+        except (OSError, subprocess.TimeoutExpired):
+            self._process.kill()
+            self._process.wait()
+        self._reader.join(5)
+        self._process.stdout.close()
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            self._replies.put(line)
+        self._replies.put("")
+
+    def _check_not_timed_out(self) -> None:
+        if self._timed_out:
+            raise ProcessFailed(f"{self._name} has ended: it did not reply in time")
+
+    def _last_line(self) -> str:
+        lines = self._log.read_text(errors="replace").strip().splitlines()
+        return lines[-1] if lines else f"empty log, exit status {self._process.poll()}"
+
+
+def serve_commands(handlers: Mapping[str, Callable[..., dict[str, Any] | None]]) -> None:
+    """The process's own side: executes commands until the standard input ends. What a handler raises becomes
+    the reply, and its trace goes to the log. The standard output carries replies alone."""
+    replies = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    for line in sys.stdin:
+        command = json.loads(line)
+        try:
+            reply = handlers[command.pop("do")](**command) or {}
+        except Exception as error:
+            traceback.print_exc()
+            reply = {"error": f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"}
+        replies.write(json.dumps(reply) + "\n")
+        replies.flush()
+
+
+# -- the service as users start it -----------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The service's state at one moment. counters: by metric name, with ``{label}`` where it has one; cpu_s:
+    of all its threads; loop_cpu_s: of its main thread, which runs the event loop."""
+
+    at_s: float
+    counters: Mapping[str, float]
+    cpu_s: float
+    loop_cpu_s: float
+
+
+class ServiceProcess:
+    """``vision-encoder serve`` as a process; a context manager."""
+
+    def __init__(
+        self, settings: Mapping[str, Any], log: Path, *, gpu: int | None, start_s: float = START_S
+    ) -> None:
+        """settings: by name. log: a file for its standard error. start_s: the limit until it is ready. Raises
+        ProcessFailed."""
+        variables = {f"VE_{name.upper()}": str(value) for name, value in settings.items()}
+        if gpu is None:
+            variables["OMP_NUM_THREADS"] = "1"
+        self._log = log
+        with log.open("wb") as errors, log.with_suffix(".out").open("wb") as output:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "encoder_service", "serve"],
+                env=environment_of(gpu, **IMAGE_MALLOC, **variables),
+                stdout=output,
+                stderr=errors,
+            )
+        begun_s = time.monotonic()
+        try:
+            self.target, self.admin = self._wait_ready(begun_s + start_s)
+        except BaseException:
+            self.close()
+            raise
+        self.start_s = time.monotonic() - begun_s
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def snapshot(self) -> Snapshot:
+        cpu_s = thread_seconds(self._process.pid)
+        with urllib.request.urlopen(f"http://{self.admin}/metrics", timeout=SCRAPE_S) as response:
+            text = response.read().decode()
+        return Snapshot(
+            time.monotonic(), counters_of(text), sum(cpu_s.values()), cpu_s.get(self._process.pid, 0.0)
+        )
+
+    def close(self) -> int:
+        """Sends SIGTERM, and SIGKILL where the process does not end. Returns its exit status. Idempotent."""
+        if self._process.poll() is None:
+            self._process.send_signal(signal.SIGTERM)
+            try:
+                self._process.wait(STOP_S)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+        return self._process.returncode
+
+    def _wait_ready(self, ends_s: float) -> tuple[str, str]:
+        output = self._log.with_suffix(".out")
+        while time.monotonic() < ends_s:
+            found = re.search(r" at (\S+).*\(admin http://(\S+)\)", output.read_text(errors="replace"))
+            if found is not None:
+                return found[1], found[2]
+            if self._process.poll() is not None:
+                lines = self._log.read_text(errors="replace").strip().splitlines()
+                raise ProcessFailed(lines[-1] if lines else f"exit status {self._process.returncode}")
+            time.sleep(0.1)
+        raise ProcessFailed("the service was not ready in time")
+
+
+def thread_seconds(pid: int) -> dict[int, float]:
+    """CPU seconds of each thread of a process, by thread id. The main thread's id is the process's."""
+    found = {}
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        with contextlib.suppress(OSError):  # the thread has just ended
+            fields = (task / "stat").read_text().rpartition(")")[2].split()
+            found[int(task.name)] = (int(fields[11]) + int(fields[12])) / CLOCK_TICKS_PER_S
+    return found
+
+
+def counters_of(text: str) -> dict[str, float]:
+    """Samples of a Prometheus exposition by name, with the first label's value in braces. Of histograms only
+    sum and count."""
+    from prometheus_client.parser import text_string_to_metric_families
+
+    found: dict[str, float] = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            if not sample.name.endswith(("_bucket", "_created")):
+                label = next(iter(sample.labels.values()), None)
+                found[sample.name if label is None else f"{sample.name}{{{label}}}"] = sample.value
+    return found

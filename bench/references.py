@@ -1,0 +1,202 @@
+"""The reference implementation's tower as the benches run it: as it comes, packed, captured and compiled.
+
+Owns how the reference is given FlashAttention-3, captured and compiled. ``tests/parity/reference.py`` loads
+it.
+
+* ``ref_sdpa``: eager, torch's attention, one call for each sequence.
+* ``ref_fa3``: eager, FlashAttention-3 over the packed sequences (num_splits=1).
+* ``ref_fa3_graph``: the same forward in a CUDA graph of exactly the case's shapes. The reference reads grids
+  on the host to make its tables (interpolation indices and weights, coordinates, cu_seqlens and max_seqlen;
+  for Kimi also frame indices and the merge's gather). A graph cannot hold that, so the reference's own
+  functions make the tables before the timing. Applying them is timed. The eager variants make them in every
+  run.
+* ``ref_compiled``: the same forward through torch.compile with static shapes, then in a graph.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from encoder_service.towers.attention.fa3 import import_interface
+from encoder_service.types import Grid
+from tests.parity.reference import ReferenceTower, VarlenKernel, register_varlen_attention
+
+SDPA = "sdpa"
+FA3 = "flash_fa3_varlen"
+# FlashAttention-3 behind a registered operator, which torch.compile does not trace into.
+FA3_OPERATOR = "flash_fa3_operator"
+WARM_UP_RUNS = 2
+OPERATOR_SCHEMA = "(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens, int max_seqlen, float scale) -> Tensor"
+
+
+class LeftOut(Exception):
+    """A variant that cannot run here; the text is the reason in the result."""
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A compiled variant. note: why it is not in a graph, or None."""
+
+    run: Callable[[], object]
+    compile_s: float
+    note: str | None
+
+
+def load_reference(path: Path, device: torch.device, dtype: torch.dtype) -> ReferenceTower:
+    """The reference implementation's tower with its projector."""
+    return ReferenceTower(path, device=device, dtype=dtype)
+
+
+def register_fa3(device: torch.device) -> str | None:
+    """Registers FlashAttention-3 with the reference, once in a process. Returns why that is not possible, or
+    None."""
+    if importlib.util.find_spec("transformers") is None:
+        return "the reference package is not installed"
+    if device.type != "cuda":
+        return f"FlashAttention-3 needs a CUDA device, this is {device}"
+    try:
+        kernel = fa3_kernel()
+    except LeftOut as error:
+        return str(error)
+    register_varlen_attention(FA3, kernel)
+    register_varlen_attention(FA3_OPERATOR, operator_of(kernel, "varlen_attention"))
+    return None
+
+
+def fa3_kernel() -> VarlenKernel:
+    """FlashAttention-3's public function, from the fa3-fwd wheel or flash_attn_interface. Raises LeftOut."""
+    try:
+        module: Any = import_interface()
+    except ImportError as error:
+        raise LeftOut(f"FlashAttention-3 is not installed: {error}") from error
+
+    def attend(
+        q_PHd: torch.Tensor,
+        k_PHd: torch.Tensor,
+        v_PHd: torch.Tensor,
+        cu_seqlens: torch.Tensor,
+        max_seqlen: int,
+        scale: float,
+    ) -> torch.Tensor:
+        out = module.flash_attn_varlen_func(
+            q_PHd,
+            k_PHd,
+            v_PHd,
+            cu_seqlens_q=cu_seqlens,
+            cu_seqlens_k=cu_seqlens,
+            max_seqlen_q=max_seqlen,
+            max_seqlen_k=max_seqlen,
+            softmax_scale=scale,
+            causal=False,
+            num_splits=1,
+        )
+        # Builds before 2025-07 return the log-sum-exp as well.
+        return out[0] if isinstance(out, tuple) else out
+
+    return attend
+
+
+def operator_of(kernel: VarlenKernel, name: str) -> VarlenKernel:
+    """The kernel as a registered operator ``bench::name``."""
+
+    def contiguous_rows(*arguments: Any) -> torch.Tensor:
+        return kernel(*arguments).contiguous()
+
+    operator: Any = torch.library.custom_op(
+        f"bench::{name}", contiguous_rows, mutates_args=(), schema=OPERATOR_SCHEMA
+    )
+    operator.register_fake(lambda q, *_others: q.new_empty(q.shape))
+    return operator  # type: ignore[no-any-return]
+
+
+def eager(
+    reference: ReferenceTower, pixels: torch.Tensor, grids: Sequence[Grid], attention: str
+) -> Callable[[], torch.Tensor]:
+    """The reference as it comes, with its tables and its host synchronisation."""
+
+    def run() -> torch.Tensor:
+        reference.use_attention(attention)
+        return reference.rows(pixels, grids)
+
+    return run
+
+
+def with_tables(
+    reference: ReferenceTower, pixels: torch.Tensor, grids: Sequence[Grid], attention: str
+) -> Callable[[], torch.Tensor]:
+    """The reference's forward on tables made beforehand: exact shapes, no host synchronisation."""
+    tables = reference.tables(grids)
+
+    def run() -> torch.Tensor:
+        reference.use_attention(attention)
+        return reference.forward(pixels, **tables)
+
+    return run
+
+
+def captured(run: Callable[[], torch.Tensor], device: torch.device) -> Callable[[], torch.Tensor]:
+    """A replay of ``run`` from a CUDA graph. It returns the graph's own rows, which the next replay
+    overwrites."""
+    side_stream = torch.cuda.Stream(device)
+    side_stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(side_stream):
+        for _ in range(WARM_UP_RUNS):
+            run()
+    torch.cuda.current_stream(device).wait_stream(side_stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        rows = run()
+
+    def replay(_kept: object = run) -> torch.Tensor:
+        """``_kept`` keeps the memory alive that the graph reads."""
+        graph.replay()
+        return rows
+
+    return replay
+
+
+def compiled(
+    reference: ReferenceTower,
+    pixels: torch.Tensor,
+    grids: Sequence[Grid],
+    attention: str,
+    *,
+    backend: str = "inductor",
+) -> Compiled:
+    """The reference's forward compiled for exactly these shapes, in a graph on a GPU where that is possible.
+    Raises what the compiler raises."""
+    # Each case compiles from scratch, so that no shape becomes dynamic because an earlier one differed.
+    torch.compiler.reset()
+    begun = time.perf_counter()
+    tables = reference.tables(grids)
+    reference.use_attention(attention)
+    forward = torch.compile(reference.forward, dynamic=False, backend=backend)
+
+    def run() -> torch.Tensor:
+        rows: torch.Tensor = forward(pixels, **tables)
+        return rows
+
+    run()
+    if pixels.is_cuda:
+        torch.cuda.synchronize(pixels.device)
+    compile_s = time.perf_counter() - begun
+    if not pixels.is_cuda:
+        return Compiled(run, compile_s, "no CUDA device, so no graph")
+    try:
+        return Compiled(captured(run, pixels.device), compile_s, None)
+    except Exception as error:
+        torch.cuda.synchronize(pixels.device)
+        return Compiled(run, compile_s, f"not in a graph: {reason_of(error)}")
+
+
+def reason_of(error: BaseException) -> str:
+    """One line for the result."""
+    text = str(error).strip()
+    return f"{type(error).__name__}: {text.splitlines()[0] if text else 'no message'}"

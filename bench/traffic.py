@@ -1,0 +1,230 @@
+"""What the serving bench sends: photographs of a mix of sizes, and when each is asked for.
+
+Owns the files and the schedule. Both follow from a seed, so that every process of the bench derives the same.
+Times are an open loop's: a request is due whether or not earlier ones were answered.
+"""
+
+from __future__ import annotations
+
+import io
+import itertools
+import math
+import random
+import struct
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+ROOT = Path(__file__).resolve().parent.parent
+SOURCES = ("astronaut.jpg", "coffee.jpg", "chelsea_exif_rotated.jpg")
+# The share of each size, by pixels a side.
+SQUARE_MIXES: Mapping[str, Sequence[tuple[int, float]]] = {
+    "448-heavy": ((448, 0.9), (224, 0.05), (1024, 0.05)),
+    "1024-heavy": ((1024, 0.8), (448, 0.15), (1536, 0.05)),
+    "1024": ((1024, 1.0),),
+    "448": ((448, 1.0),),
+    "224": ((224, 1.0),),
+}
+MIXES = ("chat", *SQUARE_MIXES)
+# An image's area after resizing, as a chat service would set it.
+MAX_PIXELS = 2_097_152
+ORIENTATION = 0x0112
+# A camera held upright stores its rows turned, and an orientation beside them.
+TURNED = 6
+PROGRESSIVE_SHARE = 1 / 3
+
+# A plausible mix of a chat service, put together from common formats and not measured anywhere. Widths and
+# heights in pixels before the processor's rounding and its limits of the area.
+PHONE_PHOTOS = ((4032, 3024), (3024, 4032), (4000, 3000), (3000, 4000), (4080, 3072), (1920, 1080))
+SCREENSHOTS = ((1920, 1080), (2560, 1440), (1440, 900), (1366, 768), (1170, 2532), (1080, 2400))
+DOCUMENT_PAGES = ((827, 1169), (1240, 1754), (1654, 2339), (850, 1100), (1275, 1650))
+WEB_RATIOS = (4 / 3, 3 / 2, 16 / 9, 1.0, 3 / 4, 2 / 3)
+
+
+def web_image(generator: random.Random) -> tuple[float, float]:
+    """Around 800 x 600, most between a quarter and four times that area, in the usual ratios."""
+    area = 480_000 * math.exp(generator.gauss(0.0, 0.7))
+    ratio = generator.choice(WEB_RATIOS)
+    return math.sqrt(area * ratio), math.sqrt(area / ratio)
+
+
+def screenshot(generator: random.Random) -> tuple[float, float]:
+    """A whole screen, or, as often, a part of one."""
+    width, height = generator.choice(SCREENSHOTS)
+    if generator.random() < 0.5:
+        return width, height
+    return width * generator.uniform(0.2, 1.0), height * generator.uniform(0.2, 1.0)
+
+
+CHAT: Mapping[str, tuple[float, Callable[[random.Random], tuple[float, float]]]] = {
+    "phone photo": (0.30, lambda generator: generator.choice(PHONE_PHOTOS)),
+    "web image": (0.30, web_image),
+    "thumbnail": (0.15, lambda generator: (generator.uniform(96, 320), generator.uniform(96, 320))),
+    "screenshot": (0.15, screenshot),
+    "document page": (0.10, lambda generator: generator.choice(DOCUMENT_PAGES)),
+}
+
+
+# -- requests --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Request:
+    """at_s: when it is due, from the start of the load. content: equal numbers are equal bytes; photo: the
+    file that they are made of."""
+
+    at_s: float
+    content: int
+    photo: int
+
+
+@dataclass(frozen=True)
+class Load:
+    """One load, from which every client derives its own part of the requests.
+
+    rate: requests a second. repeat_share: of the requests, for one of ``num_hot`` contents, whose popularity
+    falls with their rank to the power of ``zipf``. Each of the others is new.
+    """
+
+    rate: float
+    duration_s: float
+    num_photos: int
+    seed: int
+    repeat_share: float = 0.3
+    num_hot: int = 1000
+    zipf: float = 1.1
+
+    def requests(self) -> list[Request]:
+        """In order of time; arrivals are random, with exponential gaps."""
+        generator = random.Random(self.seed)
+        cumulative = list(itertools.accumulate(rank**-self.zipf for rank in range(1, self.num_hot + 1)))
+        photos = photos_in_turn(self.num_photos, random.Random(self.seed + 1))
+        photo_of: dict[int, int] = {}
+        new_contents = itertools.count(self.num_hot)
+        found = []
+        at_s = 0.0
+        while (at_s := at_s + generator.expovariate(self.rate)) < self.duration_s:
+            if generator.random() < self.repeat_share:
+                content = bisect_left(cumulative, generator.random() * cumulative[-1])
+            else:
+                content = next(new_contents)
+            if content not in photo_of:
+                photo_of[content] = next(photos)
+            found.append(Request(at_s, content, photo_of[content]))
+        return found
+
+    def new_share(self) -> float:
+        """Of the requests, those that are the first for their content."""
+        requests = self.requests()
+        return len({one.content for one in requests}) / max(1, len(requests))
+
+
+def load_of(encodes_per_s: float, **given: object) -> Load:
+    """The load in which so many contents a second are new, by its own schedule."""
+    load = Load(rate=encodes_per_s, **given)  # type: ignore[arg-type]
+    for _ in range(3):
+        load = Load(rate=encodes_per_s / load.new_share(), **given)  # type: ignore[arg-type]
+    return load
+
+
+def photos_in_turn(count: int, generator: random.Random) -> Iterator[int]:
+    """Every photo once in a random order, then again in another, so that any stretch has about the mix."""
+    while True:
+        order = list(range(count))
+        generator.shuffle(order)
+        yield from order
+
+
+# -- files -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class PhotoSpec:
+    """One file to be written. width, height: pixels as they are stored, before any rotation."""
+
+    name: str
+    width: int
+    height: int
+    turned: bool
+    progressive: bool
+    quality: int
+
+
+def specs_of(mix: str, count: int, *, scale: float, seed: int) -> list[PhotoSpec]:
+    """The files of a mix. scale: of both sides, for machines that are slow."""
+    generator = random.Random(seed)
+    if mix in SQUARE_MIXES:
+        (first, _), *others = SQUARE_MIXES[mix]
+        sides = [side for side, share in others for _ in range(round(share * count))]
+        sides += [first] * (count - len(sides))
+        generator.shuffle(sides)
+        scaled = [max(16, round(side * scale)) for side in sides]
+        return [PhotoSpec(mix, side, side, False, False, generator.randint(80, 92)) for side in scaled]
+    # By share rather than by chance, so that a small pool has the mix too.
+    names = [name for name, (share, _) in CHAT.items() for _ in range(round(share * count))]
+    names += [next(iter(CHAT))] * (count - len(names))
+    found = []
+    for name in names[:count]:
+        width, height = (max(16, round(side * scale)) for side in CHAT[name][1](generator))
+        turned = name == "phone photo" and height > width
+        if turned:
+            width, height = height, width
+        progressive = name == "web image" and generator.random() < PROGRESSIVE_SHARE
+        found.append(PhotoSpec(name, width, height, turned, progressive, generator.randint(75, 92)))
+    return found
+
+
+def write_photos(folder: Path, specs: Sequence[PhotoSpec], *, seed: int, threads: int) -> int:
+    """Writes ``<number>.jpg`` for each. Returns their bytes in all."""
+    folder.mkdir(parents=True)
+    sources = [Image.open(ROOT / "tests" / "data" / "photos" / name).convert("RGB") for name in SOURCES]
+
+    def write(number: int) -> int:
+        data = photograph(specs[number], sources, seed + number)
+        (folder / f"{number}.jpg").write_bytes(data)
+        return len(data)
+
+    with ThreadPoolExecutor(threads) as pool:
+        return sum(pool.map(write, range(len(specs))))
+
+
+def read_photos(folder: Path) -> list[bytes]:
+    return [(folder / f"{number}.jpg").read_bytes() for number in range(len(list(folder.glob("*.jpg"))))]
+
+
+def photograph(spec: PhotoSpec, sources: Sequence[Image.Image], seed: int) -> bytes:
+    """A part of a photograph at the wanted size with a camera's noise, so that the file is as large as a
+    photo."""
+    generator = np.random.default_rng(seed)
+    source = sources[int(generator.integers(len(sources)))]
+    side = min(source.size) * float(generator.uniform(0.5, 1.0))
+    left, top = (float(generator.uniform(0, extent - side)) for extent in source.size)
+    picture = source.resize(
+        (spec.width, spec.height), Image.Resampling.BICUBIC, box=(left, top, left + side, top + side)
+    )
+    pixels = np.asarray(picture)
+    # One tile of noise, repeated: as random to an encoder, and quick to make.
+    tile = generator.normal(0, 3.0, (256, 256, 3)).round().astype(np.int16)
+    noise = np.tile(tile, (-(-spec.height // 256), -(-spec.width // 256), 1))[: spec.height, : spec.width]
+    noisy = np.clip(pixels + noise, 0, 255).astype(np.uint8)
+    exif = Image.Exif()
+    if spec.turned:
+        exif[ORIENTATION] = TURNED
+    file = io.BytesIO()
+    Image.fromarray(noisy).save(
+        file, "JPEG", quality=spec.quality, subsampling=2, progressive=spec.progressive, exif=exif
+    )
+    return file.getvalue()
+
+
+def with_comment(data: bytes, seed: int, content: int) -> bytes:
+    """The same picture as another file: a comment behind the first segment changes its digest, and costs a
+    decoder nothing."""
+    text = struct.pack(">QQ", seed, content)
+    end = 4 + int.from_bytes(data[4:6], "big")
+    return b"".join((data[:end], b"\xff\xfe", struct.pack(">H", 2 + len(text)), text, data[end:]))

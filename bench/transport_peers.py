@@ -1,0 +1,479 @@
+"""The processes of the transport bench: an encoder, a language model's side, a raw gRPC server.
+
+Owns the items that they share, which follow from a size alone; one timed call, from its start to rows that
+are complete in the caller's memory; and the floors: plain copies of the same bytes, and a gRPC stream of
+bytes that exist already, without serialisers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import hashlib
+import itertools
+import math
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from processes import START_S, serve_commands
+
+# Rows of the checkpoint that is served take 256 bytes; whole pages suit every width.
+STEP_BYTES = 4096
+MIN_RESIDENT = 3
+MIN_CALLS = 3
+CALL_TIMEOUT_S = 60.0
+HOST_TIER_BYTES = 64 << 20
+STREAM = "/bench.Raw/Stream"
+RAW_OPTIONS = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
+
+
+# -- items and timing ------------------------------------------------------------------------------------
+
+
+def bytes_of(size_mib: float) -> int:
+    """The rows of one item, rounded down to a page."""
+    return int(size_mib * (1 << 20)) // STEP_BYTES * STEP_BYTES
+
+
+def num_resident(num_bytes: int, resident_bytes: int) -> int:
+    """The number of items of a size that take turns, so that no CPU cache holds all of them."""
+    return max(MIN_RESIDENT, -(-resident_bytes // num_bytes))
+
+
+def key_of(num_bytes: int, index: int) -> bytes:
+    """The embedding key of the index-th item of a size."""
+    return hashlib.sha256(f"{num_bytes} bytes, item {index}".encode()).digest()
+
+
+def in_turn(count: int, caller: int) -> Iterator[int]:
+    """Endless indices of items for one of several callers; each caller starts at another item."""
+    return (position % count for position in itertools.count(caller * 7919))
+
+
+@dataclass(frozen=True)
+class Timed:
+    """Milliseconds of every call, and the wall time of all of them together."""
+
+    calls_ms: list[float]
+    wall_s: float
+
+
+def timed(calls: Sequence[Callable[[], object]], *, budget_s: float, max_calls: int) -> Timed:
+    """Repeats each of ``calls`` on a thread of its own, all at once; a single one on this thread. Ends with
+    the budget, but not before MIN_CALLS of each, or after ``max_calls`` of each. Raises what a call
+    raised."""
+    samples: list[list[float]] = [[] for _ in calls]
+    if len(calls) == 1:
+        begun_s = time.perf_counter()
+        _repeat(calls[0], samples[0], begun_s + budget_s, max_calls)
+        return Timed(samples[0], time.perf_counter() - begun_s)
+    barrier = threading.Barrier(len(calls) + 1)
+    errors: list[BaseException] = []
+
+    def run(number: int) -> None:
+        barrier.wait()
+        try:
+            _repeat(calls[number], samples[number], time.perf_counter() + budget_s, max_calls)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(len(calls))]
+    for thread in threads:
+        thread.start()
+    barrier.wait()
+    begun_s = time.perf_counter()
+    for thread in threads:
+        thread.join()
+    wall_s = time.perf_counter() - begun_s
+    if errors:
+        raise errors[0]
+    return Timed([sample for own in samples for sample in own], wall_s)
+
+
+def _repeat(call: Callable[[], object], into: list[float], ends_s: float, max_calls: int) -> None:
+    now_s = time.perf_counter()
+    while len(into) < max_calls and (now_s < ends_s or len(into) < MIN_CALLS):
+        begun_s = now_s
+        call()
+        now_s = time.perf_counter()
+        into.append((now_s - begun_s) * 1e3)
+
+
+# -- floors ----------------------------------------------------------------------------------------------
+
+
+@functools.lru_cache(maxsize=1)
+def random_rows(count: int, num_bytes: int) -> np.ndarray[Any, Any]:
+    words = np.random.default_rng().integers(0, 1 << 64, (count, num_bytes // 8), dtype=np.uint64)
+    return words.view(np.uint8)
+
+
+def memcpy_calls(num_bytes: int, resident_bytes: int, concurrency: int) -> list[Callable[[], object]]:
+    """Copies into a warm buffer of each caller, out of as many bytes as the encoder keeps."""
+    source = random_rows(num_resident(num_bytes, resident_bytes), num_bytes)
+
+    def call_of(caller: int) -> Callable[[], object]:
+        target, indices = np.ones(num_bytes, dtype=np.uint8), in_turn(len(source), caller)
+        return lambda: np.copyto(target, source[next(indices)])
+
+    return [call_of(caller) for caller in range(concurrency)]
+
+
+class DeviceCopies:
+    """Copies between two GPUs that this process both sees, or within one."""
+
+    def __init__(self, source: int, target: int, num_bytes: int, resident_bytes: int) -> None:
+        import torch
+
+        self._torch = torch
+        self._target = torch.device("cuda", target)
+        self._num_bytes = num_bytes
+        self._count = num_resident(num_bytes, resident_bytes)
+        self._rows = torch.randint(
+            0, 256, (self._count, num_bytes), dtype=torch.uint8, device=torch.device("cuda", source)
+        )
+        torch.cuda.synchronize(self._rows.device)
+
+    def calls(self, concurrency: int) -> list[Callable[[], object]]:
+        """Each: one copy and the wait for it, on a stream of the caller's own."""
+        return [self._call(caller) for caller in range(concurrency)]
+
+    def _call(self, caller: int) -> Callable[[], object]:
+        torch, indices = self._torch, in_turn(self._count, caller)
+        target = torch.empty(self._num_bytes, dtype=torch.uint8, device=self._target)
+        stream = torch.cuda.Stream(self._target)
+
+        def call() -> None:
+            with torch.cuda.stream(stream):
+                target.copy_(self._rows[next(indices)], non_blocking=True)
+            stream.synchronize()
+
+        return call
+
+
+class RawStreams:
+    """Callers of the raw server over one channel, as a client of the service has one."""
+
+    def __init__(self, target: str) -> None:
+        self._channel = grpc.insecure_channel(target, options=RAW_OPTIONS)
+        self._start = self._channel.unary_stream(STREAM)
+
+    def calls(self, num_bytes: int, count: int, concurrency: int) -> list[Callable[[], object]]:
+        def call_of(caller: int) -> Callable[[], object]:
+            indices = in_turn(count, caller)
+
+            def call() -> None:
+                request = next(indices).to_bytes(4, "big")
+                received = sum(len(chunk) for chunk in self._start(request, timeout=CALL_TIMEOUT_S))
+                if received != num_bytes:
+                    raise ValueError(f"{received} bytes came, {num_bytes} were sent")
+
+            return call
+
+        return [call_of(caller) for caller in range(concurrency)]
+
+    def close(self) -> None:
+        self._channel.close()
+
+
+class RawServer:
+    """Streams of bytes objects from grpc.aio, which the service uses too."""
+
+    def __init__(self) -> None:
+        self._payloads: list[list[bytes]] = []
+        self._started = threading.Event()
+        self._addresses: dict[str, Any] = {}
+
+    def start(self, folder: str) -> dict[str, Any]:
+        threading.Thread(target=lambda: asyncio.run(self._main(folder)), daemon=True).start()
+        if not self._started.wait(START_S):
+            raise TimeoutError("the raw server did not start")
+        return self._addresses
+
+    def fill(self, num_bytes: int, resident_bytes: int, chunk_bytes: int) -> None:
+        """Replaces the payloads by random ones of this size."""
+        self._payloads.clear()
+        random = np.random.default_rng()
+        for _ in range(num_resident(num_bytes, resident_bytes)):
+            sizes = [min(chunk_bytes, num_bytes - start) for start in range(0, num_bytes, chunk_bytes)]
+            self._payloads.append([random.bytes(size) for size in sizes])
+
+    async def _main(self, folder: str) -> None:
+        server = grpc.aio.server(options=RAW_OPTIONS)
+
+        async def stream(request: bytes, _: Any) -> Any:
+            for chunk in self._payloads[int.from_bytes(request, "big")]:
+                yield chunk
+
+        _, service, method = STREAM.split("/")
+        handlers = {method: grpc.unary_stream_rpc_method_handler(stream)}
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, handlers),))
+        uds = f"unix:{folder}/raw.sock"
+        server.add_insecure_port(uds)
+        port = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        self._addresses = {"uds": uds, "tcp": f"127.0.0.1:{port}"}
+        self._started.set()
+        await server.wait_for_termination()
+
+
+# -- the encoder -----------------------------------------------------------------------------------------
+
+
+class Encoder:
+    """The whole service, on an event loop of its own thread, with rows put into its store. Its tower is the
+    smallest one and never runs, since delivery is what is measured."""
+
+    def __init__(self) -> None:
+        self._started = threading.Event()
+        self._error: BaseException | None = None
+        self._kind = ""
+        self._thread: threading.Thread
+        self._service: Any
+        self._loop: asyncio.AbstractEventLoop
+
+    def start(self, kind: str, folder: str, num_bytes: int) -> dict[str, Any]:
+        """kind: ``host`` or ``device``, where rows live. folder: for sockets and the checkpoint, this
+        encoder's alone. num_bytes: of all rows that it will hold."""
+        from encoder_service.config import parse_settings
+        from encoder_service.logs import configure_logs
+        from encoder_service.towers.synthetic import make_checkpoint
+
+        place = Path(folder)
+        make_checkpoint(place / "model", "qwen3_5", "tiny", 0)
+        self._kind = kind
+        configure_logs("text", "warning")
+        settings = parse_settings(
+            model=place / "model",
+            device="cuda:0" if kind == "device" else "cpu",
+            dtype="float32",
+            tower="plain",
+            listen=(f"unix:{place}/grpc.sock", "127.0.0.1:0"),
+            admin_listen="",
+            broker_path=f"{place}/broker.sock",
+            torch_threads=1,
+            drain_grace_s=1,
+            **arenas_for(kind, num_bytes),
+        )
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._main(settings)), daemon=True)
+        self._thread.start()
+        if not self._started.wait(START_S):
+            raise TimeoutError(f"the service did not start within {START_S:g} s")
+        if self._error is not None:
+            raise self._error
+        uds, tcp = self._service.addresses
+        return {"uds": uds, "tcp": tcp, "chunk_bytes": settings.chunk_bytes}
+
+    def fill(self, num_bytes: int, resident_bytes: int) -> None:
+        """Makes items of this size resident: random bytes of which the content digest is the SHA-256."""
+        random = np.random.default_rng()
+        for index in range(num_resident(num_bytes, resident_bytes)):
+            data = random.integers(0, 1 << 64, num_bytes // 8, dtype=np.uint64).view(np.uint8)
+            kept = asyncio.run_coroutine_threadsafe(self._keep(key_of(num_bytes, index), data), self._loop)
+            kept.result(CALL_TIMEOUT_S)
+
+    def deliveries(self) -> dict[str, Any]:
+        """Items that the service delivered over gRPC so far, by transport. Rows that a reader found in the
+        directory by itself are not among them."""
+        samples = self._service.metrics.deliveries.collect()[0].samples
+        return {one.labels["transport"]: one.value for one in samples if one.name.endswith("_total")}
+
+    def stop(self) -> None:
+        if self._started.is_set() and self._error is None:
+            self._loop.call_soon_threadsafe(self._service.request_stop)
+            self._thread.join(10)
+
+    async def _main(self, settings: Any) -> None:
+        from encoder_service.app import Service
+
+        self._loop = asyncio.get_running_loop()
+        self._service = Service(settings)
+        try:
+            await self._service.start()
+        except BaseException as error:
+            self._error = error
+            return
+        finally:
+            self._started.set()
+        await self._service.wait()
+        await self._service.stop()
+
+    async def _keep(self, key: bytes, data: np.ndarray[Any, Any]) -> None:
+        import torch
+
+        from encoder_service.types import EncodedItem, Grid
+
+        tower, store = self._service.pipeline.model.tower, self._service.pipeline.store
+        rows = torch.from_numpy(data).view(tower.dtype).view(-1, tower.width)
+        grid = Grid(1, tower.merge_size * len(rows), tower.merge_size)
+        item = EncodedItem(key, hashlib.sha256(data).digest(), grid, rows, tower.num_deepstack_levels)
+        # The engine writes the device tier, into a slot that is reserved beforehand.
+        writing = (store.reserve if self._kind == "device" else store.begin_put)("", item)
+        if writing is None:
+            raise MemoryError(f"the arena has no room for {data.nbytes} bytes more")
+        writing.copy()
+        if writing.target.device.type == "cuda":
+            torch.cuda.synchronize(writing.target.device)
+        store.finish_put(writing)
+
+
+def arenas_for(kind: str, num_bytes: int) -> dict[str, int]:
+    """Settings of a service that keeps so many bytes of rows in memory of this kind, ``host`` or
+    ``device``."""
+    # The allocator's rounding and the probe's slot come on top.
+    arena_bytes = num_bytes + num_bytes // 64 + (16 << 20)
+    if kind == "host":
+        return {"arena_bytes": arena_bytes}
+    # Half as much again: a device tier that is fuller copies rows to the host meanwhile.
+    return {"device_arena_bytes": arena_bytes * 3 // 2, "arena_bytes": HOST_TIER_BYTES}
+
+
+# -- the language model's side ---------------------------------------------------------------------------
+
+
+class Caller:
+    """One of several callers of one client; on a GPU with a stream of its own."""
+
+    def __init__(self, client: Any, num_bytes: int, count: int, number: int, *, on_gpu: bool) -> None:
+        self._client = client
+        self._num_bytes = num_bytes
+        self._indices = in_turn(count, number)
+        self._stream: Any = None
+        if on_gpu:
+            import torch
+
+            self._stream = torch.cuda.Stream()
+
+    def fetch(self) -> Any:
+        """The timed call: one item by its key, complete and checked in memory of the caller's own."""
+        if self._stream is None:
+            return self._fetch()
+        import torch
+
+        with torch.cuda.stream(self._stream):
+            return self._fetch()
+
+    def check(self) -> None:
+        """Raises ValueError unless the bytes are those that the encoder holds."""
+        rows = self.fetch()
+        data = rows.payload if self._stream is None else rows.payload.cpu().numpy()
+        if len(data) != self._num_bytes or hashlib.sha256(data).digest() != rows.content_digest:
+            raise ValueError(f"{len(data)} bytes of rows are not the {self._num_bytes} that were put there")
+
+    def _fetch(self) -> Any:
+        (outcome,) = self._client.fetch([key_of(self._num_bytes, next(self._indices))])
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+
+class Client:
+    """Commands: ``connect``, then for each cell ``prepare`` and any number of ``measure``."""
+
+    def __init__(self) -> None:
+        self._clients: dict[tuple[str, str], Any] = {}
+        self._raw: dict[str, RawStreams] = {}
+        self._calls: dict[str, list[Callable[[], object]]] = {}
+
+    def connect(self, path: str, transport: str, target: str, on_gpu: bool) -> dict[str, Any]:
+        """Raises what the client raises where the transport is not possible."""
+        if on_gpu:
+            import torch
+
+            torch.zeros(1, device="cuda")
+        ways = ("inline",) if transport == "inline" else ("resident", "announced")
+        for way in ways:
+            self._clients[path, way] = connected(target, transport, on_gpu, way)
+        return {"reason": self._clients[path, ways[0]].transport.reason}
+
+    def prepare(
+        self,
+        path: str,
+        num_bytes: int,
+        count: int,
+        concurrency: int,
+        on_gpu: bool,
+        floor: dict[str, Any] | None,
+    ) -> None:
+        """Makes the callers of one cell, warms them up and compares their first rows with the encoder's.
+        floor: the parameters of a floor that is measured here; None: it is measured elsewhere."""
+        self._calls.clear()
+        for (connected_path, way), client in self._clients.items():
+            if connected_path == path:
+                callers = [
+                    Caller(client, num_bytes, count, number, on_gpu=on_gpu) for number in range(concurrency)
+                ]
+                for caller in callers:
+                    caller.check()
+                self._calls[way] = [caller.fetch for caller in callers]
+        if floor is not None and "raw_target" in floor:
+            if path not in self._raw:
+                self._raw[path] = RawStreams(floor["raw_target"])
+            self._calls["floor"] = self._raw[path].calls(num_bytes, count, concurrency)
+        elif floor is not None:
+            self._calls["floor"] = memcpy_calls(num_bytes, floor["resident_bytes"], concurrency)
+        for calls in self._calls.values():
+            timed(calls, budget_s=0, max_calls=MIN_CALLS)
+
+    def measure(self, what: str, budget_s: float, max_calls: int) -> dict[str, Any]:
+        """what: ``resident``, ``announced``, ``inline`` or ``floor``."""
+        found = timed(self._calls[what], budget_s=budget_s, max_calls=max_calls)
+        return {"calls_ms": found.calls_ms, "wall_s": found.wall_s}
+
+    def close(self) -> None:
+        for client in (*self._clients.values(), *self._raw.values()):
+            client.close()
+
+
+def connected(target: str, transport: str, on_gpu: bool, way: str) -> Any:
+    """A blocking client that has no other transport. way: ``resident`` reads rows by the directory;
+    ``announced`` asks the service where they are."""
+    from lm_adapter import VisionEncoderClient
+
+    asks = way == "announced"
+    client = VisionEncoderClient(
+        target,
+        timeout_s=CALL_TIMEOUT_S,
+        transports=(transport,),
+        device="cuda:0" if on_gpu else None,
+        directory=not asks,
+        local_calls=False,
+    )
+    choice = client.wait_transport()
+    if choice.name != transport:
+        raise ValueError(f"rows come by {choice.name}: {choice.reason}")
+    if asks:  # over gRPC, not over the broker's socket
+        client._session.resident._not_before_s = math.inf
+    return client
+
+
+ROLES: dict[str, Callable[[], Any]] = {"encoder": Encoder, "client": Client, "raw": RawServer}
+COMMANDS = {
+    "encoder": ("start", "fill", "deliveries"),
+    "client": ("connect", "prepare", "measure"),
+    "raw": ("start", "fill"),
+}
+
+
+def main() -> None:
+    role = sys.argv[1]
+    peer = ROLES[role]()
+    serve_commands({name: getattr(peer, name) for name in COMMANDS[role]})
+    if role == "encoder":
+        peer.stop()
+    elif role == "client":
+        peer.close()
+
+
+if __name__ == "__main__":
+    main()

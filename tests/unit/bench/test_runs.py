@@ -1,0 +1,143 @@
+"""Each bench runs at its smallest size on a CPU, and every recorded result can be drawn."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import charts
+import pytest
+from PIL import Image
+from processes import Process, ProcessFailed, can_isolate
+from transport_peers import bytes_of
+from variants import OURS, REFERENCES
+
+from encoder_service.towers.synthetic import FAMILIES
+
+ROOT = Path(__file__).resolve().parents[3]
+RESULTS = ROOT / "bench" / "results"
+ENV = {
+    **os.environ,
+    "OMP_NUM_THREADS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "proto")]),
+}
+
+
+def run_bench(name: str, out: Path, *options: str) -> tuple[dict[str, Any], subprocess.CompletedProcess[str]]:
+    ended = subprocess.run(
+        [sys.executable, f"bench/{name}.py", "--quick", "--device", "cpu", "--out", str(out), *options],
+        cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=240, check=False,
+    )  # fmt: skip
+    (path,) = out.glob(f"{name}-*.json")
+    return json.loads(path.read_text()), ended
+
+
+@pytest.mark.extended
+def test_tower(tmp_path: Path) -> None:
+    result, ended = run_bench("tower", tmp_path, "--size", "tiny", "--families", "qwen3_vl")
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert result["complete"] is True
+    places = {(one["family"], one["case"], one["variant"]) for one in result["records"]}
+    assert places == {("qwen3_vl", "1x256", variant) for variant in ("plain", "ref_sdpa")}
+    for record in result["records"]:
+        assert record["min_ms"] <= record["median_ms"] <= record["max_ms"]
+        assert record["useful_tflops"] > 0
+    left_out = {one["variant"]: one["reason"] for one in result["left_out"]}
+    assert set(left_out) == {*REFERENCES, *OURS} - {"plain", "ref_sdpa", "ref_compiled"}
+    assert all("CUDA" in reason for reason in left_out.values())
+    assert result["checks"][0]["relative_error"] < 1e-5
+    assert result["accuracy"][0]["cosine_min"] == pytest.approx(1)
+    assert [path.suffix for path in sorted(tmp_path.iterdir())] == [".json", ".png"]
+
+
+@pytest.mark.extended
+def test_a_tower_run_out_of_time_leaves_a_valid_file_marked_incomplete(tmp_path: Path) -> None:
+    result, ended = run_bench("tower", tmp_path, "--size", "tiny", "--time-limit-s", "1e-6")
+    assert ended.returncode == 0, ended.stderr
+    assert result["complete"] is False
+    assert result["records"] == []
+    assert {one["family"] for one in result["left_out"] if one["cut_short"]} == set(FAMILIES)
+    assert "no chart: 0 records" in ended.stdout
+
+
+@pytest.mark.extended
+def test_transport(tmp_path: Path) -> None:
+    result, ended = run_bench(
+        "transport", tmp_path, "--sizes-mib", "0.4", "3", "--budget-s", "0.1", "--resident-mib", "16",
+        "--time-limit-s", "100", "--concurrency", "3",
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert result["left_out"] == []
+    assert result["complete"] is True
+    assert {(one["path"], one["bytes"], one["concurrency"]) for one in result["records"]} == {
+        (path, bytes_of(size), concurrency)
+        for path in ("host_shm", "inline_uds", "inline_tcp")
+        for size, concurrency in ((0.4, 1), (3, 1), (3, 3))
+    }
+    for record in result["records"]:
+        assert 0 < record["p50_ms"] <= record["p99_ms"]
+        assert record["floor_ms"] > 0
+        assert ("announced_ms" in record) == (record["path"] == "host_shm")
+    assert result["isolated"] == can_isolate()
+    text = json.dumps(result)
+    assert str(tmp_path) not in text
+    assert str(ROOT) not in text
+
+
+@pytest.mark.extended
+def test_serve(tmp_path: Path) -> None:
+    result, ended = run_bench(
+        "serve", tmp_path, "--size", "tiny", "--loads", "0.5", "--cell-s", "1.5", "--photos", "10",
+        "--time-limit-s", "120",
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert result["complete"]
+    (record,) = result["records"]
+    assert record["images_per_s"] > 0
+    assert not record["failures"]
+    assert record["device_busy_share"] > 0
+    assert record["stages"]["tower_ms"]["p50"] > 0
+    (summary,) = result["summary"]
+    assert summary["service_over_tower"] > 0
+    assert summary["service_overhead_p50_ms"] <= summary["overhead_p50_ms"]
+    assert result["service"]["exit_status"] == 0
+    assert len(list(tmp_path.glob("serve-*.png"))) == 1
+
+
+@pytest.mark.parametrize("bench", charts.DRAWERS)
+def test_every_recorded_result_can_be_drawn(bench: str, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    paths = sorted(RESULTS.glob(f"{bench}-*.json"))
+    assert paths
+    for path in paths:
+        result = json.loads(path.read_text())
+        with Image.open(charts.draw(bench, result, tmp_path / "chart.png")) as picture:
+            assert picture.width > 1000
+    with pytest.raises(charts.NoChart):
+        charts.draw(bench, result | {"records": []}, tmp_path / "chart.png")
+
+
+def test_every_result_file_is_cited() -> None:
+    cited = "".join((ROOT / "bench" / name).read_text() for name in ("RESULTS.md", "README.md"))
+    files = {path.name for path in RESULTS.iterdir()}
+    assert {name for name in files if name not in cited} == set()
+    assert len([name for name in files if name.endswith(".json")]) <= 14
+
+
+def test_a_process_that_fails_ends_or_is_late_says_so(tmp_path: Path) -> None:
+    fill = {"num_bytes": 8192, "resident_bytes": 1, "chunk_bytes": 4096}
+    with Process("transport_peers.py", "raw", tmp_path / "log") as process:
+        with pytest.raises(ProcessFailed, match=r"transport_peers\.py raw: KeyError: 'dance'"):
+            process.ask("dance")
+        assert process.ask("fill", **fill) == {}
+        process.send("fill", **fill)
+        with pytest.raises(ProcessFailed, match="did not reply within 0 s"):
+            process.reply(0)
+        for ask in (process.reply, lambda: process.send("fill", **fill)):
+            with pytest.raises(ProcessFailed, match="has ended"):
+                ask()
