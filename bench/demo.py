@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image, ImageDraw
+from PIL import Image, ImageDraw, ImageOps
 from rich.console import Console
 from rich.table import Table
 
@@ -174,7 +174,7 @@ def compare(checkpoint: Path, photos: list[EncodedPhoto]) -> tuple[float, list[i
     assert prefilled.prompt_logits_NV is not None
     ours = language_model.generate([ids], items, max_new_tokens=NEW_TOKENS)[0]
 
-    images = [load_image(Image.open(io.BytesIO(one.data))) for one in photos]
+    images = [ImageOps.exif_transpose(Image.open(io.BytesIO(one.data))) for one in photos]
     inputs = processor(text=[prompt], images=images, return_tensors="pt")
     full = reference.Qwen3VLForConditionalGeneration.from_pretrained(checkpoint, dtype=torch.float32).eval()
     with torch.no_grad():
