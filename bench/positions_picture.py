@@ -24,7 +24,7 @@ import matplotlib.pyplot as plt
 from lm_adapter.mrope import MRopePositions, mrope_positions
 from lm_adapter.placeholders import ExpandedPrompt, expand_placeholders, prompt_item
 from lm_adapter.rotary import MRopeLayout
-from lm_adapter.types import Modality
+from lm_adapter.items import Modality
 
 IMAGE, VIDEO, MERGE_SIZE = 900, 901, 2
 IMAGE_GRID, CLIP_GRID = (1, 6, 10), (3, 4, 6)

@@ -1,13 +1,12 @@
 """Client side of the vision encoder service: from images to validated rows, for any language-model engine.
 
-Imports grpcio, protobuf and numpy only; torch where a tensor is asked for. ``keys`` derives embedding keys,
-``testing`` has a server for users' own tests, ``engines`` one module per engine.
-"""
+Imports grpcio, protobuf and numpy; torch only where a tensor is asked for. ``keys`` derives embedding keys,
+``splice``, ``placeholders``, ``mrope`` and ``rotary`` serve a prefill, ``testing`` has a server for users'
+own tests, ``engines`` has one module per engine."""
 
-from lm_adapter.arriving import ArrivingRows
-from lm_adapter.async_client import AsyncVisionEncoderClient
+from lm_adapter.channel import ClientTls
 from lm_adapter.checks import check_rows
-from lm_adapter.client import VisionEncoderClient
+from lm_adapter.client import AsyncVisionEncoderClient
 from lm_adapter.errors import (
     CallCancelled,
     CallFailed,
@@ -22,44 +21,39 @@ from lm_adapter.errors import (
     MissingDependency,
     ProtocolMismatch,
     RequestRefused,
-    StaleRows,
     StreamViolation,
     TransportUnavailable,
     TruncatedStream,
 )
-from lm_adapter.fleet import AsyncFleetClient, FleetClient, FleetSettings
-from lm_adapter.leases import LeaseRecord
-from lm_adapter.transport.channel import ClientTls
-from lm_adapter.transport.followed import TokenFile
-from lm_adapter.transport.settings import TransportChoice
-from lm_adapter.types import (
-    CacheTier,
+from lm_adapter.items import (
     ClipItem,
     DigestItem,
-    EncodedRows,
     FramesItem,
     Grid,
     ImageItem,
     Item,
+    Modality,
+    PixelItem,
+    PreprocessOptions,
+    UrlItem,
+)
+from lm_adapter.shm.attachment import Transport
+from lm_adapter.sync import VisionEncoderClient
+from lm_adapter.types import (
+    CacheTier,
+    EncodedRows,
     KeyState,
     KeyStatus,
-    LeaseStatus,
     Limits,
-    Modality,
     ModelInfo,
     Outcome,
-    PixelItem,
     PrefetchStatus,
-    PreprocessOptions,
     ServerInfo,
     StageTimings,
     TransportInfo,
-    UrlItem,
 )
 
 __all__ = [
-    "ArrivingRows",
-    "AsyncFleetClient",
     "AsyncVisionEncoderClient",
     "CacheTier",
     "CallCancelled",
@@ -73,8 +67,6 @@ __all__ = [
     "EncoderFault",
     "EncoderOverloaded",
     "EncoderUnavailable",
-    "FleetClient",
-    "FleetSettings",
     "FramesItem",
     "Grid",
     "ImageItem",
@@ -84,8 +76,6 @@ __all__ = [
     "ItemFailed",
     "KeyState",
     "KeyStatus",
-    "LeaseRecord",
-    "LeaseStatus",
     "Limits",
     "MissingDependency",
     "Modality",
@@ -98,10 +88,8 @@ __all__ = [
     "RequestRefused",
     "ServerInfo",
     "StageTimings",
-    "StaleRows",
     "StreamViolation",
-    "TokenFile",
-    "TransportChoice",
+    "Transport",
     "TransportInfo",
     "TransportUnavailable",
     "TruncatedStream",

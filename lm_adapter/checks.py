@@ -12,7 +12,9 @@ from typing import NamedTuple
 import numpy as np
 
 from lm_adapter.errors import InvalidRequest, InvalidRows
-from lm_adapter.types import DIGEST_BYTES, ITEMSIZE_BYTES, ROW_DTYPES, EncodedRows, Grid, ModelInfo
+from lm_adapter.items import Grid
+from lm_adapter.types import ITEMSIZE_BYTES, ROW_DTYPES, EncodedRows, ModelInfo
+from vision_encoder.layout.keys import DIGEST_BYTES
 
 __all__ = [
     "RowsHeader",

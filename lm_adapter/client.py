@@ -1,399 +1,778 @@
-"""The synchronous client. Its twin on asyncio is ``async_client``; what they share is ``session``."""
+"""The asyncio client, the one implementation of a call; ``sync`` has a blocking facade over it.
+
+Owns an item's way to its rows: the directory in shared memory, else Encode or Fetch, whose rows come from a
+place in shared memory or inline. Also owns what is repeated: an item whose rows were lost, once, inline; a
+stream that broke, once, for the items that had not come whole. Nothing else is repeated here."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import dataclasses
+import functools
+import importlib.util
+import os
 import threading
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
-from functools import partial
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from types import TracebackType
-from typing import Self, TypeVar, Unpack, cast
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import grpc
+import grpc.aio
 from google.protobuf.message import Message
 
-from lm_adapter.assembly import DEFAULT_MAX_ROWS_BYTES
-from lm_adapter.calls import Metadata, RowsCall
-from lm_adapter.collect import collect, in_order
-from lm_adapter.errors import DeadlineExceeded, EncoderOverloaded, EncoderUnavailable, ItemFailed
-from lm_adapter.events import parsed
-from lm_adapter.leases import LeaseRecord
-from lm_adapter.session import RELEASE_TIMEOUT_S, Deadline, Session, portions, rows_or_raise
-from lm_adapter.transport.buffers import RowsHandling, RowsOptions
-from lm_adapter.transport.channel import (
-    HEALTH_CHECK,
-    ClientTls,
-    health_is_serving,
-    method_path,
-    open_channel,
-    stream_call,
+from lm_adapter import convert
+from lm_adapter.assembly import DEFAULT_MAX_ROWS_BYTES, Assembler, PlacedRows, prepare_items
+from lm_adapter.channel import Channel, ClientTls, FilePath
+from lm_adapter.checks import RowsHeader, check_header, check_keys, check_models
+from lm_adapter.errors import (
+    CallCancelled,
+    CallFailed,
+    DeadlineExceeded,
+    EncoderError,
+    EncoderOverloaded,
+    EncoderUnavailable,
+    InvalidRequest,
+    InvalidRows,
+    ItemFailed,
+    ProtocolMismatch,
+    StreamViolation,
+    TruncatedStream,
+    from_rpc_error,
 )
-from lm_adapter.transport.settings import TransportChoice, TransportOptions, TransportSettings
-from lm_adapter.types import EncodedRows, Item, KeyStatus, LeaseStatus, Outcome, PrefetchStatus, ServerInfo
+from lm_adapter.items import ClipItem, Grid, ImageItem, Item
+from lm_adapter.keys import content_digest, item_key
+from lm_adapter.shm.attachment import TRANSPORTS, AttachedMemory, SharedMemory, Transport, check_transports
+from lm_adapter.shm.mapping import current_stream
+from lm_adapter.shm.reader import MappedArena
+from lm_adapter.types import (
+    CacheTier,
+    EncodedRows,
+    KeyStatus,
+    ModelInfo,
+    Outcome,
+    PrefetchStatus,
+    ServerInfo,
+)
+from vision_encoder.layout.directory import Record
 from vision_encoder.v1 import encoder_pb2 as pb
 
-__all__ = ["VisionEncoderClient"]
+if TYPE_CHECKING:
+    import torch
 
+__all__ = ["AsyncVisionEncoderClient"]
+
+PROTOCOL_VERSION = 1
+MIN_PROTOCOL_VERSION = 1
 DEFAULT_TIMEOUT_S = 60.0
 READY_POLL_S = 0.05
-CLOSE_FLUSH_S = 0.5
-"""For leases on their way back when the client closes; those that do not make it end with its session."""
+MIN_INFO_AGE_S = 1.0
+MAX_HASHED_BYTES = 8 << 20
+"""Larger files are hashed by the service, on its decode threads."""
+TOUCH_INTERVAL_S = 0.1
+MAX_TOUCHED_ROWS = 256
+INSTANCE_KEY = "x-instance-id"
+"""Trailing metadata: the ``instance_id`` of the server that answered."""
+_HEALTH_CHECK = "/grpc.health.v1.Health/Check"
+_SERVICE = pb.DESCRIPTOR.services_by_name["VisionEncoder"].full_name
 
 ResponseT = TypeVar("ResponseT", bound=Message)
+ResultT = TypeVar("ResultT")
+RowsRequest = pb.EncodeRequest | pb.FetchRequest
 
 
-class VisionEncoderClient:
-    """A client of one service address. Thread-safe; a context manager.
+class Deadline:
+    """The time left of one call that may take several RPCs."""
 
-    Every call has a deadline (``timeout_s``, of the call or else of the client). Nothing is retried: a
-    failed item or call is the caller's to send again where ``retryable`` says that this can help, after
-    ``retry_after_ms``. Two things are done again unasked: the protocol check, once per channel, after a
-    server went away, and after rows that did not fit the geometry announced; and asking for an item whose
-    rows could not be read out of shared memory, which comes inline in the end.
+    def __init__(self, timeout_s: float) -> None:
+        if not timeout_s > 0:
+            raise InvalidRequest(f"timeout_s is {timeout_s}, needs to be above 0")
+        self._expires_at_s = time.monotonic() + timeout_s
 
-    Rows come in the best of ``transports`` that works between this process and the encoder, found out in
-    the background; ``transport`` says which, and why. Options of a call about its rows (``out``, ``borrow``,
-    ``confirm_later``, ``num_readers``) are ``transport.buffers.RowsOptions``.
+    @property
+    def left_s(self) -> float:
+        """Never negative: gRPC answers 0 with DEADLINE_EXCEEDED."""
+        return max(0.0, self._expires_at_s - time.monotonic())
 
-    Calls raise the errors of ``lm_adapter.errors`` only. An item that fails is returned as ItemFailed, in
-    its place; the call itself raises CallFailed.
-    """
+
+@dataclass
+class RowsCall:
+    """The items of one Encode or Fetch message, and what became of them.
+
+    request_for: builds the request for some positions. indices: the caller's index of each position. shared:
+    the memory that rows may be placed in, and stream: the one that uses them. outcomes: of all num_items of
+    the caller, by index."""
+
+    method: str
+    request_for: Callable[[Sequence[int]], RowsRequest]
+    indices: Sequence[int]
+    digests: Sequence[bytes | None]
+    keys: Sequence[bytes]
+    models: Sequence[ModelInfo]
+    shared: AttachedMemory | None
+    stream: Any
+    num_items: int
+    outcomes: dict[int, Outcome]
+
+    def missing(self) -> list[int]:
+        return [position for position, index in enumerate(self.indices) if index not in self.outcomes]
+
+
+class AsyncVisionEncoderClient:
+    """A client of one service address, on one event loop. An async context manager.
+
+    Every call has a deadline (``timeout_s`` of the call, or of the client) and raises errors of
+    ``lm_adapter.errors`` only. An item that fails is returned as ItemFailed in its place; the call itself
+    raises CallFailed. Rows come in the best of ``transports`` that works between this process and the
+    encoder, which is found in the background; ``transport`` says which, and why."""
 
     def __init__(
         self,
         target: str,
         *,
-        credentials: grpc.ChannelCredentials | None = None,
-        tls: ClientTls | None = None,
         namespace: str = "",
         model: str = "",
         timeout_s: float = DEFAULT_TIMEOUT_S,
+        transports: Sequence[str] = TRANSPORTS,
+        broker_path: str = "",
+        token: str = "",
+        token_file: FilePath = "",
+        tls: ClientTls | None = None,
         max_rows_bytes: int = DEFAULT_MAX_ROWS_BYTES,
+        device: str | int | torch.device | None = None,
         options: Mapping[str, int | str] | None = None,
-        **transport: Unpack[TransportOptions],
     ) -> None:
-        """target: ``host:port``, ``unix:/path`` or any gRPC target. namespace: whose cache to use; model:
-        empty for the server's only one. max_rows_bytes: bound of one item's rows. tls: how the channel is
-        secured (or ``credentials``, in gRPC's own form). options: gRPC channel arguments on top of ours.
-        transport: ``transport.settings.TransportOptions``; a way of delivery that is forced and not possible
-        makes calls raise TransportUnavailable.
-        """
-        self._session = Session(
-            target,
-            namespace=namespace,
-            model=model,
-            max_rows_bytes=max_rows_bytes,
-            settings=TransportSettings(**transport),
-            send_release=self._send_release,
-        )
+        """Connects with the first call. Raises InvalidRequest.
+
+        target: ``host:port``, ``unix:/path`` or any gRPC target. namespace: whose cache to use. model: empty
+        for the server's only one. transports: of ``device``, ``host`` and ``inline``, the preferred one
+        first; without ``inline``, calls raise TransportUnavailable while no memory is attached, and only lost
+        rows come inline. broker_path: of the broker's socket, where this process sees it under another path
+        than the announced one. token, token_file: authorise the namespace; a file that changes is read again.
+        tls: from files that are read again as well. max_rows_bytes: limit of one item. device: the GPU that
+        rows are copied to; by default the current one of the first calling thread that uses CUDA. options:
+        gRPC channel arguments, in addition to the defaults in ``channel``."""
+        transports = check_transports(transports, broker_path)
+        self.target = target
+        self._namespace = namespace
+        self._model = model
         self._timeout_s = timeout_s
-        self._closed = False
-        self._info_lock = threading.Lock()
-        self._channel = open_channel(target, credentials, tls, options)
+        self._max_rows_bytes = max_rows_bytes
+        self._loop = asyncio.get_running_loop()
+        self._pid = os.getpid()
+        self._channel = Channel(target, tls=tls, token=token, token_file=token_file, options=options)
+        self._shared = SharedMemory(
+            transports,
+            namespace=namespace,
+            token=lambda: self._channel.token,
+            broker_path=broker_path,
+            device=device,
+        )
+        self._hashes = importlib.util.find_spec("blake3") is not None
+        self._touches = _Touches(self._loop, self._send_touches)
+        self._info: ServerInfo | None = None
+        self._info_lock = asyncio.Lock()
+        self._info_time_s = 0.0
+        self._is_closed = False
 
-    @property
-    def target(self) -> str:
-        return self._session.target
-
-    def __enter__(self) -> Self:
+    async def __aenter__(self) -> Self:
         return self
 
-    def __exit__(
+    async def __aexit__(
         self,
         exc_type: type[BaseException] | None,
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self.close()
+        await self.close()
 
     @property
-    def transport(self) -> TransportChoice:
+    def transport(self) -> Transport:
         """How rows come now, and why."""
-        return self._session.transports.choice
+        return self._shared.transport
 
-    def close(self) -> None:
-        """Closes the channel; calls in progress end with CallCancelled, leases with their session. Borrowed
-        rows stay readable until they are confirmed. Harmless when done twice."""
-        was_closed, self._closed = self._closed, True
-        if not was_closed:
-            self._session.returns.flush(CLOSE_FLUSH_S)
-        self._session.close()
-        self._channel.close()
+    async def close(self) -> None:
+        """Ends calls in progress with CallCancelled, and unmaps shared memory. Harmless when repeated."""
+        self._is_closed = True
+        self._touches.close()
+        await self._channel.close()
+        await asyncio.to_thread(self._shared.close)
 
-    def info(self, *, timeout_s: float | None = None) -> ServerInfo:
-        """Asks the server for its models, limits and transports. Raises ProtocolMismatch."""
-        return self._ask_info(self._deadline(timeout_s))
+    async def info(self, *, timeout_s: float | None = None) -> ServerInfo:
+        """The server's models, limits and transports, asked for now. Raises ProtocolMismatch."""
+        return await self._ask_info(self._deadline(timeout_s))
 
-    def wait_transport(self, timeout_s: float | None = None) -> TransportChoice:
-        """Asks the server when nothing is known of it, and waits until it has been found out how rows come:
-        for callers who would rather wait than have their first rows inline."""
-        deadline = self._deadline(timeout_s)
-        self._known_info(deadline)
-        return self._session.transports.wait(deadline.left_s)
+    async def wait_ready(self, timeout_s: float) -> ServerInfo:
+        """Waits until the server answers and its health check says SERVING.
 
-    def wait_ready(self, timeout_s: float) -> ServerInfo:
-        """Waits until the server answers and its health check says SERVING; connects on the way.
-
-        Raises DeadlineExceeded after ``timeout_s``, with what was wrong last, and ProtocolMismatch at once.
+        Raises DeadlineExceeded after ``timeout_s``, with the last failure, and ProtocolMismatch at once.
         """
         deadline = Deadline(timeout_s)
-        last = "nothing answered"
+        last = "no answer"
         while deadline.left_s > 0:
             try:
-                info = self._ask_info(deadline, wait_for_ready=True)
-                if self._is_serving(deadline):
+                info = await self._ask_info(deadline, wait_for_ready=True)
+                if await self._is_serving(deadline):
                     return info
                 last = "its health check says NOT_SERVING"
             except (EncoderUnavailable, EncoderOverloaded, DeadlineExceeded) as error:
                 last = error.message
-            time.sleep(min(READY_POLL_S, deadline.left_s))
+            await asyncio.sleep(min(READY_POLL_S, deadline.left_s))
         raise DeadlineExceeded(f"the server at {self.target} was not ready within {timeout_s} s: {last}")
 
-    def lookup(self, keys: Sequence[bytes], *, timeout_s: float | None = None) -> list[KeyStatus]:
-        """Says of each key whether its rows are held, being encoded, or absent; in the order of ``keys``."""
+    async def wait_transport(self, timeout_s: float | None = None) -> Transport:
+        """Waits until the client has tried to attach to shared memory, for callers that do not want their
+        first rows inline."""
+        self._shared.note_device()
+        deadline = self._deadline(timeout_s)
+        await self._known_info(deadline)
+        return await asyncio.to_thread(self._shared.wait, deadline.left_s)
+
+    async def encode(
+        self, items: Sequence[Item], *, timeout_s: float | None = None, stream: Any = None
+    ) -> list[Outcome]:
+        """Rows or failure of each item, in input order. Items beyond the server's limits of one call are sent
+        in several, one after another.
+
+        stream: the torch.cuda.Stream on which rows on a GPU are used; by default the calling thread's current
+        one. Raises CallFailed when the call failed before every item had its outcome; ``completed`` of the
+        error maps the indices of the others to their outcome."""
+        self._shared.note_device()
+        stream = stream or current_stream()
+        deadline = self._deadline(timeout_s)
+        info = await self._ready_to_read(deadline)
+        shared = self._shared.current
+        outcomes: dict[int, Outcome] = {}
+        if shared is not None:
+            if any(self._is_to_hash(item) for item in items):
+                items = await asyncio.to_thread(self._hashed, items)
+            outcomes.update(await self._read_resident(shared, info, self._keys(info, items), stream))
+        prepared = prepare_items(
+            {index: item for index, item in enumerate(items) if index not in outcomes},
+            max_message_bytes=info.limits.max_message_bytes,
+            max_items=info.limits.max_items_per_request,
+        )
+        outcomes.update(prepared.refused)
+        for batch in prepared.batches:
+
+            def request_for(
+                positions: Sequence[int], messages: Sequence[pb.Item] = tuple(batch.messages)
+            ) -> pb.EncodeRequest:
+                chosen = [messages[position] for position in positions]
+                return pb.EncodeRequest(items=chosen, namespace=self._namespace, model=self._model)
+
+            call = RowsCall(
+                "Encode",
+                request_for,
+                batch.indices,
+                digests=[items[index].digest or None for index in batch.indices],
+                keys=(),
+                models=self._expected_models(info),
+                shared=shared,
+                stream=stream,
+                num_items=len(items),
+                outcomes=outcomes,
+            )
+            await self._run(call, deadline)
+        return [outcomes[index] for index in range(len(items))]
+
+    async def encode_one(
+        self, item: Item, *, timeout_s: float | None = None, stream: Any = None
+    ) -> EncodedRows:
+        """The rows of one item. Raises ItemFailed, CallFailed."""
+        (outcome,) = await self.encode([item], timeout_s=timeout_s, stream=stream)
+        return rows_or_raise(outcome)
+
+    async def fetch(
+        self, keys: Sequence[bytes], *, timeout_s: float | None = None, stream: Any = None
+    ) -> list[Outcome]:
+        """Rows by key, in the order of ``keys``; waits for those in flight. An absent key is an ItemFailed
+        with reason UNKNOWN_KEY. Arguments and errors as in ``encode``."""
+        keys = check_keys(keys)
+        if not keys:
+            return []
+        self._shared.note_device()
+        stream = stream or current_stream()
+        deadline = self._deadline(timeout_s)
+        info = await self._ready_to_read(deadline)
+        shared = self._shared.current
+        outcomes: dict[int, Outcome] = {}
+        if shared is not None:
+            outcomes.update(await self._read_resident(shared, info, dict(enumerate(keys)), stream))
+        for portion in _portions(info, [index for index in range(len(keys)) if index not in outcomes]):
+
+            def request_for(
+                positions: Sequence[int], indices: Sequence[int] = tuple(portion)
+            ) -> pb.FetchRequest:
+                chosen = [keys[indices[position]] for position in positions]
+                return pb.FetchRequest(keys=chosen, namespace=self._namespace)
+
+            call = RowsCall(
+                "Fetch",
+                request_for,
+                portion,
+                digests=[None] * len(portion),
+                keys=[keys[index] for index in portion],
+                models=info.models,  # a key may belong to any of them
+                shared=shared,
+                stream=stream,
+                num_items=len(keys),
+                outcomes=outcomes,
+            )
+            await self._run(call, deadline)
+        return [outcomes[index] for index in range(len(keys))]
+
+    async def prefetch(
+        self, items: Sequence[Item], *, timeout_s: float | None = None
+    ) -> list[PrefetchStatus | ItemFailed]:
+        """Starts to encode and keeps the rows in the service. Answers once every item is admitted, with its
+        key, and with its grid if the file's header was read. The encode goes on without this client."""
+        deadline = self._deadline(timeout_s)
+        info = await self._known_info(deadline)
+        prepared = prepare_items(
+            dict(enumerate(items)),
+            max_message_bytes=info.limits.max_message_bytes,
+            max_items=info.limits.max_items_per_request,
+        )
+        statuses: dict[int, PrefetchStatus | ItemFailed] = dict(prepared.refused)
+        for batch in prepared.batches:
+            request = pb.PrefetchRequest(items=batch.messages, namespace=self._namespace, model=self._model)
+            response = await self._unary("Prefetch", request, pb.PrefetchResponse, deadline)
+            if len(response.statuses) != len(batch.indices):
+                raise StreamViolation(
+                    f"Prefetch answered for {len(response.statuses)} items, {len(batch.indices)} were sent"
+                )
+            found = [convert.prefetch_status(status) for status in response.statuses]
+            statuses.update(zip(batch.indices, found, strict=True))
+        return [statuses[index] for index in range(len(items))]
+
+    async def lookup(self, keys: Sequence[bytes], *, timeout_s: float | None = None) -> list[KeyStatus]:
+        """Whether each key's rows are held, being encoded, or absent; in the order of ``keys``."""
+        keys = check_keys(keys)
         if not keys:
             return []
         deadline = self._deadline(timeout_s)
         statuses: list[KeyStatus] = []
-        for request in self._session.lookup_requests(self._known_info(deadline), keys):
-            response = self._unary("Lookup", request, pb.LookupResponse, deadline)
-            statuses += self._session.read_lookup(request.keys, response)
+        for portion in _portions(await self._known_info(deadline), keys):
+            request = pb.LookupRequest(keys=portion, namespace=self._namespace)
+            response = await self._unary("Lookup", request, pb.LookupResponse, deadline)
+            found = [convert.key_status(status) for status in response.statuses]
+            if [status.key for status in found] != list(portion):
+                raise StreamViolation(
+                    f"Lookup answered for {len(found)} keys, {len(portion)} were asked, or for others"
+                )
+            statuses += found
         return statuses
 
-    def encode(
-        self, items: Sequence[Item], *, timeout_s: float | None = None, **rows: Unpack[RowsOptions]
-    ) -> list[Outcome]:
-        """Rows or failure of each item, in input order. What is over the server's limits of one call goes
-        in several, one after another.
+    # Resident rows ----------------------------------------------------------------------------------------
 
-        Raises CallFailed when the call failed before every item had its outcome; ``completed`` of the error
-        maps the indices of those that had one.
-        """
-        items = self._session.resident.hashed(items)
-        found = self._session.resident.items_at_once(items, timeout_s, rows)
-        return found or collect(self.encode_iter(items, timeout_s=timeout_s, **rows))
+    def read_resident_items(self, items: Sequence[Item], stream: Any) -> list[EncodedRows] | None:
+        """The rows of all items, read from shared memory on the calling thread; None if any is not listed or
+        was lost. For ``sync``, which needs no hop for them."""
+        info, shared = self._info, self._shared.current
+        if info is None or shared is None or not items:
+            return None
+        keys = self._keys(info, self._hashed(items))
+        return self._read_all(shared, info, [keys.get(index) for index in range(len(items))], stream)
 
-    def encode_iter(
-        self, items: Sequence[Item], *, timeout_s: float | None = None, **rows: Unpack[RowsOptions]
-    ) -> Generator[tuple[int, Outcome], None, None]:
-        """Each item's index and outcome as it finishes. Nothing is sent before the first step; closing the
-        generator cancels the call. Raises CallFailed after the outcomes that had arrived."""
-        deadline = self._deadline(timeout_s)
-        info = self._known_info(deadline)
-        self._session.transports.require(deadline.left_s)
-        resident = self._session.resident.of_items(info, items, RowsHandling(**rows))
-        yield from resident.run(deadline, partial(self._encode, info, deadline))
+    def read_resident_keys(self, keys: Sequence[bytes], stream: Any) -> list[EncodedRows] | None:
+        """As ``read_resident_items``, by key."""
+        info, shared = self._info, self._shared.current
+        if info is None or shared is None or not keys:
+            return None
+        return self._read_all(shared, info, keys, stream)
 
-    def _encode(
-        self, info: ServerInfo, deadline: Deadline, items: Sequence[Item], handling: RowsHandling
-    ) -> Generator[tuple[int, Outcome], None, None]:
-        with self._session.pixels(info, items).publish() as pixels:
-            plan = self._session.encode_plan(info, items, handling, pixels)
-            yield from plan.refused.items()
-            yield from self._rows(plan.calls, deadline)
+    def note_device(self) -> None:
+        """See ``SharedMemory.note_device``; for ``sync``, on the caller's thread."""
+        self._shared.note_device()
 
-    def encode_one(
-        self, item: Item, *, timeout_s: float | None = None, **rows: Unpack[RowsOptions]
-    ) -> EncodedRows:
-        """The rows of one item. Raises ItemFailed, CallFailed."""
-        return rows_or_raise(self.encode([item], timeout_s=timeout_s, **rows)[0])
+    def _is_to_hash(self, item: Item) -> bool:
+        """Whether a digest is computed here: for files alone, whose bytes cannot change before they are
+        sent."""
+        return (
+            isinstance(item, ImageItem | ClipItem)
+            and not item.digest
+            and self._hashes
+            and isinstance(item.data, bytes)
+            and len(item.data) <= MAX_HASHED_BYTES
+        )
 
-    def fetch(
-        self, keys: Sequence[bytes], *, timeout_s: float | None = None, **rows: Unpack[RowsOptions]
-    ) -> list[Outcome]:
-        """Rows by key, in the order of ``keys``; waits for those in flight. An absent key is an ItemFailed
-        with reason UNKNOWN_KEY. Raises CallFailed as ``encode``."""
-        found = self._session.resident.keys_at_once(keys, timeout_s, rows)
-        return found or collect(self.fetch_iter(keys, timeout_s=timeout_s, **rows))
+    def _hashed(self, items: Sequence[Item]) -> list[Item]:
+        """The items, with digests for those of ``_is_to_hash``. The service hashes the others."""
+        return [
+            dataclasses.replace(item, digest=content_digest(item.data))
+            if isinstance(item, ImageItem | ClipItem) and self._is_to_hash(item)
+            else item
+            for item in items
+        ]
 
-    def fetch_iter(
-        self, keys: Sequence[bytes], *, timeout_s: float | None = None, **rows: Unpack[RowsOptions]
-    ) -> Generator[tuple[int, Outcome], None, None]:
-        """As ``encode_iter``, by key."""
-        deadline = self._deadline(timeout_s)
-        if not keys:
-            return
-        info = self._known_info(deadline)
-        self._session.transports.require(deadline.left_s)
-        resident = self._session.resident.of_keys(info, keys, RowsHandling(**rows))
-        calls = partial(self._session.fetch_calls, info)
-        yield from resident.run(deadline, lambda *rest: self._rows(calls(*rest), deadline))
+    def _keys(self, info: ServerInfo, items: Sequence[Item]) -> dict[int, bytes]:
+        """Keys of the items that have a digest, by index."""
+        models = self._expected_models(info)
+        keys: dict[int, bytes] = {}
+        for index, item in enumerate(items if len(models) == 1 else ()):
+            if item.digest:
+                # The service's failure says what is wrong with an item that has no key.
+                with contextlib.suppress(EncoderError):
+                    keys[index] = item_key(item, models[0], namespace=self._namespace)
+        return keys
 
-    def read_shared(
-        self,
-        record: LeaseRecord,
-        *,
-        reader: int,
-        out: object = None,
-        borrow: bool = False,
-        confirm_later: bool = False,
-        timeout_s: float | None = None,
-    ) -> EncodedRows:
-        """Rows that another process asked for with ``num_readers``, by its ``rows.shared``: read out of the
-        shared memory as one of the readers, the asking one being 0; fetched by key where that is not
-        possible. Raises ItemFailed, CallFailed."""
-        deadline = self._deadline(timeout_s)
-        handling = RowsHandling.of_reader(record.num_readers, reader, out, borrow, confirm_later)
-        info = self._known_info(deadline)
-        if record.transport != "inline":
-            self._session.transports.wait(deadline.left_s)
-        rows = self._session.read_shared(info, record, handling)
-        if rows is None:
-            (outcome,) = self.fetch([record.key], timeout_s=max(deadline.left_s, 1e-3), **handling.alone)
-            rows = rows_or_raise(outcome)
+    async def _read_resident(
+        self, shared: AttachedMemory, info: ServerInfo, keys: Mapping[int, bytes], stream: Any
+    ) -> dict[int, EncodedRows]:
+        """Rows that the directory lists, by the caller's index. Lost ones are left to the request."""
+        found = {index: place for index, key in keys.items() if (place := shared.find(key)) is not None}
+        rows: dict[int, EncodedRows] = {}
+        for index, (arena, record) in found.items():
+            read = await asyncio.to_thread(self._read_record, info, arena, record, stream)
+            if read is not None:
+                rows[index] = read
         return rows
 
-    def prefetch(
-        self, items: Sequence[Item], *, timeout_s: float | None = None
-    ) -> list[PrefetchStatus | ItemFailed]:
-        """Starts encoding and keeps the rows in the service. Answers once every item is admitted: its key,
-        and its grid where the file's header tells it. The encode goes on without this client."""
-        deadline = self._deadline(timeout_s)
-        info = self._known_info(deadline)
-        with self._session.pixels(info, items).publish() as pixels:
-            plan = self._session.prefetch_plan(info, items, pixels)
-            statuses: dict[int, PrefetchStatus | ItemFailed] = dict(plan.refused)
-            for call in plan.calls:
-                response = self._unary("Prefetch", call.request, pb.PrefetchResponse, deadline, call.metadata)
-                statuses.update(call.read(response))
-                plan.calls.extend(call.follow_ups())
-        return in_order(statuses)
+    def _read_all(
+        self, shared: AttachedMemory, info: ServerInfo, keys: Sequence[bytes | None], stream: Any
+    ) -> list[EncodedRows] | None:
+        places = []
+        for key in keys:
+            place = None if key is None else shared.find(key)
+            if place is None:
+                return None
+            places.append(place)
+        rows: list[EncodedRows] = []
+        for arena, record in places:
+            read = self._read_record(info, arena, record, stream)
+            if read is None:
+                return None
+            rows.append(read)
+        return rows
 
-    def release(self, lease_ids: Sequence[bytes], *, timeout_s: float | None = None) -> list[bytes]:
-        """Gives leases back; returns those that the server does not know."""
-        deadline = self._deadline(timeout_s)
-        unknown: list[bytes] = []
-        for portion in portions(self._known_info(deadline), lease_ids) if lease_ids else ():
-            request = pb.ReleaseRequest(lease_ids=portion)
-            unknown += self._unary("Release", request, pb.ReleaseResponse, deadline).unknown_lease_ids
-        return unknown
+    def _read_record(
+        self, info: ServerInfo, arena: MappedArena, record: Record, stream: Any
+    ) -> EncodedRows | None:
+        """Rows of a directory record, checked as those of an answer; None if they were lost or do not fit."""
+        header = RowsHeader(
+            Grid(*record.grid),
+            record.num_rows,
+            record.width,
+            record.dtype,
+            record.num_deepstack_levels,
+            record.rows_bytes,
+        )
+        try:
+            check_models(header, info.models)
+            check_header(header)
+        except InvalidRows:
+            return None
+        if record.rows_bytes > self._max_rows_bytes:
+            return None
+        payload = arena.read(
+            record.slot_index, record.generation, record.offset_bytes, record.rows_bytes, stream=stream
+        )
+        self._touches.note(record.key, record.generation, is_lost=payload is None)
+        if payload is None:
+            return None
+        return EncodedRows(
+            key=record.key,
+            content_digest=record.content_digest,
+            grid_thw=header.grid_thw,
+            num_rows=record.num_rows,
+            width=record.width,
+            dtype=record.dtype,
+            num_deepstack_levels=record.num_deepstack_levels,
+            payload=payload,
+            tier=CacheTier.DEVICE if arena.is_device else CacheTier.HOST,
+        )
 
-    def renew(
-        self, lease_ids: Sequence[bytes], extend_ms: int, *, timeout_s: float | None = None
-    ) -> list[LeaseStatus | ItemFailed]:
-        """Extends leases; a stale one is an ItemFailed with reason STALE_LEASE, in its place."""
-        deadline = self._deadline(timeout_s)
-        statuses: list[LeaseStatus | ItemFailed] = []
-        for portion in portions(self._known_info(deadline), lease_ids) if lease_ids else ():
-            request = pb.RenewRequest(lease_ids=portion, extend_ms=extend_ms)
-            response = self._session.transports.renew(request) or self._unary(
-                "Renew", request, pb.RenewResponse, deadline
-            )
-            statuses += self._session.read_renew(portion, response)
-        return statuses
+    # Streams of rows --------------------------------------------------------------------------------------
+
+    async def _run(self, call: RowsCall, deadline: Deadline) -> None:
+        """Asks until every item of the call has its outcome. Raises CallFailed."""
+        lost: set[int] = set()
+        has_broken = False
+        while missing := call.missing():
+            first = [position for position in missing if position not in lost]
+            try:
+                if first:
+                    await self._stream(call, first, deadline, call.shared, lost)
+                else:
+                    await self._stream(call, missing, deadline, None, lost)
+            except (EncoderUnavailable, TruncatedStream) as error:
+                # Failures that the server states itself (DRAINING, ...) have their own reason.
+                if has_broken or error.reason != type(error).default_reason:
+                    error.completed = dict(call.outcomes)
+                    raise
+                has_broken = True
+            except CallFailed as error:
+                error.completed = dict(call.outcomes)
+                raise
+
+    async def _stream(
+        self,
+        call: RowsCall,
+        positions: Sequence[int],
+        deadline: Deadline,
+        shared: AttachedMemory | None,
+        lost: set[int],
+    ) -> None:
+        """One RPC for some positions. Adds to the outcomes, and to ``lost`` those whose rows were overwritten
+        before they were copied. shared: the memory that rows may be placed in, None for inline. Raises
+        CallFailed."""
+        request = call.request_for(positions)
+        request.delivery = pb.DELIVERY_INLINE if shared is None else shared.delivery
+        request.after_lost_read = bool(lost.intersection(positions))
+        assembler = Assembler(
+            [call.digests[position] for position in positions],
+            keys=[call.keys[position] for position in positions] if call.keys else (),
+            models=call.models,
+            max_rows_bytes=self._max_rows_bytes,
+            allows_places=shared is not None,
+        )
+        self._check_open(call.method)
+        # Without a deserialiser, messages arrive as bytes.
+        method = self._channel.current().unary_stream(_method_path(call.method))
+        rpc = method(request.SerializeToString(), timeout=deadline.left_s, metadata=self._channel.metadata())
+        try:
+            async for message in rpc:
+                found = assembler.feed(message)
+                if isinstance(found, PlacedRows):
+                    assert shared is not None
+                    position = positions[found.position]
+                    rows = await self._read_placed(shared, found, call.stream)
+                    if rows is None:
+                        lost.add(position)
+                    else:
+                        call.outcomes[call.indices[position]] = rows
+                elif found is not None:
+                    position, outcome = found
+                    call.outcomes[call.indices[positions[position]]] = outcome
+                    if isinstance(outcome, InvalidRows):
+                        self._info = None  # the server may have been replaced by one with another model
+            self._note_instance(await rpc.trailing_metadata())
+            assembler.finish()
+        except grpc.RpcError as error:
+            num_arrived = len(call.outcomes)
+            raise self._failed(error, call.method, call.num_items, num_arrived) from error
+        except asyncio.CancelledError as error:
+            self._raise_if_closed(call.method, error)
+            raise
+        finally:
+            rpc.cancel()
+
+    async def _read_placed(
+        self, shared: AttachedMemory, placed: PlacedRows, stream: Any
+    ) -> EncodedRows | None:
+        """None for lost rows."""
+        place, key = placed.place, placed.result.key
+        payload = await asyncio.to_thread(
+            functools.partial(shared.read_place, place, placed.header.rows_bytes, stream=stream)
+        )
+        self._touches.note(key, place.generation, is_lost=payload is None)
+        return None if payload is None else placed.rows(payload)
+
+    async def _send_touches(self, rows: Sequence[tuple[bytes, int]], num_lost: int) -> None:
+        request = pb.TouchRequest(
+            rows=[pb.TouchedRows(key=key, generation=generation) for key, generation in rows],
+            namespace=self._namespace,
+            num_lost=num_lost,
+        )
+        await self._unary("Touch", request, pb.TouchResponse, Deadline(self._timeout_s))
+
+    # The server and its calls -----------------------------------------------------------------------------
 
     def _deadline(self, timeout_s: float | None) -> Deadline:
         return Deadline(self._timeout_s if timeout_s is None else timeout_s)
 
-    def _known_info(self, deadline: Deadline) -> ServerInfo:
-        """What is known of the server; asks once when nothing is."""
-        info = self._session.info
-        if info is not None:
-            return info
-        if not self._info_lock.acquire(timeout=deadline.left_s):
-            raise DeadlineExceeded(f"the server at {self.target} did not say what it is in time")
-        try:
-            return self._session.info or self._ask_info(deadline)
-        finally:
-            self._info_lock.release()
+    async def _ready_to_read(self, deadline: Deadline) -> ServerInfo:
+        """Raises TransportUnavailable if inline is excluded and nothing is attached in time."""
+        info = await self._known_info(deadline)
+        if self._shared.needs_wait:
+            await asyncio.to_thread(self._shared.require, deadline.left_s)
+        return info
 
-    def _ask_info(self, deadline: Deadline, *, wait_for_ready: bool = False) -> ServerInfo:
-        response = self._unary(
-            "GetServerInfo",
-            self._session.info_request(),
-            pb.GetServerInfoResponse,
-            deadline,
-            wait_for_ready=wait_for_ready,
+    async def _known_info(self, deadline: Deadline) -> ServerInfo:
+        """The server's information, asked for if it is not known. Raises CallFailed."""
+        self._check_open("GetServerInfo")
+        if self._info is not None:
+            return self._info
+        try:
+            async with asyncio.timeout(deadline.left_s), self._info_lock:
+                return self._info or await self._ask_info(deadline)
+        except TimeoutError as error:
+            raise DeadlineExceeded(f"the server at {self.target} did not describe itself in time") from error
+
+    async def _ask_info(self, deadline: Deadline, *, wait_for_ready: bool = False) -> ServerInfo:
+        request = pb.GetServerInfoRequest(protocol_version=PROTOCOL_VERSION)
+        response = await self._unary(
+            "GetServerInfo", request, pb.GetServerInfoResponse, deadline, wait_for_ready=wait_for_ready
         )
-        return self._session.accept_info(response)
+        info = convert.server_info(response)
+        if info.min_protocol_version > PROTOCOL_VERSION or info.protocol_version < MIN_PROTOCOL_VERSION:
+            raise ProtocolMismatch(
+                f"the server at {self.target} speaks protocol versions {info.min_protocol_version} to "
+                f"{info.protocol_version}, this adapter {MIN_PROTOCOL_VERSION} to {PROTOCOL_VERSION}"
+            )
+        self._info_time_s = time.monotonic()
+        self._info = info
+        self._shared.offer(info)
+        return info
 
-    def _is_serving(self, deadline: Deadline) -> bool:
-        """What grpc.health.v1 says; a server without it serves when it answers at all."""
-        check: grpc.UnaryUnaryMultiCallable[bytes, bytes] = self._channel.unary_unary(HEALTH_CHECK)
+    def _expected_models(self, info: ServerInfo) -> Sequence[ModelInfo]:
+        """The models whose geometry rows may have: the named one, or all where the name does not settle
+        it."""
+        return [model for model in info.models if model.name == self._model] or info.models
+
+    async def _is_serving(self, deadline: Deadline) -> bool:
+        """The answer of grpc.health.v1; a server without it is serving when it answers at all."""
+        check: Any = self._channel.current().unary_unary(_HEALTH_CHECK)
         try:
-            return health_is_serving(check(b"", timeout=deadline.left_s))
-        except grpc.RpcError as error:
-            if cast("grpc.Call", error).code() is grpc.StatusCode.UNIMPLEMENTED:
+            # HealthCheckResponse: field 1 (status) has the value 1 (SERVING).
+            response: bytes = await check(b"", timeout=deadline.left_s)
+            return response.startswith(b"\x08\x01")
+        except grpc.aio.AioRpcError as error:
+            if error.code() is grpc.StatusCode.UNIMPLEMENTED:
                 return True
-            raise self._session.failed(error, "Health.Check", closed=self._closed) from error
+            raise self._failed(error, "Health.Check") from error
 
-    def _unary(
+    async def _unary(
         self,
         method: str,
         request: Message,
         response_type: type[ResponseT],
         deadline: Deadline,
-        metadata: Metadata = (),
         *,
         wait_for_ready: bool = False,
     ) -> ResponseT:
         self._check_open(method)
-        metadata = self._session.bearer + metadata
-        call = self._channel.unary_unary(
-            method_path(method),
+        call: Any = self._channel.current().unary_unary(
+            _method_path(method),
             request_serializer=type(request).SerializeToString,
             response_deserializer=response_type.FromString,
         )
         try:
-            response, ended = call.with_call(
-                request, timeout=deadline.left_s, metadata=metadata, wait_for_ready=wait_for_ready
+            rpc = call(
+                request,
+                timeout=deadline.left_s,
+                metadata=self._channel.metadata(),
+                wait_for_ready=wait_for_ready,
             )
-            self._session.note_server(ended.trailing_metadata())
+            response: ResponseT = await rpc
+            self._note_instance(await rpc.trailing_metadata())
             return response
         except grpc.RpcError as error:
-            raise self._session.failed(error, method, closed=self._closed) from error
-        except ValueError as error:
-            self._raise_if_closed_meanwhile(method, error)
+            raise self._failed(error, method) from error
+        except asyncio.CancelledError as error:
+            self._raise_if_closed(method, error)
             raise
 
-    def _send_release(self, request: pb.ReleaseRequest, done: Callable[[], None]) -> None:
-        start = self._channel.unary_unary(
-            method_path("Release"),
-            request_serializer=pb.ReleaseRequest.SerializeToString,
-            response_deserializer=pb.ReleaseResponse.FromString,
+    def _note_instance(self, trailers: Any) -> None:
+        """Forgets the server's information when another instance has answered. At most once in
+        MIN_INFO_AGE_S: several servers may share the address."""
+        info = self._info
+        if info is None or time.monotonic() - self._info_time_s < MIN_INFO_AGE_S:
+            return
+        found = dict(trailers or ()).get(INSTANCE_KEY, info.instance_id)
+        if found != info.instance_id:
+            self._info = None
+
+    def _failed(
+        self, error: grpc.RpcError, method: str, num_items: int = 0, num_arrived: int = 0
+    ) -> CallFailed:
+        if self._is_closed:
+            return self._closed_during(method)
+        failure = from_rpc_error(
+            error, target=self.target, method=method, num_items=num_items, num_arrived=num_arrived
         )
-        call = start.future(request, timeout=RELEASE_TIMEOUT_S, metadata=self._session.bearer)
-        call.add_done_callback(lambda _: done())
-
-    def _rows(
-        self, calls: Sequence[RowsCall], deadline: Deadline
-    ) -> Generator[tuple[int, Outcome], None, None]:
-        """The calls one after another, each with those for what could not be read out of shared memory."""
-        for call in calls:
-            following: RowsCall | None = call
-            while following is not None:
-                yield from self._stream(following, deadline)
-                following = following.follow_up()
-
-    def _stream(self, call: RowsCall, deadline: Deadline) -> Generator[tuple[int, Outcome], None, None]:
-        self._check_open(call.method)
-        request = call.request.SerializeToString()
-        metadata, stream = self._session.bearer + call.metadata, None
-        by_grpc = stream_call(self._channel, call.method, request, metadata)
-        sent = (call.calls_path, call.method, request, deadline.left_s, metadata)
-        try:
-            stream = self._session.local.begin(*sent, by_grpc)
-            for message in stream:
-                finished = call.feed(parsed(message))
-                if finished is not None:
-                    yield finished
-            call.finish(stream.trailing_metadata())
-        except grpc.RpcError as error:
-            failure = call.failed(error, closed=self._closed)
-            if not call.absorbs(failure):
-                raise failure from error
-        except ValueError as error:
-            self._raise_if_closed_meanwhile(call.method, error)
-            raise
-        finally:
-            if stream is not None:
-                stream.cancel()
+        if isinstance(failure, EncoderUnavailable):
+            self._info = None
+        return failure
 
     def _check_open(self, method: str) -> None:
-        if self._closed:
-            raise self._session.closed_under(method)
+        if os.getpid() != self._pid:
+            raise CallCancelled(f"{method} at {self.target}: the client belongs to the parent process")
+        if self._is_closed:
+            raise self._closed_during(method)
 
-    def _raise_if_closed_meanwhile(self, method: str, error: ValueError) -> None:
-        """gRPC says ValueError when another thread closed the channel since ``_check_open``."""
-        if self._closed:
-            raise self._session.closed_under(method) from error
+    def _raise_if_closed(self, method: str, error: asyncio.CancelledError) -> None:
+        """gRPC cancels the tasks that wait for a channel that is being closed."""
+        task = asyncio.current_task()
+        if self._is_closed and not (task is not None and task.cancelling()):
+            raise self._closed_during(method) from error
+
+    def _closed_during(self, method: str) -> CallCancelled:
+        return CallCancelled(f"{method} at {self.target} was cancelled: the client is closed")
+
+
+class _Touches:
+    """Reads to report to the service, in batches of at most TOUCH_INTERVAL_S or MAX_TOUCHED_ROWS."""
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        send: Callable[[Sequence[tuple[bytes, int]], int], Awaitable[None]],
+    ) -> None:
+        self._loop = loop
+        self._send = send
+        self._lock = threading.Lock()
+        self._rows: list[tuple[bytes, int]] = []
+        self._num_lost = 0
+        self._is_scheduled = False
+        self._is_closed = False
+        self._sending: set[asyncio.Task[None]] = set()
+
+    def note(self, key: bytes, generation: int, *, is_lost: bool) -> None:
+        """From any thread."""
+        with self._lock:
+            if is_lost:
+                self._num_lost += 1
+            else:
+                self._rows.append((key, generation))
+            is_full = len(self._rows) == MAX_TOUCHED_ROWS
+            is_first, self._is_scheduled = not self._is_scheduled, True
+            if self._is_closed or self._loop.is_closed():
+                return
+            if is_full:
+                self._loop.call_soon_threadsafe(self._flush)
+            elif is_first:
+                self._loop.call_soon_threadsafe(self._loop.call_later, TOUCH_INTERVAL_S, self._flush)
+
+    def close(self) -> None:
+        """On the loop. Reads that were not reported are forgotten."""
+        with self._lock:
+            self._is_closed = True
+        for task in self._sending:
+            task.cancel()
+
+    def _flush(self) -> None:
+        with self._lock:
+            rows, num_lost = self._rows, self._num_lost
+            self._rows, self._num_lost, self._is_scheduled = [], 0, False
+        if (rows or num_lost) and not self._is_closed:
+            for start in range(0, max(1, len(rows)), MAX_TOUCHED_ROWS):
+                portion = rows[start : start + MAX_TOUCHED_ROWS]
+                task = self._loop.create_task(self._report(portion, num_lost if start == 0 else 0))
+                self._sending.add(task)
+                task.add_done_callback(self._sending.discard)
+
+    async def _report(self, rows: Sequence[tuple[bytes, int]], num_lost: int) -> None:
+        # A report is a hint for eviction, so a failed one is not repeated.
+        with contextlib.suppress(EncoderError):
+            await self._send(rows, num_lost)
+
+
+def rows_or_raise(outcome: Outcome) -> EncodedRows:
+    """The rows. Raises ItemFailed."""
+    if isinstance(outcome, ItemFailed):
+        raise outcome
+    return outcome
+
+
+def _portions(info: ServerInfo, entries: Sequence[ResultT]) -> list[Sequence[ResultT]]:
+    """Entries in as many calls as the server's limit of items needs."""
+    size = info.limits.max_items_per_request or len(entries) or 1
+    return [entries[start : start + size] for start in range(0, len(entries), size)]
+
+
+def _method_path(method: str) -> str:
+    return f"/{_SERVICE}/{method}"

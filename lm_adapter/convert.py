@@ -1,37 +1,35 @@
-"""The adapter's records to and from the wire's messages.
+"""Conversion between the adapter's records and the wire's messages.
 
-Owns the spelling of enums and the packing of pixel tensors. Judges nothing: ``assembly`` validates.
+Owns the names of enum values and the packing of items. Results are validated in ``assembly``, not here.
 """
 
 from __future__ import annotations
 
 from operator import attrgetter
 
-from lm_adapter.checks import RowsHeader
 from lm_adapter.errors import InvalidRequest, ItemFailed
-from lm_adapter.leases import LeaseRecord
-from lm_adapter.transport.settings import PixelInput
-from lm_adapter.types import (
-    CacheTier,
+from lm_adapter.items import (
     ClipItem,
     DigestItem,
     FramesItem,
     Grid,
     ImageItem,
     Item,
+    Modality,
+    PixelItem,
+    PreprocessOptions,
+    UrlItem,
+)
+from lm_adapter.types import (
+    CacheTier,
     KeyState,
     KeyStatus,
-    LeaseStatus,
     Limits,
-    Modality,
     ModelInfo,
-    PixelItem,
     PrefetchStatus,
-    PreprocessOptions,
     ServerInfo,
     StageTimings,
     TransportInfo,
-    UrlItem,
 )
 from vision_encoder.v1 import encoder_pb2 as pb
 
@@ -49,7 +47,6 @@ _TIERS: dict[int, CacheTier] = {
     pb.CACHE_TIER_IN_FLIGHT: CacheTier.IN_FLIGHT,
     pb.CACHE_TIER_DEVICE: CacheTier.DEVICE,
     pb.CACHE_TIER_HOST: CacheTier.HOST,
-    pb.CACHE_TIER_SHARED: CacheTier.SHARED,
 }
 _KEY_STATES: dict[int, KeyState] = {
     pb.KEY_STATE_ABSENT: KeyState.ABSENT,
@@ -62,14 +59,14 @@ _TIMINGS = attrgetter(*StageTimings.__dataclass_fields__)
 
 
 def dtype_number(name: str) -> pb.DType.ValueType:
-    """Raises InvalidRequest for a dtype that the wire has no number for."""
+    """Raises InvalidRequest for a dtype that has no number on the wire."""
     if name not in _DTYPES:
-        raise InvalidRequest(f"dtype {name} does not travel; the wire has {', '.join(_DTYPES)}")
+        raise InvalidRequest(f"dtype {name} cannot be sent; the wire has {', '.join(_DTYPES)}")
     return _DTYPES[name]
 
 
 def dtype_name(number: int) -> str:
-    """``float32``, ...; ``dtype <n>`` for a number this adapter does not know."""
+    """``float32``, ...; ``dtype <n>`` for an unknown number."""
     return _DTYPE_OF.get(number) or f"dtype {number}"
 
 
@@ -89,18 +86,17 @@ def timings(message: pb.StageTimings) -> StageTimings:
     return StageTimings(*_TIMINGS(message))
 
 
-def item_message(item: Item, shm: pb.ShmTensor | None = None) -> pb.Item:
-    """shm: where the pixels lie, when not in the message. Raises InvalidRequest for values that the wire
-    cannot carry, TypeError for what is no item."""
+def item_message(item: Item) -> pb.Item:
+    """Raises InvalidRequest for values that the wire cannot carry, TypeError for another type."""
     try:
-        return _item_message(item, shm)
+        return _item_message(item)
     except ValueError as error:
         if isinstance(error, InvalidRequest):
             raise
         raise InvalidRequest(f"an item does not fit the wire: {error}") from error
 
 
-def _item_message(item: Item, shm: pb.ShmTensor | None) -> pb.Item:
+def _item_message(item: Item) -> pb.Item:
     if not isinstance(item, Item):
         raise TypeError(
             "an item is an ImageItem, ClipItem, FramesItem, PixelItem, DigestItem or UrlItem, found "
@@ -121,11 +117,9 @@ def _item_message(item: Item, shm: pb.ShmTensor | None) -> pb.Item:
             _set_options(message, item.options)
         case PixelItem():
             message.pixels.grid_thw.CopyFrom(pb.GridTHW(t=item.grid[0], h=item.grid[1], w=item.grid[2]))
-            if shm is not None:
-                message.pixels.shm.CopyFrom(shm)
-                return message
             dtype, shape, data = item.packed()
-            message.pixels.inline.CopyFrom(pb.InlineTensor(dtype=dtype_number(dtype), shape=shape, data=data))
+            tensor = pb.InlineTensor(dtype=dtype_number(dtype), shape=shape, data=data.tobytes())
+            message.pixels.inline.CopyFrom(tensor)
         case DigestItem():
             message.digest_only.SetInParent()
             _set_options(message, item.options)
@@ -174,13 +168,6 @@ def server_info(message: pb.GetServerInfoResponse) -> ServerInfo:
             )
             for transport in message.transports
         ),
-        pixel_input=_pixel_input(message.pixel_input) if message.HasField("pixel_input") else None,
-    )
-
-
-def _pixel_input(message: pb.PixelInput) -> PixelInput:
-    return PixelInput(
-        message.host_id, tuple(message.name_prefixes), message.published, message.max_tensor_bytes
     )
 
 
@@ -200,7 +187,6 @@ def _model_info(message: pb.ModelInfo) -> ModelInfo:
         patch_dim=message.patch_dim,
         merges_time=message.merges_time,
         modalities=tuple(_MODALITY_OF[number] for number in message.modalities if number in _MODALITY_OF),
-        precision=message.precision or "dtype",
     )
 
 
@@ -227,40 +213,4 @@ def prefetch_status(message: pb.PrefetchStatus) -> PrefetchStatus | ItemFailed:
         state=key_state(message.state),
         grid_thw=grid(message.grid_thw) if message.HasField("grid_thw") else None,
         num_rows=message.num_rows,
-    )
-
-
-def lease_status(message: pb.LeaseStatus) -> LeaseStatus | ItemFailed:
-    if message.HasField("failure"):
-        return item_failed(message.failure)
-    return LeaseStatus(message.lease_id, message.expires_at_unix_ms)
-
-
-def lease_record(result: pb.ItemResult, header: RowsHeader, num_readers: int, owner_id: bytes) -> LeaseRecord:
-    """Where a result's rows lie; for rows that come inline, only whose they are. owner_id: whom a lease was
-    granted to."""
-    delivery = result.WhichOneof("rows")
-    is_shared = delivery in ("host", "lease")
-    shared = result.lease if delivery == "lease" else result.host  # empty where the rows come inline
-    lease_id = shared.lease_id
-    return LeaseRecord(
-        result.key,
-        result.content_digest,
-        header.grid_thw,
-        header.num_rows,
-        header.width,
-        header.dtype,
-        header.num_deepstack_levels,
-        header.rows_bytes,
-        tuple(result.timestamps_s),
-        header.chunk_grids,
-        ("device" if delivery == "lease" else "host") if is_shared else "inline",
-        num_readers,
-        lease_id,
-        shared.arena_id,
-        shared.slot_index,
-        shared.generation,
-        shared.offset_bytes,
-        shared.expires_at_unix_ms,
-        owner_id if lease_id else b"",
     )

@@ -1,23 +1,24 @@
-"""Every error the adapter raises, and the one place where gRPC's errors become ours.
+"""Every error that the adapter raises, and the mapping of gRPC's errors to them.
 
 EncoderError
-├── ItemFailed               one item failed and its neighbours did not: returned by ``encode``, raised by
-│   │                        ``encode_one``; ``reason`` is the service's stable code
-│   ├── InvalidRows          rows that break what the result, the model or the prompt says; never handed out
-│   └── StaleRows            rows in shared memory that changed while they were read; ask for them again
-├── CallFailed               the whole call failed; ``completed`` holds what had arrived
-│   ├── RequestRefused       sending the same call again gives the same answer, unless ``retryable``
-│   ├── EncoderOverloaded    retry after ``retry_after_ms``
-│   ├── EncoderUnavailable   no server was reached, or it went away in mid-call
-│   ├── EncoderFault         the server failed inside
-│   ├── DeadlineExceeded     the call's time ran out on either side
-│   ├── CallCancelled        the client was closed under the call
-│   ├── ProtocolMismatch     the two sides share no protocol version
-│   ├── StreamViolation      a message that no correct server sends
-│   ├── TransportUnavailable  rows cannot come in any way that the client allows
-│   └── TruncatedStream      the stream ended OK with items unanswered
-├── InvalidRequest           the caller's arguments, found before anything was sent (also a ValueError)
-└── MissingDependency        an optional package is needed for this (also an ImportError)
+├── ItemFailed                one item failed, its neighbours did not: returned by ``encode``, raised by
+│   │                         ``encode_one``; ``reason`` is the service's stable code
+│   └── InvalidRows           rows that contradict the result, the model or the prompt; never returned
+├── CallFailed                the whole call failed; ``completed`` holds the outcomes that had arrived
+│   ├── RequestRefused        the same call gets the same answer, unless ``retryable``
+│   ├── EncoderOverloaded     retry after ``retry_after_ms``
+│   ├── EncoderUnavailable    no server was reached, or the connection broke
+│   ├── EncoderFault          the server failed internally
+│   ├── DeadlineExceeded      the call's time ran out on either side
+│   ├── CallCancelled         the client was closed during the call
+│   ├── ProtocolMismatch      the two sides share no protocol version
+│   ├── StreamViolation       a message that no correct server sends
+│   ├── TransportUnavailable  the client excludes inline rows, and no shared memory is attached
+│   └── TruncatedStream       the stream ended OK with items unanswered
+├── MappingFailed             the encoder's memory cannot be mapped; the client goes on with inline rows
+├── BrokerError               the broker cannot be reached or refuses; the client goes on with inline rows
+├── InvalidRequest            wrong arguments, found before anything was sent (also a ValueError)
+└── MissingDependency         an optional package is needed (also an ImportError)
 
 Each has a ``reason``, ``retryable`` and ``retry_after_ms``; ``details`` holds the figures of the message.
 """
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from lm_adapter.types import EncodedRows
 
 __all__ = [
+    "BrokerError",
     "CallCancelled",
     "CallFailed",
     "DeadlineExceeded",
@@ -46,27 +48,25 @@ __all__ = [
     "InvalidRequest",
     "InvalidRows",
     "ItemFailed",
+    "MappingFailed",
     "MissingDependency",
     "ProtocolMismatch",
     "RequestRefused",
-    "StaleRows",
     "StreamViolation",
     "TransportUnavailable",
     "TruncatedStream",
     "from_rpc_error",
 ]
 
-ABORTED = 10
-"""gRPC's status number of a lease that is over."""
 DATA_LOSS = 15
 """gRPC's status number of rows that arrived damaged."""
 
 FAILURE_METADATA_KEY = "vision-encoder-failure-bin"
-"""Trailing metadata of a failed call: a serialised ItemFailure with the service's reason."""
+"""Trailing metadata of a failed call: a serialised ItemFailure that holds the service's reason."""
 
 
 class EncoderError(Exception):
-    """Base of every error here. ``str(error)`` is a full sentence."""
+    """Base of every error of this module. ``str(error)`` is a full sentence."""
 
     default_reason: ClassVar[str] = "ENCODER_ERROR"
     default_retryable: ClassVar[bool] = False
@@ -112,7 +112,7 @@ class ItemFailed(EncoderError):
 
 
 class InvalidRows(ItemFailed):
-    """Rows that must not reach an engine. ``field`` names what is wrong; found and expected are in
+    """Rows that must not reach an engine. ``field`` names the wrong value; found and expected are in
     ``details`` and in the message."""
 
     default_reason = "INVALID_ROWS"
@@ -124,19 +124,8 @@ class InvalidRows(ItemFailed):
         self.field = field
 
 
-class StaleRows(ItemFailed):
-    """The slot has another tenant, or its lease ended, since the rows began to be read."""
-
-    default_reason = "STALE_LEASE"
-    default_retryable = True
-
-    def __init__(self, message: str, /, *, details: Mapping[str, object] | None = None) -> None:
-        super().__init__(message, status=ABORTED, details=details)
-
-
 class CallFailed(EncoderError):
-    """A whole call failed. ``completed`` maps the index of each item that had finished to its outcome; the
-    calls that return a list fill it, ``encode_iter`` and ``fetch_iter`` have handed them out already."""
+    """A whole call failed. ``completed`` maps the index of each item that had finished to its outcome."""
 
     completed: Mapping[int, EncodedRows | ItemFailed] = {}
 
@@ -185,6 +174,15 @@ class TruncatedStream(CallFailed):
     default_retryable = True
 
 
+class MappingFailed(EncoderError):
+    default_reason = "MAPPING_FAILED"
+
+
+class BrokerError(EncoderError):
+    default_reason = "BROKER_UNAVAILABLE"
+    default_retryable = True
+
+
 class InvalidRequest(EncoderError, ValueError):
     default_reason = "INVALID_REQUEST"
 
@@ -210,7 +208,7 @@ _REFUSED = frozenset(
         grpc.StatusCode.UNAUTHENTICATED,
     }
 )
-# A connection cut in mid-stream reaches gRPC's clients under these codes too, told apart by their text only.
+# gRPC also reports a connection cut in mid-stream as INTERNAL or UNKNOWN, with one of these texts.
 _CUT_TEXTS = ("rst_stream", "stream removed", "socket closed", "connection reset", "goaway")
 
 
@@ -239,7 +237,7 @@ def from_rpc_error(
     reason: str | None = None
     retryable: bool | None = None
     if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED) or cut:
-        # Our own cancellations never get here: the clients know when they closed or were cancelled.
+        # Cancellations of this side never get here: the client handles them before.
         kind, message = EncoderUnavailable, f"the encoder went away in {where}: {text}"
     elif code is grpc.StatusCode.DEADLINE_EXCEEDED:
         kind, message = DeadlineExceeded, f"the deadline passed in {where}: {text}"
@@ -266,8 +264,8 @@ def from_rpc_error(
 
 
 def _read_rpc_error(error: grpc.RpcError) -> tuple[grpc.StatusCode, str, pb.ItemFailure]:
-    """Status, text and the service's own account of the failure (empty when it gave none, as when the
-    connection broke); grpc.RpcError itself promises none of the three."""
+    """Status, text and the service's ItemFailure (empty when there is none, as when the connection broke).
+    The type grpc.RpcError itself guarantees none of the three."""
     code = error.code() if hasattr(error, "code") else grpc.StatusCode.UNKNOWN
     text = error.details() if hasattr(error, "details") else str(error)
     metadata: Any = error.trailing_metadata() if hasattr(error, "trailing_metadata") else None
@@ -277,5 +275,5 @@ def _read_rpc_error(error: grpc.RpcError) -> tuple[grpc.StatusCode, str, pb.Item
             try:
                 failure = pb.ItemFailure.FromString(value)
             except DecodeError:
-                text = f"{text} (with an unreadable account of the failure)"
+                text = f"{text} (with an unreadable ItemFailure)"
     return code or grpc.StatusCode.UNKNOWN, text or "no details", failure

@@ -1,16 +1,13 @@
-"""Items going out: what a caller may ask to have encoded, and how.
+"""Items that a caller sends: files, frames, pixel tensors, digests and URLs, with their processor options.
 
-Owns the records of content, the options of its preparation, and what can be said of a URL before anybody
-asks for it. Knows nothing of the wire; ``convert`` does. ``types`` exports all of it again, beside what comes
-back. Shape legend: P patches.
+Owns these records and the checks that need no server. ``convert`` turns them into messages; ``types`` holds
+what comes back. Shape legend: P patches.
 """
 
 from __future__ import annotations
 
 import enum
-import hashlib
 import re
-import struct
 import sys
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeAlias
@@ -19,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lm_adapter.errors import InvalidRequest
+from vision_encoder.layout.keys import frames_source
 
 if TYPE_CHECKING:
     import torch
@@ -36,11 +34,8 @@ __all__ = [
     "UrlItem",
 ]
 
-DIGEST_BYTES = 32
-DEFAULT_FPS = 24.0
-"""What frames without a rate count as."""
 MAX_URL_CHARS = 8192
-"""The service takes no longer ones."""
+"""The service refuses longer URLs."""
 _NO_URL_CHAR = re.compile(r"[^\x21-\x7e]|\\")
 _SCHEMES = ("https", "http")
 
@@ -65,7 +60,7 @@ class Grid(NamedTuple):
 @dataclass(frozen=True)
 class PreprocessOptions:
     """Per-item overrides of the checkpoint's processor settings; ``None`` keeps the checkpoint's value.
-    NONE: no override at all; what is equal to it means the same."""
+    NONE: no overrides."""
 
     NONE: ClassVar[PreprocessOptions]
     min_pixels: int | None = None
@@ -77,8 +72,7 @@ class PreprocessOptions:
     max_frames: int | None = None
 
     def given(self) -> dict[str, int | float]:
-        """The overrides that were given, by field name, in field order; fps always as a float, as the wire
-        carries it."""
+        """The overrides that are set, by field name; fps always as a float, as on the wire."""
         values: dict[str, int | float] = {
             name: value for name, value in vars(self).items() if value is not None
         }
@@ -92,8 +86,8 @@ PreprocessOptions.NONE = PreprocessOptions()
 
 @dataclass(frozen=True)
 class ImageItem:
-    """An encoded file (JPEG, PNG, WebP, ...). digest: 32 bytes that stand for the content inside the
-    client's namespace, or None: then the service hashes the bytes with BLAKE3."""
+    """An image file (JPEG, PNG, WebP, ...). digest: 32 bytes that identify the content inside the client's
+    namespace, or None: then the bytes are hashed with BLAKE3."""
 
     data: bytes = field(repr=False)
     digest: bytes | None = None
@@ -103,34 +97,25 @@ class ImageItem:
 
 @dataclass(frozen=True, eq=False)
 class PixelItem:
-    """Pixels that the caller preprocessed. pixel_values: [P, patch_dim] or [P, C, ph, pw], a numpy array or
-    a torch tensor on any device, float32, float16 or (torch) bfloat16; grid: P == t * h * w."""
+    """Pixels that the caller has preprocessed. pixel_values: [P, patch_dim] or [P, C, ph, pw], a numpy array
+    or a torch tensor on any device, float32, float16 or (torch) bfloat16; grid: P == t * h * w."""
 
     pixel_values: npt.NDArray[Any] | torch.Tensor = field(repr=False)
     grid: Grid
     digest: bytes | None = None
     modality: Modality = Modality.IMAGE
 
-    def packed(self) -> tuple[str, tuple[int, ...], bytes]:
-        """dtype name, shape, and row-major little-endian bytes: what travels and what is hashed.
+    def packed(self) -> tuple[str, tuple[int, ...], memoryview]:
+        """dtype name, shape, and row-major little-endian bytes: what is sent and hashed. No copy is made of
+        contiguous little-endian host memory.
 
-        Raises TypeError for what is neither a numpy array nor a torch tensor.
+        Raises TypeError for another type than a numpy array or a torch tensor.
         """
-        dtype, shape, packed = self._packed()
-        return dtype, shape, packed.tobytes()
-
-    def packed_in_place(self) -> tuple[str, tuple[int, ...], memoryview]:
-        """``packed`` without a copy of what is little-endian and contiguous in host memory. Raises as it
-        does, and TypeError for a dtype that is no plain number."""
-        dtype, shape, packed = self._packed()
-        return dtype, shape, packed.reshape(-1).view(np.uint8).data
-
-    def _packed(self) -> tuple[str, tuple[int, ...], npt.NDArray[Any]]:
         if isinstance(self.pixel_values, np.ndarray):
             little = self.pixel_values.dtype.newbyteorder("<")
             array = np.ascontiguousarray(self.pixel_values, dtype=little)
-            return little.name, self.pixel_values.shape, array
-        # Whoever holds a tensor has imported torch already.
+            return little.name, self.pixel_values.shape, array.reshape(-1).view(np.uint8).data
+        # A caller that holds a tensor has imported torch.
         torch = sys.modules.get("torch")
         if torch is None or not isinstance(self.pixel_values, torch.Tensor):
             raise TypeError(
@@ -138,13 +123,13 @@ class PixelItem:
             )
         tensor = self.pixel_values.detach().cpu().contiguous()
         name = str(tensor.dtype).removeprefix("torch.")
-        return name, tuple(tensor.shape), tensor.reshape(-1).view(torch.uint8).numpy()
+        return name, tuple(tensor.shape), tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
 @dataclass(frozen=True)
 class ClipItem:
-    """A clip's file (MP4, WebM, Matroska, GIF, animated WebP). digest: as an ImageItem's. options: fps,
-    min_frames, max_frames and the family's limits of size."""
+    """A video file (MP4, WebM, Matroska, GIF, animated WebP). digest: as in ImageItem. options: fps,
+    min_frames, max_frames and the size limits of the model's family."""
 
     data: bytes = field(repr=False)
     digest: bytes | None = None
@@ -154,9 +139,9 @@ class ClipItem:
 
 @dataclass(frozen=True, eq=False)
 class FramesItem:
-    """A clip as its caller decoded it. frames: uint8 [T, H, W, 3], RGB, upright, a numpy array or a torch
-    tensor. fps: of these frames, from which the service samples as it does from a file; None: 24.
-    timestamps_s: in place of fps, one for each frame of a clip that was sampled before: all are taken."""
+    """A decoded clip. frames: uint8 [T, H, W, 3], RGB, upright, a numpy array or a torch tensor. fps: of
+    these frames, from which the service samples as it does from a file; None: 24. timestamps_s: in place of
+    fps, one for each frame; then the service takes all frames."""
 
     frames: npt.NDArray[np.uint8] | torch.Tensor = field(repr=False)
     fps: float | None = None
@@ -166,9 +151,8 @@ class FramesItem:
     modality: Modality = Modality.VIDEO
 
     def array(self) -> npt.NDArray[np.uint8]:
-        """The frames on the host, contiguous. Raises InvalidRequest for another dtype or shape, for a rate
-        that is not above 0 (on the wire 0 is none), and for both fps and timestamps; TypeError for what is
-        neither a numpy array nor a torch tensor."""
+        """The frames on the host, contiguous. Raises InvalidRequest for another dtype or shape, for fps that
+        is not above 0, and for both fps and timestamps; TypeError for another type."""
         frames: Any = self.frames
         if not isinstance(frames, np.ndarray):
             torch = sys.modules.get("torch")
@@ -195,18 +179,14 @@ class FramesItem:
 
     @property
     def source(self) -> str:
-        """What of it enters a key beside its digest: the rate, or the timestamps. Raises InvalidRequest as
-        ``array``, for these alone."""
+        """The rate or timestamps as they enter the key. Raises InvalidRequest as ``array`` for these."""
         self._check_times()
-        if self.timestamps_s is not None:
-            packed = struct.pack(f"<{len(self.timestamps_s)}d", *self.timestamps_s)
-            return f"frames:at={hashlib.sha256(packed).hexdigest()}"
-        return f"frames:fps={struct.pack('<d', DEFAULT_FPS if self.fps is None else self.fps).hex()}"
+        return frames_source(self.fps, self.timestamps_s)
 
 
 @dataclass(frozen=True)
 class DigestItem:
-    """The content is not sent: served from the service's store, or failed with UNKNOWN_KEY."""
+    """Content that is not sent: the service serves it from its store, or the item fails with UNKNOWN_KEY."""
 
     digest: bytes
     options: PreprocessOptions = PreprocessOptions.NONE
@@ -215,9 +195,8 @@ class DigestItem:
 
 @dataclass(frozen=True)
 class UrlItem:
-    """What lies at a URL, for the service to fetch; it takes only what its list of addresses allows, and
-    fails the item with UNSUPPORTED_CONTENT where it has none. digest: with it, nothing is fetched while the
-    service holds the rows, and other content under the same URL does not change what the digest means."""
+    """A URL that the service fetches, if its configuration allows the address. digest: with it, nothing is
+    fetched while the service holds the rows."""
 
     url: str
     digest: bytes | None = None
@@ -225,9 +204,8 @@ class UrlItem:
     modality: Modality = Modality.IMAGE
 
     def check(self) -> None:
-        """Compares the URL with what every service refuses; whether one allows its address only that one
-        knows. Called before the item is sent. Raises InvalidRequest with reason URL_REFUSED, which does not
-        repeat the URL: there may be secrets in it."""
+        """Checks the URL's form before it is sent. Raises InvalidRequest with reason URL_REFUSED, which does
+        not repeat the URL: it may contain secrets."""
         text = self.url
         if not isinstance(text, str):
             raise _refused(f"a URL is a str, found {type(text).__name__}")

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from lm_adapter.alignment import Ids, PromptItem, Run, align, placeholder_runs
 from lm_adapter.errors import InvalidRequest
-from lm_adapter.types import Modality
+from lm_adapter.items import Modality
 
 __all__ = [
     "ExpandedPrompt",

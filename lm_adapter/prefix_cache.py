@@ -28,8 +28,9 @@ import numpy.typing as npt
 
 from lm_adapter.alignment import Ids
 from lm_adapter.errors import InvalidRequest
+from lm_adapter.items import Modality
 from lm_adapter.placeholders import ExpandedPrompt
-from lm_adapter.types import DIGEST_BYTES, Modality
+from vision_encoder.layout.keys import DIGEST_BYTES
 
 __all__ = [
     "FIRST_PAD_ID",

@@ -1,8 +1,7 @@
-"""The records of the adapter's interface: rows and server facts coming back; the items going out are
-``items``'s, and exported here as well.
+"""Records that come back from the service: rows, failures, server information, states of keys.
 
-Owns what callers hold in their hands, and the views of a payload as numpy and torch arrays. Knows nothing
-of the wire; ``convert`` does. torch is imported only where a tensor is asked for.
+Owns these records and the views of a payload as numpy and torch arrays. ``convert`` makes them from messages;
+``items`` holds what is sent. torch is imported by ``EncodedRows.torch`` alone.
 
 Shape legend: R rows (visual tokens), D language-model width, L deepstack levels.
 """
@@ -11,57 +10,29 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from lm_adapter.errors import InvalidRequest, ItemFailed, MissingDependency
-from lm_adapter.items import DIGEST_BYTES as DIGEST_BYTES
-from lm_adapter.items import (
-    ClipItem,
-    DigestItem,
-    FramesItem,
-    Grid,
-    ImageItem,
-    Item,
-    Modality,
-    PixelItem,
-    PreprocessOptions,
-    UrlItem,
-)
+from lm_adapter.items import Grid, Modality
 
 if TYPE_CHECKING:
     import torch
 
-    from lm_adapter.leases import LeaseRecord
-    from lm_adapter.transport.reading import Reading
-    from lm_adapter.transport.settings import PixelInput
-
 __all__ = [
     "CacheTier",
-    "ClipItem",
-    "DigestItem",
     "EncodedRows",
-    "FramesItem",
-    "Grid",
-    "ImageItem",
-    "Item",
     "KeyState",
     "KeyStatus",
-    "LeaseStatus",
     "Limits",
-    "Modality",
     "ModelInfo",
     "Outcome",
-    "PixelItem",
     "PrefetchStatus",
-    "PreprocessOptions",
     "ServerInfo",
     "StageTimings",
     "TransportInfo",
-    "UrlItem",
     "upcast_bfloat16",
 ]
 
@@ -70,14 +41,13 @@ ROW_DTYPES = ("float32", "bfloat16", "float16")
 
 
 class CacheTier(enum.Enum):
-    """Where an item's rows came from; UNKNOWN is a tier newer than this adapter."""
+    """Where an item's rows came from; UNKNOWN for a tier that this version does not know."""
 
     UNKNOWN = "unknown"
     MISS = "miss"
     IN_FLIGHT = "in_flight"
     DEVICE = "device"
     HOST = "host"
-    SHARED = "shared"
 
 
 class KeyState(enum.Enum):
@@ -89,7 +59,7 @@ class KeyState(enum.Enum):
 
 @dataclass(frozen=True)
 class StageTimings:
-    """Milliseconds spent by one item in each of the service's stages; see the wire contract."""
+    """Milliseconds that one item spent in each stage of the service; see the wire contract."""
 
     identify_ms: float = 0.0
     admit_ms: float = 0.0
@@ -112,15 +82,9 @@ class EncodedRows:
     """One item's visual tokens, validated. Layout [num_rows, width], width = D * (1 + L), main level first,
     then the deepstack levels in order.
 
-    payload: uint8 [num_rows * width * itemsize], contiguous. A numpy array owned by this record alone, or
-    over the caller's buffer; a torch tensor where the rows are on a GPU; a read-only view of the encoder's
-    memory where they were borrowed. timestamps_s: of the frames really sampled, for clips. chunk_grids: of
-    a clip of a model that merges time, the chunks whose rows follow one another. shared: what other readers
-    of
-    the same rows need, where the call asked for several.
-
-    A context manager: leaving it confirms the rows. Only rows that were borrowed, or asked for with
-    confirm_later, have anything to confirm.
+    payload: uint8 [num_rows * width * itemsize], contiguous and owned by this record: a numpy array, or a
+    torch tensor on the GPU that the rows were copied to. timestamps_s: of the sampled frames, for clips.
+    chunk_grids: for a clip of a model that merges time, the chunks whose rows follow one another.
     """
 
     key: bytes
@@ -135,28 +99,6 @@ class EncodedRows:
     timings: StageTimings = field(default_factory=StageTimings)
     timestamps_s: tuple[float, ...] = ()
     chunk_grids: tuple[Grid, ...] = ()
-    shared: LeaseRecord | None = field(default=None, repr=False)
-    reading: Reading | None = field(default=None, repr=False)
-
-    def confirm(self) -> None:
-        """Waits until the rows are read and gives their lease back. Raises StaleRows when they changed in
-        the meantime: what was made of them is to be thrown away."""
-        if self.reading is not None:
-            self.reading.confirm()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        if exc_type is None:
-            self.confirm()
-        elif self.reading is not None:
-            self.reading.abandon()
 
     @property
     def out_width(self) -> int:
@@ -191,11 +133,7 @@ class EncodedRows:
         except ImportError as error:
             raise MissingDependency("torch", "EncodedRows.torch()") from error
         dtype: torch.dtype = getattr(torch, self.dtype)
-        flat = self.payload
-        if isinstance(flat, np.ndarray):
-            from lm_adapter.transport.host_shm import host_tensor
-
-            flat = host_tensor(flat)
+        flat = torch.from_numpy(self.payload) if isinstance(self.payload, np.ndarray) else self.payload
         return flat.view(dtype).reshape(self.num_rows, self.width)
 
     def columns(self, level: int | None = None) -> slice:
@@ -224,8 +162,7 @@ Outcome: TypeAlias = EncodedRows | ItemFailed
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """A served model: its name, its fingerprints and the geometry of its rows. precision: of the matrix
-    products, ``dtype`` or ``fp8``; the model's fingerprint tells them apart."""
+    """A served model: its name, its fingerprints and the geometry of its rows."""
 
     name: str
     family: str
@@ -241,7 +178,6 @@ class ModelInfo:
     patch_dim: int
     merges_time: bool
     modalities: tuple[Modality, ...] = (Modality.IMAGE,)
-    precision: str = "dtype"
 
     def num_rows(self, grid: Grid) -> int:
         """Visual tokens of one item of this grid."""
@@ -251,7 +187,7 @@ class ModelInfo:
 
 @dataclass(frozen=True)
 class Limits:
-    """The server's bounds; 0 where it announces none."""
+    """The server's limits; 0 means that it announces none."""
 
     max_items_per_request: int = 0
     max_message_bytes: int = 0
@@ -270,6 +206,8 @@ class Limits:
 
 @dataclass(frozen=True)
 class TransportInfo:
+    """A way of delivery that the server offers. delivery: ``inline``, ``host`` or ``device``."""
+
     delivery: str
     broker_path: str
     host_id: str
@@ -278,7 +216,7 @@ class TransportInfo:
 
 @dataclass(frozen=True)
 class ServerInfo:
-    """What a server says of itself. instance_id is new at every start."""
+    """The answer to GetServerInfo. instance_id is new at every start."""
 
     protocol_version: int
     min_protocol_version: int
@@ -288,7 +226,6 @@ class ServerInfo:
     models: tuple[ModelInfo, ...]
     limits: Limits
     transports: tuple[TransportInfo, ...]
-    pixel_input: PixelInput | None = None
 
     def model(self, name: str = "") -> ModelInfo:
         """The model of this name; with an empty name the server's only one. Raises InvalidRequest."""
@@ -312,18 +249,10 @@ class KeyStatus:
 
 @dataclass(frozen=True)
 class PrefetchStatus:
-    """An item that is resident, or being encoded. grid_thw is known from the file's header already. target:
-    the replica that took it, where a fleet was asked."""
+    """An item that is resident or being encoded. grid_thw is known as soon as the file's header was read."""
 
     key: bytes
     content_digest: bytes
     state: KeyState
     grid_thw: Grid | None = None
     num_rows: int = 0
-    target: str = ""
-
-
-@dataclass(frozen=True)
-class LeaseStatus:
-    lease_id: bytes
-    expires_at_unix_ms: int

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lm_adapter.errors import InvalidRequest, MissingDependency
-from lm_adapter.types import Modality
+from lm_adapter.items import Modality
 
 if TYPE_CHECKING:
     import torch

@@ -25,10 +25,11 @@ import numpy.typing as npt
 
 from lm_adapter.engines.hf_checkpoint import VisionInterface
 from lm_adapter.errors import InvalidRequest
+from lm_adapter.items import Grid, Modality
 from lm_adapter.mrope import MRopePositions, batch_positions, mrope_positions, plain_positions
 from lm_adapter.placeholders import ExpandedPrompt, expand_batch, prompt_item
 from lm_adapter.splice import ChunkSplice, RowsLayout, Splicer
-from lm_adapter.types import EncodedRows, Grid, Modality
+from lm_adapter.types import EncodedRows
 
 if TYPE_CHECKING:
     import torch

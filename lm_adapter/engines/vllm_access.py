@@ -8,14 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
+from lm_adapter.channel import ClientTls, EncryptedKey, read_file, read_token_file
 from lm_adapter.errors import InvalidRequest
-from lm_adapter.fleet import DnsEndpoints
-from lm_adapter.transport.channel import ClientTls, EncryptedKey
-from lm_adapter.transport.followed import TokenFile, read_file, token_in
 
-__all__ = ["Access", "tls_of_service"]
+__all__ = ["Access"]
 
 TLS_SETTINGS = ("tls_ca", "tls_cert", "tls_key")
 
@@ -32,15 +30,17 @@ class Access:
     tls_key: str = ""
     tls_server_name: str = ""
 
-    def token_and_tls(self, written: Callable[[str], str] = str) -> tuple[str | TokenFile, ClientTls | None]:
-        """The token's file, empty without one, and TLS, None in clear; both are followed from then on.
-        written: how a setting's name is written where it was given. Raises InvalidRequest for files that
-        cannot be read, are not what they should be or do not belong together."""
-        token = self._token(written("token_file")) if self.token_file else ""
+    def client_tls(self, written: Callable[[str], str] = str) -> ClientTls | None:
+        """TLS to the encoder, None without. Reads the files of all settings. written: how a setting's name is
+        written where it was given. Raises InvalidRequest for files that cannot be read, have the wrong content
+        or do not belong together."""
+        if self.token_file:
+            with _naming(written("token_file")):
+                read_token_file(self.token_file)
         if not (self.tls_ca or self.tls_cert or self.tls_key):
             if self.tls_server_name:
                 raise InvalidRequest(f"{written('tls_server_name')} is for TLS: give {written('tls_ca')} too")
-            return token, None
+            return None
         for one, other in (("tls_cert", "tls_key"), ("tls_key", "tls_cert")):
             if getattr(self, one) and not getattr(self, other):
                 raise InvalidRequest(
@@ -61,20 +61,7 @@ class Access:
         except InvalidRequest as error:
             pair = f"{written('tls_cert')}, {written('tls_key')}"
             raise InvalidRequest(f"{pair}: {error.message}") from None
-        return token, tls
-
-    def _token(self, setting: str) -> TokenFile:
-        with _naming(setting):
-            token_in(read_file(self.token_file), self.token_file)
-        return TokenFile(self.token_file)
-
-
-def tls_of_service(tls: ClientTls, service: str) -> ClientTls:
-    """For the replicas behind ``dns:///name:port``, which are connected to by address: what they show is made
-    out to the name, unless ``server_name`` says otherwise."""
-    if tls.server_name:
         return tls
-    return replace(tls, server_name=DnsEndpoints(service).host.removesuffix("."))
 
 
 @contextmanager

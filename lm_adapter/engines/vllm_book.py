@@ -29,7 +29,8 @@ from lm_adapter.engines.vllm_items import Geometry, WantedRows, wanted_rows
 from lm_adapter.engines.vllm_names import Names, check_same
 from lm_adapter.engines.vllm_shelf import Item, Shelf
 from lm_adapter.errors import EncoderError, InvalidRequest, InvalidRows, ItemFailed
-from lm_adapter.types import EncodedRows, Grid
+from lm_adapter.items import Grid
+from lm_adapter.types import EncodedRows
 
 __all__ = ["Book", "Fetches"]
 

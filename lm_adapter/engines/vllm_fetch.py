@@ -2,8 +2,7 @@
 
 Owns the thread, the waiting, and what is tried again. Whatever happens to an item, its handle ends with
 rows that were checked or with an error; nothing here raises into the scheduler. Leaves which rows are wanted
-to ``vllm_book``, who is asked to ``vllm_encoders``, and the rows' way (lease on device memory, shared host
-memory, inline) to the client.
+to ``vllm_book``, and the rows' way (device memory, host memory, inline) to the client.
 """
 
 from __future__ import annotations
@@ -18,19 +17,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from lm_adapter.client import AsyncVisionEncoderClient
 from lm_adapter.engines.vllm_access import Access
-from lm_adapter.engines.vllm_encoders import (
-    EncoderClient,
-    RowsSource,
-    Target,
-    open_client,
-    read_target,
-    rows_source,
-)
 from lm_adapter.engines.vllm_items import Geometry, WantedRows
 from lm_adapter.errors import DeadlineExceeded, EncoderError, InvalidRequest, InvalidRows, ItemFailed
-from lm_adapter.fleet import FleetSettings
-from lm_adapter.transport.settings import TransportSettings
+from lm_adapter.shm.attachment import TRANSPORTS, check_transports
 from lm_adapter.types import EncodedRows
 
 __all__ = ["FetchSettings", "Fetched", "Fetcher"]
@@ -46,24 +37,22 @@ CLOSE_S = 10.0
 class FetchSettings(Access):
     """``ec_connector_extra_config``.
 
-    target: of the encoder or of a fleet, see ``read_target``; namespace, model, broker_path, transports: as
+    target: host:port of the encoder; namespace, model, broker_path, transports: as
     for the client; its token and TLS: see ``Access``. timeout_s: of one item, waiting for its encode
-    included; retry_s: how long what can pass by itself (an encoder that restarts, a stale lease) is tried
-    again; retry_share, retry_reserve_per_s: of a fleet, see ``FleetSettings``. max_resident_bytes: of rows
+    included; retry_s: how long what can pass by itself (an encoder that restarts) is tried
+    again. max_resident_bytes: of rows
     that wait for vLLM's forward pass; max_bound_items: identifiers whose key and grid are remembered. finite:
     look at every element for NaN and infinity. failures_path: a datagram socket that is told why requests
     were rejected, as the front's.
     """
 
-    target: Target
+    target: str
     namespace: str = ""
     model: str = ""
-    transports: tuple[str, ...] = ("device", "host", "inline")
+    transports: tuple[str, ...] = TRANSPORTS
     broker_path: str = ""
     timeout_s: float = 30.0
     retry_s: float = 5.0
-    retry_share: float = FleetSettings.retry_share
-    retry_reserve_per_s: float = FleetSettings.retry_reserve_per_s
     max_resident_bytes: int = 2 << 30
     max_bound_items: int = 1 << 18
     finite: bool = False
@@ -79,7 +68,9 @@ class FetchSettings(Access):
         if not config.get("target"):
             raise InvalidRequest("ec_connector_extra_config has no target, the address of the encoder")
         values = dict(config)
-        target = read_target(values.pop("target"), "target")
+        target = values.pop("target")
+        if not isinstance(target, str):
+            raise InvalidRequest(f"target is {target!r}, needs host:port")
         if isinstance(values.get("transports"), list):
             values["transports"] = tuple(values["transports"])
         for name, value in values.items():
@@ -89,28 +80,21 @@ class FetchSettings(Access):
             if not right or (number and (isinstance(value, bool) or value < 0)):
                 raise InvalidRequest(f"{name} is {value!r}, needs {known[name]}")
         found = cls(target=target, **values)
-        TransportSettings(transports=found.transports, broker_path=found.broker_path)
-        found.fleet_settings()
+        check_transports(found.transports, found.broker_path)
         return found
 
-    def fleet_settings(self) -> FleetSettings:
-        """Raises InvalidRequest for figures that cannot be."""
-        return FleetSettings(retry_share=self.retry_share, retry_reserve_per_s=self.retry_reserve_per_s)
-
-    def client(self) -> EncoderClient:
+    def client(self) -> AsyncVisionEncoderClient:
         """On the running loop. Rows go to the GPU that is current for this thread, where one is in use.
-        Raises InvalidRequest, as ``token_and_tls``."""
-        token, tls = self.token_and_tls()
-        return open_client(
+        Raises InvalidRequest, as ``client_tls``."""
+        return AsyncVisionEncoderClient(
             self.target,
             namespace=self.namespace,
             model=self.model,
             timeout_s=self.timeout_s,
             transports=self.transports,
             broker_path=self.broker_path,
-            token=token,
-            tls=tls,
-            settings=self.fleet_settings(),
+            token_file=self.token_file,
+            tls=self.client_tls(),
         )
 
 
@@ -134,7 +118,7 @@ class Fetcher:
     ) -> None:
         """prepare_thread: called on the thread before its client is made, which is with the first item.
         Raises InvalidRequest for files of the settings that would be of no use then."""
-        settings.token_and_tls()
+        settings.client_tls()
         self.ended: deque[Fetched] = deque()
         self._news = threading.Event()
         self._settings = settings
@@ -142,7 +126,8 @@ class Fetcher:
         self._prepare_thread = prepare_thread
         self._unprepared = ""
         self._loop = asyncio.new_event_loop()
-        self._source: RowsSource | None = None
+        self._client: AsyncVisionEncoderClient | None = None
+        self._transport = ""
         self._tasks: dict[object, asyncio.Task[None]] = {}
         self._thread = threading.Thread(target=self._run, name="vision-encoder-fetch", daemon=True)
         self._thread.start()
@@ -183,10 +168,10 @@ class Fetcher:
         for task in list(self._tasks.values()):
             task.cancel()
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
-        if self._source is not None:
+        if self._client is not None:
             # An interpreter that ends first takes no more work; the encoder notices that the client is gone.
             with contextlib.suppress(RuntimeError):
-                await self._source.close()
+                await self._client.close()
 
     def _begin(self, handle: object, wanted: WantedRows) -> None:
         self._tasks[handle] = self._loop.create_task(self._fetch(handle, wanted))
@@ -231,16 +216,23 @@ class Fetcher:
         if self._unprepared:
             return ItemFailed(self._unprepared)
         try:
-            if self._source is None:
-                self._source = rows_source(self._settings.client())
-            rows = await self._source.fetch(wanted, left_s)
+            assert wanted.key is not None
+            if self._client is None:
+                self._client = self._settings.client()
+            (rows,) = await self._client.fetch([wanted.key], timeout_s=left_s)
             if isinstance(rows, ItemFailed):
                 return rows
             self._geometry.check(rows, wanted.grid)
-            self._source.note()
+            self._note_transport(self._client)
         except EncoderError as error:
             return error
         except Exception as error:
             # An item's failure of whatever kind is that item's: the engine serves others.
             return ItemFailed(f"fetching rows failed: {type(error).__name__}: {error}")
         return rows
+
+    def _note_transport(self, client: AsyncVisionEncoderClient) -> None:
+        transport = client.transport
+        if transport.name != self._transport:
+            self._transport = transport.name
+            logger.info("image rows come by %s: %s", transport.name, transport.reason)

@@ -1,10 +1,9 @@
 """The HTTP front before a vLLM that consumes image rows: ordinary OpenAI chat requests in, its answers out.
 
-Owns the server and the two conversations behind it: ``Prefetch`` with the encoder, or with the fleet of them,
+Owns the server and the two conversations behind it: ``Prefetch`` with the encoder
 as soon as a request is read, so that images are encoded while vLLM tokenises and queues; and vLLM's answer,
 passed on as it comes. Why a request was rejected reaches it from the connector as a datagram, since vLLM
-itself answers "Internal server error"; with rows that were lost it is sent anew once, past the replicas that
-had them. What a request turns into is ``vllm_rewrite``'s. Needs fastapi, httpx and uvicorn, imported where it
+itself answers "Internal server error"; with rows that were lost it is sent anew once. What a request turns into is ``vllm_rewrite``'s. Needs fastapi, httpx and uvicorn, imported where it
 runs.
 
     python -m lm_adapter.engines.vllm_front --vllm http://127.0.0.1:8000 --encoder 127.0.0.1:50051 \\
@@ -21,9 +20,9 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import fields
 from typing import Any
 
-from lm_adapter import ClientTls, TokenFile
+from lm_adapter.channel import ClientTls
+from lm_adapter.client import AsyncVisionEncoderClient
 from lm_adapter.engines.vllm_access import Access
-from lm_adapter.engines.vllm_encoders import EncoderClient, Target, is_fleet, open_client, read_target
 from lm_adapter.engines.vllm_front_images import FrontImages
 from lm_adapter.engines.vllm_front_requests import (
     DEFAULT_HELD_BYTES,
@@ -36,7 +35,6 @@ from lm_adapter.engines.vllm_front_requests import (
 from lm_adapter.engines.vllm_rewrite import ChatImages, Choices, Failure, failure_of
 from lm_adapter.engines.vllm_upstream import Answer, Failures, vllm_away
 from lm_adapter.errors import EncoderError, InvalidRequest, MissingDependency
-from lm_adapter.fleet import FleetSettings
 
 __all__ = ["Front", "create_app", "main"]
 
@@ -47,20 +45,18 @@ DROPPED_HEADERS = {"host", "content-length", "connection", "transfer-encoding", 
 
 
 class Front:
-    """One vLLM server and its encoders. http: an ``httpx.AsyncClient`` with vLLM's base URL. settings: see
-    ``FrontImages``; room: for requests in progress."""
+    """One vLLM server and its encoder. http: an ``httpx.AsyncClient`` with vLLM's base URL. room: for requests in progress."""
 
     def __init__(
         self,
-        client: EncoderClient,
+        client: AsyncVisionEncoderClient,
         http: Any,
         failures: Failures | None,
         *,
         timeout_s: float,
-        settings: FleetSettings | None = None,
         room: Room | None = None,
     ) -> None:
-        self._images = FrontImages(client, settings or FleetSettings(), timeout_s=timeout_s)
+        self._images = FrontImages(client, timeout_s=timeout_s)
         self._reader = ChatReader()
         self._room = room or Room()
         self._http = http
@@ -84,15 +80,13 @@ class Front:
             return await self._ask(request, data)
         del data
         images = chat.images
-        avoid: set[str] = set()
         for is_last in (False, True):
             reply = secrets.token_hex(12)
             try:
-                rows, family = await self._images.keyed(images, avoid=avoid, again=is_last, wait_s=RETRY_S)
+                rows, family = await self._images.keyed(images, again=is_last, wait_s=RETRY_S)
             except EncoderError as error:
                 if is_last or error.reason != "UNKNOWN_KEY" or not self._may_go_again(images):
                     raise
-                avoid = {error.details.get("replica", "")}
                 continue
             sent = await self._reader.write(chat, rows, family, reply)
             answer = await self._ask(request, sent)
@@ -106,7 +100,6 @@ class Front:
             await answer.close()
             if is_last or not failure.may_help_again or not self._may_go_again(images):
                 return failure
-            avoid = {failure.replica}
         raise AssertionError("the last attempt has an answer")
 
     def _may_go_again(self, images: ChatImages) -> bool:
@@ -176,18 +169,17 @@ def _room(max_held_bytes: int) -> Room:
 def create_app(
     *,
     vllm: str,
-    encoder: Target,
+    encoder: str,
     failures_path: str = "",
     namespace: str = "",
-    token: str | TokenFile = "",
+    token_file: str = "",
     tls: ClientTls | None = None,
     timeout_s: float = 30.0,
-    settings: FleetSettings | None = None,
     max_held_bytes: int = DEFAULT_HELD_BYTES,
 ) -> Any:
-    """The FastAPI application. vllm: base URL; encoder: see ``read_target``; failures_path: the connector's
-    setting of the same name; tls: to the encoder, its files are read when the application starts; settings:
-    of a fleet, their retry budget of one encoder too; max_held_bytes: of requests in progress. Raises
+    """The FastAPI application. vllm: base URL; encoder: its host:port; failures_path: the
+    connector's setting of the same name; tls: to the encoder, its files are read when the application starts;
+    max_held_bytes: of requests in progress. Raises
     MissingDependency, InvalidRequest."""
     try:
         import httpx
@@ -195,7 +187,6 @@ def create_app(
     except ImportError as error:
         raise MissingDependency(error.name or "fastapi", "lm_adapter.engines.vllm_front") from error
 
-    target = read_target(encoder, "encoder")
     room = _room(max_held_bytes)
     held: dict[str, Front] = {}
 
@@ -207,18 +198,15 @@ def create_app(
         # An answer takes as long as it takes; connections are vLLM's to refuse.
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
         http = httpx.AsyncClient(base_url=vllm, timeout=None, limits=limits)  # noqa: S113
-        # No rows come here. But what this host can map, vLLM can: a fleet's replicas here are asked first.
-        transports = ("host", "inline") if is_fleet(target) else ("inline",)
-        client = open_client(
-            target,
+        client = AsyncVisionEncoderClient(
+            encoder,
             namespace=namespace,
-            token=token,
+            token_file=token_file,
             tls=tls,
             timeout_s=timeout_s,
-            transports=transports,
-            settings=settings,
+            transports=("inline",),
         )
-        held["front"] = Front(client, http, failures, timeout_s=timeout_s, settings=settings, room=room)
+        held["front"] = Front(client, http, failures, timeout_s=timeout_s, room=room)
         try:
             yield
         finally:
@@ -245,18 +233,13 @@ def create_app(
     return app
 
 
-ENCODER_HELP = "host:port of the encoder; of several dns:///name:port, or addresses with commas between them"
+ENCODER_HELP = "host:port of the encoder"
 ACCESS_HELP = {
     "token_file": "a file whose only word is the namespace's token",
     "tls_ca": "PEM authorities of the encoder's certificate; this or the next two make it TLS",
     "tls_cert": "PEM certificate of this front, where the encoder asks for one",
     "tls_key": "PEM key of --tls-cert",
     "tls_server_name": "what the encoder's certificate is made out to; default: the host of --encoder",
-}
-
-RETRY_HELP = {
-    "retry_share": "of the images asked for within ten seconds, how many may be asked for once more",
-    "retry_reserve_per_s": "images a second that may be asked for once more beside that",
 }
 
 HELD_HELP = "of all requests in progress together; those that do not fit are told when to come again"
@@ -274,30 +257,25 @@ def main(arguments: list[str] | None = None) -> None:
     for name, text in ACCESS_HELP.items():
         parser.add_argument(_option(name), default="", help=text)
     parser.add_argument("--timeout-s", type=float, default=30.0)
-    for name, text in RETRY_HELP.items():
-        parser.add_argument(_option(name), type=float, default=getattr(FleetSettings, name), help=text)
     parser.add_argument("--max-held-bytes", type=int, default=DEFAULT_HELD_BYTES, help=HELD_HELP)
     options = parser.parse_args(arguments)
     import uvicorn
 
     try:
-        encoder = read_target(options.encoder, "--encoder")
         access = Access(**{field.name: getattr(options, field.name) for field in fields(Access)})
-        token, tls = access.token_and_tls(_option)
+        tls = access.client_tls(_option)
         _room(options.max_held_bytes)
-        settings = FleetSettings(**{name: getattr(options, name) for name in RETRY_HELP})
     except InvalidRequest as error:
         parser.error(error.message)
     host, _, port = options.listen.rpartition(":")
     app = create_app(
         vllm=options.vllm,
-        encoder=encoder,
+        encoder=options.encoder,
         failures_path=options.failures_path,
         namespace=options.namespace,
-        token=token,
+        token_file=options.token_file,
         tls=tls,
         timeout_s=options.timeout_s,
-        settings=settings,
         max_held_bytes=options.max_held_bytes,
     )
     uvicorn.run(app, host=host, port=int(port), log_level="warning")

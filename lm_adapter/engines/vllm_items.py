@@ -17,7 +17,9 @@ import numpy as np
 from lm_adapter.checks import check_rows
 from lm_adapter.engines.hf_checkpoint import vision_interface
 from lm_adapter.errors import EncoderError, InvalidRequest, InvalidRows
-from lm_adapter.types import DIGEST_BYTES, ITEMSIZE_BYTES, ROW_DTYPES, EncodedRows, Grid
+from lm_adapter.items import Grid
+from lm_adapter.types import ITEMSIZE_BYTES, ROW_DTYPES, EncodedRows
+from vision_encoder.layout.keys import DIGEST_BYTES
 
 __all__ = [
     "PARAMS_FIELD",

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from lm_adapter.engines.vllm_items import WantedRows
 from lm_adapter.errors import InvalidRequest
-from lm_adapter.types import Grid
+from lm_adapter.items import Grid
 
 __all__ = ["Names", "check_same"]
 

@@ -10,7 +10,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from lm_adapter.engines.vllm_items import WantedRows
-from lm_adapter.types import EncodedRows, Grid
+from lm_adapter.items import Grid
+from lm_adapter.types import EncodedRows
 
 __all__ = ["Item", "Shelf"]
 

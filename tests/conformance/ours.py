@@ -33,7 +33,7 @@ from lm_adapter.placeholders import ExpandedPrompt, expand_placeholders, prompt_
 from lm_adapter.prefix_cache import PadScheme, pad_id, restore_placeholders
 from lm_adapter.splice import RowsLayout, Splicer
 from lm_adapter.testing import fake_model
-from lm_adapter.types import FramesItem, Grid, Modality, PreprocessOptions
+from lm_adapter.items import FramesItem, Grid, Modality, PreprocessOptions
 from tests.conformance.protocol import Function
 
 Asked = dict[str, Any]

@@ -17,7 +17,7 @@ from lm_adapter.checks import RowsHeader, check_header, check_model
 from lm_adapter.errors import InvalidRequest as RefusedHere
 from lm_adapter.errors import InvalidRows
 from lm_adapter.testing import fake_model
-from lm_adapter.types import Grid
+from lm_adapter.items import Grid
 from vision_encoder.v1 import encoder_pb2 as pb
 
 FINGERPRINTS = {"model_fingerprint": b"m" * 32, "preprocess_fingerprint": b"p" * 32}

@@ -12,7 +12,7 @@ import numpy as np
 from PIL import Image
 
 from lm_adapter.engines.vllm_rewrite import GRID_FIELDS
-from lm_adapter.types import Grid
+from lm_adapter.items import Grid
 
 
 def picture(seed: int, width: int = 200, height: int = 260) -> bytes:

@@ -23,7 +23,7 @@ from lm_adapter import ImageItem, VisionEncoderClient
 from lm_adapter.engines.vllm_items import transfer_params
 from lm_adapter.errors import ItemFailed
 from lm_adapter.testing import FakeEncoder, FakeScript, Fault, fake_model
-from lm_adapter.types import Grid
+from lm_adapter.items import Grid
 from tests.engines.agreement import of_response
 from tests.engines.meanwhile import Others
 from tests.engines.pictures import TEXT, Case, picture, with_pixels, with_rows

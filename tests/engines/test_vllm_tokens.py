@@ -15,7 +15,7 @@ import pytest
 
 from lm_adapter import ImageItem, VisionEncoderClient
 from lm_adapter.engines.vllm_items import transfer_params
-from lm_adapter.types import Grid
+from lm_adapter.items import Grid
 from tests.engines.agreement import agree, compared, of_response
 from tests.engines.conftest import DTYPES
 from tests.engines.pictures import CASES, SIZES, Case, picture, with_pixels, with_rows

@@ -11,7 +11,7 @@ import torch
 from encoder_service.store.cuda_memory import CudaMemory
 from lm_adapter import ImageItem, VisionEncoderClient
 from lm_adapter.testing import fake_model
-from lm_adapter.types import Grid
+from lm_adapter.items import Grid
 from tests.unit.lm_adapter.connector_rig import Engine, engine_config
 from tests.unit.lm_adapter.shared_rig import SharingFake, sharing_fake
 from tests.unit.lm_adapter.test_client import digest_of

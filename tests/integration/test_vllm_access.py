@@ -28,7 +28,8 @@ from lm_adapter.engines.vllm_fetch import Fetched, Fetcher, FetchSettings
 from lm_adapter.engines.vllm_front import create_app
 from lm_adapter.engines.vllm_items import Geometry, WantedRows, read_params
 from lm_adapter.fleet import endpoints
-from lm_adapter.types import EncodedRows, Grid
+from lm_adapter.items import Grid
+from lm_adapter.types import EncodedRows
 from tests.certificates import Authority
 from tests.integration.conftest import running
 from tests.integration.images import photo

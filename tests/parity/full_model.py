@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from lm_adapter.engines.hf import RemoteItem
-from lm_adapter.types import Modality
+from lm_adapter.items import Modality
 from tests.parity.reference import import_reference
 from tests.parity.test_synthetic_reference import MODEL_CLASSES, reference_config
 

@@ -14,7 +14,8 @@ import torch
 from encoder_service.towers.synthetic import FAMILIES, make_checkpoint
 from lm_adapter.engines.hf import RemoteItem, RemoteVisionLM, load_language_model
 from lm_adapter.errors import InvalidRequest, InvalidRows
-from lm_adapter.types import EncodedRows, Grid, Modality
+from lm_adapter.items import Grid, Modality
+from lm_adapter.types import EncodedRows
 from tests.parity.full_model import VISION_END, VISION_START, FullModel, Picture
 
 RELATIVE = 1e-5

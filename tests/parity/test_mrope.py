@@ -13,7 +13,7 @@ import torch
 
 from lm_adapter.mrope import MRopePositions, batch_positions, mrope_positions
 from lm_adapter.placeholders import PromptItem, expand_placeholders, prompt_item
-from lm_adapter.types import Modality
+from lm_adapter.items import Modality
 from tests.parity.reference import import_reference
 
 IMAGE, VIDEO, MERGE = 900, 901, 2

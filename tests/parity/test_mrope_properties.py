@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from lm_adapter.mrope import MRopePositions, mrope_positions, pack_positions
 from lm_adapter.placeholders import ExpandedPrompt, PromptItem, expand_placeholders, prompt_item
 from lm_adapter.prefix_cache import PadScheme, pad_id, restore_placeholders, substitute_pad_ids
-from lm_adapter.types import Modality
+from lm_adapter.items import Modality
 from tests.parity.test_mrope import IMAGE, MERGE, MODEL_CLASSES, VIDEO, reference_rope_index, tensor_or_none
 
 NUM_PROMPTS = 1000

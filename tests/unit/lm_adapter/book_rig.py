@@ -16,7 +16,8 @@ from lm_adapter.engines.vllm_book import Book
 from lm_adapter.engines.vllm_fetch import Fetched, FetchSettings
 from lm_adapter.engines.vllm_items import Geometry, WantedRows, transfer_params
 from lm_adapter.errors import InvalidRows, ItemFailed
-from lm_adapter.types import EncodedRows, Grid
+from lm_adapter.items import Grid
+from lm_adapter.types import EncodedRows
 
 GEOMETRY = Geometry(width=12, dtype="float32", num_levels=2, merge_size=2, merges_time=False)
 GRID = Grid(1, 4, 6)

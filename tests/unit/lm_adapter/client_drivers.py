@@ -8,7 +8,8 @@ from collections.abc import Callable, Generator, Sequence
 from typing import Any, Protocol
 
 from lm_adapter import AsyncVisionEncoderClient, VisionEncoderClient
-from lm_adapter.types import Item, Outcome
+from lm_adapter.items import Item
+from lm_adapter.types import Outcome
 
 
 class Driver(Protocol):

@@ -14,7 +14,7 @@ import torch
 from lm_adapter.engines import vllm_connector
 from lm_adapter.engines.vllm_connector import ConnectorMethods
 from lm_adapter.engines.vllm_items import Geometry, transfer_params
-from lm_adapter.types import Grid
+from lm_adapter.items import Grid
 
 PATIENCE_S = 30.0
 BUSY = SimpleNamespace(total_num_scheduled_tokens=1)

@@ -16,17 +16,8 @@ from lm_adapter.assembly import Assembler, Expected, prepare_items
 from lm_adapter.convert import dtype_number
 from lm_adapter.errors import InvalidRows, ItemFailed, StreamViolation, TruncatedStream
 from lm_adapter.testing import fake_model, fake_rows
-from lm_adapter.types import (
-    DigestItem,
-    EncodedRows,
-    Grid,
-    ImageItem,
-    Item,
-    ModelInfo,
-    PixelItem,
-    PreprocessOptions,
-    UrlItem,
-)
+from lm_adapter.items import DigestItem, Grid, ImageItem, Item, PixelItem, PreprocessOptions, UrlItem
+from lm_adapter.types import EncodedRows, ModelInfo
 from vision_encoder.v1 import encoder_pb2 as pb
 
 MODEL = fake_model("qwen3_vl", out_width=4)

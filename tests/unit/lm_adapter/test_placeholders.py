@@ -21,7 +21,7 @@ from lm_adapter.placeholders import (
     prompt_item,
     unit_rows,
 )
-from lm_adapter.types import Modality
+from lm_adapter.items import Modality
 
 IMAGE, VIDEO, START, END = 900, 901, 902, 903
 

@@ -10,7 +10,7 @@ import pytest
 
 from lm_adapter.engines.vllm_book import Book
 from lm_adapter.errors import InvalidRows, ItemFailed
-from lm_adapter.types import Grid
+from lm_adapter.items import Grid
 from tests.unit.lm_adapter.book_rig import (
     GEOMETRY,
     GRID,

@@ -9,7 +9,7 @@ import pytest
 
 from lm_adapter.engines.vllm_book import Book
 from lm_adapter.errors import ItemFailed
-from lm_adapter.types import Grid
+from lm_adapter.items import Grid
 from tests.unit.lm_adapter.book_rig import (
     GEOMETRY,
     GRID,

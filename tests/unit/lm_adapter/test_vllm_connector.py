@@ -13,7 +13,7 @@ import torch
 from lm_adapter.engines.vllm_connector import IDLE_S, ConnectorMethods, StepRows
 from lm_adapter.engines.vllm_fetch import Fetcher, FetchSettings
 from lm_adapter.engines.vllm_items import Geometry, WantedRows
-from lm_adapter.types import Grid
+from lm_adapter.items import Grid
 
 GEOMETRY = Geometry(width=12, dtype="float32", num_levels=0, merge_size=2, merges_time=False)
 

@@ -22,7 +22,7 @@ from lm_adapter.errors import (
     ItemFailed,
 )
 from lm_adapter.items import UrlItem
-from lm_adapter.types import Grid
+from lm_adapter.items import Grid
 
 
 def data_url(data: bytes) -> str:

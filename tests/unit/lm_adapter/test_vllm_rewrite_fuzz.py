@@ -23,7 +23,7 @@ from lm_adapter.engines.vllm_items import KeyedItem, read_params
 from lm_adapter.engines.vllm_rewrite import choices_of, failure_of, images_of, rewritten, without_images
 from lm_adapter.errors import InvalidRequest
 from lm_adapter.testing import FakeEncoder
-from lm_adapter.types import Grid
+from lm_adapter.items import Grid
 
 URL = "data:image/png;base64," + base64.b64encode(b"x").decode()
 OPTIONS = [field.name for field in fields(PreprocessOptions)]

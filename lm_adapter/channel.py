@@ -1,0 +1,262 @@
+"""The gRPC channel to the service: options, TLS, the token, and their files when they change.
+
+Owns the channel's life. gRPC reads certificates once, when a channel is made, so a channel is made anew when
+the files have changed; calls in progress end on the old one. Also owns the metadata of every call: the token
+and the W3C trace headers of the caller's span.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import ssl
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeAlias
+
+import grpc
+import grpc.aio
+
+from lm_adapter.errors import InvalidRequest
+
+__all__ = [
+    "Channel",
+    "ClientTls",
+    "EncryptedKey",
+    "bearer",
+    "channel_options",
+    "read_file",
+    "read_token_file",
+]
+
+MAX_FILE_BYTES = 4 << 20
+MAX_TOKEN_BYTES = 4096
+RECHECK_S = 1.0
+"""Interval between looks at the files' modification times."""
+LINGER_S = 900.0
+"""Time that calls in progress have on a replaced channel."""
+
+FilePath: TypeAlias = str | os.PathLike[str]
+Metadata: TypeAlias = tuple[tuple[str, str], ...]
+
+_log = logging.getLogger(__name__)
+
+_DEFAULT_OPTIONS: dict[str, int | str] = {
+    # A message holds one chunk of rows, or the states of many keys. Requests are limited by the server.
+    "grpc.max_receive_message_length": 64 * 1024 * 1024,
+    "grpc.max_send_message_length": -1,
+    # Rows have megabytes: a large flow-control window and few frames.
+    "grpc.http2.lookahead_bytes": 8 * 1024 * 1024,
+    "grpc.http2.max_frame_size": 4 * 1024 * 1024,
+    # A host that vanishes without a FIN is detected after the sum of both.
+    "grpc.keepalive_time_ms": 60_000,
+    "grpc.keepalive_timeout_ms": 20_000,
+    # A restarted server is reached again within half a second.
+    "grpc.initial_reconnect_backoff_ms": 100,
+    "grpc.max_reconnect_backoff_ms": 500,
+    # Despite its name, the time limit of one connection attempt, handshakes included.
+    "grpc.min_reconnect_backoff_ms": 5_000,
+    # The client repeats calls itself, where that is safe.
+    "grpc.enable_retries": 0,
+}
+
+
+class EncryptedKey(InvalidRequest):
+    """A private key that needs a password, which is not supported."""
+
+
+@dataclass(frozen=True)
+class ClientTls:
+    """TLS to the service, from PEM files. New calls use changed files within about a second.
+
+    ca: authorities of the server's certificate; empty for the public ones. cert, key: the client's own, for
+    servers that require one. server_name: the name in the server's certificate, if it is not the target's
+    host."""
+
+    ca: FilePath = ""
+    cert: FilePath = ""
+    key: FilePath = ""
+    server_name: str = ""
+
+    def __post_init__(self) -> None:
+        """Raises InvalidRequest."""
+        if bool(self.cert) != bool(self.key):
+            raise InvalidRequest("a client certificate and its key are given together or not at all")
+
+    @property
+    def paths(self) -> tuple[FilePath, ...]:
+        return tuple(path for path in (self.ca, self.cert, self.key) if path)
+
+    def credentials(self) -> grpc.ChannelCredentials:
+        """From the files as they are now. Raises InvalidRequest, EncryptedKey."""
+        self.check_authorities()
+        self.check_pair()
+        ca, key, cert = (read_file(path) if path else None for path in (self.ca, self.key, self.cert))
+        return grpc.ssl_channel_credentials(ca, key, cert)
+
+    def check_authorities(self) -> None:
+        """Raises InvalidRequest for a ``ca`` without certificates. gRPC would take an empty file for the
+        public authorities, and report any other file with the first call only."""
+        if not self.ca:
+            return
+        try:
+            ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(self.ca)
+        except OSError as error:
+            raise InvalidRequest(f"{os.fspath(self.ca)} has no certificate: {error}") from None
+
+    def check_pair(self) -> None:
+        """Raises InvalidRequest for a key that does not fit the certificate, EncryptedKey."""
+        if not self.cert:
+            return
+        try:
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+            context.load_cert_chain(self.cert, self.key, self._no_password)
+        except OSError as error:
+            raise InvalidRequest(
+                f"{os.fspath(self.cert)} and {os.fspath(self.key)} are no certificate and its key: {error}"
+            ) from None
+
+    def _no_password(self) -> bytes:
+        raise EncryptedKey(f"the key in {os.fspath(self.key)} is encrypted, which is not supported")
+
+
+class Channel:
+    """The channel of one client, on one event loop."""
+
+    def __init__(
+        self,
+        target: str,
+        *,
+        tls: ClientTls | None,
+        token: str,
+        token_file: FilePath,
+        options: Mapping[str, int | str] | None,
+    ) -> None:
+        """Connects with the first call. Raises InvalidRequest for files that are unusable now."""
+        if token and token_file:
+            raise InvalidRequest("token and token_file exclude each other")
+        self._target = target
+        self._tls = tls
+        self._token_file = token_file
+        self._options = channel_options(options, tls)
+        self._paths = (*(tls.paths if tls else ()), *((token_file,) if token_file else ()))
+        self._seen = self._stat()
+        self._checked_s = time.monotonic()
+        self.token = read_token_file(token_file) if token_file else token
+        bearer(self.token)  # raises for a token that a header cannot carry
+        self._channel = self._open()
+        self._replaced: dict[asyncio.Task[None], grpc.aio.Channel] = {}
+
+    def current(self) -> grpc.aio.Channel:
+        """The channel for a new call."""
+        now_s = time.monotonic()
+        if self._paths and now_s >= self._checked_s + RECHECK_S:
+            self._checked_s = now_s
+            self._reload_if_changed()
+        return self._channel
+
+    def metadata(self) -> Metadata:
+        """Of a new call: the token, and the trace of the current span."""
+        return bearer(self.token) + _trace_headers()
+
+    async def close(self) -> None:
+        """Ends calls in progress. Harmless when repeated."""
+        replaced = list(self._replaced.items())
+        for task, _ in replaced:
+            task.cancel()
+        await asyncio.gather(self._channel.close(), *(channel.close() for _, channel in replaced))
+
+    def _open(self) -> grpc.aio.Channel:
+        if self._tls is None:
+            return grpc.aio.insecure_channel(self._target, options=self._options)
+        return grpc.aio.secure_channel(self._target, self._tls.credentials(), options=self._options)
+
+    def _reload_if_changed(self) -> None:
+        """Files that are half written or wrong leave the channel as it is; they are read again when they
+        change again."""
+        seen = self._stat()
+        if seen == self._seen:
+            return
+        self._seen = seen
+        try:
+            token = read_token_file(self._token_file) if self._token_file else self.token
+            replaced, self._channel = self._channel, self._open() if self._tls else self._channel
+        except InvalidRequest as error:
+            _log.warning("changed TLS or token files are not used: %s", error.message)
+            return
+        self.token = token
+        if replaced is not self._channel:
+            task = asyncio.get_running_loop().create_task(replaced.close(LINGER_S))
+            self._replaced[task] = replaced
+            task.add_done_callback(self._replaced.pop)
+        _log.info("TLS and token files were read again")
+
+    def _stat(self) -> list[tuple[int, int, int]]:
+        """Of each file, following links: a mounted Kubernetes Secret is replaced through a link."""
+        found = []
+        for path in self._paths:
+            try:
+                status = Path(path).stat()
+            except OSError:
+                found.append((0, 0, 0))
+            else:
+                found.append((status.st_mtime_ns, status.st_ino, status.st_size))
+        return found
+
+
+def channel_options(
+    overrides: Mapping[str, int | str] | None = None, tls: ClientTls | None = None
+) -> list[tuple[str, int | str]]:
+    """gRPC channel arguments: the defaults of this module, replaced by ``overrides``."""
+    named = {"grpc.ssl_target_name_override": tls.server_name} if tls and tls.server_name else {}
+    return list({**_DEFAULT_OPTIONS, **named, **(overrides or {})}.items())
+
+
+def bearer(token: str) -> Metadata:
+    """The metadata that authorises a call; empty without a token. Raises InvalidRequest for a token that a
+    header cannot carry."""
+    if not token:
+        return ()
+    if not (token.isascii() and token.isprintable()) or " " in token:
+        raise InvalidRequest("a token has printable ASCII characters only, and no space")
+    return (("authorization", f"Bearer {token}"),)
+
+
+def read_token_file(path: FilePath) -> str:
+    """The only word of the file. Errors do not repeat its content. Raises InvalidRequest."""
+    name, content = f"token file {os.fspath(path)}", read_file(path)
+    if len(content) > MAX_TOKEN_BYTES:
+        raise InvalidRequest(f"{name} has {len(content)} bytes, at most {MAX_TOKEN_BYTES} are allowed")
+    words = content.split()
+    if len(words) != 1:
+        raise InvalidRequest(f"{name} has {len(words)} words, needs 1")
+    if not words[0].isascii() or not words[0].decode("ascii").isprintable():
+        raise InvalidRequest(f"{name} has characters that are not printable ASCII")
+    return words[0].decode("ascii")
+
+
+def read_file(path: FilePath) -> bytes:
+    try:
+        with Path(path).open("rb") as file:
+            content = file.read(MAX_FILE_BYTES + 1)
+    except OSError as error:
+        raise InvalidRequest(f"cannot read {os.fspath(path)}: {error.strerror or error}") from error
+    if len(content) > MAX_FILE_BYTES:
+        raise InvalidRequest(f"{os.fspath(path)} has more than {MAX_FILE_BYTES} bytes")
+    return content
+
+
+def _trace_headers() -> Metadata:
+    """``traceparent`` and ``tracestate`` of the current OpenTelemetry span; empty when the process does not
+    use OpenTelemetry, which is never imported for this."""
+    if "opentelemetry.trace" not in sys.modules:
+        return ()
+    from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+    carrier: dict[str, str] = {}
+    TraceContextTextMapPropagator().inject(carrier)
+    return tuple(carrier.items())

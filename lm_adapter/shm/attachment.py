@@ -1,0 +1,357 @@
+"""Keeps a client attached to its encoder's shared memory for as long as the encoder lives.
+
+Owns the thread that connects to the broker, maps the arenas, watches the connection, and unmaps when it ends.
+Until an attachment has succeeded, and after it has ended, rows come inline.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from lm_adapter.errors import BrokerError, EncoderError, InvalidRequest, MappingFailed, TransportUnavailable
+from lm_adapter.shm import mapping
+from lm_adapter.shm.broker import BrokerConnection
+from lm_adapter.shm.reader import MappedArena
+from lm_adapter.types import ServerInfo, TransportInfo
+from vision_encoder.layout.directory import Record
+from vision_encoder.v1 import broker_pb2
+from vision_encoder.v1 import encoder_pb2 as pb
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["TRANSPORTS", "AttachedMemory", "SharedMemory", "Transport", "check_transports", "host_id"]
+
+TRANSPORTS = ("device", "host", "inline")
+"""Every way of delivery, in the default order of preference."""
+CONNECT_TIMEOUT_S = 2.0
+RETRY_S = 1.0
+UNMAP_TIMEOUT_S = 10.0
+_DELIVERIES: dict[str, pb.Delivery.ValueType] = {"device": pb.DELIVERY_DEVICE, "host": pb.DELIVERY_HOST}
+_KINDS = {"device": broker_pb2.ARENA_KIND_DEVICE, "host": broker_pb2.ARENA_KIND_HOST}
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+_log = logging.getLogger(__name__)
+
+
+class Transport(NamedTuple):
+    """How rows come now. name: ``device``, ``host`` or ``inline``; reason: why, for logs."""
+
+    name: str
+    reason: str
+
+
+class AttachedMemory:
+    """The mapped arenas of one kind that a namespace may read."""
+
+    def __init__(self, name: str, instance_id: str, arenas: Sequence[MappedArena]) -> None:
+        self.name = name
+        self.instance_id = instance_id
+        self.delivery = _DELIVERIES[name]
+        self._arenas = {arena.arena_id: arena for arena in arenas}
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(arena.size_bytes for arena in self._arenas.values())
+
+    def find(self, key: bytes) -> tuple[MappedArena, Record] | None:
+        """Where a key's rows are listed."""
+        for arena in self._arenas.values():
+            record = arena.find(key)
+            if record is not None:
+                return arena, record
+        return None
+
+    def read_place(
+        self, place: pb.RowsPlace, num_bytes: int, *, stream: Any = None
+    ) -> npt.NDArray[np.uint8] | torch.Tensor | None:
+        """A private copy of placed rows; None if they are lost, or in an arena that is not attached."""
+        arena = self._arenas.get(place.arena_id)
+        if arena is None or arena.instance != place.instance:
+            return None
+        return arena.read(place.slot_index, place.generation, place.offset_bytes, num_bytes, stream=stream)
+
+    def unmap(self) -> None:
+        """Raises MappingFailed; then it can be repeated."""
+        for arena in self._arenas.values():
+            arena.unmap(UNMAP_TIMEOUT_S)
+
+
+class SharedMemory:
+    """One client's attachment. Thread-safe. In a forked child nothing is attached: the mappings are the
+    parent's."""
+
+    def __init__(
+        self,
+        transports: Sequence[str],
+        *,
+        namespace: str,
+        token: Callable[[], str],
+        broker_path: str,
+        device: str | int | torch.device | None,
+    ) -> None:
+        """transports: checked; token: the current one; broker_path: replaces the announced path where this
+        process sees the socket elsewhere; device: see ``AsyncVisionEncoderClient``."""
+        self._names = [name for name in transports if name != "inline"]
+        self._allows_inline = "inline" in transports
+        self._namespace = namespace
+        self._token = token
+        self._broker_path = broker_path
+        self._device = device
+        self._changed = threading.Condition()
+        self._info: ServerInfo | None = None
+        self._attached: AttachedMemory | None = None
+        self._connection: BrokerConnection | None = None
+        self._thread: threading.Thread | None = None
+        self._is_closed = False
+        self._num_attempts = 0
+        self._is_final = False
+        self.transport = Transport("inline", "not attached yet")
+        _instances.add(self)
+
+    @property
+    def current(self) -> AttachedMemory | None:
+        """For a call that begins now; None means inline."""
+        return self._attached
+
+    def offer(self, info: ServerInfo) -> None:
+        """What the server announced. Starts to attach in the background; returns at once."""
+        with self._changed:
+            if self._is_closed or not self._names:
+                return
+            if self._info is None or self._info.instance_id != info.instance_id:
+                self._is_final = False
+            self._info = info
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="encoder-memory", daemon=True)
+                self._thread.start()
+            self._changed.notify_all()
+
+    def note_device(self) -> None:
+        """Remembers the calling thread's GPU as the one that rows go to, unless the client was given one."""
+        if self._device is None and "device" in self._names:
+            device = mapping.current_device()
+            if device is not None:
+                with self._changed:
+                    self._device = device
+                    self._is_final = False
+                    connection = self._connection
+                    self._changed.notify_all()
+                if connection is not None and self.transport.name != "device":
+                    connection.close()  # attach again, now to device memory
+
+    def wait(self, timeout_s: float) -> Transport:
+        """Waits until an attempt to attach has ended since the server was known."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._attached is not None or self._num_attempts or self._thread is None, timeout_s
+            )
+            return self.transport
+
+    @property
+    def needs_wait(self) -> bool:
+        """Whether a call has to wait for an attachment, since inline is excluded."""
+        return not self._allows_inline and self._attached is None
+
+    def require(self, timeout_s: float) -> None:
+        """Waits for an attachment. Raises TransportUnavailable."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._attached is not None or self._is_final, timeout_s)
+        if self._attached is None:
+            raise TransportUnavailable(
+                f"rows cannot come by {' or '.join(self._names)}: {self.transport.reason}"
+            )
+
+    def close(self) -> None:
+        """Detaches and unmaps. Harmless when repeated."""
+        with self._changed:
+            self._is_closed = True
+            thread, connection = self._thread, self._connection
+            self._changed.notify_all()
+        if connection is not None:
+            connection.close()
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(UNMAP_TIMEOUT_S)
+
+    def _run(self) -> None:
+        """On the thread: attach, watch, unmap, and again."""
+        leftover: list[AttachedMemory] = []
+        while not self._is_closed:
+            leftover = [memory for memory in leftover if not _unmapped(memory)]
+            try:
+                connection, attached, reason = self._attach()
+            except EncoderError as error:
+                self._note_failure(error)
+                continue
+            except Exception as error:
+                _log.exception("attaching to the encoder's memory failed")
+                self._note_failure(BrokerError(f"{type(error).__name__}: {error}"))
+                continue
+            with self._changed:
+                self._attached = attached
+                self._num_attempts += 1
+                self._set_transport(Transport(attached.name, reason))
+                self._changed.notify_all()
+            connection.wait_end()
+            with self._changed:
+                self._attached, self._connection = None, None
+                self._set_transport(Transport("inline", "the encoder's broker closed the connection"))
+            connection.close()
+            leftover.append(attached)
+        for memory in leftover:
+            _unmapped(memory)
+
+    def _note_failure(self, error: EncoderError) -> None:
+        """Waits before the next attempt: RETRY_S, or for an error that lasts until the server or the device
+        is another one."""
+        with self._changed:
+            self._num_attempts += 1
+            self._is_final = not error.retryable
+            self._set_transport(Transport("inline", error.message))
+            self._changed.notify_all()
+            if error.retryable:
+                self._changed.wait_for(lambda: self._is_closed, RETRY_S)
+            else:
+                self._changed.wait_for(lambda: self._is_closed or not self._is_final)
+
+    def _attach(self) -> tuple[BrokerConnection, AttachedMemory, str]:
+        """The best kind that works. Raises EncoderError, retryable if any kind may work later."""
+        failures: list[str] = []
+        is_retryable = False
+        for name in self._names:
+            try:
+                connection, attached = self._attach_kind(name)
+            except EncoderError as error:
+                failures.append(f"{name}: {error.message}")
+                is_retryable |= error.retryable
+            else:
+                return connection, attached, "; ".join([f"{attached.num_bytes} bytes are mapped", *failures])
+        raise BrokerError("; ".join(failures), retryable=is_retryable)
+
+    def _attach_kind(self, name: str) -> tuple[BrokerConnection, AttachedMemory]:
+        """Raises EncoderError."""
+        info = self._info
+        assert info is not None
+        announced = _announced(info, name)
+        device = self._resolve_device() if name == "device" else None
+        with ExitStack() as undo:
+            connection = BrokerConnection(
+                self._broker_path or announced.broker_path,
+                namespace=self._namespace,
+                token=self._token(),
+                timeout_s=CONNECT_TIMEOUT_S,
+            )
+            undo.callback(connection.close)
+            with self._changed:
+                if self._is_closed:
+                    raise BrokerError("the client is closed", retryable=False)
+                self._connection = connection
+            welcome = connection.welcome
+            if welcome.instance_id != info.instance_id:
+                raise BrokerError(
+                    f"the broker belongs to instance {welcome.instance_id!r}, the server is "
+                    f"{info.instance_id!r}",
+                    reason="OTHER_INSTANCE",
+                )
+            arenas: list[MappedArena] = []
+            for geometry in welcome.arenas:
+                if geometry.kind != _KINDS[name]:
+                    continue
+                with connection.attach(geometry.arena_id) as attachment:
+                    arenas.append(MappedArena(attachment, self._namespace, device))
+                undo.callback(arenas[-1].unmap, UNMAP_TIMEOUT_S)
+                arenas[-1].check_probe(connection.probe(geometry.arena_id))
+            if not arenas:
+                raise BrokerError(f"the broker has no {name} arena for this namespace")
+            undo.pop_all()
+        return connection, AttachedMemory(name, welcome.instance_id, arenas)
+
+    def _resolve_device(self) -> torch.device:
+        device = self._device
+        if device is None and self._names == ["device"] and not self._allows_inline:
+            device = "cuda"  # nothing else is allowed
+        if device is None:
+            raise MappingFailed("this process does not use CUDA, and the client was given no device")
+        return mapping.resolve_device(device)
+
+    def _set_transport(self, transport: Transport) -> None:
+        """With the lock held. One log line for each change."""
+        if transport != self.transport:
+            _log.info("rows come by %s: %s", transport.name, transport.reason)
+        self.transport = transport
+
+    def forget_in_child(self) -> None:
+        """In a forked child: the thread is gone, and the device mappings are the parent's."""
+        _inherited.append(self._attached)
+        if self._connection is not None:
+            self._connection.close_in_child()
+        self._changed = threading.Condition()
+        self._attached, self._connection, self._thread = None, None, None
+        self._info, self._is_closed = None, True
+
+
+def check_transports(transports: Sequence[str], broker_path: str) -> tuple[str, ...]:
+    """Raises InvalidRequest."""
+    if isinstance(transports, str) or not transports or len(set(transports)) != len(transports):
+        raise InvalidRequest(f"transports is a sequence of different names, found {transports!r}")
+    for name in transports:
+        if name not in TRANSPORTS:
+            raise InvalidRequest(f"transports has {name!r}, possible are {', '.join(TRANSPORTS)}")
+    if broker_path and not broker_path.startswith("/"):
+        raise InvalidRequest(f"broker_path is an absolute path, found {broker_path!r}")
+    return tuple(transports)
+
+
+def host_id() -> str:
+    """The running kernel's boot id, equal in all containers of a host; empty where it cannot be read."""
+    try:
+        return _BOOT_ID.read_text().strip()
+    except OSError:
+        return ""
+
+
+def _announced(info: ServerInfo, name: str) -> TransportInfo:
+    """The server's announcement of a kind of memory on this host. Raises BrokerError."""
+    found = next((each for each in info.transports if each.delivery == name), None)
+    if found is None:
+        raise BrokerError("the server does not offer it", retryable=False)
+    if found.host_id != host_id():
+        raise BrokerError(
+            f"the server is on host {found.host_id!r}, this process on {host_id()!r}", retryable=False
+        )
+    return found
+
+
+def _unmapped(memory: AttachedMemory) -> bool:
+    """Whether the memory could be unmapped now."""
+    started_s = time.monotonic()
+    try:
+        memory.unmap()
+    except MappingFailed as error:
+        _log.warning("the encoder's memory stays mapped for now: %s", error.message)
+        return False
+    _log.info("the encoder's memory was unmapped in %.0f ms", 1e3 * (time.monotonic() - started_s))
+    return True
+
+
+_instances: weakref.WeakSet[SharedMemory] = weakref.WeakSet()
+_inherited: list[Any] = []
+
+
+def _forget_in_child() -> None:
+    for instance in list(_instances):
+        instance.forget_in_child()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)
