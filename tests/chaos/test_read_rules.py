@@ -1,0 +1,428 @@
+"""The read rules, step by step: every order of a writer's and a reader's steps, and mutants that must fail.
+
+Actors run in threads of their own and stop at a barrier before each step; one of them goes on at a time. The
+orders are tried at random, or all of them (extended), by replaying each prefix with every other choice. The
+evictor and the next writer run the store's own code. Work of the device (copies, forward passes) is queued on
+streams, which are actors too: it runs at any time between its launch and the wait for its event. The reader
+looks at the arena through its descriptors only, so that a client's reader can take its place.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+
+import pytest
+import torch
+
+from encoder_service.store.arena import PROBE_BYTES, Arena, Slot
+from encoder_service.store.embedding_store import EmbeddingStore, Partition, Place
+from encoder_service.store.host_memory import HostMemory
+from encoder_service.types import EncodedItem, Grid
+from tests.reference_reader import ReferenceReader, reader_of
+
+ROW_BYTES = 512
+HALF = ROW_BYTES // 2
+OLD, NEW = b"old" + bytes(29), b"new" + bytes(29)
+CONTENT = {OLD: bytes([1]) * ROW_BYTES, NEW: bytes([2]) * ROW_BYTES}
+
+
+class Stopped(BaseException):
+    """The run is over; a thread that waits at a barrier ends."""
+
+
+Choose = Callable[[int, list[str]], int]
+"""From the step's number and the names of the actors that can go on."""
+
+
+class Schedule:
+    """Runs actors one step at a time. choose: which of the enabled actors goes on at each step. ``taken``:
+    its choices, and among how many."""
+
+    def __init__(self, choose: Choose) -> None:
+        self._choose = choose
+        self.taken: list[tuple[int, int]] = []
+        self.trace: list[str] = []
+        self._changed = threading.Condition()
+        self._waiting: dict[str, tuple[str, Callable[[], bool]]] = {}
+        self._running: set[str] = set()
+        self._is_over = False
+        self._errors: list[BaseException] = []
+        self._threads: list[threading.Thread] = []
+        self._local = threading.local()
+
+    def start(self, actor: str, function: Callable[[], None]) -> None:
+        def run() -> None:
+            self._local.actor = actor
+            try:
+                self.step("start")
+                function()
+            except Stopped:
+                pass
+            except BaseException as error:
+                self._errors.append(error)
+            finally:
+                with self._changed:
+                    self._running.discard(actor)
+                    self._changed.notify_all()
+
+        self._running.add(actor)
+        self._threads.append(threading.Thread(target=run, name=actor, daemon=True))
+
+    def step(self, label: str, enabled: Callable[[], bool] = lambda: True) -> None:
+        """A barrier; other threads than actors pass it."""
+        actor = getattr(self._local, "actor", None)
+        if actor is None:
+            return
+        with self._changed:
+            self._waiting[actor] = label, enabled
+            self._running.discard(actor)
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: actor not in self._waiting or self._is_over)
+            if self._is_over:
+                raise Stopped
+            self._running.add(actor)
+
+    def run(self) -> None:
+        """Until no actor can go on. Raises the first error of an actor."""
+        for thread in self._threads:
+            thread.start()
+        try:
+            while True:
+                with self._changed:
+                    assert self._changed.wait_for(lambda: not self._running, 20), self.trace
+                    if self._errors:
+                        raise self._errors[0]
+                    enabled = sorted(name for name, (_, test) in self._waiting.items() if test())
+                    new = [name for name in enabled if self._waiting[name][0] == "start"]
+                    if not enabled:
+                        return
+                    if new:  # all actors are at their first step before the order matters
+                        actor = new[0]
+                    else:
+                        choice = self._choose(len(self.taken), enabled)
+                        self.taken.append((choice, len(enabled)))
+                        actor = enabled[choice]
+                    self.trace.append(f"{actor}: {self._waiting.pop(actor)[0]}")
+                    self._running.add(actor)
+                    self._changed.notify_all()
+        finally:
+            with self._changed:
+                self._is_over = True
+                self._changed.notify_all()
+            for thread in self._threads:
+                thread.join()
+
+
+@dataclass
+class Stream:
+    """Device work in order. Its owner enqueues; the schedule runs it."""
+
+    schedule: Schedule
+    queue: list[Callable[[], None]] = field(default_factory=list)
+    num_expected: int = 2
+    num_done: int = 0
+
+    def run(self) -> None:
+        for _ in range(self.num_expected):
+            self.schedule.step("device work", lambda: bool(self.queue))
+            self.queue.pop(0)()
+            self.num_done += 1
+
+    def is_done(self) -> bool:
+        """Whether the event behind all of its work has completed."""
+        return self.num_done == self.num_expected
+
+
+@dataclass
+class Scene:
+    """One run: an arena for one item, with the old item in it."""
+
+    schedule: Schedule
+    arena: Arena
+    store: EmbeddingStore
+    reader: ReferenceReader
+    write_stream: Stream
+    copy_stream: Stream
+    announced: list[tuple[bytes, Place]] = field(default_factory=list)
+    accepted: list[tuple[bytes, bytes]] = field(default_factory=list)
+    num_lost: int = 0
+
+
+def coming(key: bytes) -> EncodedItem:
+    rows = torch.empty(1, ROW_BYTES // 4, device="meta")
+    return EncodedItem(key, bytes(32), Grid(1, 2, 2), rows, 0)
+
+
+# -- writers ---------------------------------------------------------------------------------------------
+
+
+def evict(scene: Scene) -> None:
+    """The old item goes, for whatever reason."""
+    tier = scene.store._partitions[None].host
+    entry = tier.find(("", OLD))
+    assert entry is not None
+    tier.remove(entry)
+
+
+def write(scene: Scene, *, waits: bool = True) -> None:
+    """Takes the range as soon as the allocator has it."""
+    step = scene.schedule.step
+    step("reserve", lambda: scene.arena.largest_free_bytes >= ROW_BYTES)
+    reservation = scene.store.reserve("", coming(NEW))
+    assert reservation is not None
+    target = reservation.destination.view(torch.uint8).flatten()
+    source = torch.frombuffer(bytearray(CONTENT[NEW]), dtype=torch.uint8)
+    for half in (slice(0, HALF), slice(HALF, ROW_BYTES)):
+        scene.write_stream.queue.append(lambda half=half: target[half].copy_(source[half]))  # type: ignore[misc]
+    step("publish", scene.write_stream.is_done if waits else lambda: True)
+    held = scene.store.commit(reservation)
+    step("announce")
+    scene.announced.append((NEW, scene.store.announce(held)))
+    held.drop()
+
+
+def write_without_waiting(scene: Scene) -> None:
+    """Mutant: the rows are published and announced before the event of the work that writes them."""
+    write(scene, waits=False)
+
+
+class FreesFirst(Arena):
+    """Mutant: the range returns to the allocator before the generation turns even."""
+
+    def drop(self, slot: Slot) -> None:
+        if self._holders[slot] > 1:
+            super().drop(slot)
+            return
+        self._allocator.free(slot.offset_bytes)
+        self.page.retire(slot.index)
+        self.directory.remove(slot.index)
+        del self._holders[slot]
+        self._free_indexes.append(slot.index)
+
+
+# -- readers ---------------------------------------------------------------------------------------------
+
+
+def find_place(scene: Scene, key: bytes) -> tuple[int, int, int] | None:
+    """Slot, generation, offset: of the last announcement, or as the directory lists it."""
+    for announced, place in scene.announced:
+        if announced == key:
+            return place.slot_index, place.generation, place.offset_bytes
+    record = scene.reader.find("", key)
+    return None if record is None else (record.slot_index, record.generation, record.offset_bytes)
+
+
+def read(scene: Scene, *, waits: bool = True) -> None:
+    """Looks for the new item, then for the old one, and copies what it finds."""
+    step = scene.schedule.step
+    step("find")
+    key = NEW
+    place = find_place(scene, NEW)
+    if place is None:
+        key, place = OLD, find_place(scene, OLD)
+    if place is None:
+        return
+    slot_index, generation, offset = place
+    copied = bytearray(ROW_BYTES)
+    for half in (slice(0, HALF), slice(HALF, ROW_BYTES)):
+
+        def copy(half: slice = half) -> None:
+            copied[half] = scene.reader.data[offset + half.start : offset + half.stop]
+
+        scene.copy_stream.queue.append(copy)
+    step("compare", scene.copy_stream.is_done if waits else lambda: True)
+    is_current = scene.reader.is_current(slot_index, generation)
+    if not waits:
+        step("use", scene.copy_stream.is_done)
+    if is_current:
+        scene.accepted.append((key, bytes(copied)))
+    else:
+        scene.num_lost += 1
+
+
+def compare_first(scene: Scene) -> None:
+    """Mutant: the generation is compared before the event of the copy."""
+    read(scene, waits=False)
+
+
+# -- all orders ------------------------------------------------------------------------------------------
+
+
+def hooked(schedule: Schedule, target: object, name: str) -> None:
+    """A barrier before each call."""
+    function = getattr(target, name)
+
+    def stopped(*arguments: object, **named: object) -> object:
+        schedule.step(name)
+        return function(*arguments, **named)
+
+    setattr(target, name, stopped)
+
+
+def play(
+    choose: Choose,
+    arena_class: type[Arena],
+    writer: Callable[[Scene], None],
+    reader: Callable[[Scene], None],
+    *,
+    is_announced: bool,
+) -> Scene:
+    schedule = Schedule(choose)
+    arena = arena_class(HostMemory(PROBE_BYTES + ROW_BYTES), max_slots=3)
+    # Room for one item: pages are larger.
+    filler = arena.allocate(arena.largest_free_bytes - ROW_BYTES)
+    assert filler is not None
+    store = EmbeddingStore(Partition(arena), on_copy_error=lambda _: None)
+    reservation = store.reserve("", coming(OLD))
+    assert reservation is not None
+    reservation.destination.view(torch.uint8).fill_(1)
+    held = store.commit(reservation)
+    with reader_of(arena) as reference:
+        scene = Scene(schedule, arena, store, reference, Stream(schedule), Stream(schedule))
+        if is_announced:
+            scene.announced.append((OLD, store.announce(held)))
+        held.drop()
+        for target, name in (
+            (arena.page, "retire"),
+            (arena.directory, "remove"),  # put begins with it
+            (arena._allocator, "free"),
+        ):
+            hooked(schedule, target, name)
+        schedule.start("evictor", lambda: evict(scene))
+        schedule.start("writer", lambda: writer(scene))
+        schedule.start("reader", lambda: reader(scene))
+        schedule.start("write stream", scene.write_stream.run)
+        schedule.start("copy stream", scene.copy_stream.run)
+        try:
+            schedule.run()
+        finally:
+            store.close()
+    return scene
+
+
+Play = Callable[[Choose], Scene]
+
+
+def all_orders(run: Play) -> Iterator[Scene]:
+    """Depth first over all choices."""
+    stack: list[list[int]] = [[]]
+    while stack:
+        prefix = stack.pop()
+        scene = run(lambda number, _, prefix=prefix: prefix[number] if number < len(prefix) else 0)  # type: ignore[misc]
+        yield scene
+        taken = scene.schedule.taken
+        for number in range(len(prefix), len(taken)):
+            before = [choice for choice, _ in taken[:number]]
+            stack.extend([*before, other] for other in range(1, taken[number][1]))
+
+
+def random_orders(run: Play, num_orders: int) -> Iterator[Scene]:
+    """The actor with the highest priority goes on; priorities are random, and three times the highest becomes
+    the lowest (probabilistic concurrency testing, Burckhardt et al. 2010)."""
+    for seed in range(num_orders):
+        chance = random.Random(seed)
+        order = ["evictor", "writer", "reader", "write stream", "copy stream"]
+        chance.shuffle(order)
+        changes = {chance.randrange(16) for _ in range(3)}
+
+        def choose(
+            number: int, enabled: list[str], order: list[str] = order, changes: set[int] = changes
+        ) -> int:
+            first = min(enabled, key=order.index)
+            if number in changes:
+                order.append(order.pop(order.index(first)))
+                first = min(enabled, key=order.index)
+            return enabled.index(first)
+
+        yield run(choose)
+
+
+def wrong_reads(scene: Scene) -> list[bytes]:
+    return [key for key, copied in scene.accepted if copied != CONTENT[key]]
+
+
+MUTANTS: dict[str, tuple[type[Arena], Callable[[Scene], None], Callable[[Scene], None]]] = {
+    "compares before the event": (Arena, write, compare_first),
+    "publishes before the event": (Arena, write_without_waiting, read),
+    "frees before even": (FreesFirst, write, read),
+}
+
+
+@pytest.mark.parametrize("is_announced", [True, False], ids=["by place", "by directory"])
+@pytest.mark.parametrize("is_complete", [False, pytest.param(True, marks=pytest.mark.extended)])
+def test_p20_p21_no_order_of_steps_gives_wrong_rows(is_complete: bool, is_announced: bool) -> None:
+    run = partial(play, arena_class=Arena, writer=write, reader=read, is_announced=is_announced)
+    num_orders = read_old = read_new = lost = 0
+    for scene in all_orders(run) if is_complete else random_orders(run, 150):
+        assert wrong_reads(scene) == [], "\n".join(scene.schedule.trace)
+        num_orders += 1
+        read_old += (OLD, CONTENT[OLD]) in scene.accepted
+        read_new += (NEW, CONTENT[NEW]) in scene.accepted
+        lost += scene.num_lost
+    assert read_old
+    assert read_new
+    assert lost
+    assert num_orders >= (250 if is_complete else 150)
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_p20_p21_each_mutant_gives_wrong_rows_in_some_order(name: str) -> None:
+    """The checker above would see them."""
+    arena_class, writer, reader = MUTANTS[name]
+    run = partial(play, arena_class=arena_class, writer=writer, reader=reader, is_announced=True)
+    assert any(wrong_reads(scene) for scene in random_orders(run, 1000))
+
+
+# -- at full speed ---------------------------------------------------------------------------------------
+
+
+def rewrite_for_ever(arena: Arena, seed: int) -> None:
+    """Evicts and writes items whose bytes all are one number, in a slot or in several."""
+    store = EmbeddingStore(Partition(arena), on_copy_error=lambda _: None)
+    chance = random.Random(seed)
+    while True:
+        number = chance.randrange(256)
+        rows = torch.empty(chance.choice((1, 16, 64)), 1024, device="meta")
+        item = EncodedItem(bytes([number]) * 32, bytes([number]) * 32, Grid(1, 2, 2), rows, 0)
+        reservation = store.reserve("", item)
+        assert reservation is not None
+        reservation.destination.view(torch.uint8).fill_(number)
+        store.commit(reservation).drop()
+
+
+def test_p21_p25_a_reader_beside_a_writer_in_another_process_takes_no_torn_copy() -> None:
+    """Also when the writer is killed in the middle of a store."""
+    num_read = num_lost = 0
+    for seed in range(4):
+        arena = Arena(HostMemory(1 << 20), max_slots=16)
+        with reader_of(arena) as reader:
+            pid = os.fork()
+            if not pid:
+                try:
+                    rewrite_for_ever(arena, seed)
+                finally:
+                    os._exit(1)
+            try:
+                ends_s = time.monotonic() + 0.3
+                while time.monotonic() < ends_s:
+                    for number in range(256):
+                        record = reader.find("", bytes([number]) * 32)
+                        if record is None:
+                            continue
+                        assert record.content_digest == bytes([number]) * 32
+                        copied = reader.read(record)
+                        num_lost += copied is None
+                        num_read += copied is not None
+                        assert copied is None or copied == bytes([number]) * record.rows_bytes
+            finally:
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+        arena.close()
+    assert num_read
