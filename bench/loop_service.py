@@ -22,6 +22,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from encoder_service.store.partitions import PartitionedStore, open_partitions
 from transport_processes import serve_commands
 
 from encoder_service.app import Service
@@ -29,11 +30,10 @@ from encoder_service.cli.serving import loop_factory
 from encoder_service.config import Settings, parse_settings
 from encoder_service.engine.device import DeviceEngine
 from encoder_service.engine.rows import Destination
-from encoder_service.logs import configure_logs
+from encoder_service.ops.logs import configure_logs
 from encoder_service.pipeline import ServedModel
 from encoder_service.store.arena import PROBE_BYTES, Arena
 from encoder_service.store.host_memory import HostMemory
-from encoder_service.store.partitions import PartitionedStore, open_partitions
 from encoder_service.towers.synthetic import make_checkpoint
 from encoder_service.towers.tower import Tower
 from encoder_service.transport import shared_memory

@@ -164,7 +164,7 @@ def main() -> None:
     from encoder_service.app import serve
     from encoder_service.cli.serving import announce, loop_factory
     from encoder_service.config import parse_settings
-    from encoder_service.logs import configure_logs
+    from encoder_service.ops.logs import configure_logs
 
     path = os.environ.pop(PROFILE_PATH)
     settings = parse_settings()

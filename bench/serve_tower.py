@@ -25,7 +25,7 @@ from encoder_service.config import parse_settings
 from encoder_service.engine.launch import Launched, TowerLauncher
 from encoder_service.engine.patches import looked_through
 from encoder_service.ingest.pinned import pinned
-from encoder_service.logs import configure_logs
+from encoder_service.ops.logs import configure_logs
 from encoder_service.scheduler.planner import Planner, Ticket
 from encoder_service.types import PreprocessOptions, TowerItem
 

@@ -24,7 +24,7 @@ from transport_processes import serve_commands
 
 from encoder_service.app import Service
 from encoder_service.config import Settings, parse_settings
-from encoder_service.logs import configure_logs
+from encoder_service.ops.logs import configure_logs
 from encoder_service.towers.synthetic import make_checkpoint
 from encoder_service.types import EncodedItem, Grid
 

@@ -13,20 +13,20 @@ from typing import NamedTuple
 from unittest.mock import MagicMock, patch
 
 import torch
+from encoder_service.rpc.doors import export_gate, export_local
+from encoder_service.store.tiers import TieredStore
+from encoder_service.transport.shared_metrics import export_pixels, export_shared
 from prometheus_client import Histogram
 
-from encoder_service.admin.gauges import register_gauges
-from encoder_service.admin.live import LiveView
 from encoder_service.config import parse_settings
 from encoder_service.engine.graphs import GraphCounters
 from encoder_service.engine.jobs import EngineCounters
 from encoder_service.ingest.urls import open_urls
-from encoder_service.metrics import Metrics
-from encoder_service.rpc.doors import export_gate, export_local
+from encoder_service.ops.admin.gauges import register_gauges
+from encoder_service.ops.admin.live import LiveView
+from encoder_service.ops.metrics import Metrics
 from encoder_service.scheduler.buckets import Bucket, BucketLadder
 from encoder_service.store import shared_tier_start
-from encoder_service.store.tiers import TieredStore
-from encoder_service.transport.shared_metrics import export_pixels, export_shared
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "metrics.md"
 BEGIN, END = "<!-- table: begin -->\n", "<!-- table: end -->\n"

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from prometheus_client import Counter, Gauge
 
-from encoder_service.metrics import Metrics
+from encoder_service.ops.metrics import Metrics
 from tests.contract.metric_table import (
     DOCUMENT,
     full_registry,

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 import encoder_service
-from encoder_service.tokens import NamespaceTokens
+from encoder_service.ops.tokens import NamespaceTokens
 from tests.deploy import custom_resources, kustomize
 from tests.deploy.go_template import Chart, TemplateError
 from tests.deploy.rendering import BUILDS, CHART, K8S, NAME, OVERLAYS, Object, built, charted, named, pod_of

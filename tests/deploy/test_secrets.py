@@ -15,7 +15,7 @@ import yaml
 from cryptography import x509
 
 from encoder_service.config import parse_settings
-from encoder_service.tokens import NamespaceTokens
+from encoder_service.ops.tokens import NamespaceTokens
 from tests.deploy.rendering import K8S, Object, built, named
 from tests.deploy.test_chart import render
 
