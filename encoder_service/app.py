@@ -25,8 +25,6 @@ from rich.console import Console
 from rich.progress import Progress
 
 from encoder_service import __version__
-from encoder_service.admin.gauges import register_segments
-from encoder_service.admin.plane import AdminPlane
 from encoder_service.broker import Broker, broker_options
 from encoder_service.config import Settings
 from encoder_service.engine.device import DeviceEngine
@@ -40,7 +38,10 @@ from encoder_service.ingest.pixel_segments import PixelSegments
 from encoder_service.ingest.registry import load_preprocessor
 from encoder_service.ingest.urls import open_urls
 from encoder_service.ingest.video.source import clip_limits
-from encoder_service.metrics import Metrics
+from encoder_service.ops.admin.gauges import register_segments
+from encoder_service.ops.admin.plane import AdminPlane
+from encoder_service.ops.metrics import Metrics
+from encoder_service.ops.traces import start_traces
 from encoder_service.pipeline import Pipeline, ServedModel
 from encoder_service.rpc.item_reader import ItemReader
 from encoder_service.rpc.server_factory import open_grpc, open_tokens
@@ -50,7 +51,6 @@ from encoder_service.scheduler.admission import Admission, UnreadBytes
 from encoder_service.scheduler.planner import Planner
 from encoder_service.store.embedding_store import EmbeddingStore, open_store
 from encoder_service.towers.registry import load_tower
-from encoder_service.traces import start_traces
 from encoder_service.types import Grid
 from vision_encoder.v1 import encoder_pb2 as pb
 

@@ -24,7 +24,6 @@ from typing import TypeVar
 import structlog
 import torch
 
-from encoder_service import traces
 from encoder_service.clips import ClipEncoder, clip_facts, num_clip_rows
 from encoder_service.engine.device import DeviceEngine
 from encoder_service.errors import (
@@ -42,7 +41,8 @@ from encoder_service.ingest import identity
 from encoder_service.ingest.pinned import pinned
 from encoder_service.ingest.preprocessor import Preprocessor
 from encoder_service.load import DeviceLoad
-from encoder_service.metrics import Metrics
+from encoder_service.ops import traces
+from encoder_service.ops.metrics import Metrics
 from encoder_service.output import OutputReservation
 from encoder_service.scheduler.admission import Admission, Permit, UnreadBytes
 from encoder_service.scheduler.planner import Ticket

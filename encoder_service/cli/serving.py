@@ -75,7 +75,7 @@ def serve(
     from encoder_service.app import serve as run
     from encoder_service.config import parse_settings
     from encoder_service.errors import StartupError
-    from encoder_service.logs import configure_logs, stop_logs
+    from encoder_service.ops.logs import configure_logs, stop_logs
 
     try:
         settings = parse_settings(

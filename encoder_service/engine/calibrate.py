@@ -23,7 +23,7 @@ import torch
 from encoder_service.engine.graphs import StagedInputs
 from encoder_service.engine.streams import Streams
 from encoder_service.errors import ConfigurationError
-from encoder_service.metrics import Metrics
+from encoder_service.ops.metrics import Metrics
 from encoder_service.scheduler.buckets import Bucket, BucketLadder
 from encoder_service.scheduler.cost import Calibration, Launch, Timing
 from encoder_service.towers.fused_inputs import FusedInputs

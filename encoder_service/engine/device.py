@@ -36,7 +36,7 @@ from encoder_service.engine.jobs import (
 from encoder_service.engine.launch import Launcher, TowerLauncher
 from encoder_service.errors import DeviceFault, Draining, InternalError
 from encoder_service.ingest.preprocessor import Preprocessor
-from encoder_service.metrics import Metrics
+from encoder_service.ops.metrics import Metrics
 from encoder_service.scheduler.planner import Planner, Ticket, launch_of
 from encoder_service.scheduler.timeline import DeviceTimeline
 from encoder_service.towers.tower import Tower

@@ -33,7 +33,7 @@ from encoder_service.errors import (
     UrlUnreachable,
     VisionEncoderError,
 )
-from encoder_service.metrics import Metrics
+from encoder_service.ops.metrics import Metrics
 
 Network: TypeAlias = ipaddress.IPv4Network | ipaddress.IPv6Network
 Resolve: TypeAlias = Callable[[str, int], Awaitable[Sequence[str]]]

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from encoder_service.errors import PermissionDenied, Unauthenticated
-from encoder_service.tokens import NamespaceTokens
+from encoder_service.ops.tokens import NamespaceTokens
 
 AUTHORIZATION = "authorization"
 SCHEME = "bearer"

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from encoder_service.metrics import Metrics
+from encoder_service.ops.metrics import Metrics
 from encoder_service.pipeline import Delivered, Pipeline
 from encoder_service.store.arena import TierName
 from encoder_service.store.embedding_store import Place

@@ -17,9 +17,9 @@ import grpc
 import structlog
 from google.protobuf.message import Message
 
-from encoder_service import traces
-from encoder_service.logs import REQUEST_ID_KEY, bind_request, request_id_of
-from encoder_service.metrics import Metrics
+from encoder_service.ops import traces
+from encoder_service.ops.logs import REQUEST_ID_KEY, bind_request, request_id_of
+from encoder_service.ops.metrics import Metrics
 from encoder_service.pipeline import Delivered
 from encoder_service.rpc.status import abort, as_service_error, failure_of, status_of
 from vision_encoder.v1 import encoder_pb2 as pb

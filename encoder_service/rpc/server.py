@@ -23,12 +23,12 @@ from grpc_reflection.v1alpha import reflection
 
 from encoder_service.broker import stays_in_use
 from encoder_service.errors import ConfigurationError
+from encoder_service.ops.tls import CertificateFiles, Certificates
 from encoder_service.rpc import observed
 from encoder_service.rpc.convert import serialize_event
 from encoder_service.rpc.gate import CallGate
 from encoder_service.rpc.health_check import SERVICE
 from encoder_service.rpc.servicer import VisionEncoderServicer
-from encoder_service.tls import CertificateFiles, Certificates
 from vision_encoder.v1 import encoder_pb2 as pb
 
 # gRPC can lose a call that comes in the moment of the stop, and then waits for its end until the grace is up.

@@ -11,12 +11,12 @@ import structlog
 
 from encoder_service.config import Settings
 from encoder_service.errors import ConfigurationError
-from encoder_service.metrics import Metrics
+from encoder_service.ops.metrics import Metrics
+from encoder_service.ops.tls import CertificateFiles
+from encoder_service.ops.tokens import NamespaceTokens
 from encoder_service.rpc.auth import Access
 from encoder_service.rpc.gate import CallGate, CallPermits
 from encoder_service.rpc.server import ConnectionBounds, GrpcServer
-from encoder_service.tls import CertificateFiles
-from encoder_service.tokens import NamespaceTokens
 
 log = structlog.get_logger(__name__)
 

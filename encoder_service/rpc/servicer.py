@@ -16,7 +16,7 @@ import grpc
 
 from encoder_service.errors import InvalidRequest, UnknownModel
 from encoder_service.inflight import InFlightEncode
-from encoder_service.metrics import Metrics
+from encoder_service.ops.metrics import Metrics
 from encoder_service.pipeline import Delivered, Pipeline
 from encoder_service.rpc import convert, observed
 from encoder_service.rpc.delivery import Delivery, Wanted

@@ -22,7 +22,7 @@ from encoder_service.ingest.moonvit import MoonViTPreprocessor
 from encoder_service.ingest.pinned import pinned
 from encoder_service.ingest.qwen_vl import QwenVLPreprocessor
 from encoder_service.ingest.settings import MoonViTSettings, Normalisation, QwenVLSettings
-from encoder_service.metrics import Metrics
+from encoder_service.ops.metrics import Metrics
 from encoder_service.scheduler.buckets import default_ladder
 from encoder_service.scheduler.planner import Planner, Ticket
 from encoder_service.towers.fused import FusedTower

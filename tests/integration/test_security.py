@@ -18,9 +18,10 @@ import pytest
 import torch
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
+from lm_adapter.transport import followed
 
-from encoder_service import tls as service_tls
-from encoder_service import tokens as service_tokens
+from encoder_service.ops import tls as service_tls
+from encoder_service.ops import tokens as service_tokens
 from lm_adapter import (
     AsyncFleetClient,
     AsyncVisionEncoderClient,
@@ -34,7 +35,6 @@ from lm_adapter import (
     TokenFile,
     VisionEncoderClient,
 )
-from lm_adapter.transport import followed
 from tests.certificates import Authority
 from tests.integration.conftest import RunningService, running
 from tests.integration.images import photo

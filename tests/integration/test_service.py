@@ -21,7 +21,7 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoRe
 from encoder_service.engine.device import DeviceEngine
 from encoder_service.errors import ConfigurationError, StartupError
 from encoder_service.pipeline import Announced
-from encoder_service.rpc import unread
+from encoder_service.rpc import outbound
 from encoder_service.types import Item
 from lm_adapter import (
     AsyncVisionEncoderClient,
@@ -166,7 +166,7 @@ def test_a_client_that_vanishes_frees_everything(checkpoints: dict[str, Path], d
         call.cancel()
         pipeline = found.service.pipeline
         assert pipeline is not None
-        until(lambda: len(pipeline.flights) == 1)
+        until(lambda: len(pipeline.inflight) == 1)
         gate.set()
         assert list(blocker)
         until(lambda: engine.counters.dropped_items == 11)
@@ -198,7 +198,7 @@ def test_p17_a_slow_reader_holds_a_bounded_amount_of_rows(
 ) -> None:
     """Its call starts no more than it reads; new encodes are refused once all callers leave too much unread;
     everything is given back when it leaves."""
-    monkeypatch.setattr(unread, "UNREAD_BYTES_PER_CALL", 64 << 10)
+    monkeypatch.setattr(outbound, "MAX_BYTES_PER_CALL", 64 << 10)
     big = [pb.Item(modality=pb.MODALITY_IMAGE, encoded=photo(640, 640)) for _ in range(4)]
     with running(checkpoints["qwen3_vl"], device, chunk_bytes=4096, max_undelivered_bytes=1 << 20) as found:
         pipeline = found.service.pipeline
@@ -207,25 +207,25 @@ def test_p17_a_slow_reader_holds_a_bounded_amount_of_rows(
         stub = encoder_pb2_grpc.VisionEncoderStub(channel)
         events = list(stub.Encode(pb.EncodeRequest(items=big), timeout=30))
         keys = [event.result.key for event in events if event.WhichOneof("event") == "result"]
-        until(lambda: pipeline.undelivered.num_bytes == 0)
+        until(lambda: pipeline.unread.num_bytes == 0)
 
         calls = [stub.Fetch(pb.FetchRequest(keys=keys * 60), timeout=60) for _ in range(3)]
         for call in calls:
             next(call)
-        until(lambda: pipeline.undelivered.num_bytes > 0)
+        until(lambda: pipeline.unread.num_bytes > 0)
         until(lambda: is_steady(lambda: pipeline.metrics.items.labels("host")._value.get()))
-        assert pipeline.undelivered.num_bytes <= pipeline.store.num_bytes
+        assert pipeline.unread.num_bytes <= pipeline.store.num_bytes
         assert pipeline.metrics.items.labels("host")._value.get() < 3 * 60
 
-        assert pipeline.undelivered.num_bytes > 0
-        pipeline.undelivered.max_bytes = 1
+        assert pipeline.unread.num_bytes > 0
+        pipeline.unread.max_bytes = 1
         with VisionEncoderClient(found.target, timeout_s=30) as client:
             (refused,) = client.encode([ImageItem(photo(64, 64))])
         assert isinstance(refused, ItemFailed)
         assert (refused.reason, refused.retryable) == ("QUEUE_FULL", True)
         for call in calls:
             call.cancel()
-        until(lambda: pipeline.undelivered.num_bytes == 0)
+        until(lambda: pipeline.unread.num_bytes == 0)
         channel.close()
 
 

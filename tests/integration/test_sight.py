@@ -14,8 +14,8 @@ from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from encoder_service import traces
-from encoder_service.logs import configure_logs
+from encoder_service.ops import traces
+from encoder_service.ops.logs import configure_logs
 from lm_adapter import EncodedRows, ImageItem, ItemFailed, VisionEncoderClient
 from tests.integration.conftest import RunningService
 from tests.integration.images import photo

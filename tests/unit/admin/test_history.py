@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from encoder_service.admin.history import MAX_SAMPLES, History, percentile
+from encoder_service.ops.admin.history import MAX_SAMPLES, History, percentile
 
 
 def test_p17_the_ring_is_bounded_in_bytes_however_long_it_runs() -> None:

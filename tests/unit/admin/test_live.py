@@ -8,18 +8,18 @@ from typing import Any
 
 import pytest
 import torch
+from tests.unit.store.device_like import tiered
 
-from encoder_service.admin.live import LiveView, store_tiers
 from encoder_service.engine.graphs import GraphCounters
 from encoder_service.engine.jobs import EngineCounters
 from encoder_service.load import DeviceLoad
-from encoder_service.metrics import Metrics
+from encoder_service.ops.admin.live import LiveView, store_tiers
+from encoder_service.ops.metrics import Metrics
 from encoder_service.scheduler.admission import Admission, UnreadBytes
 from encoder_service.scheduler.buckets import Bucket
 from encoder_service.scheduler.planner import Ticket
 from encoder_service.store.embedding_store import EmbeddingStore
 from encoder_service.types import EncodedItem, Grid
-from tests.unit.store.device_like import tiered
 
 
 class Rig:

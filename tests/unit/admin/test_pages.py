@@ -10,13 +10,13 @@ from typing import Any
 import httpx
 import pytest
 
-from encoder_service.admin.app import create_admin_app
-from encoder_service.admin.live import LiveView
-from encoder_service.admin.pages import FILES
-from encoder_service.metrics import Metrics
+from encoder_service.ops.admin.app import create_admin_app
+from encoder_service.ops.admin.live import LiveView
+from encoder_service.ops.admin.pages import FILES
+from encoder_service.ops.metrics import Metrics
 
 pytestmark = pytest.mark.anyio
-FOLDER = resources.files("encoder_service.admin") / "static"
+FOLDER = resources.files("encoder_service.ops.admin") / "static"
 
 
 def web() -> httpx.AsyncClient:

@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 import torch
 
-from encoder_service.admin import playground as module
-from encoder_service.admin.app import create_admin_app
-from encoder_service.admin.live import LiveView
-from encoder_service.admin.playground import NAMESPACE, Playground, rows_as_colours
 from encoder_service.errors import ImageTooLarge, NotReady, QueueFull
-from encoder_service.metrics import Metrics
+from encoder_service.ops.admin import playground as module
+from encoder_service.ops.admin.app import create_admin_app
+from encoder_service.ops.admin.live import LiveView
+from encoder_service.ops.admin.playground import NAMESPACE, Playground, rows_as_colours
+from encoder_service.ops.metrics import Metrics
 from encoder_service.types import EncodedFile, Item, Modality
 from tests.fakes import fake_image
 from tests.unit.service.test_pipeline import Rig

@@ -14,7 +14,7 @@ from encoder_service.engine.device import DeviceEngine
 from encoder_service.engine.faults import is_device_fault
 from encoder_service.engine.jobs import TowerResult
 from encoder_service.errors import Cancelled, DeadlineExceeded, DeviceFault, Draining, InternalError
-from encoder_service.metrics import Metrics
+from encoder_service.ops.metrics import Metrics
 from encoder_service.scheduler.buckets import Bucket, BucketLadder
 from encoder_service.scheduler.cost import CostModel
 from encoder_service.scheduler.planner import Planner, Ticket

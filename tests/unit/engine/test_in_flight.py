@@ -17,7 +17,7 @@ from encoder_service.engine import device
 from encoder_service.engine.device import DeviceEngine
 from encoder_service.engine.jobs import TowerResult
 from encoder_service.errors import Cancelled, DeviceFault, Draining, InternalError
-from encoder_service.metrics import Metrics
+from encoder_service.ops.metrics import Metrics
 from encoder_service.scheduler.planner import Planner, Ticket
 from encoder_service.scheduler.timeline import LEAD_S, LIKELY
 from encoder_service.types import Grid, PatchItem, TowerItem

@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 
 from encoder_service.engine.device import DeviceEngine
 from encoder_service.ingest.preprocessor import Preprocessor
-from encoder_service.metrics import Metrics
+from encoder_service.ops.metrics import Metrics
 from encoder_service.pipeline import Pipeline, ServedModel
 from encoder_service.scheduler.admission import Admission
 from encoder_service.scheduler.planner import Planner

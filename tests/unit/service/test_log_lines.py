@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from encoder_service.log_lines import PAUSE_S, LineWriter
+from encoder_service.ops.log_lines import PAUSE_S, LineWriter
 
 LIMIT_S = 20.0
 

@@ -9,7 +9,7 @@ import sys
 import pytest
 import structlog
 
-from encoder_service.logs import configure_logs, request_id_of
+from encoder_service.ops.logs import configure_logs, request_id_of
 
 
 @pytest.mark.parametrize("log_format", ["text", "json"])

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from encoder_service.errors import ConfigurationError
-from encoder_service.tls import CertificateFiles
+from encoder_service.ops.tls import CertificateFiles
 from tests.certificates import Authority
 
 

@@ -7,14 +7,14 @@ import secrets
 from pathlib import Path
 
 import pytest
+from encoder_service.rpc.doors import call_gate, is_reachable
 
 from encoder_service.config import parse_settings
 from encoder_service.errors import ConfigurationError, PermissionDenied, Unauthenticated
-from encoder_service.metrics import Metrics
+from encoder_service.ops.metrics import Metrics
+from encoder_service.ops.tokens import NamespaceTokens, read_tokens
 from encoder_service.rpc.auth import Access, bearer_token
-from encoder_service.rpc.doors import call_gate, is_reachable
 from encoder_service.rpc.gate import peer_host
-from encoder_service.tokens import NamespaceTokens, read_tokens
 
 
 def metadata(*values: object) -> tuple[tuple[str, object], ...]:

@@ -19,8 +19,8 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from encoder_service import traces
 from encoder_service.errors import ConfigurationError
+from encoder_service.ops import traces
 from encoder_service.types import StageTimings
 
 ROOT = Path(__file__).parents[3]

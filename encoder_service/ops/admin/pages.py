@@ -13,8 +13,6 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
-from encoder_service.admin.live import LiveView
-from encoder_service.admin.playground import Playground
 from encoder_service.errors import (
     DeadlineExceeded,
     ImageTooLarge,
@@ -24,6 +22,8 @@ from encoder_service.errors import (
     Unavailable,
     VisionEncoderError,
 )
+from encoder_service.ops.admin.live import LiveView
+from encoder_service.ops.admin.playground import Playground
 
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data: blob:; "
@@ -48,7 +48,7 @@ UPLOAD_TYPE = "application/octet-stream"
 def pages(live: LiveView, playground: Playground | None) -> APIRouter:
     """Routes of the page. Without a playground its route is not there."""
     router = APIRouter()
-    folder = resources.files("encoder_service.admin") / "static"
+    folder = resources.files("encoder_service.ops.admin") / "static"
     contents = {name: (folder / name).read_bytes() for name in FILES}
 
     @router.get("/")

@@ -18,11 +18,11 @@ from fastapi import FastAPI, Response
 from google.protobuf.json_format import MessageToDict
 from starlette.types import ASGIApp
 
-from encoder_service.admin.live import LiveView
-from encoder_service.admin.pages import pages
-from encoder_service.admin.playground import Playground
 from encoder_service.errors import ConfigurationError
-from encoder_service.metrics import CONTENT_TYPE, Metrics
+from encoder_service.ops.admin.live import LiveView
+from encoder_service.ops.admin.pages import pages
+from encoder_service.ops.admin.playground import Playground
+from encoder_service.ops.metrics import CONTENT_TYPE, Metrics
 from vision_encoder.v1 import encoder_pb2 as pb
 
 

@@ -18,9 +18,9 @@ from starlette.datastructures import Headers
 from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from encoder_service.admin.app import AdminServer
 from encoder_service.config import Settings
-from encoder_service.tls import CertificateFiles
+from encoder_service.ops.admin.app import AdminServer
+from encoder_service.ops.tls import CertificateFiles
 
 OPEN_PATHS = frozenset(("/healthz", "/readyz"))
 HARMLESS = frozenset(("GET", "HEAD"))

@@ -6,15 +6,15 @@ come with the pipeline. What each part is lies in the modules beside this one.
 
 from __future__ import annotations
 
-from encoder_service.admin.access import open_admin
-from encoder_service.admin.app import AdminServer, Readiness, create_admin_app
-from encoder_service.admin.gauges import register_broker, register_gauges
-from encoder_service.admin.live import LiveView
-from encoder_service.admin.playground import Playground
 from encoder_service.broker import Broker
 from encoder_service.config import Settings
 from encoder_service.engine.device import DeviceEngine
-from encoder_service.metrics import Metrics
+from encoder_service.ops.admin.access import open_admin
+from encoder_service.ops.admin.app import AdminServer, Readiness, create_admin_app
+from encoder_service.ops.admin.gauges import register_broker, register_gauges
+from encoder_service.ops.admin.live import LiveView
+from encoder_service.ops.admin.playground import Playground
+from encoder_service.ops.metrics import Metrics
 from encoder_service.pipeline import Pipeline
 
 

@@ -21,7 +21,7 @@ from typing import Literal
 
 import structlog
 
-from encoder_service.log_lines import LineWriter
+from encoder_service.ops.log_lines import LineWriter
 
 REQUEST_ID_KEY = "x-request-id"
 # What is repeated into logs and trailers is kept short and free of anything that either could stumble over.

@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 from prometheus_client import Counter as Counted
 
-from encoder_service.admin.history import History, Window, percentile
 from encoder_service.broker import Broker
 from encoder_service.engine.device import DeviceEngine
 from encoder_service.load import saturation
-from encoder_service.metrics import STAGE_BUCKETS_S, Metrics
+from encoder_service.ops.admin.history import History, Window, percentile
+from encoder_service.ops.metrics import STAGE_BUCKETS_S, Metrics
 from encoder_service.pipeline import Pipeline
 from encoder_service.store.arena import Arena
 from encoder_service.types import CacheTier

@@ -5,12 +5,12 @@ Owns names and texts of these metrics; the figures are counted where things happ
 
 from __future__ import annotations
 
-from encoder_service.admin.live import runs_by_size
 from encoder_service.broker import Broker
 from encoder_service.engine.device import DeviceEngine
 from encoder_service.engine.graphs import GraphRunner
 from encoder_service.ingest.pixel_segments import PixelSegments
-from encoder_service.metrics import Metrics
+from encoder_service.ops.admin.live import runs_by_size
+from encoder_service.ops.metrics import Metrics
 from encoder_service.pipeline import Pipeline
 from encoder_service.store.embedding_store import EmbeddingStore
 
