@@ -170,7 +170,7 @@ class TowerAlone:
         from encoder_service.app import capture_graphs, load_model, warm_up_grids
         from encoder_service.config import parse_settings
         from encoder_service.engine.launch import TowerLauncher
-        from encoder_service.logs import configure_logs
+        from encoder_service.ops.logs import configure_logs
 
         configure_logs("text", "warning")
         self._settings = parse_settings(**settings)

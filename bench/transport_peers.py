@@ -246,7 +246,7 @@ class Encoder:
         """kind: ``host`` or ``device``, where rows live. folder: for sockets and the checkpoint, this
         encoder's alone. num_bytes: of all rows that it will hold."""
         from encoder_service.config import parse_settings
-        from encoder_service.logs import configure_logs
+        from encoder_service.ops.logs import configure_logs
         from encoder_service.towers.synthetic import make_checkpoint
 
         place = Path(folder)

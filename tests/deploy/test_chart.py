@@ -12,7 +12,7 @@ import yaml
 import encoder_service
 from encoder_service.app import ENGINE_STOP_S, LAST_SPANS_S
 from encoder_service.rpc.server import SERVICE
-from encoder_service.tokens import NamespaceTokens
+from encoder_service.ops.tokens import NamespaceTokens
 from tests.deploy.chart import (
     CASES,
     CHART,
