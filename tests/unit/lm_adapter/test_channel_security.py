@@ -11,12 +11,12 @@ from typing import Any
 
 import grpc
 import pytest
-
-from lm_adapter import ClientTls, InvalidRequest, TokenFile, VisionEncoderClient
 from lm_adapter.transport import followed_channel
 from lm_adapter.transport.channel import bearer, channel_options, followed_credentials
 from lm_adapter.transport.followed import RECHECK_S, Followed, token_in, token_source
 from lm_adapter.transport.followed_channel import LINGER_S, FollowedAioChannel, FollowedChannel
+
+from lm_adapter import ClientTls, InvalidRequest, TokenFile, VisionEncoderClient
 from tests.certificates import Authority
 
 

@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lm_adapter import checks
-from lm_adapter.assembly import Assembler, Expected, prepare_items
+from lm_adapter.assembly import Assembler, PlacedRows, prepare_items
 from lm_adapter.convert import dtype_number
 from lm_adapter.errors import InvalidRows, ItemFailed, StreamViolation, TruncatedStream
-from lm_adapter.testing import fake_model, fake_rows
 from lm_adapter.items import DigestItem, Grid, ImageItem, Item, PixelItem, PreprocessOptions, UrlItem
+from lm_adapter.testing import fake_model, fake_rows
 from lm_adapter.types import EncodedRows, ModelInfo
 from vision_encoder.v1 import encoder_pb2 as pb
 
@@ -56,7 +56,7 @@ def item_events(
 
 
 def assembler(num_items: int, *models: ModelInfo, max_rows_bytes: int = 1 << 20) -> Assembler:
-    return Assembler([Expected()] * num_items, models=models or (MODEL,), max_rows_bytes=max_rows_bytes)
+    return Assembler([None] * num_items, models=models or (MODEL,), max_rows_bytes=max_rows_bytes)
 
 
 @settings(deadline=None, max_examples=80)
@@ -77,11 +77,8 @@ def test_any_interleaving_of_any_items_gives_their_rows(data: st.DataObject) -> 
     while any(queues):
         index = data.draw(st.sampled_from([i for i, queue in enumerate(queues) if queue]))
         event = queues[index].pop(0)
-        done = (
-            assembly.feed(event.SerializeToString())
-            if data.draw(st.booleans())
-            else assembly.feed_event(event)
-        )
+        done = assembly.feed(event.SerializeToString())
+        assert not isinstance(done, PlacedRows)
         assert (done is not None) == (not queues[index])
         if done is not None:
             finished[done[0]] = done[1]
@@ -116,8 +113,7 @@ def edited(**changes: object) -> list[pb.ItemEvent]:
         (edited(grid_thw=pb.GridTHW(h=5)), "grid_thw", ("[1, 5, 4]", "multiples of 2")),
         (edited(key=b"k" * 31), "key", ("31", "32")),
         (edited(content_digest=b"d" * 33), "content_digest", ("33", "32")),
-        (edited(host=pb.HostRows(segment="s")), "delivery", ("host", "inline")),
-        (edited(lease=pb.DeviceLease(generation=1)), "delivery", ("lease", "inline")),
+        (edited(place=pb.RowsPlace(generation=1)), "delivery", ("place", "inline")),
     ],
 )
 def test_p22_results_that_break_a_rule_fail_their_own_item(
@@ -141,11 +137,11 @@ def test_p22_results_that_break_a_rule_fail_their_own_item(
 
 
 def test_p22_rows_of_another_key_or_digest_are_refused() -> None:
-    for expected, field_name in (
-        (Expected(key=b"k" * 32), "key"),
-        (Expected(content_digest=b"d" * 32), "content_digest"),
+    for assembly, field_name in (
+        (Assembler([None], keys=[b"k" * 32]), "key"),
+        (Assembler([b"d" * 32]), "content_digest"),
     ):
-        done = Assembler([expected]).feed_event(item_events(0, Grid(1, 2, 2))[0])
+        done = assembly.feed(item_events(0, Grid(1, 2, 2))[0].SerializeToString())
         assert done is not None
         assert isinstance(done[1], InvalidRows)
         assert done[1].field == field_name

@@ -10,13 +10,13 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from lm_adapter.transport import borrowed, mapping, unmapping
+from lm_adapter.transport.mapping import MappingFailed, map_device
+from lm_adapter.transport.unmapping import Unmapping
 
 from encoder_service.errors import ConfigurationError
 from encoder_service.store import cuda_memory
 from lm_adapter.errors import MissingDependency
-from lm_adapter.transport import borrowed, mapping, unmapping
-from lm_adapter.transport.mapping import MappingFailed, map_device
-from lm_adapter.transport.unmapping import Unmapping
 from tests.unit.transport.broker_rig import wait_until
 
 SIZE = 1 << 21
