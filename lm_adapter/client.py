@@ -531,7 +531,7 @@ class AsyncVisionEncoderClient:
         )
         self._check_open(call.method)
         # Without a deserialiser, messages arrive as bytes.
-        method = self._channel.current().unary_stream(_method_path(call.method))
+        method: Any = self._channel.current().unary_stream(_method_path(call.method))
         rpc = method(request.SerializeToString(), timeout=deadline.left_s, metadata=self._channel.metadata())
         try:
             async for message in rpc:

@@ -129,7 +129,9 @@ class VisionEncoderClient:
     def _run(self, start: Callable[[], Coroutine[Any, Any, ResultT]]) -> ResultT:
         """Runs a call on the loop's thread. An interrupted caller cancels the call."""
         if not self._thread.is_alive():
-            raise CallCancelled(f"the client of {self.target} is closed, or belongs to the parent process")
+            raise CallCancelled(
+                f"call to {self.target}: the client is closed, or belongs to the parent process"
+            )
         future = asyncio.run_coroutine_threadsafe(start(), self._loop)
         try:
             return future.result()

@@ -103,7 +103,7 @@ class DeviceMemory:
         with relaxed_capture():
             with torch.cuda.stream(self._stream):
                 out = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
-            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event = torch.cuda.Event()
             try:
                 with self._context():
                     _call(
@@ -121,7 +121,8 @@ class DeviceMemory:
                 self._stream.synchronize()
                 raise
             out.record_stream(stream)
-        return out
+        copied: torch.Tensor = out
+        return copied
 
     def unmap(self) -> None:
         """The caller has waited for its copies. Harmless when repeated; after MappingFailed it continues

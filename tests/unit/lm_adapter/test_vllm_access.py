@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 from cryptography.hazmat.primitives import serialization
+from lm_adapter.transport.followed import MAX_TOKEN_BYTES, token_source
 
 from lm_adapter import AsyncFleetClient, AsyncVisionEncoderClient, ClientTls, InvalidRequest, TokenFile
 from lm_adapter.engines import vllm_encoders, vllm_front
 from lm_adapter.engines.vllm_access import Access, tls_of_service
 from lm_adapter.engines.vllm_fetch import Fetcher, FetchSettings
 from lm_adapter.engines.vllm_items import Geometry
-from lm_adapter.transport.followed import MAX_TOKEN_BYTES, token_source
 from tests.certificates import Authority
 
 GEOMETRY = Geometry(width=12, dtype="float32", num_levels=0, merge_size=2, merges_time=False)

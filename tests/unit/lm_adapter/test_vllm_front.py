@@ -24,8 +24,8 @@ from lm_adapter.engines import vllm_front, vllm_front_requests
 from lm_adapter.engines.vllm_front import Front, create_app
 from lm_adapter.engines.vllm_items import read_params
 from lm_adapter.engines.vllm_upstream import Failures
-from lm_adapter.testing import FakeEncoder
 from lm_adapter.items import Grid
+from lm_adapter.testing import FakeEncoder
 from lm_adapter.types import KeyState, KeyStatus, PrefetchStatus
 
 pytestmark = pytest.mark.anyio

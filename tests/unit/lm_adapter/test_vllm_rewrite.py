@@ -8,9 +8,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from lm_adapter.engines.vllm_encoders import is_fleet
 
 from lm_adapter import AsyncFleetClient, AsyncVisionEncoderClient, ImageItem, PreprocessOptions
-from lm_adapter.engines.vllm_encoders import is_fleet
 from lm_adapter.engines.vllm_fetch import FetchSettings
 from lm_adapter.engines.vllm_items import Geometry, KeyedItem, read_params, transfer_params
 from lm_adapter.engines.vllm_rewrite import Failure, failure_of, images_of, rewritten
@@ -21,8 +21,7 @@ from lm_adapter.errors import (
     InvalidRows,
     ItemFailed,
 )
-from lm_adapter.items import UrlItem
-from lm_adapter.items import Grid
+from lm_adapter.items import Grid, UrlItem
 
 
 def data_url(data: bytes) -> str:
