@@ -180,12 +180,16 @@ def write(scene: Scene, *, waits: bool = True) -> None:
     target = reservation.destination.view(torch.uint8).flatten()
     source = torch.frombuffer(bytearray(CONTENT[NEW]), dtype=torch.uint8)
     for half in (slice(0, HALF), slice(HALF, ROW_BYTES)):
-        scene.write_stream.queue.append(lambda half=half: target[half].copy_(source[half]))  # type: ignore[misc]
+        scene.write_stream.queue.append(partial(_copy_half, target, source, half))
     step("publish", scene.write_stream.is_done if waits else lambda: True)
     held = scene.store.commit(reservation)
     step("announce")
     scene.announced.append((NEW, scene.store.announce(held)))
     held.drop()
+
+
+def _copy_half(target: torch.Tensor, source: torch.Tensor, half: slice) -> None:
+    target[half].copy_(source[half])
 
 
 def write_without_waiting(scene: Scene) -> None:

@@ -8,6 +8,7 @@ import random
 import pytest
 import torch
 
+from encoder_service.store.arena import TierName
 from encoder_service.store.embedding_store import HeldRows, Reservation
 from tests.reference_reader import reader_of
 from tests.unit.store.arenas import Clock, coming, key_of, rows_of, settle, store_of
@@ -54,8 +55,8 @@ async def test_p14_p17_p18_p21_random_operations(seed: int) -> None:
                 held.pop(chance.randrange(len(held)))[0].drop()
             case 6 if held:
                 one, of, space = held.pop(chance.randrange(len(held)))
-                tier = chance.choice(("host", "device"))
-                held.append((await store.in_tier(one, space, tier), of, space))
+                tiers: tuple[TierName, ...] = ("host", "device")
+                held.append((await store.in_tier(one, space, chance.choice(tiers)), of, space))
             case 7 if held:
                 one, _, space = chance.choice(held)
                 if one.tier is not None:
