@@ -24,7 +24,8 @@ REQUESTS: dict[str, type[Message]] = {
     "Prefetch": pb.PrefetchRequest,
     "Encode": pb.EncodeRequest,
     "Fetch": pb.FetchRequest,
-    "Touch": pb.TouchRequest,
+    "Release": pb.ReleaseRequest,
+    "Renew": pb.RenewRequest,
 }
 INTEGERS = (0, 1, 2, 3, 7, 255, 256, 65535, 65536, 1 << 30, (1 << 31) - 1, 1 << 31, (1 << 32) - 1, 1 << 62)
 FLOATS = (0.0, -0.0, 1.0, -1.0, 1e-300, 1e300, 6e4, float("inf"), float("-inf"), float("nan"))

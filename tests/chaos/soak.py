@@ -1,9 +1,9 @@
 """The service under everything at once for a long time: ``python -m tests.chaos.soak --minutes 60``.
 
 Owns the order of events and the verdict. The service is a process of its own and so is each group of callers
-(``soak_caller``), of which one is killed every now and then and replaced. Memory, descriptors and threads
-are sampled all the time and have to be flat by the rule of ``soak_verdict``. Some times in between all
-callers rest, and then nothing may be held.
+(``soak_caller``), of which one is killed every now and then and replaced. Memory, descriptors, threads and
+leases are sampled all the time and have to be flat by the rule of ``soak_verdict``. Some times in between all
+callers rest, and then nothing may be held, and the service checks the bookkeeping of its arena itself.
 
 Prints the verdict; ``--out FOLDER`` writes the result with every sample as JSON. The exit code is 0 when
 there is no complaint.
@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from encoder_service.towers.synthetic import make_checkpoint
-from tests.chaos.soak_process import HELD, SETTINGS, SoakedService
+from tests.chaos.soak_process import HELD, INTEGRITY, SETTINGS, SoakedService
 from tests.chaos.soak_verdict import BOUNDS, Bound, judge, judge_rests
 
 WARM_UP_SHARE = 1 / 3
@@ -171,6 +171,8 @@ class Soak:
         warm_up_s = self.plan.load_s * WARM_UP_SHARE
         drifts, gained = judge(self.series, warm_up_s, self.bounds)
         complaints = [*self.complaints, *gained, *judge_rests(self.rests, HELD)]
+        if self.rests[-1][INTEGRITY]:
+            complaints.append(f"{self.rests[-1][INTEGRITY]:.0f} checks found the arena's bookkeeping wrong")
         if exit_code:
             complaints.append(f"the service ended with {exit_code}")
         complaints += [f"the service says: {line[:500]}" for line in self._service.errors()[:20]]

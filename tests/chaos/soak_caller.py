@@ -1,9 +1,9 @@
 """A process of callers that never agree with each other: ``soak_caller FOLDER NUMBER SEED TARGET``.
 
-Owns the load of a soak: images of many sizes, most of them asked for again and again, pixel tensors,
-bad inputs, calls that are cancelled or whose deadline passes, streams that are read slowly or left in
-the middle. While FOLDER/rest exists nobody calls and nothing is kept.
-FOLDER/<NUMBER>.json says once a second what was done, and whether a caller got other rows than before. The
+Owns the load of a soak: images of many sizes, most of them asked for again and again, pixels in shared
+memory, bad inputs, calls that are cancelled or whose deadline passes, streams that are read slowly or left in
+the middle, leases that are given back too late. While FOLDER/rest exists nobody calls and nothing is kept.
+FOLDER/<NUMBER>.json says once a second what was done, and whether anybody got other rows than before. The
 process may be killed at any moment.
 """
 
@@ -30,7 +30,9 @@ from lm_adapter import (
     EncodedRows,
     Grid,
     ImageItem,
+    ItemFailed,
     PixelItem,
+    StaleRows,
     VisionEncoderClient,
 )
 from tests.chaos.fuzz_messages import make_call
@@ -72,9 +74,12 @@ class Callers:
         self._numbers = range(NUM_IMAGES)
 
     def run(self) -> None:
+        shm_dir = str(self._folder / "pixels")
         with (
-            VisionEncoderClient(self._target, timeout_s=60) as shared,
-            VisionEncoderClient(self._target, transports=("inline",), timeout_s=60) as inline,
+            VisionEncoderClient(self._target, timeout_s=60, shm_dir=shm_dir) as shared,
+            VisionEncoderClient(
+                self._target, transports=("inline",), pixels="shm", timeout_s=60, shm_dir=shm_dir
+            ) as inline,
             grpc.insecure_channel(self._target) as channel,
         ):
             ways: tuple[Callable[[random.Random], None], ...] = (
@@ -84,6 +89,7 @@ class Callers:
                 lambda rng: self._bad_input(rng, channel),
                 lambda rng: self._given_up(rng, inline),
                 lambda rng: self._slow_reader(rng, channel),
+                lambda rng: self._late_release(rng, shared),
             )
             for index, way in enumerate(ways):
                 threading.Thread(target=self._forever, args=(way, index), daemon=True).start()
@@ -165,6 +171,22 @@ class Callers:
                 break
             time.sleep(rng.uniform(0, 0.05))
         self._count("slow readers")
+
+    def _late_release(self, rng: random.Random, client: VisionEncoderClient) -> None:
+        numbers = rng.choices(self._numbers, cum_weights=self._cumulative, k=3)
+        outcomes = client.encode([ImageItem(picture(number)) for number in numbers], borrow=True)
+        ends_s = time.monotonic() + rng.choice((0.0, 0.5, 1.5, 3.0))
+        while time.monotonic() < ends_s and not (self._folder / "rest").exists():
+            time.sleep(0.05)
+        for outcome in outcomes:
+            if isinstance(outcome, ItemFailed):
+                continue
+            try:
+                outcome.confirm()
+            except StaleRows:
+                self._count("leases run out")
+            else:
+                self._count("leases given back")
 
     # -- what came of it -------------------------------------------------------------------------------
 

@@ -32,31 +32,41 @@ SETTINGS: dict[str, object] = {
     "ingest_threads": 1,
     "torch_threads": 1,
     "chunk_bytes": 16_384,
+    "lease_default_ms": 1_000,
     "drain_grace_s": 10,
     "log_format": "json",
     "log_level": "warning",
 }
 # What nobody may still have once all callers rest, by the metrics' names.
 HELD = (
-    "ve_encodes_in_flight",
+    "ve_flights",
     "ve_queued_bytes",
     "ve_queued_patches",
     "ve_undelivered_bytes",
+    "ve_leases",
+    "ve_leased_bytes",
+    "ve_pixels_held",
+    "ve_pixels_held_bytes",
 )
+INTEGRITY = "ve_arena_integrity_failures_total"
 SAMPLE = re.compile(r"^(\w+)(?:\{[^}]*\})? (\S+)$", re.MULTILINE)
 
 
 class SoakedService:
-    """Started with the object, ended by ``stop``. folder: for its socket and log."""
+    """Started with the object, ended by ``stop``. folder: for its socket, pixels and log."""
 
     def __init__(self, model: Path, folder: Path) -> None:
         self.target = f"unix:{folder}/grpc.sock"
+        self.pixel_folder = folder / "pixels"
+        self.pixel_folder.mkdir()
         self._log_path = folder / "service.log"
         given = {
             **SETTINGS,
             "model": model,
             "listen": self.target,
             "broker_path": folder / "broker.sock",
+            "shm_dir": self.pixel_folder,
+            "shm_prefixes": "ve-soak-",
         }
         environment = {name: value for name, value in os.environ.items() if not name.startswith("VE_")}
         environment |= {f"VE_{name.upper()}": str(value) for name, value in given.items()}
@@ -94,13 +104,15 @@ class SoakedService:
         return found
 
     def figures(self) -> dict[str, float]:
-        """Memory, descriptors and threads by the kernel's account, the rest by the service's."""
+        """Memory, descriptors and threads by the kernel's account, leases and the rest by the service's."""
         told = self.metrics()
         return {
             **seen_from_outside(self.pid),
+            "leases": told["ve_leases"],
             "client_sockets": told["ve_broker_connections"],
             "calls": told["ve_requests_total"],
             "store_bytes": told["ve_store_bytes"],
+            INTEGRITY: told[INTEGRITY],
             **{name: told[name] for name in HELD},
         }
 

@@ -34,6 +34,7 @@ BOUNDS: Mapping[str, Bound] = {
     "pss_bytes": Bound(16 * MIB, 0.04),
     "descriptors": Bound(4),
     "threads": Bound(2),
+    "leases": Bound(8),
     "client_sockets": Bound(4),
 }
 

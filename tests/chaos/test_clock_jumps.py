@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -20,7 +21,7 @@ import grpc
 import pytest
 
 from encoder_service.towers.synthetic import make_checkpoint
-from lm_adapter import ImageItem, RequestRefused, VisionEncoderClient
+from lm_adapter import EncodedRows, ImageItem, LeaseRecord, LeaseStatus, RequestRefused, VisionEncoderClient
 from tests.chaos.wall_clock import WallClock, can_compile
 from tests.integration.images import photo
 from tests.integration.test_process import ENV
@@ -30,6 +31,7 @@ from vision_encoder.v1 import encoder_pb2 as pb
 pytestmark = pytest.mark.skipif(not can_compile(), reason="needs a C compiler as cc on PATH")
 DAY_S = 86_400
 JUMPS = (DAY_S, -3 * DAY_S, 400 * DAY_S, -5 * 3600)
+LEASE_MS = 2_000
 LIMIT_S = 30.0
 
 
@@ -58,6 +60,16 @@ class Clocked:
         assert found is not None
         self._admin = found[1]
 
+    def figure(self, name: str) -> float:
+        with urllib.request.urlopen(f"{self._admin}/metrics", timeout=30) as answer:
+            found = re.search(rf"^{name} (\S+)$", answer.read().decode(), re.MULTILINE)
+        assert found is not None, name
+        return float(found[1])
+
+    def now_ms(self) -> float:
+        """What its wall clock says."""
+        return (time.time() + self.wall_clock.offset_s) * 1e3
+
 
 @pytest.fixture
 def clocked() -> Iterator[Clocked]:
@@ -75,6 +87,38 @@ def until(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < ends_s
         time.sleep(0.01)
+
+
+def leased(client: VisionEncoderClient, lease_ms: int = LEASE_MS) -> LeaseRecord:
+    """One of two readers has read: the lease is out for the other one."""
+    (rows,) = client.encode([ImageItem(photo(64, 48))], num_readers=2)
+    assert isinstance(rows, EncodedRows)
+    assert rows.shared is not None
+    assert rows.shared.transport == "host"
+    return rows.shared
+
+
+def test_p21_leases_last_as_long_as_was_said(clocked: Clocked) -> None:
+    """Neither ended by a day ahead nor kept by one back; and what clients are told is by the clock that
+    the service's host has just then."""
+    with VisionEncoderClient(clocked.target, timeout_s=LIMIT_S, lease_ms=LEASE_MS) as client:
+        client.wait_transport()
+        for jump_s in JUMPS:
+            started_s, expired = time.monotonic(), clocked.figure("ve_leases_expired_total")
+            record = leased(client)
+            assert 0 < record.expires_at_unix_ms - clocked.now_ms() <= LEASE_MS
+            clocked.wall_clock.jump(jump_s)
+            time.sleep(0.3)
+            is_early = time.monotonic() - started_s < LEASE_MS / 1e3 - 0.2
+            if is_early:  # on a machine that is not held up
+                assert clocked.figure("ve_leases") == 1
+                assert clocked.figure("ve_leases_expired_total") == expired
+                (status,) = client.renew([record.lease_id], LEASE_MS)
+                assert isinstance(status, LeaseStatus)
+                assert abs(status.expires_at_unix_ms - LEASE_MS - clocked.now_ms()) < 1000
+            until(lambda: clocked.figure("ve_leases") == 0)
+            assert time.monotonic() - started_s < LEASE_MS / 1e3 + 5
+            assert clocked.figure("ve_leases_expired_total") == expired + 1
 
 
 def test_deadlines_and_calls_under_way_do_not_notice(clocked: Clocked) -> None:

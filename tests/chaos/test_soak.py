@@ -94,8 +94,8 @@ def rest(**figures: float) -> dict[str, float]:
 @pytest.mark.parametrize(
     ("rests", "complaint"),
     [
-        ([rest(), rest(ve_queued_bytes=2), rest()], "ve_queued_bytes is 2 at rest 1"),
-        ([rest(ve_encodes_in_flight=1), rest()], "ve_encodes_in_flight is 1 at rest 0"),
+        ([rest(), rest(ve_leases=2), rest()], "ve_leases is 2 at rest 1"),
+        ([rest(ve_flights=1), rest()], "ve_flights is 1 at rest 0"),
         ([rest(), rest(descriptors=37)], "descriptors at rest went from 32 to 37, at most 36"),
         ([rest(), rest(threads=18)], "threads at rest went from 15 to 18, at most 17"),
     ],
@@ -133,4 +133,5 @@ def test_p21_p33_a_short_soak_is_flat() -> None:
     counts = result["counts"]
     for what in ("rows host", "rows miss", "pixels", "bad inputs", "deadlines", "cancelled", "slow readers"):
         assert counts.get(what), f"nobody did this: {what}: {counts}"
+    assert counts.get("leases run out", 0) + counts.get("leases given back", 0)
     assert result["calls"] > 100

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import gc
 import hashlib
 import json
@@ -20,14 +19,11 @@ from typing import Any
 import pytest
 import torch
 
-from encoder_service.broker import offer_of
-from encoder_service.store.arena import Arena, Slot, TierName
+from encoder_service.store.arena import Arena, Slot
 from encoder_service.store.cuda_memory import CudaMemory, device_uuid
-from encoder_service.store.embedding_store import EmbeddingStore, Partition
 from encoder_service.store.host_memory import HostMemory
-from encoder_service.types import EncodedItem, Grid
-from lm_adapter.shm.mapping import DeviceMemory
-from tests.reference_reader import reader_of
+from lm_adapter.transport.control_page import ControlPageReader
+from lm_adapter.transport.mapping import map_device, map_host
 
 pytest.importorskip("cuda.bindings.driver", reason="needs cuda-bindings", exc_type=ImportError)
 pytestmark = pytest.mark.gpu
@@ -100,14 +96,16 @@ class Importer:
         return self.receive()
 
     def map(self, arena: Arena) -> dict[str, Any]:
-        offer = offer_of(None, arena)
+        geometry = arena.geometry
         request = {
             "do": "map",
-            "geometry": offer.geometry.SerializeToString().hex(),
-            "probe": offer.probe.SerializeToString().hex(),
+            "size_bytes": geometry.size_bytes,
+            "page_bytes": geometry.page_bytes,
+            "arena_id": geometry.arena_id.hex(),
         }
-        socket.send_fds(self.connection, [json.dumps(request).encode()], offer.descriptors)
-        for fd in offer.descriptors:
+        fds = [arena.export_fd(), arena.export_page_fd()]
+        socket.send_fds(self.connection, [json.dumps(request).encode()], fds)
+        for fd in fds:
             os.close(fd)
         return self.receive()
 
@@ -182,37 +180,37 @@ def test_device_memory_is_beside_torchs_own() -> None:
 
 @pytest.mark.whole_device
 def test_no_descriptor_and_no_memory_stays_behind() -> None:
-    def export_and_map() -> None:
-        with arena_of() as arena:
-            fd, *others = arena.export_all()
-            DeviceMemory(fd, arena.size_bytes, CUDA).unmap()
-            for each in (fd, *others):
-                os.close(each)
-
-    export_and_map()  # the first one opens what the driver keeps
+    # The first export and mapping open what the driver keeps for itself.
+    with arena_of() as arena:
+        fd = arena.export_fd()
+        map_device(fd, arena.geometry.size_bytes, CUDA).close()
+        os.close(fd)
     gc.collect()
     free_bytes, _ = torch.cuda.mem_get_info(CUDA)
     descriptors = len(os.listdir("/proc/self/fd"))
     for _ in range(20):
-        export_and_map()
+        with arena_of() as arena:
+            fd = arena.export_fd()
+            map_device(fd, arena.geometry.size_bytes, CUDA).close()
+            os.close(fd)
     gc.collect()
     assert len(os.listdir("/proc/self/fd")) == descriptors
     assert torch.cuda.mem_get_info(CUDA)[0] >= free_bytes - 2 * SIZE
 
 
-def test_p23_the_same_process_maps_it_too_on_every_gpu() -> None:
+def test_the_same_process_maps_it_too_on_every_gpu() -> None:
     with arena_of() as arena:
         slot, digest = filled(arena, 3_000_000)
-        fd, *others = arena.export_all()
+        fd = arena.export_fd()
         for index in range(torch.cuda.device_count()):
             device = torch.device("cuda", index)
-            memory = DeviceMemory(fd, arena.size_bytes, device)
-            rows = memory.copy(slot.offset_bytes, slot.num_bytes)
+            mapping = map_device(fd, arena.geometry.size_bytes, device)
+            assert mapping.tensor.device == device
+            rows = mapping.tensor[slot.offset_bytes : slot.offset_bytes + slot.num_bytes].clone()
             assert rows.device == device
             assert hashlib.sha256(bytes(rows.cpu().numpy())).hexdigest() == digest
-            memory.unmap()
-        for each in (fd, *others):
-            os.close(each)
+            mapping.close()
+        os.close(fd)
 
 
 @pytest.mark.parametrize("num_importers", [1, 2, 4])
@@ -222,17 +220,34 @@ def test_isolated_processes_read_bit_equal_rows(importers: Any, num_importers: i
         started = importers(num_importers)
         for importer in started:
             mapped = importer.map(arena)
+            assert mapped["probe"]
             assert mapped["graph"]
             assert mapped["allocator_unchanged"]
-            assert mapped["num_devices"] == 1
+            assert (mapped["num_devices"], mapped["device"]) == (1, "cuda:0")
+            if torch.cuda.device_count() > 1:
+                assert mapped["uuid"] != arena.geometry.device_uuid
+            else:
+                assert mapped["uuid"] == arena.geometry.device_uuid
             assert mapped["pid"] < 10, "the importer has its own process numbers"
         for slot, digest in slots:
             for importer in started:
                 importer.send("read", **place(slot), generation=arena.generation(slot))
             for importer in started:
-                assert importer.receive() == {"digest": digest}
+                assert importer.receive() == {"digest": digest, "unchanged": True}
         for importer in started:
-            assert importer.ask("unmap") == {"graph": True}
+            assert importer.ask("unmap") == {"mapped": False, "graph": True}
+
+
+def test_a_graph_of_the_importer_reads_the_arena(importers: Any) -> None:
+    with arena_of() as arena:
+        slot, first = filled(arena, 4 << 20)
+        (importer,) = importers(1)
+        importer.map(arena)
+        assert importer.ask("capture", **place(slot)) == {"empty": True}
+        assert importer.ask("replay") == {"digest": first, "graph": True}
+        second = fill(arena, slot)
+        assert second != first
+        assert importer.ask("replay") == {"digest": second, "graph": True}
 
 
 def test_an_importer_cannot_write(importers: Any) -> None:
@@ -243,7 +258,7 @@ def test_an_importer_cannot_write(importers: Any) -> None:
         refused = importer.ask("write", **place(slot))
         assert refused["status"] != 0
         assert refused["graph"], "a refused write leaves the importer's context in order"
-        assert importer.read(arena, slot) == {"digest": digest}
+        assert importer.read(arena, slot) == {"digest": digest, "unchanged": True}
 
 
 def test_p21_a_late_read_is_found_stale(importers: Any) -> None:
@@ -255,8 +270,8 @@ def test_p21_a_late_read_is_found_stale(importers: Any) -> None:
         arena.drop(slot)
         again, digest = filled(arena, 4 << 20)
         assert (again.index, again.offset_bytes) == (slot.index, slot.offset_bytes)
-        assert importer.read(arena, again, generation) == {"digest": None}
-        assert importer.read(arena, again) == {"digest": digest}
+        assert importer.read(arena, again, generation) == {"digest": digest, "unchanged": False}
+        assert importer.read(arena, again)["unchanged"]
 
 
 def test_p21_no_torn_copy_is_taken_while_a_slot_is_rewritten(importers: Any) -> None:
@@ -282,19 +297,20 @@ def test_p21_no_torn_copy_is_taken_while_a_slot_is_rewritten(importers: Any) -> 
         arena.close()
         seen = importer.receive()
     assert seen["wrong"] == 0
-    assert min(seen["whole"], seen["lost"]) > 0, seen
+    assert min(seen["whole"], seen["stale"], seen["mixed"]) > 0, seen
 
 
 def test_an_importer_outlives_the_exporters_arena(importers: Any) -> None:
     with arena_of() as arena:
-        slot, _ = filled(arena, 4 << 20)
+        slot, digest = filled(arena, 4 << 20)
         generation = arena.generation(slot)
         where = place(slot)
         (importer,) = importers(1)
         importer.map(arena)
     gc.collect()
-    assert importer.ask("read", **where, generation=generation) == {"digest": None}
-    assert importer.ask("unmap") == {"graph": True}
+    late = importer.ask("read", **where, generation=generation)
+    assert late == {"digest": digest, "unchanged": False}
+    assert importer.ask("unmap") == {"mapped": False, "graph": True}
 
 
 def test_an_importer_that_is_killed_leaves_the_exporter_in_order(importers: Any) -> None:
@@ -309,7 +325,7 @@ def test_an_importer_that_is_killed_leaves_the_exporter_in_order(importers: Any)
         fill(arena, slot)
 
 
-def test_pinned_host_memory_is_written_by_the_gpu_and_read_by_others() -> None:
+def test_pinned_host_memory_feeds_the_gpu_on_both_sides() -> None:
     memory = HostMemory(SIZE, pin=True)
     arena = Arena(memory, max_slots=4)
     slot = arena.allocate(8 << 20)
@@ -320,53 +336,26 @@ def test_pinned_host_memory_is_written_by_the_gpu_and_read_by_others() -> None:
     view.copy_(rows, non_blocking=True)
     torch.cuda.synchronize()
     generation = arena.publish(slot)
-    with reader_of(arena) as reader:
-        copied = reader.data[slot.offset_bytes : slot.offset_bytes + slot.num_bytes]
-        assert reader.is_current(slot.index, generation)
-    assert copied == bytes(rows.cpu().numpy())
+    fd, page_fd = arena.export_fd(), arena.export_page_fd()
+    page = ControlPageReader(page_fd, arena.geometry.page_bytes, arena_id=arena.arena_id)
+    for pin in (False, True):
+        mapping = map_host(fd, SIZE, pin=pin)
+        window = mapping.tensor[slot.offset_bytes : slot.offset_bytes + slot.num_bytes]
+        copied = window.to(CUDA, non_blocking=True)
+        torch.cuda.synchronize()
+        assert page.unchanged(slot.index, generation)
+        assert torch.equal(copied, rows)
+        assert window.is_pinned() == mapping.pinned
+        del window
+        mapping.close()
+        gc.collect()
+        assert not mapping.mapped
+    os.close(fd)
+    os.close(page_fd)
+    page.close()
     del view
     arena.close()
     gc.collect()
     assert not memory.mapped
     torch.zeros(1, device=CUDA).add_(1)
     torch.cuda.synchronize()
-
-
-@pytest.mark.anyio
-async def test_p20_rows_move_between_the_tiers_of_a_store() -> None:
-    """The engine's rows in device memory, to pinned host memory and back, bit-equal."""
-    num_bytes = 4 << 20
-    store = EmbeddingStore(
-        Partition(
-            Arena(HostMemory(SIZE, pin=True), max_slots=64),
-            Arena(CudaMemory(8 * num_bytes, CUDA), max_slots=64),
-        ),
-        on_copy_error=lambda error: pytest.fail(str(error)),
-    )
-    contents: dict[bytes, torch.Tensor] = {}
-    for number in range(12):
-        key = bytes([number]) * 32
-        coming = torch.empty(num_bytes // 4096, 2048, dtype=torch.bfloat16, device="meta")
-        reservation = store.reserve("", EncodedItem(key, key, Grid(1, 2, 2), coming, 0))
-        assert reservation is not None
-        assert reservation.destination.is_cuda
-        contents[key] = torch.randn(coming.shape, dtype=torch.bfloat16)
-        reservation.destination.copy_(contents[key])
-        torch.cuda.synchronize()
-        store.commit(reservation).drop()
-        while store._spills:
-            await asyncio.wait(store._spills.values())
-    for key, expected in contents.items():
-        held = store.hold("", key)
-        assert held is not None
-        tiers: tuple[TierName, ...] = ("host", "device")
-        for tier in tiers:
-            held = await store.in_tier(held, "", tier)
-            assert held.tier == tier
-            assert torch.equal(held.item.rows.cpu(), expected)
-        held.drop()
-    assert store.counters.copies_to_device > 0
-    store.refuse_copies()
-    store.wait_for_copies()
-    store.check_integrity()
-    store.close()
