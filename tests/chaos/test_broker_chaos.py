@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import random
 import signal
@@ -140,6 +141,7 @@ def make_trouble(path: str, arena_id: bytes, seed: int, until_s: float) -> None:
 def test_p33_a_storm_of_bad_clients_does_not_reach_a_good_one() -> None:
     with small_arena() as arena, running_broker((None, arena)) as broker:
         path = broker.options.path
+        gc.collect()  # what earlier tests dropped
         before, ends_s = num_descriptors(), time.monotonic() + 2
         storm = [
             threading.Thread(target=make_trouble, args=(path, arena.arena_id, seed, ends_s))
@@ -156,4 +158,4 @@ def test_p33_a_storm_of_bad_clients_does_not_reach_a_good_one() -> None:
         for thread in storm:
             thread.join()
         assert slowest_s < 2
-        wait_until(lambda: num_descriptors() == before)
+        wait_until(lambda: num_descriptors() <= before)
