@@ -31,12 +31,12 @@ from pathlib import Path
 import grpc
 import structlog
 from PIL import Image
+from tests.integration.held import held, wait_until_free
 
 from encoder_service.rpc.server import method_handlers
 from encoder_service.towers.synthetic import make_checkpoint
 from tests.chaos.fuzz_messages import Call, make_call
 from tests.integration.conftest import RunningService
-from tests.integration.held import held, wait_until_free
 from vision_encoder.v1 import encoder_pb2 as pb
 
 SETTINGS: dict[str, object] = {

@@ -37,15 +37,14 @@ def serving(model: Path, *, stdout: IO[bytes] | int, stderr: IO[bytes] | int) ->
         process = subprocess.Popen(
             [
                 sys.executable, "-c",
-                "import encoder_service.cli.serving as serving, faulthandler, pathlib, signal, sys\n"
+                "import encoder_service.cli as cli, faulthandler, pathlib, signal, sys\n"
                 f"faulthandler.register(signal.SIGUSR1, open({str(stacks)!r}, 'w'))\n"
-                "announce = serving.announce\n"
+                "announce = cli.announce\n"
                 "def tell(service):\n"
                 f"    pathlib.Path({str(admin_port)!r}).write_text(service.admin_address)\n"
                 "    announce(service)\n"
-                "serving.announce = tell\n"
-                "from encoder_service.cli import main\n"
-                "main()",
+                "cli.announce = tell\n"
+                "cli.main()",
                 "serve", "--model", str(model), "--device", "cpu", "--dtype", "float32", "--listen", target,
                 "--admin-listen", "127.0.0.1:0", "--log-format", "json", "--log-level", "debug",
             ],

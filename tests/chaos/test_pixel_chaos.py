@@ -14,10 +14,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from lm_adapter.transport.segment_names import is_lock_name
 
 from encoder_service.towers.synthetic import make_checkpoint
 from lm_adapter import CallFailed, EncodedRows, Grid, PixelItem, VisionEncoderClient
-from lm_adapter.transport.segment_names import is_lock_name
 from tests.integration.test_process import ENV, ServiceProcess
 from tests.unit.transport.broker_rig import num_descriptors, socket_folder, wait_until
 

@@ -15,13 +15,13 @@ import pytest
 import torch
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from PIL import Image
+from tests.integration.held import held, wait_until_free
 
 from encoder_service.rpc.server import SERVICE
 from encoder_service.towers.synthetic import make_checkpoint
 from encoder_service.types import FrameItem, PreprocessOptions
 from lm_adapter import DeadlineExceeded, EncodedRows, ImageItem, ItemFailed, VisionEncoderClient
 from tests.integration.conftest import RunningService, running
-from tests.integration.held import held, wait_until_free
 from tests.integration.images import photo
 from vision_encoder.v1 import encoder_pb2 as pb
 from vision_encoder.v1 import encoder_pb2_grpc

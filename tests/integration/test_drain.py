@@ -92,7 +92,7 @@ def test_p37_readiness_drops_first_and_what_was_accepted_finishes(
             """Looks at what probes see, before anything is refused or cut."""
             await_probes = found.loop.run_in_executor(None, probes, found)
             seen.update(await await_probes)
-            seen["in flight"] = len(pipeline.flights)
+            seen["in flight"] = len(pipeline.inflight)
             seen["in time"] = await inner(grace_s)
             return bool(seen["in time"])
 

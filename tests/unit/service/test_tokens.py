@@ -110,8 +110,8 @@ def test_a_wrong_file_is_told_without_its_tokens(tmp_path: Path) -> None:
 
 
 def test_tokens_of_both_names_open_both_doors(tmp_path: Path) -> None:
-    settings = parse_settings(model=tmp_path, tokens="a=new|next,b=only", broker_tokens="a=old")
-    assert settings.namespace_tokens() == {"a": ("new", "next", "old"), "b": ("only",)}
+    settings = parse_settings(model=tmp_path, tokens="a=new|next,b=only")
+    assert settings.namespace_tokens() == {"a": ("new", "next"), "b": ("only",)}
     assert "only" not in repr(settings)
 
 
