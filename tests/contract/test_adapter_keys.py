@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import lm_adapter.types as adapter
+import lm_adapter as adapter
 from encoder_service import types as service
 from encoder_service.ingest import identity
 from encoder_service.rpc import convert as service_convert
 from lm_adapter import convert, keys
-from lm_adapter.hashing import HashedItems, ItemHasher
 from lm_adapter.testing import fake_model
 
 digests = st.binary(min_size=32, max_size=32)
@@ -86,15 +86,10 @@ def test_p11_keys_of_pixel_items_are_equal(
     expected = identity.embedding_key(
         item, digest, namespace="n", dtype=getattr(torch, dtype), **fingerprints
     )
-    assert expected == keys.embedding_key(
-        digest,
-        namespace="n",
-        model_fingerprint=b"m" * 32,
-        preprocess_fingerprint=b"p" * 32,
-        dtype=dtype,
-        modality=adapter.Modality(modality),
-        pixels_grid=adapter.Grid(*grid),
+    ours = adapter.PixelItem(
+        torch.zeros(1, 1), adapter.Grid(*grid), digest=digest, modality=adapter.Modality(modality)
     )
+    assert expected == keys.item_key(ours, fake_model(dtype=dtype, **fingerprints), namespace="n")
 
 
 @settings(deadline=None)
@@ -110,10 +105,10 @@ def test_p10_pixel_digests_are_equal_through_the_wire(shape: tuple[int, ...], dt
     values = torch.arange(24).reshape(shape).to(dtype)
     item = adapter.PixelItem(values, adapter.Grid(1, 2, 2))
     theirs = service_convert.item_from_proto(convert.item_message(item))
-    assert keys.pixels_digest(item) == identity.content_digest(theirs)
+    assert keys.item_digest(item) == identity.content_digest(theirs)
     if dtype is not torch.bfloat16:
         as_numpy = adapter.PixelItem(values.numpy(), item.grid)
-        assert keys.pixels_digest(as_numpy) == identity.content_digest(theirs)
+        assert keys.item_digest(as_numpy) == identity.content_digest(theirs)
 
 
 @settings(deadline=None, max_examples=150)
@@ -126,13 +121,12 @@ def test_p10_pixel_digests_are_equal_through_the_wire(shape: tuple[int, ...], dt
 def test_p10_a_file_hashed_by_its_client_has_the_key_that_the_service_gives_it(
     data: bytes, namespace: str, modality: str, options: dict[str, int | float]
 ) -> None:
-    """As it is sent without hashing, and as it is sent with the digest."""
     item = adapter.ImageItem(
         data,
         options=adapter.PreprocessOptions(**options),  # type: ignore[arg-type]
         modality=adapter.Modality(modality),
     )
-    hashed_item_has_the_services_key(item, namespace)
+    item_has_the_services_key(item, namespace)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
@@ -142,13 +136,13 @@ def test_p10_pixels_hashed_by_their_client_have_the_key_that_the_service_gives_t
 ) -> None:
     values = torch.arange(math.prod(shape)).reshape(shape).to(dtype)
     item = adapter.PixelItem(values, adapter.Grid(1, 2, 2))
-    hashed_item_has_the_services_key(item, "n")
+    item_has_the_services_key(item, "n")
     if dtype is not torch.bfloat16:
         swapped = adapter.PixelItem(values.numpy().astype(values.numpy().dtype.newbyteorder(">")), item.grid)
-        hashed_item_has_the_services_key(swapped, "n")
+        item_has_the_services_key(swapped, "n")
     strided = values.repeat_interleave(2, -1)[..., ::2]
     assert not strided.is_contiguous()
-    hashed_item_has_the_services_key(adapter.PixelItem(strided, item.grid), "n")
+    item_has_the_services_key(adapter.PixelItem(strided, item.grid), "n")
 
 
 @pytest.mark.parametrize("given", [{}, {"fps": 2.0}, {"timestamps_s": (0.0, 0.5)}])
@@ -157,15 +151,14 @@ def test_p10_frames_hashed_by_their_client_have_the_key_that_the_service_gives_t
 ) -> None:
     frames = torch.arange(2 * 4 * 5 * 3, dtype=torch.uint8).reshape(2, 4, 5, 3)
     for content in (frames, frames.numpy(), frames.numpy()[:, :, ::-1]):
-        hashed_item_has_the_services_key(adapter.FramesItem(content, **given), "n")  # type: ignore[arg-type]
+        item_has_the_services_key(adapter.FramesItem(content, **given), "n")  # type: ignore[arg-type]
 
 
-def hashed_item_has_the_services_key(item: adapter.Item, namespace: str) -> None:
-    found = ItemHasher("auto").hashed([item], 0)
-    assert isinstance(found, HashedItems)
-    key = keys.ItemKeys(fake_model(), namespace).of(item, found.computed[0])
+def item_has_the_services_key(item: adapter.Item, namespace: str) -> None:
+    """As it is sent without a digest, and with the one that its client computed."""
     model = fake_model()
-    for sent in (item, *found.to_send([0])):
+    key = keys.item_key(item, model, namespace=namespace)
+    for sent in (item, replace(item, digest=keys.item_digest(item))):
         theirs = service_convert.item_from_proto(convert.item_message(sent))
         assert key == identity.embedding_key(
             theirs,
@@ -183,6 +176,3 @@ def test_the_two_sides_spell_everything_alike() -> None:
     assert vars(adapter.StageTimings()).keys() == {*vars(service.StageTimings()), "delivery_ms"}
     assert {m.value for m in adapter.Modality} == {m.value for m in service.Modality}
     assert {t.value for t in adapter.CacheTier} - {"unknown"} == {t.value for t in service.CacheTier}
-    assert keys.KEY_TAG == identity.KEY_TAG
-    assert keys.PIXELS_TAG == identity.PIXELS_TAG
-    assert keys.FRAMES_TAG == identity.FRAMES_TAG
