@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import dataclasses
 import functools
-import importlib.util
 import os
 import threading
 import time
@@ -42,7 +41,7 @@ from lm_adapter.errors import (
     from_rpc_error,
 )
 from lm_adapter.items import ClipItem, Grid, ImageItem, Item
-from lm_adapter.keys import content_digest, item_key
+from lm_adapter.keys import can_hash, content_digest, item_key
 from lm_adapter.shm.attachment import TRANSPORTS, AttachedMemory, SharedMemory, Transport, check_transports
 from lm_adapter.shm.mapping import current_stream
 from lm_adapter.shm.reader import MappedArena
@@ -168,7 +167,7 @@ class AsyncVisionEncoderClient:
             broker_path=broker_path,
             device=device,
         )
-        self._hashes = importlib.util.find_spec("blake3") is not None
+        self._hashes = can_hash()
         self._touches = _Touches(self._loop, self._send_touches)
         self._info: ServerInfo | None = None
         self._info_lock = asyncio.Lock()

@@ -13,11 +13,11 @@ from encoder_service.errors import InvalidRequest, TransportUnavailable
 from encoder_service.ingest import identity
 from encoder_service.rpc import convert as service_convert
 from lm_adapter import ClipItem, FramesItem, PreprocessOptions, convert, keys
-from lm_adapter.checks import RowsHeader, check_header, check_model
+from lm_adapter.checks import RowsHeader, check_header, check_models
 from lm_adapter.errors import InvalidRequest as RefusedHere
 from lm_adapter.errors import InvalidRows
-from lm_adapter.testing import fake_model
 from lm_adapter.items import Grid
+from lm_adapter.testing import fake_model
 from vision_encoder.v1 import encoder_pb2 as pb
 
 FINGERPRINTS = {"model_fingerprint": b"m" * 32, "preprocess_fingerprint": b"p" * 32}
@@ -140,7 +140,7 @@ def test_p22_chunks_have_to_make_up_their_clip() -> None:
     )
     grid, chunks = Grid(6, 4, 4), (Grid(4, 4, 4), Grid(2, 4, 4))
     good = header(grid, 8, chunks)
-    check_model(good, kimi)
+    check_models(good, [kimi])
     check_header(good)
     for wrong in [
         header(grid, 4, chunks),
@@ -150,9 +150,9 @@ def test_p22_chunks_have_to_make_up_their_clip() -> None:
         header(grid, 8, ()),
     ]:
         with pytest.raises(InvalidRows):
-            check_model(wrong, kimi)
+            check_models(wrong, [kimi])
     with pytest.raises(InvalidRows, match="chunks"):
-        check_model(
+        check_models(
             header(grid, 24, chunks),
-            fake_model(dtype="float32", out_width=16, num_deepstack_levels=0, merges_time=False),
+            [fake_model(dtype="float32", out_width=16, num_deepstack_levels=0, merges_time=False)],
         )
