@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import dataclasses
 import functools
-import importlib.util
 import os
 import threading
 import time
@@ -42,7 +41,7 @@ from lm_adapter.errors import (
     from_rpc_error,
 )
 from lm_adapter.items import ClipItem, Grid, ImageItem, Item
-from lm_adapter.keys import content_digest, item_key
+from lm_adapter.keys import can_hash, content_digest, item_key
 from lm_adapter.shm.attachment import TRANSPORTS, AttachedMemory, SharedMemory, Transport, check_transports
 from lm_adapter.shm.mapping import current_stream
 from lm_adapter.shm.reader import MappedArena
@@ -168,7 +167,7 @@ class AsyncVisionEncoderClient:
             broker_path=broker_path,
             device=device,
         )
-        self._hashes = importlib.util.find_spec("blake3") is not None
+        self._hashes = can_hash()
         self._touches = _Touches(self._loop, self._send_touches)
         self._info: ServerInfo | None = None
         self._info_lock = asyncio.Lock()
@@ -195,7 +194,7 @@ class AsyncVisionEncoderClient:
 
     async def info(self, *, timeout_s: float | None = None) -> ServerInfo:
         """The server's models, limits and transports, asked for now. Raises ProtocolMismatch."""
-        return await self._ask_info(self._deadline(timeout_s))
+        return await self._ask_info(Deadline(self._timeout_s if timeout_s is None else timeout_s))
 
     async def wait_ready(self, timeout_s: float) -> ServerInfo:
         """Waits until the server answers and its health check says SERVING.
@@ -219,7 +218,7 @@ class AsyncVisionEncoderClient:
         """Waits until the client has tried to attach to shared memory, for callers that do not want their
         first rows inline."""
         self._shared.note_device()
-        deadline = self._deadline(timeout_s)
+        deadline = Deadline(self._timeout_s if timeout_s is None else timeout_s)
         await self._known_info(deadline)
         return await asyncio.to_thread(self._shared.wait, deadline.left_s)
 
@@ -234,7 +233,7 @@ class AsyncVisionEncoderClient:
         error maps the indices of the others to their outcome."""
         self._shared.note_device()
         stream = stream or current_stream()
-        deadline = self._deadline(timeout_s)
+        deadline = Deadline(self._timeout_s if timeout_s is None else timeout_s)
         info = await self._ready_to_read(deadline)
         shared = self._shared.current
         outcomes: dict[int, Outcome] = {}
@@ -280,7 +279,7 @@ class AsyncVisionEncoderClient:
             return []
         self._shared.note_device()
         stream = stream or current_stream()
-        deadline = self._deadline(timeout_s)
+        deadline = Deadline(self._timeout_s if timeout_s is None else timeout_s)
         info = await self._ready_to_read(deadline)
         shared = self._shared.current
         outcomes: dict[int, Outcome] = {}
@@ -307,7 +306,7 @@ class AsyncVisionEncoderClient:
     ) -> list[PrefetchStatus | ItemFailed]:
         """Starts to encode and keeps the rows in the service. Answers once every item is admitted, with its
         key, and with its grid if the file's header was read. The encode goes on without this client."""
-        deadline = self._deadline(timeout_s)
+        deadline = Deadline(self._timeout_s if timeout_s is None else timeout_s)
         info = await self._known_info(deadline)
         prepared = prepare_items(
             dict(enumerate(items)),
@@ -331,7 +330,7 @@ class AsyncVisionEncoderClient:
         keys = check_keys(keys)
         if not keys:
             return []
-        deadline = self._deadline(timeout_s)
+        deadline = Deadline(self._timeout_s if timeout_s is None else timeout_s)
         statuses: list[KeyStatus] = []
         for portion in _portions(await self._known_info(deadline), keys):
             request = pb.LookupRequest(keys=portion, namespace=self._namespace)
@@ -542,9 +541,6 @@ class AsyncVisionEncoderClient:
         await self._unary("Touch", request, pb.TouchResponse, Deadline(self._timeout_s))
 
     # The server and its calls -----------------------------------------------------------------------------
-
-    def _deadline(self, timeout_s: float | None) -> Deadline:
-        return Deadline(self._timeout_s if timeout_s is None else timeout_s)
 
     async def _ready_to_read(self, deadline: Deadline) -> ServerInfo:
         """Raises TransportUnavailable if inline is excluded and nothing is attached in time."""

@@ -84,14 +84,13 @@ class ChatImages:
 
 @dataclass(frozen=True)
 class Failure:
-    """Why image rows could not be had, for a caller. status: of HTTP; replica: that was to have them."""
+    """Why image rows could not be had, for a caller. status: of HTTP."""
 
     status: int
     reason: str
     message: str
     retryable: bool = False
     retry_after_ms: int = 0
-    replica: str = ""
 
     @property
     def may_help_again(self) -> bool:
@@ -120,7 +119,6 @@ class Failure:
             str(account.get("message", "image rows could not be had")),
             bool(account.get("retryable")),
             int(account.get("retry_after_ms", 0)),
-            str(account.get("replica", "")),
         )
 
 
@@ -183,7 +181,7 @@ def rewritten(
     field = GRID_FIELDS.get(family, "image_grid_thw")
     parts: list[dict[str, Any]] = [
         {"type": "image_embeds", "image_embeds": {field: list(grid)}, "uuid": key.hex()}
-        for key, grid, _ in rows
+        for key, grid in rows
     ]
     found = {name: value for name, value in body.items() if name != "mm_processor_kwargs"}
     transfer = {**(body.get("ec_transfer_params") or {}), **transfer_params(rows, reply)}

@@ -54,15 +54,11 @@ class Transport(NamedTuple):
 class AttachedMemory:
     """The mapped arenas of one kind that a namespace may read."""
 
-    def __init__(self, name: str, instance_id: str, arenas: Sequence[MappedArena]) -> None:
+    def __init__(self, name: str, arenas: Sequence[MappedArena]) -> None:
         self.name = name
-        self.instance_id = instance_id
         self.delivery = _DELIVERIES[name]
+        self.num_bytes = sum(arena.size_bytes for arena in arenas)
         self._arenas = {arena.arena_id: arena for arena in arenas}
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(arena.size_bytes for arena in self._arenas.values())
 
     def find(self, key: bytes) -> tuple[MappedArena, Record] | None:
         """Where a key's rows are listed."""
@@ -273,7 +269,7 @@ class SharedMemory:
             if not arenas:
                 raise BrokerError(f"the broker has no {name} arena for this namespace")
             undo.pop_all()
-        return connection, AttachedMemory(name, welcome.instance_id, arenas)
+        return connection, AttachedMemory(name, arenas)
 
     def _resolve_device(self) -> torch.device:
         from lm_adapter.shm.device import resolve_device
