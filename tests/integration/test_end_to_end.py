@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from PIL import Image
+from PIL import Image, ImageOps
 
 from lm_adapter import EncodedRows, ImageItem, VisionEncoderClient
 from lm_adapter.engines.hf import RemoteItem, RemoteVisionLM, load_language_model
@@ -63,9 +63,8 @@ class Reference:
         return found
 
     def inputs(self, prompt: str, files: list[bytes]) -> Any:
-        from transformers.image_utils import load_image
-
-        images = [load_image(Image.open(io.BytesIO(data))) for data in files]
+        # Not by transformers' load_image, which drops alpha: the processors put white below.
+        images = [ImageOps.exif_transpose(Image.open(io.BytesIO(data))) for data in files]
         return self.processor(text=[prompt], images=images, return_tensors="pt")
 
     @torch.no_grad()

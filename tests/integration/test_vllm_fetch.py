@@ -17,8 +17,8 @@ from lm_adapter.engines.vllm_connector import HostRows, StepRows
 from lm_adapter.engines.vllm_fetch import Fetched, Fetcher, FetchSettings
 from lm_adapter.engines.vllm_items import Geometry, WantedRows
 from lm_adapter.errors import EncoderOverloaded, InvalidRequest, InvalidRows, ItemFailed
-from lm_adapter.testing import FakeEncoder, FakeScript, Fault, fake_model, fake_rows
 from lm_adapter.items import Grid
+from lm_adapter.testing import FakeEncoder, FakeScript, Fault, fake_model, fake_rows
 from lm_adapter.types import EncodedRows
 from tests.unit.lm_adapter.connector_rig import BUSY, Engine, engine_config
 
