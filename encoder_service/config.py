@@ -238,13 +238,9 @@ class Settings(BaseSettings):
                 raise ValueError(f"{name} needs tls_cert and tls_key")
         if self.admin_token is not None and not self.admin_token.get_secret_value():
             raise ValueError("admin_token is empty")
-        tokens = self.namespace_tokens()
-        for name, values in tokens.items():
+        for name, values in self.namespace_tokens().items():
             if not values:
                 raise ValueError(f"namespace {name!r} has an empty token")
-        for name in self.isolated_namespaces:
-            if name not in tokens and self.tokens_file is None:
-                raise ValueError(f"isolated namespace {name!r} needs a token in tokens or tokens_file")
         for prefix in self.shm_prefixes:
             if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]{2,63}", prefix):
                 raise ValueError(
@@ -263,6 +259,8 @@ class Settings(BaseSettings):
         for name, num_bytes in self.isolated_namespaces.items():
             if num_bytes < MIB:
                 raise ValueError(f"isolated namespace {name!r} has {num_bytes} bytes, the least is {MIB}")
+            if name not in self.tokens and self.tokens_file is None:
+                raise ValueError(f"isolated namespace {name!r} needs a token in tokens or tokens_file")
         if self.device_arena_bytes and self.device_arena_bytes < MIB:
             raise ValueError(f"device_arena_bytes is {self.device_arena_bytes}, the least is 0 or {MIB}")
         on_device_bytes = (self.device_arena_bytes or 0) + sum(self.isolated_device_bytes.values())
