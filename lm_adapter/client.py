@@ -529,8 +529,10 @@ class AsyncVisionEncoderClient:
         payload = await asyncio.to_thread(
             functools.partial(shared.read_place, place, placed.header.rows_bytes, stream=stream)
         )
-        self._touches.note(key, place.generation, is_lost=payload is None)
-        return None if payload is None else placed.rows(payload)
+        if payload is None:
+            return None  # the request that follows reports the loss
+        self._touches.note(key, place.generation, is_lost=False)
+        return placed.rows(payload)
 
     async def _send_touches(self, rows: Sequence[tuple[bytes, int]], num_lost: int) -> None:
         request = pb.TouchRequest(
