@@ -1,4 +1,4 @@
-"""Host tables of a batch, refusal of grids, and a forward that never looks at values on the host."""
+"""Host tables of a batch, refused grids, and a forward that reads no value on the host."""
 
 from __future__ import annotations
 
@@ -149,14 +149,10 @@ def test_grids_that_do_not_merge_are_refused_with_both_figures(
         assert all(figure in refusal.value.message for figure in figures)
 
 
-def test_more_frames_than_the_temporal_table_are_refused_with_both_figures() -> None:
+def test_more_frames_than_the_temporal_table_and_empty_batches_are_refused() -> None:
+    with pytest.raises(GridMismatch, match="0 items"):
+        qwen().prepare([])
     with pytest.raises(GridMismatch, match=r"has 5 frames, the temporal table has 4"):
         moonvit().check_grid(Grid(5, 2, 2))
     moonvit().check_grid(Grid(4, 2, 2))
     qwen().check_grid(Grid(300, 2, 2))
-
-
-@TOWERS
-def test_an_empty_batch_is_refused(make: type[Tower]) -> None:
-    with pytest.raises(GridMismatch, match="0 items"):
-        make().prepare([])

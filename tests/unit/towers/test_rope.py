@@ -1,4 +1,4 @@
-"""Rotary tables and the half-split permutation against rotation of adjacent pairs as complex numbers."""
+"""Rotary tables and the half-split permutation against complex rotation of adjacent pairs."""
 
 from __future__ import annotations
 
@@ -54,11 +54,3 @@ def test_half_split_rotation_of_permuted_rows_equals_complex_rotation_of_adjacen
     )
     found = torch.einsum("phd,qhd->hpq", q, k)
     assert float((found - expected).norm() / expected.norm()) < 1e-5
-
-
-def test_rotation_in_bfloat16_rounds_once() -> None:
-    x = randn(5, NUM_HEADS, HEAD_DIM).bfloat16()
-    tables = blocked_tables(ROWS, COLUMNS, HEAD_DIM, 10_000.0)
-    found = rotate(x, *tables)
-    assert found.dtype == torch.bfloat16
-    assert torch.equal(found, rotate(x.float(), *tables).bfloat16())
