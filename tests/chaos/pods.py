@@ -129,9 +129,13 @@ class EncoderPod:
         self._admin = admin[1]
 
     def figure(self, name: str, **labels: str) -> float:
-        """One of the service's metrics, summed over the series that have these labels."""
-        with urllib.request.urlopen(f"{self._admin}/metrics", timeout=10) as answer:
-            text = answer.read().decode()
-        found = re.findall(rf"^{name}(?:{{([^}}]*)}})? (\S+)$", text, re.MULTILINE)
-        wanted = [f'{label}="{value}"' for label, value in labels.items()]
-        return sum(float(value) for series, value in found if all(one in series for one in wanted))
+        return figure(self._admin, name, **labels)
+
+
+def figure(admin: str, name: str, **labels: str) -> float:
+    """A metric at this address of an admin plane, summed over the series that have these labels."""
+    with urllib.request.urlopen(f"{admin}/metrics", timeout=10) as answer:
+        text = answer.read().decode()
+    found = re.findall(rf"^{name}(?:{{([^}}]*)}})? (\S+)$", text, re.MULTILINE)
+    wanted = [f'{label}="{value}"' for label, value in labels.items()]
+    return sum(float(value) for series, value in found if all(one in series for one in wanted))

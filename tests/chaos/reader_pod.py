@@ -40,15 +40,15 @@ from tests.unit.lm_adapter.connector_rig import Engine, engine_config
 PATIENCE_S = 30.0
 # One rounding to bfloat16 is 0.2 %; another process may batch, and so sum, in another order.
 RELATIVE = 2e-2
-_requests: ContextVar[list[str]] = ContextVar("requests")
+_requests: ContextVar[list[int]] = ContextVar("requests")
 
 
 class CountingClient(AsyncVisionEncoderClient):
-    """Adds the method of every stream of rows to ``_requests`` of the calling task."""
+    """Adds an entry to ``_requests`` of the calling task for every stream of rows that it asks for."""
 
-    async def _stream(self, call: Any, *arguments: Any) -> None:
-        _requests.get([]).append(call.method)
-        await super()._stream(call, *arguments)
+    async def _stream(self, *arguments: Any) -> None:
+        _requests.get().append(1)
+        await super()._stream(*arguments)
 
 
 @contextmanager
@@ -98,6 +98,10 @@ class ReaderPod:
     def _client(self, transports: tuple[str, ...]) -> VisionEncoderClient:
         device = "cuda:0" if self.device.type == "cuda" else None
         return VisionEncoderClient(self.target, transports=transports, device=device, timeout_s=60)
+
+    def close(self) -> None:
+        self.client.close()
+        self.inline.close()
 
     # -- commands --------------------------------------------------------------------------------------
 
@@ -185,7 +189,7 @@ class ReaderPod:
                 generator = random.Random(seed)
                 while time.monotonic() < ends_s:
                     item, expected = generator.choice(files)
-                    requests: list[str] = []
+                    requests: list[int] = []
                     _requests.set(requests)
                     try:
                         rows = await client.encode_one(item)

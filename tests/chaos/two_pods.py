@@ -9,10 +9,11 @@ from __future__ import annotations
 import random
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -244,31 +245,34 @@ SIDE = 192
 ENCODES = ("ve_encoded_items_total", "ve_encodes_repeated_total")
 
 
-def check_late_readers(site: Site, storm: Storm, *, has_host_tier: bool) -> None:
-    """Readers over an arena of a tenth of their working set. has_host_tier: all of it fits behind the
-    arena."""
-    encoder = site.encoder
+def check_late_readers(
+    kind: str, ask: Callable[..., dict[str, Any]], figure: Callable[..., float], storm: Storm
+) -> None:
+    """Readers over an arena of a tenth of their working set, in the memory that ``kind`` names. On a GPU all
+    of it fits on the host. ask: a command of a ``ReaderPod``. figure: of the encoder's metrics."""
     side = [SIDE, SIDE]
-    num_bytes = site.reader.ask("learn", images=[[*side, 0]])["num_bytes"]
-    arena_bytes = encoder.figure("ve_arena_bytes", memory=site.setup.kind)
+    num_bytes = ask("learn", images=[[*side, 0]])["num_bytes"]
+    arena_bytes = figure("ve_arena_bytes", memory=kind)
     chosen = [[*side, seed] for _, _, seed in images(int(10 * arena_bytes / num_bytes))]
-    site.reader.ask("learn", images=chosen)
+    ask("learn", images=chosen)
     command = {
         "images": chosen,
         "num_readers": storm.num_readers,
         "seconds": storm.seconds,
         "late_s": storm.late_s,
     }
-    inline = site.reader.ask("hammer", by="inline", **command)
-    encoded, repeated = (encoder.figure(name) for name in ENCODES)
-    shared = site.reader.ask("hammer", by="shared", **command)
-    encoded, repeated = encoder.figure(ENCODES[0]) - encoded, encoder.figure(ENCODES[1]) - repeated
-    lost = encoder.figure("ve_reads_lost_total")
+    inline = ask("hammer", by="inline", **command)
+    placed = figure("ve_deliveries_total", transport=kind)
+    encoded, repeated = (figure(name) for name in ENCODES)
+    shared = ask("hammer", by="shared", **command)
+    encoded, repeated = figure(ENCODES[0]) - encoded, figure(ENCODES[1]) - repeated
+    lost = figure("ve_reads_lost_total")
     print(f"inline {inline}, shared {shared}, encoded {encoded}, repeated {repeated}, lost {lost}")
     assert inline["wrong"] == shared["wrong"] == 0
     assert inline["reasons"] == shared["reasons"] == {}
+    assert figure("ve_deliveries_total", transport=kind) > placed
     assert shared["most_requests"] <= 2
     assert shared["right"] >= 0.8 * inline["right"]
     assert repeated <= 0.01 * shared["right"]
-    if has_host_tier:
+    if kind == "device":
         assert encoded <= 0.01 * shared["right"]

@@ -14,11 +14,11 @@ import torch
 from encoder_service.ingest import identity
 from encoder_service.rpc import convert as service_convert
 from lm_adapter import convert
-from lm_adapter.keys import embedding_key
 from tests.conformance import generate, ours
 from tests.conformance.protocol import InProcess
 from tests.conformance.run import check, status
 from tests.conformance.vectors import Vectors, load
+from vision_encoder.layout import keys as layout
 
 (VECTORS,) = (one for one in load() if one.subject == "frames_key")
 CASES = {case.name: case for case in VECTORS.cases}
@@ -59,15 +59,15 @@ def keyed(asked: Any, source: str) -> Any:
     if "key" not in answer:
         return answer
     item = ours.frames_item(asked)
-    key = embedding_key(
+    key = layout.embedding_key(
         bytes.fromhex(answer["digest"]),
         model_fingerprint=bytes.fromhex(asked["model_fingerprint"]),
         preprocess_fingerprint=bytes.fromhex(asked["preprocess_fingerprint"]),
         dtype=asked["dtype"],
         namespace=asked["namespace"],
-        modality=item.modality,
-        options=item.options,
-        frames_source=source,
+        modality=item.modality.value,
+        options=item.options.given(),
+        source=source,
     )
     return {**answer, "key": key.hex()}
 

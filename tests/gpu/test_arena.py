@@ -19,6 +19,7 @@ from encoder_service.store.arena import Arena, Slot
 from encoder_service.store.cuda_memory import CudaMemory, device_uuid
 from encoder_service.store.host_memory import HostMemory
 from lm_adapter.shm import mapping
+from lm_adapter.shm.device import DeviceMemory
 from tests.chaos.pods import START_S, Pod, can_isolate
 from tests.unit.transport.broker_rig import running_broker, socket_folder
 
@@ -59,11 +60,11 @@ def place(arena: Arena, slot: Slot) -> dict[str, int]:
     }
 
 
-def map_device(arena: Arena, device: torch.device) -> mapping.DeviceMemory:
+def map_device(arena: Arena, device: torch.device) -> DeviceMemory:
     """The arena through its descriptor, in this process."""
     descriptors = arena.export_all()
     try:
-        return mapping.DeviceMemory(descriptors[0], arena.size_bytes, device)
+        return DeviceMemory(descriptors[0], arena.size_bytes, device)
     finally:
         for descriptor in descriptors:
             os.close(descriptor)

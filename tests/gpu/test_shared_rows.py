@@ -94,4 +94,4 @@ def test_p21_late_readers_over_a_small_arena(checkpoint: Path) -> None:
     with running_site(
         Setup("device", checkpoint, gpus[0], (gpus[-1],), {**settings, "device_arena_bytes": 8 * MIB}, 1)
     ) as site:
-        check_late_readers(site, Storm(32, 2, 20), has_host_tier=True)
+        check_late_readers("device", site.reader.ask, site.encoder.figure, Storm(32, 2, 20))

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import httpx
 import pytest
 import torch
+from lm_adapter.fleet import endpoints
 
 from lm_adapter import ImageItem, VisionEncoderClient
 from lm_adapter.engines import vllm_connector, vllm_front
@@ -27,7 +28,6 @@ from lm_adapter.engines.vllm_connector import ConnectorMethods
 from lm_adapter.engines.vllm_fetch import Fetched, Fetcher, FetchSettings
 from lm_adapter.engines.vllm_front import create_app
 from lm_adapter.engines.vllm_items import Geometry, WantedRows, read_params
-from lm_adapter.fleet import endpoints
 from lm_adapter.items import Grid
 from lm_adapter.types import EncodedRows
 from tests.certificates import Authority

@@ -25,6 +25,8 @@ from encoder_service.store.arena import Arena
 from encoder_service.types import CacheTier
 
 SAMPLE_EVERY_S = 1.0
+# Queued device work that counts as saturated.
+FULL_QUEUE_S = 1.0
 # Figures of now are of this long, stages of a minute; charts show the last two.
 NOW_S, STAGES_S, CHARTS_S = 10.0, 60.0, 120.0
 STAGES = (
@@ -42,11 +44,8 @@ FIGURES = (
 class LiveView:
     """``attach`` when the service is built; a view of nothing before. clock: seconds, steady."""
 
-    def __init__(
-        self, metrics: Metrics, *, full_queue_s: float = 1.0, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, metrics: Metrics, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._metrics = metrics
-        self._full_queue_s = full_queue_s
         self._clock = clock
         self._started_s = clock()
         tiers = [f"tier_{tier.value}" for tier in CacheTier]
@@ -138,7 +137,7 @@ class LiveView:
             return 0.0
         pipeline = self._sources[0]
         queued_s, filled = pipeline.load.queued_s, filled_share(pipeline)
-        return saturation(self.busy_share(), queued_s, self._full_queue_s, filled)
+        return saturation(self.busy_share(), queued_s, FULL_QUEUE_S, filled)
 
     # -- the answer ------------------------------------------------------------------------------------
 
@@ -166,7 +165,7 @@ class LiveView:
                 "queued_patches": pipeline.admission.max_patches,
                 "queued_bytes": pipeline.admission.max_bytes,
                 "undelivered_bytes": pipeline.unread.max_bytes,
-                "queued_s": self._full_queue_s,
+                "queued_s": FULL_QUEUE_S,
             },
             "stages": [stage_row(stages, stage) for stage in STAGES],
             "series": series(self.history.last(CHARTS_S)),

@@ -24,7 +24,7 @@ class AdminPlane:
     def __init__(self, settings: Settings, metrics: Metrics) -> None:
         self.address = ""
         self._settings, self._metrics = settings, metrics
-        self._live = LiveView(metrics, full_queue_s=settings.saturation_queue_s)
+        self._live = LiveView(metrics)
         self._playground = Playground(settings.max_encoded_bytes) if settings.playground else None
         self._server: AdminServer | None = None
 

@@ -123,8 +123,7 @@ def described(pipeline: Pipeline, delivered: Delivered) -> dict[str, Any]:
 def preview(pipeline: Pipeline, data: bytes) -> str:
     """On a worker: the pixels that the tower is given, rotated, resized and padded as they are, as a data
     URL of at most MAX_PREVIEW_SIDE pixels a side."""
-    frames = pipeline.model.preprocessor.load_image(data, PreprocessOptions()).item
-    assert isinstance(frames, FrameItem)
+    frames, _, _ = pipeline.model.preprocessor.load_image(data, PreprocessOptions())
     image = Image.fromarray(frames.frames_THWC[0].cpu().numpy())
     image.thumbnail((MAX_PREVIEW_SIDE, MAX_PREVIEW_SIDE))
     out = io.BytesIO()

@@ -13,7 +13,6 @@ import threading
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from lm_adapter.shm.attachment import host_id
@@ -265,12 +264,7 @@ class Encoder:
         self.fake.start()
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_exc: object) -> None:
         self.fake.stop()
         self.broker.stop()
         self.arena.close()

@@ -295,37 +295,6 @@ def test_p33_an_item_that_cannot_be_sent_fails_alone() -> None:
     assert "complex64" in str(prepared.refused[3])
 
 
-@pytest.mark.parametrize(
-    ("url", "complaint"),
-    [
-        ("", "https://"),
-        ("a.test/b", "https://"),
-        ("ftp://a.test/b", "https://"),
-        ("https:///b", "no host"),
-        ("https://:8443/b", "no host"),
-        ("https://user@a.test/b", "user"),
-        ("https://a.test/a b", "' ' at character 16"),
-        ("https://a.test\\@b.test/", "at character 14"),
-        ("https://a.test/\u00e4", "quote it"),
-        ("https://a.test/\n", "at character 15"),
-        ("https://a.test/" + "x" * 9000, "9015 characters, at most 8192"),
-        (b"https://a.test/b", "found bytes"),
-    ],
-)
-def test_p33_a_url_that_no_service_takes_is_not_sent(url: Any, complaint: str) -> None:
-    prepared = prepare_items({0: UrlItem(url), 1: ImageItem(b"fine")})
-    assert [batch.indices for batch in prepared.batches] == [[1]]
-    assert prepared.refused[0].reason == "URL_REFUSED"
-    assert complaint in prepared.refused[0].message
-    assert "a.test/" not in prepared.refused[0].message, "it may have a secret in it"
-
-
-@pytest.mark.parametrize("url", ["http://10.0.0.1:80", "HTTPS://A.test/b#c", "https://[::1]:9/x?y=@"])
-def test_a_url_that_some_service_may_take_is_sent(url: str) -> None:
-    """Which addresses are allowed is the service's business."""
-    assert prepare_items({0: UrlItem(url)}).refused == {}
-
-
 @settings(deadline=None)
 @given(st.lists(st.integers(0, 3000), max_size=20), st.integers(1, 6))
 def test_batches_hold_every_item_in_order_and_stay_within_the_limits(
@@ -350,6 +319,6 @@ def test_what_is_no_item_is_a_type_error() -> None:
 
 def test_every_geometry_rule_is_the_models() -> None:
     header = checks.RowsHeader(Grid(1, 4, 4), 4, 16, "float32", 3, 256)
-    checks.check_model(header, MODEL)
+    checks.check_models(header, [MODEL])
     with pytest.raises(InvalidRows, match="16, expected 64"):
-        checks.check_model(header, replace(MODEL, width=64))
+        checks.check_models(header, [replace(MODEL, width=64)])

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from lm_adapter.errors import MappingFailed, MissingDependency
-from lm_adapter.shm import mapping
-from lm_adapter.shm.mapping import DeviceMemory, resolve_device
+from lm_adapter.shm import device as device_memory
+from lm_adapter.shm.device import DeviceMemory, resolve_device
 
 SIZE = 1 << 21
 STEPS = ["cuMemImportFromShareableHandle", "cuMemAddressReserve", "cuMemMap", "cuMemSetAccess"]
@@ -72,7 +72,7 @@ class RecordingDriver:
 @pytest.fixture
 def install(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Puts a driver where cuda-bindings would be, beside a torch with two GPUs."""
-    for cached in (mapping._primary_context, mapping._load_driver):
+    for cached in (device_memory._primary_context, device_memory._load_driver):
         cached.cache_clear()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
@@ -86,7 +86,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Any:
         monkeypatch.setitem(sys.modules, "cuda.bindings", bindings)
 
     yield put
-    for cached in (mapping._primary_context, mapping._load_driver):
+    for cached in (device_memory._primary_context, device_memory._load_driver):
         cached.cache_clear()
 
 
@@ -163,7 +163,7 @@ def test_without_the_package_or_the_driver_the_reason_is_given(
     install(NoLibrary())
     with pytest.raises(MappingFailed, match=r"cuInit cannot be called: Failed to dlopen libcuda.so.1"):
         DeviceMemory(7, SIZE, torch.device("cuda:0"))
-    mapping._load_driver.cache_clear()
+    device_memory._load_driver.cache_clear()
     monkeypatch.setitem(sys.modules, "cuda.bindings", None)
     with pytest.raises(MissingDependency, match="needs the package cuda-bindings"):
         DeviceMemory(7, SIZE, torch.device("cuda:0"))

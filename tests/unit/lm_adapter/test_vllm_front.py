@@ -135,8 +135,6 @@ async def test_images_go_to_the_encoder_and_grids_to_vllm(vllm: PretendedVllm, f
     assert [part["uuid"] for part in parts[1:]] == [item.key.hex() for item in items]
     grids = [part["image_embeds"]["image_grid_thw"] for part in parts[1:]]
     assert grids == [list(item.grid) for item in items]
-    # One encoder has no name: nothing is said of it.
-    assert {item.replica for item in items} == {""}
     assert body["temperature"] == 0
 
 

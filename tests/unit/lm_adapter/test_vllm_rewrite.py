@@ -8,10 +8,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from lm_adapter.engines.vllm_encoders import is_fleet
 
-from lm_adapter import AsyncFleetClient, AsyncVisionEncoderClient, ImageItem, PreprocessOptions
-from lm_adapter.engines.vllm_fetch import FetchSettings
+from lm_adapter import ImageItem, PreprocessOptions
 from lm_adapter.engines.vllm_items import Geometry, KeyedItem, read_params, transfer_params
 from lm_adapter.engines.vllm_rewrite import Failure, failure_of, images_of, rewritten
 from lm_adapter.errors import (
@@ -145,9 +143,6 @@ def test_a_retry_is_announced_in_whole_seconds() -> None:
         {"vision_encoder": {"items": [{"key": "00" * 32, "grid_thw": [1, 2]}]}},
         {"vision_encoder": {"items": [{"key": "00" * 32, "grid_thw": [1, 2, True]}]}},
         {"vision_encoder": {"items": [{"key": "00" * 32, "grid_thw": "122"}]}},
-        {"vision_encoder": {"items": [{"key": "00" * 32, "grid_thw": [1, 2, 2], "replica": 5}]}},
-        {"vision_encoder": {"items": [{"key": "00" * 32, "grid_thw": [1, 2, 2], "replica": None}]}},
-        {"vision_encoder": {"items": [{"key": "00" * 32, "grid_thw": [1, 2, 2], "replica": "r" * 301}]}},
         {"vision_encoder": {"items": [], "reply": "r" * 65}},
         {"vision_encoder": {"items": [], "reply": 5}},
     ],
@@ -161,88 +156,6 @@ def test_parameters_of_others_are_none_of_ours() -> None:
     for params in (None, {}, {"elsewhere": 1}, 5):
         assert read_params(params) == ([], "")
     assert transfer_params([]) == {"vision_encoder": {"items": []}}
-
-
-def test_a_replica_is_said_where_it_is_known_and_nothing_else_changes() -> None:
-    """Older connectors read what they always did; older fronts name none."""
-    grid = Grid(1, 2, 2)
-    params = transfer_params([(b"k" * 32, grid), (b"l" * 32, grid, "a:1")])
-    first, second = params["vision_encoder"]["items"]
-    assert first == {"key": (b"k" * 32).hex(), "grid_thw": [1, 2, 2]}
-    assert second == {"key": (b"l" * 32).hex(), "grid_thw": [1, 2, 2], "replica": "a:1"}
-    assert [item.replica for item in read_params(params)[0]] == ["", "a:1"]
-    second["later"] = "what a newer front says"
-    assert read_params(params)[0][1] == (b"l" * 32, grid, "a:1")
-
-
-@pytest.mark.parametrize(
-    "config",
-    [
-        {},
-        {"target": ""},
-        {"target": []},
-        {"target": "a:1,"},
-        {"target": ["a:1", 5]},
-        {"target": ["a:1", ""]},
-        {"target": {"a": 1}},
-        {"target": "dns:///a:1,b:1"},
-        {"target": ["dns:///a:1", "dns:///b:1"]},
-        {"target": "dns:///a"},
-        {"target": "dns:///a:port"},
-        {"target": "a:1", "transports": "host"},
-        {"target": "a:1", "transports": ["radio"]},
-        {"target": "a:1", "transports": 5},
-        {"target": "a:1", "broker_path": "here"},
-        {"target": "a:1", "timeout": 3},
-        {"target": "a:1", "timeout_s": "3"},
-        {"target": "a:1", "timeout_s": -1},
-        {"target": "a:1", "finite": 1},
-        {"target": "a:1", "max_resident_bytes": True},
-        {"target": 7},
-    ],
-)
-def test_settings_that_mean_nothing_stop_the_start(config: dict[str, Any]) -> None:
-    with pytest.raises(InvalidRequest):
-        FetchSettings.read(config)
-
-
-def test_settings_are_read() -> None:
-    found = FetchSettings.read(
-        {"target": "a:1", "transports": ["host", "inline"], "timeout_s": 3, "finite": True}
-    )
-    assert found.target == "a:1"
-    assert found.transports == ("host", "inline")
-    assert found.timeout_s == 3
-    assert found.finite
-
-
-@pytest.mark.parametrize(
-    ("value", "target", "fleet"),
-    [
-        ("a:1", "a:1", False),
-        ("unix:/run/a.sock", "unix:/run/a.sock", False),
-        ("dns:a:1", "dns:a:1", False),
-        (["a:1"], "a:1", False),
-        ("a:1,a:1", "a:1", False),
-        ("a:1, b:1", ("a:1", "b:1"), True),
-        (["a:1", "b:1"], ("a:1", "b:1"), True),
-        (("a:1", "b:1"), ("a:1", "b:1"), True),
-        ("dns:///encoders.models.svc:50051", "dns:///encoders.models.svc:50051", True),
-    ],
-    ids=str,
-)
-def test_a_target_is_one_encoder_or_several(value: object, target: object, fleet: bool) -> None:
-    found = FetchSettings.read({"target": value}).target
-    assert found == target
-    assert is_fleet(found) is fleet
-
-
-@pytest.mark.anyio
-async def test_one_target_keeps_the_client_of_one_server() -> None:
-    for value, kind in (("a:1", AsyncVisionEncoderClient), ("dns:///a:1", AsyncFleetClient)):
-        client = FetchSettings.read({"target": value}).client()
-        assert type(client) is kind
-        await client.close()
 
 
 @pytest.mark.parametrize(
