@@ -39,8 +39,6 @@ def registered_metrics() -> set[str]:
     }
 
 
-# strict: the mark goes with the metrics that the removed subsystems registered.
-@pytest.mark.xfail(strict=True, reason="the service still registers the former metrics")
 def test_every_metric_has_a_reader_and_every_reader_its_metric() -> None:
     readers = [
         json.dumps(DASHBOARD),

@@ -63,11 +63,6 @@ class LiveView:
             "0 idle to 1 saturated: largest of busy share, queue and fill of limits. Scale on this.",
             self.saturation,
         )
-        self._metrics.gauge(
-            "ve_device_busy_ratio",
-            f"Share of the last {NOW_S:.0f} seconds that the device computed.",
-            self.busy_share,
-        )
         self.sample()
 
     def start(self) -> None:

@@ -87,7 +87,7 @@ def test_rates_hits_and_percentiles_of_the_last_seconds() -> None:
     assert len(answer["series"]["p99_ms"]) == 10
 
 
-def test_the_gauges_follow_without_the_page() -> None:
+def test_the_saturation_gauge_follows_queue_limits_and_device() -> None:
     rig = Rig()
     read = rig.metrics.registry.get_sample_value
     assert read("ve_saturation_ratio") == 0.0
@@ -96,11 +96,10 @@ def test_the_gauges_follow_without_the_page() -> None:
     assert read("ve_saturation_ratio") == pytest.approx(0.75)  # 1.5 s of 2
     rig.pipeline.admission.acquire(0).add_patches(900)
     assert read("ve_saturation_ratio") == pytest.approx(0.9)
-    assert read("ve_device_busy_ratio") == 0.0
     rig.second()
     rig.counters.busy_s += 5.0
     rig.second()
-    assert read("ve_device_busy_ratio") == 1.0
+    assert read("ve_saturation_ratio") == 1.0
 
 
 def test_buckets_are_told_by_size_with_their_waste() -> None:
