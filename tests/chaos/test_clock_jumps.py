@@ -1,4 +1,4 @@
-"""The wall clock is set ahead and back under a running service: deadlines, tokens and the drain do not use it.
+"""The wall clock is set ahead and back under a running service: deadlines, tokens and the drain ignore it.
 
 The service's process alone has the new time, as a host has whose clock NTP corrects.
 """
