@@ -1,4 +1,4 @@
-"""What the page is told: rates, percentiles, buckets, leases, out of counters that moved."""
+"""Figures of the admin page: rates, percentiles, buckets and the cache, computed from counters."""
 
 from __future__ import annotations
 
@@ -8,18 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from tests.unit.store.device_like import tiered
 
 from encoder_service.engine.graphs import GraphCounters
 from encoder_service.engine.jobs import EngineCounters
 from encoder_service.load import DeviceLoad
-from encoder_service.ops.admin.live import LiveView, store_tiers
+from encoder_service.ops.admin.live import LiveView
 from encoder_service.ops.metrics import Metrics
 from encoder_service.scheduler.admission import Admission, UnreadBytes
 from encoder_service.scheduler.buckets import Bucket
-from encoder_service.scheduler.planner import Ticket
-from encoder_service.store.embedding_store import EmbeddingStore
-from encoder_service.types import EncodedItem, Grid
+from tests.unit.store.arenas import ITEM_BYTES, land, store_of
 
 
 class Rig:
@@ -33,17 +30,13 @@ class Rig:
         tower = SimpleNamespace(device=torch.device("cpu"), dtype=torch.float32)
         self.pipeline: Any = SimpleNamespace(
             admission=Admission(1000, 1 << 20),
-            undelivered=UnreadBytes(1 << 20),
+            unread=UnreadBytes(1 << 20),
             load=DeviceLoad(self.counters),
-            flights={},
-            store=EmbeddingStore(1 << 20),
-            model=SimpleNamespace(
-                name="m",
-                family="f",
-                tower=tower,
-            ),
+            inflight={},
+            store=store_of(host_items=64, device_items=64),
+            model=SimpleNamespace(name="m", family="f", tower=tower),
         )
-        self.live = LiveView(self.metrics, full_queue_s=2.0, clock=lambda: self.now_s)
+        self.live = LiveView(self.metrics, clock=lambda: self.now_s)
         self.live.attach(self.pipeline, engine, None)
 
     def second(self) -> None:
@@ -51,7 +44,7 @@ class Rig:
         self.live.sample()
 
 
-def test_before_the_service_is_built_there_is_little_to_tell() -> None:
+def test_the_answer_before_the_service_is_built() -> None:
     live = LiveView(Metrics(), clock=lambda: 5.0)
     live.sample()
     assert live.answer() == {"uptime_s": 0.0, "attached": False}
@@ -92,8 +85,8 @@ def test_the_saturation_gauge_follows_queue_limits_and_device() -> None:
     read = rig.metrics.registry.get_sample_value
     assert read("ve_saturation_ratio") == 0.0
     rig.counters.patches, rig.counters.busy_s = 100, 1.0
-    rig.pipeline.load.add(Ticket(150))
-    assert read("ve_saturation_ratio") == pytest.approx(0.75)  # 1.5 s of 2
+    rig.pipeline.load.add("item", 75, 75)
+    assert read("ve_saturation_ratio") == pytest.approx(0.75)  # 0.75 s of 1
     rig.pipeline.admission.acquire(0).add_patches(900)
     assert read("ve_saturation_ratio") == pytest.approx(0.9)
     rig.second()
@@ -102,7 +95,7 @@ def test_the_saturation_gauge_follows_queue_limits_and_device() -> None:
     assert read("ve_saturation_ratio") == 1.0
 
 
-def test_buckets_are_told_by_size_with_their_waste() -> None:
+def test_runs_are_counted_by_bucket_size_with_padding() -> None:
     figures = GraphCounters(real_patches=750, padded_patches=250, eager_runs=3)
     figures.replays[Bucket(64, 4, 64)] = 5
     figures.replays[Bucket(64, 8, 16)] = 2
@@ -114,14 +107,10 @@ def test_buckets_are_told_by_size_with_their_waste() -> None:
     assert (buckets["waste_share"], buckets["eager_runs"]) == (0.25, 3)
 
 
-def test_items_count_in_every_tier_that_holds_them() -> None:
-    store = tiered(1 << 16, 1 << 16)
-    item = EncodedItem(b"k" * 32, bytes(32), Grid(1, 2, 2), torch.zeros(1, 8), 0)
-    assert {tier: len(part) for tier, part in store_tiers(store).items()} == {"device": 0, "host": 0}
-    for write in (store.begin_put, store.reserve):
-        writing = write("", item)
-        assert writing is not None
-        store.finish_put(writing)
-    assert {tier: len(part) for tier, part in store_tiers(store).items()} == {"device": 1, "host": 1}
-    assert store_tiers(EmbeddingStore(1 << 20)).keys() == {"host"}
-    store.close()
+def test_the_cache_shows_items_and_bytes_of_both_tiers() -> None:
+    rig = Rig()
+    assert land(rig.pipeline.store, 1)
+    cache = rig.live.answer()["cache"]
+    assert cache["items"]["device"] + cache["items"]["host"] == 1
+    assert ITEM_BYTES <= cache["bytes"] <= cache["max_bytes"]
+    assert len(cache["arenas"]) == 2
