@@ -253,19 +253,3 @@ def test_p42_from_file_bytes_to_pixel_values(family: str, saved: Callable[[Any, 
         assert list(item.grid) == batch["image_grid_thw"][0].tolist(), name
         values = preprocessor.patchify(item.frames_THWC)
         assert torch.equal(values, batch["pixel_values"].reshape(values.shape)), name
-
-
-def test_patchify_on_the_device_under_test(
-    device: torch.device, saved: Callable[[Any, str], Preprocessor]
-) -> None:
-    """uint8 travels: the device's normalisation gives the host's bits."""
-    for reference, family in (
-        (qwen_reference(clip=True), "qwen3_vl"),
-        (kimi_reference(clip=True), "kimi_k25"),
-    ):
-        preprocessor = saved(reference, family)
-        frames = torch.from_numpy(np.stack([picture(448, 448 + i)[:, :448] for i in range(3)]))
-        for count in (1, 3):
-            on_device = preprocessor.patchify(frames[:count].to(device))
-            assert on_device.device.type == device.type
-            assert torch.equal(on_device.cpu(), preprocessor.patchify(frames[:count]))

@@ -150,18 +150,3 @@ def test_the_processor_expands_one_placeholder_per_row(loaded: Any) -> None:
     inputs = inputs_for(checkpoint, 0)
     num_rows = math.prod(inputs["image_grid_thw"][0].tolist()) // 4
     assert (inputs["input_ids"] == model.config.image_token_id).sum() == num_rows
-
-
-def test_the_reference_takes_the_published_kimi_config_of_full_size_as_it_is(tmp_path: Path) -> None:
-    """It ignores the published names, and its defaults are the published tower's dimensions."""
-    (tmp_path / "config.json").write_text(json.dumps(config_for("kimi_k25", "full")))
-    config = import_reference().AutoConfig.from_pretrained(tmp_path)
-    published = config_for("kimi_k25", "full")["vision_config"]
-    for name, own in KIMI_VISION_NAMES.items():
-        found, expected = getattr(config.vision_config, own), published[name]
-        assert (list(found) if isinstance(expected, list) else found) == expected
-    assert config.projection_hidden_size == published["mm_hidden_size"]
-    assert config.text_config.hidden_size == published["text_hidden_size"]
-    # Releases differ in whether they rename the published type to the architecture's.
-    assert config.text_config.model_type in ("deepseek_v3", "kimi_k2")
-    assert config.tie_word_embeddings is False

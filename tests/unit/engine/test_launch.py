@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from encoder_service.engine.graphs import Captured, GraphRunner
-from encoder_service.engine.launch import LaunchedBatch, TowerLauncher, host_seconds
+from encoder_service.engine.launch import LaunchedBatch, TowerLauncher
 from encoder_service.engine.rows import RowCopier
 from encoder_service.errors import InternalError, PixelTensorMismatch
 from encoder_service.scheduler.buckets import Bucket, BucketLadder
@@ -345,12 +345,3 @@ def test_a_fault_of_the_device_shows_in_the_wait_and_the_probe() -> None:
         launched.wait()
     with pytest.raises(torch.AcceleratorError, match="unspecified"):
         rig.launcher.probe()
-
-
-def test_the_host_cost_of_a_step_is_measured_launch_by_launch() -> None:
-    tower = PoolTower()
-    runner = GraphRunner(tower, LADDER, CPU, capture=False, clock=itertools.count().__next__)
-    launcher = launcher_of(tower, runner, time.monotonic)
-    clock = itertools.count(0.0, 0.5).__next__
-    assert host_seconds(launcher, [still()], clock, 3) == [0.5, 0.5, 0.5]
-    assert len(tower.forwards) == 3

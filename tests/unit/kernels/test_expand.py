@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from encoder_service.scheduler.buckets import Bucket
 from encoder_service.towers.fused_inputs import FusedInputBuilder, FusedInputs
 from encoder_service.towers.kernels import expand_items
-from encoder_service.towers.kernels.expand import PATCHES_PER_PROGRAM, PatchPlaces, search_steps
+from encoder_service.towers.kernels.expand import PATCHES_PER_PROGRAM, PatchPlaces
 from encoder_service.types import Grid
 from tests.unit.towers.host_tables import host_coords, host_frame_index, host_merge
 
@@ -111,11 +111,3 @@ def test_no_place_reads_a_patch_of_another_item(device: torch.device) -> None:
         first_patch += grid.num_patches
         first_place += grid.h * grid.w
     assert not places.merge_index[first_place:].any()
-
-
-def test_the_search_halves_until_one_item_is_left() -> None:
-    for num_items in range(1, 300):
-        left = num_items
-        for _ in range(search_steps(num_items)):
-            left = left - left // 2
-        assert left == 1, num_items

@@ -93,20 +93,6 @@ def test_p29_padding_repeats_the_end_and_has_no_patches(
     assert inputs.table.tolist() == build.prepare(grids).table.tolist()
 
 
-def test_a_batch_that_does_not_fit_its_bucket_is_a_defect() -> None:
-    build = builder(merges_time=True)
-    inputs = build.prepare([Grid(2, 4, 4), Grid(1, 2, 2)])
-    for bucket in (
-        Bucket(32, 2, 32, 2),
-        Bucket(36, 1, 32, 2),
-        Bucket(36, 2, 16, 2),
-        Bucket(36, 2, 32, 1),
-    ):
-        with pytest.raises(AssertionError):
-            build.pad(inputs, bucket)
-    assert build.pad(inputs, Bucket(36, 2, 32, 2)).num_patches == 36
-
-
 def test_grids_are_checked_once_and_refused_every_time() -> None:
     seen = []
 

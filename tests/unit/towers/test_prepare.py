@@ -7,7 +7,7 @@ import torch
 
 from encoder_service.errors import GridMismatch
 from encoder_service.towers.config import MoonViTConfig, QwenVisionConfig
-from encoder_service.towers.moonvit import MoonViTTower, frame_table
+from encoder_service.towers.moonvit import MoonViTTower
 from encoder_service.towers.qwen3_vl import Qwen3VLTower
 from encoder_service.towers.tower import Tower
 from encoder_service.types import Grid
@@ -67,32 +67,6 @@ def random_pixels(tower: Tower, grids: list[Grid]) -> torch.Tensor:
 def test_qwen_attends_per_frame_and_moonvit_over_the_clip() -> None:
     assert qwen().prepare(MIXED).seqlens == (8, 8, 8, 8, 4, 4)
     assert moonvit().prepare(MIXED).seqlens == (8, 24, 8)
-
-
-def test_moonvit_adds_frame_rows_to_clips_and_none_to_stills() -> None:
-    inputs = moonvit().prepare(MIXED)
-    assert inputs.frame_index is not None
-    assert inputs.frame_index.tolist() == [0] * 8 + [1] * 8 + [2] * 8 + [3] * 8 + [1] * 4 + [2] * 4
-    table = frame_table(4, 16)
-    assert table.shape == (5, 16)
-    assert torch.equal(table[0], torch.zeros(16))
-    # Frame 0 of a clip: sines of zero, then cosines of zero.
-    assert torch.equal(table[1], torch.tensor([0.0] * 8 + [1.0] * 8))
-    torch.testing.assert_close(table[4, 0], torch.tensor(3.0).sin())
-
-
-def test_moonvit_averages_each_item_over_its_own_frames() -> None:
-    tower = moonvit()
-    assert isinstance(tower, MoonViTTower)
-    inputs = tower.prepare(MIXED)
-    x_PE = torch.randn(inputs.num_patches, 16, generator=torch.Generator().manual_seed(5))
-    merged = tower.merge_frames(x_PE, inputs)
-    expected, start = [], 0
-    for grid in MIXED:
-        frames = x_PE[start : start + grid.num_patches].view(grid.t, grid.h // 2, 2, grid.w // 2, 2, 16)
-        expected.append(frames.mean(0).transpose(1, 2).reshape(-1, 16))
-        start += grid.num_patches
-    torch.testing.assert_close(merged, torch.cat(expected))
 
 
 @TOWERS
