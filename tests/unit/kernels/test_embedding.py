@@ -84,26 +84,6 @@ def test_temporal_rows_are_added(device: torch.device, generator: torch.Generato
     assert_near(h, norm_float32(held.cpu(), weight, bias, EPS))
 
 
-@pytest.mark.parametrize("mode", ["linear", "cubic"])
-def test_padding_rows_stay_finite(mode: Mode, device: torch.device, generator: torch.Generator) -> None:
-    coords = torch.tensor([[0, 0, 1, 1]] * 3, dtype=torch.int32, device=device)
-    ones = torch.ones(64, device=device)
-    x = torch.zeros(3, 64, device=device)
-    h = embed_norm(
-        x,
-        randn(generator, TABLE_HEIGHT * TABLE_WIDTH, 64).to(device),
-        coords,
-        ones,
-        ones,
-        EPS,
-        mode=mode,
-        table_height=TABLE_HEIGHT,
-        table_width=TABLE_WIDTH,
-    )
-    assert torch.isfinite(h).all()
-    assert torch.isfinite(x).all()
-
-
 @pytest.mark.parametrize("table_size", [pytest.param(48, marks=pytest.mark.extended), 64])
 @pytest.mark.parametrize("mode", ["linear", "cubic"])
 def test_every_side_has_the_plain_taps(mode: Mode, table_size: int, device: torch.device) -> None:
