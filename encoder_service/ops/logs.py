@@ -149,11 +149,12 @@ class LineQueue(QueueHandler):
         return True
 
 
-class StreamLines(logging.StreamHandler):  # type: ignore[type-arg]
-    """For a standard error without a descriptor: writes at once; a line that fails is lost."""
+class StreamHandler(logging.Handler):
+    """For a standard error without a descriptor: writes at once. A line that cannot be written is lost."""
 
-    def handleError(self, record: logging.LogRecord) -> None:
-        pass
+    def emit(self, record: logging.LogRecord) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            print(record.getMessage(), file=sys.stderr)
 
 
 def configure_logs(format: Literal["text", "json"], level: str) -> None:  # noqa: A002
@@ -190,7 +191,7 @@ def open_lines() -> logging.Logger:
     lines = logging.Logger("encoder_service.lines")
     with contextlib.suppress(OSError, ValueError, AttributeError):
         _lines = LineQueue(sys.stderr.fileno())
-    lines.addHandler(_lines or StreamLines(sys.stderr))
+    lines.addHandler(_lines or StreamHandler())
     return lines
 
 

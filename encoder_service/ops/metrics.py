@@ -35,7 +35,7 @@ class Metrics:
         )
         self.rejections = Counter(
             "ve_rejections_total",
-            "Items and calls turned away for want of room or readiness, worth another try, by reason.",
+            "Items and calls refused because the service was full or not ready, by reason; a retry may succeed.",
             ["reason"],
             registry=self.registry,
         )
@@ -95,7 +95,7 @@ class Metrics:
         )
         self.kernel_choice = Gauge(
             "ve_kernel_choice",
-            "1 for what measuring chose: attention by patches x longest sequence, products by rows.",
+            "1 for the library that measuring chose: attention by patches x longest sequence, products by rows.",
             ["step", "shape", "library"],
             registry=self.registry,
         )
@@ -103,8 +103,8 @@ class Metrics:
         self._series: dict[tuple[Counter, tuple[str, ...]], Counter] = {}
 
     def count(self, counter: Counter, *labels: str, amount: float = 1) -> None:
-        """Adds to the series of a counter that has these labels, which the library looks up with checks and a
-        lock: here it is looked up once. Only for labels of which there are few."""
+        """Adds to a counter's series with these labels. The library looks a series up with checks and a lock;
+        this method looks it up once and keeps it, so the labels' values must be few."""
         series = self._series.get((counter, labels))
         if series is None:
             series = self._series[counter, labels] = counter.labels(*labels)
@@ -125,23 +125,23 @@ class Metrics:
         labels: tuple[str, ...],
         reads: Mapping[tuple[str, ...], Callable[[], float]],
     ) -> None:
-        """The same for several labels."""
+        """Registers a gauge with one value for each combination of labels, read at scrape time."""
         gauge = Gauge(name, text, labels, registry=self.registry)
         for values, read in reads.items():
             gauge.labels(*values).set_function(read)
 
     def counter_view(self, name: str, text: str, read: Callable[[], float]) -> None:
-        """Registers a monotonic figure that another object counts, read at scrape time."""
+        """Registers a counter that another object keeps, read at scrape time."""
         self.registry.register(_CounterView(name, text, read))
 
     def counter_view_by(
         self, name: str, text: str, label: str, read: Callable[[], Mapping[str, float]]
     ) -> None:
-        """A monotonic figure by the values of a label, read at scrape time."""
+        """The same for each value of a label."""
         self.registry.register(_CounterView(name, text, read, label))
 
     def count_failure(self, reason: str, *, turned_away: bool) -> None:
-        """An item failed. turned_away: for want of room or readiness, and worth another try."""
+        """An item failed. turned_away: the service was full or not ready, and a retry may succeed."""
         self.failures.labels(reason).inc()
         if turned_away:
             self.rejections.labels(reason).inc()
@@ -158,13 +158,13 @@ class Metrics:
 
 
 class StageTimes:
-    """A histogram by stage for one thread that observes and any that reads: no lock, since several
-    observations are made for every item. A reader may miss what is being observed.
+    """A histogram by stage without a lock: one thread observes, several times for each item, and any thread
+    reads. A read may miss an observation in progress.
 
     bounds_s: upper ends of the buckets, rising.
     """
 
-    _labelnames = ("stage",)  # as the library's own instruments tell them
+    _labelnames = ("stage",)  # the attribute that the library's own instruments have
 
     def __init__(self, name: str, text: str, bounds_s: tuple[float, ...]) -> None:
         self._name, self._text, self._bounds_s = name, text, bounds_s
@@ -180,23 +180,23 @@ class StageTimes:
         self._sums_s[stage] += seconds
 
     def counts(self, stage: str) -> list[int]:
-        """Observations so far in each bucket, the last without an end; not summed up."""
+        """Observations in each bucket, not cumulative; the last bucket has no upper bound."""
         return list(self._counts.get(stage, [0] * (len(self._bounds_s) + 1)))
 
     def collect(self) -> Iterator[HistogramMetricFamily]:
         family = HistogramMetricFamily(self._name, self._text, labels=self._labelnames)
         for stage in list(self._counts):
             total, buckets = 0, []
-            ends = (*(str(bound_s) for bound_s in self._bounds_s), "+Inf")
-            for end, count in zip(ends, self.counts(stage), strict=True):
+            bounds = (*(str(bound_s) for bound_s in self._bounds_s), "+Inf")
+            for bound, count in zip(bounds, self.counts(stage), strict=True):
                 total += count
-                buckets.append((end, total))
+                buckets.append((bound, total))
             family.add_metric([stage], buckets, self._sums_s[stage])
         yield family
 
 
 class _CounterView:
-    """One figure, or one for each value of a label."""
+    """One value, or one for each value of a label."""
 
     def __init__(
         self,

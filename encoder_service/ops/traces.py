@@ -1,10 +1,10 @@
 """OpenTelemetry spans of calls, items and stages, joined to the trace of the caller.
 
-Owns whether there are spans and what is in them. Off until ``start_traces``: nothing of OpenTelemetry is
-imported then, and every function here returns at its first line. Where spans go, which are sampled and what
-the service is called there is told by the standard ``OTEL_*`` variables, which the SDK reads.
+Owns whether there are spans and what is in them. Off until ``start_traces``: until then nothing of
+OpenTelemetry is imported, and every function here returns at its first line. The SDK reads the exporter, the
+sampling and the service's name from the standard ``OTEL_*`` variables.
 
-Spans are made current and never unmade: each call, item and flight runs in a task of its own, whose context
+A span is made current and never reset: each call, item and encode runs in a task of its own, whose context
 ends with it.
 """
 
@@ -29,8 +29,8 @@ _tracer: Tracer | None = None
 
 
 def start_traces(version: str, provider: TracerProvider | None = None) -> Callable[[], None]:
-    """Turns spans on for the process and returns what turns them off, which blocks until those that wait
-    are sent or the exporter gives up. provider: in place of one that exports by OTLP over gRPC.
+    """Turns spans on for the process. The returned function turns them off; it blocks until waiting spans are
+    sent or the exporter gives up. provider: in place of one that exports by OTLP over gRPC.
 
     Raises ConfigurationError where the packages of the extra ``otel`` are missing.
     """
@@ -113,15 +113,15 @@ def trace_id(span: Span) -> str:
 
 
 def add_stages(timings: StageTimings, started_s: float, ingested_s: float, ended_s: float) -> None:
-    """The stages of a flight that has just ended, below the item that started it. Times are the pipeline's,
-    in seconds; stages are laid out from where they are known to begin or end, so that a wait for a worker
+    """The stages of an encode that has just ended, as children of the item that started it. Times: of the
+    pipeline's clock, in seconds. A stage is placed by its known begin or end, so that a wait for a worker
     thread shows as a gap before decoding."""
     if _tracer is None:
         return
     from opentelemetry import trace
 
     parent = trace.get_current_span()
-    # Not whether it is recording: a prefetch's call has ended by then.
+    # Sampled, not recording: the call of a prefetch has ended by now.
     if not parent.get_span_context().trace_flags.sampled:
         return
     offset_s = time.time() - ended_s
@@ -142,7 +142,7 @@ def add_stages(timings: StageTimings, started_s: float, ingested_s: float, ended
 def end_item(
     span: Span, timings: StageTimings, tier: str, grid: tuple[int, int, int], rows: int, delivery_s: float
 ) -> None:
-    """An item whose rows its caller has read just now: what became of it, and its first and last stage."""
+    """An item whose caller has just read the rows: its attributes, and its first and last stage."""
     if span.is_recording():
         now_s = time.time()
         span.set_attributes({"ve.tier": tier, "ve.grid_thw": grid, "ve.rows": rows})

@@ -8,18 +8,20 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import httpx
 import pytest
 import torch
 from safetensors import safe_open
 
 from encoder_service.ingest.identity import content_digest
 from encoder_service.types import EncodedFile, Item, Modality
-from lm_adapter import EncodedRows, EncoderUnavailable, ImageItem, VisionEncoderClient
+from lm_adapter import EncoderUnavailable, ImageItem, VisionEncoderClient
 from tests.integration.images import photo
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -108,26 +110,26 @@ def test_one_ready_line_then_sigterm_ends_with_zero(process: ServiceProcess) -> 
     assert time.monotonic() - started < 10
 
 
-def test_a_server_killed_in_mid_stream_is_told_as_such(process: ServiceProcess) -> None:
-    """Results that arrived before the kill are kept."""
-    arrived: dict[int, EncodedRows] = {}
-    items = [ImageItem(photo(900, 900)) for _ in range(24)]
+def test_a_server_killed_in_mid_stream_ends_the_call_as_retryable(process: ServiceProcess) -> None:
+    found = re.search(r"admin (http://\S+)\)", process.ready_line)
+    assert found
+    items = [ImageItem(photo(900, 900)) for _ in range(64)]
 
-    def read_until_the_kill(client: VisionEncoderClient) -> None:
-        for index, outcome in client.encode_iter(items):
-            assert isinstance(outcome, EncodedRows)
-            arrived[index] = outcome
-            if len(arrived) == 1:
-                process.process.kill()
+    def kill_after_the_first_item() -> None:
+        ends_s = time.monotonic() + 60
+        while time.monotonic() < ends_s:
+            metrics = httpx.get(f"{found[1]}/metrics").text
+            if not re.search(r"^ve_encoded_items_total 0\.0$", metrics, re.MULTILINE):
+                break
+        process.process.kill()
 
-    with (
-        VisionEncoderClient(process.target, timeout_s=60) as client,
-        pytest.raises(EncoderUnavailable) as caught,
-    ):
-        read_until_the_kill(client)
-    assert 1 <= len(arrived) < 24
+    killer = threading.Thread(target=kill_after_the_first_item)
+    with VisionEncoderClient(process.target, timeout_s=60) as client:
+        killer.start()
+        with pytest.raises(EncoderUnavailable) as caught:
+            client.encode(items)
+    killer.join()
     assert caught.value.retryable
-    assert "24" in str(caught.value)
 
 
 @pytest.mark.without_device

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import secrets
 import shutil
 import ssl
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import grpc
@@ -18,22 +17,18 @@ import pytest
 import torch
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
-from lm_adapter.transport import followed
 
 from encoder_service.ops import tls as service_tls
 from encoder_service.ops import tokens as service_tokens
 from lm_adapter import (
-    AsyncFleetClient,
-    AsyncVisionEncoderClient,
     CallFailed,
     ClientTls,
-    EncodedRows,
     EncoderError,
     EncoderUnavailable,
     ImageItem,
     RequestRefused,
-    TokenFile,
     VisionEncoderClient,
+    channel,
 )
 from tests.certificates import Authority
 from tests.integration.conftest import RunningService, running
@@ -46,7 +41,8 @@ pytestmark = pytest.mark.without_device
 
 @pytest.fixture
 def prompt(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Files are looked at for every handshake and call."""
+    """Files are read again at every handshake and call."""
+    monkeypatch.setattr(channel, "RECHECK_S", 0.0)
     monkeypatch.setattr(service_tls, "RECHECK_S", 0.0)
     monkeypatch.setattr(service_tokens, "RECHECK_S", 0.0)
 
@@ -86,12 +82,6 @@ def test_tls_on_tcp_clear_on_unix(checkpoints: dict[str, Path], device: torch.de
                 encodes(tcp, wrong)
         encodes(tcp, ClientTls(ca=authority.ca))
 
-        async def on_loop() -> None:
-            async with AsyncVisionEncoderClient(tcp, tls=ClientTls(ca=authority.ca)) as client:
-                assert (await client.encode_one(ImageItem(photo(40, 40)))).num_rows > 0
-
-        asyncio.run(on_loop())
-
 
 def test_clients_need_a_certificate_of_the_authority(
     checkpoints: dict[str, Path], device: torch.device, tmp_path: Path
@@ -129,63 +119,44 @@ def test_rotated_files_serve_new_connections_and_old_ones_go_on(
             httpx.get(admin, verify=ssl.create_default_context(cafile=first.ca))
 
 
-@pytest.mark.parametrize("kind", ["blocking", "asyncio", "fleet"])
 def test_clients_follow_their_certificates_and_tokens(
-    checkpoints: dict[str, Path],
-    device: torch.device,
-    tmp_path: Path,
-    prompt: None,
-    monkeypatch: pytest.MonkeyPatch,
-    kind: str,
+    checkpoints: dict[str, Path], device: torch.device, tmp_path: Path, prompt: None
 ) -> None:
-    """An encoder is replaced by one that opens to other authorities, certificates and tokens, and the client
-    was given these files at its start. Halfway there the files do not belong together, and what was stays."""
-    monkeypatch.setattr(followed, "RECHECK_S", 0.0)
+    """An encoder is replaced by one with other authorities, certificates and tokens, in the files that the
+    client was given at its start. While the files do not belong together, the client keeps the former."""
     first, second = Authority(tmp_path / "a"), Authority(tmp_path / "b")
     own, renewed = first.issue("reader"), second.issue("reader")
     token = tmp_path / "token"
     token.write_text("first-token")
     settings: dict[str, object] = {"open_namespaces": False, "tls_client_ca": first.ca}
     tls = ClientTls(first.ca, own.cert, own.key)
-    fixed = {"token": "first-token", "namespace": "n", "timeout_s": 20.0}
-    following = {**fixed, "token": TokenFile(token), "tls": tls}
-    clients = ExitStack()
-    running_loop = clients.enter_context(asyncio.Runner())
 
-    def opened(target: str) -> Callable[[], EncodedRows]:
-        """What asks for an image that was never seen."""
-        picture = lambda: ImageItem(photo(40, 40, seed=secrets.randbits(30)))  # noqa: E731
-        if kind == "blocking":
-            client = clients.enter_context(VisionEncoderClient(target, **following))  # type: ignore[arg-type]
-            return lambda: client.encode_one(picture())
+    def is_served(client: VisionEncoderClient) -> bool:
+        """Of an image that was never seen."""
+        return client.encode_one(ImageItem(photo(40, 40, seed=secrets.randbits(30)))).num_rows > 0
 
-        async def open_client() -> AsyncVisionEncoderClient | AsyncFleetClient:
-            if kind == "asyncio":
-                return AsyncVisionEncoderClient(target, **following)  # type: ignore[arg-type]
-            return AsyncFleetClient([target], **following)  # type: ignore[arg-type]
-
-        on_loop = running_loop.run(open_client())
-        clients.callback(lambda: running_loop.run(on_loop.close()))
-        return lambda: running_loop.run(on_loop.encode_one(picture()))
-
-    with clients:
+    with contextlib.ExitStack() as clients:
         with secured(checkpoints, device, first, tokens="n=first-token", **settings) as found:
             target = found.target
-            encode = opened(target)
-            assert encode().num_rows > 0
+            client = clients.enter_context(
+                VisionEncoderClient(target, namespace="n", timeout_s=20, token_file=token, tls=tls)
+            )
+            assert is_served(client)
             shutil.copy(renewed.cert, own.cert)
-            assert encode().num_rows > 0
+            assert is_served(client)
         shutil.copy(renewed.key, own.key)
         shutil.copy(second.ca, first.ca)
         token.write_text("second-token")
         settings |= {"listen": (target,), "tls_client_ca": second.ca}
         with secured(checkpoints, device, second, tokens="n=second-token", **settings):
-            assert encode().num_rows > 0
+            assert is_served(client)
             with (
                 pytest.raises(RequestRefused),
-                VisionEncoderClient(target, **fixed, tls=tls) as stale,  # type: ignore[arg-type]
+                VisionEncoderClient(
+                    target, namespace="n", timeout_s=20, token="first-token", tls=tls
+                ) as stale,
             ):
-                stale.encode_one(ImageItem(photo(40, 40)))
+                is_served(stale)
 
 
 def test_the_admin_plane_speaks_tls_without_client_certificates(
@@ -259,7 +230,6 @@ def test_p18_tokens_of_namespaces(
             assert client.lookup([key])[0].num_rows > 0
             assert client.fetch([key])[0].num_rows > 0  # type: ignore[union-attr]
             client.prefetch([ImageItem(photo(48, 40))])
-            client.release([b"x" * 16])
         for bad in ("", "wrong"):
             with VisionEncoderClient(found.target, namespace="a", token=bad, timeout_s=20) as client:
                 for call in (
