@@ -35,7 +35,7 @@ class Metrics:
         )
         self.rejections = Counter(
             "ve_rejections_total",
-            "Items and calls refused because the service was full or not ready, by reason; a retry may succeed.",
+            "Items and calls refused because the service was full or not ready, by reason.",
             ["reason"],
             registry=self.registry,
         )
@@ -95,7 +95,7 @@ class Metrics:
         )
         self.kernel_choice = Gauge(
             "ve_kernel_choice",
-            "1 for the library that measuring chose: attention by patches x longest sequence, products by rows.",
+            "1 for the measured choice: attention by patches x longest sequence, products by rows.",
             ["step", "shape", "library"],
             registry=self.registry,
         )
