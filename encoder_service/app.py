@@ -184,8 +184,8 @@ class Service:
 
     async def _wait_for_readers(self, ends_s: float) -> None:
         """Returns once readers have reported all announced rows as read, or the time is up."""
-        while self.store is not None and self.store.num_unread() and time.monotonic() < ends_s:
-            await asyncio.sleep(DRAIN_POLL_S)  # noqa: ASYNC110  # protections also end by time
+        while self.store is not None and self.store.num_unread() and time.monotonic() < ends_s:  # noqa: ASYNC110
+            await asyncio.sleep(DRAIN_POLL_S)
 
     async def _release(self) -> None:
         """Gives back everything that ``start`` took."""

@@ -11,9 +11,8 @@ import contextlib
 import dataclasses
 import functools
 import os
-import threading
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self, TypeAlias, TypeVar, cast
 
@@ -42,6 +41,7 @@ from lm_adapter.errors import (
 )
 from lm_adapter.items import ClipItem, Grid, ImageItem, Item
 from lm_adapter.keys import can_hash, content_digest, item_key
+from lm_adapter.read_reports import ReadReports
 from lm_adapter.shm.attachment import TRANSPORTS, AttachedMemory, SharedMemory, Transport, check_transports
 from lm_adapter.shm.mapping import current_stream
 from lm_adapter.shm.reader import MappedArena
@@ -60,7 +60,6 @@ from vision_encoder.v1 import encoder_pb2 as pb
 if TYPE_CHECKING:
     import torch
 
-
 PROTOCOL_VERSION = 1
 MIN_PROTOCOL_VERSION = 1
 DEFAULT_TIMEOUT_S = 60.0
@@ -68,8 +67,6 @@ READY_POLL_S = 0.05
 MIN_INFO_AGE_S = 1.0
 MAX_HASHED_BYTES = 8 << 20
 """Larger files are hashed by the service, on its decode threads."""
-TOUCH_INTERVAL_S = 0.1
-MAX_TOUCHED_ROWS = 256
 INSTANCE_KEY = "x-instance-id"
 """Trailing metadata: the ``instance_id`` of the server that answered."""
 _HEALTH_CHECK = "/grpc.health.v1.Health/Check"
@@ -99,8 +96,7 @@ class Deadline:
 class RowsCall:
     """The items of one Encode or Fetch message, and what became of them.
 
-    request: for all of them. indices: the caller's index of each position. shared:
-    the memory that rows may be placed in, and stream: the one that uses them. outcomes: of all num_items of
+    request: for all of them. indices: the caller's index of each position. shared: the memory that rows may be placed in, and stream: the one that uses them. outcomes: of all num_items of
     the caller, by index."""
 
     request: RowsRequest
@@ -168,7 +164,7 @@ class AsyncVisionEncoderClient:
             device=device,
         )
         self._hashes = can_hash()
-        self._touches = _Touches(self._loop, self._send_touches)
+        self._reports = ReadReports(self._loop, self._send_report)
         self._info: ServerInfo | None = None
         self._info_lock = asyncio.Lock()
         self._info_time_s = 0.0
@@ -188,7 +184,7 @@ class AsyncVisionEncoderClient:
     async def close(self) -> None:
         """Ends calls in progress with CallCancelled, and unmaps shared memory. Harmless when repeated."""
         self._is_closed = True
-        self._touches.close()
+        self._reports.close()
         await self._channel.close()
         await asyncio.to_thread(self._shared.close)
 
@@ -412,14 +408,8 @@ class AsyncVisionEncoderClient:
         self, info: ServerInfo, arena: MappedArena, record: Record, stream: Any
     ) -> EncodedRows | None:
         """Rows of a directory record, checked as those of an answer; None if they were lost or do not fit."""
-        header = RowsHeader(
-            Grid(*record.grid),
-            record.num_rows,
-            record.width,
-            record.dtype,
-            record.num_deepstack_levels,
-            record.rows_bytes,
-        )
+        shape = record.num_rows, record.width, record.dtype, record.num_deepstack_levels
+        header = RowsHeader(Grid(*record.grid), *shape, record.rows_bytes)
         try:
             check_models(header, info.models)
             check_header(header)
@@ -430,7 +420,7 @@ class AsyncVisionEncoderClient:
         payload = arena.read(
             record.slot_index, record.generation, record.offset_bytes, record.rows_bytes, stream=stream
         )
-        self._touches.note(record.key, record.generation, is_lost=payload is None)
+        self._reports.note(record.key, record.generation, is_lost=payload is None)
         if payload is None:
             return None
         return EncodedRows(
@@ -531,15 +521,12 @@ class AsyncVisionEncoderClient:
         )
         if payload is None:
             return None  # the request that follows reports the loss
-        self._touches.note(key, place.generation, is_lost=False)
+        self._reports.note(key, place.generation, is_lost=False)
         return placed.rows(payload)
 
-    async def _send_touches(self, rows: Sequence[tuple[bytes, int]], num_lost: int) -> None:
-        request = pb.TouchRequest(
-            rows=[pb.TouchedRows(key=key, generation=generation) for key, generation in rows],
-            namespace=self._namespace,
-            num_lost=num_lost,
-        )
+    async def _send_report(self, rows: Sequence[tuple[bytes, int]], num_lost: int) -> None:
+        touched = [pb.TouchedRows(key=key, generation=generation) for key, generation in rows]
+        request = pb.TouchRequest(rows=touched, namespace=self._namespace, num_lost=num_lost)
         await self._unary("Touch", request, pb.TouchResponse, Deadline(self._timeout_s))
 
     # The server and its calls -----------------------------------------------------------------------------
@@ -662,63 +649,6 @@ class AsyncVisionEncoderClient:
 
     def _closed_during(self, method: str) -> CallCancelled:
         return CallCancelled(f"{method} at {self.target} was cancelled: the client is closed")
-
-
-class _Touches:
-    """Reads to report to the service, in batches of at most TOUCH_INTERVAL_S or MAX_TOUCHED_ROWS."""
-
-    def __init__(
-        self,
-        loop: asyncio.AbstractEventLoop,
-        send: Callable[[Sequence[tuple[bytes, int]], int], Awaitable[None]],
-    ) -> None:
-        self._loop = loop
-        self._send = send
-        self._lock = threading.Lock()
-        self._rows: list[tuple[bytes, int]] = []
-        self._num_lost = 0
-        self._is_scheduled = False
-        self._is_closed = False
-        self._sending: set[asyncio.Task[None]] = set()
-
-    def note(self, key: bytes, generation: int, *, is_lost: bool) -> None:
-        """From any thread."""
-        with self._lock:
-            if is_lost:
-                self._num_lost += 1
-            else:
-                self._rows.append((key, generation))
-            is_full = len(self._rows) == MAX_TOUCHED_ROWS
-            is_first, self._is_scheduled = not self._is_scheduled, True
-            if self._is_closed or self._loop.is_closed():
-                return
-            if is_full:
-                self._loop.call_soon_threadsafe(self._flush)
-            elif is_first:
-                self._loop.call_soon_threadsafe(self._loop.call_later, TOUCH_INTERVAL_S, self._flush)
-
-    def close(self) -> None:
-        """On the loop. Reads that were not reported are forgotten."""
-        with self._lock:
-            self._is_closed = True
-        for task in self._sending:
-            task.cancel()
-
-    def _flush(self) -> None:
-        with self._lock:
-            rows, num_lost = self._rows, self._num_lost
-            self._rows, self._num_lost, self._is_scheduled = [], 0, False
-        if (rows or num_lost) and not self._is_closed:
-            for start in range(0, max(1, len(rows)), MAX_TOUCHED_ROWS):
-                portion = rows[start : start + MAX_TOUCHED_ROWS]
-                task = self._loop.create_task(self._report(portion, num_lost if start == 0 else 0))
-                self._sending.add(task)
-                task.add_done_callback(self._sending.discard)
-
-    async def _report(self, rows: Sequence[tuple[bytes, int]], num_lost: int) -> None:
-        # A report is a hint for eviction, so a failed one is not repeated.
-        with contextlib.suppress(EncoderError):
-            await self._send(rows, num_lost)
 
 
 def _listed(shared: AttachedMemory, keys: Mapping[int, bytes]) -> _Listed:

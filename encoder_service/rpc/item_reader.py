@@ -56,8 +56,8 @@ class ItemReader:
             permit = self.admission.acquire(wanted.num_bytes)
             reading = self.workers.submit(self.segments.read, wanted)
             try:
-                pixels = await asyncio.wrap_future(reading)
-                yield convert.item_from_proto(message, pixels)
+                tensor = await asyncio.wrap_future(reading)
+                yield convert.item_from_proto(message, tensor)
             finally:
                 if reading.done():
                     permit.release()

@@ -180,8 +180,7 @@ def rewritten(
     Processor arguments were the encoder's: with them vLLM would rehash the names."""
     field = GRID_FIELDS.get(family, "image_grid_thw")
     parts: list[dict[str, Any]] = [
-        {"type": "image_embeds", "image_embeds": {field: list(grid)}, "uuid": key.hex()}
-        for key, grid in rows
+        {"type": "image_embeds", "image_embeds": {field: list(grid)}, "uuid": key.hex()} for key, grid in rows
     ]
     found = {name: value for name, value in body.items() if name != "mm_processor_kwargs"}
     transfer = {**(body.get("ec_transfer_params") or {}), **transfer_params(rows, reply)}

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +74,11 @@ def digest_of(rows: EncodedRows) -> str:
 
 
 def item_of(image: list[int]) -> ImageItem:
-    width, height, seed = image
+    return _item(*image)
+
+
+@cache
+def _item(width: int, height: int, seed: int) -> ImageItem:
     return ImageItem(photo(width, height, seed=seed))
 
 

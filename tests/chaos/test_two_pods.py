@@ -54,7 +54,7 @@ def test_p21_late_readers(checkpoint: Path) -> None:
             "host",
             lambda do, **command: getattr(reader, do)(**command),
             partial(figure, f"http://{service.service.admin_address}"),
-            Storm(8, 0.2, 1),
+            Storm(8, 0.2, 1, side=320, factor=4),
         )
         reader.close()
 

@@ -100,7 +100,7 @@ class TwoPods:
     def test_p20_p25_rows_at_a_place_and_in_the_directory_are_equal_to_inline(
         self, site: Site, concurrency: int
     ) -> None:
-        """The first read is answered with a place; the second finds the directory and asks nobody."""
+        """The first read is answered with a place; the second uses the directory and makes no call."""
         chosen, encoder = images(self.num_images), site.encoder
 
         def num_encodes() -> float:
@@ -234,26 +234,28 @@ class TwoPods:
 
 @dataclass(frozen=True)
 class Storm:
-    """num_readers: each up to late_s late with its copies, for ``seconds``."""
+    """num_readers: each up to late_s late with its copies, for ``seconds``. side: of images, in pixels.
+    factor: the working set over the arena."""
 
     num_readers: int
     late_s: float
     seconds: float
+    side: int = 192
+    factor: int = 10
 
 
-SIDE = 192
 ENCODES = ("ve_encoded_items_total", "ve_encodes_repeated_total")
 
 
 def check_late_readers(
     kind: str, ask: Callable[..., dict[str, Any]], figure: Callable[..., float], storm: Storm
 ) -> None:
-    """Readers over an arena of a tenth of their working set, in the memory that ``kind`` names. On a GPU all
-    of it fits on the host. ask: a command of a ``ReaderPod``. figure: of the encoder's metrics."""
-    side = [SIDE, SIDE]
+    """Readers over an arena smaller than their working set, in the memory that ``kind`` names. On a GPU all
+    of the set fits on the host. ask: a command of a ``ReaderPod``. figure: of the encoder's metrics."""
+    side = [storm.side, storm.side]
     num_bytes = ask("learn", images=[[*side, 0]])["num_bytes"]
     arena_bytes = figure("ve_arena_bytes", memory=kind)
-    chosen = [[*side, seed] for _, _, seed in images(int(10 * arena_bytes / num_bytes))]
+    chosen = [[*side, seed] for _, _, seed in images(int(storm.factor * arena_bytes / num_bytes))]
     ask("learn", images=chosen)
     command = {
         "images": chosen,
@@ -273,6 +275,6 @@ def check_late_readers(
     assert figure("ve_deliveries_total", transport=kind) > placed
     assert shared["most_requests"] <= 2
     assert shared["right"] >= 0.8 * inline["right"]
-    assert repeated <= 0.01 * shared["right"]
+    assert repeated <= max(1, 0.01 * shared["right"])
     if kind == "device":
         assert encoded <= 0.01 * shared["right"]

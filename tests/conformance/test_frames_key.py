@@ -124,7 +124,7 @@ def test_p11_mistakes_in_keys_of_frames_are_caught(mistaken: Callable[[Any], Any
 
 @pytest.mark.parametrize("name", ["no rate", "timestamps", "a rate of 0"])
 def test_a_vector_that_was_tampered_with_is_noticed(name: str) -> None:
-    """By whoever runs the kit and by the check against the rule."""
+    """By the kit and by the check against the rule."""
     changed = {"digest": "0" * 64, "key": "0" * 64}
     cases = [
         dataclasses.replace(case, expected=changed) if case.name == name else case for case in CASES.values()

@@ -53,7 +53,7 @@ def every_error() -> list[type[service_errors.VisionEncoderError]]:
 
 
 class Aborted(grpc.RpcError):
-    """What ``context.abort`` with this status and no account looks like to a caller."""
+    """A caller's view of ``context.abort`` without failure metadata."""
 
     def __init__(self, status: grpc.StatusCode) -> None:
         super().__init__(status.name)
@@ -64,7 +64,7 @@ class Aborted(grpc.RpcError):
 
 
 @pytest.mark.parametrize("cls", every_error())
-def test_p32_every_error_of_the_service_keeps_its_account(
+def test_p32_every_error_of_the_service_keeps_its_details(
     cls: type[service_errors.VisionEncoderError],
 ) -> None:
     error = cls("what happened", retry_after_ms=30, found=4, allowed=3)
@@ -76,8 +76,8 @@ def test_p32_every_error_of_the_service_keeps_its_account(
 
 @pytest.mark.parametrize("cls", every_error())
 def test_p32_retryable_agrees_with_the_status_alone(cls: type[service_errors.VisionEncoderError]) -> None:
-    """Where the account is lost on the way, the status still says whether to try again. A device fault is
-    told from a defect by its account only, and a service that cancels is one that stops."""
+    """Without the failure metadata, the status still says whether to try again. A device fault then looks
+    like a defect, and a cancelled call like a service that stops."""
     status = status_of(cls("x"))
     call_failed = from_rpc_error(Aborted(status), target="t", method="Encode")
     if cls is service_errors.DeviceFault:

@@ -1,8 +1,9 @@
-"""Figures of the admin page: rates, percentiles, buckets and the cache, computed from counters."""
+"""The admin page's figures and the saturation, out of counters that moved."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,11 +17,19 @@ from encoder_service.ops.admin.live import LiveView
 from encoder_service.ops.metrics import Metrics
 from encoder_service.scheduler.admission import Admission, UnreadBytes
 from encoder_service.scheduler.buckets import Bucket
-from tests.unit.store.arenas import ITEM_BYTES, land, store_of
+from encoder_service.store.embedding_store import EmbeddingStore
+from tests.unit.service.rig import memory_store
+
+
+@pytest.fixture
+def store() -> Iterator[EmbeddingStore]:
+    found = memory_store()
+    yield found
+    found.close()
 
 
 class Rig:
-    def __init__(self, graphs: GraphCounters | None = None) -> None:
+    def __init__(self, store: EmbeddingStore, graphs: GraphCounters | None = None) -> None:
         self.now_s = 100.0
         self.metrics = Metrics()
         self.counters = EngineCounters()
@@ -32,85 +41,70 @@ class Rig:
             admission=Admission(1000, 1 << 20),
             unread=UnreadBytes(1 << 20),
             load=DeviceLoad(self.counters),
-            inflight={},
-            store=store_of(host_items=64, device_items=64),
+            store=store,
             model=SimpleNamespace(name="m", family="f", tower=tower),
         )
-        self.live = LiveView(self.metrics, clock=lambda: self.now_s)
-        self.live.attach(self.pipeline, engine, None)
+        self.live = LiveView(self.metrics, self.pipeline, engine, None, clock=lambda: self.now_s)
 
     def second(self) -> None:
         self.now_s += 1.0
         self.live.sample()
 
-
-def test_the_answer_before_the_service_is_built() -> None:
-    live = LiveView(Metrics(), clock=lambda: 5.0)
-    live.sample()
-    assert live.answer() == {"uptime_s": 0.0, "attached": False}
-    assert live.saturation() == 0.0
+    def answer(self) -> dict[str, Any]:
+        answer: dict[str, Any] = json.loads(json.dumps(self.live.answer()))
+        return answer
 
 
-def test_rates_hits_and_percentiles_of_the_last_seconds() -> None:
-    rig = Rig()
-    for _ in range(10):
-        rig.metrics.items.labels("miss").inc(2)
-        rig.metrics.items.labels("host").inc(6)
-        rig.metrics.deliveries.labels("inline").inc(8)
-        rig.metrics.count_failure("QUEUE_FULL", turned_away=True)
-        rig.metrics.stage_seconds.observe("total", 0.03)
-        rig.counters.items += 2
-        rig.counters.busy_s += 0.25
-        rig.second()
-    answer = json.loads(json.dumps(rig.live.answer()))
-    now = answer["now"]
-    assert now["items_per_s"] == pytest.approx(8.0)
-    assert now["encoded_per_s"] == pytest.approx(2.0)
-    assert now["hit_share"] == pytest.approx(0.75)
-    assert now["busy_share"] == now["saturation"] == pytest.approx(0.25)
-    assert now["rejections_per_s"] == now["failures_per_s"] == pytest.approx(1.0)
-    assert answer["transports"] == {"inline": 80, "host": 0, "device": 0}
-    assert answer["failures"] == {"QUEUE_FULL": 10.0}
-    (total,) = (row for row in answer["stages"] if row["stage"] == "total")
-    assert total["count"] == 10
-    assert 25.0 < total["p50_ms"] < total["p99_ms"] <= 50.0
-    (tower,) = (row for row in answer["stages"] if row["stage"] == "tower")
-    assert (tower["count"], tower["p50_ms"]) == (0, None)
-    assert answer["series"]["t_s"][-1] == 0.0
-    assert len(answer["series"]["p99_ms"]) == 10
+def test_counters_are_those_since_the_start(store: EmbeddingStore) -> None:
+    rig = Rig(store)
+    rig.metrics.items.labels("miss").inc(2)
+    rig.metrics.items.labels("host").inc(6)
+    rig.metrics.deliveries.labels("inline").inc(8)
+    rig.metrics.count_failure("QUEUE_FULL", turned_away=True)
+    rig.metrics.stage_seconds.observe("total", 0.03)
+    rig.counters.items += 2
+    rig.second()
+    answer = rig.answer()
+    assert answer["uptime_s"] == 1.0
+    assert (answer["tiers"]["miss"], answer["tiers"]["host"], answer["encoded"]) == (2, 6, 2)
+    assert answer["transports"] == {"inline": 8, "host": 0, "device": 0}
+    assert answer["failures"] == answer["rejections"] == {"QUEUE_FULL": 1}
+    counts = answer["stages"]["total"]
+    assert len(counts) == len(answer["bucket_bounds_s"]) + 1
+    assert counts[answer["bucket_bounds_s"].index(0.05)] == sum(counts) == 1
 
 
-def test_the_saturation_gauge_follows_queue_limits_and_device() -> None:
-    rig = Rig()
+def test_saturation_is_the_largest_of_its_shares(store: EmbeddingStore) -> None:
+    rig = Rig(store)
     read = rig.metrics.registry.get_sample_value
     assert read("ve_saturation_ratio") == 0.0
-    rig.counters.patches, rig.counters.busy_s = 100, 1.0
-    rig.pipeline.load.add("item", 75, 75)
-    assert read("ve_saturation_ratio") == pytest.approx(0.75)  # 0.75 s of 1
+    for _ in range(30):
+        rig.counters.busy_s += 0.25
+        rig.second()
+    assert rig.live.busy_share() == read("ve_saturation_ratio") == pytest.approx(0.25)
+    for _ in range(10):  # the window is ten seconds
+        rig.second()
+    assert rig.live.busy_share() == 0.0
+    rig.counters.patches, rig.counters.busy_s = 200, 1.0
+    rig.pipeline.load.add("item", 150, 16)
+    assert read("ve_saturation_ratio") == pytest.approx(0.75)  # 0.75 s queued, 1 s is saturated
     rig.pipeline.admission.acquire(0).add_patches(900)
     assert read("ve_saturation_ratio") == pytest.approx(0.9)
-    rig.second()
-    rig.counters.busy_s += 5.0
-    rig.second()
-    assert read("ve_saturation_ratio") == 1.0
+    assert rig.answer()["now"]["saturation"] == pytest.approx(0.9)
 
 
-def test_runs_are_counted_by_bucket_size_with_padding() -> None:
+def test_p17_samples_are_bounded(store: EmbeddingStore) -> None:
+    rig = Rig(store)
+    for _ in range(1000):
+        rig.second()
+    assert len(rig.live._busy) <= 12
+
+
+def test_buckets_are_counted_by_size_with_their_padding(store: EmbeddingStore) -> None:
     figures = GraphCounters(real_patches=750, padded_patches=250, eager_runs=3)
     figures.replays[Bucket(64, 4, 64)] = 5
     figures.replays[Bucket(64, 8, 16)] = 2
     figures.padded_runs[Bucket(16, 2, 16)] = 1
-    rig = Rig(figures)
-    rig.second()
-    buckets = rig.live.answer()["buckets"]
+    buckets = Rig(store, figures).answer()["buckets"]
     assert buckets["runs"] == [{"patches": 16, "runs": 1}, {"patches": 64, "runs": 7}]
     assert (buckets["waste_share"], buckets["eager_runs"]) == (0.25, 3)
-
-
-def test_the_cache_shows_items_and_bytes_of_both_tiers() -> None:
-    rig = Rig()
-    assert land(rig.pipeline.store, 1)
-    cache = rig.live.answer()["cache"]
-    assert cache["items"]["device"] + cache["items"]["host"] == 1
-    assert ITEM_BYTES <= cache["bytes"] <= cache["max_bytes"]
-    assert len(cache["arenas"]) == 2

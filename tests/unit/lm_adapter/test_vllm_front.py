@@ -20,7 +20,7 @@ from fastapi import FastAPI
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from lm_adapter import AsyncVisionEncoderClient, ItemFailed
-from lm_adapter.engines import vllm_front, vllm_front_requests
+from lm_adapter.engines import vllm_front_requests
 from lm_adapter.engines.vllm_front import Front, create_app
 from lm_adapter.engines.vllm_items import read_params
 from lm_adapter.engines.vllm_upstream import Failures
@@ -382,15 +382,6 @@ async def test_a_grid_that_the_header_does_not_tell_is_asked_for(
     await http.aclose()
     assert response.status_code == status
     assert client.num_prefetches == num_prefetches
-
-
-@pytest.mark.parametrize("encoder", ["", "a:1,", "dns:///a:1,b:1", "dns:///a"])
-def test_an_encoder_that_means_nothing_stops_the_start(
-    encoder: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        vllm_front.main(["--vllm", "http://127.0.0.1:1", "--encoder", encoder])
-    assert "--encoder" in capsys.readouterr().err
 
 
 async def test_the_applications_socket_comes_and_goes_with_it(folder: str) -> None:

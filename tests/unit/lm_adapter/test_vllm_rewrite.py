@@ -51,12 +51,12 @@ def test_images_become_grids_and_names_and_the_rest_stays(family: str, name: str
     assert [item.data for item in images.items if isinstance(item, ImageItem)] == contents
     rows = [
         KeyedItem(secrets.token_bytes(32), Grid(1, 4, 6)),
-        KeyedItem(secrets.token_bytes(32), Grid(1, 8, 2), "10.0.0.7:50051"),
+        KeyedItem(secrets.token_bytes(32), Grid(1, 8, 2)),
     ]
     found = rewritten(body, images, rows, family, "r")
     content = found["messages"][1]["content"]
     assert content[1] == TEXT
-    for part, (key, grid, _) in zip(content[::2], rows, strict=True):
+    for part, (key, grid) in zip(content[::2], rows, strict=True):
         assert part == {"type": "image_embeds", "image_embeds": {name: list(grid)}, "uuid": key.hex()}
     assert read_params(found["ec_transfer_params"]) == (rows, "r")
     assert found["temperature"] == 0.5

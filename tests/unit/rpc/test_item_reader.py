@@ -18,6 +18,7 @@ from encoder_service.ingest.pixel_segments import PixelSegments, SegmentTensor
 from encoder_service.rpc.item_reader import INLINE_BYTES, ItemReader
 from encoder_service.scheduler.admission import Admission
 from encoder_service.types import DigestOnly, EncodedFile, Item, PixelValues
+from tests.unit.service.rig import until
 from vision_encoder.v1 import encoder_pb2 as pb
 
 pytestmark = pytest.mark.anyio
@@ -110,9 +111,7 @@ async def test_p17_bytes_count_until_the_worker_has_stopped_writing(
         await task
     assert reader.admission.num_bytes == 96
     go_on.set()
-    async with asyncio.timeout(20):
-        while reader.admission.num_bytes:
-            await asyncio.sleep(0.001)
+    await until(lambda: not reader.admission.num_bytes)
 
 
 async def test_segments_are_refused_where_none_are_accepted(reader: ItemReader, tmp_path: Path) -> None:
