@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import ctypes
 import gc
 import io
 import json
@@ -71,24 +70,9 @@ NUM_CALLERS = 4
 CANARY_EVERY = 50
 # Growth from the first tenth of the inputs to the end: allocators and caches still fill.
 MAX_NEW_BYTES = 96 << 20
-MAX_NEW_ALLOCATED_BYTES = 32 << 20
 MAX_NEW_OBJECTS = 0.10
 MAX_NEW_DESCRIPTORS = 4
 MAX_NEW_THREADS = 4
-
-
-LIBC = ctypes.CDLL(None)
-M_ARENA_MAX = -8
-
-
-class Mallinfo(ctypes.Structure):
-    """glibc's account of its heap: ``man 3 mallinfo2``."""
-
-    _names = (
-        *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
-        *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
-    )
-    _fields_ = [(name, ctypes.c_size_t) for name in _names]
 
 
 @dataclass
@@ -191,12 +175,10 @@ class Fuzz:
 
     def _figures(self) -> dict[str, int]:
         gc.collect()
-        allocated = allocated_bytes()
         with open("/proc/self/statm") as statm:
             resident = int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
         return {
             "resident_bytes": resident,
-            "allocated_bytes": allocated,
             "objects": len(gc.get_objects()),
             "descriptors": len(os.listdir("/proc/self/fd")),
             "threads": threading.active_count(),
@@ -208,7 +190,6 @@ class Fuzz:
         report.figures = {name: [before[name], after[name]] for name in before}
         for name, most in (
             ("resident_bytes", before["resident_bytes"] + MAX_NEW_BYTES),
-            ("allocated_bytes", before["allocated_bytes"] + MAX_NEW_ALLOCATED_BYTES),
             ("objects", int(before["objects"] * (1 + MAX_NEW_OBJECTS))),
             ("descriptors", before["descriptors"] + MAX_NEW_DESCRIPTORS),
             ("threads", before["threads"] + MAX_NEW_THREADS),
@@ -221,17 +202,6 @@ class Fuzz:
         engine = self._service.service._engine
         if engine is None or engine.fault is not None:
             report.complaints.append("the engine has a fault")
-
-
-def allocated_bytes() -> int:
-    """What native code and Python have of the heap, without what the allocator keeps for later and gives back
-    here first; 0 where the C library does not tell. Complete with one arena."""
-    if not hasattr(LIBC, "mallinfo2"):
-        return 0
-    LIBC.malloc_trim(0)
-    LIBC.mallinfo2.restype = Mallinfo
-    found = LIBC.mallinfo2()
-    return int(found.uordblks + found.hblkhd)
 
 
 def judge_status(status: grpc.StatusCode, details: str | None) -> str:
@@ -292,8 +262,6 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1 << 30))
     parser.add_argument("--json", type=Path, help="Writes the report here.")
     options = parser.parse_args()
-    if hasattr(LIBC, "mallopt"):
-        LIBC.mallopt(M_ARENA_MAX, 1)
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
     with tempfile.TemporaryDirectory() as folder:
         report = fuzz(options.inputs, options.seed, Path(folder))

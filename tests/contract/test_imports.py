@@ -207,3 +207,10 @@ def imported_roots(nodes: list[ast.AST]) -> set[str]:
         elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
             roots.add(node.module.split(".")[0])
     return roots
+
+
+def test_the_wall_clock_is_read_for_traces_alone() -> None:
+    """Deadlines, protections, tokens and drains are unaffected when the wall clock is set."""
+    reads = re.compile(r"\btime\.time(_ns)?\(|\bdatetime\b|CLOCK_REALTIME")
+    found = {module_name(path) for path in MODULES if reads.search(path.read_text())}
+    assert found == {"encoder_service.ops.traces"}
