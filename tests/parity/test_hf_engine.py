@@ -95,10 +95,12 @@ def remote_prompt(pair: Pair, ids: Sequence[int]) -> list[int]:
     return [pair.full.image_id if token == pair.full.video_id else token for token in ids]
 
 
-@pytest.mark.parametrize("ends_in_vision", [False, True])
-@pytest.mark.parametrize("case", ["text", "one", "several", "clip", "both"])
+@pytest.mark.parametrize(
+    ("case", "ends_in_vision"),
+    [("text", False), ("one", True), ("several", False), ("clip", True), ("both", False), ("both", True)],
+)
 def test_logits_and_greedy_tokens_equal_the_full_models(pair: Pair, case: str, ends_in_vision: bool) -> None:
-    """p01 (several grids), p03 (ends in vision), p04 (decoding knows the delta only)."""
+    """Pitfalls 1 (several grids), 3 (the prompt ends in vision) and 4 (decoding has the delta only)."""
     pictures = pictures_for(pair, case)
     ids = pair.prompt(3, pictures, ends_in_vision=ends_in_vision)
     expected = pair.full.logits(ids, pictures)

@@ -1,5 +1,4 @@
-"""A clip's file in, the reference's rows and logits out: over the wire, in pieces, with the timestamps that
-the prompt is built from."""
+"""Rows and logits of clips sent over the wire, encoded in pieces, equal the reference's, with timestamps."""
 
 from __future__ import annotations
 
@@ -13,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from encoder_service import app
 from encoder_service.towers.synthetic import FAMILIES, make_checkpoint
 from lm_adapter import ClipItem, FramesItem, ImageItem, PreprocessOptions, VisionEncoderClient
 from lm_adapter.clip_texts import kimi_chunk_texts, qwen_frame_texts
@@ -80,9 +80,10 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     family = request.param
     checkpoint = tmp_path_factory.mktemp("clips") / family
     make_checkpoint(checkpoint, family, "tiny", seed=random.randrange(1000), with_lm=True)
-    settings = {"clip_piece_patches": 64, "chunk_bytes": 4096}
-    with running(checkpoint, torch.device("cpu"), **settings) as service:
-        yield Served(family, checkpoint, service)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(app, "CLIP_PIECE_PATCHES", 64)
+        with running(checkpoint, torch.device("cpu"), chunk_bytes=4096) as service:
+            yield Served(family, checkpoint, service)
 
 
 def assert_close(found: torch.Tensor, expected: torch.Tensor, what: str) -> None:

@@ -16,7 +16,7 @@ Mode = Literal["linear", "cubic"]
 TAPS = {"linear": linear_taps, "cubic": cubic_taps}
 TABLE_HEIGHT, TABLE_WIDTH = 9, 7
 # Below, at, above the table's sides; one patch.
-FRAMES = [(2, 3), (1, 7), (1, 1), (11, 1)]
+FRAMES = [(2, 2), (1, 7), (1, 1), (11, 1)]
 
 
 def frame_coords(height: int, width: int) -> torch.Tensor:
@@ -90,7 +90,7 @@ def test_every_side_has_the_plain_taps(mode: Mode, table_size: int, device: torc
     """Short sides and a few places of long ones, against the same float32 steps. A table of one-hot rows
     shows each tap's entry and weight: a place on a whole entry must not move to its neighbour."""
     places = [(side, place) for side in (1, 2, 3, 5, 7) for place in range(side)]
-    places += [(side, place) for side in (48, 64, 95, 127) for place in (1, side // 3, side // 2, side - 1)]
+    places += [(side, place) for side in (48, 64, 95, 127) for place in (1, side // 3, side - 1)]
     coords = torch.tensor([[0, place, 1, side] for side, place in places], dtype=torch.int32)
     x, ones = torch.zeros(len(places), table_size, device=device), torch.ones(table_size, device=device)
     embed_norm(
