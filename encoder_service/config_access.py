@@ -54,8 +54,8 @@ class AccessSettings(BaseSettings):
     receive_timeout_s: float = Field(30.0, gt=0, le=3600, description="From a call's start to its message.")
     url_allow: Annotated[tuple[str, ...], NoDecode] = Field(
         (),
-        description="Where URL items may point: host, *.domain, host:port, with a path prefix or http:// in "
-        "front where wanted; comma separated; empty: URL items are refused.",
+        description="Where URL items may point: host, *.domain or host:port, with http:// in front where "
+        "wanted; comma separated; empty: URL items are refused.",
     )
     url_networks: Annotated[tuple[str, ...], NoDecode] = Field(
         (), description="Networks that URLs may lead to though they are not public: 10.1.0.0/16, ..."

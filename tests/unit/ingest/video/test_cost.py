@@ -13,7 +13,7 @@ import pytest
 from encoder_service.config import Settings
 from encoder_service.errors import ClipTooLarge, UndecodableClip
 from encoder_service.ingest.video import av_file
-from encoder_service.ingest.video.av_file import AvFile, PacketFact, Run
+from encoder_service.ingest.video.av_file import AvFile, PacketFact, Run, plan_runs
 from encoder_service.ingest.video.clip import open_source
 from encoder_service.ingest.video.source import ClipLimits, clip_limits
 from tests.unit.ingest import clip_files
@@ -89,8 +89,8 @@ def test_reading_from_the_beginning_after_all_counts_as_well(is_allowed: bool) -
     """Of a file whose key frames are none to start at, little is planned and all is decoded."""
     data = clip_files.encode(clip_files.moving(60), "mpeg4.mp4", key_every=10)
     clip = opened(data, ClipLimits())
-    runs = clip._runs([45])
-    planned = sum(run.num_packets for run in runs)
+    (run,) = plan_runs(clip._packets, [clip._shown[45]])
+    planned = run.last - run.first + 1
     assert planned < 20
     clip.close()
 
