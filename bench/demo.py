@@ -160,7 +160,6 @@ def show_cache(client: VisionEncoderClient, paths: list[Path]) -> list[EncodedPh
 def compare(checkpoint: Path, photos: list[EncodedPhoto]) -> tuple[float, list[int], list[int]]:
     """Relative error of the prompt's logits, and both sides' greedy tokens."""
     reference = quiet_reference()
-    from transformers.image_utils import load_image
 
     processor = reference.AutoProcessor.from_pretrained(checkpoint)
     content = [{"type": "image"}] * len(photos) + [{"type": "text", "text": "What is in these photographs?"}]

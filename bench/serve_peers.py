@@ -69,7 +69,6 @@ class Client:
             timeout_s=CONNECT_S,
             transports=(transport,),
             device="cuda:0" if on_gpu else None,
-            local_calls=False,
         )
         await self._client.info()
         choice = await self._client.wait_transport()
@@ -246,13 +245,12 @@ class TowerAlone:
         }
 
     def _item(self, data: bytes) -> Any:
-        from encoder_service.engine.patches import looked_through
         from encoder_service.ingest.pinned import pinned
         from encoder_service.types import PreprocessOptions
 
         tower = self._model.tower
         frames, _, _ = self._model.preprocessor.load_image(data, PreprocessOptions())
-        return looked_through(pinned(frames, tower.device, tower.dtype), tower)
+        return pinned(frames, tower.device, tower.dtype)
 
     def _padded(self) -> int:
         return 0 if self._graphs is None else int(self._graphs.counters.padded_patches)

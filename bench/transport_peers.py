@@ -11,7 +11,6 @@ import asyncio
 import functools
 import hashlib
 import itertools
-import math
 import sys
 import threading
 import time
@@ -317,25 +316,25 @@ class Encoder:
         rows = torch.from_numpy(data).view(tower.dtype).view(-1, tower.width)
         grid = Grid(1, tower.merge_size * len(rows), tower.merge_size)
         item = EncodedItem(key, hashlib.sha256(data).digest(), grid, rows, tower.num_deepstack_levels)
-        # The engine writes the device tier, into a slot that is reserved beforehand.
-        writing = (store.reserve if self._kind == "device" else store.begin_put)("", item)
-        if writing is None:
+        reservation = store.reserve("", item)
+        if reservation is None:
             raise MemoryError(f"the arena has no room for {data.nbytes} bytes more")
-        writing.copy()
-        if writing.target.device.type == "cuda":
-            torch.cuda.synchronize(writing.target.device)
-        store.finish_put(writing)
+        reservation.destination.copy_(rows)
+        if reservation.destination.is_cuda:
+            torch.cuda.synchronize(reservation.destination.device)
+        store.commit(reservation).drop()
 
 
 def arenas_for(kind: str, num_bytes: int) -> dict[str, int]:
     """Settings of a service that keeps so many bytes of rows in memory of this kind, ``host`` or
     ``device``."""
     # The allocator's rounding and the probe's slot come on top.
-    arena_bytes = num_bytes + num_bytes // 64 + (16 << 20)
+    # Half as much again: rows above a quarter of their arena go inline, and a device tier that is
+    # fuller copies rows to the host meanwhile.
+    arena_bytes = (num_bytes + num_bytes // 64 + (16 << 20)) * 3 // 2
     if kind == "host":
         return {"arena_bytes": arena_bytes}
-    # Half as much again: a device tier that is fuller copies rows to the host meanwhile.
-    return {"device_arena_bytes": arena_bytes * 3 // 2, "arena_bytes": HOST_TIER_BYTES}
+    return {"device_arena_bytes": arena_bytes, "arena_bytes": HOST_TIER_BYTES}
 
 
 # -- the language model's side ---------------------------------------------------------------------------
@@ -440,20 +439,18 @@ def connected(target: str, transport: str, on_gpu: bool, way: str) -> Any:
     ``announced`` asks the service where they are."""
     from lm_adapter import VisionEncoderClient
 
-    asks = way == "announced"
     client = VisionEncoderClient(
         target,
         timeout_s=CALL_TIMEOUT_S,
         transports=(transport,),
         device="cuda:0" if on_gpu else None,
-        directory=not asks,
-        local_calls=False,
     )
     choice = client.wait_transport()
     if choice.name != transport:
         raise ValueError(f"rows come by {choice.name}: {choice.reason}")
-    if asks:  # over gRPC, not over the broker's socket
-        client._session.resident._not_before_s = math.inf
+    if way == "announced":
+        attached: Any = client._client._shared.current
+        attached.find = lambda _: None  # as if no directory listed the key
     return client
 
 

@@ -44,7 +44,7 @@ from encoder_service.ops.metrics import Metrics
 from encoder_service.ops.traces import start_traces
 from encoder_service.pipeline import Pipeline, ServedModel
 from encoder_service.rpc.item_reader import ItemReader
-from encoder_service.rpc.server_factory import open_grpc, open_tokens
+from encoder_service.rpc.server_factory import call_gate, open_grpc, open_tokens
 from encoder_service.rpc.server_info import server_info
 from encoder_service.rpc.servicer import VisionEncoderServicer
 from encoder_service.scheduler.admission import Admission, UnreadBytes
@@ -83,12 +83,15 @@ class Service:
         self.store: EmbeddingStore | None = None
         self.broker: Broker | None = None
         self.pipeline: Pipeline | None = None
+        self.requests = Admission(0, settings.max_queued_bytes)
+        """Bytes of the messages of calls in progress."""
         self._instance_id = uuid.uuid4().hex
         self._info: pb.GetServerInfoResponse | None = None
         self._engine: DeviceEngine | None = None
         self._workers = ThreadPoolExecutor(settings.ingest_threads or usable_cores(), "ingest")
         self._tokens = open_tokens(settings)
-        self._grpc = open_grpc(settings, self._tokens, self.metrics)
+        self.gate = call_gate(settings, self._tokens, self.metrics)
+        self._grpc = open_grpc(settings, self.gate)
         self._urls = open_urls(settings, self.metrics)
         self._segments: PixelSegments | None = None
         self._admin = AdminPlane(settings, self.metrics)
@@ -181,8 +184,8 @@ class Service:
 
     async def _wait_for_readers(self, ends_s: float) -> None:
         """Returns once readers have reported all announced rows as read, or the time is up."""
-        while self.store is not None and self.store.num_unread() and time.monotonic() < ends_s:
-            await asyncio.sleep(DRAIN_POLL_S)  # noqa: ASYNC110  # protections also end by time
+        while self.store is not None and self.store.num_unread() and time.monotonic() < ends_s:  # noqa: ASYNC110
+            await asyncio.sleep(DRAIN_POLL_S)
 
     async def _release(self) -> None:
         """Gives back everything that ``start`` took."""
@@ -285,11 +288,10 @@ class Service:
 
     def _build_servicer(self, pipeline: Pipeline, info: pb.GetServerInfoResponse) -> VisionEncoderServicer:
         settings = self.settings
-        requests = Admission(0, settings.max_queued_bytes)
         return VisionEncoderServicer(
             pipeline,
             info,
-            ItemReader(requests, self._workers, self._segments, self._urls),
+            ItemReader(self.requests, self._workers, self._segments, self._urls),
             self.metrics,
             max_items=settings.max_items_per_request,
             chunk_bytes=settings.chunk_bytes,

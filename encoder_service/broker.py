@@ -194,7 +194,7 @@ class Broker:
         self._listener = ListeningSocket(options.path, mode=options.mode, gid=options.gid)
         try:
             for namespace, arena in self._arenas:
-                self._offers[arena.arena_id] = _offer_of(namespace, arena)
+                self._offers[arena.arena_id] = offer_of(namespace, arena)
             self._wake_in, self._wake_out = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
             self._selector.register(self._wake_in, selectors.EVENT_READ)
             self._selector.register(self._listener.socket, selectors.EVENT_READ)
@@ -505,7 +505,7 @@ def _failure(error: _Refused) -> pb.BrokerFailure:
     return pb.BrokerFailure(reason=error.reason, message=error.message, retryable=error.retryable)
 
 
-def _offer_of(namespace: str | None, arena: Arena) -> _Offer:
+def offer_of(namespace: str | None, arena: Arena) -> _Offer:
     """Raises OSError when the process has no descriptors left."""
     geometry = pb.ArenaGeometry(
         arena_id=arena.arena_id,

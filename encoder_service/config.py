@@ -1,38 +1,42 @@
 """The service's settings: parsed once, frozen, no I/O.
 
-Owns every knob with its unit, bound and meaning. The environment (prefix ``VE_``) is read here and nowhere
-else. What the device or the checkpoint tells goes into run-time records, never in here.
+Owns every setting with its unit, bounds and meaning. Only this file reads the environment (prefix ``VE_``).
+What the device or the checkpoint reports belongs in run-time records, not here.
 """
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import re
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, ValidationError, field_validator, model_validator
-from pydantic_settings import NoDecode, SettingsConfigDict
+from pydantic import Field, SecretStr, ValidationError, field_validator, model_validator
+from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
-from encoder_service.config_access import AccessSettings, named_values
-from encoder_service.config_clips import ClipSettings
-from encoder_service.config_shared_tier import SharedTierSettings
 from encoder_service.errors import ConfigurationError
 
 MIB = 1 << 20
 GIB = 1 << 30
 ENV_PREFIX = "VE_"
-# What a message around one chunk of rows may take, rounded up.
+# Upper bound of the message fields around one chunk of rows.
 CHUNK_OVERHEAD_BYTES = 64
+MAX_UNIX_PATH_BYTES = 107
+
+Names = Annotated[tuple[str, ...], NoDecode]
+Numbers = Annotated[tuple[int, ...], NoDecode]
+BytesByName = Annotated[dict[str, int], NoDecode]
 
 
-class Settings(AccessSettings, ClipSettings, SharedTierSettings):
-    """Settings of one service process. Sizes in bytes, times in the unit of the name."""
+class Settings(BaseSettings):
+    """Settings of one service process. Sizes are in bytes, times in the unit of the name."""
 
     model_config = SettingsConfigDict(
         env_prefix=ENV_PREFIX, extra="forbid", frozen=True, validate_default=True, protected_namespaces=()
     )
 
+    # -- tower -----------------------------------------------------------------------------------------
     model: Path = Field(description="Checkpoint directory in the hub's layout.")
     model_name: str = Field("", description="Name that requests use; empty: the directory's name.")
     device: str = Field("cpu", pattern=r"^(cpu|cuda(:\d+)?)$", description="torch device of the tower.")
@@ -40,131 +44,173 @@ class Settings(AccessSettings, ClipSettings, SharedTierSettings):
         None, description="Type of weights and rows; default bfloat16 on a GPU, float32 on the CPU."
     )
     tower: Literal["auto", "plain"] = Field(
-        "auto", description="auto: fused kernels and CUDA graphs where the device can; plain: never."
+        "auto",
+        description="auto: fused kernels and CUDA graphs where the device supports them; plain: never.",
     )
     attention: str = Field(
-        "auto", description="Attention backend by name; auto: the fastest of those installed, by measuring."
+        "auto", description="Attention backend by name; auto: measures the installed ones, takes the fastest."
     )
     deterministic: bool = Field(
         False, description="Only attention whose rows for an item do not depend on the rest of its batch."
     )
-    bucket_sizes: Annotated[tuple[int, ...], NoDecode] = Field(
-        (), description="Patches of each graph; empty: the default ladder."
+    bucket_sizes: Numbers = Field((), description="Patches of each graph; empty: the default ladder.")
+    torch_threads: int = Field(0, ge=0, le=1024, description="CPU threads of the tower; 0: torch's choice.")
+
+    # -- processor -------------------------------------------------------------------------------------
+    transparent: Literal["white", "drop"] = Field(
+        "white",
+        description="Transparent images: white composites them over white, as the reference's current "
+        "processors and vLLM do; drop removes the alpha channel, as older ones and SGLang do.",
     )
-    listen: Annotated[tuple[str, ...], NoDecode] = Field(
+
+    # -- addresses -------------------------------------------------------------------------------------
+    listen: Names = Field(
         ("127.0.0.1:50051",), min_length=1, description="gRPC addresses: host:port or unix:/path."
     )
     admin_listen: str = Field("127.0.0.1:8080", description="host:port of the admin plane; empty: none.")
+    playground: bool = Field(False, description="The admin page encodes an image that is dropped on it.")
 
+    # -- security --------------------------------------------------------------------------------------
+    tls_cert: Path | None = Field(
+        None, description="PEM chain of the service; with tls_key, host:port addresses speak TLS only."
+    )
+    tls_key: Path | None = Field(None, description="PEM key of tls_cert, not encrypted.")
+    tls_client_ca: Path | None = Field(
+        None, description="PEM authorities; when set, gRPC clients must present a certificate signed by one."
+    )
+    admin_tls: bool = Field(False, description="The admin plane speaks TLS too, with the same certificate.")
+    admin_token: SecretStr | None = Field(
+        None,
+        description="Token of the admin plane; /healthz and /readyz need none. Not set: no token needed.",
+    )
+    tokens: Annotated[dict[str, SecretStr], NoDecode] = Field(
+        {},
+        description="Tokens of namespaces, for gRPC and the broker: name=token, comma separated; "
+        "name=old|new for two.",
+    )
+    tokens_file: Path | None = Field(
+        None, description="More tokens: lines of name=token, read again when the file changes."
+    )
+    open_namespaces: bool = Field(True, description="A namespace without a token is open to every caller.")
+
+    # -- calls and connections -------------------------------------------------------------------------
+    max_calls: int = Field(4096, ge=1, le=1_000_000, description="Calls in progress; more are refused.")
+    max_connections: int = Field(1024, ge=1, le=1_000_000, description="TCP connections on one address.")
+    connection_age_s: float = Field(
+        0.0,
+        ge=0,
+        le=604_800,
+        description="A connection closes at this age, after its calls; 0: never. With TLS, certificates take "
+        "effect on new connections only.",
+    )
+
+    # -- requests --------------------------------------------------------------------------------------
     max_items_per_request: int = Field(256, ge=1, le=65536, description="Items in one Encode or Prefetch.")
     max_message_bytes: int = Field(256 * MIB, ge=MIB, le=2 * GIB - 1, description="Largest gRPC message.")
     max_encoded_bytes: int = Field(64 * MIB, ge=1024, description="Largest image file.")
-    max_image_pixels: int = Field(64_000_000, ge=1, description="Largest decoded image, width times height.")
-    max_patches_per_item: int = Field(65_536, ge=4, description="Largest item the tower is given.")
+    max_image_pixels: int = Field(
+        64_000_000, ge=1, description="Largest decoded image or frame of a clip, width times height."
+    )
+    max_patches_per_item: int = Field(65_536, ge=4, description="Patches of the largest item.")
     max_patches_per_batch: int = Field(
         16_384, ge=4, description="Patches in one forward; a larger item runs alone."
     )
     max_items_per_batch: int = Field(64, ge=1, description="Items in one forward.")
-    max_queued_patches: int = Field(524_288, ge=4, description="Admitted and not yet encoded; over it: full.")
+    max_queued_patches: int = Field(
+        524_288, ge=4, description="Patches admitted and not yet encoded; more are refused."
+    )
     max_queued_bytes: int = Field(2 * GIB, ge=1024, description="Content bytes held for admitted items.")
     max_undelivered_bytes: int = Field(
-        GIB, ge=MIB, description="Rows encoded and not yet read by their callers; over it: full."
+        GIB, ge=MIB, description="Rows encoded and not yet read by their callers; above it no encode starts."
     )
+    chunk_bytes: int = Field(MIB, ge=4096, le=16 * MIB, description="Rows in one message of a stream.")
+
+    # -- ingest ----------------------------------------------------------------------------------------
     ingest_threads: int = Field(
         0, ge=0, le=256, description="Worker threads that decode and resize; 0: one for each usable core."
     )
-    transparent: Literal["white", "drop"] = Field(
-        "white",
-        description="Transparent images: over white, as the reference's current processors and vLLM show "
-        "them, or with alpha dropped, as older ones and SGLang do.",
+
+    # -- clips -----------------------------------------------------------------------------------------
+    max_clip_bytes: int = Field(256 * MIB, ge=1024, description="Largest clip file.")
+    max_clip_duration_s: float = Field(7200.0, ge=1, le=604_800, description="Longest clip, in seconds.")
+    max_clip_decoded_pixels: int = Field(
+        250_000_000_000,
+        ge=1,
+        description="Pixels of all decoded frames of a clip, sampled or not; an hour of 1920x1080 at 30 "
+        "frames a second has 2.2e11.",
     )
-    store_bytes: int = Field(2 * GIB, ge=0, description="Rows kept for later requests.")
-    namespace_shares: Annotated[
-        dict[str, Annotated[float, Field(ge=0.001, le=1000.0, allow_inf_nan=False)]], NoDecode
-    ] = Field(
-        {},
-        description="Weights of namespaces' shares of the rows kept, to a thousandth: name=weight, comma "
-        "separated; 1 for the others. Room that nobody claims is anybody's.",
+    max_clip_frames: int = Field(2048, ge=1, le=65_536, description="Frames sampled from one clip.")
+    max_clip_patches: int = Field(262_144, ge=4, description="Patches of all frames sampled from one clip.")
+
+    # -- URLs ------------------------------------------------------------------------------------------
+    url_allow: Names = Field(
+        (),
+        description="Allowed URLs: host, *.domain or host:port, with an optional "
+        "http:// in front; comma separated; empty: URL items are refused.",
     )
-    broker_path: str = Field(
-        "", description="Unix socket that hands out shared memory, an absolute path; empty: inline rows only."
+    url_networks: Names = Field(
+        (), description="Networks that are not public and that URLs may resolve to: 10.1.0.0/16, ..."
     )
+    url_timeout_s: float = Field(10.0, gt=0, le=600, description="For one URL, redirects included.")
+
+    # -- memory ----------------------------------------------------------------------------------------
+    store_bytes: int = Field(2 * GIB, ge=0, description="Without a broker: memory of the rows kept.")
     arena_bytes: int = Field(
         GIB,
         ge=MIB,
-        description="With a broker: shared host memory for rows, taken at start, in place of store_bytes.",
+        description="With a broker: shared host memory of the rows kept, in place of store_bytes.",
     )
     device_arena_bytes: int | None = Field(
         None,
         ge=0,
-        description="With a broker: shared device memory for rows, beside arena_bytes; 0: none. Default: "
-        "2 GiB on a GPU where it can be had.",
+        description="With a broker: shared device memory of the rows kept; 0: none. Default: 2 GiB on a GPU "
+        "that has the room.",
     )
-    isolated_device_bytes: Annotated[dict[str, int], NoDecode] = Field(
+    isolated_namespaces: BytesByName = Field(
+        {}, description="Namespaces with a host arena of their own: name=bytes, comma separated."
+    )
+    isolated_device_bytes: BytesByName = Field(
         {},
-        description="Device arenas of isolated namespaces: name=bytes, comma separated; those left out have "
-        "their rows on the host only.",
+        description="Device arenas of isolated namespaces: name=bytes, comma separated; a namespace without "
+        "one keeps its rows on the host.",
     )
-    isolated_namespaces: Annotated[dict[str, int], NoDecode] = Field(
-        {}, description="Namespaces with an arena of their own: name=bytes, comma separated."
-    )
-    broker_open_namespaces: bool = Field(
-        True, description="A namespace without a token is open to everyone who reaches the broker's socket."
-    )
-    broker_allowed_uids: Annotated[tuple[int, ...], NoDecode] = Field(
-        (), description="User ids that may connect to the broker, comma separated; empty: any."
+
+    # -- broker ----------------------------------------------------------------------------------------
+    broker_path: str = Field(
+        "", description="Unix socket that hands out shared memory, an absolute path; empty: inline rows only."
     )
     broker_mode: str = Field("660", pattern=r"^[0-7]{3}$", description="Permissions of its socket, octal.")
     broker_gid: int | None = Field(None, ge=0, description="Group of its socket; default: the process's.")
-    local_calls: bool = Field(
-        True,
-        description="With a broker: calls are taken without gRPC too, at a socket beside the broker's, its "
-        "path with .calls behind it. Clients that read shared memory use it by themselves.",
+    broker_allowed_uids: Numbers = Field(
+        (), description="User ids that may connect to the broker, comma separated; empty: any."
     )
-    lease_default_ms: int = Field(30_000, ge=1, description="Of a lease whose caller does not say.")
-    lease_limit_ms: int = Field(
-        300_000, ge=1, le=86_400_000, description="The most that one grant or renewal gives."
+
+    # -- pixels in shared memory -----------------------------------------------------------------------
+    shm_prefixes: Names = Field(
+        (), description="Prefixes of the names of shared-memory segments with pixels; empty: refused."
     )
-    lease_max_age_ms: int = Field(
-        600_000, ge=1, le=86_400_000, description="The most that all renewals together make of one lease."
+    shm_allowed_uids: Numbers = Field(
+        (), description="Owners of accepted segments, by user id, comma separated; empty: the service's own."
     )
-    max_leases_per_client: int = Field(
-        4096, ge=1, le=1_000_000, description="Of one connection to the broker; over it: inline rows."
-    )
-    max_published_bytes: int = Field(
-        4 * GIB,
-        ge=0,
-        description="With a broker: pixels in memory that its clients publish, held at a time; 0: not taken.",
-    )
-    shm_prefixes: Annotated[tuple[str, ...], NoDecode] = Field(
-        (), description="What names of shared memory segments with pixels begin with; empty: not taken."
-    )
-    shm_dir: Path = Field(Path("/dev/shm"), description="Folder of those segments.")  # noqa: S108
-    shm_allowed_uids: Annotated[tuple[int, ...], NoDecode] = Field(
-        (), description="User ids whose segments are taken, comma separated; empty: the service's own."
-    )
-    chunk_bytes: int = Field(MIB, ge=4096, le=16 * MIB, description="Rows in one message of a stream.")
-    drain_grace_s: float = Field(
-        20.0, ge=0, le=3600, description="In-flight work may take this long at stop."
-    )
-    event_loop: Literal["auto", "asyncio"] = Field(
-        "asyncio", description="asyncio: the library's own; auto: uvloop's where it is installed."
-    )
-    torch_threads: int = Field(0, ge=0, le=1024, description="CPU threads of the tower; 0: torch's choice.")
+
+    # -- operation -------------------------------------------------------------------------------------
+    drain_grace_s: float = Field(20.0, ge=0, le=3600, description="Time for in-flight work at stop.")
     log_format: Literal["text", "json"] = Field("text", description="One line per event either way.")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least level logged.")
     traces: Literal["off", "otlp"] = Field(
-        "off", description="otlp: spans by OTLP over gRPC as the OTEL_* variables say; needs the extra otel."
+        "off", description="otlp: spans by OTLP over gRPC, set up by the OTEL_* variables; needs extra otel."
     )
-    saturation_queue_s: float = Field(
-        1.0, gt=0, le=3600, description="Queued device work that counts as saturated."
-    )
-    playground: bool = Field(False, description="The admin page encodes an image that is dropped on it.")
+
+    def namespace_tokens(self) -> dict[str, tuple[str, ...]]:
+        """The tokens of ``tokens`` by namespace."""
+        return {
+            name: tuple(filter(None, secret.get_secret_value().split("|")))
+            for name, secret in self.tokens.items()
+        }
 
     @model_validator(mode="after")
     def check_limits_agree(self) -> Settings:
-        """An item that one limit lets in must not be one that another can never admit: its callers would be
-        told to retry forever."""
+        """An item within one limit must not exceed another one forever: its callers would retry in vain."""
         for small, large in (
             ("max_patches_per_item", "max_queued_patches"),
             ("max_clip_patches", "max_queued_patches"),
@@ -183,21 +229,38 @@ class Settings(AccessSettings, ClipSettings, SharedTierSettings):
         return self
 
     @model_validator(mode="after")
-    def check_sharing(self) -> Settings:
-        """An isolated namespace that everyone may enter is none; a time that a limit cuts is a trap."""
+    def check_security(self) -> Settings:
+        """Settings that protect only together are set together."""
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise ValueError("tls_cert and tls_key are set together or not at all")
+        for name in ("tls_client_ca", "admin_tls"):
+            if getattr(self, name) and self.tls_cert is None:
+                raise ValueError(f"{name} needs tls_cert and tls_key")
+        if self.admin_token is not None and not self.admin_token.get_secret_value():
+            raise ValueError("admin_token is empty")
+        for name, values in self.namespace_tokens().items():
+            if not values:
+                raise ValueError(f"namespace {name!r} has an empty token")
+        for prefix in self.shm_prefixes:
+            if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]{2,63}", prefix):
+                raise ValueError(
+                    f"shm_prefixes has {prefix!r}; a prefix has 3 to 64 letters, digits, '.', '_' and '-'"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def check_arenas(self) -> Settings:
         if self.broker_path and not self.broker_path.startswith("/"):
             raise ValueError(f"broker_path {self.broker_path!r} is no absolute path")
-        if self.isolated_namespaces and not self.broker_path:
-            raise ValueError("isolated_namespaces are arenas that a broker hands out: set broker_path")
+        if not self.broker_path:
+            for name in ("isolated_namespaces", "device_arena_bytes"):
+                if getattr(self, name):
+                    raise ValueError(f"{name} is memory that a broker hands out: set broker_path")
         for name, num_bytes in self.isolated_namespaces.items():
             if num_bytes < MIB:
                 raise ValueError(f"isolated namespace {name!r} has {num_bytes} bytes, the least is {MIB}")
-            if name not in self.namespace_tokens() and self.tokens_file is None:
+            if name not in self.tokens and self.tokens_file is None:
                 raise ValueError(f"isolated namespace {name!r} needs a token in tokens or tokens_file")
-            if name in self.namespace_shares:
-                raise ValueError(f"isolated namespace {name!r} has all of its arena and no share in another")
-        if self.device_arena_bytes and not self.broker_path:
-            raise ValueError("device_arena_bytes is memory that a broker hands out: set broker_path")
         if self.device_arena_bytes and self.device_arena_bytes < MIB:
             raise ValueError(f"device_arena_bytes is {self.device_arena_bytes}, the least is 0 or {MIB}")
         on_device_bytes = (self.device_arena_bytes or 0) + sum(self.isolated_device_bytes.values())
@@ -210,47 +273,40 @@ class Settings(AccessSettings, ClipSettings, SharedTierSettings):
                 raise ValueError(f"namespace {name!r} has {num_bytes} device bytes, the least is {MIB}")
             if self.device_arena_bytes == 0:
                 raise ValueError(f"namespace {name!r} has a device arena, device_arena_bytes is 0")
-        if self.lease_default_ms > self.lease_limit_ms:
-            raise ValueError(
-                f"lease_default_ms {self.lease_default_ms} is above lease_limit_ms {self.lease_limit_ms}"
-            )
-        if self.lease_limit_ms > self.lease_max_age_ms:
-            raise ValueError(
-                f"lease_limit_ms {self.lease_limit_ms} is above lease_max_age_ms {self.lease_max_age_ms}"
-            )
         return self
 
-    @model_validator(mode="after")
-    def check_segment_names(self) -> Settings:
-        """A prefix that everything begins with lets callers name, and end, what is not theirs."""
-        if not self.shm_dir.is_absolute():
-            raise ValueError(f"shm_dir {str(self.shm_dir)!r} is no absolute path")
-        for prefix in self.shm_prefixes:
-            if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]{2,63}", prefix):
-                raise ValueError(
-                    f"shm_prefixes has {prefix!r}; a prefix has 3 to 64 letters, digits, '.', '_' and '-'"
-                )
-        return self
-
-    @field_validator("isolated_namespaces", "isolated_device_bytes", "namespace_shares", mode="before")
+    @field_validator("tokens", "isolated_namespaces", "isolated_device_bytes", mode="before")
     @classmethod
-    def split_by_name(cls, value: object) -> object:
-        """``name=value`` pairs in a comma list; the default namespace's name is empty."""
-        return named_values(value)
+    def split_named_values(cls, value: object) -> object:
+        """``name=value`` pairs of a comma list; the default namespace's name is empty. An error repeats the
+        name only: the value may be a token."""
+        if not isinstance(value, str):
+            return value
+        found: dict[str, str] = {}
+        for part in filter(None, value.split(",")):
+            name, separator, text = part.partition("=")
+            if not separator or not text or name.strip() in found:
+                raise ValueError(f"{name.strip()!r} is not one name=value of a comma list")
+            found[name.strip()] = text.strip()
+        return found
 
-    @field_validator("bucket_sizes", "broker_allowed_uids", "shm_allowed_uids", "shm_prefixes", mode="before")
+    @field_validator(
+        "bucket_sizes", "listen", "url_allow", "url_networks", "broker_allowed_uids", "shm_prefixes",
+        "shm_allowed_uids", mode="before",
+    )  # fmt: skip
     @classmethod
     def split_list(cls, value: object) -> object:
-        """A comma list is accepted from the environment and the command line."""
+        """A comma list, from the environment or the command line."""
         if not isinstance(value, str):
             return value
         return tuple(part.strip() for part in value.split(",")) if value.strip() else ()
 
-    @field_validator("listen", mode="before")
+    @field_validator("url_networks")
     @classmethod
-    def split_listen(cls, value: object) -> object:
-        """A comma list is accepted from the environment."""
-        return tuple(part.strip() for part in value.split(",")) if isinstance(value, str) else value
+    def check_networks(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for network in value:
+            ipaddress.ip_network(network)
+        return value
 
     @field_validator("listen")
     @classmethod
@@ -272,8 +328,8 @@ class Settings(AccessSettings, ClipSettings, SharedTierSettings):
 def check_address(address: str) -> None:
     """Raises ValueError unless the address is ``host:port`` or ``unix:/path``."""
     if address.startswith("unix:"):
-        if len(address.encode()) - len("unix:") > 107:
-            raise ValueError(f"{address!r}: a unix socket's path has at most 107 bytes")
+        if len(address.encode()) - len("unix:") > MAX_UNIX_PATH_BYTES:
+            raise ValueError(f"{address!r}: a unix socket's path has at most {MAX_UNIX_PATH_BYTES} bytes")
         if address == "unix:":
             raise ValueError("'unix:' needs a path")
         return
@@ -285,8 +341,8 @@ def check_address(address: str) -> None:
 def parse_settings(**given: object) -> Settings:
     """Settings from keyword arguments over the environment over defaults; ``None`` means not given.
 
-    Raises ConfigurationError with one sentence that names every wrong setting, among them environment
-    variables with our prefix that name no setting.
+    Raises ConfigurationError with one sentence that names every wrong setting, and every environment variable
+    with our prefix that names no setting.
     """
     known = {ENV_PREFIX + name.upper() for name in Settings.model_fields}
     unknown = sorted(name for name in os.environ if name.startswith(ENV_PREFIX) and name not in known)

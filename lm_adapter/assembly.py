@@ -23,7 +23,6 @@ from vision_encoder.v1 import encoder_pb2 as pb
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Assembler", "ItemBatch", "PlacedRows", "PreparedItems", "prepare_items"]
 
 DEFAULT_MAX_ROWS_BYTES = 4 * 1024**3
 MAX_LISTED = 16

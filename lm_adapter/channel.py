@@ -23,16 +23,6 @@ import grpc.aio
 
 from lm_adapter.errors import InvalidRequest
 
-__all__ = [
-    "Channel",
-    "ClientTls",
-    "EncryptedKey",
-    "bearer",
-    "channel_options",
-    "read_file",
-    "read_token_file",
-]
-
 MAX_FILE_BYTES = 4 << 20
 MAX_TOKEN_BYTES = 4096
 RECHECK_S = 1.0

@@ -16,16 +16,6 @@ from lm_adapter.items import Grid
 from lm_adapter.types import ITEMSIZE_BYTES, ROW_DTYPES, EncodedRows, ModelInfo
 from vision_encoder.layout.keys import DIGEST_BYTES
 
-__all__ = [
-    "RowsHeader",
-    "check_digest",
-    "check_header",
-    "check_keys",
-    "check_model",
-    "check_models",
-    "check_rows",
-]
-
 
 class RowsHeader(NamedTuple):
     """What a result says of its rows before they come."""
@@ -71,31 +61,25 @@ def check_rows(
         _check_finite(rows)
 
 
-def check_model(header: RowsHeader, model: ModelInfo) -> None:
-    """Compares a result with the model's announced geometry. Raises InvalidRows."""
-    _check_geometry(
-        header,
-        model.width,
-        model.dtype,
-        model.num_deepstack_levels,
-        model.spatial_merge_size,
-        model.merges_time,
-    )
-
-
 def check_models(header: RowsHeader, models: Sequence[ModelInfo]) -> None:
-    """Holds a result to one model's geometry, whichever; complains of the first model's. Raises
-    InvalidRows."""
-    complaint: InvalidRows | None = None
+    """Compares a result with the announced geometries, of which it must have one. Raises InvalidRows for the
+    first model."""
+    failure: InvalidRows | None = None
     for model in models:
         try:
-            check_model(header, model)
-        except InvalidRows as error:
-            complaint = complaint or error
-        else:
+            _check_geometry(
+                header,
+                model.width,
+                model.dtype,
+                model.num_deepstack_levels,
+                model.spatial_merge_size,
+                model.merges_time,
+            )
             return
-    if complaint is not None:
-        raise complaint
+        except InvalidRows as error:
+            failure = failure or error
+    if failure is not None:
+        raise failure
 
 
 def check_header(header: RowsHeader) -> None:

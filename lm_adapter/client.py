@@ -10,14 +10,11 @@ import asyncio
 import contextlib
 import dataclasses
 import functools
-import importlib.util
 import os
-import threading
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeAlias, TypeVar, cast
 
 import grpc
 import grpc.aio
@@ -43,7 +40,8 @@ from lm_adapter.errors import (
     from_rpc_error,
 )
 from lm_adapter.items import ClipItem, Grid, ImageItem, Item
-from lm_adapter.keys import content_digest, item_key
+from lm_adapter.keys import can_hash, content_digest, item_key
+from lm_adapter.read_reports import ReadReports
 from lm_adapter.shm.attachment import TRANSPORTS, AttachedMemory, SharedMemory, Transport, check_transports
 from lm_adapter.shm.mapping import current_stream
 from lm_adapter.shm.reader import MappedArena
@@ -62,8 +60,6 @@ from vision_encoder.v1 import encoder_pb2 as pb
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["AsyncVisionEncoderClient"]
-
 PROTOCOL_VERSION = 1
 MIN_PROTOCOL_VERSION = 1
 DEFAULT_TIMEOUT_S = 60.0
@@ -71,8 +67,6 @@ READY_POLL_S = 0.05
 MIN_INFO_AGE_S = 1.0
 MAX_HASHED_BYTES = 8 << 20
 """Larger files are hashed by the service, on its decode threads."""
-TOUCH_INTERVAL_S = 0.1
-MAX_TOUCHED_ROWS = 256
 INSTANCE_KEY = "x-instance-id"
 """Trailing metadata: the ``instance_id`` of the server that answered."""
 _HEALTH_CHECK = "/grpc.health.v1.Health/Check"
@@ -80,7 +74,8 @@ _SERVICE = pb.DESCRIPTOR.services_by_name["VisionEncoder"].full_name
 
 ResponseT = TypeVar("ResponseT", bound=Message)
 ResultT = TypeVar("ResultT")
-RowsRequest = pb.EncodeRequest | pb.FetchRequest
+RowsRequest: TypeAlias = pb.EncodeRequest | pb.FetchRequest
+_Listed: TypeAlias = dict[int, tuple[MappedArena, Record]]
 
 
 class Deadline:
@@ -101,12 +96,10 @@ class Deadline:
 class RowsCall:
     """The items of one Encode or Fetch message, and what became of them.
 
-    request_for: builds the request for some positions. indices: the caller's index of each position. shared:
-    the memory that rows may be placed in, and stream: the one that uses them. outcomes: of all num_items of
+    request: for all of them. indices: the caller's index of each position. shared: the memory that rows may be placed in, and stream: the one that uses them. outcomes: of all num_items of
     the caller, by index."""
 
-    method: str
-    request_for: Callable[[Sequence[int]], RowsRequest]
+    request: RowsRequest
     indices: Sequence[int]
     digests: Sequence[bytes | None]
     keys: Sequence[bytes]
@@ -170,8 +163,8 @@ class AsyncVisionEncoderClient:
             broker_path=broker_path,
             device=device,
         )
-        self._hashes = importlib.util.find_spec("blake3") is not None
-        self._touches = _Touches(self._loop, self._send_touches)
+        self._hashes = can_hash()
+        self._reports = ReadReports(self._loop, self._send_report)
         self._info: ServerInfo | None = None
         self._info_lock = asyncio.Lock()
         self._info_time_s = 0.0
@@ -180,12 +173,7 @@ class AsyncVisionEncoderClient:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_exc: object) -> None:
         await self.close()
 
     @property
@@ -196,13 +184,13 @@ class AsyncVisionEncoderClient:
     async def close(self) -> None:
         """Ends calls in progress with CallCancelled, and unmaps shared memory. Harmless when repeated."""
         self._is_closed = True
-        self._touches.close()
+        self._reports.close()
         await self._channel.close()
         await asyncio.to_thread(self._shared.close)
 
     async def info(self, *, timeout_s: float | None = None) -> ServerInfo:
         """The server's models, limits and transports, asked for now. Raises ProtocolMismatch."""
-        return await self._ask_info(self._deadline(timeout_s))
+        return await self._ask_info(Deadline(self._timeout_s if timeout_s is None else timeout_s))
 
     async def wait_ready(self, timeout_s: float) -> ServerInfo:
         """Waits until the server answers and its health check says SERVING.
@@ -226,7 +214,7 @@ class AsyncVisionEncoderClient:
         """Waits until the client has tried to attach to shared memory, for callers that do not want their
         first rows inline."""
         self._shared.note_device()
-        deadline = self._deadline(timeout_s)
+        deadline = Deadline(self._timeout_s if timeout_s is None else timeout_s)
         await self._known_info(deadline)
         return await asyncio.to_thread(self._shared.wait, deadline.left_s)
 
@@ -241,7 +229,7 @@ class AsyncVisionEncoderClient:
         error maps the indices of the others to their outcome."""
         self._shared.note_device()
         stream = stream or current_stream()
-        deadline = self._deadline(timeout_s)
+        deadline = Deadline(self._timeout_s if timeout_s is None else timeout_s)
         info = await self._ready_to_read(deadline)
         shared = self._shared.current
         outcomes: dict[int, Outcome] = {}
@@ -256,16 +244,8 @@ class AsyncVisionEncoderClient:
         )
         outcomes.update(prepared.refused)
         for batch in prepared.batches:
-
-            def request_for(
-                positions: Sequence[int], messages: Sequence[pb.Item] = tuple(batch.messages)
-            ) -> pb.EncodeRequest:
-                chosen = [messages[position] for position in positions]
-                return pb.EncodeRequest(items=chosen, namespace=self._namespace, model=self._model)
-
             call = RowsCall(
-                "Encode",
-                request_for,
+                pb.EncodeRequest(items=batch.messages, namespace=self._namespace, model=self._model),
                 batch.indices,
                 digests=[items[index].digest or None for index in batch.indices],
                 keys=(),
@@ -295,26 +275,19 @@ class AsyncVisionEncoderClient:
             return []
         self._shared.note_device()
         stream = stream or current_stream()
-        deadline = self._deadline(timeout_s)
+        deadline = Deadline(self._timeout_s if timeout_s is None else timeout_s)
         info = await self._ready_to_read(deadline)
         shared = self._shared.current
         outcomes: dict[int, Outcome] = {}
         if shared is not None:
             outcomes.update(await self._read_resident(shared, info, dict(enumerate(keys)), stream))
         for portion in _portions(info, [index for index in range(len(keys)) if index not in outcomes]):
-
-            def request_for(
-                positions: Sequence[int], indices: Sequence[int] = tuple(portion)
-            ) -> pb.FetchRequest:
-                chosen = [keys[indices[position]] for position in positions]
-                return pb.FetchRequest(keys=chosen, namespace=self._namespace)
-
+            wanted = [keys[index] for index in portion]
             call = RowsCall(
-                "Fetch",
-                request_for,
+                pb.FetchRequest(keys=wanted, namespace=self._namespace),
                 portion,
                 digests=[None] * len(portion),
-                keys=[keys[index] for index in portion],
+                keys=wanted,
                 models=info.models,  # a key may belong to any of them
                 shared=shared,
                 stream=stream,
@@ -329,7 +302,7 @@ class AsyncVisionEncoderClient:
     ) -> list[PrefetchStatus | ItemFailed]:
         """Starts to encode and keeps the rows in the service. Answers once every item is admitted, with its
         key, and with its grid if the file's header was read. The encode goes on without this client."""
-        deadline = self._deadline(timeout_s)
+        deadline = Deadline(self._timeout_s if timeout_s is None else timeout_s)
         info = await self._known_info(deadline)
         prepared = prepare_items(
             dict(enumerate(items)),
@@ -353,7 +326,7 @@ class AsyncVisionEncoderClient:
         keys = check_keys(keys)
         if not keys:
             return []
-        deadline = self._deadline(timeout_s)
+        deadline = Deadline(self._timeout_s if timeout_s is None else timeout_s)
         statuses: list[KeyStatus] = []
         for portion in _portions(await self._known_info(deadline), keys):
             request = pb.LookupRequest(keys=portion, namespace=self._namespace)
@@ -368,21 +341,19 @@ class AsyncVisionEncoderClient:
 
     # Resident rows ----------------------------------------------------------------------------------------
 
-    def read_resident_items(self, items: Sequence[Item], stream: Any) -> list[EncodedRows] | None:
-        """The rows of all items, read from shared memory on the calling thread; None if any is not listed or
-        was lost. For ``sync``, which needs no hop for them."""
+    def read_resident(self, wanted: Sequence[Item | bytes], stream: Any) -> list[Outcome] | None:
+        """The rows of all items or keys, read from shared memory on the calling thread; None if any is not
+        listed or was lost. For ``sync``, which needs no hop for them."""
         info, shared = self._info, self._shared.current
-        if info is None or shared is None or not items:
+        if info is None or shared is None or not wanted:
             return None
-        keys = self._keys(info, self._hashed(items))
-        return self._read_all(shared, info, [keys.get(index) for index in range(len(items))], stream)
-
-    def read_resident_keys(self, keys: Sequence[bytes], stream: Any) -> list[EncodedRows] | None:
-        """As ``read_resident_items``, by key."""
-        info, shared = self._info, self._shared.current
-        if info is None or shared is None or not keys:
-            return None
-        return self._read_all(shared, info, keys, stream)
+        items = [one for one in wanted if not isinstance(one, bytes)]
+        keys = (
+            self._keys(info, self._hashed(items)) if items else dict(enumerate(cast("list[bytes]", wanted)))
+        )
+        listed = _listed(shared, keys)
+        rows = self._read_listed(info, listed, stream) if len(listed) == len(wanted) else {}
+        return [rows[index] for index in range(len(wanted))] if len(rows) == len(wanted) else None
 
     def note_device(self) -> None:
         """See ``SharedMemory.note_device``; for ``sync``, on the caller's thread."""
@@ -423,43 +394,22 @@ class AsyncVisionEncoderClient:
         self, shared: AttachedMemory, info: ServerInfo, keys: Mapping[int, bytes], stream: Any
     ) -> dict[int, EncodedRows]:
         """Rows that the directory lists, by the caller's index. Lost ones are left to the request."""
-        found = {index: place for index, key in keys.items() if (place := shared.find(key)) is not None}
-        rows: dict[int, EncodedRows] = {}
-        for index, (arena, record) in found.items():
-            read = await asyncio.to_thread(self._read_record, info, arena, record, stream)
-            if read is not None:
-                rows[index] = read
-        return rows
+        listed = _listed(shared, keys)
+        return await asyncio.to_thread(self._read_listed, info, listed, stream) if listed else {}
 
-    def _read_all(
-        self, shared: AttachedMemory, info: ServerInfo, keys: Sequence[bytes | None], stream: Any
-    ) -> list[EncodedRows] | None:
-        places = []
-        for key in keys:
-            place = None if key is None else shared.find(key)
-            if place is None:
-                return None
-            places.append(place)
-        rows: list[EncodedRows] = []
-        for arena, record in places:
-            read = self._read_record(info, arena, record, stream)
-            if read is None:
-                return None
-            rows.append(read)
-        return rows
+    def _read_listed(self, info: ServerInfo, listed: _Listed, stream: Any) -> dict[int, EncodedRows]:
+        """On any thread: the rows that are whole and fit the models."""
+        read = {
+            index: self._read_record(info, arena, record, stream) for index, (arena, record) in listed.items()
+        }
+        return {index: rows for index, rows in read.items() if rows is not None}
 
     def _read_record(
         self, info: ServerInfo, arena: MappedArena, record: Record, stream: Any
     ) -> EncodedRows | None:
         """Rows of a directory record, checked as those of an answer; None if they were lost or do not fit."""
-        header = RowsHeader(
-            Grid(*record.grid),
-            record.num_rows,
-            record.width,
-            record.dtype,
-            record.num_deepstack_levels,
-            record.rows_bytes,
-        )
+        shape = record.num_rows, record.width, record.dtype, record.num_deepstack_levels
+        header = RowsHeader(Grid(*record.grid), *shape, record.rows_bytes)
         try:
             check_models(header, info.models)
             check_header(header)
@@ -470,7 +420,7 @@ class AsyncVisionEncoderClient:
         payload = arena.read(
             record.slot_index, record.generation, record.offset_bytes, record.rows_bytes, stream=stream
         )
-        self._touches.note(record.key, record.generation, is_lost=payload is None)
+        self._reports.note(record.key, record.generation, is_lost=payload is None)
         if payload is None:
             return None
         return EncodedRows(
@@ -519,7 +469,8 @@ class AsyncVisionEncoderClient:
         """One RPC for some positions. Adds to the outcomes, and to ``lost`` those whose rows were overwritten
         before they were copied. shared: the memory that rows may be placed in, None for inline. Raises
         CallFailed."""
-        request = call.request_for(positions)
+        request = _portion_of(call.request, positions)
+        name = "Encode" if isinstance(request, pb.EncodeRequest) else "Fetch"
         request.delivery = pb.DELIVERY_INLINE if shared is None else shared.delivery
         request.after_lost_read = bool(lost.intersection(positions))
         assembler = Assembler(
@@ -529,9 +480,9 @@ class AsyncVisionEncoderClient:
             max_rows_bytes=self._max_rows_bytes,
             allows_places=shared is not None,
         )
-        self._check_open(call.method)
+        self._check_open(name)
         # Without a deserialiser, messages arrive as bytes.
-        method = self._channel.current().unary_stream(_method_path(call.method))
+        method: Any = self._channel.current().unary_stream(_method_path(name))
         rpc = method(request.SerializeToString(), timeout=deadline.left_s, metadata=self._channel.metadata())
         try:
             async for message in rpc:
@@ -553,9 +504,9 @@ class AsyncVisionEncoderClient:
             assembler.finish()
         except grpc.RpcError as error:
             num_arrived = len(call.outcomes)
-            raise self._failed(error, call.method, call.num_items, num_arrived) from error
+            raise self._failed(error, name, call.num_items, num_arrived) from error
         except asyncio.CancelledError as error:
-            self._raise_if_closed(call.method, error)
+            self._raise_if_closed(name, error)
             raise
         finally:
             rpc.cancel()
@@ -568,21 +519,17 @@ class AsyncVisionEncoderClient:
         payload = await asyncio.to_thread(
             functools.partial(shared.read_place, place, placed.header.rows_bytes, stream=stream)
         )
-        self._touches.note(key, place.generation, is_lost=payload is None)
-        return None if payload is None else placed.rows(payload)
+        if payload is None:
+            return None  # the request that follows reports the loss
+        self._reports.note(key, place.generation, is_lost=False)
+        return placed.rows(payload)
 
-    async def _send_touches(self, rows: Sequence[tuple[bytes, int]], num_lost: int) -> None:
-        request = pb.TouchRequest(
-            rows=[pb.TouchedRows(key=key, generation=generation) for key, generation in rows],
-            namespace=self._namespace,
-            num_lost=num_lost,
-        )
+    async def _send_report(self, rows: Sequence[tuple[bytes, int]], num_lost: int) -> None:
+        touched = [pb.TouchedRows(key=key, generation=generation) for key, generation in rows]
+        request = pb.TouchRequest(rows=touched, namespace=self._namespace, num_lost=num_lost)
         await self._unary("Touch", request, pb.TouchResponse, Deadline(self._timeout_s))
 
     # The server and its calls -----------------------------------------------------------------------------
-
-    def _deadline(self, timeout_s: float | None) -> Deadline:
-        return Deadline(self._timeout_s if timeout_s is None else timeout_s)
 
     async def _ready_to_read(self, deadline: Deadline) -> ServerInfo:
         """Raises TransportUnavailable if inline is excluded and nothing is attached in time."""
@@ -704,61 +651,9 @@ class AsyncVisionEncoderClient:
         return CallCancelled(f"{method} at {self.target} was cancelled: the client is closed")
 
 
-class _Touches:
-    """Reads to report to the service, in batches of at most TOUCH_INTERVAL_S or MAX_TOUCHED_ROWS."""
-
-    def __init__(
-        self,
-        loop: asyncio.AbstractEventLoop,
-        send: Callable[[Sequence[tuple[bytes, int]], int], Awaitable[None]],
-    ) -> None:
-        self._loop = loop
-        self._send = send
-        self._lock = threading.Lock()
-        self._rows: list[tuple[bytes, int]] = []
-        self._num_lost = 0
-        self._is_scheduled = False
-        self._is_closed = False
-        self._sending: set[asyncio.Task[None]] = set()
-
-    def note(self, key: bytes, generation: int, *, is_lost: bool) -> None:
-        """From any thread."""
-        with self._lock:
-            if is_lost:
-                self._num_lost += 1
-            else:
-                self._rows.append((key, generation))
-            is_full = len(self._rows) == MAX_TOUCHED_ROWS
-            is_first, self._is_scheduled = not self._is_scheduled, True
-            if self._is_closed or self._loop.is_closed():
-                return
-            if is_full:
-                self._loop.call_soon_threadsafe(self._flush)
-            elif is_first:
-                self._loop.call_soon_threadsafe(self._loop.call_later, TOUCH_INTERVAL_S, self._flush)
-
-    def close(self) -> None:
-        """On the loop. Reads that were not reported are forgotten."""
-        with self._lock:
-            self._is_closed = True
-        for task in self._sending:
-            task.cancel()
-
-    def _flush(self) -> None:
-        with self._lock:
-            rows, num_lost = self._rows, self._num_lost
-            self._rows, self._num_lost, self._is_scheduled = [], 0, False
-        if (rows or num_lost) and not self._is_closed:
-            for start in range(0, max(1, len(rows)), MAX_TOUCHED_ROWS):
-                portion = rows[start : start + MAX_TOUCHED_ROWS]
-                task = self._loop.create_task(self._report(portion, num_lost if start == 0 else 0))
-                self._sending.add(task)
-                task.add_done_callback(self._sending.discard)
-
-    async def _report(self, rows: Sequence[tuple[bytes, int]], num_lost: int) -> None:
-        # A report is a hint for eviction, so a failed one is not repeated.
-        with contextlib.suppress(EncoderError):
-            await self._send(rows, num_lost)
+def _listed(shared: AttachedMemory, keys: Mapping[int, bytes]) -> _Listed:
+    """Where the directory lists keys, by the caller's index."""
+    return {index: found for index, key in keys.items() if (found := shared.find(key)) is not None}
 
 
 def rows_or_raise(outcome: Outcome) -> EncodedRows:
@@ -772,6 +667,17 @@ def _portions(info: ServerInfo, entries: Sequence[ResultT]) -> list[Sequence[Res
     """Entries in as many calls as the server's limit of items needs."""
     size = info.limits.max_items_per_request or len(entries) or 1
     return [entries[start : start + size] for start in range(0, len(entries), size)]
+
+
+def _portion_of(request: RowsRequest, positions: Sequence[int]) -> RowsRequest:
+    """The same request for some of its items or keys."""
+    if isinstance(request, pb.FetchRequest):
+        keys = [request.keys[position] for position in positions]
+        return pb.FetchRequest(keys=keys, namespace=request.namespace)
+    if len(positions) == len(request.items):
+        return request
+    items = [request.items[position] for position in positions]
+    return pb.EncodeRequest(items=items, namespace=request.namespace, model=request.model)
 
 
 def _method_path(method: str) -> str:

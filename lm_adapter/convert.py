@@ -124,15 +124,12 @@ def _item_message(item: Item) -> pb.Item:
             message.digest_only.SetInParent()
             _set_options(message, item.options)
         case UrlItem():
-            item.check()
             message.url = item.url
             _set_options(message, item.options)
     return message
 
 
 def _set_options(message: pb.Item, options: PreprocessOptions) -> None:
-    if options is PreprocessOptions.NONE:
-        return
     for name, value in options.given().items():
         setattr(message.options, name, value)
 

@@ -36,27 +36,6 @@ from vision_encoder.v1 import encoder_pb2 as pb
 if TYPE_CHECKING:
     from lm_adapter.types import EncodedRows
 
-__all__ = [
-    "BrokerError",
-    "CallCancelled",
-    "CallFailed",
-    "DeadlineExceeded",
-    "EncoderError",
-    "EncoderFault",
-    "EncoderOverloaded",
-    "EncoderUnavailable",
-    "InvalidRequest",
-    "InvalidRows",
-    "ItemFailed",
-    "MappingFailed",
-    "MissingDependency",
-    "ProtocolMismatch",
-    "RequestRefused",
-    "StreamViolation",
-    "TransportUnavailable",
-    "TruncatedStream",
-    "from_rpc_error",
-]
 
 DATA_LOSS = 15
 """gRPC's status number of rows that arrived damaged."""
@@ -196,18 +175,17 @@ class MissingDependency(EncoderError, ImportError):
         )
 
 
-_REFUSED = frozenset(
-    {
-        grpc.StatusCode.INVALID_ARGUMENT,
-        grpc.StatusCode.NOT_FOUND,
-        grpc.StatusCode.ALREADY_EXISTS,
-        grpc.StatusCode.PERMISSION_DENIED,
-        grpc.StatusCode.FAILED_PRECONDITION,
-        grpc.StatusCode.ABORTED,
-        grpc.StatusCode.OUT_OF_RANGE,
-        grpc.StatusCode.UNAUTHENTICATED,
-    }
-)
+_KINDS: dict[grpc.StatusCode, tuple[type[CallFailed], str]] = {
+    # Cancellations of this side are handled by the client before.
+    grpc.StatusCode.CANCELLED: (EncoderUnavailable, "the encoder went away in"),
+    grpc.StatusCode.UNAVAILABLE: (EncoderUnavailable, "the encoder went away in"),
+    grpc.StatusCode.DEADLINE_EXCEEDED: (DeadlineExceeded, "the deadline passed in"),
+    grpc.StatusCode.UNIMPLEMENTED: (ProtocolMismatch, "the server does not speak vision_encoder.v1, in"),
+    grpc.StatusCode.RESOURCE_EXHAUSTED: (EncoderOverloaded, "the encoder is overloaded, in"),
+    grpc.StatusCode.INTERNAL: (EncoderFault, "the encoder failed in"),
+    grpc.StatusCode.UNKNOWN: (EncoderFault, "the encoder failed in"),
+    grpc.StatusCode.DATA_LOSS: (EncoderFault, "the encoder failed in"),
+}
 # gRPC also reports a connection cut in mid-stream as INTERNAL or UNKNOWN, with one of these texts.
 _CUT_TEXTS = ("rst_stream", "stream removed", "socket closed", "connection reset", "goaway")
 
@@ -229,33 +207,18 @@ def from_rpc_error(
         "num_items": num_items,
         "num_arrived": num_arrived,
     }
+    kind, message = _KINDS.get(code, (RequestRefused, "the encoder refused"))
+    reason = code.name if kind is RequestRefused else None
     lowered = text.lower()
-    cut = code in (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN) and any(
+    if code in (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN) and any(
         mark in lowered for mark in _CUT_TEXTS
-    )
-    kind: type[CallFailed]
-    reason: str | None = None
-    retryable: bool | None = None
-    if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED) or cut:
-        # Cancellations of this side never get here: the client handles them before.
-        kind, message = EncoderUnavailable, f"the encoder went away in {where}: {text}"
-    elif code is grpc.StatusCode.DEADLINE_EXCEEDED:
-        kind, message = DeadlineExceeded, f"the deadline passed in {where}: {text}"
-    elif code is grpc.StatusCode.UNIMPLEMENTED:
-        kind, message = ProtocolMismatch, f"the server does not speak vision_encoder.v1, {where}: {text}"
+    ):
+        kind, message = _KINDS[grpc.StatusCode.UNAVAILABLE]
     elif code is grpc.StatusCode.RESOURCE_EXHAUSTED and "larger than max" in lowered:
-        kind, message = RequestRefused, f"a message of {where} is over the size limit: {text}"
-        reason = "MESSAGE_TOO_LARGE"
-    elif code is grpc.StatusCode.RESOURCE_EXHAUSTED:
-        kind, message = EncoderOverloaded, f"the encoder is overloaded, {where}: {text}"
-    elif code in _REFUSED:
-        kind, message = RequestRefused, f"the encoder refused {where}: {text}"
-        reason = code.name
-        retryable = code is grpc.StatusCode.ABORTED
-    else:
-        kind, message = EncoderFault, f"the encoder failed in {where}: {code.name}: {text}"
+        kind, message, reason = RequestRefused, "over the size limit is a message of", "MESSAGE_TOO_LARGE"
+    retryable = True if code is grpc.StatusCode.ABORTED else None
     return kind(
-        message,
+        f"{message} {where}: {text}",
         reason=failure.reason or reason,
         retryable=failure.retryable if failure.reason else retryable,
         retry_after_ms=failure.retry_after_ms,

@@ -7,10 +7,9 @@ what comes back. Shape legend: P patches.
 from __future__ import annotations
 
 import enum
-import re
 import sys
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -20,24 +19,6 @@ from vision_encoder.layout.keys import frames_source
 
 if TYPE_CHECKING:
     import torch
-
-__all__ = [
-    "ClipItem",
-    "DigestItem",
-    "FramesItem",
-    "Grid",
-    "ImageItem",
-    "Item",
-    "Modality",
-    "PixelItem",
-    "PreprocessOptions",
-    "UrlItem",
-]
-
-MAX_URL_CHARS = 8192
-"""The service refuses longer URLs."""
-_NO_URL_CHAR = re.compile(r"[^\x21-\x7e]|\\")
-_SCHEMES = ("https", "http")
 
 
 class Modality(enum.Enum):
@@ -59,10 +40,8 @@ class Grid(NamedTuple):
 
 @dataclass(frozen=True)
 class PreprocessOptions:
-    """Per-item overrides of the checkpoint's processor settings; ``None`` keeps the checkpoint's value.
-    NONE: no overrides."""
+    """Per-item overrides of the checkpoint's processor settings; ``None`` keeps the checkpoint's value."""
 
-    NONE: ClassVar[PreprocessOptions]
     min_pixels: int | None = None
     max_pixels: int | None = None
     max_patches: int | None = None
@@ -81,7 +60,7 @@ class PreprocessOptions:
         return values
 
 
-PreprocessOptions.NONE = PreprocessOptions()
+_NO_OPTIONS = PreprocessOptions()
 
 
 @dataclass(frozen=True)
@@ -91,7 +70,7 @@ class ImageItem:
 
     data: bytes = field(repr=False)
     digest: bytes | None = None
-    options: PreprocessOptions = PreprocessOptions.NONE
+    options: PreprocessOptions = _NO_OPTIONS
     modality: Modality = Modality.IMAGE
 
 
@@ -133,7 +112,7 @@ class ClipItem:
 
     data: bytes = field(repr=False)
     digest: bytes | None = None
-    options: PreprocessOptions = PreprocessOptions.NONE
+    options: PreprocessOptions = _NO_OPTIONS
     modality: Modality = Modality.VIDEO
 
 
@@ -147,7 +126,7 @@ class FramesItem:
     fps: float | None = None
     timestamps_s: tuple[float, ...] | None = None
     digest: bytes | None = None
-    options: PreprocessOptions = PreprocessOptions.NONE
+    options: PreprocessOptions = _NO_OPTIONS
     modality: Modality = Modality.VIDEO
 
     def array(self) -> npt.NDArray[np.uint8]:
@@ -189,7 +168,7 @@ class DigestItem:
     """Content that is not sent: the service serves it from its store, or the item fails with UNKNOWN_KEY."""
 
     digest: bytes
-    options: PreprocessOptions = PreprocessOptions.NONE
+    options: PreprocessOptions = _NO_OPTIONS
     modality: Modality = Modality.IMAGE
 
 
@@ -200,33 +179,8 @@ class UrlItem:
 
     url: str
     digest: bytes | None = None
-    options: PreprocessOptions = PreprocessOptions.NONE
+    options: PreprocessOptions = _NO_OPTIONS
     modality: Modality = Modality.IMAGE
-
-    def check(self) -> None:
-        """Checks the URL's form before it is sent. Raises InvalidRequest with reason URL_REFUSED, which does
-        not repeat the URL: it may contain secrets."""
-        text = self.url
-        if not isinstance(text, str):
-            raise _refused(f"a URL is a str, found {type(text).__name__}")
-        if len(text) > MAX_URL_CHARS:
-            raise _refused(f"the URL has {len(text)} characters, at most {MAX_URL_CHARS} are taken")
-        if (found := _NO_URL_CHAR.search(text)) is not None:
-            raise _refused(
-                f"the URL has {found[0]!r} at character {found.start()}, which no URL has: quote it"
-            )
-        scheme, separator, rest = text.partition("://")
-        if not separator or scheme.lower() not in _SCHEMES:
-            raise _refused(f"the URL does not begin with {' or '.join(f'{name}://' for name in _SCHEMES)}")
-        authority = re.split(r"[/?#]", rest, maxsplit=1)[0]
-        if not authority.partition(":")[0]:
-            raise _refused("the URL names no host")
-        if "@" in authority:
-            raise _refused("the URL has a user in it, and no service sends one")
-
-
-def _refused(message: str) -> InvalidRequest:
-    return InvalidRequest(message, reason="URL_REFUSED")
 
 
 Item: TypeAlias = ImageItem | ClipItem | FramesItem | PixelItem | DigestItem | UrlItem

@@ -6,6 +6,7 @@ alone, so an engine can name rows before it has a connection."""
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Sequence
 
 from lm_adapter.errors import InvalidRequest, MissingDependency
@@ -14,7 +15,15 @@ from lm_adapter.types import ModelInfo
 from vision_encoder.layout import keys as layout
 from vision_encoder.layout.keys import DIGEST_BYTES
 
-__all__ = ["DIGEST_BYTES", "content_digest", "frames_digest", "item_digest", "item_key", "pixels_digest"]
+__all__ = [
+    "DIGEST_BYTES",
+    "can_hash",
+    "content_digest",
+    "frames_digest",
+    "item_digest",
+    "item_key",
+    "pixels_digest",
+]
 
 
 def content_digest(data: bytes) -> bytes:
@@ -79,6 +88,14 @@ def item_key(item: Item, model: ModelInfo, *, namespace: str = "") -> bytes:
         source=source,
         dtype=model.dtype,
     )
+
+
+def can_hash() -> bool:
+    """Whether ``blake3`` is installed. It is not imported for this."""
+    try:
+        return importlib.util.find_spec("blake3") is not None
+    except ImportError:  # an import hook that hides it
+        return False
 
 
 def _blake3(*pieces: bytes | memoryview) -> bytes:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypedDict, TypeVar, Unpack
 
 from lm_adapter.channel import ClientTls, FilePath
@@ -22,7 +21,6 @@ from lm_adapter.types import EncodedRows, KeyStatus, Outcome, PrefetchStatus, Se
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["ClientOptions", "VisionEncoderClient"]
 
 CLOSE_TIMEOUT_S = 10.0
 
@@ -67,12 +65,7 @@ class VisionEncoderClient:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_exc: object) -> None:
         self.close()
 
     @property
@@ -101,9 +94,9 @@ class VisionEncoderClient:
     def encode(self, items: Sequence[Item], *, timeout_s: float | None = None) -> list[Outcome]:
         self._client.note_device()
         stream = current_stream()
-        found = self._client.read_resident_items(items, stream)
+        found = self._client.read_resident(items, stream)
         if found is not None:
-            return list(found)
+            return found
         return self._run(lambda: self._client.encode(items, timeout_s=timeout_s, stream=stream))
 
     def encode_one(self, item: Item, *, timeout_s: float | None = None) -> EncodedRows:
@@ -113,9 +106,9 @@ class VisionEncoderClient:
     def fetch(self, keys: Sequence[bytes], *, timeout_s: float | None = None) -> list[Outcome]:
         self._client.note_device()
         stream = current_stream()
-        found = self._client.read_resident_keys(keys, stream)
+        found = self._client.read_resident(keys, stream)
         if found is not None:
-            return list(found)
+            return found
         return self._run(lambda: self._client.fetch(keys, timeout_s=timeout_s, stream=stream))
 
     def prefetch(
@@ -129,7 +122,9 @@ class VisionEncoderClient:
     def _run(self, start: Callable[[], Coroutine[Any, Any, ResultT]]) -> ResultT:
         """Runs a call on the loop's thread. An interrupted caller cancels the call."""
         if not self._thread.is_alive():
-            raise CallCancelled(f"the client of {self.target} is closed, or belongs to the parent process")
+            raise CallCancelled(
+                f"call to {self.target}: the client is closed, or belongs to the parent process"
+            )
         future = asyncio.run_coroutine_threadsafe(start(), self._loop)
         try:
             return future.result()

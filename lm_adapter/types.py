@@ -21,20 +21,6 @@ from lm_adapter.items import Grid, Modality
 if TYPE_CHECKING:
     import torch
 
-__all__ = [
-    "CacheTier",
-    "EncodedRows",
-    "KeyState",
-    "KeyStatus",
-    "Limits",
-    "ModelInfo",
-    "Outcome",
-    "PrefetchStatus",
-    "ServerInfo",
-    "StageTimings",
-    "TransportInfo",
-    "upcast_bfloat16",
-]
 
 ITEMSIZE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "uint8": 1}
 ROW_DTYPES = ("float32", "bfloat16", "float16")
@@ -101,11 +87,6 @@ class EncodedRows:
     chunk_grids: tuple[Grid, ...] = ()
 
     @property
-    def out_width(self) -> int:
-        """D: elements of one row in one level."""
-        return self.width // (1 + self.num_deepstack_levels)
-
-    @property
     def num_bytes(self) -> int:
         return self.payload.nbytes
 
@@ -135,26 +116,6 @@ class EncodedRows:
         dtype: torch.dtype = getattr(torch, self.dtype)
         flat = torch.from_numpy(self.payload) if isinstance(self.payload, np.ndarray) else self.payload
         return flat.view(dtype).reshape(self.num_rows, self.width)
-
-    def columns(self, level: int | None = None) -> slice:
-        """The columns of the main level (None) or of a deepstack level, to index any [R, width] array.
-
-        Raises InvalidRequest for a level that these rows do not have.
-        """
-        if level is not None and not 0 <= level < self.num_deepstack_levels:
-            raise InvalidRequest(
-                f"deepstack level {level} asked of rows with {self.num_deepstack_levels} levels"
-            )
-        start = 0 if level is None else (1 + level) * self.out_width
-        return slice(start, start + self.out_width)
-
-    def main(self) -> npt.NDArray[np.float32]:
-        """float32 [num_rows, D] of the main level, a view of ``numpy()``."""
-        return self.numpy()[:, self.columns()]
-
-    def deepstack(self, level: int) -> npt.NDArray[np.float32]:
-        """float32 [num_rows, D] of one deepstack level, 0 first, a view of ``numpy()``."""
-        return self.numpy()[:, self.columns(level)]
 
 
 Outcome: TypeAlias = EncodedRows | ItemFailed

@@ -23,7 +23,6 @@ import torch
 from encoder_service.engine.graphs import StagedInputs
 from encoder_service.engine.streams import Streams
 from encoder_service.errors import ConfigurationError
-from encoder_service.ops.metrics import Metrics
 from encoder_service.scheduler.buckets import Bucket, BucketLadder
 from encoder_service.scheduler.cost import Calibration, Launch, Timing
 from encoder_service.towers.fused_inputs import FusedInputs
@@ -109,21 +108,6 @@ def calibrate(
         seconds=round(calibration.seconds, 2),
     )
     return calibration
-
-
-def export_cost(metrics: Metrics, ladder: BucketLadder) -> None:
-    """Gauges of the cost model that buckets are chosen by, and of its error, NaN where it was not measured
-    on this device."""
-    cost, calibration = ladder.cost, ladder.calibration
-    for name, text, value in (
-        ("fixed_us", "Predicted microseconds of any batch.", cost.fixed_us),
-        ("us_per_patch", "Predicted microseconds of a patch.", cost.us_per_patch),
-        ("us_per_square", "Predicted microseconds of a squared sequence length.", cost.us_per_square),
-        ("us_per_slot_patch", "Predicted microseconds of a slot times its bound.", cost.us_per_slot_patch),
-        ("max_error", "Largest relative error at calibration.", getattr(calibration, "max_error", math.nan)),
-        ("mean_error", "Mean relative error at calibration.", getattr(calibration, "mean_error", math.nan)),
-    ):
-        metrics.gauge(f"ve_cost_{name}", text, lambda value=value: value)  # type: ignore[misc]
 
 
 def replay_us(runner: TimedRunner, inputs: FusedInputs) -> float:

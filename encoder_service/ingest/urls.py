@@ -288,7 +288,7 @@ class UrlFetcher:
 
     async def _get(self, url: CheckedUrl, count_bytes: Callable[[int], None]) -> bytes | CheckedUrl:
         """One hop: the body, or where it redirects to."""
-        headers = {
+        headers: dict[bytes | str, bytes | str] = {
             "Host": url.authority,
             "User-Agent": "vision-encoder",
             "Accept": "image/*",

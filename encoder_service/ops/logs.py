@@ -1,8 +1,9 @@
-"""Structured logs: one event per line, on standard error, readable or JSON. Writing them is ``log_lines``'s.
+"""Structured logs: one event per line on standard error, readable or JSON.
 
-Owns their form and the id that ties the lines of one request together. It is a context variable, so that it
-is in every line of the task that serves the call and of the tasks that this one starts; a line looks for it,
-since there are many calls and few lines.
+Owns the form of lines, the request id that joins the lines of one request, and the thread that writes them.
+The id is a context variable, so that it is in every line of the task that serves a call and of the tasks that
+this task starts. A caller of the log never waits for the reader of standard error: lines go through a bounded
+queue, and a line that finds it full, or that cannot be written, is lost and counted.
 """
 
 from __future__ import annotations
@@ -10,31 +11,40 @@ from __future__ import annotations
 import atexit
 import contextlib
 import logging
+import os
+import queue
 import re
+import select
 import sys
+import time
 import uuid
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from contextvars import ContextVar
 from itertools import count
+from logging.handlers import QueueHandler, QueueListener
 from typing import Literal
 
 import structlog
 
-from encoder_service.ops.log_lines import LineWriter
+log = structlog.get_logger(__name__)
 
 REQUEST_ID_KEY = "x-request-id"
-# What is repeated into logs and trailers is kept short and free of anything that either could stumble over.
+# Ids are repeated in logs and trailers: short, without white space or control characters.
 REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 
-# Ids that callers did not give: the process's own half, then a number. They are told apart and not secret.
+MAX_WAITING_LINES = 10_000
+# At the end of the process, for lines that are not written yet.
+FLUSH_S = 1.0
+FLUSH_POLL_S = 0.005
+# Between two attempts to write to a full pipe that does not block. A pipe may be writable and still have no
+# room for a line: hence the pause.
+RETRY_S, PAUSE_S = 0.5, 0.01
+
+# Ids for callers that gave none: the process's half, then a number. They are distinct, not secret.
 _PROCESS_ID = uuid.uuid4().hex[:16]
 _numbers = count()
 _request: ContextVar[tuple[str, str]] = ContextVar("request", default=("", ""))
-
-# At the end of the process, for lines that are not written yet.
-FLUSH_S = 1.0
-_writer: LineWriter | None = None
+_lines: LineQueue | None = None
 
 
 def request_id_of(metadata: Iterable[tuple[str, str | bytes]]) -> str:
@@ -54,34 +64,96 @@ def bind_request(request_id: str, trace_id: str = "") -> None:
 def add_request(
     _logger: object, _method: str, line: structlog.typing.EventDict
 ) -> structlog.typing.EventDict:
-    """A processor: what ``bind_request`` put into this task."""
+    """A structlog processor: adds the ids of ``bind_request``."""
     for name, value in zip(("request_id", "trace_id"), _request.get(), strict=True):
         if value:
             line.setdefault(name, value)
     return line
 
 
-class QueuedLines:
-    """structlog's logger: lines go to a writer, and nobody waits for them."""
+class DescriptorHandler(logging.Handler):
+    """Writes lines to a file descriptor. It uses no stream object: a thread that is stuck in one would hold a
+    lock that the interpreter needs at its end."""
 
-    def __init__(self, writer: LineWriter) -> None:
-        self._writer = writer
+    def __init__(self, descriptor: int, on_written: Callable[[], None] = lambda: None) -> None:
+        super().__init__()
+        self._descriptor, self._on_written = descriptor, on_written
+        self._is_torn = False
+        self.num_failed = 0
 
-    def msg(self, message: str) -> None:
-        self._writer.put(message)
+    def emit(self, record: logging.LogRecord) -> None:
+        data = record.getMessage().encode(errors="backslashreplace") + b"\n"
+        # A line that failed in its middle is ended before the next one.
+        rest = memoryview(b"\n" + data if self._is_torn else data)
+        started = len(rest)
+        try:
+            while rest:
+                num_written = self._write(rest)
+                rest = rest[num_written:]
+        except (OSError, ValueError):
+            self._is_torn = self._is_torn or len(rest) < started
+            self.num_failed += 1
+        else:
+            self._is_torn = False
+            self._on_written()
 
-    log = debug = info = warning = error = critical = exception = fatal = failure = warn = err = msg
+    def _write(self, data: memoryview) -> int:
+        """The number of bytes written; 0 after a wait for a full pipe. Raises OSError, ValueError."""
+        try:
+            num_written = os.write(self._descriptor, data)
+        except BlockingIOError:
+            select.select([], [self._descriptor], [], RETRY_S)
+            time.sleep(PAUSE_S)
+            return 0
+        if not num_written:
+            raise OSError("nothing was written")
+        return num_written
 
 
-class StandardError(structlog.PrintLogger):
-    """Where standard error is no file of the system: lines that cannot be written are lost, no call fails for
-    its log."""
+class LineQueue(QueueHandler):
+    """Queues lines for a listener's thread, which writes them to the descriptor."""
 
-    def msg(self, message: str) -> None:
-        with contextlib.suppress(OSError, ValueError):
-            super().msg(message)
+    def __init__(self, descriptor: int, max_waiting_lines: int = MAX_WAITING_LINES) -> None:
+        self._waiting: queue.Queue[logging.LogRecord] = queue.Queue(max_waiting_lines)
+        super().__init__(self._waiting)
+        self._handler = DescriptorHandler(descriptor, self._report_lost)
+        self._num_full = self._num_reported = 0
+        QueueListener(self._waiting, self._handler).start()
 
-    log = debug = info = warning = error = critical = exception = fatal = failure = warn = err = msg
+    @property
+    def num_lost(self) -> int:
+        """Lines that found the queue full or could not be written."""
+        return self._num_full + self._handler.num_failed
+
+    def enqueue(self, record: logging.LogRecord) -> None:
+        try:
+            self._waiting.put_nowait(record)
+        except queue.Full:
+            self._num_full += 1
+
+    def _report_lost(self) -> None:
+        """On the listener's thread, after a line was written: one line about those lost before it."""
+        num_lost = self.num_lost
+        if num_lost != self._num_reported:
+            self._num_reported = num_lost
+            log.warning("log lines were lost", num_lost=num_lost)
+
+    def flush_within(self, timeout_s: float) -> bool:
+        """Waits until every queued line is written or lost. False when that took longer: the listener's
+        thread, a daemon, may be stuck in a write."""
+        ends_s = time.monotonic() + timeout_s
+        while self._waiting.unfinished_tasks:
+            if time.monotonic() >= ends_s:
+                return False
+            time.sleep(FLUSH_POLL_S)
+        return True
+
+
+class StreamLines(logging.StreamHandler):  # type: ignore[type-arg]
+    """For a standard error without a descriptor: writes at once; a line that fails is lost."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        pass
 
 
 def configure_logs(format: Literal["text", "json"], level: str) -> None:  # noqa: A002
@@ -102,37 +174,30 @@ def configure_logs(format: Literal["text", "json"], level: str) -> None:  # noqa
     ]
     if format == "json":
         processors.append(structlog.processors.format_exc_info)
+    lines = open_lines()
     structlog.configure(
         processors=[*processors, renderer],
         wrapper_class=structlog.make_filtering_bound_logger(getattr(logging, level.upper())),
-        logger_factory=logger_factory(),
+        logger_factory=lambda *_: lines,
         cache_logger_on_first_use=True,
     )
 
 
-def logger_factory() -> Callable[..., QueuedLines | StandardError]:
-    """Loggers on standard error, by way of a thread where it has a descriptor."""
-    global _writer
-    stop_logs(FLUSH_S)
-    try:
-        descriptor = sys.stderr.fileno()
-    except (OSError, ValueError, AttributeError):
-        return lambda *_: StandardError(sys.stderr)
-    log = structlog.get_logger(__name__)
-    writer = _writer = LineWriter(
-        descriptor, on_lost=lambda lost: log.warning("log lines were lost", lost=lost)
-    )
-    return lambda *_: QueuedLines(writer)
+def open_lines() -> logging.Logger:
+    """A logger of whole lines on standard error, apart from the tree of the process's other loggers."""
+    global _lines
+    stop_logs()
+    lines = logging.Logger("encoder_service.lines")
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        _lines = LineQueue(sys.stderr.fileno())
+    lines.addHandler(_lines or StreamLines(sys.stderr))
+    return lines
 
 
 @atexit.register
-def stop_logs(timeout_s: float = FLUSH_S) -> None:
-    """Writes what waits and ends the writer, within the time. Lines after it are lost."""
-    if _writer is not None:
-        _writer.close(timeout_s)
-
-
-def lost_lines() -> Mapping[str, int]:
-    """Lines lost so far, by reason: ``full`` (nobody takes them), ``failed`` (could not be written)."""
-    lost = Counter() if _writer is None else _writer.lost
-    return {reason: lost[reason] for reason in ("full", "failed")}
+def stop_logs() -> None:
+    """Waits for queued lines, for FLUSH_S at most."""
+    global _lines
+    if _lines is not None:
+        _lines.flush_within(FLUSH_S)
+        _lines = None

@@ -1,10 +1,10 @@
-"""Which token opens which namespace, for every door of the service.
+"""Which token opens which namespace, over gRPC and at the broker.
 
-Owns the list of tokens, where it comes from and how tokens are compared. What a caller is told, and how a
-token travels, is each door's: ``rpc.auth`` and the broker's ``transport.access``.
+Owns the tokens, where they come from and how they are compared. ``rpc.auth`` and the broker own how a token
+travels and what a caller without one is answered.
 
-Tokens come from the settings and from a file that is read again when it changes, so that tokens are added
-and withdrawn without a restart. A namespace may have several, for the time of a change.
+Tokens come from the settings and from a file that is read again when it changes, so that tokens are added and
+withdrawn without a restart. A namespace may have several tokens during a change.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from encoder_service.errors import ConfigurationError
 
 log = structlog.get_logger(__name__)
 
-# How long a change of the file may go unnoticed.
+# A change of the file is noticed after at most this time.
 RECHECK_S = 1.0
 MAX_FILE_BYTES = 4 << 20
 
@@ -39,10 +39,7 @@ class _Table:
 
 
 class NamespaceTokens:
-    """Safe to ask from several threads.
-
-    open_namespaces: a namespace without a token of its own is everyone's.
-    """
+    """Thread-safe. open_namespaces: a namespace without a token is open to every caller."""
 
     def __init__(
         self,
@@ -57,7 +54,7 @@ class NamespaceTokens:
         self._given = {name: tuple(values) for name, values in (tokens or {}).items()}
         self._file = file
         self._clock = clock
-        # Digests are keyed anew in each process: how long a lookup takes says nothing about a token.
+        # A key of this process alone: the time of a lookup reveals nothing about a token.
         self._secret = secrets.token_bytes(32)
         self._seen = None if file is None else signature(file)
         self._checked_s = clock()
@@ -68,8 +65,8 @@ class NamespaceTokens:
         table = self._current()
         expected = table.by_namespace.get(namespace)
         digest = self._digest(token)
-        # Every token of the namespace is compared, in constant time, and one also where there is none, so
-        # that neither a near miss nor a namespace that is not there shows in the time.
+        # All tokens of the namespace are compared in constant time, and one digest where there is none: the
+        # time reveals neither a near miss nor whether the namespace exists.
         found = False
         for candidate in expected or (self._digest(""),):
             found |= hmac.compare_digest(digest, candidate)
@@ -80,7 +77,7 @@ class NamespaceTokens:
         return self._digest(token) in self._current().known
 
     def is_everything_open(self) -> bool:
-        """Whether there is no token at all, and so nothing that a caller could lack or find out."""
+        """Whether there is no token at all and every caller may use every namespace."""
         return self.open_namespaces and not self._current().by_namespace
 
     def names(self) -> frozenset[str]:
@@ -95,7 +92,7 @@ class NamespaceTokens:
         return self._table
 
     def _reload(self, file: Path) -> None:
-        """Takes the file's new contents; keeps the old ones while the new cannot be read."""
+        """Reads a changed file; the former tokens stay while it cannot be read."""
         try:
             seen = signature(file)
             if seen == self._seen:
@@ -103,7 +100,7 @@ class NamespaceTokens:
             self._table = self._build()
             self._seen = seen
         except ConfigurationError as error:
-            log.warning("tokens are kept as they were", reason=error.message)
+            log.warning("the tokens' file is not usable, the former tokens stay", reason=error.message)
         else:
             log.info("tokens read again", namespaces=len(self._table.by_namespace))
 

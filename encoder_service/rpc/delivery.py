@@ -88,10 +88,9 @@ class Delivery:
         return await self._pipeline.in_tier(delivered, wanted.namespace, "host"), None
 
     def count_lost(self, num_lost: int) -> None:
-        """Reads that an eviction overtook."""
-        if num_lost:
-            self._metrics.reads_lost.inc(num_lost)
-            self.losses.count_lost(num_lost)
+        """Reads of announced places that an eviction overtook."""
+        self._metrics.reads_lost.inc(num_lost)
+        self.losses.count_lost(num_lost)
 
     def _inline_reason(self, delivered: Delivered, tier: TierName, namespace: str) -> str:
         """Why rows are not placed though their caller could read them; empty: they are."""

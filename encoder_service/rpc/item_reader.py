@@ -54,11 +54,15 @@ class ItemReader:
         if wanted is not None and self.segments is not None:
             self.segments.check(wanted)
             permit = self.admission.acquire(wanted.num_bytes)
+            reading = self.workers.submit(self.segments.read, wanted)
             try:
-                tensor = await loop.run_in_executor(self.workers, self.segments.read, wanted)
+                tensor = await asyncio.wrap_future(reading)
                 yield convert.item_from_proto(message, tensor)
             finally:
-                permit.release()
+                if reading.done():
+                    permit.release()
+                else:  # the caller has left; the worker still writes
+                    reading.add_done_callback(lambda _: loop.call_soon_threadsafe(permit.release))
         elif message.WhichOneof("content") in ("pixels", "frames") and message.ByteSize() > INLINE_BYTES:
             yield await loop.run_in_executor(self.workers, convert.item_from_proto, message)
         else:

@@ -41,13 +41,24 @@ def open_tokens(settings: Settings) -> NamespaceTokens:
     return tokens
 
 
-def open_grpc(settings: Settings, tokens: NamespaceTokens, metrics: Metrics) -> GrpcServer:
+def call_gate(settings: Settings, tokens: NamespaceTokens, metrics: Metrics) -> CallGate:
+    """What calls pass first; registers its metrics, once per registry."""
+    gate = CallGate(Access(tokens), CallPermits(settings.max_calls))
+    metrics.gauge("ve_open_calls", "Calls in progress.", lambda: gate.permits.num_calls)
+    metrics.counter_view_by(
+        "ve_refused_calls",
+        "Calls refused before their handler: too many, no token that opens, no request in time.",
+        "reason",
+        lambda: gate.refused,
+    )
+    return gate
+
+
+def open_grpc(settings: Settings, gate: CallGate) -> GrpcServer:
     """Not bound yet. Raises ConfigurationError for certificates that cannot be read."""
     certificates = None
     if settings.tls_cert is not None and settings.tls_key is not None:
         certificates = CertificateFiles(settings.tls_cert, settings.tls_key, settings.tls_client_ca)
-    gate = CallGate(Access(tokens), CallPermits(settings.max_calls))
-    export_gate(metrics, gate)
     return GrpcServer(
         gate=gate,
         max_message_bytes=settings.max_message_bytes,
@@ -57,17 +68,6 @@ def open_grpc(settings: Settings, tokens: NamespaceTokens, metrics: Metrics) -> 
             age_s=settings.connection_age_s,
         ),
         certificates=certificates,
-    )
-
-
-def export_gate(metrics: Metrics, gate: CallGate) -> None:
-    """Registers what operators see of the gate; once per registry."""
-    metrics.gauge("ve_open_calls", "Calls in progress.", lambda: gate.permits.num_calls)
-    metrics.counter_view_by(
-        "ve_refused_calls",
-        "Calls refused before their handler: too many, no token that opens, no request in time.",
-        "reason",
-        lambda: gate.refused,
     )
 
 

@@ -111,7 +111,7 @@ class VisionEncoderServicer:
         for row in request.rows:
             self._pipeline.store.touch(request.namespace, row.key, row.generation)
         self.metrics.directory_reads.inc(len(request.rows))
-        self._delivery.count_lost(request.num_lost)
+        self.metrics.reads_lost.inc(request.num_lost)
         return pb.TouchResponse()
 
     # -- streams ---------------------------------------------------------------------------------------

@@ -1,9 +1,8 @@
-"""The reference language models without their towers: loading.
+"""The reference language models of ``transformers`` 5.17 or later, loaded without their towers.
 
-Owns building the language model of a Qwen3-VL, Qwen3.5 or Kimi-K2.5 checkpoint with ``transformers`` 5.17 or
-later: the text model is built without memory, given the checkpoint's language tensors, and driven by
-``RemoteVisionLM`` with rows from the service. The tower is never built, none of its tensors is read, and the
-reference's vision code is not called.
+Owns building the language model of a Qwen3-VL, Qwen3.5 or Kimi-K2.5 checkpoint: the text model is built on
+the meta device, given the checkpoint's language tensors, and driven by ``RemoteVisionLM`` with rows from the
+service. The tower is not built and its tensors are not read.
 
     language_model = load_language_model("Qwen3-VL-8B-Instruct", dtype=torch.bfloat16, device="cuda:0")
     items = [RemoteItem.from_encoded(rows) for rows in client.encode(images)]
@@ -33,10 +32,10 @@ __all__ = ["Prefilled", "RemoteItem", "RemoteVisionLM", "import_transformers", "
 def load_language_model(
     path: str | Path, *, dtype: torch.dtype | None = None, device: str | torch.device = "cpu"
 ) -> RemoteVisionLM:
-    """The language model of a checkpoint directory in the hub's layout; its tower stays on the disk.
+    """The language model of a checkpoint directory in the hub's layout. dtype: of the weights, by default
+    float32.
 
-    dtype: of the weights, float32 when not given.
-    Raises InvalidRequest for other families and for missing, mis-shaped or left-over language tensors, by
+    Raises InvalidRequest for other families and for missing, mis-shaped or unexpected language tensors, by
     name; MissingDependency without torch or transformers.
     """
     transformers = import_transformers()
@@ -75,14 +74,15 @@ def load_language_model(
     )
 
 
+_DECLARED: list[Any] = []
+"""Library objects; a declaration lasts as long as its object."""
+
+
 @functools.cache
 def import_transformers() -> Any:
-    """The ``transformers`` module, also beside a torchvision whose compiled operators cannot be loaded (a
-    CUDA build of it next to a CPU build of torch): its model files import torchvision where one is installed,
-    and that import needs the names of two operators, which are declared then. Nothing here calls them.
-
-    Raises MissingDependency without torch or transformers.
-    """
+    """The ``transformers`` module. Its model files import torchvision if it is installed, and a CUDA build of
+    torchvision beside a CPU build of torch fails at import, because two operators are not declared. They are
+    declared here, and never called. Raises MissingDependency without torch or transformers."""
     try:
         import torch
 
@@ -103,12 +103,8 @@ def import_transformers() -> Any:
     return transformers
 
 
-# A declaration lasts as long as its library object.
-_DECLARED: list[Any] = []
-
-
 def _keeps_float32(language_model: Any, dtype: torch.dtype) -> Callable[[str], bool]:
-    """Which parameters the reference keeps in float32 in a model of a 16-bit dtype (Kimi's router bias)."""
+    """Whether the reference keeps a parameter of a 16-bit model in float32 (Kimi's router bias)."""
     marks = set(getattr(language_model, "_keep_in_fp32_modules_strict", None) or ())
     if str(dtype) == "torch.float16":
         marks |= set(getattr(language_model, "_keep_in_fp32_modules", None) or ())
@@ -116,8 +112,7 @@ def _keeps_float32(language_model: Any, dtype: torch.dtype) -> Callable[[str], b
 
 
 def _rebuild_buffers(language_model: Any, text_config: Any, device: torch.device) -> None:
-    """Makes anew, on the device, the modules whose buffers are computed and not stored: rotary
-    frequencies."""
+    """Builds the modules with computed buffers (rotary frequencies) again, on the device."""
     for name, module in list(language_model.named_modules()):
         if any(buffer.is_meta for buffer in module.buffers(recurse=False)):
             parent, _, child = name.rpartition(".")

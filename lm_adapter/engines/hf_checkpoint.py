@@ -1,7 +1,7 @@
-"""The language model's part of a vision-language checkpoint: which tensors it is, and only those read.
+"""The language tensors of a vision-language checkpoint, which are the only ones read.
 
-Owns the checkpoint's files: config.json, the shard index, published tensor names. Leaves building and
-running the model to ``hf``. torch and safetensors are imported where tensors are read.
+Owns config.json, the shard index and the published tensor names. Leaves building the model to ``hf``. torch
+and safetensors are imported when tensors are read.
 
 Published layouts (hub): Qwen3-VL and Qwen3.5 ``model.language_model.*`` beside ``lm_head.weight``; Kimi-K2.5
 ``language_model.model.*`` beside ``language_model.lm_head.weight``. Mixture-of-experts weights come fused
@@ -44,7 +44,7 @@ _SINGLE_NAME = "model.safetensors"
 
 @dataclass(frozen=True)
 class VisionInterface:
-    """What the language model's side knows of the tower: ids, geometry and levels, no weights."""
+    """What the language model needs to know of the tower: placeholder ids, geometry, levels."""
 
     model_type: str
     image_placeholder_id: int
@@ -59,7 +59,7 @@ class VisionInterface:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """config.json of a checkpoint directory. Raises InvalidRequest where there is none."""
+    """config.json of a checkpoint directory. Raises InvalidRequest if it cannot be read."""
     file = path / "config.json"
     try:
         config = json.loads(file.read_bytes())
@@ -71,10 +71,10 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def vision_interface(config: Mapping[str, Any]) -> VisionInterface:
-    """The interface that config.json describes. Raises InvalidRequest for families not driven here.
+    """The interface that config.json describes. Raises InvalidRequest for other families.
 
-    Kimi's files name one placeholder, ``media_placeholder_token_id``, for images and clips alike; the
-    reference package's own spelling is ``image_token_id`` and ``video_token_id``.
+    Kimi's published files have one placeholder for images and clips, ``media_placeholder_token_id``; the
+    reference saves ``image_token_id`` and ``video_token_id``.
     """
     model_type = str(config.get("model_type"))
     if model_type not in _FAMILIES:
@@ -105,12 +105,12 @@ def vision_interface(config: Mapping[str, Any]) -> VisionInterface:
 
 @dataclass(frozen=True)
 class _Source:
-    """How one parameter is made of published tensors: ``names[e][p]`` is projection p of expert e, a plain
-    tensor is names [[name]]."""
+    """The published tensors of one parameter: ``names[e][p]`` is projection p of expert e; a plain tensor is
+    ``[[name]]``. transposed: it may be [E, in, out], while the model has [E, out, in]."""
 
     names: tuple[tuple[str, ...], ...]
     per_expert: bool = False
-    transposed: bool = False  # may hold [E, in, out] where the model has [E, out, in]
+    transposed: bool = False
 
     def all_names(self) -> Iterator[str]:
         for names in self.names:
@@ -118,10 +118,10 @@ class _Source:
 
 
 class LanguageCheckpoint:
-    """The language tensors of a checkpoint directory, by their name inside the language model."""
+    """The language tensors of a checkpoint directory, by name inside the language model."""
 
     def __init__(self, path: Path, model_type: str) -> None:
-        """Raises InvalidRequest when the directory has no weights or no language model in them."""
+        """Raises InvalidRequest if the directory has no weights or no language model."""
         self._path = path
         self._transposes_experts = model_type == "qwen3_vl_moe"
         self._shards = _weight_map(path)
@@ -144,13 +144,9 @@ class LanguageCheckpoint:
         device: torch.device,
         dtypes: Mapping[str, torch.dtype],
     ) -> dict[str, torch.Tensor]:
-        """Every parameter in ``shapes`` (name inside the language model -> shape), on the device in its
-        dtype.
-
-        The output head, ``lm_head.weight``, is read when it is in ``shapes``.
-        num_layers: tensors of later layers (multi-token prediction) are left alone.
-        Raises InvalidRequest, naming tensors, when some are missing, mis-shaped or left over.
-        """
+        """Every parameter in ``shapes`` (by name), on the device in its dtype. num_layers: tensors of later
+        layers (multi-token prediction) are ignored. Raises InvalidRequest, with names, for missing,
+        mis-shaped and unexpected tensors."""
         sources = {name: self._source(name) for name in shapes}
         missing = sorted(name for name, source in sources.items() if source is None)
         if missing:
@@ -222,7 +218,7 @@ class LanguageCheckpoint:
             ]
             return torch.stack(experts)
         tensor = self._tensor(source.names[0][0], files, stack)
-        # Checkpoints saved by the reference itself hold the other orientation; it goes by the shape as well.
+        # Checkpoints that the reference saved have the other orientation, which the shape shows.
         transposed = source.transposed and tuple(tensor.shape) != shape
         return tensor.transpose(1, 2).contiguous() if transposed else tensor
 
@@ -244,16 +240,16 @@ class LanguageCheckpoint:
 
 
 def _weight_map(path: Path) -> dict[str, str]:
-    """Tensor name -> shard file name, from the only file's header or from the index. Of a directory with
-    both, the file counts, as for the service's tower and for the reference. Raises InvalidRequest."""
+    """Tensor name -> shard file name, from a single file's header or from the index. The single file comes
+    first, as for the service's tower and for the reference. Raises InvalidRequest."""
     index, single = path / _INDEX_NAME, path / _SINGLE_NAME
     try:
         if single.exists():
-            # A safetensors file opens with its header's length, 8 bytes little-endian, and it as JSON.
+            # A safetensors file begins with the header's length, 8 bytes little-endian, and a JSON header.
             with single.open("rb") as file:
                 num_bytes = int.from_bytes(file.read(8), "little")
                 if num_bytes > single.stat().st_size:
-                    raise ValueError(f"it promises a header of {num_bytes} bytes")
+                    raise ValueError(f"it announces a header of {num_bytes} bytes")
                 header = json.loads(file.read(num_bytes))
             return {name: _SINGLE_NAME for name in header if name != "__metadata__"}
         if index.exists():

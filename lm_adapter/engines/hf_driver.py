@@ -1,14 +1,13 @@
-"""A language model driven by rows: prefill in chunks, greedy decoding.
+"""A language model that takes visual tokens as rows: chunked prefill and greedy decoding.
 
-Owns the batch: padding, chunks, the pass of embeddings, positions, mask and deepstack levels to the
-reference's text model, and the state between passes. Building that model belongs to ``hf``; positions are
-``mrope``'s, placeholders ``placeholders``', rows ``splice``'s.
+Owns the batch: padding, chunks, the call of the reference's text model with embeddings, positions, mask and
+deepstack levels, and the state between calls. Leaves building the model to ``hf``; positions, placeholders
+and rows to ``mrope``, ``placeholders`` and ``splice``.
 
 A batch is padded on the left, so that all prompts end in one column and decode together. A chunk is a range
-of columns. Padding is masked in attention and multiplied away before Qwen3.5's linear-attention layers,
-whose states stay zero until a prompt begins; they carry their convolution and recurrent states from chunk to
-chunk, with any chunk width. The reference drops that mask for a chunk of one column, since decoding never
-pads: a chunk of one column that holds padding is made two columns wide.
+of columns. Attention masks the padding, and Qwen3.5's linear-attention layers multiply it by zero, so that
+their convolution and recurrent states stay zero until a prompt begins. The reference ignores the mask of a
+chunk of one column, so a chunk of one column with padding is widened to two.
 
 Shape legend: B prompts, S padded length, C columns of a chunk, N tokens of a prompt, V visual tokens of a
 chunk or the vocabulary's size (in logits), D width, R rows of an item, L deepstack levels.
@@ -39,18 +38,16 @@ __all__ = ["Prefilled", "RemoteItem", "RemoteVisionLM"]
 
 @dataclass(frozen=True, eq=False)
 class RemoteItem:
-    """One image or clip of a prompt. rows: [R, D * (1 + L)]; num_deepstack_levels: L where the sender said
-    it; ready: see ``Splicer``, of rows that are still coming."""
+    """One image or clip of a prompt. rows: [R, D * (1 + L)]. num_deepstack_levels: L, if it is known."""
 
     grid_thw: Sequence[int]
     rows: torch.Tensor = field(repr=False)
     modality: Modality = Modality.IMAGE
     num_deepstack_levels: int | None = None
-    ready: Callable[[int], object] | None = field(default=None, repr=False)
 
     @classmethod
     def from_encoded(cls, encoded: EncodedRows, modality: Modality = Modality.IMAGE) -> RemoteItem:
-        """The item of a result; the rows share the result's memory."""
+        """The item of a result, whose memory it shares."""
         return cls(encoded.grid_thw, encoded.torch(), modality, encoded.num_deepstack_levels)
 
 
@@ -58,7 +55,7 @@ class RemoteItem:
 class Prefilled:
     """A batch after its prefill; ``RemoteVisionLM.decode`` advances it. It holds no rows and no positions.
 
-    logits_BV: of each prompt's last token; prompt_logits_NV: of every token of each prompt, where asked for.
+    logits_BV: of each prompt's last token; prompt_logits_NV: of every token of each prompt, if requested.
     lengths, deltas: tokens and M-RoPE delta of each prompt; num_decoded: tokens decoded since.
     """
 
@@ -202,7 +199,7 @@ class RemoteVisionLM:
         prompts: Sequence[Sequence[int] | npt.NDArray[np.integer]],
         items: Sequence[Sequence[RemoteItem]],
     ) -> tuple[list[ExpandedPrompt], list[Splicer], list[MRopePositions]]:
-        """Everything about the batch that can be wrong is found out here."""
+        """Checks the whole batch. Raises InvalidRequest, InvalidRows."""
         interface = self.interface
         asked = [
             [
@@ -229,7 +226,6 @@ class RemoteVisionLM:
                     self.layout,
                     inputs_embeds_dtype=self.dtype,
                     announced_levels=[item.num_deepstack_levels for item in prompt_items],
-                    ready=[item.ready for item in prompt_items],
                 )
             )
             if interface.uses_mrope:
@@ -241,8 +237,8 @@ class RemoteVisionLM:
         return expanded, splicers, positions
 
     def _padded_ids(self, expanded: Sequence[ExpandedPrompt], paddings: Sequence[int]) -> torch.Tensor:
-        """int64 [B, S]; padding and placeholders are id 0, because a placeholder need not be in the
-        vocabulary and its embedding is overwritten anyway."""
+        """int64 [B, S]. Padding and placeholders are id 0: a placeholder may lie outside the vocabulary, and
+        its embedding is overwritten."""
         import torch
 
         ids_BS = np.zeros((len(expanded), paddings[0] + len(expanded[0])), dtype=np.int64)
@@ -251,7 +247,7 @@ class RemoteVisionLM:
         return torch.from_numpy(ids_BS).to(self.device)
 
     def _attention_mask(self, paddings: Sequence[int], num_columns: int) -> torch.Tensor | None:
-        """int64 [B, num_columns], 0 at padding; None when nothing is padded."""
+        """int64 [B, num_columns], 0 at padding; None without padding."""
         import torch
 
         if not any(paddings):

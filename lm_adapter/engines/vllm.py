@@ -1,19 +1,18 @@
 """vLLM 0.32 without its vision tower: an out-of-tree encoder-cache connector, fed by the service.
 
 Owns the names that vLLM is given: the connector class for ``ec_connector_module_path``, and the plugin that
-this package's entry point registers. Neither is imported before vLLM asks for it. ``docs/vllm.md`` has the
-command line; the parts are
+this package's entry point registers. Both are imported on demand. ``docs/vllm.md`` has the command line. The
+modules are
 
 - ``vllm_connector``  the methods that vLLM calls, for scheduler and workers
-- ``vllm_book``       which requests wait for which rows, on what ``vllm_shelf`` holds
-- ``vllm_names``      what an image's name in vLLM's caches stands for
-- ``vllm_fetch``      the thread that fetches and checks them
-- ``vllm_encoders``   one encoder or a fleet of them
-- ``vllm_items``      ``ec_transfer_params`` and what must come
-- ``vllm_models``     model classes that run without a tower
-- ``vllm_front``      the HTTP front that turns ordinary chat requests into such requests; its parts are
-  ``vllm_rewrite``    what a request and a failure turn into
-  ``vllm_upstream``   vLLM's answers on their way
+- ``vllm_tracker``    which requests wait for which rows
+- ``vllm_row_cache``  the rows that requests share, and which image an identifier stands for
+- ``vllm_fetch``      the thread that fetches and checks rows
+- ``vllm_items``      ``ec_transfer_params``, and the rows that a request needs
+- ``vllm_settings``   the connector's settings
+- ``vllm_models``     model classes that run without a tower; Kimi-K2.5's is in ``vllm_kimi``
+- ``vllm_front``      the HTTP front that turns ordinary chat requests into such requests, with
+  ``vllm_rewrite`` (requests and failures) and ``vllm_upstream`` (vLLM's answers)
 """
 
 from __future__ import annotations

@@ -22,7 +22,6 @@ from typing import Any
 
 from lm_adapter.channel import ClientTls
 from lm_adapter.client import AsyncVisionEncoderClient
-from lm_adapter.engines.vllm_access import Access
 from lm_adapter.engines.vllm_front_images import FrontImages
 from lm_adapter.engines.vllm_front_requests import (
     DEFAULT_HELD_BYTES,
@@ -33,6 +32,7 @@ from lm_adapter.engines.vllm_front_requests import (
     held_body,
 )
 from lm_adapter.engines.vllm_rewrite import ChatImages, Choices, Failure, failure_of
+from lm_adapter.engines.vllm_settings import Access
 from lm_adapter.engines.vllm_upstream import Answer, Failures, vllm_away
 from lm_adapter.errors import EncoderError, InvalidRequest, MissingDependency
 
@@ -264,7 +264,7 @@ def main(arguments: list[str] | None = None) -> None:
 
     try:
         access = Access(**{field.name: getattr(options, field.name) for field in fields(Access)})
-        tls = access.client_tls(_option)
+        tls = access.client_tls()
         _room(options.max_held_bytes)
     except InvalidRequest as error:
         parser.error(error.message)

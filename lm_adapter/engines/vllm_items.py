@@ -1,9 +1,9 @@
-"""What a vLLM request says of its images: our keys beside vLLM's features, and the rows that must come.
+"""The images of a vLLM request: embedding keys beside vLLM's features, and the rows that they need.
 
-Owns the form of ``ec_transfer_params`` (built for the front, read for the connector), the geometry that a
-consumer expects, and the comparison of both with the placeholders that vLLM made. vLLM's own identifiers
-(the client's UUID, or a hash of it when processor arguments are in play) name places in its caches here and
-are never taken for keys. Knows neither vLLM nor torch: requests and configs are looked at by attribute.
+Owns the form of ``ec_transfer_params`` (built by the front, read by the connector), the geometry of rows that
+the language model takes, and the comparison of both with vLLM's placeholders. vLLM's identifiers (the UUID of
+the client, or a hash of it if there are processor arguments) name places in its caches and are never keys.
+Imports neither vLLM nor torch: requests and configs are read by attribute.
 """
 
 from __future__ import annotations
@@ -32,10 +32,8 @@ __all__ = [
 ]
 
 PARAMS_FIELD = "vision_encoder"
-"""Our part of ``ec_transfer_params``."""
+"""The field of ``ec_transfer_params`` that belongs to this project."""
 MAX_REPLY_CHARS = 64
-MAX_REPLICA_CHARS = 300
-"""More than a host name and a port have."""
 GRID_FIELDS = ("image_grid_thw", "video_grid_thw", "grid_thws")
 PIXEL_FIELDS = ("pixel_values", "pixel_values_videos")
 
@@ -53,7 +51,7 @@ class Geometry:
 
     @classmethod
     def of_model(cls, model_config: Any, *, check_finite: bool = False) -> Geometry:
-        """Of vLLM's ModelConfig. Raises InvalidRequest for other families and dtypes."""
+        """From vLLM's ModelConfig. Raises InvalidRequest for other families and dtypes."""
         config = model_config.hf_config
         interface = vision_interface(config.to_dict())
         dtype = str(model_config.dtype).removeprefix("torch.")
@@ -78,7 +76,7 @@ class Geometry:
         return self.num_rows(grid) * self.width * ITEMSIZE_BYTES[self.dtype]
 
     def check(self, rows: EncodedRows, grid: Grid) -> None:
-        """Raises InvalidRows for anything but what the prompt has room for."""
+        """Raises InvalidRows unless the rows fit the model and a prompt with this grid."""
         check_rows(
             rows,
             grid=grid,
@@ -92,8 +90,8 @@ class Geometry:
         self.check_size(rows, grid)
 
     def check_size(self, rows: EncodedRows, grid: Grid) -> None:
-        """Raises InvalidRows for rows of another grid, or of another number than a prompt with this grid has
-        room for: a clip of several chunks has more."""
+        """Raises InvalidRows for another grid, or another number of rows than a prompt with this grid has
+        placeholders for. A clip of several chunks has more rows."""
         num_rows = self.num_rows(grid)
         if rows.grid_thw != grid or rows.num_rows != num_rows:
             raise InvalidRows(
@@ -105,57 +103,44 @@ class Geometry:
             )
 
     def zeros(self, num_rows: int) -> EncodedRows:
-        """Rows in place of some that cannot be given, to be thrown away with what is made of them."""
+        """Zeros in place of rows that are missing, for a request that is about to be rejected."""
         payload = np.zeros(num_rows * self.width * ITEMSIZE_BYTES[self.dtype], dtype=np.uint8)
         grid = Grid(1, self.merge_size, self.merge_size * num_rows)
         return EncodedRows(b"", b"", grid, num_rows, self.width, self.dtype, self.num_levels, payload)
 
 
 class KeyedItem(NamedTuple):
-    """One image of a request. replica: of a fleet, the one that took it (``PrefetchStatus.target``); empty
-    where that is not known."""
+    """One image of a request."""
 
     key: bytes
     grid: Grid
-    replica: str = ""
 
 
 @dataclass(frozen=True)
 class WantedRows:
-    """One feature of a request. identifier: its name in vLLM's caches; end: the token after its
-    placeholders; key: None for pixels that vLLM encodes by itself; grid: as the request says, zeros for
-    pixels with which vLLM keeps none; replica: as the request says, and not to be relied on."""
+    """One feature of a request. identifier: its name in vLLM's caches. end: the token after its placeholders.
+    key: None for pixels that vLLM encodes by itself. grid: as the request claims; zeros for pixels with which
+    vLLM keeps none."""
 
     identifier: str
     end: int
     key: bytes | None
     grid: Grid
     num_bytes: int
-    replica: str = ""
 
 
-def transfer_params(
-    items: Sequence[tuple[bytes, Grid] | tuple[bytes, Grid, str]], reply: str = ""
-) -> dict[str, Any]:
-    """``ec_transfer_params`` of a request with these items (key, grid and, where known, replica), in prompt
-    order. reply: a name that the connector's account of a failure carries."""
-    ours: dict[str, Any] = {"items": [_described(KeyedItem(*item)) for item in items]}
+def transfer_params(items: Sequence[tuple[bytes, Grid]], reply: str = "") -> dict[str, Any]:
+    """``ec_transfer_params`` of a request with these items (key, grid), in prompt order. reply: a name that
+    the connector's report of a failure carries."""
+    ours: dict[str, Any] = {"items": [{"key": key.hex(), "grid_thw": list(grid)} for key, grid in items]}
     if reply:
         ours["reply"] = reply
     return {PARAMS_FIELD: ours}
 
 
-def _described(item: KeyedItem) -> dict[str, Any]:
-    """A connector of before there were replicas takes no notice of theirs."""
-    said: dict[str, Any] = {"key": item.key.hex(), "grid_thw": list(item.grid)}
-    if item.replica:
-        said["replica"] = item.replica
-    return said
-
-
 def read_params(params: object) -> tuple[list[KeyedItem], str]:
-    """Items and reply name of ``ec_transfer_params``; none where it has no part of ours.
-    Raises InvalidRequest for a part that has no meaning."""
+    """Items and reply name of ``ec_transfer_params``; no items if it lacks ``PARAMS_FIELD``. Raises
+    InvalidRequest."""
     ours = params.get(PARAMS_FIELD) if isinstance(params, Mapping) else None
     if ours is None:
         return [], ""
@@ -170,40 +155,46 @@ def read_params(params: object) -> tuple[list[KeyedItem], str]:
 def wanted_rows(request: Any, geometry: Geometry, *, has_tower: bool) -> tuple[list[WantedRows], str]:
     """A vLLM request's features with their keys, in prompt order, and its reply name.
 
-    Features that came with pixels are vLLM's own where it has a tower. Raises InvalidRequest, naming both
-    figures, where items, grids and placeholders do not belong together.
+    Features with pixels belong to vLLM's tower, if it has one. Raises InvalidRequest, with both figures, if
+    items, grids and placeholders do not match.
     """
     items, reply = read_params(request.ec_transfer_params)
     features = request.mm_features
-    own = [has_tower and _has_pixels(feature) for feature in features]
-    if own.count(False) != len(items):
+    for_tower = [has_tower and _has_pixels(feature) for feature in features]
+    if for_tower.count(False) != len(items):
         raise _invalid(
-            f"the prompt has {own.count(False)} images without pixels, {PARAMS_FIELD} has {len(items)} items"
+            f"the prompt has {for_tower.count(False)} images without pixels, {PARAMS_FIELD} has {len(items)} "
+            "items"
         )
-    keyed = iter(items)
+    remaining = enumerate(items)
     wanted = []
-    for number, (feature, is_own) in enumerate(zip(features, own, strict=True)):
+    for feature, is_for_tower in zip(features, for_tower, strict=True):
         position = feature.mm_position
         end = position.offset + position.length
         described = _grid_of(feature)
-        if is_own:
-            own_grid = Grid(*described) if described is not None and len(described) == 3 else Grid(0, 0, 0)
-            wanted.append(WantedRows(feature.identifier, end, None, own_grid, 0))
+        if is_for_tower:
+            grid = Grid(*described) if described is not None and len(described) == 3 else Grid(0, 0, 0)
+            wanted.append(WantedRows(feature.identifier, end, None, grid, 0))
             continue
-        key, grid, replica = next(keyed)
-        if grid.h % geometry.merge_size or grid.w % geometry.merge_size:
-            raise _invalid(
-                f"item {number} has grid_thw {list(grid)}, h and w are multiples of {geometry.merge_size}"
-            )
-        if described is not None and described != tuple(grid):
-            raise _invalid(
-                f"item {number} has grid_thw {list(grid)}, its placeholders were made for {list(described)}"
-            )
+        number, (key, grid) = next(remaining)
+        _check_grid(number, grid, described, geometry)
         num_rows, num_places = geometry.num_rows(grid), position.get_num_embeds()
         if num_rows != num_places:
             raise _invalid(f"item {number} has {num_rows} rows, the prompt has {num_places} placeholders")
-        wanted.append(WantedRows(feature.identifier, end, key, grid, geometry.num_bytes(grid), replica))
+        wanted.append(WantedRows(feature.identifier, end, key, grid, geometry.num_bytes(grid)))
     return wanted, reply
+
+
+def _check_grid(number: int, grid: Grid, described: tuple[int, ...] | None, geometry: Geometry) -> None:
+    """described: the grid that vLLM made the placeholders for. Raises InvalidRequest."""
+    if grid.h % geometry.merge_size or grid.w % geometry.merge_size:
+        raise _invalid(
+            f"item {number} has grid_thw {list(grid)}, h and w are multiples of {geometry.merge_size}"
+        )
+    if described is not None and described != tuple(grid):
+        raise _invalid(
+            f"item {number} has grid_thw {list(grid)}, its placeholders were made for {list(described)}"
+        )
 
 
 def _item(number: int, item: object) -> KeyedItem:
@@ -219,12 +210,7 @@ def _item(number: int, item: object) -> KeyedItem:
     sides = [side for side in grid if type(side) is int and side > 0] if isinstance(grid, list) else []
     if len(sides) != 3 or not isinstance(grid, list) or len(grid) != 3:
         raise _invalid(f"item {number} has grid_thw {grid!r:.80}, needs three positive integers")
-    replica = item.get("replica", "")
-    if not isinstance(replica, str) or len(replica) > MAX_REPLICA_CHARS:
-        raise _invalid(
-            f"item {number} has replica {replica!r:.80}, a text of at most {MAX_REPLICA_CHARS} characters"
-        )
-    return KeyedItem(key, Grid(*sides), replica)
+    return KeyedItem(key, Grid(*sides))
 
 
 def _has_pixels(feature: Any) -> bool:
@@ -232,7 +218,7 @@ def _has_pixels(feature: Any) -> bool:
 
 
 def _grid_of(feature: Any) -> tuple[int, ...] | None:
-    """The grid that vLLM made the placeholders by; None where it keeps none with the feature."""
+    """The grid that vLLM made the placeholders for; None if the feature has none."""
     for name in GRID_FIELDS:
         if feature.data is not None and name in feature.data:
             return tuple(int(side) for side in feature.data[name].data.reshape(-1))

@@ -7,6 +7,7 @@ when rows could not be had. Pure: no sockets, no server. ``vllm_front`` moves th
 from __future__ import annotations
 
 import base64
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -32,6 +33,8 @@ IMAGE_PARTS = ("image_url", "input_image")
 OTHER_MEDIA = ("video_url", "audio_url", "input_audio", "image_pil")
 GRID_FIELDS = {"kimi_k25": "grid_thws"}
 OPTION_NAMES = {field.name for field in fields(PreprocessOptions)}
+MAX_URL_CHARS = 8192
+_NO_URL_CHAR = re.compile(r"[^\x21-\x7e]|\\")
 MAX_PIXELS = 2**64 - 1
 MAX_COUNT = 2**32 - 1
 """That the wire carries, of pixels and of everything else that is counted."""
@@ -81,14 +84,13 @@ class ChatImages:
 
 @dataclass(frozen=True)
 class Failure:
-    """Why image rows could not be had, for a caller. status: of HTTP; replica: that was to have them."""
+    """Why image rows could not be had, for a caller. status: of HTTP."""
 
     status: int
     reason: str
     message: str
     retryable: bool = False
     retry_after_ms: int = 0
-    replica: str = ""
 
     @property
     def may_help_again(self) -> bool:
@@ -117,7 +119,6 @@ class Failure:
             str(account.get("message", "image rows could not be had")),
             bool(account.get("retryable")),
             int(account.get("retry_after_ms", 0)),
-            str(account.get("replica", "")),
         )
 
 
@@ -179,8 +180,7 @@ def rewritten(
     Processor arguments were the encoder's: with them vLLM would rehash the names."""
     field = GRID_FIELDS.get(family, "image_grid_thw")
     parts: list[dict[str, Any]] = [
-        {"type": "image_embeds", "image_embeds": {field: list(grid)}, "uuid": key.hex()}
-        for key, grid, _ in rows
+        {"type": "image_embeds", "image_embeds": {field: list(grid)}, "uuid": key.hex()} for key, grid in rows
     ]
     found = {name: value for name, value in body.items() if name != "mm_processor_kwargs"}
     transfer = {**(body.get("ec_transfer_params") or {}), **transfer_params(rows, reply)}
@@ -211,9 +211,8 @@ def _item(value: object, number: int, options: PreprocessOptions) -> ImageItem |
             f"message {number} has an image whose url is a {type(url).__name__}, needs a text"
         )
     if not url.startswith("data:"):
-        item = UrlItem(url, options=options)
-        item.check()
-        return item
+        check_url(url)
+        return UrlItem(url, options=options)
     header, comma, text = url.partition(",")
     if not comma or not header.endswith(";base64"):
         raise InvalidRequest(f"message {number} has a data: URL that is not base64")
@@ -258,3 +257,24 @@ def _option(name: str, value: Any) -> Any:
             f"mm_processor_kwargs has {name} {value!r:.80}, needs a whole number of 1 to {most}"
         )
     return int(value)
+
+
+def check_url(url: str) -> None:
+    """The URL's form, before anything is asked of the encoder. Raises InvalidRequest with reason URL_REFUSED,
+    which does not repeat the URL: it may contain secrets."""
+    if len(url) > MAX_URL_CHARS:
+        raise _refused(f"the URL has {len(url)} characters, at most {MAX_URL_CHARS} are taken")
+    if (found := _NO_URL_CHAR.search(url)) is not None:
+        raise _refused(f"the URL has {found[0]!r} at character {found.start()}, which no URL has: quote it")
+    scheme, separator, rest = url.partition("://")
+    if not separator or scheme.lower() not in ("https", "http"):
+        raise _refused("the URL does not begin with https:// or http://")
+    authority = re.split(r"[/?#]", rest, maxsplit=1)[0]
+    if not authority.partition(":")[0]:
+        raise _refused("the URL names no host")
+    if "@" in authority:
+        raise _refused("the URL has a user in it, and no service sends one")
+
+
+def _refused(message: str) -> InvalidRequest:
+    return InvalidRequest(message, reason="URL_REFUSED")

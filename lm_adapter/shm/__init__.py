@@ -1,5 +1,1 @@
-"""Rows in the encoder's memory on the same host: attach to its arenas, map them, read the directory, copy
-rows.
-
-``broker`` speaks to the encoder's broker, ``mapping`` maps memory read-only, ``reader`` finds and copies
-rows, ``attachment`` keeps a client attached for as long as its encoder lives."""
+"""Rows in the encoder's memory on the same host: attach, map, find, copy."""

@@ -31,7 +31,6 @@ from vision_encoder.v1 import encoder_pb2 as pb
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["TRANSPORTS", "AttachedMemory", "SharedMemory", "Transport", "check_transports", "host_id"]
 
 TRANSPORTS = ("device", "host", "inline")
 """Every way of delivery, in the default order of preference."""
@@ -55,15 +54,11 @@ class Transport(NamedTuple):
 class AttachedMemory:
     """The mapped arenas of one kind that a namespace may read."""
 
-    def __init__(self, name: str, instance_id: str, arenas: Sequence[MappedArena]) -> None:
+    def __init__(self, name: str, arenas: Sequence[MappedArena]) -> None:
         self.name = name
-        self.instance_id = instance_id
         self.delivery = _DELIVERIES[name]
+        self.num_bytes = sum(arena.size_bytes for arena in arenas)
         self._arenas = {arena.arena_id: arena for arena in arenas}
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(arena.size_bytes for arena in self._arenas.values())
 
     def find(self, key: bytes) -> tuple[MappedArena, Record] | None:
         """Where a key's rows are listed."""
@@ -159,19 +154,18 @@ class SharedMemory:
             )
             return self.transport
 
-    @property
-    def needs_wait(self) -> bool:
-        """Whether a call has to wait for an attachment, since inline is excluded."""
-        return not self._allows_inline and self._attached is None
-
     def require(self, timeout_s: float) -> None:
-        """Waits for an attachment. Raises TransportUnavailable."""
+        """Waits for an attachment if inline is excluded. Raises TransportUnavailable."""
         with self._changed:
-            self._changed.wait_for(lambda: self._attached is not None or self._is_final, timeout_s)
-        if self._attached is None:
+            self._changed.wait_for(lambda: not self.needs_wait or self._is_final, timeout_s)
+        if self.needs_wait:
             raise TransportUnavailable(
                 f"rows cannot come by {' or '.join(self._names)}: {self.transport.reason}"
             )
+
+    @property
+    def needs_wait(self) -> bool:
+        return not self._allows_inline and self._attached is None
 
     def close(self) -> None:
         """Detaches and unmaps. Harmless when repeated."""
@@ -275,15 +269,17 @@ class SharedMemory:
             if not arenas:
                 raise BrokerError(f"the broker has no {name} arena for this namespace")
             undo.pop_all()
-        return connection, AttachedMemory(name, welcome.instance_id, arenas)
+        return connection, AttachedMemory(name, arenas)
 
     def _resolve_device(self) -> torch.device:
+        from lm_adapter.shm.device import resolve_device
+
         device = self._device
         if device is None and self._names == ["device"] and not self._allows_inline:
             device = "cuda"  # nothing else is allowed
         if device is None:
             raise MappingFailed("this process does not use CUDA, and the client was given no device")
-        return mapping.resolve_device(device)
+        return resolve_device(device)
 
     def _set_transport(self, transport: Transport) -> None:
         """With the lock held. One log line for each change."""

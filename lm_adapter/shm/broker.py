@@ -18,8 +18,6 @@ from vision_encoder.layout import LAYOUT_VERSION
 from vision_encoder.layout.frames import FrameError, FrameReader, encode_frame
 from vision_encoder.v1 import broker_pb2 as pb
 
-__all__ = ["Attachment", "BrokerConnection"]
-
 PROTOCOL_VERSION = 1
 MIN_PROTOCOL_VERSION = 1
 MAX_PATH_BYTES = 107

@@ -1,40 +1,20 @@
-"""Maps memory that the encoder shares, read-only: host memfds, and device allocations exported as
-descriptors.
+"""Maps host memory that the encoder shares, read-only, and names the caller's GPU and stream.
 
-Owns a mapping, copies out of it, and its end. A device allocation is mapped for one GPU of this process, also
-when the GPU that holds the bytes is not visible here. Copies go to private memory on a stream of this module
-and are complete on return. Driver calls and waits run in the relaxed capture mode, so they neither fail nor
-invalidate a CUDA graph capture of another thread. torch and cuda-bindings are imported for device memory
-alone."""
+Owns host mappings and copies out of them. Device memory is ``device``'s, which is imported when a client
+attaches to a device arena; nothing here imports torch."""
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
-import functools
 import mmap
 import os
 import sys
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from lm_adapter.errors import MappingFailed, MissingDependency
-
-if TYPE_CHECKING:
-    import torch
-
-__all__ = [
-    "DeviceMemory",
-    "HostMemory",
-    "current_device",
-    "current_stream",
-    "map_words",
-    "relaxed_capture",
-    "resolve_device",
-]
+from lm_adapter.errors import MappingFailed
 
 _SIZE_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 _WARM_STEP_BYTES = 64 << 20
@@ -66,112 +46,6 @@ class HostMemory:
         self._bytes = np.empty(0, dtype=np.uint8)
 
 
-class DeviceMemory:
-    """A mapped device arena. Not used after ``unmap``."""
-
-    def __init__(self, fd: int, size_bytes: int, device: torch.device) -> None:
-        """fd: the exported allocation, which the caller closes. size_bytes: of the whole allocation. device:
-        the GPU that reads. Raises MappingFailed where this GPU cannot access the memory, MissingDependency
-        without cuda-bindings."""
-        import torch
-
-        self._torch = torch
-        self._driver = _load_driver()
-        self.size_bytes = size_bytes
-        self.device = resolve_device(device)
-        self._unmap_steps: list[tuple[str, tuple[Any, ...]]] = []
-        with self._driver_calls():
-            self._address = self._map(fd)
-        with relaxed_capture():
-            self._stream: Any = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
-
-    def read(self, offset_bytes: int, num_bytes: int) -> bytes:
-        """A copy of a few bytes."""
-        with relaxed_capture():
-            return bytes(self.copy(offset_bytes, num_bytes).cpu().numpy())
-
-    def copy(self, offset_bytes: int, num_bytes: int, stream: Any = None) -> torch.Tensor:
-        """A private copy, uint8 [num_bytes] on ``device``, complete on return. Does not wait for other
-        streams.
-
-        stream: on which the caller uses the rows; by default the current one. The copy's memory belongs to
-        the pool of this module's stream, so ``record_stream`` keeps the allocator from reusing it too early.
-        """
-        torch = self._torch
-        if stream is None or stream.device != self.device:
-            stream = torch.cuda.current_stream(self.device)
-        with relaxed_capture():
-            with torch.cuda.stream(self._stream):
-                out = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
-            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            try:
-                with self._context():
-                    _call(
-                        self._driver,
-                        "cuMemcpyDtoDAsync",
-                        out.data_ptr(),
-                        self._address + offset_bytes,
-                        num_bytes,
-                        self._stream.cuda_stream,
-                    )
-                event.record(self._stream)
-                event.synchronize()
-            except BaseException:
-                # An interrupted copy: its memory goes back to the allocator only when it is complete.
-                self._stream.synchronize()
-                raise
-            out.record_stream(stream)
-        return out
-
-    def unmap(self) -> None:
-        """The caller has waited for its copies. Harmless when repeated; after MappingFailed it continues
-        where it failed."""
-        if self._unmap_steps:
-            with self._driver_calls():
-                while self._unmap_steps:
-                    name, arguments = self._unmap_steps[-1]
-                    _call(self._driver, name, *arguments)
-                    self._unmap_steps.pop()
-
-    def _map(self, fd: int) -> int:
-        driver, size_bytes = self._driver, self.size_bytes
-        kind = driver.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
-        handle = _call(driver, "cuMemImportFromShareableHandle", fd, kind)
-        try:
-            pointer = _call(driver, "cuMemAddressReserve", size_bytes, 0, 0, 0)
-            self._unmap_steps.append(("cuMemAddressFree", (pointer, size_bytes)))
-            _call(driver, "cuMemMap", pointer, size_bytes, 0, handle, 0)
-            self._unmap_steps.append(("cuMemUnmap", (pointer, size_bytes)))
-            access = driver.CUmemAccessDesc()
-            location = driver.CUmemLocation()
-            location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
-            location.id = self.device.index
-            access.location = location
-            access.flags = driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READ
-            _call(driver, "cuMemSetAccess", pointer, size_bytes, [access], 1)
-        except BaseException:
-            with contextlib.suppress(MappingFailed):
-                self.unmap()
-            raise
-        finally:
-            _call(driver, "cuMemRelease", handle)  # the mapping keeps the memory
-        return int(pointer)
-
-    @contextlib.contextmanager
-    def _driver_calls(self) -> Iterator[None]:
-        with self._context(), relaxed_capture():
-            yield
-
-    @contextlib.contextmanager
-    def _context(self) -> Iterator[None]:
-        """The device's primary context on this thread."""
-        _call(self._driver, "cuCtxPushCurrent", _primary_context(self.device.index))
-        try:
-            yield
-        finally:
-            _call(self._driver, "cuCtxPopCurrent")
-
-
 def map_words(fd: int, size_bytes: int) -> memoryview:
     """A sealed memfd as read-only 64-bit words. Raises MappingFailed."""
     if size_bytes % 8:
@@ -193,38 +67,6 @@ def current_stream() -> Any:
     """The calling thread's current CUDA stream, None if this process does not use CUDA."""
     torch: Any = sys.modules.get("torch")
     return torch.cuda.current_stream() if torch is not None and torch.cuda.is_initialized() else None
-
-
-def resolve_device(device: str | int | torch.device) -> torch.device:
-    """The GPU of this name; without an index, the current one. Raises MappingFailed if it is not visible."""
-    try:
-        import torch
-    except ImportError as error:
-        raise MappingFailed("torch is not installed") from error
-    if torch.cuda._is_in_bad_fork():
-        raise MappingFailed("this process was forked from one that used CUDA, and cannot use it")
-    if not torch.cuda.is_available():
-        raise MappingFailed("no CUDA device is visible to this process")
-    found = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
-    if found.type != "cuda":
-        raise MappingFailed(f"device arenas are read by a CUDA device, {found} is none")
-    index = found.index if found.index is not None else torch.cuda.current_device()
-    if index >= torch.cuda.device_count():
-        raise MappingFailed(f"device {index} of {torch.cuda.device_count()} CUDA devices does not exist")
-    return torch.device("cuda", index)
-
-
-@contextlib.contextmanager
-def relaxed_capture() -> Iterator[None]:
-    """Calls of this thread neither fail nor invalidate a capture of another thread. Raises MissingDependency
-    without cuda-bindings."""
-    driver = _load_driver()
-    relaxed = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
-    previous = _call(driver, "cuThreadExchangeStreamCaptureMode", relaxed)
-    try:
-        yield
-    finally:
-        _call(driver, "cuThreadExchangeStreamCaptureMode", previous)
 
 
 def _map_sealed(fd: int, size_bytes: int) -> mmap.mmap:
@@ -249,34 +91,3 @@ def _map_sealed(fd: int, size_bytes: int) -> mmap.mmap:
         return mmap.mmap(fd, size_bytes, prot=mmap.PROT_READ)
     except (OSError, OverflowError) as error:
         raise MappingFailed(f"{size_bytes} bytes of host memory cannot be mapped: {error}") from error
-
-
-@functools.cache
-def _load_driver() -> Any:
-    try:
-        from cuda.bindings import driver
-    except ImportError as error:
-        raise MissingDependency("cuda-bindings", "mapping the encoder's device memory") from error
-    return driver
-
-
-def _call(driver: Any, name: str, *arguments: Any) -> Any:
-    """Calls a driver function and returns its result. Raises MappingFailed with the driver's error name."""
-    try:
-        status, *results = getattr(driver, name)(*arguments)
-    except RuntimeError as error:  # the package is there, the driver's library is not
-        raise MappingFailed(f"{name} cannot be called: {error}", details={"call": name}) from error
-    if int(status):
-        raise MappingFailed(
-            f"{name} failed with {getattr(status, 'name', status)}",
-            details={"call": name, "status": int(status)},
-        )
-    return results[0] if results else None
-
-
-@functools.cache
-def _primary_context(index: int) -> Any:
-    """The context that torch uses on the device, retained for the life of the process."""
-    driver = _load_driver()
-    _call(driver, "cuInit", 0)
-    return _call(driver, "cuDevicePrimaryCtxRetain", _call(driver, "cuDeviceGet", index))

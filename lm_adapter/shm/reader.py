@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from lm_adapter.errors import MappingFailed
 from lm_adapter.shm.broker import Attachment
-from lm_adapter.shm.mapping import DeviceMemory, HostMemory, map_words
+from lm_adapter.shm.mapping import HostMemory, map_words
 from vision_encoder.layout import control_page, directory
 from vision_encoder.layout.control_page import CLOSED_WORD, FIRST_GENERATION_WORD, WORD_BYTES, LayoutError
 from vision_encoder.layout.directory import FIRST_PLACE_WORD, RECORD, Record
@@ -28,7 +28,8 @@ from vision_encoder.v1 import broker_pb2
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["MappedArena"]
+    from lm_adapter.shm.device import DeviceMemory
+
 
 _INSTANCE_WORD = 4
 
@@ -62,11 +63,13 @@ class MappedArena:
         self._users = threading.Condition()
         self._num_users = 0
         self._is_closing = False
-        self._memory: HostMemory | DeviceMemory = (
-            HostMemory(attachment.data_fd, geometry.size_bytes)
-            if device is None
-            else DeviceMemory(attachment.data_fd, geometry.size_bytes, device)
-        )
+        self._memory: HostMemory | DeviceMemory
+        if device is None:
+            self._memory = HostMemory(attachment.data_fd, geometry.size_bytes)
+        else:
+            from lm_adapter.shm.device import DeviceMemory
+
+            self._memory = DeviceMemory(attachment.data_fd, geometry.size_bytes, device)
 
     @property
     def size_bytes(self) -> int:

@@ -24,8 +24,7 @@ REQUESTS: dict[str, type[Message]] = {
     "Prefetch": pb.PrefetchRequest,
     "Encode": pb.EncodeRequest,
     "Fetch": pb.FetchRequest,
-    "Release": pb.ReleaseRequest,
-    "Renew": pb.RenewRequest,
+    "Touch": pb.TouchRequest,
 }
 INTEGERS = (0, 1, 2, 3, 7, 255, 256, 65535, 65536, 1 << 30, (1 << 31) - 1, 1 << 31, (1 << 32) - 1, 1 << 62)
 FLOATS = (0.0, -0.0, 1.0, -1.0, 1e-300, 1e300, 6e4, float("inf"), float("-inf"), float("nan"))
@@ -95,9 +94,6 @@ def tensor_item(rng: random.Random) -> pb.Item:
             ("", "ve-pixels-x", "../../etc/passwd", "ve-pixels-" + "a" * 300, "a/b", "\x01")
         )
         shm.shape.extend((4, PATCH_DIM))
-        shm.stride_bytes.extend(
-            rng.choice((-(1 << 63), -4, 0, 4, (1 << 63) - 1)) for _ in range(rng.randint(0, 3))
-        )
     else:
         pixels.inline.CopyFrom(pb.InlineTensor(dtype=dtype, shape=shape, data=data))
     modality = rng.choice((pb.MODALITY_IMAGE, pb.MODALITY_VIDEO))

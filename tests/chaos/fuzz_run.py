@@ -1,8 +1,8 @@
-"""Ten thousand bad inputs against the service, over gRPC and straight at its handlers.
+"""Ten thousand bad inputs against the service, over gRPC.
 
-Owns the judgement: every call ends in time with an answer that the contract knows, no answer says that the
-service is at fault, good images keep getting the same rows in between, and in the end nothing is held: bytes,
-permits, flights, descriptors, threads, objects, memory. Run it by itself:
+Owns the judgement: every call ends in time with an answer of the contract, no answer blames the service, good
+images keep getting the same rows in between, and in the end nothing is held: bytes, permits, encodes,
+descriptors, threads, objects, memory. Run it by itself:
 
     python -m tests.chaos.fuzz_run --inputs 10000 [--seed N] [--json FILE]
 """
@@ -10,7 +10,6 @@ permits, flights, descriptors, threads, objects, memory. Run it by itself:
 from __future__ import annotations
 
 import argparse
-import asyncio
 import contextlib
 import ctypes
 import gc
@@ -32,7 +31,6 @@ import grpc
 import structlog
 from PIL import Image
 
-from encoder_service.rpc.server import method_handlers
 from encoder_service.towers.synthetic import make_checkpoint
 from tests.chaos.fuzz_messages import Call, make_call
 from tests.integration.conftest import RunningService
@@ -54,7 +52,7 @@ SETTINGS: dict[str, object] = {
     "drain_grace_s": 10,
     "shm_prefixes": "ve-pixels-",
 }
-# What a caller's own mistake may be answered with; all else is ours.
+# Statuses of a caller's own mistake. All others are the service's.
 CALLERS_FAULT = frozenset(
     (
         grpc.StatusCode.OK,
@@ -71,7 +69,7 @@ TIMEOUT_S = 60.0
 NUM_CALLERS = 4
 # A good image goes between so many inputs.
 CANARY_EVERY = 50
-# Of the figures at the end over those after the first tenth: what allocators and caches may still take.
+# Growth from the first tenth of the inputs to the end: allocators and caches still fill.
 MAX_NEW_BYTES = 96 << 20
 MAX_NEW_ALLOCATED_BYTES = 32 << 20
 MAX_NEW_OBJECTS = 0.10
@@ -95,7 +93,7 @@ class Mallinfo(ctypes.Structure):
 
 @dataclass
 class Report:
-    """What came of a run. complaints: what must not have happened."""
+    """The result of a run. complaints: what must not happen."""
 
     seed: int
     num_inputs: int = 0
@@ -107,54 +105,12 @@ class Report:
     slowest_ms: float = 0.0
 
 
-class Aborted(Exception):
-    """What a context raises where gRPC's would end the call."""
-
-
-class DirectContext:
-    """The side of a call that handlers see, without a network."""
-
-    def __init__(self, request: bytes) -> None:
-        self._request: bytes | None = request
-        self.status = grpc.StatusCode.OK
-        self.written: list[object] = []
-
-    def peer(self) -> str:
-        return "ipv4:127.0.0.1:1"
-
-    def invocation_metadata(self) -> tuple[tuple[str, str], ...]:
-        return ()
-
-    def set_trailing_metadata(self, metadata: object) -> None:
-        pass
-
-    def time_remaining(self) -> float | None:
-        return TIMEOUT_S
-
-    def code(self) -> grpc.StatusCode:
-        return self.status
-
-    async def read(self) -> object:
-        request, self._request = self._request, None
-        return grpc.aio.EOF if request is None else request
-
-    async def write(self, message: object) -> None:
-        self.written.append(message)
-
-    async def abort(self, status: grpc.StatusCode, details: str, metadata: object = ()) -> None:
-        self.status = status
-        raise Aborted(details)
-
-
 class Fuzz:
     """One run against one service."""
 
     def __init__(self, service: RunningService, seed: int) -> None:
         self._service = service
         self.report = Report(seed)
-        servicer = service.service._grpc.servicer
-        assert servicer is not None
-        self._handlers = method_handlers(servicer, service.service._gate)
         self._lock = threading.Lock()
         self._canary: bytes | None = None
 
@@ -185,7 +141,7 @@ class Fuzz:
         call = make_call(random.Random(f"{self.report.seed} {index}"))
         started_s = time.monotonic()
         try:
-            answers = self._directly(call) if index % 3 == 0 else self._over_grpc(call)
+            answers = self._ask(call)
         except Exception as error:  # what must not happen is what is looked for
             answers = [f"raised {type(error).__name__}: {error}"]
         took_ms = (time.monotonic() - started_s) * 1e3
@@ -201,7 +157,7 @@ class Fuzz:
         if index % CANARY_EVERY == 0:
             self._check_canary(index)
 
-    def _over_grpc(self, call: Call) -> list[str]:
+    def _ask(self, call: Call) -> list[str]:
         path = f"/vision_encoder.v1.VisionEncoder/{call.method}"
         try:
             if call.method in STREAMS:
@@ -211,21 +167,6 @@ class Fuzz:
         except grpc.RpcError as error:
             return [judge_status(error.code(), error.details())]  # type: ignore[attr-defined]
         return ["answered"]
-
-    def _directly(self, call: Call) -> list[str]:
-        async def drive() -> list[str]:
-            context, handler = DirectContext(call.request), self._handlers[call.method]
-            try:
-                async with asyncio.timeout(TIMEOUT_S):
-                    if call.method not in STREAMS:
-                        await handler.stream_unary(None, context)  # type: ignore[misc]
-                        return ["answered"]
-                    await handler.stream_stream(None, context)  # type: ignore[misc]
-                    return judge_events(call, list(map(as_event, context.written)))
-            except Aborted as error:
-                return [judge_status(context.status, str(error))]
-
-        return asyncio.run_coroutine_threadsafe(drive(), self._service.loop).result(2 * TIMEOUT_S)
 
     def _check_canary(self, index: int) -> None:
         """A good image, encoded anew, has the rows that it always had."""
@@ -275,9 +216,7 @@ class Fuzz:
             if after[name] > most:
                 report.complaints.append(f"{name} went from {before[name]} to {after[name]}, at most {most}")
         report.complaints += [
-            f"{name} is {number} with nobody calling"
-            for name, number in held(self._service).items()
-            if number
+            f"{name} is {number} without a caller" for name, number in held(self._service).items() if number
         ]
         engine = self._service.service._engine
         if engine is None or engine.fault is not None:
@@ -293,10 +232,6 @@ def allocated_bytes() -> int:
     LIBC.mallinfo2.restype = Mallinfo
     found = LIBC.mallinfo2()
     return int(found.uordblks + found.hblkhd)
-
-
-def as_event(event: object) -> pb.ItemEvent:
-    return pb.ItemEvent.FromString(event) if isinstance(event, bytes) else event  # type: ignore[return-value]
 
 
 def judge_status(status: grpc.StatusCode, details: str | None) -> str:

@@ -1,12 +1,12 @@
 """The service under everything at once for a long time: ``python -m tests.chaos.soak --minutes 60``.
 
-Owns the order of events and the verdict. The service is a process of its own and so is each group of callers
-(``soak_caller``), of which one is killed every now and then and replaced. Memory, descriptors, threads and
-leases are sampled all the time and have to be flat by the rule of ``soak_verdict``. Some times in between all
-callers rest, and then nothing may be held, and the service checks the bookkeeping of its arena itself.
+Owns the order of events and the verdict. The service and each group of callers (``soak_caller``) are
+processes of their own. A group is killed every ``kill_every_s`` and replaced. Memory, descriptors and threads
+are sampled and have to be flat by the rule of ``soak_verdict``. In the rests all callers pause, and nothing
+may be held then.
 
-Prints the verdict; ``--out FOLDER`` writes the result with every sample as JSON. The exit code is 0 when
-there is no complaint.
+Prints the verdict; ``--out FOLDER`` writes the result with every sample as JSON. The exit code is 0 without
+complaints.
 """
 
 from __future__ import annotations
@@ -26,16 +26,15 @@ from pathlib import Path
 from typing import Any
 
 from encoder_service.towers.synthetic import make_checkpoint
-from tests.chaos.soak_process import HELD, INTEGRITY, SETTINGS, SoakedService
+from tests.chaos.soak_process import HELD, SETTINGS, SoakedService
 from tests.chaos.soak_verdict import BOUNDS, Bound, judge, judge_rests
 
 WARM_UP_SHARE = 1 / 3
 """Of the time under load; caches and allocators fill in it."""
 START_LIMIT_S, REST_LIMIT_S = 60.0, 20.0
-# A warm-up is not over on a slow machine when its time is: caches fill by the call.
+# A slow machine may need longer than the warm-up's share: caches fill by the call.
 FIRST_CALLS = 200
-QUIET_S = 7.0
-"""Longer than the service waits before it checks its bookkeeping."""
+QUIET_S = 2.0
 MAX_SAMPLES = 600
 ALSO_KEPT = ("calls", "store_bytes")
 """Of the figures under load, besides those that have a bound."""
@@ -126,16 +125,16 @@ class Soak:
         return until_s
 
     def _rest(self) -> None:
-        """Everybody is quiet until nothing is held, and then a while longer. Callers that were just started
-        are waited for: rests are compared, and connections count."""
+        """All callers pause until nothing is held, and QUIET_S longer. Waits for callers that were just
+        started, since rests are compared and connections count."""
         self._until("ve_broker_connections", len(self._callers))
         gate = self.folder / "rest"
         gate.touch()
         ends_s = time.monotonic() + REST_LIMIT_S
         while time.monotonic() < ends_s:
             time.sleep(0.2)
-            told = self._service.metrics()
-            if not any(told[name] for name in HELD):
+            found = self._service.metrics()
+            if not any(found[name] for name in HELD):
                 break
         time.sleep(QUIET_S)
         self.rests.append(self._service.figures())
@@ -149,7 +148,7 @@ class Soak:
         )
 
     def _kill_one(self) -> None:
-        """By the strongest signal, whatever it is at."""
+        """SIGKILL at a random moment."""
         self._end_caller(self._rng.choice(list(self._callers)))
         self.num_kills += 1
         self._start_caller()
@@ -161,9 +160,9 @@ class Soak:
         process.kill()
         process.wait(30)
         with contextlib.suppress(FileNotFoundError):
-            told = json.loads((self.folder / f"{number}.json").read_text())
-            self.counts.update(told["counts"])
-            self.complaints += told["complaints"]
+            report = json.loads((self.folder / f"{number}.json").read_text())
+            self.counts.update(report["counts"])
+            self.complaints += report["complaints"]
 
     # -- the verdict -----------------------------------------------------------------------------------
 
@@ -171,11 +170,9 @@ class Soak:
         warm_up_s = self.plan.load_s * WARM_UP_SHARE
         drifts, gained = judge(self.series, warm_up_s, self.bounds)
         complaints = [*self.complaints, *gained, *judge_rests(self.rests, HELD)]
-        if self.rests[-1][INTEGRITY]:
-            complaints.append(f"{self.rests[-1][INTEGRITY]:.0f} checks found the arena's bookkeeping wrong")
         if exit_code:
             complaints.append(f"the service ended with {exit_code}")
-        complaints += [f"the service says: {line[:500]}" for line in self._service.errors()[:20]]
+        complaints += [f"the service logged: {line[:500]}" for line in self._service.errors()[:20]]
         return {
             "plan": {**asdict(self.plan), "family": FAMILY, "size": "tiny", "warm_up_s": warm_up_s},
             "settings": {name: value for name, value in SETTINGS.items() if not name.endswith("listen")},

@@ -1,10 +1,9 @@
-"""A process of callers that never agree with each other: ``soak_caller FOLDER NUMBER SEED TARGET``.
+"""A process of callers: ``soak_caller FOLDER NUMBER SEED TARGET``.
 
-Owns the load of a soak: images of many sizes, most of them asked for again and again, pixels in shared
-memory, bad inputs, calls that are cancelled or whose deadline passes, streams that are read slowly or left in
-the middle, leases that are given back too late. While FOLDER/rest exists nobody calls and nothing is kept.
-FOLDER/<NUMBER>.json says once a second what was done, and whether anybody got other rows than before. The
-process may be killed at any moment.
+Owns the load of a soak: images of many sizes, most of them asked for again and again, pixels, bad inputs,
+calls that are cancelled or whose deadline passes, and streams that are read slowly or left in the middle.
+While FOLDER/rest exists no call begins. FOLDER/<NUMBER>.json counts the calls once a second, and says whether
+an image got other rows than before. The process may be killed at any moment.
 """
 
 from __future__ import annotations
@@ -30,9 +29,7 @@ from lm_adapter import (
     EncodedRows,
     Grid,
     ImageItem,
-    ItemFailed,
     PixelItem,
-    StaleRows,
     VisionEncoderClient,
 )
 from tests.chaos.fuzz_messages import make_call
@@ -60,7 +57,7 @@ def picture(number: int) -> bytes:
 
 
 class Callers:
-    """Threads of one process, each with its own way."""
+    """Threads of one process, each with one kind of call."""
 
     def __init__(self, folder: Path, number: int, seed: int, target: str) -> None:
         self._folder, self._number, self._target = folder, number, target
@@ -74,12 +71,9 @@ class Callers:
         self._numbers = range(NUM_IMAGES)
 
     def run(self) -> None:
-        shm_dir = str(self._folder / "pixels")
         with (
-            VisionEncoderClient(self._target, timeout_s=60, shm_dir=shm_dir) as shared,
-            VisionEncoderClient(
-                self._target, transports=("inline",), pixels="shm", timeout_s=60, shm_dir=shm_dir
-            ) as inline,
+            VisionEncoderClient(self._target, timeout_s=60) as shared,
+            VisionEncoderClient(self._target, transports=("inline",), timeout_s=60) as inline,
             grpc.insecure_channel(self._target) as channel,
         ):
             ways: tuple[Callable[[random.Random], None], ...] = (
@@ -87,15 +81,15 @@ class Callers:
                 lambda rng: self._images(rng, inline),
                 lambda rng: self._pixels(rng, rng.choice((shared, inline))),
                 lambda rng: self._bad_input(rng, channel),
-                lambda rng: self._given_up(rng, inline),
+                lambda rng: self._too_late(rng, inline),
+                lambda rng: self._cancelled(rng, channel),
                 lambda rng: self._slow_reader(rng, channel),
-                lambda rng: self._late_release(rng, shared),
             )
             for index, way in enumerate(ways):
                 threading.Thread(target=self._forever, args=(way, index), daemon=True).start()
             while True:
                 time.sleep(1)
-                self._tell()
+                self._report()
 
     def _forever(self, way: Callable[[random.Random], None], index: int) -> None:
         rng = random.Random(f"{self._seed} {self._number} {index}")
@@ -144,18 +138,28 @@ class Callers:
                 self._complain(f"{call.kind} to {call.method}: {code.name}: {error.details()}")  # type: ignore[attr-defined]
         self._count("bad inputs")
 
-    def _given_up(self, rng: random.Random, client: VisionEncoderClient) -> None:
-        """By a deadline that is too short, or left after the first item or before it."""
+    def _too_late(self, rng: random.Random, client: VisionEncoderClient) -> None:
+        """A deadline that is too short."""
         fresh = [ImageItem(picture(rng.randrange(NUM_IMAGES)), digest=rng.randbytes(32)) for _ in range(4)]
-        if rng.random() < 0.5:
-            with contextlib.suppress(CallFailed):
-                client.encode(fresh, timeout_s=rng.uniform(0.001, 0.05))
-            self._count("deadlines")
-            return
-        stream = client.encode_iter(fresh)
+        with contextlib.suppress(CallFailed):
+            client.encode(fresh, timeout_s=rng.uniform(0.001, 0.05))
+        self._count("deadlines")
+
+    def _cancelled(self, rng: random.Random, channel: grpc.Channel) -> None:
+        """A stream that is cancelled after its first message, or before it."""
+        items = [
+            pb.Item(
+                modality=pb.MODALITY_IMAGE,
+                encoded=picture(rng.randrange(NUM_IMAGES)),
+                content_digest=rng.randbytes(32),
+            )
+            for _ in range(4)
+        ]
+        request = pb.EncodeRequest(items=items).SerializeToString()
+        stream = channel.unary_stream(METHOD + "Encode")(request, timeout=60)
         if rng.random() < 0.7:
             next(stream)
-        stream.close()
+        stream.cancel()
         self._count("cancelled")
 
     def _slow_reader(self, rng: random.Random, channel: grpc.Channel) -> None:
@@ -172,26 +176,10 @@ class Callers:
             time.sleep(rng.uniform(0, 0.05))
         self._count("slow readers")
 
-    def _late_release(self, rng: random.Random, client: VisionEncoderClient) -> None:
-        numbers = rng.choices(self._numbers, cum_weights=self._cumulative, k=3)
-        outcomes = client.encode([ImageItem(picture(number)) for number in numbers], borrow=True)
-        ends_s = time.monotonic() + rng.choice((0.0, 0.5, 1.5, 3.0))
-        while time.monotonic() < ends_s and not (self._folder / "rest").exists():
-            time.sleep(0.05)
-        for outcome in outcomes:
-            if isinstance(outcome, ItemFailed):
-                continue
-            try:
-                outcome.confirm()
-            except StaleRows:
-                self._count("leases run out")
-            else:
-                self._count("leases given back")
-
-    # -- what came of it -------------------------------------------------------------------------------
+    # -- the report ------------------------------------------------------------------------------------
 
     def _check(self, number: int, rows: EncodedRows) -> None:
-        """The same rows as ever, but for what another batch makes of the last bits."""
+        """The rows as before; another batch may differ in the last bits."""
         found = rows.numpy()
         with self._lock:
             expected = self._known.setdefault(number, found)
@@ -212,7 +200,7 @@ class Callers:
             self._wrong.append(text[:500])
             del self._wrong[20:]
 
-    def _tell(self) -> None:
+    def _report(self) -> None:
         with self._lock:
             found = {"counts": dict(self._counts), "complaints": list(self._wrong)}
         partial = self._folder / f"{self._number}.partial"

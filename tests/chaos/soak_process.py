@@ -1,4 +1,4 @@
-"""The service of a soak, as a process of its own, and what can be seen of it from outside.
+"""The service of a soak as a process of its own, and its figures.
 
 Owns its settings, small enough that caches and queues fill and turn over within a minute, and the reading of
 ``/proc`` and of its metrics.
@@ -32,41 +32,26 @@ SETTINGS: dict[str, object] = {
     "ingest_threads": 1,
     "torch_threads": 1,
     "chunk_bytes": 16_384,
-    "lease_default_ms": 1_000,
     "drain_grace_s": 10,
     "log_format": "json",
     "log_level": "warning",
 }
-# What nobody may still have once all callers rest, by the metrics' names.
-HELD = (
-    "ve_flights",
-    "ve_queued_bytes",
-    "ve_queued_patches",
-    "ve_undelivered_bytes",
-    "ve_leases",
-    "ve_leased_bytes",
-    "ve_pixels_held",
-    "ve_pixels_held_bytes",
-)
-INTEGRITY = "ve_arena_integrity_failures_total"
+# Metrics that are 0 while no caller runs.
+HELD = ("ve_encodes_in_flight", "ve_queued_bytes", "ve_queued_patches", "ve_undelivered_bytes")
 SAMPLE = re.compile(r"^(\w+)(?:\{[^}]*\})? (\S+)$", re.MULTILINE)
 
 
 class SoakedService:
-    """Started with the object, ended by ``stop``. folder: for its socket, pixels and log."""
+    """Started with the object, ended by ``stop``. folder: for its sockets and its log."""
 
     def __init__(self, model: Path, folder: Path) -> None:
         self.target = f"unix:{folder}/grpc.sock"
-        self.pixel_folder = folder / "pixels"
-        self.pixel_folder.mkdir()
         self._log_path = folder / "service.log"
         given = {
             **SETTINGS,
             "model": model,
             "listen": self.target,
             "broker_path": folder / "broker.sock",
-            "shm_dir": self.pixel_folder,
-            "shm_prefixes": "ve-soak-",
         }
         environment = {name: value for name, value in os.environ.items() if not name.startswith("VE_")}
         environment |= {f"VE_{name.upper()}": str(value) for name, value in given.items()}
@@ -95,7 +80,7 @@ class SoakedService:
         return self._process.poll() is not None
 
     def metrics(self) -> Counter[str]:
-        """Figures by name, those of all labels together."""
+        """Figures by name, summed over labels."""
         with urllib.request.urlopen(f"{self._admin}/metrics", timeout=30) as answer:
             text = answer.read().decode()
         found: Counter[str] = Counter()
@@ -104,25 +89,23 @@ class SoakedService:
         return found
 
     def figures(self) -> dict[str, float]:
-        """Memory, descriptors and threads by the kernel's account, leases and the rest by the service's."""
-        told = self.metrics()
+        """Memory, descriptors and threads as the kernel counts them; the rest from the service's metrics."""
+        found = self.metrics()
         return {
             **seen_from_outside(self.pid),
-            "leases": told["ve_leases"],
-            "client_sockets": told["ve_broker_connections"],
-            "calls": told["ve_requests_total"],
-            "store_bytes": told["ve_store_bytes"],
-            INTEGRITY: told[INTEGRITY],
-            **{name: told[name] for name in HELD},
+            "client_sockets": found["ve_broker_connections"],
+            "calls": found["ve_requests_total"],
+            "store_bytes": found["ve_store_bytes"],
+            **{name: found[name] for name in HELD},
         }
 
     def errors(self) -> list[str]:
-        """Lines of its log that say that it is at fault itself."""
+        """Errors and tracebacks in its log."""
         lines = self._log_path.read_text(errors="replace").splitlines()
         return [line for line in lines if '"level": "error"' in line or line.startswith("Traceback")]
 
     def stop(self) -> int:
-        """In good order; the exit code."""
+        """By SIGTERM. The exit code."""
         if not self.has_ended:
             self._process.send_signal(signal.SIGTERM)
         try:

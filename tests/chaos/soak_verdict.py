@@ -1,8 +1,7 @@
 """The rule by which a figure counts as flat.
 
-Owns the arithmetic and the bounds; what is measured, and when, is ``soak``'s. The rule: leave out the
-warm-up, take the median of the slopes between all pairs of samples (Theil and Sen), which neither a burst nor
-a dip moves, times the time that was measured. That drift may be no more than the bound. Falling is flat.
+The drift is the median of the slopes between all pairs of samples after the warm-up (Theil and Sen), times
+the measured time; bursts and dips do not move it. A drift up to the bound is flat, and so is any fall.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ MIN_SAMPLES = 8
 
 @dataclass(frozen=True)
 class Bound:
-    """What a figure may gain within the measured time: an amount or a share of its median, what is more."""
+    """The largest gain within the measured time: an amount or a share of the median, the larger of both."""
 
     amount: float
     share: float = 0.0
@@ -27,21 +26,20 @@ class Bound:
         return max(self.amount, self.share * level)
 
 
-# What the allocator takes under load that varies; a leak of 1 KiB for each of a hundred calls a second is
-# over it within ten minutes.
+# Room for the allocator under varying load. A leak of 1 KiB a call at 100 calls a second exceeds it within
+# ten minutes.
 BOUNDS: Mapping[str, Bound] = {
     "rss_bytes": Bound(16 * MIB, 0.04),
     "pss_bytes": Bound(16 * MIB, 0.04),
     "descriptors": Bound(4),
     "threads": Bound(2),
-    "leases": Bound(8),
     "client_sockets": Bound(4),
 }
 
 
 @dataclass(frozen=True)
 class Drift:
-    """level: the median; drift: what was gained within measured_s; per_hour: at the same pace."""
+    """level: the median; drift: the gain within measured_s; per_hour: at the same pace."""
 
     level: float
     drift: float
@@ -84,10 +82,10 @@ def judge(
 
 
 def judge_rests(rests: Sequence[Mapping[str, float]], held: Sequence[str]) -> list[str]:
-    """Complaints about what is there while nobody calls. rests: figures of each pause, the first right after
-    the warm-up; held: names that have to be 0 in all of them."""
+    """Complaints about figures without callers. rests: figures of each pause, the first right after the
+    warm-up; held: names that have to be 0 in all of them."""
     complaints = [
-        f"{name} is {rest[name]:.0f} at rest {number}, where nobody calls"
+        f"{name} is {rest[name]:.0f} at rest {number}"
         for number, rest in enumerate(rests)
         for name in held
         if rest[name]

@@ -180,12 +180,16 @@ def write(scene: Scene, *, waits: bool = True) -> None:
     target = reservation.destination.view(torch.uint8).flatten()
     source = torch.frombuffer(bytearray(CONTENT[NEW]), dtype=torch.uint8)
     for half in (slice(0, HALF), slice(HALF, ROW_BYTES)):
-        scene.write_stream.queue.append(lambda half=half: target[half].copy_(source[half]))  # type: ignore[misc]
+        scene.write_stream.queue.append(partial(_copy_half, target, source, half))
     step("publish", scene.write_stream.is_done if waits else lambda: True)
     held = scene.store.commit(reservation)
     step("announce")
     scene.announced.append((NEW, scene.store.announce(held)))
     held.drop()
+
+
+def _copy_half(target: torch.Tensor, source: torch.Tensor, half: slice) -> None:
+    target[half].copy_(source[half])
 
 
 def write_without_waiting(scene: Scene) -> None:
@@ -360,7 +364,7 @@ MUTANTS: dict[str, tuple[type[Arena], Callable[[Scene], None], Callable[[Scene],
 def test_p20_p21_no_order_of_steps_gives_wrong_rows(is_complete: bool, is_announced: bool) -> None:
     run = partial(play, arena_class=Arena, writer=write, reader=read, is_announced=is_announced)
     num_orders = read_old = read_new = lost = 0
-    for scene in all_orders(run) if is_complete else random_orders(run, 150):
+    for scene in all_orders(run) if is_complete else random_orders(run, 80):
         assert wrong_reads(scene) == [], "\n".join(scene.schedule.trace)
         num_orders += 1
         read_old += (OLD, CONTENT[OLD]) in scene.accepted
@@ -369,7 +373,7 @@ def test_p20_p21_no_order_of_steps_gives_wrong_rows(is_complete: bool, is_announ
     assert read_old
     assert read_new
     assert lost
-    assert num_orders >= (250 if is_complete else 150)
+    assert num_orders >= (250 if is_complete else 80)
 
 
 @pytest.mark.parametrize("name", MUTANTS)

@@ -1,4 +1,4 @@
-"""Images that take long to decode: whoever sends them waits, and nobody else."""
+"""Images that take long to decode delay their own callers alone."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def gated(found: RunningService) -> Iterator[tuple[threading.Event, Callable[[],
 
 
 def noise() -> bytes:
-    """A JPEG of some 400 kB that nobody sent before."""
+    """A fresh JPEG of about 400 kB."""
     out = io.BytesIO()
     Image.frombytes("RGB", (580, 580), random.randbytes(580 * 580 * 3)).save(out, "JPEG", quality=95)
     return out.getvalue()
@@ -118,8 +118,8 @@ def test_p34_others_are_served_meanwhile(model: Path, device: torch.device) -> N
 def test_p34_p17_with_every_thread_busy_the_rest_waits_bounded_and_in_time(
     model: Path, device: torch.device
 ) -> None:
-    """Health and what needs no decoding are answered, deadlines hold, what is given up is let go of, and what
-    waits counts against the queue's bounds."""
+    """Health checks and resident rows are answered, deadlines hold, cancelled items are dropped, and items
+    that wait count against the queue's bounds."""
     image = photo(60, 40)
     with (
         running(
@@ -143,14 +143,14 @@ def test_p34_p17_with_every_thread_busy_the_rest_waits_bounded_and_in_time(
         assert client.encode_one(ImageItem(image)).key == resident.key
         started_s = time.monotonic()
         with pytest.raises((DeadlineExceeded, ItemFailed), match="deadline"):
-            client.encode_one(ImageItem(photo(50, 50)), timeout_s=0.3)  # by the server's word or gRPC's
+            client.encode_one(ImageItem(photo(50, 50)), timeout_s=0.3)  # from the server or from gRPC
         assert time.monotonic() - started_s < 5
         left = stub.Encode(request_of(photo(50, 50)), timeout=LIMIT_S)
-        until(lambda: held(found)["flights"] == INGEST_THREADS + 1)
+        until(lambda: held(found)["encodes"] == INGEST_THREADS + 1)
         left.cancel()
-        until(lambda: held(found)["flights"] == INGEST_THREADS)
+        until(lambda: held(found)["encodes"] == INGEST_THREADS)
 
-        # What waits for a thread keeps its bytes, and there is room for two of these.
+        # Calls that wait for a thread hold their bytes; there is room for two of these.
         calls = []
         for number in range(1, 5):
             data = noise()
@@ -189,7 +189,7 @@ def test_p34_a_real_image_that_is_slow(model: Path, device: torch.device) -> Non
             target=lambda: events.extend(event.WhichOneof("event") or "" for event in call)
         )
         reading.start()
-        until(lambda: held(found)["flights"] == 1)
+        until(lambda: held(found)["encodes"] == 1)
         for _ in range(3):
             assert isinstance(client.encode([ImageItem(photo(30, 30))])[0], EncodedRows)
         assert not events, "the others were served while it was being decoded"

@@ -1,24 +1,66 @@
-"""An encoder's pod and readers' pods on host memory; ``tests/gpu/test_two_gpus.py`` is the same on GPUs."""
+"""An encoder's and readers' pods on host memory; ``tests/gpu/test_shared_rows.py`` is the same on GPUs."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 
 from encoder_service.towers.synthetic import make_checkpoint
-from tests.chaos.two_pods import Ground, Site, TwoPods, running_site
+from tests.chaos.pods import figure
+from tests.chaos.reader_pod import ReaderPod
+from tests.chaos.two_pods import MIB, Setup, Site, Storm, TwoPods, check_late_readers, running_site
+from tests.integration.conftest import running
+from tests.unit.transport.broker_rig import socket_folder
+
+pytestmark = pytest.mark.timeout(400)
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
-    checkpoint: Path = tmp_path_factory.mktemp("checkpoint") / "tiny"
-    make_checkpoint(checkpoint, "qwen3_vl", "tiny", 5)
-    with running_site(Ground("host", checkpoint)) as found:
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path: Path = tmp_path_factory.mktemp("checkpoint") / "tiny"
+    make_checkpoint(path, "qwen3_vl", "tiny", 5)
+    return path
+
+
+@pytest.fixture(scope="module")
+def site(checkpoint: Path) -> Iterator[Site]:
+    with running_site(Setup("host", checkpoint, settings={"arena_bytes": 64 * MIB})) as found:
         yield found
 
 
 @pytest.mark.extended
 class TestOnHostMemory(TwoPods):
-    num_images = 16
+    pass
+
+
+def test_p21_late_readers(checkpoint: Path) -> None:
+    """In one process. The arena has no tier behind it: an item that was evicted is encoded again."""
+    with (
+        socket_folder() as folder,
+        running(
+            checkpoint,
+            torch.device("cpu"),
+            broker_path=str(folder / "broker.sock"),
+            arena_bytes=MIB,
+            max_items_per_batch=1,
+        ) as service,
+    ):
+        reader = ReaderPod(service.target, "host")
+        check_late_readers(
+            "host",
+            lambda do, **command: getattr(reader, do)(**command),
+            partial(figure, f"http://{service.service.admin_address}"),
+            Storm(8, 0.2, 1, side=320, factor=4),
+        )
+        reader.close()
+
+
+@pytest.mark.extended
+def test_p21_32_readers_up_to_two_seconds_late(checkpoint: Path) -> None:
+    settings: dict[str, object] = {"arena_bytes": 4 * MIB, "max_items_per_batch": 1}
+    with running_site(Setup("host", checkpoint, settings=settings, num_readers=1)) as site:
+        check_late_readers("host", site.reader.ask, site.encoder.figure, Storm(32, 2, 20))

@@ -1,7 +1,7 @@
-"""A wall clock that a test sets while a process runs, as an administrator or NTP would.
+"""A wall clock that a test sets while a process runs.
 
-Owns a library, compiled here, that a process loads before all others: it adds an offset, which lies in a
-file, to the wall clock and to no other. Native code sees it as Python does.
+Owns a library, compiled here and preloaded by the process, that adds an offset from a file to the wall clock
+and to no other clock, for native code and Python alike.
 """
 
 from __future__ import annotations

@@ -33,10 +33,10 @@ def made() -> list[Vectors]:
 
 def differences(fresh: list[Vectors], stored: list[Vectors]) -> list[str]:
     """Where vectors made now are not the stored ones: cases missing, asked otherwise, or answered so."""
-    told = []
+    changes = []
     stored_cases = {(case.subject, case.name): case for one in stored for case in one.cases}
     fresh_cases = {(case.subject, case.name): case for one in fresh for case in one.cases}
-    told += [
+    changes += [
         f"{key[0]}, {key[1]}: {'only on disk' if key in stored_cases else 'not on disk'}"
         for key in sorted(stored_cases.keys() ^ fresh_cases.keys())
     ]
@@ -46,8 +46,8 @@ def differences(fresh: list[Vectors], stored: list[Vectors]) -> list[str]:
         asked, expected = json.loads(json.dumps([new.asked, new.expected]))
         wrong = difference(asked, old.asked, "input") or difference(expected, old.expected)
         if wrong or asked.keys() != old.asked.keys() or expected.keys() != old.expected.keys():
-            told.append(f"{key[0]}, {key[1]}: {wrong or 'other fields'}")
-    return told
+            changes.append(f"{key[0]}, {key[1]}: {wrong or 'other fields'}")
+    return changes
 
 
 def write(fresh: list[Vectors], folder: Path) -> None:
@@ -75,9 +75,11 @@ def main() -> int:
     if not options.check:
         write(fresh, options.out)
         return 0
-    told = differences(fresh, vectors.load())
-    print("\n".join(told) or f"{sum(len(one.cases) for one in fresh)} cases are what the reference answers")
-    return 1 if told else 0
+    changes = differences(fresh, vectors.load())
+    print(
+        "\n".join(changes) or f"{sum(len(one.cases) for one in fresh)} cases are what the reference answers"
+    )
+    return 1 if changes else 0
 
 
 if __name__ == "__main__":

@@ -27,14 +27,15 @@ from encoder_service.ingest.video.source import ClipLimits
 from encoder_service.types import PreprocessOptions as ServiceOptions
 from lm_adapter.clip_texts import kimi_chunk_texts, qwen_frame_texts, qwen_patch_times
 from lm_adapter.errors import InvalidRequest
-from lm_adapter.keys import content_digest, embedding_key, frames_digest, item_key, packed_digest
+from lm_adapter.items import FramesItem, Grid, Modality, PreprocessOptions
+from lm_adapter.keys import content_digest, frames_digest, item_key, pixels_digest
 from lm_adapter.mrope import MRopePositions, mrope_positions
 from lm_adapter.placeholders import ExpandedPrompt, expand_placeholders, prompt_item, unit_rows
 from lm_adapter.prefix_cache import PadScheme, pad_id, restore_placeholders
 from lm_adapter.splice import RowsLayout, Splicer
 from lm_adapter.testing import fake_model
-from lm_adapter.items import FramesItem, Grid, Modality, PreprocessOptions
 from tests.conformance.protocol import Function
+from vision_encoder.layout import keys
 
 Asked = dict[str, Any]
 PLAIN = ServiceOptions()
@@ -48,20 +49,21 @@ def answer_content_digest(asked: Asked) -> Asked:
 
 def answer_pixels_digest(asked: Asked) -> Asked:
     data = base64.b64decode(asked["data_base64"])
-    return {"digest": packed_digest(asked["dtype"], asked["shape"], data, Grid(*asked["grid"])).hex()}
+    return {"digest": pixels_digest(asked["dtype"], asked["shape"], data, Grid(*asked["grid"])).hex()}
 
 
 def answer_embedding_key(asked: Asked) -> Asked:
     options = {name: value for name, _, value in asked["options"]}
-    key = embedding_key(
+    grid = asked["pixels_grid"]
+    key = keys.embedding_key(
         bytes.fromhex(asked["digest"]),
+        namespace=asked["namespace"],
+        modality=asked["modality"],
         model_fingerprint=bytes.fromhex(asked["model_fingerprint"]),
         preprocess_fingerprint=bytes.fromhex(asked["preprocess_fingerprint"]),
+        options=PreprocessOptions(**options).given(),
+        source=keys.ENCODED_SOURCE if grid is None else keys.pixels_source(grid),
         dtype=asked["dtype"],
-        namespace=asked["namespace"],
-        modality=Modality(asked["modality"]),
-        options=PreprocessOptions(**options),
-        pixels_grid=None if asked["pixels_grid"] is None else Grid(*asked["pixels_grid"]),
     )
     return {"key": key.hex()}
 

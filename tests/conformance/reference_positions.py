@@ -143,7 +143,7 @@ OUT_WIDTH, NUM_LEVELS = 2, 2
 
 
 def row_values(item: int, row: int) -> list[float]:
-    """Element c of row r of item i is 10000 i + 10 r + c, i from 1: exact in float32, told in the README."""
+    """Element c of row r of item i is 10000 i + 10 r + c, i from 1: exact in float32."""
     return [float(10_000 * (item + 1) + 10 * row + c) for c in range(OUT_WIDTH * (1 + NUM_LEVELS))]
 
 

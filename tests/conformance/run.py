@@ -6,7 +6,7 @@
     python -m tests.conformance.run --subject positions --subject splice --command ./their-engine
 
 Owns the command and its report. Exit status: 0 when every case that was asked passed, 1 when one did not, 2
-when nothing could be asked. A subject that the implementation does not do is told and counts as neither,
+when nothing could be asked. A subject that the implementation does not do is reported and counts as neither,
 unless ``--subject`` named it.
 """
 
@@ -67,10 +67,10 @@ def status(reports: Sequence[Report], required: Collection[str]) -> int:
 def lines_of(reports: Sequence[Report], version: str) -> list[str]:
     lines = [f"golden vectors {version}"]
     for report in reports:
-        told = f"{report.num_passed}/{report.num_cases}" if report.supported else "not supported"
+        result = f"{report.num_passed}/{report.num_cases}" if report.supported else "not supported"
         lines.append(
             f"{'FAIL' if report.failures else '  ok' if report.supported else '   -'}  "
-            f"{report.subject:<18} {told}"
+            f"{report.subject:<18} {result}"
         )
         lines += [f"        {failure}" for failure in report.failures[:MAX_SHOWN]]
         if len(report.failures) > MAX_SHOWN:

@@ -14,11 +14,11 @@ import torch
 from encoder_service.ingest import identity
 from encoder_service.rpc import convert as service_convert
 from lm_adapter import convert
-from lm_adapter.keys import embedding_key
 from tests.conformance import generate, ours
 from tests.conformance.protocol import InProcess
 from tests.conformance.run import check, status
 from tests.conformance.vectors import Vectors, load
+from vision_encoder.layout import keys as layout
 
 (VECTORS,) = (one for one in load() if one.subject == "frames_key")
 CASES = {case.name: case for case in VECTORS.cases}
@@ -59,15 +59,15 @@ def keyed(asked: Any, source: str) -> Any:
     if "key" not in answer:
         return answer
     item = ours.frames_item(asked)
-    key = embedding_key(
+    key = layout.embedding_key(
         bytes.fromhex(answer["digest"]),
         model_fingerprint=bytes.fromhex(asked["model_fingerprint"]),
         preprocess_fingerprint=bytes.fromhex(asked["preprocess_fingerprint"]),
         dtype=asked["dtype"],
         namespace=asked["namespace"],
-        modality=item.modality,
-        options=item.options,
-        frames_source=source,
+        modality=item.modality.value,
+        options=item.options.given(),
+        source=source,
     )
     return {**answer, "key": key.hex()}
 
@@ -124,7 +124,7 @@ def test_p11_mistakes_in_keys_of_frames_are_caught(mistaken: Callable[[Any], Any
 
 @pytest.mark.parametrize("name", ["no rate", "timestamps", "a rate of 0"])
 def test_a_vector_that_was_tampered_with_is_noticed(name: str) -> None:
-    """By whoever runs the kit and by the check against the rule."""
+    """By the kit and by the check against the rule."""
     changed = {"digest": "0" * 64, "key": "0" * 64}
     cases = [
         dataclasses.replace(case, expected=changed) if case.name == name else case for case in CASES.values()

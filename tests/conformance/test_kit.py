@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 
-from lm_adapter.mrope import MRopePositions
 from tests.conformance import generate, ours
 from tests.conformance.blake3_spelled_out import blake3_digest
 from tests.conformance.protocol import Failed, InProcess, Subprocess, Unsupported
@@ -64,9 +63,9 @@ def test_a_reference_that_answers_otherwise_is_noticed() -> None:
     other = dataclasses.replace(case, expected={**case.expected, "delta": case.expected["delta"] + 1})
     fresh = [one for one in stored if one.subject not in ("positions", "splice")]
     fresh.append(Vectors("positions", "", (*positions.cases[:3], other, *positions.cases[4:])))
-    told = generate.differences(fresh, stored)
-    assert f"positions, {case.name}: output.delta is" in "\n".join(told)
-    assert sum(line.endswith("only on disk") for line in told) == len(of("splice")[0].cases)
+    changes = generate.differences(fresh, stored)
+    assert f"positions, {case.name}: output.delta is" in "\n".join(changes)
+    assert sum(line.endswith("only on disk") for line in changes) == len(of("splice")[0].cases)
 
 
 def mutated(value: Any, rng: random.Random) -> Any:
@@ -242,7 +241,7 @@ def scripted(code: str, timeout_s: float = 60) -> Subprocess:
 
 
 @pytest.mark.parametrize(
-    ("code", "timeout_s", "told"),
+    ("code", "timeout_s", "message"),
     [
         ("input(); print('hello')", 60, "not an answer: 'hello"),
         ("input(); print('[]')", 60, "not an answer"),
@@ -252,10 +251,10 @@ def scripted(code: str, timeout_s: float = 60) -> Subprocess:
         ("import time; time.sleep(600)", 0.2, "no answer within 0.2 s"),
     ],
 )
-def test_a_process_that_leaves_the_protocol_fails(code: str, timeout_s: float, told: str) -> None:
+def test_a_process_that_leaves_the_protocol_fails(code: str, timeout_s: float, message: str) -> None:
     process = scripted(code, timeout_s)
     try:
-        with pytest.raises(Failed, match=told):
+        with pytest.raises(Failed, match=message):
             process.ask("pad_id", {})
         with pytest.raises(Failed):
             process.ask("pad_id", {})
@@ -316,7 +315,7 @@ def test_the_command_ends_with_a_status(capsys: pytest.CaptureFixture[str]) -> N
     assert main(["--implementation", f"{__name__}:wrong_implementation", "--subject", "pad_id"]) == 1
     assert "pad_id is 1000000, needs" in capsys.readouterr().out
     assert main(["--implementation", f"{__name__}:wrong_implementation", "--subject", "splice"]) == 1
-    for arguments, told in (
+    for arguments, message in (
         (["--subject", "rows"], "no subject rows; there are content_digest"),
         (["--vectors", "v0"], "holds no vectors"),
         (["--implementation", "tests.conformance.ours"], "module:factory"),
@@ -324,14 +323,14 @@ def test_the_command_ends_with_a_status(capsys: pytest.CaptureFixture[str]) -> N
         (["--command", "/nonexistent/engine"], "cannot be started"),
     ):
         assert main(arguments) == 2
-        assert told in capsys.readouterr().err
+        assert message in capsys.readouterr().err
 
 
 def test_a_run_in_which_nothing_was_asked_is_no_pass() -> None:
     assert status(check(InProcess({}), load()), []) == 2
 
 
-def test_vectors_are_plain_small_and_told_in_the_readme() -> None:
+def test_vectors_are_plain_small_and_in_the_readme() -> None:
     files = [path for path in FOLDER.rglob("*") if path.is_file()]
     assert sum(path.stat().st_size for path in files) < MAX_BYTES
     assert {path.suffix for path in files} <= {".json", ".npy", ".bin"}
@@ -354,11 +353,3 @@ def test_blake3_spelled_out_is_the_published_hash() -> None:
     for _ in range(20):
         data = os.urandom(secrets.randbelow(20_000))
         assert blake3_digest(data) == blake3(data).digest(), len(data)
-
-
-def test_our_positions_are_records_of_numpy_and_cross_the_protocol_as_lists() -> None:
-    (vectors,) = of("positions")
-    found = ours.positions_of(vectors.cases[0].asked)
-    assert isinstance(found, MRopePositions)
-    answer = InProcess(ours.implementation()).ask("positions", vectors.cases[0].asked)
-    assert answer["positions"] == found.prompt.tolist()

@@ -12,20 +12,11 @@ from hypothesis import strategies as st
 from encoder_service import errors as service_errors
 from encoder_service.rpc import convert as service_convert
 from encoder_service.rpc.status import failure_of, status_of
+from lm_adapter.assembly import Assembler
 from lm_adapter.convert import item_failed
 from lm_adapter.errors import EncoderFault, EncoderUnavailable, from_rpc_error
-from lm_adapter.transport.inline import InlineRowsBuffer
-from lm_adapter.transport.wire import find_chunk
-
-
-@settings(deadline=None, max_examples=200)
-@given(st.integers(0, 300), st.integers(0, 2**40), st.binary(min_size=1, max_size=300))
-def test_every_chunk_that_the_service_writes_is_found_without_the_parser(
-    index: int, offset_bytes: int, data: bytes
-) -> None:
-    found = find_chunk(service_convert.chunk_event(index, offset_bytes, memoryview(data)))
-    assert found is not None
-    assert (found.item_index, found.offset_bytes, bytes(found.data)) == (index, offset_bytes, data)
+from lm_adapter.types import EncodedRows
+from vision_encoder.v1 import encoder_pb2 as pb
 
 
 @settings(deadline=None, max_examples=50)
@@ -33,13 +24,25 @@ def test_every_chunk_that_the_service_writes_is_found_without_the_parser(
 def test_rows_come_back_whole(num_rows: int, width: int, chunk_bytes: int) -> None:
     rows = torch.arange(num_rows * width, dtype=torch.float32).reshape(num_rows, width)
     messages = list(service_convert.chunk_events(3, rows, chunk_bytes))
-    buffer = InlineRowsBuffer(rows.nbytes, len(messages))
-    for message in messages:
-        chunk = find_chunk(message)
-        assert chunk is not None
-        buffer.write(chunk.offset_bytes, chunk.data)
-    assert buffer.complete
-    np.testing.assert_array_equal(buffer.payload.view(np.float32), rows.reshape(-1).numpy())
+    result = pb.ItemResult(
+        key=b"k" * 32,
+        content_digest=b"d" * 32,
+        grid_thw=pb.GridTHW(t=1, h=1, w=num_rows),
+        num_rows=num_rows,
+        width=width,
+        dtype=pb.DTYPE_FLOAT32,
+        rows_bytes=rows.nbytes,
+        inline=pb.InlineRows(num_chunks=len(messages)),
+    )
+    assembler = Assembler([None] * 4)
+    assert assembler.feed(pb.ItemEvent(item_index=3, result=result).SerializeToString()) is None
+    fed = [assembler.feed(bytes(message)) for message in messages]
+    assert fed[:-1] == [None] * (len(messages) - 1)
+    assert isinstance(fed[-1], tuple)
+    index, outcome = fed[-1][:2]
+    assert index == 3
+    assert isinstance(outcome, EncodedRows)
+    np.testing.assert_array_equal(outcome.numpy(), rows.numpy())
 
 
 def every_error() -> list[type[service_errors.VisionEncoderError]]:
@@ -50,7 +53,7 @@ def every_error() -> list[type[service_errors.VisionEncoderError]]:
 
 
 class Aborted(grpc.RpcError):
-    """What ``context.abort`` with this status and no account looks like to a caller."""
+    """A caller's view of ``context.abort`` without failure metadata."""
 
     def __init__(self, status: grpc.StatusCode) -> None:
         super().__init__(status.name)
@@ -61,7 +64,7 @@ class Aborted(grpc.RpcError):
 
 
 @pytest.mark.parametrize("cls", every_error())
-def test_p32_every_error_of_the_service_keeps_its_account(
+def test_p32_every_error_of_the_service_keeps_its_details(
     cls: type[service_errors.VisionEncoderError],
 ) -> None:
     error = cls("what happened", retry_after_ms=30, found=4, allowed=3)
@@ -73,8 +76,8 @@ def test_p32_every_error_of_the_service_keeps_its_account(
 
 @pytest.mark.parametrize("cls", every_error())
 def test_p32_retryable_agrees_with_the_status_alone(cls: type[service_errors.VisionEncoderError]) -> None:
-    """Where the account is lost on the way, the status still says whether to try again. A device fault is
-    told from a defect by its account only, and a service that cancels is one that stops."""
+    """Without the failure metadata, the status still says whether to try again. A device fault then looks
+    like a defect, and a cancelled call like a service that stops."""
     status = status_of(cls("x"))
     call_failed = from_rpc_error(Aborted(status), target="t", method="Encode")
     if cls is service_errors.DeviceFault:

@@ -1,4 +1,4 @@
-"""What the adapter exports, what it needs, and where it meets the service's conventions."""
+"""What the adapter exports, what it imports, and where it meets the service's conventions."""
 
 from __future__ import annotations
 
@@ -14,64 +14,112 @@ import encoder_service
 import lm_adapter
 from encoder_service.rpc import convert as service_convert
 from encoder_service.rpc import status as service_status
-from lm_adapter import convert, errors, session
+from lm_adapter import client, convert, errors, items, types
 from vision_encoder.v1 import encoder_pb2 as pb
 
 ROOT = Path(__file__).parents[2]
-PUBLIC_MODULES = ["lm_adapter"] + [
-    f"lm_adapter.{path.stem}"
-    for path in sorted((ROOT / "lm_adapter").glob("*.py"))
-    if path.name != "__init__.py" and "\n__all__ = [" in path.read_text()
-]
+PUBLIC_MODULES = ["lm_adapter", "lm_adapter.keys", "lm_adapter.testing"]
 
 
 @pytest.mark.parametrize("name", PUBLIC_MODULES)
-def test_all_names_are_there_sorted_and_once(name: str) -> None:
+def test_all_names_are_there_sorted_and_said_once(name: str) -> None:
     module = importlib.import_module(name)
     assert module.__all__ == sorted(set(module.__all__))
     for exported in module.__all__:
         assert hasattr(module, exported), exported
 
 
-# In a fresh interpreter: an encode against the fake, with numpy, grpc and protobuf only.
-WITHOUT_HEAVY = """
+@pytest.mark.parametrize("name", PUBLIC_MODULES[1:])
+def test_all_names_every_public_thing_defined_there(name: str) -> None:
+    module = importlib.import_module(name)
+    defined = {
+        key
+        for key, value in vars(module).items()
+        if not key.startswith("_") and getattr(value, "__module__", None) == name and not key.endswith("T")
+    }
+    assert defined <= set(module.__all__)
+
+
+def test_the_package_exports_its_types_and_errors() -> None:
+    internal = {"upcast_bfloat16", "from_rpc_error", "BrokerError", "MappingFailed"}
+    for module in (types, errors, items):
+        defined = {
+            name
+            for name, value in vars(module).items()
+            if not name.startswith("_") and getattr(value, "__module__", None) == module.__name__
+        }
+        assert defined <= set(lm_adapter.__all__) | internal
+
+
+def test_it_works_with_everything_heavy_out_of_reach() -> None:
+    """Encodes against the fake, with numpy, grpc and protobuf alone."""
+    code = """
 import sys
 BLOCKED = {"torch", "fastapi", "transformers", "triton", "encoder_service", "pydantic", "blake3", "PIL"}
-class Refuse:
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in BLOCKED:
-            raise ImportError(name + " is out of reach")
-sys.meta_path.insert(0, Refuse())
+sys.modules.update(dict.fromkeys(BLOCKED))  # None: not there
 from lm_adapter import ImageItem, VisionEncoderClient
 from lm_adapter.testing import FakeEncoder, fake_rows
 with FakeEncoder() as fake, VisionEncoderClient(fake.target) as client:
     rows = client.encode_one(ImageItem(b"x", digest=b"d" * 32))
     assert (rows.numpy() == fake_rows(b"d" * 32, rows.num_rows, rows.width)).all()
-print(sorted(BLOCKED & set(sys.modules)))
+print(sorted(name for name in BLOCKED if sys.modules[name] is not None))
 """
-
-
-def test_it_encodes_with_everything_heavy_out_of_reach() -> None:
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'proto'}"}
-    ended = subprocess.run(
-        [sys.executable, "-W", "error", "-c", WITHOUT_HEAVY],
-        env=environment, capture_output=True, text=True, timeout=60, check=False,
-    )  # fmt: skip
-    assert ended.returncode == 0, ended.stderr
-    assert ended.stdout.strip() == "[]"
+    completed = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'proto'}"},
+    )
+    assert completed.returncode == 0, completed.stderr
+    assert completed.stdout.strip() == "[]"
 
 
 def test_p35_both_sides_speak_a_common_protocol_version() -> None:
-    assert session.MIN_PROTOCOL_VERSION <= service_convert.PROTOCOL_VERSION
-    assert service_convert.MIN_PROTOCOL_VERSION <= session.PROTOCOL_VERSION
+    assert client.MIN_PROTOCOL_VERSION <= service_convert.PROTOCOL_VERSION
+    assert service_convert.MIN_PROTOCOL_VERSION <= client.PROTOCOL_VERSION
+
+
+def test_p35_no_pickle_in_the_adapter() -> None:
+    for path in (ROOT / "lm_adapter").rglob("*.py"):
+        text = path.read_text()
+        for name in ("import pickle", "import marshal", "import shelve", "torch.load", "allow_pickle=True"):
+            assert name not in text, f"{path}: {name}"
+
+
+def test_both_sides_name_the_failure_metadata_alike() -> None:
     assert errors.FAILURE_METADATA_KEY == service_status.FAILURE_METADATA_KEY
+
+
+def test_both_sides_have_one_version() -> None:
     assert lm_adapter.__version__ == encoder_service.__version__
 
 
-def test_values_of_the_contract_have_names_and_unknown_ones_are_read() -> None:
+def test_methods_are_those_of_the_contract() -> None:
+    service = pb.DESCRIPTOR.services_by_name["VisionEncoder"]
+    for method in service.methods:
+        assert client._method_path(method.name) == f"/vision_encoder.v1.VisionEncoder/{method.name}"
+
+
+def test_every_enum_value_of_the_contract_has_a_name() -> None:
     assert not any(convert.dtype_name(number).startswith("dtype ") for number in pb.DType.values() if number)
     assert all(convert.tier(number).value != "unknown" for number in pb.CacheTier.values() if number)
     assert all(convert.key_state(number).value != "unknown" for number in pb.KeyState.values() if number)
+    assert convert.dtype_name(99) == "dtype 99"
+    assert convert.tier(99).value == "unknown"
+    assert convert.key_state(99).value == "unknown"
+
+
+def test_every_announced_field_reaches_the_caller() -> None:
+    """A field added to the contract's ModelInfo, Limits or StageTimings is not forgotten here."""
+    from lm_adapter.types import Limits, ModelInfo, StageTimings
+
+    for record, message in ((ModelInfo, pb.ModelInfo), (Limits, pb.Limits), (StageTimings, pb.StageTimings)):
+        assert set(record.__dataclass_fields__) == {field.name for field in message.DESCRIPTOR.fields}
+
+
+def test_a_server_info_of_unknown_values_is_read() -> None:
     info = convert.server_info(
         pb.GetServerInfoResponse(
             models=[pb.ModelInfo(dtype=50, modalities=[1, 60])],  # type: ignore[arg-type, list-item]
@@ -80,11 +128,29 @@ def test_values_of_the_contract_have_names_and_unknown_ones_are_read() -> None:
     )
     assert info.models[0].dtype == "dtype 50"
     assert [modality.value for modality in info.models[0].modalities] == ["image"]
-    assert (convert.tier(99).value, convert.key_state(99).value) == ("unknown", "unknown")
+    assert info.transports[0].delivery == "delivery 70"
 
 
-def test_every_announced_field_reaches_the_caller() -> None:
-    from lm_adapter.types import Limits, ModelInfo, StageTimings
+# Bounds of a thin adapter.
+MAX_MODULES, MAX_LINES = 25, 3500
 
-    for record, message in ((ModelInfo, pb.ModelInfo), (Limits, pb.Limits), (StageTimings, pb.StageTimings)):
-        assert set(record.__dataclass_fields__) == {field.name for field in message.DESCRIPTOR.fields}
+
+def test_import_reaches_few_modules_and_no_torch() -> None:
+    code = """
+import sys
+import lm_adapter
+ours = [m for n, m in sys.modules.items() if n.partition(".")[0] == "lm_adapter"]
+print(len(ours), sum(len(open(m.__file__).readlines()) for m in ours), "torch" in sys.modules)
+"""
+    completed = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+        env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'proto'}"},
+    )
+    num_modules, num_lines, has_torch = completed.stdout.split()
+    assert int(num_modules) <= MAX_MODULES
+    assert int(num_lines) <= MAX_LINES
+    assert has_torch == "False"

@@ -11,13 +11,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import lm_adapter.types as adapter
+import lm_adapter.items as adapter
 from encoder_service import types as service
 from encoder_service.ingest import identity
 from encoder_service.rpc import convert as service_convert
 from lm_adapter import convert, keys
 from lm_adapter.errors import InvalidRequest
 from lm_adapter.testing import fake_model
+from lm_adapter.types import CacheTier
 
 FINGERPRINTS = {"model_fingerprint": b"m" * 32, "preprocess_fingerprint": b"p" * 32}
 digests = st.binary(min_size=32, max_size=32)
@@ -100,10 +101,10 @@ def test_p10_p11_pixels_have_one_key_on_both_sides(shape: tuple[int, ...], dtype
     found = set()
     for form in forms:
         item = adapter.PixelItem(form, adapter.Grid(1, 2, 2))
-        assert keys.pixels_digest(item) == identity.content_digest(
+        assert keys.item_digest(item) == identity.content_digest(
             service_convert.item_from_proto(convert.item_message(item))
         )
-        with_digest = adapter.PixelItem(form, adapter.Grid(1, 2, 2), digest=keys.pixels_digest(item))
+        with_digest = adapter.PixelItem(form, adapter.Grid(1, 2, 2), digest=keys.item_digest(item))
         assert adapter_key(with_digest, "n") == service_key(item, "n")
         found.add(service_key(item, "n"))
     assert len(found) == 1
@@ -153,4 +154,4 @@ def test_frames_without_a_meaning_have_no_key(
 def test_the_two_sides_spell_everything_alike() -> None:
     assert vars(adapter.PreprocessOptions()).keys() == vars(service.PreprocessOptions()).keys()
     assert {m.value for m in adapter.Modality} == {m.value for m in service.Modality}
-    assert {t.value for t in adapter.CacheTier} - {"unknown"} == {t.value for t in service.CacheTier}
+    assert {t.name for t in CacheTier} - {"UNKNOWN"} == {t.name for t in service.CacheTier}

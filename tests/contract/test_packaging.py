@@ -17,7 +17,7 @@ from packaging.requirements import Requirement
 import encoder_service
 
 ROOT = Path(__file__).parents[2]
-KEPT = {".py", ".pyi", ".proto", ".typed", ".html", ".css", ".js", ".svg", ".json"}
+KEPT = {".py", ".pyi", ".proto", ".typed", ".html", ".css", ".js", ".svg", ".json", ".jinja"}
 
 
 def build_wheel(project: Path, out: Path) -> Path:

@@ -50,7 +50,7 @@ def messages_in(file: FileDescriptor) -> Iterator[Descriptor]:
 
 
 def contract_of(file: FileDescriptor) -> Contract:
-    """The whole contract of one proto file; reserved numbers are told as such."""
+    """The whole contract of one proto file; reserved numbers included."""
     contract: Contract = {}
     for message in messages_in(file):
         proto = DescriptorProto()

@@ -66,7 +66,7 @@ def free_port() -> int:
 
 @contextmanager
 def serving(environment: dict[str, str], bin_folder: Path, folder: Path) -> Iterator[tuple[str, str]]:
-    """The addresses of gRPC and of the admin plane; ends it as the kubelet does, and wants it to end well."""
+    """The addresses of gRPC and of the admin plane. SIGTERM ends the process, which must exit with 0."""
     admin = f"127.0.0.1:{free_port()}"
     environment = environment | {
         "VE_LISTEN": f"127.0.0.1:0,unix:{folder}/encoder.sock",
@@ -162,7 +162,7 @@ def secret_of(*arguments: str) -> dict[str, str]:
     return {name: base64.b64decode(text).decode() for name, text in found["data"].items()}
 
 
-def test_secrets_are_those_that_a_release_of_the_name_mounts() -> None:
+def test_secrets_have_the_names_that_a_release_mounts() -> None:
     deployment = yaml.safe_dump(
         render({"tls": {"enabled": True}, "tokens": {"enabled": True}}, release="other")
     )
@@ -190,7 +190,7 @@ def test_secrets_are_those_that_a_release_of_the_name_mounts() -> None:
         ("--name", "A.b", "tls", "n"),
     ],
 )
-def test_the_script_refuses_what_it_does_not_understand(arguments: tuple[str, ...]) -> None:
+def test_the_script_refuses_malformed_arguments(arguments: tuple[str, ...]) -> None:
     ended = make_secrets(*arguments)
     assert ended.returncode == 2
     assert ended.stderr

@@ -1,4 +1,4 @@
-"""Checkpoints that vLLM's CPU build loads, an encoder or a fleet per family, and one vLLM server at a time.
+"""Checkpoints that vLLM's CPU build loads, an encoder per family, and one vLLM server at a time.
 
 Collected only where vLLM is installed: `make test-engines` runs this folder in its own environment.
 """
@@ -15,13 +15,10 @@ if importlib.util.find_spec("vllm") is None:
     collect_ignore_glob = ["test_*.py"]
 else:
     from tests.engines.checkpoints import write_checkpoint
-    from tests.engines.meanwhile import Others
     from tests.engines.pictures import TEXT
-    from tests.engines.processes import Encoder, Stack
+    from tests.engines.processes import Encoder, Stack, TextRequests
 
 FAMILIES = ("qwen3_vl", "qwen3_5", "kimi_k25")
-FLEET_FAMILY = "qwen3_5"
-"""Served by two encoders, the others by one each."""
 DTYPES = {"qwen3_vl": "float32", "qwen3_5": "bfloat16", "kimi_k25": "bfloat16"}
 
 
@@ -53,42 +50,24 @@ def encoder(
 
 
 @pytest.fixture(scope="session")
-def encoders(
-    family: str, encoder: Encoder, checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[list[Encoder]]:
-    """The family's encoder first."""
-    if family != FLEET_FAMILY:
-        yield [encoder]
-        return
-    with Encoder(checkpoints[family], DTYPES[family], tmp_path_factory.mktemp("encoder")) as second:
-        yield [encoder, second]
-
-
-@pytest.fixture(scope="session")
 def stack(
     family: str,
-    encoders: list[Encoder],
+    encoder: Encoder,
     checkpoints: dict[str, Path],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Stack]:
-    """Encoders, vLLM without a tower, and the front before both."""
+    """The encoder, vLLM without a tower, and the front before both."""
     with Stack(
-        encoders[0],
-        checkpoints[f"{family}-lm"],
-        DTYPES[family],
-        family,
-        tmp_path_factory.mktemp("stack"),
-        others=encoders[1:],
-        timeout_s=4.0 if len(encoders) == 1 else 20.0,
+        encoder, checkpoints[f"{family}-lm"], DTYPES[family], family, tmp_path_factory.mktemp("stack")
     ) as running:
         yield running
 
 
 @pytest.fixture
-def meanwhile(stack: Stack) -> Iterator[Others]:
-    """The engine lives on: it answers text during the test, and after it too."""
-    others = Others(stack)
-    yield others
-    others.end()
+def meanwhile(stack: Stack) -> Iterator[TextRequests]:
+    """The engine lives on: it answers text during the test and after it."""
+    requests = TextRequests(stack)
+    yield requests
+    requests.end()
     assert stack.vllm.is_running
     assert stack.chat(TEXT, direct=True).status_code == 200

@@ -1,4 +1,4 @@
-"""Encoder, vLLM and front as processes, by the commands of docs/vllm.md. Each is ended by its own id."""
+"""Encoder, vLLM and front as processes, started by the commands of docs/vllm.md."""
 
 from __future__ import annotations
 
@@ -11,15 +11,17 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Self
 
 import httpx
 
 from lm_adapter import DeadlineExceeded, VisionEncoderClient
-from tests.engines.between import Between
+from tests.engines.pictures import TEXT
 
 ROOT = Path(__file__).parents[2]
 DOCUMENT = ROOT / "docs" / "vllm.md"
@@ -251,7 +253,7 @@ def answers(url: str) -> bool:
 
 
 class Stack:
-    """An encoder or several, a vLLM server fed by them, and the front. Encoders may come and go meanwhile."""
+    """A vLLM server fed by an encoder, and the front. The encoder may stop and start meanwhile."""
 
     def __init__(
         self,
@@ -261,29 +263,24 @@ class Stack:
         family: str,
         folder: Path,
         *,
-        others: Sequence[Encoder] = (),
         timeout_s: float = 4.0,
         arguments: Sequence[str] = (),
     ) -> None:
-        """others: beside the first, and then requests pass ``between`` on their way from the front to vLLM;
-        timeout_s: of an item's rows; arguments: further ones of vLLM."""
+        """timeout_s: of an item's rows; arguments: further ones of vLLM."""
         self._timeout_s = timeout_s
         self._arguments = arguments
-        self._target = ",".join(one.target for one in (encoder, *others))
         self.encoder = encoder
         self.family = family
         self._checkpoint = checkpoint
         self._dtype = dtype
         self._folder = folder
         self.vllm: VllmServer
-        self.between: Between | None = None
-        self._with_between = bool(others)
         self._front: Process
         self.front_url = ""
 
     def __enter__(self) -> Self:
         config = {
-            "target": self._target,
+            "target": self.encoder.target,
             "finite": True,
             "timeout_s": self._timeout_s,
             "retry_s": 2.0,
@@ -293,8 +290,6 @@ class Stack:
             self._checkpoint, self._dtype, self.family, config, self._folder, self._arguments
         )
         try:
-            if self._with_between:
-                self.between = Between(self.vllm.url)
             self._start_front()
             self.vllm.wait_ready()
         except BaseException:
@@ -309,8 +304,8 @@ class Stack:
             "python -m lm_adapter.engines.vllm_front",
             {
                 "127.0.0.1:8080": f"127.0.0.1:{port}",
-                "http://127.0.0.1:8000": self.between.url if self.between else self.vllm.url,
-                "127.0.0.1:50051": self._target,
+                "http://127.0.0.1:8000": self.vllm.url,
+                "127.0.0.1:50051": self.encoder.target,
                 "/run/vision-encoder/failures.sock": self.encoder.failures_path,
             },
         )
@@ -319,8 +314,6 @@ class Stack:
 
     def __exit__(self, *_: object) -> None:
         self._front.stop()
-        if self.between is not None:
-            self.between.stop()
         self.vllm.stop()
 
     def chat(
@@ -340,3 +333,26 @@ class Stack:
         }
         url = self.vllm.url if direct else self.front_url
         return httpx.post(f"{url}/v1/chat/completions", json=body, timeout=timeout_s)
+
+
+class TextRequests:
+    """Text requests one after another until ``end``, each of which must be answered."""
+
+    def __init__(self, stack: Stack) -> None:
+        self._stack = stack
+        self._stop = threading.Event()
+        self.num_answered = 0
+        self._pool = ThreadPoolExecutor(1)
+        self._future: Future[None] = self._pool.submit(self._ask)
+
+    def _ask(self) -> None:
+        while not self._stop.is_set():
+            response = self._stack.chat(TEXT, direct=True, max_tokens=4)
+            assert response.status_code == 200, response.text
+            self.num_answered += 1
+
+    def end(self) -> None:
+        self._stop.set()
+        self._future.result(60)
+        self._pool.shutdown()
+        assert self.num_answered > 0

@@ -1,4 +1,4 @@
-"""The arena on a GPU, read by processes that share nothing with it but a socket."""
+"""The arena on a GPU, mapped by processes that share nothing with it but the broker's socket."""
 
 from __future__ import annotations
 
@@ -6,12 +6,8 @@ import gc
 import hashlib
 import json
 import os
-import shutil
-import socket
-import subprocess
-import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,17 +18,16 @@ import torch
 from encoder_service.store.arena import Arena, Slot
 from encoder_service.store.cuda_memory import CudaMemory, device_uuid
 from encoder_service.store.host_memory import HostMemory
-from lm_adapter.transport.control_page import ControlPageReader
-from lm_adapter.transport.mapping import map_device, map_host
+from lm_adapter.shm import mapping
+from lm_adapter.shm.device import DeviceMemory
+from tests.chaos.pods import START_S, Pod, can_isolate
+from tests.unit.transport.broker_rig import running_broker, socket_folder
 
 pytest.importorskip("cuda.bindings.driver", reason="needs cuda-bindings", exc_type=ImportError)
 pytestmark = pytest.mark.gpu
 
 CUDA = torch.device("cuda:0")
 SIZE = 64 << 20
-ROOT = Path(__file__).parents[2]
-ISOLATE = ["unshare", "--pid", "--ipc", "--mount", "--fork", "--kill-child", "--mount-proc"]
-START_S, REPLY_S = 120.0, 60.0
 
 
 @contextmanager
@@ -49,102 +44,57 @@ def filled(arena: Arena, num_bytes: int) -> tuple[Slot, str]:
     """A published slot of random rows, and their SHA-256."""
     slot = arena.allocate(num_bytes)
     assert slot is not None
-    digest = fill(arena, slot)
-    arena.publish(slot)
-    return slot, digest
-
-
-def fill(arena: Arena, slot: Slot) -> str:
-    rows = torch.randint(0, 256, (slot.num_bytes,), dtype=torch.uint8)
-    arena.view(slot, (slot.num_bytes,), torch.uint8).copy_(rows)
+    rows = torch.randint(0, 256, (num_bytes,), dtype=torch.uint8)
+    arena.view(slot, (num_bytes,), torch.uint8).copy_(rows)
     torch.cuda.synchronize()
-    return hashlib.sha256(bytes(rows.numpy())).hexdigest()
+    arena.publish(slot)
+    return slot, hashlib.sha256(bytes(rows.numpy())).hexdigest()
 
 
-class Importer:
-    """One process in its own PID, IPC and mount namespaces, with one GPU in sight."""
-
-    def __init__(self, device_index: int) -> None:
-        require_namespaces()
-        self.connection, theirs = socket.socketpair()
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        name = visible.split(",")[device_index] if visible else str(device_index)
-        self.process = subprocess.Popen(
-            [*ISOLATE, sys.executable, str(ROOT / "tests/gpu/arena_importer.py"), str(theirs.fileno())],
-            env={
-                **os.environ,
-                "CUDA_VISIBLE_DEVICES": name,
-                "PYTHONPATH": f"{ROOT}:{ROOT / 'proto'}:{os.environ.get('PYTHONPATH', '')}",
-            },
-            pass_fds=[theirs.fileno()],
-        )
-        theirs.close()
-        self.connection.settimeout(START_S)
-
-    def receive(self) -> dict[str, Any]:
-        message = self.connection.recv(1 << 16)
-        assert message, f"the importer ended with {self.process.wait(REPLY_S)}"
-        self.connection.settimeout(REPLY_S)
-        reply: dict[str, Any] = json.loads(message)
-        return reply
-
-    def send(self, do: str, **request: object) -> None:
-        self.connection.sendall(json.dumps({"do": do, **request}).encode())
-
-    def ask(self, do: str, **request: object) -> dict[str, Any]:
-        self.send(do, **request)
-        return self.receive()
-
-    def map(self, arena: Arena) -> dict[str, Any]:
-        geometry = arena.geometry
-        request = {
-            "do": "map",
-            "size_bytes": geometry.size_bytes,
-            "page_bytes": geometry.page_bytes,
-            "arena_id": geometry.arena_id.hex(),
-        }
-        fds = [arena.export_fd(), arena.export_page_fd()]
-        socket.send_fds(self.connection, [json.dumps(request).encode()], fds)
-        for fd in fds:
-            os.close(fd)
-        return self.receive()
-
-    def read(self, arena: Arena, slot: Slot, generation: int | None = None) -> dict[str, Any]:
-        return self.ask("read", **place(slot), generation=generation or arena.generation(slot))
-
-    def close(self) -> None:
-        self.connection.close()
-        try:
-            self.process.wait(30)
-        finally:
-            self.process.kill()
-            self.process.wait()
+def place(arena: Arena, slot: Slot) -> dict[str, int]:
+    return {
+        "slot_index": slot.index,
+        "generation": arena.generation(slot),
+        "offset_bytes": slot.offset_bytes,
+        "num_bytes": slot.num_bytes,
+    }
 
 
-def place(slot: Slot) -> dict[str, int]:
-    return {"slot": slot.index, "offset": slot.offset_bytes, "num_bytes": slot.num_bytes}
+def map_device(arena: Arena, device: torch.device) -> DeviceMemory:
+    """The arena through its descriptor, in this process."""
+    descriptors = arena.export_all()
+    try:
+        return DeviceMemory(descriptors[0], arena.size_bytes, device)
+    finally:
+        for descriptor in descriptors:
+            os.close(descriptor)
 
 
-def require_namespaces() -> None:
-    if os.geteuid() != 0 or shutil.which("unshare") is None:
-        pytest.skip("new PID and IPC namespaces need root and unshare")
-    done = subprocess.run([*ISOLATE, "true"], capture_output=True, text=True, timeout=30, check=False)
-    if done.returncode:
-        pytest.skip(f"new PID and IPC namespaces are not permitted here: {done.stderr.strip()}")
+def sha256(tensor: torch.Tensor) -> str:
+    return hashlib.sha256(bytes(tensor.cpu().numpy())).hexdigest()
 
 
 @pytest.fixture
-def importers() -> Iterator[Any]:
-    """Starts importers, spread over all GPUs but the exporter's where there are others."""
+def readers(tmp_path: Path) -> Iterator[Callable[..., list[Pod]]]:
+    """Starts processes that map an arena, spread over the GPUs but the arena's where there are others."""
     with ExitStack() as stack:
 
-        def start(num_importers: int) -> list[Importer]:
-            others = list(range(1, torch.cuda.device_count())) or [0]
-            started = [Importer(others[index % len(others)]) for index in range(num_importers)]
-            for importer in started:
-                stack.callback(importer.close)
-            for importer in started:
-                assert importer.receive() == {"ready": True}
+        def start(arena: Arena, num_readers: int = 1) -> list[Pod]:
+            path = str(stack.enter_context(socket_folder()) / "broker.sock")
+            stack.enter_context(running_broker((None, arena), path=path))
+            visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+            names = visible.split(",") if visible else list(map(str, range(torch.cuda.device_count())))
+            others = names[1:] or names
+            started = [
+                Pod(others[index % len(others)], "tests.gpu.arena_reader", path)
+                for index in range(num_readers)
+            ]
+            for pod in started:
+                stack.callback(pod.kill)
+            for pod in started:
+                state = json.loads(pod.line(START_S))
+                assert state["num_devices"] == 1
+                assert not can_isolate() or state["pid"] < 10, "a process has its own PID namespace"
             return started
 
         yield start
@@ -182,150 +132,116 @@ def test_device_memory_is_beside_torchs_own() -> None:
 def test_no_descriptor_and_no_memory_stays_behind() -> None:
     # The first export and mapping open what the driver keeps for itself.
     with arena_of() as arena:
-        fd = arena.export_fd()
-        map_device(fd, arena.geometry.size_bytes, CUDA).close()
-        os.close(fd)
+        map_device(arena, CUDA).unmap()
     gc.collect()
     free_bytes, _ = torch.cuda.mem_get_info(CUDA)
     descriptors = len(os.listdir("/proc/self/fd"))
     for _ in range(20):
         with arena_of() as arena:
-            fd = arena.export_fd()
-            map_device(fd, arena.geometry.size_bytes, CUDA).close()
-            os.close(fd)
+            map_device(arena, CUDA).unmap()
     gc.collect()
     assert len(os.listdir("/proc/self/fd")) == descriptors
     assert torch.cuda.mem_get_info(CUDA)[0] >= free_bytes - 2 * SIZE
 
 
-def test_the_same_process_maps_it_too_on_every_gpu() -> None:
+def test_p23_the_same_process_maps_it_too_on_every_gpu() -> None:
     with arena_of() as arena:
         slot, digest = filled(arena, 3_000_000)
-        fd = arena.export_fd()
         for index in range(torch.cuda.device_count()):
-            device = torch.device("cuda", index)
-            mapping = map_device(fd, arena.geometry.size_bytes, device)
-            assert mapping.tensor.device == device
-            rows = mapping.tensor[slot.offset_bytes : slot.offset_bytes + slot.num_bytes].clone()
-            assert rows.device == device
-            assert hashlib.sha256(bytes(rows.cpu().numpy())).hexdigest() == digest
-            mapping.close()
-        os.close(fd)
+            mapped = map_device(arena, torch.device("cuda", index))
+            rows = mapped.copy(slot.offset_bytes, slot.num_bytes)
+            assert rows.device == torch.device("cuda", index)
+            assert sha256(rows) == digest
+            mapped.unmap()
 
 
-@pytest.mark.parametrize("num_importers", [1, 2, 4])
-def test_isolated_processes_read_bit_equal_rows(importers: Any, num_importers: int) -> None:
+@pytest.mark.parametrize("num_readers", [1, 4])
+def test_p25_processes_of_their_own_read_equal_bytes(readers: Any, num_readers: int) -> None:
     with arena_of() as arena:
         slots = [filled(arena, num_bytes) for num_bytes in (256, 400_001, 3 << 20, 32 << 20)]
-        started = importers(num_importers)
-        for importer in started:
-            mapped = importer.map(arena)
-            assert mapped["probe"]
-            assert mapped["graph"]
-            assert mapped["allocator_unchanged"]
-            assert (mapped["num_devices"], mapped["device"]) == (1, "cuda:0")
-            if torch.cuda.device_count() > 1:
-                assert mapped["uuid"] != arena.geometry.device_uuid
-            else:
-                assert mapped["uuid"] == arena.geometry.device_uuid
-            assert mapped["pid"] < 10, "the importer has its own process numbers"
+        started = readers(arena, num_readers)
         for slot, digest in slots:
-            for importer in started:
-                importer.send("read", **place(slot), generation=arena.generation(slot))
-            for importer in started:
-                assert importer.receive() == {"digest": digest, "unchanged": True}
-        for importer in started:
-            assert importer.ask("unmap") == {"mapped": False, "graph": True}
+            for reader in started:
+                reader.send("read", **place(arena, slot))
+            for reader in started:
+                assert reader.answer() == {"digest": digest, "graph": True}
 
 
-def test_a_graph_of_the_importer_reads_the_arena(importers: Any) -> None:
-    with arena_of() as arena:
-        slot, first = filled(arena, 4 << 20)
-        (importer,) = importers(1)
-        importer.map(arena)
-        assert importer.ask("capture", **place(slot)) == {"empty": True}
-        assert importer.ask("replay") == {"digest": first, "graph": True}
-        second = fill(arena, slot)
-        assert second != first
-        assert importer.ask("replay") == {"digest": second, "graph": True}
-
-
-def test_an_importer_cannot_write(importers: Any) -> None:
+def test_a_reader_cannot_write(readers: Any) -> None:
     with arena_of() as arena:
         slot, digest = filled(arena, 4 << 20)
-        (importer,) = importers(1)
-        importer.map(arena)
-        refused = importer.ask("write", **place(slot))
+        (reader,) = readers(arena)
+        refused = reader.ask("write", offset_bytes=slot.offset_bytes, num_bytes=slot.num_bytes)
         assert refused["status"] != 0
-        assert refused["graph"], "a refused write leaves the importer's context in order"
-        assert importer.read(arena, slot) == {"digest": digest, "unchanged": True}
+        assert refused["graph"], "a refused write leaves the reader's context in order"
+        assert reader.ask("read", **place(arena, slot))["digest"] == digest
 
 
-def test_p21_a_late_read_is_found_stale(importers: Any) -> None:
+def test_p21_a_late_read_is_lost(readers: Any) -> None:
     with arena_of(max_slots=1) as arena:
         slot, _ = filled(arena, 4 << 20)
-        generation = arena.generation(slot)
-        (importer,) = importers(1)
-        importer.map(arena)
+        old = place(arena, slot)
+        (reader,) = readers(arena)
         arena.drop(slot)
         again, digest = filled(arena, 4 << 20)
         assert (again.index, again.offset_bytes) == (slot.index, slot.offset_bytes)
-        assert importer.read(arena, again, generation) == {"digest": digest, "unchanged": False}
-        assert importer.read(arena, again)["unchanged"]
+        assert reader.ask("read", **old)["digest"] is None
+        assert reader.ask("read", **place(arena, again))["digest"] == digest
 
 
-def test_p21_no_torn_copy_is_taken_while_a_slot_is_rewritten(importers: Any) -> None:
+def test_p21_no_torn_copy_is_taken_while_a_slot_is_rewritten(readers: Any) -> None:
     num_bytes = 32 << 20
     with arena_of(max_slots=1) as arena:
         slot = arena.allocate(num_bytes)
         assert slot is not None
-        (importer,) = importers(1)
-        importer.map(arena)
-        importer.send("race", **place(slot))
-        deadline, content = time.monotonic() + 3, 0
-        while time.monotonic() < deadline:
+        (reader,) = readers(arena)
+        reader.send("race", slot_index=slot.index, offset_bytes=slot.offset_bytes, num_bytes=slot.num_bytes)
+        ends_s, content = time.monotonic() + 3, 0
+        while time.monotonic() < ends_s:
             content += 1
             for quarter in arena.view(slot, (4, num_bytes // 4), torch.uint8):
                 quarter.fill_(content % 256)
                 torch.cuda.synchronize()
                 time.sleep(0.0001)
             arena.publish(slot)
-            time.sleep(0.002 * (content % 2))
+            time.sleep(0.004 * (content % 2))
             arena.drop(slot)
             slot = arena.allocate(num_bytes)
             assert slot is not None
         arena.close()
-        seen = importer.receive()
-    assert seen["wrong"] == 0
-    assert min(seen["whole"], seen["stale"], seen["mixed"]) > 0, seen
+        seen = reader.answer()
+    assert seen["wrong"] == 0, seen
+    assert min(seen["whole"], seen["lost"]) > 0, seen
 
 
-def test_an_importer_outlives_the_exporters_arena(importers: Any) -> None:
-    with arena_of() as arena:
+@pytest.mark.whole_device
+def test_the_memory_lasts_until_its_last_reader_has_unmapped_it(readers: Any) -> None:
+    size_bytes = 4 << 30
+    with arena_of(size_bytes) as arena:
         slot, digest = filled(arena, 4 << 20)
-        generation = arena.generation(slot)
-        where = place(slot)
-        (importer,) = importers(1)
-        importer.map(arena)
+        where = place(arena, slot)
+        (reader,) = readers(arena)
+        assert reader.ask("read", **where)["digest"] == digest
+        free_bytes, _ = torch.cuda.mem_get_info(CUDA)
     gc.collect()
-    late = importer.ask("read", **where, generation=generation)
-    assert late == {"digest": digest, "unchanged": False}
-    assert importer.ask("unmap") == {"mapped": False, "graph": True}
+    assert torch.cuda.mem_get_info(CUDA)[0] < free_bytes + size_bytes // 2
+    assert reader.ask("read", **where) == {"digest": None, "graph": True}, "the arena is closed"
+    assert reader.ask("unmap")["graph"]
+    assert torch.cuda.mem_get_info(CUDA)[0] > free_bytes + size_bytes // 2
 
 
-def test_an_importer_that_is_killed_leaves_the_exporter_in_order(importers: Any) -> None:
+def test_a_reader_that_is_killed_leaves_the_arena_in_order(readers: Any) -> None:
     with arena_of() as arena:
         slot, digest = filled(arena, 4 << 20)
-        (importer,) = importers(1)
-        importer.map(arena)
-        importer.process.kill()
-        importer.process.wait()
-        rows = arena.view(slot, (slot.num_bytes,), torch.uint8)
-        assert hashlib.sha256(bytes(rows.cpu().numpy())).hexdigest() == digest
-        fill(arena, slot)
+        first, second = readers(arena, 2)
+        first.send("race", slot_index=slot.index, offset_bytes=slot.offset_bytes, num_bytes=slot.num_bytes)
+        time.sleep(0.2)
+        first.kill()
+        assert sha256(arena.view(slot, (slot.num_bytes,), torch.uint8)) == digest
+        assert second.ask("read", **place(arena, slot))["digest"] == digest
 
 
-def test_pinned_host_memory_feeds_the_gpu_on_both_sides() -> None:
+def test_pinned_host_memory_feeds_the_gpu() -> None:
     memory = HostMemory(SIZE, pin=True)
     arena = Arena(memory, max_slots=4)
     slot = arena.allocate(8 << 20)
@@ -335,24 +251,14 @@ def test_pinned_host_memory_feeds_the_gpu_on_both_sides() -> None:
     assert view.is_pinned()
     view.copy_(rows, non_blocking=True)
     torch.cuda.synchronize()
-    generation = arena.publish(slot)
-    fd, page_fd = arena.export_fd(), arena.export_page_fd()
-    page = ControlPageReader(page_fd, arena.geometry.page_bytes, arena_id=arena.arena_id)
-    for pin in (False, True):
-        mapping = map_host(fd, SIZE, pin=pin)
-        window = mapping.tensor[slot.offset_bytes : slot.offset_bytes + slot.num_bytes]
-        copied = window.to(CUDA, non_blocking=True)
-        torch.cuda.synchronize()
-        assert page.unchanged(slot.index, generation)
-        assert torch.equal(copied, rows)
-        assert window.is_pinned() == mapping.pinned
-        del window
-        mapping.close()
-        gc.collect()
-        assert not mapping.mapped
-    os.close(fd)
-    os.close(page_fd)
-    page.close()
+    arena.publish(slot)
+    descriptors = arena.export_all()
+    mapped = mapping.HostMemory(descriptors[0], memory.size_bytes)
+    for descriptor in descriptors:
+        os.close(descriptor)
+    copied = torch.from_numpy(mapped.copy(slot.offset_bytes, slot.num_bytes)).to(CUDA)
+    assert torch.equal(copied, rows)
+    mapped.unmap()
     del view
     arena.close()
     gc.collect()

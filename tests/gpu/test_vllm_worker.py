@@ -1,75 +1,101 @@
-"""vLLM's connector with rows by device lease: streams, memory and graphs of the engine that it lives in."""
+"""vLLM's connector on a GPU, with rows from device memory: streams, memory and graphs of its engine."""
 
 from __future__ import annotations
 
+import json
+import time
 from collections.abc import Iterator, Sequence
-from typing import Any
+from pathlib import Path
 
 import pytest
 import torch
 
-from encoder_service.store.cuda_memory import CudaMemory
-from lm_adapter import ImageItem, VisionEncoderClient
-from lm_adapter.testing import fake_model
+from encoder_service.towers.synthetic import make_checkpoint
+from lm_adapter import EncodedRows, ImageItem, VisionEncoderClient
 from lm_adapter.items import Grid
+from tests.integration.conftest import RunningService, running
+from tests.integration.images import photo
 from tests.unit.lm_adapter.connector_rig import Engine, engine_config
-from tests.unit.lm_adapter.shared_rig import SharingFake, sharing_fake
-from tests.unit.lm_adapter.test_client import digest_of
+from tests.unit.transport.broker_rig import socket_folder
 
 pytest.importorskip("cuda.bindings.driver", reason="needs cuda-bindings", exc_type=ImportError)
 pytestmark = pytest.mark.gpu
 
 CUDA = torch.device("cuda:0")
-# Copies of up to 1 MiB are waited for on the client's loop, larger ones beside it.
-GRIDS = (Grid(1, 32, 32), Grid(1, 64, 64))
+SIDES = (128, 512)
 # A forward pass in the engine's stream; far longer than a fetch.
 BUSY_CYCLES = 1_000_000_000
-CONFIG = {
-    "model_type": "qwen3_vl",
-    "image_token_id": 5,
-    "vision_config": {"spatial_merge_size": 2, "deepstack_visual_indexes": [1, 2, 3]},
-    "text_config": {"hidden_size": 256},
-}
+PATIENCE_S = 30.0
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path: Path = tmp_path_factory.mktemp("checkpoint") / "tiny"
+    make_checkpoint(path, "qwen3_vl", "tiny", 5)
+    return path
+
+
+@pytest.fixture(scope="module")
+def service(checkpoint: Path) -> Iterator[RunningService]:
+    with (
+        socket_folder() as folder,
+        running(
+            checkpoint,
+            CUDA,
+            dtype="bfloat16",
+            bucket_sizes="1024",
+            broker_path=str(folder / "broker.sock"),
+            device_arena_bytes=128 << 20,
+        ) as found,
+    ):
+        yield found
 
 
 @pytest.fixture
-def encoder() -> Iterator[SharingFake]:
-    with sharing_fake(kind="device", new_memory=lambda: CudaMemory(128 << 20, CUDA)) as running:
-        running.fake.script.model = fake_model("qwen3_vl", out_width=256, dtype="bfloat16")
-        yield running
-
-
-@pytest.fixture
-def engine(encoder: SharingFake) -> Iterator[Engine]:
-    """Whose connector has found its way to the encoder's memory."""
-    config = engine_config(encoder.target, "uni", hf_config=CONFIG, dtype="bfloat16", device=CUDA)
-    running = Engine(config)
+def engine(service: RunningService, checkpoint: Path) -> Iterator[Engine]:
+    """Its connector has attached to the encoder's memory. vLLM's device has no index (p39)."""
+    hf_config = json.loads((checkpoint / "config.json").read_text())
+    config = engine_config(
+        service.target, "uni", hf_config=hf_config, dtype="bfloat16", device=torch.device("cuda")
+    )
+    found = Engine(config)
     try:
-        items, _ = images(encoder, range(900, 901))
-        warm = running.request("warm", items)
-        running.fetch(warm)
-        running.finish(warm)
-        client = running.scheduler._fetcher._source._client
-        assert client._session.transports.wait(30).name == "device", client.transport
-        yield running
+        items, _ = images(service, 2)
+        ends_s = time.monotonic() + PATIENCE_S
+        number = 0
+        while True:
+            request = found.request(f"warm {(number := number + 1)}", items)
+            found.fetch(request)
+            step = found.schedule(request)
+            found.finish(request)
+            if all(rows.is_cuda for rows in step.rows.values()):
+                break
+            assert time.monotonic() < ends_s, "the connector did not attach to device memory"
+            time.sleep(0.05)
+        yield found
     finally:
-        running.close()
+        found.close()
 
 
 def images(
-    encoder: SharingFake, numbers: Sequence[int]
+    service: RunningService, num_images: int
 ) -> tuple[list[tuple[bytes, Grid]], dict[str, torch.Tensor]]:
-    """Keys and grids of images, whose rows lie in the arena now; and their rows, read inline."""
-    digests = [digest_of(number) for number in numbers]
-    grids = {digest: GRIDS[number % 2] for digest, number in zip(digests, numbers, strict=True)}
-    encoder.fake.script.grids.update(grids)
-    with VisionEncoderClient(encoder.target, transports=("inline",), timeout_s=60) as client:
-        found: list[Any] = client.encode([ImageItem(b"x", digest=digest) for digest in digests])
-    with VisionEncoderClient(encoder.target, device=CUDA, transports=("device",), timeout_s=60) as client:
-        client.wait_transport()
-        client.fetch([one.key for one in found])  # the encoder's copies wait for whatever runs here
+    """Keys and grids of fresh images whose rows are in the device arena, and their rows, read inline."""
+    items = [ImageItem(photo(SIDES[index % 2], SIDES[index % 2])) for index in range(num_images)]
+    with (
+        VisionEncoderClient(service.target, device=CUDA, transports=("device",), timeout_s=60) as shared,
+        VisionEncoderClient(service.target, transports=("inline",), timeout_s=60) as inline,
+    ):
+        rows = rows_of(shared.encode(items))
+        copies = rows_of(inline.fetch([one.key for one in rows]))
     torch.cuda.synchronize()
-    return [(one.key, one.grid_thw) for one in found], {one.key.hex(): one.torch() for one in found}
+    return [(one.key, one.grid_thw) for one in rows], {one.key.hex(): one.torch() for one in copies}
+
+
+def rows_of(outcomes: Sequence[object]) -> list[EncodedRows]:
+    found = [one for one in outcomes if isinstance(one, EncodedRows)]
+    assert len(found) == len(outcomes), outcomes
+    return found
 
 
 def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
@@ -78,10 +104,11 @@ def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
         assert torch.equal(found[name].cpu(), rows), name
 
 
-def test_rows_are_leased_and_handed_over_without_a_copy(encoder: SharingFake, engine: Engine) -> None:
-    items, expected = images(encoder, range(6))
+def test_p39_rows_are_read_on_the_device_and_handed_over_without_a_copy(
+    service: RunningService, engine: Engine
+) -> None:
+    items, expected = images(service, 6)
     request = engine.request("request", items)
-    placed = encoder.num_placed
     engine.fetch(request)
     step = engine.schedule(request)
     assert {rows.device for rows in step.rows.values()} == {CUDA}
@@ -89,15 +116,14 @@ def test_rows_are_leased_and_handed_over_without_a_copy(encoder: SharingFake, en
     engine.load(step)
     assert {name: rows.data_ptr() for name, rows in engine.encoder_cache.items()} == fetched
     assert_equal(engine.encoder_cache, expected)
-    assert encoder.num_placed == placed + len(items), "each row by lease, once"
     engine.finish(request)
 
 
-def test_rows_arrive_while_the_engines_stream_computes(encoder: SharingFake, engine: Engine) -> None:
-    items, expected = images(encoder, range(6, 10))
+def test_rows_arrive_while_the_engines_stream_computes(service: RunningService, engine: Engine) -> None:
+    items, expected = images(service, 4)
     request = engine.request("request", items)
-    computed = torch.cuda.Event()
-    torch.cuda._sleep(BUSY_CYCLES)
+    computed = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    torch.cuda._sleep(BUSY_CYCLES)  # type: ignore[no-untyped-call]
     computed.record()
     engine.fetch(request)
     engine.load(engine.schedule(request))
@@ -108,32 +134,32 @@ def test_rows_arrive_while_the_engines_stream_computes(encoder: SharingFake, eng
 
 
 def test_p20_memory_of_rows_is_used_anew_only_after_the_engine_has_read_it(
-    encoder: SharingFake, engine: Engine
+    service: RunningService, engine: Engine
 ) -> None:
     """vLLM drops rows from its cache while the step that reads them still runs."""
-    items, expected = images(encoder, range(10, 18))
+    items, expected = images(service, 8)
     first = engine.request("first", items[:4])
     engine.fetch(first)
     engine.load(engine.schedule(first))
-    torch.cuda._sleep(BUSY_CYCLES)
+    torch.cuda._sleep(BUSY_CYCLES)  # type: ignore[no-untyped-call]
     read = {name: rows.clone() for name, rows in engine.encoder_cache.items()}
-    computed = torch.cuda.Event()
+    computed = torch.cuda.Event()  # type: ignore[no-untyped-call]
     computed.record()
     engine.encoder_cache.clear()
     engine.finish(first)
     second = engine.request("second", items[4:])
     engine.fetch(second)
     step = engine.schedule(second)
-    assert not computed.query(), "the test says nothing: the step was over"
+    assert not computed.query(), "the step was over too early to prove anything"
     engine.load(step)
     torch.cuda.synchronize()
     assert_equal({**read, **engine.encoder_cache}, expected)
     engine.finish(second)
 
 
-def test_p24_graphs_of_the_engine_are_undisturbed(encoder: SharingFake, engine: Engine) -> None:
+def test_p24_graphs_of_the_engine_are_undisturbed(service: RunningService, engine: Engine) -> None:
     """Rows arrive while a graph is captured, as vLLM does when it starts, and between its replays."""
-    items, expected = images(encoder, range(18, 24))
+    items, expected = images(service, 6)
     number, doubled = torch.ones(4096, device=CUDA), torch.zeros(4096, device=CUDA)
     graph = torch.cuda.CUDAGraph()
     request = engine.request("request", items)

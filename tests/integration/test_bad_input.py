@@ -225,10 +225,6 @@ def test_whole_calls_that_cannot_be_read(service: RunningService) -> None:
             (pb.EncodeRequest(items=[good], model="other"), grpc.StatusCode.NOT_FOUND),
             (pb.EncodeRequest(items=[good], model="other" * 10_000), grpc.StatusCode.NOT_FOUND),
             (pb.EncodeRequest(items=[good], namespace="n" * 300), grpc.StatusCode.INVALID_ARGUMENT),
-            (
-                pb.EncodeRequest(items=[good], delivery=pb.DELIVERY_DEVICE_LEASE),
-                grpc.StatusCode.FAILED_PRECONDITION,
-            ),
             (pb.EncodeRequest(items=[good], delivery=99), grpc.StatusCode.INVALID_ARGUMENT),  # type: ignore[arg-type]
             (pb.EncodeRequest(items=[good] * 300), grpc.StatusCode.INVALID_ARGUMENT),
         ):
@@ -241,13 +237,9 @@ def test_whole_calls_that_cannot_be_read(service: RunningService) -> None:
         with pytest.raises(grpc.RpcError) as caught:
             stub.Lookup(pb.LookupRequest(keys=[b"short"]), timeout=30)
         assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-        for call, leases in (
-            (stub.Release, pb.ReleaseRequest(lease_ids=[b""] * 300)),
-            (stub.Renew, pb.RenewRequest(lease_ids=[b""] * 300)),
-        ):
-            with pytest.raises(grpc.RpcError, match="300 items, 1 to 256") as caught:
-                call(leases, timeout=30)
-            assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        with pytest.raises(grpc.RpcError, match="has 65537 rows") as caught:
+            stub.Touch(pb.TouchRequest(rows=[pb.TouchedRows()] * 65537), timeout=30)
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
         assert list(stub.Encode(pb.EncodeRequest(items=[good]), timeout=30))
 
 

@@ -46,7 +46,6 @@ def test_refused_and_open_calls_are_seen(checkpoints: dict[str, Path], device: t
             while sample(found, "ve_open_calls") != 1:
                 assert time.monotonic() < ends_s
                 time.sleep(0.01)
-            assert sample(found, "ve_open_calls_busiest_host") == 1
             with pytest.raises(grpc.RpcError, match="at most 1"):
                 lookup(iter([b""]), timeout=20, metadata=bearer)
             let_go.set()

@@ -19,6 +19,8 @@ from encoder_service.app import Service
 from lm_adapter import CallFailed, EncodedRows, ImageItem, ItemFailed, VisionEncoderClient
 from tests.integration.conftest import RunningService, running
 from tests.integration.images import photo
+from vision_encoder.v1 import encoder_pb2 as pb
+from vision_encoder.v1 import encoder_pb2_grpc
 
 NUM_CLIENTS = 6
 FRAMES_S = 0.1
@@ -92,7 +94,7 @@ def test_p37_readiness_drops_first_and_what_was_accepted_finishes(
             """Looks at what probes see, before anything is refused or cut."""
             await_probes = found.loop.run_in_executor(None, probes, found)
             seen.update(await await_probes)
-            seen["in flight"] = len(pipeline.flights)
+            seen["in flight"] = len(pipeline.inflight)
             seen["in time"] = await inner(grace_s)
             return bool(seen["in time"])
 
@@ -127,14 +129,16 @@ def test_p37_a_caller_that_never_reads_does_not_hold_up_the_end(
 ) -> None:
     with (
         running(checkpoints["qwen3_vl"], device, drain_grace_s=2, chunk_bytes=4096) as found,
-        VisionEncoderClient(found.target, timeout_s=60, transports=("inline",)) as client,
+        grpc.insecure_channel(found.target) as channel,
     ):
-        half_read = client.encode_iter([ImageItem(photo(600, 600)) for _ in range(12)])
+        items = [pb.Item(modality=pb.MODALITY_IMAGE, encoded=photo(600, 600)) for _ in range(12)]
+        stub = encoder_pb2_grpc.VisionEncoderStub(channel)
+        half_read = stub.Encode(pb.EncodeRequest(items=items), timeout=60)
         next(half_read)
         started_s = time.monotonic()
         found.stop()
         assert time.monotonic() - started_s < 15
-        with contextlib.suppress(CallFailed):
+        with contextlib.suppress(grpc.RpcError):
             list(half_read)
 
 

@@ -63,7 +63,7 @@ class Reference:
         return found
 
     def inputs(self, prompt: str, files: list[bytes]) -> Any:
-        # As opened, with alpha: the processor puts white below it.
+        # Not by transformers' load_image, which drops alpha: the processors put white below.
         images = [ImageOps.exif_transpose(Image.open(io.BytesIO(data))) for data in files]
         return self.processor(text=[prompt], images=images, return_tensors="pt")
 

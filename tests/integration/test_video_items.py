@@ -1,4 +1,4 @@
-"""Clips over real sockets: under a lease as inline, found again, wrong ones, and from the command line."""
+"""Clips over real sockets: by place as inline, found again, wrong ones, and from the command line."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
+from encoder_service import app
 from lm_adapter import ClipItem, EncodedRows, FramesItem, ImageItem, ItemFailed, PreprocessOptions
 from lm_adapter import VisionEncoderClient as Client
 from tests.integration.conftest import FAMILIES, RunningService, running
@@ -31,12 +32,13 @@ def still() -> ImageItem:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_facts_of_a_clip_come_with_a_lease_and_with_a_hit(
-    family: str, checkpoints: dict[str, Path], tmp_path: Path
+def test_facts_of_a_clip_come_with_a_place_and_with_a_hit(
+    family: str, checkpoints: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(app, "CLIP_PIECE_PATCHES", 64)
     data = clip()
     digest = random.randbytes(32)
-    broker = {"broker_path": str(tmp_path / "broker.sock"), "clip_piece_patches": 64}
+    broker = {"broker_path": str(tmp_path / "broker.sock"), "arena_bytes": 8 << 20}
     with (
         running(checkpoints[family], CPU, **broker) as service,
         Client(service.target) as shared,

@@ -179,14 +179,6 @@ def test_damaged_weights_are_refused_by_file(
     assert caught.value.reason == "CHECKPOINT"
 
 
-def test_one_file_wins_over_an_index_as_in_the_reference(published: Path, tmp_path: Path) -> None:
-    """The service's tower reads it in the same order: both halves come from one save."""
-    path = copy_with(published, tmp_path / "both", lambda tensors, config: None)
-    index = {"weight_map": dict.fromkeys(tensors_of(path), "model-00001-of-00001.safetensors")}
-    (path / "model.safetensors.index.json").write_text(json.dumps(index))
-    assert torch.equal(logits(load_language_model(path)), logits(load_language_model(published)))
-
-
 def test_bfloat16(published: Path) -> None:
     """Weights in bfloat16, but what the reference keeps in float32; rotary frequencies stay float32."""
     model = load_language_model(published, dtype=torch.bfloat16)

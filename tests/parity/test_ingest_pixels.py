@@ -19,10 +19,8 @@ from PIL import Image, ImageOps
 
 from encoder_service.errors import AspectRatioExceeded
 from encoder_service.ingest.decode import DecodeLimits, decode_rgb
-from encoder_service.ingest.moonvit import MoonViTPreprocessor
 from encoder_service.ingest.preprocessor import Preprocessor
 from encoder_service.ingest.registry import load_preprocessor
-from encoder_service.ingest.resize import resize_and_pad
 from encoder_service.types import PreprocessOptions
 from tests.parity.reference import import_reference
 from tests.unit.ingest import image_files
@@ -31,7 +29,7 @@ LIMITS = DecodeLimits(max_encoded_bytes=1 << 28, max_image_pixels=1 << 26)
 PLAIN = PreprocessOptions()
 CLIP = {"image_mean": [0.48145466, 0.4578275, 0.40821073], "image_std": [0.26862954, 0.26130258, 0.27577711]}
 HALF = {"image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5]}
-NUM_RANDOM = 240
+NUM_RANDOM = 120
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
 
@@ -132,34 +130,22 @@ def random_sides(family: str, count: int) -> list[tuple[int, int]]:
 
 
 SPECIAL = [
-    (1, 1),
-    (1, 2),
-    (2, 1),
-    (1, 200),
-    (200, 1),
-    (16, 16),
-    (14, 14),
-    (28, 28),
-    (32, 32),
-    (31, 33),
-    (48, 80),
-    (700, 900),
-]
+    (1, 1), (1, 2), (2, 1), (1, 200), (200, 1), (16, 16), (14, 14), (28, 28), (32, 32), (31, 33), (48, 80),
+    (700, 900), (325, 325), (316, 317),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("part", range(3))
-def test_qwen_on_random_sizes(part: int, saved: Callable[[Any, str], Preprocessor]) -> None:
+def test_qwen_on_random_sizes(saved: Callable[[Any, str], Preprocessor]) -> None:
     reference = qwen_reference(4096, 100_000)
     preprocessor = saved(reference, "qwen3_vl")
-    for height, width in (random_sides("qwen3_vl", NUM_RANDOM) + SPECIAL)[part::3]:
+    for height, width in random_sides("qwen3_vl", NUM_RANDOM) + SPECIAL:
         check(preprocessor, reference, picture(height, width))
 
 
-@pytest.mark.parametrize("part", range(3))
-def test_kimi_on_random_sizes(part: int, saved: Callable[[Any, str], Preprocessor]) -> None:
+def test_kimi_on_random_sizes(saved: Callable[[Any, str], Preprocessor]) -> None:
     reference = kimi_reference()
     preprocessor = saved(reference, "kimi_k25")
-    for height, width in (random_sides("kimi_k25", NUM_RANDOM) + SPECIAL)[part::3]:
+    for height, width in random_sides("kimi_k25", NUM_RANDOM) + SPECIAL:
         # Images below the budget are only padded: limits of the request make most of these shrink.
         patches, side = 40 + (height * 7 + width) % 500, 8 + (height + width) % 40
         options = PreprocessOptions(max_patches=patches, max_patches_per_side=side)
@@ -193,13 +179,6 @@ def test_settings_of_a_folder_with_both_files_are_the_references(tmp_path: Path)
     check(preprocessor, reference.AutoImageProcessor.from_pretrained(tmp_path), picture(400, 300))
 
 
-def test_a_size_above_the_area_limit(saved: Callable[[Any, str], Preprocessor]) -> None:
-    reference = qwen_reference(65536, 1 << 20)
-    preprocessor = saved(reference, "qwen3_vl")
-    for height, width in [(1024, 1024), (1025, 1024), (1023, 1025), (1039, 1040), (1041, 1041), (900, 1700)]:
-        check(preprocessor, reference, picture(height, width))
-
-
 def test_qwen_limits_per_request(saved: Callable[[Any, str], Preprocessor]) -> None:
     reference = qwen_reference(4096, 1 << 20)
     preprocessor = saved(reference, "qwen3_vl")
@@ -224,34 +203,6 @@ def test_any_mean_and_std(family: str, saved: Callable[[Any, str], Preprocessor]
     ramp = np.arange(256, dtype=np.uint8).repeat(3).reshape(8, 32, 3)
     for array in (picture(123, 234), picture(224, 224), np.ascontiguousarray(np.tile(ramp, (8, 2, 1)))):
         check(preprocessor, reference, array)
-
-
-@pytest.mark.parametrize("family", ["qwen3_vl", "kimi_k25"])
-def test_resized_uint8_equals_the_references_resize(
-    family: str, saved: Callable[[Any, str], Preprocessor]
-) -> None:
-    """The step itself, on integers: no normalisation between."""
-    reference = kimi_reference() if family == "kimi_k25" else qwen_reference(4096, 200_000)
-    preprocessor = saved(reference, family)
-    from transformers.image_utils import SizeDict
-
-    for height, width in random_sides(f"{family} uint8", 60):
-        array = picture(height, width)
-        planes = torch.from_numpy(array).permute(2, 0, 1).contiguous().unsqueeze(0)
-        if isinstance(preprocessor, MoonViTPreprocessor):
-            options = PreprocessOptions(max_patches=200, max_patches_per_side=30)
-            target = preprocessor.target_size(height, width, options)
-            grid = preprocessor.target_grid(height, width, options)
-            resized = reference.resize(planes, size=SizeDict(height=target[0], width=target[1]), resample=3)
-            padded = SizeDict(height=grid.h * 14, width=grid.w * 14)
-            expected = reference.pad(resized, pad_size=padded)[0]
-        else:
-            options, size = PLAIN, SizeDict(shortest_edge=4096, longest_edge=200_000)
-            expected = reference.resize(images=planes, size=size, resample=3, factor=32)[0]
-        assert expected.dtype == torch.uint8
-        plan = preprocessor.plan_image(height, width, options)
-        frame_HWC = resize_and_pad(torch.from_numpy(array), plan.target, plan.padded)
-        assert torch.equal(frame_HWC.permute(2, 0, 1), expected), (height, width)
 
 
 @pytest.mark.parametrize(("height", "width"), [(1, 201), (402, 1), (3, 601), (65535, 1)])
@@ -302,47 +253,3 @@ def test_p42_from_file_bytes_to_pixel_values(family: str, saved: Callable[[Any, 
         assert list(item.grid) == batch["image_grid_thw"][0].tolist(), name
         values = preprocessor.patchify(item.frames_THWC)
         assert torch.equal(values, batch["pixel_values"].reshape(values.shape)), name
-
-
-@pytest.mark.parametrize("num_frames", [1, 2, 3, 4])
-def test_qwen_frames_in_temporal_patches(num_frames: int, saved: Callable[[Any, str], Preprocessor]) -> None:
-    preprocessor = saved(qwen_reference(), "qwen3_vl")
-    video_processor = import_reference().Qwen3VLVideoProcessor(**HALF)
-    frames = torch.from_numpy(np.stack([picture(64, 96 + i)[:, :96] for i in range(num_frames)]))
-    normalised = video_processor.rescale_and_normalize(
-        frames.permute(0, 3, 1, 2).unsqueeze(0), True, 1 / 255, True, (0.5, 0.5, 0.5), (0.5, 0.5, 0.5)
-    )
-    expected, *grid = video_processor.patchify(normalised, patch_size=16, merge_size=2, temporal_patch_size=2)
-    assert grid == [-(-num_frames // 2), 4, 6]
-    assert torch.equal(preprocessor.patchify(frames), expected[0])
-
-
-@pytest.mark.parametrize("num_frames", [1, 3, 4])
-def test_kimi_frames_one_after_the_other(num_frames: int, saved: Callable[[Any, str], Preprocessor]) -> None:
-    preprocessor = saved(kimi_reference(), "kimi_k25")
-    from transformers.models.kimi_k25.video_processing_kimi_k25 import Kimi_K25VideoProcessor
-
-    video_processor = Kimi_K25VideoProcessor()
-    frames = torch.from_numpy(np.stack([picture(56, 84 + i)[:, :84] for i in range(num_frames)]))
-    normalised = video_processor.rescale_and_normalize(
-        frames.permute(0, 3, 1, 2).unsqueeze(0), True, 1 / 255, True, (0.5, 0.5, 0.5), (0.5, 0.5, 0.5)
-    )
-    expected, *grid = video_processor.patchify(normalised, patch_size=14)
-    assert grid == [num_frames, 4, 6]
-    assert torch.equal(preprocessor.patchify(frames), expected.reshape(-1, 588))
-
-
-def test_patchify_on_the_device_under_test(
-    device: torch.device, saved: Callable[[Any, str], Preprocessor]
-) -> None:
-    """uint8 travels: the device's normalisation gives the host's bits."""
-    for reference, family in (
-        (qwen_reference(clip=True), "qwen3_vl"),
-        (kimi_reference(clip=True), "kimi_k25"),
-    ):
-        preprocessor = saved(reference, family)
-        frames = torch.from_numpy(np.stack([picture(448, 448 + i)[:, :448] for i in range(3)]))
-        for count in (1, 3):
-            on_device = preprocessor.patchify(frames[:count].to(device))
-            assert on_device.device.type == device.type
-            assert torch.equal(on_device.cpu(), preprocessor.patchify(frames[:count]))

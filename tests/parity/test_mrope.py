@@ -1,4 +1,4 @@
-"""M-RoPE positions and deltas equal the reference's ``get_rope_index`` over thousands of random prompts."""
+"""M-RoPE positions and deltas equal the reference's ``get_rope_index`` over random batches of prompts."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 
+from lm_adapter.items import Modality
 from lm_adapter.mrope import MRopePositions, batch_positions, mrope_positions
 from lm_adapter.placeholders import PromptItem, expand_placeholders, prompt_item
-from lm_adapter.items import Modality
 from tests.parity.reference import import_reference
 
 IMAGE, VIDEO, MERGE = 900, 901, 2
@@ -78,7 +78,7 @@ def test_p01_positions_and_deltas_of_random_batches(family: str, side: Any) -> N
     rope_index = reference_rope_index(family)
     num_prompts = num_items = num_ending_in_vision = 0
     first_seed = {"left": 0, "right": 1000}[side]
-    for seed in range(first_seed, first_seed + 350):
+    for seed in range(first_seed, first_seed + 120):
         rng = random.Random(seed)
         batch = [Prompt(rng) for _ in range(rng.randrange(1, 6))]
         expanded = [expand_placeholders(prompt.ids, prompt.items, [IMAGE, VIDEO]) for prompt in batch]
@@ -108,8 +108,8 @@ def test_p01_positions_and_deltas_of_random_batches(family: str, side: Any) -> N
         num_items += sum(len(prompt.items) for prompt in batch)
         num_ending_in_vision += sum(bool(prompt.visual_mask[-1]) for prompt in expanded)
     print(f"{family} {side}: {num_prompts} prompts, {num_items} items, {num_ending_in_vision} end in vision")
-    assert num_prompts > 900
-    assert num_ending_in_vision > 100
+    assert num_prompts > 300
+    assert num_ending_in_vision > 30
 
 
 def check_resumption(prompts: list[MRopePositions]) -> None:

@@ -1,13 +1,12 @@
-"""What an engine does with positions, held to the reference's ``get_rope_index`` on random prompts.
+"""Resumed, drafted and packed positions equal the reference's ``get_rope_index`` on random prompts.
 
-The reference knows whole prompts only. So a resumed, drafted, packed or cached piece is compared with what it
-says of the whole sequence that the piece belongs to.
+The reference computes whole prompts only: a part is compared with its place in the whole sequence.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from functools import cache
 
 import numpy as np
 import numpy.typing as npt
@@ -16,15 +15,14 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from lm_adapter.items import Modality
 from lm_adapter.mrope import MRopePositions, mrope_positions, pack_positions
 from lm_adapter.placeholders import ExpandedPrompt, PromptItem, expand_placeholders, prompt_item
 from lm_adapter.prefix_cache import PadScheme, pad_id, restore_placeholders, substitute_pad_ids
-from lm_adapter.items import Modality
 from tests.parity.test_mrope import IMAGE, MERGE, MODEL_CLASSES, VIDEO, reference_rope_index, tensor_or_none
 
-NUM_PROMPTS = 1000
-NUM_SEQUENCES = 300
 VOCAB_SIZE = 1000
+sweep = settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 Grid = tuple[int, int, int]
 
 
@@ -95,33 +93,11 @@ def reference_positions(
     return positions[:, 0].numpy(), int(delta)
 
 
-_functions: dict[str, Any] = {}
-
-
-def rope_index(family: str) -> Any:
-    if family not in _functions:
-        _functions[family] = reference_rope_index(family)
-    return _functions[family]
-
-
-many = settings(max_examples=NUM_PROMPTS, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-fewer = settings(many, max_examples=NUM_SEQUENCES)
-
-
-@pytest.mark.extended
-@pytest.mark.parametrize("family", MODEL_CLASSES)
-@many
-@given(sequence=sequences())
-def test_p01_mixed_prompts_in_any_order(family: str, sequence: Sequence) -> None:
-    expected, delta = reference_positions(family, sequence, [])
-    np.testing.assert_array_equal(sequence.positions.prompt, expected)
-    assert sequence.positions.delta == delta
-    assert sequence.positions.next_position == expected.max() + 1
-    assert sequence.positions.max_position == expected.max()
+rope_index = cache(reference_rope_index)
 
 
 @pytest.mark.parametrize("family", MODEL_CLASSES)
-@fewer
+@sweep
 @given(sequence=sequences(), generated=st.lists(st.integers(0, 799), max_size=8), data=st.data())
 def test_p03_a_retracted_request_and_a_prefix_hit_resume_as_the_whole_sequence(
     family: str, sequence: Sequence, generated: list[int], data: st.DataObject
@@ -138,7 +114,7 @@ def test_p03_a_retracted_request_and_a_prefix_hit_resume_as_the_whole_sequence(
 
 
 @pytest.mark.parametrize("family", MODEL_CLASSES)
-@fewer
+@sweep
 @given(sequence=sequences(), accepted=st.integers(0, 5), drafted=st.integers(1, 6))
 def test_p06_drafts_stand_where_accepted_tokens_would(
     family: str, sequence: Sequence, accepted: int, drafted: int
@@ -167,7 +143,7 @@ def test_p06_drafts_stand_where_accepted_tokens_would(
 
 
 @pytest.mark.parametrize("family", MODEL_CLASSES)
-@settings(fewer, max_examples=NUM_SEQUENCES // 2)
+@settings(sweep, max_examples=50)
 @given(batch=st.lists(sequences(), min_size=1, max_size=5), data=st.data())
 def test_p02_requests_packed_without_padding(family: str, batch: list[Sequence], data: st.DataObject) -> None:
     """Prefills, parts of prompts and decoding in one step: each has its own whole sequence's positions."""
@@ -187,7 +163,7 @@ def test_p02_requests_packed_without_padding(family: str, batch: list[Sequence],
 
 
 @pytest.mark.parametrize("family", MODEL_CLASSES)
-@settings(fewer, max_examples=NUM_SEQUENCES // 2)
+@settings(sweep, max_examples=50)
 @given(first=sequences(), second=sequences())
 def test_p03_a_later_turn_goes_on_from_the_maximum(family: str, first: Sequence, second: Sequence) -> None:
     """Two turns one after the other are one prompt, also when the first ends in vision."""

@@ -166,7 +166,7 @@ def test_a_file_whose_frames_the_reference_cannot_count_is_sampled_as_their_arra
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("seed", [random.randrange(1 << 30) for _ in range(30)], ids=lambda seed: "random")
+@pytest.mark.parametrize("seed", [random.randrange(1 << 30) for _ in range(10)], ids=lambda seed: "random")
 def test_arrays_of_any_length_rate_and_size(
     family: str, seed: int, ours: Callable[[str], Preprocessor]
 ) -> None:
@@ -258,25 +258,3 @@ def test_a_turned_file_equals_upright_frames(
         upright = np.roll(upright, -1, axis=1)
     expected = expected_of("qwen3_vl", upright, metadata_of(len(coded), 6.0))
     check(open_clip(ours("qwen3_vl"), EncodedFile(data)), ours("qwen3_vl"), expected)
-
-
-@pytest.mark.parametrize("num_frames", [8, 30])
-def test_the_cap_of_a_frame_is_the_references(num_frames: int, tmp_path: Path) -> None:
-    transformers = import_reference()
-    reference = transformers.Qwen3VLVideoProcessor(
-        size=QWEN_SIZE, cap_pixels_per_frame=True, max_video_tokens=3, fps=4, **HALF
-    )
-    if not hasattr(reference, "max_video_tokens") or "cap_pixels_per_frame" not in str(reference):
-        pytest.skip("this release of the reference has no cap")
-    save(tmp_path, "qwen3_vl", reference)
-    preprocessor = load_preprocessor(tmp_path, "qwen3_vl", LIMITS)
-    frames = clip_files.moving(num_frames, 300, 200)
-    batch = reference(
-        videos=[torch.from_numpy(frames).permute(0, 3, 1, 2)],
-        video_metadata=[metadata_of(num_frames, 8.0)],
-        input_data_format="channels_first",
-        return_tensors="pt",
-    )
-    clip = open_clip(preprocessor, FrameArray(torch.from_numpy(frames), 8.0))
-    assert list(clip.plan.grid) == batch["video_grid_thw"][0].tolist()
-    assert torch.equal(read(clip, preprocessor)[0], batch["pixel_values_videos"])

@@ -10,7 +10,7 @@ Rules, and what each follows:
   that by more than a frame (variable rate), it is their number over the time they take, as in its default
   reader.
 * Pixels are those of ``VideoFrame.to_ndarray(format="rgb24")``, the reference reader's.
-* The rotation of the display matrix is applied, to the nearest quarter turn, as players do.
+* The display matrix is applied, to the nearest quarter turn, as players do.
 * Damage, a frame of another size than the first, and a wanted frame that the decoder leaves out fail the
   clip: rows of a guessed picture would be cached as if they were its own.
 * Decoding starts at the last key frame that is shown no later than a wanted frame. Frames behind a key frame
@@ -27,7 +27,8 @@ from __future__ import annotations
 
 import bisect
 import io
-from collections.abc import Iterator, Sequence
+import struct
+from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
 from typing import Any, NamedTuple
 
@@ -65,6 +66,14 @@ LENIENT_METADATA: dict[str, Any] = (
 MAX_HIDDEN = 8192  # packets that an edit list hides: a seek takes time in their square
 MAX_THREAD_PIXELS = 1 << 27  # of all frames that a decoder's threads hold
 _VP8_SHOWN = 0x10  # bit of a frame's first byte, RFC 6386 section 9.1
+
+
+class Turn(NamedTuple):
+    """How coded pixels become upright: sides swapped first, then mirrored by a step of -1."""
+
+    swaps_sides: bool
+    step_y: int
+    step_x: int
 
 
 class PacketFact(NamedTuple):
@@ -155,7 +164,8 @@ class AvFile:
                 raise UndecodableClip(
                     f"the {self._name} file's video is {codec}, accepted are {', '.join(CODECS)}", codec=codec
                 )
-            return stream
+            found: VideoStream = stream
+            return found
         kinds = ", ".join(stream.type for stream in self._file.streams) or "none"
         raise UndecodableClip(
             f"the {self._name} file has 0 video streams, needs 1; its streams: {kinds}", streams=kinds
@@ -176,9 +186,10 @@ class AvFile:
         fps = self._read_packets()
         check_duration(len(self._shown) / fps, limits)
         first = next(self._coded_frames([0]))
-        self._quarter_turns = round(first.rotation / 90) % 4
-        swaps_sides = self._quarter_turns % 2 == 1
-        height, width = (first.width, first.height) if swaps_sides else (first.height, first.width)
+        self._turn = _turn_of(first)
+        height, width = first.height, first.width
+        if self._turn.swaps_sides:
+            height, width = width, height
         return ClipHeader(len(self._shown), fps, height, width)
 
     def _read_packets(self) -> float:
@@ -338,9 +349,25 @@ class AvFile:
             for frame in frames:
                 # One thread: by default the conversion starts as many as there are cores.
                 image_HWC = frame.to_ndarray(format="rgb24", threads=1)
-                yield torch.from_numpy(np.ascontiguousarray(np.rot90(image_HWC, self._quarter_turns)))
+                if self._turn.swaps_sides:
+                    image_HWC = image_HWC.swapaxes(0, 1)
+                image_HWC = image_HWC[:: self._turn.step_y, :: self._turn.step_x]
+                yield torch.from_numpy(np.ascontiguousarray(image_HWC))
 
 
 def _pts_of(packet: Packet[VideoStream]) -> int | None:
     """When the packet's frame is shown; its time of decoding where the file states no other."""
     return packet.dts if packet.pts is None else packet.pts
+
+
+def _turn_of(frame: VideoFrame) -> Turn:
+    """The quarter turn and mirroring nearest to the display matrix [a b u; c d v; x y w], which shows (x, y)
+    at (a x + c y, b x + d y), with y downwards (ISO/IEC 14496-12, section 6.2.2)."""
+    side_data: Mapping[str, Any] = frame.side_data
+    matrix = bytes(side_data.get("DISPLAYMATRIX", b""))
+    if len(matrix) != 36:
+        return Turn(False, 1, 1)
+    a, b, _, c, d, *_ = struct.unpack("=9i", matrix)
+    swaps_sides = abs(b) + abs(c) > abs(a) + abs(d)
+    x, y = (c, b) if swaps_sides else (a, d)
+    return Turn(swaps_sides, -1 if y < 0 else 1, -1 if x < 0 else 1)

@@ -17,7 +17,7 @@ from typing import Protocol
 
 import torch
 
-from encoder_service.config_clips import ClipSettings
+from encoder_service.config import Settings
 from encoder_service.errors import (
     ClipTooLarge,
     InvalidRequest,
@@ -51,7 +51,7 @@ class ClipLimits:
     decode_threads: int = 1
 
 
-def clip_limits(settings: ClipSettings, max_frame_pixels: int, num_workers: int) -> ClipLimits:
+def clip_limits(settings: Settings, max_frame_pixels: int, num_workers: int) -> ClipLimits:
     """The limits of the service's settings. num_workers: threads that decode and resize; a clip's decoder
     uses a quarter of as many, 2 to 8."""
     return ClipLimits(

@@ -1,33 +1,62 @@
-"""The admin plane: liveness, readiness, metrics, server info, a page; HTTP on a port of its own.
+"""The admin plane's HTTP application: liveness, readiness, metrics, server info, the page and its playground.
 
-Owns the HTTP surface for operators. Never waits for the device: every answer comes from counters and
-flags that are already in memory.
+Owns the routes, the page's security headers and errors as HTTP statuses. Answers come from counters and flags
+in memory and never wait for the device; the playground alone encodes. The page loads nothing from another
+host, and the policy sent with it would not allow that.
 """
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import socket
-import ssl
-from collections.abc import Iterator
+import math
+from collections.abc import Callable
+from importlib import resources
 from typing import Any, Protocol
 
-import uvicorn
-from fastapi import FastAPI, Response
+from fastapi import APIRouter, FastAPI, Request, Response
+from fastapi.responses import JSONResponse
 from google.protobuf.json_format import MessageToDict
-from starlette.types import ASGIApp
 
-from encoder_service.errors import ConfigurationError
-from encoder_service.ops.admin.live import LiveView
-from encoder_service.ops.admin.pages import pages
+from encoder_service.errors import (
+    DeadlineExceeded,
+    ImageTooLarge,
+    InternalError,
+    InvalidInput,
+    Overloaded,
+    Unavailable,
+    VisionEncoderError,
+)
 from encoder_service.ops.admin.playground import Playground
 from encoder_service.ops.metrics import CONTENT_TYPE, Metrics
 from vision_encoder.v1 import encoder_pb2 as pb
 
+HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
+    "img-src 'self' data: blob:; connect-src 'self'; base-uri 'none'; form-action 'none'; "
+    "frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-cache",
+}
+FILES = {
+    "index.html": "text/html; charset=utf-8",
+    "live.js": "text/javascript; charset=utf-8",
+    "playground.js": "text/javascript; charset=utf-8",
+    "style.css": "text/css; charset=utf-8",
+}
+# A page of another origin cannot send this type without a preflight request, which gets no answer.
+UPLOAD_TYPE = "application/octet-stream"
+STATUSES: dict[type[VisionEncoderError], int] = {
+    ImageTooLarge: 413,
+    InvalidInput: 400,
+    Overloaded: 429,
+    Unavailable: 503,
+    DeadlineExceeded: 504,
+    InternalError: 500,
+}
+
 
 class Readiness(Protocol):
-    """What the admin plane asks about the service."""
+    """What the admin plane asks the service."""
 
     def is_alive(self) -> bool:
         """False once the process should be restarted."""
@@ -36,35 +65,43 @@ class Readiness(Protocol):
         """Why no work is taken now, or None when it is."""
 
     def info(self) -> pb.GetServerInfoResponse | None:
-        """What GetServerInfo answers, or None before the model is loaded."""
+        """The answer of GetServerInfo, or None before the model is loaded."""
 
 
 def create_admin_app(
     readiness: Readiness,
     metrics: Metrics,
-    live: LiveView | None = None,
+    figures: Callable[[], dict[str, Any]],
     playground: Playground | None = None,
 ) -> FastAPI:
-    """The HTTP application, with a page for ``live``. Bytes are hexadecimal in JSON."""
+    """figures: the answer of ``/v1/live``. playground: None leaves its route out. Bytes are hexadecimal in
+    JSON."""
     app = FastAPI(title="vision-encoder admin", docs_url=None, redoc_url=None)
+    app.include_router(probes(readiness, metrics))
+    app.include_router(page(figures, playground))
+    return app
 
-    @app.get("/healthz")
+
+def probes(readiness: Readiness, metrics: Metrics) -> APIRouter:
+    router = APIRouter()
+
+    @router.get("/healthz")
     async def healthz(response: Response) -> dict[str, str]:
         alive = readiness.is_alive()
         response.status_code = 200 if alive else 503
         return {"status": "alive" if alive else "failed"}
 
-    @app.get("/readyz")
+    @router.get("/readyz")
     async def readyz(response: Response) -> dict[str, str]:
         reason = readiness.not_ready_because()
         response.status_code = 200 if reason is None else 503
         return {"status": "ready"} if reason is None else {"status": "not ready", "reason": reason}
 
-    @app.get("/metrics")
+    @router.get("/metrics")
     async def scrape() -> Response:
         return Response(metrics.exposition(), media_type=CONTENT_TYPE)
 
-    @app.get("/v1/info")
+    @router.get("/v1/info")
     async def info(response: Response) -> dict[str, Any]:
         message = readiness.info()
         if message is None:
@@ -72,9 +109,7 @@ def create_admin_app(
             return {"status": "not ready", "reason": readiness.not_ready_because()}
         return info_dict(message)
 
-    if live is not None:
-        app.include_router(pages(live, playground))
-    return app
+    return router
 
 
 def info_dict(message: pb.GetServerInfoResponse) -> dict[str, Any]:
@@ -89,48 +124,58 @@ def info_dict(message: pb.GetServerInfoResponse) -> dict[str, Any]:
     return answer
 
 
-class AdminServer:
-    """uvicorn on the service's own event loop, its socket bound at once, signals left to the service."""
+def page(figures: Callable[[], dict[str, Any]], playground: Playground | None) -> APIRouter:
+    router = APIRouter()
+    folder = resources.files("encoder_service.ops.admin") / "static"
+    contents = {name: (folder / name).read_bytes() for name in FILES}
 
-    def __init__(self, app: ASGIApp, address: str, tls: ssl.SSLContext | None = None) -> None:
-        self._socket = bind_tcp(address)
-        host, port = self._socket.getsockname()[:2]
-        self.address = f"{host}:{port}"
-        config = uvicorn.Config(
-            app, log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=2
-        )
-        if tls is not None:
-            config.load()
-            config.ssl = tls
-        self._server = _Uvicorn(config)
-        self._task: asyncio.Task[None] | None = None
+    @router.get("/")
+    async def index() -> Response:
+        return Response(contents["index.html"], media_type=FILES["index.html"], headers=HEADERS)
 
-    def start(self) -> None:
-        self._task = asyncio.get_running_loop().create_task(self._server.serve(sockets=[self._socket]))
+    @router.get("/static/{name}")
+    async def static(name: str) -> Response:
+        if name not in contents:
+            return Response(status_code=404, headers=HEADERS)
+        return Response(contents[name], media_type=FILES[name], headers=HEADERS)
 
-    async def stop(self) -> None:
-        self._server.should_exit = True
-        if self._task is not None:
-            await self._task
-        self._socket.close()
+    @router.get("/v1/live")
+    async def live() -> JSONResponse:
+        max_bytes = 0 if playground is None else playground.max_bytes
+        return JSONResponse(figures() | {"playground_max_bytes": max_bytes}, headers=HEADERS)
+
+    if playground is None:
+        return router
+
+    @router.post("/v1/playground")
+    async def encode(request: Request) -> JSONResponse:
+        try:
+            if request.headers.get("content-type", "") != UPLOAD_TYPE:
+                raise InvalidInput(f"send the file's bytes as {UPLOAD_TYPE}")
+            return JSONResponse(await playground.explain(await body_of(request, playground)), headers=HEADERS)
+        except VisionEncoderError as error:
+            return failure(error)
+
+    return router
 
 
-class _Uvicorn(uvicorn.Server):
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
+async def body_of(request: Request, playground: Playground) -> bytes:
+    """The body, read up to the limit. Raises ImageTooLarge."""
+    announced = request.headers.get("content-length", "")
+    if announced.isdecimal():
+        playground.check_size(int(announced))
+    body = bytearray()
+    async for chunk in request.stream():
+        body += chunk
+        playground.check_size(len(body))
+    return bytes(body)
 
 
-def bind_tcp(address: str) -> socket.socket:
-    """A bound TCP socket. Raises ConfigurationError for an address that cannot be bound."""
-    host, _, port = address.rpartition(":")
-    host = host.strip("[]")
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    bound = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        bound.bind((host, int(port)))
-    except OSError as error:
-        bound.close()
-        raise ConfigurationError(f"cannot listen on {address}: {error.strerror or error}") from None
-    return bound
+def failure(error: VisionEncoderError) -> JSONResponse:
+    """The status is that of the error's class or of its nearest ancestor in STATUSES."""
+    status = next((STATUSES[cls] for cls in type(error).__mro__ if cls in STATUSES), 500)
+    headers = dict(HEADERS)
+    if error.retry_after_ms:
+        headers["Retry-After"] = str(math.ceil(error.retry_after_ms / 1e3))
+    body: dict[str, Any] = {"reason": error.reason, "message": error.message}
+    return JSONResponse(body, status_code=status, headers=headers)

@@ -1,6 +1,6 @@
 """Metrics of the pipeline, the engine, the store and the broker, read at scrape time.
 
-Owns names and texts of these metrics; the figures are counted where things happen.
+Owns names and texts of these metrics; the counts are kept where the events happen.
 """
 
 from __future__ import annotations
@@ -52,6 +52,7 @@ def register_gauges(metrics: Metrics, pipeline: Pipeline, engine: DeviceEngine) 
 
 
 def register_graphs(metrics: Metrics, graphs: GraphRunner) -> None:
+    """For a GPU with graphs; once per registry."""
     figures, counter = graphs.counters, metrics.counter_view
     counter("ve_graph_replays", "Batches run as a CUDA graph.", lambda: figures.replays.total())
     counter("ve_eager_runs", "Batches that no bucket took.", lambda: figures.eager_runs)
@@ -82,7 +83,7 @@ def register_store(metrics: Metrics, store: EmbeddingStore) -> None:
     counter("ve_store_refused", "Items for which there was no room.", lambda: store.counters.refused)
     counter(
         "ve_announced_rows_evicted_unread",
-        "Rows evicted before the reader that was told their place had reported them as read.",
+        "Rows evicted before the reader of their place reported them as read.",
         lambda: store.counters.unread_evictions,
     )
     metrics.counter_view_by(
@@ -97,7 +98,7 @@ def register_store(metrics: Metrics, store: EmbeddingStore) -> None:
 
 
 def register_broker(metrics: Metrics, broker: Broker, store: EmbeddingStore) -> None:
-    """What a service with a broker has besides; once per registry."""
+    """Registers what a service with a broker has in addition; once per registry."""
     arenas = [((arena.kind, namespace or ""), arena) for namespace, arena in store.arenas()]
     for name, text, attribute in (
         ("ve_arena_bytes", "Size of an arena.", "capacity_bytes"),
@@ -131,7 +132,7 @@ def register_broker(metrics: Metrics, broker: Broker, store: EmbeddingStore) -> 
 
 
 def register_segments(metrics: Metrics, segments: PixelSegments) -> None:
-    """Where pixels are accepted in shared memory; once per registry."""
+    """For a service that accepts pixels in shared memory; once per registry."""
     metrics.counter_view_by(
         "ve_pixel_segments",
         "Named segments of pixels: copied, or the cause of the refusal.",

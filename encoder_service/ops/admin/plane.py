@@ -1,21 +1,48 @@
-"""The admin port of one service, with all that is behind it.
+"""The admin port of one service: its socket, TLS and token, and when its parts begin.
 
-Owns when its parts begin to work: the port answers before the model is loaded, figures and the playground
-come with the pipeline. What each part is lies in the modules beside this one.
+The port answers before the model is loaded; figures and the playground come with the pipeline. Liveness and
+readiness stay open, for probes without a token. Where a token is set, everything else needs it: as
+``Authorization: Bearer``, or as the password of Basic, which browsers ask for. A request that changes
+something is refused when a page of another origin sends it, with or without a token: the browser would add
+the user's access to it.
 """
 
 from __future__ import annotations
 
+import asyncio
+import base64
+import binascii
+import contextlib
+import hashlib
+import hmac
+import socket
+import ssl
+import urllib.parse
+from collections.abc import Iterator
+from typing import Any
+
+import uvicorn
+from starlette.datastructures import Headers
+from starlette.responses import PlainTextResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
+
 from encoder_service.broker import Broker
 from encoder_service.config import Settings
 from encoder_service.engine.device import DeviceEngine
-from encoder_service.ops.admin.access import open_admin
-from encoder_service.ops.admin.app import AdminServer, Readiness, create_admin_app
+from encoder_service.errors import ConfigurationError
+from encoder_service.ops.admin.app import Readiness, create_admin_app
 from encoder_service.ops.admin.gauges import register_broker, register_gauges
 from encoder_service.ops.admin.live import LiveView
 from encoder_service.ops.admin.playground import Playground
 from encoder_service.ops.metrics import Metrics
+from encoder_service.ops.tls import CertificateFiles
 from encoder_service.pipeline import Pipeline
+
+SAMPLE_EVERY_S = 1.0
+STOP_S = 2
+OPEN_PATHS = frozenset(("/healthz", "/readyz"))
+SAFE_METHODS = frozenset(("GET", "HEAD"))
+CHALLENGE = {"WWW-Authenticate": 'Basic realm="vision-encoder admin", charset="UTF-8"'}
 
 
 class AdminPlane:
@@ -24,29 +51,139 @@ class AdminPlane:
     def __init__(self, settings: Settings, metrics: Metrics) -> None:
         self.address = ""
         self._settings, self._metrics = settings, metrics
-        self._live = LiveView(metrics, full_queue_s=settings.saturation_queue_s)
         self._playground = Playground(settings.max_encoded_bytes) if settings.playground else None
+        self._live: LiveView | None = None
+        self._sampling: asyncio.Task[None] | None = None
         self._server: AdminServer | None = None
 
     def open(self, readiness: Readiness) -> None:
-        """Binds and answers, where the settings name an address. Raises ConfigurationError."""
-        if self._settings.admin_listen:
-            app = create_admin_app(readiness, self._metrics, self._live, self._playground)
-            self._server = open_admin(app, self._settings)
-            self.address = self._server.address
-            self._server.start()
+        """Binds and answers, where the settings name an address. Clients need no certificate: probes have
+        none. Raises ConfigurationError."""
+        settings = self._settings
+        if not settings.admin_listen:
+            return
+        app = create_admin_app(readiness, self._metrics, self._figures, self._playground)
+        token = "" if settings.admin_token is None else settings.admin_token.get_secret_value()
+        tls = None
+        if settings.admin_tls and settings.tls_cert is not None and settings.tls_key is not None:
+            tls = CertificateFiles(settings.tls_cert, settings.tls_key).server_context()
+        self._server = AdminServer(AdminGuard(app, token), settings.admin_listen, tls)
+        self.address = self._server.address
+        self._server.start()
 
     def attach(self, pipeline: Pipeline, engine: DeviceEngine, broker: Broker | None) -> None:
-        """What there is to see, from now on."""
+        """Registers the metrics of the built service and shows them from now on."""
         register_gauges(self._metrics, pipeline, engine)
         if broker is not None:
             register_broker(self._metrics, broker, pipeline.store)
-        self._live.attach(pipeline, engine, broker)
-        self._live.start()
+        self._live = LiveView(self._metrics, pipeline, engine, broker)
+        self._sampling = asyncio.get_running_loop().create_task(self._sample(self._live))
         if self._playground is not None:
             self._playground.attach(pipeline)
 
     async def stop(self) -> None:
-        self._live.stop()
+        if self._sampling is not None:
+            self._sampling.cancel()
         if self._server is not None:
             await self._server.stop()
+
+    def _figures(self) -> dict[str, Any]:
+        return {"attached": False} if self._live is None else self._live.answer()
+
+    async def _sample(self, live: LiveView) -> None:
+        while True:
+            await asyncio.sleep(SAMPLE_EVERY_S)
+            live.sample()
+
+
+class AdminServer:
+    """uvicorn on the service's own event loop; its socket is bound at once, signals stay the service's."""
+
+    def __init__(self, app: ASGIApp, address: str, tls: ssl.SSLContext | None = None) -> None:
+        """Raises ConfigurationError for an address that cannot be bound."""
+        self._socket = bind_tcp(address)
+        host, port = self._socket.getsockname()[:2]
+        self.address = f"{host}:{port}"
+        config = uvicorn.Config(
+            app, log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=STOP_S
+        )
+        if tls is not None:
+            config.load()
+            config.ssl = tls
+        self._server = _Uvicorn(config)
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        self._task = asyncio.get_running_loop().create_task(self._server.serve(sockets=[self._socket]))
+
+    async def stop(self) -> None:
+        self._server.should_exit = True
+        if self._task is not None:
+            await self._task
+        self._socket.close()
+
+
+class _Uvicorn(uvicorn.Server):
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def bind_tcp(address: str) -> socket.socket:
+    """A bound TCP socket. Raises ConfigurationError for an address that cannot be bound."""
+    host, _, port = address.rpartition(":")
+    host = host.strip("[]")
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    bound = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind((host, int(port)))
+    except OSError as error:
+        bound.close()
+        raise ConfigurationError(f"cannot listen on {address}: {error.strerror or error}") from None
+    return bound
+
+
+class AdminGuard:
+    """ASGI middleware that checks the token and the origin. token: empty for none."""
+
+    def __init__(self, app: ASGIApp, token: str) -> None:
+        self._app = app
+        self._digest = digest(token) if token else None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] not in ("http", "websocket") or scope["path"] in OPEN_PATHS:
+            await self._app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        if self._digest is not None and not hmac.compare_digest(digest(offered_token(headers)), self._digest):
+            await PlainTextResponse("a token is needed\n", 401, CHALLENGE)(scope, receive, send)
+            return
+        is_safe = scope["type"] == "http" and scope["method"] in SAFE_METHODS
+        if not is_safe and is_foreign(headers):
+            await PlainTextResponse("sent by a page of another origin\n", 403)(scope, receive, send)
+            return
+        await self._app(scope, receive, send)
+
+
+def offered_token(headers: Headers) -> str:
+    """The request's token; empty for none."""
+    scheme, _, value = headers.get("authorization", "").partition(" ")
+    if scheme.lower() == "bearer":
+        return value.strip()
+    if scheme.lower() == "basic":
+        try:
+            return base64.b64decode(value, validate=True).decode().partition(":")[2]
+        except (binascii.Error, UnicodeDecodeError):
+            return ""
+    return ""
+
+
+def is_foreign(headers: Headers) -> bool:
+    """Whether a browser says that a page of another origin sends this. Other clients send no origin."""
+    origin = headers.get("origin")
+    return origin is not None and urllib.parse.urlsplit(origin).netloc != headers.get("host", "")
+
+
+def digest(token: str) -> bytes:
+    return hashlib.sha256(token.encode()).digest()

@@ -1,8 +1,8 @@
-"""One image through the service, explained: for a person at the admin page.
+"""The admin page's playground: one image through the service, explained.
 
-Owns what the page's playground is told. The image goes the way of every item, with its limits, at the least
-priority and in a namespace of its own, so that nobody learns from it what others have cached. Pictures and
-colours are made on worker threads and are bounded in size whatever comes.
+Owns what the page shows of an item. The image is an item like every other, with the same limits, in the class
+of prefetches and in a namespace of its own, so that the page reveals nothing of what others have cached.
+Pictures and colours are made on worker threads and are bounded in size.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from PIL import Image
 
 from encoder_service.errors import ImageTooLarge, NotReady, QueueFull
 from encoder_service.pipeline import Delivered, Pipeline
-from encoder_service.types import EncodedFile, FrameItem, Grid, Item, Modality, PreprocessOptions
+from encoder_service.types import EncodedFile, Grid, Item, Modality, PreprocessOptions
 
 NAMESPACE = "admin/playground"
 TIMEOUT_S = 30.0
-# Images at a time: each is decoded a second time, for the picture.
+# Images at a time. Each is decoded a second time, for the picture.
 MAX_AT_ONCE = 2
 MAX_PREVIEW_SIDE = 1024
-# The rows that decide the colours; the others are projected.
+# The colours are fitted to this many rows; the others are projected.
 MAX_FITTED_ROWS = 512
 MAX_COLOURED_ROWS = 65_536
 
 
 class Playground:
-    """``attach`` when the service is built; NotReady before. max_bytes: the largest file taken."""
+    """Raises NotReady until ``attach``. max_bytes: of the largest file."""
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
@@ -52,8 +52,8 @@ class Playground:
             )
 
     async def explain(self, data: bytes) -> dict[str, Any]:
-        """What the service makes of a file: grid, rows, timings, the picture that the tower is given and the
-        rows as colours, ready for JSON. Raises as ``Pipeline.encode``; QueueFull for the third at a time."""
+        """Grid, rows, timings, the picture that the tower sees and the rows as colours, ready for JSON.
+        Raises as ``Pipeline.encode``; QueueFull above MAX_AT_ONCE."""
         pipeline = self._pipeline
         if pipeline is None:
             raise NotReady("the model is not loaded yet")
@@ -121,10 +121,9 @@ def described(pipeline: Pipeline, delivered: Delivered) -> dict[str, Any]:
 
 
 def preview(pipeline: Pipeline, data: bytes) -> str:
-    """On a worker: the pixels that the tower is given, rotated, resized and padded as they are, as a data
-    URL of at most MAX_PREVIEW_SIDE pixels a side."""
-    frames = pipeline.model.preprocessor.load_image(data, PreprocessOptions()).item
-    assert isinstance(frames, FrameItem)
+    """On a worker: the pixels that the tower sees, rotated, resized and padded, as a data URL of at most
+    MAX_PREVIEW_SIDE pixels a side."""
+    frames, _, _ = pipeline.model.preprocessor.load_image(data, PreprocessOptions())
     image = Image.fromarray(frames.frames_THWC[0].cpu().numpy())
     image.thumbnail((MAX_PREVIEW_SIDE, MAX_PREVIEW_SIDE))
     out = io.BytesIO()
@@ -151,7 +150,7 @@ def rows_as_colours(rows_RD: torch.Tensor) -> npt.NDArray[np.uint8]:
         if value <= 1e-6 * max(float(values[-1]), 1e-12) or values[-1] <= 1e-9 * len(rows):
             continue
         component = centred @ (sample.T @ vectors[:, -1 - channel])
-        # The sign of a component means nothing; a fixed one gives the same picture each time.
+        # The sign of a component is arbitrary; a fixed one gives the same picture each time.
         component *= 1.0 if component[np.abs(component).argmax()] >= 0 else -1.0
         low, high = np.percentile(component, (1, 99))
         if high > low:

@@ -1,29 +1,35 @@
-"""What the page is told: rates, percentiles, buckets, leases, out of counters that moved."""
+"""The admin page's figures and the saturation, out of counters that moved."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from tests.unit.store.device_like import tiered
 
 from encoder_service.engine.graphs import GraphCounters
 from encoder_service.engine.jobs import EngineCounters
 from encoder_service.load import DeviceLoad
-from encoder_service.ops.admin.live import LiveView, store_tiers
+from encoder_service.ops.admin.live import LiveView
 from encoder_service.ops.metrics import Metrics
 from encoder_service.scheduler.admission import Admission, UnreadBytes
 from encoder_service.scheduler.buckets import Bucket
-from encoder_service.scheduler.planner import Ticket
 from encoder_service.store.embedding_store import EmbeddingStore
-from encoder_service.types import EncodedItem, Grid
+from tests.unit.service.rig import memory_store
+
+
+@pytest.fixture
+def store() -> Iterator[EmbeddingStore]:
+    found = memory_store()
+    yield found
+    found.close()
 
 
 class Rig:
-    def __init__(self, graphs: GraphCounters | None = None) -> None:
+    def __init__(self, store: EmbeddingStore, graphs: GraphCounters | None = None) -> None:
         self.now_s = 100.0
         self.metrics = Metrics()
         self.counters = EngineCounters()
@@ -33,96 +39,72 @@ class Rig:
         tower = SimpleNamespace(device=torch.device("cpu"), dtype=torch.float32)
         self.pipeline: Any = SimpleNamespace(
             admission=Admission(1000, 1 << 20),
-            undelivered=UnreadBytes(1 << 20),
+            unread=UnreadBytes(1 << 20),
             load=DeviceLoad(self.counters),
-            flights={},
-            store=EmbeddingStore(1 << 20),
-            model=SimpleNamespace(
-                name="m",
-                family="f",
-                tower=tower,
-            ),
+            store=store,
+            model=SimpleNamespace(name="m", family="f", tower=tower),
         )
-        self.live = LiveView(self.metrics, full_queue_s=2.0, clock=lambda: self.now_s)
-        self.live.attach(self.pipeline, engine, None)
+        self.live = LiveView(self.metrics, self.pipeline, engine, None, clock=lambda: self.now_s)
 
     def second(self) -> None:
         self.now_s += 1.0
         self.live.sample()
 
-
-def test_before_the_service_is_built_there_is_little_to_tell() -> None:
-    live = LiveView(Metrics(), clock=lambda: 5.0)
-    live.sample()
-    assert live.answer() == {"uptime_s": 0.0, "attached": False}
-    assert live.saturation() == 0.0
+    def answer(self) -> dict[str, Any]:
+        answer: dict[str, Any] = json.loads(json.dumps(self.live.answer()))
+        return answer
 
 
-def test_rates_hits_and_percentiles_of_the_last_seconds() -> None:
-    rig = Rig()
-    for _ in range(10):
-        rig.metrics.items.labels("miss").inc(2)
-        rig.metrics.items.labels("host").inc(6)
-        rig.metrics.deliveries.labels("inline").inc(8)
-        rig.metrics.count_failure("QUEUE_FULL", turned_away=True)
-        rig.metrics.stage_seconds.observe("total", 0.03)
-        rig.counters.items += 2
-        rig.counters.busy_s += 0.25
-        rig.second()
-    answer = json.loads(json.dumps(rig.live.answer()))
-    now = answer["now"]
-    assert now["items_per_s"] == pytest.approx(8.0)
-    assert now["encoded_per_s"] == pytest.approx(2.0)
-    assert now["hit_share"] == pytest.approx(0.75)
-    assert now["busy_share"] == now["saturation"] == pytest.approx(0.25)
-    assert now["rejections_per_s"] == now["failures_per_s"] == pytest.approx(1.0)
-    assert answer["transports"] == {"inline": 80, "host": 0, "device": 0}
-    assert answer["failures"] == {"QUEUE_FULL": 10.0}
-    (total,) = (row for row in answer["stages"] if row["stage"] == "total")
-    assert total["count"] == 10
-    assert 25.0 < total["p50_ms"] < total["p99_ms"] <= 50.0
-    (tower,) = (row for row in answer["stages"] if row["stage"] == "tower")
-    assert (tower["count"], tower["p50_ms"]) == (0, None)
-    assert answer["series"]["t_s"][-1] == 0.0
-    assert len(answer["series"]["p99_ms"]) == 10
+def test_counters_are_those_since_the_start(store: EmbeddingStore) -> None:
+    rig = Rig(store)
+    rig.metrics.items.labels("miss").inc(2)
+    rig.metrics.items.labels("host").inc(6)
+    rig.metrics.deliveries.labels("inline").inc(8)
+    rig.metrics.count_failure("QUEUE_FULL", turned_away=True)
+    rig.metrics.stage_seconds.observe("total", 0.03)
+    rig.counters.items += 2
+    rig.second()
+    answer = rig.answer()
+    assert answer["uptime_s"] == 1.0
+    assert (answer["tiers"]["miss"], answer["tiers"]["host"], answer["encoded"]) == (2, 6, 2)
+    assert answer["transports"] == {"inline": 8, "host": 0, "device": 0}
+    assert answer["failures"] == answer["rejections"] == {"QUEUE_FULL": 1}
+    counts = answer["stages"]["total"]
+    assert len(counts) == len(answer["bucket_bounds_s"]) + 1
+    assert counts[answer["bucket_bounds_s"].index(0.05)] == sum(counts) == 1
 
 
-def test_the_gauges_follow_without_the_page() -> None:
-    rig = Rig()
+def test_saturation_is_the_largest_of_its_shares(store: EmbeddingStore) -> None:
+    rig = Rig(store)
     read = rig.metrics.registry.get_sample_value
     assert read("ve_saturation_ratio") == 0.0
-    rig.counters.patches, rig.counters.busy_s = 100, 1.0
-    rig.pipeline.load.add(Ticket(150))
-    assert read("ve_saturation_ratio") == pytest.approx(0.75)  # 1.5 s of 2
+    for _ in range(30):
+        rig.counters.busy_s += 0.25
+        rig.second()
+    assert rig.live.busy_share() == read("ve_saturation_ratio") == pytest.approx(0.25)
+    for _ in range(10):  # the window is ten seconds
+        rig.second()
+    assert rig.live.busy_share() == 0.0
+    rig.counters.patches, rig.counters.busy_s = 200, 1.0
+    rig.pipeline.load.add("item", 150, 16)
+    assert read("ve_saturation_ratio") == pytest.approx(0.75)  # 0.75 s queued, 1 s is saturated
     rig.pipeline.admission.acquire(0).add_patches(900)
     assert read("ve_saturation_ratio") == pytest.approx(0.9)
-    assert read("ve_device_busy_ratio") == 0.0
-    rig.second()
-    rig.counters.busy_s += 5.0
-    rig.second()
-    assert read("ve_device_busy_ratio") == 1.0
+    assert rig.answer()["now"]["saturation"] == pytest.approx(0.9)
 
 
-def test_buckets_are_told_by_size_with_their_waste() -> None:
+def test_p17_samples_are_bounded(store: EmbeddingStore) -> None:
+    rig = Rig(store)
+    for _ in range(1000):
+        rig.second()
+    assert len(rig.live._busy) <= 12
+
+
+def test_buckets_are_counted_by_size_with_their_padding(store: EmbeddingStore) -> None:
     figures = GraphCounters(real_patches=750, padded_patches=250, eager_runs=3)
     figures.replays[Bucket(64, 4, 64)] = 5
     figures.replays[Bucket(64, 8, 16)] = 2
     figures.padded_runs[Bucket(16, 2, 16)] = 1
-    rig = Rig(figures)
-    rig.second()
-    buckets = rig.live.answer()["buckets"]
+    buckets = Rig(store, figures).answer()["buckets"]
     assert buckets["runs"] == [{"patches": 16, "runs": 1}, {"patches": 64, "runs": 7}]
     assert (buckets["waste_share"], buckets["eager_runs"]) == (0.25, 3)
-
-
-def test_items_count_in_every_tier_that_holds_them() -> None:
-    store = tiered(1 << 16, 1 << 16)
-    item = EncodedItem(b"k" * 32, bytes(32), Grid(1, 2, 2), torch.zeros(1, 8), 0)
-    assert {tier: len(part) for tier, part in store_tiers(store).items()} == {"device": 0, "host": 0}
-    for write in (store.begin_put, store.reserve):
-        writing = write("", item)
-        assert writing is not None
-        store.finish_put(writing)
-    assert {tier: len(part) for tier, part in store_tiers(store).items()} == {"device": 1, "host": 1}
-    assert store_tiers(EmbeddingStore(1 << 20)).keys() == {"host"}
-    store.close()

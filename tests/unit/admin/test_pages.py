@@ -10,9 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from encoder_service.ops.admin.app import create_admin_app
-from encoder_service.ops.admin.live import LiveView
-from encoder_service.ops.admin.pages import FILES
+from encoder_service.ops.admin.app import FILES, create_admin_app
 from encoder_service.ops.metrics import Metrics
 
 pytestmark = pytest.mark.anyio
@@ -21,7 +19,7 @@ FOLDER = resources.files("encoder_service.ops.admin") / "static"
 
 def web() -> httpx.AsyncClient:
     readiness: Any = SimpleNamespace(is_alive=lambda: True, not_ready_because=lambda: None)
-    app = create_admin_app(readiness, Metrics(), LiveView(Metrics()))
+    app = create_admin_app(readiness, Metrics(), dict)
     return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://admin")
 
 

@@ -1,4 +1,4 @@
-"""The playground: its limits, what it tells, and colours of bounded work."""
+"""The playground: its limits, its answer, and colours of bounded work."""
 
 from __future__ import annotations
 
@@ -16,12 +16,11 @@ import torch
 from encoder_service.errors import ImageTooLarge, NotReady, QueueFull
 from encoder_service.ops.admin import playground as module
 from encoder_service.ops.admin.app import create_admin_app
-from encoder_service.ops.admin.live import LiveView
 from encoder_service.ops.admin.playground import NAMESPACE, Playground, rows_as_colours
 from encoder_service.ops.metrics import Metrics
 from encoder_service.types import EncodedFile, Item, Modality
 from tests.fakes import fake_image
-from tests.unit.service.test_pipeline import Rig
+from tests.unit.service.rig import Rig
 
 pytestmark = pytest.mark.anyio
 
@@ -30,9 +29,7 @@ pytestmark = pytest.mark.anyio
 async def rig() -> AsyncIterator[Rig]:
     rig = Rig()
     yield rig
-    rig.preprocessor.gate.set()
-    await asyncio.to_thread(rig.engine.stop, 10.0)
-    rig.workers.shutdown()
+    await rig.end()
 
 
 @pytest.fixture
@@ -42,7 +39,7 @@ def playground(rig: Rig) -> Playground:
     return found
 
 
-async def test_what_is_told_of_an_image(playground: Playground) -> None:
+async def test_the_answer_of_an_image(playground: Playground) -> None:
     told = await playground.explain(fake_image(8, 12))
     assert told["grid_thw"] == [1, 8, 12]
     assert (told["target_width"], told["target_height"]) == (12, 8)
@@ -55,7 +52,7 @@ async def test_what_is_told_of_an_image(playground: Playground) -> None:
     assert (await playground.explain(fake_image(8, 12)))["tier"] == "host"
 
 
-async def test_p18_it_does_not_tell_what_others_have_cached(rig: Rig, playground: Playground) -> None:
+async def test_p18_it_reveals_nothing_of_what_others_have_cached(rig: Rig, playground: Playground) -> None:
     data = fake_image(4, 4, 99)
     (await rig.pipeline.encode(Item(Modality.IMAGE, EncodedFile(data)))).release()
     assert (await playground.explain(data))["tier"] == "miss"
@@ -80,12 +77,12 @@ async def test_limits_are_those_of_every_item_and_leave_nothing_behind(
 
 
 async def test_the_third_at_a_time_is_turned_away(rig: Rig, playground: Playground) -> None:
-    rig.preprocessor.gate.clear()
+    rig.fake.gate.clear()
     running = [asyncio.ensure_future(playground.explain(fake_image(4, 4, value))) for value in (1, 2)]
     await asyncio.sleep(0)
     with pytest.raises(QueueFull, match="at most 2"):
         await playground.explain(fake_image(4, 4, 3))
-    rig.preprocessor.gate.set()
+    rig.fake.gate.set()
     await asyncio.gather(*running)
     await playground.explain(fake_image(4, 4, 3))
 
@@ -95,15 +92,14 @@ async def test_the_third_at_a_time_is_turned_away(rig: Rig, playground: Playgrou
 
 def web(playground: Playground | None) -> httpx.AsyncClient:
     readiness: Any = SimpleNamespace(is_alive=lambda: True, not_ready_because=lambda: None)
-    metrics = Metrics()
-    app = create_admin_app(readiness, metrics, LiveView(metrics), playground)
+    app = create_admin_app(readiness, Metrics(), dict, playground)
     return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://admin")
 
 
 UPLOAD = {"content-type": "application/octet-stream"}
 
 
-async def test_errors_are_told_with_their_reason(playground: Playground) -> None:
+async def test_errors_carry_their_reason(playground: Playground) -> None:
     async with web(playground) as client:
         for body, headers, status, reason in (
             (fake_image(4, 4), UPLOAD, 200, None),
@@ -132,7 +128,7 @@ async def test_a_body_without_a_length_is_not_read_beyond_the_limit(playground: 
     assert answer.status_code == 413
 
 
-async def test_busy_is_told_with_a_time_to_come_back(rig: Rig, playground: Playground) -> None:
+async def test_a_full_service_answers_with_a_retry_time(rig: Rig, playground: Playground) -> None:
     permit = rig.pipeline.admission.acquire(4090)
     async with web(playground) as client:
         answer = await client.post("/v1/playground", content=fake_image(4, 4), headers=UPLOAD)

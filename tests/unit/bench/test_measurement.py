@@ -15,7 +15,6 @@ from measurement import (
     host_time_us,
     interleaved_samples,
     percentile,
-    power_summary,
     write_result,
 )
 
@@ -70,14 +69,6 @@ def test_samples_within_a_budget(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_percentiles_are_values_that_were_measured(count: int, p99: float) -> None:
     assert percentile([float(value) for value in range(count, 0, -1)], 0.99) == p99
     assert math.isnan(percentile([], 0.5))
-
-
-def test_power_is_the_mean_of_whole_samples() -> None:
-    text = "690.5, 1500, Active\n700.5, 1540, Not Active\n[N/A], 1500, Active\n650."
-    assert power_summary(text) == {
-        "power_w": 695.5, "sm_clock_mhz": 1520, "power_limited_share": 0.5, "num_samples": 2,
-    }  # fmt: skip
-    assert power_summary("")["power_w"] is None
 
 
 def test_a_profile_splits_runs_at_pauses_and_groups_kernels() -> None:

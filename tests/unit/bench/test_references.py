@@ -1,11 +1,10 @@
-"""The reference's variants: packed attention, tables made beforehand and compiling change no rows."""
+"""The reference's variants give the tower's rows: packed attention, precomputed tables, operators."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 import pytest
-import references
 import torch
 from checkpoints import random_checkpoint
 from references import eager, operator_of, with_tables
@@ -105,19 +104,3 @@ def test_with_tables_the_forward_reads_no_value_on_the_host(
     run()
     with pytest.raises(AssertionError, match="the host reads"):
         eager_run()
-
-
-def test_fa3_is_called_packed_and_without_split_keys(monkeypatch: pytest.MonkeyPatch) -> None:
-    given: dict[str, object] = {}
-
-    class Interface:
-        @staticmethod
-        def flash_attn_varlen_func(q: torch.Tensor, k: object, v: object, **options: object) -> object:
-            given.update(options)
-            return q + 1, "log-sum-exp"
-
-    monkeypatch.setattr(references, "import_interface", lambda: Interface)
-    q, bounds = torch.zeros(4, 2, 8), torch.tensor([0, 4])
-    assert torch.equal(references.fa3_kernel()(q, q, q, bounds, 4, 0.5), q + 1)
-    assert given["cu_seqlens_q"] is given["cu_seqlens_k"] is bounds
-    assert (given["num_splits"], given["causal"], given["softmax_scale"]) == (1, False, 0.5)

@@ -1,4 +1,4 @@
-"""A launcher whose batches end when a test ends them, for tests of the engine's threads."""
+"""A launcher whose batches end when the test ends them."""
 
 from __future__ import annotations
 

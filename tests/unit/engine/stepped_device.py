@@ -1,4 +1,4 @@
-"""A device that runs what it was handed later, one piece at a time, in any order that streams allow."""
+"""A device that runs its queued work one piece at a time, in any order that streams and events allow."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calibration: finds the device's cost from timed replays, in its time; what it times is what runs."""
+"""Calibration fits the device's cost from timed replays within its time budget."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from encoder_service.engine.calibrate import (
     MAX_ROUNDS,
     MIN_ROUNDS,
-    SIZES,
     calibrate,
     calibration_batches,
     grid_of,
@@ -30,7 +29,7 @@ MERGE = 2
 
 
 class Clock:
-    """Virtual seconds."""
+    """A clock of virtual seconds."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -87,7 +86,7 @@ def us_of(cost: CostModel, noise: float = 0.0, seed: int = 0) -> Callable[[Launc
     "true",
     [CostModel(700.0, 1.5, 1.9e-4, 2e-3), CostModel(2500.0, 0.9, 4e-4, 0.0), CostModel(0.0, 3.0, 5e-5, 1e-2)],
 )
-def test_the_devices_cost_is_found_whatever_the_ladder_assumed(true: CostModel) -> None:
+def test_calibration_finds_the_cost_of_the_device(true: CostModel) -> None:
     runner = FakeRunner(default_ladder(16384), us_of(true))
     found = calibrate(runner, MERGE, clock=runner.clock)
     assert found is not None
@@ -97,8 +96,8 @@ def test_the_devices_cost_is_found_whatever_the_ladder_assumed(true: CostModel) 
     assert not found.cost.curve
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_a_noisy_device_is_predicted_within_five_percent_where_it_was_not_measured(seed: int) -> None:
+@pytest.mark.parametrize("seed", range(2))
+def test_a_noisy_device_is_predicted_within_five_percent_at_other_batches(seed: int) -> None:
     true = CostModel(900.0, 1.7, 2.3e-4, 1e-3)
     ladder = default_ladder(16384)
     runner = FakeRunner(ladder, us_of(true, 0.03, seed))
@@ -113,7 +112,7 @@ def test_a_noisy_device_is_predicted_within_five_percent_where_it_was_not_measur
         assert found.cost.padded_us(launch, *shape) == pytest.approx(true.padded_us(launch, *shape), rel=0.05)
 
 
-def test_a_device_that_steps_gets_a_curve_and_its_error_is_told() -> None:
+def test_a_device_whose_time_rises_in_steps_gets_a_curve() -> None:
     steps = ((64, 900.0), (784, 1000.0), (1568, 3900.0), (4096, 4100.0), (8192, 14000.0), (16384, 22000.0))
     runner = FakeRunner(default_ladder(16384), us_of(CostModel(0.0, 1.5, 2e-4, 1e-3, curve=steps)))
     found = calibrate(runner, MERGE, clock=runner.clock)
@@ -126,7 +125,7 @@ def test_a_device_that_steps_gets_a_curve_and_its_error_is_told() -> None:
     assert set(fastest.buckets) == set(runner.ladder.buckets)
 
 
-def test_turns_end_with_the_time_but_not_before_two() -> None:
+def test_rounds_end_with_the_budget_but_not_before_two() -> None:
     slow = FakeRunner(default_ladder(4096), us_of(CostModel(1e5, 10.0, 1e-3)))
     assert calibrate(slow, MERGE, clock=slow.clock, budget_s=0.0) is not None
     fast = FakeRunner(default_ladder(4096), us_of(CostModel(10.0, 0.1, 1e-6)))
@@ -136,7 +135,7 @@ def test_turns_end_with_the_time_but_not_before_two() -> None:
     assert len(fast.launched) == batches * (1 + MAX_ROUNDS)
 
 
-def test_the_first_turn_which_warms_up_does_not_count() -> None:
+def test_the_warm_up_round_does_not_count() -> None:
     true = us_of(CostModel(900.0, 1.7, 2.3e-4, 1e-3))
     batches = len(calibration_batches(default_ladder(4096), MERGE))
 
@@ -149,16 +148,7 @@ def test_the_first_turn_which_warms_up_does_not_count() -> None:
     assert found.max_error < 1e-3
 
 
-def test_the_default_ladder_takes_about_a_second_of_an_h200() -> None:
-    for max_patches, most_s in ((16384, 1.5), (34816, 2.0)):
-        runner = FakeRunner(default_ladder(max_patches), us_of(default_ladder(4).cost))
-        found = calibrate(runner, MERGE, clock=runner.clock)
-        assert found is not None
-        assert found.seconds < most_s
-        assert 15 <= found.num_timings <= 30
-
-
-def test_one_bucket_tells_nothing_and_keeps_the_default() -> None:
+def test_one_bucket_determines_no_cost() -> None:
     runner = FakeRunner(BucketLadder([Bucket(64, 1, 64)]), us_of(default_ladder(4).cost))
     assert calibrate(runner, MERGE, clock=runner.clock) is None
 
@@ -178,39 +168,17 @@ def test_every_batch_is_whole_merges_in_some_bucket(sizes: list[int], merge_size
         assert ladder.choose_for(Launch.of(batch)) is not None
 
 
-def test_timed_batches_fill_sizes_over_the_whole_ladder_under_each_bound() -> None:
-    ladder = default_ladder(16384)
-    taken = {ladder.choose_for(Launch.of(batch)) for batch in calibration_batches(ladder, MERGE)}
-    sizes = {bucket.num_patches for bucket in taken if bucket is not None}
-    assert sizes == {min(ladder.sizes, key=lambda size: abs(size - wanted)) for wanted in SIZES}
-    at_largest = {bucket.max_seqlen for bucket in taken if bucket and bucket.num_patches == 16384}
-    assert at_largest == {1024, 4096, 8192, 16384}
-
-
 def test_the_graph_runner_is_timed_through_its_own_launch() -> None:
-    tower, clock = SmallTower(), Clock()
-    runner = GraphRunner(tower, default_ladder(784), torch.device("cpu"), capture=False, clock=clock)
+    clock = Clock()
 
-    def forward(inputs: FusedInputs) -> torch.Tensor:
-        clock.now_s += 1e-3 + 1e-6 * inputs.num_patches
-        return torch.zeros(inputs.num_patches // 4, tower.width)
+    class TimedTower(SmallTower):
+        def __call__(self, inputs: FusedInputs) -> torch.Tensor:
+            clock.now_s += 1e-3 + 1e-6 * inputs.num_patches
+            return torch.zeros(inputs.num_patches // 4, self.width)
 
-    runner._tower = Timed(tower, forward)  # type: ignore[assignment]
+    runner = GraphRunner(TimedTower(), default_ladder(784), torch.device("cpu"), capture=False, clock=clock)
     found = calibrate(runner, MERGE, clock=clock)
     assert found is not None
     assert found.cost.fixed_us == pytest.approx(1000, rel=0.01)
     assert found.cost.us_per_patch == pytest.approx(1.0, rel=0.01)
     assert runner.counters.eager_runs == 0
-
-
-class Timed:
-    """The tower with another forward pass."""
-
-    def __init__(self, tower: SmallTower, forward: Callable[[FusedInputs], torch.Tensor]) -> None:
-        self._tower, self._forward = tower, forward
-
-    def __getattr__(self, name: str) -> object:
-        return getattr(self._tower, name)
-
-    def __call__(self, inputs: FusedInputs) -> torch.Tensor:
-        return self._forward(inputs)

@@ -1,4 +1,4 @@
-"""The engine on a plain tower: batching, split and retry, drops, faults, stop."""
+"""DeviceEngine on a plain tower: batching, split and retry, drops, faults, stop."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from encoder_service.scheduler.cost import CostModel
 from encoder_service.scheduler.planner import Planner, Ticket
 from encoder_service.scheduler.timeline import DeviceTimeline
 from encoder_service.towers.tower import TowerInputs
-from encoder_service.types import FrameItem, Grid, PatchItem
+from encoder_service.types import Grid, PatchItem
 from tests.fakes import FakePreprocessor, FakeTower
 
 
@@ -69,21 +69,6 @@ def test_items_queued_together_share_one_forward_and_get_their_own_rows(rig: Rig
         assert (result.rows[:, 8:] == value + 1).all()
 
 
-def test_p14_rows_own_their_storage(rig: Rig) -> None:
-    futures = [rig.submit(1.0), rig.submit(2.0)]
-    rig.engine.start()
-    for future in futures:
-        rows = future.result(10).rows
-        assert rows.untyped_storage().nbytes() == rows.nbytes
-
-
-def test_frames_are_cut_into_patches_on_the_device(rig: Rig) -> None:
-    frames = torch.full((1, 4, 4, 3), 9, dtype=torch.uint8)
-    future = rig.engine.submit(FrameItem(frames, Grid(1, 4, 4)), Ticket(16))
-    rig.engine.start()
-    assert (future.result(10).rows[:, :8] == 9).all()
-
-
 def test_p33_a_poisoned_item_fails_alone(rig: Rig) -> None:
     futures = [rig.submit(-1.0 if index == 3 else float(index)) for index in range(7)]
     rig.engine.start()
@@ -128,32 +113,31 @@ def test_an_item_that_would_be_late_never_reaches_the_tower_and_its_error_has_bo
 
 
 def test_the_planner_counts_the_time_for_which_the_device_is_busy() -> None:
-    calls: list[tuple[str, float]] = []
+    class Busy(DeviceTimeline):
+        num_launched = num_finished = 0
 
-    class Recording(DeviceTimeline):
         def launched(self, now_s: float, predicted_us: float) -> None:
-            calls.append(("launched", predicted_us))
-            super().launched(now_s, predicted_us)
+            assert predicted_us == 64e6
+            self.num_launched += 1
 
         def finished(self, now_s: float) -> None:
-            calls.append(("finished", now_s))
-            super().finished(now_s)
+            self.num_finished += 1
 
         def busy_s(self, now_s: float) -> float:
-            return 100.0 if calls else 0.0
+            return 100.0 * self.num_launched
 
-    rig = Rig(max_patches=16, ladder=SLOW, timeline=Recording())
-    rig.now_s = 7.0
+    timeline = Busy()
+    rig = Rig(max_patches=16, ladder=SLOW, timeline=timeline)
     first, late = rig.submit(1.0), rig.submit(2.0, deadline_s=106.0)
     rig.engine.start()
     first.result(10)
     with pytest.raises(DeadlineExceeded, match=r"at least 112000\.0 ms"):
         late.result(10)
     assert rig.engine.stop(10)
-    assert calls == [("launched", 64e6), ("finished", 7.0)]
+    assert (timeline.num_launched, timeline.num_finished) == (1, 1)
 
 
-def test_out_of_memory_is_the_batchs_failure_not_the_devices(rig: Rig) -> None:
+def test_out_of_memory_fails_the_batch_and_not_the_device(rig: Rig) -> None:
     rig.tower.fails_with = torch.OutOfMemoryError("CUDA out of memory")
     future = rig.submit(1.0)
     rig.engine.start()
@@ -185,7 +169,7 @@ def test_halves_are_retried_without_the_failed_batchs_tensors(rig: Rig) -> None:
     assert alive == [0, 0, 0]
 
 
-def test_a_defect_of_a_loop_fails_the_running_items_too() -> None:
+def test_a_defect_in_an_engine_thread_fails_the_running_items() -> None:
     rig = Rig()
 
     def fail(num_patches: float) -> None:

@@ -1,4 +1,4 @@
-"""The graph runner's padding, choice, contract and counters, on a CPU: eager on the same padded inputs."""
+"""GraphRunner on a CPU: padding, choice of buckets, counters; padded inputs run eager."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from encoder_service.engine.graphs import GraphRunner, filling_grids
 from encoder_service.errors import ConfigurationError, NotReady, PixelTensorMismatch
 from encoder_service.scheduler.buckets import Bucket, BucketLadder, default_ladder
 from encoder_service.types import Grid
-from tests.unit.engine.bucketed_tower import PATCH_DIM, WIDTH, SmallTower
+from tests.unit.engine.bucketed_tower import PATCH_DIM, SmallTower
 from tests.unit.engine.stepped_device import SteppedDevice
 
 CPU = torch.device("cpu")
@@ -56,7 +56,7 @@ def pixels_of(grids: list[Grid], seed: int = 0) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("merges_time", [False, True])
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 @given(batches=st.lists(grids_of_a_batch, min_size=1, max_size=5))
 def test_p29_p30_rows_equal_the_unpadded_forward_in_any_order_of_buckets(
     merges_time: bool, batches: list[list[Grid]]
@@ -84,7 +84,7 @@ def test_p29_p30_rows_equal_the_unpadded_forward_in_any_order_of_buckets(
     assert counters.replays.total() == 0
 
 
-def test_p29_padding_pixels_are_zero_whatever_an_earlier_batch_left() -> None:
+def test_p29_padding_pixels_are_zero_after_any_earlier_batch() -> None:
     tower = SmallTower()
     runner = runner_for(tower)
     first, second = [Grid(1, 8, 4)], [Grid(1, 4, 6)]
@@ -178,24 +178,7 @@ def test_wrong_pixels_are_refused_with_both_numbers_and_the_next_batch_is_right(
     torch.testing.assert_close(rows, alone(tower, grids, pixels), rtol=1e-5, atol=1e-5)
 
 
-def test_a_writer_that_fails_leaves_the_runner_usable() -> None:
-    tower = SmallTower()
-    runner = runner_for(tower)
-    grids = [Grid(1, 4, 4)]
-
-    def fail(target: torch.Tensor) -> None:
-        target.fill_(float("nan"))
-        raise ValueError("no pixels")
-
-    with pytest.raises(ValueError, match="no pixels"):
-        runner.run(tower.prepare(grids), fail)
-    assert runner.counters.padded_runs.total() == 0
-    pixels = pixels_of([Grid(1, 2, 2)])
-    rows = runner.run(tower.prepare([Grid(1, 2, 2)]), [pixels])
-    assert torch.isfinite(rows).all()
-
-
-def test_p27_capture_needs_a_gpu_and_without_capture_nothing_is_to_be_done() -> None:
+def test_p27_capture_needs_a_gpu() -> None:
     with pytest.raises(ConfigurationError, match="cuda devices only, not on cpu"):
         GraphRunner(SmallTower(), LADDER, CPU, capture=True, clock=itertools.count().__next__)
     runner = runner_for(SmallTower())
@@ -263,9 +246,3 @@ def test_p30_batches_in_a_row_without_any_wait_keep_their_own_metadata(seed: int
         pass
     for rows, right in zip(found, expected, strict=True):
         torch.testing.assert_close(rows, right, rtol=1e-5, atol=1e-5)
-
-
-def test_rows_have_the_tower_width() -> None:
-    tower = SmallTower()
-    rows = runner_for(tower).run(tower.prepare([Grid(1, 4, 4)]), [pixels_of([Grid(1, 4, 4)])])
-    assert rows.shape == (4, WIDTH)

@@ -1,4 +1,4 @@
-"""A step's order on a device that runs work later: only events order it, no memory is reused too early."""
+"""The steps of a launch on a device that runs work later, in any order that its events allow."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from encoder_service.engine.graphs import Captured, GraphRunner
-from encoder_service.engine.launch import LaunchedBatch, TowerLauncher, host_seconds
+from encoder_service.engine.launch import LaunchedBatch, TowerLauncher
 from encoder_service.engine.rows import RowCopier
 from encoder_service.errors import InternalError, PixelTensorMismatch
 from encoder_service.scheduler.buckets import Bucket, BucketLadder
@@ -178,7 +178,7 @@ class Checker:
 
 @pytest.mark.parametrize(("replayed", "on_host"), [(False, False), (True, False), (True, True)])
 @pytest.mark.parametrize("merges_time", [False, True])
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=25)
 @given(seed=st.integers(0, 1 << 30), actions=st.lists(st.sampled_from("llfss"), max_size=30))
 def test_p14_p20_p30_rows_are_right_in_any_order_of_the_device(
     merges_time: bool, replayed: bool, on_host: bool, seed: int, actions: list[str]
@@ -226,8 +226,8 @@ def test_a_destination_that_does_not_match_is_refused_with_both_shapes() -> None
     assert not rig.tower.forwards
 
 
-def test_p21_a_batch_that_failed_half_way_writes_nowhere_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its destinations are given to others, whose writers run in other streams."""
+def test_p21_a_batch_that_failed_half_way_writes_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its destinations may already belong to other batches."""
     device = SteppedDevice(lambda count: 0)
     rig = Rig(device)
     before = rig.launcher.launch([still(1.0)])
@@ -246,7 +246,7 @@ def test_p21_a_batch_that_failed_half_way_writes_nowhere_any_more(monkeypatch: p
     assert torch.equal(next(before.collect()), rig.expected([still(1.0)])[0])
 
 
-def test_pixels_travel_while_earlier_batches_have_not_run_and_never_into_a_slot_in_use() -> None:
+def test_uploads_overlap_earlier_batches_and_never_enter_a_slot_in_use() -> None:
     device = SteppedDevice(lambda count: 0)
     rig = Rig(device)
     device.compute.run_on()
@@ -275,7 +275,7 @@ def test_pixels_travel_while_earlier_batches_have_not_run_and_never_into_a_slot_
     assert len(rig.tower.forwards) == 2
 
 
-def test_no_pixels_travel_before_the_memory_of_the_slots_is_the_stagings() -> None:
+def test_uploads_wait_until_the_staging_memory_is_allocated() -> None:
     device = SteppedDevice(lambda count: 0)
     rig = Rig(device)
     rig.launcher.launch([still()])
@@ -328,20 +328,6 @@ def test_the_hosts_work_does_not_count_as_the_devices() -> None:
         assert launcher.launch([item]).wait() == 4.0
 
 
-def test_a_tower_that_gives_the_wrong_rows_fails_its_batch_and_not_the_next() -> None:
-    tower = PoolTower()
-    runner = GraphRunner(tower, LADDER, CPU, capture=False, clock=itertools.count().__next__)
-    launcher = launcher_of(tower, runner, time.monotonic)
-    item = PatchItem(torch.ones(16, PATCH_DIM), Grid(1, 4, 4))
-    tower.num_rows = lambda grid: 3  # type: ignore[method-assign]
-    with pytest.raises(InternalError, match=r"gave \(4, 5\) rows, grids need \(3, 5\)"):
-        launcher.launch([item])
-    del tower.num_rows
-    launched = launcher.launch([item])
-    launched.wait()
-    assert torch.isfinite(next(launched.collect())).all()
-
-
 def test_p27_warming_up_runs_patches_and_frames_of_each_grid() -> None:
     tower = PoolTower()
     runner = GraphRunner(tower, LADDER, CPU, capture=False, clock=itertools.count().__next__)
@@ -359,12 +345,3 @@ def test_a_fault_of_the_device_shows_in_the_wait_and_the_probe() -> None:
         launched.wait()
     with pytest.raises(torch.AcceleratorError, match="unspecified"):
         rig.launcher.probe()
-
-
-def test_the_host_cost_of_a_step_is_measured_launch_by_launch() -> None:
-    tower = PoolTower()
-    runner = GraphRunner(tower, LADDER, CPU, capture=False, clock=itertools.count().__next__)
-    launcher = launcher_of(tower, runner, time.monotonic)
-    clock = itertools.count(0.0, 0.5).__next__
-    assert host_seconds(launcher, [still()], clock, 3) == [0.5, 0.5, 0.5]
-    assert len(tower.forwards) == 3

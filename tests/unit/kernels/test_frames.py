@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from encoder_service.towers.kernels import Norm, merge_frames_norm
-from tests.unit.kernels.references import DTYPES, assert_near, norm_float32, padded_rows, randn
+from tests.unit.kernels.references import assert_near, norm_float32, padded_rows, randn
 
 
 def mixed_merge(num_frames: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -28,8 +28,9 @@ def plain_merge(
     return norm_float32(merged, *pre)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("width", [64, 1152])
+@pytest.mark.parametrize(
+    ("width", "dtype"), [(64, torch.float32), (64, torch.float16), (1152, torch.bfloat16)]
+)
 @pytest.mark.parametrize("num_frames", [1, 3, 4])
 def test_merge_equals_the_plain_steps(
     num_frames: int, width: int, dtype: torch.dtype, device: torch.device, generator: torch.Generator

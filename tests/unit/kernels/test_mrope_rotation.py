@@ -5,14 +5,12 @@ The table of angles is part of both sides; that it is the reference's is seen in
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
 
-from lm_adapter import rotary
 from lm_adapter.kernels import rotate
-from lm_adapter.rotary import MRopeLayout, RotaryTable, apply_mrope, warm_up_mrope
-from tests.unit.kernels.references import DTYPES, assert_near, randn
+from lm_adapter.rotary import MRopeLayout, RotaryTable, apply_mrope
+from tests.unit.kernels.references import assert_near, randn
 
 # q heads, k heads, head_dim, layout: Qwen3-VL 8B, Qwen3.5, Qwen2.5-VL 7B, shapes that divide by nothing.
 CASES = {
@@ -53,8 +51,10 @@ def expected_rotation(x: torch.Tensor, positions: torch.Tensor, table: RotaryTab
 
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    ("case", "dtype"),
+    [*((case, torch.bfloat16) for case in CASES), ("odd", torch.float32), ("odd", torch.float16)],
+)
 def test_rotation_follows_its_definition(
     case: str, dtype: torch.dtype, backend: str, device: torch.device, generator: torch.Generator
 ) -> None:
@@ -92,23 +92,6 @@ def test_parts_of_one_projection_and_positions_of_any_stride(
     assert torch.equal(heads[:, 6:].cpu(), expected[:, 6:])
 
 
-@pytest.mark.parametrize("backend", ["torch", "triton"])
-def test_equal_axes_are_plain_rope_and_broadcast_positions_serve(
-    backend: str, device: torch.device, generator: torch.Generator
-) -> None:
-    layout = MRopeLayout((24, 20, 20), interleaved=True)
-    table = table_of(layout, device)
-    q, k = randn(generator, 6, 2, 128), randn(generator, 6, 1, 128)
-    at = torch.randint(MAX_POSITIONS, (6,), generator=generator)
-    held_q, held_k = q.to(device, copy=True), k.to(device, copy=True)
-    apply_mrope(held_q, held_k, at.to(device).expand(3, 6), table, backend=backend)  # type: ignore[arg-type]
-    cos, sin = table.cos_sin.cpu()[at].split(64, dim=1)
-    for held, x in ((held_q, q), (held_k, k)):
-        turned = torch.cat([-x[..., 64:], x[..., :64]], dim=-1)
-        expected = x * torch.cat([cos, cos], dim=1)[:, None] + turned * torch.cat([sin, sin], dim=1)[:, None]
-        assert_near(held, expected)
-
-
 def test_far_positions_are_as_exact_as_near_ones(device: torch.device, generator: torch.Generator) -> None:
     layout = MRopeLayout((4, 2, 2), interleaved=True)
     table = table_of(layout, device, 262_144)
@@ -118,12 +101,6 @@ def test_far_positions_are_as_exact_as_near_ones(device: torch.device, generator
     apply_mrope(held_q, held_k, positions.to(device), table, backend="triton")
     assert_near(held_q, expected_rotation(q, positions, table))
     assert_near(held_k, expected_rotation(k, positions, table))
-
-
-def test_no_tokens(device: torch.device) -> None:
-    table = table_of(MRopeLayout((4, 2, 2), interleaved=True), device)
-    q = torch.zeros(0, 2, 16, device=device)
-    apply_mrope(q, q.clone(), torch.zeros(3, 0, dtype=torch.int64, device=device), table, backend="triton")
 
 
 @pytest.mark.gpu
@@ -151,7 +128,7 @@ def test_on_a_gpu_auto_takes_the_kernel_and_a_graph_captures_it(
 
 
 @pytest.mark.parametrize("num_tokens", [1, 5, 6, 9, 10, 15])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", ["odd"])
 def test_every_kind_of_step_turns_each_head_once(
     case: str,
     num_tokens: int,
@@ -159,7 +136,7 @@ def test_every_kind_of_step_turns_each_head_once(
     generator: torch.Generator,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """On both sides of both bounds; and nothing behind the last token."""
+    """Step sizes on both sides of both bounds; tokens beyond the step stay as they are."""
     monkeypatch.setattr(rotate, "SHORT_STEP", 5)
     monkeypatch.setattr(rotate, "MEDIUM_STEP", 9)
     num_q_heads, num_k_heads, head_dim, layout = CASES[case]
@@ -174,42 +151,3 @@ def test_every_kind_of_step_turns_each_head_once(
     for x, turned, rest in zip((q, k), expected, behind, strict=True):
         assert_near(x[:num_tokens], turned)
         assert torch.equal(x[num_tokens:], rest)
-
-
-def test_heads_are_shared_out_by_the_length_of_the_step() -> None:
-    tiles = rotate.rotation_tiles
-    assert tiles(1, 32, 8, 64) == tiles(128, 28, 8, 64) == (4, 8, 2, 4)
-    assert tiles(129, 32, 8, 64) == tiles(4096, 32, 8, 64) == (2, 16, 4, 2)
-    assert tiles(4097, 32, 8, 64) == (1, 32, 8, 4)
-    assert tiles(1, 16, 4, 32) == (2, 8, 2, 2)
-    assert tiles(512, 16, 4, 32) == tiles(9999, 16, 4, 32) == (1, 16, 4, 1)
-    assert tiles(1, 1, 1, 4) == (1, 1, 1, 1)
-    assert tiles(9999, 128, 128, 64) == (1, 128, 128, 8)
-
-
-def test_an_engine_that_starts_compiles_every_kind(
-    device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each once, and nothing where torch turns."""
-    launched = []
-    monkeypatch.setattr(rotate, "SHORT_STEP", 2)
-    monkeypatch.setattr(rotate, "MEDIUM_STEP", 3)
-    monkeypatch.setattr(rotate, "rotate_qk_", lambda q, *_: launched.append((len(q), *q.shape[1:], q.dtype)))
-    table = table_of(MRopeLayout((4, 2, 2), interleaved=True), device)
-    monkeypatch.setattr(rotary, "choose_backend", lambda *_: "torch")
-    warm_up_mrope(table, 3, 1, 16, torch.bfloat16)
-    assert launched == []
-    monkeypatch.setattr(rotary, "choose_backend", lambda *_: "triton")
-    warm_up_mrope(table, 3, 1, 16, torch.bfloat16)
-    assert launched == [(size, 3, 16, torch.bfloat16) for size in (2, 3, 4)]
-    tiles = [rotate.rotation_tiles(size, 32, 8, 64) for size, *_ in launched]
-    assert len(set(tiles)) == 3
-
-
-def test_axes_of_published_sections() -> None:
-    interleaved = MRopeLayout((24, 20, 20), interleaved=True).axes()
-    assert interleaved[:7].tolist() == [0, 1, 2, 0, 1, 2, 0]
-    assert interleaved[57:].tolist() == [0, 1, 2, 0, 0, 0, 0]
-    assert np.bincount(interleaved).tolist() == [24, 20, 20]
-    chunked = MRopeLayout((16, 24, 24), interleaved=False).axes()
-    assert chunked.tolist() == [0] * 16 + [1] * 24 + [2] * 24

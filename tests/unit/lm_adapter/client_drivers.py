@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
 from lm_adapter import AsyncVisionEncoderClient, VisionEncoderClient
-from lm_adapter.items import Item
-from lm_adapter.types import Outcome
 
 
 class Driver(Protocol):
+    client: Any
+
     def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """The result of ``client.<method>(...)``."""
-
-    def iterate(self, items: Sequence[Item], **kwargs: Any) -> Generator[tuple[int, Outcome], None, None]:
-        """``client.encode_iter``."""
 
     def fan_out(self, num_calls: int, call: Callable[[int], tuple[str, tuple[Any, ...]]]) -> list[Any]:
         """The results of ``call(i) -> (method, args)``, all at once."""
@@ -32,12 +29,7 @@ class SyncDriver:
     def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         return getattr(self.client, method)(*args, **kwargs)
 
-    def iterate(self, items: Sequence[Item], **kwargs: Any) -> Generator[tuple[int, Outcome], None, None]:
-        return self.client.encode_iter(items, **kwargs)
-
     def fan_out(self, num_calls: int, call: Callable[[int], tuple[str, tuple[Any, ...]]]) -> list[Any]:
-        from concurrent.futures import ThreadPoolExecutor
-
         def one(index: int) -> Any:
             method, args = call(index)
             return self.call(method, *args)
@@ -60,26 +52,6 @@ class AsyncDriver:
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         return self._runner.run(getattr(self.client, method)(*args, **kwargs))
-
-    def iterate(self, items: Sequence[Item], **kwargs: Any) -> Generator[tuple[int, Outcome], None, None]:
-        stream = self.client.encode_iter(items, **kwargs)
-
-        async def step() -> tuple[int, Outcome]:
-            return await anext(stream)
-
-        async def close() -> None:
-            await stream.aclose()
-            # The cancellation leaves with the loop's next turns.
-            await asyncio.sleep(0.05)
-
-        try:
-            while True:
-                with contextlib.suppress(StopAsyncIteration):
-                    yield self._runner.run(step())
-                    continue
-                return
-        finally:
-            self._runner.run(close())
 
     def fan_out(self, num_calls: int, call: Callable[[int], tuple[str, tuple[Any, ...]]]) -> list[Any]:
         async def all_of_them() -> list[Any]:

@@ -1,4 +1,4 @@
-"""As much of vLLM as its connector's methods rely on: configuration, requests, and the order of the calls."""
+"""The part of vLLM that its connector's methods rely on: configuration, requests, and the order of calls."""
 
 from __future__ import annotations
 
@@ -62,8 +62,8 @@ def engine_config(
 
 
 class Engine:
-    """Both sides of the connector in one process, as vLLM calls them. backend ``uni``: what the scheduler's
-    side says reaches the worker's as it is; ``mp``: through a pickle."""
+    """Both halves of the connector in one process, as vLLM calls them. backend: with ``uni`` the metadata
+    reaches the worker as it is, with ``mp`` through a pickle."""
 
     def __init__(self, config: Any) -> None:
         connector: Any = type("Connector", (ConnectorMethods, Base), {})
@@ -75,7 +75,7 @@ class Engine:
         self.encoder_cache: dict[str, torch.Tensor] = {}
 
     def request(self, name: str, items: Sequence[tuple[bytes, Grid]]) -> Any:
-        """One image after the other, under their keys' names."""
+        """Images whose identifiers are their keys."""
         features, offset = [], 2
         for key, grid in items:
             num_rows = self.geometry.num_rows(grid)
@@ -89,7 +89,7 @@ class Engine:
         )
 
     def fetch(self, request: Any) -> None:
-        """Until vLLM may schedule it."""
+        """Waits until vLLM may schedule the request."""
         deadline = time.monotonic() + PATIENCE_S
         while not self.scheduler.ensure_cache_available(request, 0):
             assert time.monotonic() < deadline
@@ -97,7 +97,7 @@ class Engine:
             time.sleep(0.001)
 
     def schedule(self, request: Any) -> Any:
-        """The metadata of one step that takes every feature of the request, as the worker gets it."""
+        """The metadata of one step with every feature of the request, as the worker gets it."""
         for index in range(len(request.mm_features)):
             self.scheduler.update_state_after_alloc(request, index)
         step = self.scheduler.build_connector_meta(BUSY)

@@ -89,11 +89,7 @@ def test_chunks_of_any_size_and_order_of_items(
     fake.script.order = order
     fake.script.limits = Limits(chunk_bytes=chunk_bytes)
     fake.script.model = fake_model(out_width=4)
-    arrived = list(open_client().iterate([image(index) for index in range(4)]))
-    assert sorted(index for index, _ in arrived) == [0, 1, 2, 3]
-    if order == "reverse":
-        assert [index for index, _ in arrived] == [3, 2, 1, 0]
-    for index, outcome in arrived:
+    for index, outcome in enumerate(open_client().call("encode", [image(index) for index in range(4)])):
         assert_rows_of(outcome, digest_of(index))
 
 
@@ -106,7 +102,7 @@ def test_items_over_the_limits_of_one_call_go_in_several(fake: FakeEncoder, open
     outcomes = client.call("encode", items)
     assert [isinstance(outcome, EncodedRows) for outcome in outcomes] == [index != 5 for index in range(8)]
     assert outcomes[5].reason == "MESSAGE_TOO_LARGE"
-    assert [call.num_items for call in fake.calls if call.method == "Encode"] == [3, 3, 1]
+    assert [len(call.request.items) for call in fake.calls if call.method == "Encode"] == [3, 3, 1]
     statuses = client.call("prefetch", items)
     assert [isinstance(status, PrefetchStatus) for status in statuses] == [index != 5 for index in range(8)]
     assert [status.content_digest for index, status in enumerate(statuses) if index != 5] == [
@@ -114,28 +110,22 @@ def test_items_over_the_limits_of_one_call_go_in_several(fake: FakeEncoder, open
     ]
 
 
-def test_keys_and_leases_go_in_calls_within_the_servers_limit(fake: FakeEncoder, open_client: Open) -> None:
+def test_keys_go_in_calls_within_the_servers_limit(fake: FakeEncoder, open_client: Open) -> None:
     fake.script.limits = Limits(max_items_per_request=3, max_message_bytes=1 << 20, chunk_bytes=1 << 20)
-    fake.script.leases = {digest_of(index): 1000 for index in range(6)}
     client = open_client()
     keys = [outcome.key for outcome in client.call("encode", [image(index) for index in range(7)])]
     for index, outcome in enumerate(client.call("fetch", keys)):
         assert_rows_of(outcome, digest_of(index))
     assert [status.key for status in client.call("lookup", keys)] == keys
-    leases = [digest_of(index) for index in range(7)]
-    renewed = client.call("renew", leases, 5)
-    assert [getattr(status, "expires_at_unix_ms", None) for status in renewed] == [1005] * 6 + [None]
-    assert client.call("release", leases) == [digest_of(6)]
-    for method in ("Fetch", "Lookup", "Renew", "Release"):
-        assert [call.num_items for call in fake.calls if call.method == method] == [3, 3, 1]
+    for method in ("Fetch", "Lookup"):
+        assert [len(call.request.keys) for call in fake.calls if call.method == method] == [3, 3, 1]
 
 
 def test_calls_about_nothing_are_not_sent(fake: FakeEncoder, open_client: Open) -> None:
     """The service refuses a call without items."""
     client = open_client()
-    for method in ("encode", "prefetch", "fetch", "lookup", "release"):
+    for method in ("encode", "prefetch", "fetch", "lookup"):
         assert client.call(method, []) == []
-    assert client.call("renew", [], 5) == []
     assert [call.method for call in fake.calls if call.method != "GetServerInfo"] == []
 
 
@@ -194,34 +184,6 @@ def test_options_change_the_key(fake: FakeEncoder, open_client: Open) -> None:
     item = ImageItem(b"x", digest=digest_of(0), options=PreprocessOptions(max_pixels=4096, fps=2))
     rows = client.call("encode_one", item)
     assert rows.key == item_key(item, fake.script.model) != item_key(image(0), fake.script.model)
-
-
-def test_a_single_item_with_a_digest_carries_it_for_routing(fake: FakeEncoder, open_client: Open) -> None:
-    client = open_client()
-    client.call("encode_one", image(0))
-    client.call("prefetch", [image(1)])
-    client.call("encode", [image(0), image(1)])
-    client.call("encode_one", ImageItem(b"no digest given"))
-    headers = [call.metadata.get("x-content-digest") for call in fake.calls if call.num_items]
-    assert headers == [digest_of(0).hex(), digest_of(1).hex(), None, None]
-
-
-def test_leases_are_released_and_renewed(fake: FakeEncoder, open_client: Open) -> None:
-    client = open_client()
-    fake.script.leases[b"mine"] = 1000
-    renewed, stale = client.call("renew", [b"mine", b"gone"], 500)
-    assert (renewed.lease_id, renewed.expires_at_unix_ms) == (b"mine", 1500)
-    assert stale.reason == "UNKNOWN_LEASE"
-    assert client.call("release", [b"mine", b"gone"]) == [b"gone"]
-
-
-def test_no_items_is_no_call(fake: FakeEncoder, open_client: Open) -> None:
-    client = open_client()
-    assert client.call("encode", []) == []
-    assert client.call("fetch", []) == []
-    assert client.call("lookup", []) == []
-    assert client.call("prefetch", []) == []
-    assert set(fake.num_calls) <= {"GetServerInfo"}
 
 
 def test_unix_sockets(tmp_path: Path, open_client: Open) -> None:

@@ -11,7 +11,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,6 @@ from lm_adapter import (
     CallCancelled,
     CallFailed,
     DeadlineExceeded,
-    EncodedRows,
     EncoderFault,
     EncoderOverloaded,
     EncoderUnavailable,
@@ -38,7 +36,7 @@ from lm_adapter import (
     check_rows,
 )
 from lm_adapter.testing import FakeEncoder, Fault, fake_model
-from lm_adapter.types import Limits, Outcome
+from lm_adapter.types import Limits
 from tests.unit.lm_adapter.client_drivers import DRIVERS, Driver
 from tests.unit.lm_adapter.test_client import assert_rows_of, digest_of, image
 
@@ -163,11 +161,6 @@ def test_p33_a_broken_stream_keeps_what_had_arrived(
     assert type(caught.value) is CALL_FAULTS[fault]
     assert_rows_of(caught.value.completed[0], digest_of(0))
     assert_rows_of(caught.value.completed[1], digest_of(1))
-    seen: dict[int, Outcome] = {}
-    with pytest.raises(CALL_FAULTS[fault]):
-        seen.update(client.iterate(items))
-    assert_rows_of(seen[0], digest_of(0))
-    assert_rows_of(seen[1], digest_of(1))
     fake.script.faults.clear()
     assert_rows_of(client.call("encode_one", image(2)), digest_of(2))
 
@@ -287,12 +280,11 @@ def test_p32_a_server_stopped_in_mid_stream_is_unavailable(fake: FakeEncoder, op
     client = open_client()
     client.call("wait_ready", 10.0)
     timer = once_it_hangs(fake, fake.stop)
-    seen: dict[int, Outcome] = {}
     with pytest.raises(EncoderUnavailable, match="2 of 4 items") as caught:
-        seen.update(client.iterate([image(index) for index in range(4)]))
+        client.call("encode", [image(index) for index in range(4)])
     timer.join()
-    assert sorted(seen) == [0, 1]
-    for index, outcome in seen.items():
+    assert sorted(caught.value.completed) == [0, 1]
+    for index, outcome in caught.value.completed.items():
         assert_rows_of(outcome, digest_of(index))
     assert caught.value.retryable
     fake.script.faults.clear()
@@ -429,14 +421,6 @@ def test_a_deadline_passes_in_mid_stream(fake: FakeEncoder, open_client: Open) -
     wait_until(lambda: fake.num_cancelled["Encode"] == 1)
 
 
-def test_a_caller_that_stops_reading_cancels_the_call(fake: FakeEncoder, open_client: Open) -> None:
-    fake.script.faults[digest_of(1)] = Fault.HANG
-    stream = open_client().iterate([image(0), image(1)])
-    assert next(stream)[0] == 0
-    stream.close()
-    wait_until(lambda: fake.num_cancelled["Encode"] == 1)
-
-
 def test_p33_oversize_messages_fail_alone_when_known_and_as_a_call_when_not(
     fake: FakeEncoder, open_client: Open
 ) -> None:
@@ -521,18 +505,6 @@ def test_closing_under_a_call_cancels_it(fake: FakeEncoder) -> None:
     assert_rows_of(caught.value.completed[0], digest_of(0))
 
 
-@pytest.mark.parametrize(("method", "argument"), [("lookup", [b"k" * 32]), ("encode", [image(0)])])
-def test_closing_between_check_and_call_cancels_too(
-    fake: FakeEncoder, monkeypatch: pytest.MonkeyPatch, method: str, argument: list[Any]
-) -> None:
-    client = VisionEncoderClient(fake.target)
-    client.info()
-    client.close()
-    monkeypatch.setattr(client, "_check_open", lambda method: None)
-    with pytest.raises(CallCancelled):
-        getattr(client, method)(argument)
-
-
 def test_closing_under_an_async_call_cancels_it(fake: FakeEncoder) -> None:
     fake.script.faults[digest_of(1)] = Fault.HANG
 
@@ -580,20 +552,34 @@ def test_a_task_cancelled_while_its_client_closes_stays_cancelled(fake: FakeEnco
     asyncio.run(scenario())
 
 
+def test_p44_a_stream_that_broke_is_asked_once_more_for_what_had_not_come(
+    fake: FakeEncoder, open_client: Open
+) -> None:
+    fake.script.num_cuts = 1
+    client = open_client()
+    outcomes = client.call("encode", [image(index) for index in range(4)])
+    for index, outcome in enumerate(outcomes):
+        assert_rows_of(outcome, digest_of(index))
+    requests = [call.request for call in fake.calls if call.method == "Encode"]
+    assert [len(request.items) for request in requests] == [4, 3]
+    fake.script.num_cuts = 2
+    with pytest.raises(EncoderUnavailable) as caught:
+        client.call("fetch", [outcome.key for outcome in outcomes])
+    assert sorted(caught.value.completed) == [0, 1]
+    assert fake.num_calls["Fetch"] == 2
+
+
 def test_p34_the_loop_stays_free_while_a_call_waits(fake: FakeEncoder) -> None:
     fake.script.latency_s = 0.3
 
     async def scenario() -> int:
-        turns = 0
-        async with (
-            AsyncVisionEncoderClient(fake.target) as client,
-            aclosing(client.encode_iter([image(0), image(1)])) as stream,
-        ):
-            call = asyncio.ensure_future(anext(stream))
+        ticks = 0
+        async with AsyncVisionEncoderClient(fake.target) as client:
+            call = asyncio.ensure_future(client.encode_one(image(0)))
             while not call.done():
                 await asyncio.sleep(0.005)
-                turns += 1
-            assert isinstance((await call)[1], EncodedRows)
-        return turns
+                ticks += 1
+            assert_rows_of(await call, digest_of(0))
+        return ticks
 
     assert asyncio.run(scenario()) > 10

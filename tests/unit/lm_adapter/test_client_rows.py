@@ -58,10 +58,6 @@ def test_views_show_the_same_values_in_every_dtype(dtype: str) -> None:
     assert rows.torch().dtype == getattr(torch, dtype)
     assert rows.torch().shape == (6, 8)
     np.testing.assert_array_equal(rows.torch().float().numpy(), VALUES)
-    np.testing.assert_array_equal(rows.main(), VALUES[:, :2])
-    for level in range(3):
-        np.testing.assert_array_equal(rows.deepstack(level), VALUES[:, 2 + 2 * level : 4 + 2 * level])
-    assert rows.out_width == 2
 
 
 def test_torch_and_float32_numpy_share_the_payloads_memory() -> None:
@@ -70,15 +66,8 @@ def test_torch_and_float32_numpy_share_the_payloads_memory() -> None:
     rows.payload[:4] = np.frombuffer(np.float32(42.0).tobytes(), np.uint8)
     assert rows.torch()[0, 0] == 42.0
     assert rows.numpy()[0, 0] == 42.0
-    assert rows.main()[0, 0] == 42.0
     assert make_rows("bfloat16").torch().data_ptr() != rows.torch().data_ptr()
     assert rows.torch().data_ptr() == rows.payload.ctypes.data
-
-
-@pytest.mark.parametrize("level", [-1, 3])
-def test_a_level_that_is_not_there_is_refused(level: int) -> None:
-    with pytest.raises(InvalidRequest, match=f"level {level} asked of rows with 3"):
-        make_rows().deepstack(level)
 
 
 @settings(deadline=None)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-import gc
 import sys
 from types import ModuleType, SimpleNamespace
 from typing import Any, ClassVar
@@ -11,13 +10,9 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from encoder_service.errors import ConfigurationError
-from encoder_service.store import cuda_memory
-from lm_adapter.errors import MissingDependency
-from lm_adapter.transport import borrowed, mapping, unmapping
-from lm_adapter.transport.mapping import MappingFailed, map_device
-from lm_adapter.transport.unmapping import Unmapping
-from tests.unit.transport.broker_rig import wait_until
+from lm_adapter.errors import MappingFailed, MissingDependency
+from lm_adapter.shm import device as device_memory
+from lm_adapter.shm.device import DeviceMemory, resolve_device
 
 SIZE = 1 << 21
 STEPS = ["cuMemImportFromShareableHandle", "cuMemAddressReserve", "cuMemMap", "cuMemSetAccess"]
@@ -76,27 +71,39 @@ class RecordingDriver:
 
 @pytest.fixture
 def install(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Puts a driver where cuda-bindings would be; tensors over its addresses are stand-ins."""
-    mapping._primary_context.cache_clear()
+    """Puts a driver where cuda-bindings would be, beside a torch with two GPUs."""
+    for cached in (device_memory._primary_context, device_memory._load_driver):
+        cached.cache_clear()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: SimpleNamespace(device=device))
 
     def put(driver: object) -> None:
         package, bindings = ModuleType("cuda"), ModuleType("cuda.bindings")
         bindings.driver = driver  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, "cuda", package)
         monkeypatch.setitem(sys.modules, "cuda.bindings", bindings)
-        monkeypatch.setattr(
-            mapping, "borrow", lambda address, num_bytes, device, owner: SimpleNamespace(owner=owner)
-        )
 
     yield put
-    mapping._primary_context.cache_clear()
+    for cached in (device_memory._primary_context, device_memory._load_driver):
+        cached.cache_clear()
+
+
+def test_p39_a_device_without_an_index_is_the_current_one(install: Any) -> None:
+    install(RecordingDriver())
+    assert resolve_device("cuda") == torch.device("cuda:1")
+    assert resolve_device(0) == torch.device("cuda:0")
+    for wrong, why in (("cpu", "is none"), ("cuda:2", "2 CUDA devices")):
+        with pytest.raises(MappingFailed, match=why):
+            resolve_device(wrong)
 
 
 def test_device_memory_is_mapped_for_reading_by_its_own_device(install: Any) -> None:
     driver = RecordingDriver()
     install(driver)
-    mapped = map_device(7, SIZE, torch.device("cuda:1"))
-    assert (mapped.device, mapped.size_bytes, mapped.mapped) == (torch.device("cuda:1"), SIZE, True)
+    memory = DeviceMemory(7, SIZE, torch.device("cuda"))
+    assert (memory.device, memory.size_bytes) == (torch.device("cuda:1"), SIZE)
     calls = dict(driver.calls)
     assert calls["cuMemImportFromShareableHandle"] == (7, "posix")
     (access,) = calls["cuMemSetAccess"][2]
@@ -104,102 +111,23 @@ def test_device_memory_is_mapped_for_reading_by_its_own_device(install: Any) -> 
     assert driver.names()[-5:] == [*STEPS, "cuMemRelease"], "the handle goes, the mapping keeps the memory"
     assert (driver.mode, driver.contexts) == ("global", [])
     driver.calls.clear()
-    mapped.close()
-    gc.collect()
-    assert not mapped.mapped
-    # The device is not waited for: that fails, and may spoil the graph, while any of its streams captures.
+    memory.unmap()
+    memory.unmap()
+    # The device is not waited for: that fails, and may invalidate the graph, while any stream captures.
     assert driver.names() == ["cuMemUnmap", "cuMemAddressFree"]
 
 
-def test_a_view_keeps_device_memory_mapped(install: Any) -> None:
+def test_an_unmap_that_the_driver_refuses_goes_on_where_it_failed(install: Any) -> None:
     driver = RecordingDriver()
     install(driver)
-    mapped = map_device(7, SIZE, torch.device("cuda:0"))
-    view = mapped.tensor
-    mapped.close()
-    gc.collect()
-    assert mapped.mapped
+    memory = DeviceMemory(7, SIZE, torch.device("cuda:0"))
     driver.calls.clear()
-    del view
-    gc.collect()
-    assert not mapped.mapped
-    assert driver.names() == ["cuCtxSynchronize", "cuMemUnmap", "cuMemAddressFree"]
-
-
-class Copy:
-    """The event of a copy. fails: how often waiting for it does."""
-
-    def __init__(self, log: list[str], fails: int = 0) -> None:
-        self.log, self.fails = log, fails
-
-    def synchronize(self) -> None:
-        self.fails -= 1
-        self.log.append("refused" if self.fails >= 0 else "waited")
-        if self.fails >= 0:
-            raise RuntimeError("operation not permitted when stream is capturing")
-
-
-def test_copies_that_were_given_up_are_waited_for_before_the_memory_goes(install: Any) -> None:
-    driver, log = RecordingDriver(), []
-    install(driver)
-    mapped = map_device(7, SIZE, torch.device("cuda:0"))
-    mapped.wait_for(Copy(log))
-    mapped.wait_for(Copy(log))
-    driver.calls.clear()
-    mapped.close()
-    gc.collect()
-    assert log == ["waited", "waited"]
-    assert driver.names() == ["cuMemUnmap", "cuMemAddressFree"]
-    assert not mapped.mapped
-
-
-def test_an_end_that_the_driver_refuses_is_tried_again(install: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    pauses: list[float] = []
-    try_again = unmapping._try_again
-
-    def at_once() -> None:
-        def pause(pause_s: float) -> None:
-            pauses.append(pause_s)
-            if len(pauses) == 3:
-                driver.fails = ""
-
-        try_again(pause)
-
-    monkeypatch.setattr(unmapping, "_try_again", at_once)
-    driver, log = RecordingDriver(), []
-    install(driver)
-    mapped = map_device(7, SIZE, torch.device("cuda:0"))
-    mapped.wait_for(Copy(log, fails=2))
-    mapped.wait_for(None)
-    driver.fails = "cuCtxSynchronize"
-    driver.calls.clear()
-    mapped.close()
-    gc.collect()
-    wait_until(lambda: not mapped.mapped)
-    assert log == ["refused", "refused", "waited"]
-    assert driver.names() == ["cuCtxSynchronize", "cuCtxSynchronize", "cuMemUnmap", "cuMemAddressFree"]
-    assert pauses == [1.0, 2.0, 4.0]
-    wait_until(lambda: not unmapping._trying.locked())
-    assert unmapping.num_waiting() == 0
-
-
-def test_an_end_that_is_refused_for_good_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    pauses: list[float] = []
-
-    def refuse() -> None:
-        raise MappingFailed("cuCtxSynchronize failed with CUDA_ERROR_ILLEGAL_ADDRESS")
-
-    ending = Unmapping(lambda: None, (refuse,))
-    unmapping._waiting.append(ending)
-    unmapping._trying.acquire()
-    try:
-        unmapping._try_again(pauses.append)
-    finally:
-        unmapping._waiting.clear()
-    assert len(pauses) == unmapping.MAX_ATTEMPTS
-    assert max(pauses) == unmapping.MAX_PAUSE_S
-    assert not ending.done
-    assert not unmapping._trying.locked()
+    driver.fails = "cuMemAddressFree"
+    with pytest.raises(MappingFailed, match="CUDA_ERROR_INVALID_DEVICE"):
+        memory.unmap()
+    driver.fails = ""
+    memory.unmap()
+    assert driver.names() == ["cuMemUnmap", "cuMemAddressFree", "cuMemAddressFree"]
 
 
 @pytest.mark.parametrize("step", range(len(STEPS)))
@@ -207,15 +135,12 @@ def test_what_was_done_before_a_failure_is_undone(install: Any, step: int) -> No
     driver = RecordingDriver(fails=STEPS[step])
     install(driver)
     with pytest.raises(MappingFailed, match=f"{STEPS[step]} failed with CUDA_ERROR_INVALID_DEVICE"):
-        map_device(7, SIZE, torch.device("cuda:0"))
+        DeviceMemory(7, SIZE, torch.device("cuda:0"))
     undone = [[], ["cuMemRelease"], ["cuMemAddressFree", "cuMemRelease"]][min(step, 2)]
     if step == 3:
         undone = ["cuMemUnmap", *undone]
     names = driver.names()
-    after = names[names.index(STEPS[step]) + 1 :]
-    assert sorted(after) == sorted(undone)
-    if step == 3:
-        assert after.index("cuMemUnmap") < after.index("cuMemAddressFree")
+    assert names[names.index(STEPS[step]) + 1 :] == undone
     assert (driver.mode, driver.contexts) == ("global", [])
 
 
@@ -223,13 +148,12 @@ def test_the_primary_context_is_retained_once(install: Any) -> None:
     driver = RecordingDriver()
     install(driver)
     for _ in range(3):
-        map_device(7, SIZE, torch.device("cuda:0")).close()
-    gc.collect()
+        DeviceMemory(7, SIZE, torch.device("cuda:0")).unmap()
     assert driver.names().count("cuDevicePrimaryCtxRetain") == 1
     assert "cuDevicePrimaryCtxRelease" not in driver.names()
 
 
-def test_without_the_package_or_the_driver_the_reason_is_told(
+def test_without_the_package_or_the_driver_the_reason_is_given(
     install: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class NoLibrary(RecordingDriver):
@@ -238,46 +162,8 @@ def test_without_the_package_or_the_driver_the_reason_is_told(
 
     install(NoLibrary())
     with pytest.raises(MappingFailed, match=r"cuInit cannot be called: Failed to dlopen libcuda.so.1"):
-        map_device(7, SIZE, torch.device("cuda:0"))
+        DeviceMemory(7, SIZE, torch.device("cuda:0"))
+    device_memory._load_driver.cache_clear()
     monkeypatch.setitem(sys.modules, "cuda.bindings", None)
     with pytest.raises(MissingDependency, match="needs the package cuda-bindings"):
-        map_device(7, SIZE, torch.device("cuda:0"))
-    with pytest.raises(ConfigurationError, match="need the package cuda-bindings"):
-        cuda_memory.load_driver()
-
-
-@pytest.mark.parametrize("step", range(4))
-def test_the_exporter_undoes_what_was_done_before_a_failure(
-    install: Any, monkeypatch: pytest.MonkeyPatch, step: int
-) -> None:
-    steps = ["cuMemCreate", *STEPS[1:]]
-    driver = RecordingDriver(fails=steps[step])
-    install(driver)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (123, 456))
-    with pytest.raises(ConfigurationError, match=f"{steps[step]} failed with CUDA_ERROR_INVALID_DEVICE"):
-        cuda_memory._DeviceBytes(driver, 0, SIZE, SimpleNamespace())
-    undone = ["cuMemUnmap", "cuMemAddressFree", "cuMemRelease"][3 - step :]
-    assert driver.names() == [*steps[: step + 1], *undone]
-
-
-def test_a_borrowed_tensor_keeps_its_owner_and_nothing_else() -> None:
-    class Owner:
-        pass
-
-    memory = torch.arange(64, dtype=torch.uint8)
-    owner = Owner()
-    with torch.inference_mode():
-        tensor = borrowed.borrow(memory.data_ptr(), 64, memory.device, owner)
-    assert not tensor.is_inference()
-    assert torch.equal(tensor, memory)
-    assert tensor.data_ptr() == memory.data_ptr()
-    rows = tensor[16:32].view(torch.float32).view(2, 2)
-    before = len(gc.get_referrers(owner))
-    assert before > 0
-    assert len(borrowed._lent) == 1
-    del tensor
-    gc.collect()
-    assert len(borrowed._lent) == 1, "a view of it is alive"
-    del rows
-    gc.collect()
-    assert len(borrowed._lent) == 0
+        DeviceMemory(7, SIZE, torch.device("cuda:0"))

@@ -16,7 +16,6 @@ MODULES = [
     "mrope",
     "placeholders",
     "prefix_cache",
-    "pruning",
     "rotary",
     "splice",
     "step",
@@ -53,3 +52,21 @@ def test_loading_without_torch_says_what_is_missing() -> None:
         [sys.executable, "-c", code], env=paths, check=True, timeout=60, capture_output=True, text=True
     )
     assert "needs the package torch" in done.stdout
+
+
+def test_importing_the_adapter_reaches_few_modules_and_nothing_heavy() -> None:
+    code = (
+        "import inspect, sys\n"
+        "import lm_adapter\n"
+        "ours = [m for n, m in sys.modules.items() if n.partition('.')[0] == 'lm_adapter']\n"
+        "print(len(ours), sum(len(inspect.getsource(m).splitlines()) for m in ours))\n"
+        "heavy = ('torch', 'transformers', 'fastapi', 'triton', 'cuda', 'blake3', 'encoder_service')\n"
+        "assert not [n for n in sys.modules if n.partition('.')[0] in heavy]\n"
+    )
+    paths = {"PYTHONPATH": ":".join(sys.path)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=paths, check=True, timeout=60, capture_output=True, text=True
+    )
+    num_modules, num_lines = map(int, done.stdout.split())
+    assert num_modules <= 25
+    assert num_lines <= 3500

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from lm_adapter.errors import InvalidRequest
+from lm_adapter.items import Modality
 from lm_adapter.mrope import batch_positions, mrope_positions
 from lm_adapter.placeholders import expand_placeholders, prompt_item
-from lm_adapter.items import Modality
 
 ITEM = prompt_item((1, 4, 6), placeholder_id=9, merge_size=2, modality=Modality.IMAGE, merges_time=False)
 PROMPT = expand_placeholders([1, 9, 2], [ITEM])

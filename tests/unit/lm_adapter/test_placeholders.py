@@ -11,6 +11,7 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from lm_adapter.errors import InvalidRequest
+from lm_adapter.items import Modality
 from lm_adapter.placeholders import (
     ExpandedPrompt,
     PromptItem,
@@ -21,7 +22,6 @@ from lm_adapter.placeholders import (
     prompt_item,
     unit_rows,
 )
-from lm_adapter.items import Modality
 
 IMAGE, VIDEO, START, END = 900, 901, 902, 903
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from lm_adapter.errors import InvalidRequest
+from lm_adapter.items import Modality
 from lm_adapter.placeholders import ExpandedPrompt, PromptItem, expand_placeholders
 from lm_adapter.prefix_cache import (
     FIRST_PAD_ID,
@@ -19,7 +20,6 @@ from lm_adapter.prefix_cache import (
     shared_prefix_length,
     substitute_pad_ids,
 )
-from lm_adapter.items import Modality
 
 IMAGE, VIDEO, VOCAB = 900, 901, 1000
 BAND = 715_494_549  # (2147483647 - 1000000 + 1) // 3, by hand: 2146483648 / 3 = 715494549.33

@@ -34,8 +34,7 @@ def test_it_speaks_to_the_generated_stubs() -> None:
         assert [status.state for status in statuses] == [pb.KEY_STATE_RESIDENT, pb.KEY_STATE_ABSENT]
         fetched = list(stub.Fetch(pb.FetchRequest(keys=[result.key]), timeout=5))
         assert fetched[1:] == events[1:]
-        assert stub.Renew(pb.RenewRequest(lease_ids=[b"l"]), timeout=5).statuses[0].failure.reason
-        assert stub.Release(pb.ReleaseRequest(lease_ids=[b"l"]), timeout=5).unknown_lease_ids == [b"l"]
+        assert stub.Touch(pb.TouchRequest(num_lost=1), timeout=5) == pb.TouchResponse()
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The connector's methods without vLLM: when it holds an engine that has nothing to compute, and how long."""
+"""The connector's methods without vLLM: waits of an idle engine, and the device of the fetching thread."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from lm_adapter.engines.vllm_connector import IDLE_S, ConnectorMethods, StepRows
-from lm_adapter.engines.vllm_fetch import Fetcher, FetchSettings
+from lm_adapter.engines.vllm_fetch import Fetcher
 from lm_adapter.engines.vllm_items import Geometry, WantedRows
+from lm_adapter.engines.vllm_settings import FetchSettings
 from lm_adapter.items import Grid
 
 GEOMETRY = Geometry(width=12, dtype="float32", num_levels=0, merge_size=2, merges_time=False)
@@ -21,12 +22,12 @@ GEOMETRY = Geometry(width=12, dtype="float32", num_levels=0, merge_size=2, merge
 def connector(waits: list[float]) -> Any:
     found: Any = object.__new__(ConnectorMethods)
     found._step, found._was_idle = StepRows(), False
-    found._book = SimpleNamespace(idle=waits.append)
+    found._tracker = SimpleNamespace(wait=waits.append)
     return found
 
 
 def test_only_a_second_empty_step_in_a_row_waits() -> None:
-    """The one before it may have been scheduled beside a step that still runs."""
+    """The step before it may have been scheduled while another one runs."""
     waits: list[float] = []
     holds = connector(waits)
     counts = []
@@ -54,7 +55,7 @@ def test_p39_a_device_without_an_index_is_the_current_one(
     assert chosen == [index]
 
 
-def test_what_ends_wakes_the_engine_at_once() -> None:
+def test_an_ended_fetch_wakes_the_engine_at_once() -> None:
     fetcher = Fetcher(FetchSettings(target="127.0.0.1:1", retry_s=0.05), GEOMETRY)
     try:
         started_s = time.monotonic()

@@ -20,12 +20,12 @@ from fastapi import FastAPI
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from lm_adapter import AsyncVisionEncoderClient, ItemFailed
-from lm_adapter.engines import vllm_front, vllm_front_requests
+from lm_adapter.engines import vllm_front_requests
 from lm_adapter.engines.vllm_front import Front, create_app
 from lm_adapter.engines.vllm_items import read_params
 from lm_adapter.engines.vllm_upstream import Failures
-from lm_adapter.testing import FakeEncoder
 from lm_adapter.items import Grid
+from lm_adapter.testing import FakeEncoder
 from lm_adapter.types import KeyState, KeyStatus, PrefetchStatus
 
 pytestmark = pytest.mark.anyio
@@ -135,8 +135,6 @@ async def test_images_go_to_the_encoder_and_grids_to_vllm(vllm: PretendedVllm, f
     assert [part["uuid"] for part in parts[1:]] == [item.key.hex() for item in items]
     grids = [part["image_embeds"]["image_grid_thw"] for part in parts[1:]]
     assert grids == [list(item.grid) for item in items]
-    # One encoder has no name: nothing is said of it.
-    assert {item.replica for item in items} == {""}
     assert body["temperature"] == 0
 
 
@@ -384,15 +382,6 @@ async def test_a_grid_that_the_header_does_not_tell_is_asked_for(
     await http.aclose()
     assert response.status_code == status
     assert client.num_prefetches == num_prefetches
-
-
-@pytest.mark.parametrize("encoder", ["", "a:1,", "dns:///a:1,b:1", "dns:///a"])
-def test_an_encoder_that_means_nothing_stops_the_start(
-    encoder: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        vllm_front.main(["--vllm", "http://127.0.0.1:1", "--encoder", encoder])
-    assert "--encoder" in capsys.readouterr().err
 
 
 async def test_the_applications_socket_comes_and_goes_with_it(folder: str) -> None:

@@ -9,9 +9,7 @@ from typing import Any
 
 import pytest
 
-from lm_adapter import AsyncFleetClient, AsyncVisionEncoderClient, ImageItem, PreprocessOptions
-from lm_adapter.engines.vllm_encoders import is_fleet
-from lm_adapter.engines.vllm_fetch import FetchSettings
+from lm_adapter import ImageItem, PreprocessOptions
 from lm_adapter.engines.vllm_items import Geometry, KeyedItem, read_params, transfer_params
 from lm_adapter.engines.vllm_rewrite import Failure, failure_of, images_of, rewritten
 from lm_adapter.errors import (
@@ -21,8 +19,7 @@ from lm_adapter.errors import (
     InvalidRows,
     ItemFailed,
 )
-from lm_adapter.items import UrlItem
-from lm_adapter.items import Grid
+from lm_adapter.items import Grid, UrlItem
 
 
 def data_url(data: bytes) -> str:
@@ -54,12 +51,12 @@ def test_images_become_grids_and_names_and_the_rest_stays(family: str, name: str
     assert [item.data for item in images.items if isinstance(item, ImageItem)] == contents
     rows = [
         KeyedItem(secrets.token_bytes(32), Grid(1, 4, 6)),
-        KeyedItem(secrets.token_bytes(32), Grid(1, 8, 2), "10.0.0.7:50051"),
+        KeyedItem(secrets.token_bytes(32), Grid(1, 8, 2)),
     ]
     found = rewritten(body, images, rows, family, "r")
     content = found["messages"][1]["content"]
     assert content[1] == TEXT
-    for part, (key, grid, _) in zip(content[::2], rows, strict=True):
+    for part, (key, grid) in zip(content[::2], rows, strict=True):
         assert part == {"type": "image_embeds", "image_embeds": {name: list(grid)}, "uuid": key.hex()}
     assert read_params(found["ec_transfer_params"]) == (rows, "r")
     assert found["temperature"] == 0.5
@@ -146,9 +143,6 @@ def test_a_retry_is_announced_in_whole_seconds() -> None:
         {"vision_encoder": {"items": [{"key": "00" * 32, "grid_thw": [1, 2]}]}},
         {"vision_encoder": {"items": [{"key": "00" * 32, "grid_thw": [1, 2, True]}]}},
         {"vision_encoder": {"items": [{"key": "00" * 32, "grid_thw": "122"}]}},
-        {"vision_encoder": {"items": [{"key": "00" * 32, "grid_thw": [1, 2, 2], "replica": 5}]}},
-        {"vision_encoder": {"items": [{"key": "00" * 32, "grid_thw": [1, 2, 2], "replica": None}]}},
-        {"vision_encoder": {"items": [{"key": "00" * 32, "grid_thw": [1, 2, 2], "replica": "r" * 301}]}},
         {"vision_encoder": {"items": [], "reply": "r" * 65}},
         {"vision_encoder": {"items": [], "reply": 5}},
     ],
@@ -162,88 +156,6 @@ def test_parameters_of_others_are_none_of_ours() -> None:
     for params in (None, {}, {"elsewhere": 1}, 5):
         assert read_params(params) == ([], "")
     assert transfer_params([]) == {"vision_encoder": {"items": []}}
-
-
-def test_a_replica_is_said_where_it_is_known_and_nothing_else_changes() -> None:
-    """Older connectors read what they always did; older fronts name none."""
-    grid = Grid(1, 2, 2)
-    params = transfer_params([(b"k" * 32, grid), (b"l" * 32, grid, "a:1")])
-    first, second = params["vision_encoder"]["items"]
-    assert first == {"key": (b"k" * 32).hex(), "grid_thw": [1, 2, 2]}
-    assert second == {"key": (b"l" * 32).hex(), "grid_thw": [1, 2, 2], "replica": "a:1"}
-    assert [item.replica for item in read_params(params)[0]] == ["", "a:1"]
-    second["later"] = "what a newer front says"
-    assert read_params(params)[0][1] == (b"l" * 32, grid, "a:1")
-
-
-@pytest.mark.parametrize(
-    "config",
-    [
-        {},
-        {"target": ""},
-        {"target": []},
-        {"target": "a:1,"},
-        {"target": ["a:1", 5]},
-        {"target": ["a:1", ""]},
-        {"target": {"a": 1}},
-        {"target": "dns:///a:1,b:1"},
-        {"target": ["dns:///a:1", "dns:///b:1"]},
-        {"target": "dns:///a"},
-        {"target": "dns:///a:port"},
-        {"target": "a:1", "transports": "host"},
-        {"target": "a:1", "transports": ["radio"]},
-        {"target": "a:1", "transports": 5},
-        {"target": "a:1", "broker_path": "here"},
-        {"target": "a:1", "timeout": 3},
-        {"target": "a:1", "timeout_s": "3"},
-        {"target": "a:1", "timeout_s": -1},
-        {"target": "a:1", "finite": 1},
-        {"target": "a:1", "max_resident_bytes": True},
-        {"target": 7},
-    ],
-)
-def test_settings_that_mean_nothing_stop_the_start(config: dict[str, Any]) -> None:
-    with pytest.raises(InvalidRequest):
-        FetchSettings.read(config)
-
-
-def test_settings_are_read() -> None:
-    found = FetchSettings.read(
-        {"target": "a:1", "transports": ["host", "inline"], "timeout_s": 3, "finite": True}
-    )
-    assert found.target == "a:1"
-    assert found.transports == ("host", "inline")
-    assert found.timeout_s == 3
-    assert found.finite
-
-
-@pytest.mark.parametrize(
-    ("value", "target", "fleet"),
-    [
-        ("a:1", "a:1", False),
-        ("unix:/run/a.sock", "unix:/run/a.sock", False),
-        ("dns:a:1", "dns:a:1", False),
-        (["a:1"], "a:1", False),
-        ("a:1,a:1", "a:1", False),
-        ("a:1, b:1", ("a:1", "b:1"), True),
-        (["a:1", "b:1"], ("a:1", "b:1"), True),
-        (("a:1", "b:1"), ("a:1", "b:1"), True),
-        ("dns:///encoders.models.svc:50051", "dns:///encoders.models.svc:50051", True),
-    ],
-    ids=str,
-)
-def test_a_target_is_one_encoder_or_several(value: object, target: object, fleet: bool) -> None:
-    found = FetchSettings.read({"target": value}).target
-    assert found == target
-    assert is_fleet(found) is fleet
-
-
-@pytest.mark.anyio
-async def test_one_target_keeps_the_client_of_one_server() -> None:
-    for value, kind in (("a:1", AsyncVisionEncoderClient), ("dns:///a:1", AsyncFleetClient)):
-        client = FetchSettings.read({"target": value}).client()
-        assert type(client) is kind
-        await client.close()
 
 
 @pytest.mark.parametrize(

@@ -22,8 +22,8 @@ from lm_adapter.engines.vllm_front import Front
 from lm_adapter.engines.vllm_items import KeyedItem, read_params
 from lm_adapter.engines.vllm_rewrite import choices_of, failure_of, images_of, rewritten, without_images
 from lm_adapter.errors import InvalidRequest
-from lm_adapter.testing import FakeEncoder
 from lm_adapter.items import Grid
+from lm_adapter.testing import FakeEncoder
 
 URL = "data:image/png;base64," + base64.b64encode(b"x").decode()
 OPTIONS = [field.name for field in fields(PreprocessOptions)]

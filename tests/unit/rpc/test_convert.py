@@ -16,11 +16,11 @@ from encoder_service.errors import (
 )
 from encoder_service.pipeline import Delivered
 from encoder_service.rpc import convert
-from encoder_service.store.arena import ArenaGeometry
-from encoder_service.store.control_page import Probe
-from encoder_service.transport.shared_memory import LeasedRows, LeaseTerms
+from encoder_service.store.arena import TierName
+from encoder_service.store.embedding_store import HeldRows, Place
 from encoder_service.types import (
     CacheTier,
+    ClipFacts,
     DigestOnly,
     EncodedFile,
     EncodedItem,
@@ -50,9 +50,8 @@ def test_chunks_cover_the_rows_in_order(dtype: torch.dtype) -> None:
     assert [event.chunk.offset_bytes for event in events] == list(range(0, rows.nbytes, 100))
     data = b"".join(event.chunk.data for event in events)
     assert torch.equal(torch.frombuffer(bytearray(data), dtype=dtype).reshape(7, 48), rows)
-    delivered = Delivered(
-        EncodedItem(b"k" * 32, b"d" * 32, Grid(1, 2, 14), rows, 2), CacheTier.MISS, StageTimings(tower_ms=2.5)
-    )
+    item = EncodedItem(b"k" * 32, b"d" * 32, Grid(1, 2, 14), rows, 2)
+    delivered = Delivered(HeldRows(item), CacheTier.MISS, StageTimings(tower_ms=2.5), 0.0)
     result = convert.result_event(3, delivered, 100).result
     assert result.inline.num_chunks == len(events)
     assert result.rows_bytes == rows.nbytes
@@ -141,42 +140,27 @@ def test_what_has_no_meaning_is_refused_by_name(message: pb.Item, error: type[Ex
         convert.item_from_proto(message)
 
 
-def test_deliveries() -> None:
-    convert.check_delivery(pb.DELIVERY_UNSPECIFIED)
-    convert.check_delivery(pb.DELIVERY_INLINE)
-    with pytest.raises(TransportUnavailable, match="DELIVERY_DEVICE_LEASE"):
-        convert.check_delivery(pb.DELIVERY_DEVICE_LEASE)
+def test_deliveries_name_the_memory_that_the_caller_has_mapped() -> None:
+    assert convert.wanted_tier(pb.DELIVERY_UNSPECIFIED) is None
+    assert convert.wanted_tier(pb.DELIVERY_INLINE) is None
+    assert convert.wanted_tier(pb.DELIVERY_HOST) == "host"
+    assert convert.wanted_tier(pb.DELIVERY_DEVICE) == "device"
     with pytest.raises(InvalidRequest, match="delivery 42 is unknown"):
-        convert.check_delivery(42)
-    convert.check_delivery(pb.DELIVERY_HOST_SHM, offered={pb.DELIVERY_HOST_SHM})
-    with pytest.raises(TransportUnavailable, match="DELIVERY_DEVICE_LEASE"):
-        convert.check_delivery(pb.DELIVERY_DEVICE_LEASE, offered={pb.DELIVERY_HOST_SHM})
+        convert.wanted_tier(42)
 
 
-def test_what_a_lease_is_asked_for() -> None:
-    assert convert.lease_terms(pb.LeaseOptions()) == LeaseTerms("", 1, None)
-    options = pb.LeaseOptions(owner_id=b"0aff", num_readers=4, lease_ms=1500)
-    assert convert.lease_terms(options) == LeaseTerms("0aff", 4, 1.5)
-    assert convert.lease_terms(pb.LeaseOptions(owner_id=b"\xff")).owner_id == "\N{REPLACEMENT CHARACTER}"
-    with pytest.raises(InvalidRequest, match="257 readers was asked for, at most 256"):
-        convert.lease_terms(pb.LeaseOptions(num_readers=257))
-
-
-@pytest.mark.parametrize(("kind", "uuid"), [("host", ""), ("device", "GPU-1")])
-def test_leased_rows_are_described_and_not_sent(kind: str, uuid: str) -> None:
+@pytest.mark.parametrize("tier", ["host", "device"])
+def test_placed_rows_are_described_and_not_sent(tier: TierName) -> None:
     rows = torch.randn(7, 48)
-    item = EncodedItem(b"k" * 32, b"d" * 32, Grid(1, 2, 14), rows, 2)
-    arena = ArenaGeometry(b"a" * 16, 1, kind, 1 << 20, uuid, 64, 4096, Probe(0, 16, bytes(32)))
-    leased = LeasedRows(b"l" * 16, arena, 3, 256, 77, 1_234_567)
-    delivered = Delivered(item, CacheTier.HOST, StageTimings())
-    result = convert.result_event(0, delivered, 100, leased).result
-    assert result.WhichOneof("rows") == ("host" if kind == "host" else "lease")
-    found = result.host if kind == "host" else result.lease
-    assert (found.lease_id, found.arena_id) == (b"l" * 16, b"a" * 16)
-    assert (found.slot_index, found.offset_bytes, found.generation) == (3, 256, 77)
-    assert found.expires_at_unix_ms == 1_234_567
+    clip = ClipFacts((0.0, 0.5), (Grid(1, 2, 14),))
+    item = EncodedItem(b"k" * 32, b"d" * 32, Grid(1, 2, 14), rows, 2, clip)
+    place = Place(b"a" * 16, 99, 3, 77, 256, tier)
+    delivered = Delivered(HeldRows(item), CacheTier.HOST, StageTimings(), 0.0)
+    result = convert.result_event(0, delivered, 100, place).result
+    assert result.WhichOneof("rows") == "place"
+    assert (result.place.arena_id, result.place.instance) == (b"a" * 16, 99)
+    assert (result.place.slot_index, result.place.generation, result.place.offset_bytes) == (3, 77, 256)
+    assert result.place.delivery == {"host": pb.DELIVERY_HOST, "device": pb.DELIVERY_DEVICE}[tier]
     assert result.rows_bytes == rows.nbytes
-    if kind == "device":
-        assert result.lease.device_uuid == uuid
-        assert list(result.lease.shape) == [7, 48]
-        assert result.lease.dtype == pb.DTYPE_FLOAT32
+    assert list(result.timestamps_s) == [0.0, 0.5]
+    assert list(result.chunk_grids) == [pb.GridTHW(t=1, h=2, w=14)]

@@ -1,118 +1,145 @@
-"""Rows of one item as chunks in a stream: order, what is made while another is sent, callers that leave."""
+"""The stream of one call: items beside each other, one message at a time, callers that leave."""
 
 from __future__ import annotations
 
 import asyncio
-import random
-from typing import Any, cast
+from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
-import torch
 
-from encoder_service.rpc import convert
+from encoder_service.errors import UndecodableImage
+from encoder_service.pipeline import Delivered
+from encoder_service.rpc import outbound
+from encoder_service.rpc.delivery import Delivery, Wanted
 from encoder_service.rpc.item_stream import ItemStream
+from encoder_service.rpc.observed import Call
+from encoder_service.types import EncodedFile, Item, Modality
+from tests.unit.service.rig import Rig, image, running, until
 from vision_encoder.v1 import encoder_pb2 as pb
 
-CHUNK_BYTES = 4096
+CHUNK_BYTES = 1000
+INLINE = Wanted("", None, False)
 
 pytestmark = pytest.mark.anyio
 
 
 class SlowContext:
-    """Says when a message's sending begins and ends, and takes so many ``turns`` of the loop for each."""
+    """Takes a few turns of the loop for each message; while ``gate`` is cleared, for ever."""
 
-    def __init__(self, said: list[str], turns: int) -> None:
-        self.said = said
-        self.turns = turns
-        self.messages: list[bytes] = []
-        self.num_cancelled = 0
+    def __init__(self) -> None:
+        self.events: list[pb.ItemEvent] = []
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self._is_writing = False
 
-    async def write(self, message: bytes) -> None:
-        number = len(self.messages)
-        self.messages.append(message)
-        self.said.append(f"{number} begins")
+    async def write(self, message: Any) -> None:
+        assert not self._is_writing, "a write began before the last one had ended"
+        self._is_writing = True
         try:
-            for _ in range(self.turns):
+            await self.gate.wait()
+            for _ in range(3):
                 await asyncio.sleep(0)
-        except asyncio.CancelledError:
-            self.num_cancelled += 1
-            raise
-        self.said.append(f"{number} ends")
-
-
-def stream_to(context: SlowContext) -> ItemStream:
-    stream = ItemStream.__new__(ItemStream)
-    stream._context = cast("Any", context)
-    stream._chunk_bytes = CHUNK_BYTES
-    return stream
+        finally:
+            self._is_writing = False
+        self.events.append(pb.ItemEvent.FromString(message) if isinstance(message, bytes) else message)
 
 
 @pytest.fixture
-def made(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What was said, with every chunk that is made."""
-    said: list[str] = []
-    make = convert.chunk_event
-
-    def chunk_event(index: int, offset_bytes: int, data: memoryview) -> bytes:
-        said.append(f"{offset_bytes // CHUNK_BYTES} made")
-        return make(index, offset_bytes, data)
-
-    monkeypatch.setattr(convert, "chunk_event", chunk_event)
-    return said
+async def rig() -> AsyncIterator[Rig]:
+    async with running(Rig()) as rig:
+        yield rig
+    assert rig.pipeline.unread.num_bytes == 0
+    assert all(holders == 1 for _, arena in rig.store.arenas() for holders in arena._holders.values())
 
 
-@pytest.mark.parametrize("turns", [0, 1, 5])
-async def test_chunks_are_whole_in_order_and_one_at_a_time(made: list[str], turns: int) -> None:
-    random.seed()
-    for num_bytes in (
-        2,
-        CHUNK_BYTES,
-        CHUNK_BYTES + 2,
-        5 * CHUNK_BYTES,
-        2 * random.randint(1, 4 * CHUNK_BYTES),
-    ):
-        rows = torch.randint(0, 1 << 15, (1, num_bytes // 2), dtype=torch.int16)
-        context = SlowContext(made, turns)
-        await stream_to(context)._write_chunks(3, rows)
-        events = [pb.ItemEvent.FromString(message) for message in context.messages]
-        assert [event.item_index for event in events] == [3] * len(events)
-        assert [event.chunk.offset_bytes for event in events] == list(range(0, num_bytes, CHUNK_BYTES))
-        assert b"".join(event.chunk.data for event in events) == rows.numpy().tobytes()
-        sent = [word for word in made if "made" not in word]
-        expected = [f"{n} {what}" for n in range(len(events)) for what in ("begins", "ends")]
-        assert sent == expected, "no write begins before the last one has ended"
-        made.clear()
+def stream_of(rig: Rig, context: SlowContext) -> ItemStream:
+    found: Any = context
+    delivery = Delivery(rig.pipeline, rig.metrics)
+    call = Call("Encode", "id", 0.0)
+    return ItemStream(rig.pipeline, delivery, found, call, wanted=INLINE, chunk_bytes=CHUNK_BYTES)
 
 
-async def test_each_is_made_while_the_one_before_is_sent(made: list[str]) -> None:
-    rows = torch.zeros(1, 3 * CHUNK_BYTES, dtype=torch.uint8)
-    await stream_to(SlowContext(made, 5))._write_chunks(0, rows)
-    assert made == [
-        "0 made",
-        "0 begins",
-        "1 made",
-        "0 ends",
-        "1 begins",
-        "2 made",
-        "1 ends",
-        "2 begins",
-        "2 ends",
-    ]
+async def test_chunks_of_an_item_follow_its_result_in_order(rig: Rig) -> None:
+    context = SlowContext()
+    items = [image(value, side=8) for value in range(5)]
+    await stream_of(rig, context).run(rig.pipeline.encode, items)
+    results = [event.item_index for event in context.events if event.HasField("result")]
+    assert sorted(results) == list(range(5))
+    events = iter(context.events)
+    for index in results:
+        event = next(events)
+        assert event.item_index == index
+        data = b""
+        for _ in range(event.result.inline.num_chunks):
+            chunk = next(events)
+            assert (chunk.item_index, chunk.chunk.offset_bytes) == (index, len(data))
+            data += chunk.chunk.data
+        held = rig.store.hold("", event.result.key, is_lookup=False)
+        assert held is not None
+        assert data == held.item.rows.numpy().tobytes()
+        held.drop()
 
 
-async def test_a_caller_that_leaves_ends_the_write_under_way(made: list[str]) -> None:
-    rows = torch.zeros(1, 8 * CHUNK_BYTES, dtype=torch.uint8)
+@pytest.mark.parametrize("num_items", [1, 4])
+async def test_an_item_that_fails_fails_alone(rig: Rig, num_items: int) -> None:
+    context = SlowContext()
+    bad = Item(Modality.IMAGE, EncodedFile(b"<html>"))
+    await stream_of(rig, context).run(rig.pipeline.encode, [bad, *map(image, range(1, num_items))])
+    (failure,) = (event for event in context.events if event.HasField("failure"))
+    assert failure.item_index == 0
+    assert failure.failure.reason == UndecodableImage.reason
+    assert sum(event.HasField("result") for event in context.events) == num_items - 1
+
+
+async def test_work_that_is_cancelled_inside_is_its_items_failure(rig: Rig) -> None:
+    """Not by the caller: a task that the item waited for was cancelled."""
+
+    async def cancelled(_: Item) -> Delivered:
+        raise asyncio.CancelledError
+
+    context = SlowContext()
+    await stream_of(rig, context).run(cancelled, [image()])
+    assert context.events[0].failure.reason == "DRAINING"
+
+
+@pytest.mark.parametrize("num_turns", range(0, 40, 4))
+async def test_p15_a_caller_that_leaves_at_any_moment_leaves_nothing_behind(rig: Rig, num_turns: int) -> None:
     before = asyncio.all_tasks()
-    for num_turns in range(12):
-        context = SlowContext(made, 3)
-        writing = asyncio.ensure_future(stream_to(context)._write_chunks(0, rows))
-        for _ in range(num_turns):
-            await asyncio.sleep(0)
-        writing.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await writing
-        said = list(made)
-        for _ in range(5):
-            await asyncio.sleep(0)
-        assert made == said, "nothing begins, nor ends well, for a caller that has left"
-        assert asyncio.all_tasks() == before
+    context = SlowContext()
+    running_ = asyncio.ensure_future(
+        stream_of(rig, context).run(rig.pipeline.encode, [image(value, side=8) for value in range(3)])
+    )
+    for _ in range(num_turns):
+        await asyncio.sleep(0)
+    running_.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running_
+    num_events = len(context.events)
+    await until(lambda: asyncio.all_tasks() <= before)
+    assert len(context.events) == num_events
+    assert rig.pipeline.unread.num_bytes == 0
+
+
+async def test_p17_a_caller_that_reads_slowly_starts_no_more_than_it_reads(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(outbound, "MAX_BYTES_PER_CALL", 1)
+    for value in range(8):
+        (await rig.pipeline.encode(image(value))).release()
+    started: list[Item] = []
+
+    async def encode(item: Item) -> Delivered:
+        started.append(item)
+        return await rig.pipeline.encode(item)
+
+    context = SlowContext()
+    context.gate.clear()
+    call = asyncio.ensure_future(stream_of(rig, context).run(encode, [image(value) for value in range(8)]))
+    for _ in range(50):
+        await asyncio.sleep(0)
+    assert len(started) == 1
+    assert rig.pipeline.unread.num_bytes == 4 * 16 * 4
+    context.gate.set()
+    await call
+    assert len(started) == 8

@@ -1,15 +1,18 @@
-"""What GetServerInfo says of transports."""
+"""What GetServerInfo says of transports and of pixels in shared memory."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import pytest
 
 from encoder_service import app
+from encoder_service.broker import host_id
 from encoder_service.config import Settings, parse_settings
+from encoder_service.ingest.pixel_segments import PixelSegments
 from encoder_service.rpc.server_info import server_info
-from encoder_service.store.partitions import open_host_partitions
+from encoder_service.store.embedding_store import open_store
 from encoder_service.towers.synthetic import make_checkpoint
-from encoder_service.transport.shared_memory import share
 from lm_adapter import convert
 from vision_encoder.v1 import encoder_pb2 as pb
 
@@ -18,28 +21,30 @@ from vision_encoder.v1 import encoder_pb2 as pb
 def settings(tmp_path_factory: pytest.TempPathFactory) -> Settings:
     path = tmp_path_factory.mktemp("server_info") / "qwen3_5"
     make_checkpoint(path, "qwen3_5", "tiny", 1)
-    return parse_settings(model=path)
+    return parse_settings(model=path, arena_bytes=1 << 20, store_bytes=1 << 20)
 
 
-@pytest.mark.anyio
-async def test_shared_memory_is_announced_as_the_broker_tells_it(
-    settings: Settings,
-) -> None:
+def test_shared_memory_is_announced_where_there_is_a_broker(settings: Settings, tmp_path: Path) -> None:
     model = app.load_model(settings)
-    assert [each.delivery for each in server_info(settings, model).transports] == [pb.DELIVERY_INLINE]
-    shared = share(
-        settings.model_copy(update={"broker_path": "/run/broker.sock"}),
-        open_host_partitions(1 << 16, {"alone": 1 << 16}),
-        "instance",
-    )
-    answer = server_info(settings, model, shared)
+    store = open_store(settings, on_copy_error=lambda error: None)
+    answer = server_info(settings, model, store, "instance")
+    assert [each.delivery for each in answer.transports] == [pb.DELIVERY_INLINE]
+    assert not answer.HasField("pixel_input")
+    store.close()
+
+    sharing = settings.model_copy(update={"broker_path": "/run/broker.sock"})
+    store = open_store(sharing, on_copy_error=lambda error: None)
+    segments = PixelSegments(("gateway-",), max_tensor_bytes=77, folder=str(tmp_path))
+    answer = server_info(sharing, model, store, "instance", segments)
     assert answer.instance_id == "instance"
-    assert answer.limits.store_bytes == shared.store.max_bytes
+    assert answer.limits.store_bytes == store.max_bytes
     assert list(answer.transports) == [
         pb.TransportInfo(delivery=pb.DELIVERY_INLINE),
-        pb.TransportInfo(
-            delivery=pb.DELIVERY_HOST_SHM, broker_path="/run/broker.sock", host_id=shared.options.host_id
-        ),
+        pb.TransportInfo(delivery=pb.DELIVERY_HOST, broker_path="/run/broker.sock", host_id=host_id()),
     ]
-    assert convert.server_info(answer).transports[1].delivery == "host_shm"
-    await shared.stop()
+    assert answer.pixel_input == pb.PixelInput(
+        host_id=host_id(), name_prefixes=["gateway-"], max_tensor_bytes=77
+    )
+    assert convert.server_info(answer).transports[1].delivery == "host"
+    segments.close()
+    store.close()

@@ -32,7 +32,6 @@ EXPECTED = {
     errors.Unauthenticated: grpc.StatusCode.UNAUTHENTICATED,
     errors.PermissionDenied: grpc.StatusCode.PERMISSION_DENIED,
     errors.NotFound: grpc.StatusCode.NOT_FOUND,
-    errors.StaleLease: grpc.StatusCode.ABORTED,
     errors.Overloaded: grpc.StatusCode.RESOURCE_EXHAUSTED,
     errors.Unavailable: grpc.StatusCode.UNAVAILABLE,
     errors.TransportUnavailable: grpc.StatusCode.FAILED_PRECONDITION,

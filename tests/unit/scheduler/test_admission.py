@@ -1,4 +1,4 @@
-"""Permits: bounds hold, nothing leaks, refusals say both numbers."""
+"""Admission permits: the bounds hold, releases return to zero, refusals name both numbers."""
 
 from __future__ import annotations
 
@@ -27,9 +27,12 @@ def test_refusal_names_held_needed_and_limit() -> None:
     assert caught.value.details["max_bytes"] == "100"
 
 
-def test_patches_are_refused_separately_and_bytes_stay_held_until_release() -> None:
+def test_patches_and_later_bytes_are_refused_separately_and_held_until_release() -> None:
     admission = Admission(max_patches=10, max_bytes=100)
-    first, second = admission.acquire(10), admission.acquire(10)
+    first, second = admission.acquire(10), admission.acquire(0)
+    second.add_bytes(10)
+    with pytest.raises(QueueFull, match="holds 20 content bytes of 100, the item needs 81"):
+        second.add_bytes(81)
     first.add_patches(8)
     with pytest.raises(QueueFull, match="holds 8 patches of 10, the item needs 3"):
         second.add_patches(3)
@@ -68,18 +71,7 @@ def test_p17_counts_never_pass_the_bounds_and_return_to_zero(steps: list[tuple[i
     assert (admission.num_patches, admission.num_bytes) == (0, 0)
 
 
-def test_bytes_that_arrive_later_count_like_those_at_the_start() -> None:
-    admission = Admission(max_patches=10, max_bytes=100)
-    permit = admission.acquire(0)
-    permit.add_bytes(60)
-    with pytest.raises(QueueFull, match="holds 60 content bytes of 100, the item needs 41"):
-        permit.add_bytes(41)
-    assert (permit.num_bytes, admission.num_bytes) == (60, 60)
-    permit.release()
-    assert admission.num_bytes == 0
-
-
-def test_advice_follows_the_pace_at_which_room_becomes_free() -> None:
+def test_retry_advice_follows_the_rate_at_which_patches_are_released() -> None:
     now = [0.0]
     admission = Admission(max_patches=1000, max_bytes=1 << 30, clock=lambda: now[0])
     held = [admission.acquire(1) for _ in range(11)]
@@ -91,20 +83,20 @@ def test_advice_follows_the_pace_at_which_room_becomes_free() -> None:
             held[10].add_patches(needed)
         return caught.value.retry_after_ms
 
-    assert advice(100) == RETRY_AFTER_MS  # nothing is known yet
+    assert advice(100) == RETRY_AFTER_MS  # no release was seen yet
     for permit in held[:9]:  # 100 patches every tenth of a second
         now[0] += 0.1
         permit.release()
         held[10].add_patches(100)
     little, much = advice(100), advice(900)
     assert MIN_RETRY_AFTER_MS <= little < much <= MAX_RETRY_AFTER_MS
-    now[0] += 3600  # nothing has become free for an hour
+    now[0] += 3600  # no release for an hour
     assert advice(100) == MAX_RETRY_AFTER_MS
 
 
 @settings(deadline=None)
 @given(st.floats(1, 1e6), st.floats(0.01, 10))
-def test_a_steady_pace_is_found(amount: float, every_s: float) -> None:
+def test_retry_advice_equals_a_steady_rate(amount: float, every_s: float) -> None:
     now = [0.0]
     pace = Pace(lambda: now[0])
     for _ in range(int(60 / every_s) + 1):
@@ -130,10 +122,6 @@ def test_p17_calls_are_bounded_in_total_and_by_host() -> None:
     for host in ("a", "a", "b"):
         permits.leave(host)
     assert (permits.num_calls, permits.by_host) == (0, {})
-
-
-def test_callers_without_a_host_share_only_the_total_bound() -> None:
-    permits = CallPermits(max_calls=3, max_calls_per_host=1)
-    for _ in range(3):
+    for _ in range(3):  # callers without a host share the total bound only
         permits.enter("")
     assert permits.num_calls == 3

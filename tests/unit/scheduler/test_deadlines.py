@@ -1,4 +1,4 @@
-"""Which items are dropped because they would be late, and for how long the device is certainly busy."""
+"""Items are dropped when they would be late; the timeline predicts how long the device stays busy."""
 
 from __future__ import annotations
 
@@ -30,18 +30,8 @@ def test_an_item_that_is_late_even_alone_is_dropped_with_both_numbers() -> None:
     assert ticket is late
     assert needed_s == pytest.approx(0.012)
     assert left_s == pytest.approx(0.0119)
-
-
-def test_an_item_that_may_just_be_in_time_runs() -> None:
     tight = Ticket(16, deadline_s=10.0 + SURE * 0.016 + 1e-4)
     assert planner_of(tight).next_batch(10.0).batch == [tight]
-
-
-def test_batches_on_the_device_count() -> None:
-    tight = Ticket(16, deadline_s=10.0 + SURE * 0.016 + 1e-4)
-    plan = planner_of(tight).next_batch(10.0, busy_s=2e-4)
-    assert [late.ticket for late in plan.late] == [tight]
-    assert plan.late[0].needed_s == pytest.approx(0.0122)
 
 
 def test_items_ahead_in_the_same_batch_count_and_those_behind_do_not() -> None:
@@ -81,21 +71,11 @@ def test_a_deadline_that_moves_back_while_its_item_waits_counts() -> None:
     assert planner.next_batch(0.5).batch == [ticket]
 
 
-def test_without_a_ladder_only_the_clock_counts() -> None:
-    planner = Planner(16, 16)
-    soon, past = Ticket(16, deadline_s=1.001), Ticket(16, deadline_s=1.0)
-    planner.add(soon)
-    planner.add(past)
-    plan = planner.next_batch(1.0, busy_s=0.0)
-    assert (plan.batch, plan.late, plan.expired) == ([soon], [], [past])
-
-
-@pytest.mark.parametrize("turn", range(3))
-def test_no_item_is_dropped_that_the_fastest_device_would_end_in_time(turn: int) -> None:
+def test_no_item_is_dropped_that_the_fastest_device_would_end_in_time() -> None:
     """The device takes SURE of the predicted times. A dropped item would have been late even if it had been
     launched at that moment, behind the batch on the device. Items that wait before it do not count."""
     seed = random.randrange(2**31)
-    print(f"turn {turn}, seed {seed}")
+    print(f"seed {seed}")
     generator = random.Random(seed)
     planner = Planner(16, 16, LADDER)
     timeline = DeviceTimeline()
@@ -126,17 +106,6 @@ def test_no_item_is_dropped_that_the_fastest_device_would_end_in_time(turn: int)
         now_s += generator.choice([0.0, 0.001])
         now_s = min([now_s, *ends])
     assert num_late > 10
-
-
-def test_images_and_clips_share_batches_and_both_are_dropped_when_late() -> None:
-    still, clip = Ticket(6), Ticket(8, num_sequences=4)
-    late_clip = Ticket(8, num_sequences=4, deadline_s=1e-3)
-    plan = planner_of(still, clip, late_clip).next_batch(0.0)
-    assert plan.batch == [still, clip]
-    assert [late.ticket for late in plan.late] == [late_clip]
-
-
-# -- the device ----------------------------------------------------------------------------------------
 
 
 def test_the_device_is_busy_for_its_batches_less_the_time_that_passed() -> None:

@@ -1,4 +1,4 @@
-"""The planner's policy: budget, order, classes, no starvation, nothing lost, time saved."""
+"""The planner: batch budget, order, two classes, no starvation, no lost ticket, less padding."""
 
 from __future__ import annotations
 
@@ -37,24 +37,6 @@ def test_first_come_within_budget_and_later_small_items_fill_up() -> None:
     assert planner.next_batch(0.0).batch == [a, c, d]
     assert planner.next_batch(0.0).batch == [b]
     assert len(planner) == 0
-
-
-def test_an_item_above_the_budget_runs_alone() -> None:
-    planner = Planner(max_patches=10, max_items=8)
-    small, huge = Ticket(2), Ticket(50)
-    planner.add(small)
-    planner.add(huge)
-    assert planner.next_batch(0.0).batch == [small]
-    assert planner.next_batch(0.0).batch == [huge]
-
-
-def test_encode_goes_before_prefetch() -> None:
-    planner = Planner(max_patches=4, max_items=8)
-    prefetch, encode = Ticket(4, is_prefetch=True), Ticket(4)
-    planner.add(prefetch)
-    planner.add(encode)
-    assert planner.next_batch(0.0).batch == [encode]
-    assert planner.next_batch(0.0).batch == [prefetch]
 
 
 def test_an_encode_that_joins_a_queued_prefetch_raises_it_behind_the_encodes() -> None:
@@ -115,13 +97,6 @@ def test_a_batch_is_chosen_from_a_bounded_part_of_the_queue() -> None:
         order = [ticket for ticket in order if ticket not in batch]
 
 
-def test_cancelled_and_expired_never_run() -> None:
-    gone, late, fine = Ticket(1, cancelled=True), Ticket(1, deadline_s=5.0), Ticket(1, deadline_s=5.1)
-    planner = planner_of((gone, late, fine), 10)
-    plan = planner.next_batch(5.0)
-    assert (plan.batch, plan.cancelled, plan.expired) == ([fine], [gone], [late])
-
-
 tickets = st.builds(
     Ticket,
     num_patches=st.integers(1, 30),
@@ -156,6 +131,8 @@ def test_every_ticket_comes_out_once_and_batches_keep_the_budget(
         plan = planner.next_batch(float(now_s))
         assert plan.num_patches <= max_patches or len(plan.batch) == 1
         assert len(plan.batch) <= max_items
+        assert all(t.cancelled for t in plan.cancelled)
+        assert all(t.deadline_s is not None and t.deadline_s <= now_s for t in plan.expired)
         dropped = [*plan.cancelled, *plan.expired, *(late.ticket for late in plan.late)]
         assert not [t for t in plan.batch if t.cancelled or (t.deadline_s or 1e9) <= now_s]
         heads: dict[bool, Ticket] = {}
@@ -164,6 +141,7 @@ def test_every_ticket_comes_out_once_and_batches_keep_the_budget(
                 heads.setdefault(ticket.is_prefetch, ticket)
         assert bool(plan.batch) == bool(heads)
         if plan.batch:
+            assert plan.batch == sorted(plan.batch, key=lambda t: (t.is_prefetch, queued.index(t)))
             assert heads[plan.batch[0].is_prefetch] is plan.batch[0]
             assert now_s >= MAX_ENCODE_BATCHES or plan.batch[0].is_prefetch == min(heads)
         out += [*plan.batch, *dropped]
@@ -205,28 +183,6 @@ def test_no_item_starves_while_others_keep_coming(
             assert ahead[ticket] >= 0
             assert ticket.passes == passed[ticket] <= MAX_PASSES
         arrived = waiting
-
-
-@given(st.lists(tickets, max_size=20), ladders)
-def test_a_batch_is_in_order_of_class_then_arrival(queued: list[Ticket], ladder: BucketLadder | None) -> None:
-    planner = planner_of(queued, 40, ladder)
-    batch = planner.next_batch(0.0).batch
-    assert batch == sorted(batch, key=lambda ticket: (ticket.is_prefetch, queued.index(ticket)))
-
-
-def test_an_item_that_was_overtaken_often_lets_nothing_past_it() -> None:
-    heads = [Ticket(6) for _ in range(MAX_PASSES + 1)]
-    large = Ticket(5)
-    planner = planner_of((*heads, large), 10)
-    for turn in range(MAX_PASSES):
-        small = Ticket(4)
-        planner.add(small)
-        assert planner.next_batch(0.0).batch == [heads[turn], small]
-    late = Ticket(4)
-    planner.add(late)
-    assert large.passes == MAX_PASSES
-    assert planner.next_batch(0.0).batch == [heads[-1]]
-    assert planner.next_batch(0.0).batch == [large, late]
 
 
 # -- with a ladder -------------------------------------------------------------------------------------
@@ -285,10 +241,9 @@ def test_a_queue_that_fits_one_batch_takes_no_longer_than_in_one(sizes: list[int
     assert us <= whole_us * 1.001
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_a_coarse_ladder_wastes_less_than_by_first_come_fill(seed: int) -> None:
+def test_a_coarse_ladder_wastes_less_than_first_come_fill() -> None:
     ladder = ladder_of_sizes(1 << power for power in range(6, 15))
-    generator = random.Random(seed)
+    generator = random.Random(0)
     sizes = [4 * generator.randint(32, 700) for _ in range(600)]
     spent_us = []
     for planned in (ladder, None):
@@ -301,14 +256,6 @@ def test_a_coarse_ladder_wastes_less_than_by_first_come_fill(seed: int) -> None:
             us += ladder.predicted_us(launch_of(planner.next_batch(0.0).batch))
         spent_us.append(us)
     assert spent_us[0] < 0.99 * spent_us[1]
-
-
-def test_a_ticket_is_the_launch_of_its_sequences() -> None:
-    assert launch_of([Ticket(12)]) == Launch.of([12])
-    assert launch_of([Ticket(12, num_sequences=3)]) == Launch.of([4, 4, 4])
-    assert launch_of([Ticket(12, num_frames=3)]) == Launch.of([12], num_frames=3)
-    assert launch_of([Ticket(12), Ticket(8, num_sequences=2)]) == Launch.of([12, 4, 4])
-    assert launch_of([]) == Launch.of([])
 
 
 @given(st.lists(st.tuples(st.integers(1, 5), st.integers(1, 40), st.integers(1, 3)), max_size=8))
@@ -325,10 +272,4 @@ def test_launches_of_tickets_grow_ticket_by_ticket(shapes: list[tuple[int, int, 
         for count in range(1, len(shapes) + 1)
     ]
     assert launches_of(queue) == expected
-
-
-def test_with_the_default_ladder_a_full_queue_is_not_cut_to_pieces() -> None:
-    planner = Planner(16384, 64, default_ladder(16384))
-    for _ in range(64):
-        planner.add(Ticket(1024))
-    assert [len(planner.next_batch(0.0).batch) for _ in range(4)] == [16] * 4
+    assert launch_of(queue) == (expected[-1] if queue else Launch.of([]))

@@ -12,21 +12,16 @@ from encoder_service.engine.jobs import EngineCounters
 from encoder_service.load import DeviceLoad, saturation
 from encoder_service.scheduler.buckets import Bucket, BucketLadder
 from encoder_service.scheduler.cost import CostModel
-from encoder_service.scheduler.planner import Ticket
 
 COST = CostModel(1000.0, 2.0, 1e-3)
 LADDER = BucketLadder([Bucket(1024, 8, 1024), Bucket(4096, 16, 4096)], COST)
 
 
-def ticket(num_patches: int, num_sequences: int = 1) -> Ticket:
-    return Ticket(num_patches, num_sequences=num_sequences)
-
-
 def test_by_the_cost_model_in_batches_of_the_largest_bucket() -> None:
     load = DeviceLoad(EngineCounters(), LADDER)
     assert load.queued_s == 0.0
-    for _ in range(3):
-        load.add(ticket(2048, 2))
+    for item in range(3):
+        load.add(item, 2048, 1024)
     full_us = 1000.0 + 2.0 * 4096
     rest_us = 1000.0 + 2.0 * 2048
     squares_us = 1e-3 * 3 * 2048 * 1024
@@ -36,7 +31,7 @@ def test_by_the_cost_model_in_batches_of_the_largest_bucket() -> None:
 def test_without_a_model_at_what_a_patch_took_so_far() -> None:
     counters = EngineCounters()
     load = DeviceLoad(counters)
-    load.add(ticket(300))
+    load.add("item", 300, 300)
     assert load.queued_s == 0.0
     counters.patches, counters.busy_s = 1000, 2.0
     assert load.queued_s == pytest.approx(0.6)
@@ -45,13 +40,13 @@ def test_without_a_model_at_what_a_patch_took_so_far() -> None:
 def test_nothing_is_left_of_items_that_ended_whatever_the_order() -> None:
     rng = random.Random()
     load = DeviceLoad(EngineCounters(), LADDER)
-    tickets = [ticket(4 * rng.randrange(1, 2000), rng.randrange(1, 4)) for _ in range(50)]
-    for each in tickets:
-        load.add(each)
+    items = list(range(50))
+    for each in items:
+        load.add(each, 4 * rng.randrange(1, 2000), rng.randrange(1, 2000))
     assert load.queued_s > 0
-    rng.shuffle(tickets)
-    load.remove(ticket(8))  # never added
-    for each in tickets:
+    rng.shuffle(items)
+    load.remove("never added")
+    for each in items:
         load.remove(each)
         load.remove(each)
     assert (load.num_patches, load.queued_s) == (0, 0.0)

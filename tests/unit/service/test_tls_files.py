@@ -32,7 +32,6 @@ def test_files_are_followed_and_half_a_rotation_is_not(tmp_path: Path) -> None:
     used.cert.unlink()
     now[0] += 2
     assert files.current() is second
-    assert files.num_reloads == 1
 
 
 def test_what_is_no_certificate_is_refused_at_once(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Tokens: what opens what, from settings and from a file that changes, and how the doors are built."""
+"""Tokens: what opens what, from settings and from a file that changes, and the settings that use them."""
 
 from __future__ import annotations
 
@@ -7,14 +7,12 @@ import secrets
 from pathlib import Path
 
 import pytest
-from encoder_service.rpc.doors import call_gate, is_reachable
 
 from encoder_service.config import parse_settings
 from encoder_service.errors import ConfigurationError, PermissionDenied, Unauthenticated
-from encoder_service.ops.metrics import Metrics
 from encoder_service.ops.tokens import NamespaceTokens, read_tokens
 from encoder_service.rpc.auth import Access, bearer_token
-from encoder_service.rpc.gate import peer_host
+from encoder_service.rpc.server_factory import is_reachable, open_tokens
 
 
 def metadata(*values: object) -> tuple[tuple[str, object], ...]:
@@ -98,7 +96,7 @@ def test_the_file_is_read_again_when_it_changes(tmp_path: Path) -> None:
     assert tokens.opens("a", "three")
 
 
-def test_a_wrong_file_is_told_without_its_tokens(tmp_path: Path) -> None:
+def test_the_error_of_a_wrong_file_repeats_no_token(tmp_path: Path) -> None:
     file = tmp_path / "tokens"
     for text in ("a=ok\nhush-hush\n", "a=\n", "a=ok\n=\n"):
         file.write_text(text)
@@ -109,55 +107,27 @@ def test_a_wrong_file_is_told_without_its_tokens(tmp_path: Path) -> None:
         NamespaceTokens(file=tmp_path / "none")
 
 
-def test_tokens_of_both_names_open_both_doors(tmp_path: Path) -> None:
-    settings = parse_settings(model=tmp_path, tokens="a=new|next,b=only", broker_tokens="a=old")
-    assert settings.namespace_tokens() == {"a": ("new", "next", "old"), "b": ("only",)}
+def test_a_namespace_has_several_tokens_and_no_text_shows_them(tmp_path: Path) -> None:
+    settings = parse_settings(model=tmp_path, tokens="a=new|next,b=only")
+    assert settings.namespace_tokens() == {"a": ("new", "next"), "b": ("only",)}
     assert "only" not in repr(settings)
 
 
-@pytest.mark.parametrize(
-    ("given", "text"),
-    [
-        ({"tls_cert": "/c"}, "together"),
-        ({"tls_key": "/c"}, "together"),
-        ({"tls_client_ca": "/c"}, "tls_client_ca needs"),
-        ({"admin_tls": True}, "admin_tls needs"),
-        ({"admin_token": ""}, "admin_token is empty"),
-        ({"tokens": "a=|"}, "'a' has an empty token"),
-        ({"url_networks": "10.0.0.1/8"}, "host bits"),
-    ],
-)
-def test_settings_that_protect_nothing_are_refused(
-    tmp_path: Path, given: dict[str, object], text: str
-) -> None:
-    with pytest.raises(ConfigurationError, match=text):
-        parse_settings(model=tmp_path, **given)
-
-
-def test_doors_that_nobody_could_pass_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match="nobody could call"):
-        call_gate(parse_settings(model=tmp_path, open_namespaces=False), Metrics())
+def test_tokens_that_open_nothing_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="all calls would fail"):
+        open_tokens(parse_settings(model=tmp_path, open_namespaces=False))
     file = tmp_path / "tokens"
     file.write_text("other=x\n")
     settings = parse_settings(
         model=tmp_path, broker_path="/b", isolated_namespaces={"alone": 1 << 20}, tokens_file=file
     )
     with pytest.raises(ConfigurationError, match="need a token: alone"):
-        call_gate(settings, Metrics())
+        open_tokens(settings)
     file.write_text("alone=x\n")
-    call_gate(settings, Metrics())
+    open_tokens(settings)
 
 
-def test_which_hosts_peers_count_as() -> None:
-    assert peer_host("ipv4:1.2.3.4:5") == "1.2.3.4"
-    assert peer_host("ipv6:%5B::ffff:1.2.3.4%5D:5") == "1.2.3.4"
-    assert peer_host("ipv6:[2001:db8:1:2:3:4:5:6]:7") == peer_host("ipv6:%5B2001:db8:1:2::9%5D:8")
-    assert peer_host("ipv6:[2001:db8:1:2::1]:7") != peer_host("ipv6:[2001:db8:1:3::1]:7")
-    for nobody in ("unix:", "unix:/a", "", "ipv4:x:1", "vsock:3:4"):
-        assert peer_host(nobody) == ""
-
-
-def test_which_addresses_others_reach() -> None:
+def test_which_addresses_other_hosts_reach() -> None:
     assert [is_reachable(address) for address in ("unix:/a", "127.0.0.1:1", "[::1]:1", "localhost:1")] == [
         False
     ] * 4

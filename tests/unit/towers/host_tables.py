@@ -1,5 +1,4 @@
-"""The tables of each patch as the plain towers make them on the host, and as bucket padding extends them:
-what the expansion on the device is held against."""
+"""Per-patch tables made on the host, with bucket padding: the oracle of the expansion on the device."""
 
 from __future__ import annotations
 
@@ -54,5 +53,5 @@ def host_merge(
 
 
 def grids_of(items: torch.Tensor) -> list[Grid]:
-    """The grids that an item table says, padded slots left out."""
+    """The grids of an item table, without padded slots."""
     return [Grid(t, h, w) for _, _, t, h, w in items.tolist() if t]

@@ -1,4 +1,4 @@
-"""What each wrapper passes to its library, shown by a stand-in that records its arguments."""
+"""The arguments that each wrapper passes to its library, recorded by a stand-in."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ import torch
 
 from encoder_service.towers.attention import SequenceBounds
 from encoder_service.towers.attention.available import FA4_TILES, NAMES, build_fa4
-from encoder_service.towers.attention.fa2 import Fa2Attention
 from encoder_service.towers.attention.fa3 import OPERATOR_ARGUMENTS, Fa3Attention
 from encoder_service.towers.attention.fa4 import Fa4Attention, Fa4Tile, dsl_folder
 from encoder_service.towers.attention.varlen import TorchVarlenAttention
@@ -135,35 +134,11 @@ def test_a_plan_shares_one_output_among_calls(monkeypatch: pytest.MonkeyPatch) -
         backend.attend(q[:8], k[:8], v[:8], plan)
 
 
-def test_fa2(monkeypatch: pytest.MonkeyPatch) -> None:
-    recorder = Recorder()
-    install(monkeypatch, "flash_attn", flash_attn_varlen_func=recorder.answer)
-    options, _ = check(Fa2Attention(), recorder, planned=True)
-    check_bounds(options)
-    assert options["causal"] is False
-    assert options["dropout_p"] == 0
-
-
 def install_varlen(monkeypatch: pytest.MonkeyPatch, function: Any) -> None:
     monkeypatch.setitem(sys.modules, "torch.nn.attention.varlen", SimpleNamespace(varlen_attn=function))
 
 
-def test_varlen_of_torch_2_10(monkeypatch: pytest.MonkeyPatch) -> None:
-    recorder = Recorder()
-
-    def varlen_attn(  # type: ignore[no-untyped-def]
-        query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_causal=False, return_aux=None
-    ):
-        assert not is_causal
-        return recorder.answer(query, key, value, cu=cu_seq_q, cu_k=cu_seq_k, lengths=(max_q, max_k))
-
-    install_varlen(monkeypatch, varlen_attn)
-    options, _ = check(TorchVarlenAttention(), recorder)
-    assert options["cu"].tolist() == options["cu_k"].tolist() == [0, 6, 7, 11, 11, 11, 11]
-    assert options["lengths"] == (32, 32)
-
-
-def test_varlen_with_scale_and_splits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_varlen(monkeypatch: pytest.MonkeyPatch) -> None:
     recorder = Recorder()
 
     def varlen_attn(  # type: ignore[no-untyped-def]
@@ -235,7 +210,7 @@ def test_fa4_other_head_dims_take_the_librarys_tile(monkeypatch: pytest.MonkeyPa
         assert recorder.calls[-1]["tile_mn"] == (expected and (192, 128))
 
 
-def test_fa4_offers_every_tuned_tile_by_a_name_that_settings_know(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fa4_offers_every_tuned_tile_under_a_known_name(monkeypatch: pytest.MonkeyPatch) -> None:
     install_fa4(monkeypatch, Recorder(), takes_tile=True)
     names = [backend.name for backend in build_fa4(torch.device("cuda"))]
     assert names == ["fa4", *FA4_TILES, "fa4-library"]

@@ -1,4 +1,4 @@
-"""Tower sizes from config.json: every spelling that is met, and the refusal of everything else."""
+"""Tower sizes from config.json: both published spellings; other values are refused by name."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_every_model_type_has_a_family(model_type: str) -> None:
     assert parsed_family == family
 
 
-def test_qwen3_5_has_no_deepstack_whatever_its_config_says() -> None:
+def test_qwen3_5_ignores_deepstack_of_its_config() -> None:
     _, config = parse_config(changed("qwen3_5", "vision_config.deepstack_visual_indexes", [1, 2]))
     assert isinstance(config, QwenVisionConfig)
     assert config.deepstack_visual_indexes == ()

@@ -55,21 +55,6 @@ def test_linear_taps_equal_torchs_bilinear_on_any_sides(
     torch.testing.assert_close(gather(table, index, weight), expected, atol=2e-5, rtol=1e-5)
 
 
-@given(SIDES, TABLE_SIDES)
-def test_weights_of_a_place_sum_to_one_and_taps_stay_inside(size: int, table_size: int) -> None:
-    for taps in (linear_taps, cubic_taps):
-        index, weight = taps(size, table_size)
-        torch.testing.assert_close(weight.sum(1), torch.ones(size), atol=1e-5, rtol=0)
-        assert int(index.min()) >= 0
-        assert int(index.max()) < table_size
-
-
-def test_merge_order_takes_blocks_of_neighbours() -> None:
-    # 0 1 2 3 / 4 5 6 7: the left block, then the right one.
-    assert merge_order(2, 4, 2).tolist() == [0, 1, 4, 5, 2, 3, 6, 7]
-    assert merge_order(3, 2, 1).tolist() == list(range(6))
-
-
 @given(st.integers(1, 12), st.integers(1, 12), st.integers(1, 4))
 def test_merge_order_holds_each_patch_once_and_blocks_together(rows: int, columns: int, merge: int) -> None:
     height, width = rows * merge, columns * merge

@@ -1,11 +1,10 @@
-"""Rotary tables and the half-split permutation against rotation of adjacent pairs as complex numbers."""
+"""Rotary tables and the half-split permutation against complex rotation of adjacent pairs."""
 
 from __future__ import annotations
 
 import torch
 
 from encoder_service.towers.rope import (
-    blocked_tables,
     interleaved_tables,
     inverse_frequencies,
     permute_pairs,
@@ -19,16 +18,6 @@ COLUMNS = torch.tensor([0, 3, 1, 2, 300])
 
 def randn(*shape: int) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(1))
-
-
-def test_blocked_angles_are_the_rows_then_the_columns() -> None:
-    cos, sin = blocked_tables(ROWS, COLUMNS, HEAD_DIM, 10_000.0)
-    frequencies = inverse_frequencies(HEAD_DIM, 10_000.0)
-    assert cos.shape == sin.shape == (5, HEAD_DIM)
-    quarter, half = HEAD_DIM // 4, HEAD_DIM // 2
-    torch.testing.assert_close(cos[3, :quarter], (5 * frequencies).cos())
-    torch.testing.assert_close(sin[3, quarter:half], (2 * frequencies).sin())
-    assert torch.equal(cos[:, :half], cos[:, half:])
 
 
 def test_half_split_rotation_of_permuted_rows_equals_complex_rotation_of_adjacent_pairs() -> None:
@@ -54,11 +43,3 @@ def test_half_split_rotation_of_permuted_rows_equals_complex_rotation_of_adjacen
     )
     found = torch.einsum("phd,qhd->hpq", q, k)
     assert float((found - expected).norm() / expected.norm()) < 1e-5
-
-
-def test_rotation_in_bfloat16_rounds_once() -> None:
-    x = randn(5, NUM_HEADS, HEAD_DIM).bfloat16()
-    tables = blocked_tables(ROWS, COLUMNS, HEAD_DIM, 10_000.0)
-    found = rotate(x, *tables)
-    assert found.dtype == torch.bfloat16
-    assert torch.equal(found, rotate(x.float(), *tables).bfloat16())

@@ -1,4 +1,4 @@
-"""Synthetic checkpoints: determinism, shards, refusals, tokenizer. Names and shapes are the parity tests'."""
+"""Synthetic checkpoints: determinism, shards, refusals, tokenizer. Parity tests check names and shapes."""
 
 from __future__ import annotations
 
@@ -14,19 +14,17 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
-from tokenizers.pre_tokenizers import ByteLevel
 
 from encoder_service.errors import ConfigurationError
 from encoder_service.towers.synthetic import (
     FAMILIES,
-    SIZES,
     config_for,
     make_checkpoint,
     small_files,
     vision_tensors,
     writer,
 )
-from encoder_service.towers.synthetic.tokens import VOCAB_SIZE, byte_symbols
+from encoder_service.towers.synthetic.tokens import VOCAB_SIZE
 
 
 def read_all(checkpoint: Path) -> dict[str, torch.Tensor]:
@@ -38,15 +36,6 @@ def read_all(checkpoint: Path) -> dict[str, torch.Tensor]:
 
 def read_json(path: Path) -> Any:
     return json.loads(path.read_text(encoding="utf-8"))
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_weights_are_bfloat16_but_for_the_few_published_in_float32(family: str, tmp_path: Path) -> None:
-    make_checkpoint(tmp_path / "out", family, "tiny", seed=0, with_lm=True)
-    for name, tensor in read_all(tmp_path / "out").items():
-        is_float32 = re.search(r"A_log$|linear_attn\.norm\.weight$|e_score_correction_bias$", name)
-        assert tensor.dtype == (torch.float32 if is_float32 else torch.bfloat16), name
-        assert tensor.isfinite().all(), name
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -103,13 +92,6 @@ def test_the_index_names_every_tensor_and_its_file(family: str, with_lm: bool, t
     assert len(vision_files & language_files) == (1 if with_lm else 0)
 
 
-def test_a_config_is_the_callers_own() -> None:
-    config_for("qwen3_vl", "tiny")["vision_config"]["deepstack_visual_indexes"].append(9)
-    assert config_for("qwen3_vl", "tiny")["vision_config"]["deepstack_visual_indexes"] == [1, 2]
-    config_for("qwen3_vl", "tiny")["text_config"]["rope_scaling"]["mrope_section"].append(9)
-    assert config_for("qwen3_vl", "tiny")["text_config"]["rope_scaling"]["mrope_section"] == [6, 5, 5]
-
-
 def test_unknown_family_and_size_are_refused_with_the_known_ones(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="qwen3_vl, qwen3_5, kimi_k25"):
         make_checkpoint(tmp_path / "out", "qwen2_vl", "tiny", seed=0)
@@ -145,37 +127,9 @@ def test_a_failure_half_way_leaves_nothing_behind(tmp_path: Path, monkeypatch: p
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("family", FAMILIES)
-def test_rows_fit_the_language_model(family: str, size: str) -> None:
-    config = config_for(family, size)
-    vision, text = config["vision_config"], config["text_config"]
-    out_width = vision["text_hidden_size" if family == "kimi_k25" else "out_hidden_size"]
-    assert out_width == text["hidden_size"]
-    if family == "kimi_k25":
-        assert vision["mm_hidden_size"] == vision["vt_hidden_size"]
-        return
-    levels = vision["deepstack_visual_indexes"]
-    assert all(level < vision["depth"] for level in levels)
-    assert len(levels) <= text["num_hidden_layers"]
-    assert (len(levels) >= 2) == (family == "qwen3_vl")
-    rope = text["rope_scaling" if family == "qwen3_vl" else "rope_parameters"]
-    rotary_dim = int(text["head_dim"] * rope.get("partial_rotary_factor", 1.0))
-    assert sum(rope["mrope_section"]) == rotary_dim // 2
-    # Interleaved sections: axis 1 sits at 1, 4, 7, ..., axis 2 at 2, 5, 8, ..., all inside the half.
-    assert 3 * rope["mrope_section"][1] - 2 < rotary_dim // 2
-    assert 3 * rope["mrope_section"][2] - 1 < rotary_dim // 2
-
-
 TOKENIZERS = {
     family: Tokenizer.from_str(small_files(family, "tiny")["tokenizer.json"]) for family in FAMILIES
 }
-
-
-def test_the_byte_symbols_are_those_of_byte_level_bpe() -> None:
-    assert sorted(byte_symbols()) == sorted(ByteLevel.alphabet())
-    assert byte_symbols()[ord("A")] == "A"
-    assert byte_symbols()[ord(" ")] == "Ġ"
 
 
 QWEN_IDS = {

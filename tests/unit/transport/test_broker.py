@@ -319,8 +319,8 @@ def test_without_descriptors_accepting_pauses_and_goes_on(
 ) -> None:
     monkeypatch.setattr(broker_module, "TICK_S", 0.05)
     with running_broker((None, arena)) as broker:
-        real = broker._listener
-        assert real is not None
+        assert broker._listener is not None
+        real: ListeningSocket = broker._listener
         failures = [0]
 
         class Failing:

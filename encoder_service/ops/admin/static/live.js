@@ -1,7 +1,70 @@
-// The live half of the page: asks /v1/live every second and draws what it says. No build step, no library.
+// The live half of the page: asks /v1/live every second and draws the answers. No build step, no library.
+// The service answers with counters since its start; rates and percentiles are differences of two answers.
 
 const byId = (id) => document.getElementById(id);
 const SVG = "http://www.w3.org/2000/svg";
+const CHARTS_S = 120;
+const STAGES_S = 60;
+const NOW_S = 10;
+const answers = []; // of the charts' time, oldest first
+
+function remember(live) {
+  if (answers.length && live.uptime_s < answers.at(-1).uptime_s) answers.length = 0; // the service restarted
+  answers.push(live);
+  while (answers[1]?.uptime_s < live.uptime_s - CHARTS_S) answers.shift();
+}
+
+// The newest answer that is that much older than the last one, else the oldest.
+function before(seconds) {
+  const last = answers.at(-1);
+  return answers.findLast((live) => live.uptime_s <= last.uptime_s - seconds) ?? answers[0];
+}
+
+const sum = (counts) => Object.values(counts).reduce((total, value) => total + value, 0);
+const delivered = (live) => sum(live.tiers);
+const encoded = (live) => live.encoded;
+const busy = (live) => live.busy_s;
+
+function rate(from, to, figure) {
+  const seconds = to.uptime_s - from.uptime_s;
+  return seconds > 0 ? (figure(to) - figure(from)) / seconds : 0;
+}
+
+// Counts of a stage's histogram between two answers.
+const gained = (from, to, stage) => to.stages[stage].map((count, index) => count - from.stages[stage][index]);
+
+// Milliseconds below which that share of the observations lies, linear within a bucket; null without any.
+function percentile(bounds, counts, share) {
+  const rank = share * sum(counts);
+  if (!rank) return null;
+  let below = 0;
+  for (const [index, upper] of bounds.entries()) {
+    const lower = index ? bounds[index - 1] : 0;
+    if (counts[index] && below + counts[index] >= rank) {
+      return 1000 * (lower + ((upper - lower) * (rank - below)) / counts[index]);
+    }
+    below += counts[index];
+  }
+  return 1000 * bounds.at(-1);
+}
+
+// One point for each pair of successive answers.
+function series() {
+  const last = answers.at(-1);
+  const pairs = answers.slice(1).map((to, index) => [answers[index], to]);
+  const of = (point) => pairs.map(([from, to]) => point(from, to));
+  const latency = (share) =>
+    of((from, to) => percentile(to.bucket_bounds_s, gained(from, to, "total"), share));
+  return {
+    t_s: of((_, to) => to.uptime_s - last.uptime_s),
+    items_per_s: of((from, to) => rate(from, to, delivered)),
+    encoded_per_s: of((from, to) => rate(from, to, encoded)),
+    busy_share: of((from, to) => Math.min(1, rate(from, to, busy))),
+    queued_ms: of((_, to) => 1000 * to.now.queued_s),
+    p50_ms: latency(0.5),
+    p99_ms: latency(0.99),
+  };
+}
 
 function heldIn(tiers) {
   return Object.entries(tiers).map(([tier, items]) => `${count(items)} items in the ${tier} tier`).join(", ");
@@ -73,19 +136,24 @@ export function bars(box, entries, show) {
 
 function tiles(live) {
   const now = live.now;
-  const total = live.stages.find((row) => row.stage === "total");
+  const from = before(NOW_S);
+  const totals = gained(before(STAGES_S), live, "total");
+  const latency = (share) => ms(percentile(live.bucket_bounds_s, totals, share));
+  const asked = delivered(live) - delivered(from);
+  const missed = live.tiers.miss - from.tiers.miss;
+  const rejected = rate(from, live, (answer) => sum(answer.rejections));
   const level = (share) => (share >= 0.95 ? "bad" : share >= 0.8 ? "warn" : "");
   const shown = [
-    ["delivered", count(now.items_per_s), "/s"],
-    ["encoded", count(now.encoded_per_s), "/s"],
-    ["latency p50", ms(total.p50_ms), ""],
-    ["latency p99", ms(total.p99_ms), ""],
+    ["delivered", count(rate(from, live, delivered)), "/s"],
+    ["encoded", count(rate(from, live, encoded)), "/s"],
+    ["latency p50", latency(0.5), ""],
+    ["latency p99", latency(0.99), ""],
     ["queue", ms(now.queued_s * 1e3), ""],
     ["patches queued", count(now.queued_patches), ""],
     ["device busy", percent(now.busy_share), ""],
     ["saturation", percent(now.saturation), "", level(now.saturation)],
-    ["found in cache", percent(now.hit_share), ""],
-    ["turned away", count(now.rejections_per_s), "/s", now.rejections_per_s > 0 ? "bad" : ""],
+    ["found in cache", percent(asked ? 1 - missed / asked : 0), ""],
+    ["turned away", count(rejected), "/s", rejected > 0 ? "bad" : ""],
   ];
   byId("tiles").replaceChildren(
     ...shown.map(([name, value, unit, mark]) => {
@@ -131,7 +199,7 @@ function ceiling(values, least) {
 function chart(id, series, names, show, fixed) {
   const box = byId(id);
   const times = series.t_s;
-  const span = 120;
+  const span = CHARTS_S;
   const columns = names.map((name) => series[name] || []);
   const top = fixed ?? ceiling(columns.flat(), 1);
   const marks = columns.map((values, index) => path(times, values, span, top, "ab"[index]));
@@ -143,10 +211,13 @@ function chart(id, series, names, show, fixed) {
 }
 
 function panels(live) {
+  const from = before(STAGES_S);
+  const stages = Object.keys(live.stages).map((stage) => [stage, gained(from, live, stage)]);
   fill(
     byId("stages"),
-    live.stages.filter((row) => row.count).map((row) => [
-      row.stage, count(row.count), ...[row.p50_ms, row.p90_ms, row.p99_ms].map((value) => ms(value)),
+    stages.filter(([, counts]) => sum(counts)).map(([stage, counts]) => [
+      stage, count(sum(counts)),
+      ...[0.5, 0.9, 0.99].map((share) => ms(percentile(live.bucket_bounds_s, counts, share))),
     ]),
     ["stage", "passed", "p50", "p90", "p99"],
   );
@@ -163,7 +234,7 @@ function panels(live) {
   const cache = live.cache;
   fill(byId("cache"), [
     ["held", `${heldIn(cache.items)}, ${bytes(cache.bytes)} of ${bytes(cache.max_bytes)}`],
-    ...Object.entries(cache.tiers).filter((entry) => entry[1] || entry[0] !== "shared").map(([tier, value]) => [
+    ...Object.entries(live.tiers).map(([tier, value]) => [
       tier === "miss" ? "encoded (miss)" : tier === "in_flight" ? "joined an encode" : `found, ${tier} tier`, count(value),
     ]),
     ["evicted", count(cache.evictions)],
@@ -194,16 +265,17 @@ function state(text, name) {
 function show(live, ready) {
   state(ready.status === "ready" ? "ready" : `not ready: ${ready.reason}`, ready.status === "ready" ? "good" : "bad");
   if (!live.attached) return;
+  remember(live);
   const model = live.model;
   byId("model").textContent = `${model.name} (${model.family}) on ${model.device}, ${model.dtype}; up ${Math.floor(live.uptime_s / 60)} min`;
   byId("playground").hidden = live.playground_max_bytes === 0;
-  byId("drop-limit").textContent = `at most ${bytes(live.playground_max_bytes)}; goes the way of every request, at the least priority`;
+  byId("drop-limit").textContent = `at most ${bytes(live.playground_max_bytes)}; encoded like every request, after those that wait`;
   tiles(live);
-  const series = live.series;
-  chart("chart-items", series, ["items_per_s", "encoded_per_s"], (top) => count(top) + "/s");
-  chart("chart-latency", series, ["p50_ms", "p99_ms"], ms);
-  chart("chart-busy", series, ["busy_share"], percent, 1);
-  chart("chart-queue", series, ["queued_ms"], ms);
+  const points = series();
+  chart("chart-items", points, ["items_per_s", "encoded_per_s"], (top) => count(top) + "/s");
+  chart("chart-latency", points, ["p50_ms", "p99_ms"], ms);
+  chart("chart-busy", points, ["busy_share"], percent, 1);
+  chart("chart-queue", points, ["queued_ms"], ms);
   panels(live);
 }
 

@@ -1,0 +1,471 @@
+"""The command line: serve, encode, info, health, make-checkpoint.
+
+Owns arguments, output and exit codes. A command imports what it needs when it runs, so that a probe stays
+quick. Tokens come from the environment or a file, since every process of a host can read the arguments of the
+others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import enum
+import os
+import sys
+import threading
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, NoReturn
+
+import typer
+
+if TYPE_CHECKING:
+    from encoder_service.app import Service
+    from lm_adapter import ClientTls, EncodedRows, ModelInfo, VisionEncoderClient
+
+__all__ = ["announce", "app", "main"]
+
+EXIT_FAILED = 1
+EXIT_CANNOT_START = 2
+DEFAULT_SERVER = "127.0.0.1:50051"
+# Files that are clips by their suffix. A GIF or WebP is an image unless --clip is given.
+CLIP_SUFFIXES = frozenset({".mp4", ".m4v", ".mov", ".webm", ".mkv"})
+ROWS_FORMAT = "vision_encoder.rows.v1"
+
+app = typer.Typer(
+    name="vision-encoder",
+    help="A vision encoder as its own service: image in, visual tokens out, addressed by content.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+def main() -> None:
+    """The console script."""
+    app()
+
+
+def fail(message: str, code: int = EXIT_FAILED) -> NoReturn:
+    """One line on standard error, then the exit code."""
+    print(f"vision-encoder: {message}", file=sys.stderr)
+    raise typer.Exit(code)
+
+
+# -- serve ---------------------------------------------------------------------------------------------
+
+
+class DType(enum.StrEnum):
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+
+
+@app.command()
+def serve(
+    model: Annotated[
+        Path | None, typer.Option(help="Checkpoint directory in the hub's layout (VE_MODEL).")
+    ] = None,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda:N (VE_DEVICE).")] = None,
+    dtype: Annotated[
+        DType | None, typer.Option(help="Of weights and rows; bfloat16 on a GPU, float32 on the CPU.")
+    ] = None,
+    listen: Annotated[
+        list[str] | None, typer.Option(help="host:port or unix:/path; may be repeated (VE_LISTEN).")
+    ] = None,
+    admin_listen: Annotated[
+        str | None, typer.Option(help="host:port of the admin plane, '' for none (VE_ADMIN_LISTEN).")
+    ] = None,
+    model_name: Annotated[str | None, typer.Option(help="Name that requests use.")] = None,
+    tower: Annotated[str | None, typer.Option(help="auto, or plain: no fused kernels, no graphs.")] = None,
+    attention: Annotated[
+        str | None, typer.Option(help="Attention backend on a GPU; auto measures what is installed.")
+    ] = None,
+    deterministic: Annotated[
+        bool, typer.Option("--deterministic", help="Rows do not depend on the rest of a batch.")
+    ] = False,
+    bucket_sizes: Annotated[str | None, typer.Option(help="Patches of each graph, comma separated.")] = None,
+    store_bytes: Annotated[int | None, typer.Option(help="Rows kept for later requests.")] = None,
+    broker_path: Annotated[
+        str | None, typer.Option(help="Unix socket that hands out rows in shared memory (VE_BROKER_PATH).")
+    ] = None,
+    arena_bytes: Annotated[
+        int | None, typer.Option(help="With a broker: shared memory for rows, in place of store-bytes.")
+    ] = None,
+    device_arena_bytes: Annotated[
+        int | None, typer.Option(help="With a broker, on a GPU: shared device memory for rows; 0 for none.")
+    ] = None,
+    drain_grace_s: Annotated[float | None, typer.Option(help="Time for in-flight work at stop.")] = None,
+    log_format: Annotated[str | None, typer.Option(help="text or json.")] = None,
+    log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error.")] = None,
+) -> None:
+    """Serves one checkpoint until SIGTERM. Every setting can also come from the environment as VE_NAME."""
+    from encoder_service.app import serve as run
+    from encoder_service.config import parse_settings
+    from encoder_service.errors import StartupError
+    from encoder_service.ops.logs import configure_logs, stop_logs
+
+    try:
+        settings = parse_settings(
+            model=model,
+            device=device,
+            dtype=None if dtype is None else dtype.value,
+            listen=tuple(listen) if listen else None,
+            admin_listen=admin_listen,
+            model_name=model_name,
+            tower=tower,
+            attention=attention,
+            deterministic=deterministic or None,
+            bucket_sizes=bucket_sizes,
+            store_bytes=store_bytes,
+            broker_path=broker_path,
+            arena_bytes=arena_bytes,
+            device_arena_bytes=device_arena_bytes,
+            drain_grace_s=drain_grace_s,
+            log_format=log_format,
+            log_level=log_level,
+        )
+        configure_logs(settings.log_format, settings.log_level)
+        code = asyncio.run(run(settings, announce))
+    except StartupError as error:
+        stop_logs()
+        fail(f"cannot start: {error.message}", EXIT_CANNOT_START)
+    stop_logs()
+    leave(code)
+
+
+def announce(service: Service) -> None:
+    """The one line on standard output that says the service takes work."""
+    info = service.info()
+    assert info is not None
+    model = info.models[0]
+    admin = f" (admin http://{service.admin_address})" if service.admin_address else ""
+    with contextlib.suppress(OSError):  # a closed pipe or a full disk does not end the service
+        print(
+            f"ready: {model.name} ({model.family}) on {service.settings.device} "
+            f"at {' '.join(service.addresses)}{admin}",
+            flush=True,
+        )
+
+
+def leave(code: int) -> NoReturn:
+    """Ends the process. Threads may still run native code (a load, a decode or a forward that a signal or the
+    grace cut off); then the interpreter is not torn down around them."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:  # a closed pipe or a full disk; the interpreter's own flush would change the code
+            os._exit(code)
+    if threading.active_count() > 1:
+        os._exit(code)
+    raise typer.Exit(code)
+
+
+# -- how clients reach a service -----------------------------------------------------------------------
+
+ServerOption = Annotated[str, typer.Option(help="host:port or unix:/path of a running service.")]
+TlsOption = Annotated[
+    bool, typer.Option("--tls", help="TLS by the public authorities; the three below imply it.")
+]
+CaOption = Annotated[Path | None, typer.Option(help="PEM authorities of the server's certificate.")]
+CertOption = Annotated[Path | None, typer.Option(help="PEM certificate of this client, for mutual TLS.")]
+KeyOption = Annotated[Path | None, typer.Option(help="PEM key of --cert.")]
+ServerNameOption = Annotated[
+    str, typer.Option(help="Name in the server's certificate; default: the host of --server.")
+]
+TokenOption = Annotated[
+    str,
+    typer.Option(
+        envvar="VISION_ENCODER_TOKEN",
+        help="Token of the namespace; better in this variable or --token-file than as an argument.",
+    ),
+]
+TokenFileOption = Annotated[Path | None, typer.Option(help="File whose only line is the token.")]
+NamespaceOption = Annotated[str, typer.Option(help="Namespace of rows and keys; the token must open it.")]
+
+
+@dataclass(frozen=True)
+class Connection:
+    """The options above."""
+
+    server: str
+    tls: bool = False
+    ca: Path | None = None
+    cert: Path | None = None
+    key: Path | None = None
+    server_name: str = ""
+    token: str = ""
+    token_file: Path | None = None
+    namespace: str = ""
+
+    def client_tls(self) -> ClientTls | None:
+        """None for a channel in clear. Raises InvalidRequest for half a pair."""
+        from lm_adapter import ClientTls
+
+        if not (self.tls or self.ca or self.cert or self.key):
+            if self.server_name:
+                fail("--server-name is for TLS: give --tls or --ca too")
+            return None
+        return ClientTls(self.ca or "", self.cert or "", self.key or "", self.server_name)
+
+    def read_token(self) -> str:
+        """Raises InvalidRequest for a file without exactly one token."""
+        from lm_adapter.channel import read_token_file
+
+        return self.token if self.token_file is None else read_token_file(self.token_file)
+
+    def client(self, timeout_s: float) -> VisionEncoderClient:
+        """Raises EncoderError."""
+        from lm_adapter import VisionEncoderClient
+
+        return VisionEncoderClient(
+            self.server,
+            tls=self.client_tls(),
+            namespace=self.namespace,
+            token=self.read_token(),
+            timeout_s=timeout_s,
+        )
+
+
+# -- encode --------------------------------------------------------------------------------------------
+
+
+@app.command()
+def encode(
+    images: Annotated[list[Path], typer.Argument(help="Image files, and clips: .mp4, .mov, .webm, .mkv.")],
+    server: ServerOption = DEFAULT_SERVER,
+    tls: TlsOption = False,
+    ca: CaOption = None,
+    cert: CertOption = None,
+    key: KeyOption = None,
+    server_name: ServerNameOption = "",
+    token: TokenOption = "",
+    token_file: TokenFileOption = None,
+    namespace: NamespaceOption = "",
+    out: Annotated[Path | None, typer.Option(help="Writes rows.<i> and grid_thw.<i> as safetensors.")] = None,
+    min_pixels: Annotated[int | None, typer.Option(help="Qwen: smallest target area.")] = None,
+    max_pixels: Annotated[int | None, typer.Option(help="Qwen: largest target area.")] = None,
+    clip: Annotated[bool, typer.Option(help="All files are clips, animated GIF and WebP too.")] = False,
+    fps: Annotated[float | None, typer.Option(help="Clips: frames sampled a second.")] = None,
+    max_frames: Annotated[int | None, typer.Option(help="Clips: the most frames sampled.")] = None,
+    timeout_s: Annotated[float, typer.Option(help="Seconds for the whole call.")] = 300.0,
+) -> None:
+    """Encodes image files and clips and shows what came back; exits with 1 when any failed."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from lm_adapter import ClipItem, EncodedRows, EncoderError, ImageItem, PreprocessOptions
+
+    connection = Connection(server, tls, ca, cert, key, server_name, token, token_file, namespace)
+    of_images = PreprocessOptions(min_pixels=min_pixels, max_pixels=max_pixels)
+    of_clips = replace(of_images, fps=fps, max_frames=max_frames)
+    items: list[ImageItem | ClipItem] = []
+    for path in images:
+        is_clip = clip or path.suffix.lower() in CLIP_SUFFIXES
+        try:
+            data = path.read_bytes()
+        except OSError as error:
+            fail(f"cannot read {path}: {error.strerror or error}")
+        items.append(ClipItem(data, options=of_clips) if is_clip else ImageItem(data, options=of_images))
+    try:
+        with connection.client(timeout_s) as client, Console(stderr=True).status(f"encoding {len(items)}"):
+            outcomes = client.encode(items)
+    except EncoderError as error:
+        fail(f"{server}: {error}")
+
+    table = Table("image", "grid", "rows", "width", "dtype", "tier", "ms", "key")
+    failures: list[str] = []
+    for path, outcome in zip(images, outcomes, strict=True):
+        if not isinstance(outcome, EncodedRows):
+            table.add_row(path.name, "-", "-", "-", "-", "[red]failed[/red]", "-", "-")
+            failures.append(f"{path}: {outcome.reason}: {outcome.message}")
+            continue
+        table.add_row(
+            path.name,
+            "x".join(str(side) for side in outcome.grid_thw),
+            str(outcome.num_rows),
+            str(outcome.width),
+            outcome.dtype,
+            outcome.tier.value,
+            f"{outcome.timings.total_ms:.1f}",
+            outcome.key.hex()[:12],
+        )
+    Console().print(table)
+    for failure in failures:
+        print(f"vision-encoder: {failure}", file=sys.stderr)
+    encoded = {index: rows for index, rows in enumerate(outcomes) if isinstance(rows, EncodedRows)}
+    if out is not None and encoded:
+        write_rows(out, encoded, images)
+    if failures:
+        fail(f"{len(failures)} of {len(images)} images failed")
+
+
+def write_rows(out: Path, encoded: dict[int, EncodedRows], images: list[Path]) -> None:
+    """A safetensors file with, for item i, ``rows.<i>`` [rows, width] and ``grid_thw.<i>`` int64 [3]; of a
+    clip also ``timestamps_s.<i>`` float64 [frames] and, for rows in chunks, ``chunk_grids.<i>`` int64
+    [chunks, 3]. Metadata of an item: ``key.<i>`` and ``content_digest.<i>`` (hexadecimal), ``image.<i>``; of
+    the file: ``format``, ``dtype``, ``num_deepstack_levels``, ``num_items``."""
+    import torch
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    tensors: dict[str, torch.Tensor] = {}
+    metadata = {"format": ROWS_FORMAT, "num_items": str(len(images))}
+    for index, rows in encoded.items():
+        tensors[f"rows.{index}"] = rows.torch()
+        tensors[f"grid_thw.{index}"] = torch.tensor(rows.grid_thw, dtype=torch.int64)
+        if rows.timestamps_s:
+            tensors[f"timestamps_s.{index}"] = torch.tensor(rows.timestamps_s, dtype=torch.float64)
+        if rows.chunk_grids:
+            tensors[f"chunk_grids.{index}"] = torch.tensor(rows.chunk_grids, dtype=torch.int64)
+        metadata[f"key.{index}"] = rows.key.hex()
+        metadata[f"content_digest.{index}"] = rows.content_digest.hex()
+        metadata[f"image.{index}"] = images[index].name
+        metadata["dtype"] = rows.dtype
+        metadata["num_deepstack_levels"] = str(rows.num_deepstack_levels)
+    try:
+        save_file(tensors, out, metadata)
+    except OSError as error:
+        fail(f"cannot write {out}: {error.strerror or error}")
+    except SafetensorError as error:  # the library's error for a missing folder or a full disk
+        fail(f"cannot write {out}: {error}")
+
+
+# -- info and health -----------------------------------------------------------------------------------
+
+
+@app.command()
+def info(
+    server: ServerOption = DEFAULT_SERVER,
+    tls: TlsOption = False,
+    ca: CaOption = None,
+    cert: CertOption = None,
+    key: KeyOption = None,
+    server_name: ServerNameOption = "",
+    token: TokenOption = "",
+    token_file: TokenFileOption = None,
+    namespace: NamespaceOption = "",
+    timeout_s: Annotated[float, typer.Option(help="Seconds for the whole call.")] = 30.0,
+) -> None:
+    """Shows what a running service serves, its limits and its transports; with a namespace or a token, also
+    whether the token opens the namespace."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from lm_adapter import EncoderError
+
+    connection = Connection(server, tls, ca, cert, key, server_name, token, token_file, namespace)
+    try:
+        with connection.client(timeout_s) as client:
+            answer = client.info()
+            is_named = bool(namespace or connection.read_token())
+            if is_named:
+                client.lookup([bytes(32)])  # no key is all zeros; a refusal is the answer
+    except EncoderError as error:
+        fail(f"{server}: {error}")
+
+    table = Table(show_header=False, title=f"{server}")
+    table.add_row("server", f"{answer.server_version} on {answer.device}, instance {answer.instance_id[:12]}")
+    table.add_row("protocol", f"{answer.min_protocol_version} to {answer.protocol_version}")
+    if is_named:
+        table.add_row("namespace", f"{namespace!r} is open to this caller")
+    for model in answer.models:
+        for name, value in model_rows(model):
+            table.add_row(name, value)
+    for name, value in vars(answer.limits).items():
+        table.add_row(name, f"{value:,}")
+    for transport in answer.transports:
+        table.add_row("transport", str(getattr(transport.delivery, "value", transport.delivery)))
+    Console().print(table)
+
+
+def model_rows(model: ModelInfo) -> list[tuple[str, str]]:
+    """A model's lines of the ``info`` table."""
+    area = f"{'h*w' if model.merges_time else 't*h*w'}/{model.spatial_merge_size**2}"
+    return [
+        ("model", f"{model.name} ({model.family}), {model.dtype}"),
+        (
+            "rows",
+            f"width {model.width} = {model.out_width} x (1 + {model.num_deepstack_levels} deepstack), "
+            f"{area} per item",
+        ),
+        (
+            "patches",
+            f"{model.patch_size} pixels, {model.temporal_patch_size} frame(s), {model.patch_dim} elements",
+        ),
+        ("model fingerprint", model.model_fingerprint.hex()),
+        ("preprocess fingerprint", model.preprocess_fingerprint.hex()),
+    ]
+
+
+@app.command()
+def health(
+    server: ServerOption = DEFAULT_SERVER,
+    tls: TlsOption = False,
+    ca: CaOption = None,
+    cert: CertOption = None,
+    key: KeyOption = None,
+    server_name: ServerNameOption = "",
+    token: TokenOption = "",
+    token_file: TokenFileOption = None,
+    timeout_s: Annotated[float, typer.Option(help="Seconds to wait for the answer.")] = 3.0,
+) -> None:
+    """Exits with 0 when the service says SERVING, with 1 otherwise: for container probes. The service needs
+    no token for this; a proxy in front of it may."""
+    from encoder_service.rpc.health_check import check_health
+    from lm_adapter import EncoderError
+    from lm_adapter.channel import bearer, channel_options
+
+    connection = Connection(server, tls, ca, cert, key, server_name, token, token_file)
+    try:
+        secured = connection.client_tls()
+        credentials = None if secured is None else secured.credentials()
+        metadata = bearer(connection.read_token())
+    except EncoderError as error:
+        fail(f"{server}: {error}")
+    is_serving = asyncio.run(
+        check_health(
+            server,
+            timeout_s,
+            credentials=credentials,
+            options=channel_options(tls=secured),
+            metadata=metadata,
+        )
+    )
+    print("SERVING" if is_serving else "NOT SERVING")
+    raise typer.Exit(0 if is_serving else EXIT_FAILED)
+
+
+# -- make-checkpoint -----------------------------------------------------------------------------------
+
+
+class Family(enum.StrEnum):
+    QWEN3_VL = "qwen3_vl"
+    QWEN3_5 = "qwen3_5"
+    KIMI_K25 = "kimi_k25"
+
+
+class Size(enum.StrEnum):
+    TINY = "tiny"
+    SMALL = "small"
+    FULL = "full"
+
+
+@app.command()
+def make_checkpoint(
+    out: Annotated[Path, typer.Argument(help="Directory to write; must not exist or be empty.")],
+    family: Annotated[Family, typer.Option(help="Which model family.")],
+    size: Annotated[Size, typer.Option(help="full has the real tower's dimensions.")] = Size.TINY,
+    seed: Annotated[int, typer.Option(help="The same seed gives the same weights.")] = 0,
+    with_lm: Annotated[bool, typer.Option("--with-lm", help="A small language model too.")] = False,
+) -> None:
+    """Writes a random-weight checkpoint in the hub's layout: for tests, demos and benchmarks."""
+    from encoder_service.errors import StartupError
+    from encoder_service.towers.synthetic import make_checkpoint as write
+
+    try:
+        write(out, family.value, size.value, seed, with_lm=with_lm)
+    except StartupError as error:
+        fail(error.message)
+    except OSError as error:
+        fail(f"cannot write {out}: {error.strerror or error}")
+    print(f"wrote {out}")

@@ -1,0 +1,141 @@
+"""Processes that share nothing with this one but folders and a unix socket, as two pods of one host.
+
+Owns how such a process is started, isolated, asked and ended. Where the kernel permits it, each runs in PID,
+IPC and mount namespaces of its own (``IS_ISOLATED``); else in this one's.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import re
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+START_S, ANSWER_S = 120.0, 120.0
+ISOLATE = ("unshare", "--pid", "--ipc", "--mount", "--fork", "--kill-child", "--mount-proc")
+
+
+@functools.cache
+def can_isolate() -> bool:
+    """Whether new PID, IPC and mount namespaces are permitted here."""
+    if os.geteuid() != 0 or shutil.which("unshare") is None:
+        return False
+    return subprocess.run([*ISOLATE, "true"], capture_output=True, timeout=30, check=False).returncode == 0
+
+
+def environment(gpu: str) -> dict[str, str]:
+    """gpu: as CUDA_VISIBLE_DEVICES names it; empty for none."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("VE_")}
+    paths = (str(ROOT), str(ROOT / "proto"), os.environ.get("PYTHONPATH", ""))
+    return {
+        **kept,
+        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+        "CUDA_VISIBLE_DEVICES": gpu,
+        "OMP_NUM_THREADS": "1",
+    }
+
+
+class Pod:
+    """A Python process that reads commands from its input and answers each with a line of JSON."""
+
+    def __init__(self, gpu: str, module: str, *arguments: object, **variables: str) -> None:
+        self.process = subprocess.Popen(
+            [*(ISOLATE if can_isolate() else ()), sys.executable, "-m", module, *map(str, arguments)],
+            cwd=ROOT,
+            env={**environment(gpu), **variables},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def line(self, timeout_s: float) -> str:
+        assert self.process.stdout is not None
+        ready, _, _ = select.select([self.process.stdout], [], [], timeout_s)
+        assert ready, f"no line came within {timeout_s:g} s"
+        line = self.process.stdout.readline()
+        assert line, f"the process ended with {self.process.wait(30)}"
+        return line
+
+    def send(self, do: str, **command: object) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps({"do": do, **command}) + "\n")
+        self.process.stdin.flush()
+
+    def answer(self, timeout_s: float = ANSWER_S) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(self.line(timeout_s))
+        assert "error" not in found, found
+        return found
+
+    def ask(self, do: str, **command: object) -> dict[str, Any]:
+        self.send(do, **command)
+        return self.answer()
+
+    def signal(self, number: int) -> None:
+        """To the process inside its namespaces."""
+        pid = self.process.pid
+        if can_isolate():
+            children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+            for child in children:
+                os.kill(int(child), number)
+        else:
+            os.kill(pid, number)
+
+    def kill(self) -> None:
+        """SIGKILL, and waits for its end. Harmless for a process that has ended."""
+        try:
+            if self.process.poll() is None:
+                self.signal(signal.SIGKILL)
+            self.process.wait(30)
+        finally:
+            self.process.kill()
+            self.process.communicate(timeout=30)
+
+
+class EncoderPod:
+    """A whole service. ``launch`` starts it again after a kill, at the same addresses."""
+
+    def __init__(self, folder: Path, checkpoint: Path, gpu: str, settings: dict[str, object]) -> None:
+        """gpu: empty for the CPU. settings: of the service, by name without the prefix."""
+        self.broker_path = folder / "broker.sock"
+        self.target = f"unix:{folder}/grpc.sock"
+        self._gpu = gpu
+        self._variables = {
+            "VE_MODEL": str(checkpoint),
+            "VE_DEVICE": "cuda:0" if gpu else "cpu",
+            "VE_LISTEN": self.target,
+            "VE_ADMIN_LISTEN": "127.0.0.1:0",
+            "VE_BROKER_PATH": str(self.broker_path),
+            "VE_LOG_LEVEL": "warning",
+            **{f"VE_{name.upper()}": str(value) for name, value in settings.items()},
+        }
+        self.launch()
+
+    def launch(self) -> None:
+        self.pod = Pod(self._gpu, "encoder_service", "serve", **self._variables)
+
+    def wait_ready(self) -> None:
+        ready = self.pod.line(START_S)
+        admin = re.search(r"admin (http://\S+)\)", ready)
+        assert admin, ready
+        self._admin = admin[1]
+
+    def figure(self, name: str, **labels: str) -> float:
+        return figure(self._admin, name, **labels)
+
+
+def figure(admin: str, name: str, **labels: str) -> float:
+    """A metric at this address of an admin plane, summed over the series that have these labels."""
+    with urllib.request.urlopen(f"{admin}/metrics", timeout=10) as answer:
+        text = answer.read().decode()
+    found = re.findall(rf"^{name}(?:{{([^}}]*)}})? (\S+)$", text, re.MULTILINE)
+    wanted = [f'{label}="{value}"' for label, value in labels.items()]
+    return sum(float(value) for series, value in found if all(one in series for one in wanted))

@@ -1,0 +1,39 @@
+"""What a service still holds for callers; all of it is nothing once they have left."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+
+from tests.integration.conftest import RunningService
+
+
+def held(service: RunningService) -> Mapping[str, int]:
+    """Figures by name, read on the service's loop."""
+
+    def read() -> Mapping[str, int]:
+        found = service.service
+        assert found.pipeline is not None
+        assert found.store is not None
+        return {
+            "admitted bytes": found.pipeline.admission.num_bytes,
+            "admitted patches": found.pipeline.admission.num_patches,
+            "bytes of calls": found.requests.num_bytes,
+            "unread bytes": found.pipeline.unread.num_bytes,
+            "encodes": len(found.pipeline.inflight),
+            "calls": found.gate.permits.num_calls,
+            "holds": sum(sum(arena._holders.values()) - len(arena) for _, arena in found.store.arenas()),
+        }
+
+    figures = service.on_loop(read)
+    assert isinstance(figures, Mapping)
+    return figures
+
+
+def wait_until_free(service: RunningService, timeout_s: float = 20.0) -> None:
+    """Raises AssertionError with what is still held after the time."""
+    ends_s = time.monotonic() + timeout_s
+    while any(figures := held(service).values()):
+        assert time.monotonic() < ends_s, held(service)
+        time.sleep(0.02)
+    assert not any(figures)

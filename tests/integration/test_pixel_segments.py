@@ -1,0 +1,83 @@
+"""Pixel tensors in a gateway's shared memory, through a whole service: the same rows, and nothing left."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+import torch
+
+from encoder_service.broker import host_id
+from encoder_service.ingest import pixel_segments
+from tests.integration.conftest import RunningService, running
+from tests.integration.held import wait_until_free
+from vision_encoder.v1 import encoder_pb2 as pb
+from vision_encoder.v1 import encoder_pb2_grpc
+
+PREFIX = "gateway-"
+GRID = pb.GridTHW(t=1, h=8, w=12)
+PATCH_DIM = 3 * 2 * 16 * 16
+
+
+@pytest.fixture
+def sharing(
+    checkpoints: dict[str, Path], device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[RunningService]:
+    monkeypatch.setattr(pixel_segments, "FOLDER", str(tmp_path))
+    monkeypatch.setitem(pixel_segments.PixelSegments.__init__.__kwdefaults__, "folder", str(tmp_path))
+    with running(checkpoints["qwen3_vl"], device, shm_prefixes=(PREFIX,)) as found:
+        yield found
+
+
+def pixels(shm: pb.ShmTensor | None = None, inline: bytes = b"") -> pb.Item:
+    tensor = pb.PixelTensor(grid_thw=GRID)
+    if shm is not None:
+        tensor.shm.CopyFrom(shm)
+    else:
+        tensor.inline.CopyFrom(
+            pb.InlineTensor(dtype=pb.DTYPE_FLOAT32, shape=[8 * 12, PATCH_DIM], data=inline)
+        )
+    return pb.Item(modality=pb.MODALITY_IMAGE, pixels=tensor)
+
+
+def test_p19_rows_are_those_of_the_same_pixels_inline(sharing: RunningService, tmp_path: Path) -> None:
+    data = torch.randn(8 * 12, PATCH_DIM).numpy().tobytes()
+    name = PREFIX + secrets.token_hex(4)
+    (tmp_path / name).write_bytes(bytes(64) + data)
+    shm = pb.ShmTensor(name=name, offset_bytes=64, dtype=pb.DTYPE_FLOAT32, shape=[8 * 12, PATCH_DIM])
+    missing = pb.ShmTensor(name=PREFIX + "missing", dtype=pb.DTYPE_FLOAT32, shape=[8 * 12, PATCH_DIM])
+    with grpc.insecure_channel(sharing.target) as channel:
+        stub = encoder_pb2_grpc.VisionEncoderStub(channel)
+        info = stub.GetServerInfo(pb.GetServerInfoRequest(), timeout=30).pixel_input
+        assert (info.host_id, list(info.name_prefixes)) == (host_id(), [PREFIX])
+        request = pb.EncodeRequest(items=[pixels(shm), pixels(missing)])
+        events = list(stub.Encode(request, timeout=30))
+        (again,) = (
+            event.result
+            for event in stub.Encode(pb.EncodeRequest(items=[pixels(inline=data)]), timeout=30)
+            if event.HasField("result")
+        )
+    (result,) = (event.result for event in events if event.HasField("result"))
+    (failure,) = (event.failure for event in events if event.HasField("failure"))
+    assert result.key == again.key
+    assert again.tier == pb.CACHE_TIER_HOST
+    assert failure.reason == "TRANSPORT_UNAVAILABLE"
+    assert failure.details["pixels"] == "NOT_FOUND"
+    assert (tmp_path / name).read_bytes() == bytes(64) + data, "its owner unlinks it"
+    wait_until_free(sharing)
+    exposition = sharing.service.metrics.exposition().decode()
+    assert 've_pixel_segments_total{outcome="copied"} 1.0' in exposition
+    assert 've_pixel_segments_total{outcome="NOT_FOUND"} 1.0' in exposition
+
+
+def test_a_server_without_the_settings_announces_and_accepts_none(service: RunningService) -> None:
+    shm = pb.ShmTensor(name=PREFIX + "1", dtype=pb.DTYPE_FLOAT32, shape=[8 * 12, PATCH_DIM])
+    with grpc.insecure_channel(service.target) as channel:
+        stub = encoder_pb2_grpc.VisionEncoderStub(channel)
+        assert not stub.GetServerInfo(pb.GetServerInfoRequest(), timeout=30).HasField("pixel_input")
+        (event,) = stub.Encode(pb.EncodeRequest(items=[pixels(shm)]), timeout=30)
+    assert event.failure.reason == "TRANSPORT_UNAVAILABLE"
+    assert "send them inline" in event.failure.message

@@ -1,0 +1,304 @@
+"""Rows in shared memory, end to end: a service with a broker, and the adapter's clients.
+
+Places and the directory, loss and its one repetition, isolated namespaces, the encoder's end. On a CPU the
+arenas are host memory; ``--device cuda:0`` runs the same on device memory.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import secrets
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import grpc
+import numpy as np
+import pytest
+import torch
+
+from lm_adapter import (
+    CacheTier,
+    DigestItem,
+    EncodedRows,
+    EncoderError,
+    ImageItem,
+    ItemFailed,
+    VisionEncoderClient,
+)
+from tests.integration.conftest import RunningService, running
+from tests.integration.held import wait_until_free
+from tests.integration.images import photo
+from tests.reference_reader import reader_of
+from vision_encoder.v1 import encoder_pb2 as pb
+from vision_encoder.v1 import encoder_pb2_grpc
+
+
+@pytest.fixture
+def socket_path() -> Iterator[str]:
+    """Its folder's name is short: a unix socket's path has at most 107 bytes."""
+    with tempfile.TemporaryDirectory(prefix="ve-") as folder:
+        yield f"{folder}/b.sock"
+
+
+@pytest.fixture
+def sharing(checkpoints: dict[str, Path], device: torch.device, socket_path: str) -> Iterator[RunningService]:
+    with running(checkpoints["qwen3_vl"], device, broker_path=socket_path, arena_bytes=16 << 20) as found:
+        yield found
+        wait_until_free(found)
+
+
+def attached(service: RunningService, **options: object) -> VisionEncoderClient:
+    client = VisionEncoderClient(service.target, timeout_s=60, **options)  # type: ignore[arg-type]
+    assert client.wait_transport(30).name != "inline"
+    return client
+
+
+def rows_of(client: VisionEncoderClient, data: bytes) -> bytes:
+    rows = client.encode_one(ImageItem(data))
+    return np.ascontiguousarray(rows.torch().cpu().numpy()).tobytes()
+
+
+def sample(service: RunningService, name: str, **labels: str) -> float:
+    return service.service.metrics.registry.get_sample_value(name, labels) or 0.0
+
+
+def until(condition: Callable[[], object], timeout_s: float = 20.0) -> None:
+    ends_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < ends_s, "condition never came true"
+        time.sleep(0.01)
+
+
+def num_requests(service: RunningService, method: str) -> float:
+    return sample(service, "ve_requests_total", method=method, status="OK")
+
+
+def test_rows_of_every_way_are_the_same(sharing: RunningService, shared_kind: str) -> None:
+    files = [photo(96 + 32 * index, 64) for index in range(4)]
+    with attached(sharing) as shared, VisionEncoderClient(sharing.target, transports=("inline",)) as inline:
+        placed = [rows_of(shared, data) for data in files]
+        asked = num_requests(sharing, "Encode")
+        assert [rows_of(shared, data) for data in files] == placed, "by the directory"
+        assert num_requests(sharing, "Encode") == asked, "without a call"
+        assert [rows_of(inline, data) for data in files] == placed
+        until(lambda: sample(sharing, "ve_directory_reads_total") == 8)
+    assert sample(sharing, "ve_deliveries_total", transport=shared_kind) == 4
+    assert sharing.service.store is not None
+    assert sharing.on_loop(sharing.service.store.num_unread) == 0
+
+
+def test_p21_a_place_is_what_the_arena_says_until_its_eviction(sharing: RunningService) -> None:
+    """By hand: the answer's place, the reader's copy and comparison, the eviction that it finds out."""
+    item = pb.Item(modality=pb.MODALITY_IMAGE, encoded=photo())
+    store = sharing.service.store
+    assert store is not None
+    (arena,) = (arena for _, arena in store.arenas() if arena.kind == "host")
+    with grpc.insecure_channel(sharing.target) as channel:
+        stub = encoder_pb2_grpc.VisionEncoderStub(channel)
+        request = pb.EncodeRequest(items=[item], delivery=pb.DELIVERY_HOST)
+        (event,) = stub.Encode(request, timeout=30)
+        result, place = event.result, event.result.place
+        assert (place.arena_id, place.instance) == (arena.arena_id, arena.instance)
+        request = pb.EncodeRequest(items=[item], delivery=pb.DELIVERY_HOST, after_lost_read=True)
+        events = list(stub.Encode(request, timeout=30))
+        assert events[0].result.WhichOneof("rows") == "inline"
+        with reader_of(arena) as reader:
+            copied = reader.data[place.offset_bytes : place.offset_bytes + result.rows_bytes]
+            assert reader.is_current(place.slot_index, place.generation)
+            assert copied == b"".join(event.chunk.data for event in events[1:])
+            tier = store._partitions[None].host
+            sharing.on_loop(lambda: tier.remove(tier.find(("", result.key))))  # type: ignore[arg-type]
+            assert not reader.is_current(place.slot_index, place.generation)
+    assert sample(sharing, "ve_reads_lost_total") == 1
+    assert sample(sharing, "ve_encodes_repeated_total") == 0
+
+
+def test_large_items_come_inline(
+    checkpoints: dict[str, Path], device: torch.device, socket_path: str
+) -> None:
+    with (
+        running(
+            checkpoints["qwen3_vl"], device, broker_path=socket_path, arena_bytes=1 << 20,
+            device_arena_bytes=(1 << 20) if device.type == "cuda" else None,
+        ) as found,
+        attached(found) as client,
+        VisionEncoderClient(found.target, transports=("inline",)) as inline,
+    ):  # fmt: skip
+        data = photo(1600, 1200)
+        assert rows_of(client, data) == rows_of(inline, data)
+        assert sample(found, "ve_inline_fallbacks_total", reason="large") == 1
+
+
+def test_p18_isolated_namespaces_have_arenas_of_their_own(
+    checkpoints: dict[str, Path], device: torch.device, socket_path: str
+) -> None:
+    token = secrets.token_hex(16)
+    with running(
+        checkpoints["qwen3_vl"],
+        device,
+        broker_path=socket_path,
+        arena_bytes=8 << 20,
+        isolated_namespaces=f"tenant={4 << 20}",
+        tokens=f"tenant={token}",
+    ) as found:
+        data = photo()
+        with (
+            attached(found, namespace="tenant", token=token) as tenant,
+            attached(found) as other,
+        ):
+            assert rows_of(tenant, data) == rows_of(other, data)
+            store = found.service.store
+            assert store is not None
+            num_items = {
+                namespace: sum(len(arena) for name, arena in store.arenas() if name == namespace)
+                for namespace in (None, "tenant")
+            }
+            assert num_items == {None: 1, "tenant": 1}
+            key = tenant.encode_one(ImageItem(data)).key
+            (missing,) = other.fetch([key])
+            assert isinstance(missing, ItemFailed)
+            assert missing.reason == "UNKNOWN_KEY"
+        with VisionEncoderClient(found.target, namespace="tenant", timeout_s=20) as stranger:
+            with pytest.raises(EncoderError):
+                stranger.encode([ImageItem(data)])
+            assert stranger.transport.name == "inline"
+
+
+def test_p25_many_clients_of_both_ways_at_once(sharing: RunningService) -> None:
+    files = [photo(64 + 32 * index, 96) for index in range(8)]
+    with VisionEncoderClient(sharing.target, transports=("inline",)) as inline:
+        expected = [rows_of(inline, data) for data in files]
+    failures: list[int] = []
+
+    def ask(seed: int) -> None:
+        chance = random.Random(seed)
+        ways = ("inline",) if seed % 3 == 0 else ("device", "host", "inline")
+        with VisionEncoderClient(sharing.target, timeout_s=60, transports=ways) as client:
+            for _ in range(20):
+                index = chance.randrange(len(files))
+                if rows_of(client, files[index]) != expected[index]:
+                    failures.append(index)
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(ask, range(8)))
+    assert failures == []
+
+
+def test_p21_late_readers_of_a_small_arena_read_no_wrong_byte(
+    checkpoints: dict[str, Path], device: torch.device, socket_path: str
+) -> None:
+    """The working set is many times the arena; readers dawdle between the answer and their copy. Whatever
+    was evicted meanwhile comes with one more request, inline."""
+    files = [photo(256, 256) for _ in range(24)]
+    with (
+        running(checkpoints["qwen3_vl"], device, broker_path=socket_path, arena_bytes=1 << 20) as found,
+        VisionEncoderClient(found.target, transports=("inline",)) as inline,
+    ):
+        expected = [rows_of(inline, data) for data in files]
+        wrong: list[int] = []
+
+        def ask(seed: int) -> None:
+            chance = random.Random(seed)
+            with attached(found) as client:
+                for _ in range(25):
+                    index = chance.randrange(len(files))
+                    if rows_of(client, files[index]) != expected[index]:
+                        wrong.append(index)
+                    time.sleep(chance.uniform(0, 0.01))
+
+        with ThreadPoolExecutor(6) as pool:
+            list(pool.map(ask, range(6)))
+        assert wrong == []
+        assert num_requests(found, "Encode") <= 24 + 2 * 6 * 25
+        wait_until_free(found)
+
+
+def test_p37_draining_waits_for_the_readers_of_announced_rows(
+    checkpoints: dict[str, Path], device: torch.device, socket_path: str
+) -> None:
+    with running(checkpoints["qwen3_vl"], device, broker_path=socket_path, arena_bytes=8 << 20) as found:
+        store = found.service.store
+        assert store is not None
+        (arena,) = (arena for _, arena in store.arenas() if arena.kind == "host")
+        with grpc.insecure_channel(found.target) as channel:
+            stub = encoder_pb2_grpc.VisionEncoderStub(channel)
+            item = pb.Item(modality=pb.MODALITY_IMAGE, encoded=photo())
+            (event,) = stub.Encode(pb.EncodeRequest(items=[item], delivery=pb.DELIVERY_HOST), timeout=30)
+            place = event.result.place
+            with reader_of(arena) as reader:
+                found.on_loop(found.service.request_stop)
+                until(lambda: found.service.not_ready_because() == "draining")
+                time.sleep(0.3)
+                assert reader.is_current(place.slot_index, place.generation)
+                row = pb.TouchedRows(key=event.result.key, generation=place.generation)
+                stub.Touch(pb.TouchRequest(rows=[row]), timeout=10)
+                until(lambda: reader.closed, 1.5)
+
+
+def start_process(checkpoint: Path, address: str, socket_path: str) -> subprocess.Popen[str]:
+    command = [
+        sys.executable, "-m", "encoder_service", "serve", "--model", str(checkpoint), "--device", "cpu",
+        "--listen", address, "--broker-path", socket_path,
+    ]  # fmt: skip
+    environment = {**os.environ, "VE_ADMIN_LISTEN": "", "VE_ARENA_BYTES": str(8 << 20), "VE_DTYPE": "float32"}
+    return subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL, text=True)
+
+
+def test_p21_a_killed_encoder_fails_items_with_a_reason_and_the_next_one_is_found(
+    checkpoints: dict[str, Path], socket_path: str
+) -> None:
+    """Readers unmap within a second of its end."""
+    address = f"unix:{Path(socket_path).parent}/s.sock"
+    data, stop = photo(), threading.Event()
+    seen: list[str] = []
+    process = start_process(checkpoints["qwen3_vl"], address, socket_path)
+    try:
+        with VisionEncoderClient(address, timeout_s=20) as client:
+            client.wait_ready(60)
+            assert client.wait_transport(20).name == "host"
+            expected = rows_of(client, data)
+
+            def read_on() -> None:
+                while not stop.is_set():
+                    try:
+                        seen.append("rows" if rows_of(client, data) == expected else "WRONG")
+                    except EncoderError as error:
+                        seen.append(type(error).__name__)
+
+            reader = threading.Thread(target=read_on)
+            reader.start()
+            time.sleep(0.2)
+            process.send_signal(signal.SIGKILL)
+            process.wait(10)
+            killed_s = time.monotonic()
+            until(lambda: client.transport.name == "inline")
+            assert time.monotonic() - killed_s < 1.0
+            stop.set()
+            reader.join(30)
+            assert not reader.is_alive()
+            assert "WRONG" not in seen
+            process = start_process(checkpoints["qwen3_vl"], address, socket_path)
+            client.wait_ready(60)
+            until(lambda: client.transport.name == "host")
+            assert rows_of(client, data) == expected
+    finally:
+        process.kill()
+        process.wait(10)
+
+
+def test_a_digest_alone_is_served_from_the_arena(sharing: RunningService) -> None:
+    digest = random.randbytes(32)
+    with attached(sharing) as client:
+        first = client.encode_one(ImageItem(photo(), digest))
+        again = client.encode_one(DigestItem(digest))
+        assert isinstance(again, EncodedRows)
+        assert again.tier in (CacheTier.DEVICE, CacheTier.HOST)
+        assert again.key == first.key

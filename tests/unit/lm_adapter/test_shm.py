@@ -1,0 +1,480 @@
+"""Rows from shared memory: attaching, the directory, places, losses, and the end of the encoder."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lm_adapter import (
+    AsyncVisionEncoderClient,
+    CacheTier,
+    DigestItem,
+    ImageItem,
+    InvalidRequest,
+    InvalidRows,
+    ItemFailed,
+    TransportUnavailable,
+    VisionEncoderClient,
+)
+from lm_adapter.errors import MappingFailed
+from lm_adapter.shm import mapping
+from lm_adapter.shm.reader import MappedArena
+from lm_adapter.testing import Fault
+from tests.unit.lm_adapter import shm_rig
+from tests.unit.lm_adapter.client_drivers import DRIVERS, Driver
+from tests.unit.lm_adapter.shm_rig import NAMESPACE, Encoder
+from tests.unit.lm_adapter.test_client import assert_rows_of, digest_of, image
+from vision_encoder.layout import LAYOUT_VERSION, control_page
+from vision_encoder.v1 import broker_pb2
+from vision_encoder.v1 import encoder_pb2 as pb
+
+Open = Callable[..., Driver]
+
+
+@pytest.fixture
+def encoder(tmp_path: Path) -> Iterator[Encoder]:
+    with Encoder(tmp_path) as running:
+        yield running
+
+
+@pytest.fixture(params=sorted(DRIVERS))
+def open_client(request: pytest.FixtureRequest, encoder: Encoder) -> Iterator[Open]:
+    drivers: list[Driver] = []
+
+    def opener(**settings: Any) -> Driver:
+        settings = {"namespace": NAMESPACE, "timeout_s": 20.0, **settings}
+        drivers.append(DRIVERS[request.param](encoder.fake.target, **settings))
+        return drivers[-1]
+
+    yield opener
+    for driver in drivers:
+        driver.close()
+
+
+def attached(open_client: Open, **settings: Any) -> Driver:
+    client = open_client(**settings)
+    transport = client.call("wait_transport", 10.0)
+    assert transport.name == "host", transport.reason
+    return client
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "the condition did not come true"
+        time.sleep(0.01)
+
+
+def touches(encoder: Encoder) -> tuple[list[tuple[bytes, int]], int]:
+    requests = encoder.requests("Touch")
+    assert {request.namespace for request in requests} <= {NAMESPACE}
+    rows = [(row.key, row.generation) for request in requests for row in request.rows]
+    return rows, sum(request.num_lost for request in requests)
+
+
+def num_mapped(arena: shm_rig.Arena) -> int:
+    """Mappings of the arena's data in this process, without the writer's own."""
+    gc.collect()
+    inode = os.fstat(arena.fds[0]).st_ino
+    return sum(line.split()[4] == str(inode) for line in Path("/proc/self/maps").read_text().splitlines()) - 1
+
+
+def test_rows_come_by_place_and_then_by_directory(encoder: Encoder, open_client: Open) -> None:
+    client = attached(open_client)
+    first = client.call("encode", [image(0), image(1)])
+    assert [one.delivery for one in encoder.requests("Encode")] == [pb.DELIVERY_HOST]
+    again = client.call("encode", [image(0), DigestItem(digest_of(1))])
+    fetched = client.call("fetch", [one.key for one in first])
+    assert encoder.fake.num_calls["Encode"] == 1
+    assert encoder.fake.num_calls["Fetch"] == 0
+    for outcomes in (first, again, fetched):
+        for index, outcome in enumerate(outcomes):
+            assert_rows_of(outcome, digest_of(index))
+            assert outcome.payload.flags.owndata
+            assert outcome.key == first[index].key
+    assert [one.tier for one in (*first, *again)] == [CacheTier.MISS] * 2 + [CacheTier.HOST] * 2
+
+
+def test_a_file_without_a_digest_is_hashed_here_and_sent_with_its_digest(
+    encoder: Encoder, open_client: Open
+) -> None:
+    client = attached(open_client)
+    item = ImageItem(b"a file")
+    rows = client.call("encode_one", item)
+    (request,) = encoder.requests("Encode")
+    assert request.items[0].content_digest == rows.content_digest
+    assert_rows_of(client.call("encode_one", item), rows.content_digest)
+    assert encoder.fake.num_calls["Encode"] == 1
+    large = ImageItem(bytes((8 << 20) + 1))
+    client.call("encode_one", large)
+    assert encoder.requests("Encode")[1].items[0].content_digest == b"", "the service hashes large files"
+
+
+def test_what_is_not_listed_is_asked_for_beside_what_is(encoder: Encoder, open_client: Open) -> None:
+    client = attached(open_client)
+    client.call("encode", [image(0), image(2)])
+    outcomes = client.call("encode", [image(index) for index in range(4)])
+    for index, outcome in enumerate(outcomes):
+        assert_rows_of(outcome, digest_of(index))
+    assert [len(request.items) for request in encoder.requests("Encode")] == [2, 2]
+
+
+def test_p18_another_namespace_finds_nothing_in_the_same_arena(encoder: Encoder, open_client: Open) -> None:
+    attached(open_client).call("encode_one", image(0))
+    other = attached(open_client, namespace="other")
+    assert_rows_of(other.call("encode_one", image(0)), digest_of(0))
+    assert encoder.fake.num_calls["Encode"] == 2
+
+
+def test_reads_are_reported_in_batches(encoder: Encoder, open_client: Open) -> None:
+    client = attached(open_client)
+    placed = client.call("encode_one", image(0))
+    generation = encoder.arena.generation(0)
+    for _ in range(3):
+        client.call("encode_one", image(0))
+    if isinstance(client.client, AsyncVisionEncoderClient):
+        client.call("lookup", [placed.key])
+
+        async def wait() -> None:
+            await asyncio.sleep(0.3)
+
+        client._runner.run(wait())
+    wait_until(lambda: len(touches(encoder)[0]) == 4)
+    assert touches(encoder) == ([(placed.key, generation)] * 4, 0)
+    assert len(encoder.requests("Touch")) <= 2
+
+
+@pytest.mark.parametrize("method", ["encode", "fetch"])
+def test_p21_lost_rows_are_asked_for_once_more_inline(
+    encoder: Encoder, open_client: Open, method: str
+) -> None:
+    client = attached(open_client)
+    encoder.listed = False
+    keys = [one.key for one in client.call("encode", [image(0), image(1), image(2)])]
+    encoder.lose_next = 2
+    argument = [image(0), image(1), image(2)] if method == "encode" else keys
+    outcomes = client.call(method, argument)
+    for index, outcome in enumerate(outcomes):
+        assert_rows_of(outcome, digest_of(index))
+    first, second = encoder.requests(method.capitalize())[-2:]
+    entries = "items" if method == "encode" else "keys"
+    assert (first.delivery, first.after_lost_read, len(getattr(first, entries))) == (
+        pb.DELIVERY_HOST,
+        False,
+        3,
+    )
+    assert (second.delivery, second.after_lost_read, len(getattr(second, entries))) == (
+        pb.DELIVERY_INLINE,
+        True,
+        2,
+    )
+
+
+def test_p21_a_place_in_answer_to_a_lost_read_fails_the_item(encoder: Encoder, open_client: Open) -> None:
+    client = attached(open_client)
+    encoder.lose_next = 1
+
+    def always_place(request: Any, result: pb.ItemResult, rows: bytes) -> None:
+        encoder.place(pb.EncodeRequest(), result, rows)
+
+    encoder.fake.script.place = always_place
+    encoder.fake.script.faults[digest_of(0)] = Fault.OTHER_DELIVERY
+    (outcome,) = client.call("encode", [image(0)])
+    assert isinstance(outcome, InvalidRows)
+    assert outcome.field == "delivery"
+    assert encoder.fake.num_calls["Encode"] == 2
+
+
+@pytest.mark.parametrize("where", ["generation", "closed", "instance"])
+def test_p21_a_listed_slot_that_changes_is_never_believed(
+    encoder: Encoder, open_client: Open, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    """The writer stops between every two steps of the protocol, while the reader's copy is under way."""
+    client = attached(open_client)
+    rows = client.call("encode_one", image(0))
+    words, word = encoder.arena.words, {"generation": control_page.FIRST_GENERATION_WORD, "closed": 13}
+    copy = mapping.HostMemory.copy
+
+    def overtaken(self: mapping.HostMemory, *arguments: Any) -> Any:
+        copied = copy(self, *arguments)
+        words[word.get(where, 4)] += 1
+        return copied
+
+    monkeypatch.setattr(mapping.HostMemory, "copy", overtaken)
+    encoder.places = False
+    again = client.call("encode_one", image(0))
+    assert_rows_of(again, digest_of(0))
+    assert again.tier is CacheTier.HOST
+    assert encoder.fake.num_calls["Encode"] == 2, "asked for, since the copy was not whole"
+    assert rows.key == again.key
+
+
+def test_p21_the_copy_is_complete_before_the_comparison(encoder: Encoder, tmp_path: Path) -> None:
+    """A reader that compared first would accept bytes of the next content."""
+    order: list[str] = []
+    arena = mapped(encoder)
+    copy, fence = arena._memory.copy, control_page.fence
+    arena._memory.copy = lambda *given: (order.append("copy"), copy(*given))[1]  # type: ignore[method-assign, assignment]
+    page = arena._page
+
+    class Page:
+        def __getitem__(self, index: int) -> int:
+            order.append("compare")
+            return page[index]
+
+    arena._page = Page()  # type: ignore[assignment]
+    control_page.fence = lambda: (order.append("fence"), fence())[1]  # type: ignore[assignment]
+    try:
+        place = encoder.arena.write(pb.ItemResult(key=b"k" * 32), b"r" * 64, listed=False)
+        assert arena.read(place.slot_index, place.generation, place.offset_bytes, 64) is not None
+    finally:
+        control_page.fence = fence
+        arena._page = page
+    assert order[:3] == ["copy", "fence", "compare"]
+    assert "copy" not in order[2:]
+
+
+def mapped(encoder: Encoder) -> MappedArena:
+    from lm_adapter.shm.broker import BrokerConnection
+
+    connection = BrokerConnection(str(encoder.broker.path), namespace=NAMESPACE, token="", timeout_s=5.0)
+    try:
+        with connection.attach(encoder.arena.arena_id) as attachment_:
+            arena = MappedArena(attachment_, NAMESPACE, None)
+        arena.check_probe(connection.probe(encoder.arena.arena_id))
+        return arena
+    finally:
+        connection.close()
+
+
+@pytest.mark.parametrize(
+    ("slot", "generation", "offset", "num_bytes"),
+    [
+        (0, 2, 4096, 64),
+        (99, 1, 4096, 64),
+        (-1, 1, 4096, 64),
+        (0, 1, -1, 64),
+        (0, 1, 1 << 40, 64),
+        (0, 1, 0, 0),
+    ],
+)
+def test_places_outside_the_arena_are_lost(
+    encoder: Encoder, slot: int, generation: int, offset: int, num_bytes: int
+) -> None:
+    assert mapped(encoder).read(slot, generation, offset, num_bytes) is None
+
+
+def test_reads_end_before_the_memory_is_unmapped(encoder: Encoder) -> None:
+    arena = mapped(encoder)
+    place = encoder.arena.write(pb.ItemResult(key=b"k" * 32), b"r" * 64, listed=False)
+    entered, go_on = threading.Event(), threading.Event()
+    copy = arena._memory.copy
+
+    def slow(*given: Any) -> Any:
+        entered.set()
+        assert go_on.wait(20)
+        return copy(*given)
+
+    arena._memory.copy = slow  # type: ignore[method-assign, assignment]
+    read: list[Any] = []
+    arguments = (place.slot_index, place.generation, place.offset_bytes, 64)
+    reader = threading.Thread(target=lambda: read.append(arena.read(*arguments)))
+    reader.start()
+    assert entered.wait(20)
+    with pytest.raises(MappingFailed, match="1 reads did not end"):
+        arena.unmap(0.05)
+    assert arena.find(b"k" * 32) is None, "no read begins any more"
+    go_on.set()
+    reader.join(20)
+    assert bytes(read[0]) == b"r" * 64
+    arena.unmap(5.0)
+    arena.unmap(5.0)
+    assert arena.read(*arguments) is None
+    assert num_mapped(encoder.arena) == 0
+
+
+def test_memory_is_unmapped_within_a_second_of_the_encoders_end(encoder: Encoder, open_client: Open) -> None:
+    client = attached(open_client)
+    client.call("encode_one", image(0))
+    assert num_mapped(encoder.arena) == 1
+    encoder.broker.stop()
+    started = time.monotonic()
+    wait_until(lambda: num_mapped(encoder.arena) == 0)
+    assert time.monotonic() - started < 1.0
+    assert client.client.transport.name == "inline"
+    encoder.places = False
+    assert_rows_of(client.call("encode_one", image(0)), digest_of(0))
+    assert encoder.requests("Encode")[-1].delivery == pb.DELIVERY_INLINE
+
+
+def test_a_broker_that_comes_back_is_attached_again(
+    encoder: Encoder, open_client: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = attached(open_client)
+    encoder.broker.drop()
+    started = time.monotonic()
+    wait_until(lambda: encoder.broker.num_hellos == 2 and client.client.transport.name == "host")
+    assert time.monotonic() - started < 5
+    assert_rows_of(client.call("encode_one", image(3)), digest_of(3))
+
+
+def test_attempts_are_a_second_apart(encoder: Encoder, open_client: Open) -> None:
+    encoder.broker.refusal = broker_pb2.BrokerRefused(reason="BUSY", message="not now", retryable=True)
+    client = open_client()
+    assert client.call("wait_transport", 10.0).name == "inline"
+    assert "not now" in client.client.transport.reason
+    assert_rows_of(client.call("encode_one", image(0)), digest_of(0))
+    time.sleep(1.5)
+    assert encoder.broker.num_hellos == 2
+    encoder.broker.refusal = None
+    wait_until(lambda: client.client.transport.name == "host")
+
+
+def test_a_refusal_for_good_is_not_repeated(encoder: Encoder, open_client: Open) -> None:
+    encoder.broker.refusal = broker_pb2.BrokerRefused(reason="ACCESS_DENIED", message="no token")
+    client = open_client(token="secret")
+    assert client.call("wait_transport", 10.0).name == "inline"
+    time.sleep(1.3)
+    assert encoder.broker.tokens == ["secret"]
+
+
+@pytest.mark.parametrize("old_side", ["welcome", "page"])
+def test_another_layout_version_means_inline_and_one_log_line(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, old_side: str
+) -> None:
+    """An old reader against a new encoder."""
+    version = LAYOUT_VERSION + (old_side == "page")
+    caplog.set_level("INFO", logger="lm_adapter")
+    with Encoder(tmp_path, version=version) as encoder:
+        encoder.broker.layout_version += old_side == "welcome"
+        with VisionEncoderClient(encoder.fake.target, namespace=NAMESPACE, timeout_s=20.0) as client:
+            transport = client.wait_transport(10.0)
+            assert transport.name == "inline"
+            assert "layout version" in transport.reason
+            for index in range(3):
+                assert_rows_of(client.encode_one(image(index)), digest_of(index))
+    said = [record for record in caplog.records if "layout version" in record.getMessage()]
+    assert len(said) == 1
+
+
+def test_without_inline_a_client_without_memory_says_why(encoder: Encoder, open_client: Open) -> None:
+    encoder.broker.refusal = broker_pb2.BrokerRefused(reason="ACCESS_DENIED", message="no token")
+    with pytest.raises(TransportUnavailable, match="no token"):
+        open_client(transports=("host",)).call("encode_one", image(0))
+    encoder.broker.refusal = None
+    assert_rows_of(open_client(transports=("host",)).call("encode_one", image(0)), digest_of(0))
+    assert encoder.requests("Encode")[-1].delivery == pb.DELIVERY_HOST
+
+
+@pytest.mark.parametrize("wrong", ["host", "instance", "probe", "seals"])
+def test_memory_that_cannot_be_the_encoders_is_not_read(
+    encoder: Encoder, open_client: Open, wrong: str
+) -> None:
+    if wrong == "host":
+        encoder.fake.script.transports[0].host_id = "elsewhere"
+    elif wrong == "instance":
+        encoder.broker.instance_id = "another"
+    elif wrong == "probe":
+        encoder.arena.data[3] ^= 1
+    else:
+        encoder.arena.fds[0] = shm_rig.memfd("open", encoder.arena.size_bytes, seals=0)
+    client = open_client()
+    transport = client.call("wait_transport", 10.0)
+    assert transport.name == "inline"
+    named = {"host": "on host", "instance": "instance", "probe": "probe", "seals": "seals"}[wrong]
+    assert named in transport.reason
+    assert_rows_of(client.call("encode_one", image(0)), digest_of(0))
+
+
+def test_p22_a_listed_record_that_does_not_fit_the_model_is_asked_for(
+    encoder: Encoder, open_client: Open
+) -> None:
+    client = attached(open_client)
+    key = client.call("encode_one", image(0)).key
+    encoder.arena.write(
+        pb.ItemResult(key=key, num_rows=7, width=9, rows_bytes=252, dtype=pb.DTYPE_FLOAT32), bytes(252)
+    )
+    start = shm_rig.directory.record_offset(encoder.arena.num_slots, 0)
+    data = encoder.arena._directory
+    data[start : start + 128] = shm_rig.torn(data[start : start + 128])
+    assert_rows_of(client.call("encode_one", image(0)), digest_of(0))
+    assert encoder.fake.num_calls["Encode"] == 2
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"transports": ()},
+        {"transports": "host"},
+        {"transports": ("host", "fax")},
+        {"broker_path": "relative"},
+    ],
+)
+def test_settings_that_cannot_be_are_refused(settings: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequest):
+        VisionEncoderClient("127.0.0.1:1", **settings)
+
+
+def test_a_forked_child_reads_nothing_and_leaves_the_parent_attached(encoder: Encoder) -> None:
+    with VisionEncoderClient(encoder.fake.target, namespace=NAMESPACE, timeout_s=20.0) as client:
+        assert client.wait_transport(10.0).name == "host"
+        client.encode_one(image(0))
+        pid = os.fork()
+        if pid == 0:
+            ok = client._client._shared.current is None
+            with contextlib.suppress(Exception):
+                client.encode_one(image(0))
+                ok = False
+            os._exit(0 if ok else 1)
+        _, status = os.waitpid(pid, 0)
+        assert os.waitstatus_to_exitcode(status) == 0
+        assert_rows_of(client.encode_one(image(0)), digest_of(0))
+        assert encoder.fake.num_calls["Encode"] == 1
+        assert client.transport.name == "host"
+
+
+@pytest.mark.extended
+def test_p21_readers_beside_a_writer_that_never_waits_see_no_wrong_byte(encoder: Encoder) -> None:
+    """32 readers over an arena of a tenth of the working set, which the encoder overwrites as it answers."""
+    num_items, num_reads = 80, 20
+    with VisionEncoderClient(encoder.fake.target, namespace=NAMESPACE, timeout_s=60.0) as client:
+        assert client.wait_transport(10.0).name == "host"
+        failures: list[BaseException] = []
+
+        def read(seed: int) -> None:
+            random = np.random.default_rng(seed)
+            try:
+                for _ in range(num_reads):
+                    index = int(random.integers(num_items))
+                    assert_rows_of(client.encode_one(image(index)), digest_of(index))
+                    time.sleep(float(random.uniform(0, 0.02)))
+            except BaseException as error:
+                failures.append(error)
+
+        threads = [threading.Thread(target=read, args=(seed,)) for seed in range(32)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(120)
+    assert not failures
+    requests = encoder.requests("Encode")
+    assert sum(len(request.items) for request in requests) <= 2 * 32 * num_reads
+
+
+def test_an_unknown_key_fails_its_item_alone(encoder: Encoder, open_client: Open) -> None:
+    client = attached(open_client)
+    key = client.call("encode_one", image(0)).key
+    found, absent = client.call("fetch", [key, b"n" * 32])
+    assert_rows_of(found, digest_of(0))
+    assert isinstance(absent, ItemFailed)
+    assert absent.reason == "UNKNOWN_KEY"

@@ -1,0 +1,148 @@
+"""Where rows are delivered: at a place in an arena, or inline."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import pytest
+import torch
+
+from encoder_service.rpc import delivery
+from encoder_service.rpc.delivery import Delivery, LossRate, Wanted
+from encoder_service.store.arena import TierName
+from encoder_service.store.embedding_store import EmbeddingStore, Partition
+from encoder_service.types import CacheTier
+from tests.reference_reader import reader_of
+from tests.unit.service.rig import Rig, image, running
+from tests.unit.store.arenas import Clock, device_arena, host_arena
+
+pytestmark = pytest.mark.anyio
+
+# ``image`` with side 16 gives 64 rows of 16 float32.
+ITEM_BYTES = 4096
+HOST, DEVICE = Wanted("", "host", False), Wanted("", "device", False)
+AGAIN = Wanted("", "host", True)
+
+
+@pytest.fixture
+async def rig() -> AsyncIterator[Rig]:
+    """With room for eight items on the host and four on the device."""
+    partition = Partition(host_arena(8 * ITEM_BYTES), device_arena(4 * ITEM_BYTES))
+    async with running(Rig(EmbeddingStore(partition, on_copy_error=lambda error: None))) as rig:
+        yield rig
+    rig.store.close()
+
+
+@pytest.fixture
+def found(rig: Rig) -> Delivery:
+    return Delivery(rig.pipeline, rig.metrics)
+
+
+def sample(rig: Rig, name: str, **labels: str) -> float:
+    return rig.metrics.registry.get_sample_value(name, labels) or 0.0
+
+
+@pytest.mark.parametrize("tier", ["host", "device"])
+async def test_rows_have_a_place_where_their_caller_reads(rig: Rig, found: Delivery, tier: TierName) -> None:
+    delivered, place = await found.prepare(
+        await rig.pipeline.encode(image(3, side=16)), Wanted("", tier, False)
+    )
+    assert place is not None
+    assert place.tier == delivered.held.tier == tier
+    (arena,) = (arena for _, arena in rig.store.arenas() if arena.kind == tier)
+    assert (place.arena_id, place.instance) == (arena.arena_id, arena.instance)
+    rows = delivered.encoded.rows.clone()
+    delivered.release()
+    assert rig.store.num_unread() == 1, "announced rows are evicted last, though nothing holds them"
+    with reader_of(arena) as reader:
+        copied = reader.data[place.offset_bytes : place.offset_bytes + ITEM_BYTES]
+        assert reader.is_current(place.slot_index, place.generation)
+    assert torch.equal(torch.frombuffer(bytearray(copied), dtype=torch.float32).view(64, 16), rows)
+    rig.store.touch("", delivered.encoded.key, place.generation)
+    assert rig.store.num_unread() == 0
+
+
+async def test_inline_rows_are_in_host_memory_and_hold_their_slot(rig: Rig, found: Delivery) -> None:
+    delivered, place = await found.prepare(
+        await rig.pipeline.encode(image(3, side=16)), Wanted("", None, False)
+    )
+    assert place is None
+    assert delivered.held.tier == "host"
+    assert sample(rig, "ve_inline_fallbacks_total", reason="large") == 0
+    assert delivered.held._entry is not None
+    delivered.release()
+
+
+async def test_items_above_a_quarter_of_the_arena_go_inline(
+    rig: Rig, found: Delivery, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert rig.store.max_place_bytes("device") >= ITEM_BYTES
+    monkeypatch.setattr(EmbeddingStore, "max_place_bytes", lambda *_: ITEM_BYTES - 1)
+    delivered, place = await found.prepare(await rig.pipeline.encode(image(3, side=16)), DEVICE)
+    assert place is None
+    assert delivered.held.tier == "host"
+    assert sample(rig, "ve_inline_fallbacks_total", reason="large") == 1
+    delivered.release()
+
+
+async def test_rows_without_room_go_inline(rig: Rig, found: Delivery) -> None:
+    held = [await rig.pipeline.encode(image(value, side=16)) for value in range(1, 5)]
+    assert {each.held.tier for each in held} == {"device"}
+    other = await rig.pipeline.encode(image(9, side=16))
+    assert other.held.tier == "host", "callers hold the device arena"
+    delivered, place = await found.prepare(other, DEVICE)
+    assert place is None
+    assert sample(rig, "ve_inline_fallbacks_total", reason="no_room") == 1
+    for each in (*held, delivered):
+        each.release()
+
+
+async def test_p21_after_a_lost_read_rows_come_inline_and_are_counted(rig: Rig, found: Delivery) -> None:
+    first, place = await found.prepare(await rig.pipeline.encode(image(3, side=16)), AGAIN)
+    assert (place, first.tier) == (None, CacheTier.MISS)
+    assert sample(rig, "ve_encodes_repeated_total") == 1
+    second, place = await found.prepare(await rig.pipeline.encode(image(3, side=16)), AGAIN)
+    assert (place, second.tier) == (None, CacheTier.DEVICE)
+    assert sample(rig, "ve_encodes_repeated_total") == 1
+    for each in (first, second):
+        each.release()
+
+
+async def test_p21_above_one_percent_of_losses_rows_go_inline_for_a_second(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock()
+    monkeypatch.setattr(rig.pipeline, "clock", clock)
+    found = Delivery(rig.pipeline, rig.metrics)
+
+    async def is_placed() -> bool:
+        delivered, place = await found.prepare(await rig.pipeline.encode(image(3, side=16)), HOST)
+        delivered.release()
+        return place is not None
+
+    for _ in range(100):
+        assert await is_placed()
+    found.count_lost(1)
+    assert await is_placed()
+    found.count_lost(1)
+    assert not await is_placed()
+    assert sample(rig, "ve_inline_fallbacks_total", reason="losses") == 1
+    assert sample(rig, "ve_reads_lost_total") == 2
+    clock.now_s += delivery.WINDOW_S
+    assert await is_placed()
+
+
+def test_losses_count_against_the_places_of_this_second_and_the_last() -> None:
+    clock = Clock()
+    losses = LossRate(clock)
+    for _ in range(200):
+        losses.count_placed()
+    clock.now_s += 1.0
+    losses.count_lost(2)
+    assert not losses.is_high()
+    losses.count_lost()
+    assert losses.is_high()
+    clock.now_s += 2.5
+    assert not losses.is_high()
+    losses.count_lost()
+    assert losses.is_high(), "nothing was placed for two seconds"

@@ -1,0 +1,167 @@
+"""Items of calls: read from messages, segments and URLs, and counted for as long as they are held."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from encoder_service.errors import QueueFull, TransportUnavailable, UnknownKey, UnsupportedContent
+from encoder_service.ingest.identity import content_digest
+from encoder_service.ingest.pixel_segments import PixelSegments, SegmentTensor
+from encoder_service.rpc.item_reader import INLINE_BYTES, ItemReader
+from encoder_service.scheduler.admission import Admission
+from encoder_service.types import DigestOnly, EncodedFile, Item, PixelValues
+from tests.unit.service.rig import until
+from vision_encoder.v1 import encoder_pb2 as pb
+
+pytestmark = pytest.mark.anyio
+
+GRID = pb.GridTHW(t=1, h=2, w=2)
+MAX_BYTES = 1000
+
+
+@pytest.fixture
+def reader(tmp_path: Path) -> Iterator[ItemReader]:
+    segments = PixelSegments(("gateway-",), max_tensor_bytes=1 << 20, folder=str(tmp_path))
+    with ThreadPoolExecutor(1) as workers:
+        yield ItemReader(Admission(0, MAX_BYTES), workers, segments)
+    segments.close()
+
+
+def shared(tmp_path: Path, tensor: torch.Tensor) -> pb.Item:
+    (tmp_path / "gateway-1").write_bytes(tensor.numpy().tobytes())
+    shm = pb.ShmTensor(name="gateway-1", dtype=pb.DTYPE_FLOAT32, shape=tensor.shape)
+    return pb.Item(modality=pb.MODALITY_IMAGE, pixels=pb.PixelTensor(grid_thw=GRID, shm=shm))
+
+
+def inline(tensor: torch.Tensor) -> pb.Item:
+    data = pb.InlineTensor(dtype=pb.DTYPE_FLOAT32, shape=tensor.shape, data=tensor.numpy().tobytes())
+    return pb.Item(modality=pb.MODALITY_IMAGE, pixels=pb.PixelTensor(grid_thw=GRID, inline=data))
+
+
+async def same(item: Item) -> Item:
+    return item
+
+
+async def test_p19_a_segments_item_is_the_one_that_comes_inline(reader: ItemReader, tmp_path: Path) -> None:
+    """Also by its digest, and so by its key. Its bytes count until the question is answered."""
+    tensor = torch.randn(4, 6)
+
+    async def question(item: Item) -> Item:
+        assert reader.admission.num_bytes == tensor.nbytes
+        return item
+
+    found = await reader.ask(shared(tmp_path, tensor), question)
+    assert reader.admission.num_bytes == 0
+    other = await reader.ask(inline(tensor), same)
+    assert isinstance(found.content, PixelValues)
+    assert torch.equal(found.content.pixel_values, tensor)
+    assert content_digest(found) == content_digest(other)
+    assert (tmp_path / "gateway-1").exists()
+
+
+async def test_a_large_tensor_is_converted_off_the_event_loop(
+    reader: ItemReader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on: list[str] = []
+    frombuffer = torch.frombuffer
+
+    def noted(*arguments: Any, **options: Any) -> torch.Tensor:
+        on.append(threading.current_thread().name)
+        return frombuffer(*arguments, **options)
+
+    monkeypatch.setattr(torch, "frombuffer", noted)
+    for num_rows in (4, INLINE_BYTES // 16 + 1):
+        await reader.ask(inline(torch.zeros(num_rows, 4)), same)
+    assert on[0] == threading.main_thread().name
+    assert on[1] != on[0]
+
+
+async def test_p17_shared_bytes_are_bounded_as_inline_bytes_are(reader: ItemReader, tmp_path: Path) -> None:
+    permit = reader.admission.acquire(MAX_BYTES - 95)
+    with pytest.raises(QueueFull, match="the item needs 96"):
+        await reader.ask(shared(tmp_path, torch.zeros(4, 6)), same)
+    permit.release()
+    assert reader.admission.num_bytes == 0
+
+
+async def test_p17_bytes_count_until_the_worker_has_stopped_writing(
+    reader: ItemReader, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reading, go_on = threading.Event(), threading.Event()
+    read = PixelSegments.read
+
+    def slowly(segments: PixelSegments, wanted: SegmentTensor) -> torch.Tensor:
+        reading.set()
+        assert go_on.wait(20)
+        return read(segments, wanted)
+
+    monkeypatch.setattr(PixelSegments, "read", slowly)
+    task = asyncio.ensure_future(reader.ask(shared(tmp_path, torch.zeros(4, 6)), same))
+    await asyncio.to_thread(reading.wait, 20)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert reader.admission.num_bytes == 96
+    go_on.set()
+    await until(lambda: not reader.admission.num_bytes)
+
+
+async def test_segments_are_refused_where_none_are_accepted(reader: ItemReader, tmp_path: Path) -> None:
+    without = ItemReader(reader.admission, reader.workers)
+    with pytest.raises(TransportUnavailable, match="send them inline"):
+        await without.ask(shared(tmp_path, torch.zeros(4, 6)), same)
+
+
+class Urls:
+    """Stands for UrlFetcher. fetched: URLs in order."""
+
+    def __init__(self) -> None:
+        self.fetched: list[str] = []
+
+    async def fetch(self, text: str, count_bytes: Any) -> bytes:
+        self.fetched.append(text)
+        count_bytes(4)
+        return b"file"
+
+
+def with_urls(reader: ItemReader) -> tuple[ItemReader, Urls]:
+    urls = Urls()
+    return ItemReader(reader.admission, reader.workers, None, urls), urls  # type: ignore[arg-type]
+
+
+async def test_a_url_is_fetched_only_where_its_rows_are_not_held(reader: ItemReader) -> None:
+    found, urls = with_urls(reader)
+    asked: list[Item] = []
+
+    async def question(item: Item) -> str:
+        asked.append(item)
+        if isinstance(item.content, DigestOnly):
+            if len(asked) == 1:
+                raise UnknownKey("not held")
+            return "held"
+        assert item.content == EncodedFile(b"file")
+        assert reader.admission.num_bytes == 4
+        return "encoded"
+
+    message = pb.Item(modality=pb.MODALITY_IMAGE, url="http://x/a", content_digest=bytes(32))
+    assert await found.ask(message, question) == "encoded"
+    assert await found.ask(message, question) == "held"
+    assert urls.fetched == ["http://x/a"]
+    assert reader.admission.num_bytes == 0
+
+
+async def test_urls_are_refused_for_clips_and_where_none_are_accepted(reader: ItemReader) -> None:
+    found, urls = with_urls(reader)
+    with pytest.raises(UnsupportedContent, match="URLs of clips"):
+        await found.ask(pb.Item(modality=pb.MODALITY_VIDEO, url="http://x/a"), same)
+    with pytest.raises(UnsupportedContent, match="takes no URLs"):
+        await reader.ask(pb.Item(modality=pb.MODALITY_IMAGE, url="http://x/a"), same)
+    assert urls.fetched == []

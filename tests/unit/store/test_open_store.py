@@ -1,0 +1,71 @@
+"""The arenas that settings ask for."""
+
+from __future__ import annotations
+
+import gc
+import os
+from pathlib import Path
+
+import pytest
+
+from encoder_service.config import parse_settings
+from encoder_service.errors import ConfigurationError, InternalError
+from encoder_service.store.embedding_store import EmbeddingStore, open_store
+from tests.unit.store.arenas import land
+
+MIB = 1 << 20
+
+
+def opened(folder: Path, **given: object) -> EmbeddingStore:
+    settings = parse_settings(model=str(folder), device="cpu", **given)
+    return open_store(settings, on_copy_error=lambda _: None)
+
+
+def test_without_a_broker_the_store_is_private(tmp_path: Path) -> None:
+    store = opened(tmp_path, store_bytes=MIB)
+    ((namespace, arena),) = store.arenas()
+    assert namespace is None
+    assert arena.kind == "host"
+    assert MIB * 0.9 < store.max_bytes <= MIB
+    with pytest.raises(InternalError, match="private"):
+        arena.export_all()
+    assert land(store, 1)
+    store.close()
+
+
+def test_a_store_of_no_bytes_keeps_nothing(tmp_path: Path) -> None:
+    store = opened(tmp_path, store_bytes=0)
+    assert not land(store, 1, num_rows=16)
+    assert store.counters.refused == 1
+    store.close()
+
+
+def test_p18_isolated_namespaces_have_arenas_of_their_sizes(tmp_path: Path) -> None:
+    store = opened(
+        tmp_path,
+        broker_path=str(tmp_path / "s"),
+        arena_bytes=2 * MIB,
+        isolated_namespaces="a=1048576,b=3145728",
+        tokens="a=one,b=two",
+    )
+    sizes = {namespace: arena.size_bytes for namespace, arena in store.arenas()}
+    assert sizes == {None: 2 * MIB, "a": MIB, "b": 3 * MIB}
+    for _, arena in store.arenas():
+        for descriptor in arena.export_all():
+            os.close(descriptor)
+    store.close()
+
+
+def test_an_arena_that_the_host_lacks_leaves_nothing_open(tmp_path: Path) -> None:
+    gc.collect()
+    descriptors = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(ConfigurationError, match="more than the"):
+        opened(
+            tmp_path,
+            broker_path=str(tmp_path / "s"),
+            arena_bytes=MIB,
+            isolated_namespaces=f"a={1 << 50}",
+            tokens="a=one",
+        )
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == descriptors

@@ -1,0 +1,101 @@
+"""Random operations on a store of two tiers and an isolated namespace; invariants hold after each."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import pytest
+import torch
+
+from encoder_service.store.arena import TierName
+from encoder_service.store.embedding_store import HeldRows, Reservation
+from tests.reference_reader import reader_of
+from tests.unit.store.arenas import Clock, coming, key_of, rows_of, settle, store_of
+
+NAMESPACES = ("", "b", "tenant")
+NUM_ROWS = [1, 2, 4, 4, 7, 16, 40]
+NUM_NAMES = 3 * len(NUM_ROWS)
+SEEDS = [*range(3), *(pytest.param(seed, marks=pytest.mark.extended) for seed in range(3, 60))]
+
+
+def content_of(name: int) -> torch.Tensor:
+    return rows_of(name, NUM_ROWS[name % len(NUM_ROWS)])
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("seed", SEEDS)
+async def test_p14_p17_p18_p21_random_operations(seed: int) -> None:
+    """Held rows never change. A namespace's arenas, and no others, list what the store has of it, with the
+    right rows. Bytes and holds agree, and nothing stays held at the end."""
+    chance, clock = random.Random(seed), Clock()
+    store = store_of(32, 16, isolated=("tenant",), clock=clock, max_private_bytes=1 << 16)
+    readers = [(owner, arena, reader_of(arena)) for owner, arena in store.arenas()]
+    held: list[tuple[HeldRows, int, str]] = []
+    reserved: list[tuple[Reservation, int]] = []
+    for _ in range(500):
+        namespace, name = chance.choice(NAMESPACES), chance.randrange(NUM_NAMES)
+        match chance.randrange(8):
+            case 0 | 1:
+                reservation = store.reserve(namespace, coming(name, NUM_ROWS[name % len(NUM_ROWS)]))
+                if reservation is not None:
+                    reservation.destination.copy_(content_of(name))
+                    reserved.append((reservation, name))
+            case 2 | 3 if reserved:
+                reservation, written = reserved.pop(chance.randrange(len(reserved)))
+                if chance.random() < 0.2:
+                    store.cancel(reservation)
+                else:
+                    held.append((store.commit(reservation), written, reservation.namespace))
+            case 4:
+                found = store.hold(namespace, key_of(name))
+                if found is not None:
+                    held.append((found, name, namespace))
+            case 5 if held:
+                held.pop(chance.randrange(len(held)))[0].drop()
+            case 6 if held:
+                one, of, space = held.pop(chance.randrange(len(held)))
+                tiers: tuple[TierName, ...] = ("host", "device")
+                held.append((await store.in_tier(one, space, chance.choice(tiers)), of, space))
+            case 7 if held:
+                one, _, space = chance.choice(held)
+                if one.tier is not None:
+                    place = store.announce(one)
+                    if chance.random() < 0.5:
+                        store.touch(space, one.item.key, place.generation)
+                clock.now_s += chance.random() * 8
+                await asyncio.sleep(0)
+        while len(held) > 12:
+            held.pop(0)[0].drop()
+        store.check_integrity()
+        for one, of, _ in held:
+            assert torch.equal(one.item.rows, content_of(of))
+        for owner, arena, reader in readers:
+            partition = store._partitions[owner]
+            entry = next(tier for tier in partition.tiers() if tier.arena is arena).find(
+                (namespace, key_of(name))
+            )
+            record = reader.find(namespace, key_of(name))
+            assert (record is None) == (entry is None)
+            if record is not None:
+                assert store._partition(namespace) is partition
+                assert reader.read(record) == content_of(name).numpy().tobytes()
+    for one, _, _ in held:
+        one.drop()
+    for reservation, _ in reserved:
+        store.cancel(reservation)
+    await settle(store)
+    store.check_integrity()
+    counters = store.counters
+    assert min(counters.evictions, counters.copies_to_host, counters.hits) > 0
+    assert counters.copies_to_device > 0 or seed > 2, "the first seeds copy to the device too"
+    for owner, arena, reader in readers:
+        assert len(arena) == sum(
+            len(tier) for tier in store._partitions[owner].tiers() if tier.arena is arena
+        )
+        assert not reader.closed
+    store.close()
+    store.check_integrity()
+    for _, _, reader in readers:
+        assert reader.closed
+        reader.__exit__(None, None, None)
