@@ -15,39 +15,29 @@ PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 # Chunks that can hold an orientation: EXIF itself, or text with an EXIF profile or XMP.
 _PNG_METADATA = frozenset({b"eXIf", b"tEXt", b"zTXt", b"iTXt"})
 
-_SIGNATURES: tuple[tuple[bytes, str], ...] = (
-    (b"\xff\xd8\xff", "JPEG"),
-    (PNG_SIGNATURE, "PNG"),
-    (b"GIF87a", "GIF"),
-    (b"GIF89a", "GIF"),
-    (b"BM", "BMP"),
-    (b"II*\x00", "TIFF"),
-    (b"MM\x00*", "TIFF"),
-    (b"II+\x00", "TIFF"),
-    (b"MM\x00+", "TIFF"),
-    (b"\x00\x00\x01\x00", "ICO"),
-    (b"\x00\x00\x00\x0cjP  \r\n\x87\n", "JPEG 2000"),
-    (b"\xff\x4f\xff\x51", "JPEG 2000"),
-    (b"qoif", "QOI"),
-    (b"\x01\xda", "SGI"),
-    (b"8BPS", "Photoshop"),
-    (b"%PDF", "PDF"),
-    (b"%!PS", "PostScript"),
-    (b"PK\x03\x04", "ZIP"),
-    (b"\x1f\x8b", "gzip"),
-    (b"DDS ", "DDS"),
-    (b"icns", "ICNS"),
-    (b"\x1aE\xdf\xa3", "Matroska or WebM video"),
-)
+# Signatures of formats that are decoded, or that are often sent in their place.
+_SIGNATURES = {
+    b"\xff\xd8\xff": "JPEG",
+    PNG_SIGNATURE: "PNG",
+    b"GIF8": "GIF",
+    b"BM": "BMP",
+    b"II*\x00": "TIFF",
+    b"MM\x00*": "TIFF",
+    b"\x00\x00\x01\x00": "ICO",
+    b"\x00\x00\x00\x0cjP  \r\n\x87\n": "JPEG 2000",
+    b"8BPS": "Photoshop",
+    b"%PDF": "PDF",
+    b"%!PS": "PostScript",
+    b"PK\x03\x04": "ZIP",
+    b"\x1aE\xdf\xa3": "Matroska or WebM video",
+}
 _BRANDS = {
     b"avif": "AVIF",
     b"avis": "AVIF",
     b"heic": "HEIC",
     b"heix": "HEIC",
     b"mif1": "HEIF",
-    b"msf1": "HEIF",
     b"isom": "MP4 video",
-    b"mp41": "MP4 video",
     b"mp42": "MP4 video",
     b"qt  ": "QuickTime video",
 }
@@ -56,7 +46,7 @@ _BRANDS = {
 def format_name(data: bytes) -> str:
     """The format that the first bytes announce, for messages; UNKNOWN_FORMAT for none."""
     head = bytes(data[:512])
-    for signature, name in _SIGNATURES:
+    for signature, name in _SIGNATURES.items():
         if head.startswith(signature):
             return name
     if head[:4] == b"RIFF":
