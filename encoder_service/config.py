@@ -145,7 +145,7 @@ class Settings(BaseSettings):
     # -- URLs ------------------------------------------------------------------------------------------
     url_allow: Names = Field(
         (),
-        description="Allowed URLs: host, *.domain or host:port, with an optional path prefix and an optional "
+        description="Allowed URLs: host, *.domain or host:port, with an optional "
         "http:// in front; comma separated; empty: URL items are refused.",
     )
     url_networks: Names = Field(

@@ -10,8 +10,6 @@ by side.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 from PIL import Image
 
@@ -22,16 +20,6 @@ except ImportError:  # no wheel for this platform
 
 # Other ratios are rare, and versions of the library differ on some.
 _SUBSAMPLINGS = frozenset({"444", "422", "420"})
-# By EXIF orientation, of [H, W].
-_TURNS: dict[object, Callable[[np.ndarray], np.ndarray]] = {
-    2: lambda image: image[:, ::-1],
-    3: lambda image: image[::-1, ::-1],
-    4: lambda image: image[::-1],
-    5: lambda image: image.T,
-    6: lambda image: np.rot90(image, -1),
-    7: lambda image: image[::-1, ::-1].T,
-    8: np.rot90,
-}
 
 
 def decode_jpeg(data: bytes, opened: Image.Image) -> np.ndarray | None:
@@ -52,14 +40,3 @@ def decode_jpeg(data: bytes, opened: Image.Image) -> np.ndarray | None:
     except ValueError:  # also for what libjpeg only warns of, and Pillow may accept
         return None
     return pixels
-
-
-def upright_pixels(pixels: np.ndarray, orientation: object) -> np.ndarray:
-    """uint8 [H, W, 3] turned as the EXIF orientation says, contiguous. In numpy, which copies without the
-    interpreter's lock and, unlike torch, starts no threads for each worker that copies."""
-    turn = _TURNS.get(orientation)
-    if turn is None:
-        return pixels
-    # A pixel as one element is copied at once, twice as fast as byte by byte.
-    turned = np.ascontiguousarray(turn(pixels.view("V3")[..., 0]))
-    return turned.view(np.uint8).reshape(*turned.shape, 3)

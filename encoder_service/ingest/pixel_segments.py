@@ -125,33 +125,29 @@ class PixelSegments:
 
     @contextmanager
     def _opened(self, name: str) -> Iterator[int]:
-        if not NAME.fullmatch(name) or name in (".", ".."):
-            raise self._refused("NAME", f"{name[:64]!r} is no segment's name")
-        if not name.startswith(self.prefixes):
-            raise self._refused("NAME", f"segment {name!r} begins with none of {', '.join(self.prefixes)}")
+        """Refuses a file that others may write, and so change, and one with a second name, which may be
+        another's file."""
+        if not NAME.fullmatch(name) or name in (".", "..") or not name.startswith(self.prefixes):
+            raise self._refused("NAME", f"{name[:64]!r} is no segment's name with a prefix that is accepted")
         try:
             descriptor = os.open(name, OPEN_FLAGS, dir_fd=self._folder)
         except OSError as error:
             cause = CAUSES.get(error.errno or 0, "NOT_OPENED")
             raise self._refused(cause, f"segment {name!r} cannot be opened: {error.strerror}") from error
         try:
-            self._check_file(name, os.fstat(descriptor))
+            found = os.fstat(descriptor)
+            for cause, is_wrong, why in (
+                ("NO_PLAIN_FILE", not stat.S_ISREG(found.st_mode), "is no plain file"),
+                ("USER", found.st_uid not in self._allowed_uids, f"belongs to user {found.st_uid}"),
+                ("MODE", bool(found.st_mode & stat.S_IWOTH), f"is writable by others: {found.st_mode:o}"),
+                ("NOT_FOUND", found.st_nlink == 0, "was unlinked meanwhile"),
+                ("LINKS", found.st_nlink > 1, f"has {found.st_nlink} names, 1 is accepted"),
+            ):
+                if is_wrong:
+                    raise self._refused(cause, f"segment {name!r} {why}")
             yield descriptor
         finally:
             os.close(descriptor)
-
-    def _check_file(self, name: str, found: os.stat_result) -> None:
-        """Others could change the pixels of a file that they may write; a second name may make another's
-        file look like the caller's."""
-        for cause, is_wrong, why in (
-            ("NO_PLAIN_FILE", not stat.S_ISREG(found.st_mode), "is no plain file"),
-            ("USER", found.st_uid not in self._allowed_uids, f"belongs to user {found.st_uid}"),
-            ("MODE", bool(found.st_mode & stat.S_IWOTH), f"is writable by others: {found.st_mode & 0o777:o}"),
-            ("NOT_FOUND", found.st_nlink == 0, "was unlinked meanwhile"),
-            ("LINKS", found.st_nlink > 1, f"has {found.st_nlink} names, 1 is accepted"),
-        ):
-            if is_wrong:
-                raise self._refused(cause, f"segment {name!r} {why}")
 
     def _refused(self, cause: str, message: str) -> TransportUnavailable:
         self.outcomes[cause] += 1

@@ -13,7 +13,6 @@ from encoder_service.ingest.moonvit import MoonViTClips, MoonViTPreprocessor
 from encoder_service.ingest.preprocessor import Preprocessor
 from encoder_service.ingest.qwen_vl import QwenClips, QwenVLPreprocessor
 from encoder_service.ingest.settings import (
-    has_moonvit_video,
     parse_moonvit,
     parse_moonvit_video,
     parse_qwen_video,
@@ -36,7 +35,7 @@ def load_preprocessor(
     """The preprocessor of a checkpoint folder. clip_limits: their defaults when left out. transparent: what
     becomes of alpha, see ``decode``.
 
-    Raises UnsupportedCheckpoint for an unknown family or for settings that are missing, invalid or unknown,
+    Raises UnsupportedCheckpoint for an unknown family or for settings that are missing or invalid,
     CheckpointError when the folder has no settings file.
     """
     if family not in FAMILIES:
@@ -47,9 +46,8 @@ def load_preprocessor(
     clip_limits = clip_limits or ClipLimits()
     if family == "kimi_k25":
         moonvit = parse_moonvit(reader)
-        moonvit_clips = None
-        if video is not None and has_moonvit_video(video):
-            moonvit_clips = MoonViTClips(parse_moonvit_video(video, moonvit), moonvit, clip_limits)
+        frames = None if video is None else parse_moonvit_video(video, moonvit)
+        moonvit_clips = None if frames is None else MoonViTClips(frames, moonvit, clip_limits)
         return MoonViTPreprocessor(moonvit, limits, moonvit_clips, transparent)
     qwen = parse_qwen_vl(reader)
     qwen_clips = None if video is None else QwenClips(parse_qwen_video(video, qwen), qwen, clip_limits)

@@ -1,8 +1,8 @@
 """Processor settings of both families, for images and clips, read from the checkpoint's own files.
 
 Owns the spellings in which published checkpoints and the reference package write them, and the refusal of
-everything that is missing, of the wrong type, out of range or unknown: a setting that is not understood would
-change pixels silently. What the settings do is in ``qwen_vl`` and ``moonvit``.
+settings that are missing, of the wrong type, out of range, or that ask for other pixels than the families'
+rules make. Other keys are ignored. What the settings do is in ``qwen_vl`` and ``moonvit``.
 
 A published Qwen file of clips has the area and the patch sizes only; the reference's own values stand for the
 sampling (``Qwen3VLVideoProcessor``: 2 frames a second, 4 to 768 frames). Kimi's settings of clips stand
@@ -13,10 +13,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from encoder_service.errors import CheckpointError, UnsupportedCheckpoint
 
@@ -26,16 +26,8 @@ PROCESSOR_FILE = "processor_config.json"  # the reference package's combined fil
 BICUBIC = 3
 Triple: TypeAlias = tuple[float, float, float]
 
-# Keys that name classes or the form of results: no pixel depends on them.
-_INERT = frozenset(
-    {
-        "auto_map", "config_type", "data_format", "default_to_square", "device", "disable_grouping",
-        "feature_extractor_type", "image_processor_type", "input_data_format", "processor_class",
-        "return_metadata", "return_tensors", "transformers_version", "video_processor_type", "_commit_hash",
-        "_processor_class", "_valid_processor_keys", "_valid_kwargs_names",
-    }
-)  # fmt: skip
-# Settings of which the families' rules cover one value; others are refused.
+# Settings that change pixels or the frames that are sampled, with the one value that the families' rules
+# cover. A setting that is missing or null passes.
 _FIXED: Mapping[str, object] = {
     "do_resize": True,
     "do_rescale": True,
@@ -44,6 +36,12 @@ _FIXED: Mapping[str, object] = {
     "do_center_crop": False,
     "do_pad": False,
     "resample": BICUBIC,
+    "do_sample_frames": True,
+    "num_frames": None,
+    "fixed_output_tokens": None,
+    "fixed_output_tokens_each_frame": None,
+    "in_patch_limit_video": None,
+    "timestamp_mode": "hh:mm:ss.fff",
 }
 
 
@@ -106,94 +104,72 @@ class MoonViTVideoSettings:
     max_frames: int | None = None
 
 
+def _is_count(value: object) -> bool:
+    return type(value) is int and value >= 1
+
+
+def _is_number(value: object) -> bool:
+    return type(value) in (int, float) and math.isfinite(value)  # type: ignore[arg-type]
+
+
 class SettingsReader:
-    """Typed access to one JSON object; every refusal names the file and the key."""
+    """Typed access to one JSON object. A null counts as missing. Every refusal is an UnsupportedCheckpoint
+    that names the file and the key."""
 
     def __init__(self, values: Mapping[str, object], where: str) -> None:
-        self.values = values
-        self.where = where
+        """Refuses settings of another value than the families' rules cover."""
+        self._values = values
+        self._where = where
+        for key, needed in _FIXED.items():
+            if self.has(key) and values[key] != needed:
+                raise self.refuse(key, values[key], "null" if needed is None else repr(needed))
 
     def refuse(self, key: str, found: object, needed: str) -> UnsupportedCheckpoint:
         return UnsupportedCheckpoint(
-            f"{self.where} has {key} = {found!r}, needs {needed}", key=key, found=found, needed=needed
+            f"{self._where} has {key} = {found!r}, needs {needed}", key=key, found=found, needed=needed
         )
 
     def has(self, key: str) -> bool:
-        return self.values.get(key) is not None
+        return self._values.get(key) is not None
 
-    def require(self, key: str) -> object:
-        if not self.has(key):
-            raise UnsupportedCheckpoint(f"{self.where} lacks {key}", key=key)
-        return self.values[key]
+    def _read(self, key: str, needed: str, is_valid: Callable[[Any], bool], default: object = None) -> Any:
+        value = self._values.get(key)
+        if value is None:
+            value = default
+        if value is None:
+            raise UnsupportedCheckpoint(f"{self._where} lacks {key}", key=key)
+        if not is_valid(value):
+            raise self.refuse(key, value, needed)
+        return value
 
     def section(self, key: str) -> SettingsReader:
-        value = self.require(key)
-        if not isinstance(value, Mapping):
-            raise self.refuse(key, value, "an object")
-        return SettingsReader(value, f"{self.where}, {key},")
+        values = self._read(key, "an object", lambda value: isinstance(value, Mapping))
+        return SettingsReader(values, f"{self._where}, {key},")
 
-    def count(self, key: str) -> int:
+    def nested(self, key: str) -> SettingsReader:
+        """The section of that name, else this object."""
+        return self.section(key) if self.has(key) else self
+
+    def count(self, key: str, default: int | None = None) -> int:
         """An integer of at least 1."""
-        value = self.require(key)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise self.refuse(key, value, "an integer of at least 1")
+        value: int = self._read(key, "an integer of at least 1", _is_count, default)
         return value
 
     def square(self, key: str) -> int:
         """A side given as one integer or as two equal ones."""
-        value = self.require(key)
-        if isinstance(value, list) and len(value) == 2 and value[0] == value[1]:
-            return SettingsReader({key: value[0]}, self.where).count(key)
+        sides = self._values.get(key)
+        if isinstance(sides, list) and len(sides) == 2 and sides[0] == sides[1] and _is_count(sides[0]):
+            return int(sides[0])
         return self.count(key)
 
-    def number(self, key: str) -> float:
-        """A finite number above zero."""
-        value = self.require(key)
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise self.refuse(key, value, "a number above 0")
-        if not (math.isfinite(value) and value > 0):
-            raise self.refuse(key, value, "a finite number above 0")
-        return float(value)
-
-    def triple(self, key: str, *, above_zero: bool) -> Triple:
-        """Three finite numbers, one per channel."""
-        value = self.require(key)
-        needed = "three finite numbers" + (" above 0" if above_zero else "")
-        if not isinstance(value, list) or len(value) != 3:
-            raise self.refuse(key, value, needed)
-        for channel in value:
-            if isinstance(channel, bool) or not isinstance(channel, int | float):
-                raise self.refuse(key, value, needed)
-            if not math.isfinite(channel) or (above_zero and channel <= 0):
-                raise self.refuse(key, value, needed)
-        red, green, blue = (float(channel) for channel in value)
-        return red, green, blue
-
-    def check_keys(self, known: Collection[str]) -> None:
-        """Refuses keys that mean nothing here, unless they are null, and fixed settings of another value."""
-        for key, needed in _FIXED.items():
-            if self.has(key) and self.values[key] != needed:
-                raise self.refuse(key, self.values[key], repr(needed))
-        unknown = sorted(
-            key for key in self.values if self.has(key) and key not in {*known, *_FIXED, *_INERT}
-        )
-        if unknown:
-            raise UnsupportedCheckpoint(
-                f"{self.where} has settings that this family does not know: {', '.join(unknown)}",
-                unknown=", ".join(unknown),
-            )
+    def number(self, key: str, default: float | None = None) -> float:
+        """A finite number above 0."""
+        needed = "a finite number above 0"
+        return float(self._read(key, needed, lambda value: _is_number(value) and value > 0, default))
 
     def flag(self, key: str) -> bool:
-        """False where the key is missing or null."""
-        value = self.values.get(key)
-        if value is not None and not isinstance(value, bool):
-            raise self.refuse(key, value, "true, false or null")
-        return bool(value)
-
-    def check_equal(self, key: str, found: object, needed: object) -> None:
-        """Refuses a setting of clips that differs from that of images."""
-        if found != needed:
-            raise self.refuse(key, found, f"{needed!r}, as images have")
+        value: bool = self._read(key, "true or false", lambda value: isinstance(value, bool), False)
+        return value
 
     def area(self, key: str, size_key: str) -> int:
         """``min_pixels`` or ``max_pixels``, which win over ``size`` where both are given, as in the
@@ -201,14 +177,31 @@ class SettingsReader:
         return self.count(key) if self.has(key) else self.section("size").count(size_key)
 
     def normalisation(self) -> Normalisation:
-        return Normalisation(
-            image_mean=self.triple("image_mean", above_zero=False),
-            image_std=self.triple("image_std", above_zero=True),
-            rescale_factor=self.number("rescale_factor") if self.has("rescale_factor") else 1 / 255,
+        def are_three(values: object) -> bool:
+            return isinstance(values, list) and len(values) == 3 and all(map(_is_number, values))
+
+        mean = self._read("image_mean", "three finite numbers", are_three)
+        std = self._read(
+            "image_std",
+            "three finite numbers above 0",
+            lambda values: are_three(values) and min(values) > 0,
         )
+        mean_C, std_C = ((float(red), float(green), float(blue)) for red, green, blue in (mean, std))
+        return Normalisation(mean_C, std_C, self.number("rescale_factor", 1 / 255))
+
+    def check_order(self, settings: object, low: str, high: str) -> None:
+        least, most = getattr(settings, low), getattr(settings, high)
+        if least > most:
+            raise self.refuse(low, least, f"at most {high} = {most}")
+
+    def check_same(self, images: object, found: Mapping[str, object]) -> None:
+        """Refuses settings of clips that differ from those of images: one forward pass takes both."""
+        for key, value in found.items():
+            if value != getattr(images, key):
+                raise self.refuse(key, value, f"{getattr(images, key)!r}, as images have")
 
 
-def read_object(path: Path) -> Mapping[str, object]:
+def _read_object(path: Path) -> SettingsReader:
     """A file that holds one JSON object. Raises CheckpointError, UnsupportedCheckpoint."""
     try:
         values = json.loads(path.read_bytes())
@@ -218,7 +211,7 @@ def read_object(path: Path) -> Mapping[str, object]:
         raise UnsupportedCheckpoint(f"{path} is not JSON: {error}", path=path) from error
     if not isinstance(values, Mapping):
         raise UnsupportedCheckpoint(f"{path} holds a {type(values).__name__}, needs an object", path=path)
-    return values
+    return SettingsReader(values, str(path))
 
 
 def read_settings_file(checkpoint: Path) -> SettingsReader:
@@ -228,90 +221,14 @@ def read_settings_file(checkpoint: Path) -> SettingsReader:
     Raises CheckpointError when neither is there, UnsupportedCheckpoint when one is malformed.
     """
     preprocessor, processor = checkpoint / PREPROCESSOR_FILE, checkpoint / PROCESSOR_FILE
-    if processor.exists():
-        combined = SettingsReader(read_object(processor), str(processor))
-        if combined.has("image_processor"):
-            return combined.section("image_processor")
+    if processor.exists() and (combined := _read_object(processor)).has("image_processor"):
+        return combined.section("image_processor")
     if preprocessor.exists():
-        return SettingsReader(read_object(preprocessor), str(preprocessor))
+        return _read_object(preprocessor)
     raise CheckpointError(
         f"{checkpoint} has no {PREPROCESSOR_FILE}, and no {PROCESSOR_FILE} with an image_processor",
         path=checkpoint,
     )
-
-
-def parse_qwen_vl(reader: SettingsReader) -> QwenVLSettings:
-    """Raises UnsupportedCheckpoint."""
-    reader.check_keys(
-        {
-            "image_mean", "image_std", "max_pixels", "merge_size", "min_pixels", "patch_size",
-            "rescale_factor", "size", "temporal_patch_size",
-        }
-    )  # fmt: skip
-    if reader.has("size"):
-        reader.section("size").check_keys({"shortest_edge", "longest_edge"})
-    settings = QwenVLSettings(
-        patch_size=reader.count("patch_size"),
-        merge_size=reader.count("merge_size"),
-        temporal_patch_size=reader.count("temporal_patch_size"),
-        min_pixels=reader.area("min_pixels", "shortest_edge"),
-        max_pixels=reader.area("max_pixels", "longest_edge"),
-        normalisation=reader.normalisation(),
-    )
-    if settings.min_pixels > settings.max_pixels:
-        raise reader.refuse("min_pixels", settings.min_pixels, f"at most max_pixels = {settings.max_pixels}")
-    return settings
-
-
-# Settings of clips in the published file; an image does not depend on them.
-_MOONVIT_VIDEO = frozenset(
-    {
-        "fixed_output_tokens_each_frame", "in_patch_limit_each_frame", "in_patch_limit_video",
-        "max_num_frames_each_video", "sample_fps", "temporal_merge_kernel_size", "timestamp_mode",
-    }
-)  # fmt: skip
-
-
-def parse_moonvit(reader: SettingsReader) -> MoonViTSettings:
-    """Published names (in_patch_limit, patch_limit_on_one_side, merge_kernel_size), nested under
-    media_proc_cfg or flat, and the reference package's (max_patches, size.max_height and size.max_width,
-    merge_size). Raises UnsupportedCheckpoint."""
-    if reader.has("media_proc_cfg"):
-        reader.check_keys({"media_proc_cfg"})
-        reader = reader.section("media_proc_cfg")
-    common = {"image_mean", "image_std", "patch_size", "rescale_factor"}
-    if reader.has("in_patch_limit"):
-        # fixed_output_tokens pads every image to one count; null in every published checkpoint.
-        reader.check_keys(
-            {*common, "in_patch_limit", "patch_limit_on_one_side", "merge_kernel_size", *_MOONVIT_VIDEO}
-        )
-        merge_size = reader.square("merge_kernel_size")
-        max_patches, max_per_side = reader.count("in_patch_limit"), reader.count("patch_limit_on_one_side")
-    else:
-        reader.check_keys({*common, "max_patches", "size", "merge_size"})
-        size = reader.section("size")
-        size.check_keys({"max_height", "max_width"})
-        merge_size = reader.square("merge_size")
-        max_patches, max_per_side = reader.count("max_patches"), size.count("max_height")
-        if size.count("max_width") != max_per_side:
-            raise size.refuse("max_width", size.values["max_width"], f"max_height = {max_per_side}")
-    settings = MoonViTSettings(
-        patch_size=reader.square("patch_size"),
-        merge_size=merge_size,
-        max_patches=max_patches,
-        max_patches_per_side=max_per_side,
-        normalisation=reader.normalisation(),
-    )
-    if max_per_side % merge_size:
-        # A side at the limit would be padded past it, and past the tower's rotary table.
-        raise reader.refuse(
-            "the patch limit of one side", max_per_side, f"a multiple of the merge size {merge_size}"
-        )
-    return settings
-
-
-_VIDEO_COMMON = frozenset({"image_mean", "image_std", "rescale_factor", "patch_size", "merge_size"})
-_VIDEO_SAMPLING = frozenset({"fps", "do_sample_frames", "num_frames"})
 
 
 def read_video_settings_file(checkpoint: Path) -> SettingsReader | None:
@@ -324,99 +241,97 @@ def read_video_settings_file(checkpoint: Path) -> SettingsReader | None:
     """
     processor, names = checkpoint / PROCESSOR_FILE, [VIDEO_PREPROCESSOR_FILE, PREPROCESSOR_FILE]
     if processor.exists():
-        combined = SettingsReader(read_object(processor), str(processor))
+        combined = _read_object(processor)
         if combined.has("video_processor"):
             return combined.section("video_processor")
         if combined.has("image_processor"):
             names.remove(PREPROCESSOR_FILE)
-    for name in names:
-        if (path := checkpoint / name).exists():
-            return SettingsReader(read_object(path), str(path))
-    return None
+    return next((_read_object(checkpoint / name) for name in names if (checkpoint / name).exists()), None)
 
 
-def parse_qwen_video(reader: SettingsReader, images: QwenVLSettings) -> QwenVideoSettings:
-    """Raises UnsupportedCheckpoint for settings that are missing, unknown, or other than those of images
-    where one forward pass takes both."""
-    reader.check_keys(
-        {
-            *_VIDEO_COMMON, *_VIDEO_SAMPLING, "cap_pixels_per_frame", "max_frames", "max_pixels",
-            "max_video_tokens", "min_frames", "min_pixels", "size", "temporal_patch_size",
-        }
-    )  # fmt: skip
-    _check_sampling(reader)
-    for name in ("patch_size", "merge_size", "temporal_patch_size"):
-        reader.check_equal(name, reader.count(name), getattr(images, name))
-    _check_normalisation(reader, images.normalisation)
-
-    settings = QwenVideoSettings(
+def parse_qwen_vl(reader: SettingsReader) -> QwenVLSettings:
+    """Raises UnsupportedCheckpoint."""
+    settings = QwenVLSettings(
+        patch_size=reader.count("patch_size"),
+        merge_size=reader.count("merge_size"),
+        temporal_patch_size=reader.count("temporal_patch_size"),
         min_pixels=reader.area("min_pixels", "shortest_edge"),
         max_pixels=reader.area("max_pixels", "longest_edge"),
-        fps=reader.number("fps") if reader.has("fps") else 2.0,
-        min_frames=reader.count("min_frames") if reader.has("min_frames") else 4,
-        max_frames=reader.count("max_frames") if reader.has("max_frames") else 768,
-        max_video_tokens=reader.count("max_video_tokens") if reader.has("max_video_tokens") else 768,
-        cap_pixels_per_frame=reader.flag("cap_pixels_per_frame"),
+        normalisation=reader.normalisation(),
     )
-    for low, high in (("min_pixels", "max_pixels"), ("min_frames", "max_frames")):
-        least, most = getattr(settings, low), getattr(settings, high)
-        if least > most:
-            raise reader.refuse(low, least, f"at most {high} = {most}")
+    reader.check_order(settings, "min_pixels", "max_pixels")
     return settings
 
 
-def parse_moonvit_video(reader: SettingsReader, images: MoonViTSettings) -> MoonViTVideoSettings:
+def parse_qwen_video(reader: SettingsReader, images: QwenVLSettings) -> QwenVideoSettings:
+    """Raises UnsupportedCheckpoint."""
+    sizes = {name: reader.count(name) for name in ("patch_size", "merge_size", "temporal_patch_size")}
+    reader.check_same(images, {**sizes, "normalisation": reader.normalisation()})
+    settings = QwenVideoSettings(
+        min_pixels=reader.area("min_pixels", "shortest_edge"),
+        max_pixels=reader.area("max_pixels", "longest_edge"),
+        fps=reader.number("fps", 2.0),
+        min_frames=reader.count("min_frames", 4),
+        max_frames=reader.count("max_frames", 768),
+        max_video_tokens=reader.count("max_video_tokens", 768),
+        cap_pixels_per_frame=reader.flag("cap_pixels_per_frame"),
+    )
+    reader.check_order(settings, "min_pixels", "max_pixels")
+    reader.check_order(settings, "min_frames", "max_frames")
+    return settings
+
+
+def parse_moonvit(reader: SettingsReader) -> MoonViTSettings:
+    """Published names (in_patch_limit, patch_limit_on_one_side, merge_kernel_size), nested under
+    media_proc_cfg or flat, and the reference package's (max_patches, size.max_height and size.max_width,
+    merge_size). Raises UnsupportedCheckpoint."""
+    reader = reader.nested("media_proc_cfg")
+    is_published = reader.has("in_patch_limit")
+    settings = MoonViTSettings(
+        patch_size=reader.square("patch_size"),
+        merge_size=reader.square("merge_kernel_size" if is_published else "merge_size"),
+        max_patches=reader.count("in_patch_limit" if is_published else "max_patches"),
+        max_patches_per_side=_patches_per_side(reader),
+        normalisation=reader.normalisation(),
+    )
+    per_side, merge_size = settings.max_patches_per_side, settings.merge_size
+    if per_side % merge_size:
+        # A side at the limit would be padded past it, and past the tower's rotary table.
+        needed = f"a multiple of the merge size {merge_size}"
+        raise reader.refuse("the patch limit of one side", per_side, needed)
+    return settings
+
+
+def parse_moonvit_video(reader: SettingsReader, images: MoonViTSettings) -> MoonViTVideoSettings | None:
     """Published names, nested under media_proc_cfg or flat, and the reference package's (max_patches, size,
-    fps, temporal_patch_size). Raises UnsupportedCheckpoint, also for a limit over the whole clip, which no
-    published checkpoint sets."""
-    if reader.has("media_proc_cfg"):
-        reader = reader.section("media_proc_cfg")
-    if reader.has("in_patch_limit"):  # the published file: images' keys were checked with the images
-        for name in ("in_patch_limit_video", "fixed_output_tokens_each_frame"):
-            if reader.has(name):
-                raise reader.refuse(name, reader.values[name], "null")
-        if reader.has("timestamp_mode") and reader.values["timestamp_mode"] != "hh:mm:ss.fff":
-            raise reader.refuse("timestamp_mode", reader.values["timestamp_mode"], "'hh:mm:ss.fff'")
+    fps, temporal_patch_size); None for a file without settings of clips. Raises UnsupportedCheckpoint."""
+    reader = reader.nested("media_proc_cfg")
+    if reader.has("in_patch_limit_each_frame"):
+        has_bound = reader.has("max_num_frames_each_video")
         return MoonViTVideoSettings(
             max_patches=reader.count("in_patch_limit_each_frame"),
-            max_patches_per_side=reader.count("patch_limit_on_one_side"),
+            max_patches_per_side=_patches_per_side(reader),
             fps=reader.number("sample_fps"),
             chunk_frames=reader.count("temporal_merge_kernel_size"),
-            max_frames=reader.count("max_num_frames_each_video")
-            if reader.has("max_num_frames_each_video")
-            else None,
+            max_frames=reader.count("max_num_frames_each_video") if has_bound else None,
         )
-    reader.check_keys({*_VIDEO_COMMON, *_VIDEO_SAMPLING, "max_patches", "size", "temporal_patch_size"})
-    _check_sampling(reader)
-    reader.check_equal("patch_size", reader.square("patch_size"), images.patch_size)
-    reader.check_equal("merge_size", reader.square("merge_size"), images.merge_size)
-    _check_normalisation(reader, images.normalisation)
-    size = reader.section("size")
-    per_side = size.count("max_height")
-    size.check_equal("max_width", size.count("max_width"), per_side)
+    if not reader.has("temporal_patch_size"):
+        return None
+    sizes = {name: reader.square(name) for name in ("patch_size", "merge_size")}
+    reader.check_same(images, {**sizes, "normalisation": reader.normalisation()})
     return MoonViTVideoSettings(
         max_patches=reader.count("max_patches"),
-        max_patches_per_side=per_side,
-        fps=reader.number("fps") if reader.has("fps") else 2.0,
+        max_patches_per_side=_patches_per_side(reader),
+        fps=reader.number("fps", 2.0),
         chunk_frames=reader.count("temporal_patch_size"),
     )
 
 
-def has_moonvit_video(reader: SettingsReader) -> bool:
-    """Whether a file has settings of clips."""
-    values = reader.section("media_proc_cfg") if reader.has("media_proc_cfg") else reader
-    return values.has("in_patch_limit_each_frame") or values.has("temporal_patch_size")
-
-
-def _check_sampling(reader: SettingsReader) -> None:
-    if reader.has("num_frames"):
-        raise reader.refuse("num_frames", reader.values["num_frames"], "null: frames are sampled by fps")
-    if reader.has("do_sample_frames") and reader.values["do_sample_frames"] is not True:
-        raise reader.refuse("do_sample_frames", reader.values["do_sample_frames"], "true")
-
-
-def _check_normalisation(reader: SettingsReader, images: Normalisation) -> None:
-    """Clips and images are normalised in one launch."""
-    found = reader.normalisation()
-    for name in ("image_mean", "image_std", "rescale_factor"):
-        reader.check_equal(name, getattr(found, name), getattr(images, name))
+def _patches_per_side(reader: SettingsReader) -> int:
+    if reader.has("patch_limit_on_one_side") or not reader.has("size"):
+        return reader.count("patch_limit_on_one_side")
+    size = reader.section("size")
+    height, width = size.count("max_height"), size.count("max_width")
+    if width != height:
+        raise size.refuse("max_width", width, f"max_height = {height}")
+    return height

@@ -2,13 +2,13 @@
 
 Owns the containers that are accepted, the test that a file was not cut off, and the bound on the sample
 tables of an MP4 file. FFmpeg reports none of the three: it would try every demuxer that it has (among them
-playlists, which name other files), it ends early and without an error where a Matroska or GIF file ends
-early, and it allocates an entry for every sample that a table announces. Nothing here decodes.
+playlists, which name other files), it ends early and without an error where a file ends early, and it
+allocates an entry for every sample that a table announces. Nothing here decodes.
 """
 
 from __future__ import annotations
 
-import struct
+import re
 from collections.abc import Iterator
 from typing import Literal, TypeAlias
 
@@ -29,6 +29,7 @@ ACCEPTED = "MP4, WebM, Matroska, GIF and animated WebP"
 _FIRST_BOXES = frozenset({b"ftyp", b"moov", b"mdat", b"wide", b"free", b"skip", b"pnot"})
 _IMAGE_BRANDS = frozenset({b"avif", b"heic", b"heix", b"mif1"})
 _EBML, _SEGMENT = 0x1A45DFA3, 0x18538067
+_TABLES = re.compile(rb"cmov|stsz|stz2|trun|elst")
 
 MAX_BOXES = 1 << 20  # at the outermost level
 MIN_ENTRIES = 1 << 20
@@ -45,27 +46,29 @@ def container_of(data: bytes) -> Container:
         return "gif"
     if data[:4] == b"RIFF" and data[8:12] == b"WEBP":
         return "webp"
-    if not data:
-        raise UndecodableClip("the clip file has 0 bytes", found_bytes=0)
     name = format_name(data)
     what = (
-        f"the {len(data)} bytes start with {bytes(data[:8]).hex(' ')}, which is no clip"
+        f"the clip file of {len(data)} bytes starts with {bytes(data[:8]).hex(' ')}, which is no clip"
         if name == UNKNOWN_FORMAT
-        else f"the file of {len(data)} bytes is {name}"
+        else f"the clip file of {len(data)} bytes is {name}"
     )
     raise UndecodableClip(f"{what}; accepted are {ACCEPTED}", found_bytes=len(data))
 
 
 def check_whole(data: bytes, container: Container) -> None:
-    """Raises UndecodableClip for a Matroska, WebP or GIF file that is shorter than it states. Of MP4 files
-    the demuxer reports missing samples itself."""
-    needed = 0
-    if container == "matroska":
-        needed = _matroska_end(data)
-    elif container == "webp":
-        needed = 8 + int.from_bytes(data[4:8], "little")
-    elif container == "gif":
-        needed = _gif_end(data)
+    """Raises UndecodableClip for a file that is shorter than it states, ClipTooLarge for an MP4 file of too
+    many boxes."""
+    match container:
+        case "mov":
+            needed = max(
+                (end for kind, _, end in _outer_boxes(data) if kind in (b"mdat", b"moof", b"moov")), default=0
+            )
+        case "matroska":
+            needed = _matroska_end(data)
+        case "webp":
+            needed = 8 + int.from_bytes(data[4:8], "little")
+        case "gif":
+            needed = _gif_end(data)
     if needed > len(data):
         raise UndecodableClip(
             f"the {CONTAINER_NAMES[container]} file is truncated: it has {len(data)} bytes, needs at least "
@@ -121,68 +124,51 @@ def check_tables(data: bytes, max_source_frames: int) -> None:
     bytes can announce hundreds of millions: one size for that many samples, a fragment of as many, an edit
     list that repeats them.
 
-    Tables are found by their four letters anywhere outside of mdat boxes: a walk of our own along the boxes
-    could miss what the demuxer descends into. Raises ClipTooLarge, and UndecodableClip for a compressed
+    Tables are found by their four letters anywhere outside of the outermost mdat boxes: the demuxer descends
+    into more boxes than a walk of our own would. Raises ClipTooLarge, and UndecodableClip for a compressed
     header (cmov), which would hide them.
     """
     limit = max(MIN_ENTRIES, ENTRIES_PER_FRAME * max_source_frames)
-    media = list(_media_ranges(data))
-    if next(_places(data, b"cmov", media), None) is not None:
-        raise UndecodableClip("the MP4 file's header is compressed, which is not supported")
-    # Uncompressed audio: each value is a sample of one tick, and the demuxer keeps an entry for each chunk
-    # only.
-    has_plain_audio = any(
-        (_u32(data, place + 8), _u32(data, place + 16)) == (1, 1) for place in _places(data, b"stts", media)
-    )
-    num_samples = num_edits = 0
-    for kind in (b"stsz", b"stz2", b"trun", b"elst"):
-        for num_tables, place in enumerate(_places(data, kind, media), 1):
-            if kind == b"elst":
-                num_edits += max(0, _u32(data, place + 8) - 1)
-            elif kind == b"trun":
-                num_samples += _u32(data, place + 8)
-            else:
-                size, count = _u32(data, place + 8), _u32(data, place + 12)
-                num_samples += 0 if has_plain_audio and 0 < size * count <= len(data) else count
-            found = max(num_tables, num_samples * (1 + num_edits))
-            if found > limit:
-                raise ClipTooLarge(
-                    f"the MP4 file's tables name {found} samples, with repeats; the limit is {limit}",
-                    found=found,
-                    max_entries=limit,
-                )
+    headers = b"".join(data[start:end] for kind, start, end in _outer_boxes(data) if kind != b"mdat")
+    num_samples = num_edits = num_plain_bytes = num_tables = 0
+    for num_tables, table in enumerate(_TABLES.finditer(headers), 1):
+        first, second = (
+            int.from_bytes(headers[place : place + 4], "big")
+            for place in (table.start() + 8, table.start() + 12)
+        )
+        match table.group():
+            case b"cmov":
+                raise UndecodableClip("the MP4 file's header is compressed, which is not supported")
+            case b"elst":
+                num_edits += max(0, first - 1)
+            case b"trun":
+                num_samples += first
+            case _:
+                # Samples of one size that the file has are uncompressed audio: the demuxer keeps an entry for
+                # each chunk only.
+                num_plain_bytes += first * second
+                num_samples += 0 if first and num_plain_bytes <= len(data) else second
+        found = max(num_tables, num_samples * (1 + num_edits))
+        if found > limit:
+            raise ClipTooLarge(
+                f"the MP4 file's tables name {found} samples, with repeats; the limit is {limit}",
+                found=found,
+                max_entries=limit,
+            )
 
 
-def _media_ranges(data: bytes) -> Iterator[tuple[int, int]]:
-    """[start, end) of the outermost mdat boxes, ascending. Raises ClipTooLarge for more than MAX_BOXES
-    boxes."""
+def _outer_boxes(data: bytes) -> Iterator[tuple[bytes, int, int]]:
+    """(kind, start, end) of the outermost boxes; what follows a damaged one is one box without a kind. Raises
+    ClipTooLarge for more than MAX_BOXES."""
     start = num_boxes = 0
-    while start + 8 <= len(data):
-        size, kind = struct.unpack_from(">I4s", data, start)
-        if size == 1 and start + 16 <= len(data):
-            (size,) = struct.unpack_from(">Q", data, start + 8)
-        elif size == 0:
-            size = len(data) - start
+    while start < len(data):
+        size, kind = int.from_bytes(data[start : start + 4], "big"), data[start + 4 : start + 8]
+        if size == 1:
+            size = int.from_bytes(data[start + 8 : start + 16], "big")
         if size < 8:
-            return
+            size, kind = len(data) - start, b"" if size else kind
         num_boxes += 1
         if num_boxes > MAX_BOXES:
             raise ClipTooLarge(f"the MP4 file has over {MAX_BOXES} boxes, the limit", max_boxes=MAX_BOXES)
-        if kind == b"mdat":
-            yield start, start + size
+        yield kind, start, start + size
         start += size
-
-
-def _places(data: bytes, letters: bytes, media: list[tuple[int, int]]) -> Iterator[int]:
-    """Where these letters stand outside of media."""
-    start = 0
-    for media_start, media_end in [*media, (len(data), len(data))]:
-        while (place := data.find(letters, start, media_start)) >= 0:
-            yield place
-            start = place + 4
-        start = media_end
-
-
-def _u32(data: bytes, place: int) -> int:
-    """Big-endian; 0 beyond the end."""
-    return int.from_bytes(data[place : place + 4], "big") if place + 4 <= len(data) else 0

@@ -12,6 +12,7 @@ import contextlib
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Protocol
 
 import torch
@@ -33,7 +34,7 @@ DEFAULT_SOURCE_FPS = 24.0
 
 @dataclass(frozen=True)
 class ClipLimits:
-    """Limits of one clip. Raises ValueError for a limit below 1.
+    """Limits of one clip.
 
     max_encoded_bytes: of the file. max_frame_pixels: width times height of a frame. max_duration_s,
     max_source_frames: of the source, whatever is sampled. max_decoded_pixels: sum over all frames that have
@@ -48,11 +49,6 @@ class ClipLimits:
     max_decoded_pixels: int = 250_000_000_000
     max_frames: int = 2048
     decode_threads: int = 1
-
-    def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            if value < 1:
-                raise ValueError(f"{name} is {value}, needs at least 1")
 
 
 def clip_limits(settings: Settings, max_frame_pixels: int, num_workers: int) -> ClipLimits:
@@ -121,52 +117,54 @@ def decoder_errors(num_bytes: int, name: str) -> Iterator[None]:
 
 
 def check_header(header: ClipHeader, limits: ClipLimits) -> None:
-    """Raises ClipTooLarge for too many frames, too long a duration or too large a frame."""
+    """Raises ClipTooLarge for too many frames, too long a duration or too large a frame, UndecodableClip for
+    a side of 0."""
     check_frame_size(header.width, header.height, limits)
     check_num_frames(header.num_frames, limits)
     check_duration(header.duration_s, limits)
 
 
 def check_num_frames(num_frames: int, limits: ClipLimits) -> None:
-    if num_frames > limits.max_source_frames:
+    limit = limits.max_source_frames
+    if num_frames > limit:
         raise ClipTooLarge(
-            f"the clip has at least {num_frames} frames, the limit is {limits.max_source_frames}",
+            f"the clip has at least {num_frames} frames, the limit is {limit}",
             found=num_frames,
-            max_source_frames=limits.max_source_frames,
+            max_source_frames=limit,
         )
 
 
 def check_duration(duration_s: float, limits: ClipLimits) -> None:
-    if duration_s > limits.max_duration_s:
+    limit_s = limits.max_duration_s
+    if duration_s > limit_s:
         raise ClipTooLarge(
-            f"the clip lasts {duration_s:.1f} s, the limit is {limits.max_duration_s:.1f} s",
+            f"the clip lasts {duration_s:.1f} s, the limit is {limit_s:.1f} s",
             found_s=round(duration_s, 1),
-            max_duration_s=limits.max_duration_s,
+            max_duration_s=limit_s,
         )
 
 
 def check_frame_size(width: int, height: int, limits: ClipLimits) -> None:
     """Raises UndecodableClip for a side of 0, ClipTooLarge."""
-    if min(width, height) < 1:
+    found, limit = width * height, limits.max_frame_pixels
+    if found < 1:
         raise UndecodableClip(f"the clip's frames are {width}x{height}, each side needs at least 1")
-    if width * height > limits.max_frame_pixels:
+    if found > limit:
         raise ClipTooLarge(
-            f"the clip's frames are {width}x{height} = {width * height} pixels, the limit is "
-            f"{limits.max_frame_pixels}",
-            found_pixels=width * height,
-            max_frame_pixels=limits.max_frame_pixels,
+            f"the clip's frames are {width}x{height} = {found} pixels, the limit is {limit}",
+            found_pixels=found,
+            max_frame_pixels=limit,
         )
 
 
 def check_decoded_pixels(num_frames: int, width: int, height: int, limits: ClipLimits) -> None:
     """num_frames: all that have to be decoded, sampled or not. Raises ClipTooLarge."""
-    found = num_frames * width * height
-    if found > limits.max_decoded_pixels:
+    found, limit = num_frames * width * height, limits.max_decoded_pixels
+    if found > limit:
         raise ClipTooLarge(
-            f"decoding the clip takes {num_frames} frames = {found} pixels, the limit is "
-            f"{limits.max_decoded_pixels}",
+            f"decoding the clip takes {num_frames} frames = {found} pixels, the limit is {limit}",
             found_pixels=found,
-            max_decoded_pixels=limits.max_decoded_pixels,
+            max_decoded_pixels=limit,
         )
 
 
@@ -185,17 +183,17 @@ class FramesClip:
                 needed="uint8 [T, H, W, 3]",
             )
         num_frames, height, width, _ = frames.shape
+        timestamps_s = content.timestamps_s
+        if timestamps_s is not None:
+            _check_timestamps(timestamps_s, num_frames)
         fps = DEFAULT_SOURCE_FPS if content.fps is None else content.fps
         if not (math.isfinite(fps) and fps > 0):
             raise InvalidRequest(f"frames have {fps} fps, needed is a finite number above 0", found=fps)
-        check_frame_size(width, height, limits)
-        check_num_frames(num_frames, limits)
-        if content.timestamps_s is None:
-            check_duration(num_frames / fps, limits)
-        else:
-            check_timestamps(content.timestamps_s, num_frames, limits)
         self._frames_THWC = frames
         self.header = ClipHeader(num_frames, fps, height, width)
+        check_frame_size(width, height, limits)
+        check_num_frames(num_frames, limits)
+        check_duration(self.header.duration_s if timestamps_s is None else timestamps_s[-1], limits)
 
     def frames(self, indices: Sequence[int]) -> Iterator[torch.Tensor]:
         return (self._frames_THWC[index] for index in indices)
@@ -207,21 +205,18 @@ class FramesClip:
         """The array belongs to its caller."""
 
 
-def check_timestamps(timestamps_s: Sequence[float], num_frames: int, limits: ClipLimits) -> None:
-    """One for each frame, ascending from 0. Raises InvalidRequest, ClipTooLarge."""
+def _check_timestamps(timestamps_s: Sequence[float], num_frames: int) -> None:
+    """One for each frame, ascending from 0. Raises InvalidRequest."""
     if len(timestamps_s) != num_frames:
         raise InvalidRequest(
             f"there are {len(timestamps_s)} timestamps for {num_frames} frames, needed is one for each",
             found=len(timestamps_s),
             needed=num_frames,
         )
-    previous_s = 0.0
-    for place, at_s in enumerate(timestamps_s):
+    for place, (previous_s, at_s) in enumerate(pairwise([0.0, *timestamps_s])):
         if not (math.isfinite(at_s) and at_s >= previous_s):
             raise InvalidRequest(
                 f"timestamp {place} is {at_s} s, needed is a finite number of at least {previous_s} s",
                 found=at_s,
                 needed=previous_s,
             )
-        previous_s = at_s
-    check_duration(previous_s, limits)

@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 
 from encoder_service.errors import ClipTooLarge, UndecodableClip
-from encoder_service.ingest.headers import webp_canvas
+from encoder_service.ingest.headers import webp_size
 from encoder_service.ingest.video.source import (
     DEFAULT_SOURCE_FPS,
     ClipHeader,
@@ -24,9 +24,7 @@ from encoder_service.ingest.video.source import (
     decoder_errors,
 )
 
-NAME = "WebP"
-MIN_CHUNKS = 1 << 16
-STRIDE = 32  # frames that are decoded between two looks at the stop flag
+CHUNKS_PER_FRAME = 4
 
 
 class WebPClip:
@@ -37,43 +35,33 @@ class WebPClip:
         self._data = data
         self._limits = limits
         self._is_stopped = False
-        canvas = webp_canvas(data)
-        if canvas is None:
+        size = webp_size(data)
+        if size is None:
             raise UndecodableClip(f"the WebP file of {len(data)} bytes has no header that can be read")
-        durations_ms = frame_durations_ms(data, max(MIN_CHUNKS, 4 * limits.max_source_frames))
+        durations_ms = frame_durations_ms(data, CHUNKS_PER_FRAME * limits.max_source_frames)
         num_frames, total_s = max(1, len(durations_ms)), sum(durations_ms) / 1e3
         fps = num_frames / total_s if total_s else DEFAULT_SOURCE_FPS
-        self.header = ClipHeader(num_frames, fps, canvas.height, canvas.width)
+        self.header = ClipHeader(num_frames, fps, *size)
         # Before Pillow opens the file: its plugin allocates the canvas then.
         check_header(self.header, limits)
 
     def frames(self, indices: Sequence[int]) -> Iterator[torch.Tensor]:
         num_decoded = max(indices, default=-1) + 1
         check_decoded_pixels(num_decoded, self.header.width, self.header.height, self._limits)
-        return self._decode(indices)
+        return self._decode(num_decoded, frozenset(indices))
 
-    def _decode(self, indices: Sequence[int]) -> Iterator[torch.Tensor]:
+    def _decode(self, num_decoded: int, wanted: frozenset[int]) -> Iterator[torch.Tensor]:
         with (
-            decoder_errors(len(self._data), NAME),
+            decoder_errors(len(self._data), "WebP"),
             Image.open(io.BytesIO(self._data), formats=("WEBP",)) as image,
         ):
-            found = getattr(image, "n_frames", 1)
-            if found != self.header.num_frames:
-                raise UndecodableClip(
-                    f"the WebP file promises {self.header.num_frames} frames and has {found}",
-                    found=found,
-                    needed=self.header.num_frames,
-                )
-            at = 0
-            for index in indices:
-                for between in range(at + STRIDE, index, STRIDE):
-                    if self._is_stopped:
-                        return
-                    image.seek(between)
-                    image.load()
-                at = index
+            for index in range(num_decoded):
+                if self._is_stopped:
+                    return
                 image.seek(index)
-                yield torch.from_numpy(np.array(image.convert("RGB"), dtype=np.uint8))
+                image.load()
+                if index in wanted:
+                    yield torch.from_numpy(np.array(image.convert("RGB"), dtype=np.uint8))
 
     def stop(self) -> None:
         self._is_stopped = True

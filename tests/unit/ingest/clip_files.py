@@ -91,23 +91,6 @@ def encode(
         return target.read_bytes() if isinstance(target, Path) else target.getvalue()
 
 
-def tracks(kind: str, count: int) -> bytes:
-    """A file of ``kind`` with so many tracks of pictures, one frame each."""
-    container, codec, options = CODECS[kind]
-    file = io.BytesIO()
-    with av.open(file, "w", format=container) as out:
-        streams = [out.add_stream(codec, rate=30, options=dict(options)) for _ in range(count)]
-        for stream in streams:
-            stream.height, stream.width, stream.pix_fmt = 32, 32, "yuv420p"
-        out.start_encoding()
-        for stream in streams:
-            frame = av.VideoFrame.from_ndarray(np.zeros((32, 32, 3), np.uint8), format="rgb24")
-            frame.pts, frame.time_base = 0, Fraction(1, 30)
-            for packet in [*stream.encode(frame), *stream.encode(None)]:
-                out.mux(packet)
-    return file.getvalue()
-
-
 def webp(frames: np.ndarray, duration_ms: int | list[int]) -> bytes:
     """An animated WebP, lossless."""
     file = io.BytesIO()

@@ -105,8 +105,6 @@ def _variants() -> dict[str, tuple[Image.Image, str, dict[str, Any]]]:
         "ppm-rgb": (image("RGB"), "PPM", {}),
         "ppm-16": (image("I;16"), "PPM", {}),
         "ppm-float": (image("F"), "PPM", {}),
-        "ico-png": (image("RGBA"), "ICO", {"sizes": [(16, 16), (20, 18)]}),
-        "ico-bmp": (image("RGBA"), "ICO", {"sizes": [(16, 16), (20, 18)], "bitmap_format": "bmp"}),
         "jpeg2000-rgb": (image("RGB"), "JPEG2000", {}),
         "jpeg2000-alpha": (image("RGBA"), "JPEG2000", {}),
         "jpeg2000-grey": (image("L"), "JPEG2000", {}),
@@ -229,6 +227,5 @@ def bombs(width: int, height: int) -> dict[str, bytes]:
         "tiff": tiff,
         "tga": bytes(tga),
         "ppm": b"P6 %d %d 255\nshort" % (width, height),
-        "ico-png": b"\0\0\1\0\1\0" + b"\0\0\0\0\1\0\x20\0" + struct.pack("<II", len(png), 22) + png,
         "qoi": b"qoif" + size + b"\3\0" + b"\0" * 32,
     }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 from typing import Any
 
 import pytest
@@ -14,7 +13,6 @@ from hypothesis import strategies as st
 
 from encoder_service.errors import InvalidDigest
 from encoder_service.ingest.identity import (
-    check_digest,
     content_digest,
     embedding_key,
 )
@@ -28,20 +26,8 @@ from encoder_service.types import (
     PixelValues,
     PreprocessOptions,
 )
-from vision_encoder.layout.keys import length_prefixed, options_text
 from tests.unit.ingest import image_files
 
-counts = st.none() | st.integers(1, 1 << 40)
-options = st.builds(
-    PreprocessOptions,
-    min_pixels=counts,
-    max_pixels=counts,
-    max_patches=counts,
-    max_patches_per_side=counts,
-    fps=st.none() | st.floats(0.01, 100),
-    min_frames=counts,
-    max_frames=counts,
-)
 KEY_FIELDS: dict[str, Any] = {
     "namespace": "",
     "model_fingerprint": b"m" * 32,
@@ -72,24 +58,12 @@ def test_p10_a_given_digest_is_authoritative(digest: bytes, data: bytes) -> None
 @given(st.binary(max_size=80).filter(lambda digest: len(digest) != 32))
 def test_a_digest_of_another_length_is_refused_with_both_numbers(digest: bytes) -> None:
     with pytest.raises(InvalidDigest, match=f"{len(digest)} bytes, needs 32"):
-        check_digest(digest)
-    with pytest.raises(InvalidDigest, match=f"{len(digest)} bytes, needs 32"):
         content_digest(image_item(b"x", content_digest=digest))
 
 
 def test_p10_a_digest_only_item_without_one_is_refused() -> None:
     with pytest.raises(InvalidDigest):
         content_digest(Item(Modality.IMAGE, DigestOnly()))
-
-
-@given(st.lists(st.binary(max_size=6), max_size=5), st.lists(st.binary(max_size=6), max_size=5))
-def test_length_prefixing_is_injective(left: list[bytes], right: list[bytes]) -> None:
-    assert (length_prefixed(left) == length_prefixed(right)) == (left == right)
-
-
-@given(options, options)
-def test_options_text_tells_options_apart(left: PreprocessOptions, right: PreprocessOptions) -> None:
-    assert (options_text(left.given()) == options_text(right.given())) == (left == right)
 
 
 def test_p11_solid_images_of_transposed_size_differ() -> None:
@@ -159,20 +133,3 @@ def test_p11_every_field_of_a_key_counts() -> None:
 def test_a_key_is_the_same_for_a_file_and_for_its_digest_alone() -> None:
     item = image_item(b"bytes")
     assert key(Item(Modality.IMAGE, DigestOnly(), content_digest(item))) == key(item)
-
-
-def test_a_key_is_sha256_of_its_listed_fields() -> None:
-    fields = [
-        b"vision_encoder.key.v1",
-        b"team",
-        b"d" * 32,
-        b"image",
-        b"m" * 32,
-        b"p" * 32,
-        b"max_pixels=9",
-        b"encoded",
-        b"bfloat16",
-    ]
-    item = image_item(b"", content_digest=b"d" * 32, options=PreprocessOptions(max_pixels=9))
-    expected = hashlib.sha256(b"".join(len(field).to_bytes(4, "little") + field for field in fields)).digest()
-    assert key(item, namespace="team", dtype=torch.bfloat16) == expected

@@ -81,25 +81,6 @@ def test_same_outcome_as_pillow_for_sound_and_damaged_files(monkeypatch: pytest.
         assert ours[number] == outcome(data), f"file {number} of seed {seed}"
 
 
-@pytest.mark.parametrize("orientation", range(10))
-def test_turned_as_pillow_turns(orientation: int) -> None:
-    pixels = image_files.pixels(channels=3)
-    method = {
-        2: Image.Transpose.FLIP_LEFT_RIGHT,
-        3: Image.Transpose.ROTATE_180,
-        4: Image.Transpose.FLIP_TOP_BOTTOM,
-        5: Image.Transpose.TRANSPOSE,
-        6: Image.Transpose.ROTATE_270,
-        7: Image.Transpose.TRANSVERSE,
-        8: Image.Transpose.ROTATE_90,
-    }.get(orientation)
-    picture = Image.fromarray(pixels)
-    expected = np.array(picture if method is None else picture.transpose(method))
-    turned = jpeg.upright_pixels(pixels, orientation)
-    assert turned.flags.c_contiguous
-    np.testing.assert_array_equal(turned, expected)
-
-
 @pytest.mark.parametrize("subsampling", [0, 1, 2])
 def test_decodes_baseline_files(subsampling: int) -> None:
     data = encoded(random.Random(), subsampling=subsampling, progressive=False)
@@ -121,9 +102,3 @@ def test_leaves_other_kinds_to_pillow(data: bytes, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(jpeg.simplejpeg, "decode_jpeg", lambda *_, **__: pytest.fail("was decoded"))
     with Image.open(io.BytesIO(data)) as image:
         assert jpeg.decode_jpeg(data, image) is None
-
-
-def test_another_size_than_pillow_found_is_left_to_it() -> None:
-    one, other = (image_files.encode(Image.new("RGB", (side, 20)), "JPEG") for side in (20, 21))
-    with Image.open(io.BytesIO(one)) as image:
-        assert jpeg.decode_jpeg(other, image) is None

@@ -60,24 +60,19 @@ def solid(height: int, width: int, level: int = 128) -> bytes:
     [
         (QWEN, {"min_pixels": 0}, "min_pixels is 0, allowed are 1 to 16777216"),
         (QWEN, {"max_pixels": 0}, "max_pixels is 0, allowed are 1 to 16777216"),
-        (QWEN, {"max_pixels": -4}, "max_pixels is -4"),
         (QWEN, {"max_pixels": 1 << 25}, "max_pixels is 33554432, allowed are 1 to 16777216"),
-        (QWEN, {"min_pixels": 1 << 40, "max_pixels": 1 << 41}, "min_pixels is 1099511627776"),
         (QWEN, {"min_pixels": 9000, "max_pixels": 8000}, "min_pixels 9000 is above max_pixels 8000"),
-        (QWEN, {"max_pixels": 4095}, "min_pixels 4096 is above max_pixels 4095"),
         (QWEN, {"min_pixels": (1 << 20) + 1}, "min_pixels 1048577 is above max_pixels 1048576"),
         (
             QWEN,
             {"max_patches": 5},
             "max_patches = 5 does not apply to image items of qwen_vl.*min_pixels, max_pixels",
         ),
-        (QWEN, {"fps": 2.0}, "fps = 2.0 does not apply to image items"),
         (KIMI, {"max_patches": 0}, "max_patches is 0, allowed are 1 to 85598"),
         (KIMI, {"max_patches": 85599}, "max_patches is 85599, allowed are 1 to 85598"),
         (KIMI, {"max_patches_per_side": 0}, "max_patches_per_side is 0, allowed are 1 to 64"),
         (KIMI, {"max_patches_per_side": 65}, "max_patches_per_side is 65, allowed are 1 to 64"),
         (KIMI, {"min_pixels": 5}, "min_pixels = 5 does not apply to image items of kimi_k25"),
-        (KIMI, {"max_frames": 5}, "max_frames = 5 does not apply to image items"),
     ],
 )
 def test_options_out_of_bounds(preprocessor: Preprocessor, given: dict[str, Any], text: str) -> None:
@@ -200,15 +195,10 @@ def test_pixel_tensors_are_taken_as_they_are(
     ("preprocessor", "values", "grid", "error", "text"),
     [
         (QWEN, torch.zeros(23, 1536), (1, 4, 6), GridMismatch, r"23 rows, grid_thw \[1, 4, 6\] needs 24"),
-        (QWEN, torch.zeros(0, 1536), (1, 2, 2), GridMismatch, r"0 rows, grid_thw \[1, 2, 2\] needs 4"),
         (QWEN, torch.zeros(15, 1536), (1, 3, 5), GridMismatch, r"\[1, 3, 5\].*merge size 2"),
-        (KIMI, torch.zeros(10, 588), (1, 2, 5), GridMismatch, r"\[1, 2, 5\].*merge size 2"),
         (QWEN, torch.zeros(0, 1536), (1, 0, 4), GridMismatch, r"\[1, 0, 4\], every side needs at least 1"),
-        (QWEN, torch.zeros(8, 1536), (0, 4, 4), GridMismatch, r"\[0, 4, 4\]"),
-        (QWEN, torch.zeros(8, 1536), (1, -2, -4), GridMismatch, r"\[1, -2, -4\]"),
         (QWEN, torch.zeros(24, 1535), (1, 4, 6), PixelTensorMismatch, r"\[24, 1535\].*\[P, 1536\]"),
         (QWEN, torch.zeros(24, 3, 512), (1, 4, 6), PixelTensorMismatch, r"\[24, 3, 512\]"),
-        (QWEN, torch.zeros(24 * 1536), (1, 4, 6), PixelTensorMismatch, r"\[36864\]"),
         (QWEN, torch.zeros(()), (1, 4, 6), PixelTensorMismatch, r"\[\]"),
         (KIMI, torch.zeros(24, 3, 14, 15), (1, 4, 6), PixelTensorMismatch, r"\[P, 588\] or \[P, 3, 14, 14\]"),
         (
@@ -218,7 +208,6 @@ def test_pixel_tensors_are_taken_as_they_are(
             PixelTensorMismatch,
             "is uint8, needs one of float32",
         ),
-        (QWEN, torch.zeros(24, 1536, dtype=torch.float64), (1, 4, 6), PixelTensorMismatch, "is float64"),
     ],
 )
 def test_pixel_tensors_that_are_refused(

@@ -40,40 +40,30 @@ def words(text: str) -> list[str]:
     return text.split()
 
 
-ENTRIES = words(
-    "images.test files.test:8443 store.test/public/ *.cdn.test/a http://plain.test [2606:4700::1]"
-)
+ENTRIES = words("images.test files.test:8443 *.cdn.test http://plain.test [2606:4700::1]")
 ALLOWED = words("""
-    https://images.test/ https://images.test HTTPS://IMAGES.test./a.png?x=1&y=/../z https://images.test:443/a
-    https://files.test:8443/a https://store.test/public/a/b.png https://store.test/public
-    https://store.test/public/..a/%20b https://x.cdn.test/a/b https://x.y.cdn.test/a http://plain.test/a
+    https://images.test/ https://images.test HTTPS://IMAGES.TEST./a.png?x=1&y=/../z https://images.test:443/a
+    https://files.test:8443/a https://x.cdn.test/a/b https://x.y.cdn.test/ http://plain.test/a
     https://[2606:4700::1]/a
 """)
 REFUSED = [
     *words("""
     /a images.test/a http://images.test/a https://plain.test/a ftp://images.test/a file:///etc/passwd
     https://other.test/a https://images.test.evil.test/a https://evilimages.test/a https://images.test:8443/a
-    https://files.test/a https://store.test/ https://store.test/publicity/a https://store.test/Public/a
-    https://store.test/public/../private/a https://store.test/public/%2e%2e/private
-    https://store.test/public/%252e%252e/private https://store.test/public/..;/private
-    https://store.test/public%2fa https://store.test/public/a%5c..%5cb
-    https://store.test/public\\..\\private https://cdn.test/a https://evilcdn.test/a https://x.cdn.test/b
-    https://user@images.test/a https://user:pw@images.test/a https://images.test@evil.test/a
-    https://evil.test#@images.test/a https://evil.test\\@images.test/a https://im\u00e4ges.test/a
-    https://images.test:99999/a https://images.test:x/a https://[::1]/a https://[images.test]/a
-    https://127.0.0.1/a https://2130706433/a https://images..test/a
+    https://files.test/a https://cdn.test/a https://evilcdn.test/a https://user:pw@images.test/a
+    https://images.test@evil.test/a https://evil.test#@images.test/a https://evil.test\\@images.test/a
+    https://images.test\\a https://im\u00e4ges.test/a https://images.test:99999/a https://images.test:x/a
+    https://[::1]/a https://[images.test]/a https://127.0.0.1/a https://2130706433/a https://images..test/a
     """),
     "", "https://images.test/a b", "https://images.test/a\r\nHost: evil.test", "https://images.test\t/a",
     "https://images.test/" + "a" * 9000,
 ]  # fmt: skip
 ADDRESSES_REFUSED = [
     *words("""
-    127.0.0.1 127.255.255.254 0.0.0.0 0.1.2.3 10.0.0.1 172.16.0.1 172.31.255.255 192.168.1.1 169.254.169.254
-    169.254.0.1 100.64.0.1 100.100.100.200 168.63.129.16 192.0.0.192 192.0.2.1 198.18.0.1 198.51.100.7
-    203.0.113.9 224.0.0.1 239.255.255.255 240.0.0.1 255.255.255.255
-    :: ::1 ::ffff:127.0.0.1 ::ffff:8.8.8.8 ::7f00:1 64:ff9b::7f00:1 64:ff9b::808:808 64:ff9b:1::1 fe80::1
-    fe80::1%eth0 2606:4700::1%eth0 fec0::1 fc00::1 fd00:ec2::254 fd20:ce::254 ff02::1 2001::1 2001:db8::1
-    2002:7f00:1:: 3fff::1 100::1 4000::1 1.2.3 0x7f.1 2130706433
+    127.0.0.1 0.0.0.0 10.0.0.1 172.16.0.1 192.168.1.1 169.254.169.254 100.64.0.1 100.100.100.200 168.63.129.16
+    192.0.0.192 224.0.0.1 239.255.255.255 255.255.255.255 :: ::1 ::ffff:127.0.0.1 ::ffff:8.8.8.8 ::7f00:1
+    64:ff9b::7f00:1 64:ff9b::808:808 fe80::1 fe80::1%eth0 2606:4700::1%eth0 fc00::1 fd00:ec2::254 ff02::1
+    2001::1 2001:db8::1 2002:7f00:1:: 3fff::1 100::1 4000::1 1.2.3 0x7f.1 2130706433
     """),
     "no address", "",
 ]  # fmt: skip
@@ -85,14 +75,14 @@ def test_urls_that_an_entry_allows(url: str) -> None:
 
 
 @pytest.mark.parametrize("url", REFUSED)
-def test_urls_that_no_entry_allows_or_that_read_in_two_ways(url: str) -> None:
+def test_urls_that_no_entry_allows(url: str) -> None:
     for entries in (ENTRIES, ()):
         with pytest.raises(UrlRefused):
             AllowList(entries).check(url)
 
 
 @pytest.mark.parametrize(
-    "entry", ["", "*", "*.test/?q=1", "*.com", "ftp://a.test", "a.test/../b", "u@a.test", "https://", "a b"]
+    "entry", ["", "*", "*.com", "a.test/below", "a.test?q=1", "ftp://a.test", "u@a.test", "https://", "a b"]
 )
 def test_entries_without_a_meaning(entry: str) -> None:
     with pytest.raises(ConfigurationError, match="url_allow"):
@@ -158,20 +148,13 @@ def backend(*answers: Sequence[str], failing: Iterable[str] = ()) -> tuple[Check
 
 
 async def test_the_connection_goes_to_the_address_that_was_checked() -> None:
-    checked, recorder = backend(["8.8.8.8"], ["127.0.0.1"])
+    mixed = [["8.8.8.8", "10.0.0.1"], ["10.0.0.1", "8.8.8.8"], ["::1", "8.8.8.8"]]
+    checked, recorder = backend(["8.8.8.8"], ["127.0.0.1"], *mixed)
     await checked.connect_tcp("images.test", 443)
+    for _ in range(4):  # the later answers lead inside
+        with pytest.raises(UrlRefused):
+            await checked.connect_tcp("images.test", 443)
     assert recorder.connected == ["8.8.8.8"]
-    with pytest.raises(UrlRefused):  # the second look leads inside
-        await checked.connect_tcp("images.test", 443)
-    assert recorder.connected == ["8.8.8.8"]
-
-
-@pytest.mark.parametrize("answer", [["8.8.8.8", "10.0.0.1"], ["10.0.0.1", "8.8.8.8"], ["::1", "8.8.8.8"]])
-async def test_one_bad_address_among_good_ones_refuses_the_name(answer: list[str]) -> None:
-    checked, recorder = backend(answer)
-    with pytest.raises(UrlRefused):
-        await checked.connect_tcp("images.test", 443)
-    assert recorder.connected == []
 
 
 async def test_addresses_are_tried_in_turn() -> None:
@@ -182,8 +165,6 @@ async def test_addresses_are_tried_in_turn() -> None:
         await checked.connect_tcp("images.test", 443)
     with pytest.raises(UrlUnreachable):
         await checked.connect_tcp("images.test", 443)
-    with pytest.raises(UrlRefused):
-        await checked.connect_unix_socket("/run/docker.sock")
 
 
 LOOPBACK = [ipaddress.ip_network("127.0.0.1/32")]
@@ -330,7 +311,6 @@ async def test_redirects_are_checked_hop_by_hop_and_bounded(monkeypatch: pytest.
             "/file": "file:///etc/passwd",
             "/junk": "http://[",
             "/none": "",
-            "/dots": "/a/%2e%2e/b",
         }.get(path)
         if where is None:
             await image(b"found")(lines, writer)
@@ -340,30 +320,12 @@ async def test_redirects_are_checked_hop_by_hop_and_bounded(monkeypatch: pytest.
 
     async with serving(answer) as port, fetching(port) as fetcher:
         assert await get(fetcher, f"http://images.test:{port}/0") == b"found"
-        for path in ("loop", "out", "metadata", "file", "junk", "dots", "none"):
+        for path in ("loop", "out", "metadata", "file", "junk", "none"):
             with pytest.raises(UrlRefused):
                 await get(fetcher, f"http://images.test:{port}/{path}")
         monkeypatch.setattr(urls, "MAX_REDIRECTS", 2)
         with pytest.raises(UrlRefused, match="more than 2 times"):
             await get(fetcher, f"http://images.test:{port}/0")
-
-
-async def test_a_redirect_that_rebinds_is_refused_at_its_hop() -> None:
-    """The first look at a name leads out, the second inside; each connection has a look of its own."""
-    answers = [["127.0.0.1"], ["127.0.0.2"]]
-
-    async def rebinding(host: str, port: int) -> Sequence[str]:
-        return answers.pop(0)
-
-    close = "HTTP/1.1 302 Found\nLocation: /again\nContent-Length: 0\nConnection: close"
-    async with serving(says(close)) as port:
-        fetcher = UrlFetcher(
-            AllowList([f"http://images.test:{port}"]), max_bytes=100, networks=LOOPBACK, resolve=rebinding
-        )
-        with pytest.raises(UrlRefused, match="not public"):
-            await get(fetcher, f"http://images.test:{port}/")
-        await fetcher.close()
-    assert answers == []
 
 
 async def test_https_never_leads_to_http(tmp_path: Path) -> None:
@@ -445,21 +407,17 @@ async def test_answers_that_are_no_image(answer: Answer, kind: type[VisionEncode
     await fails(answer, kind)
 
 
-async def test_nobody_answers_and_nobody_resolves() -> None:
-    async with serving(image(b"x")) as port:
-        pass
-    async with fetching(port) as fetcher:
-        with pytest.raises(UrlUnreachable) as caught:
-            await get(fetcher, f"http://images.test:{port}/")
-        assert caught.value.retryable
-
+async def test_hosts_without_a_server_or_an_address_can_be_tried_again() -> None:
     async def lost(host: str, port: int) -> Sequence[str]:
         raise OSError("no such name")
 
-    fetcher = UrlFetcher(AllowList(["images.test"]), max_bytes=10, resolve=lost)
-    with pytest.raises(UrlUnreachable):
-        await get(fetcher, "https://images.test/")
-    await fetcher.close()
+    async with serving(image(b"x")) as port:
+        pass
+    for resolve in (resolves, lost):
+        async with fetching(port, resolve=resolve) as fetcher:
+            with pytest.raises(UrlUnreachable) as caught:
+                await get(fetcher, f"http://images.test:{port}/")
+            assert caught.value.retryable
 
 
 async def test_p17_what_arrives_counts_as_content_and_is_refused_when_full() -> None:
@@ -486,15 +444,14 @@ async def test_every_outcome_is_observed() -> None:
     async with serving(answer) as port, fetching(port, observe=observe) as fetcher:
         base = f"http://images.test:{port}"
         await get(fetcher, f"{base}/")
-        for url in (f"{base}/%2e%2e/", "https://elsewhere.test/"):
-            with pytest.raises(UrlRefused):
-                await get(fetcher, url)
+        with pytest.raises(UrlRefused):
+            await get(fetcher, "https://elsewhere.test/")
         held = asyncio.ensure_future(get(fetcher, f"{base}/held"))
         await hold.wait()
         held.cancel()
         with pytest.raises(asyncio.CancelledError):
             await held
-    assert ended == ["OK", "URL_REFUSED", "URL_REFUSED", "CANCELLED"]
+    assert ended == ["OK", "URL_REFUSED", "CANCELLED"]
 
 
 async def test_p17_fetches_at_a_time_are_bounded_and_the_cancelled_ones_free_their_place(

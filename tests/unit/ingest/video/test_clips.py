@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -56,24 +55,22 @@ def frames(count: int = 6, height: int = 48, width: int = 64) -> torch.Tensor:
         ("qwen3_vl", {"patch_size": 14}, "patch_size = 14, needs 16, as images have"),
         ("qwen3_vl", {"temporal_patch_size": 1}, "temporal_patch_size = 1, needs 2"),
         ("qwen3_vl", {"image_mean": [0.1, 0.2, 0.3]}, "image_mean"),
-        ("qwen3_vl", {"num_frames": 8}, "num_frames = 8, needs 'null"),
-        ("qwen3_vl", {"do_sample_frames": False}, "do_sample_frames = False, needs 'true"),
+        ("qwen3_vl", {"num_frames": 8}, "num_frames = 8, needs null"),
+        ("qwen3_vl", {"do_sample_frames": False}, "do_sample_frames = False, needs True"),
         ("qwen3_vl", {"fps": 0}, "fps = 0"),
-        ("qwen3_vl", {"min_frames": 9, "max_frames": 8}, "min_frames = 9, needs 'at most max_frames = 8"),
+        ("qwen3_vl", {"min_frames": 9, "max_frames": 8}, "min_frames = 9, needs at most max_frames = 8"),
         ("qwen3_vl", {"cap_pixels_per_frame": 1}, "cap_pixels_per_frame = 1"),
-        ("qwen3_vl", {"frames_of_mine": 3}, "frames_of_mine"),
-        ("kimi_k25", {"in_patch_limit_video": 100}, "in_patch_limit_video = 100, needs 'null"),
+        ("kimi_k25", {"in_patch_limit_video": 100}, "in_patch_limit_video = 100, needs null"),
         ("kimi_k25", {"timestamp_mode": "s"}, "timestamp_mode = 's'"),
         ("kimi_k25", {"sample_fps": None}, "lacks sample_fps"),
         ("kimi_k25", {"temporal_merge_kernel_size": 0}, "temporal_merge_kernel_size = 0"),
     ],
 )
-def test_settings_that_are_not_understood_are_refused(
+def test_settings_that_the_rules_do_not_cover_are_refused(
     family: str, changes: dict[str, Any], text: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(UnsupportedCheckpoint) as raised:
+    with pytest.raises(UnsupportedCheckpoint, match=text):
         load(tmp_path, family, **changes)
-    assert text.replace("'", "") in str(raised.value).replace("'", "").replace('"', "")
 
 
 def test_p11_settings_of_clips_are_in_the_fingerprint(tmp_path: Path) -> None:
@@ -184,7 +181,7 @@ def test_a_clip_that_is_closed_while_it_is_read_stops_between_two_frames(
     looked: list[object] = []
     feed = AvFile._seek
 
-    def fed(source: AvFile, run: Run) -> Iterator[object]:
+    def fed(source: AvFile, run: Run) -> Iterator[tuple[object, int]]:
         for packet in feed(source, run):
             looked.append(packet)
             yield packet
@@ -198,16 +195,3 @@ def test_a_clip_that_is_closed_while_it_is_read_stops_between_two_frames(
     assert list(clip.pieces(1 << 20)) == []
     assert len(looked) < 50
     assert list(clip.pieces(1 << 20)) == []
-
-
-def test_padding_of_kimis_frames_is_black(tmp_path: Path) -> None:
-    rules = load(tmp_path, "kimi_k25").clips
-    assert rules is not None
-    white = torch.full((1, 30, 40, 3), 255, dtype=torch.uint8)
-    (piece,) = rules.open(FrameArray(white), PLAIN).pieces(1)
-    picture = piece.frames_THWC[0].numpy()
-    assert picture.shape == (56, 56, 3)
-    assert (picture[:30, :40] == 255).all()
-    assert not picture[30:].any()
-    assert not picture[:, 40:].any()
-    assert np.array_equal(piece.grid, (1, 4, 4))

@@ -13,11 +13,10 @@ import pytest
 from encoder_service.config import Settings
 from encoder_service.errors import ClipTooLarge, UndecodableClip
 from encoder_service.ingest.video import av_file
-from encoder_service.ingest.video.av_file import AvFile, PacketFact, Run
+from encoder_service.ingest.video.av_file import AvFile, PacketFact, Run, plan_runs
 from encoder_service.ingest.video.clip import open_source
 from encoder_service.ingest.video.source import ClipLimits, clip_limits
 from tests.unit.ingest import clip_files
-from tests.unit.ingest.video.test_hostile import trimmed
 
 FRAME_PIXELS = 64 * 48
 
@@ -74,23 +73,13 @@ def test_frames_that_are_skipped_by_seeking_do_not_count() -> None:
     clip.close()
 
 
-def test_what_the_header_takes_counts_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first frame that is shown may need many that are not."""
-    options = {"x264-params": "scenecut=0"}
-    monkeypatch.setitem(clip_files.CODECS, "even.mp4", ("mp4", "libx264", options))
-    data = trimmed(7, 20, 0, "even.mp4")
-    open_source(data, within(8)).close()
-    with pytest.raises(ClipTooLarge, match=r"takes 8 frames = 24576 pixels.*limit is 24575"):
-        open_source(data, within(8, less=1))
-
-
 @pytest.mark.parametrize("is_allowed", [False, True])
 def test_reading_from_the_beginning_after_all_counts_as_well(is_allowed: bool) -> None:
     """Of a file whose key frames are none to start at, little is planned and all is decoded."""
     data = clip_files.encode(clip_files.moving(60), "mpeg4.mp4", key_every=10)
     clip = opened(data, ClipLimits())
-    runs = clip._runs([45])
-    planned = sum(run.num_packets for run in runs)
+    (run,) = plan_runs(clip._packets, [clip._shown[45]])
+    planned = run.last - run.first + 1
     assert planned < 20
     clip.close()
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from encoder_service.errors import ClipTooLarge, UndecodableClip
-from encoder_service.ingest.video.av_file import AvFile, PacketFact, plan_runs
+from encoder_service.ingest.video.av_file import PacketFact, plan_runs
 from encoder_service.ingest.video.clip import open_source
 from encoder_service.ingest.video.source import ClipLimits
 from tests.unit.ingest import clip_files
@@ -54,35 +54,18 @@ def test_frames_that_are_skipped_change_no_other(b_frames: int) -> None:
     assert np.array_equal(frames_of(data), expected)
 
 
-def test_sparse_frames_of_a_long_clip_are_reached_by_seeking() -> None:
-    data = clip_files.encode(clip_files.moving(300), key_every=10, b_frames=0)
-    clip = open_source(data, LIMITS)
-    assert isinstance(clip, AvFile)
-    fed = []
-    inner = clip._seek
-
-    def counted(run: object) -> object:
-        for packet in inner(run):  # type: ignore[arg-type]
-            fed.append(packet)
-            yield packet
-
-    clip._seek = counted  # type: ignore[method-assign,assignment]
-    assert len(list(clip.frames([0, 155, 290]))) == 3
-    assert len(fed) < 20
-
-
 def test_packets_that_a_frame_needs_start_at_its_key_frame() -> None:
     # Shown 0 2 1 3 | 4 6 5 in the file's order; 3 is shown before the second key frame, which follows it.
     order = [(0, True), (2, False), (1, False), (4, True), (3, False), (6, False), (5, False)]
     packets = [PacketFact(pts, is_key) for pts, is_key in order]
-    assert [tuple(run)[:2] for run in plan_runs(packets, [1])] == [(0, 2)]
-    assert [tuple(run)[:2] for run in plan_runs(packets, [3])] == [(0, 4)]
-    assert [tuple(run)[:2] for run in plan_runs(packets, [5])] == [(3, 6)]
-    assert [(run.first, run.last, sorted(run.wanted)) for run in plan_runs(packets, [0, 5])] == [
-        (0, 0, [0]),
-        (3, 6, [5]),
-    ]
-    assert [(run.first, run.last) for run in plan_runs(packets, [0, 2, 3, 6])] == [(0, 5)]
+    for wanted, runs in [
+        ([2], [(0, 2, (2,))]),
+        ([4], [(0, 4, (4,))]),
+        ([6], [(3, 6, (6,))]),
+        ([0, 6], [(0, 0, (0,)), (3, 6, (6,))]),
+        ([0, 1, 4, 5], [(0, 5, (0, 1, 4, 5))]),
+    ]:
+        assert plan_runs(packets, wanted) == runs
 
 
 def test_variable_rates_count_frames_and_give_the_average() -> None:
@@ -122,8 +105,8 @@ def test_webp_frames_last_as_long_as_they_say() -> None:
 @pytest.mark.parametrize(
     ("data", "text"),
     [
-        (b"", "has 0 bytes"),
-        (b"just some text, and more of it", "start with 6a 75 73 74.*no clip; accepted are MP4, WebM"),
+        (b"", "of 0 bytes"),
+        (b"just some text, and more of it", "starts with 6a 75 73 74.*no clip; accepted are MP4, WebM"),
         (b"\x89PNG\r\n\x1a\n" + bytes(64), "is PNG; accepted are MP4"),
         (b"\x00\x00\x00\x1cftypavif" + bytes(64), "is AVIF; accepted are MP4"),
         (b"\x00\x00\x00\x08ftyp", "MP4 file of 8 bytes is damaged or of an unsupported kind"),
@@ -141,20 +124,6 @@ def test_files_without_pictures_are_refused(container: str) -> None:
         open_source(clip_files.audio_only(container), LIMITS)
 
 
-def test_a_file_without_frames_is_refused() -> None:
-    import io
-
-    import av
-
-    file = io.BytesIO()
-    with av.open(file, "w", format="mp4") as out:
-        stream = out.add_stream("mpeg4", rate=25)
-        stream.width = stream.height = 32
-        out.start_encoding()
-    with pytest.raises(UndecodableClip, match=r"0 frames|0 video streams|side needs at least 1|damaged"):
-        open_source(file.getvalue(), LIMITS)
-
-
 @pytest.mark.parametrize("kind", clip_files.KINDS)
 @pytest.mark.parametrize("share", [0.3, 0.6, 0.95])
 def test_files_that_were_cut_off_are_refused(kind: str, share: float) -> None:
@@ -162,27 +131,19 @@ def test_files_that_were_cut_off_are_refused(kind: str, share: float) -> None:
     cut = data[: int(len(data) * share)]
     with pytest.raises(UndecodableClip) as raised:
         frames_of(cut)
-    if not kind.endswith("mp4"):
-        assert "truncated: it has" in str(raised.value)
-        assert raised.value.details["found_bytes"] == str(len(cut))
+    assert "truncated: it has" in str(raised.value)
+    assert raised.value.details["found_bytes"] == str(len(cut))
 
 
 @pytest.mark.parametrize("flags", ["faststart", "frag_keyframe+empty_moov"])
 @pytest.mark.parametrize("share", [0.3, 0.6, 0.95])
-def test_streamed_mp4_that_was_cut_off_gives_no_guessed_frame(flags: str, share: float) -> None:
-    """The header comes first. A fragmented file names no count of frames: cut between two fragments, it is a
-    shorter clip."""
+def test_streamed_mp4_that_was_cut_off_is_refused(flags: str, share: float) -> None:
+    """The header comes first."""
     frames = clip_files.moving(40, 96, 128, np.random.default_rng(7))
     data = clip_files.encode(frames, key_every=10, b_frames=0, flags=flags)
-    whole = clip_files.decoded(data)
-    assert np.array_equal(frames_of(data), whole)
-    if flags == "faststart":
-        with pytest.raises(UndecodableClip):
-            frames_of(data[: int(len(data) * share)])
-    else:
-        with contextlib.suppress(UndecodableClip):
-            found = frames_of(data[: int(len(data) * share)])
-            assert np.array_equal(found, whole[: len(found)])
+    assert np.array_equal(frames_of(data), clip_files.decoded(data))
+    with pytest.raises(UndecodableClip, match="truncated"):
+        frames_of(data[: int(len(data) * share)])
 
 
 def test_no_beginning_of_a_gif_passes_for_the_whole() -> None:
@@ -213,15 +174,6 @@ def test_damage_fails_the_clip_or_leaves_whole_frames(kind: str) -> None:
             assert frames.ndim == 4
     with pytest.raises(UndecodableClip):
         frames_of(bytes(len(data)))
-
-
-def test_slices_that_are_lost_fail_the_clip() -> None:
-    """By default FFmpeg paints over what is missing and says nothing."""
-    data = bytearray(clip_files.encode(clip_files.moving(30, 120, 160), key_every=10))
-    start = bytes(data).index(b"mdat") + 2000
-    data[start : start + 600] = bytes(600)
-    with pytest.raises(UndecodableClip):
-        frames_of(bytes(data))
 
 
 @pytest.mark.parametrize(

@@ -94,19 +94,15 @@ def test_a_file_whose_names_are_no_utf_8_is_read(kind: str) -> None:
     assert np.array_equal(frames_of(data, list(range(10))), expected)
 
 
-@pytest.mark.parametrize(("fps", "b_frames"), [(1500, 0), (5000, 0), (5000, 2), (90_000, 0)])
 @pytest.mark.parametrize("threads", [1, 8])
-def test_frames_within_one_millisecond_are_taken_by_their_order(
-    fps: int, b_frames: int, threads: int
-) -> None:
+def test_frames_within_one_millisecond_are_taken_by_their_order(threads: int) -> None:
     """Matroska counts milliseconds, so that frames of a faster clip share their times."""
-    data = clip_files.encode(clip_files.moving(45), "h264.mkv", fps=fps, key_every=10, b_frames=b_frames)
+    data = clip_files.encode(clip_files.moving(45), "vp9.webm", fps=5000, key_every=10)
     expected = clip_files.decoded(data)
     assert len(expected) == 45
     clip = open_source(data, ClipLimits(decode_threads=threads))
     assert clip.header.num_frames == 45
-    assert clip.header.fps > 0
-    for _ in range(4):
+    for _ in range(6):
         indices = sorted(random.sample(range(45), random.randint(1, 9)))
         found = np.stack([frame.numpy() for frame in clip.frames(indices)])
         assert np.array_equal(found, expected[indices]), indices
@@ -114,46 +110,13 @@ def test_frames_within_one_millisecond_are_taken_by_their_order(
     clip.close()
 
 
-def blocks(data: bytes) -> list[int]:
-    """Where the times of a Matroska file's frames stand: behind the number of the track."""
-    with av.open(io.BytesIO(data)) as file:
-        return [packet.pos + 1 for packet in file.demux(video=0) if packet.size]
-
-
-def retimed(data: bytes, times_ms: dict[int, int]) -> bytes:
-    """The file with other times, of one cluster, for some of its frames."""
-    out = bytearray(data)
-    for place, at in enumerate(blocks(data)):
-        if place in times_ms:
-            out[at : at + 2] = times_ms[place].to_bytes(2, "big")
-    return bytes(out)
-
-
-def test_a_shared_time_does_not_hide_a_frame_that_is_lost() -> None:
-    """In the last group no later time would tell of it: frames are counted before the last one leaves."""
-    frames = clip_files.moving(40, 48, 64, np.random.default_rng(3))
-    data = clip_files.encode(frames, "h264.mkv", fps=5000, key_every=10, b_frames=0)
-    with av.open(io.BytesIO(data)) as file:
-        places = [packet.pos for packet in file.demux(video=0) if packet.size and packet.is_keyframe]
-    for place in places[1:]:
-        damaged = bytearray(data)
-        at = data.index(b"\x65", place)  # the header of a key frame's slice
-        damaged[at] = 42
-        for indices in ([0, 39], [39], list(range(40))):
-            with pytest.raises(UndecodableClip):
-                frames_of(bytes(damaged), indices)
-
-
-def test_times_that_run_against_the_order_of_decoding_are_refused() -> None:
-    """A codec that shows frames as it has them: taken by such a time, one would be another's."""
+def test_times_that_do_not_tell_the_order_are_refused() -> None:
+    """A codec that reorders frames, with shared times; one that does not, with a time that runs backwards."""
+    data = clip_files.encode(clip_files.moving(45), "h264.mkv", fps=5000, b_frames=2)
+    with pytest.raises(UndecodableClip, match="h264 frames do not tell their order"):
+        open_source(data, LIMITS)
     data = clip_files.encode(clip_files.moving(20), "vp9.webm", fps=10)
-    assert np.array_equal(frames_of(retimed(data, {}), [13]), clip_files.decoded(data)[[13]])
-    with pytest.raises(UndecodableClip, match="vp9 frames are not in the order of their times"):
-        open_source(retimed(data, {13: 250}), LIMITS)
-
-
-def test_shared_times_do_not_hide_disorder() -> None:
-    """Frames are taken by the order in which they are decoded, which has to be that of their times."""
-    data = clip_files.encode(clip_files.moving(20), "h264.mkv", fps=10, b_frames=0)
-    with pytest.raises(UndecodableClip, match="come in their order"):
-        frames_of(retimed(data, {13: 1200, 5: 1900}), [12, 14])
+    with av.open(io.BytesIO(data)) as file:
+        places = [packet.pos + 1 for packet in file.demux(video=0) if packet.size]
+    with pytest.raises(UndecodableClip, match="vp9 frames do not tell their order"):
+        open_source(data[: places[13]] + bytes([0, 250]) + data[places[13] + 2 :], LIMITS)
