@@ -96,8 +96,8 @@ class Deadline:
 class RowsCall:
     """The items of one Encode or Fetch message, and what became of them.
 
-    request: for all of them. indices: the caller's index of each position. shared: the memory that rows may be placed in, and stream: the one that uses them. outcomes: of all num_items of
-    the caller, by index."""
+    request: for all of them. indices: the caller's index of each position. shared: the memory that rows may
+    be placed in, and stream: the one that uses them. outcomes: of all num_items of the caller, by index."""
 
     request: RowsRequest
     indices: Sequence[int]
