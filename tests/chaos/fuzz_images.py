@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 from PIL import Image
 
-FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "ICO", "TGA")
+FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "TGA")
 MODES = {
     "JPEG": ("RGB", "L", "CMYK"),
     "PNG": ("RGB", "RGBA", "L", "P", "1", "I;16", "LA"),
@@ -24,7 +24,6 @@ MODES = {
     "BMP": ("RGB", "L", "P", "1"),
     "TIFF": ("RGB", "RGBA", "L", "F", "CMYK"),
     "PPM": ("RGB", "L"),
-    "ICO": ("RGBA",),
     "TGA": ("RGB", "RGBA", "L"),
 }
 EDGES = (0, 1, 2, 7, 0x7F, 0x80, 0xFF, 0x7FFF, 0x8000, 0xFFFF, 0x7FFFFFFF, 0x80000000, 0xFFFFFFFF)

@@ -73,13 +73,6 @@ def test_corrupt_anywhere(name: str) -> None:
         attempt(bytes(data))
 
 
-@pytest.mark.parametrize("name", FILES)
-def test_a_format_behind_anothers_signature(name: str) -> None:
-    for other in ("png-RGB", "jpeg-rgb", "gif-palette", "webp-lossy", "tiff-lzw", "bmp-rgb"):
-        attempt(FILES[other][:16] + FILES[name][16:])
-        attempt(FILES[other][: len(FILES[other]) // 2] + FILES[name])
-
-
 @settings(deadline=None, max_examples=300)
 @given(st.binary(max_size=200), st.sampled_from([data[:8] for data in FILES.values()] + [b""]))
 def test_random_bytes(tail: bytes, head: bytes) -> None:

@@ -82,11 +82,10 @@ def test_same_outcome_as_pillow_for_sound_and_damaged_files(monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("subsampling", [0, 1, 2])
-def test_decodes_baseline_files(subsampling: int) -> None:
+def test_decodes_sequential_files(subsampling: int) -> None:
     data = encoded(random.Random(), subsampling=subsampling, progressive=False)
     with Image.open(io.BytesIO(data)) as image:
-        found = jpeg.decode_jpeg(data, image)
-        np.testing.assert_array_equal(found, np.array(image))
+        np.testing.assert_array_equal(jpeg.decode_jpeg(data, image), np.array(image))
 
 
 @pytest.mark.parametrize(

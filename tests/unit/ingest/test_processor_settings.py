@@ -129,12 +129,6 @@ def test_a_file_that_is_no_object(tmp_path: Path, text: str) -> None:
         load_preprocessor(tmp_path, "qwen3_vl", LIMITS)
 
 
-def test_a_folder_in_the_files_place(tmp_path: Path) -> None:
-    (tmp_path / "preprocessor_config.json").mkdir()
-    with pytest.raises(CheckpointError, match="cannot be read"):
-        load_preprocessor(tmp_path, "qwen3_vl", LIMITS)
-
-
 def test_an_unknown_family(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedCheckpoint, match=r"llava.*qwen3_vl, qwen3_5, kimi_k25"):
         load_preprocessor(write(tmp_path, QWEN), "llava", LIMITS)

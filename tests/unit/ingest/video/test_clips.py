@@ -94,9 +94,7 @@ def test_p11_settings_of_clips_are_in_the_fingerprint(tmp_path: Path) -> None:
     ("family", "options", "text"),
     [
         ("qwen3_vl", {"fps": 0.0}, "fps is 0.0, allowed are more than 0 and at most 1000"),
-        ("qwen3_vl", {"fps": 1e9}, "fps is 1000000000.0"),
         ("qwen3_vl", {"fps": float("nan")}, "fps is nan"),
-        ("qwen3_vl", {"max_frames": 0}, "max_frames is 0, allowed are 1 to 2048"),
         ("qwen3_vl", {"max_frames": 4096}, "max_frames is 4096, allowed are 1 to 2048"),
         ("qwen3_vl", {"min_frames": 800}, "min_frames 800 is above max_frames 768"),
         ("qwen3_vl", {"min_pixels": 0}, "min_pixels is 0, needs at least 1"),
@@ -122,7 +120,6 @@ def test_options_out_of_bounds_name_both_numbers(
         (FrameArray(torch.zeros(0, 4, 4, 3, dtype=torch.uint8)), PixelTensorMismatch, r"\[0, 4, 4, 3\]"),
         (FrameArray(torch.zeros(2, 0, 4, 3, dtype=torch.uint8)), UndecodableClip, "4x0"),
         (FrameArray(frames(), 0.0), InvalidRequest, r"0\.0 fps"),
-        (FrameArray(frames(), float("inf")), InvalidRequest, "inf fps"),
         (FrameArray(frames(), None, (0.0, 1.0)), InvalidRequest, "2 timestamps for 6 frames"),
         (FrameArray(frames(3), None, (0.0, 2.0, 1.0)), InvalidRequest, r"timestamp 2 is 1\.0 s.*2\.0 s"),
         (FrameArray(frames(1), None, (-1.0,)), InvalidRequest, r"timestamp 0 is -1\.0 s"),
