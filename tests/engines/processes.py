@@ -240,7 +240,7 @@ def serve_arguments(
     transfer["ec_connector_extra_config"] |= extra_config
     command[place] = json.dumps(transfer)
     if family == "kimi_k25":
-        (limits,) = re.findall(r"Kimi-K2.5 the limits are\n`(\{.*?\})`", DOCUMENT.read_text())
+        (limits,) = re.findall(r"Kimi-K2.5 the limits are\s+`(\{.*?\})`", DOCUMENT.read_text())
         command[command.index("--limit-mm-per-prompt") + 1] = limits
     return [*command[1:], *tiny]
 
