@@ -209,7 +209,7 @@ class Service:
 
     async def _close_store(self, store: EmbeddingStore) -> None:
         """Memory that a copy may still write is left to the end of the process."""
-        store.refuse_copies()
+        store.freeze()
         try:
             await asyncio.wait_for(on_own_thread(store.wait_for_copies), STORE_STOP_S)
         except TimeoutError:
@@ -257,10 +257,9 @@ class Service:
     def _open_store(self) -> EmbeddingStore:
         return open_store(self.settings, on_copy_error=self._report_copy_error)
 
-    def _report_copy_error(self, error: Exception) -> None:
+    def _report_copy_error(self, error: Exception) -> bool:
         """A copy between tiers may be the first to find a device fault."""
-        if self._engine is not None:
-            self._engine.report(error)
+        return self._engine is not None and self._engine.report(error)
 
     def _open_broker(self, store: EmbeddingStore) -> Broker | None:
         """The broker, serving."""
@@ -300,6 +299,8 @@ class Service:
     def _leave_service(self, fault: DeviceFault) -> None:
         self._fault = fault
         self._not_ready = "device fault"
+        if self.store is not None:
+            self.store.freeze()
         self.metrics.ready.set(0)
         self._ended.set()
 

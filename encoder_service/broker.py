@@ -15,6 +15,7 @@ import contextlib
 import errno
 import fcntl
 import os
+import resource
 import selectors
 import socket
 import stat
@@ -177,6 +178,7 @@ class Broker:
         self._offers: dict[bytes, _Offer] = {}
         self._clients: dict[_Client, None] = {}
         self._accepts_again_s: float | None = None
+        self._is_accepting_failing = False
         self._stopping = threading.Event()
         self._wake_in = self._wake_out = -1
         self._selector = selectors.DefaultSelector()
@@ -270,10 +272,15 @@ class Broker:
             except ConnectionAbortedError:
                 continue
             except OSError as error:  # the listener stays readable: accepting pauses, no busy loop
-                log.warning("no client can be accepted", cause=error.strerror, pause_s=TICK_S)
+                if not self._is_accepting_failing:
+                    self._is_accepting_failing = True
+                    log.error("no client can be accepted", cause=_accept_text(error), retried_each_s=TICK_S)
                 self._selector.unregister(self._listener.socket)
                 self._accepts_again_s = self._clock() + TICK_S
                 return
+            if self._is_accepting_failing:
+                self._is_accepting_failing = False
+                log.info("clients are accepted again")
             self.counters.accepted += 1
             self._admit(accepted)
 
@@ -503,6 +510,13 @@ class Broker:
 
 def _failure(error: _Refused) -> pb.BrokerFailure:
     return pb.BrokerFailure(reason=error.reason, message=error.message, retryable=error.retryable)
+
+
+def _accept_text(error: OSError) -> str:
+    if error.errno != errno.EMFILE:
+        return error.strerror or str(error)
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return f"all {limit} file descriptors of this process are in use: raise ulimit -n"
 
 
 def offer_of(namespace: str | None, arena: Arena) -> _Offer:

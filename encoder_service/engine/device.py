@@ -117,11 +117,12 @@ class DeviceEngine:
     def fault(self) -> DeviceFault | None:
         return self._fault
 
-    def report(self, error: Exception) -> None:
-        """Takes the error of other work on the device, from any thread. If it is the device's fault,
-        everything ends as if a batch had failed with it."""
+    def report(self, error: Exception) -> bool:
+        """Takes the error of other work on the device, from any thread, and returns whether the device has
+        failed. Then everything ends as if a batch had failed with it."""
         if is_device_fault(error):
             self._fail(DeviceFault(f"the device failed: {first_line(error)}"))
+        return self._fault is not None
 
     @property
     def queued_patches(self) -> int:

@@ -7,6 +7,7 @@ more with ``after_lost_read`` and is answered inline, from rows that stay held u
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -16,9 +17,11 @@ from encoder_service.store.arena import TierName
 from encoder_service.store.embedding_store import Place
 from encoder_service.types import CacheTier
 
-# Above this share of lost reads in a second, the next second's rows go inline.
+# Above this share of lost reads in a second, a namespace's rows go inline for a second.
 MAX_LOST_SHARE = 0.01
 WINDOW_S = 1.0
+# Namespaces of which reads are counted; those that read or lost last.
+MAX_NAMESPACES = 4096
 
 
 class Wanted(NamedTuple):
@@ -31,7 +34,8 @@ class Wanted(NamedTuple):
 
 
 class LossRate:
-    """Reads lost in this second, against the places announced in it and in the one before. clock: seconds."""
+    """One namespace's reads lost in this second, against the places announced in it and in the one before.
+    clock: seconds."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -43,7 +47,7 @@ class LossRate:
         self._roll()
         self._num_placed += 1
 
-    def count_lost(self, num_lost: int = 1) -> None:
+    def count_lost(self, num_lost: int) -> None:
         self._roll()
         self._num_lost += num_lost
         if self._num_lost > MAX_LOST_SHARE * (self._num_placed + self._num_placed_before):
@@ -65,7 +69,7 @@ class Delivery:
     """For all calls of a server."""
 
     def __init__(self, pipeline: Pipeline, metrics: Metrics) -> None:
-        self.losses = LossRate(pipeline.clock)
+        self._losses: OrderedDict[str, LossRate] = OrderedDict()
         self._pipeline = pipeline
         self._store = pipeline.store
         self._metrics = metrics
@@ -81,16 +85,23 @@ class Delivery:
             if not reason:
                 delivered = await self._pipeline.in_tier(delivered, wanted.namespace, wanted.tier)
                 if delivered.held.tier == wanted.tier:
-                    self.losses.count_placed()
+                    self._losses_of(wanted.namespace).count_placed()
                     return delivered, self._store.announce(delivered.held)
                 reason = "no_room"
             metrics.count(metrics.inline_fallbacks, reason)
         return await self._pipeline.in_tier(delivered, wanted.namespace, "host"), None
 
-    def count_lost(self, num_lost: int) -> None:
+    def count_lost(self, namespace: str, num_lost: int) -> None:
         """Reads of announced places that an eviction overtook."""
         self._metrics.reads_lost.inc(num_lost)
-        self.losses.count_lost(num_lost)
+        self._losses_of(namespace).count_lost(num_lost)
+
+    def _losses_of(self, namespace: str) -> LossRate:
+        rate = self._losses.pop(namespace, None) or LossRate(self._pipeline.clock)
+        self._losses[namespace] = rate
+        while len(self._losses) > MAX_NAMESPACES:
+            self._losses.popitem(last=False)
+        return rate
 
     def _inline_reason(self, delivered: Delivered, tier: TierName, namespace: str) -> str:
         """Why rows are not placed though their caller could read them; empty: they are."""
@@ -99,4 +110,4 @@ class Delivery:
             return "no_room"
         if delivered.encoded.spec.num_bytes > max_bytes:
             return "large"
-        return "losses" if self.losses.is_high() else ""
+        return "losses" if self._losses_of(namespace).is_high() else ""

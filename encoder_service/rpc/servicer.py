@@ -147,7 +147,7 @@ class VisionEncoderServicer:
         call = observed.this_call()
         tier = convert.wanted_tier(request.delivery)
         if request.after_lost_read:
-            self._delivery.count_lost(len(items))
+            self._delivery.count_lost(request.namespace, len(items))
         permit = self._reader.admission.acquire(call.num_bytes(request))
         try:
             stream = ItemStream(

@@ -7,7 +7,6 @@ are copied, and that both ends stay held meanwhile, is decided by ``embedding_st
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -26,17 +25,9 @@ class Copier:
 
     async def copy(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         """Copies each second tensor into its first and returns when the bytes are there. All pairs have the
-        same direction. A cancelled call raises only after the copies have ended: until then the memory must
-        not be used for anything else."""
-        copying = asyncio.get_running_loop().run_in_executor(self._threads, self._copy_all, pairs)
-        try:
-            await asyncio.shield(copying)
-        except asyncio.CancelledError:
-            while not copying.done():  # the task may be cancelled again while it waits
-                with contextlib.suppress(asyncio.CancelledError):
-                    await asyncio.wait([copying])
-            copying.exception()  # an error of a cancelled copy has no other reader
-            raise
+        same direction. After a cancelled call, as after a failed one, the device may still read and write the
+        memory."""
+        await asyncio.get_running_loop().run_in_executor(self._threads, self._copy_all, pairs)
 
     def close(self) -> None:
         """Waits for the copies under way. Idempotent."""

@@ -158,12 +158,12 @@ class EmbeddingStore:
         shared: Partition,
         isolated: Mapping[str, Partition] | None = None,
         *,
-        on_copy_error: Callable[[Exception], None],
+        on_copy_error: Callable[[Exception], bool],
         max_private_bytes: int = 1 << 30,
     ) -> None:
         """Owns the arenas from here on. shared: of all namespaces that are not isolated. on_copy_error: gets
-        the error of every failed copy between tiers, which may be a device's fault. max_private_bytes: of
-        copies for which the host arena has no room; a single one may be larger."""
+        the error of every failed copy between tiers and returns whether the device has failed.
+        max_private_bytes: of copies for which the host arena has no room; a single one may be larger."""
         self._partitions: dict[str | None, Partition] = {None: shared}
         self._partitions.update(isolated or {})
         self._on_copy_error = on_copy_error
@@ -176,8 +176,7 @@ class EmbeddingStore:
         self._abandoned: list[object] = []
         self._reserved_bytes: dict[Tier, int] = {}
         self._counters = StoreCounters()
-        self._refuses_copies = False
-        self._has_fault = False
+        self._is_frozen = False
 
     # -- lookup ----------------------------------------------------------------------------------------
 
@@ -208,16 +207,15 @@ class EmbeddingStore:
         """Memory for coming.rows (a meta tensor): in the device arena, else in the host arena. Evicts what it
         needs and never waits. None when the rows are larger than the arenas, or what this process holds and
         has reserved leaves no room."""
-        if not (self._refuses_copies or self._has_fault):
-            for tier in self._partition(namespace).tiers():
-                reserved_bytes = self._reserved_bytes.get(tier, 0)
-                wanted_bytes = reserved_bytes + coming.spec.num_bytes
-                if reserved_bytes and wanted_bytes > tier.arena.capacity_bytes * RESERVED_SHARE:
-                    continue
-                reservation = self._reserve_in(tier, namespace, coming, is_limited=True)
-                if reservation is not None:
-                    self._reserved_bytes[tier] = wanted_bytes
-                    return reservation
+        for tier in self._partition(namespace).tiers():
+            reserved_bytes = self._reserved_bytes.get(tier, 0)
+            wanted_bytes = reserved_bytes + coming.spec.num_bytes
+            if reserved_bytes and wanted_bytes > tier.arena.capacity_bytes * RESERVED_SHARE:
+                continue
+            reservation = self._reserve_in(tier, namespace, coming, is_limited=True)
+            if reservation is not None:
+                self._reserved_bytes[tier] = wanted_bytes
+                return reservation
         self._counters.refused += 1
         return None
 
@@ -249,21 +247,23 @@ class EmbeddingStore:
         reservation.tier.arena.drop(reservation.slot)
 
     def abandon(self, reservation: Reservation) -> None:
-        """The device failed and may still write: the slot is never used again, and nothing is reserved from
-        here on."""
-        self._has_fault = True
+        """The device failed and may still write: the slot is never used again. Includes ``freeze``."""
+        self.freeze()
         self._unreserve(reservation)
 
     async def keep(self, namespace: str, item: EncodedItem) -> HeldRows:
-        """Copies rows that are in memory of their own into the store, where there is room; else they are held
-        as they are."""
-        partition = self._partition(namespace)
+        """Copies rows that are in memory of their own into the store, where there is room; else, and after a
+        failed copy, they are held as they are."""
         source = HeldRows(item)
-        for tier in partition.tiers():
-            if await self._move(source, namespace, tier):
-                entry = tier.find((namespace, item.key))
-                if entry is not None:
-                    return _held(tier, entry)
+        for tier in self._partition(namespace).tiers():
+            try:
+                is_moved = await self._move(source, namespace, tier)
+            except Exception:
+                log.exception("rows could not be copied into the store")
+                break
+            entry = tier.find((namespace, item.key)) if is_moved else None
+            if entry is not None:
+                return _held(tier, entry)
         return source
 
     # -- where rows are --------------------------------------------------------------------------------
@@ -272,7 +272,7 @@ class EmbeddingStore:
         """The same rows in ``tier``. Takes ``held`` over: it is returned or dropped, also when this raises.
 
         "host" gives rows in host memory, in a copy of their own where the host arena has no room; raises
-        StoreFull when such copies take too much memory, Draining after ``refuse_copies``, and what the copy
+        StoreFull when such copies take too much memory, Draining after ``freeze``, and what the copy
         failed with. "device" gives ``held`` itself where the device arena has no room or the copy failed."""
         if held.tier == tier or (tier == "host" and held.tier is None):
             return held
@@ -333,20 +333,21 @@ class EmbeddingStore:
 
     # -- end -------------------------------------------------------------------------------------------
 
-    def refuse_copies(self) -> None:
-        """From now on nothing is reserved or copied. Rows are delivered where they are."""
-        self._refuses_copies = True
+    def freeze(self) -> None:
+        """At the end and after a device fault: nothing is reserved or copied from now on, no slot is used
+        again. Rows are delivered where they are."""
+        self._is_frozen = True
 
     def wait_for_copies(self) -> None:
         """Waits for the copies under way and for all work on the device. Blocks, without end where the device
-        hangs; on any thread, after ``refuse_copies``. Raises the device's error."""
+        hangs; on any thread, after ``freeze``. Raises the device's error."""
         self._copier.close()
         for tier in self._tiers():
             tier.arena.synchronize()
 
     def close(self) -> None:
         """Waits for the copies under way, forgets every item and closes every arena. Idempotent."""
-        self._refuses_copies = True
+        self.freeze()
         self._copier.close()
         for tier in self._tiers():
             tier.close()
@@ -372,7 +373,7 @@ class EmbeddingStore:
     def _reserve_in(
         self, tier: Tier, namespace: str, coming: EncodedItem, *, is_limited: bool
     ) -> Reservation | None:
-        slot = tier.allocate(coming.spec.num_bytes)
+        slot = None if self._is_frozen else tier.allocate(coming.spec.num_bytes)
         if slot is None:
             return None
         destination = tier.arena.view(slot, coming.rows.shape, coming.rows.dtype)
@@ -412,8 +413,6 @@ class EmbeddingStore:
 
     def _begin_move(self, held: HeldRows, namespace: str, tier: Tier) -> tuple[HeldRows, Reservation] | None:
         """Holds both ends of a copy."""
-        if self._refuses_copies or self._has_fault:
-            return None
         source = held.share()  # held before the reservation, which could evict it
         reservation = self._reserve_in(tier, namespace, held.item, is_limited=False)
         if reservation is None:
@@ -458,7 +457,7 @@ class EmbeddingStore:
         return HeldRows(item)
 
     def _start_private_copy(self, held: HeldRows, name: Name) -> asyncio.Task[EncodedItem]:
-        if self._refuses_copies:
+        if self._is_frozen:
             raise Draining("the service stopped before the rows were delivered")
         num_bytes = held.item.spec.num_bytes
         private_bytes = sum(item.spec.num_bytes for item in self._private.values())
@@ -473,16 +472,17 @@ class EmbeddingStore:
             )
         item = replace(held.item, rows=torch.empty(held.item.rows.shape, dtype=held.item.rows.dtype))
         self._private[name] = item  # counts from now on
-        task = asyncio.get_running_loop().create_task(self._copy_private(item, held.share()))
+        task = asyncio.get_running_loop().create_task(self._copy_private(name, item, held.share()))
         self._private_copies[name] = task
         task.add_done_callback(lambda _: self._private_copies.pop(name))
         task.add_done_callback(_retrieve_error)
         return task
 
-    async def _copy_private(self, item: EncodedItem, source: HeldRows) -> EncodedItem:
+    async def _copy_private(self, name: Name, item: EncodedItem, source: HeldRows) -> EncodedItem:
         try:
             await self._copy([(item.rows, source.item.rows)])
-        except BaseException:
+        except BaseException:  # the device may still write to them
+            del self._private[name]
             self._abandoned.append(item.rows)
             raise
         source.drop()
@@ -493,7 +493,8 @@ class EmbeddingStore:
         try:
             await self._copier.copy(pairs)
         except Exception as error:
-            self._on_copy_error(error)
+            if self._on_copy_error(error):
+                self.freeze()
             raise
 
     def _look_ahead(self, partition: Partition, written_bytes: int) -> None:
@@ -504,7 +505,7 @@ class EmbeddingStore:
         if (
             partition.written_bytes >= device.arena.capacity_bytes * LOOK_SHARE
             and device not in self._spills
-            and not (self._refuses_copies or self._has_fault)
+            and not self._is_frozen
         ):
             partition.written_bytes = 0
             spill = asyncio.get_running_loop().create_task(self._spill(device, partition.host))
@@ -562,7 +563,7 @@ def device_arena(num_bytes: int, device: torch.device) -> Arena:
     return Arena(CudaMemory(num_bytes, device), max_slots=_num_slots(num_bytes))
 
 
-def open_store(settings: Settings, *, on_copy_error: Callable[[Exception], None]) -> EmbeddingStore:
+def open_store(settings: Settings, *, on_copy_error: Callable[[Exception], bool]) -> EmbeddingStore:
     """The arenas that the settings ask for; not exported where there is no broker. Blocks: gigabytes of
     host memory take seconds. Raises ConfigurationError; then nothing is left open."""
     device, pin = torch.device(settings.device), torch.device(settings.device).type == "cuda"

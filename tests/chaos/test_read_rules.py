@@ -283,7 +283,7 @@ def play(
     # Room for one item: pages are larger.
     filler = arena.allocate(arena.largest_free_bytes - ROW_BYTES)
     assert filler is not None
-    store = EmbeddingStore(Partition(arena), on_copy_error=lambda _: None)
+    store = EmbeddingStore(Partition(arena), on_copy_error=lambda _: False)
     reservation = store.reserve("", coming(OLD))
     assert reservation is not None
     reservation.destination.view(torch.uint8).fill_(1)
@@ -389,7 +389,7 @@ def test_p20_p21_each_mutant_gives_wrong_rows_in_some_order(name: str) -> None:
 
 def rewrite_for_ever(arena: Arena, seed: int) -> None:
     """Evicts and writes items whose bytes all are one number, in a slot or in several."""
-    store = EmbeddingStore(Partition(arena), on_copy_error=lambda _: None)
+    store = EmbeddingStore(Partition(arena), on_copy_error=lambda _: False)
     chance = random.Random(seed)
     while True:
         number = chance.randrange(256)

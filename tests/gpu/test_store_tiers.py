@@ -54,7 +54,7 @@ async def test_p14_p20_rows_are_bit_equal_on_their_way_through_the_tiers() -> No
         held.drop()
     counters = store.counters
     assert min(counters.evictions, counters.copies_to_device, counters.copies_to_host) > 0
-    store.refuse_copies()
+    store.freeze()
     store.wait_for_copies()
     store.check_integrity()
     store.close()

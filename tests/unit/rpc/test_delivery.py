@@ -28,7 +28,7 @@ AGAIN = Wanted("", "host", True)
 async def rig() -> AsyncIterator[Rig]:
     """With room for eight items on the host and four on the device."""
     partition = Partition(host_arena(8 * ITEM_BYTES), device_arena(4 * ITEM_BYTES))
-    async with running(Rig(EmbeddingStore(partition, on_copy_error=lambda error: None))) as rig:
+    async with running(Rig(EmbeddingStore(partition, on_copy_error=lambda error: False))) as rig:
         yield rig
     rig.store.close()
 
@@ -122,14 +122,43 @@ async def test_p21_above_one_percent_of_losses_rows_go_inline_for_a_second(
 
     for _ in range(100):
         assert await is_placed()
-    found.count_lost(1)
+    found.count_lost("", 1)
     assert await is_placed()
-    found.count_lost(1)
+    found.count_lost("", 1)
     assert not await is_placed()
     assert sample(rig, "ve_inline_fallbacks_total", reason="losses") == 1
     assert sample(rig, "ve_reads_lost_total") == 2
     clock.now_s += delivery.WINDOW_S
     assert await is_placed()
+
+
+async def test_p18_losses_of_one_namespace_leave_the_others_as_they_are(rig: Rig, found: Delivery) -> None:
+    async def is_placed(namespace: str) -> bool:
+        encoded = await rig.pipeline.encode(image(3, side=16), namespace=namespace)
+        delivered, place = await found.prepare(encoded, Wanted(namespace, "host", False))
+        delivered.release()
+        return place is not None
+
+    assert await is_placed("a")
+    found.count_lost("a", 1)
+    assert not await is_placed("a")
+    assert await is_placed("b")
+    for _ in range(100):
+        assert await is_placed("b")
+    found.count_lost("b", 1)
+    assert await is_placed("b"), "its own reads count, not those lost elsewhere"
+
+
+async def test_p17_losses_are_kept_of_a_bounded_number_of_namespaces(
+    found: Delivery, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(delivery, "MAX_NAMESPACES", 4)
+    for number in range(20):
+        found.count_lost(str(number), 1)
+    assert list(found._losses) == ["16", "17", "18", "19"]
+    found.count_lost("16", 1)
+    found.count_lost("20", 1)
+    assert list(found._losses) == ["18", "19", "16", "20"]
 
 
 def test_losses_count_against_the_places_of_this_second_and_the_last() -> None:
@@ -140,9 +169,9 @@ def test_losses_count_against_the_places_of_this_second_and_the_last() -> None:
     clock.now_s += 1.0
     losses.count_lost(2)
     assert not losses.is_high()
-    losses.count_lost()
+    losses.count_lost(1)
     assert losses.is_high()
     clock.now_s += 2.5
     assert not losses.is_high()
-    losses.count_lost()
+    losses.count_lost(1)
     assert losses.is_high(), "nothing was placed for two seconds"

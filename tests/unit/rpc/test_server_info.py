@@ -26,14 +26,14 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> Settings:
 
 def test_shared_memory_is_announced_where_there_is_a_broker(settings: Settings, tmp_path: Path) -> None:
     model = app.load_model(settings)
-    store = open_store(settings, on_copy_error=lambda error: None)
+    store = open_store(settings, on_copy_error=lambda error: False)
     answer = server_info(settings, model, store, "instance")
     assert [each.delivery for each in answer.transports] == [pb.DELIVERY_INLINE]
     assert not answer.HasField("pixel_input")
     store.close()
 
     sharing = settings.model_copy(update={"broker_path": "/run/broker.sock"})
-    store = open_store(sharing, on_copy_error=lambda error: None)
+    store = open_store(sharing, on_copy_error=lambda error: False)
     segments = PixelSegments(("gateway-",), max_tensor_bytes=77, folder=str(tmp_path))
     answer = server_info(sharing, model, store, "instance", segments)
     assert answer.instance_id == "instance"

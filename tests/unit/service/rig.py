@@ -22,7 +22,7 @@ from tests.fakes import FakePreprocessor, FakeTower, fake_image
 def memory_store(num_bytes: int = 1 << 20) -> EmbeddingStore:
     """A store in memory of this process."""
     return EmbeddingStore(
-        Partition(host_arena(num_bytes, is_exported=False)), on_copy_error=lambda error: None
+        Partition(host_arena(num_bytes, is_exported=False)), on_copy_error=lambda error: False
     )
 
 

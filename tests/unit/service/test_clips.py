@@ -45,7 +45,7 @@ async def rig(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(FakePreprocessor, "clips", clip_rules())
     if request.param == "two tiers":
         partition = Partition(host_arena(1 << 14), device_arena(1 << 14))
-        store = EmbeddingStore(partition, on_copy_error=lambda error: None)
+        store = EmbeddingStore(partition, on_copy_error=lambda error: False)
     else:
         store = memory_store(1 if request.param == "no room" else 1 << 20)
     rig = Rig(store, clip_piece_patches=PIECE_FRAMES * SIDE * SIDE, max_clip_patches=40 * SIDE * SIDE)

@@ -47,7 +47,7 @@ def store_of(
     *,
     isolated: tuple[str, ...] = (),
     clock: Callable[[], float] | None = None,
-    on_copy_error: Callable[[Exception], None] = lambda _: None,
+    on_copy_error: Callable[[Exception], bool] = lambda _: False,
     max_private_bytes: int = 1 << 30,
 ) -> EmbeddingStore:
     """Sizes in items of ITEM_BYTES; isolated namespaces have arenas of the same sizes."""

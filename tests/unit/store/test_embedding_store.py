@@ -435,15 +435,23 @@ async def test_a_cancelled_reader_holds_nothing_and_stops_nobody(
     held.drop()
 
 
-async def test_after_a_failed_copy_neither_end_is_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    errors: list[Exception] = []
-    store = store_of(16, 4, on_copy_error=errors.append)
-    land(store, 1)
-
+def fail_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(self: Copier, pairs: Any) -> None:
         raise RuntimeError("the device is gone")
 
     monkeypatch.setattr(Copier, "_copy_all", fail)
+
+
+async def test_after_a_failed_copy_neither_end_is_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    errors: list[Exception] = []
+
+    def on_copy_error(error: Exception) -> bool:
+        errors.append(error)
+        return False
+
+    store = store_of(16, 4, on_copy_error=on_copy_error)
+    land(store, 1)
+    fail_copies(monkeypatch)
     with pytest.raises(RuntimeError):
         await store.in_tier(hold(store, 1), "", "host")
     assert [str(error) for error in errors] == ["the device is gone"]
@@ -451,6 +459,82 @@ async def test_after_a_failed_copy_neither_end_is_used_again(monkeypatch: pytest
     assert (len(device), len(host)) == (1, 1)
     (slot,) = device._holders
     assert device.num_holders(slot) == 2, "the entry and the copy that may still read"
+    assert land(store, 2), "the device has not failed"
+    store.close()
+
+
+async def test_p36_a_device_fault_in_a_copy_ends_the_use_of_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = store_of(16, 4, on_copy_error=lambda error: True)
+    land(store, 1)
+    land(store, 2)
+    fail_copies(monkeypatch)
+    with pytest.raises(RuntimeError):
+        await store.in_tier(hold(store, 1), "", "host")
+    assert store.reserve("", coming(3)) is None
+    num_slots = [len(arena) for _, arena in store.arenas()]
+    monkeypatch.undo()
+    held = hold(store, 2)
+    assert await store.in_tier(held, "", "device") is held
+    with pytest.raises(Draining):
+        await store.in_tier(held, "", "host")
+    assert [len(arena) for _, arena in store.arenas()] == num_slots
+    store.close()
+
+
+async def test_a_failed_private_copy_is_given_to_no_reader(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = store_of(1, 4)
+    for name in range(2):
+        land(store, name)
+    await settle(store)
+    blocking = await store.in_tier(hold(store, 1), "", "host")
+    fail_copies(monkeypatch)
+    with pytest.raises(RuntimeError) as first:
+        await store.in_tier(hold(store, 0), "", "host")
+    with pytest.raises(RuntimeError):
+        await store.in_tier(hold(store, 0), "", "host")
+    del first
+    blocking.drop()
+    store.close()
+
+
+async def test_rows_that_cannot_be_copied_are_kept_as_they_are(
+    store: EmbeddingStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = EncodedItem(key_of(1), bytes(32), coming(1).grid, rows_of(1), 1)
+    with monkeypatch.context() as patched:
+        fail_copies(patched)
+        held = await store.keep("", given)
+    assert held.tier is None
+    assert held.item is given
+    (_, device), _ = store.arenas()
+    for slot in list(device._holders):
+        device.drop(slot)  # what the copy may still write to
+
+
+def test_a_copy_that_hangs_does_not_hold_up_the_end_of_the_event_loop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    go_on, timed_out = threading.Event(), list[bool]()
+
+    def hang(self: Copier, pairs: Any) -> None:
+        timed_out.append(not go_on.wait(10))
+
+    monkeypatch.setattr(Copier, "_copy_all", hang)
+
+    async def serve() -> EmbeddingStore:
+        store = store_of(16, 4)
+        land(store, 1)
+        asyncio.create_task(store.in_tier(hold(store, 1), "", "host"))  # noqa: RUF006
+        await asyncio.sleep(0.05)
+        return store
+
+    try:
+        store = asyncio.run(serve())
+        assert not timed_out
+    finally:
+        go_on.set()
+    (_, device), (_, host) = store.arenas()
+    assert (len(device), len(host)) == (1, 1), "both ends of the copy stay held"
     store.close()
 
 
@@ -489,7 +573,7 @@ async def test_close_waits_for_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Copier, "_copy_all", slow)
     reading = asyncio.create_task(store.in_tier(hold(store, 1), "", "host"))
     await asyncio.to_thread(started.wait, 5)
-    store.refuse_copies()
+    store.freeze()
     await asyncio.to_thread(store.wait_for_copies)
     assert ended.is_set()
     (await reading).drop()

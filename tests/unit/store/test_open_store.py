@@ -18,7 +18,7 @@ MIB = 1 << 20
 
 def opened(folder: Path, **given: object) -> EmbeddingStore:
     settings = parse_settings(model=str(folder), device="cpu", **given)
-    return open_store(settings, on_copy_error=lambda _: None)
+    return open_store(settings, on_copy_error=lambda _: False)
 
 
 def test_without_a_broker_the_store_is_private(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import fcntl
 import itertools
 import mmap
 import os
+import resource
 import socket
 import stat
 import struct
@@ -18,6 +19,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from structlog.testing import capture_logs
 
 from encoder_service import broker as broker_module
 from encoder_service.broker import Broker, BrokerLimits, BrokerOptions, ListeningSocket, stays_in_use
@@ -343,9 +345,13 @@ def test_without_descriptors_accepting_pauses_and_goes_on(
                 real.close()
 
         monkeypatch.setattr(broker, "_listener", Listener())
-        with RawClient(broker.options.path) as client:
+        with capture_logs() as logs, RawClient(broker.options.path) as client:
             assert client.attach(arena.arena_id).HasField("attached")
         assert failures[0] >= 3
+        said = [entry for entry in logs if "accept" in entry["event"]]
+        assert [entry["log_level"] for entry in said] == ["error", "info"], "one line each, not one a try"
+        assert "ulimit -n" in said[0]["cause"]
+        assert str(resource.getrlimit(resource.RLIMIT_NOFILE)[0]) in said[0]["cause"]
 
 
 # -- frames ----------------------------------------------------------------------------------------------
