@@ -23,8 +23,8 @@ from tests.unit.transport.broker_rig import (
     running_broker,
     small_arena,
     socket_folder,
-    wait_until,
 )
+from tests.waiting import wait_until
 from vision_encoder.v1 import broker_pb2 as pb
 
 ROOT = Path(__file__).parents[2]

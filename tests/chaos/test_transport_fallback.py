@@ -20,7 +20,8 @@ from lm_adapter.shm import broker as client_broker
 from tests.chaos.reader_pod import digest_of
 from tests.integration.conftest import RunningService, running
 from tests.integration.images import photo
-from tests.unit.transport.broker_rig import socket_folder, wait_until
+from tests.unit.transport.broker_rig import socket_folder
+from tests.waiting import wait_until
 
 NUM_IMAGES = 9
 IMAGES = [ImageItem(photo(seed=1000 + index)) for index in range(NUM_IMAGES)]

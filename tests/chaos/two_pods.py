@@ -19,7 +19,8 @@ import pytest
 
 from tests.chaos.pods import EncoderPod, Pod, can_isolate
 from tests.chaos.reader_pod import RELATIVE
-from tests.unit.transport.broker_rig import socket_folder, wait_until
+from tests.unit.transport.broker_rig import socket_folder
+from tests.waiting import wait_until
 
 MIB = 1 << 20
 UNMAP_S = 1.0

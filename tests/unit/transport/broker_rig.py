@@ -7,26 +7,16 @@ import contextlib
 import os
 import socket
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from encoder_service.broker import Broker, BrokerLimits, BrokerOptions
 from encoder_service.store.arena import Arena
 from encoder_service.store.host_memory import HostMemory
+from tests.waiting import PATIENCE_S
 from vision_encoder.layout import LAYOUT_VERSION
 from vision_encoder.layout.frames import FrameReader, encode_frame
 from vision_encoder.v1 import broker_pb2 as pb
-
-PATIENCE_S = 20.0
-
-
-def wait_until(condition: Callable[[], bool], what: str = "it") -> None:
-    """Fails when the condition does not come true."""
-    ends_s = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < ends_s, f"{what} did not happen within {PATIENCE_S:g} s"
-        time.sleep(0.005)
 
 
 def num_descriptors(pid: int | str = "self") -> int:

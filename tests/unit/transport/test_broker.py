@@ -32,8 +32,8 @@ from tests.unit.transport.broker_rig import (
     running_broker,
     small_arena,
     socket_folder,
-    wait_until,
 )
+from tests.waiting import wait_until
 from vision_encoder.layout import LAYOUT_VERSION
 from vision_encoder.layout.control_page import read_header
 from vision_encoder.layout.frames import FrameError, FrameReader, encode_frame
