@@ -1,5 +1,5 @@
-"""How fast grpc's asyncio server takes calls off its queue. It has one call at a time on the way to its loop, so under
-load the turns of the loop that a call takes bound the calls a second."""
+"""How many turns of its loop grpc's asyncio server takes to accept a call. It brings one call at a time to
+its loop, so under load this bounds the calls a second."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import grpc
 import pytest
 
 NUM_CALLS = 100
-# grpcio to 1.83 takes 1.6 to 2; 1.84 and 1.85 take 5 (grpc/grpc#43461), which cost the service 15 % of its throughput.
+# grpcio to 1.83 takes 1.6 to 2; 1.84 and 1.85 take 5 (grpc/grpc#43461).
 MAX_TURNS = 3.0
 
 
