@@ -55,10 +55,6 @@ _DEFAULT_OPTIONS: dict[str, int | str] = {
 }
 
 
-class EncryptedKey(InvalidRequest):
-    """A private key that needs a password, which is not supported."""
-
-
 @dataclass(frozen=True)
 class ClientTls:
     """TLS to the service, from PEM files. New calls use changed files within about a second.
@@ -82,36 +78,23 @@ class ClientTls:
         return tuple(path for path in (self.ca, self.cert, self.key) if path)
 
     def credentials(self) -> grpc.ChannelCredentials:
-        """From the files as they are now. Raises InvalidRequest, EncryptedKey."""
-        self.check_authorities()
-        self.check_pair()
+        """From the files as they are now. Raises InvalidRequest for what gRPC would only report with the
+        first call, and for an empty ``ca``, which it would take for the public authorities."""
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        try:
+            problem = f"{os.fspath(self.ca)} has no certificate"
+            if self.ca:
+                context.load_verify_locations(self.ca)
+            problem = f"{os.fspath(self.cert)} and {os.fspath(self.key)} are no certificate and its key"
+            if self.cert:
+                context.load_cert_chain(self.cert, self.key, self._no_password)
+        except OSError as error:
+            raise InvalidRequest(f"{problem}: {error}") from None
         ca, key, cert = (read_file(path) if path else None for path in (self.ca, self.key, self.cert))
         return grpc.ssl_channel_credentials(ca, key, cert)
 
-    def check_authorities(self) -> None:
-        """Raises InvalidRequest for a ``ca`` without certificates. gRPC would take an empty file for the
-        public authorities, and report any other file with the first call only."""
-        if not self.ca:
-            return
-        try:
-            ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(self.ca)
-        except OSError as error:
-            raise InvalidRequest(f"{os.fspath(self.ca)} has no certificate: {error}") from None
-
-    def check_pair(self) -> None:
-        """Raises InvalidRequest for a key that does not fit the certificate, EncryptedKey."""
-        if not self.cert:
-            return
-        try:
-            context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-            context.load_cert_chain(self.cert, self.key, self._no_password)
-        except OSError as error:
-            raise InvalidRequest(
-                f"{os.fspath(self.cert)} and {os.fspath(self.key)} are no certificate and its key: {error}"
-            ) from None
-
     def _no_password(self) -> bytes:
-        raise EncryptedKey(f"the key in {os.fspath(self.key)} is encrypted, which is not supported")
+        raise InvalidRequest(f"the key in {os.fspath(self.key)} is encrypted, which is not supported")
 
 
 class Channel:

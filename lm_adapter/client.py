@@ -195,18 +195,20 @@ class AsyncVisionEncoderClient:
     async def wait_ready(self, timeout_s: float) -> ServerInfo:
         """Waits until the server answers and its health check says SERVING.
 
-        Raises DeadlineExceeded after ``timeout_s``, with the last failure, and ProtocolMismatch at once.
+        Raises DeadlineExceeded after ``timeout_s``, with the last failure that has another cause, and
+        ProtocolMismatch at once.
         """
         deadline = Deadline(timeout_s)
         last = "no answer"
         while deadline.left_s > 0:
-            try:
-                info = await self._ask_info(deadline, wait_for_ready=True)
-                if await self._is_serving(deadline):
-                    return info
-                last = "its health check says NOT_SERVING"
-            except (EncoderUnavailable, EncoderOverloaded, DeadlineExceeded) as error:
-                last = error.message
+            with contextlib.suppress(DeadlineExceeded):
+                try:
+                    info = await self._ask_info(deadline)
+                    if await self._is_serving(deadline):
+                        return info
+                    last = "its health check says NOT_SERVING"
+                except (EncoderUnavailable, EncoderOverloaded) as error:
+                    last = error.message
             await asyncio.sleep(min(READY_POLL_S, deadline.left_s))
         raise DeadlineExceeded(f"the server at {self.target} was not ready within {timeout_s} s: {last}")
 
@@ -216,7 +218,9 @@ class AsyncVisionEncoderClient:
         self._shared.note_device()
         deadline = Deadline(self._timeout_s if timeout_s is None else timeout_s)
         await self._known_info(deadline)
-        return await asyncio.to_thread(self._shared.wait, deadline.left_s)
+        transport = await asyncio.to_thread(self._shared.wait, deadline.left_s)
+        self._check_open("wait_transport")
+        return transport
 
     async def encode(
         self, items: Sequence[Item], *, timeout_s: float | None = None, stream: Any = None
@@ -535,7 +539,10 @@ class AsyncVisionEncoderClient:
         """Raises TransportUnavailable if inline is excluded and nothing is attached in time."""
         info = await self._known_info(deadline)
         if self._shared.needs_wait:
-            await asyncio.to_thread(self._shared.require, deadline.left_s)
+            try:
+                await asyncio.to_thread(self._shared.require, deadline.left_s)
+            finally:
+                self._check_open("attaching to shared memory")
         return info
 
     async def _known_info(self, deadline: Deadline) -> ServerInfo:
@@ -549,11 +556,9 @@ class AsyncVisionEncoderClient:
         except TimeoutError as error:
             raise DeadlineExceeded(f"the server at {self.target} did not describe itself in time") from error
 
-    async def _ask_info(self, deadline: Deadline, *, wait_for_ready: bool = False) -> ServerInfo:
+    async def _ask_info(self, deadline: Deadline) -> ServerInfo:
         request = pb.GetServerInfoRequest(protocol_version=PROTOCOL_VERSION)
-        response = await self._unary(
-            "GetServerInfo", request, pb.GetServerInfoResponse, deadline, wait_for_ready=wait_for_ready
-        )
+        response = await self._unary("GetServerInfo", request, pb.GetServerInfoResponse, deadline)
         info = convert.server_info(response)
         if info.min_protocol_version > PROTOCOL_VERSION or info.protocol_version < MIN_PROTOCOL_VERSION:
             raise ProtocolMismatch(
@@ -583,13 +588,7 @@ class AsyncVisionEncoderClient:
             raise self._failed(error, "Health.Check") from error
 
     async def _unary(
-        self,
-        method: str,
-        request: Message,
-        response_type: type[ResponseT],
-        deadline: Deadline,
-        *,
-        wait_for_ready: bool = False,
+        self, method: str, request: Message, response_type: type[ResponseT], deadline: Deadline
     ) -> ResponseT:
         self._check_open(method)
         call: Any = self._channel.current().unary_unary(
@@ -598,12 +597,7 @@ class AsyncVisionEncoderClient:
             response_deserializer=response_type.FromString,
         )
         try:
-            rpc = call(
-                request,
-                timeout=deadline.left_s,
-                metadata=self._channel.metadata(),
-                wait_for_ready=wait_for_ready,
-            )
+            rpc = call(request, timeout=deadline.left_s, metadata=self._channel.metadata())
             response: ResponseT = await rpc
             self._note_instance(await rpc.trailing_metadata())
             return response

@@ -6,6 +6,7 @@ Owns the names of enum values and the packing of items. Results are validated in
 from __future__ import annotations
 
 from operator import attrgetter
+from typing import Any
 
 from lm_adapter.errors import InvalidRequest, ItemFailed
 from lm_adapter.items import (
@@ -33,28 +34,19 @@ from lm_adapter.types import (
 )
 from vision_encoder.v1 import encoder_pb2 as pb
 
-_MODALITIES = {Modality.IMAGE: pb.MODALITY_IMAGE, Modality.VIDEO: pb.MODALITY_VIDEO}
-_MODALITY_OF = {number: modality for modality, number in _MODALITIES.items()}
-_DTYPES = {
-    "float32": pb.DTYPE_FLOAT32,
-    "bfloat16": pb.DTYPE_BFLOAT16,
-    "float16": pb.DTYPE_FLOAT16,
-    "uint8": pb.DTYPE_UINT8,
-}
-_DTYPE_OF: dict[int, str] = {number: name for name, number in _DTYPES.items()}
-_TIERS: dict[int, CacheTier] = {
-    pb.CACHE_TIER_MISS: CacheTier.MISS,
-    pb.CACHE_TIER_IN_FLIGHT: CacheTier.IN_FLIGHT,
-    pb.CACHE_TIER_DEVICE: CacheTier.DEVICE,
-    pb.CACHE_TIER_HOST: CacheTier.HOST,
-}
-_KEY_STATES: dict[int, KeyState] = {
-    pb.KEY_STATE_ABSENT: KeyState.ABSENT,
-    pb.KEY_STATE_IN_FLIGHT: KeyState.IN_FLIGHT,
-    pb.KEY_STATE_RESIDENT: KeyState.RESIDENT,
-}
+
+def _names(enum: Any, prefix: str) -> dict[Any, str]:
+    """The values of an enum but UNSPECIFIED, by number: ``CACHE_TIER_MISS`` is ``miss``."""
+    return {number: name.removeprefix(prefix).lower() for name, number in enum.items() if number}
 
 
+MODALITY_OF = {number: Modality(name) for number, name in _names(pb.Modality, "MODALITY_").items()}
+_MODALITIES = {modality: number for number, modality in MODALITY_OF.items()}
+_DTYPE_OF = _names(pb.DType, "DTYPE_")
+_DTYPES: dict[str, pb.DType.ValueType] = {name: number for number, name in _DTYPE_OF.items()}
+_DELIVERY_OF = _names(pb.Delivery, "DELIVERY_")
+_TIERS = {number: CacheTier(name) for number, name in _names(pb.CacheTier, "CACHE_TIER_").items()}
+_KEY_STATES = {number: KeyState(name) for number, name in _names(pb.KeyState, "KEY_STATE_").items()}
 _TIMINGS = attrgetter(*StageTimings.__dataclass_fields__)
 
 
@@ -156,9 +148,7 @@ def server_info(message: pb.GetServerInfoResponse) -> ServerInfo:
         limits=Limits(**{name: getattr(message.limits, name) for name in Limits.__dataclass_fields__}),
         transports=tuple(
             TransportInfo(
-                delivery=pb.Delivery.Name(transport.delivery).removeprefix("DELIVERY_").lower()
-                if transport.delivery in pb.Delivery.values()
-                else f"delivery {transport.delivery}",
+                delivery=_DELIVERY_OF.get(transport.delivery) or f"delivery {transport.delivery}",
                 broker_path=transport.broker_path,
                 host_id=transport.host_id,
                 device_uuid=transport.device_uuid,
@@ -169,22 +159,10 @@ def server_info(message: pb.GetServerInfoResponse) -> ServerInfo:
 
 
 def _model_info(message: pb.ModelInfo) -> ModelInfo:
-    return ModelInfo(
-        name=message.name,
-        family=message.family,
-        model_fingerprint=message.model_fingerprint,
-        preprocess_fingerprint=message.preprocess_fingerprint,
-        dtype=dtype_name(message.dtype),
-        out_width=message.out_width,
-        num_deepstack_levels=message.num_deepstack_levels,
-        width=message.width,
-        patch_size=message.patch_size,
-        spatial_merge_size=message.spatial_merge_size,
-        temporal_patch_size=message.temporal_patch_size,
-        patch_dim=message.patch_dim,
-        merges_time=message.merges_time,
-        modalities=tuple(_MODALITY_OF[number] for number in message.modalities if number in _MODALITY_OF),
-    )
+    fields = {name: getattr(message, name) for name in ModelInfo.__dataclass_fields__}
+    fields["dtype"] = dtype_name(message.dtype)
+    fields["modalities"] = tuple(MODALITY_OF[n] for n in message.modalities if n in MODALITY_OF)
+    return ModelInfo(**fields)
 
 
 def key_state(number: int) -> KeyState:

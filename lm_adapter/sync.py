@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import CancelledError, Future
 from typing import TYPE_CHECKING, Any, Self, TypedDict, TypeVar, Unpack
 
 from lm_adapter.channel import ClientTls, FilePath
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 
 
 CLOSE_TIMEOUT_S = 10.0
+CALLS_END_S = 1.0
+"""Time that calls have to end by themselves once their client is closed; the others are cancelled."""
 
 ResultT = TypeVar("ResultT")
 
@@ -49,18 +52,26 @@ class VisionEncoderClient:
 
     def __init__(self, target: str, **options: Unpack[ClientOptions]) -> None:
         """Raises InvalidRequest."""
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._run_loop, name="vision-encoder-client", daemon=True)
+        self._lock = threading.Lock()
+        self._is_closed = False
+        self._closing = asyncio.Event()
+        made: Future[tuple[asyncio.AbstractEventLoop, AsyncVisionEncoderClient]] = Future()
+
+        async def serve() -> None:
+            try:
+                client = AsyncVisionEncoderClient(target, **options)
+            except BaseException as error:
+                made.set_exception(error)
+                return
+            made.set_result((asyncio.get_running_loop(), client))
+            await self._closing.wait()
+            await self._end_calls()
+
+        self._thread = threading.Thread(
+            target=lambda: asyncio.run(serve()), name="vision-encoder-client", daemon=True
+        )
         self._thread.start()
-
-        async def make() -> AsyncVisionEncoderClient:
-            return AsyncVisionEncoderClient(target, **options)
-
-        try:
-            self._client = asyncio.run_coroutine_threadsafe(make(), self._loop).result()
-        except BaseException:
-            self._stop_loop()
-            raise
+        self._loop, self._client = made.result()
 
     def __enter__(self) -> Self:
         return self
@@ -77,9 +88,14 @@ class VisionEncoderClient:
         return self._client.transport
 
     def close(self) -> None:
+        """Ends calls in progress on every thread with CallCancelled. Returns when the client is closed, also
+        when it is repeated."""
         if self._thread.is_alive():
-            asyncio.run_coroutine_threadsafe(self._client.close(), self._loop).result(CLOSE_TIMEOUT_S)
-            self._stop_loop()
+            with self._lock:
+                if not self._is_closed:
+                    self._is_closed = True
+                    self._loop.call_soon_threadsafe(self._closing.set)
+            self._thread.join(CLOSE_TIMEOUT_S)
 
     def info(self, *, timeout_s: float | None = None) -> ServerInfo:
         return self._run(lambda: self._client.info(timeout_s=timeout_s))
@@ -121,22 +137,24 @@ class VisionEncoderClient:
 
     def _run(self, start: Callable[[], Coroutine[Any, Any, ResultT]]) -> ResultT:
         """Runs a call on the loop's thread. An interrupted caller cancels the call."""
+        closed = f"call to {self.target}: the client is closed, or belongs to the parent process"
         if not self._thread.is_alive():
-            raise CallCancelled(
-                f"call to {self.target}: the client is closed, or belongs to the parent process"
-            )
-        future = asyncio.run_coroutine_threadsafe(start(), self._loop)
+            raise CallCancelled(closed)
+        with self._lock:  # a call is on the loop before the loop ends, or not at all
+            if self._is_closed:
+                raise CallCancelled(closed)
+            future = asyncio.run_coroutine_threadsafe(start(), self._loop)
         try:
             return future.result()
+        except CancelledError as error:
+            raise CallCancelled(closed) from error
         except BaseException:
             future.cancel()
             raise
 
-    def _run_loop(self) -> None:
-        asyncio.set_event_loop(self._loop)
-        self._loop.run_forever()
-        self._loop.close()
-
-    def _stop_loop(self) -> None:
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(CLOSE_TIMEOUT_S)
+    async def _end_calls(self) -> None:
+        """Closes the client. Calls that it does not end are cancelled when the loop ends."""
+        await self._client.close()
+        calls = asyncio.all_tasks() - {asyncio.current_task()}
+        if calls:
+            await asyncio.wait(calls, timeout=CALLS_END_S)

@@ -41,7 +41,7 @@ __all__ = ["CallRecord", "FakeEncoder", "FakeScript", "Fault", "fake_model", "fa
 MAX_CONCURRENT_CALLS = 128
 MAX_CALL_RECORDS = 10_000
 DEFAULT_MAX_MESSAGE_BYTES = 4 << 20
-_MODALITY_NUMBERS = {Modality.IMAGE: pb.MODALITY_IMAGE, Modality.VIDEO: pb.MODALITY_VIDEO}
+_MODALITY_NUMBERS = {modality: number for number, modality in convert.MODALITY_OF.items()}
 _INVALID_ARGUMENT, _NOT_FOUND, _INTERNAL = 3, 5, 13
 Context = grpc.ServicerContext
 RowsRequest = pb.EncodeRequest | pb.FetchRequest
@@ -362,7 +362,7 @@ class _FakeService:
 
     def _admit(self, item: pb.Item, namespace: str) -> tuple[pb.CacheTier.ValueType, bytes, _Held]:
         """Tier, key and record of an item, which is held from now on. Raises EncoderError."""
-        modality = next((m for m, number in _MODALITY_NUMBERS.items() if number == item.modality), None)
+        modality = convert.MODALITY_OF.get(item.modality)
         if modality is None:
             raise _refusal("INVALID_REQUEST", f"modality {item.modality} is unknown")
         content = item.WhichOneof("content")

@@ -150,14 +150,16 @@ class SharedMemory:
         """Waits until an attempt to attach has ended since the server was known."""
         with self._changed:
             self._changed.wait_for(
-                lambda: self._attached is not None or self._num_attempts or self._thread is None, timeout_s
+                lambda: self._attached is not None or self._num_attempts or self._has_ended, timeout_s
             )
             return self.transport
 
     def require(self, timeout_s: float) -> None:
         """Waits for an attachment if inline is excluded. Raises TransportUnavailable."""
         with self._changed:
-            self._changed.wait_for(lambda: not self.needs_wait or self._is_final, timeout_s)
+            self._changed.wait_for(
+                lambda: not self.needs_wait or self._is_final or self._has_ended, timeout_s
+            )
         if self.needs_wait:
             raise TransportUnavailable(
                 f"rows cannot come by {' or '.join(self._names)}: {self.transport.reason}"
@@ -166,6 +168,11 @@ class SharedMemory:
     @property
     def needs_wait(self) -> bool:
         return not self._allows_inline and self._attached is None
+
+    @property
+    def _has_ended(self) -> bool:
+        """Whether no attempt to attach will follow."""
+        return self._is_closed or self._thread is None
 
     def close(self) -> None:
         """Detaches and unmaps. Harmless when repeated."""

@@ -35,10 +35,12 @@ from lm_adapter import (
     VisionEncoderClient,
     check_rows,
 )
+from lm_adapter.shm.attachment import host_id
 from lm_adapter.testing import FakeEncoder, Fault, fake_model
 from lm_adapter.types import Limits
 from tests.unit.lm_adapter.client_drivers import DRIVERS, Driver
 from tests.unit.lm_adapter.test_client import assert_rows_of, digest_of, image
+from vision_encoder.v1 import encoder_pb2 as pb
 
 ROOT = Path(__file__).parents[3]
 Open = Callable[..., Driver]
@@ -485,6 +487,24 @@ def test_wait_ready_waits_for_the_server_and_for_its_health(open_client: Open) -
         encoder.stop()
 
 
+def test_wait_ready_names_the_failure_rather_than_its_own_deadline(open_client: Open) -> None:
+    """The last attempt usually ends with the deadline, which says nothing."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    with pytest.raises(DeadlineExceeded, match=r"not ready within 1\.5 s: .*[Cc]onnection refused"):
+        open_client(f"127.0.0.1:{port}").call("wait_ready", 1.5)
+    encoder = FakeEncoder(f"127.0.0.1:{port}")
+    encoder.script.serving = False
+    with encoder:
+        answers = encoder._service._lock  # every answer takes it
+        after(0.7, answers.acquire)
+        try:
+            with pytest.raises(DeadlineExceeded, match="NOT_SERVING"):
+                open_client(encoder.target).call("wait_ready", 1.5)
+        finally:
+            answers.release()
+
+
 def test_a_closed_client_says_so(open_client: Open) -> None:
     client = open_client()
     client.call("encode_one", image(0))
@@ -503,6 +523,76 @@ def test_closing_under_a_call_cancels_it(fake: FakeEncoder) -> None:
         client.encode([image(0), image(1)])
     timer.join()
     assert_rows_of(caught.value.completed[0], digest_of(0))
+
+
+def test_closing_ends_the_calls_of_every_thread_wherever_they_wait(fake: FakeEncoder, tmp_path: Path) -> None:
+    fake.script.faults[digest_of(0)] = Fault.HANG
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        nobody = f"127.0.0.1:{taken.getsockname()[1]}"
+    for_answer = VisionEncoderClient(fake.target)
+    for_server = VisionEncoderClient(nobody)
+    broker = socket.socket(socket.AF_UNIX)  # takes connections and never answers
+    broker.bind(str(tmp_path / "broker.sock"))
+    broker.listen()
+    fake.script.transports = [pb.TransportInfo(delivery=pb.DELIVERY_HOST, host_id=host_id())]
+    for_memory = VisionEncoderClient(
+        fake.target, transports=("host",), broker_path=str(tmp_path / "broker.sock")
+    )
+    calls: list[Callable[[], object]] = [
+        lambda: for_answer.encode_one(image(0)),
+        lambda: for_server.wait_ready(60.0),
+        lambda: for_memory.encode_one(image(1)),
+        for_memory.wait_transport,
+    ]
+    failures: list[BaseException] = []
+
+    def run(call: Callable[[], object]) -> None:
+        try:
+            call()
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=run, args=(call,), daemon=True) for call in calls for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    wait_until(lambda: fake.num_calls["Encode"] == 3)
+    time.sleep(0.3)
+    started = time.monotonic()
+    clients = (for_answer, for_server, for_memory)
+    closers = [threading.Thread(target=client.close) for client in clients for _ in range(2)]
+    for thread in closers:
+        thread.start()
+    for thread in (*closers, *threads):
+        thread.join(20)
+        assert not thread.is_alive()
+    broker.close()
+    assert time.monotonic() - started < 5
+    assert [type(failure) for failure in failures] == [CallCancelled] * len(threads)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_call_that_begins_while_the_client_closes_ends(fake: FakeEncoder, seed: int) -> None:
+    client = VisionEncoderClient(fake.target)
+    client.info()
+    failures: list[BaseException] = []
+
+    def call_until_closed() -> None:
+        try:
+            while True:
+                client.lookup([digest_of(0)])
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=call_until_closed, daemon=True) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    time.sleep(0.01 * seed)
+    client.close()
+    for thread in threads:
+        thread.join(10)
+        assert not thread.is_alive(), "a call hangs"
+    assert [type(failure) for failure in failures] == [CallCancelled] * len(threads)
+    client.close()
 
 
 def test_closing_under_an_async_call_cancels_it(fake: FakeEncoder) -> None:
