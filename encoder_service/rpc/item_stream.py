@@ -52,10 +52,16 @@ class ItemStream:
         self, encode: Callable[[Request], Awaitable[Delivered]], requests: Sequence[Request]
     ) -> None:
         """Runs ``encode`` for all requests at once and writes each outcome as it comes. While the caller
-        leaves much unread, items that have not begun wait. Cancelled, it cancels the items."""
-        async with asyncio.TaskGroup() as group:
-            for index, request in enumerate(requests):
-                group.create_task(self._run_item(index, encode, request))
+        leaves much unread, items that have not begun wait. Cancelled, it cancels the items. Raises
+        CancelledError when a write fails: the caller has left, and gRPC has not cancelled this task yet."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                for index, request in enumerate(requests):
+                    group.create_task(self._run_item(index, encode, request))
+        except ExceptionGroup as failed:
+            if failed.subgroup(grpc.aio.BaseError):
+                raise asyncio.CancelledError from None
+            raise
 
     async def _run_item(
         self, index: int, encode: Callable[[Request], Awaitable[Delivered]], request: Request

@@ -6,14 +6,16 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
+import grpc
 import pytest
+from grpc._cython.cygrpc import ExecuteBatchError
 
 from encoder_service.errors import UndecodableImage
 from encoder_service.pipeline import Delivered
 from encoder_service.rpc import outbound
 from encoder_service.rpc.delivery import Delivery, Wanted
 from encoder_service.rpc.item_stream import ItemStream
-from encoder_service.rpc.observed import Call
+from encoder_service.rpc.observed import Call, observed
 from encoder_service.types import EncodedFile, Item, Modality
 from tests.unit.service.rig import Rig, image, running, until
 from vision_encoder.v1 import encoder_pb2 as pb
@@ -119,6 +121,39 @@ async def test_p15_a_caller_that_leaves_at_any_moment_leaves_nothing_behind(rig:
     await until(lambda: asyncio.all_tasks() <= before)
     assert len(context.events) == num_events
     assert rig.pipeline.unread.num_bytes == 0
+
+
+class ClosedContext(SlowContext):
+    """Its caller has left, and gRPC has not cancelled the call's task yet."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.aborted: list[grpc.StatusCode] = []
+
+    def invocation_metadata(self) -> tuple[()]:
+        return ()
+
+    async def write(self, message: Any) -> None:
+        await super().write(message)
+        raise ExecuteBatchError("Failed grpc_call_start_batch: 4")
+
+    async def abort(self, code: grpc.StatusCode, *_: object) -> None:
+        self.aborted.append(code)
+        raise ExecuteBatchError("Failed grpc_call_start_batch: 4")
+
+
+async def test_p15_a_write_to_a_caller_that_has_left_ends_the_call_as_cancelled(rig: Rig) -> None:
+    async def handler(_: object, context: Any) -> None:
+        await stream_of(rig, context).run(rig.pipeline.encode, [image(1), bad, image(2)])
+
+    bad = Item(Modality.IMAGE, EncodedFile(b"<html>"))
+    context: Any = ClosedContext()
+    with pytest.raises(asyncio.CancelledError):
+        await observed("Encode", handler, rig.metrics, "instance")(None, context)
+    read = rig.metrics.registry.get_sample_value
+    assert read("ve_requests_total", {"method": "Encode", "status": "CANCELLED"}) == 1
+    assert context.aborted == []
+    assert len(context.events) == 1, "written after the caller had left"
 
 
 async def test_p17_a_caller_that_reads_slowly_starts_no_more_than_it_reads(
