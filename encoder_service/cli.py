@@ -12,7 +12,7 @@ import contextlib
 import enum
 import os
 import sys
-import threading
+import traceback
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
@@ -102,7 +102,7 @@ def serve(
     from encoder_service.app import serve as run
     from encoder_service.config import parse_settings
     from encoder_service.errors import StartupError
-    from encoder_service.ops.logs import configure_logs, stop_logs
+    from encoder_service.ops.logs import configure_logs
 
     try:
         settings = parse_settings(
@@ -127,9 +127,9 @@ def serve(
         configure_logs(settings.log_format, settings.log_level)
         code = asyncio.run(run(settings, announce))
     except StartupError as error:
-        stop_logs()
-        fail(f"cannot start: {error.message}", EXIT_CANNOT_START)
-    stop_logs()
+        leave(EXIT_CANNOT_START, f"vision-encoder: cannot start: {error.message}")
+    except Exception:
+        leave(EXIT_FAILED, traceback.format_exc())
     leave(code)
 
 
@@ -147,17 +147,15 @@ def announce(service: Service) -> None:
         )
 
 
-def leave(code: int) -> NoReturn:
-    """Ends the process. Threads may still run native code (a load, a decode or a forward that a signal or the
-    grace cut off); then the interpreter is not torn down around them."""
-    for stream in (sys.stdout, sys.stderr):
-        try:
-            stream.flush()
-        except OSError:  # a closed pipe or a full disk; the interpreter's own flush would change the code
-            os._exit(code)
-    if threading.active_count() > 1:
-        os._exit(code)
-    raise typer.Exit(code)
+def leave(code: int, message: str = "") -> NoReturn:
+    """Ends the process once logs are written, without the interpreter's own end: that waits for threads, and
+    one may hang in native code (a load, a decode or a forward that a signal or the grace cut off)."""
+    from encoder_service.ops.logs import stop_logs
+
+    stop_logs()
+    with contextlib.suppress(OSError):  # a closed pipe or a full disk
+        print(message, end="\n" if message else "", file=sys.stderr, flush=True)
+    os._exit(code)
 
 
 # -- how clients reach a service -----------------------------------------------------------------------

@@ -21,8 +21,9 @@ from safetensors import safe_open
 
 from encoder_service.ingest.identity import content_digest
 from encoder_service.types import EncodedFile, Item, Modality
-from lm_adapter import EncoderUnavailable, ImageItem, VisionEncoderClient
+from lm_adapter import ClipItem, EncoderUnavailable, ImageItem, VisionEncoderClient
 from tests.integration.images import photo
+from tests.unit.ingest import clip_files
 
 ROOT = Path(__file__).resolve().parents[2]
 ENV = {
@@ -242,16 +243,30 @@ def slow(engine, jobs):
     time.sleep(60)
 app.DeviceEngine._launch = slow
 """
+# A decoder that does not come back from its C library.
+HUNG_DECODER = """
+import ctypes
+import encoder_service.app as app
+from encoder_service.ingest.preprocessor import Preprocessor
+from encoder_service.ingest.video.clip import Clip
+def hang(*_):
+    print("running", flush=True)
+    ctypes.CDLL(None).sleep(600)
+Preprocessor.load_image = Clip._decode_piece = hang
+"""
 
 
 @contextmanager
-def slow_service(code: str, checkpoint: Path, device: torch.device) -> Iterator[subprocess.Popen[str]]:
+def slow_service(
+    code: str, checkpoint: Path, device: torch.device, *arguments: str, ingest_threads: int = 0
+) -> Iterator[subprocess.Popen[str]]:
     """It ends with the test, however that ends: to leave a process alone is to wait for it."""
     with subprocess.Popen(
         [sys.executable, "-c", f"{code}\nfrom encoder_service.cli import main\nmain()", "serve",
          "--model", str(checkpoint), "--device", str(device),
-         "--listen", "127.0.0.1:0", "--admin-listen", "", *FEW_GRAPHS],
-        env=ENV, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+         "--listen", "127.0.0.1:0", "--admin-listen", "", *FEW_GRAPHS, *arguments],
+        env=ENV | {"VE_INGEST_THREADS": str(ingest_threads)},
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     ) as process:  # fmt: skip
         try:
             yield process
@@ -287,6 +302,27 @@ def test_p37_a_second_signal_leaves_a_batch_that_does_not_end(
         _, errors = process.communicate(timeout=30)
         assert process.returncode == 1
         assert "Traceback" not in errors
+
+
+@pytest.mark.parametrize("fails_too", [False, True], ids=["stops", "fails at its stop"])
+def test_p37_a_decoder_that_hangs_does_not_hold_up_the_end(
+    checkpoints: dict[str, Path], device: torch.device, fails_too: bool
+) -> None:
+    items = [ImageItem(photo()), ClipItem(clip_files.encode(clip_files.moving(8), fps=8))]
+    code = HUNG_DECODER + ("app.Service.stop = None\n" if fails_too else "")
+    with slow_service(
+        code, checkpoints["qwen3_vl"], device, "--drain-grace-s", "1", ingest_threads=2
+    ) as process:
+        assert process.stdout is not None
+        target = process.stdout.readline().split(" at ")[1].strip()
+        with VisionEncoderClient(target, timeout_s=30) as client:
+            client.prefetch(items)
+            assert [process.stdout.readline() for _ in items] == ["running\n"] * 2
+        process.send_signal(signal.SIGTERM)
+        _, errors = process.communicate(timeout=30)
+        assert process.returncode == 1
+        assert ("stopped" in errors) != fails_too
+        assert ("TypeError" in errors) == fails_too
 
 
 @pytest.mark.without_device
