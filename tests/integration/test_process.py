@@ -308,7 +308,10 @@ def test_p37_a_second_signal_leaves_a_batch_that_does_not_end(
 def test_p37_a_decoder_that_hangs_does_not_hold_up_the_end(
     checkpoints: dict[str, Path], device: torch.device, fails_too: bool
 ) -> None:
-    items = [ImageItem(photo()), ClipItem(clip_files.encode(clip_files.moving(8), fps=8))]
+    items: list[ImageItem | ClipItem] = [
+        ImageItem(photo()),
+        ClipItem(clip_files.encode(clip_files.moving(8), fps=8)),
+    ]
     code = HUNG_DECODER + ("app.Service.stop = None\n" if fails_too else "")
     with slow_service(
         code, checkpoints["qwen3_vl"], device, "--drain-grace-s", "1", ingest_threads=2

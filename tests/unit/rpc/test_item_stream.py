@@ -8,7 +8,6 @@ from typing import Any
 
 import grpc
 import pytest
-from grpc._cython.cygrpc import ExecuteBatchError
 
 from encoder_service.errors import UndecodableImage
 from encoder_service.pipeline import Delivered
@@ -135,11 +134,11 @@ class ClosedContext(SlowContext):
 
     async def write(self, message: Any) -> None:
         await super().write(message)
-        raise ExecuteBatchError("Failed grpc_call_start_batch: 4")
+        raise grpc.aio.InternalError("Failed grpc_call_start_batch: 4")
 
     async def abort(self, code: grpc.StatusCode, *_: object) -> None:
         self.aborted.append(code)
-        raise ExecuteBatchError("Failed grpc_call_start_batch: 4")
+        raise grpc.aio.InternalError("Failed grpc_call_start_batch: 4")
 
 
 async def test_p15_a_write_to_a_caller_that_has_left_ends_the_call_as_cancelled(rig: Rig) -> None:
