@@ -27,7 +27,7 @@ from lm_adapter.errors import InvalidRequest
 from lm_adapter.items import Grid, Modality
 from lm_adapter.mrope import MRopePositions, batch_positions, mrope_positions, plain_positions
 from lm_adapter.placeholders import ExpandedPrompt, expand_batch, prompt_item
-from lm_adapter.splice import ChunkSplice, RowsLayout, Splicer
+from lm_adapter.splice import RowsLayout, Splicer, StepChunk, splice_step
 from lm_adapter.types import EncodedRows
 
 if TYPE_CHECKING:
@@ -268,19 +268,18 @@ class RemoteVisionLM:
         import torch
 
         mask_BC = torch.zeros(inputs_embeds_BCD.shape[:2], dtype=torch.bool, device=self.device)
-        parts: list[ChunkSplice] = []
+        levels: list[torch.Tensor] = []
         for row, (splicer, padding) in enumerate(zip(splicers, paddings, strict=True)):
             first = max(start, padding)
             if first >= end:
                 continue
-            spliced = splicer.splice(inputs_embeds_BCD[row, first - start :], first - padding)
+            chunk = StepChunk(splicer, first - padding, end - first)
+            spliced = splice_step(inputs_embeds_BCD[row, first - start :], [chunk])
             splicer.drop_before(end - padding)
-            mask_BC[row, first - start :] = spliced.visual_mask
-            parts.append(spliced)
-        if not self.interface.num_deepstack_levels or not any(part.num_visual for part in parts):
-            return None
-        levels = zip(*(part.deepstack for part in parts), strict=True)
-        return mask_BC, [torch.cat(level) for level in levels]
+            mask_BC[row, first - start + spliced.visual_tokens] = True
+            levels.append(spliced.deepstack)
+        levels_LVD = torch.cat(levels, dim=1)
+        return (mask_BC, [*levels_LVD]) if levels_LVD.numel() else None
 
     def _forward(
         self,

@@ -1,7 +1,7 @@
 """Rows from wherever they lie into ``inputs_embeds`` and the deepstack levels, in one launch.
 
-Owns the copy and the launch's shape. What is copied where is a table of addresses that ``step`` makes; checks
-are there too. One program moves one level's block of columns of one row.
+Owns the copy and the launch's shape. What is copied where is a table of addresses that ``splice`` makes;
+checks are there too. One program moves one level's block of columns of one row.
 
 Shape legend: T tokens, V visual tokens, D LM width, L deepstack levels.
 """

@@ -32,7 +32,7 @@ from lm_adapter.keys import content_digest, frames_digest, item_key, pixels_dige
 from lm_adapter.mrope import MRopePositions, mrope_positions
 from lm_adapter.placeholders import ExpandedPrompt, expand_placeholders, prompt_item, unit_rows
 from lm_adapter.prefix_cache import PadScheme, pad_id, restore_placeholders
-from lm_adapter.splice import RowsLayout, Splicer
+from lm_adapter.splice import RowsLayout, Splicer, StepChunk, splice_step
 from lm_adapter.testing import fake_model
 from tests.conformance.protocol import Function
 from vision_encoder.layout import keys
@@ -244,10 +244,11 @@ def answer_splice(asked: Asked) -> Asked:
     start, end = asked["start"], asked["end"]
     embeds = -torch.arange(start + 1.0, end + 1.0)[:, None].expand(-1, asked["out_width"]).contiguous()
     splicer = Splicer(prompt.spans, rows, layout, inputs_embeds_dtype=torch.float32)
-    spliced = splicer.splice(embeds, start)
+    spliced = splice_step(embeds, [StepChunk(splicer, start, end - start)])
+    visual_tokens = spliced.visual_tokens.tolist()
     return {
         "inputs_embeds": embeds.tolist(),
-        "visual_mask": spliced.visual_mask.tolist(),
+        "visual_mask": [token in visual_tokens for token in range(end - start)],
         "deepstack": [level.tolist() for level in spliced.deepstack],
     }
 

@@ -165,12 +165,15 @@ def full_rig() -> Iterator[Rig]:
 
 
 @pytest.mark.whole_device
+@pytest.mark.parametrize("place", ["host", "device"])
 @pytest.mark.parametrize("case", CASES)
-def test_a_launch_costs_the_host_little(full_rig: Rig, case: str) -> None:
-    """At a full bucket, rows to the host."""
+def test_a_launch_costs_the_host_little(full_rig: Rig, case: str, place: str) -> None:
+    """At a full bucket. place: where the rows go."""
     count, side = CASES[case]
     items = [full_rig.item(Grid(1, side, side), frames=True) for _ in range(count)]
-    seconds = host_seconds(full_rig.launcher(), items, time.perf_counter, WARM_UP + LAUNCHES)[WARM_UP:]
-    median_us = statistics.median(seconds) * 1e6
-    print(f"{count} items: a launch costs the host {median_us:.0f} us (least {min(seconds) * 1e6:.0f})")
+    places = places_for(full_rig, items, apart=False) if place == "device" else []
+    launcher, repeats = full_rig.launcher(), WARM_UP + LAUNCHES
+    seconds = host_seconds(launcher, items, time.perf_counter, repeats, places)[WARM_UP:]
+    median_us, least_us = statistics.median(seconds) * 1e6, min(seconds) * 1e6
+    print(f"{count} items to the {place}: a launch costs the host {median_us:.0f} us (least {least_us:.0f})")
     assert median_us < (ONE_IMAGE_US if count == 1 else FULL_BUCKET_US)

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from lm_adapter.errors import InvalidRequest
 from lm_adapter.kernels import scatter_rows
 from lm_adapter.placeholders import ExpandedPrompt, PromptItem, expand_placeholders
-from lm_adapter.splice import RowsLayout, Splicer
-from lm_adapter.step import StepChunk, splice_step
+from lm_adapter.splice import RowsLayout, Splicer, StepChunk, splice_step
 from tests.unit.kernels.references import DTYPES, randn
 
 IMAGE = 900
@@ -253,6 +252,54 @@ def test_errors_name_both_figures_and_nothing_is_written(device: torch.device) -
     refused(r"\[2, 3, 8\], needs torch.float32 \[1, 3, 8\]", [StepChunk(splicer, 0, 3)], deepstack_LTD=buffer)
     with pytest.raises(InvalidRequest, match="backend is 'cuda'"):
         splice_step(held, [StepChunk(splicer, 0, 3)], backend="cuda")  # type: ignore[arg-type]
+
+
+class OnAGpu(torch.Tensor):
+    """Rows that say they are on a GPU: what is copied from them without a wait has not arrived yet."""
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return torch.device("cuda:0")
+
+    def to(self, device: torch.device, *, non_blocking: bool = False) -> torch.Tensor:  # type: ignore[override]
+        plain = self.as_subclass(torch.Tensor)
+        return torch.full_like(plain, torch.nan) if non_blocking else plain.clone()
+
+
+def test_rows_of_a_gpu_have_arrived_when_the_embeddings_are_the_hosts(generator: torch.Generator) -> None:
+    prompt = make_prompt([(1, 3), (2, 2)])
+    rows = rows_of(prompt, generator, 16)
+    on_gpu = [one.as_subclass(OnAGpu) for one in rows]
+    splicer = Splicer(prompt.spans, on_gpu, RowsLayout(8, 1), inputs_embeds_dtype=torch.float32)
+    held = torch.zeros(len(prompt), 8)
+    spliced = splice_step(held, [StepChunk(splicer, 0, len(prompt))], backend="torch")
+    expected, levels, visual = expected_step(torch.zeros(len(prompt), 8), [(prompt, rows, 0, len(prompt))], 1)
+    assert torch.equal(held, expected)
+    assert torch.equal(spliced.deepstack, levels[:, visual])
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_rows_for_the_hosts_embeddings_are_waited_for(
+    device: torch.device, generator: torch.Generator
+) -> None:
+    """The rows are written behind slow work of the same stream."""
+    prompt = make_prompt([(1, 300), (2, 200)])
+    rows = rows_of(prompt, generator, 128)
+    written = [one.to(device) for one in rows]
+    empty = [torch.full_like(one, torch.nan) for one in written]
+    splicer = Splicer(prompt.spans, empty, RowsLayout(64, 1), inputs_embeds_dtype=torch.float32)
+    held = torch.zeros(len(prompt), 64)
+    torch.cuda.synchronize(device)
+    torch.cuda._sleep(300_000_000)  # type: ignore[no-untyped-call]
+    for target, source in zip(empty, written, strict=True):
+        target.copy_(source)
+    spliced = splice_step(held, [StepChunk(splicer, 0, len(prompt))])
+    found = held.clone(), spliced.deepstack.clone()
+    expected, levels, visual = expected_step(
+        torch.zeros(len(prompt), 64), [(prompt, rows, 0, len(prompt))], 1
+    )
+    assert torch.equal(found[0], expected)
+    assert torch.equal(found[1], levels[:, visual])
 
 
 @pytest.mark.gpu

@@ -18,7 +18,6 @@ MODULES = [
     "prefix_cache",
     "rotary",
     "splice",
-    "step",
 ]
 
 

@@ -12,7 +12,7 @@ from lm_adapter.errors import InvalidRequest
 from lm_adapter.mrope import mrope_positions, pack_positions
 from lm_adapter.placeholders import ExpandedPrompt, PromptItem, expand_placeholders
 from lm_adapter.prefix_cache import shared_prefix_length
-from lm_adapter.splice import RowsLayout, Splicer, items_needed
+from lm_adapter.splice import RowsLayout, Splicer, StepChunk, items_needed, splice_step
 
 IMAGE, D = 900, 2
 
@@ -28,7 +28,7 @@ def test_a_hit_inside_an_items_rows() -> None:
     rows = [torch.arange(6.0)[:, None].expand(6, D), 10 + torch.arange(4.0)[:, None].expand(4, D)]
     splicer = Splicer(prompt.spans, rows, RowsLayout(D), inputs_embeds_dtype=torch.float32)
     embeds = torch.full((len(prompt) - 4, D), -1.0)
-    splicer.splice(embeds, 4)
+    splice_step(embeds, [StepChunk(splicer, 4, len(embeds))])
     assert embeds[:, 0].tolist() == [3, 4, 5, -1, 10, 11, 12, 13, -1]
     assert positions.chunk(4, 8).tolist() == [[1, 1, 1, 4], [2, 2, 2, 4], [1, 2, 3, 4]]
 
@@ -54,11 +54,11 @@ def test_rows_of_cached_items_are_never_asked_for() -> None:
     rows = [None, torch.ones(4, D)]
     splicer = Splicer(prompt.spans, rows, RowsLayout(D), inputs_embeds_dtype=torch.float32)
     embeds = torch.zeros(len(prompt) - 7, D)
-    splicer.splice(embeds, 7)
+    splice_step(embeds, [StepChunk(splicer, 7, len(embeds))])
     assert embeds[:, 0].tolist() == [0, 1, 1, 1, 1, 0]
     untouched = torch.zeros(len(prompt) - 6, D)
     with pytest.raises(InvalidRequest, match=r"item 0: rows 5\.\.6") as caught:
-        splicer.splice(untouched, 6)
+        splice_step(untouched, [StepChunk(splicer, 6, len(untouched))])
     assert caught.value.reason == "ROWS_DROPPED"
     assert not untouched.any()
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from lm_adapter.errors import InvalidRequest, InvalidRows
 from lm_adapter.placeholders import ExpandedPrompt, PromptItem, expand_placeholders
-from lm_adapter.splice import RowsLayout, Splicer, check_item_rows
+from lm_adapter.splice import RowsLayout, Splicer, StepChunk, StepSplice, check_item_rows, splice_step
 
 IMAGE, VIDEO, D, L = 900, 901, 4, 2
 LAYOUT = RowsLayout(out_width=D, num_deepstack_levels=L)
@@ -31,13 +31,18 @@ def make_splicer(
     return Splicer(prompt.spans, rows, LAYOUT, inputs_embeds_dtype=dtype), rows
 
 
+def splice(splicer: Splicer, embeds: torch.Tensor, start: int) -> StepSplice:
+    """The chunk of a prompt that ``embeds`` begins with."""
+    return splice_step(embeds, [StepChunk(splicer, start, len(embeds))], backend="torch")
+
+
 def test_main_rows_replace_and_text_stays() -> None:
     prompt = expand_placeholders([1, IMAGE, 2, IMAGE], [PromptItem(IMAGE, (2,)), PromptItem(IMAGE, (1,))])
     splicer, _ = make_splicer(prompt)
     embeds = torch.full((len(prompt), D), -1.0)
-    spliced = splicer.splice(embeds, 0)
+    spliced = splice(splicer, embeds, 0)
     assert embeds[:, 0].tolist() == [-1, 1000, 1010, -1, 2000]
-    assert spliced.visual_mask.tolist() == [False, True, True, False, True]
+    assert spliced.visual_tokens.tolist() == [1, 2, 4]
     assert [level[:, 0].tolist() for level in spliced.deepstack] == [[1001, 1011, 2001], [1002, 1012, 2002]]
     assert spliced.num_visual == 3
 
@@ -46,7 +51,7 @@ def test_a_view_of_a_batch_is_written_and_its_neighbours_are_not() -> None:
     prompt = expand_placeholders([IMAGE, 1], [PromptItem(IMAGE, (2,))])
     splicer, _ = make_splicer(prompt)
     batch = torch.full((3, 5, D), -1.0)
-    splicer.splice(batch[1, 2:], 0)
+    splice(splicer, batch[1, 2:], 0)
     assert (batch[1, 2:4] != -1).all()
     batch[1, 2:4] = -1
     assert (batch == -1).all()
@@ -55,11 +60,11 @@ def test_a_view_of_a_batch_is_written_and_its_neighbours_are_not() -> None:
 def test_chunk_without_visual_tokens_has_empty_levels() -> None:
     prompt = expand_placeholders([1, 2, IMAGE], [PromptItem(IMAGE, (2,))])
     splicer, _ = make_splicer(prompt)
-    spliced = splicer.splice(torch.zeros(2, D), 0)
-    assert [tuple(level.shape) for level in spliced.deepstack] == [(0, D)] * L
+    spliced = splice(splicer, torch.zeros(2, D), 0)
+    assert tuple(spliced.deepstack.shape) == (L, 0, D)
     assert spliced.num_visual == 0
-    without = Splicer([], [], RowsLayout(D), inputs_embeds_dtype=torch.float32).splice(torch.zeros(2, D), 0)
-    assert (without.deepstack, without.num_visual) == ((), 0)
+    without = Splicer([], [], RowsLayout(D), inputs_embeds_dtype=torch.float32)
+    assert tuple(splice(without, torch.zeros(2, D), 0).deepstack.shape) == (0, 0, D)
 
 
 @settings(max_examples=150, deadline=None)
@@ -83,17 +88,17 @@ def test_p16_any_chunking_equals_the_whole(
     splicer, rows = make_splicer(prompt)
     cuts = sorted(data.draw(st.sets(st.integers(0, len(prompt)))) | {0, len(prompt)})
     embeds = torch.full((len(prompt), D), -1.0)
-    masks, levels = [], []
+    visual_tokens, levels = [], []
     for start, end in itertools.pairwise(cuts):
-        spliced = splicer.splice(embeds[start:end], start)
-        masks.append(spliced.visual_mask)
-        levels.append(torch.stack(spliced.deepstack))
+        spliced = splice(splicer, embeds[start:end], start)
+        visual_tokens += [start + token for token in spliced.visual_tokens.tolist()]
+        levels.append(spliced.deepstack)
         splicer.drop_before(end)
-    if not masks:
+    if not levels:
         return
     all_rows = torch.cat(rows) if rows else torch.zeros(0, LAYOUT.width)
-    mask = torch.cat(masks)
-    np.testing.assert_array_equal(mask.numpy(), prompt.visual_mask)
+    mask = torch.from_numpy(prompt.visual_mask)
+    assert visual_tokens == np.flatnonzero(prompt.visual_mask).tolist()
     assert (embeds[~mask] == -1).all()
     torch.testing.assert_close(embeds[mask], all_rows[:, :D], rtol=0, atol=0)
     deepstack = torch.cat(levels, dim=1)
@@ -116,7 +121,7 @@ def test_p24_rows_are_let_go_as_the_prefill_passes_them() -> None:
     assert splicer.num_rows_held == 0
     embeds = torch.full((len(prompt), D), -1.0)
     with pytest.raises(InvalidRequest) as caught:
-        splicer.splice(embeds, 0)
+        splice(splicer, embeds, 0)
     assert caught.value.reason == "ROWS_DROPPED"
     assert (embeds == -1).all()
 
@@ -165,7 +170,7 @@ def test_p22_a_wrong_chunk_is_refused_untouched() -> None:
         (torch.zeros(2, D), -1),
     ]:
         with pytest.raises(InvalidRequest):
-            splicer.splice(embeds, start)
+            splice(splicer, embeds, start)
         assert (embeds == 0).all()
 
 
@@ -192,7 +197,7 @@ def test_dtype_rules(source: torch.dtype, target: torch.dtype, allowed: bool) ->
             check_item_rows(0, rows, num_rows=2, layout=LAYOUT, inputs_embeds_dtype=target)
         return
     embeds = torch.zeros(2, D, dtype=target)
-    spliced = Splicer(prompt.spans, [rows], LAYOUT, inputs_embeds_dtype=target).splice(embeds, 0)
+    spliced = splice(Splicer(prompt.spans, [rows], LAYOUT, inputs_embeds_dtype=target), embeds, 0)
     assert torch.equal(embeds, rows[:, :D].to(target))
-    assert all(level.dtype == target for level in spliced.deepstack)
-    assert torch.equal(torch.cat(spliced.deepstack, dim=1), rows[:, D:].to(target))
+    assert spliced.deepstack.dtype == target
+    assert torch.equal(torch.cat([*spliced.deepstack], dim=1), rows[:, D:].to(target))
