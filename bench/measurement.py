@@ -212,7 +212,7 @@ def ceilings(device: torch.device, *, quick: bool) -> dict[str, float]:
 def describe_environment(
     device: torch.device, commit: str | None, packages: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """Device, driver, versions, commit and command of a result. packages: versions besides those of
+    """Device, kernel, driver, versions, commit and command of a result. packages: versions besides those of
     PACKAGES."""
     versions = {"python": platform.python_version(), "cuda": torch.version.cuda}
     if device.type == "cuda":
@@ -225,6 +225,7 @@ def describe_environment(
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "device": device_name(device),
+        "kernel": platform.release(),
         "driver": driver_version() if device.type == "cuda" else None,
         "versions": versions,
         "commit": commit or read_commit(),

@@ -28,7 +28,10 @@ class Metrics:
             "ve_requests_total", "RPCs by method and status.", ["method", "status"], registry=self.registry
         )
         self.items = Counter(
-            "ve_items_total", "Delivered items by cache tier.", ["tier"], registry=self.registry
+            "ve_items_total",
+            "Items that calls delivered, by cache tier; a read by the directory makes no call.",
+            ["tier"],
+            registry=self.registry,
         )
         self.failures = Counter(
             "ve_item_failures_total", "Failed items by reason.", ["reason"], registry=self.registry
@@ -54,7 +57,7 @@ class Metrics:
         self.rows_bytes = Counter("ve_rows_bytes_total", "Bytes of rows delivered.", registry=self.registry)
         self.directory_reads = Counter(
             "ve_directory_reads_total",
-            "Reads in shared memory that clients reported.",
+            "Reads in shared memory that clients reported: at an announced place, or by the directory.",
             registry=self.registry,
         )
         self.reads_lost = Counter(

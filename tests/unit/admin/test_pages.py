@@ -12,6 +12,7 @@ import pytest
 
 from encoder_service.ops.admin.app import FILES, create_admin_app
 from encoder_service.ops.metrics import Metrics
+from encoder_service.types import CacheTier
 
 pytestmark = pytest.mark.anyio
 FOLDER = resources.files("encoder_service.ops.admin") / "static"
@@ -52,3 +53,14 @@ def test_no_file_names_another_host_or_needs_what_the_policy_forbids(name: str) 
     assert "innerHTML" not in text  # texts of the service and of files are never markup
     if name.endswith(".html"):
         assert not re.search(r"\son[a-z]+=|\sstyle=|<script>", text)
+
+
+def test_the_page_names_every_cache_tier_as_the_service_does() -> None:
+    live, playground = ((FOLDER / name).read_text() for name in ("live.js", "playground.js"))
+    texts = re.search(r"const TIERS = \{(.*?)\};", live, re.DOTALL)
+    assert texts is not None
+    named = re.findall(r"^\s*(\w+): ", texts[1], re.MULTILINE)
+    assert named == [tier.value for tier in CacheTier]
+    assert {name for text in (live, playground) for name in re.findall(r"\btiers\.(\w+)", text)} <= set(named)
+    # Everywhere else a tier's name is looked up, not written.
+    assert not re.search(r"tier\s*===|in_flight", live + playground)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import platform
 from pathlib import Path
 
 import measurement
@@ -12,6 +13,7 @@ import torch
 from kernel_profile import DeviceSpan, group_of, summary
 from measurement import (
     ResultFile,
+    describe_environment,
     host_time_us,
     interleaved_samples,
     percentile,
@@ -32,6 +34,13 @@ def test_result_files_are_numbered_never_replaced_and_always_whole(tmp_path: Pat
     with pytest.raises(TypeError):
         first.write()
     assert json.loads(first.path.read_text())["records"] == [1]
+
+
+def test_a_result_says_where_it_was_measured() -> None:
+    found = describe_environment(CPU, "0123abcd", packages=("grpcio",))
+    assert (found["kernel"], found["commit"]) == (platform.release(), "0123abcd")
+    assert {"date", "device", "driver", "command", "num_threads"} <= found.keys()
+    assert {"python", "torch", "grpcio"} <= found["versions"].keys()
 
 
 def test_variants_run_in_a_new_order_each_round(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,13 @@ const SVG = "http://www.w3.org/2000/svg";
 const CHARTS_S = 120;
 const STAGES_S = 60;
 const NOW_S = 10;
+// How an item was answered, by the service's name of the tier.
+export const TIERS = {
+  miss: "encoded",
+  joined: "joined an encode in progress",
+  device: "found in the device tier",
+  host: "found in the host tier",
+};
 const answers = []; // of the charts' time, oldest first
 
 function remember(live) {
@@ -234,9 +241,7 @@ function panels(live) {
   const cache = live.cache;
   fill(byId("cache"), [
     ["held", `${heldIn(cache.items)}, ${bytes(cache.bytes)} of ${bytes(cache.max_bytes)}`],
-    ...Object.entries(live.tiers).map(([tier, value]) => [
-      tier === "miss" ? "encoded (miss)" : tier === "in_flight" ? "joined an encode" : `found, ${tier} tier`, count(value),
-    ]),
+    ...Object.entries(live.tiers).map(([tier, value]) => [TIERS[tier], count(value)]),
     ["evicted", count(cache.evictions)],
     ["found no room", count(cache.refused)],
     ...cache.arenas.map((arena) => [

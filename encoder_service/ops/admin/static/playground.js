@@ -1,6 +1,6 @@
 // The playground: sends one file to /v1/playground and draws what came of it.
 
-import { bars, bytes, element, fill, ms } from "./live.js";
+import { TIERS, bars, bytes, element, fill, ms } from "./live.js";
 
 const byId = (id) => document.getElementById(id);
 let shown = null;
@@ -61,11 +61,10 @@ function drawColours() {
 
 function drawFacts() {
   const { result, file } = shown;
-  const tier = { miss: "miss: encoded now", in_flight: "joined an encode under way" }[result.tier] ?? `hit, ${result.tier} tier`;
   const [frames, rows, columns] = result.grid_thw;
   fill(byId("facts"), [
     ["file", `${file.name}, ${bytes(file.size)}`],
-    ["cache", element("span", tier, "badge")],
+    ["cache", element("span", TIERS[result.tier], "badge")],
     ["target size", `${result.target_width} × ${result.target_height} px`],
     ["patch grid", `${frames} × ${rows} × ${columns} of ${result.patch_size} px = ${result.num_patches} patches`],
     ["visual tokens", `${result.num_rows} (${result.merge_size} × ${result.merge_size} patches each)`],
