@@ -29,9 +29,9 @@ from encoder_service.towers.fused_inputs import (
     FusedInputBuilder,
     FusedInputs,
 )
-from encoder_service.towers.gemm import Rotary, RotaryLayout, Weights, pair_rows, turns_of
+from encoder_service.towers.gemm import Rotary, Weights, pair_rows, turns_of
 from encoder_service.towers.gemm.per_rows import TORCH_CHOICES, GemmChoices
-from encoder_service.towers.layers import Block, Merger
+from encoder_service.towers.layers import Block, Merger, Norm, PlainTower, norm_of
 from encoder_service.towers.moonvit import MoonViTTower
 from encoder_service.towers.qwen3_vl import Qwen3VLTower
 from encoder_service.towers.rope import inverse_frequencies
@@ -46,22 +46,14 @@ if TYPE_CHECKING:
 SIDE_STREAM_PATCHES = 8192
 
 
-NormParameters = tuple[torch.Tensor, torch.Tensor, float]
-
-
-def norm_of(norm: torch.nn.LayerNorm) -> NormParameters:
-    """Weight, bias and epsilon."""
-    return norm.weight, norm.bias, norm.eps
-
-
 @dataclass(frozen=True)
 class FusedBlock:
     """Parameters of one block; ``qkv`` may hold its weight in pairs as well."""
 
-    norm1: NormParameters
+    norm1: Norm
     qkv: Weights
     proj: Weights
-    norm2: NormParameters
+    norm2: Norm
     fc1: Weights
     fc2: Weights
 
@@ -86,7 +78,7 @@ class FusedTower(Tower):
 
     def __init__(
         self,
-        plain: Qwen3VLTower | MoonViTTower,
+        plain: PlainTower,
         attention: AttentionBackend,
         gemms: GemmChoices = TORCH_CHOICES,
     ) -> None:
@@ -110,7 +102,6 @@ class FusedTower(Tower):
             FusedBlock.of(block, self.num_heads if gemms.wants_pairs else None)  # type: ignore[arg-type]
             for block in plain.blocks
         ]
-        self._layout: RotaryLayout = "interleaved" if self.merges_time else "blocked"
         frequencies = inverse_frequencies(plain.config.hidden_size // self.num_heads, plain.config.rope_theta)
         angles = torch.arange(MAX_SIDE, dtype=torch.float32)[:, None] * frequencies
         self.rope_cos: torch.Tensor
@@ -119,7 +110,7 @@ class FusedTower(Tower):
         self.register_buffer("rope_sin", angles.sin().to(plain.device), persistent=False)
         self._turns: torch.Tensor | None = None
         if gemms.wants_pairs:
-            self._turns = turns_of(frequencies, self._layout, self.num_heads).to(plain.device)
+            self._turns = turns_of(frequencies, plain.rotary_layout, self.num_heads).to(plain.device)
         self._side_stream: torch.cuda.Stream | None = None
         if plain.device.type == "cuda":
             self._side_stream = torch.cuda.Stream(plain.device)  # type: ignore[no-untyped-call]
@@ -163,7 +154,7 @@ class FusedTower(Tower):
         head_dim = x_PE.shape[1] // self.num_heads
         bounds = self.attention.plan(inputs, (x_PE.shape[0], self.num_heads, head_dim), x_PE.dtype)
         rotary = Rotary(
-            places.coords, self.rope_cos, self.rope_sin, self._layout, self.num_heads, self._turns
+            places.coords, self.rope_cos, self.rope_sin, plain.rotary_layout, self.num_heads, self._turns
         )
         gemms = self.gemms.choose(x_PE.shape[0])
         levels = Levels(self._side_stream if x_PE.shape[0] <= SIDE_STREAM_PATCHES else None)
@@ -185,33 +176,23 @@ class FusedTower(Tower):
                 merger: Merger = plain.deepstack_mergers[level]  # type: ignore[assignment]
                 h_RM = self._kernels.layer_norm(x_PE.view(-1, merger.merged_width), *norm_of(merger.norm))
                 levels.start(h_RM, functools.partial(self._merge, h_RM, merger))
-        main_RD = self._merge(h_PE, plain.merger if isinstance(plain, Qwen3VLTower) else plain.projector)
+        main_RD = self._merge(h_PE, plain.merger)
         levels_RD = levels.finish()
         return main_RD if not levels_RD else torch.cat([main_RD, *levels_RD], dim=-1)
 
-    def _embed(self, x_PE: torch.Tensor, places: PatchPlaces, norm: NormParameters) -> torch.Tensor:
+    def _embed(self, x_PE: torch.Tensor, places: PatchPlaces, norm: Norm) -> torch.Tensor:
         """Adds the learned positions to x in place; the first block's normed input."""
         plain = self.plain
-        if isinstance(plain, Qwen3VLTower):
-            side = plain.config.position_side
-            return self._kernels.embed_norm(
-                x_PE,
-                plain.pos_embed,
-                places.coords,
-                *norm,
-                mode="linear",
-                table_height=side,
-                table_width=side,
-            )
+        table_height, table_width = plain.position_sides
         return self._kernels.embed_norm(
             x_PE,
             plain.pos_embed,
             places.coords,
             *norm,
-            mode="cubic",
-            table_height=plain.config.position_height,
-            table_width=plain.config.position_width,
-            frame_table=plain.frame_embed,
+            mode=plain.position_mode,
+            table_height=table_height,
+            table_width=table_width,
+            frame_table=plain.frame_embed if isinstance(plain, MoonViTTower) else None,
             frame_index=places.frame_index,
         )
 
@@ -219,9 +200,9 @@ class FusedTower(Tower):
         self, x_PE: torch.Tensor, delta_PE: torch.Tensor | None, places: PatchPlaces
     ) -> torch.Tensor:
         """The merger's normed input [R * merge^2, E], after adding the last block's delta."""
-        plain = self.plain
-        if isinstance(plain, Qwen3VLTower):
-            return self._kernels.add_norm(x_PE, delta_PE, *norm_of(plain.merger.norm))
+        plain, merger_norm = self.plain, norm_of(self.plain.merger.norm)
+        if not isinstance(plain, MoonViTTower):
+            return self._kernels.add_norm(x_PE, delta_PE, *merger_norm)
         assert places.merge_index is not None
         assert places.merge_weight is not None
         return self._kernels.merge_frames_norm(
@@ -229,8 +210,8 @@ class FusedTower(Tower):
             delta_PE,
             places.merge_index,
             places.merge_weight,
-            self._kernels.Norm(*norm_of(plain.final_norm)),
-            self._kernels.Norm(*norm_of(plain.projector.norm)),
+            norm_of(plain.final_norm),
+            merger_norm,
         )
 
     def _merge(self, h_PE: torch.Tensor, merger: Merger) -> torch.Tensor:

@@ -11,21 +11,19 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from typing import Protocol
 
 import numpy as np
 import torch
 
 from encoder_service.errors import GridMismatch
+from encoder_service.towers.tower import BatchInputs
 from encoder_service.types import Grid
 
 # Longest side, in patches, that the rotary table covers.
 MAX_SIDE = 32_768
 # Patches are numbered in int32.
 MAX_BATCH_PATCHES = 2**31 - 1
-# Grids whose check is remembered.
-MAX_KNOWN_GRIDS = 4096
 # Columns of the item table: first patch, first merged place, then the grid.
 ITEM_COLUMNS = ("first_patch", "first_place", "t", "h", "w")
 NUM_COLUMNS = len(ITEM_COLUMNS)
@@ -47,7 +45,7 @@ class BucketShape(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
-class FusedInputs:
+class FusedInputs(BatchInputs):
     """Metadata of one packed batch; the device computes everything else from it.
 
     table: int32, everything that the device reads beside the pixels, so that it is one transfer: the bounds
@@ -81,24 +79,11 @@ class FusedInputs:
         """
         return self.table[items_start(self.num_slots) :].view(-1, NUM_COLUMNS)
 
-    def with_pixels(self, pixel_values: torch.Tensor) -> FusedInputs:
-        """The same batch with its pixels [P, patch_dim]."""
-        return dataclasses.replace(self, pixel_values=pixel_values)
-
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """Every tensor by field name."""
-        return {name: value for name, value in vars(self).items() if isinstance(value, torch.Tensor)}
-
-    def to(self, device: torch.device, *, non_blocking: bool = False) -> FusedInputs:
-        """The same batch with every tensor on ``device``."""
-        moved = {name: value.to(device, non_blocking=non_blocking) for name, value in self.tensors().items()}
-        return dataclasses.replace(self, **moved)  # type: ignore[arg-type]
-
 
 class FusedInputBuilder:
     """Builds and pads FusedInputs for one tower. Thread-safe.
 
-    check_grid: the tower's own check, raises GridMismatch; its answer depends on the grid alone.
+    check_grid: the tower's own check, raises GridMismatch.
     merges_time: rows average over an item's frames, and attention spans them.
     """
 
@@ -106,10 +91,9 @@ class FusedInputBuilder:
         self._check_tower = check_grid
         self.merge_size = merge_size
         self.merges_time = merges_time
-        # A grid that is refused raises, and is not remembered.
-        self.check_grid = lru_cache(MAX_KNOWN_GRIDS)(self._check_grid)
 
-    def _check_grid(self, grid: Grid) -> None:
+    def check_grid(self, grid: Grid) -> None:
+        """Raises GridMismatch."""
         self._check_tower(grid)
         if max(grid.h, grid.w) > MAX_SIDE:
             raise GridMismatch(

@@ -1,6 +1,7 @@
-"""The parts that both towers are made of: block, merger, position lookup.
+"""What both towers are made of: blocks, mergers, learned positions, and the tower around them.
 
-Owns the plain, readable form of each. Each tower's ``forward`` puts them in order.
+Owns the plain, readable form of each, and the host tables of a frame. Each tower's ``prepare`` and
+``forward`` put them in order.
 
 Shape legend: P patches, R rows (visual tokens), K position taps, E tower width, M = E * merge^2,
 D language-model width, H heads, d head_dim.
@@ -8,13 +9,39 @@ D language-model width, H heads, d head_dim.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import ClassVar, Literal, NamedTuple
+
 import torch
 from torch import nn
 from torch.nn.functional import embedding_bag, gelu
 
-from encoder_service.towers.attention import AttentionBackend
-from encoder_service.towers.rope import rotate
-from encoder_service.towers.tower import TowerInputs
+from encoder_service.towers.attention import AttentionBackend, SdpaAttention
+from encoder_service.towers.config import VisionConfig
+from encoder_service.towers.positions import (
+    FrameTables,
+    check_sides,
+    cubic_taps,
+    grid_taps,
+    linear_taps,
+    merge_order,
+    raster_coordinates,
+)
+from encoder_service.towers.rope import RotaryLayout, rotary_tables, rotate
+from encoder_service.towers.tower import Tower, TowerInputs
+from encoder_service.types import Grid
+
+
+class Norm(NamedTuple):
+    """A LayerNorm's weight and bias [E], and its epsilon."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor
+    eps: float
+
+
+def norm_of(norm: nn.LayerNorm) -> Norm:
+    return Norm(norm.weight, norm.bias, norm.eps)
 
 
 def interpolate_positions(
@@ -85,3 +112,60 @@ class Merger(nn.Module):
             x_RM = self.norm(x_PE).reshape(-1, self.merged_width)
         rows_RD: torch.Tensor = self.fc2(gelu(self.fc1(x_RM)))
         return rows_RD
+
+
+class PlainTower(Tower):
+    """A tower in its readable form. A family's subclass adds its merger, ``prepare`` and ``forward``.
+
+    position_mode: how the learned table, [height, width] of ``position_sides`` entries, is stretched over a
+    frame. rotary_layout: see ``rope.rotary_tables``. Patches stand frame by frame in raster order where
+    ``merges_time``, else in merge order.
+    """
+
+    position_mode: ClassVar[Literal["linear", "cubic"]]
+    rotary_layout: ClassVar[RotaryLayout]
+    merger: Merger
+
+    def __init__(self, config: VisionConfig, position_sides: tuple[int, int], norm_eps: float) -> None:
+        super().__init__()
+        self.config = config
+        self.patch_size = config.patch_size
+        self.merge_size = config.merge_size
+        self.patch_dim = config.patch_dim
+        self.out_width = config.out_width
+        self.position_sides = position_sides
+        self.attention: AttentionBackend = SdpaAttention()
+        self.patch_embed = nn.Linear(config.patch_dim, config.hidden_size)
+        self.pos_embed = nn.Parameter(torch.empty(position_sides[0] * position_sides[1], config.hidden_size))
+        self.blocks = nn.ModuleList(
+            Block(config.hidden_size, config.num_heads, config.intermediate_size, norm_eps)
+            for _ in range(config.depth)
+        )
+
+    def check_grid(self, grid: Grid) -> None:
+        check_sides(grid, self.merge_size)
+
+    def frame_tables(self, grids: Sequence[Grid]) -> list[FrameTables]:
+        """Of every frame of every item, in the batch's order. Raises GridMismatch."""
+        for grid in grids:
+            self.check_grid(grid)
+        by_size = {size: self._tables_of(*size) for size in {(grid.h, grid.w) for grid in grids}}
+        return [by_size[grid.h, grid.w] for grid in grids for _ in range(grid.t)]
+
+    def embed(self, inputs: TowerInputs) -> tuple[torch.Tensor, torch.Tensor]:
+        """Patches in the tower's dtype and their learned positions in float32, both [P, E]."""
+        assert inputs.pixel_values is not None
+        x_PE = self.patch_embed(inputs.pixel_values.to(self.dtype))
+        return x_PE, interpolate_positions(self.pos_embed, inputs.position_index, inputs.position_weight)
+
+    def _tables_of(self, height: int, width: int) -> FrameTables:
+        config, (table_height, table_width) = self.config, self.position_sides
+        taps = linear_taps if self.position_mode == "linear" else cubic_taps
+        index, weight = grid_taps(taps(height, table_height), taps(width, table_width), table_width)
+        rows, columns = raster_coordinates(height, width)
+        if not self.merges_time:
+            order = merge_order(height, width, self.merge_size)
+            index, weight, rows, columns = index[order], weight[order], rows[order], columns[order]
+        head_dim = config.hidden_size // config.num_heads
+        cos, sin = rotary_tables(rows, columns, head_dim, config.rope_theta, self.rotary_layout)
+        return FrameTables(index, weight, cos, sin)

@@ -1,6 +1,6 @@
 """The tower of Kimi-K2.5: MoonViT-3D and its projector.
 
-Owns the order of the parts and the host tables of a batch. Patches arrive frame by frame in raster order;
+Owns the order of the parts and the tables of frames. Patches arrive frame by frame in raster order;
 attention spans an item's whole clip; after the last norm the merge gathers merge^2 neighbours and averages
 them over the item's frames. Items of one batch may differ in their number of frames.
 
@@ -20,65 +20,37 @@ import torch
 from torch import nn
 
 from encoder_service.errors import GridMismatch
-from encoder_service.towers.attention import AttentionBackend, SdpaAttention
 from encoder_service.towers.config import KIMI_K25, MoonViTConfig
-from encoder_service.towers.layers import Block, Merger, interpolate_positions
-from encoder_service.towers.positions import (
-    TABLE_CACHE_BYTES,
-    FrameTableCache,
-    FrameTables,
-    check_sides,
-    cubic_taps,
-    grid_taps,
-    merge_order,
-    pack_frames,
-    raster_coordinates,
-)
-from encoder_service.towers.rope import interleaved_tables
-from encoder_service.towers.tower import Tower, TowerInputs
+from encoder_service.towers.layers import Merger, PlainTower
+from encoder_service.towers.positions import merge_order, pack_frames
+from encoder_service.towers.tower import TowerInputs
 from encoder_service.types import Grid
 
 NORM_EPS = 1e-5
 
 
-class MoonViTTower(Tower):
-    """Kimi-K2.5's vision tower with its multimodal projector."""
+class MoonViTTower(PlainTower):
+    """Kimi-K2.5's vision tower; ``merger`` is its multimodal projector."""
 
     family = KIMI_K25
     temporal_patch_size = 1
     num_deepstack_levels = 0
     merges_time = True
+    position_mode = "cubic"
+    rotary_layout = "interleaved"
+    config: MoonViTConfig
 
-    def __init__(
-        self,
-        config: MoonViTConfig,
-        *,
-        attention: AttentionBackend | None = None,
-        table_cache_bytes: int = TABLE_CACHE_BYTES,
-    ) -> None:
-        super().__init__()
-        self.config = config
-        self.patch_size = config.patch_size
-        self.merge_size = config.merge_size
-        self.patch_dim = config.patch_dim
-        self.out_width = config.out_width
-        self.attention = attention or SdpaAttention()
-
+    def __init__(self, config: MoonViTConfig) -> None:
+        super().__init__(config, (config.position_height, config.position_width), NORM_EPS)
         width = config.hidden_size
-        self.patch_embed = nn.Linear(config.patch_dim, width)
-        self.pos_embed = nn.Parameter(torch.empty(config.position_height * config.position_width, width))
         # A fixed table, so that it has values wherever the parameters are.
         self.frame_embed: torch.Tensor
         self.register_buffer("frame_embed", frame_table(config.max_frames, width), persistent=False)
-        self.blocks = nn.ModuleList(
-            Block(width, config.num_heads, config.intermediate_size, NORM_EPS) for _ in range(config.depth)
-        )
         self.final_norm = nn.LayerNorm(width, eps=NORM_EPS)
-        self.projector = Merger(width, config.merge_size, config.out_width, config.projector_eps)
-        self._tables = FrameTableCache(self._build_tables, table_cache_bytes)
+        self.merger = Merger(width, config.merge_size, config.out_width, config.projector_eps)
 
     def check_grid(self, grid: Grid) -> None:
-        check_sides(grid, self.merge_size)
+        super().check_grid(grid)
         if grid.t > self.config.max_frames:
             raise GridMismatch(
                 f"grid {list(grid)} has {grid.t} frames, the temporal table has {self.config.max_frames}",
@@ -87,12 +59,8 @@ class MoonViTTower(Tower):
             )
 
     def prepare(self, grids: Sequence[Grid]) -> TowerInputs:
-        for grid in grids:
-            self.check_grid(grid)
-        tables = [self._tables.get(grid.h, grid.w) for grid in grids]
-        frames = [table for grid, table in zip(grids, tables, strict=True) for _ in range(grid.t)]
-        packed = pack_frames(frames, [grid.num_patches for grid in grids])
-        merge_index, merge_weight = merge_tables(grids, tables)
+        packed = pack_frames(self.frame_tables(grids), [grid.num_patches for grid in grids])
+        merge_index, merge_weight = merge_tables(grids, self.merge_size)
         return dataclasses.replace(
             packed,
             frame_index=torch.cat([frame_rows(grid) for grid in grids]),
@@ -101,15 +69,13 @@ class MoonViTTower(Tower):
         )
 
     def forward(self, inputs: TowerInputs) -> torch.Tensor:
-        assert inputs.pixel_values is not None
-        x_PE = self.patch_embed(inputs.pixel_values.to(self.dtype))
-        positions_PE = interpolate_positions(self.pos_embed, inputs.position_index, inputs.position_weight)
+        x_PE, positions_PE = self.embed(inputs)
         positions_PE = positions_PE + self.frame_embed[inputs.frame_index]
         x_PE = x_PE + positions_PE.to(x_PE.dtype)
 
         for block in self.blocks:
             x_PE = block(x_PE, inputs, self.attention)
-        rows_RD: torch.Tensor = self.projector(self.merge_frames(self.final_norm(x_PE), inputs))
+        rows_RD: torch.Tensor = self.merger(self.merge_frames(self.final_norm(x_PE), inputs))
         return rows_RD
 
     def merge_frames(self, x_PE: torch.Tensor, inputs: TowerInputs) -> torch.Tensor:
@@ -121,18 +87,6 @@ class MoonViTTower(Tower):
         for frame in range(1, inputs.merge_index.shape[1]):
             merged = merged + x_PE[inputs.merge_index[:, frame]] * inputs.merge_weight[:, frame, None]
         return merged.to(x_PE.dtype)
-
-    def _build_tables(self, height: int, width: int) -> FrameTables:
-        config = self.config
-        index, weight = grid_taps(
-            cubic_taps(height, config.position_height),
-            cubic_taps(width, config.position_width),
-            config.position_width,
-        )
-        rows, columns = raster_coordinates(height, width)
-        head_dim = config.hidden_size // config.num_heads
-        cos, sin = interleaved_tables(rows, columns, head_dim, config.rope_theta)
-        return FrameTables(index, weight, cos, sin, merge_order(height, width, self.merge_size))
 
 
 def frame_table(max_frames: int, width: int) -> torch.Tensor:
@@ -152,7 +106,7 @@ def frame_rows(grid: Grid) -> torch.Tensor:
     return torch.arange(1, grid.t + 1).repeat_interleave(grid.h * grid.w)
 
 
-def merge_tables(grids: Sequence[Grid], tables: Sequence[FrameTables]) -> tuple[torch.Tensor, torch.Tensor]:
+def merge_tables(grids: Sequence[Grid], merge_size: int) -> tuple[torch.Tensor, torch.Tensor]:
     """merge_index int64 and merge_weight float32, [R * merge^2, F]: which patches of the batch make up each
     merger input, and 1 / t for each.
 
@@ -162,11 +116,10 @@ def merge_tables(grids: Sequence[Grid], tables: Sequence[FrameTables]) -> tuple[
     frame = torch.arange(max(grid.t for grid in grids))
     indices, weights = [], []
     first_patch = 0
-    for grid, table in zip(grids, tables, strict=True):
-        assert table.merge_order is not None
+    for grid in grids:
         used = frame < grid.t
         offsets = torch.where(used, frame * (grid.h * grid.w), 0)
-        indices.append(table.merge_order[:, None] + (first_patch + offsets))
+        indices.append(merge_order(grid.h, grid.w, merge_size)[:, None] + (first_patch + offsets))
         weights.append((used / grid.t).expand(grid.h * grid.w, -1))
         first_patch += grid.num_patches
     return torch.cat(indices), torch.cat(weights)

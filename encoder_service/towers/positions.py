@@ -1,19 +1,17 @@
 """Host tables of a frame (coordinates, position-table taps, merge order), and frames packed into a batch.
 
-Owns the tables that depend on a frame's height and width alone, the byte-bounded cache of them, the check of
-a grid's sides, and the concatenation of frame tables. ``rope.py`` has the rotary angles. Each tower's
-``prepare`` decides which frames attend to each other and how they merge.
+Owns the tables that depend on a frame's height and width alone, the check of a grid's sides, and the
+concatenation of frame tables. ``rope.py`` has the rotary angles. Each tower's ``prepare`` decides which
+frames attend to each other and how they merge.
 
 Shape legend: N patches of one frame, K position taps, T taps per axis.
 """
 
 from __future__ import annotations
 
-import threading
-from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 
@@ -23,64 +21,18 @@ from encoder_service.types import Grid
 
 # Keys' cubic convolution constant as torch.nn.functional.interpolate(mode="bicubic") has it.
 BICUBIC_A = -0.75
-# Bound of one tower's table cache. A 64x64 frame of 72-wide heads takes 2.5 to 3.3 MB.
-TABLE_CACHE_BYTES = 256 << 20
 
 
-@dataclass(frozen=True)
-class FrameTables:
+class FrameTables(NamedTuple):
     """Host tables of one h by w frame, in the order that the tower takes patches.
 
-    position_index int64 [N, K], position_weight float32 [N, K]; rope_cos, rope_sin float32 [N, head_dim];
-    merge_order int64 [N]: the patch that stands at each place of the merge order, or None where patches
-    arrive in merge order.
+    position_index int64 [N, K], position_weight float32 [N, K]; rope_cos, rope_sin float32 [N, head_dim].
     """
 
     position_index: torch.Tensor
     position_weight: torch.Tensor
     rope_cos: torch.Tensor
     rope_sin: torch.Tensor
-    merge_order: torch.Tensor | None = None
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(value.nbytes for value in vars(self).values() if isinstance(value, torch.Tensor))
-
-
-class FrameTableCache:
-    """Least recently used frame tables within a bound of bytes. Thread-safe.
-
-    Tables are built outside the lock: two threads that miss the same size both build it, which costs time
-    once and never blocks a third. Tables larger than the bound are handed out and not kept.
-    """
-
-    def __init__(self, build: Callable[[int, int], FrameTables], capacity_bytes: int) -> None:
-        self.capacity_bytes = capacity_bytes
-        self.num_bytes = 0
-        self._build = build
-        self._lock = threading.Lock()
-        self._entries: OrderedDict[tuple[int, int], FrameTables] = OrderedDict()
-
-    def __len__(self) -> int:
-        return len(self._entries)
-
-    def get(self, height: int, width: int) -> FrameTables:
-        """Tables of a frame of height by width patches. Callers must not write to them."""
-        size = (height, width)
-        with self._lock:
-            if size in self._entries:
-                self._entries.move_to_end(size)
-                return self._entries[size]
-        tables = self._build(height, width)
-        with self._lock:
-            if size not in self._entries and tables.num_bytes <= self.capacity_bytes:
-                # Room first: the bound holds at every moment, also for a reader without the lock.
-                while self.num_bytes + tables.num_bytes > self.capacity_bytes:
-                    _, evicted = self._entries.popitem(last=False)
-                    self.num_bytes -= evicted.num_bytes
-                self._entries[size] = tables
-                self.num_bytes += tables.num_bytes
-        return tables
 
 
 def raster_coordinates(height: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -160,11 +112,12 @@ def pack_frames(frames: Sequence[FrameTables], seqlens: Sequence[int]) -> TowerI
     """
     if not frames:
         raise GridMismatch("the batch has 0 items, needs at least 1", found=0)
+    position_index, position_weight, rope_cos, rope_sin = map(torch.cat, zip(*frames, strict=True))
     return TowerInputs(
-        position_index=torch.cat([frame.position_index for frame in frames]),
-        position_weight=torch.cat([frame.position_weight for frame in frames]),
-        rope_cos=torch.cat([frame.rope_cos for frame in frames]),
-        rope_sin=torch.cat([frame.rope_sin for frame in frames]),
+        position_index,
+        position_weight,
+        rope_cos,
+        rope_sin,
         cu_seqlens=torch.tensor(list(accumulate(seqlens, initial=0)), dtype=torch.int32),
         seqlens=tuple(seqlens),
         max_seqlen=max(seqlens),

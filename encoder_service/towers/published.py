@@ -65,14 +65,10 @@ def half_split_qk(tensor: torch.Tensor, num_heads: int) -> torch.Tensor:
     return torch.cat([permute_pairs(q, num_heads), permute_pairs(k, num_heads), v])
 
 
-def linear(name: str, parameter: str, out_size: int, in_size: int) -> Iterator[PublishedTensor]:
-    yield PublishedTensor(f"{name}.weight", (out_size, in_size), f"{parameter}.weight")
-    yield PublishedTensor(f"{name}.bias", (out_size,), f"{parameter}.bias")
-
-
-def norm(name: str, parameter: str, size: int) -> Iterator[PublishedTensor]:
-    yield PublishedTensor(f"{name}.weight", (size,), f"{parameter}.weight")
-    yield PublishedTensor(f"{name}.bias", (size,), f"{parameter}.bias")
+def layer(name: str, parameter: str, *shape: int) -> Iterator[PublishedTensor]:
+    """Weight of this shape and bias of a linear layer [out, in] or a norm [width]."""
+    yield PublishedTensor(f"{name}.weight", shape, f"{parameter}.weight")
+    yield PublishedTensor(f"{name}.bias", shape[:1], f"{parameter}.bias")
 
 
 def qwen_tensors(config: QwenVisionConfig) -> Iterator[PublishedTensor]:
@@ -89,20 +85,20 @@ def qwen_tensors(config: QwenVisionConfig) -> Iterator[PublishedTensor]:
     yield PublishedTensor("pos_embed.weight", (config.position_side**2, width), "pos_embed")
     for index in range(config.depth):
         block = f"blocks.{index}"
-        yield from norm(f"{block}.norm1", f"{block}.norm1", width)
-        yield from linear(f"{block}.attn.qkv", f"{block}.qkv", 3 * width, width)
-        yield from linear(f"{block}.attn.proj", f"{block}.proj", width, width)
-        yield from norm(f"{block}.norm2", f"{block}.norm2", width)
-        yield from linear(f"{block}.mlp.linear_fc1", f"{block}.fc1", mlp_width, width)
-        yield from linear(f"{block}.mlp.linear_fc2", f"{block}.fc2", width, mlp_width)
+        yield from layer(f"{block}.norm1", f"{block}.norm1", width)
+        yield from layer(f"{block}.attn.qkv", f"{block}.qkv", 3 * width, width)
+        yield from layer(f"{block}.attn.proj", f"{block}.proj", width, width)
+        yield from layer(f"{block}.norm2", f"{block}.norm2", width)
+        yield from layer(f"{block}.mlp.linear_fc1", f"{block}.fc1", mlp_width, width)
+        yield from layer(f"{block}.mlp.linear_fc2", f"{block}.fc2", width, mlp_width)
     mergers = [("merger", "merger", width)] + [
         (f"deepstack_merger_list.{level}", f"deepstack_mergers.{level}", merged_width)
         for level in range(len(config.deepstack_visual_indexes))
     ]
     for name, parameter, norm_width in mergers:
-        yield from norm(f"{name}.norm", f"{parameter}.norm", norm_width)
-        yield from linear(f"{name}.linear_fc1", f"{parameter}.fc1", merged_width, merged_width)
-        yield from linear(f"{name}.linear_fc2", f"{parameter}.fc2", config.out_width, merged_width)
+        yield from layer(f"{name}.norm", f"{parameter}.norm", norm_width)
+        yield from layer(f"{name}.linear_fc1", f"{parameter}.fc1", merged_width, merged_width)
+        yield from layer(f"{name}.linear_fc2", f"{parameter}.fc2", config.out_width, merged_width)
 
 
 def moonvit_tensors(config: MoonViTConfig) -> Iterator[PublishedTensor]:
@@ -123,14 +119,14 @@ def moonvit_tensors(config: MoonViTConfig) -> Iterator[PublishedTensor]:
     )
     for index in range(config.depth):
         name, block = f"vision_tower.encoder.blocks.{index}", f"blocks.{index}"
-        yield from norm(f"{name}.norm0", f"{block}.norm1", width)
+        yield from layer(f"{name}.norm0", f"{block}.norm1", width)
         yield PublishedTensor(f"{name}.wqkv.weight", (3 * width, width), f"{block}.qkv.weight", half_split)
         yield PublishedTensor(f"{name}.wqkv.bias", (3 * width,), f"{block}.qkv.bias", half_split)
-        yield from linear(f"{name}.wo", f"{block}.proj", width, width)
-        yield from norm(f"{name}.norm1", f"{block}.norm2", width)
-        yield from linear(f"{name}.mlp.fc0", f"{block}.fc1", mlp_width, width)
-        yield from linear(f"{name}.mlp.fc1", f"{block}.fc2", width, mlp_width)
-    yield from norm("vision_tower.encoder.final_layernorm", "final_norm", width)
-    yield from norm("mm_projector.pre_norm", "projector.norm", width)
-    yield from linear("mm_projector.proj.0", "projector.fc1", merged_width, merged_width)
-    yield from linear("mm_projector.proj.2", "projector.fc2", config.out_width, merged_width)
+        yield from layer(f"{name}.wo", f"{block}.proj", width, width)
+        yield from layer(f"{name}.norm1", f"{block}.norm2", width)
+        yield from layer(f"{name}.mlp.fc0", f"{block}.fc1", mlp_width, width)
+        yield from layer(f"{name}.mlp.fc1", f"{block}.fc2", width, mlp_width)
+    yield from layer("vision_tower.encoder.final_layernorm", "final_norm", width)
+    yield from layer("mm_projector.pre_norm", "merger.norm", width)
+    yield from layer("mm_projector.proj.0", "merger.fc1", merged_width, merged_width)
+    yield from layer("mm_projector.proj.2", "merger.fc2", config.out_width, merged_width)

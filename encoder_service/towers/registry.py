@@ -38,7 +38,7 @@ def build_tower(family: str, config: VisionConfig) -> Tower:
     """A tower of these sizes with parameters that hold no meaningful values yet."""
     if isinstance(config, MoonViTConfig):
         return MoonViTTower(config)
-    return Qwen3VLTower(config, family=family)
+    return Qwen3VLTower(config, family)
 
 
 def load_tower(path: Path, *, device: torch.device, dtype: torch.dtype) -> LoadedTower:
@@ -53,7 +53,6 @@ def load_tower(path: Path, *, device: torch.device, dtype: torch.dtype) -> Loade
             f"dtype {dtype} is not one that towers run in, needs one of {', '.join(map(str, TOWER_DTYPES))}",
             found=dtype,
         )
-    path = Path(path)
     family, config = parse_config(read_config(path))
     with torch.device("meta"):
         tower = build_tower(family, config)

@@ -9,7 +9,11 @@ Shape legend: N patches of one frame, P patches of the batch, H heads, d head_di
 
 from __future__ import annotations
 
+from typing import Literal, TypeAlias
+
 import torch
+
+RotaryLayout: TypeAlias = Literal["blocked", "interleaved"]
 
 
 def inverse_frequencies(head_dim: int, theta: float) -> torch.Tensor:
@@ -18,31 +22,20 @@ def inverse_frequencies(head_dim: int, theta: float) -> torch.Tensor:
     return 1.0 / theta ** (torch.arange(0, axis_dim, 2, dtype=torch.float32) / axis_dim)
 
 
-def blocked_tables(
-    rows: torch.Tensor, columns: torch.Tensor, head_dim: int, theta: float
+def rotary_tables(
+    rows: torch.Tensor, columns: torch.Tensor, head_dim: int, theta: float, layout: RotaryLayout
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Qwen's tables: the row's frequencies, then the column's. rows, columns: int64 [N].
+    """Cosines and sines, float32 [N, d], for ``rotate``; both halves of a head share an angle.
 
-    Returns cosines and sines, float32 [N, d], for ``rotate``.
+    rows, columns: int64 [N]. layout: "blocked" (Qwen), the row's frequencies, then the column's;
+    "interleaved" (MoonViT), column and row alternate, frequency by frequency.
     """
     frequencies = inverse_frequencies(head_dim, theta)
-    return half_split_tables(torch.cat([rows[:, None] * frequencies, columns[:, None] * frequencies], dim=-1))
-
-
-def interleaved_tables(
-    rows: torch.Tensor, columns: torch.Tensor, head_dim: int, theta: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """MoonViT's tables: column and row alternate, frequency by frequency. rows, columns: int64 [N].
-
-    Returns cosines and sines, float32 [N, d], for ``rotate``.
-    """
-    frequencies = inverse_frequencies(head_dim, theta)
-    angles = torch.stack([columns[:, None] * frequencies, rows[:, None] * frequencies], dim=-1)
-    return half_split_tables(angles.flatten(1))
-
-
-def half_split_tables(angles: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosines and sines [N, d] of angles [N, d / 2]: both halves of a head share the angle."""
+    of_row, of_column = rows[:, None] * frequencies, columns[:, None] * frequencies
+    if layout == "blocked":
+        angles = torch.cat([of_row, of_column], dim=-1)
+    else:
+        angles = torch.stack([of_column, of_row], dim=-1).flatten(1)
     return angles.cos().repeat(1, 2), angles.sin().repeat(1, 2)
 
 

@@ -2,8 +2,8 @@
 
 A tower splits its work in two:
 
-* ``prepare(grids)`` runs on the host, once per batch, from tables cached per grid: gather indices and
-  weights for the position table, rotary angles, sequence bounds, merge indices.
+* ``prepare(grids)`` runs on the host, once per batch: gather indices and weights for the position table,
+  rotary angles, sequence bounds, merge indices.
 * ``forward(inputs)`` reads tensors only, never synchronises with the host, and does the same work for the
   same shapes, so that it can be captured in a CUDA graph.
 
@@ -16,7 +16,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Self
 
 import torch
 from torch import nn
@@ -24,11 +24,31 @@ from torch import nn
 from encoder_service.types import Grid, Modality
 
 
+class BatchInputs:
+    """What the tensors of a packed batch have in common. Subclasses are frozen dataclasses whose
+    ``pixel_values``, [P, patch_dim], is None until ``with_pixels``."""
+
+    def with_pixels(self, pixel_values: torch.Tensor) -> Self:
+        """The same batch with its pixels [P, patch_dim]."""
+        return self._replaced(pixel_values=pixel_values)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Every tensor by field name."""
+        return {name: value for name, value in vars(self).items() if isinstance(value, torch.Tensor)}
+
+    def to(self, device: torch.device, *, non_blocking: bool = False) -> Self:
+        """The same batch with every tensor on ``device``."""
+        moved = {name: value.to(device, non_blocking=non_blocking) for name, value in self.tensors().items()}
+        return self._replaced(**moved)
+
+    def _replaced(self, **tensors: torch.Tensor) -> Self:
+        return dataclasses.replace(self, **tensors)  # type: ignore[type-var]
+
+
 @dataclasses.dataclass(frozen=True)
-class TowerInputs:
+class TowerInputs(BatchInputs):
     """One packed batch.
 
-    pixel_values: [P, patch_dim], or None until ``with_pixels``.
     position_index: int64 [P, K] rows of the learned position table; position_weight: float32 [P, K].
     frame_index: int64 [P] row of the temporal table, or None where the family has none.
     rope_cos, rope_sin: float32 [P, head_dim] per-patch rotary tables.
@@ -52,19 +72,6 @@ class TowerInputs:
     @property
     def num_patches(self) -> int:
         return self.position_index.shape[0]
-
-    def with_pixels(self, pixel_values: torch.Tensor) -> TowerInputs:
-        """The same batch with its pixels [P, patch_dim]."""
-        return dataclasses.replace(self, pixel_values=pixel_values)
-
-    def to(self, device: torch.device, *, non_blocking: bool = False) -> TowerInputs:
-        """The same batch with every tensor on ``device``."""
-        moved: dict[str, Any] = {
-            name: value.to(device, non_blocking=non_blocking)
-            for name, value in vars(self).items()
-            if isinstance(value, torch.Tensor)
-        }
-        return dataclasses.replace(self, **moved)
 
 
 class Tower(nn.Module, abc.ABC):

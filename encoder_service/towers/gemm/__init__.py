@@ -18,7 +18,8 @@ from typing import Literal, Protocol
 import torch
 from torch.nn.functional import gelu, linear
 
-RotaryLayout = Literal["blocked", "interleaved"]
+from encoder_service.towers.rope import RotaryLayout
+
 # The steps after the four products of a block: qkv, fc1, proj, fc2.
 Step = Literal["rotate", "gelu", "add_attention", "add_mlp"]
 STEPS: tuple[Step, ...] = ("rotate", "gelu", "add_attention", "add_mlp")

@@ -23,14 +23,13 @@ from encoder_service.towers.gemm import (
     TORCH_GEMM,
     Gemm,
     Rotary,
-    RotaryLayout,
     Step,
     Weights,
     pair_rows,
     turns_of,
 )
 from encoder_service.towers.gemm.per_rows import GemmChoices, PerRows
-from encoder_service.towers.rope import inverse_frequencies
+from encoder_service.towers.rope import RotaryLayout, inverse_frequencies
 
 log = structlog.get_logger(__name__)
 

@@ -11,13 +11,12 @@ but what it returns, and so can be captured in a CUDA graph. Shapes are internal
 from encoder_service.towers.kernels.activation import gelu_
 from encoder_service.towers.kernels.embedding import embed_norm
 from encoder_service.towers.kernels.expand import PatchPlaces, expand_items
-from encoder_service.towers.kernels.frames import Norm, merge_frames_norm
+from encoder_service.towers.kernels.frames import merge_frames_norm
 from encoder_service.towers.kernels.norm import add_norm, layer_norm
 from encoder_service.towers.kernels.patches import patchify_items
 from encoder_service.towers.kernels.rotary import rotate_qkv_
 
 __all__ = [
-    "Norm",
     "PatchPlaces",
     "add_norm",
     "embed_norm",

@@ -9,8 +9,6 @@ Shape legend: P patches, G merger inputs (R * merge^2), F frames averaged into o
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
@@ -24,14 +22,7 @@ from encoder_service.towers.kernels.tiles import (
     split_width,
     store_row,
 )
-
-
-class Norm(NamedTuple):
-    """A LayerNorm's weight and bias [E], and its epsilon."""
-
-    weight: torch.Tensor
-    bias: torch.Tensor
-    eps: float
+from encoder_service.towers.layers import Norm
 
 
 def merge_frames_norm(

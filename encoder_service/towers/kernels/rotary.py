@@ -9,11 +9,11 @@ Shape legend: P patches, H heads, d head_dim.
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
 import triton
 import triton.language as tl
+
+from encoder_service.towers.rope import RotaryLayout
 
 NUM_WARPS = 4
 
@@ -23,7 +23,7 @@ def rotate_qkv_(
     coords_P4: torch.Tensor,
     cos: torch.Tensor,
     sin: torch.Tensor,
-    layout: Literal["blocked", "interleaved"],
+    layout: RotaryLayout,
     num_heads: int,
 ) -> torch.Tensor:
     """Rotates q and k of qkv [P, 3 * H * d] in place and returns qkv; v stays as it is.

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from encoder_service.towers.kernels import Norm, merge_frames_norm
+from encoder_service.towers.kernels import merge_frames_norm
+from encoder_service.towers.layers import Norm
 from tests.unit.kernels.references import assert_near, norm_float32, padded_rows, randn
 
 

@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 import pytest
 import torch
 
 from encoder_service.towers.kernels import rotate_qkv_
-from encoder_service.towers.rope import (
-    blocked_tables,
-    interleaved_tables,
-    inverse_frequencies,
-    rotate,
-)
+from encoder_service.towers.rope import RotaryLayout, inverse_frequencies, rotary_tables, rotate
 from tests.unit.kernels.references import DTYPES, assert_near, padded_rows, randn
 
 THETA = 10_000.0
 MAX_SIDE = 50
-Layout = Literal["blocked", "interleaved"]
-TABLES = {"blocked": blocked_tables, "interleaved": interleaved_tables}
 
 
 def coordinate_tables(head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -34,11 +25,11 @@ def random_coords(generator: torch.Generator, num_patches: int) -> torch.Tensor:
 
 
 def rotated(
-    qkv: torch.Tensor, coords: torch.Tensor, layout: Layout, num_heads: int
+    qkv: torch.Tensor, coords: torch.Tensor, layout: RotaryLayout, num_heads: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """q, k, v [P, H, d]; q and k rotated, float32."""
     q, k, v = qkv.view(qkv.shape[0], 3, num_heads, -1).unbind(1)
-    cos, sin = TABLES[layout](coords[:, 0].long(), coords[:, 1].long(), q.shape[-1], THETA)
+    cos, sin = rotary_tables(coords[:, 0].long(), coords[:, 1].long(), q.shape[-1], THETA, layout)
     return rotate(q.float(), cos, sin), rotate(k.float(), cos, sin), v
 
 
@@ -55,7 +46,7 @@ def rotated(
 def test_rotation_equals_the_plain_path(
     num_heads: int,
     head_dim: int,
-    layout: Layout,
+    layout: RotaryLayout,
     dtype: torch.dtype,
     device: torch.device,
     generator: torch.Generator,

@@ -8,7 +8,7 @@ import torch
 from torch.nn.functional import pad
 
 from encoder_service.towers.moonvit import frame_rows, merge_tables
-from encoder_service.towers.positions import FrameTables, merge_order, raster_coordinates
+from encoder_service.towers.positions import merge_order, raster_coordinates
 from encoder_service.types import Grid
 
 
@@ -38,11 +38,7 @@ def host_merge(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """merge_index int32 and merge_weight float32, [num_places, num_frames]. Frames beyond the batch's repeat
     a place's first, padding names patch 0, both with weight zero."""
-    empty = torch.empty(0)
-    tables = [
-        FrameTables(empty, empty, empty, empty, merge_order(grid.h, grid.w, merge_size)) for grid in grids
-    ]
-    real_index, real_weight = merge_tables(grids, tables)
+    real_index, real_weight = merge_tables(grids, merge_size)
     used, frames = real_index.shape
     index = torch.zeros(num_places, num_frames, dtype=torch.int32)
     weight = torch.zeros(num_places, num_frames)

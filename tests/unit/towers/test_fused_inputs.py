@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from encoder_service.errors import GridMismatch
 from encoder_service.scheduler.buckets import Bucket
-from encoder_service.towers.fused_inputs import MAX_KNOWN_GRIDS, FusedInputBuilder, FusedInputs
+from encoder_service.towers.fused_inputs import FusedInputBuilder, FusedInputs
 from encoder_service.types import Grid
 
 MERGE = 2
@@ -91,30 +91,6 @@ def test_p29_padding_repeats_the_end_and_has_no_patches(
     assert (padded.num_patches, padded.num_rows) == (total, total // MERGE**2)
     assert (padded.max_seqlen, padded.num_frames) == (bucket.max_seqlen, bucket.num_frames)
     assert inputs.table.tolist() == build.prepare(grids).table.tolist()
-
-
-def test_grids_are_checked_once_and_refused_every_time() -> None:
-    seen = []
-
-    def check(grid: Grid) -> None:
-        seen.append(grid)
-        if grid.h == 6:
-            raise GridMismatch(f"grid {list(grid)} is refused")
-
-    build = FusedInputBuilder(check, merge_size=MERGE, merges_time=False)
-    for _ in range(3):
-        build.prepare([Grid(1, 2, 2), Grid(1, 2, 2)])
-        with pytest.raises(GridMismatch, match=r"\[1, 6, 2\] is refused"):
-            build.prepare([Grid(1, 2, 2), Grid(1, 6, 2)])
-    assert seen.count(Grid(1, 2, 2)) == 1
-    assert seen.count(Grid(1, 6, 2)) == 3
-
-
-def test_p38_remembered_grids_are_bounded() -> None:
-    build = builder()
-    for width in range(MAX_KNOWN_GRIDS + 100):
-        build.prepare([Grid(1, 2, 2 * (width % 16_000) + 2)])
-    assert build.check_grid.cache_info().currsize == MAX_KNOWN_GRIDS
 
 
 def test_too_long_and_too_many_are_refused_with_both_numbers() -> None:

@@ -1,8 +1,6 @@
-"""Position taps against torch's own interpolation, merge order, the byte-bounded cache of frame tables."""
+"""Position taps against torch's own interpolation, merge order."""
 
 from __future__ import annotations
-
-import threading
 
 import torch
 from hypothesis import given, settings
@@ -11,8 +9,6 @@ from torch.nn.functional import interpolate
 
 from encoder_service.towers.layers import interpolate_positions
 from encoder_service.towers.positions import (
-    FrameTableCache,
-    FrameTables,
     cubic_taps,
     grid_taps,
     linear_taps,
@@ -63,53 +59,6 @@ def test_merge_order_holds_each_patch_once_and_blocks_together(rows: int, column
     row, column = raster_coordinates(height, width)
     block = (row // merge * columns + column // merge)[order].view(-1, merge * merge)
     assert torch.equal(block, torch.arange(rows * columns)[:, None].expand_as(block))
-
-
-def tables_of(num_patches: int) -> FrameTables:
-    """16 bytes a patch: one index and two rotary values."""
-    flat = torch.zeros(num_patches, 1)
-    return FrameTables(flat.long(), flat[:, :0], flat, flat)
-
-
-def build_by_area(height: int, width: int) -> FrameTables:
-    return tables_of(height * width)
-
-
-def test_the_cache_drops_what_was_used_longest_ago() -> None:
-    built: list[tuple[int, int]] = []
-
-    def build(height: int, width: int) -> FrameTables:
-        built.append((height, width))
-        return tables_of(10)
-
-    cache = FrameTableCache(build, capacity_bytes=320)
-    first = cache.get(1, 1)
-    cache.get(2, 2)
-    assert cache.get(1, 1) is first
-    cache.get(3, 3)
-    assert cache.get(1, 1) is first
-    cache.get(2, 2)
-    assert built == [(1, 1), (2, 2), (3, 3), (2, 2)]
-    assert len(cache) == 2
-
-
-def test_p17_many_threads_share_the_cache_and_its_bound_holds() -> None:
-    cache = FrameTableCache(build_by_area, capacity_bytes=2000)
-    wrong: list[tuple[int, int]] = []
-
-    def use(offset: int) -> None:
-        for step in range(200):
-            height = (step + offset) % 9 + 1
-            if cache.get(height, 5).position_index.shape[0] != height * 5 or cache.num_bytes > 2000:
-                wrong.append((offset, step))
-
-    threads = [threading.Thread(target=use, args=(offset,)) for offset in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert wrong == []
-    assert cache.num_bytes == sum(tables.num_bytes for tables in cache._entries.values())
 
 
 def test_positions_of_a_bfloat16_table_are_summed_in_float32() -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 from encoder_service.towers.rope import (
-    interleaved_tables,
     inverse_frequencies,
     permute_pairs,
+    rotary_tables,
     rotate,
 )
 
@@ -36,7 +36,7 @@ def test_half_split_rotation_of_permuted_rows_equals_complex_rotation_of_adjacen
     )
     expected = torch.einsum("phd,qhd->hpq", q, k)
 
-    cos, sin = interleaved_tables(ROWS, COLUMNS, HEAD_DIM, 10_000.0)
+    cos, sin = rotary_tables(ROWS, COLUMNS, HEAD_DIM, 10_000.0, "interleaved")
     q, k = (
         rotate((x @ permute_pairs(weight, NUM_HEADS).T).view(5, NUM_HEADS, HEAD_DIM), cos, sin)
         for weight in (q_weight, k_weight)
