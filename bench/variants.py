@@ -192,7 +192,7 @@ class Family:
         for case in cases:
             inputs = self.tower.prepare(grids_of(case, merges_time=self.tower.merges_time))
             frames = 1 if inputs.merge_index is None else inputs.merge_index.shape[1]
-            bucket = ladder.choose_for(Launch.of(inputs.seqlens, frames))
+            bucket = ladder.choose(Launch.of(inputs.seqlens, frames))
             if bucket is not None:
                 sizes.add(bucket.num_patches)
         return sorted(sizes)

@@ -22,7 +22,7 @@ import stat
 import struct
 import threading
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -60,14 +60,13 @@ _KINDS = {"host": pb.ARENA_KIND_HOST, "device": pb.ARENA_KIND_DEVICE}
 @dataclass(frozen=True)
 class BrokerLimits:
     """Of one broker. hello_s: from the connect to the whole Hello. pending: connections before their Hello;
-    one more ends the oldest. unsent_bytes, attaches: of one connection. requests_per_s: of one connection,
-    which ends above twice that at once."""
+    one more ends the oldest. attaches: of one connection. requests_per_s: of one connection, which ends above
+    twice that at once."""
 
     connections: int = 512
     connections_per_namespace: int = 256
     pending: int = 128
     hello_s: float = 5.0
-    unsent_bytes: int = 64 * 1024
     attaches: int = 64
     requests_per_s: float = 64.0
 
@@ -138,11 +137,6 @@ class _Client:
     name: str = ""
     num_attaches: int = 0
     reader: FrameReader = field(default_factory=FrameReader)
-    unsent: deque[tuple[memoryview, tuple[int, ...]]] = field(default_factory=deque)
-
-    @property
-    def unsent_bytes(self) -> int:
-        return sum(len(data) for data, _ in self.unsent)
 
 
 @dataclass(frozen=True)
@@ -234,9 +228,9 @@ class Broker:
             next_tick_s = self._clock()
             while not self._stopping.is_set():
                 is_waiting = self._clients or self._accepts_again_s is not None
-                for key, mask in self._selector.select(TICK_S if is_waiting else None):
+                for key, _ in self._selector.select(TICK_S if is_waiting else None):
                     if isinstance(key.data, _Client):
-                        self._guarded(key.data, self._serve, mask)
+                        self._guarded(key.data, self._serve)
                     elif key.fd != self._wake_in:
                         self._accept()
                 if self._clock() >= next_tick_s:  # after what has arrived, also when this process stood still
@@ -319,14 +313,12 @@ class Broker:
 
     # -- one client ------------------------------------------------------------------------------------
 
-    def _guarded(self, client: _Client, action: Callable[..., None], *arguments: object) -> None:
+    def _guarded(self, client: _Client, action: Callable[[_Client], None]) -> None:
         """A failure of one client's request ends that client's connection and no other."""
         if client not in self._clients:
             return  # ended earlier in this round
         try:
-            action(client, *arguments)
-            wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if client.unsent else 0)
-            self._selector.modify(client.socket, wanted, client)
+            action(client)
         except (_ClientEnded, FrameError, DecodeError) as error:
             self._end(client, str(error))
         except Exception as error:
@@ -339,13 +331,9 @@ class Broker:
             names = ", ".join(str(uid) for uid in sorted(allowed))
             refusal = _Refused("UID_NOT_ALLOWED", f"user id {client.uid} may not connect, allowed: {names}")
             self._refuse(client, 0, refusal)
-        self._serve(client, selectors.EVENT_READ)
+        self._serve(client)
 
-    def _serve(self, client: _Client, mask: int) -> None:
-        if mask & selectors.EVENT_WRITE:
-            self._flush(client)
-        if not mask & selectors.EVENT_READ:
-            return
+    def _serve(self, client: _Client) -> None:
         try:
             data = client.socket.recv(RECEIVE_BYTES)
         except (BlockingIOError, InterruptedError):
@@ -473,31 +461,20 @@ class Broker:
         raise _ClientEnded(refusal.message)
 
     def _send(self, client: _Client, reply: pb.BrokerReply, descriptors: tuple[int, ...] = ()) -> None:
-        data = memoryview(encode_frame(reply.SerializeToString()))
-        if client.unsent_bytes + len(data) > self.options.limits.unsent_bytes:
-            raise _ClientEnded(f"it does not read: {client.unsent_bytes} bytes wait for it")
-        client.unsent.append((data, descriptors))
-        self._flush(client)
-
-    def _flush(self, client: _Client) -> None:
-        """Hands the kernel what it takes now. The descriptors go with a frame's first byte."""
-        while client.unsent:
-            data, descriptors = client.unsent[0]
-            rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))]
-            try:
-                num_sent = client.socket.sendmsg([data], rights if descriptors else [], socket.MSG_NOSIGNAL)
-            except (BlockingIOError, InterruptedError):
-                return
-            except OSError as error:
-                if error.errno == errno.ETOOMANYREFS:
-                    raise _ClientEnded(
-                        "too many descriptors wait in sockets that clients do not read"
-                    ) from error
-                raise _ClientEnded(f"nothing can be sent: {error.strerror}") from error
-            if num_sent < len(data):
-                client.unsent[0] = data[num_sent:], ()
-            else:
-                client.unsent.popleft()
+        """Hands a reply to the kernel, the descriptors with its first byte. A client that leaves so many
+        replies unread that the kernel takes no whole one is ended."""
+        data = encode_frame(reply.SerializeToString())
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))]
+        try:
+            num_sent = client.socket.sendmsg([data], rights if descriptors else [], socket.MSG_NOSIGNAL)
+        except BlockingIOError:
+            num_sent = 0
+        except OSError as error:
+            if error.errno == errno.ETOOMANYREFS:
+                raise _ClientEnded("too many descriptors wait in sockets that clients do not read") from error
+            raise _ClientEnded(f"nothing can be sent: {error.strerror}") from error
+        if num_sent < len(data):
+            raise _ClientEnded(f"it does not read: {num_sent} of a reply's {len(data)} bytes can be sent")
 
     def _end(self, client: _Client, cause: str) -> None:
         if client in self._clients:

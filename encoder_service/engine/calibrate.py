@@ -13,15 +13,12 @@ from __future__ import annotations
 import math
 import random
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import pairwise
-from typing import Protocol
 
 import structlog
-import torch
 
-from encoder_service.engine.graphs import StagedInputs
-from encoder_service.engine.streams import Streams
+from encoder_service.engine.graphs import GraphRunner
 from encoder_service.errors import ConfigurationError
 from encoder_service.scheduler.buckets import Bucket, BucketLadder
 from encoder_service.scheduler.cost import Calibration, Launch, Timing
@@ -40,21 +37,8 @@ MIN_ROUNDS, MAX_ROUNDS = 2, 5
 BUDGET_S = 1.2
 
 
-class TimedRunner(Protocol):
-    """What calibration needs of a graph runner."""
-
-    @property
-    def ladder(self) -> BucketLadder: ...
-    @property
-    def streams(self) -> Streams: ...
-    def prepare(self, grids: Sequence[Grid]) -> FusedInputs: ...
-    def can_use(self, inputs: FusedInputs) -> Bucket | None: ...
-    def stage(self, inputs: FusedInputs) -> StagedInputs: ...
-    def forward(self, batch: StagedInputs) -> torch.Tensor: ...
-
-
 def calibrate(
-    runner: TimedRunner, merge_size: int, *, clock: Callable[[], float], budget_s: float = BUDGET_S
+    runner: GraphRunner, merge_size: int, *, clock: Callable[[], float], budget_s: float = BUDGET_S
 ) -> Calibration | None:
     """The cost model of this device; None, with a warning, where the ladder's buckets do not determine it.
 
@@ -110,7 +94,7 @@ def calibrate(
     return calibration
 
 
-def replay_us(runner: TimedRunner, inputs: FusedInputs) -> float:
+def replay_us(runner: GraphRunner, inputs: FusedInputs) -> float:
     """Microseconds of one batch of random pixels on the device, from pixels in place to rows."""
     streams = runner.streams
     started, ended = streams.make_event(), streams.make_event()
@@ -145,7 +129,7 @@ def calibration_batches(ladder: BucketLadder, merge_size: int) -> list[list[int]
         batches += [
             batch
             for index, batch in enumerate(candidates)
-            if batch not in candidates[:index] and ladder.choose_for(Launch.of(batch)) is not None
+            if batch not in candidates[:index] and ladder.choose(Launch.of(batch)) is not None
         ]
     return batches
 

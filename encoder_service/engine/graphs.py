@@ -20,21 +20,18 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol
 
 import torch
 
 from encoder_service.engine.streams import Streams, streams_of
-from encoder_service.errors import ConfigurationError, InternalError, NotReady, PixelTensorMismatch
+from encoder_service.errors import ConfigurationError, InternalError, NotReady
 from encoder_service.scheduler.buckets import Bucket, BucketLadder
-from encoder_service.scheduler.cost import Calibration
+from encoder_service.scheduler.cost import Calibration, Launch
 from encoder_service.towers.fused_inputs import BucketShape, FusedInputs
 from encoder_service.types import Grid
 
 WARM_UP_RUNS = 2
-# The patches of each item, [P of the item, patch_dim] on any device, or a function that writes all of them
-# into the [P, patch_dim] tensor that it is given, in the compute stream.
-Pixels: TypeAlias = Sequence[torch.Tensor] | Callable[[torch.Tensor], object]
 
 
 class BucketedTower(Protocol):
@@ -174,9 +171,7 @@ class GraphRunner:
 
     def can_use(self, inputs: FusedInputs) -> Bucket | None:
         """The bucket that this batch, unpadded, runs in; None: eager."""
-        return self._ladder.choose(
-            inputs.num_patches, len(inputs.seqlens), inputs.max_seqlen, inputs.num_frames
-        )
+        return self._ladder.choose(Launch.of(inputs.seqlens, inputs.num_frames))
 
     def prepare(self, grids: Sequence[Grid]) -> FusedInputs:
         """Host metadata of a packed batch. Raises GridMismatch."""
@@ -223,13 +218,18 @@ class GraphRunner:
         return rows[: batch.num_rows]
 
     @torch.inference_mode()
-    def run(self, inputs: FusedInputs, pixels: Pixels) -> torch.Tensor:
-        """Rows [R, W] of an unpadded batch, in ``prepare``'s order, valid until the next batch. Raises
-        PixelTensorMismatch for another number of patches than ``inputs`` has, and as ``stage`` does."""
-        compute, found = self.streams.compute, []
-        batch = self.stage(inputs)
-        compute.run(lambda: write_pixels(batch.pixels, pixels))
-        compute.run(lambda: found.append(self.forward(batch)))
+    def run(self, inputs: FusedInputs, pixels: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Rows [R, W] of an unpadded batch, in ``prepare``'s order, valid until the next batch. pixels: each
+        item's, [P, patch_dim], on any device. Raises as ``stage`` does."""
+        batch, found = self.stage(inputs), []
+
+        def step() -> None:
+            parts = batch.pixels.split([len(patches) for patches in pixels])  # type: ignore[no-untyped-call]
+            for part, patches in zip(parts, pixels, strict=True):
+                part.copy_(patches, non_blocking=True)
+            found.append(self.forward(batch))
+
+        self.streams.compute.run(step)
         return found[0]
 
     @torch.inference_mode()
@@ -310,26 +310,6 @@ class GraphRunner:
     def _filled(self, bucket: Bucket) -> FusedInputs:
         """Metadata of a batch that fills the bucket, padded, on the host."""
         return self._tower.pad(self._tower.prepare(filling_grids(bucket, self._tower.merge_size)), bucket)
-
-
-def write_pixels(target: torch.Tensor, pixels: Pixels) -> None:
-    """Patches into ``target`` [P, patch_dim]. Raises PixelTensorMismatch for another shape."""
-    if callable(pixels):
-        pixels(target)
-        return
-    num_patches, patch_dim = target.shape
-    given = sum(patches.shape[0] for patches in pixels)
-    if given != num_patches or any(patches.shape[1:] != (patch_dim,) for patches in pixels):
-        raise PixelTensorMismatch(
-            f"pixels have shapes {[tuple(patches.shape) for patches in pixels]}, {given} rows together, the "
-            f"batch needs {num_patches} rows of {patch_dim}",
-            found=given,
-            needed=num_patches,
-        )
-    first = 0
-    for patches in pixels:
-        target[first : first + patches.shape[0]].copy_(patches, non_blocking=True)
-        first += patches.shape[0]
 
 
 class DeviceMemory:

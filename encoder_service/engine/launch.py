@@ -198,22 +198,3 @@ class LaunchedBatch:
 
     def collect(self) -> Iterator[torch.Tensor]:
         return self._rows.collect()
-
-
-def host_seconds(
-    launcher: Launcher,
-    items: Sequence[TowerItem],
-    clock: Callable[[], float],
-    repeats: int,
-    destinations: Sequence[torch.Tensor | None] = (),
-) -> list[float]:
-    """Seconds that the host spends on launching one batch, for each of ``repeats`` launches, each awaited
-    before the next: the step's own cost, for benchmarks."""
-    seconds = []
-    for _ in range(repeats):
-        started_s = clock()
-        launched = launcher.launch(items, destinations)
-        seconds.append(clock() - started_s)
-        launched.wait()
-        list(launched.collect())
-    return seconds

@@ -86,7 +86,7 @@ class Delivery:
                 delivered = await self._pipeline.in_tier(delivered, wanted.namespace, wanted.tier)
                 if delivered.held.tier == wanted.tier:
                     self._losses_of(wanted.namespace).count_placed()
-                    return delivered, self._store.announce(delivered.held)
+                    return delivered, delivered.held.announce()
                 reason = "no_room"
             metrics.count(metrics.inline_fallbacks, reason)
         return await self._pipeline.in_tier(delivered, wanted.namespace, "host"), None

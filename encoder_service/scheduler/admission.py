@@ -1,4 +1,4 @@
-"""Admission: bounds on queued patches and bytes, on unread rows and on calls in progress.
+"""Admission: bounds on queued patches and bytes, and on unread rows.
 
 Owns these counters and the advice to refused callers when to retry. Fails fast instead of letting callers
 pile up. Not thread-safe: used from the event loop only.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from encoder_service.errors import QueueFull, TooManyCalls
+from encoder_service.errors import QueueFull
 
 # Advice before anything was measured, and the bounds of measured advice: below, retries only add load; above,
 # the service could be idle while its callers wait.
@@ -164,47 +164,3 @@ class Admission:
 def advice_ms(pace: Pace | None, needed: float) -> int:
     """When to retry, by a pace or without one."""
     return RETRY_AFTER_MS if pace is None else pace.retry_after_ms(needed)
-
-
-class CallPermits:
-    """Bounds on calls in progress, in total and from one host. max_calls_per_host: 0: no such bound."""
-
-    def __init__(
-        self, max_calls: int, max_calls_per_host: int = 0, clock: Callable[[], float] | None = None
-    ) -> None:
-        self.max_calls = max_calls
-        self.max_calls_per_host = max_calls_per_host
-        self.num_calls = 0
-        self.by_host: dict[str, int] = {}
-        self._pace = None if clock is None else Pace(clock)
-
-    def enter(self, host: str) -> str:
-        """Counts one call until ``leave``, and returns the host. host: empty for callers without one, to whom
-        only the total bound applies. Raises TooManyCalls with both numbers."""
-        if self.num_calls >= self.max_calls:
-            raise TooManyCalls(
-                f"{self.num_calls} calls are in progress, at most {self.max_calls} may be",
-                retry_after_ms=advice_ms(self._pace, 1),
-                num_calls=self.num_calls,
-                max_calls=self.max_calls,
-            )
-        of_host = self.by_host.get(host, 0)
-        if host and self.max_calls_per_host and of_host >= self.max_calls_per_host:
-            raise TooManyCalls(
-                f"{of_host} calls from this host are in progress, at most {self.max_calls_per_host} may be",
-                retry_after_ms=advice_ms(self._pace, 1),
-                num_calls=of_host,
-                max_calls=self.max_calls_per_host,
-            )
-        self.num_calls += 1
-        self.by_host[host] = of_host + 1
-        return host
-
-    def leave(self, host: str) -> None:
-        """A counted call has ended."""
-        self.num_calls -= 1
-        self.by_host[host] -= 1
-        if not self.by_host[host]:
-            del self.by_host[host]
-        if self._pace is not None:
-            self._pace.note(1)

@@ -30,6 +30,8 @@ SMALLEST_SIZE = 64
 SMALL_STEP = 64
 LARGE_STEP = 128
 LARGE_SIZE = 4096
+# Of the next size's time: about what one step of the default ladder adds.
+MAX_STEP_SHARE = 0.06
 # An eager forward takes at least this long, whatever its size: the host launches its kernels one by one
 # (7.2 ms at 784 patches, 27 fused blocks, H200).
 EAGER_US = 7000.0
@@ -47,15 +49,6 @@ class Bucket:
     num_sequences: int
     max_seqlen: int
     num_frames: int = 1
-
-    def fits(self, num_patches: int, num_sequences: int, max_seqlen: int, num_frames: int = 1) -> bool:
-        """Whether a batch of this shape can be padded to the bucket."""
-        return (
-            num_patches <= self.num_patches
-            and num_sequences <= self.num_sequences
-            and max_seqlen <= self.max_seqlen
-            and num_frames <= self.num_frames
-        )
 
 
 class Priced(NamedTuple):
@@ -110,17 +103,14 @@ class BucketLadder:
             sorted(self.buckets, key=lambda b: (b.num_patches, b.num_sequences * b.max_seqlen), reverse=True)
         )
 
-    def choose(
-        self, num_patches: int, num_sequences: int, max_seqlen: int, num_frames: int = 1
-    ) -> Bucket | None:
-        """The cheapest bucket that takes a batch of this shape; None: run it eager."""
-        found = self.price(num_patches, num_sequences, max_seqlen, num_frames)
+    def choose(self, launch: Launch) -> Bucket | None:
+        """The cheapest bucket that takes the launch; None: run it eager."""
+        found = self.price(launch)
         return None if found is None else found.bucket
 
-    def price(
-        self, num_patches: int, num_sequences: int, max_seqlen: int, num_frames: int = 1
-    ) -> Priced | None:
+    def price(self, launch: Launch) -> Priced | None:
         """``choose`` with what the bucket costs."""
+        num_patches, num_sequences, max_seqlen, _, num_frames = launch
         first = bisect_left(self.sizes, num_patches)
         if first == len(self.sizes):
             return None
@@ -134,17 +124,12 @@ class BucketLadder:
                 return priced
         return None
 
-    def choose_for(self, launch: Launch) -> Bucket | None:
-        """``choose`` for a launch."""
-        return self.choose(launch.num_patches, launch.num_sequences, launch.max_seqlen, launch.num_frames)
-
     def predicted_us(self, launch: Launch) -> float:
         """Device time of the launch as it would run: in its bucket, else eager."""
-        num_patches, num_sequences, max_seqlen, sum_squares, num_frames = launch
-        priced = self.price(num_patches, num_sequences, max_seqlen, num_frames)
+        priced = self.price(launch)
         if priced is None:
             return max(EAGER_US, self.cost.exact_us(launch))
-        return priced.shape_us + self.cost.us_per_square * sum_squares
+        return priced.shape_us + self.cost.us_per_square * launch.sum_squares
 
     def calibrated(self, calibration: Calibration) -> BucketLadder:
         """The same buckets, chosen by the cost that was measured."""
@@ -189,28 +174,17 @@ def sequence_slots(num_patches: int, max_seqlen: int) -> int:
     return max(MIN_SLOTS, min(num_patches // 256, 128 if max_seqlen <= 4096 else 64))
 
 
-def ladder_of_sizes(
-    sizes: Iterable[int], *, cost: CostModel = H200_COST, max_frames: int = 1
-) -> BucketLadder:
+def ladder_of_sizes(sizes: Iterable[int], *, max_frames: int = 1) -> BucketLadder:
     """The ladder that has these sizes, in patches, each with its bounds and slots."""
     return BucketLadder(
-        (
-            Bucket(size, sequence_slots(size, bound), bound, max_frames)
-            for size in sorted(set(sizes))
-            for bound in seqlen_bounds(size)
-        ),
-        cost,
+        Bucket(size, sequence_slots(size, bound), bound, max_frames)
+        for size in sorted(set(sizes))
+        for bound in seqlen_bounds(size)
     )
 
 
 def default_ladder(
-    max_patches: int,
-    *,
-    cost: CostModel = H200_COST,
-    max_frames: int = 1,
-    merge_size: int = 2,
-    max_step_share: float = 0.06,
-    longest: int = 0,
+    max_patches: int, *, max_frames: int = 1, merge_size: int = 2, longest: int = 0
 ) -> BucketLadder:
     """A ladder up to ``max_patches`` for unknown traffic.
 
@@ -218,10 +192,9 @@ def default_ladder(
     sizes continue up to it with one bucket each, since only such an item, alone in its batch, is so large.
 
     Common image sizes and their multiples by powers of two have buckets of their own. Between them sizes
-    stand so close that one step adds about ``max_step_share`` of the next size's time on the cost curve
-    without attention, rounded to whole steps of 64 patches (128 from 4096 on).
-    Sizes are multiples of merge_size squared. Raises ConfigurationError when max_patches is not, or when
-    max_step_share is not between 0 and 1.
+    stand so close that one step adds about MAX_STEP_SHARE of the next size's time on the cost curve without
+    attention, rounded to whole steps of 64 patches (128 from 4096 on). Sizes are multiples of merge_size
+    squared. Raises ConfigurationError when max_patches is not.
     """
     unit = merge_size * merge_size
     if max_patches < unit or max_patches % unit:
@@ -230,24 +203,22 @@ def default_ladder(
             max_patches=max_patches,
             unit=unit,
         )
-    if not 0 < max_step_share < 1:
-        raise ConfigurationError(f"max_step_share is {max_step_share}, needs more than 0 and less than 1")
     anchors = sorted(
         {size for size in anchor_sizes(max_patches) if size % unit == 0 and size < max_patches}
         | {max_patches}
     )
     sizes = {anchors[0]}
     for low, high in pairwise(anchors):
-        sizes |= set(between(low, high, cost, max_step_share, unit))
+        sizes |= set(between(low, high, unit))
         sizes.add(high)
-    ladder = ladder_of_sizes(sizes, cost=cost, max_frames=max_frames)
+    ladder = ladder_of_sizes(sizes, max_frames=max_frames)
     grain = math.lcm(LARGE_STEP, unit)
     top = -(-longest // grain) * grain
     if longest <= max_patches:
         return ladder
-    above = (*between(max_patches, top, cost, max_step_share, unit), top)
+    above = (*between(max_patches, top, unit), top)
     alone = (Bucket(size, sequence_slots(size, size), size, max_frames) for size in above)
-    return BucketLadder((*ladder.buckets, *alone), cost)
+    return BucketLadder((*ladder.buckets, *alone))
 
 
 def anchor_sizes(max_patches: int) -> list[int]:
@@ -256,18 +227,16 @@ def anchor_sizes(max_patches: int) -> list[int]:
     return [SMALLEST_SIZE, *(size << doubling for size in COMMON_SIZES for doubling in doublings)]
 
 
-def between(low: int, high: int, cost: CostModel, max_step_share: float, unit: int) -> list[int]:
+def between(low: int, high: int, unit: int) -> list[int]:
     """Sizes strictly between two, in equal ratios of time, rounded to whole tiles."""
-    low_us = cost.fixed_us + cost.us_per_patch * low
-    high_us = cost.fixed_us + cost.us_per_patch * high
-    if high_us <= low_us:  # a curve that does not rise with patches: padding is free
-        return []
-    steps = math.ceil(math.log(high_us / low_us) / -math.log1p(-max_step_share)) if low_us else high - low
+    cost = H200_COST
+    low_us, high_us = cost.patches_us(low), cost.patches_us(high)
+    steps = math.ceil(math.log(high_us / low_us) / -math.log1p(-MAX_STEP_SHARE))
     grain = math.lcm(SMALL_STEP if high <= LARGE_SIZE else LARGE_STEP, unit)
     steps = min(steps, max(1, (high - low) // grain))
     sizes = []
     for step in range(1, steps):
-        us = low_us * (high_us / low_us) ** (step / steps) if low_us else high_us * step / steps
+        us = low_us * (high_us / low_us) ** (step / steps)
         size = round((us - cost.fixed_us) / cost.us_per_patch / grain) * grain
         if low < size < high:
             sizes.append(size)

@@ -13,10 +13,14 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
+import numpy as np
+
 from encoder_service.errors import ConfigurationError
 
 # A straight line over the number of patches serves up to this relative error.
 LINE_ERROR = 0.08
+# Columns whose smallest singular value is below this share of the largest depend on each other.
+MIN_INDEPENDENCE = 1e-6
 
 
 class Launch(NamedTuple):
@@ -191,55 +195,28 @@ class Calibration:
 def solve_relative(features: Sequence[Sequence[float]], timings: Sequence[Timing]) -> list[float]:
     """Coefficients of the columns, none negative, with the least sum of squared relative errors. The last is
     zero where its column depends on the others. Raises ConfigurationError where another column does."""
+    rows = np.array(features) / np.array([[timing.us] for timing in timings])
     # Columns are scaled to their largest entry: squares are a million times the constant.
-    scales = [max(column) or 1.0 for column in zip(*features, strict=True)]
-    rows = [
-        tuple(value / scale / timing.us for value, scale in zip(row, scales, strict=True))
-        for row, timing in zip(features, timings, strict=True)
-    ]
-    found = [0.0] * len(scales)
+    scales = rows.max(axis=0)
+    scales[scales == 0.0] = 1.0
+    found = np.zeros(len(scales))
     last = len(scales) - 1
-    used = list(range(len(scales) if any(row[last] for row in rows) else last))
+    used = list(range(len(scales)))
     while used:
-        try:
-            solution = solve_normal(rows, used)
-        except ConfigurationError:
+        solution, _, rank, _ = np.linalg.lstsq((rows / scales)[:, used], np.ones(len(rows)), MIN_INDEPENDENCE)
+        if rank < len(used):
             if used[-1] != last:
-                raise
+                raise ConfigurationError(
+                    f"{len(rows)} samples do not tell {len(used)} unknowns of the cost model apart",
+                    found=len(rows),
+                )
             del used[-1]
-            continue
-        lowest = min(range(len(used)), key=solution.__getitem__)
-        if solution[lowest] >= 0:
-            for column, value in zip(used, solution, strict=True):
-                found[column] = value / scales[column]
+        elif solution.min() >= 0:
+            found[used] = solution / scales[used]
             break
-        del used[lowest]
-    return found
-
-
-def solve_normal(rows: Sequence[tuple[float, ...]], used: Sequence[int]) -> list[float]:
-    """Least squares of rows[used] . x = 1, by Gaussian elimination with pivots on the normal equations.
-
-    Raises ConfigurationError when the columns depend on each other.
-    """
-    size = len(used)
-    matrix = [
-        [math.fsum(row[i] * row[j] for row in rows) for j in used] + [math.fsum(row[i] for row in rows)]
-        for i in used
-    ]
-    largest = max(abs(matrix[i][i]) for i in range(size))
-    for column in range(size):
-        pivot = max(range(column, size), key=lambda index: abs(matrix[index][column]))
-        matrix[column], matrix[pivot] = matrix[pivot], matrix[column]
-        if abs(matrix[column][column]) <= 1e-13 * largest:
-            raise ConfigurationError(
-                f"{len(rows)} samples do not tell {size} unknowns of the cost model apart", found=len(rows)
-            )
-        for index in range(size):
-            if index != column:
-                factor = matrix[index][column] / matrix[column][column]
-                matrix[index] = [a - factor * b for a, b in zip(matrix[index], matrix[column], strict=True)]
-    return [matrix[index][size] / matrix[index][index] for index in range(size)]
+        else:
+            del used[int(solution.argmin())]
+    return [float(value) for value in found]
 
 
 # Where nothing was measured: fitted to five exact-shape timings of the half-fused 27-block tower of width

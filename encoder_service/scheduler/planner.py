@@ -254,7 +254,7 @@ class Planner:
             if us < best_us:
                 best_us, num_best = us, num_kept
         kept = launches[num_best - 1]
-        bucket = ladder.choose_for(kept)
+        bucket = ladder.choose(kept)
         if num_best == len(taken) or bucket is None:
             return taken[:num_best]
         return taken[:num_best] + self._riders(bucket, window, taken[num_best], kept, num_best)

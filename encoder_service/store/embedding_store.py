@@ -91,7 +91,9 @@ class HeldRows:
             self._tier.arena.drop(entry.slot)
 
     def announce(self) -> Place:
-        """See ``EmbeddingStore.announce``."""
+        """The place of the rows, for a reader in another process: from now on they are among the last to be
+        evicted, until ``EmbeddingStore.touch`` or for ANNOUNCED_PROTECTION_S. Raises InternalError for rows
+        in memory of their own, and after ``drop``."""
         if self._tier is None or self._entry is None:
             raise InternalError("these rows are not in an arena and have no place")
         arena, slot = self._tier.arena, self._entry.slot
@@ -116,15 +118,10 @@ class Reservation:
 
 @dataclass
 class StoreCounters:
-    """refused: reservations for which there was no room. evictions: entries, from either tier.
-    unread_evictions: of announced rows that no reader had reported as read within the time of their
-    protection. copies_to_host, copies_to_device: items copied between tiers."""
+    """refused: reservations for which there was no room. copies_to_host, copies_to_device: items copied
+    between tiers. Evictions are counted by the tiers."""
 
-    hits: int = 0
-    misses: int = 0
     refused: int = 0
-    evictions: int = 0
-    unread_evictions: int = 0
     copies_to_host: int = 0
     copies_to_device: int = 0
 
@@ -175,22 +172,18 @@ class EmbeddingStore:
         self._private_copies: dict[Name, asyncio.Task[EncodedItem]] = {}
         self._abandoned: list[object] = []
         self._reserved_bytes: dict[Tier, int] = {}
-        self._counters = StoreCounters()
+        self.counters = StoreCounters()
         self._is_frozen = False
 
     # -- lookup ----------------------------------------------------------------------------------------
 
-    def hold(self, namespace: str, key: bytes, *, is_lookup: bool = True) -> HeldRows | None:
-        """The rows, from the device tier where they are in both. is_lookup: counts as a hit or a miss, and as
-        a use."""
+    def hold(self, namespace: str, key: bytes) -> HeldRows | None:
+        """The rows, from the device tier where they are in both. Counts as a use."""
         for tier in self._partition(namespace).tiers():
             entry = tier.find((namespace, key))
             if entry is not None:
-                self._counters.hits += is_lookup
-                if is_lookup:
-                    tier.use(entry)
+                tier.use(entry)
                 return _held(tier, entry)
-        self._counters.misses += is_lookup
         return None
 
     def peek(self, namespace: str, key: bytes) -> EncodedItem | None:
@@ -216,7 +209,7 @@ class EmbeddingStore:
             if reservation is not None:
                 self._reserved_bytes[tier] = wanted_bytes
                 return reservation
-        self._counters.refused += 1
+        self.counters.refused += 1
         return None
 
     def commit(self, reservation: Reservation, clip: ClipFacts | None = None) -> HeldRows:
@@ -285,11 +278,6 @@ class EmbeddingStore:
             held.drop()
         return found
 
-    def announce(self, held: HeldRows) -> Place:
-        """The place of rows, for a reader in another process: from now on they are among the last to be
-        evicted, until ``touch`` or for ANNOUNCED_PROTECTION_S. Raises InternalError for private rows."""
-        return held.announce()
-
     def touch(self, namespace: str, key: bytes, generation: int) -> None:
         """A reader in another process has read rows of this generation. Rows that are gone are ignored."""
         for tier in self._partition(namespace).tiers():
@@ -323,13 +311,14 @@ class EmbeddingStore:
         return sum(tier.num_unread() for tier in self._tiers())
 
     @property
-    def counters(self) -> StoreCounters:
-        """As of now."""
-        return replace(
-            self._counters,
-            evictions=sum(tier.counters.evictions for tier in self._tiers()),
-            unread_evictions=sum(tier.counters.unread_evictions for tier in self._tiers()),
-        )
+    def num_evictions(self) -> int:
+        """Entries that were evicted, from either tier."""
+        return sum(tier.num_evictions for tier in self._tiers())
+
+    @property
+    def num_unread_evictions(self) -> int:
+        """Of announced rows that no reader had reported as read within the time of their protection."""
+        return sum(tier.num_unread_evictions for tier in self._tiers())
 
     # -- end -------------------------------------------------------------------------------------------
 
@@ -444,9 +433,9 @@ class EmbeddingStore:
             else:
                 self.commit(reservation).drop()
         if tier.arena.kind == "device":
-            self._counters.copies_to_device += len(moves)
+            self.counters.copies_to_device += len(moves)
         else:
-            self._counters.copies_to_host += len(moves)
+            self.counters.copies_to_host += len(moves)
 
     async def _private_rows(self, held: HeldRows, name: Name) -> HeldRows:
         """A copy in pageable host memory, one for all that read it at a time. Raises StoreFull, Draining."""
@@ -486,7 +475,7 @@ class EmbeddingStore:
             self._abandoned.append(item.rows)
             raise
         source.drop()
-        self._counters.copies_to_host += 1
+        self.counters.copies_to_host += 1
         return item
 
     async def _copy(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:

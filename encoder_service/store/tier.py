@@ -39,14 +39,6 @@ class Entry:
     announced_s: float | None = None
 
 
-@dataclass
-class TierCounters:
-    """unread_evictions: of rows whose announcement was still protected."""
-
-    evictions: int = 0
-    unread_evictions: int = 0
-
-
 class Tier:
     """Entries of one arena."""
 
@@ -57,7 +49,9 @@ class Tier:
         their eviction."""
         self.arena = arena
         self.num_bytes = 0
-        self.counters = TierCounters()
+        self.num_evictions = 0
+        self.num_unread_evictions = 0
+        """Of rows whose announcement was still protected."""
         self._behind = behind
         self._clock = clock
         self._entries: OrderedDict[Name, Entry] = OrderedDict()  # least recently used first
@@ -104,9 +98,9 @@ class Tier:
             return None
         now_s = self._clock()
         for entry in evicted:
-            self.counters.unread_evictions += _is_protected(entry, now_s)
+            self.num_unread_evictions += _is_protected(entry, now_s)
             self.remove(entry)
-        self.counters.evictions += len(evicted)
+        self.num_evictions += len(evicted)
         return self.arena.allocate(num_bytes)
 
     def keep(self, name: Name, item: EncodedItem, slot: Slot) -> Entry:

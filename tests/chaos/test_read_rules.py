@@ -184,7 +184,7 @@ def write(scene: Scene, *, waits: bool = True) -> None:
     step("publish", scene.write_stream.is_done if waits else lambda: True)
     held = scene.store.commit(reservation)
     step("announce")
-    scene.announced.append((NEW, scene.store.announce(held)))
+    scene.announced.append((NEW, held.announce()))
     held.drop()
 
 
@@ -291,7 +291,7 @@ def play(
     with reader_of(arena) as reference:
         scene = Scene(schedule, arena, store, reference, Stream(schedule), Stream(schedule))
         if is_announced:
-            scene.announced.append((OLD, store.announce(held)))
+            scene.announced.append((OLD, held.announce()))
         held.drop()
         for target, name in (
             (arena.page, "retire"),

@@ -11,7 +11,13 @@ import torch
 
 from encoder_service.engine.graphs import CaptureRecord, GraphRunner, filling_grids
 from encoder_service.errors import ConfigurationError, NotReady
-from encoder_service.scheduler.buckets import MIN_SLOTS, Bucket, BucketLadder, default_ladder
+from encoder_service.scheduler.buckets import (
+    MIN_SLOTS,
+    Bucket,
+    BucketLadder,
+    default_ladder,
+    ladder_of_sizes,
+)
 from encoder_service.towers.attention import AttentionBackend, SdpaAttention, available_backends
 from encoder_service.towers.config import parse_config
 from encoder_service.towers.fused import FusedTower
@@ -66,7 +72,7 @@ def captured_runner(tower: FusedTower, ladder: BucketLadder) -> GraphRunner:
 @pytest.fixture(scope="module", params=FAMILIES)
 def runner(request: pytest.FixtureRequest) -> Iterator[GraphRunner]:
     tower = fused_tower(request.param, "small", backends()[0])
-    yield captured_runner(tower, default_ladder(MAX_PATCHES, max_frames=MAX_FRAMES, max_step_share=0.08))
+    yield captured_runner(tower, default_ladder(MAX_PATCHES, max_frames=MAX_FRAMES))
     torch.cuda.empty_cache()
 
 
@@ -209,7 +215,7 @@ def test_pixels_written_on_the_device_and_from_pinned_memory(runner: GraphRunner
 def test_p30_every_backend_replays_what_it_runs(name: str, family: str) -> None:
     (backend,) = (backend for backend in backends() if backend.name == name)
     tower = fused_tower(family, "small", backend)
-    ladder = default_ladder(1536, max_frames=MAX_FRAMES, max_step_share=0.3)
+    ladder = ladder_of_sizes([64, 256, 512, 784, 1024, 1536], max_frames=MAX_FRAMES)
     replaying = captured_runner(tower, ladder)
     generator = random.Random(fresh_seed())
     for _ in range(100):
@@ -226,7 +232,7 @@ def test_p30_every_backend_replays_what_it_runs(name: str, family: str) -> None:
 
 def test_p27_capture_is_in_order_reported_and_needed_first() -> None:
     tower = fused_tower("qwen3_vl", "tiny", backends()[0])
-    ladder = default_ladder(1024, max_step_share=0.3)
+    ladder = ladder_of_sizes([64, 256, 512, 1024])
     fresh = GraphRunner(tower, ladder, CUDA, capture=True, clock=time.monotonic)
     assert not fresh.ready
     with pytest.raises(NotReady, match=f"0 of {len(ladder)} graphs"):

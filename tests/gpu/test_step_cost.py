@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from encoder_service.engine.launch import LaunchedBatch, TowerLauncher, host_seconds
+from encoder_service.engine.launch import LaunchedBatch, TowerLauncher
 from encoder_service.scheduler.buckets import BucketLadder, default_ladder
 from encoder_service.types import FrameItem, Grid, TowerItem
 from tests.gpu.test_graphs import (
@@ -26,7 +26,7 @@ from tests.gpu.test_graphs import (
     fused_tower,
     relative_error,
 )
-from tests.gpu.test_overlap import Rig
+from tests.gpu.test_overlap import Rig, host_seconds
 
 pytestmark = pytest.mark.gpu
 
@@ -173,7 +173,7 @@ def test_a_launch_costs_the_host_little(full_rig: Rig, case: str, place: str) ->
     items = [full_rig.item(Grid(1, side, side), frames=True) for _ in range(count)]
     places = places_for(full_rig, items, apart=False) if place == "device" else []
     launcher, repeats = full_rig.launcher(), WARM_UP + LAUNCHES
-    seconds = host_seconds(launcher, items, time.perf_counter, repeats, places)[WARM_UP:]
+    seconds = host_seconds(launcher, items, repeats, places)[WARM_UP:]
     median_us, least_us = statistics.median(seconds) * 1e6, min(seconds) * 1e6
     print(f"{count} items to the {place}: a launch costs the host {median_us:.0f} us (least {least_us:.0f})")
     assert median_us < (ONE_IMAGE_US if count == 1 else FULL_BUCKET_US)

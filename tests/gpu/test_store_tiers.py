@@ -53,7 +53,7 @@ async def test_p14_p20_rows_are_bit_equal_on_their_way_through_the_tiers() -> No
             assert torch.equal(held.item.rows.cpu(), expected)
         held.drop()
     counters = store.counters
-    assert min(counters.evictions, counters.copies_to_device, counters.copies_to_host) > 0
+    assert min(store.num_evictions, counters.copies_to_device, counters.copies_to_host) > 0
     store.freeze()
     store.wait_for_copies()
     store.check_integrity()

@@ -79,12 +79,12 @@ def register_store(metrics: Metrics, store: EmbeddingStore) -> None:
         "tier",
         {"device": lambda: store.num_items("device"), "host": lambda: store.num_items("host")},
     )
-    counter("ve_store_evictions", "Items evicted from a tier.", lambda: store.counters.evictions)
+    counter("ve_store_evictions", "Items evicted from a tier.", lambda: store.num_evictions)
     counter("ve_store_refused", "Items for which there was no room.", lambda: store.counters.refused)
     counter(
         "ve_announced_rows_evicted_unread",
         "Rows evicted before the reader of their place reported them as read.",
-        lambda: store.counters.unread_evictions,
+        lambda: store.num_unread_evictions,
     )
     metrics.counter_view_by(
         "ve_tier_copies",

@@ -127,7 +127,7 @@ class LiveView:
             "items": {"device": store.num_items("device"), "host": store.num_items("host")},
             "bytes": store.num_bytes,
             "max_bytes": store.max_bytes,
-            "evictions": store.counters.evictions,
+            "evictions": store.num_evictions,
             "refused": store.counters.refused,
             "arenas": [arena_row(namespace, arena) for namespace, arena in store.arenas()],
         }

@@ -55,7 +55,7 @@ class FakeRunner:
         return self._inputs.prepare(grids)
 
     def can_use(self, inputs: FusedInputs) -> Bucket | None:
-        return self.ladder.choose_for(Launch.of(inputs.seqlens))
+        return self.ladder.choose(Launch.of(inputs.seqlens))
 
     def stage(self, inputs: FusedInputs) -> StagedInputs:
         self.clock.now_s += 0.5e-3  # host work, which must not be measured
@@ -106,7 +106,7 @@ def test_a_noisy_device_is_predicted_within_five_percent_at_other_batches(seed: 
     generator = random.Random(seed)
     for _ in range(200):
         launch = Launch.of([4 * generator.randint(16, 300) for _ in range(generator.randint(1, 12))])
-        bucket = ladder.choose_for(launch)
+        bucket = ladder.choose(launch)
         assert bucket is not None
         shape = bucket.num_patches, bucket.num_sequences, bucket.max_seqlen
         assert found.cost.padded_us(launch, *shape) == pytest.approx(true.padded_us(launch, *shape), rel=0.05)
@@ -165,7 +165,7 @@ def test_every_batch_is_whole_merges_in_some_bucket(sizes: list[int], merge_size
             grid = grid_of(seqlen, merge_size)
             assert grid.num_patches == seqlen
             assert grid.h % merge_size == grid.w % merge_size == 0
-        assert ladder.choose_for(Launch.of(batch)) is not None
+        assert ladder.choose(Launch.of(batch)) is not None
 
 
 def test_the_graph_runner_is_timed_through_its_own_launch() -> None:

@@ -21,6 +21,7 @@ from encoder_service.ingest.preprocessor import Preprocessor
 from encoder_service.ingest.registry import load_preprocessor
 from encoder_service.ingest.video.source import ClipLimits
 from encoder_service.scheduler.buckets import BucketLadder, default_ladder, sequence_slots
+from encoder_service.scheduler.cost import Launch
 from encoder_service.scheduler.planner import Planner, Ticket, launch_of
 from encoder_service.towers.registry import load_tower
 from encoder_service.towers.synthetic import make_checkpoint
@@ -55,7 +56,7 @@ def test_a_full_chunk_at_the_default_settings_has_a_bucket(
     assert preprocessor.clips is not None
     plan = preprocessor.clips.sized(FRAMES, height, width, PreprocessOptions())
     (chunk,) = plan.chunk_grids
-    bucket = ladder.choose(chunk.num_patches, 1, chunk.num_patches, FRAMES)
+    bucket = ladder.choose(Launch.of([chunk.num_patches], FRAMES))
     assert bucket is not None, chunk
     assert bucket.num_patches <= 1.1 * chunk.num_patches
 
@@ -65,7 +66,7 @@ def test_a_large_photo_has_a_bucket(kimi: tuple[Preprocessor, BucketLadder]) -> 
     preprocessor, ladder = kimi
     size = preprocessor.target_grid(3000, 4000, PreprocessOptions()).num_patches
     assert size > BUDGET
-    assert ladder.choose(size, 1, size, 1) is not None
+    assert ladder.choose(Launch.of([size])) is not None
 
 
 def test_a_chunk_above_the_budget_is_planned_alone_and_for_a_graph(
@@ -83,7 +84,7 @@ def test_a_chunk_above_the_budget_is_planned_alone_and_for_a_graph(
     ]
     for batch in batches:
         launch = launch_of(batch)
-        assert ladder.choose_for(launch) is not None
+        assert ladder.choose(launch) is not None
         assert len(batch) == 1 or launch.num_patches <= BUDGET
 
 

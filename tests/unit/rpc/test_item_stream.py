@@ -76,7 +76,7 @@ async def test_chunks_of_an_item_follow_its_result_in_order(rig: Rig) -> None:
             chunk = next(events)
             assert (chunk.item_index, chunk.chunk.offset_bytes) == (index, len(data))
             data += chunk.chunk.data
-        held = rig.store.hold("", event.result.key, is_lookup=False)
+        held = rig.store.hold("", event.result.key)
         assert held is not None
         assert data == held.item.rows.numpy().tobytes()
         held.drop()

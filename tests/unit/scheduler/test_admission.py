@@ -6,13 +6,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from encoder_service.errors import QueueFull, TooManyCalls
+from encoder_service.errors import QueueFull
 from encoder_service.scheduler.admission import (
     MAX_RETRY_AFTER_MS,
     MIN_RETRY_AFTER_MS,
     RETRY_AFTER_MS,
     Admission,
-    CallPermits,
     Pace,
 )
 
@@ -106,22 +105,3 @@ def test_retry_advice_equals_a_steady_rate(amount: float, every_s: float) -> Non
     expected = min(MAX_RETRY_AFTER_MS, max(MIN_RETRY_AFTER_MS, exact_ms))
     # Seen right after an amount, the average is at most one interval too high.
     assert expected / (1 + every_s / 5) - 1 <= pace.retry_after_ms(amount) <= expected * 1.05 + 1
-
-
-def test_p17_calls_are_bounded_in_total_and_by_host() -> None:
-    permits = CallPermits(max_calls=3, max_calls_per_host=2)
-    permits.enter("a")
-    permits.enter("a")
-    with pytest.raises(TooManyCalls, match="2 calls from this host are in progress, at most 2") as caught:
-        permits.enter("a")
-    assert caught.value.retryable
-    assert caught.value.retry_after_ms > 0
-    permits.enter("b")
-    with pytest.raises(TooManyCalls, match="3 calls are in progress, at most 3"):
-        permits.enter("")
-    for host in ("a", "a", "b"):
-        permits.leave(host)
-    assert (permits.num_calls, permits.by_host) == (0, {})
-    for _ in range(3):  # callers without a host share the total bound only
-        permits.enter("")
-    assert permits.num_calls == 3

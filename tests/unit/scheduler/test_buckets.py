@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from encoder_service.errors import ConfigurationError
 from encoder_service.scheduler.buckets import (
     EAGER_US,
+    MAX_STEP_SHARE,
     Bucket,
     BucketLadder,
     default_ladder,
@@ -39,6 +40,19 @@ costs = st.builds(
 )
 
 
+def launch_of(num_patches: int, num_sequences: int, max_seqlen: int, num_frames: int = 1) -> Launch:
+    return Launch(num_patches, num_sequences, max_seqlen, 0, num_frames)
+
+
+def fits(bucket: Bucket, launch: Launch) -> bool:
+    return (
+        launch.num_patches <= bucket.num_patches
+        and launch.num_sequences <= bucket.num_sequences
+        and launch.max_seqlen <= bucket.max_seqlen
+        and launch.num_frames <= bucket.num_frames
+    )
+
+
 @settings(deadline=None)
 @given(
     st.lists(buckets, min_size=1, max_size=12, unique=True),
@@ -49,8 +63,8 @@ def test_the_chosen_bucket_fits_and_none_that_fits_is_cheaper(
     given_buckets: list[Bucket], cost: CostModel, shape: tuple[int, int, int, int]
 ) -> None:
     ladder = BucketLadder(given_buckets, cost)
-    chosen = ladder.choose(*shape)
-    fitting = [bucket for bucket in given_buckets if bucket.fits(*shape)]
+    chosen = ladder.choose(launch_of(*shape))
+    fitting = [bucket for bucket in given_buckets if fits(bucket, launch_of(*shape))]
     if not fitting:
         assert chosen is None
         return
@@ -61,10 +75,10 @@ def test_the_chosen_bucket_fits_and_none_that_fits_is_cheaper(
 
 def test_p29_what_exceeds_any_one_number_of_every_bucket_runs_eager() -> None:
     ladder = BucketLadder([Bucket(1024, 8, 1024, 2), Bucket(2048, 4, 512, 2)])
-    assert ladder.choose(1024, 8, 1024, 2) == Bucket(1024, 8, 1024, 2)
-    assert ladder.choose(2048, 4, 512, 2) == Bucket(2048, 4, 512, 2)
+    assert ladder.choose(launch_of(1024, 8, 1024, 2)) == Bucket(1024, 8, 1024, 2)
+    assert ladder.choose(launch_of(2048, 4, 512, 2)) == Bucket(2048, 4, 512, 2)
     for shape in ((2052, 1, 512, 1), (4, 9, 4, 1), (1028, 1, 516, 1), (1028, 5, 4, 1), (4, 1, 4, 3)):
-        assert ladder.choose(*shape) is None, shape
+        assert ladder.choose(launch_of(*shape)) is None, shape
 
 
 @pytest.mark.parametrize("max_patches", [4, 60, 64, 1024, 16384, 36864, 65536])
@@ -80,21 +94,20 @@ def test_default_sizes_are_whole_merges_and_end_at_the_largest_batch(
     ladder = default_ladder(max_patches, merge_size=merge_size)
     assert ladder.max_patches == max_patches
     assert all(size % unit == 0 for size in ladder.sizes)
-    assert ladder.choose(max_patches, 1, max_patches) is not None
+    assert ladder.choose(launch_of(max_patches, 1, max_patches)) is not None
     for common in (784, 1024, 2304, 4096, 8 * 1024, 32 * 784):
         if common <= max_patches:
             assert common in ladder.sizes
 
 
-def test_default_steps_stay_near_the_requested_share_of_time() -> None:
-    ladder = default_ladder(32768, max_step_share=0.06)
+def test_default_steps_stay_near_their_share_of_time() -> None:
+    ladder = default_ladder(32768)
     for low, high in itertools.pairwise(ladder.sizes):
         grain = 64 if high <= 4096 else 128
         saved_us = H200_COST.us_per_patch * (high - low)
         high_us = H200_COST.fixed_us + H200_COST.us_per_patch * high
-        assert saved_us <= 0.06 * high_us + 2 * grain * H200_COST.us_per_patch, (low, high)
+        assert saved_us <= MAX_STEP_SHARE * high_us + 2 * grain * H200_COST.us_per_patch, (low, high)
     assert len(ladder) < 200
-    assert len(default_ladder(32768, max_step_share=0.15)) < len(ladder) / 1.5
 
 
 def image_sizes(seed: int, count: int) -> list[int]:
@@ -113,7 +126,7 @@ def padding_share(ladder: BucketLadder, batches: list[list[int]], cost: CostMode
     """Part of the device's time that is spent on padding. Every batch has a bucket."""
     padded_us = exact_us = 0.0
     for launch in map(Launch.of, batches):
-        bucket = ladder.choose_for(launch)
+        bucket = ladder.choose(launch)
         assert bucket is not None
         padded_us += cost.padded_us(launch, bucket.num_patches, bucket.num_sequences, bucket.max_seqlen)
         exact_us += cost.exact_us(launch)
@@ -171,12 +184,12 @@ def test_a_launch_is_predicted_to_take_what_its_bucket_does_or_an_eager_forward(
     seqlens: list[int], us_per_slot_patch: float
 ) -> None:
     cost = CostModel(900.0, 1.5, 2e-4, us_per_slot_patch)
-    ladder = ladder_of_sizes([256, 1024, 4096], cost=cost)
+    ladder = BucketLadder(ladder_of_sizes([256, 1024, 4096]).buckets, cost)
     launch = Launch.of(seqlens)
     fitting = [
         cost.padded_us(launch, bucket.num_patches, bucket.num_sequences, bucket.max_seqlen)
         for bucket in ladder.buckets
-        if bucket.fits(launch.num_patches, launch.num_sequences, launch.max_seqlen)
+        if fits(bucket, launch)
     ]
     expected = min(fitting) if fitting else max(EAGER_US, cost.exact_us(launch))
     assert ladder.predicted_us(launch) == pytest.approx(expected)

@@ -89,7 +89,7 @@ def land(store: EmbeddingStore, name: int, namespace: str = "", num_rows: int = 
 
 
 def hold(store: EmbeddingStore, name: int, namespace: str = "") -> HeldRows:
-    held = store.hold(namespace, key_of(name), is_lookup=False)
+    held = store.hold(namespace, key_of(name))
     assert held is not None
     return held
 

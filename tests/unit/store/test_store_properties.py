@@ -60,7 +60,7 @@ async def test_p14_p17_p18_p21_random_operations(seed: int) -> None:
             case 7 if held:
                 one, _, space = chance.choice(held)
                 if one.tier is not None:
-                    place = store.announce(one)
+                    place = one.announce()
                     if chance.random() < 0.5:
                         store.touch(space, one.item.key, place.generation)
                 clock.now_s += chance.random() * 8
@@ -87,7 +87,7 @@ async def test_p14_p17_p18_p21_random_operations(seed: int) -> None:
     await settle(store)
     store.check_integrity()
     counters = store.counters
-    assert min(counters.evictions, counters.copies_to_host, counters.hits) > 0
+    assert min(store.num_evictions, counters.copies_to_host) > 0
     assert counters.copies_to_device > 0 or seed > 2, "the first seeds copy to the device too"
     for owner, arena, reader in readers:
         assert len(arena) == sum(

@@ -281,7 +281,7 @@ def test_descriptors_of_a_client_are_not_taken(arena: Arena) -> None:
 
 def test_p17_what_a_client_does_not_read_is_bounded(arena: Arena) -> None:
     """Bytes in this process, and descriptors in the kernel."""
-    limits = BrokerLimits(unsent_bytes=4096, requests_per_s=1e6, attaches=5)
+    limits = BrokerLimits(requests_per_s=1e6, attaches=5)
     with running_broker((None, arena), limits=limits) as broker, RawClient(broker.options.path) as client:
         for _ in range(5):
             assert client.attach(arena.arena_id).HasField("attached")
@@ -294,14 +294,13 @@ def test_p17_what_a_client_does_not_read_is_bounded(arena: Arena) -> None:
         wait_until(lambda: broker.num_connections == 0)
 
 
-def test_replies_that_waited_arrive_whole_and_in_order(arena: Arena) -> None:
-    limits = BrokerLimits(unsent_bytes=1 << 24, requests_per_s=1e6)
-    with running_broker((None, arena), limits=limits) as broker, RawClient(broker.options.path) as client:
-        frames = b"".join(client.frame(probe=pb.BrokerProbe(arena_id=arena.arena_id)) for _ in range(6000))
+def test_requests_in_a_row_are_answered_in_order(arena: Arena) -> None:
+    with running_broker((None, arena)) as broker, RawClient(broker.options.path) as client:
+        frames = b"".join(client.frame(probe=pb.BrokerProbe(arena_id=arena.arena_id)) for _ in range(100))
         client.socket.sendall(frames)
         time.sleep(0.1)
-        replies = [client.reply() for _ in range(6000)]
-        assert [reply.request_id for reply in replies if reply is not None] == list(range(2, 6002))
+        replies = [client.reply() for _ in range(100)]
+        assert [reply.request_id for reply in replies if reply is not None] == list(range(2, 102))
 
 
 def test_a_defect_in_one_request_ends_that_connection_only(
