@@ -156,7 +156,7 @@ def choose_attention(
         ShapeCase.mixed(f"{patches}x{seqlen}", patches, bucket.num_sequences, seqlen)
         for (patches, seqlen), bucket in shapes.items()
     ]
-    selection = measure_backends(
+    choices = measure_backends(
         candidates,
         cases,
         num_heads=num_heads,
@@ -166,9 +166,7 @@ def choose_attention(
         time_ms=graph_time_ms,
         deterministic=deterministic,
     )
-    return PerShapeAttention(
-        {shape: selection.choices[case.name] for shape, case in zip(shapes, cases, strict=True)}
-    )
+    return PerShapeAttention({shape: choices[case.name] for shape, case in zip(shapes, cases, strict=True)})
 
 
 def choose_tower_gemms(tower: Tower, ladder: BucketLadder, *, deterministic: bool) -> GemmChoices:

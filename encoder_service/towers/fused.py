@@ -23,6 +23,7 @@ import torch
 from torch.nn.functional import linear
 
 from encoder_service.towers.attention import AttentionBackend
+from encoder_service.towers.attention.per_shape import PerShapeAttention
 from encoder_service.towers.fused_inputs import (
     MAX_SIDE,
     BucketShape,
@@ -79,7 +80,7 @@ class FusedTower(Tower):
     def __init__(
         self,
         plain: PlainTower,
-        attention: AttentionBackend,
+        attention: AttentionBackend | PerShapeAttention,
         gemms: GemmChoices = TORCH_CHOICES,
     ) -> None:
         super().__init__()
@@ -152,7 +153,10 @@ class FusedTower(Tower):
         x_PE = linear(inputs.pixel_values.to(self.dtype), plain.patch_embed.weight, plain.patch_embed.bias)
         h_PE = self._embed(x_PE, places, blocks[0].norm1)
         head_dim = x_PE.shape[1] // self.num_heads
-        bounds = self.attention.plan(inputs, (x_PE.shape[0], self.num_heads, head_dim), x_PE.dtype)
+        attention = self.attention
+        if isinstance(attention, PerShapeAttention):
+            attention = attention.choose(inputs.num_patches, inputs.max_seqlen)
+        bounds = attention.plan(inputs, (x_PE.shape[0], self.num_heads, head_dim), x_PE.dtype)
         rotary = Rotary(
             places.coords, self.rope_cos, self.rope_sin, plain.rotary_layout, self.num_heads, self._turns
         )
@@ -161,7 +165,7 @@ class FusedTower(Tower):
         for index, block in enumerate(blocks):
             qkv = gemms.rotate.rotated(h_PE, block.qkv, rotary)
             q_PHd, k_PHd, v_PHd = qkv.view(x_PE.shape[0], 3, self.num_heads, head_dim).unbind(1)
-            out_PHd = self.attention.attend(q_PHd, k_PHd, v_PHd, bounds)
+            out_PHd = attention.attend(q_PHd, k_PHd, v_PHd, bounds)
             # A delta is what is still to be added to the residual x_PE; None where the product added it.
             delta_PE = gemms.add_attention.add_to(x_PE, out_PHd.flatten(1), block.proj)
             h_PE = self._kernels.add_norm(x_PE, delta_PE, *block.norm2)

@@ -64,17 +64,10 @@ def build_fa4(device: torch.device) -> list[AttentionBackend]:
     require_capability(device, 9, 10, 11)
     from encoder_service.towers.attention.fa4 import TILES, Fa4Attention
 
-    tuned = Fa4Attention()
-    if not tuned.tiles_matter:
-        return [tuned]
     # Each tile is the fastest at some shapes.
     major, _ = torch.cuda.get_device_capability(device)
     others = [tile for (of_major, _), tiles in TILES.items() if of_major == major for tile in tiles[1:]]
-    return [
-        tuned,
-        *(Fa4Attention(tile=tile, tuned_only=True) for tile in others),
-        Fa4Attention(library_tile=True),
-    ]
+    return [Fa4Attention(), *map(Fa4Attention, others), Fa4Attention(library_tile=True)]
 
 
 def build_fa3(device: torch.device) -> list[AttentionBackend]:

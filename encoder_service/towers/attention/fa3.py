@@ -1,8 +1,8 @@
 """FlashAttention-3 (Hopper), from the fa3-fwd wheel or an installed flash_attn_interface.
 
 Owns the call. Both wrap one registered operator; called by its argument names it takes an output buffer and
-skips autograd bookkeeping. Where a build's operator lacks an argument, the public function serves, which
-allocates its own output.
+skips autograd bookkeeping. A build whose operator lacks an argument (before 2025-07) does not count as
+installed.
 
 Split-KV is off (num_splits=1): its combine pass costs more than it saves at a tower's shapes, and the split
 depends on the batch, so that an item's rows would depend on its neighbours. Tiles depend on the head dim
@@ -20,81 +20,52 @@ from typing import Any
 
 import torch
 
-from encoder_service.towers.attention.backend import SequenceBounds, output_of, plan_output, zero_padding
+from encoder_service.towers.attention.backend import SequenceBounds, output_of, plan_output
 
 # Module, and the name under which it holds its operators.
 INTERFACES = {
     "fa3_fwd_interface": ("fa3_fwd_cuda",),
     "flash_attn_interface": ("flash_attn_3_cuda", "flash_attn_3_gpu"),
 }
-OPERATOR_ARGUMENTS = frozenset(
-    {
-        "q",
-        "k",
-        "v",
-        "out",
-        "cu_seqlens_q",
-        "cu_seqlens_k",
-        "max_seqlen_q",
-        "max_seqlen_k",
-        "softmax_scale",
-        "is_causal",
-        "num_splits",
-    }
-)
+OPERATOR_ARGUMENTS = frozenset({
+    "q", "k", "v", "out", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "softmax_scale",
+    "is_causal", "num_splits",
+})  # fmt: skip
 
 
 class Fa3Attention:
-    """FA3's varlen forward. Raises ImportError where neither module is installed."""
+    """FA3's varlen forward. Raises ImportError where neither module is installed with such an operator."""
 
     name = "fa3"
     static_lengths = False
     batch_invariant = True
 
     def __init__(self) -> None:
-        self.module = import_interface()
-        self._operator = find_operator(self.module)
+        self._operator = find_operator(import_interface())
 
     def plan(self, bounds: SequenceBounds, shape: Sequence[int], dtype: torch.dtype) -> SequenceBounds:
         """The bounds with the output buffer that all blocks write."""
-        return plan_output(bounds, shape, dtype) if self._operator is not None else bounds
+        return plan_output(bounds, shape, dtype)
 
     def attend(
         self, q_PHd: torch.Tensor, k_PHd: torch.Tensor, v_PHd: torch.Tensor, bounds: SequenceBounds
     ) -> torch.Tensor:
         """See AttentionBackend. bfloat16, head_dim a multiple of 8. The output of padding is zero."""
-        scale = q_PHd.shape[-1] ** -0.5
-        if self._operator is not None:
-            out_PHd = output_of(q_PHd, bounds)
-            self._operator(
-                q_PHd,
-                k_PHd,
-                v_PHd,
-                out=out_PHd,
-                cu_seqlens_q=bounds.cu_seqlens,
-                cu_seqlens_k=bounds.cu_seqlens,
-                max_seqlen_q=bounds.max_seqlen,
-                max_seqlen_k=bounds.max_seqlen,
-                softmax_scale=scale,
-                is_causal=False,
-                num_splits=1,
-            )
-            return out_PHd
-        result = self.module.flash_attn_varlen_func(
+        out_PHd = output_of(q_PHd, bounds)
+        self._operator(
             q_PHd,
             k_PHd,
             v_PHd,
+            out=out_PHd,
             cu_seqlens_q=bounds.cu_seqlens,
             cu_seqlens_k=bounds.cu_seqlens,
             max_seqlen_q=bounds.max_seqlen,
             max_seqlen_k=bounds.max_seqlen,
-            softmax_scale=scale,
-            causal=False,
+            softmax_scale=q_PHd.shape[-1] ** -0.5,
+            is_causal=False,
             num_splits=1,
         )
-        # Builds before 2025-07 return the log-sum-exp as well.
-        result = result[0] if isinstance(result, tuple) else result
-        return zero_padding(result, bounds.cu_seqlens)
+        return out_PHd
 
 
 def import_interface() -> ModuleType:
@@ -108,11 +79,13 @@ def import_interface() -> ModuleType:
     raise ImportError("no FlashAttention-3: " + "; ".join(reasons))
 
 
-def find_operator(module: ModuleType) -> Callable[..., Any] | None:
-    """The registered forward operator if its schema has every argument that is passed, or None."""
+def find_operator(module: ModuleType) -> Callable[..., Any]:
+    """The registered forward operator. Raises ImportError where its schema lacks an argument that is
+    passed."""
     for attribute in INTERFACES.get(module.__name__, ()):
-        operator = getattr(getattr(module, attribute, None), "fwd", None)
+        operator: Any = getattr(getattr(module, attribute, None), "fwd", None)
         schema = getattr(getattr(operator, "default", None), "_schema", None)
         if schema is not None and {argument.name for argument in schema.arguments} >= OPERATOR_ARGUMENTS:
-            return operator
-    return None
+            found: Callable[..., Any] = operator
+            return found
+    raise ImportError(f"{module.__name__} has no operator with {', '.join(sorted(OPERATOR_ARGUMENTS))}")

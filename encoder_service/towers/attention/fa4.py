@@ -4,8 +4,8 @@ Owns the call, the tile and the import. The library compiles a kernel per head d
 which takes about a second and has to come before a capture. Its table of Hopper tiles (192 x 144 from head
 dim 65 to 96) was tuned at 96. At 72, which it pads to 80, there is shared memory left for more keys, and 192
 x 160 with the probabilities in shared memory was the fastest of eleven tiles on long sequences. The private
-forward takes the tile and an output buffer. Where a release's forward lacks an argument, the public function
-serves with the library's own tile.
+forward takes the tile and an output buffer. A release whose forward lacks an argument does not count as
+installed.
 
 The keys are not split (num_splits=1) and one tile serves all lengths, so results are batch invariant.
 
@@ -20,7 +20,7 @@ import importlib.util
 import inspect
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -28,48 +28,31 @@ from typing import Any
 
 import torch
 
-from encoder_service.towers.attention.backend import SequenceBounds, output_of, plan_output, zero_padding
+from encoder_service.towers.attention.backend import SequenceBounds, output_of, plan_output
 
-FORWARD_ARGUMENTS = frozenset(
-    {
-        "q",
-        "k",
-        "v",
-        "out",
-        "cu_seqlens_q",
-        "cu_seqlens_k",
-        "max_seqlen_q",
-        "max_seqlen_k",
-        "softmax_scale",
-        "causal",
-        "num_splits",
-        "tile_mn",
-        "mma_pv_is_rs",
-        "intra_wg_overlap",
-    }
-)
+FORWARD_ARGUMENTS = frozenset({
+    "q", "k", "v", "out", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "softmax_scale",
+    "causal", "num_splits", "tile_mn", "mma_pv_is_rs", "intra_wg_overlap",
+})  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Fa4Tile:
-    """Queries and keys of a tile; whether the probabilities stay in registers for the second product; whether
-    a warp group overlaps its softmax with the next product."""
+    """Queries and keys of a tile; whether the probabilities stay in registers for the second product."""
 
     queries: int
     keys: int
     probabilities_in_registers: bool = False
-    overlap: bool = True
 
     @property
     def label(self) -> str:
-        register = "r" if self.probabilities_in_registers else ""
-        return f"{self.queries}x{self.keys}{register}{'' if self.overlap else 's'}"
+        return f"{self.queries}x{self.keys}{'r' if self.probabilities_in_registers else ''}"
 
     def arguments(self) -> dict[str, Any]:
         return {
             "tile_mn": (self.queries, self.keys),
             "mma_pv_is_rs": self.probabilities_in_registers,
-            "intra_wg_overlap": self.overlap,
+            "intra_wg_overlap": True,
         }
 
 
@@ -88,72 +71,55 @@ TILES = {
 class Fa4Attention:
     """flash-attn 4's varlen forward.
 
-    tile: the tile to use on every device, with tuned_only just where TILES has it; None takes TILES' first,
-    library_tile the library's own choice, as does every case that TILES does not name. Raises ImportError
-    where flash-attn 4 or a part of it is missing, ValueError if a tile is given and the installed release's
-    forward cannot take it.
+    tile: used where TILES has it; None takes TILES' first, library_tile the library's own choice, as does
+    every case that TILES does not name. Raises ImportError where flash-attn 4 or a part of it is missing, or
+    where its forward lacks an argument that is passed.
     """
 
     static_lengths = False
     batch_invariant = True
 
-    def __init__(
-        self, *, tile: Fa4Tile | None = None, library_tile: bool = False, tuned_only: bool = False
-    ) -> None:
-        self._interface = import_interface()
-        self._forward = find_forward(self._interface)
-        if tile is not None and (library_tile or self._forward is None):
-            raise ValueError(
-                f"tile {tile.label} cannot be set: "
-                + ("library_tile excludes it" if library_tile else "this flash-attn 4 takes none")
-            )
+    def __init__(self, tile: Fa4Tile | None = None, *, library_tile: bool = False) -> None:
+        self._forward = find_forward(import_interface())
         self._tile = tile
-        self._tuned_only = tuned_only
         self._library_tile = library_tile
         self.name = f"fa4-{tile.label}" if tile else "fa4-library" if library_tile else "fa4"
 
-    @property
-    def tiles_matter(self) -> bool:
-        """Whether the installed release takes a tile: without, library_tile makes no difference."""
-        return self._forward is not None
-
     def plan(self, bounds: SequenceBounds, shape: Sequence[int], dtype: torch.dtype) -> SequenceBounds:
         """The bounds with the output buffer that all blocks write."""
-        return plan_output(bounds, shape, dtype) if self._forward is not None else bounds
+        return plan_output(bounds, shape, dtype)
 
     def attend(
         self, q_PHd: torch.Tensor, k_PHd: torch.Tensor, v_PHd: torch.Tensor, bounds: SequenceBounds
     ) -> torch.Tensor:
         """See AttentionBackend. float16 or bfloat16, head_dim a multiple of 8. The output of padding is
         zero."""
-        shared: dict[str, Any] = {
-            "cu_seqlens_q": bounds.cu_seqlens,
-            "cu_seqlens_k": bounds.cu_seqlens,
-            "max_seqlen_q": bounds.max_seqlen,
-            "max_seqlen_k": bounds.max_seqlen,
-            "softmax_scale": q_PHd.shape[-1] ** -0.5,
-            "causal": False,
-            "num_splits": 1,
-        }
-        if self._forward is not None:
-            out_PHd = output_of(q_PHd, bounds)
-            tile = self._tile_for(q_PHd)
-            self._forward(
-                q_PHd, k_PHd, v_PHd, out=out_PHd, **shared, **({} if tile is None else tile.arguments())
-            )
-            return out_PHd
-        result = self._interface.flash_attn_varlen_func(q_PHd, k_PHd, v_PHd, **shared)
-        result = result[0] if isinstance(result, tuple) else result
-        return zero_padding(result, bounds.cu_seqlens)
+        out_PHd = output_of(q_PHd, bounds)
+        tile = self._tile_for(q_PHd)
+        self._forward(
+            q_PHd,
+            k_PHd,
+            v_PHd,
+            out=out_PHd,
+            cu_seqlens_q=bounds.cu_seqlens,
+            cu_seqlens_k=bounds.cu_seqlens,
+            max_seqlen_q=bounds.max_seqlen,
+            max_seqlen_k=bounds.max_seqlen,
+            softmax_scale=q_PHd.shape[-1] ** -0.5,
+            causal=False,
+            num_splits=1,
+            **({} if tile is None else tile.arguments()),
+        )
+        return out_PHd
 
     def _tile_for(self, q_PHd: torch.Tensor) -> Fa4Tile | None:
-        if self._library_tile or (self._tile is not None and not self._tuned_only):
-            return self._tile
         major, _ = torch.cuda.get_device_capability(q_PHd.device)
         tiles = TILES.get((major, -(-q_PHd.shape[-1] // 16) * 16), ())
-        if self._tile is not None:
-            return self._tile if self._tile in tiles else None
-        return tiles[0] if tiles else None
+        if self._library_tile or not tiles:
+            return None
+        if self._tile is None:
+            return tiles[0]
+        return self._tile if self._tile in tiles else None
 
 
 def import_interface() -> ModuleType:
@@ -189,9 +155,9 @@ def dsl_folder() -> Path | None:
     return None
 
 
-def find_forward(interface: ModuleType) -> Any | None:
-    """The private forward if it takes every argument that is passed, or None."""
-    forward = getattr(interface, "_flash_attn_fwd", None)
+def find_forward(interface: ModuleType) -> Callable[..., Any]:
+    """The private forward. Raises ImportError where it lacks an argument that is passed."""
+    forward: Callable[..., Any] | None = getattr(interface, "_flash_attn_fwd", None)
     if forward is None or not set(inspect.signature(forward).parameters) >= FORWARD_ARGUMENTS:
-        return None
+        raise ImportError(f"flash-attn 4 has no forward with {', '.join(sorted(FORWARD_ARGUMENTS))}")
     return forward

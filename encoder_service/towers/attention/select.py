@@ -9,7 +9,7 @@ Shape legend: P patches of the batch, S sequences, H heads, d head_dim.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -61,24 +61,6 @@ class ShapeCase:
         return cls(name, tuple(seqlens[:num_sequences]), num_patches, num_sequences, max_seqlen)
 
 
-@dataclass(frozen=True)
-class Measurement:
-    """One backend on one case. milliseconds: of one attention call, None where the backend is excluded."""
-
-    backend: str
-    case: str
-    milliseconds: float | None = None
-    excluded: str | None = None
-
-
-@dataclass(frozen=True)
-class Selection:
-    """The backend of each case by the case's name, and every measurement."""
-
-    choices: dict[str, AttentionBackend]
-    measurements: tuple[Measurement, ...]
-
-
 class WrongResult(Exception):
     """A backend's rows are not attention's; raised and caught in this module."""
 
@@ -93,8 +75,9 @@ def measure_backends(
     device: torch.device,
     time_ms: TimeMs,
     deterministic: bool = False,
-) -> Selection:
-    """The fastest backend of each case among those that are right; within TIE_SHARE the earlier one.
+) -> dict[str, AttentionBackend]:
+    """The fastest backend of each case, by the case's name, among those that are right; within TIE_SHARE the
+    earlier one.
 
     backends: none with static_lengths, since a bucket serves any lengths. time_ms: milliseconds of one run of
     a function. A backend that raises is excluded from the case; one that deviates from float32 by more than
@@ -108,26 +91,20 @@ def measure_backends(
         """[P, 3, H, d] of normal values. Zeros would run faster than any real batch."""
         return torch.randn(case.num_patches, 3, num_heads, head_dim, dtype=dtype, device=device)
 
-    measurements: list[Measurement] = []
+    measured: dict[str, dict[str, float | str]] = {}
     for backend in backends:
-        measurements += measure_one(backend, cases, random_qkv, time_ms, deterministic=deterministic)
-    for measured in measurements:
-        if measured.excluded is not None:
-            log.warning(
-                "attention_backend_excluded",
-                backend=measured.backend,
-                case=measured.case,
-                reason=measured.excluded,
-            )
-    groups = [list(cases)] if deterministic else [[case] for case in cases]
-    choices: dict[str, AttentionBackend] = {}
-    for group in groups:
-        chosen = choose(backends, [case.name for case in group], measurements)
-        choices |= {case.name: chosen for case in group}
-    for case in cases:
-        times = {m.backend: m.milliseconds for m in measurements if m.case == case.name and m.milliseconds}
-        log.info("attention_selected", case=case.name, backend=choices[case.name].name, milliseconds=times)
-    return Selection(choices, tuple(measurements))
+        found = measure_one(backend, cases, random_qkv, time_ms, deterministic=deterministic)
+        measured[backend.name] = found
+        for case, outcome in found.items():
+            if isinstance(outcome, str):
+                log.warning("attention_backend_excluded", backend=backend.name, case=case, reason=outcome)
+    names = [case.name for case in cases]
+    groups = [names] if deterministic else [[name] for name in names]
+    choices = {name: choose(backends, group, measured) for group in groups for name in group}
+    for name in names:
+        times = {backend: ms for backend in measured if isinstance(ms := measured[backend][name], float)}
+        log.info("attention_selected", case=name, backend=choices[name].name, milliseconds=times)
+    return choices
 
 
 def measure_one(
@@ -137,11 +114,11 @@ def measure_one(
     time_ms: TimeMs,
     *,
     deterministic: bool,
-) -> list[Measurement]:
-    """One backend over all cases; see measure_backends."""
+) -> dict[str, float | str]:
+    """By case, milliseconds of one attention call, or why the backend is excluded; see measure_backends."""
     total = sum(CHECK_SEQLENS)
     check = ShapeCase("check", CHECK_SEQLENS, total + 27, len(CHECK_SEQLENS) + 3, total)
-    found: list[Measurement] = []
+    found: dict[str, float | str] = {}
     try:
         qkv = random_qkv(check)
         deviation(backend, check, qkv)
@@ -151,15 +128,14 @@ def measure_one(
             try:
                 qkv = random_qkv(case)
                 deviation(backend, case, qkv)
-                milliseconds = time_ms(forward_of(backend, case, qkv)) / NUM_BLOCKS
-                found.append(Measurement(backend.name, case.name, milliseconds))
+                found[case.name] = time_ms(forward_of(backend, case, qkv)) / NUM_BLOCKS
             except WrongResult:
                 raise
             except Exception as error:
-                found.append(Measurement(backend.name, case.name, excluded=describe(error)))
+                found[case.name] = describe(error)
     except Exception as error:
         reason = str(error) if isinstance(error, WrongResult) else describe(error)
-        return [Measurement(backend.name, case.name, excluded=reason) for case in cases]
+        return {case.name: reason for case in cases}
     return found
 
 
@@ -170,21 +146,28 @@ def describe(error: Exception) -> str:
 
 
 def choose(
-    backends: Sequence[AttentionBackend], cases: Sequence[str], measurements: Sequence[Measurement]
+    backends: Sequence[AttentionBackend],
+    cases: Sequence[str],
+    measured: Mapping[str, Mapping[str, float | str]],
 ) -> AttentionBackend:
     """The backend with the least time over these cases, among those that serve all of them; the earliest of
-    those within TIE_SHARE. Raises ConfigurationError."""
+    those within TIE_SHARE. measured: by backend, then by case. Raises ConfigurationError."""
     times: dict[str, float] = {}
-    for backend in backends:
-        own = [
-            m.milliseconds
-            for m in measurements
-            if m.backend == backend.name and m.case in cases and m.milliseconds is not None
-        ]
+    for name, outcomes in measured.items():
+        own = [ms for case in cases if isinstance(ms := outcomes[case], float)]
         if len(own) == len(cases):
-            times[backend.name] = sum(own)
+            times[name] = sum(own)
     if not times:
-        reasons = "; ".join(sorted({f"{m.backend}: {m.excluded}" for m in measurements if m.excluded}))
+        reasons = "; ".join(
+            sorted(
+                {
+                    f"{name}: {outcome}"
+                    for name, outcomes in measured.items()
+                    for outcome in outcomes.values()
+                    if isinstance(outcome, str)
+                }
+            )
+        )
         what = f"case {cases[0]}" if len(cases) == 1 else f"all {len(cases)} cases"
         raise ConfigurationError(
             f"0 of {len(backends)} attention backends serve {what}: {reasons}", found=0, tried=len(backends)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 import types
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +16,7 @@ import torch
 from encoder_service.towers.attention import SequenceBounds
 from encoder_service.towers.attention.available import FA4_TILES, NAMES, build_fa4
 from encoder_service.towers.attention.fa3 import OPERATOR_ARGUMENTS, Fa3Attention
-from encoder_service.towers.attention.fa4 import Fa4Attention, Fa4Tile, dsl_folder
+from encoder_service.towers.attention.fa4 import Fa4Attention, Fa4Tile, dsl_folder, import_interface
 from encoder_service.towers.attention.varlen import TorchVarlenAttention
 from tests.unit.towers.attention_cases import bounds_of, exact, packed
 
@@ -26,17 +27,16 @@ NUM_PATCHES = 16
 class Recorder:
     """A library function: answers the rows of the sequences and leaves padding as uninitialised memory."""
 
-    def __init__(self, *, returns_tuple: bool = False) -> None:
+    def __init__(self) -> None:
         self.calls: list[dict[str, Any]] = []
-        self.returns_tuple = returns_tuple
 
-    def answer(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> Any:
+    def answer(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> torch.Tensor:
         self.calls.append(options)
         out = options.get("out")
         if out is None:
             out = torch.full(q.shape, torch.nan)
         out[: sum(SEQLENS)] = exact(q, k, v, SEQLENS)
-        return (out, None) if self.returns_tuple else out
+        return out
 
 
 def operator(recorder: Recorder, arguments: frozenset[str]) -> Any:
@@ -92,7 +92,7 @@ def check_bounds(options: dict[str, Any]) -> None:
 def test_fa3_operator(monkeypatch: pytest.MonkeyPatch, module: str, attribute: str) -> None:
     for name in ("fa3_fwd_interface", "flash_attn_interface"):
         monkeypatch.setitem(sys.modules, name, None)
-    recorder = Recorder(returns_tuple=True)
+    recorder = Recorder()
     operators = SimpleNamespace(fwd=operator(recorder, OPERATOR_ARGUMENTS | {"seqused_q"}))
     install(monkeypatch, module, **{attribute: operators})
     options, _ = check(Fa3Attention(), recorder)
@@ -102,22 +102,14 @@ def test_fa3_operator(monkeypatch: pytest.MonkeyPatch, module: str, attribute: s
     assert set(options) | {"q", "k", "v"} == OPERATOR_ARGUMENTS
 
 
-@pytest.mark.parametrize("returns_tuple", [False, True])
-def test_fa3_public_function_where_the_operator_lacks_an_argument(
-    monkeypatch: pytest.MonkeyPatch, returns_tuple: bool
-) -> None:
-    recorder = Recorder(returns_tuple=returns_tuple)
-    install(
-        monkeypatch,
-        "fa3_fwd_interface",
-        fa3_fwd_cuda=SimpleNamespace(fwd=operator(recorder, OPERATOR_ARGUMENTS - {"num_splits"})),
-        flash_attn_varlen_func=recorder.answer,
-    )
-    options, _ = check(Fa3Attention(), recorder)
-    check_bounds(options)
-    assert options["num_splits"] == 1
-    assert options["causal"] is False
-    assert "out" not in options
+def test_a_build_that_lacks_an_argument_does_not_count_as_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    lacking = SimpleNamespace(fwd=operator(Recorder(), OPERATOR_ARGUMENTS - {"num_splits"}))
+    install(monkeypatch, "fa3_fwd_interface", fa3_fwd_cuda=lacking)
+    with pytest.raises(ImportError, match=r"fa3_fwd_interface has no operator with .*num_splits"):
+        Fa3Attention()
+    install_fa4(monkeypatch, lambda q, k, v, cu_seqlens_q=None, out=None: None)
+    with pytest.raises(ImportError, match=r"flash-attn 4 has no forward with .*tile_mn"):
+        Fa4Attention()
 
 
 def test_a_plan_shares_one_output_among_calls(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,8 +143,20 @@ def test_varlen(monkeypatch: pytest.MonkeyPatch) -> None:
     assert options == {"scale": pytest.approx(72**-0.5), "num_splits": 1}
 
 
-def install_fa4(monkeypatch: pytest.MonkeyPatch, recorder: Recorder, *, takes_tile: bool) -> None:
-    def with_tile(  # type: ignore[no-untyped-def]
+def install_fa4(monkeypatch: pytest.MonkeyPatch, forward: Callable[..., Any]) -> None:
+    install(monkeypatch, "cutlass")
+    install(monkeypatch, "cutlass.cute")
+    install(monkeypatch, "flash_attn.cute.interface", _flash_attn_fwd=forward)
+    # The tile follows the device; there is none here.
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+
+
+@pytest.fixture
+def fa4(monkeypatch: pytest.MonkeyPatch) -> Recorder:
+    """An installed flash-attn 4 that records."""
+    recorder = Recorder()
+
+    def forward(  # type: ignore[no-untyped-def]
         q, k, v, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None, max_seqlen_k=None,
         softmax_scale=None, causal=False, tile_mn=None, mma_pv_is_rs=None, intra_wg_overlap=None,
         num_splits=1, out=None,
@@ -160,19 +164,8 @@ def install_fa4(monkeypatch: pytest.MonkeyPatch, recorder: Recorder, *, takes_ti
         options = {name: value for name, value in locals().items() if name not in ("q", "k", "v", "recorder")}
         return recorder.answer(q, k, v, **options)
 
-    def without_tile(q, k, v, cu_seqlens_q=None, out=None):  # type: ignore[no-untyped-def]
-        raise AssertionError("must not be called: it cannot take what is needed")
-
-    install(monkeypatch, "cutlass")
-    install(monkeypatch, "cutlass.cute")
-    install(
-        monkeypatch,
-        "flash_attn.cute.interface",
-        _flash_attn_fwd=with_tile if takes_tile else without_tile,
-        flash_attn_varlen_func=recorder.answer,
-    )
-    # The tile follows the device; there is none here.
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    install_fa4(monkeypatch, forward)
+    return recorder
 
 
 @pytest.mark.parametrize(
@@ -180,17 +173,13 @@ def install_fa4(monkeypatch: pytest.MonkeyPatch, recorder: Recorder, *, takes_ti
     [
         ({}, "fa4", ((192, 160), False, True)),
         ({"library_tile": True}, "fa4-library", (None, None, None)),
-        ({"tile": Fa4Tile(128, 128, True, False)}, "fa4-128x128rs", ((128, 128), True, False)),
+        ({"tile": Fa4Tile(128, 160, True)}, "fa4-128x160r", ((128, 160), True, True)),
     ],
 )
-def test_fa4_tile(
-    monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], name: str, tile: tuple[Any, ...]
-) -> None:
-    recorder = Recorder(returns_tuple=True)
-    install_fa4(monkeypatch, recorder, takes_tile=True)
+def test_fa4_tile(fa4: Recorder, settings: dict[str, Any], name: str, tile: tuple[Any, ...]) -> None:
     backend = Fa4Attention(**settings)
     assert backend.name == name
-    options, found = check(backend, recorder, planned=True)
+    options, found = check(backend, fa4, planned=True)
     check_bounds(options)
     assert options["num_splits"] == 1
     assert options["causal"] is False
@@ -198,35 +187,21 @@ def test_fa4_tile(
     assert (options["tile_mn"], options["mma_pv_is_rs"], options["intra_wg_overlap"]) == tile
 
 
-def test_fa4_other_head_dims_take_the_librarys_tile(monkeypatch: pytest.MonkeyPatch) -> None:
-    recorder = Recorder()
-    install_fa4(monkeypatch, recorder, takes_tile=True)
+def test_fa4_other_head_dims_take_the_librarys_tile(fa4: Recorder) -> None:
     backend = Fa4Attention()
-    other = Fa4Attention(tile=Fa4Tile(192, 128), tuned_only=True)
+    other = Fa4Attention(Fa4Tile(192, 128))
     for head_dim, expected in [(64, None), (80, (192, 160)), (96, None)]:
         backend.attend(*packed(NUM_PATCHES, 2, head_dim), bounds_of(SEQLENS))
-        assert recorder.calls[-1]["tile_mn"] == expected
+        assert fa4.calls[-1]["tile_mn"] == expected
         other.attend(*packed(NUM_PATCHES, 2, head_dim), bounds_of(SEQLENS))
-        assert recorder.calls[-1]["tile_mn"] == (expected and (192, 128))
+        assert fa4.calls[-1]["tile_mn"] == (expected and (192, 128))
 
 
-def test_fa4_offers_every_tuned_tile_under_a_known_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    install_fa4(monkeypatch, Recorder(), takes_tile=True)
+@pytest.mark.usefixtures("fa4")
+def test_fa4_offers_every_tuned_tile_under_a_known_name() -> None:
     names = [backend.name for backend in build_fa4(torch.device("cuda"))]
     assert names == ["fa4", *FA4_TILES, "fa4-library"]
     assert set(names) <= set(NAMES)
-
-
-def test_fa4_release_without_a_tile(monkeypatch: pytest.MonkeyPatch) -> None:
-    recorder = Recorder(returns_tuple=True)
-    install_fa4(monkeypatch, recorder, takes_tile=False)
-    backend = Fa4Attention()
-    assert not backend.tiles_matter
-    options, _ = check(backend, recorder, planned=True)
-    check_bounds(options)
-    assert "tile_mn" not in options
-    with pytest.raises(ValueError, match="192x160"):
-        Fa4Attention(tile=Fa4Tile(192, 160))
 
 
 def test_fa4_finds_the_packages_of_a_dsl_outside_site_packages(
@@ -242,7 +217,7 @@ def test_fa4_finds_the_packages_of_a_dsl_outside_site_packages(
     install(monkeypatch, "flash_attn.cute.interface")
     importlib.invalidate_caches()
     assert dsl_folder() == package.parent
-    Fa4Attention()
+    import_interface()
     assert sys.modules["cutlass.cute"].__file__ == str(package / "cute.py")
     for name in ("cutlass", "cutlass.cute"):
         monkeypatch.delitem(sys.modules, name)
