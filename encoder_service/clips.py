@@ -64,13 +64,8 @@ class ClipEncoder:
             timings.decode_ms, timings.resize_ms = clip.decode_ms, clip.resize_ms
             if len(ahead) == MAX_PIECES_AHEAD:
                 await take_oldest()
-            grid, merges_time = piece.grid, self.tower.merges_time
-            ticket = encode.ticket(
-                grid.num_patches,
-                num_sequences=1 if merges_time else grid.t,
-                num_frames=grid.t if merges_time else 1,
-            )
-            last = first + self.tower.num_rows(grid)
+            ticket = encode.ticket(piece.grid, merges_time=self.tower.merges_time)
+            last = first + self.tower.num_rows(piece.grid)
             queued_s = queued_s or self.clock()
             ahead.append(output.submit(piece, ticket, rows[first:last]))
             first = last

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
 from typing import Any
 
 from encoder_service.errors import DeadlineExceeded, Draining
@@ -50,14 +49,15 @@ class InFlightEncode:
         self.announced: asyncio.Future[tuple[Grid, int]] = loop.create_future()
         self.task: asyncio.Task[HeldRows] = loop.create_task(run(self))
 
-    def ticket(self, num_patches: int, *, num_sequences: int = 1, num_frames: int = 1) -> Ticket:
-        """A place in the engine's queue. Callers that join or leave later change it."""
+    def ticket(self, grid: Grid, *, merges_time: bool) -> Ticket:
+        """A place in the engine's queue. Callers that join or leave later change it. merges_time: the tower
+        attends over all frames together and averages over them."""
         ticket = Ticket(
-            num_patches,
+            grid.num_patches,
             self._deadline_s,
             self._is_prefetch,
-            num_sequences=num_sequences,
-            num_frames=num_frames,
+            num_sequences=1 if merges_time else grid.t,
+            num_frames=grid.t if merges_time else 1,
         )
         self._tickets.append(ticket)
         return ticket
@@ -86,19 +86,13 @@ class InFlightEncode:
         self.task.cancel()
 
 
-@dataclass
-class InFlightCounters:
-    started: int = 0
-    joined: int = 0
-
-
 class InFlightEncodes:
     """Encodes in progress by namespace and key. clock: monotonic seconds, those of the deadlines."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._encodes: dict[tuple[str, bytes], InFlightEncode] = {}
-        self.counters = InFlightCounters()
+        self.num_joined = 0
 
     def __len__(self) -> int:
         return len(self._encodes)
@@ -113,7 +107,7 @@ class InFlightEncodes:
         """The encode in progress for a key, joined."""
         encode = self._encodes.get((namespace, key))
         if encode is not None:
-            self.counters.joined += 1
+            self.num_joined += 1
             encode.join(deadline_s, is_prefetch=is_prefetch)
         return encode
 
@@ -132,7 +126,6 @@ class InFlightEncodes:
         encode = InFlightEncode(namespace, key, content_digest, deadline_s, run, is_prefetch=is_prefetch)
         encode.task.add_done_callback(lambda _: self._end(encode))
         self._encodes[namespace, key] = encode
-        self.counters.started += 1
         return encode
 
     async def wait(self, encode: InFlightEncode, deadline_s: float | None) -> HeldRows:

@@ -45,7 +45,6 @@ from encoder_service.ops import traces
 from encoder_service.ops.metrics import Metrics
 from encoder_service.output import OutputReservation
 from encoder_service.scheduler.admission import Admission, Permit, UnreadBytes
-from encoder_service.scheduler.planner import Ticket
 from encoder_service.store.arena import TierName
 from encoder_service.store.embedding_store import EmbeddingStore, HeldRows
 from encoder_service.towers.tower import Tower
@@ -302,10 +301,12 @@ class Pipeline:
         timings, tower = encode.timings, self.model.tower
         started_s = self.clock()
         grid = await self._probe(item)
-        ticket = self._admit(encode, grid, permit)
+        num_rows = tower.num_rows(grid)
+        ticket = encode.ticket(grid, merges_time=tower.merges_time)
+        self._admit(encode, grid, num_rows, ticket.seqlen, permit, is_clip=False)
         timings.admit_ms = (self.clock() - started_s) * 1e3
         pixels, timings.decode_ms, timings.resize_ms = await self._on_worker(self._decode, item, grid)
-        coming = self._coming_rows(encode, grid, tower.num_rows(grid))
+        coming = self._coming_rows(encode, grid, num_rows)
         with OutputReservation(self.store, self._engine, encode.namespace, coming) as output:
             queued_s = self.clock()
             job = output.submit(pixels, ticket, output.rows)
@@ -330,7 +331,10 @@ class Pipeline:
         try:
             plan = clip.plan
             num_rows = num_clip_rows(plan, tower)
-            self._admit_clip(encode, plan.grid, plan.chunk_grids, num_rows, permit)
+            for grid in set(plan.chunk_grids) or {plan.grid}:
+                tower.check_grid(grid)
+            seqlen = -(-plan.grid.num_patches // (len(plan.chunk_grids) or plan.grid.t))
+            self._admit(encode, plan.grid, num_rows, seqlen, permit, is_clip=True)
             encode.timings.admit_ms = (self.clock() - started_s) * 1e3
             coming = self._coming_rows(encode, plan.grid, num_rows, clip_facts(plan))
             with OutputReservation(self.store, self._engine, encode.namespace, coming) as output:
@@ -352,43 +356,22 @@ class Pipeline:
         self.model.tower.check_grid(grid)
         return grid
 
-    def _admit(self, encode: InFlightEncode, grid: Grid, permit: Permit) -> Ticket:
-        """Takes room for the item's patches and announces its grid. Raises ImageTooLarge, QueueFull."""
-        num_patches, limit = grid.num_patches, self._max_patches_per_item
-        if num_patches > limit:
-            raise ImageTooLarge(
-                f"the item has {num_patches} patches (grid {tuple(grid)}), at most {limit} are taken",
-                num_patches=num_patches,
-                max_patches=limit,
-            )
-        permit.add_patches(num_patches)
-        merges_time = self.model.tower.merges_time
-        num_sequences, num_frames = (1, grid.t) if merges_time else (grid.t, 1)
-        ticket = encode.ticket(num_patches, num_sequences=num_sequences, num_frames=num_frames)
-        self.load.add(encode, num_patches, ticket.seqlen)
-        encode.announce(grid, self.model.tower.num_rows(grid))
-        return ticket
-
-    def _admit_clip(
-        self,
-        encode: InFlightEncode,
-        grid: Grid,
-        chunk_grids: tuple[Grid, ...],
-        num_rows: int,
-        permit: Permit,
+    def _admit(
+        self, encode: InFlightEncode, grid: Grid, num_rows: int, seqlen: int, permit: Permit, *, is_clip: bool
     ) -> None:
-        """The same for all of a clip. Raises ClipTooLarge, QueueFull, GridMismatch."""
-        num_patches, limit = grid.num_patches, self._max_clip_patches
+        """Takes room for all of the item's patches and announces its grid. seqlen: of its attention
+        sequences. Raises ImageTooLarge, ClipTooLarge, QueueFull."""
+        num_patches = grid.num_patches
+        limit = self._max_clip_patches if is_clip else self._max_patches_per_item
         if num_patches > limit:
-            raise ClipTooLarge(
-                f"the clip has {num_patches} patches (grid {tuple(grid)}), at most {limit} are taken",
+            error, what = (ClipTooLarge, "clip") if is_clip else (ImageTooLarge, "item")
+            raise error(
+                f"the {what} has {num_patches} patches (grid {tuple(grid)}), at most {limit} are taken",
                 num_patches=num_patches,
                 max_patches=limit,
             )
-        for each in set(chunk_grids) or {grid}:
-            self.model.tower.check_grid(each)
         permit.add_patches(num_patches)
-        self.load.add(encode, num_patches, -(-num_patches // (len(chunk_grids) or grid.t)))
+        self.load.add(encode, num_patches, seqlen)
         encode.announce(grid, num_rows)
 
     def _decode(self, item: Item, grid: Grid) -> LoadedPixels:

@@ -124,16 +124,6 @@ class DeviceEngine:
             self._fail(DeviceFault(f"the device failed: {first_line(error)}"))
         return self._fault is not None
 
-    @property
-    def queued_patches(self) -> int:
-        with self._lock:
-            return self._planner.num_patches
-
-    @property
-    def queued_items(self) -> int:
-        with self._lock:
-            return len(self._planner)
-
     def submit(
         self, item: TowerItem, ticket: Ticket, destination: torch.Tensor | None = None
     ) -> Future[TowerResult]:
@@ -167,11 +157,6 @@ class DeviceEngine:
             self._planner.remove(ticket)
             self.counters.dropped_items += 1
         job.future.set_exception(cancelled_error())
-
-    @property
-    def num_in_flight(self) -> int:
-        with self._lock:
-            return len(self._in_flight)
 
     def warm_up(self, grids: Sequence[Grid]) -> None:
         """Runs items of the given grids once, on the caller's thread, before ``start``."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import weakref
+from contextlib import ExitStack
 from typing import Any, Literal
 
 import torch
@@ -109,21 +110,14 @@ class _DeviceBytes:
         self._handle = _call(
             "cuMemCreate", size_bytes, properties, 0, doing=f"{size_bytes} bytes, {free_bytes} are free"
         )
-        try:
+        with ExitStack() as undo:
+            undo.callback(_call, "cuMemRelease", self._handle)
             pointer = _call("cuMemAddressReserve", size_bytes, 0, 0, 0)
-            try:
-                _call("cuMemMap", pointer, size_bytes, 0, self._handle, 0)
-                try:
-                    _call("cuMemSetAccess", pointer, size_bytes, [_access(driver, index)], 1)
-                except BaseException:
-                    _call("cuMemUnmap", pointer, size_bytes)
-                    raise
-            except BaseException:
-                _call("cuMemAddressFree", pointer, size_bytes)
-                raise
-        except BaseException:
-            _call("cuMemRelease", self._handle)
-            raise
+            undo.callback(_call, "cuMemAddressFree", pointer, size_bytes)
+            _call("cuMemMap", pointer, size_bytes, 0, self._handle, 0)
+            undo.callback(_call, "cuMemUnmap", pointer, size_bytes)
+            _call("cuMemSetAccess", pointer, size_bytes, [_access(driver, index)], 1)
+            undo.pop_all()
         self.address = int(pointer)
         self.mapping = (pointer, size_bytes, self._handle)
         self.__cuda_array_interface__ = {

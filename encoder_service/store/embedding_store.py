@@ -30,7 +30,7 @@ from encoder_service.store.copies import Copier
 from encoder_service.store.cuda_memory import CudaMemory
 from encoder_service.store.host_memory import HostMemory
 from encoder_service.store.tier import Entry, Name, Tier
-from encoder_service.types import ClipFacts, EncodedItem
+from encoder_service.types import EncodedItem
 
 log = structlog.get_logger(__name__)
 
@@ -212,22 +212,15 @@ class EmbeddingStore:
         self.counters.refused += 1
         return None
 
-    def commit(self, reservation: Reservation, clip: ClipFacts | None = None) -> HeldRows:
+    def commit(self, reservation: Reservation) -> HeldRows:
         """Publishes and lists the rows, which are complete: the event of the work that wrote them was waited
-        for. clip: in place of coming.clip. Held for the caller. Raises Draining after ``close``."""
+        for. Held for the caller. Raises Draining after ``close``."""
         tier, coming = reservation.tier, reservation.coming
         if tier.arena.closed:
             self.cancel(reservation)
             raise Draining("the service stopped before the item was delivered")
         self._unreserve(reservation)
-        item = EncodedItem(
-            coming.key,
-            coming.content_digest,
-            coming.grid,
-            reservation.destination,
-            coming.num_deepstack_levels,
-            coming.clip if clip is None else clip,
-        )
+        item = replace(coming, rows=reservation.destination)
         held = _held(tier, tier.keep((reservation.namespace, item.key), item, reservation.slot))
         partition = self._partition(reservation.namespace)
         if tier is partition.device:

@@ -162,7 +162,7 @@ def test_a_client_that_vanishes_frees_everything(checkpoints: dict[str, Path], d
         blocker = stub.Encode(pb.EncodeRequest(items=items[:1]), timeout=60)
         until(lambda: engine._planned)
         call = stub.Encode(pb.EncodeRequest(items=items), timeout=60)
-        until(lambda: engine.queued_items == 11)
+        until(lambda: len(engine._waiting) == 11)
         call.cancel()
         pipeline = found.service.pipeline
         assert pipeline is not None

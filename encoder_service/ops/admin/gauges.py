@@ -34,7 +34,7 @@ def register_gauges(metrics: Metrics, pipeline: Pipeline, engine: DeviceEngine) 
     counter(
         "ve_encodes_joined",
         "Callers that joined an encode in progress.",
-        lambda: pipeline.inflight.counters.joined,
+        lambda: pipeline.inflight.num_joined,
     )
     counter("ve_batches", "Forward passes.", lambda: engine.counters.batches)
     counter("ve_encoded_items", "Items through the tower.", lambda: engine.counters.items)

@@ -187,7 +187,7 @@ def test_p17_a_discarded_item_leaves_the_queue_while_the_device_is_busy(rig: Rig
     rig.tower.gate.clear()
     running = rig.submit(1.0)
     rig.engine.start()
-    while rig.engine.queued_items:
+    while len(rig.engine._waiting):
         time.sleep(0.001)
     ticket = Ticket(16)
     waiting = rig.engine.submit(PatchItem(torch.ones(16, 4), Grid(1, 4, 4)), ticket)
@@ -197,7 +197,7 @@ def test_p17_a_discarded_item_leaves_the_queue_while_the_device_is_busy(rig: Rig
     with pytest.raises(Cancelled):
         waiting.result(0)
     assert pixels() is None
-    assert rig.engine.queued_items == 0
+    assert len(rig.engine._waiting) == 0
     assert rig.engine.counters.dropped_items == 1
     rig.tower.gate.set()
     assert running.result(10)

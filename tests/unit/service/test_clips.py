@@ -176,7 +176,7 @@ async def test_p28_pieces_and_images_share_a_batch(rig: Rig) -> None:
     blockers = [asyncio.ensure_future(rig.pipeline.encode(image(1)))]
     await until(lambda: turnstile.num_entered)
     others = [asyncio.ensure_future(rig.pipeline.encode(each)) for each in (item, image(3), image(4))]
-    await until(lambda: rig.engine.queued_items >= 4)
+    await until(lambda: len(rig.engine._waiting) >= 4)
     turnstile.open(20)
     for delivered in await asyncio.gather(*blockers, *others):
         delivered.release()
@@ -259,7 +259,7 @@ async def test_a_prefetched_clip_is_announced_with_its_rows(rig: Rig) -> None:
     assert announced.grid == Grid(7, SIDE, SIDE)
     assert announced.num_rows == len(rows_of(colours))
     fetching = asyncio.ensure_future(rig.pipeline.fetch(announced.key))
-    await until(lambda: rig.pipeline.inflight.counters.joined == 1)
+    await until(lambda: rig.pipeline.inflight.num_joined == 1)
     rig.tower.gate.set()
     delivered = await fetching
     assert torch.equal(delivered.encoded.rows, rows_of(colours))

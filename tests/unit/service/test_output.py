@@ -98,7 +98,7 @@ async def test_p20_the_slot_is_the_engines_until_the_item_ended(rig: Rig, waits_
         await until(lambda: rig.engine._planned)
     caller = asyncio.ensure_future(encode(rig, 1))
     await until(lambda: num_slots(rig) == len(blocking) + 1)
-    await until(lambda: rig.engine._planned and rig.engine.queued_items == len(blocking))
+    await until(lambda: rig.engine._planned and len(rig.engine._waiting) == len(blocking))
     caller.cancel()
     with pytest.raises(asyncio.CancelledError):
         await caller
@@ -140,7 +140,7 @@ async def test_every_caller_holds_the_rows_once_the_encode_has_ended(rig: Rig) -
     """Other items' reservations evict what no caller holds."""
     rig.tower.gate.clear()
     callers = [asyncio.ensure_future(encode(rig, 1)) for _ in range(4)]
-    await until(lambda: rig.pipeline.inflight.counters.joined == 3)
+    await until(lambda: rig.pipeline.inflight.num_joined == 3)
     others = [asyncio.ensure_future(encode(rig, value)) for value in range(2, 5)]
     rig.tower.gate.set()
     for delivered in await asyncio.gather(*callers):

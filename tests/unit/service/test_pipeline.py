@@ -65,7 +65,7 @@ async def test_miss_then_hit_gives_the_same_rows(rig: Rig) -> None:
 async def test_p15_concurrent_callers_share_one_encode(rig: Rig) -> None:
     rig.fake.gate.clear()
     callers = [asyncio.ensure_future(rig.pipeline.encode(image())) for _ in range(20)]
-    await until(lambda: rig.pipeline.inflight.counters.joined == 19)
+    await until(lambda: rig.pipeline.inflight.num_joined == 19)
     rig.fake.gate.set()
     results = await asyncio.gather(*callers)
     assert rig.fake.num_loads == 1
@@ -75,7 +75,7 @@ async def test_p15_concurrent_callers_share_one_encode(rig: Rig) -> None:
 async def test_stages_of_a_shared_encode_are_observed_once(rig: Rig) -> None:
     rig.fake.gate.clear()
     callers = [asyncio.ensure_future(rig.pipeline.encode(image())) for _ in range(5)]
-    await until(lambda: rig.pipeline.inflight.counters.joined == 4)
+    await until(lambda: rig.pipeline.inflight.num_joined == 4)
     rig.fake.gate.set()
     await asyncio.gather(*callers)
     figures = {
@@ -106,7 +106,7 @@ async def test_p15_the_encode_goes_on_when_the_first_caller_leaves(rig: Rig) -> 
     first = asyncio.ensure_future(rig.pipeline.encode(image()))
     await until(lambda: rig.fake.num_loads == 1)
     second = asyncio.ensure_future(rig.pipeline.encode(image()))
-    await until(lambda: rig.pipeline.inflight.counters.joined == 1)
+    await until(lambda: rig.pipeline.inflight.num_joined == 1)
     first.cancel()
     rig.fake.gate.set()
     assert (await second).tier is CacheTier.IN_FLIGHT
@@ -116,9 +116,9 @@ async def test_p15_the_encode_goes_on_when_the_first_caller_leaves(rig: Rig) -> 
 async def test_the_last_caller_to_leave_ends_the_encode_and_frees_everything(rig: Rig) -> None:
     rig.tower.gate.clear()
     blocker = asyncio.ensure_future(rig.pipeline.encode(image(1)))
-    await until(lambda: rig.engine.num_in_flight or rig.engine._planned)
+    await until(lambda: len(rig.engine._in_flight) or rig.engine._planned)
     caller = asyncio.ensure_future(rig.pipeline.encode(image(2)))
-    await until(lambda: rig.engine.queued_items == 1)
+    await until(lambda: len(rig.engine._waiting) == 1)
     caller.cancel()
     await until(lambda: len(rig.pipeline.inflight) == 1)
     assert rig.pipeline.admission.num_patches == 16
@@ -131,13 +131,13 @@ async def test_the_last_caller_to_leave_ends_the_encode_and_frees_everything(rig
 async def test_p17_cancelled_items_never_pile_up_behind_a_long_batch(rig: Rig) -> None:
     rig.tower.gate.clear()
     blocker = asyncio.ensure_future(rig.pipeline.encode(image(1)))
-    await until(lambda: rig.engine.num_in_flight or rig.engine._planned)
+    await until(lambda: len(rig.engine._in_flight) or rig.engine._planned)
     for value in range(2, 5):
         caller = asyncio.ensure_future(rig.pipeline.encode(image(value)))
-        await until(lambda: rig.engine.queued_items == 1)
+        await until(lambda: len(rig.engine._waiting) == 1)
         caller.cancel()
         await until(lambda: rig.pipeline.admission.num_patches == 16)
-        assert rig.engine.queued_items == 0
+        assert len(rig.engine._waiting) == 0
     rig.tower.gate.set()
     await blocker
 
@@ -228,7 +228,7 @@ async def test_a_prefetch_outlives_the_callers_that_joined_it(rig: Rig) -> None:
     rig.fake.gate.clear()
     announced = await rig.pipeline.prefetch(image())
     joined = asyncio.ensure_future(rig.pipeline.encode(image()))
-    await until(lambda: rig.pipeline.inflight.counters.joined == 1)
+    await until(lambda: rig.pipeline.inflight.num_joined == 1)
     joined.cancel()
     await asyncio.sleep(0)
     rig.fake.gate.set()
@@ -273,9 +273,9 @@ async def test_a_joined_flight_keeps_the_later_deadline(rig: Rig) -> None:
 async def test_a_fetch_that_joins_keeps_the_flight_past_the_first_callers_deadline(rig: Rig) -> None:
     rig.tower.gate.clear()
     blocker = asyncio.ensure_future(rig.pipeline.encode(image(1)))
-    await until(lambda: rig.engine.num_in_flight or rig.engine._planned)
+    await until(lambda: len(rig.engine._in_flight) or rig.engine._planned)
     announced = asyncio.ensure_future(rig.pipeline.encode(image(2), deadline_s=time.monotonic() + 0.05))
-    await until(lambda: rig.engine.queued_items == 1)
+    await until(lambda: len(rig.engine._waiting) == 1)
     (key,) = {key for _, key in rig.pipeline.inflight._encodes} - {
         next(encode.key for encode in rig.pipeline.inflight._encodes.values())
     }

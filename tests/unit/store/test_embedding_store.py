@@ -72,11 +72,11 @@ async def store(clock: Clock) -> AsyncIterator[EmbeddingStore]:
 
 
 async def test_rows_are_found_as_they_were_written(host_only: EmbeddingStore) -> None:
-    reservation = host_only.reserve("", coming(1))
+    reservation = host_only.reserve("", coming(1, clip=ClipFacts((0.5,))))
     assert reservation is not None
     assert host_only.peek("", key_of(1)) is None, "not before they are complete"
     reservation.destination.copy_(rows_of(1))
-    held = host_only.commit(reservation, ClipFacts((0.5,)))
+    held = host_only.commit(reservation)
     assert held.tier == "host"
     assert held.item.clip == ClipFacts((0.5,))
     found = host_only.hold("", key_of(1))
