@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 DEFAULT_MAX_ROWS_BYTES = 4 * 1024**3
 MAX_LISTED = 16
 _INVALID_ARGUMENT, _RESOURCE_EXHAUSTED = 3, 8
+MAX_VARINT_BYTES = 5
+# Tags (field number << 3 | wire type) of ItemEvent.item_index and chunk, RowsChunk.offset_bytes and data.
+_INDEX_TAG, _CHUNK_TAG, _OFFSET_TAG, _DATA_TAG = 1 << 3, 3 << 3 | 2, 1 << 3, 2 << 3 | 2
 # The fields of a request around its items, and an item's tag and length; upper bounds.
 _REQUEST_OVERHEAD_BYTES = 1024
 _ITEM_OVERHEAD_BYTES = 8
@@ -102,6 +105,14 @@ class PlacedRows(NamedTuple):
         return _encoded_rows(self.result, self.header, payload)
 
 
+class RowsChunk(NamedTuple):
+    """An event with a chunk of an item's rows. ``data`` may be a view of the message."""
+
+    item_index: int
+    offset_bytes: int
+    data: bytes | memoryview
+
+
 class _ChunkedRows:
     """The destination of rows that arrive in chunks, in order of offset and without gaps."""
 
@@ -113,15 +124,16 @@ class _ChunkedRows:
         self._num_arrived = 0
         self._end_bytes = 0
 
-    def write(self, chunk: pb.RowsChunk) -> bool:
+    def write(self, chunk: RowsChunk) -> bool:
         """Copies one chunk; whether the rows are complete. Raises InvalidRows for a chunk out of order, out
         of range or too many, and for a last chunk that leaves a gap."""
-        data, rows_bytes, num_chunks = chunk.data, len(self._view), self.result.inline.num_chunks
-        end_bytes = chunk.offset_bytes + len(data)
+        _, offset_bytes, data = chunk
+        rows_bytes, num_chunks = len(self._view), self.result.inline.num_chunks
+        end_bytes = offset_bytes + len(data)
         self._num_arrived += 1
         is_last = self._num_arrived == num_chunks
         for name, found, expected, is_wrong in (
-            ("chunk_offset", chunk.offset_bytes, self._end_bytes, chunk.offset_bytes != self._end_bytes),
+            ("chunk_offset", offset_bytes, self._end_bytes, offset_bytes != self._end_bytes),
             ("chunk_range", end_bytes, rows_bytes, end_bytes > rows_bytes),
             ("num_chunks", self._num_arrived, num_chunks, self._num_arrived > num_chunks),
             ("rows_bytes", end_bytes, rows_bytes, is_last and end_bytes != rows_bytes),
@@ -129,12 +141,12 @@ class _ChunkedRows:
             if is_wrong:
                 raise InvalidRows(
                     name,
-                    f"rows chunk {self._num_arrived} of {num_chunks} has bytes {chunk.offset_bytes} to "
+                    f"rows chunk {self._num_arrived} of {num_chunks} has bytes {offset_bytes} to "
                     f"{end_bytes} of {rows_bytes}: {name} is {found}, expected {expected}",
                     found=found,
                     expected=expected,
                 )
-        self._view[chunk.offset_bytes : end_bytes] = data
+        self._view[offset_bytes:end_bytes] = data
         self._end_bytes = end_bytes
         return is_last
 
@@ -174,12 +186,9 @@ class Assembler:
     def feed(self, message: bytes) -> tuple[int, Outcome] | PlacedRows | None:
         """Takes one serialised ItemEvent. Returns the position and outcome of the item that it completed, or
         the rows that have to be copied from shared memory. Raises StreamViolation."""
-        try:
-            event = pb.ItemEvent.FromString(message)
-        except DecodeError as error:
-            raise StreamViolation(f"a message of {len(message)} bytes is no ItemEvent: {error}") from error
-        kind, position = event.WhichOneof("event"), event.item_index
-        if kind is None:
+        event = _read_event(message)
+        position = event.item_index
+        if isinstance(event, pb.ItemEvent) and event.WhichOneof("event") is None:
             return None  # an event of a newer protocol
         if position >= len(self._digests):
             raise StreamViolation(f"an event is for item {position}, the call has {len(self._digests)} items")
@@ -189,12 +198,12 @@ class Assembler:
             return None
         outcome: Outcome | PlacedRows | None
         try:
-            if kind == "failure":
+            if isinstance(event, RowsChunk):
+                outcome = self._on_chunk(event)
+            elif event.HasField("failure"):
                 outcome = convert.item_failed(event.failure)
-            elif kind == "result":
-                outcome = self._on_result(position, event.result)
             else:
-                outcome = self._on_chunk(position, event.chunk)
+                outcome = self._on_result(position, event.result)
         except ItemFailed as error:
             self._finish(position, is_complete=False)
             return position, error
@@ -254,8 +263,8 @@ class Assembler:
         self._arriving[position] = _ChunkedRows(result, header)
         return None
 
-    def _on_chunk(self, position: int, chunk: pb.RowsChunk) -> EncodedRows | None:
-        arriving = self._arriving.get(position)
+    def _on_chunk(self, chunk: RowsChunk) -> EncodedRows | None:
+        arriving = self._arriving.get(chunk.item_index)
         if arriving is None:
             raise InvalidRows(
                 "result", "a rows chunk came before its result", found="chunk", expected="result"
@@ -263,6 +272,50 @@ class Assembler:
         if not arriving.write(chunk):
             return None
         return _encoded_rows(arriving.result, arriving.header, arriving.payload)
+
+
+def _read_event(message: bytes) -> RowsChunk | pb.ItemEvent:
+    """An ItemEvent; one with a chunk always as RowsChunk. Raises StreamViolation."""
+    chunk = read_chunk(message)
+    if chunk is not None:
+        return chunk
+    try:
+        event = pb.ItemEvent.FromString(message)
+    except DecodeError as error:
+        raise StreamViolation(f"a message of {len(message)} bytes is no ItemEvent: {error}") from error
+    if event.HasField("chunk"):
+        return RowsChunk(event.item_index, event.chunk.offset_bytes, event.chunk.data)
+    return event
+
+
+def read_chunk(message: bytes) -> RowsChunk | None:
+    """The chunk of an ItemEvent whose fields are in the order in which protobuf writes them, without a copy.
+    None for every other message, also for a malformed one: protobuf's parser decides about it."""
+    try:
+        item_index, at = _field(message, 0, _INDEX_TAG)
+        event_bytes, at = _field(message, at, _CHUNK_TAG)
+        event_end = at + event_bytes
+        offset_bytes, at = _field(message, at, _OFFSET_TAG)
+        data_bytes, at = _field(message, at, _DATA_TAG)
+    except IndexError:
+        return None
+    if not data_bytes or not at + data_bytes == event_end == len(message) or item_index >= 1 << 32:
+        return None
+    return RowsChunk(item_index, offset_bytes, memoryview(message)[at:])
+
+
+def _field(message: bytes, at: int, tag: int) -> tuple[int, int]:
+    """The varint behind a tag, and where the next field begins; 0 if another field begins at ``at``. Raises
+    IndexError at the message's end, and for a varint of more than MAX_VARINT_BYTES."""
+    if message[at] != tag:
+        return 0, at
+    value = 0
+    for shift in range(0, 7 * MAX_VARINT_BYTES, 7):
+        at += 1
+        value |= (message[at] & 0x7F) << shift
+        if message[at] < 0x80:
+            return value, at + 1
+    raise IndexError
 
 
 def _encoded_rows(

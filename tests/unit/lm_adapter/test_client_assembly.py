@@ -8,11 +8,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from google.protobuf.message import DecodeError
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from encoder_service.rpc.convert import chunk_event, varint
 from lm_adapter import checks
-from lm_adapter.assembly import Assembler, PlacedRows, prepare_items
+from lm_adapter.assembly import Assembler, PlacedRows, prepare_items, read_chunk
 from lm_adapter.convert import dtype_number
 from lm_adapter.errors import InvalidRows, ItemFailed, StreamViolation, TruncatedStream
 from lm_adapter.items import DigestItem, Grid, ImageItem, Item, PixelItem, PreprocessOptions, UrlItem
@@ -235,6 +237,44 @@ def test_p33_no_bytes_raise_anything_but_the_adapters_errors(messages: list[byte
             assembly.feed(message)
         except StreamViolation:
             return
+
+
+def parsed(message: bytes) -> tuple[int, int, bytes] | None:
+    """A chunk as protobuf reads it; None for what is no chunk, or malformed."""
+    try:
+        event = pb.ItemEvent.FromString(message)
+    except DecodeError:
+        return None
+    return (event.item_index, event.chunk.offset_bytes, event.chunk.data) if event.HasField("chunk") else None
+
+
+VARINTS = st.integers(0, 2**64 - 1).map(varint) | st.binary(max_size=11)
+PIECES = st.sampled_from([b"\x08", b"\x1a", b"\x12", b"\x10", b"\x0a"]) | VARINTS
+
+
+@settings(deadline=None, max_examples=2000)
+@given(
+    st.lists(PIECES, max_size=6).map(b"".join)
+    | st.builds(chunk_event, st.integers(0, 2**34), st.integers(0, 2**40), st.binary(max_size=200)),
+    st.lists(st.tuples(st.integers(0, 30), st.binary(max_size=2)), max_size=2),
+)
+def test_p33_a_chunk_is_read_as_protobuf_reads_it(message: bytes, edits: list[tuple[int, bytes]]) -> None:
+    """Also of messages with bytes replaced, removed or added, near the head."""
+    for at, piece in edits:
+        message = message[:at] + piece + message[at + 1 :]
+    found = read_chunk(message)
+    assert found is None or tuple(found) == parsed(message)
+
+
+@settings(deadline=None)
+@given(st.integers(0, 2**32 - 1), st.integers(0, 2**35 - 1), st.binary(min_size=1, max_size=300))
+def test_a_chunk_as_a_service_writes_it_is_read_without_a_copy(index: int, offset: int, data: bytes) -> None:
+    event = pb.ItemEvent(item_index=index, chunk=pb.RowsChunk(offset_bytes=offset, data=data))
+    message = event.SerializeToString()
+    found = read_chunk(message)
+    assert found == (index, offset, data)
+    assert isinstance(found.data, memoryview)
+    assert found.data.obj is message
 
 
 # Requests -------------------------------------------------------------------------------------------------
