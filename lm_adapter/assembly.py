@@ -5,6 +5,7 @@ outcome, which rows are arriving in chunks, which rows wait in shared memory for
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
@@ -35,21 +36,12 @@ _REQUEST_OVERHEAD_BYTES = 1024
 _ITEM_OVERHEAD_BYTES = 8
 
 
-@dataclass
-class ItemBatch:
-    """Items of one message. ``indices[i]`` is the caller's index of ``messages[i]``."""
-
-    messages: list[pb.Item] = field(default_factory=list)
-    indices: list[int] = field(default_factory=list)
-    num_bytes: int = _REQUEST_OVERHEAD_BYTES
-
-
 @dataclass(frozen=True)
 class PreparedItems:
-    """Items as messages, in as many batches as the server's limits need. ``refused`` maps the caller's index
-    of an item that cannot be sent to its failure."""
+    """Items as messages, by the caller's index, in as many batches as the server's limits need. ``refused``:
+    the failures of items that cannot be sent."""
 
-    batches: list[ItemBatch] = field(default_factory=list)
+    batches: list[dict[int, pb.Item]] = field(default_factory=list)
     refused: dict[int, ItemFailed] = field(default_factory=dict)
 
 
@@ -62,6 +54,8 @@ def prepare_items(
     max_message_bytes, max_items: the server's limits of one call; 0 means none.
     """
     prepared = PreparedItems()
+    batch: dict[int, pb.Item] = {}
+    batch_bytes = 0
     for index, item in items.items():
         try:
             message = convert.item_message(item)
@@ -78,17 +72,12 @@ def prepare_items(
                 details={"found": num_bytes, "allowed": max_message_bytes},
             )
             continue
-        batch = prepared.batches[-1] if prepared.batches else None
-        if (
-            batch is None
-            or (max_items and len(batch.messages) >= max_items)
-            or (max_message_bytes and batch.num_bytes + num_bytes > max_message_bytes)
-        ):
-            batch = ItemBatch()
+        batch_bytes += num_bytes
+        is_full = len(batch) >= (max_items or math.inf) or batch_bytes > (max_message_bytes or math.inf)
+        if not batch or is_full:
+            batch, batch_bytes = {}, _REQUEST_OVERHEAD_BYTES + num_bytes
             prepared.batches.append(batch)
-        batch.messages.append(message)
-        batch.indices.append(index)
-        batch.num_bytes += num_bytes
+        batch[index] = message
     return prepared
 
 
@@ -321,17 +310,11 @@ def _field(message: bytes, at: int, tag: int) -> tuple[int, int]:
 def _encoded_rows(
     result: pb.ItemResult, header: RowsHeader, payload: npt.NDArray[np.uint8] | torch.Tensor
 ) -> EncodedRows:
-    return EncodedRows(
+    return header.rows(
+        payload,
         key=result.key,
         content_digest=result.content_digest,
-        grid_thw=header.grid_thw,
-        num_rows=header.num_rows,
-        width=header.width,
-        dtype=header.dtype,
-        num_deepstack_levels=header.num_deepstack_levels,
-        payload=payload,
         tier=convert.tier(result.tier),
         timings=convert.timings(result.timings),
         timestamps_s=tuple(result.timestamps_s),
-        chunk_grids=header.chunk_grids,
     )

@@ -7,14 +7,18 @@ what a prompt expects. Shape legend: R rows, D language-model width, L deepstack
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from lm_adapter.errors import InvalidRequest, InvalidRows
 from lm_adapter.items import Grid
 from lm_adapter.types import ITEMSIZE_BYTES, ROW_DTYPES, EncodedRows, ModelInfo
 from vision_encoder.layout.keys import DIGEST_BYTES
+
+if TYPE_CHECKING:
+    import torch
 
 
 class RowsHeader(NamedTuple):
@@ -27,6 +31,11 @@ class RowsHeader(NamedTuple):
     num_deepstack_levels: int
     rows_bytes: int
     chunk_grids: tuple[Grid, ...] = ()
+
+    def rows(self, payload: npt.NDArray[np.uint8] | torch.Tensor, **fields: Any) -> EncodedRows:
+        """payload: uint8 [rows_bytes]. fields: the other ones of EncodedRows."""
+        shape = {name: value for name, value in self._asdict().items() if name != "rows_bytes"}
+        return EncodedRows(payload=payload, **shape, **fields)
 
 
 def check_rows(
@@ -63,10 +72,11 @@ def check_rows(
 
 def check_models(header: RowsHeader, models: Sequence[ModelInfo]) -> None:
     """Compares a result with the announced geometries, of which it must have one. Raises InvalidRows for the
-    first model."""
+    first model; also for one whose announced width is not that of its main and deepstack levels."""
     failure: InvalidRows | None = None
     for model in models:
         try:
+            _expect("width", model.width, model.out_width * (1 + model.num_deepstack_levels))
             _check_geometry(
                 header,
                 model.width,
@@ -142,6 +152,8 @@ def _check_geometry(
     merges_time: bool,
 ) -> None:
     grid = header.grid_thw
+    if spatial_merge_size < 1:
+        _expect("spatial_merge_size", spatial_merge_size, 1)
     if min(grid) < 1 or grid.h % spatial_merge_size or grid.w % spatial_merge_size:
         raise InvalidRows(
             "grid_thw",

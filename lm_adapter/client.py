@@ -12,8 +12,8 @@ import dataclasses
 import functools
 import os
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Self, TypeAlias, TypeVar, cast
 
 import grpc
@@ -67,6 +67,8 @@ READY_POLL_S = 0.05
 MIN_INFO_AGE_S = 1.0
 MAX_HASHED_BYTES = 8 << 20
 """Larger files are hashed by the service, on its decode threads."""
+MAX_LOOP_COPY_S = 150e-6
+"""Copies out of shared memory that are estimated to take longer are made on a worker thread."""
 INSTANCE_KEY = "x-instance-id"
 """Trailing metadata: the ``instance_id`` of the server that answered."""
 _HEALTH_CHECK = "/grpc.health.v1.Health/Check"
@@ -74,7 +76,6 @@ _SERVICE = pb.DESCRIPTOR.services_by_name["VisionEncoder"].full_name
 
 ResponseT = TypeVar("ResponseT", bound=Message)
 ResultT = TypeVar("ResultT")
-RowsRequest: TypeAlias = pb.EncodeRequest | pb.FetchRequest
 _Listed: TypeAlias = dict[int, tuple[MappedArena, Record]]
 
 
@@ -94,23 +95,21 @@ class Deadline:
 
 @dataclass
 class RowsCall:
-    """The items of one Encode or Fetch message, and what became of them.
+    """One ``encode`` or ``fetch``, which may take several RPCs, and what became of its items.
 
-    request: for all of them. indices: the caller's index of each position. shared: the memory that rows may
-    be placed in, and stream: the one that uses them. outcomes: of all num_items of the caller, by index."""
+    models: whose geometry the rows may have. shared: the memory that rows may be placed in, and stream: the
+    one that uses them. outcomes: of all num_items, by the caller's index."""
 
-    request: RowsRequest
-    indices: Sequence[int]
-    digests: Sequence[bytes | None]
-    keys: Sequence[bytes]
+    info: ServerInfo
     models: Sequence[ModelInfo]
     shared: AttachedMemory | None
     stream: Any
+    deadline: Deadline
     num_items: int
-    outcomes: dict[int, Outcome]
+    outcomes: dict[int, Outcome] = field(default_factory=dict)
 
-    def missing(self) -> list[int]:
-        return [position for position, index in enumerate(self.indices) if index not in self.outcomes]
+    def in_order(self) -> list[Outcome]:
+        return [self.outcomes[index] for index in range(self.num_items)]
 
 
 class AsyncVisionEncoderClient:
@@ -231,36 +230,21 @@ class AsyncVisionEncoderClient:
         stream: the torch.cuda.Stream on which rows on a GPU are used; by default the calling thread's current
         one. Raises CallFailed when the call failed before every item had its outcome; ``completed`` of the
         error maps the indices of the others to their outcome."""
-        self._shared.note_device()
-        stream = stream or current_stream()
-        deadline = Deadline(self._timeout_s if timeout_s is None else timeout_s)
-        info = await self._ready_to_read(deadline)
-        shared = self._shared.current
-        outcomes: dict[int, Outcome] = {}
-        if shared is not None:
+        call = await self._begin(len(items), timeout_s, stream)
+        call.models = self._expected_models(call.info)
+        if call.shared is not None:
             if any(self._is_to_hash(item) for item in items):
                 items = await asyncio.to_thread(self._hashed, items)
-            outcomes.update(await self._read_resident(shared, info, self._keys(info, items), stream))
+            await self._read_resident(call, self._keys(call.info, items))
         prepared = prepare_items(
-            {index: item for index, item in enumerate(items) if index not in outcomes},
-            max_message_bytes=info.limits.max_message_bytes,
-            max_items=info.limits.max_items_per_request,
+            {index: item for index, item in enumerate(items) if index not in call.outcomes},
+            max_message_bytes=call.info.limits.max_message_bytes,
+            max_items=call.info.limits.max_items_per_request,
         )
-        outcomes.update(prepared.refused)
+        call.outcomes.update(prepared.refused)
         for batch in prepared.batches:
-            call = RowsCall(
-                pb.EncodeRequest(items=batch.messages, namespace=self._namespace, model=self._model),
-                batch.indices,
-                digests=[items[index].digest or None for index in batch.indices],
-                keys=(),
-                models=self._expected_models(info),
-                shared=shared,
-                stream=stream,
-                num_items=len(items),
-                outcomes=outcomes,
-            )
-            await self._run(call, deadline)
-        return [outcomes[index] for index in range(len(items))]
+            await self._run("Encode", call, batch)
+        return call.in_order()
 
     async def encode_one(
         self, item: Item, *, timeout_s: float | None = None, stream: Any = None
@@ -277,29 +261,13 @@ class AsyncVisionEncoderClient:
         keys = check_keys(keys)
         if not keys:
             return []
-        self._shared.note_device()
-        stream = stream or current_stream()
-        deadline = Deadline(self._timeout_s if timeout_s is None else timeout_s)
-        info = await self._ready_to_read(deadline)
-        shared = self._shared.current
-        outcomes: dict[int, Outcome] = {}
-        if shared is not None:
-            outcomes.update(await self._read_resident(shared, info, dict(enumerate(keys)), stream))
-        for portion in _portions(info, [index for index in range(len(keys)) if index not in outcomes]):
-            wanted = [keys[index] for index in portion]
-            call = RowsCall(
-                pb.FetchRequest(keys=wanted, namespace=self._namespace),
-                portion,
-                digests=[None] * len(portion),
-                keys=wanted,
-                models=info.models,  # a key may belong to any of them
-                shared=shared,
-                stream=stream,
-                num_items=len(keys),
-                outcomes=outcomes,
-            )
-            await self._run(call, deadline)
-        return [outcomes[index] for index in range(len(keys))]
+        call = await self._begin(len(keys), timeout_s, stream)
+        await self._read_resident(call, dict(enumerate(keys)))
+        for portion in _portions(
+            call.info, [index for index in range(len(keys)) if index not in call.outcomes]
+        ):
+            await self._run("Fetch", call, {index: keys[index] for index in portion})
+        return call.in_order()
 
     async def prefetch(
         self, items: Sequence[Item], *, timeout_s: float | None = None
@@ -315,14 +283,14 @@ class AsyncVisionEncoderClient:
         )
         statuses: dict[int, PrefetchStatus | ItemFailed] = dict(prepared.refused)
         for batch in prepared.batches:
-            request = pb.PrefetchRequest(items=batch.messages, namespace=self._namespace, model=self._model)
+            request = pb.PrefetchRequest(items=batch.values(), namespace=self._namespace, model=self._model)
             response = await self._unary("Prefetch", request, pb.PrefetchResponse, deadline)
-            if len(response.statuses) != len(batch.indices):
+            if len(response.statuses) != len(batch):
                 raise StreamViolation(
-                    f"Prefetch answered for {len(response.statuses)} items, {len(batch.indices)} were sent"
+                    f"Prefetch answered for {len(response.statuses)} items, {len(batch)} were sent"
                 )
             found = [convert.prefetch_status(status) for status in response.statuses]
-            statuses.update(zip(batch.indices, found, strict=True))
+            statuses.update(zip(batch, found, strict=True))
         return [statuses[index] for index in range(len(items))]
 
     async def lookup(self, keys: Sequence[bytes], *, timeout_s: float | None = None) -> list[KeyStatus]:
@@ -394,12 +362,12 @@ class AsyncVisionEncoderClient:
                     keys[index] = item_key(item, models[0], namespace=self._namespace)
         return keys
 
-    async def _read_resident(
-        self, shared: AttachedMemory, info: ServerInfo, keys: Mapping[int, bytes], stream: Any
-    ) -> dict[int, EncodedRows]:
-        """Rows that the directory lists, by the caller's index. Lost ones are left to the request."""
-        listed = _listed(shared, keys)
-        return await asyncio.to_thread(self._read_listed, info, listed, stream) if listed else {}
+    async def _read_resident(self, call: RowsCall, keys: Mapping[int, bytes]) -> None:
+        """Adds rows that the directory lists to the outcomes. Lost ones are left to the request."""
+        if call.shared is not None and (listed := _listed(call.shared, keys)):
+            num_bytes = sum(record.rows_bytes for _, record in listed.values())
+            read = functools.partial(self._read_listed, call.info, listed, call.stream)
+            call.outcomes.update(await _copied(call.shared, num_bytes, read))
 
     def _read_listed(self, info: ServerInfo, listed: _Listed, stream: Any) -> dict[int, EncodedRows]:
         """On any thread: the rows that are whole and fit the models."""
@@ -427,90 +395,104 @@ class AsyncVisionEncoderClient:
         self._reports.note(record.key, record.generation, is_lost=payload is None)
         if payload is None:
             return None
-        return EncodedRows(
+        return header.rows(
+            payload,
             key=record.key,
             content_digest=record.content_digest,
-            grid_thw=header.grid_thw,
-            num_rows=record.num_rows,
-            width=record.width,
-            dtype=record.dtype,
-            num_deepstack_levels=record.num_deepstack_levels,
-            payload=payload,
             tier=CacheTier.DEVICE if arena.is_device else CacheTier.HOST,
         )
 
     # Streams of rows --------------------------------------------------------------------------------------
 
-    async def _run(self, call: RowsCall, deadline: Deadline) -> None:
-        """Asks until every item of the call has its outcome. Raises CallFailed."""
+    async def _begin(self, num_items: int, timeout_s: float | None, stream: Any) -> RowsCall:
+        """Raises TransportUnavailable if inline is excluded and nothing is attached in time."""
+        self._shared.note_device()
+        stream = stream or current_stream()
+        deadline = Deadline(self._timeout_s if timeout_s is None else timeout_s)
+        info = await self._known_info(deadline)
+        if self._shared.needs_wait:
+            try:
+                await asyncio.to_thread(self._shared.require, deadline.left_s)
+            finally:
+                self._check_open("attaching to shared memory")
+        return RowsCall(info, info.models, self._shared.current, stream, deadline, num_items)
+
+    async def _run(self, method: str, call: RowsCall, entries: Mapping[int, pb.Item | bytes]) -> None:
+        """Asks until every one of these items or keys, by the caller's index, has its outcome. Raises
+        CallFailed."""
         lost: set[int] = set()
         has_broken = False
-        while missing := call.missing():
-            first = [position for position in missing if position not in lost]
+        while missing := [index for index in entries if index not in call.outcomes]:
+            first = [index for index in missing if index not in lost]
+            asked = {index: entries[index] for index in first or missing}
             try:
-                if first:
-                    await self._stream(call, first, deadline, call.shared, lost)
-                else:
-                    await self._stream(call, missing, deadline, None, lost)
-            except (EncoderUnavailable, TruncatedStream) as error:
+                await self._stream(method, call, asked, call.shared if first else None, lost)
+            except CallFailed as error:
                 # Failures that the server states itself (DRAINING, ...) have their own reason.
-                if has_broken or error.reason != type(error).default_reason:
+                is_break = isinstance(error, EncoderUnavailable | TruncatedStream)
+                if not is_break or has_broken or error.reason != type(error).default_reason:
                     error.completed = dict(call.outcomes)
                     raise
                 has_broken = True
-            except CallFailed as error:
-                error.completed = dict(call.outcomes)
-                raise
 
     async def _stream(
         self,
+        method: str,
         call: RowsCall,
-        positions: Sequence[int],
-        deadline: Deadline,
+        entries: Mapping[int, Any],
         shared: AttachedMemory | None,
         lost: set[int],
     ) -> None:
-        """One RPC for some positions. Adds to the outcomes, and to ``lost`` those whose rows were overwritten
-        before they were copied. shared: the memory that rows may be placed in, None for inline. Raises
-        CallFailed."""
-        request = _portion_of(call.request, positions)
-        name = "Encode" if isinstance(request, pb.EncodeRequest) else "Fetch"
+        """One RPC for these items or keys. Adds to the outcomes, and to ``lost`` those whose rows were
+        overwritten before they were copied. shared: the memory that rows may be placed in, None for inline.
+        Raises CallFailed."""
+        request: pb.EncodeRequest | pb.FetchRequest
+        keys: Sequence[bytes] = ()
+        digests: Sequence[bytes | None] = [None] * len(entries)
+        if method == "Encode":
+            request = pb.EncodeRequest(items=entries.values(), namespace=self._namespace, model=self._model)
+            digests = [item.content_digest or None for item in request.items]
+        else:
+            request = pb.FetchRequest(keys=entries.values(), namespace=self._namespace)
+            keys = request.keys
         request.delivery = pb.DELIVERY_INLINE if shared is None else shared.delivery
-        request.after_lost_read = bool(lost.intersection(positions))
+        request.after_lost_read = not lost.isdisjoint(entries)
+        indices = list(entries)
         assembler = Assembler(
-            [call.digests[position] for position in positions],
-            keys=[call.keys[position] for position in positions] if call.keys else (),
+            digests,
+            keys=keys,
             models=call.models,
             max_rows_bytes=self._max_rows_bytes,
             allows_places=shared is not None,
         )
-        self._check_open(name)
+        self._check_open(method)
         # Without a deserialiser, messages arrive as bytes.
-        method: Any = self._channel.current().unary_stream(_method_path(name))
-        rpc = method(request.SerializeToString(), timeout=deadline.left_s, metadata=self._channel.metadata())
+        start: Any = self._channel.current().unary_stream(_method_path(method))
+        rpc = start(
+            request.SerializeToString(), timeout=call.deadline.left_s, metadata=self._channel.metadata()
+        )
         try:
             async for message in rpc:
                 found = assembler.feed(message)
                 if isinstance(found, PlacedRows):
                     assert shared is not None
-                    position = positions[found.position]
+                    index = indices[found.position]
                     rows = await self._read_placed(shared, found, call.stream)
                     if rows is None:
-                        lost.add(position)
+                        lost.add(index)
                     else:
-                        call.outcomes[call.indices[position]] = rows
+                        call.outcomes[index] = rows
                 elif found is not None:
                     position, outcome = found
-                    call.outcomes[call.indices[positions[position]]] = outcome
+                    call.outcomes[indices[position]] = outcome
                     if isinstance(outcome, InvalidRows):
                         self._info = None  # the server may have been replaced by one with another model
             self._note_instance(await rpc.trailing_metadata())
             assembler.finish()
         except grpc.RpcError as error:
-            num_arrived = len(call.outcomes)
-            raise self._failed(error, name, call.num_items, num_arrived) from error
+            raise self._failed(error, method, call.num_items, len(call.outcomes)) from error
         except asyncio.CancelledError as error:
-            self._raise_if_closed(name, error)
+            self._raise_if_closed(method, error)
             raise
         finally:
             rpc.cancel()
@@ -519,13 +501,12 @@ class AsyncVisionEncoderClient:
         self, shared: AttachedMemory, placed: PlacedRows, stream: Any
     ) -> EncodedRows | None:
         """None for lost rows."""
-        place, key = placed.place, placed.result.key
-        payload = await asyncio.to_thread(
-            functools.partial(shared.read_place, place, placed.header.rows_bytes, stream=stream)
-        )
+        place, num_bytes = placed.place, placed.header.rows_bytes
+        read = functools.partial(shared.read_place, place, num_bytes, stream=stream)
+        payload = await _copied(shared, num_bytes, read)
         if payload is None:
             return None  # the request that follows reports the loss
-        self._reports.note(key, place.generation, is_lost=False)
+        self._reports.note(placed.result.key, place.generation, is_lost=False)
         return placed.rows(payload)
 
     async def _send_report(self, rows: Sequence[tuple[bytes, int]], num_lost: int) -> None:
@@ -534,16 +515,6 @@ class AsyncVisionEncoderClient:
         await self._unary("Touch", request, pb.TouchResponse, Deadline(self._timeout_s))
 
     # The server and its calls -----------------------------------------------------------------------------
-
-    async def _ready_to_read(self, deadline: Deadline) -> ServerInfo:
-        """Raises TransportUnavailable if inline is excluded and nothing is attached in time."""
-        info = await self._known_info(deadline)
-        if self._shared.needs_wait:
-            try:
-                await asyncio.to_thread(self._shared.require, deadline.left_s)
-            finally:
-                self._check_open("attaching to shared memory")
-        return info
 
     async def _known_info(self, deadline: Deadline) -> ServerInfo:
         """The server's information, asked for if it is not known. Raises CallFailed."""
@@ -650,6 +621,12 @@ def _listed(shared: AttachedMemory, keys: Mapping[int, bytes]) -> _Listed:
     return {index: found for index, key in keys.items() if (found := shared.find(key)) is not None}
 
 
+async def _copied(shared: AttachedMemory, num_bytes: int, read: Callable[[], ResultT]) -> ResultT:
+    """The result of a read: made on the loop if it is short, as a change of threads would take longer."""
+    is_short = shared.copy_s(num_bytes) <= MAX_LOOP_COPY_S
+    return read() if is_short else await asyncio.to_thread(read)
+
+
 def rows_or_raise(outcome: Outcome) -> EncodedRows:
     """The rows. Raises ItemFailed."""
     if isinstance(outcome, ItemFailed):
@@ -661,17 +638,6 @@ def _portions(info: ServerInfo, entries: Sequence[ResultT]) -> list[Sequence[Res
     """Entries in as many calls as the server's limit of items needs."""
     size = info.limits.max_items_per_request or len(entries) or 1
     return [entries[start : start + size] for start in range(0, len(entries), size)]
-
-
-def _portion_of(request: RowsRequest, positions: Sequence[int]) -> RowsRequest:
-    """The same request for some of its items or keys."""
-    if isinstance(request, pb.FetchRequest):
-        keys = [request.keys[position] for position in positions]
-        return pb.FetchRequest(keys=keys, namespace=request.namespace)
-    if len(positions) == len(request.items):
-        return request
-    items = [request.items[position] for position in positions]
-    return pb.EncodeRequest(items=items, namespace=request.namespace, model=request.model)
 
 
 def _method_path(method: str) -> str:

@@ -6,6 +6,7 @@ Owns the thread and its event loop. Rows that are resident in shared memory are 
 from __future__ import annotations
 
 import asyncio
+import functools
 import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
@@ -108,24 +109,14 @@ class VisionEncoderClient:
         return self._run(lambda: self._client.wait_transport(timeout_s))
 
     def encode(self, items: Sequence[Item], *, timeout_s: float | None = None) -> list[Outcome]:
-        self._client.note_device()
-        stream = current_stream()
-        found = self._client.read_resident(items, stream)
-        if found is not None:
-            return found
-        return self._run(lambda: self._client.encode(items, timeout_s=timeout_s, stream=stream))
+        return self._rows(items, functools.partial(self._client.encode, items, timeout_s=timeout_s))
 
     def encode_one(self, item: Item, *, timeout_s: float | None = None) -> EncodedRows:
         (outcome,) = self.encode([item], timeout_s=timeout_s)
         return rows_or_raise(outcome)
 
     def fetch(self, keys: Sequence[bytes], *, timeout_s: float | None = None) -> list[Outcome]:
-        self._client.note_device()
-        stream = current_stream()
-        found = self._client.read_resident(keys, stream)
-        if found is not None:
-            return found
-        return self._run(lambda: self._client.fetch(keys, timeout_s=timeout_s, stream=stream))
+        return self._rows(keys, functools.partial(self._client.fetch, keys, timeout_s=timeout_s))
 
     def prefetch(
         self, items: Sequence[Item], *, timeout_s: float | None = None
@@ -134,6 +125,15 @@ class VisionEncoderClient:
 
     def lookup(self, keys: Sequence[bytes], *, timeout_s: float | None = None) -> list[KeyStatus]:
         return self._run(lambda: self._client.lookup(keys, timeout_s=timeout_s))
+
+    def _rows(
+        self, wanted: Sequence[Item | bytes], start: Callable[..., Coroutine[Any, Any, list[Outcome]]]
+    ) -> list[Outcome]:
+        """Read on this thread if all of them are resident in shared memory."""
+        self._client.note_device()
+        stream = current_stream()
+        found = self._client.read_resident(wanted, stream)
+        return self._run(lambda: start(stream=stream)) if found is None else found
 
     def _run(self, start: Callable[[], Coroutine[Any, Any, ResultT]]) -> ResultT:
         """Runs a call on the loop's thread. An interrupted caller cancels the call."""

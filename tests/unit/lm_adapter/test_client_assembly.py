@@ -189,6 +189,28 @@ def test_several_models_each_allow_their_own_geometry() -> None:
     assert isinstance(third[1], InvalidRows)
 
 
+@pytest.mark.parametrize(
+    ("announced", "field_name", "figures"),
+    [
+        ({"spatial_merge_size": 0}, "spatial_merge_size", ("0", "1")),
+        ({"num_deepstack_levels": 1}, "width", ("16", "8")),
+        ({"width": 20}, "width", ("20", "16")),
+        ({"out_width": 5}, "width", ("16", "20")),
+    ],
+)
+def test_p22_rows_of_a_model_that_contradicts_itself_are_refused(
+    announced: dict[str, Any], field_name: str, figures: tuple[str, str]
+) -> None:
+    """Deepstack levels are cut from the rows by the announced width and number of levels."""
+    model = replace(MODEL, **announced)
+    assembly = Assembler([None], models=[model])
+    outcome = feed(assembly, edited(num_deepstack_levels=model.num_deepstack_levels, width=model.width)[0])
+    assert outcome is not None
+    assert isinstance(outcome[1], InvalidRows)
+    assert outcome[1].field == field_name
+    assert (outcome[1].details["found"], outcome[1].details["expected"]) == figures
+
+
 def test_items_without_an_outcome_are_named_when_the_stream_ends() -> None:
     assembly = assembler(4)
     for event in item_events(2, Grid(1, 2, 2)):
@@ -291,7 +313,7 @@ def test_items_become_messages() -> None:
     prepared = prepare_items(dict(enumerate(items)))
     assert prepared.refused == {}
     (batch,) = prepared.batches
-    image, tensor, digest, url = batch.messages
+    image, tensor, digest, url = batch.values()
     assert (image.encoded, image.content_digest, image.modality) == (b"jpeg", b"d" * 32, pb.MODALITY_IMAGE)
     assert image.options == pb.PreprocessOptions(min_pixels=9, fps=2.0)
     assert tensor.pixels.inline.data == pixels.tobytes()
@@ -325,7 +347,7 @@ def test_p33_an_item_that_cannot_be_sent_fails_alone() -> None:
         ImageItem(b"fine"),
     ]
     prepared = prepare_items(dict(enumerate(items)), max_message_bytes=4096)
-    assert [batch.indices for batch in prepared.batches] == [[0, 4]]
+    assert [list(batch) for batch in prepared.batches] == [[0, 4]]
     assert {index: failure.reason for index, failure in prepared.refused.items()} == {
         1: "MESSAGE_TOO_LARGE",
         2: "INVALID_REQUEST",
@@ -342,11 +364,11 @@ def test_batches_hold_every_item_in_order_and_stay_within_the_limits(
 ) -> None:
     items = [ImageItem(b"x" * size) for size in sizes]
     prepared = prepare_items(dict(enumerate(items)), max_message_bytes=8192, max_items=max_items)
-    sent = [index for batch in prepared.batches for index in batch.indices]
+    sent = [index for batch in prepared.batches for index in batch]
     assert sent == list(range(len(items)))
     for batch in prepared.batches:
-        assert 1 <= len(batch.messages) <= max_items
-        request = pb.EncodeRequest(items=batch.messages, namespace="n" * 256, model="m" * 256)
+        assert 1 <= len(batch) <= max_items
+        request = pb.EncodeRequest(items=batch.values(), namespace="n" * 256, model="m" * 256)
         assert request.ByteSize() <= 8192
 
 
@@ -361,4 +383,4 @@ def test_every_geometry_rule_is_the_models() -> None:
     header = checks.RowsHeader(Grid(1, 4, 4), 4, 16, "float32", 3, 256)
     checks.check_models(header, [MODEL])
     with pytest.raises(InvalidRows, match="16, expected 64"):
-        checks.check_models(header, [replace(MODEL, width=64)])
+        checks.check_models(header, [replace(MODEL, width=64, out_width=16)])

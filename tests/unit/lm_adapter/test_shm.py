@@ -154,6 +154,36 @@ def test_reads_are_reported_in_batches(encoder: Encoder, open_client: Open) -> N
     assert len(encoder.requests("Touch")) <= 2
 
 
+def test_p34_short_copies_stay_on_the_loop_and_long_ones_leave_it(
+    encoder: Encoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[int] = []
+    copy = mapping.HostMemory.copy
+
+    def recorded(self: mapping.HostMemory, *arguments: Any) -> Any:
+        threads.append(threading.get_ident())
+        return copy(self, *arguments)
+
+    monkeypatch.setattr(mapping.HostMemory, "copy", recorded)
+
+    async def scenario() -> None:
+        async with AsyncVisionEncoderClient(
+            encoder.fake.target, namespace=NAMESPACE, timeout_s=20.0
+        ) as client:
+            assert (await client.wait_transport(10.0)).name == "host"
+            for _ in ("placed", "listed"):
+                assert_rows_of(await client.encode_one(image(0)), digest_of(0))
+            assert threads == [threading.get_ident()] * 2
+            monkeypatch.setattr("lm_adapter.client.MAX_LOOP_COPY_S", 0.0)
+            for _ in ("placed", "listed"):
+                assert_rows_of(await client.encode_one(image(1)), digest_of(1))
+            assert len(threads) == 4
+            assert threading.get_ident() not in threads[2:]
+            assert 0 < client._shared.current.copy_s(1 << 20) < 1e-3  # type: ignore[union-attr]
+
+    asyncio.run(scenario())
+
+
 @pytest.mark.parametrize("method", ["encode", "fetch"])
 def test_p21_lost_rows_are_asked_for_once_more_inline(
     encoder: Encoder, open_client: Open, method: str
