@@ -144,7 +144,7 @@ def _align_mixed(runs: Sequence[Run], items: Sequence[PromptItem], units: _Units
         reached: dict[int, int] = {}
         origin: dict[int, int] = {}
         for boundary, count in readings.items():
-            for after in _reach(run, boundary, units):
+            for after, _ in _reach(run, boundary, None, units, by_item=False):
                 if least[after] <= ids_left <= most[after]:
                     reached[after] = min(2, reached.get(after, 0) + count)
                     origin[after] = boundary
@@ -190,27 +190,34 @@ def _has_other_reading(runs: Sequence[Run], units: _Units, known: Sequence[int])
         ids_left -= run.length
         reached: set[_State] = set()
         for state in states:
-            for unit, is_expanded in _reach_by_item(run, state, units):
+            for unit, is_expanded in _reach(run, state.unit, state.is_expanded, units, by_item=True):
                 if least[unit] <= ids_left <= most[unit]:
                     reached.add(_State(unit, is_expanded, state.is_other or unit != boundary))
         states = reached
     return any(state.is_other and state.unit == len(units.rows) for state in states)
 
 
-def _reach_by_item(run: Run, state: _State, units: _Units) -> list[tuple[int, bool | None]]:
-    """As ``_reach``, with one form for all frames of an item: the unit that can come next, and the form of
-    the item that it goes on with."""
+def _reach(
+    run: Run, first: int, first_form: bool | None, units: _Units, *, by_item: bool
+) -> list[tuple[int, bool | None]]:
+    """The units that can come next after ``run`` when unit ``first`` opens it, each with the form of the item
+    that goes on with it: whether it is expanded. by_item: all frames of an item have one form; without it,
+    forms are None.
+
+    uses[unit, form] is a bit set: bit n says that the units from ``first`` to before ``unit`` can use exactly
+    n ids.
+    """
     full = (1 << (run.length + 1)) - 1
-    uses: dict[tuple[int, bool | None], int] = {(state.unit, state.is_expanded): 1}
+    uses: dict[tuple[int, bool | None], int] = {(first, first_form): 1}
     reached: list[tuple[int, bool | None]] = []
     ends = {*units.item_ends.values()}
 
     def add(unit: int, is_expanded: bool | None, ways: int) -> None:
-        place = unit, (None if unit in ends else is_expanded)
+        place = unit, (is_expanded if by_item and unit not in ends else None)
         if ways & full:
             uses[place] = uses.get(place, 0) | ways & full
 
-    for unit in range(state.unit, len(units.rows) + 1):
+    for unit in range(first, len(units.rows) + 1):
         if not uses:
             break
         for form in (None, False, True):
@@ -219,35 +226,12 @@ def _reach_by_item(run: Run, state: _State, units: _Units) -> list[tuple[int, bo
                 reached.append((unit, form))
             if not ways or unit == len(units.rows) or units.placeholder_ids[unit] != run.placeholder_id:
                 continue
-            if form is None:
+            if form is None and unit in units.item_ends:
                 add(units.item_ends[unit], None, ways << 1)
             if form is not True:
                 add(unit + 1, False, ways << 1)
             if form is not False:
                 add(unit + 1, True, ways << units.rows[unit])
-    return reached
-
-
-def _reach(run: Run, first: int, units: _Units) -> list[int]:
-    """The units that can come next after ``run`` when unit ``first`` opens it.
-
-    uses[u] is a bit set: bit n says that the units first..u-1 can use exactly n ids.
-    """
-    full = (1 << (run.length + 1)) - 1
-    uses = {first: 1}
-    reached = []
-    for unit in range(first, len(units.rows) + 1):
-        ways = uses.pop(unit, 0)
-        if ways >> run.length & 1:
-            reached.append(unit)
-        if unit == len(units.rows) or units.placeholder_ids[unit] != run.placeholder_id:
-            break
-        if ways:
-            uses[unit + 1] = uses.get(unit + 1, 0) | (ways << 1 | ways << units.rows[unit]) & full
-            item_end = units.item_ends.get(unit, unit + 1)
-            uses[item_end] = uses.get(item_end, 0) | ways << 1 & full
-        if not any(uses.values()):
-            break
     return reached
 
 

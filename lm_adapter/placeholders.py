@@ -29,7 +29,6 @@ __all__ = [
     "expand_placeholders",
     "interleave_timestamps",
     "prompt_item",
-    "unit_rows",
 ]
 
 
@@ -89,10 +88,10 @@ class ExpandedPrompt:
         return mask
 
 
-def unit_rows(
-    grid: Sequence[int], *, merge_size: int, modality: Modality, merges_time: bool
-) -> tuple[int, ...]:
-    """Rows of each unit of an item, from its grid [t, h, w] in patches.
+def prompt_item(
+    grid: Sequence[int], *, placeholder_id: int, merge_size: int, modality: Modality, merges_time: bool
+) -> PromptItem:
+    """What an item of this grid [t, h, w] in patches asks of the prompt.
 
     Qwen: an image is one unit of t*h*w/merge^2 rows (t is 1), a clip t units of h*w/merge^2, because
     timestamps stand between its frames. Kimi (``merges_time``): one unit of h*w/merge^2 for any t.
@@ -109,16 +108,8 @@ def unit_rows(
         )
     rows = h * w // merge_size**2
     if merges_time:
-        return (rows,)
-    return (t * rows,) if modality is Modality.IMAGE else (rows,) * t
-
-
-def prompt_item(
-    grid: Sequence[int], *, placeholder_id: int, merge_size: int, modality: Modality, merges_time: bool
-) -> PromptItem:
-    """The PromptItem of a grid; arguments and errors as of ``unit_rows``."""
-    rows = unit_rows(grid, merge_size=merge_size, modality=modality, merges_time=merges_time)
-    return PromptItem(placeholder_id, rows)
+        return PromptItem(placeholder_id, (rows,))
+    return PromptItem(placeholder_id, (t * rows,) if modality is Modality.IMAGE else (rows,) * t)
 
 
 def expand_placeholders(

@@ -30,7 +30,7 @@ from lm_adapter.errors import InvalidRequest
 from lm_adapter.items import FramesItem, Grid, Modality, PreprocessOptions
 from lm_adapter.keys import content_digest, frames_digest, item_key, pixels_digest
 from lm_adapter.mrope import MRopePositions, mrope_positions
-from lm_adapter.placeholders import ExpandedPrompt, expand_placeholders, prompt_item, unit_rows
+from lm_adapter.placeholders import ExpandedPrompt, expand_placeholders, prompt_item
 from lm_adapter.prefix_cache import PadScheme, pad_id, restore_placeholders
 from lm_adapter.splice import RowsLayout, Splicer, StepChunk, splice_step
 from lm_adapter.testing import fake_model
@@ -186,11 +186,11 @@ def answer_grid(asked: Asked) -> Asked:
         grids = [MoonViTPreprocessor(moonvit_images(asked), IMAGE_LIMITS).target_grid(height, width, PLAIN)]
     else:
         grids = [QwenVLPreprocessor(qwen_images(asked), IMAGE_LIMITS).target_grid(height, width, PLAIN)]
-    rows = [
-        count
+    items = [
+        prompt_item(grid, placeholder_id=0, merge_size=2, modality=modality, merges_time=is_kimi)
         for grid in grids
-        for count in unit_rows(grid, merge_size=2, modality=modality, merges_time=is_kimi)
     ]
+    rows = [count for item in items for count in item.unit_rows]
     return {"grids": [list(grid) for grid in grids], "rows": rows}
 
 

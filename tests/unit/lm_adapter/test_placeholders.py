@@ -20,7 +20,6 @@ from lm_adapter.placeholders import (
     expand_placeholders,
     interleave_timestamps,
     prompt_item,
-    unit_rows,
 )
 
 IMAGE, VIDEO, START, END = 900, 901, 902, 903
@@ -38,17 +37,20 @@ def segments(prompt: ExpandedPrompt) -> list[list[tuple[int, int]]]:
     return [[tuple(segment) for segment in span.segments] for span in prompt.spans]
 
 
+def item_of(grid: tuple[int, ...], modality: Modality, *, merges_time: bool = False) -> PromptItem:
+    return prompt_item(grid, placeholder_id=VIDEO, merge_size=2, modality=modality, merges_time=merges_time)
+
+
 def test_unit_rows_of_the_families() -> None:
-    qwen = {"merge_size": 2, "merges_time": False}
-    assert unit_rows((1, 4, 6), modality=Modality.IMAGE, **qwen) == (6,)
-    assert unit_rows((3, 4, 6), modality=Modality.VIDEO, **qwen) == (6, 6, 6)
-    assert unit_rows((3, 4, 6), modality=Modality.VIDEO, merge_size=2, merges_time=True) == (6,)
+    assert item_of((1, 4, 6), Modality.IMAGE) == PromptItem(VIDEO, (6,))
+    assert item_of((3, 4, 6), Modality.VIDEO) == PromptItem(VIDEO, (6, 6, 6))
+    assert item_of((3, 4, 6), Modality.VIDEO, merges_time=True) == PromptItem(VIDEO, (6,))
 
 
 @pytest.mark.parametrize("grid", [(0, 4, 4), (1, 3, 4), (1, 4, 3), (1, 0, 4), (1, 4)])
-def test_unit_rows_refuses_a_grid(grid: tuple[int, ...]) -> None:
+def test_an_item_of_a_grid_that_no_tower_has_is_refused(grid: tuple[int, ...]) -> None:
     with pytest.raises(InvalidRequest, match=str(list(grid)).replace("[", r"\[")):
-        unit_rows(grid, merge_size=2, modality=Modality.IMAGE, merges_time=False)
+        item_of(grid, Modality.IMAGE)
 
 
 def test_p05_single_placeholders_expand() -> None:
@@ -181,14 +183,7 @@ def test_interleaved_timestamps() -> None:
         vision_end_id=END,
     )
     assert ids.tolist() == [1, 11, START, VIDEO, END, 12, 13, START, VIDEO, END, 2]
-    prompt = expand_placeholders(
-        ids,
-        [
-            prompt_item(
-                (2, 4, 4), placeholder_id=VIDEO, merge_size=2, modality=Modality.VIDEO, merges_time=False
-            )
-        ],
-    )
+    prompt = expand_placeholders(ids, [item_of((2, 4, 4), Modality.VIDEO)])
     assert [segment.length for segment in prompt.spans[0].segments] == [4, 4]
     with pytest.raises(InvalidRequest, match=r"1 placeholders.*needs 2"):
         interleave_timestamps(

@@ -57,16 +57,6 @@ def test_a_view_of_a_batch_is_written_and_its_neighbours_are_not() -> None:
     assert (batch == -1).all()
 
 
-def test_chunk_without_visual_tokens_has_empty_levels() -> None:
-    prompt = expand_placeholders([1, 2, IMAGE], [PromptItem(IMAGE, (2,))])
-    splicer, _ = make_splicer(prompt)
-    spliced = splice(splicer, torch.zeros(2, D), 0)
-    assert tuple(spliced.deepstack.shape) == (L, 0, D)
-    assert spliced.num_visual == 0
-    without = Splicer([], [], RowsLayout(D), inputs_embeds_dtype=torch.float32)
-    assert tuple(splice(without, torch.zeros(2, D), 0).deepstack.shape) == (0, 0, D)
-
-
 @settings(max_examples=150, deadline=None)
 @given(
     st.lists(
