@@ -6,6 +6,7 @@ IPC and mount namespaces of its own (``IS_ISOLATED``); else in this one's.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
@@ -79,15 +80,15 @@ class Pod:
         self.send(do, **command)
         return self.answer()
 
-    def signal(self, number: int) -> None:
-        """To the process inside its namespaces."""
+    @property
+    def pid(self) -> int:
+        """Of the process inside its namespaces, as it is known outside. Raises ValueError once it is gone."""
         pid = self.process.pid
-        if can_isolate():
-            children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-            for child in children:
-                os.kill(int(child), number)
-        else:
-            os.kill(pid, number)
+        return int(Path(f"/proc/{pid}/task/{pid}/children").read_text()) if can_isolate() else pid
+
+    def signal(self, number: int) -> None:
+        with contextlib.suppress(ValueError):
+            os.kill(self.pid, number)
 
     def kill(self) -> None:
         """SIGKILL, and waits for its end. Harmless for a process that has ended."""

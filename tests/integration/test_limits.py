@@ -279,6 +279,9 @@ def test_p15_cancelled_and_late_callers_leave_nothing_behind(
         engine = found.service._engine
         assert engine is not None
         assert engine.fault is None
+        assert not found.service.metrics.registry.get_sample_value(
+            "ve_requests_total", {"method": "Encode", "status": "INTERNAL"}
+        ), "a caller that left is no failure of the service"
 
 
 def test_an_old_connection_is_replaced_unnoticed(checkpoints: dict[str, Path], device: torch.device) -> None:
