@@ -107,11 +107,11 @@ class Fuzz:
         ):
             self._channel = channel
             self._many(callers, range(warm))
-            wait_until_free(self._service, 60)
+            wait_until_free(self._service)
             before = self._figures()
             self._many(callers, range(warm, num_inputs))
             with contextlib.suppress(AssertionError):
-                wait_until_free(self._service, 60)
+                wait_until_free(self._service)
             self._judge(before, self._figures())
         self.report.seconds = time.monotonic() - started_s
         return self.report

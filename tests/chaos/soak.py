@@ -30,7 +30,8 @@ from typing import Any
 
 from encoder_service.towers.synthetic import make_checkpoint
 from tests.chaos.pods import EncoderPod
-from tests.unit.transport.broker_rig import num_descriptors, wait_until
+from tests.unit.transport.broker_rig import num_descriptors
+from tests.waiting import wait_until
 
 MIB = 1 << 20
 # Small enough that caches and queues fill and turn over within a minute.

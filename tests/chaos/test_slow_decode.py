@@ -23,6 +23,7 @@ from lm_adapter import DeadlineExceeded, EncodedRows, ImageItem, ItemFailed, Vis
 from tests.integration.conftest import RunningService, running
 from tests.integration.held import held, wait_until_free
 from tests.integration.images import photo
+from tests.waiting import wait_until
 from vision_encoder.v1 import encoder_pb2 as pb
 from vision_encoder.v1 import encoder_pb2_grpc
 
@@ -73,13 +74,6 @@ def noise() -> bytes:
     return out.getvalue()
 
 
-def until(condition: Callable[[], bool]) -> None:
-    ends_s = time.monotonic() + LIMIT_S
-    while not condition():
-        assert time.monotonic() < ends_s
-        time.sleep(0.005)
-
-
 def is_serving(channel: grpc.Channel) -> bool:
     request = health_pb2.HealthCheckRequest(service=SERVICE)
     answer = health_pb2_grpc.HealthStub(channel).Check(request, timeout=5)
@@ -106,7 +100,7 @@ def test_p34_others_are_served_meanwhile(model: Path, device: torch.device) -> N
         VisionEncoderClient(found.target, timeout_s=LIMIT_S) as client,
     ):
         slow = encoder_pb2_grpc.VisionEncoderStub(channel).Encode(request_of(slow_photo()), timeout=LIMIT_S)
-        until(lambda: num_waiting() == 1)
+        wait_until(lambda: num_waiting() == 1)
         for _ in range(20):
             assert isinstance(client.encode([ImageItem(photo(60, 40))])[0], EncodedRows)
         assert num_waiting() == 1
@@ -137,7 +131,7 @@ def test_p34_p17_with_every_thread_busy_the_rest_waits_bounded_and_in_time(
         stub = encoder_pb2_grpc.VisionEncoderStub(channel)
         resident = client.encode_one(ImageItem(image))
         slow = [stub.Encode(request_of(slow_photo()), timeout=LIMIT_S) for _ in range(INGEST_THREADS)]
-        until(lambda: num_waiting() == INGEST_THREADS)
+        wait_until(lambda: num_waiting() == INGEST_THREADS)
 
         assert is_serving(channel)
         assert client.encode_one(ImageItem(image)).key == resident.key
@@ -146,9 +140,9 @@ def test_p34_p17_with_every_thread_busy_the_rest_waits_bounded_and_in_time(
             client.encode_one(ImageItem(photo(50, 50)), timeout_s=0.3)  # from the server or from gRPC
         assert time.monotonic() - started_s < 5
         left = stub.Encode(request_of(photo(50, 50)), timeout=LIMIT_S)
-        until(lambda: held(found)["encodes"] == INGEST_THREADS + 1)
+        wait_until(lambda: held(found)["encodes"] == INGEST_THREADS + 1)
         left.cancel()
-        until(lambda: held(found)["encodes"] == INGEST_THREADS)
+        wait_until(lambda: held(found)["encodes"] == INGEST_THREADS)
 
         # Calls that wait for a thread hold their bytes; there is room for two of these.
         calls = []
@@ -157,7 +151,7 @@ def test_p34_p17_with_every_thread_busy_the_rest_waits_bounded_and_in_time(
             assert 360_000 < len(data) < 450_000
             calls.append(stub.Encode(request_of(data), timeout=LIMIT_S))
             if number <= 2:
-                until(lambda number=number: held(found)["bytes of calls"] > number * 360_000)  # type: ignore[misc]
+                wait_until(lambda number=number: held(found)["bytes of calls"] > number * 360_000)  # type: ignore[misc]
         assert [refusal(call) for call in calls[2:]] == ["QUEUE_FULL"] * 2
         assert held(found)["bytes of calls"] <= 1_250_000
 
@@ -189,7 +183,7 @@ def test_p34_a_real_image_that_is_slow(model: Path, device: torch.device) -> Non
             target=lambda: events.extend(event.WhichOneof("event") or "" for event in call)
         )
         reading.start()
-        until(lambda: held(found)["encodes"] == 1)
+        wait_until(lambda: held(found)["encodes"] == 1)
         for _ in range(3):
             assert isinstance(client.encode([ImageItem(photo(30, 30))])[0], EncodedRows)
         assert not events, "the others were served while it was being decoded"

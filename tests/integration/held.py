@@ -6,6 +6,7 @@ import time
 from collections.abc import Mapping
 
 from tests.integration.conftest import RunningService
+from tests.waiting import PATIENCE_S
 
 
 def held(service: RunningService) -> Mapping[str, int]:
@@ -30,10 +31,9 @@ def held(service: RunningService) -> Mapping[str, int]:
     return figures
 
 
-def wait_until_free(service: RunningService, timeout_s: float = 20.0) -> None:
+def wait_until_free(service: RunningService) -> None:
     """Raises AssertionError with what is still held after the time."""
-    ends_s = time.monotonic() + timeout_s
-    while any(figures := held(service).values()):
-        assert time.monotonic() < ends_s, held(service)
+    ends_s = time.monotonic() + PATIENCE_S
+    while any((figures := held(service)).values()):
+        assert time.monotonic() < ends_s, figures
         time.sleep(0.02)
-    assert not any(figures)

@@ -30,6 +30,7 @@ from lm_adapter.channel import channel_options
 from tests.integration.conftest import RunningService, running
 from tests.integration.held import held, wait_until_free
 from tests.integration.images import photo
+from tests.waiting import wait_until
 from vision_encoder.v1 import encoder_pb2 as pb
 from vision_encoder.v1 import encoder_pb2_grpc
 
@@ -60,10 +61,7 @@ def stuck(found: RunningService) -> Iterator[threading.Event]:
 
 
 def wait_for_calls(found: RunningService, number: int) -> None:
-    ends_s = time.monotonic() + 20
-    while held(found)["calls"] != number:
-        assert time.monotonic() < ends_s, held(found)
-        time.sleep(0.02)
+    wait_until(lambda: held(found)["calls"] == number, f"{number} calls")
 
 
 def test_p17_calls_over_the_bound_are_told_when_to_come_again(
@@ -115,12 +113,7 @@ def test_connections_over_the_bound_are_closed(checkpoints: dict[str, Path], dev
             stubs[2].GetServerInfo(pb.GetServerInfoRequest(), timeout=20)
         assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
         channels[0].close()
-        ends_s = time.monotonic() + 20
-        while True:
-            with contextlib.suppress(grpc.RpcError):
-                assert stubs[2].GetServerInfo(pb.GetServerInfoRequest(), timeout=5).models
-                break
-            assert time.monotonic() < ends_s
+        assert stubs[2].GetServerInfo(pb.GetServerInfoRequest(), timeout=60, wait_for_ready=True).models
 
 
 def test_connections_that_say_nothing_do_not_stay(

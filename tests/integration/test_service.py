@@ -36,6 +36,7 @@ from lm_adapter import (
 )
 from tests.integration.conftest import FAMILIES, RunningService, running
 from tests.integration.images import photo
+from tests.waiting import wait_until
 from vision_encoder.v1 import encoder_pb2 as pb
 from vision_encoder.v1 import encoder_pb2_grpc
 
@@ -160,16 +161,16 @@ def test_a_client_that_vanishes_frees_everything(checkpoints: dict[str, Path], d
         stub = encoder_pb2_grpc.VisionEncoderStub(channel)
         items = [pb.Item(modality=pb.MODALITY_IMAGE, encoded=photo(256, 256)) for _ in range(12)]
         blocker = stub.Encode(pb.EncodeRequest(items=items[:1]), timeout=60)
-        until(lambda: engine._planned)
+        wait_until(lambda: engine._planned)
         call = stub.Encode(pb.EncodeRequest(items=items), timeout=60)
-        until(lambda: len(engine._waiting) == 11)
+        wait_until(lambda: len(engine._waiting) == 11)
         call.cancel()
         pipeline = found.service.pipeline
         assert pipeline is not None
-        until(lambda: len(pipeline.inflight) == 1)
+        wait_until(lambda: len(pipeline.inflight) == 1)
         gate.set()
         assert list(blocker)
-        until(lambda: engine.counters.dropped_items == 11)
+        wait_until(lambda: engine.counters.dropped_items == 11)
         channel.close()
         assert pipeline.admission.num_patches == 0
         assert pipeline.admission.num_bytes == 0
@@ -207,13 +208,13 @@ def test_p17_a_slow_reader_holds_a_bounded_amount_of_rows(
         stub = encoder_pb2_grpc.VisionEncoderStub(channel)
         events = list(stub.Encode(pb.EncodeRequest(items=big), timeout=30))
         keys = [event.result.key for event in events if event.WhichOneof("event") == "result"]
-        until(lambda: pipeline.unread.num_bytes == 0)
+        wait_until(lambda: pipeline.unread.num_bytes == 0)
 
         calls = [stub.Fetch(pb.FetchRequest(keys=keys * 60), timeout=60) for _ in range(3)]
         for call in calls:
             next(call)
-        until(lambda: pipeline.unread.num_bytes > 0)
-        until(lambda: is_steady(lambda: pipeline.metrics.items.labels("host")._value.get()))
+        wait_until(lambda: pipeline.unread.num_bytes > 0)
+        wait_until(lambda: is_steady(lambda: pipeline.metrics.items.labels("host")._value.get()))
         assert pipeline.unread.num_bytes <= pipeline.store.num_bytes
         assert pipeline.metrics.items.labels("host")._value.get() < 3 * 60
 
@@ -225,7 +226,7 @@ def test_p17_a_slow_reader_holds_a_bounded_amount_of_rows(
         assert (refused.reason, refused.retryable) == ("QUEUE_FULL", True)
         for call in calls:
             call.cancel()
-        until(lambda: pipeline.unread.num_bytes == 0)
+        wait_until(lambda: pipeline.unread.num_bytes == 0)
         channel.close()
 
 
@@ -263,13 +264,6 @@ def test_a_defect_in_one_prefetched_item_is_that_items(
         good, bad = stub.Prefetch(pb.PrefetchRequest(items=items), timeout=30).statuses
     assert len(good.key) == 32
     assert bad.failure.reason == "INTERNAL"
-
-
-def until(condition) -> None:  # type: ignore[no-untyped-def]
-    ends = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < ends, "condition never came true"
-        time.sleep(0.002)
 
 
 def test_health_and_reflection(service: RunningService) -> None:
@@ -339,10 +333,10 @@ def test_p37_draining_finishes_what_runs_and_refuses_the_rest(
         engine = slow_tower(found, gate)
         with VisionEncoderClient(found.target, timeout_s=60) as client, ThreadPoolExecutor(1) as pool:
             pending = pool.submit(client.encode_one, ImageItem(photo()))
-            until(lambda: engine._planned)
+            wait_until(lambda: engine._planned)
             found.on_loop(found.service.request_stop)
             base = f"http://{found.service.admin_address}"
-            until(lambda: httpx.get(f"{base}/readyz").status_code == 503)
+            wait_until(lambda: httpx.get(f"{base}/readyz").status_code == 503)
             assert httpx.get(f"{base}/readyz").json()["reason"] == "draining"
             assert httpx.get(f"{base}/healthz").status_code == 200
             (refused,) = client.encode([ImageItem(photo())])
@@ -369,7 +363,7 @@ def test_p32_p36_a_device_fault_tells_callers_at_once_and_leaves_service(
         assert isinstance(failed, ItemFailed)
         assert failed.reason == "DEVICE_FAULT"
         assert failed.retryable
-        until(lambda: not found.service.is_alive())
+        wait_until(lambda: not found.service.is_alive())
         assert found.service.not_ready_because() == "device fault"
 
 

@@ -15,7 +15,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -37,6 +37,7 @@ from tests.integration.conftest import RunningService, running
 from tests.integration.held import wait_until_free
 from tests.integration.images import photo
 from tests.reference_reader import reader_of
+from tests.waiting import wait_until
 from vision_encoder.v1 import encoder_pb2 as pb
 from vision_encoder.v1 import encoder_pb2_grpc
 
@@ -70,13 +71,6 @@ def sample(service: RunningService, name: str, **labels: str) -> float:
     return service.service.metrics.registry.get_sample_value(name, labels) or 0.0
 
 
-def until(condition: Callable[[], object], timeout_s: float = 20.0) -> None:
-    ends_s = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < ends_s, "condition never came true"
-        time.sleep(0.01)
-
-
 def num_requests(service: RunningService, method: str) -> float:
     return sample(service, "ve_requests_total", method=method, status="OK")
 
@@ -89,7 +83,7 @@ def test_rows_of_every_way_are_the_same(sharing: RunningService, shared_kind: st
         assert [rows_of(shared, data) for data in files] == placed, "by the directory"
         assert num_requests(sharing, "Encode") == asked, "without a call"
         assert [rows_of(inline, data) for data in files] == placed
-        until(lambda: sample(sharing, "ve_directory_reads_total") == 8)
+        wait_until(lambda: sample(sharing, "ve_directory_reads_total") == 8)
     assert sample(sharing, "ve_deliveries_total", transport=shared_kind) == 4
     assert sharing.service.store is not None
     assert sharing.on_loop(sharing.service.store.num_unread) == 0
@@ -235,12 +229,12 @@ def test_p37_draining_waits_for_the_readers_of_announced_rows(
             place = event.result.place
             with reader_of(arena) as reader:
                 found.on_loop(found.service.request_stop)
-                until(lambda: found.service.not_ready_because() == "draining")
+                wait_until(lambda: found.service.not_ready_because() == "draining")
                 time.sleep(0.3)
                 assert reader.is_current(place.slot_index, place.generation)
                 row = pb.TouchedRows(key=event.result.key, generation=place.generation)
                 stub.Touch(pb.TouchRequest(rows=[row]), timeout=10)
-                until(lambda: reader.closed, 1.5)
+                wait_until(lambda: reader.closed, 1.5)
 
 
 def start_process(checkpoint: Path, address: str, socket_path: str) -> subprocess.Popen[str]:
@@ -279,7 +273,7 @@ def test_p21_a_killed_encoder_fails_items_with_a_reason_and_the_next_one_is_foun
             process.send_signal(signal.SIGKILL)
             process.wait(10)
             killed_s = time.monotonic()
-            until(lambda: client.transport.name == "inline")
+            wait_until(lambda: client.transport.name == "inline")
             assert time.monotonic() - killed_s < 1.0
             stop.set()
             reader.join(30)
@@ -287,7 +281,7 @@ def test_p21_a_killed_encoder_fails_items_with_a_reason_and_the_next_one_is_foun
             assert "WRONG" not in seen
             process = start_process(checkpoints["qwen3_vl"], address, socket_path)
             client.wait_ready(60)
-            until(lambda: client.transport.name == "host")
+            wait_until(lambda: client.transport.name == "host")
             assert rows_of(client, data) == expected
     finally:
         process.kill()
