@@ -124,8 +124,8 @@ class Soak:
             for _ in range(self.num_processes):
                 self._start_caller()
             samples = self._load()
-            for kind in ("ve_item_failures_total", "ve_requests_total"):
-                label = "reason" if kind == "ve_item_failures_total" else "status"
+            self._end_callers()
+            for kind, label in (("ve_item_failures_total", "reason"), ("ve_requests_total", "status")):
                 if found := self._service.figure(kind, **{label: "INTERNAL"}):
                     self._complaints.append(f"{kind} has {found:.0f} INTERNAL")
             calls = self._service.figure("ve_requests_total")
@@ -133,8 +133,7 @@ class Soak:
             if exit_code := self._service.pod.process.wait(60):
                 self._complaints.append(f"the service ended with {exit_code}")
         finally:
-            for number in list(self._callers):
-                self._end_caller(number)
+            self._end_callers()
             self._service.pod.kill()
         return {
             "plan": {"minutes": self.minutes, "seed": self.seed, "num_processes": self.num_processes},
@@ -191,6 +190,10 @@ class Soak:
         self._callers[number] = subprocess.Popen(
             [sys.executable, "-m", "tests.chaos.soak_caller", *arguments]
         )
+
+    def _end_callers(self) -> None:
+        for number in list(self._callers):
+            self._end_caller(number)
 
     def _end_caller(self, number: int) -> None:
         """SIGKILL at any moment; adds what the process had reported."""

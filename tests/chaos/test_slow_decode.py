@@ -19,7 +19,7 @@ from PIL import Image
 from encoder_service.rpc.server import SERVICE
 from encoder_service.towers.synthetic import make_checkpoint
 from encoder_service.types import FrameItem, PreprocessOptions
-from lm_adapter import DeadlineExceeded, EncodedRows, ImageItem, ItemFailed, VisionEncoderClient
+from lm_adapter import DeadlineExceeded, ImageItem, ItemFailed, VisionEncoderClient
 from tests.integration.conftest import RunningService, running
 from tests.integration.held import held, wait_until_free
 from tests.integration.images import photo
@@ -92,23 +92,6 @@ def request_of(*images: bytes) -> pb.EncodeRequest:
     return pb.EncodeRequest(items=[pb.Item(modality=pb.MODALITY_IMAGE, encoded=data) for data in images])
 
 
-def test_p34_others_are_served_meanwhile(model: Path, device: torch.device) -> None:
-    with (
-        running(model, device, ingest_threads=INGEST_THREADS) as found,
-        gated(found) as (go_on, num_waiting),
-        grpc.insecure_channel(found.target) as channel,
-        VisionEncoderClient(found.target, timeout_s=LIMIT_S) as client,
-    ):
-        slow = encoder_pb2_grpc.VisionEncoderStub(channel).Encode(request_of(slow_photo()), timeout=LIMIT_S)
-        wait_until(lambda: num_waiting() == 1)
-        for _ in range(20):
-            assert isinstance(client.encode([ImageItem(photo(60, 40))])[0], EncodedRows)
-        assert num_waiting() == 1
-        go_on.set()
-        assert {event.WhichOneof("event") for event in slow} == {"result", "chunk"}
-        wait_until_free(found)
-
-
 def test_p34_p17_with_every_thread_busy_the_rest_waits_bounded_and_in_time(
     model: Path, device: torch.device
 ) -> None:
@@ -158,35 +141,4 @@ def test_p34_p17_with_every_thread_busy_the_rest_waits_bounded_and_in_time(
         go_on.set()
         for call in [*slow, *calls[:2]]:
             assert {event.WhichOneof("event") for event in call} == {"result", "chunk"}
-        wait_until_free(found)
-
-
-def test_p34_a_real_image_that_is_slow(model: Path, device: torch.device) -> None:
-    """Thirty-six million pixels of an interlaced PNG: more than a second for Pillow."""
-    out = io.BytesIO()
-    tile = Image.frombytes("RGB", (64, 64), random.randbytes(64 * 64 * 3))
-    slow = Image.new("RGB", (6000, 6000))
-    for x in range(0, 6000, 640):
-        slow.paste(tile, (x, x))
-    slow.save(out, "PNG", compress_level=1)
-    with (
-        running(model, device, ingest_threads=INGEST_THREADS) as found,
-        grpc.insecure_channel(found.target) as channel,
-        VisionEncoderClient(found.target, timeout_s=LIMIT_S) as client,
-    ):
-        client.encode_one(ImageItem(photo(30, 30)))
-        request = request_of(out.getvalue())
-        request.items[0].options.CopyFrom(pb.PreprocessOptions(min_pixels=1024, max_pixels=65536))
-        events: list[str] = []
-        call = encoder_pb2_grpc.VisionEncoderStub(channel).Encode(request, timeout=LIMIT_S)
-        reading = threading.Thread(
-            target=lambda: events.extend(event.WhichOneof("event") or "" for event in call)
-        )
-        reading.start()
-        wait_until(lambda: held(found)["encodes"] == 1)
-        for _ in range(3):
-            assert isinstance(client.encode([ImageItem(photo(30, 30))])[0], EncodedRows)
-        assert not events, "the others were served while it was being decoded"
-        reading.join(LIMIT_S)
-        assert set(events) == {"result", "chunk"}
         wait_until_free(found)

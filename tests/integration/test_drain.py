@@ -15,7 +15,6 @@ import pytest
 import torch
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from encoder_service.app import Service
 from lm_adapter import CallFailed, EncodedRows, ImageItem, ItemFailed, VisionEncoderClient
 from tests.integration.conftest import RunningService, running
 from tests.integration.images import photo
@@ -140,11 +139,3 @@ def test_p37_a_caller_that_never_reads_does_not_hold_up_the_end(
         assert time.monotonic() - started_s < 15
         with contextlib.suppress(grpc.RpcError):
             list(half_read)
-
-
-def test_p37_stopping_twice_is_stopping_once(checkpoints: dict[str, Path], device: torch.device) -> None:
-    with running(checkpoints["qwen3_vl"], device) as found:
-        service: Service = found.service
-        found.on_loop(service.request_stop)
-        found.stop()
-        assert service.not_ready_because() == "draining"

@@ -14,7 +14,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import grpc
-import httpx
 import pytest
 import torch
 from google.rpc.error_details_pb2 import RetryInfo
@@ -89,15 +88,18 @@ def test_p17_calls_over_the_bound_are_told_when_to_come_again(
                 health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=10).status
                 == 1
             )
+            assert found.service.metrics.registry.get_sample_value("ve_open_calls") == 3
             calls[0].cancel()
             wait_for_calls(found, 2)
             assert stub.GetServerInfo(pb.GetServerInfoRequest(), timeout=20).models
             go_on.set()
             assert all(list(call) for call in calls[1:])
         wait_until_free(found)
-        assert 've_requests_total{method="GetServerInfo",status="RESOURCE_EXHAUSTED"}' in (
-            httpx.get(f"http://{found.service.admin_address}/metrics").text
-        )
+        figures = found.service.metrics.registry.get_sample_value
+        too_many = {"method": "GetServerInfo", "status": "RESOURCE_EXHAUSTED"}
+        assert figures("ve_requests_total", too_many) == 1
+        assert figures("ve_refused_calls_total", {"reason": "TOO_MANY_CALLS"}) == 2
+        assert figures("ve_open_calls") == 0
 
 
 def test_connections_over_the_bound_are_closed(checkpoints: dict[str, Path], device: torch.device) -> None:

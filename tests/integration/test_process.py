@@ -8,20 +8,18 @@ import re
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import httpx
 import pytest
 import torch
 from safetensors import safe_open
 
 from encoder_service.ingest.identity import content_digest
 from encoder_service.types import EncodedFile, Item, Modality
-from lm_adapter import ClipItem, EncoderUnavailable, ImageItem, VisionEncoderClient
+from lm_adapter import ClipItem, ImageItem, VisionEncoderClient
 from tests.integration.images import photo
 from tests.unit.ingest import clip_files
 
@@ -109,28 +107,6 @@ def test_one_ready_line_then_sigterm_ends_with_zero(process: ServiceProcess) -> 
     started = time.monotonic()
     assert process.end(signal.SIGTERM) == 0
     assert time.monotonic() - started < 10
-
-
-def test_a_server_killed_in_mid_stream_ends_the_call_as_retryable(process: ServiceProcess) -> None:
-    found = re.search(r"admin (http://\S+)\)", process.ready_line)
-    assert found
-    items = [ImageItem(photo(900, 900)) for _ in range(64)]
-
-    def kill_after_the_first_item() -> None:
-        ends_s = time.monotonic() + 60
-        while time.monotonic() < ends_s:
-            metrics = httpx.get(f"{found[1]}/metrics").text
-            if not re.search(r"^ve_encoded_items_total 0\.0$", metrics, re.MULTILINE):
-                break
-        process.process.kill()
-
-    killer = threading.Thread(target=kill_after_the_first_item)
-    with VisionEncoderClient(process.target, timeout_s=60) as client:
-        killer.start()
-        with pytest.raises(EncoderUnavailable) as caught:
-            client.encode(items)
-    killer.join()
-    assert caught.value.retryable
 
 
 @pytest.mark.without_device

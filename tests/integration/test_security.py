@@ -271,6 +271,9 @@ def test_closed_namespaces_leave_health_and_reflection_open(
             with pytest.raises(EncoderError) as refused:
                 client.encode([ImageItem(photo(40, 40))])
             assert refused.value.reason == "PERMISSION_DENIED"
+        figures = found.service.metrics.registry.get_sample_value
+        assert figures("ve_refused_calls_total", {"reason": "UNAUTHENTICATED"}) == 2
+        assert figures("ve_refused_calls_total", {"reason": "PERMISSION_DENIED"}) == 1
 
 
 def test_a_caller_without_a_token_is_turned_away_before_its_message(

@@ -16,7 +16,6 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import grpc
@@ -166,59 +165,12 @@ def test_p18_isolated_namespaces_have_arenas_of_their_own(
             assert stranger.transport.name == "inline"
 
 
-def test_p25_many_clients_of_both_ways_at_once(sharing: RunningService) -> None:
-    files = [photo(64 + 32 * index, 96) for index in range(8)]
-    with VisionEncoderClient(sharing.target, transports=("inline",)) as inline:
-        expected = [rows_of(inline, data) for data in files]
-    failures: list[int] = []
-
-    def ask(seed: int) -> None:
-        chance = random.Random(seed)
-        ways = ("inline",) if seed % 3 == 0 else ("device", "host", "inline")
-        with VisionEncoderClient(sharing.target, timeout_s=60, transports=ways) as client:
-            for _ in range(20):
-                index = chance.randrange(len(files))
-                if rows_of(client, files[index]) != expected[index]:
-                    failures.append(index)
-
-    with ThreadPoolExecutor(8) as pool:
-        list(pool.map(ask, range(8)))
-    assert failures == []
-
-
-def test_p21_late_readers_of_a_small_arena_read_no_wrong_byte(
-    checkpoints: dict[str, Path], device: torch.device, socket_path: str
-) -> None:
-    """The working set is many times the arena; readers dawdle between the answer and their copy. Whatever
-    was evicted meanwhile comes with one more request, inline."""
-    files = [photo(256, 256) for _ in range(24)]
-    with (
-        running(checkpoints["qwen3_vl"], device, broker_path=socket_path, arena_bytes=1 << 20) as found,
-        VisionEncoderClient(found.target, transports=("inline",)) as inline,
-    ):
-        expected = [rows_of(inline, data) for data in files]
-        wrong: list[int] = []
-
-        def ask(seed: int) -> None:
-            chance = random.Random(seed)
-            with attached(found) as client:
-                for _ in range(25):
-                    index = chance.randrange(len(files))
-                    if rows_of(client, files[index]) != expected[index]:
-                        wrong.append(index)
-                    time.sleep(chance.uniform(0, 0.01))
-
-        with ThreadPoolExecutor(6) as pool:
-            list(pool.map(ask, range(6)))
-        assert wrong == []
-        assert num_requests(found, "Encode") <= 24 + 2 * 6 * 25
-        wait_until_free(found)
-
-
 def test_p37_draining_waits_for_the_readers_of_announced_rows(
     checkpoints: dict[str, Path], device: torch.device, socket_path: str
 ) -> None:
-    with running(checkpoints["qwen3_vl"], device, broker_path=socket_path, arena_bytes=8 << 20) as found:
+    with running(
+        checkpoints["qwen3_vl"], device, broker_path=socket_path, arena_bytes=8 << 20, drain_grace_s=600
+    ) as found:
         store = found.service.store
         assert store is not None
         (arena,) = (arena for _, arena in store.arenas() if arena.kind == "host")
@@ -234,7 +186,7 @@ def test_p37_draining_waits_for_the_readers_of_announced_rows(
                 assert reader.is_current(place.slot_index, place.generation)
                 row = pb.TouchedRows(key=event.result.key, generation=place.generation)
                 stub.Touch(pb.TouchRequest(rows=[row]), timeout=10)
-                wait_until(lambda: reader.closed, 1.5)
+                wait_until(lambda: reader.closed, "the end long before the grace period's")
 
 
 def start_process(checkpoint: Path, address: str, socket_path: str) -> subprocess.Popen[str]:
