@@ -30,14 +30,12 @@ from encoder_service.engine.jobs import (
     EngineCounters,
     Job,
     TowerResult,
-    cancelled_error,
-    dropped_errors,
 )
 from encoder_service.engine.launch import Launcher, TowerLauncher
 from encoder_service.errors import DeviceFault, Draining, InternalError
 from encoder_service.ingest.preprocessor import Preprocessor
 from encoder_service.ops.metrics import Metrics
-from encoder_service.scheduler.planner import Planner, Ticket, launch_of
+from encoder_service.scheduler.planner import Planner, Ticket, cancelled_error, launch_of
 from encoder_service.scheduler.timeline import DeviceTimeline
 from encoder_service.towers.tower import Tower
 from encoder_service.types import Grid, TowerItem
@@ -199,7 +197,7 @@ class DeviceEngine:
                 plan = self._planner.next_batch(now_s, self._timeline.busy_s(now_s))
                 batch = [self._waiting.pop(ticket) for ticket in plan.batch]
                 self._planned.update(dict.fromkeys(batch))
-                dropped = [(self._waiting.pop(ticket), error) for ticket, error in dropped_errors(plan)]
+                dropped = [(self._waiting.pop(ticket), error) for ticket, error in plan.dropped.items()]
                 self.counters.dropped_items += len(dropped)
             for job, error in dropped:
                 job.future.set_exception(error)

@@ -1,5 +1,4 @@
-"""The engine's records: an item on its way, a batch in flight, a result, the counters, and why an item was
-dropped."""
+"""The engine's records: an item on its way, a batch in flight, a result, the counters."""
 
 from __future__ import annotations
 
@@ -9,8 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from encoder_service.engine.launch import Launched
-from encoder_service.errors import Cancelled, DeadlineExceeded
-from encoder_service.scheduler.planner import Late, Plan, Ticket
+from encoder_service.scheduler.planner import Ticket
 from encoder_service.types import TowerItem
 
 
@@ -54,27 +52,3 @@ class EngineCounters:
     failed_items: int = 0
     dropped_items: int = 0
     busy_s: float = 0.0
-
-
-def dropped_errors(plan: Plan) -> list[tuple[Ticket, Exception]]:
-    """The tickets that a plan dropped, each with the error that its future ends with."""
-    found: list[tuple[Ticket, Exception]] = [(ticket, cancelled_error()) for ticket in plan.cancelled]
-    found += [
-        (ticket, DeadlineExceeded("the deadline passed before the item ran")) for ticket in plan.expired
-    ]
-    return found + [(late.ticket, late_error(late)) for late in plan.late]
-
-
-def cancelled_error() -> Cancelled:
-    """For an item that no caller waits for."""
-    return Cancelled("every caller left before the item ran")
-
-
-def late_error(late: Late) -> DeadlineExceeded:
-    """For an item that is dropped before its deadline."""
-    needed_ms, left_ms = round(late.needed_s * 1e3, 1), round(late.left_s * 1e3, 1)
-    return DeadlineExceeded(
-        f"the deadline is in {left_ms} ms, the item's rows are at least {needed_ms} ms away",
-        needed_ms=needed_ms,
-        left_ms=left_ms,
-    )

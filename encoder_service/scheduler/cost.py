@@ -172,7 +172,6 @@ class Calibration:
     cost: CostModel
     max_error: float
     mean_error: float
-    num_timings: int
     seconds: float = 0.0
 
     @classmethod
@@ -189,7 +188,7 @@ class Calibration:
     @classmethod
     def _of(cls, cost: CostModel, timings: Sequence[Timing], seconds: float) -> Calibration:
         errors = [abs(cost.relative_error(timing)) for timing in timings]
-        return cls(cost, max(errors), math.fsum(errors) / len(errors), len(timings), seconds)
+        return cls(cost, max(errors), math.fsum(errors) / len(errors), seconds)
 
 
 def solve_relative(features: Sequence[Sequence[float]], timings: Sequence[Timing]) -> list[float]:

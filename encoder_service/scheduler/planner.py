@@ -20,8 +20,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, islice
-from typing import NamedTuple
 
+from encoder_service.errors import Cancelled, DeadlineExceeded, VisionEncoderError
 from encoder_service.scheduler.buckets import Bucket, BucketLadder
 from encoder_service.scheduler.cost import Launch
 
@@ -63,26 +63,12 @@ class Ticket:
         return -(-self.num_patches // self.num_sequences)
 
 
-class Late(NamedTuple):
-    """An item that misses its deadline: its rows are at least needed_s away, the deadline is in left_s."""
-
-    ticket: Ticket
-    needed_s: float
-    left_s: float
-
-
 @dataclass(frozen=True)
 class Plan:
-    """The next batch, and the tickets that were dropped on the way to it."""
+    """The next batch, and the tickets that were dropped on the way to it, each with the reason."""
 
     batch: list[Ticket] = field(default_factory=list)
-    cancelled: list[Ticket] = field(default_factory=list)
-    expired: list[Ticket] = field(default_factory=list)
-    late: list[Late] = field(default_factory=list)
-
-    @property
-    def num_patches(self) -> int:
-        return sum(ticket.num_patches for ticket in self.batch)
+    dropped: dict[Ticket, VisionEncoderError] = field(default_factory=dict)
 
 
 class Planner:
@@ -157,7 +143,7 @@ class Planner:
             for ticket, alone_s in list(lane.items()):
                 if ticket.cancelled:
                     self.remove(ticket)
-                    plan.cancelled.append(ticket)
+                    plan.dropped[ticket] = cancelled_error()
                 elif self._drop_if_late(plan, ticket, now_s, busy_s + alone_s):
                     continue
                 elif lane is self._prefetches and not ticket.is_prefetch:
@@ -171,10 +157,7 @@ class Planner:
         if left_s > 0 and (self.ladder is None or needed_s <= left_s):
             return False
         self.remove(ticket)
-        if left_s <= 0:
-            plan.expired.append(ticket)
-        else:
-            plan.late.append(Late(ticket, needed_s, left_s))
+        plan.dropped[ticket] = late_error(needed_s, left_s)
         return True
 
     # -- the batch -------------------------------------------------------------------------------------
@@ -282,6 +265,23 @@ class Planner:
             elif ticket.passes >= MAX_PASSES:
                 break
         return riders
+
+
+def cancelled_error() -> Cancelled:
+    """For an item that no caller waits for."""
+    return Cancelled("every caller left before the item ran")
+
+
+def late_error(needed_s: float, left_s: float) -> DeadlineExceeded:
+    """For an item whose rows are at least needed_s away, and its deadline left_s."""
+    if left_s <= 0:
+        return DeadlineExceeded("the deadline passed before the item ran")
+    needed_ms, left_ms = round(needed_s * 1e3, 1), round(left_s * 1e3, 1)
+    return DeadlineExceeded(
+        f"the deadline is in {left_ms} ms, the item's rows are at least {needed_ms} ms away",
+        needed_ms=needed_ms,
+        left_ms=left_ms,
+    )
 
 
 def launches_of(tickets: Iterable[Ticket]) -> list[Launch]:

@@ -47,11 +47,6 @@ class RangeAllocator:
         return self._free_units * ALIGNMENT_BYTES
 
     @property
-    def taken_bytes(self) -> int:
-        """Bytes of the ranges handed out, with their rounding."""
-        return self.size_bytes - self.free_bytes
-
-    @property
     def largest_hole_bytes(self) -> int:
         """The largest allocation that would succeed now."""
         return (self._holes[-1] >> _FIRST_BITS) * ALIGNMENT_BYTES if self._holes else 0

@@ -68,11 +68,6 @@ class CudaMemory:
             raise InternalError("the arena's memory was closed")
         return self._tensor
 
-    @property
-    def mapped(self) -> bool:
-        """Whether the memory is still there: until ``close`` and the end of the last tensor over it."""
-        return self._finalizer.alive
-
     def export_fd(self) -> int:
         """A descriptor that importers map; the caller closes it. Raises InternalError after ``close``."""
         return duplicate(self._fd)

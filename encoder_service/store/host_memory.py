@@ -43,7 +43,7 @@ class SealedFile:
             os.fchmod(descriptor, 0o400)
             os.posix_fallocate(descriptor, 0, size_bytes)
             self.mapping = mmap.mmap(descriptor, size_bytes)
-            self.write_sealed = _seal(descriptor)
+            _seal(descriptor)
             self.read_only_fd = os.open(f"/proc/self/fd/{descriptor}", os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
             raise ConfigurationError(
@@ -100,11 +100,6 @@ class HostMemory:
         if self._tensor is None:
             raise InternalError("the arena's memory was closed")
         return self._tensor
-
-    @property
-    def mapped(self) -> bool:
-        """Whether the memory is still there: until ``close`` and the end of the last tensor over it."""
-        return self._finalizer.alive
 
     def export_fd(self) -> int:
         """A read-only descriptor; the caller closes it. Raises InternalError after ``close``, and for private
@@ -174,16 +169,14 @@ class _MappedBytes:
         }
 
 
-def _seal(descriptor: int) -> bool:
-    """Seals the size, and writing where the kernel supports it. Whether it does."""
+def _seal(descriptor: int) -> None:
+    """Seals the size, and writing where the kernel supports it."""
     try:
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SIZE_SEALS | _F_SEAL_FUTURE_WRITE | fcntl.F_SEAL_SEAL)
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SIZE_SEALS | fcntl.F_SEAL_SEAL)
-        return False
-    return True
 
 
 def _register(address: int, size_bytes: int) -> None:

@@ -49,7 +49,6 @@ PLACES_PER_SLOT = 2
 # sequence; key, tag, generation, offset_bytes; rows_bytes, t, h, w, num_rows, width, dtype, deepstack levels;
 # content digest; slot index, CRC-32
 RECORD = struct.Struct("<Q32sQQQ QIIIIIHH 32s II")
-RECORD_WORDS = RECORD.size // WORD_BYTES
 CRC_BYTES = 4
 DTYPE_CODES = {"float32": 1, "bfloat16": 2, "float16": 3}
 _DTYPES = {code: name for name, code in DTYPE_CODES.items()}

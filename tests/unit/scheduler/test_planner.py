@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from encoder_service.errors import Cancelled
 from encoder_service.scheduler.buckets import Bucket, BucketLadder, default_ladder, ladder_of_sizes
 from encoder_service.scheduler.cost import CostModel, Launch
 from encoder_service.scheduler.planner import (
@@ -65,7 +66,8 @@ def test_what_is_cancelled_deep_in_the_queue_is_dropped_with_the_next_batch() ->
     planner = planner_of(tickets, 4)
     tickets[-1].cancelled = True
     plan = planner.next_batch(0.0)
-    assert (plan.batch, plan.cancelled) == ([tickets[0]], [tickets[-1]])
+    assert (plan.batch, list(plan.dropped)) == ([tickets[0]], [tickets[-1]])
+    assert isinstance(plan.dropped[tickets[-1]], Cancelled)
     assert (len(planner), planner.num_patches) == (1998, 4 * 1998)
 
 
@@ -129,11 +131,11 @@ def test_every_ticket_comes_out_once_and_batches_keep_the_budget(
     for now_s in range(100):
         waiting = [t for t in queued if t not in out]
         plan = planner.next_batch(float(now_s))
-        assert plan.num_patches <= max_patches or len(plan.batch) == 1
+        assert sum(t.num_patches for t in plan.batch) <= max_patches or len(plan.batch) == 1
         assert len(plan.batch) <= max_items
-        assert all(t.cancelled for t in plan.cancelled)
-        assert all(t.deadline_s is not None and t.deadline_s <= now_s for t in plan.expired)
-        dropped = [*plan.cancelled, *plan.expired, *(late.ticket for late in plan.late)]
+        dropped = list(plan.dropped)
+        assert all(t.cancelled == isinstance(error, Cancelled) for t, error in plan.dropped.items())
+        assert all(t.cancelled or t.deadline_s is not None for t in dropped)
         assert not [t for t in plan.batch if t.cancelled or (t.deadline_s or 1e9) <= now_s]
         heads: dict[bool, Ticket] = {}
         for ticket in waiting:
