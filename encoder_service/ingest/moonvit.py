@@ -10,7 +10,6 @@ Shape suffixes: T frames, H height, W width, C channels, P patches.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from typing import NamedTuple
 
@@ -18,15 +17,12 @@ import numpy as np
 import torch
 
 from encoder_service.ingest.decode import DecodeLimits, Transparent
-from encoder_service.ingest.preprocessor import ImagePlan, Preprocessor, check_range, settings_fingerprint
+from encoder_service.ingest.preprocessor import ImagePlan, Preprocessor, check_range
 from encoder_service.ingest.resize import normalise_into
 from encoder_service.ingest.settings import MoonViTSettings, MoonViTVideoSettings
 from encoder_service.ingest.video.clip import ClipPlan, ClipRules
 from encoder_service.ingest.video.source import ClipHeader, ClipLimits
 from encoder_service.types import Grid, PreprocessOptions
-
-RULES = "moonvit.1"  # raise when the same settings give other pixels
-VIDEO_RULES = "moonvit_video.1"
 
 
 class PatchLimits(NamedTuple):
@@ -77,6 +73,7 @@ class MoonViTPreprocessor(Preprocessor):
     """Kimi-K2.5 and K2.6. No aspect is refused: the limit of a side bounds every strip."""
 
     family = "kimi_k25"
+    rules = "moonvit.1"  # raise when the same settings give other pixels
     options = ("max_patches", "max_patches_per_side")
     clips: MoonViTClips | None
 
@@ -87,13 +84,8 @@ class MoonViTPreprocessor(Preprocessor):
         clips: MoonViTClips | None = None,
         transparent: Transparent = "white",
     ) -> None:
+        super().__init__(settings, limits, clips, transparent, frames_per_patch=1)
         self.settings = settings
-        self.limits = limits
-        self.clips = clips
-        self.transparent = transparent
-        self.merge_size = settings.merge_size
-        self.patch_dim = 3 * settings.patch_size**2
-        self.fingerprint = settings_fingerprint(RULES, settings, clips, transparent)
 
     @property
     def longest_item(self) -> int:
@@ -116,13 +108,9 @@ class MoonViTPreprocessor(Preprocessor):
         """The checkpoint's limits, replaced by the request's where given. Raises InvalidOption."""
         return _patch_limits(self.settings, self.settings.patch_size, self.limits.max_image_pixels, options)
 
-    def target_size(self, height: int, width: int, options: PreprocessOptions) -> tuple[int, int]:
-        """Pixels of the resized image, before padding. Raises InvalidOption."""
-        return limited_size(height, width, self.settings.patch_size, self.patch_limits(options))
-
     def plan_image(self, height: int, width: int, options: PreprocessOptions) -> ImagePlan:
-        target = self.target_size(height, width, options)
         patch_size = self.settings.patch_size
+        target = limited_size(height, width, patch_size, self.patch_limits(options))
         grid = _padded_grid(1, target, patch_size, self.merge_size)
         return ImagePlan(target, (grid.h * patch_size, grid.w * patch_size), grid)
 
@@ -140,16 +128,13 @@ class MoonViTPreprocessor(Preprocessor):
 class MoonViTClips(ClipRules):
     """Kimi-K2.5 and K2.6. The tower averages rows over the frames of a chunk, which is one piece."""
 
+    rules = "moonvit_video.1"
     options = ("max_patches", "max_patches_per_side", "fps", "max_frames")
 
     def __init__(self, settings: MoonViTVideoSettings, images: MoonViTSettings, limits: ClipLimits) -> None:
-        super().__init__(limits, images.patch_size)
+        super().__init__(settings, limits, images.patch_size)
         self.settings = settings
         self._merge_size = images.merge_size
-
-    @property
-    def described(self) -> dict[str, object]:
-        return {"rules": VIDEO_RULES, "settings": dataclasses.asdict(self.settings)}
 
     def check_values(self, options: PreprocessOptions) -> None:
         self.frame_limits(options)
@@ -179,8 +164,8 @@ class MoonViTClips(ClipRules):
         del plan, max_patches
         return self.settings.chunk_frames
 
-    def piece_grid(self, num_frames: int, plan: ClipPlan) -> Grid:
-        return Grid(num_frames, plan.grid.h, plan.grid.w)
+    def depth(self, num_frames: int) -> int:
+        return num_frames
 
 
 def _patch_limits(
@@ -198,12 +183,8 @@ def _patch_limits(
     for name, ceiling in ceilings._asdict().items():
         if name in given:
             check_range(name, given[name], ceiling)
-    return PatchLimits(
-        settings.max_patches if options.max_patches is None else options.max_patches,
-        settings.max_patches_per_side
-        if options.max_patches_per_side is None
-        else options.max_patches_per_side,
-    )
+    limits = {name: getattr(settings, name) for name in PatchLimits._fields} | given
+    return PatchLimits(*(int(limits[name]) for name in PatchLimits._fields))
 
 
 def _padded_grid(num_frames: int, target: tuple[int, int], patch_size: int, merge_size: int) -> Grid:

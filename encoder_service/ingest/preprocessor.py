@@ -59,41 +59,44 @@ class ImagePlan(NamedTuple):
     grid: Grid
 
 
-def settings_fingerprint(
-    rules: str,
-    settings: QwenVLSettings | MoonViTSettings,
-    clips: ClipRules | None,
-    transparent: Transparent,
-) -> bytes:
-    """BLAKE3 over the version of the rules and all settings that change pixels, as canonical JSON. Floats in
-    JSON are the shortest text that reads back to the same double, so equal settings give equal bytes
-    everywhere."""
-    content: dict[str, object] = {"rules": rules, "settings": dataclasses.asdict(settings)}
-    if clips is not None:
-        content["clips"] = clips.described
-    if transparent != "drop":
-        content["transparent"] = transparent
-    digest: bytes = blake3(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).digest()
-    return digest
-
-
 class Preprocessor(abc.ABC):
     """One family's preprocessing with one checkpoint's settings. Stateless and thread-safe.
 
-    family, options: set by a subclass; options are the overrides that images take. fingerprint: 32 bytes over
-    every setting that changes pixels, and over the version of the code's rules. patch_dim: elements of one
-    flattened patch. clips: the rules for clips; None where the checkpoint has none. transparent: what becomes
-    of alpha.
+    family, rules, options: set by a subclass; rules names the version of the code's rules, options are the
+    overrides that images take. fingerprint: 32 bytes over the rules and every setting that changes pixels.
+    patch_dim: elements of one flattened patch. clips: the rules for clips; None where the checkpoint has
+    none. transparent: what becomes of alpha.
     """
 
     family: ClassVar[str]
+    rules: ClassVar[str]
     options: ClassVar[tuple[str, ...]]
     fingerprint: bytes
-    patch_dim: int
-    merge_size: int
-    limits: DecodeLimits
     clips: ClipRules | None = None
-    transparent: Transparent = "white"
+
+    def __init__(
+        self,
+        settings: QwenVLSettings | MoonViTSettings,
+        limits: DecodeLimits,
+        clips: ClipRules | None,
+        transparent: Transparent,
+        *,
+        frames_per_patch: int,
+    ) -> None:
+        self.limits = limits
+        self.clips = clips
+        self.transparent = transparent
+        self.merge_size = settings.merge_size
+        self.patch_dim = 3 * frames_per_patch * settings.patch_size**2
+        # Floats in JSON are the shortest text that reads back to the same double, so equal settings give
+        # equal bytes everywhere.
+        content: dict[str, object] = {"rules": self.rules, "settings": dataclasses.asdict(settings)}
+        if clips is not None:
+            content["clips"] = clips.described
+        if transparent != "drop":
+            content["transparent"] = transparent
+        text = json.dumps(content, sort_keys=True, separators=(",", ":"))
+        self.fingerprint = blake3(text.encode()).digest()
 
     @property
     def longest_item(self) -> int:
@@ -137,10 +140,6 @@ class Preprocessor(abc.ABC):
         else:
             self.check_values(options)
 
-    def target_grid(self, height: int, width: int, options: PreprocessOptions) -> Grid:
-        """The grid of an image of this size. Raises as ``plan_image``."""
-        return self.plan_image(height, width, options).grid
-
     def probe_grid(self, item: Item) -> Grid:
         """The grid of an image file, from its header alone, or of a caller's own pixels, as stated. Reads a
         file: for worker threads. Raises UndecodableImage, ImageTooLarge, AspectRatioExceeded, InvalidOption,
@@ -167,7 +166,7 @@ class Preprocessor(abc.ABC):
 
     def probe_image(self, data: bytes, options: PreprocessOptions) -> Grid:
         self.check_options(Modality.IMAGE, options)
-        return self.target_grid(*read_size(data, self.limits), options)
+        return self.plan_image(*read_size(data, self.limits), options).grid
 
     def load_image(self, data: bytes, options: PreprocessOptions) -> tuple[FrameItem, float, float]:
         """One decoded, resized and padded frame, with the milliseconds of decoding and of resizing. Its grid

@@ -18,15 +18,13 @@ import torch
 
 from encoder_service.errors import AspectRatioExceeded, InvalidOption
 from encoder_service.ingest.decode import DecodeLimits, Transparent
-from encoder_service.ingest.preprocessor import ImagePlan, Preprocessor, check_range, settings_fingerprint
+from encoder_service.ingest.preprocessor import ImagePlan, Preprocessor, check_range
 from encoder_service.ingest.resize import normalise_into
 from encoder_service.ingest.settings import QwenVideoSettings, QwenVLSettings
 from encoder_service.ingest.video.clip import ClipPlan, ClipRules
 from encoder_service.ingest.video.source import ClipHeader, ClipLimits
 from encoder_service.types import Grid, PreprocessOptions
 
-RULES = "qwen_vl.1"  # raise when the same settings give other pixels
-VIDEO_RULES = "qwen_video.1"
 MAX_ASPECT_RATIO = 200
 
 
@@ -131,6 +129,7 @@ class QwenVLPreprocessor(Preprocessor):
     """Qwen3-VL and Qwen3.5, dense and mixture-of-experts alike."""
 
     family = "qwen_vl"
+    rules = "qwen_vl.1"  # raise when the same settings give other pixels
     options = ("min_pixels", "max_pixels")
 
     def __init__(
@@ -140,13 +139,8 @@ class QwenVLPreprocessor(Preprocessor):
         clips: QwenClips | None = None,
         transparent: Transparent = "white",
     ) -> None:
+        super().__init__(settings, limits, clips, transparent, frames_per_patch=settings.temporal_patch_size)
         self.settings = settings
-        self.limits = limits
-        self.clips = clips
-        self.transparent = transparent
-        self.merge_size = settings.merge_size
-        self.patch_dim = 3 * settings.temporal_patch_size * settings.patch_size**2
-        self.fingerprint = settings_fingerprint(RULES, settings, clips, transparent)
 
     @property
     def patch_shapes(self) -> tuple[tuple[int, ...], ...]:
@@ -162,11 +156,8 @@ class QwenVLPreprocessor(Preprocessor):
 
     def area_limits(self, options: PreprocessOptions) -> AreaLimits:
         """The checkpoint's limits, replaced by the request's where given."""
-        min_pixels, max_pixels = options.min_pixels, options.max_pixels
-        return AreaLimits(
-            self.settings.min_pixels if min_pixels is None else min_pixels,
-            self.settings.max_pixels if max_pixels is None else max_pixels,
-        )
+        limits = {name: getattr(self.settings, name) for name in AreaLimits._fields} | options.given()
+        return AreaLimits(*(int(limits[name]) for name in AreaLimits._fields))
 
     def plan_image(self, height: int, width: int, options: PreprocessOptions) -> ImagePlan:
         self.check_values(options)
@@ -206,17 +197,14 @@ class QwenVLPreprocessor(Preprocessor):
 class QwenClips(ClipRules):
     """Qwen3-VL and Qwen3.5. A piece is any number of whole temporal patches."""
 
+    rules = "qwen_video.1"
     options = ("min_pixels", "max_pixels", "fps", "min_frames", "max_frames")
 
     def __init__(self, settings: QwenVideoSettings, images: QwenVLSettings, limits: ClipLimits) -> None:
-        super().__init__(limits, images.patch_size)
+        super().__init__(settings, limits, images.patch_size)
         self.settings = settings
         self._merge_pixels = images.patch_size * images.merge_size
         self._temporal = images.temporal_patch_size
-
-    @property
-    def described(self) -> dict[str, object]:
-        return {"rules": VIDEO_RULES, "settings": dataclasses.asdict(self.settings)}
 
     def check_values(self, options: PreprocessOptions) -> None:
         self.with_options(options)
@@ -251,14 +239,11 @@ class QwenClips(ClipRules):
             temporal=self._temporal,
             settings=self.with_options(options),
         )
-        grid = Grid(self._patches_of(num_frames), target[0] // self.patch_size, target[1] // self.patch_size)
+        grid = Grid(self.depth(num_frames), target[0] // self.patch_size, target[1] // self.patch_size)
         return ClipPlan((), (), grid, *target)
 
     def piece_frames(self, plan: ClipPlan, max_patches: int) -> int:
         return max(1, max_patches // (plan.grid.h * plan.grid.w)) * self._temporal
 
-    def piece_grid(self, num_frames: int, plan: ClipPlan) -> Grid:
-        return Grid(self._patches_of(num_frames), plan.grid.h, plan.grid.w)
-
-    def _patches_of(self, num_frames: int) -> int:
+    def depth(self, num_frames: int) -> int:
         return -(-num_frames // self._temporal)

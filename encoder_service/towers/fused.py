@@ -163,13 +163,13 @@ class FusedTower(Tower):
         gemms = self.gemms.choose(x_PE.shape[0])
         levels = Levels(self._side_stream if x_PE.shape[0] <= SIDE_STREAM_PATCHES else None)
         for index, block in enumerate(blocks):
-            qkv = gemms.rotate.rotated(h_PE, block.qkv, rotary)
+            qkv = gemms["rotate"].rotated(h_PE, block.qkv, rotary)
             q_PHd, k_PHd, v_PHd = qkv.view(x_PE.shape[0], 3, self.num_heads, head_dim).unbind(1)
             out_PHd = attention.attend(q_PHd, k_PHd, v_PHd, bounds)
             # A delta is what is still to be added to the residual x_PE; None where the product added it.
-            delta_PE = gemms.add_attention.add_to(x_PE, out_PHd.flatten(1), block.proj)
+            delta_PE = gemms["add_attention"].add_to(x_PE, out_PHd.flatten(1), block.proj)
             h_PE = self._kernels.add_norm(x_PE, delta_PE, *block.norm2)
-            delta_PE = gemms.add_mlp.add_to(x_PE, gemms.gelu.gelu(h_PE, block.fc1), block.fc2)
+            delta_PE = gemms["add_mlp"].add_to(x_PE, gemms["gelu"].gelu(h_PE, block.fc1), block.fc2)
             if index + 1 < len(blocks):
                 h_PE = self._kernels.add_norm(x_PE, delta_PE, *blocks[index + 1].norm1)
             else:

@@ -14,6 +14,7 @@ import torch
 
 from encoder_service.ingest.decode import DecodeLimits
 from encoder_service.ingest.moonvit import MoonViTClips, MoonViTPreprocessor, moonvit_indices
+from encoder_service.ingest.preprocessor import Preprocessor
 from encoder_service.ingest.qwen_vl import QwenClips, QwenVLPreprocessor, qwen_indices
 from encoder_service.ingest.settings import (
     MoonViTSettings,
@@ -124,11 +125,10 @@ def answer_target_size(asked: Asked) -> Asked:
         plan = qwen_clips(asked).sized(asked["num_frames"], height, width, PLAIN)
         return {"height": plan.height, "width": plan.width}
     if asked["family"] == "qwen_vl":
-        grid = QwenVLPreprocessor(qwen_images(asked), IMAGE_LIMITS).target_grid(height, width, PLAIN)
+        grid = QwenVLPreprocessor(qwen_images(asked), IMAGE_LIMITS).plan_image(height, width, PLAIN).grid
         return {"height": grid.h * asked["patch_size"], "width": grid.w * asked["patch_size"]}
     preprocessor = MoonViTPreprocessor(moonvit_images(asked), IMAGE_LIMITS)
-    target = preprocessor.target_size(height, width, PLAIN)
-    grid = preprocessor.target_grid(height, width, PLAIN)
+    target, _, grid = preprocessor.plan_image(height, width, PLAIN)
     return {
         "height": target[0],
         "width": target[1],
@@ -182,10 +182,13 @@ def answer_grid(asked: Asked) -> Asked:
         clips = moonvit_clips(asked) if is_kimi else qwen_clips(asked)
         plan = clips.sized(asked["num_frames"], height, width, PLAIN)
         grids = list(plan.chunk_grids) or [plan.grid]
-    elif is_kimi:
-        grids = [MoonViTPreprocessor(moonvit_images(asked), IMAGE_LIMITS).target_grid(height, width, PLAIN)]
     else:
-        grids = [QwenVLPreprocessor(qwen_images(asked), IMAGE_LIMITS).target_grid(height, width, PLAIN)]
+        preprocessor: Preprocessor = (
+            MoonViTPreprocessor(moonvit_images(asked), IMAGE_LIMITS)
+            if is_kimi
+            else QwenVLPreprocessor(qwen_images(asked), IMAGE_LIMITS)
+        )
+        grids = [preprocessor.plan_image(height, width, PLAIN).grid]
     items = [
         prompt_item(grid, placeholder_id=0, merge_size=2, modality=modality, merges_time=is_kimi)
         for grid in grids

@@ -26,6 +26,7 @@ import torch
 
 from encoder_service.errors import ClipTooLarge, InvalidOption, UndecodableClip, UnsupportedContent
 from encoder_service.ingest.resize import resize_and_pad
+from encoder_service.ingest.settings import MoonViTVideoSettings, QwenVideoSettings
 from encoder_service.ingest.video.container import CONTAINER_NAMES, check_tables, check_whole, container_of
 from encoder_service.ingest.video.source import ClipHeader, ClipLimits, ClipSource, FramesClip
 from encoder_service.ingest.video.webp import WebPClip
@@ -77,19 +78,20 @@ class ClipPlan:
 class ClipRules(abc.ABC):
     """One family's rules for clips with one checkpoint's settings. Stateless and thread-safe.
 
-    options: names of the overrides that it takes; limits: of a clip; patch_size: pixels of a patch's side.
+    rules: the version of the code's rules; options: names of the overrides that it takes. limits: of a clip;
+    patch_size: pixels of a patch's side.
     """
 
+    rules: ClassVar[str]
     options: ClassVar[tuple[str, ...]]
 
-    def __init__(self, limits: ClipLimits, patch_size: int) -> None:
+    def __init__(
+        self, settings: QwenVideoSettings | MoonViTVideoSettings, limits: ClipLimits, patch_size: int
+    ) -> None:
         self.limits = limits
         self.patch_size = patch_size
-
-    @property
-    @abc.abstractmethod
-    def described(self) -> dict[str, object]:
-        """What enters the fingerprint of the settings."""
+        # What enters the fingerprint of the settings.
+        self.described = {"rules": self.rules, "settings": dataclasses.asdict(settings)}
 
     @abc.abstractmethod
     def check_values(self, options: PreprocessOptions) -> None:
@@ -109,7 +111,8 @@ class ClipRules(abc.ABC):
         """Frames of one piece: as many as max_patches allow, at least those that are attended together."""
 
     @abc.abstractmethod
-    def piece_grid(self, num_frames: int, plan: ClipPlan) -> Grid: ...
+    def depth(self, num_frames: int) -> int:
+        """Patches of so many frames along time."""
 
     def check_options(self, options: PreprocessOptions) -> None:
         """Raises InvalidOption for a value that is out of bounds; only ``options`` may be given."""
@@ -190,7 +193,7 @@ class Clip:
         """Grids of the pieces to come, in order."""
         size = self._rules.piece_frames(self.plan, max_patches)
         counts = [min(size, self._num_left - start) for start in range(0, self._num_left, size)]
-        return [self._rules.piece_grid(count, self.plan) for count in counts]
+        return [self._grid_of(count) for count in counts]
 
     def pieces(self, max_patches: int) -> Iterator[FrameItem]:
         """The pieces to come, each decoded and resized by the thread that asks for it; ends early once the
@@ -242,4 +245,7 @@ class Clip:
         if self._is_closed:
             return None  # stopped: frames may be missing
         self._num_left -= count
-        return FrameItem(frames_THWC, self._rules.piece_grid(count, plan))
+        return FrameItem(frames_THWC, self._grid_of(count))
+
+    def _grid_of(self, num_frames: int) -> Grid:
+        return self.plan.grid._replace(t=self._rules.depth(num_frames))

@@ -28,7 +28,7 @@ from encoder_service.towers.gemm import (
     pair_rows,
     turns_of,
 )
-from encoder_service.towers.gemm.per_rows import GemmChoices, PerRows
+from encoder_service.towers.gemm.per_rows import GemmChoices
 from encoder_service.towers.rope import RotaryLayout, inverse_frequencies
 
 log = structlog.get_logger(__name__)
@@ -130,7 +130,7 @@ def choose_gemms(
             gemm=chosen[step][num_rows].name,
             microseconds={name: round(ms * 1e3, 1) for name, ms in times.items()},
         )
-    return GemmChoices(*(PerRows(chosen[step]) for step in STEPS))
+    return GemmChoices(chosen)
 
 
 def checked_time_ms(trial: Trial, gemm: Gemm, time_ms: TimeMs) -> float:

@@ -3,13 +3,12 @@
 Owns sizes, settings files, a byte-level tokenizer, random draws and sharding. The service uses none of it to
 serve a real checkpoint.
 
-``make_checkpoint`` writes a directory. ``config_for``, ``small_files``, ``vision_layout`` and
-``vision_tensors`` give its parts in memory.
+``make_checkpoint`` writes a directory. ``config_for``, ``small_files`` and ``vision_layout`` give its parts.
 """
 
 from encoder_service.towers.synthetic.files import FAMILIES, SIZES, config_for, small_files
 from encoder_service.towers.synthetic.tensors import TensorSpec, draw, vision_layout
-from encoder_service.towers.synthetic.writer import make_checkpoint, vision_tensors
+from encoder_service.towers.synthetic.writer import make_checkpoint
 
 __all__ = [
     "FAMILIES",
@@ -20,5 +19,4 @@ __all__ = [
     "make_checkpoint",
     "small_files",
     "vision_layout",
-    "vision_tensors",
 ]

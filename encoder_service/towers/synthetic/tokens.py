@@ -13,8 +13,6 @@ from typing import Any
 VOWELS = "aeiouy"
 CONSONANTS = "bcdfghjklmnpqrstvwxz"
 NUM_ORDINARY_TOKENS = 512
-# Past the last special token, as published: an embedding has more rows than the tokenizer has tokens.
-VOCAB_SIZE = 640
 
 
 def byte_symbols() -> list[str]:

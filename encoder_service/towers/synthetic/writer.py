@@ -9,10 +9,8 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
-import torch
 from safetensors.torch import save_file
 
 from encoder_service.errors import ConfigurationError
@@ -52,13 +50,6 @@ def make_checkpoint(out: Path, family: str, size: str, seed: int, with_lm: bool 
             raise ConfigurationError(f"cannot move the checkpoint to {out}: {error.strerror}") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-
-
-def vision_tensors(family: str, size: str, seed: int) -> Iterator[tuple[str, torch.Tensor]]:
-    """The vision tensors that ``make_checkpoint`` would write, one by one, by published name.
-    Raises ConfigurationError for an unknown family or size."""
-    for spec in vision_layout(config_for(family, size)):
-        yield spec.name, draw(spec, seed)
 
 
 def _check_vacant(out: Path) -> None:

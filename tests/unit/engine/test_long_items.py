@@ -64,7 +64,7 @@ def test_a_full_chunk_at_the_default_settings_has_a_bucket(
 def test_a_large_photo_has_a_bucket(kimi: tuple[Preprocessor, BucketLadder]) -> None:
     """Padding takes it above its limit, which is the batch's budget."""
     preprocessor, ladder = kimi
-    size = preprocessor.target_grid(3000, 4000, PreprocessOptions()).num_patches
+    size = preprocessor.plan_image(3000, 4000, PreprocessOptions()).grid.num_patches
     assert size > BUDGET
     assert ladder.choose(Launch.of([size])) is not None
 

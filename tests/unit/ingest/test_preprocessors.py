@@ -95,8 +95,7 @@ def test_p09_kimi_grids_never_grow_and_stay_in_their_limits(
     height: int, width: int, patches: int, side: int
 ) -> None:
     options = PreprocessOptions(max_patches=patches, max_patches_per_side=side)
-    grid = KIMI.target_grid(height, width, options)
-    target_height, target_width = KIMI.target_size(height, width, options)
+    (target_height, target_width), _, grid = KIMI.plan_image(height, width, options)
     assert 1 <= target_height <= min(height, side * 14)
     assert 1 <= target_width <= min(width, side * 14)
     assert (grid.h, grid.w) == (math.ceil(target_height / 28) * 2, math.ceil(target_width / 28) * 2)

@@ -12,7 +12,8 @@ from encoder_service.scheduler.buckets import Bucket
 from encoder_service.towers import load_tower
 from encoder_service.towers.attention import SdpaAttention
 from encoder_service.towers.fused import FusedTower
-from encoder_service.towers.gemm.per_rows import GemmChoices, PerRows
+from encoder_service.towers.gemm import STEPS
+from encoder_service.towers.gemm.per_rows import GemmChoices
 from encoder_service.towers.synthetic import make_checkpoint
 from encoder_service.types import Grid
 from tests.parity.tower_cases import errors, fresh_seed, report
@@ -77,7 +78,7 @@ def test_p29_p31_rows_equal_the_plain_towers_alone_and_in_a_padded_bucket(
 @pytest.mark.extended
 def test_rows_equal_the_plain_towers_through_a_gemm_of_pairs(plain: Any) -> None:
     gemm = PairGemm()
-    fused = FusedTower(plain, SdpaAttention(), GemmChoices(*(PerRows({64: gemm}) for _ in range(4))))
+    fused = FusedTower(plain, SdpaAttention(), GemmChoices({step: {64: gemm} for step in STEPS}))
     grids = [Grid(1, 2, 4), Grid(1, 2, 2)]
     pixels = pixels_for(plain, grids)
     figures = errors(rows_of(fused, grids, pixels), rows_of(plain, grids, pixels))

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from encoder_service.towers.gemm import TORCH_GEMM, Gemm, Rotary, Weights, pair_rows, turns_of
-from encoder_service.towers.gemm.per_rows import PerRows
-from encoder_service.towers.gemm.select import BlockShape, choose_gemms, make_trial
+from encoder_service.towers.gemm.per_rows import GemmChoices
+from encoder_service.towers.gemm.select import BlockShape, TimeMs, choose_gemms, make_trial
 from tests.unit.kernels.pair_gemm import PairGemm
 
 pytest.importorskip("triton")
@@ -97,7 +97,11 @@ class WrongFromGemm(PairGemm):
         return super().gelu(x_PK, Weights(layer.weight, bias))
 
 
-def timed_by(milliseconds: dict[str, float]) -> tuple[Callable[[Callable[[], object]], float], list[Gemm]]:
+def chosen_of(gemms: list[Gemm], sizes: list[int], time_ms: TimeMs, device: torch.device) -> GemmChoices:
+    return choose_gemms(gemms, SHAPE, sizes, dtype=torch.float32, device=device, time_ms=time_ms)
+
+
+def timed_by(milliseconds: dict[str, float]) -> tuple[TimeMs, list[Gemm]]:
     """A clock that recognises a gemm by what it calls."""
     gemms: list[Gemm] = [TORCH_GEMM, *(kind() for kind in (PairGemm, WrongGemm, RaisingGemm))]
     pairs = gemms[1]
@@ -116,7 +120,7 @@ def test_the_fastest_right_gemm_is_chosen_and_ties_stay_with_torch(
     pairs_ms: float, expected: str, device: torch.device
 ) -> None:
     time_ms, gemms = timed_by({"pairs": pairs_ms, "torch": 1.0})
-    choices = choose_gemms(gemms, SHAPE, [8], dtype=torch.float32, device=device, time_ms=time_ms)
+    choices = chosen_of(gemms, [8], time_ms, device)
     assert choices.names["rotate"] == {8: expected}
     assert choices.names["add_mlp"] == {8: expected}
     assert "wrong" not in str(choices.names)
@@ -125,14 +129,7 @@ def test_the_fastest_right_gemm_is_chosen_and_ties_stay_with_torch(
 
 def test_a_gemm_that_raises_is_left_out_of_that_step_only(device: torch.device) -> None:
     raising = RaisingGemm()
-    choices = choose_gemms(
-        [TORCH_GEMM, raising],
-        SHAPE,
-        [8],
-        dtype=torch.float32,
-        device=device,
-        time_ms=counting_down(),
-    )
+    choices = chosen_of([TORCH_GEMM, raising], [8], counting_down(), device)
     assert choices.names == {
         "rotate": {8: "raises"},
         "gelu": {8: "torch"},
@@ -142,19 +139,12 @@ def test_a_gemm_that_raises_is_left_out_of_that_step_only(device: torch.device) 
 
 
 def test_a_gemm_that_is_wrong_at_one_number_of_rows_serves_none(device: torch.device) -> None:
-    choices = choose_gemms(
-        [TORCH_GEMM, WrongFromGemm(8)],
-        SHAPE,
-        [4, 8],
-        dtype=torch.float32,
-        device=device,
-        time_ms=counting_down(),
-    )
+    choices = chosen_of([TORCH_GEMM, WrongFromGemm(8)], [4, 8], counting_down(), device)
     assert choices.names["gelu"] == {4: "torch", 8: "torch"}
     assert choices.names["add_mlp"] == {4: "wrong_from", 8: "wrong_from"}
 
 
-def counting_down() -> Callable[[Callable[[], object]], float]:
+def counting_down() -> TimeMs:
     """Every later candidate is faster."""
     left = [1024.0]
 
@@ -168,6 +158,6 @@ def counting_down() -> Callable[[Callable[[], object]], float]:
 
 def test_numbers_of_rows_take_the_nearest_choice_by_ratio() -> None:
     pairs = PairGemm()
-    choices = PerRows({1024: TORCH_GEMM, 16384: pairs})
-    names = [choices.choose(rows).name for rows in (1, 1024, 4000, 4200, 100_000)]
-    assert names == ["torch"] * 3 + ["pairs"] * 2
+    choices = GemmChoices({"gelu": {1024: TORCH_GEMM, 16384: pairs}})
+    names = [choices.choose(rows)["gelu"].name for rows in (0, 1, 1024, 4000, 4200, 100_000)]
+    assert names == ["torch"] * 4 + ["pairs"] * 2

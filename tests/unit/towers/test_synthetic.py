@@ -16,15 +16,7 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
 from encoder_service.errors import ConfigurationError
-from encoder_service.towers.synthetic import (
-    FAMILIES,
-    config_for,
-    make_checkpoint,
-    small_files,
-    vision_tensors,
-    writer,
-)
-from encoder_service.towers.synthetic.tokens import VOCAB_SIZE
+from encoder_service.towers.synthetic import FAMILIES, config_for, make_checkpoint, small_files, writer
 
 
 def read_all(checkpoint: Path) -> dict[str, torch.Tensor]:
@@ -57,11 +49,8 @@ def test_vision_weights_do_not_depend_on_the_language_model(family: str, tmp_pat
     make_checkpoint(tmp_path / "tower", family, "tiny", seed=3)
     make_checkpoint(tmp_path / "whole", family, "tiny", seed=3, with_lm=True)
     tower, whole = read_all(tmp_path / "tower"), read_all(tmp_path / "whole")
-    in_memory = dict(vision_tensors(family, "tiny", seed=3))
-    assert set(tower) == set(in_memory)
     for name, tensor in tower.items():
         assert torch.equal(tensor, whole[name]), name
-        assert torch.equal(tensor, in_memory[name]), name
 
 
 @pytest.mark.parametrize("with_lm", [False, True])
@@ -152,7 +141,7 @@ def test_special_tokens_have_the_ids_that_the_config_says(family: str) -> None:
     for field, token in (KIMI_IDS if family == "kimi_k25" else QWEN_IDS).items():
         assert TOKENIZERS[family].token_to_id(token) == config[field]
         assert TOKENIZERS[family].encode(f"a{token}b").ids.count(config[field]) == 1
-    assert TOKENIZERS[family].get_vocab_size() <= config["text_config"]["vocab_size"] == VOCAB_SIZE
+    assert TOKENIZERS[family].get_vocab_size() <= config["text_config"]["vocab_size"]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
