@@ -32,7 +32,7 @@ from lm_adapter.errors import InvalidRequest, MissingDependency
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Backend", "MRopeLayout", "RotaryTable", "apply_mrope", "choose_backend", "warm_up_mrope"]
+__all__ = ["Backend", "MRopeLayout", "RotaryTable", "apply_mrope", "choose_backend"]
 
 Backend: TypeAlias = Literal["auto", "torch", "triton"]
 
@@ -162,7 +162,8 @@ def apply_mrope(
     q_THd: [T, Hq, d], k_THd: [T, Hk, d], of one dtype, float32, float16 or bfloat16; views whose tokens and
     heads lie apart serve, so the two may be parts of one packed projection. positions_3T: int64 or int32
     [3, T], below the table's end, which the device does not check. All on one device.
-    backend: "auto" takes the kernel on CUDA where Triton is installed.
+    backend: "auto" takes the kernel on CUDA where Triton is installed. It compiles at the first launch of
+    each of three kinds of step: 1, ``kernels.rotate.SHORT_STEP`` + 1 and ``MEDIUM_STEP`` + 1 tokens or more.
     Raises InvalidRequest, before anything is written, for other shapes, dtypes and devices.
     """
     _check(q_THd, k_THd, positions_3T, table)
@@ -173,26 +174,6 @@ def apply_mrope(
 
         rotate_qk_(q_THd, k_THd, positions_3T, table.cos_sin, table.layout.sections, table.layout.interleaved)
     return q_THd, k_THd
-
-
-def warm_up_mrope(
-    table: RotaryTable, num_q_heads: int, num_k_heads: int, head_dim: int, dtype: torch.dtype
-) -> None:
-    """Compiles, on the table's device, what ``apply_mrope`` launches for steps of any length, q and k being
-    parts of one projection [T, H, d] of this dtype and positions int64: for an engine that starts, before it
-    captures graphs. Takes memory for 4097 tokens meanwhile. Does nothing where no kernel is launched.
-    Raises InvalidRequest as ``apply_mrope``."""
-    import torch
-
-    device = table.cos_sin.device
-    if choose_backend("auto", table.cos_sin) == "torch":
-        return
-    from lm_adapter.kernels.rotate import MEDIUM_STEP, SHORT_STEP
-
-    for num_tokens in (SHORT_STEP, MEDIUM_STEP, MEDIUM_STEP + 1):
-        heads = torch.zeros(num_tokens, num_q_heads + num_k_heads, head_dim, dtype=dtype, device=device)
-        positions = torch.zeros(3, num_tokens, dtype=torch.int64, device=device)
-        apply_mrope(heads[:, :num_q_heads], heads[:, num_q_heads:], positions, table)
 
 
 def choose_backend(backend: Backend, tensor: torch.Tensor) -> Literal["torch", "triton"]:

@@ -66,12 +66,10 @@ _NO_ROW = 0
 
 @dataclass(frozen=True)
 class RowsLayout:
-    """What the language model takes. out_width: D; dtype: of the rows on the wire ("bfloat16"), None for
-    any."""
+    """What the language model takes. out_width: D; num_deepstack_levels: L."""
 
     out_width: int
     num_deepstack_levels: int = 0
-    dtype: str | None = None
 
     @property
     def width(self) -> int:
@@ -129,7 +127,7 @@ def check_item_rows(
     announced_levels: int | None = None,
 ) -> None:
     """Raises InvalidRows, with the figure found and the one needed, unless ``rows`` is [num_rows, D * (1 +
-    L)] of the layout's dtype and may be written to ``inputs_embeds_dtype``.
+    L)] of a dtype that may be written to ``inputs_embeds_dtype``.
 
     announced_levels: L as the sender says it, where it does: widths alone do not tell 64 * (1 + 3) from 128
     * (1 + 1).
@@ -147,8 +145,6 @@ def check_item_rows(
     levels = f"{layout.out_width} * (1 + {layout.num_deepstack_levels} deepstack levels)"
     require("width", rows.shape[1], layout.width, f"the language model's {levels}")
     found = str(rows.dtype).removeprefix("torch.")
-    if layout.dtype is not None:
-        require("dtype", found, layout.dtype, "the model's announcement")
     target = str(inputs_embeds_dtype).removeprefix("torch.")
     if target not in _CASTS.get(found, ()):
         raise InvalidRows(
@@ -204,11 +200,6 @@ class Splicer:
         self._segment_ends = [end for *_, end in self._segments]
         self.layout = layout
         self.inputs_embeds_dtype = inputs_embeds_dtype
-
-    @property
-    def num_rows_held(self) -> int:
-        """Rows not dropped yet."""
-        return sum(len(rows) for rows in self._rows if rows is not None)
 
     def drop_before(self, end: int) -> None:
         """Lets go of the rows of items that end at or before token ``end``."""

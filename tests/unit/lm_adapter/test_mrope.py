@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import numpy as np
 import pytest
@@ -136,3 +137,30 @@ def test_errors_give_both_figures() -> None:
         positions.decode(3)
     with pytest.raises(InvalidRequest, match="start 3 and end 2"):
         positions.chunk(3, 2)
+
+
+@pytest.mark.parametrize(
+    ("grid", "merge_size"),
+    [([1, 5, 7], 2), ([1, 5, 6], 2), ([1, 4], 2), ([0, 4, 6], 2), ([1, 4, 6], 0), ([1, -4, -6], 2)],
+)
+def test_grids_that_the_merge_does_not_divide_are_refused(grid: list[int], merge_size: int) -> None:
+    """[1, 5, 7] has as many rows as [1, 4, 6] after rounding down, and is none of a tower's."""
+    prompt, _ = image_prompt([1, IMAGE, 2], [(1, 4, 6)])
+    with pytest.raises(InvalidRequest, match=rf"needs \[t, h, w\].*merge size {merge_size}") as raised:
+        mrope_positions(prompt, [grid], merge_size=merge_size)
+    assert str(grid) in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("start", "end", "side", "text"),
+    [
+        (3, 1, "left", "start 3 and end 1"),
+        (-1, 2, "right", "start -1 and end 2"),
+        (0, 2, "up", "'up', needs left or right"),
+    ],
+)
+def test_columns_that_no_batch_has_are_refused(start: int, end: int, side: Any, text: str) -> None:
+    _, positions = image_prompt([1, IMAGE, 2], [(1, 4, 6)])
+    assert batch_positions([positions], 0, 9, padded_length=9, side="left").shape == (3, 1, 9)
+    with pytest.raises(InvalidRequest, match=text):
+        batch_positions([positions], start, end, padded_length=9, side=side)
