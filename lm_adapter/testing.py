@@ -21,7 +21,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self, TypeAlias
 
 import grpc
 import numpy as np
@@ -55,22 +55,12 @@ class Fault(enum.Enum):
     WRONG_LEVELS = "num_deepstack_levels"
     WRONG_NUM_ROWS = "num_rows"
     WRONG_GRID = "grid_thw"
-    SHORT_KEY = "key"
-    WRONG_DIGEST = "content_digest"
-    WRONG_ROWS_BYTES = "rows_bytes"
     OTHER_DELIVERY = "delivery"  # a place, in answer to a request for inline rows
-    ZERO_CHUNKS = "num_chunks"
-    CHUNK_BEFORE_RESULT = "chunk before result"
-    SECOND_RESULT = "second result"
-    MISORDERED_CHUNKS = "misordered chunks"
     SHORT_CHUNK = "short chunk"
-    LONG_CHUNK = "long chunk"
     NON_FINITE = "not finite"  # accepted unless the caller checks the elements
     UNKNOWN_EVENT = "unknown event"  # of a newer protocol; must be ignored
     MISSING_ITEM = "missing item"  # the stream ends OK without it: ends the call
     MISSING_CHUNK = "missing chunk"  # the same, without its last chunk
-    EXTRA_CHUNK = "extra chunk"  # after the item is complete: ends the call
-    UNKNOWN_INDEX = "unknown index"  # ends the call
     GARBAGE = "garbage"  # bytes that are no message: ends the call
     HANG = "hang"  # the stream stops before this item until ``resume`` or the server's end
     ABORT = "abort"  # the call ends with INTERNAL before this item
@@ -148,10 +138,23 @@ class FakeScript:
     place: Callable[[RowsRequest, pb.ItemResult, bytes], None] | None = None
 
 
+class _Held(NamedTuple):
+    """An item whose rows the fake can compute again."""
+
+    namespace: str
+    digest: bytes
+    grid: Grid
+
+
+_Found: TypeAlias = tuple[pb.CacheTier.ValueType, bytes, _Held]
+"""Tier, key and record of an item."""
+
+
 class FakeEncoder:
     """An in-process gRPC server. A context manager; ``script`` may be changed while it runs.
 
-    target: where it listens, with the real port. Counters start anew at ``restart``.
+    target: where it listens, with the real port. num_calls: calls begun, by method name. num_cancelled:
+    Encode and Fetch calls that ended before their stream did. Both start anew at ``restart``.
     """
 
     def __init__(
@@ -168,8 +171,9 @@ class FakeEncoder:
         if model is not None:
             self.script.model = model
         self.target = listen
-        self._service = _FakeService(self.script, instance_id)
         self._server: grpc.Server | None = None
+        self._lock = threading.Lock()
+        self._begin_run(instance_id)
 
     def __enter__(self) -> Self:
         self.start()
@@ -183,12 +187,12 @@ class FakeEncoder:
         address is in use or the fake runs already."""
         if self._server is not None:
             raise RuntimeError(f"the fake runs already at {self.target}")
-        if self._service.stopping.is_set():
-            self._service = _FakeService(self.script, "")
+        if self._stopping.is_set():
+            self._begin_run()
         limit_bytes = self.script.limits.max_message_bytes or DEFAULT_MAX_MESSAGE_BYTES
         server = grpc.server(
             ThreadPoolExecutor(MAX_CONCURRENT_CALLS, thread_name_prefix="fake-encoder"),
-            handlers=self._service.handlers(),
+            handlers=self._handlers(),
             options=[("grpc.max_receive_message_length", limit_bytes), ("grpc.so_reuseport", 0)],
         )
         port = server.add_insecure_port(self.target)
@@ -202,9 +206,9 @@ class FakeEncoder:
         if self._server is None:
             return
         if grace_s is None:
-            self._service.stopping.set()
+            self._stopping.set()
         self._server.stop(grace_s).wait()
-        self._service.stopping.set()
+        self._stopping.set()
         self._server = None
 
     def restart(self) -> None:
@@ -214,51 +218,24 @@ class FakeEncoder:
 
     def resume(self) -> None:
         """Continues streams that stopped with Fault.HANG."""
-        self._service.resumed.set()
-
-    @property
-    def instance_id(self) -> str:
-        return self._service.instance_id
-
-    @property
-    def num_calls(self) -> Counter[str]:
-        """Calls begun, by method name."""
-        return self._service.num_calls
-
-    @property
-    def num_cancelled(self) -> Counter[str]:
-        """Encode and Fetch calls that ended before their stream did, by method name."""
-        return self._service.num_cancelled
+        self._resumed.set()
 
     @property
     def calls(self) -> list[CallRecord]:
         """The latest calls, oldest first."""
-        return list(self._service.calls)
+        return list(self._calls)
 
-
-class _Held(NamedTuple):
-    """An item whose rows the fake can compute again."""
-
-    namespace: str
-    digest: bytes
-    grid: Grid
-
-
-class _FakeService:
-    """Handlers of one server run. ``stopping`` ends every wait."""
-
-    def __init__(self, script: FakeScript, instance_id: str) -> None:
-        self.script = script
+    def _begin_run(self, instance_id: str = "") -> None:
         self.instance_id = instance_id or secrets.token_hex(8)
-        self.stopping = threading.Event()
-        self.resumed = threading.Event()
         self.num_calls: Counter[str] = Counter()
         self.num_cancelled: Counter[str] = Counter()
-        self.calls: deque[CallRecord] = deque(maxlen=MAX_CALL_RECORDS)
+        self._calls: deque[CallRecord] = deque(maxlen=MAX_CALL_RECORDS)
         self._held: dict[bytes, _Held] = {}
-        self._lock = threading.Lock()
+        self._stopping = threading.Event()
+        """Ends every wait."""
+        self._resumed = threading.Event()
 
-    def handlers(self) -> list[grpc.GenericRpcHandler]:
+    def _handlers(self) -> list[grpc.GenericRpcHandler]:
         unary: Callable[..., grpc.RpcMethodHandler[Any, Any]] = grpc.unary_unary_rpc_method_handler
         stream: Callable[..., grpc.RpcMethodHandler[Any, Any]] = grpc.unary_stream_rpc_method_handler
         service = pb.DESCRIPTOR.services_by_name["VisionEncoder"].full_name
@@ -317,24 +294,23 @@ class _FakeService:
         finished = self._begin("Encode", request, context, len(request.items))
         self._check_model(request.model, context)
 
-        def events(index: int) -> tuple[bytes, list[pb.ItemEvent]]:
-            tier, key, held = self._admit(request.items[index], request.namespace)
-            return held.digest, self._item_events(request, index, tier, key, held)
+        def find(index: int) -> _Found:
+            return self._admit(request.items[index], request.namespace)
 
-        yield from self._stream(len(request.items), events, context)
+        yield from self._stream(request, len(request.items), find, context)
         finished.set()
 
     def _fetch(self, request: pb.FetchRequest, context: Context) -> Iterator[bytes]:
         finished = self._begin("Fetch", request, context, len(request.keys))
 
-        def events(index: int) -> tuple[bytes, list[pb.ItemEvent]]:
+        def find(index: int) -> _Found:
             key = request.keys[index]
             held = self._find(key, request.namespace)
             if held is None:
-                raise _refusal("UNKNOWN_KEY", f"key {key.hex()} is neither held nor in flight", _NOT_FOUND)
-            return held.digest, self._item_events(request, index, pb.CACHE_TIER_HOST, key, held)
+                raise _unknown(key)
+            return pb.CACHE_TIER_HOST, key, held
 
-        yield from self._stream(len(request.keys), events, context)
+        yield from self._stream(request, len(request.keys), find, context)
         finished.set()
 
     def _prefetch(self, request: pb.PrefetchRequest, context: Context) -> bytes:
@@ -348,19 +324,13 @@ class _FakeService:
                 response.statuses.append(pb.PrefetchStatus(failure=_failure(error)))
                 continue
             response.statuses.append(
-                pb.PrefetchStatus(
-                    key=key,
-                    content_digest=held.digest,
-                    state=pb.KEY_STATE_RESIDENT,
-                    grid_thw=_grid_message(held.grid),
-                    num_rows=self.script.model.num_rows(held.grid),
-                )
+                pb.PrefetchStatus(key=key, content_digest=held.digest, **self._resident(held))
             )
         return response.SerializeToString()
 
     # Items ------------------------------------------------------------------------------------------------
 
-    def _admit(self, item: pb.Item, namespace: str) -> tuple[pb.CacheTier.ValueType, bytes, _Held]:
+    def _admit(self, item: pb.Item, namespace: str) -> _Found:
         """Tier, key and record of an item, which is held from now on. Raises EncoderError."""
         modality = convert.MODALITY_OF.get(item.modality)
         if modality is None:
@@ -388,7 +358,7 @@ class _FakeService:
             if held is not None:
                 return pb.CACHE_TIER_HOST, key, held
             if content == "digest_only":
-                raise _refusal("UNKNOWN_KEY", f"key {key.hex()} is neither held nor in flight", _NOT_FOUND)
+                raise _unknown(key)
             held = self._held[key] = _Held(namespace, digest, grid or self._grid_of(digest))
         return pb.CACHE_TIER_MISS, key, held
 
@@ -400,6 +370,7 @@ class _FakeService:
     def _item_events(
         self, request: RowsRequest, index: int, tier: pb.CacheTier.ValueType, key: bytes, held: _Held
     ) -> list[pb.ItemEvent]:
+        """The result and the chunks of an item without a fault."""
         model = self.script.model
         num_rows = model.num_rows(held.grid)
         payload = _in_dtype(fake_rows(held.digest, num_rows, model.width), model.dtype)
@@ -430,10 +401,7 @@ class _FakeService:
         return events
 
     def _stream(
-        self,
-        num_items: int,
-        events_of: Callable[[int], tuple[bytes, list[pb.ItemEvent]]],
-        context: Context,
+        self, request: RowsRequest, num_items: int, find: Callable[[int], _Found], context: Context
     ) -> Iterator[bytes]:
         script = self.script
         with self._lock:
@@ -443,20 +411,20 @@ class _FakeService:
         order = range(num_items) if script.order != "reverse" else range(num_items - 1, -1, -1)
         for number, index in enumerate(order):
             if script.latency_s:
-                self.stopping.wait(script.latency_s)
-            if self.stopping.is_set() or not context.is_active():
+                self._stopping.wait(script.latency_s)
+            if self._stopping.is_set() or not context.is_active():
                 return
             if is_cut and number == 1:
                 context.abort(grpc.StatusCode.UNAVAILABLE, "the script cuts this stream")
             messages: list[pb.ItemEvent | bytes]
             try:
-                digest, events = events_of(index)
+                tier, key, held = find(index)
             except EncoderError as error:
                 messages = [pb.ItemEvent(item_index=index, failure=_failure(error))]
             else:
-                fault = script.faults.get(digest)
+                fault = script.faults.get(held.digest)
                 self._act(fault, context)
-                messages = list(events) if fault is None else _faulty(fault, events)
+                messages = _faulty(fault, self._item_events(request, index, tier, key, held))
             wire = [m if isinstance(m, bytes) else m.SerializeToString() for m in messages]
             if script.order == "interleaved":
                 waiting.append(wire)
@@ -470,7 +438,7 @@ class _FakeService:
         if fault is Fault.ABORT:
             context.abort(grpc.StatusCode.INTERNAL, "the script aborts this call")
         if fault is Fault.HANG:
-            while context.is_active() and not self.stopping.is_set() and not self.resumed.wait(0.01):
+            while context.is_active() and not self._stopping.is_set() and not self._resumed.wait(0.01):
                 pass
 
     def _begin(self, method: str, request: Any, context: Context, num_items: int) -> threading.Event:
@@ -481,7 +449,7 @@ class _FakeService:
         finished = threading.Event()
         with self._lock:
             self.num_calls[method] += 1
-            self.calls.append(CallRecord(method, request, metadata))
+            self._calls.append(CallRecord(method, request, metadata))
 
         def on_end() -> None:
             if not finished.is_set():
@@ -514,30 +482,27 @@ class _FakeService:
         held = self._find(key, namespace)
         if held is None:
             return pb.KeyStatus(key=key, state=pb.KEY_STATE_ABSENT)
-        return pb.KeyStatus(
-            key=key,
-            state=pb.KEY_STATE_RESIDENT,
-            grid_thw=_grid_message(held.grid),
-            num_rows=self.script.model.num_rows(held.grid),
-            tier=pb.CACHE_TIER_HOST,
-        )
+        return pb.KeyStatus(key=key, tier=pb.CACHE_TIER_HOST, **self._resident(held))
+
+    def _resident(self, held: _Held) -> dict[str, Any]:
+        return {
+            "state": pb.KEY_STATE_RESIDENT,
+            "grid_thw": _grid_message(held.grid),
+            "num_rows": self.script.model.num_rows(held.grid),
+        }
 
 
-_RESULT_EDITS: dict[Fault, pb.ItemResult] = {
-    Fault.SHORT_KEY: pb.ItemResult(key=b"short"),
-    Fault.WRONG_DIGEST: pb.ItemResult(content_digest=b"\xff" * 32),
-    Fault.WRONG_ROWS_BYTES: pb.ItemResult(rows_bytes=12),
+_RESULT_EDITS: dict[Fault | None, pb.ItemResult] = {
     Fault.WRONG_DTYPE: pb.ItemResult(dtype=pb.DTYPE_UINT8),
     Fault.OTHER_DELIVERY: pb.ItemResult(place=pb.RowsPlace(generation=1)),
 }
 
 
-def _faulty(fault: Fault, events: Sequence[pb.ItemEvent]) -> list[pb.ItemEvent | bytes]:
+def _faulty(fault: Fault | None, events: Sequence[pb.ItemEvent]) -> list[pb.ItemEvent | bytes]:
     """One item's events (its result, then its chunks) with the fault. HANG and ABORT change no event."""
     result, chunks = events[0], list(events[1:])
-    edit = _RESULT_EDITS.get(fault)
-    if edit is not None:
-        result.result.MergeFrom(edit)
+    if fault is None or fault in _RESULT_EDITS:
+        result.result.MergeFrom(_RESULT_EDITS.get(fault, pb.ItemResult()))
         return [result, *chunks]
     last = chunks[-1].chunk
     rows = result.result
@@ -551,20 +516,8 @@ def _faulty(fault: Fault, events: Sequence[pb.ItemEvent]) -> list[pb.ItemEvent |
             rows.num_rows += 1
         case Fault.WRONG_GRID:
             rows.grid_thw.h += 1
-        case Fault.ZERO_CHUNKS:
-            rows.inline.num_chunks = 0
-        case Fault.CHUNK_BEFORE_RESULT:
-            return [*chunks, result]
-        case Fault.SECOND_RESULT:
-            return [result, result, *chunks]
-        case Fault.MISORDERED_CHUNKS:
-            if len(chunks) == 1:  # a single chunk is misplaced by its offset
-                last.offset_bytes += 1
-            chunks.reverse()
         case Fault.SHORT_CHUNK:
             last.data = last.data[:-1]
-        case Fault.LONG_CHUNK:
-            last.data = last.data + b"\0"
         case Fault.NON_FINITE:
             last.data = last.data[:-8] + b"\xff" * 8  # NaN in every floating dtype
         case Fault.UNKNOWN_EVENT:
@@ -573,10 +526,6 @@ def _faulty(fault: Fault, events: Sequence[pb.ItemEvent]) -> list[pb.ItemEvent |
             return []
         case Fault.MISSING_CHUNK:
             return [result, *chunks[:-1]]
-        case Fault.EXTRA_CHUNK:
-            return [result, *chunks, chunks[-1]]
-        case Fault.UNKNOWN_INDEX:
-            return [pb.ItemEvent(item_index=1_000_000, chunk=last)]
         case Fault.GARBAGE:
             return [b"\xff\xff\xff not a message"]
     return [result, *chunks]
@@ -608,6 +557,10 @@ def _grid_message(grid: Grid) -> pb.GridTHW:
 
 def _refusal(reason: str, message: str, status: int = _INVALID_ARGUMENT) -> ItemFailed:
     return ItemFailed(message, reason=reason, status=status)
+
+
+def _unknown(key: bytes) -> ItemFailed:
+    return _refusal("UNKNOWN_KEY", f"key {key.hex()} is neither held nor in flight", _NOT_FOUND)
 
 
 def _abort(context: Context, code: grpc.StatusCode, error: EncoderError) -> None:

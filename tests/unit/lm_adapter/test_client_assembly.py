@@ -142,6 +142,46 @@ def test_p22_results_that_break_a_rule_fail_their_own_item(
     assembly.finish()
 
 
+RESULT, *CHUNKS = edited()
+
+
+def resized(chunk: pb.ItemEvent, num_bytes: int) -> pb.ItemEvent:
+    changed = pb.ItemEvent()
+    changed.CopyFrom(chunk)
+    changed.chunk.data = bytes(num_bytes)
+    return changed
+
+
+@pytest.mark.parametrize(
+    ("events", "field_name", "figures"),
+    [
+        ([*CHUNKS, RESULT], "result", ("chunk", "result")),
+        ([RESULT, RESULT, *CHUNKS], "result", ("2", "1")),
+        ([RESULT, *reversed(CHUNKS)], "chunk_offset", ("192", "0")),
+        ([RESULT, *CHUNKS[1:]], "chunk_offset", ("64", "0")),
+        ([RESULT, *CHUNKS[:-1], resized(CHUNKS[-1], 63)], "rows_bytes", ("255", "256")),
+        ([RESULT, *CHUNKS[:-1], resized(CHUNKS[-1], 65)], "chunk_range", ("257", "256")),
+    ],
+)
+def test_p22_chunks_that_break_a_rule_fail_their_own_item(
+    events: list[pb.ItemEvent], field_name: str, figures: tuple[str, str]
+) -> None:
+    assembly = assembler(1)
+    outcomes = [done[1] for event in events if (done := feed(assembly, event)) is not None]
+    (outcome,) = outcomes
+    assert isinstance(outcome, InvalidRows)
+    assert outcome.field == field_name
+    assert (outcome.details["found"], outcome.details["expected"]) == figures
+
+
+def test_p22_a_result_without_chunks_is_refused() -> None:
+    event = item_events(0, Grid(1, 2, 2))[0]
+    event.result.inline.num_chunks = 0
+    done = feed(assembler(1), event)
+    assert isinstance(done[1], InvalidRows)
+    assert done[1].field == "num_chunks"
+
+
 def test_p22_rows_of_another_key_or_digest_are_refused() -> None:
     for assembly, field_name in (
         (Assembler([None], keys=[b"k" * 32]), "key"),

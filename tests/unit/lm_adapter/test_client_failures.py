@@ -52,23 +52,13 @@ ITEM_FAULTS = {
     Fault.WRONG_LEVELS: "num_deepstack_levels",
     Fault.WRONG_NUM_ROWS: "num_rows",
     Fault.WRONG_GRID: "grid_thw",
-    Fault.SHORT_KEY: "key",
-    Fault.WRONG_DIGEST: "content_digest",
-    Fault.WRONG_ROWS_BYTES: "rows_bytes",
     Fault.OTHER_DELIVERY: "delivery",
-    Fault.ZERO_CHUNKS: "num_chunks",
-    Fault.CHUNK_BEFORE_RESULT: "result",
-    Fault.SECOND_RESULT: "result",
-    Fault.MISORDERED_CHUNKS: "chunk_offset",
     Fault.SHORT_CHUNK: "rows_bytes",
-    Fault.LONG_CHUNK: "chunk_range",
 }
 HARMLESS_FAULTS = {Fault.NON_FINITE, Fault.UNKNOWN_EVENT}
 CALL_FAULTS: dict[Fault, type[CallFailed]] = {
     Fault.MISSING_ITEM: TruncatedStream,
     Fault.MISSING_CHUNK: TruncatedStream,
-    Fault.EXTRA_CHUNK: StreamViolation,
-    Fault.UNKNOWN_INDEX: StreamViolation,
     Fault.GARBAGE: StreamViolation,
     Fault.ABORT: EncoderFault,
 }
@@ -116,7 +106,7 @@ class Awaited(threading.Event):
 
 def once_it_hangs(fake: FakeEncoder, action: Callable[[], object]) -> threading.Thread:
     """Does it when a stream has stood still (Fault.HANG) for a while: what was sent before has arrived."""
-    resumed = fake._service.resumed = Awaited()
+    resumed = fake._resumed = Awaited()
 
     def wait() -> None:
         if resumed.is_awaited.wait(60):
@@ -323,7 +313,7 @@ import time
 fake = FakeEncoder()
 fake.script.faults[digest_of(1)] = Fault.HANG
 fake.start()
-resumed = fake._service.resumed = Awaited()
+resumed = fake._resumed = Awaited()
 print(fake.target, flush=True)
 resumed.is_awaited.wait(60)
 print("hangs", flush=True)
@@ -496,7 +486,7 @@ def test_wait_ready_names_the_failure_rather_than_its_own_deadline(open_client: 
     encoder = FakeEncoder(f"127.0.0.1:{port}")
     encoder.script.serving = False
     with encoder:
-        answers = encoder._service._lock  # every answer takes it
+        answers = encoder._lock  # every answer takes it
         after(0.7, answers.acquire)
         try:
             with pytest.raises(DeadlineExceeded, match="NOT_SERVING"):
