@@ -210,17 +210,18 @@ def _reach(
     full = (1 << (run.length + 1)) - 1
     uses: dict[tuple[int, bool | None], int] = {(first, first_form): 1}
     reached: list[tuple[int, bool | None]] = []
-    ends = {*units.item_ends.values()}
+    forms = (None, False, True) if by_item else (None,)
 
     def add(unit: int, is_expanded: bool | None, ways: int) -> None:
-        place = unit, (is_expanded if by_item and unit not in ends else None)
+        is_inside_item = unit < len(units.rows) and unit not in units.item_ends
+        place = unit, (is_expanded if by_item and is_inside_item else None)
         if ways & full:
             uses[place] = uses.get(place, 0) | ways & full
 
     for unit in range(first, len(units.rows) + 1):
         if not uses:
             break
-        for form in (None, False, True):
+        for form in forms:
             ways = uses.pop((unit, form), 0)
             if ways >> run.length & 1:
                 reached.append((unit, form))
