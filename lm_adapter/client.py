@@ -234,7 +234,7 @@ class AsyncVisionEncoderClient:
         call.models = self._expected_models(call.info)
         if call.shared is not None:
             if any(self._is_to_hash(item) for item in items):
-                items = await asyncio.to_thread(self._hashed, items)
+                items = await asyncio.to_thread(self.hashed, items)
             await self._read_resident(call, self._keys(call.info, items))
         prepared = prepare_items(
             {index: item for index, item in enumerate(items) if index not in call.outcomes},
@@ -320,9 +320,7 @@ class AsyncVisionEncoderClient:
         if info is None or shared is None or not wanted:
             return None
         items = [one for one in wanted if not isinstance(one, bytes)]
-        keys = (
-            self._keys(info, self._hashed(items)) if items else dict(enumerate(cast("list[bytes]", wanted)))
-        )
+        keys = self._keys(info, items) if items else dict(enumerate(cast("list[bytes]", wanted)))
         listed = _listed(shared, keys)
         rows = self._read_listed(info, listed, stream) if len(listed) == len(wanted) else {}
         return [rows[index] for index in range(len(wanted))] if len(rows) == len(wanted) else None
@@ -342,8 +340,11 @@ class AsyncVisionEncoderClient:
             and len(item.data) <= MAX_HASHED_BYTES
         )
 
-    def _hashed(self, items: Sequence[Item]) -> list[Item]:
-        """The items, with digests for those of ``_is_to_hash``. The service hashes the others."""
+    def hashed(self, items: Sequence[Item]) -> Sequence[Item]:
+        """The items, with digests for those of ``_is_to_hash`` while memory is attached. The service hashes
+        the others. For ``sync``, on the caller's thread."""
+        if self._shared.current is None:
+            return items
         return [
             dataclasses.replace(item, digest=content_digest(item.data))
             if isinstance(item, ImageItem | ClipItem) and self._is_to_hash(item)

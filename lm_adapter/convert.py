@@ -18,7 +18,6 @@ from lm_adapter.items import (
     Item,
     Modality,
     PixelItem,
-    PreprocessOptions,
     UrlItem,
 )
 from lm_adapter.types import (
@@ -98,7 +97,6 @@ def _item_message(item: Item) -> pb.Item:
     match item:
         case ImageItem() | ClipItem():
             message.encoded = item.data
-            _set_options(message, item.options)
         case FramesItem():
             array = item.array()
             message.frames.inline.CopyFrom(
@@ -106,7 +104,6 @@ def _item_message(item: Item) -> pb.Item:
             )
             message.frames.fps = item.fps or 0.0
             message.frames.timestamps_s.extend(item.timestamps_s or ())
-            _set_options(message, item.options)
         case PixelItem():
             message.pixels.grid_thw.CopyFrom(pb.GridTHW(t=item.grid[0], h=item.grid[1], w=item.grid[2]))
             dtype, shape, data = item.packed()
@@ -114,16 +111,12 @@ def _item_message(item: Item) -> pb.Item:
             message.pixels.inline.CopyFrom(tensor)
         case DigestItem():
             message.digest_only.SetInParent()
-            _set_options(message, item.options)
         case UrlItem():
             message.url = item.url
-            _set_options(message, item.options)
+    if not isinstance(item, PixelItem):
+        for name, value in item.options.given().items():
+            setattr(message.options, name, value)
     return message
-
-
-def _set_options(message: pb.Item, options: PreprocessOptions) -> None:
-    for name, value in options.given().items():
-        setattr(message.options, name, value)
 
 
 def item_failed(message: pb.ItemFailure) -> ItemFailed:

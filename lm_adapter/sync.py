@@ -109,6 +109,7 @@ class VisionEncoderClient:
         return self._run(lambda: self._client.wait_transport(timeout_s))
 
     def encode(self, items: Sequence[Item], *, timeout_s: float | None = None) -> list[Outcome]:
+        items = self._client.hashed(items)
         return self._rows(items, functools.partial(self._client.encode, items, timeout_s=timeout_s))
 
     def encode_one(self, item: Item, *, timeout_s: float | None = None) -> EncodedRows:

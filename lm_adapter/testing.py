@@ -157,23 +157,13 @@ class FakeEncoder:
     Encode and Fetch calls that ended before their stream did. Both start anew at ``restart``.
     """
 
-    def __init__(
-        self,
-        listen: str = "127.0.0.1:0",
-        *,
-        model: ModelInfo | None = None,
-        script: FakeScript | None = None,
-        instance_id: str = "",
-    ) -> None:
-        """listen: ``host:port`` (port 0 picks one) or ``unix:/path``; model: short for a script with it;
-        instance_id: of the first start, by default random."""
+    def __init__(self, listen: str = "127.0.0.1:0", *, script: FakeScript | None = None) -> None:
+        """listen: ``host:port`` (port 0 picks one) or ``unix:/path``."""
         self.script = script or FakeScript()
-        if model is not None:
-            self.script.model = model
         self.target = listen
         self._server: grpc.Server | None = None
         self._lock = threading.Lock()
-        self._begin_run(instance_id)
+        self._begin_run()
 
     def __enter__(self) -> Self:
         self.start()
@@ -225,8 +215,8 @@ class FakeEncoder:
         """The latest calls, oldest first."""
         return list(self._calls)
 
-    def _begin_run(self, instance_id: str = "") -> None:
-        self.instance_id = instance_id or secrets.token_hex(8)
+    def _begin_run(self) -> None:
+        self.instance_id = secrets.token_hex(8)
         self.num_calls: Counter[str] = Counter()
         self.num_cancelled: Counter[str] = Counter()
         self._calls: deque[CallRecord] = deque(maxlen=MAX_CALL_RECORDS)

@@ -112,7 +112,8 @@ class SharedMemory:
         self._device = device
         self._changed = threading.Condition()
         self._info: ServerInfo | None = None
-        self._attached: AttachedMemory | None = None
+        self.current: AttachedMemory | None = None
+        """For a call that begins now; None means inline."""
         self._connection: BrokerConnection | None = None
         self._thread: threading.Thread | None = None
         self._is_closed = False
@@ -120,11 +121,6 @@ class SharedMemory:
         self._is_final = False
         self.transport = Transport("inline", "not attached yet")
         _instances.add(self)
-
-    @property
-    def current(self) -> AttachedMemory | None:
-        """For a call that begins now; None means inline."""
-        return self._attached
 
     def offer(self, info: ServerInfo) -> None:
         """What the server announced. Starts to attach in the background; returns at once."""
@@ -156,7 +152,7 @@ class SharedMemory:
         """Waits until an attempt to attach has ended since the server was known."""
         with self._changed:
             self._changed.wait_for(
-                lambda: self._attached is not None or self._num_attempts or self._has_ended, timeout_s
+                lambda: self.current is not None or self._num_attempts or self._has_ended, timeout_s
             )
             return self.transport
 
@@ -173,7 +169,7 @@ class SharedMemory:
 
     @property
     def needs_wait(self) -> bool:
-        return not self._allows_inline and self._attached is None
+        return not self._allows_inline and self.current is None
 
     @property
     def _has_ended(self) -> bool:
@@ -206,13 +202,13 @@ class SharedMemory:
                 self._note_failure(BrokerError(f"{type(error).__name__}: {error}"))
                 continue
             with self._changed:
-                self._attached = attached
+                self.current = attached
                 self._num_attempts += 1
                 self._set_transport(Transport(attached.name, reason))
                 self._changed.notify_all()
             connection.wait_end()
             with self._changed:
-                self._attached, self._connection = None, None
+                self.current, self._connection = None, None
                 self._set_transport(Transport("inline", "the encoder's broker closed the connection"))
             connection.close()
             leftover.append(attached)
@@ -302,11 +298,11 @@ class SharedMemory:
 
     def forget_in_child(self) -> None:
         """In a forked child: the thread is gone, and the device mappings are the parent's."""
-        _inherited.append(self._attached)
+        _inherited.append(self.current)
         if self._connection is not None:
             self._connection.close_in_child()
         self._changed = threading.Condition()
-        self._attached, self._connection, self._thread = None, None, None
+        self.current, self._connection, self._thread = None, None, None
         self._info, self._is_closed = None, True
 
 

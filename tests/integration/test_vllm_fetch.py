@@ -34,7 +34,7 @@ NewFetcher = Callable[..., Fetcher]
 
 @pytest.fixture
 def encoder() -> Iterator[FakeEncoder]:
-    with FakeEncoder(model=fake_model("qwen3_vl")) as fake:
+    with FakeEncoder() as fake:
         yield fake
 
 

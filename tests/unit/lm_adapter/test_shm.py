@@ -120,6 +120,17 @@ def test_a_file_without_a_digest_is_hashed_here_and_sent_with_its_digest(
     assert encoder.requests("Encode")[1].items[0].content_digest == b"", "the service hashes large files"
 
 
+def test_a_file_is_hashed_once_a_call(
+    encoder: Encoder, open_client: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = attached(open_client)
+    hashed: list[bytes] = []
+    monkeypatch.setattr("lm_adapter.client.content_digest", lambda data: hashed.append(data) or data * 32)
+    rows = client.call("encode_one", ImageItem(b"f"))
+    assert hashed == [b"f"]
+    assert_rows_of(rows, b"f" * 32)
+
+
 def test_what_is_not_listed_is_asked_for_beside_what_is(encoder: Encoder, open_client: Open) -> None:
     client = attached(open_client)
     client.call("encode", [image(0), image(2)])

@@ -145,7 +145,7 @@ def test_it_starts_once_and_stops_twice() -> None:
 
 
 def test_a_stop_with_grace_lets_calls_finish() -> None:
-    fake = FakeEncoder(model=fake_model("qwen3_5"))
+    fake = FakeEncoder(script=FakeScript(model=fake_model("qwen3_5")))
     fake.script.latency_s = 0.3
     fake.start()
     with VisionEncoderClient(fake.target) as client:
