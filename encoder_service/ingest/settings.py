@@ -11,14 +11,13 @@ beside those of images (``sample_fps``, ``in_patch_limit_each_frame``, ``tempora
 
 from __future__ import annotations
 
-import json
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
-from encoder_service.errors import CheckpointError, UnsupportedCheckpoint
+from encoder_service.errors import CheckpointError
+from encoder_service.json_reader import JsonReader, is_number
 
 PREPROCESSOR_FILE = "preprocessor_config.json"
 VIDEO_PREPROCESSOR_FILE = "video_preprocessor_config.json"
@@ -104,71 +103,21 @@ class MoonViTVideoSettings:
     max_frames: int | None = None
 
 
-def _is_count(value: object) -> bool:
-    return type(value) is int and value >= 1
-
-
-def _is_number(value: object) -> bool:
-    return type(value) in (int, float) and math.isfinite(value)  # type: ignore[arg-type]
-
-
-class SettingsReader:
-    """Typed access to one JSON object. A null counts as missing. Every refusal is an UnsupportedCheckpoint
-    that names the file and the key."""
+class SettingsReader(JsonReader):
+    """One object of processor settings."""
 
     def __init__(self, values: Mapping[str, object], where: str) -> None:
         """Refuses settings of another value than the families' rules cover."""
-        self._values = values
-        self._where = where
+        super().__init__(values, where)
         for key, needed in _FIXED.items():
-            if self.has(key) and values[key] != needed:
-                raise self.refuse(key, values[key], "null" if needed is None else repr(needed))
-
-    def refuse(self, key: str, found: object, needed: str) -> UnsupportedCheckpoint:
-        return UnsupportedCheckpoint(
-            f"{self._where} has {key} = {found!r}, needs {needed}", key=key, found=found, needed=needed
-        )
-
-    def has(self, key: str) -> bool:
-        return self._values.get(key) is not None
-
-    def _read(self, key: str, needed: str, is_valid: Callable[[Any], bool], default: object = None) -> Any:
-        value = self._values.get(key)
-        if value is None:
-            value = default
-        if value is None:
-            raise UnsupportedCheckpoint(f"{self._where} lacks {key}", key=key)
-        if not is_valid(value):
-            raise self.refuse(key, value, needed)
-        return value
-
-    def section(self, key: str) -> SettingsReader:
-        values = self._read(key, "an object", lambda value: isinstance(value, Mapping))
-        return SettingsReader(values, f"{self._where}, {key},")
+            self.require(key, needed)
 
     def nested(self, key: str) -> SettingsReader:
         """The section of that name, else this object."""
         return self.section(key) if self.has(key) else self
 
-    def count(self, key: str, default: int | None = None) -> int:
-        """An integer of at least 1."""
-        value: int = self._read(key, "an integer of at least 1", _is_count, default)
-        return value
-
-    def square(self, key: str) -> int:
-        """A side given as one integer or as two equal ones."""
-        sides = self._values.get(key)
-        if isinstance(sides, list) and len(sides) == 2 and sides[0] == sides[1] and _is_count(sides[0]):
-            return int(sides[0])
-        return self.count(key)
-
-    def number(self, key: str, default: float | None = None) -> float:
-        """A finite number above 0."""
-        needed = "a finite number above 0"
-        return float(self._read(key, needed, lambda value: _is_number(value) and value > 0, default))
-
     def flag(self, key: str) -> bool:
-        value: bool = self._read(key, "true or false", lambda value: isinstance(value, bool), False)
+        value: bool = self.read((key,), "true or false", lambda value: isinstance(value, bool), False)
         return value
 
     def area(self, key: str, size_key: str) -> int:
@@ -178,16 +127,17 @@ class SettingsReader:
 
     def normalisation(self) -> Normalisation:
         def are_three(values: object) -> bool:
-            return isinstance(values, list) and len(values) == 3 and all(map(_is_number, values))
+            return isinstance(values, list) and len(values) == 3 and all(map(is_number, values))
 
-        mean = self._read("image_mean", "three finite numbers", are_three)
-        std = self._read(
-            "image_std",
+        mean = self.read(("image_mean",), "three finite numbers", are_three, None)
+        std = self.read(
+            ("image_std",),
             "three finite numbers above 0",
             lambda values: are_three(values) and min(values) > 0,
+            None,
         )
         mean_C, std_C = ((float(red), float(green), float(blue)) for red, green, blue in (mean, std))
-        return Normalisation(mean_C, std_C, self.number("rescale_factor", 1 / 255))
+        return Normalisation(mean_C, std_C, self.number("rescale_factor", default=1 / 255))
 
     def check_order(self, settings: object, low: str, high: str) -> None:
         least, most = getattr(settings, low), getattr(settings, high)
@@ -201,19 +151,6 @@ class SettingsReader:
                 raise self.refuse(key, value, f"{getattr(images, key)!r}, as images have")
 
 
-def _read_object(path: Path) -> SettingsReader:
-    """A file that holds one JSON object. Raises CheckpointError, UnsupportedCheckpoint."""
-    try:
-        values = json.loads(path.read_bytes())
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}", path=path) from error
-    except ValueError as error:
-        raise UnsupportedCheckpoint(f"{path} is not JSON: {error}", path=path) from error
-    if not isinstance(values, Mapping):
-        raise UnsupportedCheckpoint(f"{path} holds a {type(values).__name__}, needs an object", path=path)
-    return SettingsReader(values, str(path))
-
-
 def read_settings_file(checkpoint: Path) -> SettingsReader:
     """The image settings of a checkpoint folder: the image_processor section of its processor_config.json,
     else its preprocessor_config.json, in the reference's order (``get_image_processor_dict``).
@@ -221,10 +158,10 @@ def read_settings_file(checkpoint: Path) -> SettingsReader:
     Raises CheckpointError when neither is there, UnsupportedCheckpoint when one is malformed.
     """
     preprocessor, processor = checkpoint / PREPROCESSOR_FILE, checkpoint / PROCESSOR_FILE
-    if processor.exists() and (combined := _read_object(processor)).has("image_processor"):
+    if processor.exists() and (combined := SettingsReader.of_file(processor)).has("image_processor"):
         return combined.section("image_processor")
     if preprocessor.exists():
-        return _read_object(preprocessor)
+        return SettingsReader.of_file(preprocessor)
     raise CheckpointError(
         f"{checkpoint} has no {PREPROCESSOR_FILE}, and no {PROCESSOR_FILE} with an image_processor",
         path=checkpoint,
@@ -241,12 +178,14 @@ def read_video_settings_file(checkpoint: Path) -> SettingsReader | None:
     """
     processor, names = checkpoint / PROCESSOR_FILE, [VIDEO_PREPROCESSOR_FILE, PREPROCESSOR_FILE]
     if processor.exists():
-        combined = _read_object(processor)
+        combined = SettingsReader.of_file(processor)
         if combined.has("video_processor"):
             return combined.section("video_processor")
         if combined.has("image_processor"):
             names.remove(PREPROCESSOR_FILE)
-    return next((_read_object(checkpoint / name) for name in names if (checkpoint / name).exists()), None)
+    return next(
+        (SettingsReader.of_file(checkpoint / name) for name in names if (checkpoint / name).exists()), None
+    )
 
 
 def parse_qwen_vl(reader: SettingsReader) -> QwenVLSettings:
@@ -270,10 +209,10 @@ def parse_qwen_video(reader: SettingsReader, images: QwenVLSettings) -> QwenVide
     settings = QwenVideoSettings(
         min_pixels=reader.area("min_pixels", "shortest_edge"),
         max_pixels=reader.area("max_pixels", "longest_edge"),
-        fps=reader.number("fps", 2.0),
-        min_frames=reader.count("min_frames", 4),
-        max_frames=reader.count("max_frames", 768),
-        max_video_tokens=reader.count("max_video_tokens", 768),
+        fps=reader.number("fps", default=2.0),
+        min_frames=reader.count("min_frames", default=4),
+        max_frames=reader.count("max_frames", default=768),
+        max_video_tokens=reader.count("max_video_tokens", default=768),
         cap_pixels_per_frame=reader.flag("cap_pixels_per_frame"),
     )
     reader.check_order(settings, "min_pixels", "max_pixels")
@@ -322,7 +261,7 @@ def parse_moonvit_video(reader: SettingsReader, images: MoonViTSettings) -> Moon
     return MoonViTVideoSettings(
         max_patches=reader.count("max_patches"),
         max_patches_per_side=_patches_per_side(reader),
-        fps=reader.number("fps", 2.0),
+        fps=reader.number("fps", default=2.0),
         chunk_frames=reader.count("temporal_patch_size"),
     )
 

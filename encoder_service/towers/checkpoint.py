@@ -28,6 +28,7 @@ from encoder_service.errors import (
     UnexpectedTensors,
     UninitialisedTensors,
 )
+from encoder_service.json_reader import JsonReader
 from encoder_service.towers.config import VisionConfig
 from encoder_service.towers.published import PublishedTensor, published_tensors, vision_prefixes
 
@@ -42,23 +43,11 @@ STORED_DTYPES = ("F32", "BF16", "F16")
 MAX_NAMED = 8
 
 
-def read_config(path: Path) -> dict[str, Any]:
+def read_config(path: Path) -> Mapping[str, object]:
     """The checkpoint's config.json. Raises CheckpointError."""
     if not path.is_dir():
         raise CheckpointError(f"checkpoint {path} is not a directory", path=path)
-    return read_json(path / CONFIG_FILE)
-
-
-def read_json(file: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(file.read_bytes())
-    except OSError as error:
-        raise CheckpointError(f"{file} cannot be read: {error.strerror}", path=file) from error
-    except ValueError as error:
-        raise CheckpointError(f"{file} is not JSON: {error}", path=file) from error
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{file} holds a JSON {type(value).__name__}, needs an object", path=file)
-    return value
+    return JsonReader.of_file(path / CONFIG_FILE).values
 
 
 def tensor_files(path: Path) -> dict[str, Path]:
@@ -69,11 +58,8 @@ def tensor_files(path: Path) -> dict[str, Path]:
             return dict.fromkeys(open_file(file, stack).keys(), file)
     if not (path / INDEX_FILE).is_file():
         raise CheckpointError(f"checkpoint {path} has neither {WEIGHTS_FILE} nor {INDEX_FILE}", path=path)
-    weight_map = read_json(path / INDEX_FILE).get("weight_map")
-    if not isinstance(weight_map, Mapping):
-        raise CheckpointError(f"{path / INDEX_FILE} has no weight_map object", path=path / INDEX_FILE)
     files = {}
-    for name, file_name in weight_map.items():
+    for name, file_name in JsonReader.of_file(path / INDEX_FILE).section("weight_map").values.items():
         # A shard lies beside its index: a name that leads elsewhere is not followed.
         if not isinstance(file_name, str) or Path(file_name).name != file_name:
             raise CheckpointError(f"{path / INDEX_FILE} names {file_name!r} for {name}, needs a file name")
@@ -92,75 +78,46 @@ def open_file(file: Path, stack: ExitStack) -> Any:
         raise CheckpointError(f"{file} is not a whole safetensors file: {error}", path=file) from error
 
 
-class VisionTensors:
-    """The vision tensors of one checkpoint, checked against its sizes, read one at a time.
+def vision_tensors(path: Path, config: VisionConfig) -> Iterator[tuple[PublishedTensor, torch.Tensor]]:
+    """Each vision tensor of a checkpoint with its values as stored, on the host, in the order of names.
 
-    ``with VisionTensors(path, config) as tensors``. Entering raises CheckpointError (files),
-    MissingTensors, UnexpectedTensors, MismatchedTensors, all by header alone.
+    Raises CheckpointError (files), MissingTensors, UnexpectedTensors, MismatchedTensors, all by header
+    alone, before the first tensor is read.
     """
-
-    def __init__(self, path: Path, config: VisionConfig) -> None:
-        self.path = path
-        self.config = config
-        self._stack = ExitStack()
-        self._handles: dict[Path, Any] = {}
-        self._files: dict[str, tuple[str, Path]] = {}
-        self._published = sorted(published_tensors(config), key=lambda published: published.name)
-
-    def __enter__(self) -> VisionTensors:
-        try:
-            self._files = locate(tensor_files(self.path), vision_prefixes(self.config))
-            needed = {published.name for published in self._published}
-            check_names(needed, self._files.keys(), self.path)
-            for file in sorted({file for _, file in self._files.values()}):
-                self._handles[file] = open_file(file, self._stack)
-            self._check_shards()
-            self._check_shapes()
-        except BaseException:
-            self._stack.close()
-            raise
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._stack.close()
-
-    def __iter__(self) -> Iterator[tuple[PublishedTensor, torch.Tensor]]:
-        """Each published tensor with its values as stored, on the host, in the order of names."""
-        for published in self._published:
-            stored_name, file = self._files[published.name]
-            yield published, self._handles[file].get_tensor(stored_name)
-
-    def _check_shards(self) -> None:
-        """An index may promise tensors that its shards do not hold."""
-        held = {file: set(handle.keys()) for file, handle in self._handles.items()}
-        absent = [
-            f"{stored_name} (in {file.name})"
-            for stored_name, file in self._files.values()
-            if stored_name not in held[file]
-        ]
+    published = sorted(published_tensors(config), key=lambda one: one.name)
+    located = locate(tensor_files(path), vision_prefixes(config))
+    check_names({one.name for one in published}, located.keys(), path)
+    with ExitStack() as stack:
+        handles = {file: open_file(file, stack) for file in sorted({file for _, file in located.values()})}
+        held = {file: set(handle.keys()) for file, handle in handles.items()}
+        absent = [f"{name} (in {file.name})" for name, file in located.values() if name not in held[file]]
         if absent:
             raise MissingTensors(
-                f"checkpoint {self.path}: the index names {len(absent)} vision tensors that their files lack:"
+                f"checkpoint {path}: the index names {len(absent)} vision tensors that their files lack:"
                 f" {listing(absent)}",
                 count=len(absent),
             )
+        places = [(one, *located[one.name]) for one in published]
+        check_shapes([(one, name, handles[file].get_slice(name)) for one, name, file in places], path)
+        for one, name, file in places:
+            yield one, handles[file].get_tensor(name)
 
-    def _check_shapes(self) -> None:
-        wrong = []
-        for published in self._published:
-            stored_name, file = self._files[published.name]
-            stored = self._handles[file].get_slice(stored_name)
-            shape, dtype = tuple(stored.get_shape()), stored.get_dtype()
-            if shape != published.shape:
-                wrong.append(f"{stored_name} has shape {list(shape)}, needs {list(published.shape)}")
-            elif dtype not in STORED_DTYPES:
-                wrong.append(f"{stored_name} has dtype {dtype}, needs one of {', '.join(STORED_DTYPES)}")
-        if wrong:
-            raise MismatchedTensors(
-                f"checkpoint {self.path}: {len(wrong)} vision tensors do not fit config.json:"
-                f" {listing(wrong)}",
-                count=len(wrong),
-            )
+
+def check_shapes(stored: Sequence[tuple[PublishedTensor, str, Any]], path: Path) -> None:
+    """stored: each tensor with its name in the file and what the file's header says of it. Raises
+    MismatchedTensors."""
+    wrong = []
+    for published, name, header in stored:
+        shape, dtype = tuple(header.get_shape()), header.get_dtype()
+        if shape != published.shape:
+            wrong.append(f"{name} has shape {list(shape)}, needs {list(published.shape)}")
+        elif dtype not in STORED_DTYPES:
+            wrong.append(f"{name} has dtype {dtype}, needs one of {', '.join(STORED_DTYPES)}")
+    if wrong:
+        raise MismatchedTensors(
+            f"checkpoint {path}: {len(wrong)} vision tensors do not fit config.json: {listing(wrong)}",
+            count=len(wrong),
+        )
 
 
 def locate(files: Mapping[str, Path], prefixes: Sequence[tuple[str, ...]]) -> dict[str, tuple[str, Path]]:

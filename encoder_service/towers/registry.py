@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from encoder_service.errors import UnsupportedCheckpoint
-from encoder_service.towers.checkpoint import Fingerprint, VisionTensors, check_initialised, read_config
+from encoder_service.towers.checkpoint import Fingerprint, check_initialised, read_config, vision_tensors
 from encoder_service.towers.config import MoonViTConfig, VisionConfig, parse_config
 from encoder_service.towers.moonvit import MoonViTTower
 from encoder_service.towers.qwen3_vl import Qwen3VLTower
@@ -58,11 +58,10 @@ def load_tower(path: Path, *, device: torch.device, dtype: torch.dtype) -> Loade
         tower = build_tower(family, config)
     fingerprint = Fingerprint(family, config)
     values: dict[str, torch.Tensor] = {}
-    with VisionTensors(path, config) as tensors:
-        for published, tensor in tensors:
-            fingerprint.add(published, tensor)
-            # A copy: the tensor may be mapped from a file that changes under a running service.
-            values[published.parameter] = published.to_parameter(tensor).to(device, dtype, copy=True)
+    for published, tensor in vision_tensors(path, config):
+        fingerprint.add(published, tensor)
+        # A copy: the tensor may be mapped from a file that changes under a running service.
+        values[published.parameter] = published.to_parameter(tensor).to(device, dtype, copy=True)
     tower.load_state_dict(values, assign=True)
     # Moves the tables that no checkpoint holds; the parameters are on the device already.
     tower.to(device).requires_grad_(False).eval()

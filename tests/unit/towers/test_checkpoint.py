@@ -202,7 +202,7 @@ DEFECTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "no_config": (lambda path: (path / "config.json").unlink(), r"config\.json cannot be read: No such file"),
     "config_no_json": (lambda path: (path / "config.json").write_text("{"), r"config\.json is not JSON"),
     "config_binary": (lambda path: (path / "config.json").write_bytes(b"\xff\x00"), r"is not JSON"),
-    "config_list": (lambda path: (path / "config.json").write_text("[]"), r"JSON list, needs an object"),
+    "config_list": (lambda path: (path / "config.json").write_text("[]"), r"holds a list, needs an object"),
     "no_weights": (
         lambda path: (path / "model.safetensors.index.json").unlink(),
         r"neither model\.safetensors nor model\.safetensors\.index\.json",
@@ -217,7 +217,7 @@ DEFECTS: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda path: (path / SHARD).write_bytes(b"<html>not found</html>" * 40),
         r"is not a whole safetensors file",
     ),
-    "index_no_map": (lambda path: break_index(path, lambda index: index.clear()), r"has no weight_map"),
+    "index_no_map": (lambda path: break_index(path, lambda index: index.clear()), r"lacks weight_map"),
     "index_elsewhere": (
         lambda path: break_index(path, lambda index: index["weight_map"].update({"a": "../secret"})),
         r"'\.\./secret' for a, needs a file name",
