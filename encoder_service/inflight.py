@@ -22,7 +22,7 @@ from encoder_service.types import Grid, StageTimings
 class InFlightEncode:
     """One encode in progress.
 
-    announced: the item's grid and number of rows, once they are known and admitted. timings: filled in as the
+    shape: the item's grid and number of rows, once they are known and admitted. timings: filled in as the
     stages end. task: ends with the rows. It holds them until every caller has a hold of its own.
     """
 
@@ -46,7 +46,7 @@ class InFlightEncode:
         self._is_prefetch = self._is_kept = is_prefetch
         self._tickets: list[Ticket] = []
         loop = asyncio.get_running_loop()
-        self.announced: asyncio.Future[tuple[Grid, int]] = loop.create_future()
+        self.shape: asyncio.Future[tuple[Grid, int]] = loop.create_future()
         self.task: asyncio.Task[HeldRows] = loop.create_task(run(self))
 
     def ticket(self, grid: Grid, *, merges_time: bool) -> Ticket:
@@ -62,8 +62,8 @@ class InFlightEncode:
         self._tickets.append(ticket)
         return ticket
 
-    def announce(self, grid: Grid, num_rows: int) -> None:
-        self.announced.set_result((grid, num_rows))
+    def set_shape(self, grid: Grid, num_rows: int) -> None:
+        self.shape.set_result((grid, num_rows))
 
     def join(self, deadline_s: float | None, *, is_prefetch: bool = False) -> None:
         """One more caller: the encode lasts until its deadline too, and is queued as an Encode unless all
@@ -171,10 +171,10 @@ class InFlightEncodes:
         else:
             error = encode.task.exception()  # also marks it as retrieved, for a prefetch without callers
         _drop_unclaimed(encode)
-        if encode.announced.done():
+        if encode.shape.done():
             return
-        encode.announced.set_exception(error or Draining("the item was not announced"))
-        encode.announced.exception()
+        encode.shape.set_exception(error or Draining("the item was not announced"))
+        encode.shape.exception()
 
     def _remove(self, encode: InFlightEncode) -> None:
         name = encode.namespace, encode.key

@@ -30,12 +30,12 @@ class OutputReservation:
     """
 
     def __init__(
-        self, store: EmbeddingStore, engine: DeviceEngine, namespace: str, coming: EncodedItem
+        self, store: EmbeddingStore, engine: DeviceEngine, namespace: str, expected: EncodedItem
     ) -> None:
-        """coming: the item with a meta tensor of its rows' shape and dtype."""
+        """expected: the item with a meta tensor of its rows' shape and dtype."""
         self._store = store
         self._engine = engine
-        self._reservation = store.reserve(namespace, coming)
+        self._reservation = store.reserve(namespace, expected)
         self._jobs: dict[Future[TowerResult], Ticket] = {}
         self.rows: torch.Tensor | None = None
         if self._reservation is not None:

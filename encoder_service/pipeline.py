@@ -82,7 +82,7 @@ class ServedModel:
 
 
 @dataclass(frozen=True)
-class Delivered:
+class EncodeResult:
     """One item's rows for one caller. held: keeps them in place until ``release``. ready_s: when they were
     there, in the pipeline's clock."""
 
@@ -101,7 +101,7 @@ class Delivered:
 
 
 @dataclass(frozen=True)
-class Announced:
+class Prefetched:
     """What a prefetch answers of an item, before it is encoded."""
 
     key: bytes
@@ -159,7 +159,7 @@ class Pipeline:
         namespace: str = "",
         deadline_s: float | None = None,
         is_prefetch: bool = False,
-    ) -> Delivered:
+    ) -> EncodeResult:
         """An item's rows: from the store, from an encode in progress, or encoded now. The caller releases
         them. is_prefetch: queued behind the items that others wait for.
 
@@ -170,46 +170,48 @@ class Pipeline:
         identify_ms = (self.clock() - started_s) * 1e3
         held = self.store.hold(namespace, key)
         if held is not None:
-            return self._delivered(held, cache_tier(held), StageTimings(identify_ms=identify_ms), started_s)
+            return self._result(held, cache_tier(held), StageTimings(identify_ms=identify_ms), started_s)
         joined = self.inflight.join(namespace, key, deadline_s, is_prefetch=is_prefetch)
         encode = joined or self._start(item, digest, key, namespace, deadline_s, is_prefetch=is_prefetch)
         held = await self.inflight.wait(encode, deadline_s)
         timings = replace(encode.timings, identify_ms=identify_ms)
         tier = CacheTier.MISS if joined is None else CacheTier.IN_FLIGHT
-        return self._delivered(held, tier, timings, started_s)
+        return self._result(held, tier, timings, started_s)
 
-    async def prefetch(self, item: Item, *, namespace: str = "") -> Announced:
+    async def prefetch(self, item: Item, *, namespace: str = "") -> Prefetched:
         """Starts an encode that goes on without a caller. Returns once the item is identified, its grid known
         and admitted. Raises as ``encode`` does, as far as the failure shows until then."""
         digest, key = await self._identify(item, namespace)
         resident = self.store.peek(namespace, key)
         if resident is not None:
-            return Announced(key, digest, resident.grid, resident.spec.num_rows, True)
+            return Prefetched(key, digest, resident.grid, resident.spec.num_rows, True)
         joined = self.inflight.join(namespace, key, None, is_prefetch=True)
         encode = joined or self._start(item, digest, key, namespace, None, is_prefetch=True)
-        grid, num_rows = await asyncio.shield(encode.announced)
-        return Announced(key, digest, grid, num_rows, False)
+        grid, num_rows = await asyncio.shield(encode.shape)
+        return Prefetched(key, digest, grid, num_rows, False)
 
-    async def fetch(self, key: bytes, *, namespace: str = "", deadline_s: float | None = None) -> Delivered:
+    async def fetch(
+        self, key: bytes, *, namespace: str = "", deadline_s: float | None = None
+    ) -> EncodeResult:
         """Rows by key; waits for an encode in progress. The caller releases them. Raises InvalidDigest,
         UnknownKey, or the encode's failure."""
         started_s = self.clock()
         identity.check_digest(key, "key")
         held = self.store.hold(namespace, key)
         if held is not None:
-            return self._delivered(held, cache_tier(held), StageTimings(), started_s)
+            return self._result(held, cache_tier(held), StageTimings(), started_s)
         encode = self.inflight.join(namespace, key, deadline_s)
         if encode is None:
             raise unknown(key)
         held = await self.inflight.wait(encode, deadline_s)
-        return self._delivered(held, CacheTier.IN_FLIGHT, replace(encode.timings), started_s)
+        return self._result(held, CacheTier.IN_FLIGHT, replace(encode.timings), started_s)
 
     def lookup(self, key: bytes, *, namespace: str = "") -> EncodedItem | InFlightEncode | None:
         """What is held or in progress for a key. Raises InvalidDigest."""
         identity.check_digest(key, "key")
         return self.store.peek(namespace, key) or self.inflight.get(namespace, key)
 
-    async def in_tier(self, delivered: Delivered, namespace: str, tier: TierName) -> Delivered:
+    async def in_tier(self, delivered: EncodeResult, namespace: str, tier: TierName) -> EncodeResult:
         """The same rows in that tier, as far as there is room: see ``EmbeddingStore.in_tier``. Takes
         ``delivered`` over, also when this raises."""
         try:
@@ -306,15 +308,15 @@ class Pipeline:
         self._admit(encode, grid, num_rows, ticket.seqlen, permit, is_clip=False)
         timings.admit_ms = (self.clock() - started_s) * 1e3
         pixels, timings.decode_ms, timings.resize_ms = await self._on_worker(self._decode, item, grid)
-        coming = self._coming_rows(encode, grid, num_rows)
-        with OutputReservation(self.store, self._engine, encode.namespace, coming) as output:
+        expected = self._expected_item(encode, grid, num_rows)
+        with OutputReservation(self.store, self._engine, encode.namespace, expected) as output:
             queued_s = self.clock()
             job = output.submit(pixels, ticket, output.rows)
             del pixels  # the engine's from here on
             result = await asyncio.wrap_future(job)
             timings.queue_ms = (result.started_s - queued_s) * 1e3
             timings.tower_ms = result.tower_ms
-            held = await self._store(encode, output, replace(coming, rows=result.rows))
+            held = await self._store(encode, output, replace(expected, rows=result.rows))
         traces.add_stages(timings, started_s, queued_s, self.clock())
         return held
 
@@ -336,15 +338,15 @@ class Pipeline:
             seqlen = -(-plan.grid.num_patches // (len(plan.chunk_grids) or plan.grid.t))
             self._admit(encode, plan.grid, num_rows, seqlen, permit, is_clip=True)
             encode.timings.admit_ms = (self.clock() - started_s) * 1e3
-            coming = self._coming_rows(encode, plan.grid, num_rows, clip_facts(plan))
-            with OutputReservation(self.store, self._engine, encode.namespace, coming) as output:
+            expected = self._expected_item(encode, plan.grid, num_rows, clip_facts(plan))
+            with OutputReservation(self.store, self._engine, encode.namespace, expected) as output:
                 rows = output.rows
                 if rows is None:
                     rows = torch.empty(
-                        coming.rows.shape, dtype=self._dtype, pin_memory=self._device.type == "cuda"
+                        expected.rows.shape, dtype=self._dtype, pin_memory=self._device.type == "cuda"
                     )
                 await self._clips.encode(encode, clip, output, rows)
-                return await self._store(encode, output, replace(coming, rows=rows))
+                return await self._store(encode, output, replace(expected, rows=rows))
         finally:
             clip.close()
 
@@ -359,7 +361,7 @@ class Pipeline:
     def _admit(
         self, encode: InFlightEncode, grid: Grid, num_rows: int, seqlen: int, permit: Permit, *, is_clip: bool
     ) -> None:
-        """Takes room for all of the item's patches and announces its grid. seqlen: of its attention
+        """Takes room for all of the item's patches and makes its grid known. seqlen: of its attention
         sequences. Raises ImageTooLarge, ClipTooLarge, QueueFull."""
         num_patches = grid.num_patches
         limit = self._max_clip_patches if is_clip else self._max_patches_per_item
@@ -372,7 +374,7 @@ class Pipeline:
             )
         permit.add_patches(num_patches)
         self.load.add(encode, num_patches, seqlen)
-        encode.announce(grid, num_rows)
+        encode.set_shape(grid, num_rows)
 
     def _decode(self, item: Item, grid: Grid) -> LoadedPixels:
         """On a worker: pixels in memory that the device can read; pinning counts as resizing."""
@@ -386,7 +388,7 @@ class Pipeline:
         pinning_ms = 0.0 if ready is loaded.item else (self.clock() - started_s) * 1e3
         return LoadedPixels(ready, loaded.decode_ms, loaded.resize_ms + pinning_ms)
 
-    def _coming_rows(
+    def _expected_item(
         self, encode: InFlightEncode, grid: Grid, num_rows: int, clip: ClipFacts | None = None
     ) -> EncodedItem:
         """The item before its rows are there: a meta tensor has their shape and dtype."""
@@ -400,15 +402,15 @@ class Pipeline:
         if output.rows is not None:
             held = output.commit()
         else:
-            held = await self.store.keep(encode.namespace, item)
+            held = await self.store.insert(encode.namespace, item)
         encode.timings.store_ms = (self.clock() - started_s) * 1e3
         return held
 
     # -- small things ----------------------------------------------------------------------------------
 
-    def _delivered(
+    def _result(
         self, held: HeldRows, tier: CacheTier, timings: StageTimings, started_s: float
-    ) -> Delivered:
+    ) -> EncodeResult:
         ready_s = self.clock()
         timings.total_ms = (ready_s - started_s) * 1e3
         metrics = self.metrics
@@ -418,7 +420,7 @@ class Pipeline:
         if timings.identify_ms:
             metrics.stage_seconds.observe("identify", timings.identify_ms / 1e3)
         metrics.stage_seconds.observe("total", timings.total_ms / 1e3)
-        return Delivered(held, tier, timings, ready_s)
+        return EncodeResult(held, tier, timings, ready_s)
 
     async def _on_worker(self, function: Callable[..., Result], *arguments: object) -> Result:
         return await asyncio.get_running_loop().run_in_executor(self.workers, function, *arguments)

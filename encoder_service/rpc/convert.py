@@ -21,7 +21,7 @@ from encoder_service.errors import (
 )
 from encoder_service.ingest.identity import check_digest
 from encoder_service.ingest.pixel_segments import SegmentTensor
-from encoder_service.pipeline import Delivered
+from encoder_service.pipeline import EncodeResult
 from encoder_service.store.arena import TierName
 from encoder_service.store.embedding_store import Place
 from encoder_service.types import (
@@ -202,7 +202,7 @@ def inline_tensor(tensor: pb.InlineTensor) -> torch.Tensor:
 
 def result_event(
     index: int,
-    delivered: Delivered,
+    delivered: EncodeResult,
     chunk_bytes: int,
     place: Place | None = None,
     delivery_ms: float = 0.0,

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from encoder_service.ops.metrics import Metrics
-from encoder_service.pipeline import Delivered, Pipeline
+from encoder_service.pipeline import EncodeResult, Pipeline
 from encoder_service.store.arena import TierName
 from encoder_service.store.embedding_store import Place
 from encoder_service.types import CacheTier
@@ -74,7 +74,7 @@ class Delivery:
         self._store = pipeline.store
         self._metrics = metrics
 
-    async def prepare(self, delivered: Delivered, wanted: Wanted) -> tuple[Delivered, Place | None]:
+    async def prepare(self, delivered: EncodeResult, wanted: Wanted) -> tuple[EncodeResult, Place | None]:
         """The rows with their place where the caller reads them, or None and the rows in host memory, for
         chunks. Takes ``delivered`` over, also when this raises. Raises as ``Pipeline.in_tier``."""
         metrics = self._metrics
@@ -103,7 +103,7 @@ class Delivery:
             self._losses.popitem(last=False)
         return rate
 
-    def _inline_reason(self, delivered: Delivered, tier: TierName, namespace: str) -> str:
+    def _inline_reason(self, delivered: EncodeResult, tier: TierName, namespace: str) -> str:
         """Why rows are not placed though their caller could read them; empty: they are."""
         max_bytes = self._store.max_place_bytes(tier, namespace)
         if not max_bytes:  # this namespace has no such arena

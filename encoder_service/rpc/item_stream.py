@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import grpc
 import torch
 
-from encoder_service.pipeline import Delivered, Pipeline
+from encoder_service.pipeline import EncodeResult, Pipeline
 from encoder_service.rpc import convert
 from encoder_service.rpc.delivery import Delivery, Wanted
 from encoder_service.rpc.observed import Call
@@ -49,7 +49,7 @@ class ItemStream:
         self._writing = asyncio.Lock()
 
     async def run(
-        self, encode: Callable[[Request], Awaitable[Delivered]], requests: Sequence[Request]
+        self, encode: Callable[[Request], Awaitable[EncodeResult]], requests: Sequence[Request]
     ) -> None:
         """Runs ``encode`` for all requests at once and writes each outcome as it comes. While the caller
         leaves much unread, items that have not begun wait. Cancelled, it cancels the items. Raises
@@ -64,7 +64,7 @@ class ItemStream:
             raise
 
     async def _run_item(
-        self, index: int, encode: Callable[[Request], Awaitable[Delivered]], request: Request
+        self, index: int, encode: Callable[[Request], Awaitable[EncodeResult]], request: Request
     ) -> None:
         self._call.open_item(index)
         try:
@@ -88,7 +88,7 @@ class ItemStream:
         finally:
             self._budget.remove(delivered)
 
-    async def _write(self, index: int, delivered: Delivered, place: Place | None) -> None:
+    async def _write(self, index: int, delivered: EncodeResult, place: Place | None) -> None:
         delivery_ms = (self._pipeline.clock() - delivered.ready_s) * 1e3
         await self._context.write(
             convert.result_event(index, delivered, self._chunk_bytes, place, delivery_ms)

@@ -20,7 +20,7 @@ from google.protobuf.message import Message
 from encoder_service.ops import traces
 from encoder_service.ops.logs import REQUEST_ID_KEY, bind_request, request_id_of
 from encoder_service.ops.metrics import Metrics
-from encoder_service.pipeline import Delivered
+from encoder_service.pipeline import EncodeResult
 from encoder_service.rpc.status import abort, as_service_error, failure_of, status_of
 from vision_encoder.v1 import encoder_pb2 as pb
 
@@ -94,7 +94,7 @@ class Call:
         )
 
     def delivered(
-        self, metrics: Metrics, delivered: Delivered, index: int, transport: str, now_s: float
+        self, metrics: Metrics, delivered: EncodeResult, index: int, transport: str, now_s: float
     ) -> None:
         """An item's rows, or their place, were sent. now_s: the pipeline's clock."""
         took_s = max(0.0, now_s - delivered.ready_s)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 
-from encoder_service.pipeline import Delivered
+from encoder_service.pipeline import EncodeResult
 from encoder_service.scheduler.admission import UnreadBytes
 
 # A call whose caller has this much to read starts no further item until it has read some of it.
@@ -30,13 +30,13 @@ class OutboundBudget:
             self._has_room.clear()
             await self._has_room.wait()
 
-    def add(self, delivered: Delivered) -> None:
+    def add(self, delivered: EncodeResult) -> None:
         """Rows are ready: they count until ``remove``."""
         encoded = delivered.encoded
         self._unread.add(encoded, encoded.spec.num_bytes)
         self._num_bytes += encoded.spec.num_bytes
 
-    def remove(self, delivered: Delivered) -> None:
+    def remove(self, delivered: EncodeResult) -> None:
         """The rows were written, or will not be: releases them. Once for each ``add``."""
         encoded = delivered.encoded
         self._unread.remove(encoded, encoded.spec.num_bytes)

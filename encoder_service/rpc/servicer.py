@@ -17,7 +17,7 @@ import grpc
 from encoder_service.errors import InvalidRequest, UnknownModel
 from encoder_service.inflight import InFlightEncode
 from encoder_service.ops.metrics import Metrics
-from encoder_service.pipeline import Delivered, Pipeline
+from encoder_service.pipeline import EncodeResult, Pipeline
 from encoder_service.rpc import convert, observed
 from encoder_service.rpc.delivery import Delivery, Wanted
 from encoder_service.rpc.item_reader import ItemReader
@@ -119,7 +119,7 @@ class VisionEncoderServicer:
     async def encode(self, request: pb.EncodeRequest, context: Context) -> None:
         deadline_s = self._deadline_s(context)
 
-        async def one(message: pb.Item) -> Delivered:
+        async def one(message: pb.Item) -> EncodeResult:
             return await self._reader.ask(
                 message,
                 lambda item: self._pipeline.encode(item, namespace=request.namespace, deadline_s=deadline_s),
@@ -131,7 +131,7 @@ class VisionEncoderServicer:
     async def fetch(self, request: pb.FetchRequest, context: Context) -> None:
         deadline_s = self._deadline_s(context)
 
-        async def one(key: bytes) -> Delivered:
+        async def one(key: bytes) -> EncodeResult:
             return await self._pipeline.fetch(key, namespace=request.namespace, deadline_s=deadline_s)
 
         self._check_call(request.namespace, "", len(request.keys))
@@ -141,7 +141,7 @@ class VisionEncoderServicer:
         self,
         context: Context,
         request: pb.EncodeRequest | pb.FetchRequest,
-        one: Callable[[Request], Awaitable[Delivered]],
+        one: Callable[[Request], Awaitable[EncodeResult]],
         items: Sequence[Request],
     ) -> None:
         call = observed.this_call()

@@ -109,7 +109,7 @@ class Reservation:
     rows' dtype, uninitialised. is_limited: counts towards RESERVED_SHARE."""
 
     namespace: str
-    coming: EncodedItem
+    expected: EncodedItem
     destination: torch.Tensor
     tier: Tier
     slot: Slot
@@ -196,16 +196,16 @@ class EmbeddingStore:
 
     # -- writing ---------------------------------------------------------------------------------------
 
-    def reserve(self, namespace: str, coming: EncodedItem) -> Reservation | None:
-        """Memory for coming.rows (a meta tensor): in the device arena, else in the host arena. Evicts what it
-        needs and never waits. None when the rows are larger than the arenas, or what this process holds and
-        has reserved leaves no room."""
+    def reserve(self, namespace: str, expected: EncodedItem) -> Reservation | None:
+        """Memory for the rows, in the device arena, else in the host arena. expected: with a meta tensor of
+        their shape and dtype. Evicts what it needs and never waits. None when the rows are larger than the
+        arenas, or what this process holds and has reserved leaves no room."""
         for tier in self._partition(namespace).tiers():
             reserved_bytes = self._reserved_bytes.get(tier, 0)
-            wanted_bytes = reserved_bytes + coming.spec.num_bytes
+            wanted_bytes = reserved_bytes + expected.spec.num_bytes
             if reserved_bytes and wanted_bytes > tier.arena.capacity_bytes * RESERVED_SHARE:
                 continue
-            reservation = self._reserve_in(tier, namespace, coming, is_limited=True)
+            reservation = self._reserve_in(tier, namespace, expected, is_limited=True)
             if reservation is not None:
                 self._reserved_bytes[tier] = wanted_bytes
                 return reservation
@@ -215,13 +215,13 @@ class EmbeddingStore:
     def commit(self, reservation: Reservation) -> HeldRows:
         """Publishes and lists the rows, which are complete: the event of the work that wrote them was waited
         for. Held for the caller. Raises Draining after ``close``."""
-        tier, coming = reservation.tier, reservation.coming
+        tier, expected = reservation.tier, reservation.expected
         if tier.arena.closed:
             self.cancel(reservation)
             raise Draining("the service stopped before the item was delivered")
         self._unreserve(reservation)
-        item = replace(coming, rows=reservation.destination)
-        held = _held(tier, tier.keep((reservation.namespace, item.key), item, reservation.slot))
+        item = replace(expected, rows=reservation.destination)
+        held = _held(tier, tier.insert((reservation.namespace, item.key), item, reservation.slot))
         partition = self._partition(reservation.namespace)
         if tier is partition.device:
             self._look_ahead(partition, reservation.slot.num_bytes)
@@ -237,7 +237,7 @@ class EmbeddingStore:
         self.freeze()
         self._unreserve(reservation)
 
-    async def keep(self, namespace: str, item: EncodedItem) -> HeldRows:
+    async def insert(self, namespace: str, item: EncodedItem) -> HeldRows:
         """Copies rows that are in memory of their own into the store, where there is room; else, and after a
         failed copy, they are held as they are."""
         source = HeldRows(item)
@@ -353,17 +353,17 @@ class EmbeddingStore:
             yield from partition.tiers()
 
     def _reserve_in(
-        self, tier: Tier, namespace: str, coming: EncodedItem, *, is_limited: bool
+        self, tier: Tier, namespace: str, expected: EncodedItem, *, is_limited: bool
     ) -> Reservation | None:
-        slot = None if self._is_frozen else tier.allocate(coming.spec.num_bytes)
+        slot = None if self._is_frozen else tier.allocate(expected.spec.num_bytes)
         if slot is None:
             return None
-        destination = tier.arena.view(slot, coming.rows.shape, coming.rows.dtype)
-        return Reservation(namespace, coming, destination, tier, slot, is_limited)
+        destination = tier.arena.view(slot, expected.rows.shape, expected.rows.dtype)
+        return Reservation(namespace, expected, destination, tier, slot, is_limited)
 
     def _unreserve(self, reservation: Reservation) -> None:
         if reservation.is_limited:
-            self._reserved_bytes[reservation.tier] -= reservation.coming.spec.num_bytes
+            self._reserved_bytes[reservation.tier] -= reservation.expected.spec.num_bytes
 
     async def _find_in(self, held: HeldRows, namespace: str, tier_name: TierName) -> HeldRows:
         """``held`` itself, or the same rows in the tier with a hold of their own."""
@@ -404,7 +404,7 @@ class EmbeddingStore:
 
     def _start_moves(self, moves: Sequence[tuple[HeldRows, Reservation]], tier: Tier) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(self._run_moves(moves, tier))
-        names = [((each.namespace, each.coming.key), tier) for _, each in moves]
+        names = [((each.namespace, each.expected.key), tier) for _, each in moves]
         self._moves.update(dict.fromkeys(names, task))
 
         def forget(_: asyncio.Task[None]) -> None:

@@ -103,7 +103,7 @@ class Tier:
         self.num_evictions += len(evicted)
         return self.arena.allocate(num_bytes)
 
-    def keep(self, name: Name, item: EncodedItem, slot: Slot) -> Entry:
+    def insert(self, name: Name, item: EncodedItem, slot: Slot) -> Entry:
         """Publishes and lists a slot whose rows are complete, in place of others of this name. The caller's
         hold of the slot becomes the entry's. item.rows: a view of the slot."""
         self.arena.publish(slot)

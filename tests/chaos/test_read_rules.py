@@ -155,7 +155,7 @@ class Scene:
     num_lost: int = 0
 
 
-def coming(key: bytes) -> EncodedItem:
+def expected(key: bytes) -> EncodedItem:
     rows = torch.empty(1, ROW_BYTES // 4, device="meta")
     return EncodedItem(key, bytes(32), Grid(1, 2, 2), rows, 0)
 
@@ -175,7 +175,7 @@ def write(scene: Scene, *, waits: bool = True) -> None:
     """Takes the range as soon as the allocator has it."""
     step = scene.schedule.step
     step("reserve", lambda: scene.arena.largest_free_bytes >= ROW_BYTES)
-    reservation = scene.store.reserve("", coming(NEW))
+    reservation = scene.store.reserve("", expected(NEW))
     assert reservation is not None
     target = reservation.destination.view(torch.uint8).flatten()
     source = torch.frombuffer(bytearray(CONTENT[NEW]), dtype=torch.uint8)
@@ -284,7 +284,7 @@ def play(
     filler = arena.allocate(arena.largest_free_bytes - ROW_BYTES)
     assert filler is not None
     store = EmbeddingStore(Partition(arena), on_copy_error=lambda _: False)
-    reservation = store.reserve("", coming(OLD))
+    reservation = store.reserve("", expected(OLD))
     assert reservation is not None
     reservation.destination.view(torch.uint8).fill_(1)
     held = store.commit(reservation)

@@ -20,7 +20,7 @@ from google.rpc.error_details_pb2 import RetryInfo
 from google.rpc.status_pb2 import Status
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from encoder_service.pipeline import Delivered, Pipeline
+from encoder_service.pipeline import EncodeResult, Pipeline
 from encoder_service.rpc import gate, server_factory
 from encoder_service.rpc.server import ConnectionBounds
 from encoder_service.types import Item
@@ -47,7 +47,7 @@ def stuck(found: RunningService) -> Iterator[threading.Event]:
     assert pipeline is not None
     go_on, inner = threading.Event(), Pipeline.encode
 
-    async def encode(item: Item, **rest: object) -> Delivered:
+    async def encode(item: Item, **rest: object) -> EncodeResult:
         await asyncio.to_thread(go_on.wait)
         return await inner(pipeline, item, **rest)  # type: ignore[arg-type]
 

@@ -18,7 +18,7 @@ import torch
 from PIL import Image
 
 from encoder_service.errors import ImageTooLarge, NotReady, QueueFull
-from encoder_service.pipeline import Delivered, Pipeline
+from encoder_service.pipeline import EncodeResult, Pipeline
 from encoder_service.types import EncodedFile, Grid, Item, Modality, PreprocessOptions
 
 NAMESPACE = "admin/playground"
@@ -86,7 +86,7 @@ class Playground:
                 permit.release()
         return {**described(pipeline, delivered), "picture": picture, "colours": colours}
 
-    def _colours(self, pipeline: Pipeline, delivered: Delivered) -> dict[str, Any] | None:
+    def _colours(self, pipeline: Pipeline, delivered: EncodeResult) -> dict[str, Any] | None:
         """On a worker."""
         grid, merge = delivered.encoded.grid, pipeline.model.tower.merge_size
         height, width = grid.h // merge, grid.w // merge
@@ -97,7 +97,7 @@ class Playground:
         return {"width": width, "height": height, "rgb": base64.b64encode(colours.tobytes()).decode()}
 
 
-def described(pipeline: Pipeline, delivered: Delivered) -> dict[str, Any]:
+def described(pipeline: Pipeline, delivered: EncodeResult) -> dict[str, Any]:
     """The figures of one item."""
     tower, encoded = pipeline.model.tower, delivered.encoded
     grid: Grid = encoded.grid

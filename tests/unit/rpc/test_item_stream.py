@@ -10,7 +10,7 @@ import grpc
 import pytest
 
 from encoder_service.errors import UndecodableImage
-from encoder_service.pipeline import Delivered
+from encoder_service.pipeline import EncodeResult
 from encoder_service.rpc import outbound
 from encoder_service.rpc.delivery import Delivery, Wanted
 from encoder_service.rpc.item_stream import ItemStream
@@ -96,7 +96,7 @@ async def test_an_item_that_fails_fails_alone(rig: Rig, num_items: int) -> None:
 async def test_work_that_is_cancelled_inside_is_its_items_failure(rig: Rig) -> None:
     """Not by the caller: a task that the item waited for was cancelled."""
 
-    async def cancelled(_: Item) -> Delivered:
+    async def cancelled(_: Item) -> EncodeResult:
         raise asyncio.CancelledError
 
     context = SlowContext()
@@ -163,7 +163,7 @@ async def test_p17_a_caller_that_reads_slowly_starts_no_more_than_it_reads(
         (await rig.pipeline.encode(image(value))).release()
     started: list[Item] = []
 
-    async def encode(item: Item) -> Delivered:
+    async def encode(item: Item) -> EncodeResult:
         started.append(item)
         return await rig.pipeline.encode(item)
 

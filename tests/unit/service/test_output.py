@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from encoder_service.errors import Cancelled, DeadlineExceeded, DeviceFault, InternalError
-from encoder_service.pipeline import Delivered
+from encoder_service.pipeline import EncodeResult
 from encoder_service.store.copies import Copier
 from encoder_service.store.embedding_store import EmbeddingStore, Partition, Reservation
 from encoder_service.types import CacheTier
@@ -49,7 +49,7 @@ def num_slots(rig: Rig) -> int:
     return sum(len(arena) for _, arena in rig.store.arenas())
 
 
-async def encode(rig: Rig, value: int) -> Delivered:
+async def encode(rig: Rig, value: int) -> EncodeResult:
     return await rig.pipeline.encode(image(value, side=16))
 
 

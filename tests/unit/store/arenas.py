@@ -72,7 +72,7 @@ def rows_of(name: int, num_rows: int = NUM_ROWS) -> torch.Tensor:
     return torch.full((num_rows, ROW_BYTES // 4), float(name))
 
 
-def coming(name: int, num_rows: int = NUM_ROWS, clip: ClipFacts | None = None) -> EncodedItem:
+def expected(name: int, num_rows: int = NUM_ROWS, clip: ClipFacts | None = None) -> EncodedItem:
     """An item before its rows are there."""
     rows = torch.empty(num_rows, ROW_BYTES // 4, device="meta")
     return EncodedItem(key_of(name), bytes(32), Grid(1, 4, 4), rows, 1, clip)
@@ -80,7 +80,7 @@ def coming(name: int, num_rows: int = NUM_ROWS, clip: ClipFacts | None = None) -
 
 def land(store: EmbeddingStore, name: int, namespace: str = "", num_rows: int = NUM_ROWS) -> bool:
     """Does what the engine and the pipeline do; False where there was no room."""
-    reservation = store.reserve(namespace, coming(name, num_rows))
+    reservation = store.reserve(namespace, expected(name, num_rows))
     if reservation is None:
         return False
     reservation.destination.copy_(rows_of(name, num_rows))

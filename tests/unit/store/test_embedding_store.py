@@ -20,7 +20,7 @@ from encoder_service.types import ClipFacts, EncodedItem
 from tests.unit.store.arenas import (
     ITEM_BYTES,
     Clock,
-    coming,
+    expected,
     hold,
     key_of,
     land,
@@ -72,7 +72,7 @@ async def store(clock: Clock) -> AsyncIterator[EmbeddingStore]:
 
 
 async def test_rows_are_found_as_they_were_written(host_only: EmbeddingStore) -> None:
-    reservation = host_only.reserve("", coming(1, clip=ClipFacts((0.5,))))
+    reservation = host_only.reserve("", expected(1, clip=ClipFacts((0.5,))))
     assert reservation is not None
     assert host_only.peek("", key_of(1)) is None, "not before they are complete"
     reservation.destination.copy_(rows_of(1))
@@ -103,7 +103,7 @@ async def test_held_rows_are_never_evicted(host_only: EmbeddingStore) -> None:
     for name in range(4):
         land(host_only, name)
     held = [hold(host_only, name) for name in range(4)]
-    assert host_only.reserve("", coming(9)) is None
+    assert host_only.reserve("", expected(9)) is None
     assert (host_only.counters.refused, host_only.num_evictions) == (1, 0)
     held[2].drop()
     assert land(host_only, 9)
@@ -137,7 +137,7 @@ async def test_p16_main_and_deepstack_rows_are_one_entry(host_only: EmbeddingSto
 async def test_p17_an_item_above_the_arena_is_refused_and_evicts_nothing(host_only: EmbeddingStore) -> None:
     for name in range(4):
         land(host_only, name)
-    assert host_only.reserve("", coming(9, num_rows=17)) is None
+    assert host_only.reserve("", expected(9, num_rows=17)) is None
     assert resident(host_only, range(4)) == [0, 1, 2, 3]
     assert host_only.num_bytes <= host_only.max_bytes
 
@@ -146,17 +146,17 @@ async def test_reservations_take_half_of_an_arena_together(host_only: EmbeddingS
     """A long queue does not evict everything; one item alone may be larger."""
     for name in range(4):
         land(host_only, name)
-    first, second = host_only.reserve("", coming(5)), host_only.reserve("", coming(6))
+    first, second = host_only.reserve("", expected(5)), host_only.reserve("", expected(6))
     assert first is not None
     assert second is not None
-    assert host_only.reserve("", coming(7)) is None
+    assert host_only.reserve("", expected(7)) is None
     host_only.cancel(first)
     host_only.cancel(second)
     assert land(host_only, 8, num_rows=16)
 
 
 async def test_a_cancelled_reservation_returns_its_memory(host_only: EmbeddingStore) -> None:
-    reservation = host_only.reserve("", coming(1))
+    reservation = host_only.reserve("", expected(1))
     assert reservation is not None
     host_only.cancel(reservation)
     ((_, arena),) = host_only.arenas()
@@ -166,12 +166,12 @@ async def test_a_cancelled_reservation_returns_its_memory(host_only: EmbeddingSt
 
 async def test_no_slot_is_used_again_after_a_device_fault(host_only: EmbeddingStore) -> None:
     land(host_only, 1)
-    reservation = host_only.reserve("", coming(2))
+    reservation = host_only.reserve("", expected(2))
     assert reservation is not None
     host_only.abandon(reservation)
     ((_, arena),) = host_only.arenas()
     assert len(arena) == 2, "the slot stays taken"
-    assert host_only.reserve("", coming(3)) is None
+    assert host_only.reserve("", expected(3)) is None
     held = hold(host_only, 1)
     assert torch.equal(held.item.rows, rows_of(1))
     held.drop()
@@ -193,7 +193,7 @@ async def test_rows_outlive_the_store_while_a_tensor_refers_to_them() -> None:
     store = store_of(4)
     land(store, 1)
     held = hold(store, 1)
-    reservation = store.reserve("", coming(2))
+    reservation = store.reserve("", expected(2))
     assert reservation is not None
     store.close()
     with pytest.raises(Draining):
@@ -282,7 +282,7 @@ async def test_a_place_names_the_rows(host_only: EmbeddingStore) -> None:
 
 
 async def test_clips_with_timestamps_have_a_place_and_no_listing(host_only: EmbeddingStore) -> None:
-    reservation = host_only.reserve("", coming(1, clip=ClipFacts((0.5, 1.0))))
+    reservation = host_only.reserve("", expected(1, clip=ClipFacts((0.5, 1.0))))
     assert reservation is not None
     held = host_only.commit(reservation)
     ((_, arena),) = host_only.arenas()
@@ -295,9 +295,9 @@ async def test_clips_with_timestamps_have_a_place_and_no_listing(host_only: Embe
 
 
 async def test_the_engine_writes_to_the_device_and_else_to_the_host(store: EmbeddingStore) -> None:
-    first = store.reserve("", coming(1))
+    first = store.reserve("", expected(1))
     assert first is not None
-    second = store.reserve("", coming(2, num_rows=32))
+    second = store.reserve("", expected(2, num_rows=32))
     assert second is not None
     for reservation, tier in ((first, "device"), (second, "host")):
         reservation.destination.fill_(1.0)
@@ -396,13 +396,13 @@ async def test_without_room_a_reader_on_the_host_gets_a_private_copy() -> None:
 
 
 async def test_rows_of_their_own_are_kept_where_there_is_room(store: EmbeddingStore) -> None:
-    given = EncodedItem(key_of(1), bytes(32), coming(1).grid, rows_of(1), 1)
-    held = await store.keep("", given)
+    given = EncodedItem(key_of(1), bytes(32), expected(1).grid, rows_of(1), 1)
+    held = await store.insert("", given)
     assert held.tier == "device"
     assert torch.equal(held.item.rows, rows_of(1))
     held.drop()
-    large = EncodedItem(key_of(2), bytes(32), coming(2).grid, rows_of(2, 80), 1)
-    held = await store.keep("", large)
+    large = EncodedItem(key_of(2), bytes(32), expected(2).grid, rows_of(2, 80), 1)
+    held = await store.insert("", large)
     assert held.tier is None
     assert held.item is large
     held.drop()
@@ -466,7 +466,7 @@ async def test_p36_a_device_fault_in_a_copy_ends_the_use_of_slots(monkeypatch: p
     fail_copies(monkeypatch)
     with pytest.raises(RuntimeError):
         await store.in_tier(hold(store, 1), "", "host")
-    assert store.reserve("", coming(3)) is None
+    assert store.reserve("", expected(3)) is None
     num_slots = [len(arena) for _, arena in store.arenas()]
     monkeypatch.undo()
     held = hold(store, 2)
@@ -496,10 +496,10 @@ async def test_a_failed_private_copy_is_given_to_no_reader(monkeypatch: pytest.M
 async def test_rows_that_cannot_be_copied_are_kept_as_they_are(
     store: EmbeddingStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    given = EncodedItem(key_of(1), bytes(32), coming(1).grid, rows_of(1), 1)
+    given = EncodedItem(key_of(1), bytes(32), expected(1).grid, rows_of(1), 1)
     with monkeypatch.context() as patched:
         fail_copies(patched)
-        held = await store.keep("", given)
+        held = await store.insert("", given)
     assert held.tier is None
     assert held.item is given
     (_, device), _ = store.arenas()

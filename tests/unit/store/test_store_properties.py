@@ -11,7 +11,7 @@ import torch
 from encoder_service.store.arena import TierName
 from encoder_service.store.embedding_store import HeldRows, Reservation
 from tests.reference_reader import reader_of
-from tests.unit.store.arenas import Clock, coming, key_of, rows_of, settle, store_of
+from tests.unit.store.arenas import Clock, expected, key_of, rows_of, settle, store_of
 
 NAMESPACES = ("", "b", "tenant")
 NUM_ROWS = [1, 2, 4, 4, 7, 16, 40]
@@ -37,7 +37,7 @@ async def test_p14_p17_p18_p21_random_operations(seed: int) -> None:
         namespace, name = chance.choice(NAMESPACES), chance.randrange(NUM_NAMES)
         match chance.randrange(8):
             case 0 | 1:
-                reservation = store.reserve(namespace, coming(name, NUM_ROWS[name % len(NUM_ROWS)]))
+                reservation = store.reserve(namespace, expected(name, NUM_ROWS[name % len(NUM_ROWS)]))
                 if reservation is not None:
                     reservation.destination.copy_(content_of(name))
                     reserved.append((reservation, name))
