@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -18,7 +17,7 @@ from lm_adapter import convert
 from lm_adapter.checks import RowsHeader, check_digest, check_header, check_models
 from lm_adapter.errors import InvalidRequest, InvalidRows, ItemFailed, StreamViolation, TruncatedStream
 from lm_adapter.items import Item
-from lm_adapter.types import EncodedRows, ModelInfo, Outcome
+from lm_adapter.types import EncodedRows, Limits, ModelInfo, Outcome
 from vision_encoder.v1 import encoder_pb2 as pb
 
 if TYPE_CHECKING:
@@ -36,35 +35,26 @@ _REQUEST_OVERHEAD_BYTES = 1024
 _ITEM_OVERHEAD_BYTES = 8
 
 
-@dataclass(frozen=True)
-class PreparedItems:
-    """Items as messages, by the caller's index, in as many batches as the server's limits need. ``refused``:
-    the failures of items that cannot be sent."""
-
-    batches: list[dict[int, pb.Item]] = field(default_factory=list)
-    refused: dict[int, ItemFailed] = field(default_factory=dict)
-
-
 def prepare_items(
-    items: Mapping[int, Item], *, max_message_bytes: int = 0, max_items: int = 0
-) -> PreparedItems:
-    """Items, by the caller's index, as messages in order. An item that the wire cannot carry, or that exceeds
-    the message limit by itself, fails alone.
-
-    max_message_bytes, max_items: the server's limits of one call; 0 means none.
-    """
-    prepared = PreparedItems()
+    items: Mapping[int, Item], limits: Limits
+) -> tuple[list[dict[int, pb.Item]], dict[int, ItemFailed]]:
+    """Items, by the caller's index, as messages in order, in as many batches as the server's limits of one
+    call need; and the failures of those that cannot be sent. An item that the wire cannot carry, or that
+    exceeds the message limit by itself, fails alone."""
+    max_message_bytes = limits.max_message_bytes or math.inf
+    batches: list[dict[int, pb.Item]] = []
+    refused: dict[int, ItemFailed] = {}
     batch: dict[int, pb.Item] = {}
     batch_bytes = 0
     for index, item in items.items():
         try:
             message = convert.item_message(item)
         except InvalidRequest as error:
-            prepared.refused[index] = ItemFailed(error.message, reason=error.reason, status=_INVALID_ARGUMENT)
+            refused[index] = ItemFailed(error.message, reason=error.reason, status=_INVALID_ARGUMENT)
             continue
         num_bytes = message.ByteSize() + _ITEM_OVERHEAD_BYTES
-        if max_message_bytes and num_bytes + _REQUEST_OVERHEAD_BYTES > max_message_bytes:
-            prepared.refused[index] = ItemFailed(
+        if num_bytes + _REQUEST_OVERHEAD_BYTES > max_message_bytes:
+            refused[index] = ItemFailed(
                 f"the item has {num_bytes} bytes on the wire, the server takes messages of "
                 f"{max_message_bytes}",
                 reason="MESSAGE_TOO_LARGE",
@@ -73,12 +63,12 @@ def prepare_items(
             )
             continue
         batch_bytes += num_bytes
-        is_full = len(batch) >= (max_items or math.inf) or batch_bytes > (max_message_bytes or math.inf)
+        is_full = len(batch) >= (limits.max_items_per_request or math.inf) or batch_bytes > max_message_bytes
         if not batch or is_full:
             batch, batch_bytes = {}, _REQUEST_OVERHEAD_BYTES + num_bytes
-            prepared.batches.append(batch)
+            batches.append(batch)
         batch[index] = message
-    return prepared
+    return batches, refused
 
 
 class PlacedRows(NamedTuple):
@@ -168,10 +158,6 @@ class Assembler:
         # True: complete. False: failed on this side, later events of the item are ignored.
         self._finished: dict[int, bool] = {}
 
-    def missing(self) -> list[int]:
-        """Positions of the items without an outcome."""
-        return [position for position in range(len(self._digests)) if position not in self._finished]
-
     def feed(self, message: bytes) -> tuple[int, Outcome] | PlacedRows | None:
         """Takes one serialised ItemEvent. Returns the position and outcome of the item that it completed, or
         the rows that have to be copied from shared memory. Raises StreamViolation."""
@@ -203,7 +189,8 @@ class Assembler:
 
     def finish(self) -> None:
         """The stream ended OK. Raises TruncatedStream when items are without an outcome."""
-        missing, num_items = self.missing(), len(self._digests)
+        num_items = len(self._digests)
+        missing = [position for position in range(num_items) if position not in self._finished]
         if missing:
             raise TruncatedStream(
                 f"the stream ended with {num_items - len(missing)} of {num_items} items; missing: "
@@ -225,7 +212,7 @@ class Assembler:
             convert.dtype_name(result.dtype),
             result.num_deepstack_levels,
             result.rows_bytes,
-            convert.chunk_grids(result),
+            tuple([convert.grid(chunk) for chunk in result.chunk_grids]),
         )
         check_digest("key", result.key, self._keys[position] if self._keys else None)
         check_digest("content_digest", result.content_digest, self._digests[position])

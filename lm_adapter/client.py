@@ -236,13 +236,10 @@ class AsyncVisionEncoderClient:
             if any(self._is_to_hash(item) for item in items):
                 items = await asyncio.to_thread(self.hashed, items)
             await self._read_resident(call, self._keys(call.info, items))
-        prepared = prepare_items(
-            {index: item for index, item in enumerate(items) if index not in call.outcomes},
-            max_message_bytes=call.info.limits.max_message_bytes,
-            max_items=call.info.limits.max_items_per_request,
-        )
-        call.outcomes.update(prepared.refused)
-        for batch in prepared.batches:
+        unread = {index: item for index, item in enumerate(items) if index not in call.outcomes}
+        batches, refused = prepare_items(unread, call.info.limits)
+        call.outcomes.update(refused)
+        for batch in batches:
             await self._run("Encode", call, batch)
         return call.in_order()
 
@@ -276,13 +273,9 @@ class AsyncVisionEncoderClient:
         key, and with its grid if the file's header was read. The encode goes on without this client."""
         deadline = Deadline(self._timeout_s if timeout_s is None else timeout_s)
         info = await self._known_info(deadline)
-        prepared = prepare_items(
-            dict(enumerate(items)),
-            max_message_bytes=info.limits.max_message_bytes,
-            max_items=info.limits.max_items_per_request,
-        )
-        statuses: dict[int, PrefetchStatus | ItemFailed] = dict(prepared.refused)
-        for batch in prepared.batches:
+        batches, refused = prepare_items(dict(enumerate(items)), info.limits)
+        statuses: dict[int, PrefetchStatus | ItemFailed] = dict(refused)
+        for batch in batches:
             request = pb.PrefetchRequest(items=batch.values(), namespace=self._namespace, model=self._model)
             response = await self._unary("Prefetch", request, pb.PrefetchResponse, deadline)
             if len(response.statuses) != len(batch):

@@ -69,10 +69,6 @@ def grid(message: pb.GridTHW) -> Grid:
     return Grid(message.t, message.h, message.w)
 
 
-def chunk_grids(result: pb.ItemResult) -> tuple[Grid, ...]:
-    return tuple([grid(each) for each in result.chunk_grids])
-
-
 def timings(message: pb.StageTimings) -> StageTimings:
     return StageTimings(*_TIMINGS(message))
 

@@ -40,7 +40,7 @@ UNMAP_TIMEOUT_S = 10.0
 _DELIVERIES: dict[str, pb.Delivery.ValueType] = {"device": pb.DELIVERY_DEVICE, "host": pb.DELIVERY_HOST}
 _KINDS = {"device": broker_pb2.ARENA_KIND_DEVICE, "host": broker_pb2.ARENA_KIND_HOST}
 # Cautious: host memory into new pages, device memory over NVLink with its launch.
-_COPY_BYTES_PER_S = {"device": 200e9, "host": 4e9}
+_COPY_BYTES_PER_S = {"device": 200e9, "host": 8e9}
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 _log = logging.getLogger(__name__)

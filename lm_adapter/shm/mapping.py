@@ -25,7 +25,6 @@ class HostMemory:
 
     def __init__(self, fd: int, size_bytes: int) -> None:
         """fd: a sealed memfd, which the caller closes. Raises MappingFailed."""
-        self.size_bytes = size_bytes
         self._bytes: npt.NDArray[np.uint8] = np.frombuffer(_map_sealed(fd, size_bytes), dtype=np.uint8)
         # Touch every page once, so the first copies take no page faults.
         for start in range(0, size_bytes, _WARM_STEP_BYTES):

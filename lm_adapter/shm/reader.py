@@ -42,6 +42,7 @@ class MappedArena:
         LAYOUT_MISMATCH for layouts that this version cannot read."""
         geometry = attachment.geometry
         self.arena_id = geometry.arena_id
+        self.size_bytes = geometry.size_bytes
         self.is_device = geometry.kind == broker_pb2.ARENA_KIND_DEVICE
         if self.is_device != (device is not None):
             raise MappingFailed(f"arena {self.arena_id.hex()} is of kind {geometry.kind}")
@@ -70,10 +71,6 @@ class MappedArena:
             from lm_adapter.shm.device import DeviceMemory
 
             self._memory = DeviceMemory(attachment.data_fd, geometry.size_bytes, device)
-
-    @property
-    def size_bytes(self) -> int:
-        return self._memory.size_bytes
 
     def check_probe(self, probe: broker_pb2.BrokerProbeSlot) -> None:
         """Reads the broker's probe through the mapping. Raises MappingFailed, with reason PROBE_MISMATCH for

@@ -19,7 +19,7 @@ from lm_adapter.convert import dtype_number
 from lm_adapter.errors import InvalidRows, ItemFailed, StreamViolation, TruncatedStream
 from lm_adapter.items import DigestItem, Grid, ImageItem, Item, PixelItem, PreprocessOptions, UrlItem
 from lm_adapter.testing import fake_model, fake_rows
-from lm_adapter.types import EncodedRows, ModelInfo
+from lm_adapter.types import EncodedRows, Limits, ModelInfo
 from vision_encoder.v1 import encoder_pb2 as pb
 
 MODEL = fake_model("qwen3_vl", out_width=4)
@@ -350,9 +350,8 @@ def test_items_become_messages() -> None:
         DigestItem(b"e" * 32),
         UrlItem("https://a.test/b?c=%20", digest=b"f" * 32, options=PreprocessOptions(max_pixels=7)),
     ]
-    prepared = prepare_items(dict(enumerate(items)))
-    assert prepared.refused == {}
-    (batch,) = prepared.batches
+    (batch,), refused = prepare_items(dict(enumerate(items)), Limits())
+    assert refused == {}
     image, tensor, digest, url = batch.values()
     assert (image.encoded, image.content_digest, image.modality) == (b"jpeg", b"d" * 32, pb.MODALITY_IMAGE)
     assert image.options == pb.PreprocessOptions(min_pixels=9, fps=2.0)
@@ -386,15 +385,15 @@ def test_p33_an_item_that_cannot_be_sent_fails_alone() -> None:
         PixelItem(np.zeros((4, 6), np.complex64), Grid(1, 2, 2)),
         ImageItem(b"fine"),
     ]
-    prepared = prepare_items(dict(enumerate(items)), max_message_bytes=4096)
-    assert [list(batch) for batch in prepared.batches] == [[0, 4]]
-    assert {index: failure.reason for index, failure in prepared.refused.items()} == {
+    batches, refused = prepare_items(dict(enumerate(items)), Limits(max_message_bytes=4096))
+    assert [list(batch) for batch in batches] == [[0, 4]]
+    assert {index: failure.reason for index, failure in refused.items()} == {
         1: "MESSAGE_TOO_LARGE",
         2: "INVALID_REQUEST",
         3: "INVALID_REQUEST",
     }
-    assert prepared.refused[1].details["allowed"] == "4096"
-    assert "complex64" in str(prepared.refused[3])
+    assert refused[1].details["allowed"] == "4096"
+    assert "complex64" in str(refused[3])
 
 
 @settings(deadline=None)
@@ -403,10 +402,11 @@ def test_batches_hold_every_item_in_order_and_stay_within_the_limits(
     sizes: list[int], max_items: int
 ) -> None:
     items = [ImageItem(b"x" * size) for size in sizes]
-    prepared = prepare_items(dict(enumerate(items)), max_message_bytes=8192, max_items=max_items)
-    sent = [index for batch in prepared.batches for index in batch]
+    limits = Limits(max_message_bytes=8192, max_items_per_request=max_items)
+    batches, _ = prepare_items(dict(enumerate(items)), limits)
+    sent = [index for batch in batches for index in batch]
     assert sent == list(range(len(items)))
-    for batch in prepared.batches:
+    for batch in batches:
         assert 1 <= len(batch) <= max_items
         request = pb.EncodeRequest(items=batch.values(), namespace="n" * 256, model="m" * 256)
         assert request.ByteSize() <= 8192
@@ -414,9 +414,9 @@ def test_batches_hold_every_item_in_order_and_stay_within_the_limits(
 
 def test_what_is_no_item_is_a_type_error() -> None:
     with pytest.raises(TypeError, match="found bytes"):
-        prepare_items({0: b"jpeg"})  # type: ignore[dict-item]
+        prepare_items({0: b"jpeg"}, Limits())  # type: ignore[dict-item]
     with pytest.raises(TypeError, match="found list"):
-        prepare_items({0: PixelItem([[1.0]], Grid(1, 2, 2))})  # type: ignore[arg-type]
+        prepare_items({0: PixelItem([[1.0]], Grid(1, 2, 2))}, Limits())  # type: ignore[arg-type]
 
 
 def test_every_geometry_rule_is_the_models() -> None:
