@@ -1,6 +1,6 @@
 """M-RoPE: three-axis positions of a prompt, and the one scalar that decoding needs.
 
-Owns positions; ``rotary`` applies them, ``pruning`` takes rows out of them. Pure numpy.
+Owns positions; ``rotary`` applies them. Pure numpy.
 
 Formula (Qwen2-VL, arXiv 2409.12191; Qwen3-VL splits clips by frame): with ``next`` the next free position,
 
@@ -57,17 +57,8 @@ class MRopePositions:
 
     @property
     def next_position(self) -> int:
-        """The position of the first token after the prompt: the maximum over the three axes + 1.
-
-        A prompt whose rows were pruned keeps the value of the whole one, although its largest row may be
-        gone.
-        """
+        """The position of the first token after the prompt: the maximum over the three axes + 1."""
         return self.num_tokens + self.delta
-
-    @property
-    def max_position(self) -> int:
-        """The largest position on any axis, -1 without tokens: what a rotary table has to reach."""
-        return int(self.prompt.max(initial=-1))
 
     def chunk(self, start: int, end: int) -> npt.NDArray[np.int64]:
         """int64 [3, end - start]: positions of tokens [start, end). Tokens past the prompt are generated

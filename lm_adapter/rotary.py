@@ -142,7 +142,7 @@ class RotaryTable:
 
     def require(self, position: int) -> None:
         """Raises InvalidRequest when the table ends at or before ``position``. For the host, which knows the
-        largest (``MRopePositions.max_position``) before it sends any: the device does not look."""
+        largest (below ``MRopePositions.next_position``) before it sends any: the device does not look."""
         if position >= self.max_positions:
             raise InvalidRequest(
                 f"position {position} lies beyond the rotary table of {self.max_positions} positions"
