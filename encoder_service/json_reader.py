@@ -53,7 +53,7 @@ class JsonReader:
         return self.values.get(key) is not None
 
     def read(
-        self, keys: tuple[str, ...], needed: str, is_valid: Callable[[Any], bool], default: object
+        self, keys: tuple[str, ...], needed: str, is_valid: Callable[[Any], bool], default: object = None
     ) -> Any:
         value = next((self.values[key] for key in keys if self.has(key)), default)
         name = " or ".join(keys)

@@ -129,12 +129,11 @@ class SettingsReader(JsonReader):
         def are_three(values: object) -> bool:
             return isinstance(values, list) and len(values) == 3 and all(map(is_number, values))
 
-        mean = self.read(("image_mean",), "three finite numbers", are_three, None)
+        mean = self.read(("image_mean",), "three finite numbers", are_three)
         std = self.read(
             ("image_std",),
             "three finite numbers above 0",
             lambda values: are_three(values) and min(values) > 0,
-            None,
         )
         mean_C, std_C = ((float(red), float(green), float(blue)) for red, green, blue in (mean, std))
         return Normalisation(mean_C, std_C, self.number("rescale_factor", default=1 / 255))
@@ -183,9 +182,8 @@ def read_video_settings_file(checkpoint: Path) -> SettingsReader | None:
             return combined.section("video_processor")
         if combined.has("image_processor"):
             names.remove(PREPROCESSOR_FILE)
-    return next(
-        (SettingsReader.of_file(checkpoint / name) for name in names if (checkpoint / name).exists()), None
-    )
+    found = (checkpoint / name for name in names if (checkpoint / name).exists())
+    return next(map(SettingsReader.of_file, found), None)
 
 
 def parse_qwen_vl(reader: SettingsReader) -> QwenVLSettings:

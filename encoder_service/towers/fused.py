@@ -178,7 +178,7 @@ class FusedTower(Tower):
             if isinstance(plain, Qwen3VLTower) and index in plain.config.deepstack_visual_indexes:
                 level = plain.config.deepstack_visual_indexes.index(index)
                 merger: Merger = plain.deepstack_mergers[level]  # type: ignore[assignment]
-                h_RM = self._kernels.layer_norm(x_PE.view(-1, merger.merged_width), *norm_of(merger.norm))
+                h_RM = self._kernels.add_norm(x_PE.view(-1, merger.merged_width), None, *norm_of(merger.norm))
                 levels.start(h_RM, functools.partial(self._merge, h_RM, merger))
         main_RD = self._merge(h_PE, plain.merger)
         levels_RD = levels.finish()

@@ -189,12 +189,6 @@ class Clip:
         self._reading = threading.Lock()
         self._is_closed = False
 
-    def piece_grids(self, max_patches: int) -> list[Grid]:
-        """Grids of the pieces to come, in order."""
-        size = self._rules.piece_frames(self.plan, max_patches)
-        counts = [min(size, self._num_left - start) for start in range(0, self._num_left, size)]
-        return [self._grid_of(count) for count in counts]
-
     def pieces(self, max_patches: int) -> Iterator[FrameItem]:
         """The pieces to come, each decoded and resized by the thread that asks for it; ends early once the
         clip is closed. max_patches: of a piece, unless what is attended together has more. Raises
@@ -245,7 +239,4 @@ class Clip:
         if self._is_closed:
             return None  # stopped: frames may be missing
         self._num_left -= count
-        return FrameItem(frames_THWC, self._grid_of(count))
-
-    def _grid_of(self, num_frames: int) -> Grid:
-        return self.plan.grid._replace(t=self._rules.depth(num_frames))
+        return FrameItem(frames_THWC, plan.grid._replace(t=self._rules.depth(count)))

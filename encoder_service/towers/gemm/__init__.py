@@ -25,6 +25,7 @@ Step = Literal["rotate", "gelu", "add_attention", "add_mlp"]
 STEPS: tuple[Step, ...] = ("rotate", "gelu", "add_attention", "add_mlp")
 
 
+@dataclass(frozen=True)
 class Rotary:
     """Positions and tables for the rotation of one batch's q and k.
 
@@ -33,21 +34,12 @@ class Rotary:
     library reads it.
     """
 
-    def __init__(
-        self,
-        coords: torch.Tensor,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
-        layout: RotaryLayout,
-        num_heads: int,
-        turns: torch.Tensor | None = None,
-    ) -> None:
-        self.coords = coords
-        self.cos = cos
-        self.sin = sin
-        self.layout = layout
-        self.num_heads = num_heads
-        self.turns = turns
+    coords: torch.Tensor
+    cos: torch.Tensor
+    sin: torch.Tensor
+    layout: RotaryLayout
+    num_heads: int
+    turns: torch.Tensor | None = None
 
     @functools.cached_property
     def positions(self) -> torch.Tensor:

@@ -62,8 +62,6 @@ class Trial:
     """One step at one number of rows: ``run(gemm)`` calls it NUM_CALLS times as a block does, ``error(gemm)``
     is its relative error against float32."""
 
-    step: Step
-    num_rows: int
     run: Callable[[Gemm], None]
     error: Callable[[Gemm], float]
 
@@ -205,7 +203,7 @@ def make_trial(
         assert found is not None
         return float((found.float() - expected).norm() / expected.norm())
 
-    return Trial(step, num_rows, run, error)
+    return Trial(run, error)
 
 
 def layer_of(weight: torch.Tensor, bias: torch.Tensor, step: Step, shape: BlockShape) -> Weights:

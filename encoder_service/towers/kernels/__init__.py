@@ -12,7 +12,7 @@ from encoder_service.towers.kernels.activation import gelu_
 from encoder_service.towers.kernels.embedding import embed_norm
 from encoder_service.towers.kernels.expand import PatchPlaces, expand_items
 from encoder_service.towers.kernels.frames import merge_frames_norm
-from encoder_service.towers.kernels.norm import add_norm, layer_norm
+from encoder_service.towers.kernels.norm import add_norm
 from encoder_service.towers.kernels.patches import patchify_items
 from encoder_service.towers.kernels.rotary import rotate_qkv_
 
@@ -22,7 +22,6 @@ __all__ = [
     "embed_norm",
     "expand_items",
     "gelu_",
-    "layer_norm",
     "merge_frames_norm",
     "patchify_items",
     "rotate_qkv_",

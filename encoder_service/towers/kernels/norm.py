@@ -24,14 +24,6 @@ from encoder_service.towers.kernels.tiles import (
 )
 
 
-def layer_norm(x_PE: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor:
-    """LayerNorm over E in float32; new [P, E] in x's dtype. Rows of x may lie apart.
-
-    weight, bias: [E], any float dtype. Formula: torch.nn.functional.layer_norm.
-    """
-    return add_norm(x_PE, None, weight, bias, eps)
-
-
 def add_norm(
     x_PE: torch.Tensor, delta_PE: torch.Tensor | None, weight: torch.Tensor, bias: torch.Tensor, eps: float
 ) -> torch.Tensor:

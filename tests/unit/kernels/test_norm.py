@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from encoder_service.towers.kernels import add_norm, layer_norm
+from encoder_service.towers.kernels import add_norm
 from tests.unit.kernels.references import DTYPES, EPS, assert_near, norm_float32, padded_rows, randn
 
 CASES = [
@@ -26,7 +26,7 @@ def test_layer_norm_equals_float64(
     x = (randn(generator, *shape) * 3 + 20).to(dtype)
     weight, bias = (randn(generator, shape[1]).to(dtype) for _ in range(2))
     held = x.to(device, copy=True)
-    h = layer_norm(held, weight.to(device), bias.to(device), EPS)
+    h = add_norm(held, None, weight.to(device), bias.to(device), EPS)
     assert h.dtype == dtype
     assert_near(h, norm_float32(x, weight, bias, EPS))
     assert torch.equal(held.cpu(), x)
@@ -60,6 +60,6 @@ def test_shapes_are_asserted(device: torch.device) -> None:
     with pytest.raises(AssertionError, match=r"delta has shape \[3, 64\], needs \[4, 64\]"):
         add_norm(x, x[:3], weight, weight, EPS)
     with pytest.raises(AssertionError, match=r"weight has shape \[32\], needs \[64\]"):
-        layer_norm(x, weight[:32], weight, EPS)
+        add_norm(x, None, weight[:32], weight, EPS)
     with pytest.raises(AssertionError, match="stride"):
-        layer_norm(x.t(), torch.ones(4, device=device), torch.ones(4, device=device), EPS)
+        add_norm(x.t(), None, torch.ones(4, device=device), torch.ones(4, device=device), EPS)
