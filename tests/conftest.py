@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from pathlib import Path
 
 import pytest
 
@@ -12,6 +14,13 @@ import torch
 
 from tests import time_limits
 from tests.turns import own_gpu_first
+
+# How long one example takes says nothing on a loaded machine.
+with contextlib.suppress(ImportError):
+    from hypothesis import settings
+
+    settings.register_profile("without_deadline", deadline=None)
+    settings.load_profile("without_deadline")
 
 # Before anything asks for a device.
 own_gpu_first(os.environ)
@@ -51,6 +60,16 @@ def uses_device(item: pytest.Item) -> bool:
 def device(request: pytest.FixtureRequest) -> torch.device:
     """The device that ``--device`` names."""
     return torch.device(request.config.getoption("--device"))
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Qwen3-VL checkpoint."""
+    from encoder_service.towers.synthetic import make_checkpoint
+
+    folder = tmp_path_factory.mktemp("checkpoint") / "tiny"
+    make_checkpoint(folder, "qwen3_vl", "tiny", 5)
+    return folder
 
 
 @pytest.fixture

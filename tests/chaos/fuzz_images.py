@@ -11,9 +11,10 @@ import io
 import random
 import struct
 import zlib
-from collections.abc import Callable
 
 from PIL import Image
+
+from tests.unit.ingest.image_files import bombs, png_chunk
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "TGA")
 MODES = {
@@ -27,7 +28,6 @@ MODES = {
     "TGA": ("RGB", "RGBA", "L"),
 }
 EDGES = (0, 1, 2, 7, 0x7F, 0x80, 0xFF, 0x7FFF, 0x8000, 0xFFFF, 0x7FFFFFFF, 0x80000000, 0xFFFFFFFF)
-PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 
 
 def good_image(rng: random.Random) -> tuple[str, bytes]:
@@ -63,19 +63,13 @@ def noise(rng: random.Random, mode: str, size: tuple[int, int]) -> Image.Image:
 def bad_image(rng: random.Random) -> bytes:
     """A file that somebody might send."""
     kind, data = good_image(rng)
-    by_format: dict[str, Callable[[random.Random, bytes], bytes]] = {
-        "PNG": mutate_png,
-        "JPEG": mutate_jpeg,
-        "WEBP": mutate_riff,
-        "GIF": mutate_gif,
-    }
-    for _ in range(rng.randint(1, 3)):
-        if kind in by_format and rng.random() < 0.6:
-            data = by_format[kind](rng, data)
-        else:
-            data = rng.choice(GENERIC)(rng, data)
     if rng.random() < 0.05:
-        data = bomb(rng)
+        return rng.choice(list(bombs(rng.choice((5000, 16_383)), rng.choice((1, 16_383))).values()))
+    by_format = {"PNG": mutate_png, "JPEG": mutate_jpeg}
+    generic = (truncate, flip, overwrite_number, splice, repeat_part)
+    for _ in range(rng.randint(1, 3)):
+        mutate = by_format.get(kind) if rng.random() < 0.6 else None
+        data = (mutate or rng.choice(generic))(rng, data)
     return data
 
 
@@ -117,34 +111,11 @@ def repeat_part(rng: random.Random, data: bytes) -> bytes:
     return data[:end] + data[start:end] * rng.randint(1, 20) + data[end:]
 
 
-def remove_part(rng: random.Random, data: bytes) -> bytes:
-    start, end = sorted((rng.randint(0, len(data)), rng.randint(0, len(data))))
-    return data[:start] + data[end:]
-
-
-def other_signature(rng: random.Random, data: bytes) -> bytes:
-    _, other = good_image(rng)
-    return other[: rng.choice((2, 4, 8, 12))] + data[rng.choice((2, 4, 8, 12)) :]
-
-
-def random_bytes(rng: random.Random, data: bytes) -> bytes:
-    return rng.randbytes(rng.randint(0, 2000))
-
-
-GENERIC = (
-    truncate, flip, flip, overwrite_number, overwrite_number, splice, repeat_part, remove_part,
-    other_signature, random_bytes,
-)  # fmt: skip
-
 # -- PNG -----------------------------------------------------------------------------------------------
 
 
-def png_chunk(kind: bytes, data: bytes) -> bytes:
-    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
-
-
 def png_chunks(data: bytes) -> list[tuple[bytes, bytes]]:
-    found, at = [], len(PNG_SIGNATURE)
+    found, at = [], 8
     while at + 8 <= len(data):
         (length,) = struct.unpack_from(">I", data, at)
         found.append((data[at + 4 : at + 8], data[at + 8 : at + 8 + length]))
@@ -184,17 +155,7 @@ def mutate_png(rng: random.Random, data: bytes) -> bytes:
             )
             swollen = b"a\0\0" + zlib.compress(bytes(rng.randint(0, 4_000_000)))
             chunks.insert(1, (name, swollen if rng.random() < 0.5 else rng.randbytes(40)))
-    return PNG_SIGNATURE + b"".join(png_chunk(*chunk) for chunk in chunks)
-
-
-def bomb(rng: random.Random) -> bytes:
-    """Little data, many pixels."""
-    side = rng.choice((5000, 20_000, 100_000, 0x7FFFFFFF))
-    rows = zlib.compress(bytes(2_000_000))
-    header = struct.pack(">IIBBBBB", side, rng.choice((1, side)), 8, rng.choice((0, 2, 3, 6)), 0, 0, 0)
-    return PNG_SIGNATURE + b"".join(
-        (png_chunk(b"IHDR", header), png_chunk(b"IDAT", rows), png_chunk(b"IEND", b""))
-    )
+    return data[:8] + b"".join(png_chunk(*chunk) for chunk in chunks)
 
 
 # -- JPEG ----------------------------------------------------------------------------------------------
@@ -234,47 +195,3 @@ def mutate_jpeg(rng: random.Random, data: bytes) -> bytes:
             marker = rng.choice((0xE0, 0xE1, 0xE2, 0xFE, 0xDB, 0xC4, 0xDD, 0xC3, 0xC9))
             segments.insert(1, struct.pack(">BBH", 0xFF, marker, len(body) + 2) + body)
     return b"".join(segments)
-
-
-# -- WebP and GIF --------------------------------------------------------------------------------------
-
-
-def mutate_riff(rng: random.Random, data: bytes) -> bytes:
-    """Chunks of a RIFF file moved and resized, the outer length right again."""
-    chunks, at = [], 12
-    while at + 8 <= len(data):
-        (length,) = struct.unpack_from("<I", data, at + 4)
-        chunks.append(data[at : at + 8 + length + length % 2])
-        at += 8 + length + length % 2
-    if not chunks:
-        return data
-    at = rng.randrange(len(chunks))
-    match rng.randrange(4):
-        case 0:
-            chunks.insert(at, chunks[at])
-        case 1:
-            chunks[at] = chunks[at][:8] + flip(rng, chunks[at][8:])
-        case 2:
-            extended = struct.pack("<4sIB3x", b"VP8X", 10, rng.randrange(256)) + rng.randbytes(6)
-            chunks.insert(0, extended)
-        case _:
-            chunks[at] = chunks[at][:4] + struct.pack("<I", rng.choice(EDGES)) + chunks[at][8:]
-    body = b"WEBP" + b"".join(chunks)
-    return b"RIFF" + struct.pack("<I", len(body)) + body
-
-
-def mutate_gif(rng: random.Random, data: bytes) -> bytes:
-    out = bytearray(data)
-    if len(out) < 20:
-        return data
-    match rng.randrange(3):
-        case 0:
-            struct.pack_into("<HH", out, 6, rng.choice(EDGES) & 0xFFFF, rng.choice(EDGES) & 0xFFFF)
-        case 1:
-            out[10] = rng.randrange(256)
-        case _:
-            where = out.find(b",", 13)
-            if 0 <= where < len(out) - 12:
-                struct.pack_into("<HHHH", out, where + 1, *(rng.choice(EDGES) & 0xFFFF for _ in range(4)))
-                out[where + 10] = rng.randrange(256)
-    return bytes(out)

@@ -1,4 +1,4 @@
-"""The broker under kills and bad clients, and a reader in namespaces of its own, as in another pod."""
+"""The broker under bad clients, and a reader in namespaces of its own, as in another pod."""
 
 from __future__ import annotations
 
@@ -6,13 +6,11 @@ import contextlib
 import gc
 import os
 import random
-import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -22,7 +20,6 @@ from tests.unit.transport.broker_rig import (
     num_descriptors,
     running_broker,
     small_arena,
-    socket_folder,
 )
 from tests.waiting import wait_until
 from vision_encoder.v1 import broker_pb2 as pb
@@ -30,17 +27,6 @@ from vision_encoder.v1 import broker_pb2 as pb
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'proto'}", "OMP_NUM_THREADS": "1"}
 ISOLATED = ("unshare", "--pid", "--fork", "--mount-proc", "--ipc", "--mount", "--net")
-
-ENCODER = """
-import sys, time
-from encoder_service.broker import Broker, BrokerOptions
-from encoder_service.store.embedding_store import host_arena
-
-arena = host_arena(1 << 20)
-Broker(BrokerOptions(sys.argv[1], "one", "host"), [(None, arena)], lambda *_: True).start()
-print("ready", flush=True)
-time.sleep(600)
-"""
 
 READER = """
 import sys
@@ -58,35 +44,6 @@ with RawClient(sys.argv[1]) as client:
         rows = record and reader.read(record)
         print("read", probe.matches(data), rows == b"\\7" * 4096, flush=True)
 """
-
-
-@contextlib.contextmanager
-def encoder(path: str) -> Iterator[subprocess.Popen[str]]:
-    with subprocess.Popen(
-        [sys.executable, "-c", ENCODER, path], stdout=subprocess.PIPE, text=True, env=ENVIRONMENT
-    ) as process:
-        assert process.stdout is not None
-        try:
-            while process.stdout.readline().strip() != "ready":
-                assert process.poll() is None
-            yield process
-        finally:
-            process.kill()
-
-
-def test_p21_the_end_of_a_killed_encoder_is_seen_at_once_and_its_socket_is_replaced() -> None:
-    with socket_folder() as folder:
-        path = str(folder / "s")
-        for _ in range(2):
-            with encoder(path) as process, RawClient(path) as client:
-                (geometry,) = client.welcome.arenas
-                assert client.attach(geometry.arena_id).num_descriptors == 3
-                killed_s = time.monotonic()
-                process.send_signal(signal.SIGKILL)
-                assert client.ended()
-                assert time.monotonic() - killed_s < 1
-                assert os.path.exists(path), "a killed process leaves its file"
-                assert len(os.pread(client.descriptors[0], 4096, 0)) == 4096, "memory outlives its maker"
 
 
 @pytest.mark.parametrize("inside", [(), ISOLATED], ids=["this host", "another pod"])

@@ -14,7 +14,6 @@ from typing import IO
 
 import pytest
 
-from encoder_service.towers.synthetic import make_checkpoint
 from lm_adapter import EncodedRows, ImageItem, ItemFailed, VisionEncoderClient
 from tests.integration.images import photo
 from tests.integration.test_process import ENV
@@ -27,14 +26,14 @@ PIPE_BYTES = 1 << 16
 
 
 @contextmanager
-def serving(model: Path, *, stdout: IO[bytes] | int, stderr: IO[bytes] | int) -> Iterator[str]:
+def serving(checkpoint: Path, *, stdout: IO[bytes] | int, stderr: IO[bytes] | int) -> Iterator[str]:
     """The address of a service process, which has to end in time."""
     with socket_folder() as folder:
         target = f"unix:{folder}/grpc.sock"
         process = subprocess.Popen(
             [
-                sys.executable, "-m", "encoder_service", "serve", "--model", str(model), "--device", "cpu",
-                "--dtype", "float32", "--listen", target, "--admin-listen", "",
+                sys.executable, "-m", "encoder_service", "serve", "--model", str(checkpoint),
+                "--device", "cpu", "--dtype", "float32", "--listen", target, "--admin-listen", "",
                 "--log-format", "json", "--log-level", "debug",
             ],
             env=ENV,
@@ -62,23 +61,16 @@ def serve_well_and_badly(target: str) -> None:
             assert isinstance(outcomes[-1], EncodedRows)
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model") / "tiny"
-    make_checkpoint(folder, "qwen3_vl", "tiny", 5)
-    return folder
-
-
-def test_a_full_disk(model: Path) -> None:
-    with Path("/dev/full").open("wb") as full, serving(model, stdout=full, stderr=full) as target:
+def test_a_full_disk(checkpoint: Path) -> None:
+    with Path("/dev/full").open("wb") as full, serving(checkpoint, stdout=full, stderr=full) as target:
         serve_well_and_badly(target)
 
 
-def test_a_pipe_that_is_not_read(model: Path) -> None:
+def test_a_pipe_that_is_not_read(checkpoint: Path) -> None:
     """It takes 64 KiB. A service that wrote on its event loop would stand still from then on."""
     read, write = os.pipe()
     try:
-        with serving(model, stdout=subprocess.DEVNULL, stderr=write) as target:
+        with serving(checkpoint, stdout=subprocess.DEVNULL, stderr=write) as target:
             serve_well_and_badly(target)
         os.close(write)
         write = -1
@@ -92,8 +84,8 @@ def test_a_pipe_that_is_not_read(model: Path) -> None:
             os.close(write)
 
 
-def test_a_pipe_that_is_closed(model: Path) -> None:
+def test_a_pipe_that_is_closed(checkpoint: Path) -> None:
     read, write = os.pipe()
     os.close(read)
-    with os.fdopen(write, "wb") as broken, serving(model, stdout=broken, stderr=broken) as target:
+    with os.fdopen(write, "wb") as broken, serving(checkpoint, stdout=broken, stderr=broken) as target:
         serve_well_and_badly(target)

@@ -17,7 +17,6 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from PIL import Image
 
 from encoder_service.rpc.server import SERVICE
-from encoder_service.towers.synthetic import make_checkpoint
 from encoder_service.types import FrameItem, PreprocessOptions
 from lm_adapter import DeadlineExceeded, ImageItem, ItemFailed, VisionEncoderClient
 from tests.integration.conftest import RunningService, running
@@ -29,13 +28,6 @@ from vision_encoder.v1 import encoder_pb2_grpc
 
 INGEST_THREADS = 2
 LIMIT_S = 60.0
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model") / "tiny"
-    make_checkpoint(folder, "qwen3_vl", "tiny", 5)
-    return folder
 
 
 def slow_photo() -> bytes:
@@ -93,14 +85,14 @@ def request_of(*images: bytes) -> pb.EncodeRequest:
 
 
 def test_p34_p17_with_every_thread_busy_the_rest_waits_bounded_and_in_time(
-    model: Path, device: torch.device
+    checkpoint: Path, device: torch.device
 ) -> None:
     """Health checks and resident rows are answered, deadlines hold, cancelled items are dropped, and items
     that wait count against the queue's bounds."""
     image = photo(60, 40)
     with (
         running(
-            model,
+            checkpoint,
             device,
             ingest_threads=INGEST_THREADS,
             chunk_bytes=65536,

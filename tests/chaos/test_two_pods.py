@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from encoder_service.towers.synthetic import make_checkpoint
 from tests.chaos.pods import figure
 from tests.chaos.reader_pod import ReaderPod
 from tests.chaos.two_pods import MIB, Setup, Site, Storm, TwoPods, check_late_readers, running_site
@@ -17,13 +16,6 @@ from tests.integration.conftest import running
 from tests.unit.transport.broker_rig import socket_folder
 
 pytestmark = pytest.mark.timeout(400)
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path: Path = tmp_path_factory.mktemp("checkpoint") / "tiny"
-    make_checkpoint(path, "qwen3_vl", "tiny", 5)
-    return path
 
 
 @pytest.fixture(scope="module")

@@ -96,17 +96,6 @@ def test_the_extras_are_the_projects(dockerfile: Path) -> None:
     assert set(named.split(",")) <= PROJECT["project"]["optional-dependencies"].keys()
 
 
-def test_a_change_of_code_changes_a_small_layer_alone(dockerfile: Path) -> None:
-    """The stage of packages takes the project's requirements only, so its gigabytes stay on the nodes."""
-    found = instructions(dockerfile)
-    starts = [index for index, (name, _) in enumerate(found) if name == "FROM"]
-    packages = found[starts[0] : starts[1]]
-    assert [text for name, text in packages if name == "COPY"] == ["pyproject.toml ./"]
-    copied = [text for name, text in final_stage(dockerfile) if name == "COPY"]
-    assert copied == ["--from=packages /opt/venv /opt/venv", "--from=project /opt/project /opt/project"]
-    assert environment_of(dockerfile)["PATH"].split(":")[:2] == ["/opt/project/bin", "/opt/venv/bin"]
-
-
 def test_it_runs_without_rights_and_writes_under_tmp_and_run_only(dockerfile: Path) -> None:
     names = [name for name, _ in final_stage(dockerfile)]
     assert [text for name, text in final_stage(dockerfile) if name == "USER"] == ["65532:65532"]

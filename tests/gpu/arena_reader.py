@@ -7,7 +7,6 @@ every answer.
 
 from __future__ import annotations
 
-import gc
 import hashlib
 import json
 import os
@@ -81,11 +80,6 @@ class ArenaReader:
         memory: Any = self.arena._memory
         (status,) = driver.cuMemsetD8(memory._address + offset_bytes, 0xFF, num_bytes)
         return {"status": int(status)}
-
-    def unmap(self) -> dict[str, Any]:
-        self.arena.unmap(10)
-        gc.collect()
-        return {"free_bytes": torch.cuda.mem_get_info(DEVICE)[0]}
 
 
 def main(path: str) -> None:

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from encoder_service.towers.synthetic import make_checkpoint
 from lm_adapter import EncodedRows, ImageItem, VisionEncoderClient
 from lm_adapter.items import Grid
 from tests.integration.conftest import RunningService, running
@@ -26,13 +25,6 @@ SIDES = (128, 512)
 # A forward pass in the engine's stream; far longer than a fetch.
 BUSY_CYCLES = 1_000_000_000
 PATIENCE_S = 30.0
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path: Path = tmp_path_factory.mktemp("checkpoint") / "tiny"
-    make_checkpoint(path, "qwen3_vl", "tiny", 5)
-    return path
 
 
 @pytest.fixture(scope="module")

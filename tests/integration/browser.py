@@ -5,7 +5,6 @@ Owns the process and the protocol's framing (messages of JSON, each ended by a N
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import fcntl
 import json
@@ -43,17 +42,6 @@ class Page:
         for domain in ("Page", "Runtime", "Log", "Network", "DOM"):
             self._call(f"{domain}.enable")
 
-    def size(self, width: int, height: int, *, dark: bool = False) -> None:
-        self._call(
-            "Emulation.setDeviceMetricsOverride",
-            width=width,
-            height=height,
-            deviceScaleFactor=1,
-            mobile=False,
-        )
-        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
-        self._call("Emulation.setEmulatedMedia", features=[scheme])
-
     def go(self, url: str) -> None:
         self._call("Page.navigate", url=url)
         self.until(f"location.href === {json.dumps(url)} && document.readyState === 'complete'")
@@ -76,11 +64,6 @@ class Page:
         root = self._call("DOM.getDocument")["root"]["nodeId"]
         node = self._call("DOM.querySelector", nodeId=root, selector=selector)["nodeId"]
         self._call("DOM.setFileInputFiles", nodeId=node, files=[str(path)])
-
-    def screenshot(self, *, whole: bool = False) -> bytes:
-        """A PNG."""
-        answer = self._call("Page.captureScreenshot", format="png", captureBeyondViewport=whole)
-        return base64.b64decode(answer["data"])
 
     def _call(self, method: str, **params: Any) -> dict[str, Any]:
         self._last_id += 1

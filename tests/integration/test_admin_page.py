@@ -1,11 +1,7 @@
-"""The admin page in a real Chromium (Debian's package ``chromium``).
-
-With ``ADMIN_PAGE_PICTURE`` set to a path, a picture of the page is left there.
-"""
+"""The admin page in a real Chromium (Debian's package ``chromium``)."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -36,7 +32,6 @@ def page(served: RunningService) -> Iterator[Page]:
     if browser is None:
         (pytest.fail if ARE_REQUIRED else pytest.skip)("chromium is not installed")
     with browsing(browser) as page:
-        page.size(1280, 1500)
         page.go(address(served))
         page.until("document.querySelector('#state').textContent === 'ready'")
         yield page
@@ -99,19 +94,6 @@ def test_a_dropped_file_is_sent_and_a_refusal_shown(page: Page) -> None:
     page.until("document.getElementById('play-error').innerText.includes('UNDECODABLE_IMAGE')")
     page.run(drop.format(f"new Uint8Array({MAX_BYTES + 1})"))
     page.until("document.getElementById('play-error').innerText.includes('IMAGE_TOO_LARGE')")
-
-
-@pytest.mark.parametrize(("width", "dark"), [(1280, False), (1280, True), (420, False)])
-def test_nothing_is_cut_off_or_wider_than_the_window(page: Page, width: int, dark: bool) -> None:
-    page.size(width, 1500, dark=dark)
-    assert page.run("document.documentElement.scrollWidth") <= width
-    cut = (
-        "[...document.querySelectorAll('.tile b, .tile span, h1, h2, th, td')]"
-        ".filter((one) => one.scrollWidth > one.clientWidth + 1).map((one) => one.textContent)"
-    )
-    assert page.run(cut) == []
-    if width == 1280 and not dark and (path := os.environ.get("ADMIN_PAGE_PICTURE")):
-        Path(path).write_bytes(page.screenshot(whole=True))
 
 
 def test_no_other_host_was_asked_and_nothing_was_complained_about(served: RunningService, page: Page) -> None:

@@ -83,21 +83,6 @@ def test_tls_on_tcp_clear_on_unix(checkpoints: dict[str, Path], device: torch.de
         encodes(tcp, ClientTls(ca=authority.ca))
 
 
-def test_clients_need_a_certificate_of_the_authority(
-    checkpoints: dict[str, Path], device: torch.device, tmp_path: Path
-) -> None:
-    authority, clients, stranger = (Authority(tmp_path / name) for name in "abc")
-    with secured(checkpoints, device, authority, tls_client_ca=clients.ca) as found:
-        good, bad = clients.issue("reader"), stranger.issue("reader")
-        encodes(found.target, ClientTls(ca=authority.ca, cert=good.cert, key=good.key))
-        for wrong in (
-            ClientTls(ca=authority.ca),
-            ClientTls(ca=authority.ca, cert=bad.cert, key=bad.key),
-        ):
-            with pytest.raises(EncoderUnavailable):
-                encodes(found.target, wrong)
-
-
 def test_rotated_files_serve_new_connections_and_old_ones_go_on(
     checkpoints: dict[str, Path], device: torch.device, tmp_path: Path, prompt: None
 ) -> None:
