@@ -8,7 +8,6 @@ import torch
 from encoder_service.scheduler.buckets import Bucket
 from encoder_service.towers.fused_inputs import FusedInputBuilder
 from encoder_service.towers.kernels import (
-    Norm,
     add_norm,
     embed_norm,
     expand_items,
@@ -17,6 +16,7 @@ from encoder_service.towers.kernels import (
     patchify_items,
     rotate_qkv_,
 )
+from encoder_service.towers.layers import Norm
 from encoder_service.types import Grid
 from tests.unit.kernels.references import EPS
 
