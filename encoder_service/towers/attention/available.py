@@ -5,7 +5,9 @@ Owns the names and the requirements of each. ``select.py`` measures which is fas
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import importlib
+from collections.abc import Callable, Collection
+from functools import partial
 
 import structlog
 import torch
@@ -60,38 +62,15 @@ def parse_attention(
     )
 
 
-def build_fa4(device: torch.device) -> list[AttentionBackend]:
-    require_capability(device, 9, 10, 11)
-    from encoder_service.towers.attention.fa4 import TILES, Fa4Attention
-
-    # Each tile is the fastest at some shapes.
-    major, _ = torch.cuda.get_device_capability(device)
-    others = [tile for (of_major, _), tiles in TILES.items() if of_major == major for tile in tiles[1:]]
-    return [Fa4Attention(), *map(Fa4Attention, others), Fa4Attention(library_tile=True)]
+def build(module: str, majors: Collection[int], device: torch.device) -> list[AttentionBackend]:
+    """What a module of this package builds for the device. Raises ConfigurationError, or what the import of
+    its library raises."""
+    require_capability(device, majors)
+    found: list[AttentionBackend] = importlib.import_module(f"{__package__}.{module}").build(device)
+    return found
 
 
-def build_fa3(device: torch.device) -> list[AttentionBackend]:
-    require_capability(device, 9)
-    from encoder_service.towers.attention.fa3 import Fa3Attention
-
-    return [Fa3Attention()]
-
-
-def build_fa2(device: torch.device) -> list[AttentionBackend]:
-    require_capability(device, 8, 9, 10, 11, 12)
-    from encoder_service.towers.attention.fa2 import Fa2Attention
-
-    return [Fa2Attention()]
-
-
-def build_varlen(device: torch.device) -> list[AttentionBackend]:
-    require_capability(device, 8, 9, 10, 11, 12)
-    from encoder_service.towers.attention.varlen import TorchVarlenAttention
-
-    return [TorchVarlenAttention()]
-
-
-def require_capability(device: torch.device, *majors: int) -> None:
+def require_capability(device: torch.device, majors: Collection[int]) -> None:
     """Raises ConfigurationError unless the device is CUDA of one of these compute capabilities."""
     if device.type != "cuda":
         raise ConfigurationError(f"needs a CUDA device, this is {device.type}", found=device.type)
@@ -103,12 +82,13 @@ def require_capability(device: torch.device, *majors: int) -> None:
         )
 
 
-# Most preferred first. SDPA, which serves every device, comes after all of them.
+# Most preferred first: the module, which has a function ``build``, and the compute capabilities (major) it
+# serves. SDPA, which serves every device, comes after all of them.
 BUILDERS: dict[str, Callable[[torch.device], list[AttentionBackend]]] = {
-    "fa4": build_fa4,
-    "fa3": build_fa3,
-    "fa2": build_fa2,
-    "varlen": build_varlen,
+    "fa4": partial(build, "fa4", (9, 10, 11)),
+    "fa3": partial(build, "fa3", (9,)),
+    "fa2": partial(build, "fa2", (8, 9, 10, 11, 12)),
+    "varlen": partial(build, "varlen", (8, 9, 10, 11, 12)),
 }
 FA4_TILES = ("fa4-192x128", "fa4-192x112r", "fa4-128x160r")
 NAMES = ("fa4", *FA4_TILES, "fa4-library", "fa3", "fa2", "varlen", "sdpa")

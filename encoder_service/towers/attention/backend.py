@@ -1,8 +1,8 @@
 """What an attention backend is: the protocol, its bounds, and the output buffer that blocks share.
 
 Owns the seam between the towers and the kernels. ``available.py`` lists the backends of a device,
-``select.py`` measures them. A new backend implements ``AttentionBackend`` in a file of its own and gets a
-line in ``available.BUILDERS``.
+``select.py`` measures them. A new backend implements ``AttentionBackend`` in a file of its own with a
+function ``build`` and gets a line in ``available.BUILDERS``.
 
 Padding: kernels that fetch whole tiles of keys and values read past the end of the last sequence and give
 those rows the weight zero, and zero times NaN is NaN. Libraries leave the output of padding uninitialised;

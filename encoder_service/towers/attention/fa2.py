@@ -12,7 +12,7 @@ import importlib
 
 import torch
 
-from encoder_service.towers.attention.backend import SequenceBounds, Unplanned, zero_padding
+from encoder_service.towers.attention.backend import AttentionBackend, SequenceBounds, Unplanned, zero_padding
 
 
 class Fa2Attention(Unplanned):
@@ -46,3 +46,7 @@ class Fa2Attention(Unplanned):
             causal=False,
         )
         return zero_padding(result, bounds.cu_seqlens)
+
+
+def build(device: torch.device) -> list[AttentionBackend]:  # noqa: ARG001
+    return [Fa2Attention()]

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from encoder_service.towers.attention.backend import SequenceBounds, output_of, plan_output
+from encoder_service.towers.attention.backend import AttentionBackend, SequenceBounds, output_of, plan_output
 
 # Module, and the name under which it holds its operators.
 INTERFACES = {
@@ -89,3 +89,7 @@ def find_operator(module: ModuleType) -> Callable[..., Any]:
             found: Callable[..., Any] = operator
             return found
     raise ImportError(f"{module.__name__} has no operator with {', '.join(sorted(OPERATOR_ARGUMENTS))}")
+
+
+def build(device: torch.device) -> list[AttentionBackend]:  # noqa: ARG001
+    return [Fa3Attention()]

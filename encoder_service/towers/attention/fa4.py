@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 
-from encoder_service.towers.attention.backend import SequenceBounds, output_of, plan_output
+from encoder_service.towers.attention.backend import AttentionBackend, SequenceBounds, output_of, plan_output
 
 FORWARD_ARGUMENTS = frozenset({
     "q", "k", "v", "out", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "softmax_scale",
@@ -120,6 +120,13 @@ class Fa4Attention:
         if self._tile is None:
             return tiles[0]
         return self._tile if self._tile in tiles else None
+
+
+def build(device: torch.device) -> list[AttentionBackend]:
+    """Every tile that is the fastest at some shapes of the device."""
+    major, _ = torch.cuda.get_device_capability(device)
+    others = [tile for (of_major, _), tiles in TILES.items() if of_major == major for tile in tiles[1:]]
+    return [Fa4Attention(), *map(Fa4Attention, others), Fa4Attention(library_tile=True)]
 
 
 def import_interface() -> ModuleType:

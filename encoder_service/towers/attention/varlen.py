@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from encoder_service.towers.attention.backend import SequenceBounds, Unplanned, zero_padding
+from encoder_service.towers.attention.backend import AttentionBackend, SequenceBounds, Unplanned, zero_padding
 
 
 class TorchVarlenAttention(Unplanned):
@@ -47,3 +47,7 @@ class TorchVarlenAttention(Unplanned):
             **options,
         )
         return zero_padding(result, bounds.cu_seqlens)
+
+
+def build(device: torch.device) -> list[AttentionBackend]:  # noqa: ARG001
+    return [TorchVarlenAttention()]

@@ -17,6 +17,9 @@ import av
 import numpy as np
 from PIL import Image
 
+from encoder_service.ingest.video.clip import open_source
+from encoder_service.ingest.video.source import ClipLimits
+
 CODECS: dict[str, tuple[str, str, dict[str, str]]] = {
     "h264.mp4": ("mp4", "libx264", {"preset": "veryfast"}),
     "mpeg4.mp4": ("mp4", "mpeg4", {}),
@@ -130,6 +133,18 @@ def decoded(data: bytes) -> np.ndarray:
         return np.stack(frames)
     with av.open(io.BytesIO(data)) as file:
         return np.stack([frame.to_ndarray(format="rgb24") for frame in file.decode(video=0)])
+
+
+def frames_of(
+    data: bytes, indices: Sequence[int] | None = None, limits: ClipLimits | None = None
+) -> np.ndarray:
+    """uint8 [T, H, W, 3]: these frames, or all, as the service reads them."""
+    clip = open_source(data, limits or ClipLimits())
+    try:
+        wanted = range(clip.header.num_frames) if indices is None else indices
+        return np.stack([frame.numpy() for frame in clip.frames(wanted)])
+    finally:
+        clip.close()
 
 
 def patched_matrix(data: bytes, matrix: tuple[int, int, int, int]) -> bytes:

@@ -10,20 +10,11 @@ import pytest
 from encoder_service.errors import UnsupportedCheckpoint
 from encoder_service.towers.config import FAMILIES, MoonViTConfig, QwenVisionConfig, parse_config
 from encoder_service.towers.synthetic import config_for
-
-# Kimi's vision settings as the reference package saves them; the projector's stand beside vision_config.
-REFERENCE_SPELLING = {
-    "vt_hidden_size": "hidden_size",
-    "vt_num_hidden_layers": "num_hidden_layers",
-    "vt_num_attention_heads": "num_attention_heads",
-    "vt_intermediate_size": "intermediate_size",
-    "init_pos_emb_height": "pos_emb_height",
-    "init_pos_emb_width": "pos_emb_width",
-    "init_pos_emb_time": "pos_emb_time",
-}
+from tests.parity.reference import KIMI_VISION_NAMES
 
 
 def kimi_in_reference_spelling(size: str) -> dict[str, Any]:
+    """As the reference package saves it; the projector's settings stand beside vision_config."""
     published = config_for("kimi_k25", size)
     vision = published["vision_config"]
     return {
@@ -35,10 +26,8 @@ def kimi_in_reference_spelling(size: str) -> dict[str, Any]:
         "vision_config": {
             "model_type": "kimi_k25_vision",
             "hidden_act": "gelu_pytorch_tanh",
-            "merge_kernel_size": vision["merge_kernel_size"],
-            "patch_size": vision["patch_size"],
             "rope_parameters": {"rope_theta": 10000.0, "rope_type": "axial"},
-            **{own: vision[name] for name, own in REFERENCE_SPELLING.items()},
+            **{own: vision[name] for name, own in KIMI_VISION_NAMES.items()},
         },
     }
 

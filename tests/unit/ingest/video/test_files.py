@@ -14,17 +14,9 @@ from encoder_service.ingest.video.av_file import PacketFact, plan_runs
 from encoder_service.ingest.video.clip import open_source
 from encoder_service.ingest.video.source import ClipLimits
 from tests.unit.ingest import clip_files
+from tests.unit.ingest.clip_files import frames_of
 
 LIMITS = ClipLimits()
-
-
-def frames_of(data: bytes, indices: list[int] | None = None, limits: ClipLimits = LIMITS) -> np.ndarray:
-    clip = open_source(data, limits)
-    try:
-        wanted = list(range(clip.header.num_frames)) if indices is None else indices
-        return np.stack([frame.numpy() for frame in clip.frames(wanted)])
-    finally:
-        clip.close()
 
 
 @pytest.mark.parametrize("threads", [1, 2, 8])

@@ -21,6 +21,7 @@ from encoder_service.ingest.video.container import check_tables
 from encoder_service.ingest.video.source import ClipLimits
 from encoder_service.ingest.video.webp import frame_durations_ms
 from tests.unit.ingest import clip_files
+from tests.unit.ingest.clip_files import frames_of
 
 LIMITS = ClipLimits()
 MANY = 4_000_001
@@ -142,10 +143,8 @@ def test_any_frames_of_open_groups_of_pictures(kind: str, monkeypatch: pytest.Mo
     for threads in (1, 2, 8):
         for count in (1, 2, 5, 20):
             indices = sorted(random.sample(range(60), count))
-            clip = open_source(data, ClipLimits(decode_threads=threads))
-            found = np.stack([frame.numpy() for frame in clip.frames(indices)])
+            found = frames_of(data, indices, ClipLimits(decode_threads=threads))
             assert np.array_equal(found, expected[indices]), indices
-            clip.close()
 
 
 def trimmed(first: int, count: int, b_frames: int | None, kind: str = "h264.mp4") -> bytes:
@@ -190,10 +189,7 @@ def test_a_clip_that_was_trimmed_to_an_open_group_of_pictures(
     monkeypatch.setitem(clip_files.CODECS, "open.mp4", ("mp4", "libx264", options))
     data = trimmed(first, count, None, "open.mp4")
     expected = clip_files.decoded(data)
-    clip = open_source(data, LIMITS)
-    found = np.stack([frame.numpy() for frame in clip.frames(list(range(count)))])
-    assert np.array_equal(found, expected)
-    clip.close()
+    assert np.array_equal(frames_of(data, range(count)), expected)
 
 
 def test_a_clip_that_hides_most_of_itself_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,16 +15,9 @@ from encoder_service.ingest.video.av_file import LENIENT_METADATA
 from encoder_service.ingest.video.clip import open_source
 from encoder_service.ingest.video.source import ClipLimits
 from tests.unit.ingest import clip_files
+from tests.unit.ingest.clip_files import frames_of
 
 LIMITS = ClipLimits(decode_threads=2)
-
-
-def frames_of(data: bytes, indices: list[int], limits: ClipLimits = LIMITS) -> np.ndarray:
-    clip = open_source(data, limits)
-    try:
-        return np.stack([frame.numpy() for frame in clip.frames(indices)])
-    finally:
-        clip.close()
 
 
 def refreshed(monkeypatch: pytest.MonkeyPatch, container: str, count: int, every: int, fps: int) -> bytes:
@@ -49,10 +42,10 @@ def test_frames_of_a_clip_that_is_refreshed_bit_by_bit(
     assert len(expected) == count
     for rate in (0.5, 1, 2, 4):
         indices = qwen_indices(count, fps, fps=rate, min_frames=4, max_frames=768)
-        assert np.array_equal(frames_of(data, indices), expected[indices]), rate
+        assert np.array_equal(frames_of(data, indices, LIMITS), expected[indices]), rate
     for _ in range(4):
         indices = sorted(random.sample(range(count), random.randint(1, 6)))
-        assert np.array_equal(frames_of(data, indices), expected[indices]), indices
+        assert np.array_equal(frames_of(data, indices, LIMITS), expected[indices]), indices
 
 
 def test_the_first_frame_may_be_one_that_cannot_be_started_at(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,8 +56,8 @@ def test_the_first_frame_may_be_one_that_cannot_be_started_at(monkeypatch: pytes
     monkeypatch.setitem(clip_files.CODECS, "refresh.mp4", ("mp4", "libx264", options))
     data = trimmed(13, 10, 0, "refresh.mp4")
     expected = clip_files.decoded(data)
-    assert np.array_equal(frames_of(data, list(range(len(expected)))), expected)
-    assert np.array_equal(frames_of(data, [0, 5]), expected[[0, 5]])
+    assert np.array_equal(frames_of(data, None, LIMITS), expected)
+    assert np.array_equal(frames_of(data, [0, 5], LIMITS), expected[[0, 5]])
 
 
 def test_a_frame_that_damage_takes_away_fails_the_clip() -> None:
@@ -78,7 +71,7 @@ def test_a_frame_that_damage_takes_away_fails_the_clip() -> None:
     damaged[places[1] + 4] = 42  # "end of sequence"
     for indices in ([0, 1, 2, 8, 9, 11, 15, 18, 19, 22, 24, 25, 31, 34], [10], [11, 25], list(range(40))):
         with pytest.raises(UndecodableClip):
-            frames_of(bytes(damaged), indices)
+            frames_of(bytes(damaged), indices, LIMITS)
 
 
 @pytest.mark.parametrize("kind", ["h264.mp4", "h264.mkv"])
@@ -91,7 +84,7 @@ def test_a_file_whose_names_are_no_utf_8_is_read(kind: str) -> None:
     if LENIENT_METADATA:
         with pytest.raises(UnicodeDecodeError):
             av.open(io.BytesIO(data))
-    assert np.array_equal(frames_of(data, list(range(10))), expected)
+    assert np.array_equal(frames_of(data, None, LIMITS), expected)
 
 
 @pytest.mark.parametrize("threads", [1, 8])
