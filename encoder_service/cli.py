@@ -55,11 +55,6 @@ def fail(message: str, code: int = EXIT_FAILED) -> NoReturn:
 # -- serve ---------------------------------------------------------------------------------------------
 
 
-class DType(enum.StrEnum):
-    FLOAT32 = "float32"
-    BFLOAT16 = "bfloat16"
-
-
 @app.command()
 def serve(
     model: Annotated[
@@ -67,7 +62,7 @@ def serve(
     ] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda:N (VE_DEVICE).")] = None,
     dtype: Annotated[
-        DType | None, typer.Option(help="Of weights and rows; bfloat16 on a GPU, float32 on the CPU.")
+        str | None, typer.Option(help="Of weights and rows; bfloat16 on a GPU, float32 on the CPU.")
     ] = None,
     listen: Annotated[
         list[str] | None, typer.Option(help="host:port or unix:/path; may be repeated (VE_LISTEN).")
@@ -81,8 +76,8 @@ def serve(
         str | None, typer.Option(help="Attention backend on a GPU; auto measures what is installed.")
     ] = None,
     deterministic: Annotated[
-        bool, typer.Option("--deterministic", help="Rows do not depend on the rest of a batch.")
-    ] = False,
+        bool | None, typer.Option("--deterministic", help="Rows do not depend on the rest of a batch.")
+    ] = None,
     bucket_sizes: Annotated[str | None, typer.Option(help="Patches of each graph, comma separated.")] = None,
     store_bytes: Annotated[int | None, typer.Option(help="Rows kept for later requests.")] = None,
     broker_path: Annotated[
@@ -99,31 +94,14 @@ def serve(
     log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error.")] = None,
 ) -> None:
     """Serves one checkpoint until SIGTERM. Every setting can also come from the environment as VE_NAME."""
+    options = dict(locals())  # named as the settings are; None: not given
     from encoder_service.app import serve as run
     from encoder_service.config import parse_settings
     from encoder_service.errors import StartupError
     from encoder_service.ops.logs import configure_logs
 
     try:
-        settings = parse_settings(
-            model=model,
-            device=device,
-            dtype=None if dtype is None else dtype.value,
-            listen=tuple(listen) if listen else None,
-            admin_listen=admin_listen,
-            model_name=model_name,
-            tower=tower,
-            attention=attention,
-            deterministic=deterministic or None,
-            bucket_sizes=bucket_sizes,
-            store_bytes=store_bytes,
-            broker_path=broker_path,
-            arena_bytes=arena_bytes,
-            device_arena_bytes=device_arena_bytes,
-            drain_grace_s=drain_grace_s,
-            log_format=log_format,
-            log_level=log_level,
-        )
+        settings = parse_settings(**options)
         configure_logs(settings.log_format, settings.log_level)
         code = asyncio.run(run(settings, announce))
     except StartupError as error:

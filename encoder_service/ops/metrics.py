@@ -5,6 +5,7 @@ Owns names, labels and buckets. Each process (and each test) has a registry of i
 
 from __future__ import annotations
 
+import functools
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping
 
@@ -24,53 +25,40 @@ class Metrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self.requests = Counter(
-            "ve_requests_total", "RPCs by method and status.", ["method", "status"], registry=self.registry
-        )
-        self.items = Counter(
+        counter = functools.partial(Counter, registry=self.registry)
+        gauge = functools.partial(Gauge, registry=self.registry)
+        histogram = functools.partial(Histogram, registry=self.registry)
+        self.requests = counter("ve_requests_total", "RPCs by method and status.", ["method", "status"])
+        self.items = counter(
             "ve_items_total",
             "Items that calls delivered, by cache tier; a read by the directory makes no call.",
             ["tier"],
-            registry=self.registry,
         )
-        self.failures = Counter(
-            "ve_item_failures_total", "Failed items by reason.", ["reason"], registry=self.registry
-        )
-        self.rejections = Counter(
+        self.failures = counter("ve_item_failures_total", "Failed items by reason.", ["reason"])
+        self.rejections = counter(
             "ve_rejections_total",
             "Items and calls refused because the service was full or not ready, by reason.",
             ["reason"],
-            registry=self.registry,
         )
-        self.call_failures = Counter(
-            "ve_call_failures_total",
-            "RPCs that failed as a whole, by reason.",
-            ["reason"],
-            registry=self.registry,
+        self.call_failures = counter(
+            "ve_call_failures_total", "RPCs that failed as a whole, by reason.", ["reason"]
         )
-        self.deliveries = Counter(
+        self.deliveries = counter(
             "ve_deliveries_total",
             "Items by how their rows were delivered: inline, or by a place in host or device memory.",
             ["transport"],
-            registry=self.registry,
         )
-        self.rows_bytes = Counter("ve_rows_bytes_total", "Bytes of rows delivered.", registry=self.registry)
-        self.directory_reads = Counter(
+        self.rows_bytes = counter("ve_rows_bytes_total", "Bytes of rows delivered.")
+        self.directory_reads = counter(
             "ve_directory_reads_total",
             "Reads in shared memory that clients reported: at an announced place, or by the directory.",
-            registry=self.registry,
         )
-        self.reads_lost = Counter(
-            "ve_reads_lost_total", "Reads in shared memory that an eviction overtook.", registry=self.registry
-        )
-        self.encodes_repeated = Counter(
-            "ve_encodes_repeated_total", "Items encoded again after a lost read.", registry=self.registry
-        )
-        self.inline_fallbacks = Counter(
+        self.reads_lost = counter("ve_reads_lost_total", "Reads in shared memory that an eviction overtook.")
+        self.encodes_repeated = counter("ve_encodes_repeated_total", "Items encoded again after a lost read.")
+        self.inline_fallbacks = counter(
             "ve_inline_fallbacks_total",
             "Items sent inline though their caller reads shared memory: large, losses or no_room.",
             ["reason"],
-            registry=self.registry,
         )
         self.stage_seconds = StageTimes(
             "ve_stage_seconds",
@@ -78,31 +66,27 @@ class Metrics:
             STAGE_BUCKETS_S,
         )
         self.registry.register(self.stage_seconds)
-        self.batch_patches = Histogram(
+        self.batch_patches = histogram(
             "ve_batch_patches",
             "Patches in one forward.",
             buckets=(64, 256, 1024, 4096, 8192, 16384, 32768, 65536),
-            registry=self.registry,
         )
-        self.step_host_seconds = Histogram(
+        self.step_host_seconds = histogram(
             "ve_step_host_seconds",
             "Host time of handing one batch to the device; on a CPU the forward pass is part of it.",
             buckets=STEP_BUCKETS_S,
-            registry=self.registry,
         )
-        self.batch_time_ratio = Histogram(
+        self.batch_time_ratio = histogram(
             "ve_batch_time_ratio",
             "Device time of a batch over its prediction.",
             buckets=(0.5, 0.7, 0.8, 0.9, 0.95, 1.0, 1.05, 1.1, 1.2, 1.5, 2.0, 4.0),
-            registry=self.registry,
         )
-        self.kernel_choice = Gauge(
+        self.kernel_choice = gauge(
             "ve_kernel_choice",
             "1 for the measured choice: attention by patches x longest sequence, products by rows.",
             ["step", "shape", "library"],
-            registry=self.registry,
         )
-        self.ready = Gauge("ve_ready", "1 while the service takes work.", registry=self.registry)
+        self.ready = gauge("ve_ready", "1 while the service takes work.")
         self._series: dict[tuple[Counter, tuple[str, ...]], Counter] = {}
 
     def count(self, counter: Counter, *labels: str, amount: float = 1) -> None:
@@ -117,10 +101,6 @@ class Metrics:
         """Registers a gauge that is read at scrape time."""
         Gauge(name, text, registry=self.registry).set_function(read)
 
-    def gauge_by(self, name: str, text: str, label: str, reads: Mapping[str, Callable[[], float]]) -> None:
-        """Registers a gauge with one value for each value of a label, read at scrape time."""
-        self.gauge_by_labels(name, text, (label,), {(value,): read for value, read in reads.items()})
-
     def gauge_by_labels(
         self,
         name: str,
@@ -133,14 +113,15 @@ class Metrics:
         for values, read in reads.items():
             gauge.labels(*values).set_function(read)
 
-    def counter_view(self, name: str, text: str, read: Callable[[], float]) -> None:
-        """Registers a counter that another object keeps, read at scrape time."""
-        self.registry.register(_CounterView(name, text, read))
-
-    def counter_view_by(
-        self, name: str, text: str, label: str, read: Callable[[], Mapping[str, float]]
+    def counter_view(
+        self,
+        name: str,
+        text: str,
+        read: Callable[[], float] | Callable[[], Mapping[str, float]],
+        label: str = "",
     ) -> None:
-        """The same for each value of a label."""
+        """Registers a counter that another object keeps, read at scrape time. label: where it has a value for
+        each value of a label."""
         self.registry.register(_CounterView(name, text, read, label))
 
     def count_failure(self, reason: str, *, turned_away: bool) -> None:
@@ -206,7 +187,7 @@ class _CounterView:
         name: str,
         text: str,
         read: Callable[[], float] | Callable[[], Mapping[str, float]],
-        label: str = "",
+        label: str,
     ) -> None:
         self._name, self._text, self._read, self._label = name, text, read, label
 

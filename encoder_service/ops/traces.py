@@ -65,10 +65,6 @@ def _otlp_provider(version: str) -> TracerProvider:
     return provider
 
 
-def is_on() -> bool:
-    return _tracer is not None
-
-
 def open_call(method: str, metadata: Iterable[tuple[str, str | bytes]], request_id: str) -> Span | None:
     """The span of one RPC, current from now on; its parent is the caller's, where ``traceparent`` names one.
     A header that is malformed begins a trace of its own, as the W3C recommendation says."""

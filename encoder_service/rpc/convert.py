@@ -42,7 +42,8 @@ PROTOCOL_VERSION = 1
 NO_OPTIONS = PreprocessOptions()
 MIN_PROTOCOL_VERSION = 1
 
-MODALITIES: dict[int, Modality] = {pb.MODALITY_IMAGE: Modality.IMAGE, pb.MODALITY_VIDEO: Modality.VIDEO}
+MODALITY_NUMBERS = {Modality.IMAGE: pb.MODALITY_IMAGE, Modality.VIDEO: pb.MODALITY_VIDEO}
+MODALITIES: dict[int, Modality] = {number: modality for modality, number in MODALITY_NUMBERS.items()}
 DTYPES: dict[int, torch.dtype] = {
     pb.DTYPE_FLOAT32: torch.float32,
     pb.DTYPE_BFLOAT16: torch.bfloat16,
@@ -68,11 +69,6 @@ DELIVERY_BY_TIER: dict[TierName, pb.Delivery.ValueType] = {
     "host": pb.DELIVERY_HOST,
     "device": pb.DELIVERY_DEVICE,
 }
-
-
-def dtype_to_proto(dtype: torch.dtype) -> pb.DType.ValueType:
-    """The wire's name of a dtype."""
-    return DTYPE_NUMBERS[dtype]
 
 
 def grid_to_proto(grid: Grid) -> pb.GridTHW:
@@ -216,7 +212,7 @@ def result_event(
         grid_thw=grid_to_proto(encoded.grid),
         num_rows=spec.num_rows,
         width=spec.width,
-        dtype=dtype_to_proto(spec.dtype),
+        dtype=DTYPE_NUMBERS[spec.dtype],
         num_deepstack_levels=spec.num_deepstack_levels,
         tier=TIERS[delivered.tier],
         timings=pb.StageTimings(**delivered.timings.as_mapping(), delivery_ms=delivery_ms),

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import grpc
 import structlog
-from google.protobuf.message import Message
 
 from encoder_service.ops import traces
 from encoder_service.ops.logs import REQUEST_ID_KEY, bind_request, request_id_of
@@ -55,10 +54,6 @@ class Call:
     message_bytes: int = 0
     longest_delivery_s: float = 0.0
     item_spans: dict[int, Span] = field(default_factory=dict)
-
-    def num_bytes(self, request: Message) -> int:
-        """Of the request's message; protobuf would count all of it again."""
-        return self.message_bytes or request.ByteSize()
 
     def open_item(self, index: int) -> None:
         """Starts the item's span, where there are spans; current for the rest of this task."""

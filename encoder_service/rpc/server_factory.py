@@ -45,11 +45,11 @@ def call_gate(settings: Settings, tokens: NamespaceTokens, metrics: Metrics) -> 
     """What calls pass first; registers its metrics, once per registry."""
     gate = CallGate(Access(tokens), CallPermits(settings.max_calls))
     metrics.gauge("ve_open_calls", "Calls in progress.", lambda: gate.permits.num_calls)
-    metrics.counter_view_by(
+    metrics.counter_view(
         "ve_refused_calls",
         "Calls refused before their handler: too many, no token that opens, no request in time.",
-        "reason",
         lambda: gate.refused,
+        "reason",
     )
     return gate
 

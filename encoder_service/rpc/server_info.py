@@ -12,10 +12,7 @@ from encoder_service.ingest.pixel_segments import PixelSegments
 from encoder_service.pipeline import ServedModel
 from encoder_service.rpc import convert
 from encoder_service.store.embedding_store import EmbeddingStore
-from encoder_service.types import Modality
 from vision_encoder.v1 import encoder_pb2 as pb
-
-MODALITY_TO_PROTO = {Modality.IMAGE: pb.MODALITY_IMAGE, Modality.VIDEO: pb.MODALITY_VIDEO}
 
 
 def server_info(
@@ -39,7 +36,7 @@ def server_info(
                 family=model.family,
                 model_fingerprint=model.fingerprint,
                 preprocess_fingerprint=model.preprocessor.fingerprint,
-                dtype=convert.dtype_to_proto(tower.dtype),
+                dtype=convert.DTYPE_NUMBERS[tower.dtype],
                 out_width=tower.out_width,
                 num_deepstack_levels=tower.num_deepstack_levels,
                 width=tower.width,
@@ -48,7 +45,7 @@ def server_info(
                 temporal_patch_size=tower.temporal_patch_size,
                 patch_dim=tower.patch_dim,
                 merges_time=tower.merges_time,
-                modalities=[MODALITY_TO_PROTO[modality] for modality in tower.modalities],
+                modalities=[convert.MODALITY_NUMBERS[modality] for modality in tower.modalities],
             )
         ],
         limits=pb.Limits(

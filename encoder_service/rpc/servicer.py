@@ -95,7 +95,7 @@ class VisionEncoderServicer:
 
         call = observed.this_call()
         self._check_call(request.namespace, request.model, len(request.items))
-        permit = self._reader.admission.acquire(call.num_bytes(request))
+        permit = self._reader.admission.acquire(call.message_bytes)
         try:
             return pb.PrefetchResponse(
                 statuses=await asyncio.gather(*itertools.starmap(one, enumerate(request.items)))
@@ -148,7 +148,7 @@ class VisionEncoderServicer:
         tier = convert.wanted_tier(request.delivery)
         if request.after_lost_read:
             self._delivery.count_lost(request.namespace, len(items))
-        permit = self._reader.admission.acquire(call.num_bytes(request))
+        permit = self._reader.admission.acquire(call.message_bytes)
         try:
             stream = ItemStream(
                 self._pipeline,

@@ -57,13 +57,13 @@ def register_graphs(metrics: Metrics, graphs: GraphRunner) -> None:
     counter("ve_graph_replays", "Batches run as a CUDA graph.", lambda: figures.replays.total())
     counter("ve_eager_runs", "Batches that no bucket took.", lambda: figures.eager_runs)
     counter("ve_padded_patches", "Padding added to buckets.", lambda: figures.padded_patches)
-    metrics.counter_view_by(
+    metrics.counter_view(
         "ve_bucket_runs",
         "Batches by the patches of the bucket that took them.",
-        "patches",
         lambda: {
             str(size): runs for size, runs in runs_by_size(figures.replays, figures.padded_runs).items()
         },
+        "patches",
     )
     metrics.gauge("ve_graph_bytes", "Device memory of captured graphs.", lambda: graphs.captured_bytes)
     for step, shape, name in graphs.choices:
@@ -73,11 +73,11 @@ def register_graphs(metrics: Metrics, graphs: GraphRunner) -> None:
 def register_store(metrics: Metrics, store: EmbeddingStore) -> None:
     counter = metrics.counter_view
     metrics.gauge("ve_store_bytes", "Bytes of rows held.", lambda: store.num_bytes)
-    metrics.gauge_by(
+    metrics.gauge_by_labels(
         "ve_store_items",
         "Items held by a tier; one that is held in both counts in each.",
-        "tier",
-        {"device": lambda: store.num_items("device"), "host": lambda: store.num_items("host")},
+        ("tier",),
+        {("device",): lambda: store.num_items("device"), ("host",): lambda: store.num_items("host")},
     )
     counter("ve_store_evictions", "Items evicted from a tier.", lambda: store.num_evictions)
     counter("ve_store_refused", "Items for which there was no room.", lambda: store.counters.refused)
@@ -86,14 +86,14 @@ def register_store(metrics: Metrics, store: EmbeddingStore) -> None:
         "Rows evicted before the reader of their place reported them as read.",
         lambda: store.num_unread_evictions,
     )
-    metrics.counter_view_by(
+    metrics.counter_view(
         "ve_tier_copies",
         "Items copied between the device and the host tier.",
-        "direction",
         lambda: {
             "to_host": store.counters.copies_to_host,
             "to_device": store.counters.copies_to_device,
         },
+        "direction",
     )
 
 
@@ -123,19 +123,19 @@ def register_broker(metrics: Metrics, broker: Broker, store: EmbeddingStore) -> 
         "ve_broker_up", "1 while the broker's socket is served.", lambda: float(broker.is_serving())
     )
     metrics.gauge("ve_broker_connections", "Clients of the broker.", lambda: broker.num_connections)
-    metrics.counter_view_by(
+    metrics.counter_view(
         "ve_broker_refused",
         "Hellos and attaches that were refused.",
-        "reason",
         lambda: dict(broker.counters.refused),
+        "reason",
     )
 
 
 def register_segments(metrics: Metrics, segments: PixelSegments) -> None:
     """For a service that accepts pixels in shared memory; once per registry."""
-    metrics.counter_view_by(
+    metrics.counter_view(
         "ve_pixel_segments",
         "Named segments of pixels: copied, or the cause of the refusal.",
-        "outcome",
         lambda: dict(segments.outcomes),
+        "outcome",
     )

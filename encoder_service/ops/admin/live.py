@@ -141,7 +141,6 @@ class LiveView:
             "reported": value_of(self._metrics.directory_reads),
             "lost": value_of(self._metrics.reads_lost),
             "repeated": value_of(self._metrics.encodes_repeated),
-            "inline": by_label(self._metrics.inline_fallbacks, "reason"),
         }
 
 

@@ -86,7 +86,7 @@ def test_inline_tensors_keep_dtype_shape_and_values(dtype: torch.dtype) -> None:
         pixels=pb.PixelTensor(
             grid_thw=pb.GridTHW(t=1, h=2, w=3),
             inline=pb.InlineTensor(
-                dtype=convert.dtype_to_proto(dtype),
+                dtype=convert.DTYPE_NUMBERS[dtype],
                 shape=[6, 4],
                 data=values.view(torch.uint8).numpy().tobytes(),
             ),
