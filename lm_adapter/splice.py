@@ -215,9 +215,9 @@ class Splicer:
         pieces = []
         for place in range(bisect.bisect_right(self._segment_ends, start), len(self._segments)):
             index, row, segment_start, segment_end = self._segments[place]
-            if segment_start >= end:
-                break
             first, last = max(segment_start, start), min(segment_end, end)
+            if first >= last:
+                break
             row += first - segment_start
             rows = self._rows[index]
             if rows is None:

@@ -56,6 +56,8 @@ def test_rows_of_cached_items_are_never_asked_for() -> None:
     embeds = torch.zeros(len(prompt) - 7, D)
     splice_step(embeds, [StepChunk(splicer, 7, len(embeds))])
     assert embeds[:, 0].tolist() == [0, 1, 1, 1, 1, 0]
+    # A request that has no tokens in a step needs none of the rows that it stands in either.
+    assert splice_step(embeds, [StepChunk(splicer, 3, 0)]).num_visual == 0
     untouched = torch.zeros(len(prompt) - 6, D)
     with pytest.raises(InvalidRequest, match=r"item 0: rows 5\.\.6") as caught:
         splice_step(untouched, [StepChunk(splicer, 6, len(untouched))])
