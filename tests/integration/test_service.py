@@ -19,7 +19,7 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoRe
 
 from encoder_service.engine.device import DeviceEngine
 from encoder_service.errors import ConfigurationError, StartupError
-from encoder_service.pipeline import Announced
+from encoder_service.pipeline import Prefetched
 from encoder_service.rpc import outbound
 from encoder_service.types import Item
 from lm_adapter import (
@@ -222,7 +222,7 @@ def test_a_defect_in_one_prefetched_item_is_that_items(
     assert pipeline is not None
     prefetch = pipeline.prefetch
 
-    async def defective(item: Item, **fields: Any) -> Announced:
+    async def defective(item: Item, **fields: Any) -> Prefetched:
         if item.content_digest is not None:
             raise RuntimeError("a defect")
         return await prefetch(item, **fields)
