@@ -79,8 +79,7 @@ class ConnectorMethods:
         self._fetcher: Fetcher | None = None
         self._tracker: RequestTracker | None = None
         if role.name == "SCHEDULER":
-            prepare = self._use_own_stream if self._in_process else _do_nothing
-            self._fetcher = Fetcher(settings, geometry, prepare_thread=prepare)
+            self._fetcher = Fetcher(settings, geometry, prepare_thread=self._use_own_stream)
             self._tracker = RequestTracker(self._fetcher, geometry, settings, has_tower=has_tower)
             logger.info("image rows are fetched at %s as %s", settings.target, geometry)
 
@@ -152,8 +151,8 @@ class ConnectorMethods:
 
     def _use_own_stream(self) -> None:
         """Selects the GPU, which the client finds as the current one, and a stream whose copies do not wait
-        for forward passes."""
-        if self._device.type != "cuda":
+        for forward passes. Nothing where rows come to host memory."""
+        if not self._in_process or self._device.type != "cuda":
             return
         import torch
 
@@ -162,7 +161,3 @@ class ConnectorMethods:
         torch.cuda.set_device(index)
         stream: Any = torch.cuda.Stream  # untyped in torch
         torch.cuda.set_stream(stream())
-
-
-def _do_nothing() -> None:
-    pass

@@ -17,9 +17,9 @@ import logging
 import socket
 from collections import deque
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
-from lm_adapter.engines.vllm_fetch import Fetched
+from lm_adapter.engines.vllm_fetch import Fetcher
 from lm_adapter.engines.vllm_items import Geometry, WantedRows, wanted_rows
 from lm_adapter.engines.vllm_row_cache import CacheEntry, RowCache, check_same
 from lm_adapter.engines.vllm_settings import FetchSettings
@@ -27,23 +27,11 @@ from lm_adapter.errors import EncoderError, InvalidRequest, InvalidRows, ItemFai
 from lm_adapter.items import Grid
 from lm_adapter.types import EncodedRows
 
-__all__ = ["Fetches", "RequestTracker"]
+__all__ = ["RequestTracker"]
 
 logger = logging.getLogger("vllm.vision_encoder")
 
 MAX_MESSAGE_CHARS = 2000
-
-
-class Fetches(Protocol):
-    """What the tracker needs of ``vllm_fetch.Fetcher``."""
-
-    ended: deque[Fetched]
-
-    def start(self, handle: object, wanted: WantedRows) -> None: ...
-
-    def cancel(self, handle: object) -> None: ...
-
-    def wait(self, timeout_s: float) -> None: ...
 
 
 @dataclass(eq=False)
@@ -66,7 +54,7 @@ class RequestTracker:
     """One per engine, used by the scheduler's thread alone."""
 
     def __init__(
-        self, fetches: Fetches, geometry: Geometry, settings: FetchSettings, *, has_tower: bool
+        self, fetches: Fetcher, geometry: Geometry, settings: FetchSettings, *, has_tower: bool
     ) -> None:
         """has_tower: whether vLLM can encode pixels by itself."""
         self._fetches = fetches

@@ -50,7 +50,7 @@ def test_p39_a_device_without_an_index_is_the_current_one(
     monkeypatch.setattr(torch.cuda, "Stream", object)
     monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: None)
     holds = connector([])
-    holds._device = torch.device(device)
+    holds._device, holds._in_process = torch.device(device), True
     holds._use_own_stream()
     assert chosen == [index]
 
