@@ -124,17 +124,12 @@ class Metrics:
         each value of a label."""
         self.registry.register(_CounterView(name, text, read, label))
 
-    def count_failure(self, reason: str, *, turned_away: bool) -> None:
-        """An item failed. turned_away: the service was full or not ready, and a retry may succeed."""
-        self.failures.labels(reason).inc()
+    def count_failure(self, counter: Counter, reason: str, *, turned_away: bool) -> None:
+        """An item (``failures``) or a whole call (``call_failures``) failed. turned_away: the service was
+        full or not ready, and a retry may succeed."""
+        self.count(counter, reason)
         if turned_away:
-            self.rejections.labels(reason).inc()
-
-    def count_refusal(self, reason: str, *, turned_away: bool) -> None:
-        """A call failed as a whole. turned_away: as above."""
-        self.call_failures.labels(reason).inc()
-        if turned_away:
-            self.rejections.labels(reason).inc()
+            self.count(self.rejections, reason)
 
     def exposition(self) -> bytes:
         """The text format that Prometheus scrapes."""

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import grpc
 import structlog
+from prometheus_client import Counter
 
 from encoder_service.ops import traces
 from encoder_service.ops.logs import REQUEST_ID_KEY, bind_request, request_id_of
@@ -64,29 +65,29 @@ class Call:
 
     def item_failed(self, metrics: Metrics, failure: pb.ItemFailure, index: int) -> None:
         """One line and one count for an item that failed."""
-        metrics.count_failure(failure.reason, turned_away=is_turned_away(failure))
         report = log.error if failure.reason in OUR_FAULT else log.warning
-        report(
-            "item failed",
-            method=self.method,
-            item=index,
-            reason=failure.reason,
-            error=failure.message[:MAX_LOGGED_MESSAGE],
-        )
+        self._report(report, "item failed", metrics, metrics.failures, failure, item=index)
         span = self.item_spans.pop(index, None)
         if span is not None:
             traces.end_failed(span, failure.reason, failure.message)
 
     def failed(self, metrics: Metrics, failure: pb.ItemFailure, status: str) -> None:
         """One line and one count for a call that failed as a whole."""
-        metrics.count_refusal(failure.reason, turned_away=is_turned_away(failure))
-        log.warning(
-            "call failed",
-            method=self.method,
-            status=status,
-            reason=failure.reason,
-            error=failure.message[:MAX_LOGGED_MESSAGE],
-        )
+        self._report(log.warning, "call failed", metrics, metrics.call_failures, failure, status=status)
+
+    def _report(
+        self,
+        report: Callable[..., object],
+        event: str,
+        metrics: Metrics,
+        counter: Counter,
+        failure: pb.ItemFailure,
+        **fields: object,
+    ) -> None:
+        reason, error = failure.reason, failure.message[:MAX_LOGGED_MESSAGE]
+        # Turned away: the same item may succeed later.
+        metrics.count_failure(counter, reason, turned_away=failure.retryable and reason not in OUR_FAULT)
+        report(event, method=self.method, **fields, reason=reason, error=error)
 
     def delivered(
         self, metrics: Metrics, delivered: EncodeResult, index: int, transport: str, now_s: float
@@ -128,11 +129,6 @@ class Call:
             (INSTANCE_KEY, self.instance_id),
             (SERVER_TIMING_KEY, timing),
         )
-
-
-def is_turned_away(failure: pb.ItemFailure) -> bool:
-    """Whether the same item may succeed later."""
-    return failure.retryable and failure.reason not in OUR_FAULT
 
 
 _CALL: ContextVar[Call] = ContextVar("call")

@@ -13,7 +13,6 @@ import os
 import stat
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,50 +34,15 @@ from vision_encoder.v1 import encoder_pb2 as pb
 # Once no call has been in progress for this long, long enough for last bytes to leave, the wait ends.
 LINGER_S = 3.0
 STOP_POLL_S = 0.1
+# Of one connection. A client that pings more often while we send nothing is closed (ENHANCE_YOUR_CALM);
+# proxies ping each second, and a client may ping between two calls. We ping after PING_AFTER_S of silence.
+MIN_PING_INTERVAL_S = 0.5
+PING_AFTER_S, PING_TIMEOUT_S = 60.0, 20.0
+IDLE_S = 1800.0
+HANDSHAKE_S = 20.0
+MAX_METADATA_BYTES = 16384
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
-
-
-@dataclass(frozen=True)
-class ConnectionBounds:
-    """Bounds of one connection, and on their number. Times in seconds.
-
-    max_connections: on each address; others are closed as they come. max_streams: calls at a time on one
-    connection; the client holds others back. min_ping_interval_s: a client that pings more often while we
-    send nothing is closed (ENHANCE_YOUR_CALM); proxies ping each second. A connection is pinged after
-    ping_after_s of silence, and closed when that is not answered within ping_timeout_s. idle_s: closed after
-    so long without a call. age_s: closed at this age, once its calls have ended; 0 for never. handshake_s:
-    for HTTP/2 and TLS.
-    """
-
-    max_connections: int = 1024
-    max_streams: int = 2112
-    min_ping_interval_s: float = 0.5
-    ping_after_s: float = 60.0
-    ping_timeout_s: float = 20.0
-    idle_s: float = 1800.0
-    age_s: float = 0.0
-    handshake_s: float = 20.0
-    max_metadata_bytes: int = 16384
-
-    def channel_arguments(self) -> list[tuple[str, int]]:
-        """In gRPC's names."""
-        arguments = [
-            ("grpc.max_allowed_incoming_connections", self.max_connections),
-            ("grpc.max_concurrent_streams", self.max_streams),
-            ("grpc.http2.min_ping_interval_without_data_ms", int(self.min_ping_interval_s * 1e3)),
-            # A client between two calls may ping too.
-            ("grpc.keepalive_permit_without_calls", 1),
-            ("grpc.keepalive_time_ms", int(self.ping_after_s * 1e3)),
-            ("grpc.keepalive_timeout_ms", int(self.ping_timeout_s * 1e3)),
-            ("grpc.max_connection_idle_ms", int(self.idle_s * 1e3)),
-            ("grpc.server_handshake_timeout_ms", int(self.handshake_s * 1e3)),
-            ("grpc.max_metadata_size", self.max_metadata_bytes),
-            ("grpc.absolute_max_metadata_size", self.max_metadata_bytes),
-        ]
-        if self.age_s:
-            arguments.append(("grpc.max_connection_age_ms", int(self.age_s * 1e3)))
-        return arguments
 
 
 class GrpcServer:
@@ -89,20 +53,35 @@ class GrpcServer:
         *,
         gate: CallGate,
         max_message_bytes: int,
-        bounds: ConnectionBounds | None = None,
+        max_connections: int,
+        max_streams: int,
+        connection_age_s: float,
         certificates: CertificateFiles | None = None,
     ) -> None:
-        """gate: what calls pass first. certificates: without, every address speaks in clear."""
+        """gate: what calls pass first. max_connections: on each address; others are closed as they come.
+        max_streams: calls at a time on one connection; the client holds others back. connection_age_s: a
+        connection is closed at this age, once its calls have ended; 0 for never. certificates: without, every
+        address speaks in clear."""
         self._gate = gate
         self._certificates = certificates
-        self._server = grpc.aio.server(
-            options=[
-                ("grpc.max_receive_message_length", max_message_bytes),
-                ("grpc.max_send_message_length", max_message_bytes),
-                ("grpc.so_reuseport", 0),
-                *(bounds or ConnectionBounds()).channel_arguments(),
-            ]
-        )
+        options = {
+            "grpc.max_receive_message_length": max_message_bytes,
+            "grpc.max_send_message_length": max_message_bytes,
+            "grpc.so_reuseport": 0,
+            "grpc.max_allowed_incoming_connections": max_connections,
+            "grpc.max_concurrent_streams": max_streams,
+            "grpc.http2.min_ping_interval_without_data_ms": int(MIN_PING_INTERVAL_S * 1e3),
+            "grpc.keepalive_permit_without_calls": 1,
+            "grpc.keepalive_time_ms": int(PING_AFTER_S * 1e3),
+            "grpc.keepalive_timeout_ms": int(PING_TIMEOUT_S * 1e3),
+            "grpc.max_connection_idle_ms": int(IDLE_S * 1e3),
+            "grpc.server_handshake_timeout_ms": int(HANDSHAKE_S * 1e3),
+            "grpc.max_metadata_size": MAX_METADATA_BYTES,
+            "grpc.absolute_max_metadata_size": MAX_METADATA_BYTES,
+        }
+        if connection_age_s:
+            options["grpc.max_connection_age_ms"] = int(connection_age_s * 1e3)
+        self._server = grpc.aio.server(options=list(options.items()))
         self._health = health.aio.HealthServicer()
         self._unix_paths: list[Path] = []
 

@@ -16,7 +16,7 @@ from encoder_service.ops.tls import CertificateFiles
 from encoder_service.ops.tokens import NamespaceTokens
 from encoder_service.rpc.auth import Access
 from encoder_service.rpc.gate import CallGate, CallPermits
-from encoder_service.rpc.server import ConnectionBounds, GrpcServer
+from encoder_service.rpc.server import GrpcServer
 
 log = structlog.get_logger(__name__)
 
@@ -62,11 +62,9 @@ def open_grpc(settings: Settings, gate: CallGate) -> GrpcServer:
     return GrpcServer(
         gate=gate,
         max_message_bytes=settings.max_message_bytes,
-        bounds=ConnectionBounds(
-            max_connections=settings.max_connections,
-            max_streams=settings.max_calls + SPARE_STREAMS,
-            age_s=settings.connection_age_s,
-        ),
+        max_connections=settings.max_connections,
+        max_streams=settings.max_calls + SPARE_STREAMS,
+        connection_age_s=settings.connection_age_s,
         certificates=certificates,
     )
 

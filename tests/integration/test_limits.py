@@ -21,8 +21,7 @@ from google.rpc.status_pb2 import Status
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from encoder_service.pipeline import EncodeResult, Pipeline
-from encoder_service.rpc import gate, server_factory
-from encoder_service.rpc.server import ConnectionBounds
+from encoder_service.rpc import gate, server, server_factory
 from encoder_service.types import Item
 from lm_adapter import EncodedRows, EncoderOverloaded, ImageItem, VisionEncoderClient
 from lm_adapter.channel import channel_options
@@ -121,9 +120,7 @@ def test_connections_over_the_bound_are_closed(checkpoints: dict[str, Path], dev
 def test_connections_that_say_nothing_do_not_stay(
     checkpoints: dict[str, Path], device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        server_factory, "ConnectionBounds", functools.partial(ConnectionBounds, handshake_s=0.5)
-    )
+    monkeypatch.setattr(server, "HANDSHAKE_S", 0.5)
     with running(checkpoints["qwen3_vl"], device) as found:
         host, _, port = found.target.rpartition(":")
         with socket.create_connection((host, int(port)), timeout=15) as silent:
@@ -163,9 +160,7 @@ def test_p34_pings_are_answered_while_the_loop_is_busy(
 ) -> None:
     """A client that pings often loses its connection when a ping is not answered within a second; the event
     loop stands still for three."""
-    monkeypatch.setattr(
-        server_factory, "ConnectionBounds", functools.partial(ConnectionBounds, min_ping_interval_s=0.02)
-    )
+    monkeypatch.setattr(server, "MIN_PING_INTERVAL_S", 0.02)
     with (
         running(checkpoints["qwen3_vl"], device) as found,
         stuck(found) as go_on,
@@ -199,7 +194,7 @@ def test_p34_a_client_that_floods_with_pings_is_cut_off(service: RunningService)
 
 def test_p34_the_adapter_pings_no_more_often_than_the_server_allows() -> None:
     ours = dict(channel_options())
-    assert int(ours["grpc.keepalive_time_ms"]) >= 2000 * ConnectionBounds().min_ping_interval_s
+    assert int(ours["grpc.keepalive_time_ms"]) >= 2000 * server.MIN_PING_INTERVAL_S
 
 
 @pytest.mark.extended
