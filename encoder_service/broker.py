@@ -101,15 +101,6 @@ def host_id() -> str:
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
-@dataclass
-class BrokerCounters:
-    """Written by the broker's thread, read by any. refused: hellos and attaches, by reason."""
-
-    accepted: int = 0
-    attaches: int = 0
-    refused: Counter[str] = field(default_factory=Counter)
-
-
 class _ClientEnded(Exception):
     """The connection has to end; the text says why."""
 
@@ -164,7 +155,8 @@ class Broker:
         """arenas: see ``EmbeddingStore.arenas``. opens: whether a token opens a namespace; asked on the
         broker's thread at each Hello, and again while the client is connected."""
         self.options = options
-        self.counters = BrokerCounters()
+        self.refused: Counter[str] = Counter()
+        """Hellos and attaches, by reason; written by the broker's thread, read by any."""
         self._arenas = arenas
         self._isolated = {namespace for namespace, _ in arenas if namespace is not None}
         self._opens = opens
@@ -275,7 +267,6 @@ class Broker:
             if self._is_accepting_failing:
                 self._is_accepting_failing = False
                 log.info("clients are accepted again")
-            self.counters.accepted += 1
             self._admit(accepted)
 
     def _admit(self, accepted: socket.socket) -> None:
@@ -377,7 +368,7 @@ class Broker:
             if kind == "hello":
                 self._refuse(client, request_id, error)
             if kind == "attach":
-                self.counters.refused[error.reason] += 1
+                self.refused[error.reason] += 1
             self._send(client, pb.BrokerReply(request_id=request_id, failure=_failure(error)))
 
     def _hello(self, client: _Client, hello: pb.BrokerHello) -> pb.BrokerWelcome:
@@ -428,7 +419,6 @@ class Broker:
         if client.num_attaches >= self.options.limits.attaches:
             raise _Refused("TOO_MANY_ATTACHES", f"at most {client.num_attaches} in one connection", True)
         client.num_attaches += 1
-        self.counters.attaches += 1
         reply = pb.BrokerReply(
             request_id=request_id,
             num_descriptors=len(offer.descriptors),
@@ -448,7 +438,7 @@ class Broker:
 
     def _refuse(self, client: _Client, request_id: int, refusal: _Refused) -> None:
         """Sends why, with this side's versions. Always raises _ClientEnded."""
-        self.counters.refused[refusal.reason] += 1
+        self.refused[refusal.reason] += 1
         refused = pb.BrokerRefused(
             reason=refusal.reason,
             message=refusal.message,

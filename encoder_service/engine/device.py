@@ -320,8 +320,6 @@ class DeviceEngine:
         for job in jobs:
             if not self._claim(job):
                 continue
-            with self._lock:
-                self.counters.failed_items += 1
             log.error("item failed in the tower", grid=tuple(job.item.grid), error=failure)
             job.future.set_exception(InternalError(f"the tower failed: {failure}"))
 

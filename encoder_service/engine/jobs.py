@@ -49,6 +49,5 @@ class EngineCounters:
     items: int = 0
     patches: int = 0
     retried_batches: int = 0
-    failed_items: int = 0
     dropped_items: int = 0
     busy_s: float = 0.0

@@ -126,7 +126,7 @@ def register_broker(metrics: Metrics, broker: Broker, store: EmbeddingStore) -> 
     metrics.counter_view(
         "ve_broker_refused",
         "Hellos and attaches that were refused.",
-        lambda: dict(broker.counters.refused),
+        lambda: dict(broker.refused),
         "reason",
     )
 

@@ -56,7 +56,7 @@ def test_a_family_leaves_out_what_fails_and_captures_the_buckets_of_its_cases() 
     for name in CASES:
         grids = grids_of(name, merges_time=True)
         launch = Launch.of([grid.num_patches for grid in grids], max(grid.t for grid in grids))
-        assert few.choose_for(launch) == full.choose_for(launch) is not None
+        assert few.choose(launch) == full.choose(launch) is not None
 
 
 def test_a_record_compares_calls_with_their_floor() -> None:

@@ -119,7 +119,6 @@ def test_p33_a_poisoned_batch_is_split_while_another_is_in_flight() -> None:
         futures[1].result(10)
     assert [batch.values for batch in rig.launcher.launched] == [[9], [1], [3, 4]]
     assert rig.engine.counters.retried_batches == 2
-    assert rig.engine.counters.failed_items == 1
     assert rig.engine.stop(10)
 
 
@@ -185,7 +184,6 @@ def test_p36_a_device_fault_behind_another_error_is_recognised(rig: Rig) -> None
     rig.engine.start()
     with pytest.raises(DeviceFault, match="unspecified launch failure"):
         future.result(10)
-    assert rig.engine.counters.failed_items == 0
 
 
 def test_p36_a_fault_while_stopping_reaches_every_item(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
