@@ -1,4 +1,4 @@
-"""The reader's process of ``two_pods``: whole clients of the adapter, beside an LM server's own work.
+"""The reader's process of ``two_pods``: whole clients of the adapter.
 
 Run as ``python -m tests.chaos.reader_pod TARGET KIND``; KIND is ``device`` or ``host`` for how rows have to
 come, ``any`` for the best way. It reads one command in JSON from each line of its input and answers with one
@@ -13,7 +13,6 @@ import json
 import os
 import random
 import sys
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -83,7 +82,7 @@ def _item(width: int, height: int, seed: int) -> ImageItem:
 
 
 class ReaderPod:
-    """An LM server's stand-in: its own memory on the GPU, a captured graph, and two clients."""
+    """An LM server's stand-in: two clients."""
 
     def __init__(self, target: str, kind: str) -> None:
         self.target = target
@@ -93,12 +92,6 @@ class ReaderPod:
         self.inline = self._client(("inline",))
         self.known: dict[int, str] = {}
         self.rows: dict[int, torch.Tensor] = {}
-        self.has_graph = kind == "device"
-        if self.has_graph:
-            self.number = torch.ones(4096, device=self.device)
-            self.doubled = torch.zeros_like(self.number)
-            self._warm_up()
-            self.graph = self._captured()
 
     def _client(self, transports: tuple[str, ...]) -> VisionEncoderClient:
         device = "cuda:0" if self.device.type == "cuda" else None
@@ -219,65 +212,6 @@ class ReaderPod:
         while is_mapped() and time.monotonic() < ends_s:
             time.sleep(0.002)
         return {"mapped": is_mapped(), "time_s": time.monotonic()}
-
-    def captures(self, images: list[list[int]]) -> dict[str, Any]:
-        """Captures graphs while another thread reads rows."""
-        failures: list[BaseException] = []
-        num_equal, is_over = 0, threading.Event()
-
-        def read() -> None:
-            nonlocal num_equal
-            try:
-                torch.cuda.set_device(self.device)
-                while not is_over.is_set():
-                    for image in images:
-                        rows = self.client.encode_one(item_of(image))
-                        kept.append((image[2], rows))
-            except BaseException as error:
-                failures.append(error)
-
-        kept: list[tuple[int, EncodedRows]] = []
-        thread = threading.Thread(target=read)
-        thread.start()
-        num_graphs = num_during = 0
-        for _ in range(20):
-            before = len(kept)
-            graph = self._captured(pause_s=0.05)
-            num_during += len(kept) - before
-            torch.cuda.synchronize()
-            self.number.add_(1)
-            graph.replay()
-            num_graphs += bool((self.doubled == self.number * 2).all())
-        is_over.set()
-        thread.join(PATIENCE_S)
-        if failures:
-            raise failures[0]
-        num_equal = sum(digest_of(rows) == self.known[seed] for seed, rows in kept)
-        return {
-            "graphs": num_graphs,
-            "reads_during": num_during,
-            "unequal": len(kept) - num_equal,
-            "earlier_graph": self._replay_is_right(),
-        }
-
-    def _warm_up(self) -> None:
-        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        with torch.cuda.stream(stream):
-            torch.mul(self.number, 2, out=self.doubled)
-        torch.cuda.synchronize()
-
-    def _captured(self, pause_s: float = 0.0) -> torch.cuda.CUDAGraph:
-        """As an engine captures, in the strictest mode. pause_s: time for others in the middle."""
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            torch.mul(self.number, 2, out=self.doubled)
-            time.sleep(pause_s)
-        return graph
-
-    def _replay_is_right(self) -> bool:
-        self.number.add_(1)
-        self.graph.replay()
-        return bool((self.doubled == self.number * 2).all())
 
     def engine(self, config: str, backend: str, images: list[list[int]]) -> dict[str, Any]:
         """As a vLLM engine in this process, without vLLM: its connector fetches rows until they come from

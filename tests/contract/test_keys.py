@@ -16,7 +16,6 @@ from encoder_service import types as service
 from encoder_service.ingest import identity
 from encoder_service.rpc import convert as service_convert
 from lm_adapter import convert, keys
-from lm_adapter.errors import InvalidRequest
 from lm_adapter.testing import fake_model
 from lm_adapter.types import CacheTier
 
@@ -130,25 +129,6 @@ def clips() -> list[adapter.ClipItem | adapter.FramesItem]:
 def test_p11_clips_have_one_key_on_both_sides(place: int) -> None:
     item = clips()[place]
     assert adapter_key(item, "n") == service_key(item, "n")
-
-
-def test_p10_p11_frames_differ_by_shape_and_rate() -> None:
-    frames = np.zeros((2, 4, 6, 3), np.uint8)
-    found = [adapter_key(adapter.FramesItem(frames, fps=fps), "n") for fps in (None, 24, 24.0, 25.0)]
-    assert found[0] == found[1] == found[2] != found[3]
-    assert adapter_key(adapter.FramesItem(frames.reshape(2, 6, 4, 3)), "n") != found[0]
-
-
-@pytest.mark.parametrize(
-    ("fps", "timestamps_s", "text"),
-    [(0.0, None, "fps 0.0"), (-1.0, None, "fps -1.0"), (2.0, (1.0,), "fps 2.0"), (None, (), "0 timestamps")],
-)
-def test_frames_without_a_meaning_have_no_key(
-    fps: float | None, timestamps_s: tuple[float, ...] | None, text: str
-) -> None:
-    item = adapter.FramesItem(np.zeros((1, 4, 4, 3), np.uint8), fps, timestamps_s, digest=bytes(32))
-    with pytest.raises(InvalidRequest, match=text):
-        keys.item_key(item, fake_model("qwen3_vl"))
 
 
 def test_the_two_sides_spell_everything_alike() -> None:

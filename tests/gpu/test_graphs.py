@@ -148,23 +148,6 @@ def test_p26_p28_p29_p30_two_thousand_alternating_replays_equal_eager(runner: Gr
     assert torch.cuda.memory_allocated(CUDA) <= allocated + (1 << 20)
 
 
-def test_p30_batches_in_a_row_without_any_wait_keep_their_own_rows(runner: GraphRunner) -> None:
-    """The host runs ahead: pinned staging and static inputs may not be overwritten too early."""
-    tower = tower_of(runner)
-    generator = random.Random(fresh_seed())
-    batches = [random_batch(generator, tower, 512) for _ in range(64)]
-    pixels = [random_pixels(grids, tower) for grids in batches]
-    inputs = [tower.prepare(grids) for grids in batches]
-    expected = [eager_rows(tower, grids, given) for grids, given in zip(batches, pixels, strict=True)]
-    torch.cuda.synchronize()
-    for _ in range(4):
-        torch.cuda._sleep(20_000_000)  # type: ignore[no-untyped-call]
-        found = [runner.run(one, given).clone() for one, given in zip(inputs, pixels, strict=True)]
-        torch.cuda.synchronize()
-        for rows, right in zip(found, expected, strict=True):
-            assert relative_error(rows, right) < RELATIVE
-
-
 def test_p29_p33_a_poisoned_batch_leaves_nothing_in_the_next(runner: GraphRunner) -> None:
     """NaN fills a bucket's static inputs and all its intermediate memory; the next, smaller batch of the
     same bucket has its padding there."""

@@ -221,27 +221,6 @@ def test_p14_p30_more_batches_in_flight_than_slots_keep_their_own_rows(rig: Rig)
         assert relative_error(torch.cat(list(launched.collect())), right) < RELATIVE
 
 
-def test_over_the_ladder_runs_eager_beside_a_replay(rig: Rig) -> None:
-    launcher = rig.launcher()
-    small = rig.batch()
-    large: list[TowerItem] = [
-        rig.item(Grid(1, 64, 48), frames=True),
-        rig.item(Grid(1, 8, 8), frames=False),
-    ]
-    expected = [rig.expected(items) for items in (small, large, small)]
-    before = rig.runner.counters.eager_runs
-    first, second = launcher.launch(small), launcher.launch(large)
-    first.wait()
-    rows = [torch.cat(list(first.collect()))]
-    third = launcher.launch(small)
-    for launched in (second, third):
-        launched.wait()
-        rows.append(torch.cat(list(launched.collect())))
-    assert rig.runner.counters.eager_runs == before + 1
-    for found, right in zip(rows, expected, strict=True):
-        assert relative_error(found, right) < RELATIVE
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_rounding_on_the_host_is_rounding_on_the_device(dtype: torch.dtype) -> None:
     bits = torch.randint(-(1 << 31), 1 << 31, (1 << 20,), dtype=torch.int64).to(torch.int32)

@@ -18,7 +18,6 @@ from lm_adapter import (
     Item,
     ItemFailed,
     PixelItem,
-    PreprocessOptions,
     RequestRefused,
     VisionEncoderClient,
 )
@@ -220,14 +219,3 @@ def test_oversize_messages(checkpoints: dict[str, Path], device: torch.device) -
             assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
             good_item = pb.Item(modality=pb.MODALITY_IMAGE, encoded=photo(40, 40))
             assert list(stub.Encode(pb.EncodeRequest(items=[good_item]), timeout=30))
-
-
-def test_options_per_request_change_the_grid_and_the_key(client: VisionEncoderClient) -> None:
-    data = photo(512, 512)
-    plain = client.encode_one(ImageItem(data))
-    smaller = client.encode_one(
-        ImageItem(data, options=PreprocessOptions(min_pixels=1024, max_pixels=128 * 128))
-    )
-    assert plain.grid_thw == (1, 32, 32)
-    assert smaller.grid_thw == (1, 8, 8)
-    assert plain.key != smaller.key

@@ -239,8 +239,9 @@ def test_closed_namespaces_leave_health_and_reflection_open(
     token = secrets.token_urlsafe()
     with running(checkpoints["qwen3_vl"], device, tokens=f"a={token}", open_namespaces=False) as found:
         with grpc.insecure_channel(found.target) as channel:
-            check = health_pb2.HealthCheckRequest()
-            assert health_pb2_grpc.HealthStub(channel).Check(check, timeout=10).status == 1
+            for name in ("", "vision_encoder.v1.VisionEncoder"):
+                check = health_pb2.HealthCheckRequest(service=name)
+                assert health_pb2_grpc.HealthStub(channel).Check(check, timeout=10).status == 1
             assert (
                 "vision_encoder.v1.VisionEncoder" in ProtoReflectionDescriptorDatabase(channel).get_services()
             )

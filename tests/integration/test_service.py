@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 import torch
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
 from encoder_service.engine.device import DeviceEngine
 from encoder_service.errors import ConfigurationError, StartupError
@@ -25,7 +24,6 @@ from encoder_service.types import Item
 from lm_adapter import (
     CacheTier,
     EncodedRows,
-    EncoderUnavailable,
     ImageItem,
     ItemFailed,
     KeyState,
@@ -240,16 +238,6 @@ def test_a_defect_in_one_prefetched_item_is_that_items(
     assert bad.failure.reason == "INTERNAL"
 
 
-def test_health_and_reflection(service: RunningService) -> None:
-    with grpc.insecure_channel(service.target) as channel:
-        health = health_pb2_grpc.HealthStub(channel)
-        for name in ("", "vision_encoder.v1.VisionEncoder"):
-            answer = health.Check(health_pb2.HealthCheckRequest(service=name), timeout=10)
-            assert answer.status == health_pb2.HealthCheckResponse.SERVING
-        names = ProtoReflectionDescriptorDatabase(channel).get_services()
-        assert {"vision_encoder.v1.VisionEncoder", "grpc.health.v1.Health"} <= set(names)
-
-
 def test_a_warm_up_that_fails_is_a_start_that_fails(
     checkpoints: dict[str, Path], device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -319,19 +307,6 @@ def test_p32_p36_a_device_fault_tells_callers_at_once_and_leaves_service(
         assert found.service.not_ready_because() == "device fault"
 
 
-def test_p18_namespaces_share_nothing(service: RunningService) -> None:
-    data = photo()
-    with (
-        VisionEncoderClient(service.target, namespace="a") as first,
-        VisionEncoderClient(service.target, namespace="b") as second,
-    ):
-        rows = first.encode_one(ImageItem(data))
-        assert second.lookup([rows.key])[0].state is KeyState.ABSENT
-        other = second.encode_one(ImageItem(data))
-        assert other.tier is CacheTier.MISS
-        assert other.key != rows.key
-
-
 def test_addresses_that_cannot_be_bound(
     service: RunningService, checkpoints: dict[str, Path], device: torch.device, tmp_path: Path
 ) -> None:
@@ -347,8 +322,3 @@ def test_addresses_that_cannot_be_bound(
             running(checkpoints["qwen3_vl"], device, **settings),
         ):
             pass
-
-
-def test_a_server_that_is_not_there() -> None:
-    with VisionEncoderClient("127.0.0.1:9", timeout_s=2) as client, pytest.raises(EncoderUnavailable):
-        client.encode([ImageItem(photo())])

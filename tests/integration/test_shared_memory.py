@@ -7,7 +7,6 @@ arenas are host memory; ``--device cuda:0`` runs the same on device memory.
 from __future__ import annotations
 
 import os
-import random
 import secrets
 import signal
 import subprocess
@@ -24,9 +23,6 @@ import pytest
 import torch
 
 from lm_adapter import (
-    CacheTier,
-    DigestItem,
-    EncodedRows,
     EncoderError,
     ImageItem,
     ItemFailed,
@@ -238,13 +234,3 @@ def test_p21_a_killed_encoder_fails_items_with_a_reason_and_the_next_one_is_foun
     finally:
         process.kill()
         process.wait(10)
-
-
-def test_a_digest_alone_is_served_from_the_arena(sharing: RunningService) -> None:
-    digest = random.randbytes(32)
-    with attached(sharing) as client:
-        first = client.encode_one(ImageItem(photo(), digest))
-        again = client.encode_one(DigestItem(digest))
-        assert isinstance(again, EncodedRows)
-        assert again.tier in (CacheTier.DEVICE, CacheTier.HOST)
-        assert again.key == first.key

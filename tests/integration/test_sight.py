@@ -45,14 +45,6 @@ def test_a_callers_request_id_comes_back_with_the_times(stub: encoder_pb2_grpc.V
     assert re.fullmatch(r"[0-9a-f]{32}", dict(unary.trailing_metadata())["x-request-id"])
 
 
-def test_a_refused_call_has_its_id_too(stub: encoder_pb2_grpc.VisionEncoderStub) -> None:
-    with pytest.raises(grpc.RpcError) as raised:
-        list(stub.Encode(pb.EncodeRequest(model="none"), metadata=(("x-request-id", "abc-2"),), timeout=30))
-    trailers = dict(raised.value.trailing_metadata())
-    assert trailers["x-request-id"] == "abc-2"
-    assert "vision-encoder-failure-bin" in trailers
-
-
 def test_each_failed_item_has_one_line_with_its_reason_and_its_own_calls_id(
     stub: encoder_pb2_grpc.VisionEncoderStub, capsys: pytest.CaptureFixture[str]
 ) -> None:
