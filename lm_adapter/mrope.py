@@ -20,6 +20,7 @@ Shape legend: N tokens of the prompt, B prompts, S padded length, T tokens of a 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Literal
 
@@ -27,7 +28,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lm_adapter.errors import InvalidRequest
-from lm_adapter.placeholders import ExpandedPrompt, ItemSpan
+from lm_adapter.placeholders import ExpandedPrompt, ItemSpan, merged_grid
 
 __all__ = [
     "MRopePositions",
@@ -215,22 +216,14 @@ def _text(position: int, length: int) -> npt.NDArray[np.int64]:
 
 def _unit_grid(span: ItemSpan, grid: Sequence[int], merge_size: int) -> tuple[int, int, int]:
     """The merged grid of each unit of an item: (t, h', w'), or (1, h', w') when its frames stand apart."""
-    if len(grid) != 3 or merge_size < 1 or grid[0] < 1 or any(n < 1 or n % merge_size for n in grid[1:]):
-        raise InvalidRequest(
-            f"item {span.item} has grid {list(grid)}, needs [t, h, w] with t >= 1 and h, w positive "
-            f"multiples of the merge size {merge_size}, which is at least 1",
-            reason="GRID_MISMATCH",
-            details={"grid": list(grid), "merge_size": merge_size},
-        )
-    t, h, w = (int(extent) for extent in grid)
+    t, h, w = merged_grid(grid, merge_size)
     num_units = len(span.segments)
-    unit = (1 if num_units == t else t, h // merge_size, w // merge_size)
-    rows = unit[0] * unit[1] * unit[2]
-    if num_units not in (1, t) or any(segment.length != rows for segment in span.segments):
+    unit = (1 if num_units == t else t, h, w)
+    if num_units not in (1, t) or any(segment.length != math.prod(unit) for segment in span.segments):
         raise InvalidRequest(
-            f"item {span.item} has grid {[t, h, w]}, {t * unit[1] * unit[2]} rows after the merge by "
+            f"item {span.item} has grid {list(grid)}, {t * h * w} rows after the merge by "
             f"{merge_size}x{merge_size}, and {num_units} segments with {span.length} placeholders",
             reason="GRID_MISMATCH",
-            details={"grid": [t, h, w], "segments": num_units, "rows": span.length},
+            details={"grid": list(grid), "segments": num_units, "rows": span.length},
         )
     return unit

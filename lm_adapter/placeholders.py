@@ -28,6 +28,7 @@ __all__ = [
     "expand_batch",
     "expand_placeholders",
     "interleave_timestamps",
+    "merged_grid",
     "prompt_item",
 ]
 
@@ -97,19 +98,23 @@ def prompt_item(
     timestamps stand between its frames. Kimi (``merges_time``): one unit of h*w/merge^2 for any t.
     Raises InvalidRequest for empty grids and for sides that are no multiple of the merge size.
     """
-    if len(grid) != 3:
-        raise InvalidRequest(f"a grid has 3 extents [t, h, w], got {len(grid)}: {list(grid)}")
-    t, h, w = (int(extent) for extent in grid)
-    if min(t, h, w) < 1 or h % merge_size or w % merge_size:
-        raise InvalidRequest(
-            f"grid {[t, h, w]} needs t >= 1 and h, w positive multiples of the merge size {merge_size}",
-            reason="GRID_MISMATCH",
-            details={"grid": [t, h, w], "merge_size": merge_size},
-        )
-    rows = h * w // merge_size**2
+    t, h, w = merged_grid(grid, merge_size)
     if merges_time:
-        return PromptItem(placeholder_id, (rows,))
-    return PromptItem(placeholder_id, (t * rows,) if modality is Modality.IMAGE else (rows,) * t)
+        return PromptItem(placeholder_id, (h * w,))
+    return PromptItem(placeholder_id, (t * h * w,) if modality is Modality.IMAGE else (h * w,) * t)
+
+
+def merged_grid(grid: Sequence[int], merge_size: int) -> tuple[int, int, int]:
+    """(t, h / merge, w / merge) of a grid in patches. Raises InvalidRequest unless the merge divides it."""
+    if len(grid) != 3 or merge_size < 1 or min(grid) < 1 or grid[1] % merge_size or grid[2] % merge_size:
+        raise InvalidRequest(
+            f"grid {list(grid)} needs [t, h, w] with t >= 1 and h, w positive multiples of the merge size "
+            f"{merge_size}, which is at least 1",
+            reason="GRID_MISMATCH",
+            details={"grid": list(grid), "merge_size": merge_size},
+        )
+    t, h, w = (int(extent) for extent in grid)
+    return t, h // merge_size, w // merge_size
 
 
 def expand_placeholders(
