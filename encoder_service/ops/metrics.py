@@ -89,13 +89,13 @@ class Metrics:
         self.ready = gauge("ve_ready", "1 while the service takes work.")
         self._series: dict[tuple[Counter, tuple[str, ...]], Counter] = {}
 
-    def count(self, counter: Counter, *labels: str, amount: float = 1) -> None:
+    def count(self, counter: Counter, *labels: str) -> None:
         """Adds to a counter's series with these labels. The library looks a series up with checks and a lock;
         this method looks it up once and keeps it, so the labels' values must be few."""
         series = self._series.get((counter, labels))
         if series is None:
             series = self._series[counter, labels] = counter.labels(*labels)
-        series.inc(amount)
+        series.inc()
 
     def gauge(self, name: str, text: str, read: Callable[[], float]) -> None:
         """Registers a gauge that is read at scrape time."""

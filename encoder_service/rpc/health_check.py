@@ -14,9 +14,9 @@ async def check_health(
     target: str,
     timeout_s: float,
     *,
-    credentials: grpc.ChannelCredentials | None = None,
-    options: Sequence[tuple[str, int | str]] = (),
-    metadata: Sequence[tuple[str, str]] = (),
+    credentials: grpc.ChannelCredentials | None,
+    options: Sequence[tuple[str, int | str]],
+    metadata: Sequence[tuple[str, str]],
 ) -> bool:
     """Whether the server at ``target`` says SERVING for our service; for probes and the command line.
     credentials: None for a channel in clear."""
