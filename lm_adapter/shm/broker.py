@@ -61,8 +61,7 @@ class BrokerConnection:
                 client_name=f"lm_adapter pid {os.getpid()}",
                 layout_version=LAYOUT_VERSION,
             )
-            reply, descriptors = self._ask(pb.BrokerRequest(hello=hello), "welcome")
-            _close_all(descriptors)
+            reply, _ = self._ask(pb.BrokerRequest(hello=hello), "welcome")
             self.welcome = reply.welcome
             if self.welcome.layout_version != LAYOUT_VERSION:
                 raise self._error(
@@ -79,12 +78,10 @@ class BrokerConnection:
     def attach(self, arena_id: bytes) -> Iterator[Attachment]:
         """The descriptors of an arena. Raises BrokerError."""
         request = pb.BrokerAttach(arena_id=arena_id, layout_version=LAYOUT_VERSION)
-        reply, descriptors = self._ask(pb.BrokerRequest(attach=request), "attached")
+        reply, descriptors = self._ask(
+            pb.BrokerRequest(attach=request), "attached", num_descriptors=NUM_ATTACH_DESCRIPTORS
+        )
         try:
-            if len(descriptors) != NUM_ATTACH_DESCRIPTORS:
-                raise self._error(
-                    f"{len(descriptors)} descriptors came with an arena, expected {NUM_ATTACH_DESCRIPTORS}"
-                )
             yield Attachment(reply.attached.geometry, *descriptors)
         finally:
             _close_all(descriptors)
@@ -92,8 +89,7 @@ class BrokerConnection:
     def probe(self, arena_id: bytes) -> pb.BrokerProbeSlot:
         """A range of the arena whose content is constant, with its SHA-256. Raises BrokerError."""
         request = pb.BrokerRequest(probe=pb.BrokerProbe(arena_id=arena_id))
-        reply, descriptors = self._ask(request, "probe_slot")
-        _close_all(descriptors)
+        reply, _ = self._ask(request, "probe_slot")
         return reply.probe_slot
 
     def wait_end(self) -> None:
@@ -122,8 +118,10 @@ class BrokerConnection:
                 f"cannot connect: {error.strerror or error}", reason=reason, retryable=reason is None
             ) from error
 
-    def _ask(self, request: pb.BrokerRequest, expected: str) -> tuple[pb.BrokerReply, list[int]]:
-        """The reply of the expected kind, with its descriptors, which are the caller's."""
+    def _ask(
+        self, request: pb.BrokerRequest, kind: str, *, num_descriptors: int = 0
+    ) -> tuple[pb.BrokerReply, list[int]]:
+        """The reply of this kind, with its descriptors, which are the caller's."""
         self._num_requests += 1
         request.request_id = self._num_requests
         descriptors: list[int] = []
@@ -140,17 +138,16 @@ class BrokerConnection:
                     raise self._error("the broker closed the connection")
                 self._reader.feed(data)
             reply = pb.BrokerReply.FromString(payload)
-            kind = reply.WhichOneof("reply")
-            if kind == "refused":
-                refused = reply.refused
-                raise self._error(refused.message, reason=refused.reason, retryable=refused.retryable)
-            if kind == "failure":
-                failure = reply.failure
+            found_kind = reply.WhichOneof("reply")
+            if found_kind == "refused" or found_kind == "failure":
+                failure = reply.refused if found_kind == "refused" else reply.failure
                 raise self._error(failure.message, reason=failure.reason, retryable=failure.retryable)
-            found = (kind, reply.request_id, reply.num_descriptors)
-            if found != (expected, self._num_requests, len(descriptors)):
+            found = (found_kind, reply.request_id, reply.num_descriptors, len(descriptors))
+            expected = (kind, self._num_requests, num_descriptors, num_descriptors)
+            if found != expected:
                 raise self._error(
-                    f"the reply is {found}, expected {(expected, self._num_requests, len(descriptors))}"
+                    f"the reply (kind, request_id, num_descriptors, descriptors) is {found}, expected "
+                    f"{expected}"
                 )
         except BaseException as error:
             _close_all(descriptors)
