@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,8 @@ MODEL_CLASSES = {
     "kimi_k25": "Kimi_K25ForConditionalGeneration",
 }
 TOWER_PREFIXES = ("model.visual.", "model.vision_tower.", "model.mm_projector.")
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def reference_config(checkpoint: Path) -> Any:
@@ -58,15 +59,6 @@ def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         checkpoint, config=reference_config(checkpoint), dtype=torch.float32, output_loading_info=True
     )
     return family, checkpoint, model.eval(), info
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Tiny matrices gain nothing from threads, and lose much to waiting for them on a busy machine."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
 
 
 @cache

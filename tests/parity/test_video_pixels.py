@@ -4,7 +4,7 @@ for bit: files read by its PyAV reader, arrays of frames, frames that were sampl
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -27,15 +27,10 @@ HALF = {"image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5]}
 QWEN_SIZE = {"shortest_edge": 4 * 32 * 32, "longest_edge": 40 * 32 * 32}
 FAMILIES = ("qwen3_vl", "qwen3_5", "kimi_k25")
 
-pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning"),
+    pytest.mark.usefixtures("one_thread"),
+]
 
 
 @cache

@@ -11,6 +11,7 @@ from encoder_service.errors import GridMismatch
 from encoder_service.scheduler.buckets import Bucket
 from encoder_service.towers import load_tower
 from encoder_service.towers.attention import SdpaAttention
+from encoder_service.towers.attention.per_shape import PerShapeAttention
 from encoder_service.towers.fused import FusedTower
 from encoder_service.towers.gemm import STEPS
 from encoder_service.towers.gemm.per_rows import GemmChoices
@@ -58,7 +59,7 @@ def pixels_for(tower: Any, grids: list[Grid]) -> torch.Tensor:
 def test_p29_p31_rows_equal_the_plain_towers_alone_and_in_a_padded_bucket(
     plain: Any, grids: list[Grid]
 ) -> None:
-    fused = FusedTower(plain, SdpaAttention())
+    fused = FusedTower(plain, PerShapeAttention({(64, 64): SdpaAttention()}))
     pixels = pixels_for(plain, grids)
     expected = rows_of(plain, grids, pixels)
     first, size = grids[0], grids[0].num_patches

@@ -26,12 +26,11 @@ def check(
     dtype: torch.dtype,
     device: torch.device,
     planned: bool,
-    empty: int = 3,
 ) -> None:
     """Rows within the limit of float32, padding finite, under a baked max_seqlen beyond every length."""
     total = sum(seqlens)
     q, k, v = packed(num_patches, 2, head_dim, dtype=dtype, device=device)
-    bounds = bounds_of(seqlens, empty=empty, max_seqlen=num_patches, device=device)
+    bounds = bounds_of(seqlens, empty=3, max_seqlen=num_patches, device=device)
     used = backend.plan(bounds, q.shape, dtype) if planned else bounds
     found = backend.attend(q, k, v, used)
     assert found.shape == q.shape
@@ -40,8 +39,13 @@ def check(
     assert bool(found[total:].isfinite().all())
 
 
-def runnable_here(device: torch.device) -> dict[str, AttentionBackend]:
-    return {backend.name: backend for backend in available_backends(device)}
+def installed(name: str, device: torch.device, *, deterministic: bool = False) -> AttentionBackend:
+    if device.type != "cuda":
+        pytest.skip("runs with --device cuda")
+    backends = {backend.name: backend for backend in available_backends(device, deterministic=deterministic)}
+    if name not in backends:
+        pytest.skip(f"{name} is not installed")
+    return backends[name]
 
 
 @pytest.mark.gpu
@@ -49,14 +53,10 @@ def runnable_here(device: torch.device) -> dict[str, AttentionBackend]:
 @pytest.mark.parametrize("head_dim", [64, 72, 80])
 @pytest.mark.parametrize("name", NAMES)
 def test_installed_backends(device: torch.device, name: str, head_dim: int, planned: bool) -> None:
-    if device.type != "cuda":
-        pytest.skip("runs with --device cuda")
-    backends = runnable_here(device)
-    if name not in backends:
-        pytest.skip(f"{name} is not installed")
+    backend = installed(name, device)
     for seqlens, num_patches in [(MIXED, 200), (MIXED, 185), ((1,), 8), ((300, 1, 784), 2000)]:
         check(
-            backends[name],
+            backend,
             seqlens,
             num_patches=num_patches,
             head_dim=head_dim,
@@ -69,12 +69,7 @@ def test_installed_backends(device: torch.device, name: str, head_dim: int, plan
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "sdpa"])
 def test_p30_a_graph_serves_other_lengths_than_it_was_captured_with(device: torch.device, name: str) -> None:
-    if device.type != "cuda":
-        pytest.skip("runs with --device cuda")
-    backends = runnable_here(device)
-    if name not in backends:
-        pytest.skip(f"{name} is not installed")
-    backend = backends[name]
+    backend = installed(name, device)
     q, k, v = packed(512, 2, 72, dtype=torch.bfloat16, device=device)
     static = bounds_of((512,), empty=7, max_seqlen=512, device=device)
 
@@ -97,15 +92,11 @@ def test_p30_a_graph_serves_other_lengths_than_it_was_captured_with(device: torc
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", NAMES)
 def test_p31_rows_are_bit_equal_in_any_batch(device: torch.device, name: str) -> None:
-    if device.type != "cuda":
-        pytest.skip("runs with --device cuda")
-    backends = {backend.name: backend for backend in available_backends(device, deterministic=True)}
-    if name not in backends:
-        pytest.skip(f"{name} is not installed")
+    backend = installed(name, device, deterministic=True)
     q, k, v = packed(2048, 4, 72, dtype=torch.bfloat16, device=device)
-    alone = backends[name].attend(q[:784], k[:784], v[:784], bounds_of((784,), device=device))
+    alone = backend.attend(q[:784], k[:784], v[:784], bounds_of((784,), device=device))
     batch = bounds_of((784, 1, 900, 64), empty=12, max_seqlen=2048, device=device)
-    assert torch.equal(backends[name].attend(q, k, v, batch)[:784], alone)
+    assert torch.equal(backend.attend(q, k, v, batch)[:784], alone)
 
 
 @pytest.mark.parametrize("backend", [SdpaAttention(), SdpaAttention(one_by_one=True)])

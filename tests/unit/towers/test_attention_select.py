@@ -17,6 +17,7 @@ from encoder_service.towers.attention import (
     available_backends,
     parse_attention,
 )
+from encoder_service.towers.attention.per_shape import PerShapeAttention
 from encoder_service.towers.attention.select import ShapeCase, bounds_of, measure_backends
 
 CPU = torch.device("cpu")
@@ -226,3 +227,10 @@ def test_parse_attention(monkeypatch: pytest.MonkeyPatch) -> None:
         parse_attention("fa4", CPU)
     with pytest.raises(ConfigurationError, match=r'"flash" is unknown; usable here: .*; all names: fa4, '):
         parse_attention("flash", CPU)
+
+
+def test_a_shape_that_was_not_measured_takes_the_nearest_ones_choice() -> None:
+    few, many, long = (Fake(name, Clock()) for name in ("few", "many", "long"))
+    attention = PerShapeAttention({(1024, 256): few, (16_384, 256): many, (16_384, 4096): long})
+    for shape, expected in [((1, 1), few), ((3000, 256), few), ((9000, 300), many), ((9000, 2000), long)]:
+        assert attention.choose(*shape) is expected
