@@ -33,6 +33,7 @@ from PIL import Image
 
 from encoder_service.towers.synthetic import make_checkpoint
 from tests.chaos.fuzz_messages import Call, make_call
+from tests.chaos.soak import usage
 from tests.integration.conftest import RunningService
 from tests.integration.held import held, wait_until_free
 from vision_encoder.v1 import encoder_pb2 as pb
@@ -85,7 +86,7 @@ class Report:
     answers: Counter[str] = field(default_factory=Counter)
     kinds: Counter[str] = field(default_factory=Counter)
     complaints: list[str] = field(default_factory=list)
-    figures: dict[str, list[int]] = field(default_factory=dict)
+    figures: dict[str, list[float]] = field(default_factory=dict)
     seconds: float = 0.0
     slowest_ms: float = 0.0
 
@@ -177,29 +178,23 @@ class Fuzz:
                     f"after input {index} a good image has other rows: {rows[:200]!r}"
                 )
 
-    def _figures(self) -> dict[str, int]:
+    def _figures(self) -> dict[str, float]:
         gc.collect()
-        with open("/proc/self/statm") as statm:
-            resident = int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-        return {
-            "resident_bytes": resident,
-            "objects": len(gc.get_objects()),
-            "descriptors": len(os.listdir("/proc/self/fd")),
-            "threads": threading.active_count(),
-            **held(self._service),
-        }
+        return {**usage(os.getpid()), "objects": float(len(gc.get_objects())), **held(self._service)}
 
-    def _judge(self, before: dict[str, int], after: dict[str, int]) -> None:
+    def _judge(self, before: dict[str, float], after: dict[str, float]) -> None:
         report = self.report
         report.figures = {name: [before[name], after[name]] for name in before}
         for name, most in (
-            ("resident_bytes", before["resident_bytes"] + MAX_NEW_BYTES),
-            ("objects", int(before["objects"] * (1 + MAX_NEW_OBJECTS))),
+            ("rss_bytes", before["rss_bytes"] + MAX_NEW_BYTES),
+            ("objects", before["objects"] * (1 + MAX_NEW_OBJECTS)),
             ("descriptors", before["descriptors"] + MAX_NEW_DESCRIPTORS),
             ("threads", before["threads"] + MAX_NEW_THREADS),
         ):
             if after[name] > most:
-                report.complaints.append(f"{name} went from {before[name]} to {after[name]}, at most {most}")
+                report.complaints.append(
+                    f"{name} went from {before[name]:.0f} to {after[name]:.0f}, at most {most:.0f}"
+                )
         report.complaints += [
             f"{name} is {number} without a caller" for name, number in held(self._service).items() if number
         ]

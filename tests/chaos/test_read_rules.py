@@ -13,7 +13,6 @@ import os
 import random
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -414,8 +413,8 @@ def test_p21_p25_a_reader_beside_a_writer_in_another_process_takes_no_torn_copy(
                 finally:
                     os._exit(1)
             try:
-                ends_s = time.monotonic() + 0.3
-                while time.monotonic() < ends_s:
+                enough = num_read + 500
+                while num_read < enough:
                     for number in range(256):
                         record = reader.find("", bytes([number]) * 32)
                         if record is None:
@@ -429,4 +428,3 @@ def test_p21_p25_a_reader_beside_a_writer_in_another_process_takes_no_torn_copy(
                 os.kill(pid, signal.SIGKILL)
                 os.waitpid(pid, 0)
         arena.close()
-    assert num_read

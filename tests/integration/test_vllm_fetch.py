@@ -131,10 +131,10 @@ def test_p32_a_requested_pause_longer_than_the_retries_is_not_waited_for(
     key = key_of(encoder, digest)
     encoder.script.call_failures["Fetch"] = (grpc.StatusCode.RESOURCE_EXHAUSTED, failure)
     started_s = time.monotonic()
-    outcome = outcome_of(new_fetcher(retry_s=5.0), key)
+    outcome = outcome_of(new_fetcher(retry_s=30.0), key)
     assert isinstance(outcome, EncoderOverloaded)
     assert outcome.retry_after_ms == 60_000
-    assert time.monotonic() - started_s < 5
+    assert time.monotonic() - started_s < 30
 
 
 def test_cancelled_fetches_end_their_calls_without_an_outcome(
