@@ -43,7 +43,6 @@ def build_graph_runner(
     max_patches: int,
     longest_item: int = 0,
     bucket_sizes: Sequence[int] = (),
-    clock: Callable[[], float] = time.monotonic,
     progress: Callable[[CaptureRecord, int], None] | None = None,
 ) -> GraphRunner | None:
     """A runner with every graph captured; None where the plain tower has to serve.
@@ -66,17 +65,17 @@ def build_graph_runner(
     from encoder_service.towers.fused import FusedTower  # triton, which only a GPU needs
 
     ladder = ladder_of(tower, max_patches, bucket_sizes, longest_item)
-    started_s = clock()
+    started_s = time.monotonic()
     chosen = choose_attention(tower, candidates, ladder, deterministic=deterministic)
     gemms = choose_tower_gemms(tower, ladder, deterministic=deterministic)
-    measured_s = clock()
+    measured_s = time.monotonic()
     fused = FusedTower(tower, chosen, gemms)  # type: ignore[arg-type]
     runner = GraphRunner(
         fused,
         ladder,
         tower.device,
         capture=True,
-        clock=clock,
+        clock=time.monotonic,
         choices=[
             *(("attention", f"{size}x{bound}", one.name) for (size, bound), one in chosen.choices.items()),
             *(
@@ -87,7 +86,7 @@ def build_graph_runner(
         ],
     )
     runner.capture_all(progress)
-    captured_s = clock()
+    captured_s = time.monotonic()
     log.info(
         "graphs captured",
         graphs=len(ladder),
@@ -101,7 +100,7 @@ def build_graph_runner(
         paired_mib=fused.paired_bytes >> 20,
     )
     # Measured costs differ from start to start, and with them the bucket that a batch takes.
-    calibration = None if deterministic else calibrate(runner, tower.merge_size, clock=clock)
+    calibration = None if deterministic else calibrate(runner, tower.merge_size, clock=time.monotonic)
     if calibration is not None:
         runner.use(calibration)
     runner.reset_counters()  # from here on they count what is served

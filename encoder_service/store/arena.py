@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal, Protocol, TypeAlias
@@ -71,9 +71,7 @@ class Slot:
 class Arena:
     """Slots in shared memory. A process that maps an arena can read all of it."""
 
-    def __init__(
-        self, memory: ArenaMemory, *, max_slots: int, random_bytes: Callable[[int], bytes] = os.urandom
-    ) -> None:
+    def __init__(self, memory: ArenaMemory, *, max_slots: int) -> None:
         """Owns the memory from here on: ``close`` closes it. max_slots: of the control page. A probe takes
         PROBE_BYTES. Raises InternalError for memory that has no room beside it."""
         self._memory = memory
@@ -85,10 +83,10 @@ class Arena:
         self.device_uuid = memory.device_uuid
         self.size_bytes = memory.size_bytes
         self.num_slots = max_slots
-        self.probe = self._write_probe(random_bytes(PROBE_BYTES))
+        self.probe = self._write_probe(os.urandom(PROBE_BYTES))
         # Both are random and new for every arena, so that descriptors of two are never mixed up.
-        self.arena_id = arena_id = random_bytes(16)
-        self.instance = int.from_bytes(random_bytes(8), "little")
+        self.arena_id = arena_id = os.urandom(16)
+        self.instance = int.from_bytes(os.urandom(8), "little")
         self.page = ControlPage(PageHeader(self.arena_id, self.instance, max_slots, self.probe))
         self.directory = Directory(arena_id=self.arena_id, instance=self.instance, num_slots=max_slots)
         self._tag = lru_cache(maxsize=1024)(lambda namespace: namespace_tag(arena_id, namespace))

@@ -32,10 +32,6 @@ class FrameReader:
     def __init__(self) -> None:
         self._buffer = bytearray()
 
-    def __len__(self) -> int:
-        """Buffered bytes."""
-        return len(self._buffer)
-
     def feed(self, data: bytes) -> None:
         self._buffer += data
 
