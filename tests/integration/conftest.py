@@ -9,12 +9,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import grpc
 import pytest
 import torch
 
 from encoder_service.app import Service
 from encoder_service.config import parse_settings
 from encoder_service.towers.synthetic import make_checkpoint
+from lm_adapter import VisionEncoderClient
+from vision_encoder.v1 import encoder_pb2_grpc
 
 FAMILIES = ("qwen3_vl", "qwen3_5", "kimi_k25")
 
@@ -106,3 +109,16 @@ def service(checkpoints: dict[str, Path], device: torch.device) -> Iterator[Runn
     """A Qwen3-VL service that tests share; each test uses content of its own."""
     with running(checkpoints["qwen3_vl"], device) as found:
         yield found
+
+
+@pytest.fixture
+def client(service: RunningService) -> Iterator[VisionEncoderClient]:
+    with VisionEncoderClient(service.target, timeout_s=60) as found:
+        yield found
+
+
+@contextmanager
+def connected(service: RunningService) -> Iterator[encoder_pb2_grpc.VisionEncoderStub]:
+    """The generated stub on a connection, for messages that the adapter would not send."""
+    with grpc.insecure_channel(service.target) as channel:
+        yield encoder_pb2_grpc.VisionEncoderStub(channel)

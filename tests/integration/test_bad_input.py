@@ -21,19 +21,12 @@ from lm_adapter import (
     RequestRefused,
     VisionEncoderClient,
 )
-from tests.integration.conftest import RunningService, running
+from tests.integration.conftest import RunningService, connected, running
 from tests.integration.images import photo
 from tests.unit.ingest.image_files import bombs
 from vision_encoder.v1 import encoder_pb2 as pb
-from vision_encoder.v1 import encoder_pb2_grpc
 
 PATCH_DIM = 1536
-
-
-@pytest.fixture
-def client(service: RunningService):  # type: ignore[no-untyped-def]
-    with VisionEncoderClient(service.target, timeout_s=60) as client:
-        yield client
 
 
 def assert_fails_alone(client: VisionEncoderClient, bad: Item, reason: str) -> ItemFailed:
@@ -103,8 +96,7 @@ def test_grids_on_the_wire(service: RunningService, client: VisionEncoderClient)
 
 def raw_failures(service: RunningService, items: list[pb.Item]) -> dict[int, pb.ItemFailure]:
     """Failures by item index, straight from the generated stub; checks that every item was answered."""
-    with grpc.insecure_channel(service.target) as channel:
-        stub = encoder_pb2_grpc.VisionEncoderStub(channel)
+    with connected(service) as stub:
         events = list(stub.Encode(pb.EncodeRequest(items=items), timeout=30))
     answered = [event.item_index for event in events if event.WhichOneof("event") != "chunk"]
     assert sorted(answered) == list(range(len(items)))
@@ -166,8 +158,7 @@ def test_whole_calls_that_cannot_be_read(service: RunningService) -> None:
         pytest.raises(RequestRefused, match="no-such-model"),
     ):
         client.encode([ImageItem(photo())])
-    with grpc.insecure_channel(service.target) as channel:
-        stub = encoder_pb2_grpc.VisionEncoderStub(channel)
+    with connected(service) as stub:
         good = pb.Item(modality=pb.MODALITY_IMAGE, encoded=photo())
         for request, status in (
             (pb.EncodeRequest(), grpc.StatusCode.INVALID_ARGUMENT),
@@ -211,8 +202,7 @@ def test_oversize_messages(checkpoints: dict[str, Path], device: torch.device) -
             assert "1048576" in too_long.message
             assert isinstance(good, EncodedRows)
             assert_fails_alone(client, ImageItem(photo(256, 256, "BMP")), "IMAGE_TOO_LARGE")
-        with grpc.insecure_channel(found.target) as channel:
-            stub = encoder_pb2_grpc.VisionEncoderStub(channel)
+        with connected(found) as stub:
             huge = pb.Item(modality=pb.MODALITY_IMAGE, encoded=bytes(3 << 20))
             with pytest.raises(grpc.RpcError) as caught:
                 list(stub.Encode(pb.EncodeRequest(items=[huge]), timeout=30))

@@ -22,7 +22,6 @@ from vision_encoder.v1 import encoder_pb2 as pb
 from vision_encoder.v1 import encoder_pb2_grpc
 
 NUM_CLIENTS = 6
-FRAMES_S = 0.1
 
 
 class Load:

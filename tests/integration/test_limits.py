@@ -25,7 +25,7 @@ from encoder_service.rpc import gate, server, server_factory
 from encoder_service.types import Item
 from lm_adapter import EncodedRows, EncoderOverloaded, ImageItem, VisionEncoderClient
 from lm_adapter.channel import channel_options
-from tests.integration.conftest import RunningService, running
+from tests.integration.conftest import RunningService, connected, running
 from tests.integration.held import held, wait_until_free
 from tests.integration.images import photo
 from tests.waiting import wait_until
@@ -238,8 +238,7 @@ def test_p15_cancelled_and_late_callers_leave_nothing_behind(
     chance = random.Random(seed)
     with running(checkpoints["qwen3_vl"], device, ingest_threads=2) as found:
         files = [photo(chance.randrange(40, 700), chance.randrange(40, 500)) for _ in range(12)]
-        with grpc.insecure_channel(found.target) as channel:
-            stub = encoder_pb2_grpc.VisionEncoderStub(channel)
+        with connected(found) as stub:
 
             def one(wait_s: float, by_deadline: bool, chosen: list[bytes]) -> None:
                 items = [pb.Item(modality=pb.MODALITY_IMAGE, encoded=data) for data in chosen]

@@ -6,16 +6,14 @@ import secrets
 from collections.abc import Iterator
 from pathlib import Path
 
-import grpc
 import pytest
 import torch
 
 from encoder_service.broker import host_id
 from encoder_service.ingest import pixel_segments
-from tests.integration.conftest import RunningService, running
+from tests.integration.conftest import RunningService, connected, running
 from tests.integration.held import wait_until_free
 from vision_encoder.v1 import encoder_pb2 as pb
-from vision_encoder.v1 import encoder_pb2_grpc
 
 PREFIX = "gateway-"
 GRID = pb.GridTHW(t=1, h=8, w=12)
@@ -49,8 +47,7 @@ def test_p19_rows_are_those_of_the_same_pixels_inline(sharing: RunningService, t
     (tmp_path / name).write_bytes(bytes(64) + data)
     shm = pb.ShmTensor(name=name, offset_bytes=64, dtype=pb.DTYPE_FLOAT32, shape=[8 * 12, PATCH_DIM])
     missing = pb.ShmTensor(name=PREFIX + "missing", dtype=pb.DTYPE_FLOAT32, shape=[8 * 12, PATCH_DIM])
-    with grpc.insecure_channel(sharing.target) as channel:
-        stub = encoder_pb2_grpc.VisionEncoderStub(channel)
+    with connected(sharing) as stub:
         info = stub.GetServerInfo(pb.GetServerInfoRequest(), timeout=30).pixel_input
         assert (info.host_id, list(info.name_prefixes)) == (host_id(), [PREFIX])
         request = pb.EncodeRequest(items=[pixels(shm), pixels(missing)])
@@ -75,8 +72,7 @@ def test_p19_rows_are_those_of_the_same_pixels_inline(sharing: RunningService, t
 
 def test_a_server_without_the_settings_announces_and_accepts_none(service: RunningService) -> None:
     shm = pb.ShmTensor(name=PREFIX + "1", dtype=pb.DTYPE_FLOAT32, shape=[8 * 12, PATCH_DIM])
-    with grpc.insecure_channel(service.target) as channel:
-        stub = encoder_pb2_grpc.VisionEncoderStub(channel)
+    with connected(service) as stub:
         assert not stub.GetServerInfo(pb.GetServerInfoRequest(), timeout=30).HasField("pixel_input")
         (event,) = stub.Encode(pb.EncodeRequest(items=[pixels(shm)]), timeout=30)
     assert event.failure.reason == "TRANSPORT_UNAVAILABLE"

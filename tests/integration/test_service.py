@@ -30,17 +30,11 @@ from lm_adapter import (
     PrefetchStatus,
     VisionEncoderClient,
 )
-from tests.integration.conftest import FAMILIES, RunningService, running
+from tests.integration.conftest import FAMILIES, RunningService, connected, running
 from tests.integration.images import photo
 from tests.waiting import wait_until
 from vision_encoder.v1 import encoder_pb2 as pb
 from vision_encoder.v1 import encoder_pb2_grpc
-
-
-@pytest.fixture
-def client(service: RunningService):  # type: ignore[no-untyped-def]
-    with VisionEncoderClient(service.target, timeout_s=60) as client:
-        yield client
 
 
 def figures(service: RunningService) -> dict[str, float]:
@@ -231,8 +225,7 @@ def test_a_defect_in_one_prefetched_item_is_that_items(
         pb.Item(modality=pb.MODALITY_IMAGE, encoded=data),
         pb.Item(modality=pb.MODALITY_IMAGE, encoded=data, content_digest=bytes(32)),
     ]
-    with grpc.insecure_channel(service.target) as channel:
-        stub = encoder_pb2_grpc.VisionEncoderStub(channel)
+    with connected(service) as stub:
         good, bad = stub.Prefetch(pb.PrefetchRequest(items=items), timeout=30).statuses
     assert len(good.key) == 32
     assert bad.failure.reason == "INTERNAL"

@@ -17,7 +17,6 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import grpc
 import numpy as np
 import pytest
 import torch
@@ -28,13 +27,12 @@ from lm_adapter import (
     ItemFailed,
     VisionEncoderClient,
 )
-from tests.integration.conftest import RunningService, running
+from tests.integration.conftest import RunningService, connected, running
 from tests.integration.held import wait_until_free
 from tests.integration.images import photo
 from tests.reference_reader import reader_of
 from tests.waiting import wait_until
 from vision_encoder.v1 import encoder_pb2 as pb
-from vision_encoder.v1 import encoder_pb2_grpc
 
 
 @pytest.fixture
@@ -90,8 +88,7 @@ def test_p21_a_place_is_what_the_arena_says_until_its_eviction(sharing: RunningS
     store = sharing.service.store
     assert store is not None
     (arena,) = (arena for _, arena in store.arenas() if arena.kind == "host")
-    with grpc.insecure_channel(sharing.target) as channel:
-        stub = encoder_pb2_grpc.VisionEncoderStub(channel)
+    with connected(sharing) as stub:
         request = pb.EncodeRequest(items=[item], delivery=pb.DELIVERY_HOST)
         (event,) = stub.Encode(request, timeout=30)
         result, place = event.result, event.result.place
@@ -170,8 +167,7 @@ def test_p37_draining_waits_for_the_readers_of_announced_rows(
         store = found.service.store
         assert store is not None
         (arena,) = (arena for _, arena in store.arenas() if arena.kind == "host")
-        with grpc.insecure_channel(found.target) as channel:
-            stub = encoder_pb2_grpc.VisionEncoderStub(channel)
+        with connected(found) as stub:
             item = pb.Item(modality=pb.MODALITY_IMAGE, encoded=photo())
             (event,) = stub.Encode(pb.EncodeRequest(items=[item], delivery=pb.DELIVERY_HOST), timeout=30)
             place = event.result.place

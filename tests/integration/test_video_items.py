@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import random
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -17,6 +15,7 @@ from encoder_service import app
 from lm_adapter import ClipItem, EncodedRows, FramesItem, ImageItem, ItemFailed, PreprocessOptions
 from lm_adapter import VisionEncoderClient as Client
 from tests.integration.conftest import FAMILIES, RunningService, running
+from tests.integration.test_process import command
 from tests.unit.ingest import clip_files, image_files
 
 CPU = torch.device("cpu")
@@ -129,18 +128,23 @@ def test_p34_other_callers_do_not_wait_for_a_clip_that_is_read(service: RunningS
 def test_the_command_line_encodes_clips(service: RunningService, tmp_path: Path) -> None:
     (tmp_path / "clip.mp4").write_bytes(clip())
     (tmp_path / "moving.gif").write_bytes(clip_files.encode(clip_files.moving(12), "gif.gif", fps=4))
-    command = [sys.executable, "-m", "encoder_service", "encode", "--server", service.target]
     out = tmp_path / "rows.safetensors"
-    files = [str(tmp_path / name) for name in ("clip.mp4", "moving.gif")]
-    whole = subprocess.run(
-        [*command, *files, "--clip", "--fps", "1", "--out", str(out)], capture_output=True, text=True
+    given = (
+        "encode",
+        "--server",
+        service.target,
+        tmp_path / "clip.mp4",
+        tmp_path / "moving.gif",
+        "--out",
+        out,
     )
+    whole = command(*given, "--clip", "--fps", "1")
     assert whole.returncode == 0, whole.stderr
     with safe_open(out, "pt") as rows:
         assert len(rows.get_tensor("timestamps_s.0")) == 4
         assert rows.get_tensor("grid_thw.0")[0] == 2
         assert len(rows.get_tensor("timestamps_s.1")) == 4
-    still_gif = subprocess.run([*command, *files, "--out", str(out)], capture_output=True, text=True)
+    still_gif = command(*given)
     assert still_gif.returncode == 0, still_gif.stderr
     with safe_open(out, "pt") as rows:
         assert "timestamps_s.0" in rows.keys()  # noqa: SIM118
