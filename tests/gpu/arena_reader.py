@@ -63,9 +63,10 @@ class ArenaReader:
         words = self.arena._page
         seen = {"whole": 0, "lost": 0, "wrong": 0}
         while not words[CLOSED_WORD]:
-            copied = self.arena.read(
-                slot_index, words[FIRST_GENERATION_WORD + slot_index] | 1, offset_bytes, num_bytes
-            )
+            generation = words[FIRST_GENERATION_WORD + slot_index]
+            if generation % 2 == 0:
+                continue  # the generation to come is listed and announced only once its rows are whole
+            copied = self.arena.read(slot_index, generation, offset_bytes, num_bytes)
             if copied is None:
                 seen["lost"] += 1
             else:

@@ -14,6 +14,7 @@ import torch
 
 from encoder_service.engine.launch import LaunchedBatch, TowerLauncher
 from encoder_service.scheduler.buckets import BucketLadder, default_ladder
+from encoder_service.scheduler.cost import Launch
 from encoder_service.types import FrameItem, Grid, TowerItem
 from tests.gpu.test_graphs import (
     CUDA,
@@ -157,7 +158,7 @@ def full_rig() -> Iterator[Rig]:
     buckets = {
         bucket
         for count, side in CASES.values()
-        if (bucket := ladder.choose(count * side * side, count, side * side)) is not None
+        if (bucket := ladder.choose(Launch.of([side * side] * count))) is not None
     }
     tower = fused_tower("qwen3_vl", "full", backends()[0])
     yield Rig(captured_runner(tower, BucketLadder(sorted(buckets, key=lambda one: one.num_patches))))

@@ -41,6 +41,11 @@ def photographs() -> list[bytes]:
     return [*files, (PHOTOS / "rocket_alpha.png").read_bytes()]
 
 
+def on_white(image: Image.Image) -> Image.Image:
+    above = image.convert("RGBA")
+    return Image.alpha_composite(Image.new("RGBA", above.size, "white"), above).convert("RGB")
+
+
 class Reference:
     """The full model and its processor."""
 
@@ -63,8 +68,8 @@ class Reference:
         return found
 
     def inputs(self, prompt: str, files: list[bytes]) -> Any:
-        # Not by transformers' load_image, which drops alpha: the processors put white below.
-        images = [ImageOps.exif_transpose(Image.open(io.BytesIO(data))) for data in files]
+        # On white here: transformers' load_image and its processors before 5.23 drop alpha.
+        images = [on_white(ImageOps.exif_transpose(Image.open(io.BytesIO(data)))) for data in files]
         return self.processor(text=[prompt], images=images, return_tensors="pt")
 
     @torch.no_grad()
