@@ -76,6 +76,11 @@ class InFlightEncode:
             ticket.is_prefetch = self._is_prefetch
 
     @property
+    def is_late(self) -> bool:
+        """Whether the engine dropped it, or a piece of it, for its deadline."""
+        return any(ticket.is_dropped for ticket in self._tickets)
+
+    @property
     def is_unwanted(self) -> bool:
         """Whether no caller waits and no prefetch keeps the encode."""
         return not self.num_callers and not self._is_kept
@@ -104,11 +109,16 @@ class InFlightEncodes:
     def join(
         self, namespace: str, key: bytes, deadline_s: float | None, *, is_prefetch: bool = False
     ) -> InFlightEncode | None:
-        """The encode in progress for a key, joined."""
+        """The encode in progress for a key, joined. None also for one that was dropped for the deadline of
+        its callers: it only has to end, and another may start."""
         encode = self._encodes.get((namespace, key))
-        if encode is not None:
-            self.num_joined += 1
-            encode.join(deadline_s, is_prefetch=is_prefetch)
+        if encode is None:
+            return None
+        encode.join(deadline_s, is_prefetch=is_prefetch)
+        if encode.is_late:
+            self._remove(encode)
+            return None
+        self.num_joined += 1
         return encode
 
     def start(

@@ -45,6 +45,7 @@ class Ticket:
     num_patches: its size. deadline_s: dropped from then on, in the engine's clock; None: never. is_prefetch:
     no caller waits for it; an Encode that joins clears the flag. cancelled: every caller left. Other threads
     may change these three while the ticket waits, the deadline only to a later one; the next batch sees it.
+    is_dropped: by the planner, for its deadline; a caller who comes later must not wait for it.
     num_sequences: attention sequences of equal length that the patches form. num_frames: frames averaged into
     one row. passes: how often later items overtook it; counted by the planner.
     """
@@ -53,6 +54,7 @@ class Ticket:
     deadline_s: float | None = None
     is_prefetch: bool = False
     cancelled: bool = False
+    is_dropped: bool = False
     num_sequences: int = 1
     num_frames: int = 1
     passes: int = 0
@@ -155,6 +157,10 @@ class Planner:
             return False
         left_s = deadline_s - now_s
         if left_s > 0 and (self.ladder is None or needed_s <= left_s):
+            return False
+        ticket.is_dropped = True  # a caller who joins writes the deadline first, and then reads this
+        if ticket.deadline_s != deadline_s:
+            ticket.is_dropped = False
             return False
         self.remove(ticket)
         plan.dropped[ticket] = late_error(needed_s, left_s)

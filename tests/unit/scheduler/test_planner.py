@@ -32,6 +32,23 @@ def planner_of(
     return planner
 
 
+class JoinedMeanwhile(Ticket):
+    """A caller without a deadline joins while the planner drops it."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        super().__setattr__(name, value)
+        if name == "is_dropped" and value:
+            super().__setattr__("deadline_s", None)
+
+
+def test_a_ticket_whose_deadline_moves_while_it_is_dropped_stays() -> None:
+    late, joined = Ticket(2, deadline_s=1.0), JoinedMeanwhile(2, deadline_s=1.0)
+    plan = planner_of((late, joined)).next_batch(2.0)
+    assert plan.batch == [joined]
+    assert list(plan.dropped) == [late]
+    assert (late.is_dropped, joined.is_dropped) == (True, False)
+
+
 def test_first_come_within_budget_and_later_small_items_fill_up() -> None:
     a, b, c, d = Ticket(6), Ticket(6), Ticket(3), Ticket(1)
     planner = planner_of((a, b, c, d), 10)

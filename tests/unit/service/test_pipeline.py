@@ -270,6 +270,27 @@ async def test_a_joined_flight_keeps_the_later_deadline(rig: Rig) -> None:
     assert (await patient).tier is CacheTier.IN_FLIGHT
 
 
+@pytest.mark.parametrize("deadline_s", [None, 60.0])
+async def test_a_caller_does_not_join_what_was_dropped_for_an_earlier_deadline(
+    rig: Rig, deadline_s: float | None
+) -> None:
+    rig.tower.gate.clear()
+    blocker = asyncio.ensure_future(rig.pipeline.encode(image(1)))
+    await until(lambda: len(rig.engine._in_flight) or rig.engine._planned)
+    soon_s = time.monotonic() + 0.05
+    soon = asyncio.ensure_future(rig.pipeline.encode(image(2), deadline_s=soon_s))
+    await until(lambda: len(rig.engine._waiting) == 1)
+    while not rig.engine.counters.dropped_items:  # the loop is late
+        if time.monotonic() > soon_s:
+            rig.tower.gate.set()
+    late = None if deadline_s is None else time.monotonic() + deadline_s
+    patient = asyncio.ensure_future(rig.pipeline.encode(image(2), deadline_s=late))
+    with pytest.raises(DeadlineExceeded):
+        await soon
+    assert (await patient).tier is CacheTier.MISS
+    await blocker
+
+
 async def test_a_fetch_that_joins_keeps_the_flight_past_the_first_callers_deadline(rig: Rig) -> None:
     rig.tower.gate.clear()
     blocker = asyncio.ensure_future(rig.pipeline.encode(image(1)))
