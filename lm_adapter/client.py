@@ -63,6 +63,8 @@ if TYPE_CHECKING:
 PROTOCOL_VERSION = 1
 MIN_PROTOCOL_VERSION = 1
 DEFAULT_TIMEOUT_S = 60.0
+MAX_TIMEOUT_S = 365 * 86_400.0
+"""Longer timeouts, infinite ones too, are cut to this: gRPC takes a time beyond its range for a past one."""
 READY_POLL_S = 0.05
 MIN_INFO_AGE_S = 1.0
 MAX_HASHED_BYTES = 8 << 20
@@ -85,7 +87,7 @@ class Deadline:
     def __init__(self, timeout_s: float) -> None:
         if not timeout_s > 0:
             raise InvalidRequest(f"timeout_s is {timeout_s}, needs to be above 0")
-        self._expires_at_s = time.monotonic() + timeout_s
+        self._expires_at_s = time.monotonic() + min(timeout_s, MAX_TIMEOUT_S)
 
     @property
     def left_s(self) -> float:

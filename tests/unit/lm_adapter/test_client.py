@@ -225,6 +225,13 @@ def test_each_item_owns_its_payload(fake: FakeEncoder, open_client: Open) -> Non
     assert second.payload.flags.owndata
 
 
+@pytest.mark.parametrize("timeout_s", [1e10, float("inf")])
+def test_a_timeout_beyond_grpcs_range_is_no_past_one(open_client: Open, timeout_s: float) -> None:
+    client = open_client(timeout_s=timeout_s)
+    (rows,) = client.call("encode", [image(0)])
+    assert_rows_of(rows, digest_of(0))
+
+
 @pytest.mark.parametrize("timeout_s", [0.0, -1.0, float("nan")])
 def test_a_timeout_is_positive(open_client: Open, timeout_s: float) -> None:
     with pytest.raises(InvalidRequest, match="timeout_s"):
