@@ -236,7 +236,15 @@ class Assembler:
             raise InvalidRows(
                 "num_chunks", "0 rows chunks announced, expected at least 1", found=0, expected=1
             )
-        self._arriving[position] = _ChunkedRows(result, header)
+        try:
+            self._arriving[position] = _ChunkedRows(result, header)
+        except MemoryError as error:
+            raise ItemFailed(
+                f"this process has no memory for {header.rows_bytes} bytes of rows",
+                reason="OUT_OF_MEMORY",
+                status=_RESOURCE_EXHAUSTED,
+                details={"needed": header.rows_bytes},
+            ) from error
         return None
 
     def _on_chunk(self, chunk: RowsChunk) -> EncodedRows | None:

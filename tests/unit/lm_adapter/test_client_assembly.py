@@ -193,15 +193,19 @@ def test_p22_rows_of_another_key_or_digest_are_refused() -> None:
         assert done[1].field == field_name
 
 
-def test_p22_a_huge_announcement_is_refused_before_any_memory_is_taken() -> None:
-    side = 2**20
+def huge_result() -> pb.ItemEvent:
+    """Of 2**62 bytes."""
     event = item_events(0, Grid(1, 2, 2))[0]
-    event.result.grid_thw.h = event.result.grid_thw.w = side
+    event.result.grid_thw.h = event.result.grid_thw.w = 2**20
     event.result.num_rows = 2**30
     event.result.width = 2**30
     event.result.rows_bytes = 2**62
     event.result.num_deepstack_levels = 0
-    done = Assembler([None], max_rows_bytes=1 << 30).feed(event.SerializeToString())
+    return event
+
+
+def test_p22_a_huge_announcement_is_refused_before_any_memory_is_taken() -> None:
+    done = Assembler([None], max_rows_bytes=1 << 30).feed(huge_result().SerializeToString())
     assert done is not None
     assert isinstance(done[1], InvalidRows)
     assert done[1].details == {
@@ -209,6 +213,18 @@ def test_p22_a_huge_announcement_is_refused_before_any_memory_is_taken() -> None
         "found": str(2**62),
         "expected": str(2**30),
     }
+
+
+def test_rows_that_this_process_has_no_memory_for_fail_their_item_alone() -> None:
+    assembly = Assembler([None, None], max_rows_bytes=1 << 62)
+    done = feed(assembly, huge_result())
+    assert isinstance(done[1], ItemFailed)
+    assert done[1].reason == "OUT_OF_MEMORY"
+    assert done[1].details == {"needed": str(2**62)}
+    for event in item_events(1, Grid(1, 2, 2)):
+        done = feed(assembly, event)
+    assert isinstance(done[1], EncodedRows)
+    assembly.finish()
 
 
 def test_several_models_each_allow_their_own_geometry() -> None:
