@@ -544,6 +544,7 @@ class AsyncVisionEncoderClient:
 
     async def _is_serving(self, deadline: Deadline) -> bool:
         """The answer of grpc.health.v1; a server without it is serving when it answers at all."""
+        self._check_open("Health.Check")
         check: Any = self._channel.current().unary_unary(_HEALTH_CHECK)
         try:
             # HealthCheckResponse: field 1 (status) has the value 1 (SERVING).
@@ -553,6 +554,9 @@ class AsyncVisionEncoderClient:
             if error.code() is grpc.StatusCode.UNIMPLEMENTED:
                 return True
             raise self._failed(error, "Health.Check") from error
+        except asyncio.CancelledError as error:
+            self._raise_if_closed("Health.Check", error)
+            raise
 
     async def _unary(
         self, method: str, request: Message, response_type: type[ResponseT], deadline: Deadline

@@ -600,6 +600,28 @@ def test_closing_under_an_async_call_cancels_it(fake: FakeEncoder) -> None:
     asyncio.run(scenario())
 
 
+def test_closing_under_a_health_check_cancels_wait_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+    is_asked, is_closed = threading.Event(), threading.Event()
+
+    def check_health(*_: object) -> bytes:
+        is_asked.set()
+        is_closed.wait(10)
+        return b""
+
+    async def scenario(target: str) -> None:
+        client = AsyncVisionEncoderClient(target)
+        call = asyncio.ensure_future(client.wait_ready(10.0))
+        await asyncio.to_thread(is_asked.wait, 10)
+        await client.close()
+        is_closed.set()
+        with pytest.raises(CallCancelled, match="the client is closed"):
+            await call
+
+    monkeypatch.setattr(FakeEncoder, "_check_health", check_health)
+    with FakeEncoder() as fake:
+        asyncio.run(scenario(fake.target))
+
+
 def test_a_cancelled_task_cancels_its_call_and_stays_cancelled(fake: FakeEncoder) -> None:
     fake.script.faults[digest_of(1)] = Fault.HANG
 
