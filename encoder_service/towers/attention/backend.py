@@ -2,7 +2,8 @@
 
 Owns the seam between the towers and the kernels. ``available.py`` lists the backends of a device,
 ``select.py`` measures them. A new backend implements ``AttentionBackend`` in a file of its own with a
-function ``build`` and gets a line in ``available.BUILDERS``.
+function ``build``, gets a line in ``available.BUILDERS`` and its ``name`` in ``available.NAMES``;
+tests/unit/towers/test_attention_backends.py runs every name. Graphs take no backend with ``static_lengths``.
 
 Padding: kernels that fetch whole tiles of keys and values read past the end of the last sequence and give
 those rows the weight zero, and zero times NaN is NaN. Libraries leave the output of padding uninitialised;
@@ -49,9 +50,9 @@ class AttentionBackend(Protocol):
     and can be captured in a CUDA graph. Backends that compile do so in their first call, which must come
     before a capture.
 
-    ``plan`` is optional, once per forward pass and inside the graph. Its result, passed as the bounds of
-    every block's ``attend``, saves each block the zeroed output. With a plan, ``attend`` returns the plan's
-    own buffer: use the result before the next call.
+    ``plan`` may be called once per forward pass, inside the graph; a backend without a plan inherits it from
+    ``Unplanned``. Its result, passed as the bounds of every block's ``attend``, saves each block the zeroed
+    output. With a plan, ``attend`` returns the plan's own buffer: use the result before the next call.
 
     static_lengths: the lengths on the host are baked into the launches, so that a graph serves only the
     lengths it was captured with. batch_invariant: a sequence's rows are bit-equal whatever else is in the
