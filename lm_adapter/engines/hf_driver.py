@@ -15,6 +15,7 @@ chunk or the vocabulary's size (in logits), D width, R rows of an item, L deepst
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -88,6 +89,9 @@ class RemoteVisionLM:
         self.head_VD = head_VD
         self.interface = interface
         self._new_cache = new_cache
+        # transformers calls it ``cache`` from 5.24 on.
+        parameters = inspect.signature(language_model.forward).parameters
+        self._cache_name = "cache" if "cache" in parameters else "past_key_values"
         embedding = language_model.embed_tokens.weight
         self.vocab_size, self.out_width = embedding.shape
         self.dtype: torch.dtype = embedding.dtype
@@ -299,8 +303,8 @@ class RemoteVisionLM:
             inputs_embeds=inputs_embeds_BCD,
             position_ids=position_ids if self.interface.uses_mrope else position_ids[0],
             attention_mask=attention_mask,
-            past_key_values=cache,
             use_cache=True,
+            **{self._cache_name: cache},
             **extra,
         )
         hidden_BCD: torch.Tensor = output.last_hidden_state

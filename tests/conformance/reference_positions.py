@@ -157,6 +157,7 @@ def spliced(prompt: Prompt) -> tuple[list[list[float]], list[bool], list[list[li
         count = t * h * w // MERGE_SIZE**2
         rows[item["modality"]].append(torch.tensor([row_values(index, row) for row in range(count)]))
     seen: dict[str, Any] = {}
+    outputs = module("qwen3_vl.modeling_qwen3_vl").BaseModelOutputWithPast(last_hidden_state=torch.zeros(1))
 
     def features(modality: str) -> Any:
         levels = [
@@ -176,7 +177,7 @@ def spliced(prompt: Prompt) -> tuple[list[list[float]], list[bool], list[list[li
         get_image_features=lambda *_, **__: features("image"),
         get_video_features=lambda *_, **__: features("video"),
         compute_3d_position_ids=lambda **_: None,
-        language_model=lambda **given: seen.update(given) or (None,),
+        language_model=lambda **given: seen.update(given) or outputs,
     )
     model.get_placeholder_mask = modeling.Qwen3VLModel.get_placeholder_mask.__get__(model)
     modeling.Qwen3VLModel.forward(
@@ -184,7 +185,7 @@ def spliced(prompt: Prompt) -> tuple[list[list[float]], list[bool], list[list[li
         input_ids=torch.tensor([prompt.ids]),
         pixel_values=torch.zeros(1) if rows["image"] else None,
         pixel_values_videos=torch.zeros(1) if rows["video"] else None,
-        return_dict=False,
+        return_dict=True,
     )
     mask = seen["visual_pos_masks"]
     levels = seen["deepstack_visual_embeds"]
