@@ -23,11 +23,10 @@ NUM_SLOTS = 2
 
 @dataclass(frozen=True)
 class PixelSlot:
-    """Device memory for one batch's pixels. memory: uint8, this slot's part of the staging's, from
-    first_byte on. sources_I2: int64 [max_items, 2]. uploaded: behind the latest transfer into the slot.
-    read: behind the latest read of it, in the compute stream."""
+    """Device memory for one batch's pixels: this part of the staging's, from first_byte on. sources_I2: int64
+    [max_items, 2]. uploaded: behind the latest transfer into the slot. read: behind the latest read of it, in
+    the compute stream."""
 
-    memory: torch.Tensor
     first_byte: int
     sources_I2: torch.Tensor
     uploaded: Event
@@ -63,9 +62,8 @@ class PixelStaging:
         self._memory = torch.empty(NUM_SLOTS * num_bytes, dtype=torch.uint8, device=device)
         slots = []
         for first_byte in range(0, NUM_SLOTS * num_bytes, num_bytes):
-            memory = self._memory[first_byte : first_byte + num_bytes]
             sources_I2 = torch.zeros(max_items, 2, dtype=torch.int64, device=device)
-            slot = PixelSlot(memory, first_byte, sources_I2, streams.make_event(), streams.make_event())
+            slot = PixelSlot(first_byte, sources_I2, streams.make_event(), streams.make_event())
             # Memory is allocated in the compute stream's order: earlier work may still write there.
             streams.compute.record(slot.read)
             slots.append(slot)
@@ -82,12 +80,13 @@ class PixelStaging:
         host tensors, one for each item, unchanged until the batch has ended. num_frames: of each item, 0 for
         patches."""
         slot, upload = next(self._slots), self._streams.upload
-        pieces, sources, first = [], [], 0
+        memory = {dtype: self._memory.view(dtype) for dtype in {one.dtype for one in pixels}}
+        pieces, sources, first_byte = [], [], slot.first_byte
         for one, frames in zip(pixels, num_frames, strict=True):
-            piece = slot.memory[first : first + one.nbytes]
-            pieces.append(piece.view(one.dtype).view(one.shape))
-            sources.append((slot.first_byte + first, frames))
-            first += aligned(one.nbytes)
+            # One call an item; a slice, its dtype and its shape would take three.
+            pieces.append(memory[one.dtype].as_strided(one.shape, one.stride(), first_byte // one.itemsize))
+            sources.append((first_byte, frames))
+            first_byte += aligned(one.nbytes)
         given_I2 = torch.tensor(sources, dtype=torch.int64, pin_memory=self._pins)
 
         def transfer() -> None:

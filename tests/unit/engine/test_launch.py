@@ -261,7 +261,7 @@ def test_uploads_overlap_earlier_batches_and_never_enter_a_slot_in_use() -> None
     slots = [next(staging._slots) for _ in range(2)]
 
     def values() -> list[float]:
-        return [float(slot.memory[:4].view(torch.float32)) for slot in slots]
+        return [float(staging._memory[slot.first_byte :][:4].view(torch.float32)) for slot in slots]
 
     assert values() == [1.0, 2.0]
     rig.launcher.launch([items[2]])  # the host waits for nothing here either
