@@ -15,11 +15,14 @@ STAMP := $(VENV)/.setup-done
 # vLLM with its own versions of shared dependencies.
 ENGINES_VENV := .venv-engines
 ENGINES_STAMP := $(ENGINES_VENV)/.setup-done
+# SGLang with its own.
+SGLANG_VENV := .venv-sglang
+SGLANG_STAMP := $(SGLANG_VENV)/.setup-done
 CHECKPOINT := build/checkpoints/qwen3_vl-small
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup test test-all test-engines test-gpu lint proto proto-check bench bench-transport bench-serve demo serve clean
+.PHONY: help setup test test-all test-engines test-engines-all test-sglang test-fleet test-gpu lint proto proto-check bench bench-transport bench-serve bench-fleet demo serve fleet clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -39,19 +42,37 @@ $(STAMP): pyproject.toml deploy/install_torch.py
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist loadfile
 
 test: $(STAMP) ## Run the tests that need no GPU, without the long ones (five minutes)
-	$(PYTEST) -m "not gpu and not extended" $(TESTS)
+	$(PYTEST) -m "not gpu and not extended and not fleet" $(TESTS)
 
 test-all: $(STAMP) ## Run every test that needs no GPU: also storms, soaks, fuzzing and parity sweeps
-	$(PYTEST) -m "not gpu" $(TESTS)
+	$(PYTEST) -m "not gpu and not fleet" $(TESTS)
 
 $(ENGINES_STAMP): pyproject.toml deploy/install_engines.py deploy/install_torch.py
 	@test -x $(ENGINES_VENV)/bin/python || $(PYTHON) -m venv $(ENGINES_VENV)
 	$(ENGINES_VENV)/bin/python deploy/install_engines.py
 	@touch $@
 
-# One vLLM server at a time: each takes two cores and two gigabytes while it starts.
-test-engines: $(ENGINES_STAMP) ## Run vLLM on the CPU with image rows from the service
-	OMP_NUM_THREADS=1 $(ENGINES_VENV)/bin/python -m pytest --durations=5 tests/engines
+# Each worker has servers of its own. A start takes one core for a minute, and two gigabytes.
+ENGINES_PYTEST := OMP_NUM_THREADS=1 $(ENGINES_VENV)/bin/python -m pytest -n 2 --dist loadfile --durations=5
+
+test-engines: $(ENGINES_STAMP) ## Run vLLM on the CPU with image rows of Qwen3-VL from the service (seven minutes)
+	$(ENGINES_PYTEST) -m "not extended" tests/engines
+
+test-engines-all: $(ENGINES_STAMP) ## The same with every family, data parallelism and the bench
+	$(ENGINES_PYTEST) tests/engines
+
+$(SGLANG_STAMP): pyproject.toml deploy/install_sglang.py deploy/install_engines.py deploy/install_torch.py
+	@test -x $(SGLANG_VENV)/bin/python || $(PYTHON) -m venv $(SGLANG_VENV)
+	$(SGLANG_VENV)/bin/python deploy/install_sglang.py
+	@touch $@
+
+# An SGLang server of each worker: a start takes one core and two gigabytes.
+test-sglang: $(SGLANG_STAMP) ## Run SGLang on the CPU with image rows from the service
+	OMP_NUM_THREADS=1 $(SGLANG_VENV)/bin/python -m pytest -n 2 --dist loadfile -m "not extended" --durations=5 tests/sglang
+
+# A fleet takes both cores: one file at a time.
+test-fleet: $(STAMP) ## Run encoders behind a real Envoy through kills, scaling, stalls and restarts (four minutes)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "fleet and not extended" --durations=5 tests/fleet
 
 GPU_PYTEST := $(PY) -m pytest --device cuda:0 --dist worksteal --tb=short --durations=40 --durations-min=3
 
@@ -60,7 +81,7 @@ GPU_PYTEST := $(PY) -m pytest --device cuda:0 --dist worksteal --tb=short --dura
 test-gpu: ## Run the GPU tests, and kernels, parity and integration on cuda:0 (PY=... has torch with CUDA)
 	@status=0; export PYTHONPATH=.:proto:$$PYTHONPATH; \
 	gpus=$$($(PY) -c 'import torch; print(max(1, torch.cuda.device_count()))') || exit; export TEST_NUM_GPUS=$$gpus; \
-	$(GPU_PYTEST) -m whole_device -n $$gpus tests/gpu || status=$$?; \
+	$(GPU_PYTEST) -m whole_device -n 1 tests/gpu || status=$$?; \
 	OMP_NUM_THREADS=$$((gpus > 1 ? 3 : 4)) $(GPU_PYTEST) -m "not whole_device and not without_device" -n $(GPU_WORKERS) \
 	    tests/gpu tests/parity tests/integration tests/unit/kernels tests/unit/towers || status=$$?; \
 	exit $$status
@@ -87,11 +108,17 @@ bench-transport: $(STAMP) ## Measure the delivery of rows over every transport
 bench-serve: $(STAMP) ## Measure the service under load, beside its tower
 	$(BIN)/python bench/serve.py $$([ -e /dev/nvidiactl ] || echo --quick --size tiny --device cpu)
 
+bench-fleet: $(STAMP) ## Measure encoders behind Envoy through kills, scaling, stalls and restarts, on a CPU (an hour)
+	$(BIN)/python bench/fleet.py
+
 demo: $(STAMP) ## Start the service, send photographs, run a language model on the rows, compare
 	$(BIN)/python bench/demo.py
 
 serve: $(STAMP) $(CHECKPOINT)/config.json ## Serve a small random-weight checkpoint on the CPU
 	$(BIN)/vision-encoder serve --model $(CHECKPOINT) --device cpu
+
+fleet: $(STAMP) $(CHECKPOINT)/config.json ## Run four encoders on the CPU behind Envoy, until Ctrl-C
+	PYTHONPATH=.:proto $(BIN)/python -m tests.fleet $(CHECKPOINT)
 
 # Made beside its final place and moved, so that an interrupted run leaves no half checkpoint.
 $(CHECKPOINT)/config.json: | $(STAMP)
@@ -101,5 +128,5 @@ $(CHECKPOINT)/config.json: | $(STAMP)
 	mv $(CHECKPOINT).partial $(CHECKPOINT)
 
 clean: ## Remove what the targets made, the environments included
-	rm -rf build dist demo-output $(VENV) $(ENGINES_VENV) .venv-proto .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf build dist demo-output $(VENV) $(ENGINES_VENV) $(SGLANG_VENV) .venv-proto .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

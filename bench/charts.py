@@ -1,8 +1,8 @@
-"""Draws the result of a bench beside its file: towers, transports, serving.
+"""Draws charts of bench results: towers, transports, serving, autoscaling.
 
     python bench/charts.py bench/results/tower-nvidia-h200-2026-11-23.json
 
-Owns the pictures and reads results alone, so that any result file can be drawn again.
+Owns the charts. It needs only the result file, so any result can be drawn again.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ INK, GRID = "#333333", "#e4e4e4"
 WARM, COOL, DEEP = "#d1570d", "#64788f", "#7d2181"
 MIB = 1 << 20
 
-# Families and variants in the order of the picture. The reference is cool and grey, ours are warm.
+# Families and variants in the order of the chart. The reference has cool colours, our variants warm ones.
 FAMILIES = {"qwen3_vl": "Qwen3-VL", "qwen3_5": "Qwen3.5", "kimi_k25": "Kimi-K2.5"}
 CASE_ORDER = ("1x256", "1x448", "1x1024", "8x1024", "32x448", "mixed", "clip")
 VARIANT_STYLES = {
@@ -48,14 +48,15 @@ STAGE_COLOURS = {
     "store_ms": DEEP,
     "delivery_ms": "#4a7a3f",
 }
+START_COLOURS = {"85": WARM, "48": COOL, "25": DEEP}
 
 
 class NoChart(Exception):
-    """No picture can be drawn: matplotlib is not installed, or the result has no records to draw."""
+    """No chart can be drawn: matplotlib is not installed, or the result has no records to draw."""
 
 
 def draw_beside(bench: str, result: dict[str, Any], path: Path) -> str:
-    """Draws the picture beside the result file and returns a line about it."""
+    """Draws the chart next to the result file. Returns a line that says where it is, or why there is none."""
     try:
         return f"chart: {draw(bench, result, path.with_suffix('.png'))}"
     except NoChart as error:
@@ -63,7 +64,7 @@ def draw_beside(bench: str, result: dict[str, Any], path: Path) -> str:
 
 
 def draw(bench: str, result: dict[str, Any], path: Path) -> Path:
-    """bench: ``tower``, ``transport`` or ``serve``. Raises NoChart."""
+    """Draws a chart to ``path``. bench: one of DRAWERS. Raises NoChart."""
     try:
         import matplotlib as mpl
         from matplotlib.figure import Figure
@@ -87,8 +88,8 @@ def draw(bench: str, result: dict[str, Any], path: Path) -> Path:
 
 
 def draw_towers(figure: Any, result: dict[str, Any]) -> str:
-    """Time over the floor, and the rate against patches. The floor of a case is its useful work at the rate
-    that the same run measured on one large product."""
+    """Time relative to the floor, and rate against patches. The floor of a case is the time of its useful
+    work at the rate that the same run measured for one large matrix product."""
     records = [one for one in result["records"] if one["variant"] in VARIANT_STYLES]
     families = [family for family in FAMILIES if any(one["family"] == family for one in records)]
     if not families:
@@ -109,7 +110,7 @@ def draw_towers(figure: Any, result: dict[str, Any]) -> str:
 def tower_times(
     axes: Any, records: list[dict[str, Any]], variants: list[str], limit_tflops: float, family: str
 ) -> None:
-    """Bars by case and variant. A bar above the picture carries its ratio, ``graph`` its milliseconds."""
+    """Bars by case and variant. A bar that is cut off shows its ratio; ``graph`` shows its milliseconds."""
     cases = [case for case in CASE_ORDER if any(one["case"] == case for one in records)]
     ratios = {(one["case"], one["variant"]): limit_tflops / one["useful_tflops"] for one in records}
     medians = {(one["case"], one["variant"]): one["median_ms"] for one in records}
@@ -159,7 +160,7 @@ def tower_rates(
 
 
 def draw_transports(figure: Any, result: dict[str, Any]) -> str:
-    """Time of one call against bytes, and the rate of several callers, each with its floor dashed."""
+    """The time of one call against bytes, and the rate of several callers, each with its floor dashed."""
     records = result["records"]
     alone = [one for one in records if one["concurrency"] == 1]
     if not alone:
@@ -199,7 +200,7 @@ def draw_transports(figure: Any, result: dict[str, Any]) -> str:
 
 
 def draw_serving(figure: Any, result: dict[str, Any]) -> str:
-    """Throughput against the tower alone, latency, stages and what is busy, for the first mix."""
+    """Throughput relative to the tower alone, latency, stages and utilisation, for the first mix."""
     mix = next(iter(result["tower"]), "")
     records = sorted(
         (
@@ -242,7 +243,7 @@ def draw_serving(figure: Any, result: dict[str, Any]) -> str:
 
 
 def serve_stages(axes: Any, records: list[dict[str, Any]]) -> None:
-    """The median of each stage, stacked. Medians do not add up to the median of the whole."""
+    """The median of each stage, stacked. The medians do not add up to the median of the total."""
     bottoms = [0.0] * len(records)
     for stage, colour in STAGE_COLOURS.items():
         values = [one["stages"][stage]["p50"] for one in records]
@@ -254,13 +255,81 @@ def serve_stages(axes: Any, records: list[dict[str, Any]]) -> None:
     label(axes, "Stages of images that were encoded", "ms, medians")
 
 
+# -- autoscaling -----------------------------------------------------------------------------------------
+
+
+def draw_autoscaling(figure: Any, result: dict[str, Any]) -> str:
+    """A day with the chart's policy at each start time, its flood in detail, and the other policies."""
+    if not result["records"]:
+        raise NoChart("no records")
+    figure.set_size_inches(16, 10)
+    left, right = figure.subfigures(1, 2, width_ratios=(1.35, 1))
+    days = left.subplots(3, 1, height_ratios=(1.3, 1, 1))
+    near, targets, others = right.subplots(3, 1, height_ratios=(0.8, 1, 1))
+    minutes = range(len(result["work_gpus"]))
+    hours, since_flood = (
+        [one / 60 for one in minutes],
+        [one - result["settings"]["flood_min"] + 0.5 for one in minutes],
+    )
+    days[0].fill_between(hours, result["work_gpus"], color=GRID, label="work offered")
+    for start, series in result["starts"].items():
+        style = {"color": START_COLOURS[start], "label": f"start of {start} s", "linewidth": 1.2}
+        for axes, name in zip(days, ("replicas", "p99_ms", "refused_percent"), strict=True):
+            axes.plot(hours, series[name], **style)
+        near.plot(since_flood, series["p99_ms"], marker="o", markersize=3, **style)
+    for axes in (days[1], near):
+        axes.axhline(result["settings"]["late_ms"], color=INK, linewidth=1, linestyle="--")
+        logarithmic(axes)
+    for axes, title, unit in (
+        (days[0], "A day under the chart's policy: ready encoders", "GPUs"),
+        (days[1], "p99 of each minute (dashed: late)", "ms"),
+        (days[2], "Refused in each minute", "%"),
+        (near, "One tenant's flood from near: p99 of each minute", "ms"),
+    ):
+        axes.set_xlim(*((-2, 8) if axes is near else (0, 24)))
+        label(axes, title, unit, "minutes since the flood began" if axes is near else "hour of the day")
+    draw_policies(targets, others, result)
+    return "Autoscaling by simulation: H200 encoders, images half of 448 and half of 1024 px"
+
+
+def draw_policies(targets: Any, others: Any, result: dict[str, Any]) -> None:
+    """The share refused or late against GPU-hours by target and start time, and for each other policy."""
+    chart, bars = result["chart"], {}
+    curves: dict[str, list[tuple[float, float]]] = {start: [] for start in START_COLOURS}
+    for one in result["records"]:
+        policy, point = one["policy"], (one["gpu_hours_a_day"], one["refused_percent"] + one["late_percent"])
+        changed = {name: value for name, value in policy.items() if value != chart[name]}
+        if one["traffic"] == "mixed" and changed.keys() <= {"saturation", "start_s"}:
+            curves[f"{policy['start_s']:g}"].append(point)
+            if "start_s" not in changed:
+                targets.annotate(f" {policy['saturation'] / 1000:g}", point, va="bottom", fontsize=8)
+        if one["traffic"] == "mixed" and not changed.keys() & {"saturation", "start_s"}:
+            bars[", ".join(f"{name} {value:g}" for name, value in changed.items()) or "the chart's"] = point
+    for start, points in curves.items():
+        targets.plot(
+            *zip(*points, strict=True), color=START_COLOURS[start], marker="o", label=f"start of {start} s"
+        )
+    label(targets, "Targets of the saturation (at the points)", "% refused or late", "GPU-hours a day")
+    drawn = others.barh(list(bars), [percent for _, percent in bars.values()], color="#c3c9d1")
+    drawn[0].set_color(WARM)
+    texts = [f" {percent:.2f} %, {hours:.1f} GPU-h" for hours, percent in bars.values()]
+    others.bar_label(drawn, texts, fontsize=8)
+    others.invert_yaxis()
+    others.margins(x=0.35)
+    others.set_title("Other settings, start of 85 s: % refused or late", loc="left")
+    tidy(others)
+    others.grid(visible=False)
+
+
 # -- all pictures ----------------------------------------------------------------------------------------
 
 
-def label(axes: Any, title: str, unit: str) -> None:
+def label(
+    axes: Any, title: str, unit: str, below: str = "load: new images a second over the tower's own rate"
+) -> None:
     axes.set_title(title, loc="left")
     axes.set_ylabel(unit)
-    axes.set_xlabel("load: new images a second over the tower's own rate")
+    axes.set_xlabel(below)
     axes.legend(frameon=False, fontsize=8)
     tidy(axes)
 
@@ -273,7 +342,7 @@ def tidy(axes: Any) -> None:
 
 
 def logarithmic(axes: Any) -> None:
-    """A logarithmic height with figures at 1, 2 and 5 of each decade."""
+    """Sets a logarithmic y axis with labels at 1, 2 and 5 of each decade."""
     from matplotlib.ticker import LogLocator
 
     axes.set_yscale("log")
@@ -285,6 +354,7 @@ DRAWERS: Mapping[str, Callable[[Any, dict[str, Any]], str]] = {
     "tower": draw_towers,
     "transport": draw_transports,
     "serve": draw_serving,
+    "autoscale": draw_autoscaling,
 }
 
 

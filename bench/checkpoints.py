@@ -1,7 +1,7 @@
-"""Random checkpoints for the bench, drawn on the device and kept in memory where there is room.
+"""Random checkpoints for the benches, drawn on the device and stored in memory if there is room.
 
-Names, shapes and distributions are those of ``make-checkpoint``. The values differ: ``make-checkpoint`` draws
-each tensor from a generator of its own on the host, which takes ten times as long.
+Names, shapes and distributions are those of ``make-checkpoint``. The values differ, because
+``make-checkpoint`` draws each tensor on the host with a generator of its own, which takes ten times as long.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MEMORY_NEEDED_BYTES = 8 << 30
 
 @contextmanager
 def random_checkpoint(family: str, size: str, seed: int, device: torch.device) -> Iterator[Path]:
-    """A checkpoint's folder in the published layout, removed at the end of the block. The same seed gives the
+    """A checkpoint folder in the published layout, removed at the end of the block. The same seed gives the
     same weights on the same kind of device."""
     has_room = MEMORY_FOLDER.is_dir() and shutil.disk_usage(MEMORY_FOLDER).free >= MEMORY_NEEDED_BYTES
     with tempfile.TemporaryDirectory(dir=MEMORY_FOLDER if has_room else None) as folder:
@@ -45,7 +45,7 @@ def random_checkpoint(family: str, size: str, seed: int, device: torch.device) -
 
 
 def drawn(spec: TensorSpec, generator: torch.Generator) -> torch.Tensor:
-    """A tensor of the given distribution, on the host."""
+    """A random tensor with the distribution of ``spec``, on the host."""
     values = torch.randn(spec.shape, generator=generator, device=generator.device)
     values = values.mul_(spec.std).add_(spec.mean)
     if spec.centred:

@@ -1,9 +1,9 @@
 """The whole path on one machine, in a minute: ``make demo``.
 
-Makes a small random-weight checkpoint with its language model, starts the service as a process of its own and
-sends it photographs. Prints what a miss, a hit and a prefetch cost stage by stage, runs the language model on
-the rows, and compares its tokens with those of the full model on the pixels. Writes a picture of every image
-with its patch grid and its rows as colours. The weights are random, so the tokens have no meaning.
+Makes a small checkpoint with random weights and a language model, starts the service as a separate process,
+and sends it photographs. Prints the stages of a miss, a hit and a prefetch, runs the language model on the
+rows, and compares its tokens with those of the full model on the pixels. Writes a picture of every image with
+its patch grid and its rows as colours. The weights are random, so the tokens have no meaning.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def main() -> int:
 
 @contextmanager
 def running_service(checkpoint: Path) -> Iterator[str]:
-    """The service as its own process on free ports; yields its address."""
+    """Runs the service as a separate process on free ports. Yields its address."""
     environment = {
         **{name: value for name, value in os.environ.items() if not name.startswith("VE_")},
         "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "proto"), os.environ.get("PYTHONPATH", "")]),
@@ -109,8 +109,9 @@ def running_service(checkpoint: Path) -> Iterator[str]:
 
 
 def show_cache(client: VisionEncoderClient, paths: list[Path]) -> list[EncodedPhoto]:
-    """Encodes every photograph and prints its stages: two by plain calls, which are repeated as hits; two by
-    prefetch, one fetched at once (the fetch joins the encode) and one a second later."""
+    """Encodes every photograph and prints its stages. Two photographs are encoded by plain calls, which are
+    then repeated as hits. Two are prefetched: one is fetched at once, so that the fetch joins the encode, and
+    one a second later."""
     files = {path: path.read_bytes() for path in paths}
     *plain, joined, kept = paths
     table = Table(title="milliseconds by stage, in the service; the last column as the client saw it")
@@ -141,7 +142,7 @@ def show_cache(client: VisionEncoderClient, paths: list[Path]) -> list[EncodedPh
         show(label, path, rows, begun)
         return answered_ms
 
-    client.info()  # connects before the first image
+    client.info()  # connects before the first image is timed
     for path in plain:
         encode("miss", path)
     for path in plain:
@@ -158,7 +159,7 @@ def show_cache(client: VisionEncoderClient, paths: list[Path]) -> list[EncodedPh
 
 
 def compare(checkpoint: Path, photos: list[EncodedPhoto]) -> tuple[float, list[int], list[int]]:
-    """Relative error of the prompt's logits, and both sides' greedy tokens."""
+    """Relative error of the prompt's logits, and the greedy tokens of both models."""
     reference = quiet_reference()
 
     processor = reference.AutoProcessor.from_pretrained(checkpoint)
@@ -187,7 +188,7 @@ def compare(checkpoint: Path, photos: list[EncodedPhoto]) -> tuple[float, list[i
 
 
 def quiet_reference() -> Any:
-    """The transformers package, offline and without its progress bars."""
+    """The transformers package, set to offline and without progress bars."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     transformers = import_transformers()
     transformers.logging.set_verbosity_error()
@@ -196,8 +197,8 @@ def quiet_reference() -> Any:
 
 
 def draw(photos: list[EncodedPhoto], path: Path, height: int = 320) -> Path:
-    """One line per photograph: itself under its patch grid, then its rows, main level and deepstack levels,
-    each level's three largest principal components as red, green and blue."""
+    """Draws one line per photograph: the image with its patch grid, then its rows: main level and deepstack
+    levels, with the three largest principal components of each level as red, green and blue."""
     from PIL import ImageOps
 
     gap, label = 12, 22
@@ -229,7 +230,7 @@ def draw(photos: list[EncodedPhoto], path: Path, height: int = 320) -> Path:
 
 
 def with_grid(image: Image.Image, h: int, w: int) -> Image.Image:
-    """The image under h x w patches, thick lines around each visual token (2 x 2 patches)."""
+    """The image with lines around h x w patches, and thick lines around visual tokens (2 x 2 patches)."""
     pen = ImageDraw.Draw(image, "RGBA")
     for row in range(h + 1):
         y = row * (image.height - 1) / h
@@ -241,7 +242,7 @@ def with_grid(image: Image.Image, h: int, w: int) -> Image.Image:
 
 
 def principal_colours(rows_HWD: np.ndarray[Any, Any]) -> Image.Image:
-    """[H, W, D] rows as an H x W picture of their three largest principal components."""
+    """The three largest principal components of rows [H, W, D] as an H x W picture."""
     height, width, _ = rows_HWD.shape
     centred = rows_HWD.reshape(height * width, -1) - rows_HWD.mean((0, 1))
     _, _, directions = np.linalg.svd(centred, full_matrices=False)

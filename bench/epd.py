@@ -1,238 +1,370 @@
-"""A vLLM server with its own tower, and one with rows from the service, under the same open-loop load on a
-CPU.
+"""Compares servers of one engine: with its own vision tower, with rows from an encoder, and its own split.
 
-    .venv-engines/bin/python bench/epd.py            # make test-engines makes the environment
+    .venv-engines/bin/python bench/epd.py                     # a CPU: what the way through the service costs
+    .venv-sglang/bin/python bench/epd.py --engine sglang
+    python bench/epd.py --device cuda --size full --rounds 5  # a GPU that all servers share
 
-Owns both servers, the load and the figures: time to first token and throughput of streamed chat requests with
-one new image each, sent at random times at several rates. Encoder, front and vLLM share the machine's cores,
-so this measures what the way through the service costs, and that waiting images do not delay other requests.
-It does not measure the gain of a device of the encoder's own.
+Owns the loads and the figures: time to first token, requests a second, and time between tokens of streamed
+chat requests. ``epd_servers`` owns the servers, which stay up. In each round every case is sent to all
+servers, one after the other, with the same requests. New pictures are copies of a few files with another
+comment, so they cost as much as any new picture.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import base64
+import io
+import itertools
 import json
 import os
 import random
+import shutil
 import signal
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import httpx
+import aiohttp
+import numpy as np
 import torch
+from PIL import Image
 from rich.console import Console
 from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from epd_servers import SERVERS, engine_arguments, serving
 from measurement import RESULTS, ResultFile, describe_environment, percentile
 
 from tests.engines.checkpoints import write_checkpoint
-from tests.engines.pictures import data_url, picture
-from tests.engines.processes import Encoder, Stack, VllmServer
 
-FAMILY = "qwen3_vl"
-DTYPE = "float32"
-MAX_TOKENS = 16
-SERVERS = ("tower in vLLM", "rows from the service")
-ARGUMENTS = ("--max-num-batched-tokens", "512")
-LABEL = (
-    "random weights, one CPU machine: encoder, front and vLLM share its cores, so this shows no gain of a "
-    "device of the encoder's own"
-)
+NUM_PICTURES = 8
+"""Number of different pictures of a size. New pictures are copies with another comment."""
+TEXT_TOKENS = 256
+LM_LAYERS = 36
+LM_INTERMEDIATE = 12288
+"""Layers and intermediate size of a language model with about 8B parameters."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One load. callers: concurrent requests; 0 if ``rate`` is set, which is the mean number of requests a
+    second at random times. seen: the share of pictures that were sent before. text_callers: additional
+    concurrent requests with text only; then the time between tokens is measured on these."""
+
+    px: int
+    images: int
+    tokens: int
+    callers: int
+    count: int
+    seen: float = 0.0
+    rate: float = 0.0
+    text_callers: int = 0
+
+    @property
+    def name(self) -> str:
+        load = f"{self.rate:g}/s" if self.rate else f"{self.callers} callers"
+        parts = [f"{self.images}x{self.px}", f"{self.tokens} tokens", load]
+        if self.seen:
+            parts.append("all seen" if self.seen == 1 else f"{self.seen:.0%} seen")
+        if self.text_callers:
+            parts.append(f"beside {self.text_callers} of text")
+        return ", ".join(parts)
+
+
+CASES = {
+    "tiny": (
+        Case(224, 1, 4, 1, 6),
+        Case(224, 1, 4, 4, 12, seen=1.0),
+        Case(224, 1, 4, 2, 6, text_callers=1),
+        Case(224, 1, 4, 0, 8, rate=2.0),
+    ),
+    "small": (
+        Case(448, 1, 16, 1, 12),
+        Case(448, 1, 16, 0, 24, rate=1.0),
+        Case(448, 1, 16, 4, 16, seen=1.0),
+    ),
+    "full": (
+        Case(448, 1, 1, 1, 32),
+        Case(1024, 1, 1, 1, 24),
+        Case(448, 1, 1, 32, 384),
+        Case(448, 4, 1, 16, 128),
+        Case(1024, 1, 1, 32, 128),
+        Case(1024, 4, 1, 8, 32),
+        Case(1024, 1, 1, 16, 128, seen=0.7),
+        Case(448, 1, 64, 32, 192),
+        Case(448, 1, 1, 32, 384, seen=1.0),
+        Case(1024, 1, 1, 16, 128, seen=1.0),
+        Case(448, 1, 1, 0, 256, rate=40.0),
+        Case(448, 1, 1, 8, 128, text_callers=16),
+    ),
+}
 
 
 @dataclass(frozen=True)
 class Timed:
-    """One request. sent_s: since the load's start; first_ms: to the first token; None where it failed."""
+    """One request. gaps_ms: times between its tokens. failure: empty if the request succeeded."""
 
-    sent_s: float
-    first_ms: float | None
+    first_ms: float
     total_ms: float
-    with_image: bool
+    gaps_ms: tuple[float, ...]
+    failure: str = ""
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--size", choices=("tiny", "small"), default="small")
-    parser.add_argument("--rates", type=float, nargs="+", default=[0.5, 1.0, 2.0], help="requests per second")
-    parser.add_argument("--seconds", type=float, default=40.0, help="of each load")
-    parser.add_argument("--image", type=int, nargs=2, default=[448, 448], help="width and height in pixels")
-    parser.add_argument("--text-share", type=float, default=0.25, help="requests without an image")
+    parser.add_argument("--engine", choices=tuple(SERVERS), default="vllm")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--size", choices=tuple(CASES), default="small")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--cases", type=int, nargs="+", help="by number, from 0; all by default")
+    parser.add_argument("--engine-arguments", default="", help="further arguments of every server")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--commit", help="the commit measured, where git cannot tell")
     parser.add_argument("--out", type=Path, default=RESULTS)
     return parser.parse_args()
 
 
-@contextmanager
-def serving(server: str, checkpoints: dict[str, Path], folder: Path) -> Iterator[str]:
-    """The URL that requests go to."""
-    folder.mkdir()
-    if server == SERVERS[0]:
-        vllm = VllmServer(checkpoints["whole"], DTYPE, FAMILY, None, folder, ARGUMENTS)
-        try:
-            vllm.wait_ready()
-            yield vllm.url
-        finally:
-            vllm.stop()
-        return
-    with (
-        Encoder(checkpoints["whole"], DTYPE, folder) as encoder,
-        Stack(
-            encoder, checkpoints["lm"], DTYPE, FAMILY, folder, timeout_s=120.0, arguments=ARGUMENTS
-        ) as stack,
-    ):
-        yield stack.front_url
+def make_checkpoint(arguments: argparse.Namespace, folder: Path) -> Path:
+    """Qwen3-VL with random weights. With size ``full``, the language model has about 8B parameters, whose
+    weights the engine generates."""
+    checkpoint = write_checkpoint(folder, "qwen3_vl", size=arguments.size)
+    if arguments.size == "full":
+        path = checkpoint / "config.json"
+        config = json.loads(path.read_text())
+        text = config["text_config"]
+        text |= {"num_hidden_layers": LM_LAYERS, "intermediate_size": LM_INTERMEDIATE}
+        if "layer_types" in text:
+            text["layer_types"] = (text["layer_types"] * LM_LAYERS)[:LM_LAYERS]
+        path.write_text(json.dumps(config))
+    return checkpoint
 
 
-def bodies(count: int, arguments: argparse.Namespace, seed: int) -> list[tuple[bool, bytes]]:
-    """Requests with different images: whether each has one, and its body."""
-    choice = random.Random(seed)
-    made = []
-    for number in range(count):
-        with_image = choice.random() >= arguments.text_share
-        parts: list[dict[str, Any]] = [{"type": "text", "text": f"Request {number}: what do you see?"}]
-        if with_image:
-            url = data_url(picture(choice.getrandbits(32), *arguments.image))
-            parts.append({"type": "image_url", "image_url": {"url": url}})
-        body = {
-            "model": "model",
-            "messages": [{"role": "user", "content": parts}],
-            "max_tokens": MAX_TOKENS,
-            "temperature": 0,
-            "ignore_eos": True,
-            "stream": True,
-        }
-        made.append((with_image, json.dumps(body).encode()))
-    return made
+# Loads ----------------------------------------------------------------------------------------------------
 
 
-async def send(client: httpx.AsyncClient, begun: float, with_image: bool, body: bytes) -> Timed:
-    sent = time.perf_counter()
-    first: float | None = None
-    headers = {"content-type": "application/json"}
-    async with client.stream("POST", "/v1/chat/completions", content=body, headers=headers) as response:
-        async for line in response.aiter_lines():
-            has_token = '"content":"' in line.replace('"content":""', "")
-            if response.status_code == 200 and first is None and has_token:
-                first = time.perf_counter()
-    ended = time.perf_counter()
-    first_ms = None if first is None else (first - sent) * 1e3
-    return Timed(sent - begun, first_ms, (ended - sent) * 1e3, with_image)
+class Pictures:
+    """JPEG files of one size. seen: the files that ``take`` has returned as new."""
+
+    def __init__(self, px: int, choice: random.Random) -> None:
+        self._choice = choice
+        self._files = [self._photo(px) for _ in range(NUM_PICTURES)]
+        self.seen: list[bytes] = []
+
+    def _photo(self, px: int) -> bytes:
+        generator = np.random.default_rng(self._choice.getrandbits(32))
+        rows, columns = np.mgrid[0:px, 0:px]
+        lengths = generator.uniform(20, 90, 6)
+        waves = np.stack([np.sin(columns / lengths[n] + rows / lengths[n + 3]) for n in range(3)], axis=-1)
+        grain = np.repeat(np.repeat(generator.normal(0, 18, (px // 4, px // 4, 3)), 4, 0), 4, 1)
+        pixels = np.clip(waves * 80 + 128 + grain, 0, 255).astype(np.uint8)
+        out = io.BytesIO()
+        Image.fromarray(pixels).save(out, "JPEG", quality=85)
+        return out.getvalue()
+
+    def take(self, seen: float) -> bytes:
+        if self.seen and self._choice.random() < seen:
+            return self._choice.choice(self.seen)
+        comment = self._choice.randbytes(16)
+        file = self._choice.choice(self._files)
+        new = file[:2] + b"\xff\xfe" + (len(comment) + 2).to_bytes(2, "big") + comment + file[2:]
+        self.seen.append(new)
+        return new
 
 
-async def load(url: str, rate: float, arguments: argparse.Namespace, seed: int) -> tuple[list[Timed], float]:
-    """Sends requests open-loop at the times of a Poisson process. Returns answers and seconds."""
-    choice = random.Random(seed)
-    times, at_s = [], 0.0
-    while (at_s := at_s + choice.expovariate(rate)) < arguments.seconds:
-        times.append(at_s)
-    requests = bodies(len(times), arguments, seed)
-    limits = httpx.Limits(max_connections=None)
-    async with httpx.AsyncClient(base_url=url, timeout=600, limits=limits) as client:
-        for with_image, body in bodies(3, arguments, seed + 1_000_003):
-            await send(client, 0.0, with_image, body)
-        begun = time.perf_counter()
-        tasks = []
-        for due_s, (with_image, body) in zip(times, requests, strict=True):
-            await asyncio.sleep(max(0.0, due_s - (time.perf_counter() - begun)))
-            tasks.append(asyncio.create_task(send(client, begun, with_image, body)))
-        answers = await asyncio.gather(*tasks)
-        return answers, time.perf_counter() - begun
-
-
-def record_of(server: str, rate: float, answers: Sequence[Timed], seconds: float) -> dict[str, Any]:
-    """Rates, and p50 and p95 of the time to first token in ms, separately with and without an image."""
-    done = [answer for answer in answers if answer.first_ms is not None]
-    record: dict[str, Any] = {
-        "server": server,
-        "requests_per_s": rate,
-        "num_requests": len(answers),
-        "num_failed": len(answers) - len(done),
-        "answered_per_s": len(done) / seconds,
-        "tokens_per_s": len(done) * MAX_TOKENS / seconds,
+def body(number: int, files: Sequence[bytes], tokens: int) -> bytes:
+    parts: list[dict[str, Any]] = [{"type": "text", "text": f"Request {number}: what do you see?"}]
+    for file in files:
+        url = "data:image/jpeg;base64," + base64.b64encode(file).decode()
+        parts.append({"type": "image_url", "image_url": {"url": url}})
+    request = {
+        "model": "model",
+        "messages": [{"role": "user", "content": parts}],
+        "max_tokens": tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
     }
-    for name, with_image in (("image", True), ("text", False)):
-        first = [answer.first_ms for answer in done if answer.with_image is with_image and answer.first_ms]
-        if first:
-            record[f"{name}_first_token_ms"] = {
-                "p50": statistics.median(first),
-                "p95": percentile(first, 0.95),
-            }
-    record["answers"] = [asdict(answer) for answer in answers]
-    return record
+    return json.dumps(request).encode()
+
+
+async def send(client: aiohttp.ClientSession, url: str, request: bytes) -> Timed:
+    sent = time.perf_counter()
+    times, failure = [], ""
+    headers = {"content-type": "application/json"}
+    async with client.post(f"{url}/v1/chat/completions", data=request, headers=headers) as response:
+        async for line in response.content:
+            if response.status != 200 or b'"error"' in line:
+                failure = failure or line.decode(errors="replace")[:300]
+            elif b'"finish_reason"' in line and b'"role"' not in line:
+                times.append(time.perf_counter())
+    ended = time.perf_counter()
+    first_ms = (times[0] - sent) * 1e3 if times else 0.0
+    gaps_ms = tuple((later - earlier) * 1e3 for earlier, later in itertools.pairwise(times))
+    return Timed(first_ms, (ended - sent) * 1e3, gaps_ms, failure or ("" if times else "no token"))
+
+
+async def load(url: str, case: Case, requests: Sequence[bytes], seed: int) -> dict[str, Any]:
+    """Sends the requests. Returns the figures for one case, server and round."""
+    choice = random.Random(seed)
+    timed: list[Timed] = []
+    beside: list[Timed] = []
+    timeout = aiohttp.ClientTimeout(total=600)
+    connector = aiohttp.TCPConnector(limit=0)
+    async with aiohttp.ClientSession(timeout=timeout, connector=connector, read_bufsize=1 << 20) as client:
+
+        async def call(queue: list[bytes]) -> None:
+            while queue:
+                timed.append(await send(client, url, queue.pop()))
+
+        async def talk() -> None:
+            while True:
+                beside.append(await send(client, url, body(choice.getrandbits(32), (), TEXT_TOKENS)))
+
+        texts = [asyncio.create_task(talk()) for _ in range(case.text_callers)]
+        begun = time.perf_counter()
+        queue = list(requests)
+        if case.rate:
+            tasks = []
+            for request in queue:
+                tasks.append(asyncio.create_task(send(client, url, request)))
+                await asyncio.sleep(choice.expovariate(case.rate))
+            timed = list(await asyncio.gather(*tasks))
+        else:
+            await asyncio.gather(*(call(queue) for _ in range(case.callers)))
+        seconds = time.perf_counter() - begun
+        for task in texts:
+            task.cancel()
+        await asyncio.gather(*texts, return_exceptions=True)
+    good = [one for one in timed if not one.failure]
+    first = sorted(one.first_ms for one in good)
+    gaps = [gap for one in (beside or good) for gap in one.gaps_ms]
+    return {
+        "requests_per_s": len(good) / seconds,
+        "first_token_ms": {"p50": statistics.median(first), "p95": percentile(first, 0.95)}
+        if first
+        else None,
+        "between_tokens_ms": {"p50": statistics.median(gaps), "p99": percentile(gaps, 0.99)}
+        if gaps
+        else None,
+        "num_failed": len(timed) - len(good),
+        "failures": sorted({one.failure for one in timed if one.failure})[:3],
+    }
+
+
+def requests_of(case: Case, pictures: Pictures, start: int) -> list[bytes]:
+    """The requests of one round. If the case needs seen pictures, a warm-up has sent them before."""
+    return [
+        body(start + number, [pictures.take(case.seen) for _ in range(case.images)], case.tokens)
+        for number in range(case.count)
+    ]
+
+
+def run_case(
+    urls: dict[str, str], case: Case, arguments: argparse.Namespace, number: int
+) -> list[dict[str, Any]]:
+    """All rounds of a case. The order of the servers is reversed in every second round."""
+    choice = random.Random(f"{arguments.seed} {number}")
+    pictures = Pictures(case.px, choice)
+    warm = replace(case, count=max(8, 2 * case.callers), callers=max(4, case.callers), seen=0.0, rate=0.0)
+    warm = replace(warm, text_callers=0)
+    first = requests_of(warm, pictures, 0)
+    for url in urls.values():
+        asyncio.run(load(url, warm, first, arguments.seed))
+    records = []
+    for turn in range(arguments.rounds):
+        requests = requests_of(case, pictures, (turn + 1) * 100_000)
+        order = list(urls) if turn % 2 == 0 else list(urls)[::-1]
+        for server in order:
+            seed = arguments.seed + turn
+            figures = asyncio.run(load(urls[server], case, requests, seed))
+            records.append({"case": case.name, **asdict(case), "server": server, "round": turn, **figures})
+    return records
+
+
+# Results --------------------------------------------------------------------------------------------------
+
+
+def figure(record: dict[str, Any], name: str, part: str = "") -> float | None:
+    value = record[name]
+    return value[part] if part and value else value
+
+
+def summary(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """For each case and server, the median over the rounds with the minimum and the maximum."""
+    rows = []
+    for case in dict.fromkeys(record["case"] for record in records):
+        for server in dict.fromkeys(record["server"] for record in records):
+            mine = [record for record in records if (record["case"], record["server"]) == (case, server)]
+            row: dict[str, Any] = {"case": case, "server": server}
+            row["num_failed"] = sum(record["num_failed"] for record in mine)
+            for name, part in (
+                ("requests_per_s", ""),
+                ("first_token_ms", "p50"),
+                ("first_token_ms", "p95"),
+                ("between_tokens_ms", "p99"),
+            ):
+                values = [one for one in (figure(record, name, part) for record in mine) if one is not None]
+                if values:
+                    row[f"{name} {part}".strip()] = [statistics.median(values), min(values), max(values)]
+            rows.append(row)
+    return rows
 
 
 def table_of(result: dict[str, Any]) -> Table:
-    table = Table(
-        title=f"vLLM {result['versions']['vllm']}, {result['settings']['size']} model on {result['device']}",
-        caption=result["label"],
-    )
-    table.add_column("server")
-    columns = ("requests/s", "answered/s", "tokens/s", "image p50 ms", "p95", "text p50 ms", "p95", "failed")
-    for name in columns:
-        table.add_column(name, justify="right")
-    for record in result["records"]:
-        image, text = record.get("image_first_token_ms"), record.get("text_first_token_ms")
-        table.add_row(
-            record["server"],
-            f"{record['requests_per_s']:g}",
-            f"{record['answered_per_s']:.2f}",
-            f"{record['tokens_per_s']:.1f}",
-            *([f"{image['p50']:.0f}", f"{image['p95']:.0f}"] if image else ["", ""]),
-            *([f"{text['p50']:.0f}", f"{text['p95']:.0f}"] if text else ["", ""]),
-            str(record["num_failed"]),
-        )
+    table = Table(title=f"{result['settings']['engine']} on {result['device']}, {result['settings']['size']}")
+    columns = ("requests/s", "first token p50 ms", "p95", "between tokens p99 ms", "failed")
+    for name in ("case", "server", *columns):
+        table.add_column(name)
+    names = ("requests_per_s", "first_token_ms p50", "first_token_ms p95", "between_tokens_ms p99")
+    for row in summary(result["records"]):
+        cells = ["{:.1f} ({:.1f}-{:.1f})".format(*row[name]) if name in row else "" for name in names]
+        table.add_row(row["case"], row["server"], *cells, str(row["num_failed"]))
     return table
 
 
 def main() -> None:
     arguments = parse_arguments()
-    environment = describe_environment(torch.device("cpu"), arguments.commit, ("vllm", "grpcio", "fastapi"))
+    device = torch.device(arguments.device)
+    environment = describe_environment(device, arguments.commit, (arguments.engine, "grpcio"))
+    settings = {name: value for name, value in vars(arguments).items() if name not in ("out", "commit")}
     result: dict[str, Any] = {
         "bench": "epd",
-        "label": LABEL,
+        "label": "Qwen3-VL with random weights; encoders and all servers share the device",
         **environment,
         "settings": {
-            **{name: value for name, value in vars(arguments).items() if name not in ("out", "commit")},
-            "family": FAMILY,
-            "dtype": DTYPE,
-            "max_tokens": MAX_TOKENS,
-            "vllm_arguments": list(ARGUMENTS),
+            **settings,
+            "all_arguments": engine_arguments(arguments),
             "num_cores": len(os.sched_getaffinity(0)),
             "load_average_before": list(os.getloadavg()),
         },
         "complete": False,
         "records": [],
     }
-    # On SIGTERM the servers are stopped too.
+    # SIGTERM must stop the servers too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     file = ResultFile(arguments.out, "epd", result)
-    with tempfile.TemporaryDirectory(prefix="ve-epd-") as name:
-        root = Path(name)
-        checkpoints = {
-            "whole": write_checkpoint(root / "whole", FAMILY, size=arguments.size),
-            "lm": write_checkpoint(root / "lm", FAMILY, size=arguments.size, with_tower=False),
-        }
-        for number, server in enumerate(SERVERS):
-            with serving(server, checkpoints, root / f"server-{number}") as url:
-                for step, rate in enumerate(arguments.rates):
-                    answers, seconds = asyncio.run(load(url, rate, arguments, arguments.seed + step))
-                    result["records"].append(record_of(server, rate, answers, seconds))
+    root = Path(tempfile.mkdtemp(prefix="ve-epd-"))
+    try:
+        checkpoint = make_checkpoint(arguments, root / "checkpoint")
+        with serving(arguments, checkpoint, root) as urls:
+            for number, case in enumerate(CASES[arguments.size]):
+                if arguments.cases is None or number in arguments.cases:
+                    result["records"] += run_case(urls, case, arguments, number)
                     file.write()
+    finally:
+        shutil.rmtree(root, ignore_errors=True)
     result["complete"] = True
+    result["summary"] = summary(result["records"])
     file.write()
-    console = Console()
+    console = Console(width=160)
     console.print(table_of(result))
     console.print(f"written to {file.path}")
 

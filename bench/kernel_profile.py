@@ -1,7 +1,7 @@
-"""The kernels that a run spends the device's time in, from the profiler's trace of a few runs.
+"""The kernels on which a run spends the device's time, from the profiler's trace of a few runs.
 
-Owns the trace, the groups of kernels and the table. Times are the device's; the host's work shows only as the
-idle share between kernels.
+Owns the trace, the groups of kernels and the table. All times are device times; host work shows only as idle
+time between kernels.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ import torch
 from measurement import synchronise
 from rich.table import Table
 
-# First match wins; names as the libraries and this repository give them, in lower case.
+# The first match wins. Marks are parts of kernel names of the libraries and of this repository, in lower
+# case.
 GROUPS = (
     ("attention", ("flash", "fmha", "attend", "attention", "sdpa", "list_tiles", "varlen")),
     ("products", ("gemm", "nvjet", "xmma", "gemv", "splitk", "scaled_mm", "cublas", "_product", "matmul")),
@@ -48,7 +49,7 @@ class DeviceSpan:
 
 
 def profile_runs(run: Callable[[], object], device: torch.device, *, repeats: int = 5) -> dict[str, Any]:
-    """The table of one run, averaged over ``repeats``; see ``summary``."""
+    """The profile of one run, averaged over ``repeats``; see ``summary``."""
     run()
     synchronise(device)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
@@ -63,7 +64,7 @@ def profile_runs(run: Callable[[], object], device: torch.device, *, repeats: in
 
 
 def device_spans(trace: dict[str, Any]) -> list[DeviceSpan]:
-    """Kernels, copies and fills of a trace, by start."""
+    """Kernels, copies and fills of a trace, ordered by start."""
     spans = [
         DeviceSpan(str(event["name"]), float(event["ts"]), float(event["dur"]))
         for event in trace["traceEvents"]
@@ -73,8 +74,10 @@ def device_spans(trace: dict[str, Any]) -> list[DeviceSpan]:
 
 
 def summary(spans: Sequence[DeviceSpan], repeats: int) -> dict[str, Any]:
-    """Of one run: span_us from the first kernel to the end of the last, busy_us with at least one of them
-    under way, idle_share; groups and kernels, each with calls, total_us and its share of all kernels' time.
+    """The profile of one run, averaged.
+
+    span_us: from the first kernel's start to the last kernel's end; busy_us: with at least one kernel
+    running; idle_share; groups and kernels, each with calls, total_us and share of the total kernel time.
     Raises ValueError for fewer kernels than runs."""
     if len(spans) < repeats:
         raise ValueError(f"the trace has {len(spans)} kernels of {repeats} runs, needs at least one each")
@@ -114,7 +117,7 @@ def summary(spans: Sequence[DeviceSpan], repeats: int) -> dict[str, Any]:
 
 
 def split_runs(spans: Sequence[DeviceSpan], repeats: int) -> list[Sequence[DeviceSpan]]:
-    """The runs, split at the longest pauses."""
+    """Splits the spans into runs, at the longest pauses."""
     ends = [spans[0].end_us]
     for span in spans[1:]:
         ends.append(max(ends[-1], span.end_us))
@@ -124,7 +127,7 @@ def split_runs(spans: Sequence[DeviceSpan], repeats: int) -> list[Sequence[Devic
 
 
 def busy_us(spans: Iterable[DeviceSpan]) -> float:
-    """Time with at least one span under way."""
+    """The time during which at least one span is running."""
     busy, reached_us = 0.0, float("-inf")
     for span in spans:
         busy += max(0.0, span.end_us - max(span.start_us, reached_us))
@@ -141,7 +144,7 @@ def group_of(name: str) -> str:
 
 
 def short_name(name: str) -> str:
-    """A kernel's name without return type and argument list, cut to NAME_LENGTH."""
+    """A kernel's name without return type and argument list, truncated to NAME_LENGTH."""
     short = re.sub(r"^void ", "", name)
     short = re.sub(r"\(anonymous namespace\)::|at::native::|cutlass::", "", short)
     short = re.sub(r"\((?!.*>).*\)$", "", short)
@@ -149,7 +152,7 @@ def short_name(name: str) -> str:
 
 
 def profile_table(title: str, profile: dict[str, Any], *, num_kernels: int = 14) -> Table:
-    """Groups, then the kernels that take longest."""
+    """A table of the groups, then of the kernels with the longest total time."""
     table = Table(
         title=f"{title}: {profile['span_us']:.0f} us, idle {profile['idle_share']:.1%}",
         title_justify="left",

@@ -1,8 +1,8 @@
-"""How the benches measure: interleaved samples by device events, ceilings and power of the device, result
-files.
+"""Measurement methods of the benches: interleaved samples with device events, ceilings and power of the
+device, result files.
 
-Owns timing, the description of machine and software, and the rule that no result file is overwritten. Each
-bench owns what it measures.
+Owns timing, the description of machine and software, and the rule that result files are never overwritten.
+Each bench owns what it measures.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ PACKAGES = (
     "nvidia-cutlass-dsl",
     "numpy",
 )
-# Of one sample, and the most runs in it.
+# The target length of one sample, and the maximum number of runs in it.
 SAMPLE_MS = 20.0
 MAX_IN_A_ROW = 8
-# Graph replays are queued far faster than they run.
+# Limits the queue of work, because graph replays are queued far faster than they run.
 MAX_IN_FLIGHT = 4
 
 
 def time_once(run: Callable[[], object], device: torch.device, *, in_a_row: int = 1) -> float:
-    """Milliseconds of one run, the mean of ``in_a_row``: device events on CUDA, the wall clock elsewhere."""
+    """Milliseconds of one run, the mean of ``in_a_row``. Uses device events on CUDA, else the wall clock."""
     if device.type == "cuda":
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
@@ -70,14 +70,14 @@ def interleaved_samples(
     repeats: int,
     budget_s: float,
 ) -> dict[str, list[float]]:
-    """Milliseconds of a run, sample by sample, of each variant.
+    """The samples of each variant, in milliseconds per run.
 
-    A sample is one run, or several in a row where a run is short: about SAMPLE_MS, at most MAX_IN_A_ROW. The
-    host's part shows only where it is longer than the device's. The variants run in a new order each round,
-    so that a change of clocks or of other load on the machine affects all of them, and so does the variant
-    that ran before (on an H200 the same variant ran several percent slower after heavy work than after
-    light). Stops before ``repeats`` rounds once ``budget_s`` is spent, but not before three. A variant's
-    warm-up stops after a tenth of the budget, but not before one run.
+    A sample is one run, or several consecutive short runs: about SAMPLE_MS, at most MAX_IN_A_ROW runs. Host
+    time shows only where it is longer than device time. Each round runs the variants in a new order, so that
+    changes of clocks and other load on the machine affect all of them, and so does the variant that ran
+    before (on an H200 a variant ran several percent slower after heavy work than after light work). Stops
+    when ``budget_s`` is spent, after at least three rounds, or after ``repeats`` rounds. A variant's warm-up
+    stops after a tenth of the budget and at least one run.
     """
     in_a_row: dict[str, int] = {}
     for name, run in variants.items():
@@ -102,7 +102,7 @@ def interleaved_samples(
 
 
 def host_time_us(run: Callable[[], object], device: torch.device, *, repeats: int) -> float:
-    """Median microseconds until ``run`` returns, with the device idle before each run."""
+    """Median time in microseconds until ``run`` returns. The device is idle before each run."""
     samples = []
     for _ in range(repeats):
         synchronise(device)
@@ -119,7 +119,7 @@ def synchronise(device: torch.device) -> None:
 
 
 def percentile(values: Iterable[float], share: float) -> float:
-    """The smallest value that at least ``share`` of all values do not exceed; NaN of none."""
+    """The smallest value that is not less than ``share`` of all values; NaN if there are no values."""
     ordered = sorted(values)
     if not ordered:
         return math.nan
@@ -129,8 +129,8 @@ def percentile(values: Iterable[float], share: float) -> float:
 def sustained(
     run: Callable[[], object], device: torch.device, *, settle_s: float, measure_s: float
 ) -> dict[str, Any]:
-    """One variant alone, back to back: milliseconds a run once the clocks have settled, and the device's
-    power and SM clock meanwhile (None where ``nvidia-smi`` cannot tell)."""
+    """Runs one variant back to back. Returns milliseconds per run after the clocks have settled, and the
+    device's power and SM clock during that time (None if ``nvidia-smi`` does not report them)."""
     keep_running(run, device, settle_s)
     uuid = getattr(torch.cuda.get_device_properties(device), "uuid", "")
     fields = "power.draw.instant,clocks.sm,clocks_event_reasons.sw_power_cap"
@@ -148,8 +148,8 @@ def sustained(
 
 
 def power_summary(text: str) -> dict[str, Any]:
-    """Means over lines of watts, SM clock in MHz and whether the power limit was active, as ``nvidia-smi``
-    prints them. Lines that are incomplete are left out."""
+    """Means over ``nvidia-smi`` lines of power in watts, SM clock in MHz, and whether the power limit was
+    active. Skips incomplete lines."""
     samples = []
     for line in text.splitlines():
         try:
@@ -164,7 +164,7 @@ def power_summary(text: str) -> dict[str, Any]:
 
 
 def keep_running(run: Callable[[], object], device: torch.device, seconds: float) -> tuple[int, float]:
-    """Runs for about so many seconds, at least once. Returns the number of runs and the seconds they took."""
+    """Runs for about this many seconds, at least once. Returns the number of runs and the elapsed seconds."""
     synchronise(device)
     begun = time.perf_counter()
     num_runs = 0
@@ -182,8 +182,8 @@ def keep_running(run: Callable[[], object], device: torch.device, seconds: float
 
 
 def ceilings(device: torch.device, *, quick: bool) -> dict[str, float]:
-    """What the device reaches on plain work: TFLOP/s of a large square product of random bfloat16 values
-    (float32 on a CPU), GB/s of a large copy counted as bytes read plus bytes written."""
+    """The rates that the device reaches on simple work: TFLOP/s of a large square matrix product of random
+    bfloat16 values (float32 on a CPU), and GB/s of a large copy, counting bytes read and written."""
     on_gpu = device.type == "cuda"
     side = 8192 if on_gpu else 1024
     dtype = torch.bfloat16 if on_gpu else torch.float32
@@ -212,8 +212,8 @@ def ceilings(device: torch.device, *, quick: bool) -> dict[str, float]:
 def describe_environment(
     device: torch.device, commit: str | None, packages: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """Device, kernel, driver, versions, commit and command of a result. packages: versions besides those of
-    PACKAGES."""
+    """Device, kernel, driver, versions, commit and command for a result. packages: names to report versions
+    of, in addition to PACKAGES."""
     versions = {"python": platform.python_version(), "cuda": torch.version.cuda}
     if device.type == "cuda":
         versions["cudnn"] = str(torch.backends.cudnn.version())
@@ -235,7 +235,7 @@ def describe_environment(
 
 
 def command_line(arguments: Sequence[str]) -> list[str]:
-    """The command without ``--out``, which has no effect on the figures."""
+    """The command line without ``--out``, which does not affect the figures."""
     kept, skip = [], False
     for argument in arguments:
         if not skip and argument != "--out" and not argument.startswith("--out="):
@@ -254,7 +254,7 @@ def driver_version() -> str | None:
 
 
 def read_commit() -> str | None:
-    """The checked-out commit, marked where tracked files differ from it."""
+    """The current commit, with a mark if tracked files differ from it."""
     commit = output_of("git", "-C", str(ROOT), "rev-parse", "HEAD")
     if not commit:
         return None
@@ -263,7 +263,7 @@ def read_commit() -> str | None:
 
 
 def output_of(*command: str) -> str:
-    """What a command prints; empty where the command is absent or fails."""
+    """The output of a command; empty if the command is missing or fails."""
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout.strip()
     except (OSError, subprocess.SubprocessError):
@@ -271,15 +271,16 @@ def output_of(*command: str) -> str:
 
 
 def write_result(folder: Path, bench: str, result: Mapping[str, Any]) -> Path:
-    """Writes ``<bench>-<device>-<date>.json``; a second result of a day gets a number, none is replaced."""
+    """Writes a result as in ``ResultFile``. Returns the path."""
     return ResultFile(folder, bench, result).path
 
 
 class ResultFile:
-    """A result's file. It exists from the start of the run, so that a run that is cut short leaves its
+    """The file of a result. It exists from the start of the run, so that an interrupted run leaves its
     records.
 
-    Named ``<bench>-<device>-<date>.json``; a second result of a day gets a number, none is replaced.
+    Its name is ``<bench>-<device>-<date>.json``. Further results on the same day get a number; no file is
+    overwritten.
     """
 
     def __init__(self, folder: Path, bench: str, result: Mapping[str, Any]) -> None:
@@ -299,7 +300,7 @@ class ResultFile:
         self.write()
 
     def write(self) -> None:
-        """Writes the result as it is now, by rename: a reader sees the old file or the new one."""
+        """Writes the current result and renames it into place, so that readers never see a partial file."""
         partial = self.path.with_suffix(".partial")
         partial.write_text(json.dumps(self._result, indent=2) + "\n", encoding="utf-8")
         partial.replace(self.path)

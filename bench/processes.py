@@ -1,8 +1,8 @@
 """The processes of the transport and serving benches.
 
-Owns how they are started, in namespaces of their own where the machine permits it, with one visible GPU or
-none, and how commands reach them: one JSON line a command, one a reply. Also the service as users start it,
-with its metrics and CPU times.
+Owns starting them, in separate namespaces if the machine permits it, with one visible GPU or none, and
+sending them commands: one JSON line per command and one per reply. Also owns running the service as users
+start it, with its metrics and CPU times.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from typing import Any, Self
 
 ROOT = Path(__file__).resolve().parent.parent
 ISOLATE = ("unshare", "--pid", "--ipc", "--mount", "--fork", "--kill-child", "--mount-proc")
-# As in the service's images (deploy/docker): freed message buffers stay mapped and are used again.
+# As in the service's images (deploy/docker): freed message buffers stay mapped and are reused.
 IMAGE_MALLOC = {
     "MALLOC_MMAP_THRESHOLD_": "1073741824",
     "MALLOC_TRIM_THRESHOLD_": "4294967296",
@@ -48,7 +48,7 @@ class ProcessFailed(Exception):
 
 @functools.cache
 def can_isolate() -> bool:
-    """Whether this machine permits PID, IPC and mount namespaces, as two containers have them."""
+    """Whether this machine permits separate PID, IPC and mount namespaces, like those of containers."""
     if os.geteuid() != 0 or shutil.which(ISOLATE[0]) is None:
         return False
     ended = subprocess.run([*ISOLATE, "true"], capture_output=True, timeout=30, check=False)
@@ -56,13 +56,14 @@ def can_isolate() -> bool:
 
 
 def visible_gpu(index: int) -> str:
-    """CUDA_VISIBLE_DEVICES for this process's index-th GPU alone."""
+    """The CUDA_VISIBLE_DEVICES value that exposes only this process's index-th GPU."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     return visible.split(",")[index] if visible else str(index)
 
 
 def environment_of(gpu: int | None, **more: str) -> dict[str, str]:
-    """The environment of a child without this service's settings. gpu: the only visible one; None: none."""
+    """The environment of a child, without settings of the service. gpu: the only visible GPU; None: no
+    GPU."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("VE_")}
     paths = [str(ROOT), str(ROOT / "proto"), os.environ.get("PYTHONPATH", "")]
     return {
@@ -74,11 +75,11 @@ def environment_of(gpu: int | None, **more: str) -> dict[str, str]:
 
 
 class Process:
-    """A script of this folder as a process; a context manager."""
+    """A script of this folder that runs as a process; a context manager."""
 
     def __init__(self, script: str, role: str, log: Path, *, gpu: int | None = None) -> None:
-        """role: the script's argument. log: a file for its standard error. gpu: the only one that it sees, by
-        this process's count; None: none."""
+        """role: the script's argument. log: a file for its standard error. gpu: index of the only GPU that it
+        sees, as numbered in this process; None: no GPU."""
         self._name = f"{script} {role}"
         self._log = log
         self._replies: queue.Queue[str] = queue.Queue()
@@ -117,8 +118,8 @@ class Process:
             raise ProcessFailed(f"{self._name} has ended: {self._last_line()}") from error
 
     def reply(self, timeout_s: float = REPLY_S) -> dict[str, Any]:
-        """The reply to the oldest open command. Raises ProcessFailed. A process that does not reply in time
-        is killed, because its late reply would be taken for that to another command."""
+        """The reply to the oldest unanswered command. Raises ProcessFailed. A process that does not reply in
+        time is killed, because its late reply would be mistaken for the reply to another command."""
         self._check_not_timed_out()
         try:
             line = self._replies.get(timeout=timeout_s)
@@ -140,7 +141,7 @@ class Process:
         return self.reply(timeout_s)
 
     def close(self) -> None:
-        """Closes the standard input, and kills the process where it does not end. Idempotent."""
+        """Closes the standard input, and kills the process if it does not end. Can be repeated."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         try:
@@ -168,8 +169,8 @@ class Process:
 
 
 def serve_commands(handlers: Mapping[str, Callable[..., dict[str, Any] | None]]) -> None:
-    """The process's own side: executes commands until the standard input ends. What a handler raises becomes
-    the reply, and its trace goes to the log. The standard output carries replies alone."""
+    """Executes commands in the child process until its standard input ends. An exception of a handler becomes
+    the reply; its traceback goes to the log. Only replies go to the standard output."""
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     for line in sys.stdin:
@@ -188,8 +189,8 @@ def serve_commands(handlers: Mapping[str, Callable[..., dict[str, Any] | None]])
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The service's state at one moment. counters: by metric name, with ``{label}`` where it has one; cpu_s:
-    of all its threads; loop_cpu_s: of its main thread, which runs the event loop."""
+    """The service's state at one moment. counters: by metric name, with ``{label value}`` if it has a label;
+    cpu_s: CPU time of all threads; loop_cpu_s: of the main thread, which runs the event loop."""
 
     at_s: float
     counters: Mapping[str, float]
@@ -203,8 +204,8 @@ class ServiceProcess:
     def __init__(
         self, settings: Mapping[str, Any], log: Path, *, gpu: int | None, start_s: float = START_S
     ) -> None:
-        """settings: by name. log: a file for its standard error. start_s: the limit until it is ready. Raises
-        ProcessFailed."""
+        """settings: by name. log: a file for its standard error. start_s: the time limit until it is ready.
+        Raises ProcessFailed."""
         variables = {f"VE_{name.upper()}": str(value) for name, value in settings.items()}
         if gpu is None:
             variables["OMP_NUM_THREADS"] = "1"
@@ -244,7 +245,8 @@ class ServiceProcess:
         )
 
     def close(self) -> int:
-        """Sends SIGTERM, and SIGKILL where the process does not end. Returns its exit status. Idempotent."""
+        """Sends SIGTERM, and SIGKILL if the process does not end. Returns its exit status. Can be
+        repeated."""
         if self._process.poll() is None:
             self._process.send_signal(signal.SIGTERM)
             try:
@@ -268,7 +270,7 @@ class ServiceProcess:
 
 
 def thread_seconds(pid: int) -> dict[int, float]:
-    """CPU seconds of each thread of a process, by thread id. The main thread's id is the process's."""
+    """CPU seconds of each thread of a process, by thread id. The main thread's id equals the process id."""
     found = {}
     for task in Path(f"/proc/{pid}/task").iterdir():
         with contextlib.suppress(OSError):  # the thread has just ended
@@ -278,8 +280,8 @@ def thread_seconds(pid: int) -> dict[int, float]:
 
 
 def counters_of(text: str) -> dict[str, float]:
-    """Samples of a Prometheus exposition by name, with the first label's value in braces. Of histograms only
-    sum and count."""
+    """Samples of a Prometheus exposition by name, with the first label's value in braces. Histograms only
+    give their sum and count."""
     from prometheus_client.parser import text_string_to_metric_families
 
     found: dict[str, float] = {}

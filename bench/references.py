@@ -1,16 +1,16 @@
-"""The reference implementation's tower as the benches run it: as it comes, packed, captured and compiled.
+"""The reference implementation's tower as the benches run it: eager, packed, captured and compiled.
 
-Owns how the reference is given FlashAttention-3, captured and compiled. ``tests/parity/reference.py`` loads
-it.
+Owns running the reference with FlashAttention-3, capturing it and compiling it. ``tests/parity/reference.py``
+loads it.
 
-* ``ref_sdpa``: eager, torch's attention, one call for each sequence.
-* ``ref_fa3``: eager, FlashAttention-3 over the packed sequences (num_splits=1).
-* ``ref_fa3_graph``: the same forward in a CUDA graph of exactly the case's shapes. The reference reads grids
-  on the host to make its tables (interpolation indices and weights, coordinates, cu_seqlens and max_seqlen;
-  for Kimi also frame indices and the merge's gather). A graph cannot hold that, so the reference's own
-  functions make the tables before the timing. Applying them is timed. The eager variants make them in every
-  run.
-* ``ref_compiled``: the same forward through torch.compile with static shapes, then in a graph.
+* ``ref_sdpa``: eager, with torch's attention, one call for each sequence.
+* ``ref_fa3``: eager, with FlashAttention-3 over the packed sequences (num_splits=1).
+* ``ref_fa3_graph``: the same forward in a CUDA graph with exactly the case's shapes. The reference reads
+  grids on the host to compute its tables (interpolation indices and weights, coordinates, cu_seqlens and
+  max_seqlen; for Kimi also frame indices and the merge's gather). A graph cannot capture that, so the
+  reference's own functions compute the tables before the timing. Applying them is timed. The eager variants
+  compute the tables in every run.
+* ``ref_compiled``: the same forward through torch.compile with static shapes, then in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from tests.parity.reference import ReferenceTower, VarlenKernel, register_varlen
 
 SDPA = "sdpa"
 FA3 = "flash_fa3_varlen"
-# FlashAttention-3 behind a registered operator, which torch.compile does not trace into.
+# FlashAttention-3 as a registered operator, which torch.compile does not trace.
 FA3_OPERATOR = "flash_fa3_operator"
 WARM_UP_RUNS = 2
 OPERATOR_SCHEMA = "(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens, int max_seqlen, float scale) -> Tensor"
 
 
 class LeftOut(Exception):
-    """A variant that cannot run here; the text is the reason in the result."""
+    """A variant cannot run here. The text is the reason in the result."""
 
 
 @dataclass(frozen=True)
 class Compiled:
-    """A compiled variant. note: why it is not in a graph, or None."""
+    """A compiled variant. note: why it is not in a CUDA graph, or None."""
 
     run: Callable[[], object]
     compile_s: float
@@ -55,8 +55,8 @@ def load_reference(path: Path, device: torch.device, dtype: torch.dtype) -> Refe
 
 
 def register_fa3(device: torch.device) -> str | None:
-    """Registers FlashAttention-3 with the reference, once in a process. Returns why that is not possible, or
-    None."""
+    """Registers FlashAttention-3 with the reference; once per process. Returns the reason if that is not
+    possible, else None."""
     if importlib.util.find_spec("transformers") is None:
         return "the reference package is not installed"
     if device.type != "cuda":
@@ -104,7 +104,7 @@ def fa3_kernel() -> VarlenKernel:
 
 
 def operator_of(kernel: VarlenKernel, name: str) -> VarlenKernel:
-    """The kernel as a registered operator ``bench::name``."""
+    """Registers the kernel as operator ``bench::name`` and returns it."""
 
     def contiguous_rows(*arguments: Any) -> torch.Tensor:
         return kernel(*arguments).contiguous()
@@ -119,7 +119,7 @@ def operator_of(kernel: VarlenKernel, name: str) -> VarlenKernel:
 def eager(
     reference: ReferenceTower, pixels: torch.Tensor, grids: Sequence[Grid], attention: str
 ) -> Callable[[], torch.Tensor]:
-    """The reference as it comes, with its tables and its host synchronisation."""
+    """The unmodified reference, including its tables and host synchronisation."""
 
     def run() -> torch.Tensor:
         reference.use_attention(attention)
@@ -131,7 +131,7 @@ def eager(
 def with_tables(
     reference: ReferenceTower, pixels: torch.Tensor, grids: Sequence[Grid], attention: str
 ) -> Callable[[], torch.Tensor]:
-    """The reference's forward on tables made beforehand: exact shapes, no host synchronisation."""
+    """The reference's forward with precomputed tables: exact shapes, no host synchronisation."""
     tables = reference.tables(grids)
 
     def run() -> torch.Tensor:
@@ -142,8 +142,8 @@ def with_tables(
 
 
 def captured(run: Callable[[], torch.Tensor], device: torch.device) -> Callable[[], torch.Tensor]:
-    """A replay of ``run`` from a CUDA graph. It returns the graph's own rows, which the next replay
-    overwrites."""
+    """Captures ``run`` in a CUDA graph and returns its replay. The replay returns the graph's own rows, which
+    the next replay overwrites."""
     side_stream = torch.cuda.Stream(device)
     side_stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(side_stream):
@@ -170,9 +170,9 @@ def compiled(
     *,
     backend: str = "inductor",
 ) -> Compiled:
-    """The reference's forward compiled for exactly these shapes, in a graph on a GPU where that is possible.
-    Raises what the compiler raises."""
-    # Each case compiles from scratch, so that no shape becomes dynamic because an earlier one differed.
+    """The reference's forward compiled for exactly these shapes, on a GPU in a CUDA graph if possible. Raises
+    the compiler's errors."""
+    # Each case compiles from scratch. Otherwise a shape that differs from an earlier one becomes dynamic.
     torch.compiler.reset()
     begun = time.perf_counter()
     tables = reference.tables(grids)
@@ -197,6 +197,6 @@ def compiled(
 
 
 def reason_of(error: BaseException) -> str:
-    """One line for the result."""
+    """An error as one line, for the result."""
     text = str(error).strip()
     return f"{type(error).__name__}: {text.splitlines()[0] if text else 'no message'}"

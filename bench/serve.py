@@ -1,10 +1,10 @@
-"""Serves photographs by gRPC under open-loop load, against the tower alone.
+"""Sends photographs by gRPC under open-loop load, and compares the service with the tower alone.
 
     python bench/serve.py                                     # full size on cuda:0, about three minutes
     python bench/serve.py --quick --device cpu --size tiny    # checks that the bench runs
 
-Owns the run: its options, its processes, its order, its budgets, the figures and the tables. traffic.py owns
-what is sent, serve_peers.py how, and the tower alone. bench/README.md states the method.
+Owns the run: its options, processes, order, time budgets, figures and tables. traffic.py owns what is sent;
+serve_peers.py owns sending it, and the tower alone. bench/README.md states the method.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ from encoder_service.towers.synthetic import FAMILIES, SIZES
 
 PACKAGES = ("grpcio", "protobuf", "pillow", "simplejpeg", "torchvision", "cuda-bindings")
 GIB = 1 << 30
-# The most telling first: a run that is out of time has them.
+# The most informative load first, so that a run that is cut short has it.
 LOADS = (1.1, 0.1, 0.6)
 WARM_UP_SHARE = 0.2
-# Between the command to send and the first request, for every process to make its schedule.
+# Time between the command to send and the first request, in which every process computes its schedule.
 HEAD_START_S = 0.7
 TIMEOUT_S = 20.0
 GRACE_S = 2.0
 SERVICE = "service"
-# The tier of rows that were encoded for the request itself.
+# The tier of rows that were encoded for this request.
 MISS = "miss"
 PERCENTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
 
@@ -117,11 +117,11 @@ class Cell:
 
 
 class Run:
-    """One run of the bench. Each record is written as it ends, so that a run that is cut short leaves a valid
-    file, marked by ``complete`` being false."""
+    """One run of the bench. Each record is written when it ends. A run that is cut short leaves a valid file,
+    in which ``complete`` is false."""
 
     def __init__(self, arguments: argparse.Namespace, console: Console, folder: Path) -> None:
-        """folder: for sockets, photographs and logs; a short path."""
+        """folder: for sockets, photographs and logs. Its path must be short."""
         self.arguments = arguments
         self.console = console
         self.folder = folder
@@ -149,7 +149,7 @@ class Run:
         self.clients: list[Process] = []
 
     def main(self) -> None:
-        """Raises ProcessFailed where the tower or the service does not start."""
+        """Raises ProcessFailed if the tower or the service does not start."""
         arguments = self.arguments
         weights = random_checkpoint(arguments.family, arguments.size, arguments.seed or 0, arguments.device)
         with self.stack, weights as checkpoint:
@@ -185,7 +185,7 @@ class Run:
         return self.stack.enter_context(Process("serve_peers.py", role, self.folder / f"{name}.log", gpu=gpu))
 
     def _make_photos(self) -> None:
-        """Starts the clients too, which read the files."""
+        """Writes the photographs. Also starts the clients, which read them."""
         arguments = self.arguments
         uses_gpu = arguments.transport == "device"
         self.clients = [
@@ -210,16 +210,16 @@ class Run:
                 client.reply(arguments.start_limit_s)
 
     def _settings(self, checkpoint: Path) -> dict[str, Any]:
-        """Of the service, and of the tower alone. Every process sees one GPU at most."""
+        """Settings of the service and of the tower alone. Every process sees at most one GPU."""
         settings = {"model": str(checkpoint), "device": "cpu", "log_level": "warning"}
         if self.gpu is not None:
             return settings | {"device": "cuda:0"}
-        # Tower and callers share the CPU: one thread for each process, and batches so small that a load of
-        # seconds has many.
+        # Tower and callers share the CPU. Each process gets one thread, and batches are small, so that a load
+        # of a few seconds has many batches.
         return settings | {"torch_threads": 1, "max_patches_per_batch": 2048}
 
     def _measure_tower(self, checkpoint: Path) -> None:
-        """Raises ProcessFailed."""
+        """Measures the tower alone with each mix. Raises ProcessFailed."""
         arguments = self.arguments
         with self._process("tower", "tower", uses_gpu=True) as tower:
             loaded = tower.ask("load", settings=self._settings(checkpoint), timeout_s=arguments.start_limit_s)
@@ -234,7 +234,7 @@ class Run:
         self.file.write()
 
     def _start_service(self, checkpoint: Path) -> ServiceProcess:
-        """Raises ProcessFailed."""
+        """Starts the service and connects the clients. Raises ProcessFailed."""
         arguments = self.arguments
         settings = self._settings(checkpoint) | {
             "listen": f"unix:{self.folder}/serve.sock",
@@ -259,7 +259,7 @@ class Run:
     # -- one record ------------------------------------------------------------------------------------
 
     def _measured(self, cell: Cell, service: ServiceProcess) -> dict[str, Any]:
-        """The record of a cell. Raises ProcessFailed."""
+        """Measures a cell and returns its record. Raises ProcessFailed."""
         arguments = self.arguments
         duration_s, warm_s = arguments.cell_s, arguments.cell_s * WARM_UP_SHARE
         tower = self.result["tower"][cell.mix]
@@ -267,7 +267,7 @@ class Run:
             cell.load * tower["images_per_s"],
             duration_s=duration_s,
             num_photos=arguments.photos,
-            # No cache knows the contents of a new cell.
+            # A new seed: no cache has the contents of a new cell.
             seed=secrets.randbelow(2**31),
             repeat_share=arguments.repeat_share,
             zipf=arguments.zipf,
@@ -311,8 +311,8 @@ class Run:
 
 
 def limit_area(checkpoint: Path, max_pixels: int) -> None:
-    """Sets the largest area of an image after resizing in the checkpoint's processor settings, which service
-    and tower read. Families with another kind of limit keep theirs."""
+    """Sets the largest image area after resizing in the checkpoint's processor settings, which service and
+    tower read. Families with another kind of limit keep theirs."""
     path = checkpoint / "preprocessor_config.json"
     settings = json.loads(path.read_text(encoding="utf-8"))
     if "size" in settings:
@@ -324,22 +324,22 @@ def limit_area(checkpoint: Path, max_pixels: int) -> None:
 
 
 def percentiles(values: Sequence[float]) -> dict[str, float] | None:
-    """p50, p90, p99; None of no values, since JSON has no NaN."""
+    """p50, p90 and p99; None if there are no values, because JSON has no NaN."""
     if not values:
         return None
     return {name: percentile(values, share) for name, share in PERCENTILES.items()}
 
 
 def requests_of(answers: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The rows of all clients, by column."""
+    """The requests of all clients, as dictionaries by column."""
     return [dict(zip(answer["columns"], row, strict=True)) for answer in answers for row in answer["rows"]]
 
 
 def client_figures(
     requests: Sequence[Mapping[str, Any]], *, warm_s: float, duration_s: float, bound_ms: float
 ) -> dict[str, Any]:
-    """Figures of the part of a load after ``warm_s``. Rates are of what ended within it, latencies of what
-    was due within it. Overheads are percentiles over requests, not differences of percentiles."""
+    """Figures for the part of a load after ``warm_s``. Rates count what ended in that part, latencies what
+    was due in it. Overheads are percentiles over requests, not differences of percentiles."""
     span_s = duration_s - warm_s
     due = [one for one in requests if one["at_s"] >= warm_s]
     fine = [one for one in due if one["status"] == OK]
@@ -376,20 +376,20 @@ def client_figures(
 
 
 def overhead_ms(request: Mapping[str, Any]) -> float:
-    """From when a request was due to its rows, beyond decoding, resizing and the tower's forward."""
+    """Time from when a request was due to its rows, without decoding, resizing and the tower's forward."""
     spent = request["decode_ms"] + request["resize_ms"] + request["tower_ms"]
     return float(request["latency_ms"] - spent)
 
 
 def service_overhead_ms(request: Mapping[str, Any]) -> float:
-    """The same by the service's own clock: without the caller's process and the way between."""
+    """The same overhead by the service's clock: without the caller's process and the transfer to it."""
     spent = request["decode_ms"] + request["resize_ms"] + request["tower_ms"]
     return float(request["total_ms"] + request["delivery_ms"] - spent)
 
 
 def service_figures(before: Snapshot, after: Snapshot) -> dict[str, Any]:
-    """What the service counted between two moments. Shares are of the whole time. cores: kept busy by all its
-    threads; loop_share: of the thread that runs the event loop."""
+    """What the service counted between two moments. Shares are relative to the elapsed time. cores: mean
+    number of busy cores; loop_share: CPU time of the thread that runs the event loop."""
     seconds, cpu_s = after.at_s - before.at_s, after.cpu_s - before.cpu_s
     loop_cpu_s = after.loop_cpu_s - before.loop_cpu_s
 
@@ -417,8 +417,8 @@ def service_figures(before: Snapshot, after: Snapshot) -> dict[str, Any]:
 def summary_of(
     records: Sequence[Mapping[str, Any]], towers: Mapping[str, Mapping[str, Any]]
 ) -> list[dict[str, Any]]:
-    """A line for each mix: the service's best throughput over the tower's own, and p50 beyond decode and
-    tower at the lightest load (None: no image was encoded)."""
+    """One line per mix: the service's best throughput relative to the tower alone, and the p50 overhead at
+    the lightest load (None if no image was encoded)."""
     lines = []
     for mix, tower in towers.items():
         own = [one for one in records if one["mix"] == mix]
@@ -485,7 +485,7 @@ def tables_of(result: dict[str, Any]) -> list[Table]:
 
 
 def lines_of(result: dict[str, Any]) -> list[str]:
-    """The tower alone, the summary, and what was left out."""
+    """Lines on the tower alone, the summary, and what was left out."""
     lines = [
         f"tower alone, {mix}: {one['images_per_s']:.1f} images/s, {one['patches_per_s'] / 1e3:.1f} thousand"
         f" patches/s, {one['images_per_batch']:.1f} images a batch, busy {one['busy_share']:.0%}"

@@ -1,9 +1,9 @@
 """The processes of the serving bench: a caller, and the tower alone.
 
-Owns the open loop: a request's time counts from when it was due, so that one that was sent late was late.
-``lag_ms`` says how late, which shows whether the callers were the limit. Owns also the 100 % line: the
-service's own launcher and planner over a backlog of decoded photographs in pinned memory, two batches in
-flight, rows left on the device.
+Owns the open loop: a request's time counts from when it was due, so late sending counts as latency.
+``lag_ms`` is the lateness of sending; it shows whether the callers were the bottleneck. Also owns the 100 %
+line: the service's own launcher and planner on a backlog of decoded photographs in pinned memory, with two
+batches in flight, and rows left on the device.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ STAGES = (
     "identify_ms", "admit_ms", "decode_ms", "resize_ms", "queue_ms", "tower_ms", "store_ms", "total_ms",
     "delivery_ms",
 )  # fmt: skip
-# Of a row that goes back to the bench.
+# The columns of a result row.
 COLUMNS = ("at_s", "lag_ms", "latency_ms", "status", "tier", "patches", "bytes", *STAGES)
 OK, UNFINISHED = "ok", "unfinished"
-# The last part of a wait is spent awake: a core that slept wakes up late.
+# The end of a wait is spent polling, because a core that slept wakes up late.
 AWAKE_S = 0.002
 BACKLOG = 256
 MAX_IN_FLIGHT = 2
@@ -42,7 +42,7 @@ WARM_UP_SHARE = 0.2
 
 
 class Client:
-    """Commands: ``photos`` and ``connect``, then any number of ``run``."""
+    """A caller. Commands: ``photos`` and ``connect``, then any number of ``run``."""
 
     def __init__(self) -> None:
         self._runner = asyncio.Runner()
@@ -53,7 +53,8 @@ class Client:
         self._photos[mix] = read_photos(Path(folder))
 
     def connect(self, target: str, transport: str) -> dict[str, Any]:
-        """Raises what the client raises where the transport is not possible."""
+        """Connects, and waits for the transport. Raises ValueError if rows come by another transport, and the
+        client's errors."""
         on_gpu = transport == "device"
         if on_gpu:
             import torch
@@ -86,12 +87,12 @@ class Client:
         timeout_s: float,
         grace_s: float,
     ) -> dict[str, Any]:
-        """Sends every ``num_clients``-th request of the load from the ``number``-th on. start_s: by the
-        monotonic clock, which all processes share. What has not ended ``grace_s`` after the load is cut off
-        and counts as unfinished."""
+        """Sends every ``num_clients``-th request of the load, starting with request ``number``. start_s: on
+        the monotonic clock, which all processes share. Requests that have not ended ``grace_s`` after the
+        load are cancelled and counted as unfinished."""
         requests = Load(**load).requests()[number::num_clients]
         gc.collect()
-        gc.freeze()  # no collection walks the photographs during a load
+        gc.freeze()  # keeps garbage collection from traversing the photographs during a load
         sending = self._send_all(self._photos[mix], load, requests, start_s, timeout_s, grace_s)
         return {"columns": COLUMNS, "rows": self._runner.run(sending)}
 
@@ -129,7 +130,7 @@ class Client:
     async def _send(
         self, photo: bytes, seed: int, request: Request, start_s: float, timeout_s: float
     ) -> list[Any]:
-        """The row of one request."""
+        """Sends one request. Returns its result row."""
         from lm_adapter import EncoderError, ImageItem
 
         loop = asyncio.get_running_loop()
@@ -147,7 +148,7 @@ class Client:
 
 
 async def until(due_s: float) -> None:
-    """Returns at ``due_s`` of the loop's clock, as closely as the loop's other work allows."""
+    """Sleeps until ``due_s`` on the loop's clock, as precisely as the loop's other work allows."""
     loop = asyncio.get_running_loop()
     while (left_s := due_s - loop.time()) > 0:  # noqa: ASYNC110 - only the clock ends this wait
         await asyncio.sleep(max(0.0, left_s - AWAKE_S))
@@ -161,7 +162,7 @@ def failed(request: Request, status: str, lag_ms: float = 0.0, latency_ms: float
 
 
 class TowerAlone:
-    """Commands: ``load``, then ``measure`` for each mix."""
+    """The tower without the service. Commands: ``load``, then ``measure`` for each mix."""
 
     def load(self, settings: dict[str, Any]) -> dict[str, Any]:
         import torch
@@ -187,7 +188,7 @@ class TowerAlone:
         return {"seconds": time.perf_counter() - begun_s}
 
     def measure(self, folder: str, budget_s: float, seed: int) -> dict[str, Any]:
-        """Images, patches and padding of whole batches within the budget, after warm-up."""
+        """Images, patches and padding of the batches that end within the budget, after a warm-up."""
         import torch
 
         with torch.inference_mode():
@@ -256,7 +257,7 @@ class TowerAlone:
         return 0 if self._graphs is None else int(self._graphs.counters.padded_patches)
 
     def _outputs(self) -> deque[Any]:
-        """Device memory for the rows of each batch in flight, used in turns; empty on a CPU."""
+        """Device memory for the rows of each batch in flight, used in rotation; empty on a CPU."""
         import torch
 
         tower = self._model.tower

@@ -5,8 +5,8 @@
     python bench/tower.py --profile --families qwen3_vl    # with a table of kernels for each case
     python bench/tower.py --quick --size tiny --device cpu # checks that the bench runs
 
-Owns the run: its options, its order, its budgets, the records and the table. variants.py builds what is
-timed, measurement.py times it, charts.py draws the result. bench/README.md states the method.
+Owns the run: its options, order, time budgets, records and table. variants.py builds what is timed,
+measurement.py times it, charts.py draws the result. bench/README.md states the method.
 """
 
 from __future__ import annotations
@@ -118,8 +118,8 @@ def parse_arguments(line: list[str] | None = None) -> argparse.Namespace:
 
 
 class Run:
-    """One run of the bench. Each case is written as it ends, so that a run that is cut short leaves a valid
-    file, marked by ``complete`` being false."""
+    """One run of the bench. Each case is written when it ends. A run that is cut short leaves a valid file,
+    in which ``complete`` is false."""
 
     def __init__(self, arguments: argparse.Namespace, console: Console) -> None:
         self.arguments = arguments
@@ -134,7 +134,7 @@ class Run:
         settings = {name: value for name, value in vars(arguments).items() if name not in left_out}
         settings |= {
             "dtype": str(arguments.dtype).removeprefix("torch."),
-            # New values in each run: a fast path has to be right on any input.
+            # New values in each run, because a fast path must be correct for any input.
             "pixel_seed": secrets.randbelow(2**31),
         }
         self.result: dict[str, Any] = environment | {
@@ -244,7 +244,7 @@ class Run:
 
     @torch.inference_mode()
     def _check(self, path: Path, family: str, exact: Tower) -> None:
-        """Largest absolute and relative error of the float32 tower against the reference in float32."""
+        """Compares the float32 tower with the reference in float32: largest absolute and relative error."""
         reference = load_reference(path, self.device, torch.float32)
         case = min(self.arguments.cases, key=num_patches_of)
         grids = grids_of(case, merges_time=exact.merges_time)
@@ -267,7 +267,7 @@ class Run:
         release(self.device)
 
     def _out_of_time(self, family: str, pending: list[str]) -> bool:
-        """Whether the time limit has passed; the family's pending cases are then recorded as left out."""
+        """Whether the time limit has passed. If so, records the family's pending cases as left out."""
         spent_s, limit_s = time.perf_counter() - self.begun_s, self.arguments.time_limit_s
         if spent_s < limit_s:
             return False
@@ -283,8 +283,8 @@ class Run:
 def records_of(
     family: str, case: Case, samples: dict[str, list[float]], host_us: float | None
 ) -> list[dict[str, Any]]:
-    """One record for each variant of a case. padding_share: of the bucket's patches; only ``graph`` pads.
-    host_us: of ``graph``."""
+    """One record per variant of a case. padding_share: padding as a share of the bucket's patches; only
+    ``graph`` pads. host_us: host time of ``graph``."""
     records = []
     for variant, values in samples.items():
         median_ms = statistics.median(values)
@@ -339,7 +339,7 @@ def table_of(result: dict[str, Any]) -> Table:
 
 
 def left_out_lines(left_out: list[dict[str, Any]]) -> list[str]:
-    """One line for each variant and reason, with the cases where it is missing."""
+    """One line per variant and reason, with the cases that lack the variant."""
     cases: dict[tuple[str, str], list[str]] = {}
     for one in left_out:
         place = (one["variant"] or "everything", one["reason"])
@@ -351,7 +351,7 @@ def left_out_lines(left_out: list[dict[str, Any]]) -> list[str]:
 
 
 def release(device: torch.device) -> None:
-    """Frees the memory of the last tower or case before the next one is made."""
+    """Frees the memory of the previous tower or case before the next one is built."""
     gc.collect()
     if device.type == "cuda":
         synchronise(device)

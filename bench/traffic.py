@@ -1,7 +1,7 @@
-"""What the serving bench sends: photographs of a mix of sizes, and when each is asked for.
+"""The requests of the serving bench: photographs in a mix of sizes, and the time when each is due.
 
-Owns the files and the schedule. Both follow from a seed, so that every process of the bench derives the same.
-Times are an open loop's: a request is due whether or not earlier ones were answered.
+Owns the files and the schedule. Both are derived from a seed, so every process of the bench derives the same
+ones. The load is open-loop: a request is due whether or not earlier requests were answered.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from PIL import Image
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCES = ("astronaut.jpg", "coffee.jpg", "chelsea_exif_rotated.jpg")
-# The share of each size, by pixels a side.
+# Pixels of a side, and the share of images of that size.
 SQUARE_MIXES: Mapping[str, Sequence[tuple[int, float]]] = {
     "448-heavy": ((448, 0.9), (224, 0.05), (1024, 0.05)),
     "1024-heavy": ((1024, 0.8), (448, 0.15), (1536, 0.05)),
@@ -31,15 +31,15 @@ SQUARE_MIXES: Mapping[str, Sequence[tuple[int, float]]] = {
     "224": ((224, 1.0),),
 }
 MIXES = ("chat", *SQUARE_MIXES)
-# An image's area after resizing, as a chat service would set it.
+# The largest area of an image after resizing, as a chat service might configure it.
 MAX_PIXELS = 2_097_152
 ORIENTATION = 0x0112
-# A camera held upright stores its rows turned, and an orientation beside them.
+# A camera held upright stores rotated pixels with this EXIF orientation.
 TURNED = 6
 PROGRESSIVE_SHARE = 1 / 3
 
-# A plausible mix of a chat service, put together from common formats and not measured anywhere. Widths and
-# heights in pixels before the processor's rounding and its limits of the area.
+# A plausible mix for a chat service, composed of common formats, not measured. Widths and heights in pixels,
+# before the processor's rounding and area limits.
 PHONE_PHOTOS = ((4032, 3024), (3024, 4032), (4000, 3000), (3000, 4000), (4080, 3072), (1920, 1080))
 SCREENSHOTS = ((1920, 1080), (2560, 1440), (1440, 900), (1366, 768), (1170, 2532), (1080, 2400))
 DOCUMENT_PAGES = ((827, 1169), (1240, 1754), (1654, 2339), (850, 1100), (1275, 1650))
@@ -47,14 +47,14 @@ WEB_RATIOS = (4 / 3, 3 / 2, 16 / 9, 1.0, 3 / 4, 2 / 3)
 
 
 def web_image(generator: random.Random) -> tuple[float, float]:
-    """Around 800 x 600, most between a quarter and four times that area, in the usual ratios."""
+    """About 800 x 600 pixels in usual aspect ratios. Most areas are between a quarter and four times that."""
     area = 480_000 * math.exp(generator.gauss(0.0, 0.7))
     ratio = generator.choice(WEB_RATIOS)
     return math.sqrt(area * ratio), math.sqrt(area / ratio)
 
 
 def screenshot(generator: random.Random) -> tuple[float, float]:
-    """A whole screen, or, as often, a part of one."""
+    """A whole screen or, with equal probability, a part of one."""
     width, height = generator.choice(SCREENSHOTS)
     if generator.random() < 0.5:
         return width, height
@@ -75,8 +75,8 @@ CHAT: Mapping[str, tuple[float, Callable[[random.Random], tuple[float, float]]]]
 
 @dataclass(frozen=True)
 class Request:
-    """at_s: when it is due, from the start of the load. content: equal numbers are equal bytes; photo: the
-    file that they are made of."""
+    """at_s: when it is due, from the start of the load. content: equal numbers mean equal bytes. photo: index
+    of the file from which the content is made."""
 
     at_s: float
     content: int
@@ -85,10 +85,10 @@ class Request:
 
 @dataclass(frozen=True)
 class Load:
-    """One load, from which every client derives its own part of the requests.
+    """One load. Every client derives its own part of the requests from it.
 
-    rate: requests a second. repeat_share: of the requests, for one of ``num_hot`` contents, whose popularity
-    falls with their rank to the power of ``zipf``. Each of the others is new.
+    rate: requests a second. repeat_share: the share of requests for one of ``num_hot`` contents, whose
+    popularity is rank ** -zipf. Every other request has a new content.
     """
 
     rate: float
@@ -100,7 +100,7 @@ class Load:
     zipf: float = 1.1
 
     def requests(self) -> list[Request]:
-        """In order of time; arrivals are random, with exponential gaps."""
+        """All requests in order of time. Arrivals are random, with exponential gaps."""
         generator = random.Random(self.seed)
         cumulative = list(itertools.accumulate(rank**-self.zipf for rank in range(1, self.num_hot + 1)))
         photos = photos_in_turn(self.num_photos, random.Random(self.seed + 1))
@@ -119,13 +119,13 @@ class Load:
         return found
 
     def new_share(self) -> float:
-        """Of the requests, those that are the first for their content."""
+        """The share of requests that are the first for their content."""
         requests = self.requests()
         return len({one.content for one in requests}) / max(1, len(requests))
 
 
 def load_of(encodes_per_s: float, **given: object) -> Load:
-    """The load in which so many contents a second are new, by its own schedule."""
+    """The load that has this many new contents a second, measured on its own schedule."""
     load = Load(rate=encodes_per_s, **given)  # type: ignore[arg-type]
     for _ in range(3):
         load = Load(rate=encodes_per_s / load.new_share(), **given)  # type: ignore[arg-type]
@@ -133,7 +133,7 @@ def load_of(encodes_per_s: float, **given: object) -> Load:
 
 
 def photos_in_turn(count: int, generator: random.Random) -> Iterator[int]:
-    """Every photo once in a random order, then again in another, so that any stretch has about the mix."""
+    """All photos in a random order, then again in another order, so that any part has about the same mix."""
     while True:
         order = list(range(count))
         generator.shuffle(order)
@@ -145,7 +145,7 @@ def photos_in_turn(count: int, generator: random.Random) -> Iterator[int]:
 
 @dataclass(frozen=True)
 class PhotoSpec:
-    """One file to be written. width, height: pixels as they are stored, before any rotation."""
+    """One file to be written. width, height: stored pixels, before any rotation."""
 
     name: str
     width: int
@@ -156,7 +156,7 @@ class PhotoSpec:
 
 
 def specs_of(mix: str, count: int, *, scale: float, seed: int) -> list[PhotoSpec]:
-    """The files of a mix. scale: of both sides, for machines that are slow."""
+    """The files of a mix. scale: factor for both sides, for slow machines."""
     generator = random.Random(seed)
     if mix in SQUARE_MIXES:
         (first, _), *others = SQUARE_MIXES[mix]
@@ -165,7 +165,7 @@ def specs_of(mix: str, count: int, *, scale: float, seed: int) -> list[PhotoSpec
         generator.shuffle(sides)
         scaled = [max(16, round(side * scale)) for side in sides]
         return [PhotoSpec(mix, side, side, False, False, generator.randint(80, 92)) for side in scaled]
-    # By share rather than by chance, so that a small pool has the mix too.
+    # Counts follow the shares exactly, so that a small pool also has the right mix.
     names = [name for name, (share, _) in CHAT.items() for _ in range(round(share * count))]
     names += [next(iter(CHAT))] * (count - len(names))
     found = []
@@ -180,7 +180,7 @@ def specs_of(mix: str, count: int, *, scale: float, seed: int) -> list[PhotoSpec
 
 
 def write_photos(folder: Path, specs: Sequence[PhotoSpec], *, seed: int, threads: int) -> int:
-    """Writes ``<number>.jpg`` for each. Returns their bytes in all."""
+    """Writes ``<number>.jpg`` for each spec. Returns the total number of bytes."""
     folder.mkdir(parents=True)
     sources = [Image.open(ROOT / "tests" / "data" / "photos" / name).convert("RGB") for name in SOURCES]
 
@@ -198,8 +198,8 @@ def read_photos(folder: Path) -> list[bytes]:
 
 
 def photograph(spec: PhotoSpec, sources: Sequence[Image.Image], seed: int) -> bytes:
-    """A part of a photograph at the wanted size with a camera's noise, so that the file is as large as a
-    photo."""
+    """A crop of a photograph at the given size with camera-like noise, so that the file is as large as that
+    of a real photo."""
     generator = np.random.default_rng(seed)
     source = sources[int(generator.integers(len(sources)))]
     side = min(source.size) * float(generator.uniform(0.5, 1.0))
@@ -208,7 +208,7 @@ def photograph(spec: PhotoSpec, sources: Sequence[Image.Image], seed: int) -> by
         (spec.width, spec.height), Image.Resampling.BICUBIC, box=(left, top, left + side, top + side)
     )
     pixels = np.asarray(picture)
-    # One tile of noise, repeated: as random to an encoder, and quick to make.
+    # Repeats one tile of noise, which is fast to make and no easier to compress.
     tile = generator.normal(0, 3.0, (256, 256, 3)).round().astype(np.int16)
     noise = np.tile(tile, (-(-spec.height // 256), -(-spec.width // 256), 1))[: spec.height, : spec.width]
     noisy = np.clip(pixels + noise, 0, 255).astype(np.uint8)
@@ -223,8 +223,8 @@ def photograph(spec: PhotoSpec, sources: Sequence[Image.Image], seed: int) -> by
 
 
 def with_comment(data: bytes, seed: int, content: int) -> bytes:
-    """The same picture as another file: a comment behind the first segment changes its digest, and costs a
-    decoder nothing."""
+    """The same picture as a different file: a comment after the first segment changes its digest, at no cost
+    for the decoder."""
     text = struct.pack(">QQ", seed, content)
     end = 4 + int.from_bytes(data[4:6], "big")
     return b"".join((data[:end], b"\xff\xfe", struct.pack(">H", 2 + len(text)), text, data[end:]))

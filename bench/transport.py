@@ -1,10 +1,10 @@
-"""Times the delivery of rows over every transport, each against the least that it could cost, in one run.
+"""Times the delivery of rows over every transport, each relative to its lowest possible cost, in one run.
 
     python bench/transport.py                        # all that this machine can; two GPUs for all of it
     python bench/transport.py --quick --device cpu   # host memory and streams alone, under half a minute
 
-Owns the run: its options, its processes, its order, its budgets, the records and the table. The processes are
-those of transport_peers.py; bench/README.md states the method.
+Owns the run: its options, processes, order, time budgets, records and table. transport_peers.py owns what the
+processes do. bench/README.md states the method.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from transport_peers import DeviceCopies, Timed, bytes_of, num_resident, timed
 
 MIB = 1 << 20
 PACKAGES = ("grpcio", "protobuf", "cuda-bindings")
-# In the order of tables and pictures.
+# In the order of tables and charts.
 TRANSPORTS = {
     "device_same_gpu": "device",
     "device_nvlink": "device",
@@ -45,9 +45,9 @@ DEVICE_PATHS, HOST_PATHS = PATHS[:2], PATHS[2:]
 SIZES_MIB, QUICK_SIZES_MIB = (0.4, 3.0, 12.0, 32.0, 128.0), (0.4, 3.0, 32.0)
 CONCURRENT_SIZES_MIB = (3.0, 12.0)
 CONCURRENCIES = (1, 8, 32)
-# The size of the goals goes first: a run that is out of time has it.
+# The size that goals refer to comes first, so that a run that is cut short has it.
 FIRST_BYTES = 32 * MIB
-# Calls and their floor take turns, so that other load on the machine affects both.
+# Calls and their floor alternate, so that other load on the machine affects both.
 ROUNDS = 6
 FLOOR_SHARE = 0.5
 ENCODER_GPU = 0
@@ -86,7 +86,7 @@ def parse_arguments(line: list[str] | None = None) -> argparse.Namespace:
 
 
 class Cell(NamedTuple):
-    """One record to be measured: a path, a size, a number of callers at once."""
+    """One record to be measured: a path, a size, and a number of concurrent callers."""
 
     path: str
     num_bytes: int
@@ -95,7 +95,7 @@ class Cell(NamedTuple):
 
 @dataclass
 class Samples:
-    """Milliseconds of every call, and the seconds of all rounds together."""
+    """Milliseconds of every call, and the total seconds of all rounds."""
 
     calls_ms: list[float] = field(default_factory=list)
     wall_s: float = 0.0
@@ -106,11 +106,11 @@ class Samples:
 
 
 class Run:
-    """One run of the bench. Each record is written as it ends, so that a run that is cut short leaves a valid
-    file, marked by ``complete`` being false."""
+    """One run of the bench. Each record is written when it ends. A run that is cut short leaves a valid file,
+    in which ``complete`` is false."""
 
     def __init__(self, arguments: argparse.Namespace, console: Console, folder: Path) -> None:
-        """folder: for sockets, checkpoints and logs; a short path."""
+        """folder: for sockets, checkpoints and logs. Its path must be short."""
         self.arguments = arguments
         self.console = console
         self.folder = folder
@@ -137,7 +137,7 @@ class Run:
         self.clients: dict[str, Process] = {}
         self.raw: Process | None = None
         self.raw_addresses: dict[str, str] = {}
-        # Sizes that each encoder holds, and the size that the raw server holds.
+        # The sizes that each encoder holds, and the size that the raw server holds.
         self.filled: set[tuple[str, int]] = set()
         self.raw_bytes = 0
         self.copies: tuple[tuple[int, int, int], DeviceCopies] | None = None
@@ -166,7 +166,7 @@ class Run:
     # -- processes -------------------------------------------------------------------------------------
 
     def _start(self) -> list[str]:
-        """Starts everything side by side. Returns the paths that work, in order."""
+        """Starts all processes concurrently. Returns the paths that work, in order."""
         paths = [path for path in PATHS if path in self.arguments.paths and self._has_gpus(path)]
         total_bytes = sum(num_resident(size, self.resident_bytes) * size for size in self.sizes)
         for kind in sorted({kind_of(path) for path in paths}):
@@ -215,7 +215,7 @@ class Run:
         return self.stack.enter_context(process)
 
     def _has_gpus(self, path: str) -> bool:
-        """Whether the machine has the path's GPUs; otherwise the path is left out, with the reason."""
+        """Whether the machine has the GPUs that the path needs. If not, records the path as left out."""
         needed = 1 + max(ENCODER_GPU, reader_gpu(path) or 0) if path in DEVICE_PATHS else 0
         if self.num_gpus < needed:
             self._leave_out(path, f"needs {needed} GPU(s), {self.num_gpus} visible")
@@ -228,7 +228,7 @@ class Run:
     # -- one record ------------------------------------------------------------------------------------
 
     def _cells(self, paths: list[str]) -> list[Cell]:
-        """By size, so that each is made resident once, then by path."""
+        """The cells ordered by size, so that each size is made resident once, then by path."""
         several = {bytes_of(size) for size in self.arguments.concurrent_sizes_mib}
         return [
             Cell(path, num_bytes, concurrency)
@@ -239,8 +239,8 @@ class Run:
         ]
 
     def _measured(self, cell: Cell) -> dict[str, Any]:
-        """The record of a cell. Raises ProcessFailed, also where the encoder's counts of deliveries are not
-        those of the calls that were made."""
+        """Measures a cell and returns its record. Raises ProcessFailed, also if the encoder's count of
+        deliveries differs from the number of calls."""
         client, encoder = self.clients[cell.path], self.encoders[kind_of(cell.path)]
         transport = TRANSPORTS[cell.path]
         copies = self._prepare(cell)
@@ -263,8 +263,8 @@ class Run:
         return record_of(cell, calls, floors, announced)
 
     def _prepare(self, cell: Cell) -> DeviceCopies | None:
-        """Makes rows and floors of the cell's size, and warms the callers up. Returns the floor where
-        it is measured in this process. Raises ProcessFailed."""
+        """Creates the rows and the floor for the cell's size, and warms up the callers. Returns the floor if
+        this process measures it. Raises ProcessFailed."""
         path, num_bytes, kind = cell.path, cell.num_bytes, kind_of(cell.path)
         resident = {"num_bytes": num_bytes, "resident_bytes": self.resident_bytes}
         if (kind, num_bytes) not in self.filled:
@@ -297,7 +297,7 @@ class Run:
     def _copies(self, source: int, target: int, num_bytes: int) -> DeviceCopies:
         place = (source, target, num_bytes)
         if self.copies is None or self.copies[0] != place:
-            self.copies = None  # frees the last size's rows first
+            self.copies = None  # frees the previous size's rows first
             self.copies = place, DeviceCopies(source, target, num_bytes, self.resident_bytes)
         return self.copies[1]
 
@@ -320,7 +320,7 @@ class Run:
 def check_deliveries(
     transport: str, calls: Samples, announced: Samples, before: dict[str, float], after: dict[str, float]
 ) -> None:
-    """Raises ProcessFailed unless the encoder's counts before and after say that every item came by the
+    """Raises ProcessFailed unless the encoder's counts before and after show that every item came by the
     path's own transport."""
     inline, shared = (after.get(name, 0) - before.get(name, 0) for name in ("inline", transport))
     expected = len(calls.calls_ms) if transport == "inline" else 0
@@ -332,10 +332,10 @@ def check_deliveries(
 
 
 def record_of(cell: Cell, calls: Samples, floors: Samples, announced: Samples) -> dict[str, Any]:
-    """One record. median_ms: of ``resident`` or ``inline`` calls; announced_ms: of calls that the service
-    answered with a place. floor_ms: a median; of several callers the mean, since threads that take turns in
-    long slices make the median of short copies that of an undisturbed one. ratio: median to floor; of several
-    callers the floor's rate over theirs."""
+    """One record. median_ms: of ``resident`` or ``inline`` calls. announced_ms: of calls that the service
+    answered with a place. floor_ms: a median; for several callers a mean, because threads that alternate in
+    long time slices would give the median of undisturbed copies. ratio: median to floor; for several callers
+    the floor's rate to their rate."""
     median_ms = statistics.median(calls.calls_ms)
     rate, floor_rate = gib_per_s(cell, calls), gib_per_s(cell, floors)
     if cell.concurrency == 1:
@@ -371,7 +371,7 @@ def gib_per_s(cell: Cell, samples: Samples) -> float:
 
 
 def kind_of(path: str) -> str:
-    """Where the encoder of a path keeps its rows."""
+    """The kind of memory in which the encoder of a path keeps its rows."""
     return "device" if path in DEVICE_PATHS else "host"
 
 
@@ -380,7 +380,7 @@ def socket_of(path: str) -> str:
 
 
 def reader_gpu(path: str) -> int | None:
-    """The GPU of a path's client."""
+    """The GPU of a path's client, None for host memory."""
     return {"device_same_gpu": ENCODER_GPU, "device_nvlink": ENCODER_GPU + 1}.get(path)
 
 

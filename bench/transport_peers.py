@@ -1,8 +1,8 @@
-"""The processes of the transport bench: an encoder, a language model's side, a raw gRPC server.
+"""The processes of the transport bench: an encoder, a client, and a raw gRPC server.
 
-Owns the items that they share, which follow from a size alone; one timed call, from its start to rows that
-are complete in the caller's memory; and the floors: plain copies of the same bytes, and a gRPC stream of
-bytes that exist already, without serialisers.
+Owns the items that they share, which depend only on a size; one timed call, from its start to complete rows
+in the caller's memory; and the floors: plain copies of the same bytes, and a gRPC stream of existing bytes
+without serialisers.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from processes import START_S, serve_commands
 
-# Rows of the checkpoint that is served take 256 bytes; whole pages suit every width.
+# Rows of the served checkpoint take 256 bytes. Multiples of a page fit every width.
 STEP_BYTES = 4096
 MIN_RESIDENT = 3
 MIN_CALLS = 3
@@ -40,12 +40,12 @@ RAW_OPTIONS = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_
 
 
 def bytes_of(size_mib: float) -> int:
-    """The rows of one item, rounded down to a page."""
+    """The number of bytes of one item's rows: the size rounded down to a multiple of a page."""
     return int(size_mib * (1 << 20)) // STEP_BYTES * STEP_BYTES
 
 
 def num_resident(num_bytes: int, resident_bytes: int) -> int:
-    """The number of items of a size that take turns, so that no CPU cache holds all of them."""
+    """The number of items of a size that are used in rotation, so that no CPU cache can hold all of them."""
     return max(MIN_RESIDENT, -(-resident_bytes // num_bytes))
 
 
@@ -55,7 +55,7 @@ def key_of(num_bytes: int, index: int) -> bytes:
 
 
 def in_turn(count: int, caller: int) -> Iterator[int]:
-    """Endless indices of items for one of several callers; each caller starts at another item."""
+    """Endless item indices for one of several callers. Each caller starts at a different item."""
     return (position % count for position in itertools.count(caller * 7919))
 
 
@@ -68,9 +68,9 @@ class Timed:
 
 
 def timed(calls: Sequence[Callable[[], object]], *, budget_s: float, max_calls: int) -> Timed:
-    """Repeats each of ``calls`` on a thread of its own, all at once; a single one on this thread. Ends with
-    the budget, but not before MIN_CALLS of each, or after ``max_calls`` of each. Raises what a call
-    raised."""
+    """Repeats each of ``calls``. Several calls run concurrently on a thread each; a single one runs on this
+    thread. Ends when the budget is spent and each call was made MIN_CALLS times, or after ``max_calls`` of
+    each. Raises a call's error."""
     samples: list[list[float]] = [[] for _ in calls]
     if len(calls) == 1:
         begun_s = time.perf_counter()
@@ -118,7 +118,7 @@ def random_rows(count: int, num_bytes: int) -> np.ndarray[Any, Any]:
 
 
 def memcpy_calls(num_bytes: int, resident_bytes: int, concurrency: int) -> list[Callable[[], object]]:
-    """Copies into a warm buffer of each caller, out of as many bytes as the encoder keeps."""
+    """Copies to a warm buffer of each caller, from as many bytes as the encoder holds."""
     source = random_rows(num_resident(num_bytes, resident_bytes), num_bytes)
 
     def call_of(caller: int) -> Callable[[], object]:
@@ -129,7 +129,7 @@ def memcpy_calls(num_bytes: int, resident_bytes: int, concurrency: int) -> list[
 
 
 class DeviceCopies:
-    """Copies between two GPUs that this process both sees, or within one."""
+    """Copies within one GPU, or between two GPUs that this process sees."""
 
     def __init__(self, source: int, target: int, num_bytes: int, resident_bytes: int) -> None:
         import torch
@@ -144,7 +144,7 @@ class DeviceCopies:
         torch.cuda.synchronize(self._rows.device)
 
     def calls(self, concurrency: int) -> list[Callable[[], object]]:
-        """Each: one copy and the wait for it, on a stream of the caller's own."""
+        """One function per caller, which makes one copy on a stream of its own and waits for it."""
         return [self._call(caller) for caller in range(concurrency)]
 
     def _call(self, caller: int) -> Callable[[], object]:
@@ -161,7 +161,7 @@ class DeviceCopies:
 
 
 class RawStreams:
-    """Callers of the raw server over one channel, as a client of the service has one."""
+    """Callers of the raw server that share one channel, like a client of the service."""
 
     def __init__(self, target: str) -> None:
         self._channel = grpc.insecure_channel(target, options=RAW_OPTIONS)
@@ -186,7 +186,7 @@ class RawStreams:
 
 
 class RawServer:
-    """Streams of bytes objects from grpc.aio, which the service uses too."""
+    """Serves streams of bytes objects with grpc.aio, as the service does."""
 
     def __init__(self) -> None:
         self._payloads: list[list[bytes]] = []
@@ -200,7 +200,7 @@ class RawServer:
         return self._addresses
 
     def fill(self, num_bytes: int, resident_bytes: int, chunk_bytes: int) -> None:
-        """Replaces the payloads by random ones of this size."""
+        """Replaces the payloads with random ones of this size."""
         self._payloads.clear()
         random = np.random.default_rng()
         for _ in range(num_resident(num_bytes, resident_bytes)):
@@ -230,8 +230,8 @@ class RawServer:
 
 
 class Encoder:
-    """The whole service, on an event loop of its own thread, with rows put into its store. Its tower is the
-    smallest one and never runs, since delivery is what is measured."""
+    """The whole service, with rows written to its store, on an event loop in a thread. Its tower is the
+    smallest one and never runs, because only delivery is measured."""
 
     def __init__(self) -> None:
         self._started = threading.Event()
@@ -242,8 +242,8 @@ class Encoder:
         self._loop: asyncio.AbstractEventLoop
 
     def start(self, kind: str, folder: str, num_bytes: int) -> dict[str, Any]:
-        """kind: ``host`` or ``device``, where rows live. folder: for sockets and the checkpoint, this
-        encoder's alone. num_bytes: of all rows that it will hold."""
+        """kind: ``host`` or ``device``, the memory of the rows. folder: for the sockets and the checkpoint,
+        not shared with another encoder. num_bytes: total size of the rows that it will hold."""
         from encoder_service.config import parse_settings
         from encoder_service.ops.logs import configure_logs
         from encoder_service.towers.synthetic import make_checkpoint
@@ -274,7 +274,7 @@ class Encoder:
         return {"uds": uds, "tcp": tcp, "chunk_bytes": settings.chunk_bytes}
 
     def fill(self, num_bytes: int, resident_bytes: int) -> None:
-        """Makes items of this size resident: random bytes of which the content digest is the SHA-256."""
+        """Makes items of this size resident. They are random bytes; the content digest is their SHA-256."""
         random = np.random.default_rng()
         for index in range(num_resident(num_bytes, resident_bytes)):
             data = random.integers(0, 1 << 64, num_bytes // 8, dtype=np.uint64).view(np.uint8)
@@ -282,8 +282,8 @@ class Encoder:
             kept.result(CALL_TIMEOUT_S)
 
     def deliveries(self) -> dict[str, Any]:
-        """Items that the service delivered over gRPC so far, by transport. Rows that a reader found in the
-        directory by itself are not among them."""
+        """Items that the service has delivered over gRPC, by transport. Rows that a reader found in the
+        directory are not counted."""
         samples = self._service.metrics.deliveries.collect()[0].samples
         return {one.labels["transport"]: one.value for one in samples if one.name.endswith("_total")}
 
@@ -326,11 +326,11 @@ class Encoder:
 
 
 def arenas_for(kind: str, num_bytes: int) -> dict[str, int]:
-    """Settings of a service that keeps so many bytes of rows in memory of this kind, ``host`` or
+    """Settings for a service that holds this many bytes of rows in memory of this kind, ``host`` or
     ``device``."""
-    # The allocator's rounding and the probe's slot come on top.
-    # Half as much again: rows above a quarter of their arena go inline, and a device tier that is
-    # fuller copies rows to the host meanwhile.
+    # The first terms add room for the allocator's rounding and the probe's slot. The arena is larger by half,
+    # because rows larger than a quarter of their arena go inline, and a fuller device tier would copy rows to
+    # the host during the measurement.
     arena_bytes = (num_bytes + num_bytes // 64 + (16 << 20)) * 3 // 2
     if kind == "host":
         return {"arena_bytes": arena_bytes}
@@ -341,7 +341,7 @@ def arenas_for(kind: str, num_bytes: int) -> dict[str, int]:
 
 
 class Caller:
-    """One of several callers of one client; on a GPU with a stream of its own."""
+    """One of several callers that share a client. On a GPU each has a stream of its own."""
 
     def __init__(self, client: Any, num_bytes: int, count: int, number: int, *, on_gpu: bool) -> None:
         self._client = client
@@ -354,7 +354,7 @@ class Caller:
             self._stream = torch.cuda.Stream()
 
     def fetch(self) -> Any:
-        """The timed call: one item by its key, complete and checked in memory of the caller's own."""
+        """The timed call: fetches one item by its key, complete and checked in the caller's own memory."""
         if self._stream is None:
             return self._fetch()
         import torch
@@ -377,7 +377,8 @@ class Caller:
 
 
 class Client:
-    """Commands: ``connect``, then for each cell ``prepare`` and any number of ``measure``."""
+    """The client process. Commands: ``connect``, then for each cell ``prepare`` and any number of
+    ``measure``."""
 
     def __init__(self) -> None:
         self._clients: dict[tuple[str, str], Any] = {}
@@ -385,7 +386,7 @@ class Client:
         self._calls: dict[str, list[Callable[[], object]]] = {}
 
     def connect(self, path: str, transport: str, target: str, on_gpu: bool) -> dict[str, Any]:
-        """Raises what the client raises where the transport is not possible."""
+        """Raises ValueError if rows come by another transport, and the client's errors."""
         if on_gpu:
             import torch
 
@@ -404,8 +405,8 @@ class Client:
         on_gpu: bool,
         floor: dict[str, Any] | None,
     ) -> None:
-        """Makes the callers of one cell, warms them up and compares their first rows with the encoder's.
-        floor: the parameters of a floor that is measured here; None: it is measured elsewhere."""
+        """Creates the callers of one cell, compares their first rows with the encoder's, and warms them up.
+        floor: the parameters of a floor that this process measures; None if it is measured elsewhere."""
         self._calls.clear()
         for (connected_path, way), client in self._clients.items():
             if connected_path == path:
@@ -425,7 +426,7 @@ class Client:
             timed(calls, budget_s=0, max_calls=MIN_CALLS)
 
     def measure(self, what: str, budget_s: float, max_calls: int) -> dict[str, Any]:
-        """what: ``resident``, ``announced``, ``inline`` or ``floor``."""
+        """Measures one kind of call. what: ``resident``, ``announced``, ``inline`` or ``floor``."""
         found = timed(self._calls[what], budget_s=budget_s, max_calls=max_calls)
         return {"calls_ms": found.calls_ms, "wall_s": found.wall_s}
 
@@ -435,8 +436,8 @@ class Client:
 
 
 def connected(target: str, transport: str, on_gpu: bool, way: str) -> Any:
-    """A blocking client that has no other transport. way: ``resident`` reads rows by the directory;
-    ``announced`` asks the service where they are."""
+    """A blocking client that allows no other transport. way: ``resident`` finds rows in the directory;
+    ``announced`` asks the service for their place."""
     from lm_adapter import VisionEncoderClient
 
     client = VisionEncoderClient(

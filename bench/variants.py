@@ -1,8 +1,8 @@
-"""The cases and variants of the tower bench: what is built once for a family, and what runs for one case.
+"""The cases and variants of the tower bench: what is built once per family, and what runs for one case.
 
-Owns the batches, the count of useful operations, how each variant is built, and the reasons of those that are
-left out. Sides are in patches, so that families of different patch sizes get the same grids. The reference's
-variants are built by references.py; measurement.py times them.
+Owns the batches, the count of useful operations, building our variants, and the reasons for those that are
+left out. Image sides are in patches, so that families with different patch sizes get the same grids.
+references.py builds the reference's variants; measurement.py times all of them.
 """
 
 from __future__ import annotations
@@ -30,30 +30,30 @@ from encoder_service.towers.fused import FusedTower
 from encoder_service.towers.gemm.per_rows import GemmChoices
 from encoder_service.types import Grid
 
-# Patches a side of an image, by pixels a side at 16 pixels a patch.
+# Pixels of an image's side at 16 pixels a patch -> patches of a side.
 SIDES = {256: 16, 448: 28, 512: 32, 768: 48, 1024: 64}
 SIZES_OF_MIXED = ((8, 448), (2, 1024), (4, 768), (16, 256), (6, 512))
 CASES = ("1x448", "1x1024", "8x1024", "32x448", "mixed", "clip")
 QUICK_CASES = ("1x448", "1x1024")
-# For a CPU, to see that the bench runs.
+# For a CPU, to check that the bench runs.
 SMALL_CASE = "1x256"
 KNOWN_CASES = (SMALL_CASE, *CASES)
-# The device is busy throughout, so that its power and clocks mean something.
+# Cases that keep the device busy, so that its power and clocks are meaningful.
 SATURATED_CASES = ("8x1024", "32x448")
-# Compiling takes tens of seconds a case.
+# Compiling takes tens of seconds per case.
 COMPILED_CASES = ("1x448", "1x1024", "8x1024")
-# The most telling case first: a run that is cut short has it.
+# The most informative case first, so that a run that is cut short has it.
 RUN_ORDER = (SMALL_CASE, "1x1024", "8x1024", "1x448", "32x448", "mixed", "clip")
 REFERENCES = ("ref_sdpa", "ref_fa3", "ref_fa3_graph", "ref_compiled")
 OURS = ("plain", "fused", "graph")
 VARIANTS = (*REFERENCES, *OURS)
-# Of the largest bucket: ``mixed`` has 33,920.
+# Size of the largest bucket: ``mixed`` has 33,920 patches.
 MAX_PATCHES = 36_864
 
 
 def grids_of(case: str, *, merges_time: bool) -> list[Grid]:
-    """The items of a case. ``clip`` is 16 times 448 pixels: one item of 16 frame pairs where attention stays
-    within a frame, four items of four frames (the longest that the tower takes) where it spans the clip."""
+    """The items of a case. ``clip`` has 16 times 448 pixels: one item of 16 frame pairs if attention stays
+    within a frame, or four items of four frames (the maximum for the tower) if it spans the clip."""
     if case == "clip":
         return [Grid(4, 28, 28)] * 4 if merges_time else [Grid(16, 28, 28)]
     if case == "mixed":
@@ -63,7 +63,7 @@ def grids_of(case: str, *, merges_time: bool) -> list[Grid]:
 
 
 def num_patches_of(case: str) -> int:
-    """Patches of a case, the same in every family."""
+    """The number of patches of a case, which is the same for every family."""
     return sum(grid.num_patches for grid in grids_of(case, merges_time=False))
 
 
@@ -76,8 +76,8 @@ def random_inputs(tower: Tower, grids: Sequence[Grid], seed: int) -> TowerInputs
 
 
 def useful_flops(tower: Tower, inputs: TowerInputs) -> int:
-    """Multiplications and additions of the matrix products and of attention, without norms, activations and
-    rotations."""
+    """The number of operations (multiplications and additions) in matrix products and attention, without
+    norms, activations and rotations."""
     config: QwenVisionConfig | MoonViTConfig = tower.config  # type: ignore[assignment]
     width, num_patches = config.hidden_size, inputs.num_patches
     merged = inputs.merge_index.shape[0] if inputs.merge_index is not None else num_patches
@@ -95,13 +95,13 @@ def useful_flops(tower: Tower, inputs: TowerInputs) -> int:
 
 @dataclass
 class CompileBudget:
-    """Seconds that are left for compiling. No case begins when the last one took more than is left."""
+    """The seconds left for compiling. No case starts if the previous one took more than that."""
 
     left_s: float
     last_s: float = 0.0
 
     def check(self) -> None:
-        """Raises LeftOut."""
+        """Raises LeftOut if the budget does not allow another case."""
         if self.left_s <= self.last_s:
             raise LeftOut(
                 f"{max(0.0, self.left_s):.0f} s are left of the compile budget, the last case took"
@@ -128,8 +128,8 @@ class Case:
 
 
 class Family:
-    """What the cases of one family share. Raises what loading raises; a graph runner that cannot be built is
-    a variant left out, with its reason."""
+    """What all cases of one family share. The constructor raises the errors of loading. If the graph runner
+    cannot be built, the variant is left out, with the reason."""
 
     def __init__(
         self,
@@ -145,8 +145,8 @@ class Family:
         full_ladder: bool,
         compile_budget: CompileBudget,
     ) -> None:
-        """reference: None without the reference package. no_fa3: why there is no FlashAttention-3, or None.
-        full_ladder: ``graph`` captures the whole default ladder, not only the buckets of the cases."""
+        """reference: None without the reference package. no_fa3: why FlashAttention-3 is missing, or None.
+        full_ladder: whether ``graph`` captures the whole default ladder, or only the buckets of the cases."""
         self.name = name
         self.device = device
         self.variants = tuple(variants)
@@ -161,7 +161,7 @@ class Family:
             self._build_runner(() if full_ladder else self.bucket_sizes(cases))
 
     def case(self, name: str, seed: int, *, every_backend: bool) -> Case:
-        """The case with every variant that can run; ``left_out`` has the reasons of the others."""
+        """The case with every variant that can run. ``left_out`` has the reasons for the others."""
         grids = grids_of(name, merges_time=self.tower.merges_time)
         inputs = random_inputs(self.tower, grids, seed)
         case = Case(name, inputs, useful_flops(self.tower, inputs))
@@ -180,13 +180,13 @@ class Family:
                 self._add_reference(case, variant, grids, pixels)
             except LeftOut as error:
                 case.left_out[variant] = str(error)
-            except Exception as error:  # a reference that fails leaves the rest to be measured
+            except Exception as error:  # a failing reference must not stop the other measurements
                 case.left_out[variant] = reason_of(error)
         return case
 
     def bucket_sizes(self, cases: Sequence[str]) -> list[int]:
-        """The sizes of the default ladder that the cases run in, by the cost model before it is fitted to the
-        device. A ladder of these alone chooses the same buckets."""
+        """The bucket sizes of the default ladder that the cases use, according to the cost model before it is
+        fitted to the device. A ladder of only these sizes selects the same buckets."""
         ladder = ladder_of(self.tower, MAX_PATCHES, ())
         sizes = set()
         for case in cases:
@@ -228,7 +228,7 @@ class Family:
     def _add_fused(
         self, case: Case, grids: Sequence[Grid], pixels: torch.Tensor, *, every_backend: bool
     ) -> None:
-        """``fused`` with the most preferred backend, eager; with every_backend also graphs of each."""
+        """Adds ``fused``, eager, with the preferred backend. every_backend: also adds a graph per backend."""
         if self.device.type != "cuda":
             case.left_out["fused"] = f"its kernels need a CUDA device, this is {self.device}"
             return
@@ -246,7 +246,7 @@ class Family:
             case.runs["plain_graph"] = captured(lambda: self.tower(case.inputs), self.device)
 
     def _add_reference(self, case: Case, variant: str, grids: Sequence[Grid], pixels: torch.Tensor) -> None:
-        """Raises LeftOut, or what the reference raises."""
+        """Adds one variant of the reference. Raises LeftOut, or the reference's errors."""
         if self.reference is None:
             raise LeftOut("the reference package is not installed")
         pixels = pixels.to(self.tower.dtype)
@@ -266,7 +266,7 @@ class Family:
             self._add_compiled(case, grids, pixels)
 
     def _add_compiled(self, case: Case, grids: Sequence[Grid], pixels: torch.Tensor) -> None:
-        """Raises LeftOut, or what the compiler raises."""
+        """Adds the compiled reference. Raises LeftOut, or the compiler's errors."""
         if case.name not in COMPILED_CASES:
             raise LeftOut(f"compiled for {', '.join(COMPILED_CASES)} only: each takes long to compile")
         self.compile_budget.check()
@@ -282,13 +282,13 @@ class Family:
 
 
 def run_step(runner: GraphRunner, grids: Sequence[Grid], pixels: Sequence[torch.Tensor]) -> torch.Tensor:
-    """A step of the service from packed grids on: host metadata, its transfer, padding, the replay."""
+    """A step of the service, starting from packed grids: host metadata, its upload, padding, the replay."""
     return runner.run(runner.prepare(grids), pixels)
 
 
 def describe_runner(runner: GraphRunner) -> dict[str, Any]:
-    """The number of graphs, their memory, the attention of each measured shape and the gemm of each product
-    by number of rows."""
+    """The graphs, their memory, the attention backend of each measured shape, and the gemm backend of each
+    product by number of rows."""
     attention: PerShapeAttention = runner._tower.attention  # type: ignore[attr-defined]
     gemms: GemmChoices = runner._tower.gemms  # type: ignore[attr-defined]
     return {
@@ -306,7 +306,7 @@ def cuda_backends(device: torch.device) -> list[AttentionBackend]:
 
 
 def accuracy(found: torch.Tensor, expected: torch.Tensor) -> dict[str, float]:
-    """Cosine of each row, mean and least, and the norm of the difference over the norm of ``expected``."""
+    """Mean and minimum cosine over rows, and the norm of the difference relative to that of ``expected``."""
     found_RW, expected_RW = found.double(), expected.double()
     cosines = torch.nn.functional.cosine_similarity(found_RW, expected_RW, dim=-1)
     return {
@@ -318,8 +318,8 @@ def accuracy(found: torch.Tensor, expected: torch.Tensor) -> dict[str, float]:
 
 @torch.inference_mode()
 def accuracies(case: Case, exact: Tower) -> list[dict[str, Any]]:
-    """Of our variants against this repository's float32 tower on the same pixels. Raises ValueError for a
-    variant whose rows are not finite."""
+    """Accuracy of our variants against this repository's float32 tower on the same pixels. Raises ValueError
+    for a variant whose rows are not finite."""
     found = []
     expected = exact(case.inputs)
     for variant in (variant for variant in OURS if variant in case.runs):

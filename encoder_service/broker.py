@@ -1,11 +1,11 @@
-"""The broker: hands the descriptors of arenas to clients that share a socket's folder with this service.
+"""The broker: passes the file descriptors of the arenas to clients on the same host, over a unix socket.
 
-Owns the socket's file, one thread, and what a client can make it hold or do. A client says Hello (version,
-namespace, token), attaches arenas and asks for their probe; nothing else passes over the socket. The end of
-the process ends its connections: that tells readers that the arenas are gone. The thread blocks in ``select``
-only, and the event loop never waits for it.
+Owns the socket's file, one thread, and the limits on what a client can make it hold or do. A client sends a
+Hello (version, namespace, token), attaches arenas and requests their probe; nothing else passes over the
+socket. When the process ends, its connections close; that tells readers that the arenas are gone. The thread
+blocks in ``select`` only, and the event loop never waits for it.
 
-A namespace sees its isolated arenas, or those that the others share.
+A namespace that has arenas of its own sees only those. All other namespaces see the shared arenas.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ PROTOCOL_VERSION = 1
 MIN_PROTOCOL_VERSION = 1
 MAX_NAME_CHARS = 128
 MAX_PATH_BYTES = 107
-"""sun_path has 108 bytes; the last one is zero."""
+"""sun_path has 108 bytes; the last one is the terminating zero."""
 LOCK_WAIT_S = 5.0
 DYING_S = 3.0
-"""A killed process may take this long to end; its sockets are in use until then."""
+"""How long a killed process may take to end. Its sockets are in use until then."""
 POLL_S = 0.02
 TICK_S = 0.5
-"""Between two looks at times and tokens, while a client is connected or accepting is paused."""
+"""Interval of the checks of deadlines and tokens while a client is connected or accepting is paused."""
 ACCEPTS_AT_ONCE = 64
 RECEIVE_BYTES = 16 * 1024
 
@@ -59,9 +59,12 @@ _KINDS = {"host": pb.ARENA_KIND_HOST, "device": pb.ARENA_KIND_DEVICE}
 
 @dataclass(frozen=True)
 class BrokerLimits:
-    """Of one broker. hello_s: from the connect to the whole Hello. pending: connections before their Hello;
-    one more ends the oldest. attaches: of one connection. requests_per_s: of one connection, which ends above
-    twice that at once."""
+    """The limits of one broker.
+
+    connections, connections_per_namespace: clients after their Hello. pending: clients before their Hello;
+    one more closes the oldest. hello_s: time from the connect to the complete Hello. attaches: attaches per
+    connection. requests_per_s: sustained request rate per connection; a burst above twice this number closes
+    the connection."""
 
     connections: int = 512
     connections_per_namespace: int = 256
@@ -73,7 +76,7 @@ class BrokerLimits:
 
 @dataclass(frozen=True)
 class BrokerOptions:
-    """mode, gid: of the socket's file. allowed_uids: None for any user."""
+    """path, mode, gid: of the socket's file. allowed_uids: users that may connect; None allows every user."""
 
     path: str
     instance_id: str
@@ -85,7 +88,7 @@ class BrokerOptions:
 
 
 def broker_options(settings: Settings, instance_id: str) -> BrokerOptions:
-    """What the settings say. instance_id: that of GetServerInfo."""
+    """The broker's options from the settings. instance_id: the one that GetServerInfo reports."""
     return BrokerOptions(
         settings.broker_path,
         instance_id,
@@ -97,7 +100,7 @@ def broker_options(settings: Settings, instance_id: str) -> BrokerOptions:
 
 
 def host_id() -> str:
-    """Equal for all processes of one running kernel, in any container, and for no others."""
+    """The kernel's boot id: equal for all processes on one running kernel, in any container."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
@@ -106,7 +109,7 @@ class _ClientEnded(Exception):
 
 
 class _Refused(Exception):
-    """A Hello (the connection ends) or one request is refused. reason: a stable code."""
+    """A refused Hello, which closes the connection, or a refused request. reason: a stable code."""
 
     def __init__(self, reason: str, message: str, retryable: bool = False) -> None:
         super().__init__(message)
@@ -115,7 +118,8 @@ class _Refused(Exception):
 
 @dataclass(eq=False)
 class _Client:
-    """One connection. namespace: None before its Hello."""
+    """One connection. namespace: None before its Hello. allowance: requests that the rate limit still
+    permits, as of allowance_s."""
 
     socket: socket.socket
     pid: int
@@ -132,8 +136,8 @@ class _Client:
 
 @dataclass(frozen=True)
 class _Offer:
-    """An arena with the descriptors that clients get: memory, control page, directory. namespace: the only
-    one that sees it; None: every one that is not isolated."""
+    """An arena and the descriptors that clients get: memory, control page, directory. namespace: the only
+    namespace that sees it; None for an arena that all namespaces without arenas of their own share."""
 
     namespace: str | None
     geometry: pb.ArenaGeometry
@@ -142,7 +146,7 @@ class _Offer:
 
 
 class Broker:
-    """``start``, then ``stop``, each once. Both are blocking and may be called from any thread."""
+    """Serves one socket. Call ``start``, then ``stop``, each once. Both block. Any thread may call them."""
 
     def __init__(
         self,
@@ -152,11 +156,11 @@ class Broker:
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """arenas: see ``EmbeddingStore.arenas``. opens: whether a token opens a namespace; asked on the
-        broker's thread at each Hello, and again while the client is connected."""
+        """arenas: see ``EmbeddingStore.arenas``. opens: returns whether a token opens a namespace; called on
+        the broker's thread at each Hello, and again while the client is connected."""
         self.options = options
         self.refused: Counter[str] = Counter()
-        """Hellos and attaches, by reason; written by the broker's thread, read by any."""
+        """Refused Hellos and attaches by reason. Written by the broker's thread only; any thread may read."""
         self._arenas = arenas
         self._isolated = {namespace for namespace, _ in arenas if namespace is not None}
         self._opens = opens
@@ -174,8 +178,8 @@ class Broker:
     # -- other threads ---------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Binds the socket and serves. Waits a few seconds for the end of a broker that was just killed.
-        Raises ConfigurationError."""
+        """Binds the socket and starts the thread. If the broker before it was just killed, waits a few
+        seconds for that process to end. Raises ConfigurationError."""
         if self._thread is not None:
             raise RuntimeError("a broker starts once")
         options = self.options
@@ -194,7 +198,7 @@ class Broker:
         log.info("broker listens", path=options.path, mode=oct(options.mode))
 
     def stop(self, timeout_s: float = 5.0) -> bool:
-        """Ends every connection and removes the socket's file. False when the thread did not end in time."""
+        """Closes every connection and removes the socket's file. False if the thread did not end in time."""
         self._stopping.set()
         if self._thread is None:
             return True
@@ -204,13 +208,13 @@ class Broker:
         return not self._thread.is_alive()
 
     def is_serving(self) -> bool:
-        """Whether the thread runs and the path leads to its socket."""
+        """Whether the thread runs and the path still leads to its socket."""
         thread, listener = self._thread, self._listener
         return thread is not None and thread.is_alive() and listener is not None and listener.is_in_place()
 
     @property
     def num_connections(self) -> int:
-        """Clients after their Hello."""
+        """Number of clients that have completed their Hello."""
         return sum(client.namespace is not None for client in list(self._clients))
 
     # -- the thread ------------------------------------------------------------------------------------
@@ -225,7 +229,8 @@ class Broker:
                         self._guarded(key.data, self._serve)
                     elif key.fd != self._wake_in:
                         self._accept()
-                if self._clock() >= next_tick_s:  # after what has arrived, also when this process stood still
+                # Runs after the reads, so that a process that was stalled first serves what has arrived.
+                if self._clock() >= next_tick_s:
                     self._tick(self._clock())
                     next_tick_s = self._clock() + TICK_S
         except Exception:
@@ -257,7 +262,7 @@ class Broker:
                 return
             except ConnectionAbortedError:
                 continue
-            except OSError as error:  # the listener stays readable: accepting pauses, no busy loop
+            except OSError as error:  # the listener stays readable, so accepting pauses to avoid a busy loop
                 if not self._is_accepting_failing:
                     self._is_accepting_failing = True
                     log.error("no client can be accepted", cause=_accept_text(error), retried_each_s=TICK_S)
@@ -287,7 +292,7 @@ class Broker:
         if len(pending) >= self.options.limits.pending:
             self._end(pending[0], "crowded out before its Hello")
         self._clients[client] = None
-        # What has arrived is looked at now, before other clients crowd this one out.
+        # Data that has already arrived is read now, before newer clients can crowd this one out.
         self._guarded(client, self._greet_peer)
 
     def _tick(self, now_s: float) -> None:
@@ -305,9 +310,9 @@ class Broker:
     # -- one client ------------------------------------------------------------------------------------
 
     def _guarded(self, client: _Client, action: Callable[[_Client], None]) -> None:
-        """A failure of one client's request ends that client's connection and no other."""
+        """Runs an action. A failure closes this client's connection and no other."""
         if client not in self._clients:
-            return  # ended earlier in this round
+            return  # closed earlier in this round
         try:
             action(client)
         except (_ClientEnded, FrameError, DecodeError) as error:
@@ -372,7 +377,7 @@ class Broker:
             self._send(client, pb.BrokerReply(request_id=request_id, failure=_failure(error)))
 
     def _hello(self, client: _Client, hello: pb.BrokerHello) -> pb.BrokerWelcome:
-        """Raises _Refused. Versions are compared first: other versions may have other fields."""
+        """Raises _Refused. Versions are compared first, because another version may have other fields."""
         if hello.protocol_version < MIN_PROTOCOL_VERSION or hello.min_protocol_version > PROTOCOL_VERSION:
             raise _Refused(
                 "PROTOCOL_MISMATCH",
@@ -387,7 +392,7 @@ class Broker:
                 )
         namespace = hello.namespace
         if not self._opens(namespace, hello.token):
-            # The same for a namespace that does not exist and for a wrong token (pitfall 18).
+            # One answer for an unknown namespace and for a wrong token, so that names cannot be probed.
             raise _Refused("UNAUTHENTICATED", f"namespace {namespace!r}: the token does not open it")
         here = [each.namespace for each in self._clients if each.namespace is not None]
         limits = self.options.limits
@@ -409,7 +414,7 @@ class Broker:
         )
 
     def _attach(self, client: _Client, request_id: int, attach: pb.BrokerAttach) -> None:
-        """Raises _Refused."""
+        """Sends the arena's geometry and descriptors. Raises _Refused."""
         if attach.layout_version != LAYOUT_VERSION:
             raise _Refused(
                 "LAYOUT_MISMATCH",
@@ -437,7 +442,7 @@ class Broker:
         return offer.namespace == wanted
 
     def _refuse(self, client: _Client, request_id: int, refusal: _Refused) -> None:
-        """Sends why, with this side's versions. Always raises _ClientEnded."""
+        """Sends the refusal with the broker's versions. Always raises _ClientEnded."""
         self.refused[refusal.reason] += 1
         refused = pb.BrokerRefused(
             reason=refusal.reason,
@@ -451,8 +456,8 @@ class Broker:
         raise _ClientEnded(refusal.message)
 
     def _send(self, client: _Client, reply: pb.BrokerReply, descriptors: tuple[int, ...] = ()) -> None:
-        """Hands a reply to the kernel, the descriptors with its first byte. A client that leaves so many
-        replies unread that the kernel takes no whole one is ended."""
+        """Hands a reply to the kernel, with the descriptors attached to its first byte. Raises _ClientEnded
+        if the client has left so many replies unread that the kernel does not take this one whole."""
         data = encode_frame(reply.SerializeToString())
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))]
         try:
@@ -487,7 +492,7 @@ def _accept_text(error: OSError) -> str:
 
 
 def offer_of(namespace: str | None, arena: Arena) -> _Offer:
-    """Raises OSError when the process has no descriptors left."""
+    """Exports an arena's descriptors. Raises OSError when the process has no descriptors left."""
     geometry = pb.ArenaGeometry(
         arena_id=arena.arena_id,
         kind=_KINDS[arena.kind],
@@ -504,11 +509,11 @@ def offer_of(namespace: str | None, arena: Arena) -> _Offer:
 
 
 class ListeningSocket:
-    """A unix socket at a path, with its permissions set before the first client can connect."""
+    """A unix socket at a path. Its permissions are set before the first client can connect."""
 
     def __init__(self, path: str, *, mode: int = 0o660, gid: int | None = None, backlog: int = 1024) -> None:
-        """Replaces the socket of a process that is gone. Raises ConfigurationError for a path that cannot be
-        used, and when another process listens there."""
+        """Replaces the socket of a process that has ended. Raises ConfigurationError for a path that cannot
+        be used, and when another process listens on it."""
         _check_path(path)
         self.path = path
         self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -550,7 +555,7 @@ class ListeningSocket:
 
 
 def _check_path(path: str) -> None:
-    """Raises ConfigurationError for a path that no client in another container could connect to."""
+    """Raises ConfigurationError for a path that clients in other containers could not connect to."""
     num_bytes, folder = len(os.fsencode(path)), os.path.dirname(path)
     if not path.startswith("/") or "\0" in path:
         raise ConfigurationError(
@@ -582,8 +587,8 @@ def _remove_stale(path: str) -> None:
 
 
 def stays_in_use(path: str) -> bool:
-    """Whether a process listens on this socket and still does after ``DYING_S``. Raises OSError where that
-    cannot be asked."""
+    """Whether a process listens on this socket and still does after ``DYING_S``. Raises OSError where the
+    connection attempt fails for another reason."""
     ends_s = time.monotonic() + DYING_S
     while _is_in_use(path):
         if time.monotonic() >= ends_s:
@@ -593,7 +598,7 @@ def stays_in_use(path: str) -> bool:
 
 
 def _is_in_use(path: str) -> bool:
-    """Whether a process listens on this socket. Raises OSError where that cannot be asked."""
+    """Whether a process listens on this socket. Raises OSError where the attempt fails for another reason."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as trial:
         trial.setblocking(False)
         try:
@@ -607,8 +612,8 @@ def _is_in_use(path: str) -> bool:
 
 @contextlib.contextmanager
 def _folder_lock(folder: str) -> Iterator[None]:
-    """Starts in one folder look and bind one after the other. Any process that can open the folder can hold
-    this lock, so the wait for it is short."""
+    """Serialises the check and the bind of brokers that start in one folder. Any process that can open the
+    folder can hold this lock, so the wait for it is limited to LOCK_WAIT_S."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         ends_s = time.monotonic() + LOCK_WAIT_S

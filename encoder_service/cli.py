@@ -70,6 +70,9 @@ def serve(
     admin_listen: Annotated[
         str | None, typer.Option(help="host:port of the admin plane, '' for none (VE_ADMIN_LISTEN).")
     ] = None,
+    serve_sglang: Annotated[
+        str | None, typer.Option(help="host:port for SGLang's own encoder protocol (VE_SERVE_SGLANG).")
+    ] = None,
     model_name: Annotated[str | None, typer.Option(help="Name that requests use.")] = None,
     tower: Annotated[str | None, typer.Option(help="auto, or plain: no fused kernels, no graphs.")] = None,
     attention: Annotated[
@@ -189,7 +192,7 @@ class Connection:
 
         return self.token if self.token_file is None else read_token_file(self.token_file)
 
-    def client(self, timeout_s: float) -> VisionEncoderClient:
+    def client(self, timeout_s: float, *, fleet: bool = False) -> VisionEncoderClient:
         """Raises EncoderError."""
         from lm_adapter import VisionEncoderClient
 
@@ -199,6 +202,7 @@ class Connection:
             namespace=self.namespace,
             token=self.read_token(),
             timeout_s=timeout_s,
+            fleet=fleet,
         )
 
 
@@ -223,6 +227,7 @@ def encode(
     clip: Annotated[bool, typer.Option(help="All files are clips, animated GIF and WebP too.")] = False,
     fps: Annotated[float | None, typer.Option(help="Clips: frames sampled a second.")] = None,
     max_frames: Annotated[int | None, typer.Option(help="Clips: the most frames sampled.")] = None,
+    fleet: Annotated[bool, typer.Option(help="The server is a gateway: one call an item, routed.")] = False,
     timeout_s: Annotated[float, typer.Option(help="Seconds for the whole call.")] = 300.0,
 ) -> None:
     """Encodes image files and clips and shows what came back; exits with 1 when any failed."""
@@ -243,7 +248,8 @@ def encode(
             fail(f"cannot read {path}: {error.strerror or error}")
         items.append(ClipItem(data, options=of_clips) if is_clip else ImageItem(data, options=of_images))
     try:
-        with connection.client(timeout_s) as client, Console(stderr=True).status(f"encoding {len(items)}"):
+        status = Console(stderr=True).status(f"encoding {len(items)}")
+        with connection.client(timeout_s, fleet=fleet) as client, status:
             outcomes = client.encode(items)
     except EncoderError as error:
         fail(f"{server}: {error}")

@@ -1,8 +1,8 @@
-"""One clip from its content to its rows, in pieces: each is decoded on a worker while the device runs the one
-before, and waits in the engine's queue like any other item, so that images and clips share batches.
+"""One clip from its content to its rows, in pieces. A worker thread decodes the next piece while the device
+encodes the current one. Pieces wait in the engine's queue like images, so that both share batches.
 
-Owns the order of the pieces and how many are decoded ahead. Decoding and the cut are ``ingest.video``'s, what
-becomes of a piece on the device is the engine's. Used from the event loop only.
+Owns the order of the pieces and how many are decoded ahead. ``ingest.video`` decodes and cuts the clip, the
+engine encodes a piece. Used from the event loop only.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from encoder_service.output import OutputReservation
 from encoder_service.towers.tower import Tower
 from encoder_service.types import ClipFacts, FrameItem
 
-# Pieces of one clip that are decoded and not yet encoded: two are on the device, one is next.
+# Pieces of one clip that are decoded and not yet encoded: two on the device and the next one.
 MAX_PIECES_AHEAD = 3
 
 
@@ -37,8 +37,10 @@ def clip_facts(plan: ClipPlan) -> ClipFacts:
 
 @dataclass(frozen=True)
 class ClipEncoder:
-    """max_piece_patches: of a piece, unless what is attended together has more. clock: seconds, the
-    engine's."""
+    """Encodes clips on one tower.
+
+    max_piece_patches: the size limit of a piece; frames that are attended together stay in one piece even if
+    they exceed it. clock: the engine's, in seconds."""
 
     tower: Tower
     workers: Executor
@@ -48,8 +50,8 @@ class ClipEncoder:
     async def encode(
         self, encode: InFlightEncode, clip: Clip, output: OutputReservation, rows: torch.Tensor
     ) -> None:
-        """Every piece into its part of rows [R, W], which the output owns or the host has. Fills in the
-        encode's timings. Raises what decoding raises, and what the engine's futures end with."""
+        """Encodes every piece into its part of rows [R, W], which are the output's or a tensor in host
+        memory. Fills in the encode's timings. Raises the errors of decoding and of the engine's futures."""
         loop, timings = asyncio.get_running_loop(), encode.timings
         pieces = clip.pieces(self.max_piece_patches)
         ahead: deque[Future[TowerResult]] = deque()
@@ -73,6 +75,6 @@ class ClipEncoder:
             await take_oldest()
 
     def _next_piece(self, pieces: Iterator[FrameItem]) -> FrameItem | None:
-        """On a worker: the next piece in memory that the device can read; None after the last."""
+        """On a worker thread: the next piece, in memory that the device can read; None after the last."""
         piece = next(pieces, None)
         return None if piece is None else pinned(piece, self.tower.device, self.tower.dtype)

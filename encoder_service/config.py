@@ -9,6 +9,7 @@ from __future__ import annotations
 import ipaddress
 import os
 import re
+import urllib.parse
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -53,6 +54,11 @@ class Settings(BaseSettings):
     deterministic: bool = Field(
         False, description="Only attention whose rows for an item do not depend on the rest of its batch."
     )
+    choices_dir: str = Field(
+        "~/.cache/vision-encoder",
+        description="Folder for the kernels that a start on a GPU measured as fastest, which later starts on "
+        "the same device, driver and versions use without measuring; empty: none.",
+    )
     bucket_sizes: Numbers = Field((), description="Patches of each graph; empty: the default ladder.")
     torch_threads: int = Field(0, ge=0, le=1024, description="CPU threads of the tower; 0: torch's choice.")
 
@@ -69,6 +75,20 @@ class Settings(BaseSettings):
     )
     admin_listen: str = Field("127.0.0.1:8080", description="host:port of the admin plane; empty: none.")
     playground: bool = Field(False, description="The admin page encodes an image that is dropped on it.")
+
+    # -- SGLang ----------------------------------------------------------------------------------------
+    serve_sglang: str = Field(
+        "",
+        description="host:port for SGLang's own encoder protocol, without tokens; empty: none.",
+    )
+    sglang_receivers: Names = Field(
+        (),
+        description="Networks that rows may be sent to besides the requests' own hosts: 10.1.0.0/16, ...",
+    )
+    sglang_register: Names = Field(
+        (), description="SGLang's bootstrap servers that list the service: http://host:port, ..."
+    )
+    sglang_url: str = Field("", description="The service's URL in these lists: http://host:port.")
 
     # -- security --------------------------------------------------------------------------------------
     tls_cert: Path | None = Field(
@@ -249,6 +269,12 @@ class Settings(BaseSettings):
         return self
 
     @model_validator(mode="after")
+    def check_sglang(self) -> Settings:
+        if self.sglang_register and not (self.serve_sglang and self.sglang_url):
+            raise ValueError("sglang_register needs serve_sglang, and sglang_url to tell SGLang's servers")
+        return self
+
+    @model_validator(mode="after")
     def check_arenas(self) -> Settings:
         if self.broker_path and not self.broker_path.startswith("/"):
             raise ValueError(f"broker_path {self.broker_path!r} is no absolute path")
@@ -291,8 +317,8 @@ class Settings(BaseSettings):
         return found
 
     @field_validator(
-        "bucket_sizes", "listen", "url_allow", "url_networks", "broker_allowed_uids", "shm_prefixes",
-        "shm_allowed_uids", mode="before",
+        "bucket_sizes", "listen", "sglang_receivers", "sglang_register", "url_allow", "url_networks",
+        "broker_allowed_uids", "shm_prefixes", "shm_allowed_uids", mode="before",
     )  # fmt: skip
     @classmethod
     def split_list(cls, value: object) -> object:
@@ -301,7 +327,7 @@ class Settings(BaseSettings):
             return value
         return tuple(part.strip() for part in value.split(",")) if value.strip() else ()
 
-    @field_validator("url_networks")
+    @field_validator("url_networks", "sglang_receivers")
     @classmethod
     def check_networks(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         for network in value:
@@ -315,13 +341,22 @@ class Settings(BaseSettings):
             check_address(address)
         return value
 
-    @field_validator("admin_listen")
+    @field_validator("admin_listen", "serve_sglang")
     @classmethod
-    def check_admin_listen(cls, value: str) -> str:
+    def check_http_listen(cls, value: str) -> str:
         if value:
             check_address(value)
             if value.startswith("unix:"):
-                raise ValueError("the admin plane listens on host:port only")
+                raise ValueError("HTTP listens on host:port only")
+        return value
+
+    @field_validator("sglang_register", "sglang_url")
+    @classmethod
+    def check_http_urls(cls, value: str | tuple[str, ...]) -> str | tuple[str, ...]:
+        for url in filter(None, (value,) if isinstance(value, str) else value):
+            if not re.fullmatch(r"https?://[A-Za-z0-9._\[\]:-]+", url):
+                raise ValueError(f"{url!r} is not http://host:port")
+            _ = urllib.parse.urlsplit(url).port  # ValueError for no number, and above 65535
         return value
 
 

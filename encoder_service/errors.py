@@ -1,26 +1,26 @@
 """Every error the service raises.
 
 VisionEncoderError
-├── InvalidInput                 the caller's item is wrong; sending it again gives the same answer
+├── InvalidInput                 the caller's item is invalid; sending it again gives the same answer
 │   ├── InvalidRequest           a field of the request has no meaning here
-│   ├── InvalidOption            a preprocessing option the family lacks, or out of bounds
+│   ├── InvalidOption            a preprocessing option that the family lacks, or a value out of bounds
 │   ├── InvalidDigest            a digest or key of the wrong length
 │   ├── UndecodableImage         the bytes are not an image that can be read
-│   ├── UndecodableClip          the bytes are not a clip that can be read, or not all of it
+│   ├── UndecodableClip          the bytes are not a clip, or a part of it cannot be read
 │   ├── ImageTooLarge            over the byte, pixel or patch limit
 │   ├── ClipTooLarge             over the byte, pixel, frame, duration or patch limit of clips
 │   ├── AspectRatioExceeded      longer side over the family's multiple of the shorter
 │   ├── GridMismatch             the grid disagrees with the rows, the merge size or the family
 │   ├── PixelTensorMismatch      wrong dtype, rank, width or byte count of a pixel tensor
 │   ├── NonFinitePixels          NaN or infinity in a pixel tensor
-│   ├── UnsupportedContent       a kind of content this server does not take
+│   ├── UnsupportedContent       a kind of content that this server does not accept
 │   ├── UrlRefused               a URL that the address rules or the allow-list refuse
-│   └── UrlContent               the URL has no content, or none that is accepted
+│   └── UrlContent               the URL has no content, or content that is not accepted
 ├── Unauthenticated              no token, or an unknown one
 ├── PermissionDenied             a token of another namespace
 ├── NotFound
 │   ├── UnknownModel
-│   └── UnknownKey               neither held nor in flight
+│   └── UnknownKey               neither stored nor being encoded
 ├── Overloaded                   retry later
 │   ├── QueueFull
 │   ├── StoreFull
@@ -30,10 +30,10 @@ VisionEncoderError
 │   ├── Draining
 │   └── UrlUnreachable           the server of a URL did not answer, or not in time
 ├── TransportUnavailable         this delivery is not possible between these hosts
-├── DeadlineExceeded             dropped before the device
+├── DeadlineExceeded             dropped before it reached the device
 ├── Cancelled                    every caller left
 ├── DeviceFault                  the device failed; the process leaves service
-├── InternalError                a defect; the item failed alone
+├── InternalError                a defect in the service; only this item fails
 └── StartupError                 the service cannot start; never travels over the wire
     ├── ConfigurationError
     └── CheckpointError
@@ -43,8 +43,8 @@ VisionEncoderError
         ├── MismatchedTensors
         └── UninitialisedTensors
 
-Each class has a stable ``reason`` (it travels, dashboards and clients match on it) and ``retryable``.
-``details`` holds the figures of the message, both the one found and the one allowed.
+Each class has a stable ``reason``, which is sent to clients and which dashboards match on, and ``retryable``.
+``details`` holds the numbers of the message, both the one found and the one allowed.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from typing import ClassVar
 
 
 class VisionEncoderError(Exception):
-    """Base of every error here. ``str(error)`` is a full sentence fit for the caller."""
+    """Base of every error here. ``str(error)`` is a full sentence that can be shown to the caller."""
 
     reason: ClassVar[str] = "INTERNAL"
     retryable: ClassVar[bool] = False

@@ -11,18 +11,28 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
 from typing import Any
 
 from encoder_service.errors import DeadlineExceeded, Draining
 from encoder_service.scheduler.planner import Ticket
 from encoder_service.store.embedding_store import HeldRows
-from encoder_service.types import Grid, StageTimings
+from encoder_service.types import ClipFacts, Grid, StageTimings
+
+
+@dataclass(frozen=True)
+class ItemShape:
+    """What is known of an item before it is encoded. clip: as in ``EncodedItem``."""
+
+    grid: Grid
+    num_rows: int
+    clip: ClipFacts | None = None
 
 
 class InFlightEncode:
     """One encode in progress.
 
-    shape: the item's grid and number of rows, once they are known and admitted. timings: filled in as the
+    shape: known once the item is admitted. timings: filled in as the
     stages end. task: ends with the rows. It holds them until every caller has a hold of its own.
     """
 
@@ -46,7 +56,7 @@ class InFlightEncode:
         self._is_prefetch = self._is_kept = is_prefetch
         self._tickets: list[Ticket] = []
         loop = asyncio.get_running_loop()
-        self.shape: asyncio.Future[tuple[Grid, int]] = loop.create_future()
+        self.shape: asyncio.Future[ItemShape] = loop.create_future()
         self.task: asyncio.Task[HeldRows] = loop.create_task(run(self))
 
     def ticket(self, grid: Grid, *, merges_time: bool) -> Ticket:
@@ -61,9 +71,6 @@ class InFlightEncode:
         )
         self._tickets.append(ticket)
         return ticket
-
-    def set_shape(self, grid: Grid, num_rows: int) -> None:
-        self.shape.set_result((grid, num_rows))
 
     def join(self, deadline_s: float | None, *, is_prefetch: bool = False) -> None:
         """One more caller: the encode lasts until its deadline too, and is queued as an Encode unless all

@@ -1,7 +1,7 @@
 """Typed reading of the JSON files that describe a checkpoint.
 
-Owns the reading of a file and the refusal of values that are missing or of another type. What the values mean
-is the readers' business: ``towers.config`` for towers, ``ingest.settings`` for processors.
+Owns reading a file and refusing values that are missing or of the wrong type. What the values mean is defined
+by the callers: ``towers.config`` for towers, ``ingest.settings`` for processors.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ def is_number(value: object) -> bool:
 
 
 class JsonReader:
-    """Typed access to one JSON object. A null counts as missing. Every refusal is an UnsupportedCheckpoint
-    that names the object and the key; where several keys are given, the first that is present counts."""
+    """Typed access to one JSON object. A null counts as missing. A missing or wrong value raises
+    UnsupportedCheckpoint, which names the object and the key. Where several keys are given, the first one
+    that is present is read."""
 
     def __init__(self, values: Mapping[str, object], where: str) -> None:
         self.values = values
@@ -33,7 +34,7 @@ class JsonReader:
 
     @classmethod
     def of_file(cls, path: Path) -> Self:
-        """A file that holds one JSON object. Raises CheckpointError where it cannot be read."""
+        """Reads a file that holds one JSON object. Raises CheckpointError where it cannot be read."""
         try:
             values = json.loads(path.read_bytes())
         except OSError as error:
@@ -73,7 +74,7 @@ class JsonReader:
         return value
 
     def square(self, key: str) -> int:
-        """A side given as one integer or as two equal ones."""
+        """A side length, given as one integer or as a list of two equal integers."""
         sides = self.values.get(key)
         if isinstance(sides, list) and len(sides) == 2 and sides[0] == sides[1] and is_count(sides[0]):
             return int(sides[0])
@@ -85,6 +86,6 @@ class JsonReader:
         return float(self.read(keys, needed, lambda value: is_number(value) and value > 0, default))
 
     def require(self, key: str, needed: object) -> None:
-        """Refuses a value that is present and another than the one that is implemented."""
+        """Refuses a value that is present and differs from ``needed``, the only one that is implemented."""
         if self.has(key) and self.values[key] != needed:
             raise self.refuse(key, self.values[key], "null" if needed is None else repr(needed))

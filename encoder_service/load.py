@@ -1,8 +1,8 @@
-"""How much work the device has before it, in seconds, and how near it is to its limit.
+"""How much work is queued for the device, in seconds, and how near the service is to its limit.
 
-Owns the sums over items that are admitted and not yet encoded, what they will take on the device, and the
-formula of the saturation that autoscalers follow. Used from the event loop only; reads of other threads'
-counters are of single numbers.
+Owns the sums over items that are admitted and not yet encoded, the estimate of their device time, and the
+formula of the saturation that autoscalers follow. Used from the event loop only. It reads single numbers from
+counters that other threads write.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from encoder_service.scheduler.buckets import BucketLadder
 
 @dataclass
 class DeviceLoad:
-    """Work on its way to the device.
+    """The work that is admitted and not yet encoded.
 
-    counters: the engine's, for what a patch took so far. ladder: with its cost model, where there is one.
+    counters: the engine's, for the average time per patch. ladder: the buckets with their cost model; None
+    where there is no cost model.
     """
 
     counters: EngineCounters
@@ -27,22 +28,22 @@ class DeviceLoad:
     _items: dict[object, tuple[int, int]] = field(default_factory=dict)
 
     def add(self, item: object, num_patches: int, seqlen: int) -> None:
-        """An item was admitted: its patches, in attention sequences of seqlen."""
+        """Adds an admitted item. seqlen: patches per attention sequence."""
         squares = num_patches * seqlen
         self._items[item] = num_patches, squares
         self.num_patches += num_patches
         self._sum_squares += squares
 
     def remove(self, item: object) -> None:
-        """An item was encoded, or never will be. Does nothing for one that was not added."""
+        """Removes an item that was encoded or failed. Does nothing for an item that was not added."""
         num_patches, squares = self._items.pop(item, (0, 0))
         self.num_patches -= num_patches
         self._sum_squares -= squares
 
     @property
     def queued_s(self) -> float:
-        """Seconds that the device will need for it: by the cost model in batches as large as they come, or,
-        without one, at what a patch took on average so far (0 before the first batch)."""
+        """Seconds that the device will need for the queued work. With a cost model, assumes the largest
+        batches; without one, uses the average time per patch so far (0 before the first batch)."""
         if not self.num_patches:
             return 0.0
         if self.ladder is None:
@@ -55,10 +56,10 @@ class DeviceLoad:
 
 
 def saturation(busy_share: float, queued_s: float, full_queue_s: float, filled_share: float) -> float:
-    """From 0, idle, to 1, where more work only waits or is refused: the largest of
+    """From 0 (idle) to 1 (more work only waits or is refused): the largest of
 
     - the share of recent time that the device computed,
-    - the queue in seconds of device work over full_queue_s,
-    - the fuller of the admission limits.
+    - the queued device work in seconds, divided by full_queue_s,
+    - the share of the admission limits that is in use.
     """
     return min(1.0, max(0.0, busy_share, queued_s / full_queue_s, filled_share))

@@ -1,7 +1,7 @@
 """Memory for one item's rows, from its reservation to the rows that the store holds.
 
-Owns that a reservation ends exactly once, and never while the engine may still write there: callers leave at
-any time, the device does not stop for them. Used from the event loop only.
+Ensures that a reservation ends exactly once, and never while the engine may still write to it: a caller may
+leave at any time, but the device finishes what it has begun. Used from the event loop only.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from encoder_service.types import EncodedItem, TowerItem
 
 
 class OutputReservation:
-    """A context manager: without ``commit``, the memory goes back to the store once the engine's jobs have
-    ended.
+    """A context manager around one reservation. On exit without ``commit``, the memory goes back to the store
+    once the engine's jobs have ended.
 
-    rows: [R, W] where the engine writes, or None where the store has no room.
+    rows: [R, W], the memory that the engine writes to, or None where the store has no room.
     """
 
     def __init__(
         self, store: EmbeddingStore, engine: DeviceEngine, namespace: str, expected: EncodedItem
     ) -> None:
-        """expected: the item with a meta tensor of its rows' shape and dtype."""
+        """expected: the item, with a meta tensor that has the shape and dtype of its rows."""
         self._store = store
         self._engine = engine
         self._reservation = store.reserve(namespace, expected)
@@ -44,14 +44,15 @@ class OutputReservation:
     def submit(
         self, pixels: TowerItem, ticket: Ticket, destination: torch.Tensor | None
     ) -> Future[TowerResult]:
-        """Queues pixels; destination: the rows or a part of them. Raises as ``DeviceEngine.submit``."""
+        """Queues pixels for encoding. destination: ``rows`` or a part of them. Raises as
+        ``DeviceEngine.submit``."""
         job = self._engine.submit(pixels, ticket, destination)
         self._jobs[job] = ticket
         return job
 
     def commit(self) -> HeldRows:
-        """The rows, complete, in the store and held for the caller. Only where there is room. Raises
-        Draining after the store was closed."""
+        """Publishes the complete rows in the store and returns them, held for the caller. Requires that
+        ``rows`` is not None. Raises Draining after the store was closed."""
         reservation, self._reservation = self._reservation, None
         assert reservation is not None
         return self._store.commit(reservation)

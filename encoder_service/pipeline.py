@@ -36,7 +36,7 @@ from encoder_service.errors import (
     UnknownKey,
     VisionEncoderError,
 )
-from encoder_service.inflight import InFlightEncode, InFlightEncodes
+from encoder_service.inflight import InFlightEncode, InFlightEncodes, ItemShape
 from encoder_service.ingest import identity
 from encoder_service.ingest.pinned import pinned
 from encoder_service.ingest.preprocessor import Preprocessor
@@ -102,13 +102,14 @@ class EncodeResult:
 
 @dataclass(frozen=True)
 class Prefetched:
-    """What a prefetch answers of an item, before it is encoded."""
+    """What a prefetch answers of an item, before it is encoded. clip: as in ``EncodedItem``."""
 
     key: bytes
     content_digest: bytes
     grid: Grid
     num_rows: int
     resident: bool
+    clip: ClipFacts | None = None
 
 
 class Pipeline:
@@ -184,11 +185,11 @@ class Pipeline:
         digest, key = await self._identify(item, namespace)
         resident = self.store.peek(namespace, key)
         if resident is not None:
-            return Prefetched(key, digest, resident.grid, resident.spec.num_rows, True)
+            return Prefetched(key, digest, resident.grid, resident.spec.num_rows, True, resident.clip)
         joined = self.inflight.join(namespace, key, None, is_prefetch=True)
         encode = joined or self._start(item, digest, key, namespace, None, is_prefetch=True)
-        grid, num_rows = await asyncio.shield(encode.shape)
-        return Prefetched(key, digest, grid, num_rows, False)
+        shape = await asyncio.shield(encode.shape)
+        return Prefetched(key, digest, shape.grid, shape.num_rows, False, shape.clip)
 
     async def fetch(
         self, key: bytes, *, namespace: str = "", deadline_s: float | None = None
@@ -305,7 +306,7 @@ class Pipeline:
         grid = await self._probe(item)
         num_rows = tower.num_rows(grid)
         ticket = encode.ticket(grid, merges_time=tower.merges_time)
-        self._admit(encode, grid, num_rows, ticket.seqlen, permit, is_clip=False)
+        self._admit(encode, ItemShape(grid, num_rows), ticket.seqlen, permit)
         timings.admit_ms = (self.clock() - started_s) * 1e3
         pixels, timings.decode_ms, timings.resize_ms = await self._on_worker(self._decode, item, grid)
         expected = self._expected_item(encode, grid, num_rows)
@@ -336,9 +337,10 @@ class Pipeline:
             for grid in set(plan.chunk_grids) or {plan.grid}:
                 tower.check_grid(grid)
             seqlen = -(-plan.grid.num_patches // (len(plan.chunk_grids) or plan.grid.t))
-            self._admit(encode, plan.grid, num_rows, seqlen, permit, is_clip=True)
+            facts = clip_facts(plan)
+            self._admit(encode, ItemShape(plan.grid, num_rows, facts), seqlen, permit)
             encode.timings.admit_ms = (self.clock() - started_s) * 1e3
-            expected = self._expected_item(encode, plan.grid, num_rows, clip_facts(plan))
+            expected = self._expected_item(encode, plan.grid, num_rows, facts)
             with OutputReservation(self.store, self._engine, encode.namespace, expected) as output:
                 rows = output.rows
                 if rows is None:
@@ -358,23 +360,21 @@ class Pipeline:
         self.model.tower.check_grid(grid)
         return grid
 
-    def _admit(
-        self, encode: InFlightEncode, grid: Grid, num_rows: int, seqlen: int, permit: Permit, *, is_clip: bool
-    ) -> None:
-        """Takes room for all of the item's patches and makes its grid known. seqlen: of its attention
+    def _admit(self, encode: InFlightEncode, shape: ItemShape, seqlen: int, permit: Permit) -> None:
+        """Takes room for all of the item's patches and makes its shape known. seqlen: of its attention
         sequences. Raises ImageTooLarge, ClipTooLarge, QueueFull."""
-        num_patches = grid.num_patches
+        num_patches, is_clip = shape.grid.num_patches, shape.clip is not None
         limit = self._max_clip_patches if is_clip else self._max_patches_per_item
         if num_patches > limit:
             error, what = (ClipTooLarge, "clip") if is_clip else (ImageTooLarge, "item")
             raise error(
-                f"the {what} has {num_patches} patches (grid {tuple(grid)}), at most {limit} are taken",
+                f"the {what} has {num_patches} patches (grid {tuple(shape.grid)}), at most {limit} are taken",
                 num_patches=num_patches,
                 max_patches=limit,
             )
         permit.add_patches(num_patches)
         self.load.add(encode, num_patches, seqlen)
-        encode.set_shape(grid, num_rows)
+        encode.shape.set_result(shape)
 
     def _decode(self, item: Item, grid: Grid) -> LoadedPixels:
         """On a worker: pixels in memory that the device can read; pinning counts as resizing."""

@@ -1,6 +1,6 @@
 """The records that pass between packages.
 
-Owns: grids, items, per-item options, ingested pixels, encoded rows, timings. Knows nothing of gRPC, files
+Owns grids, items, per-item options, ingested pixels, encoded rows and timings. Knows nothing of gRPC, files
 or devices. Shape legend: P patches, R rows (visual tokens), D language-model width, L deepstack levels.
 """
 
@@ -53,7 +53,7 @@ class PreprocessOptions:
 
 @dataclass(frozen=True)
 class EncodedFile:
-    """An image or clip as file bytes."""
+    """The bytes of an image or video file."""
 
     data: bytes
 
@@ -62,7 +62,7 @@ class EncodedFile:
 class PixelValues:
     """Pixels that the caller preprocessed.
 
-    pixel_values: [P, ...] float tensor on the host; grid: the extent it claims to have.
+    pixel_values: [P, ...] float tensor on the host. grid: the grid that the caller states for it.
     """
 
     pixel_values: torch.Tensor
@@ -71,11 +71,11 @@ class PixelValues:
 
 @dataclass(frozen=True)
 class FrameArray:
-    """A clip as its caller decoded it.
+    """A clip that the caller decoded.
 
-    frames_THWC: uint8 [T, H, W, 3] on the host; fps: of these frames, from which the family samples, None for
-    the reference's 24; timestamps_s: one for each frame of a clip that was sampled before, all of which
-    count.
+    frames_THWC: uint8 [T, H, W, 3] on the host. fps: frame rate of these frames, from which the family
+    samples; None means the reference's default of 24. timestamps_s: one per frame, for a clip that the caller
+    has already sampled; then every frame is used.
     """
 
     frames_THWC: torch.Tensor
@@ -85,7 +85,7 @@ class FrameArray:
 
 @dataclass(frozen=True)
 class DigestOnly:
-    """No content: serve from the store or fail."""
+    """No content: the rows come from the store or the item fails."""
 
 
 Content: TypeAlias = EncodedFile | PixelValues | FrameArray | DigestOnly
@@ -106,7 +106,7 @@ class FrameItem:
     """Decoded, resized, padded pixels, not yet normalised or cut into patches.
 
     frames_THWC: uint8 [T, H, W, 3]; T counts frames (1 for an image), H and W are multiples of the
-    patch size times the merge size. grid: what the patches of these frames will be.
+    patch size times the merge size. grid: the grid of the patches that these frames are cut into.
     """
 
     frames_THWC: torch.Tensor
@@ -125,7 +125,7 @@ TowerItem: TypeAlias = FrameItem | PatchItem
 
 
 class LoadedPixels(NamedTuple):
-    """What a worker made of an item's content, and how long that took."""
+    """The pixels that a worker prepared from an item's content, and the time of each step."""
 
     item: TowerItem
     decode_ms: float
@@ -158,7 +158,7 @@ class CacheTier(enum.Enum):
 
 @dataclass(frozen=True)
 class RowsSpec:
-    """What one item's rows look like: R rows of D * (1 + L) elements."""
+    """The shape of one item's rows: num_rows rows of ``width`` = D * (1 + L) elements."""
 
     num_rows: int
     width: int
@@ -172,8 +172,8 @@ class RowsSpec:
 
 @dataclass(frozen=True)
 class ClipFacts:
-    """What a prompt says of a clip. timestamps_s: of the frames that were taken; chunk_grids: of the chunks
-    whose rows stand one after another, where a family averages over their frames, else none."""
+    """What a prompt states about a clip. timestamps_s: times of the sampled frames. chunk_grids: for a family
+    that averages over frames, the grids of the chunks in the order of their rows; otherwise empty."""
 
     timestamps_s: tuple[float, ...]
     chunk_grids: tuple[Grid, ...] = ()
@@ -181,8 +181,8 @@ class ClipFacts:
 
 @dataclass(frozen=True)
 class EncodedItem:
-    """One item's visual tokens. rows: [R, D * (1 + L)], contiguous, owning its storage. clip: of a clip that
-    the service sampled, or whose sender told its timestamps."""
+    """One item's visual tokens. rows: [R, D * (1 + L)], contiguous, owning its storage. clip: set for a clip
+    that the service sampled or whose sender gave timestamps."""
 
     key: bytes
     content_digest: bytes

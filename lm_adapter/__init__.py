@@ -1,8 +1,8 @@
-"""Client side of the vision encoder service: from images to validated rows, for any language-model engine.
+"""Client of the vision encoder service: sends images and clips, returns validated rows to any LLM engine.
 
-Imports grpcio, protobuf and numpy; torch only where a tensor is asked for. ``keys`` derives embedding keys,
-``splice``, ``placeholders``, ``mrope`` and ``rotary`` serve a prefill, ``testing`` has a server for users'
-own tests, ``engines`` has one module per engine."""
+Importing this package imports grpcio, protobuf and numpy. torch is imported only when a tensor is requested.
+Other modules: ``keys`` derives embedding keys; ``splice``, ``placeholders``, ``mrope`` and ``rotary`` build
+a prefill; ``testing`` has a fake server for users' tests; ``engines`` has one module per engine."""
 
 from lm_adapter.channel import ClientTls
 from lm_adapter.checks import check_rows

@@ -1,20 +1,21 @@
-"""Which placeholder ids of a prompt belong to which item.
+"""Assigns the placeholder ids of a prompt to its items.
 
-Owns the reading of a prompt's placeholders; what is made of it belongs to ``placeholders``. Pure numpy.
+Owns the alignment of placeholder ids with items; ``placeholders`` expands the prompt from it. Pure numpy.
 
-The alignment reads *runs* of equal placeholder ids, never single ids, so that an expanded run is not taken
-for many items:
+The alignment works on *runs* of equal placeholder ids, never on single ids, so that an expanded run is not
+taken for several items:
 
-1. One form for the whole prompt: all expanded, else one id per item, else one id per frame. The three need
-   different numbers of ids unless they mean the same, so at most one of them fits. All expanded uses the most
-   ids that the items can, one id per item the least, so that no other reading uses as many; one id per frame
-   lies between, and is an error where items of several forms fit the runs in another way.
-2. Forms mixed item by item: dynamic programming over (run, next frame). Readings that put the same items
-   into the same runs expand to the same prompt and count as one; two that differ are an error.
+1. One form for the whole prompt. The forms are tried in this order: all items expanded, one id per item, one
+   id per frame. Each form needs a different total number of ids unless two forms are the same, so at most
+   one of them fits. The expanded form uses the largest total that the items allow and one id per item uses
+   the smallest, so no mixed form has the same total. One id per frame lies between the two; it is an error
+   if a mix of forms also fits the runs.
+2. Mixed forms, chosen item by item: dynamic programming over (run, next frame). Readings that put the same
+   items into the same runs expand to the same prompt and count as one. Two different readings are an error.
 
-Terms: a *unit* is what one run of rows belongs to: an image, a clip whose frames share one run (Kimi), or one
-frame of a clip whose frames stand apart (Qwen3-VL, with timestamps between them). A *boundary* is the unit
-that comes next after a run; the boundaries of all runs are a reading.
+Terms: a *unit* is the owner of one run of rows: an image, a clip whose frames share one run (Kimi), or one
+frame of a clip with timestamps between its frames (Qwen3-VL). The *boundary* of a run is the index of the
+first unit after it. A *reading* is the list of the boundaries of all runs.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ Ids: TypeAlias = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class PromptItem:
-    """What one item asks of the prompt: its placeholder id, and the rows of each of its units in order."""
+    """The placeholders that one item needs: their id, and the number of rows of each of its units."""
 
     placeholder_id: int
     unit_rows: tuple[int, ...]
@@ -69,7 +70,7 @@ def placeholder_runs(ids: Ids, known: set[int]) -> list[Run]:
 
 @dataclass(frozen=True)
 class _Units:
-    """The items' units in one row: rows and placeholder id of each, and per item the index after its last."""
+    """The units of all items in one list: rows and placeholder id of each unit, and where each item ends."""
 
     rows: tuple[int, ...]
     placeholder_ids: tuple[int, ...]
@@ -92,7 +93,7 @@ class _Units:
 
 
 def align(runs: Sequence[Run], items: Sequence[PromptItem]) -> list[int]:
-    """For each run the unit after its last one.
+    """The boundary of each run: the index of the first unit after it.
 
     Raises InvalidRequest with reason PLACEHOLDER_MISMATCH or PLACEHOLDER_AMBIGUOUS.
     """
@@ -107,14 +108,14 @@ def align(runs: Sequence[Run], items: Sequence[PromptItem]) -> list[int]:
     boundaries = _align_uniform(runs, per_frame, units)
     if boundaries is None:
         return _align_mixed(runs, items, units)
-    # A frame in each run, as frames with timestamps stand, is the only way then.
+    # With one run per unit (frames separated by timestamps) there is no other reading.
     if len(runs) < len(units.rows) and _has_other_reading(runs, units, boundaries):
         raise _ambiguous(runs, items)
     return boundaries
 
 
 def _align_uniform(runs: Sequence[Run], pieces: Sequence[tuple[int, int]], units: _Units) -> list[int] | None:
-    """Boundaries when the pieces (ids used, unit after) fill the runs exactly, one after the other."""
+    """The boundaries if the pieces (number of ids, next unit) fill the runs exactly in order, else None."""
     if sum(ids for ids, _ in pieces) != sum(run.length for run in runs):
         return None
     boundaries: list[int] = []
@@ -132,12 +133,12 @@ def _align_uniform(runs: Sequence[Run], pieces: Sequence[tuple[int, int]], units
 
 
 def _align_mixed(runs: Sequence[Run], items: Sequence[PromptItem], units: _Units) -> list[int]:
-    """Boundaries when each item takes the form it needs; a reading is the boundaries it puts after the
-    runs."""
+    """The boundaries when each item may have its own form. Raises InvalidRequest if no reading fits the
+    runs, or more than one."""
     num_units = len(units.rows)
     least, most = _bounds(units)
     ids_left = sum(run.length for run in runs)
-    readings = {0: 1}  # boundary -> number of readings that lead there, as far as two
+    readings = {0: 1}  # boundary -> number of readings that lead to it, capped at 2
     came_from: list[dict[int, int]] = []
     for run in runs:
         ids_left -= run.length
@@ -162,7 +163,7 @@ def _align_mixed(runs: Sequence[Run], items: Sequence[PromptItem], units: _Units
 
 
 def _bounds(units: _Units) -> tuple[list[int], list[int]]:
-    """Ids that the units from each on can use at least and at most."""
+    """For each unit, the smallest and the largest number of ids that it and all later units can use."""
     num_units = len(units.rows)
     least, most = [0] * (num_units + 1), [0] * (num_units + 1)
     for unit in reversed(range(num_units)):
@@ -172,8 +173,10 @@ def _bounds(units: _Units) -> tuple[list[int], list[int]]:
 
 
 class _State(NamedTuple):
-    """After a run. is_expanded: of the item that goes on behind it, None where none does; is_other: whether
-    a boundary so far is not the known reading's."""
+    """The state of the search after a run.
+
+    unit: the next unit. is_expanded: the form of the item that continues in the next run, None if no item
+    continues. is_other: whether any boundary so far differs from the known reading."""
 
     unit: int
     is_expanded: bool | None
@@ -181,8 +184,8 @@ class _State(NamedTuple):
 
 
 def _has_other_reading(runs: Sequence[Run], units: _Units, known: Sequence[int]) -> bool:
-    """Whether items, each in a form of its own but for all of its frames, fit the runs with other boundaries
-    than ``known``."""
+    """Whether the items fit the runs with other boundaries than ``known``, when each item has one form for
+    all of its frames."""
     least, most = _bounds(units)
     ids_left = sum(run.length for run in runs)
     states = {_State(0, None, False)}
@@ -200,12 +203,12 @@ def _has_other_reading(runs: Sequence[Run], units: _Units, known: Sequence[int])
 def _reach(
     run: Run, first: int, first_form: bool | None, units: _Units, *, by_item: bool
 ) -> list[tuple[int, bool | None]]:
-    """The units that can come next after ``run`` when unit ``first`` opens it, each with the form of the item
-    that goes on with it: whether it is expanded. by_item: all frames of an item have one form; without it,
-    forms are None.
+    """The possible boundaries of ``run`` when its first unit is ``first``, each with the form (whether
+    expanded) of the item that continues after the run. by_item: all frames of an item have one form;
+    otherwise the forms are None.
 
-    uses[unit, form] is a bit set: bit n says that the units from ``first`` to before ``unit`` can use exactly
-    n ids.
+    uses[unit, form] is a bit set: bit n is set if the units from ``first`` up to but excluding ``unit`` can
+    use exactly n ids.
     """
     full = (1 << (run.length + 1)) - 1
     uses: dict[tuple[int, bool | None], int] = {(first, first_form): 1}

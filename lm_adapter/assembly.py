@@ -1,7 +1,7 @@
-"""Encode requests from items, and validated rows from the events of an Encode or Fetch stream. No I/O.
+"""Builds encode requests from items, and validated rows from the events of an Encode or Fetch stream. No I/O.
 
-Owns the batches of items that fit one message each, and the state of a stream: which items have their
-outcome, which rows are arriving in chunks, which rows wait in shared memory for the caller to copy them."""
+Owns the batches of items that fit one message each, and the state of a stream: which items have an outcome,
+which rows are arriving in chunks, and which rows the caller still has to copy from shared memory."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _INVALID_ARGUMENT, _RESOURCE_EXHAUSTED = 3, 8
 MAX_VARINT_BYTES = 5
 # Tags (field number << 3 | wire type) of ItemEvent.item_index and chunk, RowsChunk.offset_bytes and data.
 _INDEX_TAG, _CHUNK_TAG, _OFFSET_TAG, _DATA_TAG = 1 << 3, 3 << 3 | 2, 1 << 3, 2 << 3 | 2
-# The fields of a request around its items, and an item's tag and length; upper bounds.
+# Upper bounds: the fields of a request other than its items; the tag and length of one item.
 _REQUEST_OVERHEAD_BYTES = 1024
 _ITEM_OVERHEAD_BYTES = 8
 
@@ -38,9 +38,11 @@ _ITEM_OVERHEAD_BYTES = 8
 def prepare_items(
     items: Mapping[int, Item], limits: Limits
 ) -> tuple[list[dict[int, pb.Item]], dict[int, ItemFailed]]:
-    """Items, by the caller's index, as messages in order, in as many batches as the server's limits of one
-    call need; and the failures of those that cannot be sent. An item that the wire cannot carry, or that
-    exceeds the message limit by itself, fails alone."""
+    """Converts items to messages, batched by the server's limits for one request.
+
+    items: by the caller's index. Returns the batches in order, each a map from index to message, and the
+    items that cannot be sent: those that the wire format cannot carry, and those larger than the message
+    limit. Such an item fails alone."""
     max_message_bytes = limits.max_message_bytes or math.inf
     batches: list[dict[int, pb.Item]] = []
     refused: dict[int, ItemFailed] = {}
@@ -72,7 +74,7 @@ def prepare_items(
 
 
 class PlacedRows(NamedTuple):
-    """An item whose rows are in shared memory: the caller copies them and calls ``rows``."""
+    """An item whose rows are in shared memory. The caller copies them and passes the copy to ``rows``."""
 
     position: int
     place: pb.RowsPlace
@@ -80,12 +82,12 @@ class PlacedRows(NamedTuple):
     result: pb.ItemResult
 
     def rows(self, payload: npt.NDArray[np.uint8] | torch.Tensor) -> EncodedRows:
-        """payload: uint8 [header.rows_bytes]."""
+        """The validated rows. payload: uint8 [header.rows_bytes]."""
         return _encoded_rows(self.result, self.header, payload)
 
 
 class RowsChunk(NamedTuple):
-    """An event with a chunk of an item's rows. ``data`` may be a view of the message."""
+    """An event that carries a chunk of an item's rows. ``data`` may be a view of the message."""
 
     item_index: int
     offset_bytes: int
@@ -93,7 +95,7 @@ class RowsChunk(NamedTuple):
 
 
 class _ChunkedRows:
-    """The destination of rows that arrive in chunks, in order of offset and without gaps."""
+    """The buffer for rows that arrive in chunks, ordered by offset and without gaps."""
 
     def __init__(self, result: pb.ItemResult, header: RowsHeader) -> None:
         self.result = result
@@ -104,8 +106,8 @@ class _ChunkedRows:
         self._end_bytes = 0
 
     def write(self, chunk: RowsChunk) -> bool:
-        """Copies one chunk; whether the rows are complete. Raises InvalidRows for a chunk out of order, out
-        of range or too many, and for a last chunk that leaves a gap."""
+        """Copies one chunk and returns whether the rows are complete. Raises InvalidRows if the chunk is out
+        of order, exceeds the buffer or the number of chunks, or is the last one and leaves a gap."""
         _, offset_bytes, data = chunk
         rows_bytes, num_chunks = len(self._view), self.result.inline.num_chunks
         end_bytes = offset_bytes + len(data)
@@ -133,8 +135,8 @@ class _ChunkedRows:
 class Assembler:
     """Assembles the items of one call from its serialised ItemEvents.
 
-    An event that breaks a rule fails its own item with InvalidRows and the other items go on. An event of an
-    item that the call does not have, or that was complete already, raises StreamViolation.
+    An invalid event fails its own item with InvalidRows; the other items continue. An event for an item that
+    is not in the call, or that was already complete, raises StreamViolation.
     """
 
     def __init__(
@@ -146,21 +148,21 @@ class Assembler:
         max_rows_bytes: int = DEFAULT_MAX_ROWS_BYTES,
         allows_places: bool = False,
     ) -> None:
-        """digests: of each item of the call, None where unknown; keys: of each item, where they are known.
-        models: the geometries that rows may have; without models results are only checked against themselves.
-        max_rows_bytes: limit of one item. allows_places: whether rows may be in shared memory."""
+        """digests: of each item, None where unknown. keys: of each item, empty if unknown. models: the
+        geometries that rows may have; if empty, results are only checked for consistency. max_rows_bytes:
+        limit for one item. allows_places: whether rows may be delivered in shared memory."""
         self._digests = digests
         self._keys = keys
         self._models = models
         self._max_rows_bytes = max_rows_bytes
         self._allows_places = allows_places
         self._arriving: dict[int, _ChunkedRows] = {}
-        # True: complete. False: failed on this side, later events of the item are ignored.
+        # True: complete. False: failed in this process; later events of the item are ignored.
         self._finished: dict[int, bool] = {}
 
     def feed(self, message: bytes) -> tuple[int, Outcome] | PlacedRows | None:
-        """Takes one serialised ItemEvent. Returns the position and outcome of the item that it completed, or
-        the rows that have to be copied from shared memory. Raises StreamViolation."""
+        """Takes one serialised ItemEvent. Returns the position and outcome of an item that this event
+        completes, or the rows to copy from shared memory, or None. Raises StreamViolation."""
         event = _read_event(message)
         position = event.item_index
         if isinstance(event, pb.ItemEvent) and event.WhichOneof("event") is None:
@@ -188,7 +190,7 @@ class Assembler:
         return outcome if isinstance(outcome, PlacedRows) else (position, outcome)
 
     def finish(self) -> None:
-        """The stream ended OK. Raises TruncatedStream when items are without an outcome."""
+        """Called when the stream ended with OK. Raises TruncatedStream if any item has no outcome."""
         num_items = len(self._digests)
         missing = [position for position in range(num_items) if position not in self._finished]
         if missing:
@@ -259,7 +261,7 @@ class Assembler:
 
 
 def _read_event(message: bytes) -> RowsChunk | pb.ItemEvent:
-    """An ItemEvent; one with a chunk always as RowsChunk. Raises StreamViolation."""
+    """Parses an ItemEvent. An event with a chunk is returned as RowsChunk. Raises StreamViolation."""
     chunk = read_chunk(message)
     if chunk is not None:
         return chunk
@@ -273,8 +275,8 @@ def _read_event(message: bytes) -> RowsChunk | pb.ItemEvent:
 
 
 def read_chunk(message: bytes) -> RowsChunk | None:
-    """The chunk of an ItemEvent whose fields are in the order in which protobuf writes them, without a copy.
-    None for every other message, also for a malformed one: protobuf's parser decides about it."""
+    """Reads an ItemEvent that has a chunk, without copying the chunk. Fields must be in protobuf's canonical
+    order. None for any other message, including malformed ones, which the protobuf parser then handles."""
     try:
         item_index, at = _field(message, 0, _INDEX_TAG)
         event_bytes, at = _field(message, at, _CHUNK_TAG)
@@ -289,8 +291,8 @@ def read_chunk(message: bytes) -> RowsChunk | None:
 
 
 def _field(message: bytes, at: int, tag: int) -> tuple[int, int]:
-    """The varint behind a tag, and where the next field begins; 0 if another field begins at ``at``. Raises
-    IndexError at the message's end, and for a varint of more than MAX_VARINT_BYTES."""
+    """The varint after ``tag`` and the offset of the next field; (0, at) if another field starts at ``at``.
+    Raises IndexError at the end of the message and for a varint longer than MAX_VARINT_BYTES."""
     if message[at] != tag:
         return 0, at
     value = 0

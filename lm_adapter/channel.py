@@ -1,8 +1,8 @@
-"""The gRPC channel to the service: options, TLS, the token, and their files when they change.
+"""The gRPC channel to the service: options, TLS, the token, and reloading of their files.
 
-Owns the channel's life. gRPC reads certificates once, when a channel is made, so a channel is made anew when
-the files have changed; calls in progress end on the old one. Also owns the metadata of every call: the token
-and the W3C trace headers of the caller's span.
+Owns the channel. gRPC reads certificates once, when a channel is created, so changed files need a new
+channel; calls in progress finish on the old one. Also owns the metadata of every call: the token and the W3C
+trace headers of the caller's span.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from lm_adapter.errors import InvalidRequest
 MAX_FILE_BYTES = 4 << 20
 MAX_TOKEN_BYTES = 4096
 RECHECK_S = 1.0
-"""Interval between looks at the files' modification times."""
+"""Interval between checks of the files' modification times."""
 LINGER_S = 900.0
-"""Time that calls in progress have on a replaced channel."""
+"""Time that calls in progress have to finish on a replaced channel."""
 
 FilePath: TypeAlias = str | os.PathLike[str]
 Metadata: TypeAlias = tuple[tuple[str, str], ...]
@@ -36,32 +36,43 @@ Metadata: TypeAlias = tuple[tuple[str, str], ...]
 _log = logging.getLogger(__name__)
 
 _DEFAULT_OPTIONS: dict[str, int | str] = {
-    # A message holds one chunk of rows, or the states of many keys. Requests are limited by the server.
+    # A message holds one chunk of rows, or the states of many keys. The server limits requests.
     "grpc.max_receive_message_length": 64 * 1024 * 1024,
     "grpc.max_send_message_length": -1,
-    # Rows have megabytes: a large flow-control window and few frames.
+    # Rows are megabytes long: use a large flow-control window and large frames.
     "grpc.http2.lookahead_bytes": 8 * 1024 * 1024,
     "grpc.http2.max_frame_size": 4 * 1024 * 1024,
-    # A host that vanishes without a FIN is detected after the sum of both.
+    # A host that disappears without a FIN is detected after the sum of these two times.
     "grpc.keepalive_time_ms": 60_000,
     "grpc.keepalive_timeout_ms": 20_000,
-    # A restarted server is reached again within half a second.
+    # Reconnects to a restarted server within half a second.
     "grpc.initial_reconnect_backoff_ms": 100,
     "grpc.max_reconnect_backoff_ms": 500,
-    # Despite its name, the time limit of one connection attempt, handshakes included.
+    # Despite its name, this is the timeout of one connection attempt, handshakes included.
     "grpc.min_reconnect_backoff_ms": 5_000,
-    # The client repeats calls itself, where that is safe.
+    # The client retries calls itself, where that is safe.
     "grpc.enable_retries": 0,
 }
+
+FLEET_OPTIONS: dict[str, int | str] = {
+    # Round robin over the addresses of a name with several gateways; addresses that are down are skipped.
+    "grpc.service_config": '{"loadBalancingConfig": [{"round_robin": {}}]}',
+    # Calls to an unresponsive peer fail within two seconds. A connection attempt times out after one second.
+    "grpc.keepalive_time_ms": 800,
+    "grpc.keepalive_timeout_ms": 1_000,
+    "grpc.http2.max_pings_without_data": 0,
+    "grpc.min_reconnect_backoff_ms": 1_000,
+}
+"""Options, in addition to the defaults, for a channel whose calls can be answered by another peer."""
 
 
 @dataclass(frozen=True)
 class ClientTls:
     """TLS to the service, from PEM files. New calls use changed files within about a second.
 
-    ca: authorities of the server's certificate; empty for the public ones. cert, key: the client's own, for
-    servers that require one. server_name: the name in the server's certificate, if it is not the target's
-    host."""
+    ca: certificate authorities that sign the server's certificate; empty: the system's public ones. cert,
+    key: the client's own certificate, for servers that require one. server_name: the name in the server's
+    certificate, if it differs from the target's host."""
 
     ca: FilePath = ""
     cert: FilePath = ""
@@ -69,7 +80,7 @@ class ClientTls:
     server_name: str = ""
 
     def __post_init__(self) -> None:
-        """Raises InvalidRequest."""
+        """Raises InvalidRequest if only one of ``cert`` and ``key`` is set."""
         if bool(self.cert) != bool(self.key):
             raise InvalidRequest("a client certificate and its key are given together or not at all")
 
@@ -78,8 +89,9 @@ class ClientTls:
         return tuple(path for path in (self.ca, self.cert, self.key) if path)
 
     def credentials(self) -> grpc.ChannelCredentials:
-        """From the files as they are now. Raises InvalidRequest for what gRPC would only report with the
-        first call, and for an empty ``ca``, which it would take for the public authorities."""
+        """gRPC credentials from the current content of the files. Raises InvalidRequest for invalid files,
+        which gRPC would only report with the first call, and for a ``ca`` file without a certificate, which
+        gRPC would replace with the public authorities."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         try:
             problem = f"{os.fspath(self.ca)} has no certificate"
@@ -109,7 +121,7 @@ class Channel:
         token_file: FilePath,
         options: Mapping[str, int | str] | None,
     ) -> None:
-        """Connects with the first call. Raises InvalidRequest for files that are unusable now."""
+        """Does not connect; the first call does. Raises InvalidRequest for unusable files."""
         if token and token_file:
             raise InvalidRequest("token and token_file exclude each other")
         self._target = target
@@ -133,11 +145,11 @@ class Channel:
         return self._channel
 
     def metadata(self) -> Metadata:
-        """Of a new call: the token, and the trace of the current span."""
+        """The metadata of a new call: the token, and the trace headers of the current span."""
         return bearer(self.token) + _trace_headers()
 
     async def close(self) -> None:
-        """Ends calls in progress. Harmless when repeated."""
+        """Closes the channels and ends calls in progress. Can be repeated."""
         replaced = list(self._replaced.items())
         for task, _ in replaced:
             task.cancel()
@@ -149,8 +161,8 @@ class Channel:
         return grpc.aio.secure_channel(self._target, self._tls.credentials(), options=self._options)
 
     def _reload_if_changed(self) -> None:
-        """Files that are half written or wrong leave the channel as it is; they are read again when they
-        change again."""
+        """Opens a new channel if the files changed. Incomplete or invalid files leave the channel as it is;
+        they are read again after their next change."""
         seen = self._stat()
         if seen == self._seen:
             return
@@ -169,7 +181,8 @@ class Channel:
         _log.info("TLS and token files were read again")
 
     def _stat(self) -> list[tuple[int, int, int]]:
-        """Of each file, following links: a mounted Kubernetes Secret is replaced through a link."""
+        """Modification time, inode and size of each file. Follows links, because Kubernetes updates a mounted
+        Secret by replacing a link."""
         found = []
         for path in self._paths:
             try:
@@ -184,13 +197,13 @@ class Channel:
 def channel_options(
     overrides: Mapping[str, int | str] | None = None, tls: ClientTls | None = None
 ) -> list[tuple[str, int | str]]:
-    """gRPC channel arguments: the defaults of this module, replaced by ``overrides``."""
+    """gRPC channel arguments: this module's defaults, updated with ``overrides``."""
     named = {"grpc.ssl_target_name_override": tls.server_name} if tls and tls.server_name else {}
     return list({**_DEFAULT_OPTIONS, **named, **(overrides or {})}.items())
 
 
 def bearer(token: str) -> Metadata:
-    """The metadata that authorises a call; empty without a token. Raises InvalidRequest for a token that a
+    """The authorization metadata of a call; empty without a token. Raises InvalidRequest for a token that a
     header cannot carry."""
     if not token:
         return ()
@@ -200,7 +213,7 @@ def bearer(token: str) -> Metadata:
 
 
 def read_token_file(path: FilePath) -> str:
-    """The only word of the file. Errors do not repeat its content. Raises InvalidRequest."""
+    """Reads the token, the only word in the file. Raises InvalidRequest; the text never quotes the file."""
     name, content = f"token file {os.fspath(path)}", read_file(path)
     if len(content) > MAX_TOKEN_BYTES:
         raise InvalidRequest(f"{name} has {len(content)} bytes, at most {MAX_TOKEN_BYTES} are allowed")
@@ -224,8 +237,8 @@ def read_file(path: FilePath) -> bytes:
 
 
 def _trace_headers() -> Metadata:
-    """``traceparent`` and ``tracestate`` of the current OpenTelemetry span; empty when the process does not
-    use OpenTelemetry, which is never imported for this."""
+    """``traceparent`` and ``tracestate`` of the current OpenTelemetry span. Empty if the process does not use
+    OpenTelemetry; this function does not import it on its own."""
     if "opentelemetry.trace" not in sys.modules:
         return ()
     from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator

@@ -1,7 +1,7 @@
-"""Are these the rows that were asked for? Everything is compared before an engine sees a byte.
+"""Validates rows before an engine uses them.
 
-Owns the rules that rows must obey: against the model's geometry as the server announces it, and against
-what a prompt expects. Shape legend: R rows, D language-model width, L deepstack levels.
+Owns the rules for rows: they must match the model's geometry as announced by the server, and what the prompt
+expects. Shape legend: R rows, D language-model width, L deepstack levels.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class RowsHeader(NamedTuple):
-    """What a result says of its rows before they come."""
+    """The description of an item's rows in its result message, which precedes the rows themselves."""
 
     grid_thw: Grid
     num_rows: int
@@ -33,7 +33,7 @@ class RowsHeader(NamedTuple):
     chunk_grids: tuple[Grid, ...] = ()
 
     def rows(self, payload: npt.NDArray[np.uint8] | torch.Tensor, **fields: Any) -> EncodedRows:
-        """payload: uint8 [rows_bytes]. fields: the other ones of EncodedRows."""
+        """payload: uint8 [rows_bytes]. fields: the remaining fields of EncodedRows."""
         shape = {name: value for name, value in self._asdict().items() if name != "rows_bytes"}
         return EncodedRows(payload=payload, **shape, **fields)
 
@@ -49,10 +49,10 @@ def check_rows(
     merges_time: bool,
     finite: bool = False,
 ) -> None:
-    """Compares rows with what a prompt expects of them. Raises InvalidRows naming both figures.
+    """Compares rows with what a prompt expects. Raises InvalidRows with the found and the expected value.
 
     grid: [t, h, w] in patches; width: D * (1 + L); dtype: ``float32``, ``bfloat16`` or ``float16``;
-    finite: also look at every element for NaN and infinity, which reads the whole payload.
+    finite: also check every element for NaN and infinity, which reads the whole payload.
     """
     _expect("grid_thw", tuple(rows.grid_thw), tuple(grid))
     header = RowsHeader(
@@ -71,8 +71,8 @@ def check_rows(
 
 
 def check_models(header: RowsHeader, models: Sequence[ModelInfo]) -> None:
-    """Compares a result with the announced geometries, of which it must have one. Raises InvalidRows for the
-    first model; also for one whose announced width is not that of its main and deepstack levels."""
+    """Checks that a result has the geometry of one of the announced models. Raises InvalidRows with the
+    mismatch for the first model. A model whose announced width is not D * (1 + L) matches nothing."""
     failure: InvalidRows | None = None
     for model in models:
         try:
@@ -93,7 +93,7 @@ def check_models(header: RowsHeader, models: Sequence[ModelInfo]) -> None:
 
 
 def check_header(header: RowsHeader) -> None:
-    """Checks a result against itself: dtype of rows, positive sizes, levels dividing the width, byte count.
+    """Checks a result for consistency: known dtype, positive sizes, width divisible by 1 + L, byte count.
     Raises InvalidRows."""
     if header.dtype not in ROW_DTYPES:
         raise InvalidRows(
@@ -126,7 +126,7 @@ def check_header(header: RowsHeader) -> None:
 
 
 def check_digest(field: str, found: bytes, expected: bytes | None) -> None:
-    """A key or digest of 32 bytes, equal to the expected one where there is one. Raises InvalidRows."""
+    """Checks that a key or digest has 32 bytes and equals ``expected``, if given. Raises InvalidRows."""
     if len(found) != DIGEST_BYTES:
         raise InvalidRows(
             field,
@@ -175,7 +175,7 @@ def _check_geometry(
 
 
 def _check_chunks(grid: Grid, chunks: Sequence[Grid], merges_time: bool) -> None:
-    """The chunks of a clip make up its grid. Raises InvalidRows."""
+    """Checks that the chunks of a clip add up to its grid. Raises InvalidRows."""
     whole = [sum(chunk.t for chunk in chunks), grid.h, grid.w]
     if (
         not merges_time
@@ -211,7 +211,7 @@ def _check_finite(rows: EncodedRows) -> None:
 
 
 def check_keys(keys: Sequence[bytes]) -> list[bytes]:
-    """Raises InvalidRequest for a key that has not 32 bytes."""
+    """The keys as a list. Raises InvalidRequest for a key whose length is not 32 bytes."""
     for position, key in enumerate(keys):
         if len(key) != DIGEST_BYTES:
             raise InvalidRequest(f"key {position} has {len(key)} bytes, needs {DIGEST_BYTES}")

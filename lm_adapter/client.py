@@ -2,7 +2,8 @@
 
 Owns an item's way to its rows: the directory in shared memory, else Encode or Fetch, whose rows come from a
 place in shared memory or inline. Also owns what is repeated: an item whose rows were lost, once, inline; a
-stream that broke, once, for the items that had not come whole. Nothing else is repeated here."""
+stream that broke, once, for the items that had not come whole. Nothing else is repeated here. In a fleet each
+item is a call of its own, with its routing digest. ``local_first`` has two targets."""
 
 from __future__ import annotations
 
@@ -11,8 +12,9 @@ import contextlib
 import dataclasses
 import functools
 import os
+import random
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Self, TypeAlias, TypeVar, cast
 
@@ -22,7 +24,7 @@ from google.protobuf.message import Message
 
 from lm_adapter import convert
 from lm_adapter.assembly import DEFAULT_MAX_ROWS_BYTES, Assembler, PlacedRows, prepare_items
-from lm_adapter.channel import Channel, ClientTls, FilePath
+from lm_adapter.channel import FLEET_OPTIONS, Channel, ClientTls, FilePath, Metadata
 from lm_adapter.checks import RowsHeader, check_header, check_keys, check_models
 from lm_adapter.errors import (
     CallCancelled,
@@ -40,7 +42,7 @@ from lm_adapter.errors import (
     from_rpc_error,
 )
 from lm_adapter.items import ClipItem, Grid, ImageItem, Item
-from lm_adapter.keys import can_hash, content_digest, item_key
+from lm_adapter.keys import can_hash, content_digest, item_key, routing_digest
 from lm_adapter.read_reports import ReadReports
 from lm_adapter.shm.attachment import TRANSPORTS, AttachedMemory, SharedMemory, Transport, check_transports
 from lm_adapter.shm.mapping import current_stream
@@ -49,12 +51,14 @@ from lm_adapter.types import (
     CacheTier,
     EncodedRows,
     KeyStatus,
+    Limits,
     ModelInfo,
     Outcome,
     PrefetchStatus,
     ServerInfo,
 )
 from vision_encoder.layout.directory import Record
+from vision_encoder.layout.keys import DIGEST_BYTES, ROUTING_KEY
 from vision_encoder.v1 import encoder_pb2 as pb
 
 if TYPE_CHECKING:
@@ -69,10 +73,17 @@ READY_POLL_S = 0.05
 MIN_INFO_AGE_S = 1.0
 MAX_HASHED_BYTES = 8 << 20
 """Larger files are hashed by the service, on its decode threads."""
+MIN_PAUSE_S, MAX_PAUSE_S = 0.02, 0.3
+"""Bounds of the random pause before a repeat in a fleet. By its end the gateway has left out a replica that
+ended. The calls that a crash interrupted are spread, so that an item that crashes each encoder does not
+interrupt them again."""
+FLEET_INFO_S = 60.0
+"""Age at which a fleet's information is asked for again: replicas are replaced without notice."""
 MAX_LOOP_COPY_S = 150e-6
 """Copies out of shared memory that are estimated to take longer are made on a worker thread."""
 INSTANCE_KEY = "x-instance-id"
 """Trailing metadata: the ``instance_id`` of the server that answered."""
+_UNAVAILABLE, _RESOURCE_EXHAUSTED = 14, 8
 _HEALTH_CHECK = "/grpc.health.v1.Health/Check"
 _SERVICE = pb.DESCRIPTOR.services_by_name["VisionEncoder"].full_name
 
@@ -100,7 +111,7 @@ class RowsCall:
     """One ``encode`` or ``fetch``, which may take several RPCs, and what became of its items.
 
     models: whose geometry the rows may have. shared: the memory that rows may be placed in, and stream: the
-    one that uses them. outcomes: of all num_items, by the caller's index."""
+    one that uses them. routes: routing digests, and outcomes: of all num_items, by the caller's index."""
 
     info: ServerInfo
     models: Sequence[ModelInfo]
@@ -108,6 +119,7 @@ class RowsCall:
     stream: Any
     deadline: Deadline
     num_items: int
+    routes: Mapping[int, bytes] = field(default_factory=dict)
     outcomes: dict[int, Outcome] = field(default_factory=dict)
 
     def in_order(self) -> list[Outcome]:
@@ -137,6 +149,8 @@ class AsyncVisionEncoderClient:
         max_rows_bytes: int = DEFAULT_MAX_ROWS_BYTES,
         device: str | int | torch.device | None = None,
         options: Mapping[str, int | str] | None = None,
+        fleet: bool = False,
+        repeats: bool = True,
     ) -> None:
         """Connects with the first call. Raises InvalidRequest.
 
@@ -147,8 +161,10 @@ class AsyncVisionEncoderClient:
         than the announced one. token, token_file: authorise the namespace; a file that changes is read again.
         tls: from files that are read again as well. max_rows_bytes: limit of one item. device: the GPU that
         rows are copied to; by default the current one of the first calling thread that uses CUDA. options:
-        gRPC channel arguments, in addition to the defaults in ``channel``."""
-        transports = check_transports(transports, broker_path)
+        gRPC channel arguments, in addition to the defaults in ``channel``. fleet: the target is a gateway
+        before many encoders, or a name with the addresses of several gateways; rows come inline. repeats:
+        a stream that broke is asked for once more."""
+        transports = ("inline",) if fleet else check_transports(transports, broker_path)
         self.target = target
         self._namespace = namespace
         self._model = model
@@ -156,6 +172,10 @@ class AsyncVisionEncoderClient:
         self._max_rows_bytes = max_rows_bytes
         self._loop = asyncio.get_running_loop()
         self._pid = os.getpid()
+        self._is_fleet = fleet
+        self._repeats = repeats
+        if fleet:
+            options = FLEET_OPTIONS | dict(options or {})
         self._channel = Channel(target, tls=tls, token=token, token_file=token_file, options=options)
         self._shared = SharedMemory(
             transports,
@@ -191,7 +211,7 @@ class AsyncVisionEncoderClient:
 
     async def info(self, *, timeout_s: float | None = None) -> ServerInfo:
         """The server's models, limits and transports, asked for now. Raises ProtocolMismatch."""
-        return await self._ask_info(Deadline(self._timeout_s if timeout_s is None else timeout_s))
+        return await self._ask_info(self._deadline(timeout_s))
 
     async def wait_ready(self, timeout_s: float) -> ServerInfo:
         """Waits until the server answers and its health check says SERVING.
@@ -217,7 +237,7 @@ class AsyncVisionEncoderClient:
         """Waits until the client has tried to attach to shared memory, for callers that do not want their
         first rows inline."""
         self._shared.note_device()
-        deadline = Deadline(self._timeout_s if timeout_s is None else timeout_s)
+        deadline = self._deadline(timeout_s)
         await self._known_info(deadline)
         transport = await asyncio.to_thread(self._shared.wait, deadline.left_s)
         self._check_open("wait_transport")
@@ -232,17 +252,18 @@ class AsyncVisionEncoderClient:
         stream: the torch.cuda.Stream on which rows on a GPU are used; by default the calling thread's current
         one. Raises CallFailed when the call failed before every item had its outcome; ``completed`` of the
         error maps the indices of the others to their outcome."""
-        call = await self._begin(len(items), timeout_s, stream)
+        call = await self._begin(len(items), self._deadline(timeout_s), stream)
         call.models = self._expected_models(call.info)
-        if call.shared is not None:
+        if self._is_fleet:
+            items, call.routes = await self._routed(items)
+        elif call.shared is not None:
             if any(self._is_to_hash(item) for item in items):
                 items = await asyncio.to_thread(self.hashed, items)
             await self._read_resident(call, self._keys(call.info, items))
         unread = {index: item for index, item in enumerate(items) if index not in call.outcomes}
-        batches, refused = prepare_items(unread, call.info.limits)
+        batches, refused = prepare_items(unread, self._limits(call.info))
         call.outcomes.update(refused)
-        for batch in batches:
-            await self._run("Encode", call, batch)
+        await self._run_all("Encode", call, batches)
         return call.in_order()
 
     async def encode_one(
@@ -253,58 +274,165 @@ class AsyncVisionEncoderClient:
         return rows_or_raise(outcome)
 
     async def fetch(
-        self, keys: Sequence[bytes], *, timeout_s: float | None = None, stream: Any = None
+        self,
+        keys: Sequence[bytes],
+        *,
+        routing_digests: Sequence[bytes] = (),
+        timeout_s: float | None = None,
+        stream: Any = None,
     ) -> list[Outcome]:
         """Rows by key, in the order of ``keys``; waits for those in flight. An absent key is an ItemFailed
-        with reason UNKNOWN_KEY. Arguments and errors as in ``encode``."""
-        keys = check_keys(keys)
+        with reason UNKNOWN_KEY. routing_digests: of each key, from ``PrefetchStatus`` or ``keys``; a fleet
+        needs them. Other arguments and errors as in ``encode``."""
+        keys, routes = check_keys(keys), self._routes_of(keys, routing_digests)
         if not keys:
             return []
-        call = await self._begin(len(keys), timeout_s, stream)
+        call = await self._begin(len(keys), self._deadline(timeout_s), stream)
+        call.routes = routes
         await self._read_resident(call, dict(enumerate(keys)))
-        for portion in _portions(
-            call.info, [index for index in range(len(keys)) if index not in call.outcomes]
-        ):
-            await self._run("Fetch", call, {index: keys[index] for index in portion})
+        unread = [index for index in range(len(keys)) if index not in call.outcomes]
+        portions = self._portions(call.info, unread)
+        await self._run_all("Fetch", call, [{index: keys[index] for index in each} for each in portions])
         return call.in_order()
 
     async def prefetch(
         self, items: Sequence[Item], *, timeout_s: float | None = None
     ) -> list[PrefetchStatus | ItemFailed]:
         """Starts to encode and keeps the rows in the service. Answers once every item is admitted, with its
-        key, and with its grid if the file's header was read. The encode goes on without this client."""
-        deadline = Deadline(self._timeout_s if timeout_s is None else timeout_s)
+        key, and with its grid and a clip's timestamps if the file's header was read. The encode goes on
+        without this client.
+
+        Raises CallFailed; ``completed`` of the error has the statuses that had come, by index."""
+        deadline = self._deadline(timeout_s)
         info = await self._known_info(deadline)
-        batches, refused = prepare_items(dict(enumerate(items)), info.limits)
+        items, routes = await self._routed(items)
+        batches, refused = prepare_items(dict(enumerate(items)), self._limits(info))
         statuses: dict[int, PrefetchStatus | ItemFailed] = dict(refused)
-        for batch in batches:
+
+        async def ask(batch: Mapping[int, pb.Item]) -> None:
             request = pb.PrefetchRequest(items=batch.values(), namespace=self._namespace, model=self._model)
-            response = await self._unary("Prefetch", request, pb.PrefetchResponse, deadline)
+            try:
+                response = await self._unary(
+                    "Prefetch", request, pb.PrefetchResponse, deadline, self._route(routes, batch)
+                )
+            except CallFailed as error:
+                failure = self._item_failure(error)
+                if failure is None:
+                    raise
+                statuses.update(dict.fromkeys(batch, failure))
+                return
             if len(response.statuses) != len(batch):
                 raise StreamViolation(
                     f"Prefetch answered for {len(response.statuses)} items, {len(batch)} were sent"
                 )
-            found = [convert.prefetch_status(status) for status in response.statuses]
-            statuses.update(zip(batch, found, strict=True))
+            for index, status in zip(batch, response.statuses, strict=True):
+                statuses[index] = convert.prefetch_status(status, routes.get(index, b""))
+
+        try:
+            await self._call_each(ask, batches)
+        except CallFailed as error:
+            error.completed = cast("dict[int, Any]", statuses)
+            raise
         return [statuses[index] for index in range(len(items))]
 
-    async def lookup(self, keys: Sequence[bytes], *, timeout_s: float | None = None) -> list[KeyStatus]:
-        """Whether each key's rows are held, being encoded, or absent; in the order of ``keys``."""
-        keys = check_keys(keys)
+    async def lookup(
+        self,
+        keys: Sequence[bytes],
+        *,
+        routing_digests: Sequence[bytes] = (),
+        timeout_s: float | None = None,
+    ) -> list[KeyStatus]:
+        """Whether each key's rows are held, being encoded, or absent; in the order of ``keys``.
+        routing_digests: as in ``fetch``."""
+        keys, routes = check_keys(keys), self._routes_of(keys, routing_digests)
         if not keys:
             return []
-        deadline = Deadline(self._timeout_s if timeout_s is None else timeout_s)
-        statuses: list[KeyStatus] = []
-        for portion in _portions(await self._known_info(deadline), keys):
-            request = pb.LookupRequest(keys=portion, namespace=self._namespace)
-            response = await self._unary("Lookup", request, pb.LookupResponse, deadline)
+        deadline = self._deadline(timeout_s)
+        statuses: dict[int, KeyStatus] = {}
+
+        async def ask(portion: Sequence[int]) -> None:
+            asked = [keys[index] for index in portion]
+            request = pb.LookupRequest(keys=asked, namespace=self._namespace)
+            response = await self._unary(
+                "Lookup", request, pb.LookupResponse, deadline, self._route(routes, portion)
+            )
             found = [convert.key_status(status) for status in response.statuses]
-            if [status.key for status in found] != list(portion):
+            if [status.key for status in found] != asked:
                 raise StreamViolation(
                     f"Lookup answered for {len(found)} keys, {len(portion)} were asked, or for others"
                 )
-            statuses += found
-        return statuses
+            statuses.update(zip(portion, found, strict=True))
+
+        await self._call_each(ask, self._portions(await self._known_info(deadline), range(len(keys))))
+        return [statuses[index] for index in range(len(keys))]
+
+    # Fleets -----------------------------------------------------------------------------------------------
+
+    async def _routed(self, items: Sequence[Item]) -> tuple[Sequence[Item], dict[int, bytes]]:
+        """The items, with digests where they are to be hashed, and their routing digests by index; without a
+        fleet as they are, and none."""
+        if not self._is_fleet:
+            return items, {}
+        items = await asyncio.to_thread(self.hashed, items)
+        return items, dict(enumerate(await asyncio.to_thread(list, map(routing_digest, items))))
+
+    def _routes_of(self, keys: Sequence[bytes], routing_digests: Sequence[bytes]) -> dict[int, bytes]:
+        """Raises InvalidRequest."""
+        if self._is_fleet and len(routing_digests) != len(keys):
+            raise InvalidRequest(
+                f"{len(keys)} keys have {len(routing_digests)} routing digests; in a fleet each needs one"
+            )
+        for route in routing_digests:
+            if len(route) != DIGEST_BYTES:
+                raise InvalidRequest(f"a routing digest has {len(route)} bytes, needs {DIGEST_BYTES}")
+        return dict(enumerate(routing_digests))
+
+    def _route(self, routes: Mapping[int, bytes], indices: Iterable[int]) -> Metadata:
+        """The header of a call for these items; in a fleet there is one."""
+        return ((ROUTING_KEY, routes[next(iter(indices))].hex()),) if self._is_fleet else ()
+
+    def _limits(self, info: ServerInfo) -> Limits:
+        """Of one call. In a fleet each item may belong to another replica and is a call of its own."""
+        return dataclasses.replace(info.limits, max_items_per_request=1) if self._is_fleet else info.limits
+
+    def _portions(self, info: ServerInfo, indices: Sequence[int]) -> list[Sequence[int]]:
+        """Indices in as many calls as the limit of items needs."""
+        size = self._limits(info).max_items_per_request or len(indices) or 1
+        return [indices[start : start + size] for start in range(0, len(indices), size)]
+
+    async def _call_each(
+        self, ask: Callable[[ResultT], Awaitable[None]], portions: Sequence[ResultT]
+    ) -> None:
+        """Asks for every portion: one after another, in a fleet all at once. Raises the first failure, in a
+        fleet once all have ended."""
+        if not self._is_fleet:
+            for portion in portions:
+                await ask(portion)
+            return
+        for error in await asyncio.gather(*map(ask, portions), return_exceptions=True):
+            if error is not None:
+                raise error
+
+    def _item_failure(self, error: CallFailed) -> ItemFailed | None:
+        """In a fleet, where a call has one item: why its replica takes no work, as the item's failure. None
+        for a call that no replica has answered."""
+        if (
+            not self._is_fleet
+            or not isinstance(error, EncoderUnavailable | EncoderOverloaded)
+            or error.reason == type(error).default_reason
+        ):
+            return None
+        return ItemFailed(
+            error.message,
+            reason=error.reason,
+            status=_UNAVAILABLE if isinstance(error, EncoderUnavailable) else _RESOURCE_EXHAUSTED,
+            retryable=error.retryable,
+            retry_after_ms=error.retry_after_ms,
+            details=error.details,
+        )
+
+    def _may_repeat(self, deadline: Deadline) -> bool:
+        return self._repeats and not (self._is_fleet and deadline.left_s < MAX_PAUSE_S)
 
     # Resident rows ----------------------------------------------------------------------------------------
 
@@ -332,13 +460,13 @@ class AsyncVisionEncoderClient:
             and not item.digest
             and self._hashes
             and isinstance(item.data, bytes)
-            and len(item.data) <= MAX_HASHED_BYTES
+            and (len(item.data) <= MAX_HASHED_BYTES or self._is_fleet)
         )
 
     def hashed(self, items: Sequence[Item]) -> Sequence[Item]:
-        """The items, with digests for those of ``_is_to_hash`` while memory is attached. The service hashes
-        the others. For ``sync``, on the caller's thread."""
-        if self._shared.current is None:
+        """The items, with digests for those of ``_is_to_hash`` while memory is attached, and in a fleet. The
+        service hashes the others. For ``sync``, on the caller's thread."""
+        if self._shared.current is None and not self._is_fleet:
             return items
         return [
             dataclasses.replace(item, digest=content_digest(item.data))
@@ -400,11 +528,10 @@ class AsyncVisionEncoderClient:
 
     # Streams of rows --------------------------------------------------------------------------------------
 
-    async def _begin(self, num_items: int, timeout_s: float | None, stream: Any) -> RowsCall:
+    async def _begin(self, num_items: int, deadline: Deadline, stream: Any) -> RowsCall:
         """Raises TransportUnavailable if inline is excluded and nothing is attached in time."""
         self._shared.note_device()
         stream = stream or current_stream()
-        deadline = Deadline(self._timeout_s if timeout_s is None else timeout_s)
         info = await self._known_info(deadline)
         if self._shared.needs_wait:
             try:
@@ -424,12 +551,29 @@ class AsyncVisionEncoderClient:
             try:
                 await self._stream(method, call, asked, call.shared if first else None, lost)
             except CallFailed as error:
-                # Failures that the server states itself (DRAINING, ...) have their own reason.
-                is_break = isinstance(error, EncoderUnavailable | TruncatedStream)
-                if not is_break or has_broken or error.reason != type(error).default_reason:
-                    error.completed = dict(call.outcomes)
-                    raise
+                # A failure that the server states itself (DRAINING, ...) has its own reason. Only another
+                # replica may answer otherwise.
+                is_break = isinstance(error, EncoderUnavailable | TruncatedStream) and (
+                    self._is_fleet or error.reason == type(error).default_reason
+                )
+                if not is_break or has_broken or not self._may_repeat(call.deadline):
+                    failure = self._item_failure(error)
+                    if failure is None:
+                        error.completed = dict(call.outcomes)
+                        raise
+                    call.outcomes.update(dict.fromkeys(asked, failure))
+                    return
                 has_broken = True
+                await self._pause()
+
+    async def _run_all(
+        self, method: str, call: RowsCall, batches: Sequence[Mapping[int, pb.Item | bytes]]
+    ) -> None:
+        try:
+            await self._call_each(functools.partial(self._run, method, call), batches)
+        except CallFailed as error:
+            error.completed = dict(call.outcomes)
+            raise
 
     async def _stream(
         self,
@@ -464,9 +608,8 @@ class AsyncVisionEncoderClient:
         self._check_open(method)
         # Without a deserialiser, messages arrive as bytes.
         start: Any = self._channel.current().unary_stream(_method_path(method))
-        rpc = start(
-            request.SerializeToString(), timeout=call.deadline.left_s, metadata=self._channel.metadata()
-        )
+        metadata = self._channel.metadata() + self._route(call.routes, indices)
+        rpc = start(request.SerializeToString(), timeout=call.deadline.left_s, metadata=metadata)
         try:
             async for message in rpc:
                 found = assembler.feed(message)
@@ -512,14 +655,25 @@ class AsyncVisionEncoderClient:
 
     # The server and its calls -----------------------------------------------------------------------------
 
+    def _deadline(self, timeout_s: float | None) -> Deadline:
+        return Deadline(self._timeout_s if timeout_s is None else timeout_s)
+
     async def _known_info(self, deadline: Deadline) -> ServerInfo:
         """The server's information, asked for if it is not known. Raises CallFailed."""
         self._check_open("GetServerInfo")
-        if self._info is not None:
-            return self._info
+        known = self._info
+        is_old = self._is_fleet and time.monotonic() > self._info_time_s + FLEET_INFO_S
+        if known is not None and not is_old:
+            return known
         try:
             async with asyncio.timeout(deadline.left_s), self._info_lock:
-                return self._info or await self._ask_info(deadline)
+                if self._info is not None and self._info is not known:
+                    return self._info
+                return await self._ask_info(deadline)
+        except EncoderUnavailable:
+            if known is None:
+                raise
+            return known
         except TimeoutError as error:
             raise DeadlineExceeded(f"the server at {self.target} did not describe itself in time") from error
 
@@ -559,7 +713,34 @@ class AsyncVisionEncoderClient:
             raise
 
     async def _unary(
-        self, method: str, request: Message, response_type: type[ResponseT], deadline: Deadline
+        self,
+        method: str,
+        request: Message,
+        response_type: type[ResponseT],
+        deadline: Deadline,
+        route: Metadata = (),
+    ) -> ResponseT:
+        """One RPC; in a fleet repeated once when the replica or the gateway went away."""
+        try:
+            return await self._unary_once(method, request, response_type, deadline, route)
+        except EncoderUnavailable:
+            if not self._is_fleet or not self._may_repeat(deadline):
+                raise
+        await self._pause()
+        return await self._unary_once(method, request, response_type, deadline, route)
+
+    async def _pause(self) -> None:
+        """Before a repeat in a fleet."""
+        if self._is_fleet:
+            await asyncio.sleep(random.uniform(MIN_PAUSE_S, MAX_PAUSE_S))  # noqa: S311 - only spreads repeats
+
+    async def _unary_once(
+        self,
+        method: str,
+        request: Message,
+        response_type: type[ResponseT],
+        deadline: Deadline,
+        route: Metadata,
     ) -> ResponseT:
         self._check_open(method)
         call: Any = self._channel.current().unary_unary(
@@ -568,7 +749,7 @@ class AsyncVisionEncoderClient:
             response_deserializer=response_type.FromString,
         )
         try:
-            rpc = call(request, timeout=deadline.left_s, metadata=self._channel.metadata())
+            rpc = call(request, timeout=deadline.left_s, metadata=self._channel.metadata() + route)
             response: ResponseT = await rpc
             self._note_instance(await rpc.trailing_metadata())
             return response
@@ -580,9 +761,9 @@ class AsyncVisionEncoderClient:
 
     def _note_instance(self, trailers: Any) -> None:
         """Forgets the server's information when another instance has answered. At most once in
-        MIN_INFO_AGE_S: several servers may share the address."""
+        MIN_INFO_AGE_S: several servers may share the address. In a fleet they always do."""
         info = self._info
-        if info is None or time.monotonic() - self._info_time_s < MIN_INFO_AGE_S:
+        if info is None or self._is_fleet or time.monotonic() - self._info_time_s < MIN_INFO_AGE_S:
             return
         found = dict(trailers or ()).get(INSTANCE_KEY, info.instance_id)
         if found != info.instance_id:
@@ -596,7 +777,7 @@ class AsyncVisionEncoderClient:
         failure = from_rpc_error(
             error, target=self.target, method=method, num_items=num_items, num_arrived=num_arrived
         )
-        if isinstance(failure, EncoderUnavailable):
+        if isinstance(failure, EncoderUnavailable) and not self._is_fleet:
             self._info = None
         return failure
 
@@ -632,12 +813,6 @@ def rows_or_raise(outcome: Outcome) -> EncodedRows:
     if isinstance(outcome, ItemFailed):
         raise outcome
     return outcome
-
-
-def _portions(info: ServerInfo, entries: Sequence[ResultT]) -> list[Sequence[ResultT]]:
-    """Entries in as many calls as the server's limit of items needs."""
-    size = info.limits.max_items_per_request or len(entries) or 1
-    return [entries[start : start + size] for start in range(0, len(entries), size)]
 
 
 def _method_path(method: str) -> str:

@@ -168,7 +168,7 @@ def key_status(message: pb.KeyStatus) -> KeyStatus:
     )
 
 
-def prefetch_status(message: pb.PrefetchStatus) -> PrefetchStatus | ItemFailed:
+def prefetch_status(message: pb.PrefetchStatus, routing_digest: bytes = b"") -> PrefetchStatus | ItemFailed:
     if message.HasField("failure"):
         return item_failed(message.failure)
     return PrefetchStatus(
@@ -177,4 +177,6 @@ def prefetch_status(message: pb.PrefetchStatus) -> PrefetchStatus | ItemFailed:
         state=key_state(message.state),
         grid_thw=grid(message.grid_thw) if message.HasField("grid_thw") else None,
         num_rows=message.num_rows,
+        routing_digest=routing_digest,
+        timestamps_s=tuple(message.timestamps_s),
     )

@@ -1,26 +1,26 @@
 """Every error that the adapter raises, and the mapping of gRPC's errors to them.
 
 EncoderError
-├── ItemFailed                one item failed, its neighbours did not: returned by ``encode``, raised by
+├── ItemFailed                one item failed, the other items did not: returned by ``encode``, raised by
 │   │                         ``encode_one``; ``reason`` is the service's stable code
-│   └── InvalidRows           rows that contradict the result, the model or the prompt; never returned
+│   └── InvalidRows           rows that contradict the result, the model or the prompt
 ├── CallFailed                the whole call failed; ``completed`` holds the outcomes that had arrived
-│   ├── RequestRefused        the same call gets the same answer, unless ``retryable``
+│   ├── RequestRefused        repeating the call gives the same answer, unless ``retryable``
 │   ├── EncoderOverloaded     retry after ``retry_after_ms``
 │   ├── EncoderUnavailable    no server was reached, or the connection broke
 │   ├── EncoderFault          the server failed internally
-│   ├── DeadlineExceeded      the call's time ran out on either side
+│   ├── DeadlineExceeded      the call's deadline passed, on the client or the server
 │   ├── CallCancelled         the client was closed during the call
-│   ├── ProtocolMismatch      the two sides share no protocol version
+│   ├── ProtocolMismatch      client and server have no protocol version in common
 │   ├── StreamViolation       a message that no correct server sends
 │   ├── TransportUnavailable  the client excludes inline rows, and no shared memory is attached
-│   └── TruncatedStream       the stream ended OK with items unanswered
-├── MappingFailed             the encoder's memory cannot be mapped; the client goes on with inline rows
-├── BrokerError               the broker cannot be reached or refuses; the client goes on with inline rows
-├── InvalidRequest            wrong arguments, found before anything was sent (also a ValueError)
+│   └── TruncatedStream       the stream ended with OK before all items had an outcome
+├── MappingFailed             the encoder's memory cannot be mapped; the client falls back to inline rows
+├── BrokerError               the broker cannot be reached or refuses; the client falls back to inline rows
+├── InvalidRequest            wrong arguments, detected before anything is sent (also a ValueError)
 └── MissingDependency         an optional package is needed (also an ImportError)
 
-Each has a ``reason``, ``retryable`` and ``retry_after_ms``; ``details`` holds the figures of the message.
+Each has ``reason``, ``retryable`` and ``retry_after_ms``; ``details`` holds the values in the message.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ if TYPE_CHECKING:
 
 
 DATA_LOSS = 15
-"""gRPC's status number of rows that arrived damaged."""
+"""The gRPC status number for rows that arrived damaged."""
 
 FAILURE_METADATA_KEY = "vision-encoder-failure-bin"
-"""Trailing metadata of a failed call: a serialised ItemFailure that holds the service's reason."""
+"""Trailing metadata of a failed call: a serialised ItemFailure with the service's reason."""
 
 
 class EncoderError(Exception):
-    """Base of every error of this module. ``str(error)`` is a full sentence."""
+    """Base class of all errors of this module. ``str(error)`` is a full sentence."""
 
     default_reason: ClassVar[str] = "ENCODER_ERROR"
     default_retryable: ClassVar[bool] = False
@@ -69,7 +69,7 @@ class EncoderError(Exception):
 
 
 class ItemFailed(EncoderError):
-    """One item's failure. ``status`` is the gRPC status number of this class of error."""
+    """One item failed. ``status`` is the gRPC status number for this kind of error."""
 
     default_reason = "INTERNAL"
 
@@ -91,8 +91,8 @@ class ItemFailed(EncoderError):
 
 
 class InvalidRows(ItemFailed):
-    """Rows that must not reach an engine. ``field`` names the wrong value; found and expected are in
-    ``details`` and in the message."""
+    """Rows that must not reach an engine. ``field`` names the wrong value; ``details`` and the message have
+    the found and the expected value."""
 
     default_reason = "INVALID_ROWS"
 
@@ -104,7 +104,8 @@ class InvalidRows(ItemFailed):
 
 
 class CallFailed(EncoderError):
-    """A whole call failed. ``completed`` maps the index of each item that had finished to its outcome."""
+    """The whole call failed. ``completed`` maps the index of each item that had finished to its outcome, or
+    to its status for ``prefetch``."""
 
     completed: Mapping[int, EncodedRows | ItemFailed] = {}
 
@@ -176,7 +177,7 @@ class MissingDependency(EncoderError, ImportError):
 
 
 _KINDS: dict[grpc.StatusCode, tuple[type[CallFailed], str]] = {
-    # Cancellations of this side are handled by the client before.
+    # The client handles its own cancellations before they get here.
     grpc.StatusCode.CANCELLED: (EncoderUnavailable, "the encoder went away in"),
     grpc.StatusCode.UNAVAILABLE: (EncoderUnavailable, "the encoder went away in"),
     grpc.StatusCode.DEADLINE_EXCEEDED: (DeadlineExceeded, "the deadline passed in"),
@@ -186,16 +187,16 @@ _KINDS: dict[grpc.StatusCode, tuple[type[CallFailed], str]] = {
     grpc.StatusCode.UNKNOWN: (EncoderFault, "the encoder failed in"),
     grpc.StatusCode.DATA_LOSS: (EncoderFault, "the encoder failed in"),
 }
-# gRPC also reports a connection cut in mid-stream as INTERNAL or UNKNOWN, with one of these texts.
+# gRPC also reports a connection that breaks mid-stream as INTERNAL or UNKNOWN, with one of these texts.
 _CUT_TEXTS = ("rst_stream", "stream removed", "socket closed", "connection reset", "goaway")
 
 
 def from_rpc_error(
     error: grpc.RpcError, *, target: str, method: str, num_items: int = 0, num_arrived: int = 0
 ) -> CallFailed:
-    """The adapter's error for a call that gRPC failed.
+    """The adapter's error for a gRPC error.
 
-    num_items, num_arrived: items asked for and items that had a result or a failure, for calls that stream.
+    num_items, num_arrived: items requested, and items with a result or a failure; only for streaming calls.
     """
     code, text, failure = _read_rpc_error(error)
     progress = f" after {num_arrived} of {num_items} items had arrived" if num_items else ""
@@ -227,8 +228,8 @@ def from_rpc_error(
 
 
 def _read_rpc_error(error: grpc.RpcError) -> tuple[grpc.StatusCode, str, pb.ItemFailure]:
-    """Status, text and the service's ItemFailure (empty when there is none, as when the connection broke).
-    The type grpc.RpcError itself guarantees none of the three."""
+    """Status, text, and the service's ItemFailure, which is empty if there is none (as when the connection
+    broke). The type grpc.RpcError itself guarantees none of the three."""
     code = error.code() if hasattr(error, "code") else grpc.StatusCode.UNKNOWN
     text = error.details() if hasattr(error, "details") else str(error)
     metadata: Any = error.trailing_metadata() if hasattr(error, "trailing_metadata") else None

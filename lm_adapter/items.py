@@ -1,7 +1,7 @@
 """Items that a caller sends: files, frames, pixel tensors, digests and URLs, with their processor options.
 
-Owns these records and the checks that need no server. ``convert`` turns them into messages; ``types`` holds
-what comes back. Shape legend: P patches.
+Owns these records and the checks that need no server. ``convert`` turns them into messages; ``types`` has the
+results. Shape legend: P patches.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class PreprocessOptions:
     max_frames: int | None = None
 
     def given(self) -> dict[str, int | float]:
-        """The overrides that are set, by field name; fps always as a float, as on the wire."""
+        """The overrides that are set, by field name. fps is always a float, as on the wire."""
         values: dict[str, int | float] = {
             name: value for name, value in vars(self).items() if value is not None
         }
@@ -65,8 +65,8 @@ _NO_OPTIONS = PreprocessOptions()
 
 @dataclass(frozen=True)
 class ImageItem:
-    """An image file (JPEG, PNG, WebP, ...). digest: 32 bytes that identify the content inside the client's
-    namespace, or None: then the bytes are hashed with BLAKE3."""
+    """An image file (JPEG, PNG, WebP, ...). digest: 32 bytes that identify the content within the client's
+    namespace; None: the bytes are hashed with BLAKE3."""
 
     data: bytes = field(repr=False)
     digest: bytes | None = None
@@ -77,7 +77,7 @@ class ImageItem:
 @dataclass(frozen=True, eq=False)
 class PixelItem:
     """Pixels that the caller has preprocessed. pixel_values: [P, patch_dim] or [P, C, ph, pw], a numpy array
-    or a torch tensor on any device, float32, float16 or (torch) bfloat16; grid: P == t * h * w."""
+    or a torch tensor on any device, float32, float16 or (torch only) bfloat16. grid: with t * h * w == P."""
 
     pixel_values: npt.NDArray[Any] | torch.Tensor = field(repr=False)
     grid: Grid
@@ -85,16 +85,16 @@ class PixelItem:
     modality: Modality = Modality.IMAGE
 
     def packed(self) -> tuple[str, tuple[int, ...], memoryview]:
-        """dtype name, shape, and row-major little-endian bytes: what is sent and hashed. No copy is made of
-        contiguous little-endian host memory.
+        """The dtype name, the shape, and the row-major little-endian bytes that are sent and hashed.
+        Contiguous little-endian host memory is not copied.
 
-        Raises TypeError for another type than a numpy array or a torch tensor.
+        Raises TypeError if pixel_values is neither a numpy array nor a torch tensor.
         """
         if isinstance(self.pixel_values, np.ndarray):
             little = self.pixel_values.dtype.newbyteorder("<")
             array = np.ascontiguousarray(self.pixel_values, dtype=little)
             return little.name, self.pixel_values.shape, array.reshape(-1).view(np.uint8).data
-        # A caller that holds a tensor has imported torch.
+        # A caller that holds a tensor has already imported torch.
         torch = sys.modules.get("torch")
         if torch is None or not isinstance(self.pixel_values, torch.Tensor):
             raise TypeError(
@@ -118,9 +118,9 @@ class ClipItem:
 
 @dataclass(frozen=True, eq=False)
 class FramesItem:
-    """A decoded clip. frames: uint8 [T, H, W, 3], RGB, upright, a numpy array or a torch tensor. fps: of
-    these frames, from which the service samples as it does from a file; None: 24. timestamps_s: in place of
-    fps, one for each frame; then the service takes all frames."""
+    """A decoded clip. frames: uint8 [T, H, W, 3], RGB, upright, a numpy array or a torch tensor. fps: the
+    rate of these frames, from which the service samples as from a file; None: 24. timestamps_s: one per
+    frame, in place of fps; the service then uses all frames."""
 
     frames: npt.NDArray[np.uint8] | torch.Tensor = field(repr=False)
     fps: float | None = None
@@ -130,8 +130,9 @@ class FramesItem:
     modality: Modality = Modality.VIDEO
 
     def array(self) -> npt.NDArray[np.uint8]:
-        """The frames on the host, contiguous. Raises InvalidRequest for another dtype or shape, for fps that
-        is not above 0, and for both fps and timestamps; TypeError for another type."""
+        """The frames on the host, contiguous. Raises InvalidRequest for a wrong dtype or shape, for fps that
+        is not above 0, for a wrong number of timestamps, and if both fps and timestamps are given. Raises
+        TypeError if frames is neither a numpy array nor a torch tensor."""
         frames: Any = self.frames
         if not isinstance(frames, np.ndarray):
             torch = sys.modules.get("torch")
@@ -158,14 +159,14 @@ class FramesItem:
 
     @property
     def source(self) -> str:
-        """The rate or timestamps as they enter the key. Raises InvalidRequest as ``array`` for these."""
+        """The rate or timestamps as they enter the embedding key. Raises InvalidRequest if invalid."""
         self._check_times()
         return frames_source(self.fps, self.timestamps_s)
 
 
 @dataclass(frozen=True)
 class DigestItem:
-    """Content that is not sent: the service serves it from its store, or the item fails with UNKNOWN_KEY."""
+    """Content that is not sent. The service answers from its store, or the item fails with UNKNOWN_KEY."""
 
     digest: bytes
     options: PreprocessOptions = _NO_OPTIONS
@@ -174,8 +175,8 @@ class DigestItem:
 
 @dataclass(frozen=True)
 class UrlItem:
-    """A URL that the service fetches, if its configuration allows the address. digest: with it, nothing is
-    fetched while the service holds the rows."""
+    """A URL that the service fetches if its configuration allows the address. digest: if given, the service
+    fetches nothing while it has the rows."""
 
     url: str
     digest: bytes | None = None

@@ -1,11 +1,12 @@
 """Content digests and embedding keys of items, as the service derives them.
 
-Owns which bytes of an item are hashed; the byte layouts are ``vision_encoder.layout.keys``. Digests are
-BLAKE3, from the optional package ``blake3``, and there is no other hash. Keys need the standard library
-alone, so an engine can name rows before it has a connection."""
+Owns which bytes of an item are hashed; ``vision_encoder.layout.keys`` owns the byte layouts. Digests are
+BLAKE3, from the optional package ``blake3``; no other hash is used. Keys need only the standard library, so
+an engine can compute them before it has a connection."""
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 from collections.abc import Sequence
 
@@ -23,6 +24,7 @@ __all__ = [
     "item_digest",
     "item_key",
     "pixels_digest",
+    "routing_digest",
 ]
 
 
@@ -32,13 +34,14 @@ def content_digest(data: bytes) -> bytes:
 
 
 def pixels_digest(dtype: str, shape: Sequence[int], data: bytes | memoryview, grid: Grid) -> bytes:
-    """BLAKE3 of a pixel tensor with its dtype, shape and grid. data: row-major, little-endian; see
+    """BLAKE3 of a pixel tensor including its dtype, shape and grid. data: row-major, little-endian; see
     ``PixelItem.packed``. Raises MissingDependency."""
     return _blake3(layout.pixels_header(dtype, shape, grid), data)
 
 
 def frames_digest(item: FramesItem) -> bytes:
-    """BLAKE3 of frames with their shape. Raises MissingDependency, and as ``FramesItem.array``."""
+    """BLAKE3 of frames including their shape. Raises MissingDependency, and the errors of
+    ``FramesItem.array``."""
     array = item.array()
     return _blake3(layout.frames_header(array.shape), array.reshape(-1).data)
 
@@ -63,10 +66,49 @@ def item_digest(item: Item) -> bytes:
             raise InvalidRequest("only the service knows the content at a URL: give the item a digest")
 
 
-def item_key(item: Item, model: ModelInfo, *, namespace: str = "") -> bytes:
-    """The key that a service with this model gives to an item. An item without a digest is hashed.
+def routing_digest(item: Item) -> bytes:
+    """The 32 bytes by which a gateway routes each content to one replica.
 
-    Raises as ``item_digest``, and InvalidRequest for a digest of another length than 32 bytes.
+    This is ``item_digest``, or SHA-256 of the content where ``blake3`` is not installed. For a URL without a
+    digest it is SHA-256 of the URL. For an item that cannot be hashed it is an arbitrary value; encoding that
+    item reports the error.
+
+    It does not enter the embedding key, which the service derives from the item alone. However, callers of
+    one fleet share rows only if all of them have ``blake3``, or none.
+    """
+    if item.digest:
+        return item.digest if len(item.digest) == DIGEST_BYTES else hashlib.sha256(item.digest).digest()
+    if isinstance(item, UrlItem):
+        return hashlib.sha256(item.url.encode()).digest()
+    try:
+        return item_digest(item)
+    except MissingDependency:
+        content = _content(item)
+    except (InvalidRequest, TypeError):
+        content = b""
+    return hashlib.sha256(content).digest()
+
+
+def _content(item: Item) -> bytes | memoryview:
+    """The bytes that ``item_digest`` hashes, without headers; empty for an item that it refuses."""
+    try:
+        match item:
+            case ImageItem() | ClipItem():
+                return item.data
+            case FramesItem():
+                return item.array().reshape(-1).data
+            case PixelItem():
+                return item.packed()[2]
+            case _:
+                return b""
+    except (InvalidRequest, TypeError):
+        return b""
+
+
+def item_key(item: Item, model: ModelInfo, *, namespace: str = "") -> bytes:
+    """The embedding key that a service with this model assigns to an item. Hashes an item without a digest.
+
+    Raises the errors of ``item_digest``, and InvalidRequest for a digest whose length is not 32 bytes.
     """
     digest = item_digest(item)
     if len(digest) != DIGEST_BYTES:
@@ -91,10 +133,10 @@ def item_key(item: Item, model: ModelInfo, *, namespace: str = "") -> bytes:
 
 
 def can_hash() -> bool:
-    """Whether ``blake3`` is installed. It is not imported for this."""
+    """Whether ``blake3`` is installed. Does not import it."""
     try:
         return importlib.util.find_spec("blake3") is not None
-    except ImportError:  # an import hook that hides it
+    except ImportError:  # an import hook that hides the package
         return False
 
 

@@ -1,18 +1,19 @@
-"""M-RoPE: three-axis positions of a prompt, and the one scalar that decoding needs.
+"""M-RoPE: three-axis positions of a prompt, and the scalar that decoding needs.
 
 Owns positions; ``rotary`` applies them. Pure numpy.
 
-Formula (Qwen2-VL, arXiv 2409.12191; Qwen3-VL splits clips by frame): with ``next`` the next free position,
+Formula (Qwen2-VL, arXiv 2409.12191; Qwen3-VL splits clips by frame), where ``next`` is the next free
+position:
 
-* text advances all axes: position (next, next, next), then next += 1;
-* an item with merged grid (t, h', w') puts (next + i, next + j, next + k) on row (i, j, k), then
-  next += max(t, h', w'). A clip [T, h, w] is T units of (1, h', w') for positions only, with its timestamps
+* a text token gets position (next, next, next); then next += 1;
+* row (i, j, k) of an item with merged grid (t, h', w') gets (next + i, next + j, next + k); then
+  next += max(t, h', w'). For positions only, a clip [T, h, w] is T units of (1, h', w') with its timestamps
   as text between them; the encoder's grid stays [T, h, w].
 
-After N tokens delta = next - N, and next is the maximum over all three axes + 1: every unit and every text
-token ends one below the new ``next`` on at least one axis. So token n >= N has position n + delta on all
-axes, also when the prompt ends in vision. Positions come from spans, never from the ids, hence pad ids that
-a prefix cache substitutes later cannot reach them.
+After N tokens, delta = next - N. ``next`` is the maximum over all three axes + 1, because every unit and
+every text token reaches next - 1 on at least one axis. Hence token n >= N has position n + delta on all axes,
+also when the prompt ends in an item. Positions are computed from spans, not from ids, so pad ids that a
+prefix cache substitutes later do not affect them.
 
 Shape legend: N tokens of the prompt, B prompts, S padded length, T tokens of a step.
 """
@@ -46,7 +47,7 @@ NUM_AXES = 3
 class MRopePositions:
     """Positions of one prompt. prompt: int64 [3, N], axes t, h, w; delta: position minus index from N on.
 
-    Decoding keeps ``delta`` alone: ``decode(index)`` reads nothing else.
+    Decoding needs only ``delta``: ``decode(index)`` reads nothing else.
     """
 
     prompt: npt.NDArray[np.int64]
@@ -62,10 +63,10 @@ class MRopePositions:
         return self.num_tokens + self.delta
 
     def chunk(self, start: int, end: int) -> npt.NDArray[np.int64]:
-        """int64 [3, end - start]: positions of tokens [start, end). Tokens past the prompt are generated
-        ones, so that a request that was retracted in mid-decode is prefilled again with what it had.
+        """int64 [3, end - start]: positions of tokens [start, end). Tokens after the prompt are generated
+        tokens, so a request that was preempted during decoding can be prefilled again with them.
 
-        Raises InvalidRequest for a range that runs backwards or starts below 0.
+        Raises InvalidRequest unless 0 <= start <= end.
         """
         if not 0 <= start <= end:
             raise InvalidRequest(f"a chunk needs 0 <= start <= end, got start {start} and end {end}")
@@ -76,7 +77,8 @@ class MRopePositions:
         return np.concatenate([inside, np.broadcast_to(generated, (NUM_AXES, len(generated)))], axis=1)
 
     def decode(self, index: int) -> int:
-        """The position, equal on all axes, of generated token ``index`` (counted from the prompt's start).
+        """The position, equal on all axes, of the generated token with this index. Indices count from the
+        start of the prompt.
 
         Raises InvalidRequest for an index inside the prompt.
         """
@@ -87,11 +89,11 @@ class MRopePositions:
         return index + self.delta
 
     def drafts(self, index: int, depths: Sequence[int] | npt.NDArray[np.integer]) -> npt.NDArray[np.int64]:
-        """int64 [3, K]: positions of K draft tokens, to be verified in one pass after ``index`` tokens.
+        """int64 [3, K]: positions of K draft tokens that are verified in one pass after ``index`` tokens.
 
-        index: tokens of the sequence that are settled, prompt and accepted ones; depths: [K], 0 for the
-        token that would be number ``index``, 1 for one behind it. A chain has depths 0..K-1, a tree as many
-        equal depths as it has branches. A draft model gets the same positions, and ids without pad ids
+        index: number of final tokens of the sequence (prompt and accepted tokens). depths: [K], 0 for the
+        token with this index, 1 for the next one. A chain has depths 0..K-1; in a tree, branches have equal
+        depths. A draft model gets the same positions, and ids without pad ids
         (``prefix_cache.restore_placeholders``).
         Raises InvalidRequest for an index inside the prompt or a negative depth.
         """
@@ -104,8 +106,8 @@ class MRopePositions:
         return np.broadcast_to(self.decode(index) + steps, (NUM_AXES, len(steps)))
 
     def followed_by(self, tail: MRopePositions) -> MRopePositions:
-        """Positions of this prompt and then ``tail``, whose own begin at 0: a turn that goes on with more
-        text and items. The two meet between items; an item's rows never lie on both sides."""
+        """Positions of this prompt followed by ``tail``, whose positions start at 0: a further turn with more
+        text and items. The prompts must be split between items, not inside an item's rows."""
         positions = np.concatenate([self.prompt, tail.prompt + self.next_position], axis=1)
         return MRopePositions(positions, self.delta + tail.delta)
 
@@ -116,7 +118,7 @@ def mrope_positions(
     """Positions of an expanded prompt.
 
     grids: [t, h, w] in patches, one per item, images and clips together in prompt order.
-    Raises InvalidRequest when grids and spans disagree in number or in rows, and for grids that the merge
+    Raises InvalidRequest when grids and spans differ in number or in rows, and for grids that the merge size
     does not divide.
     """
     if len(grids) != len(prompt.spans):
@@ -139,7 +141,7 @@ def mrope_positions(
 
 
 def plain_positions(num_tokens: int) -> MRopePositions:
-    """Positions of families with plain RoPE (Kimi): the token's index on every axis, delta 0."""
+    """Positions for families with plain RoPE (Kimi): the token's index on every axis, and delta 0."""
     return MRopePositions(_text(0, num_tokens), 0)
 
 
@@ -151,11 +153,11 @@ def batch_positions(
     padded_length: int,
     side: Literal["left", "right"],
 ) -> npt.NDArray[np.int64]:
-    """int64 [3, B, end - start]: columns [start, end) of the batch padded to S; 0 where there is padding.
+    """int64 [3, B, end - start]: columns [start, end) of the batch padded to S columns; 0 at padding.
 
-    Raises InvalidRequest for a prompt longer than ``padded_length``, another side, and columns that run
-    backwards or start below 0. Columns past S are generated tokens and need left padding, where every prompt
-    ends in column S - 1.
+    Raises InvalidRequest for a prompt longer than ``padded_length``, an unknown side, and unless
+    0 <= start <= end. Columns after S are generated tokens; they need left padding, where every prompt ends
+    in column S - 1.
     """
     if side not in ("left", "right"):
         raise InvalidRequest(f"padding stands on side {side!r}, needs left or right")
@@ -183,9 +185,9 @@ def batch_positions(
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class PackedPositions:
-    """Positions of a step whose requests lie one after the other without padding.
+    """Positions of a step whose requests are concatenated without padding.
 
-    positions: int64 [3, T]; cu_seqlens: int32 [B + 1], where each request's tokens begin and end.
+    positions: int64 [3, T]; cu_seqlens: int32 [B + 1], the boundaries of the requests' tokens.
     """
 
     positions: npt.NDArray[np.int64]
@@ -193,11 +195,13 @@ class PackedPositions:
 
 
 def pack_positions(chunks: Sequence[tuple[MRopePositions, int, int]]) -> PackedPositions:
-    """Tokens [start, end) of each request, packed. chunks: (positions, start, end), in the step's order.
+    """The positions of tokens [start, end) of each request, packed. chunks: (positions, start, end), in the
+    order of the step.
 
-    Prefills, parts of them, and decoding (``end - start`` of 1) mix freely; several requests that share a
-    prompt share its positions and nothing else. A prefix-cache hit starts where the cache ends, inside an
-    item's rows as well. Raises InvalidRequest, naming the request, for a range that runs backwards.
+    Whole prefills, chunked prefills and decode steps (``end - start`` of 1) can be mixed. Requests with the
+    same prompt can share its positions. After a prefix-cache hit, start is the first token that is not
+    cached, which may be inside an item's rows. Raises InvalidRequest, naming the request, unless
+    0 <= start <= end.
     """
     pieces = []
     for request, (positions, start, end) in enumerate(chunks):
@@ -215,7 +219,7 @@ def _text(position: int, length: int) -> npt.NDArray[np.int64]:
 
 
 def _unit_grid(span: ItemSpan, grid: Sequence[int], merge_size: int) -> tuple[int, int, int]:
-    """The merged grid of each unit of an item: (t, h', w'), or (1, h', w') when its frames stand apart."""
+    """The merged grid of each unit of an item: (t, h', w'), or (1, h', w') if each frame is a unit."""
     t, h, w = merged_grid(grid, merge_size)
     num_units = len(span.segments)
     unit = (1 if num_units == t else t, h, w)

@@ -1,10 +1,10 @@
-"""Where the visual tokens of a prompt go: placeholder ids aligned with items, then expanded.
+"""Finds where the visual tokens of a prompt go: aligns placeholder ids with items, then expands the prompt.
 
 Owns expansion and spans; positions belong to ``mrope``, rows to ``splice``. Pure numpy.
 
-A prompt names its items by placeholder ids. Each item may stand there unexpanded (one id for the whole item,
-or one id for each frame of a clip) or expanded (as many ids as it has rows), and items may touch without a
-separator; ``alignment`` says how they are told apart.
+A prompt contains placeholder ids for its items. An item may be unexpanded (one id for the whole item, or one
+id for each frame of a clip) or expanded (one id for each of its rows). Items may be adjacent without a
+separator; ``alignment`` defines how they are told apart.
 """
 
 from __future__ import annotations
@@ -46,10 +46,11 @@ class Segment(NamedTuple):
 
 @dataclass(frozen=True)
 class ItemSpan:
-    """Where one item's rows go. item: its index among the prompt's items; segments: one per unit, in order.
+    """The tokens of one item's rows. item: its index among the prompt's items; segments: one per unit, in
+    order.
 
-    Rows 0..segments[0].length go to the first segment, the next ones to the second, and so on. ``length``
-    counts rows; between ``start`` and ``end`` there may be text as well (timestamps).
+    Rows 0..segments[0].length go to the first segment, the following rows to the second, and so on.
+    ``length`` counts rows; there may also be text (timestamps) between ``start`` and ``end``.
     """
 
     item: int
@@ -70,7 +71,7 @@ class ItemSpan:
 
 @dataclass(frozen=True, eq=False)
 class ExpandedPrompt:
-    """One prompt with a placeholder id for every row. ids: int64 [N]; spans: one per item, in prompt
+    """A prompt with one placeholder id for every row. ids: int64 [N]; spans: one per item, in prompt
     order."""
 
     ids: Ids
@@ -81,7 +82,7 @@ class ExpandedPrompt:
 
     @property
     def visual_mask(self) -> npt.NDArray[np.bool_]:
-        """bool [N]: which tokens are visual."""
+        """bool [N]: True at visual tokens."""
         mask = np.zeros(len(self.ids), dtype=np.bool_)
         for span in self.spans:
             for segment in span.segments:
@@ -92,11 +93,11 @@ class ExpandedPrompt:
 def prompt_item(
     grid: Sequence[int], *, placeholder_id: int, merge_size: int, modality: Modality, merges_time: bool
 ) -> PromptItem:
-    """What an item of this grid [t, h, w] in patches asks of the prompt.
+    """The placeholders that an item with this grid ([t, h, w] in patches) needs.
 
-    Qwen: an image is one unit of t*h*w/merge^2 rows (t is 1), a clip t units of h*w/merge^2, because
-    timestamps stand between its frames. Kimi (``merges_time``): one unit of h*w/merge^2 for any t.
-    Raises InvalidRequest for empty grids and for sides that are no multiple of the merge size.
+    Qwen: an image is one unit of t*h*w/merge^2 rows (t is 1); a clip is t units of h*w/merge^2 rows, because
+    timestamps separate its frames. Kimi (``merges_time``): one unit of h*w/merge^2 rows for any t.
+    Raises InvalidRequest for an empty grid and for sides that are not multiples of the merge size.
     """
     t, h, w = merged_grid(grid, merge_size)
     if merges_time:
@@ -122,13 +123,13 @@ def expand_placeholders(
     items: Sequence[PromptItem],
     placeholder_ids: Sequence[int] = (),
 ) -> ExpandedPrompt:
-    """The prompt with one placeholder id per row, and where each item's rows go.
+    """Expands a prompt to one placeholder id per row, and returns it with the span of each item's rows.
 
-    ids: [N] before any pad substitution; items: in prompt order, images and clips together.
-    placeholder_ids: further ids that are placeholders although no item of this prompt uses them, so that a
-    prompt with placeholders and no item is found out.
+    ids: [N], before pad ids are substituted; items: in prompt order, images and clips together.
+    placeholder_ids: further ids that are placeholders, even if no item of this prompt uses them, so that a
+    prompt with placeholders but no items is detected.
     Raises InvalidRequest with reason PLACEHOLDER_MISMATCH when runs and items cannot be aligned, and
-    PLACEHOLDER_AMBIGUOUS when they can in more than one way.
+    PLACEHOLDER_AMBIGUOUS when they can be aligned in more than one way.
     """
     prompt_ids: Ids = np.asarray(ids, dtype=np.int64)
     if prompt_ids.ndim != 1:
@@ -144,7 +145,7 @@ def expand_batch(
     items: Sequence[Sequence[PromptItem]],
     placeholder_ids: Sequence[int] = (),
 ) -> list[ExpandedPrompt]:
-    """``expand_placeholders`` for each prompt with its own items; nothing passes between prompts.
+    """``expand_placeholders`` for each prompt with its own items. Prompts do not affect one another.
 
     Raises InvalidRequest, naming the prompt.
     """
@@ -171,12 +172,12 @@ def interleave_timestamps(
     vision_start_id: int,
     vision_end_id: int,
 ) -> Ids:
-    """A prompt with one placeholder per clip rewritten with one placeholder per frame.
+    """Rewrites a prompt from one placeholder per clip to one placeholder per frame.
 
-    The k-th placeholder becomes, for each frame of clip k, its timestamp's ids, vision start, one placeholder
-    and vision end, as Qwen3-VL's and Qwen3.5's processors write it (``replace_video_token``).
-    frame_texts: [clip][frame] the tokenised timestamp ("<0.3 seconds>") of the frames really sampled.
-    Raises InvalidRequest when the prompt has another number of placeholders than there are clips.
+    The k-th placeholder is replaced, for each frame of clip k, by the ids of its timestamp, vision start, one
+    placeholder and vision end, as by the processors of Qwen3-VL and Qwen3.5 (``replace_video_token``).
+    frame_texts: [clip][frame], the tokenised timestamps ("<0.3 seconds>") of the frames that were sampled.
+    Raises InvalidRequest when the number of placeholders differs from the number of clips.
     """
     prompt_ids: Ids = np.asarray(ids, dtype=np.int64)
     (at,) = np.nonzero(prompt_ids == placeholder_id)

@@ -1,20 +1,19 @@
-"""Pad ids: placeholder ids replaced by ids that differ by content, for engines whose prefix cache keys on
-ids.
+"""Pad ids: content-dependent ids that replace placeholder ids, for engines whose prefix cache compares ids.
 
-Owns the engines' formulas, the substitution and its inverse, and the check that keeps two contents with
-equal pad ids apart. Digests come from elsewhere. Pure numpy.
+Owns the engines' formulas, the substitution and its inverse, and the detection of two contents with equal pad
+ids. Digests are computed elsewhere. Pure numpy.
 
 With h the little-endian integer of the digest's first 8 bytes:
 
 * TokenSpeed: the ids from 1,000,000 to 2^31 - 1 in three bands of S = (2^31 - 1 - 1000000 + 1) // 3;
   id = 1000000 + tag * S + h mod S, tag 0 for images and 1 for clips.
-* SGLang, and TokenSpeed before the bands: id = 1000000 + h mod 2^30, the modality not told.
+* SGLang, and TokenSpeed before it had bands: id = 1000000 + h mod 2^30, independent of the modality.
 
-Thirty bits meet by chance at some 30 thousand items, so an equal pad id never proves equal content:
-``PadIdLedger`` compares whole digests when an id is claimed, ``shared_prefix_length`` when two prompts are
-matched. A digest here is 32 bytes that cover everything the rows depend on: the embedding key, or the
-content's digest where settings and model are fixed. Pad ids lie outside the vocabulary; draft models and
-detokenisers get ``restore_placeholders``.
+With 30 bits, a collision is likely from about 30 thousand items on, so equal pad ids do not prove equal
+content. ``PadIdLedger`` therefore compares whole digests when an id is claimed, and ``shared_prefix_length``
+when two prompts are matched. A digest here is 32 bytes that cover everything the rows depend on: the
+embedding key, or the content digest if settings and model are fixed. Pad ids are outside the vocabulary; use
+``restore_placeholders`` for draft models and detokenisers.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ class PadScheme(enum.Enum):
 
 
 def pad_id(digest: bytes, modality: Modality, scheme: PadScheme) -> int:
-    """The engine's pad id of a content. Raises InvalidRequest for a digest that is not 32 bytes."""
+    """The engine's pad id for a content. Raises InvalidRequest for a digest that is not 32 bytes long."""
     if len(digest) != DIGEST_BYTES:
         raise InvalidRequest(f"a content digest has {DIGEST_BYTES} bytes, got {len(digest)}")
     content_hash = int.from_bytes(digest[:8], "little")
@@ -65,7 +64,7 @@ def pad_id(digest: bytes, modality: Modality, scheme: PadScheme) -> int:
 
 
 def substitute_pad_ids(prompt: ExpandedPrompt, pad_ids: Sequence[int]) -> Ids:
-    """int64 [N]: the prompt's ids with every placeholder of item i replaced by pad_ids[i]; the prompt stays.
+    """int64 [N]: a copy of the prompt's ids with every placeholder of item i replaced by pad_ids[i].
 
     Raises InvalidRequest when the numbers of items and pad ids differ.
     """
@@ -87,12 +86,14 @@ def restore_placeholders(
     vocab_size: int,
     video_pad_ids: Collection[int] = (),
 ) -> Ids:
-    """int64 [N] of ids inside the vocabulary, for draft models and detokenisers: pad ids become placeholders.
+    """int64 [N]: the ids with pad ids replaced by placeholders inside the vocabulary, for draft models and
+    detokenisers.
 
-    SGLang's ids do not tell the modality and become the image placeholder, but for ``video_pad_ids``: those
-    of the sequence's clips, as whoever substituted them knows. A placeholder id that is itself outside the
-    vocabulary, as Kimi's nominal video id 163840 is, becomes the other one.
-    Raises InvalidRequest when no placeholder, or an id that is no pad id, is in the vocabulary.
+    SGLang's pad ids do not encode the modality. They become the image placeholder, except for
+    ``video_pad_ids``, the pad ids of the sequence's clips, which the caller must supply. A placeholder id
+    that is itself outside the vocabulary, such as Kimi's nominal video id 163840, becomes the other
+    placeholder. Raises InvalidRequest when neither placeholder is in the vocabulary, and for an id that is
+    neither a pad id nor in the vocabulary.
     """
     inside = [p for p in (image_placeholder_id, video_placeholder_id) if 0 <= p < vocab_size]
     if not inside:
@@ -129,10 +130,10 @@ def shared_prefix_length(
     second: ExpandedPrompt,
     second_digests: Sequence[bytes],
 ) -> int:
-    """Tokens that two prompts may share KV for: equal ids, and equal whole digests under every shared row.
+    """Number of leading tokens for which two prompts may share KV: equal ids, and equal digests at all rows.
 
-    A clip whose frames stand apart is compared by its digest at each frame, and the n-th run of one content
-    matches the n-th run of the other only. Digests: one per item, in prompt order.
+    A clip with one segment per frame is compared by its digest at each frame: segment n of a content matches
+    only segment n of the same content. Digests: one per item, in prompt order.
     Raises InvalidRequest when a prompt's items and digests differ in number.
     """
     owners = [_row_owners(first, first_digests), _row_owners(second, second_digests)]
@@ -151,7 +152,7 @@ def shared_prefix_length(
 
 
 def _row_owners(prompt: ExpandedPrompt, digests: Sequence[bytes]) -> list[tuple[int, int, tuple[bytes, int]]]:
-    """(start, end, (digest, segment index)) of every run of rows."""
+    """(start, end, (digest, segment index)) of every segment."""
     if len(digests) != len(prompt.spans):
         raise InvalidRequest(f"prompt has {len(prompt.spans)} items, {len(digests)} digests were given")
     return [
@@ -163,20 +164,20 @@ def _row_owners(prompt: ExpandedPrompt, digests: Sequence[bytes]) -> list[tuple[
 
 @dataclass(frozen=True)
 class PadClaim:
-    """A pad id for one content. shareable: False when another content holds the id, or when the ledger is
-    full: then the request must stay out of the prefix cache, reading and writing (a salt, an extra key, a
-    flag)."""
+    """A pad id for one content. shareable: False when another content has this id, or when the ledger is
+    full. The engine must then keep the request from reading and writing the prefix cache (by a salt, an extra
+    key or a flag)."""
 
     pad_id: int
     shareable: bool
 
 
 class PadIdLedger:
-    """Which content each pad id stands for, for as long as the engine may hold KV under it.
+    """Maps each pad id to its content, for as long as the engine may hold KV for it.
 
-    An id, once granted, is never given to another content until ``forget`` or ``clear``, which follow the
-    engine's own eviction and flush: forgetting on our own would let a later content read the KV of an
-    earlier one. Bounded by ``max_entries`` of some 200 bytes each. Not thread safe; one per engine.
+    A granted id is never given to another content until ``forget`` or ``clear`` is called. Call these when
+    the engine evicts or flushes: forgetting earlier would let a later content read the KV of an earlier one.
+    Holds at most ``max_entries`` entries of about 200 bytes. Not thread-safe; use one per engine.
     """
 
     def __init__(self, scheme: PadScheme, *, max_entries: int = 1_000_000) -> None:
@@ -190,8 +191,7 @@ class PadIdLedger:
         return len(self._holders)
 
     def claim(self, digest: bytes, modality: Modality) -> PadClaim:
-        """The content's pad id, and whether KV under it may be shared. Raises InvalidRequest as
-        ``pad_id``."""
+        """The content's pad id, and whether KV for it may be shared. Raises the errors of ``pad_id``."""
         item_pad_id = pad_id(digest, modality, self._scheme)
         content = (digest, modality)
         holder = self._holders.get(item_pad_id)
@@ -200,11 +200,11 @@ class PadIdLedger:
         return PadClaim(item_pad_id, shareable=holder == content)
 
     def forget(self, digest: bytes, modality: Modality) -> None:
-        """The engine dropped all KV of this content."""
+        """To be called when the engine has dropped all KV of this content."""
         item_pad_id = pad_id(digest, modality, self._scheme)
         if self._holders.get(item_pad_id) == (digest, modality):
             del self._holders[item_pad_id]
 
     def clear(self) -> None:
-        """The engine flushed its prefix cache."""
+        """To be called when the engine has flushed its prefix cache."""
         self._holders.clear()

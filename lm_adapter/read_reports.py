@@ -1,4 +1,4 @@
-"""Reports of rows that were read from shared memory: batched, sent later, never waited for (``Touch``)."""
+"""Batched reports of rows that were read from shared memory (``Touch``). Callers do not wait for them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MAX_REPORTED_ROWS = 256
 
 
 class ReadReports:
-    """Reads to report to the service, in batches of at most REPORT_INTERVAL_S or MAX_REPORTED_ROWS."""
+    """Collects reads and reports them every REPORT_INTERVAL_S, or once there are MAX_REPORTED_ROWS."""
 
     def __init__(
         self,
@@ -31,7 +31,7 @@ class ReadReports:
         self._sending: set[asyncio.Task[None]] = set()
 
     def note(self, key: bytes, generation: int, *, is_lost: bool) -> None:
-        """From any thread."""
+        """Adds a read. is_lost: whether the copy failed because the slot had changed. Thread-safe."""
         with self._lock:
             if is_lost:
                 self._num_lost += 1
@@ -47,7 +47,7 @@ class ReadReports:
                 self._loop.call_soon_threadsafe(self._loop.call_later, REPORT_INTERVAL_S, self._flush)
 
     def close(self) -> None:
-        """On the loop. Reads that were not reported are forgotten."""
+        """Stops reporting and drops unreported reads. Must run on the loop."""
         with self._lock:
             self._is_closed = True
         for task in self._sending:
@@ -65,6 +65,6 @@ class ReadReports:
                 task.add_done_callback(self._sending.discard)
 
     async def _report(self, rows: Sequence[tuple[bytes, int]], num_lost: int) -> None:
-        # A report is a hint for eviction, so a failed one is not repeated.
+        # A report is only a hint for eviction, so a failed report is not repeated.
         with contextlib.suppress(EncoderError):
             await self._send(rows, num_lost)

@@ -1,17 +1,18 @@
-"""M-RoPE applied: q and k rotated by three-axis positions.
+"""Applies M-RoPE: rotates q and k by three-axis positions.
 
-Owns which axis turns which pair of a head, the table of angles, and the choice between the torch version and
-the fused kernel (``kernels.rotate``, imported at its first launch). Positions come from ``mrope``. torch is
-imported where tensors are made.
+Owns the axis of each pair of a head, the table of angles, and the choice between the torch version and the
+fused kernel (``kernels.rotate``, imported at its first launch). Positions come from ``mrope``. torch is
+imported only inside functions.
 
-A head's first ``rotary_dim`` elements turn in pairs (j, j + rotary_dim / 2); the rest, where the rotation is
-partial, stay. Pair j turns by the angle position[axis(j)] * inv_freq[j]. axis(j), with sections (t, h, w):
+The first ``rotary_dim`` elements of a head are rotated in pairs (j, j + rotary_dim / 2). The others, if the
+rotation is partial, stay as they are. Pair j is rotated by the angle position[axis(j)] * inv_freq[j]. With
+sections (t, h, w), axis(j) is:
 
 * interleaved (Qwen3-VL, Qwen3.5): 1 for j = 1, 4, 7, ... below 3h, 2 for j = 2, 5, 8, ... below 3w, else 0;
-* chunked (Qwen2-VL, Qwen2.5-VL): the first t pairs 0, the next h 1, the last w 2.
+* chunked (Qwen2-VL, Qwen2.5-VL): 0 for the first t pairs, 1 for the next h, 2 for the last w.
 
-Products are float32 and rounded once, to the dtype of q and k. Engines that round the angles to bfloat16
-first, as the reference does, differ by that rounding.
+Products are computed in float32 and rounded once, to the dtype of q and k. Engines that first round the
+angles to bfloat16, as the reference does, differ by that rounding.
 
 Shape legend: T tokens of a step, H heads, d head_dim, P positions of the table, F rotary_dim / 2.
 """
@@ -39,7 +40,8 @@ Backend: TypeAlias = Literal["auto", "torch", "triton"]
 
 @dataclass(frozen=True)
 class MRopeLayout:
-    """sections: pairs of the axes t, h, w; interleaved: whether the axes alternate or stand in blocks."""
+    """sections: number of pairs for each of the axes t, h, w; interleaved: whether the axes alternate or form
+    contiguous blocks."""
 
     sections: tuple[int, int, int]
     interleaved: bool
@@ -55,7 +57,7 @@ class MRopeLayout:
         return 2 * sum(self.sections)
 
     def axes(self) -> npt.NDArray[np.int64]:
-        """int64 [F]: the axis that turns each pair."""
+        """int64 [F]: the axis that rotates each pair."""
         t, h, w = self.sections
         if not self.interleaved:
             return np.repeat(np.arange(3, dtype=np.int64), self.sections)
@@ -67,10 +69,10 @@ class MRopeLayout:
 
 @dataclass(frozen=True, eq=False)
 class RotaryTable:
-    """Cosine and sine of every angle: what a model's layers share.
+    """Cosine and sine of every angle, shared by all layers of a model.
 
-    cos_sin: float32 [P, 2F], cosines of a position first, contiguous, on the device of q and k: 512 bytes a
-    position for a rotary_dim of 128.
+    cos_sin: float32 [P, 2F], the cosines of a position before its sines, contiguous, on the device of q and
+    k. A position takes 512 bytes for a rotary_dim of 128.
     """
 
     layout: MRopeLayout
@@ -86,8 +88,9 @@ class RotaryTable:
         device: torch.device | str = "cpu",
         scaling: float = 1.0,
     ) -> RotaryTable:
-        """inv_freq: float32 [F], of any kind of RoPE whose frequencies do not depend on the prompt; scaling:
-        its attention factor. Raises InvalidRequest when frequencies and sections differ in number."""
+        """Builds a table. inv_freq: float32 [F], from any RoPE variant whose frequencies do not depend on the
+        prompt; scaling: the variant's attention factor. Raises InvalidRequest when the numbers of frequencies
+        and pairs differ, and for max_positions below 1."""
         import torch
 
         if inv_freq.ndim != 1 or 2 * len(inv_freq) != layout.rotary_dim:
@@ -97,7 +100,7 @@ class RotaryTable:
             )
         if max_positions < 1:
             raise InvalidRequest(f"a table holds 1 position or more, got {max_positions}")
-        # In float32 like the reference's: the products' rounding is part of what models were trained with.
+        # Computed in float32 like the reference: models were trained with the rounding of these products.
         positions = torch.arange(max_positions, dtype=torch.float32)
         angles = positions[:, None] * inv_freq.detach().to("cpu", torch.float32)
         return cls(layout, torch.cat([angles.cos() * scaling, angles.sin() * scaling], dim=1).to(device))
@@ -106,10 +109,10 @@ class RotaryTable:
     def from_config(
         cls, text_config: Mapping[str, Any], *, max_positions: int, device: torch.device | str = "cpu"
     ) -> RotaryTable:
-        """From a model's ``text_config``: plain RoPE frequencies, sections and their order as published.
+        """Builds a table from a model's ``text_config``: plain RoPE frequencies with the published sections.
 
-        Reads ``rope_parameters``, or ``rope_scaling`` and ``rope_theta`` as older files have them. Raises
-        InvalidRequest where sections are missing or the frequencies are scaled (pass those to ``build``).
+        Reads ``rope_parameters``, or ``rope_scaling`` and ``rope_theta`` from older files. Raises
+        InvalidRequest if sections are missing or the frequencies are scaled (use ``build`` for these).
         """
         import torch
 
@@ -135,14 +138,14 @@ class RotaryTable:
 
     @functools.cached_property
     def axes(self) -> torch.Tensor:
-        """int64 [F] on the table's device."""
+        """int64 [F], on the table's device: the axis that rotates each pair."""
         import torch
 
         return torch.from_numpy(self.layout.axes()).to(self.cos_sin.device)
 
     def require(self, position: int) -> None:
-        """Raises InvalidRequest when the table ends at or before ``position``. For the host, which knows the
-        largest (below ``MRopePositions.next_position``) before it sends any: the device does not look."""
+        """Raises InvalidRequest if ``position`` is outside the table. Call it on the host for the largest
+        position of a prompt (``MRopePositions.next_position`` - 1): the device does not check."""
         if position >= self.max_positions:
             raise InvalidRequest(
                 f"position {position} lies beyond the rotary table of {self.max_positions} positions"
@@ -159,11 +162,12 @@ def apply_mrope(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Rotates q and k in place and returns them.
 
-    q_THd: [T, Hq, d], k_THd: [T, Hk, d], of one dtype, float32, float16 or bfloat16; views whose tokens and
-    heads lie apart serve, so the two may be parts of one packed projection. positions_3T: int64 or int32
-    [3, T], below the table's end, which the device does not check. All on one device.
-    backend: "auto" takes the kernel on CUDA where Triton is installed. It compiles at the first launch of
-    each of three kinds of step: 1, ``kernels.rotate.SHORT_STEP`` + 1 and ``MEDIUM_STEP`` + 1 tokens or more.
+    q_THd: [T, Hq, d], k_THd: [T, Hk, d], both float32, float16 or bfloat16. They may be views with any token
+    and head strides, such as parts of one packed projection. positions_3T: int64 or int32 [3, T], less than
+    the table's number of positions; the device does not check this. All tensors are on one device.
+    backend: "auto" selects the kernel on CUDA if Triton is installed. The kernel is compiled at the first
+    launch for each of three ranges of T, which start at 1, ``kernels.rotate.SHORT_STEP`` + 1 and
+    ``MEDIUM_STEP`` + 1 tokens.
     Raises InvalidRequest, before anything is written, for other shapes, dtypes and devices.
     """
     _check(q_THd, k_THd, positions_3T, table)
@@ -177,8 +181,8 @@ def apply_mrope(
 
 
 def choose_backend(backend: Backend, tensor: torch.Tensor) -> Literal["torch", "triton"]:
-    """The backend for ``tensor``'s device. Raises InvalidRequest for another name, MissingDependency when
-    Triton is asked for by name and absent."""
+    """The backend for ``tensor``'s device. Raises InvalidRequest for an unknown name, and MissingDependency
+    when Triton is requested by name and not installed."""
     if backend not in ("auto", "torch", "triton"):
         raise InvalidRequest(f"backend is {backend!r}, needs auto, torch or triton")
     if backend == "triton" and not _has_triton():

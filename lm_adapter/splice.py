@@ -1,24 +1,23 @@
-"""Rows into ``inputs_embeds``: a prefill step's chunks, main level and deepstack levels, in one launch.
+"""Copies rows into ``inputs_embeds``: all chunks of a prefill step, main and deepstack levels, in one launch.
 
-Owns the check of rows against the prompt and the model, the step's table of where each row comes from and
-goes to, and the torch version of the copy; the fused one is ``kernels.scatter_rows``. Every item is checked
-in full before the first element is written, so that a bad result never leaves an engine half changed. Where
-rows go comes from ``placeholders``. torch is imported where tensors are made.
+Owns checking rows against the prompt and the model, the step's table of source and destination of each row,
+and the torch version of the copy; the fused version is ``kernels.scatter_rows``. ``Splicer`` checks every
+item completely before anything is written, so an invalid result never leaves ``inputs_embeds`` half written.
+``placeholders`` computes where rows go. torch is imported only inside functions.
 
 A row is [D * (1 + L)]: the main level first, then the deepstack levels in order. The main level replaces the
-placeholder's embedding; level i is added to the hidden state of the same tokens after decoder layer i
-(Qwen3-VL, ``_deepstack_process``). One tensor holds both, so they cannot come apart.
+placeholder's embedding. Level i is added to the hidden state of the same token after decoder layer i
+(Qwen3-VL, ``_deepstack_process``). One tensor holds all levels, so they cannot get out of step.
 
-Rows are converted to the dtype of ``inputs_embeds``, the only cast here: equal dtypes copy, float16 and
-bfloat16 widen to float32 exactly, float32 rounds to nearest even to float16 or bfloat16 as the full model
-does with its tower's output. float16 and bfloat16 never become one another, which loses mantissa or range;
-integers and float64 are refused. Positions, grids and timings are integers and floats of the host and never
-pass through here.
+Rows are converted to the dtype of ``inputs_embeds``. Equal dtypes are copied. float16 and bfloat16 widen to
+float32 exactly. float32 is rounded to nearest even to float16 or bfloat16, as the full model rounds its
+tower's output. Conversions between float16 and bfloat16 lose mantissa or range and are refused, as are
+integers and float64. No other value is cast here.
 
-Nothing waits for the device: the table is made on the host from what the host knows, travels from pinned
-memory in the current stream, and holds the addresses of the rows, which stay where they are, be that torch's
-memory or an arena mapped from another process. Rows of host memory are sent ahead of it. Only embeddings that
-lie on the host themselves are complete when the step returns.
+The host never waits for the device. The host builds the table from values that it knows and copies it from
+pinned memory on the current stream. The table holds the addresses of rows, which may be in torch's memory or
+in an arena mapped from another process; rows on the device are not moved. Rows elsewhere are copied to the
+device first. Results are complete on return only if ``inputs_embeds`` is in host memory.
 
 Shape legend: T tokens of a step, V visual tokens of it, R rows of an item, D LM width, L deepstack levels.
 """
@@ -58,15 +57,15 @@ _CASTS = {
 """dtype of the rows -> dtypes of inputs_embeds that they may be written to."""
 
 _ALIGNMENT_BYTES = 16
-"""Of every row's address, for the kernel's widest loads."""
+"""The alignment of every row's address that the kernel's widest loads need."""
 
 _NO_ROW = 0
-"""The address in the table of a text token, whose deepstack levels are zeroed."""
+"""The table's address for a text token. Its deepstack levels are zeroed."""
 
 
 @dataclass(frozen=True)
 class RowsLayout:
-    """What the language model takes. out_width: D; num_deepstack_levels: L."""
+    """The row layout that the language model needs. out_width: D; num_deepstack_levels: L."""
 
     out_width: int
     num_deepstack_levels: int = 0
@@ -77,7 +76,7 @@ class RowsLayout:
 
 
 class StepChunk(NamedTuple):
-    """Tokens [start, start + num_tokens) of one request. In the step's batch requests follow one another."""
+    """Tokens [start, start + num_tokens) of one request. A step concatenates its chunks."""
 
     splicer: Splicer
     start: int
@@ -88,8 +87,8 @@ class StepChunk(NamedTuple):
 class StepSplice:
     """What a step's forward pass needs besides its ``inputs_embeds``.
 
-    num_visual: V; visual_tokens: int64 [V] on the device, in rising order; deepstack: [L, V, D] in that
-    order, or the per-token buffer [L, T, D] that was given, zero where there is no row.
+    num_visual: V; visual_tokens: int64 [V] on the device, in ascending order; deepstack: [L, V, D] in the
+    same order, or the given per-token buffer [L, T, D], which is zero where there is no row.
     """
 
     num_visual: int
@@ -98,7 +97,7 @@ class StepSplice:
 
 
 class _Piece(NamedTuple):
-    """Rows [row, row + length) of an item's [R, D * (1 + L)]; they go to tokens [token, token + length) of
+    """Rows [row, row + length) of an item's [R, D * (1 + L)], which go to tokens [token, token + length) of
     the step."""
 
     rows: torch.Tensor
@@ -108,8 +107,8 @@ class _Piece(NamedTuple):
 
 
 def items_needed(spans: Sequence[ItemSpan], start: int, end: int | None = None) -> list[int]:
-    """Indices into ``spans`` of the items with rows among tokens [start, end): after a prefix-cache hit of
-    ``start`` tokens, which may end inside an item's rows, the others need no rows at all."""
+    """Indices into ``spans`` of the items that have rows among tokens [start, end). After a prefix-cache hit
+    of ``start`` tokens, which may end inside an item's rows, the other items need no rows."""
     return [
         index
         for index, span in enumerate(spans)
@@ -126,11 +125,11 @@ def check_item_rows(
     inputs_embeds_dtype: torch.dtype,
     announced_levels: int | None = None,
 ) -> None:
-    """Raises InvalidRows, with the figure found and the one needed, unless ``rows`` is [num_rows, D * (1 +
-    L)] of a dtype that may be written to ``inputs_embeds_dtype``.
+    """Raises InvalidRows, with the found and the expected value, unless ``rows`` is [num_rows, D * (1 + L)]
+    with a dtype that may be written to ``inputs_embeds_dtype``.
 
-    announced_levels: L as the sender says it, where it does: widths alone do not tell 64 * (1 + 3) from 128
-    * (1 + 1).
+    announced_levels: L according to the sender, if known. The width alone is ambiguous: 64 * (1 + 3) equals
+    128 * (1 + 1).
     """
 
     def require(field: str, found: object, expected: object, why: str) -> None:
@@ -157,12 +156,12 @@ def check_item_rows(
 
 
 class Splicer:
-    """The rows of one prompt, spliced chunk by chunk (``splice_step``).
+    """The rows of one prompt, which ``splice_step`` splices chunk by chunk.
 
     spans: one per item, in prompt order, from ``expand_placeholders``; rows: one [R, D * (1 + L)] tensor per
     item, on any device, or None for an item whose tokens are all in a prefix cache (``items_needed``).
-    Everything is checked at construction. Rows may be dropped as the prefill passes them (``drop_before``),
-    so that nothing is held through decoding.
+    The constructor checks all rows. ``drop_before`` releases rows that the prefill has passed, so that none
+    are held during decoding.
     """
 
     def __init__(
@@ -174,7 +173,7 @@ class Splicer:
         inputs_embeds_dtype: torch.dtype,
         announced_levels: Sequence[int | None] | None = None,
     ) -> None:
-        """Raises InvalidRows when an item's rows do not fit, InvalidRequest when their number does not."""
+        """Raises InvalidRows when an item's rows do not fit, InvalidRequest for a wrong number of items."""
         if len(spans) != len(rows):
             raise InvalidRequest(f"prompt has {len(spans)} items, rows came for {len(rows)}")
         announced = [None] * len(rows) if announced_levels is None else announced_levels
@@ -190,7 +189,7 @@ class Splicer:
                 )
         self._spans = tuple(spans)
         self._rows: list[torch.Tensor | None] = list(rows)
-        # Of each segment, in the prompt's order: its item's index, its first row, its first token, its end.
+        # For each segment, in prompt order: index of its item, its first row, its first token, its end token.
         self._segments: list[tuple[int, int, int, int]] = []
         for index, span in enumerate(spans):
             row = 0
@@ -202,14 +201,14 @@ class Splicer:
         self.inputs_embeds_dtype = inputs_embeds_dtype
 
     def drop_before(self, end: int) -> None:
-        """Lets go of the rows of items that end at or before token ``end``."""
+        """Releases the rows of items that end at or before token ``end``."""
         for index, span in enumerate(self._spans):
             if span.end <= end:
                 self._rows[index] = None
 
     def _pieces(self, start: int, end: int, offset: int) -> list[_Piece]:
-        """The rows of tokens [start, end), in the tokens' order; token ``start`` is the step's token
-        ``offset``. Raises as ``splice_step``."""
+        """The rows of tokens [start, end), in token order. Token ``start`` is token ``offset`` of the step.
+        Raises the errors of ``splice_step``."""
         if start < 0:
             raise InvalidRequest(f"a chunk starts at token 0 or later, got {start}")
         pieces = []
@@ -237,15 +236,15 @@ def splice_step(
     deepstack_LTD: torch.Tensor | None = None,
     backend: Backend = "auto",
 ) -> StepSplice:
-    """Writes the main level of every chunk's visual tokens into ``inputs_embeds_TD`` in place and gathers or
+    """Writes the main level of every chunk's visual tokens to ``inputs_embeds_TD`` in place, and returns or
     fills the deepstack levels.
 
-    inputs_embeds_TD: [T, D], a view of a larger batch serves; the chunks' tokens come first, T may be larger
-    where a graph's batch is padded. deepstack_LTD: a buffer that the model adds to all tokens, text and
-    padding included, as captured graphs need it; it is written whole. backend: "auto" takes the kernel on
-    CUDA where Triton is installed.
+    inputs_embeds_TD: [T, D], may be a view of a larger batch. The chunks' tokens come first; T may be larger
+    when a CUDA graph's batch is padded. deepstack_LTD: a buffer that the model adds to all tokens, text and
+    padding included, as captured graphs need it; every element is written. backend: "auto" selects the kernel
+    on CUDA if Triton is installed.
     Raises InvalidRequest, before anything is written, when chunks, shapes or dtypes disagree, for a start
-    below 0 and, with reason ROWS_DROPPED, for rows that are not there.
+    below 0 and, with reason ROWS_DROPPED, for rows that were dropped or never given.
     """
     import torch
 
@@ -271,7 +270,7 @@ def splice_step(
 
 
 def _step_pieces(inputs_embeds: torch.Tensor, chunks: Sequence[StepChunk]) -> list[_Piece]:
-    """All chunks' pieces. Raises InvalidRequest."""
+    """The pieces of all chunks. Raises InvalidRequest."""
     shape, dtype = tuple(inputs_embeds.shape), inputs_embeds.dtype
     pieces: list[_Piece] = []
     offset = 0
@@ -301,20 +300,20 @@ def _step_pieces(inputs_embeds: torch.Tensor, chunks: Sequence[StepChunk]) -> li
 
 
 def _resident(piece: _Piece, device: torch.device) -> _Piece:
-    """The piece with its rows on the device, or on their way there in the current stream."""
+    """The piece with its rows on the device, or being copied there on the current stream."""
     import torch
 
     rows, row, _, length = piece
     if rows.device != device:
         rows = rows[row : row + length]
         if device.type == "cuda" and not rows.is_cuda and not rows.is_pinned():
-            # A copy out of any other memory waits on the host until the stream has done its earlier work.
+            # A copy from pageable memory would block the host until the stream's earlier work is done.
             rows = rows.contiguous().pin_memory()
-        # The host reads its own memory without asking the stream, so a copy to it has to end here.
+        # The host reads host memory without waiting for a stream, so a copy to the host must be synchronous.
         rows = rows.to(device, non_blocking=device.type == "cuda")
         piece = piece._replace(rows=rows, row=0)
     if rows.is_cuda:
-        # Memory of another stream's: not given out again before this stream has read it.
+        # Memory of another stream: keep the allocator from reusing it before this stream has read it.
         rows.record_stream(torch.cuda.current_stream(device))
     return piece
 
@@ -322,7 +321,7 @@ def _resident(piece: _Piece, device: torch.device) -> _Piece:
 def _splice_torch(
     inputs_embeds: torch.Tensor, pieces: Sequence[_Piece], deepstack: torch.Tensor, *, per_token: bool
 ) -> torch.Tensor:
-    """A slice for each piece and level. Returns the visual tokens."""
+    """Copies one slice for each piece and level. Returns the visual tokens."""
     width = inputs_embeds.shape[1]
     if per_token:
         deepstack.zero_()
@@ -340,7 +339,7 @@ def _splice_torch(
 def _splice_triton(
     inputs_embeds: torch.Tensor, pieces: Sequence[_Piece], deepstack: torch.Tensor, *, per_token: bool
 ) -> torch.Tensor:
-    """One launch, and for each further dtype among the rows another. Returns the visual tokens."""
+    """Uses one launch for each dtype among the rows. Returns the visual tokens."""
     from lm_adapter.kernels.scatter_rows import scatter_rows_
 
     pieces = [_contiguous(piece) for piece in pieces]
@@ -360,7 +359,7 @@ def _splice_triton(
             [dtypes.index(piece.rows.dtype) for piece in pieces], [piece.length for piece in pieces]
         )
         tables = [tables[0][:, dtype_of_row == number] for number in range(len(dtypes))]
-    # One upload for all: the launches' tables side by side, then the visual tokens.
+    # One upload: the tables of all launches, then the visual tokens.
     numbers = np.concatenate([*(table.ravel() for table in tables), visual_tokens])
     uploaded = _upload(numbers, inputs_embeds.device)
     offset = 0
@@ -377,7 +376,7 @@ def _splice_triton(
 
 
 def _contiguous(piece: _Piece) -> _Piece:
-    """The piece with rows that are each contiguous in themselves."""
+    """The piece with the elements of each row contiguous."""
     rows, row, _, length = piece
     if rows.stride(1) == 1 or rows.shape[1] == 1:
         return piece
@@ -385,7 +384,7 @@ def _contiguous(piece: _Piece) -> _Piece:
 
 
 def _row_table(pieces: Sequence[_Piece]) -> npt.NDArray[np.int64]:
-    """int64 [2, V]: the address of every row, and the token that it goes to."""
+    """int64 [2, V]: the address of every row, and its token."""
     runs = []
     for rows, row, token, length in pieces:
         pitch = rows.stride(0) * rows.element_size()
@@ -397,8 +396,8 @@ def _row_table(pieces: Sequence[_Piece]) -> npt.NDArray[np.int64]:
 
 
 def _upload(array: npt.NDArray[np.int64], device: torch.device) -> torch.Tensor:
-    """On CUDA out of pinned memory, whose owner, torch's host allocator, waits for the copy before it gives
-    the memory out again; the host does not."""
+    """Copies an array to the device. On CUDA the copy is asynchronous, from pinned memory; torch's host
+    allocator does not reuse that memory before the copy is complete."""
     import torch
 
     tensor = torch.from_numpy(array)

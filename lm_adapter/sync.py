@@ -1,6 +1,6 @@
-"""The blocking client: a facade over the asyncio client, which runs on a thread of its own.
+"""The blocking client: a facade over the asyncio client, which runs in a thread of its own.
 
-Owns the thread and its event loop. Rows that are resident in shared memory are read on the caller's thread.
+Owns that thread and its event loop. Rows that are resident in shared memory are read on the caller's thread.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Self, TypedDict, TypeVar, Unpack
 
 from lm_adapter.channel import ClientTls, FilePath
 from lm_adapter.client import AsyncVisionEncoderClient, rows_or_raise
-from lm_adapter.errors import CallCancelled, ItemFailed
+from lm_adapter.errors import CallCancelled, InvalidRequest, ItemFailed
 from lm_adapter.items import Item
 from lm_adapter.shm.attachment import Transport
 from lm_adapter.shm.mapping import current_stream
@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 
 CLOSE_TIMEOUT_S = 10.0
 CALLS_END_S = 1.0
-"""Time that calls have to end by themselves once their client is closed; the others are cancelled."""
+"""Time that calls have to finish after their client is closed. The remaining ones are then cancelled."""
 
 ResultT = TypeVar("ResultT")
 
 
 class ClientOptions(TypedDict, total=False):
-    """The keyword arguments of ``AsyncVisionEncoderClient``, which documents them."""
+    """The keyword arguments of ``AsyncVisionEncoderClient``, which documents them, except ``fleet``."""
 
     namespace: str
     model: str
@@ -48,11 +48,21 @@ class ClientOptions(TypedDict, total=False):
 
 
 class VisionEncoderClient:
-    """A blocking client of one service address. Thread-safe; a context manager. Methods, arguments and errors
-    are those of ``AsyncVisionEncoderClient``."""
+    """A blocking client for one service address. Thread-safe; a context manager. Methods, arguments and
+    errors are those of ``AsyncVisionEncoderClient``."""
 
-    def __init__(self, target: str, **options: Unpack[ClientOptions]) -> None:
-        """Raises InvalidRequest."""
+    def __init__(
+        self,
+        target: str,
+        *,
+        fleet: bool = False,
+        fallback_target: str = "",
+        **options: Unpack[ClientOptions],
+    ) -> None:
+        """fleet: see ``AsyncVisionEncoderClient``; fallback_target: see ``local_first.LocalFirstClient``.
+        Raises InvalidRequest, also if both are given."""
+        if fleet and fallback_target:
+            raise InvalidRequest("fleet and fallback_target exclude each other: both name the gateway")
         self._lock = threading.Lock()
         self._is_closed = False
         self._closing = asyncio.Event()
@@ -60,7 +70,14 @@ class VisionEncoderClient:
 
         async def serve() -> None:
             try:
-                client = AsyncVisionEncoderClient(target, **options)
+                if fallback_target:
+                    from lm_adapter.local_first import LocalFirstClient
+
+                    client: AsyncVisionEncoderClient = LocalFirstClient(
+                        target, fallback_target=fallback_target, **options
+                    )
+                else:
+                    client = AsyncVisionEncoderClient(target, fleet=fleet, **options)
             except BaseException as error:
                 made.set_exception(error)
                 return
@@ -89,8 +106,8 @@ class VisionEncoderClient:
         return self._client.transport
 
     def close(self) -> None:
-        """Ends calls in progress on every thread with CallCancelled. Returns when the client is closed, also
-        when it is repeated."""
+        """Ends calls in progress on all threads with CallCancelled, and waits until the client is closed. Can
+        be repeated."""
         if self._thread.is_alive():
             with self._lock:
                 if not self._is_closed:
@@ -116,32 +133,50 @@ class VisionEncoderClient:
         (outcome,) = self.encode([item], timeout_s=timeout_s)
         return rows_or_raise(outcome)
 
-    def fetch(self, keys: Sequence[bytes], *, timeout_s: float | None = None) -> list[Outcome]:
-        return self._rows(keys, functools.partial(self._client.fetch, keys, timeout_s=timeout_s))
+    def fetch(
+        self,
+        keys: Sequence[bytes],
+        *,
+        routing_digests: Sequence[bytes] = (),
+        timeout_s: float | None = None,
+    ) -> list[Outcome]:
+        fetch = functools.partial(
+            self._client.fetch, keys, routing_digests=routing_digests, timeout_s=timeout_s
+        )
+        return self._rows(keys, fetch)
 
     def prefetch(
         self, items: Sequence[Item], *, timeout_s: float | None = None
     ) -> list[PrefetchStatus | ItemFailed]:
         return self._run(lambda: self._client.prefetch(items, timeout_s=timeout_s))
 
-    def lookup(self, keys: Sequence[bytes], *, timeout_s: float | None = None) -> list[KeyStatus]:
-        return self._run(lambda: self._client.lookup(keys, timeout_s=timeout_s))
+    def lookup(
+        self,
+        keys: Sequence[bytes],
+        *,
+        routing_digests: Sequence[bytes] = (),
+        timeout_s: float | None = None,
+    ) -> list[KeyStatus]:
+        lookup = functools.partial(
+            self._client.lookup, keys, routing_digests=routing_digests, timeout_s=timeout_s
+        )
+        return self._run(lookup)
 
     def _rows(
         self, wanted: Sequence[Item | bytes], start: Callable[..., Coroutine[Any, Any, list[Outcome]]]
     ) -> list[Outcome]:
-        """Read on this thread if all of them are resident in shared memory."""
+        """Reads the rows on this thread if all of them are resident in shared memory, else starts a call."""
         self._client.note_device()
         stream = current_stream()
         found = self._client.read_resident(wanted, stream)
         return self._run(lambda: start(stream=stream)) if found is None else found
 
     def _run(self, start: Callable[[], Coroutine[Any, Any, ResultT]]) -> ResultT:
-        """Runs a call on the loop's thread. An interrupted caller cancels the call."""
+        """Runs a call on the loop's thread. If the caller is interrupted, the call is cancelled."""
         closed = f"call to {self.target}: the client is closed, or belongs to the parent process"
         if not self._thread.is_alive():
             raise CallCancelled(closed)
-        with self._lock:  # a call is on the loop before the loop ends, or not at all
+        with self._lock:  # a call must not be scheduled after the loop has begun to end
             if self._is_closed:
                 raise CallCancelled(closed)
             future = asyncio.run_coroutine_threadsafe(start(), self._loop)
@@ -154,7 +189,7 @@ class VisionEncoderClient:
             raise
 
     async def _end_calls(self) -> None:
-        """Closes the client. Calls that it does not end are cancelled when the loop ends."""
+        """Closes the client and waits for its calls. Those that remain are cancelled when the loop ends."""
         await self._client.close()
         calls = asyncio.all_tasks() - {asyncio.current_task()}
         if calls:

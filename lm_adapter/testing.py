@@ -1,14 +1,14 @@
-"""A vision encoder for tests: real sockets, the whole v1 service, computed rows. No torch, no model.
+"""A fake encoder for tests, with real sockets, the whole v1 service, and computed rows. No torch, no model.
 
-Owns the fake's server, its script and its faults. Identity, keys, failures, chunks and trailing metadata are
-those of the real service. Rows are a function of the content digest alone (``fake_rows``), so a test knows
-what must arrive::
+Owns the fake's server, its script and its faults. Digests, keys, failures, chunks and trailing metadata are
+those of the real service. Rows depend only on the content digest (``fake_rows``), so a test can compute the
+expected rows::
 
     with FakeEncoder() as fake, VisionEncoderClient(fake.target) as client:
         rows = client.encode_one(ImageItem(jpeg_bytes, digest=digest))
         assert (rows.numpy() == fake_rows(digest, rows.num_rows, rows.width)).all()
 
-Items without a digest are hashed with BLAKE3, which needs the package ``blake3``; without it they fail.
+Items without a digest are hashed with BLAKE3. They fail if the package ``blake3`` is not installed.
 """
 
 from __future__ import annotations
@@ -48,21 +48,21 @@ RowsRequest = pb.EncodeRequest | pb.FetchRequest
 
 
 class Fault(enum.Enum):
-    """What the fake does wrong with one item. Those marked so end the whole call."""
+    """An error that the fake makes with one item. Faults marked "ends the call" end the whole call."""
 
     WRONG_WIDTH = "width"
     WRONG_DTYPE = "dtype"
     WRONG_LEVELS = "num_deepstack_levels"
     WRONG_NUM_ROWS = "num_rows"
     WRONG_GRID = "grid_thw"
-    OTHER_DELIVERY = "delivery"  # a place, in answer to a request for inline rows
+    OTHER_DELIVERY = "delivery"  # a place in shared memory instead of the requested inline rows
     SHORT_CHUNK = "short chunk"
     NON_FINITE = "not finite"  # accepted unless the caller checks the elements
-    UNKNOWN_EVENT = "unknown event"  # of a newer protocol; must be ignored
-    MISSING_ITEM = "missing item"  # the stream ends OK without it: ends the call
-    MISSING_CHUNK = "missing chunk"  # the same, without its last chunk
-    GARBAGE = "garbage"  # bytes that are no message: ends the call
-    HANG = "hang"  # the stream stops before this item until ``resume`` or the server's end
+    UNKNOWN_EVENT = "unknown event"  # an event of a newer protocol, which clients must ignore
+    MISSING_ITEM = "missing item"  # the stream ends OK without this item: ends the call
+    MISSING_CHUNK = "missing chunk"  # the stream ends OK without this item's last chunk: ends the call
+    GARBAGE = "garbage"  # bytes that are not a message: ends the call
+    HANG = "hang"  # the stream stops before this item until ``resume`` is called or the server stops
     ABORT = "abort"  # the call ends with INTERNAL before this item
 
 
@@ -75,15 +75,15 @@ class CallRecord(NamedTuple):
 
 
 def fake_rows(digest: bytes, num_rows: int, width: int) -> npt.NDArray[np.float32]:
-    """float32 [num_rows, width] that the fake gives to a digest: multiples of 1/128 in [-1, 1), from
+    """float32 [num_rows, width]: the fake's rows for a digest. They are multiples of 1/128 in [-1, 1) from
     SHAKE-128 of the digest, so float16 and bfloat16 represent them exactly."""
     noise = np.frombuffer(hashlib.shake_128(digest).digest(num_rows * width), dtype=np.uint8)
     return ((noise.astype(np.float32) - 128.0) / 128.0).reshape(num_rows, width)
 
 
 def fake_model(family: str = "qwen3_vl", **changes: Any) -> ModelInfo:
-    """A small model with a family's geometry: ``qwen3_vl`` (deepstack), ``qwen3_5`` (none) or ``kimi_k25``
-    (merges time). changes: fields of ModelInfo; ``width`` follows from out_width and levels."""
+    """A small model with the geometry of a family: ``qwen3_vl`` (with deepstack), ``qwen3_5`` (without) or
+    ``kimi_k25`` (merges time). changes: fields of ModelInfo, except ``width``, which is computed."""
     levels = 3 if family == "qwen3_vl" else 0
     is_kimi = family == "kimi_k25"
     patch_size, temporal_patch_size = (14, 1) if is_kimi else (16, 2)
@@ -109,14 +109,17 @@ def fake_model(family: str = "qwen3_vl", **changes: Any) -> ModelInfo:
 
 @dataclass
 class FakeScript:
-    """What the fake does; may be changed between calls.
+    """Controls what the fake does. May be changed between calls.
 
-    grids: the grid of a digest, else one of up to 4x4 merged patches that follows from the digest. latency_s:
-    wait before each item. order: ``forward``, ``reverse`` or ``interleaved`` events of items. failures:
-    digest to failure. faults: digest to misbehaviour. call_failures: method name to the status and failure
-    with which every such call ends. num_cuts: as many of the next streams end with UNAVAILABLE after their
-    first item. transports, place: for rows in shared memory, the announcements, and a function that stores an
-    item's rows and sets the result's place, or leaves it for inline rows."""
+    grids: digest to grid; other digests get a grid of up to 4x4 merged patches, derived from the digest.
+    latency_s: delay before each item.
+    order: of the items' events: ``forward``, ``reverse`` or ``interleaved``.
+    failures: digest to failure.
+    faults: digest to fault.
+    call_failures: method name to the status and failure with which every call of it ends.
+    num_cuts: this many of the next streams end with UNAVAILABLE after their first item.
+    transports, place: for rows in shared memory: the announcements, and a function that stores an item's rows
+    and sets the place in its result, or leaves the result unchanged for inline rows."""
 
     model: ModelInfo = field(default_factory=fake_model)
     limits: Limits = field(
@@ -139,7 +142,7 @@ class FakeScript:
 
 
 class _Held(NamedTuple):
-    """An item whose rows the fake can compute again."""
+    """An item that the fake holds. Its rows are computed from the digest when they are needed."""
 
     namespace: str
     digest: bytes
@@ -153,8 +156,8 @@ _Found: TypeAlias = tuple[pb.CacheTier.ValueType, bytes, _Held]
 class FakeEncoder:
     """An in-process gRPC server. A context manager; ``script`` may be changed while it runs.
 
-    target: where it listens, with the real port. num_calls: calls begun, by method name. num_cancelled:
-    Encode and Fetch calls that ended before their stream did. Both start anew at ``restart``.
+    target: the address, with the real port. num_calls: calls received, by method name. num_cancelled: Encode
+    and Fetch calls that ended before their stream did. ``restart`` resets both counters.
     """
 
     def __init__(self, listen: str = "127.0.0.1:0", *, script: FakeScript | None = None) -> None:
@@ -173,8 +176,8 @@ class FakeEncoder:
         self.stop()
 
     def start(self) -> None:
-        """Binds and answers. The message limit is the script's at this moment. Raises RuntimeError when the
-        address is in use or the fake runs already."""
+        """Binds the address and starts serving, with the script's current message limit. Raises RuntimeError
+        if the address is in use or the fake is already running."""
         if self._server is not None:
             raise RuntimeError(f"the fake runs already at {self.target}")
         if self._stopping.is_set():
@@ -192,7 +195,7 @@ class FakeEncoder:
         self._server = server
 
     def stop(self, grace_s: float | None = None) -> None:
-        """Ends the server; calls in progress are cut at once, or after ``grace_s``. Harmless when stopped."""
+        """Stops the server. Calls in progress are cut at once, or after ``grace_s``. Can be repeated."""
         if self._server is None:
             return
         if grace_s is None:
@@ -202,7 +205,7 @@ class FakeEncoder:
         self._server = None
 
     def restart(self) -> None:
-        """Stops and starts at the same address: a new instance without rows."""
+        """Stops and starts at the same address, as a new instance without rows."""
         self.stop()
         self.start()
 
@@ -222,14 +225,14 @@ class FakeEncoder:
         self._calls: deque[CallRecord] = deque(maxlen=MAX_CALL_RECORDS)
         self._held: dict[bytes, _Held] = {}
         self._stopping = threading.Event()
-        """Ends every wait."""
+        """When set, all waits in handlers end."""
         self._resumed = threading.Event()
 
     def _handlers(self) -> list[grpc.GenericRpcHandler]:
         unary: Callable[..., grpc.RpcMethodHandler[Any, Any]] = grpc.unary_unary_rpc_method_handler
         stream: Callable[..., grpc.RpcMethodHandler[Any, Any]] = grpc.unary_stream_rpc_method_handler
         service = pb.DESCRIPTOR.services_by_name["VisionEncoder"].full_name
-        # Responses leave as bytes, so that a fault can send what is no message.
+        # Handlers return bytes, so that a fault can send bytes that are not a message.
         methods = {
             "GetServerInfo": unary(self._get_server_info, pb.GetServerInfoRequest.FromString),
             "Lookup": unary(self._lookup, pb.LookupRequest.FromString),
@@ -321,7 +324,7 @@ class FakeEncoder:
     # Items ------------------------------------------------------------------------------------------------
 
     def _admit(self, item: pb.Item, namespace: str) -> _Found:
-        """Tier, key and record of an item, which is held from now on. Raises EncoderError."""
+        """Tier, key and record of an item. The fake holds the item afterwards. Raises EncoderError."""
         modality = convert.MODALITY_OF.get(item.modality)
         if modality is None:
             raise _refusal("INVALID_REQUEST", f"modality {item.modality} is unknown")
@@ -360,7 +363,7 @@ class FakeEncoder:
     def _item_events(
         self, request: RowsRequest, index: int, tier: pb.CacheTier.ValueType, key: bytes, held: _Held
     ) -> list[pb.ItemEvent]:
-        """The result and the chunks of an item without a fault."""
+        """The result and the chunks of an item, without faults."""
         model = self.script.model
         num_rows = model.num_rows(held.grid)
         payload = _in_dtype(fake_rows(held.digest, num_rows, model.width), model.dtype)
@@ -432,8 +435,8 @@ class FakeEncoder:
                 pass
 
     def _begin(self, method: str, request: Any, context: Context, num_items: int) -> threading.Event:
-        """Counts a call, and ends it if the script says so. The caller sets the event when the call has
-        finished; otherwise its end counts as cancelled."""
+        """Records a call, and aborts it if the script says so. The caller must set the returned event when
+        the call has finished; otherwise the call counts as cancelled."""
         context.set_trailing_metadata((("x-instance-id", self.instance_id),))
         metadata = {name: value for name, value in context.invocation_metadata() if isinstance(value, str)}
         finished = threading.Event()
@@ -489,7 +492,8 @@ _RESULT_EDITS: dict[Fault | None, pb.ItemResult] = {
 
 
 def _faulty(fault: Fault | None, events: Sequence[pb.ItemEvent]) -> list[pb.ItemEvent | bytes]:
-    """One item's events (its result, then its chunks) with the fault. HANG and ABORT change no event."""
+    """One item's events (its result, then its chunks) with the fault applied. HANG and ABORT change nothing
+    here."""
     result, chunks = events[0], list(events[1:])
     if fault is None or fault in _RESULT_EDITS:
         result.result.MergeFrom(_RESULT_EDITS.get(fault, pb.ItemResult()))
@@ -522,7 +526,7 @@ def _faulty(fault: Fault | None, events: Sequence[pb.ItemEvent]) -> list[pb.Item
 
 
 def _digest_of(item: pb.Item, pixels_grid: Grid | None) -> bytes:
-    """The caller's digest, checked, or BLAKE3 of the content. Raises ItemFailed, MissingDependency."""
+    """The caller's digest, validated, or BLAKE3 of the content. Raises ItemFailed and MissingDependency."""
     digest = item.content_digest
     if digest or item.WhichOneof("content") == "digest_only":
         if len(digest) != DIGEST_BYTES:
@@ -535,7 +539,7 @@ def _digest_of(item: pb.Item, pixels_grid: Grid | None) -> bytes:
 
 
 def _in_dtype(rows: npt.NDArray[np.float32], dtype: str) -> bytes:
-    """Little-endian bytes of rows that the dtype represents exactly."""
+    """The rows as little-endian bytes in a dtype that represents them exactly."""
     if dtype == "bfloat16":
         return (rows.view(np.uint32) >> np.uint32(16)).astype("<u2").tobytes()
     return rows.astype({"float32": "<f4", "float16": "<f2"}[dtype]).tobytes()

@@ -210,10 +210,14 @@ class KeyStatus:
 
 @dataclass(frozen=True)
 class PrefetchStatus:
-    """An item that is resident or being encoded. grid_thw is known as soon as the file's header was read."""
+    """An item that is resident or being encoded. grid_thw and, of a clip, timestamps_s of the sampled frames
+    are known as soon as the file's header was read. routing_digest: for ``fetch`` and ``lookup`` of a fleet,
+    else empty."""
 
     key: bytes
     content_digest: bytes
     state: KeyState
     grid_thw: Grid | None = None
     num_rows: int = 0
+    routing_digest: bytes = b""
+    timestamps_s: tuple[float, ...] = ()

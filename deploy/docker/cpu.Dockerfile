@@ -12,10 +12,10 @@ ENV PATH=/opt/venv/bin:$PATH
 # torch first and by itself: this layer is large and changes rarely.
 RUN pip install --no-cache-dir --index-url https://download.pytorch.org/whl/cpu torch==2.13.0
 COPY pyproject.toml ./
-# The project's requirements with traces, without its code: while only code changes, nodes keep this layer, which is
-# nearly all of the image. Nothing is installed or compiled in the final image: pip, torch's headers and tests go.
+# The project's requirements with traces and ZMQ, without its code: while only code changes, nodes keep this layer, which
+# is nearly all of the image. Nothing is installed or compiled in the final image: pip, torch's headers and tests go.
 RUN python -c "import tomllib; project = tomllib.load(open('pyproject.toml', 'rb'))['project']; \
-    extras = 'otel'.split(','); \
+    extras = 'otel,sglang'.split(','); \
     print(*project['dependencies'], *sum((project['optional-dependencies'][extra] for extra in extras), []), sep='\n')" \
     > needs.txt \
     && pip install --no-cache-dir -r needs.txt \

@@ -14,11 +14,11 @@ ENV PATH=/opt/venv/bin:$PATH
 # torch first and by itself: this layer is large and changes rarely.
 RUN pip install --no-cache-dir torch==2.13.0
 COPY pyproject.toml ./
-# The project's requirements with rows in shared device memory, flash-attn 4, quack and traces, without its code:
+# The project's requirements with rows in shared device memory, flash-attn 4, quack, traces and ZMQ, without its code:
 # while only code changes, nodes keep this layer, which is nearly all of the image. Nothing is installed into the
 # final image: pip and torch's tests go.
 RUN python -c "import tomllib; project = tomllib.load(open('pyproject.toml', 'rb'))['project']; \
-    extras = 'cuda,fa4,otel'.split(','); \
+    extras = 'cuda,fa4,otel,sglang'.split(','); \
     print(*project['dependencies'], *sum((project['optional-dependencies'][extra] for extra in extras), []), sep='\n')" \
     > needs.txt \
     && pip install --no-cache-dir -r needs.txt \

@@ -2,6 +2,7 @@
 # Prints the Secrets that values-secured.yaml names, freshly made, for `kubectl apply -f -`:
 #
 #   deploy/helm/make-secrets.sh tls     NAMESPACE               # an authority, and a certificate for a year
+#   deploy/helm/make-secrets.sh mtls    NAMESPACE               # the same, and a certificate of clients: NAME-client-tls
 #   deploy/helm/make-secrets.sh tokens  NAMESPACE TENANT...     # a token for each, one for the admin plane
 #
 # --name NAME before the kind is for a release that is not called vision-encoder. Keys are written to a temporary folder
@@ -31,24 +32,34 @@ secret() { # NAME TYPE, then lines "key: base64" on standard input
     sed 's/^/  /'
 }
 
-case $kind in
-tls)
-    [ $# -eq 0 ] || usage
-    folder=$(mktemp -d)
-    trap 'rm -rf "$folder"' EXIT
-    service=$name.$namespace.svc
-    local=$name-local.$namespace.svc
-    names=DNS:$service,DNS:$service.cluster.local,DNS:$local,DNS:$local.cluster.local,DNS:$name,DNS:localhost
-    openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 3650 -subj /CN=vision-encoder-ca \
-        -addext keyUsage=critical,keyCertSign,cRLSign -keyout "$folder/ca.key" -out "$folder/ca.crt" 2>/dev/null
-    openssl req -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -subj "/CN=vision-encoder" \
+certificate() { # SECRET COMMON-NAME USES [EXTENSION]; of the authority in $folder
+    openssl req -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -subj "/CN=$2" \
         -keyout "$folder/tls.key" -out "$folder/tls.csr" 2>/dev/null
-    printf 'subjectAltName=%s\nextendedKeyUsage=serverAuth\nbasicConstraints=critical,CA:false\n' "$names" >"$folder/ext"
+    printf 'extendedKeyUsage=%s\nbasicConstraints=critical,CA:false\n%s\n' "$3" "${4:-}" >"$folder/ext"
     openssl x509 -req -in "$folder/tls.csr" -CA "$folder/ca.crt" -CAkey "$folder/ca.key" \
         -set_serial "0x$(openssl rand -hex 16)" -days 365 -extfile "$folder/ext" -out "$folder/tls.crt" 2>/dev/null
     for file in ca.crt tls.crt tls.key; do
         printf '%s: %s\n' "$file" "$(encoded <"$folder/$file")"
-    done | secret "$name-tls" kubernetes.io/tls
+    done | secret "$1" kubernetes.io/tls
+}
+
+case $kind in
+tls | mtls)
+    [ $# -eq 0 ] || usage
+    folder=$(mktemp -d)
+    trap 'rm -rf "$folder"' EXIT
+    names=DNS:localhost
+    for service in "$name" "$name-local" "$name-gateway"; do
+        names+=,DNS:$service,DNS:$service.$namespace.svc,DNS:$service.$namespace.svc.cluster.local
+    done
+    openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 3650 -subj /CN=vision-encoder-ca \
+        -addext keyUsage=critical,keyCertSign,cRLSign -keyout "$folder/ca.key" -out "$folder/ca.crt" 2>/dev/null
+    # The gateway presents the services' certificate to the encoders.
+    certificate "$name-tls" vision-encoder "serverAuth,clientAuth" "subjectAltName=$names"
+    if [ "$kind" = mtls ]; then
+        echo ---
+        certificate "$name-client-tls" vision-encoder-client clientAuth
+    fi
     ;;
 tokens)
     [ $# -ge 1 ] || usage

@@ -1,11 +1,12 @@
-"""The cost of a batch, measured on the device that will run it.
+"""Measures the cost of batches on the device that will run them.
 
-Owns the choice of batches that are timed after capture, and their timing: the bucket that the ladder chooses,
-with its padding, one replay, between device events. Leaves the fit to scheduler/cost.py.
+Owns the choice of the batches that are timed after capture, and their timing: one replay between device
+events, in the bucket that the ladder chooses, with its padding. ``scheduler/cost.py`` fits the cost model.
 
-The batches are chosen so that they determine each part of the cost. Each of several sizes is filled with long
-sequences (much attention), with as many short ones as there are slots (little attention), and with short ones
-beside one long enough to need a bucket with a high bound (little attention, but empty slots).
+The batches are chosen so that they determine every term of the cost model. Each of several sizes is filled in
+three ways: with long sequences (much attention); with as many short ones as there are slots (little
+attention); and with short ones beside one that is long enough to need a bucket with a high bound (little
+attention, but empty slots).
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ from encoder_service.types import Grid
 
 log = structlog.get_logger(__name__)
 
-# The ladder's sizes nearest to these are timed, and its largest.
+# The ladder's sizes nearest to these are timed, and its largest size.
 SIZES = (64, 256, 784, 1568, 2304, 4096, 8192, 16_384)
-# The longest sequences that fill a batch; 1024 pixels square at 16 pixels a patch.
+# The longest sequences that a batch is filled with: 1024 pixels square at 16 pixels per patch side.
 LONG_SEQUENCE = 4096
 SHORTEST_SEQUENCE = 64
-# Each round times every batch. The first round warms up; as many follow as the time allows.
+# Each round times every batch. The first round is a warm-up; as many follow as the time budget allows.
 MIN_ROUNDS, MAX_ROUNDS = 2, 5
 BUDGET_S = 1.2
 
@@ -40,10 +41,10 @@ BUDGET_S = 1.2
 def calibrate(
     runner: GraphRunner, merge_size: int, *, clock: Callable[[], float], budget_s: float = BUDGET_S
 ) -> Calibration | None:
-    """The cost model of this device; None, with a warning, where the ladder's buckets do not determine it.
+    """The cost model of this device. None, with a warning, if the ladder's buckets do not determine it.
 
-    Runs batches through the runner, so its counters move. clock: seconds. budget_s: no further round begins
-    after it, except for the first MIN_ROUNDS.
+    Runs batches through the runner, so its counters change. clock: seconds. budget_s: after this time no
+    further round begins, except for the first MIN_ROUNDS.
     """
     started_s = clock()
     batches: list[tuple[FusedInputs, Bucket]] = []
@@ -57,7 +58,7 @@ def calibrate(
     for round_ in range(MAX_ROUNDS + 1):
         if round_ > MIN_ROUNDS and clock() - started_s >= budget_s:
             break
-        # A batch is slower after a heavy one than after a light one: each follows several others.
+        # A batch is slower after a heavy one than after a light one, so the order changes in each round.
         shuffle(order)
         for index in order:
             us = replay_us(runner, batches[index][0])
@@ -95,7 +96,7 @@ def calibrate(
 
 
 def replay_us(runner: GraphRunner, inputs: FusedInputs) -> float:
-    """Microseconds of one batch of random pixels on the device, from pixels in place to rows."""
+    """Device time in microseconds of one batch of random pixels, from pixels in place to rows."""
     streams = runner.streams
     started, ended = streams.make_event(), streams.make_event()
     batch = runner.stage(inputs)
@@ -108,7 +109,7 @@ def replay_us(runner: GraphRunner, inputs: FusedInputs) -> float:
 
 
 def calibration_batches(ladder: BucketLadder, merge_size: int) -> list[list[int]]:
-    """Sequence lengths of each batch to time, whole merges, each batch taken by some bucket."""
+    """The sequence lengths of each batch to time. They are whole merges, and some bucket takes each batch."""
     unit = merge_size**2
     sizes = {min(ladder.sizes, key=lambda size: abs(size - wanted)) for wanted in SIZES}
     batches: list[list[int]] = []
@@ -135,14 +136,14 @@ def calibration_batches(ladder: BucketLadder, merge_size: int) -> list[list[int]
 
 
 def equal(size: int, seqlen: int, unit: int) -> list[int]:
-    """Sequences of one length, and the rest of the size."""
+    """Sequences of one length that fill ``size``, and one for the remainder."""
     seqlen = max(unit, seqlen // unit * unit)
     rest = size % seqlen // unit * unit
     return [seqlen] * (size // seqlen) + [rest] * (rest > 0)
 
 
 def shortest(size: int, max_sequences: int, unit: int) -> list[int]:
-    """At most so many sequences, as short as fill the size, but not below SHORTEST_SEQUENCE."""
+    """Sequences that fill ``size``: at most ``max_sequences``, of at least SHORTEST_SEQUENCE patches each."""
     if size < unit or max_sequences < 1:
         return []
     count = max(1, min(max_sequences, size // SHORTEST_SEQUENCE))
@@ -151,7 +152,7 @@ def shortest(size: int, max_sequences: int, unit: int) -> list[int]:
 
 
 def grid_of(seqlen: int, merge_size: int) -> Grid:
-    """A still of ``seqlen`` patches, as near to a square as whole merges allow."""
+    """The grid of an image of ``seqlen`` patches, as near to a square as whole merges allow."""
     merges = seqlen // merge_size**2
     height = next(side for side in range(math.isqrt(merges), 0, -1) if merges % side == 0)
     return Grid(1, height * merge_size, merges // height * merge_size)

@@ -1,15 +1,15 @@
 """The device engine: keeps up to two batches on the device, so that it never idles while the host works.
 
-Owns the two threads that touch the device and what happens when a batch fails. Leaves the choice of batches
-to the planner, the work on the device to the launcher and everything about requests to the pipeline.
+Owns the two threads that use the device, and the handling of batches that fail. The planner chooses batches,
+the launcher runs them on the device, and the pipeline owns everything about requests.
 
-One thread launches batches, up to two at a time; the other waits for the oldest and hands out its rows. While
-the device is busy and what waits does not fill a batch, the next one is made just before the device needs it,
-so that items that arrive meanwhile share it.
+One thread launches batches, up to two at a time. The other waits for the oldest batch and hands out its rows.
+While the device is busy and the waiting items do not fill a batch, the next batch is formed just before the
+device needs it, so that items that arrive in the meantime share it.
 
-A batch that cannot be launched is split and retried, so that a poisoned item fails alone. A fault of the
-device itself fails everything in flight and waiting, once, with a retryable error, and is reported to the
-owner, which takes the process out of service.
+A batch that cannot be launched is split and retried, so that a bad item fails alone. A fault of the device
+itself fails everything in flight and waiting with one retryable error. It is reported to the owner, which
+takes the process out of service.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ MAX_IN_FLIGHT = 2
 
 
 class DeviceEngine:
-    """The threads that touch the device.
+    """The threads that use the device.
 
-    clock: seconds, monotonic, the one that deadlines are in. on_fault: called once, on an engine's thread,
-    when the device failed. num_threads: of torch on a CPU; 0: its own choice. graphs: the fast path; None:
-    the plain tower. launcher: in place of one for this tower. timeline: in place of a new one.
+    clock: seconds, monotonic, the clock of the deadlines. on_fault: called once, on an engine thread, when
+    the device has failed. num_threads: torch's threads on a CPU; 0 leaves the choice to torch. graphs: the
+    fast path; None for the plain tower. launcher, timeline: replace the defaults.
     """
 
     def __init__(
@@ -75,12 +75,12 @@ class DeviceEngine:
         self.graphs = graphs
         self._launcher = launcher or TowerLauncher(tower, preprocessor, graphs, clock=clock)
         self._device = tower.device
-        # Guards everything below.
+        # Guards all attributes below.
         self._lock = threading.RLock()
         self._may_launch = threading.Condition(self._lock)
         self._may_finish = threading.Condition(self._lock)
         self._waiting: dict[Ticket, Job] = {}
-        self._planned: dict[Job, None] = {}  # taken out of the queue and not answered yet
+        self._planned: dict[Job, None] = {}  # taken out of the queue, future not completed yet
         self._in_flight: deque[Batch] = deque()  # oldest first
         self._timeline = timeline or DeviceTimeline()
         self._stopping = False
@@ -98,8 +98,8 @@ class DeviceEngine:
             thread.start()
 
     def stop(self, timeout_s: float) -> bool:
-        """Finishes the batches in flight, refuses what waits, joins the threads. Returns False if they did
-        not end within ``timeout_s``. Blocks. Also for an engine that never started."""
+        """Finishes the batches in flight, fails waiting items with Draining, joins the threads. Returns False
+        if they did not end within ``timeout_s``. Blocks. Also works for an engine that was never started."""
         with self._lock:
             self._stopping = True
             self._wake_all()
@@ -116,8 +116,8 @@ class DeviceEngine:
         return self._fault
 
     def report(self, error: Exception) -> bool:
-        """Takes the error of other work on the device, from any thread, and returns whether the device has
-        failed. Then everything ends as if a batch had failed with it."""
+        """Reports an error of other work on the device, from any thread. Returns whether the device has
+        failed; if so, everything ends as if a batch had failed."""
         if is_device_fault(error):
             self._fail(DeviceFault(f"the device failed: {first_line(error)}"))
         return self._fault is not None
@@ -125,20 +125,21 @@ class DeviceEngine:
     def submit(
         self, item: TowerItem, ticket: Ticket, destination: torch.Tensor | None = None
     ) -> Future[TowerResult]:
-        """Queues an item. destination: where its rows go, [R, W] in the rows' dtype, contiguous, on the
-        tower's device or in host memory (pinned in front of a GPU); it belongs to the engine until the future
-        ends. None: the result has a host tensor of its own.
+        """Queues an item. destination: memory for its rows, [R, W] in the rows' dtype, contiguous, on the
+        tower's device or in host memory (pinned if the tower is on a GPU); it belongs to the engine until the
+        future ends. None: the result has its own host tensor.
 
-        The future ends, on an engine's thread, with the rows in place: after the device has passed the
-        forward pass and the copy. Or with Cancelled, DeadlineExceeded, Draining, DeviceFault or
-        InternalError. Raises DeviceFault after the device failed, Draining while the engine stops."""
+        The future completes on an engine thread when the rows are in place, that is after the device has
+        finished the forward pass and the copy. It may fail with Cancelled, DeadlineExceeded, Draining,
+        DeviceFault or InternalError. Raises DeviceFault after the device failed, Draining while the engine
+        stops."""
         job = Job(item, ticket, destination)
         with self._lock:
             if self._fault is not None:
                 raise self._fault
             if self._stopping:
                 raise Draining("the engine is stopping and takes no new work")
-            job.future.set_running_or_notify_cancel()  # from here on only the engine completes it
+            job.future.set_running_or_notify_cancel()  # from now on only the engine completes it
             self._waiting[ticket] = job
             self._planner.add(ticket)
             if self._has_room() and (not self._is_delaying or self._planner.has_full_batch):
@@ -146,8 +147,8 @@ class DeviceEngine:
         return job.future
 
     def discard(self, ticket: Ticket) -> None:
-        """Drops a waiting item at once, so that its pixels do not outlive its permit behind a long batch.
-        Does nothing for an item that already runs or has ended."""
+        """Drops a waiting item at once, so that its pixels are freed together with its permit and not only
+        after a long batch. Does nothing for an item that already runs or has ended."""
         with self._lock:
             job = self._waiting.pop(ticket, None)
             if job is None:
@@ -170,16 +171,16 @@ class DeviceEngine:
                 loop()
         except DeviceFault as fault:
             self._fail(fault)
-        except Exception as error:  # a defect of the loop itself: nothing would serve the queue any more
+        except Exception as error:  # a defect of the loop itself, after which nothing would serve the queue
             log.exception("an engine's thread failed")
             self._fail(DeviceFault(f"the engine's thread failed: {first_line(error)}"))
 
     def _choose_device(self) -> None:
-        """Makes the tower's GPU this thread's current one, as streams, pinned memory and Triton need it."""
+        """Makes the tower's GPU the current device of this thread, for streams, pinned memory and Triton."""
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
 
-    # -- the thread that launches ----------------------------------------------------------------------
+    # -- launch thread ---------------------------------------------------------------------------------
 
     def _launch_loop(self) -> None:
         while True:
@@ -202,7 +203,7 @@ class DeviceEngine:
             for job, error in dropped:
                 job.future.set_exception(error)
             self._launch(batch)
-            del batch, plan, dropped  # not while the next batch is awaited
+            del batch, plan, dropped  # frees their memory before the wait for the next batch
         self._abandon(Draining("the service stopped before the item ran"))
         with self._lock:
             self._launching_is_over = True
@@ -216,8 +217,8 @@ class DeviceEngine:
         return len(self._in_flight) < MAX_IN_FLIGHT
 
     def _launch(self, jobs: list[Job]) -> None:
-        """Launches a batch; if that fails, its halves; a single item that fails is answered. Waits while two
-        batches are in flight, which the first half of a failed batch may be one of."""
+        """Launches a batch. If that fails, launches its halves; a single item that fails gets the error.
+        Waits while two batches are in flight; the first half of a failed batch may be one of them."""
         if not jobs:
             return
         with self._lock:
@@ -230,8 +231,8 @@ class DeviceEngine:
             launched = self._launcher.launch([job.item for job in jobs], [job.destination for job in jobs])
         except Exception as error:
             failure = self._check_failure(error)
-        # Outside the handler: the exception's traceback holds the failed batch's tensors, and after an
-        # out-of-memory error the halves would not fit beside them.
+        # Outside the except block, because the exception's traceback holds the failed batch's tensors: after
+        # an out-of-memory error the halves would not fit beside them.
         if failure and len(jobs) > 1:
             self.counters.retried_batches += 1
             log.warning("batch failed, retrying its halves", items=len(jobs), error=failure)
@@ -250,8 +251,8 @@ class DeviceEngine:
             self._may_finish.notify()
 
     def _check_failure(self, error: Exception) -> str:
-        """The text for a batch's failure. Raises DeviceFault if the device has failed: an earlier batch's
-        fault may first show in a later one's launch, and as another error."""
+        """The error text of a batch's failure. Raises DeviceFault if the device has failed: the fault of an
+        earlier batch may first appear in the launch of a later one, and as another error."""
         try:
             if is_device_fault(error):
                 raise error
@@ -260,7 +261,7 @@ class DeviceEngine:
             raise DeviceFault(f"the device failed: {first_line(found)}") from found
         return first_line(error)
 
-    # -- the thread that finishes ----------------------------------------------------------------------
+    # -- finish thread ---------------------------------------------------------------------------------
 
     def _finish_loop(self) -> None:
         while True:
@@ -275,7 +276,7 @@ class DeviceEngine:
             del batch
 
     def _finish(self, batch: Batch) -> None:
-        """Waits for the oldest batch, makes room for the next and hands every item its rows."""
+        """Waits for the oldest batch, makes room for the next and completes every item with its rows."""
         failure, tower_s = "", 0.0
         try:
             tower_s = batch.launched.wait()
@@ -302,7 +303,7 @@ class DeviceEngine:
             for job, rows in zip(batch.jobs, batch.launched.collect(), strict=True):
                 if self._claim(job):
                     job.future.set_result(TowerResult(rows, ended_s - tower_s, tower_s * 1e3))
-        except Exception as error:  # out of host memory: items that have their rows keep them
+        except Exception as error:  # out of host memory; items that already have their rows keep them
             failure = self._check_failure(error)
         if failure:
             self._fail_items(batch.jobs, failure)
@@ -310,13 +311,13 @@ class DeviceEngine:
     # -- failures --------------------------------------------------------------------------------------
 
     def _claim(self, job: Job) -> bool:
-        """Whether the caller is the one to answer a planned job. The other thread may be answering all jobs
+        """Whether the calling thread may complete a planned job. The other thread may be failing all jobs
         with a fault."""
         with self._lock:
             return self._planned.pop(job, job) is None
 
     def _fail_items(self, jobs: list[Job], failure: str) -> None:
-        """Answers those of ``jobs`` that have no answer yet with an error."""
+        """Fails those of ``jobs`` that are not completed yet."""
         for job in jobs:
             if not self._claim(job):
                 continue
@@ -324,7 +325,7 @@ class DeviceEngine:
             job.future.set_exception(InternalError(f"the tower failed: {failure}"))
 
     def _fail(self, fault: DeviceFault) -> None:
-        """Answers everything, planned or waiting, with the fault; only the first call does."""
+        """Fails everything, planned or waiting, with the fault. Only the first call has an effect."""
         with self._lock:
             if self._fault is not None:
                 return
@@ -334,10 +335,10 @@ class DeviceEngine:
         self._on_fault(fault)
 
     def _abandon(self, error: Exception) -> None:
-        """Answers every waiting job with ``error``; after a fault with the fault, and the planned jobs too.
-        No later job is accepted."""
+        """Fails every waiting job with ``error``. After a device fault, fails waiting and planned jobs with
+        the fault. Later jobs are refused."""
         with self._lock:
-            # While stopping, one thread may be here before the other has reported its fault.
+            # While stopping, one thread may get here before the other has reported its fault.
             error = self._fault or error
             self._stopping = True
             self._planner.drain()

@@ -1,37 +1,48 @@
 """The fast path of a GPU: fused tower, attention chosen by measurement, one CUDA graph per bucket.
 
-Owns its assembly before readiness: which attention backends are tried on which shapes, the ladder of buckets,
-the captures and the calibration. If the fast path is not possible, the plain tower serves and the log says
-why.
+Owns its construction before the service is ready: which attention backends and gemms are tried on which
+shapes, the ladder of buckets, the captures and the calibration. ``choices`` keeps what was measured. If the
+fast path is not possible, the plain tower serves and the log says why.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import structlog
 import torch
 
 from encoder_service.engine.calibrate import calibrate
+from encoder_service.engine.choices import ChoicesFile, KernelChoices, environment_of
 from encoder_service.engine.graphs import CaptureRecord, GraphRunner
 from encoder_service.errors import ConfigurationError
 from encoder_service.scheduler.buckets import Bucket, BucketLadder, default_ladder, ladder_of_sizes
 from encoder_service.towers.attention import AttentionBackend, parse_attention
 from encoder_service.towers.attention.per_shape import PerShapeAttention
-from encoder_service.towers.attention.select import ShapeCase, graph_time_ms, measure_backends
+from encoder_service.towers.attention.select import (
+    ShapeCase,
+    check_backends,
+    graph_time_ms,
+    measure_backends,
+)
+from encoder_service.towers.gemm import TORCH_GEMM, Gemm
 from encoder_service.towers.gemm.per_rows import TORCH_CHOICES, GemmChoices
-from encoder_service.towers.gemm.select import BlockShape, choose_gemms, find_gemms
+from encoder_service.towers.gemm.select import BlockShape, check_gemms, choose_gemms, find_gemms
 from encoder_service.towers.moonvit import MoonViTTower
 from encoder_service.towers.qwen3_vl import Qwen3VLTower
 from encoder_service.towers.tower import Tower
 
 log = structlog.get_logger(__name__)
 
-# Attention is measured on buckets of about these sizes, under each bound that they have.
+# Attention is measured on buckets of about these sizes, with each of their sequence bounds.
 MEASURED_SIZES = (784, 1024, 4096, 16_384)
-# Products are cheaper to measure, and waves of tiles make their times uneven.
+# Matrix products are cheaper to measure, and wave quantisation makes their times uneven.
 GEMM_SIZES = (256, 784, 1024, 2048, 4096, 8192, 16_384, 32_768)
 
 
@@ -43,15 +54,17 @@ def build_graph_runner(
     max_patches: int,
     longest_item: int = 0,
     bucket_sizes: Sequence[int] = (),
+    choices_dir: Path | None = None,
     progress: Callable[[CaptureRecord, int], None] | None = None,
 ) -> GraphRunner | None:
-    """A runner with every graph captured; None where the plain tower has to serve.
+    """A runner with every graph captured; None if the plain tower has to serve.
 
-    attention: "auto" or a backend's name. deterministic: one backend for all shapes whose rows for an item
-    do not depend on its batch. max_patches: of the largest batch; longest_item: patches of the largest item
-    that attends over all of itself, which runs alone where it is above that; bucket_sizes: the ladder, in
-    patches, instead of the default one. Raises ConfigurationError for an attention or sizes that
-    cannot be had.
+    attention: "auto" or a backend's name. deterministic: use one backend for all shapes, whose rows for an
+    item do not depend on its batch. max_patches: patches of the largest batch. longest_item: patches of the
+    largest item that attends over all its patches; it runs alone if it is above max_patches. bucket_sizes:
+    the ladder's sizes in patches, instead of the default ones. choices_dir: folder of the kernel choices of
+    former starts, which are used instead of measuring; None to measure. Raises ConfigurationError for an
+    attention backend or sizes that are not available.
     """
     candidates = [
         backend
@@ -62,12 +75,12 @@ def build_graph_runner(
     if reason is not None:
         log.warning("fast path is off, the plain tower serves", reason=reason)
         return None
-    from encoder_service.towers.fused import FusedTower  # triton, which only a GPU needs
+    from encoder_service.towers.fused import FusedTower  # needs triton, which only GPUs require
 
     ladder = ladder_of(tower, max_patches, bucket_sizes, longest_item)
     started_s = time.monotonic()
-    chosen = choose_attention(tower, candidates, ladder, deterministic=deterministic)
-    gemms = choose_tower_gemms(tower, ladder, deterministic=deterministic)
+    kernels = KernelCandidates.of(tower, candidates, ladder, deterministic=deterministic)
+    chosen, gemms = choose_kernels(kernels, choices_dir)
     measured_s = time.monotonic()
     fused = FusedTower(tower, chosen, gemms)  # type: ignore[arg-type]
     runner = GraphRunner(
@@ -99,16 +112,16 @@ def build_graph_runner(
         captured_mib=runner.captured_bytes >> 20,
         paired_mib=fused.paired_bytes >> 20,
     )
-    # Measured costs differ from start to start, and with them the bucket that a batch takes.
+    # Not if deterministic: measured costs differ between starts, and with them the bucket of a batch.
     calibration = None if deterministic else calibrate(runner, tower.merge_size, clock=time.monotonic)
     if calibration is not None:
         runner.use(calibration)
-    runner.reset_counters()  # from here on they count what is served
+    runner.reset_counters()  # from now on they count served batches only
     return runner
 
 
 def why_plain(tower: Tower, candidates: Sequence[AttentionBackend]) -> str | None:
-    """Why the fast path is not possible, or None."""
+    """Why the fast path is not possible; None if it is."""
     if not isinstance(tower, Qwen3VLTower | MoonViTTower):
         return f"no fused form of {type(tower).__name__}"
     if tower.device.type != "cuda":
@@ -125,8 +138,8 @@ def why_plain(tower: Tower, candidates: Sequence[AttentionBackend]) -> str | Non
 def ladder_of(
     tower: Tower, max_patches: int, bucket_sizes: Sequence[int], longest_item: int = 0
 ) -> BucketLadder:
-    """The configured sizes, or the default ladder up to ``max_patches`` and, for single items, up to
-    ``longest_item``. Raises ConfigurationError."""
+    """A ladder of the configured sizes, or the default ladder up to ``max_patches`` and, for single items, up
+    to ``longest_item``. Raises ConfigurationError."""
     max_frames = tower.config.max_frames if isinstance(tower, MoonViTTower) else 1
     unit = tower.merge_size**2
     if not bucket_sizes:
@@ -142,62 +155,135 @@ def ladder_of(
     return ladder_of_sizes(bucket_sizes, max_frames=max_frames)
 
 
-def choose_attention(
-    tower: Tower, candidates: Sequence[AttentionBackend], ladder: BucketLadder, *, deterministic: bool
-) -> PerShapeAttention:
-    """The fastest backend by shape, measured on buckets of the ladder with sequences as long as they take and
-    shorter ones. A backend that was asked for by name is checked against float32 on the way as well, and
-    refused with ConfigurationError when it is wrong on this device."""
-    assert isinstance(tower, Qwen3VLTower | MoonViTTower)
-    num_heads = tower.config.num_heads
-    shapes = {(bucket.num_patches, bucket.max_seqlen): bucket for bucket in measured_buckets(ladder)}
-    cases = [
-        ShapeCase.mixed(f"{patches}x{seqlen}", patches, bucket.num_sequences, seqlen)
-        for (patches, seqlen), bucket in shapes.items()
-    ]
-    choices = measure_backends(
-        candidates,
-        cases,
-        num_heads=num_heads,
-        head_dim=tower.config.hidden_size // num_heads,
-        dtype=tower.dtype,
-        device=tower.device,
-        time_ms=graph_time_ms,
-        deterministic=deterministic,
+def choose_kernels(
+    candidates: KernelCandidates, choices_dir: Path | None
+) -> tuple[PerShapeAttention, GemmChoices]:
+    """The attention backend by shape and the gemm of each product by number of rows: the choices of a former
+    start, checked against float32 again, or else measured now and kept for later starts. Raises
+    ConfigurationError if no backend is correct on this device."""
+    if choices_dir is None:
+        return candidates.measure()
+    measured_for = candidates.measured_for()
+    if measured_for["driver"] is None:
+        log.warning("kernel choices not kept", reason="the driver's version is unknown")
+        return candidates.measure()
+    file = ChoicesFile(choices_dir, measured_for)
+    saved = file.read()
+    if saved is not None:
+        try:
+            found = candidates.check(saved)
+        except ConfigurationError as error:
+            log.warning("kernel choices ignored", path=str(file.path), reason=error.message)
+        else:
+            log.info("kernel choices of a former start", path=str(file.path))
+            return found
+    attention, gemms = candidates.measure()
+    file.write(
+        KernelChoices(
+            {candidates.cases[shape].name: backend.name for shape, backend in attention.choices.items()},
+            {
+                step: {str(rows): name for rows, name in by_rows.items()}
+                for step, by_rows in gemms.names.items()
+            },
+        )
     )
-    return PerShapeAttention({shape: choices[case.name] for shape, case in zip(shapes, cases, strict=True)})
+    return attention, gemms
 
 
-def choose_tower_gemms(tower: Tower, ladder: BucketLadder, *, deterministic: bool) -> GemmChoices:
-    """The fastest gemm of each product by number of rows. deterministic: torch's for all, since two gemms
-    round differently."""
-    assert isinstance(tower, Qwen3VLTower | MoonViTTower)
-    candidates = find_gemms(tower.device)
-    if deterministic or len(candidates) == 1:
-        return TORCH_CHOICES
-    config = tower.config
-    return choose_gemms(
-        candidates,
-        BlockShape(
+@dataclass(frozen=True)
+class KernelCandidates:
+    """What a start chooses from, and the shapes it chooses for. cases: by (number of patches, max_seqlen).
+    rows: numbers of rows for which gemms are chosen; none if torch's gemm is the only candidate.
+    deterministic: one attention backend for all shapes, whose rows do not depend on the batch."""
+
+    tower: Qwen3VLTower | MoonViTTower
+    attention: Sequence[AttentionBackend]
+    gemms: Sequence[Gemm]
+    cases: Mapping[tuple[int, int], ShapeCase]
+    rows: Sequence[int]
+    deterministic: bool
+
+    @classmethod
+    def of(
+        cls, tower: Tower, attention: Sequence[AttentionBackend], ladder: BucketLadder, *, deterministic: bool
+    ) -> KernelCandidates:
+        """deterministic: also torch's gemm for all products, because two gemms round differently."""
+        assert isinstance(tower, Qwen3VLTower | MoonViTTower)
+        shapes = {(bucket.num_patches, bucket.max_seqlen): bucket for bucket in measured_buckets(ladder)}
+        cases = {
+            (patches, seqlen): ShapeCase.mixed(f"{patches}x{seqlen}", patches, bucket.num_sequences, seqlen)
+            for (patches, seqlen), bucket in shapes.items()
+        }
+        gemms = [TORCH_GEMM] if deterministic else find_gemms(tower.device)
+        rows = sorted(nearest_sizes(ladder, GEMM_SIZES)) if len(gemms) > 1 else []
+        return cls(tower, attention, gemms, cases, rows, deterministic)
+
+    @property
+    def block(self) -> BlockShape:
+        config = self.tower.config
+        return BlockShape(
             config.hidden_size,
             config.intermediate_size,
             config.num_heads,
             config.rope_theta,
-            "interleaved" if tower.merges_time else "blocked",
-        ),
-        sorted(nearest_sizes(ladder, GEMM_SIZES)),
-        dtype=tower.dtype,
-        device=tower.device,
-        time_ms=graph_time_ms,
-    )
+            "interleaved" if self.tower.merges_time else "blocked",
+        )
+
+    def measured_for(self) -> dict[str, Any]:
+        """All that the choices depend on, as values that JSON keeps."""
+        return {
+            **environment_of(self.tower.device),
+            "tower": [type(self.tower).__name__, str(self.tower.dtype)],
+            "block": list(dataclasses.astuple(self.block)),
+            "attention": [backend.name for backend in self.attention],
+            "cases": [f"{case.name} in {case.num_sequences}" for case in self.cases.values()],
+            "gemms": [gemm.name for gemm in self.gemms],
+            "rows": list(self.rows),
+            "deterministic": self.deterministic,
+        }
+
+    def check(self, saved: KernelChoices) -> tuple[PerShapeAttention, GemmChoices]:
+        """The saved choices. Raises ConfigurationError if one is not available or deviates from float32."""
+        attention = check_backends(saved.attention, self.attention, [*self.cases.values()], **self._sizes)
+        gemms = TORCH_CHOICES
+        if self.rows:
+            gemms = check_gemms(saved.gemms, self.gemms, self.block, self.rows, **self._where)
+        return self._by_shape(attention), gemms
+
+    def measure(self) -> tuple[PerShapeAttention, GemmChoices]:
+        """The fastest correct candidates. Raises ConfigurationError if no attention backend is correct."""
+        attention = measure_backends(
+            self.attention, [*self.cases.values()], time_ms=graph_time_ms, **self._sizes
+        )
+        gemms = TORCH_CHOICES
+        if self.rows:
+            gemms = choose_gemms(self.gemms, self.block, self.rows, time_ms=graph_time_ms, **self._where)
+        return self._by_shape(attention), gemms
+
+    def _by_shape(self, attention: Mapping[str, AttentionBackend]) -> PerShapeAttention:
+        return PerShapeAttention({shape: attention[case.name] for shape, case in self.cases.items()})
+
+    @property
+    def _where(self) -> dict[str, Any]:
+        return {"dtype": self.tower.dtype, "device": self.tower.device}
+
+    @property
+    def _sizes(self) -> dict[str, Any]:
+        num_heads = self.block.num_heads
+        return {
+            "num_heads": num_heads,
+            "head_dim": self.block.hidden_size // num_heads,
+            "deterministic": self.deterministic,
+            **self._where,
+        }
 
 
 def measured_buckets(ladder: BucketLadder) -> list[Bucket]:
-    """The buckets nearest to MEASURED_SIZES, under each of their bounds."""
+    """The buckets with the sizes nearest to MEASURED_SIZES, with every bound on the sequence length."""
     sizes = nearest_sizes(ladder, MEASURED_SIZES)
     return [bucket for bucket in ladder.buckets if bucket.num_patches in sizes]
 
 
 def nearest_sizes(ladder: BucketLadder, wanted: Sequence[int]) -> set[int]:
-    """The ladder's sizes nearest to these."""
+    """The ladder's sizes nearest to the wanted ones."""
     return {min(ladder.sizes, key=lambda size: abs(size - one)) for one in wanted}

@@ -1,15 +1,15 @@
 """CUDA graphs of the tower, one per bucket: captured before readiness, replayed for every batch that fits.
 
-Owns the static buffers that graphs read, the capture, the choice between replay and eager, and the counters
-that prove which it was. Leaves the padding of a batch to the tower and the ladder of buckets to the
-scheduler. Not thread-safe: capture first, then launch from one thread.
+Owns the static buffers that graphs read, the capture, the choice between replay and eager execution, and the
+counters of each. The tower pads a batch, the scheduler owns the ladder of buckets. Not thread-safe: capture
+first, then launch from one thread.
 
 Memory. All graphs read the same static buffers, each a prefix of them, so images and clips of any bucket
-share one set. All graphs allocate from one pool: what a replay leaves there, its rows included, is valid only
-until the next replay of any bucket.
+share one set. All graphs allocate from one pool. What a replay leaves there, including its rows, is valid
+only until the next replay of any bucket.
 
-Streams. The compute stream runs everything that writes what a graph reads, the replay, and everything that
-reads its rows; so one launch comes after the one before it.
+Streams. The compute stream runs everything that writes a graph's inputs, the replay, and everything that
+reads its rows, so that launches are ordered.
 
 On a CPU, or with ``capture=False``, the tower runs eagerly on the same padded, static inputs.
 """
@@ -35,7 +35,7 @@ WARM_UP_RUNS = 2
 
 
 class BucketedTower(Protocol):
-    """What a tower needs for its forward pass to be captured; ``towers.fused.FusedTower`` is one."""
+    """A tower whose forward pass can be captured, for example ``towers.fused.FusedTower``."""
 
     patch_dim: int
     merge_size: int
@@ -51,7 +51,7 @@ class BucketedTower(Protocol):
 
 @dataclass(frozen=True)
 class CaptureRecord:
-    """One capture: its time with warm-up, and the size of the shared pool after it."""
+    """One capture: its duration including the warm-up, and the size of the shared pool after it."""
 
     bucket: Bucket
     seconds: float
@@ -60,9 +60,9 @@ class CaptureRecord:
 
 @dataclass
 class GraphCounters:
-    """replays: graph replays by bucket. padded_runs: eager runs on a bucket's padded shapes, where nothing
-    is captured. eager_runs: batches that no bucket takes. real_patches, padded_patches: patches of batches,
-    and of the padding added to them, over replays and padded runs."""
+    """replays: graph replays by bucket. padded_runs: eager runs on a bucket's padded shapes, where nothing is
+    captured. eager_runs: batches that no bucket takes. real_patches, padded_patches: over replays and padded
+    runs, patches of the batches and patches of padding added to them."""
 
     replays: Counter[Bucket] = field(default_factory=Counter)
     padded_runs: Counter[Bucket] = field(default_factory=Counter)
@@ -73,7 +73,7 @@ class GraphCounters:
 
 @dataclass(frozen=True)
 class Captured:
-    """A graph, and its rows [R of the bucket, W]: a view that does not own the pool's memory."""
+    """A graph and its rows [R of the bucket, W], a view that does not own the pool's memory."""
 
     graph: torch.cuda.CUDAGraph
     rows: torch.Tensor
@@ -81,8 +81,8 @@ class Captured:
 
 @dataclass(frozen=True)
 class StagedInputs:
-    """A batch whose metadata is on the device. bucket: None for one that runs eager. inputs: what the forward
-    pass reads, padded to the bucket. num_patches, num_rows: of the batch itself."""
+    """A batch whose metadata is on the device. bucket: None for an eager run. inputs: what the forward pass
+    reads, padded to the bucket. num_patches, num_rows: of the batch without padding."""
 
     bucket: Bucket | None
     inputs: FusedInputs
@@ -91,7 +91,7 @@ class StagedInputs:
 
     @property
     def pixels(self) -> torch.Tensor:
-        """[P, patch_dim]: where the batch's patches belong."""
+        """[P, patch_dim]: the buffer for the batch's patches."""
         assert self.inputs.pixel_values is not None
         return self.inputs.pixel_values[: self.num_patches]
 
@@ -99,8 +99,8 @@ class StagedInputs:
 class GraphRunner:
     """Runs batches through captured graphs.
 
-    clock: seconds, monotonic. capture: whether to capture at all; needs a CUDA device. choices: what was
-    chosen by measuring, as (what for, shape, name), for metrics. streams: in place of the device's own.
+    clock: seconds, monotonic. capture: whether to capture graphs; needs a CUDA device. choices: what was
+    chosen by measuring, as (step, shape, name), for metrics. streams: replaces the device's default ones.
     """
 
     def __init__(
@@ -114,8 +114,8 @@ class GraphRunner:
         choices: Sequence[tuple[str, str, str]] = (),
         streams: Streams | None = None,
     ) -> None:
-        """Raises ConfigurationError for capture without a GPU or with attention that bakes lengths into its
-        launches, and for buckets that hold no merge."""
+        """Raises ConfigurationError for capture without a GPU, for capture with attention that bakes lengths
+        into its launches, and for buckets that do not hold a whole merge."""
         if capture and device.type != "cuda":
             raise ConfigurationError(f"graphs are captured on cuda devices only, not on {device}")
         attention = getattr(tower, "attention", None)
@@ -136,7 +136,7 @@ class GraphRunner:
         self.counters = GraphCounters()
         self.captured_bytes = 0
         self._graphs: dict[Bucket, Captured] = {}
-        # Ordinary tensors even when made in inference mode: they are written in and out of it.
+        # Made outside inference mode, because the tensors are written both inside and outside of it.
         with torch.inference_mode(False), torch.no_grad():
             sizes = {bucket: len(self._filled(bucket).table) for bucket in ladder.buckets}
             self._table = torch.zeros(max(sizes.values()), dtype=torch.int32, device=device)
@@ -149,7 +149,7 @@ class GraphRunner:
 
     @property
     def ready(self) -> bool:
-        """Whether every bucket that is to be captured has been."""
+        """Whether every bucket is captured, or none has to be."""
         return not self._capture or len(self._graphs) == len(self._ladder)
 
     @property
@@ -159,28 +159,28 @@ class GraphRunner:
 
     @property
     def max_items(self) -> int:
-        """The most items that a bucket takes."""
+        """The largest number of items that a bucket takes."""
         return max(bucket.num_sequences for bucket in self._ladder.buckets)
 
     def use(self, calibration: Calibration) -> None:
-        """Chooses buckets by a measured cost from now on."""
+        """From now on chooses buckets by a measured cost model."""
         self._ladder = self._ladder.calibrated(calibration)
 
     def reset_counters(self) -> None:
         self.counters = GraphCounters()
 
     def can_use(self, inputs: FusedInputs) -> Bucket | None:
-        """The bucket that this batch, unpadded, runs in; None: eager."""
+        """The bucket for this unpadded batch; None for an eager run."""
         return self._ladder.choose(Launch.of(inputs.seqlens, inputs.num_frames))
 
     def prepare(self, grids: Sequence[Grid]) -> FusedInputs:
-        """Host metadata of a packed batch. Raises GridMismatch."""
+        """Metadata of a batch, on the host. Raises GridMismatch."""
         return self._tower.prepare(grids)
 
     def stage(self, inputs: FusedInputs) -> StagedInputs:
-        """Brings the metadata of an unpadded batch to the device, in the compute stream, which then writes
-        the batch's ``pixels`` and calls ``forward``. Valid until the next ``stage``. Raises NotReady before
-        every bucket is captured."""
+        """Copies the metadata of an unpadded batch to the device in the compute stream. The caller then
+        writes the batch's ``pixels`` and calls ``forward``, both in that stream. Valid until the next
+        ``stage``. Raises NotReady before every bucket is captured."""
         if not self.ready:
             raise NotReady(f"{len(self._graphs)} of {len(self._ladder)} graphs are captured")
         bucket = self.can_use(inputs)
@@ -190,7 +190,7 @@ class GraphRunner:
             on_device = inputs.to(self._device, non_blocking=True).with_pixels(pixels)
             return StagedInputs(None, on_device, inputs.num_patches, inputs.num_rows)
         self._load(self._tower.pad(inputs, bucket))
-        # What an earlier batch left in the padding could be another caller's, or not finite.
+        # Clears padding rows: data of an earlier batch may belong to another caller or may not be finite.
         padding = self._pixels[inputs.num_patches : bucket.num_patches]
         self.streams.compute.run(padding.zero_)
         static = replace(self._inputs[bucket], seqlens=inputs.seqlens)
@@ -198,8 +198,8 @@ class GraphRunner:
 
     @torch.inference_mode()
     def forward(self, batch: StagedInputs) -> torch.Tensor:
-        """Rows [R, W] of the batch that was staged last, padding left out, valid until the next forward.
-        Called in the compute stream."""
+        """Rows [R, W] of the batch that was staged last, without padding, valid until the next forward pass.
+        Must be called in the compute stream."""
         bucket, counters = batch.bucket, self.counters
         if bucket is None:
             rows = self._tower(batch.inputs)
@@ -219,8 +219,8 @@ class GraphRunner:
 
     @torch.inference_mode()
     def run(self, inputs: FusedInputs, pixels: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Rows [R, W] of an unpadded batch, in ``prepare``'s order, valid until the next batch. pixels: each
-        item's, [P, patch_dim], on any device. Raises as ``stage`` does."""
+        """Rows [R, W] of an unpadded batch in the order of ``prepare``, valid until the next batch. pixels:
+        one tensor [P, patch_dim] per item, on any device. Raises as ``stage``."""
         batch, found = self.stage(inputs), []
 
         def step() -> None:
@@ -236,15 +236,16 @@ class GraphRunner:
     def capture_all(
         self, progress: Callable[[CaptureRecord, int], None] | None = None
     ) -> list[CaptureRecord]:
-        """Captures every bucket, largest first, and returns what each took; nothing without ``capture``.
-        ``progress`` is called after each with its record and the number still to do."""
+        """Captures every bucket, largest first, and returns a record of each; does nothing without
+        ``capture``. ``progress`` is called after each capture with its record and the number of remaining
+        ones."""
         if not self._capture:
             return []
         torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()
         free_before, _ = torch.cuda.mem_get_info(self._device)
-        # One stream for all: pools are shared within a stream, and a library's workspace of that stream is
-        # allocated by the first warm-up, outside the pool, and then used by every graph.
+        # One stream for all captures: pools are shared within a stream. The first warm-up allocates a
+        # library's workspace for that stream outside the pool, and every graph then uses it.
         stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         pool = torch.cuda.graph_pool_handle()
         records: list[CaptureRecord] = []
@@ -263,8 +264,8 @@ class GraphRunner:
         return records
 
     def _capture_one(self, bucket: Bucket, stream: torch.cuda.Stream, pool: Any) -> Captured:
-        """Warm-up and capture on the side stream, with a full batch in the static buffers, so that kernels
-        that are chosen by measuring see what they will run."""
+        """Warm-up and capture on the side stream. The static buffers hold a full batch, so that kernels that
+        are chosen by measuring see realistic inputs."""
         filled = self._filled(bucket)
         self._load(filled)
         inputs = replace(self._inputs[bucket], seqlens=filled.seqlens)
@@ -276,20 +277,20 @@ class GraphRunner:
                 self._tower(inputs)
         stream.synchronize()
         graph = torch.cuda.CUDAGraph()
-        # Other threads of the process may allocate meanwhile.
+        # "thread_local", because other threads of the process may allocate during the capture.
         with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
             rows = self._tower(inputs).contiguous()
         stream.synchronize()
         expected = (bucket.num_patches // self._tower.merge_size**2, self._tower.width)
         if tuple(rows.shape) != expected:
             raise InternalError(f"the tower gave {tuple(rows.shape)} rows in {bucket}, needs {expected}")
-        # Without the owner, later captures may use the rows' memory too: the pool holds one bucket's rows
-        # at a time, not every bucket's.
+        # Dropping the owning tensor lets later captures reuse the memory of these rows: the pool then holds
+        # the rows of one bucket at a time.
         return Captured(graph, unowned_view(rows))
 
     def _load(self, padded: FusedInputs) -> None:
-        """A padded batch's table into the static one, through pinned memory of its own: torch's allocator
-        reuses that once the copy is over."""
+        """Copies the table of a padded batch into the static one, through newly pinned memory. Torch's
+        allocator reuses that memory once the copy has ended."""
         table = padded.table.pin_memory() if self._device.type == "cuda" else padded.table
         static = self._table[: len(table)]
         self.streams.compute.run(lambda: static.copy_(table, non_blocking=True))
@@ -308,12 +309,12 @@ class GraphRunner:
         )
 
     def _filled(self, bucket: Bucket) -> FusedInputs:
-        """Metadata of a batch that fills the bucket, padded, on the host."""
+        """Metadata of a padded batch that fills the bucket, on the host."""
         return self._tower.pad(self._tower.prepare(filling_grids(bucket, self._tower.merge_size)), bucket)
 
 
 class DeviceMemory:
-    """Device memory by address, for ``torch.as_tensor``: the interface of CUDA array libraries."""
+    """Device memory by address, as a CUDA array interface for ``torch.as_tensor``."""
 
     def __init__(self, address: int, num_bytes: int) -> None:
         self.__cuda_array_interface__ = {
@@ -332,7 +333,7 @@ def unowned_view(rows: torch.Tensor) -> torch.Tensor:
 
 
 def pool_bytes(pool: Any, device: torch.device) -> int:
-    """Device memory that an allocation pool holds."""
+    """Bytes of device memory that an allocation pool holds."""
     return sum(
         segment["total_size"]
         for segment in torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
@@ -341,9 +342,9 @@ def pool_bytes(pool: Any, device: torch.device) -> int:
 
 
 def filling_grids(bucket: Bucket, merge_size: int) -> list[Grid]:
-    """Stills that nearly fill the bucket: squares as large as its sequence bound, then a strip.
+    """Grids of images that nearly fill the bucket: squares as large as its sequence bound, then a strip.
 
-    Raises ConfigurationError when the bucket's size is no multiple of a merge, or its bound below one.
+    Raises ConfigurationError if the bucket's size is no multiple of a merge, or its bound is below one merge.
     """
     unit = merge_size**2
     if bucket.num_patches % unit or bucket.max_seqlen < unit:

@@ -1,4 +1,4 @@
-"""The engine's records: an item on its way, a batch in flight, a result, the counters."""
+"""The engine's records: a queued item, a batch in flight, a result, the counters."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from encoder_service.types import TowerItem
 
 @dataclass(frozen=True)
 class TowerResult:
-    """One item's rows: its destination, or a host tensor of their own. started_s: when the device turned to
-    the item's batch, in the engine's clock. tower_ms: the batch's time on the device by the device's events,
-    on a CPU by the clock."""
+    """One item's rows: its destination, or their own host tensor. started_s: when the device began the item's
+    batch, in the engine's clock. tower_ms: the batch's time on the device, by device events on a GPU and by
+    the clock on a CPU."""
 
     rows: torch.Tensor
     started_s: float
@@ -25,7 +25,7 @@ class TowerResult:
 
 @dataclass(eq=False)
 class Job:
-    """One item on its way through the device; the engine's threads complete ``future``."""
+    """One item from ``submit`` to its rows. The engine's threads complete ``future``."""
 
     item: TowerItem
     ticket: Ticket
@@ -43,7 +43,7 @@ class Batch:
 
 @dataclass
 class EngineCounters:
-    """busy_s: the device's time in forward passes, which never overlap."""
+    """busy_s: the device's time in forward passes, which never overlap. The other attributes are counts."""
 
     batches: int = 0
     items: int = 0

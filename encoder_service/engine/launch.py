@@ -1,9 +1,9 @@
-"""One batch on its way through the device: launched by one thread without a wait, awaited by another.
+"""One batch on the device: one thread launches it without waiting, another waits for it.
 
-Owns the order of a step. Pixels travel into a slot in the upload stream. The compute stream waits for them,
-cuts them into patches in the buffer that graphs read, runs the forward pass and copies the rows out of its
-memory. Rows for the host follow in the download stream. Leaves to the engine which items form the batch and
-what happens when it fails.
+Owns the order of operations. Pixels are copied to the device in the upload stream. The compute stream waits
+for them, cuts them into patches in the buffer that graphs read, runs the forward pass and copies the rows out
+of the graph's memory. Rows for the host are copied in the download stream. The engine decides which items
+form the batch and what happens when it fails.
 """
 
 from __future__ import annotations
@@ -25,37 +25,36 @@ from encoder_service.types import FrameItem, Grid, PatchItem, TowerItem
 
 
 class Launched(Protocol):
-    """A batch that was handed to the device."""
+    """A batch that has been launched."""
 
     def wait(self) -> float:
-        """Blocks until its rows have arrived. Returns the device's seconds for it, without transfers. Raises
-        the device's failure."""
+        """Blocks until the batch's rows have arrived. Returns the device's time for it in seconds, without
+        transfers. Raises the device's failure."""
 
     def collect(self) -> Iterator[torch.Tensor]:
-        """Each item's rows in turn, [R, W]: its destination, or a host tensor of their own. After ``wait``,
-        once."""
+        """Each item's rows, [R, W]: its destination, or their own host tensor. Call once, after ``wait``."""
 
 
 class Launcher(Protocol):
     def launch(
         self, items: Sequence[TowerItem], destinations: Sequence[torch.Tensor | None] = ()
     ) -> Launched:
-        """Hands a batch to the device and returns. destinations: where each item's rows go, see ``rows``;
-        empty: to host memory. Raises what is known to be wrong by then; nothing of a batch that failed is
-        still running when this has raised."""
+        """Launches a batch and returns. destinations: memory for each item's rows, see ``rows``; empty for
+        host memory. Raises errors that are known by then; when it raises, nothing of the batch is still
+        running."""
 
     def probe(self) -> None:
-        """Raises the device's failure if there is one; does not wait."""
+        """Raises the device's failure if there is one. Does not wait."""
 
     def warm_up(self, grids: Sequence[Grid]) -> None:
-        """Runs each grid as patches and as frames, so that no caller waits for a library's first use."""
+        """Runs each grid as patches and as frames, so that no caller waits for a library's initialisation."""
 
 
 class TowerLauncher:
     """Runs batches on the fast path, or on the plain tower where there is none.
 
-    clock: seconds. Not thread-safe: one thread launches, with the tower's device as its current one; any
-    thread waits and collects.
+    clock: seconds. Not thread-safe: one thread launches, with the tower's device as its current one. Any
+    thread may wait and collect.
     """
 
     def __init__(
@@ -67,7 +66,7 @@ class TowerLauncher:
         clock: Callable[[], float],
     ) -> None:
         self._tower = tower
-        # A tower looks for both in its parameters.
+        # Read once: a tower searches its parameters for both.
         self._device, self._dtype = tower.device, tower.dtype
         self._graphs = graphs
         self._cutter = cutter_for(preprocessor, self._device)
@@ -76,7 +75,7 @@ class TowerLauncher:
         self._rows = RowCopier(tower.width, self._dtype, self._device, self._streams)
         self._staging: PixelStaging | None = None
         if graphs is not None:
-            with torch.inference_mode(False):  # ordinary tensors, as those of the graph runner are
+            with torch.inference_mode(False):  # ordinary tensors, like those of the graph runner
                 self._staging = PixelStaging(
                     graphs.pixel_bytes, graphs.max_items, self._device, self._streams
                 )
@@ -136,7 +135,7 @@ class TowerLauncher:
         if staging.fits(pixels):
             uploaded = staging.upload(pixels, [num_frames(item) for item in items])
         batch = graphs.stage(inputs)
-        # Not before the metadata: an idle device would count the host's work as its own.
+        # Recorded after the metadata was staged, so that the host's work on it does not count as device time.
         compute.record(started)
         if uploaded is None:
             compute.run(lambda: self._cut_directly(items, pixels, batch.pixels))
@@ -167,14 +166,14 @@ class TowerLauncher:
     def _cut_directly(
         self, items: Sequence[TowerItem], pixels: Sequence[torch.Tensor], out: torch.Tensor
     ) -> None:
-        """Patches without a slot, transferred in the compute stream: of the plain tower, and of batches that
-        no slot takes."""
+        """Transfers pixels in the compute stream, without a staging slot, and cuts them: for the plain tower
+        and for batches that no slot takes."""
         pieces = [one.to(self._device, non_blocking=True) for one in pixels]
         self._plain_cutter.cut_pieces(items, pieces, out)
 
     def _wait_for_device(self) -> None:
-        """After a batch failed half way: what was enqueued of it reads pixels and writes destinations that
-        are given to others next."""
+        """Waits after a batch failed half-way: its enqueued work reads pixels and writes destinations that
+        will be reused."""
         for stream in self._streams.all:
             with contextlib.suppress(Exception):  # a failed device is noticed by the next probe
                 event = self._streams.make_event()
@@ -183,8 +182,8 @@ class TowerLauncher:
 
 
 class LaunchedBatch:
-    """A batch that was handed to the device. pixels: the host memory that its transfers read, kept until
-    they are over."""
+    """A batch that has been launched. pixels: the host memory that its transfers read, kept until they have
+    ended."""
 
     def __init__(self, rows: BatchRows, started: Event, ended: Event, pixels: list[torch.Tensor]) -> None:
         self._rows = rows

@@ -1,7 +1,7 @@
-"""From an item's pixels to patches in the buffer that the forward pass reads.
+"""Cuts an item's pixels into patches in the buffer that the forward pass reads.
 
-Owns the check of what an item brings and the cut of frames into normalised patches on the device: by one
-kernel for a whole batch on a GPU, by the preprocessor's own arithmetic elsewhere. Both give the same bits.
+Owns the check of an item's pixels and the cut of frames into normalised patches on the device. On a GPU one
+kernel cuts a whole batch; elsewhere the preprocessor's own arithmetic is used. Both give the same bits.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from encoder_service.types import FrameItem, TowerItem
 
 
 def host_pixels(item: TowerItem, tower: Tower, dtype: torch.dtype) -> torch.Tensor:
-    """The pixels of an item that are transferred, contiguous: its frames, or its patches in ``dtype``, the
-    tower's. Rounding on the host and on the device give the same: to nearest, ties to even.
+    """The pixels of an item that are transferred, contiguous: its frames, or its patches in the tower's
+    ``dtype``. Host and device round in the same way: to nearest, ties to even.
 
-    Raises PixelTensorMismatch for pixels that do not match the grid: the kernel reads each item's where the
-    grid puts them.
+    Raises PixelTensorMismatch for pixels that do not match the grid, because the kernel computes addresses
+    from the grid.
     """
     grid = item.grid
     if isinstance(item, FrameItem):
@@ -51,7 +51,7 @@ def host_pixels(item: TowerItem, tower: Tower, dtype: torch.dtype) -> torch.Tens
 
 
 def num_frames(item: TowerItem) -> int:
-    """Frames that the item brings, 0 for patches."""
+    """Number of frames of the item; 0 for patches."""
     return len(item.frames_THWC) if isinstance(item, FrameItem) else 0
 
 
@@ -63,19 +63,19 @@ class Cutter(Protocol):
         items_I5: torch.Tensor,
         out: torch.Tensor,
     ) -> None:
-        """Patches of a whole batch, uploaded, into out [P, patch_dim]. items_I5: FusedInputs.items of the
-        batch on the device, perhaps padded."""
+        """Writes the patches of a whole uploaded batch to out [P, patch_dim]. items_I5: FusedInputs.items of
+        the batch, on the device; it may be padded."""
 
 
 def cutter_for(preprocessor: Preprocessor, device: torch.device) -> Cutter:
-    """How this preprocessor's frames become patches on ``device``."""
+    """The cutter for this preprocessor's frames on ``device``."""
     if device.type == "cuda" and isinstance(preprocessor, QwenVLPreprocessor | MoonViTPreprocessor):
         return KernelCutter(preprocessor)
     return PlainCutter(preprocessor)
 
 
 class PlainCutter:
-    """The preprocessor's own arithmetic, item by item."""
+    """Cuts with the preprocessor's own arithmetic, item by item."""
 
     def __init__(self, preprocessor: Preprocessor) -> None:
         self._preprocessor = preprocessor
@@ -92,7 +92,7 @@ class PlainCutter:
     def cut_pieces(
         self, items: Sequence[TowerItem], pieces: Sequence[torch.Tensor], out: torch.Tensor
     ) -> None:
-        """``cut`` of pixels that lie anywhere on the device."""
+        """Like ``cut``, for pixels anywhere on the device."""
         first = 0
         for item, piece in zip(items, pieces, strict=True):
             patches = self._preprocessor.patchify(piece) if isinstance(item, FrameItem) else piece
@@ -101,10 +101,10 @@ class PlainCutter:
 
 
 class KernelCutter:
-    """One kernel launch for a batch."""
+    """Cuts a batch with one kernel launch."""
 
     def __init__(self, preprocessor: QwenVLPreprocessor | MoonViTPreprocessor) -> None:
-        from encoder_service.towers.kernels import patches  # triton, which only a GPU needs
+        from encoder_service.towers.kernels import patches  # needs triton, which only GPUs require
 
         self._patchify_items = patches.patchify_items
         settings = preprocessor.settings

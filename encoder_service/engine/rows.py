@@ -1,8 +1,9 @@
-"""Rows on their way out of the forward pass's memory, which the next batch overwrites, to each item's own.
+"""Copies rows out of the forward pass's memory, which the next batch overwrites, into each item's own memory.
 
 Owns the copies and the check of destinations. Rows with a destination on the device are copied there in the
-compute stream. All others are copied aside in the compute stream, and from there to the host in the download
-stream, behind the next batch. Leaves to the store who owns the destinations and when they may be reused.
+compute stream. All other rows are first copied to a device buffer in the compute stream, and from there to
+the host in the download stream, while the next batch runs. The store decides who owns the destinations and
+when they are reused.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from encoder_service.errors import InternalError
 
 
 class RowCopier:
-    """width, dtype, device: of the tower's rows."""
+    """Opens batches of rows. width, dtype, device: those of the tower's rows."""
 
     def __init__(self, width: int, dtype: torch.dtype, device: torch.device, streams: Streams) -> None:
         self.width = width
@@ -25,9 +26,9 @@ class RowCopier:
         self.streams = streams
 
     def open(self, counts: Sequence[int], destinations: Sequence[torch.Tensor | None]) -> BatchRows:
-        """A batch whose items have these numbers of rows. destinations: of each item, [R, W], contiguous, on
-        the tower's device or in host memory (pinned in front of a GPU); None: host memory of their own.
-        Raises InternalError for a destination that does not match its item's rows."""
+        """Opens a batch. counts: rows per item. destinations: one per item, [R, W], contiguous, on the
+        tower's device or in host memory (pinned if the tower is on a GPU); None for a new host tensor. Raises
+        InternalError for a destination that does not match its item's rows."""
         for count, destination in zip(counts, destinations, strict=True):
             if destination is not None:
                 self._check(count, destination)
@@ -48,7 +49,7 @@ class RowCopier:
 
 
 class BatchRows:
-    """One batch's rows on their way. Calls come in the order below."""
+    """The rows of one batch. Call the public methods in the order in which they are defined."""
 
     def __init__(
         self, copier: RowCopier, counts: Sequence[int], destinations: Sequence[torch.Tensor | None]
@@ -64,14 +65,14 @@ class BatchRows:
             index for index, one in enumerate(destinations) if one is not None and one.device.type != here
         ]
         self._without = [index for index, one in enumerate(destinations) if one is None]
-        # Rows for the host: those with a destination, then the others; and where the others arrive.
+        # Device buffer of the rows for the host, those with a destination first; host copy of the others.
         self._aside: torch.Tensor | None = None
         self._arrived: torch.Tensor | None = None
         self._done: Event | None = None
 
     def write(self, rows: torch.Tensor) -> None:
-        """Takes the batch's rows [R, W]; called in the compute stream, after which they may be overwritten.
-        Raises InternalError for another shape."""
+        """Copies the batch's rows [R, W] out. Called in the compute stream; work that is queued there later
+        may overwrite them. Raises InternalError for another shape."""
         expected = (sum(self._counts), self._copier.width)
         if rows.shape != expected:
             raise InternalError(f"the tower gave {tuple(rows.shape)} rows, grids need {expected}")
@@ -83,7 +84,7 @@ class BatchRows:
             self._aside = torch.cat([parts[index] for index in (*self._on_host, *self._without)])
 
     def send(self, ended: Event) -> None:
-        """Starts what remains to be done once ``ended``, an event behind ``write``, has passed."""
+        """Queues the copies to the host. They wait for ``ended``, an event recorded after ``write``."""
         self._done = ended
         if not self._on_host and not self._without:
             return
@@ -100,7 +101,7 @@ class BatchRows:
         self._aside = None
 
     def collect(self) -> Iterator[torch.Tensor]:
-        """Each item's rows in turn: its destination, or a host tensor of their own. After ``wait``, once."""
+        """Yields each item's rows: its destination, or its own host tensor. Call once, after ``wait``."""
         first = 0
         for count, destination in zip(self._counts, self._destinations, strict=True):
             if destination is not None:

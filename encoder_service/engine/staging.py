@@ -1,10 +1,10 @@
-"""Pixels on their way to the device, double-buffered so that they travel behind the batch before.
+"""Uploads pixels to the device, double-buffered, so that the upload overlaps with the batch before.
 
-Owns the two slots of device memory that pixels are transferred into, in the upload stream, and the events
-that keep a slot until its pixels have been read. Leaves what happens to the pixels there to ``patches``.
+Owns two slots of device memory that the upload stream fills, and the events that keep a slot until its pixels
+have been read. ``patches`` reads the pixels.
 
-The transfers are torch's own: its allocator of pinned memory keeps a tensor's memory until the copies that
-read it are over. Pixels that are not pinned arrive as well, at the cost of the calling thread's time.
+The transfers use torch's allocator of pinned memory, which keeps a tensor's memory until the copies that read
+it have ended. Pixels that are not pinned are transferred too, but block the calling thread.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ NUM_SLOTS = 2
 
 @dataclass(frozen=True)
 class PixelSlot:
-    """Device memory for one batch's pixels: this part of the staging's, from first_byte on. sources_I2: int64
-    [max_items, 2]. uploaded: behind the latest transfer into the slot. read: behind the latest read of it, in
-    the compute stream."""
+    """A part of the device memory, for one batch's pixels. first_byte: where it begins. sources_I2: int64
+    [max_items, 2]. uploaded: recorded after the latest transfer into the slot. read: recorded in the compute
+    stream after the latest read of the slot."""
 
     first_byte: int
     sources_I2: torch.Tensor
@@ -35,11 +35,11 @@ class PixelSlot:
 
 @dataclass(frozen=True)
 class UploadedPixels:
-    """A batch's pixels in a slot; valid in the compute stream until ``PixelStaging.release``.
+    """A batch's pixels in a slot. Valid in the compute stream until ``PixelStaging.release``.
 
-    memory: uint8, that of all slots. sources_I2: int64 [max_items, 2], for each item the byte of ``memory``
-    at which its pixels begin and the number of its frames, 0 for patches. pieces: each item's pixels, views
-    of the slot.
+    memory: uint8, the memory of all slots. sources_I2: int64 [max_items, 2]; per item, the offset in bytes of
+    its pixels in ``memory``, and the number of its frames (0 for patches). pieces: each item's pixels as a
+    view of the slot.
     """
 
     slot: PixelSlot
@@ -52,7 +52,7 @@ class UploadedPixels:
 
 
 class PixelStaging:
-    """num_bytes, max_items: of one slot."""
+    """The slots and their transfers. num_bytes, max_items: capacity of one slot."""
 
     def __init__(self, num_bytes: int, max_items: int, device: torch.device, streams: Streams) -> None:
         num_bytes = aligned(num_bytes) + max_items * ALIGNMENT_BYTES
@@ -64,26 +64,26 @@ class PixelStaging:
         for first_byte in range(0, NUM_SLOTS * num_bytes, num_bytes):
             sources_I2 = torch.zeros(max_items, 2, dtype=torch.int64, device=device)
             slot = PixelSlot(first_byte, sources_I2, streams.make_event(), streams.make_event())
-            # Memory is allocated in the compute stream's order: earlier work may still write there.
+            # Waits for earlier work of the compute stream that may still write to the newly allocated memory.
             streams.compute.record(slot.read)
             slots.append(slot)
         self._slots = itertools.cycle(slots)
 
     def fits(self, pixels: Sequence[torch.Tensor]) -> bool:
-        """Whether a slot takes the batch."""
+        """Whether the batch fits into a slot."""
         return (
             len(pixels) <= self._max_items and sum(aligned(one.nbytes) for one in pixels) <= self._num_bytes
         )
 
     def upload(self, pixels: Sequence[torch.Tensor], num_frames: Sequence[int]) -> UploadedPixels:
-        """Starts the transfer of a batch that fits and has the compute stream wait for it. pixels: contiguous
-        host tensors, one for each item, unchanged until the batch has ended. num_frames: of each item, 0 for
-        patches."""
+        """Starts the transfer of a batch that fits, and makes the compute stream wait for it. pixels: one
+        contiguous host tensor per item, which must not change until the batch has ended. num_frames: frames
+        per item, 0 for patches."""
         slot, upload = next(self._slots), self._streams.upload
         memory = {dtype: self._memory.view(dtype) for dtype in {one.dtype for one in pixels}}
         pieces, sources, first_byte = [], [], slot.first_byte
         for one, frames in zip(pixels, num_frames, strict=True):
-            # One call an item; a slice, its dtype and its shape would take three.
+            # One call per item instead of three for a slice, its dtype and its shape.
             pieces.append(memory[one.dtype].as_strided(one.shape, one.stride(), first_byte // one.itemsize))
             sources.append((first_byte, frames))
             first_byte += aligned(one.nbytes)
@@ -100,7 +100,7 @@ class PixelStaging:
         return UploadedPixels(slot, self._memory, pieces)
 
     def release(self, uploaded: UploadedPixels) -> None:
-        """The next batch may have the slot once what the compute stream was handed so far is over."""
+        """Frees the slot for the next batch after the work that is queued in the compute stream so far."""
         self._streams.compute.record(uploaded.slot.read)
 
 

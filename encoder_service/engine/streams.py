@@ -1,9 +1,9 @@
-"""Streams and events: the order in which the device does what the host hands it.
+"""Streams and events, which order the work on the device.
 
-Owns the seam between the engine's steps and CUDA. There are three streams: ``upload`` brings pixels,
-``compute`` runs everything that a forward pass reads or writes, ``download`` takes rows to the host. Work in
-one stream runs in the order in which it was handed over; between streams only events order anything. On a CPU
-each piece of work runs at once. Tests put in a device that runs work later, in any order that streams allow.
+Owns the interface between the engine and CUDA. There are three streams: ``upload`` copies pixels to the
+device, ``compute`` runs everything that a forward pass reads or writes, ``download`` copies rows to the host.
+Work in one stream runs in the order in which it was queued. Between streams, only events order work. On a
+CPU, work runs at once. Tests use a device that runs work later, in any order that streams allow.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 
 
 class Event(Protocol):
-    """A point in a stream; ``torch.cuda.Event`` is one. An event that was never recorded has passed."""
+    """A point in a stream, for example ``torch.cuda.Event``. An event that was never recorded has passed."""
 
     def query(self) -> bool:
         """Whether the device has passed the point."""
@@ -30,22 +30,22 @@ class Event(Protocol):
 
 class Stream(Protocol):
     def run(self, work: Callable[[], object]) -> None:
-        """Hands ``work`` to the device, in this stream's order. Raises what ``work`` raises on the host."""
+        """Queues ``work`` in this stream. Raises what ``work`` raises on the host."""
 
     def record(self, event: Any) -> None:
-        """Puts ``event`` behind everything handed over so far; replaces an earlier recording."""
+        """Records ``event`` after all work queued so far. Replaces an earlier recording."""
 
     def wait(self, event: Any) -> None:
-        """What is handed over from now on waits, on the device, for the event's latest recording."""
+        """Makes work that is queued from now on wait, on the device, for the event's latest recording."""
 
     def probe(self) -> None:
-        """Raises the device's failure if there is one; does not wait."""
+        """Raises the device's failure if there is one. Does not wait."""
 
 
 @dataclass(frozen=True)
 class Streams:
-    """A device's streams. make_event: a new event, which has timing and blocks waiting threads instead of
-    letting them spin."""
+    """A device's streams. make_event: returns a new event with timing; a thread that waits for it sleeps
+    instead of spinning."""
 
     compute: Stream
     upload: Stream
@@ -58,8 +58,8 @@ class Streams:
 
 
 def streams_of(device: torch.device, clock: Callable[[], float]) -> Streams:
-    """The streams of ``device``. On a GPU, compute is the caller's current stream, which threads that launch
-    must have as theirs too. clock: seconds, for the events of a CPU."""
+    """The streams of ``device``. On a GPU, compute is the caller's current stream; it must also be the
+    current stream of the threads that launch. clock: seconds, for the events of a CPU."""
     if device.type != "cuda":
         stream = InlineStream()
         return Streams(stream, stream, stream, lambda: InlineEvent(clock))
@@ -77,7 +77,7 @@ def cuda_event() -> Event:
 
 
 class InlineEvent:
-    """A point that is passed as soon as it is recorded."""
+    """An event that has passed as soon as it is recorded."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -97,7 +97,7 @@ class InlineEvent:
 
 
 class InlineStream:
-    """Runs work at once, on the calling thread."""
+    """Runs work immediately on the calling thread."""
 
     def run(self, work: Callable[[], object]) -> None:
         work()

@@ -1,1 +1,1 @@
-"""Content to pixels: digests and keys, image files to uint8 frames, frames to patches, callers' tensors."""
+"""Ingest: digests and keys, image files to uint8 frames, frames to patches, callers' own tensors."""

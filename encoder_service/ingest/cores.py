@@ -1,7 +1,7 @@
 """How many cores this process may use, for the default number of worker threads.
 
 Owns the two places where Linux states it: the scheduler's affinity, and the CPU quota of the control group
-(version 2), by which a container is limited although it sees every core of its host.
+(version 2), which limits a container although it sees every core of its host.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ CPU_MAX = Path("/sys/fs/cgroup/cpu.max")
 
 
 def usable_cores() -> int:
-    """At least 1. A quota is rounded up to whole cores."""
+    """The number of usable cores, at least 1. A quota is rounded up to whole cores."""
     has_affinity = hasattr(os, "sched_getaffinity")
     num_cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
     try:

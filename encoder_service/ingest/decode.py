@@ -1,22 +1,22 @@
-"""Image files to upright RGB pixels, as the reference package loads them.
+"""Decodes image files to upright RGB pixels, as the reference package loads them.
 
-Owns the formats that are opened, the limits that hold before a pixel is decoded, the conversion to RGB and
-the translation of Pillow's exceptions. Sizes and grids are the families' preprocessors'.
+Owns the accepted formats, the limits that are checked before pixels are decoded, the conversion to RGB and
+the translation of Pillow's exceptions. The families' preprocessors own sizes and grids.
 
 Rules, and what each follows in the reference (``transformers``):
 
-* Orientation from EXIF, or from XMP where EXIF has none, is applied (``load_image``: ``exif_transpose``).
-  Metadata that cannot be read counts as upright, where the reference raises: the pixels are intact.
-* Modes without transparency go through Pillow's ``convert("RGB")``: palettes are looked up, grey and 1-bit
-  replicated, CMYK and YCbCr converted without colour profile, 16-bit and float clipped or scaled.
-* Transparent images (alpha, or a transparent colour) are composited over white, as the reference's processors
-  do from 5.23 on (``image_transforms.convert_to_rgb``) and vLLM does; with ``transparent="drop"`` alpha is
-  dropped, as older releases and SGLang do.
-* Of an animation or a multi-page file the first frame counts.
+* Orientation from EXIF, or from XMP if EXIF has none, is applied (``load_image``: ``exif_transpose``).
+  Metadata that cannot be read counts as upright, although the reference raises: the pixels are intact.
+* Modes without transparency are converted by Pillow's ``convert("RGB")``: palettes are looked up, grey and
+  1-bit replicated, CMYK and YCbCr converted without colour profile, 16-bit and float clipped or scaled.
+* Transparent images (alpha, or a transparent colour) are composited over white, as in the reference's
+  processors from 5.23 on (``image_transforms.convert_to_rgb``) and in vLLM. With ``transparent="drop"`` alpha
+  is dropped, as in older releases and in SGLang.
+* Of an animation or a multi-page file, the first frame is used.
 * A file that ends early fails.
 
-Limits are checked against the header's size. No global setting of Pillow is changed; its own error for images
-above 178,956,970 pixels becomes ImageTooLarge.
+Limits are checked against the size in the header. No global setting of Pillow is changed; its own error for
+images above 178,956,970 pixels becomes ImageTooLarge.
 """
 
 from __future__ import annotations
@@ -45,18 +45,18 @@ from encoder_service.ingest.jpeg import decode_jpeg
 
 Transparent: TypeAlias = Literal["white", "drop"]
 
-# Raster formats with a signature or a strict header. Left out on purpose: formats that start another
-# program (EPS), that contain others (PSD, PDF, FITS, HDF5, GRIB, WMF), that Pillow decodes while opening
-# (ICO), and rarities.
+# Raster formats with a signature or a strict header. Excluded on purpose: formats that start another program
+# (EPS), that contain other formats (PSD, PDF, FITS, HDF5, GRIB, WMF), that Pillow decodes while opening
+# (ICO), and rare ones.
 ALLOWED_FORMATS = (
     "JPEG", "MPO", "PNG", "WEBP", "GIF", "BMP", "DIB", "TIFF", "PPM", "AVIF",
     "JPEG2000", "QOI", "PCX", "SGI", "TGA",
 )  # fmt: skip
 
-Image.init()  # registers every plugin once, here, instead of in the first request's thread
+Image.init()  # registers every plugin now instead of in the first request's thread
 _OPENABLE = tuple(name for name in ALLOWED_FORMATS if name in Image.OPEN)
 
-# How to turn [H, W] by EXIF orientation.
+# How to turn an image [H, W] upright, by EXIF orientation.
 _TURNS: dict[object, Callable[[np.ndarray], np.ndarray]] = {
     2: lambda image: image[:, ::-1],
     3: lambda image: image[::-1, ::-1],
@@ -72,15 +72,16 @@ _TIFF_WIDTH, _TIFF_LENGTH = 256, 257
 
 @dataclass(frozen=True)
 class DecodeLimits:
-    """max_encoded_bytes: of the file; max_image_pixels: width times height in its header."""
+    """max_encoded_bytes: limit of the file's size. max_image_pixels: limit of width times height, as stated
+    in the header."""
 
     max_encoded_bytes: int
     max_image_pixels: int
 
 
 def _keep_pillow_quiet() -> None:
-    """Ignores warnings of Pillow's modules: failures are reported per item. The filter stays, since
-    ``warnings.catch_warnings`` would replace the filters of all threads."""
+    """Ignores warnings of Pillow's modules, since failures are reported per item. The filter is permanent,
+    because ``warnings.catch_warnings`` would replace the filters of all threads."""
     quiet = ("ignore", None, Warning, re.compile(r"PIL\."), 0)
     if quiet not in warnings.filters:
         warnings.filterwarnings("ignore", module=r"PIL\.")
@@ -100,8 +101,8 @@ def _check_size(size: ImageSize, limits: DecodeLimits) -> None:
 @contextlib.contextmanager
 def _pillow_errors(data: bytes, limits: DecodeLimits, name: str) -> Iterator[None]:
     """Translates every exception of Pillow. For hostile bytes its decoders raise almost anything (OSError,
-    SyntaxError, struct.error, zlib.error, IndexError, ...), so the block must hold Pillow's calls only.
-    name: of the format, for messages."""
+    SyntaxError, struct.error, zlib.error, IndexError, ...), so the block must hold only calls of Pillow.
+    name: the format's name, for messages."""
     try:
         yield
     except VisionEncoderError:
@@ -140,8 +141,8 @@ def _pillow_errors(data: bytes, limits: DecodeLimits, name: str) -> Iterator[Non
 
 @contextlib.contextmanager
 def _opened(data: bytes, limits: DecodeLimits, *, header_only: bool = False) -> Iterator[Image.Image]:
-    """The opened image, its header within the limits. Exceptions of Pillow in the block are translated.
-    header_only: no pixel is wanted. Raises UndecodableImage for an empty file, ImageTooLarge."""
+    """The opened image; its header is within the limits. Translates exceptions of Pillow in the block.
+    header_only: the pixels will not be decoded. Raises UndecodableImage for an empty file, ImageTooLarge."""
     _keep_pillow_quiet()
     if not data:
         raise UndecodableImage("the image file has 0 bytes", found_bytes=0)
@@ -162,24 +163,24 @@ def _opened(data: bytes, limits: DecodeLimits, *, header_only: bool = False) -> 
 
 
 def _orientation(image: Image.Image) -> object:
-    """The EXIF orientation, 1 to 8 in a sound file. Reads what is in memory: PNG's own ``getexif`` would
-    decode the pixels first."""
+    """The EXIF orientation, 1 to 8 in a valid file. Reads only metadata that is loaded already: PNG's own
+    ``getexif`` would decode the pixels first."""
     try:
         return Image.Image.getexif(image).get(ExifTags.Base.Orientation, 1)
-    except Exception:  # damaged metadata: the image counts as upright
+    except Exception:  # damaged metadata
         return 1
 
 
 def read_size(data: bytes, limits: DecodeLimits) -> ImageSize:
-    """Size of the upright image, from the header alone; takes tens of microseconds for a JPEG file.
+    """The size of the upright image, from the header only. Takes tens of microseconds for a JPEG file.
 
-    Raises UndecodableImage, and ImageTooLarge with the number found and the number allowed.
+    Raises UndecodableImage; ImageTooLarge with the number found and the number allowed.
     """
     with _opened(data, limits, header_only=True) as image:
         width, height = image.size
         tags = getattr(image, "tag_v2", None)
         if tags is not None:
-            # Pillow states a TIFF's size as turned by its tag, but not by an orientation in XMP.
+            # Pillow's size of a TIFF accounts for its orientation tag, but not for an orientation in XMP.
             width, height = tags[_TIFF_WIDTH], tags[_TIFF_LENGTH]
         if _orientation(image) in _SIDES_SWAPPED:
             width, height = height, width
@@ -187,10 +188,10 @@ def read_size(data: bytes, limits: DecodeLimits) -> ImageSize:
 
 
 def decode_rgb(data: bytes, limits: DecodeLimits, transparent: Transparent = "white") -> torch.Tensor:
-    """The upright first frame as uint8 [H, W, 3], contiguous, owning its memory. transparent: what becomes of
-    alpha; see the module.
+    """The upright first frame as uint8 [H, W, 3], contiguous, owning its memory. transparent: how alpha is
+    handled; see the module.
 
-    Raises UndecodableImage, and ImageTooLarge before a pixel is decoded.
+    Raises UndecodableImage; ImageTooLarge before pixels are decoded.
     """
     with _opened(data, limits) as image:
         pixels_HWC = decode_jpeg(data, image)
@@ -202,18 +203,18 @@ def decode_rgb(data: bytes, limits: DecodeLimits, transparent: Transparent = "wh
 
 
 def upright(pixels_HWC: np.ndarray, orientation: object) -> np.ndarray:
-    """uint8 [H, W, 3] turned as the EXIF orientation says, contiguous. In numpy, which copies without the
-    interpreter's lock and, unlike torch, starts no threads for each worker that copies."""
+    """Turns uint8 [H, W, 3] by the EXIF orientation; the result is contiguous. Uses numpy, which copies
+    without the interpreter lock and, unlike torch, starts no threads for each worker that copies."""
     turn = _TURNS.get(orientation)
     if turn is None:
         return pixels_HWC
-    # A pixel as one element is copied at once, twice as fast as byte by byte.
+    # One element per pixel, which is copied twice as fast as byte by byte.
     turned = np.ascontiguousarray(turn(pixels_HWC.view("V3")[..., 0]))
     return turned.view(np.uint8).reshape(*turned.shape, 3)
 
 
 def _to_rgb(image: Image.Image, transparent: Transparent) -> Image.Image:
-    """As ``transformers.image_transforms.convert_to_rgb`` for ``white``."""
+    """The image in RGB. For ``white``, as ``transformers.image_transforms.convert_to_rgb``."""
     has_alpha = "A" in image.getbands() or image.info.get("transparency") is not None
     if has_alpha and transparent == "white":
         above = image.convert("RGBA")

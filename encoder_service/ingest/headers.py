@@ -1,7 +1,7 @@
-"""What a file's first bytes say, read before a decoder opens it.
+"""What the first bytes of a file state, read before a decoder opens it.
 
-Owns the name of a format for messages, the canvas size of WebP, and PNG metadata written behind the pixels.
-The decoder reports damage.
+Owns the names of formats in messages, the canvas size of WebP, and PNG metadata that follows the pixels.
+Damage is reported by the decoder.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from typing import NamedTuple
 
 UNKNOWN_FORMAT = "unknown"
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
-# Chunks that can hold an orientation: EXIF itself, or text with an EXIF profile or XMP.
+# Chunks that can hold an orientation: EXIF, or text with an EXIF profile or XMP.
 _PNG_METADATA = frozenset({b"eXIf", b"tEXt", b"zTXt", b"iTXt"})
 
-# Signatures of formats that are decoded, or that are often sent in their place.
+# Signatures of formats that are decoded, or that are often sent by mistake.
 _SIGNATURES = {
     b"\xff\xd8\xff": "JPEG",
     PNG_SIGNATURE: "PNG",
@@ -44,7 +44,7 @@ _BRANDS = {
 
 
 def format_name(data: bytes) -> str:
-    """The format that the first bytes announce, for messages; UNKNOWN_FORMAT for none."""
+    """The format that the first bytes indicate, for messages; UNKNOWN_FORMAT if none."""
     head = bytes(data[:512])
     for signature, name in _SIGNATURES.items():
         if head.startswith(signature):
@@ -66,14 +66,15 @@ def format_name(data: bytes) -> str:
 
 
 class ImageSize(NamedTuple):
-    """Pixels."""
+    """Height and width in pixels."""
 
     height: int
     width: int
 
 
 def webp_size(data: bytes) -> ImageSize | None:
-    """Canvas of a WebP file (RFC 9649, section 2.5 to 2.7). Pillow's plugin allocates it while opening."""
+    """The canvas size of a WebP file (RFC 9649, sections 2.5 to 2.7); None for other data. Pillow's plugin
+    allocates the canvas while it opens the file."""
     if len(data) < 30 or data[:4] != b"RIFF" or data[8:12] != b"WEBP":
         return None
     match data[12:16]:
@@ -90,8 +91,8 @@ def webp_size(data: bytes) -> ImageSize | None:
 
 
 def png_without_pixels(data: bytes) -> bytes:
-    """Header and metadata of a PNG, so that opening it reads an orientation that stands behind the pixels
-    without decoding those; other data passes unchanged."""
+    """The header and metadata of a PNG, so that Pillow can read an orientation that follows the pixels
+    without decoding them. Other data is returned unchanged."""
     if not data.startswith(PNG_SIGNATURE):
         return data
     kept, start = [PNG_SIGNATURE], len(PNG_SIGNATURE)
@@ -103,7 +104,7 @@ def png_without_pixels(data: bytes) -> bytes:
         if kind == b"IHDR":
             kept.append(data[start:end])
         elif kind in _PNG_METADATA:
-            # Pillow does not check the sums of chunks behind the pixels, but those of chunks before them.
+            # Pillow verifies checksums only before the pixels; those of moved chunks are recomputed.
             kept.append(data[start : end - 4] + struct.pack(">I", zlib.crc32(data[start + 4 : end - 4])))
         start = end
     return b"".join(kept) + b"\0\0\0\0IEND\xaeB`\x82"

@@ -1,8 +1,8 @@
 """Content digests and embedding keys of items.
 
-Owns the one hash authority of the service. A caller's digest is authoritative inside its namespace; without
-one the content is hashed with BLAKE3. There is no other way to get a digest: nothing random, no fallback.
-Which bytes are hashed, in which order, is ``vision_encoder.layout.keys``', which clients use as well.
+The only place where the service computes digests. A caller's digest is authoritative within its namespace;
+without one, the content is hashed with BLAKE3. There is no random digest and no fallback.
+``vision_encoder.layout.keys``, which clients use as well, defines which bytes are hashed in which order.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from vision_encoder.layout import keys
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """``float32``, ``bfloat16``, ...: the name in keys and file metadata."""
+    """The name of a dtype in keys and file metadata, such as ``float32`` or ``bfloat16``."""
     return str(dtype).removeprefix("torch.")
 
 
 def check_digest(digest: bytes, what: str = "content_digest") -> bytes:
-    """The digest itself. Raises InvalidDigest unless it has exactly 32 bytes."""
+    """Returns the digest. Raises InvalidDigest unless it has exactly 32 bytes."""
     if len(digest) != DIGEST_BYTES:
         raise InvalidDigest(
             f"{what} has {len(digest)} bytes, needs {DIGEST_BYTES}", found=len(digest), needed=DIGEST_BYTES
@@ -38,14 +38,14 @@ def check_digest(digest: bytes, what: str = "content_digest") -> bytes:
 
 
 def digest_pixels(pixels: PixelValues) -> bytes:
-    """BLAKE3 of a pixel tensor with its dtype, shape and grid: equal bytes in another shape differ."""
+    """BLAKE3 of a pixel tensor with its dtype, shape and grid. Equal bytes in another shape give another
+    digest."""
     tensor = pixels.pixel_values
     return _digest_tensor(keys.pixels_header(dtype_name(tensor.dtype), tensor.shape, pixels.grid), tensor)
 
 
 def digest_frames(frames: FrameArray) -> bytes:
-    """BLAKE3 of frames [T, H, W, 3] with their shape. Their rate and timestamps enter the key, not the
-    digest."""
+    """BLAKE3 of frames [T, H, W, 3] with their shape. Rate and timestamps enter the key, not the digest."""
     return _digest_tensor(keys.frames_header(frames.frames_THWC.shape), frames.frames_THWC)
 
 
@@ -56,9 +56,9 @@ def _digest_tensor(header: bytes, tensor: torch.Tensor) -> bytes:
 
 
 def content_digest(item: Item) -> bytes:
-    """The item's 32-byte digest: the caller's, checked, or BLAKE3 of the content.
+    """The item's 32-byte digest: the caller's, after a check of its length, or BLAKE3 of the content.
 
-    Raises InvalidDigest for a given digest of another length, or for a digest-only item without one.
+    Raises InvalidDigest for a digest of another length, and for a digest-only item without a digest.
     """
     if item.content_digest is not None:
         return check_digest(item.content_digest)
@@ -76,7 +76,7 @@ def content_digest(item: Item) -> bytes:
 
 
 def content_bytes(item: Item) -> int:
-    """Bytes of content that an item holds while it waits."""
+    """Bytes of content that an item holds while it is queued."""
     match item.content:
         case EncodedFile(data):
             return len(data)
@@ -87,7 +87,8 @@ def content_bytes(item: Item) -> int:
 
 
 def source_text(content: Content) -> str:
-    """See ``layout.keys``: rows of pixels that a caller made never share a key with rows of our own."""
+    """The kind of pixel source in the key; see ``layout.keys``. Rows of pixels that a caller preprocessed
+    never share a key with rows of pixels that the service preprocessed."""
     if isinstance(content, FrameArray):
         return keys.frames_source(content.fps, content.timestamps_s)
     if isinstance(content, PixelValues):
@@ -104,7 +105,7 @@ def embedding_key(
     preprocess_fingerprint: bytes,
     dtype: torch.dtype,
 ) -> bytes:
-    """The 32-byte key of an item's rows, from everything that decides them."""
+    """The 32-byte key of an item's rows, from everything that determines them."""
     return keys.embedding_key(
         digest,
         namespace=namespace,

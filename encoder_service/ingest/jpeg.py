@@ -1,11 +1,11 @@
-"""Sequential JPEG files to RGB through simplejpeg, where it is installed.
+"""Sequential JPEG files to RGB through simplejpeg, if it is installed.
 
-Owns which files take this route: those on which all versions of libjpeg-turbo give the pixels that Pillow
-gives, with the exact inverse transform and smooth chroma upsampling. Pillow opens every file first and
+Owns which files are decoded this way: those for which all versions of libjpeg-turbo give the same pixels as
+Pillow, with the exact inverse transform and smooth chroma upsampling. Pillow opens every file first and
 decodes the others.
 
-simplejpeg needs half of Pillow's time and releases the interpreter's lock, so that worker threads decode side
-by side.
+simplejpeg takes half of Pillow's time and releases the interpreter lock, so that worker threads decode in
+parallel.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ try:
 except ImportError:  # no wheel for this platform
     simplejpeg = None
 
-# Other ratios are rare, and versions of the library differ on some.
+# Other ratios are rare, and versions of libjpeg-turbo differ on some.
 _SUBSAMPLINGS = frozenset({"444", "422", "420"})
 
 
 def decode_jpeg(data: bytes, opened: Image.Image) -> np.ndarray | None:
-    """uint8 [H, W, 3] before any rotation, or None for a file that Pillow has to decode or refuse: of another
-    kind, or damaged. opened: the file as Pillow opened it, its pixels not loaded."""
+    """uint8 [H, W, 3] before any rotation. None for a file that Pillow has to decode or refuse, because it is
+    of another kind or damaged. opened: the file as opened by Pillow, with its pixels not loaded."""
     if simplejpeg is None or opened.format not in ("JPEG", "MPO") or opened.mode != "RGB":
         return None
     # Versions of libjpeg-turbo smooth incomplete progressive files differently.
@@ -37,6 +37,6 @@ def decode_jpeg(data: bytes, opened: Image.Image) -> np.ndarray | None:
         pixels: np.ndarray = simplejpeg.decode_jpeg(
             data, "RGB", fastdct=False, fastupsample=False, strict=True
         )
-    except ValueError:  # also for what libjpeg only warns of, and Pillow may accept
+    except ValueError:  # also for damage that libjpeg only warns about, and that Pillow may accept
         return None
     return pixels

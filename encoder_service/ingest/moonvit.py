@@ -1,7 +1,7 @@
-"""Preprocessing of Kimi-K2.5 (MoonViT): images and frames keep their size up to a patch budget and are
+"""Preprocessing of Kimi-K2.5 (MoonViT). Images and frames keep their size up to a patch budget and are
 padded.
 
-Owns the target size, the padding, which frames of a clip are sampled, the per-request overrides and the patch
+Owns the target size, the padding, the sampling of a clip's frames, the per-request overrides and the patch
 order. The references are ``Kimi_K25ImageProcessor`` and ``Kimi_K25VideoProcessor``
 (``transformers.models.kimi_k25``).
 
@@ -26,17 +26,17 @@ from encoder_service.types import Grid, PreprocessOptions
 
 
 class PatchLimits(NamedTuple):
-    """Patches of one image before padding, and of one of its sides."""
+    """Limits of the patches of one image before padding, and of the patches along one side."""
 
     max_patches: int
     max_patches_per_side: int
 
 
 def limited_size(height: int, width: int, patch_size: int, limits: PatchLimits) -> tuple[int, int]:
-    """Target (height, width) before padding: scaled down to the limits, never up, sides floored.
+    """Target (height, width) before padding: scaled down to the limits, never up, with sides rounded down.
 
-    ``navit_resize`` of the reference, step for step in float64. The budget counts whole patches of the
-    original image, so that after padding an image may hold slightly more patches than the budget.
+    Follows ``navit_resize`` of the reference step by step in float64. The budget counts whole patches of the
+    original image, so after padding an image may have slightly more patches than the budget.
     """
     num_patches = max(1.0, height // patch_size) * max(1.0, width // patch_size)
     max_side = limits.max_patches_per_side * patch_size
@@ -45,8 +45,9 @@ def limited_size(height: int, width: int, patch_size: int, limits: PatchLimits) 
 
 
 def most_patches(patch_size: int, merge_size: int, limits: PatchLimits) -> int:
-    """Patches of the largest grid that ``limited_size`` and padding give for an image of at least one patch a
-    side: one whose sides fall just short of another patch, which the budget does not count."""
+    """Patches of the largest grid that ``limited_size`` and padding give for an image of at least one patch
+    per side. The largest comes from an image whose sides fall just short of one more patch, which the budget
+    does not count."""
     most = 0
     for rows in range(1, limits.max_patches_per_side + 1):
         for columns in range(limits.max_patches // rows, limits.max_patches // rows + 3):
@@ -62,18 +63,19 @@ def most_patches(patch_size: int, merge_size: int, limits: PatchLimits) -> int:
 def moonvit_indices(
     num_source_frames: int, source_fps: float, *, fps: float, max_frames: int | None
 ) -> list[int]:
-    """The first frame of each of as many equal spans as ``fps`` asks for, at least one. Where that is more
-    than there are frames, the reference fails; here each is taken once."""
+    """Splits the frames into equal spans, as many as ``fps`` asks for but at least one, and takes the first
+    frame of each. If ``fps`` asks for more frames than there are, each is taken once; the reference fails
+    there."""
     count = max(1, int(num_source_frames / source_fps * fps))
     count = min(count, num_source_frames, num_source_frames if max_frames is None else max_frames)
     return [int(index) for index in np.arange(count, dtype=int) * num_source_frames // count]
 
 
 class MoonViTPreprocessor(Preprocessor):
-    """Kimi-K2.5 and K2.6. No aspect is refused: the limit of a side bounds every strip."""
+    """Kimi-K2.5 and K2.6. No aspect ratio is refused: the limit per side bounds even a narrow strip."""
 
     family = "kimi_k25"
-    rules = "moonvit.1"  # raise when the same settings give other pixels
+    rules = "moonvit.1"  # change when the same settings give different pixels
     options = ("max_patches", "max_patches_per_side")
     clips: MoonViTClips | None
 
@@ -105,7 +107,7 @@ class MoonViTPreprocessor(Preprocessor):
         self.patch_limits(options)
 
     def patch_limits(self, options: PreprocessOptions) -> PatchLimits:
-        """The checkpoint's limits, replaced by the request's where given. Raises InvalidOption."""
+        """The checkpoint's limits, overridden by those of the request. Raises InvalidOption."""
         return _patch_limits(self.settings, self.settings.patch_size, self.limits.max_image_pixels, options)
 
     def plan_image(self, height: int, width: int, options: PreprocessOptions) -> ImagePlan:
@@ -115,7 +117,7 @@ class MoonViTPreprocessor(Preprocessor):
         return ImagePlan(target, (grid.h * patch_size, grid.w * patch_size), grid)
 
     def patchify(self, frames_THWC: torch.Tensor) -> torch.Tensor:
-        """Row by row within a frame, frames one after the other: [t, h, w, C, ph, pw]."""
+        """Patches in row order within a frame, frame by frame: [t, h, w, C, ph, pw]."""
         num_frames, height, width, _ = frames_THWC.shape
         patch = self.settings.patch_size
         blocks_ThwC = frames_THWC.reshape(num_frames, height // patch, patch, width // patch, patch, 3)
@@ -126,7 +128,7 @@ class MoonViTPreprocessor(Preprocessor):
 
 
 class MoonViTClips(ClipRules):
-    """Kimi-K2.5 and K2.6. The tower averages rows over the frames of a chunk, which is one piece."""
+    """Kimi-K2.5 and K2.6. The tower averages rows over the frames of a chunk. A chunk is one piece."""
 
     rules = "moonvit_video.1"
     options = ("max_patches", "max_patches_per_side", "fps", "max_frames")
@@ -140,7 +142,7 @@ class MoonViTClips(ClipRules):
         self.frame_limits(options)
 
     def frame_limits(self, options: PreprocessOptions) -> PatchLimits:
-        """Of one frame: the checkpoint's, replaced by the request's where given. Raises InvalidOption."""
+        """The limits of one frame: the checkpoint's, overridden by the request's. Raises InvalidOption."""
         return _patch_limits(self.settings, self.patch_size, self.limits.max_frame_pixels, options)
 
     def sample(self, header: ClipHeader, options: PreprocessOptions) -> list[int]:
@@ -174,8 +176,9 @@ def _patch_limits(
     max_pixels: int,
     options: PreprocessOptions,
 ) -> PatchLimits:
-    """Raises InvalidOption. max_pixels: of one image or frame."""
-    # The side's ceiling is the checkpoint's: the tower's rotary table ends there.
+    """The limits, overridden by the request's. max_pixels: limit of one image or frame. Raises
+    InvalidOption."""
+    # A side cannot exceed the checkpoint's limit, because the tower's rotary table ends there.
     ceilings = PatchLimits(
         max(max_pixels // patch_size**2, settings.max_patches), settings.max_patches_per_side
     )
@@ -188,6 +191,6 @@ def _patch_limits(
 
 
 def _padded_grid(num_frames: int, target: tuple[int, int], patch_size: int, merge_size: int) -> Grid:
-    """The grid of frames that are padded to whole merge blocks. target: (height, width) in pixels."""
+    """The grid of frames padded to whole merge blocks. target: (height, width) in pixels."""
     grid_h, grid_w = (-(-side // (patch_size * merge_size)) * merge_size for side in target)
     return Grid(num_frames, grid_h, grid_w)

@@ -1,7 +1,7 @@
 """Pixels in pinned host memory, from which a GPU copies asynchronously.
 
-Owns the last step of ingest on a worker thread. Memory comes from torch's caching allocator, which rounds
-blocks up to powers of two and keeps them for later items; admission bounds how much is pinned at a time.
+Owns the last step of ingest on a worker thread. Torch's caching allocator provides the memory. It rounds
+blocks up to powers of two and keeps them for later items. Admission limits how much is pinned at a time.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ ItemT = TypeVar("ItemT", bound=TowerItem)
 
 
 def pinned(item: ItemT, device: torch.device, dtype: torch.dtype) -> ItemT:
-    """The item in pinned memory in front of a GPU, with patches in the tower's dtype, to which they would be
-    rounded there; the item itself on a CPU."""
+    """Copies the item to pinned memory if the tower is on a GPU; returns the item itself on a CPU. Patches
+    are converted to the tower's dtype, to which the device would round them anyway."""
     if device.type != "cuda":
         return item
     # Pinning creates a context on the thread's current device.
@@ -27,7 +27,7 @@ def pinned(item: ItemT, device: torch.device, dtype: torch.dtype) -> ItemT:
         if isinstance(item, FrameItem):
             frames = item.frames_THWC
             ready = torch.empty(frames.shape, dtype=frames.dtype, pin_memory=True)
-            # In numpy: torch would start a team of threads for each worker that copies.
+            # Uses numpy, because torch would start a team of threads for each worker that copies.
             np.copyto(ready.numpy(), frames.numpy())
             return replace(item, frames_THWC=ready)
         given = item.pixel_values

@@ -1,9 +1,9 @@
-"""Pixel tensors in a gateway's named POSIX shared memory, copied into memory of our own.
+"""Pixel tensors in a gateway's named POSIX shared memory, copied into the service's own memory.
 
-Owns which segments are accepted and the copy. A name alone is no right: it has to lead to a plain file of an
-allowed user that others cannot write, with no second name. The file is read (``pread``), never mapped: a file
-that its owner truncates under a mapping kills the process with SIGBUS, a read of it ends early. It is never
-unlinked here; that is its owner's.
+Owns which segments are accepted, and the copy. A name alone grants no access: it must lead to a regular file
+of an allowed user, which others cannot write and which has no second name. The file is read (``pread``) and
+never mapped: if its owner truncates it, a mapping would kill the process with SIGBUS, while a read just ends
+early. The service never unlinks the file, which belongs to its owner.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from encoder_service.errors import ConfigurationError, PixelTensorMismatch, Tran
 FOLDER = "/dev/shm"  # noqa: S108
 NAME = re.compile(r"[A-Za-z0-9_.-]{1,255}")
 MAX_RANK = 8
-# Without waiting: a name may lead to a pipe or a device.
+# O_NONBLOCK, because a name may lead to a pipe or a device.
 OPEN_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 CAUSES = {errno.ENOENT: "NOT_FOUND", errno.ELOOP: "NO_PLAIN_FILE", errno.EACCES: "NOT_READABLE"}
 
 
 @dataclass(frozen=True)
 class SegmentTensor:
-    """Where a tensor is said to lie: row-major at an offset of the named segment."""
+    """The stated location of a tensor: row-major at an offset of the named segment."""
 
     name: str
     dtype: torch.dtype
@@ -45,9 +45,9 @@ class SegmentTensor:
 
 
 class PixelSegments:
-    """Segments by name. Thread-safe, but for the counts, which may miss one under contention.
+    """Reads segments by name. Thread-safe, except that ``outcomes`` may miss a count under contention.
 
-    outcomes: segments by what became of them, ``copied`` or the cause of their refusal.
+    outcomes: number of segments by outcome: ``copied`` or the cause of the refusal.
     """
 
     def __init__(
@@ -58,8 +58,8 @@ class PixelSegments:
         allowed_uids: Collection[int] = (),
         folder: str = FOLDER,
     ) -> None:
-        """prefixes: names begin with one of them. allowed_uids: whose files are accepted; empty: this
-        process's user. Raises ConfigurationError for a folder that cannot be opened."""
+        """prefixes: a name must begin with one of them. allowed_uids: users whose files are accepted; empty
+        for this process's user only. Raises ConfigurationError for a folder that cannot be opened."""
         self.prefixes = tuple(prefixes)
         self.max_tensor_bytes = max_tensor_bytes
         self.outcomes: Counter[str] = Counter()
@@ -70,13 +70,13 @@ class PixelSegments:
             raise ConfigurationError(f"shared memory folder {folder}: {error.strerror}") from error
 
     def close(self) -> None:
-        """Idempotent."""
+        """Closes the folder. Idempotent."""
         folder, self._folder = self._folder, -1
         if folder >= 0:
             os.close(folder)
 
     def check(self, wanted: SegmentTensor) -> None:
-        """What can be said without the file. Raises PixelTensorMismatch."""
+        """Checks what can be checked without the file. Raises PixelTensorMismatch."""
         shape = wanted.shape
         if not 1 <= len(shape) <= MAX_RANK:
             raise PixelTensorMismatch(
@@ -91,8 +91,9 @@ class PixelSegments:
             )
 
     def read(self, wanted: SegmentTensor) -> torch.Tensor:
-        """The tensor in memory of its own; takes as long as the copy. Raises TransportUnavailable for a
-        segment that is not accepted, PixelTensorMismatch for one that is too short or is cut meanwhile."""
+        """Copies the tensor into new memory. Blocks for the time of the copy. Raises TransportUnavailable for
+        a segment that is not accepted, PixelTensorMismatch for one that is too short or is truncated
+        meanwhile."""
         self.check(wanted)
         with self._opened(wanted.name) as descriptor:
             file_bytes = os.fstat(descriptor).st_size
@@ -125,8 +126,8 @@ class PixelSegments:
 
     @contextmanager
     def _opened(self, name: str) -> Iterator[int]:
-        """Refuses a file that others may write, and so change, and one with a second name, which may be
-        another's file."""
+        """Opens a segment. Refuses a file that other users can write, because they could change it, and a
+        file with a second name, because it may belong to someone else."""
         if not NAME.fullmatch(name) or name in (".", "..") or not name.startswith(self.prefixes):
             raise self._refused("NAME", f"{name[:64]!r} is no segment's name with a prefix that is accepted")
         try:

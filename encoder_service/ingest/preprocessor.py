@@ -1,13 +1,12 @@
-"""The base of the families' preprocessors: file bytes to uint8 frames on the host, frames to patches
-anywhere.
+"""The base class of preprocessors: file bytes to uint8 frames on the host, frames to patches anywhere.
 
 Owns what the families share: option checks, loading, the checks of a caller's own pixel tensor, and the
-fingerprint of the settings. Target sizes, padding and patch order are the families' (``qwen_vl``,
-``moonvit``).
+fingerprint of the settings. The families (``qwen_vl``, ``moonvit``) own target sizes, padding and patch
+order.
 
-The host half (decode, resize, pad) runs on worker threads and gives uint8; the device half (``patchify``:
-normalise, cut into patches) runs where the tower runs, so that an eighth of the bytes is copied. Both halves
-together equal the reference processors bit for bit.
+The host half (decode, resize, pad) runs on worker threads and gives uint8. The device half (``patchify``:
+normalise, cut into patches) runs where the tower runs, so that at most a quarter of the bytes of float32
+patches is copied. Together they equal the reference processors bit for bit.
 """
 
 from __future__ import annotations
@@ -51,8 +50,7 @@ PIXEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class ImagePlan(NamedTuple):
-    """What becomes of an image: resized to ``target``, padded to ``padded``, both (height, width) in
-    pixels."""
+    """How an image is resized: to ``target``, then padded to ``padded``, both (height, width) in pixels."""
 
     target: tuple[int, int]
     padded: tuple[int, int]
@@ -62,10 +60,10 @@ class ImagePlan(NamedTuple):
 class Preprocessor(abc.ABC):
     """One family's preprocessing with one checkpoint's settings. Stateless and thread-safe.
 
-    family, rules, options: set by a subclass; rules names the version of the code's rules, options are the
-    overrides that images take. fingerprint: 32 bytes over the rules and every setting that changes pixels.
-    patch_dim: elements of one flattened patch. clips: the rules for clips; None where the checkpoint has
-    none. transparent: what becomes of alpha.
+    family, rules, options: set by a subclass. rules: version of the preprocessing rules in the code. options:
+    the overrides that images accept. fingerprint: 32 bytes over the rules and every setting that changes
+    pixels. patch_dim: elements of one flattened patch. clips: the rules for clips; None if the checkpoint has
+    none. transparent: how alpha is handled.
     """
 
     family: ClassVar[str]
@@ -88,8 +86,8 @@ class Preprocessor(abc.ABC):
         self.transparent = transparent
         self.merge_size = settings.merge_size
         self.patch_dim = 3 * frames_per_patch * settings.patch_size**2
-        # Floats in JSON are the shortest text that reads back to the same double, so equal settings give
-        # equal bytes everywhere.
+        # JSON writes a float as the shortest text that reads back to the same double, so equal settings give
+        # equal bytes on every machine.
         content: dict[str, object] = {"rules": self.rules, "settings": dataclasses.asdict(settings)}
         if clips is not None:
             content["clips"] = clips.described
@@ -100,26 +98,27 @@ class Preprocessor(abc.ABC):
 
     @property
     def longest_item(self) -> int:
-        """Patches of the largest image, or part of a clip that is attended together, that the checkpoint's
-        settings allow; 0 where that never exceeds a batch."""
+        """Patches of the largest image that the checkpoint's settings allow, or of the largest part of a clip
+        that is attended together. 0 if that never exceeds a batch."""
         return 0
 
     @abc.abstractmethod
     def plan_image(self, height: int, width: int, options: PreprocessOptions) -> ImagePlan:
-        """height, width: upright, in pixels. Raises AspectRatioExceeded, InvalidOption."""
+        """The target size of an image. height, width: upright, in pixels. Raises AspectRatioExceeded,
+        InvalidOption."""
 
     @abc.abstractmethod
     def check_values(self, options: PreprocessOptions) -> None:
-        """Raises InvalidOption for a value that is out of bounds; only ``options`` may be given."""
+        """Raises InvalidOption for a value out of bounds. Expects only overrides named in ``options``."""
 
     @property
     @abc.abstractmethod
     def patch_shapes(self) -> tuple[tuple[int, ...], ...]:
-        """The shapes that one patch of a caller's pixel tensor may have; the first is the flat one."""
+        """The shapes that one patch of a caller's pixel tensor may have. The first is the flat one."""
 
     @abc.abstractmethod
     def patchify(self, frames_THWC: torch.Tensor) -> torch.Tensor:
-        """uint8 [T, H, W, 3] frames to normalised float32 [P, patch_dim], on the frames' device."""
+        """Converts uint8 frames [T, H, W, 3] to normalised float32 [P, patch_dim], on the same device."""
 
     def check_options(self, modality: Modality, options: PreprocessOptions) -> None:
         """Raises InvalidOption for an override that the family lacks or whose value is out of bounds."""
@@ -141,9 +140,9 @@ class Preprocessor(abc.ABC):
             self.check_values(options)
 
     def probe_grid(self, item: Item) -> Grid:
-        """The grid of an image file, from its header alone, or of a caller's own pixels, as stated. Reads a
-        file: for worker threads. Raises UndecodableImage, ImageTooLarge, AspectRatioExceeded, InvalidOption,
-        UnsupportedContent."""
+        """The grid of an image file, from its header, or the stated grid of a caller's own pixels. Parses the
+        file, so it must run on a worker thread. Raises UndecodableImage, ImageTooLarge, AspectRatioExceeded,
+        InvalidOption, UnsupportedContent."""
         match item.content:
             case EncodedFile(data) if item.modality is Modality.IMAGE:
                 return self.probe_image(data, item.options)
@@ -152,9 +151,9 @@ class Preprocessor(abc.ABC):
         raise UnsupportedContent(f"{type(item.content).__name__} of {item.modality.value} is no single image")
 
     def load(self, item: Item) -> LoadedPixels:
-        """The pixels of an item that ``probe_grid`` accepts; for worker threads. Raises UndecodableImage,
-        ImageTooLarge, AspectRatioExceeded, PixelTensorMismatch, GridMismatch, NonFinitePixels, InvalidOption,
-        UnsupportedContent."""
+        """The pixels of an item that ``probe_grid`` accepts. Must run on a worker thread. Raises
+        UndecodableImage, ImageTooLarge, AspectRatioExceeded, PixelTensorMismatch, GridMismatch,
+        NonFinitePixels, InvalidOption, UnsupportedContent."""
         match item.content:
             case EncodedFile(data) if item.modality is Modality.IMAGE:
                 return LoadedPixels(*self.load_image(data, item.options))
@@ -169,8 +168,8 @@ class Preprocessor(abc.ABC):
         return self.plan_image(*read_size(data, self.limits), options).grid
 
     def load_image(self, data: bytes, options: PreprocessOptions) -> tuple[FrameItem, float, float]:
-        """One decoded, resized and padded frame, with the milliseconds of decoding and of resizing. Its grid
-        is that of the decoded pixels, which a damaged file's header may contradict."""
+        """One decoded, resized and padded frame, with the milliseconds of decoding and of resizing. The grid
+        is that of the decoded pixels; the header of a damaged file may state another one."""
         started_s = time.perf_counter()
         self.check_options(Modality.IMAGE, options)
         image_HWC = decode_rgb(data, self.limits, self.transparent)
@@ -182,15 +181,15 @@ class Preprocessor(abc.ABC):
         return FrameItem(frames_THWC, plan.grid), decode_ms, resize_ms
 
     def open_clip(self, content: EncodedFile | FrameArray, options: PreprocessOptions) -> Clip:
-        """An open clip, to be read in pieces; for worker threads. Raises as ``ClipRules.open``, and
-        UnsupportedContent where the checkpoint has no settings for clips."""
+        """Opens a clip, which is then read in pieces. Must run on a worker thread. Raises as
+        ``ClipRules.open``, and UnsupportedContent if the checkpoint has no settings for clips."""
         if self.clips is None:
             raise UnsupportedContent("the checkpoint has no settings for clips; send a clip as pixel tensors")
         return self.clips.open(content, options)
 
     def check_pixels(self, pixels: PixelValues) -> PatchItem:
-        """A caller's own pixel tensor as float32 [P, patch_dim].
-        Raises PixelTensorMismatch (dtype, rank, width), GridMismatch (rows), NonFinitePixels."""
+        """A caller's own pixel tensor as float32 [P, patch_dim]. Raises PixelTensorMismatch (dtype, rank,
+        width), GridMismatch (rows), NonFinitePixels."""
         tensor, grid = pixels.pixel_values, pixels.grid
         if tensor.dtype not in PIXEL_DTYPES:
             raise PixelTensorMismatch(
@@ -206,7 +205,7 @@ class Preprocessor(abc.ABC):
                 needed=allowed,
             )
         self._check_grid(grid, tensor.shape[0])
-        low, high = torch.aminmax(tensor)  # both are NaN as soon as one element is
+        low, high = torch.aminmax(tensor)  # both are NaN if any element is
         if not (math.isfinite(low.item()) and math.isfinite(high.item())):
             num_bad = int(tensor.numel() - torch.isfinite(tensor).sum().item())
             raise NonFinitePixels(

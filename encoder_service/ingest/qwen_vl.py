@@ -1,6 +1,6 @@
-"""Preprocessing of Qwen3-VL and Qwen3.5: images and clips rounded to whole merge blocks within an area.
+"""Preprocessing of Qwen3-VL and Qwen3.5. Sides are rounded to whole merge blocks, within limits of the area.
 
-Owns the target sizes, which frames of a clip are sampled, the per-request overrides and the patch order. The
+Owns the target sizes, the sampling of a clip's frames, the per-request overrides and the patch order. The
 references are ``Qwen2VLImageProcessor`` with the torchvision backend (``transformers.models.qwen2_vl``) and
 ``Qwen3VLVideoProcessor`` (``transformers.models.qwen3_vl``).
 
@@ -29,18 +29,18 @@ MAX_ASPECT_RATIO = 200
 
 
 class AreaLimits(NamedTuple):
-    """Target areas, in pixels."""
+    """Limits of the target area, in pixels."""
 
     min_pixels: int
     max_pixels: int
 
 
 def rounded_size(height: int, width: int, factor: int, area: AreaLimits) -> tuple[int, int]:
-    """Target (height, width): multiples of ``factor`` near the image's own, inside ``area`` where that is
-    possible, at nearly the same aspect.
+    """Target (height, width): multiples of ``factor`` near the image's own size, within ``area`` if possible,
+    at nearly the same aspect ratio.
 
-    ``smart_resize`` of the reference, step for step in float64: rounding is to the even multiple, the area
-    decides on the rounded sides, the scale is that of the original sides.
+    Follows ``smart_resize`` of the reference step by step in float64: halves round to the even multiple, the
+    area is compared with the rounded sides, and the scale is computed from the original sides.
     """
     return _rounded_volume(height, width, factor, area, num_frames=1, counted_frames=1)
 
@@ -48,8 +48,8 @@ def rounded_size(height: int, width: int, factor: int, area: AreaLimits) -> tupl
 def _rounded_volume(
     height: int, width: int, factor: int, area: AreaLimits, *, num_frames: int, counted_frames: int
 ) -> tuple[int, int]:
-    """``rounded_size`` of frames that share an area. counted_frames: num_frames as the reference rounds them
-    to whole temporal patches before it compares the area."""
+    """``rounded_size`` of frames that share an area. counted_frames: num_frames rounded to whole temporal
+    patches, as the reference does before it compares the area."""
     rounded = round(height / factor) * factor, round(width / factor) * factor
     volume = counted_frames * rounded[0] * rounded[1]
     if volume > area.max_pixels:
@@ -67,8 +67,9 @@ def _rounded_volume(
 def qwen_indices(
     num_source_frames: int, source_fps: float, *, fps: float, min_frames: int, max_frames: int
 ) -> list[int]:
-    """Frames spread evenly from the first to the last, as many as ``fps`` asks for within the bounds, and
-    never more than there are (``Qwen3VLVideoProcessor.sample_frames``). num_source_frames: at least 1."""
+    """Indices of frames spread evenly from the first to the last: as many as ``fps`` asks for within the
+    bounds, and at most all of them (``Qwen3VLVideoProcessor.sample_frames``). num_source_frames: at least
+    1."""
     wanted = int(num_source_frames / source_fps * fps)
     count = min(max(wanted, min_frames), max_frames, num_source_frames)
     indices = np.linspace(0, num_source_frames - 1, count).round().astype(int)
@@ -78,11 +79,10 @@ def qwen_indices(
 def qwen_target_size(
     num_frames: int, height: int, width: int, *, factor: int, temporal: int, settings: QwenVideoSettings
 ) -> tuple[int, int]:
-    """Target (height, width) of a clip's frames: multiples of ``factor``, so that all frames together stay
-    inside the area.
+    """Target (height, width) of a clip's frames: multiples of ``factor``; all frames together fit the area.
 
-    The video processor's ``smart_resize``, step for step in float64. A single frame counts as a whole
-    temporal patch: the reference refuses it, and the frame is repeated to that. Raises AspectRatioExceeded.
+    Follows ``smart_resize`` of the video processor step by step in float64. A single frame, which the
+    reference refuses, is repeated to a whole temporal patch and counts as one. Raises AspectRatioExceeded.
     """
     num_frames = max(num_frames, temporal)
     max_pixels = settings.max_pixels
@@ -104,7 +104,7 @@ def qwen_target_size(
 
 
 def _check_aspect(height: int, width: int, what: str) -> None:
-    """Raises AspectRatioExceeded."""
+    """Raises AspectRatioExceeded if the longer side exceeds MAX_ASPECT_RATIO times the shorter."""
     if max(height, width) > MAX_ASPECT_RATIO * min(height, width):
         ratio = max(height, width) / min(height, width)
         raise AspectRatioExceeded(
@@ -117,7 +117,7 @@ def _check_aspect(height: int, width: int, what: str) -> None:
 
 
 def _check_pair(low: str, least: int, high: str, most: int) -> None:
-    """Raises InvalidOption."""
+    """Raises InvalidOption if the lower limit is above the upper one."""
     if least > most:
         raise InvalidOption(
             f"{low} {least} is above {high} {most} (an absent one is the checkpoint's)",
@@ -126,10 +126,10 @@ def _check_pair(low: str, least: int, high: str, most: int) -> None:
 
 
 class QwenVLPreprocessor(Preprocessor):
-    """Qwen3-VL and Qwen3.5, dense and mixture-of-experts alike."""
+    """Qwen3-VL and Qwen3.5, both dense and mixture-of-experts."""
 
     family = "qwen_vl"
-    rules = "qwen_vl.1"  # raise when the same settings give other pixels
+    rules = "qwen_vl.1"  # change when the same settings give different pixels
     options = ("min_pixels", "max_pixels")
 
     def __init__(
@@ -155,7 +155,7 @@ class QwenVLPreprocessor(Preprocessor):
         _check_pair("min_pixels", area.min_pixels, "max_pixels", area.max_pixels)
 
     def area_limits(self, options: PreprocessOptions) -> AreaLimits:
-        """The checkpoint's limits, replaced by the request's where given."""
+        """The checkpoint's limits, overridden by those of the request."""
         limits = {name: getattr(self.settings, name) for name in AreaLimits._fields} | options.given()
         return AreaLimits(*(int(limits[name]) for name in AreaLimits._fields))
 
@@ -167,8 +167,9 @@ class QwenVLPreprocessor(Preprocessor):
         return ImagePlan(target, target, Grid(1, target[0] // patch_size, target[1] // patch_size))
 
     def patchify(self, frames_THWC: torch.Tensor) -> torch.Tensor:
-        """Order [t, H/m, W/m, m, m, C, tp, ph, pw]: the patches of one merge block stand together. The last
-        frame repeats to fill a temporal patch, so that an image's only frame fills it alone."""
+        """Patches in the order [t, H/m, W/m, m, m, C, tp, ph, pw], so that the patches of one merge block are
+        adjacent. The last frame is repeated to fill a temporal patch; an image's only frame fills it
+        alone."""
         num_frames, height, width, _ = frames_THWC.shape
         patch, merge, temporal = self.settings.patch_size, self.merge_size, self.settings.temporal_patch_size
         block = patch * merge
@@ -210,7 +211,7 @@ class QwenClips(ClipRules):
         self.with_options(options)
 
     def with_options(self, options: PreprocessOptions) -> QwenVideoSettings:
-        """The checkpoint's settings, replaced by the request's where given. Raises InvalidOption."""
+        """The checkpoint's settings, overridden by those of the request. Raises InvalidOption."""
         given: dict[str, Any] = options.given()
         settings = dataclasses.replace(self.settings, **given)
         for low, high in (("min_pixels", "max_pixels"), ("min_frames", "max_frames")):

@@ -1,6 +1,6 @@
-"""Which preprocessor a family has.
+"""Builds the preprocessor of a model family.
 
-Owns the choice by family name; the settings come from the checkpoint's folder.
+Owns the choice by family name. The settings come from the checkpoint's folder.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ def load_preprocessor(
     clip_limits: ClipLimits | None = None,
     transparent: Transparent = "white",
 ) -> Preprocessor:
-    """The preprocessor of a checkpoint folder. clip_limits: their defaults when left out. transparent: what
-    becomes of alpha, see ``decode``.
+    """The preprocessor of a checkpoint folder. clip_limits: None for the default limits. transparent: how
+    alpha is handled, see ``decode``.
 
     Raises UnsupportedCheckpoint for an unknown family or for settings that are missing or invalid,
-    CheckpointError when the folder has no settings file.
+    CheckpointError if the folder has no settings file.
     """
     if family not in FAMILIES:
         raise UnsupportedCheckpoint(

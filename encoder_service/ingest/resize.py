@@ -1,7 +1,7 @@
-"""The exact resize and the exact normalisation, the same for all families.
+"""Exact resizing and normalisation, shared by all families.
 
-Both equal the reference's default (torchvision) processors bit for bit. Shape suffixes: H height, W width,
-C channels, P patches.
+Both equal the reference's default (torchvision) processors bit for bit. Shape suffixes: H height, W width, C
+channels, P patches.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from encoder_service.ingest.settings import Normalisation
 
 
 def resize_bicubic(image_HWC: torch.Tensor, height: int, width: int) -> torch.Tensor:
-    """uint8 [H, W, 3] to uint8 [height, width, 3]: bicubic with antialiasing, in integers.
+    """Resizes uint8 [H, W, 3] to uint8 [height, width, 3]: bicubic with antialiasing, in integers.
 
-    torch's own uint8 kernel, which the reference processors end in as well; through float32 the result is up
-    to six levels off. An image of the right size passes untouched, as there.
+    Uses torch's uint8 kernel, as the reference processors do; through float32 the result would differ by up
+    to six levels. An image of the right size is returned unchanged, as in the reference.
     """
     if image_HWC.shape[:2] == (height, width):
         return image_HWC
@@ -29,8 +29,8 @@ def resize_bicubic(image_HWC: torch.Tensor, height: int, width: int) -> torch.Te
 
 
 def resize_and_pad(image_HWC: torch.Tensor, target: tuple[int, int], padded: tuple[int, int]) -> torch.Tensor:
-    """uint8 [H, W, 3] resized to the target, then padded to the right and below with black, which is -mean /
-    std after normalising. target, padded: (height, width) in pixels."""
+    """Resizes uint8 [H, W, 3] to the target, then pads it on the right and below with black, which becomes
+    -mean / std after normalisation. target, padded: (height, width) in pixels."""
     resized_HWC = resize_bicubic(image_HWC, *target)
     below, right = padded[0] - target[0], padded[1] - target[1]
     if not (right or below):
@@ -51,10 +51,10 @@ def _scaled_statistics(
 
 
 def normalise_into(out: torch.Tensor, patches: torch.Tensor, normalisation: Normalisation) -> None:
-    """uint8 [P, 3, ...] into float32 of that shape: (x - mean / f) / (std / f), f the rescale factor.
+    """Normalises uint8 [P, 3, ...] to float32: (x - mean / f) / (std / f), where f is the rescale factor.
 
-    The reference fuses rescaling into mean and std in this way, in float32, subtracting before dividing
-    (``TorchvisionBackend.rescale_and_normalize``); any other order differs in the last bit.
+    The reference fuses rescaling into mean and std in this way, in float32, and subtracts before it divides
+    (``TorchvisionBackend.rescale_and_normalize``). Any other order differs in the last bit.
     """
     per_channel = (3, *(1,) * (patches.dim() - 2))
     mean, std = (values.view(per_channel) for values in _scaled_statistics(normalisation, patches.device))

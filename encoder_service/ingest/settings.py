@@ -1,12 +1,13 @@
 """Processor settings of both families, for images and clips, read from the checkpoint's own files.
 
-Owns the spellings in which published checkpoints and the reference package write them, and the refusal of
-settings that are missing, of the wrong type, out of range, or that ask for other pixels than the families'
-rules make. Other keys are ignored. What the settings do is in ``qwen_vl`` and ``moonvit``.
+Owns the names that published checkpoints and the reference package use for them, and the refusal of settings
+that are missing, of the wrong type, out of range, or that need preprocessing that the families' rules do not
+implement. Other keys are ignored. ``qwen_vl`` and ``moonvit`` apply the settings.
 
-A published Qwen file of clips has the area and the patch sizes only; the reference's own values stand for the
-sampling (``Qwen3VLVideoProcessor``: 2 frames a second, 4 to 768 frames). Kimi's settings of clips stand
-beside those of images (``sample_fps``, ``in_patch_limit_each_frame``, ``temporal_merge_kernel_size``).
+Qwen's published settings for clips contain only the area and the patch sizes. For the sampling, the
+reference's defaults apply (``Qwen3VLVideoProcessor``: 2 frames per second, 4 to 768 frames). Kimi's settings
+for clips are in the same file as those for images (``sample_fps``, ``in_patch_limit_each_frame``,
+``temporal_merge_kernel_size``).
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ PROCESSOR_FILE = "processor_config.json"  # the reference package's combined fil
 BICUBIC = 3
 Triple: TypeAlias = tuple[float, float, float]
 
-# Settings that change pixels or the frames that are sampled, with the one value that the families' rules
-# cover. A setting that is missing or null passes.
+# Settings that change pixels or the sampled frames, with the only value that the families' rules implement. A
+# setting that is missing or null is accepted.
 _FIXED: Mapping[str, object] = {
     "do_resize": True,
     "do_rescale": True,
@@ -46,7 +47,7 @@ _FIXED: Mapping[str, object] = {
 
 @dataclass(frozen=True)
 class Normalisation:
-    """(pixel * rescale_factor - mean) / std, per channel."""
+    """The normalisation (pixel * rescale_factor - mean) / std, per channel."""
 
     image_mean: Triple
     image_std: Triple
@@ -55,7 +56,7 @@ class Normalisation:
 
 @dataclass(frozen=True)
 class QwenVLSettings:
-    """Qwen3-VL and Qwen3.5. Sizes in pixels, patches and frames; min_pixels, max_pixels are target areas."""
+    """Qwen3-VL and Qwen3.5. Sizes in pixels, patches, frames. min_pixels, max_pixels: limits of the area."""
 
     patch_size: int
     merge_size: int
@@ -67,7 +68,7 @@ class QwenVLSettings:
 
 @dataclass(frozen=True)
 class MoonViTSettings:
-    """Kimi-K2.5. max_patches: of one image, before padding; max_patches_per_side: of its height or width."""
+    """Kimi-K2.5. max_patches, max_patches_per_side: limits of one image and of its sides, before padding."""
 
     patch_size: int
     merge_size: int
@@ -78,9 +79,9 @@ class MoonViTSettings:
 
 @dataclass(frozen=True)
 class QwenVideoSettings:
-    """Qwen3-VL and Qwen3.5. min_pixels, max_pixels: frames times height times width of the target; fps:
-    frames sampled a second. cap_pixels_per_frame: also limit one frame to max_video_tokens visual tokens, as
-    releases of the reference from 5.22 can."""
+    """Qwen3-VL and Qwen3.5. min_pixels, max_pixels: limits of frames times height times width of the target.
+    fps: sampled frames per second. cap_pixels_per_frame: also limit one frame to max_video_tokens visual
+    tokens, an option of the reference from 5.22 on."""
 
     min_pixels: int
     max_pixels: int
@@ -93,8 +94,8 @@ class QwenVideoSettings:
 
 @dataclass(frozen=True)
 class MoonViTVideoSettings:
-    """Kimi-K2.5. max_patches: of one frame, before padding; chunk_frames: frames that the tower averages into
-    one set of rows; max_frames: None where the checkpoint has no bound."""
+    """Kimi-K2.5. max_patches: limit of one frame, before padding. chunk_frames: frames that the tower
+    averages into one set of rows. max_frames: None if the checkpoint has no limit."""
 
     max_patches: int
     max_patches_per_side: int
@@ -107,13 +108,13 @@ class SettingsReader(JsonReader):
     """One object of processor settings."""
 
     def __init__(self, values: Mapping[str, object], where: str) -> None:
-        """Refuses settings of another value than the families' rules cover."""
+        """Refuses settings with a value that the families' rules do not implement."""
         super().__init__(values, where)
         for key, needed in _FIXED.items():
             self.require(key, needed)
 
     def nested(self, key: str) -> SettingsReader:
-        """The section of that name, else this object."""
+        """The section of that name, or this object if there is none."""
         return self.section(key) if self.has(key) else self
 
     def flag(self, key: str) -> bool:
@@ -121,8 +122,7 @@ class SettingsReader(JsonReader):
         return value
 
     def area(self, key: str, size_key: str) -> int:
-        """``min_pixels`` or ``max_pixels``, which win over ``size`` where both are given, as in the
-        reference."""
+        """``min_pixels`` or ``max_pixels``, which take precedence over ``size``, as in the reference."""
         return self.count(key) if self.has(key) else self.section("size").count(size_key)
 
     def normalisation(self) -> Normalisation:
@@ -144,17 +144,17 @@ class SettingsReader(JsonReader):
             raise self.refuse(low, least, f"at most {high} = {most}")
 
     def check_same(self, images: object, found: Mapping[str, object]) -> None:
-        """Refuses settings of clips that differ from those of images: one forward pass takes both."""
+        """Refuses clip settings that differ from the image settings, because one forward pass takes both."""
         for key, value in found.items():
             if value != getattr(images, key):
                 raise self.refuse(key, value, f"{getattr(images, key)!r}, as images have")
 
 
 def read_settings_file(checkpoint: Path) -> SettingsReader:
-    """The image settings of a checkpoint folder: the image_processor section of its processor_config.json,
+    """The image settings of a checkpoint folder: the image_processor section of its processor_config.json, or
     else its preprocessor_config.json, in the reference's order (``get_image_processor_dict``).
 
-    Raises CheckpointError when neither is there, UnsupportedCheckpoint when one is malformed.
+    Raises CheckpointError if neither exists, UnsupportedCheckpoint if one is malformed.
     """
     preprocessor, processor = checkpoint / PREPROCESSOR_FILE, checkpoint / PROCESSOR_FILE
     if processor.exists() and (combined := SettingsReader.of_file(processor)).has("image_processor"):
@@ -168,12 +168,12 @@ def read_settings_file(checkpoint: Path) -> SettingsReader:
 
 
 def read_video_settings_file(checkpoint: Path) -> SettingsReader | None:
-    """The settings of clips of a checkpoint folder: the video_processor section of its processor_config.json,
-    else its video_preprocessor_config.json, else its preprocessor_config.json, in the reference's order
-    (``get_video_processor_dict``). None where there is none, and where the last one is not read for images
-    either: it may belong to another model.
+    """The clip settings of a checkpoint folder: the video_processor section of its processor_config.json, or
+    else its video_preprocessor_config.json, or else its preprocessor_config.json, in the reference's order
+    (``get_video_processor_dict``). None if there is none. preprocessor_config.json is skipped if it is not
+    read for images either, because it may belong to another model.
 
-    Raises UnsupportedCheckpoint when one is malformed.
+    Raises UnsupportedCheckpoint if one is malformed.
     """
     processor, names = checkpoint / PROCESSOR_FILE, [VIDEO_PREPROCESSOR_FILE, PREPROCESSOR_FILE]
     if processor.exists():
@@ -187,7 +187,7 @@ def read_video_settings_file(checkpoint: Path) -> SettingsReader | None:
 
 
 def parse_qwen_vl(reader: SettingsReader) -> QwenVLSettings:
-    """Raises UnsupportedCheckpoint."""
+    """Qwen's image settings. Raises UnsupportedCheckpoint."""
     settings = QwenVLSettings(
         patch_size=reader.count("patch_size"),
         merge_size=reader.count("merge_size"),
@@ -201,7 +201,7 @@ def parse_qwen_vl(reader: SettingsReader) -> QwenVLSettings:
 
 
 def parse_qwen_video(reader: SettingsReader, images: QwenVLSettings) -> QwenVideoSettings:
-    """Raises UnsupportedCheckpoint."""
+    """Qwen's clip settings. Raises UnsupportedCheckpoint."""
     sizes = {name: reader.count(name) for name in ("patch_size", "merge_size", "temporal_patch_size")}
     reader.check_same(images, {**sizes, "normalisation": reader.normalisation()})
     settings = QwenVideoSettings(
@@ -219,9 +219,9 @@ def parse_qwen_video(reader: SettingsReader, images: QwenVLSettings) -> QwenVide
 
 
 def parse_moonvit(reader: SettingsReader) -> MoonViTSettings:
-    """Published names (in_patch_limit, patch_limit_on_one_side, merge_kernel_size), nested under
-    media_proc_cfg or flat, and the reference package's (max_patches, size.max_height and size.max_width,
-    merge_size). Raises UnsupportedCheckpoint."""
+    """Kimi's image settings. Accepts the published names (in_patch_limit, patch_limit_on_one_side,
+    merge_kernel_size), nested under media_proc_cfg or flat, and those of the reference package (max_patches,
+    size.max_height and size.max_width, merge_size). Raises UnsupportedCheckpoint."""
     reader = reader.nested("media_proc_cfg")
     is_published = reader.has("in_patch_limit")
     settings = MoonViTSettings(
@@ -233,15 +233,16 @@ def parse_moonvit(reader: SettingsReader) -> MoonViTSettings:
     )
     per_side, merge_size = settings.max_patches_per_side, settings.merge_size
     if per_side % merge_size:
-        # A side at the limit would be padded past it, and past the tower's rotary table.
+        # Padding would extend a side at the limit past the limit, and past the tower's rotary table.
         needed = f"a multiple of the merge size {merge_size}"
         raise reader.refuse("the patch limit of one side", per_side, needed)
     return settings
 
 
 def parse_moonvit_video(reader: SettingsReader, images: MoonViTSettings) -> MoonViTVideoSettings | None:
-    """Published names, nested under media_proc_cfg or flat, and the reference package's (max_patches, size,
-    fps, temporal_patch_size); None for a file without settings of clips. Raises UnsupportedCheckpoint."""
+    """Kimi's clip settings. Accepts the published names, nested under media_proc_cfg or flat, and those of
+    the reference package (max_patches, size, fps, temporal_patch_size). None for a file without clip
+    settings. Raises UnsupportedCheckpoint."""
     reader = reader.nested("media_proc_cfg")
     if reader.has("in_patch_limit_each_frame"):
         has_bound = reader.has("max_num_frames_each_video")

@@ -1,9 +1,9 @@
-"""URL items: which hosts may be asked, at which addresses, and the fetching within bounds of bytes and time.
+"""URL items: which hosts and addresses may be contacted, and fetching within limits of bytes and time.
 
 Owns the list of allowed hosts, the address filter and the HTTP exchange. A name is resolved once per
-connection; all its addresses are checked, and the connection goes to a checked address by number. Redirects
-pass the same checks, hop by hop. Nothing is read from the environment (no proxies, no netrc), no cookies are
-kept, nothing is decompressed.
+connection. All its addresses are checked, and the connection is made to a checked address, not to the name.
+Every redirect passes the same checks. Nothing is read from the environment (no proxies, no netrc), no cookies
+are kept, nothing is decompressed.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ Network: TypeAlias = ipaddress.IPv4Network | ipaddress.IPv6Network
 Resolve: TypeAlias = Callable[[str, int], Awaitable[Sequence[str]]]
 
 MAX_REDIRECTS = 3
-MAX_FETCHES = 16  # at a time; others wait
+MAX_FETCHES = 16  # concurrent fetches; others wait
 MAX_URL_CHARS = 8192
 KEPT_CONNECTIONS = 8
 KEEP_S = 15.0
 REDIRECTS = frozenset((301, 302, 303, 307, 308))
 RETRYABLE = frozenset((408, 425, 429, 500, 502, 503, 504))
-# Object stores give the last two to uploads without a type.
+# Object stores give the last two types to uploads without a type.
 TYPES = ("image/", "application/octet-stream", "binary/octet-stream")
 TRANSPORT_ERRORS = (
     httpcore.TimeoutException,
@@ -64,26 +64,27 @@ def _networks(text: str) -> tuple[Network, ...]:
     return tuple(map(ipaddress.ip_network, text.split()))
 
 
-# Refused whatever networks are allowed: where clouds give out credentials (169.254.169.254; AWS, Alibaba,
-# Azure, Oracle, Google).
+# Refused even if the networks are allowed: the addresses at which clouds serve credentials (169.254.169.254;
+# AWS, Alibaba, Azure, Oracle, Google).
 METADATA = _networks(
     "169.254.0.0/16 fe80::/10 fd00:ec2::254/128 100.100.100.200/32 168.63.129.16/32 192.0.0.192/32 "
     "fd20:ce::254/128"
 )
-# Of IPv6 only global unicast is public, less what carries IPv4 addresses, documentation and tests. Loopback,
-# unique local, link-local, multicast, IPv4-mapped and NAT64 addresses lie outside.
+# In IPv6 only global unicast is public, except ranges that carry IPv4 addresses, documentation and tests.
+# Loopback, unique local, link-local, multicast, IPv4-mapped and NAT64 addresses are outside of it.
 PUBLIC_IPV6 = ipaddress.ip_network("2000::/3")
 NOT_PUBLIC_IPV6 = _networks("2001::/23 2001:db8::/32 2002::/16 3fff::/20")
 
 
 def check_address(text: str, allowed: Iterable[Network]) -> str:
-    """The address, when it may be connected to. allowed: networks that need not be public. Raises UrlRefused
-    without the address: a caller must not learn where a name leads inside."""
+    """Returns the address if connecting to it is allowed. allowed: networks that need not be public. Raises
+    UrlRefused. Its text does not contain the address, so that a caller does not learn the internal address of
+    a name."""
     try:
         address = ipaddress.ip_address(text)
     except ValueError:
         raise UrlRefused("the URL's host has an address that cannot be read") from None
-    # An IPv4 address inside an IPv6 address is not unpacked: those ranges are not public.
+    # An IPv4 address inside an IPv6 address need not be extracted, because those ranges are not public.
     is_public = address.is_global and not address.is_multicast
     if isinstance(address, ipaddress.IPv6Address):
         is_public &= address in PUBLIC_IPV6 and not any(address in network for network in NOT_PUBLIC_IPV6)
@@ -94,8 +95,8 @@ def check_address(text: str, allowed: Iterable[Network]) -> str:
 
 
 class CheckedBackend(httpcore.AsyncNetworkBackend):
-    """Connects an HTTP client to checked addresses only. TLS, its server name and the Host header keep the
-    name."""
+    """Connects an HTTP client to checked addresses only. TLS, its server name and the Host header still use
+    the host's name."""
 
     def __init__(
         self,
@@ -115,8 +116,8 @@ class CheckedBackend(httpcore.AsyncNetworkBackend):
         local_address: str | None = None,
         socket_options: Iterable[httpcore.SOCKET_OPTION] | None = None,
     ) -> httpcore.AsyncNetworkStream:
-        """Tries the host's addresses in turn, once all of them have been checked. Raises UrlRefused,
-        UrlUnreachable, and httpcore's errors of connecting."""
+        """Checks all of the host's addresses and then tries them in turn. Raises UrlRefused, UrlUnreachable,
+        and httpcore's connection errors."""
         try:
             async with asyncio.timeout(timeout):
                 found = await self._resolve(host, port)
@@ -134,7 +135,7 @@ class CheckedBackend(httpcore.AsyncNetworkBackend):
 
 @dataclass(frozen=True)
 class CheckedUrl:
-    """A URL that was read. host: lower case, without brackets; target: path and query."""
+    """A parsed URL. host: lower case, without brackets. target: path and query."""
 
     scheme: str
     host: str
@@ -143,7 +144,7 @@ class CheckedUrl:
 
     @property
     def authority(self) -> str:
-        """Host and, unless it is the scheme's own, port."""
+        """The host, and the port unless it is the scheme's default."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         return host if self.port == DEFAULT_PORTS[self.scheme] else f"{host}:{self.port}"
 
@@ -153,7 +154,7 @@ class CheckedUrl:
 
 
 def parse_url(text: str) -> CheckedUrl:
-    """Raises UrlRefused for anything but an http or https URL of a plain host."""
+    """Parses a URL. Raises UrlRefused for anything but an http or https URL of a plain host."""
     if len(text) > MAX_URL_CHARS:
         raise UrlRefused(f"the URL has {len(text)} characters, the limit is {MAX_URL_CHARS}")
     if not _PRINTABLE.fullmatch(text):
@@ -178,16 +179,15 @@ def parse_url(text: str) -> CheckedUrl:
 
 
 class AllowList:
-    """Entries of the setting ``url_allow``: a host, or ``*.`` and a domain, with a scheme and port where
-    wanted."""
+    """Entries of the setting ``url_allow``: a host, or ``*.`` and a domain; scheme and port are optional."""
 
     def __init__(self, entries: Iterable[str]) -> None:
-        """Raises ConfigurationError."""
+        """Raises ConfigurationError for an invalid entry."""
         self._entries = [self._parse(entry) for entry in entries]
 
     @staticmethod
     def _parse(entry: str) -> tuple[CheckedUrl, bool]:
-        """The entry as a URL, and whether it stands for all hosts below its own."""
+        """The entry as a URL, and whether it matches all hosts below its own."""
         text = entry if "://" in entry else f"https://{entry}"
         is_wildcard = "://*." in text
         try:
@@ -201,7 +201,7 @@ class AllowList:
         return url, is_wildcard
 
     def check(self, text: str) -> CheckedUrl:
-        """The URL, read. Raises UrlRefused."""
+        """Parses a URL. Raises UrlRefused if it is not allowed."""
         url = parse_url(text)
         for entry, is_wildcard in self._entries:
             is_host = url.host.endswith("." + entry.host) if is_wildcard else url.host == entry.host
@@ -211,7 +211,7 @@ class AllowList:
 
 
 class UrlFetcher:
-    """Fetches URLs; one for the service, used on its event loop."""
+    """Fetches URLs. There is one fetcher per service, used on its event loop."""
 
     def __init__(
         self,
@@ -224,15 +224,15 @@ class UrlFetcher:
         tls: ssl.SSLContext | None = None,
         observe: Callable[[str, float], None] = lambda _outcome, _seconds: None,
     ) -> None:
-        """max_bytes: of one body; timeout_s: of one URL with its redirects, after its wait for a free place.
-        networks: that may be connected to though they are not public. observe: receives the outcome (OK, a
-        failure's reason, CANCELLED) and the seconds of every fetch."""
+        """max_bytes: limit of one body. timeout_s: limit of one URL including its redirects, excluding the
+        wait for a free place. networks: may be contacted although they are not public. observe: receives the
+        outcome (OK, the reason of a failure, CANCELLED) and the duration in seconds of every fetch."""
         self._allow = allow
         self._max_bytes = max_bytes
         self._timeout_s = timeout_s
         self._observe = observe
         self._places = asyncio.Semaphore(MAX_FETCHES)
-        # Threads of its own: a name server that hangs blocks no other work.
+        # A separate thread pool, so that a name server that hangs blocks no other work.
         self._resolver = ThreadPoolExecutor(8, thread_name_prefix="resolve")
         self._client = httpcore.AsyncConnectionPool(
             ssl_context=httpcore.default_ssl_context() if tls is None else tls,
@@ -247,7 +247,7 @@ class UrlFetcher:
         self._resolver.shutdown(wait=False, cancel_futures=True)
 
     async def fetch(self, text: str, count_bytes: Callable[[int], None] = lambda _: None) -> bytes:
-        """The body at a URL. count_bytes: called with the bytes of each part before it is kept; may raise
+        """The body at a URL. count_bytes: called with the size of each part before it is kept; may raise
         QueueFull. Raises UrlRefused, UrlContent, UrlUnreachable, ImageTooLarge."""
         started_s, outcome = time.monotonic(), "INTERNAL"
         try:
@@ -266,7 +266,7 @@ class UrlFetcher:
         return body
 
     async def _resolve(self, host: str, port: int) -> Sequence[str]:
-        """Every address of the host, in the system's order. Raises OSError."""
+        """All addresses of the host, in the system's order. Raises OSError."""
         found = await asyncio.get_running_loop().run_in_executor(
             self._resolver, lambda: socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         )
@@ -287,7 +287,7 @@ class UrlFetcher:
         raise UrlRefused(f"the URL redirects more than {MAX_REDIRECTS} times")
 
     async def _get(self, url: CheckedUrl, count_bytes: Callable[[int], None]) -> bytes | CheckedUrl:
-        """One hop: the body, or where it redirects to."""
+        """One request: returns the body, or the URL of a redirect."""
         headers: dict[bytes | str, bytes | str] = {
             "Host": url.authority,
             "User-Agent": "vision-encoder",
@@ -311,7 +311,7 @@ class UrlFetcher:
         return bytes(body)
 
     def _redirected(self, url: CheckedUrl, location: str) -> CheckedUrl:
-        """Where a redirect leads. Raises UrlRefused."""
+        """The target of a redirect. Raises UrlRefused."""
         try:
             found = self._allow.check(urllib.parse.urljoin(url.text, location))
         except ValueError:
@@ -330,7 +330,7 @@ class UrlFetcher:
 
 
 def check_answer(status: int, fields: dict[bytes, str]) -> None:
-    """Raises UrlContent, UrlUnreachable for an answer whose body is no image."""
+    """Raises UrlUnreachable or UrlContent for an answer without an image as its body."""
     if status in RETRYABLE:
         raise UrlUnreachable(f"the URL's server answers {status}", status=status)
     if status != 200:
@@ -344,7 +344,8 @@ def check_answer(status: int, fields: dict[bytes, str]) -> None:
 
 
 def open_urls(settings: Settings, metrics: Metrics) -> UrlFetcher | None:
-    """None without an allow-list: URL items are refused then. Raises ConfigurationError."""
+    """The service's fetcher; None without an allow-list, so that URL items are refused. Raises
+    ConfigurationError."""
     if not settings.url_allow:
         return None
     seconds = Histogram(

@@ -1,9 +1,9 @@
 """Structured logs: one event per line on standard error, readable or JSON.
 
-Owns the form of lines, the request id that joins the lines of one request, and the thread that writes them.
-The id is a context variable, so that it is in every line of the task that serves a call and of the tasks that
-this task starts. A caller of the log never waits for the reader of standard error: lines go through a bounded
-queue, and a line that finds it full, or that cannot be written, is lost and counted.
+Owns the format of the lines, the request id that joins the lines of one request, and the thread that writes
+them. The id is a context variable, so that it is in every line of the task that serves a call and of the
+tasks that this task starts. A caller that logs never waits for the reader of standard error: lines go through
+a bounded queue. A line that finds the queue full, or that cannot be written, is lost and counted.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ import structlog
 log = structlog.get_logger(__name__)
 
 REQUEST_ID_KEY = "x-request-id"
-# Ids are repeated in logs and trailers: short, without white space or control characters.
+# Ids are repeated in logs and trailers, so they are short and have no white space or control characters.
 REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 
 MAX_WAITING_LINES = 10_000
-# At the end of the process, for lines that are not written yet.
+# How long the process waits at its end for lines that are not written yet.
 FLUSH_S = 1.0
 FLUSH_POLL_S = 0.005
-# Between two attempts to write to a full pipe that does not block. A pipe may be writable and still have no
-# room for a line: hence the pause.
+# RETRY_S: longest wait for a full non-blocking pipe. PAUSE_S: pause after that wait, because a pipe may be
+# reported writable without room for a whole line.
 RETRY_S, PAUSE_S = 0.5, 0.01
 
-# Ids for callers that gave none: the process's half, then a number. They are distinct, not secret.
+# Ids for callers that gave none: a random part per process, then a counter. They are unique, not secret.
 _PROCESS_ID = uuid.uuid4().hex[:16]
 _numbers = count()
 _request: ContextVar[tuple[str, str]] = ContextVar("request", default=("", ""))
@@ -48,8 +48,7 @@ _lines: LineQueue | None = None
 
 
 def request_id_of(metadata: Iterable[tuple[str, str | bytes]]) -> str:
-    """The caller's request id, or a new one where it gave none that is 1 to 128 letters, digits and
-    ``._:/+=@-``."""
+    """The caller's request id if it is 1 to 128 letters, digits and ``._:/+=@-``, otherwise a new id."""
     for key, value in metadata:
         if key == REQUEST_ID_KEY and isinstance(value, str) and REQUEST_ID.fullmatch(value):
             return value
@@ -57,7 +56,7 @@ def request_id_of(metadata: Iterable[tuple[str, str | bytes]]) -> str:
 
 
 def bind_request(request_id: str, trace_id: str = "") -> None:
-    """Puts the id, and the trace's where there is one, into every line of this task from now on."""
+    """Adds the request id, and the trace id if there is one, to every line of this task from now on."""
     _request.set((request_id, trace_id))
 
 
@@ -72,8 +71,8 @@ def add_request(
 
 
 class DescriptorHandler(logging.Handler):
-    """Writes lines to a file descriptor. It uses no stream object: a thread that is stuck in one would hold a
-    lock that the interpreter needs at its end."""
+    """Writes lines to a file descriptor. Uses no stream object: a thread that is stuck in one would hold a
+    lock that the interpreter needs when it exits."""
 
     def __init__(self, descriptor: int, on_written: Callable[[], None] = lambda: None) -> None:
         super().__init__()
@@ -83,7 +82,7 @@ class DescriptorHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         data = record.getMessage().encode(errors="backslashreplace") + b"\n"
-        # A line that failed in its middle is ended before the next one.
+        # If the last line failed in its middle, this line begins with a line break.
         rest = memoryview(b"\n" + data if self._is_torn else data)
         started = len(rest)
         try:
@@ -98,7 +97,7 @@ class DescriptorHandler(logging.Handler):
             self._on_written()
 
     def _write(self, data: memoryview) -> int:
-        """The number of bytes written; 0 after a wait for a full pipe. Raises OSError, ValueError."""
+        """Returns the number of bytes written; 0 after a wait for a full pipe. Raises OSError, ValueError."""
         try:
             num_written = os.write(self._descriptor, data)
         except BlockingIOError:
@@ -122,7 +121,7 @@ class LineQueue(QueueHandler):
 
     @property
     def num_lost(self) -> int:
-        """Lines that found the queue full or could not be written."""
+        """Number of lines that found the queue full or could not be written."""
         return self._num_full + self._handler.num_failed
 
     def enqueue(self, record: logging.LogRecord) -> None:
@@ -132,15 +131,15 @@ class LineQueue(QueueHandler):
             self._num_full += 1
 
     def _report_lost(self) -> None:
-        """On the listener's thread, after a line was written: one line about those lost before it."""
+        """Logs the number of lost lines, if it has grown. Runs on the listener's thread after each write."""
         num_lost = self.num_lost
         if num_lost != self._num_reported:
             self._num_reported = num_lost
             log.warning("log lines were lost", num_lost=num_lost)
 
     def flush_within(self, timeout_s: float) -> bool:
-        """Waits until every queued line is written or lost. False when that took longer: the listener's
-        thread, a daemon, may be stuck in a write."""
+        """Waits until every queued line is written or lost. Returns False on timeout: the listener's thread,
+        a daemon, may be stuck in a write."""
         ends_s = time.monotonic() + timeout_s
         while self._waiting.unfinished_tasks:
             if time.monotonic() >= ends_s:
@@ -150,7 +149,7 @@ class LineQueue(QueueHandler):
 
 
 class StreamHandler(logging.Handler):
-    """For a standard error without a descriptor: writes at once. A line that cannot be written is lost."""
+    """Writes lines at once, for a standard error without a descriptor. A failed line is lost."""
 
     def emit(self, record: logging.LogRecord) -> None:
         with contextlib.suppress(OSError, ValueError):
@@ -164,7 +163,7 @@ def configure_logs(format: Literal["text", "json"], level: str) -> None:  # noqa
         if format == "json"
         else structlog.dev.ConsoleRenderer(
             colors=sys.stderr.isatty(),
-            # The default shows the locals of every frame: a caller's image bytes among them.
+            # The default prints the local variables of every frame, which include a caller's image bytes.
             exception_formatter=structlog.dev.plain_traceback,
         )
     )
@@ -185,7 +184,7 @@ def configure_logs(format: Literal["text", "json"], level: str) -> None:  # noqa
 
 
 def open_lines() -> logging.Logger:
-    """A logger of whole lines on standard error, apart from the tree of the process's other loggers."""
+    """A logger of whole lines on standard error, outside the hierarchy of the process's other loggers."""
     global _lines
     stop_logs()
     lines = logging.Logger("encoder_service.lines")
@@ -197,7 +196,7 @@ def open_lines() -> logging.Logger:
 
 @atexit.register
 def stop_logs() -> None:
-    """Waits for queued lines, for FLUSH_S at most."""
+    """Waits for queued lines, at most FLUSH_S."""
     global _lines
     if _lines is not None:
         _lines.flush_within(FLUSH_S)

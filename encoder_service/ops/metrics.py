@@ -1,6 +1,6 @@
 """Prometheus metrics of one service process.
 
-Owns names, labels and buckets. Each process (and each test) has a registry of its own.
+Owns names, labels and buckets. Each process, and each test, has its own registry.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ CONTENT_TYPE = CONTENT_TYPE_LATEST
 
 
 class Metrics:
-    """All instruments; attributes are the instruments themselves."""
+    """All instruments of the service, as attributes."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -90,15 +90,15 @@ class Metrics:
         self._series: dict[tuple[Counter, tuple[str, ...]], Counter] = {}
 
     def count(self, counter: Counter, *labels: str) -> None:
-        """Adds to a counter's series with these labels. The library looks a series up with checks and a lock;
-        this method looks it up once and keeps it, so the labels' values must be few."""
+        """Adds one to the series of a counter with these labels. The library's lookup makes checks and takes
+        a lock; this method caches each series for good, so a label must have few values."""
         series = self._series.get((counter, labels))
         if series is None:
             series = self._series[counter, labels] = counter.labels(*labels)
         series.inc()
 
     def gauge(self, name: str, text: str, read: Callable[[], float]) -> None:
-        """Registers a gauge that is read at scrape time."""
+        """Registers a gauge whose value is read at scrape time."""
         Gauge(name, text, registry=self.registry).set_function(read)
 
     def gauge_by_labels(
@@ -108,7 +108,7 @@ class Metrics:
         labels: tuple[str, ...],
         reads: Mapping[tuple[str, ...], Callable[[], float]],
     ) -> None:
-        """Registers a gauge with one value for each combination of labels, read at scrape time."""
+        """Registers a gauge with one value for each combination of labels. Values are read at scrape time."""
         gauge = Gauge(name, text, labels, registry=self.registry)
         for values, read in reads.items():
             gauge.labels(*values).set_function(read)
@@ -120,30 +120,30 @@ class Metrics:
         read: Callable[[], float] | Callable[[], Mapping[str, float]],
         label: str = "",
     ) -> None:
-        """Registers a counter that another object keeps, read at scrape time. label: where it has a value for
-        each value of a label."""
+        """Registers a counter that another object keeps; its value is read at scrape time. label: the label's
+        name where ``read`` returns one value for each of its values."""
         self.registry.register(_CounterView(name, text, read, label))
 
     def count_failure(self, counter: Counter, reason: str, *, turned_away: bool) -> None:
-        """An item (``failures``) or a whole call (``call_failures``) failed. turned_away: the service was
-        full or not ready, and a retry may succeed."""
+        """Counts a failed item (``failures``) or a failed call (``call_failures``). turned_away: the service
+        was full or not ready, so a retry may succeed."""
         self.count(counter, reason)
         if turned_away:
             self.count(self.rejections, reason)
 
     def exposition(self) -> bytes:
-        """The text format that Prometheus scrapes."""
+        """The metrics in the text format that Prometheus scrapes."""
         return generate_latest(self.registry)
 
 
 class StageTimes:
-    """A histogram by stage without a lock: one thread observes, several times for each item, and any thread
-    reads. A read may miss an observation in progress.
+    """A histogram by stage without a lock: one thread observes several times per item, any thread reads. A
+    read may miss an observation in progress.
 
-    bounds_s: upper ends of the buckets, rising.
+    bounds_s: upper bounds of the buckets, ascending.
     """
 
-    _labelnames = ("stage",)  # the attribute that the library's own instruments have
+    _labelnames = ("stage",)  # an attribute of the library's own instruments
 
     def __init__(self, name: str, text: str, bounds_s: tuple[float, ...]) -> None:
         self._name, self._text, self._bounds_s = name, text, bounds_s
@@ -175,7 +175,7 @@ class StageTimes:
 
 
 class _CounterView:
-    """One value, or one for each value of a label."""
+    """A collector of one value, or of one value for each value of a label."""
 
     def __init__(
         self,

@@ -1,6 +1,6 @@
-"""Certificates of the service: read, checked, and read again when their files change.
+"""The service's TLS certificates: read, checked, and read again when their files change.
 
-Owns the files and their contents. ``rpc.server`` and ``ops.admin`` use them.
+Owns the files and their contents. Used by ``rpc.server`` and ``ops.admin``.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ RECHECK_S = 1.0
 
 @dataclass(frozen=True)
 class Certificates:
-    """PEM texts: the chain with the server's certificate first, its key, and the authorities of client
-    certificates (None: clients need none)."""
+    """PEM texts. chain: the server's certificate first. key: its private key. client_ca: the authorities that
+    sign client certificates; None where clients need none."""
 
     chain: bytes
     key: bytes
@@ -33,7 +33,7 @@ class Certificates:
 
 
 class CertificateFiles:
-    """Certificates as the files have them now. Thread-safe: gRPC asks on threads of its own."""
+    """The current contents of the certificate files. Thread-safe, since gRPC uses its own threads."""
 
     def __init__(
         self,
@@ -53,11 +53,12 @@ class CertificateFiles:
 
     @property
     def needs_client(self) -> bool:
-        """Whether clients have to present a certificate."""
+        """Whether clients must present a certificate."""
         return self._good.client_ca is not None
 
     def current(self) -> Certificates:
-        """For new connections. Files that are half replaced, or unreadable, change nothing."""
+        """The certificates for new connections. Keeps the last valid ones while the files are unreadable or
+        half replaced."""
         with self._lock:
             now_s = self._clock()
             if now_s - self._checked_s >= RECHECK_S:
@@ -66,8 +67,8 @@ class CertificateFiles:
             return self._good
 
     def server_context(self) -> ssl.SSLContext:
-        """A context for servers of the standard library whose clients need no certificate; each handshake
-        uses the current files."""
+        """A context for servers built on ``ssl`` whose clients need no certificate. Each handshake uses the
+        current files."""
 
         def use_current(connection: ssl.SSLObject | ssl.SSLSocket, *_: object) -> None:
             self.current()
@@ -80,7 +81,7 @@ class CertificateFiles:
     def _reload(self) -> None:
         cert, key, _ = self._paths
         try:
-            # Contents are compared, not times: a mounted secret changes by a swapped link.
+            # Compares contents, not times: a mounted secret changes when its symbolic link is swapped.
             found = self._read()
             if found == self._seen:
                 return
@@ -98,7 +99,7 @@ class CertificateFiles:
 
 
 def read(path: Path) -> bytes:
-    """Raises ConfigurationError."""
+    """The file's bytes. Raises ConfigurationError."""
     try:
         return path.read_bytes()
     except OSError as error:
@@ -106,7 +107,7 @@ def read(path: Path) -> bytes:
 
 
 def load_context(cert: Path, key: Path) -> ssl.SSLContext:
-    """Raises ConfigurationError for files that are no certificate with its key."""
+    """A server context. Raises ConfigurationError unless the files are a certificate and its key."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
 
@@ -121,10 +122,11 @@ def load_context(cert: Path, key: Path) -> ssl.SSLContext:
 
 
 def checked_context(certificates: Certificates, cert: Path, key: Path) -> ssl.SSLContext:
-    """Raises ConfigurationError unless the key is the certificate's and the clients' authority has one."""
+    """A server context. Raises ConfigurationError unless the key belongs to the certificate and the clients'
+    authority holds a certificate."""
     if certificates.client_ca is not None:
         try:
-            # Certificates are ASCII; a comment beside them need not be.
+            # Certificates are ASCII, but comments in the file need not be.
             text = certificates.client_ca.decode("ascii", errors="ignore")
             ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_verify_locations(cadata=text)
         except (ssl.SSLError, ValueError) as error:

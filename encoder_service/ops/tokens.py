@@ -1,10 +1,10 @@
 """Which token opens which namespace, over gRPC and at the broker.
 
 Owns the tokens, where they come from and how they are compared. ``rpc.auth`` and the broker own how a token
-travels and what a caller without one is answered.
+is sent and how a caller without a valid one is answered.
 
-Tokens come from the settings and from a file that is read again when it changes, so that tokens are added and
-withdrawn without a restart. A namespace may have several tokens during a change.
+Tokens come from the settings and from a file. The file is read again when it changes, so that tokens are
+added and withdrawn without a restart. A namespace may have several tokens, for example during a rotation.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ MAX_FILE_BYTES = 4 << 20
 
 @dataclass(frozen=True)
 class _Table:
-    """Tokens as keyed digests: those of each namespace, and all of them."""
+    """Tokens as keyed digests. by_namespace: the digests of each namespace. known: all digests."""
 
     by_namespace: Mapping[str, tuple[bytes, ...]]
     known: frozenset[bytes]
 
 
 class NamespaceTokens:
-    """Thread-safe. open_namespaces: a namespace without a token is open to every caller."""
+    """The tokens of all namespaces. Thread-safe. open_namespaces: namespaces without a token are open."""
 
     def __init__(
         self,
@@ -54,19 +54,19 @@ class NamespaceTokens:
         self._given = {name: tuple(values) for name, values in (tokens or {}).items()}
         self._file = file
         self._clock = clock
-        # A key of this process alone: the time of a lookup reveals nothing about a token.
+        # The key is random per process, so that the time of a lookup reveals nothing about a token.
         self._secret = secrets.token_bytes(32)
         self._seen = None if file is None else signature(file)
         self._checked_s = clock()
         self._table = self._build()
 
     def opens(self, namespace: str, token: str) -> bool:
-        """Whether a caller with this token (empty: none) may use the namespace."""
+        """Whether a caller with this token may use the namespace. An empty token means none."""
         table = self._current()
         expected = table.by_namespace.get(namespace)
         digest = self._digest(token)
-        # All tokens of the namespace are compared in constant time, and one digest where there is none: the
-        # time reveals neither a near miss nor whether the namespace exists.
+        # Every token of the namespace is compared in constant time; an unknown namespace costs one
+        # comparison. The time reveals neither a near miss nor whether the namespace exists.
         found = False
         for candidate in expected or (self._digest(""),):
             found |= hmac.compare_digest(digest, candidate)
@@ -77,7 +77,7 @@ class NamespaceTokens:
         return self._digest(token) in self._current().known
 
     def is_everything_open(self) -> bool:
-        """Whether there is no token at all and every caller may use every namespace."""
+        """Whether there are no tokens and every caller may use every namespace."""
         return self.open_namespaces and not self._current().by_namespace
 
     def names(self) -> frozenset[str]:
@@ -92,7 +92,7 @@ class NamespaceTokens:
         return self._table
 
     def _reload(self, file: Path) -> None:
-        """Reads a changed file; the former tokens stay while it cannot be read."""
+        """Reads the file again if it changed. Keeps the former tokens while it cannot be read."""
         try:
             seen = signature(file)
             if seen == self._seen:
@@ -117,7 +117,8 @@ class NamespaceTokens:
 
 
 def signature(file: Path) -> tuple[int, int, int]:
-    """What changes when a file is replaced or rewritten. Raises ConfigurationError."""
+    """Modification time (ns), inode and size, which change when a file is replaced or rewritten. Raises
+    ConfigurationError."""
     try:
         found = os.stat(file)
     except OSError as error:
@@ -126,8 +127,8 @@ def signature(file: Path) -> tuple[int, int, int]:
 
 
 def read_tokens(file: Path) -> dict[str, list[str]]:
-    """Tokens by namespace out of lines ``namespace=token``; empty lines and those that begin with ``#`` are
-    skipped, a namespace may have several lines. Raises ConfigurationError, which never repeats a token."""
+    """Tokens by namespace from lines of the form ``namespace=token``. Skips empty lines and lines that begin
+    with ``#``. A namespace may have several lines. Raises ConfigurationError, never with a token in it."""
     try:
         with file.open("rb") as opened:
             text = opened.read(MAX_FILE_BYTES + 1)

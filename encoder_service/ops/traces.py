@@ -1,11 +1,11 @@
 """OpenTelemetry spans of calls, items and stages, joined to the trace of the caller.
 
-Owns whether there are spans and what is in them. Off until ``start_traces``: until then nothing of
-OpenTelemetry is imported, and every function here returns at its first line. The SDK reads the exporter, the
-sampling and the service's name from the standard ``OTEL_*`` variables.
+Owns whether spans are recorded and what they hold. Tracing is off until ``start_traces``: before that,
+nothing of OpenTelemetry is imported and every function here returns at its first line. The SDK reads the
+exporter, the sampler and the service's name from the standard ``OTEL_*`` variables.
 
-A span is made current and never reset: each call, item and encode runs in a task of its own, whose context
-ends with it.
+A span is made current and never reset, because each call, item and encode runs in its own task, whose context
+ends with the task.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ _tracer: Tracer | None = None
 
 
 def start_traces(version: str, provider: TracerProvider | None = None) -> Callable[[], None]:
-    """Turns spans on for the process. The returned function turns them off; it blocks until waiting spans are
-    sent or the exporter gives up. provider: in place of one that exports by OTLP over gRPC.
+    """Turns tracing on for the process. provider: replaces the default, which exports by OTLP over gRPC.
+    Returns a function that turns tracing off; it blocks until spans are sent or the exporter gives up.
 
     Raises ConfigurationError where the packages of the extra ``otel`` are missing.
     """
@@ -58,7 +58,7 @@ def _otlp_provider(version: str) -> TracerProvider:
         ) from None
     resource = Resource.create({SERVICE_VERSION: version})
     if str(resource.attributes.get(SERVICE_NAME, "")).startswith("unknown_service"):
-        # Only where no variable names the service: attributes given in code would go before those.
+        # Only where no variable names the service: attributes given in code would override the variables.
         resource = resource.merge(Resource({SERVICE_NAME: "vision-encoder"}))
     provider = TracerProvider(resource=resource, shutdown_on_exit=False)
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
@@ -66,8 +66,8 @@ def _otlp_provider(version: str) -> TracerProvider:
 
 
 def open_call(method: str, metadata: Iterable[tuple[str, str | bytes]], request_id: str) -> Span | None:
-    """The span of one RPC, current from now on; its parent is the caller's, where ``traceparent`` names one.
-    A header that is malformed begins a trace of its own, as the W3C recommendation says."""
+    """Starts the span of one RPC and makes it current. Its parent is the caller's span if ``traceparent``
+    names one. A malformed header starts a new trace, as the W3C Trace Context recommendation says."""
     if _tracer is None:
         return None
     from opentelemetry.trace import SpanKind
@@ -90,34 +90,34 @@ def open_call(method: str, metadata: Iterable[tuple[str, str | bytes]], request_
 
 
 def open_item(index: int) -> Span | None:
-    """The span of one item, a child of the current one; ``enter`` makes it current in the item's task."""
+    """Starts the span of one item, a child of the current span. ``enter`` makes it current in a task."""
     if _tracer is None:
         return None
     return _tracer.start_span("item", attributes={"ve.item.index": index})
 
 
 def enter(span: Span) -> None:
-    """Makes a span current for the rest of this task and for the tasks it starts."""
+    """Makes a span current for the rest of this task and for the tasks that it starts."""
     from opentelemetry import context, trace
 
     context.attach(trace.set_span_in_context(span))
 
 
 def trace_id(span: Span) -> str:
-    """As logs show it: 32 hexadecimal digits."""
+    """The trace id as logs show it: 32 hexadecimal digits."""
     return f"{span.get_span_context().trace_id:032x}"
 
 
 def add_stages(timings: StageTimings, started_s: float, ingested_s: float, ended_s: float) -> None:
-    """The stages of an encode that has just ended, as children of the item that started it. Times: of the
-    pipeline's clock, in seconds. A stage is placed by its known begin or end, so that a wait for a worker
-    thread shows as a gap before decoding."""
+    """Adds the stages of an encode that has just ended, as children of the item that started it. Times are
+    seconds of the pipeline's clock. Each stage is placed by its known begin or end, so that a wait for a
+    worker thread appears as a gap before decoding."""
     if _tracer is None:
         return
     from opentelemetry import trace
 
     parent = trace.get_current_span()
-    # Sampled, not recording: the call of a prefetch has ended by now.
+    # Tests the sampled flag, not is_recording(): the call of a prefetch has ended by now.
     if not parent.get_span_context().trace_flags.sampled:
         return
     offset_s = time.time() - ended_s
@@ -138,7 +138,7 @@ def add_stages(timings: StageTimings, started_s: float, ingested_s: float, ended
 def end_item(
     span: Span, timings: StageTimings, tier: str, grid: tuple[int, int, int], rows: int, delivery_s: float
 ) -> None:
-    """An item whose caller has just read the rows: its attributes, and its first and last stage."""
+    """Ends an item whose caller has just read the rows. Adds attributes and the first and last stage."""
     if span.is_recording():
         now_s = time.time()
         span.set_attributes({"ve.tier": tier, "ve.grid_thw": grid, "ve.rows": rows})
@@ -149,7 +149,7 @@ def end_item(
 
 
 def end_failed(span: Span, reason: str, message: str) -> None:
-    """An item or a call that failed for a stable ``reason``."""
+    """Ends the span of an item or a call that failed. reason: the error's stable code."""
     from opentelemetry.trace import Status, StatusCode
 
     span.set_attribute("ve.reason", reason)
@@ -158,7 +158,7 @@ def end_failed(span: Span, reason: str, message: str) -> None:
 
 
 def end_call(span: Span, status: int) -> None:
-    """status: gRPC's number; 0 is OK."""
+    """Ends the span of a call. status: the gRPC status number; 0 is OK."""
     from opentelemetry.trace import Status, StatusCode
 
     span.set_attribute("rpc.grpc.status_code", status)
@@ -168,7 +168,7 @@ def end_call(span: Span, status: int) -> None:
 
 
 def _add(name: str, parent: Span, begins_s: float, took_s: float) -> None:
-    """A span that is over, by Unix seconds."""
+    """Adds a span that has already ended. begins_s: Unix time in seconds."""
     from opentelemetry import trace
 
     if _tracer is None or took_s <= 0:

@@ -1,10 +1,11 @@
 """Who may use a namespace over gRPC: bearer tokens in the call's metadata.
 
-Owns where the token is found and what a caller without the right one is answered. Which token opens what is
-``tokens``'.
+Owns where the token is found and how a caller without a valid token is answered. ``ops.tokens`` decides which
+token opens which namespace.
 
-A namespace that does not exist and one whose token the caller lacks are answered alike. UNAUTHENTICATED is
-for no token or an unknown one, PERMISSION_DENIED for a token of another namespace.
+An unknown namespace and a namespace whose token the caller lacks get the same answer. A call without a token
+or with an unknown one fails with UNAUTHENTICATED, a call with a token of another namespace with
+PERMISSION_DENIED.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ from encoder_service.ops.tokens import NamespaceTokens
 AUTHORIZATION = "authorization"
 SCHEME = "bearer"
 MAX_TOKEN_BYTES = 4096
-# How much of a namespace's name an answer repeats.
+# How many characters of a namespace's name an answer repeats.
 SHOWN_CHARS = 64
 
 
 def bearer_token(metadata: Iterable[tuple[str, str | bytes]]) -> str:
-    """The call's token, empty for none. Raises Unauthenticated for several, or another scheme."""
+    """The call's token; empty if it has none. Raises Unauthenticated for several tokens or another scheme."""
     found = [value for name, value in metadata if name == AUTHORIZATION]
     if not found:
         return ""
@@ -38,19 +39,19 @@ def bearer_token(metadata: Iterable[tuple[str, str | bytes]]) -> str:
 
 
 class Access:
-    """Decides for calls."""
+    """Checks the token of a call."""
 
     def __init__(self, tokens: NamespaceTokens) -> None:
         self._tokens = tokens
 
     def check_caller(self, token: str) -> None:
-        """Before the request is read, and the only check of calls without a namespace: where no namespace is
-        open, a caller needs some known token. Raises Unauthenticated."""
+        """Checks the token before the request is read. For calls without a namespace it is the only check. If
+        no namespace is open, the caller needs a known token. Raises Unauthenticated."""
         if not (self._tokens.open_namespaces or self._tokens.knows(token)):
             raise unauthenticated(token)
 
     def check_namespace(self, token: str, namespace: str) -> None:
-        """Raises Unauthenticated, PermissionDenied."""
+        """Checks that the token opens the namespace. Raises Unauthenticated, PermissionDenied."""
         if self._tokens.is_everything_open() or self._tokens.opens(namespace, token):
             return
         if not self._tokens.knows(token):

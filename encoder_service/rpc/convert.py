@@ -1,8 +1,8 @@
-"""Between protobuf messages and the service's records.
+"""Conversion between protobuf messages and the service's records.
 
-Owns the meaning of every field on the wire. Raises InvalidInput errors that name the field; knows nothing
-of calls or status codes. Large rows never pass through a protobuf object: ``chunk_event`` writes the wire
-form of an ItemEvent around the rows' own bytes, which costs one copy.
+Owns the meaning of every field on the wire. Raises InvalidInput errors that name the field. Knows nothing of
+calls or status codes. Large rows never pass through a protobuf object: ``chunk_event`` writes the wire form
+of an ItemEvent around the bytes of the rows, which costs one copy.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def grid_from_proto(grid: pb.GridTHW) -> Grid:
 
 
 def wanted_tier(delivery: int) -> TierName | None:
-    """The memory that a call's caller has mapped; None for inline rows. Raises InvalidRequest."""
+    """The tier whose memory the caller has mapped; None for inline rows. Raises InvalidRequest."""
     if delivery not in TIERS_BY_DELIVERY:
         raise InvalidRequest(f"delivery {delivery} is unknown, the largest known is {max(TIERS_BY_DELIVERY)}")
     return TIERS_BY_DELIVERY[delivery]
@@ -89,8 +89,9 @@ def wanted_tier(delivery: int) -> TierName | None:
 def item_from_proto(
     message: pb.Item, segment: torch.Tensor | None = None, fetched: bytes | None = None
 ) -> Item:
-    """An item with its content. May copy a pixel tensor: not for the event loop when that is large.
-    segment: the tensor of the shared memory segment that the item names; fetched: the content of its URL.
+    """An item with its content. segment: the tensor in the shared memory segment that the item names.
+    fetched: the content of its URL. May copy a pixel tensor, so a large one must not be converted on the
+    event loop.
 
     Raises InvalidRequest (modality, missing content), InvalidDigest, InvalidOption, UnsupportedContent
     (URL), TransportUnavailable (shared memory), PixelTensorMismatch.
@@ -131,14 +132,14 @@ def content_from_proto(
 
 
 def options_from_proto(message: pb.PreprocessOptions) -> PreprocessOptions:
-    """The options that were set, the others None."""
+    """The options that were set; the others are None."""
     given = {field.name: value for field, value in message.ListFields()}
     return PreprocessOptions(**given)
 
 
 def segment_from_proto(message: pb.Item) -> SegmentTensor | None:
-    """The tensor in shared memory that an item names; None for any other content. Raises
-    PixelTensorMismatch for an unknown dtype."""
+    """The tensor in shared memory that an item names; None for other content. Raises PixelTensorMismatch for
+    an unknown dtype."""
     if message.WhichOneof("content") != "pixels" or message.pixels.WhichOneof("source") != "shm":
         return None
     shm = message.pixels.shm
@@ -146,7 +147,7 @@ def segment_from_proto(message: pb.Item) -> SegmentTensor | None:
 
 
 def pixel_dtype(number: int) -> torch.dtype:
-    """Raises PixelTensorMismatch."""
+    """The torch dtype of a wire number. Raises PixelTensorMismatch for an unknown number."""
     dtype = DTYPES.get(number)
     if dtype is None:
         raise PixelTensorMismatch(f"pixel tensor dtype {number} is unknown", dtype=number)
@@ -154,7 +155,8 @@ def pixel_dtype(number: int) -> torch.dtype:
 
 
 def pixels_from_proto(message: pb.PixelTensor, segment: torch.Tensor | None = None) -> PixelValues:
-    """A pixel tensor of its own memory. Raises PixelTensorMismatch, TransportUnavailable, InvalidRequest."""
+    """A pixel tensor that does not share the message's memory. Raises PixelTensorMismatch,
+    TransportUnavailable, InvalidRequest."""
     match message.WhichOneof("source"):
         case "inline":
             tensor = inline_tensor(message.inline)
@@ -168,7 +170,7 @@ def pixels_from_proto(message: pb.PixelTensor, segment: torch.Tensor | None = No
 
 
 def frames_from_proto(message: pb.FrameArray) -> FrameArray:
-    """Frames of their own memory. Raises PixelTensorMismatch, InvalidRequest."""
+    """Frames that do not share the message's memory. Raises PixelTensorMismatch, InvalidRequest."""
     if not message.HasField("inline"):
         raise InvalidRequest("the frames have no content: set inline")
     timestamps_s = tuple(message.timestamps_s) or None
@@ -180,10 +182,10 @@ def frames_from_proto(message: pb.FrameArray) -> FrameArray:
 
 
 def inline_tensor(tensor: pb.InlineTensor) -> torch.Tensor:
-    """A tensor of its own memory. Raises PixelTensorMismatch."""
+    """A copy of an inline tensor. Raises PixelTensorMismatch."""
     dtype = pixel_dtype(tensor.dtype)
     shape = tuple(tensor.shape)
-    data = tensor.data  # read once: every access copies
+    data = tensor.data  # read once, because every access copies
     needed = math.prod(shape) * dtype.itemsize
     if len(data) != needed:
         raise PixelTensorMismatch(
@@ -203,8 +205,8 @@ def result_event(
     place: Place | None = None,
     delivery_ms: float = 0.0,
 ) -> pb.ItemEvent:
-    """Everything about an item's rows but the rows: those are at their place, or follow inline in chunks of
-    ``chunk_bytes``. delivery_ms: since they were ready."""
+    """The description of an item's rows, without the rows. They are at ``place``, or, if it is None, follow
+    inline in chunks of ``chunk_bytes``. delivery_ms: milliseconds since the rows were ready."""
     encoded, spec = delivered.encoded, delivered.encoded.spec
     result = pb.ItemResult(
         key=encoded.key,
@@ -242,8 +244,8 @@ def chunk_events(index: int, rows: torch.Tensor, chunk_bytes: int) -> Iterator[b
 
 def chunk_event(index: int, offset_bytes: int, data: memoryview) -> bytes:
     """The wire form of ``ItemEvent{item_index, chunk{offset_bytes, data}}``: field tags and lengths as the
-    protobuf encoding defines them (protobuf.dev/programming-guides/encoding), then the bytes themselves.
-    Zero-valued scalars are left out, as proto3 does."""
+    protobuf encoding defines them (protobuf.dev/programming-guides/encoding), followed by the bytes. Scalars
+    that are zero are left out, as in proto3."""
     inner = b"" if offset_bytes == 0 else tag(1, 0) + varint(offset_bytes)
     inner += tag(2, 2) + varint(len(data))
     head = b"" if index == 0 else tag(1, 0) + varint(index)
@@ -265,5 +267,5 @@ def varint(value: int) -> bytes:
 
 
 def serialize_event(event: Message | bytes) -> bytes:
-    """The stream's serializer: chunks are written already."""
+    """The serializer of the stream. Chunks are already serialised."""
     return event if isinstance(event, bytes) else event.SerializeToString()

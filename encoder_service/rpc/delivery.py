@@ -1,8 +1,9 @@
 """How an item's rows reach their caller: by their place in an arena, or inline.
 
-Owns that choice and the counts of lost reads. Rows at a place are not held for the reader: it copies them and
-then compares the slot's generation (``vision_encoder.layout.control_page``). A reader that loses asks once
-more with ``after_lost_read`` and is answered inline, from rows that stay held until their bytes are copied.
+Owns that choice and the counts of lost reads. Rows at a place are not held for the reader. It copies them and
+then compares the slot's generation (``vision_encoder.layout.control_page``). A reader whose copy was
+overtaken by an eviction requests the item again with ``after_lost_read``. The answer is inline, from rows
+that stay held until their bytes are copied.
 """
 
 from __future__ import annotations
@@ -17,16 +18,16 @@ from encoder_service.store.arena import TierName
 from encoder_service.store.embedding_store import Place
 from encoder_service.types import CacheTier
 
-# Above this share of lost reads in a second, a namespace's rows go inline for a second.
+# If more lost reads than this share of the announced places are reported, rows go inline for a second.
 MAX_LOST_SHARE = 0.01
 WINDOW_S = 1.0
-# Namespaces of which reads are counted; those that read or lost last.
+# Number of namespaces whose reads are counted. The least recently used is dropped first.
 MAX_NAMESPACES = 4096
 
 
 class Wanted(NamedTuple):
-    """How a call wants its rows. tier: the memory that its caller has mapped, None for none.
-    after_lost_read: the caller found the rows' place overwritten."""
+    """How a call wants its rows. tier: the memory that the caller has mapped; None for inline rows.
+    after_lost_read: an eviction overtook the caller's earlier read."""
 
     namespace: str
     tier: TierName | None
@@ -34,8 +35,8 @@ class Wanted(NamedTuple):
 
 
 class LossRate:
-    """One namespace's reads lost in this second, against the places announced in it and in the one before.
-    clock: seconds."""
+    """The reads that one namespace lost in the current second, relative to the places announced in this
+    second and the one before. clock: seconds."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -54,7 +55,7 @@ class LossRate:
             self._inline_until_s = self._clock() + WINDOW_S
 
     def is_high(self) -> bool:
-        """Whether rows go inline for now."""
+        """Whether the namespace gets inline rows for now."""
         return self._clock() < self._inline_until_s
 
     def _roll(self) -> None:
@@ -66,7 +67,7 @@ class LossRate:
 
 
 class Delivery:
-    """For all calls of a server."""
+    """Delivers the rows of all calls of a server."""
 
     def __init__(self, pipeline: Pipeline, metrics: Metrics) -> None:
         self._losses: OrderedDict[str, LossRate] = OrderedDict()
@@ -75,8 +76,8 @@ class Delivery:
         self._metrics = metrics
 
     async def prepare(self, delivered: EncodeResult, wanted: Wanted) -> tuple[EncodeResult, Place | None]:
-        """The rows with their place where the caller reads them, or None and the rows in host memory, for
-        chunks. Takes ``delivered`` over, also when this raises. Raises as ``Pipeline.in_tier``."""
+        """The rows with the place where the caller reads them, or with None: then they are in host memory and
+        sent in chunks. Takes over ``delivered``, even when it raises. Raises as ``Pipeline.in_tier``."""
         metrics = self._metrics
         if wanted.after_lost_read and delivered.tier in (CacheTier.MISS, CacheTier.IN_FLIGHT):
             metrics.encodes_repeated.inc()
@@ -92,7 +93,7 @@ class Delivery:
         return await self._pipeline.in_tier(delivered, wanted.namespace, "host"), None
 
     def count_lost(self, namespace: str, num_lost: int) -> None:
-        """Reads of announced places that an eviction overtook."""
+        """Counts reads of announced places that an eviction overtook."""
         self._metrics.reads_lost.inc(num_lost)
         self._losses_of(namespace).count_lost(num_lost)
 
@@ -104,7 +105,7 @@ class Delivery:
         return rate
 
     def _inline_reason(self, delivered: EncodeResult, tier: TierName, namespace: str) -> str:
-        """Why rows are not placed though their caller could read them; empty: they are."""
+        """Why the rows go inline although the caller could read them in place; empty if they do not."""
         max_bytes = self._store.max_place_bytes(tier, namespace)
         if not max_bytes:  # this namespace has no such arena
             return "no_room"

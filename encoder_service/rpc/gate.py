@@ -1,9 +1,9 @@
-"""What every call passes before its handler: a permit, its token, its message.
+"""The checks before every call's handler: a permit, the token, the message.
 
-Owns the order, cheapest first: whether there is room for the call and whether its caller has any access is
-decided before the message is received, let alone parsed. For that, every method is registered as one that
-streams requests, which is the same on the wire, and the gate reads the one message. Health and reflection do
-not pass here: both answer without a token.
+Owns their order, cheapest first. Whether there is room for the call and whether the caller has any access is
+decided before the message is received and parsed. For that, every method is registered as request-streaming,
+which is the same on the wire, and the gate reads the single message. Health and reflection do not pass the
+gate; both answer without a token.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ Request = TypeVar("Request", bound=Message)
 Response = TypeVar("Response")
 Context = grpc.aio.ServicerContext[Any, Any]
 
-# From a call's start to its message.
+# Limit of the time from a call's start to the arrival of its message.
 RECEIVE_S = 30.0
 
 
 class CallPermits:
-    """The bound on calls in progress."""
+    """The limit on calls in progress."""
 
     def __init__(self, max_calls: int, clock: Callable[[], float] = time.monotonic) -> None:
         self.max_calls = max_calls
@@ -41,7 +41,7 @@ class CallPermits:
 
     @contextmanager
     def call(self) -> Iterator[None]:
-        """Counts one call for as long as the block lasts. Raises TooManyCalls with both numbers."""
+        """Counts one call while the block runs. Raises TooManyCalls with both numbers."""
         if self.num_calls >= self.max_calls:
             raise TooManyCalls(
                 f"{self.num_calls} calls are in progress, at most {self.max_calls} may be",
@@ -58,7 +58,7 @@ class CallPermits:
 
 
 class CallGate:
-    """One for the server. refused: calls that came no further, by reason."""
+    """The gate of one server. refused: number of calls refused before their handler, by reason."""
 
     def __init__(self, access: Access, permits: CallPermits, *, receive_s: float = RECEIVE_S) -> None:
         self.permits = permits
@@ -69,8 +69,8 @@ class CallGate:
     def passed(
         self, behaviour: Callable[[Request, Context], Awaitable[Response]], request_type: type[Request]
     ) -> Callable[[object, Context], Awaitable[Response]]:
-        """The handler of a call, reached once everything about it is in order. The call counts until it
-        ends. Raises TooManyCalls, Unauthenticated, PermissionDenied, InvalidRequest, DeadlineExceeded."""
+        """A handler that runs ``behaviour`` once all checks have passed. The call counts as in progress until
+        it ends. Raises TooManyCalls, Unauthenticated, PermissionDenied, InvalidRequest, DeadlineExceeded."""
 
         async def handle(_: object, context: Context) -> Response:
             request: Request | None = None
@@ -98,7 +98,7 @@ class CallGate:
         return request
 
     async def _receive(self, context: Context) -> bytes:
-        """The call's one message."""
+        """Reads the call's only message."""
         try:
             async with asyncio.timeout(self._receive_s):
                 data = await context.read()
@@ -110,7 +110,7 @@ class CallGate:
 
 
 def parsed(data: bytes, request_type: type[Request]) -> Request:
-    """Raises InvalidRequest."""
+    """Parses a message. Raises InvalidRequest."""
     try:
         return request_type.FromString(data)
     except DecodeError:

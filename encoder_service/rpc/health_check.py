@@ -1,4 +1,4 @@
-"""What a probe asks a running service. Loads nothing that only a service needs, so that it is soon done."""
+"""The health check of a running service. Imports no heavy modules, so that it starts fast."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ async def check_health(
     options: Sequence[tuple[str, int | str]],
     metadata: Sequence[tuple[str, str]],
 ) -> bool:
-    """Whether the server at ``target`` says SERVING for our service; for probes and the command line.
-    credentials: None for a channel in clear."""
+    """Whether the server at ``target`` reports SERVING for the service. Used by probes and the command line.
+    credentials: None for a channel without TLS."""
     if credentials is None:
         opened = grpc.aio.insecure_channel(target, options=options)
     else:

@@ -1,7 +1,7 @@
-"""The items of calls, from messages to the pipeline's records.
+"""Reads the items of calls: from messages to the pipeline's records.
 
-Owns where an item's content is read from and how long it is counted: a URL is fetched, a shared memory
-segment copied, a large tensor converted on a worker. What messages mean is ``convert``'s.
+Owns where an item's content comes from and how long its bytes are counted. Fetches URLs, copies shared memory
+segments and converts large tensors on a worker thread. ``convert`` owns the meaning of messages.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from encoder_service.scheduler.admission import Admission
 from encoder_service.types import DigestOnly, EncodedFile, Item, Modality
 from vision_encoder.v1 import encoder_pb2 as pb
 
-# A tensor below this is copied on the event loop.
+# A tensor in a message below this size is copied on the event loop.
 INLINE_BYTES = 1 << 20
 
 Answer = TypeVar("Answer")
@@ -29,8 +29,8 @@ Answer = TypeVar("Answer")
 
 @dataclass(frozen=True)
 class ItemReader:
-    """admission: of content that no message holds; a message's own bytes are counted by its call. segments,
-    urls: None where such items are refused."""
+    """admission: counts content that is not part of a message; the call counts its message's own bytes.
+    segments, urls: None where such items are refused."""
 
     admission: Admission
     workers: Executor
@@ -38,8 +38,8 @@ class ItemReader:
     urls: UrlFetcher | None = None
 
     async def ask(self, message: pb.Item, question: Callable[[Item], Awaitable[Answer]]) -> Answer:
-        """``question``'s answer to the item, whose content is held until then. Raises as
-        ``convert.item_from_proto``, ``PixelSegments.read``, ``UrlFetcher.fetch`` and ``question``;
+        """Calls ``question`` with the item and returns its answer. The content is held until then. Raises as
+        ``convert.item_from_proto``, ``PixelSegments.read``, ``UrlFetcher.fetch`` and ``question``; also
         QueueFull."""
         if message.WhichOneof("content") == "url" and self.urls is not None:
             return await self._ask_of_url(message, self.urls, question)
@@ -48,7 +48,7 @@ class ItemReader:
 
     @contextlib.asynccontextmanager
     async def _read(self, message: pb.Item) -> AsyncIterator[Item]:
-        """The item in memory of our own."""
+        """The item, with content in memory that the service owns."""
         loop = asyncio.get_running_loop()
         wanted = convert.segment_from_proto(message)
         if wanted is not None and self.segments is not None:
@@ -61,7 +61,7 @@ class ItemReader:
             finally:
                 if reading.done():
                     permit.release()
-                else:  # the caller has left; the worker still writes
+                else:  # the caller has left, but the worker still writes to the memory
                     reading.add_done_callback(lambda _: loop.call_soon_threadsafe(permit.release))
         elif message.WhichOneof("content") in ("pixels", "frames") and message.ByteSize() > INLINE_BYTES:
             yield await loop.run_in_executor(self.workers, convert.item_from_proto, message)
@@ -75,7 +75,7 @@ class ItemReader:
         if item.modality is not Modality.IMAGE:
             raise UnsupportedContent("URLs of clips are not taken; send the clip's bytes")
         if item.content_digest is not None:
-            # With its digest, an item is fetched only where its rows are not held.
+            # An item with a digest is fetched only if its rows are not stored.
             with contextlib.suppress(UnknownKey):
                 return await question(replace(item, content=DigestOnly()))
         permit = self.admission.acquire(0)

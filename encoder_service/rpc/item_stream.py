@@ -1,7 +1,7 @@
-"""The stream of one Encode or Fetch: a task for each item, and what is written of it once it is ready.
+"""The response stream of one Encode or Fetch: runs a task per item and writes each outcome when it is ready.
 
-Owns which items run, the order of messages on the stream, and what becomes of items whose caller leaves. What
-an item's work consists of is the pipeline's, the fields of a message are ``convert``'s.
+Owns which items run, the order of messages on the stream, and the cancellation of items whose caller leaves.
+The pipeline owns the work on an item, ``convert`` the fields of a message.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class ItemStream:
-    """One call's. ``run`` once."""
+    """The stream of one call. Call ``run`` once."""
 
     def __init__(
         self,
@@ -47,13 +47,15 @@ class ItemStream:
         self._chunk_bytes = chunk_bytes
         self._budget = OutboundBudget(pipeline.unread)
         self._writing = asyncio.Lock()
+        self._num_items = 0
 
     async def run(
         self, encode: Callable[[Request], Awaitable[EncodeResult]], requests: Sequence[Request]
     ) -> None:
-        """Runs ``encode`` for all requests at once and writes each outcome as it comes. While the caller
-        leaves much unread, items that have not begun wait. Cancelled, it cancels the items. Raises
-        CancelledError when a write fails: the caller has left, and gRPC has not cancelled this task yet."""
+        """Runs ``encode`` for all requests concurrently and writes each outcome when it is ready. While the
+        caller leaves much unread, items that have not begun wait. If cancelled, cancels the items. Raises
+        CancelledError when a write fails: the caller has left, but gRPC has not cancelled this task yet."""
+        self._num_items = len(requests)
         try:
             async with asyncio.TaskGroup() as group:
                 for index, request in enumerate(requests):
@@ -61,6 +63,8 @@ class ItemStream:
         except ExceptionGroup as failed:
             if failed.subgroup(grpc.aio.BaseError):
                 raise asyncio.CancelledError from None
+            if len(requests) == 1:  # see ``Call.as_call_failure``
+                raise failed.exceptions[0] from None
             raise
 
     async def _run_item(
@@ -74,6 +78,9 @@ class ItemStream:
             task = asyncio.current_task()
             if task is not None and task.cancelling():  # the caller has left
                 raise
+            call_failure = self._call.as_call_failure(error, self._num_items)
+            if call_failure is not None:
+                raise call_failure from None
             failure = failure_of(error)
             self._call.item_failed(self._pipeline.metrics, failure, index)
             async with self._writing:

@@ -1,8 +1,8 @@
-"""What is recorded of each call: request id, log lines, counts, spans, status, delivery times.
+"""What is recorded for each call: request id, log lines, counts, spans, status, delivery times.
 
-Owns the wrapping of handlers: they return or raise, and here the call ends with its status. Spans are
-``traces``', the form of lines is ``logs``'. The record of the call in progress is a context variable, as each
-RPC runs in a task of its own.
+Owns the wrapper around handlers. A handler returns or raises; the wrapper ends the call with the status.
+Spans are ``traces``', the format of lines is ``logs``'. The record of the current call is a context variable,
+since each RPC runs in its own task.
 """
 
 from __future__ import annotations
@@ -17,11 +17,13 @@ import grpc
 import structlog
 from prometheus_client import Counter
 
+from encoder_service.errors import DeviceFault, Draining, NotReady, Overloaded, VisionEncoderError
 from encoder_service.ops import traces
 from encoder_service.ops.logs import REQUEST_ID_KEY, bind_request, request_id_of
 from encoder_service.ops.metrics import Metrics
 from encoder_service.pipeline import EncodeResult
 from encoder_service.rpc.status import abort, as_service_error, failure_of, status_of
+from vision_encoder.layout.keys import ROUTING_KEY
 from vision_encoder.v1 import encoder_pb2 as pb
 
 if TYPE_CHECKING:
@@ -35,16 +37,17 @@ Metadata: TypeAlias = tuple[tuple[str, str | bytes], ...]
 
 SERVER_TIMING_KEY = "server-timing"
 INSTANCE_KEY = "x-instance-id"
-# Messages repeat what callers sent.
+# Messages are shortened in logs because they repeat what callers sent.
 MAX_LOGGED_MESSAGE = 300
 OUR_FAULT = frozenset(("INTERNAL", "DEVICE_FAULT"))
+TAKES_NO_WORK = (Draining, NotReady, Overloaded, DeviceFault)
 
 
 @dataclass
 class Call:
-    """One RPC. metadata: the caller's. instance_id: of this start of the server. message_bytes: of its
-    request, as received. longest_delivery_s: of its items, from rows that are ready to rows that were
-    sent."""
+    """One RPC. metadata: the caller's metadata. instance_id: of this server process. message_bytes: size of
+    the request as received. longest_delivery_s: the longest time, over its items, from rows that are ready to
+    rows that were sent."""
 
     method: str
     request_id: str
@@ -56,15 +59,29 @@ class Call:
     longest_delivery_s: float = 0.0
     item_spans: dict[int, Span] = field(default_factory=dict)
 
+    def as_call_failure(self, error: BaseException, num_items: int) -> VisionEncoderError | None:
+        """The failure of an item as the failure of its whole call, so that a gateway sees it and tries
+        another replica. Applies if the call was routed, has one item, and failed because this replica accepts
+        no work now. Otherwise None, and the failure stays the item's."""
+        known = as_service_error(error)
+        is_routed = num_items == 1 and any(name == ROUTING_KEY for name, _ in self.metadata)
+        if not is_routed or not isinstance(known, TAKES_NO_WORK):
+            return None
+        failure = NotReady(known.message) if isinstance(known, DeviceFault) else known
+        span = self.item_spans.pop(0, None)
+        if span is not None:
+            traces.end_failed(span, failure.reason, failure.message)
+        return failure
+
     def open_item(self, index: int) -> None:
-        """Starts the item's span, where there are spans; current for the rest of this task."""
+        """Starts the item's span, if tracing is on, and makes it current for the rest of this task."""
         span = traces.open_item(index)
         if span is not None:
             self.item_spans[index] = span
             traces.enter(span)
 
     def item_failed(self, metrics: Metrics, failure: pb.ItemFailure, index: int) -> None:
-        """One line and one count for an item that failed."""
+        """Logs and counts an item that failed."""
         report = log.error if failure.reason in OUR_FAULT else log.warning
         self._report(report, "item failed", metrics, metrics.failures, failure, item=index)
         span = self.item_spans.pop(index, None)
@@ -72,7 +89,7 @@ class Call:
             traces.end_failed(span, failure.reason, failure.message)
 
     def failed(self, metrics: Metrics, failure: pb.ItemFailure, status: str) -> None:
-        """One line and one count for a call that failed as a whole."""
+        """Logs and counts a call that failed as a whole."""
         self._report(log.warning, "call failed", metrics, metrics.call_failures, failure, status=status)
 
     def _report(
@@ -85,14 +102,14 @@ class Call:
         **fields: object,
     ) -> None:
         reason, error = failure.reason, failure.message[:MAX_LOGGED_MESSAGE]
-        # Turned away: the same item may succeed later.
+        # Retryable failures that are not the service's fault: the same item may succeed later.
         metrics.count_failure(counter, reason, turned_away=failure.retryable and reason not in OUR_FAULT)
         report(event, method=self.method, **fields, reason=reason, error=error)
 
     def delivered(
         self, metrics: Metrics, delivered: EncodeResult, index: int, transport: str, now_s: float
     ) -> None:
-        """An item's rows, or their place, were sent. now_s: the pipeline's clock."""
+        """Records that an item's rows, or their place, were sent. now_s: the pipeline's clock."""
         took_s = max(0.0, now_s - delivered.ready_s)
         self.longest_delivery_s = max(self.longest_delivery_s, took_s)
         metrics.count(metrics.deliveries, transport)
@@ -110,7 +127,7 @@ class Call:
             )
 
     def close(self, status: grpc.StatusCode) -> None:
-        """The call is over, and with it the items that have not ended."""
+        """Ends the spans of the call and of items that have not ended."""
         for span in self.item_spans.values():
             traces.end_failed(span, "CANCELLED", "the call ended before the item")
         self.item_spans.clear()
@@ -118,8 +135,8 @@ class Call:
             traces.end_call(self.span, status.value[0])
 
     def trailers(self) -> tuple[tuple[str, str], ...]:
-        """Every call's trailing metadata: its id, which start of the server answered, so that a client
-        notices a restart, and milliseconds in the form of the HTTP header Server-Timing."""
+        """The trailing metadata of every call: the request id, the instance id, by which a client notices a
+        restart, and times in milliseconds in the format of the HTTP header Server-Timing."""
         call_ms = (time.monotonic() - self.started_s) * 1e3
         timing = f"call;dur={call_ms:.3f}"
         if self.longest_delivery_s:
@@ -145,7 +162,7 @@ def observed(
     metrics: Metrics,
     instance_id: str,
 ) -> Callable[[Request, Context], Awaitable[Response]]:
-    """The handler of a call of any kind. What it raises becomes the call's status."""
+    """Wraps the handler of any method. An exception becomes the call's status."""
 
     async def observe(request: Request, context: Context) -> Response:
         call, status = _open(method, context, instance_id), grpc.StatusCode.CANCELLED

@@ -1,8 +1,8 @@
-"""The gRPC server: handlers, health, reflection, addresses, TLS, bounds on connections.
+"""The gRPC server: handlers, health, reflection, addresses, TLS, limits on connections.
 
-Owns how the servicer meets the network. Addresses are bound before the model loads, so that a taken port
-fails at once. With certificates every ``host:port`` speaks TLS and nothing else; unix sockets never do, they
-are protected by the permissions of their files.
+Owns the network side of the servicer. Addresses are bound before the model loads, so that a port that is in
+use fails at once. With certificates, every ``host:port`` accepts TLS only. Unix sockets never use TLS; the
+permissions of their files protect them.
 """
 
 from __future__ import annotations
@@ -30,12 +30,14 @@ from encoder_service.rpc.health_check import SERVICE
 from encoder_service.rpc.servicer import VisionEncoderServicer
 from vision_encoder.v1 import encoder_pb2 as pb
 
-# gRPC can lose a call that comes in the moment of the stop, and then waits for its end until the grace is up.
-# Once no call has been in progress for this long, long enough for last bytes to leave, the wait ends.
+# gRPC can lose a call that arrives at the moment of the stop, and then waits for its end until the grace
+# period is over. The wait ends early once no call has been in progress for this long, which leaves time for
+# last bytes.
 LINGER_S = 3.0
 STOP_POLL_S = 0.1
-# Of one connection. A client that pings more often while we send nothing is closed (ENHANCE_YOUR_CALM);
-# proxies ping each second, and a client may ping between two calls. We ping after PING_AFTER_S of silence.
+# Per connection. A client that pings more often while the server sends nothing is closed (ENHANCE_YOUR_CALM).
+# Proxies ping every second, and a client may ping between two calls. The server pings after PING_AFTER_S of
+# silence.
 MIN_PING_INTERVAL_S = 0.5
 PING_AFTER_S, PING_TIMEOUT_S = 60.0, 20.0
 IDLE_S = 1800.0
@@ -46,7 +48,7 @@ NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 
 class GrpcServer:
-    """One grpc.aio server on TCP and unix addresses. ``bind``, ``start``, ``stop`` in that order."""
+    """One grpc.aio server on TCP and unix addresses. Call ``bind``, ``start``, ``stop`` in that order."""
 
     def __init__(
         self,
@@ -58,10 +60,10 @@ class GrpcServer:
         connection_age_s: float,
         certificates: CertificateFiles | None = None,
     ) -> None:
-        """gate: what calls pass first. max_connections: on each address; others are closed as they come.
-        max_streams: calls at a time on one connection; the client holds others back. connection_age_s: a
-        connection is closed at this age, once its calls have ended; 0 for never. certificates: without, every
-        address speaks in clear."""
+        """gate: checks every call first. max_connections: per address; further connections are closed on
+        arrival. max_streams: concurrent calls on one connection; the client holds further ones back.
+        connection_age_s: age at which a connection is closed, once its calls have ended; 0 for never.
+        certificates: None for addresses without TLS."""
         self._gate = gate
         self._certificates = certificates
         options = {
@@ -86,7 +88,7 @@ class GrpcServer:
         self._unix_paths: list[Path] = []
 
     def bind(self, addresses: tuple[str, ...]) -> tuple[str, ...]:
-        """Binds every address and returns them with their real ports (0 picks a free one).
+        """Binds every address and returns the addresses with their actual ports (port 0 picks a free one).
         Raises ConfigurationError for an address that cannot be bound."""
         bound: list[str] = []
         for address in addresses:
@@ -107,7 +109,7 @@ class GrpcServer:
         return tuple(bound)
 
     async def start(self, servicer: VisionEncoderServicer) -> None:
-        """Registers everything and answers calls from now on."""
+        """Registers all services and starts to answer calls."""
         handlers = method_handlers(servicer, self._gate)
         self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
@@ -118,12 +120,12 @@ class GrpcServer:
         await self._server.start()
 
     async def set_serving(self, serving: bool) -> None:
-        """What the health service answers, for the server as a whole and for our service."""
+        """Sets the status that the health service reports, for the server as a whole and for this service."""
         for name in ("", SERVICE):
             await self._health.set(name, SERVING if serving else NOT_SERVING)
 
     async def stop(self, grace_s: float) -> None:
-        """No new calls; those in flight may take ``grace_s``."""
+        """Accepts no new calls. Calls in progress may take ``grace_s`` to end."""
         stopping = asyncio.ensure_future(self._server.stop(grace_s))
         ends_s = time.monotonic() + grace_s
         quiet_s = None
@@ -142,8 +144,9 @@ class GrpcServer:
 def method_handlers(
     servicer: VisionEncoderServicer, gate: CallGate
 ) -> dict[str, grpc.RpcMethodHandler[Any, Any]]:
-    """Handlers by method name, behind the gate, which reads each call's message: hence the streaming kinds.
-    Streams of rows serialise their own chunks; all else is plain protobuf."""
+    """Handlers by method name, behind the gate. They are registered as request-streaming, since the gate
+    reads each call's message. Streams of rows serialise their own chunks; all other messages are plain
+    protobuf."""
 
     def handled(name: str, behaviour: Callable[..., Awaitable[Any]], request: type[Any]) -> Any:
         passed = gate.passed(behaviour, request)
@@ -171,8 +174,8 @@ def method_handlers(
 
 
 def server_credentials(files: CertificateFiles) -> grpc.ServerCredentials:
-    """Credentials that follow the files: gRPC asks before each handshake; connections that exist stay as they
-    are. Whether clients need a certificate is decided once."""
+    """Credentials that follow the certificate files. gRPC asks for them before each handshake; open
+    connections are not affected. Whether clients need a certificate is decided once."""
     used: Certificates | None = None
 
     def configuration(found: Certificates) -> grpc.ServerCertificateConfiguration:
@@ -182,7 +185,7 @@ def server_credentials(files: CertificateFiles) -> grpc.ServerCredentials:
         nonlocal used
         found = files.current()
         if found is used:
-            return None  # no change
+            return None  # tells gRPC that nothing changed
         used = found
         return configuration(found)
 
@@ -194,8 +197,8 @@ def server_credentials(files: CertificateFiles) -> grpc.ServerCredentials:
 
 
 def remove_dead_socket(path: Path) -> None:
-    """Unlinks a socket that a killed process left. Raises ConfigurationError when the path is in use, is
-    no socket, or its folder is missing."""
+    """Unlinks a socket that a killed process left behind. Raises ConfigurationError if the path is in use or
+    is no socket, or if its folder is missing."""
     if not path.parent.is_dir():
         raise ConfigurationError(f"cannot listen on unix:{path}: {path.parent} is not a directory")
     if not os.path.lexists(path):

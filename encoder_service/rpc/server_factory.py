@@ -1,6 +1,6 @@
-"""The gRPC server and its gate as the settings describe them.
+"""Builds the gRPC server and its gate from the settings.
 
-Owns the way from settings to the parts; the parts know no settings.
+Owns the mapping from settings to these parts, which do not know the settings.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from encoder_service.rpc.server import GrpcServer
 
 log = structlog.get_logger(__name__)
 
-# On one connection, beyond the calls in progress: health checks go on when all of those are in use.
+# Streams per connection beyond the limit of calls, so that health checks pass when all calls are in use.
 SPARE_STREAMS = 64
 
 
 def open_tokens(settings: Settings) -> NamespaceTokens:
-    """Which token opens which namespace, here and at the broker. Raises ConfigurationError for a tokens file
-    that cannot be read, or an isolated namespace without a token."""
+    """The tokens of all namespaces, for gRPC and the broker. Raises ConfigurationError for a tokens file that
+    cannot be read, for an isolated namespace without a token, and if no token could open any namespace."""
     tokens = NamespaceTokens(
         settings.namespace_tokens(), file=settings.tokens_file, open_namespaces=settings.open_namespaces
     )
@@ -42,7 +42,7 @@ def open_tokens(settings: Settings) -> NamespaceTokens:
 
 
 def call_gate(settings: Settings, tokens: NamespaceTokens, metrics: Metrics) -> CallGate:
-    """What calls pass first; registers its metrics, once per registry."""
+    """The gate of all calls. Registers its metrics, so call it once per registry."""
     gate = CallGate(Access(tokens), CallPermits(settings.max_calls))
     metrics.gauge("ve_open_calls", "Calls in progress.", lambda: gate.permits.num_calls)
     metrics.counter_view(
@@ -55,7 +55,7 @@ def call_gate(settings: Settings, tokens: NamespaceTokens, metrics: Metrics) -> 
 
 
 def open_grpc(settings: Settings, gate: CallGate) -> GrpcServer:
-    """Not bound yet. Raises ConfigurationError for certificates that cannot be read."""
+    """The server, not bound yet. Raises ConfigurationError for certificates that cannot be read."""
     certificates = None
     if settings.tls_cert is not None and settings.tls_key is not None:
         certificates = CertificateFiles(settings.tls_cert, settings.tls_key, settings.tls_client_ca)
@@ -70,7 +70,7 @@ def open_grpc(settings: Settings, gate: CallGate) -> GrpcServer:
 
 
 def is_reachable(address: str) -> bool:
-    """Whether others than this host's own processes may reach a listening address."""
+    """Whether a listening address can be reached from other hosts."""
     if address.startswith("unix:"):
         return False
     host = address.rpartition(":")[0].strip("[]")

@@ -1,4 +1,4 @@
-"""What GetServerInfo answers: the model, the limits, the ways of delivery. It holds for the life of the
+"""The answer of GetServerInfo: the model, the limits, the transports. It is constant for the life of the
 process."""
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def server_info(
     instance_id: str,
     segments: PixelSegments | None = None,
 ) -> pb.GetServerInfoResponse:
-    """instance_id: the broker's too. segments: where pixel tensors are accepted in shared memory."""
+    """instance_id: the broker reports it too. segments: None where pixels in shared memory are refused."""
     tower = model.tower
     info = pb.GetServerInfoResponse(
         protocol_version=convert.PROTOCOL_VERSION,
@@ -73,7 +73,7 @@ def server_info(
 
 
 def transports(settings: Settings, store: EmbeddingStore) -> list[pb.TransportInfo]:
-    """Shared memory: one entry for each kind of arena that the broker hands out."""
+    """The transports over shared memory: one for each kind of arena that the broker hands out."""
     if not settings.broker_path:
         return []
     kinds = {arena.kind: arena for _, arena in store.arenas()}

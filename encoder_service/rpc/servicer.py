@@ -82,6 +82,9 @@ class VisionEncoderServicer:
                     message, lambda item: self._pipeline.prefetch(item, namespace=request.namespace)
                 )
             except Exception as error:
+                call_failure = call.as_call_failure(error, len(request.items))
+                if call_failure is not None:
+                    raise call_failure from None
                 failure = failure_of(error)
                 call.item_failed(self.metrics, failure, index)
                 return pb.PrefetchStatus(failure=failure)
@@ -91,6 +94,7 @@ class VisionEncoderServicer:
                 state=pb.KEY_STATE_RESIDENT if announced.resident else pb.KEY_STATE_IN_FLIGHT,
                 grid_thw=convert.grid_to_proto(announced.grid),
                 num_rows=announced.num_rows,
+                timestamps_s=() if announced.clip is None else announced.clip.timestamps_s,
             )
 
         call = observed.this_call()

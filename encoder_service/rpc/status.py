@@ -1,11 +1,12 @@
-"""Errors as gRPC statuses: the only place that knows both.
+"""The mapping from errors to gRPC statuses. No other module knows both.
 
-Every class of ``errors.py`` has a status here, its own or its nearest ancestor's; a test walks the tree. A
-failure of one item is an ItemFailure in the stream; a failure of the whole call is the call's status, with
-the same ItemFailure serialised in the trailing metadata under ``FAILURE_METADATA_KEY``.
+Every class of ``errors.py`` has a status here, its own or that of its nearest ancestor; a test checks this
+for the whole tree. The failure of one item is an ItemFailure in the stream. The failure of the whole call is
+the call's status, with the same ItemFailure serialised in the trailing metadata under
+``FAILURE_METADATA_KEY``.
 
-Where waiting helps, the status states how long in two more forms, for clients that are not ours:
-``google.rpc.RetryInfo`` among the status details, and the pushback of gRPC's own retries.
+If a retry helps, the status states the delay in two more forms, for clients other than ``lm_adapter``:
+``google.rpc.RetryInfo`` in the status details, and the pushback of gRPC's built-in retries.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from encoder_service import errors
 from vision_encoder.v1 import encoder_pb2 as pb
 
 FAILURE_METADATA_KEY = "vision-encoder-failure-bin"
-# Names that gRPC gives: of a serialised google.rpc.Status, and of milliseconds for its built-in retries.
+# Keys that gRPC defines: a serialised google.rpc.Status, and the delay in ms of its built-in retries.
 STATUS_METADATA_KEY = "grpc-status-details-bin"
 PUSHBACK_METADATA_KEY = "grpc-retry-pushback-ms"
 ERROR_DOMAIN = "vision_encoder.v1"
@@ -44,7 +45,7 @@ STATUS_BY_ERROR: dict[type[errors.VisionEncoderError], grpc.StatusCode] = {
 
 
 def status_of(error: errors.VisionEncoderError) -> grpc.StatusCode:
-    """The status of an error: its class's, or its nearest listed ancestor's."""
+    """The status of an error: that of its class or of its nearest listed ancestor."""
     for cls in type(error).__mro__:
         if cls in STATUS_BY_ERROR:
             return STATUS_BY_ERROR[cls]
@@ -52,7 +53,7 @@ def status_of(error: errors.VisionEncoderError) -> grpc.StatusCode:
 
 
 def as_service_error(error: BaseException) -> errors.VisionEncoderError:
-    """Foreign exceptions mapped to ours, in one place."""
+    """The error itself, or the service's error for a foreign exception."""
     if isinstance(error, errors.VisionEncoderError):
         return error
     if isinstance(error, asyncio.CancelledError):
@@ -61,7 +62,7 @@ def as_service_error(error: BaseException) -> errors.VisionEncoderError:
 
 
 def failure_of(error: BaseException) -> pb.ItemFailure:
-    """An error as its wire message."""
+    """The error as its wire message."""
     known = as_service_error(error)
     code: int = status_of(known).value[0]
     return pb.ItemFailure(
@@ -80,7 +81,7 @@ def status_text(error: errors.VisionEncoderError) -> str:
 
 
 def trailing_metadata(error: errors.VisionEncoderError) -> tuple[tuple[str, str | bytes], ...]:
-    """The metadata beside a failed call's status and message."""
+    """The metadata of a failed call, sent with its status and message."""
     metadata: list[tuple[str, str | bytes]] = [
         (FAILURE_METADATA_KEY, failure_of(error).SerializeToString()),
     ]
@@ -91,7 +92,7 @@ def trailing_metadata(error: errors.VisionEncoderError) -> tuple[tuple[str, str 
 
 
 def retry_status(error: errors.VisionEncoderError) -> Status:
-    """The error with its advice in the form that google.rpc defines; code and message are the call's."""
+    """The error and its retry delay as a google.rpc.Status. Code and message equal those of the call."""
     code: int = status_of(error).value[0]
     advice = RetryInfo()
     advice.retry_delay.FromMilliseconds(error.retry_after_ms)
@@ -108,6 +109,6 @@ async def abort(
     error: errors.VisionEncoderError,
     trailers: tuple[tuple[str, str | bytes], ...] = (),
 ) -> NoReturn:
-    """Ends the call with the error's status. trailers: metadata beside the error's own."""
+    """Ends the call with the error's status. trailers: metadata in addition to the error's own."""
     await context.abort(status_of(error), status_text(error), (*trailing_metadata(error), *trailers))
     raise AssertionError("abort returned")

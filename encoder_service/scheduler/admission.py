@@ -1,7 +1,7 @@
-"""Admission: bounds on queued patches and bytes, and on unread rows.
+"""Admission: limits on queued patches and bytes, and on unread rows.
 
-Owns these counters and the advice to refused callers when to retry. Fails fast instead of letting callers
-pile up. Not thread-safe: used from the event loop only.
+Owns these counters and the retry delay that refused callers are given. Refuses work at once instead of
+letting callers wait. Not thread-safe: used from the event loop only.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ from collections.abc import Callable
 
 from encoder_service.errors import QueueFull
 
-# Advice before anything was measured, and the bounds of measured advice: below, retries only add load; above,
-# the service could be idle while its callers wait.
+# The retry delay before anything was measured, and the limits of a measured delay. A shorter delay only adds
+# load; with a longer one, the service could be idle while its callers wait.
 RETRY_AFTER_MS = 200
 MIN_RETRY_AFTER_MS = 50
 MAX_RETRY_AFTER_MS = 5_000
-# Time constant of the pace.
+# Time constant of the exponential average in ``Pace``.
 PACE_S = 5.0
 
 
 class Pace:
-    """How fast room becomes free: an exponential average over ``PACE_S``."""
+    """The rate at which capacity becomes free: an exponential average with time constant ``PACE_S``."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -29,12 +29,12 @@ class Pace:
         self._noted_s: float | None = None
 
     def note(self, amount: float) -> None:
-        """``amount`` became free now."""
+        """Records that ``amount`` became free now."""
         self._amount = self._faded() + amount
         self._noted_s = self._clock()
 
     def retry_after_ms(self, needed: float) -> int:
-        """How long until ``needed`` more will be free, within the bounds of advice."""
+        """Milliseconds until ``needed`` more is expected to be free, within the limits of the delay."""
         if self._noted_s is None:
             return RETRY_AFTER_MS
         per_s = self._faded() / PACE_S
@@ -48,7 +48,7 @@ class Pace:
 
 
 class Permit:
-    """One item's share of the bounds. Grows once its patches are known; given back exactly once."""
+    """One item's share of the limits. It grows when the item's patches are known and is released once."""
 
     def __init__(self, admission: Admission, num_bytes: int) -> None:
         self._admission = admission
@@ -57,27 +57,27 @@ class Permit:
         self._released = False
 
     def add_patches(self, num_patches: int) -> None:
-        """Takes room for the item's patches. Raises QueueFull; the bytes stay held until ``release``."""
+        """Takes room for the item's patches. Raises QueueFull; the bytes then stay held until ``release``."""
         self._admission._take_patches(num_patches)
         self.num_patches += num_patches
 
     def add_bytes(self, num_bytes: int) -> None:
-        """Takes room for content that is still arriving. Raises QueueFull; what is held stays so."""
+        """Takes room for content that is still arriving. Raises QueueFull; bytes taken before stay held."""
         self._admission._take_bytes(num_bytes)
         self.num_bytes += num_bytes
 
     def release(self) -> None:
-        """Gives everything back; a second call does nothing."""
+        """Gives everything back. A second call does nothing."""
         if not self._released:
             self._released = True
             self._admission._give_back(self.num_patches, self.num_bytes)
 
 
 class UnreadBytes:
-    """Bytes of encoded rows that some caller has not read yet: what slow readers keep in memory beside the
-    store. Rows that several callers wait for count once.
+    """Bytes of encoded rows that some caller has not read yet. Slow readers keep them in memory in addition
+    to the store. Rows that several callers wait for count once.
 
-    max_bytes: at this many no new encode starts; those that were admitted continue.
+    max_bytes: no new encode starts at or above this limit; encodes that were admitted continue.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -86,21 +86,21 @@ class UnreadBytes:
         self._num_readers: dict[int, int] = {}
 
     def add(self, rows: object, num_bytes: int) -> None:
-        """One more caller holds ``rows`` until ``remove``."""
+        """Adds a caller that holds ``rows`` until ``remove``."""
         readers = self._num_readers.get(id(rows), 0)
         self._num_readers[id(rows)] = readers + 1
         if not readers:
             self.num_bytes += num_bytes
 
     def remove(self, rows: object, num_bytes: int) -> None:
-        """A caller has read ``rows``, or has left."""
+        """Removes a caller that has read ``rows`` or has left."""
         self._num_readers[id(rows)] -= 1
         if not self._num_readers[id(rows)]:
             del self._num_readers[id(rows)]
             self.num_bytes -= num_bytes
 
     def check_room(self) -> None:
-        """Raises QueueFull with both numbers while too much is unread."""
+        """Raises QueueFull, with both numbers, while too much is unread."""
         if self.num_bytes >= self.max_bytes:
             raise QueueFull(
                 f"{self.num_bytes} bytes of rows wait to be read, at most {self.max_bytes} may",
@@ -111,10 +111,10 @@ class UnreadBytes:
 
 
 class Admission:
-    """Bounds on admitted, unfinished work."""
+    """The limits on work that is admitted and not finished."""
 
     def __init__(self, max_patches: int, max_bytes: int, clock: Callable[[], float] | None = None) -> None:
-        """clock: monotonic seconds, for advice by the pace of the last seconds; None: fixed advice."""
+        """clock: monotonic seconds, for a retry delay from the measured rate; None for a fixed delay."""
         self.max_patches = max_patches
         self.max_bytes = max_bytes
         self.num_patches = 0
@@ -162,5 +162,5 @@ class Admission:
 
 
 def advice_ms(pace: Pace | None, needed: float) -> int:
-    """When to retry, by a pace or without one."""
+    """The retry delay: measured, or fixed where there is no ``pace``."""
     return RETRY_AFTER_MS if pace is None else pace.retry_after_ms(needed)

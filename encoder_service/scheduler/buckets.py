@@ -1,10 +1,10 @@
 """Buckets: the batch shapes that have a captured graph.
 
-Owns which shapes there are and which one a batch takes. Leaves capture and replay to engine/graphs.py.
+Owns which shapes exist and which one a batch uses. ``engine/graphs.py`` captures and replays them.
 
 A bucket fixes four numbers: patches, sequence slots, the longest sequence, frames per row. The longest
-sequence matters because varlen attention kernels launch tiles for each slot up to it. So each size comes with
-few such bounds, and with fewer slots where the bound is high.
+sequence matters because varlen attention kernels launch tiles for every slot up to it. So each size has a few
+bounds on the sequence length, and fewer slots where the bound is high.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from typing import NamedTuple
 from encoder_service.errors import ConfigurationError
 from encoder_service.scheduler.cost import H200_COST, Calibration, CostModel, Launch
 
-# Sequence bounds that larger sizes offer beside the size itself: images of 512 x 512, 1024 x 1024 and
-# 1920 x 1080 pixels, at 16 pixels a patch.
+# Bounds on the sequence length that a size offers besides the size itself: images of 512 x 512, 1024 x 1024
+# and 1920 x 1080 pixels, at 16 pixels per patch side.
 SEQLEN_BOUNDS = (1024, 4096, 8192)
 MIN_SLOTS = 8
-# Common image sizes in patches: 448, 512 and 768 pixels square. Batches of one kind of image multiply them.
+# Common image sizes in patches: 448, 512 and 768 pixels square. A batch of equal images is a multiple of one.
 COMMON_SIZES = (784, 1024, 2304)
 SMALLEST_SIZE = 64
-# Rows of one tile of a matrix product. Sizes between tiles save nothing.
+# Sizes are multiples of the rows of one matrix-product tile, since sizes between tiles take as long.
 SMALL_STEP = 64
 LARGE_STEP = 128
 LARGE_SIZE = 4096
-# Of the next size's time: about what one step of the default ladder adds.
+# Largest time difference between neighbouring sizes, as a share of the larger size's time.
 MAX_STEP_SHARE = 0.06
-# An eager forward takes at least this long, whatever its size: the host launches its kernels one by one
-# (7.2 ms at 784 patches, 27 fused blocks, H200).
+# Minimum time of an eager forward pass of any size, since the host launches its kernels one by one (7.2 ms at
+# 784 patches, 27 fused blocks, H200).
 EAGER_US = 7000.0
 
 
@@ -42,7 +42,7 @@ class Bucket:
     """The static shapes of one graph.
 
     num_patches: rows of the patch tensors. num_sequences: sequence slots. max_seqlen: the longest sequence
-    that it takes. num_frames: the most frames averaged into one row.
+    that it takes, in patches. num_frames: the most frames averaged into one row.
     """
 
     num_patches: int
@@ -52,14 +52,17 @@ class Bucket:
 
 
 class Priced(NamedTuple):
-    """A bucket and its CostModel.shape_us."""
+    """A bucket and the part of its time that depends on its shape (CostModel.shape_us)."""
 
     bucket: Bucket
     shape_us: float
 
 
 class BucketLadder:
-    """All buckets of one tower. Immutable."""
+    """All buckets of one tower. Immutable.
+
+    buckets: cheapest first. sizes: their distinct sizes in patches, ascending.
+    """
 
     def __init__(
         self,
@@ -67,8 +70,8 @@ class BucketLadder:
         cost: CostModel = H200_COST,
         calibration: Calibration | None = None,
     ) -> None:
-        """calibration: the measurement behind ``cost``, if there was one. Raises ConfigurationError for no
-        buckets, for a repeated one, or for numbers below one."""
+        """calibration: the measurement behind ``cost``; None if nothing was measured. Raises
+        ConfigurationError for no buckets, for a repeated bucket, or for numbers below one."""
         given = tuple(buckets)
         if not given:
             raise ConfigurationError("the bucket ladder has 0 buckets, needs at least 1", found=0)
@@ -82,8 +85,8 @@ class BucketLadder:
         self.calibration = calibration
         self.buckets = tuple(sorted(given, key=self._order))
         self.sizes = tuple(sorted({bucket.num_patches for bucket in given}))
-        # For each smallest possible size, the buckets to try, cheapest first: a choice then costs a bisection
-        # and usually one comparison. The planner makes hundreds of choices for a batch.
+        # For each size, the buckets that are large enough, cheapest first. A choice then costs a bisection
+        # and usually one comparison. The planner makes hundreds of choices per batch.
         priced = [Priced(bucket, self._order(bucket)[0]) for bucket in self.buckets]
         self._candidates = [
             tuple(one for one in priced if one.bucket.num_patches >= size) for size in self.sizes
@@ -98,18 +101,18 @@ class BucketLadder:
 
     @property
     def largest_first(self) -> tuple[Bucket, ...]:
-        """The order of capture: later graphs find the shared pool large enough."""
+        """The order of capture. Later graphs then find the shared memory pool large enough."""
         return tuple(
             sorted(self.buckets, key=lambda b: (b.num_patches, b.num_sequences * b.max_seqlen), reverse=True)
         )
 
     def choose(self, launch: Launch) -> Bucket | None:
-        """The cheapest bucket that takes the launch; None: run it eager."""
+        """The cheapest bucket that takes the launch; None to run it eagerly."""
         found = self.price(launch)
         return None if found is None else found.bucket
 
     def price(self, launch: Launch) -> Priced | None:
-        """``choose`` with what the bucket costs."""
+        """Like ``choose``, with the bucket's cost."""
         num_patches, num_sequences, max_seqlen, _, num_frames = launch
         first = bisect_left(self.sizes, num_patches)
         if first == len(self.sizes):
@@ -125,19 +128,19 @@ class BucketLadder:
         return None
 
     def predicted_us(self, launch: Launch) -> float:
-        """Device time of the launch as it would run: in its bucket, else eager."""
+        """Predicted device time of the launch, in its bucket or else run eagerly."""
         priced = self.price(launch)
         if priced is None:
             return max(EAGER_US, self.cost.exact_us(launch))
         return priced.shape_us + self.cost.us_per_square * launch.sum_squares
 
     def calibrated(self, calibration: Calibration) -> BucketLadder:
-        """The same buckets, chosen by the cost that was measured."""
+        """The same buckets, chosen by a measured cost model."""
         return BucketLadder(self.buckets, calibration.cost, calibration)
 
     def _order(self, bucket: Bucket) -> tuple[float, ...]:
-        """By cost; among equals the smallest, and the fewest tiles that kernels could launch, which costs
-        something even where the model says nothing."""
+        """Sort key: cost first. Ties go to the smallest bucket with the fewest tiles that kernels could
+        launch, which take some time even where the model has no term for them."""
         return (
             self.cost.shape_us(bucket.num_patches, bucket.num_sequences, bucket.max_seqlen),
             bucket.num_patches,
@@ -148,7 +151,7 @@ class BucketLadder:
 
 
 def check_bucket(bucket: Bucket) -> None:
-    """Raises ConfigurationError for a number below one or a sequence bound above the patches."""
+    """Raises ConfigurationError for a number below one, or a max_seqlen above the number of patches."""
     for name, value in vars(bucket).items():
         if value < 1:
             raise ConfigurationError(f"{bucket}: {name} is {value}, needs at least 1", found=value)
@@ -161,21 +164,21 @@ def check_bucket(bucket: Bucket) -> None:
 
 
 def seqlen_bounds(num_patches: int) -> tuple[int, ...]:
-    """The sequence bounds that a size offers, shortest first."""
+    """The bounds on the sequence length that a size offers, ascending."""
     return (*(bound for bound in SEQLEN_BOUNDS if bound < num_patches), num_patches)
 
 
 def sequence_slots(num_patches: int, max_seqlen: int) -> int:
-    """Slots of a bucket: one for each 128 patches of short sequences, each 256 of longer ones, at least
-    MIN_SLOTS. Slots times bound grow with the size, and at one size with the bound, so the smallest size and
-    the shortest bound that fit are the cheapest."""
+    """Number of sequence slots of a bucket: one per 128 patches for short sequences, one per 256 for longer
+    ones, at least MIN_SLOTS. Slots times bound grow with the size and, at one size, with the bound, so the
+    cheapest bucket is the one with the smallest size and the shortest bound that fit."""
     if max_seqlen <= 1024:
         return max(MIN_SLOTS, min(num_patches // 128, 256))
     return max(MIN_SLOTS, min(num_patches // 256, 128 if max_seqlen <= 4096 else 64))
 
 
 def ladder_of_sizes(sizes: Iterable[int], *, max_frames: int = 1) -> BucketLadder:
-    """The ladder that has these sizes, in patches, each with its bounds and slots."""
+    """A ladder of these sizes in patches, each with its bounds and slots."""
     return BucketLadder(
         Bucket(size, sequence_slots(size, bound), bound, max_frames)
         for size in sorted(set(sizes))
@@ -188,13 +191,14 @@ def default_ladder(
 ) -> BucketLadder:
     """A ladder up to ``max_patches`` for unknown traffic.
 
-    longest: patches of the largest single item that attends over all of itself. If it is above max_patches,
-    sizes continue up to it with one bucket each, since only such an item, alone in its batch, is so large.
+    longest: patches of the largest single item that attends over all its patches. If this is above
+    max_patches, sizes continue up to it with one bucket each, because only such an item, alone in its batch,
+    is that large.
 
-    Common image sizes and their multiples by powers of two have buckets of their own. Between them sizes
-    stand so close that one step adds about MAX_STEP_SHARE of the next size's time on the cost curve without
-    attention, rounded to whole steps of 64 patches (128 from 4096 on). Sizes are multiples of merge_size
-    squared. Raises ConfigurationError when max_patches is not.
+    Common image sizes and their multiples by powers of two have their own buckets. Between them, sizes are
+    spaced so that one step adds about MAX_STEP_SHARE of the next size's time on the cost curve without
+    attention, rounded to 64 patches (128 from 4096 on). Sizes are multiples of merge_size squared. Raises
+    ConfigurationError if max_patches is not.
     """
     unit = merge_size * merge_size
     if max_patches < unit or max_patches % unit:
@@ -222,13 +226,13 @@ def default_ladder(
 
 
 def anchor_sizes(max_patches: int) -> list[int]:
-    """Sizes that deserve a bucket of their own: the smallest, and common images times powers of two."""
+    """Sizes that get their own bucket: the smallest, and common image sizes times powers of two."""
     doublings = range(max(1, max_patches).bit_length())
     return [SMALLEST_SIZE, *(size << doubling for size in COMMON_SIZES for doubling in doublings)]
 
 
 def between(low: int, high: int, unit: int) -> list[int]:
-    """Sizes strictly between two, in equal ratios of time, rounded to whole tiles."""
+    """Sizes strictly between ``low`` and ``high``, at equal ratios of time, rounded to whole tiles."""
     cost = H200_COST
     low_us, high_us = cost.patches_us(low), cost.patches_us(high)
     steps = math.ceil(math.log(high_us / low_us) / -math.log1p(-MAX_STEP_SHARE))

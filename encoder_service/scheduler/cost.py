@@ -1,7 +1,7 @@
 """The device time of a launch, predicted from its shapes.
 
-Owns the record of a launch's shape and the cost model fitted to measurements. Leaves the choice of graph
-shapes to buckets.py and the measuring to engine/calibrate.py.
+Owns the record of a launch's shape and the cost model that is fitted to measurements. ``buckets.py`` chooses
+the graph shapes, ``engine/calibrate.py`` measures.
 """
 
 from __future__ import annotations
@@ -17,15 +17,16 @@ import numpy as np
 
 from encoder_service.errors import ConfigurationError
 
-# A straight line over the number of patches serves up to this relative error.
+# A line over the number of patches is used if its largest relative error is at most this.
 LINE_ERROR = 0.08
-# Columns whose smallest singular value is below this share of the largest depend on each other.
+# Columns count as linearly dependent if their smallest singular value is below this share of the largest.
 MIN_INDEPENDENCE = 1e-6
 
 
 class Launch(NamedTuple):
-    """The shape of one batch: patches, attention sequences, the longest of them, the sum of their squared
-    lengths, and the most frames averaged into one row (1 for families that average over none)."""
+    """The shape of one batch. num_sequences, max_seqlen: attention sequences and the longest of them.
+    sum_squares: sum of their squared lengths. num_frames: the most frames averaged into one row (1 for
+    families that do not average)."""
 
     num_patches: int
     num_sequences: int
@@ -48,7 +49,7 @@ class Launch(NamedTuple):
 
 @dataclass(frozen=True)
 class Timing:
-    """One measurement: the launch, the padded shape that it ran in, and its microseconds."""
+    """One measurement: the launch, the padded shape that it ran in, and its time in microseconds."""
 
     launch: Launch
     num_patches: int
@@ -58,7 +59,7 @@ class Timing:
 
     @property
     def features(self) -> tuple[float, float, float, float]:
-        """The factors of a CostModel's coefficients."""
+        """The values that a CostModel's coefficients are multiplied with."""
         return (
             1.0,
             float(self.num_patches),
@@ -69,12 +70,16 @@ class Timing:
 
 @dataclass(frozen=True)
 class CostModel:
-    """Microseconds of one forward: fixed_us, plus us_per_patch for products and norms, plus us_per_square
-    for attention over each sequence's squared length, plus us_per_slot_patch times sequence slots times the
-    baked max_seqlen: kernels that launch tiles for every slot up to the bound pay for the empty ones.
+    """The time of one forward pass in microseconds:
 
-    curve: (patches, us), ascending in both. Between its ends it replaces fixed_us + us_per_patch * patches,
-    for a device that no straight line describes well enough; above its end time rises by us_per_patch.
+    fixed_us + us_per_patch * num_patches + us_per_square * sum_squares
+    + us_per_slot_patch * num_sequences * max_seqlen
+
+    us_per_patch covers matrix products and norms, us_per_square attention. us_per_slot_patch covers kernels
+    that launch tiles for every sequence slot up to the bucket's max_seqlen, even for empty slots.
+
+    curve: (patches, us), ascending in both. Between its ends it replaces fixed_us + us_per_patch *
+    num_patches, for a device that no line describes well enough. Above its end, time rises by us_per_patch.
     """
 
     fixed_us: float
@@ -96,7 +101,7 @@ class CostModel:
                 )
 
     def padded_us(self, launch: Launch, num_patches: int, num_sequences: int, max_seqlen: int) -> float:
-        """Time of the launch in padded shapes. Padding patches are not attended."""
+        """Time of the launch in padded shapes. Attention skips padding patches."""
         return self.shape_us(num_patches, num_sequences, max_seqlen) + self.us_per_square * launch.sum_squares
 
     def exact_us(self, launch: Launch) -> float:
@@ -108,7 +113,7 @@ class CostModel:
         return self.patches_us(num_patches) + self.us_per_slot_patch * num_sequences * max_seqlen
 
     def patches_us(self, num_patches: int) -> float:
-        """The part of the time that depends on the number of patches; it never falls with it."""
+        """The part of the time that depends on the number of patches. It never decreases."""
         if not self.curve:
             return self.fixed_us + self.us_per_patch * num_patches
         after = bisect_right(self.curve, num_patches, key=lambda point: point[0])
@@ -121,11 +126,11 @@ class CostModel:
         return low_us + (high_us - low_us) * (num_patches - low) / (high - low)
 
     def added_us(self, launch: Launch) -> float:
-        """The time that the launch's items add to a batch that runs anyway."""
+        """The time that the launch's items add to a batch that runs in any case."""
         return self.us_per_patch * launch.num_patches + self.us_per_square * launch.sum_squares
 
     def relative_error(self, timing: Timing) -> float:
-        """Prediction over measurement, minus one."""
+        """Prediction divided by measurement, minus one."""
         predicted_us = self.padded_us(
             timing.launch, timing.num_patches, timing.num_sequences, timing.max_seqlen
         )
@@ -133,11 +138,11 @@ class CostModel:
 
     @classmethod
     def fit(cls, timings: Sequence[Timing]) -> CostModel:
-        """Least squares of the relative error over all four coefficients; those that would come out negative
-        are zero, and so is us_per_slot_patch where the timings do not determine it.
+        """Least squares of the relative error over all four coefficients. Coefficients that would be negative
+        are zero; so is us_per_slot_patch if the timings do not determine it.
 
         Raises ConfigurationError for fewer than three different timings, for timings that do not determine
-        the other three unknowns, and for a time that is not positive.
+        the other three coefficients, and for a time that is not positive.
         """
         if len(set(timings)) < 3:
             raise ConfigurationError(
@@ -153,8 +158,8 @@ class CostModel:
         return cls(fixed, patch, square, slot_patch)
 
     def with_curve(self, timings: Sequence[Timing]) -> CostModel:
-        """The same line with a curve through the timings' sizes, fitted together with attention and slots,
-        at no size below a smaller one. Raises ConfigurationError where ``fit`` does."""
+        """The same line with a curve through the timings' sizes. Curve, attention and slots are fitted
+        together; the curve never decreases. Raises ConfigurationError as ``fit`` does."""
         sizes = sorted({one.num_patches for one in timings})
         *levels, square, slot_patch = solve_relative(
             [(*(float(one.num_patches == size) for size in sizes), *one.features[2:]) for one in timings],
@@ -166,8 +171,8 @@ class CostModel:
 
 @dataclass(frozen=True)
 class Calibration:
-    """A cost model fitted on the device that serves, and its largest and mean relative error over the timings
-    behind it. seconds: how long measuring took."""
+    """A cost model fitted on the serving device, with its largest and mean relative error over the timings.
+    seconds: duration of the measurement."""
 
     cost: CostModel
     max_error: float
@@ -176,8 +181,8 @@ class Calibration:
 
     @classmethod
     def fit(cls, timings: Sequence[Timing], seconds: float = 0.0) -> Calibration:
-        """A line, or a curve where the line's largest error is above LINE_ERROR and the curve's mean error is
-        smaller. Raises ConfigurationError as CostModel.fit does."""
+        """Fits a line, or a curve if the line's largest error is above LINE_ERROR and the curve's mean error
+        is smaller. Raises ConfigurationError as CostModel.fit does."""
         line = CostModel.fit(timings)
         found = cls._of(line, timings, seconds)
         if found.max_error <= LINE_ERROR:
@@ -192,10 +197,10 @@ class Calibration:
 
 
 def solve_relative(features: Sequence[Sequence[float]], timings: Sequence[Timing]) -> list[float]:
-    """Coefficients of the columns, none negative, with the least sum of squared relative errors. The last is
-    zero where its column depends on the others. Raises ConfigurationError where another column does."""
+    """Non-negative coefficients of the columns that minimise the sum of squared relative errors. The last is
+    zero if its column depends on the others. Raises ConfigurationError if another column does."""
     rows = np.array(features) / np.array([[timing.us] for timing in timings])
-    # Columns are scaled to their largest entry: squares are a million times the constant.
+    # Columns are scaled to their largest entry, since squares are a million times the constant.
     scales = rows.max(axis=0)
     scales[scales == 0.0] = 1.0
     found = np.zeros(len(scales))
@@ -218,8 +223,8 @@ def solve_relative(features: Sequence[Sequence[float]], timings: Sequence[Timing
     return [float(value) for value in found]
 
 
-# Where nothing was measured: fitted to five exact-shape timings of the half-fused 27-block tower of width
-# 1152 on an H200 in bfloat16 (2.57 ms at 1 x 784 patches, 12.7 at 1 x 4096, 96.4 at 8 x 4096, 52.6 at
-# 32 x 784, 79.7 at 36 mixed images), within 1.2 % of each; the last coefficient from 14.8 ms for 1 x 4096 in
-# 64 slots of 5120.
+# The default where nothing was measured. Fitted to five exact-shape timings of the half-fused 27-block tower
+# of width 1152 on an H200 in bfloat16 (2.57 ms at 1 x 784 patches, 12.7 at 1 x 4096, 96.4 at 8 x 4096, 52.6
+# at 32 x 784, 79.7 at 36 mixed images), within 1.2 % of each. The last coefficient comes from 14.8 ms for 1 x
+# 4096 in 64 slots of 5120.
 H200_COST = CostModel(963.0, 1.848, 2.525e-4, 6.7e-4)

@@ -1,18 +1,19 @@
 """The planner: which waiting items form the next batch.
 
-Owns the queue in front of the device, the patch budget of a batch and the dropping of items that are not
-worth running. Leaves tensors, threads and the clock to the engine: it sees patch counts, and times that it is
-given. It never waits for more items to come.
+Owns the queue in front of the device, the patch budget of a batch, and the dropping of items that are not
+worth running. Tensors, threads and the clock belong to the engine: the planner sees patch counts and the
+times that it is given. It never waits for more items.
 
 Policy, in this order:
-1. Encode before Prefetch, first come first served within a class. After MAX_ENCODE_BATCHES batches in a row
-   that an Encode led while a Prefetch waited, a Prefetch leads one. The head of that order always runs; later
-   items that still fit the budget fill the batch up. An item above the whole budget runs alone.
-2. An item that later ones overtook MAX_PASSES times lets no further item past it, so nothing starves.
-3. With a ladder, the batch may end earlier if the predicted time of everything in it gets smaller that way.
-   The bucket's remaining room then takes later items that are small enough.
-4. Items whose callers left or whose deadline passed are dropped. With a ladder, so are items that will miss
-   their deadline even if the device takes only SURE of the predicted times.
+1. Encode goes before Prefetch, and first come first served within a class. After MAX_ENCODE_BATCHES batches
+   in a row that an Encode led while a Prefetch waited, a Prefetch leads one. The first item in this order
+   always runs. Later items that fit the remaining budget fill the batch. An item above the whole budget runs
+   alone.
+2. An item that later items overtook MAX_PASSES times lets no further item pass, so that no item starves.
+3. With a ladder, the batch may end earlier if that lowers the predicted time of everything in it. Later items
+   that are small enough then fill the bucket's remaining room.
+4. Items whose callers left or whose deadline passed are dropped. With a ladder, items are also dropped if
+   they will miss their deadline even when the device takes only SURE of the predicted times.
 """
 
 from __future__ import annotations
@@ -27,14 +28,14 @@ from encoder_service.scheduler.cost import Launch
 
 # How often later items may overtake one that does not fit.
 MAX_PASSES = 4
-# Batches that Encodes lead in a row while a Prefetch waits.
+# How many batches in a row Encodes may lead while a Prefetch waits.
 MAX_ENCODE_BATCHES = 16
-# How many waiting items, beyond those of a batch, are considered to fill it.
+# How many waiting items are considered to fill a batch, beyond its maximum number of items.
 LOOK_AHEAD = 64
-# A batch is cut to no less than this share of its patches, and only to save this share of the time.
+# A batch is cut to no less than LEAST_CUT of its patches, and only if that saves LEAST_GAIN of the time.
 LEAST_CUT = 0.5
 LEAST_GAIN = 0.01
-# The part of a predicted time that the device takes for certain.
+# The share of a predicted time that the device certainly takes.
 SURE = 0.75
 
 
@@ -42,12 +43,13 @@ SURE = 0.75
 class Ticket:
     """One item's place in the queue.
 
-    num_patches: its size. deadline_s: dropped from then on, in the engine's clock; None: never. is_prefetch:
-    no caller waits for it; an Encode that joins clears the flag. cancelled: every caller left. Other threads
-    may change these three while the ticket waits, the deadline only to a later one; the next batch sees it.
-    is_dropped: by the planner, for its deadline; a caller who comes later must not wait for it.
-    num_sequences: attention sequences of equal length that the patches form. num_frames: frames averaged into
-    one row. passes: how often later items overtook it; counted by the planner.
+    num_patches: the item's size. deadline_s: the time from which it is dropped, in the engine's clock; None
+    for never. is_prefetch: no caller waits for it; an Encode that joins clears the flag. cancelled: every
+    caller left. Other threads may change these three while the ticket waits, the deadline only to a later
+    one. The next batch sees the change. is_dropped: the planner dropped it for its deadline, so a later
+    caller must not wait for it. num_sequences: attention sequences of equal length that the patches form.
+    num_frames: frames averaged into one row. passes: how often later items overtook it, counted by the
+    planner.
     """
 
     num_patches: int
@@ -61,13 +63,13 @@ class Ticket:
 
     @property
     def seqlen(self) -> int:
-        """Patches of each of its sequences."""
+        """Patches per attention sequence."""
         return -(-self.num_patches // self.num_sequences)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The next batch, and the tickets that were dropped on the way to it, each with the reason."""
+    """The next batch, and the tickets that were dropped, each with the reason."""
 
     batch: list[Ticket] = field(default_factory=list)
     dropped: dict[Ticket, VisionEncoderError] = field(default_factory=dict)
@@ -76,8 +78,8 @@ class Plan:
 class Planner:
     """The queue in front of the device. Not thread-safe: its owner holds a lock.
 
-    max_patches, max_items: of a batch. ladder: the buckets that batches are padded to, with their cost; None:
-    batches are filled in order and nothing is predicted.
+    max_patches, max_items: limits of a batch. ladder: the buckets that batches are padded to, with their cost
+    model. Without a ladder, batches are filled in order and nothing is predicted.
     """
 
     def __init__(self, max_patches: int, max_items: int, ladder: BucketLadder | None = None) -> None:
@@ -85,7 +87,7 @@ class Planner:
         self.max_items = max_items
         self.ladder = ladder
         self.num_patches = 0
-        # In order of arrival, with the least seconds that each takes on the device alone.
+        # In order of arrival. Values: the least seconds that each ticket takes alone on the device.
         self._encodes: dict[Ticket, float] = {}
         self._prefetches: dict[Ticket, float] = {}
         self._num_encode_batches = 0
@@ -95,11 +97,11 @@ class Planner:
 
     @property
     def has_full_batch(self) -> bool:
-        """Whether a batch made later would not be larger."""
+        """Whether the waiting items already reach a limit of the batch."""
         return self.num_patches >= self.max_patches or len(self) >= self.max_items
 
     def add(self, ticket: Ticket) -> None:
-        """Queues a ticket behind those of its class. Its sizes must not change while it waits."""
+        """Queues a ticket behind those of its class. Its size must not change while it waits."""
         assert ticket not in self._encodes
         assert ticket not in self._prefetches
         alone_s = 0.0
@@ -109,13 +111,13 @@ class Planner:
         self.num_patches += ticket.num_patches
 
     def remove(self, ticket: Ticket) -> None:
-        """Takes one waiting ticket out of the queue. Raises ValueError if it does not wait."""
+        """Removes a waiting ticket. Raises ValueError if it does not wait."""
         if self._encodes.pop(ticket, None) is None and self._prefetches.pop(ticket, None) is None:
             raise ValueError(f"{ticket} does not wait")
         self.num_patches -= ticket.num_patches
 
     def drain(self) -> list[Ticket]:
-        """Takes everything out; for a fault or a stop."""
+        """Removes and returns all waiting tickets, for a fault or a stop."""
         waiting = [*self._encodes, *self._prefetches]
         self._encodes.clear()
         self._prefetches.clear()
@@ -123,23 +125,23 @@ class Planner:
         return waiting
 
     def predicted_us(self, tickets: Iterable[Ticket]) -> float:
-        """Device time of the tickets as one batch; 0.0 without a ladder."""
+        """Predicted device time of the tickets as one batch; 0.0 without a ladder."""
         return 0.0 if self.ladder is None else self.ladder.predicted_us(launch_of(tickets))
 
     def next_batch(self, now_s: float, busy_s: float = 0.0) -> Plan:
         """Takes the next batch out of the queue, together with tickets that are not worth running. busy_s:
-        how much longer the device is certainly busy with earlier batches. The batch is empty if nothing
-        waits."""
+        seconds for which the device is certainly still busy with earlier batches. The batch is empty if
+        nothing waits."""
         plan = Plan()
         self._drop_and_promote(plan, now_s, busy_s)
         while len(self) and not plan.batch:
             self._take_batch(plan, now_s, busy_s)
         return plan
 
-    # -- what is not worth running ---------------------------------------------------------------------
+    # -- dropping --------------------------------------------------------------------------------------
 
     def _drop_and_promote(self, plan: Plan, now_s: float, busy_s: float) -> None:
-        """Drops cancelled tickets and those that would be late even alone; moves a Prefetch that an Encode
+        """Drops cancelled tickets and those that would be late even alone. Moves a Prefetch that an Encode
         joined behind the Encodes."""
         for lane in (self._encodes, self._prefetches):
             for ticket, alone_s in list(lane.items()):
@@ -152,13 +154,13 @@ class Planner:
                     self._encodes[ticket] = lane.pop(ticket)
 
     def _drop_if_late(self, plan: Plan, ticket: Ticket, now_s: float, needed_s: float) -> bool:
-        deadline_s = ticket.deadline_s  # read once: a caller who joins may change it meanwhile
+        deadline_s = ticket.deadline_s  # read once, since a caller that joins may change it concurrently
         if deadline_s is None:
             return False
         left_s = deadline_s - now_s
         if left_s > 0 and (self.ladder is None or needed_s <= left_s):
             return False
-        ticket.is_dropped = True  # a caller who joins writes the deadline first, and then reads this
+        ticket.is_dropped = True  # a joining caller writes the deadline first and then reads this flag
         if ticket.deadline_s != deadline_s:
             ticket.is_dropped = False
             return False
@@ -169,7 +171,7 @@ class Planner:
     # -- the batch -------------------------------------------------------------------------------------
 
     def _window(self) -> list[Ticket]:
-        """The tickets that the next batch is chosen from; the first of them always runs."""
+        """The tickets that the next batch is chosen from. The first one always runs."""
         first, second = self._encodes, self._prefetches
         if not (first and second):
             self._num_encode_batches = 0
@@ -181,7 +183,7 @@ class Planner:
         return list(islice(chain(first, second), self.max_items + LOOK_AHEAD))
 
     def _take_batch(self, plan: Plan, now_s: float, busy_s: float) -> None:
-        """Takes the next batch out, except for those of its items that would be late in it."""
+        """Takes the next batch out of the queue. Drops those of its items that would be late in it."""
         window = self._window()
         taken = self._first_come(window)
         cost = None
@@ -204,7 +206,7 @@ class Planner:
             plan.batch.append(ticket)
 
     def _first_come(self, window: Sequence[Ticket]) -> list[int]:
-        """Indices of the head and of what fits beside it, in order."""
+        """Indices of the first ticket and of those that fit beside it, in order."""
         taken: list[int] = []
         room = self.max_patches
         for index, ticket in enumerate(window):
@@ -218,14 +220,14 @@ class Planner:
         return taken
 
     def _fit_bucket(self, ladder: BucketLadder, window: Sequence[Ticket], taken: list[int]) -> list[int]:
-        """``taken``, or a prefix of it with later items in the room that its bucket has left, whichever is
-        predicted to take less time for everything in ``taken``. What is cut off joins a batch that runs
-        anyway if more waits, and is a batch of its own otherwise."""
+        """Chooses between ``taken`` and a prefix of it that is filled up with later items that fit into its
+        bucket. Returns the one with the lower predicted time for everything in ``taken``. The items that are
+        cut off join a batch that runs in any case if more items wait; otherwise they form their own batch."""
         tickets = [window[index] for index in taken]
         whole, more_waits = launch_of(tickets), len(self) > len(taken)
         best_us, num_best = ladder.predicted_us(whole) * (1.0 - LEAST_GAIN), len(taken)
         cost = ladder.cost
-        if best_us <= cost.exact_us(whole):  # there is no padding to save
+        if best_us <= cost.exact_us(whole):  # there is no padding to avoid
             return taken
         launches = launches_of(tickets)
         rests = [] if more_waits else launches_of(reversed(tickets))
@@ -251,7 +253,7 @@ class Planner:
     def _riders(
         self, bucket: Bucket, window: Sequence[Ticket], first_cut: int, kept: Launch, num_kept: int
     ) -> list[int]:
-        """Indices, from ``first_cut`` on, of items that the bucket takes beside ``kept``, which has
+        """Indices, from ``first_cut`` on, of items that fit into the bucket beside ``kept``, a launch of
         ``num_kept`` items."""
         riders: list[int] = []
         room = min(self.max_patches, bucket.num_patches) - kept.num_patches
@@ -274,12 +276,12 @@ class Planner:
 
 
 def cancelled_error() -> Cancelled:
-    """For an item that no caller waits for."""
+    """The error of an item that no caller waits for."""
     return Cancelled("every caller left before the item ran")
 
 
 def late_error(needed_s: float, left_s: float) -> DeadlineExceeded:
-    """For an item whose rows are at least needed_s away, and its deadline left_s."""
+    """The error of an item that needs at least needed_s and whose deadline is in left_s."""
     if left_s <= 0:
         return DeadlineExceeded("the deadline passed before the item ran")
     needed_ms, left_ms = round(needed_s * 1e3, 1), round(left_s * 1e3, 1)
@@ -291,7 +293,7 @@ def late_error(needed_s: float, left_s: float) -> DeadlineExceeded:
 
 
 def launches_of(tickets: Iterable[Ticket]) -> list[Launch]:
-    """The first ticket as a batch, the first two as a batch, and so on to all of them."""
+    """The launches of every prefix of the tickets: the first, the first two, and so on."""
     launches = []
     num_patches = num_sequences = max_seqlen = sum_squares = 0
     num_frames = 1
@@ -307,6 +309,6 @@ def launches_of(tickets: Iterable[Ticket]) -> list[Launch]:
 
 
 def launch_of(tickets: Iterable[Ticket]) -> Launch:
-    """The tickets as one batch."""
+    """The launch of the tickets as one batch."""
     launches = launches_of(tickets)
     return launches[-1] if launches else Launch(0, 0, 0, 0)

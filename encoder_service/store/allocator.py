@@ -13,16 +13,17 @@ from encoder_service.errors import InternalError
 
 ALIGNMENT_BYTES = 256
 
-# A hole's sort key: its units above, its first unit below. Equal sizes are taken from the lowest address up.
+# A hole's sort key: its size in units in the high bits, its first unit in the low bits. Among holes of equal
+# size, the one at the lowest address is used first.
 _FIRST_BITS = 48
 _FIRST_MASK = (1 << _FIRST_BITS) - 1
 
 
 class RangeAllocator:
-    """Hands out ranges of [0, size_bytes), aligned to ALIGNMENT_BYTES at both ends."""
+    """Allocates ranges of [0, size_bytes). Both ends of a range are multiples of ALIGNMENT_BYTES."""
 
     def __init__(self, size_bytes: int) -> None:
-        """size_bytes is rounded down to the alignment. Raises InternalError when nothing remains."""
+        """size_bytes is rounded down to the alignment. Raises InternalError if nothing remains."""
         num_units = size_bytes // ALIGNMENT_BYTES
         if num_units < 1:
             raise InternalError(
@@ -34,12 +35,12 @@ class RangeAllocator:
         self._free_units = num_units
         self._holes: list[int] = []
         self._hole_units: dict[int, int] = {}  # first unit -> units
-        self._hole_before: dict[int, int] = {}  # the unit behind a hole -> its first unit
+        self._hole_before: dict[int, int] = {}  # the unit after a hole -> its first unit
         self._taken: dict[int, int] = {}  # first unit -> units
         self._add_hole(0, num_units)
 
     def __len__(self) -> int:
-        """Ranges handed out."""
+        """Number of allocated ranges."""
         return len(self._taken)
 
     @property
@@ -52,12 +53,12 @@ class RangeAllocator:
         return (self._holes[-1] >> _FIRST_BITS) * ALIGNMENT_BYTES if self._holes else 0
 
     def capacity_bytes(self, offset: int) -> int:
-        """Bytes of the range handed out at ``offset``; 0 when none starts there."""
+        """Bytes of the range allocated at ``offset``; 0 if none starts there."""
         units, remainder = divmod(offset, ALIGNMENT_BYTES)
         return 0 if remainder else self._taken.get(units, 0) * ALIGNMENT_BYTES
 
     def allocate(self, num_bytes: int) -> int | None:
-        """The offset of a range of at least num_bytes, or None when no hole is large enough."""
+        """The offset of a new range of at least num_bytes; None if no hole is large enough."""
         if num_bytes < 1:
             raise InternalError(
                 f"a range of {num_bytes} bytes was requested, the minimum is 1", found=num_bytes
@@ -75,7 +76,7 @@ class RangeAllocator:
         return first * ALIGNMENT_BYTES
 
     def free(self, offset: int) -> None:
-        """Returns a range. Raises InternalError when no range starts at ``offset``."""
+        """Frees a range. Raises InternalError if no range starts at ``offset``."""
         if not self.capacity_bytes(offset):
             raise InternalError(
                 f"no range starts at offset {offset}; {len(self._taken)} are handed out", offset=offset
@@ -93,7 +94,7 @@ class RangeAllocator:
         self._add_hole(first, num_units)
 
     def plan(self) -> FreeingPlan:
-        """For trying out what freeing ranges would give."""
+        """A plan that computes the holes that freeing ranges would leave."""
         return FreeingPlan(self._taken, self._hole_units, self._hole_before)
 
     def check_integrity(self) -> None:
@@ -127,7 +128,7 @@ class RangeAllocator:
         self._hole_before[first + num_units] = first
 
     def _remove_hole(self, first: int) -> int:
-        """Forgets the hole that starts at unit ``first``; its units."""
+        """Removes the hole that starts at unit ``first`` and returns its size in units."""
         num_units = self._hole_units.pop(first)
         del self._hole_before[first + num_units]
         del self._holes[bisect_left(self._holes, _key(first, num_units))]
@@ -135,20 +136,20 @@ class RangeAllocator:
 
 
 class FreeingPlan:
-    """The holes that an allocator would have without some of its ranges. It changes nothing, and is invalid
-    once the allocator changes."""
+    """The holes that an allocator would have if some of its ranges were freed. Does not change the allocator
+    and becomes invalid when the allocator changes."""
 
     def __init__(
         self, taken: Mapping[int, int], hole_units: Mapping[int, int], hole_before: Mapping[int, int]
     ) -> None:
         self._taken, self._real_units, self._real_before = taken, hole_units, hole_before
-        # New holes. They include the real holes beside them, so the real ones are looked up second.
+        # New holes. They include adjacent real holes, so the real ones are looked up second.
         self._units: dict[int, int] = {}
         self._before: dict[int, int] = {}
 
     def free(self, offset: int) -> int:
-        """Adds the range that starts at ``offset`` to those that would be free; the bytes of the hole that
-        it would lie in. O(1)."""
+        """Adds the range that starts at ``offset`` to the freed ones. Returns the size in bytes of the hole
+        that would contain it. O(1)."""
         first = offset // ALIGNMENT_BYTES
         num_units = self._taken[first]
         behind = first + num_units

@@ -1,12 +1,12 @@
-"""The arena: one bounded piece of device or host memory, cut into slots, that other processes map read-only.
+"""The arena: device or host memory of fixed size, divided into slots, that other processes map read-only.
 
-Owns the slots: their bytes, their generations, the number of in-process holders of each, and the order of
-the writer's steps (``drop``, ``allocate``, ``publish``, ``index``). A slot lives from ``allocate`` until its
-last holder drops it; the store's entry, a write under way, a tier copy and a delivery are holders. Readers
-in other processes hold nothing: they copy and then compare the generation
-(``vision_encoder.layout.control_page``). Which rows are worth keeping is decided by ``tier``.
+Owns the slots: their bytes, their generations, the number of holders of each within this process, and the
+order of the writer's steps (``drop``, ``allocate``, ``publish``, ``index``). A slot lives from ``allocate``
+until its last holder drops it. Holders are the store's entry, a write in progress, a copy between tiers and a
+delivery. Readers in other processes hold nothing: they copy the rows and then compare the generation
+(``vision_encoder.layout.control_page``). ``tier`` decides which rows are kept.
 
-Not thread-safe: used from the event loop only. Views are plain tensors and may be used anywhere.
+Not thread-safe: used from the event loop only. Views are plain tensors and may be used on any thread.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ PROBE_BYTES = 4096
 
 
 class ArenaMemory(Protocol):
-    """Bytes that other processes can map; ``HostMemory`` and ``CudaMemory`` implement it.
+    """Memory that other processes can map. Implemented by ``HostMemory`` and ``CudaMemory``.
 
-    device_uuid: "GPU-..." as NVML writes it, empty for the host. tensor: uint8 [size_bytes] over the memory;
-    a tensor made from it keeps the memory mapped after ``close``. export_fd: a new descriptor, which the
-    caller closes. synchronize: waits for work in flight on the memory.
+    device_uuid: "GPU-..." as NVML writes it; empty for the host. tensor: uint8 [size_bytes] over the memory;
+    a tensor made from it keeps the memory mapped after ``close``. export_fd: returns a new descriptor, which
+    the caller closes. synchronize: waits for work in progress on the memory.
     """
 
     @property
@@ -60,7 +60,7 @@ class ArenaMemory(Protocol):
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Slot:
-    """A range of the arena with its index in the control page, for one content: later content of the same
+    """A range of the arena and its index in the control page, for one content. Later content in the same
     bytes has another Slot."""
 
     index: int
@@ -72,8 +72,8 @@ class Arena:
     """Slots in shared memory. A process that maps an arena can read all of it."""
 
     def __init__(self, memory: ArenaMemory, *, max_slots: int) -> None:
-        """Owns the memory from here on: ``close`` closes it. max_slots: of the control page. A probe takes
-        PROBE_BYTES. Raises InternalError for memory that has no room beside it."""
+        """Takes over the memory: ``close`` closes it. max_slots: slots of the control page. A probe takes
+        PROBE_BYTES of the memory. Raises InternalError if no room remains beside it."""
         self._memory = memory
         self._allocator = RangeAllocator(memory.size_bytes)
         self._holders: dict[Slot, int] = {}
@@ -84,7 +84,7 @@ class Arena:
         self.size_bytes = memory.size_bytes
         self.num_slots = max_slots
         self.probe = self._write_probe(os.urandom(PROBE_BYTES))
-        # Both are random and new for every arena, so that descriptors of two are never mixed up.
+        # Both are random for every arena, so that descriptors of two arenas cannot be confused.
         self.arena_id = arena_id = os.urandom(16)
         self.instance = int.from_bytes(os.urandom(8), "little")
         self.page = ControlPage(PageHeader(self.arena_id, self.instance, max_slots, self.probe))
@@ -92,7 +92,7 @@ class Arena:
         self._tag = lru_cache(maxsize=1024)(lambda namespace: namespace_tag(arena_id, namespace))
 
     def __len__(self) -> int:
-        """Slots in use."""
+        """Number of slots in use."""
         return len(self._holders)
 
     @property
@@ -101,7 +101,7 @@ class Arena:
 
     @property
     def capacity_bytes(self) -> int:
-        """The largest slot of an empty arena."""
+        """The size of the largest slot that an empty arena can hold."""
         return self._allocator.size_bytes - PROBE_BYTES
 
     @property
@@ -114,14 +114,14 @@ class Arena:
         return self._allocator.largest_hole_bytes
 
     def freeing_plan(self) -> FreeingPlan:
-        """For trying out which holes slots would leave, by their offset."""
+        """A plan that computes the holes that freeing slots, given by offset, would leave."""
         return self._allocator.plan()
 
     # -- the writer's steps ----------------------------------------------------------------------------
 
     def allocate(self, num_bytes: int) -> Slot | None:
-        """A slot with one holder, the caller, and an even generation. None when no range or no index is
-        free, or the arena is closed."""
+        """A slot with an even generation and one holder, the caller. None if no range or no index is free, or
+        if the arena is closed."""
         if self._closed or not self._free_indexes:
             return None
         offset = self._allocator.allocate(num_bytes)
@@ -132,14 +132,15 @@ class Arena:
         return slot
 
     def publish(self, slot: Slot) -> int:
-        """The slot's rows are complete, and the event of the work that wrote them was waited for. Makes the
-        generation odd and returns it; once per slot."""
+        """Makes the slot's generation odd and returns it. Call once per slot, when its rows are complete and
+        the event of the work that wrote them has passed."""
         self._check(slot)
         return self.page.publish(slot.index)
 
     def index(self, slot: Slot, namespace: str, item: EncodedItem) -> None:
-        """Lists a published slot in the directory, in place of another of this name, until ``unindex`` or
-        its last holder drops it. A clip with timestamps is not listed: a record has no room for them."""
+        """Lists a published slot in the directory, replacing an entry of the same name, until ``unindex`` or
+        until its last holder drops it. A clip with timestamps is not listed, because a directory record has
+        no room for them."""
         generation = self.generation(slot)
         if generation % 2 == 0:
             raise InternalError(f"slot {slot.index} has no readable rows to list", slot=slot.index)
@@ -164,7 +165,7 @@ class Arena:
         )
 
     def unindex(self, slot: Slot) -> None:
-        """Removes the slot from the directory, where it is listed."""
+        """Removes the slot from the directory if it is listed."""
         self._check(slot)
         self.directory.remove(slot.index)
 
@@ -174,8 +175,8 @@ class Arena:
         self._holders[slot] += 1
 
     def drop(self, slot: Slot) -> None:
-        """Removes a holder. The last one frees the slot: the generation turns even, and only then does the
-        range return to the allocator."""
+        """Removes a holder. The last one frees the slot: the generation becomes even, and only then the range
+        returns to the allocator."""
         self._check(slot)
         self._holders[slot] -= 1
         if self._holders[slot]:
@@ -187,19 +188,19 @@ class Arena:
         self._free_indexes.append(slot.index)
         self._allocator.free(slot.offset_bytes)
 
-    # -- what a slot is --------------------------------------------------------------------------------
+    # -- slots -----------------------------------------------------------------------------------------
 
     def generation(self, slot: Slot) -> int:
         self._check(slot)
         return self.page.generation(slot.index)
 
     def num_holders(self, slot: Slot) -> int:
-        """0 for a slot that was freed."""
+        """Number of holders; 0 for a slot that was freed."""
         return self._holders.get(slot, 0)
 
     def view(self, slot: Slot, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """The slot's first bytes as a tensor, without a copy; valid while the slot is held. Raises
-        InternalError when the slot is smaller, was freed, or the arena is closed."""
+        """The slot's first bytes as a tensor, without a copy. Valid while the slot is held. Raises
+        InternalError if the slot is smaller or was freed, or if the arena is closed."""
         self._check(slot)
         num_bytes = dtype.itemsize
         for extent in shape:
@@ -216,8 +217,8 @@ class Arena:
     # -- the arena as a whole --------------------------------------------------------------------------
 
     def export_all(self) -> tuple[int, int, int]:
-        """Descriptors of the memory, the control page and the directory; the caller closes them. Raises
-        InternalError after ``close`` and for memory that is not exported, OSError when the process has no
+        """Descriptors of the memory, the control page and the directory, which the caller closes. Raises
+        InternalError after ``close`` and for memory that is not exported; OSError if the process has no
         descriptors left."""
         descriptors: list[int] = []
         try:
@@ -231,12 +232,12 @@ class Arena:
         return data, page, directory
 
     def synchronize(self) -> None:
-        """Waits for work in flight on the memory. Blocks; on any thread."""
+        """Waits for work in progress on the memory. Blocks. May be called on any thread."""
         self._memory.synchronize()
 
     def close(self) -> None:
-        """Retires every slot, sets the closed flag and gives the memory up. Holders may still drop theirs,
-        and tensors stay valid: the memory is unmapped with the last of them. Idempotent."""
+        """Retires every slot, sets the closed flag and releases the memory. Holders may still drop their
+        slots. Tensors stay valid: the memory is unmapped with the last of them. Idempotent."""
         if self._closed:
             return
         self._closed = True
@@ -244,7 +245,7 @@ class Arena:
         self.directory.close()
         try:
             self._memory.synchronize()
-        except Exception as error:  # a device that failed runs nothing any more
+        except Exception as error:  # a failed device runs no more work, so the memory can be closed
             log.warning("the device of an arena failed before its end", error=str(error).partition("\n")[0])
         self._memory.close()
 

@@ -1,7 +1,7 @@
-"""Writes the control page beside an arena: one generation per slot, and whether the arena is open.
+"""Writes the control page of an arena: one generation per slot, and whether the arena is open.
 
-Owns the order of the stores. The layout, the protocol and why it holds are in
-``vision_encoder.layout.control_page``; when a slot changes hands is decided by ``arena``.
+Owns the order of the stores. ``vision_encoder.layout.control_page`` describes the layout, the protocol and
+why it is correct. ``arena`` decides when a slot changes hands.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from vision_encoder.layout.control_page import (
     page_bytes,
 )
 
-# First generations are below this. The words have 64 bits, so that none overflows in a process's life.
+# Upper bound of the initial generations. A generation has 64 bits, so it cannot overflow in a process's life.
 _FIRST_GENERATIONS = 1 << 56
 
 
 class ControlPage:
-    """The page's only writer. Not thread-safe."""
+    """The only writer of the page. Not thread-safe."""
 
     def __init__(self, header: PageHeader) -> None:
-        """Raises ConfigurationError when the host lacks the memory."""
+        """Raises ConfigurationError if the host has too little memory."""
         self.num_slots = header.num_slots
         self._file = SealedFile("vision-encoder-control", page_bytes(header.num_slots))
         packed = pack_header(header)
@@ -42,11 +42,12 @@ class ControlPage:
         return self._file.size_bytes
 
     def generation(self, index: int) -> int:
-        """Odd while the slot's rows may be read. Raises InternalError for a slot that does not exist."""
+        """The generation, which is odd while the slot's rows may be read. Raises InternalError for a slot
+        that does not exist."""
         return self._words[self._word(index)]
 
     def publish(self, index: int) -> int:
-        """Makes the generation odd and returns it; the slot's rows are complete. Raises InternalError when
+        """Makes the generation odd and returns it. The slot's rows must be complete. Raises InternalError if
         it is odd already or the page is closed."""
         generation = self.generation(index)
         if self._words[CLOSED_WORD]:
@@ -57,13 +58,13 @@ class ControlPage:
         return generation + 1
 
     def retire(self, index: int) -> None:
-        """Makes the generation even. After the return the slot's memory may be written."""
+        """Makes the generation even. Afterwards the slot's memory may be written."""
         generation = self.generation(index)
         if generation % 2:
             self._store(index, generation + 1)
 
     def export_fd(self) -> int:
-        """A descriptor that maps with PROT_READ only; the caller closes it."""
+        """A new descriptor that can be mapped with PROT_READ only. The caller closes it."""
         return self._file.export_fd()
 
     def close(self) -> None:

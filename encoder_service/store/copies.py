@@ -1,7 +1,7 @@
-"""Copies between device and host memory, beside the event loop.
+"""Copies between device and host memory, outside the event loop's thread.
 
-Owns the threads and streams of the copies, and that a copy has ended before its end is reported. Which rows
-are copied, and that both ends stay held meanwhile, is decided by ``embedding_store``.
+Owns the threads and streams of the copies. A copy is reported as done only after it has ended on the device.
+``embedding_store`` decides which rows are copied, and holds both ends of a copy.
 """
 
 from __future__ import annotations
@@ -12,25 +12,25 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-# Copies under way at once; more would share the same link.
+# Number of concurrent copies. More would share the same link.
 NUM_COPY_THREADS = 2
 
 
 class Copier:
-    """Copies tensors on threads of its own, in one stream for each direction."""
+    """Copies tensors on its own threads, with one stream per direction."""
 
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(NUM_COPY_THREADS, thread_name_prefix="tier-copy")
         self._streams: dict[tuple[torch.device, bool], torch.cuda.Stream] = {}
 
     async def copy(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Copies each second tensor into its first and returns when the bytes are there. All pairs have the
-        same direction. After a cancelled call, as after a failed one, the device may still read and write the
-        memory."""
+        """Copies the second tensor of each pair into the first. Returns when the bytes have arrived. All
+        pairs must have the same direction. After a cancelled or failed call, the device may still read and
+        write the memory."""
         await asyncio.get_running_loop().run_in_executor(self._threads, self._copy_all, pairs)
 
     def close(self) -> None:
-        """Waits for the copies under way. Idempotent."""
+        """Waits for copies in progress. Idempotent."""
         self._threads.shutdown(wait=True)
 
     def _copy_all(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
@@ -50,6 +50,6 @@ class Copier:
 
     def _stream(self, device: torch.device, *, to_device: bool) -> torch.cuda.Stream:
         stream = self._streams.get((device, to_device))
-        if stream is None:  # two threads may both create one; either is right
+        if stream is None:  # if two threads create one at the same time, either stream works
             stream = self._streams[device, to_device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         return stream

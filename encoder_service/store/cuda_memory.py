@@ -1,11 +1,11 @@
 """Device memory that other processes map: one ``cuMemCreate`` allocation, exported as a file descriptor.
 
-Owns the allocation, its mapping in this process and the exported descriptor. It uses the driver interface of
-the optional package ``cuda-bindings``, whose functions used here are the same in 12.x and 13.x, in the
-device's primary context, which is torch's. Torch's caching allocator does not know this memory.
+Owns the allocation, its mapping in this process and the exported descriptor. Uses the driver API of the
+optional package ``cuda-bindings``, whose functions used here are the same in 12.x and 13.x, in the device's
+primary context, which torch uses too. Torch's caching allocator does not know this memory.
 
-The driver has no read-only descriptors. Importers of this project map with read access, but a hostile process
-with the descriptor could map for writing: an isolated namespace therefore has arenas of its own.
+The driver has no read-only descriptors. This project's readers map with read access, but a hostile process
+with the descriptor could map for writing. Therefore an isolated namespace has its own arenas.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from encoder_service.store.host_memory import duplicate
 
 
 class CudaMemory:
-    """Bytes of one GPU's memory for an arena; see ``arena.ArenaMemory``."""
+    """GPU memory of an arena; see ``arena.ArenaMemory``."""
 
     kind: Literal["host", "device"] = "device"
 
     def __init__(self, size_bytes: int, device: torch.device) -> None:
-        """size_bytes is rounded up to the device's granularity, usually 2 MiB. The memory is zeroed, since
-        readers see all of it. Raises ConfigurationError when the device cannot export memory or has too
+        """size_bytes is rounded up to the device's granularity, usually 2 MiB. The memory is zeroed, because
+        readers see all of it. Raises ConfigurationError if the device cannot export memory or has too
         little."""
         driver = load_driver()
         index = torch.cuda.current_device() if device.index is None else device.index
@@ -49,7 +49,7 @@ class CudaMemory:
             self._finalizer = weakref.finalize(owner, _release, index, *owner.mapping)
             self._finalizer.atexit = False
             self._fd = owner.export_fd(driver)
-            # An ordinary tensor may be written inside and outside inference mode.
+            # Made outside inference mode, so that it may be written both inside and outside of it.
             with torch.inference_mode(False):
                 tensor = torch.as_tensor(owner)
             if tensor.data_ptr() != owner.address or tensor.device != self.device:
@@ -63,13 +63,13 @@ class CudaMemory:
 
     @property
     def tensor(self) -> torch.Tensor:
-        """uint8 [size_bytes] over the memory itself. Raises InternalError after ``close``."""
+        """uint8 [size_bytes], a view of the memory. Raises InternalError after ``close``."""
         if self._tensor is None:
             raise InternalError("the arena's memory was closed")
         return self._tensor
 
     def export_fd(self) -> int:
-        """A descriptor that importers map; the caller closes it. Raises InternalError after ``close``."""
+        """A descriptor for other processes. The caller closes it. Raises InternalError after ``close``."""
         return duplicate(self._fd)
 
     def synchronize(self) -> None:
@@ -77,8 +77,8 @@ class CudaMemory:
         torch.cuda.synchronize(self.device)
 
     def close(self) -> None:
-        """Closes the descriptor; the memory is unmapped with the last tensor. Importers keep their mappings.
-        Idempotent."""
+        """Closes the descriptor. The memory is unmapped with the last tensor; other processes keep their
+        mappings. Idempotent."""
         self._tensor = None
         descriptor, self._fd = self._fd, -1
         if descriptor >= 0:
@@ -98,7 +98,7 @@ class CudaMemory:
 
 
 class _DeviceBytes:
-    """One mapped allocation. Every tensor over it refers to this object; a finalizer releases it."""
+    """One mapped allocation. Every tensor over it refers to this object. A finalizer releases the memory."""
 
     def __init__(self, driver: Any, index: int, size_bytes: int, properties: Any) -> None:
         free_bytes, _ = torch.cuda.mem_get_info(index)
@@ -130,7 +130,7 @@ class _DeviceBytes:
 
 
 def load_driver() -> Any:
-    """``cuda.bindings.driver``. Raises ConfigurationError where it is not installed."""
+    """The module ``cuda.bindings.driver``. Raises ConfigurationError if it is not installed."""
     try:
         from cuda.bindings import driver
     except ImportError as error:
@@ -141,7 +141,7 @@ def load_driver() -> Any:
 
 
 def device_uuid(index: int) -> str:
-    """The device's UUID as NVML and nvidia-smi write it."""
+    """The device's UUID in the form of NVML and nvidia-smi."""
     text = str(torch.cuda.get_device_properties(index).uuid)
     return text if text.startswith(("GPU-", "MIG-")) else f"GPU-{text}"
 
@@ -171,7 +171,7 @@ def _location(driver: Any, index: int) -> Any:
 
 
 def _call(name: str, *arguments: Any, doing: str = "") -> Any:
-    """Calls a driver function and returns its result. Raises ConfigurationError with the error's name."""
+    """Calls a driver function, returns its result. Raises ConfigurationError with the CUDA error's name."""
     try:
         status, *results = getattr(load_driver(), name)(*arguments)
     except RuntimeError as error:  # the driver's library is missing
@@ -183,7 +183,7 @@ def _call(name: str, *arguments: Any, doing: str = "") -> Any:
 
 
 def _release(index: int, pointer: Any, size_bytes: int, handle: Any) -> None:
-    """Unmaps and frees, after the work in flight: unmapping does not wait for it."""
+    """Unmaps and frees the memory. Waits for work in progress first, because unmapping does not."""
     torch.cuda.synchronize(index)
     _call("cuMemUnmap", pointer, size_bytes)
     _call("cuMemAddressFree", pointer, size_bytes)

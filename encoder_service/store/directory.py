@@ -1,7 +1,7 @@
-"""Writes the directory beside an arena: which keys are resident, in which slot, with which shape.
+"""Writes the directory of an arena: which keys are stored, in which slot, with which shape.
 
-Owns the hash table's places and the order of the stores into them. The layout is in
-``vision_encoder.layout.directory``. When a slot is listed is decided by ``arena``.
+Owns the places of the hash table and the order of the stores into them. ``vision_encoder.layout.directory``
+describes the layout. ``arena`` decides when a slot is listed.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ from vision_encoder.layout.keys import DIGEST_BYTES
 
 
 class Directory:
-    """The table's only writer. Not thread-safe."""
+    """The only writer of the table. Not thread-safe."""
 
     def __init__(self, *, arena_id: bytes, instance: int, num_slots: int) -> None:
-        """arena_id, instance: those of the control page. Raises ConfigurationError when the host lacks the
+        """arena_id, instance: those of the control page. Raises ConfigurationError if the host has too little
         memory."""
         self.num_slots = num_slots
         self.num_places = num_places(num_slots)
         self.num_unlisted = 0
-        """Records that were not listed: the table was crowded near their name, or a figure did not fit."""
+        """Number of unlisted records: the table was crowded near their name, or a value did not fit."""
         self._mask = self.num_places - 1
         self._file = SealedFile("vision-encoder-directory", directory_bytes(num_slots))
         packed = pack_header(arena_id, instance, num_slots)
@@ -53,7 +53,7 @@ class Directory:
         fence()
 
     def __len__(self) -> int:
-        """Listed slots."""
+        """Number of listed slots."""
         return len(self._listed)
 
     @property
@@ -61,8 +61,8 @@ class Directory:
         return self._file.size_bytes
 
     def put(self, record: Record) -> bool:
-        """Lists readable rows, in place of others of the same name. False where the table has no free place
-        near the name, or a figure does not fit the record."""
+        """Lists readable rows, replacing rows of the same name. Returns False if the table has no free place
+        near the name, or if a value does not fit the record."""
         self.remove(record.slot_index)
         before = self._slots.get((record.tag, record.key))
         if before is not None:
@@ -79,7 +79,7 @@ class Directory:
         return True
 
     def remove(self, slot_index: int) -> None:
-        """Unlists the slot. Does nothing for one that is not listed."""
+        """Unlists the slot. Does nothing if it is not listed."""
         record = self._listed.get(slot_index)
         if record is None:
             return
@@ -89,7 +89,7 @@ class Directory:
         fence()
 
     def export_fd(self) -> int:
-        """A descriptor that maps with PROT_READ only; the caller closes it."""
+        """A new descriptor that can be mapped with PROT_READ only. The caller closes it."""
         return self._file.export_fd()
 
     def close(self) -> None:
@@ -99,7 +99,7 @@ class Directory:
         self._file.close()
 
     def check_integrity(self, generation_of: Callable[[int], int]) -> None:
-        """Raises AssertionError unless places and records agree, a search finds every name, and every record
+        """Raises AssertionError unless places and records agree, every name can be found, and every record
         has its slot's generation."""
         places = np.frombuffer(self._words, np.uint64, self.num_places, FIRST_PLACE_WORD * WORD_BYTES)
         taken = np.flatnonzero(places).tolist()
@@ -139,8 +139,8 @@ class Directory:
         raise InternalError(f"slot {record.slot_index} is listed and has no place", slot=record.slot_index)
 
     def _vacate(self, place: int) -> None:
-        """Frees a place and moves those behind it back, each at most to the start of its own search, so that
-        no search ends early. At most half of the places are taken: the loop finds a free one."""
+        """Frees a place and moves the following entries back, each at most to the start of its own search, so
+        that no search ends early. At most half of the places are in use, so the loop finds a free one."""
         words, mask = self._words, self._mask
         following = place
         while word := words[FIRST_PLACE_WORD + (following := (following + 1) & mask)]:
@@ -154,15 +154,15 @@ class Directory:
     # -- records ---------------------------------------------------------------------------------------
 
     def _open(self, slot_index: int) -> None:
-        """Makes the record's sequence odd: readers reject it until it is written."""
+        """Makes the record's sequence odd, so that readers reject the record until it is written."""
         self._words[record_offset(self.num_slots, slot_index) // WORD_BYTES] |= 1
         fence()
 
     def _write(self, record: Record) -> bool:
-        """Writes the record under the next even sequence. False, and nothing, when a figure does not fit."""
+        """Writes the record with the next even sequence. False, without writing, if a value does not fit."""
         if not 0 <= record.slot_index < self.num_slots:
             return False
-        if not len(record.key) == len(record.content_digest) == DIGEST_BYTES:  # struct would pad
+        if not len(record.key) == len(record.content_digest) == DIGEST_BYTES:  # struct would pad or truncate
             return False
         start = record_offset(self.num_slots, record.slot_index)
         sequence = (self._words[start // WORD_BYTES] | 1) + 1

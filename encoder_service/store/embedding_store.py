@@ -1,13 +1,13 @@
-"""The embedding store: finished rows by namespace and key, on the device and in pinned host memory behind it.
+"""The embedding store: finished rows by namespace and key, in device memory and in pinned host memory.
 
 Owns which tier an item's rows are in and how they move. ``reserve`` gives the engine memory to write to,
-``commit`` makes the rows findable, ``hold`` keeps them in place for as long as this process reads them. Rows
-that the device is about to evict are copied to the host beforehand; rows that are only on the host are copied
-back for a reader on a GPU. Each tier bounds its bytes and evicts by itself (``tier``). An isolated namespace
-has arenas of its own, since a process that maps an arena can read all of it. Main and deepstack rows are one
-tensor and stay together.
+``commit`` makes the rows findable, ``hold`` keeps them in place while this process reads them. Rows that the
+device is about to evict are copied to the host beforehand. Rows that are only on the host are copied back for
+a reader on a GPU. Each tier limits its bytes and evicts by itself (``tier``). An isolated namespace has its
+own arenas, because a process that maps an arena can read all of it. Main and deepstack rows are one tensor
+and stay together.
 
-Used from the event loop only, but for ``wait_for_copies`` and ``close``.
+Used from the event loop only, except ``wait_for_copies`` and ``close``.
 """
 
 from __future__ import annotations
@@ -34,27 +34,27 @@ from encoder_service.types import EncodedItem
 
 log = structlog.get_logger(__name__)
 
-# Of an arena: what reservations may hold together. A long queue must not evict what is asked for meanwhile.
+# Share of an arena that all reservations together may take. It keeps a long queue from evicting rows in use.
 RESERVED_SHARE = 1 / 2
-# Of a device arena: what is kept free, or present on the host too and therefore evictable without a loss; and
-# how much is written before that is looked at again.
+# READY_SHARE: share of a device arena that is kept free or also present on the host, and can therefore be
+# evicted without loss. LOOK_SHARE: share that is written before this is checked again.
 READY_SHARE = 1 / 4
 LOOK_SHARE = 1 / 32
-# Of a host arena: at most this much holds copies made ahead. In a smaller arena than twice that, each copy
-# would evict an earlier one.
+# Share of a host arena that copies made ahead of an eviction may take. With a larger share, in a small arena,
+# each copy would evict an earlier one.
 SPILLED_SHARE = 1 / 2
-# Of an arena: larger items are sent inline.
+# Largest item that is delivered by its place, as a share of the arena. Larger ones are sent inline.
 PLACE_SHARE = 1 / 4
 RETRY_AFTER_MS = 200
 DEFAULT_DEVICE_ARENA_BYTES = 2 << 30
-# One slot of the control page for so many bytes; rows of an image take more.
+# Arena bytes per slot of the control page. The rows of an image take more.
 BYTES_PER_SLOT = 16 * 1024
 MIN_SLOTS, MAX_SLOTS = 64, 65_536
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where rows are in an arena. generation: odd; when the slot's generation differs, they are gone."""
+    """The place of rows in an arena. generation: odd; if the slot's generation differs, the rows are gone."""
 
     arena_id: bytes
     instance: int
@@ -65,18 +65,17 @@ class Place:
 
 
 class HeldRows:
-    """An item whose rows stay where they are until ``drop``. tier: None for rows in memory of their own,
-    which are not in the store."""
+    """An item whose rows stay in place until ``drop``. tier: None for rows outside the store."""
 
     def __init__(self, item: EncodedItem, tier: Tier | None = None, entry: Entry | None = None) -> None:
-        """tier, entry: where the rows are; the caller has added a hold of the entry's slot."""
+        """tier, entry: where the rows are. The caller must have added a holder of the entry's slot."""
         self.item = item
         self.tier: TierName | None = None if tier is None else tier.arena.kind
         self._tier = tier
         self._entry = entry
 
     def share(self) -> HeldRows:
-        """The same rows with a hold of their own. Raises InternalError after ``drop``."""
+        """The same rows with a separate hold. Raises InternalError after ``drop``."""
         if self._tier is None:
             return HeldRows(self.item)
         if self._entry is None:
@@ -91,9 +90,9 @@ class HeldRows:
             self._tier.arena.drop(entry.slot)
 
     def announce(self) -> Place:
-        """The place of the rows, for a reader in another process: from now on they are among the last to be
+        """The place of the rows, for a reader in another process. From now on they are among the last to be
         evicted, until ``EmbeddingStore.touch`` or for ANNOUNCED_PROTECTION_S. Raises InternalError for rows
-        in memory of their own, and after ``drop``."""
+        in their own memory, and after ``drop``."""
         if self._tier is None or self._entry is None:
             raise InternalError("these rows are not in an arena and have no place")
         arena, slot = self._tier.arena, self._entry.slot
@@ -105,8 +104,8 @@ class HeldRows:
 
 @dataclass(frozen=True, eq=False)
 class Reservation:
-    """Memory for an item's rows, held until ``commit``, ``cancel`` or ``abandon``. destination: [R, W] of the
-    rows' dtype, uninitialised. is_limited: counts towards RESERVED_SHARE."""
+    """Memory for an item's rows, held until ``commit``, ``cancel`` or ``abandon``. destination: [R, W] in the
+    rows' dtype, uninitialised. is_limited: whether it counts towards RESERVED_SHARE."""
 
     namespace: str
     expected: EncodedItem
@@ -119,7 +118,7 @@ class Reservation:
 @dataclass
 class StoreCounters:
     """refused: reservations for which there was no room. copies_to_host, copies_to_device: items copied
-    between tiers. Evictions are counted by the tiers."""
+    between tiers. The tiers count evictions."""
 
     refused: int = 0
     copies_to_host: int = 0
@@ -127,7 +126,7 @@ class StoreCounters:
 
 
 class Partition:
-    """The tiers of one isolated namespace, or of all others. device: None where rows are on the host only."""
+    """The tiers of one isolated namespace, or of all others. device: None if rows are on the host only."""
 
     def __init__(
         self, host: Arena, device: Arena | None = None, *, clock: Callable[[], float] = time.monotonic
@@ -135,10 +134,10 @@ class Partition:
         self.host = Tier(host, clock=clock)
         self.device = None if device is None else Tier(device, self.host, clock=clock)
         self.written_bytes = 0
-        """On the device, since the last look at what to copy ahead."""
+        """Bytes written to the device since the last check of what to copy ahead."""
 
     def tiers(self) -> Iterator[Tier]:
-        """The device's first."""
+        """All tiers, the device's first."""
         if self.device is not None:
             yield self.device
         yield self.host
@@ -148,7 +147,7 @@ class Partition:
 
 
 class EmbeddingStore:
-    """Rows by namespace and key. A namespace never sees another's entries."""
+    """Rows by namespace and key. A namespace never sees the entries of another."""
 
     def __init__(
         self,
@@ -158,9 +157,10 @@ class EmbeddingStore:
         on_copy_error: Callable[[Exception], bool],
         max_private_bytes: int = 1 << 30,
     ) -> None:
-        """Owns the arenas from here on. shared: of all namespaces that are not isolated. on_copy_error: gets
-        the error of every failed copy between tiers and returns whether the device has failed.
-        max_private_bytes: of copies for which the host arena has no room; a single one may be larger."""
+        """Takes over the arenas. shared: the partition of all namespaces that are not isolated.
+        on_copy_error: receives the error of every failed copy between tiers and returns whether the device
+        has failed. max_private_bytes: limit of copies for which the host arena has no room; a single copy may
+        be larger."""
         self._partitions: dict[str | None, Partition] = {None: shared}
         self._partitions.update(isolated or {})
         self._on_copy_error = on_copy_error
@@ -178,7 +178,7 @@ class EmbeddingStore:
     # -- lookup ----------------------------------------------------------------------------------------
 
     def hold(self, namespace: str, key: bytes) -> HeldRows | None:
-        """The rows, from the device tier where they are in both. Counts as a use."""
+        """The rows with a hold, from the device tier if they are in both tiers. Counts as a use."""
         for tier in self._partition(namespace).tiers():
             entry = tier.find((namespace, key))
             if entry is not None:
@@ -187,7 +187,7 @@ class EmbeddingStore:
         return None
 
     def peek(self, namespace: str, key: bytes) -> EncodedItem | None:
-        """The item, without a hold: its rows may change as soon as the event loop runs something else."""
+        """The item without a hold. Its rows may change as soon as the event loop runs something else."""
         for tier in self._partition(namespace).tiers():
             entry = tier.find((namespace, key))
             if entry is not None:
@@ -197,9 +197,9 @@ class EmbeddingStore:
     # -- writing ---------------------------------------------------------------------------------------
 
     def reserve(self, namespace: str, expected: EncodedItem) -> Reservation | None:
-        """Memory for the rows, in the device arena, else in the host arena. expected: with a meta tensor of
-        their shape and dtype. Evicts what it needs and never waits. None when the rows are larger than the
-        arenas, or what this process holds and has reserved leaves no room."""
+        """Memory for the rows in the device arena, or else in the host arena. expected: the item, with a meta
+        tensor of the rows' shape and dtype. Evicts what is needed and never waits. None if the rows are
+        larger than the arenas, or if held and reserved rows leave no room."""
         for tier in self._partition(namespace).tiers():
             reserved_bytes = self._reserved_bytes.get(tier, 0)
             wanted_bytes = reserved_bytes + expected.spec.num_bytes
@@ -213,8 +213,8 @@ class EmbeddingStore:
         return None
 
     def commit(self, reservation: Reservation) -> HeldRows:
-        """Publishes and lists the rows, which are complete: the event of the work that wrote them was waited
-        for. Held for the caller. Raises Draining after ``close``."""
+        """Publishes and lists complete rows, and returns them held for the caller. The event of the work that
+        wrote them must have passed. Raises Draining after ``close``."""
         tier, expected = reservation.tier, reservation.expected
         if tier.arena.closed:
             self.cancel(reservation)
@@ -228,18 +228,18 @@ class EmbeddingStore:
         return held
 
     def cancel(self, reservation: Reservation) -> None:
-        """Returns the memory. Nothing was written to it, and nothing will be."""
+        """Returns the memory. Nothing may write to it any more."""
         self._unreserve(reservation)
         reservation.tier.arena.drop(reservation.slot)
 
     def abandon(self, reservation: Reservation) -> None:
-        """The device failed and may still write: the slot is never used again. Includes ``freeze``."""
+        """Gives up the slot for good, because a failed device may still write to it. Includes ``freeze``."""
         self.freeze()
         self._unreserve(reservation)
 
     async def insert(self, namespace: str, item: EncodedItem) -> HeldRows:
-        """Copies rows that are in memory of their own into the store, where there is room; else, and after a
-        failed copy, they are held as they are."""
+        """Copies rows from their own memory into the store if it has room. Otherwise, and after a failed
+        copy, holds the rows where they are."""
         source = HeldRows(item)
         for tier in self._partition(namespace).tiers():
             try:
@@ -252,14 +252,15 @@ class EmbeddingStore:
                 return _held(tier, entry)
         return source
 
-    # -- where rows are --------------------------------------------------------------------------------
+    # -- moving between tiers --------------------------------------------------------------------------
 
     async def in_tier(self, held: HeldRows, namespace: str, tier: TierName) -> HeldRows:
-        """The same rows in ``tier``. Takes ``held`` over: it is returned or dropped, also when this raises.
+        """The same rows in ``tier``. Takes over ``held``, which is returned or dropped, even when this
+        raises.
 
-        "host" gives rows in host memory, in a copy of their own where the host arena has no room; raises
-        StoreFull when such copies take too much memory, Draining after ``freeze``, and what the copy
-        failed with. "device" gives ``held`` itself where the device arena has no room or the copy failed."""
+        "host" gives rows in host memory, as a separate copy if the host arena has no room. Raises StoreFull
+        if such copies take too much memory, Draining after ``freeze``, and the error of a failed copy.
+        "device" returns ``held`` itself if the device arena has no room or the copy failed."""
         if held.tier == tier or (tier == "host" and held.tier is None):
             return held
         try:
@@ -272,19 +273,20 @@ class EmbeddingStore:
         return found
 
     def touch(self, namespace: str, key: bytes, generation: int) -> None:
-        """A reader in another process has read rows of this generation. Rows that are gone are ignored."""
+        """Records that another process has read rows of this generation. Ignores rows that are gone."""
         for tier in self._partition(namespace).tiers():
             tier.touch((namespace, key), generation)
 
     def max_place_bytes(self, tier: TierName, namespace: str = "") -> int:
-        """The largest rows that are announced in this tier; 0 where there is no such tier."""
+        """The size of the largest rows that are announced in this tier; 0 if there is no such tier."""
         found = self._partition(namespace).tier(tier)
         return 0 if found is None else int(found.arena.capacity_bytes * PLACE_SHARE)
 
     # -- figures ---------------------------------------------------------------------------------------
 
     def arenas(self) -> list[tuple[str | None, Arena]]:
-        """Each with the only namespace that may map it; None: every namespace that is not isolated."""
+        """All arenas, each with the only namespace that may map it; None for the arenas that all namespaces
+        that are not isolated share."""
         return [(name, tier.arena) for name, part in self._partitions.items() for tier in part.tiers()]
 
     @property
@@ -296,46 +298,46 @@ class EmbeddingStore:
         return sum(tier.arena.capacity_bytes for tier in self._tiers())
 
     def num_items(self, tier: TierName) -> int:
-        """Entries of one tier; an item in both counts in each."""
+        """Number of entries in one tier. An item in both tiers counts in each."""
         return sum(len(each) for each in self._tiers() if each.arena.kind == tier)
 
     def num_unread(self) -> int:
-        """Announced rows that no reader has reported as read, within the time of their protection."""
+        """Number of announced rows that are still protected and that no reader has reported as read."""
         return sum(tier.num_unread() for tier in self._tiers())
 
     @property
     def num_evictions(self) -> int:
-        """Entries that were evicted, from either tier."""
+        """Number of entries evicted from either tier."""
         return sum(tier.num_evictions for tier in self._tiers())
 
     @property
     def num_unread_evictions(self) -> int:
-        """Of announced rows that no reader had reported as read within the time of their protection."""
+        """Number of announced rows evicted while protected, before a reader reported them as read."""
         return sum(tier.num_unread_evictions for tier in self._tiers())
 
     # -- end -------------------------------------------------------------------------------------------
 
     def freeze(self) -> None:
-        """At the end and after a device fault: nothing is reserved or copied from now on, no slot is used
-        again. Rows are delivered where they are."""
+        """Called at the end and after a device fault. From now on nothing is reserved or copied and no slot
+        is reused. Rows are delivered from where they are."""
         self._is_frozen = True
 
     def wait_for_copies(self) -> None:
-        """Waits for the copies under way and for all work on the device. Blocks, without end where the device
-        hangs; on any thread, after ``freeze``. Raises the device's error."""
+        """Waits for copies in progress and for all work on the device. Blocks, forever if the device hangs.
+        May be called on any thread, after ``freeze``. Raises the device's error."""
         self._copier.close()
         for tier in self._tiers():
             tier.arena.synchronize()
 
     def close(self) -> None:
-        """Waits for the copies under way, forgets every item and closes every arena. Idempotent."""
+        """Waits for copies in progress, removes every item and closes every arena. Idempotent."""
         self.freeze()
         self._copier.close()
         for tier in self._tiers():
             tier.close()
 
     def check_integrity(self) -> None:
-        """Raises AssertionError unless all tiers are sound and every item is in its namespace's arenas."""
+        """Raises AssertionError unless the tiers are consistent and items are in their namespaces' arenas."""
         for namespace, partition in self._partitions.items():
             for tier in partition.tiers():
                 tier.check_integrity()
@@ -366,13 +368,13 @@ class EmbeddingStore:
             self._reserved_bytes[reservation.tier] -= reservation.expected.spec.num_bytes
 
     async def _find_in(self, held: HeldRows, namespace: str, tier_name: TierName) -> HeldRows:
-        """``held`` itself, or the same rows in the tier with a hold of their own."""
+        """``held`` itself, or the same rows in the tier with a separate hold."""
         tier, name = self._partition(namespace).tier(tier_name), (namespace, held.item.key)
         if tier is None:
             return held
         try:
             if name in tier or await self._move(held, namespace, tier):
-                entry = tier.find(name)  # None when it was evicted again in between
+                entry = tier.find(name)  # None if it was evicted again in the meantime
                 if entry is not None:
                     tier.use(entry)
                     return _held(tier, entry)
@@ -383,18 +385,18 @@ class EmbeddingStore:
         return held if tier_name == "device" else await self._private_rows(held, name)
 
     async def _move(self, held: HeldRows, namespace: str, tier: Tier) -> bool:
-        """Copies rows into a tier, once for all callers that ask meanwhile. False where there is no room."""
+        """Copies rows into a tier, once for all concurrent callers. Returns False if there is no room."""
         move = self._moves.get(((namespace, held.item.key), tier))
         if move is None:
             begun = self._begin_move(held, namespace, tier)
             if begun is None:
                 return False
             move = self._start_moves([begun], tier)
-        await asyncio.shield(move)  # a caller that is cancelled does not end it for the others
+        await asyncio.shield(move)  # the cancellation of one caller does not end the copy for the others
         return True
 
     def _begin_move(self, held: HeldRows, namespace: str, tier: Tier) -> tuple[HeldRows, Reservation] | None:
-        """Holds both ends of a copy."""
+        """Holds both ends of a copy. None if the tier has no room."""
         source = held.share()  # held before the reservation, which could evict it
         reservation = self._reserve_in(tier, namespace, held.item, is_limited=False)
         if reservation is None:
@@ -416,8 +418,8 @@ class EmbeddingStore:
         return task
 
     async def _run_moves(self, moves: Sequence[tuple[HeldRows, Reservation]], tier: Tier) -> None:
-        """Copies all of them and ends their holds. After a failure neither end is used again: the device may
-        still read the one and write the other."""
+        """Runs the copies and ends their holds. After a failure the holds stay for good, because the device
+        may still read one end and write the other."""
         await self._copy([(each.destination, source.item.rows) for source, each in moves])
         for source, reservation in moves:
             source.drop()
@@ -431,7 +433,7 @@ class EmbeddingStore:
             self.counters.copies_to_host += len(moves)
 
     async def _private_rows(self, held: HeldRows, name: Name) -> HeldRows:
-        """A copy in pageable host memory, one for all that read it at a time. Raises StoreFull, Draining."""
+        """A copy in pageable host memory, shared by all concurrent readers. Raises StoreFull, Draining."""
         copying = self._private_copies.get(name)
         item = self._private.get(name) if copying is None else None
         if item is None:
@@ -453,7 +455,7 @@ class EmbeddingStore:
                 max_bytes=self._max_private_bytes,
             )
         item = replace(held.item, rows=torch.empty(held.item.rows.shape, dtype=held.item.rows.dtype))
-        self._private[name] = item  # counts from now on
+        self._private[name] = item  # counts towards the limit from now on
         task = asyncio.get_running_loop().create_task(self._copy_private(name, item, held.share()))
         self._private_copies[name] = task
         task.add_done_callback(lambda _: self._private_copies.pop(name))
@@ -463,7 +465,7 @@ class EmbeddingStore:
     async def _copy_private(self, name: Name, item: EncodedItem, source: HeldRows) -> EncodedItem:
         try:
             await self._copy([(item.rows, source.item.rows)])
-        except BaseException:  # the device may still write to them
+        except BaseException:  # the device may still write to the rows, so they are never freed
             del self._private[name]
             self._abandoned.append(item.rows)
             raise
@@ -480,7 +482,8 @@ class EmbeddingStore:
             raise
 
     def _look_ahead(self, partition: Partition, written_bytes: int) -> None:
-        """After every LOOK_SHARE of the device arena, has what goes next copied to the host."""
+        """After every LOOK_SHARE of the device arena that is written, starts to copy the rows that will be
+        evicted next to the host."""
         device = partition.device
         assert device is not None
         partition.written_bytes += written_bytes
@@ -495,7 +498,8 @@ class EmbeddingStore:
             spill.add_done_callback(lambda _: self._spills.pop(device))
 
     async def _spill(self, device: Tier, host: Tier) -> None:
-        """Copies to the host what the device tier evicts next, in batches: rows under copy are held."""
+        """Copies to the host the rows that the device tier evicts next. Works in batches, since rows are held
+        during their copy."""
         capacity_bytes = device.arena.capacity_bytes
         ready_bytes = min(capacity_bytes * READY_SHARE, host.arena.capacity_bytes * SPILLED_SHARE)
         lacking_bytes = int(ready_bytes) - device.arena.free_bytes
@@ -519,7 +523,7 @@ class EmbeddingStore:
                         num_bytes += entry.slot.num_bytes
                 if moves:
                     await asyncio.shield(self._start_moves(moves, host))
-        except Exception:  # the rows are still on the device
+        except Exception:  # the rows are still on the device, so nothing is lost
             log.exception("rows could not be copied to the host ahead of their eviction")
 
 
@@ -529,7 +533,7 @@ def _held(tier: Tier, entry: Entry) -> HeldRows:
 
 
 def _retrieve_error(task: asyncio.Task[Any]) -> None:
-    """Waiters are given the task's error; one without waiters is not reported as unretrieved."""
+    """Marks the task's error as retrieved. Waiters get it; without waiters it must not be reported."""
     if not task.cancelled():
         task.exception()
 
@@ -541,13 +545,13 @@ def host_arena(num_bytes: int, *, pin: bool = False, is_exported: bool = True) -
 
 
 def device_arena(num_bytes: int, device: torch.device) -> Arena:
-    """An arena in a GPU's memory. Raises ConfigurationError where that cannot be allocated or exported."""
+    """An arena in GPU memory. Raises ConfigurationError if it cannot be allocated or exported."""
     return Arena(CudaMemory(num_bytes, device), max_slots=_num_slots(num_bytes))
 
 
 def open_store(settings: Settings, *, on_copy_error: Callable[[Exception], bool]) -> EmbeddingStore:
-    """The arenas that the settings ask for; not exported where there is no broker. Blocks: gigabytes of
-    host memory take seconds. Raises ConfigurationError; then nothing is left open."""
+    """The store with the arenas that the settings ask for. They are exported only if there is a broker.
+    Blocks: gigabytes of host memory take seconds. Raises ConfigurationError and then leaves nothing open."""
     device, pin = torch.device(settings.device), torch.device(settings.device).type == "cuda"
     is_exported = bool(settings.broker_path)
     host_bytes: dict[str | None, int] = {None: settings.arena_bytes if is_exported else settings.store_bytes}
@@ -571,10 +575,11 @@ def open_store(settings: Settings, *, on_copy_error: Callable[[Exception], bool]
 
 
 def _device_arenas(settings: Settings, device: torch.device) -> dict[str | None, Arena]:
-    """By isolated namespace; None: of all others. Empty where the settings want none, and where the device
-    cannot export memory and the settings do not insist. Raises ConfigurationError."""
+    """The device arenas by isolated namespace; None is the key of the shared one. Empty if the settings ask
+    for none, or if the device cannot export memory and the settings do not require it. Raises
+    ConfigurationError."""
     wanted_bytes = settings.device_arena_bytes
-    # The model's loader reports a CUDA device that does not exist.
+    # A CUDA device that does not exist is reported by the model's loader.
     is_wanted = settings.broker_path and device.type == "cuda" and wanted_bytes != 0
     if not is_wanted or not torch.cuda.is_available():
         return {}

@@ -1,9 +1,9 @@
 """Host memory of arenas: a sealed ``memfd`` that other processes map read-only, or private memory.
 
-Owns the allocation, its seals, the read-only descriptor and pinning. The seals fix the size, since a
-truncation would kill readers with SIGBUS, and refuse new writable mappings, also through ``/proc``: only the
-mapping made here before sealing can write. The memory is unmapped when ``close`` was called and the last
-tensor over it is gone.
+Owns the allocation, its seals, the read-only descriptor and pinning. The seals fix the size, because a
+truncation would kill readers with SIGBUS. They also refuse new writable mappings, even through ``/proc``:
+only the mapping that was made before sealing can write. The memory is unmapped when ``close`` was called and
+the last tensor over it is gone.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ import torch
 
 from encoder_service.errors import ConfigurationError, InternalError
 
-# linux/fcntl.h, Linux 5.1: existing mappings may write, new ones may not. Python has no name for it before
-# 3.15.
+# From linux/fcntl.h, Linux 5.1: existing mappings may write, new ones may not. Python has no name for it
+# before 3.15.
 _F_SEAL_FUTURE_WRITE = 0x0010
 _SIZE_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 _REGISTER_PORTABLE = 1
@@ -34,12 +34,12 @@ class SealedFile:
     """A memfd of fixed size: a writable mapping for this process, a read-only descriptor for others."""
 
     def __init__(self, name: str, size_bytes: int) -> None:
-        """All pages are there afterwards, zeroed. Raises ConfigurationError when the host lacks them."""
+        """Allocates all pages, zeroed. Raises ConfigurationError if the host has too little memory."""
         self.size_bytes = size_bytes
         check_available(size_bytes)
         descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
-            # A kernel that cannot seal against writers still refuses other users, by the file's mode.
+            # Where the kernel cannot seal against writers, the file's mode still refuses other users.
             os.fchmod(descriptor, 0o400)
             os.posix_fallocate(descriptor, 0, size_bytes)
             self.mapping = mmap.mmap(descriptor, size_bytes)
@@ -55,8 +55,8 @@ class SealedFile:
             os.close(descriptor)
 
     def export_fd(self) -> int:
-        """A new descriptor of the same memory that can be mapped with PROT_READ only; the caller closes it.
-        Raises InternalError after ``close``."""
+        """A new descriptor of the memory that can be mapped with PROT_READ only. The caller closes it. Raises
+        InternalError after ``close``."""
         return duplicate(self.read_only_fd)
 
     def close(self) -> None:
@@ -67,15 +67,16 @@ class SealedFile:
 
 
 class HostMemory:
-    """Bytes of host memory for an arena; see ``arena.ArenaMemory``."""
+    """Host memory of an arena; see ``arena.ArenaMemory``."""
 
     kind: Literal["host", "device"] = "host"
     device_uuid = ""
 
     def __init__(self, size_bytes: int, *, pin: bool = False, is_exported: bool = True) -> None:
-        """size_bytes is rounded up to whole pages. pin: page-locks the memory for copies by CUDA devices.
-        is_exported: a memfd, all of whose pages are taken now; else private memory, whose pages are taken as
-        they are written. Raises ConfigurationError when the host lacks the memory or CUDA refuses it."""
+        """size_bytes is rounded up to whole pages. pin: page-lock the memory for copies by CUDA devices.
+        is_exported: True for a memfd, whose pages are all allocated now; False for private memory, whose
+        pages are allocated when they are written. Raises ConfigurationError if the host has too little memory
+        or CUDA refuses to pin it."""
         self.size_bytes = -(-size_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
         self._file = SealedFile("vision-encoder-arena", self.size_bytes) if is_exported else None
         if self._file is None:
@@ -83,10 +84,10 @@ class HostMemory:
             mapping = mmap.mmap(-1, self.size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         else:
             mapping = self._file.mapping
-        with contextlib.suppress(OSError):  # a kernel without transparent huge pages uses small ones
+        with contextlib.suppress(OSError):  # the kernel may lack transparent huge pages
             mapping.madvise(mmap.MADV_HUGEPAGE)
         owner = _MappedBytes(mapping)
-        if is_exported:  # enters every page in the page table now, not in the first copies
+        if is_exported:  # fills the page table now instead of during the first copies
             np.asarray(owner).fill(0)
         if pin:
             _register(owner.address, self.size_bytes)
@@ -96,31 +97,31 @@ class HostMemory:
 
     @property
     def tensor(self) -> torch.Tensor:
-        """uint8 [size_bytes] over the memory itself. Raises InternalError after ``close``."""
+        """uint8 [size_bytes], a view of the memory. Raises InternalError after ``close``."""
         if self._tensor is None:
             raise InternalError("the arena's memory was closed")
         return self._tensor
 
     def export_fd(self) -> int:
-        """A read-only descriptor; the caller closes it. Raises InternalError after ``close``, and for private
-        memory."""
+        """A new read-only descriptor, which the caller closes. Raises InternalError after ``close`` and for
+        private memory."""
         if self._file is None:
             raise InternalError("this arena's memory is private and is not exported")
         return self._file.export_fd()
 
     def synchronize(self) -> None:
-        """Returns at once: nothing works on host memory by itself."""
+        """Returns at once, because no device works on host memory by itself."""
 
     def close(self) -> None:
-        """Closes the descriptor; the memory is unmapped with the last tensor. Idempotent."""
+        """Closes the descriptor. The memory is unmapped with the last tensor. Idempotent."""
         self._tensor = None
         if self._file is not None:
             self._file.close()
 
 
 def check_available(size_bytes: int) -> None:
-    """Raises ConfigurationError when the host has less. The kernel itself would not refuse: it would kill
-    processes once the pages are written."""
+    """Raises ConfigurationError if the host has less memory than this. The kernel would not refuse the
+    allocation, but kill processes when the pages are written."""
     available = available_bytes()
     if size_bytes > available:
         raise ConfigurationError(
@@ -131,10 +132,10 @@ def check_available(size_bytes: int) -> None:
 
 
 def available_bytes() -> int:
-    """Host memory that this process could still take: what the kernel has left, and no more than its control
-    group's limit leaves."""
+    """Host memory that this process can still allocate: what the kernel has left, limited by what the limit
+    of its control group leaves."""
     limits = [_fields("/proc/meminfo").get("MemAvailable:", sys.maxsize >> 10) << 10]
-    # A container's own group, version 2; "max" means no limit. Inactive cached files can be reclaimed.
+    # The container's own group in cgroup v2; "max" means no limit. Inactive cached files can be reclaimed.
     group = Path("/sys/fs/cgroup")
     with contextlib.suppress(OSError, ValueError):
         bound = int((group / "memory.max").read_text())
@@ -144,20 +145,20 @@ def available_bytes() -> int:
 
 
 def _fields(path: str | Path) -> dict[str, int]:
-    """The first number of each line, by name."""
+    """The first number of each line, by the line's first word."""
     lines = (line.split() for line in Path(path).read_text().splitlines())
     return {words[0]: int(words[1]) for words in lines if len(words) > 1}
 
 
 def duplicate(descriptor: int) -> int:
-    """A new close-on-exec descriptor of the same file. Raises InternalError for one that was closed."""
+    """A new close-on-exec descriptor of the same file. Raises InternalError for a closed one."""
     if descriptor < 0:
         raise InternalError("the memory's descriptor was closed")
     return fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, 0)
 
 
 class _MappedBytes:
-    """Keeps a mapping alive: numpy, and through it every tensor over the mapping, refers to this object."""
+    """Keeps a mapping alive: numpy arrays, and tensors made from them, refer to this object."""
 
     def __init__(self, mapping: mmap.mmap) -> None:
         self.address = int(np.frombuffer(mapping, dtype=np.uint8).ctypes.data)
@@ -170,7 +171,7 @@ class _MappedBytes:
 
 
 def _seal(descriptor: int) -> None:
-    """Seals the size, and writing where the kernel supports it."""
+    """Seals the size, and against new writers if the kernel supports it."""
     try:
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SIZE_SEALS | _F_SEAL_FUTURE_WRITE | fcntl.F_SEAL_SEAL)
     except OSError as error:
@@ -191,7 +192,7 @@ def _register(address: int, size_bytes: int) -> None:
 
 
 def _release(mapping: mmap.mmap, registered_address: int) -> None:
-    """The argument is the last reference to the mapping, which is unmapped on return."""
+    """Unpins the memory. The argument is the last reference to the mapping, so it is unmapped on return."""
     if registered_address:
         runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         runtime.cudaHostUnregister(registered_address)

@@ -1,12 +1,12 @@
-"""One tier of the store: rows by namespace and key in one arena, and which of them are evicted.
+"""One tier of the store: rows by namespace and key in one arena, and the order of their eviction.
 
-Owns the entries and the order of eviction. Rows that a process of ours holds are never evicted. The others go
-in this order, least recently used first:
+Owns the entries and the order of eviction. Rows that this process holds are never evicted. The others are
+evicted in this order, least recently used first:
 
-1. rows that are in the tier behind this one as well, so that nothing is lost;
-2. rows without such a copy;
-3. rows that were announced to a reader in another process in the last ANNOUNCED_PROTECTION_S and that no
-   reader has reported as read, the oldest announcement first.
+1. rows that the next tier holds as well, so that nothing is lost;
+2. rows that it does not hold;
+3. rows that were announced to a reader in another process within ANNOUNCED_PROTECTION_S and that no reader
+   has reported as read, the oldest announcement first.
 
 Not thread-safe: used from the event loop only.
 """
@@ -30,8 +30,8 @@ Name: TypeAlias = tuple[str, bytes]
 
 @dataclass(eq=False, slots=True)
 class Entry:
-    """Rows in a tier. item.rows: a view of the slot, of which the entry is one holder. announced_s: when a
-    reader was last told the place, None once a reader has read it."""
+    """Rows in a tier. item.rows: a view of the slot; the entry is one holder of the slot. announced_s: when
+    the place was last announced to a reader; None once a reader has reported the rows as read."""
 
     name: Name
     item: EncodedItem
@@ -40,18 +40,18 @@ class Entry:
 
 
 class Tier:
-    """Entries of one arena."""
+    """The entries of one arena."""
 
     def __init__(
         self, arena: Arena, behind: Tier | None = None, *, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """Owns the arena from here on: ``close`` closes it. behind: the tier that rows are copied to ahead of
-        their eviction."""
+        """Takes over the arena: ``close`` closes it. behind: the tier that rows are copied to before they are
+        evicted; None for the last tier."""
         self.arena = arena
         self.num_bytes = 0
         self.num_evictions = 0
         self.num_unread_evictions = 0
-        """Of rows whose announcement was still protected."""
+        """Number of evicted rows whose announcement was still protected."""
         self._behind = behind
         self._clock = clock
         self._entries: OrderedDict[Name, Entry] = OrderedDict()  # least recently used first
@@ -66,30 +66,30 @@ class Tier:
         return self._entries.get(name)
 
     def use(self, entry: Entry) -> None:
-        """Makes the entry the most recently used. Does nothing for one that was removed."""
+        """Makes the entry the most recently used. Does nothing if it was removed."""
         if self._entries.get(entry.name) is entry:
             self._entries.move_to_end(entry.name)
 
     def announce(self, entry: Entry) -> None:
-        """A reader in another process is about to be told the entry's place."""
+        """Records that the entry's place is announced to a reader in another process."""
         entry.announced_s = self._clock()
         self.use(entry)
 
     def touch(self, name: Name, generation: int) -> None:
-        """A reader has read rows of this generation. Does nothing for rows that are not here any more."""
+        """Records that a reader has read rows of this generation. Does nothing if they are gone."""
         entry = self._entries.get(name)
         if entry is not None and self.arena.generation(entry.slot) == generation:
             entry.announced_s = None
             self.use(entry)
 
     def num_unread(self) -> int:
-        """Entries whose announcement is protected."""
+        """Number of entries whose announcement is protected."""
         now_s = self._clock()
         return sum(_is_protected(entry, now_s) for entry in self._entries.values())
 
     def allocate(self, num_bytes: int) -> Slot | None:
-        """A slot, after evicting what it needs. None, and nothing is evicted, when the arena is smaller or
-        what is held leaves no range of that size."""
+        """A slot, after evicting what it needs. None, without any eviction, if the arena is smaller or if
+        held rows leave no range of that size."""
         slot = self.arena.allocate(num_bytes)
         if slot is not None or num_bytes > self.arena.capacity_bytes or self.arena.closed:
             return slot
@@ -104,8 +104,8 @@ class Tier:
         return self.arena.allocate(num_bytes)
 
     def insert(self, name: Name, item: EncodedItem, slot: Slot) -> Entry:
-        """Publishes and lists a slot whose rows are complete, in place of others of this name. The caller's
-        hold of the slot becomes the entry's. item.rows: a view of the slot."""
+        """Publishes and lists a slot whose rows are complete, replacing rows of the same name. The entry
+        takes over the caller's hold of the slot. item.rows: a view of the slot."""
         self.arena.publish(slot)
         before = self._entries.get(name)
         if before is not None:
@@ -116,14 +116,14 @@ class Tier:
         return entry
 
     def remove(self, entry: Entry) -> None:
-        """Unlists the rows. Their slot is freed once nothing holds it."""
+        """Unlists the rows. Their slot is freed when its last holder drops it."""
         del self._entries[entry.name]
         self.num_bytes -= entry.slot.num_bytes
         self.arena.unindex(entry.slot)
         self.arena.drop(entry.slot)
 
     def next_evicted(self, num_bytes: int) -> list[Entry]:
-        """What would be evicted next, in order, for num_bytes in all."""
+        """The entries that would be evicted next, in order, up to num_bytes in total."""
         found: list[Entry] = []
         for entry in self._eviction_order():
             if num_bytes <= 0:
@@ -139,7 +139,7 @@ class Tier:
         self.arena.close()
 
     def check_integrity(self) -> None:
-        """Raises AssertionError unless the arena is sound and every entry has a readable slot of its own."""
+        """Raises AssertionError unless the arena is consistent and every entry has its own readable slot."""
         self.arena.check_integrity()
         slots = {entry.slot for entry in self._entries.values()}
         assert len(slots) == len(self._entries), "two entries have one slot"
@@ -156,8 +156,8 @@ class Tier:
         assert num_images - self.arena.directory.num_unlisted <= num_listed <= num_images
 
     def _evictable(self, num_bytes: int) -> list[Entry] | None:
-        """The first entries in the order of eviction that leave a range of num_bytes (and a free index);
-        None when all of them do not."""
+        """The first entries in eviction order whose eviction leaves a range of num_bytes (and a free index).
+        None if evicting all of them does not."""
         found: list[Entry] = []
         plan, largest_bytes = self.arena.freeing_plan(), self.arena.largest_free_bytes
         for entry in self._eviction_order():
@@ -168,7 +168,7 @@ class Tier:
         return None
 
     def _eviction_order(self) -> Iterator[Entry]:
-        """Entries that nothing holds, in the order of the module's description."""
+        """Entries that nothing else holds, in the order that the module docstring gives."""
         now_s = self._clock()
         only_here: list[Entry] = []
         unread: list[tuple[float, int, Entry]] = []

@@ -1,6 +1,6 @@
 """Vision towers: patches in, visual tokens out.
 
-``load_tower`` is the way in; ``Tower`` is what every family implements.
+``load_tower`` is the entry point; ``Tower`` is the interface of every family.
 """
 
 from encoder_service.towers.registry import LoadedTower, load_tower

@@ -1,8 +1,8 @@
 """Published checkpoints: files, vision tensors, fingerprint.
 
-Owns the reading of a hub directory (config.json, and model.safetensors or shards behind
-model.safetensors.index.json), the refusal of anything that does not fit, and the fingerprint. Only vision
-tensors are read; shards that hold none are not opened. ``config.py`` has the sizes, ``published.py`` the
+Owns reading a hub directory (config.json, and model.safetensors or the shards that
+model.safetensors.index.json lists), the refusal of anything that does not fit, and the fingerprint. Only
+vision tensors are read; shards without any are not opened. ``config.py`` has the sizes, ``published.py`` the
 names, ``registry.py`` builds the tower.
 """
 
@@ -37,7 +37,7 @@ WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 
 FINGERPRINT_TAG = b"vision_encoder.model.v1"
-# safetensors' names of the dtypes that tower weights are published in.
+# The dtypes in which tower weights are published, as safetensors names them.
 STORED_DTYPES = ("F32", "BF16", "F16")
 # Error texts name this many tensors and count the rest.
 MAX_NAMED = 8
@@ -51,7 +51,7 @@ def read_config(path: Path) -> Mapping[str, object]:
 
 
 def tensor_files(path: Path) -> dict[str, Path]:
-    """Every tensor name of the checkpoint and the file that holds it. Raises CheckpointError."""
+    """The file that holds each tensor of the checkpoint, by the tensor's name. Raises CheckpointError."""
     if (path / WEIGHTS_FILE).is_file():
         file = path / WEIGHTS_FILE
         with ExitStack() as stack:
@@ -60,7 +60,7 @@ def tensor_files(path: Path) -> dict[str, Path]:
         raise CheckpointError(f"checkpoint {path} has neither {WEIGHTS_FILE} nor {INDEX_FILE}", path=path)
     files = {}
     for name, file_name in JsonReader.of_file(path / INDEX_FILE).section("weight_map").values.items():
-        # A shard lies beside its index: a name that leads elsewhere is not followed.
+        # Only file names are accepted, so that an index cannot lead outside of the checkpoint's folder.
         if not isinstance(file_name, str) or Path(file_name).name != file_name:
             raise CheckpointError(f"{path / INDEX_FILE} names {file_name!r} for {name}, needs a file name")
         files[name] = path / file_name
@@ -68,8 +68,7 @@ def tensor_files(path: Path) -> dict[str, Path]:
 
 
 def open_file(file: Path, stack: ExitStack) -> Any:
-    """An open safetensors file that closes with ``stack``. Raises CheckpointError for an absent, truncated
-    or corrupt one."""
+    """An open safetensors file that closes with ``stack``. Raises CheckpointError if missing or corrupt."""
     if not file.is_file():
         raise CheckpointError(f"{file} is missing", path=file)
     try:
@@ -79,10 +78,10 @@ def open_file(file: Path, stack: ExitStack) -> Any:
 
 
 def vision_tensors(path: Path, config: VisionConfig) -> Iterator[tuple[PublishedTensor, torch.Tensor]]:
-    """Each vision tensor of a checkpoint with its values as stored, on the host, in the order of names.
+    """Each vision tensor of a checkpoint with its values as stored, on the host, ordered by name.
 
-    Raises CheckpointError (files), MissingTensors, UnexpectedTensors, MismatchedTensors, all by header
-    alone, before the first tensor is read.
+    Raises CheckpointError (files), MissingTensors, UnexpectedTensors, MismatchedTensors. All of them are
+    raised from the headers, before the first tensor is read.
     """
     published = sorted(published_tensors(config), key=lambda one: one.name)
     located = locate(tensor_files(path), vision_prefixes(config))
@@ -104,8 +103,8 @@ def vision_tensors(path: Path, config: VisionConfig) -> Iterator[tuple[Published
 
 
 def check_shapes(stored: Sequence[tuple[PublishedTensor, str, Any]], path: Path) -> None:
-    """stored: each tensor with its name in the file and what the file's header says of it. Raises
-    MismatchedTensors."""
+    """stored: each tensor with its name in the file and its header in the file. Raises MismatchedTensors for
+    a shape or dtype that does not fit."""
     wrong = []
     for published, name, header in stored:
         shape, dtype = tuple(header.get_shape()), header.get_dtype()
@@ -121,9 +120,9 @@ def check_shapes(stored: Sequence[tuple[PublishedTensor, str, Any]], path: Path)
 
 
 def locate(files: Mapping[str, Path], prefixes: Sequence[tuple[str, ...]]) -> dict[str, tuple[str, Path]]:
-    """Name without a varying prefix to (name as stored, file), for the vision tensors among ``files``.
+    """The vision tensors among ``files``, by name without a varying prefix: (name as stored, file).
 
-    Raises UnexpectedTensors when tensors stand under two spellings of the prefix at once.
+    Raises UnexpectedTensors if tensors exist under two alternatives of the prefix.
     """
     located: dict[str, tuple[str, Path]] = {}
     spellings = []
@@ -144,7 +143,7 @@ def locate(files: Mapping[str, Path], prefixes: Sequence[tuple[str, ...]]) -> di
 
 
 def check_names(needed: Set[str], found: Set[str], path: Path) -> None:
-    """Raises MissingTensors or UnexpectedTensors, by name and count."""
+    """Raises MissingTensors or UnexpectedTensors, with names and count."""
     if missing := sorted(needed - found):
         raise MissingTensors(
             f"checkpoint {path} lacks {len(missing)} of {len(needed)} vision tensors: {listing(missing)}",
@@ -161,14 +160,14 @@ def check_names(needed: Set[str], found: Set[str], path: Path) -> None:
 
 
 def listing(names: Sequence[str]) -> str:
-    """The first names in full, the others counted."""
+    """The first names, and the number of the others."""
     shown = ", ".join(names[:MAX_NAMED])
     return shown if len(names) <= MAX_NAMED else f"{shown} and {len(names) - MAX_NAMED} more"
 
 
 class Fingerprint:
-    """BLAKE3 over a tower's sizes and its tensors as stored, in the order of names, so that sharding and
-    prefix do not matter and every value does."""
+    """BLAKE3 over a tower's sizes and its tensors as stored, ordered by name. It depends on every value, but
+    not on sharding or the prefix."""
 
     def __init__(self, family: str, config: VisionConfig) -> None:
         self._hasher = blake3(max_threads=blake3.AUTO)
@@ -192,8 +191,8 @@ class Fingerprint:
 
 
 def check_initialised(tower: nn.Module) -> None:
-    """Raises UninitialisedTensors, by name, for parameters or buffers without values (on the meta device)
-    or with values that are not finite."""
+    """Raises UninitialisedTensors, which names parameters and buffers without values (on the meta device) or
+    with values that are not finite."""
     tensors = dict(tower.named_parameters()) | dict(tower.named_buffers())
     bad = [f"{name} has no values" for name, tensor in tensors.items() if tensor.is_meta]
     bad += [

@@ -1,8 +1,8 @@
 """Sizes of the vision towers, read from a checkpoint's config.json.
 
-Owns the families' names, the spellings of their vision configs, and the refusal of settings that no tower
-implements. A size that config.json does not state is an error; only settings that every published checkpoint
-shares have a default. ``checkpoint.py`` reads the file and the tensors.
+Owns the families' names, the names of the fields in their vision configs, and the refusal of settings that no
+tower implements. A size that config.json does not state is an error; only settings that are the same in every
+published checkpoint have a default. ``checkpoint.py`` reads the file and the tensors.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ QWEN3_VL = "qwen3_vl"
 QWEN3_5 = "qwen3_5"
 KIMI_K25 = "kimi_k25"
 
-# config.json's model_type to the family whose tower it has. Mixture-of-experts models differ in their
-# language model alone.
+# From config.json's model_type to the family whose tower the model has. Mixture-of-experts models differ only
+# in their language model.
 FAMILIES: Mapping[str, str] = {
     "qwen3_vl": QWEN3_VL,
     "qwen3_vl_moe": QWEN3_VL,
@@ -34,8 +34,9 @@ ROPE_THETA = 10_000.0
 
 @dataclass(frozen=True)
 class QwenVisionConfig:
-    """Sizes of a Qwen3-VL or Qwen3.5 tower. position_side: the learned table is position_side squared;
-    deepstack_visual_indexes: blocks after which a deepstack level is read, ascending, empty for Qwen3.5."""
+    """Sizes of a Qwen3-VL or Qwen3.5 tower. position_side: the learned table has position_side squared
+    entries. deepstack_visual_indexes: blocks after which a deepstack level is taken, ascending; empty for
+    Qwen3.5."""
 
     depth: int
     hidden_size: int
@@ -58,8 +59,8 @@ class QwenVisionConfig:
 
 @dataclass(frozen=True)
 class MoonViTConfig:
-    """Sizes of Kimi-K2.5's MoonViT-3D and its projector. The learned table is position_height by
-    position_width; max_frames is the length of the temporal table."""
+    """Sizes of Kimi-K2.5's MoonViT-3D and its projector. The learned table has position_height times
+    position_width entries. max_frames: length of the temporal table."""
 
     depth: int
     hidden_size: int
@@ -85,10 +86,10 @@ VisionConfig: TypeAlias = QwenVisionConfig | MoonViTConfig
 
 
 def parse_config(values: Mapping[str, object]) -> tuple[str, VisionConfig]:
-    """Family and tower sizes of a whole config.json.
+    """Family and tower sizes from the content of a config.json.
 
-    Raises UnsupportedCheckpoint: unknown model_type, a size that is absent or no positive integer, sizes
-    that disagree, a setting that the family's tower does not implement.
+    Raises UnsupportedCheckpoint for an unknown model_type, a size that is missing or not a positive integer,
+    sizes that contradict each other, and a setting that the family's tower does not implement.
     """
     model_type = values.get("model_type")
     family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
@@ -107,7 +108,7 @@ def parse_config(values: Mapping[str, object]) -> tuple[str, VisionConfig]:
         else parse_qwen_config(vision, family)
     )
     if text.has("hidden_size") and text.values["hidden_size"] != parsed.out_width:
-        # Rows of another width than the language model's could never be spliced.
+        # Rows with another width than the language model's could never be spliced.
         found = text.values["hidden_size"]
         raise UnsupportedCheckpoint(
             f"the tower's rows are {parsed.out_width} wide, text_config.hidden_size is {found}: they need to"
@@ -147,7 +148,7 @@ def parse_moonvit_config(config: JsonReader, vision: JsonReader, text_width: obj
     vision.require("mm_projector_type", "patchmerger")
     vision.require("projector_hidden_act", "gelu")
     hidden_size = vision.count("vt_hidden_size", "hidden_size")
-    # The published spelling keeps the projector's sizes in vision_config, the reference package's beside it.
+    # Published configs keep the projector's sizes in vision_config, the reference package's beside it.
     projector = JsonReader({**config.values, **vision.values}, "config.json")
     projector_width = projector.count("mm_hidden_size", "projection_hidden_size", default=hidden_size)
     if projector_width != hidden_size:
@@ -173,15 +174,14 @@ def parse_moonvit_config(config: JsonReader, vision: JsonReader, text_width: obj
 
 
 def rope_theta(vision: JsonReader) -> float:
-    """Base of the rotary frequencies: stated only by configs that the reference package saved."""
+    """Base of the rotary frequencies. Only configs saved by the reference package state it."""
     parameters = vision.section("rope_parameters", {})
     parameters.require("rope_type", "axial")
     return parameters.number("rope_theta", default=ROPE_THETA)
 
 
 def deepstack_indexes(vision: JsonReader, depth: int) -> tuple[int, ...]:
-    """Block numbers of the deepstack levels. Levels leave the tower in block order, so any other order in
-    the config would name them wrongly."""
+    """Block numbers of the deepstack levels, which must ascend: the tower outputs levels in block order."""
     value = vision.values.get("deepstack_visual_indexes")
     if (
         not isinstance(value, Sequence)
@@ -194,7 +194,7 @@ def deepstack_indexes(vision: JsonReader, depth: int) -> tuple[int, ...]:
 
 
 def check_heads(config: VisionConfig) -> None:
-    """Each head rotates pairs along two axes, so its size needs to be a multiple of four."""
+    """Raises UnsupportedCheckpoint unless a head's size is a multiple of 4: it rotates pairs on two axes."""
     head_dim, rest = divmod(config.hidden_size, config.num_heads)
     if rest or head_dim % 4:
         raise UnsupportedCheckpoint(

@@ -1,12 +1,12 @@
-"""The fused CUDA path of both towers: the plain tower's weights and numbers, in fewer passes over memory.
+"""The fused CUDA path of both towers: the plain tower's weights and results, with fewer passes over memory.
 
-Owns the order of fused operations. The plain towers (qwen3_vl.py, moonvit.py) are the readable form of the
-same computation, and tests compare the two. ``gemm`` chooses the library of the blocks' matrix products.
+Owns the order of the fused operations. The plain towers (qwen3_vl.py, moonvit.py) are the readable form of
+the same computation, and tests compare the two. ``gemm`` chooses the library of the blocks' matrix products.
 
-Fused are bias and tanh-GELU with the products, the residual's addition with the next LayerNorm, rotary
-positions with the packed projection in place, and position interpolation with the first LayerNorm. The device
-computes positions from each patch's coordinates, and those from one row per item, so that a batch transfers a
-few bytes per item instead of tables of angles and weights.
+These operations are fused: bias and tanh-GELU with the products, the addition to the residual with the next
+LayerNorm, rotary positions with the packed projection (in place), and position interpolation with the first
+LayerNorm. The device computes positions from each patch's coordinates, and the coordinates from one row per
+item. So a batch transfers a few bytes per item instead of tables of angles and weights.
 
 Shape legend: P patches, S attention sequences, R rows, F frames averaged into one row, H heads, d head_dim,
 E tower width, M = E * merge^2, D language-model width, L deepstack levels.
@@ -23,6 +23,7 @@ import torch
 from torch.nn.functional import linear
 
 from encoder_service.towers.attention import AttentionBackend
+from encoder_service.towers.attention.backend import SequenceBounds
 from encoder_service.towers.attention.per_shape import PerShapeAttention
 from encoder_service.towers.fused_inputs import (
     MAX_SIDE,
@@ -30,7 +31,7 @@ from encoder_service.towers.fused_inputs import (
     FusedInputBuilder,
     FusedInputs,
 )
-from encoder_service.towers.gemm import Rotary, Weights, pair_rows, turns_of
+from encoder_service.towers.gemm import Gemm, Rotary, Weights, pair_rows, turns_of
 from encoder_service.towers.gemm.per_rows import TORCH_CHOICES, GemmChoices
 from encoder_service.towers.layers import Block, Merger, Norm, PlainTower, norm_of
 from encoder_service.towers.moonvit import MoonViTTower
@@ -43,13 +44,13 @@ if TYPE_CHECKING:
     from encoder_service.towers.kernels import PatchPlaces
 
 
-# Batches up to this size leave part of the device idle, so that mergers beside the blocks are free.
+# Batches up to this size leave part of the device idle, so mergers that run beside the blocks cost no time.
 SIDE_STREAM_PATCHES = 8192
 
 
 @dataclass(frozen=True)
 class FusedBlock:
-    """Parameters of one block; ``qkv`` may hold its weight in pairs as well."""
+    """Parameters of one block. ``qkv`` may also hold its weight in pairs."""
 
     norm1: Norm
     qkv: Weights
@@ -60,7 +61,7 @@ class FusedBlock:
 
     @classmethod
     def of(cls, block: Block, num_paired_heads: int | None) -> FusedBlock:
-        """num_paired_heads: heads of the qkv weight that is copied into pairs; None: no copy."""
+        """num_paired_heads: heads of the qkv weight, which is copied into pairs; None for no copy."""
         qkv = block.qkv
         paired = None
         if num_paired_heads is not None:
@@ -72,9 +73,9 @@ class FusedBlock:
 
 
 class FusedTower(Tower):
-    """A plain tower's weights behind the fused forward pass. The plain tower stays usable beside it.
+    """The fused forward pass with a plain tower's weights. The plain tower remains usable.
 
-    gemms: the library of each product of a block, by number of rows.
+    gemms: the library for each product of a block, by number of rows.
     """
 
     def __init__(
@@ -84,7 +85,7 @@ class FusedTower(Tower):
         gemms: GemmChoices = TORCH_CHOICES,
     ) -> None:
         super().__init__()
-        from encoder_service.towers import kernels  # triton, which only this path needs
+        from encoder_service.towers import kernels  # needs triton, which only this path requires
 
         self._kernels = kernels
         self.plain = plain
@@ -121,7 +122,7 @@ class FusedTower(Tower):
 
     @property
     def paired_bytes(self) -> int:
-        """Device memory of the weights in pairs, which stand beside the plain tower's own."""
+        """Device memory of the weights in pairs, which exist in addition to the plain tower's own."""
         return sum(tensor.nbytes for block in self._blocks for tensor in block.qkv.paired or ())
 
     # -- host ------------------------------------------------------------------------------------------
@@ -130,11 +131,11 @@ class FusedTower(Tower):
         self._inputs.check_grid(grid)
 
     def prepare(self, grids: Sequence[Grid]) -> FusedInputs:  # type: ignore[override]
-        """Item table and bounds of a packed batch, items in the order given. Raises GridMismatch."""
+        """Item table and sequence bounds of a packed batch, items in the given order. Raises GridMismatch."""
         return self._inputs.prepare(grids)
 
     def pad(self, inputs: FusedInputs, bucket: BucketShape) -> FusedInputs:
-        """The batch in a bucket's static shapes, still on the host. See FusedInputBuilder.pad."""
+        """The batch in a bucket's static shapes, on the host. See FusedInputBuilder.pad."""
         return self._inputs.pad(inputs, bucket)
 
     # -- device ----------------------------------------------------------------------------------------
@@ -163,18 +164,17 @@ class FusedTower(Tower):
         gemms = self.gemms.choose(x_PE.shape[0])
         levels = Levels(self._side_stream if x_PE.shape[0] <= SIDE_STREAM_PATCHES else None)
         for index, block in enumerate(blocks):
-            qkv = gemms["rotate"].rotated(h_PE, block.qkv, rotary)
-            q_PHd, k_PHd, v_PHd = qkv.view(x_PE.shape[0], 3, self.num_heads, head_dim).unbind(1)
-            out_PHd = attention.attend(q_PHd, k_PHd, v_PHd, bounds)
-            # A delta is what is still to be added to the residual x_PE; None where the product added it.
-            delta_PE = gemms["add_attention"].add_to(x_PE, out_PHd.flatten(1), block.proj)
+            # The delta has still to be added to the residual x_PE; None if the product has added it.
+            delta_PE = gemms["add_attention"].add_to(
+                x_PE, self._attended(h_PE, block, gemms["rotate"], rotary, attention, bounds), block.proj
+            )
             h_PE = self._kernels.add_norm(x_PE, delta_PE, *block.norm2)
             delta_PE = gemms["add_mlp"].add_to(x_PE, gemms["gelu"].gelu(h_PE, block.fc1), block.fc2)
             if index + 1 < len(blocks):
                 h_PE = self._kernels.add_norm(x_PE, delta_PE, *blocks[index + 1].norm1)
             else:
                 h_PE = self._last_norm(x_PE, delta_PE, places)
-            # From here on x_PE holds the block's output.
+            # From here on, x_PE holds the block's output.
             if isinstance(plain, Qwen3VLTower) and index in plain.config.deepstack_visual_indexes:
                 level = plain.config.deepstack_visual_indexes.index(index)
                 merger: Merger = plain.deepstack_mergers[level]  # type: ignore[assignment]
@@ -184,8 +184,24 @@ class FusedTower(Tower):
         levels_RD = levels.finish()
         return main_RD if not levels_RD else torch.cat([main_RD, *levels_RD], dim=-1)
 
+    def _attended(
+        self,
+        h_PE: torch.Tensor,
+        block: FusedBlock,
+        gemm: Gemm,
+        rotary: Rotary,
+        attention: AttentionBackend,
+        bounds: SequenceBounds,
+    ) -> torch.Tensor:
+        """The attention of a block's normed input, [P, E]. A separate method, so that q, k and v are freed
+        before the MLP allocates memory: a graph permanently reserves the memory of all tensors that are alive
+        together."""
+        qkv = gemm.rotated(h_PE, block.qkv, rotary)
+        q_PHd, k_PHd, v_PHd = qkv.view(h_PE.shape[0], 3, self.num_heads, -1).unbind(1)
+        return attention.attend(q_PHd, k_PHd, v_PHd, bounds).flatten(1)
+
     def _embed(self, x_PE: torch.Tensor, places: PatchPlaces, norm: Norm) -> torch.Tensor:
-        """Adds the learned positions to x in place; the first block's normed input."""
+        """Adds the learned positions to x in place and returns the first block's normed input."""
         plain = self.plain
         table_height, table_width = plain.position_sides
         return self._kernels.embed_norm(
@@ -203,7 +219,7 @@ class FusedTower(Tower):
     def _last_norm(
         self, x_PE: torch.Tensor, delta_PE: torch.Tensor | None, places: PatchPlaces
     ) -> torch.Tensor:
-        """The merger's normed input [R * merge^2, E], after adding the last block's delta."""
+        """The merger's normed input [R * merge^2, E], after the last block's delta was added."""
         plain, merger_norm = self.plain, norm_of(self.plain.merger.norm)
         if not isinstance(plain, MoonViTTower):
             return self._kernels.add_norm(x_PE, delta_PE, *merger_norm)
@@ -219,23 +235,24 @@ class FusedTower(Tower):
         )
 
     def _merge(self, h_PE: torch.Tensor, merger: Merger) -> torch.Tensor:
-        """Rows [R, D] of normed patches in merge order."""
+        """Rows [R, D] from normed patches in merge order."""
         u_RM = linear(h_PE.view(-1, merger.merged_width), merger.fc1.weight, merger.fc1.bias)
         return linear(self._kernels.gelu_(u_RM), merger.fc2.weight, merger.fc2.bias)
 
 
 class Levels:
-    """The deepstack levels' mergers. No block waits for them: on a stream of their own they use the part of
-    the device that small batches leave idle. side_stream None: in the blocks' order."""
+    """Runs the mergers of the deepstack levels. No block waits for them, so on a separate stream they use the
+    part of the device that small batches leave idle. side_stream: None to run them in order with the
+    blocks."""
 
     def __init__(self, side_stream: torch.cuda.Stream | None) -> None:
         self._side_stream = side_stream
         self._rows_RD: list[torch.Tensor] = []
-        # Held until the side stream has read them: they are memory of the main stream.
+        # Kept until the side stream has read them, because their memory belongs to the main stream.
         self._inputs: list[torch.Tensor] = []
 
     def start(self, input_RM: torch.Tensor, merge: Callable[[], torch.Tensor]) -> None:
-        """``merge``, which reads ``input_RM`` as the current stream leaves it."""
+        """Starts ``merge``, which reads ``input_RM`` after the work queued so far in the current stream."""
         if self._side_stream is None:
             self._rows_RD.append(merge())
             return
@@ -245,7 +262,7 @@ class Levels:
             self._rows_RD.append(merge())
 
     def finish(self) -> list[torch.Tensor]:
-        """Every level's rows [R, D], ready in the current stream's order."""
+        """Every level's rows [R, D]. Later work in the current stream may read them."""
         if self._side_stream is not None and self._inputs:
             torch.cuda.current_stream(self._inputs[0].device).wait_stream(self._side_stream)
         self._inputs.clear()

@@ -1,8 +1,8 @@
-"""Metadata of a packed batch for the fused path: one row of five numbers for each item.
+"""Metadata of a packed batch for the fused path: one row of five numbers per item.
 
-Owns the record, its construction from grids, and its padding to a bucket. The device expands the rows to what
-every patch needs (kernels/expand.py), so that a step's host work and transfer grow with items, not with
-patches.
+Owns the record, its construction from grids, and its padding to a bucket. The device expands the rows to
+per-patch data (kernels/expand.py), so that a step's host work and transfer grow with the number of items, not
+of patches.
 
 Shape legend: I items, S attention sequences, P patches, R rows, F frames averaged into one row.
 """
@@ -24,15 +24,15 @@ from encoder_service.types import Grid
 MAX_SIDE = 32_768
 # Patches are numbered in int32.
 MAX_BATCH_PATCHES = 2**31 - 1
-# Columns of the item table: first patch, first merged place, then the grid.
+# Columns of the item table: first patch, first place after merging over frames, then the grid.
 ITEM_COLUMNS = ("first_patch", "first_place", "t", "h", "w")
 NUM_COLUMNS = len(ITEM_COLUMNS)
-# int32 entries of 16 bytes, the alignment that kernels are compiled for.
+# Number of int32 entries in 16 bytes, the alignment that kernels are compiled for.
 ALIGNED_ENTRIES = 4
 
 
 class BucketShape(Protocol):
-    """What a bucket fixes; ``scheduler.buckets.Bucket`` is one."""
+    """The static shape of a bucket, for example ``scheduler.buckets.Bucket``."""
 
     @property
     def num_patches(self) -> int: ...
@@ -46,12 +46,12 @@ class BucketShape(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class FusedInputs(BatchInputs):
-    """Metadata of one packed batch; the device computes everything else from it.
+    """Metadata of one packed batch, from which the device computes everything else.
 
-    table: int32, everything that the device reads beside the pixels, so that it is one transfer: the bounds
-    (``cu_seqlens``), then the items (``items``). num_slots: S. seqlens: the real lengths on the host.
-    max_seqlen: their maximum, or the bucket's bound. num_patches, num_rows, num_frames: P, R and F of the
-    batch, or of the bucket when padded; F is 1 where rows do not average over frames.
+    table: int32, everything that the device reads besides the pixels, in one tensor for one transfer: the
+    sequence bounds (``cu_seqlens``), then the items (``items``). num_slots: S. seqlens: the real lengths, on
+    the host. max_seqlen: their maximum, or the bucket's bound. num_patches, num_rows, num_frames: P, R and F
+    of the batch, or of the bucket after padding; F is 1 if rows do not average over frames.
     pixel_values: [P, patch_dim], or None until ``with_pixels``.
     """
 
@@ -66,16 +66,16 @@ class FusedInputs(BatchInputs):
 
     @property
     def cu_seqlens(self) -> torch.Tensor:
-        """int32 [S + 1], a view of the table; padded slots repeat the last real bound."""
+        """int32 [S + 1], a view of the table. Padded slots repeat the last real bound."""
         return self.table[: self.num_slots + 1]
 
     @property
     def items(self) -> torch.Tensor:
-        """int32 [I, 5], a view of the table: ITEM_COLUMNS of each item in the batch's order.
+        """int32 [I, 5], a view of the table: the ITEM_COLUMNS of each item, in the batch's order.
 
-        An item's patches begin at first_patch. Where rows average over frames, its h * w places in the
-        merged order, merge^2 to a row, begin at first_place. Padded slots name the batch's end and have no
-        frames: (patches, places, 0, 1, 1).
+        An item's patches begin at first_patch. If rows average over frames, its h * w places in merge order,
+        merge^2 per row, begin at first_place. Padded slots point to the batch's end and have no frames:
+        (patches, places, 0, 1, 1).
         """
         return self.table[items_start(self.num_slots) :].view(-1, NUM_COLUMNS)
 
@@ -83,8 +83,8 @@ class FusedInputs(BatchInputs):
 class FusedInputBuilder:
     """Builds and pads FusedInputs for one tower. Thread-safe.
 
-    check_grid: the tower's own check, raises GridMismatch.
-    merges_time: rows average over an item's frames, and attention spans them.
+    check_grid: the tower's own check, which raises GridMismatch. merges_time: whether rows average over an
+    item's frames and attention spans them.
     """
 
     def __init__(self, check_grid: Callable[[Grid], None], *, merge_size: int, merges_time: bool) -> None:
@@ -93,7 +93,7 @@ class FusedInputBuilder:
         self.merges_time = merges_time
 
     def check_grid(self, grid: Grid) -> None:
-        """Raises GridMismatch."""
+        """Raises GridMismatch for a grid that the tower or the rotary table does not support."""
         self._check_tower(grid)
         if max(grid.h, grid.w) > MAX_SIDE:
             raise GridMismatch(
@@ -103,7 +103,7 @@ class FusedInputBuilder:
             )
 
     def prepare(self, grids: Sequence[Grid]) -> FusedInputs:
-        """Item table and bounds of a packed batch, items in the order given. Raises GridMismatch."""
+        """Item table and sequence bounds of a packed batch, items in the given order. Raises GridMismatch."""
         if not grids:
             raise GridMismatch("the batch has 0 items, needs at least 1", found=0)
         for grid in grids:
@@ -112,7 +112,7 @@ class FusedInputBuilder:
         frames, height, width = grids_I3.T
         frame_size = height * width
         patches = frames * frame_size
-        # Places after merging over frames, and the length of each attention sequence.
+        # The number of places after merging over frames, and the length of each attention sequence.
         places = frame_size if self.merges_time else patches
         seqlens = patches if self.merges_time else np.repeat(frame_size, frames)
         num_patches, num_items, num_slots = int(patches.sum()), len(grids), len(seqlens)
@@ -142,9 +142,9 @@ class FusedInputBuilder:
         )
 
     def pad(self, inputs: FusedInputs, bucket: BucketShape) -> FusedInputs:
-        """The batch in a bucket's static shapes, still on the host. Padding patches belong to no sequence
-        and to no row that is returned. The bucket has a merged place for every patch, which is what stills
-        need; clips leave some unused. The batch must fit the bucket."""
+        """The batch in a bucket's static shapes, on the host. Padding patches belong to no sequence and to no
+        row that is returned. The bucket has one merged place per patch, which images need; clips leave some
+        unused. The batch must fit the bucket."""
         num_patches, num_sequences = inputs.num_patches, len(inputs.seqlens)
         assert num_patches <= bucket.num_patches
         assert num_sequences <= bucket.num_sequences
@@ -153,7 +153,7 @@ class FusedInputBuilder:
         given = inputs.table.numpy()
         given_items = given[items_start(inputs.num_slots) :]
         start = items_start(bucket.num_sequences)
-        # Items never outnumber sequences.
+        # There are never more items than sequences.
         table = np.empty(start + bucket.num_sequences * NUM_COLUMNS, np.int32)
         table[: num_sequences + 1] = given[: num_sequences + 1]
         table[num_sequences + 1 : start] = num_patches
@@ -172,5 +172,5 @@ class FusedInputBuilder:
 
 
 def items_start(num_slots: int) -> int:
-    """Where the items begin in a table with this many sequence slots: after the bounds, aligned."""
+    """Index in the table at which the items begin: after the bounds of num_slots sequence slots, aligned."""
     return -(-(num_slots + 1) // ALIGNED_ENTRIES) * ALIGNED_ENTRIES

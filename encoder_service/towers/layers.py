@@ -1,7 +1,7 @@
-"""What both towers are made of: blocks, mergers, learned positions, and the tower around them.
+"""The parts of both towers: blocks, mergers, learned positions, and the towers' base class.
 
-Owns the plain, readable form of each, and the host tables of a frame. Each tower's ``prepare`` and
-``forward`` put them in order.
+Owns the plain, readable form of each part, and the host tables of a frame. Each tower's ``prepare`` and
+``forward`` arrange the parts.
 
 Shape legend: P patches, R rows (visual tokens), K position taps, E tower width, M = E * merge^2,
 D language-model width, H heads, d head_dim.
@@ -47,9 +47,9 @@ def norm_of(norm: nn.LayerNorm) -> Norm:
 def interpolate_positions(
     table: torch.Tensor, position_index: torch.Tensor, position_weight: torch.Tensor
 ) -> torch.Tensor:
-    """float32 [P, E]: for each patch the weighted sum of K rows of a learned table [table rows, E].
+    """For each patch the weighted sum of K rows of a learned table [table rows, E]: float32 [P, E].
 
-    Summed in float32 whatever the table's dtype: bicubic weights alternate in sign.
+    Summed in float32 regardless of the table's dtype, because bicubic weights alternate in sign.
     """
     return embedding_bag(position_index, table.float(), per_sample_weights=position_weight, mode="sum")
 
@@ -83,9 +83,9 @@ class Block(nn.Module):
 
 
 class Merger(nn.Module):
-    """merge^2 neighbouring patches to one row: LayerNorm, two layers, erf-GELU.
+    """Merges merge^2 adjacent patches into one row: LayerNorm, two layers, erf-GELU.
 
-    norm_after_shuffle: the norm spans the merged patches (Qwen's deepstack levels) instead of each patch.
+    norm_after_shuffle: the norm spans the merged patches (in Qwen's deepstack levels) instead of each patch.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class Merger(nn.Module):
         self.fc2 = nn.Linear(self.merged_width, out_width)
 
     def forward(self, x_PE: torch.Tensor) -> torch.Tensor:
-        """[P, E] in merge order to [R, D]."""
+        """Merges patches [P, E] in merge order to rows [R, D]."""
         if self.norm_after_shuffle:
             x_RM = self.norm(x_PE.reshape(-1, self.merged_width))
         else:
@@ -117,9 +117,9 @@ class Merger(nn.Module):
 class PlainTower(Tower):
     """A tower in its readable form. A family's subclass adds its merger, ``prepare`` and ``forward``.
 
-    position_mode: how the learned table, [height, width] of ``position_sides`` entries, is stretched over a
-    frame. rotary_layout: see ``rope.rotary_tables``. Patches stand frame by frame in raster order where
-    ``merges_time``, else in merge order.
+    position_mode: how the learned table, with [height, width] of ``position_sides`` entries, is stretched
+    over a frame. rotary_layout: see ``rope.rotary_tables``. Patches are frame by frame in raster order if
+    ``merges_time``, otherwise in merge order.
     """
 
     position_mode: ClassVar[Literal["linear", "cubic"]]
@@ -146,14 +146,14 @@ class PlainTower(Tower):
         check_sides(grid, self.merge_size)
 
     def frame_tables(self, grids: Sequence[Grid]) -> list[FrameTables]:
-        """Of every frame of every item, in the batch's order. Raises GridMismatch."""
+        """The tables of every frame of every item, in the batch's order. Raises GridMismatch."""
         for grid in grids:
             self.check_grid(grid)
         by_size = {size: self._tables_of(*size) for size in {(grid.h, grid.w) for grid in grids}}
         return [by_size[grid.h, grid.w] for grid in grids for _ in range(grid.t)]
 
     def embed(self, inputs: TowerInputs) -> tuple[torch.Tensor, torch.Tensor]:
-        """Patches in the tower's dtype and their learned positions in float32, both [P, E]."""
+        """The patches in the tower's dtype and their learned positions in float32, both [P, E]."""
         assert inputs.pixel_values is not None
         x_PE = self.patch_embed(inputs.pixel_values.to(self.dtype))
         return x_PE, interpolate_positions(self.pos_embed, inputs.position_index, inputs.position_weight)

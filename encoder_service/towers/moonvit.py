@@ -1,11 +1,11 @@
 """The tower of Kimi-K2.5: MoonViT-3D and its projector.
 
-Owns the order of the parts and the tables of frames. Patches arrive frame by frame in raster order;
-attention spans an item's whole clip; after the last norm the merge gathers merge^2 neighbours and averages
-them over the item's frames. Items of one batch may differ in their number of frames.
+Owns the order of the parts and the tables of frames. Patches arrive frame by frame in raster order. Attention
+spans all frames of an item. After the last norm, the merge gathers merge^2 neighbours and averages them over
+the item's frames. Items of one batch may have different numbers of frames.
 
-Shape legend: P patches, S attention sequences (items), R rows, F frames averaged into one row (the most of
-any item of the batch), E tower width, D language-model width.
+Shape legend: P patches, S attention sequences (items), R rows, F frames averaged into one row (the maximum
+over the items of the batch), E tower width, D language-model width.
 
 Reference: Kimi-K2.5 (arXiv 2602.02276) and MoonViT (Kimi-VL, arXiv 2504.07491); transformers' ``kimi_k25``
 model, which the parity tests compare with.
@@ -30,7 +30,7 @@ NORM_EPS = 1e-5
 
 
 class MoonViTTower(PlainTower):
-    """Kimi-K2.5's vision tower; ``merger`` is its multimodal projector."""
+    """Kimi-K2.5's vision tower. ``merger`` is its multimodal projector."""
 
     family = KIMI_K25
     temporal_patch_size = 1
@@ -43,7 +43,7 @@ class MoonViTTower(PlainTower):
     def __init__(self, config: MoonViTConfig) -> None:
         super().__init__(config, (config.position_height, config.position_width), NORM_EPS)
         width = config.hidden_size
-        # A fixed table, so that it has values wherever the parameters are.
+        # A fixed table, which has values even when the parameters are on the meta device.
         self.frame_embed: torch.Tensor
         self.register_buffer("frame_embed", frame_table(config.max_frames, width), persistent=False)
         self.final_norm = nn.LayerNorm(width, eps=NORM_EPS)
@@ -79,10 +79,10 @@ class MoonViTTower(PlainTower):
         return rows_RD
 
     def merge_frames(self, x_PE: torch.Tensor, inputs: TowerInputs) -> torch.Tensor:
-        """[R * merge^2, E] in merge order, each the mean over its item's frames, summed in float32."""
+        """Averages patches over each item's frames: [R * merge^2, E] in merge order, summed in float32."""
         assert inputs.merge_index is not None
         assert inputs.merge_weight is not None
-        # One frame after the other: gathering all at once would hold F times the rows.
+        # Frame by frame, because gathering all frames at once would hold F times the rows.
         merged = x_PE[inputs.merge_index[:, 0]] * inputs.merge_weight[:, 0, None]
         for frame in range(1, inputs.merge_index.shape[1]):
             merged = merged + x_PE[inputs.merge_index[:, frame]] * inputs.merge_weight[:, frame, None]
@@ -90,9 +90,9 @@ class MoonViTTower(PlainTower):
 
 
 def frame_table(max_frames: int, width: int) -> torch.Tensor:
-    """float32 [max_frames + 1, E]: row 0 is zero, for stills; row f + 1 is frame f's sines, then cosines
-    (He et al., Masked Autoencoders, one-axis sin-cos positions). Made on the host, also within a meta
-    device context."""
+    """float32 [max_frames + 1, E]. Row 0 is zero, for images. Row f + 1 holds the sines and then the cosines
+    of frame f (one-axis sin-cos positions, He et al., Masked Autoencoders). Always made on the host, even
+    within a meta device context."""
     frequencies = 1.0 / 10_000 ** (torch.arange(0, width, 2, dtype=torch.float32, device="cpu") / width)
     angles = torch.arange(max_frames, dtype=torch.float32, device="cpu")[:, None] * frequencies
     still = torch.zeros(1, width, device="cpu")
@@ -100,18 +100,18 @@ def frame_table(max_frames: int, width: int) -> torch.Tensor:
 
 
 def frame_rows(grid: Grid) -> torch.Tensor:
-    """Row of the frame table of each patch, int64 [P of the item]: 0 for a still, f + 1 in a clip."""
+    """The row of the frame table for each patch, int64 [P of the item]: 0 for an image, f + 1 in a clip."""
     if grid.t == 1:
         return torch.zeros(grid.num_patches, dtype=torch.int64)
     return torch.arange(1, grid.t + 1).repeat_interleave(grid.h * grid.w)
 
 
 def merge_tables(grids: Sequence[Grid], merge_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """merge_index int64 and merge_weight float32, [R * merge^2, F]: which patches of the batch make up each
-    merger input, and 1 / t for each.
+    """merge_index int64 and merge_weight float32, both [R * merge^2, F]: the patches of the batch that are
+    averaged into each merger input, and the weight 1 / t of each.
 
-    Entries beyond an item's own frames repeat its first frame with weight zero. A patch of another item would
-    bring in that item's NaN, since 0 * NaN is NaN.
+    Entries after an item's own frames repeat its first frame with weight zero. A patch of another item could
+    be NaN there, and 0 * NaN is NaN.
     """
     frame = torch.arange(max(grid.t for grid in grids))
     indices, weights = [], []

@@ -1,8 +1,8 @@
 """Host tables of a frame (coordinates, position-table taps, merge order), and frames packed into a batch.
 
-Owns the tables that depend on a frame's height and width alone, the check of a grid's sides, and the
-concatenation of frame tables. ``rope.py`` has the rotary angles. Each tower's ``prepare`` decides which
-frames attend to each other and how they merge.
+Owns the tables that depend only on a frame's height and width, the check of a grid's sides, and the
+concatenation of frame tables. ``rope.py`` computes the rotary angles. Each tower's ``prepare`` decides which
+frames attend to each other and how they are merged.
 
 Shape legend: N patches of one frame, K position taps, T taps per axis.
 """
@@ -19,12 +19,12 @@ from encoder_service.errors import GridMismatch
 from encoder_service.towers.tower import TowerInputs
 from encoder_service.types import Grid
 
-# Keys' cubic convolution constant as torch.nn.functional.interpolate(mode="bicubic") has it.
+# Keys' cubic convolution constant, with the value that torch.nn.functional.interpolate(mode="bicubic") uses.
 BICUBIC_A = -0.75
 
 
 class FrameTables(NamedTuple):
-    """Host tables of one h by w frame, in the order that the tower takes patches.
+    """Host tables of one h by w frame, in the tower's patch order.
 
     position_index int64 [N, K], position_weight float32 [N, K]; rope_cos, rope_sin float32 [N, head_dim].
     """
@@ -36,7 +36,7 @@ class FrameTables(NamedTuple):
 
 
 def raster_coordinates(height: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Row and column of each patch, int64 [N] each, row by row."""
+    """Row and column of each patch in raster order, int64 [N] each."""
     rows = torch.arange(height).repeat_interleave(width)
     columns = torch.arange(width).repeat(height)
     return rows, columns
@@ -44,15 +44,15 @@ def raster_coordinates(height: int, width: int) -> tuple[torch.Tensor, torch.Ten
 
 def merge_order(height: int, width: int, merge_size: int) -> torch.Tensor:
     """Raster index of the patch at each place of the merge order, int64 [N]: blocks of merge_size squared
-    patches in raster order, patches within a block likewise."""
+    patches in raster order, and patches within a block likewise."""
     raster = torch.arange(height * width)
     blocks = raster.view(height // merge_size, merge_size, width // merge_size, merge_size)
     return blocks.transpose(1, 2).flatten()
 
 
 def linear_taps(size: int, table_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Taps and weights, int64 and float32 [size, 2], that stretch a table over ``size`` places with both
-    ends fixed: interpolate(mode="bilinear", align_corners=True) along one axis."""
+    """Taps and weights, int64 and float32 [size, 2], that stretch a table over ``size`` places with both ends
+    fixed, as interpolate(mode="bilinear", align_corners=True) does along one axis."""
     source = torch.arange(size, dtype=torch.float32) * (table_size - 1) / max(size - 1, 1)
     floor = source.floor()
     weight = source - floor
@@ -61,8 +61,8 @@ def linear_taps(size: int, table_size: int) -> tuple[torch.Tensor, torch.Tensor]
 
 
 def cubic_taps(size: int, table_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Taps and weights, int64 and float32 [size, 4], of interpolate(mode="bicubic", align_corners=False)
-    along one axis: half-pixel centres, edge repeated, Keys' kernel (IEEE ASSP 29, 1981) with a = -0.75."""
+    """Taps and weights, int64 and float32 [size, 4], as in interpolate(mode="bicubic", align_corners=False)
+    along one axis: half-pixel centres, edges repeated, Keys' kernel (IEEE ASSP 29, 1981) with a = -0.75."""
     source = (torch.arange(size, dtype=torch.float32) + 0.5) * table_size / size - 0.5
     floor = source.floor()
     offsets = torch.arange(-1, 3)
@@ -79,9 +79,9 @@ def grid_taps(
     column_taps: tuple[torch.Tensor, torch.Tensor],
     table_width: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Both axes together: position_index int64 and position_weight float32, [N, T * T], in raster order.
+    """Combines both axes: position_index int64 and position_weight float32, both [N, T * T], in raster order.
 
-    row_taps, column_taps: indices and weights [height, T] and [width, T] into a table whose rows hold
+    row_taps, column_taps: indices and weights [height, T] and [width, T] into a table whose rows have
     ``table_width`` entries.
     """
     (row_index, row_weight), (column_index, column_weight) = row_taps, column_taps
@@ -93,7 +93,7 @@ def grid_taps(
 
 
 def check_sides(grid: Grid, merge_size: int) -> None:
-    """Raises GridMismatch unless all sides are positive and h and w multiples of merge_size."""
+    """Raises GridMismatch unless all sides are positive and h and w are multiples of merge_size."""
     if min(grid) < 1:
         raise GridMismatch(f"grid {list(grid)} has a side of {min(grid)}, needs at least 1", found=min(grid))
     for name, side in (("height", grid.h), ("width", grid.w)):
@@ -106,7 +106,7 @@ def check_sides(grid: Grid, merge_size: int) -> None:
 
 
 def pack_frames(frames: Sequence[FrameTables], seqlens: Sequence[int]) -> TowerInputs:
-    """One batch of frames in the order given, cut into attention sequences of ``seqlens`` patches.
+    """Packs frames, in the given order, into one batch with attention sequences of ``seqlens`` patches.
 
     Raises GridMismatch for a batch without items.
     """

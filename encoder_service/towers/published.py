@@ -1,8 +1,8 @@
-"""How checkpoints on the hub name and lay out the towers' tensors.
+"""The names and layouts of the towers' tensors in checkpoints on the hub.
 
-Owns the table from published name and shape to the tower's parameter, one function per family, and the
-conversions: patch convolutions become products, MoonViT's q and k rows move from adjacent pairs to half-split
-order. ``checkpoint.py`` reads the files.
+Owns the mapping from published name and shape to the tower's parameter, with one function per family, and the
+conversions: patch convolutions become matrix products, and MoonViT's q and k rows are permuted from adjacent
+pairs to half-split order. ``checkpoint.py`` reads the files.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ Conversion: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True)
 class PublishedTensor:
-    """One vision tensor of a checkpoint. name: as published, without a prefix that varies; shape: as
-    published; parameter: the tower's parameter that takes its values; convert: applied to them first."""
+    """One vision tensor of a checkpoint. name: as published, without a varying prefix. shape: as published.
+    parameter: the tower's parameter that takes its values. convert: applied to the values first."""
 
     name: str
     shape: tuple[int, ...]
@@ -35,44 +35,44 @@ class PublishedTensor:
 
 
 def published_tensors(config: VisionConfig) -> list[PublishedTensor]:
-    """Every vision tensor that a checkpoint of these sizes holds."""
+    """Every vision tensor of a checkpoint with these sizes."""
     if isinstance(config, MoonViTConfig):
         return list(moonvit_tensors(config))
     return list(qwen_tensors(config))
 
 
 def vision_prefixes(config: VisionConfig) -> Sequence[tuple[str, ...]]:
-    """Alternatives of the prefixes that mark vision tensors. A single prefix is stripped from names; where
-    a family has two, they tell its parts apart and stay."""
+    """The alternatives for the prefixes of vision tensors. If an alternative is a single prefix, it is
+    stripped from the names. If it has two, they distinguish parts of the family's tower and are kept."""
     if isinstance(config, MoonViTConfig):
         return [("vision_tower.", "mm_projector.")]
     return [("model.visual.",), ("visual.",)]
 
 
 def flatten_patch(weight: torch.Tensor) -> torch.Tensor:
-    """A convolution whose stride is its kernel is a product over flattened patches."""
+    """A convolution whose stride is its kernel, as the equal product over flattened patches."""
     return weight.flatten(1)
 
 
 def flatten_table(weight: torch.Tensor) -> torch.Tensor:
-    """[height, width, E] to [height * width, E]."""
+    """Reshapes [height, width, E] to [height * width, E]."""
     return weight.flatten(0, 1)
 
 
 def half_split_qk(tensor: torch.Tensor, num_heads: int) -> torch.Tensor:
-    """wqkv [3 * E, ...] with q and k permuted for half-split rotation; v stays."""
+    """wqkv [3 * E, ...] with q and k permuted for the half-split rotation; v is unchanged."""
     q, k, v = tensor.chunk(3)
     return torch.cat([permute_pairs(q, num_heads), permute_pairs(k, num_heads), v])
 
 
 def layer(name: str, parameter: str, *shape: int) -> Iterator[PublishedTensor]:
-    """Weight of this shape and bias of a linear layer [out, in] or a norm [width]."""
+    """The weight of this shape and the bias of a linear layer [out, in] or a norm [width]."""
     yield PublishedTensor(f"{name}.weight", shape, f"{parameter}.weight")
     yield PublishedTensor(f"{name}.bias", shape[:1], f"{parameter}.bias")
 
 
 def qwen_tensors(config: QwenVisionConfig) -> Iterator[PublishedTensor]:
-    """Qwen3-VL and Qwen3.5, below ``model.visual.`` or ``visual.``."""
+    """The tensors of Qwen3-VL and Qwen3.5, whose names begin with ``model.visual.`` or ``visual.``."""
     width, mlp_width, patch = config.hidden_size, config.intermediate_size, config.patch_size
     merged_width = width * config.merge_size**2
     yield PublishedTensor(
@@ -102,7 +102,7 @@ def qwen_tensors(config: QwenVisionConfig) -> Iterator[PublishedTensor]:
 
 
 def moonvit_tensors(config: MoonViTConfig) -> Iterator[PublishedTensor]:
-    """Kimi-K2.5, ``vision_tower.`` and ``mm_projector.``."""
+    """The tensors of Kimi-K2.5, whose names begin with ``vision_tower.`` or ``mm_projector.``."""
     width, mlp_width, patch = config.hidden_size, config.intermediate_size, config.patch_size
     merged_width = width * config.merge_size**2
     half_split = partial(half_split_qk, num_heads=config.num_heads)

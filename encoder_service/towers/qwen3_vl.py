@@ -1,7 +1,7 @@
 """The tower of Qwen3-VL and, without deepstack, of Qwen3.5.
 
-Owns the order of the parts. Patches arrive in merge order (each block of
-merge^2 neighbours together), so that mergers need no gather. Attention stays within one frame.
+Owns the order of the parts. Patches arrive in merge order, in which each block of merge^2 neighbours is
+adjacent, so that mergers need no gather. Attention stays within one frame.
 
 Shape legend: P patches, S attention sequences (frames), R rows, E tower width, D language-model width,
 L deepstack levels.
@@ -27,7 +27,7 @@ NORM_EPS = 1e-6
 
 
 class Qwen3VLTower(PlainTower):
-    """family: ``qwen3_vl`` or ``qwen3_5``; the latter's config has no deepstack levels."""
+    """The tower of Qwen3-VL and Qwen3.5. family: ``qwen3_vl``, or ``qwen3_5`` without deepstack levels."""
 
     merges_time = False
     position_mode = "linear"

@@ -1,4 +1,4 @@
-"""From a checkpoint directory to a tower that serves.
+"""Loads a tower from a checkpoint directory.
 
 Owns the class of each family and the order of loading: sizes, headers, values, device, checks.
 """
@@ -22,10 +22,10 @@ TOWER_DTYPES = (torch.float32, torch.bfloat16)
 
 @dataclass(frozen=True)
 class LoadedTower:
-    """A tower in evaluation mode on its device, with what identifies it.
+    """A tower in evaluation mode on its device, with its identity.
 
-    model_name: the checkpoint directory's name; fingerprint: 32 bytes over the vision weights as stored and
-    the sizes.
+    model_name: the checkpoint directory's name. fingerprint: 32 bytes over the sizes and the vision weights
+    as stored.
     """
 
     tower: Tower
@@ -35,17 +35,17 @@ class LoadedTower:
 
 
 def build_tower(family: str, config: VisionConfig) -> Tower:
-    """A tower of these sizes with parameters that hold no meaningful values yet."""
+    """A tower of these sizes whose parameters have no meaningful values yet."""
     if isinstance(config, MoonViTConfig):
         return MoonViTTower(config)
     return Qwen3VLTower(config, family)
 
 
 def load_tower(path: Path, *, device: torch.device, dtype: torch.dtype) -> LoadedTower:
-    """The tower of a published checkpoint, ready to serve.
+    """The tower of a published checkpoint, ready to use.
 
     Tensors are read one at a time, converted and put on the device in ``dtype``. Raises CheckpointError or
-    one of its kinds: UnsupportedCheckpoint, MissingTensors, UnexpectedTensors, MismatchedTensors,
+    one of its subclasses UnsupportedCheckpoint, MissingTensors, UnexpectedTensors, MismatchedTensors,
     UninitialisedTensors.
     """
     if dtype not in TOWER_DTYPES:
@@ -60,10 +60,10 @@ def load_tower(path: Path, *, device: torch.device, dtype: torch.dtype) -> Loade
     values: dict[str, torch.Tensor] = {}
     for published, tensor in vision_tensors(path, config):
         fingerprint.add(published, tensor)
-        # A copy: the tensor may be mapped from a file that changes under a running service.
+        # Copied, because the tensor may be mapped from a file that changes while the service runs.
         values[published.parameter] = published.to_parameter(tensor).to(device, dtype, copy=True)
     tower.load_state_dict(values, assign=True)
-    # Moves the tables that no checkpoint holds; the parameters are on the device already.
+    # Moves the tables that are not part of a checkpoint. The parameters are on the device already.
     tower.to(device).requires_grad_(False).eval()
     check_initialised(tower)
     return LoadedTower(tower, family, path.resolve().name, fingerprint.digest())

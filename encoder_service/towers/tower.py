@@ -2,8 +2,8 @@
 
 A tower splits its work in two:
 
-* ``prepare(grids)`` runs on the host, once per batch: gather indices and weights for the position table,
-  rotary angles, sequence bounds, merge indices.
+* ``prepare(grids)`` runs on the host, once per batch. It computes gather indices and weights for the position
+  table, rotary angles, sequence bounds and merge indices.
 * ``forward(inputs)`` reads tensors only, never synchronises with the host, and does the same work for the
   same shapes, so that it can be captured in a CUDA graph.
 
@@ -25,8 +25,8 @@ from encoder_service.types import Grid, Modality
 
 
 class BatchInputs:
-    """What the tensors of a packed batch have in common. Subclasses are frozen dataclasses whose
-    ``pixel_values``, [P, patch_dim], is None until ``with_pixels``."""
+    """Base class of the tensors of a packed batch. Subclasses are frozen dataclasses whose ``pixel_values``,
+    [P, patch_dim], is None until ``with_pixels``."""
 
     def with_pixels(self, pixel_values: torch.Tensor) -> Self:
         """The same batch with its pixels [P, patch_dim]."""
@@ -49,12 +49,12 @@ class BatchInputs:
 class TowerInputs(BatchInputs):
     """One packed batch.
 
-    position_index: int64 [P, K] rows of the learned position table; position_weight: float32 [P, K].
-    frame_index: int64 [P] row of the temporal table, or None where the family has none.
-    rope_cos, rope_sin: float32 [P, head_dim] per-patch rotary tables.
-    cu_seqlens: int32 [S + 1]; seqlens: the same lengths on the host; max_seqlen: their maximum.
-    merge_index: int64 [R * merge^2, F] patches averaged into each merger input, or None where patches
-    already stand in merge order; merge_weight: float32 [R * merge^2, F], zero in unused places.
+    position_index: int64 [P, K], rows of the learned position table. position_weight: float32 [P, K].
+    frame_index: int64 [P], row of the temporal table, or None if the family has none. rope_cos, rope_sin:
+    float32 [P, head_dim], rotary tables per patch. cu_seqlens: int32 [S + 1]. seqlens: the same lengths on
+    the host. max_seqlen: their maximum. merge_index: int64 [R * merge^2, F], patches averaged into each
+    merger input, or None if patches are already in merge order. merge_weight: float32 [R * merge^2, F], zero
+    in unused places.
     """
 
     position_index: torch.Tensor
@@ -77,9 +77,9 @@ class TowerInputs(BatchInputs):
 class Tower(nn.Module, abc.ABC):
     """A vision tower with its merger or projector: patches in, rows out.
 
-    Attributes a subclass sets: family; patch_size and merge_size in pixels and patches; temporal_patch_size
-    in frames; patch_dim, the elements of one flattened patch; out_width (D); num_deepstack_levels (L);
-    merges_time, whether an item's frames are averaged into one set of rows.
+    A subclass sets these attributes: family. patch_size: pixels per side. merge_size: patches per side.
+    temporal_patch_size: frames. patch_dim: elements of one flattened patch. out_width: D.
+    num_deepstack_levels: L. merges_time: whether an item's frames are averaged into one set of rows.
     """
 
     family: str
@@ -106,19 +106,19 @@ class Tower(nn.Module, abc.ABC):
         return next(self.parameters()).dtype
 
     def num_rows(self, grid: Grid) -> int:
-        """Visual tokens of one item."""
+        """Number of visual tokens of one item."""
         frames = 1 if self.merges_time else grid.t
         return frames * grid.h * grid.w // self.merge_size**2
 
     @abc.abstractmethod
     def check_grid(self, grid: Grid) -> None:
-        """Raises GridMismatch when the tower cannot take this grid: zero sides, sides that are no
-        multiple of the merge size, more frames than the temporal table has."""
+        """Raises GridMismatch if the tower does not support this grid: zero sides, sides that are not
+        multiples of the merge size, more frames than the temporal table has."""
 
     @abc.abstractmethod
     def prepare(self, grids: Sequence[Grid]) -> TowerInputs:
-        """Host tables of a packed batch, items in the order given. Raises GridMismatch."""
+        """Host tables of a packed batch, items in the given order. Raises GridMismatch."""
 
     @abc.abstractmethod
     def forward(self, inputs: TowerInputs) -> torch.Tensor:
-        """Rows of the whole batch, [R, D * (1 + L)] in the tower's dtype, items in ``prepare``'s order."""
+        """The batch's rows, [R, D * (1 + L)] in the tower's dtype, items in the order of ``prepare``."""

@@ -1,8 +1,8 @@
 """The reference language models of ``transformers`` 5.17 or later, loaded without their towers.
 
-Owns building the language model of a Qwen3-VL, Qwen3.5 or Kimi-K2.5 checkpoint: the text model is built on
-the meta device, given the checkpoint's language tensors, and driven by ``RemoteVisionLM`` with rows from the
-service. The tower is not built and its tensors are not read.
+Owns building the language model of a Qwen3-VL, Qwen3.5 or Kimi-K2.5 checkpoint. The text model is built on
+the meta device and then filled with the checkpoint's language tensors. ``RemoteVisionLM`` runs it with rows
+from the service. The tower is not built and its tensors are not read.
 
     language_model = load_language_model("Qwen3-VL-8B-Instruct", dtype=torch.bfloat16, device="cuda:0")
     items = [RemoteItem.from_encoded(rows) for rows in client.encode(images)]
@@ -32,11 +32,11 @@ __all__ = ["Prefilled", "RemoteItem", "RemoteVisionLM", "import_transformers", "
 def load_language_model(
     path: str | Path, *, dtype: torch.dtype | None = None, device: str | torch.device = "cpu"
 ) -> RemoteVisionLM:
-    """The language model of a checkpoint directory in the hub's layout. dtype: of the weights, by default
-    float32.
+    """Loads the language model of a checkpoint directory in the hub's layout. dtype: of the weights, by
+    default float32.
 
-    Raises InvalidRequest for other families and for missing, mis-shaped or unexpected language tensors, by
-    name; MissingDependency without torch or transformers.
+    Raises InvalidRequest for other families, and for missing, mis-shaped or unexpected language tensors,
+    naming them. Raises MissingDependency without torch or transformers.
     """
     transformers = import_transformers()
     import torch
@@ -75,14 +75,16 @@ def load_language_model(
 
 
 _DECLARED: list[Any] = []
-"""Library objects; a declaration lasts as long as its object."""
+"""Keeps the Library objects alive: an operator declaration ends with its object."""
 
 
 @functools.cache
 def import_transformers() -> Any:
-    """The ``transformers`` module. Its model files import torchvision if it is installed, and a CUDA build of
-    torchvision beside a CPU build of torch fails at import, because two operators are not declared. They are
-    declared here, and never called. Raises MissingDependency without torch or transformers."""
+    """Imports ``transformers``. Raises MissingDependency without torch or transformers.
+
+    The model files of transformers import torchvision if it is installed. A CUDA build of torchvision fails
+    to import with a CPU build of torch, because two operators are not declared. This function declares them;
+    they are never called."""
     try:
         import torch
 
@@ -104,7 +106,8 @@ def import_transformers() -> Any:
 
 
 def _keeps_float32(language_model: Any, dtype: torch.dtype) -> Callable[[str], bool]:
-    """Whether the reference keeps a parameter of a 16-bit model in float32 (Kimi's router bias)."""
+    """A predicate: whether the reference keeps a parameter of a 16-bit model in float32 (Kimi's router
+    bias)."""
     marks = set(getattr(language_model, "_keep_in_fp32_modules_strict", None) or ())
     if str(dtype) == "torch.float16":
         marks |= set(getattr(language_model, "_keep_in_fp32_modules", None) or ())
@@ -112,7 +115,8 @@ def _keeps_float32(language_model: Any, dtype: torch.dtype) -> Callable[[str], b
 
 
 def _rebuild_buffers(language_model: Any, text_config: Any, device: torch.device) -> None:
-    """Builds the modules with computed buffers (rotary frequencies) again, on the device."""
+    """Rebuilds the modules with computed buffers (rotary frequencies) on the device. Raises InvalidRequest if
+    any tensor still has no values."""
     for name, module in list(language_model.named_modules()):
         if any(buffer.is_meta for buffer in module.buffers(recurse=False)):
             parent, _, child = name.rpartition(".")

@@ -1,11 +1,12 @@
-"""The language tensors of a vision-language checkpoint, which are the only ones read.
+"""Reads the language tensors of a vision-language checkpoint, and no others.
 
-Owns config.json, the shard index and the published tensor names. Leaves building the model to ``hf``. torch
-and safetensors are imported when tensors are read.
+Owns config.json, the shard index and the published tensor names. ``hf`` builds the model. torch and
+safetensors are imported when tensors are read.
 
-Published layouts (hub): Qwen3-VL and Qwen3.5 ``model.language_model.*`` beside ``lm_head.weight``; Kimi-K2.5
-``language_model.model.*`` beside ``language_model.lm_head.weight``. Mixture-of-experts weights come fused
-(``experts.gate_up_proj``; Qwen3-VL-MoE stores the transpose) or one tensor per expert and projection (Kimi).
+Published layouts (hub): Qwen3-VL and Qwen3.5 have ``model.language_model.*`` and ``lm_head.weight``;
+Kimi-K2.5 has ``language_model.model.*`` and ``language_model.lm_head.weight``. Mixture-of-experts weights are
+fused (``experts.gate_up_proj``; Qwen3-VL-MoE stores the transpose), or one tensor per expert and projection
+(Kimi).
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ _SINGLE_NAME = "model.safetensors"
 
 @dataclass(frozen=True)
 class VisionInterface:
-    """What the language model needs to know of the tower: placeholder ids, geometry, levels."""
+    """What the language model must know about the tower: placeholder ids, geometry, deepstack levels."""
 
     model_type: str
     image_placeholder_id: int
@@ -71,10 +72,10 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def vision_interface(config: Mapping[str, Any]) -> VisionInterface:
-    """The interface that config.json describes. Raises InvalidRequest for other families.
+    """Reads the interface from config.json. Raises InvalidRequest for other families.
 
-    Kimi's published files have one placeholder for images and clips, ``media_placeholder_token_id``; the
-    reference saves ``image_token_id`` and ``video_token_id``.
+    Kimi's published files have one placeholder for images and clips, ``media_placeholder_token_id``; files
+    saved by the reference have ``image_token_id`` and ``video_token_id``.
     """
     model_type = str(config.get("model_type"))
     if model_type not in _FAMILIES:
@@ -106,7 +107,7 @@ def vision_interface(config: Mapping[str, Any]) -> VisionInterface:
 @dataclass(frozen=True)
 class _Source:
     """The published tensors of one parameter: ``names[e][p]`` is projection p of expert e; a plain tensor is
-    ``[[name]]``. transposed: it may be [E, in, out], while the model has [E, out, in]."""
+    ``[[name]]``. transposed: the tensor may be [E, in, out], while the model has [E, out, in]."""
 
     names: tuple[tuple[str, ...], ...]
     per_expert: bool = False
@@ -118,7 +119,7 @@ class _Source:
 
 
 class LanguageCheckpoint:
-    """The language tensors of a checkpoint directory, by name inside the language model."""
+    """The language tensors of a checkpoint directory, by their names in the language model."""
 
     def __init__(self, path: Path, model_type: str) -> None:
         """Raises InvalidRequest if the directory has no weights or no language model."""
@@ -144,9 +145,9 @@ class LanguageCheckpoint:
         device: torch.device,
         dtypes: Mapping[str, torch.dtype],
     ) -> dict[str, torch.Tensor]:
-        """Every parameter in ``shapes`` (by name), on the device in its dtype. num_layers: tensors of later
-        layers (multi-token prediction) are ignored. Raises InvalidRequest, with names, for missing,
-        mis-shaped and unexpected tensors."""
+        """Reads every parameter in ``shapes`` (by name) to the device, in its dtype. num_layers: tensors of
+        later layers (multi-token prediction) are ignored. Raises InvalidRequest for missing, mis-shaped and
+        unexpected tensors, naming them."""
         sources = {name: self._source(name) for name in shapes}
         missing = sorted(name for name, source in sources.items() if source is None)
         if missing:
@@ -218,7 +219,7 @@ class LanguageCheckpoint:
             ]
             return torch.stack(experts)
         tensor = self._tensor(source.names[0][0], files, stack)
-        # Checkpoints that the reference saved have the other orientation, which the shape shows.
+        # Checkpoints saved by the reference have the other orientation; the shape distinguishes the two.
         transposed = source.transposed and tuple(tensor.shape) != shape
         return tensor.transpose(1, 2).contiguous() if transposed else tensor
 
@@ -240,8 +241,8 @@ class LanguageCheckpoint:
 
 
 def _weight_map(path: Path) -> dict[str, str]:
-    """Tensor name -> shard file name, from a single file's header or from the index. The single file comes
-    first, as for the service's tower and for the reference. Raises InvalidRequest."""
+    """Tensor name -> shard file name, from the header of a single file or from the index. If both exist, the
+    single file is used, as by the service's tower and by the reference. Raises InvalidRequest."""
     index, single = path / _INDEX_NAME, path / _SINGLE_NAME
     try:
         if single.exists():

@@ -1,13 +1,13 @@
 """A language model that takes visual tokens as rows: chunked prefill and greedy decoding.
 
-Owns the batch: padding, chunks, the call of the reference's text model with embeddings, positions, mask and
-deepstack levels, and the state between calls. Leaves building the model to ``hf``; positions, placeholders
-and rows to ``mrope``, ``placeholders`` and ``splice``.
+Owns the batch: padding, chunks, the state between calls, and calling the reference's text model with
+embeddings, positions, mask and deepstack levels. ``hf`` builds the model; ``mrope``, ``placeholders`` and
+``splice`` own positions, placeholders and rows.
 
-A batch is padded on the left, so that all prompts end in one column and decode together. A chunk is a range
-of columns. Attention masks the padding, and Qwen3.5's linear-attention layers multiply it by zero, so that
-their convolution and recurrent states stay zero until a prompt begins. The reference ignores the mask of a
-chunk of one column, so a chunk of one column with padding is widened to two.
+A batch is padded on the left, so that all prompts end in the same column and decode together. A chunk is a
+range of columns. Attention masks the padding. Qwen3.5's linear-attention layers multiply it by zero, so their
+convolution and recurrent states stay zero until a prompt begins. The reference ignores the mask of a chunk of
+one column, so such a chunk is widened to two columns if it holds padding.
 
 Shape legend: B prompts, S padded length, C columns of a chunk, N tokens of a prompt, V visual tokens of a
 chunk or the vocabulary's size (in logits), D width, R rows of an item, L deepstack levels.
@@ -39,7 +39,7 @@ __all__ = ["Prefilled", "RemoteItem", "RemoteVisionLM"]
 
 @dataclass(frozen=True, eq=False)
 class RemoteItem:
-    """One image or clip of a prompt. rows: [R, D * (1 + L)]. num_deepstack_levels: L, if it is known."""
+    """One image or clip of a prompt. rows: [R, D * (1 + L)]. num_deepstack_levels: L, None if unknown."""
 
     grid_thw: Sequence[int]
     rows: torch.Tensor = field(repr=False)
@@ -48,16 +48,16 @@ class RemoteItem:
 
     @classmethod
     def from_encoded(cls, encoded: EncodedRows, modality: Modality = Modality.IMAGE) -> RemoteItem:
-        """The item of a result, whose memory it shares."""
+        """The item for an encode result. Shares the memory of its rows."""
         return cls(encoded.grid_thw, encoded.torch(), modality, encoded.num_deepstack_levels)
 
 
 @dataclass(eq=False)
 class Prefilled:
-    """A batch after its prefill; ``RemoteVisionLM.decode`` advances it. It holds no rows and no positions.
+    """A batch after its prefill; ``RemoteVisionLM.decode`` advances it. Holds no rows and no positions.
 
-    logits_BV: of each prompt's last token; prompt_logits_NV: of every token of each prompt, if requested.
-    lengths, deltas: tokens and M-RoPE delta of each prompt; num_decoded: tokens decoded since.
+    logits_BV: of each prompt's last token. prompt_logits_NV: of every token of each prompt, if requested.
+    lengths, deltas: number of tokens and M-RoPE delta of each prompt. num_decoded: tokens decoded so far.
     """
 
     logits_BV: torch.Tensor
@@ -69,7 +69,7 @@ class Prefilled:
 
     @property
     def padded_length(self) -> int:
-        """S: columns of the prefill."""
+        """S: the number of columns of the prefill."""
         return max(self.lengths)
 
 
@@ -83,13 +83,13 @@ class RemoteVisionLM:
         interface: VisionInterface,
         new_cache: Callable[[], Any],
     ) -> None:
-        """language_model: the reference's text model; head_VD: output head; new_cache: an empty cache of
-        it."""
+        """language_model: the reference's text model; head_VD: its output head; new_cache: makes an empty
+        cache for it."""
         self.language_model = language_model
         self.head_VD = head_VD
         self.interface = interface
         self._new_cache = new_cache
-        # transformers calls it ``cache`` from 5.24 on.
+        # transformers 5.24 and later name this parameter ``cache``.
         parameters = inspect.signature(language_model.forward).parameters
         self._cache_name = "cache" if "cache" in parameters else "past_key_values"
         embedding = language_model.embed_tokens.weight
@@ -99,7 +99,7 @@ class RemoteVisionLM:
 
     @property
     def layout(self) -> RowsLayout:
-        """What rows must look like."""
+        """The layout that rows must have."""
         return RowsLayout(self.out_width, self.interface.num_deepstack_levels)
 
     def prefill(
@@ -110,10 +110,10 @@ class RemoteVisionLM:
         chunk_size: int | None = None,
         all_logits: bool = False,
     ) -> Prefilled:
-        """Runs the prompts through the model and keeps no rows.
+        """Runs the prompts through the model. The result keeps no rows.
 
         prompts: ids with one placeholder per item, or expanded; items: those of each prompt, in prompt order.
-        chunk_size: columns per forward pass, all at once when None; the result does not depend on it.
+        chunk_size: columns per forward pass, None for all at once; the result does not depend on it.
         Raises InvalidRequest or InvalidRows, before anything runs, when prompts, grids and rows disagree.
         """
         import torch
@@ -151,9 +151,9 @@ class RemoteVisionLM:
         return Prefilled(logits_BV, lengths, deltas, cache, prompt_logits)
 
     def decode(self, state: Prefilled, tokens: Sequence[int]) -> torch.Tensor:
-        """Appends one token to each prompt and returns the logits [B, V] of the next; ``state`` advances.
+        """Appends one token to each prompt, advances ``state``, and returns the next logits [B, V].
 
-        Raises InvalidRequest when the number of tokens is not the batch's.
+        Raises InvalidRequest when the number of tokens differs from the number of prompts.
         """
         import torch
 
@@ -183,7 +183,8 @@ class RemoteVisionLM:
         chunk_size: int | None = None,
         stop_ids: Collection[int] = (),
     ) -> list[list[int]]:
-        """Greedy continuations, each up to and with its first stop id. Errors as of ``prefill``."""
+        """Greedy continuations, each up to and including its first stop id. Raises the errors of
+        ``prefill``."""
         state = self.prefill(prompts, items, chunk_size=chunk_size)
         continuations: list[list[int]] = [[] for _ in prompts]
         done = [False] * len(prompts)
@@ -203,7 +204,7 @@ class RemoteVisionLM:
         prompts: Sequence[Sequence[int] | npt.NDArray[np.integer]],
         items: Sequence[Sequence[RemoteItem]],
     ) -> tuple[list[ExpandedPrompt], list[Splicer], list[MRopePositions]]:
-        """Checks the whole batch. Raises InvalidRequest, InvalidRows."""
+        """Checks the whole batch. Raises InvalidRequest or InvalidRows."""
         interface = self.interface
         asked = [
             [
@@ -241,8 +242,8 @@ class RemoteVisionLM:
         return expanded, splicers, positions
 
     def _padded_ids(self, expanded: Sequence[ExpandedPrompt], paddings: Sequence[int]) -> torch.Tensor:
-        """int64 [B, S]. Padding and placeholders are id 0: a placeholder may lie outside the vocabulary, and
-        its embedding is overwritten."""
+        """int64 [B, S]. Padding and placeholders become id 0: a placeholder may be outside the vocabulary,
+        and its embedding is overwritten."""
         import torch
 
         ids_BS = np.zeros((len(expanded), paddings[0] + len(expanded[0])), dtype=np.int64)
@@ -267,8 +268,10 @@ class RemoteVisionLM:
         start: int,
         end: int,
     ) -> tuple[torch.Tensor, list[torch.Tensor]] | None:
-        """Writes main rows into columns [start, end); returns the mask [B, C] and the deepstack levels [V,
-        D], prompt after prompt, or None where there is no level to add."""
+        """Writes the main level of the rows into columns [start, end).
+
+        Returns the mask [B, C] of visual tokens and the deepstack levels, each [V, D], in the order of the
+        prompts; None if there are no levels to add."""
         import torch
 
         mask_BC = torch.zeros(inputs_embeds_BCD.shape[:2], dtype=torch.bool, device=self.device)
@@ -312,7 +315,7 @@ class RemoteVisionLM:
 
 
 def _chunks(padded_length: int, max_padding: int, chunk_size: int | None) -> Iterator[tuple[int, int]]:
-    """Ranges of columns; a range of one column that holds padding is widened to two (see the module)."""
+    """Ranges of columns. A range of one column that holds padding is widened to two (see the module)."""
     start = 0
     while start < padded_length:
         width = padded_length if chunk_size is None else chunk_size

@@ -1,5 +1,5 @@
-"""Device code: the fused Triton kernels behind ``rotary`` and ``splice``.
+"""Fused Triton kernels for ``rotary`` and ``splice``.
 
-Owns nothing but these; the modules inside import triton and are themselves imported at a first launch, so
-that the adapter runs where there is no Triton.
+Modules in this package import triton. They are imported at the first launch, so the adapter also runs without
+Triton.
 """

@@ -1,8 +1,8 @@
-"""M-RoPE over q and k in one launch, in place.
+"""M-RoPE on q and k, in place, in one launch.
 
-Owns the gather of each pair's angle by its axis, the half-split rotation, and the launch's shape. One program
-holds one token, or a share of its heads: angles are read once for all of them, and elements that do not turn
-are never touched. Arithmetic is float32. Checks are ``rotary``'s.
+Owns gathering each pair's angle by its axis, the half-split rotation, and the launch configuration. A program
+processes all heads of one token, or a part of them: it reads the angles once for all its heads and does not
+touch elements that are not rotated. Arithmetic is float32. ``rotary`` checks the arguments.
 
 Shape legend: T tokens, H heads, d head_dim, F rotary_dim / 2.
 """
@@ -16,14 +16,14 @@ import torch
 import triton
 import triton.language as tl
 
-# Steps of up to so many tokens. The shortest wait for memory more than they move it: many warps for a token.
-# The longest have programs enough with one for each.
+# Upper limits, in tokens, of short and medium steps. Short steps are bound by memory latency, so each token
+# gets several programs with many warps. Long steps have enough programs with one per token.
 SHORT_STEP = 128
 MEDIUM_STEP = 4096
 
 
 class RotationTiles(NamedTuple):
-    """blocks: programs that share a token's heads; q_heads, k_heads: that each of them holds."""
+    """blocks: programs per token. q_heads, k_heads: heads that each program processes."""
 
     blocks: int
     q_heads: int
@@ -32,8 +32,8 @@ class RotationTiles(NamedTuple):
 
 
 def rotation_tiles(num_tokens: int, num_q_heads: int, num_k_heads: int, half: int) -> RotationTiles:
-    """The fastest on an H200 for heads of Qwen's language models. A step is of one of
-    three kinds, each with one compiled kernel."""
+    """The fastest tiles on an H200 for the head counts of Qwen's language models. Steps are short, medium or
+    long; each kind has one compiled kernel."""
     q_heads, k_heads = (triton.next_power_of_2(max(1, heads)) for heads in (num_q_heads, num_k_heads))
     heads = max(q_heads, k_heads)
     pairs = heads * triton.next_power_of_2(half)
@@ -56,7 +56,8 @@ def rotate_qk_(
     sections: tuple[int, int, int],
     interleaved: bool,
 ) -> None:
-    """Rotates both in place. Arguments as of ``rotary.apply_mrope``; cos_sin: float32 [P, 2F], contiguous."""
+    """Rotates q and k in place. Arguments as for ``rotary.apply_mrope``. cos_sin: float32 [P, 2F],
+    contiguous."""
     num_tokens, num_q_heads, _ = q_THd.shape
     num_k_heads = k_THd.shape[1]
     half = sum(sections)
@@ -100,7 +101,7 @@ def _load_heads(
     HALF: tl.constexpr,
     HALF_TILE: tl.constexpr,
 ):
-    """Both halves [H, F] of a block of one token's heads, in their own dtype."""
+    """Loads both halves [H, F] of a block of one token's heads, in their own dtype."""
     head = block * TILE + tl.arange(0, TILE)[:, None]
     pair = tl.arange(0, HALF_TILE)[None, :]
     used = (head < HEADS) & (pair < HALF)
@@ -122,7 +123,7 @@ def _store_turned(
     HALF: tl.constexpr,
     HALF_TILE: tl.constexpr,
 ):
-    """Both halves turned by the angles [1, F] that all heads share."""
+    """Rotates both halves by the angles [1, F], which all heads share, and stores them."""
     head = block * TILE + tl.arange(0, TILE)[:, None]
     pair = tl.arange(0, HALF_TILE)[None, :]
     used = (head < HEADS) & (pair < HALF)
@@ -134,7 +135,7 @@ def _store_turned(
     tl.store(first_ptr + HALF, (second * cos + first * sin).to(dtype), mask=used)
 
 
-# axis_stride is a step's number of tokens: a step of any length finds its kind's kernel compiled.
+# axis_stride equals the step's number of tokens. Not specialising on it avoids compiling for each length.
 @triton.jit(do_not_specialize=["axis_stride"])
 def _rotate_kernel(
     q_ptr,
@@ -162,7 +163,7 @@ def _rotate_kernel(
     block = tl.program_id(1)
     q_ptr += token * q_token_stride
     k_ptr += token * k_token_stride
-    # Ahead of the angles, which wait for the positions: with few tokens latency is all there is.
+    # Load the heads before the angles, which depend on the positions: latency dominates with few tokens.
     q_first, q_second = _load_heads(q_ptr, q_head_stride, block, Q_HEADS, Q_TILE, HALF, HALF_TILE)
     k_first, k_second = _load_heads(k_ptr, k_head_stride, block, K_HEADS, K_TILE, HALF, HALF_TILE)
 

@@ -1,7 +1,7 @@
-"""Rows from wherever they lie into ``inputs_embeds`` and the deepstack levels, in one launch.
+"""Copies rows from any addresses to ``inputs_embeds`` and the deepstack levels in one launch.
 
-Owns the copy and the launch's shape. What is copied where is a table of addresses that ``splice`` makes;
-checks are there too. One program moves one level's block of columns of one row.
+Owns the copy and the launch configuration. ``splice`` builds the table of addresses that says what is copied
+where, and checks the arguments. One program copies one block of columns of one level of one row.
 
 Shape legend: T tokens, V visual tokens, D LM width, L deepstack levels.
 """
@@ -27,9 +27,11 @@ def scatter_rows_(
     rows_dtype: torch.dtype,
     aligned: bool,
 ) -> None:
-    """table_3n: int64 [3, n], address of a row [D * (1 + L)] of ``rows_dtype`` (0: none, its levels are
-    zeroed), token, place in the levels. deepstack: [L, places, D]. aligned: all addresses are multiples of
-    16. Rows are converted to the dtype of ``inputs_embeds_TD``."""
+    """Copies rows and converts them to the dtype of ``inputs_embeds_TD``.
+
+    table_3n: int64 [3, n]: address of a row [D * (1 + L)] of ``rows_dtype`` (0: no row; its levels are
+    zeroed), token, index in the levels. deepstack: [L, indices, D]. aligned: whether all addresses are
+    multiples of 16."""
     num_entries = table_3n.shape[1]
     width = inputs_embeds_TD.shape[1]
     assert inputs_embeds_TD.stride(1) == 1
@@ -60,7 +62,7 @@ def scatter_rows_(
     )
 
 
-# One compiled kernel for any number of entries: a step with a new one never waits for a compiler.
+# Not specialising on num_entries avoids compiling for each new number of entries.
 @triton.jit(do_not_specialize=["num_entries"])
 def _scatter_kernel(
     table_ptr,

@@ -1,1 +1,1 @@
-"""Rows in the encoder's memory on the same host: attach, map, find, copy."""
+"""Access to rows in the encoder's memory on the same host: attach, map, find, copy."""

@@ -1,7 +1,7 @@
-"""Keeps a client attached to its encoder's shared memory for as long as the encoder lives.
+"""Keeps a client attached to its encoder's shared memory for as long as the encoder runs.
 
-Owns the thread that connects to the broker, maps the arenas, watches the connection, and unmaps when it ends.
-Until an attachment has succeeded, and after it has ended, rows come inline.
+Owns the thread that connects to the broker, maps the arenas, watches the connection, and unmaps when the
+connection ends. Before and after an attachment, rows are delivered inline.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ if TYPE_CHECKING:
 
 
 TRANSPORTS = ("device", "host", "inline")
-"""Every way of delivery, in the default order of preference."""
+"""All transports, in the default order of preference."""
 CONNECT_TIMEOUT_S = 2.0
 RETRY_S = 1.0
 UNMAP_TIMEOUT_S = 10.0
 _DELIVERIES: dict[str, pb.Delivery.ValueType] = {"device": pb.DELIVERY_DEVICE, "host": pb.DELIVERY_HOST}
 _KINDS = {"device": broker_pb2.ARENA_KIND_DEVICE, "host": broker_pb2.ARENA_KIND_HOST}
-# Cautious: host memory into new pages, device memory over NVLink with its launch.
+# Conservative estimates: host memory to new pages; device memory over NVLink, including the launch.
 _COPY_BYTES_PER_S = {"device": 200e9, "host": 8e9}
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
@@ -47,14 +47,14 @@ _log = logging.getLogger(__name__)
 
 
 class Transport(NamedTuple):
-    """How rows come now. name: ``device``, ``host`` or ``inline``; reason: why, for logs."""
+    """How rows are delivered now. name: ``device``, ``host`` or ``inline``; reason: why, for logs."""
 
     name: str
     reason: str
 
 
 class AttachedMemory:
-    """The mapped arenas of one kind that a namespace may read."""
+    """The mapped arenas of one kind (device or host) that a namespace may read."""
 
     def __init__(self, name: str, arenas: Sequence[MappedArena]) -> None:
         self.name = name
@@ -63,7 +63,7 @@ class AttachedMemory:
         self._arenas = {arena.arena_id: arena for arena in arenas}
 
     def find(self, key: bytes) -> tuple[MappedArena, Record] | None:
-        """Where a key's rows are listed."""
+        """The arena that lists a key, and the key's record; None if no arena does."""
         for arena in self._arenas.values():
             record = arena.find(key)
             if record is not None:
@@ -73,25 +73,25 @@ class AttachedMemory:
     def read_place(
         self, place: pb.RowsPlace, num_bytes: int, *, stream: Any = None
     ) -> npt.NDArray[np.uint8] | torch.Tensor | None:
-        """A private copy of placed rows; None if they are lost, or in an arena that is not attached."""
+        """A private copy of placed rows; None if they were overwritten or their arena is not attached."""
         arena = self._arenas.get(place.arena_id)
         if arena is None or arena.instance != place.instance:
             return None
         return arena.read(place.slot_index, place.generation, place.offset_bytes, num_bytes, stream=stream)
 
     def copy_s(self, num_bytes: int) -> float:
-        """An estimate of a read's time."""
+        """The estimated time of a read, in seconds."""
         return num_bytes / _COPY_BYTES_PER_S[self.name]
 
     def unmap(self) -> None:
-        """Raises MappingFailed; then it can be repeated."""
+        """Unmaps all arenas. Raises MappingFailed; it can then be repeated."""
         for arena in self._arenas.values():
             arena.unmap(UNMAP_TIMEOUT_S)
 
 
 class SharedMemory:
-    """One client's attachment. Thread-safe. In a forked child nothing is attached: the mappings are the
-    parent's."""
+    """The shared-memory attachment of one client. Thread-safe. A forked child is never attached, because the
+    mappings belong to the parent."""
 
     def __init__(
         self,
@@ -102,8 +102,9 @@ class SharedMemory:
         broker_path: str,
         device: str | int | torch.device | None,
     ) -> None:
-        """transports: checked; token: the current one; broker_path: replaces the announced path where this
-        process sees the socket elsewhere; device: see ``AsyncVisionEncoderClient``."""
+        """transports: already validated; token: returns the current token; broker_path: replaces the
+        announced path, for a process that sees the socket at another path; device: see
+        ``AsyncVisionEncoderClient``."""
         self._names = [name for name in transports if name != "inline"]
         self._allows_inline = "inline" in transports
         self._namespace = namespace
@@ -113,7 +114,7 @@ class SharedMemory:
         self._changed = threading.Condition()
         self._info: ServerInfo | None = None
         self.current: AttachedMemory | None = None
-        """For a call that begins now; None means inline."""
+        """The memory for a call that begins now; None: rows come inline."""
         self._connection: BrokerConnection | None = None
         self._thread: threading.Thread | None = None
         self._is_closed = False
@@ -123,7 +124,7 @@ class SharedMemory:
         _instances.add(self)
 
     def offer(self, info: ServerInfo) -> None:
-        """What the server announced. Starts to attach in the background; returns at once."""
+        """Takes the server's announcement and starts attaching in the background. Does not block."""
         with self._changed:
             if self._is_closed or not self._names:
                 return
@@ -136,7 +137,7 @@ class SharedMemory:
             self._changed.notify_all()
 
     def note_device(self) -> None:
-        """Remembers the calling thread's GPU as the one that rows go to, unless the client was given one."""
+        """Makes the calling thread's GPU the target of rows, unless the client was given a device."""
         if self._device is None and "device" in self._names:
             device = mapping.current_device()
             if device is not None:
@@ -146,10 +147,10 @@ class SharedMemory:
                     connection = self._connection
                     self._changed.notify_all()
                 if connection is not None and self.transport.name != "device":
-                    connection.close()  # attach again, now to device memory
+                    connection.close()  # attach again, this time to device memory
 
     def wait(self, timeout_s: float) -> Transport:
-        """Waits until an attempt to attach has ended since the server was known."""
+        """Waits until the first attempt to attach has ended, at most ``timeout_s``."""
         with self._changed:
             self._changed.wait_for(
                 lambda: self.current is not None or self._num_attempts or self._has_ended, timeout_s
@@ -157,7 +158,7 @@ class SharedMemory:
             return self.transport
 
     def require(self, timeout_s: float) -> None:
-        """Waits for an attachment if inline is excluded. Raises TransportUnavailable."""
+        """Waits for an attachment if inline is excluded. Raises TransportUnavailable if there is none."""
         with self._changed:
             self._changed.wait_for(
                 lambda: not self.needs_wait or self._is_final or self._has_ended, timeout_s
@@ -173,11 +174,11 @@ class SharedMemory:
 
     @property
     def _has_ended(self) -> bool:
-        """Whether no attempt to attach will follow."""
+        """Whether there will be no further attempt to attach."""
         return self._is_closed or self._thread is None
 
     def close(self) -> None:
-        """Detaches and unmaps. Harmless when repeated."""
+        """Detaches and unmaps. Can be repeated."""
         with self._changed:
             self._is_closed = True
             thread, connection = self._thread, self._connection
@@ -188,7 +189,7 @@ class SharedMemory:
             thread.join(UNMAP_TIMEOUT_S)
 
     def _run(self) -> None:
-        """On the thread: attach, watch, unmap, and again."""
+        """The thread's loop: attach, watch the connection, unmap, repeat."""
         leftover: list[AttachedMemory] = []
         while not self._is_closed:
             leftover = [memory for memory in leftover if not _unmapped(memory)]
@@ -216,8 +217,8 @@ class SharedMemory:
             _unmapped(memory)
 
     def _note_failure(self, error: EncoderError) -> None:
-        """Waits before the next attempt: RETRY_S, or for an error that lasts until the server or the device
-        is another one."""
+        """Waits before the next attempt: RETRY_S after a retryable error, else until the server or the device
+        changes."""
         with self._changed:
             self._num_attempts += 1
             self._is_final = not error.retryable
@@ -229,7 +230,7 @@ class SharedMemory:
                 self._changed.wait_for(lambda: self._is_closed or not self._is_final)
 
     def _attach(self) -> tuple[BrokerConnection, AttachedMemory, str]:
-        """The best kind that works. Raises EncoderError, retryable if any kind may work later."""
+        """Attaches the first kind that works. Raises EncoderError, retryable if any kind may work later."""
         failures: list[str] = []
         is_retryable = False
         for name in self._names:
@@ -243,7 +244,7 @@ class SharedMemory:
         raise BrokerError("; ".join(failures), retryable=is_retryable)
 
     def _attach_kind(self, name: str) -> tuple[BrokerConnection, AttachedMemory]:
-        """Raises EncoderError."""
+        """Connects to the broker and maps all arenas of one kind. Raises EncoderError."""
         info = self._info
         assert info is not None
         announced = _announced(info, name)
@@ -285,19 +286,19 @@ class SharedMemory:
 
         device = self._device
         if device is None and self._names == ["device"] and not self._allows_inline:
-            device = "cuda"  # nothing else is allowed
+            device = "cuda"  # no other transport is allowed
         if device is None:
             raise MappingFailed("this process does not use CUDA, and the client was given no device")
         return resolve_device(device)
 
     def _set_transport(self, transport: Transport) -> None:
-        """With the lock held. One log line for each change."""
+        """Sets ``transport`` and logs each change. The caller holds the lock."""
         if transport != self.transport:
             _log.info("rows come by %s: %s", transport.name, transport.reason)
         self.transport = transport
 
     def forget_in_child(self) -> None:
-        """In a forked child: the thread is gone, and the device mappings are the parent's."""
+        """Called in a forked child. Its copy has no thread, and the device mappings belong to the parent."""
         _inherited.append(self.current)
         if self._connection is not None:
             self._connection.close_in_child()
@@ -307,7 +308,7 @@ class SharedMemory:
 
 
 def check_transports(transports: Sequence[str], broker_path: str) -> tuple[str, ...]:
-    """Raises InvalidRequest."""
+    """The transports as a tuple. Raises InvalidRequest for invalid transports or an invalid path."""
     if isinstance(transports, str) or not transports or len(set(transports)) != len(transports):
         raise InvalidRequest(f"transports is a sequence of different names, found {transports!r}")
     for name in transports:
@@ -319,7 +320,7 @@ def check_transports(transports: Sequence[str], broker_path: str) -> tuple[str, 
 
 
 def host_id() -> str:
-    """The running kernel's boot id, equal in all containers of a host; empty where it cannot be read."""
+    """The kernel's boot id, which is equal in all containers of a host. Empty if it cannot be read."""
     try:
         return _BOOT_ID.read_text().strip()
     except OSError:
@@ -327,7 +328,8 @@ def host_id() -> str:
 
 
 def _announced(info: ServerInfo, name: str) -> TransportInfo:
-    """The server's announcement of a kind of memory on this host. Raises BrokerError."""
+    """The server's announcement of this kind of memory. Raises BrokerError if the server does not offer it or
+    is on another host."""
     found = next((each for each in info.transports if each.delivery == name), None)
     if found is None:
         raise BrokerError("the server does not offer it", retryable=False)
@@ -339,7 +341,7 @@ def _announced(info: ServerInfo, name: str) -> TransportInfo:
 
 
 def _unmapped(memory: AttachedMemory) -> bool:
-    """Whether the memory could be unmapped now."""
+    """Unmaps the memory; False if that failed."""
     started_s = time.monotonic()
     try:
         memory.unmap()

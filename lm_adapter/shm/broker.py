@@ -1,7 +1,7 @@
-"""The client's end of the broker's socket: hello, attach, probe, and waiting for the connection's end.
+"""The client side of the broker's socket: hello, attach, probe, and waiting for the end of the connection.
 
-Owns one connection. Requests follow one another, on one thread. The frames are
-``vision_encoder.layout.frames``, the messages ``broker.proto``."""
+Owns one connection. Requests are sent one at a time, from one thread. ``vision_encoder.layout.frames`` owns
+the framing, ``broker.proto`` the messages."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _MAX_DESCRIPTORS = 16
 
 
 class Attachment(NamedTuple):
-    """An arena's geometry and descriptors. The descriptors are closed when ``attach`` ends."""
+    """An arena's geometry and file descriptors, which are closed when the ``attach`` block exits."""
 
     geometry: pb.ArenaGeometry
     data_fd: int
@@ -36,11 +36,11 @@ class Attachment(NamedTuple):
 
 
 class BrokerConnection:
-    """A connection that was welcomed. ``welcome`` lists the arenas that the namespace may read."""
+    """An accepted connection. ``welcome`` lists the arenas that the namespace may read."""
 
     def __init__(self, path: str, *, namespace: str, token: str, timeout_s: float) -> None:
-        """timeout_s: of connecting and of each request. Raises BrokerError; LAYOUT_MISMATCH for an encoder
-        whose shared memory this version cannot read."""
+        """timeout_s: for connecting and for each request. Raises BrokerError, with reason LAYOUT_MISMATCH if
+        this version cannot read the encoder's shared memory."""
         self._path = path
         self._reader = FrameReader()
         self._num_requests = 0
@@ -76,7 +76,7 @@ class BrokerConnection:
 
     @contextlib.contextmanager
     def attach(self, arena_id: bytes) -> Iterator[Attachment]:
-        """The descriptors of an arena. Raises BrokerError."""
+        """Requests the descriptors of an arena. Raises BrokerError."""
         request = pb.BrokerAttach(arena_id=arena_id, layout_version=LAYOUT_VERSION)
         reply, descriptors = self._ask(
             pb.BrokerRequest(attach=request), "attached", num_descriptors=NUM_ATTACH_DESCRIPTORS
@@ -87,26 +87,26 @@ class BrokerConnection:
             _close_all(descriptors)
 
     def probe(self, arena_id: bytes) -> pb.BrokerProbeSlot:
-        """A range of the arena whose content is constant, with its SHA-256. Raises BrokerError."""
+        """Requests a range of the arena with constant content, and its SHA-256. Raises BrokerError."""
         request = pb.BrokerRequest(probe=pb.BrokerProbe(arena_id=arena_id))
         reply, _ = self._ask(request, "probe_slot")
         return reply.probe_slot
 
     def wait_end(self) -> None:
-        """Returns when the connection has ended, on either side."""
+        """Blocks until either side closes the connection."""
         with contextlib.suppress(OSError):
             self._socket.settimeout(None)
             while self._socket.recv(_RECEIVE_BYTES):
                 pass
 
     def close(self) -> None:
-        """From any thread; ends ``wait_end`` and requests in progress. Harmless when repeated."""
+        """Ends ``wait_end`` and requests in progress. Thread-safe; can be repeated."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
 
     def close_in_child(self) -> None:
-        """Closes a forked child's copy of the socket; the parent's connection goes on."""
+        """Closes a forked child's copy of the socket. The parent's connection stays open."""
         self._socket.close()
 
     def _connect(self) -> None:
@@ -121,12 +121,12 @@ class BrokerConnection:
     def _ask(
         self, request: pb.BrokerRequest, kind: str, *, num_descriptors: int = 0
     ) -> tuple[pb.BrokerReply, list[int]]:
-        """The reply of this kind, with its descriptors, which are the caller's."""
+        """Sends a request and returns a reply of this kind and its descriptors, which the caller closes."""
         self._num_requests += 1
         request.request_id = self._num_requests
         descriptors: list[int] = []
         try:
-            # A broker that refuses may close before it has read: its answer is still there to be received.
+            # A broker that refuses may close before it reads the request. Its reply can still be received.
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):
                 self._socket.sendall(encode_frame(request.SerializeToString()))
             while (payload := self._reader.next_payload()) is None:

@@ -1,9 +1,9 @@
-"""Maps device memory that the encoder exports as a descriptor, read-only, for one GPU of this process.
+"""Maps device memory that the encoder exports as a file descriptor, read-only, for one GPU of this process.
 
-Owns a mapping, copies out of it, and its end. The GPU that holds the bytes need not be visible here. Copies
-go to private memory on a stream of this module and are complete on return. Driver calls and waits run in the
-relaxed capture mode, so they neither fail nor invalidate a CUDA graph capture of another thread. Needs torch
-and the package cuda-bindings."""
+Owns a mapping, copies from it, and unmapping. The GPU that holds the memory need not be visible to this
+process. Copies go to private memory on a stream of this module and are complete on return. Driver calls and
+waits use the relaxed capture mode, so they neither fail nor invalidate a CUDA graph capture in another
+thread. Needs torch and the package cuda-bindings."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
 
 class DeviceMemory:
-    """A mapped device arena. Not used after ``unmap``."""
+    """A mapped device arena. Must not be used after ``unmap``."""
 
     def __init__(self, fd: int, size_bytes: int, device: torch.device) -> None:
-        """fd: the exported allocation, which the caller closes. size_bytes: of the whole allocation. device:
-        the GPU that reads. Raises MappingFailed where this GPU cannot access the memory, MissingDependency
+        """fd: the exported allocation; the caller closes it. size_bytes: of the whole allocation. device: the
+        GPU that reads. Raises MappingFailed if this GPU cannot access the memory, and MissingDependency
         without cuda-bindings."""
         import torch
 
@@ -38,7 +38,7 @@ class DeviceMemory:
             self._stream: Any = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
 
     def read(self, offset_bytes: int, num_bytes: int) -> bytes:
-        """A copy of a few bytes."""
+        """A copy of a few bytes, on the host."""
         with relaxed_capture():
             return bytes(self.copy(offset_bytes, num_bytes).cpu().numpy())
 
@@ -46,8 +46,9 @@ class DeviceMemory:
         """A private copy, uint8 [num_bytes] on ``device``, complete on return. Does not wait for other
         streams.
 
-        stream: on which the caller uses the rows; by default the current one. The copy's memory belongs to
-        the pool of this module's stream, so ``record_stream`` keeps the allocator from reusing it too early.
+        stream: the stream on which the caller uses the rows, by default the current one. The copy is
+        allocated from the pool of this module's stream; ``record_stream`` keeps the allocator from reusing
+        its memory while ``stream`` still uses it.
         """
         cuda = self._torch.cuda
         if stream is None or stream.device != self.device:
@@ -69,15 +70,15 @@ class DeviceMemory:
                 event.record(self._stream)
                 event.synchronize()
             except BaseException:
-                # An interrupted copy: its memory goes back to the allocator only when it is complete.
+                # The copy may still be running: wait before its memory goes back to the allocator.
                 self._stream.synchronize()
                 raise
             out.record_stream(stream)
         return out
 
     def unmap(self) -> None:
-        """The caller has waited for its copies. Harmless when repeated; after MappingFailed it continues
-        where it failed."""
+        """Unmaps the memory. All copies must have ended. Can be repeated; after MappingFailed, a repeat
+        continues with the step that failed."""
         if self._unmap_steps:
             with self._driver_calls():
                 while self._unmap_steps:
@@ -106,7 +107,7 @@ class DeviceMemory:
                 self.unmap()
             raise
         finally:
-            _call(driver, "cuMemRelease", handle)  # the mapping keeps the memory
+            _call(driver, "cuMemRelease", handle)  # the mapping keeps the memory alive
         return int(pointer)
 
     @contextlib.contextmanager
@@ -116,7 +117,7 @@ class DeviceMemory:
 
     @contextlib.contextmanager
     def _context(self) -> Iterator[None]:
-        """The device's primary context on this thread."""
+        """Makes the device's primary context current on this thread."""
         _call(self._driver, "cuCtxPushCurrent", _primary_context(self.device.index))
         try:
             yield
@@ -125,7 +126,7 @@ class DeviceMemory:
 
 
 def resolve_device(device: str | int | torch.device) -> torch.device:
-    """The GPU of this name; without an index, the current one. Raises MappingFailed if it is not visible."""
+    """The named GPU, or the current one without an index. Raises MappingFailed if it is not visible."""
     try:
         import torch
     except ImportError as error:

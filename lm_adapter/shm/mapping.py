@@ -1,7 +1,7 @@
-"""Maps host memory that the encoder shares, read-only, and names the caller's GPU and stream.
+"""Maps host memory that the encoder shares, read-only, and reads the caller's current GPU and stream.
 
-Owns host mappings and copies out of them. Device memory is ``device``'s, which is imported when a client
-attaches to a device arena; nothing here imports torch."""
+Owns host mappings and copies from them. ``device`` owns device memory; it is imported when a client attaches
+to a device arena. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _WARM_STEP_BYTES = 64 << 20
 
 
 class HostMemory:
-    """A mapped host arena. Not used after ``unmap``."""
+    """A mapped host arena. Must not be used after ``unmap``."""
 
     def __init__(self, fd: int, size_bytes: int) -> None:
-        """fd: a sealed memfd, which the caller closes. Raises MappingFailed."""
+        """fd: a sealed memfd; the caller closes it. Raises MappingFailed."""
         self._bytes: npt.NDArray[np.uint8] = np.frombuffer(_map_sealed(fd, size_bytes), dtype=np.uint8)
-        # Touch every page once, so the first copies take no page faults.
+        # Touch every page once, so that the first copies cause no page faults.
         for start in range(0, size_bytes, _WARM_STEP_BYTES):
             self._bytes[start : start + _WARM_STEP_BYTES : mmap.PAGESIZE].max()
 
@@ -41,20 +41,19 @@ class HostMemory:
         return out
 
     def unmap(self) -> None:
-        """The caller has waited for its copies. Harmless when repeated."""
+        """Unmaps the memory. All copies must have ended. Can be repeated."""
         self._bytes = np.empty(0, dtype=np.uint8)
 
 
 def map_words(fd: int, size_bytes: int) -> memoryview:
-    """A sealed memfd as read-only 64-bit words. Raises MappingFailed."""
+    """Maps a sealed memfd as read-only 64-bit words. Raises MappingFailed."""
     if size_bytes % 8:
         raise MappingFailed(f"a layout of 64-bit words has {size_bytes} bytes")
     return memoryview(_map_sealed(fd, size_bytes)).cast("Q")
 
 
 def current_device() -> int | None:
-    """The calling thread's current GPU, if this process uses CUDA already. CUDA is not initialised for
-    this."""
+    """The calling thread's current GPU; None if this process does not use CUDA. Does not initialise CUDA."""
     torch: Any = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_initialized():
         return None
@@ -69,8 +68,8 @@ def current_stream() -> Any:
 
 
 def _map_sealed(fd: int, size_bytes: int) -> mmap.mmap:
-    """Raises MappingFailed unless ``fd`` is a memfd of this size that can neither shrink nor grow: reading a
-    page that was truncated would kill this process."""
+    """Maps ``fd`` read-only. Raises MappingFailed unless it is a memfd of this size that can neither shrink
+    nor grow: reading a truncated page would kill this process."""
     found_bytes = os.fstat(fd).st_size
     if size_bytes < 1 or found_bytes != size_bytes:
         raise MappingFailed(

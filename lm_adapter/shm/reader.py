@@ -1,9 +1,8 @@
-"""Rows of a mapped arena: found in its directory, copied, and accepted if the slot's generation did not
-change.
+"""Finds rows in a mapped arena, copies them, and accepts the copy if the slot's generation did not change.
 
-Owns the reader's side of the protocol in ``vision_encoder.layout.control_page``. A read is: copy into private
+Owns the reader's side of the protocol in ``vision_encoder.layout.control_page``. A read is: copy to private
 memory, wait until the copy is complete, fence, then compare instance, closed flag and generation. A copy that
-fails the comparison is discarded; its caller asks for inline rows.
+fails the comparison is discarded, and the caller requests the rows inline.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ class MappedArena:
     """A mapped arena with its control page and directory. Thread-safe."""
 
     def __init__(self, attachment: Attachment, namespace: str, device: torch.device | None) -> None:
-        """device: the GPU that reads a device arena, None for a host arena. Raises MappingFailed; with reason
+        """device: the GPU that reads a device arena, None for a host arena. Raises MappingFailed, with reason
         LAYOUT_MISMATCH for layouts that this version cannot read."""
         geometry = attachment.geometry
         self.arena_id = geometry.arena_id
@@ -73,8 +72,8 @@ class MappedArena:
             self._memory = DeviceMemory(attachment.data_fd, geometry.size_bytes, device)
 
     def check_probe(self, probe: broker_pb2.BrokerProbeSlot) -> None:
-        """Reads the broker's probe through the mapping. Raises MappingFailed, with reason PROBE_MISMATCH for
-        other bytes."""
+        """Reads the broker's probe through the mapping. Raises MappingFailed, with reason PROBE_MISMATCH if
+        the bytes differ."""
         expected = control_page.Probe(probe.offset_bytes, probe.num_bytes, probe.sha256)
         end_bytes = expected.offset_bytes + expected.num_bytes
         if expected.num_bytes < 1 or end_bytes > self.size_bytes:
@@ -86,8 +85,8 @@ class MappedArena:
             )
 
     def find(self, key: bytes) -> Record | None:
-        """The directory's record of a key in this namespace, a hint until the rows were read; None if it is
-        not listed. Takes a few microseconds."""
+        """The directory's record for a key in this namespace, None if it is not listed. The record is a hint
+        until ``read`` has succeeded. Takes a few microseconds."""
         hashed, mask = directory.name_hash(key, self._tag), self._num_places - 1
         with self._use() as is_mapped:
             if not is_mapped:
@@ -127,8 +126,8 @@ class MappedArena:
             return copied if is_whole else None
 
     def unmap(self, timeout_s: float) -> None:
-        """Waits for reads in progress, then unmaps; no read begins any more. Harmless when repeated. Raises
-        MappingFailed when reads are not complete in time or the driver refuses; then it can be repeated."""
+        """Rejects new reads, waits for reads in progress, then unmaps. Can be repeated. Raises MappingFailed
+        if reads do not end in time or the driver fails; it can then be repeated."""
         ends_s = time.monotonic() + timeout_s
         with self._users:
             self._is_closing = True
@@ -141,7 +140,7 @@ class MappedArena:
 
     @contextmanager
     def _use(self) -> Iterator[bool]:
-        """Keeps the arena mapped inside; False if it is being unmapped."""
+        """Keeps the arena mapped inside the block. Yields False if the arena is being unmapped."""
         with self._users:
             is_mapped = not self._is_closing
             self._num_users += is_mapped
@@ -155,7 +154,7 @@ class MappedArena:
                         self._users.notify_all()
 
     def _record(self, slot_index: int) -> Record | None:
-        """The slot's record, unless it was being written."""
+        """The slot's record; None if it was being written."""
         if not 0 <= slot_index < self.num_slots:
             return None
         start = directory.record_offset(self.num_slots, slot_index)

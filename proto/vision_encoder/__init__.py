@@ -1,1 +1,1 @@
-"""The wire contract shared by the service and its adapters."""
+"""The wire contract and the memory layouts shared by the service and its adapter."""

@@ -13,7 +13,7 @@ import numpy as np
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
-from tests.chaos.fuzz_images import bad_image, flip, good_image, truncate
+from tests.chaos.fuzz_images import bad_image, flip, good_images, truncate
 from vision_encoder.v1 import encoder_pb2 as pb
 
 PATCH_DIM = 1536
@@ -47,7 +47,7 @@ def make_call(rng: random.Random) -> Call:
 def images(rng: random.Random) -> Call:
     request = pb.EncodeRequest(namespace=rng.choice(("", "fuzz")))
     for _ in range(rng.randint(1, 4)):
-        data = good_image(rng)[1] if rng.random() < 0.2 else bad_image(rng)
+        data = rng.choice(good_images()) if rng.random() < 0.2 else bad_image(rng)
         item = pb.Item(modality=pb.MODALITY_IMAGE, encoded=data)
         if rng.random() < 0.2:
             fill(rng, item.options, depth=1)

@@ -5,8 +5,7 @@ processes of their own. A group is killed every ``kill_every_s`` and replaced. M
 of the service are sampled and have to be flat after the warm-up. In the rests all callers pause, and nothing
 may be held then.
 
-Prints the result; ``--out FOLDER`` writes it beside a description of the machine. The exit code is 0 without
-complaints.
+Prints the result. The exit code is 0 without complaints.
 """
 
 from __future__ import annotations
@@ -213,17 +212,9 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=60.0, help="Under load.")
     parser.add_argument("--rests", type=int, default=6)
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1 << 30))
-    parser.add_argument("--out", type=Path, help="Folder for the result.")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="ve-soak-") as folder:
         result = Soak(Path(folder), options.seed, options.minutes, options.rests).run()
-    if options.out is not None:
-        import torch
-
-        from bench.measurement import describe_environment, write_result
-
-        described = describe_environment(torch.device("cpu"), None, ("grpcio", "protobuf", "pillow"))
-        print(write_result(options.out, "soak", {**described, **result}))
     print(json.dumps({name: value for name, value in result.items() if name != "samples"}, indent=2))
     return 1 if result["complaints"] else 0
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import random
-from collections import Counter
 from pathlib import Path
 
 import grpc
 import pytest
 
-from tests.chaos.fuzz_messages import Call, make_call
+from tests.chaos.fuzz_messages import Call
 from tests.chaos.fuzz_run import fuzz, judge_events, judge_status
 from vision_encoder.v1 import encoder_pb2 as pb
 
@@ -23,13 +22,6 @@ def test_p33_bad_inputs_crash_nothing_and_leave_nothing(tmp_path: Path) -> None:
     assert report.num_inputs == NUM_INPUTS
     assert len(report.answers) > 8, report.answers  # the inputs fail in many ways
     assert report.answers["rows"] > 10
-
-
-def test_an_input_follows_from_its_seed() -> None:
-    seed = random.SystemRandom().randrange(1 << 30)
-    assert make_call(random.Random(f"{seed} 1")) == make_call(random.Random(f"{seed} 1"))
-    kinds = Counter(make_call(random.Random(f"{seed} {index}")).kind for index in range(100))
-    assert set(kinds) == {"images", "tensors", "fields", "wire"}
 
 
 @pytest.mark.parametrize(

@@ -128,15 +128,15 @@ class TwoPods:
             found = reader.answer()
             assert (found["equal"], found["here"]) == (4, 4), found
 
-    @pytest.mark.parametrize("backend", ["uni", "mp"])
-    def test_p20_p39_vllms_connector_fills_the_encoder_cache_from_shared_memory(
-        self, site: Site, backend: str
+    @pytest.mark.parametrize("num_ranks", [1, 2])
+    def test_p20_p39_vllms_ranks_fill_the_encoder_cache_from_shared_memory(
+        self, site: Site, num_ranks: int
     ) -> None:
-        """uni: rows go to the worker's device by themselves; mp: with the step's metadata."""
         chosen, touched = images(9), site.encoder.figure("ve_directory_reads_total")
         config = str(site.setup.checkpoint / "config.json")
-        found = site.reader.ask("engine", config=config, backend=backend, images=chosen)
-        assert found == {"equal": len(chosen), "on_device": len(chosen)}, found
+        found = site.reader.ask("engine", config=config, num_ranks=num_ranks, images=chosen)
+        count = len(chosen) * num_ranks
+        assert found == {"equal": count, "on_device": count, "transports": [site.setup.kind]}, found
         wait_until(lambda: site.encoder.figure("ve_directory_reads_total") > touched, "the Touch calls")
 
     def test_p21_a_killed_reader_leaves_nothing_behind(self, site: Site) -> None:

@@ -1,8 +1,8 @@
-"""The kit: our implementation passes, wrong ones fail, and the vectors are what the reference answers."""
+"""The kit: our implementation passes, wrong ones fail, and the vectors stay as they are."""
 
 from __future__ import annotations
 
-import dataclasses
+import hashlib
 import json
 import os
 import random
@@ -15,11 +15,10 @@ from typing import Any
 
 import pytest
 
-from tests.conformance import generate, ours
-from tests.conformance.blake3_spelled_out import blake3_digest
+from tests.conformance import ours
 from tests.conformance.protocol import Failed, InProcess, Subprocess, Unsupported
 from tests.conformance.run import check, lines_of, main, status
-from tests.conformance.vectors import FOLDER, VERSION, Vectors, difference, load, text_of
+from tests.conformance.vectors import FOLDER, VERSION, Vectors, load, text_of
 
 ROOT = Path(__file__).parents[2]
 SUBJECTS = [one.subject for one in load()]
@@ -52,20 +51,10 @@ def test_p07_clamped_clips_are_among_the_vectors() -> None:
     assert any(len(case.asked["indices"]) % 2 for case in timed.cases)
 
 
-def test_the_vectors_are_what_the_reference_answers() -> None:
-    assert generate.differences(generate.made(), load()) == []
-
-
-def test_a_reference_that_answers_otherwise_is_noticed() -> None:
-    stored = load()
-    (positions,) = of("positions")
-    case = positions.cases[3]
-    other = dataclasses.replace(case, expected={**case.expected, "delta": case.expected["delta"] + 1})
-    fresh = [one for one in stored if one.subject not in ("positions", "splice")]
-    fresh.append(Vectors("positions", "", (*positions.cases[:3], other, *positions.cases[4:])))
-    changes = generate.differences(fresh, stored)
-    assert f"positions, {case.name}: output.delta is" in "\n".join(changes)
-    assert sum(line.endswith("only on disk") for line in changes) == len(of("splice")[0].cases)
+def test_a_versions_answers_never_change() -> None:
+    files = sorted((FOLDER / "v1").glob("*.json"))
+    found = hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+    assert found == "d37d61db9fde5a2ba73852283c69a1a0dbce65f6fa2435207c0ee94726455e34"
 
 
 def mutated(value: Any, rng: random.Random) -> Any:
@@ -197,26 +186,6 @@ def test_p01_to_p09_known_mistakes_are_caught(subject: str, function: Any) -> No
     assert all("Error" not in failure for failure in report.failures)
 
 
-def test_an_answer_is_compared_to_the_letter() -> None:
-    expected = {"ids": [1, 2], "seconds": 0.5, "flag": True, "text": "a"}
-    assert difference({**expected, "more": 1}, expected) is None
-    assert difference({**expected, "seconds": 0.5 + 1e-12}, expected) is None
-    for wrong in (
-        {"ids": [1]},
-        {"ids": [1, 2.0]},
-        {"ids": [1, True]},
-        {"ids": {}},
-        {"seconds": 0.51},
-        {"seconds": "0.5"},
-        {"flag": 1},
-        {"text": "b"},
-        {"text": None},
-    ):
-        assert difference({**expected, **wrong}, expected) is not None, wrong
-    assert difference({"ids": [1, 2]}, expected) == "output lacks 'seconds'"
-    assert difference([], expected) == "output is [], needs an object"
-
-
 @pytest.fixture
 def our_process() -> Iterator[Subprocess]:
     process = Subprocess([sys.executable, "-m", "tests.conformance.serve"], timeout_s=120)
@@ -326,10 +295,6 @@ def test_the_command_ends_with_a_status(capsys: pytest.CaptureFixture[str]) -> N
         assert message in capsys.readouterr().err
 
 
-def test_a_run_in_which_nothing_was_asked_is_no_pass() -> None:
-    assert status(check(InProcess({}), load()), []) == 2
-
-
 def test_vectors_are_plain_small_and_counted() -> None:
     files = [path for path in FOLDER.rglob("*") if path.is_file()]
     assert sum(path.stat().st_size for path in files) < MAX_BYTES
@@ -341,13 +306,3 @@ def test_vectors_are_plain_small_and_counted() -> None:
         names = [case.name for case in one.cases]
         assert len(set(names)) == len(names), one.subject
         assert (FOLDER / VERSION / f"{one.subject}.json").read_text() == text_of(one)
-
-
-def test_blake3_spelled_out_is_the_published_hash() -> None:
-    """The hash of nothing, from the algorithm's own test vectors; then any length against the package."""
-    assert blake3_digest(b"").hex() == "af1349b9f5f9a1a6a0404dea36dcc9499bcb25c9adc112b7cc9a93cae41f3262"
-    from blake3 import blake3
-
-    for _ in range(20):
-        data = os.urandom(secrets.randbelow(20_000))
-        assert blake3_digest(data) == blake3(data).digest(), len(data)

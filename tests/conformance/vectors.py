@@ -1,6 +1,6 @@
 """The golden vectors: where they are, what they hold, and when an answer is right.
 
-Owns the files' form and the comparison. How they were made is ``generate``'s.
+Owns the files' form and the comparison.
 """
 
 from __future__ import annotations

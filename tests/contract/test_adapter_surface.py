@@ -13,7 +13,6 @@ import pytest
 import encoder_service
 import lm_adapter
 from encoder_service.rpc import convert as service_convert
-from encoder_service.rpc import status as service_status
 from lm_adapter import client, convert, errors, items, types
 from vision_encoder.v1 import encoder_pb2 as pb
 
@@ -81,25 +80,8 @@ def test_p35_both_sides_speak_a_common_protocol_version() -> None:
     assert service_convert.MIN_PROTOCOL_VERSION <= client.PROTOCOL_VERSION
 
 
-def test_p35_no_pickle_in_the_adapter() -> None:
-    for path in (ROOT / "lm_adapter").rglob("*.py"):
-        text = path.read_text()
-        for name in ("import pickle", "import marshal", "import shelve", "torch.load", "allow_pickle=True"):
-            assert name not in text, f"{path}: {name}"
-
-
-def test_both_sides_name_the_failure_metadata_alike() -> None:
-    assert errors.FAILURE_METADATA_KEY == service_status.FAILURE_METADATA_KEY
-
-
 def test_both_sides_have_one_version() -> None:
     assert lm_adapter.__version__ == encoder_service.__version__
-
-
-def test_methods_are_those_of_the_contract() -> None:
-    service = pb.DESCRIPTOR.services_by_name["VisionEncoder"]
-    for method in service.methods:
-        assert client._method_path(method.name) == f"/vision_encoder.v1.VisionEncoder/{method.name}"
 
 
 def test_every_enum_value_of_the_contract_has_a_name() -> None:
@@ -129,28 +111,3 @@ def test_a_server_info_of_unknown_values_is_read() -> None:
     assert info.models[0].dtype == "dtype 50"
     assert [modality.value for modality in info.models[0].modalities] == ["image"]
     assert info.transports[0].delivery == "delivery 70"
-
-
-# Bounds of a thin adapter.
-MAX_MODULES, MAX_LINES = 25, 3500
-
-
-def test_import_reaches_few_modules_and_no_torch() -> None:
-    code = """
-import sys
-import lm_adapter
-ours = [m for n, m in sys.modules.items() if n.partition(".")[0] == "lm_adapter"]
-print(len(ours), sum(len(open(m.__file__).readlines()) for m in ours), "torch" in sys.modules)
-"""
-    completed = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
-        env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'proto'}"},
-    )
-    num_modules, num_lines, has_torch = completed.stdout.split()
-    assert int(num_modules) <= MAX_MODULES
-    assert int(num_lines) <= MAX_LINES
-    assert has_torch == "False"

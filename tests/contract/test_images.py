@@ -88,14 +88,6 @@ def test_everything_the_wheel_needs_is_copied_and_sent_to_the_builder(dockerfile
         assert any(fnmatch.fnmatch(source, pattern) for pattern in sent), f"{source} is ignored"
 
 
-def test_the_extras_are_the_projects(dockerfile: Path) -> None:
-    (command,) = (text for text in arguments_of(dockerfile, "RUN") if text.startswith("python -c "))
-    (named,) = re.findall(r"'([\w,-]+)'\.split\(", command)
-    on_a_gpu = {"cuda", "fa4"} if dockerfile.name == "cuda.Dockerfile" else set()
-    assert set(named.split(",")) == {"otel", *on_a_gpu}
-    assert set(named.split(",")) <= PROJECT["project"]["optional-dependencies"].keys()
-
-
 def test_it_runs_without_rights_and_writes_under_tmp_and_run_only(dockerfile: Path) -> None:
     names = [name for name, _ in final_stage(dockerfile)]
     assert [text for name, text in final_stage(dockerfile) if name == "USER"] == ["65532:65532"]

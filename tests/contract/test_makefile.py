@@ -48,8 +48,8 @@ def test_ci_calls_the_targets_and_returns_their_failure(tmp_path: Path) -> None:
     """With a make that fails in lint: the other targets still run, and the exit status is lint's."""
     log = tmp_path / "log"
     programs = {
-        "make": f'#!/bin/sh\necho "$*" >> {log}\ncase $1 in lint) exit 7;; .venv*) exit 8;; esac\n',
-        **dict.fromkeys(("promtool", "chromium"), "#!/bin/sh\n"),
+        "make": f'#!/bin/sh\necho "$*" >> {log}\ncase $1 in lint) exit 7;; -j2) exit 8;; esac\n',
+        **dict.fromkeys(("promtool", "chromium", "ip"), "#!/bin/sh\n"),
     }
     for name, text in programs.items():
         (tmp_path / name).write_text(text)
@@ -57,8 +57,9 @@ def test_ci_calls_the_targets_and_returns_their_failure(tmp_path: Path) -> None:
     environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
     ended = subprocess.run([str(ROOT / ".ci" / "run")], env=environment, timeout=60, check=False)
     called = log.read_text().splitlines()
-    assert called[-3:] == ["test-engines", "test-all TESTS=tests/deploy tests/contract", "test"]
-    assert sorted(called[:-3]) == [".venv-engines/.setup-done", "lint", "setup"]
+    long = "test-all TESTS=tests/deploy tests/contract"
+    assert called[-5:] == ["test-engines", "test-sglang", "test-fleet", long, "test"]
+    assert sorted(called[:-5]) == ["-j2 .venv-engines/.setup-done .venv-sglang/.setup-done", "lint", "setup"]
     assert ended.returncode == 7
 
 

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import functools
 import json
+import socket
 import subprocess
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import jsonschema
@@ -29,14 +31,21 @@ NAME = "vision-encoder"
 CASES: dict[str, tuple[str, ...]] = {
     "default": (),
     "cpu-dev": ("cpu-dev",),
+    "cpu-dev-gateway": ("cpu-dev", "gateway"),
     "gpu": ("gpu",),
-    "gpu-broker": ("gpu", "broker"),
+    "gpu-gateway": ("gpu", "gateway"),
+    "gpu-node-local": ("gpu", "node-local"),
+    "gpu-node-local-gateway": ("gpu", "node-local", "gateway"),
     "gpu-secured": ("gpu", "secured"),
+    "gpu-secured-gateway": ("gpu", "secured", "gateway"),
 }
 GPU_CASES = [case for case in CASES if case.startswith("gpu")]
+GATEWAY_CASES = [case for case in CASES if case.endswith("gateway")]
+GATEWAY = f"{NAME}-gateway"
 # Values of variables that the kubelet takes from elsewhere.
 FROM_ELSEWHERE = {"POD_NAME": "vision-encoder-7d4b9c6f58-x2x7p", "VE_ADMIN_TOKEN": "an-admin-token"}
-KUBERNETES_VERSIONS = ("1.30", "1.33")
+# The chart's oldest, and the newest of kubernetes-validate's schemas, which are the API servers' own.
+KUBERNETES_VERSIONS = ("1.30", "1.37")
 
 
 def _fields(required: str, **properties: Any) -> Any:
@@ -58,6 +67,14 @@ CUSTOM_RESOURCES = {
         selector=_fields("matchLabels", matchLabels=...),
         endpoints={
             "items": _fields("port", port=..., path=..., interval=..., scrapeTimeout=..., authorization=...)
+        },
+    ),
+    "PodMonitor": _fields(
+        "selector podMetricsEndpoints",
+        jobLabel=...,
+        selector=_fields("matchLabels", matchLabels=...),
+        podMetricsEndpoints={
+            "items": _fields("port", port=..., path=..., interval=..., scrapeTimeout=...)
         },
     ),
     "ScaledObject": _fields(
@@ -143,13 +160,34 @@ def named(objects: Iterable[Object], kind: str, name: str = NAME) -> Object:
     return found
 
 
+def of_kind(objects: Iterable[Object], *kinds: str) -> list[Object]:
+    return [each for each in objects if each["kind"] in kinds]
+
+
+def workloads_of(objects: Iterable[Object]) -> list[Object]:
+    return of_kind(objects, "Deployment", "DaemonSet")
+
+
+def labels_of(workload: Object) -> Object:
+    """Of its pods."""
+    labels: Object = workload["spec"]["template"]["metadata"]["labels"]
+    return labels
+
+
+def workload_of(objects: Iterable[Object], name: str = NAME) -> Object:
+    """The Deployment or DaemonSet."""
+    (found,) = (each for each in workloads_of(objects) if each["metadata"]["name"] == name)
+    return found
+
+
 def pod_of(objects: Iterable[Object], name: str = NAME) -> Object:
-    """The pod's spec of a Deployment."""
-    spec: Object = named(objects, "Deployment", name)["spec"]["template"]["spec"]
+    """The spec of a workload's pod."""
+    spec: Object = workload_of(objects, name)["spec"]["template"]["spec"]
     return spec
 
 
-def encoder_of(objects: Iterable[Object], name: str = NAME) -> Object:
+def container_of(objects: Iterable[Object], name: str = NAME) -> Object:
+    """The only container of a workload's pod, init containers aside."""
     (found,) = pod_of(objects, name)["containers"]
     container: Object = found
     return container
@@ -158,12 +196,29 @@ def encoder_of(objects: Iterable[Object], name: str = NAME) -> Object:
 def environment_of(objects: Sequence[Object]) -> dict[str, str]:
     """Environment of the encoder's process."""
     found: dict[str, str] = dict(named(objects, "ConfigMap", f"{NAME}-config")["data"])
-    for entry in encoder_of(objects).get("env", ()):
+    for entry in container_of(objects).get("env", ()):
         value = entry.get("value") or FROM_ELSEWHERE[entry["name"]]
         for name, text in found.items():
             value = value.replace(f"$({name})", text)
         found[entry["name"]] = value
     return found
+
+
+def gateway_command(
+    objects: Sequence[Object], folder: Path, changes: Mapping[str, str] = MappingProxyType({})
+) -> list[str]:
+    """Envoy with the arguments of the pod, and the files of its ConfigMap in a folder, with texts changed.
+
+    Certificates are in the folder too.
+    """
+    files = named(objects, "ConfigMap", GATEWAY)["data"]
+    assert all(any(old in text for text in files.values()) for old in changes)
+    for name, text in files.items():
+        for old, new in (*changes.items(), ("/etc/gateway-tls", str(folder)), ("/etc/gateway", str(folder))):
+            text = text.replace(old, new)
+        (folder / name).write_text(text)
+    arguments = container_of(objects, GATEWAY)["args"]
+    return [program("envoy"), *(each.replace("/etc/gateway", str(folder)) for each in arguments)]
 
 
 def settings_of(objects: Sequence[Object], monkeypatch: pytest.MonkeyPatch) -> Settings:
@@ -173,8 +228,52 @@ def settings_of(objects: Sequence[Object], monkeypatch: pytest.MonkeyPatch) -> S
     return parse_settings()
 
 
+def is_let_in(objects: Iterable[Object], pod: Object, port: int, peer: Object, namespace: Object) -> bool:
+    """Whether NetworkPolicies let a pod with labels ``peer``, of a namespace with labels, in to a pod's port.
+
+    The subset that the chart uses: selectors by matchLabels or empty. The policies' namespace is "tenant".
+    """
+
+    def takes(selector: Object, labels: Object) -> bool:
+        assert selector.keys() <= {"matchLabels"}
+        return bool(selector.get("matchLabels", {}).items() <= labels.items())
+
+    def is_peer(rule: Object) -> bool:
+        assert rule.keys() <= {"podSelector", "namespaceSelector"}
+        assert rule
+        own = {"matchLabels": {"kubernetes.io/metadata.name": "tenant"}}
+        return takes(rule.get("podSelector", {}), peer) and takes(
+            rule.get("namespaceSelector", own), namespace
+        )
+
+    policies = [each["spec"] for each in of_kind(objects, "NetworkPolicy")]
+    rules = [rule for each in policies if takes(each["podSelector"], pod) for rule in each["ingress"]]
+    return any(
+        is_peer(each)
+        for rule in rules
+        if port in {to["port"] for to in rule["ports"]}
+        for each in rule["from"]
+    )
+
+
 def quantity(text: str | int) -> float:
     """A Kubernetes quantity as a number."""
     units = {"": 1, "m": 0.001, "Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30}
     digits = str(text).rstrip("KMGim")
     return float(digits) * units[str(text)[len(digits) :]]
+
+
+def kubectl(*arguments: str, objects: Iterable[Object]) -> subprocess.CompletedProcess[str]:
+    """kubectl without a server and without a configuration; the objects are its standard input."""
+    return subprocess.run(
+        [program("kubectl"), *arguments, "--filename=-"],
+        input=yaml.safe_dump_all(objects),
+        env={"KUBECONFIG": "/dev/null"}, capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port: int = found.getsockname()[1]
+        return port

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import re
 from pathlib import Path
 
@@ -10,29 +11,38 @@ import pytest
 import yaml
 
 import encoder_service
-from encoder_service.app import ENGINE_STOP_S, LAST_SPANS_S
+from encoder_service.app import ENGINE_STOP_S, LAST_SPANS_S, LEAVE_S
 from encoder_service.ops.tokens import NamespaceTokens
-from encoder_service.rpc.server import SERVICE
+from encoder_service.rpc.health_check import SERVICE
 from tests.deploy.chart import (
     CASES,
     CHART,
+    CUSTOM_RESOURCES,
     FROM_ELSEWHERE,
+    GATEWAY,
+    GATEWAY_CASES,
     GPU_CASES,
     HELM_FOLDER,
     NAME,
     Object,
     RenderingFailed,
-    encoder_of,
+    container_of,
     environment_of,
     files_of,
     helm,
+    is_let_in,
+    kubectl,
+    labels_of,
     named,
+    of_kind,
     pod_of,
     quantity,
     render,
     rendered,
     settings_of,
     validate,
+    workload_of,
+    workloads_of,
 )
 
 READER = yaml.safe_load((HELM_FOLDER / "reader.yaml").read_text())
@@ -47,6 +57,7 @@ FETCH: Object = {
 }
 EVERYTHING: Object = {
     "monitoring": {"enabled": True},
+    "gateway": {"enabled": True},
     "broker": {"enabled": True},
     "tls": {"enabled": True},
     "tokens": {"enabled": True, "file": "a=1\n", "admin": "9"},
@@ -64,6 +75,11 @@ def test_helm_lints_the_chart_and_every_object_fits_its_schema(case: str) -> Non
     validate(rendered(case))
 
 
+def test_every_values_file_is_in_a_case() -> None:
+    files = {path.stem.removeprefix("values-") for path in CHART.glob("values-*.yaml")}
+    assert files == {name for names in CASES.values() for name in names}
+
+
 @pytest.mark.parametrize(("release", "name"), [("123", "enc"), ("with.dots", "")])
 def test_everything_at_once_is_valid_for_any_name_of_a_release(release: str, name: str) -> None:
     objects = render(EVERYTHING, {"fullnameOverride": name}, release=release)
@@ -79,21 +95,50 @@ def test_the_schema_check_notices_a_misspelt_field() -> None:
             validate([found])
 
 
+def test_kubectl_decodes_every_object_into_the_types_of_the_api() -> None:
+    """Types know what schemas leave open, as the form of a quantity.
+
+    `kubectl create --dry-run=client` asks a server which kinds there are; `set env --local` needs none.
+    """
+    objects = [each for case in CASES for each in rendered(case) if each["kind"] not in CUSTOM_RESOURCES]
+    command = ("set", "env", "--local", "--output=json", "ONE_MORE=1")
+    workloads = workloads_of(objects)
+    for workload in workloads:
+        decoded = kubectl(*command, objects=[workload])
+        assert decoded.returncode == 0, decoded.stderr
+        assert fields_of(workload) <= fields_of(json.loads(decoded.stdout))
+    others = [each for each in objects if each not in workloads]
+    ended = kubectl(*command, objects=others)
+    assert ended.stderr.count("the object is not a pod or does not have a pod template") == len(others)
+    others[0]["spec"] = {"ingress": "none"}
+    assert "unable to decode" in kubectl(*command, objects=others).stderr
+
+
+def fields_of(found: object, path: str = "") -> set[str]:
+    """Paths of all values."""
+    if isinstance(found, dict):
+        return {name for key, each in found.items() for name in fields_of(each, f"{path}.{key}")}
+    if isinstance(found, list):
+        return {name for index, each in enumerate(found) for name in fields_of(each, f"{path}[{index}]")}
+    return {path}
+
+
 def test_the_chart_has_the_projects_version_and_images() -> None:
     meta = yaml.safe_load((CHART / "Chart.yaml").read_text())
     assert meta["version"] == meta["appVersion"] == encoder_service.__version__
     for case in CASES:
         variant = "cuda" if case in GPU_CASES else "cpu"
-        assert encoder_of(rendered(case))["image"] == f"{NAME}:{encoder_service.__version__}-{variant}"
+        assert container_of(rendered(case))["image"] == f"{NAME}:{encoder_service.__version__}-{variant}"
 
 
 def test_two_releases_of_one_namespace_share_no_object_and_no_pod() -> None:
     one, other = (render(EVERYTHING, release=release) for release in ("one", "other"))
     names = [{(each["kind"], each["metadata"]["name"]) for each in objects} for objects in (one, other)]
     assert not names[0] & names[1]
-    selector = named(one, "Deployment", "one")["spec"]["selector"]["matchLabels"]
-    labels = named(other, "Deployment", "other")["spec"]["template"]["metadata"]["labels"]
-    assert not selector.items() <= labels.items()
+    for workload in ("", "-gateway"):
+        selector = workload_of(one, f"one{workload}")["spec"]["selector"]["matchLabels"]
+        labels = workload_of(other, f"other{workload}")["spec"]["template"]["metadata"]["labels"]
+        assert not selector.items() <= labels.items()
 
 
 # Settings
@@ -104,7 +149,7 @@ def test_the_service_takes_the_settings_and_listens_on_the_ports(
     case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = settings_of(rendered(case), monkeypatch)
-    ports = {port["name"]: port["containerPort"] for port in encoder_of(rendered(case))["ports"]}
+    ports = {port["name"]: port["containerPort"] for port in container_of(rendered(case))["ports"]}
     assert settings.listen[0] == f"0.0.0.0:{ports['grpc']}"
     assert settings.admin_listen == f"0.0.0.0:{ports['admin']}"
     assert settings.device == ("cuda:0" if case in GPU_CASES else "cpu")
@@ -115,9 +160,9 @@ def test_the_service_takes_the_settings_and_listens_on_the_ports(
 @pytest.mark.parametrize("case", CASES)
 def test_p37_the_pod_has_time_to_drain(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = settings_of(rendered(case), monkeypatch)
-    before_stop_s = encoder_of(rendered(case))["lifecycle"]["preStop"]["sleep"]["seconds"]
+    before_stop_s = container_of(rendered(case))["lifecycle"]["preStop"]["sleep"]["seconds"]
     grace_s = pod_of(rendered(case))["terminationGracePeriodSeconds"]
-    assert grace_s >= before_stop_s + settings.drain_grace_s + ENGINE_STOP_S + LAST_SPANS_S + 2
+    assert grace_s >= before_stop_s + LEAVE_S + settings.drain_grace_s + ENGINE_STOP_S + LAST_SPANS_S + 2
     assert before_stop_s >= 5
 
 
@@ -125,7 +170,7 @@ def test_p37_the_pod_has_time_to_drain(case: str, monkeypatch: pytest.MonkeyPatc
 def test_p17_the_memory_limit_covers_what_is_held(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows and content take half of the limit at most; with unread rows and decoded images, 0.7 of it."""
     settings = settings_of(rendered(case), monkeypatch)
-    limits = encoder_of(rendered(case))["resources"]["limits"]
+    limits = container_of(rendered(case))["resources"]["limits"]
     held_bytes = settings.arena_bytes if settings.broker_path else settings.store_bytes
     held_bytes += settings.max_queued_bytes
     assert 2 * held_bytes <= quantity(limits["memory"])
@@ -181,9 +226,16 @@ def test_a_setting_counts_before_a_switchs(switch: str, name: str, usual: str, o
         ({"settings": {"VE_ADMIN_LISTEN": "0.0.0.0:9000"}}, "need 0.0.0.0:8080"),
         ({"weights": {"source": "fetch"}}, "weights.fetch.baseUrl is empty"),
         ({"tls": {"enabled": True, "key": "K"}}, "tls.certificate is not"),
+        ({"tls": {"enabled": True, "key": "K", "certificate": "C", "clientCertificates": True}}, "tls.ca"),
+        ({"tls": {"clientCertificates": True}}, "needs tls.enabled"),
+        ({"kind": "StatefulSet"}, "kind"),
+        ({"kind": "DaemonSet", "autoscaling": {"kind": "hpa"}}, "autoscaling.kind is hpa"),
+        ({"kind": "DaemonSet", "strategy": {"maxUnavailable": 1}}, "has to be 0"),
+        ({"gateway": {"enabled": True, "drainSeconds": 36}}, "PeriodSeconds is below 41"),
+        ({"gateway": {"pod": {"hostNetwork": True}}}, "gateway.pod"),
         ({"tokens": {"enabled": True, "file": "a=b"}}, "tokens.admin is not"),
-        ({"preStopSeconds": 11}, "terminationGracePeriodSeconds is below"),
-        ({"settings": {"VE_DRAIN_GRACE_S": "30.5"}}, "terminationGracePeriodSeconds is below"),
+        ({"preStopSeconds": 9}, "terminationGracePeriodSeconds is below 41"),
+        ({"settings": {"VE_DRAIN_GRACE_S": "30.5"}}, "terminationGracePeriodSeconds is below 48"),
     ],
 )  # fmt: skip
 def test_values_that_contradict_each_other_are_refused_by_name(values: Object, message: str) -> None:
@@ -192,11 +244,12 @@ def test_values_that_contradict_each_other_are_refused_by_name(values: Object, m
 
 
 def test_secrets_are_made_of_their_values(tmp_path: Path) -> None:
-    tls = {"enabled": True, "certificate": "-----BEGIN\nA\n", "key": "K\n"}
+    tls = {"enabled": True, "certificate": "-----BEGIN\nA\n", "key": "K\n", "ca": "C\n"}
     objects = render({"tls": tls, "tokens": {"enabled": True, "file": "a=1234\nb=5678\n", "admin": "9"}})
     assert named(objects, "Secret", f"{NAME}-tls")["stringData"] == {
         "tls.crt": "-----BEGIN\nA\n",
         "tls.key": "K\n",
+        "ca.crt": "C\n",
     }
     (tmp_path / "tokens").write_text(named(objects, "Secret", f"{NAME}-tokens")["stringData"]["tokens"])
     assert NamespaceTokens(file=tmp_path / "tokens").opens("b", "5678")
@@ -208,33 +261,35 @@ def test_secrets_are_made_of_their_values(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("case", CASES)
 def test_security_contexts_are_the_strictest(case: str) -> None:
-    pod = pod_of(rendered(case))
-    context = pod["securityContext"]
-    assert context["runAsNonRoot"] is True
-    assert context["runAsUser"] == context["runAsGroup"] == 65532
-    assert context["seccompProfile"] == {"type": "RuntimeDefault"}
-    assert pod.keys() & {"hostNetwork", "hostPID", "hostIPC"} == set()
-    assert pod["automountServiceAccountToken"] is pod["enableServiceLinks"] is False
-    for container in (*pod.get("initContainers", ()), *pod["containers"]):
-        assert container["resources"]["limits"]["memory"]
-        if container["name"] == "socket-folder":
-            # Root, for one folder of the node.
-            added = container["securityContext"]["capabilities"]
-            assert added == {"drop": ["ALL"], "add": ["CHOWN", "FOWNER"]}
-            assert [mount["name"] for mount in container["volumeMounts"]] == ["broker"]
-        else:
-            assert container["securityContext"] == RESTRICTED
-    host_paths = [volume["name"] for volume in pod["volumes"] if "hostPath" in volume]
-    assert host_paths == (["broker"] if case == "gpu-broker" else [])
+    for workload in workloads_of(rendered(case)):
+        pod = workload["spec"]["template"]["spec"]
+        context = pod["securityContext"]
+        assert context["runAsNonRoot"] is True
+        assert context["runAsUser"] == context["runAsGroup"] == 65532
+        assert context["seccompProfile"] == {"type": "RuntimeDefault"}
+        assert pod.keys() & {"hostNetwork", "hostPID", "hostIPC"} == set()
+        assert pod["automountServiceAccountToken"] is pod["enableServiceLinks"] is False
+        for container in (*pod.get("initContainers", ()), *pod["containers"]):
+            assert container["resources"]["limits"]["memory"]
+            if container["name"] == "socket-folder":
+                # Root, for one folder of the node.
+                added = container["securityContext"]["capabilities"]
+                assert added == {"drop": ["ALL"], "add": ["CHOWN", "FOWNER"]}
+                assert [mount["name"] for mount in container["volumeMounts"]] == ["broker"]
+            else:
+                assert container["securityContext"] == RESTRICTED
+        is_node_local = "node-local" in CASES[case] and workload["metadata"]["name"] == NAME
+        host_paths = [volume["name"] for volume in pod["volumes"] if "hostPath" in volume]
+        assert host_paths == (["broker"] if is_node_local else [])
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_probes_ask_grpc_health_or_with_tls_the_admin_plane(case: str) -> None:
-    container = encoder_of(rendered(case))
+    container = container_of(rendered(case))
     patience_s = {}
     for name in ("startupProbe", "readinessProbe", "livenessProbe"):
         probe = container[name]
-        if case == "gpu-secured":
+        if "secured" in CASES[case]:
             path = "/healthz" if name == "livenessProbe" else "/readyz"
             assert probe["httpGet"] == {"path": path, "port": "admin"}
         else:
@@ -249,7 +304,7 @@ def test_every_file_of_a_setting_is_mounted_and_every_volume_is_bounded(
     case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings, pod = settings_of(rendered(case), monkeypatch), pod_of(rendered(case))
-    mounts = {Path(mount["mountPath"]): mount for mount in encoder_of(rendered(case))["volumeMounts"]}
+    mounts = {Path(mount["mountPath"]): mount for mount in container_of(rendered(case))["volumeMounts"]}
     sockets = [address.removeprefix("unix:") for address in settings.listen if address.startswith("unix:")]
     read = [settings.model, settings.tls_cert, settings.tls_key, settings.tokens_file]
     for path in (*read, *sockets, settings.broker_path):
@@ -267,32 +322,93 @@ def test_every_file_of_a_setting_is_mounted_and_every_volume_is_bounded(
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_selectors_take_the_pods_and_ports_lead_to_the_container(case: str) -> None:
+def test_selectors_take_one_workloads_pods_and_ports_lead_to_the_container(case: str) -> None:
     objects = rendered(case)
-    labels = named(objects, "Deployment")["spec"]["template"]["metadata"]["labels"]
-    selectors = [named(objects, "Deployment")["spec"]["selector"]["matchLabels"]]
-    selectors += [named(objects, "PodDisruptionBudget")["spec"]["selector"]["matchLabels"]]
-    selectors += [named(objects, "NetworkPolicy")["spec"]["podSelector"]["matchLabels"]]
-    ports = {port["name"]: port["containerPort"] for port in encoder_of(objects)["ports"]}
-    for service in (each for each in objects if each["kind"] == "Service"):
-        selectors.append(service["spec"]["selector"])
+    workloads = workloads_of(objects)
+
+    def selected(labels: Object) -> Object:
+        (found,) = (each for each in workloads if labels.items() <= labels_of(each).items())
+        return found
+
+    for workload in workloads:
+        assert selected(workload["spec"]["selector"]["matchLabels"]) is workload
+        for spread in workload["spec"]["template"]["spec"].get("topologySpreadConstraints", ()):
+            assert selected(spread["labelSelector"]["matchLabels"]) is workload
+        # A DaemonSet cannot have one: it has no scale subresource.
+        budgets = [
+            each
+            for each in of_kind(objects, "PodDisruptionBudget")
+            if selected(each["spec"]["selector"]["matchLabels"]) is workload
+        ]
+        assert [each["spec"]["maxUnavailable"] for each in budgets] == [1] * (
+            workload["kind"] == "Deployment"
+        )
+    for service in of_kind(objects, "Service"):
+        (container,) = selected(service["spec"]["selector"])["spec"]["template"]["spec"]["containers"]
+        ports = {port["name"]: port["containerPort"] for port in container["ports"]}
         for port in service["spec"]["ports"]:
             assert ports[port["targetPort"]] == port["port"]
             if port["name"] == "grpc":
-                assert port["appProtocol"] == ("https" if case == "gpu-secured" else "kubernetes.io/h2c")
-    assert all(selector.items() <= labels.items() for selector in selectors)
-    assert named(objects, "Service")["spec"]["clusterIP"] == "None"
-    assert named(objects, "PodDisruptionBudget")["spec"]["maxUnavailable"] == 1
+                assert port["appProtocol"] == ("https" if "secured" in CASES[case] else "kubernetes.io/h2c")
+        is_local = service["metadata"]["name"] == f"{NAME}-local"
+        assert service["spec"].get("clusterIP") == (None if is_local else "None")
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_only_the_ports_are_let_in_and_only_names_are_asked_for(case: str) -> None:
-    policy = named(rendered(case), "NetworkPolicy")["spec"]
-    assert policy["policyTypes"] == ["Ingress", "Egress"]
-    assert {each["port"] for rule in policy["ingress"] for each in rule["ports"]} == {50051, 8080}
-    assert {each["port"] for rule in policy["egress"] for each in rule["ports"]} == {53}
-    # A rule without peers lets everybody in.
-    assert all(rule["from"] for rule in policy["ingress"])
+def test_only_those_who_call_a_pod_reach_it(case: str) -> None:
+    """Peers by label of this namespace ("tenant") and of others; those of the values files."""
+    objects = rendered(case)
+    mine, clients = {"kubernetes.io/metadata.name": "tenant"}, {"vision-encoder/clients": "true"}
+    monitoring, other = (
+        {"kubernetes.io/metadata.name": "monitoring"},
+        {"kubernetes.io/metadata.name": "other"},
+    )
+    client, reader = {"vision-encoder/client": "true"}, {"vision-encoder/reader": "true"}
+    peers: dict[str, tuple[Object, Object]] = {
+        "client": (client, mine),
+        "client elsewhere": ({}, clients),
+        "reader": (client | reader, mine),
+        "reader elsewhere": (reader, clients),
+        "pod of the namespace": ({}, mine),
+        "pod elsewhere": (client | reader, other),
+        "monitoring": ({}, monitoring),
+    } | {each["metadata"]["name"]: (labels_of(each), mine) for each in workloads_of(objects)}
+
+    def reached(target: str, port: int) -> set[str]:
+        labels = labels_of(workload_of(objects, target))
+        return {name for name, peer in peers.items() if is_let_in(objects, labels, port, *peer)}
+
+    callers = {"client", "client elsewhere", "reader", "reader elsewhere"}
+    admins = {"monitoring"}
+    if "cpu-dev" in CASES[case]:
+        own = {"client", "reader", "pod of the namespace"} | {
+            each["metadata"]["name"] for each in workloads_of(objects)
+        }
+        callers = admins = own
+    if case in GATEWAY_CASES:
+        assert reached(GATEWAY, 50051) == callers
+        assert reached(GATEWAY, 9902) == admins
+        assert reached(GATEWAY, 9901) == set()
+        callers = {GATEWAY} | ({"reader", "reader elsewhere"} if "node-local" in CASES[case] else set())
+    assert reached(NAME, 50051) == callers
+    assert reached(NAME, 8080) == admins
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_pods_call_names_and_a_gateway_its_encoders(case: str) -> None:
+    for policy in of_kind(rendered(case), "NetworkPolicy"):
+        assert policy["spec"]["policyTypes"] == ["Ingress", "Egress"]
+        # A rule without peers lets everybody in.
+        assert all(rule["from"] for rule in policy["spec"]["ingress"])
+        names, *others = policy["spec"]["egress"]
+        assert {each["port"] for each in names["ports"]} == {53}
+        if policy["metadata"]["name"] == GATEWAY:
+            ((peer,),) = (rule["to"] for rule in others)
+            encoders = labels_of(workload_of(rendered(case)))
+            assert peer["podSelector"]["matchLabels"].items() <= encoders.items()
+            assert [each["port"] for rule in others for each in rule["ports"]] == [50051]
+        else:
+            assert others == []
 
 
 @pytest.mark.parametrize(
@@ -306,10 +422,10 @@ def test_the_port_of_the_weights_is_let_out(url: str, port: int) -> None:
     }
 
 
-def test_a_reader_finds_the_encoder_of_its_node(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The folder, the group, the labels and the address of reader.yaml are the chart's."""
+def test_a_reader_finds_the_encoder_of_its_node_and_the_gateway(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The folder, the group, the labels and the addresses of reader.yaml are the chart's."""
     validate([READER])
-    objects, reader = rendered("gpu-broker"), READER["spec"]["template"]
+    objects, reader = rendered("gpu-node-local-gateway"), READER["spec"]["template"]
     settings = settings_of(objects, monkeypatch)
     paths = set()
     for pod, is_reader in ((pod_of(objects), False), (reader["spec"], True)):
@@ -327,12 +443,20 @@ def test_a_reader_finds_the_encoder_of_its_node(monkeypatch: pytest.MonkeyPatch)
     # Each encoder of a node has its own socket; a pod's name has 57 characters at most, a socket's path 107.
     assert settings.broker_path == f"{folder}/{FROM_ELSEWHERE['POD_NAME']}.sock"
     assert len(f"{folder}/{57 * 'x'}.sock") <= 107
-    (rule,) = pod_of(objects)["affinity"]["podAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
-    labels = reader["metadata"]["labels"]
-    assert rule["labelSelector"]["matchLabels"].items() <= labels.items()
-    clients = named(objects, "NetworkPolicy")["spec"]["ingress"][0]["from"][0]["podSelector"]["matchLabels"]
-    assert clients.items() <= labels.items()
-    local = named(objects, "Service", f"{NAME}-local")["spec"]
+    local, gateway = (named(objects, "Service", f"{NAME}-{which}")["spec"] for which in ("local", "gateway"))
     assert local["internalTrafficPolicy"] == "Local"
-    (address,) = (entry["value"] for entry in reader["spec"]["containers"][0]["env"])
-    assert address == f"{NAME}-local.{NAME}.svc:{local['ports'][0]['port']}"
+    targets = {entry["name"]: entry["value"] for entry in reader["spec"]["containers"][0]["env"]}
+    assert [targets["ENCODER_TARGET"], targets["ENCODER_FALLBACK_TARGET"]] == [
+        f"{NAME}-local.{NAME}.svc:{local['ports'][0]['port']}",
+        f"dns:///{GATEWAY}.{NAME}.svc:{gateway['ports'][0]['port']}",
+    ]
+
+
+def test_encoders_with_a_broker_stand_on_the_nodes_of_readers() -> None:
+    """A Deployment's beside readers. A DaemonSet's on labelled nodes: beside no reader its pod would wait."""
+    assert "affinity" not in pod_of(rendered("gpu-node-local"))
+    assert pod_of(rendered("gpu-node-local"))["nodeSelector"] == {"vision-encoder/node": "true"}
+    pod = pod_of(render({"broker": {"enabled": True}}))
+    (rule,) = pod["affinity"]["podAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
+    labels = READER["spec"]["template"]["metadata"]["labels"]
+    assert rule["labelSelector"]["matchLabels"].items() <= labels.items()

@@ -11,10 +11,24 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-import pytest
 import yaml
 
-from tests.deploy.chart import CHART, HELM_FOLDER, ROOT, Object, encoder_of, named, quantity, render, rendered
+from tests.deploy.chart import (
+    CHART,
+    GATEWAY,
+    HELM_FOLDER,
+    NAME,
+    ROOT,
+    Object,
+    container_of,
+    labels_of,
+    named,
+    of_kind,
+    quantity,
+    render,
+    rendered,
+    workload_of,
+)
 from tests.programs import program
 
 DASHBOARD = json.loads((CHART / "files" / "dashboard.json").read_text())
@@ -54,15 +68,6 @@ def test_every_metric_has_a_reader_and_every_reader_its_metric() -> None:
 # Alerts
 
 
-def test_every_alert_has_its_section_in_the_runbook_in_the_same_order() -> None:
-    assert re.findall(r"^### (VisionEncoder\w+)$", RUNBOOK, re.MULTILINE) == [rule["alert"] for rule in RULES]
-    for rule in RULES:
-        assert rule["annotations"]["runbook_url"] == f"docs/operations.md#{rule['alert'].lower()}"
-    moved = render({"monitoring": {"enabled": True, "runbook": "https://wiki.example.com/r"}})
-    groups = named(moved, "PrometheusRule")["spec"]["groups"]
-    assert groups[0]["rules"][0]["annotations"]["runbook_url"].startswith("https://wiki.example.com/r#")
-
-
 def promtool(*arguments: str, folder: Path) -> str:
     """promtool's output on failure, else an empty text."""
     ended = subprocess.run(
@@ -89,18 +94,11 @@ def test_alerts_fire_when_they_should_and_only_then(tmp_path: Path) -> None:
     assert promtool("test", "rules", "scenes.yaml", folder=tmp_path) == ""
 
 
-@pytest.mark.parametrize("expression", ["vector(0) > 1", "vector(1)"], ids=["never", "always"])
-def test_an_alert_that_never_fires_or_always_does_is_noticed(expression: str, tmp_path: Path) -> None:
-    write_rules(tmp_path, expr=expression, **{"for": "0s"})
-    found = promtool("test", "rules", "scenes.yaml", folder=tmp_path)
-    assert {rule["alert"] for rule in RULES} <= set(re.findall(r"alertname: ?(\w+)", found))
-
-
 # Scraping
 
 
 def test_the_monitor_finds_one_service_and_has_the_token() -> None:
-    objects = rendered("gpu-broker")
+    objects = rendered("gpu-node-local-gateway")
     monitor, service = named(objects, "ServiceMonitor")["spec"], named(objects, "Service")
     labels = service["metadata"]["labels"]
     assert monitor["selector"]["matchLabels"].items() <= labels.items()
@@ -109,11 +107,17 @@ def test_the_monitor_finds_one_service_and_has_the_token() -> None:
     }
     assert monitor["endpoints"][0]["port"] in {port["name"] for port in service["spec"]["ports"]}
     # The readers' Service leads to the same pods, which would be scraped twice.
-    local = named(objects, "Service", "vision-encoder-local")["metadata"]["labels"]
-    assert not monitor["selector"]["matchLabels"].items() <= local.items()
+    selector = monitor["selector"]["matchLabels"].items()
+    assert [
+        each for each in of_kind(objects, "Service") if selector <= each["metadata"]["labels"].items()
+    ] == [service]
+    # Alerts on the encoders' job do not count gateways.
+    gateways, labels = named(objects, "PodMonitor", GATEWAY)["spec"], labels_of(workload_of(objects, GATEWAY))
+    assert gateways["selector"]["matchLabels"].items() <= labels.items()
+    assert labels[gateways["jobLabel"]] != NAME
     secured = rendered("gpu-secured")
     (endpoint,) = named(secured, "ServiceMonitor")["spec"]["endpoints"]
-    (token,) = (entry for entry in encoder_of(secured)["env"] if entry["name"] == "VE_ADMIN_TOKEN")
+    (token,) = (entry for entry in container_of(secured)["env"] if entry["name"] == "VE_ADMIN_TOKEN")
     assert endpoint["authorization"]["credentials"] == token["valueFrom"]["secretKeyRef"]
 
 
@@ -127,7 +131,7 @@ def test_both_autoscalers_follow_the_same_gauges_to_the_same_targets() -> None:
         metric["pods"]["metric"]["name"]: quantity(metric["pods"]["target"]["averageValue"])
         for metric in hpa["metrics"]
     }
-    assert targets == {"ve_saturation_ratio": 0.75, "ve_queued_device_seconds": 0.5}
+    assert targets == {"ve_saturation_ratio": 0.65, "ve_queued_device_seconds": 0.5}
     thresholds: dict[str, Any] = {}
     for trigger in keda["triggers"]:
         query = trigger["metadata"]["query"]

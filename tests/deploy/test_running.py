@@ -9,22 +9,43 @@ import base64
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
+import tempfile
+import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 import yaml
 from cryptography import x509
 
-from tests.deploy.chart import HELM_FOLDER, ROOT, environment_of, pod_of, render, rendered, validate
+from tests.deploy.chart import (
+    CHART,
+    GATEWAY,
+    HELM_FOLDER,
+    ROOT,
+    Object,
+    container_of,
+    environment_of,
+    free_port,
+    gateway_command,
+    named,
+    pod_of,
+    render,
+    rendered,
+    validate,
+)
+from tests.waiting import wait_until
 
 SCRIPT = HELM_FOLDER / "make-secrets.sh"
+DASHBOARD = CHART / "files" / "dashboard.json"
+DOCUMENT = ROOT / "docs" / "deploy.md"
+GATEWAY_START_S = 20.0
 CLEAN = {name: value for name, value in os.environ.items() if not name.startswith(("VE_", "OTEL_"))}
 
 
@@ -32,12 +53,12 @@ CLEAN = {name: value for name, value in os.environ.items() if not name.startswit
 def bin_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """`vision-encoder` as the image's PATH has it, of this checkout."""
     folder = tmp_path_factory.mktemp("bin")
-    program = folder / "vision-encoder"
+    script = folder / "vision-encoder"
     path = os.pathsep.join([str(ROOT), str(ROOT / "proto")])
-    program.write_text(
+    script.write_text(
         f'#!/bin/sh\nPYTHONPATH={path} OMP_NUM_THREADS=1 exec {sys.executable} -m encoder_service "$@"\n'
     )
-    program.chmod(0o755)
+    script.chmod(0o755)
     return folder
 
 
@@ -55,13 +76,6 @@ def models(tmp_path_factory: pytest.TempPathFactory, bin_folder: Path) -> Path:
         )
     assert [path.name for path in folder.iterdir()] == ["demo"]
     return folder
-
-
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port: int = found.getsockname()[1]
-        return port
 
 
 @contextmanager
@@ -89,16 +103,22 @@ def serving(environment: dict[str, str], bin_folder: Path, folder: Path) -> Iter
     assert process.returncode == 0
 
 
-def status(admin: str, path: str, token: str = "") -> int:
+def fetch(address: str, path: str, token: str = "", method: str = "GET") -> tuple[int, str]:
+    """Status, 0 where nobody listens, and body."""
     headers = {"Authorization": f"Bearer {token}"} if token else {}
+    request = urllib.request.Request(f"http://{address}{path}", headers=headers, method=method)
     try:
-        with urllib.request.urlopen(
-            urllib.request.Request(f"http://{admin}{path}", headers=headers), timeout=10
-        ) as got:
-            return int(got.status)
+        with urllib.request.urlopen(request, timeout=10) as got:
+            return int(got.status), got.read().decode()
     except urllib.error.HTTPError as error:
         with error:
-            return error.code
+            return error.code, error.read().decode()
+    except urllib.error.URLError:
+        return 0, ""
+
+
+def status(address: str, path: str, token: str = "", method: str = "GET") -> int:
+    return fetch(address, path, token, method)[0]
 
 
 def is_healthy(bin_folder: Path, *options: str) -> bool:
@@ -122,30 +142,109 @@ def test_cpu_dev_runs_with_its_settings_and_checkpoint(
     assert not is_healthy(bin_folder, "--server", grpc_address, "--timeout-s", "1")
 
 
+# The gateway
+
+
+@contextmanager
+def gateway_running(
+    objects: list[Object], folder: Path, changes: Mapping[str, str] = MappingProxyType({})
+) -> Iterator[dict[str, str]]:
+    """Addresses of Envoy with the arguments and the configuration of the pod, by their ports there."""
+    found = {port: f"127.0.0.1:{free_port()}" for port in ("50051", "9901", "9902")}
+    own = {
+        f"port_value: {port}}}": f"port_value: {address.split(':')[1]}}}" for port, address in found.items()
+    }
+    command = gateway_command(objects, folder, {**changes, **own})
+    with (folder / "log").open("w") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log)
+    try:
+        until = time.monotonic() + GATEWAY_START_S
+        while status(found["9902"], "/ready") != 200:
+            assert process.poll() is None, (folder / "log").read_text()
+            assert time.monotonic() < until
+            time.sleep(0.05)
+        yield found
+    finally:
+        process.terminate()
+        process.wait(timeout=10)
+
+
+def test_the_gateways_pod_answers_its_probe_and_is_drained_by_prestop(tmp_path: Path) -> None:
+    objects = rendered("gpu-gateway")
+    container = container_of(objects, GATEWAY)
+    probe = container["readinessProbe"]["httpGet"]
+    assert container["startupProbe"]["httpGet"] == probe
+    (endpoint,) = named(objects, "PodMonitor", GATEWAY)["spec"]["podMetricsEndpoints"]
+    assert endpoint["port"] == probe["port"] == "operations"
+    with gateway_running(objects, tmp_path) as addresses:
+        operations = addresses["9902"]
+        assert status(operations, probe["path"]) == 200
+        found, metrics = fetch(operations, endpoint["path"])
+        assert found == 200
+        exported = set(re.findall(r"(?m)^# TYPE (\S+) ", metrics))
+        for path in (DASHBOARD, DOCUMENT):
+            shown = {name.removesuffix("_bucket") for name in re.findall(r"\benvoy_\w+", path.read_text())}
+            assert shown
+            assert not shown - exported, path
+        # Nothing else of the admin port can be reached from outside.
+        for path in ("/", "/quitquitquit", "/config_dump", "/healthcheck/fail", "/ready/../quitquitquit"):
+            assert status(operations, path) == status(operations, path, method="POST") == 404
+        *command, script = container["lifecycle"]["preStop"]["exec"]["command"]
+        script = re.sub(r"sleep \d+", "sleep 0", script.replace("9901", addresses["9901"].split(":")[1]))
+        subprocess.run([*command, script], check=True, capture_output=True, timeout=30)
+        assert status(operations, probe["path"]) == 503
+
+
 @pytest.mark.extended
-def test_the_secured_case_runs_with_the_secrets_of_the_script(
+def test_calls_pass_the_gateway_by_mtls_with_the_secrets_of_the_script(
     bin_folder: Path, models: Path, tmp_path: Path
 ) -> None:
-    data = secret_of("tls", "tenants") | secret_of("tokens", "tenants", "search", "chat")
-    for name, text in data.items():
-        (tmp_path / name).write_text(text)
-    tokens = dict(line.split("=") for line in data["tokens"].splitlines())
-    assert tokens.keys() == {"search", "chat"}
-    assert len({*tokens.values(), data["admin-token"]}) == 3
+    """Each side checks the other's certificate, and servers' names. Renewed certificates are followed."""
+    objects = render({"tls": {"enabled": True, "clientCertificates": True}}, case="gpu-secured-gateway")
+    secret, clients = tmp_path / "services", tmp_path / "clients"
+
+    def renew(folder: Path, data: dict[str, str]) -> None:
+        """As the kubelet does: files are links into ..data, which is a link that is replaced."""
+        version = Path(tempfile.mkdtemp(dir=folder))
+        for name, text in data.items():
+            (version / name).write_text(text)
+            if not (folder / name).is_symlink():
+                (folder / name).symlink_to(f"..data/{name}")
+        (folder / "..new").symlink_to(version.name)
+        (folder / "..new").rename(folder / "..data")
+
+    for folder, data in zip((secret, clients), secrets_of("mtls", "tenant"), strict=True):
+        folder.mkdir()
+        renew(folder, data)
+    (secret / "tokens").write_text("a=1\n")
     environment = {
-        name: re.sub(r"^/etc/vision-encoder/(tls|tokens)", str(tmp_path), value)
-        for name, value in environment_of(rendered("gpu-secured")).items()
+        name: re.sub(r"^/etc/vision-encoder/(tls|tokens)", str(secret), value)
+        for name, value in environment_of(objects).items()
     }
-    environment |= {"VE_MODEL": str(models / "demo"), "VE_ADMIN_TOKEN": data["admin-token"]}
-    with serving(environment, bin_folder, tmp_path) as (grpc_address, admin):
-        trusted = ["--server", grpc_address, "--ca", str(tmp_path / "ca.crt")]
-        assert is_healthy(bin_folder, *trusted, "--server-name", "vision-encoder.tenants.svc")
-        assert not is_healthy(bin_folder, *trusted, "--server-name", "vision-encoder.elsewhere.svc")
-        assert not is_healthy(bin_folder, "--server", grpc_address)
-        # The probes' pages are open, metrics need the token.
-        assert status(admin, "/readyz") == status(admin, "/healthz") == 200
-        assert status(admin, "/metrics") == 401
-        assert status(admin, "/metrics", data["admin-token"]) == 200
+    environment |= {"VE_MODEL": str(models / "demo")}
+    ca = ["--ca", str(clients / "ca.crt")]
+    certificate = ["--cert", str(clients / "tls.crt"), "--key", str(clients / "tls.key")]
+    through = ["--server-name", "vision-encoder-gateway.tenant.svc", *ca]
+    with serving(environment, bin_folder, tmp_path) as (encoder, _):
+        direct = ["--server", encoder, "--server-name", "vision-encoder.tenant.svc", *ca]
+        assert is_healthy(bin_folder, *direct, *certificate)
+        assert not is_healthy(bin_folder, *direct)
+        changes = {
+            "address: vision-encoder.tenant.svc, port_value: 50051": "address: {}, port_value: {}".format(
+                *encoder.split(":")
+            )
+        }
+        with gateway_running(objects, secret, changes) as addresses:
+            gateway = ["--server", addresses["50051"], *through]
+            assert is_healthy(bin_folder, *gateway, *certificate)
+            assert not is_healthy(bin_folder, *gateway)
+            for folder, data in zip((secret, clients), secrets_of("mtls", "tenant"), strict=True):
+                renew(folder, data)
+            wait_until(lambda: is_healthy(bin_folder, *gateway, *certificate), "the renewed certificate")
+        # An encoder's certificate with another name.
+        changes["vision-encoder.tenant.svc"] = "vision-encoder.elsewhere.svc"
+        with gateway_running(objects, secret, changes) as addresses:
+            assert not is_healthy(bin_folder, "--server", addresses["50051"], *through, *certificate)
 
 
 # Secrets
@@ -155,11 +254,11 @@ def make_secrets(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([SCRIPT, *arguments], capture_output=True, text=True, timeout=60, check=False)
 
 
-def secret_of(*arguments: str) -> dict[str, str]:
-    """The Secret's data as texts."""
-    found = yaml.safe_load(make_secrets(*arguments).stdout)
-    validate([found])
-    return {name: base64.b64decode(text).decode() for name, text in found["data"].items()}
+def secrets_of(*arguments: str) -> list[dict[str, str]]:
+    """Data of the Secrets as texts."""
+    found = list(yaml.safe_load_all(make_secrets(*arguments).stdout))
+    validate(found)
+    return [{name: base64.b64decode(text).decode() for name, text in each["data"].items()} for each in found]
 
 
 def test_secrets_have_the_names_that_a_release_mounts() -> None:
@@ -173,9 +272,8 @@ def test_secrets_have_the_names_that_a_release_mounts() -> None:
         if kind == "tls":
             certificate = x509.load_pem_x509_certificate(base64.b64decode(found["data"]["tls.crt"]))
             names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
-            assert {"other.tenant.svc", "other-local.tenant.svc"} <= set(
-                names.get_values_for_type(x509.DNSName)
-            )
+            services = {f"{service}.tenant.svc" for service in ("other", "other-local", "other-gateway")}
+            assert services <= set(names.get_values_for_type(x509.DNSName))
 
 
 @pytest.mark.parametrize(

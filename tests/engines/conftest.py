@@ -6,8 +6,10 @@ Collected only where vLLM is installed: `make test-engines` runs this folder in 
 from __future__ import annotations
 
 import importlib.util
+import random
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,25 +17,42 @@ if importlib.util.find_spec("vllm") is None:
     collect_ignore_glob = ["test_*.py"]
 else:
     from tests.engines.checkpoints import write_checkpoint
-    from tests.engines.pictures import TEXT
-    from tests.engines.processes import Encoder, Stack, TextRequests
+    from tests.engines.pictures import (
+        CASES,
+        CLIP_CASES,
+        CLIP_LENGTHS,
+        SIZES,
+        TEXT,
+        clip,
+        data_url,
+        picture,
+        with_pixels,
+    )
+    from tests.engines.processes import Encoder, Stack, TextRequests, run_offline
+
+    INPUT = data_url(picture(7))
 
 FAMILIES = ("qwen3_vl", "qwen3_5", "kimi_k25")
 DTYPES = {"qwen3_vl": "float32", "qwen3_5": "bfloat16", "kimi_k25": "bfloat16"}
+NUM_SETS = 4
+# Processor options of a request, by number of its case.
+OPTIONS = [(2, {"min_pixels": 65536}), (3, {"max_pixels": 70000}), (0, {"size": {"shortest_edge": 90000}})]
+
+# Of a request's clips: more frames than there are by default.
+SAMPLING = {"fps": 3, "min_frames": 6, "max_frames": 11}
 
 
 @pytest.fixture(scope="session")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Per family a whole model, and ``<family>-lm``: the same without the tower's tensors."""
+    """Per family a whole model."""
     root = tmp_path_factory.mktemp("engines")
-    found = {}
-    for family in FAMILIES:
-        found[family] = write_checkpoint(root / family, family)
-        found[f"{family}-lm"] = write_checkpoint(root / f"{family}-lm", family, with_tower=False)
-    return found
+    return {family: write_checkpoint(root / family, family) for family in FAMILIES}
 
 
-@pytest.fixture(scope="session", params=FAMILIES)
+@pytest.fixture(
+    scope="session",
+    params=[FAMILIES[0], *(pytest.param(name, marks=pytest.mark.extended) for name in FAMILIES[1:])],
+)
 def family(request: pytest.FixtureRequest) -> str:
     """Tests are ordered by it, so that one server of each serves all of them."""
     name: str = request.param
@@ -56,11 +75,58 @@ def stack(
     checkpoints: dict[str, Path],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Stack]:
-    """The encoder, vLLM without a tower, and the front before both."""
-    with Stack(
-        encoder, checkpoints[f"{family}-lm"], DTYPES[family], family, tmp_path_factory.mktemp("stack")
-    ) as running:
+    """The encoder, and vLLM without a tower."""
+    folder = tmp_path_factory.mktemp("stack")
+    with Stack(encoder, checkpoints[family], DTYPES[family], folder) as running:
         yield running
+
+
+@pytest.fixture(scope="session")
+def image_sets() -> list[list[bytes]]:
+    """Of which one is taken for each family (offline.py)."""
+    return [[picture(random.getrandbits(32), *size) for size in SIZES] for _ in range(NUM_SETS)]
+
+
+@pytest.fixture(scope="session")
+def images(image_sets: list[list[bytes]], tower: dict[str, Any]) -> list[bytes]:
+    return image_sets[tower["chosen"]]
+
+
+@pytest.fixture(scope="session")
+def clip_sets() -> list[list[bytes]]:
+    """As ``image_sets``."""
+    return [[clip(random.getrandbits(32), *length) for length in CLIP_LENGTHS] for _ in range(NUM_SETS)]
+
+
+@pytest.fixture(scope="session")
+def clips(clip_sets: list[list[bytes]], tower: dict[str, Any]) -> list[bytes]:
+    return clip_sets[tower["chosen_clips"]]
+
+
+@pytest.fixture(scope="session")
+def tower(
+    family: str,
+    checkpoints: dict[str, Path],
+    image_sets: list[list[bytes]],
+    clip_sets: list[list[bytes]],
+) -> dict[str, Any]:
+    """Answers of a vLLM with its own tower. Clips are beside the first set of images."""
+    answers = run_offline(
+        {
+            "model": str(checkpoints[family]),
+            "dtype": DTYPES[family],
+            "sets": [[with_pixels(case, images) for case in CASES] for images in image_sets],
+            "options": OPTIONS if family != "kimi_k25" else [],
+            "clips": [[with_pixels(case, image_sets[0], clips) for case in CLIP_CASES] for clips in clip_sets]
+            if family != "kimi_k25"
+            else [],
+            "sampling": SAMPLING,
+            # Of Qwen3-VL also in other forms than files: test_every_form_of_media_that_vllm_takes.
+            "inputs": INPUT if family == "qwen3_vl" else "",
+        }
+    )
+    print(f"tokens that are sure to be compared, by set of pictures: {answers['decided']}")
+    return answers
 
 
 @pytest.fixture
@@ -70,4 +136,4 @@ def meanwhile(stack: Stack) -> Iterator[TextRequests]:
     yield requests
     requests.end()
     assert stack.vllm.is_running
-    assert stack.chat(TEXT, direct=True).status_code == 200
+    assert stack.chat(TEXT).status_code == 200

@@ -1,12 +1,14 @@
-"""vLLM in this process, with its tower and as a consumer at once: pixels and rows answered side by side.
+"""vLLM in this process: with its own tower, or with rows from an encoder.
 
 A script: reads its settings as JSON from standard input, prints the answers as one line of JSON at the end.
-Of several sets of pictures the one is taken that leaves the least to chance: whose answers, by the tower
-that is here, have the most tokens that no other is as likely as.
+Of several sets of pictures, and of clips, the one is taken that leaves the least to chance: whose answers
+have the most tokens that no other is as likely as.
 """
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 import sys
 from typing import Any
@@ -19,8 +21,8 @@ NUM_LOGPROBS = 8
 MAX_BATCHED_TOKENS = 48
 
 
-def answer(output: Any) -> dict[str, Any]:
-    completion = output.outputs[0]
+def answer(output: Any, number: int = 0) -> dict[str, Any]:
+    completion = output.outputs[number]
     logprobs = [{str(token): found.logprob for token, found in step.items()} for step in completion.logprobs]
     return {
         "tokens": list(completion.token_ids),
@@ -29,51 +31,127 @@ def answer(output: Any) -> dict[str, Any]:
     }
 
 
+def pillow_image(url: str) -> Any:
+    from PIL import Image
+
+    return Image.open(io.BytesIO(base64.b64decode(url.partition(",")[2])))
+
+
 def main() -> None:
     settings = json.load(sys.stdin)
     from vllm import LLM, SamplingParams
 
+    target = settings.get("encoder")
+    transfer = {
+        "ec_connector": "VisionEncoderConnector",
+        "ec_role": "ec_consumer",
+        "ec_connector_module_path": "lm_adapter.engines.vllm",
+        "ec_connector_extra_config": {"target": target, "finite": True},
+    }
     language_model = LLM(
         settings["model"],
         dtype=settings["dtype"],
         max_model_len=2048,
-        max_num_batched_tokens=settings.get("max_num_batched_tokens", MAX_BATCHED_TOKENS),
+        max_num_batched_tokens=MAX_BATCHED_TOKENS,
         max_num_seqs=16,
         enforce_eager=True,
         enable_chunked_prefill=True,
-        ec_transfer_config={
-            "ec_connector": "VisionEncoderConnector",
-            "ec_role": "ec_consumer",
-            "ec_connector_module_path": "lm_adapter.engines.vllm",
-            "ec_connector_extra_config": {"target": settings["encoder"], "finite": True},
-        },
+        **({"ec_transfer_config": transfer} if target else {}),
     )
+    sampling = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS, logprobs=NUM_LOGPROBS, ignore_eos=True)
 
-    def ask(conversations: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        sampling = [
-            SamplingParams(
-                temperature=0.0,
-                max_tokens=MAX_TOKENS,
-                logprobs=NUM_LOGPROBS,
-                ignore_eos=True,
-                extra_args=conversation["extra"],
-            )
-            for conversation in conversations
-        ]
-        messages = [conversation["messages"] for conversation in conversations]
-        return [answer(output) for output in language_model.chat(messages, sampling, use_tqdm=False)]
+    def ask(conversations: list[Any], **options: Any) -> list[dict[str, Any]]:
+        found = language_model.chat(conversations, sampling, use_tqdm=False, **options)
+        return [answer(output) for output in found]
 
-    by_pixels = [ask(conversations) for conversations in settings["pixels"]]
-    decided = [sum(num_decided(one, settings["dtype"]) for one in answers) for answers in by_pixels]
-    chosen = decided.index(max(decided))
+    def best_of(sets: list[Any]) -> tuple[int, list[int], list[Any]]:
+        by_set = [ask(conversations) for conversations in sets]
+        decided = [sum(num_decided(one, settings["dtype"]) for one in answers) for answers in by_set]
+        return decided.index(max(decided)), decided, by_set
+
+    chosen, decided, by_set = best_of(settings["sets"])
     answers = {
         "chosen": chosen,
         "decided": decided,
-        "pixels": by_pixels[chosen],
-        "other pixels": by_pixels[chosen - 1],
-        "rows": ask(settings["rows"][chosen]),
+        "answers": by_set[chosen],
+        "others": by_set[chosen - 1],
+        "with_options": [
+            ask([settings["sets"][chosen][number]], mm_processor_kwargs=options)[0]
+            for number, options in settings.get("options", [])
+        ],
     }
+    if settings.get("clips"):
+        chosen, decided, by_set = best_of(settings["clips"])
+        answers |= {
+            "chosen_clips": chosen,
+            "decided_clips": decided,
+            "clips": by_set[chosen],
+            "other_clips": by_set[chosen - 1],
+        }
+        mm_config = language_model.model_config.get_multimodal_config()
+        # As --media-io-kwargs, for want of options of one call.
+        mm_config.media_io_kwargs = {"video": settings["sampling"]}
+        answers["sampled_clips"] = ask(settings["clips"][chosen])
+        mm_config.media_io_kwargs = {}
+    if settings.get("inputs"):
+        answers["inputs"] = ask_in_other_forms(
+            language_model, sampling, settings["inputs"], with_encoder=bool(target)
+        )
     sys.stdout.write("\n" + json.dumps(answers) + "\n")
+
+
+def ask_in_other_forms(
+    language_model: Any, sampling: Any, url: str, *, with_encoder: bool
+) -> dict[str, list[Any]]:
+    """One picture as every form of image that vLLM takes besides a file, and what only an encoder refuses."""
+    import numpy as np
+    import torch
+    from vllm import SamplingParams
+
+    image = pillow_image(url)
+    pixels = np.asarray(image)
+    prompt = "<|vision_start|><|image_pad|><|vision_end|>What is in the picture?"
+
+    def ask(images: Any, parameters: Any = sampling, text: str = prompt, **fields: Any) -> Any:
+        request = {"prompt": text, "multi_modal_data": {"image": images}, **fields}
+        (output,) = language_model.generate([request], parameters, use_tqdm=False)
+        return output
+
+    def refused(images: Any, **fields: Any) -> str:
+        try:
+            ask(images, **fields)
+        except ValueError as error:
+            return str(error)
+        raise AssertionError("it was not refused")
+
+    frames = np.stack([pixels, pixels])
+    rows, grid = torch.zeros(1, 24, 64), {"image_grid_thw": torch.tensor([[1, 8, 12]])}
+    first = ask(image)
+    expanded = [{"prompt_token_ids": first.prompt_token_ids, "multi_modal_data": {"image": image}}]
+    several = SamplingParams(temperature=1.0, n=3, max_tokens=4, logprobs=1, ignore_eos=True)
+    return {
+        "images": [
+            answer(output)
+            for output in (
+                first,
+                ask(pixels),
+                ask([pixels]),
+                ask(np.moveaxis(pixels, -1, 0)),
+                ask([image], multi_modal_uuids={"image": ["a name"]}),
+                ask([None], multi_modal_uuids={"image": ["a name"]}),
+                language_model.generate(expanded, sampling, use_tqdm=False)[0],
+            )
+        ],
+        "samples": [len(one.token_ids) for one in ask(image, several).outputs],
+        "refused": [
+            refused(pixels.astype(np.float32)),
+            refused(rows),
+            refused(grid),
+            *(refused(image, multi_modal_data={"video": clip}) for clip in (frames, (frames[0], {}), rows)),
+        ]
+        if with_encoder
+        else [],
+    }
 
 
 if __name__ == "__main__":

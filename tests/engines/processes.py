@@ -1,4 +1,4 @@
-"""Encoder, vLLM and front as processes, started by the commands of docs/vllm.md."""
+"""Encoder and vLLM as processes, started by the commands of docs/vllm.md."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from typing import Any, Self
 import httpx
 
 from lm_adapter import DeadlineExceeded, VisionEncoderClient
+from tests.engines.agreement import of_response
 from tests.engines.pictures import TEXT
 
 ROOT = Path(__file__).parents[2]
@@ -31,6 +32,8 @@ STOP_S = 30.0
 VLLM_ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "OMP_NUM_THREADS": "1",
+    # Compiling the ranks of log-probabilities takes each server ten seconds at its first answer.
+    "TORCH_COMPILE_DISABLE": "1",
     "VLLM_CACHE_ROOT": str(ROOT / "build" / "vllm-cache"),
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -100,15 +103,15 @@ class Process:
 class Encoder:
     """The service on a port that stays the same. ``with_broker`` decides at each start."""
 
-    def __init__(self, checkpoint: Path, dtype: str, folder: Path) -> None:
+    def __init__(self, checkpoint: Path, dtype: str, folder: Path, *, device: str = "cpu") -> None:
         self.port = free_port()
         self.target = f"127.0.0.1:{self.port}"
         # A socket's name has a short limit, which pytest's folders exceed.
         self._socket_folder = tempfile.TemporaryDirectory(prefix="ve-eng-")
         self.broker_path = f"{self._socket_folder.name}/broker.sock"
-        self.failures_path = f"{self._socket_folder.name}/failures.sock"
         self._checkpoint = checkpoint
         self._dtype = dtype
+        self._device = device
         self._log = folder / "encoder.log"
         self._process: Process | None = None
 
@@ -125,18 +128,18 @@ class Encoder:
         command = documented(
             "vision-encoder serve", {**replaced, "/run/vision-encoder/broker.sock": self.broker_path}
         )
-        if with_broker:
+        if with_broker and self._device == "cpu":
             command += ["--arena-bytes", str(64 << 20)]
-        else:
+        if not with_broker:
             place = command.index("--broker-path")
             del command[place : place + 2]
         self._process = Process(
             [
-                *("-m", "encoder_service", *command[1:], "--device", "cpu", "--dtype", self._dtype),
+                *("-m", "encoder_service", *command[1:], "--device", self._device, "--dtype", self._dtype),
                 *("--admin-listen", "127.0.0.1:0"),
             ],
             self._log,
-            {"OMP_NUM_THREADS": "1"},
+            {"OMP_NUM_THREADS": "1"} if self._device == "cpu" else {},
         )
         try:
             self._process.wait_for(self._is_ready, "the encoder")
@@ -167,27 +170,27 @@ class Encoder:
 
 
 class VllmServer:
-    """``vllm serve``: a consumer without a tower, or, without ``extra_config``, as it comes."""
+    """``vllm serve``: with rows from an encoder, or, without ``extra_config``, as it comes."""
 
     def __init__(
         self,
         checkpoint: Path,
         dtype: str,
-        family: str,
         extra_config: Mapping[str, Any] | None,
         folder: Path,
         arguments: Sequence[str] = (),
+        device: str = "cpu",
     ) -> None:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self._process = Process(
             [
                 *("-m", "vllm.entrypoints.cli.main"),
-                *serve_arguments(checkpoint, dtype, family, self.port, extra_config),
+                *serve_arguments(checkpoint, dtype, self.port, extra_config),
                 *arguments,
             ],
             folder / "vllm.log",
-            VLLM_ENVIRONMENT,
+            VLLM_ENVIRONMENT if device == "cpu" else {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"},
         )
 
     def wait_ready(self) -> None:
@@ -216,9 +219,9 @@ def documented(beginning: str, replaced: Mapping[str, str]) -> list[str]:
 
 
 def serve_arguments(
-    checkpoint: Path, dtype: str, family: str, port: int, extra_config: Mapping[str, Any] | None
+    checkpoint: Path, dtype: str, port: int, extra_config: Mapping[str, Any] | None
 ) -> list[str]:
-    """The command of docs/vllm.md, for a tiny model on the CPU; without ``extra_config`` no consumer."""
+    """The command of docs/vllm.md, for a tiny model on the CPU; without ``extra_config`` no connector."""
     tiny = [
         *("--host", "127.0.0.1", "--dtype", dtype, "--max-model-len", "2048", "--max-num-seqs", "16"),
         *("--max-num-batched-tokens", "48", "--enforce-eager", "--enable-chunked-prefill"),
@@ -226,22 +229,12 @@ def serve_arguments(
     ]
     if extra_config is None:
         return ["serve", str(checkpoint), "--port", str(port), *tiny]
-    command = documented(
-        "vllm serve",
-        {
-            "MODEL": str(checkpoint),
-            "8000": str(port),
-            "127.0.0.1:50051": str(extra_config["target"]),
-            "/run/vision-encoder/failures.sock": str(extra_config["failures_path"]),
-        },
-    )
+    replaced = {"MODEL": str(checkpoint), "8000": str(port), "127.0.0.1:50051": str(extra_config["target"])}
+    command = documented("vllm serve", replaced)
     place = command.index("--ec-transfer-config") + 1
     transfer = json.loads(command[place])
     transfer["ec_connector_extra_config"] |= extra_config
     command[place] = json.dumps(transfer)
-    if family == "kimi_k25":
-        (limits,) = re.findall(r"Kimi-K2.5 the limits are\s+`(\{.*?\})`", DOCUMENT.read_text())
-        command[command.index("--limit-mm-per-prompt") + 1] = limits
     return [*command[1:], *tiny]
 
 
@@ -253,86 +246,78 @@ def answers(url: str) -> bool:
 
 
 class Stack:
-    """A vLLM server fed by an encoder, and the front. The encoder may stop and start meanwhile."""
+    """A vLLM server fed by an encoder, which may stop and start meanwhile."""
 
     def __init__(
         self,
         encoder: Encoder,
         checkpoint: Path,
         dtype: str,
-        family: str,
         folder: Path,
         *,
         timeout_s: float = 4.0,
         arguments: Sequence[str] = (),
+        device: str = "cpu",
     ) -> None:
-        """timeout_s: of an item's rows; arguments: further ones of vLLM."""
-        self._timeout_s = timeout_s
-        self._arguments = arguments
+        """timeout_s: of an image's rows; arguments: further ones of vLLM."""
         self.encoder = encoder
-        self.family = family
-        self._checkpoint = checkpoint
-        self._dtype = dtype
-        self._folder = folder
-        self.vllm: VllmServer
-        self._front: Process
-        self.front_url = ""
+        self.checkpoint = checkpoint
+        config = {"target": encoder.target, "finite": True, "timeout_s": timeout_s, "retry_s": 2.0}
+        self.vllm = VllmServer(checkpoint, dtype, config, folder, arguments, device)
 
     def __enter__(self) -> Self:
-        config = {
-            "target": self.encoder.target,
-            "finite": True,
-            "timeout_s": self._timeout_s,
-            "retry_s": 2.0,
-            "failures_path": self.encoder.failures_path,
-        }
-        self.vllm = VllmServer(
-            self._checkpoint, self._dtype, self.family, config, self._folder, self._arguments
-        )
         try:
-            self._start_front()
             self.vllm.wait_ready()
         except BaseException:
             self.vllm.stop()
             raise
         return self
 
-    def _start_front(self) -> None:
-        port = free_port()
-        self.front_url = f"http://127.0.0.1:{port}"
-        command = documented(
-            "python -m lm_adapter.engines.vllm_front",
-            {
-                "127.0.0.1:8080": f"127.0.0.1:{port}",
-                "http://127.0.0.1:8000": self.vllm.url,
-                "127.0.0.1:50051": self.encoder.target,
-                "/run/vision-encoder/failures.sock": self.encoder.failures_path,
-            },
-        )
-        arguments = [*command[1:], "--timeout-s", str(self._timeout_s)]
-        self._front = Process(arguments, self._folder / "front.log")
-
     def __exit__(self, *_: object) -> None:
-        self._front.stop()
         self.vllm.stop()
 
     def chat(
-        self, messages: list[dict[str, Any]], *, direct: bool = False, timeout_s: float = 120, **fields: Any
+        self, messages: list[dict[str, Any]], *, timeout_s: float = 120, **fields: Any
     ) -> httpx.Response:
-        """One request, through the front or at vLLM itself."""
-        body = {
-            "model": "model",
-            "messages": messages,
-            "max_tokens": 12,
-            "temperature": 0,
-            "ignore_eos": True,
-            "logprobs": True,
-            "top_logprobs": 8,
-            "return_tokens_as_token_ids": True,
-            **fields,
-        }
-        url = self.vllm.url if direct else self.front_url
-        return httpx.post(f"{url}/v1/chat/completions", json=body, timeout=timeout_s)
+        """One request."""
+        url = f"{self.vllm.url}/v1/chat/completions"
+        return httpx.post(url, json=chat_body(messages, **fields), timeout=timeout_s)
+
+    def answer(self, messages: list[dict[str, Any]], **fields: Any) -> dict[str, Any]:
+        """Of a request that has to succeed."""
+        response = self.chat(messages, **fields)
+        assert response.status_code == 200, response.text
+        return of_response(response.json())
+
+
+def chat_body(messages: list[dict[str, Any]], **fields: Any) -> dict[str, Any]:
+    return {
+        "model": "model",
+        "messages": messages,
+        "max_tokens": 12,
+        "temperature": 0,
+        "ignore_eos": True,
+        "logprobs": True,
+        "top_logprobs": 8,
+        "return_tokens_as_token_ids": True,
+        **fields,
+    }
+
+
+def run_offline(settings: dict[str, Any]) -> dict[str, Any]:
+    """The answers of offline.py."""
+    completed = subprocess.run(
+        [sys.executable, str(ROOT / "tests" / "engines" / "offline.py")],
+        input=json.dumps(settings),
+        env=environment(**VLLM_ENVIRONMENT, VLLM_ENABLE_V1_MULTIPROCESSING="0"),
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=False,
+    )
+    assert completed.returncode == 0, completed.stderr[-6000:]
+    answers: dict[str, Any] = json.loads(completed.stdout.strip().splitlines()[-1])
+    return answers
 
 
 class TextRequests:
@@ -347,7 +332,7 @@ class TextRequests:
 
     def _ask(self) -> None:
         while not self._stop.is_set():
-            response = self._stack.chat(TEXT, direct=True, max_tokens=4)
+            response = self._stack.chat(TEXT, max_tokens=4)
             assert response.status_code == 200, response.text
             self.num_answered += 1
 

@@ -5,28 +5,29 @@ One server of Qwen3-VL; at its encoder's address there are real and made-up enco
 
 from __future__ import annotations
 
+import json
 import random
 import re
-import secrets
-import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
+from fractions import Fraction
+from functools import partial
 from itertools import islice
 from typing import Any
 
 import httpx
 import pytest
 
-from lm_adapter import ImageItem, VisionEncoderClient
-from lm_adapter.engines.vllm_items import transfer_params
-from lm_adapter.errors import ItemFailed
+from lm_adapter import VisionEncoderClient
 from lm_adapter.items import Grid
+from lm_adapter.keys import content_digest
 from lm_adapter.testing import FakeEncoder, FakeScript, Fault, fake_model
 from tests.engines.agreement import of_response
-from tests.engines.pictures import TEXT, Case, picture, with_pixels, with_rows
-from tests.engines.processes import Encoder, Stack, TextRequests
+from tests.engines.pictures import TEXT, Case, Clip, clip, picture, with_damaged_end, with_pixels
+from tests.engines.processes import Encoder, Stack, TextRequests, VllmServer, chat_body
+from tests.waiting import wait_until
 
 FAMILY = "qwen3_vl"
 pytestmark = [
@@ -34,7 +35,10 @@ pytestmark = [
     pytest.mark.parametrize("family", [FAMILY], indirect=True, scope="session"),
 ]
 ONE = Case("one image", (0, "What is in the picture?"))
-GRID = Grid(1, 8, 12)
+ONE_CLIP = Case("one clip", (Clip(0), "What happens?"))
+# Of a picture of 200 x 260 pixels.
+GRID = Grid(1, 20, 16)
+NUM_ROWS = 80
 # The geometry of the tiny checkpoint.
 WIDTH = {"out_width": 64, "num_deepstack_levels": 2, "dtype": "float32"}
 
@@ -56,24 +60,25 @@ def script_for(digest: bytes, **changes: Any) -> FakeScript:
     return FakeScript(model=fake_model(**{**WIDTH, **changes}), grids={digest: GRID})
 
 
-def ask_for(stack: Stack, target: str, digest: bytes, **fields: Any) -> httpx.Response:
-    """A metadata-only request for an image that the encoder at the target was told of."""
-    with VisionEncoderClient(target) as client:
-        status = client.prefetch([ImageItem(b"content", digest=digest)])[0]
-    assert not isinstance(status, ItemFailed)
-    messages, used = with_rows(ONE, [(status.key, GRID)], FAMILY)
-    return stack.chat(messages, direct=True, ec_transfer_params=transfer_params(used), **fields)
+def new_picture() -> tuple[bytes, bytes]:
+    """A picture of GRID, and its digest."""
+    data = picture(random.getrandbits(32))
+    return data, content_digest(data)
 
 
-def rejected(stack: Stack, response: httpx.Response, *words: str) -> None:
-    """vLLM's own answer says nothing; its log names the reason and both figures."""
-    assert response.status_code == 500
-    line = next(
-        line
-        for line in reversed(stack.vllm.log.splitlines())
-        if "is rejected, its image rows cannot be had" in line
-    )
-    assert all(word in line for word in words), line
+def ask(stack: Stack, image: bytes, **fields: Any) -> httpx.Response:
+    return stack.chat(with_pixels(ONE, [image]), **fields)
+
+
+def ask_clip(stack: Stack, data: bytes, **fields: Any) -> httpx.Response:
+    return stack.chat(with_pixels(ONE_CLIP, [], [data]), **fields)
+
+
+def refused(response: httpx.Response, status: int, *words: str) -> None:
+    """The client is told the reason."""
+    assert response.status_code == status, response.text
+    message = response.json()["error"]["message"]
+    assert all(word in message for word in words), message
 
 
 @pytest.fixture(scope="class")
@@ -88,7 +93,7 @@ class TestFaults:
     @pytest.mark.parametrize(
         ("fault", "words"),
         [
-            (Fault.WRONG_NUM_ROWS, ("25 rows", "needs 24")),
+            (Fault.WRONG_NUM_ROWS, (f"{NUM_ROWS + 1} rows", f"needs {NUM_ROWS}")),
             (Fault.WRONG_WIDTH, ("width", "192")),
             (Fault.WRONG_LEVELS, ("num_deepstack_levels",)),
             (Fault.WRONG_GRID, ("grid_thw",)),
@@ -105,94 +110,117 @@ class TestFaults:
         fault: Fault,
         words: tuple[str, ...],
         stack: Stack,
-        encoder: Encoder,
         fake: FakeEncoder,
         meanwhile: TextRequests,
     ) -> None:
-        bad, good = secrets.token_bytes(32), secrets.token_bytes(32)
-        fake.script.grids |= {bad: GRID, good: GRID}
-        fake.script.faults[bad] = fault
+        (bad, bad_digest), (good, good_digest) = new_picture(), new_picture()
+        fake.script.grids |= {bad_digest: GRID, good_digest: GRID}
+        fake.script.faults[bad_digest] = fault
         with ThreadPoolExecutor(2) as pool:
-            asked = [pool.submit(ask_for, stack, encoder.target, digest) for digest in (bad, good)]
-            answers = [future.result() for future in asked]
-        assert answers[1].status_code == 200, answers[1].text
-        rejected(stack, answers[0], *words)
+            asked = [pool.submit(ask, stack, image) for image in (bad, good)]
+            of_bad, of_good = [future.result() for future in asked]
+        assert of_good.status_code == 200, of_good.text
+        assert of_bad.status_code in (502, 503)
+        refused(of_bad, of_bad.status_code, *words)
+
+    def test_p22_an_encoder_that_says_nothing_of_clips_fails_their_requests(
+        self, stack: Stack, fake: FakeEncoder, meanwhile: TextRequests
+    ) -> None:
+        data = clip(random.getrandbits(32))
+        fake.script.grids[content_digest(data)] = GRID
+        refused(ask_clip(stack, data), 502, "states no timestamps")
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"out_width": 48}, ("width is 144, expected 192",)),
-        ({"num_deepstack_levels": 1}, ("num_deepstack_levels is 1, expected 2",)),
-        ({"dtype": "bfloat16"}, ("dtype is bfloat16, expected float32",)),
-    ],
-)
 def test_p22_an_encoder_of_another_model_fails_requests_and_no_engine(
-    changes: dict[str, Any], words: tuple[str, ...], stack: Stack, encoder: Encoder, meanwhile: TextRequests
-) -> None:
-    digest = secrets.token_bytes(32)
-    with in_place_of(encoder, script_for(digest, **changes)):
-        rejected(stack, ask_for(stack, encoder.target, digest), *words)
-
-
-def test_p32_a_missing_item_is_rejected_with_its_reason(stack: Stack, meanwhile: TextRequests) -> None:
-    messages, used = with_rows(ONE, [(secrets.token_bytes(32), GRID)], FAMILY)
-    response = stack.chat(messages, direct=True, ec_transfer_params=transfer_params(used))
-    rejected(stack, response, "UNKNOWN_KEY")
-
-
-def test_p32_an_encoder_that_is_away_fails_in_seconds_and_the_front_says_why(
     stack: Stack, encoder: Encoder, meanwhile: TextRequests
 ) -> None:
-    image = picture(random.getrandbits(32))
+    """One after the other at one address; at last one whose grid is another one (p11)."""
+    image, digest = new_picture()
+    turned = script_for(digest)
+    turned.grids[digest] = Grid(1, 16, 20)
+    others = (
+        (script_for(digest, out_width=48), ("width is 144, expected 192",)),
+        (script_for(digest, num_deepstack_levels=1), ("num_deepstack_levels is 1, expected 2",)),
+        (script_for(digest, dtype="bfloat16"), ("dtype is bfloat16, expected float32",)),
+        (turned, ("[1, 16, 20]", "[1, 20, 16]")),
+    )
+    with in_place_of(encoder, others[0][0]) as fake:
+        for script, words in others:
+            fake.stop()
+            fake.script = script
+            fake.start()
+            refused(ask(stack, image), 502, "INVALID_ROWS", *words)
+
+
+def test_p32_an_encoder_that_is_away_fails_in_seconds(
+    stack: Stack, encoder: Encoder, meanwhile: TextRequests
+) -> None:
+    image, _ = new_picture()
+    moving = clip(random.getrandbits(32))
     encoder.kill()
     try:
-        response = stack.chat(with_pixels(ONE, [image]))
-        messages, used = with_rows(ONE, [(secrets.token_bytes(32), GRID)], FAMILY)
-        direct = stack.chat(messages, direct=True, ec_transfer_params=transfer_params(used))
+        with ThreadPoolExecutor(2) as pool:
+            responses = list(
+                pool.map(lambda call: call(), (partial(ask, stack, image), partial(ask_clip, stack, moving)))
+            )
     finally:
         encoder.start()
-    assert response.status_code in (503, 504)
-    assert response.json()["error"]["code"] in ("UNAVAILABLE", "DEADLINE_EXCEEDED")
-    assert direct.status_code == 500
-    assert response.elapsed.total_seconds() < 10
-    assert direct.elapsed.total_seconds() < 10
-    assert stack.chat(with_pixels(ONE, [image])).status_code == 200
+    for response in responses:
+        refused(response, 503, "UNAVAILABLE")
+        assert response.elapsed.total_seconds() < 10
+    assert ask(stack, image).status_code == 200
+    assert ask_clip(stack, moving).status_code == 200
 
 
 def test_p32_a_slow_encoder_delays_its_own_requests_only(stack: Stack, encoder: Encoder) -> None:
     """Three images that never come, and one of text meanwhile: the scheduler waits for nothing."""
-    digests = [secrets.token_bytes(32) for _ in range(3)]
-    script = script_for(digests[0])
-    script.grids |= dict.fromkeys(digests, GRID)
-    script.faults = dict.fromkeys(digests, Fault.HANG)
+    pictures = [new_picture() for _ in range(3)]
+    script = script_for(pictures[0][1])
+    script.grids |= {digest: GRID for _, digest in pictures}
+    script.faults = {digest: Fault.HANG for _, digest in pictures}
     with in_place_of(encoder, script), ThreadPoolExecutor(3) as pool:
-        waiting = [pool.submit(ask_for, stack, encoder.target, digest) for digest in digests]
-        soon = stack.chat(TEXT, direct=True, max_tokens=4)
+        waiting = [pool.submit(ask, stack, image) for image, _ in pictures]
+        soon = stack.chat(TEXT, max_tokens=4)
         assert soon.status_code == 200
         assert not any(future.done() for future in waiting)
         answers = [future.result() for future in waiting]
     for answer in answers:
-        rejected(stack, answer, "DEADLINE_EXCEEDED")
+        refused(answer, 504, "DEADLINE_EXCEEDED")
     assert soon.elapsed < min(answer.elapsed for answer in answers) / 2
 
 
-def test_p32_an_encoder_that_restarts_between_encode_and_fetch_is_asked_again(
+def test_p32_rows_that_an_encoders_restart_lost_are_encoded_again(
     stack: Stack, encoder: Encoder, meanwhile: TextRequests
 ) -> None:
-    """Rows known to vLLM by key are gone with the old process; the front sends the image anew."""
-    image = picture(random.getrandbits(32))
-    first = of_response(stack.chat(with_pixels(ONE, [image])).json())
+    """vLLM's caches of images and of KV know the picture and the clip, the encoder does not."""
+    image, _ = new_picture()
+    moving = clip(random.getrandbits(32))
+    first = [of_response(response.json()) for response in (ask(stack, image), ask_clip(stack, moving))]
     encoder.kill()
     encoder.start()
-    again = of_response(stack.chat(with_pixels(ONE, [image])).json())
-    assert again["tokens"] == first["tokens"]
+    again = [of_response(response.json()) for response in (ask(stack, image), ask_clip(stack, moving))]
+    assert [answer["tokens"] for answer in again] == [answer["tokens"] for answer in first]
+
+
+def test_p32_an_encoder_killed_during_encodes_costs_no_request(
+    stack: Stack, encoder: Encoder, meanwhile: TextRequests
+) -> None:
+    """It is back within ``retry_s``."""
+    with ThreadPoolExecutor(8) as pool:
+        asked = [pool.submit(ask, stack, new_picture()[0]) for _ in range(8)]
+        next(as_completed(asked))
+        encoder.kill()
+        encoder.start()
+        answers = [future.result() for future in asked]
+    for answer in answers:
+        assert answer.status_code == 200 or "UNAVAILABLE" in answer.text, answer.text
+    assert ask(stack, new_picture()[0]).status_code == 200
 
 
 def wait_for_transport(stack: Stack, name: str) -> None:
     """Rows come inline until it is found out what is possible; each request is answered meanwhile."""
     for _ in range(60):
-        answer = stack.chat(with_pixels(ONE, [picture(random.getrandbits(32))]), max_tokens=1)
+        answer = ask(stack, new_picture()[0], max_tokens=1)
         assert answer.status_code == 200, answer.text
         if re.findall(r"image rows come by (\w+):", stack.vllm.log)[-1] == name:
             return
@@ -205,9 +233,9 @@ def test_p21_a_broker_killed_under_load_and_one_that_does_not_come_back(
 ) -> None:
     """Rows come through shared memory, until the process behind it is killed; then inline."""
     wait_for_transport(stack, "host")
-    images = [picture(random.getrandbits(32)) for _ in range(24)]
+    images = [new_picture()[0] for _ in range(24)]
     with ThreadPoolExecutor(8) as pool:
-        asked = [pool.submit(stack.chat, with_pixels(ONE, [image])) for image in images]
+        asked = [pool.submit(ask, stack, image) for image in images]
         for answered in islice(as_completed(asked), 3):  # whichever are first
             assert answered.result().status_code == 200
         encoder.kill()
@@ -215,99 +243,67 @@ def test_p21_a_broker_killed_under_load_and_one_that_does_not_come_back(
         statuses = [future.result().status_code for future in asked]
     assert set(statuses) <= {200, 502, 503, 504}
     assert statuses.count(200) >= 3
-    inline = stack.chat(with_pixels(ONE, [picture(random.getrandbits(32))]))
-    assert inline.status_code == 200
+    assert ask(stack, new_picture()[0]).status_code == 200
     wait_for_transport(stack, "inline")
     encoder.stop()
     encoder.start()
     wait_for_transport(stack, "host")
 
 
-@pytest.mark.parametrize(
-    ("params", "word"),
-    [
-        (None, "1 images without pixels"),
-        ({"vision_encoder": {"items": [{"key": "ab", "grid_thw": [1, 8, 12]}]}}, "1 bytes"),
-        ({"vision_encoder": {"items": [{"key": "ab" * 32, "grid_thw": [1, 8, 14]}]}}, "[1, 8, 14]"),
-    ],
-)
-def test_p33_parameters_without_meaning_fail_their_request(
-    params: dict[str, Any] | None, word: str, stack: Stack, meanwhile: TextRequests
-) -> None:
-    messages, _ = with_rows(ONE, [(secrets.token_bytes(32), GRID)], FAMILY)
-    response = stack.chat(messages, direct=True, **({"ec_transfer_params": params} if params else {}))
-    rejected(stack, response, word)
+def test_p33_what_cannot_be_decoded_is_the_clients_fault(stack: Stack, meanwhile: TextRequests) -> None:
+    """Found out from the header, or by the encoder."""
+    refused(ask(stack, b"no image at all"), 400, "cannot identify")
+    image = picture(random.getrandbits(32))
+    for broken in (image[: len(image) // 2], image[: len(image) * 9 // 10]):
+        for _ in range(2):
+            refused(ask(stack, broken), 400, "damaged")
+        body = chat_body(with_pixels(ONE, [broken]), stream=True)
+        streamed = httpx.post(f"{stack.vllm.url}/v1/chat/completions", json=body, timeout=60)
+        *_, event, done = [line for line in streamed.text.splitlines() if line.startswith("data: ")]
+        assert done == "data: [DONE]"
+        error = json.loads(event.removeprefix("data: "))["error"]
+        assert error["code"] == 400
+        assert "damaged" in error["message"]
 
 
-def test_p33_an_image_that_is_none_is_refused_before_vllm(stack: Stack, meanwhile: TextRequests) -> None:
-    response = stack.chat(with_pixels(ONE, [b"no image at all"]))
-    assert response.status_code == 400
-    assert response.json()["error"]["code"]
+def test_p33_clips_that_cannot_be_had_are_the_clients_fault(stack: Stack, meanwhile: TextRequests) -> None:
+    """Found out from the container, or, where only a later frame is damaged, while it is decoded."""
+    moving = clip(random.getrandbits(32))
+    is_long = clip(random.getrandbits(32), 3, Fraction(1, 4000))
+    for data, *words in (
+        (b"no clip at all", "UNDECODABLE_CLIP", "which is no clip"),
+        (picture(random.getrandbits(32)), "UNDECODABLE_CLIP", "PNG"),
+        (moving[:-500], "UNDECODABLE_CLIP", "truncated", str(len(moving) - 500)),
+        (is_long, "CLIP_TOO_LARGE", "12000.0 s, the limit is 7200.0 s"),
+        (with_damaged_end(moving), "UNDECODABLE_CLIP", "damaged"),
+    ):
+        for _ in range(2):
+            refused(ask_clip(stack, data), 400, *words)
+    good, bad = picture(random.getrandbits(32)), moving[:-500]
+    refused(stack.chat(with_pixels(Case("both", (0, Clip(0))), [good], [bad])), 400, "truncated")
+    assert stack.chat(with_pixels(Case("both", (0, Clip(0))), [good], [moving])).status_code == 200
 
 
-def test_a_client_that_leaves_takes_its_fetch_along(
+def test_p33_rows_from_anywhere_else_are_refused(stack: Stack, meanwhile: TextRequests) -> None:
+    """A metadata-only request would name rows that nobody has."""
+    for part, words in (
+        ({"type": "image_embeds", "image_embeds": {"image_grid_thw": [1, 8, 12]}}, "come from the encoder"),
+        ({"type": "video_url", "video_url": {"url": "data:video/jpeg;base64,AAAA,AAAA"}}, "JPEG"),
+    ):
+        parts = [part, {"type": "text", "text": "What is it?"}]
+        refused(stack.chat([{"role": "user", "content": parts}]), 400, words)
+
+
+def test_a_client_that_leaves_takes_its_calls_along(
     stack: Stack, encoder: Encoder, meanwhile: TextRequests
 ) -> None:
-    digest = secrets.token_bytes(32)
+    image, digest = new_picture()
     script = script_for(digest)
     script.faults[digest] = Fault.HANG
     with in_place_of(encoder, script) as fake:
         with pytest.raises(httpx.ReadTimeout):
-            ask_for(stack, encoder.target, digest, timeout_s=1.5)
-        for _ in range(100):
-            if fake.num_cancelled["Fetch"]:
-                break
-            threading.Event().wait(0.05)
-        assert fake.num_cancelled["Fetch"] == 1
-
-
-def test_p18_one_name_for_two_images_is_refused_and_shares_nothing(stack: Stack, encoder: Encoder) -> None:
-    """p12: a client's UUID is a name in vLLM's caches; the first key it stood for keeps it."""
-    with VisionEncoderClient(encoder.target) as client:
-        statuses = client.prefetch([ImageItem(picture(random.getrandbits(32))) for _ in range(2)])
-    (first, second) = [(status.key, status.grid_thw) for status in statuses]  # type: ignore[union-attr]
-    messages, used = with_rows(ONE, [first], FAMILY)
-    assert stack.chat(messages, direct=True, ec_transfer_params=transfer_params(used)).status_code == 200
-    reused = stack.chat(messages, direct=True, ec_transfer_params=transfer_params([second]))
-    rejected(stack, reused, "IDENTIFIER_REUSED")
-
-
-def test_p12_a_request_of_another_grid_fails_alone_and_leaves_no_kv(
-    stack: Stack, encoder: Encoder, meanwhile: TextRequests
-) -> None:
-    """One UUID, one key, and a grid that the rows do not have: of as many placeholders, and of fewer. Beside
-    a request that holds the rows, and at once with one that is right."""
-    right, turned, smaller = Grid(1, 12, 120), Grid(1, 120, 12), Grid(1, 12, 60)
-    held, fresh, slow = (secrets.token_bytes(32) for _ in range(3))
-    script = script_for(slow)
-    script.grids = dict.fromkeys((held, fresh, slow), right)
-    script.faults[slow] = Fault.HANG
-    with in_place_of(encoder, script) as fake, ThreadPoolExecutor(3) as pool:
-        with VisionEncoderClient(encoder.target) as client:
-            statuses = client.prefetch([ImageItem(b"content", digest=one) for one in (held, fresh, slow)])
-        key, fresh_key, slow_key = [status.key for status in statuses]  # type: ignore[union-attr]
-
-        def ask(*rows: tuple[bytes, Grid], name: str = "") -> httpx.Response:
-            case = Case("images", (*range(len(rows)), "What is in the picture?"))
-            messages, used = with_rows(case, rows, FAMILY)
-            if name:
-                messages[0]["content"][0]["uuid"] = name
-            return stack.chat(messages, direct=True, ec_transfer_params=transfer_params(used))
-
-        holder = pool.submit(ask, (key, right), (slow_key, right))
-        while fake.num_calls["Fetch"] < 2:
-            time.sleep(0.01)
-        time.sleep(0.5)
-        for wrong in (turned, smaller):
-            rejected(stack, ask((key, wrong)), str(list(wrong)), str(list(right)))
-        innocent = ask((key, right))
-        at_once = [pool.submit(ask, (fresh_key, grid)) for grid in (turned, right)]
-        assert [future.result().status_code for future in at_once] == [500, 200]
-        references = [ask((one, right), name=secrets.token_hex(32)) for one in (key, fresh_key)]
-        assert not holder.done() or holder.result().status_code == 500
-    for answer, reference in zip((innocent, at_once[1].result()), references, strict=True):
-        assert answer.status_code == reference.status_code == 200, answer.text
-        assert of_response(answer.json())["tokens"] == of_response(reference.json())["tokens"]
+            ask(stack, image, timeout_s=1.5)
+        wait_until(lambda: fake.num_cancelled["Fetch"] == 1, "the end of the call")
 
 
 def cached_tokens(stack: Stack) -> int:
@@ -326,40 +322,31 @@ def test_p12_images_share_kv_by_content_and_by_nothing_else(stack: Stack) -> Non
     lead = Case("lead", (0, "What is in the picture? " * 4))
     other_words = Case("other words", (0, "Which colours do you see? " * 4))
     first, second = (picture(random.getrandbits(32), 600, 600) for _ in range(2))
-    answers = [of_response(stack.chat(with_pixels(lead, [first])).json())]
+    answers = [stack.answer(with_pixels(lead, [first]))]
     before = cached_tokens(stack)
-    answers.append(of_response(stack.chat(with_pixels(lead, [second])).json()))
+    answers.append(stack.answer(with_pixels(lead, [second])))
     apart = cached_tokens(stack) - before
     stack.chat(with_pixels(other_words, [first]))
     shared = cached_tokens(stack) - before - apart
     assert apart == 0
     # 361 tokens of the image; the cache holds whole blocks of 128.
     assert shared >= 256
-    repeated = of_response(stack.chat(with_pixels(lead, [second])).json())
+    repeated = stack.answer(with_pixels(lead, [second]))
     assert repeated["tokens"] == answers[1]["tokens"]
     assert answers[0]["tokens"] != answers[1]["tokens"]
 
 
-def test_streams_are_passed_on_and_a_rejected_one_has_a_status(stack: Stack, encoder: Encoder) -> None:
-    image = picture(random.getrandbits(32))
-    whole = of_response(stack.chat(with_pixels(ONE, [image])).json())
-    body = {
-        "model": "model",
-        "messages": with_pixels(ONE, [image]),
-        "max_tokens": 12,
-        "temperature": 0,
-        "ignore_eos": True,
-        "stream": True,
-    }
-    url = f"{stack.front_url}/v1/chat/completions"
-    with httpx.stream("POST", url, json=body, timeout=60) as response:
-        events = [line for line in response.iter_lines() if line.startswith("data: ")]
-    assert response.status_code == 200
-    assert events[-1] == "data: [DONE]"
-    assert len(events) > len(whole["tokens"]) / 2
-    digest = secrets.token_bytes(32)
-    with in_place_of(encoder, script_for(digest, out_width=48)):
-        refused = httpx.post(url, json=body, timeout=60)
-    assert refused.status_code == 502
-    assert refused.json()["error"]["code"] == "INVALID_ROWS"
-    assert "144" in refused.json()["error"]["message"]
+def test_a_start_that_cannot_work_says_why(stack: Stack, encoder: Encoder, tmp_path: Any) -> None:
+    """Of vLLM's options those that contradict the plugin."""
+    vllm = VllmServer(
+        stack.checkpoint,
+        "float32",
+        {"target": encoder.target},
+        tmp_path,
+        ("--mm-processor-cache-type", "shm"),
+    )
+    try:
+        wait_until(lambda: not vllm.is_running, "the end of the start", 120)
+        assert "--mm-processor-cache-type is shm" in vllm.log
+    finally:
+        vllm.stop()

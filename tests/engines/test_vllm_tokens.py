@@ -1,142 +1,167 @@
-"""Pixels in vLLM against rows from us, for all three models: offline beside vLLM's tower, and from a server
-that has none."""
+"""vLLM's own tower against rows from us, for all three models: the tokens are the same, whatever is asked."""
 
 from __future__ import annotations
 
 import json
 import random
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
-from lm_adapter import ImageItem, VisionEncoderClient
-from lm_adapter.engines.vllm_items import transfer_params
-from lm_adapter.items import Grid
-from tests.engines.agreement import agree, compared, of_response
-from tests.engines.conftest import DTYPES
-from tests.engines.pictures import CASES, SIZES, Case, picture, with_pixels, with_rows
-from tests.engines.processes import ROOT, VLLM_ENVIRONMENT, Encoder, Stack, environment
+from tests.engines.agreement import agree, compared
+from tests.engines.conftest import DTYPES, INPUT, OPTIONS, SAMPLING
+from tests.engines.pictures import CASES, CLIP_CASES, with_pixels
+from tests.engines.processes import Encoder, Stack, chat_body, run_offline
 
 pytestmark = pytest.mark.timeout(600)
+with_clips = pytest.mark.parametrize(
+    "family",
+    ["qwen3_vl", pytest.param("qwen3_5", marks=pytest.mark.extended)],
+    indirect=True,
+    scope="session",
+)
 
 
-NUM_SETS = 4
-
-Rows = list[tuple[bytes, Grid]]
-
-
-@pytest.fixture(scope="session")
-def image_sets() -> list[list[bytes]]:
-    """Of which one is taken for each family (offline.py)."""
-    return [[picture(random.getrandbits(32), *size) for size in SIZES] for _ in range(NUM_SETS)]
+def test_rows_give_the_tokens_of_the_tower(
+    family: str, tower: dict[str, Any], images: list[bytes], stack: Stack
+) -> None:
+    """Chunked prefill is on, and cuts images. The second time rows and KV come out of vLLM's caches."""
+    for _ in range(2):
+        found = [stack.answer(with_pixels(case, images)) for case in CASES]
+        agree(tower["answers"], found, DTYPES[family])
 
 
-@pytest.fixture(scope="session")
-def row_sets(image_sets: list[list[bytes]], encoder: Encoder) -> list[Rows]:
-    with VisionEncoderClient(encoder.target) as client:
-        statuses = [client.prefetch([ImageItem(image) for image in images]) for images in image_sets]
-    return [[(status.key, status.grid_thw) for status in one] for one in statuses]  # type: ignore[union-attr,misc]
-
-
-@pytest.fixture(scope="session")
-def images(image_sets: list[list[bytes]], offline: dict[str, Any]) -> list[bytes]:
-    return image_sets[offline["chosen"]]
-
-
-@pytest.fixture(scope="session")
-def rows(row_sets: list[Rows], offline: dict[str, Any]) -> Rows:
-    return row_sets[offline["chosen"]]
-
-
-@pytest.fixture(scope="session")
-def offline(
-    family: str,
-    checkpoints: dict[str, Path],
-    image_sets: list[list[bytes]],
-    row_sets: list[Rows],
-    encoder: Encoder,
-) -> dict[str, Any]:
-    """Answers of one vLLM process, with its tower in place: to pixels, to rows, and to other pixels."""
-
-    def asked_with_rows(case: Case, rows: Rows) -> dict[str, Any]:
-        messages, used = with_rows(case, rows, family)
-        return {"messages": messages, "extra": {"ec_transfer_params": transfer_params(used)} if used else {}}
-
-    settings = {
-        "model": str(checkpoints[family]),
-        "dtype": DTYPES[family],
-        "encoder": encoder.target,
-        "pixels": [
-            [{"messages": with_pixels(case, images), "extra": {}} for case in CASES] for images in image_sets
-        ],
-        "rows": [[asked_with_rows(case, rows) for case in CASES] for rows in row_sets],
-    }
-    completed = subprocess.run(
-        [sys.executable, str(ROOT / "tests" / "engines" / "offline.py")],
-        input=json.dumps(settings),
-        env=environment(**VLLM_ENVIRONMENT, VLLM_ENABLE_V1_MULTIPROCESSING="0"),
-        capture_output=True,
-        text=True,
-        timeout=400,
-        check=False,
-    )
-    assert completed.returncode == 0, completed.stderr[-6000:]
-    answers: dict[str, Any] = json.loads(completed.stdout.strip().splitlines()[-1])
-    print(f"tokens that are sure to be compared, by set of pictures: {answers['decided']}")
-    return answers
-
-
-def test_offline_rows_give_the_tokens_of_pixels(family: str, offline: dict[str, Any]) -> None:
-    agree(offline["pixels"], offline["rows"], DTYPES[family])
-
-
-def test_other_pictures_would_be_noticed(family: str, offline: dict[str, Any]) -> None:
+def test_other_pictures_would_be_noticed(
+    family: str, tower: dict[str, Any], images: list[bytes], stack: Stack
+) -> None:
+    found = [stack.answer(with_pixels(case, images)) for case in CASES]
     with pytest.raises(AssertionError):
-        agree(offline["other pixels"], offline["rows"], DTYPES[family])
+        agree(tower["others"], found, DTYPES[family])
 
 
-def test_the_server_without_a_tower_gives_the_tokens_of_pixels(
-    family: str, offline: dict[str, Any], images: list[bytes], stack: Stack
+def test_processor_options_of_a_request(
+    family: str, tower: dict[str, Any], images: list[bytes], stack: Stack
 ) -> None:
-    """Ordinary requests through the front; chunked prefill is on, and cuts images."""
-    found = []
-    for case in CASES:
-        response = stack.chat(with_pixels(case, images))
-        assert response.status_code == 200, response.text
-        found.append(of_response(response.json()))
-    agree(offline["pixels"], found, DTYPES[family])
+    for (number, options), expected in zip(OPTIONS, tower["with_options"], strict=False):
+        found = stack.answer(with_pixels(CASES[number], images), mm_processor_kwargs=options)
+        compared(expected, found, DTYPES[family])
+    refused = stack.chat(with_pixels(CASES[0], images), mm_processor_kwargs={"do_resize": False})
+    assert refused.status_code == 400
+    assert "do_resize" in refused.text
 
 
-def test_metadata_only_requests_go_without_the_front(
-    family: str, offline: dict[str, Any], rows: list[tuple[bytes, Grid]], stack: Stack
+@with_clips
+def test_clips_give_the_tokens_of_the_tower(
+    family: str, tower: dict[str, Any], image_sets: list[list[bytes]], clips: list[bytes], stack: Stack
 ) -> None:
-    """With processor arguments vLLM names the images anew; the keys still find their rows."""
-    for number, arguments in ((2, None), (3, {"min_pixels": 65536}), (4, None)):
-        messages, used = with_rows(CASES[number], rows, family)
-        fields: dict[str, Any] = {"ec_transfer_params": transfer_params(used)}
-        if arguments and family != "kimi_k25":
-            fields["mm_processor_kwargs"] = arguments
-        response = stack.chat(messages, direct=True, **fields)
-        assert response.status_code == 200, response.text
-        compared(offline["pixels"][number], of_response(response.json()), DTYPES[family])
+    """Alone, by two, and beside an image; all at once, and again out of vLLM's caches. Decoders differ in
+    nothing here: the clips are lossless RGB."""
+    requests = [with_pixels(case, image_sets[0], clips) for case in CLIP_CASES]
+    with ThreadPoolExecutor(len(requests)) as pool:
+        agree(tower["clips"], list(pool.map(stack.answer, requests)), DTYPES[family])
+    found = [stack.answer(request) for request in requests]
+    agree(tower["clips"], found, DTYPES[family])
+    with pytest.raises(AssertionError):
+        agree(tower["other_clips"], found, DTYPES[family])
+
+
+@with_clips
+def test_sampling_options_of_a_request_with_clips(
+    family: str, tower: dict[str, Any], image_sets: list[list[bytes]], clips: list[bytes], stack: Stack
+) -> None:
+    requests = [with_pixels(case, image_sets[0], clips) for case in CLIP_CASES]
+    found = [stack.answer(request, media_io_kwargs={"video": SAMPLING}) for request in requests]
+    agree(tower["sampled_clips"], found, DTYPES[family])
+    lengths = [[answer["num_prompt"] for answer in tower[name]] for name in ("sampled_clips", "clips")]
+    assert all(longer > shorter for longer, shorter in zip(*lengths, strict=True))
+    for options, words in (
+        ({"media_io_kwargs": {"video": {"num_frames": 8}}}, "num_frames"),
+        ({"mm_processor_kwargs": {"fps": 1.0}}, "media_io_kwargs"),
+        ({"mm_processor_kwargs": {"max_pixels": 70000}}, "--mm-processor-kwargs"),
+    ):
+        refused = stack.chat(requests[0], **options)
+        assert refused.status_code == 400, refused.text
+        assert words in refused.json()["error"]["message"]
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("family", ["kimi_k25"], indirect=True, scope="session")
+def test_clips_of_a_model_of_which_vllm_takes_none_are_refused(
+    family: str, clip_sets: list[list[bytes]], stack: Stack
+) -> None:
+    refused = stack.chat(with_pixels(CLIP_CASES[0], [], clip_sets[0]))
+    assert refused.status_code == 400, refused.text
+    assert "vLLM takes no video with this model" in refused.json()["error"]["message"]
 
 
 def test_sixteen_at_once_are_not_mixed_up(
-    family: str, offline: dict[str, Any], images: list[bytes], stack: Stack
+    family: str, tower: dict[str, Any], images: list[bytes], stack: Stack
 ) -> None:
     """p02, p25: requests of all kinds in the same batches."""
     numbers = [random.randrange(len(CASES)) for _ in range(32)]
-
-    def ask(number: int) -> dict[str, Any]:
-        response = stack.chat(with_pixels(CASES[number], images))
-        assert response.status_code == 200, response.text
-        return of_response(response.json())
-
     with ThreadPoolExecutor(16) as pool:
-        found = list(pool.map(ask, numbers))
-    agree([offline["pixels"][number] for number in numbers], found, DTYPES[family])
+        found = list(pool.map(lambda number: stack.answer(with_pixels(CASES[number], images)), numbers))
+    agree([tower["answers"][number] for number in numbers], found, DTYPES[family])
     assert stack.vllm.is_running
+
+
+def test_a_conversation_of_several_turns_streams(
+    family: str, tower: dict[str, Any], images: list[bytes], stack: Stack
+) -> None:
+    """p01: images of an earlier turn stay where they were."""
+    first = with_pixels(CASES[0], images)
+    reply = {"role": "assistant", "content": "A picture."}
+    turns = [*first, reply, *with_pixels(CASES[1], images)]
+    whole = stack.answer(turns)
+    body = chat_body(turns, stream=True)
+    with httpx.stream("POST", f"{stack.vllm.url}/v1/chat/completions", json=body, timeout=60) as response:
+        lines = [line.removeprefix("data: ") for line in response.iter_lines() if line.startswith("data: ")]
+    assert response.status_code == 200
+    assert lines[-1] == "[DONE]"
+    steps = [
+        step
+        for line in lines[:-1]
+        for choice in json.loads(line)["choices"]
+        for step in (choice.get("logprobs") or {"content": []})["content"]
+    ]
+    tokens = [int(step["token"].removeprefix("token_id:")) for step in steps]
+    if DTYPES[family] == "float32":
+        assert tokens == whole["tokens"]
+    assert len(tokens) == len(whole["tokens"])
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl"], indirect=True, scope="session")
+def test_every_form_of_media_that_vllm_takes(
+    family: str,
+    checkpoints: dict[str, Path],
+    tower: dict[str, Any],
+    image_sets: list[list[bytes]],
+    clips: list[bytes],
+    encoder: Encoder,
+) -> None:
+    """p02, p05: offline, in one process: Pillow images, arrays, names of earlier images, prompts that are
+    already expanded, several samples of one prompt, and clips; rows from anywhere else, and a clip's frames,
+    are refused."""
+    settings = {
+        "model": str(checkpoints[family]),
+        "dtype": DTYPES[family],
+        "sets": [[with_pixels(CASES[0], image_sets[0])]],
+        "clips": [[with_pixels(case, image_sets[0], clips) for case in CLIP_CASES]],
+        "sampling": SAMPLING,
+        "inputs": INPUT,
+        "encoder": encoder.target,
+    }
+    answers = run_offline(settings)
+    for name in ("clips", "sampled_clips"):
+        agree(tower[name], answers[name], DTYPES[family])
+    expected, found = tower["inputs"], answers["inputs"]
+    agree(expected["images"], found["images"], DTYPES[family])
+    assert found["samples"] == expected["samples"] == [4, 4, 4]
+    as_floats, as_rows, as_grid, *as_frames = found["refused"]
+    assert "float32" in as_floats
+    assert "image rows come from the encoder" in as_rows
+    assert "image rows come from the encoder" in as_grid
+    assert all("clips are files" in words for words in as_frames)

@@ -5,10 +5,13 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
+from structlog.testing import capture_logs
 
+from encoder_service.engine.fast_path import build_graph_runner
 from encoder_service.engine.graphs import CaptureRecord, GraphRunner, filling_grids
 from encoder_service.errors import ConfigurationError, NotReady
 from encoder_service.scheduler.buckets import (
@@ -23,6 +26,7 @@ from encoder_service.towers.config import parse_config
 from encoder_service.towers.fused import FusedTower
 from encoder_service.towers.registry import build_tower
 from encoder_service.towers.synthetic import config_for
+from encoder_service.towers.tower import Tower
 from encoder_service.types import Grid
 from tests.parity.tower_cases import fresh_seed
 
@@ -46,6 +50,10 @@ def backend_names() -> list[str]:
 
 
 def fused_tower(family: str, size: str, attention: AttentionBackend) -> FusedTower:
+    return FusedTower(plain_tower(family, size), attention)  # type: ignore[arg-type]
+
+
+def plain_tower(family: str, size: str) -> Tower:
     """A tower with random weights of trained magnitude, made on the device."""
     torch.manual_seed(7)
     parsed_family, config = parse_config(config_for(family, size))
@@ -59,8 +67,7 @@ def fused_tower(family: str, size: str, attention: AttentionBackend) -> FusedTow
             torch.nn.init.ones_(parameter)
         else:
             torch.nn.init.normal_(parameter, std=0.02)
-    plain.to(CUDA).requires_grad_(False).eval()
-    return FusedTower(plain, attention)  # type: ignore[arg-type]
+    return plain.to(CUDA).requires_grad_(False).eval()
 
 
 def captured_runner(tower: FusedTower, ladder: BucketLadder) -> GraphRunner:
@@ -262,3 +269,20 @@ def test_p27_all_graphs_of_a_full_tower_stay_under_two_gibibytes_and_a_minute(fa
     print(f"{family}: host time of one step at {inputs.num_patches} patches: {host_us:.0f} us")
     del full
     torch.cuda.empty_cache()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_p45_a_second_start_measures_nothing(family: str, tmp_path: Path) -> None:
+    tower = plain_tower(family, "small")
+    found, events = [], []
+    for _ in range(2):
+        with capture_logs() as logs:
+            runner = build_graph_runner(
+                tower, attention="auto", deterministic=False, max_patches=MAX_PATCHES, choices_dir=tmp_path
+            )
+        assert runner is not None
+        found.append(runner.choices)
+        events.append({entry["event"] for entry in logs})
+    assert found[0] == found[1]
+    assert "attention_selected" in events[0] - events[1]
+    assert "kernel choices of a former start" in events[1] - events[0]

@@ -3,28 +3,28 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from lm_adapter import EncodedRows, ImageItem, VisionEncoderClient
-from lm_adapter.items import Grid
 from tests.integration.conftest import RunningService, running
 from tests.integration.images import photo
-from tests.unit.lm_adapter.connector_rig import Engine, engine_config
+from tests.unit.lm_adapter.connector_rig import Engine, Image, engine_config
 from tests.unit.transport.broker_rig import socket_folder
+from tests.waiting import wait_until
 
 pytest.importorskip("cuda.bindings.driver", reason="needs cuda-bindings", exc_type=ImportError)
 pytestmark = pytest.mark.gpu
 
 CUDA = torch.device("cuda:0")
 SIDES = (128, 512)
-# A forward pass in the engine's stream; far longer than a fetch.
+# 4096 rows of 384 bytes: torch has another pool for what is not above one MiB.
+# A forward pass in the engine's stream; far longer than a read.
 BUSY_CYCLES = 1_000_000_000
-PATIENCE_S = 30.0
 
 
 @pytest.fixture(scope="module")
@@ -45,35 +45,41 @@ def service(checkpoint: Path) -> Iterator[RunningService]:
 
 @pytest.fixture
 def engine(service: RunningService, checkpoint: Path) -> Iterator[Engine]:
-    """Its connector has attached to the encoder's memory. vLLM's device has no index (p39)."""
-    hf_config = json.loads((checkpoint / "config.json").read_text())
+    with new_engine(service, checkpoint) as found:
+        yield found
+
+
+def new_engine(service: RunningService, checkpoint: Path, transport: str = "device", **extra: Any) -> Engine:
+    """An engine whose rank reads rows in this way. vLLM's device has no index (p39)."""
     config = engine_config(
-        service.target, "uni", hf_config=hf_config, dtype="bfloat16", device=torch.device("cuda")
+        service.target,
+        hf_config=json.loads((checkpoint / "config.json").read_text()),
+        dtype="bfloat16",
+        device=torch.device("cuda"),
+        transports=list(dict.fromkeys((transport, "inline"))),
+        **extra,
     )
     found = Engine(config)
+    some, _ = images(service, SIDES)
+
+    def reads_so() -> bool:
+        request = found.request(*some)
+        found.fetch(request)
+        found.finish(request)
+        client = found.readers[0]._client
+        return client is not None and client.transport.name == transport
+
     try:
-        items, _ = images(service, 2)
-        ends_s = time.monotonic() + PATIENCE_S
-        number = 0
-        while True:
-            request = found.request(f"warm {(number := number + 1)}", items)
-            found.fetch(request)
-            step = found.schedule(request)
-            found.finish(request)
-            if all(rows.is_cuda for rows in step.rows.values()):
-                break
-            assert time.monotonic() < ends_s, "the connector did not attach to device memory"
-            time.sleep(0.05)
-        yield found
-    finally:
+        wait_until(reads_so, f"rows by {transport}", 30)
+    except BaseException:
         found.close()
+        raise
+    return found
 
 
-def images(
-    service: RunningService, num_images: int
-) -> tuple[list[tuple[bytes, Grid]], dict[str, torch.Tensor]]:
-    """Keys and grids of fresh images whose rows are in the device arena, and their rows, read inline."""
-    items = [ImageItem(photo(SIDES[index % 2], SIDES[index % 2])) for index in range(num_images)]
+def images(service: RunningService, sides: Sequence[int]) -> tuple[list[Image], dict[str, torch.Tensor]]:
+    """Fresh images whose rows are in the device arena, and these rows, read inline."""
+    items = [ImageItem(photo(side, side)) for side in sides]
     with (
         VisionEncoderClient(service.target, device=CUDA, transports=("device",), timeout_s=60) as shared,
         VisionEncoderClient(service.target, transports=("inline",), timeout_s=60) as inline,
@@ -81,7 +87,8 @@ def images(
         rows = rows_of(shared.encode(items))
         copies = rows_of(inline.fetch([one.key for one in rows]))
     torch.cuda.synchronize()
-    return [(one.key, one.grid_thw) for one in rows], {one.key.hex(): one.torch() for one in copies}
+    found = [Image(bytes(item.data), one.grid_thw) for item, one in zip(items, rows, strict=True)]
+    return found, {image.identifier: one.torch() for image, one in zip(found, copies, strict=True)}
 
 
 def rows_of(outcomes: Sequence[object]) -> list[EncodedRows]:
@@ -99,29 +106,30 @@ def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
 def test_p39_rows_are_read_on_the_device_and_handed_over_without_a_copy(
     service: RunningService, engine: Engine
 ) -> None:
-    items, expected = images(service, 6)
-    request = engine.request("request", items)
+    chosen, expected = images(service, SIDES * 3)
+    request = engine.request(*chosen)
     engine.fetch(request)
     step = engine.schedule(request)
-    assert {rows.device for rows in step.rows.values()} == {CUDA}
-    fetched = {name: rows.data_ptr() for name, rows in step.rows.items()}
+    read = {identifier: engine.readers[0]._rows[number] for number, identifier in step.hand_over}
+    assert {rows.device for rows in read.values()} == {CUDA}
     engine.load(step)
-    assert {name: rows.data_ptr() for name, rows in engine.encoder_cache.items()} == fetched
-    assert_equal(engine.encoder_cache, expected)
+    (cache,) = engine.caches
+    assert all(cache[identifier] is rows for identifier, rows in read.items())
+    assert_equal(cache, expected)
     engine.finish(request)
 
 
 def test_rows_arrive_while_the_engines_stream_computes(service: RunningService, engine: Engine) -> None:
-    items, expected = images(service, 4)
-    request = engine.request("request", items)
-    computed = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    chosen, expected = images(service, SIDES * 2)
+    request = engine.request(*chosen)
+    computed: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
     torch.cuda._sleep(BUSY_CYCLES)  # type: ignore[no-untyped-call]
     computed.record()
     engine.fetch(request)
     engine.load(engine.schedule(request))
-    assert not computed.query(), "the fetch waited for the forward pass"
+    assert not computed.query(), "the reads waited for the forward pass"
     computed.synchronize()
-    assert_equal(engine.encoder_cache, expected)
+    assert_equal(engine.caches[0], expected)
     engine.finish(request)
 
 
@@ -129,32 +137,34 @@ def test_p20_memory_of_rows_is_used_anew_only_after_the_engine_has_read_it(
     service: RunningService, engine: Engine
 ) -> None:
     """vLLM drops rows from its cache while the step that reads them still runs."""
-    items, expected = images(service, 8)
-    first = engine.request("first", items[:4])
+    chosen, expected = images(service, SIDES * 4)
+    (cache,) = engine.caches
+    first = engine.request(*chosen[:4])
     engine.fetch(first)
     engine.load(engine.schedule(first))
     torch.cuda._sleep(BUSY_CYCLES)  # type: ignore[no-untyped-call]
-    read = {name: rows.clone() for name, rows in engine.encoder_cache.items()}
-    computed = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    read = {name: rows.clone() for name, rows in cache.items()}
+    computed: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
     computed.record()
-    engine.encoder_cache.clear()
+    cache.clear()
     engine.finish(first)
-    second = engine.request("second", items[4:])
+    engine.wait_empty()
+    second = engine.request(*chosen[4:])
     engine.fetch(second)
     step = engine.schedule(second)
     assert not computed.query(), "the step was over too early to prove anything"
     engine.load(step)
     torch.cuda.synchronize()
-    assert_equal({**read, **engine.encoder_cache}, expected)
+    assert_equal({**read, **cache}, expected)
     engine.finish(second)
 
 
 def test_p24_graphs_of_the_engine_are_undisturbed(service: RunningService, engine: Engine) -> None:
     """Rows arrive while a graph is captured, as vLLM does when it starts, and between its replays."""
-    items, expected = images(service, 6)
+    chosen, expected = images(service, SIDES * 3)
     number, doubled = torch.ones(4096, device=CUDA), torch.zeros(4096, device=CUDA)
     graph = torch.cuda.CUDAGraph()
-    request = engine.request("request", items)
+    request = engine.request(*chosen)
     torch.cuda.synchronize()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         torch.mul(number, 2, out=doubled)
@@ -165,5 +175,24 @@ def test_p24_graphs_of_the_engine_are_undisturbed(service: RunningService, engin
         graph.replay()
         torch.cuda.synchronize()
         assert bool((doubled == 2 * value).all())
-    assert_equal(engine.encoder_cache, expected)
+    assert_equal(engine.caches[0], expected)
     engine.finish(request)
+
+
+def test_memory_of_waiting_rows_is_held_until_the_first_read(
+    service: RunningService, checkpoint: Path
+) -> None:
+    """vLLM sizes its KV cache by what is in use after a model was loaded."""
+    num_bytes = 512 << 20
+    with new_engine(service, checkpoint, max_resident_bytes=num_bytes) as engine:
+        (reader,) = engine.readers
+        before = torch.cuda.memory_allocated()
+        assert reader.reserve() == num_bytes
+        assert torch.cuda.memory_allocated() == before + num_bytes
+        chosen, expected = images(service, SIDES)
+        request = engine.request(*chosen)
+        engine.fetch(request)
+        assert torch.cuda.memory_allocated() < before + num_bytes
+        engine.load(engine.schedule(request))
+        assert_equal(engine.caches[0], expected)
+        engine.finish(request)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 from pathlib import Path
 
 import grpc
@@ -11,7 +10,6 @@ import pytest
 import torch
 
 from lm_adapter import (
-    DigestItem,
     EncodedRows,
     Grid,
     ImageItem,
@@ -72,28 +70,6 @@ def test_pixel_tensors(client: VisionEncoderClient) -> None:
     assert_fails_alone(client, PixelItem(pixels(24, 100), Grid(1, 4, 6)), "PIXEL_TENSOR_MISMATCH")
 
 
-def test_grids_on_the_wire(service: RunningService, client: VisionEncoderClient) -> None:
-    """Messages that the adapter would not send."""
-
-    def item(rows: int, t: int, h: int, w: int) -> pb.Item:
-        inline = pb.InlineTensor(dtype=pb.DTYPE_FLOAT32, shape=[rows, PATCH_DIM], data=pixels(rows).tobytes())
-        return pb.Item(
-            modality=pb.MODALITY_IMAGE,
-            pixels=pb.PixelTensor(grid_thw=pb.GridTHW(t=t, h=h, w=w), inline=inline),
-        )
-
-    failures = raw_failures(
-        service,
-        [item(24, 1, 4, 7), item(15, 1, 3, 5), item(24, 0, 4, 6), item(24, 1, 4, 6), item(24, 1, 4, 0)],
-    )
-    assert {index: failure.reason for index, failure in failures.items()} == {
-        0: "GRID_MISMATCH",
-        1: "GRID_MISMATCH",
-        2: "GRID_MISMATCH",
-        4: "GRID_MISMATCH",
-    }
-
-
 def raw_failures(service: RunningService, items: list[pb.Item]) -> dict[int, pb.ItemFailure]:
     """Failures by item index, straight from the generated stub; checks that every item was answered."""
     with connected(service) as stub:
@@ -139,17 +115,6 @@ def test_messages_without_meaning(service: RunningService) -> None:
         9: "INVALID_OPTION",
     }
     assert all(failure.status == grpc.StatusCode.INVALID_ARGUMENT.value[0] for failure in failures.values())
-
-
-def test_unknown_keys_and_digests(client: VisionEncoderClient) -> None:
-    held = client.encode_one(ImageItem(photo()))
-    missing, found = client.fetch([bytes(32), held.key])
-    assert isinstance(missing, ItemFailed)
-    assert missing.reason == "UNKNOWN_KEY"
-    assert isinstance(found, EncodedRows)
-    assert found.payload.tobytes() == held.payload.tobytes()
-    # Nobody else's: the service is shared with other modules.
-    assert_fails_alone(client, DigestItem(secrets.token_bytes(32)), "UNKNOWN_KEY")
 
 
 def test_whole_calls_that_cannot_be_read(service: RunningService) -> None:

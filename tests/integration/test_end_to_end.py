@@ -130,24 +130,3 @@ def test_p01_logits_and_tokens_of_a_prompt_with_several_images(
     assert language_model.generate([single], [items], max_new_tokens=NEW_TOKENS) == [
         reference.generate(inputs)
     ]
-
-
-def test_p02_prompts_of_one_batch_keep_their_own_images_in_chunks_of_any_size(
-    rig: tuple[Reference, RemoteVisionLM, VisionEncoderClient],
-) -> None:
-    reference, language_model, client = rig
-    a, b, c, _ = photographs()
-    batch = [[b], [a, c], []]
-    prompts = [reference.prompt(len(files), text) for files, text in zip(batch, "xyz", strict=True)]
-    expected = []
-    for prompt, files in zip(prompts, batch, strict=True):
-        if files:
-            inputs = reference.inputs(prompt, files)
-        else:
-            inputs = reference.processor.tokenizer([prompt], return_tensors="pt")
-        expected.append(reference.generate(inputs))
-    ids = [reference.processor.tokenizer(prompt)["input_ids"] for prompt in prompts]
-    items = [remote_items(client, files) if files else [] for files in batch]
-    for chunk_size in (None, 100, 37):
-        found = language_model.generate(ids, items, max_new_tokens=NEW_TOKENS, chunk_size=chunk_size)
-        assert found == expected

@@ -197,37 +197,6 @@ def test_p34_the_adapter_pings_no_more_often_than_the_server_allows() -> None:
     assert int(ours["grpc.keepalive_time_ms"]) >= 2000 * server.MIN_PING_INTERVAL_S
 
 
-@pytest.mark.extended
-def test_p47_pings_of_a_proxy_never_end_a_quiet_connection(
-    checkpoints: dict[str, Path], device: torch.device
-) -> None:
-    """Each second, through an item that takes long and while no call is in progress."""
-    options = [
-        *OWN_CONNECTION,
-        ("grpc.keepalive_time_ms", 1000),
-        ("grpc.keepalive_timeout_ms", 1000),
-        ("grpc.keepalive_permit_without_calls", 1),
-        ("grpc.http2.max_pings_without_data", 0),
-    ]
-    states: list[grpc.ChannelConnectivity] = []
-    with (
-        running(checkpoints["qwen3_vl"], device) as found,
-        grpc.insecure_channel(found.target, options=options) as channel,
-    ):
-        stub = encoder_pb2_grpc.VisionEncoderStub(channel)
-        assert stub.GetServerInfo(pb.GetServerInfoRequest(), timeout=20).models
-        channel.subscribe(states.append)
-        with stuck(found) as go_on:
-            call = stub.Encode(request(photo()), timeout=60)
-            wait_for_calls(found, 1)
-            time.sleep(20)
-            go_on.set()
-            assert list(call)
-        time.sleep(60)
-        assert stub.GetServerInfo(pb.GetServerInfoRequest(), timeout=20).models
-    assert set(states) <= {grpc.ChannelConnectivity.READY}, states
-
-
 def test_p15_cancelled_and_late_callers_leave_nothing_behind(
     checkpoints: dict[str, Path], device: torch.device
 ) -> None:

@@ -1,10 +1,9 @@
-"""The service over real sockets: calls, streams, health, reflection, admin plane, concurrency."""
+"""The service over real sockets: calls, health, admin plane, concurrency, faults."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,6 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from encoder_service.engine.device import DeviceEngine
 from encoder_service.errors import ConfigurationError, StartupError
 from encoder_service.pipeline import Prefetched
-from encoder_service.rpc import outbound
 from encoder_service.types import Item
 from lm_adapter import (
     CacheTier,
@@ -34,7 +32,6 @@ from tests.integration.conftest import FAMILIES, RunningService, connected, runn
 from tests.integration.images import photo
 from tests.waiting import wait_until
 from vision_encoder.v1 import encoder_pb2 as pb
-from vision_encoder.v1 import encoder_pb2_grpc
 
 
 def figures(service: RunningService) -> dict[str, float]:
@@ -92,20 +89,6 @@ def test_p31_rows_are_the_same_alone_and_in_any_batch(client: VisionEncoderClien
         assert difference < 1e-5
 
 
-def test_results_come_as_they_finish_in_chunks(checkpoints: dict[str, Path], device: torch.device) -> None:
-    with running(checkpoints["qwen3_vl"], device, chunk_bytes=4096) as found:
-        data = photo(320, 320)
-        request = pb.EncodeRequest(items=[pb.Item(modality=pb.MODALITY_IMAGE, encoded=data)])
-        with grpc.insecure_channel(found.target) as channel:
-            events = list(encoder_pb2_grpc.VisionEncoderStub(channel).Encode(request, timeout=30))
-        result = events[0].result
-        assert result.inline.num_chunks == len(events) - 1 > 1
-        assert sum(len(event.chunk.data) for event in events[1:]) == result.rows_bytes
-        with VisionEncoderClient(found.target) as client:
-            rows = client.encode_one(ImageItem(data))
-        assert rows.payload.tobytes() == b"".join(event.chunk.data for event in events[1:])
-
-
 def test_p15_p25_many_clients_one_encode_each(service: RunningService) -> None:
     files = [photo(128, 128) for _ in range(8)]
     before = figures(service)["ve_encoded_items_total"]
@@ -132,79 +115,6 @@ def slow_tower(service: RunningService, gate: threading.Event) -> DeviceEngine:
 
     engine._launcher.launch = wait_then_run  # type: ignore[method-assign, assignment]
     return engine
-
-
-def test_a_client_that_vanishes_frees_everything(checkpoints: dict[str, Path], device: torch.device) -> None:
-    gate = threading.Event()
-    with running(checkpoints["qwen3_vl"], device) as found:
-        engine = slow_tower(found, gate)
-        channel = grpc.insecure_channel(found.target)
-        stub = encoder_pb2_grpc.VisionEncoderStub(channel)
-        items = [pb.Item(modality=pb.MODALITY_IMAGE, encoded=photo(256, 256)) for _ in range(12)]
-        blocker = stub.Encode(pb.EncodeRequest(items=items[:1]), timeout=60)
-        wait_until(lambda: engine._planned)
-        call = stub.Encode(pb.EncodeRequest(items=items), timeout=60)
-        wait_until(lambda: len(engine._waiting) == 11)
-        call.cancel()
-        pipeline = found.service.pipeline
-        assert pipeline is not None
-        wait_until(lambda: len(pipeline.inflight) == 1)
-        gate.set()
-        assert list(blocker)
-        wait_until(lambda: engine.counters.dropped_items == 11)
-        channel.close()
-        assert pipeline.admission.num_patches == 0
-        assert pipeline.admission.num_bytes == 0
-        with VisionEncoderClient(found.target, timeout_s=30) as client:
-            assert client.encode_one(ImageItem(photo()))
-
-
-def test_p17_a_slow_reader_holds_a_bounded_amount_of_rows(
-    checkpoints: dict[str, Path], device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its call starts no more than it reads; new encodes are refused once all callers leave too much unread;
-    everything is given back when it leaves."""
-    monkeypatch.setattr(outbound, "MAX_BYTES_PER_CALL", 64 << 10)
-    big = [pb.Item(modality=pb.MODALITY_IMAGE, encoded=photo(640, 640)) for _ in range(4)]
-    with running(checkpoints["qwen3_vl"], device, chunk_bytes=4096, max_undelivered_bytes=1 << 20) as found:
-        pipeline = found.service.pipeline
-        assert pipeline is not None
-        channel = grpc.insecure_channel(found.target)
-        stub = encoder_pb2_grpc.VisionEncoderStub(channel)
-        events = list(stub.Encode(pb.EncodeRequest(items=big), timeout=30))
-        keys = [event.result.key for event in events if event.WhichOneof("event") == "result"]
-        wait_until(lambda: pipeline.unread.num_bytes == 0)
-
-        calls = [stub.Fetch(pb.FetchRequest(keys=keys * 60), timeout=60) for _ in range(3)]
-        for call in calls:
-            next(call)
-        wait_until(lambda: pipeline.unread.num_bytes > 0)
-        wait_until(lambda: is_steady(lambda: pipeline.metrics.items.labels("host")._value.get()))
-        assert pipeline.unread.num_bytes <= pipeline.store.num_bytes
-        assert pipeline.metrics.items.labels("host")._value.get() < 3 * 60
-
-        assert pipeline.unread.num_bytes > 0
-        with VisionEncoderClient(found.target, timeout_s=30) as client:
-            assert client.encode_one(ImageItem(photo())), "others are served meanwhile"
-            pipeline.unread.max_bytes = 1
-            (refused,) = client.encode([ImageItem(photo(64, 64))])
-        assert isinstance(refused, ItemFailed)
-        assert (refused.reason, refused.retryable) == ("QUEUE_FULL", True)
-        for call in calls:
-            call.cancel()
-        wait_until(lambda: pipeline.unread.num_bytes == 0)
-        channel.close()
-
-
-def is_steady(read: Callable[[], float]) -> bool:
-    """Whether a figure stays as it is for half a second: buffers on the way are full."""
-    first = read()
-    ends = time.monotonic() + 0.5
-    while time.monotonic() < ends:
-        if read() != first:
-            return False
-        time.sleep(0.01)
-    return True
 
 
 def test_a_defect_in_one_prefetched_item_is_that_items(

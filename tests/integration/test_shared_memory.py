@@ -107,22 +107,6 @@ def test_p21_a_place_is_what_the_arena_says_until_its_eviction(sharing: RunningS
     assert sample(sharing, "ve_encodes_repeated_total") == 0
 
 
-def test_large_items_come_inline(
-    checkpoints: dict[str, Path], device: torch.device, socket_path: str
-) -> None:
-    with (
-        running(
-            checkpoints["qwen3_vl"], device, broker_path=socket_path, arena_bytes=1 << 20,
-            device_arena_bytes=(1 << 20) if device.type == "cuda" else None,
-        ) as found,
-        attached(found) as client,
-        VisionEncoderClient(found.target, transports=("inline",)) as inline,
-    ):  # fmt: skip
-        data = photo(1600, 1200)
-        assert rows_of(client, data) == rows_of(inline, data)
-        assert sample(found, "ve_inline_fallbacks_total", reason="large") == 1
-
-
 def test_p18_isolated_namespaces_have_arenas_of_their_own(
     checkpoints: dict[str, Path], device: torch.device, socket_path: str
 ) -> None:

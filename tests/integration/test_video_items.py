@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,16 @@ import torch
 from safetensors import safe_open
 
 from encoder_service import app
-from lm_adapter import ClipItem, EncodedRows, FramesItem, ImageItem, ItemFailed, PreprocessOptions
+from lm_adapter import (
+    ClipItem,
+    EncodedRows,
+    FramesItem,
+    ImageItem,
+    ItemFailed,
+    KeyState,
+    PrefetchStatus,
+    PreprocessOptions,
+)
 from lm_adapter import VisionEncoderClient as Client
 from tests.integration.conftest import FAMILIES, RunningService, running
 from tests.integration.test_process import command
@@ -54,6 +64,27 @@ def test_facts_of_a_clip_come_with_a_place_and_with_a_hit(
         assert np.array_equal(rows.numpy(), found[0].numpy())
     assert len(found[0].timestamps_s) == 7
     assert bool(found[0].chunk_grids) == (family == "kimi_k25")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_prefetch_says_a_clips_grid_and_times_before_the_encode_and_after_it(
+    family: str, checkpoints: dict[str, Path]
+) -> None:
+    with running(checkpoints[family], CPU) as service, Client(service.target) as client:
+        item, other = ClipItem(clip()), ClipItem(clip(), options=PreprocessOptions(fps=4.0))
+        before, image, broken = client.prefetch([item, still(), ClipItem(item.data[:-500])])
+        rows = client.encode_one(item)
+        after, faster = client.prefetch([item, other])
+    assert isinstance(before, PrefetchStatus)
+    assert (before.grid_thw, before.num_rows) == (rows.grid_thw, rows.num_rows)
+    assert before.timestamps_s == rows.timestamps_s
+    assert after == replace(before, state=KeyState.RESIDENT)
+    assert isinstance(image, PrefetchStatus)
+    assert image.timestamps_s == ()
+    assert isinstance(broken, ItemFailed)
+    assert broken.reason == "UNDECODABLE_CLIP"
+    assert isinstance(faster, PrefetchStatus)
+    assert len(faster.timestamps_s) == 2 * len(before.timestamps_s) + 1
 
 
 def test_p33_a_bad_clip_fails_alone(service: RunningService) -> None:

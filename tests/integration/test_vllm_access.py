@@ -1,30 +1,28 @@
-"""The vLLM connector's fetching thread against a service with mutual TLS and a token."""
+"""Both halves of the vLLM connector against a service with mutual TLS and a token."""
 
 from __future__ import annotations
 
+import json
 import secrets
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 
-from lm_adapter import ImageItem, VisionEncoderClient
-from lm_adapter.engines.vllm_fetch import Fetcher
-from lm_adapter.engines.vllm_items import Geometry, WantedRows
-from lm_adapter.engines.vllm_settings import FetchSettings
-from lm_adapter.errors import EncoderError
-from lm_adapter.types import EncodedRows
+from lm_adapter import EncodedRows, ImageItem, VisionEncoderClient
+from lm_adapter.engines.vllm.settings import Settings
 from tests.certificates import Authority
 from tests.integration.conftest import running
 from tests.integration.images import photo
+from tests.unit.lm_adapter.connector_rig import Engine, Image, engine_config
 
 NAMESPACE = "tenant"
 NAME = "encoders.models.svc"
-WITHIN_S = 30
 RETRY_S = 0.4
+HALVES = ("scheduler", "rank")
 
 
 class Secured(NamedTuple):
@@ -32,13 +30,24 @@ class Secured(NamedTuple):
     accepts. rows: of an image that it holds."""
 
     target: str
-    access: dict[str, str]
+    hf_config: dict[str, Any]
+    access: dict[str, Any]
+    image: Image
     rows: EncodedRows
-    geometry: Geometry
 
-    def fetcher(self, access: dict[str, str]) -> Fetcher:
-        config = {"target": self.target, "namespace": NAMESPACE, "retry_s": RETRY_S, **access}
-        return Fetcher(FetchSettings.read(config), self.geometry)
+    def engine(self, half: str, access: dict[str, Any]) -> Engine:
+        """Of one rank. access: of one half, whose name is ``half``; the other has what is accepted."""
+        own = {name: access if name == half else self.access for name in HALVES}
+        config = engine_config(
+            self.target,
+            hf_config=self.hf_config,
+            namespace=NAMESPACE,
+            retry_s=RETRY_S,
+            **own["scheduler"],
+        )
+        engine = Engine(config, num_workers=0)
+        engine.start_worker(**own["rank"])
+        return engine
 
 
 @pytest.fixture(scope="module")
@@ -67,22 +76,15 @@ def secured(
         tokens=f"{NAMESPACE}={token}",
         open_namespaces=False,
     ) as service:
-        tls = FetchSettings.read({"target": service.target, **access}).client_tls()
+        data = photo()
+        tls = Settings.read({"target": service.target, **access}).client_tls()
         with VisionEncoderClient(service.target, namespace=NAMESPACE, token=token, tls=tls) as client:
-            rows = client.encode_one(ImageItem(photo()))
-            model = client.info().model()
-        geometry = Geometry(
-            rows.width, rows.dtype, model.num_deepstack_levels, model.spatial_merge_size, False
-        )
-        yield Secured(service.target, access, rows, geometry)
+            rows = client.encode_one(ImageItem(data))
+        hf_config = json.loads((checkpoints["qwen3_vl"] / "config.json").read_text())
+        yield Secured(service.target, hf_config, access, Image(data, rows.grid_thw), rows)
 
 
-def fetched(fetcher: Fetcher, rows: EncodedRows) -> EncodedRows | EncoderError:
-    fetcher.start("item", WantedRows("name", rows.num_rows, rows.key, rows.grid_thw, rows.num_bytes))
-    fetcher.wait(WITHIN_S)
-    return fetcher.ended.popleft().outcome
-
-
+@pytest.mark.parametrize("half", HALVES)
 @pytest.mark.parametrize(
     ("change", "reason", "text"),
     [
@@ -91,31 +93,27 @@ def fetched(fetcher: Fetcher, rows: EncodedRows) -> EncodedRows | EncoderError:
     ],
     ids=["another name", "no token"],
 )
-def test_p32_a_connector_without_access_fails_its_items_with_the_reason(
-    change: dict[str, str], reason: str, text: str, secured: Secured
+def test_p32_a_half_without_access_fails_its_images_with_the_reason(
+    change: dict[str, str], reason: str, text: str, half: str, secured: Secured
 ) -> None:
-    fetcher = secured.fetcher(secured.access | change)
-    outcome = fetched(fetcher, secured.rows)
-    fetcher.close()
-    assert isinstance(outcome, EncoderError)
-    assert outcome.reason == reason
-    assert text in outcome.message
+    with secured.engine(half, secured.access | change) as engine:
+        failure = engine.failure(engine.request(secured.image))
+    assert failure.startswith(f"{reason}: ")
+    assert text in failure
 
 
+@pytest.mark.parametrize("half", HALVES)
 def test_files_that_are_half_replaced_when_the_first_image_comes_are_read_again(
-    secured: Secured, tmp_path: Path
+    half: str, secured: Secured, tmp_path: Path
 ) -> None:
     """The first image may come hours after the start."""
     own = {name: shutil.copy(secured.access[name], tmp_path) for name in ("tls_cert", "tls_key")}
-    fetcher = secured.fetcher({**secured.access, **own})
-    try:
+    with secured.engine(half, {**secured.access, **own}) as engine:
         shutil.copy(Authority(tmp_path / "new").issue("reader").key, own["tls_key"])
-        early = fetched(fetcher, secured.rows)
-        assert isinstance(early, EncoderError)
-        assert "are no certificate and its key" in early.message
+        assert "are no certificate and its key" in engine.failure(engine.request(secured.image))
         shutil.copy(secured.access["tls_key"], own["tls_key"])
-        late = fetched(fetcher, secured.rows)
-        assert isinstance(late, EncodedRows)
-        assert late.numpy().tobytes() == secured.rows.numpy().tobytes()
-    finally:
-        fetcher.close()
+        request = engine.request(secured.image)
+        engine.fetch(request)
+        engine.load(engine.schedule(request))
+        (rows,) = engine.caches[0].values()
+        assert torch.equal(rows, secured.rows.torch())

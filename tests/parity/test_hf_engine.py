@@ -42,15 +42,6 @@ class Pair:
                 ids += [] if ends_in_vision and index == len(pictures) - 1 else [VISION_END]
         return ids + ([] if ends_in_vision else [rng.randrange(10, 500) for _ in range(rng.randrange(1, 9))])
 
-    def collapsed(self, ids: Sequence[int]) -> list[int]:
-        """The prompt with one placeholder for each run."""
-        placeholders = {self.full.image_id, self.full.video_id}
-        return [
-            token
-            for index, token in enumerate(ids)
-            if token not in placeholders or index == 0 or ids[index - 1] != token
-        ]
-
     def items(self, pictures: Sequence[Picture]) -> list[RemoteItem]:
         return [self.full.item(picture) for picture in pictures]
 
@@ -114,14 +105,6 @@ def test_logits_and_greedy_tokens_equal_the_full_models(pair: Pair, case: str, e
     assert tokens == pair.full.greedy(ids, pictures, 5)
     if not ends_in_vision or pair.full.is_kimi:
         assert tokens == pair.full.generate(ids, pictures, 5)
-
-
-def test_p05_one_placeholder_per_run_is_the_same_prompt(pair: Pair) -> None:
-    pictures = pictures_for(pair, "both")
-    ids = remote_prompt(pair, pair.prompt(4, pictures))
-    items = pair.items(pictures)
-    expanded = pair.remote.prefill([ids], [items]).logits_BV
-    assert torch.equal(pair.remote.prefill([pair.collapsed(ids)], [items]).logits_BV, expanded)
 
 
 def test_p02_a_batch_of_different_prompts_equals_each_alone(pair: Pair) -> None:
@@ -194,24 +177,6 @@ def test_p24_rows_are_not_held_after_the_prefill(pair: Pair) -> None:
     gc.collect()
     assert [ref() for ref in alive] == [None]
     assert pair.remote.decode(state, [20]).isfinite().all()
-
-
-def test_no_vision_parameter_is_in_memory(pair: Pair) -> None:
-    """Every parameter is one of the full model's language parameters, and together they are all of these."""
-    full = dict(pair.full.model.named_parameters())
-    vision = [name for name in full if "visual" in name or "vision_tower" in name or "mm_projector" in name]
-    language = {
-        name.removeprefix("model.language_model."): value
-        for name, value in full.items()
-        if name not in vision
-    }
-    remote = dict(pair.remote.language_model.named_parameters()) | {"lm_head.weight": pair.remote.head_VD}
-    assert len(vision) > 20
-    assert remote.keys() == language.keys()
-    for name, value in remote.items():
-        assert torch.equal(value, language[name]), name
-    count = sum(parameter.numel() for parameter in remote.values())
-    assert count == sum(value.numel() for value in full.values()) - sum(full[name].numel() for name in vision)
 
 
 def test_p22_wrong_items_are_refused_before_anything_runs(

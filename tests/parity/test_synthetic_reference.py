@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -126,19 +125,3 @@ def test_every_deepstack_level_reaches_the_logits(loaded: Any) -> None:
         assert (model(**inputs).logits[0, -1] - before).abs().max() > 0.1
         merger.linear_fc2.load_state_dict(kept)
     assert torch.equal(model(**inputs).logits[0, -1], before)
-
-
-def test_the_tokenizer_loads_and_knows_the_placeholders(loaded: Any) -> None:
-    family, checkpoint, model, _ = loaded
-    tokenizer = import_reference().AutoTokenizer.from_pretrained(checkpoint)
-    assert tokenizer.decode(tokenizer("Two cats, 2 déjà vus.").input_ids) == "Two cats, 2 déjà vus."
-    placeholder = "<|media_pad|>" if family == "kimi_k25" else "<|image_pad|>"
-    assert tokenizer.convert_tokens_to_ids(placeholder) == model.config.image_token_id
-    assert tokenizer(placeholder).input_ids == [model.config.image_token_id]
-
-
-def test_the_processor_expands_one_placeholder_per_row(loaded: Any) -> None:
-    _, checkpoint, model, _ = loaded
-    inputs = inputs_for(checkpoint, 0)
-    num_rows = math.prod(inputs["image_grid_thw"][0].tolist()) // 4
-    assert (inputs["input_ids"] == model.config.image_token_id).sum() == num_rows

@@ -1,1 +1,1 @@
-"""Clips: container checks, decoding through PyAV and Pillow, sampling into pieces for the tower."""
+"""Clips: checks of the container, decoding through PyAV and Pillow, sampling, pieces for the tower."""

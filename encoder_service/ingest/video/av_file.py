@@ -1,26 +1,27 @@
-"""MP4, WebM, Matroska and GIF files to upright RGB frames, through PyAV.
+"""Decodes MP4, WebM, Matroska and GIF files to upright RGB frames, through PyAV.
 
-Owns what FFmpeg may do with a caller's bytes, the count and rate of the frames, which packets have to be
-decoded for the frames that are wanted, and their decoding.
+Owns what FFmpeg may do with a caller's bytes, the number and rate of the frames, the choice of the packets
+that have to be decoded for the wanted frames, and the decoding.
 
 Rules, and what each follows:
 
-* Frames are counted by the packets of the first video stream and addressed in the order of display. The rate
-  is the container's average rate, as in the reference's PyAV reader; where the frames' own times differ from
-  that by more than a frame (variable rate), it is their number over the time they take, as in its default
-  reader.
-* Pixels are those of ``VideoFrame.to_ndarray(format="rgb24")``, the reference reader's.
-* The display matrix is applied, to the nearest quarter turn, as players do.
-* Damage, a frame of another size than the first, and a wanted frame that the decoder leaves out fail the
-  clip: rows of a guessed picture would be cached as if they were its own.
-* Decoding starts at the last key frame that is shown no later than a wanted frame. Frames behind a key frame
-  may depend on frames before it (open groups of pictures, gradual refresh): where decoding from a key frame
-  fails, the rest is decoded from the first packet on.
+* Frames are counted by the packets of the first video stream and indexed in display order. The rate is the
+  container's average rate, as in the reference's PyAV reader. If the frames' own times differ from it by more
+  than a frame (variable rate), it is the number of frames divided by their duration, as in the reference's
+  default reader.
+* Pixels are those of ``VideoFrame.to_ndarray(format="rgb24")``, as in the reference's reader.
+* The display matrix is applied, rounded to the nearest quarter turn, as players do.
+* Damage, a frame whose size differs from the first, and a wanted frame that the decoder leaves out fail the
+  clip. Otherwise the rows of a concealed picture would be cached as if they were correct.
+* Decoding starts at the last key frame that is shown no later than a wanted frame. Frames after a key frame
+  may depend on frames before it (open groups of pictures, gradual refresh). If decoding from a key frame
+  fails, the remaining frames are decoded from the first packet on.
 
-A packet's place is its number in file order. Packets pass through the decoder with their place as their time,
-so that each frame carries the place of its packet. Where a codec does not reorder frames, places also tell
-frames apart that share a time; frames out of the order of their times are refused there. Other codecs' files
-with shared times are refused (above 1000 frames a second in Matroska, which counts milliseconds).
+A packet's place is its number in file order. Packets pass through the decoder with their place as their
+timestamp, so that each frame carries the place of its packet. For codecs that do not reorder frames, places
+also distinguish frames with equal times; files whose frames are not in the order of their times are refused.
+For other codecs, files with equal times are refused (more than 1000 frames per second in Matroska, whose
+times are in milliseconds).
 """
 
 from __future__ import annotations
@@ -53,23 +54,23 @@ from encoder_service.ingest.video.source import (
     decoder_errors,
 )
 
-# The decoders that may run.
+# The decoders that are allowed to run.
 CODECS = (
     "h264", "hevc", "vp8", "vp9", "av1", "libdav1d", "mpeg4", "mpeg1video", "mpeg2video", "mjpeg", "gif",
 )  # fmt: skip
-# Those of them whose packets are always in the order of display.
+# The decoders whose packets are always in display order.
 IN_DISPLAY_ORDER = frozenset({"vp8", "vp9", "av1", "libdav1d", "mjpeg", "gif"})
-# Before version 19 PyAV raises for metadata that is not UTF-8 by default.
+# Before version 19, PyAV raises by default for metadata that is not UTF-8.
 LENIENT_METADATA: dict[str, Any] = (
     {"metadata_errors": "replace"} if int(av.__version__.partition(".")[0]) < 19 else {}
 )
-MAX_HIDDEN = 8192  # packets that an edit list hides: a seek takes time in their square
-MAX_THREAD_PIXELS = 1 << 27  # of all frames that a decoder's threads hold
+MAX_HIDDEN = 8192  # packets hidden by an edit list; the time of a seek is quadratic in their number
+MAX_THREAD_PIXELS = 1 << 27  # pixels of all frames that a decoder's threads hold
 _VP8_SHOWN = 0x10  # bit of a frame's first byte, RFC 6386 section 9.1
 
 
 class Turn(NamedTuple):
-    """How coded pixels become upright: sides swapped first, then mirrored by a step of -1."""
+    """How coded pixels are turned upright: sides are swapped, then an axis with step -1 is mirrored."""
 
     swaps_sides: bool
     step_y: int
@@ -84,8 +85,8 @@ class PacketFact(NamedTuple):
 
 
 class Run(NamedTuple):
-    """Packets at places [first, last], to be decoded together. wanted: places of the frames to keep, in the
-    order of display."""
+    """Packets at places [first, last] that are decoded together. wanted: places of the frames to keep, in
+    display order."""
 
     first: int
     last: int
@@ -93,11 +94,11 @@ class Run(NamedTuple):
 
 
 def plan_runs(packets: Sequence[PacketFact], wanted: Sequence[int]) -> list[Run]:
-    """Runs for the frames of the packets at the wanted places, which are in the order of display. packets: in
-    file order.
+    """The runs that yield the frames of the packets at the wanted places. wanted: in display order. packets:
+    in file order.
 
-    A frame is decoded from the last key frame that is shown no later: frames between two key frames that are
-    shown before the second may depend on frames before it.
+    A frame is decoded from the last key frame that is shown no later than it, because a frame shown between
+    two key frames may depend on frames before the second one, even if it is stored after that one.
     """
     keys = sorted((packet.pts, place) for place, packet in enumerate(packets) if packet.is_key)
     runs: list[Run] = []
@@ -113,10 +114,10 @@ def plan_runs(packets: Sequence[PacketFact], wanted: Sequence[int]) -> list[Run]
 
 
 class AvFile:
-    """A ClipSource over a container that FFmpeg reads."""
+    """A ClipSource for a container that FFmpeg reads."""
 
     def __init__(self, data: bytes, container: Container, limits: ClipLimits) -> None:
-        """Reads all packets and decodes the first frame, which has the size and the display matrix. Raises
+        """Reads all packets and decodes the first frame, which gives the size and the display matrix. Raises
         UndecodableClip, ClipTooLarge."""
         self._num_bytes = len(data)
         self._name = CONTAINER_NAMES[container]
@@ -125,10 +126,10 @@ class AvFile:
         self._coded_size: tuple[int, int] | None = None  # (width, height) of the first decoded frame
         self._num_planned = 0
         self._packets: list[PacketFact] = []
-        self._shown: list[int] = []  # places, in the order of display
+        self._shown: list[int] = []  # places, in display order
         self._places: dict[tuple[int | None, int | None], int] = {}
         with decoder_errors(self._num_bytes, self._name):
-            # The container's demuxer opens nothing else, and no decoder runs before the limits are checked.
+            # The demuxer must not open other files, and no decoder may run before the limits are checked.
             self._file = av.open(
                 io.BytesIO(data),
                 "r",
@@ -155,7 +156,7 @@ class AvFile:
     # Opening
 
     def _choose_stream(self) -> VideoStream:
-        """The first video stream that is no cover. Raises UndecodableClip."""
+        """The first video stream that is not a cover picture. Raises UndecodableClip."""
         for stream in self._file.streams.video:
             if stream.disposition & Disposition.attached_pic:
                 continue
@@ -173,14 +174,14 @@ class AvFile:
 
     def _read_header(self) -> ClipHeader:
         decoder, limits = self._stream.codec_context, self._limits
-        # Some files state no size; then the decoder finds it in the first packet, below max_pixels.
+        # Some files state no size. Then the decoder finds it in the first packet, limited by max_pixels.
         width, height = decoder.width, decoder.height
         num_pixels = width * height or limits.max_frame_pixels
         if width and height:
             check_frame_size(width, height, limits)
-        # By default FFmpeg conceals damage and goes on.
+        # By default FFmpeg conceals damage and continues.
         decoder.options = {"max_pixels": str(limits.max_frame_pixels), "err_detect": "explode"}
-        # Each thread holds a frame.
+        # Each decoder thread holds a frame.
         decoder.thread_count = min(limits.decode_threads, max(1, MAX_THREAD_PIXELS // num_pixels))
         decoder.thread_type = "AUTO"
         fps = self._read_packets()
@@ -193,18 +194,18 @@ class AvFile:
         return ClipHeader(len(self._shown), fps, height, width)
 
     def _read_packets(self) -> float:
-        """Reads the facts of all packets; the average frames per second. Raises UndecodableClip,
+        """Records all packets and returns the average number of frames per second. Raises UndecodableClip,
         ClipTooLarge."""
         codec = self._stream.codec_context.name
         end = 0
         for packet in self._file.demux(self._stream):
             if not packet.size:
-                continue  # the end
+                continue  # the flush packet at the end
             place, pts = len(self._packets), _pts_of(packet)
             if packet.is_corrupt or pts is None:
                 what = "is damaged" if packet.is_corrupt else "has no time"
                 raise UndecodableClip(f"packet {place} of the {self._name} file's video {what}", packet=place)
-            # Every GIF frame is marked as a key frame and drawn over the one before it.
+            # In a GIF every frame is marked as a key frame, but is drawn over the frame before it.
             self._packets.append(PacketFact(pts, packet.is_keyframe and (codec != "gif" or not place)))
             self._places[packet.pts, packet.pos] = place
             end = max(end, pts + (packet.duration or 0))
@@ -227,7 +228,7 @@ class AvFile:
         return self._rate(min(shown_at), max(shown_at), end)
 
     def _rate(self, first: int, last: int, end: int) -> float:
-        """first, last: pts of the frames that are shown first and last; end: when the last one ends."""
+        """The frame rate. first, last: pts of the frames shown first and last. end: pts after the last."""
         num_frames, stated = len(self._shown), self._stream.average_rate
         unit_s = self._stream.time_base or Fraction(0)
         if stated and abs(stated * (last - first) * unit_s - (num_frames - 1)) <= 1:
@@ -238,13 +239,13 @@ class AvFile:
     # Frames
 
     def _coded_frames(self, indices: Sequence[int]) -> Iterator[VideoFrame]:
-        """Raises ClipTooLarge at the call."""
+        """Decodes the frames at these indices. Raises ClipTooLarge at the call, not during iteration."""
         runs = plan_runs(self._packets, [self._shown[index] for index in indices])
         self._check_cost(runs)
         return self._decode_runs(runs)
 
     def _check_cost(self, runs: Sequence[Run]) -> None:
-        """Raises ClipTooLarge."""
+        """Raises ClipTooLarge if decoding these runs would exceed the limit of decoded pixels."""
         self._num_planned = sum(run.last - run.first + 1 for run in runs)
         decoder = self._stream.codec_context
         check_decoded_pixels(
@@ -252,8 +253,8 @@ class AvFile:
         )
 
     def _decode_runs(self, runs: Sequence[Run]) -> Iterator[VideoFrame]:
-        """The wanted frames of all runs. Where a run fails, the rest is decoded once more from the first
-        packet; raises what that fails with."""
+        """The wanted frames of all runs. If a run fails, decodes the remaining frames once more from the
+        first packet on, and raises what that raises."""
         num_done = 0
         try:
             for run in runs:
@@ -270,8 +271,7 @@ class AvFile:
         yield from self._decode_run(rest)
 
     def _decode_run(self, run: Run) -> Iterator[VideoFrame]:
-        """The run's wanted frames. Raises UndecodableClip when another one comes in the place of one that is
-        due."""
+        """The run's wanted frames. Raises UndecodableClip if one is missing, damaged or out of order."""
         due = list(reversed(run.wanted))
         missing = set(due)
         for frame in self._decode(run, frozenset(due)):
@@ -290,8 +290,8 @@ class AvFile:
             )
 
     def _decode(self, run: Run, wanted: frozenset[int]) -> Iterator[VideoFrame]:
-        """Frames that the decoder makes of the run's packets; those that no other depends on and that are not
-        wanted are left out."""
+        """The frames that the decoder makes of the run's packets. Skips frames that are not wanted and that
+        no other frame depends on."""
         decoder, start = self._stream.codec_context, self._packets[run.first].pts
         decoder.flush_buffers()
         for packet, place in self._seek(run):
@@ -299,7 +299,7 @@ class AvFile:
                 break
             if packet.is_disposable and place not in wanted:
                 continue
-            # Hidden frames before the first of an open group of pictures depend on frames that were cut away.
+            # Hidden frames before an open group's first frame depend on frames that were cut away.
             if packet.is_discard and self._packets[place].pts < start:
                 continue
             packet.pts = place
@@ -311,8 +311,8 @@ class AvFile:
             yield self._checked(frame)
 
     def _seek(self, run: Run) -> Iterator[tuple[Packet[VideoStream], int]]:
-        """The run's packets with their places, in file order. Raises UndecodableClip where a seek lands
-        behind the first."""
+        """The run's packets with their places, in file order. Raises UndecodableClip if the seek lands after
+        the first one."""
         self._file.seek(self._packets[run.first].pts, stream=self._stream)
         is_started = False
         for packet in self._file.demux(self._stream):
@@ -328,8 +328,8 @@ class AvFile:
                 return
 
     def _checked(self, frame: VideoFrame) -> VideoFrame:
-        """The frame. Raises UndecodableClip for another size than the first one's, which is the size that all
-        frames were counted with; ClipTooLarge where the first is larger than stated."""
+        """Returns the frame. Raises UndecodableClip if its size differs from that of the first frame, which
+        the limits were checked with; ClipTooLarge if the first frame is larger than the file states."""
         size = frame.width, frame.height
         if self._coded_size is None:
             self._coded_size = size
@@ -347,7 +347,7 @@ class AvFile:
     def _upright(self, frames: Iterator[VideoFrame]) -> Iterator[torch.Tensor]:
         with decoder_errors(self._num_bytes, self._name):
             for frame in frames:
-                # One thread: by default the conversion starts as many as there are cores.
+                # threads=1, because by default the conversion starts one thread per core.
                 image_HWC = frame.to_ndarray(format="rgb24", threads=1)
                 if self._turn.swaps_sides:
                     image_HWC = image_HWC.swapaxes(0, 1)
@@ -356,13 +356,13 @@ class AvFile:
 
 
 def _pts_of(packet: Packet[VideoStream]) -> int | None:
-    """When the packet's frame is shown; its time of decoding where the file states no other."""
+    """When the packet's frame is shown; its decoding time if the file states no presentation time."""
     return packet.dts if packet.pts is None else packet.pts
 
 
 def _turn_of(frame: VideoFrame) -> Turn:
-    """The quarter turn and mirroring nearest to the display matrix [a b u; c d v; x y w], which shows (x, y)
-    at (a x + c y, b x + d y), with y downwards (ISO/IEC 14496-12, section 6.2.2)."""
+    """The quarter turn and mirroring nearest to the display matrix [a b u; c d v; x y w], which maps (x, y)
+    to (a x + c y, b x + d y), with y pointing down (ISO/IEC 14496-12, section 6.2.2)."""
     side_data: Mapping[str, Any] = frame.side_data
     matrix = bytes(side_data.get("DISPLAYMATRIX", b""))
     if len(matrix) != 36:

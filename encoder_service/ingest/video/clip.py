@@ -1,11 +1,12 @@
-"""A clip from its content to the pieces that the tower takes.
+"""A clip, from its content to the pieces that the tower takes.
 
-Owns opening a clip, its plan (frames, timestamps, grid), and decoding a piece at a time, so that decoding
+Owns opening a clip, its plan (frames, timestamps, grid), and decoding one piece at a time, so that decoding
 overlaps with the tower and memory does not grow with the clip's length. The families' rules for sampling,
 sizes and pieces are subclasses of ``ClipRules`` in ``qwen_vl`` and ``moonvit``.
 
-Pieces are exact. Qwen's tower attends within one temporal patch, so that a clip may be cut between any two of
-them; Kimi's attends within a chunk, which is one piece. Each frame is resized by itself, as in the reference.
+Cutting a clip into pieces does not change its rows. Qwen's tower attends within one temporal patch, so a clip
+may be cut between any two of them. Kimi's tower attends within a chunk, which is one piece. Each frame is
+resized by itself, as in the reference.
 
 Shape suffixes: T frames, H height, W width, C channels.
 """
@@ -36,8 +37,8 @@ MAX_FPS = 1000.0
 
 
 def open_source(data: bytes, limits: ClipLimits) -> ClipSource:
-    """A clip file; the first frame is decoded, but for WebP. Raises UndecodableClip, ClipTooLarge with the
-    number found and the number allowed, UnsupportedContent where the package ``av`` is missing."""
+    """Opens a clip file and decodes its first frame, except for WebP. Raises UndecodableClip; ClipTooLarge
+    with the number found and the number allowed; UnsupportedContent if the package ``av`` is missing."""
     if len(data) > limits.max_encoded_bytes:
         raise ClipTooLarge(
             f"the clip file has {len(data)} bytes, the limit is {limits.max_encoded_bytes}",
@@ -51,7 +52,7 @@ def open_source(data: bytes, limits: ClipLimits) -> ClipSource:
     if container == "mov":
         check_tables(data, limits.max_source_frames)
     try:
-        # PyAV takes a while to load, and a service that sees images only does not need it.
+        # Imported here, because PyAV loads slowly and a service that only sees images does not need it.
         from encoder_service.ingest.video.av_file import AvFile
     except ImportError as error:
         raise UnsupportedContent(
@@ -63,9 +64,9 @@ def open_source(data: bytes, limits: ClipLimits) -> ClipSource:
 
 @dataclass(frozen=True)
 class ClipPlan:
-    """What becomes of a clip. indices: frames of the source that are taken; timestamps_s: of each of them;
-    grid: of the whole clip; height, width: of a frame before padding, in pixels; chunk_grids: of its chunks
-    where a family averages rows over the frames of one, else empty."""
+    """How a clip is sampled and resized. indices: the sampled frames of the source. timestamps_s: one per
+    sampled frame. grid: of the whole clip. height, width: of a frame before padding, in pixels. chunk_grids:
+    grids of the clip's chunks if the family averages rows over the frames of a chunk; otherwise empty."""
 
     indices: tuple[int, ...]
     timestamps_s: tuple[float, ...]
@@ -78,8 +79,8 @@ class ClipPlan:
 class ClipRules(abc.ABC):
     """One family's rules for clips with one checkpoint's settings. Stateless and thread-safe.
 
-    rules: the version of the code's rules; options: names of the overrides that it takes. limits: of a clip;
-    patch_size: pixels of a patch's side.
+    rules: version of the rules in the code. options: names of the accepted overrides. limits: limits of a
+    clip. patch_size: pixels of a patch's side.
     """
 
     rules: ClassVar[str]
@@ -90,7 +91,7 @@ class ClipRules(abc.ABC):
     ) -> None:
         self.limits = limits
         self.patch_size = patch_size
-        # What enters the fingerprint of the settings.
+        # The part of the settings that the fingerprint covers.
         self.described = {"rules": self.rules, "settings": dataclasses.asdict(settings)}
 
     @abc.abstractmethod
@@ -99,23 +100,23 @@ class ClipRules(abc.ABC):
 
     @abc.abstractmethod
     def sample(self, header: ClipHeader, options: PreprocessOptions) -> list[int]:
-        """Places of the frames that are taken, ascending."""
+        """Indices of the sampled frames, ascending."""
 
     @abc.abstractmethod
     def sized(self, num_frames: int, height: int, width: int, options: PreprocessOptions) -> ClipPlan:
-        """The plan for that many frames of this size, without indices and timestamps. Raises
+        """The plan for num_frames frames of this size, without indices and timestamps. Raises
         AspectRatioExceeded."""
 
     @abc.abstractmethod
     def piece_frames(self, plan: ClipPlan, max_patches: int) -> int:
-        """Frames of one piece: as many as max_patches allow, at least those that are attended together."""
+        """Frames of one piece: as many as max_patches allows, at least those that are attended together."""
 
     @abc.abstractmethod
     def depth(self, num_frames: int) -> int:
-        """Patches of so many frames along time."""
+        """Number of patches along time for num_frames frames."""
 
     def check_options(self, options: PreprocessOptions) -> None:
-        """Raises InvalidOption for a value that is out of bounds; only ``options`` may be given."""
+        """Raises InvalidOption for a value out of bounds. Expects only overrides named in ``options``."""
         bounds = {"fps": MAX_FPS, "min_frames": self.limits.max_frames, "max_frames": self.limits.max_frames}
         for name, ceiling in bounds.items():
             value = options.given().get(name)
@@ -131,7 +132,7 @@ class ClipRules(abc.ABC):
         self.check_values(options)
 
     def open(self, content: EncodedFile | FrameArray, options: PreprocessOptions) -> Clip:
-        """Opens and plans a clip; of a file one frame is decoded. Raises UndecodableClip, ClipTooLarge,
+        """Opens and plans a clip. Decodes one frame of a file. Raises UndecodableClip, ClipTooLarge,
         AspectRatioExceeded, PixelTensorMismatch, InvalidRequest, InvalidOption, UnsupportedContent."""
         self.check_options(options)
         timestamps_s: Sequence[float] | None = None
@@ -149,9 +150,10 @@ class ClipRules(abc.ABC):
     def plan(
         self, header: ClipHeader, options: PreprocessOptions, timestamps_s: Sequence[float] | None = None
     ) -> ClipPlan:
-        """timestamps_s: of every frame of a source that was sampled before; all frames are taken then. Else
-        the family samples, and a frame's timestamp is its place over the source's rate
-        (``VideoMetadata.timestamps`` of the reference). Raises ClipTooLarge, AspectRatioExceeded."""
+        """The plan of a clip. timestamps_s: one per frame for a clip that is already sampled, of which all
+        frames are used. Otherwise the family samples, and a frame's timestamp is its index divided by the
+        source's rate (``VideoMetadata.timestamps`` of the reference). Raises ClipTooLarge,
+        AspectRatioExceeded."""
         if timestamps_s is None:
             indices = self.sample(header, options)
             timestamps_s = timestamps_of(indices, header.fps)
@@ -168,18 +170,18 @@ class ClipRules(abc.ABC):
 
 
 def timestamps_of(indices: Sequence[int], source_fps: float) -> tuple[float, ...]:
-    """Seconds of frames by their place in the source."""
+    """The times of frames in seconds, from their indices in the source."""
     return tuple(index / source_fps for index in indices)
 
 
 class Clip:
-    """An open clip. One thread reads at a time, not always the same; any thread may close it at any time.
+    """An open clip. One thread at a time reads it. Any thread may close it at any time.
 
-    plan: what is taken of it. decode_ms, resize_ms: spent so far.
+    plan: what is read of it. decode_ms, resize_ms: time spent so far.
     """
 
     def __init__(self, rules: ClipRules, source: ClipSource, plan: ClipPlan) -> None:
-        """Raises ClipTooLarge where decoding would exceed the limit of decoded pixels."""
+        """Raises ClipTooLarge if decoding would exceed the limit of decoded pixels."""
         self.plan = plan
         self.decode_ms = self.resize_ms = 0.0
         self._rules = rules
@@ -190,14 +192,14 @@ class Clip:
         self._is_closed = False
 
     def pieces(self, max_patches: int) -> Iterator[FrameItem]:
-        """The pieces to come, each decoded and resized by the thread that asks for it; ends early once the
-        clip is closed. max_patches: of a piece, unless what is attended together has more. Raises
-        UndecodableClip, ClipTooLarge."""
+        """The remaining pieces. The thread that takes a piece from the iterator decodes and resizes it. Ends
+        early once the clip is closed. max_patches: limit of a piece; frames that are attended together stay
+        in one piece even if they exceed it. Raises UndecodableClip, ClipTooLarge."""
         return iter(functools.partial(self._read_piece, max_patches), None)
 
     def close(self) -> None:
-        """Ends reading and releases the source: at once, or when a thread that reads meanwhile comes to its
-        next frame. Idempotent."""
+        """Ends reading and releases the source: at once, or when a thread that is reading reaches its next
+        frame. Idempotent."""
         self._is_closed = True
         self._source.stop()
         if self._reading.acquire(blocking=False):

@@ -1,9 +1,9 @@
 """Checks of a clip file's bytes before a demuxer opens it.
 
-Owns the containers that are accepted, the test that a file was not cut off, and the bound on the sample
-tables of an MP4 file. FFmpeg reports none of the three: it would try every demuxer that it has (among them
-playlists, which name other files), it ends early and without an error where a file ends early, and it
-allocates an entry for every sample that a table announces. Nothing here decodes.
+Owns the accepted containers, the check that a file was not truncated, and the limit on the sample tables of
+an MP4 file. FFmpeg does none of the three: it would try all its demuxers (among them playlists, which name
+other files), it stops without an error where a truncated file ends, and it allocates an entry for every
+sample that a table announces. Nothing here decodes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from encoder_service.errors import ClipTooLarge, UndecodableClip
 from encoder_service.ingest.headers import UNKNOWN_FORMAT, format_name
 
 Container: TypeAlias = Literal["mov", "matroska", "gif", "webp"]
-# FFmpeg's name of the demuxer to the name in error messages.
+# From FFmpeg's name of the demuxer to the name in error messages.
 CONTAINER_NAMES: dict[Container, str] = {
     "mov": "MP4",
     "matroska": "Matroska",
@@ -25,7 +25,7 @@ CONTAINER_NAMES: dict[Container, str] = {
 }
 ACCEPTED = "MP4, WebM, Matroska, GIF and animated WebP"
 
-# Boxes that begin an ISO or QuickTime file; old ones have no ftyp.
+# Boxes that begin an ISO or QuickTime file. Old files have no ftyp.
 _FIRST_BOXES = frozenset({b"ftyp", b"moov", b"mdat", b"wide", b"free", b"skip", b"pnot"})
 _IMAGE_BRANDS = frozenset({b"avif", b"heic", b"heix", b"mif1"})
 _EBML, _SEGMENT = 0x1A45DFA3, 0x18538067
@@ -37,7 +37,7 @@ ENTRIES_PER_FRAME = 4  # a video sample and the audio samples that belong to it
 
 
 def container_of(data: bytes) -> Container:
-    """The container that the first bytes announce. Raises UndecodableClip for any other file."""
+    """The container that the first bytes indicate. Raises UndecodableClip for any other file."""
     if data[4:8] in _FIRST_BOXES and not (data[4:8] == b"ftyp" and data[8:12] in _IMAGE_BRANDS):
         return "mov"
     if data[:4] == b"\x1a\x45\xdf\xa3":
@@ -56,7 +56,7 @@ def container_of(data: bytes) -> Container:
 
 
 def check_whole(data: bytes, container: Container) -> None:
-    """Raises UndecodableClip for a file that is shorter than it states, ClipTooLarge for an MP4 file of too
+    """Raises UndecodableClip for a file that is shorter than it states, ClipTooLarge for an MP4 file with too
     many boxes."""
     match container:
         case "mov":
@@ -79,8 +79,8 @@ def check_whole(data: bytes, container: Container) -> None:
 
 
 def _gif_end(data: bytes) -> int:
-    """One past the trailer of a GIF, beyond the data where there is none (GIF89a, sections 15 and 18 to
-    27)."""
+    """The offset after a GIF's trailer. If there is no trailer, an offset beyond the data (GIF89a, sections
+    15 and 18 to 27)."""
 
     def table_bytes(place: int) -> int:
         flags = data[place] if place < len(data) else 0
@@ -100,8 +100,8 @@ def _gif_end(data: bytes) -> int:
 
 
 def _matroska_end(data: bytes) -> int:
-    """Where the segment states that it ends; 0 where it does not, as in a live recording (RFC 8794, 4 and
-    5)."""
+    """The offset at which the segment states that it ends; 0 if it does not state this, as in a live
+    recording (RFC 8794, sections 4 and 5)."""
     at = 0
     for expected in (_EBML, _SEGMENT):
         numbers = []
@@ -120,13 +120,13 @@ def _matroska_end(data: bytes) -> int:
 
 
 def check_tables(data: bytes, max_source_frames: int) -> None:
-    """Bounds the sample tables of an MP4 file, of which the demuxer keeps up to 150 bytes an entry. A few
-    bytes can announce hundreds of millions: one size for that many samples, a fragment of as many, an edit
-    list that repeats them.
+    """Limits the sample tables of an MP4 file. The demuxer keeps up to 150 bytes per entry, and a few bytes
+    can announce hundreds of millions of entries: one size for that many samples, a fragment with as many, or
+    an edit list that repeats them.
 
-    Tables are found by their four letters anywhere outside of the outermost mdat boxes: the demuxer descends
-    into more boxes than a walk of our own would. Raises ClipTooLarge, and UndecodableClip for a compressed
-    header (cmov), which would hide them.
+    Tables are found by their four-letter names anywhere outside the outermost mdat boxes, because the demuxer
+    descends into more boxes than a walk of our own would. Raises ClipTooLarge; UndecodableClip for a
+    compressed header (cmov), which would hide the tables.
     """
     limit = max(MIN_ENTRIES, ENTRIES_PER_FRAME * max_source_frames)
     headers = b"".join(data[start:end] for kind, start, end in _outer_boxes(data) if kind != b"mdat")
@@ -144,8 +144,8 @@ def check_tables(data: bytes, max_source_frames: int) -> None:
             case b"trun":
                 num_samples += first
             case _:
-                # Samples of one size that the file has are uncompressed audio: the demuxer keeps an entry for
-                # each chunk only.
+                # Samples of equal size that are all in the file are uncompressed audio. The demuxer keeps one
+                # entry per chunk for them.
                 num_plain_bytes += first * second
                 num_samples += 0 if first and num_plain_bytes <= len(data) else second
         found = max(num_tables, num_samples * (1 + num_edits))
@@ -158,8 +158,8 @@ def check_tables(data: bytes, max_source_frames: int) -> None:
 
 
 def _outer_boxes(data: bytes) -> Iterator[tuple[bytes, int, int]]:
-    """(kind, start, end) of the outermost boxes; what follows a damaged one is one box without a kind. Raises
-    ClipTooLarge for more than MAX_BOXES."""
+    """(kind, start, end) of the outermost boxes. After a damaged box, the rest of the file is one box without
+    a kind. Raises ClipTooLarge for more than MAX_BOXES."""
     start = num_boxes = 0
     while start < len(data):
         size, kind = int.from_bytes(data[start : start + 4], "big"), data[start + 4 : start + 8]

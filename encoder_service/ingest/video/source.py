@@ -1,9 +1,8 @@
-"""What every source of frames is, the limits that hold for all of them, and arrays of decoded frames.
+"""The interface of sources of frames, the limits of all clips, and clips given as arrays of frames.
 
-Owns ``ClipSource``, the limits of clips, the translation of decoders' exceptions, and ``FramesClip``: a clip
-as its caller decoded it. Files are read by ``av_file`` and ``webp``, opened by ``clip``.
+Owns ``ClipSource``, the limits of clips, the translation of decoders' exceptions, and ``FramesClip``, a clip
+that the caller decoded. ``av_file`` and ``webp`` read files, ``clip`` opens them.
 
-Shape suffixes: T frames, H height, W width, C channels.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from encoder_service.errors import (
 from encoder_service.types import FrameArray
 
 MIB = 1 << 20
-# The rate of a clip that states none: the reference processors' own default.
+# The rate of a clip that states none: the default of the reference processors.
 DEFAULT_SOURCE_FPS = 24.0
 
 
@@ -36,10 +35,10 @@ DEFAULT_SOURCE_FPS = 24.0
 class ClipLimits:
     """Limits of one clip.
 
-    max_encoded_bytes: of the file. max_frame_pixels: width times height of a frame. max_duration_s,
-    max_source_frames: of the source, whatever is sampled. max_decoded_pixels: sum over all frames that have
-    to be decoded for those that are sampled. max_frames: that are sampled. decode_threads: of one clip's
-    decoder.
+    max_encoded_bytes: size of the file. max_frame_pixels: width times height of a frame. max_duration_s,
+    max_source_frames: of the source, independent of sampling. max_decoded_pixels: sum over all frames that
+    have to be decoded for the sampled ones. max_frames: number of sampled frames. decode_threads: threads of
+    one clip's decoder.
     """
 
     max_encoded_bytes: int = 256 * MIB
@@ -52,8 +51,8 @@ class ClipLimits:
 
 
 def clip_limits(settings: Settings, max_frame_pixels: int, num_workers: int) -> ClipLimits:
-    """The limits of the service's settings. num_workers: threads that decode and resize; a clip's decoder
-    uses a quarter of as many, 2 to 8."""
+    """The limits that the service's settings give. num_workers: threads that decode and resize. A clip's
+    decoder uses a quarter of that number, 2 to 8."""
     return ClipLimits(
         max_encoded_bytes=settings.max_clip_bytes,
         max_frame_pixels=max_frame_pixels,
@@ -66,8 +65,8 @@ def clip_limits(settings: Settings, max_frame_pixels: int, num_workers: int) -> 
 
 @dataclass(frozen=True)
 class ClipHeader:
-    """Facts of a clip before sampling. num_frames: frames that it shows; fps: their average rate; height,
-    width: upright, in pixels."""
+    """A clip before sampling. num_frames: frames that it shows. fps: their average rate. height, width:
+    upright, in pixels."""
 
     num_frames: int
     fps: float
@@ -80,16 +79,16 @@ class ClipHeader:
 
 
 class ClipSource(Protocol):
-    """An open clip. One thread uses it at a time, not always the same; ``stop`` may be called from any."""
+    """An open clip. One thread at a time uses it, not always the same one. Any thread may call ``stop``."""
 
     header: ClipHeader
 
     def frames(self, indices: Sequence[int]) -> Iterator[torch.Tensor]:
-        """The frames at these places, ascending, as uint8 [H, W, 3]. The call raises ClipTooLarge when
-        decoding would exceed the limit; iterating raises UndecodableClip, ClipTooLarge."""
+        """The frames at these ascending indices as uint8 [H, W, 3]. The call raises ClipTooLarge if decoding
+        would exceed the limit. Iterating raises UndecodableClip, ClipTooLarge."""
 
     def stop(self) -> None:
-        """Makes a running iteration end soon, early or with UndecodableClip."""
+        """Makes a running iteration end soon, either early or with UndecodableClip."""
 
     def close(self) -> None:
         """Releases the source. Idempotent."""
@@ -98,7 +97,7 @@ class ClipSource(Protocol):
 @contextlib.contextmanager
 def decoder_errors(num_bytes: int, name: str) -> Iterator[None]:
     """Translates every exception of a decoder into UndecodableClip. Decoders raise almost anything for
-    hostile bytes, so the block must hold decoder calls only. name: of the container, for messages."""
+    hostile bytes, so the block must hold only calls of decoders. name: the container's name, for messages."""
     try:
         yield
     except VisionEncoderError:
@@ -117,7 +116,7 @@ def decoder_errors(num_bytes: int, name: str) -> Iterator[None]:
 
 
 def check_header(header: ClipHeader, limits: ClipLimits) -> None:
-    """Raises ClipTooLarge for too many frames, too long a duration or too large a frame, UndecodableClip for
+    """Raises ClipTooLarge for too many frames, too long a duration or too large a frame; UndecodableClip for
     a side of 0."""
     check_frame_size(header.width, header.height, limits)
     check_num_frames(header.num_frames, limits)
@@ -145,7 +144,7 @@ def check_duration(duration_s: float, limits: ClipLimits) -> None:
 
 
 def check_frame_size(width: int, height: int, limits: ClipLimits) -> None:
-    """Raises UndecodableClip for a side of 0, ClipTooLarge."""
+    """Raises UndecodableClip for a side of 0, ClipTooLarge for too many pixels."""
     found, limit = width * height, limits.max_frame_pixels
     if found < 1:
         raise UndecodableClip(f"the clip's frames are {width}x{height}, each side needs at least 1")
@@ -158,7 +157,7 @@ def check_frame_size(width: int, height: int, limits: ClipLimits) -> None:
 
 
 def check_decoded_pixels(num_frames: int, width: int, height: int, limits: ClipLimits) -> None:
-    """num_frames: all that have to be decoded, sampled or not. Raises ClipTooLarge."""
+    """num_frames: all frames that have to be decoded, sampled or not. Raises ClipTooLarge."""
     found, limit = num_frames * width * height, limits.max_decoded_pixels
     if found > limit:
         raise ClipTooLarge(
@@ -169,7 +168,7 @@ def check_decoded_pixels(num_frames: int, width: int, height: int, limits: ClipL
 
 
 class FramesClip:
-    """A ClipSource over an array of frames."""
+    """A ClipSource for an array of frames."""
 
     def __init__(self, content: FrameArray, limits: ClipLimits) -> None:
         """Raises PixelTensorMismatch for another shape or dtype, InvalidRequest for a rate or timestamps that
@@ -199,14 +198,14 @@ class FramesClip:
         return (self._frames_THWC[index] for index in indices)
 
     def stop(self) -> None:
-        """Nothing is decoded."""
+        """Does nothing, because nothing is decoded."""
 
     def close(self) -> None:
-        """The array belongs to its caller."""
+        """Does nothing, because the array belongs to the caller."""
 
 
 def _check_timestamps(timestamps_s: Sequence[float], num_frames: int) -> None:
-    """One for each frame, ascending from 0. Raises InvalidRequest."""
+    """Checks that there is one timestamp per frame, ascending from 0. Raises InvalidRequest."""
     if len(timestamps_s) != num_frames:
         raise InvalidRequest(
             f"there are {len(timestamps_s)} timestamps for {num_frames} frames, needed is one for each",

@@ -1,6 +1,6 @@
-"""Animated WebP to RGB frames, through Pillow: FFmpeg reads still WebP only.
+"""Animated WebP to RGB frames, through Pillow, because FFmpeg reads only still WebP.
 
-Owns the count, the rate and the frames of such a file. The rate is the average over the durations that the
+Owns the number, the rate and the frames of such a file. The rate is the average over the durations that the
 file states. Alpha is dropped.
 """
 
@@ -28,8 +28,8 @@ CHUNKS_PER_FRAME = 4
 
 
 class WebPClip:
-    """A ClipSource over a WebP file, animated or still. There are no key frames: frames before a wanted one
-    are decoded too."""
+    """A ClipSource for a WebP file, animated or still. WebP has no key frames, so all frames before a wanted
+    one are decoded too."""
 
     def __init__(self, data: bytes, limits: ClipLimits) -> None:
         self._data = data
@@ -42,7 +42,7 @@ class WebPClip:
         num_frames, total_s = max(1, len(durations_ms)), sum(durations_ms) / 1e3
         fps = num_frames / total_s if total_s else DEFAULT_SOURCE_FPS
         self.header = ClipHeader(num_frames, fps, *size)
-        # Before Pillow opens the file: its plugin allocates the canvas then.
+        # Checked before Pillow opens the file, because its plugin allocates the canvas then.
         check_header(self.header, limits)
 
     def frames(self, indices: Sequence[int]) -> Iterator[torch.Tensor]:
@@ -67,12 +67,12 @@ class WebPClip:
         self._is_stopped = True
 
     def close(self) -> None:
-        """The file is open during an iteration only."""
+        """Does nothing, because the file is open only during an iteration."""
 
 
 def frame_durations_ms(data: bytes, max_chunks: int) -> list[int]:
-    """Duration of each ANMF chunk (RFC 9649, section 2.7.1.1); empty for a still image. Raises ClipTooLarge
-    for more chunks of any kind."""
+    """The duration of each ANMF chunk (RFC 9649, section 2.7.1.1); empty for a still image. Raises
+    ClipTooLarge for more than max_chunks chunks of any kind."""
     durations, start, num_chunks = [], 12, 0
     while start + 8 <= len(data):
         num_chunks += 1

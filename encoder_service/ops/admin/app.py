@@ -1,8 +1,8 @@
 """The admin plane's HTTP application: liveness, readiness, metrics, server info, the page and its playground.
 
-Owns the routes, the page's security headers and errors as HTTP statuses. Answers come from counters and flags
-in memory and never wait for the device; the playground alone encodes. The page loads nothing from another
-host, and the policy sent with it would not allow that.
+Owns the routes, the page's security headers and the mapping from errors to HTTP statuses. Answers come from
+counters and flags in memory and never wait for the device; only the playground encodes. The page loads
+nothing from another host, and its content security policy forbids it.
 """
 
 from __future__ import annotations
@@ -56,13 +56,13 @@ STATUSES: dict[type[VisionEncoderError], int] = {
 
 
 class Readiness(Protocol):
-    """What the admin plane asks the service."""
+    """The state of the service that the admin plane reports."""
 
     def is_alive(self) -> bool:
         """False once the process should be restarted."""
 
     def not_ready_because(self) -> str | None:
-        """Why no work is taken now, or None when it is."""
+        """The reason why the service accepts no work now; None when it does."""
 
     def info(self) -> pb.GetServerInfoResponse | None:
         """The answer of GetServerInfo, or None before the model is loaded."""
@@ -74,8 +74,8 @@ def create_admin_app(
     figures: Callable[[], dict[str, Any]],
     playground: Playground | None = None,
 ) -> FastAPI:
-    """figures: the answer of ``/v1/live``. playground: None leaves its route out. Bytes are hexadecimal in
-    JSON."""
+    """figures: returns the answer of ``/v1/live``. playground: None leaves its route out. JSON answers hold
+    bytes as hexadecimal."""
     app = FastAPI(title="vision-encoder admin", docs_url=None, redoc_url=None)
     app.include_router(probes(readiness, metrics))
     app.include_router(page(figures, playground))
@@ -160,7 +160,7 @@ def page(figures: Callable[[], dict[str, Any]], playground: Playground | None) -
 
 
 async def body_of(request: Request, playground: Playground) -> bytes:
-    """The body, read up to the limit. Raises ImageTooLarge."""
+    """The request's body. Raises ImageTooLarge as soon as it exceeds the limit."""
     announced = request.headers.get("content-length", "")
     if announced.isdecimal():
         playground.check_size(int(announced))
@@ -172,7 +172,8 @@ async def body_of(request: Request, playground: Playground) -> bytes:
 
 
 def failure(error: VisionEncoderError) -> JSONResponse:
-    """The status is that of the error's class or of its nearest ancestor in STATUSES."""
+    """An error as an HTTP response. The status is that of the error's class or of its nearest ancestor in
+    STATUSES; 500 for others."""
     status = next((STATUSES[cls] for cls in type(error).__mro__ if cls in STATUSES), 500)
     headers = dict(HEADERS)
     if error.retry_after_ms:

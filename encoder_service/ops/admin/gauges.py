@@ -1,6 +1,6 @@
 """Metrics of the pipeline, the engine, the store and the broker, read at scrape time.
 
-Owns names and texts of these metrics; the counts are kept where the events happen.
+Owns the names and help texts of these metrics. The objects that they describe keep the counts.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from encoder_service.store.embedding_store import EmbeddingStore
 
 
 def register_gauges(metrics: Metrics, pipeline: Pipeline, engine: DeviceEngine) -> None:
-    """Registers what every service has; once per registry."""
+    """Registers the metrics that every service has. Call once per registry."""
     gauge, counter = metrics.gauge, metrics.counter_view
     gauge("ve_queued_patches", "Patches admitted and not yet encoded.", lambda: pipeline.load.num_patches)
     gauge(
@@ -52,7 +52,7 @@ def register_gauges(metrics: Metrics, pipeline: Pipeline, engine: DeviceEngine) 
 
 
 def register_graphs(metrics: Metrics, graphs: GraphRunner) -> None:
-    """For a GPU with graphs; once per registry."""
+    """Registers the metrics of CUDA graphs. Call once per registry."""
     figures, counter = graphs.counters, metrics.counter_view
     counter("ve_graph_replays", "Batches run as a CUDA graph.", lambda: figures.replays.total())
     counter("ve_eager_runs", "Batches that no bucket took.", lambda: figures.eager_runs)
@@ -98,7 +98,7 @@ def register_store(metrics: Metrics, store: EmbeddingStore) -> None:
 
 
 def register_broker(metrics: Metrics, broker: Broker, store: EmbeddingStore) -> None:
-    """Registers what a service with a broker has in addition; once per registry."""
+    """Registers the metrics of a service with a broker. Call once per registry."""
     arenas = [((arena.kind, namespace or ""), arena) for namespace, arena in store.arenas()]
     for name, text, attribute in (
         ("ve_arena_bytes", "Size of an arena.", "capacity_bytes"),
@@ -132,7 +132,7 @@ def register_broker(metrics: Metrics, broker: Broker, store: EmbeddingStore) -> 
 
 
 def register_segments(metrics: Metrics, segments: PixelSegments) -> None:
-    """For a service that accepts pixels in shared memory; once per registry."""
+    """Registers the metrics of pixels in shared memory. Call once per registry."""
     metrics.counter_view(
         "ve_pixel_segments",
         "Named segments of pixels: copied, or the cause of the refusal.",

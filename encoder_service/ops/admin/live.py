@@ -1,6 +1,6 @@
-"""What the admin page shows of a running service, and the saturation that autoscalers follow.
+"""The figures of a running service that the admin page shows, and the saturation that autoscalers follow.
 
-Owns the answer of ``/v1/live``: counters since the start and values of now, all from memory. The page
+Owns the answer of ``/v1/live``: counters since the start and current values, all from memory. The page
 computes rates and percentiles from successive answers. Never waits for the device. Used on the event loop
 only.
 """
@@ -22,7 +22,7 @@ from encoder_service.pipeline import Pipeline
 from encoder_service.store.arena import Arena
 from encoder_service.types import CacheTier
 
-# The device's busy share is that of this window.
+# The window over which the device's busy share is measured.
 BUSY_WINDOW_S = 10.0
 # Queued device work that counts as saturated.
 FULL_QUEUE_S = 1.0
@@ -33,7 +33,7 @@ TRANSPORTS = ("inline", "host", "device")
 
 
 class LiveView:
-    """``sample`` is to be called each second. clock: seconds, monotonic."""
+    """The figures of one service. Call ``sample`` once a second. clock: seconds, monotonic."""
 
     def __init__(
         self,
@@ -44,11 +44,11 @@ class LiveView:
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Registers the saturation; once per registry."""
+        """Registers the saturation metric. Create once per registry."""
         self._metrics, self._pipeline, self._engine, self._broker = metrics, pipeline, engine, broker
         self._clock = clock
         self._started_s = clock()
-        self._busy: deque[tuple[float, float]] = deque()  # time, seconds in forward passes since the start
+        self._busy: deque[tuple[float, float]] = deque()  # (time, seconds in forward passes since the start)
         metrics.gauge(
             "ve_saturation_ratio",
             "0 idle to 1 saturated: largest of busy share, queue and fill of limits. Scale on this.",
@@ -57,19 +57,19 @@ class LiveView:
         self.sample()
 
     def sample(self) -> None:
-        """Notes the device's time. The window begins at the newest sample that is old enough."""
+        """Records the device's busy time. Keeps one sample that is at least BUSY_WINDOW_S old."""
         now_s = self._clock()
         self._busy.append((now_s, self._engine.counters.busy_s))
         while len(self._busy) > 1 and self._busy[1][0] <= now_s - BUSY_WINDOW_S:
             self._busy.popleft()
 
     def busy_share(self) -> float:
-        """Share of the window that the device computed. Batches count when they end."""
+        """The share of the window in which the device computed. A batch counts when it ends."""
         (from_s, from_busy_s), (to_s, to_busy_s) = self._busy[0], self._busy[-1]
         return min(1.0, (to_busy_s - from_busy_s) / (to_s - from_s)) if to_s > from_s else 0.0
 
     def saturation(self) -> float:
-        """See ``load.saturation``; the queue and the limits as they are at this moment."""
+        """See ``load.saturation``. The queue and the limits are read at the time of the call."""
         queued_s, filled = self._pipeline.load.queued_s, filled_share(self._pipeline)
         return saturation(self.busy_share(), queued_s, FULL_QUEUE_S, filled)
 
@@ -133,7 +133,7 @@ class LiveView:
         }
 
     def _reads(self) -> dict[str, Any]:
-        """Reads in shared memory; empty without a broker."""
+        """Clients' reads in shared memory; empty without a broker."""
         if self._broker is None:
             return {}
         return {
@@ -157,7 +157,7 @@ def value_of(counter: PrometheusCounter) -> float:
 
 
 def filled_share(pipeline: Pipeline) -> float:
-    """How full the fullest of the limits is above which work is refused."""
+    """The largest used share among the limits above which work is refused."""
     admission, unread = pipeline.admission, pipeline.unread
     return max(
         admission.num_patches / admission.max_patches,
@@ -167,7 +167,7 @@ def filled_share(pipeline: Pipeline) -> float:
 
 
 def runs_by_size(*counters: Mapping[Any, int]) -> Counter[int]:
-    """Batches by the patches of the bucket that they ran in."""
+    """Number of batches by the bucket's size in patches."""
     runs: Counter[int] = Counter()
     for counter in counters:
         for bucket, count in dict(counter).items():  # copied in one step: the engine's thread adds to it

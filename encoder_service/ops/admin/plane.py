@@ -1,10 +1,10 @@
-"""The admin port of one service: its socket, TLS and token, and when its parts begin.
+"""The admin port of one service: its socket, TLS and token, and the start of its parts.
 
-The port answers before the model is loaded; figures and the playground come with the pipeline. Liveness and
-readiness stay open, for probes without a token. Where a token is set, everything else needs it: as
-``Authorization: Bearer``, or as the password of Basic, which browsers ask for. A request that changes
-something is refused when a page of another origin sends it, with or without a token: the browser would add
-the user's access to it.
+The port answers before the model is loaded; figures and the playground follow with the pipeline. Liveness and
+readiness need no token, because probes have none. If a token is set, everything else requires it, as
+``Authorization: Bearer`` or as the password of Basic authentication, which browsers prompt for. A
+state-changing request from a page of another origin is refused, with or without a token, because the browser
+would add the user's credentials to it.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ CHALLENGE = {"WWW-Authenticate": 'Basic realm="vision-encoder admin", charset="U
 
 
 class AdminPlane:
-    """``open``, ``attach``, ``stop`` in that order. address: host:port once open, else empty."""
+    """The admin port. Call ``open``, ``attach``, ``stop`` in that order. address: host:port, or empty."""
 
     def __init__(self, settings: Settings, metrics: Metrics) -> None:
         self.address = ""
@@ -57,8 +57,8 @@ class AdminPlane:
         self._server: AdminServer | None = None
 
     def open(self, readiness: Readiness) -> None:
-        """Binds and answers, where the settings name an address. Clients need no certificate: probes have
-        none. Raises ConfigurationError."""
+        """Binds the settings' admin address, if there is one, and starts to answer. Clients need no
+        certificate, because probes have none. Raises ConfigurationError."""
         settings = self._settings
         if not settings.admin_listen:
             return
@@ -72,7 +72,7 @@ class AdminPlane:
         self._server.start()
 
     def attach(self, pipeline: Pipeline, engine: DeviceEngine, broker: Broker | None) -> None:
-        """Registers the metrics of the built service and shows them from now on."""
+        """Registers the metrics of the complete service and shows its figures from now on."""
         register_gauges(self._metrics, pipeline, engine)
         if broker is not None:
             register_broker(self._metrics, broker, pipeline.store)
@@ -97,7 +97,7 @@ class AdminPlane:
 
 
 class AdminServer:
-    """uvicorn on the service's own event loop; its socket is bound at once, signals stay the service's."""
+    """uvicorn on the service's own event loop. The socket is bound at once. The service handles signals."""
 
     def __init__(self, app: ASGIApp, address: str, tls: ssl.SSLContext | None = None) -> None:
         """Raises ConfigurationError for an address that cannot be bound."""
@@ -105,7 +105,13 @@ class AdminServer:
         host, port = self._socket.getsockname()[:2]
         self.address = f"{host}:{port}"
         config = uvicorn.Config(
-            app, log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=STOP_S
+            app,
+            log_config=None,
+            access_log=False,
+            lifespan="off",
+            # A caller's address is that of its connection, regardless of its headers.
+            proxy_headers=False,
+            timeout_graceful_shutdown=STOP_S,
         )
         if tls is not None:
             config.load()
@@ -145,7 +151,7 @@ def bind_tcp(address: str) -> socket.socket:
 
 
 class AdminGuard:
-    """ASGI middleware that checks the token and the origin. token: empty for none."""
+    """ASGI middleware that checks the token and the origin. token: empty if none is required."""
 
     def __init__(self, app: ASGIApp, token: str) -> None:
         self._app = app
@@ -167,7 +173,7 @@ class AdminGuard:
 
 
 def offered_token(headers: Headers) -> str:
-    """The request's token; empty for none."""
+    """The request's token; empty if it has none."""
     scheme, _, value = headers.get("authorization", "").partition(" ")
     if scheme.lower() == "bearer":
         return value.strip()
@@ -180,7 +186,7 @@ def offered_token(headers: Headers) -> str:
 
 
 def is_foreign(headers: Headers) -> bool:
-    """Whether a browser says that a page of another origin sends this. Other clients send no origin."""
+    """Whether a browser states that a page of another origin sends this. Other clients send no origin."""
     origin = headers.get("origin")
     return origin is not None and urllib.parse.urlsplit(origin).netloc != headers.get("host", "")
 

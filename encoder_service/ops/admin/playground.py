@@ -1,8 +1,8 @@
-"""The admin page's playground: one image through the service, explained.
+"""The admin page's playground: encodes one image and explains the result.
 
-Owns what the page shows of an item. The image is an item like every other, with the same limits, in the class
-of prefetches and in a namespace of its own, so that the page reveals nothing of what others have cached.
-Pictures and colours are made on worker threads and are bounded in size.
+Owns what the page shows of an item. The image is encoded like any other item, with the same limits, at the
+priority of a prefetch. It has a namespace of its own, so that the page reveals nothing about what others have
+cached. Worker threads make the pictures and colours, whose sizes are bounded.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from encoder_service.types import EncodedFile, Grid, Item, Modality, PreprocessO
 
 NAMESPACE = "admin/playground"
 TIMEOUT_S = 30.0
-# Images at a time. Each is decoded a second time, for the picture.
+# Images at a time. Each is decoded a second time for the picture.
 MAX_AT_ONCE = 2
 MAX_PREVIEW_SIDE = 1024
 # The colours are fitted to this many rows; the others are projected.
@@ -32,7 +32,7 @@ MAX_COLOURED_ROWS = 65_536
 
 
 class Playground:
-    """Raises NotReady until ``attach``. max_bytes: of the largest file."""
+    """Raises NotReady before ``attach``. max_bytes: limit of a file's size."""
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
@@ -52,8 +52,8 @@ class Playground:
             )
 
     async def explain(self, data: bytes) -> dict[str, Any]:
-        """Grid, rows, timings, the picture that the tower sees and the rows as colours, ready for JSON.
-        Raises as ``Pipeline.encode``; QueueFull above MAX_AT_ONCE."""
+        """The grid, rows, timings, the picture that the tower sees and the rows as colours, ready for JSON.
+        Raises as ``Pipeline.encode``; QueueFull when MAX_AT_ONCE images are in progress."""
         pipeline = self._pipeline
         if pipeline is None:
             raise NotReady("the model is not loaded yet")
@@ -87,7 +87,7 @@ class Playground:
         return {**described(pipeline, delivered), "picture": picture, "colours": colours}
 
     def _colours(self, pipeline: Pipeline, delivered: EncodeResult) -> dict[str, Any] | None:
-        """On a worker."""
+        """The rows as an RGB picture, or None for too many rows. Runs on a worker thread."""
         grid, merge = delivered.encoded.grid, pipeline.model.tower.merge_size
         height, width = grid.h // merge, grid.w // merge
         rows = delivered.encoded.rows
@@ -121,8 +121,8 @@ def described(pipeline: Pipeline, delivered: EncodeResult) -> dict[str, Any]:
 
 
 def preview(pipeline: Pipeline, data: bytes) -> str:
-    """On a worker: the pixels that the tower sees, rotated, resized and padded, as a data URL of at most
-    MAX_PREVIEW_SIDE pixels a side."""
+    """The pixels that the tower sees (rotated, resized and padded) as a data URL of a JPEG of at most
+    MAX_PREVIEW_SIDE pixels a side. Runs on a worker thread."""
     frames, _, _ = pipeline.model.preprocessor.load_image(data, PreprocessOptions())
     image = Image.fromarray(frames.frames_THWC[0].cpu().numpy())
     image.thumbnail((MAX_PREVIEW_SIDE, MAX_PREVIEW_SIDE))
@@ -132,11 +132,10 @@ def preview(pipeline: Pipeline, data: bytes) -> str:
 
 
 def rows_as_colours(rows_RD: torch.Tensor) -> npt.NDArray[np.uint8]:
-    """[R, 3]: the first three principal components of rows [R, D] as red, green and blue, each from its
-    first to its last percentile. Rows that do not differ are grey.
+    """The first three principal components of rows [R, D] as red, green and blue: uint8 [R, 3].
 
-    The components come from the Gram matrix of at most MAX_FITTED_ROWS rows, so that the work grows with
-    R * D alone.
+    Each component is scaled from its first to its 99th percentile. Rows that do not differ become grey. The
+    components come from the Gram matrix of at most MAX_FITTED_ROWS rows, so that the work is linear in R * D.
     """
     rows: npt.NDArray[np.float32] = rows_RD.detach().float().cpu().numpy()
     rows = np.nan_to_num(rows)
@@ -150,7 +149,7 @@ def rows_as_colours(rows_RD: torch.Tensor) -> npt.NDArray[np.uint8]:
         if value <= 1e-6 * max(float(values[-1]), 1e-12) or values[-1] <= 1e-9 * len(rows):
             continue
         component = centred @ (sample.T @ vectors[:, -1 - channel])
-        # The sign of a component is arbitrary; a fixed one gives the same picture each time.
+        # The sign of a component is arbitrary. Fixing it gives the same picture each time.
         component *= 1.0 if component[np.abs(component).argmax()] >= 0 else -1.0
         low, high = np.percentile(component, (1, 99))
         if high > low:

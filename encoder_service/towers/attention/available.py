@@ -1,6 +1,6 @@
 """The attention backends that are installed and fit a device, by name and in order of preference.
 
-Owns the names and the requirements of each. ``select.py`` measures which is fastest.
+Owns the names and the requirements of the backends. ``select.py`` measures which one is fastest.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ AUTO = "auto"
 
 
 def available_backends(device: torch.device, *, deterministic: bool = False) -> list[AttentionBackend]:
-    """Every backend that imports and fits the device, most preferred first; the last always serves.
+    """Every backend that imports and fits the device, most preferred first. The last, SDPA, always works.
 
     deterministic: only backends whose rows for a sequence depend on that sequence alone. No kernel here
     splits the keys, and no tile depends on the batch. SDPA then runs sequence by sequence.
@@ -31,8 +31,10 @@ def available_backends(device: torch.device, *, deterministic: bool = False) -> 
     for name, build in BUILDERS.items():
         try:
             found.extend(build(device))
-        except Exception as error:  # an extension built for another torch fails in ways of its own
-            log.debug("attention_backend_absent", backend=name, reason=f"{type(error).__name__}: {error}")
+        except Exception as error:  # an extension built for another torch can fail with any error
+            # Logged as info on a GPU, where a missing backend may cost speed.
+            say = log.info if device.type == "cuda" else log.debug
+            say("attention_backend_absent", backend=name, reason=f"{type(error).__name__}: {error}")
     found.append(SdpaAttention(one_by_one=deterministic))
     return [backend for backend in found if backend.batch_invariant or not deterministic]
 
@@ -40,10 +42,10 @@ def available_backends(device: torch.device, *, deterministic: bool = False) -> 
 def parse_attention(
     choice: str, device: torch.device, *, deterministic: bool = False
 ) -> list[AttentionBackend]:
-    """The candidates behind a setting: all of them for "auto", the one named otherwise.
+    """The candidates for a setting: all backends for "auto", otherwise the named one.
 
-    Raises ConfigurationError, which says what is installed, for a name that is unknown, that is not
-    installed or does not fit the device.
+    Raises ConfigurationError for a name that is unknown, not installed or does not fit the device. The text
+    lists what is installed.
     """
     backends = available_backends(device, deterministic=deterministic)
     if choice == AUTO:
@@ -63,15 +65,15 @@ def parse_attention(
 
 
 def build(module: str, majors: Collection[int], device: torch.device) -> list[AttentionBackend]:
-    """What a module of this package builds for the device. Raises ConfigurationError, or what the import of
-    its library raises."""
+    """The backends that a module of this package builds for the device. Raises ConfigurationError, or the
+    error of importing the library."""
     require_capability(device, majors)
     found: list[AttentionBackend] = importlib.import_module(f"{__package__}.{module}").build(device)
     return found
 
 
 def require_capability(device: torch.device, majors: Collection[int]) -> None:
-    """Raises ConfigurationError unless the device is CUDA of one of these compute capabilities."""
+    """Raises ConfigurationError unless the device is CUDA with one of these major compute capabilities."""
     if device.type != "cuda":
         raise ConfigurationError(f"needs a CUDA device, this is {device.type}", found=device.type)
     major, minor = torch.cuda.get_device_capability(device)
@@ -82,8 +84,8 @@ def require_capability(device: torch.device, majors: Collection[int]) -> None:
         )
 
 
-# Most preferred first: the module, which has a function ``build``, and the compute capabilities (major) it
-# serves. SDPA, which serves every device, comes after all of them.
+# Most preferred first: the module, which has a function ``build``, and the major compute capabilities that it
+# supports. SDPA, which supports every device, comes after all of them.
 BUILDERS: dict[str, Callable[[torch.device], list[AttentionBackend]]] = {
     "fa4": partial(build, "fa4", (9, 10, 11)),
     "fa3": partial(build, "fa3", (9,)),

@@ -1,7 +1,7 @@
 """FlashAttention-2 of the flash-attn package.
 
-Owns the call. The varlen forward never splits the keys unless one query row meets grouped heads, which a
-tower never has, so results are batch invariant.
+Owns the call. The varlen forward splits the keys only if a single query row meets grouped heads, which never
+happens in a tower, so results are batch invariant.
 
 Source: Dao-AILab/flash-attention, flash_attn/flash_attn_interface.py and csrc/flash_attn/flash_api.cpp.
 """
@@ -16,8 +16,8 @@ from encoder_service.towers.attention.backend import AttentionBackend, SequenceB
 
 
 class Fa2Attention(Unplanned):
-    """FA2's varlen forward. Raises ImportError where flash-attn 2 is not installed: flash-attn 4 alone
-    provides a package of that name without the function."""
+    """FA2's varlen forward. Raises ImportError if flash-attn 2 is not installed. flash-attn 4 alone provides
+    a package of the same name without this function."""
 
     name = "fa2"
     static_lengths = False

@@ -1,12 +1,12 @@
 """FlashAttention-3 (Hopper), from the fa3-fwd wheel or an installed flash_attn_interface.
 
-Owns the call. Both wrap one registered operator; called by its argument names it takes an output buffer and
-skips autograd bookkeeping. A build whose operator lacks an argument (before 2025-07) does not count as
+Owns the call. Both packages wrap one registered operator. Called by its argument names, it takes an output
+buffer and skips autograd bookkeeping. A build whose operator lacks an argument (before 2025-07) counts as not
 installed.
 
-Split-KV is off (num_splits=1): its combine pass costs more than it saves at a tower's shapes, and the split
-depends on the batch, so that an item's rows would depend on its neighbours. Tiles depend on the head dim
-only, so results are batch invariant.
+Split-KV is off (num_splits=1). Its combine pass costs more than it saves at a tower's shapes. The split also
+depends on the batch, so an item's rows would depend on the other items. Tiles depend on the head dim only, so
+results are batch invariant.
 
 Source: Dao-AILab/flash-attention, hopper/flash_attn_interface.py; fa3-fwd 0.0.3.
 """
@@ -22,7 +22,7 @@ import torch
 
 from encoder_service.towers.attention.backend import AttentionBackend, SequenceBounds, output_of, plan_output
 
-# Module, and the name under which it holds its operators.
+# The module, and the names under which it holds its operators.
 INTERFACES = {
     "fa3_fwd_interface": ("fa3_fwd_cuda",),
     "flash_attn_interface": ("flash_attn_3_cuda", "flash_attn_3_gpu"),
@@ -34,7 +34,7 @@ OPERATOR_ARGUMENTS = frozenset({
 
 
 class Fa3Attention:
-    """FA3's varlen forward. Raises ImportError where neither module is installed with such an operator."""
+    """FA3's varlen forward. Raises ImportError if neither module is installed with such an operator."""
 
     name = "fa3"
     static_lengths = False
@@ -44,7 +44,7 @@ class Fa3Attention:
         self._operator = find_operator(import_interface())
 
     def plan(self, bounds: SequenceBounds, shape: Sequence[int], dtype: torch.dtype) -> SequenceBounds:
-        """The bounds with the output buffer that all blocks write."""
+        """The bounds with the output buffer that all blocks write to."""
         return plan_output(bounds, shape, dtype)
 
     def attend(
@@ -69,7 +69,7 @@ class Fa3Attention:
 
 
 def import_interface() -> ModuleType:
-    """The first interface that imports. Raises ImportError naming both."""
+    """The first interface that can be imported. Raises ImportError, which names both."""
     reasons = []
     for name in INTERFACES:
         try:
@@ -80,8 +80,7 @@ def import_interface() -> ModuleType:
 
 
 def find_operator(module: ModuleType) -> Callable[..., Any]:
-    """The registered forward operator. Raises ImportError where its schema lacks an argument that is
-    passed."""
+    """The registered forward operator. Raises ImportError if it lacks an argument that is passed."""
     for attribute in INTERFACES.get(module.__name__, ()):
         operator: Any = getattr(getattr(module, attribute, None), "fwd", None)
         schema = getattr(getattr(operator, "default", None), "_schema", None)

@@ -1,13 +1,13 @@
 """flash-attn 4 (CuTe DSL, Hopper and Blackwell): package flash-attn-4, module flash_attn.cute.
 
-Owns the call, the tile and the import. The library compiles a kernel per head dim and tile in its first call,
-which takes about a second and has to come before a capture. Its table of Hopper tiles (192 x 144 from head
-dim 65 to 96) was tuned at 96. At 72, which it pads to 80, there is shared memory left for more keys, and 192
-x 160 with the probabilities in shared memory was the fastest of eleven tiles on long sequences. The private
-forward takes the tile and an output buffer. A release whose forward lacks an argument does not count as
+Owns the call, the tile and the import. The library compiles one kernel per head dim and tile in its first
+call, which takes about a second and must come before a capture. Its Hopper tile for head dims from 65 to 96
+(192 x 144) was tuned at 96. At 72, which it pads to 80, shared memory is left for more keys; 192 x 160 with
+the probabilities in shared memory was the fastest of eleven tiles on long sequences. The private forward
+function accepts the tile and an output buffer. A release whose forward lacks an argument counts as not
 installed.
 
-The keys are not split (num_splits=1) and one tile serves all lengths, so results are batch invariant.
+The keys are not split (num_splits=1) and one tile is used for all lengths, so results are batch invariant.
 
 Source: Dao-AILab/flash-attention, flash_attn/cute/interface.py (_flash_attn_fwd, _tile_size_fwd_sm90),
 4.0.0b36.
@@ -38,7 +38,7 @@ FORWARD_ARGUMENTS = frozenset({
 
 @dataclass(frozen=True)
 class Fa4Tile:
-    """Queries and keys of a tile; whether the probabilities stay in registers for the second product."""
+    """Queries and keys of a tile, and whether the probabilities stay in registers for the second product."""
 
     queries: int
     keys: int
@@ -56,8 +56,9 @@ class Fa4Tile:
         }
 
 
-# Compute capability (major) and head dim padded to 16, to tiles that beat the library's choice; the first is
-# the one without a name. On an H200, in turn: long sequences, mixed lengths, 8 x 4096, one short sequence.
+# By major compute capability and head dim padded to 16: tiles that beat the library's choice. The first is
+# the default. On an H200 they are the fastest, in turn, for long sequences, mixed lengths, 8 x 4096, and one
+# short sequence.
 TILES = {
     (9, 80): (
         Fa4Tile(192, 160),
@@ -71,9 +72,9 @@ TILES = {
 class Fa4Attention:
     """flash-attn 4's varlen forward.
 
-    tile: used where TILES has it; None takes TILES' first, library_tile the library's own choice, as does
-    every case that TILES does not name. Raises ImportError where flash-attn 4 or a part of it is missing, or
-    where its forward lacks an argument that is passed.
+    tile: used if TILES lists it for the device and head dim. None uses the first tile in TILES. library_tile:
+    use the library's own choice, which also applies to cases that TILES does not list. Raises ImportError if
+    flash-attn 4 or a part of it is missing, or if its forward lacks an argument that ``attend`` passes.
     """
 
     static_lengths = False
@@ -86,7 +87,7 @@ class Fa4Attention:
         self.name = f"fa4-{tile.label}" if tile else "fa4-library" if library_tile else "fa4"
 
     def plan(self, bounds: SequenceBounds, shape: Sequence[int], dtype: torch.dtype) -> SequenceBounds:
-        """The bounds with the output buffer that all blocks write."""
+        """The bounds with the output buffer that all blocks write to."""
         return plan_output(bounds, shape, dtype)
 
     def attend(
@@ -123,20 +124,20 @@ class Fa4Attention:
 
 
 def build(device: torch.device) -> list[AttentionBackend]:
-    """Every tile that is the fastest at some shapes of the device."""
+    """One backend for the default tile, one per other tile of the device, one for the library's choice."""
     major, _ = torch.cuda.get_device_capability(device)
     others = [tile for (of_major, _), tiles in TILES.items() if of_major == major for tile in tiles[1:]]
     return [Fa4Attention(), *map(Fa4Attention, others), Fa4Attention(library_tile=True)]
 
 
 def import_interface() -> ModuleType:
-    """flash_attn.cute.interface, with the DSL's packages found. Raises ImportError.
+    """Imports flash_attn.cute.interface. Puts the DSL's packages on the path if needed. Raises ImportError.
 
-    The DSL's wheel puts its packages in a folder of its own and finds it by a .pth file, which only a
-    site-packages folder honours; installed with --target it has to be put on the path. Warnings about each
-    other's releases are ignored.
+    The DSL's wheel puts its packages into a folder of its own and finds it by a .pth file, which works only
+    in a site-packages folder. If it is installed with --target, the folder has to be put on the path.
+    Warnings that the packages give about each other's releases are ignored.
     """
-    # Every compilation raises it.
+    # Every compilation raises this warning.
     warnings.filterwarnings("ignore", message="Argument aux_data", category=UserWarning)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -153,7 +154,7 @@ def import_interface() -> ModuleType:
 
 
 def dsl_folder() -> Path | None:
-    """nvidia_cutlass_dsl/dsl_packages of the installed DSL if it is there and not yet on the path."""
+    """The folder nvidia_cutlass_dsl/dsl_packages of the installed DSL; None if missing or on the path."""
     spec = importlib.util.find_spec("nvidia_cutlass_dsl")
     for location in (spec.submodule_search_locations or ()) if spec is not None else ():
         folder = Path(location) / "dsl_packages"
@@ -163,7 +164,7 @@ def dsl_folder() -> Path | None:
 
 
 def find_forward(interface: ModuleType) -> Callable[..., Any]:
-    """The private forward. Raises ImportError where it lacks an argument that is passed."""
+    """The private forward function. Raises ImportError if it lacks an argument that ``attend`` passes."""
     forward: Callable[..., Any] | None = getattr(interface, "_flash_attn_fwd", None)
     if forward is None or not set(inspect.signature(forward).parameters) >= FORWARD_ARGUMENTS:
         raise ImportError(f"flash-attn 4 has no forward with {', '.join(sorted(FORWARD_ARGUMENTS))}")

@@ -1,4 +1,4 @@
-"""Which attention backend serves a batch, by the batch's shape.
+"""Chooses the attention backend of a batch by the batch's shape.
 
 Owns the lookup. ``select.py`` measures the choices.
 """
@@ -14,8 +14,8 @@ from encoder_service.towers.attention.backend import AttentionBackend
 
 @dataclass(frozen=True)
 class PerShapeAttention:
-    """choices: the backend measured best by (number of patches, max_seqlen), at least one; a shape that was
-    not measured takes the choice of the nearest one, by the ratios of both."""
+    """choices: the backend that was measured as best, by (number of patches, max_seqlen); at least one. A
+    shape that was not measured gets the choice of the nearest one, by the ratios of both numbers."""
 
     choices: Mapping[tuple[int, int], AttentionBackend]
 

@@ -1,7 +1,7 @@
 """Attention through torch's scaled_dot_product_attention: every device, every dtype.
 
-Owns the plain backend. Sequences are laid out by their lengths on the host, so that a captured graph holds
-the lengths it was captured with.
+Owns the plain backend. It splits sequences by their lengths on the host, so a captured graph is valid only
+for the lengths it was captured with.
 
 Shape legend: P patches of the batch, B sequences of one run, H heads, d head_dim.
 """
@@ -18,8 +18,8 @@ from encoder_service.towers.attention.backend import SequenceBounds, Unplanned
 
 
 class SdpaAttention(Unplanned):
-    """One call for each run of neighbouring sequences of equal length, or, when one_by_one, for each
-    sequence: slower, and then a sequence's rows depend on its own length alone, whereas the library may
+    """Makes one call per run of adjacent sequences of equal length or, if one_by_one, one call per sequence.
+    The latter is slower, but a sequence's rows then depend on that sequence alone; otherwise the library may
     choose its kernel and split its work by the number of sequences in a call."""
 
     name = "sdpa"
@@ -36,7 +36,7 @@ class SdpaAttention(Unplanned):
         start = 0
         for length, count in self._runs(bounds.seqlens):
             stop = start + count * length
-            # [B, H, length, d]; a view, also of the strided parts of one packed projection.
+            # [B, H, length, d], a view even if the inputs are strided parts of one packed projection.
             q, k, v = (
                 x_PHd[start:stop].view(count, length, *x_PHd.shape[1:]).transpose(1, 2)
                 for x_PHd in (q_PHd, k_PHd, v_PHd)
@@ -48,7 +48,7 @@ class SdpaAttention(Unplanned):
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
     def _runs(self, seqlens: Sequence[int]) -> Iterator[tuple[int, int]]:
-        """Length and number of the sequences of each call; empty sequences have no rows to serve."""
+        """The sequence length and the number of sequences of each call. Empty sequences are skipped."""
         for length, run in groupby(seqlens):
             if length == 0:
                 continue

@@ -1,13 +1,14 @@
-"""The attention backend of each bucket: checked against float32, then timed, on the device itself.
+"""Chooses the attention backend of each bucket: checked against float32, then timed on the device.
 
-Owns the measurement and the choice. ``available.py`` gives the candidates; the engine gives the buckets and
-uses the choice. A bucket takes about as long as a few hundred attention calls, before readiness.
+Owns the measurement and the choice. ``available.py`` gives the candidates. The engine gives the buckets and
+uses the choice. One bucket takes about as long as a few hundred attention calls, before the service is ready.
 
 Shape legend: P patches of the batch, S sequences, H heads, d head_dim.
 """
 
 from __future__ import annotations
 
+import functools
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,21 +25,21 @@ log = structlog.get_logger(__name__)
 
 TimeMs = Callable[[Callable[[], object]], float]
 
-# Largest relative Frobenius error against float32 on normal random values. Probabilities and output rounded
-# to bfloat16 give 2e-3 to 4e-3; a wrong mask, scale or bound gives 1e-1 and more.
+# Largest relative Frobenius error against float32 on normal random values. Rounding probabilities and output
+# to bfloat16 gives 2e-3 to 4e-3; a wrong mask, scale or bound gives 1e-1 and more.
 TOLERANCES = {torch.float32: 1e-4, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 # Backends within this share of the fastest count as equally fast: repeats differ by about as much.
 TIE_SHARE = 0.02
 # Attention calls with one plan in a timed run; towers have 27 blocks.
 NUM_BLOCKS = 8
-# Every backend runs this before it is timed: mixed lengths, single rows, no whole tile.
+# Every backend is checked on this batch before it is timed: mixed lengths, single rows, no whole tile.
 CHECK_SEQLENS = (200, 1, 77, 1, 300, 64, 130)
 
 
 @dataclass(frozen=True)
 class ShapeCase:
-    """A batch to measure: ``seqlens`` in num_patches rows and num_sequences slots, under the bound
-    max_seqlen. The choice is looked up by ``name``."""
+    """A batch to measure: sequences of ``seqlens`` in num_patches rows and num_sequences slots, with the
+    bound max_seqlen. The choice is looked up by ``name``."""
 
     name: str
     seqlens: tuple[int, ...]
@@ -48,9 +49,9 @@ class ShapeCase:
 
     @classmethod
     def mixed(cls, name: str, num_patches: int, num_sequences: int, max_seqlen: int) -> ShapeCase:
-        """A bucket filled in equal parts with sequences of max_seqlen, three quarters and a quarter of it.
-        Where a third of the bucket does not hold max_seqlen: as many of max_seqlen as fit, and one of the
-        rest."""
+        """A bucket filled in three equal parts with sequences of max_seqlen, three quarters and one quarter
+        of it. If a third of the bucket cannot hold max_seqlen: as many sequences of max_seqlen as fit, and
+        one for the remainder."""
         lengths = [max_seqlen * quarters // 4 for quarters in (4, 3, 1)]
         if num_patches // len(lengths) >= max_seqlen and min(lengths) >= 1:
             seqlens = [length for length in lengths for _ in range(num_patches // len(lengths) // length)]
@@ -62,7 +63,7 @@ class ShapeCase:
 
 
 class WrongResult(Exception):
-    """A backend's rows are not attention's; raised and caught in this module."""
+    """A backend gives wrong rows. Raised and caught in this module."""
 
 
 def measure_backends(
@@ -76,24 +77,20 @@ def measure_backends(
     time_ms: TimeMs,
     deterministic: bool = False,
 ) -> dict[str, AttentionBackend]:
-    """The fastest backend of each case, by the case's name, among those that are right; within TIE_SHARE the
-    earlier one.
+    """The fastest correct backend for each case, by the case's name. Among backends within TIE_SHARE of the
+    fastest, the earliest is chosen.
 
-    backends: none with static_lengths, since a bucket serves any lengths. time_ms: milliseconds of one run of
-    a function. A backend that raises is excluded from the case; one that deviates from float32 by more than
-    TOLERANCES, from all cases. deterministic: only backends whose rows for a sequence are bit-equal alone and
-    in a batch, and one backend for all cases, since two backends round differently. Raises ConfigurationError
-    where a case is left without a backend.
+    backends: none with static_lengths, because a bucket must work for any lengths. time_ms: returns the
+    milliseconds of one run of a function. A backend that raises is excluded from the case; one that deviates
+    from float32 by more than TOLERANCES is excluded from all cases. deterministic: only backends whose rows
+    for a sequence are bit-equal alone and in a batch, and one backend for all cases, because two backends
+    round differently. Raises ConfigurationError if no backend is left for a case.
     """
     assert not any(backend.static_lengths for backend in backends)
-
-    def random_qkv(case: ShapeCase) -> torch.Tensor:
-        """[P, 3, H, d] of normal values. Zeros would run faster than any real batch."""
-        return torch.randn(case.num_patches, 3, num_heads, head_dim, dtype=dtype, device=device)
-
+    qkv_of = functools.partial(random_qkv, num_heads, head_dim, dtype, device)
     measured: dict[str, dict[str, float | str]] = {}
     for backend in backends:
-        found = measure_one(backend, cases, random_qkv, time_ms, deterministic=deterministic)
+        found = measure_one(backend, cases, qkv_of, time_ms, deterministic=deterministic)
         measured[backend.name] = found
         for case, outcome in found.items():
             if isinstance(outcome, str):
@@ -107,26 +104,65 @@ def measure_backends(
     return choices
 
 
+def check_backends(
+    names: Mapping[str, str],
+    backends: Sequence[AttentionBackend],
+    cases: Sequence[ShapeCase],
+    *,
+    num_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    deterministic: bool = False,
+) -> dict[str, AttentionBackend]:
+    """The backend that ``names`` states for each case, by the case's name: checked as in measure_backends,
+    but not timed. Raises ConfigurationError for a case without a known backend, and for a backend that
+    fails."""
+    by_name = {backend.name: backend for backend in backends}
+    unknown = {case.name: names.get(case.name) for case in cases if names.get(case.name) not in by_name}
+    if unknown:
+        raise ConfigurationError(f"no such attention backend: {unknown}; available are {sorted(by_name)}")
+    choices = {case.name: by_name[names[case.name]] for case in cases}
+    if deterministic and len(set(choices.values())) > 1:
+        raise ConfigurationError(f"one attention backend must serve all cases, the choices are {dict(names)}")
+    qkv_of = functools.partial(random_qkv, num_heads, head_dim, dtype, device)
+    for backend in dict.fromkeys(choices.values()):
+        own = [case for case in cases if choices[case.name] is backend]
+        found = measure_one(backend, own, qkv_of, lambda _: 0.0, deterministic=deterministic)
+        failed = {case: outcome for case, outcome in found.items() if isinstance(outcome, str)}
+        if failed:
+            raise ConfigurationError(f"attention backend {backend.name} fails: {failed}")
+    return choices
+
+
+def random_qkv(
+    num_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device, case: ShapeCase
+) -> torch.Tensor:
+    """[P, 3, H, d] of normal values. Zeros would run faster than a real batch."""
+    return torch.randn(case.num_patches, 3, num_heads, head_dim, dtype=dtype, device=device)
+
+
 def measure_one(
     backend: AttentionBackend,
     cases: Sequence[ShapeCase],
-    random_qkv: Callable[[ShapeCase], torch.Tensor],
+    qkv_of: Callable[[ShapeCase], torch.Tensor],
     time_ms: TimeMs,
     *,
     deterministic: bool,
 ) -> dict[str, float | str]:
-    """By case, milliseconds of one attention call, or why the backend is excluded; see measure_backends."""
+    """By case: the milliseconds of one attention call, or why the backend is excluded; see
+    measure_backends."""
     total = sum(CHECK_SEQLENS)
     check = ShapeCase("check", CHECK_SEQLENS, total + 27, len(CHECK_SEQLENS) + 3, total)
     found: dict[str, float | str] = {}
     try:
-        qkv = random_qkv(check)
+        qkv = qkv_of(check)
         deviation(backend, check, qkv)
         if deterministic:
             check_invariance(backend, check, qkv)
         for case in cases:
             try:
-                qkv = random_qkv(case)
+                qkv = qkv_of(case)
                 deviation(backend, case, qkv)
                 found[case.name] = time_ms(forward_of(backend, case, qkv)) / NUM_BLOCKS
             except WrongResult:
@@ -140,7 +176,7 @@ def measure_one(
 
 
 def describe(error: Exception) -> str:
-    """The error's kind and first line: libraries append pages of generated code."""
+    """The error's type and first line. Libraries append pages of generated code."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0] if lines else ''}"
 
@@ -150,8 +186,8 @@ def choose(
     cases: Sequence[str],
     measured: Mapping[str, Mapping[str, float | str]],
 ) -> AttentionBackend:
-    """The backend with the least time over these cases, among those that serve all of them; the earliest of
-    those within TIE_SHARE. measured: by backend, then by case. Raises ConfigurationError."""
+    """The backend with the least total time over these cases, among those that run all of them; the earliest
+    within TIE_SHARE. measured: by backend, then by case. Raises ConfigurationError if there is none."""
     times: dict[str, float] = {}
     for name, outcomes in measured.items():
         own = [ms for case in cases if isinstance(ms := outcomes[case], float)]
@@ -177,14 +213,14 @@ def choose(
 
 
 def bounds_of(case: ShapeCase, device: torch.device) -> AttentionPlan:
-    """Slots without a sequence repeat the last bound."""
+    """The bounds of a case. Slots without a sequence repeat the last bound."""
     ends = [0, *accumulate(case.seqlens)]
     ends += ends[-1:] * (case.num_sequences + 1 - len(ends))
     return AttentionPlan(torch.tensor(ends, dtype=torch.int32, device=device), case.seqlens, case.max_seqlen)
 
 
 def forward_of(backend: AttentionBackend, case: ShapeCase, qkv: torch.Tensor) -> Callable[[], torch.Tensor]:
-    """One plan and the attention of NUM_BLOCKS blocks."""
+    """A function that runs one plan and the attention of NUM_BLOCKS blocks."""
     bounds = bounds_of(case, qkv.device)
     q_PHd, k_PHd, v_PHd = qkv.unbind(1)
 
@@ -199,7 +235,7 @@ def forward_of(backend: AttentionBackend, case: ShapeCase, qkv: torch.Tensor) ->
 
 
 def deviation(backend: AttentionBackend, case: ShapeCase, qkv: torch.Tensor) -> float:
-    """Relative Frobenius error of the sequences' rows against float32. Raises WrongResult beyond the
+    """Relative Frobenius error of the sequences' rows against float32. Raises WrongResult above the
     tolerance, and for padding that is not finite."""
     bounds = bounds_of(case, qkv.device)
     q_PHd, k_PHd, v_PHd = qkv.unbind(1)
@@ -235,7 +271,7 @@ def check_invariance(backend: AttentionBackend, case: ShapeCase, qkv: torch.Tens
 
 
 def graph_time_ms(run: Callable[[], object], *, repeats: int = 5) -> float:
-    """Median of a few replays of a CUDA graph of the run, by device events, after one that warms up."""
+    """Median time of a few replays of a CUDA graph of the run, by device events, after one warm-up replay."""
     run()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()

@@ -1,8 +1,8 @@
-"""torch's own varlen attention (torch.nn.attention.varlen, since torch 2.10): FlashAttention-2 inside.
+"""torch's own varlen attention (torch.nn.attention.varlen, since torch 2.10), which uses FlashAttention-2.
 
 Owns the call across the versions of its signature. 2.10 has no ``scale`` and uses 1 / sqrt(d); later versions
-have it, and from 2.12 on ``num_splits``, which is set to one: the library's own choice depends on the longest
-sequence of the batch. Earlier versions never split. So results are batch invariant.
+have it. From 2.12 on there is ``num_splits``, which is set to one, because the library's default depends on
+the longest sequence of the batch. Earlier versions never split. So results are batch invariant.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from encoder_service.towers.attention.backend import AttentionBackend, SequenceB
 
 
 class TorchVarlenAttention(Unplanned):
-    """varlen_attn. Raises ImportError in a torch that lacks it."""
+    """varlen_attn. Raises ImportError if torch lacks it."""
 
     name = "varlen"
     static_lengths = False

@@ -1,8 +1,9 @@
 """The matrix products of a block, each with the step that follows it.
 
-Owns the protocol of a library of such products (``Gemm``) and torch's own, which is always there. A library
-that computes the step in the product's epilogue saves a pass over its output. ``select.py`` measures which
-library is the fastest for each product and number of rows, ``per_rows.py`` looks the choice up.
+Owns the protocol of a library of such products (``Gemm``), and torch's implementation, which is always
+available. A library that computes the step in the product's epilogue saves a pass over its output.
+``select.py`` measures which library is fastest for each product and number of rows, ``per_rows.py`` looks the
+choice up.
 
 Shape legend: P patches, K input width, N output width, H heads, d head_dim.
 """
@@ -30,8 +31,8 @@ class Rotary:
     """Positions and tables for the rotation of one batch's q and k.
 
     coords: int32 [P, 4], row and column first. cos, sin: float32 [max_side, d/4] by coordinate and frequency.
-    layout: see ``kernels.rotate_qkv_``. turns: float32 [2, 3 * H * d], see ``turns_of``, or None where no
-    library reads it.
+    layout: see ``kernels.rotate_qkv_``. turns: float32 [2, 3 * H * d], see ``turns_of``; None if no library
+    reads it.
     """
 
     coords: torch.Tensor
@@ -43,14 +44,14 @@ class Rotary:
 
     @functools.cached_property
     def positions(self) -> torch.Tensor:
-        """float32 [2, P]: rows, then columns. Computed once for all blocks, where a library reads it."""
+        """float32 [2, P]: rows, then columns. Computed once for all blocks, if a library reads it."""
         return self.coords[:, :2].t().float().contiguous()
 
 
 @dataclass(frozen=True)
 class Weights:
-    """A linear layer's weight [N, K] and bias [N]. paired: the same with the outputs of q and k in the order
-    of ``pair_rows``, None where no library reads it."""
+    """A linear layer's weight [N, K] and bias [N]. paired: the same, with the outputs of q and k in the order
+    of ``pair_rows``; None if no library reads it."""
 
     weight: torch.Tensor
     bias: torch.Tensor
@@ -58,10 +59,10 @@ class Weights:
 
 
 class Gemm(Protocol):
-    """x [P, K] times a layer, followed by one of three steps. Sums are float32, rounded to x's type after the
-    step, and before it as well where the step is a pass of its own.
+    """x [P, K] times a layer, followed by one of three steps. Sums are computed in float32 and rounded to x's
+    dtype after the step. If the step is a separate pass, they are also rounded before it.
 
-    Every method launches on the current stream and can be captured; a library that compiles does so in the
+    Every method launches on the current stream and can be captured. A library that compiles does so in the
     first call, which must come before a capture.
     """
 
@@ -70,7 +71,7 @@ class Gemm(Protocol):
 
     @property
     def steps(self) -> Set[Step]:
-        """The steps that ``select.py`` tries it for."""
+        """The steps for which ``select.py`` tries this gemm."""
         ...
 
     @property
@@ -79,28 +80,28 @@ class Gemm(Protocol):
         ...
 
     def rotated(self, x_PK: torch.Tensor, layer: Weights, rotary: Rotary) -> torch.Tensor:
-        """q, k and v side by side [P, 3 * H * d], q and k turned by their positions. Both have the same order
-        of elements within a head, the layer's own or that of its pairs."""
+        """q, k and v side by side [P, 3 * H * d], with q and k rotated by their positions. The elements
+        within a head are in the layer's own order or in that of its pairs, in q and k alike."""
         ...
 
     def gelu(self, x_PK: torch.Tensor, layer: Weights) -> torch.Tensor:
-        """tanh-GELU of the product [P, N]."""
+        """The tanh-GELU of the product [P, N]."""
         ...
 
     def add_to(self, residual_PN: torch.Tensor, x_PK: torch.Tensor, layer: Weights) -> torch.Tensor | None:
-        """The product [P, N], still to be added to the residual; None: it has been added in place."""
+        """The product [P, N], which the caller has to add to the residual; None if it was added in place."""
         ...
 
 
 class TorchGemm:
-    """torch's own: bias and GELU in cuBLAS's epilogue; rotation and addition are passes of their own."""
+    """torch's products: bias and GELU in cuBLAS's epilogue, rotation and addition as separate passes."""
 
     name = "torch"
     steps: Set[Step] = frozenset(STEPS)
     wants_pairs = False
 
     def rotated(self, x_PK: torch.Tensor, layer: Weights, rotary: Rotary) -> torch.Tensor:
-        from encoder_service.towers import kernels  # triton, which only the fused path needs
+        from encoder_service.towers import kernels  # needs triton, which only the fused path requires
 
         qkv = linear(x_PK, layer.weight, layer.bias)
         return kernels.rotate_qkv_(
@@ -108,7 +109,7 @@ class TorchGemm:
         )
 
     def gelu(self, x_PK: torch.Tensor, layer: Weights) -> torch.Tensor:
-        """On a GPU in the product's epilogue: cuBLASLt's GELU is the tanh form."""
+        """On a GPU, computed in the product's epilogue: cuBLASLt's GELU is the tanh form."""
         if x_PK.is_cuda:
             return torch._addmm_activation(layer.bias, x_PK, layer.weight.t(), use_gelu=True)
         return gelu(linear(x_PK, layer.weight, layer.bias), approximate="tanh")
@@ -126,11 +127,11 @@ TORCH_GEMM: Gemm = TorchGemm()
 
 
 def pair_rows(tensor: torch.Tensor, num_heads: int) -> torch.Tensor:
-    """Outputs of a packed q, k, v projection so that the two elements that turn together are neighbours.
+    """Reorders the outputs of a packed q, k, v projection so that elements that rotate together are adjacent.
 
     tensor: weight [3 * H * d, K] or bias [3 * H * d]. Within a head of q and of k, element i of the first
-    half goes to place 2i and its partner i + d/2 to 2i + 1; q.k is a sum over a head's elements, so that the
-    same order in both leaves attention as it was. v stays.
+    half moves to place 2i and its partner i + d/2 to 2i + 1. q.k is a sum over a head's elements, so the same
+    order in both does not change attention. v is unchanged.
     """
     q_k, v = tensor.tensor_split([tensor.shape[0] // 3 * 2])
     by_half = q_k.reshape(2 * num_heads, 2, -1, *tensor.shape[1:])
@@ -138,10 +139,10 @@ def pair_rows(tensor: torch.Tensor, num_heads: int) -> torch.Tensor:
 
 
 def turns_of(frequencies: torch.Tensor, layout: RotaryLayout, num_heads: int) -> torch.Tensor:
-    """float32 [2, 3 * H * d]: by output of a paired projection, the turns (2 pi each) that one row, and one
-    column, of distance makes; zero for v, which does not turn.
+    """float32 [2, 3 * H * d]: for each output of a paired projection, the rotation in turns (2 pi each) per
+    row and per column of distance. Zero for v, which is not rotated.
 
-    frequencies: float32 [d/4], radians. layout: see ``kernels.rotate_qkv_``.
+    frequencies: float32 [d/4], in radians. layout: see ``kernels.rotate_qkv_``.
     """
     turns = frequencies.double() / (2 * math.pi)
     zeros = torch.zeros_like(turns)

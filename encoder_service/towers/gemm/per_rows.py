@@ -1,4 +1,4 @@
-"""The gemm of each product by the number of rows, which a graph fixes.
+"""Chooses the gemm of each product by the number of rows, which is fixed in a graph.
 
 Owns the lookup. ``select.py`` measures the choices.
 """
@@ -14,8 +14,8 @@ from encoder_service.towers.gemm import STEPS, TORCH_GEMM, Gemm, Step
 
 @dataclass(frozen=True)
 class GemmChoices:
-    """choices: for the product before each of STEPS, the fastest gemm by number of rows, as measured; other
-    numbers take that of the nearest one, by ratio."""
+    """choices: for the product before each of STEPS, the gemm that was measured as fastest, by number of
+    rows. Other numbers of rows get the choice of the nearest one, by ratio."""
 
     choices: Mapping[Step, Mapping[int, Gemm]]
 
@@ -28,12 +28,12 @@ class GemmChoices:
 
     @property
     def wants_pairs(self) -> bool:
-        """Whether a block keeps its qkv weight in pairs as well."""
+        """Whether a block also keeps its qkv weight in pairs."""
         return any(gemm.wants_pairs for gemm in self.choices["rotate"].values())
 
     @property
     def names(self) -> dict[Step, dict[int, str]]:
-        """By step and number of rows, for logs and results."""
+        """The gemms' names by step and number of rows, for logs and results."""
         return {
             step: {rows: gemm.name for rows, gemm in by_rows.items()}
             for step, by_rows in self.choices.items()

@@ -1,12 +1,12 @@
-"""Products with our own epilogues in CuTe DSL, through quack (package quack-kernels), on Hopper.
+"""Products with custom epilogues in CuTe DSL, through quack (package quack-kernels), on Hopper.
 
 Owns the three epilogues and the tiles. quack's warp-specialised kernel takes a Python function as its
-epilogue and compiles it in the first call, about a second and a half for each function and tile; other
-numbers of rows reuse the kernel. Importing this module imports quack, which ``select.find_gemms`` guards.
-flash-attn 4 depends on quack: one installation brings both.
+epilogue and compiles it in the first call, which takes about 1.5 s for each function and tile; other numbers
+of rows reuse the kernel. Importing this module imports quack; ``select.find_gemms`` handles a failure.
+flash-attn 4 depends on quack, so one installation provides both.
 
 Source: Dao-AILab/quack, quack/epilogue/frontend.py (the contract of an epilogue function), 0.6.5. The angle
-is reduced to a fraction of a turn before the fast sine, as in its rotary epilogues.
+is reduced to a fraction of a turn before the fast sine, as in quack's rotary epilogues.
 """
 # mypy: allow-untyped-defs, allow-untyped-decorators
 
@@ -26,13 +26,13 @@ from quack.gemm_config import GemmConfig
 
 from encoder_service.towers.gemm import Rotary, Step, Weights
 
-# Added and subtracted again, it rounds a float32 below 2^22 to the nearest integer.
+# Adding and subtracting it rounds a float32 below 2^22 to the nearest integer.
 ROUNDING = 12582912.0
 TURN = 6.283185307179586
 
 
-# Every vector is declared as one over rows or over outputs: by its shape quack could not tell them apart
-# where there are as many rows as outputs.
+# Every vector is declared as one over rows or over outputs. By the shape alone quack could not distinguish
+# them when there are as many rows as outputs.
 
 
 @gemm_epilogue(
@@ -49,7 +49,7 @@ def rotate(acc, row, column, row_turns, column_turns, bias):
     first, second = unpack(acc + bias)
     row_turn, _ = unpack(row_turns)
     column_turn, _ = unpack(column_turns)
-    # One of the two is zero: the sum is exact.
+    # One of the two summands is zero, so the sum is exact.
     turns = cute.math.fma(row, row_turn, column * column_turn)
     whole = cute.math.fma(turns, 1.0, ROUNDING) - ROUNDING
     angle = (turns - whole) * TURN
@@ -70,7 +70,7 @@ def add(acc, c, bias):
 
 @dataclass(frozen=True)
 class QuackTile:
-    """Rows and columns of a tile, the cluster, and whether two warp groups take turns at tiles."""
+    """Rows and columns of a tile, the cluster, and whether two warp groups alternate between tiles."""
 
     rows: int
     columns: int
@@ -94,8 +94,8 @@ class QuackTile:
         )
 
 
-# Among sixteen tiles, for the towers' products from 4096 rows up on an H200, these were the fastest; each is
-# compiled once for a step that it is tried for.
+# The fastest of sixteen tiles for the towers' products from 4096 rows on, on an H200. Each is compiled once
+# per step that it is tried for.
 TILES: dict[QuackTile, frozenset[Step]] = {
     QuackTile(128, 192, (1, 2)): frozenset({"rotate", "add_attention", "add_mlp"}),
     QuackTile(128, 160, (2, 1)): frozenset({"rotate", "gelu"}),
@@ -104,14 +104,14 @@ TILES: dict[QuackTile, frozenset[Step]] = {
 
 
 class QuackGemm:
-    """See ``gemm.Gemm``. 16-bit types; K and N multiples of 8. Rounds once, after the step."""
+    """See ``gemm.Gemm``. Needs 16-bit types; K and N must be multiples of 8. Rounds once, after the step."""
 
     wants_pairs = True
 
     def __init__(self, tile: QuackTile, steps: Set[Step]) -> None:
         self.steps = steps
         self.name = f"quack-{tile.label}"
-        # quack recognises a configuration by identity.
+        # quack identifies a configuration by object identity, so it is created once.
         self._config: Any = tile.config()
 
     def rotated(self, x_PK: torch.Tensor, layer: Weights, rotary: Rotary) -> torch.Tensor:
@@ -149,7 +149,7 @@ class QuackGemm:
         return out
 
     def add_to(self, residual_PN: torch.Tensor, x_PK: torch.Tensor, layer: Weights) -> torch.Tensor | None:
-        """In place: a tile of the residual is read before the same tile is written."""
+        """Adds in place: each tile of the residual is read before the same tile is written."""
         add(
             x_PK,
             layer.weight.t(),

@@ -1,4 +1,4 @@
-"""The gemm of each product and number of rows: checked against float32, then timed, on the device itself.
+"""Chooses the gemm of each product and number of rows: checked against float32, then timed on the device.
 
 Owns the candidates, the measurement and the choice. A product is timed together with the pass that its
 epilogue may save, as the blocks run them: the rotation after qkv, the norm after proj and fc2.
@@ -11,13 +11,14 @@ from __future__ import annotations
 import itertools
 import statistics
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import structlog
 import torch
 from torch.nn.functional import gelu, linear
 
+from encoder_service.errors import ConfigurationError
 from encoder_service.towers.gemm import (
     STEPS,
     TORCH_GEMM,
@@ -35,11 +36,11 @@ log = structlog.get_logger(__name__)
 
 TimeMs = Callable[[Callable[[], object]], float]
 
-# Largest relative Frobenius error against float32, on normal random values: rounding gives 2e-3 to 4e-3.
+# Largest relative Frobenius error against float32 on normal random values. Rounding gives 2e-3 to 4e-3.
 TOLERANCE = 1e-2
-# A library replaces torch where it is faster by this share.
+# A library replaces torch if it is faster by more than this share.
 TIE_SHARE = 0.01
-# Calls in a timed run, each with weights of its own: in a tower a block's weights are not in the cache
+# Calls in a timed run. Each has its own weights, because a block's weights are not in the cache in a tower
 # either.
 NUM_CALLS = 8
 NUM_ROUNDS = 3
@@ -59,15 +60,15 @@ class BlockShape:
 
 @dataclass(frozen=True)
 class Trial:
-    """One step at one number of rows: ``run(gemm)`` calls it NUM_CALLS times as a block does, ``error(gemm)``
-    is its relative error against float32."""
+    """One step at one number of rows. ``run(gemm)`` calls the gemm NUM_CALLS times, as blocks do.
+    ``error(gemm)`` is its relative error against float32."""
 
     run: Callable[[Gemm], None]
     error: Callable[[Gemm], float]
 
 
 def find_gemms(device: torch.device) -> list[Gemm]:
-    """Every gemm that works on this device, torch's first. quack needs Hopper."""
+    """Every gemm that works on this device, torch's first. quack needs a Hopper GPU."""
     found: list[Gemm] = [TORCH_GEMM]
     if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
         return found
@@ -80,9 +81,14 @@ def find_gemms(device: torch.device) -> list[Gemm]:
             from encoder_service.towers.gemm.quack_gemm import TILES, QuackGemm
 
         found += [QuackGemm(tile, steps) for tile, steps in TILES.items()]
-    except Exception as error:  # an optional library may fail to import in any way of its own
+    except Exception as error:  # an optional library may fail to import with any error
         text = str(error).strip().splitlines()
-        log.debug("gemm_library_absent", library="quack", reason=f"{type(error).__name__}: {text[:1]}")
+        log.info(
+            "gemm_library_absent",
+            library="quack",
+            reason=f"{type(error).__name__}: {text[0] if text else ''}",
+            hint="it loads from a folder named site-packages alone",
+        )
     return found
 
 
@@ -95,22 +101,22 @@ def choose_gemms(
     device: torch.device,
     time_ms: TimeMs,
 ) -> GemmChoices:
-    """The fastest of the candidates for each step and number of rows, among those that are right; torch's,
-    which has to be the first, within TIE_SHARE. A candidate that raises or is wrong is left out of the step,
-    with a warning: at every number of rows, since a choice also serves numbers between those measured.
-    Torch's stays where it could be timed."""
+    """The fastest correct candidate for each step and number of rows. The first candidate, which must be
+    torch's, is kept unless another is faster by more than TIE_SHARE. A candidate that raises or gives wrong
+    results is excluded from the step, with a warning, at every number of rows, because a choice is also used
+    for numbers between the measured ones. torch's own remains a candidate if it could be timed."""
     measured: dict[tuple[Step, int], dict[str, float]] = {}
     excluded: set[tuple[str, str]] = set()
     for num_rows, step in itertools.product(sizes, STEPS):
         trial = make_trial(step, shape, num_rows, dtype, device)
         samples: dict[str, list[float]] = {}
-        # In turns: later runs find the device warmer, and slower.
+        # The candidates alternate, because later runs find the device warmer and slower.
         for gemm in [gemm for gemm in candidates if step in gemm.steps] * NUM_ROUNDS:
             if (gemm.name, step) in excluded:
                 continue
             try:
                 samples.setdefault(gemm.name, []).append(checked_time_ms(trial, gemm, time_ms))
-            except Exception as error:  # a library's own errors are of any kind
+            except Exception as error:  # a library may raise any error
                 excluded.add((gemm.name, step))
                 reason = str(error).strip().splitlines()[:1]
                 log.warning("gemm_excluded", gemm=gemm.name, step=step, num_rows=num_rows, reason=reason)
@@ -131,16 +137,48 @@ def choose_gemms(
     return GemmChoices(chosen)
 
 
+def check_gemms(
+    names: Mapping[str, Mapping[str, str]],
+    candidates: Sequence[Gemm],
+    shape: BlockShape,
+    sizes: Sequence[int],
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> GemmChoices:
+    """The gemm that ``names`` states for each step and number of rows: checked against float32, but not
+    timed. Raises ConfigurationError for a product without a known gemm and for a gemm that fails."""
+    by_name = {gemm.name: gemm for gemm in candidates}
+    chosen: dict[Step, dict[int, Gemm]] = {step: {} for step in STEPS}
+    for num_rows, step in itertools.product(sizes, STEPS):
+        name = names.get(step, {}).get(str(num_rows), "")
+        if name not in by_name or step not in by_name[name].steps:
+            raise ConfigurationError(
+                f"no such gemm for {step} of {num_rows} rows: {name!r}; available are {sorted(by_name)}"
+            )
+        try:
+            check_error(make_trial(step, shape, num_rows, dtype, device), by_name[name])
+        except Exception as error:  # a library may raise any error
+            raise ConfigurationError(f"gemm {name} fails for {step} of {num_rows} rows: {error}") from error
+        chosen[step][num_rows] = by_name[name]
+    return GemmChoices(chosen)
+
+
 def checked_time_ms(trial: Trial, gemm: Gemm, time_ms: TimeMs) -> float:
     """Milliseconds of one call. Raises ValueError for an error above TOLERANCE."""
-    error = trial.error(gemm)
-    if not error <= TOLERANCE:
-        raise ValueError(f"relative error {error:.1e} against float32, at most {TOLERANCE:.0e} passes")
+    check_error(trial, gemm)
     return time_ms(lambda: trial.run(gemm)) / NUM_CALLS
 
 
+def check_error(trial: Trial, gemm: Gemm) -> None:
+    """Raises ValueError for an error above TOLERANCE."""
+    error = trial.error(gemm)
+    if not error <= TOLERANCE:
+        raise ValueError(f"relative error {error:.1e} against float32, at most {TOLERANCE:.0e} passes")
+
+
 def fastest(candidates: Sequence[Gemm], times: dict[str, float]) -> Gemm:
-    """The first candidate stays unless another is faster by more than TIE_SHARE."""
+    """The fastest candidate; the first one unless another is faster by more than TIE_SHARE."""
     first = candidates[0]
     best = min(candidates, key=lambda gemm: times.get(gemm.name, float("inf")))
     limit = times.get(first.name, float("inf")) * (1 - TIE_SHARE)
@@ -150,8 +188,8 @@ def fastest(candidates: Sequence[Gemm], times: dict[str, float]) -> Gemm:
 def make_trial(
     step: Step, shape: BlockShape, num_rows: int, dtype: torch.dtype, device: torch.device
 ) -> Trial:
-    """Random weights and rows of the product that ``step`` is part of."""
-    from encoder_service.towers import kernels  # triton, which only the fused path needs
+    """A trial of the product that ``step`` belongs to, with random weights and rows."""
+    from encoder_service.towers import kernels  # needs triton, which only the fused path requires
 
     hidden, intermediate = shape.hidden_size, shape.intermediate_size
     width_in, width_out = {
@@ -213,7 +251,7 @@ def layer_of(weight: torch.Tensor, bias: torch.Tensor, step: Step, shape: BlockS
 
 
 def rotary_of(shape: BlockShape, num_rows: int, device: torch.device) -> Rotary:
-    """Positions of square frames, one after the other."""
+    """The positions of consecutive square frames."""
     place = torch.arange(num_rows, device=device) % SIDE**2
     sides = torch.full_like(place, SIDE)
     coords = torch.stack([place // SIDE, place % SIDE, sides, sides], dim=1).to(torch.int32)

@@ -1,11 +1,12 @@
-"""Triton kernels of the fused CUDA path; importing this package imports triton.
+"""Triton kernels of the fused CUDA path. Importing this package imports triton.
 
-Owns the passes between the matrix products: norms with the residual's addition, rotary positions on packed
-projections, position interpolation, GELU, the average over frames, and patches from uint8 frames. Their order
-is in ``fused.py``.
+Owns the passes between the matrix products: norms with the addition to the residual, rotary positions on
+packed projections, position interpolation, GELU, the average over frames, and patches from uint8 frames.
+``fused.py`` runs them in order.
 
-Every wrapper launches on the current CUDA device and stream, never waits for the device, allocates nothing
-but what it returns, and so can be captured in a CUDA graph. Shapes are internal invariants: asserted.
+Every wrapper launches on the current CUDA device and stream, never waits for the device, and allocates only
+what it returns, so it can be captured in a CUDA graph. Shapes are internal invariants and are checked by
+assertions.
 """
 
 from encoder_service.towers.kernels.activation import gelu_

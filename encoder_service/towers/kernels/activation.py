@@ -1,4 +1,4 @@
-"""The mergers' GELU, in place, by erf and in float32. The blocks' tanh-GELU is in their products' epilogue.
+"""The mergers' erf-GELU, in place and in float32. The products' epilogues compute the blocks' tanh-GELU.
 
 Shape legend: N rows, M their width.
 """
@@ -17,12 +17,11 @@ NUM_WARPS = 4
 
 
 def gelu_(x_NM: torch.Tensor) -> torch.Tensor:
-    """GELU of x [N, M] in place, as torch.nn.functional.gelu without approximation; returns x. Rows may lie
-    apart."""
+    """GELU of x [N, M] in place, without approximation. Returns x. The row stride may exceed M."""
     check_rows("x", x_NM, (x_NM.shape[0], x_NM.shape[1]))
     if x_NM.numel() == 0:
         return x_NM
-    # One long row where rows are not apart: no block is cut short by the end of a row.
+    # Contiguous rows are treated as one long row, so that no block is cut short at the end of a row.
     width = x_NM.numel() if x_NM.is_contiguous() else x_NM.shape[1]
     blocks_per_row = triton.cdiv(width, BLOCK)
     _gelu_kernel[(x_NM.numel() // width * blocks_per_row,)](

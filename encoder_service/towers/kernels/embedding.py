@@ -1,7 +1,7 @@
-"""Learned positions of a patch, interpolated from its coordinates, added and normalised in one pass.
+"""Learned positions of patches: interpolated from coordinates, added and normalised in one pass.
 
-Owns the entries and weights of the taps, computed on the device with the float32 steps of
-positions.linear_taps and positions.cubic_taps, so that no table per patch is built or transferred.
+Owns the table entries and weights of the taps. They are computed on the device with the same float32 steps as
+positions.linear_taps and positions.cubic_taps, so that no per-patch table is built or transferred.
 
 Shape legend: P patches, E tower width.
 """
@@ -40,14 +40,14 @@ def embed_norm(
     frame_table: torch.Tensor | None = None,
     frame_index: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """x += positions in place, then LayerNorm of x; new [P, E] in x's dtype.
+    """Adds positions to x in place, then returns LayerNorm of x: new [P, E] in x's dtype.
 
-    x: the patch embedding with its bias; its rows may lie apart. table: [table_height * table_width, E] in
-    any float dtype. coords: int32 [P, 4], row, column, height and width of each patch's frame; (0, 0, 1, 1)
-    for padding. mode: "linear" stretches the table over the frame with its ends fixed,
-    four taps (Qwen); "cubic" takes sixteen at half-pixel centres, borders repeated (MoonViT). frame_table
-    [max_frames + 1, E] with frame_index int32 [P] adds each patch's temporal row. The positions are summed
-    in float32 and rounded once, with x, to x's dtype.
+    x: the patch embedding with its bias; its row stride may exceed E. table: [table_height * table_width, E]
+    in any float dtype. coords: int32 [P, 4]: row, column, height and width of each patch's frame; for padding
+    (0, 0, 1, 1). mode: "linear" stretches the table over the frame with fixed ends, with four taps (Qwen);
+    "cubic" uses sixteen taps at half-pixel centres, with borders repeated (MoonViT). frame_table
+    [max_frames + 1, E] with frame_index int32 [P] adds each patch's temporal row. The positions are summed in
+    float32 and rounded once, together with x, to x's dtype.
     """
     num_patches, width = x_PE.shape
     check_rows("x", x_PE, (num_patches, width))
@@ -93,8 +93,8 @@ def embed_norm(
 
 @triton.jit
 def _source(place, size, TABLE_SIZE: tl.constexpr, CUBIC: tl.constexpr):
-    """Coordinate of ``place`` of ``size`` on an axis of TABLE_SIZE entries, float32. Divisions round to
-    nearest: a result just below a whole number would move the taps by one entry."""
+    """Coordinate, float32, of ``place`` of ``size`` on an axis of TABLE_SIZE entries. Divisions round to
+    nearest, because a result just below a whole number would shift the taps by one entry."""
     place = place.to(tl.float32)
     if CUBIC:
         source = tl.div_rn((place + 0.5) * TABLE_SIZE, size.to(tl.float32)) - 0.5
@@ -105,7 +105,7 @@ def _source(place, size, TABLE_SIZE: tl.constexpr, CUBIC: tl.constexpr):
 
 @triton.jit
 def _tap(source, TAP: tl.constexpr, TABLE_SIZE: tl.constexpr, CUBIC: tl.constexpr):
-    """Entry and weight of one tap of an axis: 2 taps from the entry below, or 4 from one before that."""
+    """Entry and weight of one tap of an axis: 2 from the entry below (linear), 4 from one before (cubic)."""
     floor = tl.floor(source)
     fraction = source - floor
     if CUBIC:

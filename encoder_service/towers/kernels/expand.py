@@ -1,8 +1,8 @@
 """Positions of every patch, expanded from the batch's item table.
 
-Owns coordinates, frame rows and the merge of frames, element for element the host tables of the plain towers
-(positions.py, moonvit.merge_tables). They are computed at the start of the forward pass, inside its graph.
-``fused_inputs.py`` has the item table.
+Owns coordinates, rows of the frame table and the merge of frames. They equal the host tables of the plain
+towers (positions.py, moonvit.merge_tables) element for element, and are computed at the start of the forward
+pass, inside its graph. ``fused_inputs.py`` has the item table.
 
 Shape legend: I items, P patches, G merged places (R * merge^2), F frames averaged into one row.
 """
@@ -21,7 +21,7 @@ from encoder_service.towers.kernels.tiles import check_rows
 PATCHES_PER_PROGRAM = 128
 NUM_WARPS = 4
 
-# The item table's columns, fused_inputs.ITEM_COLUMNS.
+# The columns of the item table, fused_inputs.ITEM_COLUMNS.
 NUM_COLUMNS = 5
 FIRST_PATCH = tl.constexpr(0)
 FIRST_PLACE = tl.constexpr(1)
@@ -31,13 +31,13 @@ WIDTH = tl.constexpr(4)
 
 
 class PatchPlaces(NamedTuple):
-    """Where every patch stands.
+    """The positions of every patch.
 
-    coords: int32 [P, 4], row, column, height and width of each patch's frame; padding is (0, 0, 1, 1).
-    Where rows average over frames also frame_index: int32 [P], 0 for a still and padding, f + 1 in frame f
-    of a clip; merge_index: int32 [G, F], the patches averaged at each place; merge_weight: float32 [G, F].
-    Entries beyond an item's own frames repeat its first frame, and padding names patch 0, all with weight
-    zero. A patch of another item would bring in that item's NaN.
+    coords: int32 [P, 4]: row, column, height and width of each patch's frame; (0, 0, 1, 1) for padding. The
+    others are None unless rows average over frames. frame_index: int32 [P], 0 for images and padding, f + 1
+    in frame f of a clip. merge_index: int32 [G, F], the patches averaged at each place. merge_weight: float32
+    [G, F]. Entries after an item's own frames repeat its first frame, and padding uses patch 0, both with
+    weight zero: a patch of another item could be NaN, and 0 * NaN is NaN.
     """
 
     coords: torch.Tensor
@@ -55,11 +55,11 @@ def expand_items(
     num_places: int = 0,
     num_frames: int = 1,
 ) -> PatchPlaces:
-    """New PatchPlaces of a batch of ``num_patches``, padding included, in one launch.
+    """New PatchPlaces of a batch of ``num_patches`` (including padding), in one launch.
 
-    items: int32 [I, 5], fused_inputs.FusedInputs.items, at least one; num_places: G, at most num_patches,
-    and num_frames: F, both read only where rows average over frames. Patches stand in merge order, or frame
-    by frame in raster order where ``merges_time``.
+    items: int32 [I, 5], fused_inputs.FusedInputs.items, at least one. num_places: G, at most num_patches.
+    num_frames: F. Both are used only if rows average over frames. Patches are in merge order, or frame by
+    frame in raster order if ``merges_time``.
     """
     num_items = items_I5.shape[0]
     check_rows("items", items_I5, (num_items, NUM_COLUMNS))
@@ -96,18 +96,18 @@ def expand_items(
 
 
 def search_steps(num_items: int) -> int:
-    """Halvings after which ``find_item`` has one of ``num_items`` left."""
+    """Number of halvings after which ``find_item`` has one of ``num_items`` left."""
     return (num_items - 1).bit_length()
 
 
 @triton.jit
 def find_item(items_ptr, place, num_items, num_steps, COLUMN: tl.constexpr, COLUMNS: tl.constexpr):
-    """The last item whose ``COLUMN`` is at most ``place``, a scalar or a block. The column does not decrease
-    from item to item and begins at 0."""
+    """The last item whose ``COLUMN`` is at most ``place``, a scalar or a block. The column must start at 0
+    and not decrease from item to item."""
     low = place * 0
     high = low + num_items
     for _ in range(num_steps):
-        # Once one item is left, low equals middle and stays.
+        # Once one item is left, low equals middle and no longer changes.
         middle = (low + high) // 2
         at_most = tl.load(items_ptr + middle * COLUMNS + COLUMN) <= place
         low = tl.where(at_most, middle, low)
@@ -117,8 +117,8 @@ def find_item(items_ptr, place, num_items, num_steps, COLUMN: tl.constexpr, COLU
 
 @triton.jit
 def place_in_merge_order(place, width, MERGE: tl.constexpr):
-    """Row and column of a place in merge order: blocks of MERGE squared patches row by row, patches within a
-    block likewise. The width of padding may be below MERGE."""
+    """Row and column of a place in merge order: blocks of MERGE squared patches row by row, and patches
+    within a block likewise. The width of padding may be below MERGE."""
     block = place // (MERGE * MERGE)
     inside = place % (MERGE * MERGE)
     blocks_wide = tl.maximum(width // MERGE, 1)
@@ -127,7 +127,7 @@ def place_in_merge_order(place, width, MERGE: tl.constexpr):
     return row, column
 
 
-# A new batch size must not compile a kernel while the service runs.
+# Not specialised, so that a new batch size does not compile a kernel while the service runs.
 @triton.jit(do_not_specialize=["num_items", "num_steps", "num_patches", "num_places", "num_frames"])
 def _expand_kernel(
     items_ptr,
@@ -169,7 +169,7 @@ def _expand_kernel(
     if MERGES_TIME:
         tl.store(frame_index_ptr + index, tl.where(real & (frames > 1), frame + 1, 0), mask=exists)
 
-        # The same index again, now as a merged place.
+        # From here on, the index numbers merged places.
         exists = index < num_places
         item = find_item(items_ptr, index, num_items, num_steps, FIRST_PLACE, COLUMNS)
         item_ptr = items_ptr + item * COLUMNS

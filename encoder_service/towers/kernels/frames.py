@@ -1,4 +1,5 @@
-"""MoonViT's tail up to the projector's products: last residual, final norm, average over frames, pre-norm.
+"""MoonViT's end up to the projector's products: last addition to the residual, final norm, average over
+frames, pre-norm.
 
 Owns one pass from the last block's output to the projector's input. ``moonvit.merge_tables`` defines which
 patches make up a row.
@@ -33,11 +34,11 @@ def merge_frames_norm(
     final_norm: Norm,
     pre_norm: Norm,
 ) -> torch.Tensor:
-    """New [G, E] in x's dtype: pre_norm of the weighted mean of final_norm(x[i] + delta[i]) over F frames.
+    """pre_norm of the weighted mean, over F frames, of final_norm(x[i] + delta[i]): new [G, E] in x's dtype.
 
-    index: int32 or int64 [G, F], rows of x; weight: float32 [G, F], zero in unused entries, whose index is
-    valid nevertheless. x and delta, whose rows may lie apart, stay as they are; delta may be None. The
-    residual's sum, the final norm and the mean are each rounded to x's dtype, as MoonViTTower rounds them.
+    index: int32 or int64 [G, F], rows of x. weight: float32 [G, F]; zero in unused entries, whose index must
+    still be valid. x and delta are not changed; their row strides may exceed E; delta may be None. The sum,
+    the final norm and the mean are each rounded to x's dtype, as in MoonViTTower.
     """
     num_patches, width = x_PE.shape
     num_rows, num_frames = index_GF.shape

@@ -1,7 +1,7 @@
-"""LayerNorm, alone or after adding to the residual.
+"""LayerNorm, alone or after the addition to the residual.
 
-Owns one pass over [P, E]: the residual is read once and written once. ``embedding`` adds the position table
-and ``frames`` averages over frames.
+Owns one pass over [P, E], in which the residual is read once and written once. ``embedding`` adds the
+position table, ``frames`` averages over frames.
 
 Shape legend: P rows, E their width.
 """
@@ -27,10 +27,11 @@ from encoder_service.towers.kernels.tiles import (
 def add_norm(
     x_PE: torch.Tensor, delta_PE: torch.Tensor | None, weight: torch.Tensor, bias: torch.Tensor, eps: float
 ) -> torch.Tensor:
-    """x += delta in place, then LayerNorm of x; new [P, E] in x's dtype.
+    """Adds delta to x in place, then returns LayerNorm of x: new [P, E] in x's dtype.
 
-    The sum is rounded to x's dtype before it is normalised, so that the norm sees what the next block's
-    residual sees. delta None leaves x as it is. Rows of x and delta may lie apart. weight, bias: [E].
+    The sum is rounded to x's dtype before it is normalised, so that the norm reads the same values as the
+    next block's residual. delta: None leaves x unchanged. Row strides of x and delta may exceed E. weight,
+    bias: [E].
     """
     num_rows, width = x_PE.shape
     check_rows("x", x_PE, (num_rows, width))

@@ -1,12 +1,12 @@
 """Normalised patches from uint8 frames, written into the buffer that the tower reads.
 
-Owns the cut and the normalisation on the device, bit for bit the preprocessors' ``patchify`` rounded to the
-output's dtype, for a whole batch in one launch.
+Owns the cut and the normalisation on the device, for a whole batch in one launch. The result equals the
+preprocessors' ``patchify``, rounded to the output's dtype, bit for bit.
 
-One program cuts merge^2 patches, which never span two items or frames. A lane takes two neighbouring pixels,
-six bytes, as three 16-bit words: a patch of an even size begins at an even byte. So every pixel is read and
-normalised once, however many frames of its temporal patch repeat it, and a lane's values are written
-together. All loads of a frame's patches come before their first store.
+One program cuts merge^2 patches, which never span two items or frames. A lane reads two adjacent pixels (six
+bytes) as three 16-bit words; this works because a patch of an even size begins at an even byte. Every pixel
+is read and normalised once, even if several frames of its temporal patch repeat it, and a lane's values are
+written together. All loads of a frame's patches come before their first store.
 
 Shape legend: H height and W width in pixels, I items, P patches, N patches of one program, tp frames per
 patch, B bytes.
@@ -52,16 +52,18 @@ def patchify_items(
     temporal_patch_size: int,
     merges_time: bool,
 ) -> torch.Tensor:
-    """A whole batch's patches of either family into out [P, 3 * tp * patch_size^2], in one launch and in
-    place; returns out. All that differs between batches is in tensors, so that it replays in a graph.
+    """Writes a whole batch's patches of either family to out [P, 3 * tp * patch_size^2], in one launch, and
+    returns out. Everything that differs between batches is in tensors, so the launch can be replayed in a
+    graph.
 
-    pixels: uint8 [B]. items: int32 [I, 5], FusedInputs.items; P may exceed the items' patches, and rows past
-    them become zeros. sources: int64 [I, 2]. The first number is the even byte at which an item's frames
-    begin, one after the other, each [H, W, 3] without gaps; where it is negative, the item's rows are left
-    unchanged. The second is the number of frames, more than tp * (t - 1) and at most tp * t; 0 where finished
-    patches begin there, in out's dtype, at a multiple of its size. The sources of padded slots are not read.
-    The last frame repeats to fill a temporal patch. Patches stand in merge order, or frame by frame in raster
-    order where ``merges_time``. mean, std: per channel, for values times rescale_factor. patch_size is even.
+    pixels: uint8 [B]. items: int32 [I, 5], FusedInputs.items. P may exceed the number of the items' patches;
+    the rows after them become zeros. sources: int64 [I, 2]; those of padded slots are not read. The first
+    number is the even byte offset at which an item's frames begin, consecutive, each [H, W, 3] without gaps;
+    if it is negative, the item's rows are left unchanged. The second is the number of frames, more than tp *
+    (t - 1) and at most tp * t. It is 0 if finished patches begin at the offset, in out's dtype, at a multiple
+    of its size. The last frame is repeated to fill a temporal patch. Patches are in merge order, or frame by
+    frame in raster order if ``merges_time``. mean, std: per channel, for values times rescale_factor.
+    patch_size must be even.
     """
     num_patches, num_items = out.shape[0], items_I5.shape[0]
     group = merge_size**2
@@ -101,11 +103,11 @@ def patchify_items(
 def normalisation(
     mean: Triple, std: Triple, rescale_factor: float, dtype: torch.dtype
 ) -> dict[str, float | bool]:
-    """The kernel's mean_*, scale_* and DIVIDES for uint8 pixels normalised into ``dtype``.
+    """The kernel's mean_*, scale_* and DIVIDES for uint8 pixels that are normalised into ``dtype``.
 
-    Means and deviations are divided by the rescale factor, in float32, as in the preprocessors. scale_* are
-    the deviations, or their reciprocals where the product rounds like the quotient for all 256 values. It
-    mostly does in 16 bits, and a division costs many times as much.
+    Means and standard deviations are divided by the rescale factor in float32, as in the preprocessors.
+    scale_* are the deviations, or their reciprocals if multiplying rounds to the same result as dividing for
+    all 256 values. In 16 bits it mostly does, and a division costs many times as much.
     """
     means, deviations = (
         torch.tensor(values, dtype=torch.float32, device="cpu") * (1.0 / rescale_factor)
@@ -134,8 +136,9 @@ def store_channel(
     TEMPORAL: tl.constexpr,
     DIVIDES: tl.constexpr,
 ):
-    """One channel of one frame, normalised with every step rounded to nearest as torch does; the last frame
-    also into the places of those that are missing. out: the channel's first value of frame 0."""
+    """Normalises and stores one channel of one frame. Every step is rounded to nearest, as in torch. The last
+    frame is also stored in the places of missing frames. out: the address of the channel's first value of
+    frame 0."""
     even = even.to(tl.float32) - mean
     odd = odd.to(tl.float32) - mean
     if DIVIDES:
@@ -172,12 +175,12 @@ def cut_patches(
     PAIRS_TILE: tl.constexpr,
     DIVIDES: tl.constexpr,
 ):
-    """N patches of temporal slot ``slot``, at row and column [N], into the rows at out_row_ptr [N].
+    """Cuts N patches of temporal slot ``slot``, at row and column [N], into the rows at out_row_ptr [N].
 
-    frames_ptr points to 16-bit words, which both strides count. A frame that is missing from the slot, where
-    num_frames ends, is its last one again."""
+    frames_ptr points to 16-bit words; both strides count words. A frame that is missing from the slot, after
+    num_frames, repeats the last one."""
     pair = tl.arange(0, PAIRS_TILE)
-    # A frame may have more words than int32 numbers, a patch has not.
+    # The offset of a patch in a frame may exceed int32, an offset within a patch does not.
     corner = row.to(tl.int64) * PATCH * line_stride + column * (PATCH * 3 // 2)
     inside = pair // (PATCH // 2) * line_stride + pair % (PATCH // 2) * 3
     offset = corner[:, None] + inside[None, :]
@@ -191,7 +194,7 @@ def cut_patches(
         if frame < num_frames:
             is_last = frame == num_frames - 1
             words_ptr = frames_ptr + frame.to(tl.int64) * frame_stride + offset
-            # Red and green, blue and red, green and blue: two pixels.
+            # The words of two pixels: red and green, blue and red, green and blue.
             first = tl.load(words_ptr, mask=is_pair, other=0).to(tl.int32)
             second = tl.load(words_ptr + 1, mask=is_pair, other=0).to(tl.int32)
             third = tl.load(words_ptr + 2, mask=is_pair, other=0).to(tl.int32)

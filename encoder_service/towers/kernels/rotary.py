@@ -1,7 +1,7 @@
-"""Two-axis rotary positions, in place on the packed projection of q, k and v.
+"""Two-axis rotary positions, applied in place to the packed projection of q, k and v.
 
-Owns the gather of each patch's angles from tables per coordinate, in both families' orders (see rope.py), and
-the half-split rotation, in float32. Only the projection itself passes through memory.
+Owns the gather of each patch's angles from tables by coordinate, in the order of either family (see rope.py),
+and the half-split rotation in float32. Only the projection itself is read from and written to memory.
 
 Shape legend: P patches, H heads, d head_dim.
 """
@@ -26,13 +26,14 @@ def rotate_qkv_(
     layout: RotaryLayout,
     num_heads: int,
 ) -> torch.Tensor:
-    """Rotates q and k of qkv [P, 3 * H * d] in place and returns qkv; v stays as it is.
+    """Rotates q and k of qkv [P, 3 * H * d] in place and returns qkv; v is unchanged.
 
-    Element i of a head turns against element i + d/2 (rope.rotate). coords: int32 [P, 4], whose first two
-    columns are row and column. cos, sin: float32 [max_side, d/4], by coordinate and frequency; every
-    coordinate has to lie below max_side, which the device does not check. layout: "blocked" (Qwen), pair
-    j < d/4 turns by the row's frequency j, the others by the column's j - d/4; "interleaved" (MoonViT), even
-    j by the column's and odd j by the row's frequency j // 2. Rows of qkv and coords may lie apart.
+    Element i of a head rotates with element i + d/2 (rope.rotate). coords: int32 [P, 4]; the first two
+    columns are row and column. cos, sin: float32 [max_side, d/4], by coordinate and frequency. Every
+    coordinate must be below max_side, which the device does not check. layout: in "blocked" (Qwen), pair j <
+    d/4 rotates by the row's frequency j, the other pairs by the column's frequency j - d/4. In "interleaved"
+    (MoonViT), even j rotate by the column's and odd j by the row's frequency j // 2. Row strides of qkv and
+    coords may exceed their widths.
     """
     num_patches, packed_width = qkv.shape
     head_dim = packed_width // (3 * num_heads)
@@ -73,7 +74,7 @@ def _rotate_kernel(
     sin_ptr,
     qkv_stride,
     coords_stride,
-    HEADS: tl.constexpr,  # of q and k together, which lie side by side
+    HEADS: tl.constexpr,  # number of heads of q and k together, which are adjacent
     HEADS_TILE: tl.constexpr,
     HALF: tl.constexpr,
     HALF_TILE: tl.constexpr,

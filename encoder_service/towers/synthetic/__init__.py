@@ -1,9 +1,9 @@
-"""Random-weight checkpoints in the layout in which the model hub publishes real ones.
+"""Random-weight checkpoints in the layout of real ones on the model hub.
 
-Owns sizes, settings files, a byte-level tokenizer, random draws and sharding. The service uses none of it to
-serve a real checkpoint.
+Owns sizes, settings files, a byte-level tokenizer, the random values and sharding. The service does not need
+it to serve a real checkpoint.
 
-``make_checkpoint`` writes a directory. ``config_for``, ``small_files`` and ``vision_layout`` give its parts.
+``make_checkpoint`` writes a directory. ``config_for``, ``small_files``, ``vision_layout`` return its parts.
 """
 
 from encoder_service.towers.synthetic.files import FAMILIES, SIZES, config_for, small_files

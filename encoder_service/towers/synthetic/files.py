@@ -1,9 +1,10 @@
-"""The files beside the weights: configs, processor settings, tokenizer, chat template.
+"""The files besides the weights: configs, processor settings, tokenizer, chat template.
 
-Owns the sizes of every family. The folder ``published`` holds the files as the hub has them, at size
-``tiny``; a size replaces dimensions in ``config.json`` and nothing else. ``full`` towers have the published
+Owns the sizes of every family. The folder ``published`` holds the files as on the hub, at size ``tiny``;
+another size only replaces dimensions in ``config.json``. Towers of size ``full`` have the published
 dimensions of Qwen3-VL-8B, Qwen3.5-9B and Kimi-K2.5. Language models are always small, but as wide as the
-tower's rows. Chat templates are our own, with the published special tokens and turn markers.
+tower's rows. Chat templates were written for this project, with the published special tokens and turn
+markers.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ KIMI_TOWERS = {
     "small": {"depth": 6, "hidden_size": 256, "num_heads": 4, "intermediate_size": 1024, "side": 64},
     "full": {"depth": 27, "hidden_size": 1152, "num_heads": 16, "intermediate_size": 4304, "side": 64},
 }
-# The language model has a layer for each level, so that every level reaches the logits.
+# The language model has at least one layer per deepstack level, so that every level influences the logits.
 DEEPSTACK_LEVELS = {"tiny": [1, 2], "small": [1, 3, 5], "full": [8, 16, 24]}
 
 # Hidden size, layers, heads, key-value heads, head dim, intermediate size.
@@ -50,17 +51,18 @@ LANGUAGE_MODELS = {
         "small": (256, 8, 4, 2, 64, 768),
         "full": (4096, 2, 16, 4, 256, 4096),
     },
-    # Latent attention: the head dim is the part of a head without positions. The latent's width and the
-    # rotary part are the published ones in every size, since engines have kernels for no others; for the same
-    # reason Qwen3.5's linear heads are at least 64 wide.
+    # Latent attention: the head dim is that of the part of a head without rotary positions. The latent's
+    # width and the rotary part have the published values in every size, because engines have kernels for no
+    # others. For the same reason Qwen3.5's linear heads are at least 64 wide.
     "kimi_k25": {
         "tiny": (64, 3, 4, 4, 16, 128),
         "small": (256, 4, 4, 4, 32, 768),
         "full": (7168, 2, 8, 8, 128, 2048),
     },
 }
-# Rotary frequencies of the time, height and width axes, by half of the rotary dimension. The interleaved
-# layout needs three times the height's or width's number to be at most the half plus two.
+# Number of rotary frequencies of the time, height and width axes, by half of the rotary dimension. The
+# interleaved layout requires that three times the number of the height or the width is at most that half plus
+# two.
 MROPE_SECTIONS = {8: [3, 3, 2], 16: [6, 5, 5], 32: [11, 11, 10], 64: [24, 20, 20]}
 
 
@@ -120,7 +122,7 @@ def _set_kimi_tower(vision: dict[str, Any], size: str, hidden_size: int) -> None
 
 
 def _set_linear_attention(text: dict[str, Any], size: str) -> None:
-    """Qwen3.5: every fourth layer, or the last, has full attention; a quarter of a head is rotary."""
+    """Sets Qwen3.5's layers: every fourth, or the last, has full attention. A quarter of a head is rotary."""
     num_layers, num_heads, head_dim = text["num_hidden_layers"], text["num_attention_heads"], text["head_dim"]
     interval = min(4, num_layers)
     text |= {
@@ -136,7 +138,7 @@ def _set_linear_attention(text: dict[str, Any], size: str) -> None:
 
 
 def small_files(family: str, size: str) -> dict[str, str]:
-    """Every file of the checkpoint but the weights and their index: name to text."""
+    """Every file of the checkpoint except the weights and their index: name to text."""
     config = config_for(family, size)
     is_kimi = family == "kimi_k25"
     tokens, folder = (KIMI_TOKENS, "kimi_k25") if is_kimi else (QWEN_TOKENS, "qwen")

@@ -1,15 +1,15 @@
 """Names, shapes and random values of a synthetic checkpoint's tensors.
 
-Owns the distributions and the draws. Names and shapes of vision tensors come from ``towers.published``; those
+Owns the distributions and the draws. Names and shapes of vision tensors come from ``towers.published``. Those
 of language models are here: ``model.language_model.*`` and ``lm_head.weight`` for Qwen3-VL and Qwen3.5,
-``language_model.model.*`` and ``language_model.lm_head.weight`` for Kimi-K2.5 (DeepSeek-V3's architecture:
-latent attention, routed and shared experts).
+``language_model.model.*`` and ``language_model.lm_head.weight`` for Kimi-K2.5 (the architecture of
+DeepSeek-V3: latent attention, routed and shared experts).
 
-Each tensor has a generator of its own, seeded by the checkpoint's seed and the tensor's name, so that its
-values do not depend on which other tensors are written. A linear layer has a standard deviation of gain /
-sqrt(fan_in), norms are near one, biases are small, and the layers that write into the residual stream share
-one unit of variance. In language models linear attention forgets over tens of tokens, and only ordinary
-tokens win the output layer, so that generated text decodes and holds no placeholder.
+Each tensor has its own generator, seeded by the checkpoint's seed and the tensor's name, so that its values
+do not depend on which other tensors are written. The weights of a linear layer have a standard deviation of
+gain / sqrt(fan_in), norms are near one, biases are small, and the layers that write to the residual stream
+together add one unit of variance. In language models, linear attention forgets over tens of tokens, and only
+ordinary tokens win in the output layer, so that generated text can be decoded and holds no placeholder.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from encoder_service.towers.synthetic.tokens import NUM_ORDINARY_TOKENS
 
 NORM_STD = 0.1
 BIAS_STD = 0.05
-# Queries and keys above unit variance make attention choose between patches. At one it is close to an
-# average, and errors in masks and rotary angles hardly show.
+# A gain above one gives queries and keys more than unit variance, so that attention selects patches. At unit
+# variance it is close to an average, and errors in masks and rotary angles hardly show.
 ATTENTION_GAIN = 1.4
 POSITION_STD = 0.3
-# Normalised pixels have about half of unit deviation; content should outweigh position.
+# Normalised pixels have a standard deviation of about one half, and content should outweigh position.
 PATCH_GAIN = 2.0
 EMBEDDING_STD = 0.6
 HEAD_GAIN = 4.0
@@ -43,7 +43,7 @@ QUERY_NORM_MEAN = 1.4
 class TensorSpec:
     """A tensor's name, shape and distribution.
 
-    num_rows: rows from this one on are zero, where it is given. centred: each row sums to zero.
+    num_rows: if given, rows from this one on are zero. centred: each row sums to zero.
     """
 
     name: str
@@ -60,7 +60,7 @@ class TensorSpec:
 
 
 def draw(spec: TensorSpec, seed: int) -> torch.Tensor:
-    """The tensor's values on the host, in its dtype; the same for the same name, shape and seed."""
+    """The tensor's values on the host, in its dtype. The same name, shape and seed give the same values."""
     digest = hashlib.sha256(f"{seed}:{spec.name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
     values = torch.randn(spec.shape, generator=generator).mul_(spec.std).add_(spec.mean)
@@ -72,12 +72,12 @@ def draw(spec: TensorSpec, seed: int) -> torch.Tensor:
 
 
 def weight(name: str, *shape: int, gain: float = 1.0, centred: bool = False) -> TensorSpec:
-    """A linear or convolution weight [out, in, ...]: its outputs vary gain times as much as its inputs."""
+    """A linear or convolution weight [out, in, ...] that scales its inputs' deviation by ``gain``."""
     return TensorSpec(name, shape, 0.0, gain / math.sqrt(math.prod(shape[1:])), centred=centred)
 
 
 def rms_norm(name: str, width: int, mean: float = 1.0, dtype: torch.dtype = torch.bfloat16) -> TensorSpec:
-    """Weight [width] around ``mean``: 0 where the model adds one to it."""
+    """A norm's weight [width] around ``mean``, which is 0 where the model adds one to the weight."""
     return TensorSpec(f"{name}.weight", (width,), mean, NORM_STD, dtype)
 
 
@@ -91,7 +91,7 @@ def vision_layout(config: dict[str, Any]) -> Iterator[TensorSpec]:
 
 
 def _vision_tensor(name: str, tensor: PublishedTensor, residual_gain: float) -> TensorSpec:
-    """residual_gain: of the layers that write into the residual stream."""
+    """residual_gain: gain of the layers that write to the residual stream."""
     place = tensor.parameter
     if place == "pos_embed":
         return TensorSpec(name, tensor.shape, 0.0, POSITION_STD)
@@ -106,8 +106,8 @@ def _vision_tensor(name: str, tensor: PublishedTensor, residual_gain: float) -> 
         gain = ATTENTION_GAIN
     elif place.startswith("blocks.") and not place.endswith("fc1.weight"):
         gain = residual_gain
-    # GELU leaves a positive mean in every unit, which random rows would turn into one large vector common to
-    # all patches of all images: the rows of every second layer sum to zero.
+    # GELU leaves a positive mean in every unit. Random rows would turn it into one large vector that is
+    # common to all patches of all images, so the rows of every second layer sum to zero.
     return weight(name, *tensor.shape, gain=gain, centred=place.endswith("fc2.weight"))
 
 
@@ -154,7 +154,7 @@ def _attention(text: dict[str, Any], prefix: str, layer: int, norm_mean: float) 
 
 
 def _full_attention(name: str, text: dict[str, Any], norm_mean: float) -> Iterator[TensorSpec]:
-    """Grouped queries with normed heads. With an output gate, q_proj holds query and gate of each head."""
+    """Grouped-query attention with normed heads. With an output gate, q_proj has query and gate per head."""
     width, head_dim = text["hidden_size"], text["head_dim"]
     query_width = text["num_attention_heads"] * head_dim
     kv_width = text["num_key_value_heads"] * head_dim
@@ -168,8 +168,8 @@ def _full_attention(name: str, text: dict[str, Any], norm_mean: float) -> Iterat
 
 
 def _linear_attention(name: str, text: dict[str, Any]) -> Iterator[TensorSpec]:
-    """A gated delta net. Its decay per token is exp(-exp(A_log) * softplus(a + dt_bias)): a mean of -3
-    remembers some 25 tokens. A_log and the norm are published in float32."""
+    """A gated delta net. Its decay per token is exp(-exp(A_log) * softplus(a + dt_bias)); with a mean of -3
+    it remembers about 25 tokens. A_log and the norm are published in float32."""
     width, num_values = text["hidden_size"], text["linear_num_value_heads"]
     key_width = text["linear_num_key_heads"] * text["linear_key_head_dim"]
     value_width = num_values * text["linear_value_head_dim"]
@@ -186,7 +186,7 @@ def _linear_attention(name: str, text: dict[str, Any]) -> Iterator[TensorSpec]:
 
 
 def _latent_attention(name: str, text: dict[str, Any]) -> Iterator[TensorSpec]:
-    """Multi-head latent attention: low-rank queries, and keys and values from one shared latent."""
+    """Multi-head latent attention: low-rank queries; keys and values from one shared latent."""
     width, heads = text["hidden_size"], text["num_attention_heads"]
     query_rank, kv_rank = text["q_lora_rank"], text["kv_lora_rank"]
     nope, rope, value = text["qk_nope_head_dim"], text["qk_rope_head_dim"], text["v_head_dim"]
@@ -206,7 +206,7 @@ def _gated_mlp(name: str, width: int, inner_width: int) -> Iterator[TensorSpec]:
 
 
 def _experts(name: str, text: dict[str, Any]) -> Iterator[TensorSpec]:
-    """Routed experts, the router with its float32 correction bias, and the shared experts as one."""
+    """Routed experts, the router with its float32 correction bias, and the shared experts as one MLP."""
     width, inner_width = text["hidden_size"], text["moe_intermediate_size"]
     for expert in range(text["n_routed_experts"]):
         yield from _gated_mlp(f"{name}.experts.{expert}", width, inner_width)

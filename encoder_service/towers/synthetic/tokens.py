@@ -1,9 +1,8 @@
 """The vocabulary of synthetic checkpoints: bytes, a few merges, and the family's special tokens.
 
 Owns which token has which id, and the tokenizer's files. The ordinary tokens are the 256 byte symbols of
-byte-level BPE (GPT-2) and 256 merges of letter pairs, so that English takes about two letters per token and
-any generated id decodes. Special tokens follow, in the order and with the gaps that the published
-vocabularies have.
+byte-level BPE (GPT-2) and 256 merges of letter pairs, so that English takes about one token per two letters
+and any generated id can be decoded. Special tokens follow, in the order of the published vocabularies.
 """
 
 from __future__ import annotations
@@ -16,15 +15,16 @@ NUM_ORDINARY_TOKENS = 512
 
 
 def byte_symbols() -> list[str]:
-    """One printable character per byte, in byte order, as byte-level BPE writes them: printable Latin-1
-    stands for itself, every other byte for the next code point from 256 on (GPT-2's table)."""
+    """One printable character per byte, in byte order, as in byte-level BPE (GPT-2's table): printable
+    Latin-1 characters represent themselves, every other byte is represented by the next code point from 256
+    on."""
     printable = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)}
     moved = iter(range(256, 512))
     return [chr(byte) if byte in printable else chr(next(moved)) for byte in range(256)]
 
 
 def merges() -> list[tuple[str, str]]:
-    """256 merges in order of rank: consonant + vowel, vowel + consonant, then a space before either."""
+    """256 merges by rank: consonant + vowel, vowel + consonant, space + letter, space + such a pair."""
     space = byte_symbols()[ord(" ")]
     pairs = [(first, second) for first in CONSONANTS for second in VOWELS[:5]]
     pairs += [(first, second) for first in VOWELS[:5] for second in CONSONANTS]
@@ -34,7 +34,7 @@ def merges() -> list[tuple[str, str]]:
 
 
 def ordinary_vocabulary() -> dict[str, int]:
-    """Token to id: bytes first, then merges in order of rank."""
+    """Token to id: bytes first, then merges by rank."""
     tokens = byte_symbols() + [first + second for first, second in merges()]
     return {token: index for index, token in enumerate(tokens)}
 
@@ -60,17 +60,17 @@ def special_ids(names: tuple[str, ...]) -> dict[str, int]:
 
 
 def added_tokens_decoder(names: tuple[str, ...]) -> dict[str, dict[str, Any]]:
-    """``added_tokens_decoder`` of ``tokenizer_config.json``: id to token."""
+    """The entry ``added_tokens_decoder`` of ``tokenizer_config.json``: id to token."""
     return {str(index): _added_token(name) for name, index in special_ids(names).items()}
 
 
 def merges_text() -> str:
-    """``merges.txt``."""
+    """The text of ``merges.txt``."""
     return "".join(f"{line}\n" for line in ("#version: 0.2", *(" ".join(pair) for pair in merges())))
 
 
 def tokenizer(names: tuple[str, ...]) -> dict[str, Any]:
-    """``tokenizer.json`` of a byte-level BPE: words split off with their leading space, then merged."""
+    """``tokenizer.json`` of a byte-level BPE: splits off words with their leading space, then merges."""
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": True}
     return {
         "version": "1.0",

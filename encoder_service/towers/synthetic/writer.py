@@ -1,7 +1,7 @@
-"""Writing a synthetic checkpoint: shards, index, small files, all or nothing.
+"""Writes a synthetic checkpoint completely or not at all: shards, index, small files.
 
-Owns how tensors are spread over safetensors files. The vision tensors always span at least two files, and
-with a language model they share one of these with it: a loader has to pick them out through the index.
+Owns how tensors are spread over safetensors files. The vision tensors always span at least two files. With a
+language model, they share one of these with it, so that a loader has to find them through the index.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ MAX_SHARD_BYTES = 512 * 2**20
 def make_checkpoint(out: Path, family: str, size: str, seed: int, with_lm: bool = False) -> None:
     """Writes a random-weight checkpoint directory in the published layout.
 
-    family: one of FAMILIES; size: one of SIZES. The same seed gives the same weights, and the vision
-    weights do not depend on ``with_lm``. Without a language model the directory serves a tower; with one,
-    the reference package loads all of it. The directory appears complete or not at all.
+    family: one of FAMILIES. size: one of SIZES. The same seed gives the same weights, and the vision weights
+    do not depend on ``with_lm``. Without a language model, the directory is enough to serve a tower; with
+    one, the reference package can load all of it. The directory appears complete or not at all.
 
-    Raises ConfigurationError for an unknown family or size, or when ``out`` is anything but absent or an
-    empty directory.
+    Raises ConfigurationError for an unknown family or size, and if ``out`` exists and is not an empty
+    directory.
     """
     config = config_for(family, size)
     _check_vacant(out)
@@ -40,7 +40,7 @@ def make_checkpoint(out: Path, family: str, size: str, seed: int, with_lm: bool 
         for name, text in small_files(family, size).items():
             (partial / name).write_text(text, encoding="utf-8")
         _write_shards(partial, _shards(vision, language), seed)
-        # mkdtemp and safetensors make files for their owner alone; a checkpoint is read by others too.
+        # mkdtemp and safetensors create files for their owner only, but others must read the checkpoint.
         for path in partial.iterdir():
             path.chmod(0o644)
         partial.chmod(0o755)
@@ -67,7 +67,7 @@ def _check_vacant(out: Path) -> None:
 
 
 def _shards(vision: list[TensorSpec], language: list[TensorSpec]) -> list[list[TensorSpec]]:
-    """Language model first, as published; its last file also takes the first of the tower's."""
+    """The shards, the language model's first, as published. Its last also holds the tower's first tensors."""
     vision_shards = _split(vision, at_least=2)
     if not language:
         return vision_shards
@@ -76,7 +76,7 @@ def _shards(vision: list[TensorSpec], language: list[TensorSpec]) -> list[list[T
 
 
 def _split(specs: list[TensorSpec], at_least: int) -> list[list[TensorSpec]]:
-    """Runs of about equal bytes, in order, as few as MAX_SHARD_BYTES allows."""
+    """Consecutive runs of about equal bytes, as few as MAX_SHARD_BYTES allows, at least ``at_least``."""
     total_bytes = sum(spec.num_bytes for spec in specs)
     num_shards = max(at_least, -(-total_bytes // MAX_SHARD_BYTES))
     shards: list[list[TensorSpec]] = [[] for _ in range(num_shards)]
@@ -88,7 +88,7 @@ def _split(specs: list[TensorSpec], at_least: int) -> list[list[TensorSpec]]:
 
 
 def _write_shards(folder: Path, shards: list[list[TensorSpec]], seed: int) -> None:
-    """Files ``model-0000X-of-0000Y.safetensors`` and their index; one shard is in memory at a time."""
+    """Writes ``model-0000X-of-0000Y.safetensors`` and their index. Only one shard is in memory at a time."""
     weight_map: dict[str, str] = {}
     for number, shard in enumerate(shards, start=1):
         file_name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"

@@ -1,8 +1,8 @@
 """Byte layouts that the service writes and its clients read: control page, directory, keys, broker frames.
 
-Each layout exists here once, with the standard library alone. The service (``encoder_service.store``) owns
-the writers, the adapter (``lm_adapter.shm``) owns the readers.
+Each layout is defined once, here, with the standard library only. The service (``encoder_service.store``)
+owns the writers, the adapter (``lm_adapter.shm``) the readers.
 """
 
 LAYOUT_VERSION = 2
-"""Of the control page and the directory. A reader of another version asks for inline rows instead."""
+"""Version of the control page and the directory. A reader with another version requests inline rows."""

@@ -1,4 +1,4 @@
-"""The control page beside each arena: which arena it is, whether it is open, and one generation per slot.
+"""The control page of an arena: the arena's identity, whether it is open, and one generation per slot.
 
 A control page is a sealed memfd that readers map with PROT_READ. 64-bit little-endian words:
 
@@ -18,18 +18,18 @@ word   content
 ====== ================================================================
 
 Generations. Even: the slot has no readable rows. Odd: its rows are complete. A generation only grows and
-starts at a random value, so a value never returns. The protocol is a seqlock whose writer never waits:
+starts at a random value, so a value never occurs twice. The protocol is a seqlock whose writer never waits:
 
-- Writer: the generation becomes even, then a fence, then the memory range may be allocated and written again.
-  When the new rows are complete (their device event was waited for), a fence, then the generation becomes
+- Writer: makes the generation even, then a fence; now the memory range may be allocated and written again.
+  When the new rows are complete (after waiting for their device event): a fence, then makes the generation
   odd.
 - Reader: copies the rows, waits on the host until the copy is complete, then a fence, then compares instance,
-  closed flag and generation with the place it was given. Equal: the copy is whole. Different: the copy is
-  discarded.
+  closed flag and generation with those of the place that it was given. If they are equal, the copy is valid;
+  otherwise it is discarded.
 
-Why it holds: if the copy saw one byte of the next content, that byte was written after the even store, and
-the reader's load of the generation comes after its copy, so it sees the even value or a later one.
-Generations are aligned words, which x86-64 and aarch64 load and store whole.
+Correctness: if a copy contains a byte of the next content, that byte was written after the store of the even
+value. The reader loads the generation after its copy, so it sees the even value or a later one.
+Generations are aligned words, which x86-64 and aarch64 load and store atomically.
 """
 
 from __future__ import annotations
@@ -50,18 +50,18 @@ _FENCE = threading.Lock()
 
 
 class LayoutError(ValueError):
-    """These bytes are not the layout that was expected. ``found`` and ``expected`` are in the message."""
+    """The bytes do not have the expected layout. The message has the found and the expected value."""
 
 
 class Probe(NamedTuple):
-    """Bytes of the arena that never change; a reader tests its mapping with them."""
+    """Bytes of the arena that never change, with which a reader tests its mapping."""
 
     offset_bytes: int
     num_bytes: int
     sha256: bytes
 
     def matches(self, data: bytes) -> bool:
-        """Whether ``data``, read through a mapping at ``offset_bytes``, is what the encoder wrote."""
+        """Whether ``data``, read through a mapping at ``offset_bytes``, equals what the encoder wrote."""
         return len(data) == self.num_bytes and hashlib.sha256(data).digest() == self.sha256
 
 
@@ -73,17 +73,17 @@ class PageHeader(NamedTuple):
 
 
 def page_bytes(num_slots: int) -> int:
-    """Size of a control page."""
+    """The size of a control page in bytes."""
     return (FIRST_GENERATION_WORD + num_slots) * WORD_BYTES
 
 
 def checksum(header: bytes) -> int:
-    """BLAKE2b in 64 bits, little-endian."""
+    """BLAKE2b of the header, 8 bytes, as a little-endian integer."""
     return int.from_bytes(hashlib.blake2b(header, digest_size=8).digest(), "little")
 
 
 def pack_header(header: PageHeader) -> bytes:
-    """Words 0 to 12."""
+    """Words 0 to 12 of a control page."""
     packed = HEADER.pack(
         MAGIC, LAYOUT_VERSION, header.arena_id, header.instance, header.num_slots, *header.probe
     )
@@ -91,7 +91,8 @@ def pack_header(header: PageHeader) -> bytes:
 
 
 def read_header(page: bytes | memoryview, size_bytes: int) -> PageHeader:
-    """The header of a page of ``size_bytes``. Raises LayoutError for another magic, version or size."""
+    """Reads the header of a page of ``size_bytes``. Raises LayoutError for a wrong magic, version, checksum
+    or size."""
     if size_bytes < page_bytes(0) or size_bytes % WORD_BYTES:
         raise LayoutError(f"a control page has {size_bytes} bytes, needs {page_bytes(0)} and a multiple of 8")
     packed = bytes(page[: HEADER.size])
@@ -105,16 +106,16 @@ def read_header(page: bytes | memoryview, size_bytes: int) -> PageHeader:
 
 
 def check(what: str, found: object, expected: object) -> None:
-    """Raises LayoutError unless both are equal."""
+    """Raises LayoutError unless ``found`` equals ``expected``."""
     if found != expected:
         raise LayoutError(f"the {what} is {found}, expected {expected}")
 
 
 def fence() -> None:
-    """A full memory fence: accesses of this thread before it are ordered before those after it.
+    """A full memory fence: orders this thread's earlier accesses before its later ones.
 
-    Two rounds of a lock. The release of the first keeps earlier accesses before it, the acquire of the
-    second keeps later ones behind it, and aarch64 does not reorder a release with a following acquire; on
+    It acquires and releases a lock twice. The first release keeps earlier accesses before it, the second
+    acquire keeps later accesses after it, and aarch64 does not reorder a release with a following acquire. On
     x86-64 each locked instruction is a full barrier.
     """
     with _FENCE:

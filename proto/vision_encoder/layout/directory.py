@@ -1,8 +1,8 @@
-"""The directory beside each arena: which keys are resident, in which slot, and the shape of their rows.
+"""The directory of an arena: which keys are resident, in which slots, and the shape of their rows.
 
-A directory is a sealed memfd that readers map with PROT_READ. It is a hint: a reader copies the rows it
-found and then compares the slot's generation in the control page, so a late or torn entry costs one wasted
-copy.
+A directory is a sealed memfd that readers map with PROT_READ. Its content is a hint: a reader copies the rows
+that it found and then compares the slot's generation in the control page, so a stale or torn entry costs one
+useless copy.
 
 64-bit little-endian words:
 
@@ -12,7 +12,7 @@ word   content
 0      magic
 1      layout version
 2..3   arena_id
-4      instance, the control page's
+4      instance, equal to the control page's
 5      num_slots
 6      num_places, a power of two
 7      bytes of a record
@@ -22,13 +22,13 @@ word   content
 then   one record per slot
 ====== ==========================================
 
-A place is 0, or 32 bits of the name's hash above the slot's index plus 1, in one aligned word. A name is a
-key in a namespace: the first eight bytes of the key, exclusive-or the namespace's tag. The low bits of the
-hash are where the search starts; a name is at most MAX_PROBES places behind.
+The hash of a key in a namespace is the first eight bytes of the key, exclusive-or the namespace's tag. A
+place is one aligned word: 0 if it is empty, else the upper 32 bits of the hash above the slot's index plus 1.
+The search starts at the place given by the low bits of the hash and covers at most MAX_PROBES places.
 
-A record starts with a sequence word, odd while it is written, and ends with a CRC-32. Stores into a record
-may become visible in any order: a reader accepts a record when the sequence was even and equal before and
-after its copy and the CRC is right.
+A record starts with a sequence word, which is odd while the record is written, and ends with a CRC-32. Stores
+to a record may become visible in any order. A reader accepts a record if the sequence was even and equal
+before and after its copy, and the CRC is right.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ _LOW = (1 << 32) - 1
 
 
 class Record(NamedTuple):
-    """What a reader has to know about resident rows. tag: ``namespace_tag``; grid: t, h, w in patches."""
+    """What a reader must know about resident rows. tag: ``namespace_tag``; grid: t, h, w in patches."""
 
     key: bytes
     tag: int
@@ -80,22 +80,22 @@ class DirectoryHeader(NamedTuple):
 
 
 def num_places(num_slots: int) -> int:
-    """A power of two of which at most half is taken."""
+    """The number of places: a power of two, so large that at most half of the places are used."""
     return 1 << (PLACES_PER_SLOT * num_slots - 1).bit_length()
 
 
 def directory_bytes(num_slots: int) -> int:
-    """Size of a directory."""
+    """The size of a directory in bytes."""
     return (FIRST_PLACE_WORD + num_places(num_slots)) * WORD_BYTES + num_slots * RECORD.size
 
 
 def record_offset(num_slots: int, slot_index: int) -> int:
-    """Where a slot's record starts, in bytes; a multiple of 8."""
+    """The byte offset of a slot's record; a multiple of 8."""
     return (FIRST_PLACE_WORD + num_places(num_slots)) * WORD_BYTES + slot_index * RECORD.size
 
 
 def pack_header(arena_id: bytes, instance: int, num_slots: int) -> bytes:
-    """Words 0 to 8."""
+    """Words 0 to 8 of a directory."""
     packed = HEADER.pack(
         MAGIC, LAYOUT_VERSION, arena_id, instance, num_slots, num_places(num_slots), RECORD.size
     )
@@ -103,7 +103,7 @@ def pack_header(arena_id: bytes, instance: int, num_slots: int) -> bytes:
 
 
 def read_header(directory: bytes | memoryview, size_bytes: int) -> DirectoryHeader:
-    """The header of a directory of ``size_bytes``. Raises LayoutError."""
+    """Reads the header of a directory of ``size_bytes``. Raises LayoutError."""
     check("directory's header fits its bytes", size_bytes >= FIRST_PLACE_WORD * WORD_BYTES, True)
     packed = bytes(directory[: HEADER.size])
     magic, version, arena_id, instance, num_slots, places, record_bytes = HEADER.unpack(packed)
@@ -118,33 +118,33 @@ def read_header(directory: bytes | memoryview, size_bytes: int) -> DirectoryHead
 
 
 def namespace_tag(arena_id: bytes, namespace: str) -> int:
-    """64 bits that separate the entries of namespaces that share an arena: keyed BLAKE2b of the name."""
+    """64 bits that separate the entries of namespaces in one arena: keyed BLAKE2b of the namespace's name."""
     return int.from_bytes(hashlib.blake2b(namespace.encode(), digest_size=8, key=arena_id).digest(), "little")
 
 
 def name_hash(key: bytes, tag: int) -> int:
-    """64 bits: the low ones start the search, the high ones are stored in the place."""
+    """The 64-bit hash. Its low bits select the first place; its upper 32 bits are stored in the place."""
     return int.from_bytes(key[:8], "little") ^ tag
 
 
 def pack_place(hashed: int, slot_index: int) -> int:
-    """The word of a taken place."""
+    """The word of a used place."""
     return (hashed >> 32) << 32 | slot_index + 1
 
 
 def place_slot(word: int) -> int:
-    """The slot index of a taken place."""
+    """The slot index in the word of a used place."""
     return (word & _LOW) - 1
 
 
 def place_matches(word: int, hashed: int) -> bool:
-    """Whether a taken place may be the name's."""
+    """Whether the word of a used place may belong to this hash."""
     return word >> 32 == hashed >> 32
 
 
 def pack_record(record: Record, sequence: int) -> bytes:
-    """A whole record. sequence: even. Raises struct.error for a figure that does not fit, KeyError for a
-    dtype without a code."""
+    """Packs a record. sequence: even. Raises struct.error for a value out of range, and KeyError for a dtype
+    without a code."""
     packed = RECORD.pack(
         sequence,
         record.key,
@@ -165,8 +165,8 @@ def pack_record(record: Record, sequence: int) -> bytes:
 
 
 def read_record(data: bytes, sequence_after: int) -> Record | None:
-    """The record in a copy of its bytes; None for one that was being written. sequence_after: the record's
-    sequence word, loaded after the copy."""
+    """Unpacks the copy of a record; None if it was being written or its dtype code is unknown.
+    sequence_after: the record's sequence word, loaded after the copy."""
     sequence, key, tag, generation, offset, *shape, digest, slot, crc = RECORD.unpack(data)
     rows_bytes, t, h, w, num_rows, width, dtype, levels = shape
     name = _DTYPES.get(dtype)

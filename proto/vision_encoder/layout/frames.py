@@ -1,8 +1,7 @@
-"""Frames of the broker's socket: four bytes of magic, the payload's length as a big-endian uint32, the
-payload.
+"""Frames of the broker's socket: four magic bytes, the payload's length as a big-endian uint32, the payload.
 
-Both sides read and write frames with this module. The messages inside are ``broker.proto``'s; the
-descriptors beside a frame travel as SCM_RIGHTS with its first byte.
+Client and broker both use this module. ``broker.proto`` defines the payloads. File descriptors of a frame are
+sent as SCM_RIGHTS with its first byte.
 """
 
 from __future__ import annotations
@@ -15,19 +14,19 @@ MAX_PAYLOAD_BYTES = 64 * 1024
 
 
 class FrameError(Exception):
-    """The bytes are not a frame. The connection cannot be read any further."""
+    """The bytes are not a frame. Nothing more can be read from the connection."""
 
 
 def encode_frame(payload: bytes) -> bytes:
-    """One frame. Raises ValueError for a payload above MAX_PAYLOAD_BYTES."""
+    """Encodes one frame. Raises ValueError for a payload larger than MAX_PAYLOAD_BYTES."""
     if len(payload) > MAX_PAYLOAD_BYTES:
         raise ValueError(f"a frame of {len(payload)} bytes, at most {MAX_PAYLOAD_BYTES} are allowed")
     return HEADER.pack(MAGIC, len(payload)) + payload
 
 
 class FrameReader:
-    """Assembles frames from bytes that arrive in any pieces. Holds at most the bytes that were fed and not
-    taken."""
+    """Assembles frames from bytes that arrive in pieces of any size. Holds only bytes that were fed and not
+    yet taken."""
 
     def __init__(self) -> None:
         self._buffer = bytearray()

@@ -751,6 +751,7 @@ class PrefetchStatus(google.protobuf.message.Message):
     GRID_THW_FIELD_NUMBER: builtins.int
     NUM_ROWS_FIELD_NUMBER: builtins.int
     FAILURE_FIELD_NUMBER: builtins.int
+    TIMESTAMPS_S_FIELD_NUMBER: builtins.int
     key: builtins.bytes
     content_digest: builtins.bytes
     state: Global___KeyState.ValueType
@@ -764,6 +765,10 @@ class PrefetchStatus(google.protobuf.message.Message):
     def failure(self) -> Global___ItemFailure:
         """set instead when the item was refused"""
 
+    @property
+    def timestamps_s(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]:
+        """as in ItemResult, known together with the grid"""
+
     def __init__(
         self,
         *,
@@ -773,9 +778,10 @@ class PrefetchStatus(google.protobuf.message.Message):
         grid_thw: Global___GridTHW | None = ...,
         num_rows: builtins.int = ...,
         failure: Global___ItemFailure | None = ...,
+        timestamps_s: collections.abc.Iterable[builtins.float] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["failure", b"failure", "grid_thw", b"grid_thw"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["content_digest", b"content_digest", "failure", b"failure", "grid_thw", b"grid_thw", "key", b"key", "num_rows", b"num_rows", "state", b"state"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["content_digest", b"content_digest", "failure", b"failure", "grid_thw", b"grid_thw", "key", b"key", "num_rows", b"num_rows", "state", b"state", "timestamps_s", b"timestamps_s"]) -> None: ...
 
 Global___PrefetchStatus: typing_extensions.TypeAlias = PrefetchStatus
 

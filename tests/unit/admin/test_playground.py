@@ -137,13 +137,6 @@ async def test_a_full_service_answers_with_a_retry_time(rig: Rig, playground: Pl
     assert int(answer.headers["retry-after"]) >= 1
 
 
-async def test_turned_off_it_is_not_there() -> None:
-    async with web(None) as client:
-        answer = await client.post("/v1/playground", content=fake_image(4, 4), headers=UPLOAD)
-        assert answer.status_code in (404, 405)
-        assert (await client.get("/v1/live")).json()["playground_max_bytes"] == 0
-
-
 # -- colours -------------------------------------------------------------------------------------------
 
 

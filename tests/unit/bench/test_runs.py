@@ -12,7 +12,7 @@ from typing import Any
 import charts
 import pytest
 from PIL import Image
-from processes import Process, ProcessFailed, can_isolate
+from processes import can_isolate
 from transport_peers import bytes_of
 from variants import OURS, REFERENCES
 
@@ -107,24 +107,3 @@ def test_the_latest_recorded_result_can_be_drawn(bench: str, tmp_path: Path) -> 
             assert picture.width > 1000
     with pytest.raises(charts.NoChart):
         charts.draw(bench, result | {"records": []}, tmp_path / "chart.png")
-
-
-def test_every_result_file_is_cited() -> None:
-    cited = "".join((ROOT / "bench" / name).read_text() for name in ("RESULTS.md", "README.md"))
-    files = {path.name for path in RESULTS.iterdir()}
-    assert {name for name in files if name not in cited} == set()
-    assert len([name for name in files if name.endswith(".json")]) <= 14
-
-
-def test_a_process_that_fails_ends_or_is_late_says_so(tmp_path: Path) -> None:
-    fill = {"num_bytes": 8192, "resident_bytes": 1, "chunk_bytes": 4096}
-    with Process("transport_peers.py", "raw", tmp_path / "log") as process:
-        with pytest.raises(ProcessFailed, match=r"transport_peers\.py raw: KeyError: 'dance'"):
-            process.ask("dance")
-        assert process.ask("fill", **fill) == {}
-        process.send("fill", **fill)
-        with pytest.raises(ProcessFailed, match="did not reply within 0 s"):
-            process.reply(0)
-        for ask in (process.reply, lambda: process.send("fill", **fill)):
-            with pytest.raises(ProcessFailed, match="has ended"):
-                ask()

@@ -135,19 +135,6 @@ def test_rounds_end_with_the_budget_but_not_before_two() -> None:
     assert len(fast.launched) == batches * (1 + MAX_ROUNDS)
 
 
-def test_the_warm_up_round_does_not_count() -> None:
-    true = us_of(CostModel(900.0, 1.7, 2.3e-4, 1e-3))
-    batches = len(calibration_batches(default_ladder(4096), MERGE))
-
-    def cold(launch: Launch, bucket: Bucket) -> float:
-        return true(launch, bucket) * (10.0 if len(runner.launched) < batches else 1.0)
-
-    runner = FakeRunner(default_ladder(4096), cold)
-    found = calibrate(runner, MERGE, clock=runner.clock, budget_s=0.0)
-    assert found is not None
-    assert found.max_error < 1e-3
-
-
 def test_one_bucket_determines_no_cost() -> None:
     runner = FakeRunner(BucketLadder([Bucket(64, 1, 64)]), us_of(default_ladder(4).cost))
     assert calibrate(runner, MERGE, clock=runner.clock) is None

@@ -69,18 +69,6 @@ def test_items_queued_together_share_one_forward_and_get_their_own_rows(rig: Rig
         assert (result.rows[:, 8:] == value + 1).all()
 
 
-def test_p33_a_poisoned_item_fails_alone(rig: Rig) -> None:
-    futures = [rig.submit(-1.0 if index == 3 else float(index)) for index in range(7)]
-    rig.engine.start()
-    for index, future in enumerate(futures):
-        if index == 3:
-            with pytest.raises(InternalError, match="poisoned"):
-                future.result(10)
-        else:
-            assert (future.result(10).rows[:, :8] == index).all()
-    assert rig.engine.counters.retried_batches >= 1
-
-
 def test_cancelled_and_expired_items_never_reach_the_tower(rig: Rig) -> None:
     rig.now_s = 10.0
     gone, late, fine = rig.submit(1.0, cancelled=True), rig.submit(1.0, deadline_s=9.0), rig.submit(1.0)
@@ -109,31 +97,6 @@ def test_an_item_that_would_be_late_never_reaches_the_tower_and_its_error_has_bo
     assert [len(batch) for batch in rig.tower.batches] == [1, 1]
     assert rig.engine.counters.dropped_items == 1
     assert rig.engine.stop(10)
-
-
-def test_the_planner_counts_the_time_for_which_the_device_is_busy() -> None:
-    class Busy(DeviceTimeline):
-        num_launched = num_finished = 0
-
-        def launched(self, now_s: float, predicted_us: float) -> None:
-            assert predicted_us == 64e6
-            self.num_launched += 1
-
-        def finished(self, now_s: float) -> None:
-            self.num_finished += 1
-
-        def busy_s(self, now_s: float) -> float:
-            return 100.0 * self.num_launched
-
-    timeline = Busy()
-    rig = Rig(max_patches=16, ladder=SLOW, timeline=timeline)
-    first, late = rig.submit(1.0), rig.submit(2.0, deadline_s=106.0)
-    rig.engine.start()
-    first.result(10)
-    with pytest.raises(DeadlineExceeded, match=r"at least 112000\.0 ms"):
-        late.result(10)
-    assert rig.engine.stop(10)
-    assert (timeline.num_launched, timeline.num_finished) == (1, 1)
 
 
 def test_out_of_memory_fails_the_batch_and_not_the_device(rig: Rig) -> None:

@@ -122,17 +122,6 @@ def test_p33_a_poisoned_batch_is_split_while_another_is_in_flight() -> None:
     assert rig.engine.stop(10)
 
 
-def test_an_error_in_the_wait_fails_its_batch_alone(rig: Rig) -> None:
-    futures = [rig.submit(float(value)) for value in range(2)]
-    rig.engine.start()
-    rig.batch(0).end(RuntimeError("no memory for rows"))
-    rig.batch(1).end()
-    with pytest.raises(InternalError, match="no memory for rows"):
-        futures[0].result(10)
-    assert rows_value(futures[1]) == 1
-    assert rig.faults == []
-
-
 def test_items_that_have_their_rows_keep_them_when_host_memory_runs_out() -> None:
     rig = Rig(items_per_batch=2)
     futures = [rig.submit(float(value)) for value in range(2)]
@@ -237,37 +226,6 @@ def test_p37_stop_finishes_what_is_in_flight_and_refuses_the_rest() -> None:
     assert not futures[0].done()
     rig.launcher.end_all()
     assert rig.engine.stop(10)
-    assert [rows_value(future) for future in futures[:2]] == [0, 1]
-
-
-def test_stop_finishes_the_halves_of_a_batch_that_failed() -> None:
-    rig = Rig(items_per_batch=2)
-    rig.engine.start()
-    blocker = rig.submit(9.0)
-    rig.batch(0)
-    other = rig.submit(8.0)
-    rig.batch(1)
-    futures = [rig.submit(value) for value in (1.0, POISON)]
-    rig.batch(0).end()
-    until(lambda: rig.launcher.num_failures)
-    assert not rig.engine.stop(0.02)
-    rig.launcher.end_all()
-    assert rig.engine.stop(10)
-    assert [rows_value(future) for future in (blocker, other, futures[0])] == [9, 8, 1]
-    with pytest.raises(InternalError):
-        futures[1].result(10)
-
-
-def test_a_running_item_is_not_discarded_and_a_waiting_one_is(rig: Rig) -> None:
-    tickets = [Ticket(PATCHES) for _ in range(3)]
-    futures = [rig.submit(float(value), ticket) for value, ticket in enumerate(tickets)]
-    rig.engine.start()
-    rig.batch(1)
-    for ticket in tickets:
-        rig.engine.discard(ticket)
-    with pytest.raises(Cancelled):
-        futures[2].result(0)
-    rig.launcher.end_all()
     assert [rows_value(future) for future in futures[:2]] == [0, 1]
 
 

@@ -275,17 +275,6 @@ def test_uploads_overlap_earlier_batches_and_never_enter_a_slot_in_use() -> None
     assert len(rig.tower.forwards) == 2
 
 
-def test_uploads_wait_until_the_staging_memory_is_allocated() -> None:
-    device = SteppedDevice(lambda count: 0)
-    rig = Rig(device)
-    rig.launcher.launch([still()])
-    device.upload.run_on()
-    assert len(device.upload.queue) == 3  # the wait, the transfer, its event
-    device.compute.run_on()
-    device.upload.run_on()
-    assert not device.upload.queue
-
-
 def test_p14_pixels_are_kept_until_their_batch_was_awaited() -> None:
     rig = Rig(SteppedDevice(lambda count: 0))
     item = still()
@@ -293,17 +282,6 @@ def test_p14_pixels_are_kept_until_their_batch_was_awaited() -> None:
     assert launched._pixels[0] is item.pixel_values
     launched.wait()
     assert not launched._pixels
-
-
-def test_a_batch_that_no_slot_takes_is_right_too() -> None:
-    rig = Rig(SteppedDevice(lambda count: 0))
-    generator = random.Random(7)
-    items = [random_item(generator) for _ in range(40)]
-    launched = rig.launcher.launch(items)
-    launched.wait()
-    for rows, right in zip(launched.collect(), rig.expected(items), strict=True):
-        torch.testing.assert_close(rows, right, rtol=1e-5, atol=1e-5)
-    assert rig.runner.counters.eager_runs == 1
 
 
 def test_the_hosts_work_does_not_count_as_the_devices() -> None:

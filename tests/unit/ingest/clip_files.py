@@ -6,10 +6,12 @@ PyAV's own loop over all frames, without seeking or skipping.
 
 from __future__ import annotations
 
+import contextlib
 import io
+import os
 import struct
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from pathlib import Path
 
@@ -47,6 +49,17 @@ def moving(
     )
 
 
+@contextlib.contextmanager
+def scheduling_kept() -> Iterator[None]:
+    """Run by root, libsvtav1 makes the thread that encodes a real-time one, which starves other processes."""
+    policy, parameters = os.sched_getscheduler(0), os.sched_getparam(0)
+    try:
+        yield
+    finally:
+        os.sched_setscheduler(0, policy, parameters)
+
+
+@scheduling_kept()
 def encode(
     frames: np.ndarray,
     kind: str = "h264.mp4",

@@ -424,33 +424,6 @@ async def test_p17_what_arrives_counts_as_content_and_is_refused_when_full() -> 
             await get(fetcher, f"http://images.test:{port}/", admission)
 
 
-async def test_every_outcome_is_observed() -> None:
-    """Of fetches that never became a request too."""
-    hold, ended = asyncio.Event(), list[str]()
-
-    async def answer(lines: list[str], writer: asyncio.StreamWriter) -> None:
-        if lines[0].startswith("GET /held"):
-            hold.set()
-            await asyncio.Event().wait()
-        await image(b"x" * 9)(lines, writer)
-
-    def observe(outcome: str, elapsed_s: float) -> None:
-        assert elapsed_s >= 0
-        ended.append(outcome)
-
-    async with serving(answer) as port, fetching(port, observe=observe) as fetcher:
-        base = f"http://images.test:{port}"
-        await get(fetcher, f"{base}/")
-        with pytest.raises(UrlRefused):
-            await get(fetcher, "https://elsewhere.test/")
-        held = asyncio.ensure_future(get(fetcher, f"{base}/held"))
-        await hold.wait()
-        held.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await held
-    assert ended == ["OK", "URL_REFUSED", "CANCELLED"]
-
-
 async def test_p17_fetches_at_a_time_are_bounded_and_the_cancelled_ones_free_their_place(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from encoder_service.towers import load_tower
 from encoder_service.towers.attention import SdpaAttention
 from encoder_service.towers.attention.per_shape import PerShapeAttention
 from encoder_service.towers.fused import FusedTower
-from encoder_service.towers.gemm import STEPS
+from encoder_service.towers.gemm import STEPS, TorchGemm, Weights
 from encoder_service.towers.gemm.per_rows import GemmChoices
 from encoder_service.towers.synthetic import make_checkpoint
 from encoder_service.types import Grid
@@ -90,6 +91,27 @@ def test_rows_equal_the_plain_towers_through_a_gemm_of_pairs(plain: Any) -> None
     qkv = [block.qkv for block in plain.blocks]
     assert fused.paired_bytes == sum(layer.weight.nbytes + layer.bias.nbytes for layer in qkv)
     assert FusedTower(plain, SdpaAttention()).paired_bytes == 0
+
+
+def test_attention_is_free_before_the_mlp(plain: Any) -> None:
+    """A captured graph keeps the memory of all tensors that are alive at one time."""
+    alive: list[weakref.ref[torch.Tensor]] = []
+
+    class Watched(SdpaAttention):
+        def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bounds: Any) -> torch.Tensor:
+            out = super().attend(q, k, v, bounds)
+            alive.extend(map(weakref.ref, (q, k, v)))
+            return out
+
+    class Mlp(TorchGemm):
+        def gelu(self, rows: torch.Tensor, weights: Weights) -> torch.Tensor:
+            assert alive
+            assert all(tensor() is None for tensor in alive)
+            return super().gelu(rows, weights)
+
+    fused = FusedTower(plain, Watched(), GemmChoices({step: {64: Mlp()} for step in STEPS}))
+    grids = [Grid(1, 2, 2)]
+    rows_of(fused, grids, pixels_for(plain, grids))
 
 
 def test_wrong_grids_are_refused(plain: Any) -> None:

@@ -7,9 +7,10 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from encoder_service.towers.gemm import TORCH_GEMM, Gemm, Rotary, Weights, pair_rows, turns_of
+from encoder_service.errors import ConfigurationError
+from encoder_service.towers.gemm import STEPS, TORCH_GEMM, Gemm, Rotary, Weights, pair_rows, turns_of
 from encoder_service.towers.gemm.per_rows import GemmChoices
-from encoder_service.towers.gemm.select import BlockShape, TimeMs, choose_gemms, make_trial
+from encoder_service.towers.gemm.select import BlockShape, TimeMs, check_gemms, choose_gemms, make_trial
 from tests.unit.kernels.pair_gemm import PairGemm
 
 pytest.importorskip("triton")
@@ -125,6 +126,19 @@ def test_the_fastest_right_gemm_is_chosen_and_ties_stay_with_torch(
     assert choices.names["add_mlp"] == {8: expected}
     assert "wrong" not in str(choices.names)
     assert choices.wants_pairs == (expected == "pairs")
+
+
+def test_p45_saved_gemms_are_checked_and_not_timed(device: torch.device) -> None:
+    time_ms, gemms = timed_by({"pairs": 0.5, "torch": 1.0})
+    names = {step: {"8": "pairs"} for step in STEPS}
+
+    def checked(**changed: dict[str, str]) -> GemmChoices:
+        return check_gemms(names | changed, gemms, SHAPE, [8], dtype=torch.float32, device=device)
+
+    assert checked().names == chosen_of(gemms, [8], time_ms, device).names
+    for changed in ({"8": "absent"}, {"16": "pairs"}, {"8": "wrong"}, {"8": "raises"}):
+        with pytest.raises(ConfigurationError, match=r"gelu of 8 rows"):
+            checked(gelu=changed)
 
 
 def test_a_gemm_that_raises_is_left_out_of_that_step_only(device: torch.device) -> None:

@@ -150,11 +150,3 @@ def cut(frames: torch.Tensor, out: torch.Tensor, *, patch_size: int, first_byte:
         temporal_patch_size=2,
         merges_time=False,
     )
-
-
-def test_memory_at_odd_bytes_and_odd_patches_are_refused(device: torch.device) -> None:
-    frames = torch.zeros(1, 12, 12, 3, dtype=torch.uint8)
-    with pytest.raises(AssertionError, match="odd byte"):
-        cut(frames, torch.empty(4, 6 * 36, device=device), patch_size=6, first_byte=1)
-    with pytest.raises(AssertionError, match="patch_size is 3"):
-        cut(frames, torch.empty(4, 6 * 9, device=device), patch_size=3)

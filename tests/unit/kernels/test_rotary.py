@@ -79,12 +79,3 @@ def test_rows_that_lie_apart_and_padding(device: torch.device, generator: torch.
     assert_near(q, expected_q)
     assert_near(k, expected_k)
     assert torch.equal(held[2:].cpu(), qkv[2:])
-
-
-def test_shapes_are_asserted(device: torch.device) -> None:
-    cos, sin = (table.to(device) for table in coordinate_tables(72))
-    coords = torch.zeros(2, 4, dtype=torch.int32, device=device)
-    with pytest.raises(AssertionError, match="a table is 18 wide, needs 16"):
-        rotate_qkv_(torch.zeros(2, 3 * 64, device=device), coords, cos, sin, "blocked", 1)
-    with pytest.raises(AssertionError, match=r"coords is \[2, 4\], needs \[3, 4\]"):
-        rotate_qkv_(torch.zeros(3, 3 * 72, device=device), coords, cos, sin, "blocked", 1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import statistics
 import time
 from collections.abc import Iterator
@@ -10,8 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from lm_adapter.errors import InvalidRequest
 from lm_adapter.kernels import scatter_rows
@@ -123,58 +120,6 @@ def test_p02_requests_of_one_step_keep_their_own_rows(
         assert spliced.deepstack is buffer
     if backend == "triton":
         assert launches == [21 if per_token else 16]
-
-
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(
-    runs=st.lists(st.tuples(st.integers(0, 3), st.integers(1, 6)), max_size=3),
-    others=st.lists(st.tuples(st.integers(0, 3), st.integers(1, 6)), max_size=3),
-    levels=st.integers(0, 3),
-    width=st.sampled_from([1, 4, 24]),
-    per_token=st.booleans(),
-    data=st.data(),
-)
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_chunk_windows_of_any_size_put_every_row_in_its_place(
-    backend: Any,
-    runs: list[tuple[int, int]],
-    others: list[tuple[int, int]],
-    levels: int,
-    width: int,
-    per_token: bool,
-    data: st.DataObject,
-    device: torch.device,
-) -> None:
-    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 2**31)))
-    layout = RowsLayout(width, levels)
-    prompts = [make_prompt(runs, 1), make_prompt(others, 1)]
-    rows = [rows_of(prompt, generator, layout.width) for prompt in prompts]
-    on_device = [[r.to(device) for r in prompt_rows] for prompt_rows in rows]
-    splicers = [
-        Splicer(prompt.spans, item_rows, layout, inputs_embeds_dtype=torch.float32)
-        for prompt, item_rows in zip(prompts, on_device, strict=True)
-    ]
-    num_steps = data.draw(st.integers(1, 3))
-    cuts = [
-        sorted(data.draw(st.lists(st.integers(0, len(p)), min_size=num_steps - 1, max_size=num_steps - 1)))
-        for p in prompts
-    ]
-    bounds = [[0, *cut, len(p)] for cut, p in zip(cuts, prompts, strict=True)]
-    for windows in zip(*(itertools.pairwise(bound) for bound in bounds), strict=True):
-        parts = [
-            (p, r, start, end - start) for p, r, (start, end) in zip(prompts, rows, windows, strict=True)
-        ]
-        num_tokens = sum(part[3] for part in parts)
-        embeds = randn(generator, num_tokens, width)
-        expected, expected_levels, visual = expected_step(embeds, parts, levels)
-        held = embeds.to(device, copy=True)
-        buffer = torch.full((levels, num_tokens, width), -1.0, device=device) if per_token else None
-        chunks = [StepChunk(s, start, end - start) for s, (start, end) in zip(splicers, windows, strict=True)]
-        spliced = splice_step(held, chunks, deepstack_LTD=buffer, backend=backend)
-        assert torch.equal(held.cpu(), expected)
-        assert spliced.visual_tokens.tolist() == visual
-        found = spliced.deepstack.cpu()
-        assert torch.equal(found, expected_levels if per_token else expected_levels[:, visual])
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -1,4 +1,4 @@
-"""One face for both clients, so that every test of one is a test of the other."""
+"""One face for both clients, so that a test of one can be a test of the other."""
 
 from __future__ import annotations
 

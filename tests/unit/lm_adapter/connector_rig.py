@@ -1,23 +1,34 @@
-"""The part of vLLM that its connector's methods rely on: configuration, requests, and the order of calls."""
+"""A whole engine without vLLM: both halves of its connector, and what they rely on of vLLM.
+
+Owns vLLM's configuration, requests, the order of calls and the transfer of a step's metadata. The halves, the
+link between them and their clients are real."""
 
 from __future__ import annotations
 
 import pickle
-import time
-from collections.abc import Mapping, Sequence
+import secrets
+from collections import UserDict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple, Self
 from unittest import mock
 
 import torch
 
-from lm_adapter.engines import vllm_connector
-from lm_adapter.engines.vllm_connector import ConnectorMethods
-from lm_adapter.engines.vllm_items import Geometry, transfer_params
+from lm_adapter.engines.plugin.geometry import GRID_FIELDS, Geometry
+from lm_adapter.engines.vllm import connector as connector_module
+from lm_adapter.engines.vllm.connector import ConnectorMethods
+from lm_adapter.engines.vllm.failures import listening
+from lm_adapter.engines.vllm.file_requests import FileRequest
+from lm_adapter.engines.vllm.link import RankLink, StepRows
+from lm_adapter.engines.vllm.ranks import RankReader
+from lm_adapter.engines.vllm.scheduler import FILE_FIELD, RequestTracker
 from lm_adapter.items import Grid
+from lm_adapter.keys import content_digest
+from tests.waiting import PATIENCE_S, wait_until
 
-PATIENCE_S = 30.0
-BUSY = SimpleNamespace(total_num_scheduled_tokens=1)
+BUSY = SimpleNamespace(total_num_scheduled_tokens=1, scheduled_encoder_inputs={}, free_encoder_mm_hashes=[])
 
 
 class Base:
@@ -27,11 +38,67 @@ class Base:
         self._vllm_config = vllm_config
 
 
+class Connector(ConnectorMethods, Base):
+    """As ``lm_adapter.engines.vllm`` joins it."""
+
+
+class Image(NamedTuple):
+    """grid: of the prompt."""
+
+    data: bytes
+    grid: Grid
+
+    @property
+    def digest(self) -> bytes:
+        return content_digest(self.data)
+
+    @property
+    def identifier(self) -> str:
+        return self.digest.hex()
+
+
+class Element(NamedTuple):
+    """vLLM's MultiModalFieldElem."""
+
+    data: torch.Tensor
+
+
+class Fields(UserDict[str, Element]):
+    """vLLM's MultiModalKwargsItem."""
+
+
+@dataclass(frozen=True)
+class Position:
+    """vLLM's PlaceholderRange."""
+
+    offset: int
+    length: int
+
+    def get_num_embeds(self) -> int:
+        return self.length
+
+
+@dataclass
+class Feature:
+    """vLLM's MultiModalFeatureSpec."""
+
+    data: Fields | None
+    modality: str
+    identifier: str
+    mm_position: Position
+
+
+@dataclass(eq=False)
+class Request:
+    mm_features: list[Feature]
+    request_id: str = field(default_factory=lambda: f"request-{secrets.token_hex(8)}")
+
+
 def engine_config(
     target: str,
-    backend: str,
-    role: str = "ec_consumer",
     *,
+    num_ranks: int = 1,
+    role: str = "ec_consumer",
     hf_config: Mapping[str, Any] | None = None,
     dtype: str = "float32",
     device: torch.device | str = "cpu",
@@ -48,6 +115,7 @@ def engine_config(
     text = SimpleNamespace(**config["text_config"])
     return SimpleNamespace(
         ec_transfer_config=SimpleNamespace(
+            engine_id=secrets.token_hex(8),
             is_ec_producer=role != "ec_consumer",
             ec_role=role,
             ec_connector_extra_config={"target": target, **extra},
@@ -57,63 +125,151 @@ def engine_config(
             dtype=f"torch.{dtype}",
         ),
         device_config=SimpleNamespace(device=torch.device(device)),
-        parallel_config=SimpleNamespace(distributed_executor_backend=backend),
+        parallel_config=SimpleNamespace(
+            tensor_parallel_size=num_ranks,
+            prefill_context_parallel_size=1,
+            data_parallel_index=0,
+            data_parallel_size=1,
+        ),
+        max_concurrent_batches=1,
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=8192),
+        num_prefill_lookahead_tokens=0,
     )
 
 
 class Engine:
-    """Both halves of the connector in one process, as vLLM calls them. backend: with ``uni`` the metadata
-    reaches the worker as it is, with ``mp`` through a pickle."""
+    """The scheduler's half and one worker half for each rank, in this process. A context manager. caches:
+    vLLM's encoder cache of each worker."""
 
-    def __init__(self, config: Any) -> None:
-        connector: Any = type("Connector", (ConnectorMethods, Base), {})
-        self.backend = config.parallel_config.distributed_executor_backend
+    def __init__(self, config: Any, *, num_workers: int | None = None) -> None:
+        """num_workers: that start at once; by default as many as the configuration has ranks."""
+        self.config = config
         self.geometry = Geometry.of_model(config.model_config)
-        with mock.patch.object(vllm_connector, "check_model", return_value=False):
-            self.scheduler = connector(config, SimpleNamespace(name="SCHEDULER"))
-            self.worker = connector(config, SimpleNamespace(name="WORKER"))
-        self.encoder_cache: dict[str, torch.Tensor] = {}
+        self.workers: list[Any] = []
+        self.caches: list[dict[str, torch.Tensor]] = []
+        self.scheduler: Any = self._half("SCHEDULER", config)
+        num_ranks = config.parallel_config.tensor_parallel_size
+        for _ in range(num_ranks if num_workers is None else num_workers):
+            self.start_worker()
 
-    def request(self, name: str, items: Sequence[tuple[bytes, Grid]]) -> Any:
-        """Images whose identifiers are their keys."""
-        features, offset = [], 2
-        for key, grid in items:
-            num_rows = self.geometry.num_rows(grid)
-            position = SimpleNamespace(
-                offset=offset, length=num_rows, get_num_embeds=lambda num_rows=num_rows: num_rows
-            )
-            features.append(SimpleNamespace(identifier=key.hex(), mm_position=position, data=None))
-            offset += num_rows + 2
-        return SimpleNamespace(
-            request_id=name, mm_features=features, ec_transfer_params=transfer_params(items)
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        self.close()
+
+    def start_worker(self, **changes: Any) -> None:
+        """changes: of this worker's ``ec_connector_extra_config``."""
+        transfer = self.config.ec_transfer_config
+        extra = {**transfer.ec_connector_extra_config, **changes}
+        own = SimpleNamespace(**{**vars(transfer), "ec_connector_extra_config": extra})
+        self.workers.append(
+            self._half("WORKER", SimpleNamespace(**{**vars(self.config), "ec_transfer_config": own}))
         )
+        self.caches.append({})
 
-    def fetch(self, request: Any) -> None:
-        """Waits until vLLM may schedule the request."""
-        deadline = time.monotonic() + PATIENCE_S
-        while not self.scheduler.ensure_cache_available(request, 0):
-            assert time.monotonic() < deadline
-            assert self.scheduler.take_unavailable_requests() == set()
-            time.sleep(0.001)
+    @property
+    def link(self) -> RankLink:
+        found: RankLink = self.scheduler._link
+        return found
 
-    def schedule(self, request: Any) -> Any:
-        """The metadata of one step with every feature of the request, as the worker gets it."""
-        for index in range(len(request.mm_features)):
-            self.scheduler.update_state_after_alloc(request, index)
+    @property
+    def tracker(self) -> RequestTracker:
+        found: RequestTracker = self.scheduler._tracker
+        return found
+
+    @property
+    def readers(self) -> list[RankReader]:
+        return [worker._reader for worker in self.workers]
+
+    def request(self, *images: Image) -> Request:
+        """As vLLM's scheduler gets it: two tokens of text before each image."""
+        features, offset = [], 2
+        for image in images:
+            packed = FileRequest(image.data, image.digest, reply=listening().name).packed()
+            data = Fields(
+                {
+                    GRID_FIELDS[0]: Element(torch.tensor([image.grid])),
+                    FILE_FIELD: Element(torch.from_numpy(packed)),
+                }
+            )
+            num_rows = self.geometry.num_rows(image.grid)
+            features.append(Feature(data, "image", image.identifier, Position(offset, num_rows)))
+            offset += num_rows + 2
+        return Request(features)
+
+    def is_ready(self, request: Request) -> bool:
+        """Whether vLLM may schedule the request."""
+        found: bool = self.scheduler.ensure_cache_available(request, 0)
+        return found
+
+    def fetch(self, request: Request) -> None:
+        """Waits until the request is ready."""
+
+        def is_ready() -> bool:
+            ready = self.is_ready(request)
+            assert self.scheduler.take_unavailable_requests() == set(), listening().take(request.request_id)
+            return ready
+
+        wait_until(is_ready, "the rows")
+
+    def failure(self, request: Request, timeout_s: float = PATIENCE_S) -> str:
+        """Waits until the request is rejected. Returns reason and message, as the API server gets them."""
+        rejected: set[str] = set()
+
+        def is_rejected() -> bool:
+            assert not self.is_ready(request)
+            rejected.update(self.scheduler.take_unavailable_requests())
+            return bool(rejected)
+
+        wait_until(is_rejected, "the rejection", timeout_s)
+        assert rejected == {request.request_id}
+        report = listening().take(request.request_id)
+        assert report is not None
+        self.scheduler.request_finished(request)
+        return report[1]
+
+    def schedule(self, *requests: Request) -> StepRows:
+        """The metadata of one step with every feature of the requests, as other processes get it."""
+        for request in requests:
+            for index in range(len(request.mm_features)):
+                self.scheduler.update_state_after_alloc(request, index)
         step = self.scheduler.build_connector_meta(BUSY)
-        return step if self.backend == "uni" else pickle.loads(pickle.dumps(step, protocol=5))
+        found: StepRows = pickle.loads(pickle.dumps(step, protocol=5))
+        return found
 
-    def load(self, step: Any) -> None:
-        """Rows of the step into the encoder cache."""
-        self.worker._connector_metadata = step
-        self.worker.start_load_caches(self.encoder_cache)
+    def load(self, step: StepRows) -> None:
+        """The step begins in every worker: rows go into their encoder caches."""
+        for worker, cache in zip(self.workers, self.caches, strict=True):
+            worker._connector_metadata = step
+            worker.start_load_caches(cache)
 
-    def finish(self, request: Any) -> None:
+    def finish(self, request: Request) -> None:
         """vLLM has computed past every feature."""
         for index in range(len(request.mm_features)):
             self.scheduler.update_state_after_free(request, index)
         assert self.scheduler.request_finished(request) == (False, None)
 
+    def wait_empty(self, timeout_s: float = PATIENCE_S) -> None:
+        """Waits until no rank reads or holds rows, after one more step. All requests are over, and no order
+        is on its way."""
+        assert self.scheduler.take_unavailable_requests() == set()
+        self.load(self.schedule())
+        assert (self.tracker.used_bytes, self.tracker._rows) == (0, {})
+
+        def is_empty() -> bool:
+            return not any(reader._reads or reader._rows for reader in self.readers)
+
+        wait_until(is_empty, "the drops", timeout_s)
+
     def close(self) -> None:
-        self.scheduler.shutdown()
-        self.worker.shutdown()
+        for half in (self.scheduler, *self.workers):
+            half.shutdown()
+        wait_until(lambda: not any(reader._thread.is_alive() for reader in self.readers), "the threads' end")
+
+    def _half(self, name: str, config: Any) -> Any:
+        with (
+            mock.patch.object(connector_module, "check_model"),
+            mock.patch.object(connector_module, "_computes_embeddings", return_value=True),
+        ):
+            return Connector(config, SimpleNamespace(name=name))

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 from pathlib import Path
 from typing import Any
 
-import grpc
 import pytest
 from opentelemetry.sdk.trace import TracerProvider
 
 from lm_adapter import ClientTls, InvalidRequest, VisionEncoderClient, channel
-from lm_adapter.channel import Channel, bearer, channel_options, read_token_file
+from lm_adapter.channel import bearer, channel_options, read_token_file
 from lm_adapter.testing import FakeEncoder
 from tests.certificates import Authority
 
@@ -89,29 +87,6 @@ def test_a_changed_token_file_is_used_for_new_calls(tmp_path: Path, monkeypatch:
             "Bearer second",
             "Bearer second",
         ]
-
-
-def test_changed_certificates_make_a_new_channel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Calls in progress end on the old one."""
-    monkeypatch.setattr(channel, "RECHECK_S", 0.0)
-    authority = Authority(tmp_path)
-    (tmp_path / "other").mkdir()
-    other_ca = Path(Authority(tmp_path / "other").ca).read_bytes()
-
-    async def scenario() -> None:
-        opened = Channel("127.0.0.1:1", tls=ClientTls(authority.ca), token="", token_file="", options=None)
-        first = opened.current()
-        assert opened.current() is first
-        await asyncio.to_thread(Path(authority.ca).write_text, "no certificate")
-        assert opened.current() is first, "files that are wrong leave the channel"
-        await asyncio.to_thread(Path(authority.ca).write_bytes, other_ca)
-        second = opened.current()
-        assert second is not first
-        assert opened.current() is second
-        await opened.close()
-        assert first.get_state() is grpc.ChannelConnectivity.SHUTDOWN
-
-    asyncio.run(scenario())
 
 
 def test_calls_carry_the_trace_of_the_callers_span() -> None:

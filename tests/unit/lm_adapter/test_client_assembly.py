@@ -13,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from encoder_service.rpc.convert import chunk_event, varint
-from lm_adapter import checks
 from lm_adapter.assembly import Assembler, PlacedRows, prepare_items, read_chunk
 from lm_adapter.convert import dtype_number
 from lm_adapter.errors import InvalidRows, ItemFailed, StreamViolation, TruncatedStream
@@ -65,7 +64,7 @@ def feed(assembly: Assembler, event: pb.ItemEvent) -> Any:
     return assembly.feed(event.SerializeToString())
 
 
-@settings(deadline=None, max_examples=80)
+@settings(deadline=None, max_examples=40)
 @given(st.data())
 def test_any_interleaving_of_any_items_gives_their_rows(data: st.DataObject) -> None:
     num_items = data.draw(st.integers(1, 5))
@@ -294,17 +293,12 @@ def test_events_for_no_item_or_for_a_finished_one_break_the_call(kind: str) -> N
         assembly.feed(late.SerializeToString())
 
 
-def test_p33_bytes_that_are_no_message_break_the_call() -> None:
-    with pytest.raises(StreamViolation, match="3 bytes"):
-        assembler(1).feed(b"\xff\xff\xff")
-
-
 def test_an_unknown_event_is_let_pass() -> None:
     assert assembler(1).feed(b"\x7a\x01x") is None
     assert assembler(1).feed(b"") is None
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=150)
 @given(
     st.lists(st.binary(max_size=40) | st.sampled_from([e.SerializeToString() for e in edited()]), max_size=6)
 )
@@ -433,10 +427,3 @@ def test_what_is_no_item_is_a_type_error() -> None:
         prepare_items({0: b"jpeg"}, Limits())  # type: ignore[dict-item]
     with pytest.raises(TypeError, match="found list"):
         prepare_items({0: PixelItem([[1.0]], Grid(1, 2, 2))}, Limits())  # type: ignore[arg-type]
-
-
-def test_every_geometry_rule_is_the_models() -> None:
-    header = checks.RowsHeader(Grid(1, 4, 4), 4, 16, "float32", 3, 256)
-    checks.check_models(header, [MODEL])
-    with pytest.raises(InvalidRows, match="16, expected 64"):
-        checks.check_models(header, [replace(MODEL, width=64, out_width=16)])

@@ -1,13 +1,9 @@
-"""Both clients against a service that fails, misbehaves, stops or vanishes."""
+"""Clients against a service that fails, misbehaves, stops or vanishes."""
 
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -38,7 +34,7 @@ from lm_adapter import (
 from lm_adapter.shm.attachment import host_id
 from lm_adapter.testing import FakeEncoder, Fault, fake_model
 from lm_adapter.types import Limits
-from tests.unit.lm_adapter.client_drivers import DRIVERS, Driver
+from tests.unit.lm_adapter.client_drivers import Driver, SyncDriver
 from tests.unit.lm_adapter.test_client import assert_rows_of, digest_of, image
 from vision_encoder.v1 import encoder_pb2 as pb
 
@@ -73,12 +69,12 @@ def fake() -> Iterator[FakeEncoder]:
         yield encoder
 
 
-@pytest.fixture(params=sorted(DRIVERS))
-def open_client(request: pytest.FixtureRequest, fake: FakeEncoder) -> Iterator[Open]:
+@pytest.fixture
+def open_client(fake: FakeEncoder) -> Iterator[Open]:
     drivers: list[Driver] = []
 
     def opener(target: str | None = None, **settings: Any) -> Driver:
-        drivers.append(DRIVERS[request.param](target or fake.target, **{"timeout_s": 20.0, **settings}))
+        drivers.append(SyncDriver(target or fake.target, **{"timeout_s": 20.0, **settings}))
         return drivers[-1]
 
     yield opener
@@ -305,95 +301,6 @@ def test_a_server_that_came_back_is_asked_anew_who_it_is(fake: FakeEncoder, open
     assert fake.num_calls["GetServerInfo"] == 1
 
 
-KILLED_SERVER = """
-from lm_adapter.testing import FakeEncoder, Fault
-from tests.unit.lm_adapter.test_client import digest_of
-from tests.unit.lm_adapter.test_client_failures import Awaited
-import time
-fake = FakeEncoder()
-fake.script.faults[digest_of(1)] = Fault.HANG
-fake.start()
-resumed = fake._resumed = Awaited()
-print(fake.target, flush=True)
-resumed.is_awaited.wait(60)
-print("hangs", flush=True)
-time.sleep(60)
-"""
-
-
-def test_p32_a_server_killed_in_mid_stream_is_unavailable_within_seconds(open_client: Open) -> None:
-    process = subprocess.Popen(
-        [sys.executable, "-c", KILLED_SERVER],
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'proto'}"},
-    )
-    killed_at: list[float] = []
-
-    def kill() -> None:
-        assert process.stdout is not None
-        if process.stdout.readline() == "hangs\n":
-            time.sleep(0.3)  # in which what was sent before arrives
-            killed_at.append(time.monotonic())
-            process.send_signal(signal.SIGKILL)
-
-    killer = threading.Thread(target=kill, daemon=True)
-    try:
-        assert process.stdout is not None
-        client = open_client(process.stdout.readline().strip())
-        client.call("wait_ready", 10.0)
-        killer.start()
-        with pytest.raises(EncoderUnavailable, match="1 of 3 items") as caught:
-            client.call("encode", [image(0), image(1), image(2)])
-        assert time.monotonic() - killed_at[0] < 10, "the client waits for half a minute"
-        assert_rows_of(caught.value.completed[0], digest_of(0))
-    finally:
-        process.kill()
-        process.wait()
-        if killer.is_alive():
-            killer.join(20)
-        if process.stdout is not None:
-            process.stdout.close()
-
-
-def test_p32_a_connection_cut_by_the_network_is_unavailable(fake: FakeEncoder, open_client: Open) -> None:
-    """A relay between the two sides drops the connection in the middle of a chunk."""
-    fake.script.limits = Limits(chunk_bytes=1 << 20)
-    fake.script.model = fake_model(out_width=64)
-    host, port = fake.target.split(":")
-    listener = socket.create_server(("127.0.0.1", 0))
-    cut_after_bytes = 4000
-
-    def relay() -> None:
-        inbound, _ = listener.accept()
-        outbound = socket.create_connection((host, int(port)))
-
-        def upstream() -> None:
-            try:
-                while data := inbound.recv(65536):
-                    outbound.sendall(data)
-            except OSError:
-                return
-
-        threading.Thread(target=upstream, daemon=True).start()
-        sent = 0
-        while sent < cut_after_bytes and (data := outbound.recv(1000)):
-            inbound.sendall(data)
-            sent += len(data)
-        for end in (inbound, outbound):
-            end.shutdown(socket.SHUT_RDWR)
-            end.close()
-
-    thread = threading.Thread(target=relay, daemon=True)
-    thread.start()
-    items = [image(index) for index in range(20)]
-    client = open_client(f"127.0.0.1:{listener.getsockname()[1]}")
-    with pytest.raises(EncoderUnavailable, match=r"of 20 items"):
-        client.call("encode", items)
-    thread.join(5)
-    listener.close()
-
-
 def test_nobody_there_is_unavailable_at_once(open_client: Open) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -477,24 +384,6 @@ def test_wait_ready_waits_for_the_server_and_for_its_health(open_client: Open) -
         encoder.stop()
 
 
-def test_wait_ready_names_the_failure_rather_than_its_own_deadline(open_client: Open) -> None:
-    """The last attempt usually ends with the deadline, which says nothing."""
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-    with pytest.raises(DeadlineExceeded, match=r"not ready within 1\.5 s: .*[Cc]onnection refused"):
-        open_client(f"127.0.0.1:{port}").call("wait_ready", 1.5)
-    encoder = FakeEncoder(f"127.0.0.1:{port}")
-    encoder.script.serving = False
-    with encoder:
-        answers = encoder._lock  # every answer takes it
-        after(0.7, answers.acquire)
-        try:
-            with pytest.raises(DeadlineExceeded, match="NOT_SERVING"):
-                open_client(encoder.target).call("wait_ready", 1.5)
-        finally:
-            answers.release()
-
-
 def test_a_closed_client_says_so(open_client: Open) -> None:
     client = open_client()
     client.call("encode_one", image(0))
@@ -503,16 +392,6 @@ def test_a_closed_client_says_so(open_client: Open) -> None:
         with pytest.raises(CallCancelled, match="the client is closed"):
             client.call(method, argument)
     client.call("close")
-
-
-def test_closing_under_a_call_cancels_it(fake: FakeEncoder) -> None:
-    fake.script.faults[digest_of(1)] = Fault.HANG
-    client = VisionEncoderClient(fake.target)
-    timer = once_it_hangs(fake, client.close)
-    with pytest.raises(CallCancelled) as caught:
-        client.encode([image(0), image(1)])
-    timer.join()
-    assert_rows_of(caught.value.completed[0], digest_of(0))
 
 
 def test_closing_ends_the_calls_of_every_thread_wherever_they_wait(fake: FakeEncoder, tmp_path: Path) -> None:
@@ -598,28 +477,6 @@ def test_closing_under_an_async_call_cancels_it(fake: FakeEncoder) -> None:
         assert_rows_of(caught.value.completed[0], digest_of(0))
 
     asyncio.run(scenario())
-
-
-def test_closing_under_a_health_check_cancels_wait_ready(monkeypatch: pytest.MonkeyPatch) -> None:
-    is_asked, is_closed = threading.Event(), threading.Event()
-
-    def check_health(*_: object) -> bytes:
-        is_asked.set()
-        is_closed.wait(10)
-        return b""
-
-    async def scenario(target: str) -> None:
-        client = AsyncVisionEncoderClient(target)
-        call = asyncio.ensure_future(client.wait_ready(10.0))
-        await asyncio.to_thread(is_asked.wait, 10)
-        await client.close()
-        is_closed.set()
-        with pytest.raises(CallCancelled, match="the client is closed"):
-            await call
-
-    monkeypatch.setattr(FakeEncoder, "_check_health", check_health)
-    with FakeEncoder() as fake:
-        asyncio.run(scenario(fake.target))
 
 
 def test_a_cancelled_task_cancels_its_call_and_stays_cancelled(fake: FakeEncoder) -> None:

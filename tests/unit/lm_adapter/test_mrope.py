@@ -1,4 +1,4 @@
-"""M-RoPE positions against figures worked out by hand; parity with the reference is in tests/parity."""
+"""M-RoPE positions: resumed, in chunks, padded, refused; parity with the reference is in tests/parity."""
 
 from __future__ import annotations
 
@@ -22,33 +22,6 @@ def image_prompt(ids: list[int], grids: list[tuple[int, int, int]]) -> tuple[Exp
     items = [PromptItem(IMAGE, (t * h * w // 4,)) for t, h, w in grids]
     prompt = expand_placeholders(ids, items)
     return prompt, mrope_positions(prompt, grids, merge_size=2)
-
-
-def test_one_image_between_text() -> None:
-    _, positions = image_prompt([1, 2, IMAGE, 3], [(1, 4, 6)])
-    assert positions.prompt.tolist() == [
-        [0, 1, 2, 2, 2, 2, 2, 2, 5],
-        [0, 1, 2, 2, 2, 3, 3, 3, 5],
-        [0, 1, 2, 3, 4, 2, 3, 4, 5],
-    ]
-    assert positions.delta == 6 - 9
-    assert positions.decode(9) == 6
-
-
-def test_p01_three_images_of_different_grids() -> None:
-    _, positions = image_prompt([IMAGE, 1, IMAGE, IMAGE, 2], [(1, 2, 4), (1, 6, 2), (1, 2, 2)])
-    assert positions.prompt.tolist() == [
-        [0, 0, 2, 3, 3, 3, 6, 7],
-        [0, 0, 2, 3, 4, 5, 6, 7],
-        [0, 1, 2, 3, 3, 3, 6, 7],
-    ]
-    assert positions.delta == 0
-
-
-def test_a_clip_is_one_image_per_frame_for_positions_only() -> None:
-    prompt = expand_placeholders([7, VIDEO, 8, VIDEO], [PromptItem(VIDEO, (2, 2))])
-    positions = mrope_positions(prompt, [(2, 2, 4)], merge_size=2)
-    assert positions.prompt.tolist() == [[0, 1, 1, 3, 4, 4], [0, 1, 1, 3, 4, 4], [0, 1, 2, 3, 4, 5]]
 
 
 def test_a_clip_in_one_run_keeps_its_time_axis() -> None:
@@ -89,7 +62,7 @@ def test_plain_positions() -> None:
     assert plain_positions(0).next_position == 0
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     st.lists(st.tuples(st.integers(0, 3), st.integers(1, 4), st.integers(1, 4)), max_size=4),
     st.integers(0, 3),

@@ -15,7 +15,6 @@ from lm_adapter.items import Modality
 from lm_adapter.placeholders import (
     ExpandedPrompt,
     PromptItem,
-    Segment,
     expand_batch,
     expand_placeholders,
     interleave_timestamps,
@@ -53,13 +52,6 @@ def test_an_item_of_a_grid_that_no_tower_has_is_refused(grid: tuple[int, ...]) -
         item_of(grid, Modality.IMAGE)
 
 
-def test_p05_single_placeholders_expand() -> None:
-    prompt = expand_placeholders([1, IMAGE, 2, IMAGE, 3], [image(2), image(3)])
-    assert prompt.ids.tolist() == [1, IMAGE, IMAGE, 2, IMAGE, IMAGE, IMAGE, 3]
-    assert segments(prompt) == [[(1, 2)], [(4, 3)]]
-    assert prompt.visual_mask.tolist() == [False, True, True, False, True, True, True, False]
-
-
 def test_p05_an_expanded_run_is_one_item() -> None:
     ids = [1, *[IMAGE] * 5, 2]
     prompt = expand_placeholders(ids, [image(5)])
@@ -79,58 +71,6 @@ def test_p05_adjacent_items_without_a_separator(ids: list[int]) -> None:
     assert segments(prompt) == [[(0, 2)], [(2, 3)]]
 
 
-def test_p05_adjacent_items_in_mixed_forms() -> None:
-    prompt = expand_placeholders([1, *[IMAGE] * 4, 2], [image(3), image(4)])
-    assert segments(prompt) == [[(1, 3)], [(4, 4)]]
-
-
-def test_p05_items_in_mixed_forms_apart() -> None:
-    prompt = expand_placeholders([IMAGE, IMAGE, 1, IMAGE], [image(2), image(9)])
-    assert segments(prompt) == [[(0, 2)], [(3, 9)]]
-
-
-def test_image_and_clip_adjacent() -> None:
-    prompt = expand_placeholders([IMAGE, VIDEO, IMAGE], [image(2), clip(3), image(1)])
-    assert prompt.ids.tolist() == [IMAGE, IMAGE, VIDEO, VIDEO, VIDEO, IMAGE]
-
-
-@pytest.mark.parametrize(
-    "ids",
-    [
-        [7, VIDEO, 8, VIDEO, 9],
-        [7, VIDEO, VIDEO, 8, VIDEO, VIDEO, 9],
-        [7, VIDEO, 8, VIDEO, VIDEO, 9],
-    ],
-)
-def test_clip_with_text_between_its_frames(ids: list[int]) -> None:
-    prompt = expand_placeholders(ids, [clip(2, 2)])
-    assert prompt.ids.tolist() == [7, VIDEO, VIDEO, 8, VIDEO, VIDEO, 9]
-    assert segments(prompt) == [[(1, 2), (4, 2)]]
-    (span,) = prompt.spans
-    assert (span.start, span.end, span.length) == (1, 6, 4)
-
-
-def test_clip_with_one_placeholder_keeps_its_frames_apart_in_the_span() -> None:
-    prompt = expand_placeholders([VIDEO, 1], [clip(2, 2)])
-    assert prompt.ids.tolist() == [VIDEO] * 4 + [1]
-    assert prompt.spans[0].segments == (Segment(0, 2), Segment(2, 2))
-
-
-def test_ambiguity_is_an_error_not_a_guess() -> None:
-    with pytest.raises(InvalidRequest) as caught:
-        expand_placeholders([IMAGE, IMAGE, 1, IMAGE, IMAGE], [image(2), image(2), image(2)])
-    assert caught.value.reason == "PLACEHOLDER_AMBIGUOUS"
-
-
-def test_uniform_forms_win_over_mixed_ones() -> None:
-    """Runs of 2 and 2 are two expanded items; that a third reading exists for three items does not matter."""
-    prompt = expand_placeholders([IMAGE, IMAGE, 1, IMAGE, IMAGE], [image(2), image(2)])
-    assert segments(prompt) == [[(0, 2)], [(3, 2)]]
-    # Four single placeholders, although [2 expanded, 1 single, ...] would also use four ids.
-    prompt = expand_placeholders([IMAGE, IMAGE, 1, IMAGE, IMAGE], [image(2), image(3), image(2), image(3)])
-    assert segments(prompt) == [[(0, 2)], [(2, 3)], [(6, 2)], [(8, 3)]]
-
-
 @pytest.mark.parametrize(
     ("ids", "items", "found", "needed"),
     [
@@ -147,11 +87,6 @@ def test_mismatch_gives_both_numbers(
     with pytest.raises(InvalidRequest, match=f"{found}.*{needed}") as caught:
         expand_placeholders(ids, items, [IMAGE, VIDEO])
     assert caught.value.reason == "PLACEHOLDER_MISMATCH"
-
-
-def test_text_alone() -> None:
-    assert expand_placeholders([1, 2, 3], [], [IMAGE]).ids.tolist() == [1, 2, 3]
-    assert len(expand_placeholders([], [], [IMAGE])) == 0
 
 
 def test_units_without_rows_are_refused() -> None:
@@ -244,7 +179,7 @@ def readings_by_item(ids: list[int], items: list[PromptItem]) -> set[tuple[int, 
     return found
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(layouts())
 def test_p05_every_form_means_the_same_prompt(
     layout: tuple[list[PromptItem], list[list[int]], list[list[tuple[int, int]]]],
@@ -279,7 +214,7 @@ def readings(lengths: list[int], rows: list[int], forms: Forms) -> set[tuple[int
     return found
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=250, deadline=None)
 @given(st.lists(st.integers(1, 5), max_size=4), st.lists(st.integers(1, 4), max_size=5))
 def test_mixed_forms_agree_with_brute_force(lengths: list[int], rows: list[int]) -> None:
     ids = [token for length in lengths for token in [5, *[IMAGE] * length]]

@@ -43,12 +43,6 @@ def test_items_behind_the_hit_alone_need_rows() -> None:
     assert items_needed(prompt.spans, 7, 8) == []
 
 
-def test_between_the_frames_of_a_clip_no_rows_are_needed() -> None:
-    prompt = expand_placeholders([1, IMAGE, 2, 3, IMAGE], [PromptItem(IMAGE, (2, 2))])
-    assert items_needed(prompt.spans, 3, 5) == []
-    assert items_needed(prompt.spans, 3, 6) == [0]
-
-
 def test_rows_of_cached_items_are_never_asked_for() -> None:
     prompt = two_images()
     rows = [None, torch.ones(4, D)]

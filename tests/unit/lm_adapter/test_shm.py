@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from lm_adapter import (
@@ -22,7 +21,6 @@ from lm_adapter import (
     ImageItem,
     InvalidRequest,
     InvalidRows,
-    ItemFailed,
     TransportUnavailable,
     VisionEncoderClient,
 )
@@ -118,17 +116,6 @@ def test_a_file_without_a_digest_is_hashed_here_and_sent_with_its_digest(
     large = ImageItem(bytes((8 << 20) + 1))
     client.call("encode_one", large)
     assert encoder.requests("Encode")[1].items[0].content_digest == b"", "the service hashes large files"
-
-
-def test_a_file_is_hashed_once_a_call(
-    encoder: Encoder, open_client: Open, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    client = attached(open_client)
-    hashed: list[bytes] = []
-    monkeypatch.setattr("lm_adapter.client.content_digest", lambda data: hashed.append(data) or data * 32)
-    rows = client.call("encode_one", ImageItem(b"f"))
-    assert hashed == [b"f"]
-    assert_rows_of(rows, b"f" * 32)
 
 
 def test_what_is_not_listed_is_asked_for_beside_what_is(encoder: Encoder, open_client: Open) -> None:
@@ -482,40 +469,3 @@ def test_a_forked_child_reads_nothing_and_leaves_the_parent_attached(encoder: En
         assert_rows_of(client.encode_one(image(0)), digest_of(0))
         assert encoder.fake.num_calls["Encode"] == 1
         assert client.transport.name == "host"
-
-
-@pytest.mark.extended
-def test_p21_readers_beside_a_writer_that_never_waits_see_no_wrong_byte(encoder: Encoder) -> None:
-    """32 readers over an arena of a tenth of the working set, which the encoder overwrites as it answers."""
-    num_items, num_reads = 80, 20
-    with VisionEncoderClient(encoder.fake.target, namespace=NAMESPACE, timeout_s=60.0) as client:
-        assert client.wait_transport(10.0).name == "host"
-        failures: list[BaseException] = []
-
-        def read(seed: int) -> None:
-            random = np.random.default_rng(seed)
-            try:
-                for _ in range(num_reads):
-                    index = int(random.integers(num_items))
-                    assert_rows_of(client.encode_one(image(index)), digest_of(index))
-                    time.sleep(float(random.uniform(0, 0.02)))
-            except BaseException as error:
-                failures.append(error)
-
-        threads = [threading.Thread(target=read, args=(seed,)) for seed in range(32)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(120)
-    assert not failures
-    requests = encoder.requests("Encode")
-    assert sum(len(request.items) for request in requests) <= 2 * 32 * num_reads
-
-
-def test_an_unknown_key_fails_its_item_alone(encoder: Encoder, open_client: Open) -> None:
-    client = attached(open_client)
-    key = client.call("encode_one", image(0)).key
-    found, absent = client.call("fetch", [key, b"n" * 32])
-    assert_rows_of(found, digest_of(0))
-    assert isinstance(absent, ItemFailed)
-    assert absent.reason == "UNKNOWN_KEY"

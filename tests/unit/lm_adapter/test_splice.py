@@ -37,17 +37,6 @@ def splice(splicer: Splicer, embeds: torch.Tensor, start: int) -> StepSplice:
     return splice_step(embeds, [StepChunk(splicer, start, len(embeds))], backend="torch")
 
 
-def test_main_rows_replace_and_text_stays() -> None:
-    prompt = expand_placeholders([1, IMAGE, 2, IMAGE], [PromptItem(IMAGE, (2,)), PromptItem(IMAGE, (1,))])
-    splicer, _ = make_splicer(prompt)
-    embeds = torch.full((len(prompt), D), -1.0)
-    spliced = splice(splicer, embeds, 0)
-    assert embeds[:, 0].tolist() == [-1, 1000, 1010, -1, 2000]
-    assert spliced.visual_tokens.tolist() == [1, 2, 4]
-    assert [level[:, 0].tolist() for level in spliced.deepstack] == [[1001, 1011, 2001], [1002, 1012, 2002]]
-    assert spliced.num_visual == 3
-
-
 def test_a_view_of_a_batch_is_written_and_its_neighbours_are_not() -> None:
     prompt = expand_placeholders([IMAGE, 1], [PromptItem(IMAGE, (2,))])
     splicer, _ = make_splicer(prompt)
@@ -58,7 +47,7 @@ def test_a_view_of_a_batch_is_written_and_its_neighbours_are_not() -> None:
     assert (batch == -1).all()
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     st.lists(
         st.tuples(st.integers(0, 3), st.lists(st.integers(1, 5), min_size=1, max_size=3), st.integers(0, 2)),

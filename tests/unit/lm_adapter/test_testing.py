@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import threading
-import time
-from pathlib import Path
-
 import grpc
-import numpy as np
 import pytest
 
 from lm_adapter import Grid, ImageItem, ItemFailed, VisionEncoderClient
-from lm_adapter.testing import FakeEncoder, FakeScript, Fault, fake_model, fake_rows
+from lm_adapter.testing import FakeEncoder, fake_model, fake_rows
 from vision_encoder.v1 import encoder_pb2 as pb
 from vision_encoder.v1 import encoder_pb2_grpc
 
@@ -79,17 +74,6 @@ def test_the_health_packages_client_understands_it() -> None:
         assert stub.Check(request, timeout=5).status == health_pb2.HealthCheckResponse.NOT_SERVING
 
 
-def test_rows_are_exact_in_half_the_bits() -> None:
-    rows = fake_rows(DIGEST, 50, 64)
-    np.testing.assert_array_equal(rows, fake_rows(DIGEST, 50, 64))
-    np.testing.assert_array_equal(rows.astype(np.float16).astype(np.float32), rows)
-    assert not (rows.view(np.uint32) & 0xFFFF).any()
-    assert rows.min() >= -1
-    assert rows.max() < 1
-    assert len(np.unique(rows)) == 256
-    assert (rows != fake_rows(bytes(32), 50, 64)).any()
-
-
 @pytest.mark.parametrize(
     ("family", "levels", "merges_time", "patch_dim"),
     [("qwen3_vl", 3, False, 1536), ("qwen3_5", 0, False, 1536), ("kimi_k25", 0, True, 588)],
@@ -107,16 +91,6 @@ def test_models_have_their_familys_geometry(
     assert model.num_rows(Grid(3, 4, 6)) == (6 if merges_time else 18)
 
 
-def test_grids_follow_from_the_digest_unless_they_are_told() -> None:
-    other = Grid(1, 6, 10)
-    with (
-        FakeEncoder(script=FakeScript(grids={DIGEST: other})) as fake,
-        VisionEncoderClient(fake.target) as client,
-    ):
-        assert client.encode_one(ImageItem(b"", digest=DIGEST)).grid_thw == other
-        assert client.encode_one(ImageItem(b"", digest=b"\x05\x02" + DIGEST[2:])).grid_thw == (1, 4, 6)
-
-
 def test_a_restart_keeps_the_address_and_nothing_else() -> None:
     with FakeEncoder() as fake:
         target, instance = fake.target, fake.instance_id
@@ -130,43 +104,3 @@ def test_a_restart_keeps_the_address_and_nothing_else() -> None:
         assert fake.target == target
         assert fake.instance_id != instance
         assert fake.num_calls["Encode"] == 0
-
-
-def test_it_starts_once_and_stops_twice() -> None:
-    fake = FakeEncoder()
-    fake.stop()
-    fake.start()
-    with pytest.raises(RuntimeError, match="runs already"):
-        fake.start()
-    with pytest.raises(RuntimeError):
-        FakeEncoder(fake.target).start()
-    fake.stop()
-    fake.stop()
-
-
-def test_a_stop_with_grace_lets_calls_finish() -> None:
-    fake = FakeEncoder(script=FakeScript(model=fake_model("qwen3_5")))
-    fake.script.latency_s = 0.3
-    fake.start()
-    with VisionEncoderClient(fake.target) as client:
-        client.info()
-        timer = threading.Timer(0.1, lambda: fake.stop(5.0))
-        timer.start()
-        assert client.encode_one(ImageItem(b"", digest=DIGEST)).num_rows > 0
-        timer.join()
-
-
-def test_a_hanging_stream_goes_on_when_told() -> None:
-    with FakeEncoder() as fake, VisionEncoderClient(fake.target, timeout_s=10) as client:
-        fake.script.faults[DIGEST] = Fault.HANG
-        timer = threading.Timer(0.3, fake.resume)
-        started = time.monotonic()
-        timer.start()
-        assert client.encode_one(ImageItem(b"", digest=DIGEST)).num_rows > 0
-        assert time.monotonic() - started > 0.25
-
-
-def test_it_takes_a_unix_socket_anew(tmp_path: Path) -> None:
-    for _ in range(2):
-        with FakeEncoder(f"unix:{tmp_path}/s") as fake, VisionEncoderClient(fake.target) as client:
-            assert client.encode_one(ImageItem(b"", digest=DIGEST)).num_rows > 0

@@ -1,72 +1,282 @@
-"""The connector's methods without vLLM: waits of an idle engine, and the device of the fetching thread."""
+"""The connector's methods and its thread of calls, without vLLM and without an encoder."""
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import threading
 import time
+import weakref
+from collections.abc import Callable, Iterator
+from concurrent.futures import CancelledError
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
-from lm_adapter.engines.vllm_connector import IDLE_S, ConnectorMethods, StepRows
-from lm_adapter.engines.vllm_fetch import Fetcher
-from lm_adapter.engines.vllm_items import Geometry, WantedRows
-from lm_adapter.engines.vllm_settings import FetchSettings
-from lm_adapter.items import Grid
+from lm_adapter.engines.plugin.calls import EncoderCalls, Ended
+from lm_adapter.engines.vllm.connector import IDLE_S, ConnectorMethods
+from lm_adapter.engines.vllm.link import StepRows
+from lm_adapter.engines.vllm.settings import Settings
+from lm_adapter.errors import (
+    DeadlineExceeded,
+    EncoderError,
+    EncoderOverloaded,
+    EncoderUnavailable,
+    InvalidRows,
+    ItemFailed,
+    RequestRefused,
+)
 
-GEOMETRY = Geometry(width=12, dtype="float32", num_levels=0, merge_size=2, merges_time=False)
-
-
-def connector(waits: list[float]) -> Any:
-    found: Any = object.__new__(ConnectorMethods)
-    found._step, found._was_idle = StepRows(), False
-    found._tracker = SimpleNamespace(wait=waits.append)
-    return found
-
-
-def test_only_a_second_empty_step_in_a_row_waits() -> None:
-    """The step before it may have been scheduled while another one runs."""
-    waits: list[float] = []
-    holds = connector(waits)
-    counts = []
-    for num_tokens in (0, 0, 0, 7, 0, 5, 0, 0):
-        holds.build_connector_meta(SimpleNamespace(total_num_scheduled_tokens=num_tokens))
-        counts.append(len(waits))
-    assert counts == [0, 1, 2, 2, 2, 2, 2, 3]
-    assert set(waits) == {IDLE_S}
+PATIENCE_S = 30.0
 
 
-@pytest.mark.parametrize(("device", "index"), [("cuda", 3), ("cuda:1", 1)])
-def test_p39_a_device_without_an_index_is_the_current_one(
-    monkeypatch: pytest.MonkeyPatch, device: str, index: int
-) -> None:
-    """vLLM's ``device_config.device`` is ``cuda``, which ``torch.cuda.set_device`` refuses."""
-    chosen: list[int] = []
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
-    monkeypatch.setattr(torch.cuda, "_lazy_init", lambda: None)
-    monkeypatch.setattr(torch._C, "_cuda_setDevice", chosen.append, raising=False)
-    monkeypatch.setattr(torch.cuda, "Stream", object)
-    monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: None)
-    holds = connector([])
-    holds._device, holds._in_process = torch.device(device), True
-    holds._use_own_stream()
-    assert chosen == [index]
+class Tracker:
+    """Of a connector: the order of its calls."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def wait(self, timeout_s: float) -> None:
+        assert timeout_s == IDLE_S
+        self.calls.append("wait")
+
+    def flush(self) -> None:
+        self.calls.append("flush")
+
+    def check_step(self, computed: Any) -> None:
+        self.calls += computed
+
+    def take_step(self, *, has_tokens: bool) -> StepRows:
+        self.calls.append("step" if has_tokens else "empty")
+        return StepRows([(1, "kept"), (2, "freed")] if has_tokens else [])
 
 
-def test_an_ended_fetch_wakes_the_engine_at_once() -> None:
-    fetcher = Fetcher(FetchSettings(target="127.0.0.1:1", retry_s=0.05), GEOMETRY)
-    try:
-        started_s = time.monotonic()
-        fetcher.wait(0.05)
-        assert time.monotonic() - started_s >= 0.05
-        wanted = WantedRows("name", 3, bytes(32), Grid(1, 2, 2), 48)
-        threading.Timer(0.05, fetcher.start, ("item", wanted)).start()
-        while not fetcher.ended:
-            fetcher.wait(60)
-        assert time.monotonic() - started_s < 30
-        fetcher.wait(60)  # not popped yet
-        assert time.monotonic() - started_s < 30
-    finally:
-        fetcher.close()
+@pytest.mark.parametrize("may_wait", [True, False])
+def test_only_steps_with_none_in_flight_wait(may_wait: bool) -> None:
+    """Two steps may be in flight. What leaves with steps leaves then at the latest."""
+    connector: Any = object.__new__(ConnectorMethods)
+    connector._num_idle, connector._num_in_flight, connector._may_wait = 0, 2, may_wait
+    connector._tracker = tracker = Tracker()
+    idle = ["flush", *["wait"] * may_wait, "empty"]
+    for num_tokens, calls in ((0, ["empty"]), (0, ["empty"]), (0, idle), (7, ["x", "step"]), (0, ["empty"])):
+        inputs = {"x": [0]} if num_tokens else {}
+        output = SimpleNamespace(
+            total_num_scheduled_tokens=num_tokens,
+            scheduled_encoder_inputs=inputs,
+            free_encoder_mm_hashes=["freed"],
+        )
+        step = connector.build_connector_meta(output)
+        assert step.hand_over == ([(1, "kept")] if num_tokens else [])
+        assert tracker.calls == calls
+        tracker.calls.clear()
+
+
+# Calls ----------------------------------------------------------------------------------------------------
+
+NewCalls = Callable[..., EncoderCalls]
+
+
+@pytest.fixture
+def new_calls() -> Iterator[NewCalls]:
+    made: list[EncoderCalls] = []
+
+    def make(**settings: Any) -> EncoderCalls:
+        made.append(EncoderCalls(Settings(target="127.0.0.1:1", **settings), name="test"))
+        return made[-1]
+
+    yield make
+    for calls in made:
+        calls.close()
+
+
+class Answers:
+    """A call that raises or returns these, one at a time; the last one again and again."""
+
+    def __init__(self, *answers: object) -> None:
+        self.answers = answers
+        self.left_s: list[float] = []
+
+    async def __call__(self, client: object, left_s: float) -> object:
+        self.left_s.append(left_s)
+        answer = self.answers[min(len(self.left_s), len(self.answers)) - 1]
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+
+def outcome_of(calls: EncoderCalls, call: Any) -> Any:
+    handle = object()
+    calls.start(handle, call)
+    ended = next_ended(calls)
+    assert ended.handle is handle
+    assert not calls.ended
+    return ended.outcome
+
+
+def next_ended(calls: EncoderCalls) -> Ended:
+    started_s = time.monotonic()
+    while not calls.ended and time.monotonic() - started_s < PATIENCE_S:
+        calls.wait(PATIENCE_S)
+    return calls.ended.popleft()
+
+
+def pass_time_on_loop(calls: EncoderCalls) -> None:
+    """All that was begun before has had its turn."""
+
+    async def pause() -> None:
+        for _ in range(5):
+            await asyncio.sleep(0)
+
+    calls.run(pause())
+
+
+def test_an_ended_call_wakes_the_engine_at_once(new_calls: NewCalls) -> None:
+    calls = new_calls()
+    started_s = time.monotonic()
+    calls.wait(0.05)
+    assert time.monotonic() - started_s >= 0.05
+    threading.Timer(0.05, calls.start, ("image", Answers(7))).start()
+    calls.wait(2 * PATIENCE_S)
+    assert [(ended.handle, ended.outcome) for ended in calls.ended] == [("image", 7)]
+    calls.wait(2 * PATIENCE_S)  # not popped yet
+    assert time.monotonic() - started_s < PATIENCE_S
+
+
+@pytest.mark.parametrize("failure", [EncoderUnavailable("gone"), EncoderOverloaded("full", retry_after_ms=1)])
+def test_p32_what_can_pass_is_tried_again(failure: EncoderError, new_calls: NewCalls) -> None:
+    call = Answers(failure, failure, 7)
+    assert outcome_of(new_calls(timeout_s=60), call) == 7
+    assert len(call.left_s) == 3
+    assert 60 >= call.left_s[0] > call.left_s[1] > call.left_s[2] > 0
+
+
+def test_p32_what_does_not_pass_is_tried_for_retry_s(new_calls: NewCalls) -> None:
+    failure = EncoderUnavailable("gone")
+    call = Answers(failure)
+    started_s = time.monotonic()
+    assert outcome_of(new_calls(retry_s=0.1), call) is failure
+    assert time.monotonic() - started_s < PATIENCE_S / 2
+    assert len(call.left_s) >= 2
+    later = Answers(EncoderOverloaded("full", retry_after_ms=60_000))
+    assert outcome_of(new_calls(), later) is later.answers[0]
+    assert len(later.left_s) == 1
+
+
+@pytest.mark.parametrize(
+    "failure",
+    [
+        RequestRefused("no"),
+        ItemFailed("no image", reason="UNDECODABLE_IMAGE", status=3),
+        InvalidRows("width", "width is 9, expected 12", found=9, expected=12),
+    ],
+)
+def test_p32_what_would_fail_again_is_not_tried_again(failure: EncoderError, new_calls: NewCalls) -> None:
+    calls = new_calls()
+    call = Answers(failure, 7)
+    assert outcome_of(calls, call) is failure
+    assert len(call.left_s) == 1
+
+    async def returns_it(client: object, left_s: float) -> object:
+        return failure
+
+    assert outcome_of(calls, returns_it) is failure
+
+
+def test_p33_an_exception_of_another_kind_fails_its_call_alone(new_calls: NewCalls) -> None:
+    calls = new_calls()
+    outcome = outcome_of(calls, Answers(KeyError("grid")))
+    assert isinstance(outcome, ItemFailed)
+    assert (outcome.message, outcome.retryable) == ("asking the encoder failed: KeyError: 'grid'", False)
+    assert outcome_of(calls, Answers(7)) == 7
+
+
+def test_no_call_is_made_without_time(new_calls: NewCalls) -> None:
+    call = Answers(7)
+    outcome = outcome_of(new_calls(timeout_s=0), call)
+    assert isinstance(outcome, DeadlineExceeded)
+    assert call.left_s == []
+
+
+class Handle:
+    """Of one call; holds an image's file in real life."""
+
+
+class Endless:
+    """A call that goes on until it is cancelled."""
+
+    def __init__(self) -> None:
+        self.has_begun, self.was_cancelled = threading.Event(), threading.Event()
+
+    async def __call__(self, client: object, left_s: float) -> None:
+        self.has_begun.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            self.was_cancelled.set()
+
+
+def test_a_cancelled_call_ends_without_an_entry(new_calls: NewCalls) -> None:
+    calls, call, handle = new_calls(), Endless(), Handle()
+    calls.start(handle, call)
+    assert call.has_begun.wait(PATIENCE_S)
+    calls.cancel(Handle())  # of no call
+    calls.cancel(handle)
+    assert call.was_cancelled.wait(PATIENCE_S)
+    pass_time_on_loop(calls)
+    assert not calls.ended
+    gone = weakref.ref(handle)
+    del handle
+    gc.collect()
+    assert gone() is None
+    assert outcome_of(calls, Answers(7)) == 7
+
+
+def test_p17_a_call_that_is_cancelled_before_it_begins_leaves_nothing(new_calls: NewCalls) -> None:
+    calls, call, handle = new_calls(), Endless(), Handle()
+    may_go_on = threading.Event()
+    calls.on_loop(may_go_on.wait, PATIENCE_S)
+    calls.start(handle, call)
+    calls.cancel(handle)
+    may_go_on.set()
+    pass_time_on_loop(calls)
+    assert not calls.ended
+    assert not call.has_begun.is_set()
+    gone = weakref.ref(handle)
+    del handle
+    gc.collect()
+    assert gone() is None
+
+
+def test_a_call_may_be_waited_for_by_its_caller_alone(new_calls: NewCalls) -> None:
+    calls = new_calls(timeout_s=0.5)
+    assert calls.ask(Answers(EncoderUnavailable("it is away"), 7)).result(PATIENCE_S) == 7
+    late = calls.ask(Answers(EncoderUnavailable("it is away"))).result(PATIENCE_S)
+    assert isinstance(late, EncoderUnavailable)
+    call = Endless()
+    asked = calls.ask(call)
+    assert call.has_begun.wait(PATIENCE_S)
+    assert calls.num_under_way == 1
+    assert asked.cancel()
+    assert call.was_cancelled.wait(PATIENCE_S)
+    assert not calls.ended
+
+
+def test_closing_ends_a_call_that_is_waited_for(new_calls: NewCalls) -> None:
+    calls, call = new_calls(), Endless()
+    asked = calls.ask(call)
+    assert call.has_begun.wait(PATIENCE_S)
+    calls.close()
+    with pytest.raises(CancelledError):
+        asked.result(PATIENCE_S)
+
+
+def test_closing_cancels_calls_and_is_harmless_when_repeated(new_calls: NewCalls) -> None:
+    calls, call = new_calls(), Endless()
+    assert outcome_of(calls, Answers(7)) == 7  # now there is a client to close
+    calls.start("image", call)
+    assert call.has_begun.wait(PATIENCE_S)
+    for _ in range(2):
+        calls.close()
+    assert call.was_cancelled.is_set()
+    assert not calls.ended

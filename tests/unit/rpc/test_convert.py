@@ -21,13 +21,8 @@ from encoder_service.store.embedding_store import HeldRows, Place
 from encoder_service.types import (
     CacheTier,
     ClipFacts,
-    DigestOnly,
-    EncodedFile,
     EncodedItem,
     Grid,
-    Modality,
-    PixelValues,
-    PreprocessOptions,
     StageTimings,
 )
 from vision_encoder.v1 import encoder_pb2 as pb
@@ -59,43 +54,6 @@ def test_chunks_cover_the_rows_in_order(dtype: torch.dtype) -> None:
     assert convert.DTYPES[result.dtype] is dtype
     assert result.timings.tower_ms == 2.5
     assert result.tier == pb.CACHE_TIER_MISS
-
-
-def test_items_become_records() -> None:
-    message = pb.Item(
-        modality=pb.MODALITY_IMAGE,
-        encoded=b"file",
-        content_digest=bytes(32),
-        options=pb.PreprocessOptions(min_pixels=0, max_pixels=9),
-    )
-    item = convert.item_from_proto(message)
-    assert item.content == EncodedFile(b"file")
-    assert item.modality is Modality.IMAGE
-    assert item.content_digest == bytes(32)
-    assert item.options == PreprocessOptions(min_pixels=0, max_pixels=9)
-    only = convert.item_from_proto(pb.Item(modality=pb.MODALITY_VIDEO, digest_only=pb.DigestOnly()))
-    assert only.content == DigestOnly()
-    assert only.content_digest is None
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_inline_tensors_keep_dtype_shape_and_values(dtype: torch.dtype) -> None:
-    values = torch.randn(6, 4).to(dtype)
-    message = pb.Item(
-        modality=pb.MODALITY_IMAGE,
-        pixels=pb.PixelTensor(
-            grid_thw=pb.GridTHW(t=1, h=2, w=3),
-            inline=pb.InlineTensor(
-                dtype=convert.DTYPE_NUMBERS[dtype],
-                shape=[6, 4],
-                data=values.view(torch.uint8).numpy().tobytes(),
-            ),
-        ),
-    )
-    content = convert.item_from_proto(message).content
-    assert isinstance(content, PixelValues)
-    assert content.grid == Grid(1, 2, 3)
-    assert torch.equal(content.pixel_values, values)
 
 
 def tensor(**fields: object) -> pb.Item:

@@ -20,7 +20,16 @@ from encoder_service.ingest.settings import Normalisation, QwenVideoSettings, Qw
 from encoder_service.ingest.video.clip import Clip
 from encoder_service.ingest.video.source import ClipLimits
 from encoder_service.store.embedding_store import EmbeddingStore, Partition
-from encoder_service.types import CacheTier, EncodedFile, FrameArray, Grid, Item, Modality, PreprocessOptions
+from encoder_service.types import (
+    CacheTier,
+    ClipFacts,
+    EncodedFile,
+    FrameArray,
+    Grid,
+    Item,
+    Modality,
+    PreprocessOptions,
+)
 from tests.fakes import FakePreprocessor
 from tests.unit.ingest import clip_files
 from tests.unit.service.rig import Rig, image, memory_store, running, until
@@ -258,12 +267,15 @@ async def test_a_prefetched_clip_is_announced_with_its_rows(rig: Rig) -> None:
     announced = await rig.pipeline.prefetch(item)
     assert announced.grid == Grid(7, SIDE, SIDE)
     assert announced.num_rows == len(rows_of(colours))
+    joined = await rig.pipeline.prefetch(item)
+    assert announced.clip == joined.clip == ClipFacts(tuple(place / 2 for place in range(7)))
     fetching = asyncio.ensure_future(rig.pipeline.fetch(announced.key))
     await until(lambda: rig.pipeline.inflight.num_joined == 1)
     rig.tower.gate.set()
     delivered = await fetching
     assert torch.equal(delivered.encoded.rows, rows_of(colours))
     delivered.release()
+    assert (await rig.pipeline.prefetch(item)).clip == announced.clip
 
 
 async def test_nothing_of_a_clip_is_kept_alive_behind_its_end(rig: Rig) -> None:

@@ -13,11 +13,9 @@ from encoder_service.errors import (
     DeadlineExceeded,
     DeviceFault,
     Draining,
-    GridMismatch,
     ImageTooLarge,
     InvalidDigest,
     InvalidOption,
-    NonFinitePixels,
     QueueFull,
     UndecodableImage,
     UnknownKey,
@@ -113,21 +111,6 @@ async def test_p15_the_encode_goes_on_when_the_first_caller_leaves(rig: Rig) -> 
     assert rig.fake.num_loads == 1
 
 
-async def test_the_last_caller_to_leave_ends_the_encode_and_frees_everything(rig: Rig) -> None:
-    rig.tower.gate.clear()
-    blocker = asyncio.ensure_future(rig.pipeline.encode(image(1)))
-    await until(lambda: len(rig.engine._in_flight) or rig.engine._planned)
-    caller = asyncio.ensure_future(rig.pipeline.encode(image(2)))
-    await until(lambda: len(rig.engine._waiting) == 1)
-    caller.cancel()
-    await until(lambda: len(rig.pipeline.inflight) == 1)
-    assert rig.pipeline.admission.num_patches == 16
-    rig.tower.gate.set()
-    await blocker
-    await until(lambda: rig.engine.counters.dropped_items == 1)
-    assert [len(batch) for batch in rig.tower.batches] == [1]
-
-
 async def test_p17_cancelled_items_never_pile_up_behind_a_long_batch(rig: Rig) -> None:
     rig.tower.gate.clear()
     blocker = asyncio.ensure_future(rig.pipeline.encode(image(1)))
@@ -177,13 +160,6 @@ async def test_p10_the_callers_digest_is_authoritative_inside_its_namespace(rig:
     assert torch.equal(first.encoded.rows, second.encoded.rows)
     assert other.tier is CacheTier.MISS
     assert other.encoded.key != first.encoded.key
-
-
-async def test_p11_options_enter_the_key(rig: Rig) -> None:
-    plain = await rig.pipeline.encode(image())
-    other = await rig.pipeline.encode(image(options=PreprocessOptions(max_pixels=100)))
-    assert plain.encoded.key != other.encoded.key
-    assert other.tier is CacheTier.MISS
 
 
 async def test_p18_no_namespace_sees_anothers_keys(rig: Rig) -> None:
@@ -291,23 +267,6 @@ async def test_a_caller_does_not_join_what_was_dropped_for_an_earlier_deadline(
     await blocker
 
 
-async def test_a_fetch_that_joins_keeps_the_flight_past_the_first_callers_deadline(rig: Rig) -> None:
-    rig.tower.gate.clear()
-    blocker = asyncio.ensure_future(rig.pipeline.encode(image(1)))
-    await until(lambda: len(rig.engine._in_flight) or rig.engine._planned)
-    announced = asyncio.ensure_future(rig.pipeline.encode(image(2), deadline_s=time.monotonic() + 0.05))
-    await until(lambda: len(rig.engine._waiting) == 1)
-    (key,) = {key for _, key in rig.pipeline.inflight._encodes} - {
-        next(encode.key for encode in rig.pipeline.inflight._encodes.values())
-    }
-    fetching = asyncio.ensure_future(rig.pipeline.fetch(key))
-    with pytest.raises(DeadlineExceeded):
-        await announced
-    rig.tower.gate.set()
-    await blocker
-    assert (await fetching).tier is CacheTier.IN_FLIGHT
-
-
 async def test_full_queues_refuse_at_once(rig: Rig) -> None:
     rig.tower.gate.clear()
     waiting = [asyncio.ensure_future(rig.pipeline.encode(image(value, side=16))) for value in range(4)]
@@ -328,20 +287,6 @@ async def test_limits_and_wrong_items(rig: Rig) -> None:
         await rig.pipeline.encode(image(options=PreprocessOptions(max_patches=3)))
     with pytest.raises(UnsupportedContent):
         await rig.pipeline.encode(Item(Modality.VIDEO, EncodedFile(fake_image(4, 4))))
-
-
-async def test_pixel_tensors_are_checked_and_used_as_they_are(rig: Rig) -> None:
-    pixels = PixelValues(torch.full((16, 4), 3.0), Grid(1, 4, 4))
-    delivered = await rig.pipeline.encode(Item(Modality.IMAGE, pixels))
-    assert (delivered.encoded.rows[:, :8] == 3.0).all()
-    with pytest.raises(GridMismatch, match="no multiple"):
-        await rig.pipeline.encode(Item(Modality.IMAGE, PixelValues(torch.ones(12, 4), Grid(1, 3, 4))))
-    with pytest.raises(GridMismatch, match="16 rows, grid needs 32"):
-        await rig.pipeline.encode(Item(Modality.IMAGE, PixelValues(torch.ones(16, 4), Grid(2, 4, 4))))
-    poisoned = torch.ones(16, 4)
-    poisoned[3, 1] = float("nan")
-    with pytest.raises(NonFinitePixels):
-        await rig.pipeline.encode(Item(Modality.IMAGE, PixelValues(poisoned, Grid(1, 4, 4))))
 
 
 async def test_p11_pixel_tensors_of_other_shape_or_source_never_share_a_key(rig: Rig) -> None:

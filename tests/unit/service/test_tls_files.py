@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import ssl
 from pathlib import Path
 
 import pytest
@@ -44,42 +43,3 @@ def test_what_is_no_certificate_is_refused_at_once(tmp_path: Path) -> None:
     (tmp_path / "junk").write_text("junk")
     with pytest.raises(ConfigurationError, match="authority is no certificate"):
         CertificateFiles(one.cert, one.key, tmp_path / "junk")
-
-
-def test_an_authority_may_be_named_in_any_script(tmp_path: Path) -> None:
-    authority = Authority(tmp_path)
-    used, named = authority.issue("used"), tmp_path / "named"
-    named.write_bytes("# Zertifizierungsstelle Köln\n".encode() + authority.ca.read_bytes())
-    assert CertificateFiles(used.cert, used.key, named).needs_client
-
-
-def test_a_context_uses_the_files_as_they_are_at_each_handshake(tmp_path: Path) -> None:
-    now = [0.0]
-    authority = Authority(tmp_path)
-    used, other = authority.issue("used"), authority.issue("other")
-    context = CertificateFiles(used.cert, used.key, clock=lambda: now[0]).server_context()
-
-    def served(server_name: str | None) -> bytes:
-        """The certificate of one handshake in memory."""
-        trusting = ssl.create_default_context(cafile=authority.ca)
-        trusting.check_hostname = server_name is not None
-        to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
-        server = context.wrap_bio(to_server, to_client, server_side=True)
-        client = trusting.wrap_bio(to_client, to_server, server_hostname=server_name)
-        for _ in range(4):
-            for side in (client, server):
-                try:
-                    side.do_handshake()
-                except ssl.SSLWantReadError:
-                    continue
-        found = client.getpeercert(binary_form=True)
-        assert found is not None
-        return found
-
-    for name in ("encoder.test", None):
-        assert served(name) == ssl.PEM_cert_to_DER_cert(used.cert.read_text())
-    shutil.copy(other.cert, used.cert)
-    shutil.copy(other.key, used.key)
-    now[0] += 2
-    for name in ("encoder.test", None):
-        assert served(name) == ssl.PEM_cert_to_DER_cert(other.cert.read_text())

@@ -107,12 +107,6 @@ def test_the_error_of_a_wrong_file_repeats_no_token(tmp_path: Path) -> None:
         NamespaceTokens(file=tmp_path / "none")
 
 
-def test_a_namespace_has_several_tokens_and_no_text_shows_them(tmp_path: Path) -> None:
-    settings = parse_settings(model=tmp_path, tokens="a=new|next,b=only")
-    assert settings.namespace_tokens() == {"a": ("new", "next"), "b": ("only",)}
-    assert "only" not in repr(settings)
-
-
 def test_tokens_that_open_nothing_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="all calls would fail"):
         open_tokens(parse_settings(model=tmp_path, open_namespaces=False))

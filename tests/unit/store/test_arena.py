@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
 import fcntl
 import gc
@@ -16,7 +15,6 @@ import torch
 
 from encoder_service.errors import ConfigurationError, InternalError
 from encoder_service.store.arena import PROBE_BYTES, Arena, Slot
-from encoder_service.store.control_page import ControlPage
 from encoder_service.store.host_memory import HostMemory, SealedFile, available_bytes
 from tests.reference_reader import reader_of
 from vision_encoder.layout.control_page import LayoutError, PageHeader, pack_header, read_header
@@ -146,22 +144,6 @@ def test_a_slot_is_published_once(arena: Arena) -> None:
 # Descriptors and importers
 
 
-def test_an_importer_reads_what_was_written_before_and_after_it_mapped(arena: Arena) -> None:
-    slot = slot_of(arena, 3000)
-    rows = torch.randn(25, 30)
-    arena.view(slot, (25, 30), torch.float32).copy_(rows)
-    with reader_of(arena) as reader:
-
-        def window() -> torch.Tensor:
-            return torch.frombuffer(
-                bytearray(reader.data[slot.offset_bytes : slot.offset_bytes + 3000]), dtype=torch.float32
-            )
-
-        assert torch.equal(window(), rows.flatten())
-        arena.view(slot, (25, 30), torch.float32).mul_(2)
-        assert torch.equal(window(), rows.flatten() * 2)
-
-
 def test_the_probe_matches_and_a_wrong_read_does_not(arena: Arena) -> None:
     with reader_of(arena) as reader:
         probe = reader.header.probe
@@ -206,13 +188,6 @@ def test_not_even_a_reopened_descriptor_writes() -> None:
                     with pytest.raises(PermissionError):
                         use()
     memory.close()
-
-
-def test_descriptors_are_the_callers_to_close(arena: Arena) -> None:
-    for fd in arena.export_all():
-        os.close(fd)
-    with reader_of(arena) as reader:
-        assert len(reader.data) == SIZE
 
 
 def test_p35_a_page_of_another_layout_is_refused(arena: Arena) -> None:
@@ -338,9 +313,3 @@ def test_an_older_kernel_seals_the_size_at_least(monkeypatch: pytest.MonkeyPatch
         with pytest.raises(PermissionError):
             mmap.mmap(fd, SIZE)
     memory.close()
-
-
-def test_words_are_aligned_for_single_stores(arena: Arena) -> None:
-    address = ctypes.addressof(ctypes.c_char.from_buffer(arena.page._file.mapping))
-    assert address % 8 == 0
-    assert isinstance(arena.page, ControlPage)

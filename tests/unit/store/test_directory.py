@@ -74,17 +74,6 @@ def table() -> Iterator[Table]:
         yield table
 
 
-def test_what_is_listed_is_found_until_it_is_removed(table: Table) -> None:
-    key = os.urandom(32)
-    assert table.find(key) is None
-    assert table.put(3, key, 5)
-    assert table.find(key) == record_of(3, key, 5)
-    table.directory.remove(3)
-    table.directory.remove(3)
-    assert table.find(key) is None
-    assert not len(table.directory)
-
-
 def test_p18_a_name_of_another_namespace_is_not_found(table: Table) -> None:
     key = os.urandom(32)
     assert table.put(0, key, 1)
@@ -94,25 +83,6 @@ def test_p18_a_name_of_another_namespace_is_not_found(table: Table) -> None:
     assert mine is not None
     assert others is not None
     assert (mine.slot_index, others.slot_index) == (0, 1)
-
-
-def test_the_same_name_again_takes_the_place_of_the_first(table: Table) -> None:
-    key = os.urandom(32)
-    for slot_index, stamp in ((2, 1), (5, 2), (2, 3)):
-        assert table.put(slot_index, key, stamp)
-        assert table.find(key) == record_of(slot_index, key, stamp)
-        assert len(table.directory) == 1
-
-
-def test_p12_keys_that_start_alike_are_told_apart(table: Table) -> None:
-    """The same hash for all: every search starts at one place and goes over all of them."""
-    head = os.urandom(8)
-    keys = [head + os.urandom(24) for _ in range(16)]
-    for number, key in enumerate(keys):
-        assert table.put(number, key, number)
-    for number, key in enumerate(keys):
-        assert table.find(key) == record_of(number, key, number)
-    assert table.find(head + os.urandom(24)) is None
 
 
 def test_p17_a_search_is_bounded_and_what_is_too_far_is_not_listed() -> None:
@@ -153,7 +123,7 @@ def test_random_changes_against_a_dictionary(num_slots: int, chance: random.Rand
     ]
     model: dict[bytes, tuple[int, int]] = {}
     with Table(num_slots) as table:
-        for _ in range(2000):
+        for _ in range(1000):
             slot_index = chance.randrange(num_slots)
             if chance.random() < 0.25:
                 table.directory.remove(slot_index)

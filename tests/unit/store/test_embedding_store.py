@@ -155,15 +155,6 @@ async def test_reservations_take_half_of_an_arena_together(host_only: EmbeddingS
     assert land(host_only, 8, num_rows=16)
 
 
-async def test_a_cancelled_reservation_returns_its_memory(host_only: EmbeddingStore) -> None:
-    reservation = host_only.reserve("", expected(1))
-    assert reservation is not None
-    host_only.cancel(reservation)
-    ((_, arena),) = host_only.arenas()
-    assert len(arena) == 0
-    assert host_only.peek("", key_of(1)) is None
-
-
 async def test_no_slot_is_used_again_after_a_device_fault(host_only: EmbeddingStore) -> None:
     land(host_only, 1)
     reservation = host_only.reserve("", expected(2))

@@ -12,7 +12,6 @@ import socket
 import stat
 import struct
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -291,15 +290,6 @@ def test_p17_what_a_client_does_not_read_is_bounded(arena: Arena) -> None:
             for _ in range(2000):
                 client.socket.sendall(frame * 100)
         wait_until(lambda: broker.num_connections == 0)
-
-
-def test_requests_in_a_row_are_answered_in_order(arena: Arena) -> None:
-    with running_broker((None, arena)) as broker, RawClient(broker.options.path) as client:
-        frames = b"".join(client.frame(probe=pb.BrokerProbe(arena_id=arena.arena_id)) for _ in range(100))
-        client.socket.sendall(frames)
-        time.sleep(0.1)
-        replies = [client.reply() for _ in range(100)]
-        assert [reply.request_id for reply in replies if reply is not None] == list(range(2, 102))
 
 
 def test_a_defect_in_one_request_ends_that_connection_only(

@@ -18,6 +18,12 @@ app.kubernetes.io/instance: {{ .Release.Name | quote }}
 app.kubernetes.io/component: encoder
 {{- end }}
 
+{{- define "vision-encoder.gatewaySelector" -}}
+app.kubernetes.io/name: vision-encoder-gateway
+app.kubernetes.io/instance: {{ .Release.Name | quote }}
+app.kubernetes.io/component: gateway
+{{- end }}
+
 {{- define "vision-encoder.labels" -}}
 app.kubernetes.io/name: vision-encoder
 app.kubernetes.io/instance: {{ .Release.Name | quote }}
@@ -30,6 +36,33 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" | 
 {{ include "vision-encoder.labels" . }}
 {{- with .Values.monitoring.labels }}
 {{ toYaml . }}
+{{- end }}
+{{- end }}
+
+{{/* Of every pod's spec. */}}
+{{- define "vision-encoder.pod" -}}
+serviceAccountName: {{ include "vision-encoder.name" . }}
+automountServiceAccountToken: false
+enableServiceLinks: false
+securityContext:
+  runAsNonRoot: true
+  runAsUser: 65532
+  runAsGroup: 65532
+  fsGroup: 65532
+  seccompProfile:
+    type: RuntimeDefault
+{{- end }}
+
+{{/* Pods with these labels stand in different zones and on different nodes where they can. */}}
+{{- define "vision-encoder.spread" -}}
+{{- $labels := . }}
+{{- range list "topology.kubernetes.io/zone" "kubernetes.io/hostname" }}
+- maxSkew: 1
+  topologyKey: {{ . }}
+  whenUnsatisfiable: ScheduleAnyway
+  labelSelector:
+    matchLabels:
+      {{- $labels | nindent 6 }}
 {{- end }}
 {{- end }}
 
@@ -51,6 +84,9 @@ switch, or that the pod sets by itself, fails the rendering. */}}
 {{- $_ := set $data "VE_CONNECTION_AGE_S" "3600" }}
 {{- $_ := set $fixed "VE_TLS_CERT" (list "tls" "/etc/vision-encoder/tls/tls.crt") }}
 {{- $_ := set $fixed "VE_TLS_KEY" (list "tls" "/etc/vision-encoder/tls/tls.key") }}
+{{- if .Values.tls.clientCertificates }}
+{{- $_ := set $fixed "VE_TLS_CLIENT_CA" (list "tls" "/etc/vision-encoder/tls/ca.crt") }}
+{{- end }}
 {{- end }}
 {{- if .Values.tokens.enabled }}
 {{- $_ := set $fixed "VE_TOKENS_FILE" (list "tokens" "/etc/vision-encoder/tokens/tokens") }}
@@ -64,6 +100,14 @@ switch, or that the pod sets by itself, fails the rendering. */}}
 {{- if hasKey .Values.settings "VE_BROKER_PATH" }}
 {{- fail "settings.VE_BROKER_PATH is given, broker.enabled makes it from the pod's name" }}
 {{- end }}
+{{- end }}
+{{- if .Values.sglang.enabled }}
+{{- $_ := set $fixed "VE_SERVE_SGLANG" (list "sglang" "0.0.0.0:31000") }}
+{{- if hasKey .Values.settings "VE_SGLANG_URL" }}
+{{- fail "settings.VE_SGLANG_URL is given, sglang.enabled makes it from the pod's address" }}
+{{- end }}
+{{- else if .Values.settings.VE_SERVE_SGLANG }}
+{{- fail "settings.VE_SERVE_SGLANG is given, sglang.enabled sets it and opens its port" }}
 {{- end }}
 {{- $data = merge (deepCopy .Values.settings) $data }}
 {{- range $name, $rule := $fixed }}
@@ -88,10 +132,22 @@ switch, or that the pod sets by itself, fails the rendering. */}}
 {{- end }}
 {{- end }}
 
-{{/* As given. With a broker, encoders run on nodes that have readers. */}}
+{{/* A rule of a NetworkPolicy, from networkPolicy's values. */}}
+{{- define "vision-encoder.dnsEgress" -}}
+- to:
+    {{- toYaml .dns | nindent 4 }}
+  ports:
+    - port: 53
+      protocol: UDP
+    - port: 53
+      protocol: TCP
+{{- end }}
+
+{{/* As given. With a broker, encoders of a Deployment run on nodes that have readers. A DaemonSet's pod would wait
+without end where no reader is. */}}
 {{- define "vision-encoder.affinity" -}}
 {{- $affinity := deepCopy (.Values.pod.affinity | default dict) }}
-{{- if .Values.broker.enabled }}
+{{- if and .Values.broker.enabled (eq .Values.kind "Deployment") }}
 {{- $affinity = mergeOverwrite $affinity (include "vision-encoder.readers" . | fromYaml) }}
 {{- end }}
 {{- toYaml $affinity }}
@@ -129,4 +185,75 @@ grpc:
   port: 50051
   service: vision_encoder.v1.VisionEncoder
 {{- end }}
+{{- end }}
+
+{{- define "vision-encoder.gatewayProbe" -}}
+httpGet:
+  path: /ready
+  port: operations
+{{- end }}
+
+{{/* deploy/envoy/gateway.yaml, which files/gateway.yaml is a link to, with what depends on the release. */}}
+{{- define "vision-encoder.gatewayConfig" -}}
+{{- $encoders := printf "%s.%s.svc" (include "vision-encoder.name" .) .Release.Namespace }}
+{{- $changes := dict
+    "vision-encoder-headless" $encoders
+    "max_heap_size_bytes: 1610612736" (printf "max_heap_size_bytes: %s" .Values.gateway.maxHeapBytes) }}
+{{- if .Values.tls.enabled }}
+{{- $calls := "per_connection_buffer_limit_bytes: 1048576\n      filter_chains:\n        - filters:\n" }}
+{{- $downstream := include "vision-encoder.gatewayDownstreamTls" . | indent 10 | trim }}
+{{- $_ := set $changes $calls (replace "filters:\n" (printf "%s\n          filters:\n" $downstream) $calls) }}
+{{- $cluster := "  clusters:\n    - name: encoders\n" }}
+{{- $_ := set $changes $cluster (printf "%s%s\n" $cluster (include "vision-encoder.gatewayUpstreamTls" . | trim | indent 6)) }}
+{{- end }}
+{{- $config := .Files.Get "files/gateway.yaml" }}
+{{- range $from, $to := $changes }}
+{{- if not (contains $from $config) }}
+{{- fail (printf "files/gateway.yaml has no %s" (quote $from)) }}
+{{- end }}
+{{- $config = replace $from $to $config }}
+{{- end }}
+{{- $config }}
+{{- end }}
+
+{{/* Certificate and authority by SDS from files, so that Envoy follows renewed ones. */}}
+{{- define "vision-encoder.gatewayCertificate" -}}
+alpn_protocols: [h2]
+tls_certificate_sds_secret_configs:
+  - name: certificate
+    sds_config: {path_config_source: {path: /etc/gateway/certificate.yaml}}
+{{- end }}
+
+{{- define "vision-encoder.gatewayDownstreamTls" -}}
+transport_socket:
+  name: envoy.transport_sockets.tls
+  typed_config:
+    "@type": type.googleapis.com/envoy.extensions.transport_sockets.tls.v3.DownstreamTlsContext
+    require_client_certificate: {{ .Values.tls.clientCertificates }}
+    common_tls_context:
+      {{- include "vision-encoder.gatewayCertificate" . | nindent 6 }}
+      {{- if .Values.tls.clientCertificates }}
+      validation_context_sds_secret_config:
+        name: authority
+        sds_config: {path_config_source: {path: /etc/gateway/authority.yaml}}
+      {{- end }}
+{{- end }}
+
+{{- define "vision-encoder.gatewayUpstreamTls" -}}
+{{- $encoders := printf "%s.%s.svc" (include "vision-encoder.name" .) .Release.Namespace }}
+transport_socket:
+  name: envoy.transport_sockets.tls
+  typed_config:
+    "@type": type.googleapis.com/envoy.extensions.transport_sockets.tls.v3.UpstreamTlsContext
+    sni: {{ $encoders }}
+    common_tls_context:
+      {{- include "vision-encoder.gatewayCertificate" . | nindent 6 }}
+      combined_validation_context:
+        default_validation_context:
+          match_typed_subject_alt_names:
+            - san_type: DNS
+              matcher: {exact: {{ $encoders }}}
+        validation_context_sds_secret_config:
+          name: authority
+          sds_config: {path_config_source: {path: /etc/gateway/authority.yaml}}
 {{- end }}

@@ -1,19 +1,19 @@
-// The live half of the page: asks /v1/live every second and draws the answers. No build step, no library.
-// The service answers with counters since its start; rates and percentiles are differences of two answers.
+// The live half of the page: requests /v1/live every second and draws the answers. No build step, no library.
+// The service answers with counters since its start. Rates and percentiles are computed from two answers.
 
 const byId = (id) => document.getElementById(id);
 const SVG = "http://www.w3.org/2000/svg";
 const CHARTS_S = 120;
 const STAGES_S = 60;
 const NOW_S = 10;
-// How an item was answered, by the service's name of the tier.
+// How an item was answered, by the tier's name in the service.
 export const TIERS = {
   miss: "encoded",
   joined: "joined an encode in progress",
   device: "found in the device tier",
   host: "found in the host tier",
 };
-const answers = []; // of the charts' time, oldest first
+const answers = []; // within the time span of the charts, oldest first
 
 function remember(live) {
   if (answers.length && live.uptime_s < answers.at(-1).uptime_s) answers.length = 0; // the service restarted
@@ -21,7 +21,7 @@ function remember(live) {
   while (answers[1]?.uptime_s < live.uptime_s - CHARTS_S) answers.shift();
 }
 
-// The newest answer that is that much older than the last one, else the oldest.
+// The newest answer that is at least `seconds` older than the last one, or else the oldest answer.
 function before(seconds) {
   const last = answers.at(-1);
   return answers.findLast((live) => live.uptime_s <= last.uptime_s - seconds) ?? answers[0];
@@ -37,10 +37,10 @@ function rate(from, to, figure) {
   return seconds > 0 ? (figure(to) - figure(from)) / seconds : 0;
 }
 
-// Counts of a stage's histogram between two answers.
+// Increase of the counts in a stage's histogram between two answers.
 const gained = (from, to, stage) => to.stages[stage].map((count, index) => count - from.stages[stage][index]);
 
-// Milliseconds below which that share of the observations lies, linear within a bucket; null without any.
+// The percentile in milliseconds, interpolated linearly within a bucket; null without observations.
 function percentile(bounds, counts, share) {
   const rank = share * sum(counts);
   if (!rank) return null;
@@ -178,7 +178,7 @@ function path(times, values, span, top, name) {
   const at = (index) => (600 * (1 + times[index] / span)).toFixed(1);
   const end = (index) => (name === "area" ? `L${at(index)} 150Z` : "");
   let line = "";
-  let from = null;  // where the piece under way begins; seconds without a value are gaps
+  let from = null;  // index at which the current line segment begins; seconds without a value are gaps
   values.forEach((value, index) => {
     if (value === null) {
       if (from !== null) line += end(index - 1);
@@ -196,7 +196,7 @@ function path(times, values, span, top, name) {
   return drawn;
 }
 
-// A round number at or above the largest value, so that the scale does not tremble.
+// A round number at or above the largest value, so that the scale seldom changes.
 function ceiling(values, least) {
   const most = Math.max(least, ...values.filter((value) => value !== null));
   const power = 10 ** Math.floor(Math.log10(most));

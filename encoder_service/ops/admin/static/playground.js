@@ -1,4 +1,4 @@
-// The playground: sends one file to /v1/playground and draws what came of it.
+// The playground: sends one file to /v1/playground and draws the result.
 
 import { TIERS, bars, bytes, element, fill, ms } from "./live.js";
 
@@ -9,7 +9,7 @@ function drawPicture() {
   const { result, image } = shown;
   const canvas = byId("picture");
   const context = canvas.getContext("2d");
-  // As large as the screen shows it, so that lines of one pixel stay lines.
+  // Drawn at the size at which it is shown, so that lines of one pixel remain visible.
   const scale = Math.min(1, 900 / Math.max(result.target_width, result.target_height));
   canvas.width = Math.round(result.target_width * scale);
   canvas.height = Math.round(result.target_height * scale);
@@ -117,7 +117,7 @@ drop.addEventListener("drop", (event) => {
 });
 byId("file").addEventListener("change", (event) => {
   if (event.target.files.length) send(event.target.files[0]);
-  // The same file again is a change too.
+  // Reset, so that choosing the same file again also fires a change event.
   event.target.value = "";
 });
 byId("show-grid").addEventListener("change", drawPicture);

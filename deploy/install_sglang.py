@@ -1,0 +1,61 @@
+"""Installs SGLang for a CPU and the requirements of its tests into the interpreter that runs this script.
+
+Owns the recipe of `.venv-sglang`, the environment of `make test-sglang`. install_engines.py chooses the torch
+build. Standard library and pip only.
+
+Workarounds:
+
+- SGLang 0.5.23 requires a newer torch, CUDA libraries, and services that are not used here. It is therefore
+  installed without requirements; then its own list of requirements is installed without LEFT_OUT.
+- Its kernel package needs a GPU, or a CPU with AMX. A `.pth` file loads the replacement in
+  tests/sglang/kernels in every process, before SGLang is imported.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import sysconfig
+from pathlib import Path
+
+from install_engines import ROOT, TORCHVISION, install, install_torch_release
+
+SGLANG = "0.5.23"
+LEFT_OUT = (
+    *("torch", "torchaudio", "torchcodec", "torchvision", "torch_memory_saver"),
+    *("cuda-python", "flash-attn-4", "flashinfer_python", "humming-kernels", "kernels", "quack-kernels"),
+    *("nvidia-cutlass-dsl", "nvidia-mathdx", "nvidia-ml-py", "nvshmem4py-cu13", "tilelang"),
+    *("sgl-deep-ep", "sgl-deep-gemm", "sgl-flash-mla", "sglang-kernel"),
+    *("build", "deepseek-recipe", "mistral_common", "modelscope", "outlines", "py-spy"),
+    *("smg-grpc-servicer", "soundfile", "tml-renderers"),
+)
+# Packages that SGLang imports but does not list as requirements.
+BESIDE = ("accelerate", "jsonschema", "outlines_core", "soundfile", "pandas")
+
+
+def sglang_requirements() -> list[str]:
+    """The requirements of the installed sglang, without LEFT_OUT and without extras."""
+    from pip._vendor.packaging.requirements import Requirement
+
+    kept = []
+    for line in importlib.metadata.requires("sglang") or []:
+        requirement = Requirement(line)
+        applies = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
+        if applies and requirement.name not in LEFT_OUT:
+            requirement.marker = None
+            kept.append(str(requirement))
+    return kept
+
+
+def main() -> None:
+    install_torch_release()
+    install("--no-deps", f"sglang=={SGLANG}", f"torchvision=={TORCHVISION}")
+    torch = importlib.metadata.version("torch")
+    wanted = [*sglang_requirements(), *BESIDE]
+    install(f"torch=={torch}", *wanted, "-e", f"{ROOT}[engines,sglang]")
+    site = Path(sysconfig.get_path("purelib"))
+    (site / "_sglang_cpu.pth").write_text(f"{ROOT / 'tests' / 'sglang' / 'kernels'}\nimport sglang_on_cpu\n")
+    print(f"SGLang {SGLANG}, torch {torch}")
+
+
+if __name__ == "__main__":
+    main()

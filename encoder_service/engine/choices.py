@@ -1,0 +1,128 @@
+"""The kernel choices of a former start, on disk.
+
+Owns the file: what its choices were measured for, its checks and its replacement. ``fast_path`` measures and
+uses the choices. A file that is damaged, or was measured for another device, driver, version or tower, is
+ignored: then the start measures and replaces it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import structlog
+import torch
+
+log = structlog.get_logger(__name__)
+
+FORMAT = 1
+# Packages that have kernels, or compile them.
+PACKAGES = (
+    "vision-encoder",
+    "torch",
+    "triton",
+    "flash-attn",
+    "flash-attn-4",
+    "fa3-fwd",
+    "quack-kernels",
+    "nvidia-cutlass-dsl",
+)
+DRIVER = Path("/proc/driver/nvidia/version")
+
+
+@dataclass(frozen=True)
+class KernelChoices:
+    """attention: the backend's name for each measured case. gemms: the gemm's name by step, then by number of
+    rows as text."""
+
+    attention: Mapping[str, str]
+    gemms: Mapping[str, Mapping[str, str]]
+
+
+@dataclass(frozen=True)
+class ChoicesFile:
+    """One file of ``folder``, named for what was measured. measured_for: values that JSON keeps."""
+
+    folder: Path
+    measured_for: Mapping[str, Any]
+
+    @property
+    def path(self) -> Path:
+        text = json.dumps(self.measured_for, sort_keys=True)
+        return self.folder / f"choices-{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
+
+    def read(self) -> KernelChoices | None:
+        """The choices of a former start. None, with a log line, for a file that cannot be used."""
+        try:
+            found = json.loads(self.path.read_text())
+            if found["format"] != FORMAT or found["measured_for"] != self.measured_for:
+                raise ValueError("it was measured for something else")
+            attention = dict_of_texts(found["attention"])
+            gemms = {str(step): dict_of_texts(by_rows) for step, by_rows in found["gemms"].items()}
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            log.warning(
+                "kernel choices ignored", path=str(self.path), reason=f"{type(error).__name__}: {error}"
+            )
+            return None
+        return KernelChoices(attention, gemms)
+
+    def write(self, choices: KernelChoices) -> None:
+        """Replaces the file in one step. A folder that cannot be written costs only a log line."""
+        content = {
+            "format": FORMAT,
+            "measured_for": self.measured_for,
+            "attention": choices.attention,
+            "gemms": choices.gemms,
+        }
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=self.folder) as folder:
+                new = Path(folder, self.path.name)
+                new.write_text(json.dumps(content, indent=1))
+                new.replace(self.path)
+        except OSError as error:
+            log.warning(
+                "kernel choices not kept", path=str(self.path), reason=f"{type(error).__name__}: {error}"
+            )
+
+
+def dict_of_texts(value: Any) -> dict[str, str]:
+    """Raises TypeError for anything else."""
+    if not isinstance(value, dict) or not all(isinstance(one, str) for one in value.values()):
+        raise TypeError(f"needs an object of texts, got {value!r:.80}")
+    return value
+
+
+def environment_of(device: torch.device) -> dict[str, Any]:
+    """What times on a GPU depend on besides the tower: the device, its driver and the installed versions."""
+    properties = torch.cuda.get_device_properties(device)
+    return {
+        "device": properties.name,
+        "num_multiprocessors": properties.multi_processor_count,
+        "driver": driver_version(),
+        "cuda": torch.version.cuda,
+        "versions": {name: version_of(name) for name in PACKAGES},
+    }
+
+
+def driver_version() -> str | None:
+    """The first line of the kernel module's own words; None if a sandbox hides them."""
+    try:
+        return DRIVER.read_text().partition("\n")[0]
+    except OSError:
+        return None
+
+
+def version_of(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None

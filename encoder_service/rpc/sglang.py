@@ -1,0 +1,556 @@
+"""SGLang's own encoder protocol: its language-only servers use the service as their encoder.
+
+Owns the HTTP side of SGLang 0.5.23 (``disaggregation/encoder``, transfer backends zmq_to_tokenizer and
+zmq_to_scheduler): requests as items of the pipeline, errors as HTTP statuses, registration at SGLang's
+bootstrap. Frames and receivers are ``sglang_push``'s, the HTTP server is the composition root's.
+
+The protocol has no tokens: any caller that reaches the address may encode, in one namespace, NAMESPACE.
+Requests and bytes have bounds of the same size as gRPC's, counted apart. A content hash that a request states
+is verified against the bytes before anything is stored under it, as SGLang's encoder does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import binascii
+import contextlib
+import hashlib
+import json
+import re
+import reprlib
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from concurrent.futures import Executor
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import httpcore
+import structlog
+import torch
+from starlette.applications import Starlette
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from encoder_service import errors
+from encoder_service.config import Settings
+from encoder_service.errors import InvalidDigest, InvalidRequest, UnsupportedContent, VisionEncoderError
+from encoder_service.ingest.urls import UrlFetcher
+from encoder_service.ops.logs import REQUEST_ID_KEY, bind_request, request_id_of
+from encoder_service.ops.metrics import Metrics
+from encoder_service.pipeline import EncodeResult, Pipeline
+from encoder_service.rpc.gate import CallPermits
+from encoder_service.rpc.item_reader import ItemReader
+from encoder_service.rpc.observed import Call
+from encoder_service.rpc.sglang_push import Part, Receivers, Sender, head_frame, payload
+from encoder_service.rpc.status import as_service_error, failure_of, status_of
+from encoder_service.scheduler.admission import Admission, Permit
+from encoder_service.types import EncodedFile, EncodedItem, Item, Modality
+from vision_encoder.v1 import encoder_pb2 as pb
+
+log = structlog.get_logger(__name__)
+Answer = TypeVar("Answer")
+
+NAMESPACE = "sglang"
+MODALITIES = {"IMAGE": (Modality.IMAGE, pb.MODALITY_IMAGE), "VIDEO": (Modality.VIDEO, pb.MODALITY_VIDEO)}
+HASH_PREFIX = "sha256:"
+CONTENT_HASH = re.compile(rf"{HASH_PREFIX}[0-9a-fA-F]{{64}}")
+# From a request's start to the end of its body.
+RECEIVE_S = 30.0
+# Work on fewer bytes is done on the event loop.
+INLINE_BYTES = 256 * 1024
+# Commas, lists and objects of a body, counted before it is parsed: each becomes objects many times its size.
+# A data URI has one comma.
+MAX_JSON_MARKS = 65_536
+MAX_REQ_ID_CHARS = 1024
+MAX_NAME_CHARS = 16
+# What is read of a body. The rest is dropped, and its memory with it.
+FIELDS = (
+    *("req_id", "modality", "mm_items", "num_parts", "part_idx"),
+    *("prefill_host", "embedding_port", "receive_count", "receive_url"),
+)
+MAX_PARTS = 65_536
+# Requests of which receivers are awaited, or known before the request.
+MAX_AWAITED = 4096
+AWAIT_S = 60.0
+MAX_RECEIVERS = 1024
+# For rows to leave, and before that for the scheduler's processes to say where to.
+SEND_TIMEOUT_S = 10.0
+# The second also at the stop, while work is still taken.
+REGISTER_EVERY_S, REGISTER_TIMEOUT_S = 10.0, 2.0
+STOP_POLL_S = 0.05
+STATUSES: dict[type[VisionEncoderError], int] = {
+    errors.InvalidInput: 400,
+    errors.PermissionDenied: 403,
+    errors.Overloaded: 503,
+    errors.Unavailable: 503,
+    errors.DeviceFault: 503,
+    errors.TransportUnavailable: 504,
+    errors.DeadlineExceeded: 504,
+}
+
+
+@dataclass(frozen=True)
+class MediaItem:
+    """One of ``mm_items``. digest: the SHA-256 of its bytes, where the request states it."""
+
+    url: str
+    digest: bytes | None
+
+
+@dataclass(frozen=True)
+class EncodeRequest:
+    """The body of ``/encode``. port: of the tokenizer's socket on ``host``; None: the scheduler's processes
+    name theirs by ``/scheduler_receive_url``."""
+
+    part: Part
+    items: tuple[MediaItem, ...]
+    host: object
+    port: int | None
+
+    @classmethod
+    def parse(cls, body: Mapping[str, object], max_items: int) -> EncodeRequest:
+        """Raises InvalidRequest, InvalidDigest, UnsupportedContent. Other fields say nothing about rows."""
+        name = body.get("modality")
+        if not isinstance(name, str) or len(name) > MAX_NAME_CHARS or name.upper() not in MODALITIES:
+            raise UnsupportedContent(
+                f"modality {reprlib.repr(name)} is not taken, {', '.join(MODALITIES)} are"
+            )
+        num_parts = number(body, "num_parts", 1, MAX_PARTS)
+        part_idx = number(body, "part_idx", 0, num_parts - 1)
+        found = body.get("mm_items")
+        if not isinstance(found, list) or not 1 <= len(found) <= max_items:
+            has = f"{len(found)} items" if isinstance(found, list) else f"a {type(found).__name__}"
+            raise InvalidRequest(f"mm_items has {has}, needed is a list of 1 to {max_items}")
+        is_to_tokenizer = body.get("embedding_port") is not None
+        port = number(body, "embedding_port", 1, 65535) if is_to_tokenizer else None
+        part = Part(request_id(body), num_parts, part_idx, MODALITIES[name.upper()][0])
+        return cls(part, tuple(map(media_item, found)), body.get("prefill_host"), port)
+
+
+def number(body: Mapping[str, object], name: str, least: int, most: int) -> int:
+    """Raises InvalidRequest."""
+    found = body.get(name)
+    if type(found) is not int or not least <= found <= most:
+        raise InvalidRequest(
+            f"{name} is {reprlib.repr(found)}, needed is a whole number from {least} to {most}"
+        )
+    return found
+
+
+def request_id(body: Mapping[str, object]) -> str:
+    """Raises InvalidRequest."""
+    found = body.get("req_id")
+    if not isinstance(found, str) or not 1 <= len(found) <= MAX_REQ_ID_CHARS:
+        raise InvalidRequest(f"req_id is no text of 1 to {MAX_REQ_ID_CHARS} characters")
+    return found
+
+
+def media_item(found: object) -> MediaItem:
+    """A URL, data URI or base64, or an object with one as ``url`` and a ``content_hash``. Options beside them
+    are dropped, as SGLang's encoder drops them for these models. Raises InvalidRequest, InvalidDigest."""
+    url, stated = (found.get("url"), found.get("content_hash")) if isinstance(found, dict) else (found, None)
+    if not isinstance(url, str):
+        raise InvalidRequest(
+            f"an item is a {type(found).__name__}, needed is a URL, a data URI or an object with one as url"
+        )
+    if stated is None:
+        return MediaItem(url, None)
+    if not isinstance(stated, str) or not CONTENT_HASH.fullmatch(stated):
+        raise InvalidDigest(
+            f"content_hash is {reprlib.repr(stated)}, needed is '{HASH_PREFIX}' and 64 hexadecimal digits"
+        )
+    return MediaItem(url, bytes.fromhex(stated.removeprefix(HASH_PREFIX)))
+
+
+def inline_content(item: MediaItem) -> bytes:
+    """The bytes of a data URI, or of base64 alone, verified. Raises InvalidRequest, UnsupportedContent,
+    InvalidDigest."""
+    head, comma, text = item.url.partition(",")
+    if not comma:
+        head, text = "", item.url
+    elif not head.startswith("data:") or not head.endswith(";base64"):
+        raise UnsupportedContent("the item is neither an http or https URL nor a data URI in base64")
+    try:
+        data = base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError):
+        what = "the data URI" if comma else "the item is neither a URL nor a data URI, and as base64 it"
+        raise InvalidRequest(f"{what} cannot be decoded") from None
+    verify(data, item.digest)
+    return data
+
+
+def verify(data: bytes, digest: bytes | None) -> None:
+    """Raises InvalidDigest with both where the stated digest is not the data's."""
+    if digest is not None and (found := hashlib.sha256(data).digest()) != digest:
+        raise InvalidDigest(
+            f"content_hash is {HASH_PREFIX}{digest.hex()}, the content's is {HASH_PREFIX}{found.hex()}"
+        )
+
+
+def clip_times_s(item: EncodedItem) -> list[float]:
+    """One time for each step of a clip's grid: the middle of its first and last frame (SGLang's
+    ``_calculate_timestamps``). Raises UnsupportedContent for a family whose clips SGLang does not take."""
+    clip = item.clip
+    if clip is None or clip.chunk_grids:
+        raise UnsupportedContent("SGLang takes no clips of this model from an encoder")
+    frames_s, num_steps = list(clip.timestamps_s), item.grid.t
+    num_frames = -(-len(frames_s) // num_steps)
+    frames_s += frames_s[-1:] * (num_frames * num_steps - len(frames_s))
+    return [
+        (frames_s[first] + frames_s[first + num_frames - 1]) / 2
+        for first in range(0, len(frames_s), num_frames)
+    ]
+
+
+def joined_rows(items: list[EncodedItem]) -> torch.Tensor:
+    """The items' rows [R, W] one after another, in memory of their own."""
+    return torch.cat([item.rows for item in items])
+
+
+@dataclass
+class AwaitedReceivers:
+    """The scheduler's processes that want one part's rows. urls: their host:port. num_needed: 0 until one has
+    stated how many. is_encoding: an ``/encode`` waits for them."""
+
+    urls: list[str] = field(default_factory=list)
+    num_needed: int = 0
+    is_encoding: bool = False
+    are_known: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def add(self, url: str, num_needed: int) -> None:
+        """Raises InvalidRequest if another process stated another number."""
+        if self.num_needed not in (0, num_needed):
+            raise InvalidRequest(f"receive_count is {num_needed}, another process stated {self.num_needed}")
+        self.num_needed = num_needed
+        if url not in self.urls and not self.are_known.is_set():
+            self.urls.append(url)
+        if len(self.urls) >= num_needed:
+            self.are_known.set()
+
+
+class SglangServer:
+    """``app`` answers from the start; ``attach`` once the pipeline is there, ``leave``, ``drain`` and
+    ``close`` at the end. not_ready_because: why no work is taken now, or None."""
+
+    def __init__(
+        self, settings: Settings, metrics: Metrics, not_ready_because: Callable[[], str | None]
+    ) -> None:
+        """Raises ConfigurationError where pyzmq is not installed."""
+        self._settings, self._metrics = settings, metrics
+        self._not_ready_because = not_ready_because
+        self._sender = Sender(SEND_TIMEOUT_S)
+        self._receivers = Receivers(settings.sglang_receivers)
+        self._permits = CallPermits(settings.max_calls)
+        self._admission = Admission(0, settings.max_queued_bytes)
+        self._awaited: dict[str, AwaitedReceivers] = {}
+        self._pipeline: Pipeline | None = None
+        self._reader: ItemReader | None = None
+        self._registering: list[asyncio.Task[None]] = []
+        self.app = Starlette(
+            routes=[
+                Route("/encode", self._answering("sglang/encode", self._encode), methods=["POST"]),
+                Route(
+                    "/scheduler_receive_url",
+                    self._answering("sglang/scheduler_receive_url", self._add_receiver),
+                    methods=["POST"],
+                ),
+                Route("/health", self._health),
+                Route("/health_generate", self._health),
+            ]
+        )
+
+    def attach(self, pipeline: Pipeline, urls: UrlFetcher | None) -> None:
+        """Takes work from now on. urls: None where URL items are refused."""
+        self._pipeline = pipeline
+        self._reader = ItemReader(self._admission, pipeline.workers, None, urls)
+        self._registering = [
+            asyncio.get_running_loop().create_task(self._keep_registered(url))
+            for url in self._settings.sglang_register
+        ]
+
+    async def leave(self) -> None:
+        """Takes the service off SGLang's lists of encoders."""
+        for task in self._registering:
+            task.cancel()
+        if self._registering:
+            await asyncio.gather(*self._registering, return_exceptions=True)
+            await asyncio.gather(*map(self._unregister, self._settings.sglang_register))
+        self._registering = []
+
+    async def drain(self, ends_s: float) -> None:
+        """Returns once no request is in progress, or at that time."""
+        while self._permits.num_calls and time.monotonic() < ends_s:  # noqa: ASYNC110
+            await asyncio.sleep(STOP_POLL_S)
+
+    def close(self) -> None:
+        """Once the HTTP server has stopped. May take LINGER_MS: not for the event loop."""
+        self._sender.close()
+
+    # -- requests --------------------------------------------------------------------------------------
+
+    async def _health(self, _: Request) -> Response:
+        """By the service's readiness: never waits for the device."""
+        is_ready = self._pipeline is not None and self._not_ready_because() is None
+        return Response(status_code=200 if is_ready else 503)
+
+    def _answering(
+        self, method: str, work: Callable[[Call, Request, Mapping[str, object], Permit], Awaitable[None]]
+    ) -> Callable[[Request], Awaitable[Response]]:
+        """The handler of a request whose answer is ``null``, or what ``work`` raises as a status and the
+        object that SGLang reads. Work ends when the caller hangs up."""
+
+        async def answer(request: Request) -> Response:
+            call, status = Call(method, "", time.monotonic()), "CANCELLED"
+            try:
+                with self._permits.call():
+                    permit = self._admission.acquire(0)
+                    try:
+                        body = await self._read(request, permit)
+                        call.request_id = request_id(body)
+                        bind_request(request_id_of([(REQUEST_ID_KEY, call.request_id)]))
+                        await until_left(request, work(call, request, body, permit))
+                    finally:
+                        permit.release()
+                status = "OK"
+                return JSONResponse(None)
+            except ClientDisconnect:
+                return Response(status_code=499)
+            except Exception as found:
+                error = as_service_error(found)
+                status = status_of(error).name
+                call.failed(self._metrics, failure_of(error), status)
+                code = next((STATUSES[kind] for kind in type(error).__mro__ if kind in STATUSES), 500)
+                content = {"status": "error", "message": error.message, "req_id": call.request_id or None}
+                # ASCII: a request's id may hold lone surrogates.
+                return Response(json.dumps(content), code, media_type="application/json")
+            finally:
+                self._metrics.count(self._metrics.requests, method, status)
+
+        return answer
+
+    async def _read(self, request: Request, permit: Permit) -> Mapping[str, object]:
+        """The request's object. Raises InvalidRequest, PermissionDenied, QueueFull, DeadlineExceeded,
+        ClientDisconnect."""
+        if "origin" in request.headers:
+            raise errors.PermissionDenied("pages of browsers may not ask")
+        data, max_bytes = bytearray(), self._settings.max_message_bytes
+        try:
+            async with asyncio.timeout(RECEIVE_S):
+                async for chunk in request.stream():
+                    permit.add_bytes(len(chunk))
+                    data += chunk
+                    if len(data) > max_bytes:
+                        raise InvalidRequest(
+                            f"the body has at least {len(data)} bytes, at most {max_bytes} are taken"
+                        )
+        except TimeoutError:
+            raise errors.DeadlineExceeded(f"the body did not arrive within {RECEIVE_S} s") from None
+        return await self._on_worker(len(data), parse_object, data)
+
+    async def _encode(self, call: Call, request: Request, body: Mapping[str, object], permit: Permit) -> None:
+        """``POST /encode``: rows are sent before it is answered."""
+        wanted = EncodeRequest.parse(body, self._settings.max_items_per_request)
+        peer = peer_of(request)
+        if wanted.port is not None:
+            endpoint = self._receivers.endpoint(wanted.host, wanted.port, peer)
+            await self._encode_part(call, wanted, permit, peer, endpoint)
+            return
+        awaited = self._awaited_of(call.request_id)
+        if awaited.is_encoding:
+            raise InvalidRequest(f"req_id {reprlib.repr(call.request_id)} is being encoded")
+        awaited.is_encoding = True
+        try:
+            await self._encode_part(call, wanted, permit, peer, awaited)
+        finally:
+            self._forget(call.request_id, awaited)
+
+    async def _encode_part(
+        self,
+        call: Call,
+        wanted: EncodeRequest,
+        permit: Permit,
+        peer: str,
+        receiver: str | AwaitedReceivers,
+    ) -> None:
+        """receiver: an endpoint, or the processes that state theirs."""
+        pipeline, part = self._pipeline, wanted.part
+        if pipeline is None:
+            raise errors.NotReady(f"the service is not ready: {self._not_ready_because()}")
+        delivered: dict[int, EncodeResult] = {}
+
+        async def encode_item(index: int, item: MediaItem) -> None:
+            result = await self._rows_of(pipeline, part.modality, item)
+            delivered[index] = await pipeline.in_tier(result, NAMESPACE, "host")
+            permit.add_bytes(delivered[index].encoded.spec.num_bytes)
+
+        try:
+            await all_of(*(encode_item(index, item) for index, item in enumerate(wanted.items)))
+            if len(delivered) < len(wanted.items):  # tasks that the stop has cancelled
+                raise errors.Draining("the service stopped before the item was encoded")
+            items = [delivered[index].encoded for index in range(len(wanted.items))]
+            times_s = [clip_times_s(item) for item in items] if part.modality is Modality.VIDEO else []
+            num_bytes = sum(item.spec.num_bytes for item in items)
+            rows = await self._on_worker(num_bytes, joined_rows, items)
+        finally:
+            for result in delivered.values():
+                result.release()
+        frames: list[bytes | memoryview] = [
+            head_frame(part, [item.grid for item in items], times_s, rows),
+            payload(rows),
+        ]
+        endpoints = [receiver] if isinstance(receiver, str) else await self._named(receiver, peer)
+        await all_of(*(self._sender.push(endpoint, frames) for endpoint in endpoints))
+        for index, result in delivered.items():
+            call.delivered(self._metrics, result, index, "zmq", pipeline.clock())
+
+    async def _rows_of(self, pipeline: Pipeline, modality: Modality, item: MediaItem) -> EncodeResult:
+        if not item.url.startswith(("http://", "https://")):
+            data = await self._on_worker(len(item.url), inline_content, item)
+            return await pipeline.encode(Item(modality, EncodedFile(data), item.digest), namespace=NAMESPACE)
+
+        if not item.url.isascii():
+            raise InvalidRequest("the URL has characters outside of ASCII")
+
+        async def encode_fetched(fetched: Item) -> EncodeResult:
+            if isinstance(fetched.content, EncodedFile):
+                await self._on_worker(len(fetched.content.data), verify, fetched.content.data, item.digest)
+            return await pipeline.encode(fetched, namespace=NAMESPACE)
+
+        assert self._reader is not None
+        message = pb.Item(
+            modality=MODALITIES[modality.name][1], url=item.url, content_digest=item.digest or b""
+        )
+        return await self._reader.ask(message, encode_fetched)
+
+    # -- receivers that name themselves ----------------------------------------------------------------
+
+    async def _add_receiver(
+        self, call: Call, request: Request, body: Mapping[str, object], _: Permit
+    ) -> None:
+        """``POST /scheduler_receive_url``, before or after the ``/encode`` of its ``req_id``."""
+        count = number(body, "receive_count", 1, MAX_RECEIVERS)
+        url = body.get("receive_url")
+        self._receivers.endpoint_of(url, peer_of(request))
+        self._awaited_of(call.request_id).add(str(url), count)
+
+    def _awaited_of(self, req_id: str) -> AwaitedReceivers:
+        """The request's receivers, forgotten after AWAIT_S without its ``/encode``. Raises TooManyCalls."""
+        awaited = self._awaited.get(req_id)
+        if awaited is None:
+            if len(self._awaited) >= MAX_AWAITED:
+                raise errors.TooManyCalls(
+                    f"receivers of {len(self._awaited)} requests are awaited, at most {MAX_AWAITED} may be"
+                )
+            awaited = self._awaited[req_id] = AwaitedReceivers()
+            asyncio.get_running_loop().call_later(AWAIT_S, self._forget_unused, req_id, awaited)
+        return awaited
+
+    def _forget_unused(self, req_id: str, awaited: AwaitedReceivers) -> None:
+        if not awaited.is_encoding:
+            self._forget(req_id, awaited)
+
+    def _forget(self, req_id: str, awaited: AwaitedReceivers) -> None:
+        if self._awaited.get(req_id) is awaited:
+            del self._awaited[req_id]
+
+    async def _named(self, awaited: AwaitedReceivers, peer: str) -> list[str]:
+        """The endpoints. peer: of the ``/encode``. Raises DeadlineExceeded, PermissionDenied."""
+        try:
+            async with asyncio.timeout(AWAIT_S):
+                await awaited.are_known.wait()
+        except TimeoutError:
+            raise errors.DeadlineExceeded(
+                f"{len(awaited.urls)} of {awaited.num_needed or 'an unknown number of'} receivers were "
+                f"named within {AWAIT_S} s"
+            ) from None
+        # The rows are the peer's of ``/encode``: its rules hold for whoever asked to receive them.
+        return [self._receivers.endpoint_of(url, peer) for url in awaited.urls]
+
+    # -- SGLang's list of encoders ---------------------------------------------------------------------
+
+    async def _keep_registered(self, bootstrap_url: str) -> None:
+        """Registers whenever the server has become reachable: one that starts anew has an empty list. In
+        between, SGLang's own health checks decide."""
+        was_registered = None
+        while True:
+            if was_registered:
+                is_registered = await self._call_bootstrap("GET", f"{bootstrap_url}/health")
+            else:
+                is_registered = await self._call_bootstrap("POST", f"{bootstrap_url}/register_encoder_url")
+            if is_registered is not was_registered:
+                report = log.info if is_registered else log.warning
+                report("registered at SGLang" if is_registered else "not registered", bootstrap=bootstrap_url)
+            was_registered = is_registered
+            await asyncio.sleep(REGISTER_EVERY_S)
+
+    async def _unregister(self, bootstrap_url: str) -> None:
+        await self._call_bootstrap("DELETE", f"{bootstrap_url}/unregister_encoder_url")
+
+    async def _call_bootstrap(self, method: str, url: str) -> bool:
+        content = json.dumps({"url": self._settings.sglang_url}).encode()
+        unreachable = (TimeoutError, OSError, ValueError, httpcore.NetworkError, httpcore.ProtocolError)
+        with contextlib.suppress(*unreachable):
+            async with asyncio.timeout(REGISTER_TIMEOUT_S), httpcore.AsyncConnectionPool() as client:
+                answer = await client.request(
+                    method, url, headers={"Content-Type": "application/json"}, content=content
+                )
+                return answer.status == 200
+        return False
+
+    async def _on_worker(self, num_bytes: int, function: Callable[..., Answer], *arguments: object) -> Answer:
+        """The function's result, on a worker where it has many bytes to work on."""
+        if num_bytes <= INLINE_BYTES or self._pipeline is None:
+            return function(*arguments)
+        workers: Executor = self._pipeline.workers
+        return await asyncio.get_running_loop().run_in_executor(workers, function, *arguments)
+
+
+def parse_object(data: bytearray) -> Mapping[str, object]:
+    """Raises InvalidRequest."""
+    num_marks = sum(map(data.count, (b",", b"[", b"{")))
+    if num_marks > MAX_JSON_MARKS:
+        raise InvalidRequest(
+            f"the body has {num_marks} commas and brackets, at most {MAX_JSON_MARKS} are taken"
+        )
+    try:
+        body = json.loads(data)
+    except (ValueError, RecursionError):
+        raise InvalidRequest(f"{len(data)} bytes are no JSON") from None
+    if not isinstance(body, dict):
+        raise InvalidRequest(f"the body is a {type(body).__name__}, needed is an object")
+    return {name: body[name] for name in FIELDS if name in body}
+
+
+async def all_of(*work: Coroutine[object, object, None]) -> None:
+    """Runs all at once. Raises what the first raises that fails; the others are cancelled."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            for one in work:
+                group.create_task(one)
+    except ExceptionGroup as failed:
+        raise failed.exceptions[0] from None
+
+
+def peer_of(request: Request) -> str:
+    """The caller's address. Raises InvalidRequest where the connection has none."""
+    if request.client is None:
+        raise InvalidRequest("the connection has no address")
+    return request.client.host
+
+
+async def until_left(request: Request, work: Awaitable[None]) -> None:
+    """Runs ``work``, which is cancelled when the caller hangs up. Raises what it raises, and
+    ClientDisconnect. The body has been read: what is received next is the end of the connection."""
+    working = asyncio.ensure_future(work)
+    leaving = asyncio.ensure_future(request.receive())
+    try:
+        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientDisconnect
+        working.result()
+    finally:
+        for task in (working, leaving):
+            task.cancel()
+        await asyncio.gather(working, leaving, return_exceptions=True)

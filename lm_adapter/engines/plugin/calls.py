@@ -1,0 +1,158 @@
+"""Calls to the encoder from threads that must not wait: a thread with an event loop and a client.
+
+Owns the thread, the time limits and the retries. Each call ends with a value or an error; nothing here raises
+into the engine. What is asked is the caller's: a function from client and seconds to a value.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Coroutine
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+from lm_adapter.client import AsyncVisionEncoderClient
+from lm_adapter.engines.plugin.settings import Settings
+from lm_adapter.errors import DeadlineExceeded, EncoderError, ItemFailed
+
+__all__ = ["Call", "EncoderCalls", "Ended"]
+
+FIRST_BACKOFF_S = 0.02
+MAX_BACKOFF_S = 0.5
+CLOSE_S = 10.0
+
+Call = Callable[[AsyncVisionEncoderClient, float], Awaitable[Any]]
+"""Gets the client and the seconds that are left. Returns a value, or an EncoderError, or raises one."""
+
+
+@dataclass(frozen=True, eq=False)
+class Ended:
+    """The end of one call. outcome: its value, or an EncoderError."""
+
+    handle: object
+    outcome: Any
+
+
+class EncoderCalls:
+    """``start`` and ``cancel`` return at once; ``ended`` holds what has ended, for one thread to pop."""
+
+    def __init__(self, settings: Settings, *, name: str) -> None:
+        """name: of the thread."""
+        self.ended: deque[Ended] = deque()
+        self._has_ended = threading.Event()
+        self._settings = settings
+        self._loop = asyncio.new_event_loop()
+        self._client: AsyncVisionEncoderClient | None = None
+        self._tasks: dict[object, asyncio.Task[Any]] = {}
+        self._thread = threading.Thread(target=self._run, name=f"vision-encoder-{name}", daemon=True)
+        self._thread.start()
+
+    def start(self, handle: object, call: Call) -> None:
+        self._loop.call_soon_threadsafe(self._begin, handle, call)
+
+    def ask(self, call: Call) -> Future[Any]:
+        """Gets the outcome: a value, or an EncoderError. Cancelling it cancels the call."""
+        return asyncio.run_coroutine_threadsafe(self._asked(call), self._loop)
+
+    def cancel(self, handle: object) -> None:
+        """Ends the call without an entry in ``ended``, unless it has ended already."""
+        self._loop.call_soon_threadsafe(self._cancel, handle)
+
+    @property
+    def num_under_way(self) -> int:
+        return len(self._tasks)
+
+    def on_loop(self, function: Callable[..., object], *arguments: object) -> None:
+        """Calls it soon, on the thread."""
+        self._loop.call_soon_threadsafe(function, *arguments)
+
+    def run(self, coroutine: Coroutine[Any, Any, Any], timeout_s: float = CLOSE_S) -> Any:
+        """Runs it on the thread, and waits for its result."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(timeout_s)
+
+    def wait(self, timeout_s: float) -> None:
+        """Waits until ``ended`` is not empty, at most ``timeout_s``."""
+        self._has_ended.clear()
+        if not self.ended:
+            self._has_ended.wait(timeout_s)
+
+    def close(self) -> None:
+        """Ends the thread. Harmless when repeated."""
+        if not self._loop.is_closed() and self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join(CLOSE_S)
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        try:
+            self._loop.run_forever()
+        finally:
+            self._loop.run_until_complete(self._finish())
+            self._loop.close()
+
+    async def _finish(self) -> None:
+        for task in list(self._tasks.values()):
+            task.cancel()
+        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+        if self._client is not None:
+            # An interpreter that is ending starts no more threads, which closing needs.
+            with contextlib.suppress(RuntimeError):
+                await self._client.close()
+
+    def _begin(self, handle: object, call: Call) -> None:
+        task = self._loop.create_task(self._carry_out(handle, call))
+        self._tasks[handle] = task
+        # Also of a task that is cancelled before it begins.
+        task.add_done_callback(lambda _: self._tasks.pop(handle, None))
+
+    async def _asked(self, call: Call) -> Any:
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks[task] = task
+        try:
+            return await self._with_retries(call)
+        finally:
+            del self._tasks[task]
+
+    def _cancel(self, handle: object) -> None:
+        task = self._tasks.get(handle)
+        if task is not None:
+            task.cancel()
+
+    async def _carry_out(self, handle: object, call: Call) -> None:
+        self.ended.append(Ended(handle, await self._with_retries(call)))
+        self._has_ended.set()
+
+    async def _with_retries(self, call: Call) -> Any:
+        """A value, or the last error. Retryable failures are repeated for ``retry_s``."""
+        started_s = time.monotonic()
+        backoff_s = FIRST_BACKOFF_S
+        while True:
+            outcome = await self._once(call, started_s)
+            if not isinstance(outcome, EncoderError) or not outcome.retryable:
+                return outcome
+            pause_s = max(backoff_s, outcome.retry_after_ms / 1e3)
+            waited_s = time.monotonic() - started_s
+            if waited_s + pause_s >= min(self._settings.retry_s, self._settings.timeout_s):
+                return outcome
+            await asyncio.sleep(pause_s)
+            backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
+
+    async def _once(self, call: Call, started_s: float) -> Any:
+        left_s = self._settings.timeout_s - (time.monotonic() - started_s)
+        if left_s <= 0:
+            return DeadlineExceeded(f"the encoder did not answer within {self._settings.timeout_s} s")
+        try:
+            if self._client is None:
+                self._client = self._settings.client(reads_rows=False)
+            return await call(self._client, left_s)
+        except EncoderError as error:
+            return error
+        except Exception as error:
+            # Whatever fails, only this item may fail with it.
+            return ItemFailed(f"asking the encoder failed: {type(error).__name__}: {error}")

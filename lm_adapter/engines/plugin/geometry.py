@@ -1,0 +1,82 @@
+"""The rows that a language model takes. Reads an engine's ModelConfig by attribute, and imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from lm_adapter.checks import check_rows
+from lm_adapter.engines.hf_checkpoint import vision_interface
+from lm_adapter.errors import InvalidRequest, InvalidRows
+from lm_adapter.items import Grid
+from lm_adapter.types import ITEMSIZE_BYTES, ROW_DTYPES, EncodedRows
+
+__all__ = ["GRID_FIELDS", "Geometry"]
+
+GRID_FIELDS = ("image_grid_thw", "video_grid_thw", "grid_thws")
+"""vLLM's names of an item's grid; each item has one of them."""
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """The rows that a language model can take. width: D * (1 + num_levels) elements."""
+
+    width: int
+    dtype: str
+    num_levels: int
+    merge_size: int
+    merges_time: bool
+    check_finite: bool = False
+
+    @classmethod
+    def of_model(cls, model_config: Any, *, check_finite: bool = False) -> Geometry:
+        """From the ModelConfig of vLLM or SGLang. Raises InvalidRequest for other families and dtypes."""
+        config = model_config.hf_config
+        interface = vision_interface(config.to_dict())
+        dtype = str(model_config.dtype).removeprefix("torch.")
+        if dtype not in ROW_DTYPES:
+            raise InvalidRequest(f"the model runs in {dtype}, rows come in {', '.join(ROW_DTYPES)}")
+        levels = interface.num_deepstack_levels
+        return cls(
+            width=config.get_text_config().hidden_size * (1 + levels),
+            dtype=dtype,
+            num_levels=levels,
+            merge_size=interface.merge_size,
+            merges_time=interface.merges_time,
+            check_finite=check_finite,
+        )
+
+    def num_rows(self, grid: Grid) -> int:
+        """Visual tokens of one item of this grid."""
+        frames = 1 if self.merges_time else grid.t
+        return frames * grid.h * grid.w // self.merge_size**2
+
+    def num_bytes(self, grid: Grid) -> int:
+        return self.num_rows(grid) * self.width * ITEMSIZE_BYTES[self.dtype]
+
+    def check(self, rows: EncodedRows, grid: Grid) -> None:
+        """Raises InvalidRows unless the rows fit the model and a prompt with this grid."""
+        check_rows(
+            rows,
+            grid=grid,
+            width=self.width,
+            dtype=self.dtype,
+            num_deepstack_levels=self.num_levels,
+            spatial_merge_size=self.merge_size,
+            merges_time=self.merges_time,
+            finite=self.check_finite,
+        )
+        self.check_size(rows, grid)
+
+    def check_size(self, rows: EncodedRows, grid: Grid) -> None:
+        """Raises InvalidRows for another grid, or another number of rows than a prompt with this grid has
+        placeholders for. A clip of several chunks has more rows."""
+        num_rows = self.num_rows(grid)
+        if rows.grid_thw != grid or rows.num_rows != num_rows:
+            raise InvalidRows(
+                "num_rows",
+                f"the result has {rows.num_rows} rows with grid_thw {list(rows.grid_thw)}, "
+                f"expected {num_rows} with {list(grid)}",
+                found=rows.num_rows,
+                expected=num_rows,
+            )

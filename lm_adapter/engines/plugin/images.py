@@ -1,0 +1,105 @@
+"""An image on its way through an engine: the undecoded file, and its header's facts.
+
+Owns the file's checks. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import io
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from lm_adapter.keys import content_digest
+
+__all__ = ["ImageFile"]
+
+ORIENTATION, TIFF_WIDTH, TIFF_LENGTH = 0x0112, 0x0100, 0x0101
+TURNED = (5, 6, 7, 8)
+"""EXIF orientations that exchange width and height."""
+PNG_METADATA = (b"eXIf", b"tEXt", b"zTXt", b"iTXt")
+"""Chunks that can hold an orientation."""
+
+
+@dataclass(frozen=True, eq=False)
+class ImageFile:
+    """width and height: in pixels, upright. digest: BLAKE3 of the data. A file without data stands for the
+    largest image while an engine measures its memory."""
+
+    data: bytes = field(repr=False)
+    width: int
+    height: int
+    digest: bytes = b""
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """(width, height), as Pillow's images have it."""
+        return self.width, self.height
+
+    @classmethod
+    def read(cls, data: bytes, max_pixels: int = 0) -> ImageFile:
+        """Reads the header alone, and all of a PNG whose metadata follows its pixels. max_pixels: 0 for no
+        limit. Raises ValueError, with both figures for an image that is too large."""
+        from PIL import Image
+
+        try:
+            with Image.open(io.BytesIO(data)) as image:
+                width, height = image.size
+                tags = getattr(image, "tag_v2", None)
+                if tags is not None:
+                    # Pillow states a TIFF's size as turned by its tag, but not by an orientation in XMP.
+                    width, height = tags[TIFF_WIDTH], tags[TIFF_LENGTH]
+                is_too_large = 0 < max_pixels < width * height
+                if image.format == "PNG" and not is_too_large and _has_late_metadata(data):
+                    image.load()
+                if _orientation(image) in TURNED:
+                    width, height = height, width
+        except Exception as error:  # Pillow's plugins raise whatever a broken header makes them raise
+            raise ValueError(f"Failed to load image: {error}") from error
+        if is_too_large:
+            raise ValueError(
+                f"Image dimensions {width}x{height} ({width * height} pixels) exceed the maximum of "
+                f"{max_pixels} pixels. Set VLLM_MAX_IMAGE_PIXELS to increase this limit."
+            )
+        return cls(data, width, height, content_digest(data))
+
+    @classmethod
+    def of_pixels(cls, pixels: Any) -> ImageFile:
+        """Of a Pillow image, or a uint8 array or tensor, [height, width, channels] or [channels, height,
+        width] with 1, 3 or 4 channels. Raises ValueError."""
+        from PIL import Image
+
+        if not isinstance(pixels, Image.Image):
+            array = np.asarray(pixels)
+            if array.ndim == 3 and array.shape[-1] not in (1, 3, 4):
+                array = np.moveaxis(array, 0, -1)
+            if array.ndim != 3 or array.shape[-1] not in (1, 3, 4) or array.dtype != np.uint8:
+                raise ValueError(
+                    f"an image is a {array.dtype} array of shape {list(np.shape(pixels))}, needs uint8 and "
+                    "[height, width, channels] with 1, 3 or 4 channels"
+                )
+            pixels = Image.fromarray(array[..., 0] if array.shape[-1] == 1 else array)
+        out = io.BytesIO()
+        if pixels.mode not in ("1", "L", "LA", "P", "RGB", "RGBA", "I;16"):
+            pixels = pixels.convert("RGB")
+        # Stored, not compressed: it is read once, on the same host or the next.
+        pixels.save(out, "PNG", compress_level=0)
+        return cls.read(out.getvalue())
+
+
+def _has_late_metadata(data: bytes) -> bool:
+    """Whether a PNG may have an orientation behind its pixels, where only decoding finds it."""
+    after_pixels = data[data.rfind(b"IDAT") :]
+    return any(kind in after_pixels for kind in PNG_METADATA)
+
+
+def _orientation(image: Any) -> object:
+    """As the encoder has it: an image with damaged metadata is upright."""
+    from PIL import Image
+
+    try:
+        # A PNG's own method reads all pixels first.
+        return Image.Image.getexif(image).get(ORIENTATION)
+    except Exception:
+        return None

@@ -1,0 +1,124 @@
+"""How an engine's plugin reaches the encoder.
+
+Owns the names of the settings, their defaults and checks, and the client that they describe. Files are read
+once at start, so that unusable ones stop it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, Self
+
+from lm_adapter.channel import ClientTls, read_token_file
+from lm_adapter.client import AsyncVisionEncoderClient
+from lm_adapter.errors import InvalidRequest, ItemFailed
+from lm_adapter.shm.attachment import TRANSPORTS, check_transports
+
+__all__ = ["Settings"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """target: the encoder's host:port, or a gateway's with ``fleet``. fallback_target: a gateway that is
+    asked where the encoder at ``target`` does not answer. namespace, model, broker_path, transports: as for
+    the client. token_file: a file whose only word is the namespace's token. tls_ca, tls_cert, tls_key,
+    tls_server_name: as in ``ClientTls``; one of the files turns TLS on. timeout_s: of one image, its encode
+    included. retry_s: how long what can pass by itself, such as an encoder that restarts, is tried again.
+    finite: check every element for NaN and infinity. SOURCE: where the engine's user states them, for
+    messages."""
+
+    SOURCE: ClassVar[str] = "the settings"
+
+    target: str
+    fallback_target: str = ""
+    fleet: bool = False
+    namespace: str = ""
+    model: str = ""
+    token_file: str = ""
+    tls_ca: str = ""
+    tls_cert: str = ""
+    tls_key: str = ""
+    tls_server_name: str = ""
+    transports: tuple[str, ...] = TRANSPORTS
+    broker_path: str = ""
+    timeout_s: float = 30.0
+    retry_s: float = 5.0
+    finite: bool = False
+
+    @classmethod
+    def read(cls, config: Mapping[str, Any]) -> Self:
+        """Raises InvalidRequest for an unknown name, a missing target, a value of another type, or unusable
+        files."""
+        known = {field.name: field.type for field in fields(cls)}
+        unknown = sorted(set(config) - set(known))
+        if unknown:
+            raise InvalidRequest(f"{cls.SOURCE} has {unknown}, known are {sorted(known)}")
+        if not config.get("target"):
+            raise InvalidRequest(f"{cls.SOURCE} has no target, the address of the encoder")
+        values = dict(config)
+        if isinstance(values.get("transports"), list):
+            values["transports"] = tuple(values["transports"])
+        for name, value in values.items():
+            default = getattr(cls, name, "")
+            if isinstance(default, int | float) and not isinstance(default, bool):
+                kinds = int if isinstance(default, int) else int | float
+                fits = isinstance(value, kinds) and not isinstance(value, bool) and value >= 0
+            else:
+                fits = isinstance(value, type(default))
+            if not fits:
+                raise InvalidRequest(f"{name} is {value!r}, needs {known[name]}")
+        settings = cls(**values)
+        if settings.fleet and settings.fallback_target:
+            raise InvalidRequest(
+                "fleet is for a gateway at target; fallback_target names one behind an encoder"
+            )
+        check_transports(settings.transports, settings.broker_path)
+        settings.client_tls()
+        return settings
+
+    @property
+    def is_routed(self) -> bool:
+        """Whether a gateway may be asked, which finds the replica by the content's digest."""
+        return self.fleet or bool(self.fallback_target)
+
+    def client_tls(self) -> ClientTls | None:
+        """TLS to the encoder, or None. Reads the files of all settings. Raises InvalidRequest for files that
+        are missing, have the wrong content or do not belong together."""
+        if self.token_file:
+            read_token_file(self.token_file)
+        if not (self.tls_ca or self.tls_cert or self.tls_key):
+            if self.tls_server_name:
+                raise InvalidRequest("tls_server_name needs TLS: give tls_ca, or tls_cert and tls_key")
+            return None
+        tls = ClientTls(self.tls_ca, self.tls_cert, self.tls_key, self.tls_server_name)
+        tls.credentials()
+        return tls
+
+    def client(self, *, reads_rows: bool) -> AsyncVisionEncoderClient:
+        """On the running loop. reads_rows: attaches to the encoder's memory; rows go to the calling thread's
+        current GPU, if it uses one. Raises ItemFailed for files that were unusable since the start."""
+        try:
+            return self._client(reads_rows=reads_rows)
+        except InvalidRequest as error:
+            raise ItemFailed(error.message, reason="UNUSABLE_SETTINGS") from error
+
+    def _client(self, *, reads_rows: bool) -> AsyncVisionEncoderClient:
+        options: dict[str, Any] = {
+            "namespace": self.namespace,
+            "model": self.model,
+            "timeout_s": self.timeout_s,
+            "token_file": self.token_file,
+            "tls": self.client_tls(),
+        }
+        if self.fleet:
+            return AsyncVisionEncoderClient(self.target, fleet=True, **options)
+        if reads_rows:
+            options |= {"transports": self.transports, "broker_path": self.broker_path}
+        else:
+            options["transports"] = ("inline",)
+        if self.fallback_target:
+            from lm_adapter.local_first import LocalFirstClient
+
+            return LocalFirstClient(self.target, fallback_target=self.fallback_target, **options)
+        return AsyncVisionEncoderClient(self.target, **options)

@@ -1,0 +1,210 @@
+"""SGLang's multimodal processor, fed by the service, for every family.
+
+Owns what takes the place of decoding and of the reference processor in SGLang's tokenizer process, and the
+answer to a client whose image has no rows. The grid is computed as the reference does, from the file's
+header; the encoder's must be the same.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Callable
+from typing import Any
+
+import sglang
+import torch
+from fastapi import HTTPException
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.managers.schedule_batch import Modality, MultimodalDataItem, MultimodalProcessorOutput
+from sglang.srt.models.kimi_k25 import KimiK25ForConditionalGeneration
+from sglang.srt.models.qwen3_5 import Qwen3_5ForConditionalGeneration, Qwen3_5MoeForConditionalGeneration
+from sglang.srt.models.qwen3_vl import Qwen3VLForConditionalGeneration
+from sglang.srt.models.qwen3_vl_moe import Qwen3VLMoeForConditionalGeneration
+from sglang.srt.multimodal.cache import snapshot_media
+from sglang.srt.multimodal.processors.base_processor import BaseMultimodalProcessor, MultimodalSpecialTokens
+from sglang.srt.multimodal.processors.kimi_k25 import navit_resize_config
+from sglang.srt.utils.common import CLIENT_MEDIA_EXCEPTIONS, ImageData
+from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
+
+from lm_adapter.engines.hf_checkpoint import VisionInterface, vision_interface
+from lm_adapter.engines.plugin.geometry import Geometry
+from lm_adapter.engines.plugin.images import ImageFile
+from lm_adapter.engines.plugin.reasons import message_of, status_of
+from lm_adapter.engines.sglang.prompt import ImagePrompt, with_placeholders
+from lm_adapter.engines.sglang.rows import RowReader
+from lm_adapter.engines.sglang.settings import check_loaded, read_settings
+from lm_adapter.errors import EncoderError, InvalidRequest
+from lm_adapter.items import Grid
+from lm_adapter.keys import content_digest
+from lm_adapter.types import EncodedRows
+
+__all__ = ["FileProcessor", "image_file"]
+
+logger = logging.getLogger("sglang.vision_encoder")
+
+SGLANG_VERSION = "0.5.23"
+FROM_ENCODER = "image rows come from the encoder"
+
+
+class FileProcessor(BaseMultimodalProcessor):  # type: ignore[misc]
+    models = (
+        Qwen3VLForConditionalGeneration,
+        Qwen3VLMoeForConditionalGeneration,
+        Qwen3_5ForConditionalGeneration,
+        Qwen3_5MoeForConditionalGeneration,
+        KimiK25ForConditionalGeneration,
+    )
+    generates_input_ids_from_raw_prompt = True
+
+    def __init__(self, hf_config: Any, server_args: Any, processor: Any, *args: Any, **kwargs: Any) -> None:
+        """Raises InvalidRequest for settings that cannot work, MissingDependency without blake3."""
+        content_digest(b"")
+        check_loaded(os.environ)
+        settings = read_settings(os.environ)
+        if sglang.__version__ != SGLANG_VERSION:
+            logger.warning("SGLang is %s, this plugin is for %s", sglang.__version__, SGLANG_VERSION)
+        super().__init__(hf_config, server_args, processor, *args, **kwargs)
+        if self.image_config:
+            raise InvalidRequest(
+                f"--mm-process-config has {self.image_config} for images: the encoder's settings decide"
+            )
+        self._interface = vision_interface(hf_config.to_dict())
+        self._grid_of = grid_rule(self._interface, hf_config, processor)
+        self._placeholder = self._tokenizer.convert_ids_to_tokens(self._interface.image_placeholder_id)
+        self.mm_tokens = MultimodalSpecialTokens(
+            image_token=self._placeholder, image_token_id=self._interface.image_placeholder_id
+        ).build(processor)
+        geometry = Geometry.of_model(ModelConfig.from_server_args(server_args), check_finite=settings.finite)
+        gpu = server_args.base_gpu_id if self.use_cuda_ipc else None
+        self._rows = RowReader(settings, geometry, gpu)
+
+    def shutdown(self) -> None:
+        self._rows.close()
+        super().shutdown()
+
+    async def process_mm_data_async(
+        self, image_data: Any, input_text: Any, request_obj: Any, *_args: Any, **_kwargs: Any
+    ) -> MultimodalProcessorOutput:
+        """Raises ValueError and HTTPException, which SGLang answers with 400 and the exception's status."""
+        for name in ("video_data", "audio_data", "mm_hashes"):
+            if getattr(request_obj, name, None):
+                raise ValueError(
+                    f"{name} is not accepted: the encoder takes images here, and identifies them"
+                )
+        loop = asyncio.get_running_loop()
+        images = await asyncio.gather(
+            *(loop.run_in_executor(self.io_executor, image_file, one) for one in image_data or ())
+        )
+        grids = [self._grid_of(image) for image in images]
+        prompt = ImagePrompt.of(self._prompt_ids(input_text), grids, self._interface)
+        try:
+            rows = await self._rows.read(images, grids)
+        except EncoderError as error:
+            logger.warning("request %s is rejected: %s", getattr(request_obj, "rid", ""), message_of(error))
+            raise _rejection(request_obj, error) from error
+        num_samples = (getattr(request_obj, "sampling_params", None) or {}).get("n", 1)
+        return self._output(prompt, rows, num_samples)
+
+    def _prompt_ids(self, input_text: Any) -> list[int]:
+        if not isinstance(input_text, str):
+            return list(input_text)
+        image_text = self._placeholder
+        if self._interface.uses_mrope:
+            image_text = f"<|vision_start|>{image_text}<|vision_end|>"
+        ids: list[int] = self._tokenizer.encode(with_placeholders(input_text, self._placeholder, image_text))
+        return ids
+
+    def _output(
+        self, prompt: ImagePrompt, rows: list[EncodedRows], num_samples: int
+    ) -> MultimodalProcessorOutput:
+        items = [_item(offset, one) for offset, one in zip(prompt.offsets, rows, strict=True)]
+        if num_samples > 1:
+            # SGLang sends these items once for each sample, but its pool in device memory frees them after
+            # the first. Rows on the host do not enter the pool.
+            for item in items:
+                item.precomputed_embeddings = item.precomputed_embeddings.cpu()
+        positions = prompt.positions
+        return MultimodalProcessorOutput(
+            input_ids=prompt.ids,
+            padded_input_ids=MultimodalProcessorOutput.build_padded_input_ids(prompt.ids, items),
+            # To the scheduler's process: by SGLang's pool in device memory, else by host memory.
+            mm_items=self._prepare_mm_items_for_transport(items),
+            im_token_id=self._interface.image_placeholder_id,
+            mrope_positions=None if positions is None else torch.from_numpy(positions.prompt),
+            mrope_position_delta=None if positions is None else torch.tensor([[positions.delta]]),
+        )
+
+
+def _rejection(request_obj: Any, error: EncoderError) -> Exception:
+    """What SGLang makes the status of. When its own API streams, it has answered 200 before, and ends the
+    stream with the event of a ValueError; its OpenAI API answers 400 to any ValueError."""
+    # The OpenAI API always asks for text in logprobs; requests for embeddings have neither field.
+    is_own_stream = getattr(request_obj, "stream", False) and not request_obj.return_text_in_logprobs
+    if not is_own_stream:
+        return HTTPException(status_of(error), message_of(error))
+    event = ValueError(message_of(error))
+    event.status_code = status_of(error)  # type: ignore[attr-defined]
+    return event
+
+
+def _item(offset: tuple[int, int], rows: EncodedRows) -> MultimodalDataItem:
+    item = MultimodalDataItem(
+        modality=Modality.IMAGE,
+        offsets=[offset],
+        precomputed_embeddings=rows.torch(),
+        model_specific_data={"image_grid_thw": torch.tensor([list(rows.grid_thw)])},
+    )
+    # All 256 bits of the embedding key tell images apart in SGLang's prefix cache.
+    item.set_identity(rows.key)
+    return item
+
+
+def image_file(data: Any) -> ImageFile:
+    """What SGLang takes as an image, by its own ways to the bytes. Raises ValueError for what is none, and
+    for rows of a client's own."""
+    if isinstance(data, dict) and "format" in data:
+        raise ValueError(f"{data['format']} is not accepted: {FROM_ENCODER}")
+    if not isinstance(data, str | bytes | dict | ImageData):
+        return ImageFile.of_pixels(data)
+    try:
+        content = snapshot_media(data).data
+    except (*CLIENT_MEDIA_EXCEPTIONS, OSError) as error:
+        raise ValueError(f"Failed to load image: {error}") from error
+    return ImageFile.read(content) if isinstance(content, bytes) else ImageFile.of_pixels(content)
+
+
+def grid_rule(interface: VisionInterface, hf_config: Any, processor: Any) -> Callable[[ImageFile], Grid]:
+    """How the model's own processor comes from an image's size to its grid. The rule raises ValueError for
+    sizes that the processor refuses."""
+    if interface.model_type == "kimi_k25":
+        return _kimi_rule(processor.media_processor.media_proc_cfg)
+    patch_size = hf_config.vision_config.patch_size
+    size = processor.image_processor.size
+
+    def rule(image: ImageFile) -> Grid:
+        height, width = smart_resize(
+            image.height,
+            image.width,
+            factor=patch_size * interface.merge_size,
+            min_pixels=size["shortest_edge"],
+            max_pixels=size["longest_edge"],
+        )
+        return Grid(1, height // patch_size, width // patch_size)
+
+    return rule
+
+
+def _kimi_rule(config: dict[str, Any]) -> Callable[[ImageFile], Grid]:
+    patch_size = config["patch_size"]
+    names = ("patch_size", "merge_kernel_size", "in_patch_limit", "patch_limit_on_one_side")
+    limits = {name: config[name] for name in names}
+
+    def rule(image: ImageFile) -> Grid:
+        sizes = navit_resize_config(image.width, image.height, **limits)
+        height = sizes["new_height"] + sizes["pad_height"]
+        width = sizes["new_width"] + sizes["pad_width"]
+        return Grid(1, height // patch_size, width // patch_size)
+
+    return rule

@@ -1,0 +1,56 @@
+"""A prompt as SGLang's scheduler takes it: one placeholder id per row, offsets, M-RoPE positions.
+
+Imports neither SGLang nor torch. Shape legend: N tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lm_adapter.engines.hf_checkpoint import VisionInterface
+from lm_adapter.items import Grid, Modality
+from lm_adapter.mrope import MRopePositions, mrope_positions
+from lm_adapter.placeholders import expand_placeholders, prompt_item
+
+__all__ = ["ImagePrompt"]
+
+SENTINEL = "<image>"
+"""What SGLang's own clients may write for an image in place of the model's placeholder."""
+
+
+@dataclass(frozen=True, eq=False)
+class ImagePrompt:
+    """ids: [N]; offsets: first and last token of each image; positions: None for models without M-RoPE."""
+
+    ids: list[int]
+    offsets: list[tuple[int, int]]
+    positions: MRopePositions | None
+
+    @classmethod
+    def of(cls, ids: Sequence[int], grids: Sequence[Grid], interface: VisionInterface) -> ImagePrompt:
+        """ids: before or after expansion; grids: one per image, in order. Raises InvalidRequest, which is a
+        ValueError, where ids and images cannot be aligned."""
+        items = [
+            prompt_item(
+                grid,
+                placeholder_id=interface.image_placeholder_id,
+                merge_size=interface.merge_size,
+                modality=Modality.IMAGE,
+                merges_time=interface.merges_time,
+            )
+            for grid in grids
+        ]
+        known = (interface.image_placeholder_id, interface.video_placeholder_id)
+        expanded = expand_placeholders(ids, items, known)
+        positions = None
+        if interface.uses_mrope:
+            positions = mrope_positions(expanded, grids, merge_size=interface.merge_size)
+        offsets = [(span.start, span.end - 1) for span in expanded.spans]
+        return cls(expanded.ids.tolist(), offsets, positions)
+
+
+def with_placeholders(text: str, placeholder: str, image_text: str) -> str:
+    """The text with ``image_text`` for each sentinel, unless it has the model's placeholder: then a sentinel
+    is the user's own word."""
+    return text if placeholder in text else text.replace(SENTINEL, image_text)

@@ -1,0 +1,57 @@
+"""The plugin's settings in SGLang: one environment variable with a JSON object.
+
+Owns its name, and the names of SGLang's variables that load the plugin.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+from lm_adapter.client import AsyncVisionEncoderClient
+from lm_adapter.engines.plugin import settings
+from lm_adapter.errors import InvalidRequest
+
+__all__ = ["PACKAGE", "VARIABLE", "Settings", "check_loaded", "read_settings"]
+
+VARIABLE = "SGLANG_VISION_ENCODER"
+"""Not ``VE_...``: the encoder refuses variables of its prefix that it does not know."""
+PACKAGE = "lm_adapter.engines.sglang"
+LOADERS = ("SGLANG_EXTERNAL_MM_PROCESSOR_PACKAGE", "SGLANG_EXTERNAL_MODEL_PACKAGE")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings(settings.Settings):
+    """Every call brings the rows along."""
+
+    SOURCE: ClassVar[str] = VARIABLE
+
+    def client(self, *, reads_rows: bool = True) -> AsyncVisionEncoderClient:  # noqa: ARG002 - of EncoderCalls
+        return super().client(reads_rows=True)
+
+
+def read_settings(environment: Mapping[str, str]) -> Settings:
+    """Raises InvalidRequest for a missing variable, for what is no JSON object, and as ``Settings.read``."""
+    text = environment.get(VARIABLE, "")
+    if not text:
+        raise InvalidRequest(
+            f'{VARIABLE} is not set, needs an object such as {{"target": "127.0.0.1:50051"}}'
+        )
+    try:
+        config = json.loads(text)
+    except ValueError as error:
+        raise InvalidRequest(f"{VARIABLE} is no JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise InvalidRequest(f"{VARIABLE} holds a {type(config).__name__}, needs an object")
+    return Settings.read(config)
+
+
+def check_loaded(environment: Mapping[str, str]) -> None:
+    """Raises InvalidRequest unless SGLang loads both halves: with one alone a tower would stay in memory, or
+    be missing where images need it."""
+    for name in LOADERS:
+        found = environment.get(name, "")
+        if found != PACKAGE:
+            raise InvalidRequest(f"{name} is {found!r}, needs {PACKAGE!r}: both of {' and '.join(LOADERS)}")

@@ -1,0 +1,142 @@
+"""The methods of the vLLM 0.32 connector, which ``lm_adapter.engines.vllm`` joins with vLLM's base class.
+
+Owns which half answers what: in the scheduler ``scheduler``, in each worker ``ranks``. With a step travel the
+names of the rows that it computes with, and nothing else.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from lm_adapter.engines.plugin.calls import EncoderCalls
+from lm_adapter.engines.plugin.geometry import Geometry
+from lm_adapter.engines.vllm.failures import send_report
+from lm_adapter.engines.vllm.link import RankLink, StepRows
+from lm_adapter.engines.vllm.models import check_model
+from lm_adapter.engines.vllm.ranks import RankReader
+from lm_adapter.engines.vllm.scheduler import RequestTracker
+from lm_adapter.engines.vllm.settings import Settings
+from lm_adapter.errors import InvalidRequest
+
+__all__ = ["ConnectorMethods"]
+
+logger = logging.getLogger("vllm.vision_encoder")
+
+IDLE_S = 0.004
+"""vLLM steps all of its workers without pause while a request waits for rows and nothing else runs."""
+
+
+class ConnectorMethods:
+    """Every method that vLLM calls. The base class's initialiser keeps configuration and role."""
+
+    _connector_metadata: Any
+
+    def __init__(self, vllm_config: Any, role: Any) -> None:
+        super().__init__(vllm_config, role)  # type: ignore[call-arg]
+        transfer = vllm_config.ec_transfer_config
+        if transfer.is_ec_producer:
+            raise InvalidRequest(f"ec_role is {transfer.ec_role}, this connector is an ec_consumer")
+        check_model(vllm_config)
+        settings = Settings.read(transfer.ec_connector_extra_config)
+        geometry = Geometry.of_model(vllm_config.model_config, check_finite=settings.finite)
+        self._num_idle = 0
+        self._num_in_flight = vllm_config.max_concurrent_batches
+        parallel = vllm_config.parallel_config
+        # Other ranks of data parallelism would wait too.
+        self._may_wait = parallel.data_parallel_size == 1
+        self._calls: EncoderCalls | None = None
+        self._tracker: RequestTracker | None = None
+        self._reader: RankReader | None = None
+        link_name = f"vision-encoder-{transfer.engine_id}-{parallel.data_parallel_index}"
+        if role.name == "SCHEDULER":
+            num_ranks = parallel.tensor_parallel_size * parallel.prefill_context_parallel_size
+            self._calls = EncoderCalls(settings, name="requests")
+            self._link = RankLink(link_name, num_ranks)
+            self._calls.run(self._link.open())
+            self._tracker = RequestTracker(
+                self._calls,
+                self._link,
+                geometry,
+                settings,
+                step_tokens=vllm_config.scheduler_config.max_num_batched_tokens
+                + vllm_config.num_prefill_lookahead_tokens,
+                report=send_report,
+            )
+            logger.info("image rows come from the encoder at %s as %s", settings.target, geometry)
+        elif _computes_embeddings():
+            self._reader = RankReader(settings, geometry, vllm_config.device_config.device, link_name)
+
+    def shutdown(self) -> None:
+        if self._calls is not None:
+            calls, self._calls = self._calls, None
+            calls.run(self._link.close())
+            calls.close()
+        if self._reader is not None:
+            self._reader.close()
+
+    # Scheduler --------------------------------------------------------------------------------------------
+
+    def ensure_cache_available(self, request: Any, num_computed_tokens: int) -> bool:
+        """True once every rank has all rows of the request's next step."""
+        return self._requests.ensure(request, num_computed_tokens)
+
+    def has_cache_item(self, identifier: str) -> bool:
+        return self._requests.holds(identifier)
+
+    def take_unavailable_requests(self) -> set[str]:
+        return self._requests.take_unavailable()
+
+    def update_state_after_alloc(self, request: Any, index: int) -> None:
+        self._requests.allocated(request, index)
+
+    def update_state_after_free(self, request: Any, index: int) -> None:
+        self._requests.passed(request, index)
+
+    def build_connector_meta(self, scheduler_output: Any) -> StepRows:
+        """Once so many steps in a row are empty that none with tokens is in flight, waits for rows, at most
+        IDLE_S."""
+        has_tokens = bool(scheduler_output.total_num_scheduled_tokens)
+        self._num_idle = 0 if has_tokens else self._num_idle + 1
+        if self._num_idle > self._num_in_flight:
+            self._requests.flush()
+            if self._may_wait:
+                self._requests.wait(IDLE_S)
+        self._requests.check_step(scheduler_output.scheduled_encoder_inputs)
+        step = self._requests.take_step(has_tokens=has_tokens)
+        # Taken and given up again in one pass of the scheduler.
+        freed = set(scheduler_output.free_encoder_mm_hashes)
+        step.hand_over = [(number, name) for number, name in step.hand_over if name not in freed]
+        return step
+
+    def request_finished(self, request: Any) -> tuple[bool, dict[str, Any] | None]:
+        self._requests.finished(request)
+        return False, None
+
+    # Worker -----------------------------------------------------------------------------------------------
+
+    def start_worker_services(self) -> None:
+        """Reserves memory for waiting rows. vLLM calls this after it has loaded the model, and sizes its KV
+        cache afterwards."""
+        if self._reader is not None and (num_bytes := self._reader.reserve()):
+            logger.info("%.0f MiB are reserved for rows that wait", num_bytes / 2**20)
+
+    def start_load_caches(self, encoder_cache: dict[str, Any], **_: Any) -> None:
+        """Puts the rows that the step computes with into the encoder cache."""
+        if self._reader is not None:
+            self._reader.begin_step(self._connector_metadata, encoder_cache)
+
+    def save_caches(self, encoder_cache: dict[str, Any], mm_hash: str, **kwargs: Any) -> None:
+        """Nothing is saved: this engine computes no rows."""
+
+    @property
+    def _requests(self) -> RequestTracker:
+        assert self._tracker is not None, "this connector is a worker's"
+        return self._tracker
+
+
+def _computes_embeddings() -> bool:
+    """Only the first stage of a pipeline needs rows."""
+    from vllm.distributed.parallel_state import get_pp_group
+
+    return bool(get_pp_group().is_first_rank)

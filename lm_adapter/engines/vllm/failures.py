@@ -1,0 +1,132 @@
+"""Why a request failed, from the scheduler's process to the API server that answers the client.
+
+Owns the way and the form. vLLM ends a request without its rows as ``error`` and answers 500 without a reason.
+Each API server listens on a datagram socket, whose name travels with the images; the scheduler's half sends
+the reason before vLLM's own answer is on its way, and the server raises it in place of vLLM's error. A report
+that does not arrive, as from another node, leaves vLLM's answer as it is; the engine's log has the reason.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import logging
+import re
+import secrets
+import select
+import socket
+import threading
+from collections import OrderedDict
+from typing import Any
+
+from lm_adapter.engines.plugin.reasons import message_of, status_of
+from lm_adapter.errors import EncoderError
+
+__all__ = [
+    "Failures",
+    "answer_with_reasons",
+    "listening",
+    "send_report",
+    "vllm_error",
+]
+
+logger = logging.getLogger("vllm.vision_encoder")
+
+MAX_KEPT = 1024
+RECEIVE_BYTES = 1 << 16
+SEND_S = 0.05
+"""While the API server's thread takes what came before."""
+
+
+def vllm_error(status: int, message: str) -> Exception:
+    """An exception that vLLM's API answers with this HTTP status."""
+    from http import HTTPStatus
+
+    from vllm.exceptions import GenerationError, RetryableRequestError, VLLMValidationError
+
+    kinds = {503: RetryableRequestError, 504: RetryableRequestError}
+    error: Exception = (VLLMValidationError if status < 500 else kinds.get(status, GenerationError))(message)
+    if isinstance(error, GenerationError):
+        error.status_code = HTTPStatus(status)
+    return error
+
+
+def send_report(reply: str, request_id: str, error: EncoderError) -> None:
+    """reply: of ``listening``; empty for requests that no API server sent."""
+    if not reply:
+        return
+    report = {"request_id": request_id, "status": status_of(error), "message": message_of(error)}
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
+            sender.settimeout(SEND_S)
+            sender.sendto(json.dumps(report).encode(), f"\0{reply}".encode())
+    except (OSError, UnicodeError) as failure:
+        logger.warning("the API server is not told why request %s failed: %s", request_id, failure)
+
+
+class Failures:
+    """The API server's side. name: what ``send_report`` takes."""
+
+    def __init__(self) -> None:
+        self.name = f"vision-encoder-{secrets.token_hex(16)}"
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._socket.setblocking(False)
+        # Of Linux's abstract names, which leave no file behind.
+        self._socket.bind(f"\0{self.name}".encode())
+        self._reports: OrderedDict[str, tuple[int, str]] = OrderedDict()
+        self._lock = threading.Lock()
+        threading.Thread(target=self._run, name="vision-encoder-failures", daemon=True).start()
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def _run(self) -> None:
+        """The kernel keeps some ten datagrams, and many requests may fail at once."""
+        with contextlib.suppress(OSError, ValueError):
+            while True:
+                select.select([self._socket], [], [])
+                self._receive()
+
+    def _receive(self) -> None:
+        with self._lock, contextlib.suppress(BlockingIOError):
+            while True:
+                message = self._socket.recv(RECEIVE_BYTES)
+                with contextlib.suppress(ValueError, KeyError, TypeError):
+                    report = json.loads(message)
+                    self._reports[str(report["request_id"])] = int(report["status"]), str(report["message"])
+                while len(self._reports) > MAX_KEPT:
+                    self._reports.popitem(last=False)
+
+    def take(self, request_id: str) -> tuple[int, str] | None:
+        """Status and message of a failed request. request_id: as the API has it. The engine's has a random
+        end, and a number before it for each of several samples."""
+        self._receive()
+        engines_id = re.compile(rf"(\d+_)?{re.escape(request_id)}([_-]\d+)?(-\w{{8}})?")
+        with self._lock:
+            mine = [name for name in self._reports if engines_id.fullmatch(name)]
+            reports = [self._reports.pop(name) for name in mine]
+        return reports[-1] if reports else None
+
+
+@functools.cache
+def listening() -> Failures:
+    """This process's. First called with a first image, when no vLLM process is forked any more."""
+    return Failures()
+
+
+def answer_with_reasons() -> None:
+    """Makes vLLM's API raise the reasons. Takes the place of one method of vLLM, which has no other way."""
+    from vllm.entrypoints.generate.base.serving import GenerateBaseServing
+
+    as_it_was: Any = GenerateBaseServing._raise_if_error
+    if getattr(as_it_was, "has_reasons", False):
+        return
+
+    def raise_if_error(self: Any, finish_reason: str | None, request_id: str) -> None:
+        if finish_reason == "error" and (found := listening().take(request_id)) is not None:
+            raise vllm_error(*found)
+        as_it_was(self, finish_reason, request_id)
+
+    raise_if_error.has_reasons = True  # type: ignore[attr-defined]
+    GenerateBaseServing._raise_if_error = raise_if_error

@@ -1,0 +1,69 @@
+"""A file in a request of vLLM: what the scheduler's half sends to the encoder.
+
+Owns the layout of the field that carries it from vLLM's API server to the scheduler. Imports neither vLLM nor
+torch.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from lm_adapter.items import ClipItem, ImageItem, Modality, PreprocessOptions
+
+__all__ = ["FileRequest"]
+
+NO_OPTIONS = PreprocessOptions()
+
+
+@dataclass(frozen=True)
+class FileRequest:
+    """An image or a clip. options: what is not the checkpoint's own. reply: where failures are reported to
+    (``failures``)."""
+
+    data: bytes = field(repr=False)
+    digest: bytes
+    modality: Modality = Modality.IMAGE
+    options: PreprocessOptions = NO_OPTIONS
+    reply: str = ""
+
+    def packed(self) -> npt.NDArray[np.uint8]:
+        """uint8 [n]: the header's length, the header, the file."""
+        header = json.dumps(
+            {
+                "digest": self.digest.hex(),
+                "modality": self.modality.value,
+                "options": self.options.given(),
+                "reply": self.reply,
+            }
+        ).encode()
+        # Writable, as tensors made of it have to be.
+        return np.frombuffer(
+            bytearray().join((struct.pack("<I", len(header)), header, self.data)), dtype=np.uint8
+        )
+
+    @classmethod
+    def unpacked(cls, packed: npt.NDArray[np.uint8]) -> FileRequest:
+        """Raises ValueError."""
+        whole = memoryview(packed.tobytes())
+        try:
+            (length,) = struct.unpack_from("<I", whole)
+            fields = json.loads(bytes(whole[4 : 4 + length]))
+            fields["digest"] = bytes.fromhex(fields["digest"])
+            fields["modality"] = Modality(fields["modality"])
+            options, reply = fields["options"], fields["reply"]
+            are_numbers = all(type(value) in (int, float) for value in options.values())
+            if not (isinstance(reply, str) and are_numbers):
+                raise TypeError(f"reply is {reply!r:.80}, options are {options!r:.80}")
+            fields["options"] = PreprocessOptions(**options)
+            return cls(data=bytes(whole[4 + length :]), **fields)
+        except (struct.error, KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+            raise ValueError(f"no file request: {error}") from error
+
+    def item(self) -> ImageItem | ClipItem:
+        kind = ImageItem if self.modality is Modality.IMAGE else ClipItem
+        return kind(self.data, digest=self.digest, options=self.options)

@@ -1,0 +1,170 @@
+"""Rows on one rank: the connector's half in a worker of vLLM.
+
+Owns the reads, on a thread and a CUDA stream of their own, the check of what came, and the rows that vLLM has
+not computed with yet. Every rank reads for itself: from the encoder's shared memory where there is some, else
+by gRPC. The scheduler's half says what to read, and bounds how many bytes are held.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import threading
+from typing import Any
+
+from lm_adapter.client import AsyncVisionEncoderClient
+from lm_adapter.engines.plugin.geometry import Geometry
+from lm_adapter.engines.vllm.link import RowsOrder, StepRows, connect, receive, report, send
+from lm_adapter.engines.vllm.settings import Settings
+from lm_adapter.errors import EncoderError, InvalidRows, ItemFailed
+
+__all__ = ["RankReader"]
+
+logger = logging.getLogger("vllm.vision_encoder")
+
+CLOSE_S = 10.0
+
+
+class RankReader:
+    """``begin_step`` is for the worker's thread; all else is on the reader's own."""
+
+    def __init__(self, settings: Settings, geometry: Geometry, device: Any, link_name: str) -> None:
+        """device: a torch.device; without an index, the current one (pitfall 39)."""
+        self._settings = settings
+        self._geometry = geometry
+        self._device = device
+        self._link_name = link_name
+        self._rows: dict[int, Any] = {}
+        self._reads: dict[int, asyncio.Task[None]] = {}
+        self._client: AsyncVisionEncoderClient | None = None
+        self._transport = ""
+        self._stream: Any = None
+        self._reserve: Any = None
+        if device.type == "cuda":
+            import torch
+
+            index = torch.cuda.current_device() if device.index is None else device.index
+            self._device = torch.device("cuda", index)
+            new_stream: Any = torch.cuda.Stream  # untyped in torch
+            self._stream = new_stream(self._device)
+        self._loop = asyncio.new_event_loop()
+        self._main: asyncio.Task[None] | None = None
+        self._thread = threading.Thread(target=self._run, name="vision-encoder-rows", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Ends the thread. Harmless when repeated."""
+        if not self._loop.is_closed() and self._thread.is_alive():
+            with contextlib.suppress(RuntimeError):
+                self._loop.call_soon_threadsafe(lambda: self._main and self._main.cancel())
+            self._thread.join(CLOSE_S)
+
+    def reserve(self) -> int:
+        """Holds as much device memory as waiting rows may take, until the first read. vLLM measures the
+        memory in use after it has loaded the model, and gives its KV cache the rest. Returns the number of
+        bytes: 0 on the CPU."""
+        if self._device.type == "cpu":
+            return 0
+        import torch
+
+        self._reserve = torch.empty(self._settings.max_resident_bytes, dtype=torch.uint8, device=self._device)
+        return self._settings.max_resident_bytes
+
+    def begin_step(self, step: StepRows, encoder_cache: dict[str, Any]) -> None:
+        """Puts rows that this rank has confirmed into vLLM's cache."""
+        for number, identifier in step.hand_over:
+            tensor = self._rows[number]
+            if tensor.is_cuda:
+                import torch
+
+                # Its memory belongs to the reading stream, and is read on this one.
+                tensor.record_stream(torch.cuda.current_stream())
+            encoder_cache[identifier] = tensor
+        for number in step.drop:
+            self._rows.pop(number, None)
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        if self._stream is not None:
+            import torch
+
+            # Copies do not wait for forward passes.
+            torch.cuda.set_device(self._device)
+            torch.cuda.set_stream(self._stream)
+        self._main = self._loop.create_task(self._serve())
+        with contextlib.suppress(asyncio.CancelledError):
+            self._loop.run_until_complete(self._main)
+        self._loop.close()
+
+    async def _serve(self) -> None:
+        """Carries out orders until the scheduler's half goes."""
+        writer: asyncio.StreamWriter | None = None
+        try:
+            reader, writer = await connect(self._link_name)
+            with contextlib.suppress(EOFError, OSError):
+                while True:
+                    frame = await receive(reader)
+                    if "drop" in frame:
+                        self._drop(frame["drop"])
+                    else:
+                        order = RowsOrder.of_frame(frame)
+                        self._reads[order.number] = self._loop.create_task(self._read(order, writer))
+            logger.warning("no more orders come from the scheduler: images cannot be read on this rank")
+        finally:
+            if writer is not None:
+                writer.close()
+                with contextlib.suppress(OSError):
+                    await writer.wait_closed()
+            for read in list(self._reads.values()):
+                read.cancel()
+            await asyncio.gather(*self._reads.values(), return_exceptions=True)
+            if self._client is not None:
+                # An interpreter that is ending starts no more threads, which closing needs.
+                with contextlib.suppress(RuntimeError):
+                    await self._client.close()
+
+    def _drop(self, number: int) -> None:
+        self._rows.pop(number, None)
+        read = self._reads.pop(number, None)
+        if read is not None:
+            read.cancel()
+
+    async def _read(self, order: RowsOrder, writer: asyncio.StreamWriter) -> None:
+        error: EncoderError | None = None
+        try:
+            try:
+                tensor = await self._rows_of(order)
+            except InvalidRows:
+                # After an encoder's restart the client may have compared them with the former one's model.
+                tensor = await self._rows_of(order)
+            self._rows[order.number] = tensor
+        except EncoderError as failure:
+            error = failure
+        except Exception as failure:
+            # Whatever fails, only this item may fail with it.
+            error = ItemFailed(f"reading rows failed: {type(failure).__name__}: {failure}")
+        self._reads.pop(order.number, None)
+        send(writer, report(order.number, error))
+
+    async def _rows_of(self, order: RowsOrder) -> Any:
+        """[num_rows, width] on the rank's device. Raises EncoderError."""
+        # Torch caches the memory. It releases its cache when an allocation of any stream would fail.
+        self._reserve = None
+        if self._client is None:
+            self._client = self._settings.client(reads_rows=True)
+        digests = [order.routing_digest] if self._settings.is_routed else []
+        (rows,) = await self._client.fetch([order.key], routing_digests=digests)
+        if isinstance(rows, EncoderError):
+            raise rows
+        self._geometry.check(rows, order.grid)
+        transport = self._client.transport
+        if transport.name != self._transport:
+            self._transport = transport.name
+            logger.info("image rows come by %s: %s", transport.name, transport.reason)
+        tensor = rows.torch()
+        if tensor.device != self._device:
+            tensor = tensor.to(self._device)
+            if self._stream is not None:
+                self._stream.synchronize()
+        return tensor

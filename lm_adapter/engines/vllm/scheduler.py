@@ -1,0 +1,434 @@
+"""Which requests wait for which rows: the connector's half in vLLM's scheduler.
+
+Owns the states of requests, the rows that they share, the bound on their bytes and the queue for room. vLLM's
+scheduler asks about each request on every pass; the first question starts everything, later ones cost a
+look-up for each item. The item's file goes to the encoder by ``Prefetch``, which answers with key and grid
+before the item is encoded; the ranks fetch the rows by key (``ranks``), and confirm (``link``). Rows never
+come here.
+
+Rows are held from their order until vLLM has computed past them or their requests are over; then they live on
+in vLLM's own encoder cache. A request that is preempted reads them again. A request that waits for room holds
+nothing, so that those that hold rows have all that they need, and end.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from lm_adapter.client import AsyncVisionEncoderClient
+from lm_adapter.engines.plugin.calls import EncoderCalls
+from lm_adapter.engines.plugin.geometry import GRID_FIELDS, Geometry
+from lm_adapter.engines.vllm.file_requests import FileRequest
+from lm_adapter.engines.vllm.link import RankLink, RowsOrder, StepRows
+from lm_adapter.engines.vllm.settings import Settings
+from lm_adapter.errors import EncoderError, InvalidRequest, InvalidRows, ItemFailed
+from lm_adapter.items import Grid
+from lm_adapter.types import PrefetchStatus
+
+__all__ = ["CLIP_FIELD", "FILE_FIELD", "RequestTracker"]
+
+logger = logging.getLogger("vllm.vision_encoder")
+
+FILE_FIELDS = FILE_FIELD, CLIP_FIELD = "vision_encoder_file", "vision_encoder_clip"
+"""Fields of vLLM's features that carry a ``FileRequest``: of images, and of clips, as each field of vLLM's is
+of one modality."""
+MIN_CALL_S = 0.001
+GONE = "UNKNOWN_KEY"
+"""The reason of rows that an encoder no longer has, or never had."""
+
+Report = Callable[[str, str, EncoderError], None]
+"""Gets the address of a request's items, the request's id, and why it failed."""
+
+
+@dataclass(frozen=True, eq=False)
+class WantedItem:
+    """One feature of a request. identifier: its name in vLLM's caches. start, end: its tokens."""
+
+    identifier: str
+    start: int
+    end: int
+    grid: Grid
+    num_bytes: int
+    request: FileRequest
+
+    def is_same(self, other: WantedItem) -> bool:
+        return self.grid == other.grid and replace(self.request, data=b"", reply="") == replace(
+            other.request, data=b"", reply=""
+        )
+
+
+@dataclass(eq=False)
+class SharedRows:
+    """The rows of one identifier. number: by which every rank has them, 0 until then. is_in_step: a step has
+    been given them, which may not have begun yet. holders: (request id, index of the feature)."""
+
+    wanted: WantedItem
+    number: int = 0
+    is_in_step: bool = False
+    holders: set[tuple[str, int]] = field(default_factory=set)
+
+
+@dataclass(eq=False)
+class _Request:
+    """replies: of its items. held: rows by index of the feature. needed: features whose rows the request
+    queues for. was_in_step: a step has computed with its rows."""
+
+    request_id: str
+    replies: set[str] = field(default_factory=set)
+    wanted: list[WantedItem] = field(default_factory=list)
+    held: dict[int, SharedRows] = field(default_factory=dict)
+    needed: list[int] = field(default_factory=list)
+    was_in_step: bool = False
+    has_failed: bool = False
+
+
+class RequestTracker:
+    """One per engine, used by the scheduler's thread alone."""
+
+    def __init__(
+        self,
+        calls: EncoderCalls,
+        link: RankLink,
+        geometry: Geometry,
+        settings: Settings,
+        *,
+        step_tokens: int,
+        report: Report = lambda *_: None,
+    ) -> None:
+        """link: on the loop of ``calls``. step_tokens: at most that many of a request are computed in one
+        step."""
+        self._calls = calls
+        self._link = link
+        self._geometry = geometry
+        self._settings = settings
+        self._step_tokens = step_tokens
+        self._report = report
+        self._requests: dict[str, _Request] = {}
+        self._rows: dict[str, SharedRows] = {}
+        self._numbers = itertools.count(1)
+        self._queue: deque[_Request] = deque()
+        self._unavailable: set[str] = set()
+        self._step = StepRows()
+        self._leaving_bytes = 0
+        self.used_bytes = 0
+        """Bytes of rows that ranks have or will have."""
+
+    # -- what vLLM asks --------------------------------------------------------------------------------
+
+    def ensure(self, request: Any, num_computed_tokens: int) -> bool:
+        """Whether the request's next step can be scheduled: its rows are on every rank. Orders what is
+        missing, also for later steps."""
+        self._take_ended()
+        state = self._requests.get(request.request_id) or self._admit(request)
+        if not state.has_failed and len(request.mm_features) != len(state.wanted):
+            # vLLM's streaming sessions. Without its rows an item would be computed as zeros.
+            self._fail(state, InvalidRequest("items cannot be added to a request that was admitted"))
+        if state.has_failed:
+            return False
+        # vLLM reports no feature as passed if its tokens come from the prefix cache.
+        behind = [index for index in state.held if state.wanted[index].end <= num_computed_tokens]
+        for index in behind:
+            self._let_go(state, index)
+        if behind:
+            self._start_queued()
+        ahead = [index for index, wanted in enumerate(state.wanted) if wanted.end > num_computed_tokens]
+        if not state.needed and any(index not in state.held for index in ahead):
+            self._enqueue(state, ahead)
+        end = num_computed_tokens + self._step_tokens
+        return not state.has_failed and all(
+            index in state.held and state.held[index].number
+            for index in ahead
+            if state.wanted[index].start < end
+        )
+
+    def holds(self, identifier: str) -> bool:
+        """Whether every rank has the rows of this identifier."""
+        rows = self._rows.get(identifier)
+        return rows is not None and bool(rows.number)
+
+    def allocated(self, request: Any, index: int) -> None:
+        """vLLM computes with a feature in this step."""
+        identifier = request.mm_features[index].identifier
+        rows = self._rows.get(identifier)
+        if rows is not None and rows.number:
+            rows.is_in_step = True
+            state = self._requests.get(request.request_id)
+            if state is not None:
+                state.was_in_step = True
+            self._step.hand_over.append((rows.number, identifier))
+
+    def passed(self, request: Any, index: int) -> None:
+        """vLLM has computed past this feature."""
+        state = self._requests.get(request.request_id)
+        if state is not None and index in state.held:
+            self._let_go(state, index)
+            self._start_queued()
+
+    def finished(self, request: Any) -> None:
+        """The request is over, however it ended."""
+        self._take_ended()
+        state = self._requests.pop(request.request_id, None)
+        self._unavailable.discard(request.request_id)
+        if state is not None:
+            self._release(state)
+            self._start_queued()
+
+    def take_unavailable(self) -> set[str]:
+        """Requests to reject; each is returned once."""
+        self._take_ended()
+        taken, self._unavailable = self._unavailable, set()
+        return taken
+
+    def take_step(self, *, has_tokens: bool) -> StepRows:
+        """What goes with the next step. Workers may not see a step without tokens: nothing goes with it."""
+        if not has_tokens:
+            return StepRows()
+        taken, self._step = self._step, StepRows()
+        self._have_left()
+        return taken
+
+    def flush(self) -> None:
+        """All steps have begun: what was to leave with the next one leaves now."""
+        for number in self._step.drop:
+            self._calls.on_loop(self._link.drop, number)
+        self._step.drop = []
+        self._have_left()
+
+    def check_step(self, computed: Iterable[str]) -> None:
+        """computed: requests whose items vLLM would compute in the next step, which it has no tower for."""
+        for request_id in computed:
+            state = self._requests.get(request_id) or _Request(request_id)
+            self._fail(state, ItemFailed("vLLM scheduled an item whose rows had not come"))
+
+    def _have_left(self) -> None:
+        if self._leaving_bytes:
+            self.used_bytes -= self._leaving_bytes
+            self._leaving_bytes = 0
+            self._start_queued()
+
+    def wait(self, timeout_s: float) -> None:
+        """Waits until rows have come or failed; returns at once if none are on their way."""
+        if any(not rows.number for rows in self._rows.values()):
+            self._calls.wait(timeout_s)
+
+    # -- requests --------------------------------------------------------------------------------------
+
+    def _admit(self, request: Any) -> _Request:
+        state = _Request(request.request_id)
+        self._requests[request.request_id] = state
+        try:
+            self._take_files(request, state)
+            for wanted in state.wanted:
+                present = self._rows.get(wanted.identifier)
+                if present is not None:
+                    _check_same(wanted, present.wanted)
+            num_bytes = _num_bytes(state.wanted)
+            if num_bytes > self._settings.max_resident_bytes:
+                raise InvalidRequest(
+                    f"the request's rows have {num_bytes} bytes, max_resident_bytes is "
+                    f"{self._settings.max_resident_bytes}",
+                    reason="ROWS_TOO_LARGE",
+                )
+        except EncoderError as error:
+            self._fail(state, error)
+        except Exception as error:
+            self._fail(state, ItemFailed(f"the request cannot be read: {type(error).__name__}: {error}"))
+        return state
+
+    def _take_files(self, request: Any, state: _Request) -> None:
+        """The request's images and clips. Their files leave the request, which vLLM sends to every rank."""
+        datas = [feature.data or {} for feature in request.mm_features]
+        files = [next((data[name] for name in FILE_FIELDS if name in data), None) for data in datas]
+        requests = [None if file is None else FileRequest.unpacked(file.data.numpy()) for file in files]
+        state.replies = {one.reply for one in requests if one is not None}
+        features, wanted = [], []
+        for feature, file in zip(request.mm_features, requests, strict=True):
+            data = feature.data
+            if file is None:
+                raise InvalidRequest(f"a feature of modality {feature.modality} has no file")
+            position = feature.mm_position
+            (grid,) = [Grid(*map(int, data[name].data.reshape(-1))) for name in GRID_FIELDS if name in data]
+            num_rows, num_places = self._geometry.num_rows(grid), position.get_num_embeds()
+            if num_rows != num_places:
+                raise InvalidRequest(
+                    f"an item with grid_thw {list(grid)} has {num_rows} rows, the prompt has {num_places} "
+                    "placeholders"
+                )
+            wanted.append(
+                WantedItem(
+                    feature.identifier,
+                    position.offset,
+                    position.offset + position.length,
+                    grid,
+                    self._geometry.num_bytes(grid),
+                    file,
+                )
+            )
+            # vLLM's cache of processed items, and other samples of the same prompt, keep theirs.
+            kept = {name: value for name, value in data.items() if name not in FILE_FIELDS}
+            features.append(replace(feature, data=type(data)(kept)))
+        request.mm_features, state.wanted = features, wanted
+
+    def _enqueue(self, state: _Request, ahead: list[int]) -> None:
+        """Queues for the rows of all these features."""
+        state.needed = [index for index in ahead if index not in state.held]
+        if self._queue or not self._has_room(state):
+            # Two requests that each hold a part and wait for the rest would block each other.
+            for index in list(state.held):
+                self._let_go(state, index)
+            state.needed = ahead
+        if state.was_in_step:
+            # Preempted: its answer has begun.
+            self._queue.appendleft(state)
+        else:
+            self._queue.append(state)
+        self._start_queued()
+
+    def _has_room(self, state: _Request) -> bool:
+        wanted = (state.wanted[index] for index in state.needed)
+        new_bytes = _num_bytes(one for one in wanted if one.identifier not in self._rows)
+        return self.used_bytes + new_bytes <= self._settings.max_resident_bytes
+
+    def _start_queued(self) -> None:
+        """In order of arrival, so that small requests do not overtake a large one without end."""
+        while self._queue:
+            state = self._queue[0]
+            if state.needed and not self._has_room(state):
+                return
+            self._queue.popleft()
+            needed, state.needed = state.needed, []
+            for index in needed:
+                wanted = state.wanted[index]
+                rows = self._rows.get(wanted.identifier)
+                if rows is None:
+                    rows = SharedRows(wanted)
+                    self._rows[wanted.identifier] = rows
+                    self.used_bytes += wanted.num_bytes
+                    self._calls.start(rows, functools.partial(self._obtain, wanted))
+                else:
+                    try:
+                        _check_same(wanted, rows.wanted)
+                    except InvalidRequest as error:
+                        # Two that queued at once.
+                        self._fail(state, error)
+                        break
+                rows.holders.add((state.request_id, index))
+                state.held[index] = rows
+
+    def _fail(self, state: _Request, error: EncoderError) -> None:
+        if state.has_failed:
+            return
+        state.has_failed = True
+        self._unavailable.add(state.request_id)
+        logger.warning(
+            "request %s is rejected, its rows cannot be had: %s: %s",
+            state.request_id,
+            error.reason,
+            error.message,
+        )
+        for reply in state.replies:
+            self._report(reply, state.request_id, error)
+        self._release(state)
+
+    def _release(self, state: _Request) -> None:
+        state.needed = []
+        for index in list(state.held):
+            self._let_go(state, index)
+
+    def _let_go(self, state: _Request, index: int) -> None:
+        rows = state.held.pop(index)
+        rows.holders.discard((state.request_id, index))
+        if not rows.holders and self._rows.get(rows.wanted.identifier) is rows:
+            self._drop(rows)
+
+    # -- rows ------------------------------------------------------------------------------------------
+
+    def _take_ended(self) -> None:
+        while self._calls.ended:
+            ended = self._calls.ended.popleft()
+            rows, outcome = ended.handle, ended.outcome
+            assert isinstance(rows, SharedRows)
+            if self._rows.get(rows.wanted.identifier) is not rows:
+                if not isinstance(outcome, EncoderError):
+                    self._calls.on_loop(self._link.drop, outcome)
+                continue
+            if isinstance(outcome, EncoderError):
+                self._lost(rows, outcome)
+            else:
+                rows.number = outcome
+            self._start_queued()
+
+    def _lost(self, rows: SharedRows, error: EncoderError) -> None:
+        # Dropped first: a queued request that starts in the room of a failed one must not join these rows.
+        self._drop(rows)
+        for request_id, _ in list(rows.holders):
+            self._fail(self._requests[request_id], error)
+
+    def _drop(self, rows: SharedRows) -> None:
+        del self._rows[rows.wanted.identifier]
+        if rows.is_in_step:
+            # Workers may be some steps behind.
+            self._step.drop.append(rows.number)
+            self._leaving_bytes += rows.wanted.num_bytes
+            return
+        self.used_bytes -= rows.wanted.num_bytes
+        if rows.number:
+            self._calls.on_loop(self._link.drop, rows.number)
+        else:
+            self._calls.cancel(rows)
+
+    # -- on the loop of the calls ----------------------------------------------------------------------
+
+    async def _obtain(self, wanted: WantedItem, client: AsyncVisionEncoderClient, left_s: float) -> int:
+        """The number by which every rank has the rows. Rows that a rank finds gone are encoded once more:
+        then the encoder says what is wrong with the item, or has them. Raises EncoderError."""
+        ends_s = time.monotonic() + left_s
+        item = wanted.request.item()
+        for is_second in (False, True):
+            prefetch = client.prefetch([item], timeout_s=max(MIN_CALL_S, ends_s - time.monotonic()))
+            (status,) = await prefetch
+            if isinstance(status, ItemFailed):
+                raise status
+            self._check_grid(status, wanted)
+            number = next(self._numbers)
+            digest = status.routing_digest or wanted.request.digest
+            order = RowsOrder(number, status.key, digest, wanted.grid)
+            try:
+                await self._link.read(order, max(0.0, ends_s - time.monotonic()))
+            except ItemFailed as error:
+                if error.reason != GONE or is_second:
+                    raise
+                await client.encode_one(item, timeout_s=max(MIN_CALL_S, ends_s - time.monotonic()))
+            else:
+                return number
+        raise AssertionError
+
+    def _check_grid(self, status: PrefetchStatus, wanted: WantedItem) -> None:
+        """The encoder's grid decides."""
+        if status.grid_thw is not None and status.grid_thw != wanted.grid:
+            found, expected = list(status.grid_thw), list(wanted.grid)
+            text = f"the encoder's grid_thw is {found}, the prompt was made for {expected}"
+            raise InvalidRows("grid_thw", text, found=found, expected=expected)
+
+
+def _check_same(wanted: WantedItem, present: WantedItem) -> None:
+    """Raises InvalidRequest if the client's name stands for another item already."""
+    if not present.is_same(wanted):
+        raise InvalidRequest(
+            f"identifier {wanted.identifier} stands for an item of digest "
+            f"{present.request.digest.hex()} and grid_thw {list(present.grid)}, this one has "
+            f"{wanted.request.digest.hex()} and {list(wanted.grid)}",
+            reason="IDENTIFIER_REUSED",
+        )
+
+
+def _num_bytes(several: Iterable[WantedItem]) -> int:
+    """Rows that several features share count once."""
+    return sum({wanted.identifier: wanted.num_bytes for wanted in several}.values())

@@ -1,0 +1,46 @@
+"""The plugin's settings in vLLM: ``ec_connector_extra_config`` of ``--ec-transfer-config``.
+
+Owns which engines use the plugin, and the setting that only vLLM has.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from lm_adapter.engines.plugin import settings
+
+__all__ = ["CONNECTOR", "MODULE", "Settings", "has_connector", "is_marked", "mark"]
+
+MODULE = "lm_adapter.engines.vllm"
+CONNECTOR = "VisionEncoderConnector"
+"""``ec_connector_module_path`` and ``ec_connector``."""
+_MARK = "rows_come_from_vision_encoder"
+
+
+def has_connector(vllm_config: Any) -> bool:
+    """Whether the engine's rows come by this plugin's connector."""
+    transfer = vllm_config.ec_transfer_config
+    return (
+        transfer is not None
+        and transfer.ec_connector == CONNECTOR
+        and transfer.ec_connector_module_path == MODULE
+    )
+
+
+def mark(mm_config: Any) -> None:
+    """For the processors, which see no more of vLLM's configuration than its multimodal part."""
+    setattr(mm_config, _MARK, True)
+
+
+def is_marked(mm_config: Any) -> bool:
+    return getattr(mm_config, _MARK, False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings(settings.Settings):
+    """max_resident_bytes: bytes of rows that wait for vLLM's forward pass, on each GPU."""
+
+    SOURCE: ClassVar[str] = "ec_connector_extra_config"
+
+    max_resident_bytes: int = 1 << 30

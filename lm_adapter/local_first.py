@@ -1,0 +1,194 @@
+"""A client with two targets: the encoder on this node, which delivers in shared memory, then a gateway.
+
+Owns which items are sent to the gateway: those that got no rows from the local encoder because it was
+unreachable, broke the connection, was draining, or lost its device. ``client`` owns the rest of a call.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, TypeVar, Unpack
+
+from lm_adapter.channel import FLEET_OPTIONS
+from lm_adapter.client import AsyncVisionEncoderClient, Deadline
+from lm_adapter.errors import (
+    CallFailed,
+    DeadlineExceeded,
+    EncoderUnavailable,
+    InvalidRequest,
+    ItemFailed,
+    TruncatedStream,
+)
+from lm_adapter.items import Item
+from lm_adapter.keys import routing_digest
+from lm_adapter.shm.attachment import Transport
+from lm_adapter.sync import ClientOptions
+from lm_adapter.types import KeyStatus, Outcome, PrefetchStatus, ServerInfo
+
+LEAVING = frozenset(("DRAINING", "DEVICE_FAULT"))
+"""Failure reasons of items that failed only because their encoder is stopping."""
+_LOCAL_ONLY = frozenset(("transports", "broker_path", "device"))
+
+ResultT = TypeVar("ResultT")
+
+
+class LocalFirstClient(AsyncVisionEncoderClient):
+    """A client of the encoder at ``target`` that falls back to the gateway at ``fallback_target``.
+
+    ``fetch`` and ``lookup`` need the routing digest of each key, which ``PrefetchStatus`` holds."""
+
+    def __init__(self, target: str, *, fallback_target: str, **options: Unpack[ClientOptions]) -> None:
+        """options: those of ``AsyncVisionEncoderClient``. Transports, broker path and device apply to the
+        local encoder only, all other options to both targets. Raises InvalidRequest."""
+        both: Any = {name: value for name, value in options.items() if name not in _LOCAL_ONLY}
+        local: Any = dict(options) | {"options": FLEET_OPTIONS | dict(options.get("options") or {})}
+        # No retries here: an item that failed locally is retried once, at the gateway.
+        super().__init__(target, repeats=False, **local)
+        self._gateway = AsyncVisionEncoderClient(fallback_target, fleet=True, repeats=False, **both)
+
+    async def close(self) -> None:
+        await self._gateway.close()
+        await super().close()
+
+    async def info(self, *, timeout_s: float | None = None) -> ServerInfo:
+        try:
+            return await super().info(timeout_s=timeout_s)
+        except EncoderUnavailable:
+            return await self._gateway.info(timeout_s=timeout_s)
+
+    async def wait_ready(self, timeout_s: float) -> ServerInfo:
+        """Waits until either target is ready."""
+        waiting = [
+            asyncio.ensure_future(super().wait_ready(timeout_s)),
+            asyncio.ensure_future(self._gateway.wait_ready(timeout_s)),
+        ]
+        try:
+            for first in asyncio.as_completed(waiting):
+                with contextlib.suppress(DeadlineExceeded):
+                    return await first
+            return await waiting[0]
+        finally:
+            for one in waiting:
+                one.cancel()
+            await asyncio.gather(*waiting, return_exceptions=True)
+
+    async def wait_transport(self, timeout_s: float | None = None) -> Transport:
+        with contextlib.suppress(EncoderUnavailable):
+            return await super().wait_transport(timeout_s)
+        return self.transport
+
+    async def encode(
+        self, items: Sequence[Item], *, timeout_s: float | None = None, stream: Any = None
+    ) -> list[Outcome]:
+        deadline = self._deadline(timeout_s)
+        return await self._ask_both(
+            len(items),
+            super().encode(items, timeout_s=timeout_s, stream=stream),
+            lambda missing: self._gateway.encode(
+                [items[index] for index in missing], timeout_s=_rest_s(deadline), stream=stream
+            ),
+        )
+
+    async def fetch(
+        self,
+        keys: Sequence[bytes],
+        *,
+        routing_digests: Sequence[bytes] = (),
+        timeout_s: float | None = None,
+        stream: Any = None,
+    ) -> list[Outcome]:
+        _check_routes(keys, routing_digests)
+        deadline = self._deadline(timeout_s)
+        return await self._ask_both(
+            len(keys),
+            super().fetch(keys, timeout_s=timeout_s, stream=stream),
+            lambda missing: self._gateway.fetch(
+                [keys[index] for index in missing],
+                routing_digests=[routing_digests[index] for index in missing],
+                timeout_s=_rest_s(deadline),
+                stream=stream,
+            ),
+        )
+
+    async def prefetch(
+        self, items: Sequence[Item], *, timeout_s: float | None = None
+    ) -> list[PrefetchStatus | ItemFailed]:
+        deadline = self._deadline(timeout_s)
+        statuses = await self._ask_both(
+            len(items),
+            super().prefetch(items, timeout_s=timeout_s),
+            lambda missing: self._gateway.prefetch(
+                [items[index] for index in missing], timeout_s=_rest_s(deadline)
+            ),
+        )
+        routes = await asyncio.to_thread(list, map(routing_digest, items))
+        return [
+            dataclasses.replace(status, routing_digest=route)
+            if isinstance(status, PrefetchStatus)
+            else status
+            for status, route in zip(statuses, routes, strict=True)
+        ]
+
+    async def lookup(
+        self,
+        keys: Sequence[bytes],
+        *,
+        routing_digests: Sequence[bytes] = (),
+        timeout_s: float | None = None,
+    ) -> list[KeyStatus]:
+        _check_routes(keys, routing_digests)
+        deadline = self._deadline(timeout_s)
+        return await self._ask_both(
+            len(keys),
+            super().lookup(keys, timeout_s=timeout_s),
+            lambda missing: self._gateway.lookup(
+                [keys[index] for index in missing],
+                routing_digests=[routing_digests[index] for index in missing],
+                timeout_s=_rest_s(deadline),
+            ),
+        )
+
+    async def _ask_both(
+        self,
+        num_items: int,
+        local: Awaitable[list[ResultT]],
+        ask_gateway: Callable[[Sequence[int]], Awaitable[list[ResultT]]],
+    ) -> list[ResultT]:
+        """The local results. Items that are missing or whose encoder is stopping come from the gateway."""
+        results: dict[int, Any] = {}
+        try:
+            results.update(enumerate(await local))
+        except (EncoderUnavailable, TruncatedStream) as error:
+            results.update(error.completed)
+        missing = [index for index in range(num_items) if _needs_gateway(results.get(index))]
+        if not missing:
+            return [results[index] for index in range(num_items)]
+        for index in missing:
+            results.pop(index, None)
+        try:
+            answers = await ask_gateway(missing)
+        except CallFailed as error:
+            error.completed = results | {missing[index]: one for index, one in error.completed.items()}
+            raise
+        results.update(zip(missing, answers, strict=True))
+        return [results[index] for index in range(num_items)]
+
+
+def _needs_gateway(outcome: object) -> bool:
+    return outcome is None or (isinstance(outcome, ItemFailed) and outcome.reason in LEAVING)
+
+
+def _check_routes(keys: Sequence[bytes], routing_digests: Sequence[bytes]) -> None:
+    """Raises InvalidRequest unless each key has a routing digest."""
+    if len(routing_digests) != len(keys):
+        raise InvalidRequest(
+            f"{len(keys)} keys have {len(routing_digests)} routing digests; with a gateway each needs one"
+        )
+
+
+def _rest_s(deadline: Deadline) -> float:
+    """The time left until a deadline, as a timeout above 0."""
+    return max(1e-3, deadline.left_s)

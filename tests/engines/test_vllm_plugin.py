@@ -1,0 +1,208 @@
+"""The plugin in vLLM's own registries, without a server: what it replaces, leaves, and refuses."""
+
+from __future__ import annotations
+
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from lm_adapter.engines.vllm import models
+from lm_adapter.engines.vllm.models import ARCHITECTURES, check_model
+from lm_adapter.engines.vllm.settings import CONNECTOR, MODULE, Settings, mark
+from lm_adapter.errors import InvalidRequest
+
+# Importing vLLM warns of what is deprecated in torch.
+pytestmark = pytest.mark.filterwarnings("ignore")
+QWEN = "Qwen3VLForConditionalGeneration"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _registered() -> None:
+    models.register()
+    models.register()
+
+
+def config(
+    architecture: str = QWEN, *, is_marked: bool = True, runner: str = "generate", num_nodes: int = 1
+) -> Any:
+    mm_config = SimpleNamespace(
+        mm_processor_cache_type="lru", mm_processor_kwargs=None, is_multimodal_pruning_enabled=lambda: False
+    )
+    if is_marked:
+        mark(mm_config)
+    transfer = SimpleNamespace(
+        ec_connector=CONNECTOR,
+        ec_connector_module_path=MODULE,
+        ec_connector_extra_config={"target": "127.0.0.1:1"},
+    )
+    return SimpleNamespace(
+        ec_transfer_config=transfer,
+        compilation_config=SimpleNamespace(cudagraph_mm_encoder=False),
+        parallel_config=SimpleNamespace(nnodes_within_dp=num_nodes),
+        model_config=SimpleNamespace(
+            architecture=architecture, runner_type=runner, get_multimodal_config=lambda: mm_config
+        ),
+    )
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_classes_have_the_names_that_vllm_looks_for(architecture: str) -> None:
+    """Its drafting code tells models apart by the name of their class."""
+    model = getattr(models, ARCHITECTURES[architecture])
+    assert model.__name__ == architecture
+    assert model.__mro__[1].__module__.startswith("vllm.model_executor.models.")
+    check_model(config(architecture))
+
+
+@pytest.mark.parametrize(
+    ("changed", "text"),
+    [
+        ({"architecture": "LlamaForCausalLM"}, "LlamaForCausalLM"),
+        ({"is_marked": False}, "hook"),
+        ({"runner": "pooling"}, "pooling"),
+        ({"num_nodes": 2}, "several nodes"),
+    ],
+)
+def test_what_cannot_work_is_refused(changed: dict[str, Any], text: str) -> None:
+    with pytest.raises(InvalidRequest, match=text):
+        check_model(config(**changed))
+
+
+def test_another_version_of_vllm_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    import vllm
+
+    monkeypatch.setattr(vllm, "__version__", "0.34.1")
+    with pytest.raises(InvalidRequest, match=r"vLLM is 0\.34\.1, this connector is for 0\.32\.x"):
+        check_model(config())
+
+
+def test_a_plugin_that_was_left_out_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm import ModelRegistry
+
+    monkeypatch.delitem(ModelRegistry.models, QWEN)
+    with pytest.raises(InvalidRequest, match="was not loaded"):
+        check_model(config())
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (
+            lambda found: setattr(found.compilation_config, "cudagraph_mm_encoder", True),
+            "cudagraph_mm_encoder",
+        ),
+        (
+            lambda found: setattr(
+                found.model_config.get_multimodal_config(), "is_multimodal_pruning_enabled", lambda: True
+            ),
+            "video pruning",
+        ),
+        (lambda found: found.ec_transfer_config.ec_connector_extra_config.clear(), "target"),
+    ],
+)
+def test_the_configuration_is_checked_where_it_is_made(
+    change: Any, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.model_executor.models.config import MODELS_CONFIG_MAP
+
+    monkeypatch.delenv("VLLM_MEDIA_CONNECTOR", raising=False)
+    found = config(is_marked=False)
+    MODELS_CONFIG_MAP[QWEN].verify_and_update_config(found)
+    check_model(found)
+    change(found)
+    with pytest.raises(InvalidRequest, match=text):
+        MODELS_CONFIG_MAP[QWEN].verify_and_update_config(found)
+
+
+@pytest.mark.parametrize(
+    ("options", "sizes"),
+    [
+        (None, {}),
+        ({"do_normalize": False}, {}),
+        (
+            {"max_pixels": 70000, "size": {"shortest_edge": 9, "longest_edge": 5}},
+            {"min_pixels": 9, "max_pixels": 70000},
+        ),
+        ({"min_pixels": 4, "videos_kwargs": {"min_pixels": 7}}, {"min_pixels": 7}),
+        ({"images_kwargs": {"min_pixels": 4}}, {}),
+    ],
+)
+def test_sizes_of_clips_are_those_of_the_start(
+    options: dict[str, Any] | None, sizes: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM's processor, which has a request's own, comes after the encoder was asked."""
+    from lm_adapter.engines.vllm import frontend
+
+    monkeypatch.delenv("VLLM_MEDIA_CONNECTOR", raising=False)
+    monkeypatch.setattr(frontend, "_configured", None)
+    found = config(is_marked=False)
+    found.model_config.get_multimodal_config().mm_processor_kwargs = options
+    frontend.configure(found)
+    assert frontend._configured is not None
+    assert frontend._configured.clip_sizes == sizes
+
+
+def test_threads_that_read_the_first_media_at_once_share_one_event_loop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """gRPC does not work on two event loops of one process."""
+    from lm_adapter.engines.vllm import frontend
+
+    num_threads = 8
+    together = threading.Barrier(num_threads)
+
+    def slow_calls(*_: Any, **__: Any) -> object:
+        time.sleep(0.05)  # as long as a thread takes to start
+        return object()
+
+    def ask(_: int) -> object:
+        together.wait()
+        return frontend._calls(Settings(target="127.0.0.1:2"))
+
+    monkeypatch.setattr(frontend, "EncoderCalls", slow_calls)
+    with ThreadPoolExecutor(num_threads) as pool:
+        assert len(set(pool.map(ask, range(num_threads)))) == 1
+
+
+def test_without_the_connector_all_is_vllms_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    import os
+
+    from vllm.model_executor.models import qwen3_vl
+    from vllm.model_executor.models.config import MODELS_CONFIG_MAP
+
+    from lm_adapter.engines.vllm.processing import qwen_factories
+
+    monkeypatch.delenv("VLLM_MEDIA_CONNECTOR", raising=False)
+    found = config(is_marked=False)
+    found.ec_transfer_config = None
+    MODELS_CONFIG_MAP[QWEN].verify_and_update_config(found)
+    assert "VLLM_MEDIA_CONNECTOR" not in os.environ
+    context = SimpleNamespace(get_mm_config=found.model_config.get_multimodal_config)
+    *_, dummy_inputs = qwen_factories(qwen3_vl.Qwen3VLProcessingInfo)
+    built = dummy_inputs(SimpleNamespace(ctx=context))
+    assert type(built) is qwen3_vl.Qwen3VLDummyInputsBuilder
+
+
+def test_reasons_take_the_place_of_vllms_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """p32: and only where there is one."""
+    from vllm.entrypoints.generate.base.serving import GenerateBaseServing
+    from vllm.exceptions import GenerationError, VLLMValidationError
+
+    from lm_adapter.engines.vllm.failures import listening, send_report
+    from lm_adapter.errors import EncoderUnavailable, ItemFailed
+
+    serving: Any = object.__new__(GenerateBaseServing)
+    serving._raise_if_error("stop", "chatcmpl-1")
+    with pytest.raises(GenerationError, match="Internal server error"):
+        serving._raise_if_error("error", "chatcmpl-1")
+    send_report(listening().name, "chatcmpl-1-0a1b2c3d", EncoderUnavailable("it is away"))
+    with pytest.raises(GenerationError, match="UNAVAILABLE: it is away") as away:
+        serving._raise_if_error("error", "chatcmpl-1")
+    assert away.value.status_code == 503
+    send_report(listening().name, "chatcmpl-2-0a1b2c3d", ItemFailed("no image", reason="X", status=3))
+    with pytest.raises(VLLMValidationError, match="X: no image"):
+        serving._raise_if_error("error", "chatcmpl-2")

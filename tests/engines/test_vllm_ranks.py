@@ -1,0 +1,75 @@
+"""A vLLM of several processes: every rank reads rows for itself, and each API server learns of failures."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engines.agreement import agree
+from tests.engines.conftest import DTYPES
+from tests.engines.pictures import CASES, TEXT, picture, with_pixels
+from tests.engines.processes import Encoder, Stack
+
+FAMILY = "qwen3_vl"
+NUM_REQUESTS = 24
+# Workers that wait for steps take whole cores, of which there may be two.
+PATIENCE_S = 30.0
+SPREAD = {
+    "ranks": ("--tensor-parallel-size", "2", "--api-server-count", "2"),
+    "engines": ("--data-parallel-size", "2", "--api-server-count", "2"),
+}
+pytestmark = [
+    pytest.mark.timeout(600),
+    pytest.mark.parametrize("family", [FAMILY], indirect=True, scope="session"),
+]
+
+
+@pytest.fixture(scope="module", params=["ranks", pytest.param("engines", marks=pytest.mark.extended)])
+def spread(
+    request: pytest.FixtureRequest,
+    family: str,
+    encoder: Encoder,
+    checkpoints: dict[str, Path],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Stack]:
+    folder = tmp_path_factory.mktemp("spread")
+    arguments = SPREAD[request.param]
+    checkpoint, dtype = checkpoints[family], DTYPES[family]
+    with Stack(encoder, checkpoint, dtype, folder, timeout_s=PATIENCE_S, arguments=arguments) as running:
+        yield running
+
+
+def test_tokens_are_those_of_one_process_with_a_tower(
+    tower: dict[str, Any], images: list[bytes], spread: Stack, family: str
+) -> None:
+    numbers = [*range(len(CASES)), *(random.randrange(len(CASES)) for _ in range(NUM_REQUESTS))]
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(lambda number: spread.answer(with_pixels(CASES[number], images)), numbers))
+    agree([tower["answers"][number] for number in numbers], found, DTYPES[family])
+
+
+def test_every_rank_has_read(spread: Stack, images: list[bytes]) -> None:
+    spread.answer(with_pixels(CASES[0], images))
+    readers = set(re.findall(r"\(Worker\w* pid=(\d+)\).*image rows come by", spread.vllm.log))
+    assert len(readers) == 2
+
+
+def test_p32_failures_reach_the_api_server_that_asked(spread: Stack, encoder: Encoder) -> None:
+    """Through each of them: connections are shared among them."""
+    encoder.stop()
+    try:
+        with ThreadPoolExecutor(8) as pool:
+            pictures = [with_pixels(CASES[0], [picture(random.getrandbits(32))]) for _ in range(8)]
+            answers = list(pool.map(spread.chat, pictures))
+    finally:
+        encoder.start()
+    assert {answer.status_code for answer in answers} == {503}
+    assert all("UNAVAILABLE" in answer.text for answer in answers)
+    assert spread.chat(TEXT).status_code == 200
+    spread.answer(with_pixels(CASES[0], [picture(random.getrandbits(32))]))

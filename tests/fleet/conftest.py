@@ -1,0 +1,16 @@
+"""One fleet for all tests of a file: four encoders, two gateways, two callers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.fleet.fleet import Fleet
+
+
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory: pytest.TempPathFactory, checkpoint: Path) -> Iterator[Fleet]:
+    with Fleet(tmp_path_factory.mktemp("fleet"), checkpoint) as found:
+        yield found

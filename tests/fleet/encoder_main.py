@@ -1,0 +1,102 @@
+"""Starts encoders as processes of their own, each a fork of this one, which has imported the service.
+
+Owns their start and what a test may do to them: marked images that crash their encoder or take long, and a
+delay of every item. The service itself knows nothing of it; the patches are here. Commands come as JSON lines
+on the standard input; each is answered with the process id of the new encoder. Encoders end with this
+process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from encoder_service.app import serve
+from encoder_service.cli import announce, leave
+from encoder_service.config import parse_settings
+from encoder_service.errors import StartupError
+from encoder_service.ingest.preprocessor import Preprocessor
+from encoder_service.ops.logs import configure_logs
+from encoder_service.pipeline import EncodeResult, Pipeline
+from encoder_service.types import EncodedFile, Item, LoadedPixels
+from tests.fleet.images import CRASH, HOLD
+
+SLOW_S = 0.4
+ENDING = (signal.SIGINT, signal.SIGTERM)
+
+
+def main() -> None:
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # ended encoders are reaped at once
+    for number in ENDING:  # the end of the input ends this process, whatever a terminal sends to its group
+        signal.signal(number, signal.SIG_IGN)
+    encoders: list[int] = []
+    for line in sys.stdin:
+        command = json.loads(line)
+        pid = os.fork()
+        if pid == 0:
+            become_encoder(Path(command["log"]), command["settings"])
+        encoders.append(pid)
+        print(json.dumps({"pid": pid}), flush=True)
+    for pid in encoders:
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            continue
+
+
+def become_encoder(log: Path, settings: dict[str, Any]) -> None:
+    """What ``vision-encoder serve`` does, with the patches. Never returns."""
+    for number in (signal.SIGCHLD, *ENDING):
+        signal.signal(number, signal.SIG_DFL)
+    with log.open("ab") as file, open(os.devnull, "rb") as nothing:
+        os.dup2(nothing.fileno(), 0)
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    os.setsid()
+    patch(log.with_suffix(".crashes"))
+    try:
+        parsed = parse_settings(**settings)
+        configure_logs(parsed.log_format, parsed.log_level)
+        code = asyncio.run(serve(parsed, announce))
+    except StartupError as error:
+        leave(2, f"cannot start: {error.message}")
+    leave(code)
+
+
+def patch(crashes: Path) -> None:
+    """Marks in a file's bytes have their effect when it is decoded; SIGUSR1 turns the delay on and off."""
+    load, encode = Preprocessor.load, Pipeline.encode
+    slow = False
+
+    def toggle(*_: object) -> None:
+        nonlocal slow
+        slow = not slow
+
+    def marked_load(self: Preprocessor, item: Item) -> LoadedPixels:
+        data = item.content.data if isinstance(item.content, EncodedFile) else b""
+        if CRASH in data:
+            with crashes.open("a") as file:
+                file.write("asked\n")
+            os.kill(os.getpid(), signal.SIGKILL)
+        if HOLD in data:
+            time.sleep(int(data.partition(HOLD)[2][:2]))
+        return load(self, item)
+
+    async def delayed_encode(self: Pipeline, item: Item, **options: Any) -> EncodeResult:
+        if slow:
+            await asyncio.sleep(SLOW_S)
+        return await encode(self, item, **options)
+
+    signal.signal(signal.SIGUSR1, toggle)
+    Preprocessor.load = marked_load  # type: ignore[method-assign]
+    Pipeline.encode = delayed_encode  # type: ignore[method-assign]
+
+
+if __name__ == "__main__":
+    main()

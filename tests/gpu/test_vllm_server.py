@@ -1,0 +1,116 @@
+"""A real vLLM and a real encoder on one GPU: rows come through device memory, and no failure ends the engine.
+
+Needs vLLM's CUDA wheel, which nothing here installs. VLLM_GPU_ARGUMENTS: further arguments of both servers,
+such as an attention backend that the machine has.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engines.agreement import agree, of_response
+from tests.engines.checkpoints import write_checkpoint
+from tests.engines.pictures import CASES, SIZES, TEXT, picture, with_pixels
+
+pytest.importorskip("cuda.bindings.driver", reason="needs cuda-bindings", exc_type=ImportError)
+pytest.importorskip("vllm", reason="needs vLLM", exc_type=ImportError)
+httpx = pytest.importorskip("httpx", reason="needs httpx", exc_type=ImportError)
+processes = pytest.importorskip("tests.engines.processes")
+pytestmark = [pytest.mark.gpu, pytest.mark.whole_device, pytest.mark.timeout(900)]
+
+DTYPE = "bfloat16"
+SHARE = ("--gpu-memory-utilization", "0.3")
+ARGUMENTS = (*SHARE, *os.environ.get("VLLM_GPU_ARGUMENTS", "").split())
+NUM_ROUNDS = 3
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("checkpoint") / "whole", "qwen3_vl", size="small")
+
+
+@pytest.fixture(scope="module")
+def images() -> list[bytes]:
+    return [picture(random.getrandbits(32), *size) for size in SIZES]
+
+
+@pytest.fixture(scope="module")
+def tower(
+    checkpoint: Path, images: list[bytes], tmp_path_factory: pytest.TempPathFactory
+) -> list[dict[str, Any]]:
+    """Answers of a vLLM with its own tower."""
+    folder = tmp_path_factory.mktemp("tower")
+    vllm = processes.VllmServer(checkpoint, DTYPE, None, folder, ARGUMENTS, "cuda")
+    try:
+        vllm.wait_ready()
+        answers = []
+        for case in CASES:
+            body = processes.chat_body(with_pixels(case, images))
+            response = httpx.post(f"{vllm.url}/v1/chat/completions", json=body, timeout=120)
+            assert response.status_code == 200, response.text
+            answers.append(of_response(response.json()))
+        return answers
+    finally:
+        vllm.stop()
+
+
+@pytest.fixture(scope="module")
+def encoder(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    with processes.Encoder(checkpoint, DTYPE, tmp_path_factory.mktemp("encoder"), device="cuda") as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def stack(
+    tower: list[dict[str, Any]], checkpoint: Path, encoder: Any, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Any]:
+    """After the tower's server, whose memory it needs."""
+    folder = tmp_path_factory.mktemp("stack")
+    with processes.Stack(
+        encoder, checkpoint, DTYPE, folder, timeout_s=20.0, arguments=ARGUMENTS, device="cuda"
+    ) as running:
+        yield running
+
+
+def test_p39_rows_give_the_tokens_of_the_tower(
+    tower: list[dict[str, Any]], images: list[bytes], stack: Any
+) -> None:
+    """Alone, again out of caches, and sixteen at once; through device memory."""
+    for _ in range(NUM_ROUNDS):
+        agree(tower, [stack.answer(with_pixels(case, images)) for case in CASES], DTYPE)
+    numbers = [random.randrange(len(CASES)) for _ in range(64)]
+    with ThreadPoolExecutor(16) as pool:
+        found = list(pool.map(lambda number: stack.answer(with_pixels(CASES[number], images)), numbers))
+    agree([tower[number] for number in numbers], found, DTYPE)
+    assert re.findall(r"image rows come by (\w+):", stack.vllm.log)[-1] == "device"
+
+
+def test_p32_failures_end_their_requests_alone(stack: Any, encoder: Any) -> None:
+    broken = picture(random.getrandbits(32))
+    response = stack.chat(with_pixels(CASES[0], [broken[: len(broken) * 9 // 10]]))
+    assert response.status_code == 400, response.text
+    encoder.kill()
+    away = stack.chat(with_pixels(CASES[0], [picture(random.getrandbits(32))]))
+    assert away.status_code == 503, away.text
+    assert stack.chat(TEXT).status_code == 200
+    encoder.start()
+    for _ in range(NUM_ROUNDS):
+        stack.answer(with_pixels(CASES[0], [picture(random.getrandbits(32))]))
+    assert stack.vllm.is_running
+
+
+def test_p24_nothing_is_left_after_many_pictures(stack: Any) -> None:
+    """More bytes of rows than ranks may hold pass through them."""
+    with ThreadPoolExecutor(32) as pool:
+        pictures = [picture(random.getrandbits(32), 448, 448) for _ in range(128)]
+        answers = list(pool.map(lambda one: stack.chat(with_pixels(CASES[0], [one]), max_tokens=1), pictures))
+    assert {answer.status_code for answer in answers} == {200}
+    assert stack.vllm.is_running

@@ -1,0 +1,546 @@
+"""SGLang's encoder protocol over real sockets: HTTP requests in, ZMQ messages out."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import hashlib
+import http.server
+import json
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+import zmq
+
+from encoder_service.errors import ConfigurationError, InvalidRequest, PermissionDenied
+from encoder_service.rpc.sglang import AwaitedReceivers
+from encoder_service.rpc.sglang_push import Receivers
+from lm_adapter import CacheTier, ClipItem, EncodedRows, ImageItem, VisionEncoderClient
+from tests.engines.pictures import clip, data_url
+from tests.integration.conftest import RunningService, running
+from tests.integration.held import wait_until_free
+from tests.integration.images import photo
+from tests.sglang.frames import message_of
+from tests.waiting import PATIENCE_S, wait_until
+
+pytestmark = pytest.mark.without_device
+
+SEND_TIMEOUT_S = 2.0
+FOREIGN = "192.0.2.1"
+
+
+class Receiver:
+    """A ZMQ PULL socket as SGLang's tokenizer binds one."""
+
+    def __init__(self) -> None:
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.PULL)
+        self._socket.setsockopt(zmq.RCVTIMEO, int(PATIENCE_S * 1e3))
+        self.port = self._socket.bind_to_random_port("tcp://127.0.0.1")
+
+    def __enter__(self) -> Receiver:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._socket.close(linger=0)
+        self._context.term()
+
+    def message(self) -> tuple[dict[str, Any], torch.Tensor]:
+        return message_of(self._socket.recv_multipart())
+
+    def is_empty(self) -> bool:
+        return not self._socket.poll(0)
+
+
+class Served:
+    """A service with the protocol, and an HTTP client of it."""
+
+    def __init__(self, service: RunningService) -> None:
+        self.service = service
+        self.http = httpx.Client(base_url=f"http://{service.service.sglang_address}", timeout=PATIENCE_S)
+
+    def encode(self, items: list[Any], port: int | None, **fields: Any) -> httpx.Response:
+        body = {
+            "encoder_idx": 0,
+            "encoder_url": "http://encoder",
+            "mm_items": items,
+            "num_parts": 1,
+            "part_idx": 0,
+            "req_id": "request_local_part_0",
+            "modality": "IMAGE",
+            "prefill_host": "127.0.0.1",
+            "embedding_port": port,
+            "time_stats_json": None,
+            **fields,
+        }
+        return self.http.post("/encode", json=body)
+
+    def is_free(self) -> bool:
+        """Whether the protocol holds no request, no bytes and no receivers."""
+        server = self.service.service._sglang
+        assert server is not None
+        figures = (server._permits.num_calls, server._admission.num_bytes, len(server._awaited))
+        return not any(figures)
+
+    def metric(self, line: str) -> float:
+        """The value of a metric with its labels."""
+        text = self.service.service.metrics.exposition().decode()
+        return sum(float(found.rpartition(" ")[2]) for found in text.splitlines() if found.startswith(line))
+
+
+@contextlib.contextmanager
+def serving(model: Path, device: torch.device, **settings: object) -> Iterator[Served]:
+    with running(model, device, serve_sglang="127.0.0.1:0", **settings) as service:
+        found = Served(service)
+        with found.http:
+            yield found
+
+
+@pytest.fixture(scope="module")
+def shared(checkpoints: dict[str, Path], device: torch.device) -> Iterator[Served]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("encoder_service.rpc.sglang.SEND_TIMEOUT_S", SEND_TIMEOUT_S)
+        with serving(checkpoints["qwen3_vl"], device) as found:
+            yield found
+
+
+@pytest.fixture
+def served(shared: Served) -> Iterator[Served]:
+    """Holds nothing at a test's end."""
+    yield shared
+    wait_until(shared.is_free, "the protocol's end of work")
+    wait_until_free(shared.service)
+    assert shared.http.get("/health").status_code == 200
+
+
+@pytest.fixture
+def receiver() -> Iterator[Receiver]:
+    with Receiver() as found:
+        yield found
+
+
+def message(response: httpx.Response, status: int) -> str:
+    """The words of an answer in the form that SGLang reads."""
+    assert response.status_code == status, response.text
+    answer = response.json()
+    assert set(answer) == {"status", "message", "req_id"}
+    assert answer["status"] == "error"
+    text: str = answer["message"]
+    return text
+
+
+def stated(image: bytes, digest: bytes) -> dict[str, str]:
+    return {"url": data_url(image), "content_hash": f"sha256:{digest.hex()}"}
+
+
+# -- rows ----------------------------------------------------------------------------------------------
+
+
+def test_rows_are_those_of_the_service(served: Served, receiver: Receiver) -> None:
+    images = [photo(96, 64), photo(64, 160)]
+    answered = served.encode(
+        [data_url(images[0]), {"url": data_url(images[1]), "detail": "low"}], receiver.port
+    )
+    assert (answered.status_code, answered.json()) == (200, None)
+    fields, rows = receiver.message()
+    with VisionEncoderClient(served.service.target) as client:
+        expected = client.encode([ImageItem(image) for image in images])
+    assert all(isinstance(one, EncodedRows) for one in expected)
+    # p18, p46: a namespace of its own; another does not see what SGLang's requests have encoded
+    assert [one.tier for one in expected] == [CacheTier.MISS, CacheTier.MISS]
+    assert torch.equal(rows, torch.cat([one.torch() for one in expected]))
+    assert fields["grid_dim"] == [list(one.grid_thw) for one in expected]
+    assert fields["req_id"] == "request_local_part_0"
+    assert fields["video_timestamps"] is None
+    assert served.metric('ve_deliveries_total{transport="zmq"}') >= 2
+    assert served.metric('ve_requests_total{method="sglang/encode",status="OK"}') >= 1
+
+
+def test_parts_of_a_request_come_one_by_one(served: Served, receiver: Receiver) -> None:
+    images = [photo() for _ in range(4)]
+    with ThreadPoolExecutor(4) as pool:
+        answers = list(
+            pool.map(
+                lambda index: served.encode(
+                    [data_url(images[index])],
+                    receiver.port,
+                    num_parts=4,
+                    part_idx=index,
+                    req_id=f"r_local_part_{index}",
+                ),
+                range(4),
+            )
+        )
+    assert [answer.status_code for answer in answers] == [200] * 4
+    found = sorted((receiver.message()[0] for _ in range(4)), key=lambda fields: fields["part_idx"])
+    assert [fields["part_idx"] for fields in found] == [0, 1, 2, 3]
+    assert [fields["req_id"] for fields in found] == [f"r_local_part_{index}" for index in range(4)]
+
+
+def test_p15_equal_images_are_encoded_once(served: Served, receiver: Receiver) -> None:
+    before = served.metric("ve_encoded_items_total"), served.metric('ve_items_total{tier="host"}')
+    image = data_url(photo())
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda _: served.encode([image, image], receiver.port), range(4)))
+    assert served.metric("ve_encoded_items_total") == before[0] + 1
+    rows = [receiver.message()[1] for _ in range(4)]
+    assert all(torch.equal(rows[0], other) for other in rows[1:])
+    assert torch.equal(*rows[0].chunk(2))
+
+
+def test_clips_come_with_the_times_of_their_steps(served: Served, receiver: Receiver) -> None:
+    data = clip(3, num_frames=30, fps=6)
+    url = data_url(data, "video/mp4")
+    assert served.encode([url], receiver.port, modality="VIDEO").status_code == 200
+    fields, rows = receiver.message()
+    with VisionEncoderClient(served.service.target) as client:
+        (expected,) = client.encode([ClipItem(data)])
+    assert isinstance(expected, EncodedRows)
+    assert torch.equal(rows, expected.torch())
+    (times_s,) = fields["video_timestamps"]
+    frames_s = expected.timestamps_s
+    assert fields["grid_dim"] == [list(expected.grid_thw)]
+    assert times_s == [(first + last) / 2 for first, last in zip(frames_s[::2], frames_s[1::2], strict=True)]
+    assert len(times_s) == expected.grid_thw[0]
+
+
+def test_kimi_takes_images_and_no_clips(
+    checkpoints: dict[str, Path], device: torch.device, receiver: Receiver
+) -> None:
+    with serving(checkpoints["kimi_k25"], device) as served:
+        url = data_url(clip(4), "video/mp4")
+        assert "no clips" in message(served.encode([url], receiver.port, modality="VIDEO"), 400)
+        assert served.encode([data_url(photo())], receiver.port).status_code == 200
+        fields, rows = receiver.message()
+        assert list(rows.shape) == fields["shape"]
+
+
+# -- identity ------------------------------------------------------------------------------------------
+
+
+def test_p48_a_stated_hash_is_verified_before_anything_is_stored_under_it(
+    served: Served, receiver: Receiver
+) -> None:
+    image, other = photo(), photo()
+    digest = hashlib.sha256(image).digest()
+    for _ in range(2):
+        assert digest.hex() in message(served.encode([stated(other, digest)], receiver.port), 400)
+    encoded = served.metric("ve_encoded_items_total")
+    assert served.encode([stated(image, digest)], receiver.port).status_code == 200
+    assert served.encode([stated(image, digest)], receiver.port).status_code == 200
+    assert served.metric("ve_encoded_items_total") == encoded + 1
+    assert digest.hex() in message(served.encode([stated(other, digest)], receiver.port), 400)
+    first, second = receiver.message()[1], receiver.message()[1]
+    assert torch.equal(first, second)
+    assert receiver.is_empty()
+
+
+def test_urls_follow_the_services_address_rules(
+    checkpoints: dict[str, Path], device: torch.device, receiver: Receiver, served: Served
+) -> None:
+    assert "no URLs" in message(served.encode(["https://example.invalid/a.png"], receiver.port), 400)
+    image, wrong = photo(), photo()
+    digest = hashlib.sha256(image).digest()
+    with Files({"/a.png": image, "/wrong.png": wrong}) as files:
+        settings = {"url_allow": (files.base,), "url_networks": ("127.0.0.0/8",)}
+        with serving(checkpoints["qwen3_vl"], device, **settings) as fetching:
+            hashed = {"url": f"{files.base}/a.png", "content_hash": f"sha256:{digest.hex()}"}
+            for item in (f"{files.base}/a.png", hashed, hashed, data_url(image)):
+                assert fetching.encode([item], receiver.port).status_code == 200
+            rows = [receiver.message()[1] for _ in range(4)]
+            assert all(torch.equal(rows[0], one) for one in rows[1:])
+            assert files.asked == ["/a.png", "/a.png"]  # not for rows that are held under its hash
+            for url, text in (
+                ("http://169.254.169.254/latest", "not among those"),
+                (f"{files.base}/none.png", "404"),
+            ):
+                assert text in message(fetching.encode([url], receiver.port), 400)
+            other = {"url": f"{files.base}/wrong.png", "content_hash": f"sha256:{'11' * 32}"}
+            assert "11" * 32 in message(fetching.encode([other], receiver.port), 400)
+    assert receiver.is_empty()
+
+
+# -- what is refused -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"mm_items": []}, "0 items, needed is a list of 1 to 256"),
+        ({"mm_items": None}, "NoneType"),
+        ({"mm_items": ["x"] * 257}, "257 items"),
+        ({"mm_items": [7]}, "an item is a int"),
+        ({"mm_items": [{"format": "processor_output"}]}, "needed is a URL"),
+        ({"mm_items": ["/etc/passwd"]}, "cannot be decoded"),
+        ({"mm_items": ["file:///etc/passwd"]}, "cannot be decoded"),
+        ({"mm_items": ["data:image/png,abc"]}, "data URI in base64"),
+        ({"mm_items": ["data:image/png;base64,!"]}, "the data URI cannot be decoded"),
+        ({"mm_items": ["data:image/png;base64,aGVsbG8="]}, "image"),
+        ({"mm_items": [{"url": "x", "content_hash": "md5:00"}]}, "'md5:00', needed is 'sha256:'"),
+        ({"mm_items": [{"url": "x", "content_hash": 3}]}, "content_hash is 3"),
+        ({"modality": "AUDIO"}, "'AUDIO' is not taken, IMAGE, VIDEO are"),
+        ({"modality": None}, "modality"),
+        ({"num_parts": 0}, "num_parts is 0"),
+        ({"num_parts": 1 << 40}, "num_parts is 1099511627776"),
+        ({"part_idx": 1}, "part_idx is 1, needed is a whole number from 0 to 0"),
+        ({"part_idx": True}, "part_idx is True"),
+        ({"req_id": ""}, "req_id"),
+        ({"req_id": 5}, "req_id"),
+        ({"embedding_port": 70_000}, "embedding_port is 70000"),
+        ({"embedding_port": "1"}, "embedding_port is '1'"),
+        ({"prefill_host": "localhost"}, "'localhost' is not an IP address"),
+    ],
+    ids=str,
+)
+def test_a_wrong_body_is_refused_with_words(served: Served, fields: dict[str, Any], text: str) -> None:
+    port = fields.pop("embedding_port", 9)
+    items = fields.pop("mm_items", [data_url(photo())])
+    assert text in message(served.encode(items, port, **fields), 400)
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        (b"", "0 bytes are no JSON"),
+        (b"\xff\x00", "2 bytes are no JSON"),
+        (b"[1]", "the body is a list"),
+        (b"[" * 70_000, "70000 commas and brackets, at most 65536"),
+        (b"[" * 60_000, "no JSON"),
+        (b'{"a":' * 60_000, "no JSON"),
+    ],
+    ids=lambda value: str(value)[:12],
+)
+@pytest.mark.parametrize("path", ["/encode", "/scheduler_receive_url"])
+def test_a_body_that_is_no_object(served: Served, path: str, content: bytes, text: str) -> None:
+    assert text in message(served.http.post(path, content=content), 400)
+
+
+def test_a_body_above_the_limit_is_not_read_to_its_end(
+    checkpoints: dict[str, Path], device: torch.device
+) -> None:
+    with serving(checkpoints["qwen3_vl"], device, max_message_bytes=2 << 20) as served:
+        assert "at most 2097152" in message(served.encode(["A" * (4 << 20)], 9), 400)
+
+
+def test_p46_rows_go_to_no_host_that_is_not_the_callers(served: Served) -> None:
+    """Whatever the request's headers say about its origin."""
+    before = served.metric("ve_encoded_items_total")
+    for headers in ({}, {"X-Forwarded-For": FOREIGN, "Forwarded": f"for={FOREIGN}"}):
+        served.http.headers.update(headers)
+        try:
+            refused = message(served.encode([data_url(photo())], 9, prefill_host=FOREIGN), 403)
+            url = {"req_id": "x", "receive_count": 1, "receive_url": f"{FOREIGN}:9"}
+            named = message(served.http.post("/scheduler_receive_url", json=url), 403)
+        finally:
+            for name in headers:
+                del served.http.headers[name]
+        assert FOREIGN in refused
+        assert FOREIGN in named
+    assert served.metric("ve_encoded_items_total") == before
+
+
+# -- peers that are gone -------------------------------------------------------------------------------
+
+
+def test_a_dead_receiver_costs_its_own_request(served: Served, receiver: Receiver) -> None:
+    with Receiver() as gone:
+        port = gone.port
+    assert "did not take" in message(served.encode([data_url(photo())], port), 504)
+    assert served.encode([data_url(photo())], receiver.port).status_code == 200
+    receiver.message()
+
+
+def test_a_caller_that_hangs_up_ends_its_encode(served: Served) -> None:
+    """While its content waits for a worker: all are kept busy until the caller has left."""
+    service = served.service.service
+    assert service.pipeline is not None
+    inflight, release = service.pipeline.inflight, threading.Event()
+    busy = [service._workers.submit(release.wait) for _ in range(service._workers._max_workers)]
+    try:
+        with httpx.Client(base_url=served.http.base_url) as caller:
+            pending = threading.Thread(target=lambda: hang_up(caller, data_url(photo())))
+            pending.start()
+            wait_until(lambda: len(inflight) == 1, "the encode")
+            pending.join()
+        wait_until(lambda: len(inflight) == 0, "the encode's end")
+        wait_until(served.is_free, "the protocol's end of work")
+        assert served.metric('ve_requests_total{method="sglang/encode",status="CANCELLED"}') == 1
+    finally:
+        release.set()
+        for one in busy:
+            one.result(PATIENCE_S)
+
+
+def hang_up(caller: httpx.Client, url: str) -> None:
+    body = {"req_id": "x", "modality": "IMAGE", "num_parts": 1, "part_idx": 0, "mm_items": [url]}
+    to = {"prefill_host": "127.0.0.1", "embedding_port": 9}
+    with contextlib.suppress(httpx.ReadTimeout):
+        caller.post("/encode", json=body | to, timeout=httpx.Timeout(PATIENCE_S, read=1.0))
+
+
+def test_overload_and_drain_are_answered_503(
+    checkpoints: dict[str, Path], device: torch.device, receiver: Receiver
+) -> None:
+    settings = {"max_queued_bytes": 2 << 20, "max_message_bytes": 2 << 20}
+    with serving(checkpoints["qwen3_vl"], device, **settings) as served:
+        large = base64.b64encode(bytes(3 << 20)).decode()
+        assert "of 2097152" in message(served.encode([large], receiver.port), 503)
+        wait_until(served.is_free)
+        pipeline = served.service.service.pipeline
+        assert pipeline is not None
+        asyncio.run_coroutine_threadsafe(pipeline.drain(0), served.service.loop).result(PATIENCE_S)
+        assert "stopping" in message(served.encode([data_url(photo())], receiver.port), 503)
+    assert receiver.is_empty()
+
+
+# -- receivers that the scheduler's processes name -----------------------------------------------------
+
+
+def name_receiver(served: Served, req_id: str, count: int, port: int) -> httpx.Response:
+    url = {"req_id": req_id, "receive_count": count, "receive_url": f"127.0.0.1:{port}", "modality": "IMAGE"}
+    return served.http.post("/scheduler_receive_url", json=url)
+
+
+@pytest.mark.parametrize("is_named_first", [True, False])
+def test_every_process_that_names_itself_gets_the_rows(served: Served, is_named_first: bool) -> None:
+    req_id = f"tp_{is_named_first}_local_part_0"
+    with Receiver() as first, Receiver() as second, ThreadPoolExecutor(1) as pool:
+
+        def name_all() -> None:
+            for port in (first.port, first.port, second.port):
+                assert name_receiver(served, req_id, 2, port).json() is None
+
+        if is_named_first:
+            name_all()
+        pending = pool.submit(served.encode, [data_url(photo())], None, req_id=req_id)
+        if not is_named_first:
+            assert served.service.service._sglang is not None
+            wait_until(lambda: served.service.service._sglang._awaited, "the request")  # type: ignore[union-attr]
+            name_all()
+        assert pending.result(PATIENCE_S).status_code == 200
+        assert torch.equal(first.message()[1], second.message()[1])
+        assert first.is_empty()
+
+
+def test_receivers_that_nobody_names(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("encoder_service.rpc.sglang.AWAIT_S", 0.2)
+    refused = served.encode([data_url(photo())], None, req_id="nobody")
+    assert "0 of an unknown number of receivers" in message(refused, 504)
+
+
+def test_a_receiver_whose_request_never_comes_is_forgotten(
+    served: Served, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("encoder_service.rpc.sglang.AWAIT_S", 0.05)
+    assert name_receiver(served, "never", 1, receiver.port).status_code == 200
+    wait_until(served.is_free, "the receiver's end")
+
+
+def test_p46_a_foreign_process_cannot_name_itself_for_anothers_request() -> None:
+    """Nor may processes of one request state different numbers."""
+    awaited = AwaitedReceivers()
+    awaited.add("198.51.100.66:9", 2)
+    with pytest.raises(InvalidRequest, match="receive_count is 1, another process stated 2"):
+        awaited.add("198.51.100.67:9", 1)
+    awaited.add("198.51.100.67:9", 2)
+    awaited.add("198.51.100.68:9", 2)
+    assert awaited.urls == ["198.51.100.66:9", "198.51.100.67:9"]
+    with pytest.raises(PermissionDenied, match=r"198\.51\.100\.66"):
+        Receivers([]).endpoint_of(awaited.urls[0], "10.0.0.1")
+
+
+def test_an_id_with_lone_surrogates_and_pages_of_browsers_are_refused_with_words(served: Served) -> None:
+    refused = served.http.post("/encode", content=rb'{"req_id": "\ud800", "modality": "IMAGE"}')
+    assert "num_parts" in message(refused, 400)
+    page = served.http.post("/encode", content=b"{}", headers={"Origin": "http://evil"})
+    assert "browsers" in message(page, 403)
+
+
+# -- the service's life --------------------------------------------------------------------------------
+
+
+def test_a_taken_port_fails_the_start(
+    checkpoints: dict[str, Path], device: torch.device, served: Served
+) -> None:
+    address = served.service.service.sglang_address
+    with (
+        pytest.raises(ConfigurationError, match=address),
+        running(checkpoints["qwen3_vl"], device, serve_sglang=address),
+    ):
+        pass
+
+
+def test_the_service_lists_itself_and_leaves_the_list(
+    checkpoints: dict[str, Path], device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A bootstrap server that was away gets it again; one that is there is left to its own health checks."""
+    monkeypatch.setattr("encoder_service.rpc.sglang.REGISTER_EVERY_S", 0.05)
+    with Files({"/health": b""}) as bootstrap:
+        settings = {"sglang_register": (bootstrap.base,), "sglang_url": "http://encoder:31000"}
+        with serving(checkpoints["qwen3_vl"], device, **settings):
+            wait_until(lambda: bootstrap.asked.count("/health") >= 3, "looks at the server")
+            assert len(bootstrap.bodies) == 1
+            bootstrap.files.clear()
+            wait_until(lambda: len(bootstrap.bodies) >= 2, "another registration")
+    assert set(bootstrap.asked[:-1]) == {"/register_encoder_url", "/health"}
+    assert bootstrap.asked[-1] == "/unregister_encoder_url"
+    assert all(body == {"url": "http://encoder:31000"} for body in bootstrap.bodies)
+
+
+class Files(http.server.ThreadingHTTPServer):
+    """Answers GET with files by path, and POST and DELETE with nothing."""
+
+    daemon_threads = True
+
+    def __init__(self, files: dict[str, bytes]) -> None:
+        self.files = files
+        self.asked: list[str] = []
+        self.bodies: list[Any] = []
+        super().__init__(("127.0.0.1", 0), Handler)
+        self._thread = threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.05})
+
+    def __enter__(self) -> Files:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.shutdown()
+        self._thread.join()
+        self.server_close()
+
+    @property
+    def base(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    server: Files
+
+    def do_GET(self) -> None:
+        self.answer(self.server.files.get(self.path))
+
+    def do_POST(self) -> None:
+        length = int(self.headers["Content-Length"])
+        self.server.bodies.append(json.loads(self.rfile.read(length)))
+        self.answer(b"OK")
+
+    do_DELETE = do_POST
+
+    def answer(self, data: bytes | None) -> None:
+        self.server.asked.append(self.path)
+        self.send_response(404 if data is None else 200)
+        self.send_header("Content-Type", "image/png")
+        self.send_header("Content-Length", str(len(data or b"")))
+        self.end_headers()
+        with contextlib.suppress(ConnectionError):
+            self.wfile.write(data or b"")
+
+    def log_message(self, *_: object) -> None:
+        pass

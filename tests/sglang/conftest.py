@@ -1,0 +1,78 @@
+"""Checkpoints, an encoder and the reference model of each family, for a real SGLang on the CPU.
+
+Collected only where SGLang is installed: `make test-sglang` runs this folder in its own environment.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+if importlib.util.find_spec("sglang") is None:
+    collect_ignore_glob = ["test_*.py"]
+else:
+    from tests.engines.checkpoints import write_checkpoint
+    from tests.engines.pictures import picture
+    from tests.sglang.processes import Encoder
+    from tests.sglang.reference import Reference
+
+FAMILIES = ("qwen3_vl", "qwen3_5")
+
+
+@pytest.fixture(scope="session")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Per family a whole model."""
+    root = tmp_path_factory.mktemp("sglang")
+    return {family: write_checkpoint(root / family, family) for family in FAMILIES}
+
+
+@pytest.fixture(scope="session", params=FAMILIES)
+def family(request: pytest.FixtureRequest) -> str:
+    """Tests are ordered by it, so that one server of each serves all of them."""
+    name: str = request.param
+    return name
+
+
+@pytest.fixture(scope="session")
+def checkpoint(family: str, checkpoints: dict[str, Path]) -> Path:
+    return checkpoints[family]
+
+
+@pytest.fixture(scope="session")
+def reference(checkpoint: Path) -> Reference:
+    return Reference(checkpoint)
+
+
+@contextmanager
+def running_encoder(checkpoint: Path, folder: Path) -> Iterator[Encoder]:
+    # A socket's name has a short limit, which pytest's folders exceed.
+    with (
+        tempfile.TemporaryDirectory(prefix="ve-sgl-") as sockets,
+        Encoder(checkpoint, folder, Path(sockets) / "broker.sock") as running,
+    ):
+        yield running
+
+
+@pytest.fixture(scope="session")
+def encoder(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Encoder]:
+    """The service in float32, with gRPC, a broker and SGLang's protocol."""
+    with running_encoder(checkpoint, tmp_path_factory.mktemp("encoder")) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def other_encoder(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Encoder]:
+    """A second one of the same checkpoint."""
+    with running_encoder(checkpoint, tmp_path_factory.mktemp("other")) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def images() -> list[bytes]:
+    """Three of different sizes."""
+    return [picture(seed, *size) for seed, size in enumerate(((200, 260), (330, 180), (224, 160)))]

@@ -1,0 +1,47 @@
+"""What SGLang needs to be imported on a CPU without AMX. A `.pth` file imports it in every process of the
+tests' environment (deploy/install_sglang.py).
+
+- `import sglang` brings the stand-in for its kernel package first: SGLang looks operators up before it
+  imports the package.
+- The gated norm of Qwen3.5 calls that package's operator, as on a CPU with AMX, in place of Triton.
+- PyPI's torchvision is built for CUDA and its operators do not load beside a CPU torch: the two that its
+  import registers shapes for are declared.
+"""
+
+import importlib
+import importlib.abc
+import importlib.machinery
+import sys
+
+GATED_NORM = "sglang.kernels.ops.attention.fla.layernorm_gated"
+
+
+def declare_operators():
+    import torch
+
+    library = torch.library.Library("torchvision", "FRAGMENT")
+    for name in ("nms", "qnms"):
+        library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    torch.library._torchvision_fragments = library
+
+
+class Finder(importlib.abc.MetaPathFinder):
+    """Acts once before torchvision and sglang are looked for, and after the gated norm has run."""
+
+    def __init__(self):
+        self._before = {
+            "torchvision": declare_operators,
+            "sglang": lambda: importlib.import_module("sgl_kernel"),
+        }
+
+    def find_spec(self, fullname, path=None, target=None):
+        self._before.pop(fullname, lambda: None)()
+        if fullname != GATED_NORM:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(fullname, path)
+        run = spec.loader.exec_module
+        spec.loader.exec_module = lambda module: (run(module), setattr(module, "_use_cpu", True))
+        return spec
+
+
+sys.meta_path.insert(0, Finder())

@@ -1,0 +1,170 @@
+"""SGLang and its encoders as processes on the CPU, and requests to them."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import httpx
+
+from tests.engines.pictures import data_url
+from tests.engines.processes import ROOT, Process, answers, free_port
+
+DOCUMENT = ROOT / "docs" / "sglang.md"
+NUM_TOKENS = 12
+CPU = [
+    *("--device", "cpu", "--attention-backend", "torch_native", "--dtype", "float32", "--disable-cuda-graph"),
+    *("--skip-server-warmup", "--sleep-on-idle", "--host", "127.0.0.1", "--log-level", "info"),
+]
+LANGUAGE_MODEL = ["--max-total-tokens", "4096", "--max-running-requests", "4", "--context-length", "2048"]
+# Of Qwen3.5's recurrent layers, with ENVIRONMENT: all states in float32.
+RECURRENT = ["--disable-radix-cache", "--mamba-ssm-dtype", "float32"]
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+    "SGLANG_MAMBA_CONV_DTYPE": "float32",
+    "SGLANG_USE_CPU_ENGINE": "1",
+}
+
+
+class Sglang:
+    """`sglang.launch_server` of a checkpoint with further arguments, on a port of its own."""
+
+    def __init__(
+        self,
+        checkpoint: Path,
+        folder: Path,
+        arguments: Sequence[str] = (),
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self._process = Process(
+            [
+                *("-m", "sglang.launch_server", "--model-path", str(checkpoint), "--port", str(self.port)),
+                *(*CPU, *arguments),
+            ],
+            folder / "sglang.log",
+            {**ENVIRONMENT, **(environment or {})},
+        )
+
+    def __enter__(self) -> Self:
+        try:
+            self._process.wait_for(lambda: answers(f"{self.url}/health"), "SGLang")
+        except BaseException:
+            self._process.kill()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+
+    @property
+    def is_running(self) -> bool:
+        return self._process.is_running
+
+    @property
+    def log(self) -> str:
+        return self._process.tail(1 << 22)
+
+    def post(self, path: str, body: Mapping[str, Any], timeout_s: float = 60) -> httpx.Response:
+        return httpx.post(self.url + path, json=body, timeout=timeout_s)
+
+    def generate(self, prompt: str | list[int], images: Sequence[bytes], **fields: Any) -> httpx.Response:
+        """SGLang's own request; a prompt has one image placeholder for each image."""
+        key = "text" if isinstance(prompt, str) else "input_ids"
+        sampling = {"temperature": 0, "max_new_tokens": NUM_TOKENS, "ignore_eos": True}
+        media = {"image_data": [data_url(image) for image in images]} if images else {}
+        return self.post("/generate", {key: prompt, "sampling_params": sampling, **media, **fields})
+
+    def tokens(self, prompt: str | list[int], images: Sequence[bytes], **fields: Any) -> list[int]:
+        """Of a request that has to succeed."""
+        response = self.generate(prompt, images, **fields)
+        assert response.status_code == 200, response.text
+        tokens: list[int] = response.json()["output_ids"]
+        return tokens
+
+
+def language_model_arguments(family: str) -> list[str]:
+    return [*LANGUAGE_MODEL, *(RECURRENT if family == "qwen3_5" else [])]
+
+
+class Encoder:
+    """The service with SGLang's protocol, gRPC and a broker, each on an address that stays the same."""
+
+    def __init__(
+        self,
+        checkpoint: Path,
+        folder: Path,
+        broker_path: Path,
+        *,
+        device: str = "cpu",
+        dtype: str = "float32",
+    ) -> None:
+        self.target = f"127.0.0.1:{free_port()}"
+        self.sglang_address = f"127.0.0.1:{free_port()}"
+        self.sglang_url = f"http://{self.sglang_address}"
+        self.broker_path = broker_path
+        self._checkpoint = checkpoint
+        self._on_device = ["--device", device, "--dtype", dtype]
+        if device == "cpu":
+            self._on_device += ["--arena-bytes", str(64 << 20)]
+        self._log = folder / "encoder.log"
+        self._process: Process | None = None
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def start(self) -> None:
+        replaced = {"MODEL": str(self._checkpoint), "127.0.0.1:31000": self.sglang_address}
+        self._process = Process(
+            [
+                *("-m", "encoder_service", *documented("vision-encoder serve", replaced)[1:]),
+                *("--listen", self.target, "--broker-path", str(self.broker_path), *self._on_device),
+                *("--admin-listen", "127.0.0.1:0"),
+            ],
+            self._log,
+            {"OMP_NUM_THREADS": "1"} if "cpu" in self._on_device else {},
+        )
+        try:
+            self._process.wait_for(lambda: answers(f"{self.sglang_url}/health"), "the encoder")
+        except BaseException:
+            self._process.kill()
+            raise
+
+    def stop(self) -> None:
+        if self._process is not None:
+            self._process.stop()
+            self._process = None
+
+    def kill(self) -> None:
+        assert self._process is not None
+        self._process.kill()
+        self._process = None
+
+    @property
+    def log(self) -> str:
+        return self._log.read_text()
+
+
+def plugin_variables(target: str) -> dict[str, str]:
+    """The documented variables that load the plugin, with this encoder's address."""
+    words = documented("SGLANG_EXTERNAL_MM", {"127.0.0.1:50051": target})
+    return dict(word.split("=", 1) for word in words[: words.index("python")])
+
+
+def documented(beginning: str, replaced: Mapping[str, str]) -> list[str]:
+    """The first command of docs/sglang.md that begins so, as a shell would take it, with other values."""
+    blocks = re.findall(r"^```console\n(.*?)^```$", DOCUMENT.read_text(), re.MULTILINE | re.DOTALL)
+    command: str = next(block for block in blocks if block.startswith(beginning))
+    for old, new in replaced.items():
+        assert old in command, f"{beginning} has no {old} in {DOCUMENT}"
+        command = command.replace(old, new)
+    return shlex.split(command.replace("\\\n", " "))

@@ -1,0 +1,375 @@
+"""The plugin in a real SGLang: tokens, caches, positions, and what fails.
+
+One server for each family, with its rows from the session's encoder; at that encoder's address there are
+made-up ones in turn.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import random
+import re
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors import safe_open
+from transformers import AutoConfig, AutoProcessor
+
+import encoder_service
+from encoder_service.ingest.decode import DecodeLimits
+from encoder_service.ingest.registry import load_preprocessor
+from encoder_service.types import PreprocessOptions
+from lm_adapter import VisionEncoderClient
+from lm_adapter.engines.hf_checkpoint import read_config, vision_interface
+from lm_adapter.engines.plugin.images import ImageFile
+from lm_adapter.engines.sglang.prompt import ImagePrompt
+from lm_adapter.engines.sglang.settings import VARIABLE
+from lm_adapter.items import Grid
+from lm_adapter.keys import content_digest
+from lm_adapter.testing import FakeEncoder, FakeScript, Fault, fake_model
+from tests.engines.checkpoints import TOWER_PREFIXES
+from tests.engines.pictures import data_url, picture
+from tests.sglang.processes import Encoder, Sglang, language_model_arguments, plugin_variables
+from tests.sglang.reference import IMAGE, Reference, prompt
+from tests.waiting import wait_until
+
+pytestmark = [pytest.mark.timeout(400), pytest.mark.filterwarnings("ignore")]
+only_qwen3_vl = pytest.mark.parametrize("family", ["qwen3_vl"], indirect=True, scope="session")
+
+PUBLISHED_KIMI = Path(encoder_service.__file__).parent / "towers" / "synthetic" / "published" / "kimi_k25"
+TIMEOUT_S = 4.0
+ONE = prompt(IMAGE, "What is in the picture?")
+TEXT = prompt("Say something about waves.")
+# Prompts, and which images they have.
+CASES = (
+    (ONE, (0,)),
+    (prompt("Look at this: ", IMAGE), (1,)),
+    (prompt(IMAGE, IMAGE, "Compare the two."), (0, 1)),
+    (prompt("First ", IMAGE, " then ", IMAGE, " and ", IMAGE), (2, 0, 2)),
+    (TEXT, ()),
+)
+# Of a picture of 200 x 260 pixels.
+GRID = Grid(1, 20, 16)
+NUM_ROWS = 80
+# The geometry of the tiny Qwen3-VL.
+WIDTH = {"out_width": 64, "num_deepstack_levels": 2, "dtype": "float32"}
+
+
+@pytest.fixture(scope="session")
+def plugin(
+    family: str, checkpoint: Path, encoder: Encoder, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Sglang]:
+    environment = plugin_variables(encoder.target)
+    settings = json.loads(environment[VARIABLE]) | {"timeout_s": TIMEOUT_S, "retry_s": 2.0, "finite": True}
+    environment[VARIABLE] = json.dumps(settings)
+    folder = tmp_path_factory.mktemp("plugin")
+    # Prefill is chunked, and cuts images.
+    arguments = [*language_model_arguments(family), "--chunked-prefill-size", "64"]
+    with Sglang(checkpoint, folder, arguments, environment) as running:
+        yield running
+
+
+@pytest.fixture
+def lives_on(plugin: Sglang) -> Iterator[None]:
+    """The server answers text after the test."""
+    yield
+    assert plugin.is_running
+    assert plugin.generate(TEXT, []).status_code == 200
+
+
+def chat(server: Sglang, image: bytes, **fields: Any) -> httpx.Response:
+    parts = [
+        {"type": "image_url", "image_url": {"url": data_url(image)}},
+        {"type": "text", "text": "What is it?"},
+    ]
+    messages = [{"role": "user", "content": parts}]
+    return server.post(
+        "/v1/chat/completions",
+        {"model": "model", "messages": messages, "max_tokens": 4, "temperature": 0, **fields},
+    )
+
+
+def new_picture() -> tuple[bytes, bytes]:
+    """A picture of GRID, and its digest."""
+    data = picture(random.getrandbits(32))
+    return data, content_digest(data)
+
+
+def rejected(response: httpx.Response, status: int, *words: str) -> None:
+    assert response.status_code == status, response.text
+    assert all(word in response.text for word in words), response.text
+
+
+def test_tokens_are_those_of_transformers(plugin: Sglang, reference: Reference, images: list[bytes]) -> None:
+    """The second time with the prefix cache, where there is one."""
+    expected = [reference.tokens(text, [images[index] for index in chosen]) for text, chosen in CASES]
+    assert len({tuple(tokens) for tokens in expected}) == len(CASES)
+    for _ in range(2):
+        for (text, chosen), tokens in zip(CASES, expected, strict=True):
+            assert plugin.tokens(text, [images[index] for index in chosen]) == tokens
+
+
+def test_prompts_of_ids_and_several_samples(
+    plugin: Sglang, reference: Reference, images: list[bytes]
+) -> None:
+    """p02, p05: ids that are expanded already; samples of one prompt; SGLang's own word for an image."""
+    text, chosen = CASES[2]
+    mine = [images[index] for index in chosen]
+    expected = reference.tokens(text, mine)
+    assert plugin.tokens(reference.ids(text, mine), mine) == expected
+    sampling = {"temperature": 0, "max_new_tokens": len(expected), "ignore_eos": True, "n": 2}
+    response = plugin.generate(
+        text.replace(IMAGE, "<image>"),
+        [],
+        # A list of images for each of one prompt.
+        image_data=[[data_url(image) for image in mine]],
+        sampling_params=sampling,
+    )
+    assert response.status_code == 200, response.text
+    assert [sample["output_ids"] for sample in response.json()] == [expected] * 2
+
+
+def test_text_and_images_at_once(plugin: Sglang, reference: Reference, images: list[bytes]) -> None:
+    """p02, p25: requests of all kinds in the same batches."""
+    expected = [reference.tokens(text, [images[index] for index in chosen]) for text, chosen in CASES]
+    numbers = [random.randrange(len(CASES)) for _ in range(16)]
+
+    def ask(number: int) -> list[int]:
+        text, chosen = CASES[number]
+        return plugin.tokens(text, [images[index] for index in chosen])
+
+    with ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(ask, numbers)) == [expected[number] for number in numbers]
+
+
+def test_no_tower_is_built(plugin: Sglang, checkpoint: Path) -> None:
+    """The module tree has as many parameters as the checkpoint has without its tower."""
+    num_parameters = 0
+    for path in checkpoint.glob("*.safetensors"):
+        with safe_open(path, "pt") as file:
+            num_parameters += sum(
+                np.prod(file.get_slice(name).get_shape())
+                for name in file.keys()  # noqa: SIM118 - no mapping
+                if not name.startswith(TOWER_PREFIXES)
+            )
+    (found,) = re.findall(r"is built without a vision tower: (\d+) parameters", plugin.log)
+    assert int(found) == num_parameters
+
+
+def test_rows_come_through_shared_memory(plugin: Sglang) -> None:
+    """Once the client has attached itself, which the first image begins."""
+    assert plugin.generate(ONE, [new_picture()[0]]).status_code == 200
+    wait_until(lambda: "rows come by host:" in plugin.log)
+    assert plugin.generate(ONE, [new_picture()[0]]).status_code == 200
+
+
+@only_qwen3_vl
+def test_p12_a_second_turn_reuses_the_first_images_prefix(plugin: Sglang, reference: Reference) -> None:
+    """By content: of another picture of the same size nothing is taken."""
+    image, other, added = (new_picture()[0] for _ in range(3))
+    turns = f"{ONE}It is a wave.<|im_end|>\n{prompt(IMAGE, 'And this one?')}"
+    first = plugin.generate(ONE, [image]).json()
+    num_before = len(reference.ids(ONE.partition(IMAGE)[0], [])) + 1
+    assert first["meta_info"]["cached_tokens"] <= num_before
+
+    apart = plugin.generate(turns, [other, added]).json()
+    assert apart["meta_info"]["cached_tokens"] <= num_before
+    second = plugin.generate(turns, [image, added]).json()
+    assert second["meta_info"]["cached_tokens"] >= len(reference.ids(ONE, [image])) - 1
+    assert second["output_ids"] == reference.tokens(turns, [image, added])
+    assert apart["output_ids"] == reference.tokens(turns, [other, added])
+
+
+def test_positions_are_sglangs_own(checkpoint: Path) -> None:
+    """p01, p03, p04: of prompts of up to three images of any size, also such that end in vision."""
+    from sglang.srt.layers.rotary_embedding import MRotaryEmbedding
+
+    config = read_config(checkpoint)
+    interface = vision_interface(config)
+    start, end = config["vision_start_token_id"], config["vision_end_token_id"]
+    for seed in range(100):
+        draw = random.Random(seed)
+        grids = [Grid(1, 2 * draw.randint(1, 9), 2 * draw.randint(1, 9)) for _ in range(draw.randint(1, 3))]
+        ids = []
+        for _ in grids:
+            ids += [draw.randrange(500) for _ in range(draw.randint(0, 9))]
+            ids += [start, interface.image_placeholder_id, end]
+        ids += [draw.randrange(500) for _ in range(draw.randint(0, 9))]
+        found = ImagePrompt.of(ids, grids, interface)
+        positions, delta = MRotaryEmbedding.get_rope_index(
+            spatial_merge_size=interface.merge_size,
+            image_token_id=interface.image_placeholder_id,
+            video_token_id=interface.video_placeholder_id,
+            vision_start_token_id=start,
+            model_type=interface.model_type,
+            input_ids=torch.tensor([found.ids]),
+            image_grid_thw=torch.tensor(grids),
+        )
+        assert found.positions is not None
+        assert found.positions.prompt.tolist() == positions.squeeze(1).tolist()
+        assert found.positions.delta == int(delta)
+
+
+def test_grids_are_the_processors_own(checkpoint: Path) -> None:
+    """From a size alone."""
+    from lm_adapter.engines.sglang.processors import grid_rule
+
+    processor = AutoProcessor.from_pretrained(checkpoint)
+    interface = vision_interface(read_config(checkpoint))
+    rule = grid_rule(interface, AutoConfig.from_pretrained(checkpoint), processor)
+    draw = random.Random(0)
+    for _ in range(20):
+        size = draw.randint(20, 600), draw.randint(20, 600)
+        inputs = processor.image_processor(images=[Image.new("RGB", size)], return_tensors="pt")
+        assert [list(rule(ImageFile(b"", *size)))] == inputs["image_grid_thw"].tolist()
+
+
+def test_kimis_grids_are_the_services() -> None:
+    """p09: SGLang's rule and ours, with the published settings."""
+    from lm_adapter.engines.sglang.processors import grid_rule
+
+    settings = json.loads((PUBLISHED_KIMI / "preprocessor_config.json").read_text())
+    processor = SimpleNamespace(media_processor=SimpleNamespace(media_proc_cfg=settings["media_proc_cfg"]))
+    rule = grid_rule(vision_interface(read_config(PUBLISHED_KIMI)), None, processor)
+    service = load_preprocessor(PUBLISHED_KIMI, "kimi_k25", DecodeLimits(1 << 30, 1 << 30))
+    draw = random.Random(0)
+    for most in [60, 600, 12000] * 20:
+        width, height = draw.randint(1, most), draw.randint(1, most)
+        assert (
+            rule(ImageFile(b"", width, height)) == service.plan_image(height, width, PreprocessOptions()).grid
+        )
+
+
+def test_what_is_an_image(images: list[bytes]) -> None:
+    """Also where SGLang runs offline. Rows of a client's own are none."""
+    from lm_adapter.engines.sglang.processors import image_file
+
+    opened = Image.open(io.BytesIO(images[0]))
+    for form in (images[0], data_url(images[0])):
+        assert image_file(form).data == images[0]
+    for pixels in (opened, np.asarray(opened), torch.tensor(np.asarray(opened))):
+        assert image_file(pixels).size == opened.size
+    rows = {"format": "processor_output", "precomputed_embeddings": torch.zeros(1, 1)}
+    for refused, words in (
+        (rows, "come from the encoder"),
+        ("data:image/png;base64,!", "Failed to load image"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            image_file(refused)
+
+
+@pytest.mark.usefixtures("lives_on")
+@only_qwen3_vl
+def test_p33_what_a_client_may_not_send(plugin: Sglang, images: list[bytes]) -> None:
+    rejected(plugin.generate(ONE, [b"no image at all"]), 400, "cannot identify")
+    broken, _ = new_picture()
+    rejected(plugin.generate(ONE, [broken[: len(broken) // 2]]), 400, "damaged")
+    rejected(chat(plugin, broken[: len(broken) // 2], stream=True), 400, "damaged")
+    rejected(plugin.generate(ONE, images[:2]), 400, "1 placeholders", "2 items")
+    rejected(plugin.generate(TEXT, images[:1]), 400, "placeholders")
+    for fields, words in (
+        ({"image_data": [data_url(images[0])], "mm_hashes": ["1f"]}, "mm_hashes"),
+        ({"video_data": ["data:video/mp4;base64,AAAA"]}, "video_data"),
+    ):
+        rejected(plugin.generate(ONE, [], **fields), 400, words)
+
+
+@pytest.mark.usefixtures("lives_on")
+def test_p32_an_encoder_that_is_killed_and_comes_back(
+    plugin: Sglang, encoder: Encoder, reference: Reference, images: list[bytes]
+) -> None:
+    """Whole answers and streams, of both of SGLang's interfaces; text meanwhile."""
+    image, _ = new_picture()
+    assert plugin.generate(ONE, [image]).status_code == 200
+    encoder.kill()
+    try:
+        started_s = time.monotonic()
+        with ThreadPoolExecutor(5) as pool:
+            asked = [
+                pool.submit(plugin.generate, ONE, [new_picture()[0]]),
+                pool.submit(chat, plugin, new_picture()[0]),
+                pool.submit(chat, plugin, new_picture()[0], stream=True),
+            ]
+            streamed = pool.submit(plugin.generate, ONE, [new_picture()[0]], stream=True)
+            text = pool.submit(plugin.tokens, TEXT, [])
+            for answer in asked:
+                rejected(answer.result(), 503, "UNAVAILABLE")
+        assert time.monotonic() - started_s < 2 * TIMEOUT_S
+        event = json.loads(streamed.result().text.splitlines()[0].removeprefix("data: "))
+        assert event["error"]["code"] == 503
+        assert "UNAVAILABLE" in event["error"]["message"]
+        assert text.result() == reference.tokens(TEXT, [])
+    finally:
+        encoder.start()
+    assert plugin.tokens(ONE, [image]) == reference.tokens(ONE, [image])
+
+
+@contextmanager
+def in_place_of(encoder: Encoder, script: FakeScript) -> Iterator[FakeEncoder]:
+    """A made-up encoder at the real one's address, then the real one again."""
+    encoder.stop()
+    try:
+        with FakeEncoder(encoder.target, script=script) as fake:
+            with VisionEncoderClient(encoder.target) as client:
+                client.wait_ready(30)
+            yield fake
+    finally:
+        encoder.start()
+
+
+@only_qwen3_vl
+@pytest.mark.usefixtures("lives_on")
+def test_p22_p32_rows_of_a_broken_encoder_fail_their_request_alone(plugin: Sglang, encoder: Encoder) -> None:
+    """Each beside one whose rows are right; then encoders of other models, and one that does not answer."""
+    faults = {
+        Fault.WRONG_NUM_ROWS: (f"{NUM_ROWS + 1} rows", f"needs {NUM_ROWS}"),
+        Fault.WRONG_WIDTH: ("width", "192"),
+        Fault.WRONG_LEVELS: ("num_deepstack_levels",),
+        Fault.WRONG_GRID: ("grid_thw",),
+        Fault.WRONG_DTYPE: ("dtype",),
+        Fault.NON_FINITE: ("finite",),
+        Fault.SHORT_CHUNK: (),
+        Fault.MISSING_ITEM: (),
+        Fault.GARBAGE: (),
+        Fault.ABORT: (),
+    }
+    with in_place_of(encoder, FakeScript(model=fake_model(**WIDTH))) as fake:
+        for fault, words in faults.items():
+            (bad, bad_digest), (good, good_digest) = new_picture(), new_picture()
+            fake.script.grids |= {bad_digest: GRID, good_digest: GRID}
+            fake.script.faults[bad_digest] = fault
+            with ThreadPoolExecutor(2) as pool:
+                of_bad, of_good = pool.map(lambda image: plugin.generate(ONE, [image]), (bad, good))
+            assert of_good.status_code == 200, of_good.text
+            assert of_bad.status_code in (502, 503), (fault, of_bad.text)
+            rejected(of_bad, of_bad.status_code, *words)
+
+        image, digest = new_picture()
+        for model, grid, words in (
+            ({"out_width": 48}, GRID, ("width is 144, expected 192",)),
+            ({"num_deepstack_levels": 1}, GRID, ("num_deepstack_levels is 1, expected 2",)),
+            ({"dtype": "bfloat16"}, GRID, ("dtype is bfloat16, expected float32",)),
+            ({}, Grid(1, 16, 20), ("(1, 16, 20)", "(1, 20, 16)")),
+        ):
+            fake.stop()
+            fake.script = FakeScript(model=fake_model(**WIDTH | model), grids={digest: grid})
+            fake.start()
+            rejected(plugin.generate(ONE, [image]), 502, "INVALID_ROWS", *words)
+
+        fake.script.faults[digest] = Fault.HANG
+        with ThreadPoolExecutor(1) as pool:
+            slow = pool.submit(plugin.generate, ONE, [image])
+            assert plugin.generate(TEXT, []).status_code == 200
+            assert not slow.done()
+            rejected(slow.result(), 504, "DEADLINE_EXCEEDED")

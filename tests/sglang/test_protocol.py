@@ -1,0 +1,110 @@
+"""SGLang as it comes, without its tower (`--language-only --encoder-urls`), fed by its own protocol."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.engines.pictures import clip, data_url
+from tests.sglang.processes import Encoder, Sglang, documented, language_model_arguments
+from tests.sglang.reference import CLIP, IMAGE, Reference, prompt
+
+TEXT = prompt("Say something about waves.")
+ONE = prompt(IMAGE, "What is in the picture?")
+TWO = prompt(IMAGE, "and", IMAGE, "Compare the two.")
+
+
+@pytest.fixture(scope="session")
+def server(
+    family: str,
+    checkpoint: Path,
+    encoder: Encoder,
+    other_encoder: Encoder,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Sglang]:
+    """Two images go to two encoders, one to either."""
+    urls = f"{encoder.sglang_url} {other_encoder.sglang_url}"
+    command = documented("python -m sglang.launch_server", {"http://127.0.0.1:31000": urls})
+    arguments = [*language_model_arguments(family), *command[command.index("--language-only") :]]
+    with Sglang(checkpoint, tmp_path_factory.mktemp("protocol"), arguments) as running:
+        yield running
+
+
+@pytest.fixture(autouse=True)
+def lives(server: Sglang) -> Iterator[None]:
+    """After every test the server answers text."""
+    yield
+    assert server.is_running
+    assert server.generate(TEXT, []).status_code == 200
+
+
+def test_tokens_are_those_of_the_whole_model(
+    server: Sglang, reference: Reference, images: list[bytes]
+) -> None:
+    assert server.tokens(TEXT, []) == reference.tokens(TEXT, [])
+    for image in images:
+        assert server.tokens(ONE, [image]) == reference.tokens(ONE, [image])
+    for pair in (images[:2], images[1:], [images[2], images[2]]):
+        assert server.tokens(TWO, pair) == reference.tokens(TWO, pair)
+
+
+def test_tokens_of_clips_beside_images(server: Sglang, reference: Reference, images: list[bytes]) -> None:
+    clips = [clip(5, num_frames=30, fps=6), clip(6, num_frames=13, fps=3)]
+    urls = [data_url(one, "video/mp4") for one in clips]
+    alone, beside = prompt(CLIP, "What happens?"), prompt(CLIP, IMAGE, CLIP, "Compare them.")
+    assert server.tokens(alone, [], video_data=urls[:1]) == reference.tokens(alone, [], clips[:1])
+    assert server.tokens(beside, images[:1], video_data=urls) == reference.tokens(beside, images[:1], clips)
+
+
+def test_a_second_turn_reuses_the_first_ones_prefix(
+    server: Sglang, family: str, reference: Reference, images: list[bytes]
+) -> None:
+    first, image = prompt(IMAGE, "Which colours has it?"), [images[0]]
+    server.tokens(first, image)
+    second = first + "Waves.<|im_end|>\n<|im_start|>user\nAnd shapes?<|im_end|>\n<|im_start|>assistant\n"
+    answer = server.generate(second, image).json()
+    assert answer["output_ids"] == reference.tokens(second, image)
+    if family == "qwen3_vl":  # SGLang runs Qwen3.5 on a CPU without its prefix cache
+        assert answer["meta_info"]["cached_tokens"] >= len(reference.ids(first, image)) - 1
+
+
+def test_a_conversation_states_the_contents_hash(server: Sglang, images: list[bytes]) -> None:
+    """Verified as SGLang's own encoder does: a wrong one is refused and stores nothing."""
+
+    def ask(digest: str) -> httpx.Response:
+        url = {"url": data_url(images[1]), "content_hash": f"sha256:{digest}"}
+        parts = [{"type": "image_url", "image_url": url}, {"type": "text", "text": "What is it?"}]
+        body: dict[str, Any] = {"model": "model", "messages": [{"role": "user", "content": parts}]}
+        return server.post("/v1/chat/completions", {**body, "max_tokens": 4, "temperature": 0})
+
+    right, other = (hashlib.sha256(image).hexdigest() for image in (images[1], images[0]))
+    assert ask(other).status_code == 503
+    assert ask(right).status_code == 200
+    assert ask(other).status_code == 503
+
+
+def test_an_image_that_is_none_fails_its_own_request(
+    server: Sglang, reference: Reference, images: list[bytes]
+) -> None:
+    broken = images[0][:200]
+    for prompt_text, sent in ((ONE, [broken]), (TWO, [images[0], broken])):
+        refused = server.generate(prompt_text, sent)
+        assert refused.status_code == 503
+        assert "did not return multimodal embeddings" in refused.text
+    assert server.tokens(ONE, images[:1]) == reference.tokens(ONE, images[:1])
+
+
+def test_an_encoder_that_is_killed_and_started_again(
+    server: Sglang, encoder: Encoder, reference: Reference, images: list[bytes]
+) -> None:
+    encoder.kill()
+    try:
+        assert server.generate(TWO, images[:2]).status_code == 503
+    finally:
+        encoder.start()
+    assert server.tokens(TWO, images[:2]) == reference.tokens(TWO, images[:2])

@@ -1,0 +1,152 @@
+"""p45: a later start uses the kernel choices of a former one without measuring; a wrong file is ignored."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from structlog.testing import capture_logs
+
+from encoder_service.engine import fast_path
+from encoder_service.engine.fast_path import KernelCandidates, choose_kernels
+from encoder_service.towers.attention import SdpaAttention, SequenceBounds
+from encoder_service.towers.attention.select import ShapeCase
+from encoder_service.towers.gemm import TORCH_GEMM
+
+CASES = {(32, 32): ShapeCase("32x32", (20, 5), 32, 4, 32), (64, 64): ShapeCase("64x64", (40,), 64, 4, 64)}
+TOWER: Any = SimpleNamespace(
+    config=SimpleNamespace(hidden_size=16, intermediate_size=32, num_heads=2, rope_theta=1e4),
+    dtype=torch.float32,
+    device=torch.device("cpu"),
+    merges_time=False,
+)
+
+
+class Attention(SdpaAttention):
+    """Right, or wrong from the moment that ``factor`` is not 1."""
+
+    static_lengths = False
+
+    def __init__(self, name: str) -> None:
+        super().__init__(one_by_one=True)
+        self.name = name  # type: ignore[misc]
+        self.factor = 1.0
+
+    def attend(
+        self, q_PHd: torch.Tensor, k_PHd: torch.Tensor, v_PHd: torch.Tensor, bounds: SequenceBounds
+    ) -> torch.Tensor:
+        return super().attend(q_PHd, k_PHd, v_PHd, bounds) * self.factor
+
+
+class Start:
+    """One start after another on the same stand-in for a device."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.folder = folder
+        self.environment: dict[str, Any] = {"device": "a GPU", "driver": "1.2", "versions": {"torch": "2.13"}}
+        self.backends = [Attention("slow"), Attention("fast")]
+        self.num_timed = 0
+        monkeypatch.setattr(fast_path, "graph_time_ms", self._time_ms)
+        monkeypatch.setattr(fast_path, "environment_of", lambda device: self.environment)
+
+    def _time_ms(self, run: Callable[[], object]) -> float:
+        """The first backend is timed on both cases before the second one."""
+        self.num_timed += 1
+        return 2.0 if self.num_timed <= len(CASES) else 1.0
+
+    def __call__(self, *, deterministic: bool = False) -> tuple[set[str], int]:
+        """The backends that were chosen, and how many runs were timed for it."""
+        self.num_timed = 0
+        candidates = KernelCandidates(
+            TOWER, self.backends, [TORCH_GEMM], CASES, [], deterministic=deterministic
+        )
+        attention, _ = choose_kernels(candidates, self.folder)
+        return {backend.name for backend in attention.choices.values()}, self.num_timed
+
+    @property
+    def file(self) -> Path:
+        (path,) = self.folder.iterdir()
+        return path
+
+
+@pytest.fixture
+def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Start:
+    return Start(tmp_path / "made" / "later", monkeypatch)
+
+
+def test_p45_a_later_start_measures_nothing(start: Start) -> None:
+    assert start() == ({"fast"}, 4)
+    assert start() == ({"fast"}, 0)
+
+
+@pytest.mark.parametrize("name", ["device", "driver", "versions"])
+def test_p45_another_device_driver_or_version_measures_anew(start: Start, name: str) -> None:
+    start()
+    start.environment = {**start.environment, name: "another"}
+    assert start() == ({"fast"}, 4)
+    assert start() == ({"fast"}, 0)
+
+
+def with_field(name: str, value: Any) -> Callable[[str], str]:
+    return lambda text: json.dumps({**json.loads(text), name: value})
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda text: "",
+        lambda text: text[: len(text) // 2],
+        lambda text: "[" * 100_000,
+        lambda text: "[1, 2]",
+        with_field("format", 2),
+        with_field("measured_for", {"device": "a foreign GPU"}),
+        with_field("attention", {"32x32": "fast"}),
+        with_field("attention", {"32x32": "fast", "64x64": "of another release"}),
+        with_field("attention", ["fast", "fast"]),
+        with_field("gemms", {"rotate": 3}),
+    ],
+)
+def test_p45_a_file_that_cannot_be_right_is_ignored_with_a_line(
+    start: Start, damage: Callable[[str], str]
+) -> None:
+    start()
+    start.file.write_text(damage(start.file.read_text()))
+    with capture_logs() as logs:
+        assert start() == ({"fast"}, 4)
+    assert [entry["event"] for entry in logs].count("kernel choices ignored") == 1
+    assert start() == ({"fast"}, 0)
+
+
+def test_a_saved_backend_that_is_wrong_by_now_is_not_used(start: Start) -> None:
+    start()
+    start.backends[1].factor = 1.5
+    with capture_logs() as logs:
+        assert start()[0] == {"slow"}
+    assert any("relative error" in entry.get("reason", "") for entry in logs)
+
+
+def test_without_a_known_driver_nothing_is_kept(start: Start) -> None:
+    start.environment["driver"] = None
+    assert start() == ({"fast"}, 4)
+    assert not start.folder.exists()
+
+
+def test_deterministic_choices_are_one_backend(start: Start) -> None:
+    """Two backends round differently."""
+    assert start(deterministic=True) == ({"fast"}, 4)
+    mixed = {"32x32": "slow", "64x64": "fast"}
+    start.file.write_text(with_field("attention", mixed)(start.file.read_text()))
+    assert start(deterministic=True) == ({"fast"}, 4)
+
+
+def test_a_folder_that_is_a_file_costs_a_line_only(start: Start, tmp_path: Path) -> None:
+    start.folder = tmp_path / "file"
+    start.folder.write_text("")
+    with capture_logs() as logs:
+        assert start() == ({"fast"}, 4)
+    assert "kernel choices not kept" in [entry["event"] for entry in logs]

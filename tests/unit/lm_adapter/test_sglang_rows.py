@@ -1,0 +1,171 @@
+"""Rows for a request: what is asked of the encoder, what is refused, and the ids that go with them."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lm_adapter.engines.hf_checkpoint import VisionInterface
+from lm_adapter.engines.plugin.geometry import Geometry
+from lm_adapter.engines.plugin.images import ImageFile
+from lm_adapter.engines.sglang.prompt import ImagePrompt, with_placeholders
+from lm_adapter.engines.sglang.rows import RowReader
+from lm_adapter.engines.sglang.settings import Settings
+from lm_adapter.errors import DeadlineExceeded, EncoderError, InvalidRequest, InvalidRows
+from lm_adapter.items import Grid
+from lm_adapter.keys import content_digest
+from lm_adapter.testing import FakeEncoder, Fault, fake_model, fake_rows
+from tests.waiting import wait_until
+
+pytestmark = pytest.mark.anyio
+MODEL = fake_model("qwen3_vl")
+GEOMETRY = Geometry(MODEL.width, "float32", MODEL.num_deepstack_levels, 2, merges_time=False)
+GRID = Grid(1, 4, 6)
+
+
+def image(content: bytes) -> ImageFile:
+    """The fake encoder decodes nothing."""
+    return ImageFile(content, 96, 64, content_digest(content))
+
+
+@pytest.fixture
+def fake() -> Iterator[FakeEncoder]:
+    with FakeEncoder() as running:
+        running.script.grids = {content_digest(bytes([number])): GRID for number in range(8)}
+        yield running
+
+
+@pytest.fixture
+def reader(fake: FakeEncoder) -> Iterator[RowReader]:
+    made = RowReader(Settings(target=fake.target, timeout_s=10.0, retry_s=5.0), GEOMETRY)
+    yield made
+    made.close()
+
+
+async def test_rows_of_each_image_in_order(fake: FakeEncoder, reader: RowReader) -> None:
+    fake.script.order = "reverse"
+    images = [image(bytes([number])) for number in (3, 1, 3)]
+    rows = await reader.read(images, [GRID] * 3)
+    for found, asked in zip(rows, images, strict=True):
+        assert found.content_digest == asked.digest
+        assert (found.numpy() == fake_rows(asked.digest, 6, MODEL.width)).all()
+    assert rows[0].key == rows[2].key != rows[1].key
+
+
+@pytest.mark.parametrize(
+    "fault", [Fault.WRONG_NUM_ROWS, Fault.WRONG_WIDTH, Fault.WRONG_LEVELS, Fault.WRONG_DTYPE]
+)
+async def test_p22_rows_that_contradict_the_result_are_refused(
+    fake: FakeEncoder, reader: RowReader, fault: Fault
+) -> None:
+    bad = image(b"\0")
+    fake.script.faults[bad.digest] = fault
+    with pytest.raises(InvalidRows) as refused:
+        await reader.read([image(b"\1"), bad], [GRID, GRID])
+    assert refused.value.field == fault.value
+    assert await reader.read([image(b"\1")], [GRID])
+
+
+@pytest.mark.parametrize(
+    ("geometry", "words"),
+    [
+        ({"width": 64}, "width is 128, expected 64"),
+        ({"num_levels": 1}, "num_deepstack_levels is 3, expected 1"),
+        ({"dtype": "bfloat16"}, "dtype is float32, expected bfloat16"),
+    ],
+)
+async def test_p22_rows_of_another_model_are_refused(
+    fake: FakeEncoder, geometry: dict[str, Any], words: str
+) -> None:
+    reader = RowReader(Settings(target=fake.target), dataclasses.replace(GEOMETRY, **geometry))
+    with pytest.raises(InvalidRows, match=words):
+        await reader.read([image(b"\0")], [GRID])
+    reader.close()
+
+
+async def test_p11_another_grid_is_refused(reader: RowReader) -> None:
+    """Of as many rows."""
+    with pytest.raises(InvalidRows, match=r"\(1, 4, 6\), expected \(1, 6, 4\)"):
+        await reader.read([image(b"\0")], [Grid(1, 6, 4)])
+
+
+async def test_p32_an_encoder_that_restarts_is_waited_for(fake: FakeEncoder, reader: RowReader) -> None:
+    """Also one with other settings, whose rows the client has compared with the former one's."""
+    await reader.read([image(b"\0")], [GRID])
+    fake.stop()
+    reading = asyncio.create_task(reader.read([image(b"\1")], [GRID]))
+    await asyncio.to_thread(fake.start)
+    (rows,) = await reading
+    assert rows.content_digest == content_digest(b"\1")
+
+
+async def test_p32_an_encoder_that_is_away_or_slow_fails_in_time(fake: FakeEncoder) -> None:
+    reader = RowReader(Settings(target=fake.target, timeout_s=0.5, retry_s=0.1), GEOMETRY)
+    fake.script.faults[content_digest(b"\0")] = Fault.HANG
+    with pytest.raises(DeadlineExceeded):
+        await reader.read([image(b"\0")], [GRID])
+    fake.stop()
+    with pytest.raises(EncoderError, match="went away"):
+        await reader.read([image(b"\1")], [GRID])
+    reader.close()
+
+
+async def test_a_caller_that_leaves_takes_its_call_along(fake: FakeEncoder, reader: RowReader) -> None:
+    fake.script.faults[content_digest(b"\0")] = Fault.HANG
+    reading = asyncio.create_task(reader.read([image(b"\0")], [GRID]))
+    await asyncio.to_thread(wait_until, lambda: fake.num_calls["Encode"] == 1)
+    reading.cancel()
+    await asyncio.to_thread(wait_until, lambda: fake.num_cancelled["Encode"] == 1)
+
+
+async def test_any_event_loop_may_ask(reader: RowReader) -> None:
+    """SGLang's offline engine makes its own."""
+    for _ in range(2):
+        rows = await asyncio.to_thread(lambda: asyncio.run(reader.read([image(b"\0")], [GRID])))
+        assert rows[0].num_rows == 6
+
+
+def test_device_memory_alone_needs_a_gpu() -> None:
+    with pytest.raises(InvalidRequest, match="--mm-feature-transport cuda_ipc"):
+        RowReader(Settings(target="127.0.0.1:1", transports=("device",)), GEOMETRY)
+
+
+QWEN = VisionInterface("qwen3_vl", 500, 501, 2, merges_time=False, uses_mrope=True, num_deepstack_levels=3)
+KIMI = VisionInterface("kimi_k25", 500, 500, 2, merges_time=True, uses_mrope=False, num_deepstack_levels=0)
+
+
+def test_p05_ids_before_and_after_expansion() -> None:
+    short = [1, 500, 2, 500, 500, 3]
+    grids = [GRID, Grid(1, 2, 2), Grid(1, 2, 4)]
+    prompt = ImagePrompt.of(short, grids, QWEN)
+    assert prompt.ids == [1, *[500] * 6, 2, *[500] * 3, 3]
+    assert prompt.offsets == [(1, 6), (8, 8), (9, 10)]
+    again = ImagePrompt.of(prompt.ids, grids, QWEN)
+    assert (again.ids, again.offsets) == (prompt.ids, prompt.offsets)
+    assert again.positions is not None
+    assert prompt.positions is not None
+    assert np.array_equal(again.positions.prompt, prompt.positions.prompt)
+    assert prompt.positions.delta == 3 + 1 + 2 - 9
+
+
+def test_kimi_has_plain_positions() -> None:
+    prompt = ImagePrompt.of([1, 500, 2], [GRID], KIMI)
+    assert prompt.ids == [1, *[500] * 6, 2]
+    assert prompt.positions is None
+
+
+@pytest.mark.parametrize("ids", [[1, 2], [500, 1, 500], [500, 501]])
+def test_images_without_a_place_and_places_without_an_image(ids: list[int]) -> None:
+    """SGLang answers 400 to a ValueError."""
+    with pytest.raises(ValueError, match="placeholders"):
+        ImagePrompt.of(ids, [GRID], QWEN)
+
+
+def test_sglangs_own_word_for_an_image() -> None:
+    assert with_placeholders("a <image> b", "<pad>", "[<pad>]") == "a [<pad>] b"
+    assert with_placeholders("a [<pad>] <image>", "<pad>", "[<pad>]") == "a [<pad>] <image>"

@@ -1,0 +1,135 @@
+"""Reasons of failed requests on their way from the scheduler's process to the API server."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator
+
+import pytest
+
+from lm_adapter.engines.plugin.reasons import MAX_MESSAGE_CHARS, status_of
+from lm_adapter.engines.vllm import failures as failures_module
+from lm_adapter.engines.vllm.failures import MAX_KEPT, Failures, send_report
+from lm_adapter.errors import (
+    DeadlineExceeded,
+    EncoderError,
+    EncoderFault,
+    EncoderOverloaded,
+    EncoderUnavailable,
+    InvalidRequest,
+    InvalidRows,
+    ItemFailed,
+    RequestRefused,
+    StreamViolation,
+)
+
+ERROR = ItemFailed("the file is no image", reason="UNDECODABLE_IMAGE", status=3)
+
+
+@pytest.fixture
+def failures() -> Iterator[Failures]:
+    found = Failures()
+    yield found
+    found._socket.close()
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (ERROR, 400),
+        (ItemFailed("too large", reason="IMAGE_TOO_LARGE", status=9), 400),
+        (ItemFailed("out of range", reason="OUT_OF_RANGE", status=11), 400),
+        (InvalidRequest("no file"), 400),
+        (InvalidRequest("used", reason="IDENTIFIER_REUSED"), 400),
+        (InvalidRequest("large", reason="ROWS_TOO_LARGE"), 400),
+        (InvalidRows("width", "width is 9", found=9, expected=12), 502),
+        (ItemFailed("fault"), 502),
+        (EncoderFault("fault"), 502),
+        (RequestRefused("who", reason="UNAUTHENTICATED"), 502),
+        (RequestRefused("no", reason="PERMISSION_DENIED"), 502),
+        (StreamViolation("no"), 502),
+        (EncoderUnavailable("gone"), 503),
+        (EncoderOverloaded("full"), 503),
+        (EncoderOverloaded("full", reason="QUEUE_FULL", retryable=False), 503),
+        (ItemFailed("gone", reason="UNKNOWN_KEY", status=5), 503),
+        (ItemFailed("draining", reason="DRAINING", status=14, retryable=True), 503),
+        (DeadlineExceeded("late"), 504),
+        (ItemFailed("late", reason="DEADLINE_EXCEEDED", status=4), 504),
+    ],
+)
+def test_the_http_status_says_whose_fault_it_is(error: EncoderError, status: int) -> None:
+    assert status_of(error) == status
+
+
+@pytest.mark.parametrize("in_engine", ["{}", "{}-4f2c9b1a", "0_{}", "1_{}-4f2c9b1a"])
+def test_p32_a_report_is_taken_once_by_an_id_that_the_engines_contains(
+    in_engine: str, failures: Failures
+) -> None:
+    request_id = f"chatcmpl-{secrets.token_hex(16)}"
+    send_report(failures.name, in_engine.format(request_id), ERROR)
+    send_report(failures.name, "chatcmpl-another", InvalidRequest("no file"))
+    assert failures.take(f"chatcmpl-{secrets.token_hex(16)}") is None
+    assert failures.take(request_id) == (400, "UNDECODABLE_IMAGE: the file is no image")
+    assert failures.take(request_id) is None
+    assert failures.take("chatcmpl-another") == (400, "INVALID_REQUEST: no file")
+
+
+def test_of_two_reports_on_one_request_the_last_counts(failures: Failures) -> None:
+    send_report(failures.name, "chatcmpl-1", ERROR)
+    send_report(failures.name, "chatcmpl-1", EncoderUnavailable("gone"))
+    assert failures.take("chatcmpl-1") == (503, "UNAVAILABLE: gone")
+
+
+def test_p17_reports_are_bounded_in_number_and_length(failures: Failures) -> None:
+    for number in range(MAX_KEPT + 3):
+        send_report(failures.name, f"chatcmpl-{number:06}", ItemFailed("\U0001f5bc" * 100_000))
+        assert failures.take("chatcmpl-unknown") is None  # the socket's own queue is short
+    assert [failures.take(f"chatcmpl-{number:06}") for number in range(3)] == [None] * 3
+    for number in (3, MAX_KEPT + 2):
+        found = failures.take(f"chatcmpl-{number:06}")
+        assert found is not None
+        assert found == (502, f"INTERNAL: {MAX_MESSAGE_CHARS * chr(0x1F5BC)}")
+
+
+def test_a_report_to_nobody_is_logged_and_dropped(
+    failures: Failures, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("WARNING", "vllm.vision_encoder"):
+        send_report(f"{failures.name}-of-nobody", "chatcmpl-1", ERROR)
+    assert "is not told why request chatcmpl-1 failed" in caplog.text
+
+
+def test_p32_many_requests_may_fail_at_once(failures: Failures) -> None:
+    """More than the kernel keeps for a socket."""
+    for number in range(MAX_KEPT // 2):
+        send_report(failures.name, f"chatcmpl-{number:06}", ERROR)
+    assert all(failures.take(f"chatcmpl-{number:06}") for number in range(MAX_KEPT // 2))
+
+
+@pytest.mark.parametrize("in_engine", ["resp_1_0-abcdef12", "resp_1-3-abcdef12", "0_resp_1-abcdef12"])
+def test_p32_all_ids_of_one_request_are_its_own(in_engine: str, failures: Failures) -> None:
+    """Of several turns, prompts and samples. Another request's id may begin alike."""
+    send_report(failures.name, in_engine, ERROR)
+    send_report(failures.name, "resp_10-abcdef12", ERROR)
+    assert failures.take("resp_1") is not None
+    assert failures.take("resp_1") is None
+    assert failures.take("resp_10") is not None
+
+
+def test_requests_without_an_api_server_are_reported_to_nobody(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(failures_module, "socket", None)
+    send_report("", "request", ERROR)
+    assert caplog.records == []
+
+
+def test_each_api_server_hears_its_own_reports(failures: Failures) -> None:
+    other = Failures()
+    try:
+        assert other.name != failures.name
+        send_report(other.name, "chatcmpl-1", ERROR)
+        assert failures.take("chatcmpl-1") is None
+        assert other.take("chatcmpl-1") is not None
+    finally:
+        other._socket.close()

@@ -1,0 +1,64 @@
+"""The packed form in which vLLM carries a file from its API server to its scheduler."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+
+from lm_adapter.engines.vllm.file_requests import FileRequest
+from lm_adapter.items import ClipItem, ImageItem, Modality, PreprocessOptions
+from lm_adapter.keys import content_digest
+
+
+def a_request(rng: random.Random) -> FileRequest:
+    data = rng.randbytes(rng.choice([0, 1, 3, 1000]))
+    options = rng.choice(
+        [
+            PreprocessOptions(),
+            PreprocessOptions(min_pixels=rng.randrange(1 << 40), max_pixels=rng.randrange(1 << 40)),
+            PreprocessOptions(fps=rng.random(), max_frames=rng.randrange(768)),
+        ]
+    )
+    modality = rng.choice(list(Modality))
+    return FileRequest(data, content_digest(data), modality, options, rng.choice(["", "socket ü"]))
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_a_packed_request_comes_back(seed: int) -> None:
+    request = a_request(random.Random(seed))
+    packed = request.packed()
+    assert (str(packed.dtype), packed.ndim, packed.flags.writeable) == ("uint8", 1, True)
+    assert FileRequest.unpacked(packed) == request
+    assert FileRequest.unpacked(torch.from_numpy(packed).numpy()) == request
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_p33_a_damaged_request_is_a_value_error_or_another_request(seed: int) -> None:
+    rng = random.Random(seed)
+    request = a_request(rng)
+    packed = request.packed()
+    header_end = len(packed) - len(request.data)
+    for end in range(header_end):
+        with pytest.raises(ValueError):
+            FileRequest.unpacked(packed[:end])
+    for _ in range(200):
+        damaged = packed.copy()
+        for _ in range(rng.randint(1, 3)):
+            damaged[rng.randrange(header_end)] = rng.randrange(256)
+        try:
+            assert isinstance(FileRequest.unpacked(damaged), FileRequest)
+        except ValueError:
+            continue
+
+
+def test_the_item_that_is_sent_has_the_files_digest_and_the_requests_options() -> None:
+    options = PreprocessOptions(min_pixels=5)
+    request = FileRequest(b"file", content_digest(b"file"), options=options, reply="socket")
+    assert request.item() == ImageItem(b"file", request.digest, options)
+    assert replace(request, options=PreprocessOptions()).item().options.given() == {}
+    clip = replace(request, modality=Modality.VIDEO, options=PreprocessOptions(fps=3.5))
+    assert clip.item() == ClipItem(b"file", request.digest, PreprocessOptions(fps=3.5))
+    assert "file" not in repr(request)

@@ -1,0 +1,923 @@
+"""The scheduler's half of the vLLM connector, without vLLM: which requests wait, go on or are rejected.
+
+Requests imitate vLLM's; calls to the encoder end when a test ends them."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+import secrets
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from lm_adapter.engines.plugin.calls import Call, Ended
+from lm_adapter.engines.plugin.geometry import Geometry
+from lm_adapter.engines.vllm import scheduler
+from lm_adapter.engines.vllm.file_requests import FileRequest
+from lm_adapter.engines.vllm.link import RowsOrder, StepRows
+from lm_adapter.engines.vllm.scheduler import (
+    CLIP_FIELD,
+    FILE_FIELD,
+    GONE,
+    RequestTracker,
+    SharedRows,
+    WantedItem,
+)
+from lm_adapter.engines.vllm.settings import Settings
+from lm_adapter.errors import EncoderError, InvalidRows, ItemFailed
+from lm_adapter.items import ClipItem, Grid, Modality, PreprocessOptions
+from lm_adapter.types import KeyState, PrefetchStatus
+
+GEOMETRY = Geometry(width=12, dtype="float32", num_levels=2, merge_size=2, merges_time=False)
+GRID, TURNED, DOUBLE = Grid(1, 4, 6), Grid(1, 6, 4), Grid(1, 8, 6)
+CLIP_GRID = Grid(2, 4, 6)
+TEXT_TOKENS = 3
+"""Between two frames of a clip."""
+ITEM_BYTES = GEOMETRY.num_bytes(GRID)
+SETTINGS = Settings(target="nowhere:1", max_resident_bytes=4 * ITEM_BYTES)
+UNDECODABLE = ItemFailed("the file is no image", reason="UNDECODABLE_IMAGE", status=3)
+
+
+@dataclass
+class Position:
+    """num_text: of the tokens those that are not the item's rows."""
+
+    offset: int
+    length: int
+    num_text: int = 0
+
+    def get_num_embeds(self) -> int:
+        return self.length - self.num_text
+
+
+class Data(dict[str, Any]):
+    """The fields of one item; each has its tensor as ``data``."""
+
+
+@dataclass(eq=False)
+class Feature:
+    identifier: str
+    mm_position: Position
+    data: Data | None
+    modality: str = "image"
+
+
+@dataclass(eq=False)
+class Request:
+    mm_features: list[Feature]
+    request_id: str = field(default_factory=lambda: secrets.token_hex(4))
+
+    @property
+    def num_tokens(self) -> int:
+        return self.mm_features[-1].mm_position.offset + self.mm_features[-1].mm_position.length + 2
+
+
+@dataclass(frozen=True)
+class Image:
+    """An image or a clip as a request describes it. name: its identifier."""
+
+    name: str
+    grid: Grid = GRID
+    digest: bytes = field(default_factory=lambda: secrets.token_bytes(32))
+    min_pixels: int = 0
+    modality: Modality = Modality.IMAGE
+
+
+def new_image(grid: Grid = GRID) -> Image:
+    return Image(secrets.token_hex(4), grid)
+
+
+def request_of(*images: Image, reply: str = "") -> Request:
+    """Two tokens of text, an image, two tokens of text, an image, ..."""
+    features, offset = [], 2
+    for image in images:
+        num_rows = GEOMETRY.num_rows(image.grid)
+        options = PreprocessOptions(min_pixels=image.min_pixels or None)
+        packed = FileRequest(b"file", image.digest, image.modality, options, reply).packed()
+        is_clip = image.modality is Modality.VIDEO
+        data = {
+            f"{image.modality.value}_grid_thw": SimpleNamespace(data=torch.tensor(image.grid)),
+            CLIP_FIELD if is_clip else FILE_FIELD: SimpleNamespace(data=torch.from_numpy(packed)),
+        }
+        num_text = TEXT_TOKENS * image.grid.t if is_clip else 0
+        position = Position(offset, num_rows + num_text, num_text)
+        features.append(Feature(image.name, position, Data(data), image.modality.value))
+        offset += position.length + 2
+    return Request(features)
+
+
+class Engine:
+    """``EncoderCalls`` and ``RankLink`` of a tracker, and its reports. on_ranks: rows by number."""
+
+    def __init__(self) -> None:
+        self.ended: deque[Ended] = deque()
+        self.open: dict[SharedRows, Call] = {}
+        self.on_ranks: dict[int, WantedItem] = {}
+        self.reported: list[tuple[str, str, EncoderError]] = []
+        self.cancelled: list[str] = []
+        self.num_started = 0
+        self.num_waits = 0
+        self._numbers = itertools.count(1)
+
+    def start(self, handle: SharedRows, call: Call) -> None:
+        self.num_started += 1
+        self.open[handle] = call
+
+    def cancel(self, handle: SharedRows) -> None:
+        self.cancelled.append(handle.wanted.identifier)
+        self.open.pop(handle, None)
+
+    def on_loop(self, function: Callable[..., object], *arguments: object) -> None:
+        function(*arguments)
+
+    def wait(self, timeout_s: float) -> None:
+        self.num_waits += 1
+
+    def drop(self, number: int) -> None:
+        del self.on_ranks[number]
+
+    def begin(self, step: StepRows) -> dict[str, WantedItem]:
+        """On the workers. Returns the rows that it computes with, by identifier."""
+        found = {identifier: self.on_ranks[number] for number, identifier in step.hand_over}
+        for number in step.drop:
+            self.drop(number)
+        return found
+
+    def report(self, reply: str, request_id: str, error: EncoderError) -> None:
+        self.reported.append((reply, request_id, error))
+
+    @property
+    def under_way(self) -> list[str]:
+        return [handle.wanted.identifier for handle in self.open]
+
+    def end(self, name: str, error: EncoderError | None = None) -> None:
+        (handle,) = [handle for handle in self.open if handle.wanted.identifier == name]
+        del self.open[handle]
+        number = next(self._numbers)
+        if error is None:
+            self.on_ranks[number] = handle.wanted
+        self.ended.append(Ended(handle, error or number))
+
+    def end_all(self) -> None:
+        for name in self.under_way:
+            self.end(name)
+
+
+def tracker_of(engine: Engine, step_tokens: int = 1000, **changes: Any) -> RequestTracker:
+    """By default with room for four items."""
+    both: Any = engine
+    settings = replace(SETTINGS, **changes)
+    return RequestTracker(both, both, GEOMETRY, settings, step_tokens=step_tokens, report=engine.report)
+
+
+@pytest.fixture
+def engine() -> Engine:
+    return Engine()
+
+
+@pytest.fixture
+def tracker(engine: Engine) -> RequestTracker:
+    return tracker_of(engine)
+
+
+def is_ready(tracker: RequestTracker, engine: Engine, request: Request) -> bool:
+    """Whether vLLM may schedule the request once all calls have ended."""
+    tracker.ensure(request, 0)
+    engine.end_all()
+    return tracker.ensure(request, 0)
+
+
+def assert_rejected(tracker: RequestTracker, *requests: Request) -> None:
+    """These and no others, once."""
+    assert not any(tracker.ensure(request, 0) for request in requests)
+    assert tracker.take_unavailable() == {request.request_id for request in requests}
+    assert tracker.take_unavailable() == set()
+
+
+# Waiting and room -----------------------------------------------------------------------------------------
+
+
+def test_a_request_is_ready_when_all_its_rows_are_on_every_rank(
+    tracker: RequestTracker, engine: Engine
+) -> None:
+    images = [new_image() for _ in range(3)]
+    request = request_of(*images)
+    assert not tracker.ensure(request, 0)
+    assert engine.num_started == 3
+    for image in random.sample(images, 3):
+        assert not tracker.holds(image.name)
+        assert not tracker.ensure(request, 0)
+        engine.end(image.name)
+    assert tracker.ensure(request, 0)
+    assert all(tracker.holds(image.name) for image in images)
+    assert engine.num_started == 3
+
+
+def test_rows_of_later_steps_are_ordered_and_not_waited_for(engine: Engine) -> None:
+    tracker = tracker_of(engine, step_tokens=10)
+    images = [new_image() for _ in range(2)]  # tokens 2 to 7 and 10 to 15
+    request = request_of(*images)
+    assert not tracker.ensure(request, 0)
+    assert engine.under_way == [image.name for image in images]
+    engine.end(images[0].name)
+    assert tracker.ensure(request, 0)
+    assert not tracker.ensure(request, 1)
+    engine.end(images[1].name)
+    assert tracker.ensure(request, 1)
+
+
+def test_computed_tokens_need_no_rows(tracker: RequestTracker, engine: Engine) -> None:
+    first, second = new_image(), new_image()
+    request = request_of(first, second)
+    assert tracker.ensure(request_of(new_image()), 8)
+    assert not tracker.ensure(request, 8)
+    assert engine.under_way == [second.name]
+    engine.end(second.name)
+    assert tracker.ensure(request, 8)
+    assert not tracker.ensure(request, 7)
+    assert engine.under_way == [first.name]
+
+
+def test_only_pending_rows_are_waited_for(tracker: RequestTracker, engine: Engine) -> None:
+    tracker.wait(0.5)
+    assert engine.num_waits == 0
+    tracker.ensure(request_of(new_image()), 0)
+    tracker.wait(0.5)
+    assert engine.num_waits == 1
+    engine.end_all()
+    tracker.take_unavailable()
+    tracker.wait(0.5)
+    assert engine.num_waits == 1
+
+
+def test_the_rows_of_a_step_are_handed_over_once_by_number(tracker: RequestTracker, engine: Engine) -> None:
+    images = [new_image() for _ in range(2)]
+    request = request_of(*images)
+    assert is_ready(tracker, engine, request)
+    tracker.allocated(request, 1)
+    assert tracker.take_step(has_tokens=False) == StepRows()
+    ((number, name),) = tracker.take_step(has_tokens=True).hand_over
+    assert name == images[1].name
+    assert engine.on_ranks[number].request.digest == images[1].digest
+    assert tracker.take_step(has_tokens=True) == StepRows()
+
+
+def test_p15_requests_for_one_image_share_a_call(tracker: RequestTracker, engine: Engine) -> None:
+    image = new_image()
+    requests = [request_of(image) for _ in range(5)] + [request_of(image, image)]
+    for request in requests:
+        assert not tracker.ensure(request, 0)
+    assert engine.num_started == 1
+    assert tracker.used_bytes == ITEM_BYTES
+    tracker.finished(requests[0])
+    engine.end(image.name)
+    assert all(tracker.ensure(request, 0) for request in requests[1:])
+    tracker.passed(requests[-1], 0)
+    for request in requests[1:-1]:
+        tracker.finished(request)
+    assert tracker.holds(image.name)  # for the second place
+    tracker.finished(requests[-1])
+    assert not tracker.holds(image.name)
+    assert (tracker.used_bytes, engine.on_ranks, engine.cancelled) == (0, {}, [])
+
+
+def test_a_finished_request_cancels_its_calls(tracker: RequestTracker, engine: Engine) -> None:
+    image = new_image()
+    request = request_of(image)
+    tracker.ensure(request, 0)
+    ((handle, _),) = engine.open.items()
+    tracker.finished(request)
+    assert engine.cancelled == [image.name]
+    engine.ended.append(Ended(handle, UNDECODABLE))  # it ended before the cancellation arrived
+    assert tracker.take_unavailable() == set()
+    assert not tracker.holds(image.name)
+    assert tracker.used_bytes == 0
+    tracker.ensure(failing := request_of(image), 0)
+    engine.end(image.name, UNDECODABLE)
+    tracker.finished(failing)  # nothing is left to reject
+    assert tracker.take_unavailable() == set()
+
+
+def test_p24_rows_are_let_go_behind_vllm_and_obtained_anew_after_preemption(
+    tracker: RequestTracker, engine: Engine
+) -> None:
+    first, second = new_image(), new_image()
+    request = request_of(first, second)
+    assert is_ready(tracker, engine, request)
+    tracker.passed(request, 0)
+    assert tracker.used_bytes == ITEM_BYTES
+    assert [wanted.identifier for wanted in engine.on_ranks.values()] == [second.name]
+    assert tracker.ensure(request, 9)
+    assert not tracker.ensure(request, 0)
+    assert engine.num_started == 3  # the second image is still held
+    engine.end(first.name)
+    assert tracker.ensure(request, 0)
+
+
+def test_p24_rows_whose_tokens_another_request_computed_are_let_go(
+    tracker: RequestTracker, engine: Engine
+) -> None:
+    """vLLM does not allocate these features, so it never reports them as passed."""
+    request = request_of(new_image(), new_image())
+    assert is_ready(tracker, engine, request)
+    assert tracker.ensure(request, 8)
+    assert tracker.used_bytes == ITEM_BYTES
+    assert tracker.ensure(request, 16)
+    assert (tracker.used_bytes, engine.on_ranks) == (0, {})
+
+
+def test_p24_room_that_a_prefix_hit_leaves_starts_the_queue(tracker: RequestTracker, engine: Engine) -> None:
+    large, queued = request_of(*(new_image() for _ in range(4))), request_of(new_image())
+    assert is_ready(tracker, engine, large)
+    assert not tracker.ensure(queued, 0)
+    assert tracker.ensure(large, large.num_tokens)
+    assert is_ready(tracker, engine, queued)
+
+
+def test_p17_rows_are_bounded_in_bytes_and_requests_start_in_order(
+    tracker: RequestTracker, engine: Engine
+) -> None:
+    first, small = request_of(new_image(), new_image()), request_of(new_image())
+    large = request_of(*(new_image() for _ in range(3)))
+    for request in (first, large, small):
+        assert not tracker.ensure(request, 0)
+    assert engine.num_started == 2
+    engine.end_all()
+    assert tracker.ensure(first, 0)
+    assert not tracker.ensure(small, 0)
+    tracker.finished(first)
+    assert engine.num_started == 6
+    assert tracker.used_bytes == SETTINGS.max_resident_bytes
+    engine.end_all()
+    assert tracker.ensure(large, 0)
+    assert tracker.ensure(small, 0)
+
+
+def test_p17_a_request_larger_than_the_bound_is_rejected_with_both_figures(
+    tracker: RequestTracker, engine: Engine
+) -> None:
+    image = new_image()
+    assert is_ready(tracker, engine, request_of(*[image] * 9))  # shared rows count once
+    assert_rejected(tracker, request_of(*(new_image() for _ in range(5))))
+    ((_, _, error),) = engine.reported
+    assert error.reason == "ROWS_TOO_LARGE"
+    assert f"have {5 * ITEM_BYTES} bytes, max_resident_bytes is {4 * ITEM_BYTES}" in error.message
+
+
+def test_p24_preempted_requests_do_not_block_each_other(tracker: RequestTracker, engine: Engine) -> None:
+    """Each of the two has let go of its first image and would keep its second, which together leave too
+    little room for the larger request at the head of the queue."""
+    large = request_of(new_image(DOUBLE), new_image(DOUBLE))
+    small, last = request_of(new_image(), new_image()), request_of(new_image())
+    assert is_ready(tracker, engine, large)
+    tracker.passed(large, 0)
+    assert is_ready(tracker, engine, small)
+    tracker.passed(small, 0)
+    assert is_ready(tracker, engine, last)
+    for _ in range(2):
+        is_ready(tracker, engine, large)
+        is_ready(tracker, engine, small)
+    tracker.finished(last)
+    others = [large, small]
+    for _ in range(3):
+        for request in [request for request in others if is_ready(tracker, engine, request)]:
+            tracker.finished(request)
+            others.remove(request)
+    assert others == []
+    assert (tracker.used_bytes, engine.on_ranks) == (0, {})
+
+
+# Failures -------------------------------------------------------------------------------------------------
+
+
+def test_p32_a_failed_item_rejects_the_requests_that_wait_for_it_and_no_others(
+    tracker: RequestTracker, engine: Engine
+) -> None:
+    bad, good = new_image(), new_image()
+    failing = [request_of(*images, reply="socket") for images in ((bad,), (good, bad), (bad, good, bad))]
+    fine = request_of(good, reply="socket")
+    for request in (*failing, fine):
+        tracker.ensure(request, 0)
+    engine.end(bad.name, UNDECODABLE)
+    assert_rejected(tracker, *failing)
+    assert {(reply, request_id) for reply, request_id, _ in engine.reported} == {
+        ("socket", request.request_id) for request in failing
+    }
+    assert [error for _, _, error in engine.reported] == [UNDECODABLE] * 3
+    for request in failing:
+        tracker.finished(request)
+    engine.end(good.name)
+    assert tracker.ensure(fine, 0)
+    assert is_ready(tracker, engine, request_of(bad))
+
+
+def test_p32_a_queued_request_does_not_join_rows_that_have_failed(engine: Engine) -> None:
+    """The failure makes room in which the queued request starts, before all holders have failed."""
+    tracker = tracker_of(engine, max_resident_bytes=2 * ITEM_BYTES)
+    image = new_image()
+    failing = [request_of(image, new_image()), *(request_of(image) for _ in range(30))]
+    queued = request_of(image, new_image())
+    for request in (*failing, queued):
+        assert not tracker.ensure(request, 0)
+    assert engine.num_started == 2
+    engine.end(image.name, UNDECODABLE)
+    assert_rejected(tracker, *failing)
+    for request in failing:
+        tracker.finished(request)
+    assert is_ready(tracker, engine, queued)
+
+
+def test_p17_p24_rows_that_came_for_a_request_that_just_failed_leave_the_ranks(
+    tracker: RequestTracker, engine: Engine
+) -> None:
+    """Both of its calls end between two passes of vLLM's scheduler: a cancellation comes too late."""
+    bad, good = new_image(), new_image()
+    request = request_of(bad, good)
+    tracker.ensure(request, 0)
+    engine.end(bad.name, UNDECODABLE)
+    engine.end(good.name)
+    assert_rejected(tracker, request)
+    tracker.finished(request)
+    assert tracker.used_bytes == 0
+    assert engine.on_ranks == {}
+
+
+def test_p32_rows_of_the_step_that_is_being_scheduled_stay_on_the_ranks(engine: Engine) -> None:
+    """A later image of the request fails, which the next question of the same pass finds: a worker would not
+    have the rows that the step names, and the engine would end."""
+    tracker = tracker_of(engine, step_tokens=8)
+    first, later = new_image(), new_image()
+    request = request_of(first, later)
+    tracker.ensure(request, 0)
+    engine.end(first.name)
+    assert tracker.ensure(request, 0)
+    tracker.allocated(request, 0)
+    engine.end(later.name, UNDECODABLE)
+    tracker.ensure(request_of(new_image()), 0)
+    assert len(engine.begin(tracker.take_step(has_tokens=True))) == 1
+
+
+def test_p32_rows_stay_on_the_ranks_until_vllm_has_passed_them(
+    tracker: RequestTracker, engine: Engine
+) -> None:
+    """With asynchronous scheduling vLLM asks for a request's next step, with the tokens of the one before
+    counted as computed, while workers have yet to begin that one."""
+    request = request_of(new_image())
+    assert is_ready(tracker, engine, request)
+    tracker.allocated(request, 0)
+    step = tracker.take_step(has_tokens=True)
+    assert tracker.ensure(request, request.num_tokens)
+    assert len(engine.begin(step)) == 1
+    tracker.passed(request, 0)
+    assert len(engine.on_ranks) == 1
+    engine.begin(tracker.take_step(has_tokens=True))
+    assert engine.on_ranks == {}
+
+
+def test_p32_images_that_come_later_end_their_request(tracker: RequestTracker, engine: Engine) -> None:
+    """vLLM's streaming sessions add features to a request that was admitted."""
+    request = request_of(new_image())
+    assert is_ready(tracker, engine, request)
+    request.mm_features = [*request.mm_features, *request_of(new_image()).mm_features]
+    assert_rejected(tracker, request)
+    assert engine.reported[-1][2].reason == "INVALID_REQUEST"
+
+
+def test_p32_a_step_without_rows_ends_its_requests(tracker: RequestTracker, engine: Engine) -> None:
+    """vLLM would compute the image with a tower that is not there."""
+    request, other = request_of(new_image()), request_of(new_image())
+    assert is_ready(tracker, engine, request)
+    assert is_ready(tracker, engine, other)
+    tracker.check_step({request.request_id: [0]})
+    assert_rejected(tracker, request)
+    assert tracker.ensure(other, 0)
+
+
+def test_p24_a_preempted_request_is_before_those_that_have_not_begun(
+    tracker: RequestTracker, engine: Engine
+) -> None:
+    large, waiting = request_of(*(new_image() for _ in range(4))), request_of(new_image())
+    assert is_ready(tracker, engine, large)
+    for index in range(4):
+        tracker.allocated(large, index)
+    engine.begin(tracker.take_step(has_tokens=True))
+    assert not tracker.ensure(waiting, 0)
+    for index in range(4):
+        tracker.passed(large, index)
+    assert not tracker.ensure(large, 0)
+    tracker.flush()
+    assert set(engine.under_way) == {feature.identifier for feature in large.mm_features}
+
+
+def test_p33_any_number_of_queued_requests_can_fail_at_once(tracker: RequestTracker, engine: Engine) -> None:
+    """None of them has rows when it comes, so that only their start finds the first to be another image."""
+    blocker, right = request_of(*(new_image() for _ in range(4))), request_of(Image("x"))
+    queued = [request_of(Image("x", TURNED)) for _ in range(2000)]
+    for request in (blocker, right, *queued):
+        assert not tracker.ensure(request, 0)
+    assert is_ready(tracker, engine, blocker)
+    assert tracker.take_unavailable() == set()
+    tracker.finished(blocker)
+    assert_rejected(tracker, *queued)
+    assert is_ready(tracker, engine, right)
+
+
+NO_FILE = "INVALID_REQUEST: a feature of modality image has no file"
+UNREADABLE = "INTERNAL: the request cannot be read: "
+
+
+@pytest.mark.parametrize(
+    ("field_name", "value", "text"),
+    [
+        (FILE_FIELD, None, NO_FILE),
+        (FILE_FIELD, [1, 0, 0, 0, ord("x")], UNREADABLE + "ValueError: no file request"),
+        (FILE_FIELD, [1, 0, 0], UNREADABLE + "ValueError: no file request"),
+        ("image_grid_thw", None, UNREADABLE + "ValueError: not enough values"),
+        ("image_grid_thw", [1, 4], UNREADABLE + "TypeError"),
+        ("grid_thws", GRID, UNREADABLE + "ValueError: too many values"),
+        ("data", None, NO_FILE),
+        ("mm_position", Position(10, 7), f"{list(GRID)} has 6 rows, the prompt has 7 placeholders"),
+        ("mm_position", None, UNREADABLE + "AttributeError"),
+    ],
+)
+def test_p33_a_malformed_request_is_rejected_alone(
+    field_name: str,
+    value: Any,
+    text: str,
+    tracker: RequestTracker,
+    engine: Engine,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Its last feature is."""
+    image = new_image()
+    fine, broken = request_of(image), request_of(image, new_image())
+    feature: Any = broken.mm_features[-1]
+    if hasattr(feature, field_name):
+        setattr(feature, field_name, value)
+    elif value is None:
+        del feature.data[field_name]
+    else:
+        feature.data[field_name] = SimpleNamespace(data=torch.tensor(value, dtype=torch.uint8))
+    tracker.ensure(fine, 0)
+    with caplog.at_level("WARNING", "vllm.vision_encoder"):
+        assert_rejected(tracker, broken)
+    assert f"request {broken.request_id} is rejected" in caplog.text
+    assert text in caplog.text
+    tracker.finished(broken)
+    assert is_ready(tracker, engine, fine)
+
+
+# Identifiers and files ------------------------------------------------------------------------------------
+
+X = Image("x")
+
+
+@pytest.mark.parametrize("is_pending", [True, False])
+@pytest.mark.parametrize(
+    "other",
+    [Image("x"), replace(X, grid=TURNED), replace(X, min_pixels=9), replace(X, modality=Modality.VIDEO)],
+)
+def test_p12_two_images_under_one_identifier_do_not_share_rows(
+    other: Image, is_pending: bool, tracker: RequestTracker, engine: Engine
+) -> None:
+    first = request_of(X)
+    tracker.ensure(first, 0)
+    if not is_pending:
+        engine.end_all()
+    request = request_of(other, reply="socket")
+    assert_rejected(tracker, request)
+    ((reply, request_id, error),) = engine.reported
+    assert (reply, request_id, error.reason) == ("socket", request.request_id, "IDENTIFIER_REUSED")
+    for text in (X.digest.hex(), other.digest.hex(), str(list(X.grid)), str(list(other.grid))):
+        assert text in error.message
+    tracker.finished(request)
+    assert is_ready(tracker, engine, first)
+    tracker.finished(first)
+    assert is_ready(tracker, engine, request_of(other))
+
+
+@pytest.mark.parametrize("other", [Image("x"), replace(X, grid=TURNED)])
+def test_p12_two_images_under_one_identifier_do_not_share_rows_after_they_have_queued(
+    other: Image, tracker: RequestTracker, engine: Engine
+) -> None:
+    blocker, first, second = request_of(*(new_image() for _ in range(4))), request_of(X), request_of(other)
+    assert is_ready(tracker, engine, blocker)
+    for request in (first, second):
+        assert not tracker.ensure(request, 0)
+    tracker.finished(blocker)
+    assert_rejected(tracker, second)
+    assert [error.reason for _, _, error in engine.reported] == ["IDENTIFIER_REUSED"]
+    assert is_ready(tracker, engine, first)
+    tracker.finished(second)
+    assert_rejected(tracker, request_of(Image("y"), Image("y", other.grid)))  # within one request
+    assert tracker.used_bytes == ITEM_BYTES
+
+
+def test_p02_files_leave_the_request_and_stay_with_what_its_other_samples_share(
+    tracker: RequestTracker, engine: Engine
+) -> None:
+    image = new_image()
+    first = request_of(image)
+    shared = first.mm_features
+    second = Request(shared)
+    for request in (first, second):
+        assert is_ready(tracker, engine, request)
+        assert request.mm_features is not shared
+        (feature,) = request.mm_features
+        assert isinstance(feature.data, Data)
+        assert list(feature.data) == ["image_grid_thw"]
+        assert (feature.identifier, feature.mm_position) == (image.name, shared[0].mm_position)
+    assert shared[0].data is not None
+    assert set(shared[0].data) == {"image_grid_thw", FILE_FIELD}
+    assert engine.num_started == 1
+
+
+def test_a_request_with_an_image_and_a_clip_waits_for_both(tracker: RequestTracker, engine: Engine) -> None:
+    image, clip = new_image(), Image("clip", CLIP_GRID, modality=Modality.VIDEO)
+    request = request_of(image, clip)
+    assert not tracker.ensure(request, 0)
+    engine.end(image.name)
+    assert not tracker.ensure(request, 0)
+    engine.end(clip.name)
+    assert tracker.ensure(request, 0)
+    assert tracker.used_bytes == 3 * ITEM_BYTES
+    of_image, of_clip = request.mm_features
+    assert (list(of_image.data or ()), list(of_clip.data or ())) == (["image_grid_thw"], ["video_grid_thw"])
+
+
+# One call -------------------------------------------------------------------------------------------------
+
+
+class Encoder:
+    """A client and the ranks' link. Prefetches answer with statuses, reads with failures, in this order; each
+    takes a second."""
+
+    def __init__(self, statuses: list[Any], failures: list[ItemFailed | None]) -> None:
+        self.statuses, self.failures = statuses, failures
+        self.orders: list[RowsOrder] = []
+        self.asked: list[tuple[str, float]] = []
+        self.items: list[Any] = []
+        self.now_s = 100.0
+        self.encode_failure: EncoderError | None = None
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+    def _note(self, name: str, timeout_s: float) -> None:
+        self.asked.append((name, timeout_s))
+        self.now_s += 1
+
+    async def prefetch(self, items: list[Any], *, timeout_s: float) -> list[Any]:
+        self._note("prefetch", timeout_s)
+        self.items += items
+        return [self.statuses.pop(0)]
+
+    async def encode_one(self, item: Any, *, timeout_s: float) -> None:
+        self._note("encode", timeout_s)
+        self.items.append(item)
+        if self.encode_failure is not None:
+            raise self.encode_failure
+
+    async def read(self, order: RowsOrder, timeout_s: float) -> None:
+        self._note("read", timeout_s)
+        self.orders.append(order)
+        failure = self.failures.pop(0)
+        if failure is not None:
+            raise failure
+
+
+def status_of(grid: Grid | None = GRID, route: bytes = b"") -> PrefetchStatus:
+    return PrefetchStatus(b"key", b"digest", KeyState.IN_FLIGHT, grid, routing_digest=route)
+
+
+def gone() -> ItemFailed:
+    return ItemFailed("no rows have this key", reason=GONE, status=5)
+
+
+GONE_AGAIN = gone()
+
+
+def obtain(encoder: Encoder, monkeypatch: pytest.MonkeyPatch, image: Image = X) -> Any:
+    """What the call that a tracker starts for the image returns, within 30 s."""
+    calls: Any = Engine()
+    anything: Any = encoder
+    tracker = RequestTracker(calls, anything, GEOMETRY, SETTINGS, step_tokens=1000)
+    tracker.ensure(request_of(image), 0)
+    (call,) = calls.open.values()
+    monkeypatch.setattr(scheduler, "time", encoder)
+
+    async def carry_out() -> Any:
+        return await call(anything, 30.0)
+
+    return asyncio.run(carry_out())
+
+
+@pytest.mark.parametrize("route", [b"", b"route"])
+def test_rows_are_ordered_by_key_and_route(route: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    encoder = Encoder([status_of(None, route)], [None])
+    number = obtain(encoder, monkeypatch, replace(X, min_pixels=9))
+    assert encoder.orders == [RowsOrder(number, b"key", route or X.digest, GRID)]
+    assert number > 0
+    (item,) = encoder.items
+    assert (item.data, item.digest, item.options.min_pixels) == (b"file", X.digest, 9)
+    assert encoder.asked == [("prefetch", 30.0), ("read", 29.0)]
+
+
+def test_a_clip_is_asked_for_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    encoder = Encoder([status_of(CLIP_GRID)], [None])
+    clip = replace(X, grid=CLIP_GRID, modality=Modality.VIDEO)
+    obtain(encoder, monkeypatch, clip)
+    assert encoder.items == [ClipItem(b"file", clip.digest)]
+
+
+def test_p22_a_grid_of_the_encoder_that_is_not_the_prompts_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    encoder = Encoder([status_of(TURNED)], [])
+    with pytest.raises(InvalidRows) as caught:
+        obtain(encoder, monkeypatch)
+    assert f"grid_thw is {list(TURNED)}, the prompt was made for {list(GRID)}" in str(caught.value)
+    assert encoder.orders == []
+
+
+def test_p32_rows_that_are_gone_are_encoded_once_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    encoder = Encoder([status_of(), status_of()], [gone(), None])
+    number = obtain(encoder, monkeypatch)
+    assert [name for name, _ in encoder.asked] == ["prefetch", "read", "encode", "prefetch", "read"]
+    first, second = encoder.orders
+    assert first.number != second.number == number
+    assert replace(first, number=number) == second
+    timeouts_s = {name: left_s for name, left_s in encoder.asked if name != "prefetch"}
+    assert timeouts_s == {"encode": 28.0, "read": 26.0}
+
+
+def test_a_second_prefetch_gets_the_time_that_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    encoder = Encoder([status_of(), status_of()], [gone(), None])
+    obtain(encoder, monkeypatch)
+    assert [left_s for name, left_s in encoder.asked if name == "prefetch"] == [30.0, 27.0]
+
+
+@pytest.mark.parametrize(
+    ("statuses", "failures", "encode_failure", "num_asked"),
+    [
+        ([UNDECODABLE], [], None, 1),
+        ([status_of()], [UNDECODABLE], None, 2),
+        ([status_of()], [gone()], UNDECODABLE, 3),
+        ([status_of(), UNDECODABLE], [gone()], None, 4),
+        ([status_of(), status_of()], [gone(), UNDECODABLE], None, 5),
+        ([status_of(), status_of()], [gone(), GONE_AGAIN], None, 5),
+    ],
+)
+def test_p32_the_last_failure_comes_through(
+    statuses: list[Any],
+    failures: list[ItemFailed | None],
+    encode_failure: EncoderError | None,
+    num_asked: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    encoder = Encoder(list(statuses), list(failures))
+    encoder.encode_failure = encode_failure
+    with pytest.raises(ItemFailed) as caught:
+        obtain(encoder, monkeypatch)
+    assert caught.value is (GONE_AGAIN if GONE_AGAIN in failures else UNDECODABLE)
+    assert len(encoder.asked) == num_asked
+
+
+# Any order of events --------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class Running:
+    """images: of its request. computed: tokens now; most: that were ever computed."""
+
+    request: Request
+    images: list[Image]
+    computed: int = 0
+    most: int = 0
+
+
+class Vllm:
+    """Asks, computes, preempts and rejects at random, as vLLM's scheduler may, over few images. Some images
+    cannot be decoded, and some come under an identifier of another."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.engine = Engine()
+        self.step_tokens = self.random.choice([7, 12, 1000])
+        self.tracker = tracker_of(self.engine, self.step_tokens)
+        self.running: list[Running] = []
+        self.steps: deque[tuple[StepRows, dict[str, tuple[Grid, bytes]]]] = deque()
+        self.images = [Image(f"image {n}", self.random.choice([GRID, DOUBLE])) for n in range(6)]
+        self.undecodable = Image("undecodable")
+
+    def arrive(self) -> None:
+        images = []
+        for image in self.random.choices(self.images, k=self.random.randint(1, 3)):
+            alias = Image(image.name, self.random.choice([image.grid, Grid(1, 2, 4)]))
+            choices = [image, self.undecodable, alias]
+            images.append(self.random.choices(choices, weights=[16, 1, 1])[0])
+        self.running.append(Running(request_of(*images), images))
+
+    def step(self, one: Running) -> None:
+        """One pass and the step that it makes."""
+        if not self.tracker.ensure(one.request, one.computed):
+            return
+        end = min(one.computed + self.step_tokens, one.request.num_tokens)
+        used, passed = {}, []
+        for index, (image, feature) in enumerate(zip(one.images, one.request.mm_features, strict=True)):
+            image_start = feature.mm_position.offset
+            image_end = image_start + feature.mm_position.length
+            if image_start < end and image_end > one.computed:
+                assert self.tracker.holds(image.name)
+                self.tracker.allocated(one.request, index)
+                used[image.name] = (image.grid, image.digest)
+                if image_end <= end:
+                    passed.append(index)
+        self.steps.append((self.tracker.take_step(has_tokens=True), used))
+        one.computed, one.most = end, max(one.most, end)
+        for index in passed:
+            if self.random.random() < 0.8:
+                self.tracker.passed(one.request, index)
+        if end == one.request.num_tokens:
+            self.leave(one)
+
+    def begin_step(self) -> None:
+        """On the workers, which may be behind."""
+        step, used = self.steps.popleft()
+        found = self.engine.begin(step)
+        assert {name: (one.grid, one.request.digest) for name, one in found.items()} == used
+
+    def preempt(self, one: Running) -> None:
+        """It starts anew, behind what vLLM's prefix cache still has of it."""
+        one.computed = self.random.choice([0, self.random.randint(0, one.most)])
+
+    def leave(self, one: Running) -> None:
+        self.running.remove(one)
+        self.tracker.finished(one.request)
+
+    def reject(self) -> None:
+        """Sound ones only if they are too large, or an identifier is in use for another image."""
+        for request_id in self.tracker.take_unavailable():
+            (failed,) = [one for one in self.running if one.request.request_id == request_id]
+            (error,) = [error for _, name, error in self.engine.reported if name == request_id]
+            if error is UNDECODABLE:
+                assert self.undecodable in failed.images
+            elif error.reason == "ROWS_TOO_LARGE":
+                sizes = {image.name: GEOMETRY.num_bytes(image.grid) for image in failed.images}
+                assert sum(sizes.values()) > SETTINGS.max_resident_bytes
+            else:
+                assert error.reason == "IDENTIFIER_REUSED"
+            self.leave(failed)
+
+    def end_call(self) -> None:
+        name = self.random.choice(self.engine.under_way)
+        self.engine.end(name, UNDECODABLE if name == self.undecodable.name else None)
+
+    def storm(self) -> None:
+        for _ in range(400):
+            action = self.random.random()
+            if action < 0.15 and len(self.running) < 10:
+                self.arrive()
+            elif action < 0.6 and self.running:
+                self.step(self.random.choice(self.running))
+            elif action < 0.7 and self.running:
+                self.preempt(self.random.choice(self.running))
+            elif action < 0.95 and self.engine.open:
+                self.end_call()
+            elif action > 0.98 and self.running:
+                self.leave(self.random.choice(self.running))
+            while len(self.steps) > self.random.choice([0, 1, 2]):
+                self.begin_step()
+            if not self.steps and self.random.random() < 0.3:
+                self.tracker.flush()
+            self.reject()
+            assert 0 <= self.tracker.used_bytes <= SETTINGS.max_resident_bytes
+
+    def calm_down(self) -> None:
+        """Nothing new comes: all requests end."""
+        for _ in range(400):
+            while self.engine.open:
+                self.end_call()
+            for one in list(self.running):
+                if one in self.running:
+                    self.step(one)
+            self.reject()
+            while self.steps:
+                self.begin_step()
+            self.tracker.flush()
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_p17_p24_p32_every_request_ends_in_rows_or_a_rejection(seed: int) -> None:
+    """Preemptions, prefix hits, failures and clients that leave, in any order."""
+    vllm = Vllm(seed)
+    vllm.storm()
+    vllm.calm_down()
+    assert vllm.running == []
+    assert (vllm.tracker.used_bytes, vllm.engine.on_ranks) == (0, {})
+    assert not any(vllm.tracker.holds(image.name) for image in vllm.images)
