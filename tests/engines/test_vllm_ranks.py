@@ -15,6 +15,7 @@ from tests.engines.agreement import agree
 from tests.engines.conftest import DTYPES
 from tests.engines.pictures import CASES, TEXT, picture, with_pixels
 from tests.engines.processes import Encoder, Stack
+from tests.waiting import wait_until
 
 FAMILY = "qwen3_vl"
 NUM_REQUESTS = 24
@@ -72,4 +73,9 @@ def test_p32_failures_reach_the_api_server_that_asked(spread: Stack, encoder: En
     assert {answer.status_code for answer in answers} == {503}
     assert all("UNAVAILABLE" in answer.text for answer in answers)
     assert spread.chat(TEXT).status_code == 200
-    spread.answer(with_pixels(CASES[0], [picture(random.getrandbits(32))]))
+
+    def is_answered() -> bool:
+        return spread.chat(with_pixels(CASES[0], [picture(random.getrandbits(32))])).status_code == 200
+
+    # Each API server connects again by itself, which takes seconds on a machine whose cores are all in use.
+    wait_until(is_answered, "an answer of the encoder that is back")
