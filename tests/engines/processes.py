@@ -50,7 +50,9 @@ def free_port() -> int:
 
 
 def environment(**extra: str) -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'proto'}", **extra}
+    """This project comes first, then what the interpreter of these tests finds by PYTHONPATH."""
+    paths = [str(ROOT), str(ROOT / "proto"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), **extra}
 
 
 class Process:
