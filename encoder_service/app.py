@@ -138,7 +138,9 @@ class Service:
             self.addresses = self._grpc.bind(settings.listen)
             self._admin.open(self)
             if self._sglang is not None:
-                self._sglang_http = AdminServer(self._sglang.app, settings.serve_sglang)
+                self._sglang_http = AdminServer(
+                    self._sglang.app, settings.serve_sglang, settings.max_connections
+                )
                 self._sglang_http.start()
                 if is_reachable(settings.serve_sglang):
                     log.warning("SGLang's protocol has no tokens", listen=self.sglang_address)

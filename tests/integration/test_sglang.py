@@ -8,6 +8,7 @@ import contextlib
 import hashlib
 import http.server
 import json
+import socket
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -398,6 +399,29 @@ def test_overload_and_drain_are_answered_503(
         asyncio.run_coroutine_threadsafe(pipeline.drain(0), served.service.loop).result(PATIENCE_S)
         assert "stopping" in message(served.encode([data_url(photo())], receiver.port), 503)
     assert receiver.is_empty()
+
+
+def test_p46_connections_over_the_bound_are_closed(
+    checkpoints: dict[str, Path], device: torch.device, receiver: Receiver
+) -> None:
+    """Also such that send nothing."""
+    with serving(checkpoints["qwen3_vl"], device, max_connections=2) as served:
+        host, _, port = served.service.service.sglang_address.rpartition(":")
+        address = (host, int(port))
+        with (
+            socket.create_connection(address, PATIENCE_S),
+            socket.create_connection(address, PATIENCE_S),
+            pytest.raises(httpx.TransportError),
+        ):
+            served.encode([data_url(photo())], receiver.port)
+        wait_until(lambda: answers_health(served), "a place for a connection")
+        assert served.encode([data_url(photo())], receiver.port).status_code == 200
+
+
+def answers_health(served: Served) -> bool:
+    with contextlib.suppress(httpx.TransportError):
+        return served.http.get("/health").status_code == 200
+    return False
 
 
 # -- receivers that the scheduler's processes name -----------------------------------------------------

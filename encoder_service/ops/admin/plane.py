@@ -25,6 +25,7 @@ import uvicorn
 from starlette.datastructures import Headers
 from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from encoder_service.broker import Broker
 from encoder_service.config import Settings
@@ -67,7 +68,9 @@ class AdminPlane:
         tls = None
         if settings.admin_tls and settings.tls_cert is not None and settings.tls_key is not None:
             tls = CertificateFiles(settings.tls_cert, settings.tls_key).server_context()
-        self._server = AdminServer(AdminGuard(app, token), settings.admin_listen, tls)
+        self._server = AdminServer(
+            AdminGuard(app, token), settings.admin_listen, settings.max_connections, tls
+        )
         self.address = self._server.address
         self._server.start()
 
@@ -99,13 +102,18 @@ class AdminPlane:
 class AdminServer:
     """uvicorn on the service's own event loop. The socket is bound at once. The service handles signals."""
 
-    def __init__(self, app: ASGIApp, address: str, tls: ssl.SSLContext | None = None) -> None:
-        """Raises ConfigurationError for an address that cannot be bound."""
+    def __init__(
+        self, app: ASGIApp, address: str, max_connections: int, tls: ssl.SSLContext | None = None
+    ) -> None:
+        """max_connections: further ones are closed on accept. Raises ConfigurationError for an address that
+        cannot be bound."""
         self._socket = bind_tcp(address)
         host, port = self._socket.getsockname()[:2]
         self.address = f"{host}:{port}"
         config = uvicorn.Config(
             app,
+            http=_HttpProtocol,
+            limit_concurrency=max_connections + 1,
             log_config=None,
             access_log=False,
             lifespan="off",
@@ -127,6 +135,15 @@ class AdminServer:
         if self._task is not None:
             await self._task
         self._socket.close()
+
+
+class _HttpProtocol(H11Protocol):
+    """uvicorn's own limit is applied to requests only, so connections without one would be unlimited."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if self.limit_concurrency is not None and len(self.connections) >= self.limit_concurrency:
+            transport.abort()
 
 
 class _Uvicorn(uvicorn.Server):
