@@ -20,6 +20,7 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
+from weakref import WeakValueDictionary
 
 import torch
 
@@ -36,8 +37,8 @@ Address: TypeAlias = ipaddress.IPv4Address | ipaddress.IPv6Address
 Field: TypeAlias = "int | float | str | Global | Sequence[Field] | None"
 
 MAX_HOST_CHARS = 64
-# Sends at a time, each with a socket of its own; others wait.
-MAX_SENDS = 256
+# Sends at a time, in all and to one host, each with a socket of its own; others wait.
+MAX_SENDS, MAX_SENDS_TO_HOST = 256, 64
 # Whether libzmq is done with a message is asked this often: it tells by a flag only.
 FLUSH_POLL_S = 0.002
 # For what the kernel has not taken when libzmq is done, at most 8 KiB.
@@ -225,6 +226,8 @@ class Sender:
         self._zmq = zmq
         self._context = zmq.asyncio.Context()
         self._places = asyncio.Semaphore(MAX_SENDS)
+        # By host. Entries last as long as a send holds them.
+        self._places_of: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
         self._timeout_s = timeout_s
 
     def close(self) -> None:
@@ -234,8 +237,10 @@ class Sender:
     async def push(self, endpoint: str, frames: Sequence[bytes | memoryview]) -> None:
         """Returns once the message has been written to the receiver's connection. The frames' memory is read
         until then, and no longer than until this raises. Raises TransportUnavailable."""
+        host = endpoint.rpartition(":")[0]
+        places = self._places_of.setdefault(host, asyncio.Semaphore(MAX_SENDS_TO_HOST))
         try:
-            async with asyncio.timeout(self._timeout_s), self._places:
+            async with asyncio.timeout(self._timeout_s), places, self._places:
                 await self._push(endpoint, frames)
         except TimeoutError:
             raise TransportUnavailable(

@@ -73,6 +73,7 @@ def test_p46_only_sglangs_servers_reach_the_port_and_receive_rows() -> None:
         ({**ON, "settings": {"VE_SERVE_SGLANG": "0.0.0.0:1"}}, "sglang.enabled needs"),
         ({**ON, "settings": {"VE_SGLANG_URL": "http://a:1"}}, "from the pod's address"),
         ({"sglang": {"enabled": True, "clients": []}}, "clients"),
+        ({**ON, "networkPolicy": {"enabled": False}}, "sglang.enabled needs networkPolicy.enabled"),
     ],
 )
 def test_contradictions_are_refused(values: Object, message: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import socket
 import sys
 
@@ -21,6 +22,7 @@ from encoder_service.rpc.sglang_push import Part, Receivers, Sender, head_frame,
 from encoder_service.types import Grid, Modality
 from tests.sglang.frames import Modality as ReadModality
 from tests.sglang.frames import fields_of, message_of
+from tests.waiting import PATIENCE_S
 
 IMAGE = Part("r_local_part_1", 3, 1, Modality.IMAGE)
 
@@ -159,6 +161,33 @@ def test_p46_a_receiver_that_never_answers_costs_its_time_and_no_memory() -> Non
                 await sender.push(f"tcp://127.0.0.1:{port}", [b"head", b"r"])
         assert all(one.closed for one in sender._context._sockets)
         sender.close()
+
+    asyncio.run(run())
+
+
+def test_p46_a_host_that_takes_nothing_leaves_places_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever its ports are."""
+    monkeypatch.setattr("encoder_service.rpc.sglang_push.MAX_SENDS", 4)
+    monkeypatch.setattr("encoder_service.rpc.sglang_push.MAX_SENDS_TO_HOST", 2)
+
+    async def run() -> None:
+        sender, context = Sender(PATIENCE_S), zmq.asyncio.Context()
+        with socket.create_server(("127.0.0.1", 0)) as silent, context.socket(zmq.PULL) as receiver:
+            receiver.linger = 0
+            port = receiver.bind_to_random_port("tcp://127.0.0.2")
+            to_silent = f"tcp://127.0.0.1:{silent.getsockname()[1]}"
+            waiting = [asyncio.ensure_future(sender.push(to_silent, [b"r"])) for _ in range(8)]
+            await asyncio.sleep(0)
+            await sender.push(f"tcp://127.0.0.2:{port}", [b"r"])
+            assert await receiver.recv_multipart() == [b"r"]
+            assert not any(task.done() for task in waiting)
+            while waiting:
+                waiting.pop().cancel()
+            await asyncio.wait(asyncio.all_tasks() - {asyncio.current_task()})
+        gc.collect()
+        assert not sender._places_of
+        sender.close()
+        context.term()
 
     asyncio.run(run())
 

@@ -102,6 +102,9 @@ switch, or that the pod sets by itself, fails the rendering. */}}
 {{- end }}
 {{- end }}
 {{- if .Values.sglang.enabled }}
+{{- if not .Values.networkPolicy.enabled }}
+{{- fail "sglang.enabled needs networkPolicy.enabled: the protocol has no tokens" }}
+{{- end }}
 {{- $_ := set $fixed "VE_SERVE_SGLANG" (list "sglang" "0.0.0.0:31000") }}
 {{- if hasKey .Values.settings "VE_SGLANG_URL" }}
 {{- fail "settings.VE_SGLANG_URL is given, sglang.enabled makes it from the pod's address" }}
