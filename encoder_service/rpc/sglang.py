@@ -2,7 +2,7 @@
 
 Owns the HTTP side of SGLang 0.5.23 (``disaggregation/encoder``, transfer backends zmq_to_tokenizer and
 zmq_to_scheduler): requests as items of the pipeline, errors as HTTP statuses, registration at SGLang's
-bootstrap. Frames and receivers are ``sglang_push``'s, the HTTP server is the composition root's.
+bootstrap. Frames are ``sglang_push``'s, sending is ``zmq_push``'s, the HTTP server is the composition root's.
 
 The protocol has no tokens: any caller that reaches the address may encode, in one namespace, NAMESPACE.
 Requests and bytes have bounds of the same size as gRPC's, counted apart. A content hash that a request states
@@ -43,8 +43,9 @@ from encoder_service.pipeline import EncodeResult, Pipeline
 from encoder_service.rpc.gate import CallPermits
 from encoder_service.rpc.item_reader import ItemReader
 from encoder_service.rpc.observed import Call
-from encoder_service.rpc.sglang_push import Part, Receivers, Sender, head_frame, payload
+from encoder_service.rpc.sglang_push import Part, head_frame, payload
 from encoder_service.rpc.status import as_service_error, failure_of, status_of
+from encoder_service.rpc.zmq_push import Receivers, Sender
 from encoder_service.scheduler.admission import Admission, Permit
 from encoder_service.types import EncodedFile, EncodedItem, Item, Modality
 from vision_encoder.v1 import encoder_pb2 as pb
@@ -240,8 +241,8 @@ class SglangServer:
         """Raises ConfigurationError where pyzmq is not installed."""
         self._settings, self._metrics = settings, metrics
         self._not_ready_because = not_ready_because
-        self._sender = Sender(SEND_TIMEOUT_S)
-        self._receivers = Receivers(settings.sglang_receivers)
+        self._sender = Sender("sglang", SEND_TIMEOUT_S)
+        self._receivers = Receivers("sglang_receivers", settings.sglang_receivers)
         self._permits = CallPermits(settings.max_calls)
         self._admission = Admission(0, settings.max_queued_bytes)
         self._awaited: dict[str, AwaitedReceivers] = {}

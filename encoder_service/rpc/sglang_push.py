@@ -1,4 +1,4 @@
-"""Rows on their way to SGLang: the frames that it expects, who may receive them, and the sending by ZMQ.
+"""Rows on their way to SGLang: the frames that it expects. ``zmq_push`` sends them.
 
 A message has two frames (SGLang 0.5.23, ``disaggregation/encoder``): a pickled ``EmbeddingData`` without its
 tensor, and the rows' bytes. The pickle is written here, opcode by opcode (Python's ``pickletools`` documents
@@ -10,39 +10,16 @@ Shape legend: R rows (visual tokens), W their width, the language model's times 
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import ipaddress
-import re
-import reprlib
-import socket
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
-from weakref import WeakValueDictionary
 
 import torch
 
-from encoder_service.errors import (
-    ConfigurationError,
-    InvalidRequest,
-    PermissionDenied,
-    TransportUnavailable,
-)
 from encoder_service.types import Grid, Modality
 
-Network: TypeAlias = ipaddress.IPv4Network | ipaddress.IPv6Network
-Address: TypeAlias = ipaddress.IPv4Address | ipaddress.IPv6Address
 Field: TypeAlias = "int | float | str | Global | Sequence[Field] | None"
-
-MAX_HOST_CHARS = 64
-# Sends at a time, in all and to one host, each with a socket of its own; others wait.
-MAX_SENDS, MAX_SENDS_TO_HOST = 256, 64
-# Whether libzmq is done with a message is asked this often: it tells by a flag only.
-FLUSH_POLL_S = 0.002
-# For what the kernel has not taken when libzmq is done, at most 8 KiB.
-LINGER_MS = 1000
 
 PROTOCOL_3 = b"\x80\x03"
 NONE, MARK, STOP = b"N", b"(", b"."
@@ -131,136 +108,3 @@ def pickled(value: Field) -> bytes:
 def payload(rows: torch.Tensor) -> memoryview:
     """The bytes of rows [R, W] in host memory, not copied."""
     return rows.reshape(-1).view(torch.uint8).numpy().data
-
-
-# -- who may receive -----------------------------------------------------------------------------------
-
-
-class Receivers:
-    """Which hosts rows may be sent to: the request's own peer, and the networks of an allow-list.
-
-    A peer that is this machine may name any address of it: SGLang asks on loopback and receives on an
-    interface.
-    """
-
-    def __init__(self, allowed: Sequence[str]) -> None:
-        """allowed: networks; ValueError for anything else."""
-        self._allowed: list[Network] = [ipaddress.ip_network(network) for network in allowed]
-
-    def endpoint(self, host: object, port: object, peer: str) -> str:
-        """The ZMQ endpoint of a host and port that a request names. peer: the request's own address. Raises
-        InvalidRequest, PermissionDenied."""
-        if not isinstance(host, str):
-            raise InvalidRequest(f"the receiving host is a {type(host).__name__}, needed is an IP address")
-        if len(host) > MAX_HOST_CHARS:
-            raise InvalidRequest(
-                f"the receiving host has {len(host)} characters, at most {MAX_HOST_CHARS} are taken"
-            )
-        if type(port) is not int or not 1 <= port <= 65535:
-            raise InvalidRequest(
-                f"the receiving port is {reprlib.repr(port)}, needed is a number from 1 to 65535"
-            )
-        try:
-            address = parse_address(host)
-        except ValueError:
-            raise InvalidRequest(f"the receiving host {host!r} is not an IP address") from None
-        if not self._may_receive(address, parse_address(peer)):
-            raise PermissionDenied(
-                f"rows may not be sent to {address}: the request comes from {peer}, and sglang_receivers has "
-                "no network of it"
-            )
-        return f"tcp://[{address}]:{port}" if address.version == 6 else f"tcp://{address}:{port}"
-
-    def endpoint_of(self, url: object, peer: str) -> str:
-        """The same of ``host:port``."""
-        if not isinstance(url, str):
-            raise InvalidRequest(f"receive_url is a {type(url).__name__}, needed is host:port")
-        host, _, port = url.rpartition(":")
-        return self.endpoint(host, int(port) if re.fullmatch("[0-9]{1,5}", port) else port, peer)
-
-    def _may_receive(self, address: Address, peer: Address) -> bool:
-        if address == peer or any(address in network for network in self._allowed):
-            return True
-        return is_of_this_machine(peer) and is_of_this_machine(address)
-
-
-def parse_address(text: str) -> Address:
-    """An IP address, an IPv4 one inside IPv6 as itself. Raises ValueError, also for a scope id: its text goes
-    into ZMQ's endpoint unchecked."""
-    address = ipaddress.ip_address(text.strip("[]"))
-    if getattr(address, "scope_id", None):
-        raise ValueError(f"{text!r} has a scope id")
-    return getattr(address, "ipv4_mapped", None) or address
-
-
-def is_of_this_machine(address: Address) -> bool:
-    """Whether packets to it leave from the address itself. Sends nothing."""
-    if address.is_unspecified or address.is_multicast:
-        return False
-    if address.is_loopback:
-        return True
-    family = socket.AF_INET6 if address.version == 6 else socket.AF_INET
-    with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect((str(address), 9))
-        return bool(probe.getsockname()[0] == str(address))
-    return False
-
-
-# -- sending -------------------------------------------------------------------------------------------
-
-
-class Sender:
-    """Sends messages, each on a socket of its own that goes with it: a receiver that is dead or does not read
-    costs its own message ``timeout_s`` and leaves nothing behind."""
-
-    def __init__(self, timeout_s: float) -> None:
-        """Raises ConfigurationError where pyzmq is not installed."""
-        try:
-            import zmq
-            import zmq.asyncio
-        except ModuleNotFoundError as error:
-            raise ConfigurationError(
-                f"serve_sglang needs {error.name}, which is not installed: "
-                "pip install 'vision-encoder[sglang]'"
-            ) from None
-        self._zmq = zmq
-        self._context = zmq.asyncio.Context()
-        self._places = asyncio.Semaphore(MAX_SENDS)
-        # By host. Entries last as long as a send holds them.
-        self._places_of: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
-        self._timeout_s = timeout_s
-
-    def close(self) -> None:
-        """Drops what has not left."""
-        self._context.destroy(linger=0)
-
-    async def push(self, endpoint: str, frames: Sequence[bytes | memoryview]) -> None:
-        """Returns once the message has been written to the receiver's connection. The frames' memory is read
-        until then, and no longer than until this raises. Raises TransportUnavailable."""
-        host = endpoint.rpartition(":")[0]
-        places = self._places_of.setdefault(host, asyncio.Semaphore(MAX_SENDS_TO_HOST))
-        try:
-            async with asyncio.timeout(self._timeout_s), places, self._places:
-                await self._push(endpoint, frames)
-        except TimeoutError:
-            raise TransportUnavailable(
-                f"the receiver at {endpoint} did not take {sum(map(len, frames))} bytes within "
-                f"{self._timeout_s} s"
-            ) from None
-
-    async def _push(self, endpoint: str, frames: Sequence[bytes | memoryview]) -> None:
-        zmq = self._zmq
-        pusher = self._context.socket(zmq.PUSH)
-        linger_ms = 0
-        try:
-            # Nothing is queued for a receiver that is not connected.
-            for option, value in ((zmq.IMMEDIATE, 1), (zmq.SNDHWM, 1), (zmq.LINGER, 0), (zmq.IPV6, 1)):
-                pusher.setsockopt(option, value)
-            pusher.connect(endpoint)
-            tracker = await pusher.send_multipart(list(frames), copy=False, track=True)
-            assert tracker is not None
-            while not tracker.done:  # noqa: ASYNC110
-                await asyncio.sleep(FLUSH_POLL_S)
-            linger_ms = LINGER_MS
-        finally:
-            pusher.close(linger=linger_ms)

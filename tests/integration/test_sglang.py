@@ -22,7 +22,7 @@ import zmq
 
 from encoder_service.errors import ConfigurationError, InvalidRequest, PermissionDenied
 from encoder_service.rpc.sglang import AwaitedReceivers
-from encoder_service.rpc.sglang_push import Receivers
+from encoder_service.rpc.zmq_push import Receivers
 from lm_adapter import CacheTier, ClipItem, EncodedRows, ImageItem, VisionEncoderClient
 from tests.engines.pictures import clip, data_url
 from tests.integration.conftest import RunningService, running
@@ -477,7 +477,7 @@ def test_p46_a_foreign_process_cannot_name_itself_for_anothers_request() -> None
     awaited.add("198.51.100.68:9", 2)
     assert awaited.urls == ["198.51.100.66:9", "198.51.100.67:9"]
     with pytest.raises(PermissionDenied, match=r"198\.51\.100\.66"):
-        Receivers([]).endpoint_of(awaited.urls[0], "10.0.0.1")
+        Receivers("sglang_receivers", []).endpoint_of(awaited.urls[0], "10.0.0.1")
 
 
 def test_an_id_with_lone_surrogates_and_pages_of_browsers_are_refused_with_words(served: Served) -> None:

@@ -18,7 +18,8 @@ from encoder_service.errors import (
     PermissionDenied,
     TransportUnavailable,
 )
-from encoder_service.rpc.sglang_push import Part, Receivers, Sender, head_frame, payload
+from encoder_service.rpc.sglang_push import Part, head_frame, payload
+from encoder_service.rpc.zmq_push import Receivers, Sender
 from encoder_service.types import Grid, Modality
 from tests.sglang.frames import Modality as ReadModality
 from tests.sglang.frames import fields_of, message_of
@@ -91,7 +92,7 @@ def test_what_a_request_says_never_becomes_opcodes() -> None:
     ],
 )
 def test_p46_rows_go_to_the_peer_and_to_allowed_networks(host: str, peer: str, endpoint: str) -> None:
-    receivers = Receivers(["198.51.100.0/24"])
+    receivers = Receivers("sglang_receivers", ["198.51.100.0/24"])
     assert receivers.endpoint(host, 5000, peer) == endpoint
     assert receivers.endpoint_of(f"{host}:5000", peer) == endpoint
 
@@ -110,7 +111,7 @@ def test_p46_rows_go_to_the_peer_and_to_allowed_networks(host: str, peer: str, e
 )
 def test_p46_no_other_host_receives(host: str, peer: str) -> None:
     with pytest.raises(PermissionDenied, match=f"{host}.*{peer}"):
-        Receivers(["198.51.100.0/24"]).endpoint(host, 5000, peer)
+        Receivers("sglang_receivers", ["198.51.100.0/24"]).endpoint(host, 5000, peer)
 
 
 @pytest.mark.parametrize(
@@ -129,7 +130,7 @@ def test_p46_no_other_host_receives(host: str, peer: str) -> None:
 )
 def test_a_host_is_an_address_and_a_port_a_number(host: object, port: object, text: str) -> None:
     with pytest.raises(InvalidRequest, match=text):
-        Receivers([]).endpoint(host, port, "127.0.0.1")
+        Receivers("sglang_receivers", []).endpoint(host, port, "127.0.0.1")
 
 
 @pytest.mark.parametrize(
@@ -137,7 +138,7 @@ def test_a_host_is_an_address_and_a_port_a_number(host: object, port: object, te
 )
 def test_a_receive_url_is_an_address_and_a_port(url: object) -> None:
     with pytest.raises(InvalidRequest) as refused:
-        Receivers([]).endpoint_of(url, "127.0.0.1")
+        Receivers("sglang_receivers", []).endpoint_of(url, "127.0.0.1")
     assert len(refused.value.message) < 200
 
 
@@ -147,14 +148,14 @@ def test_a_receive_url_is_an_address_and_a_port(url: object) -> None:
 def test_without_pyzmq_the_start_fails_and_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "zmq", None)
     with pytest.raises(ConfigurationError, match=r"needs zmq.*vision-encoder\[sglang\]"):
-        Sender(1.0)
+        Sender("sglang", 1.0)
 
 
 def test_p46_a_receiver_that_never_answers_costs_its_time_and_no_memory() -> None:
     """A listener that takes the connection and says nothing."""
 
     async def run() -> None:
-        sender = Sender(0.2)
+        sender = Sender("sglang", 0.2)
         with socket.create_server(("127.0.0.1", 0)) as silent:
             port = silent.getsockname()[1]
             with pytest.raises(TransportUnavailable, match=r"did not take 5 bytes within 0.2 s"):
@@ -167,11 +168,11 @@ def test_p46_a_receiver_that_never_answers_costs_its_time_and_no_memory() -> Non
 
 def test_p46_a_host_that_takes_nothing_leaves_places_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever its ports are."""
-    monkeypatch.setattr("encoder_service.rpc.sglang_push.MAX_SENDS", 4)
-    monkeypatch.setattr("encoder_service.rpc.sglang_push.MAX_SENDS_TO_HOST", 2)
+    monkeypatch.setattr("encoder_service.rpc.zmq_push.MAX_SENDS", 4)
+    monkeypatch.setattr("encoder_service.rpc.zmq_push.MAX_SENDS_TO_HOST", 2)
 
     async def run() -> None:
-        sender, context = Sender(PATIENCE_S), zmq.asyncio.Context()
+        sender, context = Sender("sglang", PATIENCE_S), zmq.asyncio.Context()
         with socket.create_server(("127.0.0.1", 0)) as silent, context.socket(zmq.PULL) as receiver:
             receiver.linger = 0
             port = receiver.bind_to_random_port("tcp://127.0.0.2")
@@ -197,7 +198,7 @@ def test_messages_larger_than_what_the_kernel_takes_at_once_come_whole() -> None
     rows = torch.arange(4 << 20, dtype=torch.float32).reshape(-1, 8)
 
     async def run() -> None:
-        sender, context = Sender(30.0), zmq.asyncio.Context()
+        sender, context = Sender("sglang", 30.0), zmq.asyncio.Context()
         with context.socket(zmq.PULL) as receiver:
             receiver.linger = 0
             endpoint = f"tcp://127.0.0.1:{receiver.bind_to_random_port('tcp://127.0.0.1')}"
