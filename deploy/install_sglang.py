@@ -28,8 +28,8 @@ LEFT_OUT = (
     *("build", "deepseek-recipe", "mistral_common", "modelscope", "outlines", "py-spy"),
     *("smg-grpc-servicer", "soundfile", "tml-renderers"),
 )
-# Packages that SGLang imports but does not list as requirements.
-BESIDE = ("accelerate", "jsonschema", "outlines_core", "soundfile", "pandas")
+# Packages that SGLang imports but does not list as requirements; decord takes the place of torchcodec.
+BESIDE = ("accelerate", "decord", "jsonschema", "outlines_core", "soundfile", "pandas")
 
 
 def sglang_requirements() -> list[str]:

@@ -6,6 +6,7 @@ import importlib
 import io
 import pickle
 from collections.abc import Iterator
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import pytest
 import torch
 import zmq
 
-from tests.engines.pictures import data_url
+from tests.engines.pictures import clip, data_url
 from tests.sglang.frames import CLASSES, message_of
 from tests.sglang.processes import Encoder, Sglang
 from tests.sglang.reference import Reference
@@ -40,13 +41,13 @@ def golden(checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactor
         yield running
 
 
-def exchange(url: str, items: list[Any]) -> tuple[httpx.Response, list[bytes]]:
+def exchange(url: str, items: list[Any], modality: str = "IMAGE") -> tuple[httpx.Response, list[bytes]]:
     """A request's answer, and the frames that come of it; none after a refusal."""
     with zmq.Context() as context, context.socket(zmq.PULL) as socket:
         socket.linger = 0
         body = {
             "mm_items": items,
-            "modality": "IMAGE",
+            "modality": modality,
             "req_id": "r_local_part_1",
             "num_parts": 3,
             "part_idx": 1,
@@ -63,13 +64,10 @@ def exchange(url: str, items: list[Any]) -> tuple[httpx.Response, list[bytes]]:
         return answer, socket.recv_multipart()
 
 
-@pytest.mark.parametrize("family", [FAMILY], indirect=True)
-def test_the_same_requests_give_the_same_messages(
-    golden: Sglang, encoder: Encoder, reference: Reference, images: list[bytes]
-) -> None:
-    items: list[Any] = [data_url(images[0]), {"url": data_url(images[1]), "detail": "low"}]
-    theirs_answer, (head, data) = exchange(golden.url, items)
-    ours_answer, frames = exchange(encoder.sglang_url, items)
+def compared(golden: Sglang, encoder: Encoder, items: list[Any], modality: str) -> torch.Tensor:
+    """Our rows of a request, after the comparison of both answers and both messages."""
+    theirs_answer, (head, data) = exchange(golden.url, items, modality)
+    ours_answer, frames = exchange(encoder.sglang_url, items, modality)
     assert (ours_answer.status_code, ours_answer.content) == (
         theirs_answer.status_code,
         theirs_answer.content,
@@ -80,6 +78,15 @@ def test_the_same_requests_give_the_same_messages(
     assert ours == theirs
     golden_rows = torch.frombuffer(bytearray(data), dtype=theirs["dtype"]).reshape(theirs["shape"])
     assert (rows - golden_rows).abs().max() <= 1e-5
+    return rows
+
+
+@pytest.mark.parametrize("family", [FAMILY], indirect=True)
+def test_the_same_requests_give_the_same_messages(
+    golden: Sglang, encoder: Encoder, reference: Reference, images: list[bytes]
+) -> None:
+    items: list[Any] = [data_url(images[0]), {"url": data_url(images[1]), "detail": "low"}]
+    rows = compared(golden, encoder, items, "IMAGE")
     expected = torch.cat([reference.rows(image)[0] for image in images[:2]])
     assert (rows - expected).abs().max() <= 1e-5
 
@@ -94,3 +101,11 @@ def test_the_same_requests_give_the_same_messages(
         assert ours_answer.json().keys() == theirs_answer.json().keys()
     for url in (golden.url, encoder.sglang_url):
         assert httpx.get(f"{url}/health", timeout=60).status_code == 200
+
+
+@pytest.mark.parametrize("family", [FAMILY], indirect=True)
+def test_the_same_clips_give_the_same_messages(golden: Sglang, encoder: Encoder) -> None:
+    """Of a size and length where SGLang's own rules choose the pixels and frames of the reference: sides are
+    multiples of 28 and 32 with at least 100352 pixels, and the frames to sample lie at whole indices."""
+    clips = [clip(7, 7, Fraction(7, 2), width=448, height=224), clip(8, 10, 2, width=448, height=224)]
+    compared(golden, encoder, [data_url(one, "video/mp4") for one in clips], "VIDEO")

@@ -6,6 +6,7 @@ made-up ones in turn.
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
 import random
@@ -30,7 +31,7 @@ import encoder_service
 from encoder_service.ingest.decode import DecodeLimits
 from encoder_service.ingest.registry import load_preprocessor
 from encoder_service.types import PreprocessOptions
-from lm_adapter import VisionEncoderClient
+from lm_adapter import DigestItem, ItemFailed, VisionEncoderClient
 from lm_adapter.engines.hf_checkpoint import read_config, vision_interface
 from lm_adapter.engines.plugin.images import ImageFile
 from lm_adapter.engines.sglang.prompt import ImagePrompt
@@ -278,11 +279,27 @@ def test_p33_what_a_client_may_not_send(plugin: Sglang, images: list[bytes]) -> 
     rejected(chat(plugin, broken[: len(broken) // 2], stream=True), 400, "damaged")
     rejected(plugin.generate(ONE, images[:2]), 400, "1 placeholders", "2 items")
     rejected(plugin.generate(TEXT, images[:1]), 400, "placeholders")
+    hashes = [f"sha256:{hashlib.sha256(image).hexdigest()}" for image in images[:2]]
+    assert plugin.generate(ONE, images[:1], mm_content_hashes=hashes[:1]).status_code == 200
+    rejected(plugin.generate(ONE, images[:1], mm_content_hashes=hashes[1:]), 400, *hashes)
     for fields, words in (
         ({"image_data": [data_url(images[0])], "mm_hashes": ["1f"]}, "mm_hashes"),
         ({"video_data": ["data:video/mp4;base64,AAAA"]}, "video_data"),
     ):
         rejected(plugin.generate(ONE, [], **fields), 400, words)
+
+
+@pytest.mark.usefixtures("lives_on")
+@only_qwen3_vl
+def test_a_prompt_that_is_too_long_is_refused_before_its_images_are_encoded(
+    plugin: Sglang, encoder: Encoder, reference: Reference
+) -> None:
+    image, digest = new_picture()
+    ids = reference.ids(ONE, [image])
+    rejected(plugin.generate([*ids, *ids[-1:] * (2048 - len(ids))], [image]), 400, "2048 tokens", "2042")
+    with VisionEncoderClient(encoder.target) as client:
+        (held,) = client.encode([DigestItem(digest)])
+    assert isinstance(held, ItemFailed)
 
 
 @pytest.mark.usefixtures("lives_on")

@@ -85,20 +85,37 @@ class FileProcessor(BaseMultimodalProcessor):  # type: ignore[misc]
         super().shutdown()
 
     async def process_mm_data_async(
-        self, image_data: Any, input_text: Any, request_obj: Any, *_args: Any, **_kwargs: Any
+        self,
+        image_data: Any,
+        input_text: Any,
+        request_obj: Any,
+        *_args: Any,
+        max_req_input_len: int | None = None,
+        **_kwargs: Any,
     ) -> MultimodalProcessorOutput:
-        """Raises ValueError and HTTPException, which SGLang answers with 400 and the exception's status."""
+        """max_req_input_len: prompts of so many tokens are rejected by SGLang's scheduler. Raises ValueError
+        and HTTPException, which SGLang answers with 400 and the exception's status."""
         for name in ("video_data", "audio_data", "mm_hashes"):
             if getattr(request_obj, name, None):
                 raise ValueError(
                     f"{name} is not accepted: the encoder takes images here, and identifies them"
                 )
         loop = asyncio.get_running_loop()
+        given = image_data or ()
+        hashes = getattr(request_obj, "mm_content_hashes", None) or [None] * len(given)
         images = await asyncio.gather(
-            *(loop.run_in_executor(self.io_executor, image_file, one) for one in image_data or ())
+            *(
+                loop.run_in_executor(self.io_executor, image_file, *one)
+                for one in zip(given, hashes, strict=True)
+            )
         )
         grids = [self._grid_of(image) for image in images]
         prompt = ImagePrompt.of(self._prompt_ids(input_text), grids, self._interface)
+        if max_req_input_len is not None and len(prompt.ids) >= max_req_input_len:
+            raise ValueError(
+                f"the prompt has {len(prompt.ids)} tokens with its images, less than {max_req_input_len} "
+                "are taken"
+            )
         try:
             rows = await self._rows.read(images, grids)
         except EncoderError as error:
@@ -161,17 +178,20 @@ def _item(offset: tuple[int, int], rows: EncodedRows) -> MultimodalDataItem:
     return item
 
 
-def image_file(data: Any) -> ImageFile:
-    """What SGLang takes as an image, by its own ways to the bytes. Raises ValueError for what is none, and
-    for rows of a client's own."""
+def image_file(data: Any, content_hash: str | None = None) -> ImageFile:
+    """What SGLang takes as an image, by its own ways to the bytes. content_hash: the client's, as SGLang
+    writes it. Raises ValueError for what is none, for another hash, and for rows of a client's own."""
     if isinstance(data, dict) and "format" in data:
         raise ValueError(f"{data['format']} is not accepted: {FROM_ENCODER}")
-    if not isinstance(data, str | bytes | dict | ImageData):
+    if content_hash is None and not isinstance(data, str | bytes | dict | ImageData):
         return ImageFile.of_pixels(data)
     try:
-        content = snapshot_media(data).data
+        snapshot = snapshot_media(data)
     except (*CLIENT_MEDIA_EXCEPTIONS, OSError) as error:
         raise ValueError(f"Failed to load image: {error}") from error
+    if content_hash not in (None, snapshot.content_digest):
+        raise ValueError(f"content_hash is {content_hash}, the image's is {snapshot.content_digest}")
+    content = snapshot.data
     return ImageFile.read(content) if isinstance(content, bytes) else ImageFile.of_pixels(content)
 
 
