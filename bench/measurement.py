@@ -33,7 +33,6 @@ PACKAGES = (
     "safetensors",
     "triton",
     "fa3-fwd",
-    "flash-attn",
     "flash-attn-4",
     "quack-kernels",
     "nvidia-cutlass-dsl",

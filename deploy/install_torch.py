@@ -22,13 +22,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-TORCH_RANGE = "torch>=2.9,<2.14"
+TORCH_RANGE = "torch>=2.11,<2.14"
 LOCAL_CPU_BUILD = "torch==2.13.0+cpu"
 # With these options an unreachable index fails within a minute.
 CPU_INDEX = ["--index-url", "https://download.pytorch.org/whl/cpu", "--retries", "1", "--timeout", "20"]
 
-# torch 2.9 matches torchvision 0.24. Since then both minor numbers have increased by one per release.
-MIN_TORCH_MINOR = 9
+# torch 2.11 matches torchvision 0.26. Since then both minor numbers have increased by one per release.
+MIN_TORCH_MINOR = 11
 MAX_TORCH_MINOR = 13
 TORCHVISION_MINOR_OFFSET = 15
 

@@ -116,7 +116,6 @@ DISTRIBUTION_OF = {
     "pydantic_settings": "pydantic-settings",
     "cuda": "cuda-bindings",
     "fa3_fwd_interface": "fa3-fwd",
-    "flash_attn": "flash-attn",
     "quack": "quack-kernels",
     "cutlass": "nvidia-cutlass-dsl",
     "triton": "torch",

@@ -71,7 +71,7 @@ def test_torch_range_is_the_projects(install_torch: ModuleType) -> None:
         is_supported = install_torch.MIN_TORCH_MINOR <= minor <= install_torch.MAX_TORCH_MINOR
         assert Requirement(torch).specifier.contains(f"2.{minor}.0") is is_supported
     assert install_torch.torchvision_requirement("2.11.0+cu130") == "torchvision~=0.26.0"
-    with pytest.raises(SystemExit, match=r"torch 2\.8\.0 is installed, needs >=2\.9,<2\.14"):
+    with pytest.raises(SystemExit, match=r"torch 2\.8\.0 is installed, needs >=2\.11,<2\.14"):
         install_torch.torchvision_requirement("2.8.0")
 
 

@@ -89,8 +89,7 @@ def require_capability(device: torch.device, majors: Collection[int]) -> None:
 BUILDERS: dict[str, Callable[[torch.device], list[AttentionBackend]]] = {
     "fa4": partial(build, "fa4", (9, 10, 11)),
     "fa3": partial(build, "fa3", (9,)),
-    "fa2": partial(build, "fa2", (8, 9, 10, 11, 12)),
     "varlen": partial(build, "varlen", (8, 9, 10, 11, 12)),
 }
 FA4_TILES = ("fa4-192x128", "fa4-192x112r", "fa4-128x160r")
-NAMES = ("fa4", *FA4_TILES, "fa4-library", "fa3", "fa2", "varlen", "sdpa")
+NAMES = ("fa4", *FA4_TILES, "fa4-library", "fa3", "varlen", "sdpa")

@@ -1,15 +1,13 @@
-"""torch's own varlen attention (torch.nn.attention.varlen, since torch 2.10), which uses FlashAttention-2.
+"""torch's own varlen attention (torch.nn.attention.varlen), which uses FlashAttention-2.
 
-Owns the call across the versions of its signature. 2.10 has no ``scale`` and uses 1 / sqrt(d); later versions
-have it. From 2.12 on there is ``num_splits``, which is set to one, because the library's default depends on
-the longest sequence of the batch. Earlier versions never split. So results are batch invariant.
+Owns the call. From torch 2.12 on there is ``num_splits``, which is set to one, because the library's default
+depends on the longest sequence of the batch. Earlier versions never split. So results are batch invariant.
 """
 
 from __future__ import annotations
 
 import importlib
 import inspect
-from typing import Any
 
 import torch
 
@@ -17,7 +15,7 @@ from encoder_service.towers.attention.backend import AttentionBackend, SequenceB
 
 
 class TorchVarlenAttention(Unplanned):
-    """varlen_attn. Raises ImportError if torch lacks it."""
+    """varlen_attn."""
 
     name = "varlen"
     static_lengths = False
@@ -25,17 +23,13 @@ class TorchVarlenAttention(Unplanned):
 
     def __init__(self) -> None:
         self._varlen = importlib.import_module("torch.nn.attention.varlen").varlen_attn
-        parameters = inspect.signature(self._varlen).parameters
-        self._takes_scale = "scale" in parameters
-        self._fixed: dict[str, Any] = {"num_splits": 1} if "num_splits" in parameters else {}
+        has_splits = "num_splits" in inspect.signature(self._varlen).parameters
+        self._options = {"num_splits": 1} if has_splits else {}
 
     def attend(
         self, q_PHd: torch.Tensor, k_PHd: torch.Tensor, v_PHd: torch.Tensor, bounds: SequenceBounds
     ) -> torch.Tensor:
         """See AttentionBackend. float16 or bfloat16. The output of padding is zero."""
-        options = dict(self._fixed)
-        if self._takes_scale:
-            options["scale"] = q_PHd.shape[-1] ** -0.5
         result: torch.Tensor = self._varlen(
             q_PHd,
             k_PHd,
@@ -44,7 +38,8 @@ class TorchVarlenAttention(Unplanned):
             bounds.cu_seqlens,
             bounds.max_seqlen,
             bounds.max_seqlen,
-            **options,
+            scale=q_PHd.shape[-1] ** -0.5,
+            **self._options,
         )
         return zero_padding(result, bounds.cu_seqlens)
 

@@ -203,14 +203,14 @@ def test_a_library_that_breaks_on_import_is_absent(monkeypatch: pytest.MonkeyPat
     def broken(device: torch.device) -> list[Any]:
         raise OSError("undefined symbol")
 
-    monkeypatch.setitem(available.BUILDERS, "fa3", broken)
+    monkeypatch.setitem(available.BUILDERS, "fa4", broken)
     monkeypatch.setitem(
-        available.BUILDERS, "fa2", lambda device: [Fake("fa2", Clock(), batch_invariant=False)]
+        available.BUILDERS, "fa3", lambda device: [Fake("fa3", Clock(), batch_invariant=False)]
     )
     with capture_logs() as logs:
-        assert [backend.name for backend in available_backends(CPU)] == ["fa2", "sdpa"]
+        assert [backend.name for backend in available_backends(CPU)] == ["fa3", "sdpa"]
     reasons = {entry["backend"]: entry["reason"] for entry in logs}
-    assert reasons["fa3"] == "OSError: undefined symbol"
+    assert reasons["fa4"] == "OSError: undefined symbol"
     assert "needs a CUDA device, this is cpu" in reasons["varlen"]
     assert [backend.name for backend in available_backends(CPU, deterministic=True)] == ["sdpa"]
 
