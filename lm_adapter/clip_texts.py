@@ -1,8 +1,7 @@
 """What a prompt says between the frames of a clip: timestamps of the frames that were really sampled.
 
-Owns the two families' rules and spellings, from the seconds that come with a clip's result. Tokenising the
-texts is the engine's; ``placeholders.interleave_timestamps`` puts their ids into the prompt. Standard library
-only.
+Owns the two families' rules and spellings, from the seconds that come with a clip's result. The engine puts
+the texts into the prompt. Standard library only.
 
 Qwen3-VL and Qwen3.5 write one text per temporal patch, the mean of its first and last frame's time, the last
 frame repeated to fill it (``_calculate_timestamps``). Kimi writes one per chunk, its first frame's time.

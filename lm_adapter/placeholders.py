@@ -2,9 +2,8 @@
 
 Owns expansion and spans; positions belong to ``mrope``, rows to ``splice``. Pure numpy.
 
-A prompt contains placeholder ids for its items. An item may be unexpanded (one id for the whole item, or one
-id for each frame of a clip) or expanded (one id for each of its rows). Items may be adjacent without a
-separator; ``alignment`` defines how they are told apart.
+A prompt contains placeholder ids for its items: one id for each item, one for each frame of a clip, or one
+for each row. Items may be adjacent without a separator; ``alignment`` defines how they are told apart.
 """
 
 from __future__ import annotations
@@ -27,7 +26,6 @@ __all__ = [
     "Segment",
     "expand_batch",
     "expand_placeholders",
-    "interleave_timestamps",
     "merged_grid",
     "prompt_item",
 ]
@@ -128,8 +126,7 @@ def expand_placeholders(
     ids: [N], before pad ids are substituted; items: in prompt order, images and clips together.
     placeholder_ids: further ids that are placeholders, even if no item of this prompt uses them, so that a
     prompt with placeholders but no items is detected.
-    Raises InvalidRequest with reason PLACEHOLDER_MISMATCH when runs and items cannot be aligned, and
-    PLACEHOLDER_AMBIGUOUS when they can be aligned in more than one way.
+    Raises InvalidRequest with reason PLACEHOLDER_MISMATCH when runs and items cannot be aligned.
     """
     prompt_ids: Ids = np.asarray(ids, dtype=np.int64)
     if prompt_ids.ndim != 1:
@@ -162,41 +159,6 @@ def expand_batch(
                 details={**error.details, "prompt": index},
             ) from error
     return expanded
-
-
-def interleave_timestamps(
-    ids: Sequence[int] | npt.NDArray[np.integer],
-    *,
-    placeholder_id: int,
-    frame_texts: Sequence[Sequence[Sequence[int]]],
-    vision_start_id: int,
-    vision_end_id: int,
-) -> Ids:
-    """Rewrites a prompt from one placeholder per clip to one placeholder per frame.
-
-    The k-th placeholder is replaced, for each frame of clip k, by the ids of its timestamp, vision start, one
-    placeholder and vision end, as by the processors of Qwen3-VL and Qwen3.5 (``replace_video_token``).
-    frame_texts: [clip][frame], the tokenised timestamps ("<0.3 seconds>") of the frames that were sampled.
-    Raises InvalidRequest when the number of placeholders differs from the number of clips.
-    """
-    prompt_ids: Ids = np.asarray(ids, dtype=np.int64)
-    (at,) = np.nonzero(prompt_ids == placeholder_id)
-    if len(at) != len(frame_texts):
-        raise InvalidRequest(
-            f"prompt has {len(at)} placeholders {placeholder_id}, needs {len(frame_texts)}, one per clip",
-            reason="PLACEHOLDER_MISMATCH",
-            details={"found": len(at), "needed": len(frame_texts)},
-        )
-    pieces: list[Ids] = []
-    text_start = 0
-    for position, frames in zip(at.tolist(), frame_texts, strict=True):
-        pieces.append(prompt_ids[text_start:position])
-        pieces += [
-            np.array([*text, vision_start_id, placeholder_id, vision_end_id], dtype=np.int64)
-            for text in frames
-        ]
-        text_start = position + 1
-    return np.concatenate([*pieces, prompt_ids[text_start:]])
 
 
 def _assemble(

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable
-
 import numpy as np
 import pytest
-from hypothesis import event, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lm_adapter.errors import InvalidRequest
@@ -17,11 +14,10 @@ from lm_adapter.placeholders import (
     PromptItem,
     expand_batch,
     expand_placeholders,
-    interleave_timestamps,
     prompt_item,
 )
 
-IMAGE, VIDEO, START, END = 900, 901, 902, 903
+IMAGE, VIDEO = 900, 901
 
 
 def image(rows: int) -> PromptItem:
@@ -109,32 +105,14 @@ def test_p02_a_neighbours_items_do_not_help() -> None:
         expand_batch([[1], [2]], [[]])
 
 
-def test_interleaved_timestamps() -> None:
-    ids = interleave_timestamps(
-        [1, VIDEO, 2],
-        placeholder_id=VIDEO,
-        frame_texts=[[[11], [12, 13]]],
-        vision_start_id=START,
-        vision_end_id=END,
-    )
-    assert ids.tolist() == [1, 11, START, VIDEO, END, 12, 13, START, VIDEO, END, 2]
-    prompt = expand_placeholders(ids, [item_of((2, 4, 4), Modality.VIDEO)])
-    assert [segment.length for segment in prompt.spans[0].segments] == [4, 4]
-    with pytest.raises(InvalidRequest, match=r"1 placeholders.*needs 2"):
-        interleave_timestamps(
-            [VIDEO], placeholder_id=VIDEO, frame_texts=[[], []], vision_start_id=1, vision_end_id=2
-        )
-
-
 @st.composite
 def layouts(draw: st.DrawFn) -> tuple[list[PromptItem], list[list[int]], list[list[tuple[int, int]]]]:
-    """Items, prompts that mean them (expanded, one id per frame, one id per item), the expanded segments."""
+    """Items, prompts that mean them (expanded; one id per frame or per item), the expanded segments."""
     items: list[PromptItem] = []
     expanded: list[int] = []
-    per_frame: list[int] = []
-    per_item: list[int] = []
+    collapsed: list[int] = []
     expected: list[list[tuple[int, int]]] = []
-    text_between_frames = draw(st.booleans())
+    has_timestamps = draw(st.booleans())
     for _ in range(draw(st.integers(0, 6))):
         is_clip = draw(st.booleans())
         rows = draw(st.lists(st.integers(1, 6), min_size=1, max_size=3 if is_clip else 1))
@@ -142,41 +120,12 @@ def layouts(draw: st.DrawFn) -> tuple[list[PromptItem], list[list[int]], list[li
         items.append(item)
         expected.append([])
         for index, num_rows in enumerate(rows):
-            may_have_text = index == 0 or text_between_frames
-            text = [5] * draw(st.integers(0, 2)) if may_have_text else []
+            is_apart = index > 0 and has_timestamps
+            text = [5] * draw(st.integers(int(is_apart), 2)) if index == 0 or has_timestamps else []
             expected[-1].append((len(expanded) + len(text), num_rows))
             expanded += text + [item.placeholder_id] * num_rows
-            per_frame += text + [item.placeholder_id]
-            per_item += text + ([item.placeholder_id] if index == 0 else [])
-    prompts = [expanded, per_frame] if text_between_frames else [expanded, per_frame, per_item]
-    return items, [[*prompt, 6] for prompt in prompts], expected
-
-
-def readings_by_item(ids: list[int], items: list[PromptItem]) -> set[tuple[int, ...]]:
-    """By brute force: the units before the end of each run, for each choice of a form of every item that
-    fits."""
-    runs = [(key, len([*group])) for key, group in itertools.groupby(ids) if key in (IMAGE, VIDEO)]
-    found = set()
-    for forms in itertools.product(("expanded", "frame", "item"), repeat=len(items)):
-        # Of each placeholder its id and the units that are over with it.
-        placeholders: list[tuple[int, int]] = []
-        unit = 0
-        for item, form in zip(items, forms, strict=True):
-            each = [(rows if form == "expanded" else 1, 1) for rows in item.unit_rows]
-            counts = [(1, len(item.unit_rows))] if form == "item" else each
-            for num_ids, num_units in counts:
-                placeholders += [(item.placeholder_id, -1)] * (num_ids - 1)
-                unit += num_units
-                placeholders.append((item.placeholder_id, unit))
-        ends = [*itertools.accumulate(length for _, length in runs)]
-        if len(placeholders) != sum(length for _, length in runs):
-            continue
-        if [one for one, length in runs for _ in range(length)] != [one for one, _ in placeholders]:
-            continue
-        boundaries = tuple(placeholders[end - 1][1] for end in ends)
-        if -1 not in boundaries:
-            found.add(boundaries)
-    return found
+            collapsed += text + ([item.placeholder_id] if index == 0 or has_timestamps else [])
+    return items, [[*expanded, 6], [*collapsed, 6]], expected
 
 
 @settings(max_examples=120, deadline=None)
@@ -184,54 +133,23 @@ def readings_by_item(ids: list[int], items: list[PromptItem]) -> set[tuple[int, 
 def test_p05_every_form_means_the_same_prompt(
     layout: tuple[list[PromptItem], list[list[int]], list[list[tuple[int, int]]]],
 ) -> None:
-    """But for one id per frame where items of several forms fit the runs as well: that is an error."""
     items, prompts, expected = layout
     for prompt_ids in prompts:
-        if len(readings_by_item(prompt_ids, items)) > 1:
-            event("ambiguous")
-            with pytest.raises(InvalidRequest) as caught:
-                expand_placeholders(np.array(prompt_ids), items, [IMAGE, VIDEO])
-            assert caught.value.reason == "PLACEHOLDER_AMBIGUOUS"
-            continue
         prompt = expand_placeholders(np.array(prompt_ids), items, [IMAGE, VIDEO])
         assert prompt.ids.tolist() == prompts[0]
         assert segments(prompt) == expected
 
 
-Forms = Iterable[tuple[bool, ...]]
-
-
-def readings(lengths: list[int], rows: list[int], forms: Forms) -> set[tuple[int, ...]]:
-    """By brute force: the numbers of items per run for each choice of which items are expanded that fits."""
-    found = set()
-    for expanded in forms:
-        used = [num_rows if is_expanded else 1 for num_rows, is_expanded in zip(rows, expanded, strict=True)]
-        item_ends = [0, *itertools.accumulate(used)]
-        run_ends = [0, *itertools.accumulate(lengths)]
-        if set(run_ends) <= set(item_ends) and run_ends[-1] == item_ends[-1]:
-            at = [item_ends.index(end) for end in run_ends]
-            found.add(tuple(after - before for before, after in itertools.pairwise(at)))
-    return found
-
-
-@settings(max_examples=250, deadline=None)
-@given(st.lists(st.integers(1, 5), max_size=4), st.lists(st.integers(1, 4), max_size=5))
-def test_mixed_forms_agree_with_brute_force(lengths: list[int], rows: list[int]) -> None:
-    ids = [token for length in lengths for token in [5, *[IMAGE] * length]]
-    items = [image(num_rows) for num_rows in rows]
-    uniform = readings(lengths, rows, [(True,) * len(rows), (False,) * len(rows)])
-    mixed = readings(lengths, rows, itertools.product((False, True), repeat=len(rows)))
-    allowed = uniform or mixed
-    event(f"{min(len(allowed), 2)} readings, uniform {bool(uniform)}")
-    if len(allowed) != 1:
-        with pytest.raises(InvalidRequest) as caught:
-            expand_placeholders(ids, items, [IMAGE])
-        assert caught.value.reason == ("PLACEHOLDER_AMBIGUOUS" if allowed else "PLACEHOLDER_MISMATCH")
-        return
-    prompt = expand_placeholders(ids, items, [IMAGE])
-    text_at = [index for index, token in enumerate(prompt.ids.tolist()) if token == 5]
-    counts = tuple(
-        sum(start < span.start < end for span in prompt.spans)
-        for start, end in itertools.pairwise([*text_at, len(prompt)])
-    )
-    assert {counts} == allowed
+@pytest.mark.parametrize(
+    ("ids", "items"),
+    [
+        ([*[IMAGE] * 4, 1, IMAGE], [image(4), image(6)]),
+        ([*[VIDEO] * 8, 1, VIDEO, 1, VIDEO], [clip(4, 4), clip(4, 4)]),
+        ([*[VIDEO] * 3], [clip(4, 4, 4)]),
+    ],
+    ids=["image", "clip", "frames side by side"],
+)
+def test_a_prompt_of_several_forms_is_refused(ids: list[int], items: list[PromptItem]) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        expand_placeholders(ids, items)
+    assert caught.value.reason == "PLACEHOLDER_MISMATCH"
