@@ -15,7 +15,7 @@ every text token reaches next - 1 on at least one axis. Hence token n >= N has p
 also when the prompt ends in an item. Positions are computed from spans, not from ids, so pad ids that a
 prefix cache substitutes later do not affect them.
 
-Shape legend: N tokens of the prompt, B prompts, S padded length, T tokens of a step.
+Shape legend: N tokens of the prompt, B prompts, S padded length.
 """
 
 from __future__ import annotations
@@ -33,10 +33,8 @@ from lm_adapter.placeholders import ExpandedPrompt, ItemSpan, merged_grid
 
 __all__ = [
     "MRopePositions",
-    "PackedPositions",
     "batch_positions",
     "mrope_positions",
-    "pack_positions",
     "plain_positions",
 ]
 
@@ -104,12 +102,6 @@ class MRopePositions:
                 f"with smallest {int(steps.min(initial=0))}"
             )
         return np.broadcast_to(self.decode(index) + steps, (NUM_AXES, len(steps)))
-
-    def followed_by(self, tail: MRopePositions) -> MRopePositions:
-        """Positions of this prompt followed by ``tail``, whose positions start at 0: a further turn with more
-        text and items. The prompts must be split between items, not inside an item's rows."""
-        positions = np.concatenate([self.prompt, tail.prompt + self.next_position], axis=1)
-        return MRopePositions(positions, self.delta + tail.delta)
 
 
 def mrope_positions(
@@ -181,37 +173,6 @@ def batch_positions(
             chunk = prompt.chunk(first_column - offset, last - offset)
             positions[:, row, first_column - start : last - start] = chunk
     return positions
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class PackedPositions:
-    """Positions of a step whose requests are concatenated without padding.
-
-    positions: int64 [3, T]; cu_seqlens: int32 [B + 1], the boundaries of the requests' tokens.
-    """
-
-    positions: npt.NDArray[np.int64]
-    cu_seqlens: npt.NDArray[np.int32]
-
-
-def pack_positions(chunks: Sequence[tuple[MRopePositions, int, int]]) -> PackedPositions:
-    """The positions of tokens [start, end) of each request, packed. chunks: (positions, start, end), in the
-    order of the step.
-
-    Whole prefills, chunked prefills and decode steps (``end - start`` of 1) can be mixed. Requests with the
-    same prompt can share its positions. After a prefix-cache hit, start is the first token that is not
-    cached, which may be inside an item's rows. Raises InvalidRequest, naming the request, unless
-    0 <= start <= end.
-    """
-    pieces = []
-    for request, (positions, start, end) in enumerate(chunks):
-        try:
-            pieces.append(positions.chunk(start, end))
-        except InvalidRequest as error:
-            raise InvalidRequest(f"request {request} of {len(chunks)}: {error.message}") from error
-    lengths = [piece.shape[1] for piece in pieces]
-    packed = np.concatenate([np.zeros((NUM_AXES, 0), dtype=np.int64), *pieces], axis=1)
-    return PackedPositions(packed, np.cumsum([0, *lengths], dtype=np.int32))
 
 
 def _text(position: int, length: int) -> npt.NDArray[np.int64]:

@@ -10,10 +10,9 @@ With h the little-endian integer of the digest's first 8 bytes:
 * SGLang, and TokenSpeed before it had bands: id = 1000000 + h mod 2^30, independent of the modality.
 
 With 30 bits, a collision is likely from about 30 thousand items on, so equal pad ids do not prove equal
-content. ``PadIdLedger`` therefore compares whole digests when an id is claimed, and ``shared_prefix_length``
-when two prompts are matched. A digest here is 32 bytes that cover everything the rows depend on: the
-embedding key, or the content digest if settings and model are fixed. Pad ids are outside the vocabulary; use
-``restore_placeholders`` for draft models and detokenisers.
+content. ``PadIdLedger`` therefore compares whole digests when an id is claimed. A digest here is 32 bytes
+that cover everything the rows depend on: the embedding key, or the content digest if settings and model are
+fixed. Pad ids are outside the vocabulary; use ``restore_placeholders`` for draft models and detokenisers.
 """
 
 from __future__ import annotations
@@ -38,7 +37,6 @@ __all__ = [
     "PadScheme",
     "pad_id",
     "restore_placeholders",
-    "shared_prefix_length",
     "substitute_pad_ids",
 ]
 
@@ -122,44 +120,6 @@ def restore_placeholders(
             f"the first is {int(outside[0])}"
         )
     return restored
-
-
-def shared_prefix_length(
-    first: ExpandedPrompt,
-    first_digests: Sequence[bytes],
-    second: ExpandedPrompt,
-    second_digests: Sequence[bytes],
-) -> int:
-    """Number of leading tokens for which two prompts may share KV: equal ids, and equal digests at all rows.
-
-    A clip with one segment per frame is compared by its digest at each frame: segment n of a content matches
-    only segment n of the same content. Digests: one per item, in prompt order.
-    Raises InvalidRequest when a prompt's items and digests differ in number.
-    """
-    owners = [_row_owners(first, first_digests), _row_owners(second, second_digests)]
-    length = min(len(first), len(second))
-    equal = first.ids[:length] == second.ids[:length]
-    codes: dict[tuple[bytes, int], int] = {}
-    per_prompt = []
-    for prompt_length, marks in zip((len(first), len(second)), owners, strict=True):
-        owner = np.zeros(prompt_length, dtype=np.int64)
-        for start, end, mark in marks:
-            owner[start:end] = codes.setdefault(mark, len(codes) + 1)
-            owner[start:end] = owner[start:end] + (np.arange(end - start) << 32)
-        per_prompt.append(owner[:length])
-    equal &= per_prompt[0] == per_prompt[1]
-    return int(np.argmin(equal)) if not equal.all() else length
-
-
-def _row_owners(prompt: ExpandedPrompt, digests: Sequence[bytes]) -> list[tuple[int, int, tuple[bytes, int]]]:
-    """(start, end, (digest, segment index)) of every segment."""
-    if len(digests) != len(prompt.spans):
-        raise InvalidRequest(f"prompt has {len(prompt.spans)} items, {len(digests)} digests were given")
-    return [
-        (segment.start, segment.end, (digest, index))
-        for span, digest in zip(prompt.spans, digests, strict=True)
-        for index, segment in enumerate(span.segments)
-    ]
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Resumed, drafted and packed positions equal the reference's ``get_rope_index`` on random prompts.
+"""Resumed and drafted positions equal the reference's ``get_rope_index`` on random prompts.
 
 The reference computes whole prompts only: a part is compared with its place in the whole sequence.
 """
@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lm_adapter.items import Modality
-from lm_adapter.mrope import MRopePositions, mrope_positions, pack_positions
+from lm_adapter.mrope import MRopePositions, mrope_positions
 from lm_adapter.placeholders import ExpandedPrompt, PromptItem, expand_placeholders, prompt_item
 from lm_adapter.prefix_cache import PadScheme, pad_id, restore_placeholders, substitute_pad_ids
 from tests.parity.test_mrope import IMAGE, MERGE, MODEL_CLASSES, VIDEO, reference_rope_index, tensor_or_none
@@ -140,42 +140,3 @@ def test_p06_drafts_stand_where_accepted_tokens_would(
         vocab_size=VOCAB_SIZE,
     )
     np.testing.assert_array_equal(restored, sequence.prompt.ids)
-
-
-@pytest.mark.parametrize("family", MODEL_CLASSES)
-@settings(sweep, max_examples=50)
-@given(batch=st.lists(sequences(), min_size=1, max_size=5), data=st.data())
-def test_p02_requests_packed_without_padding(family: str, batch: list[Sequence], data: st.DataObject) -> None:
-    """Prefills, parts of prompts and decoding in one step: each has its own whole sequence's positions."""
-    chunks, pieces = [], []
-    for sequence in batch:
-        num_generated = data.draw(st.integers(0, 3))
-        whole, _ = reference_positions(family, sequence, [1] * num_generated)
-        start = data.draw(st.integers(0, whole.shape[1]))
-        end = data.draw(st.integers(start, whole.shape[1]))
-        chunks.append((sequence.positions, start, end))
-        pieces.append(whole[:, start:end])
-    packed = pack_positions(chunks)
-    np.testing.assert_array_equal(packed.positions, np.concatenate(pieces, axis=1))
-    assert packed.positions.dtype == np.int64
-    assert packed.cu_seqlens.dtype == np.int32
-    assert packed.cu_seqlens.tolist() == np.cumsum([0, *(p.shape[1] for p in pieces)]).tolist()
-
-
-@pytest.mark.parametrize("family", MODEL_CLASSES)
-@settings(sweep, max_examples=50)
-@given(first=sequences(), second=sequences())
-def test_p03_a_later_turn_goes_on_from_the_maximum(family: str, first: Sequence, second: Sequence) -> None:
-    """Two turns one after the other are one prompt, also when the first ends in vision."""
-    both = Sequence(
-        ExpandedPrompt(np.concatenate([first.prompt.ids, second.prompt.ids]), ()),
-        first.grids + second.grids,
-        first.modalities + second.modalities,
-        first.positions,
-    )
-    if first.prompt.visual_mask[-1] and second.prompt.visual_mask[0]:
-        return  # the reference reads touching runs as one
-    expected, delta = reference_positions(family, both, [])
-    joined = first.positions.followed_by(second.positions)
-    np.testing.assert_array_equal(joined.prompt, expected)
-    assert joined.delta == delta

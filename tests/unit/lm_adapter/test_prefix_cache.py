@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 from typing import Any
 
-import numpy as np
 import pytest
 
 from lm_adapter.errors import InvalidRequest
@@ -17,7 +16,6 @@ from lm_adapter.prefix_cache import (
     PadScheme,
     pad_id,
     restore_placeholders,
-    shared_prefix_length,
     substitute_pad_ids,
 )
 
@@ -144,25 +142,3 @@ def test_p17_a_full_ledger_grants_nothing_new_and_forgets_nothing() -> None:
     assert len(ledger) == 2
     with pytest.raises(InvalidRequest, match="got max_entries 0"):
         PadIdLedger(PadScheme.SGLANG, max_entries=0)
-
-
-def test_p12_shared_prefix_stops_at_different_content() -> None:
-    first = two_item_prompt()
-    same = [digest(1), digest(2)]
-    assert shared_prefix_length(first, same, first, same) == len(first)
-    assert shared_prefix_length(first, same, first, [digest(1), digest(3)]) == 4
-    assert shared_prefix_length(first, same, first, [digest(9), digest(2)]) == 1
-    # Equal pad ids, different digests: ids alone would share all seven tokens.
-    collided = ExpandedPrompt(substitute_pad_ids(first, [1_000_077, 1_000_078]), first.spans)
-    np.testing.assert_array_equal(collided.ids, substitute_pad_ids(first, [1_000_077, 1_000_078]))
-    assert shared_prefix_length(collided, same, collided, [with_hash(77), digest(2)]) == 1
-
-
-def test_p12_shared_prefix_of_different_lengths_and_rows() -> None:
-    one = expand_placeholders([1, IMAGE, 2], [PromptItem(IMAGE, (3,))])
-    two = expand_placeholders([1, IMAGE, IMAGE], [PromptItem(IMAGE, (2,)), PromptItem(IMAGE, (2,))])
-    assert shared_prefix_length(one, [digest(1)], two, [digest(1), digest(1)]) == 3
-    text = expand_placeholders([1], [])
-    assert shared_prefix_length(one, [digest(1)], text, []) == 1
-    with pytest.raises(InvalidRequest, match="1 items, 2 digests"):
-        shared_prefix_length(one, same := [digest(1), digest(2)], two, same)

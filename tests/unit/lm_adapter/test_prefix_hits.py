@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from lm_adapter.errors import InvalidRequest
-from lm_adapter.mrope import mrope_positions, pack_positions
+from lm_adapter.mrope import mrope_positions
 from lm_adapter.placeholders import ExpandedPrompt, PromptItem, expand_placeholders
-from lm_adapter.prefix_cache import shared_prefix_length
 from lm_adapter.splice import RowsLayout, Splicer, StepChunk, items_needed, splice_step
 
 IMAGE, D = 900, 2
@@ -59,41 +55,11 @@ def test_rows_of_cached_items_are_never_asked_for() -> None:
     assert not untouched.any()
 
 
-@settings(max_examples=200, deadline=None)
-@given(same=st.integers(0, 2), cut=st.integers(0, 13))
-def test_p12_a_hit_is_as_long_as_the_contents_agree(same: int, cut: int) -> None:
-    """Equal ids, digests equal up to the ``same``-th item: the hit never reaches into a row of other content,
-    and what is prefilled from there on completes the prompt."""
-    prompt = two_images()
-    ours = [bytes([1]) * 32, bytes([2]) * 32]
-    theirs = [digest if n < same else bytes([9]) * 32 for n, digest in enumerate(ours)]
-    shared = shared_prefix_length(prompt, ours, prompt, theirs)
-    assert shared == [1, 8, 13][same]
-    hit = min(shared, cut)
-    positions = mrope_positions(prompt, [(1, 4, 6), (1, 4, 4)], merge_size=2)
-    np.testing.assert_array_equal(
-        np.concatenate([positions.prompt[:, :hit], positions.chunk(hit, len(prompt))], axis=1),
-        positions.prompt,
-    )
-
-
-def test_p02_samples_that_share_a_prompt_share_nothing_behind_it() -> None:
-    """n = 3 samples of one prompt, at different lengths, decoded in one step beside another request."""
+def test_drafts_say_what_is_wrong() -> None:
     prompt = two_images()
     positions = mrope_positions(prompt, [(1, 4, 6), (1, 4, 4)], merge_size=2)
-    n = len(prompt)
-    packed = pack_positions([(positions, n, n + 1), (positions, n + 4, n + 5), (positions, 0, 2)])
-    first = positions.decode(n)
-    assert packed.positions.tolist() == [[first, first + 4, 0, 1]] * 3
-    assert packed.cu_seqlens.tolist() == [0, 1, 2, 4]
-
-
-def test_packing_and_drafts_say_what_is_wrong() -> None:
-    prompt = two_images()
-    positions = mrope_positions(prompt, [(1, 4, 6), (1, 4, 4)], merge_size=2)
-    with pytest.raises(InvalidRequest, match=r"request 1 of 2: .* start 3 and end 2"):
-        pack_positions([(positions, 0, 1), (positions, 3, 2)])
-    assert pack_positions([]).positions.shape == (3, 0)
+    with pytest.raises(InvalidRequest, match=r"start 3 and end 2"):
+        positions.chunk(3, 2)
     with pytest.raises(InvalidRequest, match=r"token 12 belongs to the prompt of 13 tokens"):
         positions.drafts(12, [0])
     with pytest.raises(InvalidRequest, match=r"smallest -1"):
