@@ -97,31 +97,6 @@ class RangeAllocator:
         """A plan that computes the holes that freeing ranges would leave."""
         return FreeingPlan(self._taken, self._hole_units, self._hole_before)
 
-    def check_integrity(self) -> None:
-        """Raises AssertionError unless ranges and holes tile the arena, no two holes touch, and counts and
-        indexes agree."""
-        end, num_tiles, free_units, after_hole = 0, 0, 0, False
-        num_units = self.size_bytes // ALIGNMENT_BYTES
-        while end < num_units:
-            taken, hole = self._taken.get(end), self._hole_units.get(end)
-            assert (taken is None) != (hole is None), f"not one tile starts at unit {end}, where one ends"
-            assert not (after_hole and hole is not None), f"two holes touch at unit {end}"
-            units = taken if hole is None else hole
-            assert units is not None
-            assert units > 0
-            free_units += hole or 0
-            end, num_tiles, after_hole = end + units, num_tiles + 1, hole is not None
-        assert end == num_units, f"the last tile ends at unit {end} of {num_units}"
-        assert num_tiles == len(self._taken) + len(self._hole_units), "tiles lie on one another"
-        assert self._free_units == free_units
-        assert len(self._holes) == len(self._hole_units) == len(self._hole_before)
-        last = -1
-        for key in self._holes:
-            assert last < key, "the holes are not in order"
-            last, first, units = key, key & _FIRST_MASK, key >> _FIRST_BITS
-            assert self._hole_units.get(first) == units
-            assert self._hole_before.get(first + units) == first
-
     def _add_hole(self, first: int, num_units: int) -> None:
         insort(self._holes, _key(first, num_units))
         self._hole_units[first] = num_units

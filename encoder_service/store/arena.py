@@ -249,24 +249,6 @@ class Arena:
             log.warning("the device of an arena failed before its end", error=str(error).partition("\n")[0])
         self._memory.close()
 
-    def check_integrity(self) -> None:
-        """Raises AssertionError unless slots, holders, indexes, bytes and directory agree."""
-        self._allocator.check_integrity()
-        assert len(self._allocator) == len(self._holders) + 1, "the probe is one range"
-        used = set()
-        for slot, holders in self._holders.items():
-            assert holders > 0
-            assert slot.num_bytes <= self._allocator.capacity_bytes(slot.offset_bytes)
-            used.add(slot.index)
-        free = set(self._free_indexes)
-        assert len(used) == len(self._holders), "two slots have one index"
-        assert len(free) == len(self._free_indexes), "an index is free twice"
-        assert not used & free
-        assert len(used) + len(free) == self.num_slots
-        for index in range(self.num_slots) if self._closed else free:
-            assert self.page.generation(index) % 2 == 0, f"slot {index} is free and readable"
-        self.directory.check_integrity(self.page.generation)
-
     def _check(self, slot: Slot) -> None:
         if slot not in self._holders:
             raise InternalError(

@@ -7,9 +7,6 @@ describes the layout. ``arena`` decides when a slot is listed.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
-
-import numpy as np
 
 from encoder_service.errors import InternalError
 from encoder_service.store.host_memory import SealedFile
@@ -25,9 +22,7 @@ from vision_encoder.layout.directory import (
     pack_header,
     pack_place,
     pack_record,
-    place_matches,
     place_slot,
-    read_record,
     record_offset,
 )
 from vision_encoder.layout.keys import DIGEST_BYTES
@@ -97,28 +92,6 @@ class Directory:
         for slot_index in list(self._listed):
             self.remove(slot_index)
         self._file.close()
-
-    def check_integrity(self, generation_of: Callable[[int], int]) -> None:
-        """Raises AssertionError unless places and records agree, every name can be found, and every record
-        has its slot's generation."""
-        places = np.frombuffer(self._words, np.uint64, self.num_places, FIRST_PLACE_WORD * WORD_BYTES)
-        taken = np.flatnonzero(places).tolist()
-        assert len(taken) == len(self._listed) == len(self._slots)
-        for place in taken:
-            word = int(places[place])
-            record = self._listed.get(place_slot(word))
-            assert record is not None, f"place {place} leads to a slot that is not listed"
-            hashed = name_hash(record.key, record.tag)
-            assert place_matches(word, hashed)
-            steps = (place - hashed) & self._mask
-            assert steps < MAX_PROBES, f"a name is {steps} places behind the start of its search"
-            assert all(places[(hashed + step) & self._mask] for step in range(steps)), "a search ends early"
-        for slot_index, record in self._listed.items():
-            assert self._slots[record.tag, record.key] == slot_index == record.slot_index
-            assert record.generation == generation_of(slot_index)
-            start = record_offset(self.num_slots, slot_index)
-            data = self._file.mapping[start : start + RECORD.size]
-            assert read_record(data, self._words[start // WORD_BYTES]) == record
 
     # -- places ----------------------------------------------------------------------------------------
 

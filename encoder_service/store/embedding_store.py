@@ -336,15 +336,6 @@ class EmbeddingStore:
         for tier in self._tiers():
             tier.close()
 
-    def check_integrity(self) -> None:
-        """Raises AssertionError unless the tiers are consistent and items are in their namespaces' arenas."""
-        for namespace, partition in self._partitions.items():
-            for tier in partition.tiers():
-                tier.check_integrity()
-                for entry in tier.next_evicted(tier.arena.size_bytes):
-                    assert self._partition(entry.name[0]) is partition, f"{entry.name[0]!r} in {namespace!r}"
-        assert all(num_bytes >= 0 for num_bytes in self._reserved_bytes.values())
-
     # -- inside ----------------------------------------------------------------------------------------
 
     def _partition(self, namespace: str) -> Partition:

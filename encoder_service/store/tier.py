@@ -138,23 +138,6 @@ class Tier:
             self.remove(entry)
         self.arena.close()
 
-    def check_integrity(self) -> None:
-        """Raises AssertionError unless the arena is consistent and every entry has its own readable slot."""
-        self.arena.check_integrity()
-        slots = {entry.slot for entry in self._entries.values()}
-        assert len(slots) == len(self._entries), "two entries have one slot"
-        assert self.num_bytes == sum(slot.num_bytes for slot in slots)
-        num_images = 0
-        for name, entry in self._entries.items():
-            assert name == entry.name
-            assert name[1] == entry.item.key
-            assert self.arena.generation(entry.slot) % 2 == 1
-            view = self.arena.view(entry.slot, entry.item.rows.shape, entry.item.rows.dtype)
-            assert view.data_ptr() == entry.item.rows.data_ptr()
-            num_images += entry.item.clip is None
-        num_listed = len(self.arena.directory)
-        assert num_images - self.arena.directory.num_unlisted <= num_listed <= num_images
-
     def _evictable(self, num_bytes: int) -> list[Entry] | None:
         """The first entries in eviction order whose eviction leaves a range of num_bytes (and a free index).
         None if evicting all of them does not."""

@@ -19,6 +19,7 @@ from encoder_service.store.host_memory import HostMemory
 from lm_adapter.shm import mapping
 from lm_adapter.shm.device import DeviceMemory
 from tests.chaos.pods import START_S, Pod, can_isolate
+from tests.unit.store.integrity import check_arena
 from tests.unit.transport.broker_rig import running_broker, socket_folder
 
 pytest.importorskip("cuda.bindings.driver", reason="needs cuda-bindings", exc_type=ImportError)
@@ -33,7 +34,7 @@ def arena_of(size_bytes: int = SIZE, max_slots: int = 64) -> Iterator[Arena]:
     arena = Arena(CudaMemory(size_bytes, CUDA), max_slots=max_slots)
     try:
         yield arena
-        arena.check_integrity()
+        check_arena(arena)
     finally:
         arena.close()
 

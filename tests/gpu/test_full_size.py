@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +20,7 @@ from encoder_service.types import PreprocessOptions
 from lm_adapter import CacheTier, EncodedRows, ImageItem, VisionEncoderClient
 from tests.integration.conftest import FAMILIES, running
 from tests.parity.reference import ReferenceTower
+from tests.unit.store.integrity import check_store
 
 pytestmark = pytest.mark.gpu
 
@@ -129,4 +131,4 @@ def test_p14_device_memory_is_flat_over_many_requests(checkpoint: Path) -> None:
             held.append(torch.cuda.memory_allocated(CUDA))
         assert max(held) - held[0] < 1 << 20
         assert service.service.pipeline is not None
-        service.on_loop(service.service.pipeline.store.check_integrity)
+        service.on_loop(functools.partial(check_store, service.service.pipeline.store))

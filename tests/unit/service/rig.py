@@ -17,6 +17,7 @@ from encoder_service.scheduler.planner import Planner
 from encoder_service.store.embedding_store import EmbeddingStore, Partition, host_arena
 from encoder_service.types import EncodedFile, Item, Modality
 from tests.fakes import FakePreprocessor, FakeTower, fake_image
+from tests.unit.store.integrity import check_store
 
 
 def memory_store(num_bytes: int = 1 << 20) -> EmbeddingStore:
@@ -78,7 +79,7 @@ async def running(rig: Rig) -> AsyncIterator[Rig]:
     """The rig until the end of the block; nothing may be left behind then."""
     yield rig
     await rig.end()
-    rig.store.check_integrity()
+    check_store(rig.store)
     assert rig.pipeline.admission.num_patches == 0
     assert rig.pipeline.admission.num_bytes == 0
     assert rig.pipeline.load.num_patches == 0

@@ -17,6 +17,7 @@ from encoder_service.errors import ConfigurationError, InternalError
 from encoder_service.store.arena import PROBE_BYTES, Arena, Slot
 from encoder_service.store.host_memory import HostMemory, SealedFile, available_bytes
 from tests.reference_reader import reader_of
+from tests.unit.store.integrity import check_arena
 from vision_encoder.layout.control_page import LayoutError, PageHeader, pack_header, read_header
 
 SIZE = 1 << 18
@@ -27,7 +28,7 @@ MAX_SLOTS = 32
 def arena() -> Iterator[Arena]:
     arena = Arena(HostMemory(SIZE), max_slots=MAX_SLOTS)
     yield arena
-    arena.check_integrity()
+    check_arena(arena)
     arena.close()
 
 
@@ -51,7 +52,7 @@ def test_a_slot_is_freed_by_its_last_holder(arena: Arena) -> None:
     arena.hold(slot)
     arena.drop(slot)
     assert arena.num_holders(slot) == 1
-    arena.check_integrity()
+    check_arena(arena)
     arena.drop(slot)
     assert (arena.num_holders(slot), len(arena), arena.free_bytes) == (0, 0, free_bytes)
 
@@ -226,7 +227,7 @@ def test_closing_tells_importers_and_leaves_views_valid() -> None:
             with pytest.raises(InternalError, match="closed"):
                 use()
         arena.drop(slot)
-        arena.check_integrity()
+        check_arena(arena)
         assert memory._finalizer.alive
         assert bool((view == 9).all())
         del view

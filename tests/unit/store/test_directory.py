@@ -12,6 +12,7 @@ import pytest
 
 from encoder_service.store.directory import Directory
 from tests.reference_reader import ReferenceReader
+from tests.unit.store.integrity import check_directory
 from vision_encoder.layout import directory as layout
 from vision_encoder.layout.control_page import LayoutError, PageHeader, Probe
 from vision_encoder.layout.control_page import pack_header as pack_page_header
@@ -109,7 +110,7 @@ def test_a_full_table_wraps_around_at_its_end(chance: random.Random) -> None:
             assert table.put(number, key, number)
         assert any(directory._words[layout.FIRST_PLACE_WORD + place] for place in range(16))
         for slot_index in chance.sample(range(32), 32):
-            directory.check_integrity(lambda number: 2 * number + 1)
+            check_directory(directory, lambda number: 2 * number + 1)
             directory.remove(slot_index)
             assert {number for number, key in enumerate(keys) if table.find(key)} == directory._listed.keys()
 
@@ -141,7 +142,7 @@ def test_random_changes_against_a_dictionary(num_slots: int, chance: random.Rand
                 assert found == (record_of(model[key][0], key, model[key][1]) if key in model else None)
         assert table.directory.num_unlisted == 0
         stamps = dict(model.values())
-        table.directory.check_integrity(lambda number: 2 * stamps[number] + 1)
+        check_directory(table.directory, lambda number: 2 * stamps[number] + 1)
 
 
 @pytest.mark.parametrize("byte", range(RECORD.size))

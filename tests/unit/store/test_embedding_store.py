@@ -28,6 +28,7 @@ from tests.unit.store.arenas import (
     settle,
     store_of,
 )
+from tests.unit.store.integrity import check_store
 
 pytestmark = pytest.mark.anyio
 
@@ -51,9 +52,9 @@ async def host_only(clock: Clock) -> AsyncIterator[EmbeddingStore]:
     """Room for four items."""
     store = store_of(4, clock=clock)
     yield store
-    store.check_integrity()
+    check_store(store)
     store.close()
-    store.check_integrity()
+    check_store(store)
 
 
 @pytest.fixture
@@ -62,7 +63,7 @@ async def store(clock: Clock) -> AsyncIterator[EmbeddingStore]:
     store = store_of(16, 4, clock=clock)
     yield store
     await settle(store)
-    store.check_integrity()
+    check_store(store)
     for _, arena in store.arenas():
         assert len(arena) == store.num_items(arena.kind), "something still holds rows"
     store.close()
@@ -380,7 +381,7 @@ async def test_without_room_a_reader_on_the_host_gets_a_private_copy() -> None:
     assert third.tier is None
     third.drop()
     blocking.drop()
-    store.check_integrity()
+    check_store(store)
     for _, arena in store.arenas():
         assert len(arena) == store.num_items(arena.kind), "a refused copy keeps no hold"
     store.close()
@@ -542,7 +543,7 @@ async def test_p18_an_isolated_namespace_has_arenas_of_its_own() -> None:
     held.drop()
     assert place.arena_id in {arena.arena_id for name, arena in store.arenas() if name == "tenant"}
     await settle(store)
-    store.check_integrity()
+    check_store(store)
     store.close()
 
 

@@ -12,6 +12,7 @@ from encoder_service.store.arena import TierName
 from encoder_service.store.embedding_store import HeldRows, Reservation
 from tests.reference_reader import reader_of
 from tests.unit.store.arenas import Clock, expected, key_of, rows_of, settle, store_of
+from tests.unit.store.integrity import check_store
 
 NAMESPACES = ("", "b", "tenant")
 NUM_ROWS = [1, 2, 4, 4, 7, 16, 40]
@@ -67,7 +68,7 @@ async def test_p14_p17_p18_p21_random_operations(seed: int) -> None:
                 await asyncio.sleep(0)
         while len(held) > 12:
             held.pop(0)[0].drop()
-        store.check_integrity()
+        check_store(store)
         for one, of, _ in held:
             assert torch.equal(one.item.rows, content_of(of))
         for owner, arena, reader in readers:
@@ -85,7 +86,7 @@ async def test_p14_p17_p18_p21_random_operations(seed: int) -> None:
     for reservation, _ in reserved:
         store.cancel(reservation)
     await settle(store)
-    store.check_integrity()
+    check_store(store)
     counters = store.counters
     assert min(store.num_evictions, counters.copies_to_host) > 0
     assert counters.copies_to_device > 0 or seed > 2, "the first seeds copy to the device too"
@@ -95,7 +96,7 @@ async def test_p14_p17_p18_p21_random_operations(seed: int) -> None:
         )
         assert not reader.closed
     store.close()
-    store.check_integrity()
+    check_store(store)
     for _, _, reader in readers:
         assert reader.closed
         reader.__exit__(None, None, None)
