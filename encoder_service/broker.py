@@ -13,7 +13,6 @@ from __future__ import annotations
 import array
 import contextlib
 import errno
-import fcntl
 import os
 import resource
 import selectors
@@ -23,7 +22,7 @@ import struct
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -44,7 +43,6 @@ MIN_PROTOCOL_VERSION = 1
 MAX_NAME_CHARS = 128
 MAX_PATH_BYTES = 107
 """sun_path has 108 bytes; the last one is the terminating zero."""
-LOCK_WAIT_S = 5.0
 DYING_S = 3.0
 """How long a killed process may take to end. Its sockets are in use until then."""
 POLL_S = 0.02
@@ -63,15 +61,13 @@ class BrokerLimits:
 
     connections, connections_per_namespace: clients after their Hello. pending: clients before their Hello;
     one more closes the oldest. hello_s: time from the connect to the complete Hello. attaches: attaches per
-    connection. requests_per_s: sustained request rate per connection; a burst above twice this number closes
-    the connection."""
+    connection."""
 
     connections: int = 512
     connections_per_namespace: int = 256
     pending: int = 128
     hello_s: float = 5.0
     attaches: int = 64
-    requests_per_s: float = 64.0
 
 
 @dataclass(frozen=True)
@@ -118,15 +114,12 @@ class _Refused(Exception):
 
 @dataclass(eq=False)
 class _Client:
-    """One connection. namespace: None before its Hello. allowance: requests that the rate limit still
-    permits, as of allowance_s."""
+    """One connection. namespace: None before its Hello."""
 
     socket: socket.socket
     pid: int
     uid: int
     since_s: float
-    allowance: float
-    allowance_s: float
     namespace: str | None = None
     token: str = field(default="", repr=False)
     name: str = ""
@@ -135,7 +128,7 @@ class _Client:
 
 
 @dataclass(frozen=True)
-class _Offer:
+class _SharedArena:
     """An arena and the descriptors that clients get: memory, control page, directory. namespace: the only
     namespace that sees it; None for an arena that all namespaces without arenas of their own share."""
 
@@ -165,7 +158,7 @@ class Broker:
         self._isolated = {namespace for namespace, _ in arenas if namespace is not None}
         self._opens = opens
         self._clock = clock
-        self._offers: dict[bytes, _Offer] = {}
+        self._shared: dict[bytes, _SharedArena] = {}
         self._clients: dict[_Client, None] = {}
         self._accepts_again_s: float | None = None
         self._is_accepting_failing = False
@@ -186,7 +179,7 @@ class Broker:
         self._listener = ListeningSocket(options.path, mode=options.mode, gid=options.gid)
         try:
             for namespace, arena in self._arenas:
-                self._offers[arena.arena_id] = offer_of(namespace, arena)
+                self._shared[arena.arena_id] = share(namespace, arena)
             self._wake_in, self._wake_out = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
             self._selector.register(self._wake_in, selectors.EVENT_READ)
             self._selector.register(self._listener.socket, selectors.EVENT_READ)
@@ -242,16 +235,16 @@ class Broker:
         if self._listener is not None:
             self._listener.close()  # first, so that no client connects to a broker that stops
         for client in list(self._clients):
-            self._end(client, "the broker stops")
+            self._disconnect(client, "the broker stops")
         self._selector.close()
         for descriptor in (self._wake_in, self._wake_out):
             if descriptor >= 0:
                 os.close(descriptor)
         self._wake_in = self._wake_out = -1
-        for offer in self._offers.values():
-            for descriptor in offer.descriptors:
+        for shared in self._shared.values():
+            for descriptor in shared.descriptors:
                 os.close(descriptor)
-        self._offers.clear()
+        self._shared.clear()
 
     def _accept(self) -> None:
         assert self._listener is not None
@@ -276,13 +269,11 @@ class Broker:
 
     def _admit(self, accepted: socket.socket) -> None:
         accepted.setblocking(False)
-        now_s = self._clock()
         try:
             pid, uid, _ = _UCRED.unpack(
                 accepted.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
             )
-            burst = 2 * self.options.limits.requests_per_s
-            client = _Client(accepted, pid, uid, now_s, burst, now_s)
+            client = _Client(accepted, pid, uid, self._clock())
             self._selector.register(accepted, selectors.EVENT_READ, client)
         except OSError as error:
             log.warning("a client cannot be served", cause=error.strerror)
@@ -290,7 +281,7 @@ class Broker:
             return
         pending = [each for each in self._clients if each.namespace is None]
         if len(pending) >= self.options.limits.pending:
-            self._end(pending[0], "crowded out before its Hello")
+            self._disconnect(pending[0], "crowded out before its Hello")
         self._clients[client] = None
         # Data that has already arrived is read now, before newer clients can crowd this one out.
         self._guarded(client, self._greet_peer)
@@ -303,9 +294,9 @@ class Broker:
         for client in list(self._clients):
             if client.namespace is None:
                 if now_s - client.since_s > self.options.limits.hello_s:
-                    self._end(client, f"no Hello within {self.options.limits.hello_s:g} s")
+                    self._disconnect(client, f"no Hello within {self.options.limits.hello_s:g} s")
             elif not self._opens(client.namespace, client.token):
-                self._end(client, "its token does not open the namespace any more")
+                self._disconnect(client, "its token does not open the namespace any more")
 
     # -- one client ------------------------------------------------------------------------------------
 
@@ -316,10 +307,10 @@ class Broker:
         try:
             action(client)
         except (_ClientEnded, FrameError, DecodeError) as error:
-            self._end(client, str(error))
+            self._disconnect(client, str(error))
         except Exception as error:
             log.exception("a client's request failed", client=client.name)
-            self._end(client, type(error).__name__)
+            self._disconnect(client, type(error).__name__)
 
     def _greet_peer(self, client: _Client) -> None:
         allowed = self.options.allowed_uids
@@ -340,15 +331,7 @@ class Broker:
             raise _ClientEnded("the client closed the connection")
         client.reader.feed(data)
         while (payload := client.reader.next_payload()) is not None:
-            self._charge(client)
             self._answer(client, pb.BrokerRequest.FromString(payload))
-
-    def _charge(self, client: _Client) -> None:
-        rate, now_s = self.options.limits.requests_per_s, self._clock()
-        client.allowance = min(2 * rate, client.allowance + (now_s - client.allowance_s) * rate) - 1
-        client.allowance_s = now_s
-        if client.allowance < 0:
-            raise _ClientEnded(f"more than {rate:g} requests a second")
 
     def _answer(self, client: _Client, request: pb.BrokerRequest) -> None:
         kind, request_id = request.WhichOneof("request"), request.request_id
@@ -365,7 +348,7 @@ class Broker:
                 case "attach":
                     self._attach(client, request_id, request.attach)
                 case "probe":
-                    probe = self._offer(client, request.probe.arena_id).probe
+                    probe = self._find(client, request.probe.arena_id).probe
                     self._send(client, pb.BrokerReply(request_id=request_id, probe_slot=probe))
                 case _:
                     raise _Refused("UNKNOWN_REQUEST", "the broker does not know this request")
@@ -410,7 +393,7 @@ class Broker:
             instance_id=self.options.instance_id,
             host_id=self.options.host_id,
             layout_version=LAYOUT_VERSION,
-            arenas=[offer.geometry for offer in self._offers.values() if self._sees(client, offer)],
+            arenas=[shared.geometry for shared in self._shared.values() if self._sees(client, shared)],
         )
 
     def _attach(self, client: _Client, request_id: int, attach: pb.BrokerAttach) -> None:
@@ -420,26 +403,26 @@ class Broker:
                 "LAYOUT_MISMATCH",
                 f"the client reads layout version {attach.layout_version}, the arenas have {LAYOUT_VERSION}",
             )
-        offer = self._offer(client, attach.arena_id)
+        shared = self._find(client, attach.arena_id)
         if client.num_attaches >= self.options.limits.attaches:
             raise _Refused("TOO_MANY_ATTACHES", f"at most {client.num_attaches} in one connection", True)
         client.num_attaches += 1
         reply = pb.BrokerReply(
             request_id=request_id,
-            num_descriptors=len(offer.descriptors),
-            attached=pb.BrokerAttached(geometry=offer.geometry),
+            num_descriptors=len(shared.descriptors),
+            attached=pb.BrokerAttached(geometry=shared.geometry),
         )
-        self._send(client, reply, offer.descriptors)
+        self._send(client, reply, shared.descriptors)
 
-    def _offer(self, client: _Client, arena_id: bytes) -> _Offer:
-        offer = self._offers.get(arena_id)
-        if offer is None or not self._sees(client, offer):
+    def _find(self, client: _Client, arena_id: bytes) -> _SharedArena:
+        shared = self._shared.get(arena_id)
+        if shared is None or not self._sees(client, shared):
             raise _Refused("UNKNOWN_ARENA", f"no arena {arena_id.hex()} here")
-        return offer
+        return shared
 
-    def _sees(self, client: _Client, offer: _Offer) -> bool:
+    def _sees(self, client: _Client, shared: _SharedArena) -> bool:
         wanted = client.namespace if client.namespace in self._isolated else None
-        return offer.namespace == wanted
+        return shared.namespace == wanted
 
     def _refuse(self, client: _Client, request_id: int, refusal: _Refused) -> None:
         """Sends the refusal with the broker's versions. Always raises _ClientEnded."""
@@ -471,7 +454,7 @@ class Broker:
         if num_sent < len(data):
             raise _ClientEnded(f"it does not read: {num_sent} of a reply's {len(data)} bytes can be sent")
 
-    def _end(self, client: _Client, cause: str) -> None:
+    def _disconnect(self, client: _Client, cause: str) -> None:
         if client in self._clients:
             del self._clients[client]
             with contextlib.suppress(KeyError):
@@ -491,7 +474,7 @@ def _accept_text(error: OSError) -> str:
     return f"all {limit} file descriptors of this process are in use: raise ulimit -n"
 
 
-def offer_of(namespace: str | None, arena: Arena) -> _Offer:
+def share(namespace: str | None, arena: Arena) -> _SharedArena:
     """Exports an arena's descriptors. Raises OSError when the process has no descriptors left."""
     geometry = pb.ArenaGeometry(
         arena_id=arena.arena_id,
@@ -505,7 +488,7 @@ def offer_of(namespace: str | None, arena: Arena) -> _Offer:
     probe = pb.BrokerProbeSlot(
         arena_id=arena.arena_id, offset_bytes=offset_bytes, num_bytes=num_bytes, sha256=sha256
     )
-    return _Offer(namespace, geometry, probe, arena.export_all())
+    return _SharedArena(namespace, geometry, probe, arena.export_all())
 
 
 class ListeningSocket:
@@ -521,15 +504,14 @@ class ListeningSocket:
         try:
             self.socket.setblocking(False)
             stays_in_use(path)
-            with _folder_lock(os.path.dirname(path)):
-                _remove_stale(path)
-                self.socket.bind(path)
-                found = os.lstat(path)
-                self._identity = (found.st_dev, found.st_ino)
-                if gid is not None:
-                    os.chown(path, -1, gid)
-                os.chmod(path, mode)
-                self.socket.listen(backlog)
+            _remove_stale(path)
+            self.socket.bind(path)
+            found = os.lstat(path)
+            self._identity = (found.st_dev, found.st_ino)
+            if gid is not None:
+                os.chown(path, -1, gid)
+            os.chmod(path, mode)
+            self.socket.listen(backlog)
         except OSError as error:
             self.close()
             raise ConfigurationError(f"broker socket {path}: {error.strerror or error}") from error
@@ -608,28 +590,3 @@ def _is_in_use(path: str) -> bool:
         except BlockingIOError:
             pass  # its queue of connections is full
         return True
-
-
-@contextlib.contextmanager
-def _folder_lock(folder: str) -> Iterator[None]:
-    """Serialises the check and the bind of brokers that start in one folder. Any process that can open the
-    folder can hold this lock, so the wait for it is limited to LOCK_WAIT_S."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        ends_s = time.monotonic() + LOCK_WAIT_S
-        while True:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > ends_s:
-                    log.warning(
-                        "another process holds the folder's lock", folder=folder, waited_s=LOCK_WAIT_S
-                    )
-                    break
-                time.sleep(POLL_S)
-            except OSError:
-                break  # a file system without locks
-        yield
-    finally:
-        os.close(descriptor)
