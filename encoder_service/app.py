@@ -44,7 +44,9 @@ from encoder_service.ops.admin.plane import AdminPlane, AdminServer
 from encoder_service.ops.metrics import Metrics
 from encoder_service.ops.traces import start_traces
 from encoder_service.pipeline import Pipeline, ServedModel
+from encoder_service.rpc.health_check import SERVICE
 from encoder_service.rpc.item_reader import ItemReader
+from encoder_service.rpc.server import method_handlers
 from encoder_service.rpc.server_factory import call_gate, is_reachable, open_grpc, open_tokens
 from encoder_service.rpc.server_info import server_info
 from encoder_service.rpc.servicer import VisionEncoderServicer
@@ -103,6 +105,13 @@ class Service:
         if settings.serve_sglang:
             self._sglang = SglangServer(settings, self.metrics, self.not_ready_because)
         self._sglang_http: AdminServer | None = None
+        self._tokenspeed = None
+        if settings.serve_tokenspeed:
+            # Not at the top: a process that has another version of these messages can still import this file.
+            from encoder_service.rpc.tokenspeed import TokenSpeedServer
+
+            self._tokenspeed = TokenSpeedServer(settings, self.metrics, self.not_ready_because)
+        self._tokenspeed_http: AdminServer | None = None
         self._stop_traces: Callable[[], None] | None = None
         self._not_ready: str | None = "starting"
         self._fault: DeviceFault | None = None
@@ -117,6 +126,16 @@ class Service:
     def sglang_address(self) -> str:
         """host:port; empty where SGLang is not served."""
         return "" if self._sglang_http is None else self._sglang_http.address
+
+    @property
+    def tokenspeed_address(self) -> str:
+        """host:port for gateways; empty where TokenSpeed is not served."""
+        return "" if self._tokenspeed is None else self._tokenspeed.address
+
+    @property
+    def tokenspeed_bootstrap(self) -> str:
+        """host:port for prefill workers; empty where TokenSpeed is not served."""
+        return "" if self._tokenspeed_http is None else self._tokenspeed_http.address
 
     # -- what the admin plane asks ---------------------------------------------------------------------
 
@@ -144,6 +163,17 @@ class Service:
                 self._sglang_http.start()
                 if is_reachable(settings.serve_sglang):
                     log.warning("SGLang's protocol has no tokens", listen=self.sglang_address)
+            if self._tokenspeed is not None:
+                host = settings.serve_tokenspeed.rpartition(":")[0]
+                self._tokenspeed_http = AdminServer(
+                    self._tokenspeed.bootstrap_app,
+                    f"{host}:{settings.tokenspeed_bootstrap_port}",
+                    settings.max_connections,
+                )
+                self._tokenspeed_http.start()
+                await self._tokenspeed.open(torch.device(settings.device))
+                if is_reachable(settings.serve_tokenspeed):
+                    log.warning("TokenSpeed's protocol has no tokens", listen=self.tokenspeed_address)
             started_s = time.monotonic()
             if settings.traces != "off":
                 self._stop_traces = start_traces(__version__)
@@ -157,11 +187,15 @@ class Service:
             self.pipeline = self._build_pipeline(model, self._engine, store)
             await on_own_thread(self._engine.warm_up, warm_up_grids(model, settings))
             self._engine.start()
-            self._info = server_info(settings, model, store, self._instance_id, self._segments)
+            self._info = server_info(settings, model, store, self._instance_id, self._own_segments)
             self._admin.attach(self.pipeline, self._engine, self.broker)
-            await self._grpc.start(self._build_servicer(self.pipeline, self._info))
+            await self._grpc.start(
+                {SERVICE: method_handlers(self._build_servicer(self.pipeline, self._info), self.gate)}
+            )
             if self._sglang is not None:
                 self._sglang.attach(self.pipeline, self._urls)
+            if self._tokenspeed is not None:
+                await self._tokenspeed.attach(self.pipeline, self._segments)
         except BaseException as error:
             await self._release()
             if isinstance(error, Exception) and not isinstance(error, StartupError):
@@ -180,6 +214,7 @@ class Service:
             listen=",".join(self.addresses),
             admin=self.admin_address,
             sglang=self.sglang_address,
+            tokenspeed=self.tokenspeed_address,
             load_s=round(time.monotonic() - started_s, 2),
         )
 
@@ -200,6 +235,8 @@ class Service:
         leaving = [asyncio.sleep(delay_s if self._fault is None else 0.0)]
         if self._sglang is not None:
             leaving.append(self._sglang.leave())
+        if self._tokenspeed is not None:
+            leaving.append(self._tokenspeed.leave())
         await asyncio.gather(*leaving)
         grace_s = self.settings.drain_grace_s if self._fault is None else FAULT_GRACE_S
         ends_s = time.monotonic() + grace_s
@@ -207,6 +244,8 @@ class Service:
         await self._wait_for_readers(min(ends_s, time.monotonic() + UNREAD_DRAIN_S))
         if self._sglang is not None:
             await self._sglang.drain(ends_s)
+        if self._tokenspeed is not None:
+            await self._tokenspeed.drain(ends_s)
         await self._grpc.stop(max(0.0, ends_s - time.monotonic()))
         await self._release()
         log.info("stopped", in_time=in_time)
@@ -228,6 +267,10 @@ class Service:
             await self._sglang_http.stop()
         if self._sglang is not None:
             await on_own_thread(self._sglang.close)
+        if self._tokenspeed_http is not None:
+            await self._tokenspeed_http.stop()
+        if self._tokenspeed is not None:
+            await self._tokenspeed.stop()
         if self.broker is not None:  # readers unmap once their connection ends
             await on_own_thread(self.broker.stop)
         if self.store is not None:
@@ -276,12 +319,20 @@ class Service:
             graphs=graphs,
         )
 
+    @property
+    def _own_segments(self) -> PixelSegments | None:
+        """Segments that callers of the service's own protocol may name."""
+        return self._segments if self.settings.shm_prefixes else None
+
     def _open_segments(self) -> PixelSegments | None:
         settings = self.settings
-        if not settings.shm_prefixes:
+        prefixes = settings.shm_prefixes
+        if self._tokenspeed is not None and not prefixes:
+            prefixes = self._tokenspeed.segment_prefixes
+        if not prefixes:
             return None
         segments = PixelSegments(
-            settings.shm_prefixes,
+            prefixes,
             max_tensor_bytes=settings.max_message_bytes,
             allowed_uids=settings.shm_allowed_uids,
         )
@@ -324,7 +375,7 @@ class Service:
         return VisionEncoderServicer(
             pipeline,
             info,
-            ItemReader(self.requests, self._workers, self._segments, self._urls),
+            ItemReader(self.requests, self._workers, self._own_segments, self._urls),
             self.metrics,
             max_items=settings.max_items_per_request,
             chunk_bytes=settings.chunk_bytes,

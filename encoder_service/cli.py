@@ -73,6 +73,15 @@ def serve(
     serve_sglang: Annotated[
         str | None, typer.Option(help="host:port for SGLang's own encoder protocol (VE_SERVE_SGLANG).")
     ] = None,
+    serve_tokenspeed: Annotated[
+        str | None, typer.Option(help="IP:port for SMG gateways, as TokenSpeed's encode worker.")
+    ] = None,
+    tokenspeed_bootstrap_port: Annotated[
+        int | None, typer.Option(help="Port at which TokenSpeed's prefill workers find the service.")
+    ] = None,
+    tokenspeed_control_port: Annotated[
+        int | None, typer.Option(help="Port at which prefill workers name their memory.")
+    ] = None,
     model_name: Annotated[str | None, typer.Option(help="Name that requests use.")] = None,
     tower: Annotated[str | None, typer.Option(help="auto, or plain: no fused kernels, no graphs.")] = None,
     attention: Annotated[

@@ -90,6 +90,28 @@ class Settings(BaseSettings):
     )
     sglang_url: str = Field("", description="The service's URL in these lists: http://host:port.")
 
+    # -- TokenSpeed ------------------------------------------------------------------------------------
+    serve_tokenspeed: str = Field(
+        "",
+        description="IP:port for SMG gateways, as TokenSpeed's encode worker, without tokens; empty: none.",
+    )
+    tokenspeed_bootstrap_port: int = Field(
+        8998, ge=0, le=65535, description="Port of the same address at which prefill workers find the next."
+    )
+    tokenspeed_control_port: int = Field(
+        8999, ge=0, le=65535, description="Port at which prefill workers name their memory."
+    )
+    tokenspeed_receivers: Names = Field(
+        (), description="Networks that rows may be sent to besides the prefill workers' own: 10.1.0.0/16, ..."
+    )
+    tokenspeed_send_bytes: int = Field(
+        256 * MIB, ge=MIB, description="Buffer for rows that are being sent; the largest item has to fit."
+    )
+    tokenspeed_protocol: Literal["tcp", "rdma"] = Field("tcp", description="How Mooncake sends rows.")
+    tokenspeed_rdma_devices: str = Field(
+        "", description="RDMA devices for Mooncake, comma separated; empty: it chooses."
+    )
+
     # -- security --------------------------------------------------------------------------------------
     tls_cert: Path | None = Field(
         None, description="PEM chain of the service; with tls_key, host:port addresses speak TLS only."
@@ -275,6 +297,17 @@ class Settings(BaseSettings):
         return self
 
     @model_validator(mode="after")
+    def check_tokenspeed(self) -> Settings:
+        if not self.serve_tokenspeed:
+            return self
+        check_address(self.serve_tokenspeed)
+        # Also ZMQ's address, which takes no names, and over RDMA the one that receivers connect to.
+        host = ipaddress.ip_address(self.serve_tokenspeed.rpartition(":")[0].strip("[]"))
+        if self.tokenspeed_protocol == "rdma" and host.is_unspecified:
+            raise ValueError(f"tokenspeed_protocol rdma needs the host's own address, not {host}")
+        return self
+
+    @model_validator(mode="after")
     def check_arenas(self) -> Settings:
         if self.broker_path and not self.broker_path.startswith("/"):
             raise ValueError(f"broker_path {self.broker_path!r} is no absolute path")
@@ -317,8 +350,8 @@ class Settings(BaseSettings):
         return found
 
     @field_validator(
-        "bucket_sizes", "listen", "sglang_receivers", "sglang_register", "url_allow", "url_networks",
-        "broker_allowed_uids", "shm_prefixes", "shm_allowed_uids", mode="before",
+        "bucket_sizes", "listen", "sglang_receivers", "sglang_register", "tokenspeed_receivers", "url_allow",
+        "url_networks", "broker_allowed_uids", "shm_prefixes", "shm_allowed_uids", mode="before",
     )  # fmt: skip
     @classmethod
     def split_list(cls, value: object) -> object:
@@ -327,7 +360,7 @@ class Settings(BaseSettings):
             return value
         return tuple(part.strip() for part in value.split(",")) if value.strip() else ()
 
-    @field_validator("url_networks", "sglang_receivers")
+    @field_validator("url_networks", "sglang_receivers", "tokenspeed_receivers")
     @classmethod
     def check_networks(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         for network in value:

@@ -183,9 +183,12 @@ def frames_from_proto(message: pb.FrameArray) -> FrameArray:
 
 def inline_tensor(tensor: pb.InlineTensor) -> torch.Tensor:
     """A copy of an inline tensor. Raises PixelTensorMismatch."""
-    dtype = pixel_dtype(tensor.dtype)
-    shape = tuple(tensor.shape)
-    data = tensor.data  # read once, because every access copies
+    # ``data`` is read once, because every access copies.
+    return tensor_of(tensor.data, pixel_dtype(tensor.dtype), tuple(tensor.shape))
+
+
+def tensor_of(data: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    """A tensor in memory of its own. Raises PixelTensorMismatch."""
     needed = math.prod(shape) * dtype.itemsize
     if len(data) != needed:
         raise PixelTensorMismatch(

@@ -26,7 +26,6 @@ from encoder_service.ops.tls import CertificateFiles, Certificates
 from encoder_service.rpc import observed
 from encoder_service.rpc.convert import serialize_event
 from encoder_service.rpc.gate import CallGate
-from encoder_service.rpc.health_check import SERVICE
 from encoder_service.rpc.servicer import VisionEncoderServicer
 from vision_encoder.v1 import encoder_pb2 as pb
 
@@ -85,6 +84,7 @@ class GrpcServer:
             options["grpc.max_connection_age_ms"] = int(connection_age_s * 1e3)
         self._server = grpc.aio.server(options=list(options.items()))
         self._health = health.aio.HealthServicer()
+        self._services: tuple[str, ...] = ()
         self._unix_paths: list[Path] = []
 
     def bind(self, addresses: tuple[str, ...]) -> tuple[str, ...]:
@@ -108,20 +108,22 @@ class GrpcServer:
             bound.append(address if address.startswith("unix:") else f"{address.rpartition(':')[0]}:{port}")
         return tuple(bound)
 
-    async def start(self, servicer: VisionEncoderServicer) -> None:
-        """Registers all services and starts to answer calls."""
-        handlers = method_handlers(servicer, self._gate)
-        self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
+    async def start(self, services: dict[str, dict[str, grpc.RpcMethodHandler[Any, Any]]]) -> None:
+        """Registers the services, by name their handlers, and starts to answer calls."""
+        self._services = tuple(services)
+        self._server.add_generic_rpc_handlers(
+            [grpc.method_handlers_generic_handler(name, handlers) for name, handlers in services.items()]
+        )
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         reflection.enable_server_reflection(
-            (SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server
+            (*services, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server
         )
         await self.set_serving(True)
         await self._server.start()
 
     async def set_serving(self, serving: bool) -> None:
-        """Sets the status that the health service reports, for the server as a whole and for this service."""
-        for name in ("", SERVICE):
+        """Sets the status that the health service reports, for the server as a whole and for each service."""
+        for name in ("", *self._services):
             await self._health.set(name, SERVING if serving else NOT_SERVING)
 
     async def stop(self, grace_s: float) -> None:

@@ -12,7 +12,7 @@ import re
 import reprlib
 import socket
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 from weakref import WeakValueDictionary
 
 from encoder_service.errors import (
@@ -133,6 +133,19 @@ class Sender:
     def close(self) -> None:
         """Drops what has not left."""
         self._context.destroy(linger=0)
+
+    def bind_puller(self, host: str, port: int, max_part_bytes: int) -> tuple[Any, int]:
+        """A socket that receives messages at an IP address, and its port. port: 0 for any. A peer whose
+        message has a longer part is disconnected. Raises ConfigurationError."""
+        puller = self._context.socket(self._zmq.PULL)
+        for option, value in ((self._zmq.MAXMSGSIZE, max_part_bytes), (self._zmq.IPV6, 1)):
+            puller.setsockopt(option, value)
+        try:
+            puller.bind(f"tcp://{host}:{port or '*'}")
+        except self._zmq.ZMQError as error:
+            puller.close()
+            raise ConfigurationError(f"cannot listen on {host}:{port}: {error}") from None
+        return puller, int(puller.getsockopt_string(self._zmq.LAST_ENDPOINT).rpartition(":")[2])
 
     async def push(self, endpoint: str, frames: Sequence[bytes | memoryview]) -> None:
         """Returns once the message has been written to the receiver's connection. The frames' memory is read

@@ -1,0 +1,219 @@
+"""Rows by Mooncake: a buffer that rows are copied to, and writes from it into memory that receivers name.
+
+Over RDMA the buffer is registered with Mooncake's engine. Whoever reaches the engine can read what is
+registered, so it is this buffer and never the arena. Over TCP a sender's memory needs no registration, and
+nothing is registered.
+
+A write that failed may go on reading for a while: its part of the buffer is used again after QUARANTINE_S.
+Used from one event loop; copies and writes run on threads of its own.
+
+Shape legend: R rows (visual tokens), D the language model's width, L deepstack levels.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from weakref import WeakValueDictionary
+
+import structlog
+import torch
+
+from encoder_service.config import Settings
+from encoder_service.errors import ConfigurationError, TransportUnavailable
+from encoder_service.store.allocator import RangeAllocator
+
+log = structlog.get_logger(__name__)
+
+LOOPBACK = "127.0.0.1"
+# Metadata is exchanged between the two engines, without a server.
+METADATA = "P2PHANDSHAKE"
+# Read by Mooncake at its start: seconds for a write, and for a peer of a write that stands still.
+LIMITS = {"MC_TRANSFER_TIMEOUT": "10", "MC_TCP_PROGRESS_TIMEOUT_SEC": "5", "MC_TCP_STATUS_TIMEOUT_SEC": "5"}
+QUARANTINE_S = 30.0
+# Writes at a time, in all and to one host; each blocks a thread.
+MAX_WRITES, MAX_WRITES_TO_HOST = 32, 8
+# One host's rows take at most this share of the buffer, so that a host that stands still leaves room.
+HOST_SHARE = 0.5
+
+
+@dataclass
+class StagedRows:
+    """One item's rows in the buffer. main [R, D], deepstack [R, L * D]: views of it. work: what uses it.
+    A write returns 0 if all bytes arrived."""
+
+    main: torch.Tensor
+    deepstack: torch.Tensor
+    work: list[Future[int]] = field(default_factory=list)
+
+
+class Mooncake:
+    """The engine and its buffer. Raises ConfigurationError where either is not possible."""
+
+    def __init__(self, settings: Settings, device: torch.device) -> None:
+        """device: of the tower. Over RDMA the buffer is in its memory if Mooncake can register that."""
+        os.environ.update({name: value for name, value in LIMITS.items() if name not in os.environ})
+        try:
+            from mooncake.engine import TransferEngine
+        except ImportError as error:
+            raise ConfigurationError(
+                f"serve_tokenspeed needs Mooncake, which does not load: {error}; "
+                "pip install 'vision-encoder[tokenspeed]', and the system's libibverbs1"
+            ) from None
+        is_rdma = settings.tokenspeed_protocol == "rdma"
+        # Peers of a TCP write never call back.
+        host = settings.serve_tokenspeed.rpartition(":")[0].strip("[]") if is_rdma else LOOPBACK
+        self._engine = TransferEngine()
+        if self._engine.initialize(
+            host, METADATA, settings.tokenspeed_protocol, settings.tokenspeed_rdma_devices
+        ):
+            raise ConfigurationError(f"Mooncake does not start with {settings.tokenspeed_protocol} on {host}")
+        self.size_bytes = settings.tokenspeed_send_bytes
+        self._ranges = RangeAllocator(self.size_bytes)
+        self._buffer = self._registered(device) if is_rdma else self._host_memory(device)
+        self._stream = None
+        if device.type == "cuda":
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._threads = ThreadPoolExecutor(MAX_WRITES, "mooncake")
+        # By host: bytes that its rows take, who waits to take some, places for writes.
+        self._held: Counter[str] = Counter()
+        self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        self._places: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
+        self._turn = asyncio.Lock()
+        self._freed = asyncio.Event()
+
+    @property
+    def held_bytes(self) -> int:
+        return self._held.total()
+
+    def close(self) -> None:
+        """Writes in progress end by their own limit."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    @contextlib.asynccontextmanager
+    async def staged(
+        self, rows: torch.Tensor, width: int, dtype: torch.dtype, host: str
+    ) -> AsyncIterator[StagedRows]:
+        """Rows [R, D * (1 + L)] in the buffer, in another dtype if wanted. width: D. host: that they go to.
+        Waits for room. Raises TransportUnavailable for rows that exceed the buffer."""
+        num_rows, num_columns = rows.shape
+        num_bytes = rows.numel() * dtype.itemsize
+        offset = await self._reserve(host, num_bytes)
+        memory = self._buffer[offset : offset + num_bytes].view(dtype)
+        staged = StagedRows(
+            memory[: num_rows * width].view(num_rows, width),
+            memory[num_rows * width :].view(num_rows, num_columns - width),
+        )
+        try:
+            copying = self._threads.submit(self._copy, rows, staged)
+            staged.work.append(copying)
+            await asyncio.wrap_future(copying)
+            yield staged
+        finally:
+            self._free_after(staged.work, lambda: self._free(host, offset, num_bytes))
+
+    async def write(
+        self,
+        staged: StagedRows,
+        session: str,
+        sources: Sequence[torch.Tensor],
+        addresses: Sequence[int],
+    ) -> None:
+        """Writes contiguous parts of the staged rows to addresses of the receiver's. session: its engine's
+        host:port. Raises TransportUnavailable."""
+        host, loop = session.rpartition(":")[0], asyncio.get_running_loop()
+        places = self._places.setdefault(host, asyncio.Semaphore(MAX_WRITES_TO_HOST))
+        await places.acquire()
+        writing: Future[int] = self._threads.submit(
+            self._engine.batch_transfer_sync_write,
+            session,
+            [source.data_ptr() for source in sources],
+            list(addresses),
+            [source.nbytes for source in sources],
+        )
+        staged.work.append(writing)
+        # A caller that leaves does not end the write.
+        writing.add_done_callback(on_loop(loop, places.release))
+        if status := await asyncio.wrap_future(writing):
+            raise TransportUnavailable(
+                f"Mooncake could not write {sum(source.nbytes for source in sources)} bytes to {session}: "
+                f"status {status}",
+                session=session,
+            )
+
+    # -- the buffer ------------------------------------------------------------------------------------
+
+    async def _reserve(self, host: str, num_bytes: int) -> int:
+        """An offset; freed by ``_free``. Hosts take turns, and so do the rows for one host."""
+        if num_bytes > self._ranges.size_bytes:
+            raise TransportUnavailable(
+                f"the rows have {num_bytes} bytes, tokenspeed_send_bytes is {self.size_bytes}",
+                found_bytes=num_bytes,
+                max_bytes=self.size_bytes,
+            )
+        async with self._turns.setdefault(host, asyncio.Lock()):
+            while self._held[host] and self._held[host] + num_bytes > HOST_SHARE * self.size_bytes:
+                await self._freed.wait()
+            async with self._turn:
+                while (offset := self._ranges.allocate(num_bytes)) is None:
+                    await self._freed.wait()
+            self._held[host] += num_bytes
+        return offset
+
+    def _free_after(self, work: Sequence[Future[int]], free: Callable[[], None]) -> None:
+        """Frees once nothing uses the memory."""
+        loop = asyncio.get_running_loop()
+        pending = [one for one in work if not one.done()]
+        if pending:
+            pending[0].add_done_callback(on_loop(loop, lambda: self._free_after(work, free)))
+        elif all(one.cancelled() or (one.exception() is None and not one.result()) for one in work):
+            free()
+        else:
+            loop.call_later(QUARANTINE_S, free)
+
+    def _free(self, host: str, offset: int, num_bytes: int) -> None:
+        self._ranges.free(offset)
+        self._held[host] -= num_bytes
+        if not self._held[host]:
+            del self._held[host]
+        self._freed.set()
+        self._freed = asyncio.Event()
+
+    def _copy(self, rows: torch.Tensor, staged: StagedRows) -> int:
+        """Returns once the rows are in the buffer."""
+        width = staged.main.shape[1]
+        with torch.cuda.stream(self._stream) if self._stream is not None else contextlib.nullcontext():
+            staged.main.copy_(rows[:, :width], non_blocking=True)
+            staged.deepstack.copy_(rows[:, width:], non_blocking=True)
+        if self._stream is not None:
+            self._stream.synchronize()
+        return 0
+
+    def _host_memory(self, device: torch.device) -> torch.Tensor:
+        return torch.empty(self.size_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+
+    def _registered(self, device: torch.device) -> torch.Tensor:
+        if device.type == "cuda":
+            memory = torch.empty(self.size_bytes, dtype=torch.uint8, device=device)
+            if self._engine.register_memory(memory.data_ptr(), memory.nbytes) == 0:
+                return memory
+            log.warning("Mooncake cannot register device memory: rows pass through host memory")
+        memory = self._host_memory(device)
+        if self._engine.register_memory(memory.data_ptr(), memory.nbytes):
+            raise ConfigurationError(f"Mooncake cannot register {memory.nbytes} bytes of host memory")
+        return memory
+
+
+def on_loop(loop: asyncio.AbstractEventLoop, function: Callable[[], None]) -> Callable[[Future[int]], None]:
+    """A callback for a thread's future that runs ``function`` on the loop, if that still runs."""
+
+    def call(_: Future[int]) -> None:
+        with contextlib.suppress(RuntimeError):
+            loop.call_soon_threadsafe(function)
+
+    return call
