@@ -335,6 +335,11 @@ class AsyncVisionEncoderClient:
             raise
         return [statuses[index] for index in range(len(items))]
 
+    async def known_key(self, item: Item, *, timeout_s: float | None = None) -> bytes | None:
+        """The item's key, derived here; None if it has no digest or the server has several models and none is
+        named. Raises CallFailed when the server's information is not known and cannot be had."""
+        return self._keys(await self._known_info(self._deadline(timeout_s)), [item]).get(0)
+
     async def lookup(
         self,
         keys: Sequence[bytes],

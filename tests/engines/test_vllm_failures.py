@@ -39,6 +39,7 @@ ONE_CLIP = Case("one clip", (Clip(0), "What happens?"))
 # Of a picture of 200 x 260 pixels.
 GRID = Grid(1, 20, 16)
 NUM_ROWS = 80
+NUM_PICTURES = 8
 # The geometry of the tiny checkpoint.
 WIDTH = {"out_width": 64, "num_deepstack_levels": 2, "dtype": "float32"}
 
@@ -122,6 +123,15 @@ class TestFaults:
         assert of_good.status_code == 200, of_good.text
         assert of_bad.status_code in (502, 503)
         refused(of_bad, of_bad.status_code, *words)
+
+    def test_most_files_are_sent_once(self, stack: Stack, fake: FakeEncoder) -> None:
+        """A read that overtakes the announcement of its file has the file sent again."""
+        num_before = fake.num_calls["Prefetch"]
+        for _ in range(NUM_PICTURES):
+            image, digest = new_picture()
+            fake.script.grids[digest] = GRID
+            assert ask(stack, image, max_tokens=1).status_code == 200
+        assert NUM_PICTURES <= fake.num_calls["Prefetch"] - num_before < 2 * NUM_PICTURES
 
     def test_p22_an_encoder_that_says_nothing_of_clips_fails_their_requests(
         self, stack: Stack, fake: FakeEncoder, meanwhile: TextRequests

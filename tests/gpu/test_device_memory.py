@@ -40,6 +40,7 @@ class Exported:
         self.content = (torch.arange(SIZE_BYTES, device=device) * 31 % 251).to(torch.uint8)
         torch.cuda.synchronize()
         self._call("cuMemcpyDtoD", self._address, self.content.data_ptr(), SIZE_BYTES)
+        torch.cuda.synchronize()  # the copy is asynchronous
 
     def _call(self, name: str, *arguments: Any) -> Any:
         status, *results = getattr(self._driver, name)(*arguments)

@@ -188,11 +188,12 @@ def test_memory_of_waiting_rows_is_held_until_the_first_read(
         (reader,) = engine.readers
         before = torch.cuda.memory_allocated()
         assert reader.reserve() == num_bytes
-        assert torch.cuda.memory_allocated() == before + num_bytes
+        # Rows of the first request above may be released meanwhile.
+        assert torch.cuda.memory_allocated() - before == pytest.approx(num_bytes, abs=4 << 20)
         chosen, expected = images(service, SIDES)
         request = engine.request(*chosen)
         engine.fetch(request)
-        assert torch.cuda.memory_allocated() < before + num_bytes
+        assert torch.cuda.memory_allocated() < before + num_bytes // 2
         engine.load(engine.schedule(request))
         assert_equal(engine.caches[0], expected)
         engine.finish(request)

@@ -24,13 +24,14 @@ PNG_METADATA = (b"eXIf", b"tEXt", b"zTXt", b"iTXt")
 
 @dataclass(frozen=True, eq=False)
 class ImageFile:
-    """width and height: in pixels, upright. digest: BLAKE3 of the data. A file without data stands for the
-    largest image while an engine measures its memory."""
+    """width and height: in pixels, upright. digest: BLAKE3 of the data. is_announced: the encoder has been
+    sent the file. A file without data stands for the largest image while an engine measures its memory."""
 
     data: bytes = field(repr=False)
     width: int
     height: int
     digest: bytes = b""
+    is_announced: bool = False
 
     @property
     def size(self) -> tuple[int, int]:

@@ -27,15 +27,19 @@ NO_OPTIONS, NO_GRID = PreprocessOptions(), Grid(0, 0, 0)
 
 @dataclass(frozen=True, eq=False)
 class ClipFile:
-    """digest: BLAKE3 of the data. options: with which it was announced. grid, patch_times_s: of the temporal
-    patches, as many as the grid's t, from the encoder. A file without data stands for the largest clip while
-    vLLM measures itself."""
+    """digest: BLAKE3 of the data. options: with which it is announced. grid, patch_times_s: of the temporal
+    patches, as many as the grid's t, from the encoder's answer. A file without data stands for the largest
+    clip while vLLM measures itself."""
 
     data: bytes = field(repr=False)
     digest: bytes = b""
     options: PreprocessOptions = NO_OPTIONS
     grid: Grid = NO_GRID
     patch_times_s: tuple[float, ...] = ()
+
+    @property
+    def is_announced(self) -> bool:
+        return bool(self.patch_times_s)
 
     @classmethod
     def read(cls, data: bytes, options: PreprocessOptions) -> ClipFile:

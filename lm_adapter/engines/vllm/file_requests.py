@@ -23,13 +23,14 @@ NO_OPTIONS = PreprocessOptions()
 @dataclass(frozen=True)
 class FileRequest:
     """An image or a clip. options: what is not the checkpoint's own. reply: where failures are reported to
-    (``failures``)."""
+    (``failures``). is_announced: the encoder has been sent the file, with these options."""
 
     data: bytes = field(repr=False)
     digest: bytes
     modality: Modality = Modality.IMAGE
     options: PreprocessOptions = NO_OPTIONS
     reply: str = ""
+    is_announced: bool = False
 
     def packed(self) -> npt.NDArray[np.uint8]:
         """uint8 [n]: the header's length, the header, the file."""
@@ -39,6 +40,7 @@ class FileRequest:
                 "modality": self.modality.value,
                 "options": self.options.given(),
                 "reply": self.reply,
+                "is_announced": self.is_announced,
             }
         ).encode()
         # Writable, as tensors made of it have to be.
@@ -57,8 +59,8 @@ class FileRequest:
             fields["modality"] = Modality(fields["modality"])
             options, reply = fields["options"], fields["reply"]
             are_numbers = all(type(value) in (int, float) for value in options.values())
-            if not (isinstance(reply, str) and are_numbers):
-                raise TypeError(f"reply is {reply!r:.80}, options are {options!r:.80}")
+            if not (isinstance(reply, str) and isinstance(fields["is_announced"], bool) and are_numbers):
+                raise TypeError(f"the fields are {fields!r:.200}")
             fields["options"] = PreprocessOptions(**options)
             return cls(data=bytes(whole[4 + length :]), **fields)
         except (struct.error, KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:

@@ -16,7 +16,7 @@ import os
 import threading
 from collections.abc import Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -136,8 +136,7 @@ class ImageFileIO(ImageMediaIO):  # type: ignore[misc]
 
     def load_bytes(self, data: bytes) -> Any:
         image = ImageFile.read(data, envs.VLLM_MAX_IMAGE_PIXELS)
-        _prefetch(image)
-        return MediaWithBytes(image, data)
+        return MediaWithBytes(replace(image, is_announced=_prefetch(image)), data)
 
     def load_base64(self, media_type: str, data: str) -> Any:
         return self.load_bytes(pybase64.b64decode(data, validate=True))
@@ -211,14 +210,14 @@ def register_media() -> None:
     MEDIA_CONNECTOR_REGISTRY.register(MEDIA_CONNECTOR)(FileMediaConnector)
 
 
-def _prefetch(image: ImageFile) -> None:
-    """Fire and forget: whatever comes of it, the scheduler asks again, and gives the answer its meaning."""
+def _prefetch(image: ImageFile) -> bool:
+    """Whether the file is being sent. What comes of it is not waited for: the scheduler finds that out."""
     if _configured is None or not _configured.announces_images:
-        return
+        return False
     calls = _calls(_configured.settings)
     calls.ended.clear()
     if calls.num_under_way >= MAX_UNANSWERED:
-        return
+        return False
     item = ImageItem(image.data, digest=image.digest)
 
     async def call(client: AsyncVisionEncoderClient, left_s: float) -> None:
@@ -226,6 +225,7 @@ def _prefetch(image: ImageFile) -> None:
             await client.prefetch([item], timeout_s=left_s)
 
     calls.start(object(), call)
+    return True
 
 
 def _announce(clip: ClipFile) -> Future[Any]:

@@ -79,7 +79,9 @@ def request_tensor(
 ) -> torch.Tensor:
     """The field of a processed item: uint8 [n]."""
     reply = listening().name if file.data else ""
-    request = FileRequest(file.data, file.digest, modality, options, reply)
+    # Clips are announced with their options, images without any.
+    is_announced = file.is_announced and (modality is Modality.VIDEO or not options.given())
+    request = FileRequest(file.data, file.digest, modality, options, reply, is_announced)
     return torch.from_numpy(request.packed())
 
 

@@ -2,9 +2,9 @@
 
 Owns the states of requests, the rows that they share, the bound on their bytes and the queue for room. vLLM's
 scheduler asks about each request on every pass; the first question starts everything, later ones cost a
-look-up for each item. The item's file goes to the encoder by ``Prefetch``, which answers with key and grid
-before the item is encoded; the ranks fetch the rows by key (``ranks``), and confirm (``link``). Rows never
-come here.
+look-up for each item. The ranks fetch the rows by key (``ranks``), and confirm (``link``). The encoder has
+most files already, by the API server's ``Prefetch`` (``frontend``); the others go to it by another one. Rows
+never come here.
 
 Rows are held from their order until vLLM has computed past them or their requests are over; then they live on
 in vLLM's own encoder cache. A request that is preempted reads them again. A request that waits for room holds
@@ -13,12 +13,13 @@ nothing, so that those that hold rows have all that they need, and end.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -59,9 +60,8 @@ class WantedItem:
     request: FileRequest
 
     def is_same(self, other: WantedItem) -> bool:
-        return self.grid == other.grid and replace(self.request, data=b"", reply="") == replace(
-            other.request, data=b"", reply=""
-        )
+        mine, others = (replace(one.request, data=b"", reply="", is_announced=False) for one in (self, other))
+        return self.grid == other.grid and mine == others
 
 
 @dataclass(eq=False)
@@ -387,28 +387,37 @@ class RequestTracker:
     # -- on the loop of the calls ----------------------------------------------------------------------
 
     async def _obtain(self, wanted: WantedItem, client: AsyncVisionEncoderClient, left_s: float) -> int:
-        """The number by which every rank has the rows. Rows that a rank finds gone are encoded once more:
-        then the encoder says what is wrong with the item, or has them. Raises EncoderError."""
+        """The number by which every rank has the rows. Of an announced item the key is enough. Rows that a
+        rank finds gone are encoded once more: then the encoder says what is wrong with the item, or has them.
+        Raises EncoderError."""The number by which every rank has the rows. Of an announced item the key is enough. Rows that a rank finds gone are encoded once more: then the encoder says what is wrong
+        with the item, or has them. Raises EncoderError."""
         ends_s = time.monotonic() + left_s
+
+        def left() -> float:
+            return max(MIN_CALL_S, ends_s - time.monotonic())
+
         item = wanted.request.item()
+        if wanted.request.is_announced:
+            key = await client.known_key(item, timeout_s=left())
+            if key is not None:
+                with _unless_gone():
+                    return await self._ordered(wanted, key, wanted.request.digest, left())
         for is_second in (False, True):
-            prefetch = client.prefetch([item], timeout_s=max(MIN_CALL_S, ends_s - time.monotonic()))
-            (status,) = await prefetch
+            (status,) = await client.prefetch([item], timeout_s=left())
             if isinstance(status, ItemFailed):
                 raise status
             self._check_grid(status, wanted)
-            number = next(self._numbers)
-            digest = status.routing_digest or wanted.request.digest
-            order = RowsOrder(number, status.key, digest, wanted.grid)
-            try:
-                await self._link.read(order, max(0.0, ends_s - time.monotonic()))
-            except ItemFailed as error:
-                if error.reason != GONE or is_second:
-                    raise
-                await client.encode_one(item, timeout_s=max(MIN_CALL_S, ends_s - time.monotonic()))
-            else:
-                return number
+            route = status.routing_digest or wanted.request.digest
+            with contextlib.nullcontext() if is_second else _unless_gone():
+                return await self._ordered(wanted, status.key, route, left())
+            await client.encode_one(item, timeout_s=left())
         raise AssertionError
+
+    async def _ordered(self, wanted: WantedItem, key: bytes, route: bytes, timeout_s: float) -> int:
+        """The number of rows that every rank has read. Raises ItemFailed."""
+        order = RowsOrder(next(self._numbers), key, route, wanted.grid)
+        await self._link.read(order, timeout_s)
+        return order.number
 
     def _check_grid(self, status: PrefetchStatus, wanted: WantedItem) -> None:
         """The encoder's grid decides."""
@@ -416,6 +425,16 @@ class RequestTracker:
             found, expected = list(status.grid_thw), list(wanted.grid)
             text = f"the encoder's grid_thw is {found}, the prompt was made for {expected}"
             raise InvalidRows("grid_thw", text, found=found, expected=expected)
+
+
+@contextlib.contextmanager
+def _unless_gone() -> Iterator[None]:
+    """Goes on if the encoder has no rows of the key."""
+    try:
+        yield
+    except ItemFailed as error:
+        if error.reason != GONE:
+            raise
 
 
 def _check_same(wanted: WantedItem, present: WantedItem) -> None:

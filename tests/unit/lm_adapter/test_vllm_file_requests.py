@@ -23,7 +23,8 @@ def a_request(rng: random.Random) -> FileRequest:
         ]
     )
     modality = rng.choice(list(Modality))
-    return FileRequest(data, content_digest(data), modality, options, rng.choice(["", "socket ü"]))
+    reply, is_announced = rng.choice(["", "socket ü"]), rng.choice([False, True])
+    return FileRequest(data, content_digest(data), modality, options, reply, is_announced)
 
 
 @pytest.mark.parametrize("seed", range(30))

@@ -88,6 +88,7 @@ class Image:
     digest: bytes = field(default_factory=lambda: secrets.token_bytes(32))
     min_pixels: int = 0
     modality: Modality = Modality.IMAGE
+    is_announced: bool = False
 
 
 def new_image(grid: Grid = GRID) -> Image:
@@ -100,7 +101,8 @@ def request_of(*images: Image, reply: str = "") -> Request:
     for image in images:
         num_rows = GEOMETRY.num_rows(image.grid)
         options = PreprocessOptions(min_pixels=image.min_pixels or None)
-        packed = FileRequest(b"file", image.digest, image.modality, options, reply).packed()
+        file = FileRequest(b"file", image.digest, image.modality, options, reply, image.is_announced)
+        packed = file.packed()
         is_clip = image.modality is Modality.VIDEO
         data = {
             f"{image.modality.value}_grid_thw": SimpleNamespace(data=torch.tensor(image.grid)),
@@ -665,6 +667,7 @@ class Encoder:
         self.asked: list[tuple[str, float]] = []
         self.items: list[Any] = []
         self.now_s = 100.0
+        self.key: bytes | None = None
         self.encode_failure: EncoderError | None = None
 
     def monotonic(self) -> float:
@@ -673,6 +676,10 @@ class Encoder:
     def _note(self, name: str, timeout_s: float) -> None:
         self.asked.append((name, timeout_s))
         self.now_s += 1
+
+    async def known_key(self, item: Any, *, timeout_s: float) -> bytes | None:
+        assert timeout_s == 30.0
+        return self.key
 
     async def prefetch(self, items: list[Any], *, timeout_s: float) -> list[Any]:
         self._note("prefetch", timeout_s)
@@ -727,6 +734,40 @@ def test_rows_are_ordered_by_key_and_route(route: bytes, monkeypatch: pytest.Mon
     assert number > 0
     (item,) = encoder.items
     assert (item.data, item.digest, item.options.min_pixels) == (b"file", X.digest, 9)
+    assert encoder.asked == [("prefetch", 30.0), ("read", 29.0)]
+
+
+def test_an_item_that_was_announced_is_ordered_by_its_key_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    encoder = Encoder([], [None])
+    encoder.key = b"known"
+    number = obtain(encoder, monkeypatch, replace(X, is_announced=True))
+    assert encoder.orders == [RowsOrder(number, b"known", X.digest, GRID)]
+    assert encoder.asked == [("read", 30.0)]
+
+
+def test_the_file_of_an_item_whose_announcement_was_lost_is_sent_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    encoder = Encoder([status_of()], [gone(), None])
+    encoder.key = b"known"
+    number = obtain(encoder, monkeypatch, replace(X, is_announced=True))
+    assert [order.key for order in encoder.orders] == [b"known", b"key"]
+    assert encoder.orders[-1].number == number
+    assert encoder.asked == [("read", 30.0), ("prefetch", 29.0), ("read", 28.0)]
+
+
+def test_p32_the_failure_of_an_announced_item_comes_through(monkeypatch: pytest.MonkeyPatch) -> None:
+    encoder = Encoder([], [UNDECODABLE])
+    encoder.key = b"known"
+    with pytest.raises(ItemFailed) as caught:
+        obtain(encoder, monkeypatch, replace(X, is_announced=True))
+    assert caught.value is UNDECODABLE
+
+
+def test_an_announced_item_without_a_key_is_asked_for_by_its_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An encoder of several models, and none is named."""
+    encoder = Encoder([status_of()], [None])
+    obtain(encoder, monkeypatch, replace(X, is_announced=True))
     assert encoder.asked == [("prefetch", 30.0), ("read", 29.0)]
 
 
