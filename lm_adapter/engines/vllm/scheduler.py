@@ -389,8 +389,7 @@ class RequestTracker:
     async def _obtain(self, wanted: WantedItem, client: AsyncVisionEncoderClient, left_s: float) -> int:
         """The number by which every rank has the rows. Of an announced item the key is enough. Rows that a
         rank finds gone are encoded once more: then the encoder says what is wrong with the item, or has them.
-        Raises EncoderError."""The number by which every rank has the rows. Of an announced item the key is enough. Rows that a rank finds gone are encoded once more: then the encoder says what is wrong
-        with the item, or has them. Raises EncoderError."""
+        Raises EncoderError."""
         ends_s = time.monotonic() + left_s
 
         def left() -> float:
