@@ -296,7 +296,7 @@ class Pipeline:
             permit.release()
         for name, milliseconds in encode.timings.as_mapping().items():
             if milliseconds:  # else a stage that this item did not pass
-                self.metrics.stage_seconds.observe(name[: -len("_ms")], milliseconds / 1e3)
+                self.metrics.observe_stage(name[: -len("_ms")], milliseconds / 1e3)
         return held
 
     async def _encode_single(self, encode: InFlightEncode, item: Item, permit: Permit) -> HeldRows:
@@ -418,8 +418,8 @@ class Pipeline:
         metrics.rows_bytes.inc(held.item.spec.num_bytes)
         # The encode's own stages are observed once, by the encode.
         if timings.identify_ms:
-            metrics.stage_seconds.observe("identify", timings.identify_ms / 1e3)
-        metrics.stage_seconds.observe("total", timings.total_ms / 1e3)
+            metrics.observe_stage("identify", timings.identify_ms / 1e3)
+        metrics.observe_stage("total", timings.total_ms / 1e3)
         return EncodeResult(held, tier, timings, ready_s)
 
     async def _on_worker(self, function: Callable[..., Result], *arguments: object) -> Result:

@@ -1,4 +1,4 @@
-"""Sequential JPEG files to RGB through simplejpeg, if it is installed.
+"""Sequential JPEG files to RGB through simplejpeg.
 
 Owns which files are decoded this way: those for which all versions of libjpeg-turbo give the same pixels as
 Pillow, with the exact inverse transform and smooth chroma upsampling. Pillow opens every file first and
@@ -11,12 +11,8 @@ parallel.
 from __future__ import annotations
 
 import numpy as np
+import simplejpeg
 from PIL import Image
-
-try:
-    import simplejpeg
-except ImportError:  # no wheel for this platform
-    simplejpeg = None
 
 # Other ratios are rare, and versions of libjpeg-turbo differ on some.
 _SUBSAMPLINGS = frozenset({"444", "422", "420"})
@@ -25,7 +21,7 @@ _SUBSAMPLINGS = frozenset({"444", "422", "420"})
 def decode_jpeg(data: bytes, opened: Image.Image) -> np.ndarray | None:
     """uint8 [H, W, 3] before any rotation. None for a file that Pillow has to decode or refuse, because it is
     of another kind or damaged. opened: the file as opened by Pillow, with its pixels not loaded."""
-    if simplejpeg is None or opened.format not in ("JPEG", "MPO") or opened.mode != "RGB":
+    if opened.format not in ("JPEG", "MPO") or opened.mode != "RGB":
         return None
     # Versions of libjpeg-turbo smooth incomplete progressive files differently.
     if "progressive" in opened.info:

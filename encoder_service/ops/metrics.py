@@ -6,15 +6,18 @@ Owns names, labels and buckets. Each process, and each test, has its own registr
 from __future__ import annotations
 
 import functools
-from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping
+from itertools import pairwise
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
-from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
+from prometheus_client.core import CounterMetricFamily
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
 STAGE_BUCKETS_S = (
     0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0
+)  # fmt: skip
+STAGES = (
+    "identify", "admit", "decode", "resize", "queue", "tower", "store", "delivery", "total"
 )  # fmt: skip
 STEP_BUCKETS_S = (0.00005, 0.0001, 0.00015, 0.0002, 0.0003, 0.0005, 0.001, 0.003, 0.01, 0.1, 1.0, 10.0)
 CONTENT_TYPE = CONTENT_TYPE_LATEST
@@ -60,12 +63,13 @@ class Metrics:
             "Items sent inline though their caller reads shared memory: large, losses or no_room.",
             ["reason"],
         )
-        self.stage_seconds = StageTimes(
+        self.stage_seconds = histogram(
             "ve_stage_seconds",
             "Seconds of one item in one stage; delivery ends when its caller has taken the rows.",
-            STAGE_BUCKETS_S,
+            ["stage"],
+            buckets=STAGE_BUCKETS_S,
         )
-        self.registry.register(self.stage_seconds)
+        self._stages = {stage: self.stage_seconds.labels(stage) for stage in STAGES}
         self.batch_patches = histogram(
             "ve_batch_patches",
             "Patches in one forward.",
@@ -96,6 +100,17 @@ class Metrics:
         if series is None:
             series = self._series[counter, labels] = counter.labels(*labels)
         series.inc()
+
+    def observe_stage(self, stage: str, seconds: float) -> None:
+        self._stages[stage].observe(seconds)
+
+    def stage_counts(self) -> dict[str, list[int]]:
+        """Observations in each bucket by stage, not cumulative; the last bucket has no upper bound."""
+        totals: dict[str, list[int]] = {stage: [0] for stage in STAGES}
+        for sample in next(iter(self.stage_seconds.collect())).samples:
+            if sample.name.endswith("_bucket"):
+                totals[sample.labels["stage"]].append(int(sample.value))
+        return {stage: [b - a for a, b in pairwise(found)] for stage, found in totals.items()}
 
     def gauge(self, name: str, text: str, read: Callable[[], float]) -> None:
         """Registers a gauge whose value is read at scrape time."""
@@ -134,44 +149,6 @@ class Metrics:
     def exposition(self) -> bytes:
         """The metrics in the text format that Prometheus scrapes."""
         return generate_latest(self.registry)
-
-
-class StageTimes:
-    """A histogram by stage without a lock: one thread observes several times per item, any thread reads. A
-    read may miss an observation in progress.
-
-    bounds_s: upper bounds of the buckets, ascending.
-    """
-
-    _labelnames = ("stage",)  # an attribute of the library's own instruments
-
-    def __init__(self, name: str, text: str, bounds_s: tuple[float, ...]) -> None:
-        self._name, self._text, self._bounds_s = name, text, bounds_s
-        self._counts: dict[str, list[int]] = {}
-        self._sums_s: dict[str, float] = {}
-
-    def observe(self, stage: str, seconds: float) -> None:
-        counts = self._counts.get(stage)
-        if counts is None:
-            self._sums_s[stage] = 0.0
-            counts = self._counts[stage] = [0] * (len(self._bounds_s) + 1)
-        counts[bisect_left(self._bounds_s, seconds)] += 1
-        self._sums_s[stage] += seconds
-
-    def counts(self, stage: str) -> list[int]:
-        """Observations in each bucket, not cumulative; the last bucket has no upper bound."""
-        return list(self._counts.get(stage, [0] * (len(self._bounds_s) + 1)))
-
-    def collect(self) -> Iterator[HistogramMetricFamily]:
-        family = HistogramMetricFamily(self._name, self._text, labels=self._labelnames)
-        for stage in list(self._counts):
-            total, buckets = 0, []
-            bounds = (*(str(bound_s) for bound_s in self._bounds_s), "+Inf")
-            for bound, count in zip(bounds, self.counts(stage), strict=True):
-                total += count
-                buckets.append((bound, total))
-            family.add_metric([stage], buckets, self._sums_s[stage])
-        yield family
 
 
 class _CounterView:

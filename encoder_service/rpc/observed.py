@@ -113,7 +113,7 @@ class Call:
         took_s = max(0.0, now_s - delivered.ready_s)
         self.longest_delivery_s = max(self.longest_delivery_s, took_s)
         metrics.count(metrics.deliveries, transport)
-        metrics.stage_seconds.observe("delivery", took_s)
+        metrics.observe_stage("delivery", took_s)
         span = self.item_spans.pop(index, None)
         if span is not None:
             encoded = delivered.encoded

@@ -25,10 +25,10 @@ from typing import ClassVar
 
 import torch
 
-from encoder_service.errors import ClipTooLarge, InvalidOption, UndecodableClip, UnsupportedContent
+from encoder_service.errors import ClipTooLarge, InvalidOption, UndecodableClip
 from encoder_service.ingest.resize import resize_and_pad
 from encoder_service.ingest.settings import MoonViTVideoSettings, QwenVideoSettings
-from encoder_service.ingest.video.container import CONTAINER_NAMES, check_tables, check_whole, container_of
+from encoder_service.ingest.video.container import check_tables, check_whole, container_of
 from encoder_service.ingest.video.source import ClipHeader, ClipLimits, ClipSource, FramesClip
 from encoder_service.ingest.video.webp import WebPClip
 from encoder_service.types import EncodedFile, FrameArray, FrameItem, Grid, PreprocessOptions
@@ -38,7 +38,7 @@ MAX_FPS = 1000.0
 
 def open_source(data: bytes, limits: ClipLimits) -> ClipSource:
     """Opens a clip file and decodes its first frame, except for WebP. Raises UndecodableClip; ClipTooLarge
-    with the number found and the number allowed; UnsupportedContent if the package ``av`` is missing."""
+    with the number found and the number allowed."""
     if len(data) > limits.max_encoded_bytes:
         raise ClipTooLarge(
             f"the clip file has {len(data)} bytes, the limit is {limits.max_encoded_bytes}",
@@ -51,14 +51,9 @@ def open_source(data: bytes, limits: ClipLimits) -> ClipSource:
         return WebPClip(data, limits)
     if container == "mov":
         check_tables(data, limits.max_source_frames)
-    try:
-        # Imported here, because PyAV loads slowly and a service that only sees images does not need it.
-        from encoder_service.ingest.video.av_file import AvFile
-    except ImportError as error:
-        raise UnsupportedContent(
-            f"{CONTAINER_NAMES[container]} clips need the package av, which cannot be imported: {error}",
-            package="av",
-        ) from error
+    # Imported here, because PyAV loads slowly and a service that only sees images does not need it.
+    from encoder_service.ingest.video.av_file import AvFile
+
     return AvFile(data, container, limits)
 
 

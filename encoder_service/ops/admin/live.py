@@ -26,9 +26,6 @@ from encoder_service.types import CacheTier
 BUSY_WINDOW_S = 10.0
 # Queued device work that counts as saturated.
 FULL_QUEUE_S = 1.0
-STAGES = (
-    "identify", "admit", "decode", "resize", "queue", "tower", "store", "delivery", "total"
-)  # fmt: skip
 TRANSPORTS = ("inline", "host", "device")
 
 
@@ -100,7 +97,7 @@ class LiveView:
             "failures": by_label(metrics.failures, "reason"),
             "rejections": by_label(metrics.rejections, "reason"),
             "bucket_bounds_s": STAGE_BUCKETS_S,
-            "stages": {stage: metrics.stage_seconds.counts(stage) for stage in STAGES},
+            "stages": metrics.stage_counts(),
             "buckets": self._buckets(),
             "cache": self._cache(),
             "reads": self._reads(),

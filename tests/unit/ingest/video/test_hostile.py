@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import builtins
 import random
 import struct
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +11,7 @@ import av
 import numpy as np
 import pytest
 
-from encoder_service.errors import ClipTooLarge, UndecodableClip, UnsupportedContent
+from encoder_service.errors import ClipTooLarge, UndecodableClip
 from encoder_service.ingest.video import av_file
 from encoder_service.ingest.video.clip import open_source
 from encoder_service.ingest.video.container import check_tables
@@ -198,19 +196,3 @@ def test_a_clip_that_hides_most_of_itself_is_refused(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(av_file, "MAX_HIDDEN", 5)
     with pytest.raises(ClipTooLarge, match="over 5 frames that its edit list hides"):
         open_source(data, LIMITS)
-
-
-def test_without_its_package_a_clip_says_so_and_webp_is_still_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    data, webp = (clip_files.encode(clip_files.moving(4), kind) for kind in ("mpeg4.mp4", "webp.webp"))
-    real = builtins.__import__
-
-    def without(name: str, *args: Any, **kwargs: Any) -> Any:
-        if name == "av" or name.startswith("av."):
-            raise ModuleNotFoundError("No module named 'av'", name="av")
-        return real(name, *args, **kwargs)
-
-    monkeypatch.delitem(sys.modules, "encoder_service.ingest.video.av_file", raising=False)
-    monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(UnsupportedContent, match=r"MP4 clips need the package av.*No module named 'av'"):
-        open_source(data, LIMITS)
-    assert open_source(webp, LIMITS).header.num_frames == 4
