@@ -1,8 +1,9 @@
-"""The kernel choices of a former start, on disk.
+"""The kernel choices of a former start, and its compiled kernels, on disk.
 
-Owns the file: what its choices were measured for, its checks and its replacement. ``fast_path`` measures and
-uses the choices. A file that is damaged, or was measured for another device, driver, version or tower, is
-ignored: then the start measures and replaces it.
+Owns the file of the choices: what they were measured for, its checks and its replacement. ``fast_path``
+measures and uses the choices. A file that is damaged, or was measured for another device, driver, version or
+tower, is ignored: then the start measures and replaces it. Compiled kernels are kept by the libraries that
+compile them.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import json
+import os
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -34,6 +36,29 @@ PACKAGES = (
     "nvidia-cutlass-dsl",
 )
 DRIVER = Path("/proc/driver/nvidia/version")
+# Folders of compiled kernels, by the setting of their libraries. Each library finds out by itself whether a
+# kernel is of the present device and version.
+COMPILED = {
+    "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR": "flash-attn-4",
+    "QUACK_CACHE_DIR": "quack",
+    "TRITON_CACHE_DIR": "triton",
+}
+
+
+def keep_compiled(folder: Path) -> None:
+    """Has the kernel libraries keep what they compile below ``folder``, where the environment names no other
+    folder. Called before they are imported. A folder that cannot be written costs a log line."""
+    for name, below in COMPILED.items():
+        path = folder / below
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=path):
+                pass
+        except OSError as error:
+            log.warning("compiled kernels not kept", path=str(path), reason=str(error))
+            return
+        os.environ.setdefault(name, str(path))
+    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ import structlog
 import torch
 
 from encoder_service.engine.calibrate import calibrate
-from encoder_service.engine.choices import ChoicesFile, KernelChoices, environment_of
+from encoder_service.engine.choices import ChoicesFile, KernelChoices, environment_of, keep_compiled
 from encoder_service.engine.graphs import CaptureRecord, GraphRunner
 from encoder_service.errors import ConfigurationError
 from encoder_service.scheduler.buckets import Bucket, BucketLadder, default_ladder, ladder_of_sizes
@@ -62,10 +62,12 @@ def build_graph_runner(
     attention: "auto" or a backend's name. deterministic: use one backend for all shapes, whose rows for an
     item do not depend on its batch. max_patches: patches of the largest batch. longest_item: patches of the
     largest item that attends over all its patches; it runs alone if it is above max_patches. bucket_sizes:
-    the ladder's sizes in patches, instead of the default ones. choices_dir: folder of the kernel choices of
-    former starts, which are used instead of measuring; None to measure. Raises ConfigurationError for an
-    attention backend or sizes that are not available.
+    the ladder's sizes in patches, instead of the default ones. choices_dir: folder of former starts' kernel
+    choices, which are used instead of measuring, and of their compiled kernels; None for none. Raises
+    ConfigurationError for an attention backend or sizes that are not available.
     """
+    if choices_dir is not None:
+        keep_compiled(choices_dir)
     candidates = [
         backend
         for backend in parse_attention(attention, tower.device, deterministic=deterministic)

@@ -31,8 +31,6 @@ from encoder_service.scheduler.cost import Calibration, Launch
 from encoder_service.towers.fused_inputs import BucketShape, FusedInputs
 from encoder_service.types import Grid
 
-WARM_UP_RUNS = 2
-
 
 class BucketedTower(Protocol):
     """A tower whose forward pass can be captured, for example ``towers.fused.FusedTower``."""
@@ -273,8 +271,8 @@ class GraphRunner:
         self.streams.compute.run(inputs.pixel_values.normal_)
         torch.cuda.synchronize(self._device)
         with torch.cuda.stream(stream):
-            for _ in range(WARM_UP_RUNS):
-                self._tower(inputs)
+            # Compiles the kernels of these shapes, which a capture may not do.
+            self._tower(inputs)
         stream.synchronize()
         graph = torch.cuda.CUDAGraph()
         # "thread_local", because other threads of the process may allocate during the capture.

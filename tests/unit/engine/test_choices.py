@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ import torch
 from structlog.testing import capture_logs
 
 from encoder_service.engine import fast_path
+from encoder_service.engine.choices import COMPILED, keep_compiled
 from encoder_service.engine.fast_path import KernelCandidates, choose_kernels
 from encoder_service.towers.attention import SdpaAttention, SequenceBounds
 from encoder_service.towers.attention.select import ShapeCase
@@ -150,3 +152,33 @@ def test_a_folder_that_is_a_file_costs_a_line_only(start: Start, tmp_path: Path)
     with capture_logs() as logs:
         assert start() == ({"fast"}, 4)
     assert "kernel choices not kept" in [entry["event"] for entry in logs]
+
+
+@pytest.fixture
+def no_folders(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The environment as it was, afterwards too."""
+    for name in (*COMPILED, "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+
+
+@pytest.mark.usefixtures("no_folders")
+def test_p45_compiled_kernels_are_kept_unless_the_environment_says_where(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", "elsewhere")
+    keep_compiled(tmp_path)
+    assert os.environ["QUACK_CACHE_DIR"] == str(tmp_path / "quack")
+    assert os.environ["FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"] == str(tmp_path / "flash-attn-4")
+    assert os.environ["FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"] == "1"
+    assert os.environ["TRITON_CACHE_DIR"] == "elsewhere"
+
+
+@pytest.mark.usefixtures("no_folders")
+def test_a_folder_that_cannot_be_written_leaves_the_libraries_to_themselves(tmp_path: Path) -> None:
+    folder = tmp_path / "file"
+    folder.write_text("")
+    with capture_logs() as logs:
+        keep_compiled(folder)
+    assert "compiled kernels not kept" in [entry["event"] for entry in logs]
+    assert not {*COMPILED, "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"} & {*os.environ}
