@@ -160,38 +160,26 @@ def tower_rates(
 
 
 def draw_transports(figure: Any, result: dict[str, Any]) -> str:
-    """The time of one call against bytes, and the rate of several callers, each with its floor dashed."""
-    records = result["records"]
-    alone = [one for one in records if one["concurrency"] == 1]
-    if not alone:
-        raise NoChart(f"{len(records)} records, none of one caller alone")
-    left, right = figure.subplots(1, 2, width_ratios=(1.5, 1))
-    largest = max((one["bytes"] for one in records if one["concurrency"] > 1), default=0)
-    several = [one for one in records if one["bytes"] == largest]
+    """The time of one call against bytes, its floor dashed."""
+    # Older results also have records of several callers at once.
+    records = [one for one in result["records"] if one.get("concurrency", 1) == 1]
+    if not records:
+        raise NoChart("no records of one caller")
+    axes = figure.subplots()
     for path, (label, colour, marker) in PATH_STYLES.items():
-        own = sorted((one for one in alone if one["path"] == path), key=lambda one: one["bytes"])
+        own = sorted((one for one in records if one["path"] == path), key=lambda one: one["bytes"])
         if own:
             sizes = [one["bytes"] / MIB for one in own]
-            left.plot(sizes, [one["median_ms"] for one in own], color=colour, marker=marker, label=label)
-            left.plot(sizes, [one["floor_ms"] for one in own], color=colour, linewidth=1, linestyle="--")
-            left.annotate(f" {own[-1]['median_ms']:.3g} ms", (sizes[-1], own[-1]["median_ms"]), color=colour)
-        own = sorted((one for one in several if one["path"] == path), key=lambda one: one["concurrency"])
-        callers = [one["concurrency"] for one in own]
-        right.plot(callers, [one["gib_per_s"] for one in own], color=colour, marker=marker)
-        right.plot(
-            callers, [one["floor_gib_per_s"] for one in own], color=colour, linewidth=1, linestyle="--"
-        )
-    for axes in (left, right):
-        axes.set_xscale("log", base=2)
-        logarithmic(axes)
-        tidy(axes)
-    left.set_xlabel("MiB of rows")
-    left.set_ylabel("ms, one caller")
-    left.set_title("Median time of a call, and its floor (dashed)", loc="left", pad=10)
-    left.legend(frameon=False, loc="upper left")
-    right.set_xlabel("callers at once")
-    right.set_ylabel("GiB/s of all callers")
-    right.set_title(f"Rate at {largest / MIB:.3g} MiB (floor dashed)", loc="left", pad=10)
+            axes.plot(sizes, [one["median_ms"] for one in own], color=colour, marker=marker, label=label)
+            axes.plot(sizes, [one["floor_ms"] for one in own], color=colour, linewidth=1, linestyle="--")
+            axes.annotate(f" {own[-1]['median_ms']:.3g} ms", (sizes[-1], own[-1]["median_ms"]), color=colour)
+    axes.set_xscale("log", base=2)
+    logarithmic(axes)
+    tidy(axes)
+    axes.set_xlabel("MiB of rows")
+    axes.set_ylabel("ms")
+    axes.set_title("Median time of a call, and its floor (dashed)", loc="left", pad=10)
+    axes.legend(frameon=False, loc="upper left")
     namespaces = "processes in namespaces of their own" if result["isolated"] else "shared namespaces"
     return f"Delivery of one item's rows on {result['device']}, {namespaces}"
 

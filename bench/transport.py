@@ -15,7 +15,6 @@ import sys
 import tempfile
 import time
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from charts import draw_beside
 from measurement import RESULTS, ResultFile, describe_environment, percentile
 from processes import IMAGE_MALLOC, START_S, Process, ProcessFailed, can_isolate
-from transport_peers import DeviceCopies, Timed, bytes_of, num_resident, timed
+from transport_peers import DeviceCopies, bytes_of, num_resident, timed
 
 MIB = 1 << 20
 PACKAGES = ("grpcio", "protobuf", "cuda-bindings")
@@ -43,8 +42,6 @@ TRANSPORTS = {
 PATHS = tuple(TRANSPORTS)
 DEVICE_PATHS, HOST_PATHS = PATHS[:2], PATHS[2:]
 SIZES_MIB, QUICK_SIZES_MIB = (0.4, 3.0, 12.0, 32.0, 128.0), (0.4, 3.0, 32.0)
-CONCURRENT_SIZES_MIB = (3.0, 12.0)
-CONCURRENCIES = (1, 8, 32)
 # The size that goals refer to comes first, so that a run that is cut short has it.
 FIRST_BYTES = 32 * MIB
 # Calls and their floor alternate, so that other load on the machine affects both.
@@ -58,11 +55,9 @@ def parse_arguments(line: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--device", type=torch.device, default=torch.device("cuda:0"))
     parser.add_argument("--paths", nargs="+", choices=PATHS, help="default: all, on a CPU those without GPU")
     parser.add_argument("--sizes-mib", nargs="+", type=float, help="of one item's rows")
-    parser.add_argument("--concurrency", nargs="+", type=int, help="callers at once; 1 for every size")
-    parser.add_argument("--concurrent-sizes-mib", nargs="+", type=float, help="sizes that several ask for")
-    parser.add_argument("--quick", action="store_true", help="three sizes, one or eight callers, few calls")
+    parser.add_argument("--quick", action="store_true", help="three sizes, few calls")
     parser.add_argument("--budget-s", type=float, help="of calls for each record; its floor gets half")
-    parser.add_argument("--max-calls", type=int, default=1000, help="of each caller for a record")
+    parser.add_argument("--max-calls", type=int, default=1000, help="for a record")
     parser.add_argument("--resident-mib", type=float, help="items of one size take turns over so much")
     parser.add_argument("--time-limit-s", type=float, help="no record begins later; default 110, --quick 22")
     parser.add_argument("--commit", help="the commit measured, where git cannot tell")
@@ -73,12 +68,6 @@ def parse_arguments(line: list[str] | None = None) -> argparse.Namespace:
         parser.error("no CUDA device here; --device cpu measures host memory and streams")
     arguments.paths = arguments.paths or list(PATHS if on_gpu else HOST_PATHS)
     arguments.sizes_mib = arguments.sizes_mib or list(QUICK_SIZES_MIB if quick else SIZES_MIB)
-    arguments.concurrency = sorted(
-        {1, *(arguments.concurrency or (CONCURRENCIES[:2] if quick else CONCURRENCIES))}
-    )
-    arguments.concurrent_sizes_mib = arguments.concurrent_sizes_mib or list(
-        CONCURRENT_SIZES_MIB[:1] if quick else CONCURRENT_SIZES_MIB
-    )
     arguments.budget_s = arguments.budget_s or (0.25 if quick else 0.8)
     arguments.resident_mib = arguments.resident_mib or (96.0 if quick else 384.0)
     arguments.time_limit_s = arguments.time_limit_s or (22.0 if quick else 110.0)
@@ -86,23 +75,10 @@ def parse_arguments(line: list[str] | None = None) -> argparse.Namespace:
 
 
 class Cell(NamedTuple):
-    """One record to be measured: a path, a size, and a number of concurrent callers."""
+    """One record to be measured."""
 
     path: str
     num_bytes: int
-    concurrency: int
-
-
-@dataclass
-class Samples:
-    """Milliseconds of every call, and the total seconds of all rounds."""
-
-    calls_ms: list[float] = field(default_factory=list)
-    wall_s: float = 0.0
-
-    def add(self, found: Timed) -> None:
-        self.calls_ms += found.calls_ms
-        self.wall_s += found.wall_s
 
 
 class Run:
@@ -229,14 +205,8 @@ class Run:
 
     def _cells(self, paths: list[str]) -> list[Cell]:
         """The cells ordered by size, so that each size is made resident once, then by path."""
-        several = {bytes_of(size) for size in self.arguments.concurrent_sizes_mib}
-        return [
-            Cell(path, num_bytes, concurrency)
-            for num_bytes in sorted(self.sizes, key=lambda size: size != FIRST_BYTES)
-            for path in paths
-            for concurrency in self.arguments.concurrency
-            if concurrency == 1 or num_bytes in several
-        ]
+        sizes = sorted(self.sizes, key=lambda size: size != FIRST_BYTES)
+        return [Cell(path, num_bytes) for num_bytes in sizes for path in paths]
 
     def _measured(self, cell: Cell) -> dict[str, Any]:
         """Measures a cell and returns its record. Raises ProcessFailed, also if the encoder's count of
@@ -248,22 +218,22 @@ class Run:
         limits = {"budget_s": budget_s, "max_calls": max(1, self.arguments.max_calls // ROUNDS)}
         floor_limits = limits | {"budget_s": budget_s * FLOOR_SHARE}
         before = encoder.ask("deliveries")
-        calls, announced, floors = Samples(), Samples(), Samples()
+        calls, announced, floors = list[float](), list[float](), list[float]()
         for _ in range(ROUNDS):
             if transport == "inline":
-                calls.add(Timed(**client.ask("measure", what="inline", **limits)))
+                calls += client.ask("measure", what="inline", **limits)["calls_ms"]
             else:
-                calls.add(Timed(**client.ask("measure", what="resident", **limits)))
-                announced.add(Timed(**client.ask("measure", what="announced", **floor_limits)))
+                calls += client.ask("measure", what="resident", **limits)["calls_ms"]
+                announced += client.ask("measure", what="announced", **floor_limits)["calls_ms"]
             if copies is None:
-                floors.add(Timed(**client.ask("measure", what="floor", **floor_limits)))
+                floors += client.ask("measure", what="floor", **floor_limits)["calls_ms"]
             else:
-                floors.add(timed(copies.calls(cell.concurrency), **floor_limits))
+                floors += timed(copies.call, **floor_limits)
         check_deliveries(transport, calls, announced, before, encoder.ask("deliveries"))
         return record_of(cell, calls, floors, announced)
 
     def _prepare(self, cell: Cell) -> DeviceCopies | None:
-        """Creates the rows and the floor for the cell's size, and warms up the callers. Returns the floor if
+        """Creates the rows and the floor for the cell's size, and warms up the caller. Returns the floor if
         this process measures it. Raises ProcessFailed."""
         path, num_bytes, kind = cell.path, cell.num_bytes, kind_of(cell.path)
         resident = {"num_bytes": num_bytes, "resident_bytes": self.resident_bytes}
@@ -274,7 +244,7 @@ class Run:
         copies: DeviceCopies | None = None
         if path in DEVICE_PATHS:
             copies = self._copies(ENCODER_GPU, reader_gpu(path) or 0, num_bytes)
-            timed(copies.calls(1), budget_s=0, max_calls=ROUNDS)
+            timed(copies.call, budget_s=0, max_calls=ROUNDS)
         elif path == "host_shm":
             floor = {"resident_bytes": self.resident_bytes}
         else:
@@ -288,7 +258,6 @@ class Run:
             path=path,
             num_bytes=num_bytes,
             count=num_resident(num_bytes, self.resident_bytes),
-            concurrency=cell.concurrency,
             on_gpu=path in DEVICE_PATHS,
             floor=floor,
         )
@@ -313,61 +282,49 @@ class Run:
     def _leave_out(
         self, path: str, reason: str, cell: Cell | None = None, *, cut_short: bool = False
     ) -> None:
-        place = {} if cell is None else {"bytes": cell.num_bytes, "concurrency": cell.concurrency}
+        place = {} if cell is None else {"bytes": cell.num_bytes}
         self.result["left_out"].append({"path": path, **place, "reason": reason, "cut_short": cut_short})
 
 
 def check_deliveries(
-    transport: str, calls: Samples, announced: Samples, before: dict[str, float], after: dict[str, float]
+    transport: str,
+    calls: list[float],
+    announced: list[float],
+    before: dict[str, float],
+    after: dict[str, float],
 ) -> None:
     """Raises ProcessFailed unless the encoder's counts before and after show that every item came by the
     path's own transport."""
     inline, shared = (after.get(name, 0) - before.get(name, 0) for name in ("inline", transport))
-    expected = len(calls.calls_ms) if transport == "inline" else 0
-    if inline != expected or shared < len(announced.calls_ms):
+    expected = len(calls) if transport == "inline" else 0
+    if inline != expected or shared < len(announced):
         raise ProcessFailed(
             f"the encoder delivered {inline:g} items inline and {shared:g} by {transport};"
-            f" expected {expected} and at least {len(announced.calls_ms)}"
+            f" expected {expected} and at least {len(announced)}"
         )
 
 
-def record_of(cell: Cell, calls: Samples, floors: Samples, announced: Samples) -> dict[str, Any]:
+def record_of(cell: Cell, calls: list[float], floors: list[float], announced: list[float]) -> dict[str, Any]:
     """One record. median_ms: of ``resident`` or ``inline`` calls. announced_ms: of calls that the service
-    answered with a place. floor_ms: a median; for several callers a mean, because threads that alternate in
-    long time slices would give the median of undisturbed copies. ratio: median to floor; for several callers
-    the floor's rate to their rate."""
-    median_ms = statistics.median(calls.calls_ms)
-    rate, floor_rate = gib_per_s(cell, calls), gib_per_s(cell, floors)
-    if cell.concurrency == 1:
-        floor_ms = statistics.median(floors.calls_ms)
-        ratio = median_ms / floor_ms
-    else:
-        floor_ms = cell.concurrency * floors.wall_s * 1e3 / len(floors.calls_ms)
-        ratio = floor_rate / rate
+    answered with a place. floor_ms: a median. ratio: median to floor."""
+    median_ms, floor_ms = statistics.median(calls), statistics.median(floors)
     record = {
         "path": cell.path,
         "bytes": cell.num_bytes,
         "size_mib": cell.num_bytes / MIB,
-        "concurrency": cell.concurrency,
         "median_ms": median_ms,
         "p50_ms": median_ms,
-        "p99_ms": percentile(calls.calls_ms, 0.99),
-        "min_ms": min(calls.calls_ms),
+        "p99_ms": percentile(calls, 0.99),
+        "min_ms": min(calls),
         "floor_ms": floor_ms,
-        "floor_p99_ms": percentile(floors.calls_ms, 0.99),
-        "ratio": ratio,
-        "gib_per_s": rate,
-        "floor_gib_per_s": floor_rate,
-        "num_calls": len(calls.calls_ms),
+        "floor_p99_ms": percentile(floors, 0.99),
+        "ratio": median_ms / floor_ms,
+        "num_calls": len(calls),
     }
-    if announced.calls_ms:
-        record["announced_ms"] = statistics.median(announced.calls_ms)
-        record["announced_p99_ms"] = percentile(announced.calls_ms, 0.99)
+    if announced:
+        record["announced_ms"] = statistics.median(announced)
+        record["announced_p99_ms"] = percentile(announced, 0.99)
     return record
-
-
-def gib_per_s(cell: Cell, samples: Samples) -> float:
-    return cell.num_bytes * len(samples.calls_ms) / samples.wall_s / (1 << 30)
 
 
 def kind_of(path: str) -> str:
@@ -391,21 +348,17 @@ def table_of(result: dict[str, Any]) -> Table:
         caption=f"one call, from its start to checked rows in the caller's own memory; processes in {where}",
     )
     table.add_column("path")
-    for name in ("MiB", "at once", "p50 ms", "p99 ms", "announced ms", "floor ms", "ratio", "GiB/s", "calls"):
+    for name in ("MiB", "p50 ms", "p99 ms", "announced ms", "floor ms", "ratio", "calls"):
         table.add_column(name, justify="right")
-    for one in sorted(
-        result["records"], key=lambda one: (one["concurrency"], PATHS.index(one["path"]), one["bytes"])
-    ):
+    for one in sorted(result["records"], key=lambda one: (PATHS.index(one["path"]), one["bytes"])):
         table.add_row(
             one["path"],
             f"{one['bytes'] / MIB:.3g}",
-            str(one["concurrency"]),
             f"{one['median_ms']:.3f}",
             f"{one['p99_ms']:.3f}",
             f"{one['announced_ms']:.3f}" if "announced_ms" in one else "",
             f"{one['floor_ms']:.3f}",
             f"{one['ratio']:.2f}",
-            f"{one['gib_per_s']:.2f}",
             str(one["num_calls"]),
         )
     return table
@@ -420,7 +373,7 @@ def main() -> None:
     result = run.result
     console.print(table_of(result))
     for one in result["left_out"]:
-        size = f" {one['bytes'] / MIB:.3g} MiB x {one['concurrency']}" if "bytes" in one else ""
+        size = f" {one['bytes'] / MIB:.3g} MiB" if "bytes" in one else ""
         console.print(f"left out: {one['path']}{size}: {one['reason']}")
     console.print(draw_beside("transport", result, run.file.path))
     console.print(f"written to {run.file.path} after {result['seconds']:.0f} s")

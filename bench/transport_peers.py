@@ -14,8 +14,7 @@ import itertools
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -54,58 +53,18 @@ def key_of(num_bytes: int, index: int) -> bytes:
     return hashlib.sha256(f"{num_bytes} bytes, item {index}".encode()).digest()
 
 
-def in_turn(count: int, caller: int) -> Iterator[int]:
-    """Endless item indices for one of several callers. Each caller starts at a different item."""
-    return (position % count for position in itertools.count(caller * 7919))
-
-
-@dataclass(frozen=True)
-class Timed:
-    """Milliseconds of every call, and the wall time of all of them together."""
-
-    calls_ms: list[float]
-    wall_s: float
-
-
-def timed(calls: Sequence[Callable[[], object]], *, budget_s: float, max_calls: int) -> Timed:
-    """Repeats each of ``calls``. Several calls run concurrently on a thread each; a single one runs on this
-    thread. Ends when the budget is spent and each call was made MIN_CALLS times, or after ``max_calls`` of
-    each. Raises a call's error."""
-    samples: list[list[float]] = [[] for _ in calls]
-    if len(calls) == 1:
-        begun_s = time.perf_counter()
-        _repeat(calls[0], samples[0], begun_s + budget_s, max_calls)
-        return Timed(samples[0], time.perf_counter() - begun_s)
-    barrier = threading.Barrier(len(calls) + 1)
-    errors: list[BaseException] = []
-
-    def run(number: int) -> None:
-        barrier.wait()
-        try:
-            _repeat(calls[number], samples[number], time.perf_counter() + budget_s, max_calls)
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=run, args=(number,)) for number in range(len(calls))]
-    for thread in threads:
-        thread.start()
-    barrier.wait()
-    begun_s = time.perf_counter()
-    for thread in threads:
-        thread.join()
-    wall_s = time.perf_counter() - begun_s
-    if errors:
-        raise errors[0]
-    return Timed([sample for own in samples for sample in own], wall_s)
-
-
-def _repeat(call: Callable[[], object], into: list[float], ends_s: float, max_calls: int) -> None:
+def timed(call: Callable[[], object], *, budget_s: float, max_calls: int) -> list[float]:
+    """Milliseconds of every call. Ends when the budget is spent and MIN_CALLS were made, or after max_calls.
+    Raises the call's error."""
+    found: list[float] = []
     now_s = time.perf_counter()
-    while len(into) < max_calls and (now_s < ends_s or len(into) < MIN_CALLS):
+    ends_s = now_s + budget_s
+    while len(found) < max_calls and (now_s < ends_s or len(found) < MIN_CALLS):
         begun_s = now_s
         call()
         now_s = time.perf_counter()
-        into.append((now_s - begun_s) * 1e3)
+        found.append((now_s - begun_s) * 1e3)
+    return found
 
 
 # -- floors ----------------------------------------------------------------------------------------------
@@ -117,15 +76,11 @@ def random_rows(count: int, num_bytes: int) -> np.ndarray[Any, Any]:
     return words.view(np.uint8)
 
 
-def memcpy_calls(num_bytes: int, resident_bytes: int, concurrency: int) -> list[Callable[[], object]]:
-    """Copies to a warm buffer of each caller, from as many bytes as the encoder holds."""
+def memcpy_call(num_bytes: int, resident_bytes: int) -> Callable[[], object]:
+    """Copies to a warm buffer, from as many bytes as the encoder holds."""
     source = random_rows(num_resident(num_bytes, resident_bytes), num_bytes)
-
-    def call_of(caller: int) -> Callable[[], object]:
-        target, indices = np.ones(num_bytes, dtype=np.uint8), in_turn(len(source), caller)
-        return lambda: np.copyto(target, source[next(indices)])
-
-    return [call_of(caller) for caller in range(concurrency)]
+    target, indices = np.ones(num_bytes, dtype=np.uint8), itertools.cycle(range(len(source)))
+    return lambda: np.copyto(target, source[next(indices)])
 
 
 class DeviceCopies:
@@ -135,51 +90,39 @@ class DeviceCopies:
         import torch
 
         self._torch = torch
-        self._target = torch.device("cuda", target)
-        self._num_bytes = num_bytes
-        self._count = num_resident(num_bytes, resident_bytes)
+        count = num_resident(num_bytes, resident_bytes)
+        self._indices = itertools.cycle(range(count))
         self._rows = torch.randint(
-            0, 256, (self._count, num_bytes), dtype=torch.uint8, device=torch.device("cuda", source)
+            0, 256, (count, num_bytes), dtype=torch.uint8, device=torch.device("cuda", source)
         )
         torch.cuda.synchronize(self._rows.device)
+        self._target = torch.empty(num_bytes, dtype=torch.uint8, device=torch.device("cuda", target))
+        self._stream = torch.cuda.Stream(self._target.device)
 
-    def calls(self, concurrency: int) -> list[Callable[[], object]]:
-        """One function per caller, which makes one copy on a stream of its own and waits for it."""
-        return [self._call(caller) for caller in range(concurrency)]
-
-    def _call(self, caller: int) -> Callable[[], object]:
-        torch, indices = self._torch, in_turn(self._count, caller)
-        target = torch.empty(self._num_bytes, dtype=torch.uint8, device=self._target)
-        stream = torch.cuda.Stream(self._target)
-
-        def call() -> None:
-            with torch.cuda.stream(stream):
-                target.copy_(self._rows[next(indices)], non_blocking=True)
-            stream.synchronize()
-
-        return call
+    def call(self) -> None:
+        """Makes one copy on a stream of its own and waits for it."""
+        with self._torch.cuda.stream(self._stream):
+            self._target.copy_(self._rows[next(self._indices)], non_blocking=True)
+        self._stream.synchronize()
 
 
 class RawStreams:
-    """Callers of the raw server that share one channel, like a client of the service."""
+    """A caller of the raw server, with one channel, like a client of the service."""
 
     def __init__(self, target: str) -> None:
         self._channel = grpc.insecure_channel(target, options=RAW_OPTIONS)
         self._start = self._channel.unary_stream(STREAM)
 
-    def calls(self, num_bytes: int, count: int, concurrency: int) -> list[Callable[[], object]]:
-        def call_of(caller: int) -> Callable[[], object]:
-            indices = in_turn(count, caller)
+    def call(self, num_bytes: int, count: int) -> Callable[[], object]:
+        indices = itertools.cycle(range(count))
 
-            def call() -> None:
-                request = next(indices).to_bytes(4, "big")
-                received = sum(len(chunk) for chunk in self._start(request, timeout=CALL_TIMEOUT_S))
-                if received != num_bytes:
-                    raise ValueError(f"{received} bytes came, {num_bytes} were sent")
+        def call() -> None:
+            request = next(indices).to_bytes(4, "big")
+            received = sum(len(chunk) for chunk in self._start(request, timeout=CALL_TIMEOUT_S))
+            if received != num_bytes:
+                raise ValueError(f"{received} bytes came, {num_bytes} were sent")
 
-            return call
-
-        return [call_of(caller) for caller in range(concurrency)]
+        return call
 
     def close(self) -> None:
         self._channel.close()
@@ -341,12 +284,12 @@ def arenas_for(kind: str, num_bytes: int) -> dict[str, int]:
 
 
 class Caller:
-    """One of several callers that share a client. On a GPU each has a stream of its own."""
+    """A caller of the service. On a GPU it has a stream of its own."""
 
-    def __init__(self, client: Any, num_bytes: int, count: int, number: int, *, on_gpu: bool) -> None:
+    def __init__(self, client: Any, num_bytes: int, count: int, *, on_gpu: bool) -> None:
         self._client = client
         self._num_bytes = num_bytes
-        self._indices = in_turn(count, number)
+        self._indices = itertools.cycle(range(count))
         self._stream: Any = None
         if on_gpu:
             import torch
@@ -383,7 +326,7 @@ class Client:
     def __init__(self) -> None:
         self._clients: dict[tuple[str, str], Any] = {}
         self._raw: dict[str, RawStreams] = {}
-        self._calls: dict[str, list[Callable[[], object]]] = {}
+        self._calls: dict[str, Callable[[], object]] = {}
 
     def connect(self, path: str, transport: str, target: str, on_gpu: bool) -> dict[str, Any]:
         """Raises ValueError if rows come by another transport, and the client's errors."""
@@ -397,38 +340,28 @@ class Client:
         return {"reason": self._clients[path, ways[0]].transport.reason}
 
     def prepare(
-        self,
-        path: str,
-        num_bytes: int,
-        count: int,
-        concurrency: int,
-        on_gpu: bool,
-        floor: dict[str, Any] | None,
+        self, path: str, num_bytes: int, count: int, on_gpu: bool, floor: dict[str, Any] | None
     ) -> None:
         """Creates the callers of one cell, compares their first rows with the encoder's, and warms them up.
         floor: the parameters of a floor that this process measures; None if it is measured elsewhere."""
         self._calls.clear()
         for (connected_path, way), client in self._clients.items():
             if connected_path == path:
-                callers = [
-                    Caller(client, num_bytes, count, number, on_gpu=on_gpu) for number in range(concurrency)
-                ]
-                for caller in callers:
-                    caller.check()
-                self._calls[way] = [caller.fetch for caller in callers]
+                caller = Caller(client, num_bytes, count, on_gpu=on_gpu)
+                caller.check()
+                self._calls[way] = caller.fetch
         if floor is not None and "raw_target" in floor:
             if path not in self._raw:
                 self._raw[path] = RawStreams(floor["raw_target"])
-            self._calls["floor"] = self._raw[path].calls(num_bytes, count, concurrency)
+            self._calls["floor"] = self._raw[path].call(num_bytes, count)
         elif floor is not None:
-            self._calls["floor"] = memcpy_calls(num_bytes, floor["resident_bytes"], concurrency)
-        for calls in self._calls.values():
-            timed(calls, budget_s=0, max_calls=MIN_CALLS)
+            self._calls["floor"] = memcpy_call(num_bytes, floor["resident_bytes"])
+        for call in self._calls.values():
+            timed(call, budget_s=0, max_calls=MIN_CALLS)
 
     def measure(self, what: str, budget_s: float, max_calls: int) -> dict[str, Any]:
         """Measures one kind of call. what: ``resident``, ``announced``, ``inline`` or ``floor``."""
-        found = timed(self._calls[what], budget_s=budget_s, max_calls=max_calls)
-        return {"calls_ms": found.calls_ms, "wall_s": found.wall_s}
+        return {"calls_ms": timed(self._calls[what], budget_s=budget_s, max_calls=max_calls)}
 
     def close(self) -> None:
         for client in (*self._clients.values(), *self._raw.values()):
