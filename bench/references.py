@@ -16,9 +16,7 @@ loads it.
 from __future__ import annotations
 
 import importlib.util
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -38,15 +36,6 @@ OPERATOR_SCHEMA = "(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens, int max_seq
 
 class LeftOut(Exception):
     """A variant cannot run here. The text is the reason in the result."""
-
-
-@dataclass(frozen=True)
-class Compiled:
-    """A compiled variant. note: why it is not in a CUDA graph, or None."""
-
-    run: Callable[[], object]
-    compile_s: float
-    note: str | None
 
 
 def load_reference(path: Path, device: torch.device, dtype: torch.dtype) -> ReferenceTower:
@@ -163,37 +152,21 @@ def captured(run: Callable[[], torch.Tensor], device: torch.device) -> Callable[
 
 
 def compiled(
-    reference: ReferenceTower,
-    pixels: torch.Tensor,
-    grids: Sequence[Grid],
-    attention: str,
-    *,
-    backend: str = "inductor",
-) -> Compiled:
-    """The reference's forward compiled for exactly these shapes, on a GPU in a CUDA graph if possible. Raises
-    the compiler's errors."""
+    reference: ReferenceTower, pixels: torch.Tensor, grids: Sequence[Grid], attention: str
+) -> Callable[[], torch.Tensor]:
+    """The reference's forward compiled for exactly these shapes, in a CUDA graph. Raises the compiler's
+    errors."""
     # Each case compiles from scratch. Otherwise a shape that differs from an earlier one becomes dynamic.
     torch.compiler.reset()
-    begun = time.perf_counter()
     tables = reference.tables(grids)
     reference.use_attention(attention)
-    forward = torch.compile(reference.forward, dynamic=False, backend=backend)
+    forward = torch.compile(reference.forward, dynamic=False)
 
     def run() -> torch.Tensor:
         rows: torch.Tensor = forward(pixels, **tables)
         return rows
 
-    run()
-    if pixels.is_cuda:
-        torch.cuda.synchronize(pixels.device)
-    compile_s = time.perf_counter() - begun
-    if not pixels.is_cuda:
-        return Compiled(run, compile_s, "no CUDA device, so no graph")
-    try:
-        return Compiled(captured(run, pixels.device), compile_s, None)
-    except Exception as error:
-        torch.cuda.synchronize(pixels.device)
-        return Compiled(run, compile_s, f"not in a graph: {reason_of(error)}")
+    return captured(run, pixels.device)
 
 
 def reason_of(error: BaseException) -> str:

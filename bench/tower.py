@@ -52,7 +52,6 @@ from variants import (
     SMALL_CASE,
     VARIANTS,
     Case,
-    CompileBudget,
     Family,
     accuracies,
     accuracy,
@@ -79,16 +78,8 @@ def parse_arguments(line: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--cases", nargs="+", choices=KNOWN_CASES, help="default: all; two if quick")
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, help="default: all; not compiled if quick")
     parser.add_argument("--quick", action="store_true", help="two cases, ten runs each, nothing compiled")
-    parser.add_argument("--every-backend", action="store_true", help="each attention backend in a graph too")
     parser.add_argument("--profile", action="store_true", help="kernels of each case's replay, in a file too")
-    parser.add_argument(
-        "--ladder",
-        choices=("first", "all", "cases"),
-        help="the families of which the whole default ladder is captured, instead of the cases' own buckets;"
-        " default: first, if quick cases",
-    )
     parser.add_argument("--variant-budget-s", type=float, default=0.7, help="timing of a case, a variant")
-    parser.add_argument("--compile-budget-s", type=float, default=120.0, help="of the whole run")
     parser.add_argument("--power-s", type=float, default=1.0, help="each variant alone, saturated; 0: none")
     parser.add_argument("--time-limit-s", type=float, help="no case begins later; default 440, --quick 100")
     parser.add_argument("--seed", type=int, default=0, help="of the weights")
@@ -109,7 +100,6 @@ def parse_arguments(line: list[str] | None = None) -> argparse.Namespace:
     arguments.variants = arguments.variants or [
         variant for variant in VARIANTS if not (quick and variant == "ref_compiled")
     ]
-    arguments.ladder = arguments.ladder or ("cases" if quick else "first")
     arguments.time_limit_s = arguments.time_limit_s or (100.0 if quick else 440.0)
     arguments.warm_up, arguments.repeats = (1, 10) if quick else (3, 50)
     if is_small:
@@ -128,7 +118,6 @@ class Run:
         self.begun_s = time.perf_counter()
         self.has_reference = importlib.util.find_spec("transformers") is not None
         self.no_fa3 = register_fa3(self.device)
-        self.compile_left_s: float = arguments.compile_budget_s
         environment = describe_environment(self.device, arguments.commit)
         left_out = ("device", "out", "commit", "dtype", "profile")
         settings = {name: value for name, value in vars(arguments).items() if name not in left_out}
@@ -145,7 +134,6 @@ class Run:
             "captures": [],
             "records": [],
             "accuracy": [],
-            "compiled": [],
             "power": [],
             "left_out": [],
         }
@@ -169,41 +157,39 @@ class Run:
         pending = [case for case in RUN_ORDER if case in arguments.cases]
         if self._out_of_time(name, pending):
             return
-        with self.console.status(f"{name}: loading, checking, capturing"):
-            families_left = len(arguments.families) - arguments.families.index(name)
-            with random_checkpoint(name, arguments.size, arguments.seed, self.device) as path:
-                exact = load_tower(path, device=self.device, dtype=torch.float32).tower
-                reference = None
-                if self.has_reference:
-                    self._check(path, name, exact)
-                    reference = load_reference(path, self.device, arguments.dtype)
-                family = Family(
-                    name,
-                    path,
-                    self.device,
-                    arguments.dtype,
-                    variants=arguments.variants,
-                    cases=pending,
-                    reference=reference,
-                    no_fa3=self.no_fa3,
-                    full_ladder=arguments.ladder == "all" or (arguments.ladder == "first" and is_first),
-                    compile_budget=CompileBudget(self.compile_left_s / families_left),
-                )
-        given_s = family.compile_budget.left_s
+        with (
+            self.console.status(f"{name}: loading, checking, capturing"),
+            random_checkpoint(name, arguments.size, arguments.seed, self.device) as path,
+        ):
+            exact = load_tower(path, device=self.device, dtype=torch.float32).tower
+            reference = None
+            if self.has_reference:
+                self._check(path, name, exact)
+                reference = load_reference(path, self.device, arguments.dtype)
+            family = Family(
+                name,
+                path,
+                self.device,
+                arguments.dtype,
+                variants=arguments.variants,
+                cases=pending,
+                reference=reference,
+                no_fa3=self.no_fa3,
+                full_ladder=is_first and not arguments.quick,
+            )
         self.result["captures"] += family.captures
         while pending and not self._out_of_time(name, pending):
             case_name = pending.pop(0)
             with self.console.status(f"{name} {case_name}"):
                 self._run_case(family, case_name, exact)
             release(self.device)
-        self.compile_left_s -= given_s - family.compile_budget.left_s
         del family, reference, exact
         release(self.device)
 
     @torch.inference_mode()
     def _run_case(self, family: Family, name: str, exact: Tower) -> None:
         arguments, result = self.arguments, self.result
-        case = family.case(name, result["settings"]["pixel_seed"], every_backend=arguments.every_backend)
+        case = family.case(name, result["settings"]["pixel_seed"])
         result["left_out"] += [
             {"family": family.name, "case": name, "variant": variant, "reason": reason, "cut_short": False}
             for variant, reason in case.left_out.items()
@@ -220,9 +206,6 @@ class Run:
         if "graph" in case.runs:
             host_us = host_time_us(case.runs["graph"], self.device, repeats=arguments.repeats)
         result["records"] += records_of(family.name, case, samples, host_us)
-        result["compiled"] += [
-            {"family": family.name, "case": name, "seconds": seconds} for seconds in case.compile_s.values()
-        ]
         self.file.write()
         if self.device.type == "cuda" and name in SATURATED_CASES and arguments.power_s > 0:
             result["power"] += [

@@ -22,15 +22,9 @@ from PIL import Image
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCES = ("astronaut.jpg", "coffee.jpg", "chelsea_exif_rotated.jpg")
-# Pixels of a side, and the share of images of that size.
-SQUARE_MIXES: Mapping[str, Sequence[tuple[int, float]]] = {
-    "448-heavy": ((448, 0.9), (224, 0.05), (1024, 0.05)),
-    "1024-heavy": ((1024, 0.8), (448, 0.15), (1536, 0.05)),
-    "1024": ((1024, 1.0),),
-    "448": ((448, 1.0),),
-    "224": ((224, 1.0),),
-}
-MIXES = ("chat", *SQUARE_MIXES)
+# Squares of 448-heavy: pixels of a side, and the share of images of that size.
+SQUARES = ((448, 0.9), (224, 0.05), (1024, 0.05))
+MIXES = ("chat", "448-heavy")
 # The largest area of an image after resizing, as a chat service might configure it.
 MAX_PIXELS = 2_097_152
 ORIENTATION = 0x0112
@@ -158,8 +152,8 @@ class PhotoSpec:
 def specs_of(mix: str, count: int, *, scale: float, seed: int) -> list[PhotoSpec]:
     """The files of a mix. scale: factor for both sides, for slow machines."""
     generator = random.Random(seed)
-    if mix in SQUARE_MIXES:
-        (first, _), *others = SQUARE_MIXES[mix]
+    if mix == "448-heavy":
+        (first, _), *others = SQUARES
         sides = [side for side, share in others for _ in range(round(share * count))]
         sides += [first] * (count - len(sides))
         generator.shuffle(sides)

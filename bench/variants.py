@@ -23,7 +23,7 @@ from encoder_service.engine.graphs import GraphRunner
 from encoder_service.errors import VisionEncoderError
 from encoder_service.scheduler.cost import Launch
 from encoder_service.towers import Tower, TowerInputs, load_tower
-from encoder_service.towers.attention import AttentionBackend, available_backends
+from encoder_service.towers.attention import available_backends
 from encoder_service.towers.attention.per_shape import PerShapeAttention
 from encoder_service.towers.config import MoonViTConfig, QwenVisionConfig
 from encoder_service.towers.fused import FusedTower
@@ -40,8 +40,8 @@ SMALL_CASE = "1x256"
 KNOWN_CASES = (SMALL_CASE, *CASES)
 # Cases that keep the device busy, so that its power and clocks are meaningful.
 SATURATED_CASES = ("8x1024", "32x448")
-# Compiling takes tens of seconds per case.
-COMPILED_CASES = ("1x448", "1x1024", "8x1024")
+# Compiling takes tens of seconds.
+COMPILED_CASE = "1x1024"
 # The most informative case first, so that a run that is cut short has it.
 RUN_ORDER = (SMALL_CASE, "1x1024", "8x1024", "1x448", "32x448", "mixed", "clip")
 REFERENCES = ("ref_sdpa", "ref_fa3", "ref_fa3_graph", "ref_compiled")
@@ -94,28 +94,8 @@ def useful_flops(tower: Tower, inputs: TowerInputs) -> int:
 
 
 @dataclass
-class CompileBudget:
-    """The seconds left for compiling. No case starts if the previous one took more than that."""
-
-    left_s: float
-    last_s: float = 0.0
-
-    def check(self) -> None:
-        """Raises LeftOut if the budget does not allow another case."""
-        if self.left_s <= self.last_s:
-            raise LeftOut(
-                f"{max(0.0, self.left_s):.0f} s are left of the compile budget, the last case took"
-                f" {self.last_s:.0f} s"
-            )
-
-    def spend(self, seconds: float) -> None:
-        self.left_s -= seconds
-        self.last_s = seconds
-
-
-@dataclass
 class Case:
-    """One case of one family, ready to run. padding_shares, notes, compile_s and left_out are by variant."""
+    """One case of one family, ready to run. padding_shares, notes and left_out are by variant."""
 
     name: str
     inputs: TowerInputs
@@ -123,7 +103,6 @@ class Case:
     runs: dict[str, Callable[[], Any]] = field(default_factory=dict)
     padding_shares: dict[str, float] = field(default_factory=dict)
     notes: dict[str, str] = field(default_factory=dict)
-    compile_s: dict[str, float] = field(default_factory=dict)
     left_out: dict[str, str] = field(default_factory=dict)
 
 
@@ -143,7 +122,6 @@ class Family:
         reference: Any,
         no_fa3: str | None,
         full_ladder: bool,
-        compile_budget: CompileBudget,
     ) -> None:
         """reference: None without the reference package. no_fa3: why FlashAttention-3 is missing, or None.
         full_ladder: whether ``graph`` captures the whole default ladder, or only the buckets of the cases."""
@@ -153,14 +131,13 @@ class Family:
         self.tower = load_tower(path, device=device, dtype=dtype).tower
         self.reference = reference
         self.no_fa3 = no_fa3
-        self.compile_budget = compile_budget
         self.captures: list[dict[str, Any]] = []
         self.no_graph: str | None = None
         self.runner: GraphRunner | None = None
         if "graph" in self.variants:
             self._build_runner(() if full_ladder else self.bucket_sizes(cases))
 
-    def case(self, name: str, seed: int, *, every_backend: bool) -> Case:
+    def case(self, name: str, seed: int) -> Case:
         """The case with every variant that can run. ``left_out`` has the reasons for the others."""
         grids = grids_of(name, merges_time=self.tower.merges_time)
         inputs = random_inputs(self.tower, grids, seed)
@@ -169,8 +146,8 @@ class Family:
         pixels = inputs.pixel_values
         if "plain" in self.variants:
             case.runs["plain"] = lambda: self.tower(inputs)
-        if "fused" in self.variants or every_backend:
-            self._add_fused(case, grids, pixels, every_backend=every_backend)
+        if "fused" in self.variants:
+            self._add_fused(case, grids, pixels)
         if self.runner is not None:
             self._add_graph(case, grids, pixels)
         elif self.no_graph is not None:
@@ -225,25 +202,15 @@ class Family:
         else:
             case.padding_shares["graph"] = 1 - case.inputs.num_patches / bucket.num_patches
 
-    def _add_fused(
-        self, case: Case, grids: Sequence[Grid], pixels: torch.Tensor, *, every_backend: bool
-    ) -> None:
-        """Adds ``fused``, eager, with the preferred backend. every_backend: also adds a graph per backend."""
+    def _add_fused(self, case: Case, grids: Sequence[Grid], pixels: torch.Tensor) -> None:
+        """Adds ``fused``, eager, with the preferred backend."""
         if self.device.type != "cuda":
             case.left_out["fused"] = f"its kernels need a CUDA device, this is {self.device}"
             return
-        for number, backend in enumerate(cuda_backends(self.device)):
-            if number and not every_backend:
-                break
-            fused = FusedTower(self.tower, backend)  # type: ignore[arg-type]
-            inputs = fused.prepare(grids).with_pixels(pixels.to(fused.dtype)).to(self.device)
-            run = functools.partial(fused, inputs)
-            if number == 0 and "fused" in self.variants:
-                case.runs["fused"] = run
-            if every_backend:
-                case.runs[f"fused_{backend.name}"] = captured(run, self.device)
-        if every_backend:
-            case.runs["plain_graph"] = captured(lambda: self.tower(case.inputs), self.device)
+        backend = next(one for one in available_backends(self.device) if not one.static_lengths)
+        fused = FusedTower(self.tower, backend)  # type: ignore[arg-type]
+        inputs = fused.prepare(grids).with_pixels(pixels.to(fused.dtype)).to(self.device)
+        case.runs["fused"] = functools.partial(fused, inputs)
 
     def _add_reference(self, case: Case, variant: str, grids: Sequence[Grid], pixels: torch.Tensor) -> None:
         """Adds one variant of the reference. Raises LeftOut, or the reference's errors."""
@@ -262,23 +229,10 @@ class Family:
         elif variant == "ref_fa3_graph":
             tables = references.with_tables(self.reference, pixels, grids, FA3)
             case.runs[variant] = captured(tables, self.device)
+        elif case.name != COMPILED_CASE:
+            raise LeftOut(f"compiled for {COMPILED_CASE} only: it takes long")
         else:
-            self._add_compiled(case, grids, pixels)
-
-    def _add_compiled(self, case: Case, grids: Sequence[Grid], pixels: torch.Tensor) -> None:
-        """Adds the compiled reference. Raises LeftOut, or the compiler's errors."""
-        if case.name not in COMPILED_CASES:
-            raise LeftOut(f"compiled for {', '.join(COMPILED_CASES)} only: each takes long to compile")
-        self.compile_budget.check()
-        begun = time.perf_counter()
-        try:
-            compiled = references.compiled(self.reference, pixels, grids, FA3_OPERATOR)
-        finally:
-            self.compile_budget.spend(time.perf_counter() - begun)
-        case.runs["ref_compiled"] = compiled.run
-        case.compile_s["ref_compiled"] = compiled.compile_s
-        if compiled.note is not None:
-            case.notes["ref_compiled"] = compiled.note
+            case.runs[variant] = references.compiled(self.reference, pixels, grids, FA3_OPERATOR)
 
 
 def run_step(runner: GraphRunner, grids: Sequence[Grid], pixels: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -298,11 +252,6 @@ def describe_runner(runner: GraphRunner) -> dict[str, Any]:
         "attention": {f"{shape[0]}x{shape[1]}": backend.name for shape, backend in attention.choices.items()},
         "gemms": gemms.names,
     }
-
-
-def cuda_backends(device: torch.device) -> list[AttentionBackend]:
-    """The installed backends whose launches do not depend on lengths known to the host."""
-    return [backend for backend in available_backends(device) if not backend.static_lengths]
 
 
 def accuracy(found: torch.Tensor, expected: torch.Tensor) -> dict[str, float]:
