@@ -104,7 +104,9 @@ def sglang_servers(
 
     urls: dict[str, str] = {}
     launch(TOWER, [], {})
-    launch("", ["--encoder-only", "--encoder-transfer-backend", "zmq_to_tokenizer"], {})
+    # Its cache of rows is off by default.
+    own = ["--encoder-only", "--encoder-transfer-backend", "zmq_to_tokenizer", "--enable-prefix-mm-cache"]
+    launch("", own, {})
     own_encoder = urls.pop("")
     for server, url in ((OWN_SPLIT, own_encoder), (PROTOCOL, encoder.sglang_url)):
         replaced = {"MODEL": str(checkpoint), "http://127.0.0.1:31000": url}
