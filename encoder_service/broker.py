@@ -503,8 +503,7 @@ class ListeningSocket:
         self._identity: tuple[int, int] | None = None
         try:
             self.socket.setblocking(False)
-            stays_in_use(path)
-            _remove_stale(path)
+            remove_dead_socket(path)
             self.socket.bind(path)
             found = os.lstat(path)
             self._identity = (found.st_dev, found.st_ino)
@@ -538,7 +537,7 @@ class ListeningSocket:
 
 def _check_path(path: str) -> None:
     """Raises ConfigurationError for a path that clients in other containers could not connect to."""
-    num_bytes, folder = len(os.fsencode(path)), os.path.dirname(path)
+    num_bytes = len(os.fsencode(path))
     if not path.startswith("/") or "\0" in path:
         raise ConfigurationError(
             f"broker socket {path!r}: the path must be absolute, in a folder to be shared"
@@ -550,33 +549,25 @@ def _check_path(path: str) -> None:
             found=num_bytes,
             allowed=MAX_PATH_BYTES,
         )
+
+
+def remove_dead_socket(path: str) -> None:
+    """Unlinks a socket without a listener; a process that listens gets DYING_S to end. Raises
+    ConfigurationError if it still listens then, for anything else at the path, and without the folder."""
+    folder = os.path.dirname(path)
     if not os.path.isdir(folder):
-        raise ConfigurationError(f"broker socket {path}: the folder {folder} does not exist")
-
-
-def _remove_stale(path: str) -> None:
-    """Unlinks a socket without a listener. Raises ConfigurationError for anything else at the path."""
-    try:
-        found = os.lstat(path)
-    except FileNotFoundError:
+        raise ConfigurationError(f"cannot listen on unix:{path}: the folder {folder} does not exist")
+    if not os.path.lexists(path):
         return
-    if not stat.S_ISSOCK(found.st_mode):
-        raise ConfigurationError(f"broker socket {path}: a file that is not a socket is in its place")
-    if _is_in_use(path):
-        raise ConfigurationError(f"broker socket {path}: another process listens on it")
-    log.warning("removing the socket of a broker that is gone", path=path)
-    Path(path).unlink(missing_ok=True)
-
-
-def stays_in_use(path: str) -> bool:
-    """Whether a process listens on this socket and still does after ``DYING_S``. Raises OSError where the
-    connection attempt fails for another reason."""
+    if not stat.S_ISSOCK(os.lstat(path).st_mode):
+        raise ConfigurationError(f"cannot listen on unix:{path}: a file that is not a socket is in its place")
     ends_s = time.monotonic() + DYING_S
     while _is_in_use(path):
         if time.monotonic() >= ends_s:
-            return True
+            raise ConfigurationError(f"cannot listen on unix:{path}: another process listens there")
         time.sleep(POLL_S)
-    return False
+    log.warning("removing the socket of a process that is gone", path=path)
+    Path(path).unlink(missing_ok=True)
 
 
 def _is_in_use(path: str) -> bool:

@@ -14,7 +14,6 @@ import logging
 import os
 import queue
 import re
-import select
 import sys
 import time
 import uuid
@@ -36,9 +35,8 @@ MAX_WAITING_LINES = 10_000
 # How long the process waits at its end for lines that are not written yet.
 FLUSH_S = 1.0
 FLUSH_POLL_S = 0.005
-# RETRY_S: longest wait for a full non-blocking pipe. PAUSE_S: pause after that wait, because a pipe may be
-# reported writable without room for a whole line.
-RETRY_S, PAUSE_S = 0.5, 0.01
+# Wait for a full non-blocking pipe.
+PAUSE_S = 0.01
 
 # Ids for callers that gave none: a random part per process, then a counter. They are unique, not secret.
 _PROCESS_ID = uuid.uuid4().hex[:16]
@@ -87,26 +85,16 @@ class DescriptorHandler(logging.Handler):
         started = len(rest)
         try:
             while rest:
-                num_written = self._write(rest)
-                rest = rest[num_written:]
-        except (OSError, ValueError):
+                try:
+                    rest = rest[os.write(self._descriptor, rest) :]
+                except BlockingIOError:
+                    time.sleep(PAUSE_S)
+        except OSError:
             self._is_torn = self._is_torn or len(rest) < started
             self.num_failed += 1
         else:
             self._is_torn = False
             self._on_written()
-
-    def _write(self, data: memoryview) -> int:
-        """Returns the number of bytes written; 0 after a wait for a full pipe. Raises OSError, ValueError."""
-        try:
-            num_written = os.write(self._descriptor, data)
-        except BlockingIOError:
-            select.select([], [self._descriptor], [], RETRY_S)
-            time.sleep(PAUSE_S)
-            return 0
-        if not num_written:
-            raise OSError("nothing was written")
-        return num_written
 
 
 class LineQueue(QueueHandler):

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
-import stat
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -20,7 +18,7 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from encoder_service.broker import stays_in_use
+from encoder_service.broker import remove_dead_socket
 from encoder_service.errors import ConfigurationError
 from encoder_service.ops.tls import CertificateFiles, Certificates
 from encoder_service.rpc import observed
@@ -94,7 +92,7 @@ class GrpcServer:
         for address in addresses:
             if address.startswith("unix:"):
                 path = Path(address.removeprefix("unix:"))
-                remove_dead_socket(path)
+                remove_dead_socket(str(path))
                 self._unix_paths.append(path)
             try:
                 if self._certificates is None or address.startswith("unix:"):
@@ -196,21 +194,3 @@ def server_credentials(files: CertificateFiles) -> grpc.ServerCredentials:
         changed,  # type: ignore[arg-type]
         require_client_authentication=files.needs_client,
     )
-
-
-def remove_dead_socket(path: Path) -> None:
-    """Unlinks a socket that a killed process left behind. Raises ConfigurationError if the path is in use or
-    is no socket, or if its folder is missing."""
-    if not path.parent.is_dir():
-        raise ConfigurationError(f"cannot listen on unix:{path}: {path.parent} is not a directory")
-    if not os.path.lexists(path):
-        return
-    if not stat.S_ISSOCK(path.lstat().st_mode):
-        raise ConfigurationError(f"cannot listen on unix:{path}: the path exists and is no socket")
-    try:
-        in_use = stays_in_use(str(path))
-    except OSError:
-        in_use = False
-    if in_use:
-        raise ConfigurationError(f"cannot listen on unix:{path}: another process listens there")
-    path.unlink(missing_ok=True)
