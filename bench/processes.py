@@ -1,23 +1,18 @@
 """The processes of the transport and serving benches.
 
-Owns starting them, in separate namespaces if the machine permits it, with one visible GPU or none, and
-sending them commands: one JSON line per command and one per reply. Also owns running the service as users
-start it, with its metrics and CPU times.
+Owns starting them as pods of tests/chaos, with one visible GPU or none, and their replies. Also owns running
+the service as users start it, with its metrics and CPU times.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import os
-import queue
 import re
-import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
 import traceback
 import urllib.request
@@ -27,8 +22,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-ROOT = Path(__file__).resolve().parent.parent
-ISOLATE = ("unshare", "--pid", "--ipc", "--mount", "--fork", "--kill-child", "--mount-proc")
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from tests.chaos.pods import ROOT, Pod, environment
+
 # As in the service's images (deploy/docker): freed message buffers stay mapped and are reused.
 IMAGE_MALLOC = {
     "MALLOC_MMAP_THRESHOLD_": "1073741824",
@@ -46,126 +43,53 @@ class ProcessFailed(Exception):
     """A process of the bench failed to execute a command, or has ended."""
 
 
-@functools.cache
-def can_isolate() -> bool:
-    """Whether this machine permits separate PID, IPC and mount namespaces, like those of containers."""
-    if os.geteuid() != 0 or shutil.which(ISOLATE[0]) is None:
-        return False
-    ended = subprocess.run([*ISOLATE, "true"], capture_output=True, timeout=30, check=False)
-    return ended.returncode == 0
-
-
-def visible_gpu(index: int) -> str:
-    """The CUDA_VISIBLE_DEVICES value that exposes only this process's index-th GPU."""
+def visible_gpu(index: int | None) -> str:
+    """The CUDA_VISIBLE_DEVICES value that exposes only this process's index-th GPU; None: no GPU."""
+    if index is None:
+        return ""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     return visible.split(",")[index] if visible else str(index)
 
 
-def environment_of(gpu: int | None, **more: str) -> dict[str, str]:
-    """The environment of a child, without settings of the service. gpu: the only visible GPU; None: no
-    GPU."""
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith("VE_")}
-    paths = [str(ROOT), str(ROOT / "proto"), os.environ.get("PYTHONPATH", "")]
-    return {
-        **inherited,
-        "CUDA_VISIBLE_DEVICES": "" if gpu is None else visible_gpu(gpu),
-        "PYTHONPATH": os.pathsep.join(paths),
-        **more,
-    }
+class Process(Pod):
+    """A script of this folder that runs as a process; a context manager. Its standard error is this one's."""
 
-
-class Process:
-    """A script of this folder that runs as a process; a context manager."""
-
-    def __init__(self, script: str, role: str, log: Path, *, gpu: int | None = None) -> None:
-        """role: the script's argument. log: a file for its standard error. gpu: index of the only GPU that it
-        sees, as numbered in this process; None: no GPU."""
+    def __init__(self, script: str, role: str, *, gpu: int | None = None) -> None:
+        """role: the script's argument. gpu: index of the only GPU that it sees, as numbered in this process;
+        None: no GPU."""
         self._name = f"{script} {role}"
-        self._log = log
-        self._replies: queue.Queue[str] = queue.Queue()
-        self._timed_out = False
-        with log.open("wb") as errors:
-            self._process = subprocess.Popen(
-                [*(ISOLATE if can_isolate() else ()), sys.executable, str(ROOT / "bench" / script), role],
-                env=environment_of(gpu, OMP_NUM_THREADS="1", **IMAGE_MALLOC),
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                text=True,
-            )
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
+        paths = os.pathsep.join([str(ROOT / "bench"), environment("")["PYTHONPATH"]])
+        super().__init__(visible_gpu(gpu), script, role, PYTHONPATH=paths, **IMAGE_MALLOC)
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
+    def __exit__(self, *_: object) -> None:
+        self.kill()
 
-    def send(self, do: str, **command: Any) -> None:
+    def send(self, do: str, **command: object) -> None:
         """Sends a command without waiting for its reply. Raises ProcessFailed."""
-        assert self._process.stdin is not None
-        self._check_not_timed_out()
         try:
-            self._process.stdin.write(json.dumps({"do": do, **command}) + "\n")
-            self._process.stdin.flush()
-        except (OSError, ValueError) as error:
-            raise ProcessFailed(f"{self._name} has ended: {self._last_line()}") from error
+            super().send(do, **command)
+        except OSError as error:
+            raise ProcessFailed(f"{self._name} has ended") from error
 
     def reply(self, timeout_s: float = REPLY_S) -> dict[str, Any]:
-        """The reply to the oldest unanswered command. Raises ProcessFailed. A process that does not reply in
-        time is killed, because its late reply would be mistaken for the reply to another command."""
-        self._check_not_timed_out()
+        """The reply to the last command. Raises ProcessFailed. A process that does not reply in time is
+        killed, because its late reply would be mistaken for the reply to another command."""
         try:
-            line = self._replies.get(timeout=timeout_s)
-        except queue.Empty:
-            self._timed_out = True
-            self._process.kill()
-            raise ProcessFailed(f"{self._name} did not reply within {timeout_s:g} s") from None
-        if not line:
-            self._replies.put("")  # for later calls
-            raise ProcessFailed(f"{self._name} has ended: {self._last_line()}")
-        reply: dict[str, Any] = json.loads(line)
+            reply: dict[str, Any] = json.loads(self.line(timeout_s))
+        except AssertionError as error:
+            self.kill()
+            raise ProcessFailed(f"{self._name}: {error}") from error
         if "error" in reply:
             raise ProcessFailed(f"{self._name}: {reply['error']}")
         return reply
 
-    def ask(self, do: str, *, timeout_s: float = REPLY_S, **command: Any) -> dict[str, Any]:
+    def ask(self, do: str, *, timeout_s: float = REPLY_S, **command: object) -> dict[str, Any]:
         """Sends a command and returns its reply. Raises ProcessFailed."""
         self.send(do, **command)
         return self.reply(timeout_s)
-
-    def close(self) -> None:
-        """Closes the standard input, and kills the process if it does not end. Can be repeated."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        try:
-            self._process.stdin.close()
-            self._process.wait(10)
-        except (OSError, subprocess.TimeoutExpired):
-            self._process.kill()
-            self._process.wait()
-        self._reader.join(5)
-        self._process.stdout.close()
-
-    def _read(self) -> None:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            self._replies.put(line)
-        self._replies.put("")
-
-    def _check_not_timed_out(self) -> None:
-        if self._timed_out:
-            raise ProcessFailed(f"{self._name} has ended: it did not reply in time")
-
-    def _last_line(self) -> str:
-        lines = self._log.read_text(errors="replace").strip().splitlines()
-        return lines[-1] if lines else f"empty log, exit status {self._process.poll()}"
 
 
 def serve_commands(handlers: Mapping[str, Callable[..., dict[str, Any] | None]]) -> None:
@@ -207,13 +131,14 @@ class ServiceProcess:
         """settings: by name. log: a file for its standard error. start_s: the time limit until it is ready.
         Raises ProcessFailed."""
         variables = {f"VE_{name.upper()}": str(value) for name, value in settings.items()}
-        if gpu is None:
-            variables["OMP_NUM_THREADS"] = "1"
+        inherited = environment(visible_gpu(gpu))
+        if gpu is not None:
+            del inherited["OMP_NUM_THREADS"]
         self._log = log
         with log.open("wb") as errors, log.with_suffix(".out").open("wb") as output:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "encoder_service", "serve"],
-                env=environment_of(gpu, **IMAGE_MALLOC, **variables),
+                env={**inherited, **IMAGE_MALLOC, **variables},
                 stdout=output,
                 stderr=errors,
             )

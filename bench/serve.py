@@ -180,18 +180,15 @@ class Run:
 
     # -- processes -------------------------------------------------------------------------------------
 
-    def _process(self, role: str, name: str, *, uses_gpu: bool) -> Process:
+    def _process(self, role: str, *, uses_gpu: bool) -> Process:
         gpu = self.gpu if uses_gpu else None
-        return self.stack.enter_context(Process("serve_peers.py", role, self.folder / f"{name}.log", gpu=gpu))
+        return self.stack.enter_context(Process("serve_peers", role, gpu=gpu))
 
     def _make_photos(self) -> None:
         """Writes the photographs. Also starts the clients, which read them."""
         arguments = self.arguments
         uses_gpu = arguments.transport == "device"
-        self.clients = [
-            self._process("client", f"client-{number}", uses_gpu=uses_gpu)
-            for number in range(arguments.clients)
-        ]
+        self.clients = [self._process("client", uses_gpu=uses_gpu) for _ in range(arguments.clients)]
         for mix in arguments.mixes:
             specs = specs_of(mix, arguments.photos, scale=arguments.scale, seed=self.seed)
             folder = self.folder / "photos" / mix
@@ -221,7 +218,7 @@ class Run:
     def _measure_tower(self, checkpoint: Path) -> None:
         """Measures the tower alone with each mix. Raises ProcessFailed."""
         arguments = self.arguments
-        with self._process("tower", "tower", uses_gpu=True) as tower:
+        with self._process("tower", uses_gpu=True) as tower:
             loaded = tower.ask("load", settings=self._settings(checkpoint), timeout_s=arguments.start_limit_s)
             for mix in arguments.mixes:
                 self.result["tower"][mix] = tower.ask(

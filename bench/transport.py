@@ -26,8 +26,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from charts import draw_beside
 from measurement import RESULTS, ResultFile, describe_environment, percentile
-from processes import IMAGE_MALLOC, START_S, Process, ProcessFailed, can_isolate
+from processes import IMAGE_MALLOC, START_S, Process, ProcessFailed
 from transport_peers import DeviceCopies, bytes_of, num_resident, timed
+
+from tests.chaos.pods import can_isolate
 
 MIB = 1 << 20
 PACKAGES = ("grpcio", "protobuf", "cuda-bindings")
@@ -148,13 +150,13 @@ class Run:
         for kind in sorted({kind_of(path) for path in paths}):
             folder = self.folder / kind
             folder.mkdir()
-            encoder = self._process("encoder", kind, ENCODER_GPU if kind == "device" else None)
+            encoder = self._process("encoder", ENCODER_GPU if kind == "device" else None)
             encoder.send("start", kind=kind, folder=str(folder), num_bytes=total_bytes)
             self.encoders[kind] = encoder
         for path in paths:
-            self.clients[path] = self._process("client", path, reader_gpu(path))
+            self.clients[path] = self._process("client", reader_gpu(path))
         if any(TRANSPORTS[path] == "inline" for path in paths):
-            self.raw = self._process("raw", "raw", None)
+            self.raw = self._process("raw", None)
             self.raw.send("start", folder=str(self.folder))
             self.raw_addresses = self.raw.reply(START_S)
         addresses: dict[str, dict[str, Any]] = {}
@@ -186,9 +188,8 @@ class Run:
         self.file.write()
         return working
 
-    def _process(self, role: str, name: str, gpu: int | None) -> Process:
-        process = Process("transport_peers.py", role, self.folder / f"{role}-{name}.log", gpu=gpu)
-        return self.stack.enter_context(process)
+    def _process(self, role: str, gpu: int | None) -> Process:
+        return self.stack.enter_context(Process("transport_peers", role, gpu=gpu))
 
     def _has_gpus(self, path: str) -> bool:
         """Whether the machine has the GPUs that the path needs. If not, records the path as left out."""

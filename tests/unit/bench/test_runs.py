@@ -12,9 +12,10 @@ from typing import Any
 import charts
 import pytest
 from PIL import Image
-from processes import can_isolate
 from transport_peers import bytes_of
 from variants import OURS, REFERENCES
+
+from tests.chaos.pods import can_isolate
 
 ROOT = Path(__file__).resolve().parents[3]
 RESULTS = ROOT / "bench" / "results"
