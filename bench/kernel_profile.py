@@ -1,13 +1,12 @@
-"""The kernels on which a run spends the device's time, from the profiler's trace of a few runs.
+"""The groups of kernels on which a run spends the device's time, from the profiler's trace of a few runs.
 
-Owns the trace, the groups of kernels and the table. All times are device times; host work shows only as idle
+Owns the trace and the groups. All times are device times; host work shows only as idle
 time between kernels.
 """
 
 from __future__ import annotations
 
 import json
-import re
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -17,7 +16,6 @@ from typing import Any
 
 import torch
 from measurement import synchronise
-from rich.table import Table
 
 # The first match wins. Marks are parts of kernel names of the libraries and of this repository, in lower
 # case.
@@ -30,7 +28,6 @@ GROUPS = (
     ("copies", ("memcpy", "memset", "copy", "fill", "catarray")),
 )
 OTHER = "other"
-NAME_LENGTH = 72
 PAUSE_S = 0.005
 DEVICE_CATEGORIES = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
 
@@ -77,7 +74,7 @@ def summary(spans: Sequence[DeviceSpan], repeats: int) -> dict[str, Any]:
     """The profile of one run, averaged.
 
     span_us: from the first kernel's start to the last kernel's end; busy_us: with at least one kernel
-    running; idle_share; groups and kernels, each with calls, total_us and share of the total kernel time.
+    running; idle_share; groups, each with calls, total_us and share of the total kernel time.
     Raises ValueError for fewer kernels than runs."""
     if len(spans) < repeats:
         raise ValueError(f"the trace has {len(spans)} kernels of {repeats} runs, needs at least one each")
@@ -85,34 +82,25 @@ def summary(spans: Sequence[DeviceSpan], repeats: int) -> dict[str, Any]:
     span_us = sum(max(span.end_us for span in one) - one[0].start_us for one in runs) / repeats
     busy = sum(busy_us(one) for one in runs) / repeats
     total_us = sum(span.duration_us for span in spans)
-
-    def rows(key: Callable[[DeviceSpan], str]) -> list[dict[str, Any]]:
-        sums: dict[str, tuple[int, float]] = {}
-        for span in spans:
-            calls, spent_us = sums.get(key(span), (0, 0.0))
-            sums[key(span)] = calls + 1, spent_us + span.duration_us
-        ordered = sorted(sums.items(), key=lambda item: -item[1][1])
-        return [
-            {
-                "name": name,
-                "calls": calls / repeats,
-                "total_us": spent_us / repeats,
-                "share": spent_us / total_us,
-            }
-            for name, (calls, spent_us) in ordered
-        ]
-
-    groups = rows(lambda span: group_of(span.name))
-    by_group = {span_name: group_of(span_name) for span_name in {span.name for span in spans}}
-    short = {short_name(name): group for name, group in by_group.items()}
-    kernels = [row | {"group": short[row["name"]]} for row in rows(lambda span: short_name(span.name))]
+    sums: dict[str, tuple[int, float]] = {}
+    for span in spans:
+        calls, spent_us = sums.get(group_of(span.name), (0, 0.0))
+        sums[group_of(span.name)] = calls + 1, spent_us + span.duration_us
+    groups = [
+        {
+            "name": name,
+            "calls": calls / repeats,
+            "total_us": spent_us / repeats,
+            "share": spent_us / total_us,
+        }
+        for name, (calls, spent_us) in sorted(sums.items(), key=lambda item: -item[1][1])
+    ]
     return {
         "repeats": repeats,
         "span_us": span_us,
         "busy_us": busy,
         "idle_share": 1 - busy / span_us if span_us else 0.0,
         "groups": groups,
-        "kernels": kernels,
     }
 
 
@@ -143,28 +131,7 @@ def group_of(name: str) -> str:
     return OTHER
 
 
-def short_name(name: str) -> str:
-    """A kernel's name without return type and argument list, truncated to NAME_LENGTH."""
-    short = re.sub(r"^void ", "", name)
-    short = re.sub(r"\(anonymous namespace\)::|at::native::|cutlass::", "", short)
-    short = re.sub(r"\((?!.*>).*\)$", "", short)
-    return short if len(short) <= NAME_LENGTH else short[: NAME_LENGTH - 1] + "…"
-
-
-def profile_table(title: str, profile: dict[str, Any], *, num_kernels: int = 14) -> Table:
-    """A table of the groups, then of the kernels with the longest total time."""
-    table = Table(
-        title=f"{title}: {profile['span_us']:.0f} us, idle {profile['idle_share']:.1%}",
-        title_justify="left",
-    )
-    table.add_column("kernel", no_wrap=True)
-    for column in ("group", "calls", "us", "share"):
-        table.add_column(column, justify="right" if column != "group" else "left")
-    for row in profile["groups"]:
-        table.add_row("", row["name"], f"{row['calls']:g}", f"{row['total_us']:.1f}", f"{row['share']:.1%}")
-    table.add_section()
-    for row in profile["kernels"][:num_kernels]:
-        table.add_row(
-            row["name"], row["group"], f"{row['calls']:g}", f"{row['total_us']:.1f}", f"{row['share']:.1%}"
-        )
-    return table
+def line_of(title: str, profile: dict[str, Any]) -> str:
+    """The profile as a line of text."""
+    groups = ", ".join(f"{row['name']} {row['total_us']:.0f}" for row in profile["groups"])
+    return f"{title}: {profile['span_us']:.0f} us, idle {profile['idle_share']:.1%}; {groups}"

@@ -2,7 +2,7 @@
 
     python bench/tower.py                                  # full-size towers in bfloat16 on cuda:0
     python bench/tower.py --quick                          # two cases, no compiling, under two minutes
-    python bench/tower.py --profile --families qwen3_vl    # with a table of kernels for each case
+    python bench/tower.py --profile --families qwen3_vl    # with the kernels of each case, by group
     python bench/tower.py --quick --size tiny --device cpu # checks that the bench runs
 
 Owns the run: its options, order, time budgets, records and table. variants.py builds what is timed,
@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from charts import draw_beside
 from checkpoints import random_checkpoint
-from kernel_profile import profile_runs, profile_table
+from kernel_profile import line_of, profile_runs
 from measurement import (
     RESULTS,
     ResultFile,
@@ -221,7 +221,7 @@ class Run:
                 self.profile["records"].append(place | {"reason": reason_of(error)})
             else:
                 self.profile["records"].append(place | profile)
-                self.console.print(profile_table(f"{family.name} {name} graph", profile))
+                self.console.print(line_of(f"{family.name} {name} graph", profile))
             self.profile_file.write()
         self.file.write()
 
