@@ -18,11 +18,14 @@ ENGINES_STAMP := $(ENGINES_VENV)/.setup-done
 # SGLang with its own.
 SGLANG_VENV := .venv-sglang
 SGLANG_STAMP := $(SGLANG_VENV)/.setup-done
+# SMG and TokenSpeed with theirs.
+TOKENSPEED_VENV := .venv-tokenspeed
+TOKENSPEED_STAMP := $(TOKENSPEED_VENV)/.setup-done
 CHECKPOINT := build/checkpoints/qwen3_vl-small
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup test test-all test-engines test-engines-all test-sglang test-fleet test-gpu lint proto proto-check bench bench-transport bench-serve bench-fleet demo serve fleet clean
+.PHONY: help setup test test-all test-engines test-engines-all test-sglang test-tokenspeed test-fleet test-gpu lint proto proto-check bench bench-transport bench-serve bench-fleet demo serve fleet clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -69,6 +72,14 @@ $(SGLANG_STAMP): pyproject.toml deploy/install_sglang.py deploy/install_engines.
 # An SGLang server of each worker: a start takes one core and two gigabytes.
 test-sglang: $(SGLANG_STAMP) ## Run SGLang on the CPU with image rows from the service
 	OMP_NUM_THREADS=1 $(SGLANG_VENV)/bin/python -m pytest -n 2 --dist loadfile -m "not extended" --durations=5 tests/sglang
+
+$(TOKENSPEED_STAMP): pyproject.toml deploy/install_tokenspeed.py deploy/install_engines.py deploy/install_torch.py
+	@test -x $(TOKENSPEED_VENV)/bin/python || $(PYTHON) -m venv $(TOKENSPEED_VENV)
+	$(TOKENSPEED_VENV)/bin/python deploy/install_tokenspeed.py
+	@touch $@
+
+test-tokenspeed: $(TOKENSPEED_STAMP) ## Run SMG's gateway and TokenSpeed's receiver on the CPU with rows from the service
+	OMP_NUM_THREADS=1 $(TOKENSPEED_VENV)/bin/python -m pytest --durations=5 tests/tokenspeed
 
 # A fleet takes both cores: one file at a time.
 test-fleet: $(STAMP) ## Run encoders behind a real Envoy through kills, scaling, stalls and restarts (four minutes)
@@ -128,5 +139,5 @@ $(CHECKPOINT)/config.json: | $(STAMP)
 	mv $(CHECKPOINT).partial $(CHECKPOINT)
 
 clean: ## Remove what the targets made, the environments included
-	rm -rf build dist demo-output $(VENV) $(ENGINES_VENV) $(SGLANG_VENV) .venv-proto .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf build dist demo-output $(VENV) $(ENGINES_VENV) $(SGLANG_VENV) $(TOKENSPEED_VENV) .venv-proto .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

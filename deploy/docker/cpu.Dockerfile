@@ -12,10 +12,10 @@ ENV PATH=/opt/venv/bin:$PATH
 # torch first and by itself: this layer is large and changes rarely.
 RUN pip install --no-cache-dir --index-url https://download.pytorch.org/whl/cpu torch==2.13.0
 COPY pyproject.toml ./
-# The project's requirements with traces and ZMQ, without its code: while only code changes, nodes keep this layer, which
+# The project's requirements with traces, ZMQ and Mooncake, without its code: while only code changes, nodes keep this layer, which
 # is nearly all of the image. Nothing is installed or compiled in the final image: pip, torch's headers and tests go.
 RUN python -c "import tomllib; project = tomllib.load(open('pyproject.toml', 'rb'))['project']; \
-    extras = 'otel,sglang'.split(','); \
+    extras = 'otel,sglang,tokenspeed'.split(','); \
     print(*project['dependencies'], *sum((project['optional-dependencies'][extra] for extra in extras), []), sep='\n')" \
     > needs.txt \
     && pip install --no-cache-dir -r needs.txt \
@@ -32,7 +32,10 @@ COPY proto proto
 RUN /usr/local/bin/pip --python /opt/venv/bin/python install --no-cache-dir --no-deps --target /opt/project .
 
 FROM python:3.12.12-slim-bookworm
-RUN rm -rf /usr/local/lib/python3.12/site-packages/pip* /usr/local/bin/pip*
+# Mooncake loads libibverbs.
+RUN apt-get update \
+    && apt-get install -y --no-install-recommends libibverbs1 \
+    && rm -rf /var/lib/apt/lists/* /usr/local/lib/python3.12/site-packages/pip* /usr/local/bin/pip*
 COPY --from=packages /opt/venv /opt/venv
 COPY --from=project /opt/project /opt/project
 LABEL org.opencontainers.image.title="vision-encoder" \

@@ -14,11 +14,11 @@ ENV PATH=/opt/venv/bin:$PATH
 # torch first and by itself: this layer is large and changes rarely.
 RUN pip install --no-cache-dir torch==2.13.0
 COPY pyproject.toml ./
-# The project's requirements with rows in shared device memory, flash-attn 4, quack, traces and ZMQ, without its code:
+# The project's requirements with rows in shared device memory, flash-attn 4, quack, traces, ZMQ and Mooncake, without its code:
 # while only code changes, nodes keep this layer, which is nearly all of the image. Nothing is installed into the
 # final image: pip and torch's tests go.
 RUN python -c "import tomllib; project = tomllib.load(open('pyproject.toml', 'rb'))['project']; \
-    extras = 'cuda,fa4,otel,sglang'.split(','); \
+    extras = 'cuda,fa4,otel,sglang,tokenspeed'.split(','); \
     print(*project['dependencies'], *sum((project['optional-dependencies'][extra] for extra in extras), []), sep='\n')" \
     > needs.txt \
     && pip install --no-cache-dir -r needs.txt \
@@ -35,9 +35,9 @@ COPY proto proto
 RUN /usr/local/bin/pip --python /opt/venv/bin/python install --no-cache-dir --no-deps --target /opt/project .
 
 FROM python:3.12.12-slim-bookworm
-# Triton compiles the launcher of each of its kernels with the system's C compiler.
+# Triton compiles the launcher of each of its kernels with the system's C compiler. Mooncake loads libibverbs.
 RUN apt-get update \
-    && apt-get install -y --no-install-recommends gcc libc6-dev \
+    && apt-get install -y --no-install-recommends gcc libc6-dev libibverbs1 \
     && rm -rf /var/lib/apt/lists/* /usr/local/lib/python3.12/site-packages/pip* /usr/local/bin/pip*
 COPY --from=packages /opt/venv /opt/venv
 COPY --from=project /opt/project /opt/project

@@ -49,7 +49,7 @@ def test_ci_calls_the_targets_and_returns_their_failure(tmp_path: Path) -> None:
     log = tmp_path / "log"
     programs = {
         "make": f'#!/bin/sh\necho "$*" >> {log}\ncase $1 in lint) exit 7;; -j2) exit 8;; esac\n',
-        **dict.fromkeys(("promtool", "chromium", "ip"), "#!/bin/sh\n"),
+        **dict.fromkeys(("promtool", "chromium", "ip", "apt-get"), "#!/bin/sh\n"),
     }
     for name, text in programs.items():
         (tmp_path / name).write_text(text)
@@ -58,8 +58,9 @@ def test_ci_calls_the_targets_and_returns_their_failure(tmp_path: Path) -> None:
     ended = subprocess.run([str(ROOT / ".ci" / "run")], env=environment, timeout=60, check=False)
     called = log.read_text().splitlines()
     long = "test-all TESTS=tests/deploy tests/contract"
-    assert called[-5:] == ["test-engines", "test-sglang", "test-fleet", long, "test"]
-    assert sorted(called[:-5]) == ["-j2 .venv-engines/.setup-done .venv-sglang/.setup-done", "lint", "setup"]
+    assert called[-6:] == ["test-engines", "test-sglang", "test-tokenspeed", "test-fleet", long, "test"]
+    environments = " ".join(f".venv-{name}/.setup-done" for name in ("engines", "sglang", "tokenspeed"))
+    assert sorted(called[:-6]) == [f"-j2 {environments}", "lint", "setup"]
     assert ended.returncode == 7
 
 

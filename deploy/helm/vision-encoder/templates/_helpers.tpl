@@ -112,6 +112,16 @@ switch, or that the pod sets by itself, fails the rendering. */}}
 {{- else if .Values.settings.VE_SERVE_SGLANG }}
 {{- fail "settings.VE_SERVE_SGLANG is given, sglang.enabled sets it and opens its port" }}
 {{- end }}
+{{- if .Values.tokenspeed.enabled }}
+{{- if not .Values.networkPolicy.enabled }}
+{{- fail "tokenspeed.enabled needs networkPolicy.enabled: the protocol has no tokens" }}
+{{- end }}
+{{- $_ := set $fixed "VE_TOKENSPEED_BOOTSTRAP_PORT" (list "tokenspeed" "8998") }}
+{{- $_ := set $fixed "VE_TOKENSPEED_CONTROL_PORT" (list "tokenspeed" "8999") }}
+{{- end }}
+{{- if hasKey .Values.settings "VE_SERVE_TOKENSPEED" }}
+{{- fail "settings.VE_SERVE_TOKENSPEED is given, tokenspeed.enabled makes it from the pod's address and opens its ports" }}
+{{- end }}
 {{- $data = merge (deepCopy .Values.settings) $data }}
 {{- range $name, $rule := $fixed }}
 {{- $value := index $rule 1 }}

@@ -1,0 +1,118 @@
+"""A real SMG gateway, the service as its encode worker, and TokenSpeed's own receiver."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+from encoder_service.towers import Tower, load_tower
+from tests.engines.pictures import clip
+from tests.tokenspeed.conftest import DTYPES, FAMILIES, WAYS
+from tests.tokenspeed.processes import SHM, Gateway, PrefillWorker, jpeg
+from tests.waiting import wait_until
+
+NUM_REQUESTS = 64
+
+
+@pytest.fixture(scope="session")
+def towers(checkpoints: dict[str, Path]) -> dict[str, Tower]:
+    """The service's own."""
+    return {
+        family: load_tower(path, device=torch.device("cpu"), dtype=getattr(torch, DTYPES[family])).tower
+        for family, path in checkpoints.items()
+    }
+
+
+@pytest.fixture(autouse=True)
+def leaves_nothing(gateways: dict[str, Gateway]) -> Iterator[None]:
+    """In shared memory, and in the encoders."""
+    yield
+    wait_until(
+        lambda: not [path.name for path in SHM.iterdir() if path.name.startswith("smg-")], "no segment"
+    )
+    encoders = [each for gateway in gateways.values() for each in gateway.encoders if each.is_running]
+    for line in ("ve_tokenspeed_rooms", "ve_tokenspeed_send_bytes"):
+        wait_until(lambda line=line: not sum(each.metric(line) for each in encoders), f"{line} 0")  # type: ignore[misc]
+
+
+def assert_rows(prefill: PrefillWorker, gateway: Gateway, tower: Tower, room: int) -> None:
+    """The receiver's rows are the tower's of the pixels that the gateway sent, rounded to bfloat16."""
+    sent = gateway.sent[room]
+    pixels = sent.pixels.float().reshape(len(sent.pixels), -1)
+    inputs = tower.prepare([sent.grid]).with_pixels(pixels.to(tower.dtype))
+    with torch.inference_mode():
+        expected = tower(inputs).float()
+    torch.testing.assert_close(prefill.rows(room).float(), expected, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_images_give_the_towers_rows(
+    family: str, gateways: dict[str, Gateway], prefill: PrefillWorker, towers: dict[str, Tower]
+) -> None:
+    gateway = gateways[family]
+    rooms = gateway.rooms_of(jpeg(1, 64, 64)) + gateway.rooms_of(jpeg(2, 640, 480), jpeg(3, 96, 64))
+    assert len(rooms) == 3
+    for room in rooms:
+        assert_rows(prefill, gateway, towers[family], room)
+    ways = {gateway.sent[room].via for room in rooms}
+    assert ways == {"inline"} if WAYS[family] == "inline" else "shm" in ways
+    assert {gateway.sent[room].pixels.dtype for room in rooms} == {getattr(torch, DTYPES[family])}
+    assert gateway.rooms_of() == []  # text alone
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_5"])
+def test_a_clip(
+    family: str, gateways: dict[str, Gateway], prefill: PrefillWorker, towers: dict[str, Tower]
+) -> None:
+    gateway = gateways[family]
+    (room,) = gateway.rooms_of(clip(4, num_frames=24, fps=6, width=160, height=128))
+    assert gateway.sent[room].grid.t > 1
+    assert_rows(prefill, gateway, towers[family], room)
+
+
+def test_p25_64_requests_at_once(
+    gateways: dict[str, Gateway], prefill: PrefillWorker, towers: dict[str, Tower]
+) -> None:
+    """Of 16 images, over two encoders: each is encoded once by an encoder at most."""
+    gateway, before = gateways["qwen3_vl"], set(gateways["qwen3_vl"].sent)
+    images = [jpeg(100 + seed, 160, 128) for seed in range(16)]
+    with ThreadPoolExecutor(NUM_REQUESTS) as pool:
+        answers = list(pool.map(gateway.ask, images * (NUM_REQUESTS // 16)))
+    assert Counter(answer.status_code for answer in answers) == {200: NUM_REQUESTS}
+    rooms = [room for room in gateway.sent if room not in before]
+    assert len(rooms) == NUM_REQUESTS
+    assert {gateway.sent[room].encoder for room in rooms} == {0, 1}
+    for room in rooms:
+        assert_rows(prefill, gateway, towers["qwen3_vl"], room)
+    misses = sum(each.metric('ve_items_total{tier="miss"}') for each in gateway.encoders)
+    assert misses <= len(before) + 2 * len(images)
+
+
+def test_an_encoder_is_killed_meanwhile(
+    gateways: dict[str, Gateway], prefill: PrefillWorker, towers: dict[str, Tower]
+) -> None:
+    """Requests for the other encoder succeed; those of the dead one fail, and later ones go to the other."""
+    gateway = gateways["qwen3_vl"]
+    ends_s = time.monotonic() + 60
+
+    def ask(seed: int) -> int:
+        return gateway.ask(jpeg(200 + seed, 96, 64)).status_code
+
+    with ThreadPoolExecutor(8) as pool:
+        before = list(pool.map(ask, range(8)))
+        gateway.encoders[1].kill()
+        during = list(pool.map(ask, range(8, 24)))
+    assert set(before) == {200}
+    assert during.count(200) >= 4, during
+    while {ask(300 + seed) for seed in range(6)} != {200}:
+        assert time.monotonic() < ends_s, "the gateway still asks the dead encoder"
+    assert gateway.encoders[0].is_running
+    (room,) = gateway.rooms_of(jpeg(400))
+    assert gateway.sent[room].encoder == 0
+    assert_rows(prefill, gateway, towers["qwen3_vl"], room)
