@@ -1,4 +1,4 @@
-"""Draws charts of bench results: towers, transports, serving, autoscaling.
+"""Draws charts of bench results: towers, transports, serving, engines, autoscaling.
 
     python bench/charts.py bench/results/tower-nvidia-h200-2026-11-23.json
 
@@ -47,6 +47,13 @@ STAGE_COLOURS = {
     "tower_ms": WARM,
     "store_ms": DEEP,
     "delivery_ms": "#4a7a3f",
+}
+# Of servers, in the order of the bench: the own tower is grey, the plugin orange.
+SERVER_COLOURS = {
+    "its own tower": "#98a4b3",
+    "its own encoder": "#33485f",
+    "the encoder by its protocol": "#eda04e",
+    "rows from the encoder": WARM,
 }
 START_COLOURS = {"85": WARM, "48": COOL, "25": DEEP}
 
@@ -243,6 +250,58 @@ def serve_stages(axes: Any, records: list[dict[str, Any]]) -> None:
     label(axes, "Stages of images that were encoded", "ms, medians")
 
 
+# -- engines -----------------------------------------------------------------------------------------------
+
+
+def draw_engines(figure: Any, result: dict[str, Any]) -> str:
+    """Requests a second and time to first token of each server, relative to the engine's own tower in that
+    case; lines reach from the least to the largest round."""
+    rows = result.get("summary") or []
+    if not rows:
+        raise NoChart("no summary")
+    cases = list(dict.fromkeys(row["case"] for row in rows))
+    servers = [name for name in SERVER_COLOURS if any(row["server"] == name for row in rows)]
+    figure.set_size_inches(15, 1.5 + 0.18 * len(cases) * (1 + len(servers)))
+    left, right = figure.subplots(1, 2, sharey=True)
+    height = 0.8 / len(servers)
+    for axes, name, title, unit in (
+        (left, "requests_per_s", "Requests a second (more is better)", "/s"),
+        (right, "first_token_ms p50", "Time to first token, p50 (less is better)", " ms"),
+    ):
+        own = {row["case"]: row[name][0] for row in rows if row["server"] == "its own tower"}
+        for number, server in enumerate(servers):
+            found = {row["case"]: row[name] for row in rows if row["server"] == server and name in row}
+            places = [cases.index(case) + (number + 0.5) * height - 0.4 for case in found]
+            ratios = [values[0] / own[case] for case, values in found.items()]
+            ends = [
+                [abs(values[end] - values[0]) / own[case] for case, values in found.items()] for end in (1, 2)
+            ]
+            bars = axes.barh(
+                places,
+                ratios,
+                height * 0.9,
+                xerr=ends,
+                color=SERVER_COLOURS[server],
+                label=server,
+                error_kw={"elinewidth": 0.8, "ecolor": INK},
+            )
+            axes.bar_label(
+                bars,
+                [f" {values[0]:{'.3g' if values[0] < 100 else '.0f'}}{unit}" for values in found.values()],
+                fontsize=7,
+            )
+        axes.axvline(1, color=INK, linewidth=0.8)
+        axes.set_title(title, loc="left")
+        axes.set_xlabel("relative to the engine's own tower")
+        axes.margins(x=0.12)
+        tidy(axes)
+        axes.grid(visible=False)
+    left.set_yticks(range(len(cases)), cases)
+    left.invert_yaxis()
+    left.legend(frameon=False, fontsize=8, loc="lower right")
+    return f"{result['settings']['engine']} on {result['device']}, all servers and encoders on one device"
+
+
 # -- autoscaling -----------------------------------------------------------------------------------------
 
 
@@ -342,6 +401,7 @@ DRAWERS: Mapping[str, Callable[[Any, dict[str, Any]], str]] = {
     "tower": draw_towers,
     "transport": draw_transports,
     "serve": draw_serving,
+    "epd": draw_engines,
     "autoscale": draw_autoscaling,
 }
 
