@@ -39,7 +39,8 @@ def engine_arguments(arguments: argparse.Namespace) -> list[str]:
         common = [*sglang.CPU, *sglang.LANGUAGE_MODEL]
     else:
         common = ["--host", "127.0.0.1", "--dtype", "bfloat16", "--load-format", "dummy"]
-        common += ["--mem-fraction-static", "0.2", "--skip-server-warmup"]
+        # The fraction is of what is free at a server's start; the tokens bound what it takes of that.
+        common += ["--mem-fraction-static", "0.7", "--max-total-tokens", "40960", "--skip-server-warmup"]
     return [*common, *arguments.engine_arguments.split()]
 
 

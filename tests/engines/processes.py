@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
@@ -13,7 +14,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Self
@@ -53,6 +54,19 @@ def environment(**extra: str) -> dict[str, str]:
     """This project comes first, then what the interpreter of these tests finds by PYTHONPATH."""
     paths = [str(ROOT), str(ROOT / "proto"), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), **extra}
+
+
+def documented_in(document: Path, beginning: str, replaced: Mapping[str, str]) -> list[str]:
+    """The first command of a document that begins so, as a shell would take it, with other values."""
+    blocks = re.findall(r"^```console\n(.*?)^```$", document.read_text(), re.MULTILINE | re.DOTALL)
+    command: str = next(block for block in blocks if block.startswith(beginning))
+    for old, new in replaced.items():
+        assert old in command, f"{beginning} has no {old} in {document}"
+        command = command.replace(old, new)
+    return shlex.split(command.replace("\\\n", " "))
+
+
+documented = functools.partial(documented_in, DOCUMENT)
 
 
 class Process:
@@ -102,7 +116,50 @@ class Process:
         self._file.close()
 
 
-class Encoder:
+class Restartable:
+    """A process that stops and starts again with the same addresses and log."""
+
+    def __init__(self, log: Path) -> None:
+        self._log = log
+        self._process: Process | None = None
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def start(self) -> None:
+        raise NotImplementedError
+
+    def run(
+        self, arguments: Sequence[str], extra: Mapping[str, str], is_ready: Callable[[], bool], what: str
+    ) -> None:
+        """Starts the process and waits until it is ready."""
+        self._process = Process(arguments, self._log, extra)
+        try:
+            self._process.wait_for(is_ready, what)
+        except BaseException:
+            self.kill()
+            raise
+
+    def stop(self) -> None:
+        if self._process is not None:
+            self._process.stop()
+            self._process = None
+
+    def kill(self) -> None:
+        assert self._process is not None
+        self._process.kill()
+        self._process = None
+
+    @property
+    def log(self) -> str:
+        return self._log.read_text()
+
+
+class Encoder(Restartable):
     """The service on a port that stays the same. ``with_broker`` decides at each start."""
 
     def __init__(self, checkpoint: Path, dtype: str, folder: Path, *, device: str = "cpu") -> None:
@@ -114,12 +171,7 @@ class Encoder:
         self._checkpoint = checkpoint
         self._dtype = dtype
         self._device = device
-        self._log = folder / "encoder.log"
-        self._process: Process | None = None
-
-    def __enter__(self) -> Self:
-        self.start()
-        return self
+        super().__init__(folder / "encoder.log")
 
     def __exit__(self, *_: object) -> None:
         self.stop()
@@ -135,19 +187,15 @@ class Encoder:
         if not with_broker:
             place = command.index("--broker-path")
             del command[place : place + 2]
-        self._process = Process(
+        self.run(
             [
                 *("-m", "encoder_service", *command[1:], "--device", self._device, "--dtype", self._dtype),
                 *("--admin-listen", "127.0.0.1:0"),
             ],
-            self._log,
             {"OMP_NUM_THREADS": "1"} if self._device == "cpu" else {},
+            self._is_ready,
+            "the encoder",
         )
-        try:
-            self._process.wait_for(self._is_ready, "the encoder")
-        except BaseException:
-            self.stop()
-            raise
 
     def _is_ready(self) -> bool:
         with VisionEncoderClient(self.target) as client:
@@ -156,19 +204,6 @@ class Encoder:
             except DeadlineExceeded:
                 return False
         return True
-
-    def stop(self) -> None:
-        if self._process is not None:
-            self._process.stop()
-            self._process = None
-
-    def kill(self) -> None:
-        assert self._process is not None
-        self._process.kill()
-        self._process = None
-
-    def log(self) -> str:
-        return self._log.read_text()
 
 
 class VllmServer:
@@ -208,16 +243,6 @@ class VllmServer:
 
     def stop(self) -> None:
         self._process.stop()
-
-
-def documented(beginning: str, replaced: Mapping[str, str]) -> list[str]:
-    """A command of docs/vllm.md, as a shell would take it, with other addresses, paths and models."""
-    blocks = re.findall(r"^```console\n(.*?)^```$", DOCUMENT.read_text(), re.MULTILINE | re.DOTALL)
-    (command,) = [block for block in blocks if block.startswith(beginning)]
-    for old, new in replaced.items():
-        assert old in command, f"{beginning} has no {old} in {DOCUMENT}"
-        command = command.replace(old, new)
-    return shlex.split(command.replace("\\\n", " "))
 
 
 def serve_arguments(

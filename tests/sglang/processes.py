@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import re
-import shlex
+import functools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
@@ -11,7 +10,7 @@ from typing import Any, Self
 import httpx
 
 from tests.engines.pictures import data_url
-from tests.engines.processes import ROOT, Process, answers, free_port
+from tests.engines.processes import ROOT, Process, Restartable, answers, documented_in, free_port
 
 DOCUMENT = ROOT / "docs" / "sglang.md"
 NUM_TOKENS = 12
@@ -28,6 +27,9 @@ ENVIRONMENT = {
     "SGLANG_MAMBA_CONV_DTYPE": "float32",
     "SGLANG_USE_CPU_ENGINE": "1",
 }
+
+
+documented = functools.partial(documented_in, DOCUMENT)
 
 
 class Sglang:
@@ -92,7 +94,7 @@ def language_model_arguments(family: str) -> list[str]:
     return [*LANGUAGE_MODEL, *(RECURRENT if family == "qwen3_5" else [])]
 
 
-class Encoder:
+class Encoder(Restartable):
     """The service with SGLang's protocol, gRPC and a broker, each on an address that stays the same."""
 
     def __init__(
@@ -112,59 +114,23 @@ class Encoder:
         self._on_device = ["--device", device, "--dtype", dtype]
         if device == "cpu":
             self._on_device += ["--arena-bytes", str(64 << 20)]
-        self._log = folder / "encoder.log"
-        self._process: Process | None = None
-
-    def __enter__(self) -> Self:
-        self.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.stop()
+        super().__init__(folder / "encoder.log")
 
     def start(self) -> None:
         replaced = {"MODEL": str(self._checkpoint), "127.0.0.1:31000": self.sglang_address}
-        self._process = Process(
+        self.run(
             [
                 *("-m", "encoder_service", *documented("vision-encoder serve", replaced)[1:]),
                 *("--listen", self.target, "--broker-path", str(self.broker_path), *self._on_device),
                 *("--admin-listen", "127.0.0.1:0"),
             ],
-            self._log,
             {"OMP_NUM_THREADS": "1"} if "cpu" in self._on_device else {},
+            lambda: answers(f"{self.sglang_url}/health"),
+            "the encoder",
         )
-        try:
-            self._process.wait_for(lambda: answers(f"{self.sglang_url}/health"), "the encoder")
-        except BaseException:
-            self._process.kill()
-            raise
-
-    def stop(self) -> None:
-        if self._process is not None:
-            self._process.stop()
-            self._process = None
-
-    def kill(self) -> None:
-        assert self._process is not None
-        self._process.kill()
-        self._process = None
-
-    @property
-    def log(self) -> str:
-        return self._log.read_text()
 
 
 def plugin_variables(target: str) -> dict[str, str]:
     """The documented variables that load the plugin, with this encoder's address."""
     words = documented("SGLANG_EXTERNAL_MM", {"127.0.0.1:50051": target})
     return dict(word.split("=", 1) for word in words[: words.index("python")])
-
-
-def documented(beginning: str, replaced: Mapping[str, str]) -> list[str]:
-    """The first command of docs/sglang.md that begins so, as a shell would take it, with other values."""
-    blocks = re.findall(r"^```console\n(.*?)^```$", DOCUMENT.read_text(), re.MULTILINE | re.DOTALL)
-    command: str = next(block for block in blocks if block.startswith(beginning))
-    for old, new in replaced.items():
-        assert old in command, f"{beginning} has no {old} in {DOCUMENT}"
-        command = command.replace(old, new)
-    return shlex.split(command.replace("\\\n", " "))

@@ -39,9 +39,16 @@ from lm_adapter.engines.sglang.settings import VARIABLE
 from lm_adapter.items import Grid
 from lm_adapter.keys import content_digest
 from lm_adapter.testing import FakeEncoder, FakeScript, Fault, fake_model
-from tests.engines.checkpoints import TOWER_PREFIXES
+from tests.engines.checkpoints import TOWER_PREFIXES, write_checkpoint
 from tests.engines.pictures import data_url, picture
-from tests.sglang.processes import Encoder, Sglang, language_model_arguments, plugin_variables
+from tests.sglang.conftest import running_encoder
+from tests.sglang.processes import (
+    LANGUAGE_MODEL,
+    Encoder,
+    Sglang,
+    language_model_arguments,
+    plugin_variables,
+)
 from tests.sglang.reference import IMAGE, Reference, prompt
 from tests.waiting import wait_until
 
@@ -390,3 +397,23 @@ def test_p22_p32_rows_of_a_broken_encoder_fail_their_request_alone(plugin: Sglan
             assert plugin.generate(TEXT, []).status_code == 200
             assert not slow.done()
             rejected(slow.result(), 504, "DEADLINE_EXCEEDED")
+
+
+@pytest.mark.extended
+def test_kimis_tokens_are_those_of_transformers(tmp_path: Path, images: list[bytes]) -> None:
+    checkpoint = write_checkpoint(tmp_path / "checkpoint", "kimi_k25")
+    reference = Reference(checkpoint)
+    image = "<|media_begin|>image<|media_content|><|media_pad|><|media_end|>"
+    question, answer = "<|im_user|>user<|im_middle|>", "<|im_end|><|im_assistant|>assistant<|im_middle|>"
+    with (
+        running_encoder(checkpoint, tmp_path) as encoder,
+        Sglang(checkpoint, tmp_path, LANGUAGE_MODEL, plugin_variables(encoder.target)) as server,
+    ):
+        assert "is built without a vision tower" in server.log
+        for text, sent in (
+            ("What is a wave?", []),
+            (f"{image}What is it?", images[:1]),
+            (f"First {image} then {image}", images[1:]),
+        ):
+            prompt_text = question + text + answer
+            assert server.tokens(prompt_text, sent) == reference.tokens(prompt_text, sent)

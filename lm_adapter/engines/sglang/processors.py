@@ -199,7 +199,9 @@ def grid_rule(interface: VisionInterface, hf_config: Any, processor: Any) -> Cal
     """How the model's own processor comes from an image's size to its grid. The rule raises ValueError for
     sizes that the processor refuses."""
     if interface.model_type == "kimi_k25":
-        return _kimi_rule(processor.media_processor.media_proc_cfg)
+        # The published code's processor has the first, that of transformers the second.
+        media_processor = getattr(processor, "media_processor", None) or processor.image_processor
+        return _kimi_rule(media_processor.media_proc_cfg)
     patch_size = hf_config.vision_config.patch_size
     size = processor.image_processor.size
 

@@ -4,6 +4,8 @@ tests' environment (deploy/install_sglang.py).
 - `import sglang` brings the stand-in for its kernel package first: SGLang looks operators up before it
   imports the package.
 - The gated norm of Qwen3.5 calls that package's operator, as on a CPU with AMX, in place of Triton.
+- Kimi-K2.5's attention takes the form that reads SGLang's compressed cache, also for a prompt: `torch_native`
+  can compute no other.
 - PyPI's torchvision is built for CUDA and its operators do not load beside a CPU torch: the two that its
   import registers shapes for are declared.
 """
@@ -13,7 +15,19 @@ import importlib.abc
 import importlib.machinery
 import sys
 
-GATED_NORM = "sglang.kernels.ops.attention.fla.layernorm_gated"
+
+def use_operator(gated_norm):
+    gated_norm._use_cpu = True
+
+
+def choose_absorbed(handlers):
+    handlers.AttentionBackendRegistry.register("torch_native", handlers._dispatch_mla_subtype)
+
+
+AFTER_IMPORT = {
+    "sglang.kernels.ops.attention.fla.layernorm_gated": use_operator,
+    "sglang.srt.models.deepseek_common.attention_backend_handler": choose_absorbed,
+}
 
 
 def declare_operators():
@@ -26,7 +40,7 @@ def declare_operators():
 
 
 class Finder(importlib.abc.MetaPathFinder):
-    """Acts once before torchvision and sglang are looked for, and after the gated norm has run."""
+    """Acts once before torchvision and sglang are looked for, and after the modules of AFTER_IMPORT ran."""
 
     def __init__(self):
         self._before = {
@@ -36,11 +50,12 @@ class Finder(importlib.abc.MetaPathFinder):
 
     def find_spec(self, fullname, path=None, target=None):
         self._before.pop(fullname, lambda: None)()
-        if fullname != GATED_NORM:
+        act = AFTER_IMPORT.get(fullname)
+        if act is None:
             return None
         spec = importlib.machinery.PathFinder.find_spec(fullname, path)
         run = spec.loader.exec_module
-        spec.loader.exec_module = lambda module: (run(module), setattr(module, "_use_cpu", True))
+        spec.loader.exec_module = lambda module: (run(module), act(module))
         return spec
 
 
