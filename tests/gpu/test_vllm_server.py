@@ -91,6 +91,7 @@ def test_p39_rows_give_the_tokens_of_the_tower(
         found = list(pool.map(lambda number: stack.answer(with_pixels(CASES[number], images)), numbers))
     agree([tower[number] for number in numbers], found, DTYPE)
     assert re.findall(r"image rows come by (\w+):", stack.vllm.log)[-1] == "device"
+    assert "1024 MiB are reserved for rows" in stack.vllm.log
 
 
 def test_p32_failures_end_their_requests_alone(stack: Any, encoder: Any) -> None:

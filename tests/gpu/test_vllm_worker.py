@@ -185,9 +185,9 @@ def test_memory_of_waiting_rows_is_held_until_the_first_read(
     """vLLM sizes its KV cache by what is in use after a model was loaded."""
     num_bytes = 512 << 20
     with new_engine(service, checkpoint, max_resident_bytes=num_bytes) as engine:
-        (reader,) = engine.readers
+        (worker,) = engine.workers
         before = torch.cuda.memory_allocated()
-        assert reader.reserve() == num_bytes
+        worker.start_worker_services()
         # Rows of the first request above may be released meanwhile.
         assert torch.cuda.memory_allocated() - before == pytest.approx(num_bytes, abs=4 << 20)
         chosen, expected = images(service, SIDES)
