@@ -401,6 +401,8 @@ class RequestTracker:
             if key is not None:
                 with _unless_gone():
                     return await self._ordered(wanted, key, wanted.request.digest, left())
+                # The encoder may be another one by now, which has other keys.
+                await client.info(timeout_s=left())
         for is_second in (False, True):
             (status,) = await client.prefetch([item], timeout_s=left())
             if isinstance(status, ItemFailed):

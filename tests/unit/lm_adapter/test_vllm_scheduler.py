@@ -681,6 +681,9 @@ class Encoder:
         assert timeout_s == 30.0
         return self.key
 
+    async def info(self, *, timeout_s: float) -> None:
+        self._note("info", timeout_s)
+
     async def prefetch(self, items: list[Any], *, timeout_s: float) -> list[Any]:
         self._note("prefetch", timeout_s)
         self.items += items
@@ -753,7 +756,7 @@ def test_the_file_of_an_item_whose_announcement_was_lost_is_sent_again(
     number = obtain(encoder, monkeypatch, replace(X, is_announced=True))
     assert [order.key for order in encoder.orders] == [b"known", b"key"]
     assert encoder.orders[-1].number == number
-    assert encoder.asked == [("read", 30.0), ("prefetch", 29.0), ("read", 28.0)]
+    assert encoder.asked == [("read", 30.0), ("info", 29.0), ("prefetch", 28.0), ("read", 27.0)]
 
 
 def test_p32_the_failure_of_an_announced_item_comes_through(monkeypatch: pytest.MonkeyPatch) -> None:
