@@ -6,8 +6,8 @@
 
 Owns the loads and the figures: time to first token, requests a second, and time between tokens of streamed
 chat requests. ``epd_servers`` owns the servers, which stay up. In each round every case is sent to all
-servers, one after the other, with the same requests. New pictures are copies of a few files with another
-comment, so they cost as much as any new picture.
+servers, one after the other, with the same requests. New pictures and clips are copies of a few files with
+another comment, so they cost as much as any new one.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import av
 import numpy as np
 import torch
 from PIL import Image
@@ -45,8 +46,9 @@ from measurement import RESULTS, ResultFile, describe_environment, percentile
 
 from tests.engines.checkpoints import write_checkpoint
 
-NUM_PICTURES = 8
-"""Number of different pictures of a size. New pictures are copies with another comment."""
+NUM_PICTURES, NUM_CLIPS = 8, 2
+"""Number of different pictures or clips of a size. New ones are copies with another comment."""
+CLIP_FPS = 24
 TEXT_TOKENS = 256
 LM_LAYERS = 36
 LM_INTERMEDIATE = 12288
@@ -57,7 +59,8 @@ LM_INTERMEDIATE = 12288
 class Case:
     """One load. callers: concurrent requests; 0 if ``rate`` is set, which is the mean number of requests a
     second at random times. seen: the share of pictures that were sent before. text_callers: additional
-    concurrent requests with text only; then the time between tokens is measured on these."""
+    concurrent requests with text only; then the time between tokens is measured on these. clip_s: each file
+    is a clip of so many seconds; 0 for images."""
 
     px: int
     images: int
@@ -67,11 +70,13 @@ class Case:
     seen: float = 0.0
     rate: float = 0.0
     text_callers: int = 0
+    clip_s: int = 0
 
     @property
     def name(self) -> str:
         load = f"{self.rate:g}/s" if self.rate else f"{self.callers} callers"
-        parts = [f"{self.images}x{self.px}", f"{self.tokens} tokens", load]
+        media = f"clip of {self.clip_s} s, {self.px}" if self.clip_s else f"{self.images}x{self.px}"
+        parts = [media, f"{self.tokens} tokens", load]
         if self.seen:
             parts.append("all seen" if self.seen == 1 else f"{self.seen:.0%} seen")
         if self.text_callers:
@@ -85,6 +90,7 @@ CASES = {
         Case(224, 1, 4, 4, 12, seen=1.0),
         Case(224, 1, 4, 2, 6, text_callers=1),
         Case(224, 1, 4, 0, 8, rate=2.0),
+        Case(224, 1, 4, 1, 2, clip_s=2),
     ),
     "small": (
         Case(448, 1, 16, 1, 12),
@@ -104,6 +110,7 @@ CASES = {
         Case(1024, 1, 1, 16, 128, seen=1.0),
         Case(448, 1, 1, 0, 256, rate=40.0),
         Case(448, 1, 1, 8, 128, text_callers=16),
+        Case(448, 1, 1, 4, 24, clip_s=8),
     ),
 }
 
@@ -151,11 +158,16 @@ def make_checkpoint(arguments: argparse.Namespace, folder: Path) -> Path:
 
 
 class Pictures:
-    """JPEG files of one size. seen: the files that ``take`` has returned as new."""
+    """JPEG files of one size, or MP4 files. seen: the files that ``take`` has returned as new."""
 
-    def __init__(self, px: int, choice: random.Random) -> None:
+    def __init__(self, px: int, choice: random.Random, clip_s: int = 0) -> None:
+        """clip_s: length of each clip; 0 for images."""
         self._choice = choice
-        self._files = [self._photo(px) for _ in range(NUM_PICTURES)]
+        self._is_clip = bool(clip_s)
+        if clip_s:
+            self._files = [self._clip(px, clip_s) for _ in range(NUM_CLIPS)]
+        else:
+            self._files = [self._photo(px) for _ in range(NUM_PICTURES)]
         self.seen: list[bytes] = []
 
     def _photo(self, px: int) -> bytes:
@@ -169,12 +181,30 @@ class Pictures:
         Image.fromarray(pixels).save(out, "JPEG", quality=85)
         return out.getvalue()
 
+    def _clip(self, px: int, seconds: int) -> bytes:
+        """A part of a photo that moves by a pixel a frame."""
+        frames = seconds * CLIP_FPS
+        with Image.open(io.BytesIO(self._photo(px + frames))) as photo:
+            whole = np.asarray(photo)
+        out = io.BytesIO()
+        with av.open(out, "w", format="mp4") as file:
+            stream = file.add_stream("libx264", rate=CLIP_FPS, options={"preset": "veryfast"})
+            stream.width, stream.height, stream.pix_fmt = px, px, "yuv420p"
+            for at in range(frames):
+                pixels = np.ascontiguousarray(whole[at : at + px, at : at + px])
+                file.mux(stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
+            file.mux(stream.encode(None))
+        return out.getvalue()
+
     def take(self, seen: float) -> bytes:
         if self.seen and self._choice.random() < seen:
             return self._choice.choice(self.seen)
         comment = self._choice.randbytes(16)
         file = self._choice.choice(self._files)
-        new = file[:2] + b"\xff\xfe" + (len(comment) + 2).to_bytes(2, "big") + comment + file[2:]
+        if self._is_clip:
+            new = file + (len(comment) + 8).to_bytes(4, "big") + b"free" + comment
+        else:
+            new = file[:2] + b"\xff\xfe" + (len(comment) + 2).to_bytes(2, "big") + comment + file[2:]
         self.seen.append(new)
         return new
 
@@ -182,8 +212,10 @@ class Pictures:
 def body(number: int, files: Sequence[bytes], tokens: int) -> bytes:
     parts: list[dict[str, Any]] = [{"type": "text", "text": f"Request {number}: what do you see?"}]
     for file in files:
-        url = "data:image/jpeg;base64," + base64.b64encode(file).decode()
-        parts.append({"type": "image_url", "image_url": {"url": url}})
+        kind = "image/jpeg" if file.startswith(b"\xff\xd8") else "video/mp4"
+        name = f"{kind.partition('/')[0]}_url"
+        url = f"data:{kind};base64," + base64.b64encode(file).decode()
+        parts.append({"type": name, name: {"url": url}})
     request = {
         "model": "model",
         "messages": [{"role": "user", "content": parts}],
@@ -272,7 +304,7 @@ def run_case(
 ) -> list[dict[str, Any]]:
     """All rounds of a case. The order of the servers is reversed in every second round."""
     choice = random.Random(f"{arguments.seed} {number}")
-    pictures = Pictures(case.px, choice)
+    pictures = Pictures(case.px, choice, case.clip_s)
     warm = replace(case, count=max(8, 2 * case.callers), callers=max(4, case.callers), seen=0.0, rate=0.0)
     warm = replace(warm, text_callers=0)
     first = requests_of(warm, pictures, 0)
@@ -356,6 +388,8 @@ def main() -> None:
         checkpoint = make_checkpoint(arguments, root / "checkpoint")
         with serving(arguments, checkpoint, root) as urls:
             for number, case in enumerate(CASES[arguments.size]):
+                if case.clip_s and arguments.engine == "sglang":
+                    continue  # clips are compared with vLLM alone
                 if arguments.cases is None or number in arguments.cases:
                     result["records"] += run_case(urls, case, arguments, number)
                     file.write()
