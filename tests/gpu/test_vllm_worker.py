@@ -179,6 +179,22 @@ def test_p24_graphs_of_the_engine_are_undisturbed(service: RunningService, engin
     engine.finish(request)
 
 
+def test_every_rank_on_a_gpu_reads_for_itself(service: RunningService, checkpoint: Path) -> None:
+    chosen, expected = images(service, SIDES)
+    with new_engine(service, checkpoint, num_ranks=2) as engine:
+        request = engine.request(*chosen)
+        engine.fetch(request)
+        engine.load(engine.schedule(request))
+        first, second = engine.caches
+        assert_equal(first, expected)
+        assert_equal(second, expected)
+        assert not {rows.data_ptr() for rows in first.values()} & {
+            rows.data_ptr() for rows in second.values()
+        }
+        engine.finish(request)
+        engine.wait_empty()
+
+
 def test_memory_of_waiting_rows_is_held_until_the_first_read(
     service: RunningService, checkpoint: Path
 ) -> None:
