@@ -77,10 +77,7 @@ def serve(
         str | None, typer.Option(help="IP:port for SMG gateways, as TokenSpeed's encode worker.")
     ] = None,
     tokenspeed_bootstrap_port: Annotated[
-        int | None, typer.Option(help="Port at which TokenSpeed's prefill workers find the service.")
-    ] = None,
-    tokenspeed_control_port: Annotated[
-        int | None, typer.Option(help="Port at which prefill workers name their memory.")
+        int | None, typer.Option(help="Port of that address for TokenSpeed's prefill workers.")
     ] = None,
     model_name: Annotated[str | None, typer.Option(help="Name that requests use.")] = None,
     tower: Annotated[str | None, typer.Option(help="auto, or plain: no fused kernels, no graphs.")] = None,

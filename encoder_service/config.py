@@ -96,10 +96,11 @@ class Settings(BaseSettings):
         description="IP:port for SMG gateways, as TokenSpeed's encode worker, without tokens; empty: none.",
     )
     tokenspeed_bootstrap_port: int = Field(
-        8998, ge=0, le=65535, description="Port of the same address at which prefill workers find the next."
-    )
-    tokenspeed_control_port: int = Field(
-        8999, ge=0, le=65535, description="Port at which prefill workers name their memory."
+        8998,
+        ge=0,
+        le=65534,
+        description="Port of the same address where prefill workers find the service; at the next one they "
+        "name their memory; 0: any two.",
     )
     tokenspeed_receivers: Names = Field(
         (), description="Networks that rows may be sent to besides the prefill workers' own: 10.1.0.0/16, ..."
@@ -107,9 +108,8 @@ class Settings(BaseSettings):
     tokenspeed_send_bytes: int = Field(
         256 * MIB, ge=MIB, description="Buffer for rows that are being sent; the largest item has to fit."
     )
-    tokenspeed_protocol: Literal["tcp", "rdma"] = Field("tcp", description="How Mooncake sends rows.")
-    tokenspeed_rdma_devices: str = Field(
-        "", description="RDMA devices for Mooncake, comma separated; empty: it chooses."
+    tokenspeed_rdma: str = Field(
+        "", description="RDMA devices for rows, comma separated, or auto for Mooncake's choice; empty: TCP."
     )
 
     # -- security --------------------------------------------------------------------------------------
@@ -303,8 +303,8 @@ class Settings(BaseSettings):
         check_address(self.serve_tokenspeed)
         # Also ZMQ's address, which takes no names, and over RDMA the one that receivers connect to.
         host = ipaddress.ip_address(self.serve_tokenspeed.rpartition(":")[0].strip("[]"))
-        if self.tokenspeed_protocol == "rdma" and host.is_unspecified:
-            raise ValueError(f"tokenspeed_protocol rdma needs the host's own address, not {host}")
+        if self.tokenspeed_rdma and host.is_unspecified:
+            raise ValueError(f"with tokenspeed_rdma, serve_tokenspeed is the host's own address, not {host}")
         return self
 
     @model_validator(mode="after")

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -65,17 +66,19 @@ class Mooncake:
                 f"serve_tokenspeed needs Mooncake, which does not load: {error}; "
                 "pip install 'vision-encoder[tokenspeed]', and the system's libibverbs1"
             ) from None
-        is_rdma = settings.tokenspeed_protocol == "rdma"
+        rdma = settings.tokenspeed_rdma
         # Peers of a TCP write never call back.
-        host = settings.serve_tokenspeed.rpartition(":")[0].strip("[]") if is_rdma else LOOPBACK
+        host = settings.serve_tokenspeed.rpartition(":")[0].strip("[]") if rdma else LOOPBACK
         self._engine = TransferEngine()
-        if self._engine.initialize(
-            host, METADATA, settings.tokenspeed_protocol, settings.tokenspeed_rdma_devices
-        ):
-            raise ConfigurationError(f"Mooncake does not start with {settings.tokenspeed_protocol} on {host}")
+        devices = rdma.replace("auto", "")
+        if self._engine.initialize(host, METADATA, "rdma" if rdma else "tcp", devices):
+            raise ConfigurationError(f"Mooncake does not start on {host}")
+        # Without a device Mooncake uses TCP, and what is registered is then open to all.
+        if rdma and not any(map(any, json.loads(self._engine.get_local_topology()).values())):
+            raise ConfigurationError(f"tokenspeed_rdma is {rdma!r}, and Mooncake finds no such device")
         self.size_bytes = settings.tokenspeed_send_bytes
         self._ranges = RangeAllocator(self.size_bytes)
-        self._buffer = self._registered(device) if is_rdma else self._host_memory(device)
+        self._buffer = self._registered(device) if rdma else self._host_memory(device)
         self._stream = None
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]

@@ -238,8 +238,9 @@ class TokenSpeedServer:
         self._mooncake = await asyncio.to_thread(Mooncake, self._settings, device)
         (self.address,) = self._grpc.bind((self._settings.serve_tokenspeed,))
         host = self.address.rpartition(":")[0]
+        bootstrap_port = self._settings.tokenspeed_bootstrap_port
         puller, self._control_port = self._sender.bind_puller(
-            host, self._settings.tokenspeed_control_port, MAX_PART_BYTES
+            host, bootstrap_port and bootstrap_port + 1, MAX_PART_BYTES
         )
         self._listening = asyncio.get_running_loop().create_task(self._listen(puller))
 
@@ -299,6 +300,7 @@ class TokenSpeedServer:
         await self._grpc.stop(0)
         if self._listening is not None:
             self._listening.cancel()
+            await asyncio.gather(self._listening, return_exceptions=True)
         if self._mooncake is not None:
             self._mooncake.close()
         await asyncio.to_thread(self._sender.close)

@@ -28,11 +28,11 @@ TENANT = {"kubernetes.io/metadata.name": "tenant"}
 
 def test_the_service_listens_on_the_pods_address(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(chart.FROM_ELSEWHERE, "POD_IP", "10.1.2.3")
-    objects = render(ON, {"settings": {"VE_TOKENSPEED_PROTOCOL": "rdma"}})
+    objects = render(ON, {"settings": {"VE_TOKENSPEED_RDMA": "auto"}})
     validate(objects)
     settings = settings_of(objects, monkeypatch)
     assert settings.serve_tokenspeed == "10.1.2.3:32000"
-    assert (settings.tokenspeed_bootstrap_port, settings.tokenspeed_control_port) == (8998, 8999)
+    assert settings.tokenspeed_bootstrap_port == 8998
     assert {port["containerPort"] for port in container_of(objects)["ports"]} >= PORTS
 
 
@@ -62,7 +62,7 @@ def test_p46_only_gateways_and_prefill_workers_reach_the_ports_and_receive_rows(
     ("values", "message"),
     [
         ({"settings": {"VE_SERVE_TOKENSPEED": "0.0.0.0:32000"}}, "tokenspeed.enabled makes it"),
-        ({**ON, "settings": {"VE_TOKENSPEED_CONTROL_PORT": "1"}}, "tokenspeed.enabled needs"),
+        ({**ON, "settings": {"VE_TOKENSPEED_BOOTSTRAP_PORT": "1"}}, "tokenspeed.enabled needs"),
         ({**ON, "networkPolicy": {"enabled": False}}, "needs networkPolicy.enabled"),
         ({"tokenspeed": {"enabled": True, "clients": []}}, "clients"),
     ],

@@ -55,7 +55,18 @@ class Engine:
     gate = threading.Event()
     sessions: ClassVar[list[str]] = []
 
-    def initialize(self, *_: str) -> int:
+    registered: ClassVar[list[tuple[int, int]]] = []
+    topology = '{"cpu:0": [["mlx5_0"], []]}'
+
+    def initialize(self, *arguments: str) -> int:
+        self.started_with = arguments
+        return 0
+
+    def get_local_topology(self) -> str:
+        return self.topology
+
+    def register_memory(self, address: int, num_bytes: int) -> int:
+        self.registered.append((address, num_bytes))
         return 0
 
     def batch_transfer_sync_write(
@@ -224,7 +235,6 @@ def serving(model: Path, device: torch.device, **settings: object) -> Iterator[S
     given = {
         "serve_tokenspeed": "127.0.0.1:0",
         "tokenspeed_bootstrap_port": 0,
-        "tokenspeed_control_port": 0,
         **settings,
     }
     with (
@@ -703,6 +713,37 @@ def test_p37_a_stop_waits_for_ranks_and_tells_those_that_are_left(
         assert {rank.status(), rank.status()} == {(rooms[0], SUCCESS), (rooms[1], FAILED)}
 
 
+def test_p46_what_is_registered_for_rdma_is_a_send_buffer(
+    checkpoints: dict[str, Path], device: torch.device, patched: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over TCP nothing is."""
+    assert not Engine.registered
+    pixels, room = random_pixels(), new_room()
+    with (
+        serving(checkpoints["qwen3_vl"], device, tokenspeed_rdma="mlx5_0") as served,
+        Rank(served) as rank,
+    ):
+        server, store = served.service.service._tokenspeed, served.service.service.store
+        assert server is not None
+        assert server._mooncake is not None
+        assert store is not None
+        assert server._mooncake._engine.started_with == ("127.0.0.1", "P2PHANDSHAKE", "rdma", "mlx5_0")
+        ((address, num_bytes),) = Engine.registered
+        assert (address, num_bytes) == (server._mooncake._buffer.data_ptr(), 256 << 20)
+        for _, arena in store.arenas():
+            start = arena._memory.tensor.data_ptr()
+            assert start + arena.size_bytes <= address or address + num_bytes <= start
+        served.encode(image(pixels), room)
+        rank.want(room)
+        assert rank.status() == (room, SUCCESS)
+    monkeypatch.setattr(Engine, "topology", '{"cpu:0": [[], []]}')
+    with (
+        pytest.raises(ConfigurationError, match="'mlx5_1', and Mooncake finds no such device"),
+        serving(checkpoints["qwen3_vl"], device, tokenspeed_rdma="mlx5_1"),
+    ):
+        pass
+
+
 def test_without_mooncake_the_service_does_not_start(
     checkpoints: dict[str, Path], device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -721,6 +762,6 @@ def test_p46_the_control_port_is_taken(
         port = taken.bind_to_random_port("tcp://127.0.0.1")
         with (
             pytest.raises(ConfigurationError, match=f"cannot listen on 127.0.0.1:{port}"),
-            serving(checkpoints["qwen3_vl"], device, tokenspeed_control_port=port),
+            serving(checkpoints["qwen3_vl"], device, tokenspeed_bootstrap_port=port - 1),
         ):
             pass

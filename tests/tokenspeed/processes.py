@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
 import re
 import shlex
+import socket
 import sys
 import threading
 from collections.abc import Mapping, Sequence
@@ -41,6 +43,16 @@ def documented(beginning: str, replaced: Mapping[str, str]) -> list[str]:
         assert old in command, f"{beginning} has no {old} in {DOCUMENT}"
         command = command.replace(old, new)
     return shlex.split(command.replace("\\\n", " "))
+
+
+def free_ports_in_a_row() -> int:
+    """The first of two."""
+    while True:
+        with socket.socket() as first, socket.socket() as second, contextlib.suppress(OSError, OverflowError):
+            first.bind(("127.0.0.1", 0))
+            port: int = first.getsockname()[1]
+            second.bind(("127.0.0.1", port + 1))
+            return port
 
 
 class Sent(NamedTuple):
@@ -108,16 +120,12 @@ class Encoder:
     """The service as an encode worker, by the document's command."""
 
     def __init__(self, checkpoint: Path, dtype: str, log: Path) -> None:
-        self.port, self.bootstrap_port, control_port = free_port(), free_port(), free_port()
+        self.port, self.bootstrap_port = free_port(), free_ports_in_a_row()
         self.admin = f"http://127.0.0.1:{free_port()}"
         replaced = {
             "MODEL": str(checkpoint),
             "NAME": checkpoint.name,
             "127.0.0.1:32000": f"127.0.0.1:{self.port}",
-        }
-        ports = {
-            "VE_TOKENSPEED_BOOTSTRAP_PORT": self.bootstrap_port,
-            "VE_TOKENSPEED_CONTROL_PORT": control_port,
         }
         self._process = Process(
             [
@@ -132,7 +140,7 @@ class Encoder:
                 ),
             ],
             log,
-            {**ENVIRONMENT, **{name: str(port) for name, port in ports.items()}},
+            {**ENVIRONMENT, "VE_TOKENSPEED_BOOTSTRAP_PORT": str(self.bootstrap_port)},
         )
 
     def wait_ready(self) -> None:

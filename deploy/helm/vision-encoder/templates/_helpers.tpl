@@ -117,7 +117,6 @@ switch, or that the pod sets by itself, fails the rendering. */}}
 {{- fail "tokenspeed.enabled needs networkPolicy.enabled: the protocol has no tokens" }}
 {{- end }}
 {{- $_ := set $fixed "VE_TOKENSPEED_BOOTSTRAP_PORT" (list "tokenspeed" "8998") }}
-{{- $_ := set $fixed "VE_TOKENSPEED_CONTROL_PORT" (list "tokenspeed" "8999") }}
 {{- end }}
 {{- if hasKey .Values.settings "VE_SERVE_TOKENSPEED" }}
 {{- fail "settings.VE_SERVE_TOKENSPEED is given, tokenspeed.enabled makes it from the pod's address and opens its ports" }}

@@ -1,0 +1,134 @@
+"""TokenSpeed's messages and grids as records, and turns at the send buffer."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from encoder_service.config import parse_settings
+from encoder_service.errors import GridMismatch, InvalidRequest, TransportUnavailable
+from encoder_service.rpc.mooncake import Mooncake
+from encoder_service.rpc.tokenspeed import grid_of
+from encoder_service.rpc.tokenspeed_rooms import Destination
+from encoder_service.rpc.zmq_push import Receivers
+from encoder_service.types import Grid, Modality
+from vision_encoder.tokenspeed import tokenspeed_scheduler_pb2 as scheduler
+
+ROOM = 8232471665173244710
+# As TokenSpeed 0.1.1's receiver sends it.
+PARTS = [
+    *(b"8232471665173244710", b"10.0.0.7", b"41234", b"10.0.0.7:15499"),
+    *((0x7F6CA27FD010).to_bytes(8, "little"), (0x7F6CA2800000).to_bytes(8, "little")),
+    *(b"35", b"4096", b"torch.bfloat16", b"1", b"2", b"35", b"70"),
+]
+
+
+def test_a_message_of_a_prefill_rank() -> None:
+    assert Destination.parse(
+        [*PARTS, b"of a later version"], "10.0.0.7", Receivers("list", [])
+    ) == Destination(
+        room=ROOM,
+        endpoint="tcp://10.0.0.7:41234",
+        session="10.0.0.7:15499",
+        main=0x7F6CA27FD010,
+        deepstack=0x7F6CA2800000,
+        num_rows=35,
+        width=4096,
+        dtype=torch.bfloat16,
+        has_deepstack=True,
+        num_ranks=2,
+        row_start=35,
+        span=70,
+    )
+
+
+def item_with(name: str, dtype: str, shape: list[int], data: bytes) -> scheduler.MultimodalItem:
+    found = scheduler.MultimodalItem()
+    found.model_specific_tensors[name].CopyFrom(scheduler.TensorData(dtype=dtype, shape=shape, inline=data))
+    return found
+
+
+def int64(*values: int) -> bytes:
+    return b"".join(value.to_bytes(8, "little", signed=True) for value in values)
+
+
+@pytest.mark.parametrize(
+    ("name", "modality"),
+    [
+        ("image_grid_thw", Modality.IMAGE),
+        ("video_grid_thw", Modality.VIDEO),
+        ("grid_thws", Modality.IMAGE),
+    ],
+)
+def test_grids_have_their_models_names(name: str, modality: Modality) -> None:
+    assert grid_of(item_with(name, "int64", [1, 3], int64(4, 10, 14)), modality) == Grid(4, 10, 14)
+    four = b"".join(value.to_bytes(4, "little") for value in (4, 10, 14))
+    assert grid_of(item_with(name, "uint32", [3], four), modality) == Grid(4, 10, 14)
+
+
+@pytest.mark.parametrize(
+    ("item", "error"),
+    [
+        (item_with("video_grid_thw", "int64", [1, 3], int64(1, 2, 2)), InvalidRequest),
+        (item_with("image_grid_thw", "int64", [2, 3], int64(1, 2, 2, 1, 2, 2)), GridMismatch),
+        (item_with("image_grid_thw", "int64", [1, 3], int64(1, 2)), GridMismatch),
+        (item_with("image_grid_thw", "int64", [1, 3], int64(0, 2, 2)), GridMismatch),
+        (item_with("image_grid_thw", "int64", [1, 3], int64(1, 2, 1 << 40)), GridMismatch),
+        (item_with("image_grid_thw", "bool", [1, 3], b"123"), InvalidRequest),
+    ],
+)
+def test_other_grids_are_refused(item: scheduler.MultimodalItem, error: type[Exception]) -> None:
+    with pytest.raises(error):
+        grid_of(item, Modality.IMAGE)
+
+
+class Engine:
+    def initialize(self, *_: str) -> int:
+        return 0
+
+
+@pytest.fixture
+def mooncake(monkeypatch: pytest.MonkeyPatch) -> Mooncake:
+    module = types.ModuleType("mooncake.engine")
+    module.TransferEngine = Engine  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "mooncake", types.ModuleType("mooncake"))
+    monkeypatch.setitem(sys.modules, "mooncake.engine", module)
+    given: dict[str, Any] = {"serve_tokenspeed": "127.0.0.1:0", "tokenspeed_send_bytes": 1 << 20}
+    return Mooncake(parse_settings(model=Path("/m"), **given), torch.device("cpu"))
+
+
+def test_p17_a_host_leaves_half_of_the_buffer_to_others(mooncake: Mooncake) -> None:
+    rows = torch.zeros(300, 512, dtype=torch.bfloat16)  # 300 KiB
+
+    async def main() -> None:
+        release = asyncio.Event()
+        entered: list[str] = []
+
+        async def hold(host: str) -> None:
+            async with mooncake.staged(rows, 256, torch.bfloat16, host):
+                entered.append(host)
+                await release.wait()
+
+        holders = [asyncio.create_task(hold(host)) for host in ("a", "a", "a", "b", "c")]
+        while len(entered) < 3:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        assert sorted(entered) == ["a", "b", "c"]
+        assert mooncake.held_bytes == 3 * rows.nbytes
+        release.set()
+        await asyncio.gather(*holders)
+        while mooncake.held_bytes:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        with pytest.raises(
+            TransportUnavailable, match="have 1049600 bytes, tokenspeed_send_bytes is 1048576"
+        ):
+            async with mooncake.staged(torch.zeros(1025, 512), 256, torch.bfloat16, "a"):
+                pass
+
+    asyncio.run(main())
+    mooncake.close()
