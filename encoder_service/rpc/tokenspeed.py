@@ -50,7 +50,7 @@ from encoder_service.rpc.server import GrpcServer
 from encoder_service.rpc.server_factory import SPARE_STREAMS
 from encoder_service.rpc.tokenspeed_rooms import MAX_PART_BYTES, NUM_PARTS, Rooms
 from encoder_service.rpc.zmq_push import Receivers, Sender
-from encoder_service.scheduler.admission import Admission
+from encoder_service.scheduler.admission import Admission, UnreadBytes
 from encoder_service.towers.tower import Tower
 from encoder_service.types import Grid, Item, Modality, PixelValues
 from vision_encoder.tokenspeed import common_pb2 as common
@@ -198,7 +198,11 @@ class TokenSpeedServer:
         self._settings, self._metrics = settings, metrics
         self._not_ready_because = not_ready_because
         self._sender = Sender("tokenspeed", SEND_TIMEOUT_S)
-        self._rooms = Rooms(Receivers("tokenspeed_receivers", settings.tokenspeed_receivers), self._sender)
+        self._rooms = Rooms(
+            Receivers("tokenspeed_receivers", settings.tokenspeed_receivers),
+            self._sender,
+            UnreadBytes(settings.max_undelivered_bytes),
+        )
         self._gate = CallGate(Access(NamespaceTokens()), CallPermits(settings.max_calls))
         self._admission = Admission(0, settings.max_queued_bytes)
         self._grpc = GrpcServer(

@@ -37,6 +37,7 @@ from encoder_service.rpc.mooncake import Mooncake, StagedRows
 from encoder_service.rpc.observed import Call
 from encoder_service.rpc.status import as_service_error, failure_of
 from encoder_service.rpc.zmq_push import Receivers, Sender
+from encoder_service.scheduler.admission import UnreadBytes
 from encoder_service.types import EncodedItem
 
 log = structlog.get_logger(__name__)
@@ -163,10 +164,11 @@ class Room:
 
 class Rooms:
     """All rooms of the service. Used from the event loop only. refused: messages that were not taken, by
-    reason."""
+    reason. unread: rows that wait or are being sent."""
 
-    def __init__(self, receivers: Receivers, sender: Sender) -> None:
+    def __init__(self, receivers: Receivers, sender: Sender, unread: UnreadBytes) -> None:
         self.refused: Counter[str] = Counter()
+        self.unread = unread
         self._receivers, self._sender = receivers, sender
         self._rooms: dict[int, Room] = {}
         # Numbers of rooms that failed, the oldest first: ranks that ask late are told.
@@ -203,7 +205,7 @@ class Rooms:
     @contextmanager
     def encoding(self, number: int, call: Call, index: int) -> Iterator[Room]:
         """The room of an item that is being encoded. What is raised inside is the room's failure, too. Raises
-        InvalidRequest for a room that has an item, TooManyCalls."""
+        InvalidRequest for a room that has an item, TooManyCalls, QueueFull while many rows wait."""
         if not 0 <= number <= MAX_ROOM:
             raise InvalidRequest(f"bootstrap_room is {number}, needed is a number from 0 to {MAX_ROOM}")
         room = self._rooms.get(number)
@@ -218,6 +220,7 @@ class Rooms:
         room.call, room.index = call, index
         self._set_timer(room, None)
         try:
+            self.unread.check_room()
             yield room
         except BaseException as found:
             has_left = isinstance(found, asyncio.CancelledError)
@@ -226,12 +229,11 @@ class Rooms:
 
     def deliver(self, room: Room, result: EncodeResult) -> None:
         """The item's rows. Takes ``result`` over."""
-        assert self._pipeline is not None
         if self._rooms.get(room.number) is not room:  # it failed at the stop
             result.release()
             return
         room.result = result
-        self._pipeline.unread.add(result.encoded, result.encoded.spec.num_bytes)
+        self.unread.add(result.encoded, result.encoded.spec.num_bytes)
         self._set_timer(room, ROOM_S)
         self._advance(room)
 
@@ -347,8 +349,8 @@ class Rooms:
         if self._rooms.get(room.number) is room:
             del self._rooms[room.number]
         result, room.result = room.result, None
-        if result is not None and self._pipeline is not None:
-            self._pipeline.unread.remove(result.encoded, result.encoded.spec.num_bytes)
+        if result is not None:
+            self.unread.remove(result.encoded, result.encoded.spec.num_bytes)
             result.release()
         for destination in room.destinations.values():
             self._push(destination, status)

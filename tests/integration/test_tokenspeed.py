@@ -39,7 +39,7 @@ from vision_encoder.tokenspeed import tokenspeed_scheduler_pb2 as scheduler
 
 pytestmark = pytest.mark.without_device
 
-SHORT_S = 1.0
+SHORT_S = 2.0
 PATCH_DIM = 3 * 2 * 16 * 16
 GRID = Grid(1, 8, 12)
 NUM_ROWS = 24
@@ -157,7 +157,8 @@ class Served:
         server = self.service.service._tokenspeed
         assert server is not None
         assert server._mooncake is not None
-        return not (len(server._rooms) or server._mooncake.held_bytes or server._admission.num_bytes)
+        figures = (len(server._rooms), server._rooms.unread.num_bytes, server._admission.num_bytes)
+        return not any((*figures, server._mooncake.held_bytes))
 
 
 class Rank:
@@ -603,12 +604,31 @@ def test_p46_a_network_of_the_list_may_receive(
 def test_a_room_whose_rank_never_comes_ends_and_gives_its_rows_back(served: Served) -> None:
     room = new_room()
     served.encode(image(random_pixels()), room)
-    assert served.service.on_loop(lambda: served.service.service.pipeline.unread.num_bytes)  # type: ignore[union-attr]
+    server = served.service.service._tokenspeed
+    assert server is not None
+    assert server._rooms.unread.num_bytes == NUM_ROWS * 192 * 4
     wait_until(served.is_free)
     assert served.metric('ve_item_failures_total{reason="DEADLINE_EXCEEDED"}')
     with Rank(served) as late:
         late.want(room)
         assert late.status() == (room, FAILED)
+
+
+def test_p46_rows_that_nobody_fetches_refuse_further_items_of_gateways_alone(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server, rooms = served.service.service._tokenspeed, [new_room(), new_room()]
+    assert server is not None
+    monkeypatch.setattr(server._rooms.unread, "max_bytes", 1)
+    with Rank(served) as rank, VisionEncoderClient(served.service.target) as client:
+        served.encode(image(random_pixels()), rooms[0])
+        code, details = served.refusal(image(random_pixels()), rooms[1])
+        assert code == "RESOURCE_EXHAUSTED"
+        assert "wait to be read, at most 1 may" in details
+        client.encode_one(ImageItem(photo()))
+        for room in rooms:
+            rank.want(room)
+        assert {rank.status(), rank.status()} == {(rooms[0], SUCCESS), (rooms[1], FAILED)}
 
 
 @pytest.mark.usefixtures("short_waits")
