@@ -42,7 +42,7 @@ class ReferenceReader:
         assert self.header.num_slots == header.num_slots
         self._generations = memoryview(self.page).cast("Q")
         self._words = memoryview(self.directory).cast("Q")
-        self._num_slots, self._mask = header.num_slots, header.num_places - 1
+        self._num_slots, self._mask = header.num_slots, header.num_cells - 1
 
     def __enter__(self) -> ReferenceReader:
         return self
@@ -64,11 +64,11 @@ class ReferenceReader:
         tag = layout.namespace_tag(self.header.arena_id, namespace)
         hashed = layout.name_hash(key, tag)
         for step in range(layout.MAX_PROBES):
-            word = self._words[layout.FIRST_PLACE_WORD + ((hashed + step) & self._mask)]
+            word = self._words[layout.FIRST_CELL_WORD + ((hashed + step) & self._mask)]
             if not word:
                 return None
-            slot_index = layout.place_slot(word)
-            if layout.place_matches(word, hashed) and slot_index < self._num_slots:
+            slot_index = layout.cell_slot(word)
+            if layout.cell_matches(word, hashed) and slot_index < self._num_slots:
                 record = self._record(slot_index)
                 if record is not None and (record.key, record.tag) == (key, tag):
                     return record

@@ -1,6 +1,6 @@
 """Writes the directory of an arena: which keys are stored, in which slot, with which shape.
 
-Owns the places of the hash table and the order of the stores into them. ``vision_encoder.layout.directory``
+Owns the cells of the hash table and the order of the stores into them. ``vision_encoder.layout.directory``
 describes the layout. ``arena`` decides when a slot is listed.
 """
 
@@ -12,17 +12,17 @@ from encoder_service.errors import InternalError
 from encoder_service.store.host_memory import SealedFile
 from vision_encoder.layout.control_page import WORD_BYTES, fence
 from vision_encoder.layout.directory import (
-    FIRST_PLACE_WORD,
+    FIRST_CELL_WORD,
     MAX_PROBES,
     RECORD,
     Record,
+    cell_slot,
     directory_bytes,
     name_hash,
-    num_places,
+    num_cells,
+    pack_cell,
     pack_header,
-    pack_place,
     pack_record,
-    place_slot,
     record_offset,
 )
 from vision_encoder.layout.keys import DIGEST_BYTES
@@ -35,10 +35,10 @@ class Directory:
         """arena_id, instance: those of the control page. Raises ConfigurationError if the host has too little
         memory."""
         self.num_slots = num_slots
-        self.num_places = num_places(num_slots)
+        self.num_cells = num_cells(num_slots)
         self.num_unlisted = 0
         """Number of unlisted records: the table was crowded near their name, or a value did not fit."""
-        self._mask = self.num_places - 1
+        self._mask = self.num_cells - 1
         self._file = SealedFile("vision-encoder-directory", directory_bytes(num_slots))
         packed = pack_header(arena_id, instance, num_slots)
         self._file.mapping[: len(packed)] = packed
@@ -56,20 +56,20 @@ class Directory:
         return self._file.size_bytes
 
     def put(self, record: Record) -> bool:
-        """Lists readable rows, replacing rows of the same name. Returns False if the table has no free place
+        """Lists readable rows, replacing rows of the same name. Returns False if the table has no free cell
         near the name, or if a value does not fit the record."""
         self.remove(record.slot_index)
         before = self._slots.get((record.tag, record.key))
         if before is not None:
             self.remove(before)
         hashed = name_hash(record.key, record.tag)
-        place = self._free_place(hashed)
-        if place is None or not self._write(record):
+        cell = self._free_cell(hashed)
+        if cell is None or not self._write(record):
             self.num_unlisted += 1
             return False
         self._listed[record.slot_index] = record
         self._slots[record.tag, record.key] = record.slot_index
-        self._words[FIRST_PLACE_WORD + place] = pack_place(hashed, record.slot_index)
+        self._words[FIRST_CELL_WORD + cell] = pack_cell(hashed, record.slot_index)
         fence()
         return True
 
@@ -79,7 +79,7 @@ class Directory:
         if record is None:
             return
         self._open(slot_index)
-        self._vacate(self._place_of(record))
+        self._vacate(self._cell_of(record))
         del self._listed[slot_index], self._slots[record.tag, record.key]
         fence()
 
@@ -93,36 +93,36 @@ class Directory:
             self.remove(slot_index)
         self._file.close()
 
-    # -- places ----------------------------------------------------------------------------------------
+    # -- cells ----------------------------------------------------------------------------------------
 
-    def _free_place(self, hashed: int) -> int | None:
+    def _free_cell(self, hashed: int) -> int | None:
         for step in range(MAX_PROBES):
-            place = (hashed + step) & self._mask
-            if not self._words[FIRST_PLACE_WORD + place]:
-                return place
+            cell = (hashed + step) & self._mask
+            if not self._words[FIRST_CELL_WORD + cell]:
+                return cell
         return None
 
-    def _place_of(self, record: Record) -> int:
+    def _cell_of(self, record: Record) -> int:
         hashed = name_hash(record.key, record.tag)
-        wanted = pack_place(hashed, record.slot_index)
+        wanted = pack_cell(hashed, record.slot_index)
         for step in range(MAX_PROBES):
-            place = (hashed + step) & self._mask
-            if self._words[FIRST_PLACE_WORD + place] == wanted:
-                return place
-        raise InternalError(f"slot {record.slot_index} is listed and has no place", slot=record.slot_index)
+            cell = (hashed + step) & self._mask
+            if self._words[FIRST_CELL_WORD + cell] == wanted:
+                return cell
+        raise InternalError(f"slot {record.slot_index} is listed and has no cell", slot=record.slot_index)
 
-    def _vacate(self, place: int) -> None:
-        """Frees a place and moves the following entries back, each at most to the start of its own search, so
-        that no search ends early. At most half of the places are in use, so the loop finds a free one."""
+    def _vacate(self, cell: int) -> None:
+        """Frees a cell and moves the following entries back, each at most to the start of its own search, so
+        that no search ends early. At most half of the cells are in use, so the loop finds a free one."""
         words, mask = self._words, self._mask
-        following = place
-        while word := words[FIRST_PLACE_WORD + (following := (following + 1) & mask)]:
-            record = self._listed[place_slot(word)]
+        following = cell
+        while word := words[FIRST_CELL_WORD + (following := (following + 1) & mask)]:
+            record = self._listed[cell_slot(word)]
             start = name_hash(record.key, record.tag)
-            if (following - start) & mask >= (following - place) & mask:
-                words[FIRST_PLACE_WORD + place] = word
-                place = following
-        words[FIRST_PLACE_WORD + place] = 0
+            if (following - start) & mask >= (following - cell) & mask:
+                words[FIRST_CELL_WORD + cell] = word
+                cell = following
+        words[FIRST_CELL_WORD + cell] = 0
 
     # -- records ---------------------------------------------------------------------------------------
 

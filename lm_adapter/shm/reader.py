@@ -21,7 +21,7 @@ from lm_adapter.shm.broker import Attachment
 from lm_adapter.shm.mapping import HostMemory, map_words
 from vision_encoder.layout import control_page, directory
 from vision_encoder.layout.control_page import CLOSED_WORD, FIRST_GENERATION_WORD, WORD_BYTES, LayoutError
-from vision_encoder.layout.directory import FIRST_PLACE_WORD, RECORD, Record
+from vision_encoder.layout.directory import FIRST_CELL_WORD, RECORD, Record
 from vision_encoder.v1 import broker_pb2
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ class MappedArena:
             raise MappingFailed(f"arena {self.arena_id.hex()}: {error}", reason="LAYOUT_MISMATCH") from error
         self.instance = header.instance
         self.num_slots = header.num_slots
-        self._num_places = listed.num_places
+        self._num_cells = listed.num_cells
         self._tag = directory.namespace_tag(self.arena_id, namespace)
         self._users = threading.Condition()
         self._num_users = 0
@@ -87,16 +87,16 @@ class MappedArena:
     def find(self, key: bytes) -> Record | None:
         """The directory's record for a key in this namespace, None if it is not listed. The record is a hint
         until ``read`` has succeeded. Takes a few microseconds."""
-        hashed, mask = directory.name_hash(key, self._tag), self._num_places - 1
+        hashed, mask = directory.name_hash(key, self._tag), self._num_cells - 1
         with self._use() as is_mapped:
             if not is_mapped:
                 return None
             for probe in range(hashed, hashed + directory.MAX_PROBES):
-                word = self._directory[FIRST_PLACE_WORD + (probe & mask)]
+                word = self._directory[FIRST_CELL_WORD + (probe & mask)]
                 if not word:
                     return None
-                if directory.place_matches(word, hashed):
-                    record = self._record(directory.place_slot(word))
+                if directory.cell_matches(word, hashed):
+                    record = self._record(directory.cell_slot(word))
                     if record is not None and record.key == key and record.tag == self._tag:
                         return record
         return None

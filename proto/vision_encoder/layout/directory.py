@@ -14,17 +14,17 @@ word   content
 2..3   arena_id
 4      instance, equal to the control page's
 5      num_slots
-6      num_places, a power of two
+6      num_cells, a power of two
 7      bytes of a record
 8      BLAKE2b (8 bytes) of words 0..7
 9..15  zero
-16...  places: a hash table with linear probing
+16...  cells: a hash table with linear probing
 then   one record per slot
 ====== ==========================================
 
 The hash of a key in a namespace is the first eight bytes of the key, exclusive-or the namespace's tag. A
-place is one aligned word: 0 if it is empty, else the upper 32 bits of the hash above the slot's index plus 1.
-The search starts at the place given by the low bits of the hash and covers at most MAX_PROBES places.
+cell is one aligned word: 0 if it is empty, else the upper 32 bits of the hash above the slot's index plus 1.
+The search starts at the cell given by the low bits of the hash and covers at most MAX_PROBES cells.
 
 A record starts with a sequence word, which is odd while the record is written, and ends with a CRC-32. Stores
 to a record may become visible in any order. A reader accepts a record if the sequence was even and equal
@@ -43,7 +43,7 @@ from vision_encoder.layout.control_page import WORD_BYTES, check, checksum
 
 MAGIC = int.from_bytes(b"VEDIRECT", "little")
 HEADER = struct.Struct("<QQ16sQQQQ")
-FIRST_PLACE_WORD = 16
+FIRST_CELL_WORD = 16
 MAX_PROBES = 64
 PLACES_PER_SLOT = 2
 # sequence; key, tag, generation, offset_bytes; rows_bytes, t, h, w, num_rows, width, dtype, deepstack levels;
@@ -76,45 +76,45 @@ class DirectoryHeader(NamedTuple):
     arena_id: bytes
     instance: int
     num_slots: int
-    num_places: int
+    num_cells: int
 
 
-def num_places(num_slots: int) -> int:
-    """The number of places: a power of two, so large that at most half of the places are used."""
+def num_cells(num_slots: int) -> int:
+    """The number of cells: a power of two, so large that at most half of the cells are used."""
     return 1 << (PLACES_PER_SLOT * num_slots - 1).bit_length()
 
 
 def directory_bytes(num_slots: int) -> int:
     """The size of a directory in bytes."""
-    return (FIRST_PLACE_WORD + num_places(num_slots)) * WORD_BYTES + num_slots * RECORD.size
+    return (FIRST_CELL_WORD + num_cells(num_slots)) * WORD_BYTES + num_slots * RECORD.size
 
 
 def record_offset(num_slots: int, slot_index: int) -> int:
     """The byte offset of a slot's record; a multiple of 8."""
-    return (FIRST_PLACE_WORD + num_places(num_slots)) * WORD_BYTES + slot_index * RECORD.size
+    return (FIRST_CELL_WORD + num_cells(num_slots)) * WORD_BYTES + slot_index * RECORD.size
 
 
 def pack_header(arena_id: bytes, instance: int, num_slots: int) -> bytes:
     """Words 0 to 8 of a directory."""
     packed = HEADER.pack(
-        MAGIC, LAYOUT_VERSION, arena_id, instance, num_slots, num_places(num_slots), RECORD.size
+        MAGIC, LAYOUT_VERSION, arena_id, instance, num_slots, num_cells(num_slots), RECORD.size
     )
     return packed + checksum(packed).to_bytes(WORD_BYTES, "little")
 
 
 def read_header(directory: bytes | memoryview, size_bytes: int) -> DirectoryHeader:
     """Reads the header of a directory of ``size_bytes``. Raises LayoutError."""
-    check("directory's header fits its bytes", size_bytes >= FIRST_PLACE_WORD * WORD_BYTES, True)
+    check("directory's header fits its bytes", size_bytes >= FIRST_CELL_WORD * WORD_BYTES, True)
     packed = bytes(directory[: HEADER.size])
-    magic, version, arena_id, instance, num_slots, places, record_bytes = HEADER.unpack(packed)
+    magic, version, arena_id, instance, num_slots, cells, record_bytes = HEADER.unpack(packed)
     stored = int.from_bytes(directory[HEADER.size : HEADER.size + WORD_BYTES], "little")
     check("directory's magic number", magic, MAGIC)
     check("directory's layout version", version, LAYOUT_VERSION)
     check("directory's checksum", stored, checksum(packed))
     check("directory's record size", record_bytes, RECORD.size)
-    check("directory's number of places", places, num_places(num_slots))
+    check("directory's number of cells", cells, num_cells(num_slots))
     check("directory's size in bytes", size_bytes, directory_bytes(num_slots))
-    return DirectoryHeader(arena_id, instance, num_slots, places)
+    return DirectoryHeader(arena_id, instance, num_slots, cells)
 
 
 def namespace_tag(arena_id: bytes, namespace: str) -> int:
@@ -123,22 +123,22 @@ def namespace_tag(arena_id: bytes, namespace: str) -> int:
 
 
 def name_hash(key: bytes, tag: int) -> int:
-    """The 64-bit hash. Its low bits select the first place; its upper 32 bits are stored in the place."""
+    """The 64-bit hash. Its low bits select the first cell; its upper 32 bits are stored in the cell."""
     return int.from_bytes(key[:8], "little") ^ tag
 
 
-def pack_place(hashed: int, slot_index: int) -> int:
-    """The word of a used place."""
+def pack_cell(hashed: int, slot_index: int) -> int:
+    """The word of a used cell."""
     return (hashed >> 32) << 32 | slot_index + 1
 
 
-def place_slot(word: int) -> int:
-    """The slot index in the word of a used place."""
+def cell_slot(word: int) -> int:
+    """The slot index in the word of a used cell."""
     return (word & _LOW) - 1
 
 
-def place_matches(word: int, hashed: int) -> bool:
-    """Whether the word of a used place may belong to this hash."""
+def cell_matches(word: int, hashed: int) -> bool:
+    """Whether the word of a used cell may belong to this hash."""
     return word >> 32 == hashed >> 32
 
 

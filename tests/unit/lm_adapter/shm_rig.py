@@ -55,7 +55,7 @@ class Arena:
         ]
         self.data, self._page, self._directory = (mmap.mmap(fd, 0) for fd in self.fds)
         self.words = memoryview(self._page).cast("Q")
-        self._places = memoryview(self._directory).cast("Q")
+        self._cells = memoryview(self._directory).cast("Q")
         self.data[: len(PROBE)] = PROBE
         self.probe = control_page.Probe(0, len(PROBE), hashlib.sha256(PROBE).digest())
         header = control_page.pack_header(
@@ -127,19 +127,19 @@ class Arena:
         start = directory.record_offset(self.num_slots, slot)
         self._directory[start : start + directory.RECORD.size] = directory.pack_record(record, 2)
         self._listed[slot] = directory.name_hash(result.key, tag)
-        self._write_places()
+        self._write_cells()
 
-    def _write_places(self) -> None:
+    def _write_cells(self) -> None:
         """The table anew: a reader that misses an entry meanwhile asks for its rows."""
-        num_places = directory.num_places(self.num_slots)
-        words = [0] * num_places
+        num_cells = directory.num_cells(self.num_slots)
+        words = [0] * num_cells
         for slot, hashed in self._listed.items():
-            place = hashed
-            while words[place % num_places]:
-                place += 1
-            words[place % num_places] = directory.pack_place(hashed, slot)
-        for place, word in enumerate(words):
-            self._places[directory.FIRST_PLACE_WORD + place] = word
+            cell = hashed
+            while words[cell % num_cells]:
+                cell += 1
+            words[cell % num_cells] = directory.pack_cell(hashed, slot)
+        for cell, word in enumerate(words):
+            self._cells[directory.FIRST_CELL_WORD + cell] = word
 
     def geometry(self) -> broker_pb2.ArenaGeometry:
         return broker_pb2.ArenaGeometry(

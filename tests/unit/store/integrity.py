@@ -13,12 +13,12 @@ from encoder_service.store.embedding_store import EmbeddingStore
 from encoder_service.store.tier import Tier
 from vision_encoder.layout.control_page import WORD_BYTES
 from vision_encoder.layout.directory import (
-    FIRST_PLACE_WORD,
+    FIRST_CELL_WORD,
     MAX_PROBES,
     RECORD,
+    cell_matches,
+    cell_slot,
     name_hash,
-    place_matches,
-    place_slot,
     read_record,
     record_offset,
 )
@@ -51,19 +51,19 @@ def check_allocator(allocator: RangeAllocator) -> None:
 def check_directory(directory: Directory, generation_of: Callable[[int], int]) -> None:
     """Places and records agree, every name can be found, and every record has its slot's generation."""
     words, listed = directory._words, directory._listed
-    places = np.frombuffer(words, np.uint64, directory.num_places, FIRST_PLACE_WORD * WORD_BYTES)
-    mask = directory.num_places - 1
-    taken = np.flatnonzero(places).tolist()
+    cells = np.frombuffer(words, np.uint64, directory.num_cells, FIRST_CELL_WORD * WORD_BYTES)
+    mask = directory.num_cells - 1
+    taken = np.flatnonzero(cells).tolist()
     assert len(taken) == len(listed) == len(directory._slots)
-    for place in taken:
-        word = int(places[place])
-        record = listed.get(place_slot(word))
-        assert record is not None, f"place {place} leads to a slot that is not listed"
+    for cell in taken:
+        word = int(cells[cell])
+        record = listed.get(cell_slot(word))
+        assert record is not None, f"cell {cell} leads to a slot that is not listed"
         hashed = name_hash(record.key, record.tag)
-        assert place_matches(word, hashed)
-        steps = (place - hashed) & mask
-        assert steps < MAX_PROBES, f"a name is {steps} places behind the start of its search"
-        assert all(places[(hashed + step) & mask] for step in range(steps)), "a search ends early"
+        assert cell_matches(word, hashed)
+        steps = (cell - hashed) & mask
+        assert steps < MAX_PROBES, f"a name is {steps} cells behind the start of its search"
+        assert all(cells[(hashed + step) & mask] for step in range(steps)), "a search ends early"
     for slot_index, record in listed.items():
         assert directory._slots[record.tag, record.key] == slot_index == record.slot_index
         assert record.generation == generation_of(slot_index)

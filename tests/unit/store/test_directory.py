@@ -95,20 +95,20 @@ def test_p17_a_search_is_bounded_and_what_is_too_far_is_not_listed() -> None:
         assert table.directory.num_unlisted == 40
         assert [table.find(key) is not None for key in keys] == listed
         table.directory.remove(0)
-        assert table.put(0, keys[-1], 1), "there is a place again"
+        assert table.put(0, keys[-1], 1), "there is a cell again"
 
 
 def test_a_full_table_wraps_around_at_its_end(chance: random.Random) -> None:
-    """Names whose search starts in the last places, some of which come to lie in the first."""
+    """Names whose search starts in the last cells, some of which come to lie in the first."""
     with Table(32) as table:
         directory, keys = table.directory, list[bytes]()
         while len(keys) < 32:
             key = chance.randbytes(32)
-            if layout.name_hash(key, TAG) % directory.num_places >= directory.num_places - 4:
+            if layout.name_hash(key, TAG) % directory.num_cells >= directory.num_cells - 4:
                 keys.append(key)
         for number, key in enumerate(keys):
             assert table.put(number, key, number)
-        assert any(directory._words[layout.FIRST_PLACE_WORD + place] for place in range(16))
+        assert any(directory._words[layout.FIRST_CELL_WORD + cell] for cell in range(16))
         for slot_index in chance.sample(range(32), 32):
             check_directory(directory, lambda number: 2 * number + 1)
             directory.remove(slot_index)
@@ -175,10 +175,10 @@ def test_a_record_with_a_right_sum_of_another_slot_or_name_is_not_taken(table: T
         directory._file.mapping[start : start + RECORD.size] = bytes(changed)
         assert table.reader.find("", key) is None
     directory._file.mapping[start : start + RECORD.size] = bytes(whole)
-    word = layout.FIRST_PLACE_WORD + directory._place_of(record_of(4, key, 17))
-    place_word, directory._words[word] = directory._words[word], directory._words[word] | 0xFFFF_FFFF
+    word = layout.FIRST_CELL_WORD + directory._cell_of(record_of(4, key, 17))
+    cell_word, directory._words[word] = directory._words[word], directory._words[word] | 0xFFFF_FFFF
     assert table.find(key) is None, "a slot that the directory does not have"
-    directory._words[word] = place_word
+    directory._words[word] = cell_word
     assert table.find(key) is not None
 
 
