@@ -110,6 +110,7 @@ DISTRIBUTION_OF = {
     "grpc": "grpcio",
     "grpc_health": "grpcio-health-checking",
     "grpc_reflection": "grpcio-reflection",
+    "mooncake": "mooncake-transfer-engine-non-cuda",
     "prometheus_client": "prometheus-client",
     "opentelemetry": "opentelemetry-api",
     "pydantic": "pydantic-settings",
