@@ -460,3 +460,16 @@ def test_encoders_with_a_broker_stand_on_the_nodes_of_readers() -> None:
     (rule,) = pod["affinity"]["podAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
     labels = READER["spec"]["template"]["metadata"]["labels"]
     assert rule["labelSelector"]["matchLabels"].items() <= labels.items()
+
+
+def test_p45_kernel_choices_are_on_the_claim(monkeypatch: pytest.MonkeyPatch) -> None:
+    claim: Object = {"choicesClaim": "choices"}
+    objects = render(claim)
+    validate(objects)
+    folder = settings_of(objects, monkeypatch).choices_dir
+    assert folder in {one["mountPath"] for one in container_of(objects)["volumeMounts"]}
+    volumes = pod_of(objects)["volumes"]
+    (named_claim,) = [one["persistentVolumeClaim"] for one in volumes if one["name"] == "choices"]
+    assert named_claim == {"claimName": "choices"}
+    with pytest.raises(RenderingFailed, match="choicesClaim"):
+        render(claim, {"settings": {"VE_CHOICES_DIR": "/elsewhere"}})

@@ -101,6 +101,9 @@ switch, or that the pod sets by itself, fails the rendering. */}}
 {{- fail "settings.VE_BROKER_PATH is given, broker.enabled makes it from the pod's name" }}
 {{- end }}
 {{- end }}
+{{- if .Values.choicesClaim }}
+{{- $_ := set $fixed "VE_CHOICES_DIR" (list "choicesClaim" "/var/cache/vision-encoder") }}
+{{- end }}
 {{- if .Values.sglang.enabled }}
 {{- if not .Values.networkPolicy.enabled }}
 {{- fail "sglang.enabled needs networkPolicy.enabled: the protocol has no tokens" }}
