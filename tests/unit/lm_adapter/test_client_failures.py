@@ -36,6 +36,7 @@ from lm_adapter.testing import FakeEncoder, Fault, fake_model
 from lm_adapter.types import Limits
 from tests.unit.lm_adapter.client_drivers import Driver, SyncDriver
 from tests.unit.lm_adapter.test_client import assert_rows_of, digest_of, image
+from tests.waiting import wait_until
 from vision_encoder.v1 import encoder_pb2 as pb
 
 ROOT = Path(__file__).parents[3]
@@ -112,13 +113,6 @@ def once_it_hangs(fake: FakeEncoder, action: Callable[[], object]) -> threading.
     thread = threading.Thread(target=wait, daemon=True)
     thread.start()
     return thread
-
-
-def wait_until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "the condition did not come true"
-        time.sleep(0.01)
 
 
 def test_every_fault_has_its_place() -> None:

@@ -32,6 +32,7 @@ from tests.unit.lm_adapter import shm_rig
 from tests.unit.lm_adapter.client_drivers import DRIVERS, Driver
 from tests.unit.lm_adapter.shm_rig import NAMESPACE, Encoder
 from tests.unit.lm_adapter.test_client import assert_rows_of, digest_of, image
+from tests.waiting import wait_until
 from vision_encoder.layout import LAYOUT_VERSION, control_page
 from vision_encoder.v1 import broker_pb2
 from vision_encoder.v1 import encoder_pb2 as pb
@@ -64,13 +65,6 @@ def attached(open_client: Open, **settings: Any) -> Driver:
     transport = client.call("wait_transport", 10.0)
     assert transport.name == "host", transport.reason
     return client
-
-
-def wait_until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "the condition did not come true"
-        time.sleep(0.01)
 
 
 def touches(encoder: Encoder) -> tuple[list[tuple[bytes, int]], int]:
