@@ -15,7 +15,7 @@ import types
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import grpc
 import httpx
@@ -31,6 +31,19 @@ from lm_adapter import CacheTier, ImageItem, VisionEncoderClient
 from tests.integration.conftest import RunningService, running
 from tests.integration.held import wait_until_free
 from tests.integration.images import photo
+from tests.integration.tokenspeed import (
+    FAILED,
+    GRID,
+    NUM_ROWS,
+    PATCH_DIM,
+    SUCCESS,
+    Rank,
+    encode,
+    image,
+    new_room,
+    random_pixels,
+    tensor,
+)
 from tests.parity.tower_cases import run_tower
 from tests.waiting import PATIENCE_S, wait_until
 from vision_encoder.tokenspeed import common_pb2 as common
@@ -40,10 +53,6 @@ from vision_encoder.tokenspeed import tokenspeed_scheduler_pb2 as scheduler
 pytestmark = pytest.mark.without_device
 
 SHORT_S = 2.0
-PATCH_DIM = 3 * 2 * 16 * 16
-GRID = Grid(1, 8, 12)
-NUM_ROWS = 24
-SUCCESS, FAILED = b"5", b"0"
 FOREIGN = "192.0.2.1"
 
 
@@ -81,46 +90,12 @@ class Engine:
         return 0
 
 
-def image(pixels: torch.Tensor, grid: Grid = GRID, **fields: Any) -> scheduler.MultimodalItem:
-    """An item as SMG 1.13 sends it for Qwen, its pixels inline."""
-    found = scheduler.MultimodalItem(
-        modality=common.IMAGE,
-        content_hash=secrets.token_bytes(32),
-        placeholders=[scheduler.PlaceholderRange(offset=5, length=grid.num_patches // 4)],
-    )
-    found.encoder_input.CopyFrom(tensor(pixels))
-    found.model_specific_tensors["image_grid_thw"].CopyFrom(tensor(torch.tensor([list(grid)])))
-    for name, value in fields.items():
-        if isinstance(value, list):
-            del getattr(found, name)[:]
-            getattr(found, name).extend(value)
-        else:
-            setattr(found, name, value)
-    return found
-
-
-def tensor(values: torch.Tensor) -> scheduler.TensorData:
-    data = values.reshape(-1).view(torch.uint8).numpy().tobytes()
-    return scheduler.TensorData(
-        shape=values.shape, dtype=str(values.dtype).removeprefix("torch."), inline=data
-    )
-
-
-def random_pixels(num_patches: int = GRID.num_patches) -> torch.Tensor:
-    return torch.randn(num_patches, PATCH_DIM) * 0.5
-
-
 class Served:
     """A service as an encode worker, with a gateway's calls."""
 
     def __init__(self, service: RunningService, channel: grpc.Channel) -> None:
         self.service = service
         self.bootstrap = f"http://{service.service.tokenspeed_bootstrap}/route"
-        self._encode = channel.unary_unary(
-            "/tokenspeed.grpc.encoder.TokenSpeedEncoder/Encode",
-            encoder.EncodeRequest.SerializeToString,
-            encoder.EncodeResponse.FromString,
-        )
         self.channel = channel
 
     def encode(self, item: scheduler.MultimodalItem, room: int) -> None:
@@ -128,13 +103,7 @@ class Served:
         assert self.send([item], [room]).accepted
 
     def send(self, items: Sequence[scheduler.MultimodalItem], rooms: Sequence[int]) -> encoder.EncodeResponse:
-        request = encoder.EncodeRequest(
-            request_id="request",
-            mm_inputs=scheduler.MultimodalInputs(items=items),
-            items=[encoder.EncodeItemAssignment(bootstrap_room=room) for room in rooms],
-        )
-        answer: encoder.EncodeResponse = self._encode(request, timeout=PATIENCE_S)
-        return answer
+        return encode(self.channel, items, rooms)
 
     def refusal(self, item: scheduler.MultimodalItem, room: int) -> tuple[str, str]:
         with pytest.raises(grpc.RpcError) as found:
@@ -159,76 +128,6 @@ class Served:
         assert server._mooncake is not None
         figures = (len(server._rooms), server._rooms.unread.num_bytes, server._admission.num_bytes)
         return not any((*figures, server._mooncake.held_bytes))
-
-
-class Rank:
-    """A prefill rank: memory for rows, and TokenSpeed's messages."""
-
-    def __init__(self, served: Served, *, num_rows: int = NUM_ROWS, width: int = 64, levels: int = 2) -> None:
-        self.main = torch.full((num_rows, width), -1.0)
-        self.deepstack = torch.full((num_rows, width * levels), -1.0)
-        self.session = f"127.0.0.1:{secrets.randbelow(60000) + 1024}"
-        self._context = zmq.Context()
-        self._statuses = self._context.socket(zmq.PULL)
-        self.port = self._statuses.bind_to_random_port("tcp://127.0.0.1")
-        params = {"engine_rank": -1, "target_dp_group": -1}
-        sizes = httpx.get(served.bootstrap, params=params).json()
-        assert sizes == {"prefill_tp_size": 1, "prefill_dp_size": 1, "prefill_pp_size": 1}
-        found = httpx.get(served.bootstrap, params={"engine_rank": 0, "target_dp_group": 0}).json()
-        self._control = self._context.socket(zmq.PUSH)
-        self._control.connect(f"tcp://{found['rank_ip']}:{found['rank_port']}")
-        self.send([b"None", b"127.0.0.1", str(self.port).encode(), self.session.encode(), bytes(8), bytes(8)])
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._context.destroy(linger=0)
-
-    def send(self, parts: Sequence[bytes]) -> None:
-        self._control.send_multipart(list(parts))
-
-    def parts(self, room: int, /, **changed: object) -> list[bytes]:
-        fields: dict[str, object] = {
-            "room": room,
-            "endpoint": "127.0.0.1",
-            "port": self.port,
-            "session": self.session,
-            "main": self.main.data_ptr().to_bytes(8, "little"),
-            "deepstack": self.deepstack.data_ptr().to_bytes(8, "little"),
-            "num_rows": len(self.main),
-            "hidden": self.main.shape[1],
-            "dtype": str(self.main.dtype),
-            "has_deepstack": int(self.deepstack.shape[1] > 0),
-            "need": 1,
-            "row_start": 0,
-            "span": len(self.main),
-        }
-        assert changed.keys() <= fields.keys()
-        return [
-            value if isinstance(value, bytes) else str(value).encode()
-            for value in (fields | changed).values()
-        ]
-
-    def want(self, room: int, /, **changed: object) -> None:
-        self.send(self.parts(room, **changed))
-
-    def status(self) -> tuple[int, bytes]:
-        assert self._statuses.poll(PATIENCE_S * 1e3), "no status came"
-        room, status, rank = self._statuses.recv_multipart()
-        assert rank == b"0"
-        return int(room), status
-
-    def is_quiet(self) -> bool:
-        return not self._statuses.poll(0)
-
-    @property
-    def rows(self) -> torch.Tensor:
-        return torch.cat([self.main, self.deepstack], 1)
-
-
-def new_room() -> int:
-    return secrets.randbits(63)
 
 
 @contextlib.contextmanager
@@ -328,7 +227,7 @@ def test_rows_are_the_towers_in_either_order(
     served: Served, tower: Any, is_early: bool, dtype: torch.dtype
 ) -> None:
     pixels, room = random_pixels().to(dtype), new_room()
-    with Rank(served) as rank:
+    with Rank(served.bootstrap) as rank:
         if is_early:
             rank.want(room)
             wait_until(lambda: served.metric("ve_tokenspeed_rooms") == 1)
@@ -341,7 +240,7 @@ def test_rows_are_the_towers_in_either_order(
 
 def test_a_rank_gets_rows_in_its_own_dtype(served: Served, tower: Any) -> None:
     pixels, room = random_pixels(), new_room()
-    with Rank(served) as rank:
+    with Rank(served.bootstrap) as rank:
         rank.main, rank.deepstack = rank.main.bfloat16(), rank.deepstack.bfloat16()
         served.encode(image(pixels), room)
         rank.want(room, dtype="bfloat16")  # also without "torch."
@@ -353,7 +252,7 @@ def test_ranks_of_a_group_get_their_spans(served: Served, tower: Any) -> None:
     pixels, room = random_pixels(), new_room()
     spans = ((0, 10), (10, 14), (24, 0))
     with contextlib.ExitStack() as stack:
-        ranks = [stack.enter_context(Rank(served, num_rows=count)) for _, count in spans]
+        ranks = [stack.enter_context(Rank(served.bootstrap, num_rows=count)) for _, count in spans]
         for rank, (start, _) in zip(ranks[:2], spans, strict=False):
             rank.want(room, need=3, row_start=start, span=NUM_ROWS)
         served.encode(image(pixels), room)
@@ -370,7 +269,7 @@ def test_p19_pixels_in_shared_memory(served: Served, tower: Any, patched: Path) 
     item.encoder_input.shm.CopyFrom(
         common.ShmHandle(name=name, offset=32, nbytes=pixels.nbytes, owner_id="smg:1")
     )
-    with Rank(served) as rank:
+    with Rank(served.bootstrap) as rank:
         served.encode(item, room)
         assert (patched / name).exists(), "its owner unlinks it"
         (patched / name).unlink()  # as the gateway does once it has its answer
@@ -391,7 +290,7 @@ def test_p13_p15_equal_items_are_encoded_once_by_the_gateways_digest(served: Ser
     other = image(random_pixels(), content_hash=first.content_hash)
     rooms = [new_room() for _ in range(10)]
     misses = served.metric('ve_stage_seconds_count{stage="tower"}')
-    with Rank(served) as rank, ThreadPoolExecutor(8) as pool:
+    with Rank(served.bootstrap) as rank, ThreadPoolExecutor(8) as pool:
         assert served.send([first, first], rooms[:2]).accepted
         list(pool.map(lambda room: served.encode(other, room), rooms[2:]))
         for room in rooms:
@@ -406,7 +305,10 @@ def test_p13_p15_equal_items_are_encoded_once_by_the_gateways_digest(served: Ser
 def test_p41_a_gateways_rows_are_not_those_of_a_file_with_its_digest(served: Served) -> None:
     item, room = image(random_pixels()), new_room()
     file = ImageItem(photo(), digest=item.content_hash)
-    with Rank(served) as rank, VisionEncoderClient(served.service.target, namespace="tokenspeed") as client:
+    with (
+        Rank(served.bootstrap) as rank,
+        VisionEncoderClient(served.service.target, namespace="tokenspeed") as client,
+    ):
         served.encode(item, room)
         rank.want(room)
         assert rank.status() == (room, SUCCESS)
@@ -427,7 +329,7 @@ def test_p33_a_wrong_item_is_refused_and_its_rank_told(
     served: Served, changed: dict[str, Any], code: str, text: str
 ) -> None:
     room = new_room()
-    with Rank(served) as rank:
+    with Rank(served.bootstrap) as rank:
         status, details = served.refusal(image(random_pixels(), **changed), room)
         assert status == code
         assert re.search(text, details)
@@ -466,7 +368,7 @@ def test_p33_wrong_tensors_are_refused_and_ranks_told(served: Served) -> None:
         ),
         (lambda item: item.encoder_input.CopyFrom(tensor(nan)), "NaN"),
     )
-    with Rank(served) as rank:
+    with Rank(served.bootstrap) as rank:
         for change, text in cases:
             room = new_room()
             rank.want(room)
@@ -478,7 +380,7 @@ def test_p33_wrong_tensors_are_refused_and_ranks_told(served: Served) -> None:
 
 def test_items_and_rooms_go_in_pairs(served: Served) -> None:
     room = new_room()
-    with Rank(served) as rank:
+    with Rank(served.bootstrap) as rank:
         rank.want(room)
         for items in ([], [image(random_pixels())] * 2):
             with pytest.raises(grpc.RpcError) as found:
@@ -489,7 +391,7 @@ def test_items_and_rooms_go_in_pairs(served: Served) -> None:
 
 def test_a_room_has_one_item(served: Served, tower: Any) -> None:
     pixels, room = random_pixels(), new_room()
-    with Rank(served) as rank:
+    with Rank(served.bootstrap) as rank:
         served.encode(image(pixels), room)
         assert "already has an item" in served.refusal(image(random_pixels()), room)[1]
         rank.want(room)
@@ -516,7 +418,7 @@ def test_p22_memory_for_other_rows_is_not_written_to(
 ) -> None:
     room = new_room()
     failures = served.metric('ve_item_failures_total{reason="TRANSPORT_UNAVAILABLE"}')
-    with Rank(served) as rank:
+    with Rank(served.bootstrap) as rank:
         served.encode(image(random_pixels()), room)
         rank.want(room, **changed)
         assert rank.status() == (room, FAILED)
@@ -528,7 +430,7 @@ def test_p22_memory_for_other_rows_is_not_written_to(
 def test_p33_broken_messages_are_counted_and_harm_nobody(served: Served, tower: Any) -> None:
     pixels, room = random_pixels(), new_room()
     before = served.metric("ve_tokenspeed_refused_messages_total")
-    with Rank(served) as rank:
+    with Rank(served.bootstrap) as rank:
         good = rank.parts(room)
         broken: list[list[bytes]] = [good[:count] for count in (1, 2, 6, 12)]
         for name, values in {
@@ -558,7 +460,7 @@ def test_p33_broken_messages_are_counted_and_harm_nobody(served: Served, tower: 
 
 def test_a_message_with_a_long_part_ends_its_connection_alone(served: Served) -> None:
     room = new_room()
-    with Rank(served) as rank, Rank(served) as other:
+    with Rank(served.bootstrap) as rank, Rank(served.bootstrap) as other:
         other.want(room, session=b"1" * 100_000)
         served.encode(image(random_pixels()), room)
         rank.want(room)
@@ -569,7 +471,7 @@ def test_a_message_with_a_long_part_ends_its_connection_alone(served: Served) ->
 def test_p46_rows_do_not_go_to_a_host_that_a_message_names(served: Served, field: str) -> None:
     room = new_room()
     before = served.metric('ve_tokenspeed_refused_messages_total{reason="PERMISSION_DENIED"}')
-    with Rank(served) as rank:
+    with Rank(served.bootstrap) as rank:
         served.encode(image(random_pixels()), room)
         rank.want(room, **{field: FOREIGN if field == "endpoint" else f"{FOREIGN}:5000"})
         wait_until(
@@ -589,7 +491,7 @@ def test_p46_a_network_of_the_list_may_receive(
     room = new_room()
     with (
         serving(checkpoints["qwen3_5"], device, tokenspeed_receivers=("192.0.2.0/24",)) as served,
-        Rank(served, levels=0) as rank,
+        Rank(served.bootstrap, levels=0) as rank,
     ):
         served.encode(image(random_pixels()), room)
         rank.want(room, session=f"{FOREIGN}:5000")
@@ -609,7 +511,7 @@ def test_a_room_whose_rank_never_comes_ends_and_gives_its_rows_back(served: Serv
     assert server._rooms.unread.num_bytes == NUM_ROWS * 192 * 4
     wait_until(served.is_free)
     assert served.metric('ve_item_failures_total{reason="DEADLINE_EXCEEDED"}')
-    with Rank(served) as late:
+    with Rank(served.bootstrap) as late:
         late.want(room)
         assert late.status() == (room, FAILED)
 
@@ -620,7 +522,7 @@ def test_p46_rows_that_nobody_fetches_refuse_further_items_of_gateways_alone(
     server, rooms = served.service.service._tokenspeed, [new_room(), new_room()]
     assert server is not None
     monkeypatch.setattr(server._rooms.unread, "max_bytes", 1)
-    with Rank(served) as rank, VisionEncoderClient(served.service.target) as client:
+    with Rank(served.bootstrap) as rank, VisionEncoderClient(served.service.target) as client:
         served.encode(image(random_pixels()), rooms[0])
         code, details = served.refusal(image(random_pixels()), rooms[1])
         assert code == "RESOURCE_EXHAUSTED"
@@ -634,7 +536,7 @@ def test_p46_rows_that_nobody_fetches_refuse_further_items_of_gateways_alone(
 @pytest.mark.usefixtures("short_waits")
 def test_a_group_without_one_of_its_ranks_fails_as_a_whole(served: Served) -> None:
     room = new_room()
-    with Rank(served) as rank:
+    with Rank(served.bootstrap) as rank:
         served.encode(image(random_pixels()), room)
         rank.want(room, need=2)
         assert rank.status() == (room, FAILED)
@@ -644,14 +546,14 @@ def test_a_group_without_one_of_its_ranks_fails_as_a_whole(served: Served) -> No
 @pytest.mark.usefixtures("short_waits")
 def test_a_rank_whose_item_never_comes_is_told(served: Served) -> None:
     room = new_room()
-    with Rank(served) as rank:
+    with Rank(served.bootstrap) as rank:
         rank.want(room)
         assert rank.status() == (room, FAILED)
 
 
 def test_a_refused_write_fails_its_item_alone(served: Served, tower: Any) -> None:
     pixels, rooms = random_pixels(), [new_room(), new_room()]
-    with Rank(served) as dead, Rank(served) as alive:
+    with Rank(served.bootstrap) as dead, Rank(served.bootstrap) as alive:
         Engine.refused.add(dead.session)
         for room in rooms:
             served.encode(image(pixels), room)
@@ -666,7 +568,7 @@ def test_a_refused_write_fails_its_item_alone(served: Served, tower: Any) -> Non
 @pytest.mark.usefixtures("short_waits")
 def test_a_write_that_stands_still_ends_the_room_and_keeps_its_memory(served: Served) -> None:
     room = new_room()
-    with Rank(served) as rank:
+    with Rank(served.bootstrap) as rank:
         Engine.gate.clear()
         served.encode(image(random_pixels()), room)
         rank.want(room)
@@ -679,7 +581,7 @@ def test_a_write_that_stands_still_ends_the_room_and_keeps_its_memory(served: Se
 
 def test_a_rank_that_takes_no_status_costs_nobody(served: Served) -> None:
     rooms = [new_room(), new_room()]
-    with Rank(served) as rank:
+    with Rank(served.bootstrap) as rank:
         for room in rooms:
             served.encode(image(random_pixels()), room)
         rank.want(rooms[0], port=1)
@@ -694,7 +596,7 @@ def test_p25_more_rows_at_once_than_the_buffer_holds(served: Served, tower: Any)
     items = [image(each) for each in pixels]
     rooms = {new_room(): index % 4 for index in range(64)}
     memory = {room: torch.full((2, NUM_ROWS * 128), -1.0) for room in rooms}
-    with Rank(served) as rank, ThreadPoolExecutor(16) as pool:
+    with Rank(served.bootstrap) as rank, ThreadPoolExecutor(16) as pool:
         calls = [pool.submit(served.encode, items[index], room) for room, index in rooms.items()]
         for room, (main, deepstack) in memory.items():
             addresses = (each.data_ptr().to_bytes(8, "little") for each in (main, deepstack))
@@ -713,7 +615,7 @@ def test_rows_above_the_buffer_fail_with_both_numbers(
     grid, room = Grid(1, 64, 96), new_room()
     with (
         serving(checkpoints["qwen3_vl"], device, tokenspeed_send_bytes=1 << 20) as served,
-        Rank(served, num_rows=1536) as rank,
+        Rank(served.bootstrap, num_rows=1536) as rank,
     ):
         served.encode(image(random_pixels(grid.num_patches), grid), room)
         rank.want(room)
@@ -726,7 +628,7 @@ def test_p37_a_stop_waits_for_ranks_and_tells_those_that_are_left(
     rooms = [new_room(), new_room()]
     with contextlib.ExitStack() as stack:
         with serving(checkpoints["qwen3_vl"], device, drain_grace_s=1) as served:
-            rank = stack.enter_context(Rank(served))
+            rank = stack.enter_context(Rank(served.bootstrap))
             rank.want(rooms[1], need=2)
             served.encode(image(random_pixels()), rooms[0])
             rank.want(rooms[0])
@@ -741,7 +643,7 @@ def test_p46_what_is_registered_for_rdma_is_a_send_buffer(
     pixels, room = random_pixels(), new_room()
     with (
         serving(checkpoints["qwen3_vl"], device, tokenspeed_rdma="mlx5_0") as served,
-        Rank(served) as rank,
+        Rank(served.bootstrap) as rank,
     ):
         server, store = served.service.service._tokenspeed, served.service.service.store
         assert server is not None

@@ -241,7 +241,11 @@ class Gateway:
         ]
         command[place : place + 3] = urls
         self._process = Process(
-            [*command[1:], "--host", "127.0.0.1", "--prometheus-port", str(free_port())],
+            [
+                *(*command[1:], "--host", "127.0.0.1", "--prometheus-port", str(free_port())),
+                # By default three; a worker on a loaded machine says nothing for longer.
+                *("--worker-wedge-secs", "60"),
+            ],
             self._log,
             ENVIRONMENT,
         )

@@ -31,7 +31,7 @@ from vision_encoder.tokenspeed import tokenspeed_scheduler_pb2 as scheduler
 
 PACKAGES = ("tokenspeed_kernel", "tokenspeed_triton")
 POOL_ROWS = 1 << 15
-WAIT_S = 25.0
+WAIT_S = 10.0
 
 
 class Anything:
@@ -191,6 +191,7 @@ class Worker:
         return scheduler.AbortResponse(success=True)
 
     def generate(self, request: scheduler.GenerateRequest, context: grpc.ServicerContext) -> Any:
+        context.send_initial_metadata(())  # the gateway waits three seconds for a sign of life
         if self._receiver is not None:
             for info in request.encode_bootstrap_info.items:
                 places = request.mm_inputs.items[info.item_index].placeholders

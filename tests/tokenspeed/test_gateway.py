@@ -8,11 +8,14 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import grpc
 import pytest
 import torch
 
 from encoder_service.towers import Tower, load_tower
 from tests.engines.pictures import clip
+from tests.engines.processes import free_port
+from tests.integration.tokenspeed import FAILED, Rank, encode, image, new_room, random_pixels
 from tests.tokenspeed.conftest import DTYPES, FAMILIES, WAYS
 from tests.tokenspeed.processes import SHM, Gateway, PrefillWorker, jpeg
 from tests.waiting import wait_until
@@ -37,8 +40,7 @@ def leaves_nothing(gateways: dict[str, Gateway]) -> Iterator[None]:
         lambda: not [path.name for path in SHM.iterdir() if path.name.startswith("smg-")], "no segment"
     )
     encoders = [each for gateway in gateways.values() for each in gateway.encoders if each.is_running]
-    for line in ("ve_tokenspeed_rooms", "ve_tokenspeed_send_bytes"):
-        wait_until(lambda line=line: not sum(each.metric(line) for each in encoders), f"{line} 0")  # type: ignore[misc]
+    wait_until(lambda: not sum(each.metric("ve_tokenspeed_rooms") for each in encoders), "the rooms' end")
 
 
 def assert_rows(prefill: PrefillWorker, gateway: Gateway, tower: Tower, room: int) -> None:
@@ -90,8 +92,28 @@ def test_p25_64_requests_at_once(
     assert {gateway.sent[room].encoder for room in rooms} == {0, 1}
     for room in rooms:
         assert_rows(prefill, gateway, towers["qwen3_vl"], room)
+    wait_until(lambda: not sum(each.metric("ve_tokenspeed_send_bytes") for each in gateway.encoders))
     misses = sum(each.metric('ve_items_total{tier="miss"}') for each in gateway.encoders)
     assert misses <= len(before) + 2 * len(images)
+
+
+def test_a_prefill_worker_that_is_gone_fails_its_item_alone(
+    gateways: dict[str, Gateway], prefill: PrefillWorker, towers: dict[str, Tower]
+) -> None:
+    """Nothing listens at the address of its Mooncake engine any more."""
+    gateway = gateways["qwen3_5"]
+    encoder, room = gateway.encoders[0], new_room()
+    with (
+        grpc.insecure_channel(f"127.0.0.1:{encoder.port}") as channel,
+        Rank(f"http://127.0.0.1:{encoder.bootstrap_port}/route", levels=0) as rank,
+    ):
+        rank.want(room, session=f"127.0.0.1:{free_port()}")
+        encode(channel, [image(random_pixels())], [room])
+        assert rank.status() == (room, FAILED)
+    assert encoder.metric('ve_item_failures_total{reason="TRANSPORT_UNAVAILABLE"}') == 1
+    assert encoder.metric("ve_tokenspeed_send_bytes"), "a failed write may still read"
+    (other,) = gateway.rooms_of(jpeg(500))
+    assert_rows(prefill, gateway, towers["qwen3_5"], other)
 
 
 def test_an_encoder_is_killed_meanwhile(
