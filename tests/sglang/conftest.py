@@ -10,8 +10,12 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from tests.sglang.reference import Reference
 
 if importlib.util.find_spec("sglang") is None:
     collect_ignore_glob = ["test_*.py"]
@@ -19,7 +23,6 @@ else:
     from tests.engines.checkpoints import write_checkpoint
     from tests.engines.pictures import picture
     from tests.sglang.processes import Encoder
-    from tests.sglang.reference import Reference
 
 FAMILIES = ("qwen3_vl", "qwen3_5")
 
@@ -45,6 +48,10 @@ def checkpoint(family: str, checkpoints: dict[str, Path]) -> Path:
 
 @pytest.fixture(scope="session")
 def reference(checkpoint: Path) -> Reference:
+    # Not in the process that only starts the workers: sentencepiece, which transformers imports, ends it with
+    # a segmentation fault after the tests.
+    from tests.sglang.reference import Reference
+
     return Reference(checkpoint)
 
 
