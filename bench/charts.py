@@ -79,6 +79,8 @@ def draw(bench: str, result: dict[str, Any], path: Path) -> Path:
         raise NoChart("matplotlib is not installed") from error
     if bench not in DRAWERS:
         raise NoChart(f"{path.name}: no picture for {bench!r}, only for {', '.join(DRAWERS)}")
+    if not result["records"]:
+        raise NoChart(f"{path.name}: no records")
     font = {"font.size": 9, "axes.edgecolor": INK, "axes.titlesize": 10, "axes.titleweight": "bold"}
     with mpl.rc_context(font):
         figure = Figure(figsize=(15, 7), layout="constrained")
@@ -307,8 +309,6 @@ def draw_engines(figure: Any, result: dict[str, Any]) -> str:
 
 def draw_autoscaling(figure: Any, result: dict[str, Any]) -> str:
     """A day with the chart's policy at each start time, its flood in detail, and the other policies."""
-    if not result["records"]:
-        raise NoChart("no records")
     figure.set_size_inches(16, 10)
     left, right = figure.subfigures(1, 2, width_ratios=(1.35, 1))
     days = left.subplots(3, 1, height_ratios=(1.3, 1, 1))
