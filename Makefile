@@ -25,7 +25,7 @@ CHECKPOINT := build/checkpoints/qwen3_vl-small
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup test test-all test-engines test-engines-all test-sglang test-tokenspeed test-fleet test-gpu lint proto proto-check bench bench-transport bench-serve bench-fleet demo serve fleet clean
+.PHONY: help setup test test-all test-engines test-engines-all test-sglang test-sglang-all test-tokenspeed test-fleet test-gpu lint proto proto-check bench bench-transport bench-serve bench-fleet demo serve fleet clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -70,8 +70,13 @@ $(SGLANG_STAMP): pyproject.toml deploy/install_sglang.py deploy/install_engines.
 	@touch $@
 
 # An SGLang server of each worker: a start takes one core and two gigabytes.
-test-sglang: $(SGLANG_STAMP) ## Run SGLang on the CPU with image rows from the service
-	OMP_NUM_THREADS=1 $(SGLANG_VENV)/bin/python -m pytest -n 2 --dist loadfile -m "not extended" --durations=5 tests/sglang
+SGLANG_PYTEST := OMP_NUM_THREADS=1 $(SGLANG_VENV)/bin/python -m pytest -n 2 --dist loadfile --durations=5
+
+test-sglang: $(SGLANG_STAMP) ## Run SGLang on the CPU with image rows from the service (four minutes)
+	$(SGLANG_PYTEST) -m "not extended" tests/sglang
+
+test-sglang-all: $(SGLANG_STAMP) ## The same with Kimi-K2.5, rows received by SGLang's scheduler, and the bench
+	$(SGLANG_PYTEST) tests/sglang
 
 $(TOKENSPEED_STAMP): pyproject.toml deploy/install_tokenspeed.py deploy/install_engines.py deploy/install_torch.py
 	@test -x $(TOKENSPEED_VENV)/bin/python || $(PYTHON) -m venv $(TOKENSPEED_VENV)

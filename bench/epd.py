@@ -49,7 +49,7 @@ from tests.engines.checkpoints import write_checkpoint
 NUM_PICTURES, NUM_CLIPS = 8, 2
 """Number of different pictures or clips of a size. New ones are copies with another comment."""
 CLIP_FPS = 24
-TEXT_TOKENS = 256
+TEXT_TOKENS = 32
 LM_LAYERS = 36
 LM_INTERMEDIATE = 12288
 """Layers and intermediate size of a language model with about 8B parameters."""

@@ -16,7 +16,10 @@ FAMILY = "qwen3_vl"
 ONE = prompt(IMAGE, "What is in the picture?")
 TWO = prompt(IMAGE, "and", IMAGE, "Compare the two.")
 
-pytestmark = pytest.mark.parametrize("family", [FAMILY], indirect=True, scope="session")
+pytestmark = [
+    pytest.mark.extended,
+    pytest.mark.parametrize("family", [FAMILY], indirect=True, scope="session"),
+]
 
 
 @pytest.fixture(scope="module")
