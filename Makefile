@@ -25,7 +25,7 @@ CHECKPOINT := build/checkpoints/qwen3_vl-small
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup test test-all test-engines test-engines-all test-sglang test-sglang-all test-tokenspeed test-fleet test-gpu lint proto proto-check bench bench-transport bench-serve bench-fleet demo serve fleet clean
+.PHONY: help setup test test-all test-long test-engines test-engines-all test-sglang test-sglang-all test-tokenspeed test-fleet test-gpu lint proto proto-check bench bench-transport bench-serve bench-fleet demo serve fleet clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -49,6 +49,9 @@ test: $(STAMP) ## Run the tests that need no GPU, without the long ones (five mi
 
 test-all: $(STAMP) ## Run every test that needs no GPU: also storms, soaks, fuzzing and parity sweeps
 	$(PYTEST) -m "not gpu and not fleet" $(TESTS)
+
+test-long: $(STAMP) ## Run only the long ones of these
+	$(PYTEST) -m "extended and not gpu and not fleet" $(TESTS)
 
 $(ENGINES_STAMP): pyproject.toml deploy/install_engines.py deploy/install_torch.py
 	@test -x $(ENGINES_VENV)/bin/python || $(PYTHON) -m venv $(ENGINES_VENV)

@@ -57,7 +57,7 @@ def test_ci_calls_the_targets_and_returns_their_failure(tmp_path: Path) -> None:
     environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
     ended = subprocess.run([str(ROOT / ".ci" / "run")], env=environment, timeout=60, check=False)
     called = log.read_text().splitlines()
-    long = "test-all TESTS=tests/deploy tests/contract"
+    long = "test-long TESTS=tests/deploy tests/contract"
     assert called[-6:] == ["test-engines", "test-sglang", "test-tokenspeed", "test-fleet", long, "test"]
     environments = " ".join(f".venv-{name}/.setup-done" for name in ("engines", "sglang", "tokenspeed"))
     assert sorted(called[:-6]) == [f"-j2 {environments}", "lint", "setup"]
