@@ -4,6 +4,9 @@ Over RDMA the buffer is registered with Mooncake's engine. Whoever reaches the e
 registered, so it is this buffer and never the arena. Over TCP a sender's memory needs no registration, and
 nothing is registered.
 
+An engine's first write to a peer waits up to a minute for its answer, and all other writes of the engine wait
+with it. Over TCP each receiving host therefore has an engine of its own.
+
 A write that failed may go on reading for a while: its part of the buffer is used again after QUARANTINE_S.
 Used from one event loop; copies and writes run on threads of its own.
 
@@ -20,6 +23,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from typing import Any
 from weakref import WeakValueDictionary
 
 import structlog
@@ -38,7 +42,11 @@ METADATA = "P2PHANDSHAKE"
 LIMITS = {"MC_TRANSFER_TIMEOUT": "10", "MC_TCP_PROGRESS_TIMEOUT_SEC": "5", "MC_TCP_STATUS_TIMEOUT_SEC": "5"}
 QUARANTINE_S = 30.0
 # Writes at a time, in all and to one host; each blocks a thread.
-MAX_WRITES, MAX_WRITES_TO_HOST = 32, 8
+MAX_WRITES, MAX_WRITES_TO_HOST = 256, 8
+# Over TCP; an engine takes 2 threads and 5 file descriptors.
+MAX_ENGINES = 64
+# Over RDMA, for a peer's port to take a connection.
+PROBE_S = 2.0
 # One host's rows take at most this share of the buffer, so that a host that stands still leaves room.
 HOST_SHARE = 0.5
 
@@ -54,7 +62,7 @@ class StagedRows:
 
 
 class Mooncake:
-    """The engine and its buffer. Raises ConfigurationError where either is not possible."""
+    """Engines and their buffer. Raises ConfigurationError where either is not possible."""
 
     def __init__(self, settings: Settings, device: torch.device) -> None:
         """device: of the tower. Over RDMA the buffer is in its memory if Mooncake can register that."""
@@ -66,19 +74,20 @@ class Mooncake:
                 f"serve_tokenspeed needs Mooncake, which does not load: {error}; "
                 "pip install 'vision-encoder[tokenspeed]', and the system's libibverbs1"
             ) from None
-        rdma = settings.tokenspeed_rdma
+        self._new_engine: Callable[[], Any] = TransferEngine
+        self._rdma = settings.tokenspeed_rdma
         # Peers of a TCP write never call back.
-        host = settings.serve_tokenspeed.rpartition(":")[0].strip("[]") if rdma else LOOPBACK
-        self._engine = TransferEngine()
-        devices = rdma.replace("auto", "")
-        if self._engine.initialize(host, METADATA, "rdma" if rdma else "tcp", devices):
-            raise ConfigurationError(f"Mooncake does not start on {host}")
+        self._host = settings.serve_tokenspeed.rpartition(":")[0] if self._rdma else LOOPBACK
+        engine = self._start_engine()
         # Without a device Mooncake uses TCP, and what is registered is then open to all.
-        if rdma and not any(map(any, json.loads(self._engine.get_local_topology()).values())):
-            raise ConfigurationError(f"tokenspeed_rdma is {rdma!r}, and Mooncake finds no such device")
+        if self._rdma and not any(map(any, json.loads(engine.get_local_topology()).values())):
+            raise ConfigurationError(f"tokenspeed_rdma is {self._rdma!r}, and Mooncake finds no such device")
+        # By the host that it writes to, the last used at the end. The registered engine stays the only one.
+        self._engines = {LOOPBACK: engine}
+        self._max_engines = 1 if self._rdma else MAX_ENGINES
         self.size_bytes = settings.tokenspeed_send_bytes
         self._ranges = RangeAllocator(self.size_bytes)
-        self._buffer = self._registered(device) if rdma else self._host_memory(device)
+        self._buffer = self._registered(engine, device) if self._rdma else self._host_memory(device)
         self._stream = None
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -132,8 +141,15 @@ class Mooncake:
         host, loop = session.rpartition(":")[0], asyncio.get_running_loop()
         places = self._places.setdefault(host, asyncio.Semaphore(MAX_WRITES_TO_HOST))
         await places.acquire()
+        try:
+            if self._rdma:
+                await probe(session)
+            engine = self._engine_of(host)
+        except BaseException:
+            places.release()
+            raise
         writing: Future[int] = self._threads.submit(
-            self._engine.batch_transfer_sync_write,
+            engine.batch_transfer_sync_write,
             session,
             [source.data_ptr() for source in sources],
             list(addresses),
@@ -148,6 +164,30 @@ class Mooncake:
                 f"status {status}",
                 session=session,
             )
+
+    # -- engines ---------------------------------------------------------------------------------------
+
+    def _start_engine(self) -> Any:
+        """Raises ConfigurationError."""
+        engine = self._new_engine()
+        protocol, devices = "rdma" if self._rdma else "tcp", self._rdma.replace("auto", "")
+        if engine.initialize(self._host, METADATA, protocol, devices):
+            raise ConfigurationError(f"Mooncake does not start on {self._host}")
+        return engine
+
+    def _engine_of(self, host: str) -> Any:
+        """Raises TransportUnavailable."""
+        engine = self._engines.pop(host, None)
+        if engine is None and len(self._engines) < self._max_engines:
+            try:
+                engine = self._start_engine()
+            except ConfigurationError as error:
+                raise TransportUnavailable(error.message) from None
+        elif engine is None:
+            # Used again: the end of an engine stops the interpreter for a second.
+            engine = self._engines.pop(next(iter(self._engines)))
+        self._engines[host] = engine
+        return engine
 
     # -- the buffer ------------------------------------------------------------------------------------
 
@@ -200,16 +240,28 @@ class Mooncake:
     def _host_memory(self, device: torch.device) -> torch.Tensor:
         return torch.empty(self.size_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
 
-    def _registered(self, device: torch.device) -> torch.Tensor:
+    def _registered(self, engine: Any, device: torch.device) -> torch.Tensor:
         if device.type == "cuda":
             memory = torch.empty(self.size_bytes, dtype=torch.uint8, device=device)
-            if self._engine.register_memory(memory.data_ptr(), memory.nbytes) == 0:
+            if engine.register_memory(memory.data_ptr(), memory.nbytes) == 0:
                 return memory
             log.warning("Mooncake cannot register device memory: rows pass through host memory")
         memory = self._host_memory(device)
-        if self._engine.register_memory(memory.data_ptr(), memory.nbytes):
+        if engine.register_memory(memory.data_ptr(), memory.nbytes):
             raise ConfigurationError(f"Mooncake cannot register {memory.nbytes} bytes of host memory")
         return memory
+
+
+async def probe(session: str) -> None:
+    """Whether the host answers. Raises TransportUnavailable."""
+    host, _, port = session.rpartition(":")
+    try:
+        async with asyncio.timeout(PROBE_S):
+            _, writer = await asyncio.open_connection(host.strip("[]"), int(port))
+    except OSError as error:  # also a timeout
+        why = str(error) or f"no answer within {PROBE_S} s"
+        raise TransportUnavailable(f"Mooncake's engine at {session} does not answer: {why}") from None
+    writer.close()
 
 
 def on_loop(loop: asyncio.AbstractEventLoop, function: Callable[[], None]) -> Callable[[Future[int]], None]:

@@ -9,6 +9,7 @@ import contextlib
 import ctypes
 import re
 import secrets
+import socket
 import sys
 import threading
 import types
@@ -58,14 +59,19 @@ FOREIGN = "192.0.2.1"
 
 class Engine:
     """Mooncake's engine, for memory of this process. refused: sessions whose writes fail. gate: cleared, it
-    holds writes."""
+    holds writes. silent: sessions that do not answer, so that all writes of their engine wait for the event.
+    """
 
     refused: ClassVar[set[str]] = set()
+    silent: ClassVar[dict[str, threading.Event]] = {}
     gate = threading.Event()
     sessions: ClassVar[list[str]] = []
 
     registered: ClassVar[list[tuple[int, int]]] = []
     topology = '{"cpu:0": [["mlx5_0"], []]}'
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
 
     def initialize(self, *arguments: str) -> int:
         self.started_with = arguments
@@ -83,6 +89,10 @@ class Engine:
     ) -> int:
         self.sessions.append(session)
         assert self.gate.wait(PATIENCE_S)
+        with self._lock:
+            if session in self.silent:
+                assert self.silent[session].wait(PATIENCE_S)
+                return -1
         if session in self.refused:
             return -1
         for source, address, num_bytes in zip(sources, addresses, lengths, strict=True):
@@ -172,6 +182,9 @@ def served(shared: Served) -> Iterator[Served]:
     yield shared
     Engine.gate.set()
     Engine.refused.clear()
+    for answered in Engine.silent.values():
+        answered.set()
+    Engine.silent.clear()
     Engine.sessions.clear()
     wait_until(shared.is_free, "the rooms' end")
     wait_until_free(shared.service)
@@ -579,6 +592,28 @@ def test_a_write_that_stands_still_ends_the_room_and_keeps_its_memory(served: Se
         wait_until(served.is_free)
 
 
+def test_p17_a_host_that_does_not_answer_delays_no_other(served: Served, tower: Any) -> None:
+    pixels, rooms = random_pixels(), [new_room() for _ in range(10)]
+    silent, answered = "127.0.0.2:5", threading.Event()
+    with Rank(served.bootstrap) as dead, Rank(served.bootstrap) as alive:
+        alive.want(rooms[9])
+        served.encode(image(pixels), rooms[9])
+        assert alive.status() == (rooms[9], SUCCESS)
+        Engine.silent[silent] = answered
+        for room in rooms[:8]:  # as many as are written to one host at a time
+            served.encode(image(pixels), room)
+            dead.want(room, session=silent)
+        wait_until(lambda: Engine.sessions.count(silent) == 8)
+        alive.main.fill_(-1)
+        served.encode(image(pixels), rooms[8])
+        alive.want(rooms[8])
+        assert alive.status() == (rooms[8], SUCCESS)
+        assert_rows(alive.rows, tower, pixels)
+        assert dead.is_quiet()
+        answered.set()
+        assert {dead.status() for _ in range(8)} == {(room, FAILED) for room in rooms[:8]}
+
+
 def test_a_rank_that_takes_no_status_costs_nobody(served: Served) -> None:
     rooms = [new_room(), new_room()]
     with Rank(served.bootstrap) as rank:
@@ -649,15 +684,25 @@ def test_p46_what_is_registered_for_rdma_is_a_send_buffer(
         assert server is not None
         assert server._mooncake is not None
         assert store is not None
-        assert server._mooncake._engine.started_with == ("127.0.0.1", "P2PHANDSHAKE", "rdma", "mlx5_0")
+        (engine,) = server._mooncake._engines.values()
+        assert engine.started_with == ("127.0.0.1", "P2PHANDSHAKE", "rdma", "mlx5_0")
         ((address, num_bytes),) = Engine.registered
         assert (address, num_bytes) == (server._mooncake._buffer.data_ptr(), 256 << 20)
         for _, arena in store.arenas():
             start = arena._memory.tensor.data_ptr()
             assert start + arena.size_bytes <= address or address + num_bytes <= start
-        served.encode(image(pixels), room)
-        rank.want(room)
-        assert rank.status() == (room, SUCCESS)
+        rooms = [room, new_room()]
+        with socket.create_server(("127.0.0.1", 0)) as listening:
+            port = listening.getsockname()[1]
+            rank.want(rooms[0], session=f"127.0.0.1:{port}")
+            served.encode(image(pixels), rooms[0])
+            assert rank.status() == (rooms[0], SUCCESS)
+        num_writes = len(Engine.sessions)
+        rank.want(rooms[1], session=f"127.0.0.2:{port}")
+        served.encode(image(pixels), rooms[1])
+        assert rank.status() == (rooms[1], FAILED), "nothing listens there"
+        assert len(Engine.sessions) == num_writes
+        assert list(server._mooncake._engines.values()) == [engine]
     monkeypatch.setattr(Engine, "topology", '{"cpu:0": [[], []]}')
     with (
         pytest.raises(ConfigurationError, match="'mlx5_1', and Mooncake finds no such device"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -18,7 +19,7 @@ from tests.engines.processes import free_port
 from tests.integration.tokenspeed import FAILED, Rank, encode, image, new_room, random_pixels
 from tests.tokenspeed.conftest import DTYPES, FAMILIES, WAYS
 from tests.tokenspeed.processes import SHM, Gateway, PrefillWorker, jpeg
-from tests.waiting import wait_until
+from tests.waiting import PATIENCE_S, wait_until
 
 NUM_REQUESTS = 64
 
@@ -114,6 +115,28 @@ def test_a_prefill_worker_that_is_gone_fails_its_item_alone(
     assert encoder.metric("ve_tokenspeed_send_bytes"), "a failed write may still read"
     (other,) = gateway.rooms_of(jpeg(500))
     assert_rows(prefill, gateway, towers["qwen3_5"], other)
+
+
+def test_p17_a_host_that_does_not_answer_delays_no_other(
+    gateways: dict[str, Gateway], prefill: PrefillWorker, towers: dict[str, Tower]
+) -> None:
+    """A port that takes connections and says nothing: Mooncake's engine waits a minute for it."""
+    gateway = gateways["qwen3_5"]
+    encoder, room = gateway.encoders[0], new_room()
+    with (
+        socket.create_server(("127.0.0.2", 0)) as silent,
+        grpc.insecure_channel(f"127.0.0.1:{encoder.port}") as channel,
+        Rank(f"http://127.0.0.1:{encoder.bootstrap_port}/route", levels=0) as rank,
+    ):
+        silent.settimeout(PATIENCE_S)
+        rank.want(room, session=f"127.0.0.2:{silent.getsockname()[1]}")
+        encode(channel, [image(random_pixels())], [room])
+        with silent.accept()[0]:
+            (other,) = gateway.rooms_of(jpeg(501))
+            assert_rows(prefill, gateway, towers["qwen3_5"], other)
+            assert rank.is_quiet()
+        silent.close()
+        assert rank.status() == (room, FAILED)
 
 
 def test_an_encoder_is_killed_meanwhile(
