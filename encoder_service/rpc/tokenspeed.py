@@ -48,7 +48,7 @@ from encoder_service.rpc.item_reader import INLINE_BYTES, ItemReader
 from encoder_service.rpc.mooncake import Mooncake
 from encoder_service.rpc.server import GrpcServer
 from encoder_service.rpc.server_factory import SPARE_STREAMS
-from encoder_service.rpc.tokenspeed_rooms import MAX_PART_BYTES, NUM_PARTS, Rooms
+from encoder_service.rpc.tokenspeed_rooms import MAX_PART_BYTES, Rooms
 from encoder_service.rpc.zmq_push import Receivers, Sender
 from encoder_service.scheduler.admission import Admission, UnreadBytes
 from encoder_service.towers.tower import Tower
@@ -246,7 +246,7 @@ class TokenSpeedServer:
         puller, self._control_port = self._sender.bind_puller(
             host, bootstrap_port and bootstrap_port + 1, MAX_PART_BYTES
         )
-        self._listening = asyncio.get_running_loop().create_task(self._listen(puller))
+        self._listening = asyncio.get_running_loop().create_task(self._rooms.listen(puller))
 
     async def attach(self, pipeline: Pipeline, segments: PixelSegments | None) -> None:
         """Takes work from now on. segments: None where pixels in shared memory are refused. Raises
@@ -322,15 +322,6 @@ class TokenSpeedServer:
             return Response("there is one rank, 0", 404)
         # The address at which the worker has reached this one.
         return JSONResponse({"rank_ip": request.scope["server"][0], "rank_port": self._control_port})
-
-    async def _listen(self, puller: Any) -> None:
-        while True:
-            parts = await puller.recv_multipart(copy=False)
-            try:
-                peer = parts[0].get("Peer-Address")
-                self._rooms.take([bytes(part) for part in parts[:NUM_PARTS]], peer)
-            except Exception:
-                log.exception("a message of a prefill worker failed by a defect")
 
     # -- gateways --------------------------------------------------------------------------------------
 

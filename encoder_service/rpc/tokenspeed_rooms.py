@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Self
+from typing import Any, Self
 
 import structlog
 import torch
@@ -54,6 +54,10 @@ MAX_ROWS = (1 << 31) - 1
 # Of one part of a message. ZMQ ends the connection of a peer that sends more.
 MAX_PART_BYTES = 256
 STOP_POLL_S = 0.05
+# Statuses and rows on their way, above which a rank that comes to a failed room is not told.
+MAX_TASKS = 2048
+# Of refused messages, at most one is logged in this time.
+LOG_S = 1.0
 
 REGISTRATION = b"None"
 NUM_PARTS = 13
@@ -176,6 +180,8 @@ class Rooms:
         # Ranks in rooms without an item.
         self._num_early = 0
         self._tasks: set[asyncio.Task[None]] = set()
+        # When a refused message was logged last.
+        self._logged_s = -LOG_S
         self._pipeline: Pipeline | None = None
         self._mooncake: Mooncake | None = None
 
@@ -237,20 +243,39 @@ class Rooms:
         self._set_timer(room, ROOM_S)
         self._advance(room)
 
+    async def listen(self, puller: Any) -> None:
+        """Takes the messages of a ZMQ socket, for ever. Parts above NUM_PARTS are dropped."""
+        while True:
+            parts: list[Any] = []
+            has_more = True
+            while has_more:
+                part = await puller.recv(copy=False)
+                has_more = part.more
+                if len(parts) < NUM_PARTS:
+                    parts.append(part)
+                await asyncio.sleep(0)  # recv does not wait while there are messages
+            try:
+                self.take([bytes(part) for part in parts], parts[0].get("Peer-Address"))
+            except Exception:
+                log.exception("a message of a prefill worker failed by a defect")
+
     def take(self, parts: Sequence[bytes], peer: str) -> None:
-        """One message of a prefill rank. A message that is not taken is counted and logged."""
+        """One message of a prefill rank. A message that is not taken is counted."""
         if parts[0] == REGISTRATION:  # what it says is repeated for each room
             return
         try:
             self._add(Destination.parse(parts, peer, self._receivers))
         except VisionEncoderError as error:
             self.refused[error.reason] += 1
-            log.warning("message refused", peer=peer, reason=error.reason, error=error.message)
+            now_s = time.monotonic()
+            if now_s - self._logged_s >= LOG_S:
+                self._logged_s = now_s
+                log.warning("message refused", peer=peer, reason=error.reason, error=error.message)
 
     def _add(self, destination: Destination) -> None:
         number = destination.room
         if number in self._failed:
-            self._push(destination, FAILED)
+            self._tell_failed(destination)
             return
         room = self._rooms.get(number)
         if room is not None and (room.is_sending or len(room.destinations) >= MAX_RANKS):
@@ -361,6 +386,14 @@ class Rooms:
             room.timer = None
         if delay_s is not None:
             room.timer = asyncio.get_running_loop().call_later(delay_s, self._expire, room)
+
+    def _tell_failed(self, destination: Destination) -> None:
+        """A rank that is in no room. Raises TooManyCalls while many statuses are on their way."""
+        if len(self._tasks) >= MAX_TASKS:
+            raise TooManyCalls(
+                f"{len(self._tasks)} statuses and rows are on their way, at most {MAX_TASKS} may be"
+            )
+        self._push(destination, FAILED)
 
     def _push(self, destination: Destination, status: bytes) -> None:
         self._run(self._push_status(destination, status))

@@ -5,18 +5,22 @@ from __future__ import annotations
 import asyncio
 import sys
 import types
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+import structlog
 import torch
+import zmq
 
 from encoder_service.config import parse_settings
-from encoder_service.errors import GridMismatch, InvalidRequest, TransportUnavailable
+from encoder_service.errors import GridMismatch, InvalidRequest, TooManyCalls, TransportUnavailable
 from encoder_service.rpc.mooncake import Mooncake
 from encoder_service.rpc.tokenspeed import grid_of
-from encoder_service.rpc.tokenspeed_rooms import Destination
-from encoder_service.rpc.zmq_push import Receivers
+from encoder_service.rpc.tokenspeed_rooms import Destination, Rooms
+from encoder_service.rpc.zmq_push import Receivers, Sender
+from encoder_service.scheduler.admission import UnreadBytes
 from encoder_service.types import Grid, Modality
 from vision_encoder.tokenspeed import tokenspeed_scheduler_pb2 as scheduler
 
@@ -132,3 +136,91 @@ def test_p17_a_host_leaves_half_of_the_buffer_to_others(mooncake: Mooncake) -> N
 
     asyncio.run(main())
     mooncake.close()
+
+
+# -- rooms ---------------------------------------------------------------------------------------------
+
+PEER = "10.0.0.7"
+
+
+class SilentSender:
+    """Statuses that are never taken."""
+
+    def __init__(self) -> None:
+        self.pushed: list[tuple[bytes, bytes]] = []
+
+    async def push(self, endpoint: str, frames: list[bytes]) -> None:
+        self.pushed.append((frames[0], frames[1]))
+        await asyncio.Event().wait()
+
+
+def new_rooms(sender: Any = None) -> Rooms:
+    return Rooms(Receivers("list", []), sender or SilentSender(), UnreadBytes(1 << 20))
+
+
+def message(room: int, host: str = PEER) -> list[bytes]:
+    text = host.encode()
+    return [str(room).encode(), text, PARTS[2], text + b":15499", *PARTS[4:]]
+
+
+async def ended(rooms: Rooms) -> None:
+    for room in list(rooms._rooms.values()):
+        rooms._set_timer(room, None)
+    for task in rooms._tasks:
+        task.cancel()
+    await asyncio.gather(*rooms._tasks, return_exceptions=True)
+
+
+def test_p46_messages_without_end_leave_the_loop_to_others() -> None:
+    """Also one message with very many parts, of which the first are kept."""
+
+    async def main() -> None:
+        sender = Sender("tokenspeed", 1.0)
+        rooms = new_rooms(sender)
+        puller, port = sender.bind_puller("127.0.0.1", 0, 256)
+        taken: list[Sequence[bytes]] = []
+        rooms.take = lambda parts, peer: taken.append(parts)  # type: ignore[method-assign]
+        with zmq.Context() as context, context.socket(zmq.PUSH) as pusher:
+            pusher.connect(f"tcp://127.0.0.1:{port}")
+            pusher.send_multipart([b"many"] * 5000)
+            for _ in range(500):
+                pusher.send_multipart([b"one", b"two"])
+            await puller.poll()
+            listening = asyncio.create_task(rooms.listen(puller))
+            turns = 0
+            while len(taken) < 501:
+                await asyncio.sleep(0)
+                turns += 1
+            listening.cancel()
+        assert taken[0] == [b"many"] * 13
+        assert taken[1:] == [[b"one", b"two"]] * 500
+        assert turns >= 6000
+        sender.close()
+
+    asyncio.run(main())
+
+
+def test_refused_messages_are_counted_and_one_a_second_is_logged() -> None:
+    rooms = new_rooms()
+    with structlog.testing.capture_logs() as logs:
+        for _ in range(100):
+            rooms.take([b"x"], PEER)
+    assert rooms.refused["INVALID_REQUEST"] == 100
+    assert [line["event"] for line in logs] == ["message refused"]
+
+
+def test_p46_ranks_that_ask_for_failed_rooms_start_a_bounded_number_of_tasks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("encoder_service.rpc.tokenspeed_rooms.MAX_TASKS", 3)
+
+    async def main() -> None:
+        rooms = new_rooms()
+        rooms.refuse(ROOM, TooManyCalls("none"))
+        for _ in range(10):
+            rooms.take(message(ROOM), PEER)
+        assert len(rooms._tasks) == 3
+        assert rooms.refused == {"TOO_MANY_CALLS": 7}
+        await ended(rooms)
+
+    asyncio.run(main())
