@@ -47,8 +47,10 @@ ROOM_S = 60.0
 # For the rows of a room to be written, once all of its ranks are there.
 SEND_S = 30.0
 PUSH_S = 5.0
-# Open rooms, ranks in rooms without an item, ranks of one room, failed rooms whose numbers are kept.
-MAX_ROOMS, MAX_EARLY, MAX_RANKS, MAX_FAILED = 8192, 4096, 256, 16_384
+# Open rooms, ranks of one room, failed rooms whose numbers are kept.
+MAX_ROOMS, MAX_RANKS, MAX_FAILED = 32_768, 256, 16_384
+# Ranks in rooms without an item, in all and of one host: 256 items for 8 ranks. Items still have rooms then.
+MAX_EARLY, MAX_EARLY_OF_HOST = 16_384, 2048
 MAX_ROOM = (1 << 63) - 1
 MAX_ROWS = (1 << 31) - 1
 # Of one part of a message. ZMQ ends the connection of a peer that sends more.
@@ -82,11 +84,13 @@ def text(part: bytes) -> str:
 class Destination:
     """A prefill rank's memory for rows [row_start, row_start + num_rows) of a room's ``span``.
 
-    endpoint: where it wants the status, for ZMQ. session: its Mooncake engine, host:port. main, deepstack:
-    addresses. width: of a row without deepstack. num_ranks: how many want rows of this room.
+    peer: the host that asked. endpoint: where it wants the status, for ZMQ. session: its Mooncake engine,
+    host:port. main, deepstack: addresses. width: of a row without deepstack. num_ranks: how many want rows of
+    this room.
     """
 
     room: int
+    peer: str
     endpoint: str
     session: str
     main: int
@@ -120,6 +124,7 @@ class Destination:
             raise InvalidRequest("the number of ranks is 0, needed is at least 1")
         return cls(
             room=count(room, "the room", MAX_ROOM),
+            peer=peer,
             endpoint=receivers.endpoint(text(host), count(port, "the port", 65535), peer),
             session=receivers.endpoint_of(text(session), peer).removeprefix("tcp://"),
             main=int.from_bytes(main, "little"),
@@ -177,8 +182,8 @@ class Rooms:
         self._rooms: dict[int, Room] = {}
         # Numbers of rooms that failed, the oldest first: ranks that ask late are told.
         self._failed: dict[int, None] = {}
-        # Ranks in rooms without an item.
-        self._num_early = 0
+        # Ranks in rooms without an item, by the host that asked.
+        self._early: Counter[str] = Counter()
         self._tasks: set[asyncio.Task[None]] = set()
         # When a refused message was logged last.
         self._logged_s = -LOG_S
@@ -217,12 +222,13 @@ class Rooms:
         room = self._rooms.get(number)
         if room is None:
             if len(self._rooms) >= MAX_ROOMS:
+                self._note_failed(number)
                 raise TooManyCalls(f"{len(self._rooms)} rooms are open, at most {MAX_ROOMS} may be")
             room = self._rooms[number] = Room(number)
         elif room.call is not None:
             raise InvalidRequest(f"room {number} already has an item")
         self._failed.pop(number, None)
-        self._num_early -= len(room.destinations)
+        self._end_early(room)
         room.call, room.index = call, index
         self._set_timer(room, None)
         try:
@@ -280,14 +286,32 @@ class Rooms:
         room = self._rooms.get(number)
         if room is not None and (room.is_sending or len(room.destinations) >= MAX_RANKS):
             raise InvalidRequest(f"room {number} has its {len(room.destinations)} ranks")
-        if (room is None or room.call is None) and self._num_early >= MAX_EARLY:
-            raise TooManyCalls(f"{self._num_early} ranks wait for items, at most {MAX_EARLY} may")
+        if room is None or (room.call is None and destination.session not in room.destinations):
+            self._check_early(destination)
         if room is None:
             room = self._rooms[number] = Room(number)
             self._set_timer(room, ROOM_S)
-        self._num_early += room.call is None and destination.session not in room.destinations
+        if room.call is None:
+            self._early[destination.peer] += 1
+            if (replaced := room.destinations.get(destination.session)) is not None:
+                self._early[replaced.peer] -= 1
         room.destinations[destination.session] = destination
         self._advance(room)
+
+    def _check_early(self, destination: Destination) -> None:
+        """Raises TooManyCalls and tells the rank while too many wait."""
+        peer, found = destination.peer, self._early.total()
+        if found >= MAX_EARLY or self._early[peer] >= MAX_EARLY_OF_HOST:
+            self._tell_failed(destination)
+            raise TooManyCalls(
+                f"{found} ranks wait for items, {self._early[peer]} of {peer}; at most {MAX_EARLY} may, "
+                f"{MAX_EARLY_OF_HOST} of one host"
+            )
+
+    def _end_early(self, room: Room) -> None:
+        """The ranks of a room without an item wait no more."""
+        self._early.subtract(each.peer for each in room.destinations.values())
+        self._early = +self._early
 
     def _advance(self, room: Room) -> None:
         """Starts to send once both halves are there."""
@@ -361,12 +385,15 @@ class Rooms:
             # Before the rows were ready, the failure is the call's, and reported with it.
             room.call.item_failed(self._pipeline.metrics, failure_of(error), room.index)
         elif room.call is None:
-            self._num_early -= len(room.destinations)
+            self._end_early(room)
             log.warning("room failed", room=room.number, error=error.message)
-        self._failed[room.number] = None
+        self._note_failed(room.number)
+        self._close(room, FAILED)
+
+    def _note_failed(self, number: int) -> None:
+        self._failed[number] = None
         if len(self._failed) > MAX_FAILED:
             del self._failed[next(iter(self._failed))]
-        self._close(room, FAILED)
 
     def _close(self, room: Room, status: bytes) -> None:
         """Gives back what the room holds and tells its ranks."""

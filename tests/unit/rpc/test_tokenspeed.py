@@ -17,6 +17,7 @@ import zmq
 from encoder_service.config import parse_settings
 from encoder_service.errors import GridMismatch, InvalidRequest, TooManyCalls, TransportUnavailable
 from encoder_service.rpc.mooncake import Mooncake
+from encoder_service.rpc.observed import Call
 from encoder_service.rpc.tokenspeed import grid_of
 from encoder_service.rpc.tokenspeed_rooms import Destination, Rooms
 from encoder_service.rpc.zmq_push import Receivers, Sender
@@ -38,6 +39,7 @@ def test_a_message_of_a_prefill_rank() -> None:
         [*PARTS, b"of a later version"], "10.0.0.7", Receivers("list", [])
     ) == Destination(
         room=ROOM,
+        peer="10.0.0.7",
         endpoint="tcp://10.0.0.7:41234",
         session="10.0.0.7:15499",
         main=0x7F6CA27FD010,
@@ -221,6 +223,47 @@ def test_p46_ranks_that_ask_for_failed_rooms_start_a_bounded_number_of_tasks(
             rooms.take(message(ROOM), PEER)
         assert len(rooms._tasks) == 3
         assert rooms.refused == {"TOO_MANY_CALLS": 7}
+        await ended(rooms)
+
+    asyncio.run(main())
+
+
+def test_p46_ranks_that_wait_for_items_have_a_share_for_each_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("encoder_service.rpc.tokenspeed_rooms.MAX_EARLY", 5)
+    monkeypatch.setattr("encoder_service.rpc.tokenspeed_rooms.MAX_EARLY_OF_HOST", 3)
+
+    async def main() -> None:
+        sender = SilentSender()
+        rooms = new_rooms(sender)
+        for room in (1, 2, 3, 3, 4, 1):  # some ask twice
+            rooms.take(message(room), PEER)
+        for room in (5, 6, 7):
+            rooms.take(message(room, "10.0.0.8"), "10.0.0.8")
+        await asyncio.sleep(0)
+        assert sender.pushed == [(b"4", b"0"), (b"7", b"0")]
+        assert rooms.refused == {"TOO_MANY_CALLS": 2}
+        rooms.refuse(2, TooManyCalls("none"))
+        rooms.take(message(8), PEER)
+        assert sorted(rooms._rooms) == [1, 3, 5, 6, 8]
+        for room in list(rooms._rooms):
+            rooms.refuse(room, TooManyCalls("none"))
+        assert not rooms._early
+        await ended(rooms)
+
+    asyncio.run(main())
+
+
+def test_ranks_of_an_item_that_has_no_place_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("encoder_service.rpc.tokenspeed_rooms.MAX_ROOMS", 0)
+
+    async def main() -> None:
+        sender = SilentSender()
+        rooms = new_rooms(sender)
+        with pytest.raises(TooManyCalls), rooms.encoding(ROOM, Call("", "", 0.0), 0):
+            pass
+        rooms.take(message(ROOM), PEER)
+        await asyncio.sleep(0)
+        assert sender.pushed == [(str(ROOM).encode(), b"0")]
         await ended(rooms)
 
     asyncio.run(main())
