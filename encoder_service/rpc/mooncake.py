@@ -85,8 +85,8 @@ class Mooncake:
         # By the host that it writes to, the last used at the end. The registered engine stays the only one.
         self._engines = {LOOPBACK: engine}
         self._max_engines = 1 if self._rdma else MAX_ENGINES
-        self.size_bytes = settings.tokenspeed_send_bytes
-        self._ranges = RangeAllocator(self.size_bytes)
+        self._ranges = RangeAllocator(settings.tokenspeed_send_bytes)
+        self.size_bytes = self._ranges.size_bytes
         self._buffer = self._registered(engine, device) if self._rdma else self._host_memory(device)
         self._stream = None
         if device.type == "cuda":
@@ -193,7 +193,7 @@ class Mooncake:
 
     async def _reserve(self, host: str, num_bytes: int) -> int:
         """An offset; freed by ``_free``. Hosts take turns, and so do the rows for one host."""
-        if num_bytes > self._ranges.size_bytes:
+        if num_bytes > self.size_bytes:
             raise TransportUnavailable(
                 f"the rows have {num_bytes} bytes, tokenspeed_send_bytes is {self.size_bytes}",
                 found_bytes=num_bytes,

@@ -31,6 +31,7 @@ from encoder_service.errors import (
     GridMismatch,
     InvalidRequest,
     PixelTensorMismatch,
+    TransportUnavailable,
     UnsupportedContent,
     VisionEncoderError,
 )
@@ -70,6 +71,8 @@ DTYPES = {dtype_name(dtype): dtype for dtype in (torch.bfloat16, torch.float16, 
 GRIDS = {Modality.IMAGE: ("image_grid_thw", "grid_thws"), Modality.VIDEO: ("video_grid_thw", "grid_thws")}
 GRID_FORMATS = {"int64": "<3q", "int32": "<3i", "uint32": "<3I"}
 MAX_SIDE = 1 << 20
+# Ranges of one item's placeholders: a clip has one or more for each frame.
+MAX_PLACES = 65_536
 SEND_TIMEOUT_S = 5.0
 
 
@@ -83,9 +86,10 @@ def grid_of(message: scheduler.MultimodalItem, modality: Modality) -> Grid:
     format_ = GRID_FORMATS.get(tensor.dtype)
     if format_ is None:
         raise InvalidRequest(f"{name} is {tensor.dtype[:32]!r}, needed is one of {', '.join(GRID_FORMATS)}")
-    if list(tensor.shape) not in ([1, 3], [3]) or len(tensor.inline) != struct.calcsize(format_):
+    shape = tensor.shape[: MAX_RANK + 1]  # not a list of all that was sent
+    if shape not in ([1, 3], [3]) or len(tensor.inline) != struct.calcsize(format_):
         raise GridMismatch(
-            f"{name} has shape {list(tensor.shape)[:MAX_RANK]} and {len(tensor.inline)} bytes inline, "
+            f"{name} has shape {shape} and {len(tensor.inline)} bytes inline, "
             f"needed is [1, 3] and {struct.calcsize(format_)}"
         )
     grid = Grid(*struct.unpack(format_, tensor.inline))
@@ -94,12 +98,24 @@ def grid_of(message: scheduler.MultimodalItem, modality: Modality) -> Grid:
     return grid
 
 
-def check_rows(message: scheduler.MultimodalItem, grid: Grid, tower: Tower) -> None:
-    """Whether the prompt has as many placeholders as there will be rows. Raises GridMismatch."""
+def check_rows(message: scheduler.MultimodalItem, grid: Grid, tower: Tower, max_bytes: int) -> None:
+    """Whether the prompt has as many placeholders as there will be rows, and whether they fit into the send
+    buffer of ``max_bytes``. Raises GridMismatch, InvalidRequest, TransportUnavailable."""
     tower.check_grid(grid)
+    if len(message.placeholders) > MAX_PLACES:
+        raise InvalidRequest(
+            f"the item has {len(message.placeholders)} ranges of placeholders, at most {MAX_PLACES} are taken"
+        )
     found, needed = sum(place.length for place in message.placeholders), tower.num_rows(grid)
     if found != needed:
         raise GridMismatch(f"the item has {found} placeholders, grid {list(grid)} gives {needed} rows")
+    num_bytes = needed * tower.width * tower.dtype.itemsize
+    if num_bytes > max_bytes:
+        raise TransportUnavailable(
+            f"the item's rows have {num_bytes} bytes, tokenspeed_send_bytes is {max_bytes}",
+            found_bytes=num_bytes,
+            max_bytes=max_bytes,
+        )
 
 
 def pixels_shape(tensor: scheduler.TensorData) -> tuple[torch.dtype, tuple[int, ...]]:
@@ -389,7 +405,8 @@ class TokenSpeedServer:
         if message.content_hash:
             check_digest(message.content_hash, "content_hash")
         grid = grid_of(message, modality)
-        check_rows(message, grid, pipeline.model.tower)
+        assert self._mooncake is not None
+        check_rows(message, grid, pipeline.model.tower, self._mooncake.size_bytes)
         match message.encoder_input.WhichOneof("payload"):
             case "shm":
                 assert self._reader is not None

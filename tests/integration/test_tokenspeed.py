@@ -335,6 +335,11 @@ def test_p41_a_gateways_rows_are_not_those_of_a_file_with_its_digest(served: Ser
         ({"modality": common.AUDIO}, "INVALID_ARGUMENT", "modality 2"),
         ({"modality": common.VIDEO}, "INVALID_ARGUMENT", "no video_grid_thw and no grid_thws"),
         ({"content_hash": b"short"}, "INVALID_ARGUMENT", "content_hash has 5 bytes, needs 32"),
+        (
+            {"placeholders": [scheduler.PlaceholderRange()] * 65_537},
+            "INVALID_ARGUMENT",
+            "65537 ranges of placeholders, at most 65536",
+        ),
         ({"placeholders": []}, "INVALID_ARGUMENT", r"0 placeholders, grid \[1, 8, 12\] gives 24 rows"),
     ],
 )
@@ -644,15 +649,18 @@ def test_p25_more_rows_at_once_than_the_buffer_holds(served: Served, tower: Any)
         torch.testing.assert_close(torch.cat(parts, 1), expected[rooms[room]], rtol=1e-4, atol=1e-5)
 
 
-def test_rows_above_the_buffer_fail_with_both_numbers(
+def test_rows_above_the_buffer_are_refused_before_the_encode_with_both_numbers(
     checkpoints: dict[str, Path], device: torch.device, patched: Path
 ) -> None:
-    grid, room = Grid(1, 64, 96), new_room()
+    grid, room, num_bytes = Grid(1, 64, 96), new_room(), 1536 * 192 * 4
     with (
         serving(checkpoints["qwen3_vl"], device, tokenspeed_send_bytes=1 << 20) as served,
         Rank(served.bootstrap, num_rows=1536) as rank,
     ):
-        served.encode(image(random_pixels(grid.num_patches), grid), room)
+        code, details = served.refusal(image(random_pixels(grid.num_patches), grid), room)
+        assert code == "FAILED_PRECONDITION"
+        assert f"rows have {num_bytes} bytes, tokenspeed_send_bytes is {1 << 20}" in details
+        assert not served.metric('ve_stage_seconds_count{stage="tower"}')
         rank.want(room)
         assert rank.status() == (room, FAILED)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+import tracemalloc
 import types
 from collections.abc import Sequence
 from pathlib import Path
@@ -92,6 +93,16 @@ def test_grids_have_their_models_names(name: str, modality: Modality) -> None:
 def test_other_grids_are_refused(item: scheduler.MultimodalItem, error: type[Exception]) -> None:
     with pytest.raises(error):
         grid_of(item, Modality.IMAGE)
+
+
+def test_p46_a_shape_of_many_dimensions_is_not_copied() -> None:
+    item = item_with("image_grid_thw", "int64", [1] * 1_000_000, int64(1, 2, 2))
+    tracemalloc.start()
+    with pytest.raises(GridMismatch):
+        grid_of(item, Modality.IMAGE)
+    peak_bytes = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak_bytes < 1 << 20
 
 
 class Engine:
