@@ -246,7 +246,8 @@ class TokenSpeedServer:
         )
         metrics.counter_view(
             "ve_tokenspeed_refused_messages",
-            "Messages of prefill workers that were not taken, by reason.",
+            "Messages of prefill workers that were not taken, whose item did not come, or whose status could "
+            "not be sent, by reason.",
             lambda: self._rooms.refused,
             "reason",
         )

@@ -172,8 +172,9 @@ class Room:
 
 
 class Rooms:
-    """All rooms of the service. Used from the event loop only. refused: messages that were not taken, by
-    reason. unread: rows that wait or are being sent."""
+    """All rooms of the service. Used from the event loop only. refused: messages that were not taken, rooms
+    whose item did not come and statuses that could not be sent, by reason. unread: rows that wait or are being
+    sent."""
 
     def __init__(self, receivers: Receivers, sender: Sender, unread: UnreadBytes) -> None:
         self.refused: Counter[str] = Counter()
@@ -377,7 +378,10 @@ class Rooms:
         """Its other half has not come for ROOM_S."""
         has_rows = room.result is not None
         what = f"{len(room.destinations)} ranks asked for its rows" if has_rows else "no item came"
-        self._fail(room, DeadlineExceeded(f"room {room.number}: {what} within {ROOM_S} s"))
+        error = DeadlineExceeded(f"room {room.number}: {what} within {ROOM_S} s")
+        if not has_rows:
+            self.refused[error.reason] += 1
+        self._fail(room, error)
 
     def _fail(self, room: Room, error: VisionEncoderError) -> None:
         """Tells the ranks that are there, and later those that come."""
@@ -429,6 +433,7 @@ class Rooms:
         try:
             await self._sender.push(destination.endpoint, [str(destination.room).encode(), status, OUR_RANK])
         except VisionEncoderError as error:
+            self.refused[error.reason] += 1
             log.warning("status not delivered", room=destination.room, error=error.message)
 
     def _run(self, work: Coroutine[object, object, None]) -> None:

@@ -160,6 +160,8 @@ class Sender:
                 f"the receiver at {endpoint} did not take {sum(map(len, frames))} bytes within "
                 f"{self._timeout_s} s"
             ) from None
+        except self._zmq.ZMQError as error:  # for example too many sockets
+            raise TransportUnavailable(f"nothing can be sent to {endpoint}: {error}") from None
 
     async def _push(self, endpoint: str, frames: Sequence[bytes | memoryview]) -> None:
         zmq = self._zmq

@@ -563,10 +563,12 @@ def test_a_group_without_one_of_its_ranks_fails_as_a_whole(served: Served) -> No
 
 @pytest.mark.usefixtures("short_waits")
 def test_a_rank_whose_item_never_comes_is_told(served: Served) -> None:
-    room = new_room()
+    room, line = new_room(), 've_tokenspeed_refused_messages_total{reason="DEADLINE_EXCEEDED"}'
+    before = served.metric(line)
     with Rank(served.bootstrap) as rank:
         rank.want(room)
         assert rank.status() == (room, FAILED)
+    assert served.metric(line) == before + 1
 
 
 def test_a_refused_write_fails_its_item_alone(served: Served, tower: Any) -> None:
@@ -620,13 +622,18 @@ def test_p17_a_host_that_does_not_answer_delays_no_other(served: Served, tower: 
 
 
 def test_a_rank_that_takes_no_status_costs_nobody(served: Served) -> None:
-    rooms = [new_room(), new_room()]
+    rooms, line = (
+        [new_room(), new_room()],
+        've_tokenspeed_refused_messages_total{reason="TRANSPORT_UNAVAILABLE"}',
+    )
+    before = served.metric(line)
     with Rank(served.bootstrap) as rank:
         for room in rooms:
             served.encode(image(random_pixels()), room)
         rank.want(rooms[0], port=1)
         rank.want(rooms[1])
         assert rank.status() == (rooms[1], SUCCESS)
+    wait_until(lambda: served.metric(line) == before + 1)
 
 
 def test_p25_more_rows_at_once_than_the_buffer_holds(served: Served, tower: Any) -> None:

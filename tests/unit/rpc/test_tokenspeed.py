@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import sys
 import tracemalloc
 import types
@@ -276,5 +277,22 @@ def test_ranks_of_an_item_that_has_no_place_are_told(monkeypatch: pytest.MonkeyP
         await asyncio.sleep(0)
         assert sender.pushed == [(str(ROOM).encode(), b"0")]
         await ended(rooms)
+
+    asyncio.run(main())
+
+
+def test_a_status_that_cannot_be_sent_is_counted() -> None:
+    """The process has no more sockets."""
+
+    async def main() -> None:
+        sender = Sender("tokenspeed", 1.0)
+        sender._context.set(zmq.MAX_SOCKETS, 1)
+        rooms = new_rooms(sender)
+        with contextlib.closing(sender._context.socket(zmq.PULL)):
+            rooms.refuse(ROOM, TooManyCalls("none"))
+            rooms.take(message(ROOM), PEER)
+            await asyncio.gather(*rooms._tasks)
+        assert rooms.refused["TRANSPORT_UNAVAILABLE"] == 1
+        sender.close()
 
     asyncio.run(main())
