@@ -303,6 +303,10 @@ class Settings(BaseSettings):
         check_address(self.serve_tokenspeed)
         # Also ZMQ's address, which takes no names, and over RDMA the one that receivers connect to.
         host = ipaddress.ip_address(self.serve_tokenspeed.rpartition(":")[0].strip("[]"))
+        if host.version == 6:
+            raise ValueError(
+                f"serve_tokenspeed needs an IPv4 address, which prefill workers can use, not {host}"
+            )
         if self.tokenspeed_rdma and host.is_unspecified:
             raise ValueError(f"with tokenspeed_rdma, serve_tokenspeed is the host's own address, not {host}")
         return self

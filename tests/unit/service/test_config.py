@@ -40,6 +40,7 @@ def test_settings_are_fewer_than_seventy_and_documented() -> None:
         ({"sglang_register": ("http://a:1",), "serve_sglang": "127.0.0.1:1"}, "and sglang_url"),
         ({"sglang_url": "ftp://a:1"}, "is not http://host:port"),
         ({"serve_tokenspeed": "host:1"}, "'host' does not appear to be an IPv4 or IPv6 address"),
+        ({"serve_tokenspeed": "[::1]:1"}, "needs an IPv4 address, which prefill workers can use, not ::1"),
         ({"serve_tokenspeed": "0.0.0.0:1", "tokenspeed_rdma": "auto"}, "own address, not 0.0.0.0"),
         ({"tokenspeed_receivers": ("localhost",)}, "tokenspeed_receivers"),
         ({"store_bytes": -1}, "store_bytes"),
