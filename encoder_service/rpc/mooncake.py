@@ -85,6 +85,8 @@ class Mooncake:
         # By the host that it writes to, the last used at the end. The registered engine stays the only one.
         self._engines = {LOOPBACK: engine}
         self._max_engines = 1 if self._rdma else MAX_ENGINES
+        if device.type == "cuda":  # pinned memory is made by this thread's current device
+            torch.cuda.set_device(device)
         self._ranges = RangeAllocator(settings.tokenspeed_send_bytes)
         self.size_bytes = self._ranges.size_bytes
         self._buffer = self._registered(engine, device) if self._rdma else self._host_memory(device)

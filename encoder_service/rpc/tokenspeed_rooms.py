@@ -173,8 +173,8 @@ class Room:
 
 class Rooms:
     """All rooms of the service. Used from the event loop only. refused: messages that were not taken, rooms
-    whose item did not come and statuses that could not be sent, by reason. unread: rows that wait or are being
-    sent."""
+    whose item did not come and statuses that could not be sent, by reason. unread: rows that wait or are on
+    their way."""
 
     def __init__(self, receivers: Receivers, sender: Sender, unread: UnreadBytes) -> None:
         self.refused: Counter[str] = Counter()
