@@ -54,6 +54,13 @@ from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.timeout(400), pytest.mark.filterwarnings("ignore")]
 only_qwen3_vl = pytest.mark.parametrize("family", ["qwen3_vl"], indirect=True, scope="session")
+# Another server takes a minute to start.
+both_families = pytest.mark.parametrize(
+    "family",
+    ["qwen3_vl", pytest.param("qwen3_5", marks=pytest.mark.extended)],
+    indirect=True,
+    scope="session",
+)
 
 PUBLISHED_KIMI = Path(encoder_service.__file__).parent / "towers" / "synthetic" / "published" / "kimi_k25"
 TIMEOUT_S = 4.0
@@ -119,6 +126,7 @@ def rejected(response: httpx.Response, status: int, *words: str) -> None:
     assert all(word in response.text for word in words), response.text
 
 
+@both_families
 def test_tokens_are_those_of_transformers(plugin: Sglang, reference: Reference, images: list[bytes]) -> None:
     """The second time with the prefix cache, where there is one."""
     expected = [reference.tokens(text, [images[index] for index in chosen]) for text, chosen in CASES]
@@ -128,6 +136,7 @@ def test_tokens_are_those_of_transformers(plugin: Sglang, reference: Reference, 
             assert plugin.tokens(text, [images[index] for index in chosen]) == tokens
 
 
+@both_families
 def test_prompts_of_ids_and_several_samples(
     plugin: Sglang, reference: Reference, images: list[bytes]
 ) -> None:
@@ -148,6 +157,7 @@ def test_prompts_of_ids_and_several_samples(
     assert [sample["output_ids"] for sample in response.json()] == [expected] * 2
 
 
+@both_families
 def test_text_and_images_at_once(plugin: Sglang, reference: Reference, images: list[bytes]) -> None:
     """p02, p25: requests of all kinds in the same batches."""
     expected = [reference.tokens(text, [images[index] for index in chosen]) for text, chosen in CASES]
@@ -161,6 +171,7 @@ def test_text_and_images_at_once(plugin: Sglang, reference: Reference, images: l
         assert list(pool.map(ask, numbers)) == [expected[number] for number in numbers]
 
 
+@both_families
 def test_no_tower_is_built(plugin: Sglang, checkpoint: Path) -> None:
     """The module tree has as many parameters as the checkpoint has without its tower."""
     num_parameters = 0
@@ -175,6 +186,7 @@ def test_no_tower_is_built(plugin: Sglang, checkpoint: Path) -> None:
     assert int(found) == num_parameters
 
 
+@both_families
 def test_rows_come_through_shared_memory(plugin: Sglang) -> None:
     """Once the client has attached itself, which the first image begins."""
     assert plugin.generate(ONE, [new_picture()[0]]).status_code == 200
@@ -309,6 +321,7 @@ def test_a_prompt_that_is_too_long_is_refused_before_its_images_are_encoded(
     assert isinstance(held, ItemFailed)
 
 
+@both_families
 @pytest.mark.usefixtures("lives_on")
 def test_p32_an_encoder_that_is_killed_and_comes_back(
     plugin: Sglang, encoder: Encoder, reference: Reference, images: list[bytes]
