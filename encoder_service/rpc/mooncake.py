@@ -45,6 +45,8 @@ QUARANTINE_S = 30.0
 MAX_WRITES, MAX_WRITES_TO_HOST = 256, 8
 # Over TCP; an engine takes 2 threads and 5 file descriptors.
 MAX_ENGINES = 64
+# Sessions that have answered.
+MAX_KNOWN = 4096
 # Over RDMA, for a peer's port to take a connection.
 PROBE_S = 2.0
 # One host's rows take at most this share of the buffer, so that a host that stands still leaves room.
@@ -94,10 +96,12 @@ class Mooncake:
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._threads = ThreadPoolExecutor(MAX_WRITES, "mooncake")
+        # Sessions that have answered, the oldest first.
+        self._known: dict[str, None] = {}
         # By host: bytes that its rows take, who waits to take some, places for writes.
         self._held: Counter[str] = Counter()
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
-        self._places: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
+        self._places: WeakValueDictionary[tuple[str, bool], asyncio.Semaphore] = WeakValueDictionary()
         self._turn = asyncio.Lock()
         self._freed = asyncio.Event()
 
@@ -141,7 +145,10 @@ class Mooncake:
         """Writes contiguous parts of the staged rows to addresses of the receiver's. session: its engine's
         host:port. Raises TransportUnavailable."""
         host, loop = session.rpartition(":")[0], asyncio.get_running_loop()
-        places = self._places.setdefault(host, asyncio.Semaphore(MAX_WRITES_TO_HOST))
+        # A peer that has never answered may not answer at all: its host's writes wait here, not in Mooncake.
+        is_known = session in self._known
+        limit = asyncio.Semaphore(MAX_WRITES_TO_HOST if is_known else 1)
+        places = self._places.setdefault((host, is_known), limit)
         await places.acquire()
         try:
             if self._rdma:
@@ -166,6 +173,9 @@ class Mooncake:
                 f"status {status}",
                 session=session,
             )
+        self._known[session] = None
+        if len(self._known) > MAX_KNOWN:
+            del self._known[next(iter(self._known))]
 
     # -- engines ---------------------------------------------------------------------------------------
 
