@@ -15,7 +15,7 @@ from tests.fleet.images import MIB
 
 pytestmark = pytest.mark.fleet
 
-CALLS = 2000
+CALLS = 1200
 RECOVERED_S = 3.0
 LONGEST_S = 2.5
 """Of a call, where no replica stands still. A busy machine may take a second for it."""
