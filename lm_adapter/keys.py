@@ -67,18 +67,42 @@ def item_digest(item: Item) -> bytes:
 
 
 def routing_digest(item: Item) -> bytes:
-    """The 32 bytes by which a gateway routes each content to one replica: ``item_digest``. For a URL without
-    a digest it is SHA-256 of the URL. For an item that cannot be hashed it is an arbitrary value; encoding
-    that item reports the error. It does not enter the embedding key, which the service derives from the item
-    alone. Raises MissingDependency without ``blake3``."""
+    """The 32 bytes by which a gateway routes each content to one replica.
+
+    This is ``item_digest``, or SHA-256 of the content where ``blake3`` is not installed. For a URL without a
+    digest it is SHA-256 of the URL. For an item that cannot be hashed it is an arbitrary value; encoding that
+    item reports the error.
+
+    It does not enter the embedding key, which the service derives from the item alone. However, callers of
+    one fleet share rows only if all of them have ``blake3``, or none.
+    """
     if item.digest:
         return item.digest if len(item.digest) == DIGEST_BYTES else hashlib.sha256(item.digest).digest()
     if isinstance(item, UrlItem):
         return hashlib.sha256(item.url.encode()).digest()
     try:
         return item_digest(item)
+    except MissingDependency:
+        content = _content(item)
     except (InvalidRequest, TypeError):
-        return bytes(DIGEST_BYTES)
+        content = b""
+    return hashlib.sha256(content).digest()
+
+
+def _content(item: Item) -> bytes | memoryview:
+    """The bytes that ``item_digest`` hashes, without headers; empty for an item that it refuses."""
+    try:
+        match item:
+            case ImageItem() | ClipItem():
+                return item.data
+            case FramesItem():
+                return item.array().reshape(-1).data
+            case PixelItem():
+                return item.packed()[2]
+            case _:
+                return b""
+    except (InvalidRequest, TypeError):
+        return b""
 
 
 def item_key(item: Item, model: ModelInfo, *, namespace: str = "") -> bytes:

@@ -100,14 +100,23 @@ def test_items_are_asked_for_at_once(connect: Open) -> None:
         assert all(isinstance(outcome, EncodedRows) for outcome in outcomes)
 
 
-def test_content_is_not_routed_without_blake3(connect: Open, monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(_item: object) -> bytes:
-        raise keys.MissingDependency("blake3", "hashing content")
+def test_p48_the_header_is_no_identity_without_blake3(connect: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SHA-256 routes, and no digest is sent: the service computes the one that enters the key."""
+    data = b"\xff\xd8\xff a file of a caller without blake3"
+    with FakeEncoder() as fake:
+        expected = keys.content_digest(data)
+        monkeypatch.setattr("lm_adapter.client.can_hash", lambda: False)
+        monkeypatch.setattr("lm_adapter.keys.item_digest", _missing)
+        (announced,) = connect(fake.target).call("prefetch", [ImageItem(data)])
+        (call,) = [call for call in fake.calls if call.method == "Prefetch"]
+    assert call.metadata[ROUTING_KEY] == hashlib.sha256(data).hexdigest()
+    assert not call.request.items[0].content_digest
+    assert announced.content_digest == expected
+    assert announced.routing_digest == hashlib.sha256(data).digest()
 
-    monkeypatch.setattr("lm_adapter.client.can_hash", lambda: False)
-    monkeypatch.setattr("lm_adapter.keys.item_digest", missing)
-    with FakeEncoder() as fake, pytest.raises(keys.MissingDependency, match="needs the package blake3"):
-        connect(fake.target).call("encode", [ImageItem(b"a file")])
+
+def _missing(_item: object) -> bytes:
+    raise keys.MissingDependency("blake3", "hashing content")
 
 
 def test_a_url_is_routed_by_its_string_unless_it_has_a_digest() -> None:
