@@ -301,7 +301,14 @@ def draw_engines(figure: Any, result: dict[str, Any]) -> str:
     left.set_yticks(range(len(cases)), cases)
     left.invert_yaxis()
     left.legend(frameon=False, fontsize=8, loc="lower right")
-    return f"{result['settings']['engine']} on {result['device']}, all servers and encoders on one device"
+    settings = result["settings"]
+    apart = settings.get("encoder_device", settings["device"]) != settings["device"]
+    where = (
+        "all servers on one device, the encoder on another"
+        if apart
+        else "all servers and encoders on one device"
+    )
+    return f"{settings['engine']} on {result['device']}, {where}"
 
 
 # -- autoscaling -----------------------------------------------------------------------------------------

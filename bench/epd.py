@@ -3,6 +3,7 @@
     .venv-engines/bin/python bench/epd.py                     # a CPU: what the way through the service costs
     .venv-sglang/bin/python bench/epd.py --engine sglang
     python bench/epd.py --device cuda --size full --rounds 5  # a GPU that all servers share
+    python bench/epd.py --device cuda --size full --rounds 5 --encoder-device cuda:1
 
 Owns the loads and the figures: time to first token, requests a second, and time between tokens of streamed
 chat requests. ``epd_servers`` owns the servers, which stay up. In each round every case is sent to all
@@ -50,8 +51,8 @@ NUM_PICTURES, NUM_CLIPS = 8, 2
 """Number of different pictures or clips of a size. New ones are copies with another comment."""
 CLIP_FPS = 24
 TEXT_TOKENS = 32
-LM_LAYERS = 36
-LM_INTERMEDIATE = 12288
+PIXELS_OF_A_TOKEN = 32 * 32
+LM_LAYERS, LM_INTERMEDIATE = 36, 12288
 """Layers and intermediate size of a language model with about 8B parameters."""
 
 
@@ -60,7 +61,8 @@ class Case:
     """One load. callers: concurrent requests; 0 if ``rate`` is set, which is the mean number of requests a
     second at random times. seen: the share of pictures that were sent before. text_callers: additional
     concurrent requests with text only; then the time between tokens is measured on these. clip_s: each file
-    is a clip of so many seconds; 0 for images."""
+    is a clip of so many seconds; 0 for images. words: further tokens of text in each request; with no image,
+    the case shows what the language model does with as many tokens."""
 
     px: int
     images: int
@@ -71,11 +73,14 @@ class Case:
     rate: float = 0.0
     text_callers: int = 0
     clip_s: int = 0
+    words: int = 0
 
     @property
     def name(self) -> str:
         load = f"{self.rate:g}/s" if self.rate else f"{self.callers} callers"
         media = f"clip of {self.clip_s} s, {self.px}" if self.clip_s else f"{self.images}x{self.px}"
+        if not self.images:
+            media = f"text of {self.words} tokens"
         parts = [media, f"{self.tokens} tokens", load]
         if self.seen:
             parts.append("all seen" if self.seen == 1 else f"{self.seen:.0%} seen")
@@ -111,6 +116,9 @@ CASES = {
         Case(448, 1, 1, 0, 256, rate=40.0),
         Case(448, 1, 1, 8, 128, text_callers=16),
         Case(448, 1, 1, 4, 24, clip_s=8),
+        Case(448, 1, 1, 8, 128, seen=1.0, text_callers=16),
+        Case(448, 0, 1, 32, 384, words=448 * 448 // PIXELS_OF_A_TOKEN),
+        Case(1024, 0, 1, 16, 128, words=1024 * 1024 // PIXELS_OF_A_TOKEN),
     ),
 }
 
@@ -130,26 +138,32 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--engine", choices=tuple(SERVERS), default="vllm")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--size", choices=tuple(CASES), default="small")
+    parser.add_argument(
+        "--encoder-device", help="of this service's encoder, such as cuda:1; the servers' by default"
+    )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--cases", type=int, nargs="+", help="by number, from 0; all by default")
     parser.add_argument("--engine-arguments", default="", help="further arguments of every server")
+    parser.add_argument("--lm-layers", type=int, default=LM_LAYERS, help="of size full")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--commit", help="the commit measured, where git cannot tell")
     parser.add_argument("--out", type=Path, default=RESULTS)
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    arguments.encoder_device = arguments.encoder_device or arguments.device
+    return arguments
 
 
 def make_checkpoint(arguments: argparse.Namespace, folder: Path) -> Path:
-    """Qwen3-VL with random weights. With size ``full``, the language model has about 8B parameters, whose
-    weights the engine generates."""
+    """Qwen3-VL with random weights. With size ``full``, the language model has about 8B parameters if
+    ``lm_layers`` is not changed, and the engine generates its weights."""
     checkpoint = write_checkpoint(folder, "qwen3_vl", size=arguments.size)
     if arguments.size == "full":
         path = checkpoint / "config.json"
         config = json.loads(path.read_text())
         text = config["text_config"]
-        text |= {"num_hidden_layers": LM_LAYERS, "intermediate_size": LM_INTERMEDIATE}
+        text |= {"num_hidden_layers": arguments.lm_layers, "intermediate_size": LM_INTERMEDIATE}
         if "layer_types" in text:
-            text["layer_types"] = (text["layer_types"] * LM_LAYERS)[:LM_LAYERS]
+            text["layer_types"] = (text["layer_types"] * LM_LAYERS)[: arguments.lm_layers]
         path.write_text(json.dumps(config))
     return checkpoint
 
@@ -209,8 +223,9 @@ class Pictures:
         return new
 
 
-def body(number: int, files: Sequence[bytes], tokens: int) -> bytes:
-    parts: list[dict[str, Any]] = [{"type": "text", "text": f"Request {number}: what do you see?"}]
+def body(number: int, files: Sequence[bytes], tokens: int, words: int = 0) -> bytes:
+    text = f"Request {number}: what do you see?" + " a" * words
+    parts: list[dict[str, Any]] = [{"type": "text", "text": text}]
     for file in files:
         kind = "image/jpeg" if file.startswith(b"\xff\xd8") else "video/mp4"
         name = f"{kind.partition('/')[0]}_url"
@@ -294,7 +309,7 @@ async def load(url: str, case: Case, requests: Sequence[bytes], seed: int) -> di
 def requests_of(case: Case, pictures: Pictures, start: int) -> list[bytes]:
     """The requests of one round. If the case needs seen pictures, a warm-up has sent them before."""
     return [
-        body(start + number, [pictures.take(case.seen) for _ in range(case.images)], case.tokens)
+        body(start + number, [pictures.take(case.seen) for _ in range(case.images)], case.tokens, case.words)
         for number in range(case.count)
     ]
 
@@ -369,7 +384,7 @@ def main() -> None:
     settings = {name: value for name, value in vars(arguments).items() if name not in ("out", "commit")}
     result: dict[str, Any] = {
         "bench": "epd",
-        "label": "Qwen3-VL with random weights; encoders and all servers share the device",
+        "label": "Qwen3-VL with random weights; all servers share one device",
         **environment,
         "settings": {
             **settings,
@@ -386,12 +401,13 @@ def main() -> None:
     root = Path(tempfile.mkdtemp(prefix="ve-epd-"))
     try:
         checkpoint = make_checkpoint(arguments, root / "checkpoint")
-        with serving(arguments, checkpoint, root) as urls:
+        with serving(arguments, checkpoint, root) as servers:
+            result["encoder_start_s"] = servers.encoder_start_s
             for number, case in enumerate(CASES[arguments.size]):
                 if case.clip_s and arguments.engine == "sglang":
                     continue  # clips are compared with vLLM alone
                 if arguments.cases is None or number in arguments.cases:
-                    result["records"] += run_case(urls, case, arguments, number)
+                    result["records"] += run_case(servers.urls, case, arguments, number)
                     file.write()
     finally:
         shutil.rmtree(root, ignore_errors=True)

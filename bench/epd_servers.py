@@ -7,8 +7,11 @@ after the other, because each takes a share of the free memory.
 from __future__ import annotations
 
 import argparse
+import os
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests.engines import processes as vllm
@@ -19,6 +22,16 @@ TOWER, ENCODER = "its own tower", "rows from the encoder"
 OWN_SPLIT, PROTOCOL = "its own encoder", "the encoder by its protocol"
 START_S = 600
 SERVERS = {"vllm": (TOWER, ENCODER), "sglang": (TOWER, OWN_SPLIT, PROTOCOL, ENCODER)}
+
+
+@dataclass
+class Servers:
+    """urls: of the servers, by name. encoder_start_s: times until the encoder was ready; the second start had
+    the kernel choices and compiled kernels of the first."""
+
+    urls: dict[str, str] = field(default_factory=dict)
+    encoder_start_s: list[float] = field(default_factory=list)
+
 
 Start = Callable[[list[str], dict[str, str], str], None]
 """Starts a process of these arguments and environment, and waits for /health at this URL."""
@@ -45,8 +58,8 @@ def engine_arguments(arguments: argparse.Namespace) -> list[str]:
 
 
 @contextmanager
-def serving(arguments: argparse.Namespace, checkpoint: Path, folder: Path) -> Iterator[dict[str, str]]:
-    """Runs all servers and encoders. Yields the servers' URLs by name."""
+def serving(arguments: argparse.Namespace, checkpoint: Path, folder: Path) -> Iterator[Servers]:
+    """Runs all servers and encoders."""
     with ExitStack() as stack:
         logs = (folder / f"server-{number}.log" for number in range(16))
 
@@ -55,13 +68,13 @@ def serving(arguments: argparse.Namespace, checkpoint: Path, folder: Path) -> It
             stack.callback(process.stop)
             process.wait_for(lambda: answers(f"{url}/health"), f"{run[1]} at {url}", START_S)
 
-        servers = vllm_servers if arguments.engine == "vllm" else sglang_servers
-        yield servers(arguments, checkpoint, folder, stack, start)
+        start_all = vllm_servers if arguments.engine == "vllm" else sglang_servers
+        yield start_all(arguments, checkpoint, folder, stack, start)
 
 
 def vllm_servers(
     arguments: argparse.Namespace, checkpoint: Path, folder: Path, stack: ExitStack, start: Start
-) -> dict[str, str]:
+) -> Servers:
     environment = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
     if arguments.device == "cpu":
         environment |= {
@@ -71,8 +84,15 @@ def vllm_servers(
             "VLLM_WORKER_MULTIPROC_METHOD": "fork",
         }
     dtype = "float32" if arguments.device == "cpu" else "bfloat16"
-    encoder = stack.enter_context(vllm.Encoder(checkpoint, dtype, folder, device=arguments.device))
-    urls = {}
+    os.environ["VE_CHOICES_DIR"] = str(folder / "choices")
+    encoder = vllm.Encoder(checkpoint, dtype, folder, device=arguments.encoder_device)
+    stack.push(encoder)
+    servers = Servers()
+    for _ in range(2):
+        encoder.stop()
+        begun = time.perf_counter()
+        encoder.start()
+        servers.encoder_start_s.append(time.perf_counter() - begun)
     for server in SERVERS["vllm"]:
         port = free_port()
         replaced = {"MODEL": str(checkpoint), "8000": str(port), "127.0.0.1:50051": encoder.target}
@@ -80,38 +100,40 @@ def vllm_servers(
         if server == TOWER:
             command = command[: command.index("--ec-transfer-config")]
         run = ["-m", "vllm.entrypoints.cli.main", *command[1:], *engine_arguments(arguments)]
-        urls[server] = f"http://127.0.0.1:{port}"
-        start(run, environment, urls[server])
-    return urls
+        servers.urls[server] = f"http://127.0.0.1:{port}"
+        start(run, environment, servers.urls[server])
+    return servers
 
 
 def sglang_servers(
     arguments: argparse.Namespace, checkpoint: Path, folder: Path, stack: ExitStack, start: Start
-) -> dict[str, str]:
+) -> Servers:
     """Its own encoder runs in a process of its own, as ours does."""
     environment = {"HF_HUB_OFFLINE": "1"}
     dtype = "bfloat16"
     if arguments.device == "cpu":
         environment, dtype = dict(sglang.ENVIRONMENT), "float32"
     encoder = stack.enter_context(
-        sglang.Encoder(checkpoint, folder, Path(folder, "broker.sock"), device=arguments.device, dtype=dtype)
+        sglang.Encoder(
+            checkpoint, folder, Path(folder, "broker.sock"), device=arguments.encoder_device, dtype=dtype
+        )
     )
 
     def launch(server: str, more: list[str], variables: dict[str, str]) -> None:
         port = free_port()
-        urls[server] = f"http://127.0.0.1:{port}"
+        servers.urls[server] = f"http://127.0.0.1:{port}"
         run = ["-m", "sglang.launch_server", "--model-path", str(checkpoint), "--port", str(port)]
-        start([*run, *engine_arguments(arguments), *more], environment | variables, urls[server])
+        start([*run, *engine_arguments(arguments), *more], environment | variables, servers.urls[server])
 
-    urls: dict[str, str] = {}
+    servers = Servers()
     launch(TOWER, [], {})
     # Its cache of rows is off by default.
     own = ["--encoder-only", "--encoder-transfer-backend", "zmq_to_tokenizer", "--enable-prefix-mm-cache"]
     launch("", own, {})
-    own_encoder = urls.pop("")
+    own_encoder = servers.urls.pop("")
     for server, url in ((OWN_SPLIT, own_encoder), (PROTOCOL, encoder.sglang_url)):
         replaced = {"MODEL": str(checkpoint), "http://127.0.0.1:31000": url}
         command = sglang.documented("python -m sglang.launch_server", replaced)
         launch(server, command[command.index("--language-only") :], {})
     launch(ENCODER, [], sglang.plugin_variables(encoder.target))
-    return urls
+    return servers
