@@ -389,6 +389,7 @@ def main() -> None:
         "settings": {
             **settings,
             "all_arguments": engine_arguments(arguments),
+            "mps": "CUDA_MPS_PIPE_DIRECTORY" in os.environ,
             "num_cores": len(os.sched_getaffinity(0)),
             "load_average_before": list(os.getloadavg()),
         },
