@@ -11,28 +11,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
 from typing import Any
 
 from encoder_service.errors import DeadlineExceeded, Draining
 from encoder_service.scheduler.planner import Ticket
 from encoder_service.store.embedding_store import HeldRows
-from encoder_service.types import ClipFacts, Grid, StageTimings
-
-
-@dataclass(frozen=True)
-class ItemShape:
-    """What is known of an item before it is encoded. clip: as in ``EncodedItem``."""
-
-    grid: Grid
-    num_rows: int
-    clip: ClipFacts | None = None
+from encoder_service.types import EncodedItem, Grid, StageTimings
 
 
 class InFlightEncode:
     """One encode in progress.
 
-    shape: known once the item is admitted. timings: filled in as the
+    expected: the item once it is admitted, with a meta tensor as its rows. timings: filled in as the
     stages end. task: ends with the rows. It holds them until every caller has a hold of its own.
     """
 
@@ -56,7 +46,7 @@ class InFlightEncode:
         self._is_prefetch = self._is_kept = is_prefetch
         self._tickets: list[Ticket] = []
         loop = asyncio.get_running_loop()
-        self.shape: asyncio.Future[ItemShape] = loop.create_future()
+        self.expected: asyncio.Future[EncodedItem] = loop.create_future()
         self.task: asyncio.Task[HeldRows] = loop.create_task(run(self))
 
     def ticket(self, grid: Grid, *, merges_time: bool) -> Ticket:
@@ -188,10 +178,9 @@ class InFlightEncodes:
         else:
             error = encode.task.exception()  # also marks it as retrieved, for a prefetch without callers
         _drop_unclaimed(encode)
-        if encode.shape.done():
-            return
-        encode.shape.set_exception(error or Draining("the item was not announced"))
-        encode.shape.exception()
+        if not encode.expected.done():
+            encode.expected.set_exception(error or Draining("the item was not announced"))
+            encode.expected.exception()
 
     def _remove(self, encode: InFlightEncode) -> None:
         name = encode.namespace, encode.key

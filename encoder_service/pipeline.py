@@ -24,7 +24,7 @@ from typing import TypeVar
 import structlog
 import torch
 
-from encoder_service.clips import ClipEncoder, clip_facts, num_clip_rows
+from encoder_service.clips import ClipEncoder, num_clip_rows
 from encoder_service.engine.device import DeviceEngine
 from encoder_service.errors import (
     ClipTooLarge,
@@ -36,7 +36,7 @@ from encoder_service.errors import (
     UnknownKey,
     VisionEncoderError,
 )
-from encoder_service.inflight import InFlightEncode, InFlightEncodes, ItemShape
+from encoder_service.inflight import InFlightEncode, InFlightEncodes
 from encoder_service.ingest import identity
 from encoder_service.ingest.pinned import pinned
 from encoder_service.ingest.preprocessor import Preprocessor
@@ -98,18 +98,6 @@ class EncodeResult:
     def release(self) -> None:
         """The rows were delivered, or will not be. Idempotent."""
         self.held.drop()
-
-
-@dataclass(frozen=True)
-class Prefetched:
-    """What a prefetch answers of an item, before it is encoded. clip: as in ``EncodedItem``."""
-
-    key: bytes
-    content_digest: bytes
-    grid: Grid
-    num_rows: int
-    resident: bool
-    clip: ClipFacts | None = None
 
 
 class Pipeline:
@@ -179,17 +167,17 @@ class Pipeline:
         tier = CacheTier.MISS if joined is None else CacheTier.IN_FLIGHT
         return self._result(held, tier, timings, started_s)
 
-    async def prefetch(self, item: Item, *, namespace: str = "") -> Prefetched:
+    async def prefetch(self, item: Item, *, namespace: str = "") -> EncodedItem:
         """Starts an encode that goes on without a caller. Returns once the item is identified, its grid known
-        and admitted. Raises as ``encode`` does, as far as the failure shows until then."""
+        and admitted; its rows are a meta tensor unless they are held already. Raises as ``encode`` does, as
+        far as the failure shows until then."""
         digest, key = await self._identify(item, namespace)
         resident = self.store.peek(namespace, key)
         if resident is not None:
-            return Prefetched(key, digest, resident.grid, resident.spec.num_rows, True, resident.clip)
+            return resident
         joined = self.inflight.join(namespace, key, None, is_prefetch=True)
         encode = joined or self._start(item, digest, key, namespace, None, is_prefetch=True)
-        shape = await asyncio.shield(encode.shape)
-        return Prefetched(key, digest, shape.grid, shape.num_rows, False, shape.clip)
+        return await asyncio.shield(encode.expected)
 
     async def fetch(
         self, key: bytes, *, namespace: str = "", deadline_s: float | None = None
@@ -294,7 +282,7 @@ class Pipeline:
         finally:
             self.load.remove(encode)
             permit.release()
-        for name, milliseconds in encode.timings.as_mapping().items():
+        for name, milliseconds in vars(encode.timings).items():
             if milliseconds:  # else a stage that this item did not pass
                 self.metrics.observe_stage(name[: -len("_ms")], milliseconds / 1e3)
         return held
@@ -304,12 +292,11 @@ class Pipeline:
         timings, tower = encode.timings, self.model.tower
         started_s = self.clock()
         grid = await self._probe(item)
-        num_rows = tower.num_rows(grid)
+        expected = self._expected_item(encode, grid, tower.num_rows(grid))
         ticket = encode.ticket(grid, merges_time=tower.merges_time)
-        self._admit(encode, ItemShape(grid, num_rows), ticket.seqlen, permit)
+        self._admit(encode, expected, ticket.seqlen, permit)
         timings.admit_ms = (self.clock() - started_s) * 1e3
         pixels, timings.decode_ms, timings.resize_ms = await self._on_worker(self._decode, item, grid)
-        expected = self._expected_item(encode, grid, num_rows)
         with OutputReservation(self.store, self._engine, encode.namespace, expected) as output:
             queued_s = self.clock()
             job = output.submit(pixels, ticket, output.rows)
@@ -333,14 +320,13 @@ class Pipeline:
         clip = await self._on_worker(self.model.preprocessor.open_clip, content, options)
         try:
             plan = clip.plan
-            num_rows = num_clip_rows(plan, tower)
             for grid in set(plan.chunk_grids) or {plan.grid}:
                 tower.check_grid(grid)
             seqlen = -(-plan.grid.num_patches // (len(plan.chunk_grids) or plan.grid.t))
-            facts = clip_facts(plan)
-            self._admit(encode, ItemShape(plan.grid, num_rows, facts), seqlen, permit)
+            facts = ClipFacts(plan.timestamps_s, plan.chunk_grids)
+            expected = self._expected_item(encode, plan.grid, num_clip_rows(plan, tower), facts)
+            self._admit(encode, expected, seqlen, permit)
             encode.timings.admit_ms = (self.clock() - started_s) * 1e3
-            expected = self._expected_item(encode, plan.grid, num_rows, facts)
             with OutputReservation(self.store, self._engine, encode.namespace, expected) as output:
                 rows = output.rows
                 if rows is None:
@@ -360,21 +346,22 @@ class Pipeline:
         self.model.tower.check_grid(grid)
         return grid
 
-    def _admit(self, encode: InFlightEncode, shape: ItemShape, seqlen: int, permit: Permit) -> None:
-        """Takes room for all of the item's patches and makes its shape known. seqlen: of its attention
+    def _admit(self, encode: InFlightEncode, expected: EncodedItem, seqlen: int, permit: Permit) -> None:
+        """Takes room for all of the item's patches and makes the item known. seqlen: of its attention
         sequences. Raises ImageTooLarge, ClipTooLarge, QueueFull."""
-        num_patches, is_clip = shape.grid.num_patches, shape.clip is not None
+        grid, is_clip = expected.grid, expected.clip is not None
         limit = self._max_clip_patches if is_clip else self._max_patches_per_item
+        num_patches = grid.num_patches
         if num_patches > limit:
             error, what = (ClipTooLarge, "clip") if is_clip else (ImageTooLarge, "item")
             raise error(
-                f"the {what} has {num_patches} patches (grid {tuple(shape.grid)}), at most {limit} are taken",
+                f"the {what} has {num_patches} patches (grid {tuple(grid)}), at most {limit} are taken",
                 num_patches=num_patches,
                 max_patches=limit,
             )
         permit.add_patches(num_patches)
         self.load.add(encode, num_patches, seqlen)
-        encode.shape.set_result(shape)
+        encode.expected.set_result(expected)
 
     def _decode(self, item: Item, grid: Grid) -> LoadedPixels:
         """On a worker: pixels in memory that the device can read; pinning counts as resizing."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import enum
 import functools
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
@@ -144,9 +143,6 @@ class StageTimings:
     tower_ms: float = 0.0
     store_ms: float = 0.0
     total_ms: float = 0.0
-
-    def as_mapping(self) -> Mapping[str, float]:
-        return vars(self)
 
 
 class CacheTier(enum.Enum):

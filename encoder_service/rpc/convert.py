@@ -220,7 +220,7 @@ def result_event(
         dtype=DTYPE_NUMBERS[spec.dtype],
         num_deepstack_levels=spec.num_deepstack_levels,
         tier=TIERS[delivered.tier],
-        timings=pb.StageTimings(**delivered.timings.as_mapping(), delivery_ms=delivery_ms),
+        timings=pb.StageTimings(**vars(delivered.timings), delivery_ms=delivery_ms),
         rows_bytes=spec.num_bytes,
     )
     if (clip := encoded.clip) is not None:

@@ -91,9 +91,9 @@ class VisionEncoderServicer:
             return pb.PrefetchStatus(
                 key=announced.key,
                 content_digest=announced.content_digest,
-                state=pb.KEY_STATE_RESIDENT if announced.resident else pb.KEY_STATE_IN_FLIGHT,
+                state=pb.KEY_STATE_IN_FLIGHT if announced.rows.is_meta else pb.KEY_STATE_RESIDENT,
                 grid_thw=convert.grid_to_proto(announced.grid),
-                num_rows=announced.num_rows,
+                num_rows=announced.spec.num_rows,
                 timestamps_s=() if announced.clip is None else announced.clip.timestamps_s,
             )
 

@@ -17,8 +17,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from encoder_service.engine.device import DeviceEngine
 from encoder_service.errors import ConfigurationError, StartupError
-from encoder_service.pipeline import Prefetched
-from encoder_service.types import Item
+from encoder_service.types import EncodedItem, Item
 from lm_adapter import (
     CacheTier,
     EncodedRows,
@@ -124,7 +123,7 @@ def test_a_defect_in_one_prefetched_item_is_that_items(
     assert pipeline is not None
     prefetch = pipeline.prefetch
 
-    async def defective(item: Item, **fields: Any) -> Prefetched:
+    async def defective(item: Item, **fields: Any) -> EncodedItem:
         if item.content_digest is not None:
             raise RuntimeError("a defect")
         return await prefetch(item, **fields)

@@ -116,7 +116,7 @@ def described(pipeline: Pipeline, delivered: EncodeResult) -> dict[str, Any]:
         "dtype": str(encoded.spec.dtype).removeprefix("torch."),
         "rows_bytes": encoded.spec.num_bytes,
         "tier": delivered.tier.value,
-        "timings": {name: round(value, 3) for name, value in delivered.timings.as_mapping().items()},
+        "timings": {name: round(value, 3) for name, value in vars(delivered.timings).items()},
     }
 
 

@@ -266,7 +266,7 @@ async def test_a_prefetched_clip_is_announced_with_its_rows(rig: Rig) -> None:
     rig.tower.gate.clear()
     announced = await rig.pipeline.prefetch(item)
     assert announced.grid == Grid(7, SIDE, SIDE)
-    assert announced.num_rows == len(rows_of(colours))
+    assert announced.spec.num_rows == len(rows_of(colours))
     joined = await rig.pipeline.prefetch(item)
     assert announced.clip == joined.clip == ClipFacts(tuple(place / 2 for place in range(7)))
     fetching = asyncio.ensure_future(rig.pipeline.fetch(announced.key))

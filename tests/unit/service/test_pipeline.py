@@ -186,14 +186,14 @@ async def test_fetch_waits_for_a_flight_and_serves_what_is_held(rig: Rig) -> Non
     rig.fake.gate.clear()
     announced = await rig.pipeline.prefetch(image())
     assert announced.grid == Grid(1, 4, 4)
-    assert announced.num_rows == 4
+    assert announced.spec.num_rows == 4
     assert isinstance(rig.pipeline.lookup(announced.key), InFlightEncode)
     fetching = asyncio.ensure_future(rig.pipeline.fetch(announced.key))
     await asyncio.sleep(0.01)
     rig.fake.gate.set()
     assert (await fetching).tier is CacheTier.IN_FLIGHT
     assert (await rig.pipeline.fetch(announced.key)).tier is CacheTier.HOST
-    assert (await rig.pipeline.prefetch(image())).resident
+    assert not (await rig.pipeline.prefetch(image())).rows.is_meta
     with pytest.raises(UnknownKey):
         await rig.pipeline.fetch(bytes(32))
     with pytest.raises(InvalidDigest, match="key has 3 bytes, needs 32"):
