@@ -1,12 +1,13 @@
 """Measurement methods of the benches: interleaved samples with device events, ceilings and power of the
 device, result files.
 
-Owns timing, the description of machine and software, and the rule that result files are never overwritten.
-Each bench owns what it measures.
+Owns timing, the description of machine and software, the options and the time limit of a run, and the rule
+that result files are never overwritten. Each bench owns what it measures.
 """
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import importlib.metadata
 import json
@@ -38,6 +39,8 @@ PACKAGES = (
     "nvidia-cutlass-dsl",
     "numpy",
 )
+# Options that are no settings of a result.
+NO_SETTINGS = ("device", "out", "commit")
 # The target length of one sample, and the maximum number of runs in it.
 SAMPLE_MS = 20.0
 MAX_IN_A_ROW = 8
@@ -303,3 +306,61 @@ class ResultFile:
         partial = self.path.with_suffix(".partial")
         partial.write_text(json.dumps(self._result, indent=2) + "\n", encoding="utf-8")
         partial.replace(self.path)
+
+
+def options_of(description: str | None, *, quick: str) -> argparse.ArgumentParser:
+    """A parser with the options of every bench of one device. quick: what is left of the run."""
+    parser = argparse.ArgumentParser(description=(description or "").splitlines()[0])
+    parser.add_argument("--device", type=torch.device, default=torch.device("cuda:0"))
+    parser.add_argument("--quick", action="store_true", help=quick)
+    parser.add_argument("--time-limit-s", type=float, help="no record begins later")
+    parser.add_argument("--commit", help="the commit measured, where git cannot tell")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the result files")
+    return parser
+
+
+class TimedRun:
+    """One run of a bench. Each record is written when it ends. A run that is cut short leaves a valid file,
+    in which ``complete`` is false."""
+
+    def __init__(
+        self,
+        bench: str,
+        arguments: argparse.Namespace,
+        *,
+        settings: Mapping[str, Any],
+        parts: Mapping[str, Any],
+        packages: Sequence[str] = (),
+    ) -> None:
+        """arguments: of a parser of ``options_of``. settings: those that are not among them. parts: of the
+        result, beside its records."""
+        self.arguments = arguments
+        self.begun_s = time.perf_counter()
+        given = {name: value for name, value in vars(arguments).items() if name not in NO_SETTINGS}
+        self.result: dict[str, Any] = {
+            **describe_environment(arguments.device, arguments.commit, packages),
+            "complete": False,
+            "settings": given | dict(settings),
+            **parts,
+            "records": [],
+            "left_out": [],
+        }
+        self.file = ResultFile(arguments.out, bench, self.result)
+
+    def leave_out(self, reason: str, *, cut_short: bool = False, **place: Any) -> None:
+        self.result["left_out"].append(place | {"reason": reason, "cut_short": cut_short})
+
+    def is_out_of_time(self, *places: Mapping[str, Any]) -> bool:
+        """Whether the time limit has passed. If so, records the places as left out."""
+        spent_s, limit_s = time.perf_counter() - self.begun_s, self.arguments.time_limit_s
+        if spent_s < limit_s:
+            return False
+        for place in places:
+            self.leave_out(f"{spent_s:.0f} s had passed of {limit_s:.0f}", cut_short=True, **place)
+        return True
+
+    def finish(self) -> None:
+        cut_short = any(one["cut_short"] for one in self.result["left_out"])
+        self.result["complete"] = bool(self.result["records"]) and not cut_short
+        self.result["seconds"] = time.perf_counter() - self.begun_s
+        self.file.write()

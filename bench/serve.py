@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from charts import draw_beside
 from checkpoints import random_checkpoint
-from measurement import RESULTS, ResultFile, describe_environment, percentile
+from measurement import TimedRun, options_of, percentile
 from processes import IMAGE_MALLOC, Process, ProcessFailed, ServiceProcess, Snapshot
 from serve_peers import OK, STAGES
 from traffic import MAX_PIXELS, MIXES, load_of, specs_of, write_photos
@@ -54,8 +54,7 @@ PERCENTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
 
 
 def parse_arguments(line: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--device", type=torch.device, default=torch.device("cuda:0"))
+    parser = options_of(__doc__, quick="one mix, two loads, few seconds each")
     parser.add_argument("--family", choices=FAMILIES, default="qwen3_vl")
     parser.add_argument("--size", choices=SIZES, default="full")
     parser.add_argument("--mixes", nargs="+", choices=MIXES, help="default: 448-heavy and chat; one if quick")
@@ -75,11 +74,7 @@ def parse_arguments(line: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--cell-s", type=float, help="seconds of one load, its first fifth a warm-up")
     parser.add_argument("--tower-s", type=float, help="seconds of the tower alone, a mix")
     parser.add_argument("--start-limit-s", type=float, default=150.0, help="for a process to be ready")
-    parser.add_argument("--time-limit-s", type=float, help="no load begins later; default 215, --quick 60")
-    parser.add_argument("--quick", action="store_true", help="one mix, two loads, few seconds each")
     parser.add_argument("--seed", type=int, help="of sizes and arrivals; default: a new one")
-    parser.add_argument("--commit", help="the commit measured, where git cannot tell")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the result files")
     arguments = parser.parse_args(line)
     on_gpu, quick = arguments.device.type == "cuda", arguments.quick
     if on_gpu and not torch.cuda.is_available():
@@ -116,35 +111,17 @@ class Cell:
     load: float
 
 
-class Run:
-    """One run of the bench. Each record is written when it ends. A run that is cut short leaves a valid file,
-    in which ``complete`` is false."""
-
+class Run(TimedRun):
     def __init__(self, arguments: argparse.Namespace, console: Console, folder: Path) -> None:
         """folder: for sockets, photographs and logs. Its path must be short."""
-        self.arguments = arguments
         self.console = console
         self.folder = folder
-        self.begun_s = time.perf_counter()
         self.gpu = (arguments.device.index or 0) if arguments.device.type == "cuda" else None
         self.seed = secrets.randbelow(2**31) if arguments.seed is None else arguments.seed
         self.max_pixels = int(MAX_PIXELS * arguments.scale**2)
-        environment = describe_environment(arguments.device, arguments.commit, PACKAGES)
-        settings = {
-            name: value for name, value in vars(arguments).items() if name not in ("device", "out", "commit")
-        }
-        settings |= {"seed": self.seed, "max_pixels": self.max_pixels, "malloc": IMAGE_MALLOC}
-        self.result: dict[str, Any] = environment | {
-            "complete": False,
-            "settings": settings,
-            "photos": {},
-            "tower": {},
-            "service": {},
-            "records": [],
-            "summary": [],
-            "left_out": [],
-        }
-        self.file = ResultFile(arguments.out, "serve", self.result)
+        settings = {"seed": self.seed, "max_pixels": self.max_pixels, "malloc": IMAGE_MALLOC}
+        parts = {"photos": {}, "tower": {}, "service": {}, "summary": []}
+        super().__init__("serve", arguments, settings=settings, parts=parts, packages=PACKAGES)
         self.stack = ExitStack()
         self.clients: list[Process] = []
 
@@ -162,21 +139,17 @@ class Run:
                 service = self._start_service(checkpoint)
             cells = [Cell(mix, load) for load in arguments.loads for mix in arguments.mixes]
             for number, cell in enumerate(cells, 1):
-                if self._out_of_time(cell):
+                if self.is_out_of_time(asdict(cell)):
                     continue
                 with self.console.status(f"{number} of {len(cells)}: {cell.mix} at {cell.load:g}"):
                     try:
                         self.result["records"].append(self._measured(cell, service))
                     except ProcessFailed as error:
-                        self._leave_out(cell, str(error))
+                        self.leave_out(str(error), **asdict(cell))
                 self.result["summary"] = summary_of(self.result["records"], self.result["tower"])
                 self.file.write()
             self.result["service"]["exit_status"] = service.close()
-        self.result["complete"] = bool(self.result["records"]) and not any(
-            one["cut_short"] for one in self.result["left_out"]
-        )
-        self.result["seconds"] = time.perf_counter() - self.begun_s
-        self.file.write()
+        self.finish()
 
     # -- processes -------------------------------------------------------------------------------------
 
@@ -293,18 +266,6 @@ class Run:
         record["tower_share"] = figures["encoded_patches_per_s"] / tower["patches_per_s"]
         record["rate"] = load.rate
         return record | service_figures(*snapshots)
-
-    # -- what is not measured --------------------------------------------------------------------------
-
-    def _out_of_time(self, cell: Cell) -> bool:
-        spent_s, limit_s = time.perf_counter() - self.begun_s, self.arguments.time_limit_s
-        if spent_s < limit_s:
-            return False
-        self._leave_out(cell, f"{spent_s:.0f} s had passed of {limit_s:.0f}", cut_short=True)
-        return True
-
-    def _leave_out(self, cell: Cell, reason: str, *, cut_short: bool = False) -> None:
-        self.result["left_out"].append(asdict(cell) | {"reason": reason, "cut_short": cut_short})
 
 
 def limit_area(checkpoint: Path, max_pixels: int) -> None:

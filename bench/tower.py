@@ -18,7 +18,6 @@ import logging
 import secrets
 import statistics
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -33,12 +32,11 @@ from charts import draw_beside
 from checkpoints import random_checkpoint
 from kernel_profile import line_of, profile_runs
 from measurement import (
-    RESULTS,
-    ResultFile,
+    TimedRun,
     ceilings,
-    describe_environment,
     host_time_us,
     interleaved_samples,
+    options_of,
     sustained,
     synchronise,
 )
@@ -68,8 +66,7 @@ SETTLE_S = 0.4
 
 
 def parse_arguments(line: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--device", type=torch.device, default=torch.device("cuda:0"))
+    parser = options_of(__doc__, quick="two cases, ten runs each, nothing compiled")
     parser.add_argument(
         "--dtype", choices=("float32", "bfloat16"), help="default: bfloat16, float32 on a CPU"
     )
@@ -77,14 +74,10 @@ def parse_arguments(line: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--families", nargs="+", choices=FAMILIES, default=list(FAMILIES))
     parser.add_argument("--cases", nargs="+", choices=KNOWN_CASES, help="default: all; two if quick")
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, help="default: all; not compiled if quick")
-    parser.add_argument("--quick", action="store_true", help="two cases, ten runs each, nothing compiled")
-    parser.add_argument("--profile", action="store_true", help="kernels of each case's replay, in a file too")
+    parser.add_argument("--profile", action="store_true", help="kernels of each case's replay")
     parser.add_argument("--variant-budget-s", type=float, default=0.7, help="timing of a case, a variant")
     parser.add_argument("--power-s", type=float, default=1.0, help="each variant alone, saturated; 0: none")
-    parser.add_argument("--time-limit-s", type=float, help="no case begins later; default 440, --quick 100")
     parser.add_argument("--seed", type=int, default=0, help="of the weights")
-    parser.add_argument("--commit", help="the commit measured, where git cannot tell")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the result files")
     arguments = parser.parse_args(line)
     if arguments.device.type == "cuda":
         if not torch.cuda.is_available():
@@ -92,8 +85,7 @@ def parse_arguments(line: list[str] | None = None) -> argparse.Namespace:
         torch.cuda.set_device(arguments.device)
     elif arguments.profile:
         parser.error("--profile reads the kernels of a CUDA device")
-    default_dtype = "float32" if arguments.device.type == "cpu" else "bfloat16"
-    arguments.dtype = getattr(torch, arguments.dtype or default_dtype)
+    arguments.dtype = arguments.dtype or ("float32" if arguments.device.type == "cpu" else "bfloat16")
     quick = arguments.quick
     is_small = quick and arguments.device.type == "cpu"
     arguments.cases = arguments.cases or list([SMALL_CASE] if is_small else QUICK_CASES if quick else CASES)
@@ -107,55 +99,29 @@ def parse_arguments(line: list[str] | None = None) -> argparse.Namespace:
     return arguments
 
 
-class Run:
-    """One run of the bench. Each case is written when it ends. A run that is cut short leaves a valid file,
-    in which ``complete`` is false."""
-
+class Run(TimedRun):
     def __init__(self, arguments: argparse.Namespace, console: Console) -> None:
-        self.arguments = arguments
         self.console = console
         self.device: torch.device = arguments.device
-        self.begun_s = time.perf_counter()
+        self.dtype: torch.dtype = getattr(torch, arguments.dtype)
         self.has_reference = importlib.util.find_spec("transformers") is not None
         self.no_fa3 = register_fa3(self.device)
-        environment = describe_environment(self.device, arguments.commit)
-        left_out = ("device", "out", "commit", "dtype", "profile")
-        settings = {name: value for name, value in vars(arguments).items() if name not in left_out}
-        settings |= {
-            "dtype": str(arguments.dtype).removeprefix("torch."),
-            # New values in each run, because a fast path must be correct for any input.
-            "pixel_seed": secrets.randbelow(2**31),
-        }
-        self.result: dict[str, Any] = environment | {
-            "complete": False,
-            "settings": settings,
-            "ceilings": ceilings(self.device, quick=arguments.quick),
-            "checks": [],
-            "captures": [],
-            "records": [],
-            "accuracy": [],
-            "power": [],
-            "left_out": [],
-        }
-        self.file = ResultFile(arguments.out, "tower", self.result)
-        self.profile: dict[str, Any] | None = None
-        self.profile_file: ResultFile | None = None
-        if arguments.profile:
-            self.profile = environment | {"settings": settings, "records": []}
-            self.profile_file = ResultFile(arguments.out, "profile", self.profile)
-            self.result["profile"] = self.profile_file.path.name
+        # New values in each run, because a fast path must be correct for any input.
+        settings = {"pixel_seed": secrets.randbelow(2**31)}
+        parts: dict[str, Any] = {name: [] for name in ("checks", "captures", "accuracy", "power", "profile")}
+        super().__init__("tower", arguments, settings=settings, parts=parts)
 
     def main(self) -> None:
+        self.result["ceilings"] = ceilings(self.device, quick=self.arguments.quick)
         for number, family in enumerate(self.arguments.families):
             self._run_family(family, is_first=number == 0)
-        self.result["complete"] = not any(one["cut_short"] for one in self.result["left_out"])
-        self.result["seconds"] = time.perf_counter() - self.begun_s
-        self.file.write()
+        self.finish()
 
     def _run_family(self, name: str, *, is_first: bool) -> None:
         arguments = self.arguments
         pending = [case for case in RUN_ORDER if case in arguments.cases]
-        if self._out_of_time(name, pending):
+        places = {case: {"family": name, "case": case, "variant": None} for case in pending}
+        if self.is_out_of_time(*places.values()):
             return
         with (
             self.console.status(f"{name}: loading, checking, capturing"),
@@ -165,12 +131,12 @@ class Run:
             reference = None
             if self.has_reference:
                 self._check(path, name, exact)
-                reference = load_reference(path, self.device, arguments.dtype)
+                reference = load_reference(path, self.device, self.dtype)
             family = Family(
                 name,
                 path,
                 self.device,
-                arguments.dtype,
+                self.dtype,
                 variants=arguments.variants,
                 cases=pending,
                 reference=reference,
@@ -178,8 +144,8 @@ class Run:
                 full_ladder=is_first and not arguments.quick,
             )
         self.result["captures"] += family.captures
-        while pending and not self._out_of_time(name, pending):
-            case_name = pending.pop(0)
+        while places and not self.is_out_of_time(*places.values()):
+            places.pop(case_name := next(iter(places)))
             with self.console.status(f"{name} {case_name}"):
                 self._run_case(family, case_name, exact)
             release(self.device)
@@ -190,10 +156,8 @@ class Run:
     def _run_case(self, family: Family, name: str, exact: Tower) -> None:
         arguments, result = self.arguments, self.result
         case = family.case(name, result["settings"]["pixel_seed"])
-        result["left_out"] += [
-            {"family": family.name, "case": name, "variant": variant, "reason": reason, "cut_short": False}
-            for variant, reason in case.left_out.items()
-        ]
+        for variant, reason in case.left_out.items():
+            self.leave_out(reason, family=family.name, case=name, variant=variant)
         result["accuracy"] += [{"family": family.name} | one for one in accuracies(case, exact)]
         samples = interleaved_samples(
             case.runs,
@@ -213,16 +177,15 @@ class Run:
                 | sustained(run, self.device, settle_s=SETTLE_S, measure_s=arguments.power_s)
                 for variant, run in case.runs.items()
             ]
-        if self.profile is not None and self.profile_file is not None and "graph" in case.runs:
+        if arguments.profile and "graph" in case.runs:
             place = {"family": family.name, "case": name, "variant": "graph"}
             try:
                 profile = profile_runs(case.runs["graph"], self.device)
             except (RuntimeError, ValueError) as error:  # the machine does not permit tracing
-                self.profile["records"].append(place | {"reason": reason_of(error)})
+                self.leave_out(f"profile: {reason_of(error)}", **place)
             else:
-                self.profile["records"].append(place | profile)
+                result["profile"].append(place | profile)
                 self.console.print(line_of(f"{family.name} {name} graph", profile))
-            self.profile_file.write()
         self.file.write()
 
     @torch.inference_mode()
@@ -248,19 +211,6 @@ class Run:
         )
         del reference
         release(self.device)
-
-    def _out_of_time(self, family: str, pending: list[str]) -> bool:
-        """Whether the time limit has passed. If so, records the family's pending cases as left out."""
-        spent_s, limit_s = time.perf_counter() - self.begun_s, self.arguments.time_limit_s
-        if spent_s < limit_s:
-            return False
-        reason = f"{spent_s:.0f} s had passed of {limit_s:.0f}"
-        self.result["left_out"] += [
-            {"family": family, "case": case, "variant": None, "reason": reason, "cut_short": True}
-            for case in pending
-        ]
-        self.file.write()
-        return True
 
 
 def records_of(

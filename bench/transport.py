@@ -13,7 +13,6 @@ import argparse
 import statistics
 import sys
 import tempfile
-import time
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,7 +24,7 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from charts import draw_beside
-from measurement import RESULTS, ResultFile, describe_environment, percentile
+from measurement import TimedRun, options_of, percentile
 from processes import IMAGE_MALLOC, START_S, Process, ProcessFailed
 from transport_peers import DeviceCopies, bytes_of, num_resident, timed
 
@@ -53,17 +52,12 @@ ENCODER_GPU = 0
 
 
 def parse_arguments(line: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--device", type=torch.device, default=torch.device("cuda:0"))
+    parser = options_of(__doc__, quick="three sizes, few calls")
     parser.add_argument("--paths", nargs="+", choices=PATHS, help="default: all, on a CPU those without GPU")
     parser.add_argument("--sizes-mib", nargs="+", type=float, help="of one item's rows")
-    parser.add_argument("--quick", action="store_true", help="three sizes, few calls")
     parser.add_argument("--budget-s", type=float, help="of calls for each record; its floor gets half")
     parser.add_argument("--max-calls", type=int, default=1000, help="for a record")
     parser.add_argument("--resident-mib", type=float, help="items of one size take turns over so much")
-    parser.add_argument("--time-limit-s", type=float, help="no record begins later; default 110, --quick 22")
-    parser.add_argument("--commit", help="the commit measured, where git cannot tell")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the result files")
     arguments = parser.parse_args(line)
     on_gpu, quick = arguments.device.type == "cuda", arguments.quick
     if on_gpu and not torch.cuda.is_available():
@@ -83,33 +77,17 @@ class Cell(NamedTuple):
     num_bytes: int
 
 
-class Run:
-    """One run of the bench. Each record is written when it ends. A run that is cut short leaves a valid file,
-    in which ``complete`` is false."""
-
+class Run(TimedRun):
     def __init__(self, arguments: argparse.Namespace, console: Console, folder: Path) -> None:
         """folder: for sockets, checkpoints and logs. Its path must be short."""
-        self.arguments = arguments
         self.console = console
         self.folder = folder
-        self.begun_s = time.perf_counter()
         self.num_gpus = torch.cuda.device_count() if arguments.device.type == "cuda" else 0
+        parts = {"num_gpus": self.num_gpus, "isolated": can_isolate(), "transports": {}}
+        settings = {"malloc": IMAGE_MALLOC}
+        super().__init__("transport", arguments, settings=settings, parts=parts, packages=PACKAGES)
         self.sizes = [bytes_of(size) for size in arguments.sizes_mib]
         self.resident_bytes = int(arguments.resident_mib * MIB)
-        environment = describe_environment(arguments.device, arguments.commit, PACKAGES)
-        settings = {
-            name: value for name, value in vars(arguments).items() if name not in ("device", "out", "commit")
-        }
-        self.result: dict[str, Any] = environment | {
-            "complete": False,
-            "num_gpus": self.num_gpus,
-            "isolated": can_isolate(),
-            "settings": settings | {"malloc": IMAGE_MALLOC},
-            "transports": {},
-            "records": [],
-            "left_out": [],
-        }
-        self.file = ResultFile(arguments.out, "transport", self.result)
         self.stack = ExitStack()
         self.encoders: dict[str, Process] = {}
         self.clients: dict[str, Process] = {}
@@ -126,7 +104,7 @@ class Run:
                 paths = self._start()
             cells = self._cells(paths)
             for number, cell in enumerate(cells, 1):
-                if self._out_of_time(cell):
+                if self.is_out_of_time({"path": cell.path, "bytes": cell.num_bytes}):
                     continue
                 with self.console.status(
                     f"{number} of {len(cells)}: {cell.path}, {cell.num_bytes / MIB:.3g} MiB"
@@ -134,12 +112,9 @@ class Run:
                     try:
                         self.result["records"].append(self._measured(cell))
                     except ProcessFailed as error:
-                        self._leave_out(cell.path, str(error), cell)
+                        self.leave_out(str(error), path=cell.path, bytes=cell.num_bytes)
                 self.file.write()
-        cut_short = any(one["cut_short"] for one in self.result["left_out"])
-        self.result["complete"] = bool(self.result["records"]) and not cut_short
-        self.result["seconds"] = time.perf_counter() - self.begun_s
-        self.file.write()
+        self.finish()
 
     # -- processes -------------------------------------------------------------------------------------
 
@@ -181,7 +156,7 @@ class Run:
                     timeout_s=START_S,
                 )["reason"]
             except ProcessFailed as error:
-                self._leave_out(path, str(error))
+                self.leave_out(str(error), path=path)
                 continue
             self.result["settings"]["chunk_bytes"] = addresses[kind]["chunk_bytes"]
             working.append(path)
@@ -195,10 +170,10 @@ class Run:
         """Whether the machine has the GPUs that the path needs. If not, records the path as left out."""
         needed = 1 + max(ENCODER_GPU, reader_gpu(path) or 0) if path in DEVICE_PATHS else 0
         if self.num_gpus < needed:
-            self._leave_out(path, f"needs {needed} GPU(s), {self.num_gpus} visible")
+            self.leave_out(f"needs {needed} GPU(s), {self.num_gpus} visible", path=path)
             return False
         if path == "device_nvlink" and not torch.cuda.can_device_access_peer(reader_gpu(path), ENCODER_GPU):
-            self._leave_out(path, "the two GPUs do not reach each other's memory")
+            self.leave_out("the two GPUs do not reach each other's memory", path=path)
             return False
         return True
 
@@ -270,21 +245,6 @@ class Run:
             self.copies = None  # frees the previous size's rows first
             self.copies = place, DeviceCopies(source, target, num_bytes, self.resident_bytes)
         return self.copies[1]
-
-    # -- what is not measured --------------------------------------------------------------------------
-
-    def _out_of_time(self, cell: Cell) -> bool:
-        spent_s, limit_s = time.perf_counter() - self.begun_s, self.arguments.time_limit_s
-        if spent_s < limit_s:
-            return False
-        self._leave_out(cell.path, f"{spent_s:.0f} s had passed of {limit_s:.0f}", cell, cut_short=True)
-        return True
-
-    def _leave_out(
-        self, path: str, reason: str, cell: Cell | None = None, *, cut_short: bool = False
-    ) -> None:
-        place = {} if cell is None else {"bytes": cell.num_bytes}
-        self.result["left_out"].append({"path": path, **place, "reason": reason, "cut_short": cut_short})
 
 
 def check_deliveries(

@@ -184,9 +184,10 @@ class Encoder:
         self._service: Any
         self._loop: asyncio.AbstractEventLoop
 
-    def start(self, kind: str, folder: str, num_bytes: int) -> dict[str, Any]:
+    def start(self, kind: str, folder: str, num_bytes: int, address: str = "127.0.0.1") -> dict[str, Any]:
         """kind: ``host`` or ``device``, the memory of the rows. folder: for the sockets and the checkpoint,
-        not shared with another encoder. num_bytes: total size of the rows that it will hold."""
+        not shared with another encoder. num_bytes: total size of the rows that it will hold. address: that it
+        listens at."""
         from encoder_service.config import parse_settings
         from encoder_service.ops.logs import configure_logs
         from encoder_service.towers.synthetic import make_checkpoint
@@ -200,7 +201,7 @@ class Encoder:
             device="cuda:0" if kind == "device" else "cpu",
             dtype="float32",
             tower="plain",
-            listen=(f"unix:{place}/grpc.sock", "127.0.0.1:0"),
+            listen=(f"unix:{place}/grpc.sock", f"{address}:0"),
             admin_listen="",
             broker_path=f"{place}/broker.sock",
             torch_threads=1,
