@@ -15,8 +15,7 @@ Rules, and what each follows in the reference (``transformers``):
 * Of an animation or a multi-page file, the first frame is used.
 * A file that ends early fails.
 
-Limits are checked against the size in the header. No global setting of Pillow is changed; its own error for
-images above 178,956,970 pixels becomes ImageTooLarge.
+Limits are checked against the size in the header, in place of Pillow's own limit.
 """
 
 from __future__ import annotations
@@ -34,13 +33,7 @@ import torch
 from PIL import ExifTags, Image, UnidentifiedImageError
 
 from encoder_service.errors import ImageTooLarge, UndecodableImage, VisionEncoderError
-from encoder_service.ingest.headers import (
-    UNKNOWN_FORMAT,
-    ImageSize,
-    format_name,
-    png_without_pixels,
-    webp_size,
-)
+from encoder_service.ingest.headers import ImageSize, png_without_pixels, webp_size
 from encoder_service.ingest.jpeg import decode_jpeg
 
 Transparent: TypeAlias = Literal["white", "drop"]
@@ -53,6 +46,7 @@ ALLOWED_FORMATS = (
     "JPEG2000", "QOI", "PCX", "SGI", "TGA",
 )  # fmt: skip
 
+Image.MAX_IMAGE_PIXELS = None
 Image.init()  # registers every plugin now instead of in the first request's thread
 _OPENABLE = tuple(name for name in ALLOWED_FORMATS if name in Image.OPEN)
 
@@ -99,7 +93,7 @@ def _check_size(size: ImageSize, limits: DecodeLimits) -> None:
 
 
 @contextlib.contextmanager
-def _pillow_errors(data: bytes, limits: DecodeLimits, name: str) -> Iterator[None]:
+def _pillow_errors(data: bytes, name: str) -> Iterator[None]:
     """Translates every exception of Pillow. For hostile bytes its decoders raise almost anything (OSError,
     SyntaxError, struct.error, zlib.error, IndexError, ...), so the block must hold only calls of Pillow.
     name: the format's name, for messages."""
@@ -107,35 +101,16 @@ def _pillow_errors(data: bytes, limits: DecodeLimits, name: str) -> Iterator[Non
         yield
     except VisionEncoderError:
         raise
-    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
-        numbers = [int(number) for number in re.findall(r"\d+", str(error))]
-        found, allowed = (numbers + [0, limits.max_image_pixels])[:2]
-        allowed = min(allowed, limits.max_image_pixels)
-        raise ImageTooLarge(
-            f"the {name} image has {found} pixels, the limit is {allowed}",
-            found_pixels=found,
-            max_image_pixels=allowed,
-        ) from error
-    except MemoryError as error:
-        raise UndecodableImage(
-            f"the {name} file of {len(data)} bytes needs more memory to decode than there is",
-            format=name,
-            found_bytes=len(data),
-        ) from error
     except UnidentifiedImageError as error:
-        start = (
-            f"the {name} file of {len(data)} bytes is truncated, damaged or of an unsupported kind"
-            if name != UNKNOWN_FORMAT
-            else f"the {len(data)} bytes start with {bytes(data[:8]).hex(' ')}, which no image format does"
-        )
         raise UndecodableImage(
-            f"{start}; readable formats are {', '.join(_OPENABLE)}", format=name, found_bytes=len(data)
+            f"the file of {len(data)} bytes, which starts with {bytes(data[:16])!r}, is no image that can be "
+            f"read; readable formats are {', '.join(_OPENABLE)}",
+            found_bytes=len(data),
         ) from error
     except Exception as error:
+        cause = str(error) or type(error).__name__
         raise UndecodableImage(
-            f"the {name} file of {len(data)} bytes is truncated or damaged: {error or type(error).__name__}",
-            format=name,
-            found_bytes=len(data),
+            f"the {name} file of {len(data)} bytes is truncated or damaged: {cause}", found_bytes=len(data)
         ) from error
 
 
@@ -154,10 +129,10 @@ def _opened(data: bytes, limits: DecodeLimits, *, header_only: bool = False) -> 
         )
     if size := webp_size(data):
         _check_size(size, limits)
-    with _pillow_errors(data, limits, format_name(data)):
+    with _pillow_errors(data, "image"):
         file = io.BytesIO(png_without_pixels(data) if header_only else data)
         image = Image.open(file, formats=_OPENABLE)
-    with image, _pillow_errors(data, limits, image.format or format_name(data)):
+    with image, _pillow_errors(data, image.format or "image"):
         _check_size(ImageSize(image.height, image.width), limits)
         yield image
 

@@ -1,7 +1,6 @@
 """What the first bytes of a file state, read before a decoder opens it.
 
-Owns the names of formats in messages, the canvas size of WebP, and PNG metadata that follows the pixels.
-Damage is reported by the decoder.
+Owns the canvas size of WebP, and PNG metadata that follows the pixels. Damage is reported by the decoder.
 """
 
 from __future__ import annotations
@@ -10,59 +9,9 @@ import struct
 import zlib
 from typing import NamedTuple
 
-UNKNOWN_FORMAT = "unknown"
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 # Chunks that can hold an orientation: EXIF, or text with an EXIF profile or XMP.
 _PNG_METADATA = frozenset({b"eXIf", b"tEXt", b"zTXt", b"iTXt"})
-
-# Signatures of formats that are decoded, or that are often sent by mistake.
-_SIGNATURES = {
-    b"\xff\xd8\xff": "JPEG",
-    PNG_SIGNATURE: "PNG",
-    b"GIF8": "GIF",
-    b"BM": "BMP",
-    b"II*\x00": "TIFF",
-    b"MM\x00*": "TIFF",
-    b"\x00\x00\x01\x00": "ICO",
-    b"\x00\x00\x00\x0cjP  \r\n\x87\n": "JPEG 2000",
-    b"8BPS": "Photoshop",
-    b"%PDF": "PDF",
-    b"%!PS": "PostScript",
-    b"PK\x03\x04": "ZIP",
-    b"\x1aE\xdf\xa3": "Matroska or WebM video",
-}
-_BRANDS = {
-    b"avif": "AVIF",
-    b"avis": "AVIF",
-    b"heic": "HEIC",
-    b"heix": "HEIC",
-    b"mif1": "HEIF",
-    b"isom": "MP4 video",
-    b"mp42": "MP4 video",
-    b"qt  ": "QuickTime video",
-}
-
-
-def format_name(data: bytes) -> str:
-    """The format that the first bytes indicate, for messages; UNKNOWN_FORMAT if none."""
-    head = bytes(data[:512])
-    for signature, name in _SIGNATURES.items():
-        if head.startswith(signature):
-            return name
-    if head[:4] == b"RIFF":
-        return {b"WEBP": "WebP", b"AVI ": "AVI video"}.get(head[8:12], "RIFF")
-    if head[4:8] == b"ftyp":
-        return _BRANDS.get(head[8:12], "ISO media")
-    if len(head) > 2 and head[:1] == b"P" and head[1:2] in b"1234567fFy" and head[2:3].isspace():
-        return "PPM"
-    text = head.lstrip(b"\xef\xbb\xbf \t\r\n").lower()
-    if text.startswith((b"<!doctype html", b"<html", b"<head", b"<body")):
-        return "HTML"
-    if text.startswith((b"<?xml", b"<svg")):
-        return "SVG" if b"<svg" in text else "XML"
-    if text.startswith((b'{"', b"[{", b"{\n", b"{ ")):
-        return "JSON"
-    return UNKNOWN_FORMAT
 
 
 class ImageSize(NamedTuple):

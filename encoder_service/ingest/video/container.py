@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from typing import Literal, TypeAlias
 
 from encoder_service.errors import ClipTooLarge, UndecodableClip
-from encoder_service.ingest.headers import UNKNOWN_FORMAT, format_name
 
 Container: TypeAlias = Literal["mov", "matroska", "gif", "webp"]
 # From FFmpeg's name of the demuxer to the name in error messages.
@@ -46,13 +45,11 @@ def container_of(data: bytes) -> Container:
         return "gif"
     if data[:4] == b"RIFF" and data[8:12] == b"WEBP":
         return "webp"
-    name = format_name(data)
-    what = (
-        f"the clip file of {len(data)} bytes starts with {bytes(data[:8]).hex(' ')}, which is no clip"
-        if name == UNKNOWN_FORMAT
-        else f"the clip file of {len(data)} bytes is {name}"
+    raise UndecodableClip(
+        f"the file of {len(data)} bytes starts with {bytes(data[:16])!r}, which is no clip; accepted are "
+        f"{ACCEPTED}",
+        found_bytes=len(data),
     )
-    raise UndecodableClip(f"{what}; accepted are {ACCEPTED}", found_bytes=len(data))
 
 
 def check_whole(data: bytes, container: Container) -> None:

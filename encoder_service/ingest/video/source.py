@@ -102,10 +102,6 @@ def decoder_errors(num_bytes: int, name: str) -> Iterator[None]:
         yield
     except VisionEncoderError:
         raise
-    except MemoryError as error:
-        raise UndecodableClip(
-            f"the {name} file of {num_bytes} bytes needs more memory to decode than there is", container=name
-        ) from error
     except Exception as error:
         cause = getattr(error, "strerror", None) or str(error) or type(error).__name__
         raise UndecodableClip(
