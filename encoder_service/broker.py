@@ -545,9 +545,7 @@ def _check_path(path: str) -> None:
     if num_bytes > MAX_PATH_BYTES:
         raise ConfigurationError(
             f"broker socket {path}: the path has {num_bytes} bytes, a unix socket's has at most "
-            f"{MAX_PATH_BYTES}",
-            found=num_bytes,
-            allowed=MAX_PATH_BYTES,
+            f"{MAX_PATH_BYTES}"
         )
 
 

@@ -44,7 +44,7 @@ VisionEncoderError
         └── UninitialisedTensors
 
 Each class has a stable ``reason``, which is sent to clients and which dashboards match on, and ``retryable``.
-``details`` holds the numbers of the message, both the one found and the one allowed.
+``details`` holds the numbers of the message, both the one found and the one allowed, for callers.
 """
 
 from __future__ import annotations

@@ -38,17 +38,15 @@ class JsonReader:
         try:
             values = json.loads(path.read_bytes())
         except OSError as error:
-            raise CheckpointError(f"{path} cannot be read: {error.strerror}", path=path) from error
+            raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
         except ValueError as error:
-            raise UnsupportedCheckpoint(f"{path} is not JSON: {error}", path=path) from error
+            raise UnsupportedCheckpoint(f"{path} is not JSON: {error}") from error
         if not isinstance(values, Mapping):
-            raise UnsupportedCheckpoint(f"{path} holds a {type(values).__name__}, needs an object", path=path)
+            raise UnsupportedCheckpoint(f"{path} holds a {type(values).__name__}, needs an object")
         return cls(values, str(path))
 
     def refuse(self, key: str, found: object, needed: str) -> UnsupportedCheckpoint:
-        return UnsupportedCheckpoint(
-            f"{self._where} has {key} = {found!r}, needs {needed}", key=key, found=found, needed=needed
-        )
+        return UnsupportedCheckpoint(f"{self._where} has {key} = {found!r}, needs {needed}")
 
     def has(self, key: str) -> bool:
         return self.values.get(key) is not None
@@ -59,7 +57,7 @@ class JsonReader:
         value = next((self.values[key] for key in keys if self.has(key)), default)
         name = " or ".join(keys)
         if value is None:
-            raise UnsupportedCheckpoint(f"{self._where} lacks {name}", key=name)
+            raise UnsupportedCheckpoint(f"{self._where} lacks {name}")
         if not is_valid(value):
             raise self.refuse(name, value, needed)
         return value

@@ -39,9 +39,7 @@ def load_preprocessor(
     CheckpointError if the folder has no settings file.
     """
     if family not in FAMILIES:
-        raise UnsupportedCheckpoint(
-            f"family {family!r} has no preprocessor, known are {', '.join(FAMILIES)}", family=family
-        )
+        raise UnsupportedCheckpoint(f"family {family!r} has no preprocessor, known are {', '.join(FAMILIES)}")
     reader, video = read_settings_file(path), read_video_settings_file(path)
     clip_limits = clip_limits or ClipLimits()
     if family == "kimi_k25":

@@ -162,8 +162,7 @@ def read_settings_file(checkpoint: Path) -> SettingsReader:
     if preprocessor.exists():
         return SettingsReader.of_file(preprocessor)
     raise CheckpointError(
-        f"{checkpoint} has no {PREPROCESSOR_FILE}, and no {PROCESSOR_FILE} with an image_processor",
-        path=checkpoint,
+        f"{checkpoint} has no {PREPROCESSOR_FILE}, and no {PROCESSOR_FILE} with an image_processor"
     )
 
 

@@ -70,21 +70,12 @@ class BucketLadder:
         cost: CostModel = H200_COST,
         calibration: Calibration | None = None,
     ) -> None:
-        """calibration: the measurement behind ``cost``; None if nothing was measured. Raises
-        ConfigurationError for no buckets, for a repeated bucket, or for numbers below one."""
-        given = tuple(buckets)
-        if not given:
-            raise ConfigurationError("the bucket ladder has 0 buckets, needs at least 1", found=0)
-        if len(set(given)) != len(given):
-            raise ConfigurationError(
-                f"the bucket ladder has {len(given)} buckets, only {len(set(given))} differ"
-            )
-        for bucket in given:
-            check_bucket(bucket)
+        """buckets: different ones. calibration: the measurement behind ``cost``; None if nothing was
+        measured."""
         self.cost = cost
         self.calibration = calibration
-        self.buckets = tuple(sorted(given, key=self._order))
-        self.sizes = tuple(sorted({bucket.num_patches for bucket in given}))
+        self.buckets = tuple(sorted(buckets, key=self._order))
+        self.sizes = tuple(sorted({bucket.num_patches for bucket in self.buckets}))
         # For each size, the buckets that are large enough, cheapest first. A choice then costs a bisection
         # and usually one comparison. The planner makes hundreds of choices per batch.
         priced = [Priced(bucket, self._order(bucket)[0]) for bucket in self.buckets]
@@ -150,19 +141,6 @@ class BucketLadder:
         )
 
 
-def check_bucket(bucket: Bucket) -> None:
-    """Raises ConfigurationError for a number below one, or a max_seqlen above the number of patches."""
-    for name, value in vars(bucket).items():
-        if value < 1:
-            raise ConfigurationError(f"{bucket}: {name} is {value}, needs at least 1", found=value)
-    if bucket.max_seqlen > bucket.num_patches:
-        raise ConfigurationError(
-            f"{bucket}: max_seqlen {bucket.max_seqlen} is above its {bucket.num_patches} patches",
-            max_seqlen=bucket.max_seqlen,
-            num_patches=bucket.num_patches,
-        )
-
-
 def seqlen_bounds(num_patches: int) -> tuple[int, ...]:
     """The bounds on the sequence length that a size offers, ascending."""
     return (*(bound for bound in SEQLEN_BOUNDS if bound < num_patches), num_patches)
@@ -202,11 +180,7 @@ def default_ladder(
     """
     unit = merge_size * merge_size
     if max_patches < unit or max_patches % unit:
-        raise ConfigurationError(
-            f"max_patches is {max_patches}, needs a positive multiple of {unit}",
-            max_patches=max_patches,
-            unit=unit,
-        )
+        raise ConfigurationError(f"max_patches is {max_patches}, needs a positive multiple of {unit}")
     anchors = sorted(
         {size for size in anchor_sizes(max_patches) if size % unit == 0 and size < max_patches}
         | {max_patches}

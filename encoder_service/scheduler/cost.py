@@ -10,7 +10,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -88,18 +88,6 @@ class CostModel:
     us_per_slot_patch: float = 0.0
     curve: tuple[tuple[int, float], ...] = ()
 
-    def __post_init__(self) -> None:
-        for name in ("fixed_us", "us_per_patch", "us_per_square", "us_per_slot_patch"):
-            value = getattr(self, name)
-            if not (math.isfinite(value) and value >= 0):
-                raise ConfigurationError(f"cost model: {name} is {value}, needs at least 0", found=value)
-        for (low, low_us), (high, high_us) in pairwise(self.curve):
-            if not (low < high and 0 <= low_us <= high_us < math.inf):
-                raise ConfigurationError(
-                    f"cost model: the curve goes from {low_us} us at {low} patches to {high_us} us at "
-                    f"{high}, needs to ascend"
-                )
-
     def padded_us(self, launch: Launch, num_patches: int, num_sequences: int, max_seqlen: int) -> float:
         """Time of the launch in padded shapes. Attention skips padding patches."""
         return self.shape_us(num_patches, num_sequences, max_seqlen) + self.us_per_square * launch.sum_squares
@@ -146,9 +134,7 @@ class CostModel:
         """
         if len(set(timings)) < 3:
             raise ConfigurationError(
-                f"the cost model has 3 unknowns, {len(set(timings))} different timings are given",
-                needed=3,
-                found=len(set(timings)),
+                f"the cost model has 3 unknowns, {len(set(timings))} different timings are given"
             )
         if min(timing.us for timing in timings) <= 0:
             raise ConfigurationError(
@@ -211,8 +197,7 @@ def solve_relative(features: Sequence[Sequence[float]], timings: Sequence[Timing
         if rank < len(used):
             if used[-1] != last:
                 raise ConfigurationError(
-                    f"{len(rows)} samples do not tell {len(used)} unknowns of the cost model apart",
-                    found=len(rows),
+                    f"{len(rows)} samples do not tell {len(used)} unknowns of the cost model apart"
                 )
             del used[-1]
         elif solution.min() >= 0:

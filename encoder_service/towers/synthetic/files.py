@@ -70,11 +70,7 @@ def config_for(family: str, size: str) -> dict[str, Any]:
     """The content of ``config.json``. Raises ConfigurationError for an unknown family or size."""
     for kind, value, allowed in (("family", family, FAMILIES), ("size", size, SIZES)):
         if value not in allowed:
-            raise ConfigurationError(
-                f"unknown {kind} {value!r}, choose one of {', '.join(allowed)}",
-                found=value,
-                allowed=", ".join(allowed),
-            )
+            raise ConfigurationError(f"unknown {kind} {value!r}, choose one of {', '.join(allowed)}")
     config: dict[str, Any] = json.loads(_published(family, "config.json"))
     hidden_size, num_layers, num_heads, num_kv_heads, head_dim, mlp_width = LANGUAGE_MODELS[family][size]
     text = config["text_config"]

@@ -59,11 +59,7 @@ def _check_vacant(out: Path) -> None:
         raise ConfigurationError(f"{out} exists and is not a directory")
     num_entries = sum(1 for _ in out.iterdir())
     if num_entries:
-        raise ConfigurationError(
-            f"{out} exists with {num_entries} entries, needs to be absent or empty",
-            found=num_entries,
-            allowed=0,
-        )
+        raise ConfigurationError(f"{out} exists with {num_entries} entries, needs to be absent or empty")
 
 
 def _shards(vision: list[TensorSpec], language: list[TensorSpec]) -> list[list[TensorSpec]]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 import random
-import re
 
 import pytest
 from hypothesis import given, settings
@@ -163,20 +162,6 @@ def test_padding_of_the_default_ladder_is_under_twelve_percent_of_the_time(max_p
     # Powers of two, the usual ladder, exceed the bound.
     powers = ladder_of_sizes(1 << power for power in range(6, 15))
     assert padding_share(powers, [[size] for size in image_sizes(1, 500)]) > 0.12
-
-
-@pytest.mark.parametrize(
-    ("given_buckets", "message"),
-    [
-        ([], "0 buckets, needs at least 1"),
-        ([Bucket(64, 1, 64), Bucket(64, 1, 64)], "2 buckets, only 1 differ"),
-        ([Bucket(64, 0, 64)], "num_sequences is 0, needs at least 1"),
-        ([Bucket(64, 1, 128)], "max_seqlen 128 is above its 64 patches"),
-    ],
-)
-def test_wrong_ladders_are_refused_with_both_numbers(given_buckets: list[Bucket], message: str) -> None:
-    with pytest.raises(ConfigurationError, match=re.escape(message)):
-        BucketLadder(given_buckets)
 
 
 @given(st.lists(st.integers(1, 700), min_size=1, max_size=12), st.sampled_from([0.0, 2e-3]))

@@ -84,13 +84,6 @@ def test_timings_without_a_fit_are_refused(samples: list[tuple[int, int, float]]
         CostModel.fit([timing(*sample) for sample in samples])
 
 
-def test_negative_costs_and_falling_curves_are_refused() -> None:
-    with pytest.raises(ConfigurationError, match=r"us_per_patch is -1\.0, needs at least 0"):
-        CostModel(1.0, -1.0, 0.0)
-    with pytest.raises(ConfigurationError, match=r"from 5\.0 us at 64 patches to 4\.0 us at 128"):
-        CostModel(1.0, 1.0, 0.0, curve=((64, 5.0), (128, 4.0)))
-
-
 def test_a_curve_follows_steps_that_a_line_cannot() -> None:
     """Waves of tiles: time rises in steps, as a device's does at small sizes."""
     true = CostModel(
