@@ -1,8 +1,8 @@
 """Measurement methods of the benches: interleaved samples with device events, ceilings and power of the
 device, result files.
 
-Owns timing, the description of machine and software, the options and the time limit of a run, and the rule
-that result files are never overwritten. Each bench owns what it measures.
+Owns timing, the description of machine and software, the options, time limit and tables of a run, and the
+rule that result files are never overwritten. Each bench owns what it measures.
 """
 
 from __future__ import annotations
@@ -25,6 +25,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from charts import draw_beside
+from rich.console import Console
+from rich.table import Table
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
@@ -334,7 +337,9 @@ class TimedRun:
     ) -> None:
         """arguments: of a parser of ``options_of``. settings: those that are not among them. parts: of the
         result, beside its records."""
+        self.bench = bench
         self.arguments = arguments
+        self.console = Console(width=None if sys.stdout.isatty() else 140)
         self.begun_s = time.perf_counter()
         given = {name: value for name, value in vars(arguments).items() if name not in NO_SETTINGS}
         self.result: dict[str, Any] = {
@@ -364,3 +369,33 @@ class TimedRun:
         self.result["complete"] = bool(self.result["records"]) and not cut_short
         self.result["seconds"] = time.perf_counter() - self.begun_s
         self.file.write()
+
+    def print_table(
+        self, title: str, records: Iterable[Mapping[str, Any]], columns: Mapping[str, str], caption: str = ""
+    ) -> None:
+        """columns: the format of a cell by the column's name. Cells without a value are empty."""
+        table = Table(title=title, caption=caption)
+        for name in columns:
+            table.add_column(name, justify="right")
+        for record in records:
+            table.add_row(*(formatted(cell, record) for cell in columns.values()))
+        self.console.print(table)
+
+    def print_end(self) -> None:
+        """Prints what was left out, by reason, and where result and chart are."""
+        places: dict[str, list[str]] = {}
+        for one in self.result["left_out"]:
+            named = [str(one[name]) for name in one if name not in ("reason", "cut_short") and one[name]]
+            places.setdefault(one["reason"], []).append(" ".join(named))
+        for reason, names in places.items():
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            self.console.print(f"left out: {names[0]}{more}: {reason}")
+        self.console.print(draw_beside(self.bench, self.result, self.file.path))
+        self.console.print(f"written to {self.file.path} after {self.result['seconds']:.0f} s")
+
+
+def formatted(cell: str, record: Mapping[str, Any]) -> str:
+    try:
+        return cell.format_map(record)
+    except (KeyError, TypeError):  # not measured
+        return ""

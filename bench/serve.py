@@ -23,12 +23,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from charts import draw_beside
 from checkpoints import random_checkpoint
 from measurement import TimedRun, options_of, percentile
 from processes import IMAGE_MALLOC, Process, ProcessFailed, ServiceProcess, Snapshot
@@ -51,6 +48,37 @@ SERVICE = "service"
 # The tier of rows that were encoded for this request.
 MISS = "miss"
 PERCENTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
+# Requests for content that was requested before, and the exponent of its popularity.
+REPEAT_SHARE, ZIPF = 0.3, 1.1
+# Until a process is ready.
+START_LIMIT_S = 150.0
+COLUMNS = {
+    "mix": "{mix}",
+    "load": "{load:g}",
+    "req/s": "{offered_images_per_s:.1f}",
+    "img/s": "{images_per_s:.1f}",
+    "patches/s": "{encoded_patches_per_s:.0f}",
+    "tower": "{tower_share:.1%}",
+    "good": "{goodput_images_per_s:.1f}",
+    "p50 ms": "{latency_ms[p50]:.1f}",
+    "p90": "{latency_ms[p90]:.1f}",
+    "p99": "{latency_ms[p99]:.1f}",
+    "beyond": "{overhead_ms[p50]:.2f}",
+    "busy": "{device_busy_share:.0%}",
+    "pad": "{padding_share:.0%}",
+    "cores": "{cores:.1f}",
+    "loop": "{loop_share:.0%}",
+    "misses": "{tiers[miss]:.0%}",
+    "failures": "{failures}",
+}
+SUMMARY_COLUMNS = {
+    "mix": "{mix}",
+    "tower alone, img/s": "{tower_images_per_s:.1f}",
+    "service, of the tower": "{service_over_tower:.1%}",
+    "at load": "{best_load:g}",
+    "ms beyond decode and tower": "{overhead_p50_ms:.2f}",
+    "at load ": "{overhead_load:g}",
+}
 
 
 def parse_arguments(line: list[str] | None = None) -> argparse.Namespace:
@@ -64,17 +92,8 @@ def parse_arguments(line: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--transport", choices=("device", "host", "inline"), help="default: the device's")
     parser.add_argument("--clients", type=int, help="processes that send; default: half of the cores")
     parser.add_argument("--ingest-threads", type=int, help="default: the cores without the clients'")
-    parser.add_argument("--repeat-share", type=float, default=0.3, help="of the requests, by Zipf")
-    parser.add_argument("--zipf", type=float, default=1.1, help="exponent of the popularity")
-    parser.add_argument("--bound-ms", type=float, help="latency for goodput; default 300, on a CPU 1500")
     parser.add_argument("--photos", type=int, help="files of a mix, each sent under many contents")
-    parser.add_argument("--scale", type=float, help="of the photographs' sides; a quick run on a CPU: 0.25")
-    parser.add_argument("--device-arena-gib", type=float, default=16.0)
-    parser.add_argument("--host-arena-gib", type=float, help="default 4, on a CPU 0.5")
     parser.add_argument("--cell-s", type=float, help="seconds of one load, its first fifth a warm-up")
-    parser.add_argument("--tower-s", type=float, help="seconds of the tower alone, a mix")
-    parser.add_argument("--start-limit-s", type=float, default=150.0, help="for a process to be ready")
-    parser.add_argument("--seed", type=int, help="of sizes and arrivals; default: a new one")
     arguments = parser.parse_args(line)
     on_gpu, quick = arguments.device.type == "cuda", arguments.quick
     if on_gpu and not torch.cuda.is_available():
@@ -87,12 +106,8 @@ def parse_arguments(line: list[str] | None = None) -> argparse.Namespace:
         "loads": list(LOADS[:2] if quick else LOADS),
         "transport": "device" if on_gpu else "host",
         "clients": max(1, cores // 2),
-        "bound_ms": 300.0 if on_gpu else 1500.0,
         "photos": 20 if quick else 100,
-        "scale": 0.25 if quick and not on_gpu else 1.0,
-        "host_arena_gib": 4.0 if on_gpu else 0.5,
         "cell_s": 2.5 if quick else 6.0,
-        "tower_s": 1.2 if quick else 3.0,
         "time_limit_s": 60.0 if quick else 215.0,
     }
     for name, value in defaults.items():
@@ -100,6 +115,10 @@ def parse_arguments(line: list[str] | None = None) -> argparse.Namespace:
             setattr(arguments, name, value)
     if arguments.ingest_threads is None:
         arguments.ingest_threads = max(1, cores - arguments.clients)
+    # Latency for goodput; factor for the photographs' sides; seconds of the tower alone for each mix.
+    arguments.bound_ms = 300.0 if on_gpu else 1500.0
+    arguments.scale = 0.25 if quick and not on_gpu else 1.0
+    arguments.tower_s = 1.2 if quick else 3.0
     return arguments
 
 
@@ -112,14 +131,14 @@ class Cell:
 
 
 class Run(TimedRun):
-    def __init__(self, arguments: argparse.Namespace, console: Console, folder: Path) -> None:
+    def __init__(self, arguments: argparse.Namespace, folder: Path) -> None:
         """folder: for sockets, photographs and logs. Its path must be short."""
-        self.console = console
         self.folder = folder
         self.gpu = (arguments.device.index or 0) if arguments.device.type == "cuda" else None
-        self.seed = secrets.randbelow(2**31) if arguments.seed is None else arguments.seed
+        self.seed = secrets.randbelow(2**31)
         self.max_pixels = int(MAX_PIXELS * arguments.scale**2)
         settings = {"seed": self.seed, "max_pixels": self.max_pixels, "malloc": IMAGE_MALLOC}
+        settings |= {"repeat_share": REPEAT_SHARE, "zipf": ZIPF}
         parts = {"photos": {}, "tower": {}, "service": {}, "summary": []}
         super().__init__("serve", arguments, settings=settings, parts=parts, packages=PACKAGES)
         self.stack = ExitStack()
@@ -128,7 +147,7 @@ class Run(TimedRun):
     def main(self) -> None:
         """Raises ProcessFailed if the tower or the service does not start."""
         arguments = self.arguments
-        weights = random_checkpoint(arguments.family, arguments.size, arguments.seed or 0, arguments.device)
+        weights = random_checkpoint(arguments.family, arguments.size, 0, arguments.device)
         with self.stack, weights as checkpoint:
             limit_area(checkpoint, self.max_pixels)
             with self.console.status("photographs"):
@@ -177,7 +196,7 @@ class Run(TimedRun):
                 client.send("photos", mix=mix, folder=str(folder))
         for _ in arguments.mixes:
             for client in self.clients:
-                client.reply(arguments.start_limit_s)
+                client.reply(START_LIMIT_S)
 
     def _settings(self, checkpoint: Path) -> dict[str, Any]:
         """Settings of the service and of the tower alone. Every process sees at most one GPU."""
@@ -192,14 +211,14 @@ class Run(TimedRun):
         """Measures the tower alone with each mix. Raises ProcessFailed."""
         arguments = self.arguments
         with self._process("tower", uses_gpu=True) as tower:
-            loaded = tower.ask("load", settings=self._settings(checkpoint), timeout_s=arguments.start_limit_s)
+            loaded = tower.ask("load", settings=self._settings(checkpoint), timeout_s=START_LIMIT_S)
             for mix in arguments.mixes:
                 self.result["tower"][mix] = tower.ask(
                     "measure",
                     folder=str(self.folder / "photos" / mix),
                     budget_s=arguments.tower_s,
                     seed=self.seed,
-                    timeout_s=arguments.tower_s + arguments.start_limit_s,
+                    timeout_s=arguments.tower_s + START_LIMIT_S,
                 ) | {"load_s": loaded["seconds"]}
         self.file.write()
 
@@ -211,18 +230,16 @@ class Run(TimedRun):
             "admin_listen": "127.0.0.1:0",
             "ingest_threads": arguments.ingest_threads,
             "broker_path": f"{self.folder}/broker.sock",
-            "arena_bytes": int(arguments.host_arena_gib * GIB),
+            "arena_bytes": GIB // 2 if self.gpu is None else 4 * GIB,
         }
         if self.gpu is not None:
-            settings["device_arena_bytes"] = int(arguments.device_arena_gib * GIB)
+            settings["device_arena_bytes"] = 16 * GIB
         service = self.stack.enter_context(
-            ServiceProcess(
-                settings, self.folder / "service.log", gpu=self.gpu, start_s=arguments.start_limit_s
-            )
+            ServiceProcess(settings, self.folder / "service.log", gpu=self.gpu, start_s=START_LIMIT_S)
         )
         for client in self.clients:
             client.send("connect", target=service.target, transport=arguments.transport)
-        reasons = [client.reply(arguments.start_limit_s)["reason"] for client in self.clients]
+        reasons = [client.reply(START_LIMIT_S)["reason"] for client in self.clients]
         self.result["service"] = {"start_s": service.start_s, "transport": reasons[0]}
         return service
 
@@ -239,8 +256,8 @@ class Run(TimedRun):
             num_photos=arguments.photos,
             # A new seed: no cache has the contents of a new cell.
             seed=secrets.randbelow(2**31),
-            repeat_share=arguments.repeat_share,
-            zipf=arguments.zipf,
+            repeat_share=REPEAT_SHARE,
+            zipf=ZIPF,
         )
         start_s = time.monotonic() + HEAD_START_S
         for number, client in enumerate(self.clients):
@@ -398,85 +415,26 @@ def summary_of(
     return lines
 
 
-# -- tables ----------------------------------------------------------------------------------------------
-
-
-def tables_of(result: dict[str, Any]) -> list[Table]:
-    loads = Table(
-        title=f"Serving on {result['device']}, {result['settings']['size']} size,"
-        f" rows by {result['settings']['transport']}" + ("" if result["complete"] else " (cut short)"),
-        caption="load: new images a second over the tower's own rate; kp/s: thousand patches a second\n"
-        "encoded and delivered; good: requests a second within the bound; p50, p90, p99: from when a\n"
-        "request was due; beyond: p50 of a miss beyond decode and tower; cores, loop: CPU of the service,\n"
-        "of its event loop",
-    )
-    columns = ("mix", "load", "req/s", "img/s", "kp/s", "tower", "good", "p50 ms", "p90", "p99", "beyond")
-    for name in (*columns, "busy", "pad", "cores", "loop", "hits", "fail"):
-        loads.add_column(name, justify="right")
-    stages = Table(title="Stages of the images that were encoded, ms: p50 / p99")
-    for name in ("mix", "load", *(stage.removesuffix("_ms") for stage in STAGES)):
-        stages.add_column(name, justify="right")
-    for one in result["records"]:
-        latency, overhead = one["latency_ms"], one["overhead_ms"]
-        loads.add_row(
-            one["mix"],
-            f"{one['load']:g}",
-            f"{one['offered_images_per_s']:.1f}",
-            f"{one['images_per_s']:.1f}",
-            f"{one['encoded_patches_per_s'] / 1e3:.1f}",
-            f"{one['tower_share']:.1%}",
-            f"{one['goodput_images_per_s']:.1f}",
-            *(f"{latency[name]:.1f}" if latency else "" for name in PERCENTILES),
-            f"{overhead['p50']:.2f}" if overhead else "",
-            f"{one['device_busy_share']:.0%}",
-            "" if one["padding_share"] is None else f"{one['padding_share']:.0%}",
-            f"{one['cores']:.1f}",
-            f"{one['loop_share']:.0%}",
-            f"{1 - one['tiers'].get(MISS, 0.0):.0%}" if one["tiers"] else "",
-            str(sum(one["failures"].values()) or ""),
-        )
-        if one["stages"]:
-            spent = [one["stages"][stage] for stage in STAGES]
-            cells = [f"{stage['p50']:.3g} / {stage['p99']:.3g}" for stage in spent]
-            stages.add_row(one["mix"], f"{one['load']:g}", *cells)
-    return [loads, stages]
-
-
-def lines_of(result: dict[str, Any]) -> list[str]:
-    """Lines on the tower alone, the summary, and what was left out."""
-    lines = [
-        f"tower alone, {mix}: {one['images_per_s']:.1f} images/s, {one['patches_per_s'] / 1e3:.1f} thousand"
-        f" patches/s, {one['images_per_batch']:.1f} images a batch, busy {one['busy_share']:.0%}"
-        for mix, one in result["tower"].items()
-    ]
-    for one in result["summary"]:
-        overhead = one["overhead_p50_ms"]
-        beyond = "" if overhead is None else f", {overhead:.2f} ms beyond decode and tower"
-        lines.append(
-            f"service, {one['mix']}: {one['service_over_tower']:.1%} of the tower"
-            f" at load {one['best_load']:g}{beyond} at load {one['overhead_load']:g}"
-        )
-    lines += [f"left out: {one['mix']} at {one['load']:g}: {one['reason']}" for one in result["left_out"]]
-    return lines
-
-
 def main() -> None:
     arguments = parse_arguments()
-    console = Console(width=None if sys.stdout.isatty() else 150)
     memory = Path("/dev/shm")
     with tempfile.TemporaryDirectory(prefix="ve", dir=memory if memory.is_dir() else None) as folder:
-        run = Run(arguments, console, Path(folder))
+        run = Run(arguments, Path(folder))
         try:
             run.main()
         except ProcessFailed as error:
             sys.exit(f"{error}\nthe partial result is in {run.file.path}")
-    result = run.result
-    for table in tables_of(result):
-        console.print(table)
-    for line in lines_of(result):
-        console.print(line)
-    console.print(draw_beside("serve", result, run.file.path))
-    console.print(f"written to {run.file.path} after {result['seconds']:.0f} s")
+    settings = run.result["settings"]
+    run.print_table(
+        f"Serving on {run.result['device']}, {settings['size']} size, rows by {settings['transport']}",
+        run.result["records"],
+        COLUMNS,
+        "load: new images a second over the tower's own rate; good: requests a second within the bound;\n"
+        "p50, p90, p99: from when a request was due; beyond: p50 of a miss beyond decode and tower;\n"
+        "cores, loop: CPU of the service, of its event loop",
+    )
+    run.print_table("Beside the tower alone", run.result["summary"], SUMMARY_COLUMNS)
+    run.print_end()
 
 
 if __name__ == "__main__":

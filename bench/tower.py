@@ -23,12 +23,9 @@ from typing import Any
 
 import structlog
 import torch
-from rich.console import Console
-from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from charts import draw_beside
 from checkpoints import random_checkpoint
 from kernel_profile import line_of, profile_runs
 from measurement import (
@@ -63,21 +60,28 @@ from encoder_service.towers.synthetic import FAMILIES, SIZES
 
 CHECK_LIMIT = 1e-5
 SETTLE_S = 0.4
+# Of the timing of one variant of a case, and of a saturated variant alone.
+VARIANT_BUDGET_S, POWER_S = 0.7, 1.0
+WEIGHTS_SEED = 0
+COLUMNS = {
+    "family": "{family}",
+    "case": "{case}",
+    "variant": "{variant}",
+    "median ms": "{median_ms:.2f}",
+    "useful TFLOP/s": "{useful_tflops:.2f}",
+    "padding": "{padding_share:.1%}",
+    "host us": "{host_us:.0f}",
+    "runs": "{num_runs}",
+}
 
 
 def parse_arguments(line: list[str] | None = None) -> argparse.Namespace:
     parser = options_of(__doc__, quick="two cases, ten runs each, nothing compiled")
-    parser.add_argument(
-        "--dtype", choices=("float32", "bfloat16"), help="default: bfloat16, float32 on a CPU"
-    )
     parser.add_argument("--size", choices=SIZES, default="full")
     parser.add_argument("--families", nargs="+", choices=FAMILIES, default=list(FAMILIES))
     parser.add_argument("--cases", nargs="+", choices=KNOWN_CASES, help="default: all; two if quick")
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, help="default: all; not compiled if quick")
     parser.add_argument("--profile", action="store_true", help="kernels of each case's replay")
-    parser.add_argument("--variant-budget-s", type=float, default=0.7, help="timing of a case, a variant")
-    parser.add_argument("--power-s", type=float, default=1.0, help="each variant alone, saturated; 0: none")
-    parser.add_argument("--seed", type=int, default=0, help="of the weights")
     arguments = parser.parse_args(line)
     if arguments.device.type == "cuda":
         if not torch.cuda.is_available():
@@ -85,7 +89,7 @@ def parse_arguments(line: list[str] | None = None) -> argparse.Namespace:
         torch.cuda.set_device(arguments.device)
     elif arguments.profile:
         parser.error("--profile reads the kernels of a CUDA device")
-    arguments.dtype = arguments.dtype or ("float32" if arguments.device.type == "cpu" else "bfloat16")
+    arguments.dtype = "float32" if arguments.device.type == "cpu" else "bfloat16"
     quick = arguments.quick
     is_small = quick and arguments.device.type == "cpu"
     arguments.cases = arguments.cases or list([SMALL_CASE] if is_small else QUICK_CASES if quick else CASES)
@@ -100,8 +104,7 @@ def parse_arguments(line: list[str] | None = None) -> argparse.Namespace:
 
 
 class Run(TimedRun):
-    def __init__(self, arguments: argparse.Namespace, console: Console) -> None:
-        self.console = console
+    def __init__(self, arguments: argparse.Namespace) -> None:
         self.device: torch.device = arguments.device
         self.dtype: torch.dtype = getattr(torch, arguments.dtype)
         self.has_reference = importlib.util.find_spec("transformers") is not None
@@ -125,7 +128,7 @@ class Run(TimedRun):
             return
         with (
             self.console.status(f"{name}: loading, checking, capturing"),
-            random_checkpoint(name, arguments.size, arguments.seed, self.device) as path,
+            random_checkpoint(name, arguments.size, WEIGHTS_SEED, self.device) as path,
         ):
             exact = load_tower(path, device=self.device, dtype=torch.float32).tower
             reference = None
@@ -164,17 +167,17 @@ class Run(TimedRun):
             self.device,
             warm_up=arguments.warm_up,
             repeats=arguments.repeats,
-            budget_s=arguments.variant_budget_s * len(case.runs),
+            budget_s=VARIANT_BUDGET_S * len(case.runs),
         )
         host_us = None
         if "graph" in case.runs:
             host_us = host_time_us(case.runs["graph"], self.device, repeats=arguments.repeats)
         result["records"] += records_of(family.name, case, samples, host_us)
         self.file.write()
-        if self.device.type == "cuda" and name in SATURATED_CASES and arguments.power_s > 0:
+        if self.device.type == "cuda" and name in SATURATED_CASES:
             result["power"] += [
                 {"family": family.name, "case": name, "variant": variant}
-                | sustained(run, self.device, settle_s=SETTLE_S, measure_s=arguments.power_s)
+                | sustained(run, self.device, settle_s=SETTLE_S, measure_s=POWER_S)
                 for variant, run in case.runs.items()
             ]
         if arguments.profile and "graph" in case.runs:
@@ -241,48 +244,6 @@ def records_of(
     return records
 
 
-def table_of(result: dict[str, Any]) -> Table:
-    limits = result["ceilings"]
-    table = Table(
-        title=f"Tower forward on {result['device']}, {result['settings']['size']} size,"
-        f" {result['settings']['dtype']}" + ("" if result["complete"] else " (cut short)"),
-        caption=f"ceilings: product {limits['matmul_tflops']:.2f} TFLOP/s, copy"
-        f" {limits['copy_gb_per_s']:.1f} GB/s",
-    )
-    for name in ("family", "case", "variant"):
-        table.add_column(name)
-    for name in ("median ms", "useful TFLOP/s", "of ceiling", "padding", "host us", "runs"):
-        table.add_column(name, justify="right")
-    places = {
-        (family, case): (f, c) for f, family in enumerate(FAMILIES) for c, case in enumerate(KNOWN_CASES)
-    }
-    for record in sorted(result["records"], key=lambda one: places[one["family"], one["case"]]):
-        table.add_row(
-            record["family"],
-            record["case"],
-            record["variant"],
-            f"{record['median_ms']:.2f}",
-            f"{record['useful_tflops']:.2f}",
-            f"{record['useful_tflops'] / limits['matmul_tflops']:.0%}",
-            f"{record['padding_share']:.1%}" if record["padding_share"] else "",
-            f"{record['host_us']:.0f}" if "host_us" in record else "",
-            str(record["num_runs"]),
-        )
-    return table
-
-
-def left_out_lines(left_out: list[dict[str, Any]]) -> list[str]:
-    """One line per variant and reason, with the cases that lack the variant."""
-    cases: dict[tuple[str, str], list[str]] = {}
-    for one in left_out:
-        place = (one["variant"] or "everything", one["reason"])
-        cases.setdefault(place, []).append(f"{one['family']} {one['case']}")
-    return [
-        f"left out: {variant}, {len(names)} cases ({names[0]}{', ...' if len(names) > 1 else ''}): {reason}"
-        for (variant, reason), names in cases.items()
-    ]
-
-
 def release(device: torch.device) -> None:
     """Frees the memory of the previous tower or case before the next one is built."""
     gc.collect()
@@ -292,17 +253,19 @@ def release(device: torch.device) -> None:
 
 
 def main() -> None:
-    arguments = parse_arguments()
-    console = Console(width=None if sys.stdout.isatty() else 132)
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.INFO))
-    run = Run(arguments, console)
+    run = Run(parse_arguments())
     run.main()
     result = run.result
-    console.print(table_of(result))
-    for line in left_out_lines(result["left_out"]):
-        console.print(line)
-    console.print(draw_beside("tower", result, run.file.path))
-    console.print(f"written to {run.file.path} after {result['seconds']:.0f} s")
+    limits = result["ceilings"]
+    run.print_table(
+        f"Tower forward on {result['device']}, {result['settings']['size']} size,"
+        f" {result['settings']['dtype']}",
+        result["records"],
+        COLUMNS,
+        f"ceilings: product {limits['matmul_tflops']:.2f} TFLOP/s, copy {limits['copy_gb_per_s']:.1f} GB/s",
+    )
+    run.print_end()
     if any(check["relative_error"] >= CHECK_LIMIT for check in result["checks"]):
         sys.exit(f"a tower differs from the reference by {CHECK_LIMIT} or more: see the checks")
 

@@ -18,12 +18,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from rich.console import Console
-from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from charts import draw_beside
 from measurement import TimedRun, options_of, percentile
 from processes import IMAGE_MALLOC, START_S, Process, ProcessFailed
 from transport_peers import DeviceCopies, bytes_of, num_resident, timed
@@ -49,6 +46,17 @@ FIRST_BYTES = 32 * MIB
 ROUNDS = 6
 FLOOR_SHARE = 0.5
 ENCODER_GPU = 0
+MAX_CALLS = 1000
+COLUMNS = {
+    "path": "{path}",
+    "MiB": "{size_mib:.3g}",
+    "p50 ms": "{p50_ms:.3f}",
+    "p99 ms": "{p99_ms:.3f}",
+    "announced ms": "{announced_ms:.3f}",
+    "floor ms": "{floor_ms:.3f}",
+    "ratio": "{ratio:.2f}",
+    "calls": "{num_calls}",
+}
 
 
 def parse_arguments(line: list[str] | None = None) -> argparse.Namespace:
@@ -56,7 +64,6 @@ def parse_arguments(line: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--paths", nargs="+", choices=PATHS, help="default: all, on a CPU those without GPU")
     parser.add_argument("--sizes-mib", nargs="+", type=float, help="of one item's rows")
     parser.add_argument("--budget-s", type=float, help="of calls for each record; its floor gets half")
-    parser.add_argument("--max-calls", type=int, default=1000, help="for a record")
     parser.add_argument("--resident-mib", type=float, help="items of one size take turns over so much")
     arguments = parser.parse_args(line)
     on_gpu, quick = arguments.device.type == "cuda", arguments.quick
@@ -78,9 +85,8 @@ class Cell(NamedTuple):
 
 
 class Run(TimedRun):
-    def __init__(self, arguments: argparse.Namespace, console: Console, folder: Path) -> None:
+    def __init__(self, arguments: argparse.Namespace, folder: Path) -> None:
         """folder: for sockets, checkpoints and logs. Its path must be short."""
-        self.console = console
         self.folder = folder
         self.num_gpus = torch.cuda.device_count() if arguments.device.type == "cuda" else 0
         parts = {"num_gpus": self.num_gpus, "isolated": can_isolate(), "transports": {}}
@@ -191,7 +197,7 @@ class Run(TimedRun):
         transport = TRANSPORTS[cell.path]
         copies = self._prepare(cell)
         budget_s = self.arguments.budget_s / ROUNDS
-        limits = {"budget_s": budget_s, "max_calls": max(1, self.arguments.max_calls // ROUNDS)}
+        limits = {"budget_s": budget_s, "max_calls": MAX_CALLS // ROUNDS}
         floor_limits = limits | {"budget_s": budget_s * FLOOR_SHARE}
         before = encoder.ask("deliveries")
         calls, announced, floors = list[float](), list[float](), list[float]()
@@ -302,42 +308,20 @@ def reader_gpu(path: str) -> int | None:
     return {"device_same_gpu": ENCODER_GPU, "device_nvlink": ENCODER_GPU + 1}.get(path)
 
 
-def table_of(result: dict[str, Any]) -> Table:
-    where = "own PID, IPC and mount namespaces" if result["isolated"] else "the same namespaces"
-    table = Table(
-        title=f"Delivery of rows on {result['device']}" + ("" if result["complete"] else " (cut short)"),
-        caption=f"one call, from its start to checked rows in the caller's own memory; processes in {where}",
-    )
-    table.add_column("path")
-    for name in ("MiB", "p50 ms", "p99 ms", "announced ms", "floor ms", "ratio", "calls"):
-        table.add_column(name, justify="right")
-    for one in sorted(result["records"], key=lambda one: (PATHS.index(one["path"]), one["bytes"])):
-        table.add_row(
-            one["path"],
-            f"{one['bytes'] / MIB:.3g}",
-            f"{one['median_ms']:.3f}",
-            f"{one['p99_ms']:.3f}",
-            f"{one['announced_ms']:.3f}" if "announced_ms" in one else "",
-            f"{one['floor_ms']:.3f}",
-            f"{one['ratio']:.2f}",
-            str(one["num_calls"]),
-        )
-    return table
-
-
 def main() -> None:
     arguments = parse_arguments()
-    console = Console(width=None if sys.stdout.isatty() else 132)
     with tempfile.TemporaryDirectory(prefix="ve-") as folder:
-        run = Run(arguments, console, Path(folder))
+        run = Run(arguments, Path(folder))
         run.main()
     result = run.result
-    console.print(table_of(result))
-    for one in result["left_out"]:
-        size = f" {one['bytes'] / MIB:.3g} MiB" if "bytes" in one else ""
-        console.print(f"left out: {one['path']}{size}: {one['reason']}")
-    console.print(draw_beside("transport", result, run.file.path))
-    console.print(f"written to {run.file.path} after {result['seconds']:.0f} s")
+    where = "own PID, IPC and mount namespaces" if result["isolated"] else "the same namespaces"
+    run.print_table(
+        f"Delivery of rows on {result['device']}",
+        sorted(result["records"], key=lambda one: (PATHS.index(one["path"]), one["bytes"])),
+        COLUMNS,
+        f"one call, from its start to checked rows in the caller's own memory; processes in {where}",
+    )
+    run.print_end()
     if not result["records"]:
         sys.exit("nothing could be measured")
 
