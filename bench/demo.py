@@ -3,7 +3,7 @@
 Makes a small checkpoint with random weights and a language model, starts the service as a separate process,
 and sends it photographs. Prints the stages of a miss, a hit and a prefetch, runs the language model on the
 rows, and compares its tokens with those of the full model on the pixels. Writes a picture of every image with
-its patch grid and its rows as colours. The weights are random, so the tokens have no meaning.
+a grid of its visual tokens and its rows as colours. The weights are random, so the tokens have no meaning.
 """
 
 from __future__ import annotations
@@ -11,19 +11,17 @@ from __future__ import annotations
 import argparse
 import io
 import os
-import re
-import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image, ImageDraw, ImageOps
+from matplotlib.figure import Figure
+from PIL import Image, ImageOps
+from processes import ServiceProcess
 from rich.console import Console
 from rich.table import Table
 
@@ -64,7 +62,13 @@ def main() -> int:
     console.print(f"checkpoint: {checkpoint} (random weights, Qwen3-VL layout, tower and language model)")
 
     paths = sorted(path for path in PHOTOS.iterdir() if path.suffix in (".jpg", ".png"))
-    with running_service(checkpoint) as target, VisionEncoderClient(target, timeout_s=120) as client:
+    settings = {"model": checkpoint, "device": "cpu", "log_level": "warning", "torch_threads": os.cpu_count()}
+    settings |= {"listen": "127.0.0.1:0", "admin_listen": "127.0.0.1:0"}
+    with (
+        ServiceProcess(settings, out / "service.log", gpu=None) as service,
+        VisionEncoderClient(service.target, timeout_s=120) as client,
+    ):
+        console.print(f"service: a process of its own, at {service.target}")
         photos = show_cache(client, paths)
     written = draw(photos, out / "rows.png")
     error, ours, theirs = compare(checkpoint, photos)
@@ -82,30 +86,6 @@ def main() -> int:
     summary.add_row("took", f"{time.monotonic() - started:.1f} s")
     console.print(summary)
     return 0 if same else 1
-
-
-@contextmanager
-def running_service(checkpoint: Path) -> Iterator[str]:
-    """Runs the service as a separate process on free ports. Yields its address."""
-    environment = {
-        **{name: value for name, value in os.environ.items() if not name.startswith("VE_")},
-        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "proto"), os.environ.get("PYTHONPATH", "")]),
-    }
-    options = ["--device", "cpu", "--listen", "127.0.0.1:0", "--admin-listen", "127.0.0.1:0"]
-    command = [sys.executable, "-m", "encoder_service", "serve", "--model", str(checkpoint), *options]
-    command += ["--log-level", "warning"]
-    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
-    try:
-        assert process.stdout is not None
-        line = process.stdout.readline()
-        found = re.search(r" at (\S+)", line)
-        if found is None:
-            raise SystemExit("the service did not start; its reason is above")
-        console.print(f"service: process {process.pid}, {line.strip()}")
-        yield found[1]
-    finally:
-        process.terminate()
-        process.wait(30)
 
 
 def show_cache(client: VisionEncoderClient, paths: list[Path]) -> list[EncodedPhoto]:
@@ -196,60 +176,37 @@ def quiet_reference() -> Any:
     return transformers
 
 
-def draw(photos: list[EncodedPhoto], path: Path, height: int = 320) -> Path:
-    """Draws one line per photograph: the image with its patch grid, then its rows: main level and deepstack
-    levels, with the three largest principal components of each level as red, green and blue."""
-    from PIL import ImageOps
-
-    gap, label = 12, 22
-    panels: list[list[tuple[str, Image.Image]]] = []
-    for one in photos:
+def draw(photos: list[EncodedPhoto], path: Path) -> Path:
+    """Draws one line per photograph: the image with a grid of its visual tokens of 2 x 2 patches, then its
+    rows: the three largest principal components of each level as red, green and blue."""
+    names = ["main", *(f"deepstack {level}" for level in range(photos[0].rows.num_deepstack_levels))]
+    num_columns = 1 + len(names)
+    figure = Figure(figsize=(3.6 * num_columns, 3.2 * len(photos)), layout="constrained")
+    panels = figure.subplots(len(photos), num_columns, squeeze=False)
+    for one, (left, *others) in zip(photos, panels, strict=True):
         _, h, w = one.rows.grid_thw
-        photo = ImageOps.exif_transpose(Image.open(io.BytesIO(one.data))).convert("RGB")
-        size = (round(height * w / h), height)
-        line = [(f"{one.path.name}, {w} x {h} patches of 16 pixels", with_grid(photo.resize(size), h, w))]
-        levels = ["main", *(f"deepstack {level}" for level in range(one.rows.num_deepstack_levels))]
-        values = one.rows.numpy().reshape(h // 2, w // 2, len(levels), -1)
-        for level, name in enumerate(levels):
-            colours = principal_colours(values[:, :, level])
-            line.append((f"{name}: {h // 2 * w // 2} rows", colours.resize(size, Image.Resampling.NEAREST)))
-        panels.append(line)
-    width = max(sum(image.width + gap for _, image in line) for line in panels) + gap
-    sheet = Image.new("RGB", (width, len(panels) * (height + label + gap) + gap), "white")
-    pen = ImageDraw.Draw(sheet)
-    y = gap
-    for line in panels:
-        x = gap
-        for text, image in line:
-            pen.text((x, y), text, fill="black")
-            sheet.paste(image, (x, y + label))
-            x += image.width + gap
-        y += height + label + gap
-    sheet.save(path)
+        left.imshow(ImageOps.exif_transpose(Image.open(io.BytesIO(one.data))), extent=(0, w, h, 0))
+        left.set_title(f"{one.path.name}, {w} x {h} patches of 16 pixels", fontsize=8)
+        left.set_xticks(range(0, w + 1, 2), labels=[])
+        left.set_yticks(range(0, h + 1, 2), labels=[])
+        left.grid(color="white", alpha=0.6)
+        values = one.rows.numpy().reshape(h // 2, w // 2, len(names), -1)
+        for level, (name, axes) in enumerate(zip(names, others, strict=True)):
+            axes.imshow(principal_colours(values[:, :, level]), interpolation="nearest")
+            axes.set_title(f"{name}: {h // 2 * w // 2} rows", fontsize=8)
+            axes.set_axis_off()
+    figure.savefig(path)
     return path
 
 
-def with_grid(image: Image.Image, h: int, w: int) -> Image.Image:
-    """The image with lines around h x w patches, and thick lines around visual tokens (2 x 2 patches)."""
-    pen = ImageDraw.Draw(image, "RGBA")
-    for row in range(h + 1):
-        y = row * (image.height - 1) / h
-        pen.line([(0, y), (image.width, y)], fill=(255, 255, 255, 150 if row % 2 == 0 else 50))
-    for column in range(w + 1):
-        x = column * (image.width - 1) / w
-        pen.line([(x, 0), (x, image.height)], fill=(255, 255, 255, 150 if column % 2 == 0 else 50))
-    return image
-
-
-def principal_colours(rows_HWD: np.ndarray[Any, Any]) -> Image.Image:
-    """The three largest principal components of rows [H, W, D] as an H x W picture."""
+def principal_colours(rows_HWD: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """The three largest principal components of rows [H, W, D] as colours [H, W, 3]."""
     height, width, _ = rows_HWD.shape
     centred = rows_HWD.reshape(height * width, -1) - rows_HWD.mean((0, 1))
     _, _, directions = np.linalg.svd(centred, full_matrices=False)
     colours = centred @ directions[:3].T
     low, high = np.percentile(colours, (1, 99), axis=0)
-    scaled = np.clip((colours - low) / np.maximum(high - low, 1e-9), 0, 1)
-    return Image.fromarray((scaled * 255).astype(np.uint8).reshape(height, width, 3))
+    return np.clip((colours - low) / np.maximum(high - low, 1e-9), 0, 1).reshape(height, width, 3)
 
 
 def grid_text(rows: EncodedRows) -> str:
