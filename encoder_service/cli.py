@@ -140,8 +140,9 @@ def leave(code: int, message: str = "") -> NoReturn:
     from encoder_service.ops.logs import stop_logs
 
     stop_logs()
-    with contextlib.suppress(OSError):  # a closed pipe or a full disk
-        print(message, end="\n" if message else "", file=sys.stderr, flush=True)
+    if message:  # not otherwise: a thread may hold standard error while it writes to a full pipe
+        with contextlib.suppress(OSError):  # a closed pipe or a full disk
+            print(message, file=sys.stderr, flush=True)
     os._exit(code)
 
 

@@ -15,7 +15,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from encoder_service.ops import traces
-from encoder_service.ops.logs import configure_logs
+from encoder_service.ops.logs import configure_logs, stop_logs
 from lm_adapter import EncodedRows, ImageItem, ItemFailed, VisionEncoderClient
 from tests.integration.conftest import RunningService
 from tests.integration.images import photo
@@ -55,6 +55,7 @@ def test_each_failed_item_has_one_line_with_its_reason_and_its_own_calls_id(
     calls = [stub.Encode(request, metadata=(("x-request-id", one),), timeout=60) for one in ids]
     for call in calls:
         list(call)
+    stop_logs()
     structlog.reset_defaults()
     found = [json.loads(line) for line in capsys.readouterr().err.splitlines() if line.startswith("{")]
     failed = [line for line in found if line["event"] == "item failed" and line["request_id"] in ids]
