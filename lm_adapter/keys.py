@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 from lm_adapter.errors import InvalidRequest, MissingDependency
 from lm_adapter.items import ClipItem, DigestItem, FramesItem, Grid, ImageItem, Item, PixelItem, UrlItem
@@ -42,8 +43,7 @@ def pixels_digest(dtype: str, shape: Sequence[int], data: bytes | memoryview, gr
 def frames_digest(item: FramesItem) -> bytes:
     """BLAKE3 of frames including their shape. Raises MissingDependency, and the errors of
     ``FramesItem.array``."""
-    array = item.array()
-    return _blake3(layout.frames_header(array.shape), array.reshape(-1).data)
+    return _blake3(*_content(item))
 
 
 def item_digest(item: Item) -> bytes:
@@ -51,19 +51,7 @@ def item_digest(item: Item) -> bytes:
 
     Raises MissingDependency without ``blake3``, InvalidRequest for a DigestItem or UrlItem without a digest.
     """
-    if item.digest:
-        return item.digest
-    match item:
-        case ImageItem() | ClipItem():
-            return content_digest(item.data)
-        case FramesItem():
-            return frames_digest(item)
-        case PixelItem():
-            return pixels_digest(*item.packed(), item.grid)
-        case DigestItem():
-            raise InvalidRequest(f"a digest has 0 bytes, needs {DIGEST_BYTES}", reason="INVALID_DIGEST")
-        case UrlItem():
-            raise InvalidRequest("only the service knows the content at a URL: give the item a digest")
+    return item.digest or _blake3(*_content(item))
 
 
 def routing_digest(item: Item) -> bytes:
@@ -83,26 +71,26 @@ def routing_digest(item: Item) -> bytes:
     try:
         return item_digest(item)
     except MissingDependency:
-        content = _content(item)
+        return _hashed(hashlib.sha256(), _content(item))
     except (InvalidRequest, TypeError):
-        content = b""
-    return hashlib.sha256(content).digest()
+        return hashlib.sha256().digest()
 
 
-def _content(item: Item) -> bytes | memoryview:
-    """The bytes that ``item_digest`` hashes, without headers; empty for an item that it refuses."""
-    try:
-        match item:
-            case ImageItem() | ClipItem():
-                return item.data
-            case FramesItem():
-                return item.array().reshape(-1).data
-            case PixelItem():
-                return item.packed()[2]
-            case _:
-                return b""
-    except (InvalidRequest, TypeError):
-        return b""
+def _content(item: Item) -> tuple[bytes | memoryview, ...]:
+    """What is hashed of an item without a digest. Raises InvalidRequest, and the errors of its content."""
+    match item:
+        case ImageItem() | ClipItem():
+            return (item.data,)
+        case FramesItem():
+            array = item.array()
+            return layout.frames_header(array.shape), array.reshape(-1).data
+        case PixelItem():
+            dtype, shape, data = item.packed()
+            return layout.pixels_header(dtype, shape, item.grid), data
+        case DigestItem():
+            raise InvalidRequest(f"a digest has 0 bytes, needs {DIGEST_BYTES}", reason="INVALID_DIGEST")
+        case UrlItem():
+            raise InvalidRequest("only the service knows the content at a URL: give the item a digest")
 
 
 def item_key(item: Item, model: ModelInfo, *, namespace: str = "") -> bytes:
@@ -145,8 +133,11 @@ def _blake3(*pieces: bytes | memoryview) -> bytes:
         import blake3
     except ImportError as error:
         raise MissingDependency("blake3", "hashing content") from error
-    hasher = blake3.blake3(pieces[0])
-    for piece in pieces[1:]:
+    return _hashed(blake3.blake3(), pieces)
+
+
+def _hashed(hasher: Any, pieces: Iterable[bytes | memoryview]) -> bytes:
+    for piece in pieces:
         hasher.update(piece)
     digest: bytes = hasher.digest()
     return digest
