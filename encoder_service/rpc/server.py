@@ -20,7 +20,8 @@ from grpc_reflection.v1alpha import reflection
 
 from encoder_service.broker import remove_dead_socket
 from encoder_service.errors import ConfigurationError
-from encoder_service.ops.tls import CertificateFiles, Certificates
+from encoder_service.ops.reloaded import Reloaded
+from encoder_service.ops.tls import Certificates
 from encoder_service.rpc import observed
 from encoder_service.rpc.convert import serialize_event
 from encoder_service.rpc.gate import CallGate
@@ -55,7 +56,7 @@ class GrpcServer:
         max_connections: int,
         max_streams: int,
         connection_age_s: float,
-        certificates: CertificateFiles | None = None,
+        certificates: Reloaded[Certificates] | None = None,
     ) -> None:
         """gate: checks every call first. max_connections: per address; further connections are closed on
         arrival. max_streams: concurrent calls on one connection; the client holds further ones back.
@@ -173,7 +174,7 @@ def method_handlers(
     }
 
 
-def server_credentials(files: CertificateFiles) -> grpc.ServerCredentials:
+def server_credentials(files: Reloaded[Certificates]) -> grpc.ServerCredentials:
     """Credentials that follow the certificate files. gRPC asks for them before each handshake; open
     connections are not affected. Whether clients need a certificate is decided once."""
     used: Certificates | None = None
@@ -192,5 +193,5 @@ def server_credentials(files: CertificateFiles) -> grpc.ServerCredentials:
     return grpc.dynamic_ssl_server_credentials(
         configuration(files.current()),
         changed,  # type: ignore[arg-type]
-        require_client_authentication=files.needs_client,
+        require_client_authentication=files.current().client_ca is not None,
     )

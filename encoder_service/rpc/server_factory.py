@@ -12,7 +12,7 @@ import structlog
 from encoder_service.config import Settings
 from encoder_service.errors import ConfigurationError
 from encoder_service.ops.metrics import Metrics
-from encoder_service.ops.tls import CertificateFiles
+from encoder_service.ops.tls import certificate_files
 from encoder_service.ops.tokens import NamespaceTokens
 from encoder_service.rpc.auth import Access
 from encoder_service.rpc.gate import CallGate, CallPermits
@@ -58,7 +58,7 @@ def open_grpc(settings: Settings, gate: CallGate) -> GrpcServer:
     """The server, not bound yet. Raises ConfigurationError for certificates that cannot be read."""
     certificates = None
     if settings.tls_cert is not None and settings.tls_key is not None:
-        certificates = CertificateFiles(settings.tls_cert, settings.tls_key, settings.tls_client_ca)
+        certificates = certificate_files(settings.tls_cert, settings.tls_key, settings.tls_client_ca)
     return GrpcServer(
         gate=gate,
         max_message_bytes=settings.max_message_bytes,

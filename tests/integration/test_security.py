@@ -18,8 +18,7 @@ import torch
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
-from encoder_service.ops import tls as service_tls
-from encoder_service.ops import tokens as service_tokens
+from encoder_service.ops import reloaded
 from lm_adapter import (
     CallFailed,
     ClientTls,
@@ -43,8 +42,7 @@ pytestmark = pytest.mark.without_device
 def prompt(monkeypatch: pytest.MonkeyPatch) -> None:
     """Files are read again at every handshake and call."""
     monkeypatch.setattr(channel, "RECHECK_S", 0.0)
-    monkeypatch.setattr(service_tls, "RECHECK_S", 0.0)
-    monkeypatch.setattr(service_tokens, "RECHECK_S", 0.0)
+    monkeypatch.setattr(reloaded, "RECHECK_S", 0.0)
 
 
 @contextmanager

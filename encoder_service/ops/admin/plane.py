@@ -36,7 +36,7 @@ from encoder_service.ops.admin.gauges import register_broker, register_gauges
 from encoder_service.ops.admin.live import LiveView
 from encoder_service.ops.admin.playground import Playground
 from encoder_service.ops.metrics import Metrics
-from encoder_service.ops.tls import CertificateFiles
+from encoder_service.ops.tls import certificate_files, server_context
 from encoder_service.pipeline import Pipeline
 
 SAMPLE_EVERY_S = 1.0
@@ -67,7 +67,8 @@ class AdminPlane:
         token = "" if settings.admin_token is None else settings.admin_token.get_secret_value()
         tls = None
         if settings.admin_tls and settings.tls_cert is not None and settings.tls_key is not None:
-            tls = CertificateFiles(settings.tls_cert, settings.tls_key).server_context()
+            pair = settings.tls_cert, settings.tls_key
+            tls = server_context(certificate_files(*pair), *pair)
         self._server = AdminServer(
             AdminGuard(app, token), settings.admin_listen, settings.max_connections, tls
         )

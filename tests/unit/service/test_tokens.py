@@ -10,7 +10,7 @@ import pytest
 
 from encoder_service.config import parse_settings
 from encoder_service.errors import ConfigurationError, PermissionDenied, Unauthenticated
-from encoder_service.ops.tokens import NamespaceTokens, read_tokens
+from encoder_service.ops.tokens import NamespaceTokens
 from encoder_service.rpc.auth import Access, bearer_token
 from encoder_service.rpc.server_factory import is_reachable, open_tokens
 
@@ -101,7 +101,7 @@ def test_the_error_of_a_wrong_file_repeats_no_token(tmp_path: Path) -> None:
     for text in ("a=ok\nhush-hush\n", "a=\n", "a=ok\n=\n"):
         file.write_text(text)
         with pytest.raises(ConfigurationError, match=r"line [12]") as caught:
-            read_tokens(file)
+            NamespaceTokens(file=file)
         assert "hush" not in str(caught.value)
     with pytest.raises(ConfigurationError, match="No such file"):
         NamespaceTokens(file=tmp_path / "none")
