@@ -15,7 +15,7 @@ from google.protobuf.message import DecodeError
 
 from lm_adapter import convert
 from lm_adapter.checks import RowsHeader, check_digest, check_header, check_models
-from lm_adapter.errors import InvalidRequest, InvalidRows, ItemFailed, StreamViolation, TruncatedStream
+from lm_adapter.errors import InvalidRows, ItemFailed, StreamViolation, TruncatedStream
 from lm_adapter.items import Item
 from lm_adapter.types import EncodedRows, Limits, ModelInfo, Outcome
 from vision_encoder.v1 import encoder_pb2 as pb
@@ -51,8 +51,10 @@ def prepare_items(
     for index, item in items.items():
         try:
             message = convert.item_message(item)
-        except InvalidRequest as error:
-            refused[index] = ItemFailed(error.message, reason=error.reason, status=_INVALID_ARGUMENT)
+        except ValueError as error:
+            refused[index] = ItemFailed(
+                f"the item cannot be sent: {error}", reason="INVALID_REQUEST", status=_INVALID_ARGUMENT
+            )
             continue
         num_bytes = message.ByteSize() + _ITEM_OVERHEAD_BYTES
         if num_bytes + _REQUEST_OVERHEAD_BYTES > max_message_bytes:

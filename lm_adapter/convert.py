@@ -74,16 +74,7 @@ def timings(message: pb.StageTimings) -> StageTimings:
 
 
 def item_message(item: Item) -> pb.Item:
-    """Raises InvalidRequest for values that the wire cannot carry, TypeError for another type."""
-    try:
-        return _item_message(item)
-    except ValueError as error:
-        if isinstance(error, InvalidRequest):
-            raise
-        raise InvalidRequest(f"an item does not fit the wire: {error}") from error
-
-
-def _item_message(item: Item) -> pb.Item:
+    """Raises ValueError for values that the wire cannot carry, TypeError for another type."""
     if not isinstance(item, Item):
         raise TypeError(
             "an item is an ImageItem, ClipItem, FramesItem, PixelItem, DigestItem or UrlItem, found "
