@@ -49,9 +49,10 @@ PATHS: dict[str, dict[str, str]] = {
     "nixl_shm": {"UCX_TLS": "all"},
 }
 MIB = 1 << 20
-SIZES_MIB = (3, 32)
-# Rows of one size that an encoder holds. Calls take them in turns, so that no CPU cache holds them.
-RESIDENT_BYTES = 192 * MIB
+# Bytes of an item, and how many of them the encoder holds: calls take them in turns, so that no CPU cache
+# holds the large ones. The smallest shows what a call costs besides its bytes.
+ITEMS = {4096: 64, 3 * MIB: 64, 32 * MIB: 6}
+RESIDENT_BYTES = max(num_bytes * count for num_bytes, count in ITEMS.items())
 CALLS = 5
 HOSTS = {"ve-encoder": "10.231.0.1", "ve-reader": "10.231.0.2"}
 ENCODER_IP, READER_IP = HOSTS.values()
@@ -92,17 +93,16 @@ def socket_reader(target: Bytes, port: int) -> Read:
 def hold_inline() -> dict[str, Any]:
     """The whole service, with rows of its own."""
     encoder = Encoder()
-    found = encoder.start("host", tempfile.mkdtemp(), len(SIZES_MIB) * RESIDENT_BYTES, ENCODER_IP)
-    for size in SIZES_MIB:
-        encoder.fill(size * MIB, RESIDENT_BYTES)
+    found = encoder.start("host", tempfile.mkdtemp(), len(ITEMS) * RESIDENT_BYTES, ENCODER_IP)
+    for num_bytes, count in ITEMS.items():
+        encoder.fill(num_bytes, num_bytes * count)
     return {"address": found["tcp"]}
 
 
 def inline_reader(address: str) -> Read:
     client = connected(address, "inline", False, "inline")
     callers = {
-        size * MIB: Caller(client, size * MIB, RESIDENT_BYTES // (size * MIB), on_gpu=False)
-        for size in SIZES_MIB
+        num_bytes: Caller(client, num_bytes, count, on_gpu=False) for num_bytes, count in ITEMS.items()
     }
     for caller in callers.values():
         caller.check()
@@ -188,7 +188,7 @@ class Side:
         if self._path == "inline":
             self._read = inline_reader(**place)
             return
-        target = np.zeros(max(SIZES_MIB) * MIB, np.uint8)
+        target = np.zeros(max(ITEMS), np.uint8)
         readers = {"socket": socket_reader, "mooncake": mooncake_reader, "nixl": nixl_reader}
         self._read = readers[self._path](target, **place)
         self._read(len(target), len(target))
@@ -197,8 +197,8 @@ class Side:
 
     def measure(self, num_bytes: int) -> dict[str, Any]:
         self._read(0, num_bytes)  # the first after a pause
-        offsets = itertools.cycle(range(num_bytes, RESIDENT_BYTES - num_bytes + 1, num_bytes))
-        call = lambda: self._read(next(offsets), num_bytes)  # noqa: E731
+        indices = itertools.cycle(range(1, ITEMS[num_bytes]))
+        call = lambda: self._read(next(indices) * num_bytes, num_bytes)  # noqa: E731
         return {"calls_ms": timed(call, budget_s=60, max_calls=CALLS)}
 
 
@@ -257,7 +257,7 @@ def two_hosts() -> Iterator[None]:
 
 def measure(num_rounds: int) -> dict[tuple[str, int], list[float]]:
     """Milliseconds of calls by path and size. Every round has all of them, in a new order."""
-    cells = list(itertools.product(PATHS, SIZES_MIB))
+    cells = list(itertools.product(PATHS, ITEMS))
     calls_ms: dict[tuple[str, int], list[float]] = {cell: [] for cell in cells}
     with tempfile.TemporaryDirectory() as folder, two_hosts(), ExitStack() as stack:
         peers = {path: [stack.enter_context(Peer(host, path, folder)) for host in HOSTS] for path in PATHS}
@@ -266,9 +266,10 @@ def measure(num_rounds: int) -> dict[tuple[str, int], list[float]]:
                 reader.ask("connect", timeout_s=START_S, **encoder.ask("hold", timeout_s=START_S))
         for number in range(num_rounds):
             random.Random(number).shuffle(cells)
-            for path, size in cells:
+            for path, num_bytes in cells:
                 with running(*peers[path]):
-                    calls_ms[path, size] += peers[path][1].ask("measure", num_bytes=size * MIB)["calls_ms"]
+                    found = peers[path][1].ask("measure", num_bytes=num_bytes)
+                calls_ms[path, num_bytes] += found["calls_ms"]
     return calls_ms
 
 
@@ -293,17 +294,17 @@ def main() -> None:
     records = [
         {
             "path": path,
-            "size_mib": size,
+            "bytes": num_bytes,
             "median_ms": statistics.median(found),
             "p99_ms": percentile(found, 0.99),
             "min_ms": min(found),
             "num_calls": len(found),
         }
-        for (path, size), found in measure(arguments.rounds).items()
+        for (path, num_bytes), found in measure(arguments.rounds).items()
     ]
     ResultFile(arguments.out, "between-hosts", machine | {"settings": settings, "records": records})
     for record in records:
-        print("{path:8} {size_mib:3} MiB {median_ms:8.3f} ms".format(**record))
+        print("{path:8} {bytes:9} bytes {median_ms:8.3f} ms".format(**record))
 
 
 if __name__ == "__main__":
