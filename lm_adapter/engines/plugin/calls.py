@@ -41,11 +41,12 @@ class Ended:
 class EncoderCalls:
     """``start`` and ``cancel`` return at once; ``ended`` holds what has ended, for one thread to pop."""
 
-    def __init__(self, settings: Settings, *, name: str) -> None:
-        """name: of the thread."""
+    def __init__(self, settings: Settings, *, name: str, reads_rows: bool = False) -> None:
+        """name: of the thread. reads_rows: as of ``Settings.client``."""
         self.ended: deque[Ended] = deque()
         self._has_ended = threading.Event()
         self._settings = settings
+        self._reads_rows = reads_rows
         self._loop = asyncio.new_event_loop()
         self._client: AsyncVisionEncoderClient | None = None
         self._tasks: dict[object, asyncio.Task[Any]] = {}
@@ -57,7 +58,7 @@ class EncoderCalls:
 
     def ask(self, call: Call) -> Future[Any]:
         """Gets the outcome: a value, or an EncoderError. Cancelling it cancels the call."""
-        return asyncio.run_coroutine_threadsafe(self._asked(call), self._loop)
+        return asyncio.run_coroutine_threadsafe(self._with_retries(call), self._loop)
 
     def cancel(self, handle: object) -> None:
         """Ends the call without an entry in ``ended``, unless it has ended already."""
@@ -65,6 +66,7 @@ class EncoderCalls:
 
     @property
     def num_under_way(self) -> int:
+        """Calls of ``start`` that have not ended."""
         return len(self._tasks)
 
     def on_loop(self, function: Callable[..., object], *arguments: object) -> None:
@@ -96,9 +98,10 @@ class EncoderCalls:
             self._loop.close()
 
     async def _finish(self) -> None:
-        for task in list(self._tasks.values()):
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         if self._client is not None:
             # An interpreter that is ending starts no more threads, which closing needs.
             with contextlib.suppress(RuntimeError):
@@ -109,15 +112,6 @@ class EncoderCalls:
         self._tasks[handle] = task
         # Also of a task that is cancelled before it begins.
         task.add_done_callback(lambda _: self._tasks.pop(handle, None))
-
-    async def _asked(self, call: Call) -> Any:
-        task = asyncio.current_task()
-        assert task is not None
-        self._tasks[task] = task
-        try:
-            return await self._with_retries(call)
-        finally:
-            del self._tasks[task]
 
     def _cancel(self, handle: object) -> None:
         task = self._tasks.get(handle)
@@ -149,7 +143,7 @@ class EncoderCalls:
             return DeadlineExceeded(f"the encoder did not answer within {self._settings.timeout_s} s")
         try:
             if self._client is None:
-                self._client = self._settings.client(reads_rows=False)
+                self._client = self._settings.client(reads_rows=self._reads_rows)
             return await call(self._client, left_s)
         except EncoderError as error:
             return error

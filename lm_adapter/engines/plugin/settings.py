@@ -98,27 +98,24 @@ class Settings:
     def client(self, *, reads_rows: bool) -> AsyncVisionEncoderClient:
         """On the running loop. reads_rows: attaches to the encoder's memory; rows go to the calling thread's
         current GPU, if it uses one. Raises ItemFailed for files that were unusable since the start."""
-        try:
-            return self._client(reads_rows=reads_rows)
-        except InvalidRequest as error:
-            raise ItemFailed(error.message, reason="UNUSABLE_SETTINGS") from error
-
-    def _client(self, *, reads_rows: bool) -> AsyncVisionEncoderClient:
         options: dict[str, Any] = {
             "namespace": self.namespace,
             "model": self.model,
             "timeout_s": self.timeout_s,
             "token_file": self.token_file,
-            "tls": self.client_tls(),
         }
+        kind: type[AsyncVisionEncoderClient] = AsyncVisionEncoderClient
         if self.fleet:
-            return AsyncVisionEncoderClient(self.target, fleet=True, **options)
-        if reads_rows:
+            options["fleet"] = True
+        elif reads_rows:
             options |= {"transports": self.transports, "broker_path": self.broker_path}
         else:
             options["transports"] = ("inline",)
         if self.fallback_target:
             from lm_adapter.local_first import LocalFirstClient
 
-            return LocalFirstClient(self.target, fallback_target=self.fallback_target, **options)
-        return AsyncVisionEncoderClient(self.target, **options)
+            kind, options["fallback_target"] = LocalFirstClient, self.fallback_target
+        try:
+            return kind(self.target, tls=self.client_tls(), **options)
+        except InvalidRequest as error:
+            raise ItemFailed(error.message, reason="UNUSABLE_SETTINGS") from error

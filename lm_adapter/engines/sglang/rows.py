@@ -39,7 +39,7 @@ class RowReader:
             settings = dataclasses.replace(settings, transports=transports)
         self._geometry = geometry
         self._gpu = gpu
-        self._calls = EncoderCalls(settings, name="rows")
+        self._calls = EncoderCalls(settings, name="rows", reads_rows=True)
 
     def close(self) -> None:
         self._calls.close()

@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from lm_adapter.client import AsyncVisionEncoderClient
 from lm_adapter.engines.plugin import settings
 from lm_adapter.errors import InvalidRequest
 
@@ -24,12 +23,7 @@ LOADERS = ("SGLANG_EXTERNAL_MM_PROCESSOR_PACKAGE", "SGLANG_EXTERNAL_MODEL_PACKAG
 
 @dataclass(frozen=True, kw_only=True)
 class Settings(settings.Settings):
-    """Every call brings the rows along."""
-
     SOURCE: ClassVar[str] = VARIABLE
-
-    def client(self, *, reads_rows: bool = True) -> AsyncVisionEncoderClient:  # noqa: ARG002 - of EncoderCalls
-        return super().client(reads_rows=True)
 
 
 def read_settings(environment: Mapping[str, str]) -> Settings:

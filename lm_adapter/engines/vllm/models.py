@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,13 +25,13 @@ logger = logging.getLogger("vllm.vision_encoder")
 
 VLLM_SERIES = "0.32."
 ARCHITECTURES = {
-    "Qwen3VLForConditionalGeneration": "Qwen3VL",
-    "Qwen3VLMoeForConditionalGeneration": "Qwen3VLMoe",
-    "Qwen3_5ForConditionalGeneration": "Qwen3_5",
-    "Qwen3_5MoeForConditionalGeneration": "Qwen3_5Moe",
-    "KimiK25ForConditionalGeneration": "KimiK25",
+    "Qwen3VLForConditionalGeneration": "qwen3_vl",
+    "Qwen3VLMoeForConditionalGeneration": "qwen3_vl_moe",
+    "Qwen3_5ForConditionalGeneration": "qwen3_5",
+    "Qwen3_5MoeForConditionalGeneration": "qwen3_5",
+    "KimiK25ForConditionalGeneration": "kimi_k25",
 }
-"""Architecture -> the class here."""
+"""Architecture -> the module of vLLM's class. The class here has the architecture's name."""
 
 
 def supported(version: str) -> bool:
@@ -50,8 +51,8 @@ def register() -> None:
     from lm_adapter.engines.vllm.failures import answer_with_reasons
     from lm_adapter.engines.vllm.frontend import hook_config, register_media
 
-    for architecture, name in ARCHITECTURES.items():
-        ModelRegistry.register_model(architecture, f"{__name__}:{name}")
+    for architecture in ARCHITECTURES:
+        ModelRegistry.register_model(architecture, f"{__name__}:{architecture}")
         hook_config(architecture)
     register_media()
     answer_with_reasons()
@@ -87,16 +88,21 @@ def check_model(vllm_config: Any) -> None:
 
 def __getattr__(name: str) -> Any:
     """vLLM's registry looks classes up by name."""
-    if name in _BUILDERS:
+    if name in ARCHITECTURES:
         return _build(name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 @functools.cache
-def _build(name: str) -> type:
-    model = _BUILDERS[name]()
+def _build(architecture: str) -> type:
+    module = ARCHITECTURES[architecture]
+    if module == "kimi_k25":
+        from lm_adapter.engines.vllm.kimi import kimi_k25
+
+        model = kimi_k25()
+    else:
+        model = _qwen(importlib.import_module(f"vllm.model_executor.models.{module}"), architecture)
     # vLLM tells models apart by the names of their classes.
-    (architecture,) = [one for one, ours in ARCHITECTURES.items() if ours == name]
     model.__module__, model.__qualname__, model.__name__ = __name__, architecture, architecture
     return model
 
@@ -181,31 +187,13 @@ def _keep_deepstack(model: Any, vllm_config: Any, num_levels: int) -> None:
     model.deepstack_input_embeds_num_tokens = 0
 
 
-def _qwen(module: str, name: str) -> type:
-    import importlib
-
+def _qwen(theirs: Any, architecture: str) -> type:
     from vllm.multimodal import MULTIMODAL_REGISTRY
 
     from lm_adapter.engines.vllm.processing import qwen_factories
 
-    models = importlib.import_module(f"vllm.model_executor.models.{module}")
-    model = without_tower(getattr(models, f"{name}ForConditionalGeneration"))
-    processor, info, dummy_inputs = qwen_factories(getattr(models, f"{name}ProcessingInfo"))
+    parent = getattr(theirs, architecture.replace("ForConditionalGeneration", "ProcessingInfo"))
+    processor, info, dummy_inputs = qwen_factories(parent)
     register = MULTIMODAL_REGISTRY.register_processor(processor, info=info, dummy_inputs=dummy_inputs)
-    registered: type = register(model)
+    registered: type = register(without_tower(getattr(theirs, architecture)))
     return registered
-
-
-def _kimi_k25() -> type:
-    from lm_adapter.engines.vllm.kimi import kimi_k25
-
-    return kimi_k25()
-
-
-_BUILDERS: dict[str, Callable[[], type]] = {
-    "Qwen3VL": lambda: _qwen("qwen3_vl", "Qwen3VL"),
-    "Qwen3VLMoe": lambda: _qwen("qwen3_vl_moe", "Qwen3VLMoe"),
-    "Qwen3_5": lambda: _qwen("qwen3_5", "Qwen3_5"),
-    "Qwen3_5Moe": lambda: _qwen("qwen3_5", "Qwen3_5Moe"),
-    "KimiK25": _kimi_k25,
-}
