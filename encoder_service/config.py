@@ -13,7 +13,7 @@ import urllib.parse
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, SecretStr, ValidationError, field_validator, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, ValidationError, model_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from encoder_service.errors import ConfigurationError
@@ -25,9 +25,74 @@ ENV_PREFIX = "VE_"
 CHUNK_OVERHEAD_BYTES = 64
 MAX_UNIX_PATH_BYTES = 107
 
-Names = Annotated[tuple[str, ...], NoDecode]
-Numbers = Annotated[tuple[int, ...], NoDecode]
-BytesByName = Annotated[dict[str, int], NoDecode]
+
+def split_list(value: object) -> object:
+    """A comma list, from the environment or the command line."""
+    if not isinstance(value, str):
+        return value
+    return tuple(part.strip() for part in value.split(",")) if value.strip() else ()
+
+
+def split_named_values(value: object) -> object:
+    """``name=value`` pairs of a comma list; the default namespace's name is empty. An error repeats the name
+    only: the value may be a token."""
+    if not isinstance(value, str):
+        return value
+    found: dict[str, str] = {}
+    for part in filter(None, value.split(",")):
+        name, separator, text = part.partition("=")
+        if not separator or not text or name.strip() in found:
+            raise ValueError(f"{name.strip()!r} is not one name=value of a comma list")
+        found[name.strip()] = text.strip()
+    return found
+
+
+def check_address(address: str) -> str:
+    """Raises ValueError unless the address is ``host:port`` or ``unix:/path``."""
+    if address.startswith("unix:"):
+        if len(address.encode()) - len("unix:") > MAX_UNIX_PATH_BYTES:
+            raise ValueError(f"{address!r}: a unix socket's path has at most {MAX_UNIX_PATH_BYTES} bytes")
+        if address == "unix:":
+            raise ValueError("'unix:' needs a path")
+        return address
+    host, separator, port = address.rpartition(":")
+    if not separator or not host or not port.isdigit() or not 0 <= int(port) <= 65535:
+        raise ValueError(f"{address!r} is neither host:port nor unix:/path")
+    return address
+
+
+def check_http_address(address: str) -> str:
+    if address.startswith("unix:"):
+        raise ValueError("HTTP listens on host:port only")
+    return check_address(address) if address else ""
+
+
+def check_http_url(url: str) -> str:
+    if url and not re.fullmatch(r"https?://[A-Za-z0-9._\[\]:-]+", url):
+        raise ValueError(f"{url!r} is not http://host:port")
+    _ = urllib.parse.urlsplit(url).port  # ValueError for no number, and above 65535
+    return url
+
+
+def check_network(text: str) -> str:
+    return str(ipaddress.ip_network(text))
+
+
+HttpAddress = Annotated[str, AfterValidator(check_http_address)]
+HttpUrl = Annotated[str, AfterValidator(check_http_url)]
+Names = Annotated[tuple[str, ...], NoDecode, BeforeValidator(split_list)]
+Addresses = Annotated[
+    tuple[Annotated[str, AfterValidator(check_address)], ...], NoDecode, BeforeValidator(split_list)
+]
+HttpUrls = Annotated[tuple[HttpUrl, ...], NoDecode, BeforeValidator(split_list)]
+Networks = Annotated[
+    tuple[Annotated[str, AfterValidator(check_network)], ...], NoDecode, BeforeValidator(split_list)
+]
+Numbers = Annotated[tuple[int, ...], NoDecode, BeforeValidator(split_list)]
+ArenaBytes = Annotated[
+    dict[str, Annotated[int, Field(ge=MIB)]], NoDecode, BeforeValidator(split_named_values)
+]
+Tokens = Annotated[dict[str, SecretStr], NoDecode, BeforeValidator(split_named_values)]
 
 
 class Settings(BaseSettings):
@@ -70,25 +135,27 @@ class Settings(BaseSettings):
     )
 
     # -- addresses -------------------------------------------------------------------------------------
-    listen: Names = Field(
+    listen: Addresses = Field(
         ("127.0.0.1:50051",), min_length=1, description="gRPC addresses: host:port or unix:/path."
     )
-    admin_listen: str = Field("127.0.0.1:8080", description="host:port of the admin plane; empty: none.")
+    admin_listen: HttpAddress = Field(
+        "127.0.0.1:8080", description="host:port of the admin plane; empty: none."
+    )
     playground: bool = Field(False, description="The admin page encodes an image that is dropped on it.")
 
     # -- SGLang ----------------------------------------------------------------------------------------
-    serve_sglang: str = Field(
+    serve_sglang: HttpAddress = Field(
         "",
         description="host:port for SGLang's own encoder protocol, without tokens; empty: none.",
     )
-    sglang_receivers: Names = Field(
+    sglang_receivers: Networks = Field(
         (),
         description="Networks that rows may be sent to besides the requests' own hosts: 10.1.0.0/16, ...",
     )
-    sglang_register: Names = Field(
+    sglang_register: HttpUrls = Field(
         (), description="SGLang's bootstrap servers that list the service: http://host:port, ..."
     )
-    sglang_url: str = Field("", description="The service's URL in these lists: http://host:port.")
+    sglang_url: HttpUrl = Field("", description="The service's URL in these lists: http://host:port.")
 
     # -- TokenSpeed ------------------------------------------------------------------------------------
     serve_tokenspeed: str = Field(
@@ -102,7 +169,7 @@ class Settings(BaseSettings):
         description="Port of the same address where prefill workers find the service; at the next one they "
         "name their memory; 0: any two.",
     )
-    tokenspeed_receivers: Names = Field(
+    tokenspeed_receivers: Networks = Field(
         (), description="Networks that rows may be sent to besides the prefill workers' own: 10.1.0.0/16, ..."
     )
     tokenspeed_send_bytes: int = Field(
@@ -125,7 +192,7 @@ class Settings(BaseSettings):
         None,
         description="Token of the admin plane; /healthz and /readyz need none. Not set: no token needed.",
     )
-    tokens: Annotated[dict[str, SecretStr], NoDecode] = Field(
+    tokens: Tokens = Field(
         {},
         description="Tokens of namespaces, for gRPC and the broker: name=token, comma separated; "
         "name=old|new for two.",
@@ -190,7 +257,7 @@ class Settings(BaseSettings):
         description="Allowed URLs: host, *.domain or host:port, with an optional "
         "http:// in front; comma separated; empty: URL items are refused.",
     )
-    url_networks: Names = Field(
+    url_networks: Networks = Field(
         (), description="Networks that are not public and that URLs may resolve to: 10.1.0.0/16, ..."
     )
     url_timeout_s: float = Field(10.0, gt=0, le=600, description="For one URL, redirects included.")
@@ -208,10 +275,10 @@ class Settings(BaseSettings):
         description="With a broker: shared device memory of the rows kept; 0: none. Default: 2 GiB on a GPU "
         "that has the room.",
     )
-    isolated_namespaces: BytesByName = Field(
+    isolated_namespaces: ArenaBytes = Field(
         {}, description="Namespaces with a host arena of their own: name=bytes, comma separated."
     )
-    isolated_device_bytes: BytesByName = Field(
+    isolated_device_bytes: ArenaBytes = Field(
         {},
         description="Device arenas of isolated namespaces: name=bytes, comma separated; a namespace without "
         "one keeps its rows on the host.",
@@ -319,9 +386,7 @@ class Settings(BaseSettings):
             for name in ("isolated_namespaces", "device_arena_bytes"):
                 if getattr(self, name):
                     raise ValueError(f"{name} is memory that a broker hands out: set broker_path")
-        for name, num_bytes in self.isolated_namespaces.items():
-            if num_bytes < MIB:
-                raise ValueError(f"isolated namespace {name!r} has {num_bytes} bytes, the least is {MIB}")
+        for name in self.isolated_namespaces:
             if name not in self.tokens and self.tokens_file is None:
                 raise ValueError(f"isolated namespace {name!r} needs a token in tokens or tokens_file")
         if self.device_arena_bytes and self.device_arena_bytes < MIB:
@@ -329,85 +394,12 @@ class Settings(BaseSettings):
         on_device_bytes = (self.device_arena_bytes or 0) + sum(self.isolated_device_bytes.values())
         if self.device == "cpu" and on_device_bytes:
             raise ValueError(f"{on_device_bytes} bytes of device arenas are a GPU's memory, device is cpu")
-        for name, num_bytes in self.isolated_device_bytes.items():
+        for name in self.isolated_device_bytes:
             if name not in self.isolated_namespaces:
                 raise ValueError(f"namespace {name!r} has a device arena of its own and is not isolated")
-            if num_bytes < MIB:
-                raise ValueError(f"namespace {name!r} has {num_bytes} device bytes, the least is {MIB}")
             if self.device_arena_bytes == 0:
                 raise ValueError(f"namespace {name!r} has a device arena, device_arena_bytes is 0")
         return self
-
-    @field_validator("tokens", "isolated_namespaces", "isolated_device_bytes", mode="before")
-    @classmethod
-    def split_named_values(cls, value: object) -> object:
-        """``name=value`` pairs of a comma list; the default namespace's name is empty. An error repeats the
-        name only: the value may be a token."""
-        if not isinstance(value, str):
-            return value
-        found: dict[str, str] = {}
-        for part in filter(None, value.split(",")):
-            name, separator, text = part.partition("=")
-            if not separator or not text or name.strip() in found:
-                raise ValueError(f"{name.strip()!r} is not one name=value of a comma list")
-            found[name.strip()] = text.strip()
-        return found
-
-    @field_validator(
-        "bucket_sizes", "listen", "sglang_receivers", "sglang_register", "tokenspeed_receivers", "url_allow",
-        "url_networks", "broker_allowed_uids", "shm_prefixes", "shm_allowed_uids", mode="before",
-    )  # fmt: skip
-    @classmethod
-    def split_list(cls, value: object) -> object:
-        """A comma list, from the environment or the command line."""
-        if not isinstance(value, str):
-            return value
-        return tuple(part.strip() for part in value.split(",")) if value.strip() else ()
-
-    @field_validator("url_networks", "sglang_receivers", "tokenspeed_receivers")
-    @classmethod
-    def check_networks(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        for network in value:
-            ipaddress.ip_network(network)
-        return value
-
-    @field_validator("listen")
-    @classmethod
-    def check_listen(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        for address in value:
-            check_address(address)
-        return value
-
-    @field_validator("admin_listen", "serve_sglang")
-    @classmethod
-    def check_http_listen(cls, value: str) -> str:
-        if value:
-            check_address(value)
-            if value.startswith("unix:"):
-                raise ValueError("HTTP listens on host:port only")
-        return value
-
-    @field_validator("sglang_register", "sglang_url")
-    @classmethod
-    def check_http_urls(cls, value: str | tuple[str, ...]) -> str | tuple[str, ...]:
-        for url in filter(None, (value,) if isinstance(value, str) else value):
-            if not re.fullmatch(r"https?://[A-Za-z0-9._\[\]:-]+", url):
-                raise ValueError(f"{url!r} is not http://host:port")
-            _ = urllib.parse.urlsplit(url).port  # ValueError for no number, and above 65535
-        return value
-
-
-def check_address(address: str) -> None:
-    """Raises ValueError unless the address is ``host:port`` or ``unix:/path``."""
-    if address.startswith("unix:"):
-        if len(address.encode()) - len("unix:") > MAX_UNIX_PATH_BYTES:
-            raise ValueError(f"{address!r}: a unix socket's path has at most {MAX_UNIX_PATH_BYTES} bytes")
-        if address == "unix:":
-            raise ValueError("'unix:' needs a path")
-        return
-    host, separator, port = address.rpartition(":")
-    if not separator or not host or not port.isdigit() or not 0 <= int(port) <= 65535:
-        raise ValueError(f"{address!r} is neither host:port nor unix:/path")
 
 
 def parse_settings(**given: object) -> Settings:
