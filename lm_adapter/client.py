@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeAlias, TypeVar, cast
 
 import grpc
 import grpc.aio
-from google.protobuf.message import Message
+from google.protobuf.message import DecodeError, Message
 
 from lm_adapter import convert
 from lm_adapter.assembly import DEFAULT_MAX_ROWS_BYTES, Assembler, PlacedRows, prepare_items
@@ -84,7 +84,6 @@ MAX_LOOP_COPY_S = 150e-6
 INSTANCE_KEY = "x-instance-id"
 """Trailing metadata: the ``instance_id`` of the server that answered."""
 _UNAVAILABLE, _RESOURCE_EXHAUSTED = 14, 8
-_HEALTH_CHECK = "/grpc.health.v1.Health/Check"
 _SERVICE = pb.DESCRIPTOR.services_by_name["VisionEncoder"].full_name
 
 ResponseT = TypeVar("ResponseT", bound=Message)
@@ -172,7 +171,7 @@ class AsyncVisionEncoderClient:
         self._max_rows_bytes = max_rows_bytes
         self._loop = asyncio.get_running_loop()
         self._pid = os.getpid()
-        self._is_fleet = fleet
+        self._is_fleet = self._needs_routes = fleet
         self._repeats = repeats
         if fleet:
             options = FLEET_OPTIONS | dict(options or {})
@@ -383,9 +382,9 @@ class AsyncVisionEncoderClient:
 
     def _routes_of(self, keys: Sequence[bytes], routing_digests: Sequence[bytes]) -> dict[int, bytes]:
         """Raises InvalidRequest."""
-        if self._is_fleet and len(routing_digests) != len(keys):
+        if self._needs_routes and len(routing_digests) != len(keys):
             raise InvalidRequest(
-                f"{len(keys)} keys have {len(routing_digests)} routing digests; in a fleet each needs one"
+                f"{len(keys)} keys have {len(routing_digests)} routing digests; with a gateway each needs one"
             )
         for route in routing_digests:
             if len(route) != DIGEST_BYTES:
@@ -612,7 +611,7 @@ class AsyncVisionEncoderClient:
         )
         self._check_open(method)
         # Without a deserialiser, messages arrive as bytes.
-        start: Any = self._channel.current().unary_stream(_method_path(method))
+        start: Any = self._channel.current().unary_stream(f"/{_SERVICE}/{method}")
         metadata = self._channel.metadata() + self._route(call.routes, indices)
         rpc = start(request.SerializeToString(), timeout=call.deadline.left_s, metadata=metadata)
         try:
@@ -703,19 +702,12 @@ class AsyncVisionEncoderClient:
 
     async def _is_serving(self, deadline: Deadline) -> bool:
         """The answer of grpc.health.v1; a server without it is serving when it answers at all."""
-        self._check_open("Health.Check")
-        check: Any = self._channel.current().unary_unary(_HEALTH_CHECK)
         try:
-            # HealthCheckResponse: field 1 (status) has the value 1 (SERVING).
-            response: bytes = await check(b"", timeout=deadline.left_s)
-            return response.startswith(b"\x08\x01")
-        except grpc.aio.AioRpcError as error:
-            if error.code() is grpc.StatusCode.UNIMPLEMENTED:
-                return True
-            raise self._failed(error, "Health.Check") from error
-        except asyncio.CancelledError as error:
-            self._raise_if_closed("Health.Check", error)
-            raise
+            response = await self._unary_once("Check", b"", deadline, service="grpc.health.v1.Health")
+        except ProtocolMismatch:  # UNIMPLEMENTED
+            return True
+        # HealthCheckResponse: field 1 (status) has the value 1 (SERVING).
+        return response.startswith(b"\x08\x01")
 
     async def _unary(
         self,
@@ -726,13 +718,18 @@ class AsyncVisionEncoderClient:
         route: Metadata = (),
     ) -> ResponseT:
         """One RPC; in a fleet repeated once when the replica or the gateway went away."""
+        message = request.SerializeToString()
         try:
-            return await self._unary_once(method, request, response_type, deadline, route)
+            response = await self._unary_once(method, message, deadline, route)
         except EncoderUnavailable:
             if not self._is_fleet or not self._may_repeat(deadline):
                 raise
-        await self._pause()
-        return await self._unary_once(method, request, response_type, deadline, route)
+            await self._pause()
+            response = await self._unary_once(method, message, deadline, route)
+        try:
+            return response_type.FromString(response)
+        except DecodeError as error:
+            raise StreamViolation(f"{method} answered {len(response)} bytes that are no message") from error
 
     async def _pause(self) -> None:
         """Before a repeat in a fleet."""
@@ -742,20 +739,18 @@ class AsyncVisionEncoderClient:
     async def _unary_once(
         self,
         method: str,
-        request: Message,
-        response_type: type[ResponseT],
+        request: bytes,
         deadline: Deadline,
-        route: Metadata,
-    ) -> ResponseT:
+        route: Metadata = (),
+        *,
+        service: str = _SERVICE,
+    ) -> bytes:
         self._check_open(method)
-        call: Any = self._channel.current().unary_unary(
-            _method_path(method),
-            request_serializer=type(request).SerializeToString,
-            response_deserializer=response_type.FromString,
-        )
+        # Without serialisers, messages are bytes.
+        call: Any = self._channel.current().unary_unary(f"/{service}/{method}")
         try:
             rpc = call(request, timeout=deadline.left_s, metadata=self._channel.metadata() + route)
-            response: ResponseT = await rpc
+            response: bytes = await rpc
             self._note_instance(await rpc.trailing_metadata())
             return response
         except grpc.RpcError as error:
@@ -818,7 +813,3 @@ def rows_or_raise(outcome: Outcome) -> EncodedRows:
     if isinstance(outcome, ItemFailed):
         raise outcome
     return outcome
-
-
-def _method_path(method: str) -> str:
-    return f"/{_SERVICE}/{method}"

@@ -18,7 +18,6 @@ from lm_adapter.errors import (
     CallFailed,
     DeadlineExceeded,
     EncoderUnavailable,
-    InvalidRequest,
     ItemFailed,
     TruncatedStream,
 )
@@ -47,6 +46,7 @@ class LocalFirstClient(AsyncVisionEncoderClient):
         local: Any = dict(options) | {"options": FLEET_OPTIONS | dict(options.get("options") or {})}
         # No retries here: an item that failed locally is retried once, at the gateway.
         super().__init__(target, repeats=False, **local)
+        self._needs_routes = True
         self._gateway = AsyncVisionEncoderClient(fallback_target, fleet=True, repeats=False, **both)
 
     async def close(self) -> None:
@@ -100,11 +100,10 @@ class LocalFirstClient(AsyncVisionEncoderClient):
         timeout_s: float | None = None,
         stream: Any = None,
     ) -> list[Outcome]:
-        _check_routes(keys, routing_digests)
         deadline = self._deadline(timeout_s)
         return await self._ask_both(
             len(keys),
-            super().fetch(keys, timeout_s=timeout_s, stream=stream),
+            super().fetch(keys, routing_digests=routing_digests, timeout_s=timeout_s, stream=stream),
             lambda missing: self._gateway.fetch(
                 [keys[index] for index in missing],
                 routing_digests=[routing_digests[index] for index in missing],
@@ -139,11 +138,10 @@ class LocalFirstClient(AsyncVisionEncoderClient):
         routing_digests: Sequence[bytes] = (),
         timeout_s: float | None = None,
     ) -> list[KeyStatus]:
-        _check_routes(keys, routing_digests)
         deadline = self._deadline(timeout_s)
         return await self._ask_both(
             len(keys),
-            super().lookup(keys, timeout_s=timeout_s),
+            super().lookup(keys, routing_digests=routing_digests, timeout_s=timeout_s),
             lambda missing: self._gateway.lookup(
                 [keys[index] for index in missing],
                 routing_digests=[routing_digests[index] for index in missing],
@@ -179,14 +177,6 @@ class LocalFirstClient(AsyncVisionEncoderClient):
 
 def _needs_gateway(outcome: object) -> bool:
     return outcome is None or (isinstance(outcome, ItemFailed) and outcome.reason in LEAVING)
-
-
-def _check_routes(keys: Sequence[bytes], routing_digests: Sequence[bytes]) -> None:
-    """Raises InvalidRequest unless each key has a routing digest."""
-    if len(routing_digests) != len(keys):
-        raise InvalidRequest(
-            f"{len(keys)} keys have {len(routing_digests)} routing digests; with a gateway each needs one"
-        )
 
 
 def _rest_s(deadline: Deadline) -> float:
