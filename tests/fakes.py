@@ -15,6 +15,7 @@ from encoder_service.towers.tower import Tower, TowerInputs
 from encoder_service.types import (
     FrameItem,
     Grid,
+    LoadedPixels,
     Modality,
     PatchItem,
     PixelValues,
@@ -65,12 +66,12 @@ class FakePreprocessor(Preprocessor):
         height, width, _ = struct.unpack("<IIB", data[4:])
         return Grid(1, height, width)
 
-    def load_image(self, data: bytes, options: PreprocessOptions) -> tuple[FrameItem, float, float]:
+    def load_image(self, data: bytes, options: PreprocessOptions) -> LoadedPixels:
         self.num_loads += 1
         assert self.gate.wait(30)
         grid = self.probe_image(data, options)
         frames = torch.full((1, grid.h, grid.w, 3), data[-1], dtype=torch.uint8)
-        return FrameItem(frames, grid), 1.0, 2.0
+        return LoadedPixels(FrameItem(frames, grid), 1.0, 2.0)
 
     def check_pixels(self, pixels: PixelValues) -> PatchItem:
         if len(pixels.pixel_values) != pixels.grid.num_patches:

@@ -142,7 +142,7 @@ class Preprocessor(abc.ABC):
     def probe_grid(self, item: Item) -> Grid:
         """The grid of an image file, from its header, or the stated grid of a caller's own pixels. Parses the
         file, so it must run on a worker thread. Raises UndecodableImage, ImageTooLarge, AspectRatioExceeded,
-        InvalidOption, UnsupportedContent."""
+        UnsupportedContent."""
         match item.content:
             case EncodedFile(data) if item.modality is Modality.IMAGE:
                 return self.probe_image(data, item.options)
@@ -151,12 +151,11 @@ class Preprocessor(abc.ABC):
         raise UnsupportedContent(f"{type(item.content).__name__} of {item.modality.value} is no single image")
 
     def load(self, item: Item) -> LoadedPixels:
-        """The pixels of an item that ``probe_grid`` accepts. Must run on a worker thread. Raises
-        UndecodableImage, ImageTooLarge, AspectRatioExceeded, PixelTensorMismatch, GridMismatch,
-        NonFinitePixels, InvalidOption, UnsupportedContent."""
+        """The pixels of an item that ``probe_grid`` accepts. Must run on a worker thread. Raises as
+        ``probe_grid``; PixelTensorMismatch, GridMismatch, NonFinitePixels."""
         match item.content:
             case EncodedFile(data) if item.modality is Modality.IMAGE:
-                return LoadedPixels(*self.load_image(data, item.options))
+                return self.load_image(data, item.options)
             case PixelValues() as pixels:
                 started_s = time.perf_counter()
                 patches = self.check_pixels(pixels)
@@ -164,21 +163,19 @@ class Preprocessor(abc.ABC):
         raise UnsupportedContent(f"{type(item.content).__name__} of {item.modality.value} is no single image")
 
     def probe_image(self, data: bytes, options: PreprocessOptions) -> Grid:
-        self.check_options(Modality.IMAGE, options)
         return self.plan_image(*read_size(data, self.limits), options).grid
 
-    def load_image(self, data: bytes, options: PreprocessOptions) -> tuple[FrameItem, float, float]:
+    def load_image(self, data: bytes, options: PreprocessOptions) -> LoadedPixels:
         """One decoded, resized and padded frame, with the milliseconds of decoding and of resizing. The grid
         is that of the decoded pixels; the header of a damaged file may state another one."""
         started_s = time.perf_counter()
-        self.check_options(Modality.IMAGE, options)
         image_HWC = decode_rgb(data, self.limits, self.transparent)
         decoded_s = time.perf_counter()
         plan = self.plan_image(image_HWC.shape[0], image_HWC.shape[1], options)
         frames_THWC = resize_and_pad(image_HWC, plan.target, plan.padded).unsqueeze(0)
         resized_s = time.perf_counter()
         decode_ms, resize_ms = (decoded_s - started_s) * 1e3, (resized_s - decoded_s) * 1e3
-        return FrameItem(frames_THWC, plan.grid), decode_ms, resize_ms
+        return LoadedPixels(FrameItem(frames_THWC, plan.grid), decode_ms, resize_ms)
 
     def open_clip(self, content: EncodedFile | FrameArray, options: PreprocessOptions) -> Clip:
         """Opens a clip, which is then read in pieces. Must run on a worker thread. Raises as

@@ -160,7 +160,6 @@ class QwenVLPreprocessor(Preprocessor):
         return AreaLimits(*(int(limits[name]) for name in AreaLimits._fields))
 
     def plan_image(self, height: int, width: int, options: PreprocessOptions) -> ImagePlan:
-        self.check_values(options)
         _check_aspect(height, width, "image is")
         patch_size = self.settings.patch_size
         target = rounded_size(height, width, patch_size * self.merge_size, self.area_limits(options))

@@ -17,7 +17,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from PIL import Image
 
 from encoder_service.rpc.health_check import SERVICE
-from encoder_service.types import FrameItem, PreprocessOptions
+from encoder_service.types import LoadedPixels, PreprocessOptions
 from lm_adapter import DeadlineExceeded, ImageItem, ItemFailed, VisionEncoderClient
 from tests.integration.conftest import RunningService, running
 from tests.integration.held import held, wait_until_free
@@ -42,7 +42,7 @@ def gated(found: RunningService) -> Iterator[tuple[threading.Event, Callable[[],
     preprocessor = found.service.pipeline.model.preprocessor
     original, go_on, waiting = preprocessor.load_image, threading.Event(), list[int]()
 
-    def load(data: bytes, options: PreprocessOptions) -> tuple[FrameItem, float, float]:
+    def load(data: bytes, options: PreprocessOptions) -> LoadedPixels:
         with Image.open(io.BytesIO(data)) as opened:
             is_slow = opened.size == (333, 211)
         if is_slow:

@@ -128,8 +128,7 @@ class ClipRules(abc.ABC):
 
     def open(self, content: EncodedFile | FrameArray, options: PreprocessOptions) -> Clip:
         """Opens and plans a clip. Decodes one frame of a file. Raises UndecodableClip, ClipTooLarge,
-        AspectRatioExceeded, PixelTensorMismatch, InvalidRequest, InvalidOption, UnsupportedContent."""
-        self.check_options(options)
+        AspectRatioExceeded, PixelTensorMismatch, InvalidRequest."""
         timestamps_s: Sequence[float] | None = None
         source: ClipSource
         if isinstance(content, EncodedFile):

@@ -19,7 +19,7 @@ from PIL import Image
 
 from encoder_service.errors import ImageTooLarge, NotReady, QueueFull
 from encoder_service.pipeline import EncodeResult, Pipeline
-from encoder_service.types import EncodedFile, Grid, Item, Modality, PreprocessOptions
+from encoder_service.types import EncodedFile, FrameItem, Grid, Item, Modality, PreprocessOptions
 
 NAMESPACE = "admin/playground"
 TIMEOUT_S = 30.0
@@ -124,6 +124,7 @@ def preview(pipeline: Pipeline, data: bytes) -> str:
     """The pixels that the tower sees (rotated, resized and padded) as a data URL of a JPEG of at most
     MAX_PREVIEW_SIDE pixels a side. Runs on a worker thread."""
     frames, _, _ = pipeline.model.preprocessor.load_image(data, PreprocessOptions())
+    assert isinstance(frames, FrameItem)
     image = Image.fromarray(frames.frames_THWC[0].cpu().numpy())
     image.thumbnail((MAX_PREVIEW_SIDE, MAX_PREVIEW_SIDE))
     out = io.BytesIO()

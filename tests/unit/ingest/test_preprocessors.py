@@ -77,14 +77,8 @@ def solid(height: int, width: int, level: int = 128) -> bytes:
 )
 def test_options_out_of_bounds(preprocessor: Preprocessor, given: dict[str, Any], text: str) -> None:
     options = PreprocessOptions(**given)
-    data = solid(64, 64)
-    for refuse in (
-        lambda: preprocessor.check_options(Modality.IMAGE, options),
-        lambda: preprocessor.probe_image(data, options),
-        lambda: preprocessor.load_image(data, options),
-    ):
-        with pytest.raises(InvalidOption, match=text):
-            refuse()
+    with pytest.raises(InvalidOption, match=text):
+        preprocessor.check_options(Modality.IMAGE, options)
 
 
 # Grids
