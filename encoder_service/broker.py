@@ -14,7 +14,6 @@ import array
 import contextlib
 import errno
 import os
-import resource
 import selectors
 import socket
 import stat
@@ -161,7 +160,6 @@ class Broker:
         self._shared: dict[bytes, _SharedArena] = {}
         self._clients: dict[_Client, None] = {}
         self._accepts_again_s: float | None = None
-        self._is_accepting_failing = False
         self._stopping = threading.Event()
         self._wake_in = self._wake_out = -1
         self._selector = selectors.DefaultSelector()
@@ -256,15 +254,10 @@ class Broker:
             except ConnectionAbortedError:
                 continue
             except OSError as error:  # the listener stays readable, so accepting pauses to avoid a busy loop
-                if not self._is_accepting_failing:
-                    self._is_accepting_failing = True
-                    log.error("no client can be accepted", cause=_accept_text(error), retried_each_s=TICK_S)
+                log.error("no client can be accepted", cause=error.strerror, retried_in_s=TICK_S)
                 self._selector.unregister(self._listener.socket)
                 self._accepts_again_s = self._clock() + TICK_S
                 return
-            if self._is_accepting_failing:
-                self._is_accepting_failing = False
-                log.info("clients are accepted again")
             self._admit(accepted)
 
     def _admit(self, accepted: socket.socket) -> None:
@@ -465,13 +458,6 @@ class Broker:
 
 def _failure(error: _Refused) -> pb.BrokerFailure:
     return pb.BrokerFailure(reason=error.reason, message=error.message, retryable=error.retryable)
-
-
-def _accept_text(error: OSError) -> str:
-    if error.errno != errno.EMFILE:
-        return error.strerror or str(error)
-    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return f"all {limit} file descriptors of this process are in use: raise ulimit -n"
 
 
 def share(namespace: str | None, arena: Arena) -> _SharedArena:
