@@ -17,17 +17,17 @@ import binascii
 import contextlib
 import hashlib
 import json
-import re
 import reprlib
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Annotated, Literal, TypeVar
 
 import httpcore
 import structlog
 import torch
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
@@ -52,11 +52,11 @@ from vision_encoder.v1 import encoder_pb2 as pb
 
 log = structlog.get_logger(__name__)
 Answer = TypeVar("Answer")
+Wanted = TypeVar("Wanted", bound="Body")
 
 NAMESPACE = "sglang"
 MODALITIES = {"IMAGE": (Modality.IMAGE, pb.MODALITY_IMAGE), "VIDEO": (Modality.VIDEO, pb.MODALITY_VIDEO)}
 HASH_PREFIX = "sha256:"
-CONTENT_HASH = re.compile(rf"{HASH_PREFIX}[0-9a-fA-F]{{64}}")
 # From a request's start to the end of its body.
 RECEIVE_S = 30.0
 # Work on fewer bytes is done on the event loop.
@@ -65,12 +65,8 @@ INLINE_BYTES = 256 * 1024
 # A data URI has one comma.
 MAX_JSON_MARKS = 65_536
 MAX_REQ_ID_CHARS = 1024
-MAX_NAME_CHARS = 16
-# What is read of a body. The rest is dropped, and its memory with it.
-FIELDS = (
-    *("req_id", "modality", "mm_items", "num_parts", "part_idx"),
-    *("prefill_host", "embedding_port", "receive_count", "receive_url"),
-)
+# Wrong fields that an answer names.
+MAX_SHOWN = 4
 MAX_PARTS = 65_536
 # Requests of which receivers are awaited, or known before the request.
 MAX_AWAITED = 4096
@@ -92,77 +88,67 @@ STATUSES: dict[type[VisionEncoderError], int] = {
 }
 
 
-@dataclass(frozen=True)
-class MediaItem:
-    """One of ``mm_items``. digest: the SHA-256 of its bytes, where the request states it."""
+class Body(BaseModel):
+    """What is read of a request's object; other fields say nothing about rows."""
+
+    model_config = ConfigDict(strict=True, frozen=True)
+
+    req_id: str = Field(min_length=1, max_length=MAX_REQ_ID_CHARS)
+
+
+class MediaItem(BaseModel):
+    """One of ``mm_items``: a URL, data URI or base64, or an object with one as ``url``. Options beside them
+    are dropped, as SGLang's encoder drops them for these models. content_hash: of the item's bytes."""
+
+    model_config = Body.model_config
 
     url: str
-    digest: bytes | None
+    content_hash: str | None = Field(None, pattern=rf"^{HASH_PREFIX}[0-9a-fA-F]{{64}}$")
 
-
-@dataclass(frozen=True)
-class EncodeRequest:
-    """The body of ``/encode``. port: of the tokenizer's socket on ``host``; None: the scheduler's processes
-    name theirs by ``/scheduler_receive_url``."""
-
-    part: Part
-    items: tuple[MediaItem, ...]
-    host: object
-    port: int | None
-
+    @model_validator(mode="before")
     @classmethod
-    def parse(cls, body: Mapping[str, object], max_items: int) -> EncodeRequest:
-        """Raises InvalidRequest, InvalidDigest, UnsupportedContent. Other fields say nothing about rows."""
-        name = body.get("modality")
-        if not isinstance(name, str) or len(name) > MAX_NAME_CHARS or name.upper() not in MODALITIES:
-            raise UnsupportedContent(
-                f"modality {reprlib.repr(name)} is not taken, {', '.join(MODALITIES)} are"
-            )
-        num_parts = number(body, "num_parts", 1, MAX_PARTS)
-        part_idx = number(body, "part_idx", 0, num_parts - 1)
-        found = body.get("mm_items")
-        if not isinstance(found, list) or not 1 <= len(found) <= max_items:
-            has = f"{len(found)} items" if isinstance(found, list) else f"a {type(found).__name__}"
-            raise InvalidRequest(f"mm_items has {has}, needed is a list of 1 to {max_items}")
-        is_to_tokenizer = body.get("embedding_port") is not None
-        port = number(body, "embedding_port", 1, 65535) if is_to_tokenizer else None
-        part = Part(request_id(body), num_parts, part_idx, MODALITIES[name.upper()][0])
-        return cls(part, tuple(map(media_item, found)), body.get("prefill_host"), port)
+    def of_text(cls, found: object) -> object:
+        return {"url": found} if isinstance(found, str) else found
+
+    @property
+    def digest(self) -> bytes | None:
+        stated = self.content_hash
+        return None if stated is None else bytes.fromhex(stated.removeprefix(HASH_PREFIX))
 
 
-def number(body: Mapping[str, object], name: str, least: int, most: int) -> int:
-    """Raises InvalidRequest."""
-    found = body.get(name)
-    if type(found) is not int or not least <= found <= most:
-        raise InvalidRequest(
-            f"{name} is {reprlib.repr(found)}, needed is a whole number from {least} to {most}"
-        )
-    return found
+class EncodeRequest(Body):
+    """The body of ``/encode``. embedding_port: of the tokenizer's socket on ``prefill_host``; None: the
+    scheduler's processes name theirs by ``/scheduler_receive_url``."""
+
+    modality: Annotated[Literal["IMAGE", "VIDEO"], BeforeValidator(lambda found: str(found).upper())]
+    mm_items: list[MediaItem] = Field(min_length=1)
+    num_parts: int = Field(ge=1, le=MAX_PARTS)
+    part_idx: int = Field(ge=0, lt=MAX_PARTS)
+    prefill_host: object = None
+    embedding_port: int | None = Field(None, ge=1, le=65535)
+
+    @property
+    def part(self) -> Part:
+        return Part(self.req_id, self.num_parts, self.part_idx, MODALITIES[self.modality][0])
 
 
-def request_id(body: Mapping[str, object]) -> str:
-    """Raises InvalidRequest."""
-    found = body.get("req_id")
-    if not isinstance(found, str) or not 1 <= len(found) <= MAX_REQ_ID_CHARS:
-        raise InvalidRequest(f"req_id is no text of 1 to {MAX_REQ_ID_CHARS} characters")
-    return found
+class ReceiverRequest(Body):
+    """The body of ``/scheduler_receive_url``."""
+
+    receive_count: int = Field(ge=1, le=MAX_RECEIVERS)
+    receive_url: str
 
 
-def media_item(found: object) -> MediaItem:
-    """A URL, data URI or base64, or an object with one as ``url`` and a ``content_hash``. Options beside them
-    are dropped, as SGLang's encoder drops them for these models. Raises InvalidRequest, InvalidDigest."""
-    url, stated = (found.get("url"), found.get("content_hash")) if isinstance(found, dict) else (found, None)
-    if not isinstance(url, str):
-        raise InvalidRequest(
-            f"an item is a {type(found).__name__}, needed is a URL, a data URI or an object with one as url"
-        )
-    if stated is None:
-        return MediaItem(url, None)
-    if not isinstance(stated, str) or not CONTENT_HASH.fullmatch(stated):
-        raise InvalidDigest(
-            f"content_hash is {reprlib.repr(stated)}, needed is '{HASH_PREFIX}' and 64 hexadecimal digits"
-        )
-    return MediaItem(url, bytes.fromhex(stated.removeprefix(HASH_PREFIX)))
+def checked(kind: type[Wanted], body: Mapping[str, object]) -> Wanted:
+    """Raises InvalidRequest, which names each wrong field with its value."""
+    try:
+        return kind.model_validate(body)
+    except ValidationError as error:
+        wrong = [
+            f"{'.'.join(map(str, entry['loc']))} is {reprlib.repr(entry['input'])}: {entry['msg']}"
+            for entry in error.errors()[:MAX_SHOWN]
+        ]
+        raise InvalidRequest("; ".join(wrong)) from None
 
 
 def inline_content(item: MediaItem) -> bytes:
@@ -309,7 +295,7 @@ class SglangServer:
                     permit = self._admission.acquire(0)
                     try:
                         body = await self._read(request, permit)
-                        call.request_id = request_id(body)
+                        call.request_id = str(body.get("req_id", ""))[:MAX_REQ_ID_CHARS]
                         bind_request(request_id_of([(REQUEST_ID_KEY, call.request_id)]))
                         await until_left(request, work(call, request, body, permit))
                     finally:
@@ -352,20 +338,24 @@ class SglangServer:
 
     async def _encode(self, call: Call, request: Request, body: Mapping[str, object], permit: Permit) -> None:
         """``POST /encode``: rows are sent before it is answered."""
-        wanted = EncodeRequest.parse(body, self._settings.max_items_per_request)
+        wanted, max_items = checked(EncodeRequest, body), self._settings.max_items_per_request
+        if len(wanted.mm_items) > max_items:
+            raise InvalidRequest(f"mm_items has {len(wanted.mm_items)} items, at most {max_items} are taken")
+        if wanted.part_idx >= wanted.num_parts:
+            raise InvalidRequest(f"part_idx is {wanted.part_idx}, num_parts is {wanted.num_parts}")
         peer = peer_of(request)
-        if wanted.port is not None:
-            endpoint = self._receivers.endpoint(wanted.host, wanted.port, peer)
+        if wanted.embedding_port is not None:
+            endpoint = self._receivers.endpoint(wanted.prefill_host, wanted.embedding_port, peer)
             await self._encode_part(call, wanted, permit, peer, endpoint)
             return
-        awaited = self._awaited_of(call.request_id)
+        awaited = self._awaited_of(wanted.req_id)
         if awaited.is_encoding:
-            raise InvalidRequest(f"req_id {reprlib.repr(call.request_id)} is being encoded")
+            raise InvalidRequest(f"req_id {reprlib.repr(wanted.req_id)} is being encoded")
         awaited.is_encoding = True
         try:
             await self._encode_part(call, wanted, permit, peer, awaited)
         finally:
-            self._forget(call.request_id, awaited)
+            self._forget(wanted.req_id, awaited)
 
     async def _encode_part(
         self,
@@ -387,10 +377,10 @@ class SglangServer:
             permit.add_bytes(delivered[index].encoded.spec.num_bytes)
 
         try:
-            await all_of(*(encode_item(index, item) for index, item in enumerate(wanted.items)))
-            if len(delivered) < len(wanted.items):  # tasks that the stop has cancelled
+            await all_of(*(encode_item(index, item) for index, item in enumerate(wanted.mm_items)))
+            if len(delivered) < len(wanted.mm_items):  # tasks that the stop has cancelled
                 raise errors.Draining("the service stopped before the item was encoded")
-            items = [delivered[index].encoded for index in range(len(wanted.items))]
+            items = [delivered[index].encoded for index in range(len(wanted.mm_items))]
             times_s = [clip_times_s(item) for item in items] if part.modality is Modality.VIDEO else []
             num_bytes = sum(item.spec.num_bytes for item in items)
             rows = await self._on_worker(num_bytes, joined_rows, items)
@@ -428,13 +418,12 @@ class SglangServer:
     # -- receivers that name themselves ----------------------------------------------------------------
 
     async def _add_receiver(
-        self, call: Call, request: Request, body: Mapping[str, object], _: Permit
+        self, _call: Call, request: Request, body: Mapping[str, object], _: Permit
     ) -> None:
         """``POST /scheduler_receive_url``, before or after the ``/encode`` of its ``req_id``."""
-        count = number(body, "receive_count", 1, MAX_RECEIVERS)
-        url = body.get("receive_url")
-        self._receivers.endpoint_of(url, peer_of(request))
-        self._awaited_of(call.request_id).add(str(url), count)
+        wanted = checked(ReceiverRequest, body)
+        self._receivers.endpoint_of(wanted.receive_url, peer_of(request))
+        self._awaited_of(wanted.req_id).add(wanted.receive_url, wanted.receive_count)
 
     def _awaited_of(self, req_id: str) -> AwaitedReceivers:
         """The request's receivers, forgotten after AWAIT_S without its ``/encode``. Raises TooManyCalls."""
@@ -521,7 +510,7 @@ def parse_object(data: bytearray) -> Mapping[str, object]:
         raise InvalidRequest(f"{len(data)} bytes are no JSON") from None
     if not isinstance(body, dict):
         raise InvalidRequest(f"the body is a {type(body).__name__}, needed is an object")
-    return {name: body[name] for name in FIELDS if name in body}
+    return body
 
 
 async def all_of(*work: Coroutine[object, object, None]) -> None:

@@ -7,9 +7,10 @@ import hashlib
 
 import pytest
 import torch
+from pydantic import ValidationError
 
-from encoder_service.errors import InvalidDigest, InvalidInput, UnsupportedContent
-from encoder_service.rpc.sglang import MediaItem, clip_times_s, inline_content, media_item
+from encoder_service.errors import InvalidDigest, UnsupportedContent
+from encoder_service.rpc.sglang import MediaItem, clip_times_s, inline_content
 from encoder_service.types import ClipFacts, EncodedItem, Grid
 
 DATA = b"the bytes of a file"
@@ -45,15 +46,15 @@ def test_clips_in_chunks_are_not_sglangs() -> None:
     "found", [TEXT, f"data:image/png;base64,{TEXT}", {"url": f"data:;base64,{TEXT}", "detail": "high"}]
 )
 def test_an_item_is_a_data_uri_or_base64(found: object) -> None:
-    assert inline_content(media_item(found)) == DATA
+    assert inline_content(MediaItem.model_validate(found)) == DATA
 
 
 def test_p48_a_stated_hash_is_verified() -> None:
-    stated = {"url": TEXT, "content_hash": f"sha256:{DIGEST.hex().upper()}"}
-    assert media_item(stated) == MediaItem(TEXT, DIGEST)
-    assert inline_content(MediaItem(TEXT, DIGEST)) == DATA
+    item = MediaItem(url=TEXT, content_hash=f"sha256:{DIGEST.hex().upper()}")
+    assert item.digest == DIGEST
+    assert inline_content(item) == DATA
     with pytest.raises(InvalidDigest, match=f"{32 * '00'}.*{DIGEST.hex()}"):
-        inline_content(MediaItem(TEXT, bytes(32)))
+        inline_content(MediaItem(url=TEXT, content_hash=f"sha256:{32 * '00'}"))
 
 
 @pytest.mark.parametrize(
@@ -62,5 +63,5 @@ def test_p48_a_stated_hash_is_verified() -> None:
     + [{"url": TEXT, "content_hash": f"{prefix}{DIGEST.hex()}"} for prefix in ("", "sha512:", "sha256: ")],
 )
 def test_other_items_are_refused(found: object) -> None:
-    with pytest.raises(InvalidInput):
-        media_item(found)
+    with pytest.raises(ValidationError):
+        MediaItem.model_validate(found)
