@@ -10,7 +10,6 @@ import logging
 import os
 import threading
 import time
-import weakref
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -113,15 +112,24 @@ class SharedMemory:
         self._device = device
         self._changed = threading.Condition()
         self._info: ServerInfo | None = None
-        self.current: AttachedMemory | None = None
-        """The memory for a call that begins now; None: rows come inline."""
+        self._pid = os.getpid()
+        self._current: AttachedMemory | None = None
         self._connection: BrokerConnection | None = None
         self._thread: threading.Thread | None = None
         self._is_closed = False
         self._num_attempts = 0
         self._is_final = False
         self.transport = Transport("inline", "not attached yet")
-        _instances.add(self)
+
+    @property
+    def current(self) -> AttachedMemory | None:
+        """The memory for a call that begins now; None: rows come inline."""
+        return None if self._is_forked else self._current
+
+    @property
+    def _is_forked(self) -> bool:
+        """Whether this is a forked child, where locks may be held by threads that are not there."""
+        return os.getpid() != self._pid
 
     def offer(self, info: ServerInfo) -> None:
         """Takes the server's announcement and starts attaching in the background. Does not block."""
@@ -138,7 +146,7 @@ class SharedMemory:
 
     def note_device(self) -> None:
         """Makes the calling thread's GPU the target of rows, unless the client was given a device."""
-        if self._device is None and "device" in self._names:
+        if self._device is None and "device" in self._names and not self._is_forked:
             device = mapping.current_device()
             if device is not None:
                 with self._changed:
@@ -153,7 +161,7 @@ class SharedMemory:
         """Waits until the first attempt to attach has ended, at most ``timeout_s``."""
         with self._changed:
             self._changed.wait_for(
-                lambda: self.current is not None or self._num_attempts or self._has_ended, timeout_s
+                lambda: self._current is not None or self._num_attempts or self._has_ended, timeout_s
             )
             return self.transport
 
@@ -179,6 +187,8 @@ class SharedMemory:
 
     def close(self) -> None:
         """Detaches and unmaps. Can be repeated."""
+        if self._is_forked:
+            return
         with self._changed:
             self._is_closed = True
             thread, connection = self._thread, self._connection
@@ -203,13 +213,13 @@ class SharedMemory:
                 self._note_failure(BrokerError(f"{type(error).__name__}: {error}"))
                 continue
             with self._changed:
-                self.current = attached
+                self._current = attached
                 self._num_attempts += 1
                 self._set_transport(Transport(attached.name, reason))
                 self._changed.notify_all()
             connection.wait_end()
             with self._changed:
-                self.current, self._connection = None, None
+                self._current, self._connection = None, None
                 self._set_transport(Transport("inline", "the encoder's broker closed the connection"))
             connection.close()
             leftover.append(attached)
@@ -297,15 +307,6 @@ class SharedMemory:
             _log.info("rows come by %s: %s", transport.name, transport.reason)
         self.transport = transport
 
-    def forget_in_child(self) -> None:
-        """Called in a forked child. Its copy has no thread, and the device mappings belong to the parent."""
-        _inherited.append(self.current)
-        if self._connection is not None:
-            self._connection.close_in_child()
-        self._changed = threading.Condition()
-        self.current, self._connection, self._thread = None, None, None
-        self._info, self._is_closed = None, True
-
 
 def check_transports(transports: Sequence[str], broker_path: str) -> tuple[str, ...]:
     """The transports as a tuple. Raises InvalidRequest for invalid transports or an invalid path."""
@@ -350,15 +351,3 @@ def _unmapped(memory: AttachedMemory) -> bool:
         return False
     _log.info("the encoder's memory was unmapped in %.0f ms", 1e3 * (time.monotonic() - started_s))
     return True
-
-
-_instances: weakref.WeakSet[SharedMemory] = weakref.WeakSet()
-_inherited: list[Any] = []
-
-
-def _forget_in_child() -> None:
-    for instance in list(_instances):
-        instance.forget_in_child()
-
-
-os.register_at_fork(after_in_child=_forget_in_child)

@@ -105,10 +105,6 @@ class BrokerConnection:
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
 
-    def close_in_child(self) -> None:
-        """Closes a forked child's copy of the socket. The parent's connection stays open."""
-        self._socket.close()
-
     def _connect(self) -> None:
         try:
             self._socket.connect(self._path)
