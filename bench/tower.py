@@ -42,7 +42,6 @@ from variants import (
     CASES,
     KNOWN_CASES,
     QUICK_CASES,
-    RUN_ORDER,
     SATURATED_CASES,
     SMALL_CASE,
     VARIANTS,
@@ -122,7 +121,7 @@ class Run(TimedRun):
 
     def _run_family(self, name: str, *, is_first: bool) -> None:
         arguments = self.arguments
-        pending = [case for case in RUN_ORDER if case in arguments.cases]
+        pending = [case for case in KNOWN_CASES if case in arguments.cases]
         places = {case: {"family": name, "case": case, "variant": None} for case in pending}
         if self.is_out_of_time(*places.values()):
             return
