@@ -350,7 +350,8 @@ class Broker:
                 self._refuse(client, request_id, error)
             if kind == "attach":
                 self.refused[error.reason] += 1
-            self._send(client, pb.BrokerReply(request_id=request_id, failure=_failure(error)))
+            failure = pb.BrokerFailure(reason=error.reason, message=error.message, retryable=error.retryable)
+            self._send(client, pb.BrokerReply(request_id=request_id, failure=failure))
 
     def _hello(self, client: _Client, hello: pb.BrokerHello) -> pb.BrokerWelcome:
         """Raises _Refused. Versions are compared first, because another version may have other fields."""
@@ -454,10 +455,6 @@ class Broker:
                 self._selector.unregister(client.socket)
             client.socket.close()
             log.info("client left", client=client.name, pid=client.pid, uid=client.uid, cause=cause)
-
-
-def _failure(error: _Refused) -> pb.BrokerFailure:
-    return pb.BrokerFailure(reason=error.reason, message=error.message, retryable=error.retryable)
 
 
 def share(namespace: str | None, arena: Arena) -> _SharedArena:

@@ -159,7 +159,7 @@ class Pipeline:
         identify_ms = (self.clock() - started_s) * 1e3
         held = self.store.hold(namespace, key)
         if held is not None:
-            return self._result(held, cache_tier(held), StageTimings(identify_ms=identify_ms), started_s)
+            return self._result(held, CacheTier(held.tier), StageTimings(identify_ms=identify_ms), started_s)
         joined = self.inflight.join(namespace, key, deadline_s, is_prefetch=is_prefetch)
         encode = joined or self._start(item, digest, key, namespace, deadline_s, is_prefetch=is_prefetch)
         held = await self.inflight.wait(encode, deadline_s)
@@ -188,7 +188,7 @@ class Pipeline:
         identity.check_digest(key, "key")
         held = self.store.hold(namespace, key)
         if held is not None:
-            return self._result(held, cache_tier(held), StageTimings(), started_s)
+            return self._result(held, CacheTier(held.tier), StageTimings(), started_s)
         encode = self.inflight.join(namespace, key, deadline_s)
         if encode is None:
             raise unknown(key)
@@ -411,11 +411,6 @@ class Pipeline:
 
     async def _on_worker(self, function: Callable[..., Result], *arguments: object) -> Result:
         return await asyncio.get_running_loop().run_in_executor(self.workers, function, *arguments)
-
-
-def cache_tier(held: HeldRows) -> CacheTier:
-    """Where rows that were found in the store are."""
-    return CacheTier.DEVICE if held.tier == "device" else CacheTier.HOST
 
 
 def unknown(key: bytes) -> UnknownKey:

@@ -139,13 +139,6 @@ class Metrics:
         name where ``read`` returns one value for each of its values."""
         self.registry.register(_CounterView(name, text, read, label))
 
-    def count_failure(self, counter: Counter, reason: str, *, turned_away: bool) -> None:
-        """Counts a failed item (``failures``) or a failed call (``call_failures``). turned_away: the service
-        was full or not ready, so a retry may succeed."""
-        self.count(counter, reason)
-        if turned_away:
-            self.count(self.rejections, reason)
-
     def exposition(self) -> bytes:
         """The metrics in the text format that Prometheus scrapes."""
         return generate_latest(self.registry)

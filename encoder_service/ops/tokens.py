@@ -65,10 +65,6 @@ class NamespaceTokens:
         """Whether the token opens any namespace."""
         return self._digest(token) in self._table.current().known
 
-    def is_everything_open(self) -> bool:
-        """Whether there are no tokens and every caller may use every namespace."""
-        return self.open_namespaces and not self._table.current().by_namespace
-
     def names(self) -> frozenset[str]:
         """The namespaces that have tokens."""
         return frozenset(self._table.current().by_namespace)

@@ -52,7 +52,7 @@ class Access:
 
     def check_namespace(self, token: str, namespace: str) -> None:
         """Checks that the token opens the namespace. Raises Unauthenticated, PermissionDenied."""
-        if self._tokens.is_everything_open() or self._tokens.opens(namespace, token):
+        if self._tokens.opens(namespace, token):
             return
         if not self._tokens.knows(token):
             raise unauthenticated(token)

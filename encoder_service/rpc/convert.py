@@ -39,7 +39,6 @@ from encoder_service.types import (
 from vision_encoder.v1 import encoder_pb2 as pb
 
 PROTOCOL_VERSION = 1
-NO_OPTIONS = PreprocessOptions()
 MIN_PROTOCOL_VERSION = 1
 
 MODALITY_NUMBERS = {Modality.IMAGE: pb.MODALITY_IMAGE, Modality.VIDEO: pb.MODALITY_VIDEO}
@@ -75,10 +74,6 @@ def grid_to_proto(grid: Grid) -> pb.GridTHW:
     return pb.GridTHW(t=grid.t, h=grid.h, w=grid.w)
 
 
-def grid_from_proto(grid: pb.GridTHW) -> Grid:
-    return Grid(grid.t, grid.h, grid.w)
-
-
 def wanted_tier(delivery: int) -> TierName | None:
     """The tier whose memory the caller has mapped; None for inline rows. Raises InvalidRequest."""
     if delivery not in TIERS_BY_DELIVERY:
@@ -104,8 +99,8 @@ def item_from_proto(
     if digest is not None:
         check_digest(digest)
     content = content_from_proto(message, segment, fetched)
-    options = options_from_proto(message.options) if message.HasField("options") else NO_OPTIONS
-    return Item(modality, content, digest, options)
+    options = {field.name: value for field, value in message.options.ListFields()}
+    return Item(modality, content, digest, PreprocessOptions(**options))
 
 
 def content_from_proto(
@@ -129,12 +124,6 @@ def content_from_proto(
             raise UnsupportedContent("this server takes no URLs; send the bytes")
         case _:
             raise InvalidRequest("the item has no content: set encoded, pixels, frames or digest_only")
-
-
-def options_from_proto(message: pb.PreprocessOptions) -> PreprocessOptions:
-    """The options that were set; the others are None."""
-    given = {field.name: value for field, value in message.ListFields()}
-    return PreprocessOptions(**given)
 
 
 def segment_from_proto(message: pb.Item) -> SegmentTensor | None:
@@ -166,7 +155,8 @@ def pixels_from_proto(message: pb.PixelTensor, segment: torch.Tensor | None = No
             raise TransportUnavailable("pixel tensors in shared memory are not taken here; send them inline")
         case _:
             raise InvalidRequest("the pixel tensor has no source: set inline or shm")
-    return PixelValues(tensor, grid_from_proto(message.grid_thw))
+    grid = message.grid_thw
+    return PixelValues(tensor, Grid(grid.t, grid.h, grid.w))
 
 
 def frames_from_proto(message: pb.FrameArray) -> FrameArray:

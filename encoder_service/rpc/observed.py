@@ -103,7 +103,9 @@ class Call:
     ) -> None:
         reason, error = failure.reason, failure.message[:MAX_LOGGED_MESSAGE]
         # Retryable failures that are not the service's fault: the same item may succeed later.
-        metrics.count_failure(counter, reason, turned_away=failure.retryable and reason not in OUR_FAULT)
+        metrics.count(counter, reason)
+        if failure.retryable and reason not in OUR_FAULT:
+            metrics.count(metrics.rejections, reason)
         report(event, method=self.method, **fields, reason=reason, error=error)
 
     def delivered(

@@ -191,11 +191,6 @@ def clip_times_s(item: EncodedItem) -> list[float]:
     ]
 
 
-def joined_rows(items: list[EncodedItem]) -> torch.Tensor:
-    """The items' rows [R, W] one after another, in memory of their own."""
-    return torch.cat([item.rows for item in items])
-
-
 @dataclass
 class AwaitedReceivers:
     """The scheduler's processes that want one part's rows. urls: their host:port. num_needed: 0 until one has
@@ -263,7 +258,8 @@ class SglangServer:
             task.cancel()
         if self._registering:
             await asyncio.gather(*self._registering, return_exceptions=True)
-            await asyncio.gather(*map(self._unregister, self._settings.sglang_register))
+            lists = [f"{url}/unregister_encoder_url" for url in self._settings.sglang_register]
+            await asyncio.gather(*(self._call_bootstrap("DELETE", url) for url in lists))
         self._registering = []
 
     async def drain(self, ends_s: float) -> None:
@@ -383,7 +379,7 @@ class SglangServer:
             items = [delivered[index].encoded for index in range(len(wanted.mm_items))]
             times_s = [clip_times_s(item) for item in items] if part.modality is Modality.VIDEO else []
             num_bytes = sum(item.spec.num_bytes for item in items)
-            rows = await self._on_worker(num_bytes, joined_rows, items)
+            rows = await self._on_worker(num_bytes, torch.cat, [item.rows for item in items])
         finally:
             for result in delivered.values():
                 result.release()
@@ -474,9 +470,6 @@ class SglangServer:
                 report("registered at SGLang" if is_registered else "not registered", bootstrap=bootstrap_url)
             was_registered = is_registered
             await asyncio.sleep(REGISTER_EVERY_S)
-
-    async def _unregister(self, bootstrap_url: str) -> None:
-        await self._call_bootstrap("DELETE", f"{bootstrap_url}/unregister_encoder_url")
 
     async def _call_bootstrap(self, method: str, url: str) -> bool:
         content = json.dumps({"url": self._settings.sglang_url}).encode()

@@ -19,7 +19,6 @@ from encoder_service.engine.device import DeviceEngine
 from encoder_service.load import saturation
 from encoder_service.ops.metrics import STAGE_BUCKETS_S, Metrics
 from encoder_service.pipeline import Pipeline
-from encoder_service.store.arena import Arena
 from encoder_service.types import CacheTier
 
 # The window over which the device's busy share is measured.
@@ -126,7 +125,15 @@ class LiveView:
             "max_bytes": store.max_bytes,
             "evictions": store.num_evictions,
             "refused": store.counters.refused,
-            "arenas": [arena_row(namespace, arena) for namespace, arena in store.arenas()],
+            "arenas": [
+                {
+                    "namespace": namespace or "",
+                    "kind": arena.kind,
+                    "bytes": arena.capacity_bytes,
+                    "free_bytes": arena.free_bytes,
+                }
+                for namespace, arena in store.arenas()
+            ],
         }
 
     def _reads(self) -> dict[str, Any]:
@@ -170,12 +177,3 @@ def runs_by_size(*counters: Mapping[Any, int]) -> Counter[int]:
         for bucket, count in dict(counter).items():  # copied in one step: the engine's thread adds to it
             runs[bucket.num_patches] += count
     return runs
-
-
-def arena_row(namespace: str | None, arena: Arena) -> dict[str, Any]:
-    return {
-        "namespace": namespace or "",
-        "kind": arena.kind,
-        "bytes": arena.capacity_bytes,
-        "free_bytes": arena.free_bytes,
-    }

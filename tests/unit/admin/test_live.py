@@ -60,7 +60,8 @@ def test_counters_are_those_since_the_start(store: EmbeddingStore) -> None:
     rig.metrics.items.labels("miss").inc(2)
     rig.metrics.items.labels("host").inc(6)
     rig.metrics.deliveries.labels("inline").inc(8)
-    rig.metrics.count_failure(rig.metrics.failures, "QUEUE_FULL", turned_away=True)
+    rig.metrics.count(rig.metrics.failures, "QUEUE_FULL")
+    rig.metrics.count(rig.metrics.rejections, "QUEUE_FULL")
     rig.metrics.observe_stage("total", 0.03)
     rig.counters.items += 2
     rig.second()
