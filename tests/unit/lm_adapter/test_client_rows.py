@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -25,8 +22,8 @@ from lm_adapter import (
 from lm_adapter.checks import RowsHeader, check_header
 from lm_adapter.testing import fake_model, fake_rows
 from lm_adapter.types import Limits, upcast_bfloat16
+from tests.unit.lm_adapter.interpreter import output_of
 
-ROOT = Path(__file__).parents[3]
 VALUES = fake_rows(b"digest", 6, 8)
 
 
@@ -159,15 +156,7 @@ try:
 except MissingDependency as error:
     print(error)
 """
-    completed = subprocess.run(
-        [sys.executable, "-W", "error", "-c", code],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
-        env={"PYTHONPATH": f"{ROOT}:{ROOT / 'proto'}"},
-    )
-    assert completed.stdout.strip() == "EncodedRows.torch() needs the package torch, which is not installed"
+    assert output_of(code).strip() == "EncodedRows.torch() needs the package torch, which is not installed"
     assert issubclass(MissingDependency, ImportError)
 
 

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
 from lm_adapter import (
@@ -16,8 +12,8 @@ from lm_adapter import (
 )
 from lm_adapter.keys import content_digest, item_key
 from lm_adapter.testing import fake_model
+from tests.unit.lm_adapter.interpreter import output_of
 
-ROOT = Path(__file__).parents[3]
 MODEL = fake_model()
 
 
@@ -57,15 +53,7 @@ with FakeEncoder() as fake, VisionEncoderClient(fake.target) as client:
     outcomes = client.encode([ImageItem(b"x"), ImageItem(b"x", digest=b"d" * 32)])
     print(outcomes[0].reason, outcomes[1].num_rows > 0)
 """
-    completed = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
-        env={"PYTHONPATH": f"{ROOT}:{ROOT / 'proto'}"},
-    )
-    assert completed.stdout.splitlines() == [
+    assert output_of(code).splitlines() == [
         "hashing content needs the package blake3, which is not installed",
         "MISSING_DEPENDENCY True",
     ]

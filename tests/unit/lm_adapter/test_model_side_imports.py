@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+from tests.unit.lm_adapter.interpreter import output_of
 
 
 def test_importing_the_adapter_reaches_few_modules_and_nothing_heavy() -> None:
@@ -15,10 +14,6 @@ def test_importing_the_adapter_reaches_few_modules_and_nothing_heavy() -> None:
         "heavy = ('torch', 'transformers', 'fastapi', 'triton', 'cuda', 'blake3', 'encoder_service')\n"
         "assert not [n for n in sys.modules if n.partition('.')[0] in heavy]\n"
     )
-    paths = {"PYTHONPATH": ":".join(sys.path)}
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=paths, check=True, timeout=60, capture_output=True, text=True
-    )
-    num_modules, num_lines = map(int, done.stdout.split())
+    num_modules, num_lines = map(int, output_of(code).split())
     assert num_modules <= 25
     assert num_lines <= 3750  # 250 of them are fleets
