@@ -23,8 +23,6 @@ import numpy.typing as npt
 
 from lm_adapter.errors import InvalidRequest
 
-__all__ = ["Ids", "PromptItem", "Run", "align", "placeholder_runs"]
-
 Ids: TypeAlias = npt.NDArray[np.int64]
 
 

@@ -15,8 +15,6 @@ from collections.abc import Sequence
 
 from lm_adapter.errors import InvalidRequest
 
-__all__ = ["kimi_chunk_texts", "qwen_frame_texts", "qwen_patch_times"]
-
 
 def qwen_patch_times(timestamps_s: Sequence[float], *, temporal_patch_size: int = 2) -> list[float]:
     """Seconds of each temporal patch, as many as the grid's t. timestamps_s: of the sampled frames, in order.

@@ -31,13 +31,6 @@ import numpy.typing as npt
 from lm_adapter.errors import InvalidRequest
 from lm_adapter.placeholders import ExpandedPrompt, ItemSpan, merged_grid
 
-__all__ = [
-    "MRopePositions",
-    "batch_positions",
-    "mrope_positions",
-    "plain_positions",
-]
-
 NUM_AXES = 3
 
 

@@ -15,20 +15,10 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from lm_adapter.alignment import Ids, PromptItem, Run, align, placeholder_runs
+from lm_adapter.alignment import Ids, Run, align, placeholder_runs
+from lm_adapter.alignment import PromptItem as PromptItem
 from lm_adapter.errors import InvalidRequest
 from lm_adapter.items import Modality
-
-__all__ = [
-    "ExpandedPrompt",
-    "ItemSpan",
-    "PromptItem",
-    "Segment",
-    "expand_batch",
-    "expand_placeholders",
-    "merged_grid",
-    "prompt_item",
-]
 
 
 class Segment(NamedTuple):

@@ -30,16 +30,6 @@ from lm_adapter.items import Modality
 from lm_adapter.placeholders import ExpandedPrompt
 from vision_encoder.layout.keys import DIGEST_BYTES
 
-__all__ = [
-    "FIRST_PAD_ID",
-    "PadClaim",
-    "PadIdLedger",
-    "PadScheme",
-    "pad_id",
-    "restore_placeholders",
-    "substitute_pad_ids",
-]
-
 FIRST_PAD_ID = 1_000_000
 _TOKENSPEED_BAND = (2**31 - 1 - FIRST_PAD_ID + 1) // 3
 _SGLANG_IDS = 2**30

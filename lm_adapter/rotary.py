@@ -33,8 +33,6 @@ from lm_adapter.errors import InvalidRequest, MissingDependency
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Backend", "MRopeLayout", "RotaryTable", "apply_mrope", "choose_backend"]
-
 Backend: TypeAlias = Literal["auto", "torch", "triton"]
 
 

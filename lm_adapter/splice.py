@@ -39,16 +39,6 @@ from lm_adapter.rotary import Backend, choose_backend
 if TYPE_CHECKING:
     import torch
 
-__all__ = [
-    "RowsLayout",
-    "Splicer",
-    "StepChunk",
-    "StepSplice",
-    "check_item_rows",
-    "items_needed",
-    "splice_step",
-]
-
 _CASTS = {
     "float32": ("float32", "float16", "bfloat16"),
     "float16": ("float16", "float32"),

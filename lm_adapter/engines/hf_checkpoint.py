@@ -14,8 +14,6 @@ from typing import Any
 from lm_adapter.errors import InvalidRequest
 from lm_adapter.items import Modality
 
-__all__ = ["VisionInterface", "read_config", "vision_interface"]
-
 _FAMILIES = {
     "qwen3_vl": (False, True),
     "qwen3_vl_moe": (False, True),

@@ -34,8 +34,6 @@ from lm_adapter.types import EncodedRows
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Prefilled", "RemoteItem", "RemoteVisionLM"]
-
 
 @dataclass(frozen=True, eq=False)
 class RemoteItem:

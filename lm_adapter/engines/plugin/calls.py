@@ -20,8 +20,6 @@ from lm_adapter.client import AsyncVisionEncoderClient
 from lm_adapter.engines.plugin.settings import Settings
 from lm_adapter.errors import DeadlineExceeded, EncoderError, ItemFailed
 
-__all__ = ["Call", "EncoderCalls", "Ended"]
-
 FIRST_BACKOFF_S = 0.02
 MAX_BACKOFF_S = 0.5
 CLOSE_S = 10.0

@@ -11,8 +11,6 @@ from lm_adapter.errors import InvalidRequest, InvalidRows
 from lm_adapter.items import Grid
 from lm_adapter.types import ITEMSIZE_BYTES, ROW_DTYPES, EncodedRows
 
-__all__ = ["GRID_FIELDS", "Geometry"]
-
 GRID_FIELDS = ("image_grid_thw", "video_grid_thw", "grid_thws")
 """vLLM's names of an item's grid; each item has one of them."""
 

@@ -13,8 +13,6 @@ import numpy as np
 
 from lm_adapter.keys import content_digest
 
-__all__ = ["ImageFile"]
-
 ORIENTATION, TIFF_WIDTH, TIFF_LENGTH = 0x0112, 0x0100, 0x0101
 TURNED = (5, 6, 7, 8)
 """EXIF orientations that exchange width and height."""

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from lm_adapter.errors import EncoderError
 
-__all__ = ["message_of", "status_of"]
-
 MAX_MESSAGE_CHARS = 2000
 STATUSES = {
     "UNAUTHENTICATED": 502,

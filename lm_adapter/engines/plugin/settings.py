@@ -15,8 +15,6 @@ from lm_adapter.client import AsyncVisionEncoderClient
 from lm_adapter.errors import InvalidRequest, ItemFailed
 from lm_adapter.shm.attachment import TRANSPORTS, check_transports
 
-__all__ = ["Settings"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:

@@ -22,8 +22,6 @@ from torch import nn
 
 from lm_adapter.engines.sglang.settings import PACKAGE, check_loaded, read_settings
 
-__all__ = ["EntryClass", "NoTower", "without_tower"]
-
 logger = logging.getLogger("sglang.vision_encoder")
 
 TOWER_PREFIXES = ("model.visual.", "visual.", "vision_tower.", "mm_projector.")

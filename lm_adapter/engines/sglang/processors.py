@@ -40,8 +40,6 @@ from lm_adapter.items import Grid
 from lm_adapter.keys import content_digest
 from lm_adapter.types import EncodedRows
 
-__all__ = ["FileProcessor", "image_file"]
-
 logger = logging.getLogger("sglang.vision_encoder")
 
 SGLANG_VERSION = "0.5.23"

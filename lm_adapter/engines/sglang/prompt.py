@@ -13,8 +13,6 @@ from lm_adapter.items import Grid, Modality
 from lm_adapter.mrope import MRopePositions, mrope_positions
 from lm_adapter.placeholders import expand_placeholders, prompt_item
 
-__all__ = ["ImagePrompt"]
-
 SENTINEL = "<image>"
 """What SGLang's own clients may write for an image in place of the model's placeholder."""
 

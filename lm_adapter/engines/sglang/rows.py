@@ -20,8 +20,6 @@ from lm_adapter.errors import EncoderError, InvalidRequest, InvalidRows
 from lm_adapter.items import Grid, ImageItem
 from lm_adapter.types import EncodedRows
 
-__all__ = ["RowReader"]
-
 
 class RowReader:
     """Thread-safe. ``read`` is for any event loop."""

@@ -13,8 +13,6 @@ from typing import ClassVar
 from lm_adapter.engines.plugin import settings
 from lm_adapter.errors import InvalidRequest
 
-__all__ = ["PACKAGE", "VARIABLE", "Settings", "check_loaded", "read_settings"]
-
 VARIABLE = "SGLANG_VISION_ENCODER"
 """Not ``VE_...``: the encoder refuses variables of its prefix that it does not know."""
 PACKAGE = "lm_adapter.engines.sglang"

@@ -18,8 +18,6 @@ from lm_adapter.errors import EncoderError, InvalidRows, ItemFailed
 from lm_adapter.items import ClipItem, Grid, PreprocessOptions
 from lm_adapter.keys import content_digest
 
-__all__ = ["SAMPLING", "ClipFile", "sampling_of"]
-
 SAMPLING = ("fps", "min_frames", "max_frames")
 """Names in vLLM's ``media_io_kwargs`` that the encoder has options for."""
 NO_OPTIONS, NO_GRID = PreprocessOptions(), Grid(0, 0, 0)

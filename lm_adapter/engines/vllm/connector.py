@@ -19,8 +19,6 @@ from lm_adapter.engines.vllm.scheduler import RequestTracker
 from lm_adapter.engines.vllm.settings import Settings
 from lm_adapter.errors import InvalidRequest
 
-__all__ = ["ConnectorMethods"]
-
 logger = logging.getLogger("vllm.vision_encoder")
 
 IDLE_S = 0.004

@@ -23,14 +23,6 @@ from typing import Any
 from lm_adapter.engines.plugin.reasons import message_of, status_of
 from lm_adapter.errors import EncoderError
 
-__all__ = [
-    "Failures",
-    "answer_with_reasons",
-    "listening",
-    "send_report",
-    "vllm_error",
-]
-
 logger = logging.getLogger("vllm.vision_encoder")
 
 MAX_KEPT = 1024

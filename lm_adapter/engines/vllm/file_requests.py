@@ -15,8 +15,6 @@ import numpy.typing as npt
 
 from lm_adapter.items import ClipItem, ImageItem, Modality, PreprocessOptions
 
-__all__ = ["FileRequest"]
-
 NO_OPTIONS = PreprocessOptions()
 
 

@@ -37,8 +37,6 @@ from lm_adapter.engines.vllm.settings import Settings, has_connector, mark
 from lm_adapter.errors import EncoderError, InvalidRequest
 from lm_adapter.items import ImageItem, PreprocessOptions
 
-__all__ = ["MEDIA_CONNECTOR", "VLLMS_OWN", "hook_config", "register_media"]
-
 logger = logging.getLogger("vllm.vision_encoder")
 
 MEDIA_CONNECTOR = "vision_encoder"

@@ -23,8 +23,6 @@ from lm_adapter.engines.vllm.processing import FileItems, choice, image_files, r
 from lm_adapter.engines.vllm.scheduler import FILE_FIELD
 from lm_adapter.items import Modality, PreprocessOptions
 
-__all__ = ["kimi_k25"]
-
 CHUNK = "vision_chunk"
 GRID = "grid_thws"
 

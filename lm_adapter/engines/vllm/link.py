@@ -20,8 +20,6 @@ from typing import Any
 from lm_adapter.errors import EncoderError, ItemFailed
 from lm_adapter.items import Grid
 
-__all__ = ["RankLink", "RowsOrder", "StepRows", "connect", "receive", "report", "send"]
-
 CONNECT_S = 0.05
 LENGTH = struct.Struct("<I")
 MAX_FRAME_BYTES = 1 << 20

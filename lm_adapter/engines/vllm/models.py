@@ -19,8 +19,6 @@ from lm_adapter.engines.plugin.geometry import GRID_FIELDS, Geometry
 from lm_adapter.engines.vllm.settings import has_connector, is_marked
 from lm_adapter.errors import InvalidRequest
 
-__all__ = ["ARCHITECTURES", "check_model", "register", "supported", "without_tower"]
-
 logger = logging.getLogger("vllm.vision_encoder")
 
 VLLM_SERIES = "0.32."

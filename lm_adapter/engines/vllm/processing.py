@@ -27,8 +27,6 @@ from lm_adapter.engines.vllm.scheduler import CLIP_FIELD, FILE_FIELD
 from lm_adapter.engines.vllm.settings import is_marked
 from lm_adapter.items import Grid, Modality, PreprocessOptions
 
-__all__ = ["FileItems", "choice", "image_files", "qwen_factories", "request_tensor"]
-
 SIZE_OPTIONS = {"size", "min_pixels", "max_pixels"}
 
 

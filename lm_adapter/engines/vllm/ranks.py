@@ -19,8 +19,6 @@ from lm_adapter.engines.vllm.link import RowsOrder, StepRows, connect, receive, 
 from lm_adapter.engines.vllm.settings import Settings
 from lm_adapter.errors import EncoderError, InvalidRows, ItemFailed
 
-__all__ = ["RankReader"]
-
 logger = logging.getLogger("vllm.vision_encoder")
 
 CLOSE_S = 10.0

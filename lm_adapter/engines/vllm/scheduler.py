@@ -33,8 +33,6 @@ from lm_adapter.errors import EncoderError, InvalidRequest, InvalidRows, ItemFai
 from lm_adapter.items import Grid
 from lm_adapter.types import PrefetchStatus
 
-__all__ = ["CLIP_FIELD", "FILE_FIELD", "RequestTracker"]
-
 logger = logging.getLogger("vllm.vision_encoder")
 
 FILE_FIELDS = FILE_FIELD, CLIP_FIELD = "vision_encoder_file", "vision_encoder_clip"

@@ -10,8 +10,6 @@ from typing import Any, ClassVar
 
 from lm_adapter.engines.plugin import settings
 
-__all__ = ["CONNECTOR", "MODULE", "Settings", "has_connector", "is_marked", "mark"]
-
 MODULE = "lm_adapter.engines.vllm"
 CONNECTOR = "VisionEncoderConnector"
 """``ec_connector_module_path`` and ``ec_connector``."""
