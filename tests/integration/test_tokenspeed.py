@@ -68,6 +68,7 @@ class Engine:
     sessions: ClassVar[list[str]] = []
 
     registered: ClassVar[list[tuple[int, int]]] = []
+    register_status = 0
     topology = '{"cpu:0": [["mlx5_0"], []]}'
 
     def __init__(self) -> None:
@@ -82,7 +83,7 @@ class Engine:
 
     def register_memory(self, address: int, num_bytes: int) -> int:
         self.registered.append((address, num_bytes))
-        return 0
+        return self.register_status
 
     def batch_transfer_sync_write(
         self, session: str, sources: Sequence[int], addresses: Sequence[int], lengths: Sequence[int]
@@ -208,9 +209,14 @@ def assert_rows(found: torch.Tensor, tower: Any, pixels: torch.Tensor, grid: Gri
 # -- what a gateway asks at its start ------------------------------------------------------------------
 
 
-def test_probes(served: Served, checkpoints: dict[str, Path]) -> None:
-    health = served.probe("HealthCheck", scheduler.HealthCheckRequest, scheduler.HealthCheckResponse)
-    assert health.healthy
+def test_probes(served: Served, checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    def health() -> tuple[bool, str]:
+        found = served.probe("HealthCheck", scheduler.HealthCheckRequest, scheduler.HealthCheckResponse)
+        return found.healthy, found.message
+
+    assert health() == (True, "")
+    monkeypatch.setattr(served.service.service, "_not_ready", "draining")
+    assert health() == (False, "draining")
     model = served.probe("GetModelInfo", scheduler.GetModelInfoRequest, scheduler.GetModelInfoResponse)
     assert model.model_type == "qwen3_vl"
     assert model.architectures == ["Qwen3VLForConditionalGeneration"]
@@ -249,6 +255,8 @@ def test_rows_are_the_towers_in_either_order(
             rank.want(room)
         assert rank.status() == (room, SUCCESS)
         assert_rows(rank.rows, tower, pixels.float())
+    assert served.metric('ve_deliveries_total{transport="mooncake"}') >= 1
+    assert served.metric('ve_requests_total{method="tokenspeed/Encode",status="OK"}') >= 1
 
 
 def test_a_rank_gets_rows_in_its_own_dtype(served: Served, tower: Any) -> None:
@@ -719,6 +727,12 @@ def test_p46_what_is_registered_for_rdma_is_a_send_buffer(
         assert rank.status() == (rooms[1], FAILED), "nothing listens there"
         assert len(Engine.sessions) == num_writes
         assert list(server._mooncake._engines.values()) == [engine]
+    monkeypatch.setattr(Engine, "register_status", -1)
+    with (
+        pytest.raises(ConfigurationError, match=f"cannot register {256 << 20} bytes of host memory"),
+        serving(checkpoints["qwen3_vl"], device, tokenspeed_rdma="auto"),
+    ):
+        pass
     monkeypatch.setattr(Engine, "topology", '{"cpu:0": [[], []]}')
     with (
         pytest.raises(ConfigurationError, match="'mlx5_1', and Mooncake finds no such device"),
