@@ -5,8 +5,8 @@ Owns the names of enum values and the packing of items. Results are validated in
 
 from __future__ import annotations
 
-from operator import attrgetter
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, TypeVar
 
 from lm_adapter.errors import InvalidRequest, ItemFailed
 from lm_adapter.items import (
@@ -46,7 +46,7 @@ _DTYPES: dict[str, pb.DType.ValueType] = {name: number for number, name in _DTYP
 _DELIVERY_OF = _names(pb.Delivery, "DELIVERY_")
 _TIERS = {number: CacheTier(name) for number, name in _names(pb.CacheTier, "CACHE_TIER_").items()}
 _KEY_STATES = {number: KeyState(name) for number, name in _names(pb.KeyState, "KEY_STATE_").items()}
-_TIMINGS = attrgetter(*StageTimings.__dataclass_fields__)
+RecordT = TypeVar("RecordT")
 
 
 def dtype_number(name: str) -> pb.DType.ValueType:
@@ -70,7 +70,7 @@ def grid(message: pb.GridTHW) -> Grid:
 
 
 def timings(message: pb.StageTimings) -> StageTimings:
-    return StageTimings(*_TIMINGS(message))
+    return _record(StageTimings, message)
 
 
 def item_message(item: Item) -> pb.Item:
@@ -118,31 +118,21 @@ def item_failed(message: pb.ItemFailure) -> ItemFailed:
 
 
 def server_info(message: pb.GetServerInfoResponse) -> ServerInfo:
-    return ServerInfo(
-        protocol_version=message.protocol_version,
-        min_protocol_version=message.min_protocol_version,
-        server_version=message.server_version,
-        instance_id=message.instance_id,
-        device=message.device,
+    return _record(
+        ServerInfo,
+        message,
         models=tuple(_model_info(model) for model in message.models),
-        limits=Limits(**{name: getattr(message.limits, name) for name in Limits.__dataclass_fields__}),
+        limits=_record(Limits, message.limits),
         transports=tuple(
-            TransportInfo(
-                delivery=_DELIVERY_OF.get(transport.delivery) or f"delivery {transport.delivery}",
-                broker_path=transport.broker_path,
-                host_id=transport.host_id,
-                device_uuid=transport.device_uuid,
-            )
-            for transport in message.transports
+            _record(TransportInfo, one, delivery=_DELIVERY_OF.get(one.delivery) or f"delivery {one.delivery}")
+            for one in message.transports
         ),
     )
 
 
 def _model_info(message: pb.ModelInfo) -> ModelInfo:
-    fields = {name: getattr(message, name) for name in ModelInfo.__dataclass_fields__}
-    fields["dtype"] = dtype_name(message.dtype)
-    fields["modalities"] = tuple(MODALITY_OF[n] for n in message.modalities if n in MODALITY_OF)
-    return ModelInfo(**fields)
+    modalities = tuple(MODALITY_OF[n] for n in message.modalities if n in MODALITY_OF)
+    return _record(ModelInfo, message, dtype=dtype_name(message.dtype), modalities=modalities)
 
 
 def key_state(number: int) -> KeyState:
@@ -150,24 +140,27 @@ def key_state(number: int) -> KeyState:
 
 
 def key_status(message: pb.KeyStatus) -> KeyStatus:
-    return KeyStatus(
-        key=message.key,
-        state=key_state(message.state),
-        grid_thw=grid(message.grid_thw) if message.HasField("grid_thw") else None,
-        num_rows=message.num_rows,
-        tier=tier(message.tier),
-    )
+    return _record(KeyStatus, message, tier=tier(message.tier), **_state_and_grid(message))
 
 
 def prefetch_status(message: pb.PrefetchStatus, routing_digest: bytes = b"") -> PrefetchStatus | ItemFailed:
     if message.HasField("failure"):
         return item_failed(message.failure)
-    return PrefetchStatus(
-        key=message.key,
-        content_digest=message.content_digest,
-        state=key_state(message.state),
-        grid_thw=grid(message.grid_thw) if message.HasField("grid_thw") else None,
-        num_rows=message.num_rows,
+    return _record(
+        PrefetchStatus,
+        message,
         routing_digest=routing_digest,
         timestamps_s=tuple(message.timestamps_s),
+        **_state_and_grid(message),
     )
+
+
+def _state_and_grid(message: pb.KeyStatus | pb.PrefetchStatus) -> dict[str, Any]:
+    grid_thw = grid(message.grid_thw) if message.HasField("grid_thw") else None
+    return {"state": key_state(message.state), "grid_thw": grid_thw}
+
+
+def _record(kind: type[RecordT], message: Any, **converted: Any) -> RecordT:
+    """A record with these fields, and the message's of the same names for the others."""
+    names: Iterable[str] = kind.__dataclass_fields__  # type: ignore[attr-defined]
+    return kind(**{name: getattr(message, name) for name in names if name not in converted}, **converted)

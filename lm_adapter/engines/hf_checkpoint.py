@@ -6,13 +6,14 @@ Owns reading the file. ``hf`` loads the language model.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from lm_adapter.errors import InvalidRequest
 from lm_adapter.items import Modality
+from lm_adapter.placeholders import PromptItem, prompt_item
 
 _FAMILIES = {
     "qwen3_vl": (False, True),
@@ -36,8 +37,19 @@ class VisionInterface:
     uses_mrope: bool
     num_deepstack_levels: int
 
-    def placeholder_id(self, modality: Modality) -> int:
-        return self.image_placeholder_id if modality is Modality.IMAGE else self.video_placeholder_id
+    @property
+    def placeholder_ids(self) -> tuple[int, int]:
+        return self.image_placeholder_id, self.video_placeholder_id
+
+    def prompt_item(self, grid: Sequence[int], modality: Modality) -> PromptItem:
+        """Raises InvalidRequest for a grid that the merge does not divide."""
+        return prompt_item(
+            grid,
+            placeholder_id=self.placeholder_ids[0 if modality is Modality.IMAGE else 1],
+            merge_size=self.merge_size,
+            modality=modality,
+            merges_time=self.merges_time,
+        )
 
 
 def read_config(path: Path) -> dict[str, Any]:

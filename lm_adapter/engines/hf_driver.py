@@ -27,7 +27,7 @@ from lm_adapter.engines.hf_checkpoint import VisionInterface
 from lm_adapter.errors import InvalidRequest
 from lm_adapter.items import Grid, Modality
 from lm_adapter.mrope import MRopePositions, batch_positions, mrope_positions, plain_positions
-from lm_adapter.placeholders import ExpandedPrompt, expand_batch, prompt_item
+from lm_adapter.placeholders import ExpandedPrompt, expand_batch
 from lm_adapter.splice import RowsLayout, Splicer, StepChunk, splice_step
 from lm_adapter.types import EncodedRows
 
@@ -205,21 +205,10 @@ class RemoteVisionLM:
         """Checks the whole batch. Raises InvalidRequest or InvalidRows."""
         interface = self.interface
         asked = [
-            [
-                prompt_item(
-                    item.grid_thw,
-                    placeholder_id=interface.placeholder_id(item.modality),
-                    merge_size=interface.merge_size,
-                    modality=item.modality,
-                    merges_time=interface.merges_time,
-                )
-                for item in prompt_items
-            ]
+            [interface.prompt_item(item.grid_thw, item.modality) for item in prompt_items]
             for prompt_items in items
         ]
-        expanded = expand_batch(
-            prompts, asked, (interface.image_placeholder_id, interface.video_placeholder_id)
-        )
+        expanded = expand_batch(prompts, asked, interface.placeholder_ids)
         splicers, positions = [], []
         for prompt, prompt_items in zip(expanded, items, strict=True):
             splicers.append(

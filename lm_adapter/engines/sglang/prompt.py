@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from lm_adapter.engines.hf_checkpoint import VisionInterface
 from lm_adapter.items import Grid, Modality
 from lm_adapter.mrope import MRopePositions, mrope_positions
-from lm_adapter.placeholders import expand_placeholders, prompt_item
+from lm_adapter.placeholders import expand_placeholders
 
 SENTINEL = "<image>"
 """What SGLang's own clients may write for an image in place of the model's placeholder."""
@@ -29,18 +29,8 @@ class ImagePrompt:
     def of(cls, ids: Sequence[int], grids: Sequence[Grid], interface: VisionInterface) -> ImagePrompt:
         """ids: before or after expansion; grids: one per image, in order. Raises InvalidRequest, which is a
         ValueError, where ids and images cannot be aligned."""
-        items = [
-            prompt_item(
-                grid,
-                placeholder_id=interface.image_placeholder_id,
-                merge_size=interface.merge_size,
-                modality=Modality.IMAGE,
-                merges_time=interface.merges_time,
-            )
-            for grid in grids
-        ]
-        known = (interface.image_placeholder_id, interface.video_placeholder_id)
-        expanded = expand_placeholders(ids, items, known)
+        items = [interface.prompt_item(grid, Modality.IMAGE) for grid in grids]
+        expanded = expand_placeholders(ids, items, interface.placeholder_ids)
         positions = None
         if interface.uses_mrope:
             positions = mrope_positions(expanded, grids, merge_size=interface.merge_size)
