@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar, Unpack
 
 from lm_adapter.channel import FLEET_OPTIONS
-from lm_adapter.client import AsyncVisionEncoderClient, Deadline
+from lm_adapter.client import AsyncVisionEncoderClient
 from lm_adapter.errors import (
     CallFailed,
     DeadlineExceeded,
@@ -29,6 +29,7 @@ from lm_adapter.types import KeyStatus, Outcome, PrefetchStatus, ServerInfo
 
 LEAVING = frozenset(("DRAINING", "DEVICE_FAULT"))
 """Failure reasons of items that failed only because their encoder is stopping."""
+MIN_LEFT_S = 1e-3
 _LOCAL_ONLY = frozenset(("transports", "broker_path", "device"))
 
 ResultT = TypeVar("ResultT")
@@ -83,14 +84,7 @@ class LocalFirstClient(AsyncVisionEncoderClient):
     async def encode(
         self, items: Sequence[Item], *, timeout_s: float | None = None, stream: Any = None
     ) -> list[Outcome]:
-        deadline = self._deadline(timeout_s)
-        return await self._ask_both(
-            len(items),
-            super().encode(items, timeout_s=timeout_s, stream=stream),
-            lambda missing: self._gateway.encode(
-                [items[index] for index in missing], timeout_s=_rest_s(deadline), stream=stream
-            ),
-        )
+        return await self._ask_both(super().encode, self._gateway.encode, items, timeout_s, stream=stream)
 
     async def fetch(
         self,
@@ -100,29 +94,14 @@ class LocalFirstClient(AsyncVisionEncoderClient):
         timeout_s: float | None = None,
         stream: Any = None,
     ) -> list[Outcome]:
-        deadline = self._deadline(timeout_s)
         return await self._ask_both(
-            len(keys),
-            super().fetch(keys, routing_digests=routing_digests, timeout_s=timeout_s, stream=stream),
-            lambda missing: self._gateway.fetch(
-                [keys[index] for index in missing],
-                routing_digests=[routing_digests[index] for index in missing],
-                timeout_s=_rest_s(deadline),
-                stream=stream,
-            ),
+            super().fetch, self._gateway.fetch, keys, timeout_s, routing_digests, stream=stream
         )
 
     async def prefetch(
         self, items: Sequence[Item], *, timeout_s: float | None = None
     ) -> list[PrefetchStatus | ItemFailed]:
-        deadline = self._deadline(timeout_s)
-        statuses = await self._ask_both(
-            len(items),
-            super().prefetch(items, timeout_s=timeout_s),
-            lambda missing: self._gateway.prefetch(
-                [items[index] for index in missing], timeout_s=_rest_s(deadline)
-            ),
-        )
+        statuses = await self._ask_both(super().prefetch, self._gateway.prefetch, items, timeout_s)
         routes = await asyncio.to_thread(list, map(routing_digest, items))
         return [
             dataclasses.replace(status, routing_digest=route)
@@ -138,47 +117,40 @@ class LocalFirstClient(AsyncVisionEncoderClient):
         routing_digests: Sequence[bytes] = (),
         timeout_s: float | None = None,
     ) -> list[KeyStatus]:
-        deadline = self._deadline(timeout_s)
-        return await self._ask_both(
-            len(keys),
-            super().lookup(keys, routing_digests=routing_digests, timeout_s=timeout_s),
-            lambda missing: self._gateway.lookup(
-                [keys[index] for index in missing],
-                routing_digests=[routing_digests[index] for index in missing],
-                timeout_s=_rest_s(deadline),
-            ),
-        )
+        return await self._ask_both(super().lookup, self._gateway.lookup, keys, timeout_s, routing_digests)
 
     async def _ask_both(
         self,
-        num_items: int,
-        local: Awaitable[list[ResultT]],
-        ask_gateway: Callable[[Sequence[int]], Awaitable[list[ResultT]]],
+        local: Callable[..., Awaitable[list[ResultT]]],
+        gateway: Callable[..., Awaitable[list[ResultT]]],
+        items: Sequence[Any],
+        timeout_s: float | None,
+        routes: Sequence[bytes] | None = None,
+        **options: Any,
     ) -> list[ResultT]:
-        """The local results. Items that are missing or whose encoder is stopping come from the gateway."""
+        """The local results. Items that are missing or whose encoder is stopping come from the gateway.
+        items: or keys, with their routing digests."""
+        deadline = self._deadline(timeout_s)
+        by_item = {} if routes is None else {"routing_digests": routes}
         results: dict[int, Any] = {}
         try:
-            results.update(enumerate(await local))
+            results.update(enumerate(await local(items, timeout_s=timeout_s, **by_item, **options)))
         except (EncoderUnavailable, TruncatedStream) as error:
             results.update(error.completed)
-        missing = [index for index in range(num_items) if _needs_gateway(results.get(index))]
-        if not missing:
-            return [results[index] for index in range(num_items)]
-        for index in missing:
-            results.pop(index, None)
-        try:
-            answers = await ask_gateway(missing)
-        except CallFailed as error:
-            error.completed = results | {missing[index]: one for index, one in error.completed.items()}
-            raise
-        results.update(zip(missing, answers, strict=True))
-        return [results[index] for index in range(num_items)]
+        missing = [index for index in range(len(items)) if _needs_gateway(results.get(index))]
+        if missing:
+            for index in missing:
+                results.pop(index, None)
+            by_item = {name: [values[index] for index in missing] for name, values in by_item.items()}
+            asked, left_s = [items[index] for index in missing], max(MIN_LEFT_S, deadline.left_s)
+            try:
+                answers = await gateway(asked, timeout_s=left_s, **by_item, **options)
+            except CallFailed as error:
+                error.completed = results | {missing[index]: one for index, one in error.completed.items()}
+                raise
+            results.update(zip(missing, answers, strict=True))
+        return [results[index] for index in range(len(items))]
 
 
 def _needs_gateway(outcome: object) -> bool:
     return outcome is None or (isinstance(outcome, ItemFailed) and outcome.reason in LEAVING)
-
-
-def _rest_s(deadline: Deadline) -> float:
-    """The time left until a deadline, as a timeout above 0."""
-    return max(1e-3, deadline.left_s)
