@@ -18,6 +18,7 @@ from typing import Any
 from lm_adapter.engines.plugin.geometry import GRID_FIELDS, Geometry
 from lm_adapter.engines.vllm.settings import has_connector, is_marked
 from lm_adapter.errors import InvalidRequest
+from lm_adapter.items import Grid
 
 logger = logging.getLogger("vllm.vision_encoder")
 
@@ -146,27 +147,14 @@ def without_tower(parent: Any) -> type:
     return WithoutTower
 
 
-def _zeros(geometry: Any, grids: Any) -> list[Any]:
+def _zeros(geometry: Geometry, grids: Any) -> list[Any]:
     """One tensor of zeros for each grid, [num_rows, width], of the size of real rows."""
     import torch
-
-    from lm_adapter.items import Grid
-
-    return [
-        torch.zeros(
-            geometry.num_rows(Grid(*grid)),
-            geometry.width,
-            dtype=getattr(torch, geometry.dtype),
-            device=_device(),
-        )
-        for grid in grids.reshape(-1, 3).tolist()
-    ]
-
-
-def _device() -> Any:
     from vllm.platforms import current_platform
 
-    return current_platform.current_device() if current_platform.is_cuda() else "cpu"
+    device = current_platform.current_device() if current_platform.is_cuda() else "cpu"
+    shapes = [(geometry.num_rows(Grid(*grid)), geometry.width) for grid in grids.reshape(-1, 3).tolist()]
+    return [torch.zeros(shape, dtype=getattr(torch, geometry.dtype), device=device) for shape in shapes]
 
 
 def _keep_deepstack(model: Any, vllm_config: Any, num_levels: int) -> None:

@@ -792,18 +792,11 @@ def test_p22_a_grid_of_the_encoder_that_is_not_the_prompts_fails(monkeypatch: py
 def test_p32_rows_that_are_gone_are_encoded_once_more(monkeypatch: pytest.MonkeyPatch) -> None:
     encoder = Encoder([status_of(), status_of()], [gone(), None])
     number = obtain(encoder, monkeypatch)
-    assert [name for name, _ in encoder.asked] == ["prefetch", "read", "encode", "prefetch", "read"]
+    names = ["prefetch", "read", "encode", "prefetch", "read"]
+    assert encoder.asked == list(zip(names, [30.0, 29.0, 28.0, 27.0, 26.0], strict=True))
     first, second = encoder.orders
     assert first.number != second.number == number
     assert replace(first, number=number) == second
-    timeouts_s = {name: left_s for name, left_s in encoder.asked if name != "prefetch"}
-    assert timeouts_s == {"encode": 28.0, "read": 26.0}
-
-
-def test_a_second_prefetch_gets_the_time_that_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    encoder = Encoder([status_of(), status_of()], [gone(), None])
-    obtain(encoder, monkeypatch)
-    assert [left_s for name, left_s in encoder.asked if name == "prefetch"] == [30.0, 27.0]
 
 
 @pytest.mark.parametrize(
