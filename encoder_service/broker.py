@@ -3,7 +3,7 @@
 Owns the socket's file, one thread, and the limits on what a client can make it hold or do. A client sends a
 Hello (version, namespace, token), attaches arenas and requests their probe; nothing else passes over the
 socket. When the process ends, its connections close; that tells readers that the arenas are gone. The thread
-blocks in ``select`` only, and the event loop never waits for it.
+has an event loop of its own, so that the service's never waits for it.
 
 A namespace that has arenas of its own sees only those. All other namespaces see the shared arenas.
 """
@@ -11,10 +11,11 @@ A namespace that has arenas of its own sees only those. All other namespaces see
 from __future__ import annotations
 
 import array
+import asyncio
 import contextlib
 import errno
+import functools
 import os
-import selectors
 import socket
 import stat
 import struct
@@ -46,8 +47,7 @@ DYING_S = 3.0
 """How long a killed process may take to end. Its sockets are in use until then."""
 POLL_S = 0.02
 TICK_S = 0.5
-"""Interval of the checks of deadlines and tokens while a client is connected or accepting is paused."""
-ACCEPTS_AT_ONCE = 64
+"""Interval of the checks of tokens, and the pause after a client could not be accepted."""
 RECEIVE_BYTES = 16 * 1024
 
 _UCRED = struct.Struct("3i")  # pid, uid, gid
@@ -113,16 +113,16 @@ class _Refused(Exception):
 
 @dataclass(eq=False)
 class _Client:
-    """One connection. namespace: None before its Hello."""
+    """One connection. namespace: None before its Hello. cause: of its end."""
 
     socket: socket.socket
     pid: int
     uid: int
-    since_s: float
     namespace: str | None = None
     token: str = field(default="", repr=False)
     name: str = ""
     num_attaches: int = 0
+    cause: str = "the broker stops"
     reader: FrameReader = field(default_factory=FrameReader)
 
 
@@ -145,8 +145,6 @@ class Broker:
         options: BrokerOptions,
         arenas: Sequence[tuple[str | None, Arena]],
         opens: Callable[[str, str], bool],
-        *,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """arenas: see ``EmbeddingStore.arenas``. opens: returns whether a token opens a namespace; called on
         the broker's thread at each Hello, and again while the client is connected."""
@@ -156,14 +154,10 @@ class Broker:
         self._arenas = arenas
         self._isolated = {namespace for namespace, _ in arenas if namespace is not None}
         self._opens = opens
-        self._clock = clock
         self._shared: dict[bytes, _SharedArena] = {}
-        self._clients: dict[_Client, None] = {}
-        self._accepts_again_s: float | None = None
-        self._stopping = threading.Event()
-        self._wake_in = self._wake_out = -1
-        self._selector = selectors.DefaultSelector()
+        self._clients: dict[_Client, asyncio.Task[None]] = {}
         self._listener: ListeningSocket | None = None
+        self._loop: asyncio.AbstractEventLoop  # from the start on
         self._thread: threading.Thread | None = None
 
     # -- other threads ---------------------------------------------------------------------------------
@@ -178,23 +172,20 @@ class Broker:
         try:
             for namespace, arena in self._arenas:
                 self._shared[arena.arena_id] = share(namespace, arena)
-            self._wake_in, self._wake_out = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-            self._selector.register(self._wake_in, selectors.EVENT_READ)
-            self._selector.register(self._listener.socket, selectors.EVENT_READ)
         except OSError as error:
-            self._close_all()
+            self._close()
             raise ConfigurationError(f"broker socket {options.path}: {error.strerror}") from error
+        self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="broker", daemon=True)
         self._thread.start()
         log.info("broker listens", path=options.path, mode=oct(options.mode))
 
     def stop(self, timeout_s: float = 5.0) -> bool:
         """Closes every connection and removes the socket's file. False if the thread did not end in time."""
-        self._stopping.set()
         if self._thread is None:
             return True
-        with contextlib.suppress(OSError):  # the thread has ended by itself, or the pipe is full
-            os.write(self._wake_out, b"\0")
+        with contextlib.suppress(RuntimeError):  # the thread has ended by itself
+            self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
@@ -211,120 +202,93 @@ class Broker:
     # -- the thread ------------------------------------------------------------------------------------
 
     def _run(self) -> None:
+        assert self._listener is not None
         try:
-            next_tick_s = self._clock()
-            while not self._stopping.is_set():
-                is_waiting = self._clients or self._accepts_again_s is not None
-                for key, _ in self._selector.select(TICK_S if is_waiting else None):
-                    if isinstance(key.data, _Client):
-                        self._guarded(key.data, self._serve)
-                    elif key.fd != self._wake_in:
-                        self._accept()
-                # Runs after the reads, so that a process that was stalled first serves what has arrived.
-                if self._clock() >= next_tick_s:
-                    self._tick(self._clock())
-                    next_tick_s = self._clock() + TICK_S
+            _accepting = self._loop.create_task(self._accept(self._listener.socket))
+            _checking = self._loop.create_task(self._check_tokens())
+            self._loop.run_forever()
+            self._listener.close()  # first, so that no client connects to a broker that stops
+            tasks = asyncio.all_tasks(self._loop)
+            for task in tasks:
+                task.cancel()
+            self._loop.run_until_complete(asyncio.wait(tasks))
         except Exception:
             log.exception("the broker failed", path=self.options.path)
         finally:
-            self._close_all()
+            self._loop.close()
+            self._close()
 
-    def _close_all(self) -> None:
+    def _close(self) -> None:
         if self._listener is not None:
-            self._listener.close()  # first, so that no client connects to a broker that stops
-        for client in list(self._clients):
-            self._disconnect(client, "the broker stops")
-        self._selector.close()
-        for descriptor in (self._wake_in, self._wake_out):
-            if descriptor >= 0:
-                os.close(descriptor)
-        self._wake_in = self._wake_out = -1
+            self._listener.close()
         for shared in self._shared.values():
             for descriptor in shared.descriptors:
                 os.close(descriptor)
         self._shared.clear()
 
-    def _accept(self) -> None:
-        assert self._listener is not None
-        for _ in range(ACCEPTS_AT_ONCE):
+    async def _accept(self, listener: socket.socket) -> None:
+        while True:
             try:
-                accepted, _ = self._listener.socket.accept()
-            except (BlockingIOError, InterruptedError):
-                return
-            except ConnectionAbortedError:
-                continue
-            except OSError as error:  # the listener stays readable, so accepting pauses to avoid a busy loop
+                accepted, _ = await self._loop.sock_accept(listener)
+            except OSError as error:  # the listener stays readable: a pause, to avoid a busy loop
                 log.error("no client can be accepted", cause=error.strerror, retried_in_s=TICK_S)
-                self._selector.unregister(self._listener.socket)
-                self._accepts_again_s = self._clock() + TICK_S
-                return
-            self._admit(accepted)
+                await asyncio.sleep(TICK_S)
+                continue
+            peer = accepted.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
+            pid, uid, _ = _UCRED.unpack(peer)
+            pending = [client for client in self._clients if client.namespace is None]
+            if len(pending) >= self.options.limits.pending:
+                self._end(pending[0], "crowded out before its Hello")
+            client = _Client(accepted, pid, uid)
+            task = self._clients[client] = self._loop.create_task(self._serve(client))
+            task.add_done_callback(functools.partial(self._close_client, client))
+            await asyncio.sleep(0)  # data that has arrived is read before newer clients crowd this one out
 
-    def _admit(self, accepted: socket.socket) -> None:
-        accepted.setblocking(False)
-        try:
-            pid, uid, _ = _UCRED.unpack(
-                accepted.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
-            )
-            client = _Client(accepted, pid, uid, self._clock())
-            self._selector.register(accepted, selectors.EVENT_READ, client)
-        except OSError as error:
-            log.warning("a client cannot be served", cause=error.strerror)
-            accepted.close()
-            return
-        pending = [each for each in self._clients if each.namespace is None]
-        if len(pending) >= self.options.limits.pending:
-            self._disconnect(pending[0], "crowded out before its Hello")
-        self._clients[client] = None
-        # Data that has already arrived is read now, before newer clients can crowd this one out.
-        self._guarded(client, self._greet_peer)
+    async def _check_tokens(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_S)
+            for client in list(self._clients):
+                if client.namespace is not None and not self._opens(client.namespace, client.token):
+                    self._end(client, "its token does not open the namespace any more")
 
-    def _tick(self, now_s: float) -> None:
-        if self._accepts_again_s is not None and now_s >= self._accepts_again_s:
-            assert self._listener is not None
-            self._accepts_again_s = None
-            self._selector.register(self._listener.socket, selectors.EVENT_READ)
-        for client in list(self._clients):
-            if client.namespace is None:
-                if now_s - client.since_s > self.options.limits.hello_s:
-                    self._disconnect(client, f"no Hello within {self.options.limits.hello_s:g} s")
-            elif not self._opens(client.namespace, client.token):
-                self._disconnect(client, "its token does not open the namespace any more")
+    def _end(self, client: _Client, cause: str) -> None:
+        client.cause = cause
+        self._clients.pop(client).cancel()
 
     # -- one client ------------------------------------------------------------------------------------
 
-    def _guarded(self, client: _Client, action: Callable[[_Client], None]) -> None:
-        """Runs an action. A failure closes this client's connection and no other."""
-        if client not in self._clients:
-            return  # closed earlier in this round
+    async def _serve(self, client: _Client) -> None:
+        """One connection, to its end. A failure ends this connection and no other."""
+        hello_s = self.options.limits.hello_s
         try:
-            action(client)
-        except (_ClientEnded, FrameError, DecodeError) as error:
-            self._disconnect(client, str(error))
+            self._check_uid(client)
+            async with asyncio.timeout(hello_s) as until_hello:
+                while data := await self._loop.sock_recv(client.socket, RECEIVE_BYTES):
+                    client.reader.feed(data)
+                    while (payload := client.reader.next_payload()) is not None:
+                        self._answer(client, pb.BrokerRequest.FromString(payload))
+                    if client.namespace is not None:
+                        until_hello.reschedule(None)
+            client.cause = "the client closed the connection"
+        except TimeoutError:
+            client.cause = f"no Hello within {hello_s:g} s"
+        except (_ClientEnded, FrameError, DecodeError, ConnectionError) as error:
+            client.cause = str(error)
         except Exception as error:
             log.exception("a client's request failed", client=client.name)
-            self._disconnect(client, type(error).__name__)
+            client.cause = type(error).__name__
 
-    def _greet_peer(self, client: _Client) -> None:
+    def _close_client(self, client: _Client, _: asyncio.Task[None]) -> None:
+        self._clients.pop(client, None)
+        client.socket.close()
+        log.info("client left", client=client.name, pid=client.pid, uid=client.uid, cause=client.cause)
+
+    def _check_uid(self, client: _Client) -> None:
         allowed = self.options.allowed_uids
         if allowed is not None and client.uid not in allowed:
             names = ", ".join(str(uid) for uid in sorted(allowed))
             refusal = _Refused("UID_NOT_ALLOWED", f"user id {client.uid} may not connect, allowed: {names}")
             self._refuse(client, 0, refusal)
-        self._serve(client)
-
-    def _serve(self, client: _Client) -> None:
-        try:
-            data = client.socket.recv(RECEIVE_BYTES)
-        except (BlockingIOError, InterruptedError):
-            return
-        except ConnectionError as error:
-            raise _ClientEnded("the client is gone") from error
-        if not data:
-            raise _ClientEnded("the client closed the connection")
-        client.reader.feed(data)
-        while (payload := client.reader.next_payload()) is not None:
-            self._answer(client, pb.BrokerRequest.FromString(payload))
 
     def _answer(self, client: _Client, request: pb.BrokerRequest) -> None:
         kind, request_id = request.WhichOneof("request"), request.request_id
@@ -447,14 +411,6 @@ class Broker:
             raise _ClientEnded(f"nothing can be sent: {error.strerror}") from error
         if num_sent < len(data):
             raise _ClientEnded(f"it does not read: {num_sent} of a reply's {len(data)} bytes can be sent")
-
-    def _disconnect(self, client: _Client, cause: str) -> None:
-        if client in self._clients:
-            del self._clients[client]
-            with contextlib.suppress(KeyError):
-                self._selector.unregister(client.socket)
-            client.socket.close()
-            log.info("client left", client=client.name, pid=client.pid, uid=client.uid, cause=cause)
 
 
 def share(namespace: str | None, arena: Arena) -> _SharedArena:

@@ -305,36 +305,23 @@ def test_without_descriptors_accepting_pauses_and_goes_on(
     arena: Arena, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(broker_module, "TICK_S", 0.05)
-    with running_broker((None, arena)) as broker:
-        assert broker._listener is not None
-        real: ListeningSocket = broker._listener
-        failures = [0]
+    accept, failures = socket.socket.accept, [0]
 
-        class Failing:
-            def accept(self) -> object:
-                failures[0] += 1
-                if failures[0] < 3:
-                    raise OSError(24, "Too many open files")
-                return real.socket.accept()
+    def failing(listener: socket.socket) -> object:
+        failures[0] += 1
+        if failures[0] < 3:
+            raise OSError(24, "Too many open files")
+        return accept(listener)
 
-            def fileno(self) -> int:
-                return real.socket.fileno()
-
-        class Listener:
-            socket = Failing()
-
-            def is_in_place(self) -> bool:
-                return real.is_in_place()
-
-            def close(self) -> None:
-                real.close()
-
-        monkeypatch.setattr(broker, "_listener", Listener())
-        with capture_logs() as logs, RawClient(broker.options.path) as client:
-            assert client.attach(arena.arena_id).HasField("attached")
-        assert failures[0] >= 3
-        said = [entry for entry in logs if "accept" in entry["event"]]
-        assert [entry["cause"] for entry in said] == ["Too many open files"] * 2
+    monkeypatch.setattr(socket.socket, "accept", failing)
+    with (
+        capture_logs() as logs,
+        running_broker((None, arena)) as broker,
+        RawClient(broker.options.path) as client,
+    ):
+        assert client.attach(arena.arena_id).HasField("attached")
+    said = [entry for entry in logs if "accept" in entry["event"]]
+    assert [entry["cause"] for entry in said] == ["Too many open files"] * 2
 
 
 # -- frames ----------------------------------------------------------------------------------------------
