@@ -157,7 +157,8 @@ class Broker:
         self._shared: dict[bytes, _SharedArena] = {}
         self._clients: dict[_Client, asyncio.Task[None]] = {}
         self._listener: ListeningSocket | None = None
-        self._loop: asyncio.AbstractEventLoop  # from the start on
+        self._loop: asyncio.AbstractEventLoop  # these two from the start on
+        self._main: asyncio.Task[None]
         self._thread: threading.Thread | None = None
 
     # -- other threads ---------------------------------------------------------------------------------
@@ -176,6 +177,7 @@ class Broker:
             self._close()
             raise ConfigurationError(f"broker socket {options.path}: {error.strerror}") from error
         self._loop = asyncio.new_event_loop()
+        self._main = self._loop.create_task(self._work(self._listener.socket))
         self._thread = threading.Thread(target=self._run, name="broker", daemon=True)
         self._thread.start()
         log.info("broker listens", path=options.path, mode=oct(options.mode))
@@ -185,7 +187,7 @@ class Broker:
         if self._thread is None:
             return True
         with contextlib.suppress(RuntimeError):  # the thread has ended by itself
-            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._loop.call_soon_threadsafe(self._main.cancel)
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
@@ -202,21 +204,26 @@ class Broker:
     # -- the thread ------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        assert self._listener is not None
         try:
-            _accepting = self._loop.create_task(self._accept(self._listener.socket))
-            _checking = self._loop.create_task(self._check_tokens())
-            self._loop.run_forever()
-            self._listener.close()  # first, so that no client connects to a broker that stops
-            tasks = asyncio.all_tasks(self._loop)
-            for task in tasks:
-                task.cancel()
-            self._loop.run_until_complete(asyncio.wait(tasks))
+            self._loop.run_until_complete(self._main)
+        except asyncio.CancelledError:
+            pass
         except Exception:
             log.exception("the broker failed", path=self.options.path)
         finally:
+            assert self._listener is not None
+            self._listener.close()  # first, so that no client connects to a broker that stops
+            if tasks := asyncio.all_tasks(self._loop):
+                for task in tasks:
+                    task.cancel()
+                self._loop.run_until_complete(asyncio.wait(tasks))
             self._loop.close()
             self._close()
+
+    async def _work(self, listener: socket.socket) -> None:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._accept(listener))
+            group.create_task(self._check_tokens())
 
     def _close(self) -> None:
         if self._listener is not None:
