@@ -9,6 +9,7 @@ import os
 import re
 import shlex
 import socket
+import subprocess
 import sys
 import threading
 from collections.abc import Mapping, Sequence
@@ -35,10 +36,13 @@ SHM = Path("/dev/shm")
 UNLIMITED = (("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1))
 
 
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", DOCUMENT.read_text(), re.MULTILINE | re.DOTALL)
+
+
 def documented(beginning: str, replaced: Mapping[str, str]) -> list[str]:
     """The command of docs/tokenspeed.md that begins so, as a shell would take it, with other values."""
-    blocks = re.findall(r"^```console\n(.*?)^```$", DOCUMENT.read_text(), re.MULTILINE | re.DOTALL)
-    command: str = next(block for block in blocks if block.startswith(beginning))
+    command: str = next(block for block in blocks("console") if block.startswith(beginning))
     for old, new in replaced.items():
         assert old in command, f"{beginning} has no {old} in {DOCUMENT}"
         command = command.replace(old, new)
@@ -156,6 +160,39 @@ class Encoder:
 
     def kill(self) -> None:
         self._process.kill()
+
+
+class ReceivingEngine:
+    """A process with Mooncake's engine and memory that rows may be written to; ``session`` and ``memory`` are
+    where."""
+
+    SCRIPT = """
+import sys
+import numpy as np
+from mooncake.engine import TransferEngine
+
+memory, engine = np.zeros(1 << 20, np.uint8), TransferEngine()
+assert not engine.initialize("127.0.0.1", "P2PHANDSHAKE", "tcp", "")
+assert not engine.register_memory(memory.ctypes.data, memory.nbytes)
+print(f"127.0.0.1:{engine.get_rpc_port()}", memory.ctypes.data, flush=True)
+sys.stdin.read()
+"""
+
+    def __enter__(self) -> Self:
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", self.SCRIPT], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        assert self._process.stdout is not None
+        self.session, address = self._process.stdout.readline().split()
+        self.memory = int(address).to_bytes(8, "little")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.communicate(timeout=PATIENCE_S)
 
 
 class PrefillWorker:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import socket
 import time
 from collections import Counter
@@ -12,13 +13,16 @@ from pathlib import Path
 import grpc
 import pytest
 import torch
+import typer
+from smg.launch_router import parse_router_args
 
+from encoder_service import cli
+from encoder_service.config import parse_settings
 from encoder_service.towers import Tower, load_tower
 from tests.engines.pictures import clip
-from tests.engines.processes import free_port
-from tests.integration.tokenspeed import FAILED, Rank, encode, image, new_room, random_pixels
+from tests.integration.tokenspeed import FAILED, SUCCESS, Rank, encode, image, new_room, random_pixels
 from tests.tokenspeed.conftest import DTYPES, FAMILIES, WAYS
-from tests.tokenspeed.processes import SHM, Gateway, PrefillWorker, jpeg
+from tests.tokenspeed.processes import SHM, Gateway, PrefillWorker, ReceivingEngine, blocks, jpeg
 from tests.waiting import PATIENCE_S, wait_until
 
 NUM_REQUESTS = 64
@@ -101,16 +105,19 @@ def test_p25_64_requests_at_once(
 def test_a_prefill_worker_that_is_gone_fails_its_item_alone(
     gateways: dict[str, Gateway], prefill: PrefillWorker, towers: dict[str, Tower]
 ) -> None:
-    """Nothing listens at the address of its Mooncake engine any more."""
+    """Its process, which has got rows before, is killed."""
     gateway = gateways["qwen3_5"]
-    encoder, room = gateway.encoders[0], new_room()
+    encoder, rooms = gateway.encoders[0], [new_room(), new_room()]
     with (
         grpc.insecure_channel(f"127.0.0.1:{encoder.port}") as channel,
         Rank(f"http://127.0.0.1:{encoder.bootstrap_port}/route", levels=0) as rank,
+        ReceivingEngine() as engine,
     ):
-        rank.want(room, session=f"127.0.0.1:{free_port()}")
-        encode(channel, [image(random_pixels())], [room])
-        assert rank.status() == (room, FAILED)
+        for room, status in zip(rooms, (SUCCESS, FAILED), strict=True):
+            rank.want(room, session=engine.session, main=engine.memory)
+            encode(channel, [image(random_pixels())], [room])
+            assert rank.status() == (room, status)
+            engine.kill()
     assert encoder.metric('ve_item_failures_total{reason="TRANSPORT_UNAVAILABLE"}') == 1
     assert encoder.metric("ve_tokenspeed_send_bytes"), "a failed write may still read"
     (other,) = gateway.rooms_of(jpeg(500))
@@ -137,6 +144,23 @@ def test_p17_a_host_that_does_not_answer_delays_no_other(
             assert rank.is_quiet()
         silent.close()
         assert rank.status() == (room, FAILED)
+
+
+def test_the_documents_other_commands_are_understood(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They need models and hosts that are not here."""
+    (block,) = blocks("sh")
+    commands = [shlex.split(line) for line in block.replace("\\\n", " ").splitlines() if line]
+    assert len(commands) == 4
+    for words in commands:
+        while "=" in words[0]:
+            monkeypatch.setenv(*words.pop(0).split("=", 1))
+        if words[0] == "python":
+            assert parse_router_args(words[3:]).epd_disaggregation
+        else:
+            serve = typer.main.get_group(cli.app).commands["serve"]
+            given = serve.make_context("serve", words[2:]).params
+            assert parse_settings(**{name: value or None for name, value in given.items()}).serve_tokenspeed
+    assert parse_settings(model=Path("model")).tokenspeed_rdma == "mlx5_0"
 
 
 def test_an_encoder_is_killed_meanwhile(
