@@ -21,7 +21,7 @@ import typer
 
 if TYPE_CHECKING:
     from encoder_service.app import Service
-    from lm_adapter import ClientTls, EncodedRows, ModelInfo, VisionEncoderClient
+    from lm_adapter import ClientTls, EncodedRows, VisionEncoderClient
 
 __all__ = ["announce", "app", "main"]
 
@@ -358,32 +358,15 @@ def info(
     if is_named:
         table.add_row("namespace", f"{namespace!r} is open to this caller")
     for model in answer.models:
-        for name, value in model_rows(model):
-            table.add_row(name, value)
+        for name, value in (
+            vars(model) | {"modalities": ", ".join(one.value for one in model.modalities)}
+        ).items():
+            table.add_row(name, value.hex() if isinstance(value, bytes) else str(value))
     for name, value in vars(answer.limits).items():
         table.add_row(name, f"{value:,}")
     for transport in answer.transports:
         table.add_row("transport", str(getattr(transport.delivery, "value", transport.delivery)))
     Console().print(table)
-
-
-def model_rows(model: ModelInfo) -> list[tuple[str, str]]:
-    """A model's lines of the ``info`` table."""
-    area = f"{'h*w' if model.merges_time else 't*h*w'}/{model.spatial_merge_size**2}"
-    return [
-        ("model", f"{model.name} ({model.family}), {model.dtype}"),
-        (
-            "rows",
-            f"width {model.width} = {model.out_width} x (1 + {model.num_deepstack_levels} deepstack), "
-            f"{area} per item",
-        ),
-        (
-            "patches",
-            f"{model.patch_size} pixels, {model.temporal_patch_size} frame(s), {model.patch_dim} elements",
-        ),
-        ("model fingerprint", model.model_fingerprint.hex()),
-        ("preprocess fingerprint", model.preprocess_fingerprint.hex()),
-    ]
 
 
 @app.command()
