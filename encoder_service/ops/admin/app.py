@@ -161,9 +161,6 @@ def page(figures: Callable[[], dict[str, Any]], playground: Playground | None) -
 
 async def body_of(request: Request, playground: Playground) -> bytes:
     """The request's body. Raises ImageTooLarge as soon as it exceeds the limit."""
-    announced = request.headers.get("content-length", "")
-    if announced.isdecimal():
-        playground.check_size(int(announced))
     body = bytearray()
     async for chunk in request.stream():
         body += chunk

@@ -57,7 +57,6 @@ class Playground:
         pipeline = self._pipeline
         if pipeline is None:
             raise NotReady("the model is not loaded yet")
-        self.check_size(len(data))
         if self._num_running == MAX_AT_ONCE:
             raise QueueFull(
                 f"the playground encodes {MAX_AT_ONCE} images, at most {MAX_AT_ONCE} are taken at a time",
