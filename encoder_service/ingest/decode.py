@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import re
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -46,6 +45,7 @@ ALLOWED_FORMATS = (
     "JPEG2000", "QOI", "PCX", "SGI", "TGA",
 )  # fmt: skip
 
+warnings.filterwarnings("ignore", module=r"PIL\.")  # failures are reported per item
 Image.MAX_IMAGE_PIXELS = None
 Image.init()  # registers every plugin now instead of in the first request's thread
 _OPENABLE = tuple(name for name in ALLOWED_FORMATS if name in Image.OPEN)
@@ -71,14 +71,6 @@ class DecodeLimits:
 
     max_encoded_bytes: int
     max_image_pixels: int
-
-
-def _keep_pillow_quiet() -> None:
-    """Ignores warnings of Pillow's modules, since failures are reported per item. The filter is permanent,
-    because ``warnings.catch_warnings`` would replace the filters of all threads."""
-    quiet = ("ignore", None, Warning, re.compile(r"PIL\."), 0)
-    if quiet not in warnings.filters:
-        warnings.filterwarnings("ignore", module=r"PIL\.")
 
 
 def _check_size(size: ImageSize, limits: DecodeLimits) -> None:
@@ -118,7 +110,6 @@ def _pillow_errors(data: bytes, name: str) -> Iterator[None]:
 def _opened(data: bytes, limits: DecodeLimits, *, header_only: bool = False) -> Iterator[Image.Image]:
     """The opened image; its header is within the limits. Translates exceptions of Pillow in the block.
     header_only: the pixels will not be decoded. Raises UndecodableImage for an empty file, ImageTooLarge."""
-    _keep_pillow_quiet()
     if not data:
         raise UndecodableImage("the image file has 0 bytes", found_bytes=0)
     if len(data) > limits.max_encoded_bytes:

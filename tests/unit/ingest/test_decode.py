@@ -153,13 +153,3 @@ def test_formats_off_the_list_are_not_opened(kind: str) -> None:
         data = {"PSD": b"8BPS\0\1" + b"\0" * 60, "FITS": b"SIMPLE  =" + b" " * 80, "XPM": b"/* XPM */"}[kind]
     with pytest.raises(UndecodableImage):
         decode_rgb(data, LIMITS)
-
-
-def test_no_warning_leaves_the_decoder() -> None:
-    # This file makes Pillow warn; warnings are errors here.
-    with pytest.warns(UserWarning, match="Transparency"):
-        Image.open(io.BytesIO(FILES["png-palette-alphas"])).convert("RGB")
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        decode_rgb(FILES["png-palette-alphas"], LIMITS)
-    assert not caught
