@@ -44,9 +44,8 @@ from encoder_service.ops.admin.plane import AdminPlane, AdminServer
 from encoder_service.ops.metrics import Metrics
 from encoder_service.ops.traces import start_traces
 from encoder_service.pipeline import Pipeline, ServedModel
-from encoder_service.rpc.health_check import SERVICE
 from encoder_service.rpc.item_reader import ItemReader
-from encoder_service.rpc.server import method_handlers
+from encoder_service.rpc.server import SERVICE, method_handlers
 from encoder_service.rpc.server_factory import call_gate, is_reachable, open_grpc, open_tokens
 from encoder_service.rpc.server_info import server_info
 from encoder_service.rpc.servicer import VisionEncoderServicer

@@ -28,6 +28,7 @@ __all__ = ["announce", "app", "main"]
 EXIT_FAILED = 1
 EXIT_CANNOT_START = 2
 DEFAULT_SERVER = "127.0.0.1:50051"
+SERVICE = "vision_encoder.v1.VisionEncoder"
 # Files that are clips by their suffix. A GIF or WebP is an image unless --clip is given.
 CLIP_SUFFIXES = frozenset({".mp4", ".m4v", ".mov", ".webm", ".mkv"})
 ROWS_FORMAT = "vision_encoder.rows.v1"
@@ -383,26 +384,28 @@ def health(
 ) -> None:
     """Exits with 0 when the service says SERVING, with 1 otherwise: for container probes. The service needs
     no token for this; a proxy in front of it may."""
-    from encoder_service.rpc.health_check import check_health
+    import grpc
+    from grpc_health.v1 import health_pb2, health_pb2_grpc
+
     from lm_adapter import EncoderError
     from lm_adapter.channel import bearer, channel_options
 
     connection = Connection(server, tls, ca, cert, key, server_name, token, token_file)
     try:
-        secured = connection.client_tls()
+        secured, metadata = connection.client_tls(), bearer(connection.read_token())
         credentials = None if secured is None else secured.credentials()
-        metadata = bearer(connection.read_token())
     except EncoderError as error:
         fail(f"{server}: {error}")
-    is_serving = asyncio.run(
-        check_health(
-            server,
-            timeout_s,
-            credentials=credentials,
-            options=channel_options(tls=secured),
-            metadata=metadata,
-        )
-    )
+    options, request = channel_options(tls=secured), health_pb2.HealthCheckRequest(service=SERVICE)
+    if credentials is None:
+        channel = grpc.insecure_channel(server, options)
+    else:
+        channel = grpc.secure_channel(server, credentials, options)
+    is_serving = False
+    with channel, contextlib.suppress(grpc.RpcError):
+        check = health_pb2_grpc.HealthStub(channel).Check  # type: ignore[attr-defined]
+        answer = check(request, timeout=timeout_s, metadata=metadata)
+        is_serving = answer.status == health_pb2.HealthCheckResponse.SERVING
     print("SERVING" if is_serving else "NOT SERVING")
     raise typer.Exit(0 if is_serving else EXIT_FAILED)
 

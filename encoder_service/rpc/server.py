@@ -41,6 +41,7 @@ PING_AFTER_S, PING_TIMEOUT_S = 60.0, 20.0
 IDLE_S = 1800.0
 HANDSHAKE_S = 20.0
 MAX_METADATA_BYTES = 16384
+SERVICE = pb.DESCRIPTOR.services_by_name["VisionEncoder"].full_name
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 

@@ -16,7 +16,7 @@ import torch
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from PIL import Image
 
-from encoder_service.rpc.health_check import SERVICE
+from encoder_service.rpc.server import SERVICE
 from encoder_service.types import LoadedPixels, PreprocessOptions
 from lm_adapter import DeadlineExceeded, ImageItem, ItemFailed, VisionEncoderClient
 from tests.integration.conftest import RunningService, running

@@ -13,7 +13,7 @@ import yaml
 import encoder_service
 from encoder_service.app import ENGINE_STOP_S, LAST_SPANS_S, LEAVE_S
 from encoder_service.ops.tokens import NamespaceTokens
-from encoder_service.rpc.health_check import SERVICE
+from encoder_service.rpc.server import SERVICE
 from tests.deploy.chart import (
     CASES,
     CHART,
