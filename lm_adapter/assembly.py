@@ -14,7 +14,7 @@ import numpy.typing as npt
 from google.protobuf.message import DecodeError
 
 from lm_adapter import convert
-from lm_adapter.checks import RowsHeader, check_digest, check_header, check_models
+from lm_adapter.checks import RowsHeader, check_digest, check_header, check_models, expect
 from lm_adapter.errors import InvalidRows, ItemFailed, StreamViolation, TruncatedStream
 from lm_adapter.items import Item
 from lm_adapter.types import EncodedRows, Limits, ModelInfo, Outcome
@@ -232,10 +232,7 @@ class Assembler:
         delivery = result.WhichOneof("rows")
         if delivery == "place" and self._allows_places:
             return PlacedRows(position, result.place, header, result)
-        if delivery != "inline":
-            raise InvalidRows(
-                "delivery", f"rows come as {delivery}, expected inline", found=delivery, expected="inline"
-            )
+        expect("delivery", delivery, "inline")
         if not result.inline.num_chunks:
             raise InvalidRows(
                 "num_chunks", "0 rows chunks announced, expected at least 1", found=0, expected=1

@@ -54,7 +54,7 @@ def check_rows(
     grid: [t, h, w] in patches; width: D * (1 + L); dtype: ``float32``, ``bfloat16`` or ``float16``;
     finite: also check every element for NaN and infinity, which reads the whole payload.
     """
-    _expect("grid_thw", tuple(rows.grid_thw), tuple(grid))
+    expect("grid_thw", tuple(rows.grid_thw), tuple(grid))
     header = RowsHeader(
         rows.grid_thw,
         rows.num_rows,
@@ -76,7 +76,7 @@ def check_models(header: RowsHeader, models: Sequence[ModelInfo]) -> None:
     failure: InvalidRows | None = None
     for model in models:
         try:
-            _expect("width", model.width, model.out_width * (1 + model.num_deepstack_levels))
+            expect("width", model.width, model.out_width * (1 + model.num_deepstack_levels))
             _check_geometry(
                 header,
                 model.width,
@@ -115,14 +115,7 @@ def check_header(header: RowsHeader) -> None:
             expected=f"a multiple of {levels}",
         )
     needed = header.num_rows * header.width * ITEMSIZE_BYTES[header.dtype]
-    if header.rows_bytes != needed:
-        raise InvalidRows(
-            "rows_bytes",
-            f"rows have {header.rows_bytes} bytes, {header.num_rows} x {header.width} {header.dtype} "
-            f"needs {needed}",
-            found=header.rows_bytes,
-            expected=needed,
-        )
+    expect("rows_bytes", header.rows_bytes, needed)
 
 
 def check_digest(field: str, found: bytes, expected: bytes | None) -> None:
@@ -135,7 +128,7 @@ def check_digest(field: str, found: bytes, expected: bytes | None) -> None:
             expected=DIGEST_BYTES,
         )
     if expected is not None:
-        _expect(field, found.hex(), expected.hex())
+        expect(field, found.hex(), expected.hex())
 
 
 def _check_geometry(
@@ -148,7 +141,7 @@ def _check_geometry(
 ) -> None:
     grid = header.grid_thw
     if spatial_merge_size < 1:
-        _expect("spatial_merge_size", spatial_merge_size, 1)
+        expect("spatial_merge_size", spatial_merge_size, 1)
     if min(grid) < 1 or grid.h % spatial_merge_size or grid.w % spatial_merge_size:
         raise InvalidRows(
             "grid_thw",
@@ -169,9 +162,9 @@ def _check_geometry(
             expected=needed,
         )
     if (header.num_deepstack_levels, header.width, header.dtype) != (num_deepstack_levels, width, dtype):
-        _expect("num_deepstack_levels", header.num_deepstack_levels, num_deepstack_levels)
-        _expect("width", header.width, width)
-        _expect("dtype", header.dtype, dtype)
+        expect("num_deepstack_levels", header.num_deepstack_levels, num_deepstack_levels)
+        expect("width", header.width, width)
+        expect("dtype", header.dtype, dtype)
 
 
 def _check_chunks(grid: Grid, chunks: Sequence[Grid], merges_time: bool) -> None:
@@ -190,7 +183,8 @@ def _check_chunks(grid: Grid, chunks: Sequence[Grid], merges_time: bool) -> None
         )
 
 
-def _expect(field: str, found: object, expected: object) -> None:
+def expect(field: str, found: object, expected: object) -> None:
+    """Raises InvalidRows unless both are the same."""
     if found != expected:
         raise InvalidRows(field, f"{field} is {found}, expected {expected}", found=found, expected=expected)
 

@@ -194,15 +194,12 @@ class FakeEncoder:
         server.start()
         self._server = server
 
-    def stop(self, grace_s: float | None = None) -> None:
-        """Stops the server. Calls in progress are cut at once, or after ``grace_s``. Can be repeated."""
-        if self._server is None:
-            return
-        if grace_s is None:
+    def stop(self) -> None:
+        """Stops the server, and cuts calls in progress. Can be repeated."""
+        if self._server is not None:
             self._stopping.set()
-        self._server.stop(grace_s).wait()
-        self._stopping.set()
-        self._server = None
+            self._server.stop(None).wait()
+            self._server = None
 
     def restart(self) -> None:
         """Stops and starts at the same address, as a new instance without rows."""
