@@ -11,7 +11,6 @@ import re
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import contextmanager
 from fractions import Fraction
 from functools import partial
 from itertools import islice
@@ -20,11 +19,18 @@ from typing import Any
 import httpx
 import pytest
 
-from lm_adapter import VisionEncoderClient
-from lm_adapter.items import Grid
 from lm_adapter.keys import content_digest
-from lm_adapter.testing import FakeEncoder, FakeScript, Fault, fake_model
+from lm_adapter.testing import FakeEncoder, Fault
 from tests.engines.agreement import of_response
+from tests.engines.faults import (
+    FAULTS,
+    GRID,
+    OTHER_MODELS,
+    answer_to,
+    in_place_of,
+    new_picture,
+    script_for,
+)
 from tests.engines.pictures import TEXT, Case, Clip, clip, picture, with_damaged_end, with_pixels
 from tests.engines.processes import Encoder, Stack, TextRequests, VllmServer, chat_body
 from tests.waiting import wait_until
@@ -36,35 +42,7 @@ pytestmark = [
 ]
 ONE = Case("one image", (0, "What is in the picture?"))
 ONE_CLIP = Case("one clip", (Clip(0), "What happens?"))
-# Of a picture of 200 x 260 pixels.
-GRID = Grid(1, 20, 16)
-NUM_ROWS = 80
 NUM_PICTURES = 8
-# The geometry of the tiny checkpoint.
-WIDTH = {"out_width": 64, "num_deepstack_levels": 2, "dtype": "float32"}
-
-
-@contextmanager
-def in_place_of(encoder: Encoder, script: FakeScript) -> Iterator[FakeEncoder]:
-    """A made-up encoder at the real one's address, then the real one again."""
-    encoder.stop()
-    try:
-        with FakeEncoder(encoder.target, script=script) as fake:
-            with VisionEncoderClient(encoder.target) as client:
-                client.wait_ready(30)
-            yield fake
-    finally:
-        encoder.start()
-
-
-def script_for(digest: bytes, **changes: Any) -> FakeScript:
-    return FakeScript(model=fake_model(**{**WIDTH, **changes}), grids={digest: GRID})
-
-
-def new_picture() -> tuple[bytes, bytes]:
-    """A picture of GRID, and its digest."""
-    data = picture(random.getrandbits(32))
-    return data, content_digest(data)
 
 
 def ask(stack: Stack, image: bytes, **fields: Any) -> httpx.Response:
@@ -91,38 +69,12 @@ def fake(encoder: Encoder) -> Iterator[FakeEncoder]:
 class TestFaults:
     """One made-up encoder that misbehaves for some images and serves others."""
 
-    @pytest.mark.parametrize(
-        ("fault", "words"),
-        [
-            (Fault.WRONG_NUM_ROWS, (f"{NUM_ROWS + 1} rows", f"needs {NUM_ROWS}")),
-            (Fault.WRONG_WIDTH, ("width", "192")),
-            (Fault.WRONG_LEVELS, ("num_deepstack_levels",)),
-            (Fault.WRONG_GRID, ("grid_thw",)),
-            (Fault.WRONG_DTYPE, ("dtype",)),
-            (Fault.NON_FINITE, ("finite",)),
-            (Fault.SHORT_CHUNK, ()),
-            (Fault.MISSING_ITEM, ()),
-            (Fault.GARBAGE, ()),
-            (Fault.ABORT, ()),
-        ],
-    )
+    @pytest.mark.parametrize("fault", FAULTS)
     def test_p22_p32_rows_that_do_not_fit_fail_their_request_alone(
-        self,
-        fault: Fault,
-        words: tuple[str, ...],
-        stack: Stack,
-        fake: FakeEncoder,
-        meanwhile: TextRequests,
+        self, fault: Fault, stack: Stack, fake: FakeEncoder, meanwhile: TextRequests
     ) -> None:
-        (bad, bad_digest), (good, good_digest) = new_picture(), new_picture()
-        fake.script.grids |= {bad_digest: GRID, good_digest: GRID}
-        fake.script.faults[bad_digest] = fault
-        with ThreadPoolExecutor(2) as pool:
-            asked = [pool.submit(ask, stack, image) for image in (bad, good)]
-            of_bad, of_good = [future.result() for future in asked]
-        assert of_good.status_code == 200, of_good.text
-        assert of_bad.status_code in (502, 503)
-        refused(of_bad, of_bad.status_code, *words)
+        found = answer_to(fault, fake, partial(ask, stack))
+        refused(found, found.status_code, *FAULTS[fault])
 
     def test_most_files_are_sent_once(self, stack: Stack, fake: FakeEncoder) -> None:
         """A read that overtakes the announcement of its file has the file sent again."""
@@ -146,18 +98,10 @@ def test_p22_an_encoder_of_another_model_fails_requests_and_no_engine(
 ) -> None:
     """One after the other at one address; at last one whose grid is another one (p11)."""
     image, digest = new_picture()
-    turned = script_for(digest)
-    turned.grids[digest] = Grid(1, 16, 20)
-    others = (
-        (script_for(digest, out_width=48), ("width is 144, expected 192",)),
-        (script_for(digest, num_deepstack_levels=1), ("num_deepstack_levels is 1, expected 2",)),
-        (script_for(digest, dtype="bfloat16"), ("dtype is bfloat16, expected float32",)),
-        (turned, ("[1, 16, 20]", "[1, 20, 16]")),
-    )
-    with in_place_of(encoder, others[0][0]) as fake:
-        for script, words in others:
+    with in_place_of(encoder, script_for(digest)) as fake:
+        for changes, grid, words in OTHER_MODELS:
             fake.stop()
-            fake.script = script
+            fake.script = script_for(digest, grid, **changes)
             fake.start()
             refused(ask(stack, image), 502, "INVALID_ROWS", *words)
 

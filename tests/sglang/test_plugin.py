@@ -14,7 +14,6 @@ import re
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -37,10 +36,10 @@ from lm_adapter.engines.plugin.images import ImageFile
 from lm_adapter.engines.sglang.prompt import ImagePrompt
 from lm_adapter.engines.sglang.settings import VARIABLE
 from lm_adapter.items import Grid
-from lm_adapter.keys import content_digest
-from lm_adapter.testing import FakeEncoder, FakeScript, Fault, fake_model
+from lm_adapter.testing import Fault
 from tests.engines.checkpoints import TOWER_PREFIXES, write_checkpoint
-from tests.engines.pictures import data_url, picture
+from tests.engines.faults import FAULTS, OTHER_MODELS, answer_to, in_place_of, new_picture, script_for
+from tests.engines.pictures import data_url
 from tests.sglang.conftest import running_encoder
 from tests.sglang.processes import (
     LANGUAGE_MODEL,
@@ -74,11 +73,6 @@ CASES = (
     (prompt("First ", IMAGE, " then ", IMAGE, " and ", IMAGE), (2, 0, 2)),
     (TEXT, ()),
 )
-# Of a picture of 200 x 260 pixels.
-GRID = Grid(1, 20, 16)
-NUM_ROWS = 80
-# The geometry of the tiny Qwen3-VL.
-WIDTH = {"out_width": 64, "num_deepstack_levels": 2, "dtype": "float32"}
 
 
 @pytest.fixture(scope="session")
@@ -113,12 +107,6 @@ def chat(server: Sglang, image: bytes, **fields: Any) -> httpx.Response:
         "/v1/chat/completions",
         {"model": "model", "messages": messages, "max_tokens": 4, "temperature": 0, **fields},
     )
-
-
-def new_picture() -> tuple[bytes, bytes]:
-    """A picture of GRID, and its digest."""
-    data = picture(random.getrandbits(32))
-    return data, content_digest(data)
 
 
 def rejected(response: httpx.Response, status: int, *words: str) -> None:
@@ -352,55 +340,18 @@ def test_p32_an_encoder_that_is_killed_and_comes_back(
     assert plugin.tokens(ONE, [image]) == reference.tokens(ONE, [image])
 
 
-@contextmanager
-def in_place_of(encoder: Encoder, script: FakeScript) -> Iterator[FakeEncoder]:
-    """A made-up encoder at the real one's address, then the real one again."""
-    encoder.stop()
-    try:
-        with FakeEncoder(encoder.target, script=script) as fake:
-            with VisionEncoderClient(encoder.target) as client:
-                client.wait_ready(30)
-            yield fake
-    finally:
-        encoder.start()
-
-
 @only_qwen3_vl
 @pytest.mark.usefixtures("lives_on")
 def test_p22_p32_rows_of_a_broken_encoder_fail_their_request_alone(plugin: Sglang, encoder: Encoder) -> None:
     """Each beside one whose rows are right; then encoders of other models, and one that does not answer."""
-    faults = {
-        Fault.WRONG_NUM_ROWS: (f"{NUM_ROWS + 1} rows", f"needs {NUM_ROWS}"),
-        Fault.WRONG_WIDTH: ("width", "192"),
-        Fault.WRONG_LEVELS: ("num_deepstack_levels",),
-        Fault.WRONG_GRID: ("grid_thw",),
-        Fault.WRONG_DTYPE: ("dtype",),
-        Fault.NON_FINITE: ("finite",),
-        Fault.SHORT_CHUNK: (),
-        Fault.MISSING_ITEM: (),
-        Fault.GARBAGE: (),
-        Fault.ABORT: (),
-    }
-    with in_place_of(encoder, FakeScript(model=fake_model(**WIDTH))) as fake:
-        for fault, words in faults.items():
-            (bad, bad_digest), (good, good_digest) = new_picture(), new_picture()
-            fake.script.grids |= {bad_digest: GRID, good_digest: GRID}
-            fake.script.faults[bad_digest] = fault
-            with ThreadPoolExecutor(2) as pool:
-                of_bad, of_good = pool.map(lambda image: plugin.generate(ONE, [image]), (bad, good))
-            assert of_good.status_code == 200, of_good.text
-            assert of_bad.status_code in (502, 503), (fault, of_bad.text)
-            rejected(of_bad, of_bad.status_code, *words)
-
-        image, digest = new_picture()
-        for model, grid, words in (
-            ({"out_width": 48}, GRID, ("width is 144, expected 192",)),
-            ({"num_deepstack_levels": 1}, GRID, ("num_deepstack_levels is 1, expected 2",)),
-            ({"dtype": "bfloat16"}, GRID, ("dtype is bfloat16, expected float32",)),
-            ({}, Grid(1, 16, 20), ("(1, 16, 20)", "(1, 20, 16)")),
-        ):
+    image, digest = new_picture()
+    with in_place_of(encoder, script_for(digest)) as fake:
+        for fault, words in FAULTS.items():
+            found = answer_to(fault, fake, lambda image: plugin.generate(ONE, [image]))
+            rejected(found, found.status_code, *words)
+        for changes, grid, words in OTHER_MODELS:
             fake.stop()
-            fake.script = FakeScript(model=fake_model(**WIDTH | model), grids={digest: grid})
+            fake.script = script_for(digest, grid, **changes)
             fake.start()
             rejected(plugin.generate(ONE, [image]), 502, "INVALID_ROWS", *words)
 
