@@ -45,8 +45,14 @@ from encoder_service.ops.metrics import Metrics
 from encoder_service.ops.traces import start_traces
 from encoder_service.pipeline import Pipeline, ServedModel
 from encoder_service.rpc.item_reader import ItemReader
-from encoder_service.rpc.server import SERVICE, method_handlers
-from encoder_service.rpc.server_factory import call_gate, is_reachable, open_grpc, open_tokens
+from encoder_service.rpc.server import (
+    SERVICE,
+    call_gate,
+    is_reachable,
+    method_handlers,
+    open_grpc,
+    open_tokens,
+)
 from encoder_service.rpc.server_info import server_info
 from encoder_service.rpc.servicer import VisionEncoderServicer
 from encoder_service.rpc.sglang import SglangServer

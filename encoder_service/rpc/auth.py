@@ -38,25 +38,20 @@ def bearer_token(metadata: Iterable[tuple[str, str | bytes]]) -> str:
     return token.strip()
 
 
-class Access:
-    """Checks the token of a call."""
+def check_caller(tokens: NamespaceTokens, token: str) -> None:
+    """Checks the token before the request is read. For calls without a namespace it is the only check. If no
+    namespace is open, the caller needs a known token. Raises Unauthenticated."""
+    if not (tokens.open_namespaces or tokens.knows(token)):
+        raise unauthenticated(token)
 
-    def __init__(self, tokens: NamespaceTokens) -> None:
-        self._tokens = tokens
 
-    def check_caller(self, token: str) -> None:
-        """Checks the token before the request is read. For calls without a namespace it is the only check. If
-        no namespace is open, the caller needs a known token. Raises Unauthenticated."""
-        if not (self._tokens.open_namespaces or self._tokens.knows(token)):
-            raise unauthenticated(token)
-
-    def check_namespace(self, token: str, namespace: str) -> None:
-        """Checks that the token opens the namespace. Raises Unauthenticated, PermissionDenied."""
-        if self._tokens.opens(namespace, token):
-            return
-        if not self._tokens.knows(token):
-            raise unauthenticated(token)
-        raise PermissionDenied(f"namespace {namespace[:SHOWN_CHARS]!r}: the token does not open it")
+def check_namespace(tokens: NamespaceTokens, token: str, namespace: str) -> None:
+    """Checks that the token opens the namespace. Raises Unauthenticated, PermissionDenied."""
+    if tokens.opens(namespace, token):
+        return
+    if not tokens.knows(token):
+        raise unauthenticated(token)
+    raise PermissionDenied(f"namespace {namespace[:SHOWN_CHARS]!r}: the token does not open it")
 
 
 def unauthenticated(token: str) -> Unauthenticated:

@@ -19,8 +19,9 @@ import grpc
 from google.protobuf.message import DecodeError, Message
 
 from encoder_service.errors import DeadlineExceeded, InvalidRequest, TooManyCalls, VisionEncoderError
+from encoder_service.ops.tokens import NamespaceTokens
 from encoder_service.rpc import observed
-from encoder_service.rpc.auth import Access, bearer_token
+from encoder_service.rpc.auth import bearer_token, check_caller, check_namespace
 from encoder_service.scheduler.admission import Pace
 
 Request = TypeVar("Request", bound=Message)
@@ -60,11 +61,10 @@ class CallPermits:
 class CallGate:
     """The gate of one server. refused: number of calls refused before their handler, by reason."""
 
-    def __init__(self, access: Access, permits: CallPermits, *, receive_s: float = RECEIVE_S) -> None:
+    def __init__(self, tokens: NamespaceTokens, permits: CallPermits) -> None:
         self.permits = permits
         self.refused: Counter[str] = Counter()
-        self._access = access
-        self._receive_s = receive_s
+        self._tokens = tokens
 
     def passed(
         self, behaviour: Callable[[Request, Context], Awaitable[Response]], request_type: type[Request]
@@ -88,22 +88,22 @@ class CallGate:
     async def _admitted(self, context: Context, request_type: type[Request]) -> Request:
         call = observed.this_call()
         token = bearer_token(call.metadata)
-        self._access.check_caller(token)
+        check_caller(self._tokens, token)
         data = await self._receive(context)
         call.message_bytes = len(data)
         request = parsed(data, request_type)
         namespace = getattr(request, "namespace", None)
         if namespace is not None:
-            self._access.check_namespace(token, namespace)
+            check_namespace(self._tokens, token, namespace)
         return request
 
     async def _receive(self, context: Context) -> bytes:
         """Reads the call's only message."""
         try:
-            async with asyncio.timeout(self._receive_s):
+            async with asyncio.timeout(RECEIVE_S):
                 data = await context.read()
         except TimeoutError:
-            raise DeadlineExceeded(f"the request did not arrive within {self._receive_s} s") from None
+            raise DeadlineExceeded(f"the request did not arrive within {RECEIVE_S} s") from None
         if not isinstance(data, bytes):
             raise InvalidRequest("the call ended before its request")
         return data

@@ -9,24 +9,31 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ipaddress
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import grpc
+import structlog
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from encoder_service.broker import remove_dead_socket
+from encoder_service.config import Settings
 from encoder_service.errors import ConfigurationError
+from encoder_service.ops.metrics import Metrics
 from encoder_service.ops.reloaded import Reloaded
-from encoder_service.ops.tls import Certificates
+from encoder_service.ops.tls import Certificates, certificate_files
+from encoder_service.ops.tokens import NamespaceTokens
 from encoder_service.rpc import observed
 from encoder_service.rpc.convert import serialize_event
-from encoder_service.rpc.gate import CallGate
+from encoder_service.rpc.gate import CallGate, CallPermits
 from encoder_service.rpc.servicer import VisionEncoderServicer
 from vision_encoder.v1 import encoder_pb2 as pb
+
+log = structlog.get_logger(__name__)
 
 # gRPC can lose a call that arrives at the moment of the stop, and then waits for its end until the grace
 # period is over. The wait ends early once no call has been in progress for this long, which leaves time for
@@ -39,6 +46,8 @@ STOP_POLL_S = 0.1
 MIN_PING_INTERVAL_S = 0.5
 PING_AFTER_S, PING_TIMEOUT_S = 60.0, 20.0
 IDLE_S = 1800.0
+# Streams per connection beyond the limit of calls, so that health checks pass when all calls are in use.
+SPARE_STREAMS = 64
 HANDSHAKE_S = 20.0
 MAX_METADATA_BYTES = 16384
 SERVICE = pb.DESCRIPTOR.services_by_name["VisionEncoder"].full_name
@@ -51,26 +60,21 @@ class GrpcServer:
 
     def __init__(
         self,
-        *,
+        settings: Settings,
         gate: CallGate,
-        max_message_bytes: int,
-        max_connections: int,
-        max_streams: int,
-        connection_age_s: float,
         certificates: Reloaded[Certificates] | None = None,
+        connection_age_s: float = 0.0,
     ) -> None:
-        """gate: checks every call first. max_connections: per address; further connections are closed on
-        arrival. max_streams: concurrent calls on one connection; the client holds further ones back.
-        connection_age_s: age at which a connection is closed, once its calls have ended; 0 for never.
-        certificates: None for addresses without TLS."""
+        """gate: checks every call first. certificates: None for addresses without TLS. connection_age_s: as
+        the setting."""
         self._gate = gate
         self._certificates = certificates
         options = {
-            "grpc.max_receive_message_length": max_message_bytes,
-            "grpc.max_send_message_length": max_message_bytes,
+            "grpc.max_receive_message_length": settings.max_message_bytes,
+            "grpc.max_send_message_length": settings.max_message_bytes,
             "grpc.so_reuseport": 0,
-            "grpc.max_allowed_incoming_connections": max_connections,
-            "grpc.max_concurrent_streams": max_streams,
+            "grpc.max_allowed_incoming_connections": settings.max_connections,
+            "grpc.max_concurrent_streams": settings.max_calls + SPARE_STREAMS,
             "grpc.http2.min_ping_interval_without_data_ms": int(MIN_PING_INTERVAL_S * 1e3),
             "grpc.keepalive_permit_without_calls": 1,
             "grpc.keepalive_time_ms": int(PING_AFTER_S * 1e3),
@@ -141,6 +145,55 @@ class GrpcServer:
         for path in self._unix_paths:
             with contextlib.suppress(FileNotFoundError):
                 path.unlink()
+
+
+def open_tokens(settings: Settings) -> NamespaceTokens:
+    """The tokens of all namespaces, for gRPC and the broker. Raises ConfigurationError for a tokens file that
+    cannot be read, for an isolated namespace without a token, and if no token could open any namespace."""
+    tokens = NamespaceTokens(
+        settings.namespace_tokens(), file=settings.tokens_file, open_namespaces=settings.open_namespaces
+    )
+    missing = sorted(set(settings.isolated_namespaces) - tokens.names())
+    if missing:
+        raise ConfigurationError(f"isolated namespaces need a token: {', '.join(missing)}")
+    if not settings.open_namespaces and not tokens.names():
+        raise ConfigurationError("open_namespaces is off and no namespace has a token: all calls would fail")
+    in_clear = [] if settings.tls_cert is not None else list(filter(is_reachable, settings.listen))
+    if tokens.names() and in_clear:
+        log.warning("tokens travel in clear without tls_cert", listen=",".join(in_clear))
+    return tokens
+
+
+def call_gate(settings: Settings, tokens: NamespaceTokens, metrics: Metrics) -> CallGate:
+    """The gate of all calls. Registers its metrics, so call it once per registry."""
+    gate = CallGate(tokens, CallPermits(settings.max_calls))
+    metrics.gauge("ve_open_calls", "Calls in progress.", lambda: gate.permits.num_calls)
+    metrics.counter_view(
+        "ve_refused_calls",
+        "Calls refused before their handler: too many, no token that opens, no request in time.",
+        lambda: gate.refused,
+        "reason",
+    )
+    return gate
+
+
+def open_grpc(settings: Settings, gate: CallGate) -> GrpcServer:
+    """The server, not bound yet. Raises ConfigurationError for certificates that cannot be read."""
+    certificates = None
+    if settings.tls_cert is not None and settings.tls_key is not None:
+        certificates = certificate_files(settings.tls_cert, settings.tls_key, settings.tls_client_ca)
+    return GrpcServer(settings, gate, certificates, settings.connection_age_s)
+
+
+def is_reachable(address: str) -> bool:
+    """Whether a listening address can be reached from other hosts."""
+    if address.startswith("unix:"):
+        return False
+    host = address.rpartition(":")[0].strip("[]")
+    try:
+        return not ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host != "localhost"
 
 
 def method_handlers(

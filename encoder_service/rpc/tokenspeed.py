@@ -43,12 +43,10 @@ from encoder_service.ops.metrics import Metrics
 from encoder_service.ops.tokens import NamespaceTokens
 from encoder_service.pipeline import EncodeResult, Pipeline
 from encoder_service.rpc import convert, observed
-from encoder_service.rpc.auth import Access
 from encoder_service.rpc.gate import CallGate, CallPermits
 from encoder_service.rpc.item_reader import INLINE_BYTES, ItemReader
 from encoder_service.rpc.mooncake import Mooncake
 from encoder_service.rpc.server import GrpcServer
-from encoder_service.rpc.server_factory import SPARE_STREAMS
 from encoder_service.rpc.tokenspeed_rooms import MAX_PART_BYTES, Rooms
 from encoder_service.rpc.zmq_push import Receivers, Sender
 from encoder_service.scheduler.admission import Admission, UnreadBytes
@@ -219,15 +217,9 @@ class TokenSpeedServer:
             self._sender,
             UnreadBytes(settings.max_undelivered_bytes),
         )
-        self._gate = CallGate(Access(NamespaceTokens()), CallPermits(settings.max_calls))
+        self._gate = CallGate(NamespaceTokens(), CallPermits(settings.max_calls))
         self._admission = Admission(0, settings.max_queued_bytes)
-        self._grpc = GrpcServer(
-            gate=self._gate,
-            max_message_bytes=settings.max_message_bytes,
-            max_connections=settings.max_connections,
-            max_streams=settings.max_calls + SPARE_STREAMS,
-            connection_age_s=0.0,
-        )
+        self._grpc = GrpcServer(settings, self._gate)
         self._mooncake: Mooncake | None = None
         self._pipeline: Pipeline | None = None
         self._reader: ItemReader | None = None

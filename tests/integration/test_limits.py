@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import random
 import socket
 import threading
@@ -21,7 +20,7 @@ from google.rpc.status_pb2 import Status
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from encoder_service.pipeline import EncodeResult, Pipeline
-from encoder_service.rpc import gate, server, server_factory
+from encoder_service.rpc import gate, server
 from encoder_service.types import Item
 from lm_adapter import EncodedRows, EncoderOverloaded, ImageItem, VisionEncoderClient
 from lm_adapter.channel import channel_options
@@ -131,7 +130,7 @@ def test_connections_that_say_nothing_do_not_stay(
 def test_a_message_that_does_not_come_is_not_waited_for(
     checkpoints: dict[str, Path], device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server_factory, "CallGate", functools.partial(gate.CallGate, receive_s=0.3))
+    monkeypatch.setattr(gate, "RECEIVE_S", 0.3)
     with running(checkpoints["qwen3_vl"], device) as found:
         with grpc.insecure_channel(found.target) as channel:
             call = channel.stream_stream("/vision_encoder.v1.VisionEncoder/Encode")(

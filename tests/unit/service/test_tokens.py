@@ -11,8 +11,8 @@ import pytest
 from encoder_service.config import parse_settings
 from encoder_service.errors import ConfigurationError, PermissionDenied, Unauthenticated
 from encoder_service.ops.tokens import NamespaceTokens
-from encoder_service.rpc.auth import Access, bearer_token
-from encoder_service.rpc.server_factory import is_reachable, open_tokens
+from encoder_service.rpc.auth import bearer_token, check_caller, check_namespace
+from encoder_service.rpc.server import is_reachable, open_tokens
 
 
 def metadata(*values: object) -> tuple[tuple[str, object], ...]:
@@ -33,23 +33,23 @@ def test_a_namespace_with_a_token_is_closed_to_others() -> None:
 
 
 def test_p18_a_wrong_token_looks_like_a_namespace_that_is_not_there() -> None:
-    access = Access(NamespaceTokens({"a": ["right-a"], "b": ["right-b"]}, open_namespaces=False))
+    tokens = NamespaceTokens({"a": ["right-a"], "b": ["right-b"]}, open_namespaces=False)
 
     def answer(token: str, namespace: str) -> tuple[type[Exception], str]:
         with pytest.raises((Unauthenticated, PermissionDenied)) as caught:
-            access.check_namespace(token, namespace)
+            check_namespace(tokens, token, namespace)
         return type(caught.value), str(caught.value).replace(repr(namespace), "NAME")
 
     for token in ("", "wrong", "right-b"):
         assert answer(token, "a") == answer(token, "there-is-none")
     assert answer("", "a")[0] is answer("wrong", "a")[0] is Unauthenticated
     assert answer("right-b", "a")[0] is PermissionDenied
-    access.check_namespace("right-a", "a")
-    access.check_caller("right-b")
+    check_namespace(tokens, "right-a", "a")
+    check_caller(tokens, "right-b")
     for token in ("", "wrong"):
         with pytest.raises(Unauthenticated):
-            access.check_caller(token)
-    Access(NamespaceTokens({"a": ["x"]})).check_caller("")
+            check_caller(tokens, token)
+    check_caller(NamespaceTokens({"a": ["x"]}), "")
 
 
 def test_bearer_tokens_are_read_strictly() -> None:
