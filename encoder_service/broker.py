@@ -41,8 +41,6 @@ log = structlog.get_logger(__name__)
 PROTOCOL_VERSION = 1
 MIN_PROTOCOL_VERSION = 1
 MAX_NAME_CHARS = 128
-MAX_PATH_BYTES = 107
-"""sun_path has 108 bytes; the last one is the terminating zero."""
 DYING_S = 3.0
 """How long a killed process may take to end. Its sockets are in use until then."""
 POLL_S = 0.02
@@ -443,7 +441,6 @@ class ListeningSocket:
     def __init__(self, path: str, *, mode: int = 0o660, gid: int | None = None, backlog: int = 1024) -> None:
         """Replaces the socket of a process that has ended. Raises ConfigurationError for a path that cannot
         be used, and when another process listens on it."""
-        _check_path(path)
         self.path = path
         self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._identity: tuple[int, int] | None = None
@@ -479,20 +476,6 @@ class ListeningSocket:
                 os.unlink(self.path)
         self._identity = None  # another file may get the inode's number
         self.socket.close()
-
-
-def _check_path(path: str) -> None:
-    """Raises ConfigurationError for a path that clients in other containers could not connect to."""
-    num_bytes = len(os.fsencode(path))
-    if not path.startswith("/") or "\0" in path:
-        raise ConfigurationError(
-            f"broker socket {path!r}: the path must be absolute, in a folder to be shared"
-        )
-    if num_bytes > MAX_PATH_BYTES:
-        raise ConfigurationError(
-            f"broker socket {path}: the path has {num_bytes} bytes, a unix socket's has at most "
-            f"{MAX_PATH_BYTES}"
-        )
 
 
 def remove_dead_socket(path: str) -> None:

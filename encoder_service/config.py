@@ -380,9 +380,11 @@ class Settings(BaseSettings):
 
     @model_validator(mode="after")
     def check_arenas(self) -> Settings:
-        if self.broker_path and not self.broker_path.startswith("/"):
-            raise ValueError(f"broker_path {self.broker_path!r} is no absolute path")
-        if not self.broker_path:
+        if self.broker_path:
+            check_address(f"unix:{self.broker_path}")
+            if not self.broker_path.startswith("/"):
+                raise ValueError(f"broker_path {self.broker_path!r} is no absolute path")
+        else:
             for name in ("isolated_namespaces", "device_arena_bytes"):
                 if getattr(self, name):
                     raise ValueError(f"{name} is memory that a broker hands out: set broker_path")

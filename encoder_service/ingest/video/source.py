@@ -16,7 +16,7 @@ from typing import Protocol
 
 import torch
 
-from encoder_service.config import Settings
+from encoder_service.config import MIB, Settings
 from encoder_service.errors import (
     ClipTooLarge,
     InvalidRequest,
@@ -26,7 +26,6 @@ from encoder_service.errors import (
 )
 from encoder_service.types import FrameArray
 
-MIB = 1 << 20
 # The rate of a clip that states none: the default of the reference processors.
 DEFAULT_SOURCE_FPS = 24.0
 

@@ -50,6 +50,7 @@ def test_settings_are_fewer_than_seventy_and_documented() -> None:
         ({"max_queued_bytes": 1 << 20}, "max_message_bytes 268435456 is above max_queued_bytes 1048576"),
         ({"max_message_bytes": 1 << 20}, "chunk_bytes 1048576 and its 64 bytes of frame do not fit"),
         ({"broker_path": "run/broker.sock"}, "'run/broker.sock' is no absolute path"),
+        ({"broker_path": "/" + "n" * 107}, "at most 107 bytes"),
         ({"isolated_namespaces": "a=1048576"}, "set broker_path"),
         ({"broker_path": "/b", "isolated_namespaces": "a=1048576"}, "'a' needs a token"),
         (
