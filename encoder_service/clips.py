@@ -18,17 +18,13 @@ import torch
 from encoder_service.engine.jobs import TowerResult
 from encoder_service.inflight import InFlightEncode
 from encoder_service.ingest.pinned import pinned
-from encoder_service.ingest.video.clip import Clip, ClipPlan
+from encoder_service.ingest.video.clip import Clip
 from encoder_service.output import OutputReservation
 from encoder_service.towers.tower import Tower
 from encoder_service.types import FrameItem
 
 # Pieces of one clip that are decoded and not yet encoded: two on the device and the next one.
 MAX_PIECES_AHEAD = 3
-
-
-def num_clip_rows(plan: ClipPlan, tower: Tower) -> int:
-    return sum(tower.num_rows(grid) for grid in plan.chunk_grids or (plan.grid,))
 
 
 @dataclass(frozen=True)

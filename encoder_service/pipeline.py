@@ -24,7 +24,7 @@ from typing import TypeVar
 import structlog
 import torch
 
-from encoder_service.clips import ClipEncoder, num_clip_rows
+from encoder_service.clips import ClipEncoder
 from encoder_service.engine.device import DeviceEngine
 from encoder_service.errors import (
     ClipTooLarge,
@@ -324,7 +324,8 @@ class Pipeline:
                 tower.check_grid(grid)
             seqlen = -(-plan.grid.num_patches // (len(plan.chunk_grids) or plan.grid.t))
             facts = ClipFacts(plan.timestamps_s, plan.chunk_grids)
-            expected = self._expected_item(encode, plan.grid, num_clip_rows(plan, tower), facts)
+            num_rows = sum(map(tower.num_rows, plan.chunk_grids or (plan.grid,)))
+            expected = self._expected_item(encode, plan.grid, num_rows, facts)
             self._admit(encode, expected, seqlen, permit)
             encode.timings.admit_ms = (self.clock() - started_s) * 1e3
             with OutputReservation(self.store, self._engine, encode.namespace, expected) as output:

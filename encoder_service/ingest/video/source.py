@@ -72,10 +72,6 @@ class ClipHeader:
     height: int
     width: int
 
-    @property
-    def duration_s(self) -> float:
-        return self.num_frames / self.fps
-
 
 class ClipSource(Protocol):
     """An open clip. One thread at a time uses it, not always the same one. Any thread may call ``stop``."""
@@ -108,14 +104,6 @@ def decoder_errors(num_bytes: int, name: str) -> Iterator[None]:
             container=name,
             found_bytes=num_bytes,
         ) from error
-
-
-def check_header(header: ClipHeader, limits: ClipLimits) -> None:
-    """Raises ClipTooLarge for too many frames, too long a duration or too large a frame; UndecodableClip for
-    a side of 0."""
-    check_frame_size(header.width, header.height, limits)
-    check_num_frames(header.num_frames, limits)
-    check_duration(header.duration_s, limits)
 
 
 def check_num_frames(num_frames: int, limits: ClipLimits) -> None:
@@ -187,7 +175,7 @@ class FramesClip:
         self.header = ClipHeader(num_frames, fps, height, width)
         check_frame_size(width, height, limits)
         check_num_frames(num_frames, limits)
-        check_duration(self.header.duration_s if timestamps_s is None else timestamps_s[-1], limits)
+        check_duration(num_frames / fps if timestamps_s is None else timestamps_s[-1], limits)
 
     def frames(self, indices: Sequence[int]) -> Iterator[torch.Tensor]:
         return (self._frames_THWC[index] for index in indices)

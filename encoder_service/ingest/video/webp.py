@@ -20,7 +20,9 @@ from encoder_service.ingest.video.source import (
     ClipHeader,
     ClipLimits,
     check_decoded_pixels,
-    check_header,
+    check_duration,
+    check_frame_size,
+    check_num_frames,
     decoder_errors,
 )
 
@@ -43,7 +45,9 @@ class WebPClip:
         fps = num_frames / total_s if total_s else DEFAULT_SOURCE_FPS
         self.header = ClipHeader(num_frames, fps, *size)
         # Checked before Pillow opens the file, because its plugin allocates the canvas then.
-        check_header(self.header, limits)
+        check_frame_size(size.width, size.height, limits)
+        check_num_frames(num_frames, limits)
+        check_duration(num_frames / fps, limits)
 
     def frames(self, indices: Sequence[int]) -> Iterator[torch.Tensor]:
         num_decoded = max(indices, default=-1) + 1
