@@ -1,7 +1,8 @@
 """The response stream of one Encode or Fetch: runs a task per item and writes each outcome when it is ready.
 
-Owns which items run, the order of messages on the stream, and the cancellation of items whose caller leaves.
-The pipeline owns the work on an item, ``convert`` the fields of a message.
+Owns which items run, the order of messages on the stream, the rows that the caller has not read yet, and the
+cancellation of items whose caller leaves. ``scheduler.admission`` limits the unread rows of all calls
+together. The pipeline owns the work on an item, ``convert`` the fields of a message.
 """
 
 from __future__ import annotations
@@ -17,13 +18,47 @@ from encoder_service.pipeline import EncodeResult, Pipeline
 from encoder_service.rpc import convert
 from encoder_service.rpc.delivery import Delivery, Wanted
 from encoder_service.rpc.observed import Call
-from encoder_service.rpc.outbound import OutboundBudget
 from encoder_service.rpc.status import failure_of
+from encoder_service.scheduler.admission import UnreadBytes
 from encoder_service.store.embedding_store import Place
 from vision_encoder.v1 import encoder_pb2 as pb
 
 Request = TypeVar("Request")
 Context = grpc.aio.ServicerContext[Any, Any]
+
+# A call with this many unread bytes starts no further item until its caller has read some of them.
+MAX_BYTES_PER_CALL = 64 << 20
+
+
+class OutboundBudget:
+    """The unread rows of one call."""
+
+    def __init__(self, unread: UnreadBytes) -> None:
+        self._unread = unread
+        self._num_bytes = 0
+        self._has_room = asyncio.Event()
+        self._has_room.set()
+
+    async def wait_for_room(self) -> None:
+        """Waits until the call has less than MAX_BYTES_PER_CALL unread."""
+        while self._num_bytes >= MAX_BYTES_PER_CALL:
+            self._has_room.clear()
+            await self._has_room.wait()
+
+    def add(self, delivered: EncodeResult) -> None:
+        """Counts rows that are ready, until ``remove``."""
+        encoded = delivered.encoded
+        self._unread.add(encoded, encoded.spec.num_bytes)
+        self._num_bytes += encoded.spec.num_bytes
+
+    def remove(self, delivered: EncodeResult) -> None:
+        """Releases rows that were written or never will be. Call once for each ``add``."""
+        encoded = delivered.encoded
+        self._unread.remove(encoded, encoded.spec.num_bytes)
+        self._num_bytes -= encoded.spec.num_bytes
+        delivered.release()
+        if self._num_bytes < MAX_BYTES_PER_CALL:
+            self._has_room.set()
 
 
 class ItemStream:

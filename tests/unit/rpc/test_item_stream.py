@@ -11,7 +11,7 @@ import pytest
 
 from encoder_service.errors import UndecodableImage
 from encoder_service.pipeline import EncodeResult
-from encoder_service.rpc import outbound
+from encoder_service.rpc import item_stream
 from encoder_service.rpc.delivery import Delivery, Wanted
 from encoder_service.rpc.item_stream import ItemStream
 from encoder_service.rpc.observed import Call, observed
@@ -158,7 +158,7 @@ async def test_p15_a_write_to_a_caller_that_has_left_ends_the_call_as_cancelled(
 async def test_p17_a_caller_that_reads_slowly_starts_no_more_than_it_reads(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(outbound, "MAX_BYTES_PER_CALL", 1)
+    monkeypatch.setattr(item_stream, "MAX_BYTES_PER_CALL", 1)
     for value in range(8):
         (await rig.pipeline.encode(image(value))).release()
     started: list[Item] = []
