@@ -151,6 +151,29 @@ def png_with_late_chunk(data: bytes, chunk: bytes) -> bytes:
     return data[:end] + chunk + data[end:]
 
 
+def odd_pngs(width: int, height: int) -> dict[str, tuple[bytes, bool]]:
+    """PNG files with an orientation behind their pixels, and whether it turns the image on its side."""
+    picture = Image.new("RGB", (width, height))
+    plain = encode(picture, "PNG")
+    animated = encode(picture, "PNG", save_all=True, append_images=[Image.new("RGB", (width, height), "red")])
+    turned = png_chunk(b"eXIf", exif(6).removeprefix(b"Exif\0\0"))
+    other_header = png_chunk(b"IHDR", struct.pack(">II", 5, 7) + b"\x08\x02\0\0\0")
+    return {
+        "late": (png_with_late_chunk(plain, turned), True),
+        "before a text of IDAT": (
+            png_with_late_chunk(plain, turned + png_chunk(b"tEXt", b"Comment\0IDAT")),
+            True,
+        ),
+        "after another header": (png_with_late_chunk(plain, other_header + turned), True),
+        "after IEND": (plain + turned, False),
+        "after a chunk without a name": (
+            png_with_late_chunk(plain, png_chunk(b"\0" * 4, b"") + turned),
+            False,
+        ),
+        "after a second frame": (png_with_late_chunk(animated, turned), False),
+    }
+
+
 def _oriented(orientation: int) -> dict[str, bytes]:
     picture, block = image("RGB"), exif(orientation)
     text = PngImagePlugin.PngInfo()

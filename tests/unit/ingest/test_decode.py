@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import random
 import resource
 import sys
 import time
@@ -51,6 +52,14 @@ def test_orientation_as_the_reference(name: str) -> None:
     expected = loaded(ORIENTED[name])
     np.testing.assert_array_equal(decode_rgb(ORIENTED[name], LIMITS).numpy(), expected)
     assert read_size(ORIENTED[name], LIMITS) == expected.shape[:2]
+
+
+@pytest.mark.parametrize("name", image_files.odd_pngs(1, 1))
+def test_orientations_behind_the_pixels(name: str) -> None:
+    width, height = random.sample(range(1, 200), 2)
+    data, is_turned = image_files.odd_pngs(width, height)[name]
+    assert loaded(data).shape[:2] == ((width, height) if is_turned else (height, width))
+    assert read_size(data, LIMITS) == decode_rgb(data, LIMITS).shape[:2] == loaded(data).shape[:2]
 
 
 @pytest.mark.parametrize("block", [b"\xff" * 40, b"MM\0*\0\0\0\x08\0\x09", b"II*\0\xff\xff\xff\x7f", b""])
