@@ -6,6 +6,8 @@ Owns the file's checks. Imports no torch.
 from __future__ import annotations
 
 import io
+import struct
+import zlib
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +18,12 @@ from lm_adapter.keys import content_digest
 ORIENTATION, TIFF_WIDTH, TIFF_LENGTH = 0x0112, 0x0100, 0x0101
 TURNED = (5, 6, 7, 8)
 """EXIF orientations that exchange width and height."""
+FORMATS = (
+    "JPEG", "MPO", "PNG", "WEBP", "GIF", "BMP", "DIB", "TIFF", "PPM", "AVIF",
+    "JPEG2000", "QOI", "PCX", "SGI", "TGA",
+)  # fmt: skip
+"""What the encoder takes. Pillow decodes some of the others while it opens them."""
+PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 PNG_METADATA = (b"eXIf", b"tEXt", b"zTXt", b"iTXt")
 """Chunks that can hold an orientation."""
 
@@ -38,20 +46,20 @@ class ImageFile:
 
     @classmethod
     def read(cls, data: bytes, max_pixels: int = 0) -> ImageFile:
-        """Reads the header alone, and all of a PNG whose metadata follows its pixels. max_pixels: 0 for no
-        limit. Raises ValueError, with both figures for an image that is too large."""
+        """Decodes no pixels. max_pixels: 0 for no limit. Raises ValueError, with both figures for an image
+        that is too large."""
         from PIL import Image
 
+        Image.init()  # only the first call does something
+        formats = [name for name in FORMATS if name in Image.OPEN]
         try:
-            with Image.open(io.BytesIO(data)) as image:
+            with Image.open(io.BytesIO(png_without_pixels(data)), formats=formats) as image:
                 width, height = image.size
                 tags = getattr(image, "tag_v2", None)
                 if tags is not None:
                     # Pillow states a TIFF's size as turned by its tag, but not by an orientation in XMP.
                     width, height = tags[TIFF_WIDTH], tags[TIFF_LENGTH]
                 is_too_large = 0 < max_pixels < width * height
-                if image.format == "PNG" and not is_too_large and _has_late_metadata(data):
-                    image.load()
                 if _orientation(image) in TURNED:
                     width, height = height, width
         except Exception as error:  # Pillow's plugins raise whatever a broken header makes them raise
@@ -87,10 +95,31 @@ class ImageFile:
         return cls.read(out.getvalue())
 
 
-def _has_late_metadata(data: bytes) -> bool:
-    """Whether a PNG may have an orientation behind its pixels, where only decoding finds it."""
-    after_pixels = data[data.rfind(b"IDAT") :]
-    return any(kind in after_pixels for kind in PNG_METADATA)
+def png_without_pixels(data: bytes) -> bytes:
+    """The header and metadata of a PNG, so that Pillow can read an orientation that follows the pixels
+    without decoding them. Other data is returned unchanged. Chunks that Pillow does not reach when it decodes
+    are left out. ``encoder_service.ingest.headers`` has the same function; tests hold the two equal."""
+    if not data.startswith(PNG_SIGNATURE):
+        return data
+    kept, start = [PNG_SIGNATURE], len(PNG_SIGNATURE)
+    has_pixels = is_animated = False
+    while start + 12 <= len(data):
+        end = start + 12 + int.from_bytes(data[start : start + 4], "big")
+        kind = data[start + 4 : start + 8]
+        if end > len(data) or kind == b"IEND" or not kind.isalnum():
+            break
+        if kind == b"fcTL" and has_pixels and is_animated:
+            break  # a second frame
+        if kind in PNG_METADATA:
+            # Pillow verifies checksums only before the pixels; those of moved chunks are recomputed.
+            kept.append(data[start : end - 4] + struct.pack(">I", zlib.crc32(data[start + 4 : end - 4])))
+        elif not has_pixels:
+            if kind == b"IHDR":
+                kept.append(data[start:end])
+            is_animated |= kind == b"acTL"
+            has_pixels = kind == b"IDAT"
+        start = end
+    return b"".join(kept) + b"\0\0\0\0IEND\xaeB`\x82"
 
 
 def _orientation(image: Any) -> object:

@@ -1,4 +1,4 @@
-"""Image files as vLLM carries them: what the header says, and files made of pixels."""
+"""Image files as engines carry them: what the header says, and files made of pixels."""
 
 from __future__ import annotations
 
@@ -12,9 +12,13 @@ import pytest
 import torch
 from PIL import Image, PngImagePlugin
 
-from encoder_service.ingest.decode import DecodeLimits, read_size
+from encoder_service.errors import UndecodableImage
+from encoder_service.ingest import headers
+from encoder_service.ingest.decode import ALLOWED_FORMATS, DecodeLimits, read_size
+from lm_adapter.engines.plugin import images
 from lm_adapter.engines.plugin.images import ORIENTATION, TURNED, ImageFile
 from lm_adapter.keys import content_digest
+from tests.unit.ingest.image_files import odd_pngs
 
 LIMITS = DecodeLimits(1 << 24, 1 << 24)
 GENERATOR = np.random.default_rng(7)
@@ -55,14 +59,28 @@ def test_sizes_are_those_of_the_upright_image_as_the_encoder_has_them(name: str,
     assert (image.data, image.digest) == (data, content_digest(data))
 
 
-def test_a_png_whose_orientation_follows_its_pixels() -> None:
-    data = file_of("PNG", orientation=6)
-    start = data.index(b"eXIf") - 4
-    end = start + 12 + int.from_bytes(data[start : start + 4], "big")
-    place = data.rindex(b"IEND") - 4
-    moved = data[:start] + data[end:place] + data[start:end] + data[place:]
-    size = read_size(moved, LIMITS)
-    assert ImageFile.read(moved).size == (size.width, size.height) == (23, 37)
+@pytest.mark.parametrize("name", odd_pngs(1, 1))
+def test_pngs_whose_orientation_follows_their_pixels(name: str) -> None:
+    width, height = random.sample(range(1, 200), 2)
+    data, is_turned = odd_pngs(width, height)[name]
+    size = read_size(data, LIMITS)
+    assert ImageFile.read(data).size == (size.width, size.height)
+    assert ImageFile.read(data).size == ((height, width) if is_turned else (width, height))
+
+
+@pytest.mark.parametrize("data", [one for one, _ in odd_pngs(9, 5).values()])
+def test_png_headers_are_read_by_the_services_rules(data: bytes) -> None:
+    for length in range(len(data) + 1):
+        assert images.png_without_pixels(data[:length]) == headers.png_without_pixels(data[:length])
+
+
+def test_formats_are_those_that_the_service_takes() -> None:
+    """ICO is none: Pillow decodes it while it opens the file."""
+    assert images.FORMATS == ALLOWED_FORMATS
+    with pytest.raises(UndecodableImage):
+        read_size(file_of("ICO"), LIMITS)
+    with pytest.raises(ValueError, match="cannot identify"):
+        ImageFile.read(file_of("ICO"))
 
 
 def test_images_with_too_many_pixels_are_refused_with_both_figures() -> None:
@@ -73,8 +91,10 @@ def test_images_with_too_many_pixels_are_refused_with_both_figures() -> None:
 
 
 def test_p34_no_pixels_are_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In vLLM's API server."""
+    """In an engine's API server."""
     monkeypatch.setattr(PngImagePlugin.PngImageFile, "load", lambda self: pytest.fail("it was decoded"))
+    for data, _ in odd_pngs(37, 23).values():
+        assert ImageFile.read(data).size in ((37, 23), (23, 37))
     with pytest.raises(ValueError, match="exceed the maximum"):
         ImageFile.read(file_of("PNG"), 1)
 
