@@ -272,9 +272,14 @@ def test_what_is_an_image(images: list[bytes]) -> None:
     for refused, words in (
         (rows, "come from the encoder"),
         ("data:image/png;base64,!", "Failed to load image"),
+        ({"foo": 1}, "Failed to load image: .* dict"),
+        ({"url": None}, "Failed to load image: .* NoneType"),
+        (None, "object array"),
     ):
         with pytest.raises(ValueError, match=words):
             image_file(refused)
+    with pytest.raises(ValueError, match=r"Failed to load image: .* NoneType"):
+        image_file(None, f"sha256:{'0' * 64}")
 
 
 @pytest.mark.usefixtures("lives_on")
@@ -292,6 +297,7 @@ def test_p33_what_a_client_may_not_send(plugin: Sglang, images: list[bytes]) -> 
     for fields, words in (
         ({"image_data": [data_url(images[0])], "mm_hashes": ["1f"]}, "mm_hashes"),
         ({"video_data": ["data:video/mp4;base64,AAAA"]}, "video_data"),
+        ({"image_data": [{"url": None}]}, "Failed to load image"),
     ):
         rejected(plugin.generate(ONE, [], **fields), 400, words)
 

@@ -185,7 +185,7 @@ def image_file(data: Any, content_hash: str | None = None) -> ImageFile:
         return ImageFile.of_pixels(data)
     try:
         snapshot = snapshot_media(data)
-    except (*CLIENT_MEDIA_EXCEPTIONS, OSError) as error:
+    except (*CLIENT_MEDIA_EXCEPTIONS, OSError, TypeError) as error:
         raise ValueError(f"Failed to load image: {error}") from error
     if content_hash not in (None, snapshot.content_digest):
         raise ValueError(f"content_hash is {content_hash}, the image's is {snapshot.content_digest}")
