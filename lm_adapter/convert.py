@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, TypeVar
 
-from lm_adapter.errors import InvalidRequest, ItemFailed
+from lm_adapter.checks import check_digest
+from lm_adapter.errors import InvalidRequest, InvalidRows, ItemFailed
 from lm_adapter.items import (
     ClipItem,
     DigestItem,
@@ -144,8 +145,13 @@ def key_status(message: pb.KeyStatus) -> KeyStatus:
 
 
 def prefetch_status(message: pb.PrefetchStatus, routing_digest: bytes = b"") -> PrefetchStatus | ItemFailed:
+    """A key that is not of 32 bytes makes the item's failure."""
     if message.HasField("failure"):
         return item_failed(message.failure)
+    try:
+        check_digest("key", message.key, None)
+    except InvalidRows as error:
+        return error
     return _record(
         PrefetchStatus,
         message,

@@ -14,6 +14,7 @@ from typing import Any
 import grpc
 import pytest
 
+from lm_adapter.engines.plugin.reasons import MAX_MESSAGE_CHARS, MAX_REASON_CHARS
 from lm_adapter.engines.vllm.link import LENGTH, MAX_FRAME_BYTES, RowsOrder, StepRows
 from lm_adapter.engines.vllm.ranks import RankReader
 from lm_adapter.errors import InvalidRequest, ItemFailed
@@ -21,7 +22,9 @@ from lm_adapter.items import Grid
 from lm_adapter.testing import FakeEncoder, FakeScript, Fault, fake_model, fake_rows
 from tests.unit.lm_adapter.connector_rig import BUSY, Engine, Image, Request, engine_config
 from tests.waiting import wait_until
+from vision_encoder.v1 import encoder_pb2 as pb
 
+BROKEN = "INTERNAL: the link to a worker of the engine broke"
 GRID = Grid(1, 4, 6)
 NUM_ROWS, WIDTH = 6, 128
 
@@ -309,6 +312,49 @@ def test_p32_a_requested_pause_longer_than_the_retries_is_not_waited_for(
     assert encoder.num_calls["Prefetch"] == 1
 
 
+class TalkativeEncoder(FakeEncoder):
+    """Says more than a frame of the link takes. failures: digest to that of reads. num_keys: so many of the
+    next keys are too long."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.failures: dict[bytes, ItemFailed] = {}
+        self.num_keys = 0
+
+    def _find(self, key: bytes, namespace: str) -> Any:
+        held = super()._find(key, namespace)
+        if held is not None and held.digest in self.failures:
+            raise self.failures[held.digest]
+        return held
+
+    def _prefetch(self, request: Any, context: Any) -> bytes:
+        answer = pb.PrefetchResponse.FromString(super()._prefetch(request, context))
+        if self.num_keys:
+            self.num_keys -= 1
+            for status in answer.statuses:
+                status.key = bytes(MAX_FRAME_BYTES)
+        return answer.SerializeToString()
+
+
+def test_p17_p33_long_texts_and_keys_of_an_encoder_fail_their_image_alone(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    long = "x" * MAX_FRAME_BYTES
+    with TalkativeEncoder() as encoder, Engine(engine_config(encoder.target, num_ranks=2)) as engine:
+        serve(engine, new_image(encoder))
+        bad, good = new_image(encoder), new_image(encoder)
+        request = started(engine, good)
+        encoder.failures[bad.digest] = ItemFailed(long, reason=long)
+        failure = engine.failure(engine.request(bad))
+        assert failure == f"{long[:MAX_REASON_CHARS]}: {long[:MAX_MESSAGE_CHARS]}"
+        encoder.num_keys = 1
+        failure = engine.failure(engine.request(new_image(encoder)))
+        assert failure == f"INVALID_ROWS: key has {MAX_FRAME_BYTES} bytes, expected 32"
+        complete(engine, request, good)
+        serve(engine, new_image(encoder))
+    assert max(len(record.getMessage()) for record in caplog.records) < 2 * MAX_MESSAGE_CHARS
+
+
 # Requests and workers that end ----------------------------------------------------------------------------
 
 
@@ -399,11 +445,39 @@ def test_p32_a_worker_that_goes_fails_what_waits_for_it(encoder: FakeEncoder, ne
     with connection(engine) as rank:
         assert rank.recv(LENGTH.size)  # of an order
         wait_until(lambda: encoder.num_calls["Fetch"] == 1, "the other rank's read")
-    assert engine.failure(request) == "INTERNAL: a worker of the engine has gone"
+    assert engine.failure(request) == BROKEN
     wait_until(lambda: encoder.num_cancelled["Fetch"] == 1, "the other rank's end of the call")
     engine.wait_empty()
     later = engine.failure(engine.request(new_image(encoder)))
     assert later.startswith("DEADLINE_EXCEEDED: 1 of 2 ranks have no rows")
+
+
+def test_p32_a_rank_whose_link_breaks_connects_again(encoder: FakeEncoder, engine: Engine) -> None:
+    """Rows that it has confirmed stay; those that are dropped meanwhile leave when it is back."""
+    kept, ended, late = (new_image(encoder, fault) for fault in (None, None, Fault.HANG))
+    of_kept, of_ended = engine.request(kept), engine.request(ended)
+    engine.fetch(of_kept)
+    engine.fetch(of_ended)
+    step = engine.schedule(of_kept)
+    of_late = started(engine, late)
+    wait_until(lambda: encoder.num_calls["Fetch"] == 6, "the reads")
+    before = set(engine.link._ranks)
+
+    async def break_all() -> None:
+        for writer in before:
+            writer.close()
+
+    engine.tracker._calls.run(break_all())
+    engine.scheduler.request_finished(of_ended)
+    assert engine.failure(of_late) == BROKEN
+    wait_until(lambda: encoder.num_cancelled["Fetch"] == 2, "the ends of the reads")
+    wait_until(lambda: len(engine.link._ranks - before) == 2, "the ranks' return")
+    engine.load(step)
+    assert_rows(engine, kept)
+    engine.finish(of_kept)
+    engine.wait_empty()
+    encoder.script.faults.clear()
+    serve(engine, late)
 
 
 def test_p33_a_connection_beyond_the_ranks_disturbs_nothing(encoder: FakeEncoder, engine: Engine) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from lm_adapter.errors import EncoderError
 
 MAX_MESSAGE_CHARS = 2000
+MAX_REASON_CHARS = 100
 STATUSES = {
     "UNAUTHENTICATED": 502,
     "PERMISSION_DENIED": 502,
@@ -33,4 +34,4 @@ def status_of(error: EncoderError) -> int:
 
 def message_of(error: EncoderError) -> str:
     """What the client reads."""
-    return f"{error.reason}: {error.message[:MAX_MESSAGE_CHARS]}"
+    return f"{error.reason[:MAX_REASON_CHARS]}: {error.message[:MAX_MESSAGE_CHARS]}"

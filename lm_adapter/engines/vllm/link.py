@@ -14,15 +14,21 @@ import json
 import os
 import socket
 import struct
+from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
+from lm_adapter.engines.plugin.reasons import MAX_MESSAGE_CHARS, MAX_REASON_CHARS
 from lm_adapter.errors import EncoderError, ItemFailed
 from lm_adapter.items import Grid
 
 CONNECT_S = 0.05
 LENGTH = struct.Struct("<I")
 MAX_FRAME_BYTES = 1 << 20
+BROKEN = (EOFError, OSError, ValueError, KeyError, TypeError)
+"""What the end of a connection or a wrong frame raises."""
+MAX_DROPS = 4096
+"""The latest drops, which a rank is told again when it connects again."""
 INTERNAL = 13
 """gRPC's status of a failure with no other."""
 
@@ -90,13 +96,14 @@ async def connect(name: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter
 
 
 def report(number: int, error: EncoderError | None) -> dict[str, Any]:
-    """The frame of a rank that has the rows, or why it has not."""
+    """The frame of a rank that has the rows, or why it has not. The encoder's texts are cut: a frame has a
+    limit, above which the connection ends."""
     if error is None:
         return {"done": number}
     return {
         "failed": number,
-        "reason": error.reason,
-        "message": error.message,
+        "reason": error.reason[:MAX_REASON_CHARS],
+        "message": error.message[:MAX_MESSAGE_CHARS],
         "status": getattr(error, "status", INTERNAL),
         "retryable": error.retryable,
         "retry_after_ms": error.retry_after_ms,
@@ -112,6 +119,7 @@ class RankLink:
         self._num_ranks = num_ranks
         self._ranks: set[asyncio.StreamWriter] = set()
         self._open: dict[int, _Open] = {}
+        self._dropped: deque[int] = deque(maxlen=MAX_DROPS)
         self._all_here = asyncio.Event()
         self._server: asyncio.Server | None = None
 
@@ -137,7 +145,8 @@ class RankLink:
                     send(writer, order.frame())
                 await mine.done
         except BaseException as error:
-            self.drop(order.number)
+            if order.number in self._open:
+                self.drop(order.number)
             if isinstance(error, TimeoutError):
                 behind = len(mine.waiting) if mine.waiting else self._num_ranks - len(self._ranks)
                 raise ItemFailed(
@@ -150,7 +159,8 @@ class RankLink:
             self._open.pop(order.number, None)
 
     def drop(self, number: int) -> None:
-        """Nobody needs these rows any more."""
+        """Nobody needs these rows any more. A rank whose connection is broken learns of it later."""
+        self._dropped.append(number)
         for writer in self._ranks:
             send(writer, {"drop": number})
 
@@ -159,12 +169,14 @@ class RankLink:
             writer.close()
             return
         self._ranks.add(writer)
+        for number in self._dropped:
+            send(writer, {"drop": number})
         if len(self._ranks) == self._num_ranks:
             self._all_here.set()
         try:
             while True:
                 self._note(await receive(reader), writer)
-        except (EOFError, OSError, ValueError, KeyError, TypeError):
+        except BROKEN:
             pass
         finally:
             self._ranks.discard(writer)
@@ -172,7 +184,7 @@ class RankLink:
             writer.close()
             for one in self._open.values():
                 if not one.done.done():
-                    one.done.set_exception(ItemFailed("a worker of the engine has gone"))
+                    one.done.set_exception(ItemFailed("the link to a worker of the engine broke"))
 
     def _note(self, frame: dict[str, Any], writer: asyncio.StreamWriter) -> None:
         one = self._open.get(frame["done"] if "done" in frame else frame["failed"])

@@ -15,13 +15,14 @@ from typing import Any
 
 from lm_adapter.client import AsyncVisionEncoderClient
 from lm_adapter.engines.plugin.geometry import Geometry
-from lm_adapter.engines.vllm.link import RowsOrder, StepRows, connect, receive, report, send
+from lm_adapter.engines.vllm.link import BROKEN, RowsOrder, StepRows, connect, receive, report, send
 from lm_adapter.engines.vllm.settings import Settings
 from lm_adapter.errors import EncoderError, InvalidRows, ItemFailed
 
 logger = logging.getLogger("vllm.vision_encoder")
 
 CLOSE_S = 10.0
+RECONNECT_S = 0.2
 
 
 class RankReader:
@@ -96,31 +97,38 @@ class RankReader:
         self._loop.close()
 
     async def _serve(self) -> None:
-        """Carries out orders until the scheduler's half goes."""
-        writer: asyncio.StreamWriter | None = None
+        """Carries out orders until ``close``. A connection that breaks is made again."""
         try:
-            reader, writer = await connect(self._link_name)
-            with contextlib.suppress(EOFError, OSError):
-                while True:
-                    frame = await receive(reader)
-                    if "drop" in frame:
-                        self._drop(frame["drop"])
-                    else:
-                        order = RowsOrder.of_frame(frame)
-                        self._reads[order.number] = self._loop.create_task(self._read(order, writer))
-            logger.warning("no more orders come from the scheduler: images cannot be read on this rank")
+            while True:
+                await self._serve_connection(*await connect(self._link_name))
+                await asyncio.sleep(RECONNECT_S)
         finally:
-            if writer is not None:
-                writer.close()
-                with contextlib.suppress(OSError):
-                    await writer.wait_closed()
-            for read in list(self._reads.values()):
-                read.cancel()
-            await asyncio.gather(*self._reads.values(), return_exceptions=True)
             if self._client is not None:
                 # An interpreter that is ending starts no more threads, which closing needs.
                 with contextlib.suppress(RuntimeError):
                     await self._client.close()
+
+    async def _serve_connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Ends with the connection. The scheduler's half fails the orders that are open then; rows that were
+        confirmed before stay, as it relies on them."""
+        try:
+            while True:
+                frame = await receive(reader)
+                if "drop" in frame:
+                    self._drop(frame["drop"])
+                else:
+                    order = RowsOrder.of_frame(frame)
+                    self._reads[order.number] = self._loop.create_task(self._read(order, writer))
+        except BROKEN as error:
+            logger.warning("the link to the scheduler broke: %s: %s", type(error).__name__, error)
+        finally:
+            writer.close()
+            reads, self._reads = self._reads, {}
+            for read in reads.values():
+                read.cancel()
+            await asyncio.gather(*reads.values(), return_exceptions=True)
+            with contextlib.suppress(OSError):
+                await writer.wait_closed()
 
     def _drop(self, number: int) -> None:
         self._rows.pop(number, None)

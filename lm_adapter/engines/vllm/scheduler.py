@@ -26,6 +26,7 @@ from typing import Any
 from lm_adapter.client import AsyncVisionEncoderClient
 from lm_adapter.engines.plugin.calls import EncoderCalls
 from lm_adapter.engines.plugin.geometry import GRID_FIELDS, Geometry
+from lm_adapter.engines.plugin.reasons import message_of
 from lm_adapter.engines.vllm.file_requests import FileRequest
 from lm_adapter.engines.vllm.link import RankLink, RowsOrder, StepRows
 from lm_adapter.engines.vllm.settings import Settings
@@ -326,10 +327,7 @@ class RequestTracker:
         state.has_failed = True
         self._unavailable.add(state.request_id)
         logger.warning(
-            "request %s is rejected, its rows cannot be had: %s: %s",
-            state.request_id,
-            error.reason,
-            error.message,
+            "request %s is rejected, its rows cannot be had: %s", state.request_id, message_of(error)
         )
         for reply in state.replies:
             self._report(reply, state.request_id, error)
