@@ -131,6 +131,17 @@ def check_digest(field: str, found: bytes, expected: bytes | None) -> None:
         expect(field, found.hex(), expected.hex())
 
 
+def check_grid(grid: Grid, spatial_merge_size: int) -> None:
+    """Checks that a grid has whole merged patches. Raises InvalidRows."""
+    if min(grid) < 1 or grid.h % spatial_merge_size or grid.w % spatial_merge_size:
+        raise InvalidRows(
+            "grid_thw",
+            f"grid_thw is {list(grid)}, expected positive sides, h and w multiples of {spatial_merge_size}",
+            found=list(grid),
+            expected=f"multiples of {spatial_merge_size}",
+        )
+
+
 def _check_geometry(
     header: RowsHeader,
     width: int,
@@ -142,13 +153,7 @@ def _check_geometry(
     grid = header.grid_thw
     if spatial_merge_size < 1:
         expect("spatial_merge_size", spatial_merge_size, 1)
-    if min(grid) < 1 or grid.h % spatial_merge_size or grid.w % spatial_merge_size:
-        raise InvalidRows(
-            "grid_thw",
-            f"grid_thw is {list(grid)}, expected positive sides, h and w multiples of {spatial_merge_size}",
-            found=list(grid),
-            expected=f"multiples of {spatial_merge_size}",
-        )
+    check_grid(grid, spatial_merge_size)
     chunks = header.chunk_grids
     if chunks:
         _check_chunks(grid, chunks, merges_time)

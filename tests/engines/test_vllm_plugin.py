@@ -14,6 +14,7 @@ from lm_adapter.engines.vllm import models
 from lm_adapter.engines.vllm.models import ARCHITECTURES, check_model
 from lm_adapter.engines.vllm.settings import CONNECTOR, MODULE, Settings, mark
 from lm_adapter.errors import InvalidRequest
+from tests.unit.lm_adapter.connector_rig import engine_config
 
 # Importing vLLM warns of what is deprecated in torch.
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -44,7 +45,11 @@ def config(
         compilation_config=SimpleNamespace(cudagraph_mm_encoder=False),
         parallel_config=SimpleNamespace(nnodes_within_dp=num_nodes),
         model_config=SimpleNamespace(
-            architecture=architecture, runner_type=runner, get_multimodal_config=lambda: mm_config
+            **vars(engine_config("127.0.0.1:1").model_config),
+            max_model_len=2048,
+            architecture=architecture,
+            runner_type=runner,
+            get_multimodal_config=lambda: mm_config,
         ),
     )
 

@@ -12,9 +12,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from lm_adapter.checks import check_grid
 from lm_adapter.client import AsyncVisionEncoderClient
 from lm_adapter.clip_texts import qwen_patch_times
-from lm_adapter.errors import EncoderError, InvalidRows, ItemFailed
+from lm_adapter.engines.plugin.geometry import Geometry
+from lm_adapter.errors import EncoderError, InvalidRequest, InvalidRows, ItemFailed
 from lm_adapter.items import ClipItem, Grid, PreprocessOptions
 from lm_adapter.keys import content_digest
 
@@ -48,15 +50,26 @@ class ClipFile:
         """Another one for other content and for other frames of the same content."""
         return self.digest + json.dumps(self.options.given(), sort_keys=True).encode()
 
-    async def announced(self, client: AsyncVisionEncoderClient, left_s: float) -> ClipFile | EncoderError:
+    async def announced(
+        self, client: AsyncVisionEncoderClient, left_s: float, *, geometry: Geometry, max_tokens: int
+    ) -> ClipFile | EncoderError:
         """The same clip with the encoder's facts, once the encode has begun; or why there are none. left_s:
-        for the answer. Raises EncoderError."""
+        for the answer. max_tokens: of a prompt, which a clip's placeholders have to fit. Raises
+        EncoderError."""
         item = ClipItem(self.data, digest=self.digest, options=self.options)
         (status,) = await client.prefetch([item], timeout_s=left_s)
         if isinstance(status, ItemFailed):
             return status
         if status.grid_thw is None or not status.timestamps_s:
             return ItemFailed("the encoder states no timestamps of clips: it is older than this plugin")
+        check_grid(status.grid_thw, geometry.merge_size)
+        num_rows = geometry.num_rows(status.grid_thw)
+        if num_rows > max_tokens:
+            return InvalidRequest(
+                f"a clip of grid_thw {list(status.grid_thw)} has {num_rows} tokens, the model takes at most "
+                f"{max_tokens} (max_model_len)",
+                reason="ROWS_TOO_LARGE",
+            )
         times_s = qwen_patch_times(status.timestamps_s)
         if len(times_s) != status.grid_thw.t:
             return InvalidRows(

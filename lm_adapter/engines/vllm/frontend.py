@@ -29,6 +29,7 @@ from vllm.multimodal.video import Qwen3VLVideoBackend
 
 from lm_adapter.client import AsyncVisionEncoderClient
 from lm_adapter.engines.plugin.calls import EncoderCalls
+from lm_adapter.engines.plugin.geometry import Geometry
 from lm_adapter.engines.plugin.images import ImageFile
 from lm_adapter.engines.plugin.reasons import message_of, status_of
 from lm_adapter.engines.vllm.clips import ClipFile, sampling_of
@@ -52,10 +53,12 @@ WITHOUT_CLIPS = {"KimiK25ForConditionalGeneration"}
 @dataclass(frozen=True)
 class Configured:
     """The engine that this process was configured for. announces_images: else each image's key is another
-    one, which only the processor knows. clip_sizes: options of clips, by their names at the encoder; None
-    where vLLM takes no clips."""
+    one, which only the processor knows. geometry, max_tokens: of the model. clip_sizes: options of clips, by
+    their names at the encoder; None where vLLM takes no clips."""
 
     settings: Settings
+    geometry: Geometry
+    max_tokens: int
     announces_images: bool
     clip_sizes: Mapping[str, int] | None
 
@@ -114,6 +117,8 @@ def configure(vllm_config: Any) -> None:
     options = mm_config.mm_processor_kwargs or {}
     _configured = Configured(
         settings,
+        Geometry.of_model(vllm_config.model_config),
+        vllm_config.model_config.max_model_len,
         announces_images=not set(options) - VLLMS_OWN,
         clip_sizes=None if vllm_config.model_config.architecture in WITHOUT_CLIPS else _clip_sizes(options),
     )
@@ -229,7 +234,8 @@ def _prefetch(image: ImageFile) -> bool:
 def _announce(clip: ClipFile) -> Future[Any]:
     """Gets the clip with its grid and times, or an EncoderError, within the time limit of an item."""
     assert _configured is not None
-    return _calls(_configured.settings).ask(clip.announced)
+    call = functools.partial(clip.announced, geometry=_configured.geometry, max_tokens=_configured.max_tokens)
+    return _calls(_configured.settings).ask(call)
 
 
 def _announced(outcome: Any) -> ClipFile:

@@ -8,13 +8,17 @@ from typing import Any
 
 import pytest
 
+from lm_adapter.engines.plugin.geometry import Geometry
+from lm_adapter.engines.plugin.reasons import status_of
 from lm_adapter.engines.vllm.clips import ClipFile, sampling_of
-from lm_adapter.errors import InvalidRows, ItemFailed
+from lm_adapter.errors import InvalidRequest, InvalidRows, ItemFailed
 from lm_adapter.items import ClipItem, Grid, PreprocessOptions
 from lm_adapter.keys import content_digest
 from lm_adapter.types import KeyState, PrefetchStatus
 
+GEOMETRY = Geometry(width=12, dtype="float32", num_levels=2, merge_size=2, merges_time=False)
 GRID = Grid(2, 4, 6)
+NUM_ROWS = 12
 OPTIONS = PreprocessOptions(fps=3.0)
 STATUS = PrefetchStatus(b"key", b"digest", KeyState.IN_FLIGHT, GRID, 12, timestamps_s=(0.0, 0.5, 1.1))
 
@@ -31,7 +35,8 @@ class Encoder:
 
 def announced(status: PrefetchStatus | ItemFailed) -> tuple[Any, Encoder]:
     encoder: Any = Encoder(status)
-    return asyncio.run(ClipFile.read(b"clip", OPTIONS).announced(encoder, 7.0)), encoder
+    call = ClipFile.read(b"clip", OPTIONS).announced(encoder, 7.0, geometry=GEOMETRY, max_tokens=NUM_ROWS)
+    return asyncio.run(call), encoder
 
 
 def test_grid_and_times_are_the_encoders() -> None:
@@ -58,6 +63,20 @@ def test_p22_times_that_do_not_fit_the_grid_are_refused_with_both_figures() -> N
     found, _ = announced(replace(STATUS, timestamps_s=(0.0, 0.5)))
     assert isinstance(found, InvalidRows)
     assert "2 timestamps are of 1 temporal patches, its grid_thw is [2, 4, 6]" in found.message
+
+
+@pytest.mark.parametrize("grid", [Grid(0, 4, 6), Grid(2, 0, 6), Grid(2, 3, 8), Grid(2, 8, 3)])
+def test_p22_a_grid_without_whole_patches_is_refused_with_both_figures(grid: Grid) -> None:
+    with pytest.raises(InvalidRows) as error:
+        announced(replace(STATUS, grid_thw=grid))
+    assert f"grid_thw is {list(grid)}, expected positive sides, h and w multiples of 2" in str(error.value)
+
+
+def test_p22_a_clip_of_more_tokens_than_the_model_takes_is_refused_before_they_are_made() -> None:
+    found, _ = announced(replace(STATUS, grid_thw=Grid(2, 40_000, 60_000)))
+    assert isinstance(found, InvalidRequest)
+    assert status_of(found) == 400
+    assert "grid_thw [2, 40000, 60000] has 1200000000 tokens, the model takes at most 12" in found.message
 
 
 def test_p12_another_choice_of_frames_is_another_item() -> None:
