@@ -27,6 +27,9 @@ logger = logging.getLogger("vllm.vision_encoder")
 
 MAX_KEPT = 1024
 RECEIVE_BYTES = 1 << 16
+COMPLETIONS = "cmpl-"
+"""The beginning of the API's ids of completions. The engine's have ``-0`` and so on after them, those of chats
+and responses ``_0``."""
 SEND_S = 0.05
 """While the API server's thread takes what came before."""
 
@@ -92,12 +95,17 @@ class Failures:
 
     def take(self, request_id: str) -> tuple[int, str] | None:
         """Status and message of a failed request. request_id: as the API has it. The engine's has a random
-        end, and a number before it for each of several samples."""
+        end, and a number before it for each of several samples. It may have the number of a prompt or a turn
+        after it; then another client's id may look the same, and reports that differ in it are left."""
         self._receive()
-        engines_id = re.compile(rf"(\d+_)?{re.escape(request_id)}([_-]\d+)?(-\w{{8}})?")
+        separator = "-" if request_id.startswith(COMPLETIONS) else "_"
+        engines_id = re.compile(rf"(?:\d+_)?{re.escape(request_id)}({separator}\d+)?(?:-\w{{8}})?")
         with self._lock:
-            mine = [name for name in self._reports if engines_id.fullmatch(name)]
-            reports = [self._reports.pop(name) for name in mine]
+            found = [match for name in self._reports if (match := engines_id.fullmatch(name))]
+            mine = [match for match in found if match[1] is None] or found
+            if len({self._reports[match[0]] for match in mine if match[1] is not None}) > 1:
+                return None
+            reports = [self._reports.pop(match[0]) for match in mine]
         return reports[-1] if reports else None
 
 

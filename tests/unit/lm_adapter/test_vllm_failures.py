@@ -106,14 +106,46 @@ def test_p32_many_requests_may_fail_at_once(failures: Failures) -> None:
     assert all(failures.take(f"chatcmpl-{number:06}") for number in range(MAX_KEPT // 2))
 
 
-@pytest.mark.parametrize("in_engine", ["resp_1_0-abcdef12", "resp_1-3-abcdef12", "0_resp_1-abcdef12"])
-def test_p32_all_ids_of_one_request_are_its_own(in_engine: str, failures: Failures) -> None:
+@pytest.mark.parametrize(
+    ("request_id", "in_engine"),
+    [
+        ("resp_1", "{}_0-abcdef12"),
+        ("resp_1", "0_{}-abcdef12"),
+        ("chatcmpl-1", "{}_2-abcdef12"),
+        ("cmpl-1", "{}-3-abcdef12"),
+        ("cmpl-1", "1_{}-3-abcdef12"),
+    ],
+)
+def test_p32_all_ids_of_one_request_are_its_own(request_id: str, in_engine: str, failures: Failures) -> None:
     """Of several turns, prompts and samples. Another request's id may begin alike."""
-    send_report(failures.name, in_engine, ERROR)
-    send_report(failures.name, "resp_10-abcdef12", ERROR)
-    assert failures.take("resp_1") is not None
-    assert failures.take("resp_1") is None
-    assert failures.take("resp_10") is not None
+    send_report(failures.name, in_engine.format(request_id), ERROR)
+    send_report(failures.name, f"{request_id}0-abcdef12", ERROR)
+    assert failures.take(request_id) is not None
+    assert failures.take(request_id) is None
+    assert failures.take(f"{request_id}0") is not None
+
+
+OTHERS = ItemFailed("another client's", reason="X", status=3)
+
+
+def test_p32_another_clients_id_may_continue_this_ones(failures: Failures) -> None:
+    send_report(failures.name, "chatcmpl-a-1-4f2c9b1a", OTHERS)
+    assert failures.take("chatcmpl-a") is None
+    send_report(failures.name, "cmpl-a-1-0-4f2c9b1a", OTHERS)
+    assert failures.take("cmpl-a") is None
+    send_report(failures.name, "chatcmpl-a_1-4f2c9b1a", OTHERS)
+    send_report(failures.name, "chatcmpl-a-4f2c9b1a", ERROR)
+    assert failures.take("chatcmpl-a") == (400, "UNDECODABLE_IMAGE: the file is no image")
+    for request_id in ("chatcmpl-a-1", "cmpl-a-1", "chatcmpl-a_1"):
+        assert failures.take(request_id) == (400, "X: another client's")
+
+
+def test_p32_reports_on_several_prompts_count_where_they_agree(failures: Failures) -> None:
+    for number in range(2):
+        send_report(failures.name, f"cmpl-a-{number}-4f2c9b1a", ERROR)
+        send_report(failures.name, f"cmpl-b-{number}-4f2c9b1a", (ERROR, OTHERS)[number])
+    assert failures.take("cmpl-a") == (400, "UNDECODABLE_IMAGE: the file is no image")
+    assert failures.take("cmpl-b") is None
 
 
 def test_requests_without_an_api_server_are_reported_to_nobody(
