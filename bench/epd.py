@@ -411,6 +411,7 @@ def main() -> None:
                     continue  # clips are compared with vLLM alone
                 if arguments.cases is None or number in arguments.cases:
                     result["records"] += run_case(servers.urls, case, arguments, number)
+                    result["rows_come_by"] = servers.rows_come_by()
                     file.write()
     finally:
         shutil.rmtree(root, ignore_errors=True)

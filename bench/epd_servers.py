@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -21,16 +22,24 @@ from tests.sglang import processes as sglang
 TOWER, ENCODER = "its own tower", "rows from the encoder"
 OWN_SPLIT, PROTOCOL = "its own encoder", "the encoder by its protocol"
 START_S = 600
+WAYS = re.compile(r"rows come by .*|Using CUDA \w+ for multimodal features|'mm_feature_transport': '\w+'")
+"""What the servers' logs say of how rows come."""
 SERVERS = {"vllm": (TOWER, ENCODER), "sglang": (TOWER, OWN_SPLIT, PROTOCOL, ENCODER)}
 
 
 @dataclass
 class Servers:
     """urls: of the servers, by name. encoder_start_s: times until the encoder was ready; the second start had
-    the kernel choices and compiled kernels of the first."""
+    the kernel choices and compiled kernels of the first. logs: by URL."""
 
     urls: dict[str, str] = field(default_factory=dict)
     encoder_start_s: list[float] = field(default_factory=list)
+    logs: dict[str, Path] = field(default_factory=dict)
+
+    def rows_come_by(self) -> dict[str, list[str]]:
+        """By server, as its log says it."""
+        texts = {server: self.logs[url].read_text(errors="replace") for server, url in self.urls.items()}
+        return {server: list(dict.fromkeys(WAYS.findall(text))) for server, text in texts.items()}
 
 
 Start = Callable[[list[str], dict[str, str], str], None]
@@ -61,15 +70,18 @@ def engine_arguments(arguments: argparse.Namespace) -> list[str]:
 def serving(arguments: argparse.Namespace, checkpoint: Path, folder: Path) -> Iterator[Servers]:
     """Runs all servers and encoders."""
     with ExitStack() as stack:
-        logs = (folder / f"server-{number}.log" for number in range(16))
+        logs: dict[str, Path] = {}
 
         def start(run: list[str], environment: dict[str, str], url: str) -> None:
-            process = Process(run, next(logs), environment)
+            logs[url] = folder / f"server-{len(logs)}.log"
+            process = Process(run, logs[url], environment)
             stack.callback(process.stop)
             process.wait_for(lambda: answers(f"{url}/health"), f"{run[1]} at {url}", START_S)
 
         start_all = vllm_servers if arguments.engine == "vllm" else sglang_servers
-        yield start_all(arguments, checkpoint, folder, stack, start)
+        servers = start_all(arguments, checkpoint, folder, stack, start)
+        servers.logs = logs
+        yield servers
 
 
 def vllm_servers(
