@@ -28,8 +28,8 @@ logger = logging.getLogger("vllm.vision_encoder")
 MAX_KEPT = 1024
 RECEIVE_BYTES = 1 << 16
 COMPLETIONS = "cmpl-"
-"""The beginning of the API's ids of completions. The engine's have ``-0`` and so on after them, those of chats
-and responses ``_0``."""
+"""The beginning of the API's ids of completions. The engine's have ``-0`` and so on after them, those of
+chats and responses ``_0``."""
 SEND_S = 0.05
 """While the API server's thread takes what came before."""
 
