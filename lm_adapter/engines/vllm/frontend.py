@@ -170,13 +170,12 @@ class FileMediaConnector(MediaConnector):  # type: ignore[misc]
     """vLLM's own way to the bytes, with its domains, paths, redirects, sizes and timeouts."""
 
     def _image_io(self) -> MediaIO[Any]:
-        options = dict(self.media_io_kwargs.get("image", {}))
-        io: MediaIO[Any] = ImageFileIO(**options)
-        if options.pop("image_mode", "RGB") != "RGB" or options:
+        given = self.media_io_kwargs.get("image", {})
+        if given not in ({}, {"image_mode": "RGB"}):
             raise ValueError(
-                f"media_io_kwargs of images are {options}, which the encoder decides by its settings"
+                f"media_io_kwargs of images are {given}, which the encoder decides by its settings"
             )
-        return io
+        return ImageFileIO()
 
     def fetch_image(self, image_url: str, **_: Any) -> Any:
         return self.load_from_url(image_url, self._image_io(), fetch_timeout=envs.VLLM_IMAGE_FETCH_TIMEOUT)
