@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import sys
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError
-from types import SimpleNamespace
-from typing import Any
+from types import ModuleType, SimpleNamespace
+from typing import Any, cast
 
 import pytest
+import torch
 
 from lm_adapter.engines.plugin.calls import EncoderCalls, Ended
+from lm_adapter.engines.vllm import connector as connector_module
 from lm_adapter.engines.vllm.connector import IDLE_S, ConnectorMethods
 from lm_adapter.engines.vllm.link import StepRows
 from lm_adapter.engines.vllm.settings import Settings
@@ -27,6 +30,7 @@ from lm_adapter.errors import (
     ItemFailed,
     RequestRefused,
 )
+from tests.unit.lm_adapter.connector_rig import Connector, engine_config
 
 PATIENCE_S = 30.0
 
@@ -70,6 +74,27 @@ def test_only_steps_with_none_in_flight_wait(may_wait: bool) -> None:
         assert step.hand_over == ([(1, "kept")] if num_tokens else [])
         assert tracker.calls == calls
         tracker.calls.clear()
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_only_the_first_pipeline_stage_reads(is_first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    state = SimpleNamespace(get_pp_group=lambda: SimpleNamespace(is_first_rank=is_first))
+    for name in ("vllm", "vllm.distributed"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, "vllm.distributed.parallel_state", cast("Any", state))
+    monkeypatch.setattr(connector_module, "check_model", lambda _: None)
+    worker = Connector(engine_config("127.0.0.1:1"), SimpleNamespace(name="WORKER"))
+    cache = dict[str, Any]()
+    try:
+        worker.start_worker_services()
+        if is_first:
+            assert worker._reader is not None
+            worker._reader._rows[1] = torch.zeros(1, 12)
+        worker._connector_metadata = StepRows([(1, "image")])
+        worker.start_load_caches(cache)
+    finally:
+        worker.shutdown()
+    assert list(cache) == ["image"] * is_first
 
 
 # Calls ----------------------------------------------------------------------------------------------------
