@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import signal
 import socket
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -10,6 +12,7 @@ from typing import Any
 
 import grpc
 import pytest
+import torch
 
 from lm_adapter import ImageItem, VisionEncoderClient
 from tests.fleet.fleet import READY_S, Fleet
@@ -17,6 +20,7 @@ from tests.fleet.frames import GRPC_HEADERS, SERVER_INFO_PATH, RawCaller
 from tests.fleet.gateway import NAME, AccessLog, Gateway, dict_of, part
 from tests.fleet.images import HOLD, MIB, image_file
 from tests.fleet.names import NameServer
+from tests.unit.lm_adapter.connector_rig import Engine, Image, engine_config
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.fleet
@@ -46,6 +50,7 @@ PARSED = {
     "grpc-tags-bin": (("!", "A"), "AAAA"),
 }
 """Headers that an encoder's gRPC parses: malformed values, a good one."""
+FIRST_IMAGE, NUM_IMAGES = 1000, 24
 MAX_CONNECTIONS = 20
 SMALL_HEAP_BYTES = 4_000_000
 TIMEOUT_S, HELD_S = 1, 3
@@ -135,6 +140,44 @@ def test_the_access_log_has_the_encoders_request_id(fleet: Fleet) -> None:
     assert made["digest"] == "0" * 64
     assert failed["grpc_status"] != 0
     assert len({made["request_id"], failed["request_id"], None}) == 3
+
+
+def test_vllms_connector_reads_rows_through_the_gateway(fleet: Fleet, checkpoint: Path) -> None:
+    """Both ranks where the scheduler's half has sent the file. What a replica's end has lost is encoded again
+    by another one."""
+    files = [image_file(FIRST_IMAGE + number) for number in range(NUM_IMAGES)]
+    (known,) = fleet.encode([image_file(0)])
+    images = [Image(file, known.grid_thw) for file in files]
+    gateway = fleet.gateways[0]
+    before = gateway.counters()["upstream_rq_total"]
+    hf_config = json.loads((checkpoint / "config.json").read_text())
+    config = engine_config(gateway.target, num_ranks=2, hf_config=hf_config, fleet=True)
+    with Engine(config) as engine:
+
+        def read_all() -> list[dict[str, torch.Tensor]]:
+            request = engine.request(*images)
+            engine.fetch(request)
+            engine.load(engine.schedule(request))
+            engine.finish(request)
+            engine.wait_empty()
+            found = [dict(cache) for cache in engine.caches]
+            for cache in engine.caches:
+                cache.clear()
+            return found
+
+        caches = read_all()
+        num_calls = gateway.counters()["upstream_rq_total"] - before
+        # A Prefetch and a Fetch of each rank. Every client asks for the models; a replica without the rows
+        # would be asked for an Encode.
+        assert 3 * NUM_IMAGES <= num_calls < 3 * NUM_IMAGES + NUM_IMAGES // 2
+        lost = fleet.replicas[0]
+        lost.send(signal.SIGKILL)
+        lost.wait_ended()
+        caches += read_all()
+    fleet.start_again(lost)
+    fleet.wait_members()
+    for image, rows in zip(images, fleet.encode(files), strict=True):
+        assert all(torch.equal(cache[image.identifier], rows.torch()) for cache in caches)
 
 
 def test_a_body_too_large_to_be_kept_for_a_retry_may_be_sent_again_by_the_caller(tmp_path: Path) -> None:
