@@ -25,6 +25,13 @@ else:
     from tests.sglang.processes import Encoder
 
 FAMILIES = ("qwen3_vl", "qwen3_5")
+# For tests of what does not depend on the model. Qwen3.5 runs in `make test-sglang-all` alone.
+both_families = pytest.mark.parametrize(
+    "family",
+    ["qwen3_vl", pytest.param("qwen3_5", marks=pytest.mark.extended)],
+    indirect=True,
+    scope="session",
+)
 
 
 @pytest.fixture(scope="session")

@@ -11,6 +11,7 @@ import httpx
 import pytest
 
 from tests.engines.pictures import clip, data_url
+from tests.sglang.conftest import both_families
 from tests.sglang.processes import Encoder, Sglang, documented, language_model_arguments
 from tests.sglang.reference import CLIP, IMAGE, Reference, prompt
 
@@ -61,6 +62,7 @@ def test_tokens_of_clips_beside_images(server: Sglang, reference: Reference, ima
     assert server.tokens(beside, images[:1], video_data=urls) == reference.tokens(beside, images[:1], clips)
 
 
+@both_families
 def test_a_second_turn_reuses_the_first_ones_prefix(
     server: Sglang, family: str, reference: Reference, images: list[bytes]
 ) -> None:
@@ -73,6 +75,7 @@ def test_a_second_turn_reuses_the_first_ones_prefix(
         assert answer["meta_info"]["cached_tokens"] >= len(reference.ids(first, image)) - 1
 
 
+@both_families
 def test_a_conversation_states_the_contents_hash(server: Sglang, images: list[bytes]) -> None:
     """Verified as SGLang's own encoder does: a wrong one is refused and stores nothing."""
 
@@ -88,6 +91,7 @@ def test_a_conversation_states_the_contents_hash(server: Sglang, images: list[by
     assert ask(other).status_code == 503
 
 
+@both_families
 def test_an_image_that_is_none_fails_its_own_request(
     server: Sglang, reference: Reference, images: list[bytes]
 ) -> None:
@@ -99,6 +103,7 @@ def test_an_image_that_is_none_fails_its_own_request(
     assert server.tokens(ONE, images[:1]) == reference.tokens(ONE, images[:1])
 
 
+@both_families
 def test_an_encoder_that_is_killed_and_started_again(
     server: Sglang, encoder: Encoder, reference: Reference, images: list[bytes]
 ) -> None:
