@@ -9,10 +9,10 @@ A row is [D * (1 + L)]: the main level first, then the deepstack levels in order
 placeholder's embedding. Level i is added to the hidden state of the same token after decoder layer i
 (Qwen3-VL, ``_deepstack_process``). One tensor holds all levels, so they cannot get out of step.
 
-Rows are converted to the dtype of ``inputs_embeds``. Equal dtypes are copied. float16 and bfloat16 widen to
-float32 exactly. float32 is rounded to nearest even to float16 or bfloat16, as the full model rounds its
-tower's output. Conversions between float16 and bfloat16 lose mantissa or range and are refused, as are
-integers and float64. No other value is cast here.
+Only rows are converted, to the dtype of ``inputs_embeds``. Equal dtypes are copied. float16 and bfloat16
+widen to float32 exactly. float32 is rounded to nearest even to float16 or bfloat16, as the full model rounds
+its tower's output. Conversions between float16 and bfloat16 lose mantissa or range and are refused, as are
+integers and float64.
 
 The host never waits for the device. The host builds the table from values that it knows and copies it from
 pinned memory on the current stream. The table holds the addresses of rows, which may be in torch's memory or

@@ -2,11 +2,12 @@
 
 Owns TokenSpeed 0.1.1's handshake (``runtime/epd``): a prefill rank names its memory in a message by ZMQ,
 before or after the gateway has the item encoded; once the rows and all ranks are there, the rows are written
-by ``mooncake`` and every rank gets a status. Every room ends: after ROOM_S without its other half, SEND_S
-after both are there, or when its item fails. Its ranks are told, and its memory is given back.
+by ``mooncake`` and every rank gets a status. Every room ends: ROOM_S after its first half if the other half
+does not come, SEND_S after both are there, or when its item fails. Then its ranks get a status, and its
+memory is freed.
 
-The room's number, 63 random bits, is what entitles a rank to the rows. Rows go to the host that names itself,
-or to one of an allow-list (``zmq_push.Receivers``).
+A rank that knows the room's number, 63 random bits, may have the rows. They are sent only to the host that
+asks, or to one of an allow-list (``zmq_push.Receivers``).
 """
 
 from __future__ import annotations
@@ -42,23 +43,23 @@ from encoder_service.types import EncodedItem
 
 log = structlog.get_logger(__name__)
 
-# Rows wait so long for their ranks, and ranks for an item.
+# How long rows wait for their ranks, and ranks for their item.
 ROOM_S = 60.0
 # For the rows of a room to be written, once all of its ranks are there.
 SEND_S = 30.0
 PUSH_S = 5.0
 # Open rooms, ranks of one room, failed rooms whose numbers are kept.
 MAX_ROOMS, MAX_RANKS, MAX_FAILED = 32_768, 256, 16_384
-# Ranks in rooms without an item, in all and of one host: 256 items for 8 ranks. Items still have rooms then.
+# Most ranks in rooms without an item, in total and of one host. Below MAX_ROOMS, so that items get rooms.
 MAX_EARLY, MAX_EARLY_OF_HOST = 16_384, 2048
 MAX_ROOM = (1 << 63) - 1
 MAX_ROWS = (1 << 31) - 1
 # Of one part of a message. ZMQ ends the connection of a peer that sends more.
 MAX_PART_BYTES = 256
 STOP_POLL_S = 0.05
-# Statuses and rows on their way, above which a rank that comes to a failed room is not told.
+# Most tasks that send. Above it a rank that asks for a failed room gets no status.
 MAX_TASKS = 2048
-# Of refused messages, at most one is logged in this time.
+# Minimum interval between logged refusals.
 LOG_S = 1.0
 
 REGISTRATION = b"None"
@@ -181,7 +182,7 @@ class Rooms:
         self.unread = unread
         self._receivers, self._sender = receivers, sender
         self._rooms: dict[int, Room] = {}
-        # Numbers of rooms that failed, the oldest first: ranks that ask late are told.
+        # Numbers of rooms that failed, the oldest first: ranks that ask later get the status FAILED.
         self._failed: dict[int, None] = {}
         # Ranks in rooms without an item, by the host that asked.
         self._early: Counter[str] = Counter()

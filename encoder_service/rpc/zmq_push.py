@@ -26,11 +26,11 @@ Network: TypeAlias = ipaddress.IPv4Network | ipaddress.IPv6Network
 Address: TypeAlias = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 MAX_HOST_CHARS = 64
-# Sends at a time, in all and to one host, each with a socket of its own; others wait.
+# Most concurrent sends, in total and to one host. Each has its own socket.
 MAX_SENDS, MAX_SENDS_TO_HOST = 256, 64
-# Whether libzmq is done with a message is asked this often: it tells by a flag only.
+# Interval at which a message's tracker is polled: libzmq has no callback for it.
 FLUSH_POLL_S = 0.002
-# For what the kernel has not taken when libzmq is done, at most 8 KiB.
+# How long a closed socket may still send what libzmq has buffered, at most 8 KiB.
 LINGER_MS = 1000
 
 
@@ -71,7 +71,7 @@ class Receivers:
         return f"tcp://[{address}]:{port}" if address.version == 6 else f"tcp://{address}:{port}"
 
     def endpoint_of(self, url: object, peer: str) -> str:
-        """The same of ``host:port``."""
+        """As ``endpoint``, for a text ``host:port``."""
         if not isinstance(url, str):
             raise InvalidRequest(f"receive_url is a {type(url).__name__}, needed is host:port")
         host, _, port = url.rpartition(":")
@@ -109,8 +109,8 @@ def is_of_this_machine(address: Address) -> bool:
 
 
 class Sender:
-    """Sends messages, each on a socket of its own that goes with it: a receiver that is dead or does not read
-    costs its own message ``timeout_s`` and leaves nothing behind."""
+    """Sends messages. Each has its own socket, which is closed afterwards. A receiver that does not read
+    delays only its own message, for at most ``timeout_s``."""
 
     def __init__(self, system: str, timeout_s: float) -> None:
         """system: its setting is ``serve_<system>``, its extra has this name. Raises ConfigurationError where
@@ -148,8 +148,8 @@ class Sender:
         return puller, int(puller.getsockopt_string(self._zmq.LAST_ENDPOINT).rpartition(":")[2])
 
     async def push(self, endpoint: str, frames: Sequence[bytes | memoryview]) -> None:
-        """Returns once the message has been written to the receiver's connection. The frames' memory is read
-        until then, and no longer than until this raises. Raises TransportUnavailable."""
+        """Returns once the message has been written to the receiver's connection. The frames' memory is not
+        read after this returns or raises. Raises TransportUnavailable."""
         host = endpoint.rpartition(":")[0]
         places = self._places_of.setdefault(host, asyncio.Semaphore(MAX_SENDS_TO_HOST))
         try:

@@ -104,7 +104,7 @@ class ClipRules(abc.ABC):
 
     @abc.abstractmethod
     def piece_frames(self, plan: ClipPlan, max_patches: int) -> int:
-        """Frames of one piece: as many as max_patches allows, at least those that are attended together."""
+        """Frames of one piece: as many as fit max_patches, but never fewer than attend to each other."""
 
     @abc.abstractmethod
     def depth(self, num_frames: int) -> int:
