@@ -19,6 +19,8 @@ from typing import Any
 import httpx
 import pytest
 
+from lm_adapter.engines.plugin.reasons import MAX_MESSAGE_CHARS
+from lm_adapter.errors import ItemFailed
 from lm_adapter.keys import content_digest
 from lm_adapter.testing import FakeEncoder, Fault
 from tests.engines.agreement import of_response
@@ -75,6 +77,24 @@ class TestFaults:
     ) -> None:
         found = answer_to(fault, fake, partial(ask, stack))
         refused(found, found.status_code, *FAULTS[fault])
+
+    def test_p17_p32_a_long_message_is_cut_and_ends_nothing(
+        self, stack: Stack, fake: FakeEncoder, meanwhile: TextRequests, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Of a read: longer than what a rank can report to the scheduler."""
+        (bad, bad_digest), (good, good_digest) = new_picture(), new_picture()
+        fake.script.grids |= {bad_digest: GRID, good_digest: GRID}
+        find = fake._find
+
+        def fail(key: bytes, namespace: str) -> Any:
+            held = find(key, namespace)
+            if held is not None and held.digest == bad_digest:
+                raise ItemFailed("x" * (2 << 20))
+            return held
+
+        monkeypatch.setattr(fake, "_find", fail)
+        refused(ask(stack, bad), 502, f"INTERNAL: {'x' * MAX_MESSAGE_CHARS}")
+        assert ask(stack, good).status_code == 200
 
     def test_most_files_are_sent_once(self, stack: Stack, fake: FakeEncoder) -> None:
         """A read that overtakes the announcement of its file has the file sent again."""
