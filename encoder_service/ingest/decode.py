@@ -32,8 +32,9 @@ import torch
 from PIL import ExifTags, Image, UnidentifiedImageError
 
 from encoder_service.errors import ImageTooLarge, UndecodableImage, VisionEncoderError
-from encoder_service.ingest.headers import ImageSize, png_without_pixels, webp_size
+from encoder_service.ingest.headers import ImageSize, webp_size
 from encoder_service.ingest.jpeg import decode_jpeg
+from vision_encoder.layout.png import png_without_pixels
 
 Transparent: TypeAlias = Literal["white", "drop"]
 

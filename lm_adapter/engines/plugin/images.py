@@ -6,14 +6,13 @@ Owns the file's checks. Imports no torch.
 from __future__ import annotations
 
 import io
-import struct
-import zlib
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from lm_adapter.keys import content_digest
+from vision_encoder.layout.png import png_without_pixels
 
 ORIENTATION, TIFF_WIDTH, TIFF_LENGTH = 0x0112, 0x0100, 0x0101
 TURNED = (5, 6, 7, 8)
@@ -23,9 +22,6 @@ FORMATS = (
     "JPEG2000", "QOI", "PCX", "SGI", "TGA",
 )  # fmt: skip
 """What the encoder takes. Pillow decodes some of the others while it opens them."""
-PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
-PNG_METADATA = (b"eXIf", b"tEXt", b"zTXt", b"iTXt")
-"""Chunks that can hold an orientation."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,33 +89,6 @@ class ImageFile:
         # Stored, not compressed: it is read once, on the same host or the next.
         pixels.save(out, "PNG", compress_level=0)
         return cls.read(out.getvalue())
-
-
-def png_without_pixels(data: bytes) -> bytes:
-    """The header and metadata of a PNG, so that Pillow can read an orientation that follows the pixels
-    without decoding them. Other data is returned unchanged. Chunks that Pillow does not reach when it decodes
-    are left out. ``encoder_service.ingest.headers`` has the same function; tests hold the two equal."""
-    if not data.startswith(PNG_SIGNATURE):
-        return data
-    kept, start = [PNG_SIGNATURE], len(PNG_SIGNATURE)
-    has_pixels = is_animated = False
-    while start + 12 <= len(data):
-        end = start + 12 + int.from_bytes(data[start : start + 4], "big")
-        kind = data[start + 4 : start + 8]
-        if end > len(data) or kind == b"IEND" or not kind.isalnum():
-            break
-        if kind == b"fcTL" and has_pixels and is_animated:
-            break  # a second frame
-        if kind in PNG_METADATA:
-            # Pillow verifies checksums only before the pixels; those of moved chunks are recomputed.
-            kept.append(data[start : end - 4] + struct.pack(">I", zlib.crc32(data[start + 4 : end - 4])))
-        elif not has_pixels:
-            if kind == b"IHDR":
-                kept.append(data[start:end])
-            is_animated |= kind == b"acTL"
-            has_pixels = kind == b"IDAT"
-        start = end
-    return b"".join(kept) + b"\0\0\0\0IEND\xaeB`\x82"
 
 
 def _orientation(image: Any) -> object:

@@ -1,4 +1,5 @@
 """Byte layouts that the service writes and its clients read: control page, directory, keys, broker frames.
+Beside them ``png``, by which both compute the same grid of a PNG.
 
 Each layout is defined once, here, with the standard library only. The service (``encoder_service.store``)
 owns the writers, the adapter (``lm_adapter.shm``) the readers.

@@ -13,7 +13,6 @@ import torch
 from PIL import Image, PngImagePlugin
 
 from encoder_service.errors import UndecodableImage
-from encoder_service.ingest import headers
 from encoder_service.ingest.decode import ALLOWED_FORMATS, DecodeLimits, read_size
 from lm_adapter.engines.plugin import images
 from lm_adapter.engines.plugin.images import ORIENTATION, TURNED, ImageFile
@@ -69,9 +68,15 @@ def test_pngs_whose_orientation_follows_their_pixels(name: str) -> None:
 
 
 @pytest.mark.parametrize("data", [one for one, _ in odd_pngs(9, 5).values()])
-def test_png_headers_are_read_by_the_services_rules(data: bytes) -> None:
+def test_cut_pngs_have_the_services_size_or_none(data: bytes) -> None:
     for length in range(len(data) + 1):
-        assert images.png_without_pixels(data[:length]) == headers.png_without_pixels(data[:length])
+        try:
+            expected = read_size(data[:length], LIMITS)
+        except UndecodableImage:
+            with pytest.raises(ValueError, match="Failed to load image"):
+                ImageFile.read(data[:length])
+        else:
+            assert ImageFile.read(data[:length]).size == (expected.width, expected.height)
 
 
 def test_formats_are_those_that_the_service_takes() -> None:
