@@ -20,6 +20,7 @@ Content = TypeVar("Content")
 
 # A change of the files is noticed after at most this time.
 RECHECK_S = 1.0
+MAX_FILE_BYTES = 4 << 20
 
 
 class Reloaded(Generic[Content]):
@@ -61,8 +62,12 @@ class Reloaded(Generic[Content]):
 
 
 def read(file: Path) -> bytes:
-    """The file's bytes. Raises ConfigurationError."""
+    """The file's bytes. Raises ConfigurationError, also for a file above MAX_FILE_BYTES."""
     try:
-        return file.read_bytes()
+        with file.open("rb") as opened:
+            content = opened.read(MAX_FILE_BYTES + 1)
     except OSError as error:
         raise ConfigurationError(f"cannot read {file}: {error.strerror or error}") from None
+    if len(content) > MAX_FILE_BYTES:
+        raise ConfigurationError(f"{file} has more than {MAX_FILE_BYTES} bytes")
+    return content
