@@ -59,6 +59,7 @@ from encoder_service.rpc.sglang import SglangServer
 from encoder_service.scheduler.admission import Admission, UnreadBytes
 from encoder_service.scheduler.planner import Planner
 from encoder_service.store.embedding_store import EmbeddingStore, open_store
+from encoder_service.towers.optional import unusable_kernels
 from encoder_service.towers.registry import load_tower
 from encoder_service.types import Grid
 from vision_encoder.v1 import encoder_pb2 as pb
@@ -192,7 +193,14 @@ class Service:
             self.pipeline = self._build_pipeline(model, self._engine, store)
             await on_own_thread(self._engine.warm_up, warm_up_grids(model, settings))
             self._engine.start()
-            self._info = server_info(settings, model, store, self._instance_id, self._own_segments)
+            self._info = server_info(
+                settings,
+                model,
+                store,
+                self._instance_id,
+                self._own_segments,
+                unusable_kernels(model.tower.device),
+            )
             self._admin.attach(self.pipeline, self._engine, self.broker)
             await self._grpc.start(
                 {SERVICE: method_handlers(self._build_servicer(self.pipeline, self._info), self.gate)}

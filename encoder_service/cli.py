@@ -367,6 +367,8 @@ def info(
         table.add_row(name, f"{value:,}")
     for transport in answer.transports:
         table.add_row("transport", str(getattr(transport.delivery, "value", transport.delivery)))
+    for name, reason in answer.unusable_kernels.items():
+        table.add_row("not usable", f"{name}: {reason}")
     Console().print(table)
 
 

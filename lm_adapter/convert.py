@@ -128,6 +128,7 @@ def server_info(message: pb.GetServerInfoResponse) -> ServerInfo:
             _record(TransportInfo, one, delivery=_DELIVERY_OF.get(one.delivery) or f"delivery {one.delivery}")
             for one in message.transports
         ),
+        unusable_kernels=dict(message.unusable_kernels),
     )
 
 

@@ -9,6 +9,7 @@ Shape legend: R rows (visual tokens), D language-model width, L deepstack levels
 from __future__ import annotations
 
 import enum
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -177,7 +178,8 @@ class TransportInfo:
 
 @dataclass(frozen=True)
 class ServerInfo:
-    """The answer to GetServerInfo. instance_id is new at every start."""
+    """The answer to GetServerInfo. instance_id is new at every start. unusable_kernels: the optional kernel
+    libraries that cannot be used on the encoder's device, with the reason."""
 
     protocol_version: int
     min_protocol_version: int
@@ -187,6 +189,7 @@ class ServerInfo:
     models: tuple[ModelInfo, ...]
     limits: Limits
     transports: tuple[TransportInfo, ...]
+    unusable_kernels: Mapping[str, str] = field(default_factory=dict)
 
     def model(self, name: str = "") -> ModelInfo:
         """The model of this name; with an empty name the server's only one. Raises InvalidRequest."""

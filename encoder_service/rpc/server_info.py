@@ -3,6 +3,8 @@ process."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 
 from encoder_service import __version__
@@ -21,8 +23,10 @@ def server_info(
     store: EmbeddingStore,
     instance_id: str,
     segments: PixelSegments | None = None,
+    unusable: Mapping[str, str] | None = None,
 ) -> pb.GetServerInfoResponse:
-    """instance_id: the broker reports it too. segments: None where pixels in shared memory are refused."""
+    """instance_id: the broker reports it too. segments: None where pixels in shared memory are refused.
+    unusable: the optional kernel libraries that cannot be used here, with the reason."""
     tower = model.tower
     info = pb.GetServerInfoResponse(
         protocol_version=convert.PROTOCOL_VERSION,
@@ -64,6 +68,7 @@ def server_info(
             max_clip_patches=settings.max_clip_patches,
         ),
         transports=[pb.TransportInfo(delivery=pb.DELIVERY_INLINE), *transports(settings, store)],
+        unusable_kernels=unusable,
     )
     if segments is not None:
         info.pixel_input.host_id = host_id()

@@ -332,6 +332,8 @@ def test_info_and_health_for_a_person(shared: ServiceProcess) -> None:
     assert shown.exit_code == 0
     for text in ("qwen3_vl", "float32", "deepstack", "max_items_per_request", "inline"):
         assert text in shown.stdout
+    for library in ("fa4", "fa3", "varlen", "quack"):  # a CPU has use for none of them
+        assert f"{library}: ConfigurationError: needs a CUDA device" in " ".join(shown.stdout.split())
     assert client_command("health", "--server", shared.target).stdout == "SERVING\n"
     gone = client_command("health", "--server", "127.0.0.1:9", "--timeout-s", "1")
     assert gone.exit_code == 1

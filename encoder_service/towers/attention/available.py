@@ -5,18 +5,16 @@ Owns the names and the requirements of the backends. ``select.py`` measures whic
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 from collections.abc import Callable, Collection
 from functools import partial
 
-import structlog
 import torch
 
 from encoder_service.errors import ConfigurationError
 from encoder_service.towers.attention.backend import AttentionBackend
 from encoder_service.towers.attention.sdpa import SdpaAttention
-
-log = structlog.get_logger(__name__)
 
 AUTO = "auto"
 
@@ -28,13 +26,10 @@ def available_backends(device: torch.device, *, deterministic: bool = False) -> 
     splits the keys, and no tile depends on the batch. SDPA then runs sequence by sequence.
     """
     found: list[AttentionBackend] = []
-    for name, build in BUILDERS.items():
-        try:
+    for build in BUILDERS.values():
+        # An extension built for another torch can fail with any error; unusable_kernels gives the reason.
+        with contextlib.suppress(Exception):
             found.extend(build(device))
-        except Exception as error:  # an extension built for another torch can fail with any error
-            # Logged as info on a GPU, where a missing backend may cost speed.
-            say = log.info if device.type == "cuda" else log.debug
-            say("attention_backend_absent", backend=name, reason=f"{type(error).__name__}: {error}")
     found.append(SdpaAttention(one_by_one=deterministic))
     return [backend for backend in found if backend.batch_invariant or not deterministic]
 

@@ -8,6 +8,7 @@ Shape legend: P patches, K input width, N output width, H heads, d head_dim.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import statistics
 import warnings
@@ -19,6 +20,7 @@ import torch
 from torch.nn.functional import gelu, linear
 
 from encoder_service.errors import ConfigurationError
+from encoder_service.towers.attention.available import require_capability
 from encoder_service.towers.gemm import (
     STEPS,
     TORCH_GEMM,
@@ -68,28 +70,25 @@ class Trial:
 
 
 def find_gemms(device: torch.device) -> list[Gemm]:
-    """Every gemm that works on this device, torch's first. quack needs a Hopper GPU."""
+    """Every gemm that works on this device, torch's first."""
     found: list[Gemm] = [TORCH_GEMM]
-    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
-        return found
-    try:
-        from encoder_service.towers.attention.fa4 import import_interface
-
-        import_interface()  # puts the DSL's packages on the path
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # as import_interface does
-            from encoder_service.towers.gemm.quack_gemm import TILES, QuackGemm
-
-        found += [QuackGemm(tile, steps) for tile, steps in TILES.items()]
-    except Exception as error:  # an optional library may fail to import with any error
-        text = str(error).strip().splitlines()
-        log.info(
-            "gemm_library_absent",
-            library="quack",
-            reason=f"{type(error).__name__}: {text[0] if text else ''}",
-            hint="it loads from a folder named site-packages alone",
-        )
+    # An optional library may fail to import with any error; unusable_kernels gives the reason.
+    with contextlib.suppress(Exception):
+        found += quack_gemms(device)
     return found
+
+
+def quack_gemms(device: torch.device) -> list[Gemm]:
+    """Raises ConfigurationError for a device that quack does not support, or the error of its import."""
+    require_capability(device, (9,))
+    from encoder_service.towers.attention.fa4 import import_interface
+
+    import_interface()  # puts the DSL's packages on the path
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # as import_interface does
+        from encoder_service.towers.gemm.quack_gemm import TILES, QuackGemm
+
+    return [QuackGemm(tile, steps) for tile, steps in TILES.items()]
 
 
 def choose_gemms(

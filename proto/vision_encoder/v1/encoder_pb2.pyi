@@ -577,6 +577,22 @@ Global___PixelInput: typing_extensions.TypeAlias = PixelInput
 class GetServerInfoResponse(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
+    @typing.final
+    class UnusableKernelsEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        value: builtins.str
+        def __init__(
+            self,
+            *,
+            key: builtins.str = ...,
+            value: builtins.str = ...,
+        ) -> None: ...
+        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
+
     PROTOCOL_VERSION_FIELD_NUMBER: builtins.int
     MIN_PROTOCOL_VERSION_FIELD_NUMBER: builtins.int
     SERVER_VERSION_FIELD_NUMBER: builtins.int
@@ -586,6 +602,7 @@ class GetServerInfoResponse(google.protobuf.message.Message):
     LIMITS_FIELD_NUMBER: builtins.int
     TRANSPORTS_FIELD_NUMBER: builtins.int
     PIXEL_INPUT_FIELD_NUMBER: builtins.int
+    UNUSABLE_KERNELS_FIELD_NUMBER: builtins.int
     protocol_version: builtins.int
     min_protocol_version: builtins.int
     server_version: builtins.str
@@ -602,6 +619,10 @@ class GetServerInfoResponse(google.protobuf.message.Message):
     def pixel_input(self) -> Global___PixelInput:
         """absent: pixel tensors come inline"""
 
+    @property
+    def unusable_kernels(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.str]:
+        """optional kernel libraries that cannot be used, and why"""
+
     def __init__(
         self,
         *,
@@ -614,9 +635,10 @@ class GetServerInfoResponse(google.protobuf.message.Message):
         limits: Global___Limits | None = ...,
         transports: collections.abc.Iterable[Global___TransportInfo] | None = ...,
         pixel_input: Global___PixelInput | None = ...,
+        unusable_kernels: collections.abc.Mapping[builtins.str, builtins.str] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["limits", b"limits", "pixel_input", b"pixel_input"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["device", b"device", "instance_id", b"instance_id", "limits", b"limits", "min_protocol_version", b"min_protocol_version", "models", b"models", "pixel_input", b"pixel_input", "protocol_version", b"protocol_version", "server_version", b"server_version", "transports", b"transports"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["device", b"device", "instance_id", b"instance_id", "limits", b"limits", "min_protocol_version", b"min_protocol_version", "models", b"models", "pixel_input", b"pixel_input", "protocol_version", b"protocol_version", "server_version", b"server_version", "transports", b"transports", "unusable_kernels", b"unusable_kernels"]) -> None: ...
 
 Global___GetServerInfoResponse: typing_extensions.TypeAlias = GetServerInfoResponse
 

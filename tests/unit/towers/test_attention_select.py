@@ -19,6 +19,7 @@ from encoder_service.towers.attention import (
 )
 from encoder_service.towers.attention.per_shape import PerShapeAttention
 from encoder_service.towers.attention.select import ShapeCase, bounds_of, measure_backends
+from encoder_service.towers.optional import unusable_kernels
 
 CPU = torch.device("cpu")
 SMALL = ShapeCase("small", (20, 5), 32, 4, 32)
@@ -207,11 +208,12 @@ def test_a_library_that_breaks_on_import_is_absent(monkeypatch: pytest.MonkeyPat
     monkeypatch.setitem(
         available.BUILDERS, "fa3", lambda device: [Fake("fa3", Clock(), batch_invariant=False)]
     )
-    with capture_logs() as logs:
-        assert [backend.name for backend in available_backends(CPU)] == ["fa3", "sdpa"]
-    reasons = {entry["backend"]: entry["reason"] for entry in logs}
+    assert [backend.name for backend in available_backends(CPU)] == ["fa3", "sdpa"]
+    reasons = unusable_kernels(CPU)
+    assert sorted(reasons) == ["fa4", "quack", "varlen"]
     assert reasons["fa4"] == "OSError: undefined symbol"
     assert "needs a CUDA device, this is cpu" in reasons["varlen"]
+    assert "needs a CUDA device, this is cpu" in reasons["quack"]
     assert [backend.name for backend in available_backends(CPU, deterministic=True)] == ["sdpa"]
 
 
