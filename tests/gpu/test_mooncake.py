@@ -60,6 +60,7 @@ def test_rows_of_a_gpu_are_staged(
     device = torch.device("cuda", torch.cuda.current_device())
     mooncake = Mooncake(parse_settings(model=Path("/m"), **given), device)
     rows = torch.randn(100, 3 * 64, device=device)
+    torch.cuda.synchronize(device)  # rows are staged after their event
 
     async def staged() -> tuple[torch.Tensor, torch.Tensor]:
         async with mooncake.staged(rows, 64, torch.bfloat16, "10.0.0.1") as found:
