@@ -18,7 +18,7 @@ from encoder_service.store.arena import TierName
 from encoder_service.store.embedding_store import Place
 from encoder_service.types import CacheTier
 
-# If more lost reads than this share of the announced places are reported, rows go inline for a second.
+# If more lost reads than this share of all reads are reported, rows go inline for a second.
 MAX_LOST_SHARE = 0.01
 WINDOW_S = 1.0
 # Number of namespaces whose reads are counted. The least recently used is dropped first.
@@ -35,23 +35,27 @@ class Wanted(NamedTuple):
 
 
 class LossRate:
-    """The reads that one namespace lost in the current second, relative to the places announced in this
-    second and the one before. clock: seconds."""
+    """The reads that one namespace lost in the current second, relative to its reads in this second and the
+    one before: the reported ones, or the announced places where these are more. clock: seconds."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._ends_s = clock() + WINDOW_S
-        self._num_lost = self._num_placed = self._num_placed_before = 0
+        self._num_lost = 0
+        self._placed, self._reported = [0, 0], [0, 0]  # in this second, in the one before
         self._inline_until_s = float("-inf")
 
     def count_placed(self) -> None:
         self._roll()
-        self._num_placed += 1
+        self._placed[0] += 1
 
-    def count_lost(self, num_lost: int) -> None:
+    def count_reported(self, num_read: int, num_lost: int) -> None:
+        """num_read: reads, at places and by the directory, that were not lost."""
         self._roll()
+        self._reported[0] += num_read
         self._num_lost += num_lost
-        if self._num_lost > MAX_LOST_SHARE * (self._num_placed + self._num_placed_before):
+        num_reads = max(sum(self._placed), sum(self._reported))
+        if num_lost and self._num_lost > MAX_LOST_SHARE * num_reads:
             self._inline_until_s = self._clock() + WINDOW_S
 
     def is_high(self) -> bool:
@@ -61,8 +65,11 @@ class LossRate:
     def _roll(self) -> None:
         now_s = self._clock()
         if now_s >= self._ends_s:
-            self._num_placed_before = self._num_placed if now_s < self._ends_s + WINDOW_S else 0
-            self._num_lost = self._num_placed = 0
+            is_next = now_s < self._ends_s + WINDOW_S
+            self._placed, self._reported = (
+                [0, counts[0] if is_next else 0] for counts in (self._placed, self._reported)
+            )
+            self._num_lost = 0
             self._ends_s = now_s + WINDOW_S
 
 
@@ -92,10 +99,11 @@ class Delivery:
             metrics.count(metrics.inline_fallbacks, reason)
         return await self._pipeline.in_tier(delivered, wanted.namespace, "host"), None
 
-    def count_lost(self, namespace: str, num_lost: int) -> None:
-        """Counts reads of announced places that an eviction overtook."""
+    def count_reads(self, namespace: str, num_read: int, num_lost: int) -> None:
+        """Counts reads that callers report. num_lost: those that an eviction overtook."""
+        self._metrics.directory_reads.inc(num_read)
         self._metrics.reads_lost.inc(num_lost)
-        self._losses_of(namespace).count_lost(num_lost)
+        self._losses_of(namespace).count_reported(num_read, num_lost)
 
     def _losses_of(self, namespace: str) -> LossRate:
         rate = self._losses.pop(namespace, None) or LossRate(self._pipeline.clock)

@@ -112,10 +112,10 @@ class VisionEncoderServicer:
             raise InvalidRequest(
                 f"the call has {len(request.rows)} rows, at most {MAX_TOUCHED_ROWS} are read"
             )
+        check_namespace(request.namespace)
         for row in request.rows:
             self._pipeline.store.touch(request.namespace, row.key, row.generation)
-        self.metrics.directory_reads.inc(len(request.rows))
-        self.metrics.reads_lost.inc(request.num_lost)
+        self._delivery.count_reads(request.namespace, len(request.rows), request.num_lost)
         return pb.TouchResponse()
 
     # -- streams ---------------------------------------------------------------------------------------
@@ -151,7 +151,7 @@ class VisionEncoderServicer:
         call = observed.this_call()
         tier = convert.wanted_tier(request.delivery)
         if request.after_lost_read:
-            self._delivery.count_lost(request.namespace, len(items))
+            self._delivery.count_reads(request.namespace, 0, len(items))
         permit = self._reader.admission.acquire(call.message_bytes)
         try:
             stream = ItemStream(
@@ -175,10 +175,7 @@ class VisionEncoderServicer:
 
     def _check_call(self, namespace: str, model: str, num_items: int) -> None:
         """Raises what concerns the call as a whole: InvalidRequest, UnknownModel."""
-        if len(namespace.encode()) > MAX_NAMESPACE_BYTES:
-            raise InvalidRequest(
-                f"namespace has {len(namespace.encode())} bytes, at most {MAX_NAMESPACE_BYTES} are taken"
-            )
+        check_namespace(namespace)
         if len(model.encode()) > MAX_MODEL_NAME_BYTES:  # an answer that repeats it must fit into the trailers
             raise UnknownModel(
                 f"the model name has {len(model.encode())} bytes, at most {MAX_MODEL_NAME_BYTES} are taken"
@@ -204,3 +201,11 @@ class VisionEncoderServicer:
                 return pb.KeyStatus(key=key, state=pb.KEY_STATE_IN_FLIGHT)
             case _:
                 return pb.KeyStatus(key=key, state=pb.KEY_STATE_ABSENT)
+
+
+def check_namespace(namespace: str) -> None:
+    """Raises InvalidRequest with both numbers."""
+    if len(namespace.encode()) > MAX_NAMESPACE_BYTES:
+        raise InvalidRequest(
+            f"namespace has {len(namespace.encode())} bytes, at most {MAX_NAMESPACE_BYTES} are taken"
+        )

@@ -122,9 +122,9 @@ async def test_p21_above_one_percent_of_losses_rows_go_inline_for_a_second(
 
     for _ in range(100):
         assert await is_placed()
-    found.count_lost("", 1)
+    found.count_reads("", 0, 1)
     assert await is_placed()
-    found.count_lost("", 1)
+    found.count_reads("", 0, 1)
     assert not await is_placed()
     assert sample(rig, "ve_inline_fallbacks_total", reason="losses") == 1
     assert sample(rig, "ve_reads_lost_total") == 2
@@ -140,12 +140,12 @@ async def test_p18_losses_of_one_namespace_leave_the_others_as_they_are(rig: Rig
         return place is not None
 
     assert await is_placed("a")
-    found.count_lost("a", 1)
+    found.count_reads("a", 0, 1)
     assert not await is_placed("a")
     assert await is_placed("b")
     for _ in range(100):
         assert await is_placed("b")
-    found.count_lost("b", 1)
+    found.count_reads("b", 0, 1)
     assert await is_placed("b"), "its own reads count, not those lost elsewhere"
 
 
@@ -154,10 +154,10 @@ async def test_p17_losses_are_kept_of_a_bounded_number_of_namespaces(
 ) -> None:
     monkeypatch.setattr(delivery, "MAX_NAMESPACES", 4)
     for number in range(20):
-        found.count_lost(str(number), 1)
+        found.count_reads(str(number), 0, 1)
     assert list(found._losses) == ["16", "17", "18", "19"]
-    found.count_lost("16", 1)
-    found.count_lost("20", 1)
+    found.count_reads("16", 0, 1)
+    found.count_reads("20", 0, 1)
     assert list(found._losses) == ["18", "19", "16", "20"]
 
 
@@ -167,11 +167,11 @@ def test_losses_count_against_the_places_of_this_second_and_the_last() -> None:
     for _ in range(200):
         losses.count_placed()
     clock.now_s += 1.0
-    losses.count_lost(2)
+    losses.count_reported(0, 2)
     assert not losses.is_high()
-    losses.count_lost(1)
+    losses.count_reported(0, 1)
     assert losses.is_high()
     clock.now_s += 2.5
     assert not losses.is_high()
-    losses.count_lost(1)
+    losses.count_reported(0, 1)
     assert losses.is_high(), "nothing was placed for two seconds"

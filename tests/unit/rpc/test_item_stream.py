@@ -8,6 +8,7 @@ from typing import Any
 
 import grpc
 import pytest
+import torch
 
 from encoder_service.errors import UndecodableImage
 from encoder_service.pipeline import EncodeResult
@@ -15,8 +16,10 @@ from encoder_service.rpc import item_stream
 from encoder_service.rpc.delivery import Delivery, Wanted
 from encoder_service.rpc.item_stream import ItemStream
 from encoder_service.rpc.observed import Call, observed
-from encoder_service.types import EncodedFile, Item, Modality
-from tests.unit.service.rig import Rig, image, running, until
+from encoder_service.store.arena import PROBE_BYTES
+from encoder_service.store.embedding_store import EmbeddingStore
+from encoder_service.types import EncodedFile, EncodedItem, Grid, Item, Modality
+from tests.unit.service.rig import Rig, image, memory_store, running, until
 from vision_encoder.v1 import encoder_pb2 as pb
 
 CHUNK_BYTES = 1000
@@ -80,6 +83,40 @@ async def test_chunks_of_an_item_follow_its_result_in_order(rig: Rig) -> None:
         assert held is not None
         assert data == held.item.rows.numpy().tobytes()
         held.drop()
+
+
+class EvictingContext(SlowContext):
+    """At each message, overwrites the store's memory if nothing holds it."""
+
+    def __init__(self, store: EmbeddingStore) -> None:
+        super().__init__()
+        self._store = store
+
+    def overwrite(self) -> bool:
+        rows = torch.empty(64, 16, device="meta")
+        reservation = self._store.reserve("", EncodedItem(bytes(32), bytes(32), Grid(1, 16, 16), rows, 1))
+        if reservation is None:
+            return False
+        reservation.destination.fill_(-1.0)
+        self._store.cancel(reservation)
+        return True
+
+    async def write(self, message: Any) -> None:
+        self.overwrite()
+        await super().write(message)
+
+
+async def test_p21_inline_rows_hold_their_slot_until_their_last_chunk_is_written() -> None:
+    store = memory_store(PROBE_BYTES + 4096)  # room for one item
+    async with running(Rig(store)) as rig:
+        context = EvictingContext(store)
+        await stream_of(rig, context).run(rig.pipeline.encode, [image(9, side=16)])
+        data = b"".join(event.chunk.data for event in context.events if event.HasField("chunk"))
+        rows = torch.frombuffer(bytearray(data), dtype=torch.float32).view(64, 16)
+        assert len(context.events) == 1 + 5
+        assert torch.equal(rows, torch.tensor([9.0] * 8 + [10.0] * 8).expand(64, 16))
+        assert context.overwrite(), "nothing holds the rows any more"
+    store.close()
 
 
 @pytest.mark.parametrize("num_items", [1, 4])

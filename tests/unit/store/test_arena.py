@@ -124,6 +124,26 @@ def test_p21_generations_change_before_reuse_and_never_return(arena: Arena) -> N
             seen.add(generation)
 
 
+def test_p21_the_range_is_freed_only_after_the_generation_has_turned_even(
+    arena: Arena, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slot = slot_of(arena, 100)
+    generation = arena.publish(slot)
+    free, num_freed = arena._allocator.free, 0
+    with reader_of(arena) as reader:
+
+        def check_and_free(offset_bytes: int) -> None:
+            nonlocal num_freed
+            assert not reader.is_current(slot.index, generation)
+            free(offset_bytes)
+            num_freed += 1
+
+        monkeypatch.setattr(arena._allocator, "free", check_and_free)
+        assert reader.is_current(slot.index, generation)
+        arena.drop(slot)
+    assert num_freed == 1
+
+
 def test_generations_start_at_random() -> None:
     pages = [Arena(HostMemory(SIZE), max_slots=4) for _ in range(2)]
     starts = [arena.page.generation(index) for arena in pages for index in range(4)]

@@ -325,6 +325,24 @@ async def test_rows_with_a_copy_on_the_host_are_evicted_first(
     assert resident(store, range(5)) == [0, 1, 2, 3, 4]
 
 
+async def test_p21_announced_rows_on_the_device_are_evicted_after_rows_that_only_the_device_has(
+    store: EmbeddingStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(embedding_store, "LOOK_SHARE", 10.0)  # nothing is copied ahead
+    for name in range(4):
+        land(store, name)
+    for name in (0, 1):
+        held = hold(store, name)
+        held.announce()
+        held.drop()
+    (await store.in_tier(hold(store, 1), "", "host")).drop()
+    for name in (2, 3):
+        hold(store, name).drop()  # used later than 0 and 1
+    land(store, 4, num_rows=8)
+    assert [name for name in range(5) if on_device(store, name)] == [0, 1, 4]
+    assert store.num_unread_evictions == 0
+
+
 async def test_a_reader_without_a_gpu_gets_the_rows_on_the_host(store: EmbeddingStore) -> None:
     land(store, 1)
     held = await store.in_tier(hold(store, 1), "", "host")

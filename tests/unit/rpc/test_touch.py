@@ -1,0 +1,84 @@
+"""Touch: reports of reads reach the caller's namespace only, and lost reads make its answers inline."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from encoder_service.errors import InvalidRequest
+from encoder_service.rpc.delivery import Wanted
+from encoder_service.rpc.item_reader import ItemReader
+from encoder_service.rpc.servicer import VisionEncoderServicer
+from encoder_service.scheduler.admission import Admission
+from encoder_service.store.embedding_store import EmbeddingStore, Partition
+from tests.unit.service.rig import Rig, image, running
+from tests.unit.store.arenas import host_arena
+from vision_encoder.v1 import encoder_pb2 as pb
+
+pytestmark = pytest.mark.anyio
+CONTEXT: Any = None
+
+
+@pytest.fixture
+async def rig() -> AsyncIterator[Rig]:
+    """ "tenant" is isolated, "a" and the default namespace share an arena."""
+    store = EmbeddingStore(
+        Partition(host_arena(1 << 16)),
+        {"tenant": Partition(host_arena(1 << 16))},
+        on_copy_error=lambda error: False,
+    )
+    async with running(Rig(store)) as rig:
+        yield rig
+    store.close()
+
+
+@pytest.fixture
+def servicer(rig: Rig) -> VisionEncoderServicer:
+    reader = ItemReader(Admission(0, 1 << 20), rig.workers)
+    return VisionEncoderServicer(
+        rig.pipeline, pb.GetServerInfoResponse(), reader, rig.metrics, max_items=256, chunk_bytes=1 << 20
+    )
+
+
+async def announced(rig: Rig, servicer: VisionEncoderServicer, namespace: str) -> pb.TouchedRows | None:
+    """The rows that a caller on the encoder's host is referred to; None if they come inline."""
+    encoded = await rig.pipeline.encode(image(3, side=16), namespace=namespace)
+    delivered, place = await servicer._delivery.prepare(encoded, Wanted(namespace, "host", False))
+    delivered.release()
+    if place is None:
+        return None
+    return pb.TouchedRows(key=delivered.encoded.key, generation=place.generation)
+
+
+@pytest.mark.parametrize("namespace", ["", "a", "tenant"])
+async def test_p18_a_report_ends_the_protection_in_its_own_namespace_only(
+    rig: Rig, servicer: VisionEncoderServicer, namespace: str
+) -> None:
+    read = await announced(rig, servicer, namespace)
+    assert read is not None
+    for other in {"", "a", "tenant"} - {namespace}:
+        await servicer.touch(pb.TouchRequest(rows=[read], namespace=other), CONTEXT)
+        assert rig.store.num_unread() == 1
+    await servicer.touch(pb.TouchRequest(rows=[read], namespace=namespace), CONTEXT)
+    assert rig.store.num_unread() == 0
+
+
+async def test_p21_lost_reads_of_the_directory_make_answers_inline(
+    rig: Rig, servicer: VisionEncoderServicer
+) -> None:
+    """Above 1 % of the reads that are known: those that were reported, or those at places that were given."""
+    read = await announced(rig, servicer, "a")
+    assert read is not None
+    await servicer.touch(pb.TouchRequest(rows=[read] * 200, namespace="a", num_lost=2), CONTEXT)
+    assert await announced(rig, servicer, "a")
+    await servicer.touch(pb.TouchRequest(namespace="a", num_lost=1), CONTEXT)
+    assert await announced(rig, servicer, "a") is None
+    assert await announced(rig, servicer, ""), "losses of another namespace"
+    assert rig.metrics.registry.get_sample_value("ve_reads_lost_total") == 3
+
+
+async def test_p17_a_long_namespace_is_refused(servicer: VisionEncoderServicer) -> None:
+    with pytest.raises(InvalidRequest, match="namespace has 257 bytes, at most 256"):
+        await servicer.touch(pb.TouchRequest(namespace="n" * 257, num_lost=1), CONTEXT)
