@@ -20,8 +20,8 @@ from encoder_service.towers import Tower
 from encoder_service.towers.synthetic import config_for, draw, vision_layout
 from encoder_service.types import Grid
 
-# Target of float32 parity: norm of the difference over the norm of the reference.
-FLOAT32_RELATIVE = 1e-5
+# Limit of float32 parity: norm of the difference over the norm of the reference. Found: up to 2e-6 on a CPU.
+FLOAT32_RELATIVE = 3e-6
 # bfloat16 keeps 8 bits: one rounding is 2^-9 = 0.2 %, a tower of a few blocks adds up a handful.
 BFLOAT16_RELATIVE = 3e-2
 
