@@ -457,14 +457,13 @@ class SglangServer:
     # -- SGLang's list of encoders ---------------------------------------------------------------------
 
     async def _keep_registered(self, bootstrap_url: str) -> None:
-        """Registers whenever the server has become reachable: one that starts anew has an empty list. In
-        between, SGLang's own health checks decide."""
+        """Registers again and again: a server that starts anew has an empty list, and SGLang drops an encoder
+        for good whose probes have failed for SGLANG_ENCODER_BOOTSTRAP_EVICTED_TTL. An encoder that is listed
+        stays listed once. Each registration resets SGLang's count of failed probes, so that SGLang removes
+        only an encoder that has stopped registering."""
         was_registered = None
         while True:
-            if was_registered:
-                is_registered = await self._call_bootstrap("GET", f"{bootstrap_url}/health")
-            else:
-                is_registered = await self._call_bootstrap("POST", f"{bootstrap_url}/register_encoder_url")
+            is_registered = await self._call_bootstrap("POST", f"{bootstrap_url}/register_encoder_url")
             if is_registered is not was_registered:
                 report = log.info if is_registered else log.warning
                 report("registered at SGLang" if is_registered else "not registered", bootstrap=bootstrap_url)
