@@ -15,7 +15,16 @@ import grpc
 import pytest
 
 from lm_adapter.engines.plugin.reasons import MAX_MESSAGE_CHARS, MAX_REASON_CHARS
-from lm_adapter.engines.vllm.link import LENGTH, MAX_FRAME_BYTES, RowsOrder, StepRows
+from lm_adapter.engines.vllm.link import (
+    LENGTH,
+    MAX_FRAME_BYTES,
+    RankLink,
+    RowsOrder,
+    StepRows,
+    connect,
+    receive,
+    send,
+)
 from lm_adapter.engines.vllm.ranks import RankReader
 from lm_adapter.errors import InvalidRequest, ItemFailed
 from lm_adapter.items import Grid
@@ -478,6 +487,42 @@ def test_p32_a_rank_whose_link_breaks_connects_again(encoder: FakeEncoder, engin
     engine.wait_empty()
     encoder.script.faults.clear()
     serve(engine, late)
+
+
+@pytest.mark.parametrize("num_passes", range(8))
+def test_p32_a_rank_that_comes_as_another_goes_confirms_nothing_alone(num_passes: int) -> None:
+    """In any order of the event loop: an order counts as done with every rank's report, or fails."""
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while True:
+            frame = await receive(reader)
+            if "read" in frame:
+                send(writer, {"done": frame["read"]})
+
+    async def order() -> None:
+        link = RankLink(f"link-of-a-test-{secrets.token_hex(16)}", 2)
+        await link.open()
+        _, first = await connect(link._name)
+        reading = asyncio.create_task(link.read(RowsOrder(1, b"key", b"digest", GRID), 0.3))
+        while not link._ranks:  # noqa: ASYNC110 - the link has no event of its own for one rank
+            await asyncio.sleep(0)
+        with socket.socket(socket.AF_UNIX) as late:
+            late.setblocking(False)
+            late.connect(f"\0{link._name}")
+            for _ in range(num_passes):
+                await asyncio.sleep(0)
+            first.transport.abort()
+            reader, writer = await asyncio.open_unix_connection(sock=late)
+            answering = asyncio.create_task(answer(reader, writer))
+            try:
+                with pytest.raises(ItemFailed, match=r"1 of 2 ranks have no rows|the link .* broke"):
+                    await reading
+            finally:
+                answering.cancel()
+                writer.close()
+                await link.close()
+
+    asyncio.run(order())
 
 
 def test_p33_a_connection_beyond_the_ranks_disturbs_nothing(encoder: FakeEncoder, engine: Engine) -> None:

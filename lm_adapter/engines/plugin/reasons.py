@@ -18,6 +18,7 @@ STATUSES = {
     "INVALID_REQUEST": 400,
     "IDENTIFIER_REUSED": 400,
     "ROWS_TOO_LARGE": 400,
+    "MESSAGE_TOO_LARGE": 400,
 }
 CLIENTS_FAULT = (3, 9, 11)
 """gRPC statuses of items that fail in the same way wherever they are sent."""

@@ -15,6 +15,9 @@ from lm_adapter.client import AsyncVisionEncoderClient
 from lm_adapter.errors import InvalidRequest, ItemFailed
 from lm_adapter.shm.attachment import TRANSPORTS, check_transports
 
+MAY_BE_ZERO = {"retry_s"}
+"""Numbers of which 0 has a meaning; all others are above it."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
@@ -61,7 +64,10 @@ class Settings:
             default = getattr(cls, name, "")
             if isinstance(default, int | float) and not isinstance(default, bool):
                 kinds = int if isinstance(default, int) else int | float
-                fits = isinstance(value, kinds) and not isinstance(value, bool) and value >= 0
+                fits = isinstance(value, kinds) and not isinstance(value, bool)
+                if fits and not (value > 0 or (value == 0 and name in MAY_BE_ZERO)):
+                    bound = "of at least" if name in MAY_BE_ZERO else "above"
+                    raise InvalidRequest(f"{name} is {value!r}, needs a number {bound} 0")
             else:
                 fits = isinstance(value, type(default))
             if not fits:

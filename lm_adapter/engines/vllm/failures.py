@@ -12,12 +12,14 @@ import contextlib
 import functools
 import json
 import logging
+import queue
 import re
 import secrets
 import select
 import socket
 import threading
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import Any
 
 from lm_adapter.engines.plugin.reasons import message_of, status_of
@@ -48,16 +50,42 @@ def vllm_error(status: int, message: str) -> Exception:
 
 
 def send_report(reply: str, request_id: str, error: EncoderError) -> None:
-    """reply: of ``listening``; empty for requests that no API server sent."""
+    """reply: of ``listening``; empty for requests that no API server sent. Never waits: the scheduler's
+    thread calls it."""
     if not reply:
         return
     report = {"request_id": request_id, "status": status_of(error), "message": message_of(error)}
+    sending = functools.partial(_send, reply, request_id, json.dumps(report).encode())
+    try:
+        sending(timeout_s=0)
+    except BlockingIOError:
+        with contextlib.suppress(queue.Full):
+            _late_reports().put_nowait(sending)
+
+
+def _send(reply: str, request_id: str, report: bytes, *, timeout_s: float) -> None:
+    """timeout_s: for room in the API server's socket; with 0, raises BlockingIOError if there is none."""
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
-            sender.settimeout(SEND_S)
-            sender.sendto(json.dumps(report).encode(), f"\0{reply}".encode())
+            sender.settimeout(timeout_s)
+            sender.sendto(report, f"\0{reply}".encode())
+    except BlockingIOError:
+        raise
     except (OSError, UnicodeError) as failure:
         logger.warning("the API server is not told why request %s failed: %s", request_id, failure)
+
+
+@functools.cache
+def _late_reports() -> queue.Queue[Callable[..., None]]:
+    """Reports for which there was no room yet, sent one after another by a thread of their own."""
+    late: queue.Queue[Callable[..., None]] = queue.Queue(MAX_KEPT)
+
+    def run() -> None:
+        while True:
+            late.get()(timeout_s=SEND_S)
+
+    threading.Thread(target=run, name="vision-encoder-reports", daemon=True).start()
+    return late
 
 
 class Failures:

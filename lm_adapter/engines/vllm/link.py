@@ -138,7 +138,9 @@ class RankLink:
         mine = _Open(asyncio.get_running_loop().create_future())
         try:
             async with asyncio.timeout(timeout_s):
-                await self._all_here.wait()
+                while len(self._ranks) < self._num_ranks:
+                    # Ranks may come and go before this task goes on.
+                    await self._all_here.wait()
                 mine.waiting = set(self._ranks)
                 self._open[order.number] = mine
                 for writer in self._ranks:

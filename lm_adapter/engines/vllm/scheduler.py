@@ -8,7 +8,8 @@ never come here.
 
 Rows are held from their order until vLLM has computed past them or their requests are over; then they live on
 in vLLM's own encoder cache. A request that is preempted reads them again. A request that waits for room holds
-nothing, so that those that hold rows have all that they need, and end.
+nothing, so that those that hold rows have all that they need, and end. More rows than fit into the buffer at
+once come in portions, in step with chunked prefill.
 """
 
 from __future__ import annotations
@@ -77,13 +78,15 @@ class SharedRows:
 @dataclass(eq=False)
 class _Request:
     """replies: of its items. held: rows by index of the feature. needed: features whose rows the request
-    queues for. was_in_step: a step has computed with its rows."""
+    queues for. is_in_portions: while it queues, some are ordered already. was_in_step: a step has computed
+    with its rows."""
 
     request_id: str
     replies: set[str] = field(default_factory=set)
     wanted: list[WantedItem] = field(default_factory=list)
     held: dict[int, SharedRows] = field(default_factory=dict)
     needed: list[int] = field(default_factory=list)
+    is_in_portions: bool = False
     was_in_step: bool = False
     has_failed: bool = False
 
@@ -138,10 +141,14 @@ class RequestTracker:
         if behind:
             self._start_queued()
         ahead = [index for index, wanted in enumerate(state.wanted) if wanted.end > num_computed_tokens]
-        if not state.needed and any(index not in state.held for index in ahead):
+        state.needed = [index for index in state.needed if index in ahead]
+        if any(index not in state.held and index not in state.needed for index in ahead):
             self._enqueue(state, ahead)
+        if state.has_failed or (state.needed and not state.is_in_portions):
+            # One that waits for room gets no KV blocks: those that have rows may wait for these.
+            return False
         end = num_computed_tokens + self._step_tokens
-        return not state.has_failed and all(
+        return all(
             index in state.held and state.held[index].number
             for index in ahead
             if state.wanted[index].start < end
@@ -194,10 +201,13 @@ class RequestTracker:
         return taken
 
     def flush(self) -> None:
-        """All steps have begun: what was to leave with the next one leaves now."""
+        """All steps have begun: what was to leave with the next one leaves now. Rows that the next one hands
+        over stay on the ranks: vLLM counts them as in its own cache since they were allocated."""
+        handed_over = {number for number, _ in self._step.hand_over}
         for number in self._step.drop:
-            self._calls.on_loop(self._link.drop, number)
-        self._step.drop = []
+            if number not in handed_over:
+                self._calls.on_loop(self._link.drop, number)
+        self._step.drop = [number for number in self._step.drop if number in handed_over]
         self._have_left()
 
     def check_step(self, computed: Iterable[str]) -> None:
@@ -224,17 +234,12 @@ class RequestTracker:
         self._requests[request.request_id] = state
         try:
             self._take_files(request, state)
+            first_of: dict[str, WantedItem] = {}
             for wanted in state.wanted:
+                _check_same(wanted, first_of.setdefault(wanted.identifier, wanted))
                 present = self._rows.get(wanted.identifier)
                 if present is not None:
                     _check_same(wanted, present.wanted)
-            num_bytes = _num_bytes(state.wanted)
-            if num_bytes > self._settings.max_resident_bytes:
-                raise InvalidRequest(
-                    f"the request's rows have {num_bytes} bytes, max_resident_bytes is "
-                    f"{self._settings.max_resident_bytes}",
-                    reason="ROWS_TOO_LARGE",
-                )
         except EncoderError as error:
             self._fail(state, error)
         except Exception as error:
@@ -277,49 +282,83 @@ class RequestTracker:
 
     def _enqueue(self, state: _Request, ahead: list[int]) -> None:
         """Queues for the rows of all these features."""
+        try:
+            self._check_steps([state.wanted[index] for index in ahead])
+        except InvalidRequest as error:
+            self._fail(state, error)
+            return
+        is_queued = state in self._queue
         state.needed = [index for index in ahead if index not in state.held]
         if self._queue or not self._has_room(state):
             # Two requests that each hold a part and wait for the rest would block each other.
             for index in list(state.held):
                 self._let_go(state, index)
             state.needed = ahead
-        if state.was_in_step:
-            # Preempted: its answer has begun.
-            self._queue.appendleft(state)
-        else:
-            self._queue.append(state)
+        if not is_queued:
+            # One that was preempted has begun its answer: only one that is in portions is before it.
+            is_behind = bool(self._queue) and self._queue[0].is_in_portions
+            self._queue.insert(int(is_behind) if state.was_in_step else len(self._queue), state)
         self._start_queued()
 
+    def _check_steps(self, ahead: list[WantedItem]) -> None:
+        """Raises InvalidRequest if the rows of some step do not fit into the buffer. A step may begin at the
+        last token of any item."""
+        limit = self._settings.max_resident_bytes
+        if _num_bytes(ahead) <= limit:
+            return
+        for place, first in enumerate(ahead):
+            end = first.end - 1 + self._step_tokens
+            step = [wanted for wanted in ahead[place:] if wanted.start < end]
+            if (num_bytes := _num_bytes(step)) > limit:
+                raise InvalidRequest(
+                    f"a step of {self._step_tokens} tokens may need the rows of {len(step)} items, which "
+                    f"have {num_bytes} bytes, max_resident_bytes is {limit}",
+                    reason="ROWS_TOO_LARGE",
+                )
+
     def _has_room(self, state: _Request) -> bool:
+        """For all of its rows; for more than the buffer takes at once, an empty buffer."""
         wanted = (state.wanted[index] for index in state.needed)
         new_bytes = _num_bytes(one for one in wanted if one.identifier not in self._rows)
-        return self.used_bytes + new_bytes <= self._settings.max_resident_bytes
+        return not self.used_bytes or self.used_bytes + new_bytes <= self._settings.max_resident_bytes
 
     def _start_queued(self) -> None:
-        """In order of arrival, so that small requests do not overtake a large one without end."""
+        """In order of arrival, so that small requests do not overtake a large one without end. One whose rows
+        do not fit into the buffer at once gets them in portions. It has the buffer to itself until the last
+        are ordered, so that it never waits for others while it holds rows and KV blocks."""
         while self._queue:
             state = self._queue[0]
-            if state.needed and not self._has_room(state):
+            if not state.is_in_portions and not self._has_room(state):
+                return
+            self._order(state)
+            state.is_in_portions = bool(state.needed)
+            if state.needed:
                 return
             self._queue.popleft()
-            needed, state.needed = state.needed, []
-            for index in needed:
-                wanted = state.wanted[index]
-                rows = self._rows.get(wanted.identifier)
-                if rows is None:
-                    rows = SharedRows(wanted)
-                    self._rows[wanted.identifier] = rows
-                    self.used_bytes += wanted.num_bytes
-                    self._calls.start(rows, functools.partial(self._obtain, wanted))
-                else:
-                    try:
-                        _check_same(wanted, rows.wanted)
-                    except InvalidRequest as error:
-                        # Two that queued at once.
-                        self._fail(state, error)
-                        break
-                rows.holders.add((state.request_id, index))
-                state.held[index] = rows
+
+    def _order(self, state: _Request) -> None:
+        """The rows that the request needs, in the order of the prompt, as far as there is room."""
+        while state.needed:
+            index = state.needed[0]
+            wanted = state.wanted[index]
+            rows = self._rows.get(wanted.identifier)
+            if rows is None:
+                if self.used_bytes + wanted.num_bytes > self._settings.max_resident_bytes:
+                    return
+                rows = SharedRows(wanted)
+                self._rows[wanted.identifier] = rows
+                self.used_bytes += wanted.num_bytes
+                self._calls.start(rows, functools.partial(self._obtain, wanted))
+            else:
+                try:
+                    _check_same(wanted, rows.wanted)
+                except InvalidRequest as error:
+                    # Two that queued at once.
+                    self._fail(state, error)
+                    return
+            state.needed = state.needed[1:]
+            rows.holders.add((state.request_id, index))
+            state.held[index] = rows
 
     def _fail(self, state: _Request, error: EncoderError) -> None:
         if state.has_failed:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import secrets
+import socket
 from collections.abc import Iterator
 
 import pytest
@@ -22,6 +24,7 @@ from lm_adapter.errors import (
     RequestRefused,
     StreamViolation,
 )
+from tests.waiting import PATIENCE_S
 
 ERROR = ItemFailed("the file is no image", reason="UNDECODABLE_IMAGE", status=3)
 
@@ -39,6 +42,7 @@ def failures() -> Iterator[Failures]:
         (ERROR, 400),
         (ItemFailed("too large", reason="IMAGE_TOO_LARGE", status=9), 400),
         (ItemFailed("out of range", reason="OUT_OF_RANGE", status=11), 400),
+        (ItemFailed("too large", reason="MESSAGE_TOO_LARGE", status=8), 400),
         (InvalidRequest("no file"), 400),
         (InvalidRequest("used", reason="IDENTIFIER_REUSED"), 400),
         (InvalidRequest("large", reason="ROWS_TOO_LARGE"), 400),
@@ -104,6 +108,22 @@ def test_p32_many_requests_may_fail_at_once(failures: Failures) -> None:
     for number in range(MAX_KEPT // 2):
         send_report(failures.name, f"chatcmpl-{number:06}", ERROR)
     assert all(failures.take(f"chatcmpl-{number:06}") for number in range(MAX_KEPT // 2))
+
+
+def test_p32_the_scheduler_does_not_wait_for_an_api_server_that_stands_still(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Reports that find no room are sent once there is some."""
+    monkeypatch.setattr(failures_module, "SEND_S", PATIENCE_S)
+    num_reports = 600  # more than the kernel keeps for a socket
+    name = f"vision-encoder-{secrets.token_hex(16)}"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as server:
+        server.bind(f"\0{name}")
+        server.settimeout(PATIENCE_S)
+        for number in range(num_reports):  # would take half a minute and more
+            send_report(name, f"chatcmpl-{number}", ERROR)
+        received = [json.loads(server.recv(1 << 16))["request_id"] for _ in range(num_reports)]
+    assert received == [f"chatcmpl-{number}" for number in range(num_reports)]
 
 
 @pytest.mark.parametrize(

@@ -362,15 +362,120 @@ def test_p17_rows_are_bounded_in_bytes_and_requests_start_in_order(
     assert tracker.ensure(small, 0)
 
 
-def test_p17_a_request_larger_than_the_bound_is_rejected_with_both_figures(
+def test_p17_a_step_larger_than_the_bound_is_rejected_with_both_figures(
     tracker: RequestTracker, engine: Engine
 ) -> None:
     image = new_image()
     assert is_ready(tracker, engine, request_of(*[image] * 9))  # shared rows count once
     assert_rejected(tracker, request_of(*(new_image() for _ in range(5))))
-    ((_, _, error),) = engine.reported
-    assert error.reason == "ROWS_TOO_LARGE"
-    assert f"have {5 * ITEM_BYTES} bytes, max_resident_bytes is {4 * ITEM_BYTES}" in error.message
+    one_item = tracker_of(engine, step_tokens=8, max_resident_bytes=ITEM_BYTES)
+    assert_rejected(one_item, request_of(new_image(DOUBLE)))
+    for (_, _, error), (num_items, num_bytes, limit) in zip(
+        engine.reported, [(5, 5, 4), (1, 2, 1)], strict=True
+    ):
+        assert error.reason == "ROWS_TOO_LARGE"
+        assert f"{num_items} items, which have {num_bytes * ITEM_BYTES} bytes" in error.message
+        assert f"max_resident_bytes is {limit * ITEM_BYTES}" in error.message
+
+
+def test_p17_rows_behind_the_computed_tokens_need_no_room(tracker: RequestTracker, engine: Engine) -> None:
+    """A conversation whose earlier images are all in vLLM's prefix cache."""
+    *_, before, last = images = [new_image() for _ in range(20)]
+    request = request_of(*images)
+    computed = 8 * 19
+    assert not tracker.ensure(request, computed - 8)
+    assert engine.under_way == [before.name, last.name]
+    engine.end_all()
+    assert tracker.ensure(request, computed - 8)
+    assert tracker.ensure(request, computed)
+    assert tracker.used_bytes == ITEM_BYTES
+
+
+def compute(tracker: RequestTracker, engine: Engine, request: Request, start: int, end: int) -> None:
+    """One step with these tokens of the request, which is ready for it."""
+    for index, feature in enumerate(request.mm_features):
+        first = feature.mm_position.offset
+        if first < end and first + feature.mm_position.length > start:
+            assert tracker.holds(feature.identifier)
+            tracker.allocated(request, index)
+    used = engine.begin(tracker.take_step(has_tokens=True))
+    assert all(name in {feature.identifier for feature in request.mm_features} for name in used)
+
+
+def prefill(
+    tracker: RequestTracker, engine: Engine, request: Request, start: int = 0, end: int = 10**6
+) -> int:
+    """In steps of 8 tokens. Returns the most bytes of rows that it had."""
+    most = 0
+    for place in range(start, min(end, request.num_tokens), 8):
+        wait_until_ready(tracker, engine, request, place)
+        compute(tracker, engine, request, place, place + 8)
+        most = max(most, tracker.used_bytes)
+    return most
+
+
+def wait_until_ready(tracker: RequestTracker, engine: Engine, request: Request, computed: int) -> None:
+    for _ in range(3):  # rows leave with a step, or when there is none
+        if tracker.ensure(request, computed):
+            return
+        engine.end_all()
+        tracker.flush()
+    raise AssertionError(f"it is not ready at {computed} of {request.num_tokens} tokens")
+
+
+def test_p17_more_rows_than_fit_at_once_come_in_portions(engine: Engine) -> None:
+    """Also rows of one image in several places. The next ones are ordered while a step computes."""
+    tracker = tracker_of(engine, step_tokens=8)
+    images = [new_image() for _ in range(9)]
+    large, later = request_of(*images, images[0], *images[:3]), request_of(new_image())
+    assert not tracker.ensure(large, 0)
+    assert engine.under_way == [image.name for image in images[:4]]
+    assert not tracker.ensure(later, 0)
+    assert prefill(tracker, engine, large, end=16) == SETTINGS.max_resident_bytes
+    assert len(engine.under_way) == 1
+    assert not tracker.ensure(later, 0)  # all room is the large one's
+    assert prefill(tracker, engine, large, 16) == SETTINGS.max_resident_bytes
+    tracker.finished(large)
+    assert is_ready(tracker, engine, later)
+    tracker.finished(later)
+    tracker.flush()
+    assert (tracker.used_bytes, engine.on_ranks) == (0, {})
+
+
+def test_p17_p24_portions_begin_in_an_empty_buffer_and_again_after_preemption(engine: Engine) -> None:
+    """Others that hold rows may wait for KV blocks of a request that has begun."""
+    tracker = tracker_of(engine, step_tokens=8)
+    first, second = (request_of(*(new_image() for _ in range(6))) for _ in range(2))
+    small, preempted = request_of(new_image()), request_of(new_image())
+    wait_until_ready(tracker, engine, small, 0)
+    wait_until_ready(tracker, engine, preempted, 0)
+    compute(tracker, engine, preempted, 0, 8)
+    num_started = engine.num_started
+    assert not any(tracker.ensure(request, 0) for request in (first, second))
+    assert engine.num_started == num_started
+    tracker.finished(small)
+    tracker.passed(preempted, 0)
+    tracker.flush()
+    prefill(tracker, engine, first, end=24)
+    assert not tracker.ensure(preempted, 0)  # its answer has begun, but it gets no part of the buffer
+    prefill(tracker, engine, first)  # from the start, as after a preemption
+    tracker.finished(first)
+    wait_until_ready(tracker, engine, preempted, 0)
+    tracker.finished(preempted)
+    prefill(tracker, engine, second)
+    tracker.finished(second)
+    tracker.flush()
+    assert (tracker.used_bytes, engine.on_ranks) == (0, {})
+
+
+def test_a_request_that_waits_for_room_is_not_scheduled_for_its_text(engine: Engine) -> None:
+    """It would get KV blocks, for which those that have rows may wait."""
+    tracker = tracker_of(engine, step_tokens=1)
+    blocker, waiting = request_of(*(new_image() for _ in range(4))), request_of(new_image())
+    assert tracker.ensure(blocker, 0)
+    assert not tracker.ensure(waiting, 0)
+    tracker.finished(blocker)
+    assert tracker.ensure(waiting, 0)
 
 
 def test_p24_preempted_requests_do_not_block_each_other(tracker: RequestTracker, engine: Engine) -> None:
@@ -480,6 +585,22 @@ def test_p32_rows_stay_on_the_ranks_until_vllm_has_passed_them(
     tracker.passed(request, 0)
     assert len(engine.on_ranks) == 1
     engine.begin(tracker.take_step(has_tokens=True))
+    assert engine.on_ranks == {}
+
+
+def test_p32_rows_that_the_next_step_hands_over_outlive_a_flush(
+    tracker: RequestTracker, engine: Engine
+) -> None:
+    """Of a request that was scheduled and preempted in a pass without tokens, and whose client then left.
+    vLLM counts the rows as in its own cache, where other requests may use them."""
+    request = request_of(new_image())
+    assert is_ready(tracker, engine, request)
+    tracker.allocated(request, 0)
+    assert tracker.take_step(has_tokens=False) == StepRows()
+    tracker.finished(request)
+    tracker.flush()
+    assert tracker.used_bytes == 0
+    assert list(engine.begin(tracker.take_step(has_tokens=True))) == [request.mm_features[0].identifier]
     assert engine.on_ranks == {}
 
 
@@ -854,7 +975,7 @@ class Vllm:
 
     def arrive(self) -> None:
         images = []
-        for image in self.random.choices(self.images, k=self.random.randint(1, 3)):
+        for image in self.random.choices(self.images, k=self.random.randint(1, 5)):
             alias = Image(image.name, self.random.choice([image.grid, Grid(1, 2, 4)]))
             choices = [image, self.undecodable, alias]
             images.append(self.random.choices(choices, weights=[16, 1, 1])[0])
@@ -898,7 +1019,7 @@ class Vllm:
         self.tracker.finished(one.request)
 
     def reject(self) -> None:
-        """Sound ones only if they are too large, or an identifier is in use for another image."""
+        """Sound ones only if a step is too large, or an identifier is in use for another image."""
         for request_id in self.tracker.take_unavailable():
             (failed,) = [one for one in self.running if one.request.request_id == request_id]
             (error,) = [error for _, name, error in self.engine.reported if name == request_id]
