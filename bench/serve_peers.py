@@ -195,11 +195,11 @@ class TowerAlone:
             return self._measure([self._item(data) for data in read_photos(Path(folder))], budget_s, seed)
 
     def _measure(self, items: list[Any], budget_s: float, seed: int) -> dict[str, Any]:
-        from encoder_service.scheduler.planner import Planner, Ticket
+        from encoder_service.scheduler.planner import MAX_ITEMS_PER_BATCH, Planner, Ticket
 
         photos = photos_in_turn(len(items), random.Random(seed))
         ladder = None if self._graphs is None else self._graphs.ladder
-        planner = Planner(self._settings.max_patches_per_batch, self._settings.max_items_per_batch, ladder)
+        planner = Planner(self._settings.max_patches_per_batch, MAX_ITEMS_PER_BATCH, ladder)
         waiting: dict[Any, Any] = {}
         in_flight: deque[tuple[Any, list[Any]]] = deque()
         outputs = self._outputs()

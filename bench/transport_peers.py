@@ -214,8 +214,10 @@ class Encoder:
             raise TimeoutError(f"the service did not start within {START_S:g} s")
         if self._error is not None:
             raise self._error
+        from encoder_service.rpc.convert import CHUNK_BYTES
+
         uds, tcp = self._service.addresses
-        return {"uds": uds, "tcp": tcp, "chunk_bytes": settings.chunk_bytes}
+        return {"uds": uds, "tcp": tcp, "chunk_bytes": CHUNK_BYTES}
 
     def fill(self, num_bytes: int, resident_bytes: int) -> None:
         """Makes items of this size resident. They are random bytes; the content digest is their SHA-256."""

@@ -57,7 +57,7 @@ from encoder_service.rpc.server_info import server_info
 from encoder_service.rpc.servicer import VisionEncoderServicer
 from encoder_service.rpc.sglang import SglangServer
 from encoder_service.scheduler.admission import Admission, UnreadBytes
-from encoder_service.scheduler.planner import Planner
+from encoder_service.scheduler.planner import MAX_ITEMS_PER_BATCH, Planner
 from encoder_service.store.embedding_store import EmbeddingStore, open_store
 from encoder_service.towers.optional import unusable_kernels
 from encoder_service.towers.registry import load_tower
@@ -322,7 +322,7 @@ class Service:
             model.preprocessor,
             Planner(
                 self.settings.max_patches_per_batch,
-                self.settings.max_items_per_batch,
+                MAX_ITEMS_PER_BATCH,
                 None if graphs is None else graphs.ladder,
             ),
             self.metrics,
@@ -384,14 +384,11 @@ class Service:
         )
 
     def _build_servicer(self, pipeline: Pipeline, info: pb.GetServerInfoResponse) -> VisionEncoderServicer:
-        settings = self.settings
         return VisionEncoderServicer(
             pipeline,
             info,
             ItemReader(self.requests, self._workers, self._own_segments, self._urls),
             self.metrics,
-            max_items=settings.max_items_per_request,
-            chunk_bytes=settings.chunk_bytes,
         )
 
     def _leave_service(self, fault: DeviceFault) -> None:

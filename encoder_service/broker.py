@@ -69,13 +69,12 @@ class BrokerLimits:
 
 @dataclass(frozen=True)
 class BrokerOptions:
-    """path, mode, gid: of the socket's file. allowed_uids: users that may connect; None allows every user."""
+    """path, mode: of the socket's file. allowed_uids: users that may connect; None allows every user."""
 
     path: str
     instance_id: str
     host_id: str
     mode: int = 0o660
-    gid: int | None = None
     allowed_uids: frozenset[int] | None = None
     limits: BrokerLimits = field(default_factory=BrokerLimits)
 
@@ -87,7 +86,6 @@ def broker_options(settings: Settings, instance_id: str) -> BrokerOptions:
         instance_id,
         host_id(),
         mode=int(settings.broker_mode, 8),
-        gid=settings.broker_gid,
         allowed_uids=frozenset(settings.broker_allowed_uids) or None,
     )
 
@@ -167,7 +165,7 @@ class Broker:
         if self._thread is not None:
             raise RuntimeError("a broker starts once")
         options = self.options
-        self._listener = ListeningSocket(options.path, mode=options.mode, gid=options.gid)
+        self._listener = ListeningSocket(options.path, mode=options.mode)
         try:
             for namespace, arena in self._arenas:
                 self._shared[arena.arena_id] = share(namespace, arena)
@@ -438,7 +436,7 @@ def share(namespace: str | None, arena: Arena) -> _SharedArena:
 class ListeningSocket:
     """A unix socket at a path. Its permissions are set before the first client can connect."""
 
-    def __init__(self, path: str, *, mode: int = 0o660, gid: int | None = None, backlog: int = 1024) -> None:
+    def __init__(self, path: str, *, mode: int = 0o660, backlog: int = 1024) -> None:
         """Replaces the socket of a process that has ended. Raises ConfigurationError for a path that cannot
         be used, and when another process listens on it."""
         self.path = path
@@ -450,8 +448,6 @@ class ListeningSocket:
             self.socket.bind(path)
             found = os.lstat(path)
             self._identity = (found.st_dev, found.st_ino)
-            if gid is not None:
-                os.chown(path, -1, gid)
             os.chmod(path, mode)
             self.socket.listen(backlog)
         except OSError as error:

@@ -89,12 +89,11 @@ def serve(
         bool | None, typer.Option("--deterministic", help="Rows do not depend on the rest of a batch.")
     ] = None,
     bucket_sizes: Annotated[str | None, typer.Option(help="Patches of each graph, comma separated.")] = None,
-    store_bytes: Annotated[int | None, typer.Option(help="Rows kept for later requests.")] = None,
     broker_path: Annotated[
         str | None, typer.Option(help="Unix socket that hands out rows in shared memory (VE_BROKER_PATH).")
     ] = None,
     arena_bytes: Annotated[
-        int | None, typer.Option(help="With a broker: shared memory for rows, in place of store-bytes.")
+        int | None, typer.Option(help="Host memory for rows; shared with a broker.")
     ] = None,
     device_arena_bytes: Annotated[
         int | None, typer.Option(help="With a broker, on a GPU: shared device memory for rows; 0 for none.")

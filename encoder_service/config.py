@@ -21,8 +21,6 @@ from encoder_service.errors import ConfigurationError
 MIB = 1 << 20
 GIB = 1 << 30
 ENV_PREFIX = "VE_"
-# Upper bound of the message fields around one chunk of rows.
-CHUNK_OVERHEAD_BYTES = 64
 MAX_UNIX_PATH_BYTES = 107
 
 
@@ -34,8 +32,7 @@ def split_list(value: object) -> object:
 
 
 def split_named_values(value: object) -> object:
-    """``name=value`` pairs of a comma list; the default namespace's name is empty. An error repeats the name
-    only: the value may be a token."""
+    """``name=value`` pairs of a comma list; the default namespace's name is empty."""
     if not isinstance(value, str):
         return value
     found: dict[str, str] = {}
@@ -45,6 +42,11 @@ def split_named_values(value: object) -> object:
             raise ValueError(f"{name.strip()!r} is not one name=value of a comma list")
         found[name.strip()] = text.strip()
     return found
+
+
+def split_sizes(value: object) -> object:
+    """``host bytes``, or ``host bytes+device bytes``."""
+    return value.split("+") if isinstance(value, str) else value
 
 
 def check_address(address: str) -> str:
@@ -89,10 +91,10 @@ Networks = Annotated[
     tuple[Annotated[str, AfterValidator(check_network)], ...], NoDecode, BeforeValidator(split_list)
 ]
 Numbers = Annotated[tuple[int, ...], NoDecode, BeforeValidator(split_list)]
-ArenaBytes = Annotated[
-    dict[str, Annotated[int, Field(ge=MIB)]], NoDecode, BeforeValidator(split_named_values)
+ArenaSizes = Annotated[
+    tuple[Annotated[int, Field(ge=MIB)], ...], Field(max_length=2), BeforeValidator(split_sizes)
 ]
-Tokens = Annotated[dict[str, SecretStr], NoDecode, BeforeValidator(split_named_values)]
+IsolatedArenas = Annotated[dict[str, ArenaSizes], NoDecode, BeforeValidator(split_named_values)]
 
 
 class Settings(BaseSettings):
@@ -192,13 +194,10 @@ class Settings(BaseSettings):
         None,
         description="Token of the admin plane; /healthz and /readyz need none. Not set: no token needed.",
     )
-    tokens: Tokens = Field(
-        {},
-        description="Tokens of namespaces, for gRPC and the broker: name=token, comma separated; "
-        "name=old|new for two.",
-    )
     tokens_file: Path | None = Field(
-        None, description="More tokens: lines of name=token, read again when the file changes."
+        None,
+        description="Tokens of namespaces, for gRPC and the broker: lines of name=token, read again when the "
+        "file changes.",
     )
     open_namespaces: bool = Field(True, description="A namespace without a token is open to every caller.")
 
@@ -214,7 +213,6 @@ class Settings(BaseSettings):
     )
 
     # -- requests --------------------------------------------------------------------------------------
-    max_items_per_request: int = Field(256, ge=1, le=65536, description="Items in one Encode or Prefetch.")
     max_message_bytes: int = Field(256 * MIB, ge=MIB, le=2 * GIB - 1, description="Largest gRPC message.")
     max_encoded_bytes: int = Field(64 * MIB, ge=1024, description="Largest image file.")
     max_image_pixels: int = Field(
@@ -224,7 +222,6 @@ class Settings(BaseSettings):
     max_patches_per_batch: int = Field(
         16_384, ge=4, description="Patches in one forward; a larger item runs alone."
     )
-    max_items_per_batch: int = Field(64, ge=1, description="Items in one forward.")
     max_queued_patches: int = Field(
         524_288, ge=4, description="Patches admitted and not yet encoded; more are refused."
     )
@@ -232,7 +229,6 @@ class Settings(BaseSettings):
     max_undelivered_bytes: int = Field(
         GIB, ge=MIB, description="Rows encoded and not yet read by their callers; above it no encode starts."
     )
-    chunk_bytes: int = Field(MIB, ge=4096, le=16 * MIB, description="Rows in one message of a stream.")
 
     # -- ingest ----------------------------------------------------------------------------------------
     ingest_threads: int = Field(
@@ -241,14 +237,12 @@ class Settings(BaseSettings):
 
     # -- clips -----------------------------------------------------------------------------------------
     max_clip_bytes: int = Field(256 * MIB, ge=1024, description="Largest clip file.")
-    max_clip_duration_s: float = Field(7200.0, ge=1, le=604_800, description="Longest clip, in seconds.")
     max_clip_decoded_pixels: int = Field(
         250_000_000_000,
         ge=1,
         description="Pixels of all decoded frames of a clip, sampled or not; an hour of 1920x1080 at 30 "
         "frames a second has 2.2e11.",
     )
-    max_clip_frames: int = Field(2048, ge=1, le=65_536, description="Frames sampled from one clip.")
     max_clip_patches: int = Field(262_144, ge=4, description="Patches of all frames sampled from one clip.")
 
     # -- URLs ------------------------------------------------------------------------------------------
@@ -260,14 +254,12 @@ class Settings(BaseSettings):
     url_networks: Networks = Field(
         (), description="Networks that are not public and that URLs may resolve to: 10.1.0.0/16, ..."
     )
-    url_timeout_s: float = Field(10.0, gt=0, le=600, description="For one URL, redirects included.")
 
     # -- memory ----------------------------------------------------------------------------------------
-    store_bytes: int = Field(2 * GIB, ge=0, description="Without a broker: memory of the rows kept.")
     arena_bytes: int = Field(
-        GIB,
+        2 * GIB,
         ge=MIB,
-        description="With a broker: shared host memory of the rows kept, in place of store_bytes.",
+        description="Host memory of the rows kept; with a broker shared, and taken at start.",
     )
     device_arena_bytes: int | None = Field(
         None,
@@ -275,13 +267,10 @@ class Settings(BaseSettings):
         description="With a broker: shared device memory of the rows kept; 0: none. Default: 2 GiB on a GPU "
         "that has the room.",
     )
-    isolated_namespaces: ArenaBytes = Field(
-        {}, description="Namespaces with a host arena of their own: name=bytes, comma separated."
-    )
-    isolated_device_bytes: ArenaBytes = Field(
+    isolated_namespaces: IsolatedArenas = Field(
         {},
-        description="Device arenas of isolated namespaces: name=bytes, comma separated; a namespace without "
-        "one keeps its rows on the host.",
+        description="Namespaces with arenas of their own: name=host bytes or name=host bytes+device bytes, "
+        "comma separated.",
     )
 
     # -- broker ----------------------------------------------------------------------------------------
@@ -289,7 +278,6 @@ class Settings(BaseSettings):
         "", description="Unix socket that hands out shared memory, an absolute path; empty: inline rows only."
     )
     broker_mode: str = Field("660", pattern=r"^[0-7]{3}$", description="Permissions of its socket, octal.")
-    broker_gid: int | None = Field(None, ge=0, description="Group of its socket; default: the process's.")
     broker_allowed_uids: Numbers = Field(
         (), description="User ids that may connect to the broker, comma separated; empty: any."
     )
@@ -310,13 +298,6 @@ class Settings(BaseSettings):
         "off", description="otlp: spans by OTLP over gRPC, set up by the OTEL_* variables; needs extra otel."
     )
 
-    def namespace_tokens(self) -> dict[str, tuple[str, ...]]:
-        """The tokens of ``tokens`` by namespace."""
-        return {
-            name: tuple(filter(None, secret.get_secret_value().split("|")))
-            for name, secret in self.tokens.items()
-        }
-
     @model_validator(mode="after")
     def check_limits_agree(self) -> Settings:
         """An item within one limit must not exceed another one forever: its callers would retry in vain."""
@@ -330,11 +311,6 @@ class Settings(BaseSettings):
                     f"{small} {getattr(self, small)} is above {large} {getattr(self, large)}, "
                     "which could then never admit it"
                 )
-        if self.chunk_bytes + CHUNK_OVERHEAD_BYTES > self.max_message_bytes:
-            raise ValueError(
-                f"chunk_bytes {self.chunk_bytes} and its {CHUNK_OVERHEAD_BYTES} bytes of frame do not fit "
-                f"into max_message_bytes {self.max_message_bytes}"
-            )
         return self
 
     @model_validator(mode="after")
@@ -347,9 +323,6 @@ class Settings(BaseSettings):
                 raise ValueError(f"{name} needs tls_cert and tls_key")
         if self.admin_token is not None and not self.admin_token.get_secret_value():
             raise ValueError("admin_token is empty")
-        for name, values in self.namespace_tokens().items():
-            if not values:
-                raise ValueError(f"namespace {name!r} has an empty token")
         for prefix in self.shm_prefixes:
             if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]{2,63}", prefix):
                 raise ValueError(
@@ -388,19 +361,16 @@ class Settings(BaseSettings):
             for name in ("isolated_namespaces", "device_arena_bytes"):
                 if getattr(self, name):
                     raise ValueError(f"{name} is memory that a broker hands out: set broker_path")
-        for name in self.isolated_namespaces:
-            if name not in self.tokens and self.tokens_file is None:
-                raise ValueError(f"isolated namespace {name!r} needs a token in tokens or tokens_file")
+        if self.isolated_namespaces and self.tokens_file is None:
+            raise ValueError("isolated_namespaces need tokens: set tokens_file")
         if self.device_arena_bytes and self.device_arena_bytes < MIB:
             raise ValueError(f"device_arena_bytes is {self.device_arena_bytes}, the least is 0 or {MIB}")
-        on_device_bytes = (self.device_arena_bytes or 0) + sum(self.isolated_device_bytes.values())
+        isolated_bytes = sum(sum(sizes[1:]) for sizes in self.isolated_namespaces.values())
+        on_device_bytes = (self.device_arena_bytes or 0) + isolated_bytes
         if self.device == "cpu" and on_device_bytes:
             raise ValueError(f"{on_device_bytes} bytes of device arenas are a GPU's memory, device is cpu")
-        for name in self.isolated_device_bytes:
-            if name not in self.isolated_namespaces:
-                raise ValueError(f"namespace {name!r} has a device arena of its own and is not isolated")
-            if self.device_arena_bytes == 0:
-                raise ValueError(f"namespace {name!r} has a device arena, device_arena_bytes is 0")
+        if isolated_bytes and self.device_arena_bytes == 0:
+            raise ValueError("isolated_namespaces have device arenas, device_arena_bytes is 0")
         return self
 
 

@@ -38,6 +38,7 @@ Network: TypeAlias = ipaddress.IPv4Network | ipaddress.IPv6Network
 Resolve: TypeAlias = Callable[[str, int], Awaitable[Sequence[str]]]
 
 MAX_REDIRECTS = 3
+TIMEOUT_S = 10.0  # for one URL, redirects included
 MAX_FETCHES = 16  # concurrent fetches; others wait
 MAX_URL_CHARS = 8192
 KEPT_CONNECTIONS = 8
@@ -218,7 +219,7 @@ class UrlFetcher:
         allow: AllowList,
         *,
         max_bytes: int,
-        timeout_s: float = 10.0,
+        timeout_s: float = TIMEOUT_S,
         networks: Sequence[Network] = (),
         resolve: Resolve | None = None,
         tls: ssl.SSLContext | None = None,
@@ -358,7 +359,6 @@ def open_urls(settings: Settings, metrics: Metrics) -> UrlFetcher | None:
     return UrlFetcher(
         AllowList(settings.url_allow),
         max_bytes=settings.max_encoded_bytes,
-        timeout_s=settings.url_timeout_s,
         networks=[ipaddress.ip_network(network) for network in settings.url_networks],
         observe=lambda outcome, elapsed_s: seconds.labels(outcome).observe(elapsed_s),
     )

@@ -3,8 +3,8 @@
 Owns the tokens, where they come from and how they are compared. ``rpc.auth`` and the broker own how a token
 is sent and how a caller without a valid one is answered.
 
-Tokens come from the settings and from a file. The file is read again when it changes, so that tokens are
-added and withdrawn without a restart. A namespace may have several tokens, for example during a rotation.
+Tokens come from a file, which is read again when it changes, so that tokens are added and withdrawn without a
+restart. A namespace may have several tokens, for example during a rotation.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import hmac
 import itertools
 import secrets
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,15 +35,13 @@ class NamespaceTokens:
 
     def __init__(
         self,
-        tokens: Mapping[str, Iterable[str]] | None = None,
-        *,
         file: Path | None = None,
+        *,
         open_namespaces: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Raises ConfigurationError for a file that cannot be read."""
+        """file: None if no namespace has a token. Raises ConfigurationError for one that cannot be read."""
         self.open_namespaces = open_namespaces
-        self._given = {name: tuple(values) for name, values in (tokens or {}).items()}
         self._file = file
         # The key is random per process, so that the time of a lookup reveals nothing about a token.
         self._secret = secrets.token_bytes(32)
@@ -70,9 +68,7 @@ class NamespaceTokens:
         return frozenset(self._table.current().by_namespace)
 
     def _build(self, text: bytes = b"") -> _Table:
-        found = {name: list(values) for name, values in self._given.items()}
-        for name, values in parse_tokens(text, self._file).items():
-            found.setdefault(name, []).extend(values)
+        found = parse_tokens(text, self._file)
         by_namespace = {name: tuple(map(self._digest, values)) for name, values in found.items()}
         return _Table(by_namespace, frozenset(itertools.chain(*by_namespace.values())))
 

@@ -40,6 +40,9 @@ from vision_encoder.v1 import encoder_pb2 as pb
 
 PROTOCOL_VERSION = 1
 MIN_PROTOCOL_VERSION = 1
+MAX_ITEMS_PER_REQUEST = 256
+# Rows in one message of a stream. The whole message is smaller than the least ``max_message_bytes``.
+CHUNK_BYTES = (1 << 20) - 4096
 
 MODALITY_NUMBERS = {Modality.IMAGE: pb.MODALITY_IMAGE, Modality.VIDEO: pb.MODALITY_VIDEO}
 MODALITIES: dict[int, Modality] = {number: modality for modality, number in MODALITY_NUMBERS.items()}
@@ -194,12 +197,11 @@ def tensor_of(data: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.
 def result_event(
     index: int,
     delivered: EncodeResult,
-    chunk_bytes: int,
     place: Place | None = None,
     delivery_ms: float = 0.0,
 ) -> pb.ItemEvent:
     """The description of an item's rows, without the rows. They are at ``place``, or, if it is None, follow
-    inline in chunks of ``chunk_bytes``. delivery_ms: milliseconds since the rows were ready."""
+    inline in chunks of CHUNK_BYTES. delivery_ms: milliseconds since the rows were ready."""
     encoded, spec = delivered.encoded, delivered.encoded.spec
     result = pb.ItemResult(
         key=encoded.key,
@@ -217,7 +219,7 @@ def result_event(
         result.timestamps_s.extend(clip.timestamps_s)
         result.chunk_grids.extend(map(grid_to_proto, clip.chunk_grids))
     if place is None:
-        result.inline.num_chunks = math.ceil(spec.num_bytes / chunk_bytes)
+        result.inline.num_chunks = math.ceil(spec.num_bytes / CHUNK_BYTES)
     else:
         result.place.arena_id = place.arena_id
         result.place.instance = place.instance
@@ -228,11 +230,11 @@ def result_event(
     return pb.ItemEvent(item_index=index, result=result)
 
 
-def chunk_events(index: int, rows: torch.Tensor, chunk_bytes: int) -> Iterator[bytes]:
+def chunk_events(index: int, rows: torch.Tensor) -> Iterator[bytes]:
     """The rows [R, W] of item ``index`` as serialised ItemEvents, in order of offset."""
     payload = rows.reshape(-1).view(torch.uint8).numpy().data
-    for offset in range(0, len(payload), chunk_bytes):
-        yield chunk_event(index, offset, payload[offset : offset + chunk_bytes])
+    for offset in range(0, len(payload), CHUNK_BYTES):
+        yield chunk_event(index, offset, payload[offset : offset + CHUNK_BYTES])
 
 
 def chunk_event(index: int, offset_bytes: int, data: memoryview) -> bytes:

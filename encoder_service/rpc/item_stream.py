@@ -72,14 +72,12 @@ class ItemStream:
         call: Call,
         *,
         wanted: Wanted,
-        chunk_bytes: int,
     ) -> None:
         self._pipeline = pipeline
         self._delivery = delivery
         self._context = context
         self._call = call
         self._wanted = wanted
-        self._chunk_bytes = chunk_bytes
         self._budget = OutboundBudget(pipeline.unread)
         self._writing = asyncio.Lock()
         self._num_items = 0
@@ -132,10 +130,8 @@ class ItemStream:
 
     async def _write(self, index: int, delivered: EncodeResult, place: Place | None) -> None:
         delivery_ms = (self._pipeline.clock() - delivered.ready_s) * 1e3
-        await self._context.write(
-            convert.result_event(index, delivered, self._chunk_bytes, place, delivery_ms)
-        )
+        await self._context.write(convert.result_event(index, delivered, place, delivery_ms))
         if place is None:
             rows: torch.Tensor = delivered.encoded.rows
-            for chunk in convert.chunk_events(index, rows, self._chunk_bytes):
+            for chunk in convert.chunk_events(index, rows):
                 await self._context.write(chunk)

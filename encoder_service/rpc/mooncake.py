@@ -118,7 +118,8 @@ class Mooncake:
         self, rows: torch.Tensor, width: int, dtype: torch.dtype, host: str
     ) -> AsyncIterator[StagedRows]:
         """Rows [R, D * (1 + L)] in the buffer, in another dtype if wanted. rows: complete, as the pipeline
-        delivers them. width: D. host: that they go to. Waits for room. Raises TransportUnavailable for rows that exceed the buffer."""
+        delivers them. width: D. host: that they go to. Waits for room. Raises TransportUnavailable for rows
+        that exceed the buffer."""
         num_rows, num_columns = rows.shape
         num_bytes = rows.numel() * dtype.itemsize
         offset = await self._reserve(host, num_bytes)

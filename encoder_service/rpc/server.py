@@ -150,9 +150,7 @@ class GrpcServer:
 def open_tokens(settings: Settings) -> NamespaceTokens:
     """The tokens of all namespaces, for gRPC and the broker. Raises ConfigurationError for a tokens file that
     cannot be read, for an isolated namespace without a token, and if no token could open any namespace."""
-    tokens = NamespaceTokens(
-        settings.namespace_tokens(), file=settings.tokens_file, open_namespaces=settings.open_namespaces
-    )
+    tokens = NamespaceTokens(settings.tokens_file, open_namespaces=settings.open_namespaces)
     missing = sorted(set(settings.isolated_namespaces) - tokens.names())
     if missing:
         raise ConfigurationError(f"isolated namespaces need a token: {', '.join(missing)}")

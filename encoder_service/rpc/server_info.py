@@ -27,7 +27,7 @@ def server_info(
 ) -> pb.GetServerInfoResponse:
     """instance_id: the broker reports it too. segments: None where pixels in shared memory are refused.
     unusable: the optional kernel libraries that cannot be used here, with the reason."""
-    tower = model.tower
+    tower, clips = model.tower, model.preprocessor.clips
     info = pb.GetServerInfoResponse(
         protocol_version=convert.PROTOCOL_VERSION,
         min_protocol_version=convert.MIN_PROTOCOL_VERSION,
@@ -53,7 +53,7 @@ def server_info(
             )
         ],
         limits=pb.Limits(
-            max_items_per_request=settings.max_items_per_request,
+            max_items_per_request=convert.MAX_ITEMS_PER_REQUEST,
             max_message_bytes=settings.max_message_bytes,
             max_encoded_bytes=settings.max_encoded_bytes,
             max_image_pixels=settings.max_image_pixels,
@@ -61,10 +61,10 @@ def server_info(
             max_queued_patches=settings.max_queued_patches,
             max_queued_bytes=settings.max_queued_bytes,
             store_bytes=store.max_bytes,
-            chunk_bytes=settings.chunk_bytes,
+            chunk_bytes=convert.CHUNK_BYTES,
             max_clip_bytes=settings.max_clip_bytes,
-            max_clip_duration_s=settings.max_clip_duration_s,
-            max_clip_frames=0 if (clips := model.preprocessor.clips) is None else clips.limits.max_frames,
+            max_clip_duration_s=0 if clips is None else clips.limits.max_duration_s,
+            max_clip_frames=0 if clips is None else clips.limits.max_frames,
             max_clip_patches=settings.max_clip_patches,
         ),
         transports=[pb.TransportInfo(delivery=pb.DELIVERY_INLINE), *transports(settings, store)],

@@ -23,7 +23,7 @@ from encoder_service.rpc.delivery import Delivery, Wanted
 from encoder_service.rpc.item_reader import ItemReader
 from encoder_service.rpc.item_stream import ItemStream
 from encoder_service.rpc.status import failure_of
-from encoder_service.types import EncodedItem
+from encoder_service.types import EncodedItem, Item
 from vision_encoder.v1 import encoder_pb2 as pb
 
 Request = TypeVar("Request")
@@ -44,9 +44,6 @@ class VisionEncoderServicer:
         info: pb.GetServerInfoResponse,
         reader: ItemReader,
         metrics: Metrics,
-        *,
-        max_items: int,
-        chunk_bytes: int,
     ) -> None:
         """reader: its admission also counts the messages of the calls in progress, so that content is counted
         from here on, also of callers that join an encode or whose content is still to be hashed."""
@@ -55,8 +52,6 @@ class VisionEncoderServicer:
         self._info = info
         self._reader = reader
         self._delivery = Delivery(pipeline, metrics)
-        self._max_items = max_items
-        self._chunk_bytes = chunk_bytes
 
     @property
     def instance_id(self) -> str:
@@ -75,12 +70,20 @@ class VisionEncoderServicer:
         self._check_call(request.namespace, "", len(request.keys))
         return pb.LookupResponse(statuses=[self._key_status(key, request.namespace) for key in request.keys])
 
-    async def prefetch(self, request: pb.PrefetchRequest, _: Context) -> pb.PrefetchResponse:
+    async def prefetch(self, request: pb.PrefetchRequest, context: Context) -> pb.PrefetchResponse:
+        deadline_s = self._deadline_s(context)
+
+        async def announce(item: Item) -> EncodedItem:
+            if not request.until_encoded:
+                return await self._pipeline.prefetch(item, namespace=request.namespace)
+            result = await self._pipeline.encode(item, namespace=request.namespace, deadline_s=deadline_s)
+            encoded = result.encoded
+            result.release()
+            return encoded
+
         async def one(index: int, message: pb.Item) -> pb.PrefetchStatus:
             try:
-                announced = await self._reader.ask(
-                    message, lambda item: self._pipeline.prefetch(item, namespace=request.namespace)
-                )
+                announced = await self._reader.ask(message, announce)
             except Exception as error:
                 call_failure = call.as_call_failure(error, len(request.items))
                 if call_failure is not None:
@@ -160,7 +163,6 @@ class VisionEncoderServicer:
                 context,
                 call,
                 wanted=Wanted(request.namespace, tier, request.after_lost_read),
-                chunk_bytes=self._chunk_bytes,
             )
             await stream.run(one, items)
         finally:
@@ -184,8 +186,10 @@ class VisionEncoderServicer:
             raise UnknownModel(
                 f"model {model!r} is not served here, {self._pipeline.model.name!r} is", model=model
             )
-        if not 1 <= num_items <= self._max_items:
-            raise InvalidRequest(f"the call has {num_items} items, 1 to {self._max_items} are taken")
+        if not 1 <= num_items <= convert.MAX_ITEMS_PER_REQUEST:
+            raise InvalidRequest(
+                f"the call has {num_items} items, 1 to {convert.MAX_ITEMS_PER_REQUEST} are taken"
+            )
 
     def _key_status(self, key: bytes, namespace: str) -> pb.KeyStatus:
         match self._pipeline.lookup(key, namespace=namespace):

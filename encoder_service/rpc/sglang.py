@@ -40,6 +40,7 @@ from encoder_service.ingest.urls import UrlFetcher
 from encoder_service.ops.logs import REQUEST_ID_KEY, bind_request, request_id_of
 from encoder_service.ops.metrics import Metrics
 from encoder_service.pipeline import EncodeResult, Pipeline
+from encoder_service.rpc.convert import MAX_ITEMS_PER_REQUEST
 from encoder_service.rpc.gate import CallPermits
 from encoder_service.rpc.item_reader import ItemReader
 from encoder_service.rpc.observed import Call
@@ -334,7 +335,7 @@ class SglangServer:
 
     async def _encode(self, call: Call, request: Request, body: Mapping[str, object], permit: Permit) -> None:
         """``POST /encode``: rows are sent before it is answered."""
-        wanted, max_items = checked(EncodeRequest, body), self._settings.max_items_per_request
+        wanted, max_items = checked(EncodeRequest, body), MAX_ITEMS_PER_REQUEST
         if len(wanted.mm_items) > max_items:
             raise InvalidRequest(f"mm_items has {len(wanted.mm_items)} items, at most {max_items} are taken")
         if wanted.part_idx >= wanted.num_parts:

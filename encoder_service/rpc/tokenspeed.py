@@ -342,7 +342,7 @@ class TokenSpeedServer:
             call.request_id = request_id_of([(REQUEST_ID_KEY, request.request_id)])
             bind_request(call.request_id)
         items, rooms = request.mm_inputs.items, [each.bootstrap_room for each in request.items]
-        most = self._settings.max_items_per_request
+        most = convert.MAX_ITEMS_PER_REQUEST
         try:
             if len(items) != len(rooms) or not 1 <= len(items) <= most:
                 raise InvalidRequest(

@@ -26,6 +26,8 @@ from encoder_service.errors import Cancelled, DeadlineExceeded, VisionEncoderErr
 from encoder_service.scheduler.buckets import Bucket, BucketLadder
 from encoder_service.scheduler.cost import Launch
 
+# Items in one forward pass.
+MAX_ITEMS_PER_BATCH = 64
 # How often later items may overtake one that does not fit.
 MAX_PASSES = 4
 # How many batches in a row Encodes may lead while a Prefetch waits.

@@ -25,7 +25,7 @@ import torch
 
 from encoder_service.config import Settings
 from encoder_service.errors import ConfigurationError, Draining, InternalError, StoreFull
-from encoder_service.store.arena import PROBE_BYTES, Arena, Slot, TierName
+from encoder_service.store.arena import Arena, Slot, TierName
 from encoder_service.store.copies import Copier
 from encoder_service.store.cuda_memory import CudaMemory
 from encoder_service.store.host_memory import HostMemory
@@ -531,7 +531,6 @@ def _retrieve_error(task: asyncio.Task[Any]) -> None:
 
 def host_arena(num_bytes: int, *, pin: bool = False, is_exported: bool = True) -> Arena:
     """An arena in host memory; see ``HostMemory``. Raises ConfigurationError."""
-    num_bytes = max(num_bytes, PROBE_BYTES + 1)
     return Arena(HostMemory(num_bytes, pin=pin, is_exported=is_exported), max_slots=_num_slots(num_bytes))
 
 
@@ -545,8 +544,8 @@ def open_store(settings: Settings, *, on_copy_error: Callable[[Exception], bool]
     Blocks: gigabytes of host memory take seconds. Raises ConfigurationError and then leaves nothing open."""
     device, pin = torch.device(settings.device), torch.device(settings.device).type == "cuda"
     is_exported = bool(settings.broker_path)
-    host_bytes: dict[str | None, int] = {None: settings.arena_bytes if is_exported else settings.store_bytes}
-    host_bytes.update(settings.isolated_namespaces)
+    host_bytes: dict[str | None, int] = {None: settings.arena_bytes}
+    host_bytes.update({name: sizes[0] for name, sizes in settings.isolated_namespaces.items()})
     with ExitStack() as undo:
         on_device = _device_arenas(settings, device)
         for arena in on_device.values():
@@ -576,7 +575,7 @@ def _device_arenas(settings: Settings, device: torch.device) -> dict[str | None,
         return {}
     shared_bytes = DEFAULT_DEVICE_ARENA_BYTES if wanted_bytes is None else wanted_bytes
     device_bytes: dict[str | None, int] = {None: shared_bytes}
-    device_bytes.update(settings.isolated_device_bytes)
+    device_bytes.update({name: sizes[1] for name, sizes in settings.isolated_namespaces.items() if sizes[1:]})
     found: dict[str | None, Arena] = {}
     try:
         for name, num_bytes in device_bytes.items():
@@ -584,7 +583,7 @@ def _device_arenas(settings: Settings, device: torch.device) -> dict[str | None,
     except ConfigurationError as error:
         for arena in found.values():
             arena.close()
-        if wanted_bytes is not None or settings.isolated_device_bytes:
+        if wanted_bytes is not None or len(device_bytes) > 1:
             raise
         log.warning("rows are not kept in device memory", reason=error.message)
         return {}

@@ -48,7 +48,7 @@ SETTINGS: dict[str, object] = {
     "max_message_bytes": 16 << 20,
     "max_encoded_bytes": 4 << 20,
     "max_queued_bytes": 256 << 20,
-    "store_bytes": 8 << 20,
+    "arena_bytes": 8 << 20,
     "ingest_threads": 2,
     "drain_grace_s": 10,
     "shm_prefixes": "ve-pixels-",

@@ -47,7 +47,6 @@ SETTINGS: dict[str, object] = {
     "max_undelivered_bytes": 16 * MIB,
     "ingest_threads": 1,
     "torch_threads": 1,
-    "chunk_bytes": 16_384,
     "drain_grace_s": 10,
 }
 # Metrics that are 0 while no caller runs.

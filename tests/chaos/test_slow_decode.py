@@ -95,7 +95,6 @@ def test_p34_p17_with_every_thread_busy_the_rest_waits_bounded_and_in_time(
             checkpoint,
             device,
             ingest_threads=INGEST_THREADS,
-            chunk_bytes=65536,
             max_message_bytes=1 << 20,
             max_queued_bytes=1_250_000,
         ) as found,

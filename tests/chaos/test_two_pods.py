@@ -38,7 +38,7 @@ def test_p21_late_readers(checkpoint: Path) -> None:
             torch.device("cpu"),
             broker_path=str(folder / "broker.sock"),
             arena_bytes=MIB,
-            max_items_per_batch=1,
+            max_patches_per_batch=4,
         ) as service,
     ):
         reader = ReaderPod(service.target, "host")
@@ -53,6 +53,6 @@ def test_p21_late_readers(checkpoint: Path) -> None:
 
 @pytest.mark.extended
 def test_p21_32_readers_up_to_two_seconds_late(checkpoint: Path) -> None:
-    settings: dict[str, object] = {"arena_bytes": 4 * MIB, "max_items_per_batch": 1}
+    settings: dict[str, object] = {"arena_bytes": 4 * MIB, "max_patches_per_batch": 4}
     with running_site(Setup("host", checkpoint, settings=settings, num_readers=1)) as site:
         check_late_readers("host", site.reader.ask, site.encoder.figure, Storm(32, 2, 20))

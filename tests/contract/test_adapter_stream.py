@@ -23,7 +23,9 @@ from vision_encoder.v1 import encoder_pb2 as pb
 @given(st.integers(1, 9), st.integers(1, 9), st.integers(1, 80))
 def test_rows_come_back_whole(num_rows: int, width: int, chunk_bytes: int) -> None:
     rows = torch.arange(num_rows * width, dtype=torch.float32).reshape(num_rows, width)
-    messages = list(service_convert.chunk_events(3, rows, chunk_bytes))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(service_convert, "CHUNK_BYTES", chunk_bytes)
+        messages = list(service_convert.chunk_events(3, rows))
     result = pb.ItemResult(
         key=b"k" * 32,
         content_digest=b"d" * 32,

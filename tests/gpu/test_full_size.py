@@ -120,7 +120,7 @@ def test_p14_device_memory_is_flat_over_many_requests(checkpoint: Path) -> None:
 
     with (
         running(
-            checkpoint, CUDA, dtype="bfloat16", store_bytes=64 << 20, bucket_sizes="1024,4096,16384"
+            checkpoint, CUDA, dtype="bfloat16", arena_bytes=64 << 20, bucket_sizes="1024,4096,16384"
         ) as service,
         VisionEncoderClient(service.target, timeout_s=120) as client,
     ):

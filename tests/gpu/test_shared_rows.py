@@ -82,7 +82,8 @@ class TestOnDeviceMemory(TwoPods):
 def test_p21_late_readers_over_a_small_arena(checkpoint: Path) -> None:
     """32 readers, up to two seconds late, over a tenth of their working set; all of it fits on the host."""
     gpus = visible_gpus()
-    settings = {**SETTINGS, "max_items_per_batch": 1}
+    # Room for one image of 144 patches in a batch.
+    settings = {**SETTINGS, "bucket_sizes": "256", "max_patches_per_batch": 256}
     with running_site(
         Setup("device", checkpoint, gpus[0], (gpus[-1],), {**settings, "device_arena_bytes": 8 * MIB}, 1)
     ) as site:

@@ -88,6 +88,13 @@ def running(model: Path, device: torch.device, **settings: object) -> Iterator[R
         service.stop()
 
 
+def tokens_file(folder: Path, *lines: str) -> Path:
+    """lines: namespace=token."""
+    file = folder / "tokens"
+    file.write_text("\n".join(lines))
+    return file
+
+
 @pytest.fixture(scope="session")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A tiny checkpoint with its language model, per family."""

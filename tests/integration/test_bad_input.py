@@ -159,7 +159,7 @@ def test_p33_bytes_that_are_no_message(service: RunningService) -> None:
 
 
 def test_oversize_messages(checkpoints: dict[str, Path], device: torch.device) -> None:
-    settings = {"max_message_bytes": 1 << 20, "chunk_bytes": 65536, "max_encoded_bytes": 32768}
+    settings = {"max_message_bytes": 1 << 20, "max_encoded_bytes": 32768}
     with running(checkpoints["qwen3_vl"], device, **settings) as found:
         with VisionEncoderClient(found.target, timeout_s=30) as client:
             too_long, good = client.encode([ImageItem(bytes(3 << 20)), ImageItem(photo(40, 40))])

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from tests.certificates import Authority
-from tests.integration.conftest import running
+from tests.integration.conftest import running, tokens_file
 from tests.integration.images import photo
 from tests.integration.test_process import ENV, ROOT, client_command
 
@@ -54,7 +54,7 @@ def closed(
         tls_cert=files.cert,
         tls_key=files.key,
         tls_client_ca=authority.ca,
-        tokens=f"tenant={TOKEN},other={secrets.token_hex(16)}",
+        tokens_file=tokens_file(folder, f"tenant={TOKEN}", f"other={secrets.token_hex(16)}"),
         open_namespaces=False,
     ) as found:
         only_ca = ("--server", found.target, "--ca", authority.ca)

@@ -15,6 +15,7 @@ import pytest
 import torch
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from encoder_service.rpc import convert
 from lm_adapter import CallFailed, EncodedRows, ImageItem, ItemFailed, VisionEncoderClient
 from tests.integration.conftest import RunningService, running
 from tests.integration.images import photo
@@ -123,10 +124,11 @@ def probes(found: RunningService) -> dict[str, object]:
 
 
 def test_p37_a_caller_that_never_reads_does_not_hold_up_the_end(
-    checkpoints: dict[str, Path], device: torch.device
+    checkpoints: dict[str, Path], device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(convert, "CHUNK_BYTES", 4096)
     with (
-        running(checkpoints["qwen3_vl"], device, drain_grace_s=2, chunk_bytes=4096) as found,
+        running(checkpoints["qwen3_vl"], device, drain_grace_s=2) as found,
         grpc.insecure_channel(found.target) as channel,
     ):
         items = [pb.Item(modality=pb.MODALITY_IMAGE, encoded=photo(600, 600)) for _ in range(12)]

@@ -30,7 +30,7 @@ from lm_adapter import (
     channel,
 )
 from tests.certificates import Authority
-from tests.integration.conftest import RunningService, running
+from tests.integration.conftest import RunningService, running, tokens_file
 from tests.integration.images import photo
 from vision_encoder.v1 import encoder_pb2 as pb
 from vision_encoder.v1 import encoder_pb2_grpc
@@ -111,6 +111,7 @@ def test_clients_follow_their_certificates_and_tokens(
     own, renewed = first.issue("reader"), second.issue("reader")
     token = tmp_path / "token"
     token.write_text("first-token")
+    tokens = tokens_file(tmp_path, "n=first-token")
     settings: dict[str, object] = {"open_namespaces": False, "tls_client_ca": first.ca}
     tls = ClientTls(first.ca, own.cert, own.key)
 
@@ -119,7 +120,7 @@ def test_clients_follow_their_certificates_and_tokens(
         return client.encode_one(ImageItem(photo(40, 40, seed=secrets.randbits(30)))).num_rows > 0
 
     with contextlib.ExitStack() as clients:
-        with secured(checkpoints, device, first, tokens="n=first-token", **settings) as found:
+        with secured(checkpoints, device, first, tokens_file=tokens, **settings) as found:
             target = found.target
             client = clients.enter_context(
                 VisionEncoderClient(target, namespace="n", timeout_s=20, token_file=token, tls=tls)
@@ -130,8 +131,9 @@ def test_clients_follow_their_certificates_and_tokens(
         shutil.copy(renewed.key, own.key)
         shutil.copy(second.ca, first.ca)
         token.write_text("second-token")
+        tokens_file(tmp_path, "n=second-token")
         settings |= {"listen": (target,), "tls_client_ca": second.ca}
-        with secured(checkpoints, device, second, tokens="n=second-token", **settings):
+        with secured(checkpoints, device, second, tokens_file=tokens, **settings):
             assert is_served(client)
             with (
                 pytest.raises(RequestRefused),
@@ -191,10 +193,9 @@ def test_p18_tokens_of_namespaces(
     checkpoints: dict[str, Path], device: torch.device, tmp_path: Path, prompt: None
 ) -> None:
     token, other = secrets.token_urlsafe(), secrets.token_urlsafe()
-    file = tmp_path / "tokens"
-    file.write_text(f"b={other}\n")
+    file = tokens_file(tmp_path, f"a={token}", f"b={other}")
     image = photo(40, 40)
-    with running(checkpoints["qwen3_vl"], device, tokens=f"a={token}", tokens_file=file) as found:
+    with running(checkpoints["qwen3_vl"], device, tokens_file=file) as found:
 
         def answer(namespace: str, bearer: str = "") -> grpc.StatusCode:
             request = pb.EncodeRequest(
@@ -226,16 +227,17 @@ def test_p18_tokens_of_namespaces(
                     assert caught.value.reason == "UNAUTHENTICATED"
                     assert token not in str(caught.value)
         renewed = secrets.token_urlsafe()
-        file.write_text(f"b={renewed}\n")
+        tokens_file(tmp_path, f"a={token}", f"b={renewed}")
         assert answer("b", renewed) is grpc.StatusCode.OK
         assert answer("b", other) is grpc.StatusCode.UNAUTHENTICATED
 
 
 def test_closed_namespaces_leave_health_and_reflection_open(
-    checkpoints: dict[str, Path], device: torch.device
+    checkpoints: dict[str, Path], device: torch.device, tmp_path: Path
 ) -> None:
     token = secrets.token_urlsafe()
-    with running(checkpoints["qwen3_vl"], device, tokens=f"a={token}", open_namespaces=False) as found:
+    file = tokens_file(tmp_path, f"a={token}")
+    with running(checkpoints["qwen3_vl"], device, tokens_file=file, open_namespaces=False) as found:
         with grpc.insecure_channel(found.target) as channel:
             for name in ("", "vision_encoder.v1.VisionEncoder"):
                 check = health_pb2.HealthCheckRequest(service=name)
@@ -261,11 +263,13 @@ def test_closed_namespaces_leave_health_and_reflection_open(
 
 
 def test_a_caller_without_a_token_is_turned_away_before_its_message(
-    checkpoints: dict[str, Path], device: torch.device
+    checkpoints: dict[str, Path], device: torch.device, tmp_path: Path
 ) -> None:
     """The answer comes although the request never does."""
     with (
-        running(checkpoints["qwen3_vl"], device, tokens="a=x", open_namespaces=False) as found,
+        running(
+            checkpoints["qwen3_vl"], device, tokens_file=tokens_file(tmp_path, "a=x"), open_namespaces=False
+        ) as found,
         grpc.insecure_channel(found.target) as channel,
     ):
         waiting = iter(threading.Event().wait, True)

@@ -27,7 +27,7 @@ from lm_adapter import (
     ItemFailed,
     VisionEncoderClient,
 )
-from tests.integration.conftest import RunningService, connected, running
+from tests.integration.conftest import RunningService, connected, running, tokens_file
 from tests.integration.held import wait_until_free
 from tests.integration.images import photo
 from tests.reference_reader import reader_of
@@ -108,7 +108,7 @@ def test_p21_a_place_is_what_the_arena_says_until_its_eviction(sharing: RunningS
 
 
 def test_p18_isolated_namespaces_have_arenas_of_their_own(
-    checkpoints: dict[str, Path], device: torch.device, socket_path: str
+    checkpoints: dict[str, Path], device: torch.device, socket_path: str, tmp_path: Path
 ) -> None:
     token = secrets.token_hex(16)
     with running(
@@ -117,7 +117,7 @@ def test_p18_isolated_namespaces_have_arenas_of_their_own(
         broker_path=socket_path,
         arena_bytes=8 << 20,
         isolated_namespaces=f"tenant={4 << 20}",
-        tokens=f"tenant={token}",
+        tokens_file=tokens_file(tmp_path, f"tenant={token}"),
     ) as found:
         data = photo()
         with (

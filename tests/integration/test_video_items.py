@@ -116,15 +116,17 @@ def test_p33_a_bad_clip_fails_alone(service: RunningService) -> None:
 
 
 def test_limits_of_clips_are_announced_and_kept(checkpoints: dict[str, Path]) -> None:
-    limits = {"max_clip_bytes": 100_000, "max_clip_duration_s": 3.0, "max_clip_frames": 5}
+    data = clip(40)
+    limits = {"max_clip_bytes": len(data) - 1, "max_clip_patches": 4096}
     with running(checkpoints["qwen3_vl"], CPU, **limits) as service, Client(service.target) as client:
         announced = client.info().limits
         assert {name: getattr(announced, name) for name in limits} == limits
-        short, long = client.encode([ClipItem(clip(20)), ClipItem(clip(40))])
+        assert (announced.max_clip_duration_s, announced.max_clip_frames) == (7200.0, 2048)
+        short, long = client.encode([ClipItem(clip(20)), ClipItem(data)])
         assert isinstance(short, EncodedRows)
         assert isinstance(long, ItemFailed)
         assert long.reason == "CLIP_TOO_LARGE"
-        assert "5.0 s, the limit is 3.0 s" in long.message
+        assert f"{len(data)} bytes, the limit is {len(data) - 1}" in long.message
 
 
 def test_a_clip_that_takes_long_to_decode_is_refused_at_once(checkpoints: dict[str, Path]) -> None:

@@ -15,7 +15,7 @@ import torch
 from lm_adapter import EncodedRows, ImageItem, VisionEncoderClient
 from lm_adapter.engines.vllm.settings import Settings
 from tests.certificates import Authority
-from tests.integration.conftest import running
+from tests.integration.conftest import running, tokens_file
 from tests.integration.images import photo
 from tests.unit.lm_adapter.connector_rig import Engine, Image, engine_config
 
@@ -73,7 +73,7 @@ def secured(
         tls_cert=files.cert,
         tls_key=files.key,
         tls_client_ca=authority.ca,
-        tokens=f"{NAMESPACE}={token}",
+        tokens_file=tokens_file(folder, f"{NAMESPACE}={token}"),
         open_namespaces=False,
     ) as service:
         data = photo()

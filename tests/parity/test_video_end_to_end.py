@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from encoder_service import app
+from encoder_service.rpc import convert
 from encoder_service.towers.synthetic import FAMILIES, make_checkpoint
 from lm_adapter import ClipItem, FramesItem, ImageItem, PreprocessOptions, VisionEncoderClient
 from lm_adapter.clip_texts import kimi_chunk_texts, qwen_frame_texts
@@ -82,7 +83,8 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     make_checkpoint(checkpoint, family, "tiny", seed=random.randrange(1000), with_lm=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(app, "CLIP_PIECE_PATCHES", 64)
-        with running(checkpoint, torch.device("cpu"), chunk_bytes=4096) as service:
+        patch.setattr(convert, "CHUNK_BYTES", 4096)
+        with running(checkpoint, torch.device("cpu")) as service:
             yield Served(family, checkpoint, service)
 
 

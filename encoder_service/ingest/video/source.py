@@ -55,9 +55,7 @@ def clip_limits(settings: Settings, max_frame_pixels: int, num_workers: int) -> 
     return ClipLimits(
         max_encoded_bytes=settings.max_clip_bytes,
         max_frame_pixels=max_frame_pixels,
-        max_duration_s=settings.max_clip_duration_s,
         max_decoded_pixels=settings.max_clip_decoded_pixels,
-        max_frames=settings.max_clip_frames,
         decode_threads=max(2, min(8, num_workers // 4)),
     )
 

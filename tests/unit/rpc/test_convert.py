@@ -39,15 +39,16 @@ def test_a_chunk_is_what_protobuf_would_have_written(index: int, offset: int, da
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_chunks_cover_the_rows_in_order(dtype: torch.dtype) -> None:
+def test_chunks_cover_the_rows_in_order(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(convert, "CHUNK_BYTES", 100)
     rows = torch.randn(7, 48).to(dtype)
-    events = [pb.ItemEvent.FromString(chunk) for chunk in convert.chunk_events(3, rows, 100)]
+    events = [pb.ItemEvent.FromString(chunk) for chunk in convert.chunk_events(3, rows)]
     assert [event.chunk.offset_bytes for event in events] == list(range(0, rows.nbytes, 100))
     data = b"".join(event.chunk.data for event in events)
     assert torch.equal(torch.frombuffer(bytearray(data), dtype=dtype).reshape(7, 48), rows)
     item = EncodedItem(b"k" * 32, b"d" * 32, Grid(1, 2, 14), rows, 2)
     delivered = EncodeResult(HeldRows(item), CacheTier.MISS, StageTimings(tower_ms=2.5), 0.0)
-    result = convert.result_event(3, delivered, 100).result
+    result = convert.result_event(3, delivered).result
     assert result.inline.num_chunks == len(events)
     assert result.rows_bytes == rows.nbytes
     assert (result.num_rows, result.width, result.num_deepstack_levels) == (7, 48, 2)
@@ -114,7 +115,7 @@ def test_placed_rows_are_described_and_not_sent(tier: TierName) -> None:
     item = EncodedItem(b"k" * 32, b"d" * 32, Grid(1, 2, 14), rows, 2, clip)
     place = Place(b"a" * 16, 99, 3, 77, 256, tier)
     delivered = EncodeResult(HeldRows(item), CacheTier.HOST, StageTimings(), 0.0)
-    result = convert.result_event(0, delivered, 100, place).result
+    result = convert.result_event(0, delivered, place).result
     assert result.WhichOneof("rows") == "place"
     assert (result.place.arena_id, result.place.instance) == (b"a" * 16, 99)
     assert (result.place.slot_index, result.place.generation, result.place.offset_bytes) == (3, 77, 256)

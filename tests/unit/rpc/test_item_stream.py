@@ -12,7 +12,7 @@ import torch
 
 from encoder_service.errors import UndecodableImage
 from encoder_service.pipeline import EncodeResult
-from encoder_service.rpc import item_stream
+from encoder_service.rpc import convert, item_stream
 from encoder_service.rpc.delivery import Delivery, Wanted
 from encoder_service.rpc.item_stream import ItemStream
 from encoder_service.rpc.observed import Call, observed
@@ -22,7 +22,6 @@ from encoder_service.types import EncodedFile, EncodedItem, Grid, Item, Modality
 from tests.unit.service.rig import Rig, image, memory_store, running, until
 from vision_encoder.v1 import encoder_pb2 as pb
 
-CHUNK_BYTES = 1000
 INLINE = Wanted("", None, False)
 
 pytestmark = pytest.mark.anyio
@@ -49,6 +48,11 @@ class SlowContext:
         self.events.append(pb.ItemEvent.FromString(message) if isinstance(message, bytes) else message)
 
 
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(convert, "CHUNK_BYTES", 1000)
+
+
 @pytest.fixture
 async def rig() -> AsyncIterator[Rig]:
     async with running(Rig()) as rig:
@@ -61,7 +65,7 @@ def stream_of(rig: Rig, context: SlowContext) -> ItemStream:
     found: Any = context
     delivery = Delivery(rig.pipeline, rig.metrics)
     call = Call("Encode", "id", 0.0)
-    return ItemStream(rig.pipeline, delivery, found, call, wanted=INLINE, chunk_bytes=CHUNK_BYTES)
+    return ItemStream(rig.pipeline, delivery, found, call, wanted=INLINE)
 
 
 async def test_chunks_of_an_item_follow_its_result_in_order(rig: Rig) -> None:

@@ -37,9 +37,7 @@ async def rig() -> AsyncIterator[Rig]:
 @pytest.fixture
 def servicer(rig: Rig) -> VisionEncoderServicer:
     reader = ItemReader(Admission(0, 1 << 20), rig.workers)
-    return VisionEncoderServicer(
-        rig.pipeline, pb.GetServerInfoResponse(), reader, rig.metrics, max_items=256, chunk_bytes=1 << 20
-    )
+    return VisionEncoderServicer(rig.pipeline, pb.GetServerInfoResponse(), reader, rig.metrics)
 
 
 async def announced(rig: Rig, servicer: VisionEncoderServicer, namespace: str) -> pb.TouchedRows | None:

@@ -19,6 +19,7 @@ from encoder_service.ingest.qwen_vl import QwenClips
 from encoder_service.ingest.settings import Normalisation, QwenVideoSettings, QwenVLSettings
 from encoder_service.ingest.video.clip import Clip
 from encoder_service.ingest.video.source import ClipLimits
+from encoder_service.store.arena import PROBE_BYTES
 from encoder_service.store.embedding_store import EmbeddingStore, Partition
 from encoder_service.types import (
     CacheTier,
@@ -56,7 +57,7 @@ async def rig(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
         partition = Partition(host_arena(1 << 14), device_arena(1 << 14))
         store = EmbeddingStore(partition, on_copy_error=lambda error: False)
     else:
-        store = memory_store(1 if request.param == "no room" else 1 << 20)
+        store = memory_store(PROBE_BYTES + 1 if request.param == "no room" else 1 << 20)
     rig = Rig(store, clip_piece_patches=PIECE_FRAMES * SIDE * SIDE, max_clip_patches=40 * SIDE * SIDE)
     rig.pipeline.admission.max_bytes = 1 << 20
     async with running(rig) as found:

@@ -22,7 +22,7 @@ def opened(folder: Path, **given: object) -> EmbeddingStore:
 
 
 def test_without_a_broker_the_store_is_private(tmp_path: Path) -> None:
-    store = opened(tmp_path, store_bytes=MIB)
+    store = opened(tmp_path, arena_bytes=MIB)
     ((namespace, arena),) = store.arenas()
     assert namespace is None
     assert arena.kind == "host"
@@ -33,20 +33,13 @@ def test_without_a_broker_the_store_is_private(tmp_path: Path) -> None:
     store.close()
 
 
-def test_a_store_of_no_bytes_keeps_nothing(tmp_path: Path) -> None:
-    store = opened(tmp_path, store_bytes=0)
-    assert not land(store, 1, num_rows=16)
-    assert store.counters.refused == 1
-    store.close()
-
-
 def test_p18_isolated_namespaces_have_arenas_of_their_sizes(tmp_path: Path) -> None:
     store = opened(
         tmp_path,
         broker_path=str(tmp_path / "s"),
         arena_bytes=2 * MIB,
         isolated_namespaces="a=1048576,b=3145728",
-        tokens="a=one,b=two",
+        tokens_file="tokens",
     )
     sizes = {namespace: arena.size_bytes for namespace, arena in store.arenas()}
     assert sizes == {None: 2 * MIB, "a": MIB, "b": 3 * MIB}
@@ -65,7 +58,7 @@ def test_an_arena_that_the_host_lacks_leaves_nothing_open(tmp_path: Path) -> Non
             broker_path=str(tmp_path / "s"),
             arena_bytes=MIB,
             isolated_namespaces=f"a={1 << 50}",
-            tokens="a=one",
+            tokens_file="tokens",
         )
     gc.collect()
     assert len(os.listdir("/proc/self/fd")) == descriptors

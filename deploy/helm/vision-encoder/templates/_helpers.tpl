@@ -96,7 +96,6 @@ switch, or that the pod sets by itself, fails the rendering. */}}
 {{- end }}
 {{- end }}
 {{- if .Values.broker.enabled }}
-{{- $_ := set $data "VE_ARENA_BYTES" .Values.broker.arenaBytes }}
 {{- if hasKey .Values.settings "VE_BROKER_PATH" }}
 {{- fail "settings.VE_BROKER_PATH is given, broker.enabled makes it from the pod's name" }}
 {{- end }}
