@@ -295,11 +295,11 @@ class AsyncVisionEncoderClient:
         return call.in_order()
 
     async def prefetch(
-        self, items: Sequence[Item], *, timeout_s: float | None = None
+        self, items: Sequence[Item], *, timeout_s: float | None = None, until_encoded: bool = False
     ) -> list[PrefetchStatus | ItemFailed]:
         """Starts to encode and keeps the rows in the service. Answers once every item is admitted, with its
         key, and with its grid and a clip's timestamps if the file's header was read. The encode goes on
-        without this client.
+        without this client. until_encoded: answers once every item is encoded or has failed; no rows come.
 
         Raises CallFailed; ``completed`` of the error has the statuses that had come, by index."""
         deadline = self._deadline(timeout_s)
@@ -309,7 +309,12 @@ class AsyncVisionEncoderClient:
         statuses: dict[int, PrefetchStatus | ItemFailed] = dict(refused)
 
         async def ask(batch: Mapping[int, pb.Item]) -> None:
-            request = pb.PrefetchRequest(items=batch.values(), namespace=self._namespace, model=self._model)
+            request = pb.PrefetchRequest(
+                items=batch.values(),
+                namespace=self._namespace,
+                model=self._model,
+                until_encoded=until_encoded,
+            )
             try:
                 response = await self._unary(
                     "Prefetch", request, pb.PrefetchResponse, deadline, self._route(routes, batch)

@@ -99,9 +99,11 @@ class LocalFirstClient(AsyncVisionEncoderClient):
         )
 
     async def prefetch(
-        self, items: Sequence[Item], *, timeout_s: float | None = None
+        self, items: Sequence[Item], *, timeout_s: float | None = None, until_encoded: bool = False
     ) -> list[PrefetchStatus | ItemFailed]:
-        statuses = await self._ask_both(super().prefetch, self._gateway.prefetch, items, timeout_s)
+        statuses = await self._ask_both(
+            super().prefetch, self._gateway.prefetch, items, timeout_s, until_encoded=until_encoded
+        )
         routes = await asyncio.to_thread(list, map(routing_digest, items))
         return [
             dataclasses.replace(status, routing_digest=route)

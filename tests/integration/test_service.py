@@ -140,6 +140,19 @@ def test_a_defect_in_one_prefetched_item_is_that_items(
     assert bad.failure.reason == "INTERNAL"
 
 
+def test_a_prefetch_until_encoded_says_what_became_of_each_item(service: RunningService) -> None:
+    """A damaged file's header is sound: a plain prefetch would have announced it."""
+    files = photo(150, 90), photo(90, 150)[:-400]
+    items = [pb.Item(modality=pb.MODALITY_IMAGE, encoded=data) for data in files]
+    with connected(service) as stub:
+        request = pb.PrefetchRequest(items=items, until_encoded=True)
+        good, bad = stub.Prefetch(request, timeout=30).statuses
+        (again,) = stub.Prefetch(pb.PrefetchRequest(items=items[:1]), timeout=30).statuses
+    assert good.state == pb.KEY_STATE_RESIDENT
+    assert good == again
+    assert bad.failure.reason == "UNDECODABLE_IMAGE"
+
+
 def test_a_warm_up_that_fails_is_a_start_that_fails(
     checkpoints: dict[str, Path], device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:

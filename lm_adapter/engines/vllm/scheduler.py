@@ -423,8 +423,8 @@ class RequestTracker:
 
     async def _obtain(self, wanted: WantedItem, client: AsyncVisionEncoderClient, left_s: float) -> int:
         """The number by which every rank has the rows. Of an announced item the key is enough. Rows that a
-        rank finds gone are encoded once more: then the encoder says what is wrong with the item, or has them.
-        Raises EncoderError."""
+        rank finds gone are encoded once more, before they are ordered again: the encoder says what is wrong
+        with the item, or has them. Raises EncoderError."""
         ends_s = time.monotonic() + left_s
 
         def left() -> float:
@@ -439,14 +439,13 @@ class RequestTracker:
                 # The encoder may be another one by now, which has other keys.
                 await client.info(timeout_s=left())
         for is_second in (False, True):
-            (status,) = await client.prefetch([item], timeout_s=left())
+            (status,) = await client.prefetch([item], timeout_s=left(), until_encoded=is_second)
             if isinstance(status, ItemFailed):
                 raise status
             self._check_grid(status, wanted)
             route = status.routing_digest or wanted.request.digest
             with contextlib.nullcontext() if is_second else _unless_gone():
                 return await self._ordered(wanted, status.key, route, left())
-            await client.encode_one(item, timeout_s=left())
         raise AssertionError
 
     async def _ordered(self, wanted: WantedItem, key: bytes, route: bytes, timeout_s: float) -> int:

@@ -748,8 +748,11 @@ class PrefetchRequest(google.protobuf.message.Message):
     ITEMS_FIELD_NUMBER: builtins.int
     NAMESPACE_FIELD_NUMBER: builtins.int
     MODEL_FIELD_NUMBER: builtins.int
+    UNTIL_ENCODED_FIELD_NUMBER: builtins.int
     namespace: builtins.str
     model: builtins.str
+    until_encoded: builtins.bool
+    """answer when the items are encoded: RESIDENT, or the failure of the encode"""
     @property
     def items(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Item]: ...
     def __init__(
@@ -758,8 +761,9 @@ class PrefetchRequest(google.protobuf.message.Message):
         items: collections.abc.Iterable[Global___Item] | None = ...,
         namespace: builtins.str = ...,
         model: builtins.str = ...,
+        until_encoded: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["items", b"items", "model", b"model", "namespace", b"namespace"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["items", b"items", "model", b"model", "namespace", b"namespace", "until_encoded", b"until_encoded"]) -> None: ...
 
 Global___PrefetchRequest: typing_extensions.TypeAlias = PrefetchRequest
 

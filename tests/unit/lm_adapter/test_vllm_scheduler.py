@@ -789,7 +789,6 @@ class Encoder:
         self.items: list[Any] = []
         self.now_s = 100.0
         self.key: bytes | None = None
-        self.encode_failure: EncoderError | None = None
 
     def monotonic(self) -> float:
         return self.now_s
@@ -805,16 +804,10 @@ class Encoder:
     async def info(self, *, timeout_s: float) -> None:
         self._note("info", timeout_s)
 
-    async def prefetch(self, items: list[Any], *, timeout_s: float) -> list[Any]:
-        self._note("prefetch", timeout_s)
+    async def prefetch(self, items: list[Any], *, timeout_s: float, until_encoded: bool) -> list[Any]:
+        self._note("encode" if until_encoded else "prefetch", timeout_s)
         self.items += items
         return [self.statuses.pop(0)]
-
-    async def encode_one(self, item: Any, *, timeout_s: float) -> None:
-        self._note("encode", timeout_s)
-        self.items.append(item)
-        if self.encode_failure is not None:
-            raise self.encode_failure
 
     async def read(self, order: RowsOrder, timeout_s: float) -> None:
         self._note("read", timeout_s)
@@ -913,33 +906,30 @@ def test_p22_a_grid_of_the_encoder_that_is_not_the_prompts_fails(monkeypatch: py
 def test_p32_rows_that_are_gone_are_encoded_once_more(monkeypatch: pytest.MonkeyPatch) -> None:
     encoder = Encoder([status_of(), status_of()], [gone(), None])
     number = obtain(encoder, monkeypatch)
-    names = ["prefetch", "read", "encode", "prefetch", "read"]
-    assert encoder.asked == list(zip(names, [30.0, 29.0, 28.0, 27.0, 26.0], strict=True))
+    names = ["prefetch", "read", "encode", "read"]
+    assert encoder.asked == list(zip(names, [30.0, 29.0, 28.0, 27.0], strict=True))
     first, second = encoder.orders
     assert first.number != second.number == number
     assert replace(first, number=number) == second
 
 
 @pytest.mark.parametrize(
-    ("statuses", "failures", "encode_failure", "num_asked"),
+    ("statuses", "failures", "num_asked"),
     [
-        ([UNDECODABLE], [], None, 1),
-        ([status_of()], [UNDECODABLE], None, 2),
-        ([status_of()], [gone()], UNDECODABLE, 3),
-        ([status_of(), UNDECODABLE], [gone()], None, 4),
-        ([status_of(), status_of()], [gone(), UNDECODABLE], None, 5),
-        ([status_of(), status_of()], [gone(), GONE_AGAIN], None, 5),
+        ([UNDECODABLE], [], 1),
+        ([status_of()], [UNDECODABLE], 2),
+        ([status_of(), UNDECODABLE], [gone()], 3),
+        ([status_of(), status_of()], [gone(), UNDECODABLE], 4),
+        ([status_of(), status_of()], [gone(), GONE_AGAIN], 4),
     ],
 )
 def test_p32_the_last_failure_comes_through(
     statuses: list[Any],
     failures: list[ItemFailed | None],
-    encode_failure: EncoderError | None,
     num_asked: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     encoder = Encoder(list(statuses), list(failures))
-    encoder.encode_failure = encode_failure
     with pytest.raises(ItemFailed) as caught:
         obtain(encoder, monkeypatch)
     assert caught.value is (GONE_AGAIN if GONE_AGAIN in failures else UNDECODABLE)
