@@ -1,8 +1,8 @@
 """One item from request to result, top to bottom. Read this first.
 
 Owns the order: identity, lookup before decode, single-flight, admission, decode, device, store. Knows nothing
-of gRPC. Used from one event loop; workers hash large contents, decode and resize, and the engine has threads
-of its own. A miss passes loop, worker, device thread, loop:
+of gRPC. Used from one event loop; workers hash large contents, read headers, decode and resize, and the
+engine has threads of its own. A miss passes loop, worker, device thread, loop:
 
     pixels = await decode(item)
     output = reserve(rows)
@@ -66,7 +66,7 @@ from encoder_service.types import (
 log = structlog.get_logger(__name__)
 Result = TypeVar("Result")
 
-# Content below this is hashed, and its header read, on the event loop: a thread hop costs more.
+# Content up to this size is hashed on the event loop, so that its rows are found while all workers decode.
 INLINE_BYTES = 256 * 1024
 
 
@@ -341,9 +341,8 @@ class Pipeline:
 
     async def _probe(self, item: Item) -> Grid:
         """The item's grid, from its header or as its sender states it."""
-        probe = self.model.preprocessor.probe_grid
-        is_large = isinstance(item.content, EncodedFile) and len(item.content.data) > INLINE_BYTES
-        grid = await self._on_worker(probe, item) if is_large else probe(item)
+        # Also for small files: a file of 256 KiB can hold a header that takes 100 ms to read.
+        grid = await self._on_worker(self.model.preprocessor.probe_grid, item)
         self.model.tower.check_grid(grid)
         return grid
 

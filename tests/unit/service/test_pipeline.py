@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import AsyncIterator
 
@@ -123,6 +124,21 @@ async def test_p17_cancelled_items_never_pile_up_behind_a_long_batch(rig: Rig) -
         assert len(rig.engine._waiting) == 0
     rig.tower.gate.set()
     await blocker
+
+
+async def test_p34_headers_are_read_on_workers(rig: Rig) -> None:
+    """A hostile header of a small file takes 100 ms."""
+    threads: list[threading.Thread] = []
+    probe = rig.fake.probe_image
+
+    def probe_image(data: bytes, options: PreprocessOptions) -> Grid:
+        threads.append(threading.current_thread())
+        return probe(data, options)
+
+    rig.fake.probe_image = probe_image  # type: ignore[method-assign]
+    (await rig.pipeline.encode(image())).release()
+    assert threads
+    assert threading.current_thread() not in threads
 
 
 async def test_pixels_that_disagree_with_the_header_fail_the_item(rig: Rig) -> None:
