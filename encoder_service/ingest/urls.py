@@ -25,6 +25,7 @@ from prometheus_client import Histogram
 
 from encoder_service.config import Settings
 from encoder_service.errors import (
+    ClipTooLarge,
     ConfigurationError,
     ImageTooLarge,
     UrlContent,
@@ -33,6 +34,7 @@ from encoder_service.errors import (
     VisionEncoderError,
 )
 from encoder_service.ops.metrics import Metrics
+from encoder_service.types import Modality
 
 Network: TypeAlias = ipaddress.IPv4Network | ipaddress.IPv6Network
 Resolve: TypeAlias = Callable[[str, int], Awaitable[Sequence[str]]]
@@ -45,8 +47,8 @@ KEPT_CONNECTIONS = 8
 KEEP_S = 15.0
 REDIRECTS = frozenset((301, 302, 303, 307, 308))
 RETRYABLE = frozenset((408, 425, 429, 500, 502, 503, 504))
-# Object stores give the last two types to uploads without a type.
-TYPES = ("image/", "application/octet-stream", "binary/octet-stream")
+# Object stores give these types to uploads without a type.
+UNTYPED = ("application/octet-stream", "binary/octet-stream")
 TRANSPORT_ERRORS = (
     httpcore.TimeoutException,
     httpcore.NetworkError,
@@ -211,6 +213,38 @@ class AllowList:
         raise UrlRefused("the URL is not among those that this server fetches")
 
 
+@dataclass(frozen=True)
+class Content:
+    """What a URL's body may be. what: with its article, for messages. types: beginnings of content types."""
+
+    what: str
+    types: tuple[str, ...]
+    max_bytes: int
+    too_large: type[VisionEncoderError]
+
+    def check_answer(self, status: int, fields: dict[bytes, str]) -> None:
+        """Raises UrlUnreachable or UrlContent for an answer without such a body."""
+        if status in RETRYABLE:
+            raise UrlUnreachable(f"the URL's server answers {status}", status=status)
+        if status != 200:
+            raise UrlContent(f"the URL's server answers {status}, not 200", status=status)
+        encoding = fields.get(b"content-encoding", "identity").lower()
+        if encoding not in ("", "identity"):
+            raise UrlContent(f"the URL's body is encoded as {encoding[:40]!r}, which was not asked for")
+        kind = fields.get(b"content-type", "").lower()
+        if kind and not kind.startswith((*self.types, *UNTYPED)):
+            raise UrlContent(f"the URL's body is {kind.partition(';')[0][:80]!r}, not {self.what}")
+
+    def check_size(self, num_bytes: int) -> None:
+        """Raises ``too_large``."""
+        if num_bytes > self.max_bytes:
+            raise self.too_large(
+                f"the URL's body has at least {num_bytes} bytes, the limit is {self.max_bytes}",
+                found_bytes=num_bytes,
+                max_bytes=self.max_bytes,
+            )
+
+
 class UrlFetcher:
     """Fetches URLs. There is one fetcher per service, used on its event loop."""
 
@@ -219,17 +253,23 @@ class UrlFetcher:
         allow: AllowList,
         *,
         max_bytes: int,
+        max_clip_bytes: int,
         timeout_s: float = TIMEOUT_S,
         networks: Sequence[Network] = (),
         resolve: Resolve | None = None,
         tls: ssl.SSLContext | None = None,
         observe: Callable[[str, float], None] = lambda _outcome, _seconds: None,
     ) -> None:
-        """max_bytes: limit of one body. timeout_s: limit of one URL including its redirects, excluding the
-        wait for a free place. networks: may be contacted although they are not public. observe: receives the
-        outcome (OK, the reason of a failure, CANCELLED) and the duration in seconds of every fetch."""
+        """max_bytes, max_clip_bytes: limits of an image's and a clip's body. timeout_s: limit of one URL
+        including its redirects, excluding the wait for a free place. networks: may be contacted although they
+        are not public. observe: receives the outcome (OK, the reason of a failure, CANCELLED) and the
+        duration in seconds of every fetch."""
         self._allow = allow
-        self._max_bytes = max_bytes
+        self._contents = {
+            Modality.IMAGE: Content("an image", ("image/",), max_bytes, ImageTooLarge),
+            # Animated GIF and WebP are clips with an image's type.
+            Modality.VIDEO: Content("a clip", ("video/", "image/"), max_clip_bytes, ClipTooLarge),
+        }
         self._timeout_s = timeout_s
         self._observe = observe
         self._places = asyncio.Semaphore(MAX_FETCHES)
@@ -247,14 +287,19 @@ class UrlFetcher:
         await self._client.aclose()
         self._resolver.shutdown(wait=False, cancel_futures=True)
 
-    async def fetch(self, text: str, count_bytes: Callable[[int], None] = lambda _: None) -> bytes:
+    async def fetch(
+        self,
+        text: str,
+        modality: Modality = Modality.IMAGE,
+        count_bytes: Callable[[int], None] = lambda _: None,
+    ) -> bytes:
         """The body at a URL. count_bytes: called with the size of each part before it is kept; may raise
-        QueueFull. Raises UrlRefused, UrlContent, UrlUnreachable, ImageTooLarge."""
+        QueueFull. Raises UrlRefused, UrlContent, UrlUnreachable, ImageTooLarge, ClipTooLarge."""
         started_s, outcome = time.monotonic(), "INTERNAL"
         try:
             url = self._allow.check(text)
             async with self._places:
-                body = await self._fetch_in_time(url, count_bytes)
+                body = await self._fetch_in_time(url, self._contents[modality], count_bytes)
             outcome = "OK"
         except asyncio.CancelledError:
             outcome = "CANCELLED"
@@ -273,11 +318,13 @@ class UrlFetcher:
         )
         return list(dict.fromkeys(str(entry[4][0]) for entry in found))
 
-    async def _fetch_in_time(self, url: CheckedUrl, count_bytes: Callable[[int], None]) -> bytes:
+    async def _fetch_in_time(
+        self, url: CheckedUrl, content: Content, count_bytes: Callable[[int], None]
+    ) -> bytes:
         try:
             async with asyncio.timeout(self._timeout_s):
                 for _ in range(MAX_REDIRECTS + 1):
-                    found = await self._get(url, count_bytes)
+                    found = await self._get(url, content, count_bytes)
                     if isinstance(found, bytes):
                         return found
                     url = found
@@ -287,12 +334,14 @@ class UrlFetcher:
             raise UrlUnreachable(f"the URL could not be read: {type(error).__name__}") from None
         raise UrlRefused(f"the URL redirects more than {MAX_REDIRECTS} times")
 
-    async def _get(self, url: CheckedUrl, count_bytes: Callable[[int], None]) -> bytes | CheckedUrl:
+    async def _get(
+        self, url: CheckedUrl, content: Content, count_bytes: Callable[[int], None]
+    ) -> bytes | CheckedUrl:
         """One request: returns the body, or the URL of a redirect."""
         headers: dict[bytes | str, bytes | str] = {
             "Host": url.authority,
             "User-Agent": "vision-encoder",
-            "Accept": "image/*",
+            "Accept": ", ".join(f"{kind}*" for kind in content.types),
             "Accept-Encoding": "identity",
         }
         body = bytearray()
@@ -300,11 +349,11 @@ class UrlFetcher:
             fields = {name.lower(): value.decode("latin-1").strip() for name, value in answer.headers}
             if answer.status in REDIRECTS:
                 return self._redirected(url, fields.get(b"location", ""))
-            check_answer(answer.status, fields)
+            content.check_answer(answer.status, fields)
             declared = fields.get(b"content-length", "")
-            self._check_size(int(declared) if declared.isdigit() else 0)
+            content.check_size(int(declared) if declared.isdigit() else 0)
             async for part in answer.aiter_stream():
-                self._check_size(len(body) + len(part))
+                content.check_size(len(body) + len(part))
                 count_bytes(len(part))
                 body += part
         if not body:
@@ -320,28 +369,6 @@ class UrlFetcher:
         if url.scheme == "https" and found.scheme != "https":
             raise UrlRefused("the URL redirects from https to http")
         return found
-
-    def _check_size(self, num_bytes: int) -> None:
-        if num_bytes > self._max_bytes:
-            raise ImageTooLarge(
-                f"the URL's body has at least {num_bytes} bytes, the limit is {self._max_bytes}",
-                found_bytes=num_bytes,
-                max_bytes=self._max_bytes,
-            )
-
-
-def check_answer(status: int, fields: dict[bytes, str]) -> None:
-    """Raises UrlUnreachable or UrlContent for an answer without an image as its body."""
-    if status in RETRYABLE:
-        raise UrlUnreachable(f"the URL's server answers {status}", status=status)
-    if status != 200:
-        raise UrlContent(f"the URL's server answers {status}, not 200", status=status)
-    encoding = fields.get(b"content-encoding", "identity").lower()
-    if encoding not in ("", "identity"):
-        raise UrlContent(f"the URL's body is encoded as {encoding[:40]!r}, which was not asked for")
-    kind = fields.get(b"content-type", "").lower()
-    if kind and not kind.startswith(TYPES):
-        raise UrlContent(f"the URL's body is {kind.partition(';')[0][:80]!r}, not an image")
 
 
 def open_urls(settings: Settings, metrics: Metrics) -> UrlFetcher | None:
@@ -359,6 +386,7 @@ def open_urls(settings: Settings, metrics: Metrics) -> UrlFetcher | None:
     return UrlFetcher(
         AllowList(settings.url_allow),
         max_bytes=settings.max_encoded_bytes,
+        max_clip_bytes=settings.max_clip_bytes,
         networks=[ipaddress.ip_network(network) for network in settings.url_networks],
         observe=lambda outcome, elapsed_s: seconds.labels(outcome).observe(elapsed_s),
     )

@@ -13,12 +13,12 @@ from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from encoder_service.errors import UnknownKey, UnsupportedContent
+from encoder_service.errors import UnknownKey
 from encoder_service.ingest.pixel_segments import PixelSegments
 from encoder_service.ingest.urls import UrlFetcher
 from encoder_service.rpc import convert
 from encoder_service.scheduler.admission import Admission
-from encoder_service.types import DigestOnly, EncodedFile, Item, Modality
+from encoder_service.types import DigestOnly, EncodedFile, Item
 from vision_encoder.v1 import encoder_pb2 as pb
 
 # A tensor in a message below this size is copied on the event loop.
@@ -72,15 +72,13 @@ class ItemReader:
         self, message: pb.Item, urls: UrlFetcher, question: Callable[[Item], Awaitable[Answer]]
     ) -> Answer:
         item = convert.item_from_proto(message, fetched=b"")
-        if item.modality is not Modality.IMAGE:
-            raise UnsupportedContent("URLs of clips are not taken; send the clip's bytes")
         if item.content_digest is not None:
             # An item with a digest is fetched only if its rows are not stored.
             with contextlib.suppress(UnknownKey):
                 return await question(replace(item, content=DigestOnly()))
         permit = self.admission.acquire(0)
         try:
-            data = await urls.fetch(message.url, permit.add_bytes)
+            data = await urls.fetch(message.url, item.modality, permit.add_bytes)
             return await question(replace(item, content=EncodedFile(data)))
         finally:
             permit.release()

@@ -268,6 +268,40 @@ def test_urls_follow_the_services_address_rules(
     assert receiver.is_empty()
 
 
+def test_a_clips_url_follows_the_same_rules(
+    checkpoints: dict[str, Path], device: torch.device, receiver: Receiver
+) -> None:
+    """Within the clip's limit of bytes, which is not the image's."""
+    data = clip(11, num_frames=8, fps=4)
+    files = {"/a.mp4": data, "/large.mp4": bytes(len(data) + 1), "/broken.mp4": data[: len(data) // 2]}
+    with Files(files, "video/mp4") as server:
+        settings = {
+            "url_allow": (server.base,),
+            "url_networks": ("127.0.0.0/8",),
+            "max_clip_bytes": len(data),
+            "max_encoded_bytes": 1024,
+        }
+        with serving(checkpoints["qwen3_vl"], device, **settings) as served:
+            digest = f"sha256:{hashlib.sha256(data).hexdigest()}"
+            hashed = {"url": f"{server.base}/a.mp4", "content_hash": digest}
+            for item in (f"{server.base}/a.mp4", hashed, hashed, data_url(data, "video/mp4")):
+                answered = served.encode([item], receiver.port, modality="VIDEO")
+                assert answered.status_code == 200, answered.text
+            messages = [receiver.message() for _ in range(4)]
+            assert all(torch.equal(messages[0][1], rows) for _, rows in messages[1:])
+            assert all(fields == messages[0][0] for fields, _ in messages[1:])
+            assert server.asked == ["/a.mp4"] * 2  # not for rows that are held under its hash
+            for path, modality, text in (
+                ("/large.mp4", "VIDEO", f"{len(data) + 1} bytes, the limit is {len(data)}"),
+                ("/broken.mp4", "VIDEO", "the MP4 file is truncated"),
+                ("/none.mp4", "VIDEO", "404"),
+                ("/a.mp4", "IMAGE", "'video/mp4', not an image"),
+            ):
+                refused = served.encode([server.base + path], receiver.port, modality=modality)
+                assert text in message(refused, 400)
+    assert receiver.is_empty()
+
+
 # -- what is refused -----------------------------------------------------------------------------------
 
 
@@ -520,8 +554,9 @@ class Files(http.server.ThreadingHTTPServer):
 
     daemon_threads = True
 
-    def __init__(self, files: dict[str, bytes]) -> None:
+    def __init__(self, files: dict[str, bytes], kind: str = "image/png") -> None:
         self.files = files
+        self.kind = kind
         self.asked: list[str] = []
         self.bodies: list[Any] = []
         super().__init__(("127.0.0.1", 0), Handler)
@@ -557,7 +592,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
     def answer(self, data: bytes | None) -> None:
         self.server.asked.append(self.path)
         self.send_response(404 if data is None else 200)
-        self.send_header("Content-Type", "image/png")
+        self.send_header("Content-Type", self.server.kind)
         self.send_header("Content-Length", str(len(data or b"")))
         self.end_headers()
         with contextlib.suppress(ConnectionError):

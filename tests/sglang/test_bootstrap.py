@@ -1,4 +1,4 @@
-"""SGLang's own bootstrap server, `--encoder-bootstrap-port`: its list of encoders, in which the service is."""
+"""SGLang's own bootstrap server, `--encoder-bootstrap-port`: the service in its list of encoders."""
 
 from __future__ import annotations
 

@@ -20,6 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from encoder_service.errors import (
+    ClipTooLarge,
     ConfigurationError,
     ImageTooLarge,
     QueueFull,
@@ -31,6 +32,7 @@ from encoder_service.errors import (
 from encoder_service.ingest import urls
 from encoder_service.ingest.urls import AllowList, CheckedBackend, UrlFetcher, check_address
 from encoder_service.scheduler.admission import Admission
+from encoder_service.types import Modality
 from tests.certificates import Authority
 
 pytestmark = pytest.mark.anyio
@@ -219,7 +221,7 @@ async def resolves(host: str, port: int) -> Sequence[str]:
 async def fetching(
     port: int, *more: str, scheme: str = "http://", **bounds: object
 ) -> AsyncIterator[UrlFetcher]:
-    options: dict[str, Any] = {"max_bytes": 10_000, "timeout_s": 5.0, **bounds}
+    options: dict[str, Any] = {"max_bytes": 10_000, "max_clip_bytes": 20_000, "timeout_s": 5.0, **bounds}
     allow = AllowList([f"{scheme}images.test:{port}", *more])
     fetcher = UrlFetcher(allow, **{"networks": LOOPBACK, "resolve": resolves, **options})
     try:
@@ -231,7 +233,7 @@ async def fetching(
 async def get(fetcher: UrlFetcher, url: str, admission: Admission | None = None) -> bytes:
     """The bytes, all of which were counted."""
     permit = (Admission(0, 1 << 20) if admission is None else admission).acquire(0)
-    data = await fetcher.fetch(url, permit.add_bytes)
+    data = await fetcher.fetch(url, count_bytes=permit.add_bytes)
     assert permit.num_bytes == len(data)
     return data
 
@@ -387,6 +389,21 @@ async def test_slow_servers_are_left_in_time() -> None:
 )
 async def test_answers_that_are_no_image(answer: Answer, kind: type[VisionEncoderError]) -> None:
     await fails(answer, kind)
+
+
+async def test_clips_have_a_limit_and_types_of_their_own() -> None:
+    async def body_of(answer: Answer, modality: Modality) -> bytes:
+        async with serving(answer) as port, fetching(port) as fetcher:
+            return await fetcher.fetch(f"http://images.test:{port}/a", modality)
+
+    for kind in ("video/mp4", "image/gif", "application/octet-stream"):
+        assert len(await body_of(image(bytes(20_000), kind), Modality.VIDEO)) == 20_000
+    with pytest.raises(ClipTooLarge, match="20001 bytes, the limit is 20000"):
+        await body_of(image(bytes(20_001), "video/mp4"), Modality.VIDEO)
+    with pytest.raises(UrlContent, match="'text/html', not a clip"):
+        await body_of(image(b"<html>", "text/html"), Modality.VIDEO)
+    with pytest.raises(UrlContent, match="'video/mp4', not an image"):
+        await body_of(image(b"x", "video/mp4"), Modality.IMAGE)
 
 
 async def test_hosts_without_a_server_or_an_address_can_be_tried_again() -> None:

@@ -17,7 +17,7 @@ from encoder_service.ingest.identity import content_digest
 from encoder_service.ingest.pixel_segments import PixelSegments, SegmentTensor
 from encoder_service.rpc.item_reader import INLINE_BYTES, ItemReader
 from encoder_service.scheduler.admission import Admission
-from encoder_service.types import DigestOnly, EncodedFile, Item, PixelValues
+from encoder_service.types import DigestOnly, EncodedFile, Item, Modality, PixelValues
 from tests.unit.service.rig import until
 from vision_encoder.v1 import encoder_pb2 as pb
 
@@ -121,13 +121,15 @@ async def test_segments_are_refused_where_none_are_accepted(reader: ItemReader, 
 
 
 class Urls:
-    """Stands for UrlFetcher. fetched: URLs in order."""
+    """Stands for UrlFetcher. fetched: URLs in order, and their modalities."""
 
     def __init__(self) -> None:
         self.fetched: list[str] = []
+        self.modalities: list[Modality] = []
 
-    async def fetch(self, text: str, count_bytes: Any) -> bytes:
+    async def fetch(self, text: str, modality: Modality, count_bytes: Any) -> bytes:
         self.fetched.append(text)
+        self.modalities.append(modality)
         count_bytes(4)
         return b"file"
 
@@ -158,10 +160,13 @@ async def test_a_url_is_fetched_only_where_its_rows_are_not_held(reader: ItemRea
     assert reader.admission.num_bytes == 0
 
 
-async def test_urls_are_refused_for_clips_and_where_none_are_accepted(reader: ItemReader) -> None:
+async def test_a_clips_url_is_fetched_as_a_clip(reader: ItemReader) -> None:
     found, urls = with_urls(reader)
-    with pytest.raises(UnsupportedContent, match="URLs of clips"):
-        await found.ask(pb.Item(modality=pb.MODALITY_VIDEO, url="http://x/a"), same)
+    item = await found.ask(pb.Item(modality=pb.MODALITY_VIDEO, url="http://x/a"), same)
+    assert (item.modality, item.content) == (Modality.VIDEO, EncodedFile(b"file"))
+    assert urls.modalities == [Modality.VIDEO]
+
+
+async def test_urls_are_refused_where_none_are_accepted(reader: ItemReader) -> None:
     with pytest.raises(UnsupportedContent, match="takes no URLs"):
         await reader.ask(pb.Item(modality=pb.MODALITY_IMAGE, url="http://x/a"), same)
-    assert urls.fetched == []
