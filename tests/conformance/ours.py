@@ -6,7 +6,9 @@ Owns the translation of questions into calls, nothing else.
 from __future__ import annotations
 
 import base64
-from collections.abc import Mapping
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import numpy as np
@@ -25,18 +27,23 @@ from encoder_service.ingest.settings import (
 )
 from encoder_service.ingest.video.clip import timestamps_of
 from encoder_service.ingest.video.source import ClipLimits
+from encoder_service.store.host_memory import SealedFile
 from encoder_service.types import PreprocessOptions as ServiceOptions
 from lm_adapter.clip_texts import kimi_chunk_texts, qwen_frame_texts, qwen_patch_times
-from lm_adapter.errors import InvalidRequest
+from lm_adapter.errors import InvalidRequest, MappingFailed
 from lm_adapter.items import FramesItem, Grid, Modality, PreprocessOptions
 from lm_adapter.keys import content_digest, frames_digest, item_key, pixels_digest
 from lm_adapter.mrope import MRopePositions, mrope_positions
 from lm_adapter.placeholders import ExpandedPrompt, expand_placeholders, prompt_item
 from lm_adapter.prefix_cache import PadScheme, pad_id, restore_placeholders
+from lm_adapter.shm.broker import Attachment
+from lm_adapter.shm.reader import MappedArena
 from lm_adapter.splice import RowsLayout, Splicer, StepChunk, splice_step
 from lm_adapter.testing import fake_model
 from tests.conformance.protocol import Function
-from vision_encoder.layout import keys
+from vision_encoder.layout import control_page, directory, keys
+from vision_encoder.layout.control_page import LayoutError, PageHeader, Probe
+from vision_encoder.v1 import broker_pb2
 
 Asked = dict[str, Any]
 PLAIN = ServiceOptions()
@@ -91,6 +98,74 @@ def answer_frames_key(asked: Asked) -> Asked:
     }
     key = item_key(item, fake_model(dtype=asked["dtype"], **fingerprints), namespace=asked["namespace"])
     return {"digest": (item.digest or frames_digest(item)).hex(), "key": key.hex()}
+
+
+@contextmanager
+def arena_of(arena_id: bytes, page: bytes, listed: bytes, namespace: str = "") -> Iterator[MappedArena]:
+    """The adapter's reader over a control page, a directory and memory of one byte. Raises MappingFailed."""
+    files = [SealedFile("conformance", len(content)) for content in (b"0", page, listed)]
+    with ExitStack() as closing:
+        descriptors = []
+        for file, content in zip(files, (b"0", page, listed), strict=True):
+            file.mapping[:] = content
+            closing.callback(file.close)
+            descriptors.append(file.export_fd())
+            closing.callback(os.close, descriptors[-1])
+        geometry = broker_pb2.ArenaGeometry(
+            arena_id=arena_id,
+            kind=broker_pb2.ARENA_KIND_HOST,
+            size_bytes=1,
+            page_bytes=len(page),
+            directory_bytes=len(listed),
+        )
+        arena = MappedArena(Attachment(geometry, *descriptors), namespace, None)
+        closing.callback(arena.unmap, 1.0)
+        yield arena
+
+
+def answer_control_page(asked: Asked) -> Asked:
+    page = base64.b64decode(asked["page_base64"])
+    try:
+        header = control_page.read_header(page, len(page))
+        listed = directory.pack_header(header.arena_id, header.instance, header.num_slots)
+        listed = listed.ljust(directory.directory_bytes(header.num_slots), b"\0")
+        with arena_of(header.arena_id, page, listed) as arena:
+            read = arena.read(asked["slot_index"], int(asked["generation"]), 0, 1)
+    except (LayoutError, MappingFailed):
+        return {"refused": True}
+    return {
+        "arena_id": header.arena_id.hex(),
+        "instance": str(header.instance),
+        "num_slots": header.num_slots,
+        "probe": {
+            "offset_bytes": str(header.probe.offset_bytes),
+            "num_bytes": str(header.probe.num_bytes),
+            "sha256": header.probe.sha256.hex(),
+        },
+        "is_current": read is not None,
+    }
+
+
+def answer_directory(asked: Asked) -> Asked:
+    listed = base64.b64decode(asked["directory_base64"])
+    try:
+        header = directory.read_header(listed, len(listed))
+        no_probe = Probe(0, 1, bytes(32))
+        page = control_page.pack_header(
+            PageHeader(header.arena_id, header.instance, header.num_slots, no_probe)
+        )
+        page = page.ljust(control_page.page_bytes(header.num_slots), b"\0")
+        with arena_of(header.arena_id, page, listed, asked["namespace"]) as arena:
+            record = arena.find(bytes.fromhex(asked["key"]))
+    except (LayoutError, MappingFailed):
+        return {"refused": True}
+    if record is None:
+        return {"record": None}
+    found = record._asdict()
+    for name in ("generation", "offset_bytes", "rows_bytes"):
+        found[name] = str(found[name])
+    found["content_digest"] = record.content_digest.hex()
+    return {"record": {name: value for name, value in found.items() if name not in ("key", "tag")}}
 
 
 def answer_pad_id(asked: Asked) -> Asked:
