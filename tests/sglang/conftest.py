@@ -5,10 +5,14 @@ Collected only where SGLang is installed: `make test-sglang` runs this folder in
 
 from __future__ import annotations
 
+import functools
+import http.server
 import importlib.util
 import tempfile
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,6 +29,8 @@ else:
     from tests.sglang.processes import Encoder
 
 FAMILIES = ("qwen3_vl", "qwen3_5")
+# Content that an encoder of these tests holds at once.
+MAX_QUEUED_BYTES = 16 << 20
 # For tests of what does not depend on the model. Qwen3.5 runs in `make test-sglang-all` alone.
 both_families = pytest.mark.parametrize(
     "family",
@@ -62,27 +68,72 @@ def reference(checkpoint: Path) -> Reference:
     return Reference(checkpoint)
 
 
+@dataclass(frozen=True)
+class Files:
+    """Files of a folder, by HTTP."""
+
+    folder: Path
+    url: str
+
+    def add(self, name: str, data: bytes) -> str:
+        (self.folder / name).write_bytes(data)
+        return f"{self.url}/{name}"
+
+
+class Handler(http.server.SimpleHTTPRequestHandler):
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture(scope="session")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Files]:
+    """The encoders fetch from here."""
+    folder = tmp_path_factory.mktemp("files")
+    handler = functools.partial(Handler, directory=folder)
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield Files(folder, f"http://127.0.0.1:{server.server_port}")
+        server.shutdown()
+
+
 @contextmanager
-def running_encoder(checkpoint: Path, folder: Path) -> Iterator[Encoder]:
+def running_encoder(
+    checkpoint: Path, folder: Path, variables: Mapping[str, str] | None = None
+) -> Iterator[Encoder]:
     # A socket's name has a short limit, which pytest's folders exceed.
     with (
         tempfile.TemporaryDirectory(prefix="ve-sgl-") as sockets,
-        Encoder(checkpoint, folder, Path(sockets) / "broker.sock") as running,
+        Encoder(checkpoint, folder, Path(sockets) / "broker.sock", variables=variables) as running,
     ):
         yield running
 
 
 @pytest.fixture(scope="session")
-def encoder(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Encoder]:
+def variables(files: Files) -> dict[str, str]:
+    """Settings of both encoders."""
+    return {
+        "VE_URL_ALLOW": files.url,
+        "VE_URL_NETWORKS": "127.0.0.1/32",
+        "VE_MAX_MESSAGE_BYTES": str(MAX_QUEUED_BYTES),
+        "VE_MAX_QUEUED_BYTES": str(MAX_QUEUED_BYTES),
+    }
+
+
+@pytest.fixture(scope="session")
+def encoder(
+    checkpoint: Path, variables: dict[str, str], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Encoder]:
     """The service in float32, with gRPC, a broker and SGLang's protocol."""
-    with running_encoder(checkpoint, tmp_path_factory.mktemp("encoder")) as running:
+    with running_encoder(checkpoint, tmp_path_factory.mktemp("encoder"), variables) as running:
         yield running
 
 
 @pytest.fixture(scope="session")
-def other_encoder(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Encoder]:
+def other_encoder(
+    checkpoint: Path, variables: dict[str, str], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Encoder]:
     """A second one of the same checkpoint."""
-    with running_encoder(checkpoint, tmp_path_factory.mktemp("other")) as running:
+    with running_encoder(checkpoint, tmp_path_factory.mktemp("other"), variables) as running:
         yield running
 
 

@@ -105,12 +105,14 @@ class Encoder(Restartable):
         *,
         device: str = "cpu",
         dtype: str = "float32",
+        variables: Mapping[str, str] | None = None,
     ) -> None:
         self.target = f"127.0.0.1:{free_port()}"
         self.sglang_address = f"127.0.0.1:{free_port()}"
         self.sglang_url = f"http://{self.sglang_address}"
         self.broker_path = broker_path
         self._checkpoint = checkpoint
+        self._variables = {**(variables or {}), **({"OMP_NUM_THREADS": "1"} if device == "cpu" else {})}
         self._on_device = ["--device", device, "--dtype", dtype]
         if device == "cpu":
             self._on_device += ["--arena-bytes", str(64 << 20)]
@@ -124,7 +126,7 @@ class Encoder(Restartable):
                 *("--listen", self.target, "--broker-path", str(self.broker_path), *self._on_device),
                 *("--admin-listen", "127.0.0.1:0"),
             ],
-            {"OMP_NUM_THREADS": "1"} if "cpu" in self._on_device else {},
+            self._variables,
             lambda: answers(f"{self.sglang_url}/health"),
             "the encoder",
         )

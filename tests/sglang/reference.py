@@ -62,6 +62,26 @@ class Reference:
         tokens: list[int] = out[0, inputs["input_ids"].shape[1] :].tolist()
         return tokens
 
+    def needs_rows(self, text: str, images: Sequence[bytes]) -> bool:
+        """Whether the tokens are others with zeros in place of each single image's rows."""
+        tower = self._model.model.visual
+
+        def without(index: int) -> list[int]:
+            def zero(_module: Any, arguments: Any, keywords: dict[str, Any], out: Any) -> None:
+                grids = keywords["grid_thw"] if "grid_thw" in keywords else arguments[1]
+                sizes = (grids.prod(-1) // tower.spatial_merge_size**2).tolist()
+                for rows in (out.pooler_output, *(getattr(out, "deepstack_features", None) or ())):
+                    rows.split(sizes)[index].zero_()
+
+            hook = tower.register_forward_hook(zero, with_kwargs=True)
+            try:
+                return self.tokens(text, images)
+            finally:
+                hook.remove()
+
+        right = self.tokens(text, images)
+        return all(without(index) != right for index in range(len(images)))
+
     @torch.no_grad()
     def rows(self, image: bytes) -> tuple[torch.Tensor, list[list[int]]]:
         """[n, hidden * (1 + deepstack)], main first, and grid_thw."""

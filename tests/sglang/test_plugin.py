@@ -108,9 +108,11 @@ def rejected(response: httpx.Response, status: int, *words: str) -> None:
 
 
 def test_tokens_are_those_of_transformers(plugin: Sglang, reference: Reference, images: list[bytes]) -> None:
-    """The second time with the prefix cache, where there is one."""
+    """Prefill is chunked. The second time with the prefix cache, where there is one."""
     expected = [reference.tokens(text, [images[index] for index in chosen]) for text, chosen in CASES]
     assert len({tuple(tokens) for tokens in expected}) == len(CASES)
+    # Rows that are lost or zero give other tokens, also in the tests below.
+    assert all(reference.needs_rows(text, [images[index] for index in chosen]) for text, chosen in CASES)
     for _ in range(2):
         for (text, chosen), tokens in zip(CASES, expected, strict=True):
             assert plugin.tokens(text, [images[index] for index in chosen]) == tokens
@@ -187,6 +189,7 @@ def test_p12_a_second_turn_reuses_the_first_images_prefix(plugin: Sglang, refere
     assert apart["meta_info"]["cached_tokens"] <= num_before
     second = plugin.generate(turns, [image, added]).json()
     assert second["meta_info"]["cached_tokens"] >= len(reference.ids(ONE, [image])) - 1
+    assert reference.needs_rows(turns, [image, added])
     assert second["output_ids"] == reference.tokens(turns, [image, added])
     assert apart["output_ids"] == reference.tokens(turns, [other, added])
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import hashlib
+import random
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from tests.engines.pictures import clip, data_url
-from tests.sglang.conftest import both_families
+from tests.engines.pictures import clip, data_url, picture
+from tests.sglang.conftest import MAX_QUEUED_BYTES, Files, both_families
 from tests.sglang.processes import Encoder, Sglang, documented, language_model_arguments
 from tests.sglang.reference import CLIP, IMAGE, Reference, prompt
 
@@ -60,6 +62,67 @@ def test_tokens_of_clips_beside_images(server: Sglang, reference: Reference, ima
     alone, beside = prompt(CLIP, "What happens?"), prompt(CLIP, IMAGE, CLIP, "Compare them.")
     assert server.tokens(alone, [], video_data=urls[:1]) == reference.tokens(alone, [], clips[:1])
     assert server.tokens(beside, images[:1], video_data=urls) == reference.tokens(beside, images[:1], clips)
+
+
+@both_families
+def test_text_images_and_clips_at_once(server: Sglang, reference: Reference) -> None:
+    """p02, p25: every request's tokens are those that it has alone. The images are new to the encoders."""
+    images = [picture(seed) for seed in range(40, 44)]
+    cases: list[tuple[str, list[bytes], list[bytes]]] = [
+        (TEXT, [], []),
+        *((ONE, [image], []) for image in images),
+        (TWO, images[:2], []),
+        (TWO, images[1::-1], []),
+        (prompt(CLIP, "What happens?"), [], [clip(9, num_frames=12, fps=6)]),
+    ]
+    expected = [reference.tokens(*case) for case in cases]
+    assert len({tuple(tokens) for tokens in expected}) == len(cases)
+    numbers = [*range(len(cases))] * 2
+    random.shuffle(numbers)
+
+    def ask(number: int) -> list[int]:
+        text, sent, clips = cases[number]
+        videos = {"video_data": [data_url(one, "video/mp4") for one in clips]} if clips else {}
+        return server.tokens(text, sent, **videos)
+
+    with ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(ask, numbers)) == [expected[number] for number in numbers]
+
+
+@both_families
+def test_images_and_clips_by_url(
+    server: Sglang, reference: Reference, images: list[bytes], files: Files
+) -> None:
+    """The encoder fetches them. A URL that it may not fetch fails its own request."""
+    data = clip(10, num_frames=12, fps=6)
+    image, video = files.add("a.png", images[0]), files.add("a.mp4", data)
+    beside = prompt(CLIP, IMAGE, "Compare them.")
+    tokens = server.tokens(beside, [], image_data=[image], video_data=[video])
+    assert tokens == reference.tokens(beside, images[:1], [data])
+    elsewhere = video.replace("127.0.0.1", "127.0.0.2")
+    refused = server.generate(prompt(CLIP, "What happens?"), [], video_data=[elsewhere])
+    assert refused.status_code == 503, refused.text
+
+
+@both_families
+def test_an_encoder_that_is_full_is_answered_503(
+    server: Sglang, encoder: Encoder, other_encoder: Encoder, reference: Reference, images: list[bytes]
+) -> None:
+    """Text and smaller images beside it are answered."""
+
+    def num_refused() -> int:
+        return sum(one.log.count("QUEUE_FULL") for one in (encoder, other_encoder))
+
+    before = num_refused()
+    large = random.randbytes(MAX_QUEUED_BYTES)  # more as base64
+    with ThreadPoolExecutor(3) as pool:
+        full = pool.submit(server.generate, ONE, [large])
+        text = pool.submit(server.tokens, TEXT, [])
+        image = pool.submit(server.tokens, ONE, images[:1])
+        assert full.result().status_code == 503, full.result().text
+        assert text.result() == reference.tokens(TEXT, [])
+        assert image.result() == reference.tokens(ONE, images[:1])
+    assert num_refused() == before + 1
 
 
 @both_families
